@@ -1,0 +1,25 @@
+# Inside an activated virtual environment; another interpreter: make check PYTHON=python3.12
+
+PYTHON ?= python
+STRUCTURE = tests/test_budget.py tests/test_architecture.py tests/test_readme.py
+
+.DEFAULT_GOAL := help
+.PHONY: help train test check bench
+
+help:  ## this list
+	@awk -F ':  ## ' '/^[a-z]+:  ## / { printf "%-7s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+train:  ## the first command of the README: minutes on a laptop
+	$(PYTHON) -m torch.distributed.run train.py --curriculum seqlen --ltd --pack
+
+test:  ## everything that is not slow and needs no GPU
+	$(PYTHON) -m pytest
+
+check:  ## what a change must pass besides its tests: lint, format, size, imports, documents
+	$(PYTHON) -m ruff check .
+	$(PYTHON) -m ruff format --check .
+	$(PYTHON) -m pytest $(STRUCTURE)
+
+bench:  ## rate of data.py prepare; a training step (NANOGPT=folder of nanoGPT to compare with)
+	$(PYTHON) bench/prepare.py corpus/pd-mix.jsonl.gz
+	$(PYTHON) bench/step.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
