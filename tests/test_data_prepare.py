@@ -1,0 +1,449 @@
+"""Documents to store: what is read, what is written, and that nothing is written by halves.
+
+Does not cover samples and batches, which read a finished store.
+
+    python -m pytest tests/test_data_prepare.py
+"""
+
+import gzip
+import json
+import os
+import random
+import re
+import resource
+import signal
+import subprocess
+import sys
+import time
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import data
+import tokenizer
+
+try:
+    import zstandard
+except ImportError:  # an extra
+    zstandard = None
+
+ROOT = Path(__file__).resolve().parent.parent
+TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
+PD4K = tokenizer.get_encoding()
+BYTES = tokenizer.get_encoding("bytes")
+
+
+def make(inputs, out: Path, encoding=PD4K, **options) -> data.Store:
+    inputs = inputs if isinstance(inputs, list) else [inputs]
+    meta = data.prepare(inputs, out, encoding, encoding.name, **options)
+    store = data.Store.open(out)
+    assert store.meta == meta
+    return store
+
+
+def texts_of(store: data.Store, encoding) -> list[str]:
+    pieces = np.split(store.tokens, store.offsets[1:-1])
+    assert all(ids[-1] == encoding.eot_token for ids in pieces)
+    return [encoding.decode(ids[:-1].tolist(), errors="strict") for ids in pieces]
+
+
+def write_jsonl(path: Path, documents) -> Path:
+    path.write_text("".join(json.dumps({"id": i, "text": t}) + "\n" for i, t in documents))
+    return path
+
+
+def contents(store: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in sorted(store.iterdir())}
+
+
+# --- what a store holds
+
+
+def test_a_store_worked_by_hand(tmp_path):
+    # crc32("a") = 3904355907 and crc32("c") = 112844655 are odd, crc32("b") = 1908338681 is too,
+    # crc32("d") = 2564639436 is even: with holdout 2, "d" alone is held out, though it comes first.
+    assert [zlib.crc32(i) for i in (b"a", b"b", b"c", b"d")] == [
+        3904355907,
+        1908338681,
+        112844655,
+        2564639436,
+    ]
+    documents = [("d", "held"), ("a", "é"), ("b", ""), ("c", "xyz")]
+    store = make(write_jsonl(tmp_path / "in.jsonl", documents), tmp_path / "s", BYTES, holdout=2)
+    end = BYTES.eot_token
+    assert store.tokens.tolist() == [*"é".encode(), end, *b"xyz", end, *b"held", end]
+    assert store.offsets.tolist() == [0, 3, 7, 12]
+    assert (store.train_documents, store.train_tokens) == (2, 7)
+    expected = {"documents": 3, "tokens": 12, "bytes": 9, "train_bytes": 5, "skipped": 1}
+    assert expected.items() <= store.meta.items()
+    assert store.tokens.dtype == np.uint16 and store.offsets.dtype == np.int64
+
+
+def test_every_document_comes_back_and_the_held_out_come_last(tmp_path):
+    store = make(TINY, tmp_path / "store")
+    documents = list(data.read_documents([TINY]))
+    held_out = [text for i, text in documents if zlib.crc32(i.encode()) % 20 == 0]
+    training = [text for i, text in documents if zlib.crc32(i.encode()) % 20]
+    assert len(held_out) == 27 and len(documents) == 481
+    assert texts_of(store, PD4K) == training + held_out
+    assert store.train_documents == len(training)
+    assert store.train_tokens == store.offsets[len(training)]
+    assert store.meta["train_bytes"] == len("".join(training).encode())
+    assert store.meta["bytes"] == len("".join(training + held_out).encode())
+    store.verify()
+
+
+def test_many_small_batches_give_the_same_store(tmp_path, monkeypatch):
+    make(TINY, tmp_path / "whole")
+    monkeypatch.setattr(data, "BATCH_CHARACTERS", 1)  # a task for each document
+    make(TINY, tmp_path / "single")
+    assert contents(tmp_path / "whole") == contents(tmp_path / "single")
+
+
+def test_the_counts_of_the_embedded_corpus(tmp_path):
+    store = make(ROOT / "corpus" / "pd-mix.jsonl.gz", tmp_path / "store")
+    assert len(store.offsets) - 1 == store.meta["documents"] == 4705
+    assert store.meta["documents"] - store.train_documents == 234
+
+
+@pytest.mark.parametrize("holdout", [0, 1])
+def test_holding_out_nothing_or_everything(tmp_path, holdout):
+    store = make(TINY, tmp_path / "store", holdout=holdout)
+    assert store.train_documents == [481, 0][holdout]
+    assert texts_of(store, PD4K) == [text for _, text in data.read_documents([TINY])]
+
+
+def test_a_corpus_too_small_to_hold_anything_out(tmp_path):
+    store = make(write_jsonl(tmp_path / "in.jsonl", [("a", "text")]), tmp_path / "store")
+    assert store.train_documents == 1 and store.train_tokens == len(store.tokens)
+
+
+def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    for number in range(65_400):
+        ranks[b"%05d" % number] = len(ranks)
+    tokenizer.write_ranks(tmp_path / "large.tiktoken", ranks)
+    large = tokenizer.get_encoding(str(tmp_path / "large.tiktoken"))
+    texts = ["65399 00001", "x"]
+    source = write_jsonl(tmp_path / "in.jsonl", [("a", texts[0]), ("b", texts[1])])
+    store = make(source, tmp_path / "store", large)
+    assert store.tokens.dtype == np.uint32 and store.meta["dtype"] == "uint32"
+    assert store.tokens.max() == large.eot_token == 65_656
+    assert texts_of(store, large) == texts
+
+
+def test_text_that_spells_a_special_token_is_text(tmp_path):
+    text = "a<|endoftext|>b[MASK]"
+    store = make(write_jsonl(tmp_path / "in.jsonl", [("a", text)]), tmp_path / "store")
+    assert (store.tokens >= PD4K.eot_token).sum() == 1
+    assert texts_of(store, PD4K) == [text]
+
+
+# --- what is read
+
+
+def test_plain_packed_and_folder_give_the_same_bytes(tmp_path):
+    lines = gzip.decompress(TINY.read_bytes())
+    folder = tmp_path / "folder"
+    (folder / "deeper").mkdir(parents=True)
+    rows = lines.splitlines(keepends=True)
+    (folder / "a.jsonl").write_bytes(b"".join(rows[:100]))
+    (folder / "deeper" / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(rows[100:200])))
+    (folder / "e.jsonl").write_bytes(b"".join(rows[200:]))
+    (folder / ".hidden").write_bytes(b"\xff")
+    (tmp_path / "plain.jsonl").write_bytes(lines.replace(b"\n", b"\n\n"))  # blank lines are none
+    sources = [TINY, folder, tmp_path / "plain.jsonl"]
+    if zstandard:
+        frames = lines[:300_000], lines[300_000:]  # the border lies inside a line
+        sources.append(tmp_path / "frames.jsonl.zst")
+        sources[-1].write_bytes(b"".join(map(zstandard.compress, frames)))
+    stores = []
+    for source in sources:
+        make(source, tmp_path / f"store-{source.name}")
+        stores.append(contents(tmp_path / f"store-{source.name}"))
+    assert stores[0] and all(store == stores[0] for store in stores)
+
+
+def test_ids_and_texts_of_every_form(tmp_path):
+    (tmp_path / "b").mkdir()
+    (tmp_path / "b" / "note.txt").write_bytes("ligne\r\né".encode())
+    (tmp_path / "a.jsonl").write_text('{"text": "x"}\n\n{"id": null, "text": "y"}\n')
+    (tmp_path / "c.py").write_text("pass")
+    (tmp_path / "d.jsonl").write_text('{"id": 7, "text": ""}')
+    expected = [
+        ("a.jsonl:1", "x"),
+        ("a.jsonl:3", "y"),
+        ("b/note.txt", "ligne\r\né"),
+        ("c.py", "pass"),
+        ("7", ""),
+    ]
+    assert list(data.read_documents([tmp_path])) == expected
+    assert list(data.read_documents([str(tmp_path / "b" / "note.txt")])) == [
+        ("note.txt", "ligne\r\né")
+    ]
+
+
+GOOD = b'{"id": "a", "text": "one"}\n'
+PACKED = gzip.compress(GOOD * 2000)
+BAD_INPUTS = {
+    "not JSON": ("x.jsonl", GOOD * 2 + b"nonsense\n" + GOOD, ":3: is not JSON"),
+    "cut off": ("x.jsonl", GOOD + GOOD[:-4], ":2: is not JSON"),
+    "no object": ("x.jsonl", GOOD + b"[1]\n", ":2: needs an object with a string under"),
+    "no text": ("x.jsonl", b'{"id": "a"}\n', ":1: needs an object with a string under"),
+    "text no string": ("x.jsonl", GOOD * 4 + b'{"text": 5}', ":5: needs an object with a string"),
+    "not UTF-8": ("x.jsonl", GOOD + b'{"text": "\xff"}', ":2: 'utf-8' codec can't decode byte"),
+    "half a pair": ("x.jsonl", GOOD + b'{"text": "\\ud83d"}', ":2: 'utf-8' codec can't encode"),
+    "half in the id": ("x.jsonl", b'{"id": "\\ud83d", "text": ""}', ":1: 'utf-8' codec can't"),
+    "too deep": ("x.jsonl", b"[" * 200_000, ":1: "),
+    "line in gz": ("x.jsonl.gz", gzip.compress(GOOD + b"?"), ":2: is not JSON"),
+    "cut gz": ("x.jsonl.gz", PACKED[:-30], "Compressed file ended before"),
+    "damaged gz": ("x.jsonl.gz", PACKED[:-8] + bytes(8), "CRC check failed"),
+    "damage inside": ("x.jsonl.gz", PACKED[:30] + b"\xff" * 9 + PACKED[39:], "Error -3"),
+    "no gz": ("x.jsonl.gz", GOOD, ":0: Not a gzipped file"),
+    "bytes in text": ("x.txt", b"abc\xff", ": is not text in UTF-8"),
+    "packed text": ("x.txt.gz", PACKED, ": is not text in UTF-8"),
+    "nothing": ("x.jsonl", b"", "the corpus is empty"),
+    "nothing but blank": ("x.jsonl", b'\n{"text": ""}\n', "the corpus is empty"),
+    "empty file": ("x.txt", b"", "the corpus is empty"),
+}
+if zstandard:
+    ZSTD = zstandard.compress(b"".join(b'{"text": "number %d"}\n' % i for i in range(9000)))
+    BAD_INPUTS |= {
+        "cut zst": ("x.jsonl.zst", ZSTD[: len(ZSTD) // 2], "the file ends inside a frame"),
+        "cut second frame": (
+            "x.jsonl.zst",
+            ZSTD + ZSTD[:20],
+            ":9000: the file ends inside a frame",
+        ),
+        "no zst": ("x.jsonl.zst", GOOD, ":0: zstd decompressor error"),
+    }
+
+
+@pytest.mark.parametrize(("name", "content", "message"), BAD_INPUTS.values(), ids=BAD_INPUTS)
+def test_bad_input_is_one_line_and_leaves_nothing(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        make(tmp_path / name, tmp_path / "store")
+    assert "\n" not in str(caught.value)
+    assert "corpus is empty" in message or str(tmp_path / name) in str(caught.value)
+    assert [path.name for path in tmp_path.iterdir()] == [name]
+
+
+def test_the_line_after_which_a_file_is_damaged(tmp_path):
+    rows = [b'{"text": "%d"}\n' % random.Random(i).getrandbits(4000) for i in range(1000)]
+    path = tmp_path / "x.jsonl.gz"
+    path.write_bytes(gzip.compress(b"".join(rows))[:-1000])
+    read = []
+    with pytest.raises(ValueError, match="ended before") as caught:
+        for document in data.read_documents([path]):
+            read.append(document)
+    assert len(read) > 900
+    assert str(caught.value).startswith(f"{path}:{len(read)}: ")
+
+
+@pytest.mark.parametrize("missing", ["none.jsonl", "empty"])
+def test_missing_input_is_named_before_anything_is_read(tmp_path, missing):
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(ValueError, match=f"{missing}: no such file, or a folder without doc"):
+        next(data.read_documents([TINY, tmp_path / missing]))
+
+
+def test_zst_without_zstandard_names_the_package(tmp_path, monkeypatch):
+    (tmp_path / "x.jsonl.zst").write_bytes(b"")
+    monkeypatch.setitem(sys.modules, "zstandard", None)
+    with pytest.raises(ValueError, match=r"x\.jsonl\.zst:0: needs `pip install zstandard`"):
+        list(data.read_documents([tmp_path]))
+
+
+# --- whole or not at all
+
+
+def test_an_existing_folder_is_refused_and_kept(tmp_path):
+    (tmp_path / "store").mkdir()
+    with pytest.raises(ValueError, match=r"--out .*store: exists already"):
+        make(TINY, tmp_path / "store")
+    assert list(tmp_path.rglob("*")) == [tmp_path / "store"]
+
+
+def test_a_negative_holdout_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--holdout -1: needs 0"):
+        make(TINY, tmp_path / "store", holdout=-1)
+
+
+def test_a_folder_made_meanwhile_is_not_replaced(tmp_path, monkeypatch):
+    def read_while_another_writes(inputs):
+        yield "a", "text"
+        (tmp_path / "store").mkdir()
+        (tmp_path / "store" / "theirs").touch()
+
+    monkeypatch.setattr(data, "read_documents", read_while_another_writes)
+    with pytest.raises(OSError):
+        make(TINY, tmp_path / "store")
+    assert [path.name for path in tmp_path.rglob("*")] == ["store", "theirs"]
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("broken"), MemoryError])
+def test_an_interrupt_or_error_in_the_middle_leaves_nothing(tmp_path, monkeypatch, error):
+    encode = data._encode
+    calls = []
+
+    def fail_late(*args, **kwargs):
+        calls.append(args)
+        if len(calls) == 3:
+            # The folder is under way by now: without this the test would prove nothing.
+            assert len(list(tmp_path.glob(".store.*.tmp"))) == 1
+            raise error
+        return encode(*args, **kwargs)
+
+    monkeypatch.setattr(data, "_encode", fail_late)
+    monkeypatch.setattr(data, "BATCH_CHARACTERS", 50_000)
+    with pytest.raises(error if isinstance(error, type) else type(error)):
+        make(TINY, tmp_path / "store")
+    assert len(calls) >= 3
+    assert list(tmp_path.iterdir()) == []
+
+
+PREPARE = "import data; data.main(['prepare', *{inputs}, '--out', {out!r}])"
+
+
+def start_prepare(tmp_path: Path, preexec_fn=None) -> subprocess.Popen:
+    """Prepare a corpus that takes seconds, in a process of its own."""
+    source = tmp_path / "large.jsonl"
+    source.write_bytes(gzip.decompress((ROOT / "corpus" / "pd-mix.jsonl.gz").read_bytes()) * 6)
+    command = PREPARE.format(inputs=[str(source)], out=str(tmp_path / "store"))
+    return subprocess.Popen(
+        [sys.executable, "-c", command],
+        cwd=ROOT,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        preexec_fn=preexec_fn,
+    )
+
+
+def wait_until_it_writes(tmp_path: Path) -> None:
+    deadline = time.monotonic() + 30
+    while not any(path.stat().st_size for path in tmp_path.glob(".store.*.tmp/tokens.bin")):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def test_killed_in_the_middle_no_store_appears(tmp_path):
+    process = start_prepare(tmp_path)
+    wait_until_it_writes(tmp_path)
+    process.kill()
+    process.communicate()
+    assert process.returncode == -signal.SIGKILL
+    assert not (tmp_path / "store").exists()
+    make(TINY, tmp_path / "store").verify()  # what the killed one left is in nobody's way
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_told_to_stop_in_the_middle_it_tidies_up(tmp_path, number):
+    process = start_prepare(tmp_path)
+    wait_until_it_writes(tmp_path)
+    process.send_signal(number)
+    process.communicate()
+    assert process.returncode != 0
+    assert [path.name for path in tmp_path.iterdir()] == ["large.jsonl"]
+
+
+def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path):
+    def no_file_above_a_megabyte():
+        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
+
+    process = start_prepare(tmp_path, preexec_fn=no_file_above_a_megabyte)
+    errors = process.communicate()[1].decode()
+    assert process.returncode == 1
+    assert re.search(rf"OSError: \[Errno 27\] File too large: '{tmp_path}/store'", errors)
+    assert [path.name for path in tmp_path.iterdir()] == ["large.jsonl"]
+
+
+@pytest.mark.slow
+def test_memory_does_not_grow_with_the_corpus(tmp_path):
+    lines = gzip.decompress((ROOT / "corpus" / "pd-mix.jsonl.gz").read_bytes())
+    peaks = []
+    for repeats in (1, 20):  # 11 and 220 MB
+        source = tmp_path / f"{repeats}.jsonl"
+        with source.open("wb") as file:
+            for _ in range(repeats):
+                file.write(lines)
+        command = PREPARE.format(inputs=[str(source)], out=str(tmp_path / f"store-{repeats}"))
+        command += "; import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        done = subprocess.run(
+            [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
+        )
+        peaks.append(int(done.stdout.split()[-1]) / 1024)
+    assert peaks[1] - peaks[0] < 60, f"peak memory, MB: {peaks}"
+
+
+# --- opening a store
+
+
+def test_a_folder_that_is_no_store_is_refused(tmp_path):
+    with pytest.raises(ValueError, match=r"no token store: make one with data\.py prepare"):
+        data.Store.open(tmp_path)
+
+
+@pytest.mark.parametrize("meta", ["{", "[]", "{}"])
+def test_a_damaged_meta_file_is_refused(tmp_path, meta):
+    (tmp_path / "meta.json").write_text(meta)
+    with pytest.raises(ValueError, match="no token store"):
+        data.Store.open(tmp_path)
+
+
+def test_another_format_is_refused(tmp_path):
+    make(TINY, tmp_path / "store")
+    meta = tmp_path / "store" / "meta.json"
+    meta.write_text(meta.read_text().replace('"format": 1', '"format": 2'))
+    with pytest.raises(ValueError, match="has store format 2, not 1: prepare it anew"):
+        data.Store.open(tmp_path / "store")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.idx"])
+def test_a_truncated_or_missing_file_is_refused(tmp_path, name):
+    make(TINY, tmp_path / "store")
+    path = tmp_path / "store" / name
+    os.truncate(path, path.stat().st_size - 1)
+    with pytest.raises(ValueError, match=rf"{name}: needs [\d,]+ bytes: prepare the store anew"):
+        data.Store.open(tmp_path / "store")
+    path.unlink()
+    with pytest.raises(ValueError, match=rf"{name}: needs [\d,]+ bytes: prepare the store anew"):
+        data.Store.open(tmp_path / "store")
+
+
+@pytest.mark.parametrize("name", ["tokens.bin", "documents.idx"])
+def test_verify_finds_one_changed_bit(tmp_path, name):
+    store = make(TINY, tmp_path / "store")
+    store.verify()
+    path = tmp_path / "store" / name
+    changed = bytearray(path.read_bytes())
+    changed[len(changed) // 2] ^= 1
+    path.write_bytes(changed)
+    with pytest.raises(ValueError, match=f"{name}: sha256 differs"):
+        data.Store.open(tmp_path / "store").verify()
+
+
+def test_a_store_refuses_another_tokenizer(tmp_path):
+    store = make(TINY, tmp_path / "store")
+    store.check_tokenizer(tokenizer.get_encoding("pd4k"))
+    with pytest.raises(ValueError, match="made with tokenizer pd4k") as caught:
+        store.check_tokenizer(BYTES)
+    for encoding in (PD4K, BYTES):
+        assert tokenizer.fingerprint(encoding)[:12] in str(caught.value)
+
+
+def test_the_command_prints_what_it_made(tmp_path, capsys):
+    data.main(["prepare", str(TINY), "--out", str(tmp_path / "store")])
+    store = data.Store.open(tmp_path / "store")
+    printed = capsys.readouterr().out
+    assert re.search(r"^documents +481 +0 more skipped", printed, re.M)
+    assert re.search(rf"^tokens +{len(store.tokens):,} ", printed, re.M)
+    assert re.search(r"^held out +27 ", printed, re.M)
+    rows = re.findall(r"^below +([\d,]+) tokens +([\d,]+)", printed, re.M)
+    lengths = np.diff(store.offsets)
+    for limit, count in rows:
+        limit = int(limit.replace(",", ""))
+        assert int(count) == ((lengths >= limit // 2) & (lengths < limit)).sum()
+    assert sum(int(count) for _, count in rows) == 481
