@@ -1,0 +1,363 @@
+"""GPT and BERT as one Transformer with two seams. No training loop, no data, no technique.
+
+Seam 1, per-token metadata: attention honours `positions` and `doc_ids` and nothing else, so packed
+    rows, padding and dropped tokens need no code here.
+Seam 2, `run_block(layer, block, x, meta)`: the layer loop calls each block through it. A technique
+    that skips tokens, offloads weights or checkpoints activations hands in another `run_block`.
+
+GPT:  Radford et al. 2019 (GPT-2): pre-LN, tanh GELU, learned positions or rotary (2104.09864).
+BERT: Devlin et al. 2018 (arXiv 1810.04805): post-LN, bidirectional, masked-token head, one segment.
+Parameters carry GPT-2's published names for both, whatever the flags.
+
+    python model.py                    # every size: its dimensions, parameters, cost of a token
+
+Letters of the whole repository:
+    B rows   T positions   K kept positions   C width   H heads   D head width = C / H
+    L layers   V vocabulary   N documents
+"""
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+IGNORE = -100  # a target that counts for nothing: padding, or a token that BERT did not mask
+
+# layers, heads, width, longest row. nano: ours. 1.3B: arXiv 2005.14165, table 2.1, with 16 heads
+# as in the Data Efficiency paper's GPT-3. The others are as published with GPT-2 and BERT.
+SIZES = {
+    "nano": (6, 4, 128, 256),
+    "124M": (12, 12, 768, 1024),
+    "350M": (24, 16, 1024, 1024),
+    "774M": (36, 20, 1280, 1024),
+    "1.3B": (24, 16, 2048, 2048),
+    "bert-base": (12, 12, 768, 512),
+    "bert-large": (24, 16, 1024, 512),
+}
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Everything a model is built from. `hidden` is the width of the MLP's inner layer."""
+
+    kind: str  # gpt | bert
+    layers: int
+    heads: int
+    width: int
+    hidden: int
+    seq_len: int
+    vocab_size: int
+    pos: str = "learned"  # learned | rope
+    dropout: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.width % self.heads:
+            raise ValueError(
+                f"--heads {self.heads} does not divide --width {self.width}: choose a divisor"
+            )
+        if self.pos == "rope" and self.width // self.heads % 2:
+            raise ValueError(
+                f"--pos rope turns pairs of numbers, but a head is {self.width // self.heads} wide:"
+                " choose --width and --heads that give an even head width"
+            )
+
+
+class TokenMeta:
+    """What attention must know of each token: where it stands and whose it is.
+
+    Args:  positions  (B, T) int64   place in its own document
+           doc_ids    (B, T) int64   equal within a document, -1 on padding; None says that every
+                                     row is one whole document, which needs no mask in memory
+           causal     bool           a token sees no later one
+           head_width int            D where positions turn queries and keys (rotary), else 0
+    """
+
+    def __init__(
+        self, positions: Tensor, doc_ids: Tensor | None, causal: bool, head_width: int = 0
+    ):
+        self.positions, self.doc_ids = positions, doc_ids
+        self.causal, self.head_width = causal, head_width
+        self.mask = None if doc_ids is None else attention_mask(doc_ids, causal)
+        self.rotation = rotation(positions, head_width) if head_width else None
+
+    def take(self, kept: Tensor) -> "TokenMeta":
+        """The metadata of `kept` (B, K) alone, sorted: the mask is built anew from their doc_ids.
+
+        Positions stay those of the full row, so rotary angles do not close the gaps.
+        """
+        positions = self.positions.expand(len(kept), -1).gather(1, kept)  # (B, K)
+        doc_ids = None if self.doc_ids is None else self.doc_ids.gather(1, kept)  # (B, K)
+        return TokenMeta(positions, doc_ids, self.causal, self.head_width)
+
+
+def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
+    """Who may look at whom: tokens of the same document, and no later ones if `causal`.
+
+    Padding sees itself alone (a softmax over nothing is NaN) and nobody sees padding.
+
+    Args:    doc_ids (B, T) int64, -1 on padding
+    Returns: (B, 1, T, T) bool, True where the query in the row may attend the key in the column
+    Example: attention_mask(tensor([[7, 7, 9, -1]]), True)[0, 0] is
+             [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    """
+    T = doc_ids.shape[1]
+    same = doc_ids[:, :, None] == doc_ids[:, None, :]  # (B, T, T)
+    if causal:
+        same = same.tril()
+    padding = doc_ids < 0
+    alone = torch.eye(T, dtype=torch.bool, device=doc_ids.device)
+    return torch.where(padding[:, :, None], alone, same)[:, None]  # (B, 1, T, T)
+
+
+def rotation(positions: Tensor, head_width: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, (B, 1, T, D/2) each. arXiv 2104.09864, eq. 15."""
+    pair = torch.arange(0, head_width, 2, device=positions.device)
+    angle = positions[:, None, :, None] * base ** (-pair / head_width)  # (B, 1, T, D/2)
+    return angle.cos(), angle.sin()
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each pair (x[i], x[i + D/2]) of a head by its position's angle. x: (B, H, T, D)."""
+    left, right = x.chunk(2, dim=-1)  # (B, H, T, D/2)
+    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+    return turned.to(x.dtype)
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """Summed cross-entropy of x @ weight.T + bias, its logits made and spent a slab at a time.
+
+    Equals F.cross_entropy(F.linear(x, weight, bias), targets, reduction="sum"), forward and
+    backward. A slab's gradient follows from its own softmax, so it is taken at once and the (N, V)
+    logits never exist: with V = 50,304 the plain form holds three arrays of 6 GB for 32,768 tokens.
+    On a CPU it is also the faster one (bench/step.py). The idea: Liger Kernel.
+
+    Args:    x (N, C), weight (V, C), bias (V,) or None, targets (N,) int64, grads bool
+    Returns: scalar, float32 unless x is float64
+    Cost:    the plain form's three matrix products; a slab of logits
+    """
+
+    @staticmethod
+    def forward(ctx, x, weight, bias, targets, grads):
+        N, V = len(x), len(weight)
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        matrix = weight.to(dtype)
+        loss = torch.zeros((), dtype=exact, device=x.device)
+        dx, dweight = (torch.zeros_like(x), torch.zeros_like(weight)) if grads else (None, None)
+        dbias = torch.zeros_like(bias) if grads and bias is not None else None
+        with torch.autocast(device, enabled=False):
+            for start in range(0, N, slab_rows(V, device)):
+                rows = slice(start, start + slab_rows(V, device))
+                x_rows, target = x[rows].to(dtype), targets[rows, None]
+                logits = F.linear(x_rows, matrix).to(exact)  # (slab, V)
+                if bias is not None:
+                    logits += bias
+                counts = target != IGNORE  # (slab, 1)
+                target = target.clamp(min=0)
+                top = logits.amax(1, keepdim=True)
+                score = logits.gather(1, target) - top
+                dlogits = logits.sub_(top).exp_()  # one pass for the loss and its gradient
+                norm = dlogits.sum(1, keepdim=True)
+                loss += ((norm.log() - score) * counts).sum()
+                if not grads:
+                    continue
+                dlogits *= counts / norm  # softmax, zero where ignored
+                dlogits.scatter_add_(1, target, -counts.to(exact))
+                if bias is not None:
+                    dbias += dlogits.sum(0)
+                dlogits = dlogits.to(dtype)
+                dx[rows] = dlogits @ matrix
+                if dtype == dweight.dtype:
+                    dweight.addmm_(dlogits.T, x_rows)
+                else:
+                    dweight += dlogits.T @ x_rows
+        ctx.save_for_backward(dx, dweight, dbias)
+        return loss
+
+    @staticmethod
+    def backward(ctx, upstream):
+        grads = (None if d is None else d * upstream.to(d.dtype) for d in ctx.saved_tensors)
+        return *grads, None, None
+
+
+def slab_rows(V: int, device: str) -> int:
+    """Rows of logits at a time: what stays in a core's cache, or what keeps a GPU busy."""
+    logits = 1 << 20 if device == "cpu" else 1 << 27
+    return max(256, logits // V)
+
+
+class Attention(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.heads, self.dropout = shape.heads, shape.dropout
+        self.c_attn = nn.Linear(shape.width, 3 * shape.width)
+        self.c_proj = nn.Linear(shape.width, shape.width)
+
+    def forward(self, x: Tensor, meta: TokenMeta) -> Tensor:
+        B, T, C = x.shape
+        qkv = self.c_attn(x).view(B, T, 3, self.heads, C // self.heads)
+        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        if meta.rotation is not None:
+            q, k = rotate(q, *meta.rotation), rotate(k, *meta.rotation)
+        y = F.scaled_dot_product_attention(
+            q,
+            k,
+            v,
+            attn_mask=meta.mask,
+            dropout_p=self.dropout if self.training else 0.0,
+            is_causal=meta.causal and meta.mask is None,
+        )
+        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+
+
+class MLP(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.c_fc = nn.Linear(shape.width, shape.hidden)
+        self.gelu = nn.GELU(approximate="tanh" if shape.kind == "gpt" else "none")
+        self.c_proj = nn.Linear(shape.hidden, shape.width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c_proj(self.gelu(self.c_fc(x)))
+
+
+class Block(nn.Module):
+    def __init__(self, shape: Shape):
+        super().__init__()
+        eps = 1e-5 if shape.kind == "gpt" else 1e-12  # as published
+        self.pre_norm = shape.kind == "gpt"
+        self.ln_1 = nn.LayerNorm(shape.width, eps)
+        self.attn = Attention(shape)
+        self.ln_2 = nn.LayerNorm(shape.width, eps)
+        self.mlp = MLP(shape)
+        self.drop = nn.Dropout(shape.dropout)
+
+    def forward(self, x: Tensor, meta: TokenMeta) -> Tensor:
+        if self.pre_norm:
+            x = x + self.drop(self.attn(self.ln_1(x), meta))
+            return x + self.drop(self.mlp(self.ln_2(x)))
+        x = self.ln_1(x + self.drop(self.attn(x, meta)))
+        return self.ln_2(x + self.drop(self.mlp(x)))
+
+
+RunBlock = Callable[[int, Block, Tensor, TokenMeta], Tensor]
+
+
+def run_plain(layer: int, block: Block, x: Tensor, meta: TokenMeta) -> Tensor:
+    """The neutral `run_block`: every token through every layer."""
+    return block(x, meta)
+
+
+class Transformer(nn.Module):
+    """`model(batch)` is the summed loss; `model.logits(tokens)` is what it predicts."""
+
+    def __init__(self, shape: Shape):
+        super().__init__()
+        self.shape = shape
+        eps = 1e-5 if shape.kind == "gpt" else 1e-12
+        self.wte = nn.Embedding(shape.vocab_size, shape.width)
+        if shape.pos == "learned":
+            self.wpe = nn.Embedding(shape.seq_len, shape.width)
+        self.drop = nn.Dropout(shape.dropout)
+        self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        # the one norm outside the blocks: a pre-LN stack ends with it, a post-LN stack begins
+        self.ln_f = nn.LayerNorm(shape.width, eps)
+        if shape.kind == "bert":
+            self.mlm = nn.Linear(shape.width, shape.width)
+            self.mlm_ln = nn.LayerNorm(shape.width, eps)
+            self.mlm_bias = nn.Parameter(torch.zeros(shape.vocab_size))
+        self.apply(self._init)
+        if shape.kind == "gpt":  # GPT-2, section 2.3: the residual stream sums 2 L outputs
+            for block in self.h:
+                for out in (block.attn.c_proj, block.mlp.c_proj):
+                    nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * shape.layers))
+
+    @staticmethod
+    def _init(module: nn.Module) -> None:
+        if isinstance(module, (nn.Linear, nn.Embedding)):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
+    def hidden(
+        self,
+        tokens: Tensor,
+        positions: Tensor | None = None,
+        doc_ids: Tensor | None = None,
+        run_block: RunBlock = run_plain,
+    ) -> Tensor:
+        """The last layer's output (B, T, C) for tokens (B, T). See TokenMeta for the other two."""
+        _, T = tokens.shape
+        shape = self.shape
+        if T > shape.seq_len:
+            raise ValueError(
+                f"a row of {T} tokens is longer than the model's --seq-len {shape.seq_len}"
+            )
+        if positions is None:
+            positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
+        rope_width = shape.width // shape.heads if shape.pos == "rope" else 0
+        meta = TokenMeta(positions, doc_ids, shape.kind == "gpt", rope_width)
+        x = self.wte(tokens)  # (B, T, C)
+        if shape.pos == "learned":
+            x = x + self.wpe(positions)
+        if shape.kind == "bert":
+            x = self.ln_f(x)
+        x = self.drop(x)
+        for layer, block in enumerate(self.h):
+            x = run_block(layer, block, x, meta)
+        return self.ln_f(x) if shape.kind == "gpt" else x
+
+    def logits(self, *inputs, **more) -> Tensor:
+        """(B, T, V) scores of the vocabulary at every position, from the arguments of `hidden`."""
+        features, bias = self.features(self.hidden(*inputs, **more))
+        return F.linear(features, self.wte.weight, bias)
+
+    def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
+        """What the tied embedding turns into logits, and the logits' bias: BERT's head has both."""
+        if self.shape.kind == "gpt":
+            return x, None
+        return self.mlm_ln(F.gelu(self.mlm(x))), self.mlm_bias
+
+    def forward(self, batch, run_block: RunBlock = run_plain) -> Tensor:
+        """Sum of the loss, in nats, over the targets of `batch` that are not IGNORE; a scalar."""
+        tokens, targets, positions, doc_ids = batch
+        x = self.hidden(tokens, positions, doc_ids, run_block)
+        if self.shape.kind == "bert":  # the head is a fifth of the work and 15 % need it
+            masked = targets != IGNORE
+            x, targets = x[masked], targets[masked]
+        features, bias = self.features(x)
+        features = features.reshape(-1, features.shape[-1])  # (N, C)
+        grads = torch.is_grad_enabled()
+        return LinearCrossEntropy.apply(features, self.wte.weight, bias, targets.reshape(-1), grads)
+
+
+def parameter_count(shape: Shape) -> int:
+    """Parameters of a model of this shape, counted without taking memory for them."""
+    with torch.device("meta"):
+        return sum(p.numel() for p in Transformer(shape).parameters())
+
+
+def flops_per_token(shape: Shape, T: int) -> int:
+    """Floating-point operations of one training token in rows of T: forward, and backward twice it.
+
+    6 per weight that multiplies (the tied head counts, the look-up of embeddings does not), and
+    12 L C T for attention's two products, halved where it is causal. arXiv 2204.02311, app. B.
+    """
+    weights = shape.layers * shape.width * (4 * shape.width + 2 * shape.hidden)
+    attention = 12 * shape.layers * shape.width * T // (2 if shape.kind == "gpt" else 1)
+    return 6 * (weights + shape.vocab_size * shape.width) + attention
+
+
+if __name__ == "__main__":
+    for name, (layers, heads, width, T) in SIZES.items():
+        kind = "bert" if name.startswith("bert") else "gpt"
+        shape = Shape(kind, layers, heads, width, 4 * width, T, vocab_size=50304)
+        millions, gflops = parameter_count(shape) / 1e6, flops_per_token(shape, T) / 1e9
+        print(
+            f"{name:>10}: {layers} layers, {heads} heads, width {width}, rows of {T};"
+            f" {millions:.1f} M parameters, {gflops:.2f} GFLOP a training token"
+        )

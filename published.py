@@ -1,0 +1,193 @@
+"""Start a model from published weights: a state dict of GPT-2 or BERT, as torch.save wrote it.
+
+    file, prefix `transformer.` or `bert.` or none         model (h.N. before what is in a layer)
+    GPT-2  c_attn c_proj c_fc of attn and mlp, (in, out)   same name, turned to (out, in)
+           everything else                                 same name
+    BERT   embeddings.word_ | position_embeddings          wte | wpe + token type 0
+           embeddings.LayerNorm                            ln_f
+           attention.self.query, key, value                attn.c_attn, in this order
+           attention.output.dense | LayerNorm              attn.c_proj | ln_1
+           intermediate.dense, output.dense | LayerNorm    mlp.c_fc, mlp.c_proj | ln_2
+           cls.predictions.transform.dense | LayerNorm     mlm | mlm_ln
+           cls.predictions.bias                            mlm_bias
+
+The function is the published one (tests/test_published.py). BERT's token type 0 is added to every
+position, for here a row is one segment. Nothing is downloaded, guessed, cropped or padded: an
+entry that does not fit is an error. The number of heads is not in a state dict and is believed.
+
+    python published.py gpt2.bin       # what the file holds, and the flags that fit it
+"""
+
+import argparse
+import re
+from pathlib import Path
+from zipfile import is_zipfile
+
+import torch
+from torch import Tensor
+
+from model import SIZES, Shape, Transformer
+
+PREFIX = re.compile(r"^(transformer|bert)\.")
+LAYER = re.compile(r"(?:h|encoder\.layer)\.(\d+)\.")
+MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # GPT-2's causal mask, stored but not learned
+LEFT_OUT = re.compile(r"pooler\..+|cls\.seq_relationship\..+|embeddings\.position_ids")
+TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
+TIED = {  # second names of one tensor
+    "lm_head.weight": "wte.weight",
+    "cls.predictions.decoder.weight": "embeddings.word_embeddings.weight",
+    "cls.predictions.decoder.bias": "cls.predictions.bias",
+}
+BERT_MODULES = {
+    "wte": ["embeddings.word_embeddings"],
+    "wpe": ["embeddings.position_embeddings"],
+    "ln_f": ["embeddings.LayerNorm"],
+    "attn.c_attn": ["attention.self.query", "attention.self.key", "attention.self.value"],
+    "attn.c_proj": ["attention.output.dense"],
+    "ln_1": ["attention.output.LayerNorm"],
+    "mlp.c_fc": ["intermediate.dense"],
+    "mlp.c_proj": ["output.dense"],
+    "ln_2": ["output.LayerNorm"],
+    "mlm": ["cls.predictions.transform.dense"],
+    "mlm_ln": ["cls.predictions.transform.LayerNorm"],
+    "mlm_bias": ["cls.predictions.bias"],
+}
+RESAVE = "give a file that torch.save(model.state_dict(), PATH) wrote"
+
+
+def load_published(model: Transformer, path: str | Path) -> list[str]:
+    """Copy the file's weights into the model: all of them or, on any error, none.
+
+    Returns:  names of what the file holds and the model has no use for, without their prefix
+    Raises:   ValueError naming --init and the first entry that is absent, unknown or of another
+              shape, with the flags that make the model fit the file
+    Cost:     reads the file; some of the weights twice in memory until they are copied
+    Deviates: BERT's second token type is dropped, adding the first rounds wpe once
+    """
+    entries, left_out = _read(path)
+    fit = remedy(published_shape(path), model.shape)
+    kind, taken = model.shape.kind, set()
+
+    def take(entry: str, *expected: int) -> Tensor:
+        found = tuple(entries[entry].shape) if entry in entries else "absent"
+        if found != expected:
+            raise _refusal(path, f"{entry} must be {expected} but is {found}: {fit}")
+        taken.add(entry)
+        return entries[entry]
+
+    values = {}
+    for name, parameter in model.named_parameters():
+        rows, *columns = parameter.shape
+        sources = published_names(name, kind)
+        if kind == "gpt" and name.startswith("h.") and columns:  # GPT-2 multiplies from the right
+            values[name] = take(name, *columns, rows).T
+        else:
+            values[name] = torch.cat([take(one, rows // len(sources), *columns) for one in sources])
+    if kind == "bert" and "wpe.weight" in values:
+        token_types = take(TOKEN_TYPES, 2, model.shape.width)
+        values["wpe.weight"] = values["wpe.weight"].double() + token_types[0]
+        left_out.append(f"{TOKEN_TYPES}[1]")
+    for entry in sorted(entries.keys() - taken):
+        twin = TIED.get(entry)
+        if twin not in taken or not torch.equal(entries[entry], entries[twin]):
+            must = f"equal {twin}" if twin in taken else "be absent"
+            raise _refusal(path, f"{entry} {tuple(entries[entry].shape)} must {must}: {fit}")
+    model.load_state_dict(values)
+    return left_out
+
+
+def published_shape(path: str | Path) -> dict[str, str | int]:
+    """What the file says of its model: kind, layers, width, vocab_size, seq_len. No heads."""
+    entries, _ = _read(path)
+    kind = "gpt" if "wte.weight" in entries else "bert"
+    (wte,), (wpe,) = published_names("wte.weight", kind), published_names("wpe.weight", kind)
+    for entry in (wte, wpe):
+        if entry not in entries or entries[entry].dim() != 2:
+            raise _refusal(path, f"has no matrix {entry}, as GPT-2 and BERT have: {RESAVE}")
+    (V, width), (T, _) = entries[wte].shape, entries[wpe].shape
+    layers = len({match[1] for match in map(LAYER.match, entries) if match})
+    return {"kind": kind, "layers": layers, "width": width, "vocab_size": V, "seq_len": T}
+
+
+def published_names(name: str, kind: str) -> list[str]:
+    """The published entries that, one below the other, are our parameter.
+
+    Example:  published_names("h.3.ln_1.bias", "bert") is
+              ["encoder.layer.3.attention.output.LayerNorm.bias"]
+    """
+    if kind == "gpt":
+        return [name]
+    layer, module, leaf = re.fullmatch(r"(h\.\d+\.)?(.+?)(\.weight|\.bias)?", name).groups("")
+    layer = layer.replace("h.", "encoder.layer.")
+    return [f"{layer}{published}{leaf}" for published in BERT_MODULES[module]]
+
+
+def remedy(found: dict[str, str | int], shape: Shape) -> str:
+    """What must change for a model of this shape to fit a file of that one, or else the file."""
+    if shape.pos == "learned" and all(getattr(shape, key) == found[key] for key in found):
+        return "give a language model as published: with its head, tied, GPT-2's matrices (in, out)"
+    return f"the file needs {flags(found)}"
+
+
+def flags(found: dict[str, str | int]) -> str:
+    """The flags that build the file's model. How far learned positions reach, --size decides."""
+    size = f"a --size of {found['seq_len']} positions, --layers {found['layers']}"
+    size += f" --width {found['width']} and its --heads"
+    for name, (layers, _, width, seq_len) in SIZES.items():
+        if (layers, width, seq_len) == (found["layers"], found["width"], found["seq_len"]):
+            size = f"--size {name}"
+    return f"--model {found['kind']}, {size}, --pos learned, a vocabulary of {found['vocab_size']}"
+
+
+def _read(path: str | Path) -> tuple[dict[str, Tensor], list[str]]:
+    """The weights, each under one spelling of its name, and the names of what is left out."""
+    saved = _open(path)
+    if not isinstance(saved, dict):
+        raise _refusal(path, f"holds a {type(saved).__name__}, not a dict: {RESAVE}")
+    entries, left_out = {}, []
+    for key, value in saved.items():
+        name = PREFIX.sub("", str(key)).replace(".gamma", ".weight").replace(".beta", ".bias")
+        if LEFT_OUT.fullmatch(name):
+            left_out.append(name)
+        elif not MASKS.fullmatch(name):
+            if not (isinstance(value, Tensor) and value.is_floating_point()):
+                raise _refusal(path, f"{key} is not a tensor of floating-point numbers: {RESAVE}")
+            if name in entries:
+                raise _refusal(path, f"{key} is there under another name too: {RESAVE}")
+            entries[name] = value
+    return entries, left_out
+
+
+def _open(path: str | Path) -> object:
+    """What torch.save wrote, mapped where it can be; weights_only, so no code in it runs."""
+    start = end = b""
+    try:
+        with open(path, "rb") as file:
+            start = file.read(9)
+            file.seek(max(0, file.seek(0, 2) - 72))
+            end = file.read()
+        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except Exception as error:  # torch.load raises half a dozen kinds, by what is broken
+        if start[8:] == b"{":
+            raise _refusal(path, "is a safetensors file: re-save it with torch.save") from error
+        raise _refusal(path, f"cannot be loaded, {type(error).__name__}: {RESAVE}") from error
+    if end.startswith(b"\nsha256:"):  # the tail that checkpoint.py writes
+        raise _refusal(path, "is a checkpoint of parsimony: go on from it with --resume")
+    return saved
+
+
+def _refusal(path: str | Path, why: str) -> ValueError:
+    return ValueError(f"--init {path}: {why}")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Say what a file of published weights holds.")
+    parser.add_argument("path", type=Path)
+    path = parser.parse_args().path
+    print(f"{path}: {published_shape(path)}; as flags: {flags(published_shape(path))}")
+
+
+if __name__ == "__main__":
+    import runtime
+
+    runtime.exit_cleanly(main)

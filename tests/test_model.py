@@ -1,0 +1,467 @@
+"""What the techniques rely on: the loss, the mask, packed rows, kept tokens, names and sizes.
+
+The models are tiny and their weights are drawn ten times wider than at initialisation: with the
+published 0.02 attention is nearly uniform, and a wrong mask or position would hardly show.
+
+    python -m pytest tests/test_model.py
+"""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given
+from hypothesis import strategies as st
+
+import model as model_file
+from model import (
+    IGNORE,
+    SIZES,
+    LinearCrossEntropy,
+    Shape,
+    TokenMeta,
+    Transformer,
+    attention_mask,
+    parameter_count,
+    rotate,
+    rotation,
+)
+
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+KINDS = [("gpt", "learned"), ("gpt", "rope"), ("bert", "learned")]
+SEQ_LEN, VOCAB = 24, 50
+
+
+def tiny(kind: str = "gpt", pos: str = "learned", dtype=torch.float32, **changes) -> Transformer:
+    shape = dict(layers=3, heads=2, width=16, hidden=32, seq_len=SEQ_LEN, vocab_size=VOCAB, pos=pos)
+    torch.manual_seed(0)
+    model = Transformer(Shape(kind, **(shape | changes)))
+    for name, weight in model.named_parameters():
+        is_norm_scale = "ln_" in name and name.endswith("weight")
+        torch.nn.init.normal_(weight, mean=1.0 if is_norm_scale else 0.0, std=0.2)
+    return model.to(dtype)
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, tolerance: float) -> None:
+    error, size = (found - expected).norm().item(), expected.norm().item()
+    assert error <= tolerance * size, f"{error:.2e} is more than {tolerance} of {size:.2e}"
+
+
+def gradients(loss: torch.Tensor, model: Transformer) -> dict[str, torch.Tensor]:
+    """What the loss adds to each parameter's gradient; zeros where it does not depend on it."""
+    named = dict(model.named_parameters())
+    found = torch.autograd.grad(loss, named.values(), materialize_grads=True)
+    return dict(zip(named, found, strict=True))
+
+
+# The loss
+
+
+def head(N: int, V: int, C: int, dtype: torch.dtype, ignored: float) -> tuple:
+    """Random x (N, C), weight (V, C), bias (V,) that want gradients, and targets (N,)."""
+    generator = torch.Generator().manual_seed(0)
+    shapes = ((N, C), (V, C), (V,))
+    leaves = [torch.randn(s, dtype=dtype, generator=generator).requires_grad_() for s in shapes]
+    targets = torch.randint(V, (N,), generator=generator)
+    targets[torch.rand(N, generator=generator) < ignored] = IGNORE
+    return *leaves, targets
+
+
+def plain_loss(x, weight, bias, targets):
+    logits = F.linear(x, weight, bias)
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+
+
+def slab_loss(x, weight, bias, targets):
+    return LinearCrossEntropy.apply(x, weight, bias, targets, torch.is_grad_enabled())
+
+
+def loss_and_gradients(loss_of, x, weight, bias, targets) -> list[torch.Tensor]:
+    leaves = [leaf for leaf in (x, weight, bias) if leaf is not None]
+    loss = loss_of(x, weight, bias, targets)
+    return [loss, *torch.autograd.grad(0.37 * loss, leaves)]  # any upstream factor but 1
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize(
+    "N, slab, ignored", [(37, 8, 0.3), (37, 1000, 0.3), (5, 2, 1.0), (0, 8, 0)]
+)
+def test_slab_loss_is_cross_entropy(monkeypatch, dtype, with_bias, N, slab, ignored):
+    monkeypatch.setattr(model_file, "slab_rows", lambda V, device: slab)
+    x, weight, bias, targets = head(N, 29, 6, dtype, ignored)
+    bias = bias if with_bias else None
+    expected = loss_and_gradients(plain_loss, x, weight, bias, targets)
+    found = loss_and_gradients(slab_loss, x, weight, bias, targets)
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert_close(one, other, TOLERANCE[dtype])
+    with torch.no_grad():
+        alone = slab_loss(x, weight, bias, targets)
+    assert alone.equal(found[0]) and not alone.requires_grad
+
+
+def test_slab_loss_survives_large_logits():
+    x, weight, bias, targets = head(9, 29, 6, torch.float32, ignored=0)
+    x = (1e4 * x).detach().requires_grad_()
+    expected = loss_and_gradients(plain_loss, x, weight, bias, targets)
+    found = loss_and_gradients(slab_loss, x, weight, bias, targets)
+    for one, other in zip(found, expected, strict=True):
+        assert one.isfinite().all()
+        assert_close(one, other, 1e-5)
+
+
+def test_slab_loss_in_bf16_errs_at_most_twice_as_much_as_the_plain_one(monkeypatch):
+    monkeypatch.setattr(model_file, "slab_rows", lambda V, device: 64)
+    inputs = head(500, 300, 32, torch.float32, ignored=0.3)
+    truth = loss_and_gradients(plain_loss, *inputs)
+    with torch.autocast("cpu", torch.bfloat16):
+        plain = loss_and_gradients(plain_loss, *inputs)
+        slabs = loss_and_gradients(slab_loss, *inputs)
+    for exact, rounded, found in zip(truth, plain, slabs, strict=True):
+        assert found.dtype == torch.float32
+        plain_error = (rounded - exact).norm()
+        assert plain_error > 0  # else this ran in fp32 and shows nothing
+        assert (found - exact).norm() <= 2 * plain_error
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_a_models_loss_and_gradients_are_those_of_its_logits(monkeypatch, dtype, kind, pos):
+    monkeypatch.setattr(model_file, "slab_rows", lambda V, device: 5)
+    model = tiny(kind, pos, dtype)
+    tokens, targets = torch.randint(VOCAB, (2, 3, SEQ_LEN)).unbind()  # (B, T)
+    targets[torch.rand(targets.shape) < 0.5] = IGNORE
+    loss = model((tokens, targets, None, None))
+    expected = F.cross_entropy(
+        model.logits(tokens).flatten(0, 1), targets.flatten(), ignore_index=IGNORE, reduction="sum"
+    )
+    assert_close(loss, expected, TOLERANCE[dtype])
+    wanted = gradients(expected, model)
+    for name, gradient in gradients(loss, model).items():
+        assert_close(gradient, wanted[name], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_a_batch_without_targets_costs_nothing(kind, pos):
+    model = tiny(kind, pos)
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
+    loss = model((tokens, torch.full_like(tokens, IGNORE), None, None))
+    assert loss.item() == 0
+    assert all(not gradient.any() for gradient in gradients(loss, model).values())
+
+
+# The mask
+
+
+def test_attention_mask_example():
+    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    assert attention_mask(torch.tensor([[7, 7, 9, -1]]), True)[0, 0].int().tolist() == expected
+
+
+@given(st.lists(st.integers(-1, 3), min_size=1, max_size=12))
+def test_attention_mask_properties(row):
+    doc_ids = torch.tensor([row, row[::-1]])
+    T = len(row)
+    both_ways, causal = attention_mask(doc_ids, False), attention_mask(doc_ids, True)
+    assert both_ways.shape == causal.shape == (2, 1, T, T)
+    assert both_ways.equal(both_ways.mT)
+    assert causal.equal(both_ways.tril())
+    assert both_ways.diagonal(dim1=-2, dim2=-1).all()  # nobody has a softmax over nothing
+    alone = torch.eye(T, dtype=torch.bool)
+    for mask, ids in zip(both_ways[:, 0], doc_ids, strict=True):
+        padding = ids < 0
+        assert mask[padding].equal(alone[padding])
+        assert mask[:, padding].equal(alone[:, padding])
+        for doc_id in set(ids[~padding].tolist()):  # a block: all of its own, none of the others
+            own = ids == doc_id
+            assert mask[own].equal(own.expand(int(own.sum()), T))
+
+
+# Packed rows are the documents, each alone
+
+LENGTHS = [5, 1, 9, 3, 12, 7, 2]
+ROWS = [[4, 0, 1], [2, 3, 6], [5]]  # which documents lie in which row, in what order
+T_PACKED = 20
+
+
+def documents(seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Tokens and targets of each document; a third of the targets do not count."""
+    generator = torch.Generator().manual_seed(seed)
+    drawn = []
+    for length in LENGTHS:
+        tokens, targets = torch.randint(VOCAB, (2, length), generator=generator)
+        targets[torch.rand(length, generator=generator) < 1 / 3] = IGNORE
+        drawn.append((tokens, targets))
+    return drawn
+
+
+def lay(docs: list, rows: list[list[int]], T: int = T_PACKED) -> tuple[tuple, dict]:
+    """Documents side by side in rows: the batch, and where each document went as (row, slice)."""
+    tokens = torch.randint(VOCAB, (len(rows), T))  # padding holds anything at all
+    targets = torch.full_like(tokens, IGNORE)
+    positions = torch.zeros_like(tokens)
+    doc_ids = torch.full_like(tokens, -1)
+    places = {}
+    for row, members in enumerate(rows):
+        start = 0
+        for doc in members:
+            length = len(docs[doc][0])
+            place = places[doc] = (row, slice(start, start + length))
+            tokens[place], targets[place] = docs[doc]
+            positions[place] = torch.arange(length)
+            doc_ids[place] = doc
+            start += length
+    return (tokens, targets, positions, doc_ids), places
+
+
+def logits_by_document(model: Transformer, batch: tuple, places: dict) -> dict[int, torch.Tensor]:
+    tokens, _, positions, doc_ids = batch
+    with torch.no_grad():
+        logits = model.logits(tokens, positions, doc_ids)
+    return {doc: logits[place] for doc, place in places.items()}
+
+
+def logits_alone(model: Transformer, docs: list) -> dict[int, torch.Tensor]:
+    """The reference: one document, one row, no mask, no positions given."""
+    with torch.no_grad():
+        return {doc: model.logits(tokens[None])[0] for doc, (tokens, _) in enumerate(docs)}
+
+
+def worst_error(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor]) -> float:
+    return max(((found[d] - expected[d]).norm() / expected[d].norm()).item() for d in expected)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("rows", [ROWS, [[doc] for doc in range(len(LENGTHS))]])
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_packed_equals_unpacked(kind, pos, rows, dtype):
+    model, docs = tiny(kind, pos, dtype), documents()
+    batch, places = lay(docs, rows)
+    found = logits_by_document(model, batch, places)
+    assert worst_error(found, logits_alone(model, docs)) <= TOLERANCE[dtype]
+
+    alone = sum(model((tokens[None], targets[None], None, None)) for tokens, targets in docs)
+    packed = model(batch)
+    assert_close(packed, alone, TOLERANCE[dtype])
+    wanted = gradients(alone, model)
+    for name, gradient in gradients(packed, model).items():
+        assert_close(gradient, wanted[name], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_without_the_mask_packed_is_not_unpacked(kind, pos):
+    model, docs = tiny(kind, pos), documents()
+    (tokens, targets, positions, doc_ids), places = lay(docs, ROWS)
+    found = logits_by_document(
+        model, (tokens, targets, positions, torch.zeros_like(doc_ids)), places
+    )
+    assert worst_error(found, logits_alone(model, docs)) > 1e-2
+
+
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_without_the_restart_packed_is_not_unpacked(kind):
+    model, docs = tiny(kind), documents()
+    (tokens, targets, _, doc_ids), places = lay(docs, ROWS)
+    found = logits_by_document(model, (tokens, targets, None, doc_ids), places)
+    assert worst_error(found, logits_alone(model, docs)) > 1e-2
+
+
+def test_rotary_positions_need_no_restart():
+    model, docs = tiny(pos="rope"), documents()
+    (tokens, targets, _, doc_ids), places = lay(docs, ROWS)
+    found = logits_by_document(model, (tokens, targets, None, doc_ids), places)
+    assert worst_error(found, logits_alone(model, docs)) <= 1e-5
+
+
+def test_rotation_known_answer():
+    cos, sin = rotation(torch.tensor([[0, 3]]), head_width=4)  # one turns by 1, one by 1 / 100
+    angles = torch.tensor([[0.0, 0.0], [3.0, 0.03]])
+    torch.testing.assert_close(cos[0, 0], angles.cos())
+    torch.testing.assert_close(sin[0, 0], angles.sin())
+    ones = torch.tensor([1.0, 1.0, 0.0, 0.0]).expand(1, 1, 2, 4)  # pairs are (x[i], x[i + D/2])
+    expected = torch.cat((angles.cos(), angles.sin()), dim=1)
+    torch.testing.assert_close(rotate(ones, cos, sin)[0, 0], expected)
+
+
+def test_rotary_positions_tell_distances_and_nothing_else():
+    model = tiny(pos="rope")
+    tokens, positions = torch.randint(VOCAB, (1, 6)), torch.arange(6)[None]
+    expected = model.logits(tokens)
+    assert_close(model.logits(tokens, positions + 9), expected, 1e-5)
+    stretched = model.logits(tokens, positions * 2)
+    assert (stretched - expected).norm() > 1e-2 * expected.norm()
+
+
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_a_documents_place_in_its_row_does_not_matter(kind, pos):
+    model, docs = tiny(kind, pos), documents()
+    here = logits_by_document(model, *lay(docs, ROWS))
+    there = logits_by_document(model, *lay(docs, [[6], [1, 4, 0], [3, 2, 5]]))
+    assert worst_error(here, there) <= 1e-5
+
+
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_a_changed_document_or_padding_leaves_the_others_bit_identical(kind, pos):
+    model, docs = tiny(kind, pos), documents()
+    batch, places = lay(docs, ROWS)
+    before = logits_by_document(model, batch, places)
+    for changed in range(len(docs)):
+        tokens = batch[0].clone()
+        tokens[places[changed]] = (tokens[places[changed]] + 17) % VOCAB
+        after = logits_by_document(model, (tokens, *batch[1:]), places)
+        assert not after[changed].equal(before[changed])
+        assert all(after[doc].equal(before[doc]) for doc in places if doc != changed)
+
+    tokens, targets, positions, doc_ids = (field.clone() for field in batch)
+    padding = doc_ids < 0
+    tokens[padding] = (tokens[padding] + 17) % VOCAB
+    positions[padding] = 3
+    after = logits_by_document(model, (tokens, targets, positions, doc_ids), places)
+    assert all(after[doc].equal(before[doc]) for doc in places)
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_a_position_depends_on_what_the_mask_lets_it_see_and_on_nothing_else(kind, pos, packed):
+    model = tiny(kind, pos)
+    embedded = []
+    model.wte.register_forward_hook(lambda module, inputs, output: embedded.append(output))
+    (tokens, _, positions, doc_ids), _ = lay(documents(), ROWS[:1])
+    if packed:
+        logits = model.logits(tokens, positions, doc_ids)
+    else:
+        logits = model.logits(tokens)
+        doc_ids = torch.zeros_like(tokens)
+    visible = attention_mask(doc_ids, causal=kind == "gpt")[0, 0]
+    for place in range(T_PACKED):
+        score = logits[0, place].square().sum()
+        (gradient,) = torch.autograd.grad(score, embedded[0], retain_graph=True)
+        assert gradient[0].any(dim=1).equal(visible[place])  # exactly 0 where it may not look
+
+
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_no_doc_ids_means_one_document_a_row(kind, pos):
+    model = tiny(kind, pos)
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
+    one_document = model.logits(tokens, doc_ids=torch.zeros_like(tokens))
+    assert_close(model.logits(tokens), one_document, 1e-5)
+
+
+# Kept tokens
+
+
+@pytest.mark.parametrize("packed", [True, False])
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_a_layer_of_kept_tokens_is_a_full_layer_that_looks_at_kept_keys_alone(kind, pos, packed):
+    model = tiny(kind, pos)
+    head_width = 8 if pos == "rope" else 0
+    (tokens, _, positions, doc_ids), _ = lay(documents(), ROWS)
+    B, T = tokens.shape
+    if not packed:
+        positions, doc_ids = torch.arange(T)[None], None
+    meta = TokenMeta(positions, doc_ids, kind == "gpt", head_width)
+    kept = torch.stack([torch.randperm(T)[:11].sort().values for _ in range(B)])  # (B, K)
+    x = torch.randn(B, T, 16)
+
+    taken = meta.take(kept)
+    x_kept = x.gather(1, kept[:, :, None].expand(-1, -1, 16))  # (B, K, C)
+    found = model.h[1](x_kept, taken)
+
+    is_kept = torch.zeros(B, T, dtype=torch.bool).scatter_(1, kept, True)
+    ids = torch.zeros(B, T, dtype=torch.int64) if doc_ids is None else doc_ids
+    full = TokenMeta(positions, ids, kind == "gpt", head_width)
+    full.mask = full.mask & (is_kept[:, None, None, :] | torch.eye(T, dtype=torch.bool))
+    expected = model.h[1](x, full)[is_kept].view(B, 11, 16)
+    assert_close(found, expected, 1e-5)
+    assert taken.positions.equal(positions.expand(B, T)[is_kept].view(B, 11))
+    assert (taken.mask is None) == (doc_ids is None)
+
+
+def test_run_block_meets_every_layer_in_order():
+    model, met = tiny(), []
+
+    def run_block(layer, block, x, meta):
+        met.append((layer, block))
+        return block(x, meta)
+
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
+    assert model.logits(tokens, run_block=run_block).equal(model.logits(tokens))
+    assert met == list(enumerate(model.h))
+
+
+# Names, sizes, refusals
+
+BLOCK_NAMES = [
+    "h.0.ln_1.weight",
+    "h.0.ln_1.bias",
+    "h.0.attn.c_attn.weight",
+    "h.0.attn.c_attn.bias",
+    "h.0.attn.c_proj.weight",
+    "h.0.attn.c_proj.bias",
+    "h.0.ln_2.weight",
+    "h.0.ln_2.bias",
+    "h.0.mlp.c_fc.weight",
+    "h.0.mlp.c_fc.bias",
+    "h.0.mlp.c_proj.weight",
+    "h.0.mlp.c_proj.bias",
+]
+GPT_NAMES = ["wte.weight", "wpe.weight", *BLOCK_NAMES, "ln_f.weight", "ln_f.bias"]
+BERT_NAMES = [*GPT_NAMES, "mlm.weight", "mlm.bias", "mlm_ln.weight", "mlm_ln.bias", "mlm_bias"]
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_parameter_names_are_frozen(dropout):
+    def names(kind: str, pos: str) -> set[str]:
+        return set(tiny(kind, pos, layers=1, dropout=dropout).state_dict())
+
+    assert names("gpt", "learned") == set(GPT_NAMES)
+    assert names("gpt", "rope") == set(GPT_NAMES) - {"wpe.weight"}
+    assert names("bert", "learned") == set(BERT_NAMES)
+
+
+def test_dropout_is_for_training_alone():
+    model, dropped = tiny(), tiny(dropout=0.5)
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
+    assert not dropped.logits(tokens).equal(model.logits(tokens))
+    assert dropped.eval().logits(tokens).equal(model.logits(tokens))
+
+
+def test_published_parameter_counts():
+    layers, heads, width, T = SIZES["124M"]
+    assert parameter_count(Shape("gpt", layers, heads, width, 4 * width, T, 50257)) == 124_439_808
+    # BERT-base as published with its masked-token head: 109,514,298; less the two rows of token
+    # types, of which the model keeps one, inside its positions.
+    layers, heads, width, T = SIZES["bert-base"]
+    shape = Shape("bert", layers, heads, width, 4 * width, T, 30522)
+    assert parameter_count(shape) == 109_514_298 - 2 * width
+
+
+def test_residual_outputs_start_smaller_in_gpt():
+    shape = dict(layers=8, heads=2, width=128, hidden=512, seq_len=8, vocab_size=50)
+    for kind, expected in (("gpt", 0.02 / math.sqrt(16)), ("bert", 0.02)):
+        torch.manual_seed(0)
+        for block in Transformer(Shape(kind, **shape)).h:
+            for out in (block.attn.c_proj, block.mlp.c_proj):
+                assert out.weight.std().item() == pytest.approx(expected, rel=0.03)
+            for inner in (block.attn.c_attn, block.mlp.c_fc):
+                assert inner.weight.std().item() == pytest.approx(0.02, rel=0.03)
+                assert not inner.bias.any()
+
+
+@pytest.mark.parametrize(
+    "changes, named",
+    [(dict(heads=3), "--heads 3"), (dict(heads=16, pos="rope"), "--pos rope")],
+)
+def test_impossible_shapes_are_refused(changes, named):
+    with pytest.raises(ValueError, match=named) as refusal:
+        tiny(**changes)
+    assert "choose" in str(refusal.value) and "\n" not in str(refusal.value)
+
+
+def test_a_row_longer_than_the_model_is_refused():
+    message = f"a row of {SEQ_LEN + 1} tokens is longer than the model's --seq-len {SEQ_LEN}"
+    for pos in ("learned", "rope"):
+        with pytest.raises(ValueError, match=message):
+            tiny(pos=pos).logits(torch.zeros(1, SEQ_LEN + 1, dtype=torch.int64))

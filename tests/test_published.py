@@ -1,0 +1,475 @@
+"""A loaded model computes what the published one does; a file that does not fit changes nothing.
+
+Each layout is proven twice: against the paper's equations, written out below over the published
+names, and against `transformers` where that is installed. Weights are random and wide, so that
+every entry counts: no test here needs a download.
+
+    python -m pytest tests/test_published.py
+"""
+
+import math
+import sys
+from collections import OrderedDict
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import published
+from model import SIZES, Shape, Transformer
+from published import load_published, published_names, published_shape
+
+LAYERS, HEADS, WIDTH, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+
+
+def built(kind: str, **changes) -> Transformer:
+    shape = dict(layers=LAYERS, heads=HEADS, width=WIDTH, hidden=4 * WIDTH)
+    shape |= dict(seq_len=SEQ_LEN, vocab_size=VOCAB) | changes
+    return Transformer(Shape(kind, **shape))
+
+
+def drawn(shapes: dict[str, tuple], dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    draw = {name: torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    return OrderedDict((name, (0.2 * value).to(dtype)) for name, value in draw.items())
+
+
+def gpt_file(dtype=torch.float32, prefix: str = "transformer.") -> dict[str, torch.Tensor]:
+    C = WIDTH
+    shapes = {"wte.weight": (VOCAB, C), "wpe.weight": (SEQ_LEN, C)}
+    for layer in range(LAYERS):
+        for linear, wide, high in (
+            ("attn.c_attn", C, 3 * C),
+            ("attn.c_proj", C, C),
+            ("mlp.c_fc", C, 4 * C),
+            ("mlp.c_proj", 4 * C, C),
+        ):
+            shapes[f"h.{layer}.{linear}.weight"] = (wide, high)
+            shapes[f"h.{layer}.{linear}.bias"] = (high,)
+        for norm in ("ln_1", "ln_2"):
+            shapes |= {f"h.{layer}.{norm}.weight": (C,), f"h.{layer}.{norm}.bias": (C,)}
+    shapes |= {"ln_f.weight": (C,), "ln_f.bias": (C,)}
+    file = OrderedDict((prefix + name, value) for name, value in drawn(shapes, dtype).items())
+    for layer in range(LAYERS):  # the buffers that older files hold
+        mask = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.uint8).tril()
+        file[f"{prefix}h.{layer}.attn.bias"] = mask[None, None]
+        file[f"{prefix}h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    return file
+
+
+def bert_file(dtype=torch.float32, prefix: str = "bert.", old: bool = False) -> dict:
+    C = WIDTH
+    scale, shift = ("gamma", "beta") if old else ("weight", "bias")
+
+    def norm(name: str) -> dict[str, tuple]:
+        return {f"{name}.LayerNorm.{scale}": (C,), f"{name}.LayerNorm.{shift}": (C,)}
+
+    def linear(name: str, high: int, wide: int) -> dict[str, tuple]:
+        return {f"{name}.weight": (high, wide), f"{name}.bias": (high,)}
+
+    e = f"{prefix}embeddings"
+    shapes = {
+        f"{e}.word_embeddings.weight": (VOCAB, C),
+        f"{e}.position_embeddings.weight": (SEQ_LEN, C),
+        f"{e}.token_type_embeddings.weight": (2, C),
+    } | norm(e)
+    for layer in range(LAYERS):
+        at = f"{prefix}encoder.layer.{layer}"
+        for name in ("query", "key", "value"):
+            shapes |= linear(f"{at}.attention.self.{name}", C, C)
+        shapes |= linear(f"{at}.attention.output.dense", C, C) | norm(f"{at}.attention.output")
+        shapes |= linear(f"{at}.intermediate.dense", 4 * C, C)
+        shapes |= linear(f"{at}.output.dense", C, 4 * C) | norm(f"{at}.output")
+    shapes |= linear(f"{prefix}pooler.dense", C, C)
+    head = "cls.predictions"
+    shapes |= linear(f"{head}.transform.dense", C, C) | norm(f"{head}.transform")
+    shapes |= {f"{head}.bias": (VOCAB,)} | linear("cls.seq_relationship", 2, C)
+    file = drawn(shapes, dtype)
+    file[f"{e}.position_ids"] = torch.arange(SEQ_LEN)[None]
+    return file
+
+
+def written(file: object, tmp_path, **how):
+    path = tmp_path / "weights.bin"
+    torch.save(file, path, **how)
+    return path
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == expected.dtype == dtype
+    assert (found - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+
+
+# The papers' equations over the published names: no line of model.py or published.py runs here
+
+
+def attend(q, k, v, visible):
+    """softmax(q k' / sqrt D) v of (T, C) each, head after head."""
+    D = WIDTH // HEADS
+    outputs = []
+    for head in range(HEADS):
+        own = slice(head * D, (head + 1) * D)
+        scores = q[:, own] @ k[:, own].T / math.sqrt(D)
+        outputs.append(scores.masked_fill(~visible, -math.inf).softmax(-1) @ v[:, own])
+    return torch.cat(outputs, dim=-1)
+
+
+def plain_gpt(w: dict, tokens: torch.Tensor) -> torch.Tensor:
+    """GPT-2's logits (T, V) for tokens (T,). Its matrices stand on the right: x @ w + b."""
+
+    def norm(name, x):
+        return F.layer_norm(x, (WIDTH,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+
+    def linear(name, x):
+        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    T = len(tokens)
+    x = w["wte.weight"][tokens] + w["wpe.weight"][:T]
+    for layer in range(LAYERS):
+        at = f"h.{layer}"
+        q, k, v = linear(f"{at}.attn.c_attn", norm(f"{at}.ln_1", x)).split(WIDTH, dim=-1)
+        visible = torch.ones(T, T, dtype=torch.bool).tril()
+        x = x + linear(f"{at}.attn.c_proj", attend(q, k, v, visible))
+        y = linear(f"{at}.mlp.c_fc", norm(f"{at}.ln_2", x))
+        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        x = x + linear(f"{at}.mlp.c_proj", y)
+    return norm("ln_f", x) @ w["wte.weight"].T
+
+
+def plain_bert(w: dict, tokens: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """BERT's masked-token logits (T, V) for tokens (T,) of segment 0, looking at `real` ones."""
+
+    def norm(name, x):
+        scale, shift = w[f"{name}.LayerNorm.weight"], w[f"{name}.LayerNorm.bias"]
+        return F.layer_norm(x, (WIDTH,), scale, shift, 1e-12)
+
+    def linear(name, x):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def gelu(x):
+        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+    T = len(tokens)
+    words = w["embeddings.word_embeddings.weight"]
+    x = words[tokens] + w["embeddings.position_embeddings.weight"][:T]
+    x = norm("embeddings", x + w["embeddings.token_type_embeddings.weight"][0])
+    for layer in range(LAYERS):
+        at = f"encoder.layer.{layer}"
+        q, k, v = (linear(f"{at}.attention.self.{one}", x) for one in ("query", "key", "value"))
+        y = linear(f"{at}.attention.output.dense", attend(q, k, v, real.expand(T, T)))
+        x = norm(f"{at}.attention.output", x + y)
+        y = linear(f"{at}.output.dense", gelu(linear(f"{at}.intermediate.dense", x)))
+        x = norm(f"{at}.output", x + y)
+    x = norm("cls.predictions.transform", gelu(linear("cls.predictions.transform.dense", x)))
+    return x @ words.T + w["cls.predictions.bias"]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("prefix", ["", "transformer."])
+@pytest.mark.parametrize("zipped", [True, False])  # files of before torch 1.6 are not
+def test_gpt_computes_the_published_function(tmp_path, dtype, prefix, zipped):
+    path = written(gpt_file(dtype, prefix), tmp_path, _use_new_zipfile_serialization=zipped)
+    model = built("gpt").to(dtype)
+    assert load_published(model, path) == []
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
+    plain = gpt_file(dtype, prefix="")
+    expected = torch.stack([plain_gpt(plain, row) for row in tokens])
+    assert_close(model.logits(tokens), expected, dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("prefix, old", [("", False), ("bert.", False), ("bert.", True)])
+def test_bert_computes_the_published_function(tmp_path, dtype, prefix, old):
+    model = built("bert").to(dtype)
+    left_out = load_published(model, written(bert_file(dtype, prefix, old), tmp_path))
+    assert left_out == [
+        "pooler.dense.weight",
+        "pooler.dense.bias",
+        "cls.seq_relationship.weight",
+        "cls.seq_relationship.bias",
+        "embeddings.position_ids",
+        "embeddings.token_type_embeddings.weight[1]",
+    ]
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
+    real = torch.ones(2, SEQ_LEN, dtype=torch.bool)
+    real[1, 7:] = False
+    plain = bert_file(dtype, prefix="")
+    expected = torch.stack([plain_bert(plain, *row) for row in zip(tokens, real, strict=True)])
+    found = model.logits(tokens, doc_ids=real.long() - 1)  # 0, or -1 on padding
+    assert_close(found[real], expected[real], dtype)
+    assert_close(model.logits(tokens[:1]), expected[:1], dtype)
+
+
+def test_token_type_0_is_folded_into_the_positions(tmp_path):
+    file, model = bert_file(torch.float64), built("bert").double()
+    load_published(model, written(file, tmp_path))
+    e = "bert.embeddings"
+    expected = (
+        file[f"{e}.position_embeddings.weight"] + file[f"{e}.token_type_embeddings.weight"][0]
+    )
+    assert model.wpe.weight.equal(expected)
+
+
+def test_a_half_precision_file_loads_into_a_float32_model(tmp_path):
+    file, model = bert_file(torch.float16), built("bert")
+    load_published(model, written(file, tmp_path))
+    e = "bert.embeddings"
+    positions = file[f"{e}.position_embeddings.weight"].float()
+    token_types = file[f"{e}.token_type_embeddings.weight"].float()
+    assert model.wpe.weight.equal(positions + token_types[0])  # added in float32, not in float16
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.float32}
+
+
+# Against transformers
+
+
+def widened(model: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
+    """Random and wide weights, in every entry: as initialised, biases are 0 and norms are 1."""
+    torch.manual_seed(0)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.1, 0.2)
+    return model.to(dtype).eval()
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gpt_equals_transformers(tmp_path, dtype):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.GPT2Config(
+        vocab_size=VOCAB,
+        n_positions=SEQ_LEN,
+        n_embd=WIDTH,
+        n_layer=LAYERS,
+        n_head=HEADS,
+        bos_token_id=0,
+        eos_token_id=0,
+    )
+    theirs = widened(transformers.GPT2LMHeadModel(config), dtype)
+    path = written(theirs.state_dict(), tmp_path)
+    ours = built("gpt").to(dtype)
+    load_published(ours, path)
+    tokens = torch.randint(VOCAB, (3, SEQ_LEN))
+    assert_close(ours.logits(tokens), theirs(tokens).logits, dtype)
+    assert "lm_head.weight" in torch.load(path)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("which", ["BertForMaskedLM", "BertForPreTraining"])
+def test_bert_equals_transformers(tmp_path, which, dtype):
+    transformers = pytest.importorskip("transformers")
+    config = transformers.BertConfig(
+        vocab_size=VOCAB,
+        max_position_embeddings=SEQ_LEN,
+        hidden_size=WIDTH,
+        intermediate_size=4 * WIDTH,
+        num_hidden_layers=LAYERS,
+        num_attention_heads=HEADS,
+    )
+    theirs = widened(getattr(transformers, which)(config), dtype)
+    path = written(theirs.state_dict(), tmp_path)
+    ours = built("bert").to(dtype)
+    left_out = load_published(ours, path)
+    assert ("cls.seq_relationship.weight" in left_out) == (which == "BertForPreTraining")
+    tokens = torch.randint(VOCAB, (3, SEQ_LEN))
+    real = torch.arange(SEQ_LEN) < torch.tensor([[12], [7], [1]])
+    output = theirs(tokens, attention_mask=real.long())
+    expected = output.logits if which == "BertForMaskedLM" else output.prediction_logits
+    assert_close(ours.logits(tokens, doc_ids=real.long() - 1)[real], expected[real], dtype)
+    assert "cls.predictions.decoder.weight" in torch.load(path)
+
+
+# What the file says of itself
+
+
+@pytest.mark.parametrize("kind, file", [("gpt", gpt_file), ("bert", bert_file)])
+def test_published_shape(tmp_path, kind, file):
+    found = published_shape(written(file(), tmp_path))
+    sizes = dict(layers=LAYERS, width=WIDTH, vocab_size=VOCAB, seq_len=SEQ_LEN)
+    assert found == dict(kind=kind) | sizes
+
+
+def test_published_names_example():
+    names = published_names("h.3.ln_1.bias", "bert")
+    assert names == ["encoder.layer.3.attention.output.LayerNorm.bias"]
+
+
+@pytest.mark.parametrize("name", SIZES)
+def test_the_fitting_size_is_named(name):
+    layers, _, width, seq_len = SIZES[name]
+    kind = "bert" if name.startswith("bert") else "gpt"
+    found = dict(kind=kind, layers=layers, width=width, vocab_size=7, seq_len=seq_len)
+    expected = f"--model {kind}, --size {name}, --pos learned, a vocabulary of 7"
+    assert published.flags(found) == expected
+    found["width"] += 64
+    other = (
+        f"a --size of {seq_len} positions, --layers {layers} --width {width + 64} and its --heads"
+    )
+    assert other in published.flags(found)
+
+
+def test_the_command_says_what_the_file_holds(tmp_path, monkeypatch, capsys):
+    path = written(bert_file(), tmp_path)
+    monkeypatch.setattr(sys, "argv", ["published.py", str(path)])
+    published.main()
+    printed = capsys.readouterr().out
+    assert printed.count("\n") == 1
+    assert "'layers': 2, 'width': 16, 'vocab_size': 50, 'seq_len': 12" in printed
+    assert "--model bert, a --size of 12 positions, --layers 2 --width 16" in printed
+
+
+# Files that do not fit: one line that says what, and a model as it was
+
+WTE, C_ATTN = "transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"
+QUERY, WORDS = (
+    "encoder.layer.1.attention.self.query.weight",
+    "bert.embeddings.word_embeddings.weight",
+)
+MISFITS = {
+    "rows too long": ("gpt", {}, dict(seq_len=8), "wpe.weight must be (8, 16) but is (12, 16)"),
+    "rows too short": ("bert", {}, dict(seq_len=20), "must be (20, 16) but is (12, 16)"),
+    "rotary": ("gpt", {}, dict(pos="rope"), "wpe.weight (12, 16) must be absent"),
+    "rotary bert": (
+        "bert",
+        {},
+        dict(pos="rope"),
+        "position_embeddings.weight (12, 16) must be abs",
+    ),
+    "vocabulary": ("gpt", {}, dict(vocab_size=64), "wte.weight must be (64, 16) but is (50, 16)"),
+    "fewer layers": ("gpt", {}, dict(layers=1), "h.1.attn.c_attn.bias (48,) must be absent"),
+    "more layers": (
+        "bert",
+        {},
+        dict(layers=3),
+        "encoder.layer.2.attention.output.LayerNorm.weight must",
+    ),
+    "width": ("gpt", {}, dict(width=32), "wte.weight must be (50, 32) but is (50, 16)"),
+    "inner width": ("gpt", {}, dict(hidden=32), "mlp.c_fc.weight must be (16, 32) but is (16, 64)"),
+    "entry gone": ("gpt", {C_ATTN: None}, {}, "h.1.attn.c_attn.weight must be (16, 48) but is abs"),
+    "not turned": ("gpt", {C_ATTN: torch.ones(48, 16)}, {}, "must be (16, 48) but is (48, 16)"),
+    "query gone": ("bert", {f"bert.{QUERY}": None}, {}, f"{QUERY} must be (16, 16) but is absent"),
+    "query wrong": ("bert", {f"bert.{QUERY}": torch.ones(8, 16)}, {}, f"{QUERY} must be (16, 16)"),
+    "no head": ("bert", {"cls.predictions.bias": None}, {}, "cls.predictions.bias must be (50,)"),
+    "token types": (
+        "bert",
+        {"bert.embeddings.token_type_embeddings.weight": torch.ones(1, 16)},
+        {},
+        "embeddings.token_type_embeddings.weight must be (2, 16) but is (1, 16)",
+    ),
+    "stranger": (
+        "gpt",
+        {"score.weight": torch.ones(2, 16)},
+        {},
+        "score.weight (2, 16) must be abs",
+    ),
+    "untied": ("gpt", {"lm_head.weight": torch.ones(50, 16)}, {}, "(50, 16) must equal wte.weight"),
+    "untied bert": (
+        "bert",
+        {"cls.predictions.decoder.bias": torch.ones(50)},
+        {},
+        "cls.predictions.decoder.bias (50,) must equal cls.predictions.bias",
+    ),
+    "twin alone": ("gpt", {"cls.predictions.decoder.bias": torch.ones(50)}, {}, "must be absent"),
+    "said twice": ("gpt", {"wte.weight": torch.ones(50, 16)}, {}, "wte.weight is there under ano"),
+    "integers": (
+        "gpt",
+        {C_ATTN: torch.ones(16, 48, dtype=torch.int8)},
+        {},
+        "is not a tensor of flo",
+    ),
+    "no embedding": ("gpt", {WTE: None}, {}, "has no matrix embeddings.word_embeddings.weight"),
+    "flat embedding": ("gpt", {WTE: torch.ones(50)}, {}, "has no matrix wte.weight"),
+    "no positions": ("bert", {WORDS: torch.ones(50)}, {}, "has no matrix embeddings.word_embedd"),
+}
+REMEDIES = {
+    "rows too long": "a --size of 12 positions",
+    "rows too short": "a --size of 12 positions",
+    "rotary": "--pos learned",
+    "rotary bert": "--pos learned",
+    "vocabulary": "a vocabulary of 50",
+    "fewer layers": "--layers 2",
+    "more layers": "--layers 2",
+    "width": "--width 16",
+    "inner width": "as published",
+    "not turned": "GPT-2's matrices (in, out)",
+    "entry gone": "as published",
+    "no head": "with its head",
+    "untied": "tied",
+    "said twice": "torch.save(model.state_dict(), PATH)",
+    "integers": "torch.save(model.state_dict(), PATH)",
+    "no embedding": "torch.save(model.state_dict(), PATH)",
+}
+
+
+def assert_refused(model: Transformer, path, *fragments: str) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ValueError) as refusal:
+        load_published(model, path)
+    message = str(refusal.value)
+    assert message.startswith(f"--init {path}: ") and "\n" not in message
+    for fragment in fragments:
+        assert fragment in message, message
+    assert all(value.equal(before[name]) for name, value in model.state_dict().items())
+
+
+@pytest.mark.parametrize("case", MISFITS)
+def test_a_file_that_does_not_fit_changes_nothing(tmp_path, case):
+    kind, edits, changes, problem = MISFITS[case]
+    file = gpt_file() if kind == "gpt" else bert_file()
+    for name, value in edits.items():
+        if value is None:
+            del file[name]
+        else:
+            file[name] = value
+    path = written(file, tmp_path)
+    assert_refused(built(kind, **changes), path, problem, REMEDIES.get(case, ""))
+
+
+@pytest.mark.parametrize("kind, file", [("gpt", bert_file), ("bert", gpt_file)])
+def test_a_file_of_the_other_kind_changes_nothing(tmp_path, kind, file):
+    other = "bert" if kind == "gpt" else "gpt"
+    path = written(file(), tmp_path)
+    assert_refused(built(kind), path, "but is absent", f"the file needs --model {other}, ")
+
+
+def test_tied_twins_that_are_equal_are_accepted(tmp_path):
+    file = bert_file()
+    file["cls.predictions.decoder.weight"] = file[WORDS].clone()
+    file["cls.predictions.decoder.bias"] = file["cls.predictions.bias"].clone()
+    load_published(built("bert"), written(file, tmp_path))
+    file = gpt_file()
+    file["lm_head.weight"] = file[WTE].clone()
+    load_published(built("gpt"), written(file, tmp_path))
+
+
+class Stranger:
+    """What weights_only=True will not build."""
+
+
+def test_a_file_that_is_no_state_dict_changes_nothing(tmp_path):
+    model = built("gpt")
+    save = "give a file that torch.save(model.state_dict(), PATH) wrote"
+    assert_refused(model, tmp_path / "nowhere.bin", "FileNotFoundError", save)
+    assert_refused(model, tmp_path, "IsADirectoryError", save)
+    for saved, problem in (
+        ({"model": gpt_file(), "step": 3}, "model is not a tensor of floating-point numbers"),
+        ([torch.ones(2)], "holds a list, not a dict"),
+        ({}, "has no matrix embeddings.word_embeddings.weight"),
+        ({"module": Stranger()}, "cannot be loaded, UnpicklingError"),
+    ):
+        assert_refused(model, written(saved, tmp_path), problem, save)
+
+
+def test_a_file_that_is_broken_or_of_another_format_changes_nothing(tmp_path):
+    model, path = built("gpt"), written(gpt_file(), tmp_path)
+    whole = path.read_bytes()
+    for content in (b"", b"text, not weights", whole[: len(whole) // 2]):
+        path.write_bytes(content)
+        assert_refused(model, path, "cannot be loaded")
+    header = b'{"wte.weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    path.write_bytes(len(header).to_bytes(8, "little") + header + bytes(4))
+    assert_refused(model, path, "is a safetensors file: re-save it with torch.save")
+    path.write_bytes(whole + b"\nsha256:" + b"0" * 64)  # checkpoint.py's layout
+    assert_refused(model, path, "is a checkpoint of parsimony: go on from it with --resume")
+    path.write_bytes(whole)
+    load_published(model, path)  # the same bytes, whole, are good
