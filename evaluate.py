@@ -1,0 +1,112 @@
+"""Held-out loss in bits per byte, so that runs with different tokenizers compare.
+
+Whole documents, full length, nothing dropped, fixed order, whatever the training run does: the
+pieces of the held-out documents, packed once, isolated from each other, every token a target.
+
+    python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
+"""
+
+import argparse
+import math
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+
+from data import Store, embedded_store
+from packing import best_fit
+from plan import Frame, Samples, lay_out, mask_tokens, shuffled
+from runtime import Runtime, exit_cleanly, start
+from sample import load_run
+from tokenizer import byte_lengths, get_encoding
+
+
+class HeldOut(NamedTuple):
+    """What an evaluation found."""
+
+    val_loss: float  # nats a target token
+    val_bpb: float  # bits a byte of text; end-of-text is predicted too, but has no bytes
+    targets: int
+    bytes: int
+
+
+class Evaluation:
+    """The held-out pieces of a store, packed into rows once and in a fixed order.
+
+    Args: seq_len  tokens of a row
+          lengths  (V,) bytes that each token stands for
+          frame    None for a GPT; a BERT's special ids: the same tokens are masked each time
+          tokens   held-out tokens to use, in shuffled order; None for all
+    """
+
+    def __init__(
+        self,
+        store: Store,
+        seq_len: int,
+        lengths: np.ndarray,
+        frame: Frame | None = None,
+        tokens: int | None = None,
+    ):
+        extra = 2 if frame else 0
+        samples = Samples(store, seq_len - extra, split="val", bare=frame is not None)
+        if len(samples) == 0:
+            raise ValueError(f"{store.path} holds out no document: prepare it with --holdout 20")
+        spans = samples.spans(shuffled(np.arange(len(samples)), len(samples), seed=0))
+        sizes = spans[:, 1] - spans[:, 0]
+        if tokens is not None:
+            spans = spans[: np.searchsorted(np.cumsum(sizes), tokens) + 1]
+            sizes = sizes[: len(spans)]
+        packed = best_fit((sizes + extra).tolist(), seq_len)
+        self.rows = [[tuple(spans[item].tolist()) for item in row] for row in packed]
+        self.store, self.seq_len, self.lengths, self.frame = store, seq_len, lengths, frame
+
+    @torch.no_grad()
+    def run(self, model: nn.Module, runtime: Runtime, rows: int) -> HeldOut:
+        """Evaluate, `rows` rows at a time, shared out over the ranks; the model's mode is kept."""
+        mode = model.training
+        model.eval()
+        nats, targets, size = 0.0, 0, 0
+        for first in range(runtime.rank * rows, len(self.rows), runtime.world * rows):
+            batch = lay_out(self.store, self.rows[first : first + rows], self.seq_len, self.frame)
+            if self.frame:
+                numbers = range(first, first + len(batch.tokens))
+                choice = [np.random.default_rng(row).random(self.seq_len) for row in numbers]
+                batch = mask_tokens(batch, torch.from_numpy(np.stack(choice)), self.frame)
+            counted = batch.targets[batch.targets >= 0]
+            targets += len(counted)
+            size += int(self.lengths[counted.numpy()].sum())
+            with runtime.autocast():
+                nats += model(batch.to(runtime.device)).item()
+        model.train(mode)
+        total = torch.tensor([nats, targets, size], dtype=torch.float64)
+        nats, targets, size = runtime.reduce(total.to(runtime.device)).tolist()
+        return HeldOut(nats / targets, nats / math.log(2) / max(size, 1), int(targets), int(size))
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="evaluate.py", description="Held-out bits per byte of a run.", allow_abbrev=False
+    )
+    parser.add_argument("run", help="folder of a run")
+    parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
+    parser.add_argument("--data", help="another token store (default: the run's own)")
+    parser.add_argument("--rows", type=int, default=16, help="rows at a time")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    args = parser.parse_args(argv)
+    if args.rows < 1:
+        raise ValueError(f"--rows {args.rows} must be at least 1")
+    here = start(args.device, "auto")
+    settings, model, state = load_run(args.run, args.checkpoint)
+    encoding = get_encoding(settings.data.tokenizer)
+    store = Store.open(args.data or settings.data.data or embedded_store(settings.data.tokenizer))
+    store.check_tokenizer(encoding)
+    frame = Frame.of(encoding) if settings.model.model == "bert" else None
+    evaluation = Evaluation(store, settings.data.seq_len, byte_lengths(encoding), frame)
+    seen = evaluation.run(model.to(here.device), here, args.rows)
+    print(f"{args.run}, step {state['clock'][0]}: {seen.val_bpb:.4f} bits per byte held out")
+    print(f"{seen.val_loss:.4f} nats a token, {seen.targets:,} tokens, {seen.bytes:,} bytes")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

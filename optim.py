@@ -1,0 +1,109 @@
+"""Optimizers and the learning rate: what is decayed, what moves by Muon, and how far at each token.
+
+adamw: Loshchilov & Hutter, arXiv 1711.05101; matrices decay, biases and norms do not.
+       Fused: torch has such a kernel for CPU, CUDA and MPS.
+muon:  Jordan et al. 2024, torch.optim.Muon: the blocks' matrices move by the orthogonalised
+       momentum, scaled to AdamW's step size (arXiv 2502.16982) so that both share one --lr; all
+       else moves by AdamW.
+
+The learning rate is a pure function of the consumed-token clock.
+"""
+
+import math
+
+import torch
+from torch import nn
+
+SCHEDULES = ("cosine", "linear", "wsd")
+
+
+def split_parameters(model: nn.Module, muon: bool) -> tuple[list, list, list]:
+    """Sort a model's parameters into (moved by Muon, decayed by AdamW, not decayed by AdamW)."""
+    matrices, decayed, plain = [], [], []
+    for name, parameter in model.named_parameters():
+        if parameter.ndim < 2:
+            plain.append(parameter)
+        elif muon and name.startswith("h."):
+            matrices.append(parameter)
+        else:
+            decayed.append(parameter)
+    return matrices, decayed, plain
+
+
+class Optimizers:
+    """One or two torch optimizers, and the loss scale of fp16, that act and are saved as one."""
+
+    def __init__(
+        self, model: nn.Module, kind: str, weight_decay: float, betas: tuple, fp16: bool = False
+    ):
+        matrices, decayed, plain = split_parameters(model, kind == "muon")
+        groups = [
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        self.parameters = [*matrices, *decayed, *plain]
+        self.parts = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
+        if matrices:
+            muon = torch.optim.Muon(
+                matrices, lr=0.0, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
+            )
+            self.parts.append(muon)
+        self.scaler = torch.amp.GradScaler(self.parameters[0].device.type, enabled=fp16)
+
+    def gradient_norm(self, clip: float) -> float:
+        """Bring gradients to true size, clip their norm at `clip` (0: not), return the norm."""
+        for part in self.parts:
+            self.scaler.unscale_(part)
+        return torch.nn.utils.clip_grad_norm_(self.parameters, clip or math.inf).item()
+
+    def step(self, lr: float) -> None:
+        """Move the weights and drop the gradients. fp16 leaves out a step that overflowed."""
+        for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            self.scaler.step(part)
+            part.zero_grad(set_to_none=True)
+        self.scaler.update()
+
+    def state_dict(self) -> dict:
+        return {
+            "parts": [part.state_dict() for part in self.parts],
+            "scaler": self.scaler.state_dict(),
+        }
+
+    def load_state_dict(self, state: dict) -> None:
+        for part, saved in zip(self.parts, state["parts"], strict=True):
+            part.load_state_dict(saved)
+        self.scaler.load_state_dict(state["scaler"])
+
+
+def lr_at(
+    consumed_tokens: int,
+    *,
+    peak: float,
+    floor: float,
+    schedule: str,
+    warmup_tokens: int,
+    budget: int,
+    decay_share: float,
+) -> float:
+    """Learning rate for the step that starts at this point of the clock.
+
+    Linear from 0 to `peak` over `warmup_tokens`; from there to `floor` at `budget` by
+      cosine  half a wave
+      linear  a straight line
+      wsd     stay at `peak`, then a straight line over the last `decay_share` of the budget
+              (warmup-stable-decay, arXiv 2404.06395)
+
+    Args:    peak, floor     learning rates; floor is also what stays after the budget
+             warmup_tokens, budget, consumed_tokens   on the one clock
+    Example: peak 1, floor 0, cosine, warmup 10, budget 110: 0.5 at 5, 1 at 10, 0.5 at 60, 0 at 110
+    """
+    if consumed_tokens < warmup_tokens:
+        return peak * consumed_tokens / warmup_tokens
+    start = budget * (1 - decay_share) if schedule == "wsd" else warmup_tokens
+    start = max(start, warmup_tokens)
+    gone = (consumed_tokens - start) / max(budget - start, 1)  # share of the decay behind us
+    gone = min(max(gone, 0.0), 1.0)
+    remaining = (1 + math.cos(math.pi * gone)) / 2 if schedule == "cosine" else 1 - gone
+    return floor + (peak - floor) * remaining

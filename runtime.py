@@ -1,0 +1,187 @@
+"""What a run stands on: ranks, device, dtype, random generators, signals, the log, clean exits.
+
+No training logic. Everything that differs between one CPU and many GPUs is here.
+"""
+
+import hashlib
+import json
+import os
+import platform
+import signal
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+@dataclass(frozen=True)
+class Runtime:
+    rank: int
+    world: int
+    device: torch.device
+    dtype: torch.dtype
+    why: str  # how device and dtype were chosen, for the user
+
+    @property
+    def first(self) -> bool:
+        return self.rank == 0
+
+    def autocast(self) -> torch.autocast:
+        mixed = self.dtype != torch.float32
+        return torch.autocast(self.device.type, self.dtype if mixed else None, enabled=mixed)
+
+    def reduce(self, values: torch.Tensor) -> torch.Tensor:
+        """Sum over ranks, in place."""
+        if self.world > 1:
+            dist.all_reduce(values)
+        return values
+
+    def gather(self, value: Any) -> list:
+        """`value` of every rank, in rank order, on every rank."""
+        values = [value] * self.world
+        if self.world > 1:
+            dist.all_gather_object(values, value)
+        return values
+
+    def on_first(self, action: Callable[[], Any]) -> Any:
+        """Do something on rank 0 alone; every rank gets its result, or its error as ValueError."""
+        outcome: list = [None, None]
+        if self.first:
+            try:
+                outcome[0] = action()
+            except (ValueError, OSError) as error:
+                outcome[1] = one_line(error)
+        if self.world > 1:
+            dist.broadcast_object_list(outcome)
+        if outcome[1] is not None:
+            raise ValueError(outcome[1])
+        return outcome[0]
+
+    def say(self, line: str) -> None:
+        if self.first:
+            print(line, flush=True)
+
+
+def start(device: str, dtype: str) -> Runtime:
+    """Join the other ranks, if torchrun started any, and settle device and dtype.
+
+    Raises: ValueError naming --device or --dtype where the machine does not have it
+    """
+    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
+    kind = device if device != "auto" else next(d for d in ("cuda", "mps", "cpu") if has[d])
+    if not has[kind]:
+        raise ValueError(f"--device {device}: torch {torch.__version__} finds none here; try auto")
+    place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
+    if kind == "cuda":
+        torch.cuda.set_device(place)
+    if dtype == "auto" and kind == "cuda":
+        dtype = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+    dtype = "fp32" if dtype == "auto" else dtype
+    if dtype == "fp16" and kind != "cuda":
+        raise ValueError(f"--dtype fp16 needs --device cuda, not {kind}: choose bf16 or fp32")
+    if world > 1 and not dist.is_initialized():
+        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+    chosen = "as found" if device == "auto" else "as asked"
+    ranks = f"{world} processes" if world > 1 else "one process"
+    why = f"{kind} ({chosen}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
+    return Runtime(rank, world, place, DTYPES[dtype], why)
+
+
+def seed_of(*key: Any) -> int:
+    """A seed for one purpose: (seed, step, layer) -> 63 bits, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
+
+
+def generator(device: torch.device, *key: Any) -> torch.Generator:
+    """A random generator that is a function of `key`: nothing to save, nothing to restore."""
+    return torch.Generator(device).manual_seed(seed_of(*key))
+
+
+class StopSignal:
+    """Remembers SIGTERM and SIGINT until the step is over; `number` is 0 while none came."""
+
+    def __init__(self):
+        self.number = 0
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, self._note)
+
+    def _note(self, number: int, _frame: Any) -> None:
+        self.number = number
+
+
+class Log:
+    """log.jsonl, one JSON object a line, written by rank 0; TensorBoard beside it on request."""
+
+    def __init__(self, folder: Path, active: bool, tensorboard: bool, size: int | None = None):
+        """`size` in bytes: go on after that many, and forget what a killed run wrote behind."""
+        self.file, self.board = None, None
+        if active:
+            self.file = open(folder / "log.jsonl", "ab")  # noqa: SIM115, open as long as the run
+            if size is not None:
+                self.file.truncate(min(size, self.file.tell()))
+        if active and tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ValueError(
+                    "--tensorboard needs its package: pip install -e '.[tensorboard]'"
+                ) from error
+            self.board = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, event: str, **values: Any) -> None:
+        if self.file is None:
+            return
+        self.file.write(json.dumps({"event": event, **values}).encode() + b"\n")
+        self.file.flush()
+        if self.board is not None and "consumed_tokens" in values:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self.board.add_scalar(f"{event}/{name}", value, values["consumed_tokens"])
+
+    def size(self) -> int:
+        return 0 if self.file is None else self.file.tell()
+
+
+def provenance() -> dict[str, str]:
+    """What made a result: command, commit, versions, machine. Opens every log and checkpoint."""
+    here = Path(__file__).parent
+    git = subprocess.run(
+        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True
+    )
+    return {
+        "argv": " ".join(sys.argv),
+        "commit": git.stdout.strip() or "none",
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "threads": str(torch.get_num_threads()),
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+
+
+def one_line(error: Exception) -> str:
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}"
+    return " ".join(str(error).split())
+
+
+def exit_cleanly(main: Callable[[], int | None]) -> None:
+    """Run a command: a user's mistake is one line on stderr and exit status 2, no traceback."""
+    try:
+        status = main() or 0
+    except (ValueError, OSError) as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+        status = 2
+    except KeyboardInterrupt:
+        status = 130
+    if dist.is_initialized():
+        dist.destroy_process_group()
+    sys.exit(status)

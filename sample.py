@@ -1,0 +1,122 @@
+"""Print text from a trained GPT. The context slides: the model sees its last `seq_len` tokens.
+
+python sample.py runs/gpt-nano-1 --prompt "Call me" --tokens 200
+"""
+
+import argparse
+
+import tiktoken
+import torch
+from torch import Tensor
+
+import checkpoint
+import config
+import runtime
+from model import Transformer
+from tokenizer import get_encoding, vocab_size
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    prompt: Tensor,
+    count: int,
+    *,
+    allowed: int,
+    stop: int | None = None,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    generator: torch.Generator | None = None,
+) -> Tensor:
+    """Draw up to `count` tokens after a prompt, one at a time.
+
+    Args:    prompt      (T,) int64, at least one token
+             allowed     ids from here on are never drawn: they pad the vocabulary
+             stop        a token that ends the text, or None
+             temperature 0 takes the likeliest token; above, logits are divided by it
+             top_k       draw among this many likeliest tokens
+    Returns: (T + count,) int64, shorter if `stop` was drawn, which is left out
+    Cost:    a full forward a token: there is no cache of keys and values
+    """
+    mode = model.training
+    model.eval()
+    tokens = prompt[None]  # (1, T)
+    for _ in range(count):
+        logits = model.logits(tokens[:, -model.shape.seq_len :])[0, -1, :allowed]  # (allowed,)
+        best = logits.topk(min(top_k, allowed))
+        if temperature == 0:
+            drawn = best.indices[0]
+        else:
+            chances = (best.values / temperature).softmax(0)
+            drawn = best.indices[torch.multinomial(chances, 1, generator=generator)[0]]
+        if drawn == stop:
+            break
+        tokens = torch.cat((tokens, drawn.view(1, 1)), dim=1)
+    model.train(mode)
+    return tokens[0]
+
+
+def write(model: Transformer, encoding: tiktoken.Encoding, prompt: str, count: int, **how) -> str:
+    """Text that starts with `prompt`; an empty prompt starts a document. See `generate`."""
+    end = encoding.eot_token
+    device = model.wte.weight.device
+    start = torch.tensor([end, *encoding.encode_ordinary(prompt)], device=device)
+    tokens = generate(model, start, count, allowed=vocab_size(encoding, "gpt"), stop=end, **how)
+    return encoding.decode(tokens[1:].tolist())
+
+
+def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]:
+    """A run's settings, its model with the weights of a checkpoint, and the checkpoint.
+
+    Args:   which last | previous | best, or the path of a checkpoint
+    Raises: ValueError if the folder holds no checkpoint, or a damaged one
+    """
+    state = checkpoint.load(checkpoint.find(folder, which))
+    settings = config.build(state["config"])
+    model = Transformer(config.shape_of(settings, state["vocab_size"]))
+    model.load_state_dict(state["model"])
+    return settings, model.eval(), state
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="sample.py", description="Print text from a trained GPT.")
+    parser.add_argument("run", help="folder of a run")
+    parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
+    parser.add_argument("--prompt", default="", help="text to go on from")
+    parser.add_argument("--tokens", type=int, default=200, help="tokens to draw at most")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
+    parser.add_argument("--top-k", type=int, default=50, help="draw among so many")
+    parser.add_argument("--samples", type=int, default=1, help="texts to print")
+    parser.add_argument("--seed", type=int, default=1, help="decides what is drawn")
+    args = parser.parse_args(argv)
+    for name in ("tokens", "top_k", "samples"):
+        if getattr(args, name) < 1:
+            flag = name.replace("_", "-")
+            raise ValueError(f"--{flag} {getattr(args, name)} must be at least 1")
+    if args.temperature < 0:
+        raise ValueError(f"--temperature {args.temperature} must not be negative")
+    settings, model, _ = load_run(args.run, args.checkpoint)
+    if settings.model.model != "gpt":
+        raise ValueError(
+            f"{args.run} holds a BERT, which does not write text: evaluate.py scores it"
+        )
+    encoding = get_encoding(settings.data.tokenizer)
+    for number in range(args.samples):
+        generator = runtime.generator(torch.device("cpu"), args.seed, number)
+        print(
+            write(
+                model,
+                encoding,
+                args.prompt,
+                args.tokens,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                generator=generator,
+            )
+        )
+        if number + 1 < args.samples:
+            print("-" * 40)
+
+
+if __name__ == "__main__":
+    runtime.exit_cleanly(main)

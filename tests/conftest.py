@@ -1,0 +1,61 @@
+"""What several test files need: a small real store, and runs that take a second."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import data
+import train
+from tokenizer import get_encoding
+
+TINY = Path(__file__).parents[1] / "corpus" / "pd-tiny.jsonl.gz"
+SMALL = (
+    "--tokenizer bytes --layers 4 --heads 2 --width 32 --seq-len 32 --batch-tokens 256"
+    " --tokens 4096 --eval-every 2048 --eval-tokens 2000 --checkpoint-every 1024 --device cpu"
+)
+ALL_ON = "--curriculum seqlen --curriculum-start 8 --ltd --ltd-start 16 --pack"
+
+
+@pytest.fixture(scope="session", autouse=True)
+def one_thread():
+    """With another number of threads sums come out in another order, and small tensors slower."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def store_dir(tmp_path_factory):
+    """The small corpus as bytes: 481 documents, of which 27 are held out."""
+    out = tmp_path_factory.mktemp("store") / "tiny"
+    data.prepare([TINY], out, get_encoding("bytes"), "bytes")
+    return out
+
+
+@pytest.fixture
+def run(store_dir, tmp_path, monkeypatch):
+    """Train in this process; returns the log's lines. run("--ltd", out="a")"""
+    monkeypatch.chdir(tmp_path)
+
+    def start(flags: str = "", out: str = "run") -> list[dict]:
+        argv = f"{SMALL} --data {store_dir} --out {out} {flags}".split()
+        status = train.main(argv)
+        assert status == 0
+        return read_log(tmp_path / out)
+
+    return start
+
+
+def read_log(folder: Path, event: str | None = None) -> list[dict]:
+    lines = [json.loads(line) for line in (folder / "log.jsonl").read_text().splitlines()]
+    return [line for line in lines if event in (None, line["event"])]
+
+
+def metrics(lines: list[dict]) -> list[dict]:
+    """What a run computed: every train and eval line without its times."""
+    timed = {"ms", "data_ms"}
+    return [
+        {name: value for name, value in line.items() if name not in timed}
+        for line in lines
+        if line["event"] != "run"
+    ]

@@ -1,0 +1,117 @@
+"""The command line: types, refusals, resumed settings, and its limits in number."""
+
+from dataclasses import fields
+from typing import get_type_hints
+
+import pytest
+
+import config
+
+
+def build(line: str) -> config.Config:
+    return config.build(config.parse(line.split()))
+
+
+def test_defaults_follow_the_size():
+    small, big = build(""), build("--size 1.3B")
+    assert (small.model.layers, small.model.width, small.data.seq_len) == (6, 128, 256)
+    assert (big.model.layers, big.model.heads, big.model.width) == (24, 16, 2048)
+    assert big.data.seq_len == 2048 and big.model.hidden == 8192
+    assert small.model.pos == "rope" and big.model.pos == "learned"
+    assert build("--init gpt2.pt").model.pos == "learned"
+    assert build("--size 124M --layers 3 --width 96 --heads 3").model.hidden == 384
+
+
+def test_flat_and_build_are_inverse():
+    settings = build("--ltd --curriculum seqlen --size 124M --tokens 3e6")
+    assert config.build(config.flat(settings)) == settings
+
+
+@pytest.mark.parametrize(
+    ("text", "number"), [("4096", 4096), ("2e6", 2_000_000), ("1.5B", 1_500_000_000), ("8k", 8000)]
+)
+def test_counts(text, number):
+    assert build(f"--tokens {text} --batch-tokens 256").optim.tokens == number
+
+
+REFUSED = {
+    "--tokens many": r"argument --tokens: many is not a whole number",
+    "--tokens 1.5": r"--tokens: 1.5 is not a whole number",
+    "--tokens -5": r"--tokens",
+    "--token 5": r"unrecognized arguments: --token",  # no abbreviations
+    "--size huge": r"--size: invalid choice: 'huge'.*nano",
+    "--curriculum hard": r"--curriculum hard is unknown: choose one of none, seqlen",
+    "--seq-len 4": r"--seq-len 4 is too short",
+    "--pos learned --seq-len 512": r"--seq-len 512 is above the 256 positions of --size nano.*rope",
+    "--size bert-base": r"--size bert-base is a BERT: add --model bert",
+    "--init w.pt --pos rope": r"--init and --pos rope exclude each other",
+    "--init w.pt --resume": r"--init and --resume exclude each other",
+    "--batch-tokens 1000": r"--batch-tokens 1000 is not a multiple of --seq-len 256.*768 and 1024",
+    "--lr 0": r"--lr 0.0 must be above 0",
+    "--min-lr 2": r"--min-lr 2.0 is a share",
+    "--tokens 1000 --warmup-tokens 1000": r"--warmup-tokens 1000 must be below --tokens 1000",
+    "--decay-share 0": r"--decay-share 0.0",
+    "--beta2 1": r"--beta2 1.0 must lie",
+    "--weight-decay -1": r"--weight-decay -1.0",
+    "--grad-clip -1": r"--grad-clip -1.0",
+    "--dropout 1": r"--dropout 1.0",
+    "--keep 0": r"--keep 0",
+    "--curriculum seqlen --curriculum-start 300": r"--curriculum-start 300 must lie in 1..256",
+    "--model bert --curriculum seqlen --curriculum-start 2": r"no room between \[CLS\] and \[SEP\]",
+    "--curriculum seqlen --curriculum-share 0": r"--curriculum-share 0.0",
+    "--ltd --ltd-start 0": r"--ltd-start 0 keeps an impossible number of tokens: 1 to 256",
+    "--ltd --ltd-start 257": r"--ltd-start 257",
+    "--ltd --ltd-share 1.5": r"--ltd-share 1.5",
+    "--ltd --layers 2": r"--ltd needs a layer between first and last",
+    "--ltd-start 64": r"--ltd-start 64 has no effect without --ltd",
+    "--curriculum-share 0.9": r"--curriculum-share 0.9 has no effect without --curriculum",
+    "--heads 3": r"--heads 3 does not divide --width 128",
+    "--pos rope --width 12 --heads 4": r"--pos rope turns pairs",
+}
+
+
+@pytest.mark.parametrize("line", REFUSED)
+def test_refusals(line):
+    with pytest.raises(ValueError, match=REFUSED[line]) as error:
+        build(line)
+    assert "\n" not in str(error.value)
+
+
+def test_every_refusal_has_a_test():
+    assert len(REFUSED) >= len(config.refusals(build("")))
+
+
+def test_rows_are_shared_out():
+    settings = build("--batch-tokens 4096")
+    assert [config.micro_rows(settings, world) for world in (1, 2, 16)] == [16, 8, 1]
+    with pytest.raises(ValueError, match=r"16 rows of 256 that 3 ranks"):
+        config.micro_rows(settings, 3)
+    with pytest.raises(ValueError, match=r"16 rows of 256 that 1 ranks of --micro-rows 5.*1280"):
+        config.micro_rows(build("--batch-tokens 4096 --micro-rows 5"), 1)
+    with pytest.raises(ValueError, match=r"that 32 ranks"):
+        config.micro_rows(settings, 32)
+
+
+def test_a_resumed_run_keeps_its_settings():
+    saved = config.flat(build("--seed 5 --ltd"))
+    assert config.build(config.resumed(saved, {"run.resume": "last"})).run.seed == 5
+    config.resumed(saved, {"run.seed": 5, "run.keep": 9})
+    with pytest.raises(ValueError, match=r"--seed 6 differs from the 5 .*another --out"):
+        config.resumed(saved, {"run.seed": 6})
+    with pytest.raises(ValueError, match=r"--ltd False differs"):
+        config.resumed(saved, {"ltd.on": False})
+
+
+def test_no_more_flags_than_a_reader_can_hold():
+    groups = {
+        part.name: fields(get_type_hints(config.Config)[part.name])
+        for part in fields(config.Config)
+    }
+    assert sum(map(len, groups.values())) <= 60
+    assert all(len(groups[technique]) <= 8 for technique in config.TECHNIQUES)
+
+
+def test_every_flag_is_in_the_table():
+    table = config.flags_table()
+    for action in config.parser()._actions:
+        assert f"| `{action.option_strings[0]}` |" in table or action.dest == "help"

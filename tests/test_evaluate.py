@@ -1,0 +1,111 @@
+"""Bits per byte: a worked answer, whole documents, the same for any number of rows and ranks."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import evaluate
+from data import Store
+from evaluate import Evaluation
+from model import Shape, Transformer
+from plan import Frame
+from runtime import Runtime
+from tokenizer import byte_lengths, get_encoding
+
+BYTES = get_encoding("bytes")
+LENGTHS = byte_lengths(BYTES)
+
+
+class Ranks(Runtime):
+    """One rank of several that cannot hear the others: its share of the sums, unreduced."""
+
+    def reduce(self, values):
+        return values
+
+
+def one(rank=0, world=1):
+    return Ranks(rank, world, torch.device("cpu"), torch.float32, "")
+
+
+class Even(nn.Module):
+    """Gives every one of 256 bytes and end-of-text the same chance."""
+
+    def forward(self, batch):
+        return torch.tensor(math.log(257.0) * int((batch.targets >= 0).sum()))
+
+
+@pytest.fixture(scope="module")
+def store(store_dir):
+    return Store.open(store_dir)
+
+
+def test_worked_answer_and_whole_documents(store):
+    seen = Evaluation(store, 64, LENGTHS).run(Even(), one(), 8)
+    documents = store.meta["documents"] - store.meta["train_documents"]
+    assert seen.bytes == store.meta["bytes"] - store.meta["train_bytes"]
+    assert seen.targets == seen.bytes + documents == store.meta["tokens"] - store.train_tokens
+    assert seen.val_loss == pytest.approx(math.log(257))
+    assert seen.val_bpb == pytest.approx(math.log2(257) * seen.targets / seen.bytes)
+
+
+def test_rows_at_a_time_and_ranks_do_not_matter(store):
+    torch.manual_seed(0)
+    model = Transformer(Shape("gpt", 2, 2, 16, 32, 64, 320)).double()
+    evaluation = Evaluation(store, 64, LENGTHS, tokens=20_000)
+    whole = evaluation.run(model, one(), 8)
+    assert evaluation.run(model, one(), 3).val_bpb == pytest.approx(whole.val_bpb, abs=1e-9)
+    parts = [evaluation.run(model, one(rank, 3), 8) for rank in range(3)]
+    assert sum(part.targets for part in parts) == whole.targets
+    nats = sum(part.val_loss * part.targets for part in parts)
+    assert nats / whole.targets == pytest.approx(whole.val_loss, abs=1e-9)
+    assert model.training, "the model's mode is kept"
+
+
+def test_a_part_is_whole_pieces_in_a_fixed_order(store):
+    part = Evaluation(store, 64, LENGTHS, tokens=5000)
+    rows = part.rows
+    assert rows == Evaluation(store, 64, LENGTHS, tokens=5000).rows
+    assert 5000 <= sum(b - a for row in rows for a, b in row) < 5064
+    assert min(a for row in rows for a, _ in row) >= store.train_tokens
+
+
+def test_bert_is_asked_the_same_masked_tokens_each_time(store):
+    torch.manual_seed(0)
+    model = Transformer(Shape("bert", 2, 2, 16, 32, 64, 320)).double()
+    evaluation = Evaluation(store, 64, LENGTHS, Frame.of(BYTES), tokens=20_000)
+    first, again, other = (evaluation.run(model, one(), rows) for rows in (8, 8, 5))
+    assert first == again and other.targets == first.targets
+    assert other.val_bpb == pytest.approx(first.val_bpb, abs=1e-9)
+    assert 0.13 < first.targets / 20_000 < 0.17
+
+
+def test_a_store_that_holds_nothing_out_is_refused(store):
+    class Whole:
+        path, train_documents, train_tokens = "whole", 2, 6
+        offsets = np.array([0, 3, 6])
+        meta = store.meta
+
+    with pytest.raises(ValueError, match="whole holds out no document: prepare it with --holdout"):
+        Evaluation(Whole, 64, LENGTHS)
+
+
+def test_command_repeats_what_the_run_found(run, store_dir, capsys):
+    found = [line for line in run() if line["event"] == "eval"][-1]["val_bpb"]
+    capsys.readouterr()
+    evaluate.main(["run", "--device", "cpu"])
+    assert f"{found:.4f} bits per byte held out" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="--rows 0"):
+        evaluate.main(["run", "--rows", "0"])
+
+
+def test_no_dropping_and_full_length_whatever_training_does(run):
+    """A model that no longer moves is scored alike with every technique on and with none."""
+    still = "--lr 1e-30"
+    scores = [
+        [line["val_bpb"] for line in run(f"{still} {flags}", out=f"r{number}")[-1:]]
+        for number, flags in enumerate(("", "--ltd --ltd-start 8 --curriculum seqlen --pack"))
+    ]
+    assert scores[0] == scores[1]

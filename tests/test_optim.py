@@ -1,0 +1,101 @@
+"""Learning rate on the token clock, parameter groups, and both optimizers' state."""
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from model import Shape, Transformer
+from optim import SCHEDULES, Optimizers, lr_at, split_parameters
+
+
+def lr(t, schedule="cosine", peak=1.0, floor=0.0, warmup=10, budget=110, decay_share=0.2):
+    return lr_at(
+        t,
+        peak=peak,
+        floor=floor,
+        schedule=schedule,
+        warmup_tokens=warmup,
+        budget=budget,
+        decay_share=decay_share,
+    )
+
+
+def test_worked_examples():
+    assert [lr(t) for t in (0, 5, 10, 110, 500)] == [0, 0.5, 1, 0, 0]
+    assert lr(60) == pytest.approx(0.5)
+    assert lr(60, "linear") == 0.5 and lr(35, "linear") == 0.75
+    assert lr(60, floor=0.2) == pytest.approx(0.6)
+    # wsd: the last fifth of 110 begins at 88
+    assert [lr(t, "wsd") for t in (10, 60, 88)] == [1, 1, 1]
+    assert lr(99, "wsd") == pytest.approx(0.5) and lr(110, "wsd") == 0
+    assert lr(0, warmup=0) == 1
+
+
+@given(st.integers(0, 200), st.sampled_from(SCHEDULES), st.floats(0, 1))
+def test_stays_between_floor_and_peak_and_falls_after_warmup(t, schedule, floor):
+    now, later = lr(t, schedule, floor=floor), lr(t + 1, schedule, floor=floor)
+    assert 0 <= now <= 1 + 1e-12
+    if t >= 10:
+        assert floor - 1e-12 <= later <= now + 1e-12
+
+
+def model():
+    torch.manual_seed(0)
+    return Transformer(Shape("gpt", 3, 2, 16, 32, 8, 40))
+
+
+def test_every_parameter_is_moved_once():
+    m = model()
+    for muon in (False, True):
+        matrices, decayed, plain = split_parameters(m, muon)
+        moved = [id(p) for p in (*matrices, *decayed, *plain)]
+        assert sorted(moved) == sorted(id(p) for p in m.parameters())
+        assert all(p.ndim == 1 for p in plain)
+        assert len(matrices) == (12 if muon else 0)  # 4 matrices in each of 3 blocks
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_goes_on_bitwise(kind):
+    def advance(m, optimizers, steps):
+        for step in steps:
+            torch.manual_seed(step)
+            tokens = torch.randint(0, 40, (2, 8))
+            (m((tokens, tokens.roll(-1, 1), None, None)) / 16).backward()
+            optimizers.gradient_norm(1.0)
+            optimizers.step(0.01)
+
+    straight, stopped, resumed = model(), model(), model()
+    one, two, three = (Optimizers(m, kind, 0.1, (0.9, 0.95)) for m in (straight, stopped, resumed))
+    advance(straight, one, range(6))
+    advance(stopped, two, range(3))
+    resumed.load_state_dict(stopped.state_dict())
+    three.load_state_dict(two.state_dict())
+    advance(resumed, three, range(3, 6))
+    for wanted, found in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(wanted, found)
+    assert not torch.equal(straight.wte.weight, model().wte.weight)
+
+
+def test_clipping():
+    m = model()
+    optimizers = Optimizers(m, "adamw", 0.0, (0.9, 0.95))
+    for clip, norm in ((0.0, None), (0.5, 0.5)):
+        for parameter in m.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        before = optimizers.gradient_norm(clip)
+        assert before == pytest.approx(sum(p.numel() for p in m.parameters()) ** 0.5, rel=1e-5)
+        after = torch.cat([p.grad.flatten() for p in m.parameters()]).norm().item()
+        assert after == pytest.approx(norm or before, rel=1e-3)
+
+
+def test_decay_touches_matrices_alone():
+    m = model()
+    optimizers = Optimizers(m, "muon", 0.5, (0.9, 0.95))
+    before = {name: p.detach().clone() for name, p in m.named_parameters()}
+    for parameter in m.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    optimizers.step(0.1)
+    for name, parameter in m.named_parameters():
+        shrunk = before[name] * (0.95 if parameter.ndim == 2 else 1)
+        assert torch.allclose(parameter, shrunk, atol=1e-7), name

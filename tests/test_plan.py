@@ -1,0 +1,278 @@
+"""Plan and samples: every token a target once a pass, the same rows for any number of ranks."""
+
+from itertools import pairwise
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL
+from hypothesis import given
+from hypothesis import strategies as st
+
+import config
+from data import Store
+from model import IGNORE
+from plan import Clock, Frame, Plan, Samples, cut, lay_out, mask_tokens, shuffled
+from runtime import Runtime
+from tokenizer import get_encoding
+
+FRAME = Frame.of(get_encoding("bytes"))
+END = 256
+
+
+@pytest.fixture(scope="module")
+def store(store_dir):
+    return Store.open(store_dir)
+
+
+def rank(number=0, world=1):
+    return Runtime(number, world, torch.device("cpu"), torch.float32, "")
+
+
+def plan(store, flags="", number=0, world=1):
+    settings = config.build(config.parse(f"{SMALL} {flags}".split()))
+    frame = FRAME if "bert" in flags else None
+    return Plan(settings, store, frame, rank(number, world))
+
+
+def walk(plan, steps, clock=Clock()):  # noqa: B008, a Clock never changes
+    taken = []
+    for _ in range(steps):
+        taken.append(plan(clock))
+        clock = taken[-1].after
+    return taken
+
+
+# ---- samples
+
+
+def text_of(samples, ids):
+    return [tuple(span) for span in samples.spans(np.array(ids))]
+
+
+class Toy:
+    """Documents of 5, 1 and 3 tokens (end-of-text counted), the last one held out."""
+
+    offsets = np.array([0, 5, 6, 9])
+    tokens = np.array([1, 2, 3, 4, END, END, 7, 8, END], dtype=np.uint16)
+    train_documents, path = 2, "toy"
+    meta = {"end_of_text": END, "vocab_size": 261}  # noqa: RUF012, a test's constant
+
+
+def test_samples_worked_example():
+    assert text_of(Samples(Toy, 2), [0, 1, 2, 3]) == [(0, 2), (2, 4), (4, 5), (5, 6)]
+    assert text_of(Samples(Toy, 4, stream=True), [0, 1]) == [(0, 4), (4, 6)]
+    assert text_of(Samples(Toy, 2, split="val"), [0, 1]) == [(6, 8), (8, 9)]
+    bare = Samples(Toy, 3, bare=True)  # the second document is empty without its end-of-text
+    assert len(bare) == 2 and text_of(bare, [0, 1]) == [(0, 3), (3, 4)]
+
+
+def test_layout_worked_example():
+    batch = lay_out(Toy, [[(0, 2), (5, 6)], [(2, 5)]], 4)
+    assert batch.tokens.tolist() == [[END, 1, END, END], [2, 3, 4, END]]
+    assert batch.targets.tolist() == [[1, 2, END, IGNORE], [3, 4, END, IGNORE]]
+    assert batch.positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 0]]
+    assert batch.doc_ids.tolist() == [[0, 0, 1, -1], [0, 0, 0, -1]]
+
+
+def test_layout_of_whole_rows_needs_no_metadata():
+    batch = lay_out(Toy, [[(0, 4)]], 4)
+    assert batch.positions is None and batch.doc_ids is None
+
+
+def test_layout_for_bert_frames_each_piece():
+    batch = lay_out(Toy, [[(0, 2), (6, 7)]], 8, FRAME)
+    cls, sep = FRAME.cls, FRAME.sep
+    assert batch.tokens.tolist() == [[cls, 1, 2, sep, cls, 7, sep, END]]
+    ignore = IGNORE
+    assert batch.targets.tolist() == [[ignore, 1, 2, ignore, ignore, 7, ignore, ignore]]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+
+
+def test_layout_refuses_a_token_outside_the_vocabulary():
+    class Damaged(Toy):
+        tokens = np.array([1, 2, 999, 4, END, END, 7, 8, END], dtype=np.uint16)
+
+    with pytest.raises(ValueError, match=r"token 999 .*vocabulary of 261"):
+        lay_out(Damaged, [[(0, 4)]], 4)
+
+
+def test_cut():
+    assert cut(np.array([[0, 5], [7, 8]]), 2) == [[(0, 2), (2, 4), (4, 5)], [(7, 8)]]
+
+
+@pytest.mark.parametrize("flags", ["", "--pack", "--pack --curriculum seqlen --curriculum-start 8"])
+def test_every_training_token_is_a_target_once_a_pass(store, flags):
+    """Streamed, packed, or in short pieces: count what the rows of two passes predict."""
+    p = plan(store, flags + " --tokens 1e9 --batch-tokens 65536")
+    passes = 2 * len(p.samples)
+    seen = np.zeros(store.train_tokens, dtype=int)
+    for first in range(0, passes, 16 * p.rows):
+        if p.settings.pack.on:
+            rows = p.pack_window(first, 8 if "curriculum" in flags else 32)
+            assert all(sum(b - a for a, b in row) <= 32 for row in rows)
+        else:
+            rows = [row for i in range(16) for row in p.one_a_row(first + i * p.rows, 32)]
+        for row in rows:
+            for start, stop in row:
+                seen[start:stop] += 1
+    beyond = p.spans(passes, first + 16 * p.rows - passes)  # the last window goes on
+    for start, stop in beyond:
+        seen[start:stop] -= 1
+    assert (seen == 2).all()
+
+
+def test_steps_take_every_row_of_every_window_once(store):
+    p = plan(store, "--pack")
+    steps, rows = walk(p, 60), []
+    for first in range(0, steps[-1].after.draws + 1, 16 * p.rows):
+        rows += p.pack_window(first, 32)
+    taken = []
+    clock = Clock()
+    for step in steps:
+        taken += p.packed(clock, 32)[0]
+        clock = step.after
+    assert taken == rows[: len(taken)] and len(taken) == 60 * 8
+
+
+def test_held_out_documents_are_never_trained_on(store):
+    for flags in ("", "--pack"):
+        spans = plan(store, flags).samples.spans(np.arange(len(plan(store, flags).samples)))
+        assert spans.max() == store.train_tokens
+
+
+# ---- the order
+
+
+@given(st.integers(1, 300), st.integers(0, 2**40))
+def test_a_pass_holds_every_sample_once(n, seed):
+    for number in (0, 1, 7):
+        ids = shuffled(np.arange(number * n, (number + 1) * n), n, seed)
+        assert sorted(ids) == list(range(n))
+
+
+def test_passes_and_seeds_differ_and_the_order_is_spread():
+    n = 4096
+    first, second = shuffled(np.arange(n), n, 1), shuffled(np.arange(n, 2 * n), n, 1)
+    other = shuffled(np.arange(n), n, 2)
+    for a, b in ((first, second), (first, other), (first, np.arange(n))):
+        assert (a == b).sum() < 10, "a random permutation agrees in about one place"
+    assert abs(np.corrcoef(first, np.arange(n))[0, 1]) < 0.06  # 4 standard deviations
+    steps = np.abs(np.diff(first))
+    assert abs(steps.mean() / n - 1 / 3) < 0.02  # mean distance of two uniform draws
+
+
+def test_order_is_known_without_replaying():
+    n = 10**12
+    assert shuffled(np.array([5 * 10**12 + 3]), n, 0)[0] < n
+    whole = shuffled(np.arange(1000), 777, 3)
+    assert (shuffled(np.arange(400, 500), 777, 3) == whole[400:500]).all()
+
+
+def test_order_is_frozen():
+    """A changed order would silently change every run: this one was read off the first release."""
+    assert shuffled(np.arange(8), 8, 1337).tolist() == [0, 2, 5, 6, 4, 3, 1, 7]
+    assert shuffled(np.arange(4), 10**6, 1337).tolist() == [975445, 510179, 974175, 688990]
+
+
+# ---- steps
+
+FLAGS = [
+    "",
+    "--ltd --ltd-start 16",
+    "--curriculum seqlen --curriculum-start 8",
+    "--pack",
+    "--curriculum seqlen --curriculum-start 8 --ltd --ltd-start 16 --pack",
+    "--model bert",
+    "--model bert --curriculum seqlen --curriculum-start 8 --ltd --ltd-start 16 --pack",
+]
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_share_the_rows_of_one_process(store, flags, world):
+    for whole, *parts in zip(
+        walk(plan(store, flags), 12),
+        *(walk(plan(store, flags, number, world), 12) for number in range(world)),
+        strict=True,
+    ):
+        assert {part.after for part in parts} == {whole.after}
+        assert {part.targets for part in parts} == {whole.targets}
+        tokens = torch.cat([part.batch.tokens for part in parts])
+        assert torch.equal(tokens, whole.batch.tokens)
+        assert torch.equal(torch.cat([part.batch.targets for part in parts]), whole.batch.targets)
+
+
+@pytest.mark.parametrize("flags", FLAGS)
+def test_a_step_follows_from_the_clock_alone(store, flags):
+    steps = walk(plan(store, flags), 10)
+    again = plan(store, flags)
+    for before, step in reversed(list(pairwise(steps))):
+        found = again(before.after)  # in the wrong order, from a plan that saw nothing before
+        assert found.after == step.after
+        assert torch.equal(found.batch.tokens, step.batch.tokens)
+        assert torch.equal(found.batch.targets, step.batch.targets)
+
+
+def test_counts(store):
+    step = plan(store, "--pack")(Clock())
+    real = int((step.batch.targets >= 0).sum())
+    assert step.targets == real == step.after.real_tokens == step.after.consumed_tokens
+    assert step.padding_share == pytest.approx(1 - real / 256) and step.after.positions == 256
+    assert step.after.layer_tokens == 4 * 256
+
+    step = plan(store, "--ltd --ltd-start 16")(Clock())
+    assert step.kept_tokens == 16 and step.after.real_tokens == 256
+    assert step.after.layer_tokens == 8 * (2 * 32 + 2 * 16)
+    assert step.after.consumed_tokens == 8 * 24  # a = (2 * 32 + 2 * 16) / 4
+
+    step = plan(store, "--curriculum seqlen --curriculum-start 8")(Clock())
+    assert step.batch.tokens.shape == (8, 8) and step.seq_len == 8
+    assert step.after.consumed_tokens == 64
+
+
+def test_curriculum_with_packing_shortens_pieces_not_rows(store):
+    step = plan(store, "--pack --curriculum seqlen --curriculum-start 8")(Clock())
+    assert step.batch.tokens.shape == (8, 32)
+    assert step.batch.positions.max() == 7
+
+
+def test_packing_pads_little(store):
+    steps = walk(plan(store, "--pack --seq-len 512 --batch-tokens 8192"), 20)
+    padding = sum(step.padding_share for step in steps) / 20
+    alone = 1 - steps[-1].after.real_tokens / (steps[-1].after.pieces * 512)
+    assert padding < 0.01
+    assert alone > 0.15
+
+
+def test_packing_of_full_documents_is_the_plain_run(store, tmp_path):
+    """Neutral is identity: documents of exactly a row's length make the same batches either way."""
+
+    class Full(Toy):
+        offsets = np.arange(0, 32 * 41, 32)
+        tokens = np.arange(32 * 40, dtype=np.uint16) % 256
+        train_documents = 40
+
+    for packed, plain in zip(walk(plan(Full, "--pack"), 40), walk(plan(Full), 40), strict=True):
+        assert packed.after[:6] == plain.after[:6]
+        assert torch.equal(packed.batch.tokens, plain.batch.tokens)
+        assert packed.batch.doc_ids is None and plain.batch.doc_ids is None
+
+
+def test_masking_of_bert():
+    T = 100_000
+    tokens = torch.randint(0, 256, (1, T), generator=torch.Generator().manual_seed(0))
+    batch = lay_out(Toy, [[(0, 2)]], 4, FRAME)._replace(tokens=tokens, targets=tokens.clone())
+    batch.targets[0, :1000] = IGNORE  # a frame: never masked
+    choice = torch.from_numpy(np.random.default_rng(0).random((1, T)))
+    masked = mask_tokens(batch, choice, FRAME)
+    chosen = masked.targets != IGNORE
+    assert not chosen[0, :1000].any()
+    assert torch.equal(masked.tokens[~chosen], tokens[~chosen])
+    share = chosen[0, 1000:].float().mean().item()
+    assert abs(share - 0.15) < 5 * (0.15 * 0.85 / 99_000) ** 0.5
+    hidden = (masked.tokens[chosen] == FRAME.mask).float().mean().item()
+    same = (masked.tokens[chosen] == tokens[chosen]).float().mean().item()
+    assert abs(hidden - 0.8) < 0.02 and abs(same - 0.1 - 0.1 / 256) < 0.015
+    other = masked.tokens[chosen & (masked.tokens != FRAME.mask) & (masked.tokens != tokens)]
+    assert other.max() < 256 and len(other.unique()) > 200

@@ -1,0 +1,75 @@
+"""Seeds, the log, devices, and how a command ends."""
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+
+import runtime
+
+
+def test_a_seed_is_a_function_of_its_key():
+    assert runtime.seed_of(1, "ltd", 2) == runtime.seed_of(1, "ltd", 2)
+    keys = [(seed, step, layer) for seed in range(3) for step in range(30) for layer in range(9)]
+    assert len({runtime.seed_of(*key) for key in keys}) == len(keys)
+    assert runtime.seed_of(11, 2) != runtime.seed_of(1, 12), "parts of a key do not run together"
+    cpu = torch.device("cpu")
+    one, two = (torch.rand(4, generator=runtime.generator(cpu, 7, 1)) for _ in range(2))
+    assert torch.equal(one, two)
+
+
+def test_log_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path):
+    log = runtime.Log(tmp_path, True, False)
+    log.write("train", step=1)
+    size = log.size()
+    log.write("train", step=2)
+    log.file.write(b'{"event": "tra')  # torn by the kill
+    log.file.close()
+    log = runtime.Log(tmp_path, True, False, size)
+    log.write("train", step=2, again=True)
+    lines = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == [1, 2]
+    assert log.size() == (tmp_path / "log.jsonl").stat().st_size
+
+
+def test_log_shorter_than_the_checkpoint_remembers_is_not_filled_up(tmp_path):
+    """After a power cut the log may have lost lines that the fsynced checkpoint counts."""
+    log = runtime.Log(tmp_path, True, False, 1000)
+    log.write("train", step=1)
+    assert json.loads((tmp_path / "log.jsonl").read_text())["step"] == 1
+
+
+def test_other_ranks_write_no_log(tmp_path):
+    runtime.Log(tmp_path, False, False).write("train", step=1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_start_says_what_it_chose():
+    found = runtime.start("cpu", "auto")
+    assert found.dtype == torch.float32 and found.first and "cpu (as asked), fp32" in found.why
+    assert not found.autocast()._enabled
+    assert runtime.start("cpu", "bf16").autocast()._enabled
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "said"),
+    [
+        ("raise ValueError('--flag 3:\\n too much')", 2, "error: --flag 3: too much\n"),
+        ("open('/nowhere/at/all')", 2, "error: /nowhere/at/all: No such file or directory\n"),
+        ("raise KeyboardInterrupt", 130, ""),
+        ("return 143", 143, ""),
+        ("return None", 0, ""),
+    ],
+)
+def test_how_a_command_ends(body, status, said):
+    code = f"import runtime\ndef main():\n    {body}\nruntime.exit_cleanly(main)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (status, said)
+
+
+def test_a_bug_keeps_its_traceback():
+    code = "import runtime\nruntime.exit_cleanly(lambda: 1 / 0)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr

@@ -1,0 +1,345 @@
+"""The run as a whole: off is absent, neutral is identity, resume is exact, ranks do not matter."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ALL_ON, SMALL, metrics, read_log
+
+import checkpoint
+import curriculum
+import ltd
+import packing
+import train
+from model import Transformer
+
+ROOT = Path(__file__).parents[1]
+PYTHON = sys.executable
+LINE = {
+    "step", "consumed_tokens", "real_tokens", "layer_tokens", "loss", "lr", "seq_len",
+    "kept_tokens", "padding_share", "ms", "data_ms",
+}  # fmt: skip
+
+
+def losses(lines):
+    return [line["loss"] for line in lines if line["event"] == "train"]
+
+
+def test_what_a_run_leaves(run, tmp_path, capsys):
+    lines = run(ALL_ON)
+    out = capsys.readouterr().out
+    steps = [line for line in lines if line["event"] == "train"]
+    evals = [line for line in lines if line["event"] == "eval"]
+    assert all(line.keys() >= LINE for line in steps)
+    assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
+    assert steps[-1]["consumed_tokens"] >= 4096 > steps[-2]["consumed_tokens"]
+    assert evals and all(line["val_loss"] > 0 and line["val_bpb"] > 0 for line in evals)
+    assert evals[-1]["bytes"] > evals[0]["bytes"], "the last evaluation takes every document"
+    assert lines[0]["event"] == "run" and lines[0]["config"]["ltd.on"] is True
+    assert f"held-out: {evals[-1]['val_bpb']:.4f} bits per byte" in out
+    assert "of layer-tokens" in out and "padding:" in out and "a sample:" in out
+    assert (tmp_path / "run/config.json").exists()
+    assert len(list((tmp_path / "run").glob("step-*.pt"))) == 2  # --keep 2
+    best = checkpoint.load(tmp_path / "run/best.pt")
+    assert best["best"] == min(line["val_bpb"] for line in evals[:-1])
+
+
+def test_learns(run):
+    first, *_, last = losses(run("--tokens 20000 --lr 0.01"))
+    assert first > 5.4 and last < 3.6  # ln 320 = 5.77 nats knows nothing
+
+
+def test_off_is_absent(run, monkeypatch):
+    """With the flags off no line of a technique runs, and the losses are the same bit for bit."""
+    plain = metrics(run(out="plain"))
+
+    def poison(*_, **__):
+        raise AssertionError("a technique that is off was called")
+
+    for module, names in (
+        (ltd, ["kept_tokens", "draw", "run_kept", "dropping", "layer_tokens", "effective_tokens"]),
+        (curriculum, ["pace"]),
+    ):
+        for name in names:
+            monkeypatch.setattr(module, name, poison)
+    monkeypatch.setattr(train.ltd, "dropping", poison)
+    monkeypatch.setattr(packing, "best_fit", poison)  # evaluation packs with its own import
+    assert metrics(run(out="poisoned")) == plain
+    for flags in ("--ltd", "--pack", "--curriculum seqlen"):  # and the poison is one
+        with pytest.raises(AssertionError, match="was called"):
+            run(flags, out=flags.split("-")[2].split()[0])
+
+
+@pytest.mark.parametrize(
+    "neutral", ["--ltd --ltd-start 32", "--curriculum seqlen --curriculum-start 32"]
+)
+@pytest.mark.parametrize("base", ["", "--pack"])
+def test_neutral_is_identity(run, base, neutral):
+    assert metrics(run(base, out="off")) == metrics(run(f"{base} {neutral}", out="on"))
+
+
+@pytest.mark.parametrize("technique", ["--ltd --ltd-start 16", "--curriculum seqlen", "--pack"])
+def test_a_technique_that_is_on_does_something(run, technique):
+    assert losses(run(out="off")) != losses(run(technique, out="on"))
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--optimizer adamw",
+        "--schedule wsd",
+        "--schedule cosine",
+        "--pos learned --seq-len 32",
+        "--dtype bf16",
+        "--dropout 0.1",
+        "--micro-rows 2",
+        "--model bert",
+        f"--model bert {ALL_ON}",
+        "--ltd --pack",
+        "--curriculum seqlen --ltd",
+        "--curriculum seqlen --pack",
+    ],
+)
+def test_every_combination_runs(run, flags):
+    assert all(0 < loss < 7 for loss in losses(run(flags)))
+
+
+# At the default learning rate so small a model multiplies a last bit of rounding by 30 in 20 steps.
+CURVE = f"{ALL_ON} --tokens 6000 --lr 1e-3"
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_accumulation_does_not_change_the_curve(run, optimizer):
+    whole = losses(run(f"{CURVE} --optimizer {optimizer}", out="whole"))
+    parts = losses(run(f"{CURVE} --optimizer {optimizer} --micro-rows 2", out="parts"))
+    assert len(whole) >= 20
+    assert max(abs(a - b) for a, b in zip(whole, parts, strict=True)) < 1e-5
+
+
+def test_stop_in_the_middle_and_resume_is_exact(run, tmp_path, monkeypatch):
+    """Also with dropout, whose masks come from the clock and not from a generator's past."""
+    flags = f"{ALL_ON} --dropout 0.1"
+    whole = metrics(run(flags, out="whole"))
+    with monkeypatch.context() as patch:
+        real_step = train.Trainer.step
+
+        def interrupted(self, step):
+            if step.after.step == 9:
+                os.kill(os.getpid(), signal.SIGTERM)
+            return real_step(self, step)
+
+        patch.setattr(train.Trainer, "step", interrupted)
+        with pytest.raises(AssertionError):  # the status is 143, not 0
+            run(flags, out="stopped")
+    assert read_log(tmp_path / "stopped", "train")[-1]["step"] == 9
+    assert train.main(["--resume", "--out", "stopped"]) == 0
+    assert metrics(read_log(tmp_path / "stopped")) == whole
+
+
+def test_a_finished_run_says_so(run, tmp_path, capsys):
+    run()
+    before = (tmp_path / "run/log.jsonl").read_bytes()
+    assert train.main(["--resume", "--out", "run"]) == 0
+    assert "run is finished" in capsys.readouterr().out
+    assert (tmp_path / "run/log.jsonl").read_bytes() == before
+
+
+def test_resume_finds_the_newest_run(run, tmp_path, capsys):
+    run(out="runs/a")
+    run(out="runs/b")
+    assert train.main(["--resume"]) == 0
+    assert "runs/b is finished" in capsys.readouterr().out
+
+
+def test_new_runs_are_numbered(store_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for _ in range(2):
+        train.main(f"{SMALL} --data {store_dir} --tokens 600".split())
+    assert sorted(p.name for p in (tmp_path / "runs").iterdir()) == ["gpt-nano-1", "gpt-nano-2"]
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_previous_one_taken_on_request(run, tmp_path):
+    whole = metrics(run())
+    newest = checkpoint.find(tmp_path / "run", "last")
+    content = bytearray(newest.read_bytes())
+    content[len(content) // 2] ^= 1
+    newest.write_bytes(content)
+    with pytest.raises(ValueError, match=rf"{newest.name}.*--resume previous"):
+        train.main(["--resume", "--out", "run"])
+    assert train.main(["--resume", "previous", "--out", "run"]) == 0
+    assert metrics(read_log(tmp_path / "run")) == whole
+
+
+def test_a_full_disk_loses_nothing(run, tmp_path, monkeypatch):
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    real_save = torch.save
+    saves = []
+
+    def save(*args, **kwargs):
+        saves.append(1)
+        return (full if len(saves) == 2 else real_save)(*args, **kwargs)
+
+    monkeypatch.setattr(torch, "save", save)
+    with pytest.raises(ValueError, match="No space left"):
+        run()
+    monkeypatch.undo()
+    files = sorted(path.name for path in (tmp_path / "run").iterdir())
+    assert len([name for name in files if name.startswith("step-")]) == 1
+    assert not [name for name in files if "tmp" in name]
+    monkeypatch.chdir(tmp_path)
+    assert train.main(["--resume", "--out", "run"]) == 0
+
+
+@pytest.mark.parametrize("what", ["loss", "gradient"])
+def test_a_non_finite_step_stops_before_the_weights_move(run, tmp_path, monkeypatch, what):
+    real_forward, calls = Transformer.forward, []
+
+    def forward(self, batch, **kwargs):
+        loss = real_forward(self, batch, **kwargs)
+        if self.training:
+            calls.append([p.detach().clone() for p in self.parameters()])
+        if len(calls) == 7:
+            wte = self.wte.weight
+            loss = loss * float("nan") if what == "loss" else loss + (wte * 0).sum().sqrt()
+        return loss
+
+    monkeypatch.setattr(Transformer, "forward", forward)
+    with pytest.raises(ValueError, match=rf"the {what} is not finite at step 7 on rank 0"):
+        run()
+    log = read_log(tmp_path / "run", "train")
+    assert log[-1]["step"] == 6
+    state = checkpoint.load(checkpoint.find(tmp_path / "run", "last"))
+    assert all(torch.isfinite(value).all() for value in state["model"].values())
+
+
+BAD = {
+    "--data nowhere": r"nowhere: no token store",
+    "--tokenizer pd4k": r"made with tokenizer bytes .* not pd4k",
+    "--tokenizer klingon": r"tokenizer 'klingon': choose pd4k, bytes, gpt2",
+    "--micro-rows 3": r"8 rows of 32 that 1 ranks of --micro-rows 3 cannot share",
+    "--device cuda": r"--device cuda: torch .* finds none here",
+    "--dtype fp16": r"--dtype fp16 needs --device cuda",
+    "--init nowhere.pt --pos learned --tokenizer bytes": r"nowhere.pt",
+    "--resume": r"--resume: run holds no run",
+    "--resume sideways": r"--resume: invalid choice",
+}
+
+
+@pytest.mark.parametrize("flags", BAD)
+def test_bad_input(run, tmp_path, flags):
+    if "cuda" in flags and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    with pytest.raises((ValueError, OSError), match=BAD[flags]):
+        run(flags)
+    assert not (tmp_path / "run").exists(), "nothing half-written"
+
+
+def test_a_folder_that_holds_a_run_is_refused(run, tmp_path):
+    run()
+    before = (tmp_path / "run/log.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=r"--out run holds a run already.*--resume"):
+        run()
+    assert (tmp_path / "run/log.jsonl").read_bytes() == before
+
+
+# ---- as processes of their own
+
+
+def command(store_dir, out, flags="", ranks=0):
+    launch = [PYTHON]
+    if ranks:
+        launch += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
+    return [*launch, str(ROOT / "train.py"), *SMALL.split(), "--data", str(store_dir), "--out",
+            str(out), *flags.split()]  # fmt: skip
+
+
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_two_processes_draw_the_curve_of_one(store_dir, tmp_path, run, optimizer):
+    flags = f"{CURVE} --optimizer {optimizer}"
+    one = losses(run(flags, out="one"))
+    subprocess.run(
+        command(store_dir, tmp_path / "two", flags, ranks=2), check=True, env=ENVIRONMENT
+    )
+    two = losses(read_log(tmp_path / "two"))
+    assert len(one) >= 20
+    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
+
+
+@pytest.mark.dist
+def test_a_mistake_is_one_line_and_status_2(store_dir, tmp_path):
+    for flags in ("--curriculum hard", "--data nowhere", "--dtype fp16", "--lr x"):
+        done = subprocess.run(
+            command(store_dir, tmp_path / "run", flags), capture_output=True, text=True
+        )
+        assert done.returncode == 2
+        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.dist
+def test_a_mistake_on_two_ranks_is_said_once(store_dir, tmp_path):
+    done = subprocess.run(
+        command(store_dir, tmp_path / "run", "--micro-rows 3", ranks=2),
+        capture_output=True,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    assert done.stderr.count("error: ") == 1
+    assert "exitcode  : 2" in done.stderr, "torchrun says with what status its ranks left"
+
+
+@pytest.mark.dist
+def test_killed_at_any_moment_and_resumed_is_the_same_run(store_dir, tmp_path):
+    """SIGKILL after a random number of log lines, three times over, then to the end."""
+    flags = f"{ALL_ON} --tokens 8000 --checkpoint-every 700"
+    subprocess.run(command(store_dir, tmp_path / "whole", flags), check=True, env=ENVIRONMENT)
+    whole = metrics(read_log(tmp_path / "whole"))
+    log = tmp_path / "killed" / "log.jsonl"
+    launch = command(store_dir, tmp_path / "killed", flags)
+    resume = [PYTHON, str(ROOT / "train.py"), "--resume", "--out", str(tmp_path / "killed")]
+    for lines in (3, 14, 26):  # the first before there is a checkpoint
+        process = subprocess.Popen(launch, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+        while process.poll() is None:
+            if log.exists() and log.read_bytes().count(b"\n") > lines:
+                process.send_signal(signal.SIGKILL)
+                break
+            time.sleep(0.001)
+        assert process.wait() == -signal.SIGKILL
+        launch = resume
+    subprocess.run(resume, check=True, env=ENVIRONMENT)
+    assert metrics(read_log(tmp_path / "killed")) == whole
+    assert not list((tmp_path / "killed").glob(".tmp*"))
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_says_how_to_go_on(store_dir, tmp_path, number):
+    flags = "--tokens 1e8 --eval-every 1e8 --checkpoint-every 1e8 --warmup-tokens 1000"
+    process = subprocess.Popen(
+        command(store_dir, tmp_path / "run", flags),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        env=ENVIRONMENT,
+    )
+    log = tmp_path / "run/log.jsonl"
+    while not (log.exists() and log.read_bytes().count(b"\n") > 5):
+        time.sleep(0.01)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=30)
+    assert process.returncode == 128 + number
+    assert f"go on with: train.py --resume --out {tmp_path / 'run'}" in out
+    step = json.loads(log.read_text().splitlines()[-1])["step"]
+    assert checkpoint.load(checkpoint.find(tmp_path / "run", "last"))["clock"][0] == step
