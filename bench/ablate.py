@@ -1,0 +1,87 @@
+"""What each technique does to held-out loss and time: train.py, once a recipe and seed.
+
+Every recipe gets the same budget on the clock of consumed tokens (--tokens). That axis is held
+fixed, seconds and raw tokens are not: a run that drops tokens reads more text for the same budget.
+The record keeps all of them. Runs follow each other, recipe by recipe within a seed, so that a slow
+spell of the machine does not fall on one recipe alone.
+
+    python bench/ablate.py --record                           # every recipe, at the default budget
+    python bench/ablate.py --recipes plain all --seeds 1 2 3 -- --tokens 500K
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+RECIPES = {
+    "plain": "",
+    "curriculum": "--curriculum seqlen",
+    "ltd": "--ltd",
+    "pack": "--pack",
+    "all": "--curriculum seqlen --ltd --pack",
+}
+
+
+def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:
+    """Train in a process of its own; what its log says, as a record."""
+    out = folder / f"{recipe}-{seed}"
+    flags = [*RECIPES[recipe].split(), *extra]
+    command = [sys.executable, str(ROOT / "train.py"), *flags, "--seed", str(seed)]
+    subprocess.run([*command, "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
+    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    about, steps = lines[0], [line for line in lines if line["event"] == "train"]
+    last, final = steps[-1], [line for line in lines if line["event"] == "eval"][-1]
+    ms = sum(step["ms"] for step in steps)
+    return {
+        "date": datetime.date.today().isoformat(),
+        "bench": "ablate",
+        "recipe": recipe,
+        "flags": " ".join(flags),
+        "seed": seed,
+        "val_bpb": round(final["val_bpb"], 4),
+        "held_out_bytes": final["bytes"],
+        "steps": last["step"],
+        "consumed_tokens": last["consumed_tokens"],
+        "real_tokens": last["real_tokens"],
+        "layer_tokens": last["layer_tokens"],
+        "padding_share": round(sum(step["padding_share"] for step in steps) / len(steps), 4),
+        "train_seconds": round(ms / 1e3, 1),
+        "data_share": round(sum(step["data_ms"] for step in steps) / ms, 5),
+        "commit": about["commit"],
+        "torch": about["torch"],
+        "hardware": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description="Held-out loss and time of each recipe.")
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--seeds", nargs="+", type=int, default=[1337])
+    parser.add_argument("--record", action="store_true", help="append to results/ablate.jsonl")
+    parser.add_argument("extra", nargs="*", help="after --: flags for every run")
+    args = parser.parse_args()
+    print("recipe      seed  bits/byte  seconds  consumed M  raw M  layer-tokens M")
+    with tempfile.TemporaryDirectory() as folder:
+        for seed in args.seeds:
+            for recipe in args.recipes:
+                found = measure(recipe, seed, args.extra, Path(folder))
+                print(
+                    f"{recipe:10} {seed:5} {found['val_bpb']:10.4f} {found['train_seconds']:8.1f}"
+                    f" {found['consumed_tokens'] / 1e6:11.2f} {found['real_tokens'] / 1e6:6.2f}"
+                    f" {found['layer_tokens'] / 1e6:15.2f}",
+                    flush=True,
+                )
+                if args.record:
+                    with open(ROOT / "results" / "ablate.jsonl", "a") as file:
+                        file.write(json.dumps(found) + "\n")
+
+
+if __name__ == "__main__":
+    main()
