@@ -82,6 +82,7 @@ def start(device: str, dtype: str) -> Runtime:
     place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
     if kind == "cuda":
         torch.cuda.set_device(place)
+        torch.set_float32_matmul_precision("high")  # TF32 for what is not in half precision
     if dtype == "auto" and kind == "cuda":
         dtype = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
     dtype = "fp32" if dtype == "auto" else dtype

@@ -9,6 +9,7 @@ what is dropped, how far the weights move. So a run that was killed goes on as i
 and more processes or micro-batches change its speed, not its curve.
 """
 
+import itertools
 import json
 import math
 import os
@@ -157,17 +158,27 @@ def newest_run() -> Path:
 
 def claim(settings: config.Config) -> str:
     """Make the folder of a new run and write its settings there; refuse one that holds a run."""
-    out = settings.run.out
-    number = 1
-    while out is None or (settings.run.out is None and Path(out).exists()):
-        out, number = f"runs/{settings.model.model}-{settings.model.size}-{number}", number + 1
-    folder = Path(out)
-    if (folder / "config.json").exists() or (folder / "log.jsonl").exists():
-        raise ValueError(f"--out {out} holds a run already: name another folder, or add --resume")
-    folder.mkdir(parents=True, exist_ok=True)
+    if settings.run.out:
+        folder = Path(settings.run.out)
+        if (folder / "config.json").exists() or (folder / "log.jsonl").exists():
+            raise ValueError(f"--out {folder} holds a run already: name another, or add --resume")
+        folder.mkdir(parents=True, exist_ok=True)
+    else:
+        folder = unused(f"runs/{settings.model.model}-{settings.model.size}")
     text = json.dumps({"config": config.flat(settings), **provenance()}, indent=2)
     (folder / "config.json").write_text(text)
-    return out
+    return str(folder)
+
+
+def unused(stem: str) -> Path:
+    """Make the first of stem-1, stem-2, ... that no other run has made, not even just now."""
+    for number in itertools.count(1):
+        folder = Path(f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
 
 
 def savings(settings: config.Config, clock: Clock) -> str:

@@ -33,11 +33,13 @@ FIXED_NAMES = {  # the names that README, the papers' pages and other people's f
     "runtime",
     "evaluate",
     "sample",
+    "plan",
+    "published",
 }
 TECHNIQUE_LIBRARIES = {"torch", "numpy", "kernels"}
 TECHNIQUE_EXTRAS = {"packing": {"scipy"}}  # an extra: imported by the function that needs it
 KERNEL_LIBRARIES = {"torch", "triton", "kernels"}
-MODEL_STRANGERS = {"data", "train", "config"} | TECHNIQUES
+MODEL_STRANGERS = {"data", "plan", "train", "config"} | TECHNIQUES
 REPLACED = {  # Hugging Face's libraries: this project does without them
     "transformers",
     "datasets",

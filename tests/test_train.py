@@ -245,7 +245,7 @@ def test_bad_input(run, tmp_path, flags):
 def test_a_folder_that_holds_a_run_is_refused(run, tmp_path):
     run()
     before = (tmp_path / "run/log.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=r"--out run holds a run already.*--resume"):
+    with pytest.raises(ValueError, match=r"--out run holds a run already: name another"):
         run()
     assert (tmp_path / "run/log.jsonl").read_bytes() == before
 
