@@ -21,8 +21,8 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 
-# Before torch loads OpenMP, whose threads wait spinning for milliseconds: with another program busy
-# on one of two cores a nano step took 9.4 s like that, 1.3 s like this (medians of 9 and 11 steps).
+# Before torch loads OpenMP, whose threads wait spinning for milliseconds. Beside another torch
+# program on two cores the slowest of 20 nano steps took 10.6 s like that, and 2.2 s like this.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import tiktoken
@@ -343,7 +343,8 @@ def main(argv: list[str] | None = None) -> int:
     runtime.say(savings(s, clock))
     if s.model.model == "gpt" and runtime.first:
         random = generator(runtime.device, s.run.seed, "sample")
-        text = sample.write(trainer.model, encoding, "", 100, generator=random)
+        with torch.compiler.set_stance("force_eager"):  # a row that grows would compile each time
+            text = sample.write(trainer.model, encoding, "", 100, generator=random)
         runtime.say(f"a sample:\n{textwrap.indent(text, '    ')}")
     runtime.say(f"checkpoint: {saved}\nlog: {folder / 'log.jsonl'}")
     return 0

@@ -343,3 +343,19 @@ def test_a_signal_saves_and_says_how_to_go_on(store_dir, tmp_path, number):
     assert f"go on with: train.py --resume --out {tmp_path / 'run'}" in out
     step = json.loads(log.read_text().splitlines()[-1])["step"]
     assert checkpoint.load(checkpoint.find(tmp_path / "run", "last"))["clock"][0] == step
+
+
+@pytest.mark.slow
+def test_compiled_blocks_draw_the_same_curve(run):
+    flags = f"{ALL_ON} --tokens 3000 --lr 1e-3"
+    plain, compiled = losses(run(flags, out="a")), losses(run(f"{flags} --compile", out="b"))
+    assert max(abs(a - b) for a, b in zip(plain, compiled, strict=True)) < 1e-4
+
+
+def test_tensorboard_gets_the_same_numbers(run, tmp_path):
+    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
+    lines = [line for line in run("--tensorboard") if line["event"] == "train"]
+    board = events.EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
+    found = board.Scalars("train/loss")
+    assert [point.step for point in found] == [line["consumed_tokens"] for line in lines]
+    assert [point.value for point in found] == pytest.approx([line["loss"] for line in lines])
