@@ -1,10 +1,14 @@
 """What several test files need: a small real store, and runs that take a second."""
 
 import json
+import os
 from pathlib import Path
 
+# One thread, also in the processes that tests start: another number sums in another order, and
+# small tensors are faster without company. Set before torch is loaded.
+os.environ["OMP_NUM_THREADS"] = "1"
+
 import pytest
-import torch
 
 import data
 import train
@@ -16,12 +20,6 @@ SMALL = (
     " --tokens 4096 --eval-every 2048 --eval-tokens 2000 --checkpoint-every 1024 --device cpu"
 )
 ALL_ON = "--curriculum seqlen --curriculum-start 8 --ltd --ltd-start 16 --pack"
-
-
-@pytest.fixture(scope="session", autouse=True)
-def one_thread():
-    """With another number of threads sums come out in another order, and small tensors slower."""
-    torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")

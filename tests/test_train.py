@@ -261,17 +261,12 @@ def command(store_dir, out, flags="", ranks=0):
             str(out), *flags.split()]  # fmt: skip
 
 
-ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
-
-
 @pytest.mark.dist
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_two_processes_draw_the_curve_of_one(store_dir, tmp_path, run, optimizer):
     flags = f"{CURVE} --optimizer {optimizer}"
     one = losses(run(flags, out="one"))
-    subprocess.run(
-        command(store_dir, tmp_path / "two", flags, ranks=2), check=True, env=ENVIRONMENT
-    )
+    subprocess.run(command(store_dir, tmp_path / "two", flags, ranks=2), check=True)
     two = losses(read_log(tmp_path / "two"))
     assert len(one) >= 20
     assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
@@ -294,7 +289,6 @@ def test_a_mistake_on_two_ranks_is_said_once(store_dir, tmp_path):
         command(store_dir, tmp_path / "run", "--micro-rows 3", ranks=2),
         capture_output=True,
         text=True,
-        env=ENVIRONMENT,
     )
     assert done.stderr.count("error: ") == 1
     assert "exitcode  : 2" in done.stderr, "torchrun says with what status its ranks left"
@@ -304,13 +298,13 @@ def test_a_mistake_on_two_ranks_is_said_once(store_dir, tmp_path):
 def test_killed_at_any_moment_and_resumed_is_the_same_run(store_dir, tmp_path):
     """SIGKILL after a random number of log lines, three times over, then to the end."""
     flags = f"{ALL_ON} --tokens 8000 --checkpoint-every 700"
-    subprocess.run(command(store_dir, tmp_path / "whole", flags), check=True, env=ENVIRONMENT)
+    subprocess.run(command(store_dir, tmp_path / "whole", flags), check=True)
     whole = metrics(read_log(tmp_path / "whole"))
     log = tmp_path / "killed" / "log.jsonl"
     launch = command(store_dir, tmp_path / "killed", flags)
     resume = [PYTHON, str(ROOT / "train.py"), "--resume", "--out", str(tmp_path / "killed")]
     for lines in (3, 14, 26):  # the first before there is a checkpoint
-        process = subprocess.Popen(launch, env=ENVIRONMENT, stderr=subprocess.DEVNULL)
+        process = subprocess.Popen(launch, stderr=subprocess.DEVNULL)
         while process.poll() is None:
             if log.exists() and log.read_bytes().count(b"\n") > lines:
                 process.send_signal(signal.SIGKILL)
@@ -318,7 +312,7 @@ def test_killed_at_any_moment_and_resumed_is_the_same_run(store_dir, tmp_path):
             time.sleep(0.001)
         assert process.wait() == -signal.SIGKILL
         launch = resume
-    subprocess.run(resume, check=True, env=ENVIRONMENT)
+    subprocess.run(resume, check=True)
     assert metrics(read_log(tmp_path / "killed")) == whole
     assert not list((tmp_path / "killed").glob(".tmp*"))
 
@@ -332,7 +326,6 @@ def test_a_signal_saves_and_says_how_to_go_on(store_dir, tmp_path, number):
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
-        env=ENVIRONMENT,
     )
     log = tmp_path / "run/log.jsonl"
     while not (log.exists() and log.read_bytes().count(b"\n") > 5):
