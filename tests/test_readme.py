@@ -267,6 +267,7 @@ def run(command: list[str], cwd: Path, timeout: int) -> subprocess.CompletedProc
     """Run with this interpreter's programs first; both streams end in `stdout`."""
     first = Path(sys.executable).parent
     environment = {**os.environ, "PATH": f"{first}{os.pathsep}{os.environ['PATH']}"}
+    environment.pop("OMP_NUM_THREADS", None)  # a reader has none: all cores
     return subprocess.run(
         command,
         cwd=cwd,
