@@ -147,6 +147,11 @@ class Log:
                 if isinstance(value, (int, float)):
                     self.board.add_scalar(f"{event}/{name}", value, values["consumed_tokens"])
 
+    def close(self) -> None:
+        for part in (self.file, self.board):
+            if part is not None:
+                part.close()
+
     def size(self) -> int:
         return 0 if self.file is None else self.file.tell()
 
@@ -184,5 +189,9 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     except KeyboardInterrupt:
         status = 130
     if dist.is_initialized():
+        if status != 2:  # leave together: a rank that still talks to one that is gone fails
+            dist.barrier()
         dist.destroy_process_group()
+        sys.stdout.flush()
+        os._exit(status)  # gloo's threads may abort the process when C++ is torn down around them
     sys.exit(status)

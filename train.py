@@ -329,6 +329,7 @@ def main(argv: list[str] | None = None) -> int:
             saved = save(is_best)
         if stopping and not finished:
             bar.close()
+            log.close()
             runtime.say(
                 f"stopped at step {clock.step}; go on with: train.py --resume --out {folder}"
             )
@@ -339,6 +340,7 @@ def main(argv: list[str] | None = None) -> int:
     loader.shutdown()
     # evaluations on the way took a part, to tell the best checkpoint; the last word takes all
     bpb = evaluate(Evaluation(store, s.data.seq_len, lengths, frame))
+    log.close()
     runtime.say(f"held-out: {bpb:.4f} bits per byte, full length, nothing dropped")
     runtime.say(savings(s, clock))
     if s.model.model == "gpt" and runtime.first:
