@@ -272,6 +272,7 @@ def main(argv: list[str] | None = None) -> int:
         state = {
             "model": trainer.model.state_dict(),
             "optimizers": trainer.optimizers.state_dict(),
+            "step": clock.step,
             "clock": list(clock),
             "best": best,
             "log_size": log.size(),
