@@ -270,6 +270,23 @@ def test_two_processes_draw_the_curve_of_one(store_dir, tmp_path, run, optimizer
     two = losses(read_log(tmp_path / "two"))
     assert len(one) >= 20
     assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
+    scores = [[e["val_bpb"] for e in read_log(tmp_path / out, "eval")] for out in ("one", "two")]
+    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+
+
+@pytest.mark.dist
+def test_a_run_of_one_process_goes_on_with_two(store_dir, tmp_path, run):
+    whole = losses(run(CURVE, out="whole"))
+    subprocess.run(command(store_dir, tmp_path / "moved", CURVE), check=True)
+    checkpoints = sorted((tmp_path / "moved").glob("step-*.pt"))
+    assert len(checkpoints) == 2
+    checkpoints[-1].unlink()  # as if it had been killed after the one before
+    launch = command(store_dir, tmp_path / "moved", ranks=2)[:6]
+    subprocess.run([*launch, "--resume", "--out", str(tmp_path / "moved")], check=True)
+    moved = read_log(tmp_path / "moved")
+    resumed_at = [line["resumed_at"] for line in moved if line["event"] == "run"]
+    assert resumed_at == [0, int(checkpoints[0].stem.removeprefix("step-"))]
+    assert max(abs(a - b) for a, b in zip(whole, losses(moved), strict=True)) < 1e-5
 
 
 @pytest.mark.dist
