@@ -49,7 +49,9 @@ class DataConfig:
 
 @dataclass(frozen=True)
 class ModelConfig:
-    model: str = flag("gpt", "causal, or masked and bidirectional", ("gpt", "bert"))
+    model: str = flag(
+        "gpt", "gpt is causal, bert sees both ways and fills in masks", ("gpt", "bert")
+    )
     size: str = flag("nano", "dimensions by name", tuple(SIZES))
     pos: str | None = flag(
         None, "positions (default: rope for nano, else learned)", ("learned", "rope")
@@ -148,11 +150,9 @@ def parser() -> argparse.ArgumentParser:
             if kind is bool:
                 options["action"] = argparse.BooleanOptionalAction
             else:
-                options |= {
-                    "type": count if kind is int else kind,
-                    "metavar": kind.__name__.upper(),
-                }
-                options["choices"] = item.metadata.get("choices")
+                choices = item.metadata.get("choices")
+                options |= {"type": count if kind is int else kind, "choices": choices}
+                options["metavar"] = "|".join(choices) if choices else kind.__name__.upper()
             if item.name == "resume":
                 options |= {"nargs": "?", "const": "last"}
             group.add_argument(flag_of(part.name, item.name), **options)
