@@ -246,8 +246,7 @@ class Plan:
         if s.curriculum.metric == "seqlen":
             limit = curriculum.pace(progress, s.curriculum.start, row_len, s.curriculum.share)
         if s.pack.on:
-            rows, place = self.packed(clock, limit)
-            limit = clock.limit or limit
+            rows, place, limit = self.packed(clock, limit)
         else:
             row_len = limit
             rows, place = self.one_a_row(clock.draws, limit), (clock.draws + self.rows, 0, 0)
@@ -283,17 +282,21 @@ class Plan:
         spans = self.spans(first, self.rows).tolist()
         return [[(a, min(b, a + limit - self.extra))] for a, b in spans]
 
-    def packed(self, clock: Clock, limit: int) -> tuple[list, tuple[int, int, int]]:
-        """The next rows, and the (draws, row, limit) they lead to; a new window takes `limit`."""
+    def packed(self, clock: Clock, limit: int) -> tuple[list, tuple[int, int, int], int]:
+        """The next rows, the (draws, row, limit) they lead to, and the longest piece allowed.
+
+        A window keeps the length it began with; one that begins now takes `limit`.
+        """
         draws, row, held = clock.draws, clock.row, clock.limit or limit
-        rows = []
+        rows, longest = [], held
         while len(rows) < self.rows:
+            longest = max(longest, held)
             window = self.window(draws, held)
             rows += window[row : row + self.rows - len(rows)]
             row = min(row + self.rows, len(window))
             if row == len(window):
                 draws, row, held = draws + WINDOW * self.rows, 0, limit
-        return rows, (draws, row, held)
+        return rows, (draws, row, held), longest
 
     def pack_window(self, first: int, limit: int) -> list[list[tuple[int, int]]]:
         """Pack the samples of some 10 steps together, and put the rows back into random order.

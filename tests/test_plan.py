@@ -237,6 +237,15 @@ def test_curriculum_with_packing_shortens_pieces_not_rows(store):
     assert step.batch.positions.max() == 7
 
 
+def test_the_length_logged_is_the_one_that_governed_the_rows(store):
+    """Also in a step that ends one window of samples and begins the next, with longer pieces."""
+    flags = "--pack --curriculum seqlen --curriculum-start 8 --curriculum-share 1 --tokens 20000"
+    steps = walk(plan(store, flags), 70)
+    assert len({step.seq_len for step in steps}) > 2
+    for step in steps:
+        assert step.batch.positions is None or step.batch.positions.max() + 1 == step.seq_len
+
+
 def test_packing_pads_little(store):
     steps = walk(plan(store, "--pack --seq-len 512 --batch-tokens 8192"), 20)
     padding = sum(step.padding_share for step in steps) / 20
