@@ -12,7 +12,8 @@ import types
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, get_args, get_type_hints
 
-from curriculum import CurriculumConfig, check_metric
+import curriculum
+from curriculum import CurriculumConfig
 from ltd import LtdConfig
 from model import SIZES, Shape
 from optim import SCHEDULES
@@ -217,12 +218,17 @@ def with_defaults(config: Config) -> Config:
         eval_every=run.eval_every or max(tokens // 5, 1),
         checkpoint_every=run.checkpoint_every or max(tokens // 10, 1),
     )
-    half, curriculum, ltd = data.seq_len // 2, config.curriculum, config.ltd
-    if curriculum.metric != "none" and curriculum.start is None:
-        curriculum = replace(curriculum, start=half)
+    ordering, ltd = config.curriculum, config.ltd
+    if ordering.metric != "none":
+        ordering = curriculum.settled(ordering, data.seq_len)
     if ltd.on and ltd.start is None:
-        ltd = replace(ltd, start=half)
-    return Config(run, data, model, optim, curriculum, ltd, config.pack)
+        ltd = replace(ltd, start=data.seq_len // 2)
+    return Config(run, data, model, optim, ordering, ltd, config.pack)
+
+
+def samples_kind(config: Config) -> str:
+    """What a sample is: a BERT's piece of a document, a piece to pack, or a row of the stream."""
+    return "bert" if config.model.model == "bert" else "pieces" if config.pack.on else "rows"
 
 
 def shape_of(config: Config, vocab_size: int) -> Shape:
@@ -236,19 +242,19 @@ def shape_of(config: Config, vocab_size: int) -> Shape:
 
 def check(config: Config) -> None:
     """Raise ValueError with the first refusal that applies, before any memory is taken."""
-    check_metric(config.curriculum.metric)
     for refused, message in refusals(config):
         if refused:
             raise ValueError(message)
+    if config.curriculum.metric != "none":
+        curriculum.check(config.curriculum, config.data.seq_len, samples_kind(config))
     shape_of(config, 1)
 
 
 def refusals(config: Config) -> list[tuple[bool, str]]:
     """Every value and combination that is refused, as (condition, what to tell the user)."""
     run, data, model, optim = config.run, config.data, config.model, config.optim
-    curriculum, ltd = config.curriculum, config.ltd
+    ltd = config.ltd
     T, longest = data.seq_len, SIZES[model.size][3]
-    first_length = T if curriculum.start is None else curriculum.start
     first_kept = T if ltd.start is None else ltd.start
     return [
         (T < 8, f"--seq-len {T} is too short: rows have at least 8 tokens"),
@@ -293,18 +299,6 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
         (optim.grad_clip < 0, f"--grad-clip {optim.grad_clip} must not be negative"),
         (not 0 <= model.dropout < 1, f"--dropout {model.dropout} must lie in 0..1, 1 excluded"),
         (run.keep < 1, f"--keep {run.keep}: at least one checkpoint has to stay"),
-        (
-            not 1 <= first_length <= T,
-            f"--curriculum-start {first_length} must lie in 1..{T}, which is --seq-len",
-        ),
-        (
-            model.model == "bert" and first_length < 3,
-            f"--curriculum-start {first_length} leaves no room between [CLS] and [SEP]: 3 does",
-        ),
-        (
-            not 0 < curriculum.share <= 1,
-            f"--curriculum-share {curriculum.share} is a share of --tokens: above 0, at most 1",
-        ),
         (
             not 1 <= first_kept <= T,
             f"--ltd-start {first_kept} keeps an impossible number of tokens: 1 to {T}, --seq-len",

@@ -24,7 +24,7 @@ from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from functools import partial
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -320,6 +320,68 @@ class Store:
             with (self.path / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != recorded:
                     raise ValueError(f"{self.path / name}: sha256 differs: prepare the store anew")
+
+
+class Samples:
+    """Sample id -> span of the token stream. A sample is a piece of a document of at most T tokens.
+
+    Each document is cut at multiples of T from its own start, so its tokens are targets exactly
+    once a pass. With `stream` the whole split counts as one document: equal rows, cut across
+    document boundaries, which is how GPTs are commonly trained without packing.
+
+    Args: seq_len tokens a sample holds at most, special tokens not counted
+          split   train | val: documents that are held out are the last of the store
+          stream  cut the stream, not the documents
+          bare    leave the end-of-text out (BERT frames a piece in [CLS] and [SEP] instead)
+    """
+
+    def __init__(self, store: Store, seq_len: int, split: str = "train", stream=False, bare=False):
+        n = store.train_documents
+        edges = np.asarray(store.offsets[: n + 1] if split == "train" else store.offsets[n:])
+        if stream:
+            edges = edges[[0, -1]]
+        self.store, self.seq_len, self.made = store, seq_len, (split, stream, bare)
+        self.start, self.stop = edges[:-1], edges[1:] - int(bare)
+        pieces = -(-(self.stop - self.start) // seq_len)  # (N,) of each document
+        self.first = np.concatenate(([0], np.cumsum(pieces)))  # (N + 1,) sample ids
+
+    @classmethod
+    def of(cls, store: Store, kind: str, row_len: int) -> "Samples":
+        """Training samples by how they are laid out: rows of the stream, pieces, or a BERT's."""
+        bert = kind == "bert"
+        samples = cls(store, row_len - 2 * bert, stream=kind == "rows", bare=bert)
+        samples.kind, samples.row_len = kind, row_len
+        return samples
+
+    def __len__(self) -> int:
+        return int(self.first[-1])
+
+    def spans(self, ids: np.ndarray) -> np.ndarray:
+        """(n,) sample ids -> (n, 2) first and one-past-last token of each in the store."""
+        document = np.searchsorted(self.first, ids, side="right") - 1
+        start = self.start[document] + (ids - self.first[document]) * self.seq_len
+        return np.stack((start, np.minimum(start + self.seq_len, self.stop[document])), axis=1)
+
+    def text(self, start: int, stop: int) -> np.ndarray:
+        """Tokens of the store in a mapping of their own: its pages go when the array does."""
+        file, tokens = self.store.path / "tokens.bin", self.store.tokens
+        return np.memmap(file, tokens.dtype, "r", start * tokens.itemsize, (stop - start,))
+
+    def identity(self) -> dict:
+        """What an index of these samples rests on: store, tokenizer, split and sample length."""
+        meta = self.store.meta
+        kept = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
+        return {"made": self.made, "seq_len": self.seq_len, **{key: meta[key] for key in kept}}
+
+
+KINDS = ("pieces", "rows", "bert")
+KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT"
+
+
+@lru_cache(maxsize=1)
+def open_samples(path: str, kind: str, row_len: int) -> Samples:
+    """The training samples of a store, opened once a process: what a worker is sent is the name."""
+    return Samples.of(Store.open(path), kind, row_len)
 
 
 def embedded_store(name: str) -> Path:

@@ -14,9 +14,9 @@ import numpy as np
 import torch
 from torch import nn
 
-from data import Store, embedded_store
+from data import Samples, Store, embedded_store
 from packing import best_fit
-from plan import Frame, Samples, lay_out, mask_tokens, shuffled
+from plan import Frame, lay_out, mask_tokens, shuffled
 from runtime import Runtime, exit_cleanly, start
 from sample import load_run
 from tokenizer import byte_lengths, get_encoding

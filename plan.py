@@ -22,8 +22,9 @@ from torch import Tensor
 import curriculum
 import ltd
 import packing
-from config import Config
-from data import Store
+from config import Config, samples_kind
+from data import Samples, Store
+from difficulty import ready
 from model import IGNORE
 from runtime import Runtime, seed_of
 
@@ -60,38 +61,6 @@ class Frame(NamedTuple):
     def of(cls, encoding: tiktoken.Encoding) -> "Frame":
         names = ("[CLS]", "[SEP]", "[MASK]", "<|endoftext|>")
         return cls(*(encoding.encode_single_token(name) for name in names))
-
-
-class Samples:
-    """Sample id -> span of the token stream. A sample is a piece of a document of at most T tokens.
-
-    Each document is cut at multiples of T from its own start, so its tokens are targets exactly
-    once a pass. With `stream` the whole split counts as one document: equal rows, cut across
-    document boundaries, which is how GPTs are commonly trained without packing.
-
-    Args: seq_len tokens a sample holds at most, special tokens not counted
-          split   train | val: documents that are held out are the last of the store
-          stream  cut the stream, not the documents
-          bare    leave the end-of-text out (BERT frames a piece in [CLS] and [SEP] instead)
-    """
-
-    def __init__(self, store: Store, seq_len: int, split: str = "train", stream=False, bare=False):
-        n = store.train_documents
-        edges = np.asarray(store.offsets[: n + 1] if split == "train" else store.offsets[n:])
-        if stream:
-            edges = edges[[0, -1]]
-        self.seq_len, self.start, self.stop = seq_len, edges[:-1], edges[1:] - int(bare)
-        pieces = -(-(self.stop - self.start) // seq_len)  # (N,) of each document
-        self.first = np.concatenate(([0], np.cumsum(pieces)))  # (N + 1,) sample ids
-
-    def __len__(self) -> int:
-        return int(self.first[-1])
-
-    def spans(self, ids: np.ndarray) -> np.ndarray:
-        """(n,) sample ids -> (n, 2) first and one-past-last token of each in the store."""
-        document = np.searchsorted(self.first, ids, side="right") - 1
-        start = self.start[document] + (ids - self.first[document]) * self.seq_len
-        return np.stack((start, np.minimum(start + self.seq_len, self.stop[document])), axis=1)
 
 
 def shuffled(draws: np.ndarray, n: int, seed: int) -> np.ndarray:
@@ -135,16 +104,17 @@ def cut(spans: np.ndarray, limit: int) -> list[list[tuple[int, int]]]:
 
 
 def lay_out(
-    store: Store, rows: list[list[tuple[int, int]]], seq_len: int, frame: Frame | None = None
+    store: Store, rows: list[list[tuple[int, ...]]], seq_len: int, frame: Frame | None = None
 ) -> Batch:
     """Read the pieces of each row from the store and lay them side by side.
 
     GPT (`frame` None): a piece's inputs are the token before it and its own but the last; before
     the first piece of a document stands end-of-text, which is the token before it in the store.
-    BERT: the piece between the two; the targets are its
-    tokens, and IGNORE on the frame. Which of them are masked is decided by `mask_tokens`.
+    BERT: the piece between the two; the targets are its tokens, and IGNORE on the frame. Which of
+    them are masked is decided by `mask_tokens`.
 
-    Args:    rows (B lists of (first, one past last) token in the store)
+    Args:    rows (B lists of pieces: first and one-past-last token in the store, and, where it is
+             not 0, how many at its start are context only, because they were targets before)
     Returns: Batch of (B, seq_len)
     """
     B, T = len(rows), seq_len
@@ -155,7 +125,8 @@ def lay_out(
     doc_ids = np.full((B, T), -1, dtype=np.int64)
     for r, row in enumerate(rows):
         place = 0
-        for number, (start, stop) in enumerate(row):
+        for number, piece in enumerate(row):
+            start, stop, seen = (*piece, 0)[:3]
             text = store.tokens[start:stop]
             length = stop - start + (2 if frame else 0)
             here = slice(place, place + length)
@@ -166,6 +137,7 @@ def lay_out(
                 tokens[r, place] = store.tokens[start - 1] if start else end_of_text
                 tokens[r, place + 1 : place + length] = text[:-1]
                 targets[r, here] = text
+                targets[r, place : place + seen] = IGNORE
             positions[r, here] = np.arange(length)
             doc_ids[r, here] = number
             place += length
@@ -204,9 +176,10 @@ class Clock(NamedTuple):
     layer_tokens: int = 0  # positions times the layers they went through, padding counted
     positions: int = 0  # places in rows, padding counted
     pieces: int = 0  # pieces of documents laid into rows
-    draws: int = 0  # samples taken; with packing, before the current window
+    draws: int = 0  # ranks of the pool drawn; with packing, before the current window
+    since: int = 0  # draws before the current stage, that is, before the pool last changed
     row: int = 0  # rows taken of the current window
-    limit: int = 0  # longest piece in the current window
+    paced_at: int = 0  # consumed tokens when the current window, or the last step, began
 
 
 class Step(NamedTuple):
@@ -218,7 +191,16 @@ class Step(NamedTuple):
     seq_len: int  # longest piece that the curriculum allows
     kept_tokens: int  # of a row, in layers that drop
     padding_share: float
+    stage: dict[str, float]  # for the log: difficulty of each metric, and the samples in the pool
     after: Clock
+
+
+class Stage(NamedTuple):
+    """What governs the choice of samples at one point of a run."""
+
+    limit: int  # tokens of a piece
+    pool: curriculum.Pool | None  # None: every sample
+    shown: dict[str, float]
 
 
 WINDOW = 16  # samples that are packed together, as a multiple of a step's rows
@@ -232,27 +214,26 @@ class Plan:
         self.row_len = settings.data.seq_len
         self.rows = settings.optim.batch_tokens // self.row_len
         self.extra = 2 if frame else 0  # [CLS] and [SEP] of every piece
-        stream = not settings.pack.on and frame is None
-        bare = frame is not None
-        self.samples = Samples(store, self.row_len - self.extra, stream=stream, bare=bare)
+        kind = samples_kind(settings)
+        self.samples = Samples.of(store, kind, self.row_len)
         self.window = lru_cache(maxsize=2)(self.pack_window)
+        self.stage = lru_cache(maxsize=4)(self.find_stage)
         if len(self.samples) == 0:
             raise ValueError(f"{store.path} holds no training document: prepare it from more text")
+        self.course, self.said, chosen = None, False, settings.curriculum
+        if chosen.metric != "none":
+            indexes = ready(self.samples, chosen.metric, chosen.index, runtime)
+            self.course = curriculum.Course(chosen, settings.optim.tokens, self.row_len, indexes)
 
     def __call__(self, clock: Clock) -> Step:
         s = self.settings
         progress = clock.consumed_tokens / s.optim.tokens
-        row_len = limit = self.row_len
-        if s.curriculum.metric == "seqlen":
-            limit = curriculum.pace(progress, s.curriculum.start, row_len, s.curriculum.share)
-        if s.pack.on:
-            rows, place, limit = self.packed(clock, limit)
-        else:
-            row_len = limit
-            rows, place = self.one_a_row(clock.draws, limit), (clock.draws + self.rows, 0, 0)
+        rows, row_len, stage, place = (self.packed if s.pack.on else self.one_a_row)(clock)
 
-        lengths = [[stop - first + self.extra for first, stop in row] for row in rows]
-        real = sum(map(sum, lengths))
+        places = [[piece[1] - piece[0] + self.extra for piece in row] for row in rows]
+        seen = sum(sum(piece[2:]) for row in rows for piece in row)
+        filled = sum(map(sum, places))
+        real = filled - seen
         kept = row_len
         layer_tokens, effective = s.model.layers * row_len, real
         if s.ltd.on:
@@ -264,57 +245,106 @@ class Plan:
             clock.step + 1,
             clock.consumed_tokens + effective,
             clock.real_tokens + real,
-            clock.layer_tokens + self.rows * layer_tokens,
-            clock.positions + self.rows * row_len,
+            clock.layer_tokens + len(rows) * layer_tokens,
+            clock.positions + len(rows) * row_len,
             clock.pieces + sum(map(len, rows)),
             *place,
         )
-        padding = 1 - real / (self.rows * row_len)
-        return Step(batch, targets, self.rows, limit, min(kept, row_len), padding, after)
+        padding, kept = 1 - filled / (len(rows) * row_len), min(kept, row_len)
+        return Step(batch, targets, len(rows), stage.limit, kept, padding, stage.shown, after)
 
-    def spans(self, first: int, count: int) -> np.ndarray:
-        """The samples of `count` draws from `first` on, as (count, 2) spans of the store."""
-        draws = np.arange(first, first + count)
-        return self.samples.spans(shuffled(draws, len(self.samples), self.settings.run.seed))
+    def find_stage(self, consumed_tokens: int) -> Stage:
+        """How long a piece may be and which samples may be drawn, at one point of the run."""
+        if self.course is None:
+            return Stage(self.row_len, None, {})
+        difficulty, limit, pool, note = self.course.at(consumed_tokens)
+        if note and not self.said:
+            self.said = True
+            self.runtime.say(f"--curriculum: {note}; from here on the log says how far")
+        shown = {f"difficulty_{curriculum.label(name)}": d for name, d in difficulty.items()}
+        return Stage(limit, pool, {**shown, "pool": pool.size() if pool else len(self.samples)})
 
-    def one_a_row(self, first: int, limit: int) -> list[list[tuple[int, int]]]:
-        """Rows of one piece each, cut off at the curriculum's length (the papers' truncation)."""
-        spans = self.spans(first, self.rows).tolist()
-        return [[(a, min(b, a + limit - self.extra))] for a, b in spans]
+    def stage_of(self, clock: Clock) -> tuple[Stage, int]:
+        """The stage that holds from this clock on, and the draws before it began."""
+        stage = self.stage(clock.consumed_tokens)
+        same = stage.pool == self.stage(clock.paced_at).pool
+        return stage, clock.since if same else clock.draws
 
-    def packed(self, clock: Clock, limit: int) -> tuple[list, tuple[int, int, int], int]:
-        """The next rows, the (draws, row, limit) they lead to, and the longest piece allowed.
+    def draw(
+        self, first: int, count: int, since: int, pool: curriculum.Pool | None
+    ) -> tuple[np.ndarray, int]:
+        """`count` samples from draw `first` on, as (count, 2) spans, and the draw after the last.
 
-        A window keeps the length it began with; one that begins now takes `limit`.
+        A stage shuffles the ranks of its pool pass after pass, so nothing comes again before all of
+        it came. Where several filters meet, a draw that one of them refuses is passed over.
         """
-        draws, row, held = clock.draws, clock.row, clock.limit or limit
-        rows, longest = [], held
-        while len(rows) < self.rows:
-            longest = max(longest, held)
-            window = self.window(draws, held)
-            rows += window[row : row + self.rows - len(rows)]
-            row = min(row + self.rows, len(window))
-            if row == len(window):
-                draws, row, held = draws + WINDOW * self.rows, 0, limit
-        return rows, (draws, row, held), longest
+        seed, ids = self.settings.run.seed, np.empty(0, np.int64)
+        seed = seed_of(seed, "stage", since) if since else seed
+        while len(ids) < count:
+            left = count - len(ids)
+            ask = left if pool is None or len(pool.filters) == 1 else max(left, 512)
+            ranks = np.arange(first - since, first - since + ask)
+            ranks = shuffled(ranks, pool.reach if pool else len(self.samples), seed)
+            found = pool.ids(ranks) if pool else ranks
+            taken = np.flatnonzero(found >= 0)[:left]
+            ids = np.concatenate((ids, found[taken]))
+            first += ask if len(taken) < left else int(taken[-1]) + 1
+        return self.samples.spans(ids), first
 
-    def pack_window(self, first: int, limit: int) -> list[list[tuple[int, int]]]:
+    def one_a_row(self, clock: Clock) -> tuple[list, int, Stage, tuple[int, ...]]:
+        """Rows of one piece each, their length, what governs them, and the place they lead to.
+
+        Samples are cut off at the stage's length (the papers' truncation), or reshaped; a BERT's
+        rows are as long as the longest of them while a filter makes short samples likely.
+        """
+        stage, since = self.stage_of(clock)
+        spans, draws = self.draw(clock.draws, self.rows, since, stage.pool)
+        place = (draws, since, 0, clock.consumed_tokens)
+        if "seqlen-reshape" in self.settings.curriculum.metric and stage.limit < self.row_len:
+            row_len, rows = curriculum.reshape(spans, self.row_len, stage.limit)
+            return rows, row_len, stage._replace(limit=row_len), place
+        row_len = stage.limit
+        rows = [[(a, min(b, a + row_len - self.extra))] for a, b in spans.tolist()]
+        if self.frame and stage.pool:
+            longest = max(b - a for ((a, b),) in rows) + self.extra
+            row_len = min(-(-longest // curriculum.MULTIPLE) * curriculum.MULTIPLE, row_len)
+        return rows, row_len, stage, place
+
+    def packed(self, clock: Clock) -> tuple[list, int, Stage, tuple[int, ...]]:
+        """As one_a_row, for rows of packed pieces. A window keeps the stage that it began with."""
+        draws, since, row, paced_at = clock[-4:]
+        rows, longest = [], 0
+        while len(rows) < self.rows:
+            if row == 0:
+                begun = clock._replace(draws=draws, since=since, paced_at=paced_at)
+                since, paced_at = self.stage_of(begun)[1], clock.consumed_tokens
+            window, after = self.window(draws, since, paced_at)
+            stage = self.stage(paced_at)
+            longest = max(longest, stage.limit)
+            taken = window[row : row + self.rows - len(rows)]
+            rows, row = rows + taken, row + len(taken)
+            if row == len(window):
+                draws, row = after, 0
+        return rows, self.row_len, stage._replace(limit=longest), (draws, since, row, paced_at)
+
+    def pack_window(self, first: int, since: int, paced_at: int) -> tuple[list, int]:
         """Pack the samples of some 10 steps together, and put the rows back into random order.
 
         Packed step by step, rows of 256 leave 4 % padding at 16 rows a step; packed so, 0.5 %. The
         packer's rows come longest piece first, which would sort the steps by length; by the draw
         of their first piece they are as shuffled as the samples, and full rows keep their order.
         """
-        spans = self.spans(first, WINDOW * self.rows)
-        pieces = [piece for sample in cut(spans, limit - self.extra) for piece in sample]
+        stage = self.stage(paced_at)
+        spans, after = self.draw(first, WINDOW * self.rows, since, stage.pool)
+        pieces = [piece for sample in cut(spans, stage.limit - self.extra) for piece in sample]
         packed = packing.best_fit([b - a + self.extra for a, b in pieces], self.row_len)
-        return [[pieces[item] for item in row] for row in sorted(packed)]
+        return [[pieces[item] for item in row] for row in sorted(packed)], after
 
     def batch(
-        self, step: int, rows: list[list[tuple[int, int]]], row_len: int, real: int
+        self, step: int, rows: list[list[tuple]], row_len: int, real: int
     ) -> tuple[Batch, int]:
         """This rank's rows as a Batch, and the targets of all ranks' rows."""
-        share = self.rows // self.runtime.world
+        share = len(rows) // self.runtime.world
         mine = slice(self.runtime.rank * share, (self.runtime.rank + 1) * share)
         if self.frame is None:
             return lay_out(self.store, rows[mine], row_len), real

@@ -10,7 +10,7 @@ import platform
 import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,17 @@ class Runtime:
         if self.world > 1:
             dist.all_gather_object(values, value)
         return values
+
+    def collect(self, value: Any) -> Iterator[Any]:
+        """On rank 0 the `value` of every rank, one after another in memory; elsewhere nothing."""
+        if not self.first:
+            dist.send_object_list([value], dst=0)
+            return
+        yield value
+        for rank in range(1, self.world):
+            received: list = [None]
+            dist.recv_object_list(received, src=rank)
+            yield received[0]
 
     def on_first(self, action: Callable[[], Any]) -> Any:
         """Do something on rank 0 alone; every rank gets its result, or its error as ValueError."""

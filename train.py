@@ -94,7 +94,8 @@ class Trainer:
         so that neither ranks nor accumulation weigh in.
         """
         s, runtime = self.settings, self.runtime
-        o, rows = s.optim, len(step.batch.tokens)
+        o, (rows, row_len) = s.optim, step.batch.tokens.shape
+        micro_rows = self.micro_rows * (s.data.seq_len // row_len)  # shorter rows, more at once
         lr = lr_at(
             step.after.consumed_tokens,
             peak=o.lr,
@@ -105,8 +106,8 @@ class Trainer:
             decay_share=o.decay_share,
         )
         total = torch.zeros((), device=runtime.device)
-        for first in range(0, rows, self.micro_rows):
-            part = slice(first, first + self.micro_rows)
+        for first in range(0, rows, micro_rows):
+            part = slice(first, first + micro_rows)
             if s.model.dropout:
                 torch.manual_seed(seed_of(s.run.seed, "dropout", step.after, runtime.rank, first))
             if runtime.world > 1:  # DDP sums gradients over ranks once, with the last part
@@ -239,7 +240,7 @@ def main(argv: list[str] | None = None) -> int:
         state = checkpoint.load(found)
         trainer.model.load_state_dict(state["model"])
         trainer.optimizers.load_state_dict(state["optimizers"])
-        clock, best, log_size = Clock(*state["clock"]), state["best"], state["log_size"]
+        clock, best, log_size = Clock(**state["clock"]), state["best"], state["log_size"]
         if clock.consumed_tokens >= o.tokens:
             runtime.say(f"{folder} is finished: its {o.tokens} tokens are consumed")
             return 0
@@ -273,7 +274,7 @@ def main(argv: list[str] | None = None) -> int:
             "model": trainer.model.state_dict(),
             "optimizers": trainer.optimizers.state_dict(),
             "step": clock.step,
-            "clock": list(clock),
+            "clock": clock._asdict(),
             "best": best,
             "log_size": log.size(),
             **about,
@@ -312,6 +313,7 @@ def main(argv: list[str] | None = None) -> int:
             seq_len=step.seq_len,
             kept_tokens=step.kept_tokens,
             padding_share=round(step.padding_share, 6),
+            **step.stage,
             ms=round(ms, 2),
             data_ms=round(data_ms, 2),
         )

@@ -20,18 +20,40 @@ import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
-RECIPES = {
+TECHNIQUES = {
     "plain": "",
     "curriculum": "--curriculum seqlen",
     "ltd": "--ltd",
     "pack": "--pack",
     "all": "--curriculum seqlen --ltd --pack",
 }
+# Rows cut from the stream: plain is what they compare with.
+ROWS = {
+    "seqlen-64": "--curriculum seqlen --curriculum-start 64",
+    "seqlen-0.2": "--curriculum seqlen --curriculum-share 0.2",
+    "reshape": "--curriculum seqlen-reshape",
+    "rarity": "--curriculum rarity",
+    "seqlen,rarity": "--curriculum seqlen,rarity",
+    "reshape,rarity": "--curriculum seqlen-reshape,rarity",
+}
+# Pieces of documents, packed: pack is what they compare with.
+PIECES = {
+    "pack seqlen": "--pack --curriculum seqlen",
+    "pack seqlen-64": "--pack --curriculum seqlen --curriculum-start 64",
+    "pack seqlen-0.2": "--pack --curriculum seqlen --curriculum-share 0.2",
+    "pack length": "--pack --curriculum length",
+    "pack rarity": "--pack --curriculum rarity",
+    "pack rarity-mean": "--pack --curriculum rarity-mean",
+    "pack length-rarity": "--pack --curriculum length-rarity",
+    "pack seqlen,rarity": "--pack --curriculum seqlen,rarity",
+    "pack seqlen,rarity-mean": "--pack --curriculum seqlen,rarity-mean",
+}
+RECIPES = TECHNIQUES | ROWS | PIECES
 
 
 def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:
     """Train in a process of its own; what its log says, as a record."""
-    out = folder / f"{recipe}-{seed}"
+    out = folder / f"{recipe}-{seed}".replace(" ", "-")
     flags = [*RECIPES[recipe].split(), *extra]
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--seed", str(seed)]
     subprocess.run([*command, "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
@@ -62,18 +84,18 @@ def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Held-out loss and time of each recipe.")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(TECHNIQUES))
     parser.add_argument("--seeds", nargs="+", type=int, default=[1337])
     parser.add_argument("--record", action="store_true", help="append to results/ablate.jsonl")
     parser.add_argument("extra", nargs="*", help="after --: flags for every run")
     args = parser.parse_args()
-    print("recipe      seed  bits/byte  seconds  consumed M  raw M  layer-tokens M")
+    print("recipe                    seed  bits/byte  seconds  consumed M  raw M  layer-tokens M")
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
             for recipe in args.recipes:
                 found = measure(recipe, seed, args.extra, Path(folder))
                 print(
-                    f"{recipe:10} {seed:5} {found['val_bpb']:10.4f} {found['train_seconds']:8.1f}"
+                    f"{recipe:24} {seed:5} {found['val_bpb']:10.4f} {found['train_seconds']:8.1f}"
                     f" {found['consumed_tokens'] / 1e6:11.2f} {found['real_tokens'] / 1e6:6.2f}"
                     f" {found['layer_tokens'] / 1e6:15.2f}",
                     flush=True,

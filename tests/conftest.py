@@ -50,10 +50,10 @@ def read_log(folder: Path, event: str | None = None) -> list[dict]:
 
 
 def metrics(lines: list[dict]) -> list[dict]:
-    """What a run computed: every train and eval line without its times."""
-    timed = {"ms", "data_ms"}
+    """What a run computed: each train and eval line without its times and the stage it names."""
+    left_out = ("ms", "data_ms", "pool", "difficulty")
     return [
-        {name: value for name, value in line.items() if name not in timed}
+        {name: value for name, value in line.items() if not name.startswith(left_out)}
         for line in lines
         if line["event"] != "run"
     ]

@@ -33,6 +33,7 @@ BUDGETS = {
     # Samples, their order, their layout and what a step takes: the half of the data path that is
     # arithmetic. It was cut from data.py and train.py, so that each of the three is one subject.
     "plan.py": 215,
+    "difficulty.py": 200,
     # Learning ranks beside loading them: what makes the embedded vocabulary anybody's to remake.
     "tokenizer.py": 160,
     # Ranks, device, log and clean exits, which no other file would be the place for.

@@ -352,7 +352,7 @@ def test_a_signal_saves_and_says_how_to_go_on(store_dir, tmp_path, number):
     assert process.returncode == 128 + number
     assert f"go on with: train.py --resume --out {tmp_path / 'run'}" in out
     step = json.loads(log.read_text().splitlines()[-1])["step"]
-    assert checkpoint.load(checkpoint.find(tmp_path / "run", "last"))["clock"][0] == step
+    assert checkpoint.load(checkpoint.find(tmp_path / "run", "last"))["clock"]["step"] == step
 
 
 @pytest.mark.slow
