@@ -286,3 +286,171 @@ def test_masking_of_bert():
     assert abs(hidden - 0.8) < 0.02 and abs(same - 0.1 - 0.1 / 256) < 0.015
     other = masked.tokens[chosen & (masked.tokens != FRAME.mask) & (masked.tokens != tokens)]
     assert other.max() < 256 and len(other.unique()) > 200
+
+
+# ---- what a curriculum lets be drawn
+
+CURRICULA = [
+    "--curriculum rarity",
+    "--curriculum seqlen,rarity --curriculum-start 8,5",
+    "--curriculum seqlen-reshape --curriculum-start 8",
+    "--curriculum rarity,length --pack --curriculum-pace root:2,linear --curriculum-share 0.9,0.5",
+    "--curriculum length --pack --curriculum-by value --curriculum-start 1",
+    "--curriculum length-rarity --model bert",
+    "--curriculum seqlen,rarity-mean --model bert --pack --ltd --ltd-start 16",
+]
+
+
+class Alone(Runtime):
+    """A rank of several that never talks to the others: what it plans must not need them to."""
+
+    def on_first(self, action):
+        return action()
+
+
+@pytest.fixture(scope="module")
+def indexed(store, tmp_path_factory):
+    """Plans over the small store whose indexes lie in a folder of this file's own."""
+    folder = tmp_path_factory.mktemp("curriculum")
+
+    def make(flags, number=0, world=1):
+        index = f"--curriculum-index {folder}" if "--curriculum " in flags else ""
+        settings = config.build(config.parse(f"{SMALL} {flags} {index}".split()))
+        ranks = Alone(number, world, torch.device("cpu"), torch.float32, "")
+        return Plan(settings, store, FRAME if "bert" in flags else None, ranks)
+
+    return make
+
+
+@pytest.mark.parametrize("flags", CURRICULA)
+def test_a_run_of_200_steps_resumes_at_every_step(indexed, flags):
+    """From the clock alone, in a plan that saw nothing before (upstream: another stream)."""
+    whole = walk(indexed(f"{flags} --tokens 30000"), 200)
+    again = indexed(f"{flags} --tokens 30000")
+    for before, step in reversed(list(pairwise(whole))):
+        found = again(before.after)
+        assert found.after == step.after and found.stage == step.stage
+        assert torch.equal(found.batch.tokens, step.batch.tokens)
+        assert torch.equal(found.batch.targets, step.batch.targets)
+
+
+@pytest.mark.parametrize("flags", CURRICULA)
+@pytest.mark.parametrize("world", [2, 3])
+def test_ranks_share_what_one_process_draws(indexed, flags, world):
+    flags += f" --batch-tokens {32 * 6} --tokens 5000"
+    for whole, *parts in zip(
+        walk(indexed(flags), 25),
+        *(walk(indexed(flags, number, world), 25) for number in range(world)),
+        strict=True,
+    ):
+        assert {part.after for part in parts} == {whole.after}
+        assert all(part.stage == whole.stage for part in parts)
+        assert torch.equal(torch.cat([part.batch.tokens for part in parts]), whole.batch.tokens)
+
+
+def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
+    """Drawn ids lie in the pool of their step; within a stage each comes once before any twice."""
+    p = indexed("--curriculum rarity --tokens 200000")
+    stage_ids, since, steps = [], 0, walk(p, 400)
+    clocks = [Clock(), *(step.after for step in steps)]
+    for before, step in zip(clocks, steps, strict=False):
+        if step.after.since != since:
+            since, stage_ids = step.after.since, []
+        pool = p.stage(before.consumed_tokens).pool
+        spans, _ = p.draw(before.draws, p.rows, since, pool)
+        ids = ((spans[:, 0] - p.samples.start[0]) // 32).tolist()
+        reach = pool.reach if pool else len(p.samples)
+        assert step.stage["pool"] == reach
+        assert pool is None or set(ids) <= set(pool.filters[0][1].order[:reach].tolist())
+        stage_ids += ids
+        for first in range(0, len(stage_ids), reach):
+            part = stage_ids[first : first + reach]
+            assert len(set(part)) == len(part)
+    assert len({step.after.since for step in steps}) > 30 and reach == len(p.samples)
+
+
+def test_after_the_end_full_passes_without_repeats(indexed):
+    p = indexed("--curriculum rarity --tokens 2000")
+    steps = walk(p, 20)
+    end, n = steps[-1].after, len(p.samples)
+    assert end.consumed_tokens > 0.4 * 2000 and p.stage(end.consumed_tokens).pool is None
+    for number in range(2):
+        spans, _ = p.draw(end.since + number * n, n, end.since, None)
+        assert len(set(spans[:, 0].tolist())) == n
+
+
+def test_a_pool_smaller_than_a_batch_fills_it(indexed):
+    """Upstream wraps once and yields short batches while the curriculum goes on."""
+    p = indexed("--curriculum length --pack --curriculum-by value --curriculum-start 1")
+    small = p.stage(0).pool
+    assert small.reach < 16 * p.rows, "it takes several passes"
+    spans, after = p.draw(0, 16 * p.rows, 0, small)
+    assert len(spans) == after == 16 * p.rows
+    counts = np.unique(spans[:, 0], return_counts=True)[1]
+    assert len(counts) == small.reach and counts.max() - counts.min() <= 1
+
+
+@pytest.mark.parametrize("flags", ["--curriculum rarity", "--curriculum rarity,length --pack"])
+def test_draws_are_uniform_over_the_pool(indexed, flags):
+    """Chi-squared of first draws over many seeds, with its expectation and standard deviation."""
+    share = " --curriculum-start 2" if "pack" not in flags else " --curriculum-start 20,20"
+    p = indexed(flags + share + " --curriculum-pace linear")
+    pool = p.stage(0).pool
+    ids = pool.ids(np.arange(pool.reach))
+    members = np.sort(p.samples.spans(ids[ids >= 0])[:, 0])
+    seen = np.zeros(len(members))
+    for seed in range(300):
+        for since in (0, 5):
+            object.__setattr__(p.settings.run, "seed", seed)
+            spans, _ = p.draw(since, 4, since, pool)
+            np.add.at(seen, np.searchsorted(members, spans[:, 0]), 1)
+    expected = 300 * 2 * 4 / len(members)
+    chi = ((seen - expected) ** 2 / expected).sum()
+    assert abs(chi - len(members)) < 5 * (2 * len(members)) ** 0.5
+    object.__setattr__(p.settings.run, "seed", 1337)
+
+
+def test_the_stage_travels_with_its_batch(indexed):
+    """Planned ahead or not, a step names the difficulty under which its rows were drawn."""
+    p = indexed("--curriculum seqlen,rarity --curriculum-start 8,1 --tokens 20000")
+    steps = walk(p, 100)  # all drawn before any is looked at
+    clocks = [Clock(), *(step.after for step in steps)]
+    for before, step in zip(clocks, steps, strict=False):
+        fresh = p.course.at(before.consumed_tokens)
+        assert step.stage["difficulty_seqlen"] == fresh.difficulty["seqlen"]
+        assert step.stage["difficulty_rarity"] == fresh.difficulty["rarity"]
+        assert step.batch.tokens.shape[1] == step.seq_len == fresh.limit
+    assert len({step.stage["difficulty_rarity"] for step in steps}) > 20
+
+
+def test_no_sample_so_easy_widens_and_says_so_once(indexed, capsys):
+    """Upstream ends in a crash when its first cluster is empty."""
+    p = indexed("--curriculum rarity --curriculum-by value --curriculum-start 1")
+    steps = walk(p, 3)
+    out = capsys.readouterr().out
+    assert out.count("no sample has rarity 1 or less: widened to") == 1
+    assert steps[0].stage["pool"] >= 1 and steps[0].stage["difficulty_rarity"] > 1
+
+
+def test_reshaped_rows_show_the_same_tokens(store, indexed):
+    """Nothing lost, nothing twice: the targets of a step are those of the whole rows."""
+    p = indexed("--curriculum seqlen-reshape --curriculum-start 8 --curriculum-share 1")
+    plain = plan(store)
+    for number in range(5):
+        clock = Clock(draws=8 * number, consumed_tokens=300 * number, paced_at=300 * number)
+        step, whole = p(clock), plain(clock)
+        assert step.batch.tokens.shape[1] <= step.stage["difficulty_seqlen-reshape"] < 32
+        targets = step.batch.targets[step.batch.targets != IGNORE]
+        assert sorted(targets.tolist()) == sorted(whole.batch.targets.flatten().tolist())
+        assert step.targets == whole.targets == 256 and step.after.real_tokens == 256
+
+
+def test_short_samples_of_a_bert_make_short_rows(indexed):
+    p = indexed("--curriculum length --model bert --tokens 30000")
+    steps = walk(p, 60)
+    assert all(step.batch.tokens.shape[1] % 8 == 0 for step in steps)
+    widths = {step.batch.tokens.shape[1] for step in steps}
+    assert len(widths) > 1 and min(widths) < 32 == max(widths)
+    for step in steps:
+        longest = 32 if step.batch.doc_ids is None else int((step.batch.doc_ids >= 0).sum(1).max())
+        assert step.batch.tokens.shape[1] in (32, -(-longest // 8) * 8)

@@ -1,0 +1,311 @@
+"""Pacing digit for digit, settings and refusals, eligible pools, reshaped rows, the command."""
+
+import json
+import math
+from fractions import Fraction
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import curriculum
+from curriculum import Course, CurriculumConfig, Pacing, Pool, discrete, main, pace, reshape
+from difficulty import Index
+
+
+def published(t, over, start, end, degree, multiple):
+    """The published library's schedule, in its order of operations (float64 throughout)."""
+    value = math.floor((float(t) / over) ** (1.0 / degree) * (end - start) + start)
+    value -= value % multiple
+    return min(value, end)
+
+
+# ---- pacing
+
+
+def test_worked_examples():
+    assert [pace(t, 300, 64, 1024, 2, 8) for t in (1, 5, 10, 300)] == [112, 184, 232, 1024]
+    assert pace(0, 100, 64, 256) == 64 and pace(50, 100, 64, 256) == 160
+    assert [discrete(t, (64, 128, 256), (10, 25)) for t in (0, 10, 11, 25, 26, 9999)] == [
+        64, 64, 128, 128, 256, 256,
+    ]  # fmt: skip
+
+
+def test_the_floating_point_case():
+    """27 / 49 * 49 is 26.999999999999996: exact arithmetic would say 28."""
+    assert pace(27, 49, 1, 50) == published(27, 49, 1, 50, 1, 1) == 27
+    assert math.floor(Fraction(27, 49) * 49 + 1) == 28
+
+
+@given(
+    over=st.integers(1, 10**6),
+    low=st.integers(1, 64),
+    more=st.integers(0, 300),
+    degree=st.sampled_from([1, 2, 3, 0.5, 1.7]),
+    multiple=st.sampled_from([1, 8, 16]),
+    share=st.floats(0, 1.5),
+)
+def test_agrees_with_the_published_semantics(over, low, more, degree, multiple, share):
+    """On well-formed settings: the multiple divides start and end."""
+    start, end, t = low * multiple, (low + more) * multiple, int(share * over)
+    assert pace(t, over, start, end, degree, multiple) == published(
+        t, over, start, end, degree, multiple
+    )
+
+
+def test_where_the_published_schedule_goes_wrong():
+    assert published(0, 100, 10, 100, 1, 8) == 8 and pace(0, 100, 10, 100, 1, 8) == 10
+    assert published(100, 100, 32, 197, 1, 8) == 192 and pace(100, 100, 32, 197, 1, 8) == 197
+
+
+@given(
+    st.integers(1, 500), st.integers(0, 500), st.floats(0.3, 4), st.floats(0, 2), st.floats(0, 2)
+)
+def test_stays_in_range_and_never_falls(start, more, degree, early, late):
+    early, late = sorted((early, late))
+    first, second = (pace(t, 1.3, start, start + more, degree, 8) for t in (early, late))
+    assert start <= first <= second <= start + more
+
+
+def test_neutral_when_start_is_end():
+    assert {pace(t / 10, 0.5, 256, 256, 2, 8) for t in range(11)} == {256}
+
+
+def test_a_function_of_the_users(tmp_path):
+    file = tmp_path / "mine.py"
+    file.write_text("def step(progress):\n    return 17 if progress < 0.5 else 64\n")
+    pacing = Pacing(f"{file}:step", 8, 64, over=100, multiple=8)
+    assert [pacing(t) for t in (0, 49, 50, 100, 200)] == [16, 16, 64, 64, 64]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("1 / 0", r"step at progress 0.0: raised ZeroDivisionError: division by zero"),
+        ("'x'", r"step at progress 0.0: raised TypeError"),
+        ("float('nan')", r"step at progress 0.0: raised ValueError: cannot convert float NaN"),
+        ("7", r"step at progress 0.0: 7 is outside 8..64, which --start and the end allow"),
+        ("8 + 57 * progress", r"step at progress 1.0: 65 is outside 8..64"),
+    ],
+)
+def test_a_bad_function_of_the_users_fails_before_the_run(tmp_path, body, message):
+    file = tmp_path / "mine.py"
+    file.write_text(f"def step(progress):\n    return {body}\n")
+    with pytest.raises(ValueError, match=message):
+        Pacing(f"{file}:step", 8, 64)
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
+        ({"kind": "cubic"}, r"pacing cubic is unknown: choose one of linear, root:DEGREE, disc"),
+        ({"kind": "root:x"}, r"root:x: there is no Python file root"),
+        ({"kind": "none.py:f"}, r"none.py:f: there is no Python file none.py"),
+        ({"start": 300, "end": 256}, r"--start 300 must lie in 1..256"),
+        ({"start": 0}, r"--start 0 must lie in 1..100"),
+        ({"start": 10, "multiple": 8}, r"--start 10 is not divided by the multiple 8: choose 16"),
+        ({"over": 0}, r"each has to be above 0"),
+        ({"over": math.inf}, r"each has to be above 0"),
+        ({"kind": "root", "degree": 0}, r"root of degree 0 .*above 0"),
+        ({"multiple": 0}, r"each has to be above 0"),
+        ({"kind": "discrete", "levels": (1, 2, 3), "until": (5,)}, r"3 levels need 2 ends.*not 1"),
+        ({"kind": "discrete", "levels": (1, 2), "until": (5, 6)}, r"2 levels need 1 ends.*not 2"),
+        ({"kind": "discrete"}, r"0 levels need 0 ends"),
+        ({"kind": "discrete", "levels": (1, 2, 3), "until": (9, 5)}, r"have to ascend"),
+        ({"kind": "discrete", "levels": (1, 200), "until": (9,)}, r"200 must lie in 1..100"),
+    ],
+)
+def test_a_bad_pacing_is_refused(given, message):
+    with pytest.raises(ValueError, match=message):
+        Pacing(**{"kind": "linear", **given})
+
+
+# ---- settings
+
+
+def course_of(metric="rarity", indexes=None, budget=100, seq_len=256, **settings):
+    config = curriculum.settled(CurriculumConfig(metric, **settings), seq_len)
+    return Course(config, budget, seq_len, indexes or {})
+
+
+def test_the_defaults_are_the_papers():
+    settled = curriculum.settled(CurriculumConfig("seqlen,rarity"), 256)
+    assert (settled.start, settled.share, settled.pace) == ("128,1", "0.4,0.4", "linear,root:2")
+    assert curriculum.settled(settled, 256) == settled
+    assert curriculum.settled(CurriculumConfig("seqlen"), 12).start == "8"
+
+
+def test_each_metric_has_its_own_pacing():
+    config = CurriculumConfig("seqlen,rarity", "64,5", "0.5,0.2", "discrete:64@0.1:256,root:3")
+    found = curriculum.pacings(config, 256, 1000, {})
+    assert found["seqlen"] == Pacing(
+        "discrete", 64, 256, 500.0, 1.0, 8, (64, 256), (100.0,), "--curriculum-"
+    )
+    assert found["rarity"] == Pacing("root", 5, 100, 200.0, 3.0, 1, flag="--curriculum-")
+
+
+# ---- pools
+
+
+def index_of(values) -> Index:
+    values = np.asarray(values, dtype=np.float64)
+    return Index({}, values, np.argsort(values, kind="stable").astype(np.uint32))
+
+
+def members(pool: Pool) -> list[int]:
+    ids = pool.ids(np.arange(pool.reach))
+    return sorted(ids[ids >= 0].tolist())
+
+
+def test_pool_worked_example():
+    """Values 5, 1, 3, 3, 9: the easiest are samples 1, 2, 3, 0, 4, ties by number."""
+    index = index_of([5, 1, 3, 3, 9])
+    assert [index.at_percent(p) for p in (1, 20, 21, 40, 41, 60, 80, 81, 100)] == [
+        1, 1, 2, 2, 3, 3, 4, 5, 5,
+    ]  # fmt: skip
+    settings = {"indexes": {"rarity": index}, "share": "1", "pace": "linear"}
+    percent = course_of(**settings, start="20")
+    assert members(percent.at(0).pool) == [1] and percent.at(26).difficulty == {"rarity": 40}
+    assert members(percent.at(26).pool) == [1, 2] and members(percent.at(27).pool) == [1, 2, 3]
+    assert percent.at(100).pool is None
+    value = course_of(**settings, start="1", by="value")
+    assert members(value.at(0).pool) == [1] and value.at(0).difficulty == {"rarity": 1}
+    assert members(value.at(25).pool) == [1, 2, 3], "ties belong to one level"
+    assert members(value.at(99).pool) == [0, 1, 2, 3] and value.at(100).pool is None
+
+
+numbers = st.lists(st.integers(0, 12), min_size=1, max_size=60)
+
+
+@given(values=numbers, percent=st.integers(1, 100))
+def test_eligible_by_percentile(values, percent):
+    """The easiest ceil(percent N / 100), never none, ties by number (upstream: a unit of zero)."""
+    course = course_of(indexes={"rarity": index_of(values)}, start=str(percent), share="1")
+    stage = course.at(0)
+    count = math.ceil(Fraction(percent * len(values), 100))
+    easiest = sorted(range(len(values)), key=lambda sample: (values[sample], sample))[:count]
+    if count == len(values):
+        assert stage.pool is None
+    else:
+        assert members(stage.pool) == sorted(easiest) and stage.pool.size() == count
+
+
+@given(values=numbers, level=st.integers(1, 13))
+def test_eligible_by_value(values, level):
+    """All of at most `level`; where none is, all of the easiest (upstream: a crash), and a note."""
+    values = [*values, 13]
+    course = course_of(
+        indexes={"rarity": index_of(values)}, by="value", start=str(level), share="1"
+    )
+    stage, bound = course.at(0), max(level, min(values))
+    wanted = [sample for sample, value in enumerate(values) if value <= bound]
+    found = list(range(len(values))) if stage.pool is None else members(stage.pool)
+    assert found == wanted and stage.difficulty["rarity"] == bound
+    assert bool(stage.note) == (level < min(values))
+
+
+@given(st.data(), st.integers(1, 100), st.integers(1, 100))
+def test_two_metrics_intersect(data, percent, other):
+    """The samples that both allow; if there is none, the easiest k % of each for the smallest k."""
+    n = data.draw(st.integers(1, 40))
+    rows = [data.draw(st.lists(st.integers(0, 9), min_size=n, max_size=n)) for _ in range(2)]
+    indexes = dict(zip(("rarity", "length"), map(index_of, rows), strict=True))
+    course = course_of("rarity,length", indexes, start=f"{percent},{other}", share="1")
+    stage = course.at(0)
+
+    def both(widen):
+        sets = []
+        for values, p in zip(rows, (percent, other), strict=True):
+            order = sorted(range(n), key=lambda sample: (values[sample], sample))
+            sets.append(set(order[: math.ceil(Fraction(max(p, widen) * n, 100))]))
+        return sorted(sets[0] & sets[1])
+
+    wanted = next(found for widen in range(101) if (found := both(widen)))
+    found = list(range(n)) if stage.pool is None else members(stage.pool)
+    assert found == wanted
+    assert bool(stage.note) == (not both(0))
+    assert stage.pool is None or stage.pool.size() == len(wanted)
+
+
+def test_the_size_of_a_wide_intersection_is_estimated():
+    random = np.random.default_rng(0)
+    one, two = (index_of(random.random(20_000)) for _ in range(2))
+    pool = Pool(((8_000, one), (10_000, two)))
+    assert pool.size() == len(members(pool))
+    assert abs(pool.size(exact=2_000) / pool.size() - 1) < 0.1  # 4 standard deviations
+
+
+def test_a_curriculum_only_widens_and_ends_with_everything():
+    random = np.random.default_rng(0)
+    indexes = {
+        "rarity": index_of(random.random(997)),
+        "length": index_of(random.integers(0, 9, 997)),
+    }
+    course, before = course_of("seqlen,rarity,length", indexes, budget=1000), set()
+    for t in range(0, 401, 40):
+        stage = course.at(t)
+        now = set(range(997)) if stage.pool is None else set(members(stage.pool))
+        assert before <= now
+        before = now
+    assert len(before) == 997 and course.at(400).limit == 256 and course.at(399).limit == 248
+    assert course.at(399).pool is not None
+
+
+# ---- reshape
+
+
+def test_reshape_worked_examples():
+    tail = reshape(np.array([[0, 10]]), 10, 4)
+    assert tail == (4, [[(0, 4, 0)], [(4, 8, 0)], [(6, 10, 2)]])
+    even = reshape(np.array([[0, 256], [300, 556]]), 256, 128)
+    assert even == (128, [[(0, 128, 0)], [(128, 256, 0)], [(300, 428, 0)], [(428, 556, 0)]])
+    assert reshape(np.array([[0, 256]]), 256, 248)[0] == 128, "not one long and one short"
+    short = reshape(np.array([[0, 5]]), 16, 8)  # the stream's last sample
+    assert short == (8, [[(0, 5, 0)], []])
+
+
+@given(st.integers(8, 600), st.integers(1, 600), st.integers(1, 600))
+def test_reshape_loses_nothing_and_predicts_nothing_twice(seq_len, limit, size):
+    limit, size = min(limit, seq_len), min(size, seq_len)
+    length, rows = reshape(np.array([[1000, 1000 + size]]), seq_len, limit)
+    assert length <= limit
+    predicted = [t for row in rows for start, stop, seen in row for t in range(start + seen, stop)]
+    assert predicted == list(range(1000, 1000 + size))
+    assert all(1000 <= start and stop - start <= length for row in rows for start, stop, _ in row)
+    assert len(rows) == len(reshape(np.array([[0, seq_len]]), seq_len, limit)[1])
+    if size == seq_len:
+        assert all(stop - start == length for row in rows for start, stop, _ in row)
+        assert len(rows) * length < seq_len + 8 * len(rows) or length == limit
+
+
+# ---- command
+
+
+def test_command_prints_json(capsys):
+    flags = "pace --kind root --degree 2 --start 64 --end 1024 --over 300 --multiple 8"
+    main([*flags.split(), "--at", "1,5,10,300", "--json"])
+    assert json.loads(capsys.readouterr().out) == {"1": 112, "5": 184, "10": 232, "300": 1024}
+    flags = "pace --kind discrete --levels 64,128,256 --until 10,25 --at 10,11,26 --json"
+    main(flags.split())
+    assert json.loads(capsys.readouterr().out) == {"10": 64, "11": 128, "26": 256}
+
+
+def test_command_prints_a_table(capsys):
+    main(["pace", "--start", "64", "--end", "256", "--over", "50"])
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[1].split() == ["0", "64"] and lines[11].split() == ["50", "256"]
+    with pytest.raises(ValueError, match="--start 300"):
+        main(["pace", "--start", "300", "--end", "256"])
+    with pytest.raises(ValueError, match="--at x is not a whole number"):
+        main(["pace", "--at", "x"])
+    with pytest.raises(SystemExit, match="2"):
+        main(["pace", "--start", "64", "--unknown", "3"])
+
+
+def test_command_plots(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
+    main(["pace", "--plot", str(tmp_path / "curve.png")])
+    assert (tmp_path / "curve.png").stat().st_size > 5000
+    with pytest.raises(ValueError, match=r"--plot .*curve.xyz"):
+        main(["pace", "--plot", str(tmp_path / "curve.xyz")])
