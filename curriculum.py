@@ -21,7 +21,7 @@ import math
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -222,7 +222,7 @@ def parsed(text: str, budget: float) -> dict[str, Any]:
     what = "--curriculum-pace"
     if kind == "root" and len(rest) == 1:
         return {"kind": kind, "degree": number(rest[0], what)}
-    if kind == "discrete":
+    if kind == "discrete" and rest:
         levels, _, ends = zip(*(stage.partition("@") for stage in rest), strict=True)
         until = tuple(number(end, what) * budget for end in ends if end)
         return {"kind": kind, "levels": tuple(number(n, what, int) for n in levels), "until": until}
@@ -290,11 +290,12 @@ class Pool:
             ids[~index.holds(ids, count)] = -1
         return ids
 
-    def size(self, exact: int = SCAN) -> int:
-        """How many samples; with several filters that reach further than `exact`, an estimate."""
+    @cached_property
+    def size(self) -> int:
+        """How many samples; with several filters that reach further than a scan, an estimate."""
         if len(self.filters) == 1:
             return self.reach
-        ranks = np.linspace(0, self.reach - 1, min(self.reach, exact)).astype(np.int64)
+        ranks = np.linspace(0, self.reach - 1, min(self.reach, SCAN)).astype(np.int64)
         return round((self.ids(ranks) >= 0).mean() * self.reach)
 
     def empty(self) -> bool:
@@ -321,6 +322,7 @@ class Course:
         highest = {name: math.ceil(index.highest(len(index))) for name, index in indexes.items()}
         self.pacings = pacings(config, seq_len, budget, highest)
         self.by, self.seq_len, self.indexes = config.by, seq_len, indexes
+        self.pool_of = lru_cache(maxsize=4)(self.find_pool)
 
     def at(self, t: float) -> Stage:
         """The stage at t consumed tokens. A pool without samples widens to the first that has some.
@@ -339,17 +341,21 @@ class Course:
                 note = f"no sample has {name} {difficulty[name]} or less: widened to {easiest:g}"
                 difficulty[name], count = easiest, index.at_value(easiest)
             counts[name] = count
-        pool, percent = self.pool(counts), 0
-        while pool and pool.empty():
-            percent += 1
-            widened = {n: max(c, self.indexes[n].at_percent(percent)) for n, c in counts.items()}
+        pool, percent = self.pool_of(tuple(counts.values()))
+        if percent:
             note = f"no sample is in all of {counts}: widened to the easiest {percent} % of each"
-            pool = self.pool(widened)
         return Stage(difficulty, limit, pool, note)
 
-    def pool(self, counts: dict[str, int]) -> Pool | None:
-        filters = [(c, self.indexes[n]) for n, c in counts.items() if c < len(self.indexes[n])]
-        return Pool(tuple(sorted(filters, key=lambda pair: pair[0]))) if filters else None
+    def find_pool(self, counts: tuple[int, ...]) -> tuple[Pool | None, int]:
+        """The intersection of the easiest `counts` of each index, and to how many % it widened."""
+        for percent in range(101):
+            pairs = zip(counts, self.indexes.values(), strict=True)
+            widened = ((max(count, index.at_percent(percent)), index) for count, index in pairs)
+            filters = [(count, index) for count, index in widened if count < len(index)]
+            pool = Pool(tuple(sorted(filters, key=lambda pair: pair[0]))) if filters else None
+            if pool is None or not pool.empty():
+                return pool, percent
+        raise AssertionError("the easiest 100 % are all samples")
 
 
 def reshape(spans: np.ndarray, seq_len: int, limit: int) -> tuple[int, list[list[tuple]]]:

@@ -36,6 +36,7 @@ import runtime
 from curriculum import CurriculumConfig, check, function_at, label, plotted, said, settled
 from data import Samples
 from runtime import Runtime
+from tokenizer import get_encoding
 
 # ---- metrics: tokens (n,) of N samples one after another and lengths (N,) -> (N,), easiest lowest
 
@@ -471,6 +472,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
     parser.add_argument("--plot", help="file for a histogram")
+    parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
     args = parser.parse_args(argv)
 
     names = args.metric.split(",")
@@ -488,6 +490,8 @@ def main(argv: list[str] | None = None) -> None:
         found = {n: Index.open(folder / label(n), fingerprint(samples, n)) for n in names}
         print(f"{len(samples):,} samples of at most {samples.seq_len} tokens; index: {folder}")
         show(found)
+        if args.examples:
+            examples(found, samples)
         if args.plot:
             histograms(found, args.plot)
 
@@ -497,6 +501,17 @@ def show(indexes: dict[str, Index]) -> None:
     for name, index in indexes.items():
         values = (index.highest(max(index.at_percent(percent), 1)) for percent in PERCENTS)
         print(f"{label(name):14}" + "".join(f"{value:10.6g}" for value in values))
+
+
+def examples(indexes: dict[str, Index], samples: Samples) -> None:
+    """The median sample of the easiest and of the hardest percent, by each metric."""
+    encoding = get_encoding(samples.store.meta["tokenizer"])
+    for name, index in indexes.items():
+        for which, share in (("easiest", 0.005), ("hardest", 0.995)):
+            sample = index.order[int(share * len(index))]
+            ((first, last),) = samples.spans(np.array([sample]))
+            text = " ".join(encoding.decode(samples.text(first, last).tolist()).split())
+            print(f"\n{which} percent by {label(name)}, {index.values[sample]:g}:\n{text[:400]}")
 
 
 def histograms(indexes: dict[str, Index], file: str) -> None:

@@ -262,7 +262,7 @@ class Plan:
             self.said = True
             self.runtime.say(f"--curriculum: {note}; from here on the log says how far")
         shown = {f"difficulty_{curriculum.label(name)}": d for name, d in difficulty.items()}
-        return Stage(limit, pool, {**shown, "pool": pool.size() if pool else len(self.samples)})
+        return Stage(limit, pool, {**shown, "pool": pool.size if pool else len(self.samples)})
 
     def stage_of(self, clock: Clock) -> tuple[Stage, int]:
         """The stage that holds from this clock on, and the draws before it began."""

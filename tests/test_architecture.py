@@ -33,11 +33,14 @@ FIXED_NAMES = {  # the names that README, the papers' pages and other people's f
     "runtime",
     "evaluate",
     "sample",
+    "difficulty",
     "plan",
     "published",
 }
 TECHNIQUE_LIBRARIES = {"torch", "numpy", "kernels"}
-TECHNIQUE_EXTRAS = {"packing": {"scipy"}}  # an extra: imported by the function that needs it
+# An extra: imported by the function that needs it.
+TECHNIQUE_EXTRAS = {"packing": {"scipy"}, "curriculum": {"matplotlib"}}
+TECHNIQUE_COMMANDS = {"curriculum": {"difficulty"}}  # main() hands a verb on to this file
 KERNEL_LIBRARIES = {"torch", "triton", "kernels"}
 MODEL_STRANGERS = {"data", "plan", "train", "config"} | TECHNIQUES
 REPLACED = {  # Hugging Face's libraries: this project does without them
@@ -132,7 +135,7 @@ def technique_may(name: str, item: Import) -> bool:
         return True
     if item.module in TECHNIQUE_EXTRAS.get(name, set()):
         return item.where in ("function", "main")
-    return item.module == "runtime" and item.where == "main"
+    return item.where == "main" and item.module in {"runtime"} | TECHNIQUE_COMMANDS.get(name, set())
 
 
 def undeclared(sources: dict[str, str], requirements: list[str]) -> list[str]:
@@ -254,6 +257,8 @@ OFFENCES = {
         "packing.py",
         "try:\n    import scipy\nexcept ImportError:\n    scipy = None\n",
     ),
+    "another technique's command": ("ltd.py", "def main():\n    import difficulty\n"),
+    "a command's file outside of main": ("curriculum.py", "def pace():\n    import difficulty\n"),
     "another technique's extra": ("ltd.py", "def f():\n    import scipy\n"),
     "the model imports the data": ("model.py", "from data import Batch\n"),
     "the model imports a technique": ("model.py", "def f():\n    from ltd import run_block\n"),
@@ -271,6 +276,7 @@ OFFENCES = {
 ALLOWED = {
     "a technique's libraries": ("ltd.py", "import math\nimport torch.nn as nn\nimport numpy\n"),
     "a technique's kernel": ("ltd.py", "from kernels.token_drop import gather\n"),
+    "a command's file in main": ("curriculum.py", "def main(argv):\n    import difficulty\n"),
     "runtime in main": ("curriculum.py", "def main(argv):\n    import runtime\n"),
     "runtime in a function within main": (
         "ltd.py",

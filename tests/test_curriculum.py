@@ -188,7 +188,7 @@ def test_eligible_by_percentile(values, percent):
     if count == len(values):
         assert stage.pool is None
     else:
-        assert members(stage.pool) == sorted(easiest) and stage.pool.size() == count
+        assert members(stage.pool) == sorted(easiest) and stage.pool.size == count
 
 
 @given(values=numbers, level=st.integers(1, 13))
@@ -225,15 +225,18 @@ def test_two_metrics_intersect(data, percent, other):
     found = list(range(n)) if stage.pool is None else members(stage.pool)
     assert found == wanted
     assert bool(stage.note) == (not both(0))
-    assert stage.pool is None or stage.pool.size() == len(wanted)
+    assert stage.pool is None or stage.pool.size == len(wanted)
 
 
-def test_the_size_of_a_wide_intersection_is_estimated():
+def test_the_size_of_a_wide_intersection_is_estimated(monkeypatch):
     random = np.random.default_rng(0)
     one, two = (index_of(random.random(20_000)) for _ in range(2))
-    pool = Pool(((8_000, one), (10_000, two)))
-    assert pool.size() == len(members(pool))
-    assert abs(pool.size(exact=2_000) / pool.size() - 1) < 0.1  # 4 standard deviations
+    filters = ((8_000, one), (10_000, two))
+    exact = len(members(Pool(filters)))
+    assert Pool(filters).size == exact
+    monkeypatch.setattr(curriculum, "SCAN", 2_000)
+    assert 0 < abs(Pool(filters).size / exact - 1) < 0.1  # 4 standard deviations
+    assert not Pool(filters).empty() and Pool(((5, one), (1, index_of(-one.values)))).empty()
 
 
 def test_a_curriculum_only_widens_and_ends_with_everything():
