@@ -1,0 +1,121 @@
+"""What a whole run of a recipe costs in seconds, against the plain run of the same budget.
+
+A recipe's steps differ only in the shape of their batch: rows, tokens a row, with or without
+documents to isolate. `Plan` says which step has which, without training. One step of every shape is
+timed, all shapes in turns within one process, and a run is the sum over its steps. So a recipe's
+ratio comes from one turn of a noisy machine, and a median of turns stands against its noise.
+
+Does not time evaluation, checkpoints or reading data (which is hidden behind the step).
+
+    OMP_NUM_THREADS=2 python bench/cost.py                           # the table
+    OMP_NUM_THREADS=2 python bench/cost.py --record                  # and lines of results/
+"""
+
+import argparse
+import datetime
+import json
+import os
+import platform
+import statistics
+import sys
+import time
+from collections import Counter
+from pathlib import Path
+
+import torch
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path.insert(0, str(ROOT))
+
+import config  # noqa: E402
+import runtime  # noqa: E402
+from ablate import RECIPES  # noqa: E402
+from data import Store, embedded_store  # noqa: E402
+from plan import Clock, Plan, Step  # noqa: E402
+from tokenizer import get_encoding  # noqa: E402
+from train import Trainer, vocabulary  # noqa: E402
+
+
+def shapes_of(plan: Plan, budget: int) -> tuple[Counter, dict[tuple, Step]]:
+    """How often a run has a step of each shape, and one step of each."""
+    counts: Counter = Counter()
+    example: dict[tuple, Step] = {}
+    clock = Clock()
+    while clock.consumed_tokens < budget:
+        step = plan(clock)
+        shape = (*step.batch.tokens.shape, step.batch.doc_ids is not None, step.kept_tokens)
+        counts[shape] += 1
+        example.setdefault(shape, step)
+        clock = step.after
+    return counts, example
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    parser.add_argument("--turns", type=int, default=5)
+    parser.add_argument("--record", action="store_true", help="append to results/cost.jsonl")
+    args = parser.parse_args()
+
+    ranks = runtime.start("cpu", "fp32")
+    store, encoding = Store.open(embedded_store("pd4k")), get_encoding("pd4k")
+    counts: dict[str, Counter] = {}
+    steps: dict[tuple, tuple[Trainer, Step]] = {}
+    trainers: dict[bool, Trainer] = {}  # weights move, which costs the same whatever they are
+    for recipe in dict.fromkeys(["plain", *args.recipes]):
+        settings = config.build(config.parse(RECIPES[recipe].split()))
+        plan = Plan(settings, store, None, ranks)
+        counts[recipe], found = shapes_of(plan, settings.optim.tokens)
+        dropping = settings.ltd.on
+        if dropping not in trainers:
+            trainers[dropping] = Trainer(settings, vocabulary(settings, encoding), ranks)
+        for shape, step in found.items():
+            steps.setdefault(shape, (trainers[dropping], step))
+
+    turns: list[dict[tuple, float]] = []
+    for turn in range(args.turns + 1):  # the first warms up
+        seconds = {}
+        for shape in sorted(steps, reverse=turn % 2 == 1):
+            trainer, step = steps[shape]
+            began = time.perf_counter()
+            trainer.step(step)
+            seconds[shape] = time.perf_counter() - began
+        turns.append(seconds)
+    print("recipe                     seconds   against plain (least, most)   steps")
+    for recipe in args.recipes:
+        totals, ratios = [], []
+        for seconds in turns[1:]:
+            total, plain = (
+                sum(n * seconds[shape] for shape, n in counts[name].items())
+                for name in (recipe, "plain")
+            )
+            totals.append(total)
+            ratios.append(total / plain)
+        ratio = [round(f(ratios), 3) for f in (min, statistics.median, max)]
+        steps_in_all = sum(counts[recipe].values())
+        print(
+            f"{recipe:24} {statistics.median(totals):9.1f} {ratio[1]:15.3f}"
+            f" ({ratio[0]:.3f}, {ratio[2]:.3f}) {steps_in_all:7}"
+        )
+        if args.record:
+            record = {
+                "date": datetime.date.today().isoformat(),
+                "bench": "cost",
+                "recipe": recipe,
+                "flags": RECIPES[recipe],
+                "steps": steps_in_all,
+                "shapes": len(counts[recipe]),
+                "seconds": round(statistics.median(totals), 1),
+                "to_plain_min_median_max": ratio,
+                "turns": args.turns,
+                "threads": torch.get_num_threads(),
+                "commit": runtime.provenance()["commit"],
+                "torch": torch.__version__,
+                "hardware": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
+            }
+            with open(ROOT / "results" / "cost.jsonl", "a") as file:
+                file.write(json.dumps(record) + "\n")
+
+
+if __name__ == "__main__":
+    main()
