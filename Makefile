@@ -20,6 +20,7 @@ check:  ## what a change must pass besides its tests: lint, format, size, import
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pytest $(STRUCTURE)
 
-bench:  ## rate of data.py prepare; a training step (NANOGPT=folder of nanoGPT to compare with)
+bench:  ## rates of prepare and analyze; a training step (NANOGPT=folder of nanoGPT to compare with)
 	$(PYTHON) bench/prepare.py corpus/pd-mix.jsonl.gz
+	$(PYTHON) bench/curriculum.py
 	$(PYTHON) bench/step.py $(if $(NANOGPT),--nanogpt $(NANOGPT))

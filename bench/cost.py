@@ -27,9 +27,10 @@ import torch
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
+from ablate import RECIPES  # noqa: E402
+
 import config  # noqa: E402
 import runtime  # noqa: E402
-from ablate import RECIPES  # noqa: E402
 from data import Store, embedded_store  # noqa: E402
 from plan import Clock, Plan, Step  # noqa: E402
 from tokenizer import get_encoding  # noqa: E402

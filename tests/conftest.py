@@ -19,7 +19,7 @@ SMALL = (
     "--tokenizer bytes --layers 4 --heads 2 --width 32 --seq-len 32 --batch-tokens 256"
     " --tokens 4096 --eval-every 2048 --eval-tokens 2000 --checkpoint-every 1024 --device cpu"
 )
-ALL_ON = "--curriculum seqlen --curriculum-start 8 --ltd --ltd-start 16 --pack"
+ALL_ON = "--curriculum seqlen,rarity --curriculum-start 8,1 --ltd --ltd-start 16 --pack"
 
 
 @pytest.fixture(scope="session")

@@ -16,6 +16,7 @@ import checkpoint
 import curriculum
 import ltd
 import packing
+import plan
 import train
 from model import Transformer
 
@@ -25,6 +26,8 @@ LINE = {
     "step", "consumed_tokens", "real_tokens", "layer_tokens", "loss", "lr", "seq_len",
     "kept_tokens", "padding_share", "ms", "data_ms",
 }  # fmt: skip
+
+STAGE = {"difficulty_seqlen", "difficulty_rarity", "pool"}
 
 
 def losses(lines):
@@ -36,7 +39,7 @@ def test_what_a_run_leaves(run, tmp_path, capsys):
     out = capsys.readouterr().out
     steps = [line for line in lines if line["event"] == "train"]
     evals = [line for line in lines if line["event"] == "eval"]
-    assert all(line.keys() >= LINE for line in steps)
+    assert all(line.keys() >= LINE | STAGE for line in steps)
     assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
     assert steps[-1]["consumed_tokens"] >= 4096 > steps[-2]["consumed_tokens"]
     assert evals and all(line["val_loss"] > 0 and line["val_bpb"] > 0 for line in evals)
@@ -64,7 +67,8 @@ def test_off_is_absent(run, monkeypatch):
 
     for module, names in (
         (ltd, ["kept_tokens", "draw", "run_kept", "dropping", "layer_tokens", "effective_tokens"]),
-        (curriculum, ["pace"]),
+        (curriculum, ["pace", "discrete", "settled", "pacings", "check", "reshape", "Course"]),
+        (plan, ["ready"]),
     ):
         for name in names:
             monkeypatch.setattr(module, name, poison)
@@ -77,14 +81,22 @@ def test_off_is_absent(run, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "neutral", ["--ltd --ltd-start 32", "--curriculum seqlen --curriculum-start 32"]
+    "neutral",
+    [
+        "--ltd --ltd-start 32",
+        "--curriculum seqlen --curriculum-start 32",
+        "--curriculum rarity --curriculum-start 100",
+    ],
 )
 @pytest.mark.parametrize("base", ["", "--pack"])
 def test_neutral_is_identity(run, base, neutral):
     assert metrics(run(base, out="off")) == metrics(run(f"{base} {neutral}", out="on"))
 
 
-@pytest.mark.parametrize("technique", ["--ltd --ltd-start 16", "--curriculum seqlen", "--pack"])
+@pytest.mark.parametrize(
+    "technique",
+    ["--ltd --ltd-start 16", "--curriculum seqlen", "--curriculum rarity", "--pack"],
+)
 def test_a_technique_that_is_on_does_something(run, technique):
     assert losses(run(out="off")) != losses(run(technique, out="on"))
 
@@ -104,6 +116,9 @@ def test_a_technique_that_is_on_does_something(run, technique):
         "--ltd --pack",
         "--curriculum seqlen --ltd",
         "--curriculum seqlen --pack",
+        "--curriculum seqlen-reshape,rarity --curriculum-start 8,1 --ltd --micro-rows 2",
+        "--curriculum length,rarity-mean --curriculum-by value --curriculum-start 8,4 --pack",
+        "--curriculum length-rarity --model bert --dropout 0.1",
     ],
 )
 def test_every_combination_runs(run, flags):
@@ -274,6 +289,7 @@ def test_two_processes_draw_the_curve_of_one(store_dir, tmp_path, run, optimizer
     assert scores[0] == pytest.approx(scores[1], abs=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.dist
 def test_a_run_of_one_process_goes_on_with_two(store_dir, tmp_path, run):
     whole = losses(run(CURVE, out="whole"))

@@ -1,0 +1,86 @@
+"""The tables of docs/curriculum.md and README.md, made from the records in results/.
+
+Two axes, because a recipe that costs more seconds for the same tokens is not free: the difference
+to its baseline after the same consumed tokens, and after the same seconds. For the latter the
+baseline gets the tokens that it would have read in the recipe's seconds (results/cost.jsonl); its
+loss at that budget lies between measured budgets (plain and pack at other --tokens), and is
+interpolated linearly in the logarithm of tokens, seed by seed.
+
+    python bench/report.py                                        # markdown, to paste
+"""
+
+import json
+import math
+import statistics
+from itertools import pairwise
+from pathlib import Path
+
+from ablate import PIECES, RECIPES, ROWS
+
+ROOT = Path(__file__).resolve().parent.parent
+BUDGET = 800_000  # tokens of nano's recipe
+
+
+def records(name: str) -> list[dict]:
+    return [json.loads(line) for line in (ROOT / "results" / name).read_text().splitlines()]
+
+
+def losses() -> dict[str, dict[int, dict[int, float]]]:
+    """recipe -> seed -> budget -> bits per byte; the newest record of each counts."""
+    found: dict[str, dict[int, dict[int, float]]] = {}
+    for record in records("ablate.jsonl"):
+        budget = round(record["consumed_tokens"], -4)  # the last step goes a little past it
+        seeds = found.setdefault(record["recipe"], {})
+        seeds.setdefault(record["seed"], {})[budget] = record["val_bpb"]
+    return found
+
+
+def at_budget(measured: dict[int, float], tokens: float) -> float | None:
+    """Interpolate between measured budgets; None beyond them."""
+    for (low, one), (high, other) in pairwise(sorted(measured.items())):
+        if low <= tokens <= high:
+            share = math.log(tokens / low) / math.log(high / low)
+            return one + share * (other - one)
+    return measured.get(round(tokens, -4))
+
+
+def spread(values: list[float], sign: str = "") -> str:
+    if not values:
+        return ""
+    mean = f"{statistics.mean(values):{sign}.3f}"
+    return f"{mean} ({min(values):{sign}.3f} to {max(values):{sign}.3f})"
+
+
+def table(recipes: list[str], base: str) -> str:
+    """One row a recipe: mean over seeds with the least and the most."""
+    found = losses()
+    cost = {r["recipe"]: r["to_plain_min_median_max"][1] for r in records("cost.jsonl")}
+    rows = [
+        f"| flags | bits per byte | to {base}, equal tokens | cost | equal seconds | seeds |",
+        "|---|---|---|---|---|---|",
+    ]
+    for recipe in recipes:
+        seeds = sorted(set(found.get(recipe, {})) & set(found[base]))
+        mine = {seed: found[recipe][seed].get(BUDGET) for seed in seeds}
+        seeds = [seed for seed in seeds if mine[seed] and BUDGET in found[base][seed]]
+        same_tokens = [mine[seed] - found[base][seed][BUDGET] for seed in seeds]
+        ratio = cost.get(recipe, math.nan) / cost.get(base, math.nan)
+        theirs = {seed: at_budget(found[base][seed], BUDGET * ratio) for seed in seeds}
+        same_seconds = [mine[seed] - theirs[seed] for seed in seeds if theirs[seed]]
+        differences = ["", ""] if recipe == base else [same_tokens, same_seconds]
+        tokens, seconds = (spread(values, "+") if values else "" for values in differences)
+        rows.append(
+            f"| `{RECIPES[recipe] or 'none'}` | {spread([mine[seed] for seed in seeds])}"
+            f" | {tokens} | {ratio:.2f} | {seconds} | {len(seeds)} |"
+        )
+    return "\n".join(rows)
+
+
+def main() -> None:
+    print(table(["plain", "curriculum", *ROWS], "plain"), "\n")
+    print(table(["pack", *PIECES], "pack"), "\n")
+    print(table(["plain", "curriculum", "ltd", "pack", "all"], "plain"))
+
+
+if __name__ == "__main__":
+    main()
