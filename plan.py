@@ -300,7 +300,8 @@ class Plan:
         stage, since = self.stage_of(clock)
         spans, draws = self.draw(clock.draws, self.rows, since, stage.pool)
         place = (draws, since, 0, clock.consumed_tokens)
-        if "seqlen-reshape" in self.settings.curriculum.metric and stage.limit < self.row_len:
+        metrics = self.settings.curriculum.metric.split(",")
+        if "seqlen-reshape" in metrics and stage.limit < self.row_len:
             row_len, rows = curriculum.reshape(spans, self.row_len, stage.limit)
             return rows, row_len, stage._replace(limit=row_len), place
         row_len = stage.limit
