@@ -19,6 +19,8 @@ import math
 import os
 import secrets
 import shutil
+import signal
+import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -475,8 +477,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
     args = parser.parse_args(argv)
 
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are told to end
     names = args.metric.split(",")
-    check(settled(CurriculumConfig(args.metric), args.seq_len), args.seq_len, args.samples)
+    if args.seq_len < 8:
+        raise ValueError(f"--seq-len {args.seq_len} is too short: rows have at least 8 tokens")
+    try:
+        check(settled(CurriculumConfig(args.metric), args.seq_len), args.seq_len, args.samples)
+    except ValueError as error:
+        raise ValueError(str(error).replace("--curriculum", "--metric")) from None
     for name in names:
         if metric(name) is None:
             raise ValueError(f"--metric {name} needs no analysis: it takes samples as they come")
