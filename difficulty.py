@@ -340,7 +340,8 @@ def analyze(
     for name in names:
         about = {"fingerprint": prints[name], "metric": name, "samples": len(samples)}
         ranks.on_first(partial(_write_index, folder / label(name), runs.files(name), about))
-        for unfinished in folder.glob(f".{label(name)}-*") if ranks.first else ():
+        hexadecimal = "[0-9a-f]" * 16  # not *, which would take rarity-mean's for rarity's
+        for unfinished in folder.glob(f".{label(name)}-{hexadecimal}") if ranks.first else ():
             shutil.rmtree(unfinished)
 
 
