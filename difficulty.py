@@ -347,8 +347,9 @@ def analyze(
 
 def _write_index(folder: Path, runs: list[Path], about: dict) -> None:
     """Values in the order of samples, ids in that of difficulty; the folder appears whole."""
-    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    unfinished.mkdir(parents=True)
+    # Beside the runs, so that what a kill leaves of it goes with them.
+    unfinished = runs[0].with_name(f"index-{secrets.token_hex(4)}")
+    unfinished.mkdir()
     try:
         with open(unfinished / "values.bin", "wb") as file:
             for run in map(np.load, runs):
