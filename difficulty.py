@@ -456,6 +456,7 @@ def ready(samples: Samples, metrics: str, given: str | None, ranks: Runtime) -> 
             raise ValueError(
                 f"{folder} has no index by {', '.join(lacking)}: make it with python curriculum.py"
                 f" analyze {path} --metric {','.join(lacking)} --samples {kind} --seq-len {row_len}"
+                f"{f' --out {given}' if given else ''}"
             )
         ranks.say(f"analyzing {path} by {', '.join(lacking)}, once: index in {folder}")
         analyze(partial(data.open_samples, path, kind, row_len), lacking, folder, ranks)
