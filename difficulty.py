@@ -343,14 +343,16 @@ def analyze(
     for name in names:
         about = {"fingerprint": prints[name], "metric": name, "samples": len(samples)}
         ranks.on_first(partial(_write_index, folder / label(name), runs.files(name), about))
-        for unfinished in folder.glob(f".{label(name)}-*") if ranks.first else ():
+        hexadecimal = "[0-9a-f]" * 16  # not *, which would take rarity-mean's for rarity's
+        for unfinished in folder.glob(f".{label(name)}-{hexadecimal}") if ranks.first else ():
             shutil.rmtree(unfinished)
 
 
 def _write_index(folder: Path, runs: list[Path], about: dict) -> None:
     """Values in the order of samples, ids in that of difficulty; the folder appears whole."""
-    unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    unfinished.mkdir(parents=True)
+    # Beside the runs, so that what a kill leaves of it goes with them.
+    unfinished = runs[0].with_name(f"index-{secrets.token_hex(4)}")
+    unfinished.mkdir()
     try:
         with open(unfinished / "values.bin", "wb") as file:
             for run in map(np.load, runs):
@@ -457,6 +459,7 @@ def ready(samples: Samples, metrics: str, given: str | None, ranks: Runtime) -> 
             raise ValueError(
                 f"{folder} has no index by {', '.join(lacking)}: make it with python curriculum.py"
                 f" analyze {path} --metric {','.join(lacking)} --samples {kind} --seq-len {row_len}"
+                f"{f' --out {given}' if given else ''}"
             )
         ranks.say(f"analyzing {path} by {', '.join(lacking)}, once: index in {folder}")
         analyze(partial(data.open_samples, path, kind, row_len), lacking, folder, ranks)
