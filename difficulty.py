@@ -13,6 +13,7 @@ Paper: Li et al., arXiv 2212.03597, section 3.1.
 """
 
 import argparse
+import fcntl
 import hashlib
 import json
 import math
@@ -24,6 +25,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -128,7 +130,7 @@ def _ask(name, function, tokens, lengths, *more, values=False) -> np.ndarray:
     rows[np.arange(T) < lengths[:, None]] = tokens
     batch = f"{name}, on a batch of shape {rows.shape}"
     try:
-        found = np.asarray(function(rows, lengths, *more))
+        found = np.asarray(function(rows, lengths.copy(), *more))
     except Exception as error:
         raise ValueError(f"{batch}: {said(error)}") from None
     if found.dtype.kind not in "biuf" or not np.isfinite(found).all():
@@ -272,7 +274,7 @@ class Shards(NamedTuple):
     kind: str
 
     def files(self, name: str) -> list[Path]:
-        return [self.folders[name] / f"{self.kind}-{first:012}.npy" for first, _ in self.shards]
+        return [self.folders[name] / f"{self.kind}-{a:012}-{b:012}.npy" for a, b in self.shards]
 
     def left(self, names: list[str]) -> list[tuple[int, int]]:
         done = zip(*(map(Path.exists, self.files(name)) for name in names), strict=True)
@@ -321,31 +323,44 @@ def analyze(
     samples, folder = open_samples(), Path(folder)
     if len(samples) == 0:
         raise ValueError(f"{samples.store.path} holds no training document: prepare more text")
-    prints = {name: fingerprint(samples, name) for name in names}
-    names = ranks.on_first(
-        lambda: [n for n in names if not Index.exists(folder / label(n), prints[n])]
-    )
-    size = max(SHARD, -(-len(samples) // MOST_SHARDS))
-    edges = [*range(0, len(samples), size), len(samples)]
-    shards = list(pairwise(edges))
-    work = {name: folder / f".{label(name)}-{prints[name][:16]}" for name in names}
+    ranks.on_first(lambda: folder.mkdir(parents=True, exist_ok=True))
+    with alone_in(folder) if ranks.first else nullcontext():
+        prints = {name: fingerprint(samples, name) for name in names}
+        names = ranks.on_first(
+            lambda: [n for n in names if not Index.exists(folder / label(n), prints[n])]
+        )
+        size = max(SHARD, -(-len(samples) // MOST_SHARDS))
+        edges = [*range(0, len(samples), size), len(samples)]
+        shards = list(pairwise(edges))
+        work = {name: folder / f".{label(name)}-{prints[name][:16]}" for name in names}
 
-    summed = [name for name in names if metric(name).total]
-    sums = Shards(shards, work, "total")
-    if summed:
-        sums.fill(partial(accumulated, open_samples, summed), summed, workers, ranks)
-    totals = ranks.on_first(
-        lambda: {n: sum(map(np.load, sums.files(n))) if n in summed else None for n in names}
-    )
-    runs = Shards(shards, work, "run")
-    if names:
-        runs.fill(partial(measured, open_samples, totals), names, workers, ranks)
-    for name in names:
-        about = {"fingerprint": prints[name], "metric": name, "samples": len(samples)}
-        ranks.on_first(partial(_write_index, folder / label(name), runs.files(name), about))
-        hexadecimal = "[0-9a-f]" * 16  # not *, which would take rarity-mean's for rarity's
-        for unfinished in folder.glob(f".{label(name)}-{hexadecimal}") if ranks.first else ():
-            shutil.rmtree(unfinished)
+        summed = [name for name in names if metric(name).total]
+        sums = Shards(shards, work, "total")
+        if summed:
+            sums.fill(partial(accumulated, open_samples, summed), summed, workers, ranks)
+        totals = ranks.on_first(
+            lambda: {n: sum(map(np.load, sums.files(n))) if n in summed else None for n in names}
+        )
+        runs = Shards(shards, work, "run")
+        if names:
+            runs.fill(partial(measured, open_samples, totals), names, workers, ranks)
+        for name in names:
+            about = {"fingerprint": prints[name], "metric": name, "samples": len(samples)}
+            ranks.on_first(partial(_write_index, folder / label(name), runs.files(name), about))
+            hexadecimal = "[0-9a-f]" * 16  # not *, which would take rarity-mean's for rarity's
+            for unfinished in folder.glob(f".{label(name)}-{hexadecimal}") if ranks.first else ():
+                shutil.rmtree(unfinished)
+
+
+@contextmanager
+def alone_in(folder: Path) -> Iterator[None]:
+    """Wait until no other process analyzes into this folder; it may have made what is wanted."""
+    directory = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(directory)
 
 
 def _write_index(folder: Path, runs: list[Path], about: dict) -> None:
@@ -482,8 +497,8 @@ def main(argv: list[str] | None = None) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are told to end
     names = args.metric.split(",")
-    if args.seq_len < 8:
-        raise ValueError(f"--seq-len {args.seq_len} is too short: rows have at least 8 tokens")
+    if args.seq_len < (least := 3 if args.samples == "bert" else 1):  # its frame takes two
+        raise ValueError(f"--seq-len {args.seq_len} is too short: a row has {least} at least")
     try:
         check(settled(CurriculumConfig(args.metric), args.seq_len), args.seq_len, args.samples)
     except ValueError as error:

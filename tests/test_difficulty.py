@@ -411,7 +411,7 @@ def test_killed_at_any_moment_and_analyzed_again(
     assert any(file.endswith(".tmp") for file in left) == (name == "save")
     shards = counted(monkeypatch, "measured")
     assert analyzed(folder, opener(store), names) == whole, "also nothing else is left"
-    done = [file for file in left if re.fullmatch(r"\.rarity-\w+/run-\d+\.npy", file)]
+    done = [file for file in left if re.fullmatch(r"\.rarity-\w+/run-\d+-\d+\.npy", file)]
     assert len(done) >= 3 and len(done) + len(shards) == len(range(0, len(opener(store)()), 7))
 
 
