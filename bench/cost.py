@@ -32,9 +32,10 @@ from ablate import RECIPES  # noqa: E402
 import config  # noqa: E402
 import runtime  # noqa: E402
 from data import Store, embedded_store  # noqa: E402
+from model import Transformer  # noqa: E402
+from optim import Optimizers  # noqa: E402
 from plan import Clock, Plan, Step  # noqa: E402
-from tokenizer import get_encoding  # noqa: E402
-from train import Trainer, vocabulary  # noqa: E402
+from tokenizer import get_encoding, vocab_size  # noqa: E402
 
 
 def shapes_of(plan: Plan, budget: int) -> tuple[Counter, dict[tuple, Step]]:
@@ -44,16 +45,30 @@ def shapes_of(plan: Plan, budget: int) -> tuple[Counter, dict[tuple, Step]]:
     clock = Clock()
     while clock.consumed_tokens < budget:
         step = plan(clock)
-        shape = (*step.batch.tokens.shape, step.batch.doc_ids is not None, step.kept_tokens)
+        shape = (*step.batch.tokens.shape, step.batch.doc_ids is not None)
         counts[shape] += 1
         example.setdefault(shape, step)
         clock = step.after
     return counts, example
 
 
+def run(settings: config.Config, model: Transformer, optimizers: Optimizers, step: Step) -> float:
+    """Seconds of one optimizer step, as train.py makes it."""
+    rows, row_len = step.batch.tokens.shape
+    at_once = config.micro_rows(settings, 1) * (settings.data.seq_len // row_len)
+    began = time.perf_counter()
+    for first in range(0, rows, at_once):
+        loss = model(step.batch.rows(slice(first, first + at_once)))
+        (loss / step.targets).backward()
+    optimizers.gradient_norm(settings.optim.grad_clip)
+    optimizers.step(1e-3)
+    return time.perf_counter() - began
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(RECIPES))
+    choices = [recipe for recipe, flags in RECIPES.items() if "--ltd" not in flags]
+    parser.add_argument("--recipes", nargs="+", choices=choices, default=choices)
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--record", action="store_true", help="append to results/cost.jsonl")
     args = parser.parse_args()
@@ -61,26 +76,22 @@ def main() -> None:
     ranks = runtime.start("cpu", "fp32")
     store, encoding = Store.open(embedded_store("pd4k")), get_encoding("pd4k")
     counts: dict[str, Counter] = {}
-    steps: dict[tuple, tuple[Trainer, Step]] = {}
-    trainers: dict[bool, Trainer] = {}  # weights move, which costs the same whatever they are
+    steps: dict[tuple, Step] = {}
     for recipe in dict.fromkeys(["plain", *args.recipes]):
         settings = config.build(config.parse(RECIPES[recipe].split()))
         plan = Plan(settings, store, None, ranks)
         counts[recipe], found = shapes_of(plan, settings.optim.tokens)
-        dropping = settings.ltd.on
-        if dropping not in trainers:
-            trainers[dropping] = Trainer(settings, vocabulary(settings, encoding), ranks)
-        for shape, step in found.items():
-            steps.setdefault(shape, (trainers[dropping], step))
+        steps = found | steps
+    o = settings.optim  # the same in all; weights move, which costs the same whatever they are
+    vocabulary = -(-vocab_size(encoding, "gpt") // 64) * 64
+    model = Transformer(config.shape_of(settings, vocabulary))
+    optimizers = Optimizers(model, o.optimizer, o.weight_decay, (o.beta1, o.beta2), False)
 
     turns: list[dict[tuple, float]] = []
     for turn in range(args.turns + 1):  # the first warms up
         seconds = {}
         for shape in sorted(steps, reverse=turn % 2 == 1):
-            trainer, step = steps[shape]
-            began = time.perf_counter()
-            trainer.step(step)
-            seconds[shape] = time.perf_counter() - began
+            seconds[shape] = run(settings, model, optimizers, steps[shape])
         turns.append(seconds)
     print("recipe                     seconds   against plain (least, most)   steps")
     for recipe in args.recipes:
