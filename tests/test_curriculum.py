@@ -129,9 +129,9 @@ def course_of(metric="rarity", indexes=None, budget=100, seq_len=256, **settings
     return Course(config, budget, seq_len, indexes or {})
 
 
-def test_the_defaults_are_the_papers():
+def test_the_defaults():
     settled = curriculum.settled(CurriculumConfig("seqlen,rarity"), 256)
-    assert (settled.start, settled.share, settled.pace) == ("128,1", "0.4,0.4", "linear,root:2")
+    assert (settled.start, settled.share, settled.pace) == ("64,1", "0.4,0.4", "linear,root:2")
     assert curriculum.settled(settled, 256) == settled
     assert curriculum.settled(CurriculumConfig("seqlen"), 12).start == "8"
 
