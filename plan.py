@@ -283,7 +283,8 @@ class Plan:
         seed = seed_of(seed, "stage", since) if since else seed
         while len(ids) < count:
             left = count - len(ids)
-            ask = left if pool is None or len(pool.filters) == 1 else max(left, 512)
+            draws = pool.reach / max(pool.size, 1) if pool else 1  # a sample: 1 with one filter
+            ask = left if draws == 1 else min(int(1.1 * draws * left) + 64, curriculum.SCAN)
             ranks = np.arange(first - since, first - since + ask)
             ranks = shuffled(ranks, pool.reach if pool else len(self.samples), seed)
             found = pool.ids(ranks) if pool else ranks
