@@ -363,9 +363,9 @@ class Samples:
         return np.stack((start, np.minimum(start + self.seq_len, self.stop[document])), axis=1)
 
     def text(self, start: int, stop: int) -> np.ndarray:
-        """Tokens of the store in a mapping of their own: its pages go when the array does."""
+        """Tokens of the store, read, not mapped: a mapping's pages stay, and cost more to make."""
         file, tokens = self.store.path / "tokens.bin", self.store.tokens
-        return np.memmap(file, tokens.dtype, "r", start * tokens.itemsize, (stop - start,))
+        return np.fromfile(file, tokens.dtype, stop - start, offset=start * tokens.itemsize)
 
     def identity(self) -> dict:
         """What an index of these samples rests on: store, tokenizer, split and sample length."""

@@ -169,7 +169,7 @@ def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray
             edge[start - start[0]] += 1
             edge[stop - start[0]] -= 1
             tokens = tokens[np.cumsum(edge[:-1]).astype(bool)]
-        yield tokens, lengths
+        yield tokens.astype(np.int64), lengths  # what indexing by them would cast to, more slowly
 
 
 def accumulated(open_samples: Callable, names: list[str], shard: tuple[int, int]) -> dict:

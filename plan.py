@@ -74,22 +74,23 @@ def shuffled(draws: np.ndarray, n: int, seed: int) -> np.ndarray:
     Returns: (m,) int64 sample ids; draws k n .. (k + 1) n - 1 hold every id once
     """
     passes, ids = np.divmod(draws.astype(np.uint64), np.uint64(n))
-    half = np.uint64(max(1, -(-(n - 1).bit_length() // 2)))
-    low = np.uint64((1 << int(half)) - 1)
-    outside = np.ones(len(ids), dtype=bool)
-    while outside.any():
-        x = ids[outside]
+    bits = max(1, -(-(n - 1).bit_length() // 2))  # of either half
+    half, low = np.uint64(bits), np.uint64((1 << bits) - 1)
+    salts = [(seed * 8 + turn) * 0xD1342543DE82EF95 % 2**64 for turn in range(6)]
+    keys = passes * np.uint64(0x9E3779B97F4A7C15) + np.array(salts, np.uint64)[:, None]  # (6, m)
+    outside = np.arange(len(ids))
+    while len(outside):
+        x, key = ids[outside], keys[:, outside]
         left, right = x >> half, x & low
         for turn in range(6):
-            left, right = right, left ^ (_mix(right, passes[outside], seed * 8 + turn) & low)
-        ids[outside] = left << half | right
-        outside[outside] = ids[outside] >= n
+            left, right = right, left ^ (_mix(right + key[turn]) & low)
+        ids[outside] = x = left << half | right
+        outside = outside[x >= n]
     return ids.astype(np.int64)
 
 
-def _mix(x: np.ndarray, key: np.ndarray, salt: int) -> np.ndarray:
+def _mix(x: np.ndarray) -> np.ndarray:
     """Hash 64-bit integers to 64 well-mixed bits (the finaliser of splitmix64)."""
-    x = x + key * np.uint64(0x9E3779B97F4A7C15) + np.uint64(salt * 0xD1342543DE82EF95 % 2**64)
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
@@ -282,7 +283,8 @@ class Plan:
         seed = seed_of(seed, "stage", since) if since else seed
         while len(ids) < count:
             left = count - len(ids)
-            ask = left if pool is None or len(pool.filters) == 1 else max(left, 512)
+            draws = pool.reach / max(pool.size, 1) if pool else 1  # a sample: 1 with one filter
+            ask = left if draws == 1 else min(int(1.1 * draws * left) + 64, curriculum.SCAN)
             ranks = np.arange(first - since, first - since + ask)
             ranks = shuffled(ranks, pool.reach if pool else len(self.samples), seed)
             found = pool.ids(ranks) if pool else ranks
