@@ -330,8 +330,7 @@ def analyze(
             lambda: [n for n in names if not Index.exists(folder / label(n), prints[n])]
         )
         size = max(SHARD, -(-len(samples) // MOST_SHARDS))
-        edges = [*range(0, len(samples), size), len(samples)]
-        shards = list(pairwise(edges))
+        shards = list(pairwise([*range(0, len(samples), size), len(samples)]))
         work = {name: folder / f".{label(name)}-{prints[name][:16]}" for name in names}
 
         summed = [name for name in names if metric(name).total]
@@ -344,12 +343,16 @@ def analyze(
         runs = Shards(shards, work, "run")
         if names:
             runs.fill(partial(measured, open_samples, totals), names, workers, ranks)
-        for name in names:
-            about = {"fingerprint": prints[name], "metric": name, "samples": len(samples)}
-            ranks.on_first(partial(_write_index, folder / label(name), runs.files(name), about))
-            hexadecimal = "[0-9a-f]" * 16  # not *, which would take rarity-mean's for rarity's
-            for unfinished in folder.glob(f".{label(name)}-{hexadecimal}") if ranks.first else ():
-                shutil.rmtree(unfinished)
+        merge = partial(_write_index, folder, runs, prints)
+
+        def finish() -> None:  # on rank 0, where the runs are
+            list(spread(merge, names, workers, ranks) if ranks.world == 1 else map(merge, names))
+            for name in names:
+                hexadecimal = "[0-9a-f]" * 16  # not *, which would take rarity-mean's for rarity's
+                for unfinished in folder.glob(f".{label(name)}-{hexadecimal}"):
+                    shutil.rmtree(unfinished)
+
+        ranks.on_first(finish)
 
 
 @contextmanager
@@ -363,8 +366,10 @@ def alone_in(folder: Path) -> Iterator[None]:
         os.close(directory)
 
 
-def _write_index(folder: Path, runs: list[Path], about: dict) -> None:
+def _write_index(folder: Path, shards: Shards, prints: dict[str, str], name: str) -> None:
     """Values in the order of samples, ids in that of difficulty; the folder appears whole."""
+    runs, samples = shards.files(name), shards.shards[-1][1]
+    about = {"fingerprint": prints[name], "metric": name, "samples": samples}
     # Beside the runs, so that what a kill leaves of it goes with them.
     unfinished = runs[0].with_name(f"index-{secrets.token_hex(4)}")
     unfinished.mkdir()
@@ -382,7 +387,7 @@ def _write_index(folder: Path, runs: list[Path], about: dict) -> None:
         for path in unfinished.iterdir():
             with open(path) as file:
                 os.fsync(file.fileno())
-        unfinished.rename(folder)
+        unfinished.rename(folder / label(name))
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise

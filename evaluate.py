@@ -104,7 +104,7 @@ def main(argv: list[str] | None = None) -> None:
     frame = Frame.of(encoding) if settings.model.model == "bert" else None
     evaluation = Evaluation(store, settings.data.seq_len, byte_lengths(encoding), frame)
     seen = evaluation.run(model.to(here.device), here, args.rows)
-    print(f"{args.run}, step {state['clock'][0]}: {seen.val_bpb:.4f} bits per byte held out")
+    print(f"{args.run}, step {state['step']}: {seen.val_bpb:.4f} bits per byte held out")
     print(f"{seen.val_loss:.4f} nats a token, {seen.targets:,} tokens, {seen.bytes:,} bytes")
 
 

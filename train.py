@@ -238,6 +238,8 @@ def main(argv: list[str] | None = None) -> int:
             found = checkpoint.find(folder, s.run.resume)
     if found:
         state = checkpoint.load(found)
+        if not isinstance(state["clock"], dict):
+            raise ValueError(f"{found} is of an older version of train.py: start a new run")
         trainer.model.load_state_dict(state["model"])
         trainer.optimizers.load_state_dict(state["optimizers"])
         clock, best, log_size = Clock(**state["clock"]), state["best"], state["log_size"]
