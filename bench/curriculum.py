@@ -115,7 +115,7 @@ def analyzed(store: Path, out: Path, workers: int) -> dict[str, float]:
         process = subprocess.Popen(command, stdout=log, stderr=log)
         while process.poll() is None:
             peak = max(peak, resident_bytes(process.pid))
-            if any(folder.glob(".*.tmp")):  # an index that is unfinished
+            if any(folder.glob(".*/index-*")):  # an index that is unfinished
                 merging.append(time.perf_counter())
             time.sleep(0.03)
         wall = time.perf_counter() - started
@@ -144,7 +144,7 @@ def analysis(folder: Path, tokens: int, documents: int, rounds: int) -> Figures:
     def ratio(part: str) -> list[float]:
         return [one[part] / two[part] for one, two in zip(*runs.values(), strict=True)]
 
-    merged = [(len(METRICS) * run["samples"], run["merge"]) for run in runs[1] + runs[2]]
+    merged = [(len(METRICS) * run["samples"], run["merge"]) for run in runs[1]]
     figures = Figures()
     figures.add("tokens_per_s", [tokens / run["wall"] for run in runs[1]], ">= 30e6")
     figures.add("tokens_per_s_2_workers", [tokens / run["wall"] for run in runs[2]])
