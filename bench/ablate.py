@@ -29,24 +29,20 @@ TECHNIQUES = {
 }
 # Rows cut from the stream: plain is what they compare with.
 ROWS = {
-    "seqlen-64": "--curriculum seqlen --curriculum-start 64",
-    "seqlen-0.2": "--curriculum seqlen --curriculum-share 0.2",
+    "seqlen-128": "--curriculum seqlen --curriculum-start 128",
     "reshape": "--curriculum seqlen-reshape",
     "rarity": "--curriculum rarity",
     "seqlen,rarity": "--curriculum seqlen,rarity",
-    "reshape,rarity": "--curriculum seqlen-reshape,rarity",
 }
 # Pieces of documents, packed: pack is what they compare with.
 PIECES = {
     "pack seqlen": "--pack --curriculum seqlen",
-    "pack seqlen-64": "--pack --curriculum seqlen --curriculum-start 64",
-    "pack seqlen-0.2": "--pack --curriculum seqlen --curriculum-share 0.2",
+    "pack seqlen-128": "--pack --curriculum seqlen --curriculum-start 128",
     "pack length": "--pack --curriculum length",
     "pack rarity": "--pack --curriculum rarity",
     "pack rarity-mean": "--pack --curriculum rarity-mean",
     "pack length-rarity": "--pack --curriculum length-rarity",
     "pack seqlen,rarity": "--pack --curriculum seqlen,rarity",
-    "pack seqlen,rarity-mean": "--pack --curriculum seqlen,rarity-mean",
 }
 RECIPES = TECHNIQUES | ROWS | PIECES
 

@@ -36,12 +36,12 @@ def losses() -> dict[str, dict[int, dict[int, float]]]:
 
 
 def at_budget(measured: dict[int, float], tokens: float) -> float | None:
-    """Interpolate between measured budgets; None beyond them."""
+    """Interpolate between measured budgets; None where there is one, or `tokens` is far off."""
     for (low, one), (high, other) in pairwise(sorted(measured.items())):
-        if low <= tokens <= high:
+        if 0.95 * low <= tokens <= 1.05 * high:
             share = math.log(tokens / low) / math.log(high / low)
             return one + share * (other - one)
-    return measured.get(round(tokens, -4))
+    return None
 
 
 def spread(values: list[float], sign: str = "") -> str:
