@@ -8,7 +8,7 @@ metrics allow intersects.
 Reads no files and draws no random numbers: everything here is a pure function of progress, and a
 pool only says which ranks there are to draw from. In reading order: settings, pacing, pool, course.
 
-Papers: Li et al., arXiv 2212.03597, section 3.1; arXiv 2108.06084 (sequence length warmup).
+Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 
     python curriculum.py pace --kind root --degree 2 --start 64 --end 1024 --over 300 --multiple 8
     python curriculum.py analyze --metric rarity,length            # of the embedded corpus
@@ -59,7 +59,7 @@ def pace(
 ) -> int:
     """Difficulty at progress t of `over`, in any unit: from `start` along a root to `end`.
 
-    Paper:    arXiv 2212.03597, section 3.1: floor((t / T)^(1 / p) (end - start) + start)
+    Paper:    arXiv 2212.03597; floor((t / T)^(1 / p) (end - start) + start)
     Args:     degree   p: 1 is linear, 2 the square root; above 1 grows fast at first
               multiple values between are rounded down to one of these
     Returns:  a value in start..end, exactly `end` from t = over on
@@ -89,7 +89,7 @@ class Pacing:
     start: int = 1
     end: float = 100
     over: float = 1.0
-    degree: float = 1.0
+    degree: float = 2.0  # of the root
     multiple: int = 1
     levels: tuple[int, ...] = ()
     until: tuple[float, ...] = ()
@@ -111,12 +111,13 @@ class Pacing:
             )
         if list(self.until) != sorted(set(self.until)):
             raise ValueError(f"the ends {self.until} of the levels (until) have to ascend")
+        what = "level" if stages else f"{self.flag}start"
         for level in self.levels or (self.start,):
             if not 1 <= level <= self.end:
-                raise ValueError(f"{self.flag}start {level} must lie in 1..{self.end}, the end")
+                raise ValueError(f"{what} {level} must lie in 1..{self.end}, the end")
             if level % self.multiple and level != self.end:
                 raise ValueError(
-                    f"{self.flag}start {level} is not divided by the multiple {self.multiple}:"
+                    f"{what} {level} is not divided by the multiple {self.multiple}:"
                     f" choose {-(-level // self.multiple) * self.multiple}"
                 )
         for tenth in range(11 if math.isfinite(self.end) else 0):
@@ -126,7 +127,8 @@ class Pacing:
         if self.kind == "discrete":
             return discrete(t, self.levels, self.until)
         if ":" not in self.kind:
-            return pace(t, self.over, self.start, self.end, self.degree, self.multiple)
+            degree = self.degree if self.kind == "root" else 1.0
+            return pace(t, self.over, self.start, self.end, degree, self.multiple)
         progress = min(t / self.over, 1.0)
         try:
             found = math.floor(function_at(self.kind)(progress))
@@ -361,7 +363,7 @@ class Course:
 def reshape(spans: np.ndarray, seq_len: int, limit: int) -> tuple[int, list[list[tuple]]]:
     """Cut full rows of `seq_len` tokens into shorter ones, losing nothing.
 
-    Paper:    arXiv 2212.03597, section 3.1 (seqres)
+    Paper:    arXiv 2212.03597 (seqres)
     Args:     spans (n, 2) first and one-past-last token of samples, at most seq_len tokens each
     Returns:  tokens of a row, at most `limit`; for each sample the same number of rows. The last
               chunk reaches back to be as long: (start, stop, seen), the first `seen` tokens context
@@ -410,8 +412,7 @@ def show_pace(args: argparse.Namespace) -> None:
     start, end, over = args.start, args.end, args.over
     if levels:
         start, end, over = levels[0], max(levels), until[-1] if until else over
-    degree = args.degree if kind == "root" else 1.0
-    pacing = Pacing(kind, start, end, over, degree, args.multiple, levels, until)
+    pacing = Pacing(kind, start, end, over, args.degree, args.multiple, levels, until)
     found = {f"{t:g}": pacing(t) for t in at or [over * tenth / 10 for tenth in range(11)]}
     if args.json:
         print(json.dumps(found))

@@ -6,7 +6,7 @@ absent: values by sample, sample ids by difficulty, and a fingerprint of all tha
 
 Does not decide what is trained on when: that is curriculum.py, which runs this as its command.
 
-Paper: Li et al., arXiv 2212.03597, section 3.1.
+Paper: Li et al., arXiv 2212.03597.
 
     python curriculum.py analyze --metric rarity,length            # of the embedded corpus
     torchrun --nproc-per-node 2 curriculum.py analyze STORE --metric rarity --samples rows
@@ -68,7 +68,7 @@ def length(_: None) -> Callable:
 
 
 def rarity(counts: np.ndarray) -> Callable:
-    """Vocabulary rarity: the summed surprise of a sample's tokens (arXiv 2212.03597, section 3.1).
+    """Vocabulary rarity: the summed surprise of a sample's tokens (arXiv 2212.03597).
 
     Deviates: upstream cuts it to a whole number, which makes ties
     Example:  of counts [2, 1, 1], tokens [0, 0, 1] of lengths [2, 1] have [2 ln 2, ln 4]: a tie

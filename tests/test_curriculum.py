@@ -140,8 +140,9 @@ def test_each_metric_has_its_own_pacing():
     config = CurriculumConfig("seqlen,rarity", "64,5", "0.5,0.2", "discrete:64@0.1:256,root:3")
     found = curriculum.pacings(config, 256, 1000, {})
     assert found["seqlen"] == Pacing(
-        "discrete", 64, 256, 500.0, 1.0, 8, (64, 256), (100.0,), "--curriculum-"
+        "discrete", 64, 256, 500.0, 2.0, 8, (64, 256), (100.0,), "--curriculum-"
     )
+    assert curriculum.parsed("root", 1) == {"kind": "root"} and Pacing("root").degree == 2
     assert found["rarity"] == Pacing("root", 5, 100, 200.0, 3.0, 1, flag="--curriculum-")
 
 
