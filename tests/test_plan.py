@@ -366,7 +366,9 @@ def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
         for first in range(0, len(stage_ids), reach):
             part = stage_ids[first : first + reach]
             assert len(set(part)) == len(part)
-    assert len({step.after.since for step in steps}) > 30 and reach == len(p.samples)
+    stages = {step.after.since for step in steps}
+    assert len(stages) == len({step.stage["pool"] for step in steps}) > 30, "one a pool"
+    assert reach == len(p.samples)
 
 
 def test_after_the_end_full_passes_without_repeats(indexed):
@@ -433,16 +435,19 @@ def test_no_sample_so_easy_widens_and_says_so_once(indexed, capsys):
 
 
 def test_reshaped_rows_show_the_same_tokens(store, indexed):
-    """Nothing lost, nothing twice: the targets of a step are those of the whole rows."""
-    p = indexed("--curriculum seqlen-reshape --curriculum-start 8 --curriculum-share 1")
-    plain = plan(store)
-    for number in range(5):
-        clock = Clock(draws=8 * number, consumed_tokens=300 * number, paced_at=300 * number)
+    """Nothing lost, nothing twice, also where rows of 40 in three parts of 16 overlap."""
+    size = "--seq-len 40 --batch-tokens 320"
+    p = indexed(f"{size} --curriculum seqlen-reshape --curriculum-start 8 --curriculum-share 1")
+    plain, widths = plan(store, size), set()
+    for number in range(8):
+        clock = Clock(draws=8 * number, consumed_tokens=400 * number, paced_at=400 * number)
         step, whole = p(clock), plain(clock)
-        assert step.batch.tokens.shape[1] <= step.stage["difficulty_seqlen-reshape"] < 32
+        widths.add(step.batch.tokens.shape[1])
+        assert step.batch.tokens.shape[1] <= step.stage["difficulty_seqlen-reshape"] < 40
         targets = step.batch.targets[step.batch.targets != IGNORE]
         assert sorted(targets.tolist()) == sorted(whole.batch.targets.flatten().tolist())
-        assert step.targets == whole.targets == 256 and step.after.real_tokens == 256
+        assert step.targets == whole.targets == 320 and step.after.real_tokens == 320
+    assert widths == {8, 16, 24}
 
 
 def test_short_samples_of_a_bert_make_short_rows(indexed):
