@@ -413,7 +413,7 @@ def show_pace(args: argparse.Namespace) -> None:
     if levels:
         start, end, over = levels[0], max(levels), until[-1] if until else over
     pacing = Pacing(kind, start, end, over, args.degree, args.multiple, levels, until)
-    found = {f"{t:g}": pacing(t) for t in at or [over * tenth / 10 for tenth in range(11)]}
+    found = {f"{t:.12g}": pacing(t) for t in at or [over * tenth / 10 for tenth in range(11)]}
     if args.json:
         print(json.dumps(found))
     else:
