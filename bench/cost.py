@@ -73,7 +73,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="append to results/cost.jsonl")
     args = parser.parse_args()
 
-    ranks = runtime.start("cpu", "fp32")
+    ranks, commit = runtime.start("cpu", "fp32"), runtime.provenance()["commit"]
     store, encoding = Store.open(embedded_store("pd4k")), get_encoding("pd4k")
     counts: dict[str, Counter] = {}
     steps: dict[tuple, Step] = {}
@@ -121,7 +121,7 @@ def main() -> None:
                 "to_plain_min_median_max": ratio,
                 "turns": args.turns,
                 "threads": torch.get_num_threads(),
-                "commit": runtime.provenance()["commit"],
+                "commit": commit,
                 "torch": torch.__version__,
                 "hardware": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
             }
