@@ -1,9 +1,9 @@
 """Rates of the curriculum at scale: the offline analysis, and the sampler on a finished index.
 
 analysis  `curriculum.py analyze` over a made-up store, with 1 and 2 workers in turns. Each run is a
-          fresh process whose start and imports count but where it says so; its memory is the resident pages of it and
-          of its workers, summed, so that what they share counts more than once. Then what these
-          rates come to for 300 G and 15 T tokens on many cores.
+          fresh process, and its start and imports count but where it says so; its memory is the
+          resident pages of it and of its workers, summed, so that what they share counts more than
+          once. Then what these rates come to for 300 G and 15 T tokens on many cores.
 sampling  an index of a billion samples: opening it, drawing batches of ids from half and all of it
           and from where two metrics meet, and the memory that ten thousand batches leave behind.
 
