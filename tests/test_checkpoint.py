@@ -730,12 +730,14 @@ def test_killed_at_any_moment_every_file_is_whole(tmp_path):
 
 def test_control_written_in_place_the_same_kills_tear_the_file(tmp_path):
     generator = random.Random(0)
+    path = tmp_path / "last.pt"
     for _ in range(20):
+        path.unlink(missing_ok=True)  # else a slow process is killed before its first save
         with running(save_in_place_forever, tmp_path, 0):
-            wait_for(tmp_path / "last.pt")
+            wait_for(path)
             time.sleep(generator.uniform(0, 0.05))
         try:
-            torch.load(tmp_path / "last.pt", weights_only=True)
+            torch.load(path, weights_only=True)
         except Exception:
             return
     pytest.fail("20 kills in mid-write and never a torn file: the kills of these tests do not bite")
