@@ -22,7 +22,6 @@ turns: one process writes to a folder. To verify a file and list what it holds:
     python checkpoint.py runs/a/step-00001234.pt
 """
 
-import argparse
 import hashlib
 import io
 import os
@@ -31,6 +30,8 @@ import sys
 from pathlib import Path
 
 import torch
+
+from runtime import Parser, exit_cleanly
 
 MARK = "\nsha256:"
 CHUNK_BYTES = 1 << 20
@@ -222,7 +223,7 @@ def _tensor_bytes(value: object) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Verify a checkpoint and list what it holds.")
+    parser = Parser(description="Verify a checkpoint and list what it holds.")
     parser.add_argument("path", type=Path)
     path = parser.parse_args().path
     state = load(path)
@@ -232,6 +233,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import runtime
-
-    runtime.exit_cleanly(main)
+    exit_cleanly(main)

@@ -18,6 +18,7 @@ from ltd import LtdConfig
 from model import SIZES, Shape
 from optim import SCHEDULES
 from packing import PackConfig
+from runtime import Parser
 
 
 def flag(default: Any, help: str, choices: tuple | None = None) -> Any:
@@ -128,14 +129,9 @@ def count(text: str) -> int:
     return int(number)
 
 
-class Parser(argparse.ArgumentParser):
-    def error(self, message: str) -> None:
-        raise ValueError(f"{message} (see --help)")
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line: a group of flags a dataclass. What is not given is absent, not default."""
-    out = Parser(prog="train.py", allow_abbrev=False, description="Pretrain a GPT or a BERT.")
+    out = Parser(prog="train.py", description="Pretrain a GPT or a BERT.")
     for part in fields(Config):
         cls = get_type_hints(Config)[part.name]
         group = out.add_argument_group(part.name)

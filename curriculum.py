@@ -427,10 +427,12 @@ def show_pace(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="curriculum.py", description=__doc__.split("\n")[0])
+    import runtime
+
+    parser = runtime.Parser(prog="curriculum.py", description=__doc__.split("\n")[0])
     verbs = parser.add_subparsers(required=True)
     verbs.add_parser("analyze", help="sort the samples of a store by difficulty", add_help=False)
-    verb = verbs.add_parser("pace", help="print the difficulty over a run", allow_abbrev=False)
+    verb = verbs.add_parser("pace", help="print the difficulty over a run")
     verb.add_argument("--kind", default="linear", help="linear, root, discrete or path.py:name")
     verb.add_argument("--degree", type=float, default=2.0, help="of the root: 2 is the square root")
     verb.add_argument("--start", type=int, default=64)

@@ -8,7 +8,6 @@ Does not shuffle, filter, deduplicate or change text.
     python data.py prepare corpus/pd-mix.jsonl.gz --out runs/pd-mix
 """
 
-import argparse
 import gzip
 import hashlib
 import json
@@ -412,9 +411,11 @@ def _print_summary(store: Store) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="documents to a token store", allow_abbrev=False)
+    import runtime
+
+    parser = runtime.Parser(description="documents to a token store")
     verbs = parser.add_subparsers(required=True)
-    verb = verbs.add_parser("prepare", help="encode documents into a store", allow_abbrev=False)
+    verb = verbs.add_parser("prepare", help="encode documents into a store")
     verb.add_argument("inputs", nargs="+", help="text, .jsonl, .jsonl.gz, .jsonl.zst, folders")
     verb.add_argument("--out", required=True, help="the folder to make")
     verb.add_argument("--tokenizer", default="pd4k", help="pd4k, bytes, gpt2 or a .tiktoken file")

@@ -12,7 +12,6 @@ Paper: Li et al., arXiv 2212.03597.
     torchrun --nproc-per-node 2 curriculum.py analyze STORE --metric rarity --samples rows
 """
 
-import argparse
 import fcntl
 import hashlib
 import json
@@ -487,9 +486,7 @@ def ready(samples: Samples, metrics: str, given: str | None, ranks: Runtime) -> 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="curriculum.py analyze", description=__doc__.split("\n")[0], allow_abbrev=False
-    )
+    parser = runtime.Parser(prog="curriculum.py analyze", description=__doc__.split("\n")[0])
     parser.add_argument("store", nargs="?", help="of data.py prepare (default: embedded corpus)")
     parser.add_argument("--metric", required=True, help=f"{', '.join(METRICS)} or path.py:name")
     parser.add_argument("--samples", default="pieces", choices=data.KINDS, help=data.KINDS_HELP)

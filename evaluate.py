@@ -6,7 +6,6 @@ pieces of the held-out documents, packed once, isolated from each other, every t
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
 """
 
-import argparse
 import math
 from typing import NamedTuple
 
@@ -17,7 +16,7 @@ from torch import nn
 from data import Samples, Store, embedded_store
 from packing import best_fit
 from plan import Frame, lay_out, mask_tokens, shuffled
-from runtime import Runtime, exit_cleanly, start
+from runtime import Parser, Runtime, exit_cleanly, start
 from sample import load_run
 from tokenizer import byte_lengths, get_encoding
 
@@ -85,9 +84,7 @@ class Evaluation:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="evaluate.py", description="Held-out bits per byte of a run.", allow_abbrev=False
-    )
+    parser = Parser(prog="evaluate.py", description="Held-out bits per byte of a run.")
     parser.add_argument("run", help="folder of a run")
     parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
     parser.add_argument("--data", help="another token store (default: the run's own)")

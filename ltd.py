@@ -12,7 +12,6 @@ Paper: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597, se
     python ltd.py --start 64 --seq-len 256 --layers 6           # kept tokens and cost over a run
 """
 
-import argparse
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -122,7 +121,9 @@ def effective_tokens(real_tokens: int, layers: int, keep: int, seq_len: int) -> 
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="ltd.py", description="Token dropping over a run.")
+    import runtime
+
+    parser = runtime.Parser(prog="ltd.py", description="Token dropping over a run.")
     parser.add_argument("--start", type=int, default=128, help="tokens of a row kept at first")
     parser.add_argument("--share", type=float, default=0.7, help="progress at which all are kept")
     parser.add_argument("--seq-len", type=int, default=256, help="tokens of a row")

@@ -9,7 +9,6 @@ of best-fit decreasing, which is what stands here, item by item.
     python packing.py 100 90 60 50 40 30 --capacity 128         # which length goes where
 """
 
-import argparse
 from bisect import bisect_left, insort
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -53,7 +52,9 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="packing.py", description="Pack lengths into rows.")
+    import runtime
+
+    parser = runtime.Parser(prog="packing.py", description="Pack lengths into rows.")
     parser.add_argument("lengths", type=int, nargs="+", help="lengths in tokens")
     parser.add_argument("--capacity", type=int, default=128, help="tokens of a row")
     args = parser.parse_args(argv)

@@ -18,7 +18,6 @@ entry that does not fit is an error. The number of heads is not in a state dict 
     python published.py gpt2.bin       # what the file holds, and the flags that fit it
 """
 
-import argparse
 import re
 from pathlib import Path
 from zipfile import is_zipfile
@@ -27,6 +26,7 @@ import torch
 from torch import Tensor
 
 from model import SIZES, Shape, Transformer
+from runtime import Parser, exit_cleanly
 
 PREFIX = re.compile(r"^(transformer|bert)\.")
 LAYER = re.compile(r"(?:h|encoder\.layer)\.(\d+)\.")
@@ -181,13 +181,11 @@ def _refusal(path: str | Path, why: str) -> ValueError:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Say what a file of published weights holds.")
+    parser = Parser(description="Say what a file of published weights holds.")
     parser.add_argument("path", type=Path)
     path = parser.parse_args().path
     print(f"{path}: {published_shape(path)}; as flags: {flags(published_shape(path))}")
 
 
 if __name__ == "__main__":
-    import runtime
-
-    runtime.exit_cleanly(main)
+    exit_cleanly(main)

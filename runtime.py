@@ -3,6 +3,7 @@
 No training logic. Everything that differs between one CPU and many GPUs is here.
 """
 
+import argparse
 import hashlib
 import json
 import os
@@ -181,6 +182,16 @@ def provenance() -> dict[str, str]:
         "threads": str(torch.get_num_threads()),
         "machine": f"{platform.system()} {platform.machine()}",
     }
+
+
+class Parser(argparse.ArgumentParser):
+    """A command line whose mistakes are one line for `exit_cleanly`, without argparse's usage."""
+
+    def __init__(self, **options: Any):
+        super().__init__(allow_abbrev=False, **options)
+
+    def error(self, message: str) -> None:
+        raise ValueError(f"{message} (see --help)")
 
 
 def one_line(error: Exception) -> str:

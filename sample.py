@@ -3,8 +3,6 @@
 python sample.py runs/gpt-nano-1 --prompt "Call me" --tokens 200
 """
 
-import argparse
-
 import tiktoken
 import torch
 from torch import Tensor
@@ -79,7 +77,7 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="sample.py", description="Print text from a trained GPT.")
+    parser = runtime.Parser(prog="sample.py", description="Print text from a trained GPT.")
     parser.add_argument("run", help="folder of a run")
     parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
     parser.add_argument("--prompt", default="", help="text to go on from")

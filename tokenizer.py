@@ -226,13 +226,15 @@ def _show(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="tiktoken encodings", allow_abbrev=False)
+    import runtime
+
+    parser = runtime.Parser(description="tiktoken encodings")
     verbs = parser.add_subparsers(required=True)
-    show = verbs.add_parser("show", help="print the tokens of a text", allow_abbrev=False)
+    show = verbs.add_parser("show", help="print the tokens of a text")
     show.add_argument("text")
     show.add_argument("--tokenizer", default="pd4k", help="pd4k, bytes, gpt2 or a .tiktoken file")
     show.set_defaults(run=_show)
-    learn = verbs.add_parser("learn", help="learn ranks from documents", allow_abbrev=False)
+    learn = verbs.add_parser("learn", help="learn ranks from documents")
     learn.add_argument("inputs", nargs="+", help="text, .jsonl, .jsonl.gz, .jsonl.zst, folders")
     learn.add_argument("--ranks", type=int, default=4096, help="the 256 bytes included (4096)")
     learn.add_argument("--out", type=Path, required=True, help="the .tiktoken file to write")

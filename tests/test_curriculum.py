@@ -303,7 +303,7 @@ def test_command_prints_a_table(capsys):
         main(["pace", "--start", "300", "--end", "256"])
     with pytest.raises(ValueError, match="--at x is not a whole number"):
         main(["pace", "--at", "x"])
-    with pytest.raises(SystemExit, match="2"):
+    with pytest.raises(ValueError, match="--unknown 3"):
         main(["pace", "--start", "64", "--unknown", "3"])
 
 

@@ -305,7 +305,12 @@ def test_an_interrupt_or_error_in_the_middle_leaves_nothing(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-PREPARE = "import data; data.main(['prepare', *{inputs}, '--out', {out!r}])"
+# A process in the background inherits that SIGINT is ignored; the tests may run there.
+PREPARE = """
+import signal, data
+signal.signal(signal.SIGINT, signal.default_int_handler)
+data.main(['prepare', *{inputs}, '--out', {out!r}])
+"""
 
 
 def start_prepare(tmp_path: Path, preexec_fn=None) -> subprocess.Popen:

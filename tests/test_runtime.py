@@ -1,5 +1,6 @@
 """Seeds, the log, devices, and how a command ends."""
 
+import importlib
 import json
 import subprocess
 import sys
@@ -73,3 +74,13 @@ def test_a_bug_keeps_its_traceback():
     code = "import runtime\nruntime.exit_cleanly(lambda: 1 / 0)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+
+
+COMMANDS = ("checkpoint", "curriculum", "data", "difficulty", "evaluate", "ltd", "packing")
+
+
+@pytest.mark.parametrize("name", [*COMMANDS, "published", "sample", "tokenizer", "train"])
+def test_a_flag_that_a_command_does_not_know_is_one_line(name, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--bogus"])
+    with pytest.raises(ValueError, match=r"^[^\n]*\(see --help\)$"):
+        importlib.import_module(name).main()

@@ -327,23 +327,31 @@ def test_a_mistake_on_two_ranks_is_said_once(store_dir, tmp_path):
     assert "exitcode  : 2" in done.stderr, "torchrun says with what status its ranks left"
 
 
+KILL = """
+import os, random, signal, sys, threading
+import runtime, train
+lines, write = int(sys.argv.pop(1)), runtime.Log.write
+kill = threading.Timer(random.uniform(0, 0.005), os.kill, (os.getpid(), signal.SIGKILL))
+def count(log, *args, **values):
+    write(log, *args, **values)
+    if open(log.file.name, "rb").read().count(b"\\n") > lines and not kill.is_alive():
+        kill.start()
+runtime.Log.write = count
+train.main()
+"""
+
+
 @pytest.mark.dist
 def test_killed_at_any_moment_and_resumed_is_the_same_run(store_dir, tmp_path):
-    """SIGKILL after a random number of log lines, three times over, then to the end."""
+    """SIGKILL some time after so many lines of the log, three times over, then to the end."""
     flags = f"{ALL_ON} --tokens 8000 --checkpoint-every 700"
     subprocess.run(command(store_dir, tmp_path / "whole", flags), check=True)
     whole = metrics(read_log(tmp_path / "whole"))
-    log = tmp_path / "killed" / "log.jsonl"
     launch = command(store_dir, tmp_path / "killed", flags)
     resume = [PYTHON, str(ROOT / "train.py"), "--resume", "--out", str(tmp_path / "killed")]
     for lines in (3, 14, 26):  # the first before there is a checkpoint
-        process = subprocess.Popen(launch, stderr=subprocess.DEVNULL)
-        while process.poll() is None:
-            if log.exists() and log.read_bytes().count(b"\n") > lines:
-                process.send_signal(signal.SIGKILL)
-                break
-            time.sleep(0.001)
-        assert process.wait() == -signal.SIGKILL
+        killed = [PYTHON, "-c", KILL, str(lines), *launch[2:]]
+        assert subprocess.run(killed, cwd=ROOT).returncode == -signal.SIGKILL
         launch = resume
     subprocess.run(resume, check=True)
     assert metrics(read_log(tmp_path / "killed")) == whole
