@@ -12,7 +12,6 @@ Paper: Li et al., arXiv 2212.03597.
     torchrun --nproc-per-node 2 curriculum.py analyze STORE --metric rarity --samples rows
 """
 
-import fcntl
 import hashlib
 import json
 import math
@@ -24,7 +23,7 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import nullcontext
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -37,7 +36,7 @@ from tqdm import tqdm
 import data
 import runtime
 from curriculum import CurriculumConfig, check, function_at, label, plotted, said, settled
-from data import Samples
+from data import Samples, alone_in
 from runtime import Runtime
 from tokenizer import get_encoding
 
@@ -352,17 +351,6 @@ def analyze(
                     shutil.rmtree(unfinished)
 
         ranks.on_first(finish)
-
-
-@contextmanager
-def alone_in(folder: Path) -> Iterator[None]:
-    """Wait until no other process analyzes into this folder; it may have made what is wanted."""
-    directory = os.open(folder, os.O_RDONLY)
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX)
-        yield
-    finally:
-        os.close(directory)
 
 
 def _write_index(folder: Path, shards: Shards, prints: dict[str, str], name: str) -> None:

@@ -22,8 +22,9 @@ BUDGETS = {
     "train.py": 300,
     "model.py": 260,
     # Four file formats, each with its error by line, a store that is whole or absent, and samples,
-    # which the analysis of a store needs as much as training does.
-    "data.py": 310,
+    # which the analysis of a store needs as much as training does, with a table that a billion of
+    # them do not pull into memory. Cut in two it would be a seventeenth file.
+    "data.py": 350,
     # Pacing, pools, and settings of which each metric has its own, all checked before a run.
     "curriculum.py": 320,
     # Metrics, the map, the merge and the index: everything of the curriculum that touches files.

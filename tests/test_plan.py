@@ -1,5 +1,7 @@
 """Plan and samples: every token a target once a pass, the same rows for any number of ranks."""
 
+import errno
+import shutil
 from itertools import pairwise
 
 import numpy as np
@@ -10,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import config
+import data
 from data import Samples, Store
 from model import IGNORE
 from plan import Clock, Frame, Plan, cut, lay_out, mask_tokens, shuffled
@@ -65,6 +68,61 @@ def test_samples_worked_example():
     assert text_of(Samples(Toy, 2, split="val"), [0, 1]) == [(6, 8), (8, 9)]
     bare = Samples(Toy, 3, bare=True)  # the second document is empty without its end-of-text
     assert len(bare) == 2 and text_of(bare, [0, 1]) == [(0, 3), (3, 4)]
+
+
+@pytest.fixture
+def large(store_dir, tmp_path, monkeypatch):
+    """A store of its own that counts as a large one, whose documents are cut 7 at a time."""
+    monkeypatch.setattr(data, "IN_MEMORY", 0)
+    monkeypatch.setattr(data, "CUT", 7)
+    return Store.open(shutil.copytree(store_dir, tmp_path / "large"))
+
+
+@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("split", ["train", "val"])
+def test_samples_of_a_large_store_are_those_of_a_small_one(store, large, split, bare, monkeypatch):
+    n, expected = store.train_documents, []
+    edges = store.offsets.tolist()
+    for start, stop in pairwise(edges[: n + 1] if split == "train" else edges[n:]):
+        stop -= bare
+        expected += [(a, min(a + 30, stop)) for a in range(start, stop, 30)]
+    for where, most in ((large, 0), (large, 0), (store, 1 << 22)):  # a file made, found, and none
+        monkeypatch.setattr(data, "IN_MEMORY", most)
+        samples = Samples(where, 30, split, bare=bare)
+        assert text_of(samples, range(len(samples))) == expected
+    (file,) = large.path.glob("*.spans")
+    assert file.stat().st_size == 16 * len(expected)
+
+
+def test_the_table_of_a_large_store_is_made_once_and_mapped(large):
+    file = large.path / f"train-30-{large.meta['sha256']['documents.idx'][:16]}.spans"
+    file.with_suffix(".tmp").write_bytes(b"of a process that was killed")
+    Samples(large, 30)
+    made = file.stat().st_mtime_ns
+    table = Samples(large, 30).table
+    assert file.stat().st_mtime_ns == made and not list(large.path.glob("*.tmp"))
+    while not isinstance(table, np.memmap):
+        table = table.base
+    assert table.filename == file
+    assert len(list(large.path.iterdir())) == 4, "three files of the store, and this one"
+    Samples(large, 30, bare=True), Samples(large, 31), Samples(large, 30, "val")
+    assert len(list(large.path.glob("*.spans"))) == 4, "each kind of samples has its own"
+
+
+def test_a_large_store_that_nobody_may_write_into_is_cut_in_memory(large, monkeypatch):
+    monkeypatch.setattr(data.os, "access", lambda path, mode: False)
+    assert len(Samples(large, 30)) > 400
+    assert not list(large.path.glob("*.spans"))
+
+
+def test_a_table_that_does_not_fit_on_the_disk_leaves_nothing(large, monkeypatch):
+    def full(path):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(data, "_fsync", full)
+    with pytest.raises(OSError, match=f"No space left on device: '{large.path}/train-30-"):
+        Samples(large, 30)
+    assert len(list(large.path.iterdir())) == 3
 
 
 def test_layout_worked_example():
@@ -358,7 +416,7 @@ def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
             since, stage_ids = step.after.since, []
         pool = p.stage(before.consumed_tokens).pool
         spans, _ = p.draw(before.draws, p.rows, since, pool)
-        ids = ((spans[:, 0] - p.samples.start[0]) // 32).tolist()
+        ids = ((spans[:, 0] - p.samples.start) // 32).tolist()
         reach = pool.reach if pool else len(p.samples)
         assert step.stage["pool"] == reach
         assert pool is None or set(ids) <= set(pool.filters[0][1].order[:reach].tolist())
