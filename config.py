@@ -9,6 +9,7 @@ environment variables: a recipe is a shell line.
 
 import argparse
 import types
+from contextlib import suppress
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, get_args, get_type_hints
 
@@ -342,6 +343,7 @@ FREE = [
     "run.keep",
     "optim.micro_rows",
     "data.data",
+    "curriculum.index",
 ]
 
 
@@ -349,12 +351,15 @@ def resumed(saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
     """The settings of a run that goes on: those it was started with, and what may be changed."""
     for name, value in given.items():
         if name not in FREE and saved.get(name) != value:
+            with suppress(ValueError):  # what the same words were made to mean when it was started
+                if flat(build({**saved, name: value}))[name] == saved.get(name):
+                    continue
             flag = flag_of(*name.split("."))
             raise ValueError(
                 f"{flag} {value} differs from the {saved.get(name)} that the run was started with:"
                 " leave it out, or start a new run with another --out"
             )
-    return {**saved, **given}
+    return {**saved, **{name: value for name, value in given.items() if name in FREE}}
 
 
 def flags_table() -> str:

@@ -18,10 +18,12 @@ import argparse
 import importlib.util
 import json
 import math
+import sys
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,6 +31,7 @@ import numpy as np
 
 LENGTHS = ("seqlen", "seqlen-reshape")
 RANKED = ("length", "rarity", "rarity-mean", "length-rarity")
+LARGEST = 2**53  # to which a float64 counts without gaps
 MULTIPLE = 8  # lengths move in steps of 8: few shapes, and matrix units work in eights
 PACES = "linear, root:DEGREE, discrete:LEVEL@SHARE:...:LEVEL, path.py:name"
 
@@ -97,20 +100,21 @@ class Pacing:
 
     def __post_init__(self):
         stages = self.kind == "discrete"
-        if not (stages or self.kind in ("linear", "root") or ":" in self.kind):
+        if not (stages or self.kind in ("linear", "root") or ".py:" in self.kind):
             raise ValueError(f"pacing {self.kind} is unknown: choose one of {PACES}")
-        if not (0 < self.over < math.inf and self.degree > 0 and self.multiple > 0):
-            raise ValueError(
-                f"pacing over {self.over} by a root of degree {self.degree} in steps of"
-                f" {self.multiple}: each has to be above 0"
-            )
+        for name in ("over", "degree", "multiple"):
+            if not 0 < getattr(self, name) < LARGEST:
+                raise ValueError(f"pacing with {name} {getattr(self, name)}: it has to be above 0")
+        if stages and not self.levels:
+            raise ValueError("pacing discrete needs levels, such as discrete:64@0.1:256")
         if len(self.levels) != len(self.until) + stages:
             raise ValueError(
                 f"{len(self.levels)} levels need {max(len(self.levels) - 1, 0)} ends (until), one"
                 f" each but the last, not {len(self.until)}"
             )
-        if list(self.until) != sorted(set(self.until)):
-            raise ValueError(f"the ends {self.until} of the levels (until) have to ascend")
+        ends = (0, *self.until, LARGEST)
+        if not all(a < b for a, b in pairwise(ends)):
+            raise ValueError(f"the ends {self.until} of the levels (until) have to ascend from 0")
         what = "level" if stages else f"{self.flag}start"
         for level in self.levels or (self.start,):
             if not 1 <= level <= self.end:
@@ -120,19 +124,20 @@ class Pacing:
                     f"{what} {level} is not divided by the multiple {self.multiple}:"
                     f" choose {-(-level // self.multiple) * self.multiple}"
                 )
-        for tenth in range(11 if math.isfinite(self.end) else 0):
-            self(tenth / 10 * self.over)  # so that a user's function fails before the run does
+        if ".py:" in self.kind and math.isfinite(self.end):
+            for i in range(1001):  # so that a user's function fails before the run does
+                self(i / 1000 * self.over)
 
     def __call__(self, t: float) -> int:
         if self.kind == "discrete":
             return discrete(t, self.levels, self.until)
-        if ":" not in self.kind:
+        if ".py:" not in self.kind:
             degree = self.degree if self.kind == "root" else 1.0
             return pace(t, self.over, self.start, self.end, degree, self.multiple)
         progress = min(t / self.over, 1.0)
         try:
             found = math.floor(function_at(self.kind)(progress))
-        except Exception as error:  # whatever a user's function may do
+        except (Exception, SystemExit) as error:  # whatever a user's function may do
             raise ValueError(f"{self.kind} at progress {progress}: {said(error)}") from None
         if not self.start <= found <= self.end:
             raise ValueError(
@@ -152,14 +157,14 @@ def function_at(place: str) -> Callable:
     module = importlib.util.module_from_spec(spec)
     try:
         spec.loader.exec_module(module)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{place}: {said(error)}") from None
     if not callable(getattr(module, name, None)):
         raise ValueError(f"{place}: {path} defines no function {name}")
     return getattr(module, name)
 
 
-def said(error: Exception) -> str:
+def said(error: BaseException) -> str:
     return f"raised {type(error).__name__}: {error}"
 
 
@@ -169,6 +174,10 @@ def said(error: Exception) -> str:
 def settled(config: CurriculumConfig, seq_len: int) -> CurriculumConfig:
     """Fill in what was left open, metric by metric: the papers' pacings, from 1/4 row or 1 %."""
     names = config.metric.split(",")
+    if config.by == "value" and config.start is None and not set(names) <= set(LENGTHS):
+        raise ValueError(
+            "--curriculum-by value needs --curriculum-start, in each metric's own unit"
+        )
     kinds = config.pace or ",".join("linear" if name in LENGTHS else "root:2" for name in names)
     kinds, share = (
         text if "," in text else ",".join([text] * len(names)) for text in (kinds, config.share)
@@ -215,28 +224,32 @@ def pacings(
     return found
 
 
-def parsed(text: str, budget: float) -> dict[str, Any]:
+def parsed(text: str, budget: float, what: str = "--curriculum-pace") -> dict[str, Any]:
     """A part of --curriculum-pace as fields of Pacing.
 
     Example: parsed("discrete:64@0.1:256", 1000) is level 64 until 100 tokens, 256 after them
     """
     kind, *rest = text.split(":")
-    what = "--curriculum-pace"
     if kind == "root" and len(rest) == 1:
         return {"kind": kind, "degree": number(rest[0], what)}
     if kind == "discrete" and rest:
         levels, _, ends = zip(*(stage.partition("@") for stage in rest), strict=True)
-        until = tuple(number(end, what) * budget for end in ends if end)
+        shares = [number(end or "0", what) for end in ends[:-1]]
+        if ends[-1] or not all(0 < share <= 1 for share in shares):
+            raise ValueError(f"{what} {text}: each level but the last ends @ a share, above 0 to 1")
+        until = tuple(share * budget for share in shares)
         return {"kind": kind, "levels": tuple(number(n, what, int) for n in levels), "until": until}
     return {"kind": text}
 
 
 def number(text: str, flag: str, kind: type = float) -> Any:
     try:
-        return kind(text)
+        found = kind(text)
     except ValueError:
-        whole = "a whole number" if kind is int else "a number"
-        raise ValueError(f"{flag} {text} is not {whole}") from None
+        found = math.nan
+    if not abs(found) < LARGEST:
+        raise ValueError(f"{flag} {text} is not a {'whole ' * (kind is int)}number below 2^53")
+    return found
 
 
 def check(config: CurriculumConfig, seq_len: int, kind: str) -> None:
@@ -246,12 +259,12 @@ def check(config: CurriculumConfig, seq_len: int, kind: str) -> None:
         if ":" in name:
             function_at(name)
         elif name not in (*LENGTHS, *RANKED):
-            known = ", ".join(("none", *LENGTHS, *RANKED))
+            known = ", ".join((*LENGTHS, *RANKED))
             raise ValueError(f"--curriculum {name} is unknown: choose of {known}, path.py:name")
         if name in ("length", "length-rarity") and kind == "rows":
             raise ValueError(
                 f"--curriculum {name} cannot tell rows apart that are all {seq_len} tokens, cut"
-                " from the stream: add --pack, which takes documents, or choose rarity"
+                " from the stream: take pieces of documents (--pack), or choose rarity"
             )
         if name == "seqlen-reshape" and kind != "rows":
             raise ValueError(
@@ -259,7 +272,9 @@ def check(config: CurriculumConfig, seq_len: int, kind: str) -> None:
                 f"{' and --pack' if kind == 'bert' else ''}, which cuts pieces and loses nothing"
             )
     if len(set(map(label, names))) < len(names) or set(LENGTHS) <= set(names):
-        raise ValueError(f"--curriculum {config.metric}: takes each metric once, and one length")
+        raise ValueError(
+            f"--curriculum {config.metric}: takes one length, and each name once (rename functions)"
+        )
     pacings(config, seq_len, 1.0, {})
 
 
@@ -322,6 +337,12 @@ class Course:
         self, config: CurriculumConfig, budget: float, seq_len: int, indexes: dict[str, Any]
     ):
         highest = {name: math.ceil(index.highest(len(index))) for name, index in indexes.items()}
+        for name, end in highest.items() if config.by == "value" else ():
+            if end < 2:
+                raise ValueError(
+                    f"--curriculum-by value goes up from 1 in whole numbers, and {name} ends at"
+                    f" {indexes[name].highest(len(indexes[name])):g}: scale it, or take percentiles"
+                )
         self.pacings = pacings(config, seq_len, budget, highest)
         self.by, self.seq_len, self.indexes = config.by, seq_len, indexes
         self.pool_of = lru_cache(maxsize=4)(self.find_pool)
@@ -335,8 +356,8 @@ class Course:
         difficulty = {name: pacing(t) for name, pacing in self.pacings.items()}
         limit = min([self.seq_len, *(difficulty[n] for n in LENGTHS if n in difficulty)])
         counts, note = {}, ""
+        by_percent = self.by == "percentile"
         for name, index in self.indexes.items():
-            by_percent = self.by == "percentile"
             count = (index.at_percent if by_percent else index.at_value)(difficulty[name])
             if count == 0:
                 easiest = index.highest(1)
@@ -346,6 +367,9 @@ class Course:
         pool, percent = self.pool_of(tuple(counts.values()))
         if percent:
             note = f"no sample is in all of {counts}: widened to the easiest {percent} % of each"
+            for name, index in self.indexes.items():
+                reached = percent if by_percent else index.highest(index.at_percent(percent))
+                difficulty[name] = max(difficulty[name], reached)
         return Stage(difficulty, limit, pool, note)
 
     def find_pool(self, counts: tuple[int, ...]) -> tuple[Pool | None, int]:
@@ -386,20 +410,25 @@ def reshape(spans: np.ndarray, seq_len: int, limit: int) -> tuple[int, list[list
 # ---- command
 
 
-def plotted(file: str, draw: Callable, **labels: str) -> None:
-    """Save a figure of what `draw(axes)` draws."""
+def figure_for(file: str) -> Any:
+    """An empty figure, or a ValueError where it could not be saved to this file later."""
     try:
         from matplotlib.figure import Figure
     except ImportError:
         raise ValueError("--plot needs its package: pip install -e '.[plot]'") from None
-    figure = Figure(figsize=(6, 3.5), layout="constrained")
-    axes = figure.add_subplot(**labels)
-    draw(axes)
-    try:
-        figure.savefig(file)
-    except ValueError as error:
-        raise ValueError(f"--plot {file}: {error}") from None
-    print(f"plot: {file}")
+    figure, path = Figure(figsize=(6, 3.5), layout="constrained"), Path(file)
+    endings = sorted(figure.canvas.get_supported_filetypes())
+    if path.suffix[1:] not in endings or not path.parent.is_dir():
+        raise ValueError(f"--plot {file}: give a file in a folder, ending in {', '.join(endings)}")
+    return figure
+
+
+def plotted(file: str, draw: Callable, **labels: str) -> None:
+    """Save a figure of what `draw(axes)` draws."""
+    figure = figure_for(file)
+    draw(figure.add_subplot(**labels))
+    figure.savefig(file)
+    print(f"plot: {file}", file=sys.stderr)
 
 
 def show_pace(args: argparse.Namespace) -> None:
@@ -408,12 +437,24 @@ def show_pace(args: argparse.Namespace) -> None:
         tuple(number(part, f"--{flag}", int) for part in text.split(",")) if text else ()
         for flag, text in (("at", args.at), ("levels", args.levels), ("until", args.until))
     )
-    kind = "discrete" if levels else args.kind
-    start, end, over = args.start, args.end, args.over
+    if min(at, default=0) < 0:
+        raise ValueError(f"--at {args.at}: progress is never below 0")
+    start, end, multiple = (
+        number(text, f"--{flag}", int)
+        for flag, text in (("start", args.start), ("end", args.end), ("multiple", args.multiple))
+    )
+    over = number(args.over, "--over")
+    chosen = {"degree": number(args.degree, "--degree")} | parsed(args.kind, over, "--kind")
     if levels:
+        chosen = {"kind": "discrete", "levels": levels, "until": until}
+    if "levels" in chosen:
+        levels, until = chosen["levels"], chosen["until"]
         start, end, over = levels[0], max(levels), until[-1] if until else over
-    pacing = Pacing(kind, start, end, over, args.degree, args.multiple, levels, until)
-    found = {f"{t:.12g}": pacing(t) for t in at or [over * tenth / 10 for tenth in range(11)]}
+    pacing = Pacing(start=start, end=end, over=over, multiple=multiple, **chosen)
+    if args.plot:
+        figure_for(args.plot)
+    tenths = range(12 if levels else 11)  # the last level is what comes after the last end
+    found = {f"{t:.12g}": pacing(t) for t in at or [over * tenth / 10 for tenth in tenths]}
     if args.json:
         print(json.dumps(found))
     else:
@@ -433,12 +474,12 @@ def main(argv: list[str] | None = None) -> None:
     verbs = parser.add_subparsers(required=True)
     verbs.add_parser("analyze", help="sort the samples of a store by difficulty", add_help=False)
     verb = verbs.add_parser("pace", help="print the difficulty over a run")
-    verb.add_argument("--kind", default="linear", help="linear, root, discrete or path.py:name")
-    verb.add_argument("--degree", type=float, default=2.0, help="of the root: 2 is the square root")
-    verb.add_argument("--start", type=int, default=64)
-    verb.add_argument("--end", type=int, default=256)
-    verb.add_argument("--over", type=float, default=100.0, help="t from which on it is --end")
-    verb.add_argument("--multiple", type=int, default=1, help="round down to one of these")
+    verb.add_argument("--kind", default="linear", help=f"root, or {PACES}")
+    verb.add_argument("--degree", default="2", help="of the root: 2 is the square root")
+    verb.add_argument("--start", default="64")
+    verb.add_argument("--end", default="256")
+    verb.add_argument("--over", default="100", help="t from which on it is --end")
+    verb.add_argument("--multiple", default="1", help="round down to one of these")
     verb.add_argument("--levels", help="of --kind discrete: 64,128,256")
     verb.add_argument("--until", help="last t of each level but the last: 10,25")
     verb.add_argument("--at", help="the t to print: 1,5,10")

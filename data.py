@@ -288,18 +288,18 @@ class Store:
 
         Raises:   ValueError for a folder that is no store, or a damaged one
         """
-        path = Path(path)
+        path, arrays = Path(path), []
         try:
             meta = json.loads((path / "meta.json").read_text())
             found = meta["format"]
+            counts = {"tokens.bin": meta["tokens"], "documents.idx": meta["documents"] + 1}
+            dtypes = {"tokens.bin": np.dtype(meta["dtype"]), "documents.idx": np.dtype("int64")}
         except (OSError, ValueError, KeyError, TypeError):
             raise ValueError(f"{path}: no token store: make one with data.py prepare") from None
         if found != FORMAT:
             raise ValueError(f"{path}: has store format {found}, not {FORMAT}: prepare it anew")
-        arrays = []
-        counts = {"tokens.bin": meta["tokens"], "documents.idx": meta["documents"] + 1}
-        for name, dtype in (("tokens.bin", meta["dtype"]), ("documents.idx", "int64")):
-            size = counts[name] * np.dtype(dtype).itemsize
+        for name, dtype in dtypes.items():
+            size = counts[name] * dtype.itemsize
             file = path / name
             if not file.exists() or file.stat().st_size != size:
                 raise ValueError(f"{file}: needs {size:,} bytes: prepare the store anew")
@@ -325,6 +325,15 @@ class Store:
 
 IN_MEMORY = 1 << 22  # samples of which every process keeps a table of its own
 CUT = 1 << 18  # documents cut at once
+
+
+def check_tokens(store: Store, highest: int) -> None:
+    """Refuse a store that holds a token outside its vocabulary."""
+    if highest >= store.meta["vocab_size"]:
+        raise ValueError(
+            f"{store.path}: token {highest} is outside its vocabulary of"
+            f" {store.meta['vocab_size']}: the store is damaged, prepare it again"
+        )
 
 
 class Samples:
@@ -424,9 +433,14 @@ def alone_in(folder: Path) -> Iterator[None]:
     """Wait until no other process writes into this folder; it may have made what is wanted."""
     directory = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(directory, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            print(f"waiting for another process that writes into {folder}", file=sys.stderr)
+            fcntl.flock(directory, fcntl.LOCK_EX)
         yield
     finally:
+        fcntl.flock(directory, fcntl.LOCK_UN)  # a process forked meanwhile still has it open
         os.close(directory)
 
 

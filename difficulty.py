@@ -23,11 +23,14 @@ import sys
 from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, reduce
 from itertools import pairwise
+from multiprocessing import parent_process
 from pathlib import Path
+from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
@@ -35,8 +38,17 @@ from tqdm import tqdm
 
 import data
 import runtime
-from curriculum import CurriculumConfig, check, function_at, label, plotted, said, settled
-from data import Samples, alone_in
+from curriculum import (
+    CurriculumConfig,
+    check,
+    figure_for,
+    function_at,
+    label,
+    plotted,
+    said,
+    settled,
+)
+from data import Samples, alone_in, check_tokens
 from runtime import Runtime
 from tokenizer import get_encoding
 
@@ -112,11 +124,14 @@ def metric(name: str) -> Metric | None:
     accumulate = getattr(function, "accumulate", None)
 
     def value(total: np.ndarray | None) -> Callable:
-        more = () if accumulate is None else (total,)
+        more = () if accumulate is None else (np.asarray(total),)
+        for shared in more:
+            shared.flags.writeable = False  # a function that changed it would change what follows
         return lambda tokens, lengths: _ask(name, function, tokens, lengths, *more, values=True)
 
     def total(tokens: np.ndarray, lengths: np.ndarray, _: int) -> np.ndarray:
-        return _ask(name, accumulate, tokens, lengths)
+        found = _ask(f"{name}.accumulate", accumulate, tokens, lengths)
+        return found.astype(np.float64 if found.dtype.kind == "f" else np.int64)
 
     return Metric(value, "float64", accumulate and total)
 
@@ -129,10 +144,12 @@ def _ask(name, function, tokens, lengths, *more, values=False) -> np.ndarray:
     batch = f"{name}, on a batch of shape {rows.shape}"
     try:
         found = np.asarray(function(rows, lengths.copy(), *more))
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise ValueError(f"{batch}: {said(error)}") from None
-    if found.dtype.kind not in "biuf" or not np.isfinite(found).all():
-        raise ValueError(f"{batch}: returned {found.dtype}, or a value that is not finite")
+    if found.dtype.kind not in "biuf":
+        raise ValueError(f"{batch}: returned {found.dtype}, not numbers")
+    if not np.isfinite(found).all():
+        raise ValueError(f"{batch}: returned a value that is not finite")
     if values and found.shape != lengths.shape:
         raise ValueError(f"{batch}: returned shape {found.shape}, not {lengths.shape}")
     return found
@@ -167,6 +184,7 @@ def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray
             edge[start - start[0]] += 1
             edge[stop - start[0]] -= 1
             tokens = tokens[np.cumsum(edge[:-1]).astype(bool)]
+        check_tokens(samples.store, tokens.max())
         yield tokens.astype(np.int64), lengths  # what indexing by them would cast to, more slowly
 
 
@@ -174,12 +192,23 @@ def accumulated(open_samples: Callable, names: list[str], shard: tuple[int, int]
     """Map, first pass: what each metric sums up over a shard."""
     samples = open_samples()
     functions = {name: metric(name).total for name in names}
-    sums = dict.fromkeys(functions.values(), 0)  # metrics that need the same share it
+    needed = {function: name for name, function in functions.items()}  # some metrics share one
+    sums: dict = {}
     vocab_size = samples.identity()["vocab_size"]
     for tokens, lengths in blocks(samples, *shard):
-        for function in sums:
-            sums[function] = sums[function] + function(tokens, lengths, vocab_size)
+        for function, name in needed.items():
+            found = function(tokens, lengths, vocab_size)
+            sums[function] = added(name, sums[function], found) if function in sums else found
     return {name: sums[function] for name, function in functions.items()}
+
+
+def added(name: str, total: np.ndarray, more: np.ndarray) -> np.ndarray:
+    if total.shape != more.shape:
+        raise ValueError(
+            f"{name}.accumulate: returned shape {total.shape}, then {more.shape}: what is summed"
+            " over all samples has one shape"
+        )
+    return total + more
 
 
 def measured(open_samples: Callable, totals: dict, shard: tuple[int, int]) -> dict:
@@ -248,13 +277,30 @@ def spread(task: Callable, shards: list, workers: int, ranks: Runtime) -> Iterat
             for results in ranks.collect([_attempt(task, s) for s in shards[first : first + 1]]):
                 yield from results
     elif workers > 1 and len(shards) > 1:
-        with ProcessPoolExecutor(workers) as pool:
+        with ProcessPoolExecutor(min(workers, len(shards)), initializer=_live_with_parent) as pool:
             try:
                 yield from zip(shards, pool.map(task, shards), strict=True)
+            except BrokenProcessPool:
+                raise ValueError(
+                    "a worker was killed, for want of memory perhaps: what is done is kept, go on"
+                    " with fewer --workers"
+                ) from None
             finally:
                 pool.shutdown(cancel_futures=True)
     else:
         yield from ((shard, task(shard)) for shard in shards)
+
+
+def _live_with_parent() -> None:
+    """In a worker: an interrupt is the parent's to handle, and when that one dies, so does this."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler would raise in a task
+
+    def watch() -> None:
+        parent_process().join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 def _attempt(task: Callable, shard: tuple[int, int]) -> tuple:
@@ -275,7 +321,7 @@ class Shards(NamedTuple):
         return [self.folders[name] / f"{self.kind}-{a:012}-{b:012}.npy" for a, b in self.shards]
 
     def left(self, names: list[str]) -> list[tuple[int, int]]:
-        done = zip(*(map(Path.exists, self.files(name)) for name in names), strict=True)
+        done = zip(*(map(_whole, self.files(name)) for name in names), strict=True)
         return [shard for shard, found in zip(self.shards, done, strict=True) if not all(found)]
 
     def fill(self, task: Callable, names: list[str], workers: int, ranks: Runtime) -> None:
@@ -296,8 +342,18 @@ class Shards(NamedTuple):
                     unfinished = file.with_suffix(".tmp")
                     with unfinished.open("wb") as out:
                         np.save(out, array)
+                        os.fsync(out.fileno())
                     unfinished.rename(file)
         ranks.on_first(partial(_raise, problem))
+
+
+def _whole(file: Path) -> bool:
+    """Whether it is an array with all that its header announces."""
+    try:
+        np.load(file, mmap_mode="r")
+    except (OSError, ValueError, EOFError):
+        return False
+    return True
 
 
 def _raise(problem: Exception | None) -> None:
@@ -335,8 +391,8 @@ def analyze(
         sums = Shards(shards, work, "total")
         if summed:
             sums.fill(partial(accumulated, open_samples, summed), summed, workers, ranks)
-        totals = ranks.on_first(
-            lambda: {n: sum(map(np.load, sums.files(n))) if n in summed else None for n in names}
+        totals = dict.fromkeys(names) | ranks.on_first(
+            lambda: {n: reduce(partial(added, n), map(np.load, sums.files(n))) for n in summed}
         )
         runs = Shards(shards, work, "run")
         if names:
@@ -345,7 +401,7 @@ def analyze(
 
         def finish() -> None:  # on rank 0, where the runs are
             list(spread(merge, names, workers, ranks) if ranks.world == 1 else map(merge, names))
-            for name in names:
+            for name in prints:  # also what a kill just before this left of one that is whole
                 hexadecimal = "[0-9a-f]" * 16  # not *, which would take rarity-mean's for rarity's
                 for unfinished in folder.glob(f".{label(name)}-{hexadecimal}"):
                     shutil.rmtree(unfinished)
@@ -394,11 +450,11 @@ class Index:
     @staticmethod
     def exists(folder: Path, wanted: str) -> bool:
         """Whether there is one; ValueError if it is of other samples, or of a changed metric."""
-        try:
-            found = json.loads((folder / "index.json").read_text())["fingerprint"]
-        except FileNotFoundError:
+        if not folder.exists():
             return False
-        except (ValueError, KeyError, TypeError):
+        try:
+            found = json.loads((folder / "index.json").read_text())["fingerprint"][:64]
+        except (FileNotFoundError, ValueError, LookupError, TypeError):
             raise ValueError(f"{folder}: a damaged index: remove it and analyze anew") from None
         if found != wanted:
             raise ValueError(
@@ -412,13 +468,28 @@ class Index:
         if not cls.exists(folder, wanted):
             raise ValueError(f"{folder}: no index: make it with curriculum.py analyze")
         about = json.loads((folder / "index.json").read_text())
-        arrays = []
-        for name in ("values", "order"):
-            file, dtype = folder / f"{name}.bin", np.dtype(about[name])
-            if not file.exists() or file.stat().st_size != about["samples"] * dtype.itemsize:
-                raise ValueError(f"{file}: not {about['samples']} numbers: remove it, analyze anew")
-            arrays.append(np.memmap(file, dtype, "r"))
-        return cls(about, *arrays)
+        try:
+            arrays = [np.memmap(folder / f"{n}.bin", about[n], "r") for n in ("values", "order")]
+            found = cls(about, *arrays)
+            found.spot_check()
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(
+                f"{folder}: a damaged index ({error}): remove it and analyze anew"
+            ) from None
+        return found
+
+    def spot_check(self) -> None:
+        """ValueError if 64 samples from easiest to hardest are none, or the same, or not in order.
+
+        It takes 128 pages whatever the size; an index that was written whole does not need more.
+        """
+        if not len(self.values) == len(self.order) == self.about["samples"]:
+            raise ValueError("files of another size")
+        ids = self.order[np.linspace(0, len(self) - 1, min(len(self), 64)).astype(np.int64)]
+        if ids.max() >= len(self) or len(np.unique(ids)) < len(ids):
+            raise ValueError("order.bin is no order of the samples")
+        if not (np.diff(self.values[ids].astype(np.float64)) >= 0).all():
+            raise ValueError("order.bin and values.bin disagree")
 
     def __len__(self) -> int:
         return len(self.order)
@@ -487,8 +558,13 @@ def main(argv: list[str] | None = None) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are told to end
     names = args.metric.split(",")
-    if args.seq_len < (least := 3 if args.samples == "bert" else 1):  # its frame takes two
-        raise ValueError(f"--seq-len {args.seq_len} is too short: a row has {least} at least")
+    least = 3 if args.samples == "bert" else 1  # its frame takes two
+    if not least <= args.seq_len < 2**31:
+        raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
+    if args.workers < 1:
+        raise ValueError(f"--workers {args.workers} must be at least 1")
+    if args.plot:
+        figure_for(args.plot)
     try:
         check(settled(CurriculumConfig(args.metric), args.seq_len), args.seq_len, args.samples)
     except ValueError as error:
@@ -513,10 +589,10 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def show(indexes: dict[str, Index]) -> None:
-    print("percentile    " + "".join(f"{percent:>10}" for percent in PERCENTS))
+    print("percentile    " + "".join(f"{percent:>12}" for percent in PERCENTS))
     for name, index in indexes.items():
         values = (index.highest(max(index.at_percent(percent), 1)) for percent in PERCENTS)
-        print(f"{label(name):14}" + "".join(f"{value:10.6g}" for value in values))
+        print(f"{label(name):14}" + "".join(f"{value:12.6g}" for value in values))
 
 
 def examples(indexes: dict[str, Index], samples: Samples) -> None:

@@ -23,7 +23,7 @@ import curriculum
 import ltd
 import packing
 from config import Config, samples_kind
-from data import Samples, Store
+from data import Samples, Store, check_tokens
 from difficulty import ready
 from model import IGNORE
 from runtime import Runtime, seed_of
@@ -142,12 +142,7 @@ def lay_out(
             positions[r, here] = np.arange(length)
             doc_ids[r, here] = number
             place += length
-    highest, vocabulary = max(tokens.max(), targets.max()), store.meta["vocab_size"]
-    if highest >= vocabulary:
-        raise ValueError(
-            f"{store.path}: token {highest} is outside its vocabulary of {vocabulary}:"
-            " the store is damaged, prepare it again"
-        )
+    check_tokens(store, max(tokens.max(), targets.max()))
     if (doc_ids == 0).all():
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), None, None)
     return Batch(*(torch.from_numpy(field) for field in (tokens, targets, positions, doc_ids)))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+from tqdm import tqdm
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -206,7 +207,7 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
         status = main() or 0
     except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            print(f"error: {one_line(error)}", file=sys.stderr, flush=True)
+            tqdm.write(f"error: {one_line(error)}", file=sys.stderr)  # on a line without a bar
         status = 2
     except KeyboardInterrupt:
         status = 130

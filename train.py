@@ -215,7 +215,6 @@ def vocabulary(settings: config.Config, encoding: tiktoken.Encoding) -> int:
 def main(argv: list[str] | None = None) -> int:
     settings, folder = settle(sys.argv[1:] if argv is None else argv)
     s, o = settings, settings.optim
-    stop = StopSignal()
     runtime = start(s.run.device, s.run.dtype)
     config.micro_rows(s, runtime.world)
 
@@ -228,6 +227,7 @@ def main(argv: list[str] | None = None) -> int:
     lengths = byte_lengths(encoding)
     evaluation = Evaluation(store, s.data.seq_len, lengths, frame, s.run.eval_tokens)
     trainer = Trainer(s, vocabulary(s, encoding), runtime)
+    stop = StopSignal()  # from here on; what came before is no loss
 
     clock, best, log_size, found = Clock(), math.inf, None, None
     if folder is None:

@@ -40,7 +40,7 @@ REFUSED = {
     "--tokens -5": r"--tokens",
     "--token 5": r"unrecognized arguments: --token",  # no abbreviations
     "--size huge": r"--size: invalid choice: 'huge'.*nano",
-    "--curriculum hard": r"--curriculum hard is unknown: choose of none, seqlen, seqlen-reshape",
+    "--curriculum hard": r"--curriculum hard is unknown: choose of seqlen, seqlen-reshape",
     "--seq-len 4": r"--seq-len 4 is too short",
     "--pos learned --seq-len 512": r"--seq-len 512 is above the 256 positions of --size nano.*rope",
     "--size bert-base": r"--size bert-base is a BERT: add --model bert",
@@ -64,17 +64,21 @@ REFUSED = {
     "--curriculum rarity --curriculum-start 101": r"--curriculum-start 101 must lie in 1..100",
     "--curriculum rarity --curriculum-start 0": r"--curriculum-start 0 must lie in 1..100",
     "--curriculum rarity,seqlen --curriculum-start 8": r"8 needs a part for each of rarity, seqlen",
-    "--curriculum rarity,rarity": r"takes each metric once",
-    "--curriculum seqlen,seqlen-reshape": r"takes each metric once, and one length",
-    "--curriculum length": r"cannot tell rows apart that are all 256 tokens.*add --pack",
+    "--curriculum rarity,rarity": r"takes one length, and each name once",
+    "--curriculum seqlen,seqlen-reshape": r"takes one length, and each name once",
+    "--curriculum length": r"cannot tell rows apart that are all 256 tokens.*\(--pack\)",
     "--curriculum length-rarity": r"cannot tell rows apart",
     "--curriculum seqlen-reshape --pack": r"is for full rows.*take seqlen, which cuts pieces",
     "--curriculum seqlen-reshape --model bert": r"take seqlen and --pack, which cuts pieces",
     "--curriculum none.py:hard": r"there is no Python file none.py",
     "--curriculum rarity --curriculum-pace cubic": r"pacing cubic is unknown: choose one of linear",
-    "--curriculum rarity --curriculum-pace root:0": r"root of degree 0.0",
-    "--curriculum seqlen --curriculum-pace discrete:64@0.1:128@0.2": r"2 levels need 1 ends",
-    "--curriculum seqlen --curriculum-pace discrete": r"0 levels need 0 ends",
+    "--curriculum rarity --curriculum-pace root:0": r"pacing with degree 0.0",
+    "--curriculum seqlen --curriculum-pace discrete:64@0.1:128@0.2": r"each level but the last",
+    "--curriculum seqlen --curriculum-pace discrete:64:128@0.2:256": r"each level but the last",
+    "--curriculum seqlen --curriculum-pace discrete:64@5:256": r"ends @ a share, above 0 to 1",
+    "--curriculum seqlen --curriculum-pace discrete:64@nan:256": r"nan is not a number",
+    "--curriculum seqlen --curriculum-pace discrete": r"discrete needs levels",
+    "--curriculum rarity --curriculum-by value": r"--curriculum-by value needs --curriculum-start",
     "--curriculum rarity --curriculum-by rank": r"--curriculum-by: invalid choice",
     "--ltd --ltd-start 0": r"--ltd-start 0 keeps an impossible number of tokens: 1 to 256",
     "--ltd --ltd-start 257": r"--ltd-start 257",
@@ -117,6 +121,27 @@ def test_a_resumed_run_keeps_its_settings():
         config.resumed(saved, {"run.seed": 6})
     with pytest.raises(ValueError, match=r"--ltd False differs"):
         config.resumed(saved, {"ltd.on": False})
+
+
+def test_a_run_is_resumed_with_the_words_it_was_started_with():
+    """Also where these were made to mean more: one share for both metrics."""
+    words = config.parse(
+        [
+            "--curriculum",
+            "seqlen,rarity",
+            "--curriculum-share",
+            "0.3",
+            "--curriculum-pace",
+            "linear",
+        ]
+    )
+    saved = config.flat(config.build(words))
+    assert saved["curriculum.share"] == "0.3,0.3"
+    assert config.resumed(saved, words) == saved
+    with pytest.raises(ValueError, match=r"--curriculum-share 0.2 differs from the 0.3,0.3"):
+        config.resumed(saved, words | {"curriculum.share": "0.2"})
+    moved = {"curriculum.index": "elsewhere", "data.data": "moved"}
+    assert config.resumed(saved, moved) == saved | moved, "where it lies may change"
 
 
 def test_no_more_flags_than_a_reader_can_hold():

@@ -87,6 +87,8 @@ def test_a_function_of_the_users(tmp_path):
         ("float('nan')", r"step at progress 0.0: raised ValueError: cannot convert float NaN"),
         ("7", r"step at progress 0.0: 7 is outside 8..64, which --start and the end allow"),
         ("8 + 57 * progress", r"step at progress 1.0: 65 is outside 8..64"),
+        ("8 if progress != 0.313 else 1 / 0", r"step at progress 0.313: raised ZeroDivisionError"),
+        ("exit(3)", r"step at progress 0.0: raised SystemExit: 3"),
     ],
 )
 def test_a_bad_function_of_the_users_fails_before_the_run(tmp_path, body, message):
@@ -100,18 +102,22 @@ def test_a_bad_function_of_the_users_fails_before_the_run(tmp_path, body, messag
     ("given", "message"),
     [
         ({"kind": "cubic"}, r"pacing cubic is unknown: choose one of linear, root:DEGREE, disc"),
-        ({"kind": "root:x"}, r"root:x: there is no Python file root"),
+        ({"kind": "root:x"}, r"pacing root:x is unknown"),
         ({"kind": "none.py:f"}, r"none.py:f: there is no Python file none.py"),
         ({"start": 300, "end": 256}, r"--start 300 must lie in 1..256"),
         ({"start": 0}, r"--start 0 must lie in 1..100"),
         ({"start": 10, "multiple": 8}, r"--start 10 is not divided by the multiple 8: choose 16"),
-        ({"over": 0}, r"each has to be above 0"),
-        ({"over": math.inf}, r"each has to be above 0"),
-        ({"kind": "root", "degree": 0}, r"root of degree 0 .*above 0"),
-        ({"multiple": 0}, r"each has to be above 0"),
+        ({"over": 0}, r"pacing with over 0: it has to be above 0"),
+        ({"over": math.inf}, r"pacing with over inf"),
+        ({"over": math.nan}, r"pacing with over nan"),
+        ({"kind": "root", "degree": 0}, r"pacing with degree 0"),
+        ({"kind": "root", "degree": math.inf}, r"pacing with degree inf"),
+        ({"multiple": 0}, r"pacing with multiple 0"),
         ({"kind": "discrete", "levels": (1, 2, 3), "until": (5,)}, r"3 levels need 2 ends.*not 1"),
         ({"kind": "discrete", "levels": (1, 2), "until": (5, 6)}, r"2 levels need 1 ends.*not 2"),
-        ({"kind": "discrete"}, r"0 levels need 0 ends"),
+        ({"kind": "discrete"}, r"discrete needs levels, such as discrete:64@0.1:256"),
+        ({"kind": "discrete", "levels": (1, 2), "until": (math.nan,)}, r"have to ascend from 0"),
+        ({"kind": "discrete", "levels": (1, 2), "until": (-1,)}, r"have to ascend from 0"),
         ({"kind": "discrete", "levels": (1, 2, 3), "until": (9, 5)}, r"have to ascend"),
         ({"kind": "discrete", "levels": (1, 200), "until": (9,)}, r"200 must lie in 1..100"),
     ],
@@ -226,7 +232,23 @@ def test_two_metrics_intersect(data, percent, other):
     found = list(range(n)) if stage.pool is None else members(stage.pool)
     assert found == wanted
     assert bool(stage.note) == (not both(0))
+    level = next(widen for widen in range(101) if both(widen))
+    assert stage.difficulty == {"rarity": max(percent, level), "length": max(other, level)}
     assert stage.pool is None or stage.pool.size == len(wanted)
+
+
+def test_by_value_an_empty_intersection_says_what_was_reached():
+    one = index_of([1, 2, 3, 4])
+    indexes = {"rarity": one, "length": index_of([5, 4, 3, 2])}
+    stage = course_of("rarity,length", indexes, by="value", start="1,2").at(0)
+    assert members(stage.pool) == [1, 2], "two of each do not meet, three do"
+    assert stage.difficulty == {"rarity": 3, "length": 4} and "51 % of each" in stage.note
+
+
+@pytest.mark.parametrize("values", [[0.2, 0.9], [-5, -1]])
+def test_a_metric_below_the_whole_numbers_cannot_go_by_value(values):
+    with pytest.raises(ValueError, match=r"by value goes up from 1 .* rarity ends at -?[\d.]+:"):
+        course_of(indexes={"rarity": index_of(values)}, by="value", start="1")
 
 
 def test_the_size_of_a_wide_intersection_is_estimated(monkeypatch):
@@ -305,6 +327,22 @@ def test_command_prints_a_table(capsys):
         main(["pace", "--at", "x"])
     with pytest.raises(ValueError, match="--unknown 3"):
         main(["pace", "--start", "64", "--unknown", "3"])
+    with pytest.raises(ValueError, match="--at -5: progress is never below 0"):
+        main(["pace", "--kind", "root", "--at=-5"])
+    for flag in ("--end", "--at", "--over", "--multiple"):
+        with pytest.raises(ValueError, match=rf"{flag} 1(0+) is not a (whole )?number below 2\^53"):
+            main(["pace", flag, "1" + "0" * 400])
+
+
+def test_command_takes_a_pacing_as_train_does(capsys):
+    def printed(*flags):
+        main(["pace", *flags])
+        return capsys.readouterr().out
+
+    assert printed("--kind", "root:3") == printed("--kind", "root", "--degree", "3")
+    levels = printed("--levels", "64,256", "--until", "10")
+    assert printed("--kind", "discrete:64@0.1:256") == levels
+    assert levels.splitlines()[-1].split() == ["11", "256"], "also the last level is seen"
 
 
 def test_command_plots(tmp_path, capsys):

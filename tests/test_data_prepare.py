@@ -391,7 +391,7 @@ def test_a_folder_that_is_no_store_is_refused(tmp_path):
         data.Store.open(tmp_path)
 
 
-@pytest.mark.parametrize("meta", ["{", "[]", "{}"])
+@pytest.mark.parametrize("meta", ["{", "[]", "{}", '{"format": 1}', '{"format": 1, "tokens": "x"}'])
 def test_a_damaged_meta_file_is_refused(tmp_path, meta):
     (tmp_path / "meta.json").write_text(meta)
     with pytest.raises(ValueError, match="no token store"):

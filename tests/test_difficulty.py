@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -405,6 +406,8 @@ def test_killed_at_any_moment_and_analyzed_again(
     folder = tmp_path / "killed"
     names = ["length", "rarity"]
     whole = analyzed(tmp_path / "whole", opener(store), names)
+    if name == "fsync":  # past those of the shards: sums of one metric, runs of two
+        number += 3 * len(range(0, len(opener(store)()), 7))
     killed(where, name, number, partial(analyzed, folder, opener(store), names))
     assert not (folder / "length").exists(), "it is merged first"
     left = set(contents(folder))
@@ -413,6 +416,101 @@ def test_killed_at_any_moment_and_analyzed_again(
     assert analyzed(folder, opener(store), names) == whole, "also nothing else is left"
     done = [file for file in left if re.fullmatch(r"\.rarity-\w+/run-\d+-\d+\.npy", file)]
     assert len(done) >= 3 and len(done) + len(shards) == len(range(0, len(opener(store)()), 7))
+
+
+@pytest.mark.parametrize("cut", [0, 100, -1])
+@pytest.mark.parametrize("kind", ["run", "total"])
+def test_a_shard_that_is_not_whole_is_done_anew(store, tmp_path, monkeypatch, small, kind, cut):
+    """As after a power failure, on a disk that keeps a name before what it names."""
+    folder = tmp_path / "cut"
+    whole = analyzed(tmp_path / "whole", opener(store))
+    killed(difficulty, "split", 3, partial(analyzed, folder, opener(store)))
+    files = sorted(folder.glob(f".rarity-*/{kind}-*.npy"))
+    os.truncate(files[2], cut if cut >= 0 else files[2].stat().st_size - 1)
+    summed, measured = (counted(monkeypatch, name) for name in ("accumulated", "measured"))
+    assert analyzed(folder, opener(store)) == whole
+    assert (len(summed), len(measured)) == ((0, 1) if kind == "run" else (1, 0))
+
+
+def test_what_a_kill_left_beside_a_whole_index_is_removed(store, tmp_path):
+    before = analyzed(tmp_path / "out", opener(store))
+    left = tmp_path / "out" / f".rarity-{fingerprint(opener(store)(), 'rarity')[:16]}"
+    left.mkdir()
+    (left / "run-000000000000-000000000007.npy").write_bytes(b"left")
+    assert analyzed(tmp_path / "out", opener(store)) == before
+
+
+def test_no_more_workers_than_shards(store, tmp_path, monkeypatch, small):
+    asked, pool = [], ProcessPoolExecutor
+
+    def recorded(number, **options):
+        asked.append(number)
+        return pool(number, **options)
+
+    monkeypatch.setattr(difficulty, "ProcessPoolExecutor", recorded)
+    analyzed(tmp_path / "out", opener(store), workers=100_000)
+    assert asked and max(asked) == len(range(0, len(opener(store)()), 7))
+
+
+@pytest.mark.dist
+def test_a_worker_that_is_killed_is_one_line(store, tmp_path, small):
+    name = users(tmp_path, "import os\ndef mine(*args): os.kill(os.getpid(), 9)")
+    with pytest.raises(ValueError, match=r"^a worker was killed.* fewer --workers$"):
+        analyzed(tmp_path / "out", opener(store), [name], workers=2)
+
+
+@pytest.mark.dist
+def test_workers_end_with_the_command_that_is_killed(store, tmp_path):
+    """Else they would wait for ever, and with them the lock that they inherit."""
+    users(tmp_path, "import time\ndef mine(*args): time.sleep(100)")
+    flags = ["--metric", "metrics.py:mine", "--workers", "2", "--seq-len", "8", "--out", "out"]
+    code = f"import difficulty; difficulty.SHARD = 7; difficulty.main({[str(store), *flags]})"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
+    wait_for(lambda: len(workers := children.read_text().split()) == 2 and workers)
+    workers = [Path("/proc", pid) for pid in children.read_text().split()]
+    time.sleep(0.5)  # until they sleep in a shard
+    process.kill()
+    process.wait()
+    wait_for(lambda: not any(map(running, workers)))
+    difficulty.main(
+        [str(store), "--metric", "rarity", "--seq-len", "8", "--out", f"{tmp_path}/out"]
+    )
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def running(process):
+    try:
+        return not re.search(r"^State:\s+Z", (process / "status").read_text(), re.M)
+    except OSError:
+        return False
+
+
+def test_who_waits_for_another_analysis_says_so(tmp_path, capfd):
+    with data.alone_in(tmp_path):
+        second = get_context("fork").Process(target=lambda: data.alone_in(tmp_path).__enter__())
+        second.start()
+        second.join(0.5)
+        assert second.is_alive()
+    second.join(30)
+    assert second.exitcode == 0
+    line = f"waiting for another process that writes into {tmp_path}\n"
+    assert capfd.readouterr().err == line
+
+
+def test_a_token_outside_the_vocabulary_is_named(tmp_path):
+    store = write_store(tmp_path / "store", [[1, 2], [VOCABULARY, 3]])
+    message = rf"store: token {VOCABULARY} is outside its vocabulary of {VOCABULARY}: the store is"
+    for name in ("rarity", "length"):
+        with pytest.raises(ValueError, match=message):
+            analyzed(tmp_path / "out", opener(store), [name])
 
 
 def test_what_other_analyses_left_is_removed_with_the_next(store, tmp_path):
@@ -502,17 +600,43 @@ def test_a_file_of_another_size_is_refused(store, tmp_path, file, size):
     else:
         whole = path.stat().st_size
         os.truncate(path, whole + size if size else 0)
-    with pytest.raises(ValueError, match=rf"{file}: not \d+ numbers: remove it, analyze anew"):
+    with pytest.raises(ValueError, match=r"rarity: a damaged index \(.*\): remove it and analyze"):
         opened(tmp_path, opener(store), "rarity")
 
 
-@pytest.mark.parametrize("text", ["", '{"fingerprint": "', "[]", "{}", "3", "\x80"])
+@pytest.mark.parametrize(
+    "text", ["", '{"fingerprint": "', "[]", "{}", "3", '{"fingerprint": 5}', "\x80", None]
+)
 def test_a_damaged_index_is_refused(store, tmp_path, text):
     analyzed(tmp_path / "out", opener(store))
-    (tmp_path / "out/rarity/index.json").write_bytes(text.encode("latin-1"))
+    about = tmp_path / "out/rarity/index.json"
+    about.unlink()
+    if text is not None:
+        about.write_bytes(text.encode("latin-1"))
     for attempt in (analyzed, partial(opened, name="rarity")):
         with pytest.raises(ValueError, match="rarity: a damaged index: remove it and analyze anew"):
             attempt(tmp_path / "out", opener(store))
+
+
+@pytest.mark.parametrize(
+    ("file", "old", "new"),
+    [
+        ("index.json", b'"samples"', b'"number"'),
+        ("index.json", b'"float32"', b'"floot32"'),
+        ("index.json", b'"uint32"', b'"float32"'),
+        ("order.bin", None, b"\x00"),
+        ("order.bin", None, b"\xff"),
+        ("values.bin", None, b"\xff"),
+    ],
+)
+def test_an_index_damaged_inside_is_refused(store, tmp_path, file, old, new):
+    analyzed(tmp_path / "out", opener(store))
+    path = tmp_path / "out/rarity" / file
+    whole = path.read_bytes()
+    path.write_bytes(new * len(whole) if old is None else whole.replace(old, new))
+    assert path.read_bytes() != whole
+    with pytest.raises(ValueError, match=r"rarity: a damaged index \(.*\): remove it and analyze"):
+        opened(tmp_path / "out", opener(store), "rarity")
 
 
 # ---- a user's functions
@@ -552,11 +676,12 @@ mine.accumulate = both
         ("lengths[:-1]", r"returned shape \(1,\), not \(2,\)"),
         ("lengths[:, None]", r"returned shape \(2, 1\), not \(2,\)"),
         ("0", r"returned shape \(\), not \(2,\)"),
-        ("lengths * 1j", "returned complex128, or a value that is not finite"),
-        ("['a', 'b']", "returned <U1, or a value"),
-        ("None", "returned object, or a value"),
-        ("lengths / 0 * 0", "returned float64, or a value"),
-        ("lengths * np.inf", "returned float64, or a value"),
+        ("lengths * 1j", "returned complex128, not numbers"),
+        ("['a', 'b']", "returned <U1, not numbers"),
+        ("None", "returned object, not numbers"),
+        ("lengths / 0 * 0", "returned a value that is not finite"),
+        ("lengths * np.inf", "returned a value that is not finite"),
+        ("exit(3)", "raised SystemExit: 3"),
     ],
 )
 def test_a_mistake_in_a_users_function_is_one_line(tmp_path, returned, said):
@@ -571,7 +696,32 @@ def test_a_mistake_in_a_users_function_is_one_line(tmp_path, returned, said):
 
 def test_a_mistake_in_what_a_user_sums_is_one_line(store, tmp_path):
     name = users(tmp_path, "def mine(*args): pass\nmine.accumulate = lambda *args: [np.nan]")
-    with pytest.raises(ValueError, match=r"metrics\.py:mine, on a batch of .*: returned float64"):
+    with pytest.raises(ValueError, match=r"py:mine\.accumulate, on a batch of .* is not finite"):
+        analyzed(tmp_path / "out", opener(store), [name])
+
+
+def test_what_a_user_sums_keeps_its_shape(store, tmp_path, small):
+    mine = "def mine(*args): pass\nmine.accumulate = lambda tokens, lengths: lengths * 0"
+    with pytest.raises(ValueError, match=r"mine\.accumulate: returned shape \(\d,\), then \(\d,\)"):
+        analyzed(tmp_path / "out", opener(store), [users(tmp_path, mine)])
+
+
+def test_what_a_user_sums_does_not_overflow(store, tmp_path, small):
+    mine = "def mine(tokens, lengths, total): return lengths * 0 + total"
+    accumulate = "mine.accumulate = lambda tokens, lengths: np.int8(100)"
+    name = users(tmp_path, f"{mine}\n{accumulate}")
+    analyzed(tmp_path / "out", opener(store), [name])
+    samples = opener(store)()
+    shards = [*range(0, len(samples), 7), len(samples)]
+    blocks = sum(len(list(difficulty.blocks(samples, a, b))) for a, b in pairwise(shards))
+    assert blocks > 10
+    assert opened(tmp_path / "out", opener(store), name).highest(1) == 100 * blocks
+
+
+def test_what_a_user_summed_cannot_be_changed_later(store, tmp_path):
+    mine = "def mine(tokens, lengths, total):\n    total += 1\n    return lengths"
+    name = users(tmp_path, f"{mine}\nmine.accumulate = lambda tokens, lengths: [1]")
+    with pytest.raises(ValueError, match=r"mine, on a batch .*: raised ValueError: .* read-only"):
         analyzed(tmp_path / "out", opener(store), [name])
 
 
@@ -771,7 +921,12 @@ REFUSED = {
     "--metric length --samples rows": "length cannot tell rows apart that are all 256 tokens",
     "--metric length-rarity --samples rows": "length-rarity cannot tell rows apart",
     "--metric hard": "hard is unknown: choose of",
-    "--metric rarity,rarity": "takes each metric once",
+    "--metric rarity,rarity": "takes one length, and each name once",
+    "--metric rarity --workers 0": "--workers 0 must be at least 1",
+    "--metric rarity --seq-len 0": r"--seq-len 0: a row has from 1 to 2\^31 tokens",
+    "--metric rarity --seq-len 99999999999999999999": "--seq-len 99999999999999999999: a row",
+    "--metric rarity --plot nowhere/a.png": "--plot nowhere/a.png: give a file in a folder",
+    "--metric rarity --plot a.txt": "--plot a.txt: give a file in a folder, ending in .*png",
     "--metric nowhere.py:mine": r"nowhere\.py:mine: there is no Python file nowhere\.py",
     "--metric metrics.py:yours": r"metrics\.py defines no function yours",
     "--metric metrics.py:np": r"metrics\.py defines no function np",

@@ -157,6 +157,16 @@ def test_stop_in_the_middle_and_resume_is_exact(run, tmp_path, monkeypatch):
     assert metrics(read_log(tmp_path / "stopped")) == whole
 
 
+def test_an_interrupt_before_the_first_step_ends_at_once(run, tmp_path, monkeypatch):
+    """An analysis may take long; there is nothing yet that would have to be saved."""
+    monkeypatch.setattr(train, "Plan", lambda *_: os.kill(os.getpid(), signal.SIGINT))
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    with pytest.raises(KeyboardInterrupt):
+        run()
+    signal.signal(signal.SIGINT, before)
+    assert not (tmp_path / "run").exists()
+
+
 def test_a_finished_run_says_so(run, tmp_path, capsys):
     run()
     before = (tmp_path / "run/log.jsonl").read_bytes()
