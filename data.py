@@ -323,7 +323,7 @@ class Store:
                     raise ValueError(f"{self.path / name}: sha256 differs: prepare the store anew")
 
 
-IN_MEMORY = 1 << 22  # samples of which every process keeps a table of its own
+IN_MEMORY = 1 << 20  # samples of which every process keeps a table of its own
 CUT = 1 << 18  # documents cut at once
 
 

@@ -5,11 +5,12 @@ analysis  `curriculum.py analyze` over a made-up store, with 1 and 2 workers in 
           resident pages of it and of its workers, summed, so that what they share counts more than
           once. Then what these rates come to for 300 G and 15 T tokens on many cores.
 sampling  an index of a billion samples: opening it, drawing batches of ids from half and all of it
-          and from where two metrics meet, and the memory that ten thousand batches leave behind.
+          and from where two metrics meet, and the memory that ten thousand batches leave behind;
+          rows of the stream first, then as many documents, whose table of spans is made once.
 
 The store has token ids of falling frequency and documents of log-normal length; an index orders its
 samples by a multiplication modulo their number, so it is a true permutation and no list of it is
-ever in memory. Both lie in a temporary folder (16 GB by default, where TMPDIR says) and in the page
+ever in memory. Both lie in a temporary folder (40 GB by default, where TMPDIR says) and in the page
 cache when the clock starts, except where it says cold. Does not measure the reading of a disk
 slower than that, torchrun over several machines, or a user's own metric.
 
@@ -218,13 +219,26 @@ def write_index(folder: Path, n: int, share: float) -> Index:
     return Index.open(folder, MADE_UP)
 
 
-def planner(n: int) -> Plan:
-    """A Plan that can only draw, from n rows: it has no store, no model and no index."""
+def planner(samples: Samples) -> Plan:
+    """A Plan that can only draw: it has no store, no model and no index."""
     plan = object.__new__(Plan)
-    plan.settings = SimpleNamespace(run=SimpleNamespace(seed=1337))
-    stream = SimpleNamespace(train_documents=1, offsets=np.array([0, n * SEQ_LEN]))
-    plan.samples = Samples(stream, SEQ_LEN, stream=True)
+    plan.settings, plan.samples = SimpleNamespace(run=SimpleNamespace(seed=1337)), samples
     return plan
+
+
+def write_documents(folder: Path, n: int) -> SimpleNamespace:
+    """As much of a store as its samples need: n documents, each of which is one sample."""
+    random, last = np.random.default_rng(0), 0
+    folder.mkdir()
+    with open(folder / "documents.idx", "wb") as file:
+        file.write(np.zeros(1, np.int64))
+        for first in range(0, n, CHUNK):
+            lengths = random.integers(2, SEQ_LEN, min(CHUNK, n - first), np.int64)
+            file.write(last + np.cumsum(lengths))
+            last += int(lengths.sum())
+    offsets = np.memmap(folder / "documents.idx", np.int64, "r")
+    meta = {"sha256": {"documents.idx": MADE_UP}}
+    return SimpleNamespace(path=folder, meta=meta, offsets=offsets, train_documents=n)
 
 
 def opened(folders: list[Path]) -> int:
@@ -255,7 +269,8 @@ def sampling(folder: Path, n: int, batches: int) -> Figures:
     print(f"\nsampling: batches of {BATCH:,} of {n:,} samples")
     folders = [folder / name for name in METRICS]
     indexes = [write_index(*each) for each in zip(folders, (n, n), SHARES, strict=True)]
-    plan, figures = planner(n), Figures()
+    stream = SimpleNamespace(train_documents=1, offsets=np.array([0, n * SEQ_LEN]))
+    plan, figures = planner(Samples(stream, SEQ_LEN, stream=True)), Figures()
     figures.add("open_ms", milliseconds(lambda _: opened(folders[:1]), 20), "<= 50")
     figures.add("open_two_metrics_ms", milliseconds(lambda _: opened(folders), 5))
     gc.collect()  # a Course is a cycle, and holds its mappings until then
@@ -265,6 +280,16 @@ def sampling(folder: Path, n: int, batches: int) -> Figures:
     for percent in (50, 10):
         pool = Pool(tuple((index.at_percent(percent), index) for index in indexes))
         draw_from(pool, plan, f"of_two_at_{percent}", batches // 10, figures)
+    store = write_documents(folder / "documents", n)
+    (made,) = milliseconds(lambda _: Samples(store, SEQ_LEN), 1)
+    figures.add("table_made_s", round(made / 1e3, 1))  # once a store and sample length
+    figures.add("open_documents_ms", milliseconds(lambda _: Samples(store, SEQ_LEN), 20), "<= 50")
+    pool = Pool(((indexes[0].at_percent(50), indexes[0]),))
+    documents = planner(Samples(store, SEQ_LEN))
+    assert len(documents.samples) == n
+    draw_from(pool, documents, "documents_at_50", batches, figures)
+    del documents
+    shutil.rmtree(folder / "documents")
     del indexes, pool  # what is mapped stays in the page cache
     for path in folder.glob("*/*.bin"):
         with open(path) as file:

@@ -86,7 +86,7 @@ def test_samples_of_a_large_store_are_those_of_a_small_one(store, large, split, 
     for start, stop in pairwise(edges[: n + 1] if split == "train" else edges[n:]):
         stop -= bare
         expected += [(a, min(a + 30, stop)) for a in range(start, stop, 30)]
-    for where, most in ((large, 0), (large, 0), (store, 1 << 22)):  # a file made, found, and none
+    for where, most in ((large, 0), (large, 0), (store, 1 << 20)):  # a file made, found, and none
         monkeypatch.setattr(data, "IN_MEMORY", most)
         samples = Samples(where, 30, split, bare=bare)
         assert text_of(samples, range(len(samples))) == expected
