@@ -254,7 +254,7 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
     T, longest = data.seq_len, SIZES[model.size][3]
     first_kept = T if ltd.start is None else ltd.start
     return [
-        (T < 8, f"--seq-len {T} is too short: rows have at least 8 tokens"),
+        (not 8 <= T < 2**31, f"--seq-len {T}: rows have at least 8 tokens, and fewer than 2^31"),
         (
             T > longest and model.pos == "learned",
             f"--seq-len {T} is above the {longest} positions of --size {model.size}:"

@@ -43,8 +43,18 @@ PIECES = {
     "pack rarity-mean": "--pack --curriculum rarity-mean",
     "pack length-rarity": "--pack --curriculum length-rarity",
     "pack seqlen,rarity": "--pack --curriculum seqlen,rarity",
+    "pack length value": "--pack --curriculum length --curriculum-by value --curriculum-start 32",
+    "pack rarity value": "--pack --curriculum rarity --curriculum-by value --curriculum-start 100",
 }
-RECIPES = TECHNIQUES | ROWS | PIECES
+# A BERT's pieces of documents, packed: bert is what they compare with.
+BERT = {
+    "bert": "--model bert --pack",
+    "bert seqlen": "--model bert --pack --curriculum seqlen",
+    "bert length": "--model bert --pack --curriculum length",
+    "bert rarity": "--model bert --pack --curriculum rarity",
+    "bert seqlen,rarity": "--model bert --pack --curriculum seqlen,rarity",
+}
+RECIPES = TECHNIQUES | ROWS | PIECES | BERT
 
 
 def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:

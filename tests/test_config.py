@@ -41,7 +41,8 @@ REFUSED = {
     "--token 5": r"unrecognized arguments: --token",  # no abbreviations
     "--size huge": r"--size: invalid choice: 'huge'.*nano",
     "--curriculum hard": r"--curriculum hard is unknown: choose of seqlen, seqlen-reshape",
-    "--seq-len 4": r"--seq-len 4 is too short",
+    "--seq-len 4": r"--seq-len 4: rows have at least 8 tokens",
+    "--seq-len 9e18 --batch-tokens 9e18": r"--seq-len 9000000000000000000: rows have .* 2\^31",
     "--pos learned --seq-len 512": r"--seq-len 512 is above the 256 positions of --size nano.*rope",
     "--size bert-base": r"--size bert-base is a BERT: add --model bert",
     "--init w.pt --pos rope": r"--init and --pos rope exclude each other",
