@@ -174,19 +174,17 @@ def said(error: BaseException) -> str:
 def settled(config: CurriculumConfig, seq_len: int) -> CurriculumConfig:
     """Fill in what was left open, metric by metric: the papers' pacings, from 1/4 row or 1 %."""
     names = config.metric.split(",")
-    if config.by == "value" and config.start is None and not set(names) <= set(LENGTHS):
-        raise ValueError(
-            "--curriculum-by value needs --curriculum-start, in each metric's own unit"
-        )
     kinds = config.pace or ",".join("linear" if name in LENGTHS else "root:2" for name in names)
     kinds, share = (
         text if "," in text else ",".join([text] * len(names)) for text in (kinds, config.share)
     )
     quarter = max(seq_len // 4 // MULTIPLE, 1) * MULTIPLE  # docs/curriculum.md measures it
-    starts = [str(quarter if name in LENGTHS else 1) for name in names]
+    starts = [str(quarter) if name in LENGTHS else "1" for name in names]
     for i, kind in enumerate(kinds.split(",")[: len(names)]):
         if kind.startswith("discrete:"):
             starts[i] = kind.split(":")[1].split("@")[0]
+        elif names[i] not in LENGTHS and config.by == "value" and config.start is None:
+            raise ValueError("--curriculum-by value needs --curriculum-start, in the metric's unit")
     return replace(config, start=config.start or ",".join(starts), share=share, pace=kinds)
 
 

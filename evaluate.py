@@ -51,7 +51,8 @@ class Evaluation:
         samples = Samples(store, seq_len - extra, split="val", bare=frame is not None)
         if len(samples) == 0:
             raise ValueError(f"{store.path} holds out no document: prepare it with --holdout 20")
-        spans = samples.spans(shuffled(np.arange(len(samples)), len(samples), seed=0))
+        most = len(samples) if tokens is None else min(tokens, len(samples))  # of a token each
+        spans = samples.spans(shuffled(np.arange(most), len(samples), seed=0))
         sizes = spans[:, 1] - spans[:, 0]
         if tokens is not None:
             spans = spans[: np.searchsorted(np.cumsum(sizes), tokens) + 1]

@@ -140,6 +140,8 @@ def test_the_defaults():
     assert (settled.start, settled.share, settled.pace) == ("64,1", "0.4,0.4", "linear,root:2")
     assert curriculum.settled(settled, 256) == settled
     assert curriculum.settled(CurriculumConfig("seqlen"), 12).start == "8"
+    levels = CurriculumConfig("length", pace="discrete:32@0.1:256", by="value")
+    assert curriculum.settled(levels, 256).start == "32", "where levels say it"
 
 
 def test_each_metric_has_its_own_pacing():
