@@ -375,7 +375,7 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
             for _ in range(repeats):
                 file.write(lines)
         command = PREPARE.format(inputs=[str(source)], out=str(tmp_path / f"store-{repeats}"))
-        command += "; import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+        command += "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         done = subprocess.run(
             [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
         )
