@@ -27,6 +27,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import lru_cache, partial
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import tiktoken
@@ -379,23 +380,14 @@ class Samples:
         file = self.store.path / f"{kind}-{self.store.meta['sha256']['documents.idx'][:16]}.spans"
         with alone_in(self.store.path):
             if not file.exists():
-                unfinished = file.with_suffix(".tmp")
-                try:
-                    with unfinished.open("wb") as out:
-                        for part in tqdm(parts, file.name, len(cuts), disable=None, leave=False):
-                            out.write(part)
-                    _fsync(unfinished)
-                    unfinished.rename(file)
-                except OSError as error:
-                    raise OSError(error.errno, error.strerror, str(file)) from None
-                finally:
-                    unfinished.unlink(missing_ok=True)
+                with whole(file) as out:
+                    for part in tqdm(parts, file.name, len(cuts), disable=None, leave=False):
+                        out.write(part)
         return np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
 
     def __len__(self) -> int:
-        if self.table is None:
-            return -(-(self.stop - self.start) // self.seq_len)
-        return len(self.table)
+        rows = -(-(self.stop - self.start) // self.seq_len)
+        return rows if self.table is None else len(self.table)
 
     def spans(self, ids: np.ndarray) -> np.ndarray:
         """(n,) sample ids -> (n, 2) first and one-past-last token of each in the store."""
@@ -421,11 +413,30 @@ def pieces(offsets: np.ndarray, seq_len: int, bare: int) -> np.ndarray:
 
     Example:  pieces([0, 5, 6], 2, 0) is (0, 2), (2, 4), (4, 5), (5, 6)
     """
-    start, stop = offsets[:-1], offsets[1:] - bare
+    start, stop = offsets[:-1], offsets[1:] - bare  # (N,)
     counts = -(-(stop - start) // seq_len)
     before = np.cumsum(counts) - counts
-    first = np.repeat(start - seq_len * before, counts) + seq_len * np.arange(counts.sum())
+    first = np.repeat(start - seq_len * before, counts) + seq_len * np.arange(counts.sum())  # (n,)
     return np.stack((first, np.minimum(first + seq_len, np.repeat(stop, counts))), axis=1)
+
+
+@contextmanager
+def whole(file: Path) -> Iterator[BinaryIO]:
+    """Write a file that has its name only when all of it is on the disk.
+
+    Raises:   ValueError naming the file, where the disk takes no more
+    """
+    unfinished = file.with_suffix(".tmp")
+    try:
+        with unfinished.open("wb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        unfinished.rename(file)
+    except OSError as error:
+        raise ValueError(f"{file}: not written: {error.strerror or error}") from None
+    finally:
+        unfinished.unlink(missing_ok=True)
 
 
 @contextmanager

@@ -48,7 +48,7 @@ from curriculum import (
     said,
     settled,
 )
-from data import Samples, alone_in, check_tokens
+from data import Samples, alone_in, check_tokens, whole
 from runtime import Runtime
 from tokenizer import get_encoding
 
@@ -124,9 +124,10 @@ def metric(name: str) -> Metric | None:
     accumulate = getattr(function, "accumulate", None)
 
     def value(total: np.ndarray | None) -> Callable:
-        more = () if accumulate is None else (np.asarray(total),)
-        for shared in more:
-            shared.flags.writeable = False  # a function that changed it would change what follows
+        more = ()
+        if accumulate is not None:
+            more = (np.asarray(total),)
+            more[0].flags.writeable = False  # a function that changed it would change what follows
         return lambda tokens, lengths: _ask(name, function, tokens, lengths, *more, values=True)
 
     def total(tokens: np.ndarray, lengths: np.ndarray, _: int) -> np.ndarray:
@@ -321,7 +322,7 @@ class Shards(NamedTuple):
         return [self.folders[name] / f"{self.kind}-{a:012}-{b:012}.npy" for a, b in self.shards]
 
     def left(self, names: list[str]) -> list[tuple[int, int]]:
-        done = zip(*(map(_whole, self.files(name)) for name in names), strict=True)
+        done = zip(*(map(_complete, self.files(name)) for name in names), strict=True)
         return [shard for shard, found in zip(self.shards, done, strict=True) if not all(found)]
 
     def fill(self, task: Callable, names: list[str], workers: int, ranks: Runtime) -> None:
@@ -339,15 +340,12 @@ class Shards(NamedTuple):
                 for name, array in found.items():
                     file = self.files(name)[self.shards.index(shard)]
                     file.parent.mkdir(parents=True, exist_ok=True)
-                    unfinished = file.with_suffix(".tmp")
-                    with unfinished.open("wb") as out:
+                    with whole(file) as out:
                         np.save(out, array)
-                        os.fsync(out.fileno())
-                    unfinished.rename(file)
         ranks.on_first(partial(_raise, problem))
 
 
-def _whole(file: Path) -> bool:
+def _complete(file: Path) -> bool:
     """Whether it is an array with all that its header announces."""
     try:
         np.load(file, mmap_mode="r")
@@ -417,19 +415,17 @@ def _write_index(folder: Path, shards: Shards, prints: dict[str, str], name: str
     unfinished = runs[0].with_name(f"index-{secrets.token_hex(4)}")
     unfinished.mkdir()
     try:
-        with open(unfinished / "values.bin", "wb") as file:
+        with whole(unfinished / "values.bin") as file:
             for run in map(np.load, runs):
                 values = np.empty_like(run["value"])
                 values[run["id"] - run["id"].min()] = run["value"]
                 file.write(values)
-        with open(unfinished / "order.bin", "wb") as file:
+        with whole(unfinished / "order.bin") as file:
             for ids in merged(runs):
                 file.write(ids)
         about |= {"values": str(values.dtype), "order": str(ids.dtype)}
-        (unfinished / "index.json").write_text(json.dumps(about, indent=1))
-        for path in unfinished.iterdir():
-            with open(path) as file:
-                os.fsync(file.fileno())
+        with whole(unfinished / "index.json") as file:
+            file.write(json.dumps(about, indent=1).encode())
         unfinished.rename(folder / label(name))
     except BaseException:
         shutil.rmtree(unfinished, ignore_errors=True)

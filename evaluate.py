@@ -51,7 +51,9 @@ class Evaluation:
         samples = Samples(store, seq_len - extra, split="val", bare=frame is not None)
         if len(samples) == 0:
             raise ValueError(f"{store.path} holds out no document: prepare it with --holdout 20")
-        most = len(samples) if tokens is None else min(tokens, len(samples))  # of a token each
+        most = (
+            len(samples) if tokens is None else min(tokens, len(samples))
+        )  # one has a token, or more
         spans = samples.spans(shuffled(np.arange(most), len(samples), seed=0))
         sizes = spans[:, 1] - spans[:, 0]
         if tokens is not None:

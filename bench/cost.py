@@ -24,18 +24,19 @@ from pathlib import Path
 
 import torch
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # what is measured
+
+from ablate import RECIPES
+
+import config
+import runtime
+from data import Store, embedded_store
+from model import Transformer
+from optim import Optimizers
+from plan import Clock, Plan, Step
+from tokenizer import get_encoding, vocab_size
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from ablate import RECIPES  # noqa: E402
-
-import config  # noqa: E402
-import runtime  # noqa: E402
-from data import Store, embedded_store  # noqa: E402
-from model import Transformer  # noqa: E402
-from optim import Optimizers  # noqa: E402
-from plan import Clock, Plan, Step  # noqa: E402
-from tokenizer import get_encoding, vocab_size  # noqa: E402
 
 
 def shapes_of(plan: Plan, budget: int) -> tuple[Counter, dict[tuple, Step]]:

@@ -39,14 +39,14 @@ from types import SimpleNamespace
 
 import numpy as np
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # what is measured
+
+from curriculum import Course, CurriculumConfig, Pool, settled
+from data import FORMAT, Samples
+from difficulty import MOST_SHARDS, SHARD, Index
+from plan import Plan, shuffled
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from curriculum import Course, CurriculumConfig, Pool, settled  # noqa: E402
-from data import FORMAT, Samples  # noqa: E402
-from difficulty import MOST_SHARDS, SHARD, Index  # noqa: E402
-from plan import Plan, shuffled  # noqa: E402
-
 SEQ_LEN, METRICS, VOCAB_SIZE = 2048, ("rarity", "length"), 50_257
 BATCH = 1024  # samples of a global batch
 CHUNK = 1 << 24  # numbers written at once

@@ -22,11 +22,12 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # what is measured
 
-import data  # noqa: E402
-import tokenizer  # noqa: E402
+import data
+import tokenizer
+
+ROOT = Path(__file__).resolve().parent.parent
 
 
 def time_both(path: Path, name: str, rounds: int) -> dict:

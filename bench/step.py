@@ -33,11 +33,11 @@ from types import ModuleType
 import torch
 from torch import Tensor, nn
 
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # what is measured
+
+from model import SIZES, Shape, Transformer
+
 ROOT = Path(__file__).resolve().parent.parent
-sys.path.insert(0, str(ROOT))
-
-from model import SIZES, Shape, Transformer  # noqa: E402
-
 CASES = {"nano": (16, 4160, 15), "124M": (1, 50304, 5)}  # --size: rows, V, turns
 BETAS, WEIGHT_DECAY, LR = (0.9, 0.95), 0.1, 1e-4
 PREFIX = "transformer."  # of nanoGPT's parameter names

@@ -23,13 +23,14 @@ BUDGETS = {
     "model.py": 260,
     # Four file formats, each with its error by line, a store that is whole or absent, and samples,
     # which the analysis of a store needs as much as training does, with a table that a billion of
-    # them do not pull into memory. Cut in two it would be a seventeenth file.
-    "data.py": 360,
+    # them do not pull into memory; and how a file is written whole, which difficulty.py does too.
+    # Cut in two it would be a seventeenth file.
+    "data.py": 363,
     # Pacing, pools, and settings of which each metric has its own, all checked before a run.
     "curriculum.py": 360,
     # Metrics, the map, the merge and the index: everything of the curriculum that touches files,
     # and what becomes of these when a worker, a rank, the machine or a user's function fails.
-    "difficulty.py": 445,
+    "difficulty.py": 440,
     "packing.py": 200,
     "ltd.py": 200,
     "pseudo.py": 200,
