@@ -352,18 +352,17 @@ train.main()
 
 
 @pytest.mark.dist
-def test_killed_at_any_moment_and_resumed_is_the_same_run(store_dir, tmp_path):
+def test_killed_at_any_moment_and_resumed_is_the_same_run(store_dir, tmp_path, run):
     """SIGKILL some time after so many lines of the log, three times over, then to the end."""
     flags = f"{ALL_ON} --tokens 8000 --checkpoint-every 700"
-    subprocess.run(command(store_dir, tmp_path / "whole", flags), check=True)
-    whole = metrics(read_log(tmp_path / "whole"))
+    whole = metrics(run(flags, out="whole"))
     launch = command(store_dir, tmp_path / "killed", flags)
     resume = [PYTHON, str(ROOT / "train.py"), "--resume", "--out", str(tmp_path / "killed")]
     for lines in (3, 14, 26):  # the first before there is a checkpoint
         killed = [PYTHON, "-c", KILL, str(lines), *launch[2:]]
         assert subprocess.run(killed, cwd=ROOT).returncode == -signal.SIGKILL
         launch = resume
-    subprocess.run(resume, check=True)
+    assert train.main(resume[2:]) == 0
     assert metrics(read_log(tmp_path / "killed")) == whole
     assert not list((tmp_path / "killed").glob(".tmp*"))
 
