@@ -16,10 +16,10 @@ from typing import Any, get_args, get_type_hints
 import curriculum
 from curriculum import CurriculumConfig
 from ltd import LtdConfig
-from model import SIZES, Shape
-from optim import SCHEDULES
+from model import SIZES, TransformerConfig
 from packing import PackConfig
-from runtime import Parser
+from support.optim import SCHEDULES
+from support.runtime import Parser
 
 
 def flag(default: Any, help: str, choices: tuple | None = None) -> Any:
@@ -45,7 +45,7 @@ class RunConfig:
 
 @dataclass(frozen=True)
 class DataConfig:
-    data: str | None = flag(None, "token store made by data.py prepare (default: embedded corpus)")
+    data: str | None = flag(None, "token store made by prepare.py (default: embedded corpus)")
     tokenizer: str = flag("pd4k", "pd4k, bytes, gpt2 or a .tiktoken file of ranks")
     seq_len: int | None = flag(None, "tokens of a row (default: by --size)")
 
@@ -62,7 +62,7 @@ class ModelConfig:
     layers: int | None = flag(None, "number of blocks (default: by --size)")
     heads: int | None = flag(None, "attention heads (default: by --size)")
     width: int | None = flag(None, "width of the residual stream (default: by --size)")
-    hidden: int | None = flag(None, "inner width of the MLP (default: 4 x --width)")
+    mlp_width: int | None = flag(None, "inner width of the MLP (default: 4 x --width)")
     dropout: float = flag(0.0, "share of activations zeroed in training")
     init: str | None = flag(None, "start from weights in GPT-2's or BERT's published layout")
 
@@ -71,7 +71,7 @@ class ModelConfig:
 class OptimConfig:
     tokens: int | None = flag(None, "budget on the clock, in tokens (default: by --size)")
     batch_tokens: int | None = flag(None, "tokens of an optimizer step, all ranks together")
-    micro_rows: int | None = flag(None, "rows a rank takes at once; the rest is accumulated")
+    micro_batch_size: int | None = flag(None, "rows a rank takes at once; the rest is accumulated")
     optimizer: str = flag("muon", "muon moves the blocks' matrices, adamw all", ("adamw", "muon"))
     lr: float | None = flag(None, "peak learning rate (default: by --size)")
     min_lr: float = flag(0.0, "learning rate at the end, as a share of --lr")
@@ -198,7 +198,7 @@ def with_defaults(config: Config) -> Config:
         layers=model.layers or layers,
         heads=model.heads or heads,
         width=width,
-        hidden=model.hidden or 4 * width,
+        mlp_width=model.mlp_width or 4 * width,
         pos=model.pos or ("rope" if model.size == "nano" and not model.init else "learned"),
     )
     data = replace(data, seq_len=data.seq_len or seq_len)
@@ -228,12 +228,12 @@ def samples_kind(config: Config) -> str:
     return "bert" if config.model.model == "bert" else "pieces" if config.pack.on else "rows"
 
 
-def shape_of(config: Config, vocab_size: int) -> Shape:
+def transformer_config(config: Config, vocab_size: int) -> TransformerConfig:
     """The model's dimensions. Learned positions reach as far as --size says, rotary --seq-len."""
     m = config.model
     longest = config.data.seq_len if m.pos == "rope" else SIZES[m.size][3]
-    return Shape(
-        m.model, m.layers, m.heads, m.width, m.hidden, longest, vocab_size, m.pos, m.dropout
+    return TransformerConfig(
+        m.model, m.layers, m.heads, m.width, m.mlp_width, longest, vocab_size, m.pos, m.dropout
     )
 
 
@@ -244,7 +244,7 @@ def check(config: Config) -> None:
             raise ValueError(message)
     if config.curriculum.metric != "none":
         curriculum.check(config.curriculum, config.data.seq_len, samples_kind(config))
-    shape_of(config, 1)
+    transformer_config(config, 1)
 
 
 def refusals(config: Config) -> list[tuple[bool, str]]:
@@ -311,20 +311,20 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
     ]
 
 
-def micro_rows(config: Config, world: int) -> int:
+def micro_batch_size(config: Config, world: int) -> int:
     """Rows a rank takes through the model at once, and their accumulation comes out even.
 
     Raises: ValueError if the rows of --batch-tokens cannot be shared out so
     """
     rows = config.optim.batch_tokens // config.data.seq_len
     share = rows // world
-    most = config.optim.micro_rows or max(1, min(share, 32_768 // config.data.seq_len))
-    if config.optim.micro_rows is None:
+    most = config.optim.micro_batch_size or max(1, min(share, 32_768 // config.data.seq_len))
+    if config.optim.micro_batch_size is None:
         most = next((m for m in range(most, 0, -1) if share and share % m == 0), most)
     if rows % (most * world):
         raise ValueError(
             f"--batch-tokens {config.optim.batch_tokens} makes {rows} rows of {config.data.seq_len}"
-            f" that {world} ranks of --micro-rows {most} cannot share: choose a multiple of"
+            f" that {world} ranks of --micro-batch-size {most} cannot share: choose a multiple of"
             f" {most * world * config.data.seq_len}"
         )
     return most
@@ -341,7 +341,7 @@ FREE = [
     "run.eval_tokens",
     "run.checkpoint_every",
     "run.keep",
-    "optim.micro_rows",
+    "optim.micro_batch_size",
     "data.data",
     "curriculum.index",
 ]

@@ -11,7 +11,6 @@ pool only says which ranks there are to draw from. In reading order: settings, p
 Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 
     python curriculum.py pace --kind root --degree 2 --start 64 --end 1024 --over 300 --multiple 8
-    python curriculum.py analyze --metric rarity,length            # of the embedded corpus
 """
 
 import argparse
@@ -291,7 +290,7 @@ SCAN = 1 << 18  # samples looked at at once
 class Pool:
     """The samples that every filter allows: each the `count` easiest of an index."""
 
-    filters: tuple[tuple[int, Any], ...]  # (count, difficulty.Index), fewest first
+    filters: tuple[tuple[int, Any], ...]  # (count, difficulty.DifficultyIndex), fewest first
 
     @property
     def reach(self) -> int:
@@ -328,7 +327,7 @@ class Stage(NamedTuple):
     note: str  # how an empty pool was widened
 
 
-class Course:
+class Curriculum:
     """All metrics of a run together: a pure function from the clock to a Stage."""
 
     def __init__(
@@ -466,11 +465,10 @@ def show_pace(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    import runtime
+    from support import runtime
 
     parser = runtime.Parser(prog="curriculum.py", description=__doc__.split("\n")[0])
     verbs = parser.add_subparsers(required=True)
-    verbs.add_parser("analyze", help="sort the samples of a store by difficulty", add_help=False)
     verb = verbs.add_parser("pace", help="print the difficulty over a run")
     verb.add_argument("--kind", default="linear", help=f"root, or {PACES}")
     verb.add_argument("--degree", default="2", help="of the root: 2 is the square root")
@@ -483,17 +481,10 @@ def main(argv: list[str] | None = None) -> None:
     verb.add_argument("--at", help="the t to print: 1,5,10")
     verb.add_argument("--json", action="store_true", help="print one JSON object")
     verb.add_argument("--plot", help="file for the curve")
-    args, rest = parser.parse_known_args(argv)
-    if "kind" in args:
-        parser.parse_args(argv)  # refuses what is left over
-        show_pace(args)
-    else:
-        import difficulty
-
-        difficulty.main(rest)
+    show_pace(parser.parse_args(argv))
 
 
 if __name__ == "__main__":
-    import runtime
+    from support import runtime
 
     runtime.exit_cleanly(main)

@@ -8,49 +8,23 @@ Does not decide what is trained on when: that is curriculum.py, which runs this 
 
 Paper: Li et al., arXiv 2212.03597.
 
-    python curriculum.py analyze --metric rarity,length            # of the embedded corpus
-    torchrun --nproc-per-node 2 curriculum.py analyze STORE --metric rarity --samples rows
+    python analyze.py --metric rarity,length            # of the embedded corpus
+    torchrun --nproc-per-node 2 analyze.py STORE --metric rarity --samples rows
 """
 
 import hashlib
 import json
 import math
-import os
-import secrets
-import shutil
-import signal
-import sys
-from bisect import bisect_left, bisect_right
-from collections.abc import Callable, Iterator
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
-from contextlib import nullcontext
+from bisect import bisect_right
+from collections.abc import Callable
 from dataclasses import dataclass
-from functools import partial, reduce
-from itertools import pairwise
-from multiprocessing import parent_process
 from pathlib import Path
-from threading import Thread
 from typing import NamedTuple
 
 import numpy as np
-from tqdm import tqdm
 
-import data
-import runtime
-from curriculum import (
-    CurriculumConfig,
-    check,
-    figure_for,
-    function_at,
-    label,
-    plotted,
-    said,
-    settled,
-)
-from data import Samples, alone_in, check_tokens, whole
-from runtime import Runtime
-from tokenizer import get_encoding
+from curriculum import function_at, label, said
+from data import Samples
 
 # ---- metrics: tokens (n,) of N samples one after another and lengths (N,) -> (N,), easiest lowest
 
@@ -67,7 +41,7 @@ def token_counts(tokens: np.ndarray, lengths: np.ndarray, vocab_size: int) -> np
     return np.bincount(tokens, minlength=vocab_size)
 
 
-def surprise(counts: np.ndarray) -> np.ndarray:
+def surprisal(counts: np.ndarray) -> np.ndarray:
     """(V,) -log of each token's share of all, in nats; one that was never seen counts as one."""
     counts = np.maximum(counts, 1)
     return -np.log(counts / counts.sum())
@@ -78,12 +52,12 @@ def length(_: None) -> Callable:
 
 
 def rarity(counts: np.ndarray) -> Callable:
-    """Vocabulary rarity: the summed surprise of a sample's tokens (arXiv 2212.03597).
+    """Vocabulary rarity: the summed surprisal of a sample's tokens (arXiv 2212.03597).
 
     Deviates: upstream cuts it to a whole number, which makes ties
     Example:  of counts [2, 1, 1], tokens [0, 0, 1] of lengths [2, 1] have [2 ln 2, ln 4]: a tie
     """
-    nats = surprise(counts)
+    nats = surprisal(counts)
     return lambda tokens, lengths: np.add.reduceat(nats[tokens], np.cumsum(lengths) - lengths)
 
 
@@ -99,7 +73,7 @@ def length_rarity(counts: np.ndarray) -> Callable:
     A sample of up to 2^17 tokens is told apart to 2^-9 nats, or closer, by a float64.
     """
     longest = 2.0**17
-    scale = 2.0 ** math.ceil(math.log2(longest * surprise(counts).max() + 1))
+    scale = 2.0 ** math.ceil(math.log2(longest * surprisal(counts).max() + 1))
     total = rarity(counts)
     return lambda tokens, lengths: lengths + total(tokens, lengths) / scale
 
@@ -158,12 +132,6 @@ def _ask(name, function, tokens, lengths, *more, values=False) -> np.ndarray:
 
 # ---- analysis: map over shards to sorted runs, then merge them; memory is that of one shard
 
-BLOCK = 1 << 18  # tokens measured at once: what a core's cache holds
-SHARD = 1 << 18  # samples, unless that made more than MOST_SHARDS
-MOST_SHARDS = 512  # as many runs are open while they are merged
-MERGE = 1 << 22  # samples sorted at once in the merge
-PERCENTS = (0, 1, 5, 25, 50, 75, 95, 99, 100)
-
 
 def fingerprint(samples: Samples, name: str) -> str:
     """What ties an index to store, tokenizer, sample length and metric (a user's by its source)."""
@@ -172,271 +140,11 @@ def fingerprint(samples: Samples, name: str) -> str:
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
-def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The tokens (n,) and lengths (N,) of samples first..last, some 2^18 tokens at a time."""
-    edges = samples.spans(np.array([first, last - 1]))
-    mean = (edges[1, 1] - edges[0, 0]) / (last - first)
-    step = max(int(BLOCK / mean), 1)
-    for a in range(first, last, step):
-        start, stop = samples.spans(np.arange(a, min(a + step, last))).T
-        tokens, lengths = samples.text(start[0], stop[-1]), stop - start
-        if lengths.sum() < len(tokens):  # between a BERT's samples lie the ends of documents
-            edge = np.zeros(len(tokens) + 1, np.int8)
-            edge[start - start[0]] += 1
-            edge[stop - start[0]] -= 1
-            tokens = tokens[np.cumsum(edge[:-1]).astype(bool)]
-        check_tokens(samples.store, tokens.max())
-        yield tokens.astype(np.int64), lengths  # what indexing by them would cast to, more slowly
-
-
-def accumulated(open_samples: Callable, names: list[str], shard: tuple[int, int]) -> dict:
-    """Map, first pass: what each metric sums up over a shard."""
-    samples = open_samples()
-    functions = {name: metric(name).total for name in names}
-    needed = {function: name for name, function in functions.items()}  # some metrics share one
-    sums: dict = {}
-    vocab_size = samples.identity()["vocab_size"]
-    for tokens, lengths in blocks(samples, *shard):
-        for function, name in needed.items():
-            found = function(tokens, lengths, vocab_size)
-            sums[function] = added(name, sums[function], found) if function in sums else found
-    return {name: sums[function] for name, function in functions.items()}
-
-
-def added(name: str, total: np.ndarray, more: np.ndarray) -> np.ndarray:
-    if total.shape != more.shape:
-        raise ValueError(
-            f"{name}.accumulate: returned shape {total.shape}, then {more.shape}: what is summed"
-            " over all samples has one shape"
-        )
-    return total + more
-
-
-def measured(open_samples: Callable, totals: dict, shard: tuple[int, int]) -> dict:
-    """Map, second pass: a shard's samples by each metric, as records (value, id), easiest first."""
-    samples = open_samples()
-    functions = {name: metric(name).value(total) for name, total in totals.items()}
-    values: dict[str, list] = {name: [] for name in totals}
-    for tokens, lengths in blocks(samples, *shard):
-        for name, function in functions.items():
-            values[name].append(function(tokens, lengths))
-    ids = np.dtype("uint32" if len(samples) < 2**32 else "int64")
-    runs = {}
-    for name in totals:
-        found = np.concatenate(values[name]).astype(metric(name).dtype)
-        order = np.argsort(found, kind="stable")
-        runs[name] = np.empty(len(found), [("value", found.dtype), ("id", ids)])
-        runs[name]["value"], runs[name]["id"] = found[order], order + shard[0]
-    return runs
-
-
-def merged(files: list[Path], chunk: int = MERGE) -> Iterator[np.ndarray]:
-    """The ids of sorted runs, easiest first and ties by id, `chunk` of them at a time."""
-    n = sum(len(np.load(file, mmap_mode="r")) for file in files)
-    before = [0] * len(files)
-    for rank in range(chunk, n + chunk, chunk):
-        runs = [np.load(file, mmap_mode="r") for file in files]  # anew: their pages go with them
-        after = split(runs, rank)
-        parts = zip(runs, before, after, strict=True)
-        part = np.concatenate([run[a:b] for run, a, b in parts])
-        yield part["id"][np.argsort(part["value"], kind="stable")]
-        before = after
-
-
-def split(runs: list[np.ndarray], rank: int) -> list[int]:
-    """Cut sorted runs so that their first parts together are the `rank` easiest; ties by run.
-
-    Cost:    a binary search in every run for each of about log2(n) pivots
-    Example: runs of values [1, 3, 3], [2, 3, 4] at rank 4 are cut at [3, 1]: 1, 3, 3 and 2
-    """
-    low, high = [0] * len(runs), [len(run) for run in runs]
-    if rank >= sum(high):
-        return high
-    while True:
-        widest = max(range(len(runs)), key=lambda i: high[i] - low[i])
-        pivot = runs[widest]["value"][(low[widest] + high[widest]) // 2]
-        left = [bisect_left(run["value"], pivot) for run in runs]
-        right = [bisect_right(run["value"], pivot) for run in runs]
-        if sum(left) > rank:
-            high = left
-        elif sum(right) < rank:
-            low = right
-        else:  # the cut goes through the ties of the pivot
-            for i in range(len(runs)):
-                take = min(right[i] - left[i], rank - sum(left))
-                left[i] += take
-            return left
-
-
-def spread(task: Callable, shards: list, workers: int, ranks: Runtime) -> Iterator:
-    """(shard, result) of every shard: from torchrun's ranks if there are some, else processes.
-
-    Only rank 0 gets any. A rank's mistake comes as a result, so that no other rank waits for it.
-    """
-    if ranks.world > 1:
-        for first in range(ranks.rank, len(shards) + ranks.rank, ranks.world):
-            for results in ranks.collect([_attempt(task, s) for s in shards[first : first + 1]]):
-                yield from results
-    elif workers > 1 and len(shards) > 1:
-        with ProcessPoolExecutor(min(workers, len(shards)), initializer=_live_with_parent) as pool:
-            try:
-                yield from zip(shards, pool.map(task, shards), strict=True)
-            except BrokenProcessPool:
-                raise ValueError(
-                    "a worker was killed, for want of memory perhaps: what is done is kept, go on"
-                    " with fewer --workers"
-                ) from None
-            finally:
-                pool.shutdown(cancel_futures=True)
-    else:
-        yield from ((shard, task(shard)) for shard in shards)
-
-
-def _live_with_parent() -> None:
-    """In a worker: an interrupt is the parent's to handle, and when that one dies, so does this."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler would raise in a task
-
-    def watch() -> None:
-        parent_process().join()
-        os._exit(1)
-
-    Thread(target=watch, daemon=True).start()
-
-
-def _attempt(task: Callable, shard: tuple[int, int]) -> tuple:
-    try:
-        return shard, task(shard)
-    except (ValueError, OSError) as error:
-        return shard, error
-
-
-class Shards(NamedTuple):
-    """Files of one pass, one a shard and metric, so that a shard that is done is not done again."""
-
-    shards: list[tuple[int, int]]
-    folders: dict[str, Path]  # of each metric
-    kind: str
-
-    def files(self, name: str) -> list[Path]:
-        return [self.folders[name] / f"{self.kind}-{a:012}-{b:012}.npy" for a, b in self.shards]
-
-    def left(self, names: list[str]) -> list[tuple[int, int]]:
-        done = zip(*(map(_complete, self.files(name)) for name in names), strict=True)
-        return [shard for shard, found in zip(self.shards, done, strict=True) if not all(found)]
-
-    def fill(self, task: Callable, names: list[str], workers: int, ranks: Runtime) -> None:
-        """Run the task on every shard that is left, and write what it returns, file by file."""
-        left = ranks.on_first(lambda: self.left(names))
-        problem = None
-        hidden = not ranks.first or None  # None: where there is no terminal
-        with tqdm(total=len(self.shards), desc=self.kind, unit="shard", disable=hidden) as bar:
-            bar.update(len(self.shards) - len(left))
-            for shard, found in spread(task, left, workers, ranks):
-                bar.update()
-                if isinstance(found, Exception):
-                    problem = problem or found
-                    continue
-                for name, array in found.items():
-                    file = self.files(name)[self.shards.index(shard)]
-                    file.parent.mkdir(parents=True, exist_ok=True)
-                    with whole(file) as out:
-                        np.save(out, array)
-        ranks.on_first(partial(_raise, problem))
-
-
-def _complete(file: Path) -> bool:
-    """Whether it is an array with all that its header announces."""
-    try:
-        np.load(file, mmap_mode="r")
-    except (OSError, ValueError, EOFError):
-        return False
-    return True
-
-
-def _raise(problem: Exception | None) -> None:
-    if problem is not None:
-        raise problem
-
-
-def analyze(
-    open_samples: Callable, names: list[str], folder: Path, ranks: Runtime, workers: int = 1
-) -> None:
-    """Measure every sample by each metric, sort, and write folder/<metric>, whole or not at all.
-
-    A first pass over the tokens sums up what metrics need to know of all samples (token counts), a
-    second one measures. Each shard that is done is a file until the index is whole.
-
-    Args:    open_samples () -> samples, called in every worker
-             ranks        of torchrun, if any; rank 0 writes, no other needs its disk
-    Raises:  ValueError for a user's function that fails, for other samples' index in `folder`
-    Cost:    8 to 16 bytes a sample of temporary files; rates in results/curriculum.jsonl
-    """
-    samples, folder = open_samples(), Path(folder)
-    if len(samples) == 0:
-        raise ValueError(f"{samples.store.path} holds no training document: prepare more text")
-    ranks.on_first(lambda: folder.mkdir(parents=True, exist_ok=True))
-    with alone_in(folder) if ranks.first else nullcontext():
-        prints = {name: fingerprint(samples, name) for name in names}
-        names = ranks.on_first(
-            lambda: [n for n in names if not Index.exists(folder / label(n), prints[n])]
-        )
-        size = max(SHARD, -(-len(samples) // MOST_SHARDS))
-        shards = list(pairwise([*range(0, len(samples), size), len(samples)]))
-        work = {name: folder / f".{label(name)}-{prints[name][:16]}" for name in names}
-
-        summed = [name for name in names if metric(name).total]
-        sums = Shards(shards, work, "total")
-        if summed:
-            sums.fill(partial(accumulated, open_samples, summed), summed, workers, ranks)
-        totals = dict.fromkeys(names) | ranks.on_first(
-            lambda: {n: reduce(partial(added, n), map(np.load, sums.files(n))) for n in summed}
-        )
-        runs = Shards(shards, work, "run")
-        if names:
-            runs.fill(partial(measured, open_samples, totals), names, workers, ranks)
-        merge = partial(_write_index, folder, runs, prints)
-
-        def finish() -> None:  # on rank 0, where the runs are
-            list(spread(merge, names, workers, ranks) if ranks.world == 1 else map(merge, names))
-            for name in prints:  # also what a kill just before this left of one that is whole
-                hexadecimal = "[0-9a-f]" * 16  # not *, which would take rarity-mean's for rarity's
-                for unfinished in folder.glob(f".{label(name)}-{hexadecimal}"):
-                    shutil.rmtree(unfinished)
-
-        ranks.on_first(finish)
-
-
-def _write_index(folder: Path, shards: Shards, prints: dict[str, str], name: str) -> None:
-    """Values in the order of samples, ids in that of difficulty; the folder appears whole."""
-    runs, samples = shards.files(name), shards.shards[-1][1]
-    about = {"fingerprint": prints[name], "metric": name, "samples": samples}
-    # Beside the runs, so that what a kill leaves of it goes with them.
-    unfinished = runs[0].with_name(f"index-{secrets.token_hex(4)}")
-    unfinished.mkdir()
-    try:
-        with whole(unfinished / "values.bin") as file:
-            for run in map(np.load, runs):
-                values = np.empty_like(run["value"])
-                values[run["id"] - run["id"].min()] = run["value"]
-                file.write(values)
-        with whole(unfinished / "order.bin") as file:
-            for ids in merged(runs):
-                file.write(ids)
-        about |= {"values": str(values.dtype), "order": str(ids.dtype)}
-        with whole(unfinished / "index.json") as file:
-            file.write(json.dumps(about, indent=1).encode())
-        unfinished.rename(folder / label(name))
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
-
-
 # ---- index
 
 
 @dataclass(frozen=True, eq=False)
-class Index:
+class DifficultyIndex:
     """What analyze wrote, mapped: values (N,) by sample id, order (N,) ids, easiest first."""
 
     about: dict
@@ -460,9 +168,9 @@ class Index:
         return True
 
     @classmethod
-    def open(cls, folder: Path, wanted: str) -> "Index":
+    def open(cls, folder: Path, wanted: str) -> "DifficultyIndex":
         if not cls.exists(folder, wanted):
-            raise ValueError(f"{folder}: no index: make it with curriculum.py analyze")
+            raise ValueError(f"{folder}: no index: make it with analyze.py")
         about = json.loads((folder / "index.json").read_text())
         try:
             arrays = [np.memmap(folder / f"{n}.bin", about[n], "r") for n in ("values", "order")]
@@ -512,105 +220,3 @@ class Index:
 def index_folder(given: str | None, store: str | Path, kind: str, row_len: int) -> Path:
     """Where the indexes of one kind of samples lie: by default in the store they belong to."""
     return Path(given or Path(store) / "curriculum") / f"{kind}-{row_len}"
-
-
-SMALL = 100_000_000  # tokens of a store that training analyzes by itself, in some ten seconds
-
-
-def ready(samples: Samples, metrics: str, given: str | None, ranks: Runtime) -> dict[str, Index]:
-    """Open the index of each ranked metric; make those that a small store lacks."""
-    names = [name for name in metrics.split(",") if metric(name)]
-    if not names:
-        return {}
-    prints = {name: fingerprint(samples, name) for name in names}
-    path, kind, row_len = str(samples.store.path), samples.kind, samples.row_len
-    folder = index_folder(given, path, kind, row_len)
-    lacking = ranks.on_first(
-        lambda: [name for name in names if not Index.exists(folder / label(name), prints[name])]
-    )
-    if lacking:
-        if samples.store.train_tokens > SMALL:
-            raise ValueError(
-                f"{folder} has no index by {', '.join(lacking)}: make it with python curriculum.py"
-                f" analyze {path} --metric {','.join(lacking)} --samples {kind} --seq-len {row_len}"
-                f"{f' --out {given}' if given else ''}"
-            )
-        ranks.say(f"analyzing {path} by {', '.join(lacking)}, once: index in {folder}")
-        analyze(partial(data.open_samples, path, kind, row_len), lacking, folder, ranks)
-    return {name: Index.open(folder / label(name), prints[name]) for name in names}
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = runtime.Parser(prog="curriculum.py analyze", description=__doc__.split("\n")[0])
-    parser.add_argument("store", nargs="?", help="of data.py prepare (default: embedded corpus)")
-    parser.add_argument("--metric", required=True, help=f"{', '.join(METRICS)} or path.py:name")
-    parser.add_argument("--samples", default="pieces", choices=data.KINDS, help=data.KINDS_HELP)
-    parser.add_argument("--seq-len", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
-    parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
-    parser.add_argument("--plot", help="file for a histogram")
-    parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
-    args = parser.parse_args(argv)
-
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are told to end
-    names = args.metric.split(",")
-    least = 3 if args.samples == "bert" else 1  # its frame takes two
-    if not least <= args.seq_len < 2**31:
-        raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
-    if args.workers < 1:
-        raise ValueError(f"--workers {args.workers} must be at least 1")
-    if args.plot:
-        figure_for(args.plot)
-    try:
-        check(settled(CurriculumConfig(args.metric), args.seq_len), args.seq_len, args.samples)
-    except ValueError as error:
-        raise ValueError(str(error).replace("--curriculum", "--metric")) from None
-    for name in names:
-        if metric(name) is None:
-            raise ValueError(f"--metric {name} needs no analysis: it takes samples as they come")
-    ranks = runtime.start("cpu", "fp32")
-    store = args.store or ranks.on_first(lambda: str(data.embedded_store("pd4k")))
-    open_samples = partial(data.open_samples, store, args.samples, args.seq_len)
-    samples = open_samples()
-    folder = index_folder(args.out, store, args.samples, args.seq_len)
-    analyze(open_samples, names, folder, ranks, args.workers)
-    if ranks.first:
-        found = {n: Index.open(folder / label(n), fingerprint(samples, n)) for n in names}
-        print(f"{len(samples):,} samples of at most {samples.seq_len} tokens; index: {folder}")
-        show(found)
-        if args.examples:
-            examples(found, samples)
-        if args.plot:
-            histograms(found, args.plot)
-
-
-def show(indexes: dict[str, Index]) -> None:
-    print("percentile    " + "".join(f"{percent:>12}" for percent in PERCENTS))
-    for name, index in indexes.items():
-        values = (index.highest(max(index.at_percent(percent), 1)) for percent in PERCENTS)
-        print(f"{label(name):14}" + "".join(f"{value:12.6g}" for value in values))
-
-
-def examples(indexes: dict[str, Index], samples: Samples) -> None:
-    """The median sample of the easiest and of the hardest percent, by each metric."""
-    encoding = get_encoding(samples.store.meta["tokenizer"])
-    for name, index in indexes.items():
-        for which, share in (("easiest", 0.005), ("hardest", 0.995)):
-            sample = index.order[int(share * len(index))]
-            ((first, last),) = samples.spans(np.array([sample]))
-            text = " ".join(encoding.decode(samples.text(first, last).tolist()).split())
-            print(f"\n{which} percent by {label(name)}, {index.values[sample]:g}:\n{text[:400]}")
-
-
-def histograms(indexes: dict[str, Index], file: str) -> None:
-    """A figure of every metric's values, from at most 2^18 samples of it."""
-    for name, index in indexes.items():
-        values = index.values[:: -(-len(index) // SHARD)]
-        path = Path(file)
-        one = path if len(indexes) == 1 else path.with_stem(f"{path.stem}-{label(name)}")
-        plotted(
-            str(one),
-            lambda axes, values=values: axes.hist(values, 60),
-            xlabel=name,
-            ylabel="samples",
-        )

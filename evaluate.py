@@ -13,12 +13,14 @@ import numpy as np
 import torch
 from torch import nn
 
-from data import Samples, Store, embedded_store
+from data import Samples, SpecialIds, collate, mask_tokens
 from packing import best_fit
-from plan import Frame, lay_out, mask_tokens, shuffled
-from runtime import Parser, Runtime, exit_cleanly, start
+from prepare import embedded_store
 from sample import load_run
-from tokenizer import byte_lengths, get_encoding
+from support.rng import shuffled
+from support.runtime import Parser, Runtime, exit_cleanly, start
+from support.token_store import Store
+from support.tokenizer import byte_lengths, get_encoding
 
 
 class HeldOut(NamedTuple):
@@ -35,7 +37,7 @@ class Evaluation:
 
     Args: seq_len  tokens of a row
           lengths  (V,) bytes that each token stands for
-          frame    None for a GPT; a BERT's special ids: the same tokens are masked each time
+          special_ids    None for a GPT; a BERT's special ids: the same tokens are masked each time
           tokens   held-out tokens to use, in shuffled order; None for all
     """
 
@@ -44,11 +46,11 @@ class Evaluation:
         store: Store,
         seq_len: int,
         lengths: np.ndarray,
-        frame: Frame | None = None,
+        special_ids: SpecialIds | None = None,
         tokens: int | None = None,
     ):
-        extra = 2 if frame else 0
-        samples = Samples(store, seq_len - extra, split="val", bare=frame is not None)
+        extra = 2 if special_ids else 0
+        samples = Samples(store, seq_len - extra, split="val", without_eot=special_ids is not None)
         if len(samples) == 0:
             raise ValueError(f"{store.path} holds out no document: prepare it with --holdout 20")
         most = (
@@ -61,7 +63,12 @@ class Evaluation:
             sizes = sizes[: len(spans)]
         packed = best_fit((sizes + extra).tolist(), seq_len)
         self.rows = [[tuple(spans[item].tolist()) for item in row] for row in packed]
-        self.store, self.seq_len, self.lengths, self.frame = store, seq_len, lengths, frame
+        self.store, self.seq_len, self.lengths, self.special_ids = (
+            store,
+            seq_len,
+            lengths,
+            special_ids,
+        )
 
     @torch.no_grad()
     def run(self, model: nn.Module, runtime: Runtime, rows: int) -> HeldOut:
@@ -69,12 +76,14 @@ class Evaluation:
         mode = model.training
         model.eval()
         nats, targets, size = 0.0, 0, 0
-        for first in range(runtime.rank * rows, len(self.rows), runtime.world * rows):
-            batch = lay_out(self.store, self.rows[first : first + rows], self.seq_len, self.frame)
-            if self.frame:
+        for first in range(runtime.rank * rows, len(self.rows), runtime.world_size * rows):
+            batch = collate(
+                self.store, self.rows[first : first + rows], self.seq_len, self.special_ids
+            )
+            if self.special_ids:
                 numbers = range(first, first + len(batch.tokens))
                 choice = [np.random.default_rng(row).random(self.seq_len) for row in numbers]
-                batch = mask_tokens(batch, torch.from_numpy(np.stack(choice)), self.frame)
+                batch = mask_tokens(batch, torch.from_numpy(np.stack(choice)), self.special_ids)
             counted = batch.targets[batch.targets >= 0]
             targets += len(counted)
             size += int(self.lengths[counted.numpy()].sum())
@@ -101,8 +110,8 @@ def main(argv: list[str] | None = None) -> None:
     encoding = get_encoding(settings.data.tokenizer)
     store = Store.open(args.data or settings.data.data or embedded_store(settings.data.tokenizer))
     store.check_tokenizer(encoding)
-    frame = Frame.of(encoding) if settings.model.model == "bert" else None
-    evaluation = Evaluation(store, settings.data.seq_len, byte_lengths(encoding), frame)
+    special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
+    evaluation = Evaluation(store, settings.data.seq_len, byte_lengths(encoding), special_ids)
     seen = evaluation.run(model.to(here.device), here, args.rows)
     print(f"{args.run}, step {state['step']}: {seen.val_bpb:.4f} bits per byte held out")
     print(f"{seen.val_loss:.4f} nats a token, {seen.targets:,} tokens, {seen.bytes:,} bytes")

@@ -86,7 +86,7 @@ def run_kept(block: Callable, x: Tensor, meta, kept: Tensor) -> Tensor:
     return x.scatter(1, index, y)
 
 
-def dropping(keep: int, layers: int, choose: Callable[..., Tensor]) -> Callable:
+def token_dropping(keep: int, layers: int, choose: Callable[..., Tensor]) -> Callable:
     """The `run_block` of a step: the first and the last of `layers` see every token, others `keep`.
 
     Args:    choose (layer, x, meta) -> (B, K) int64: the draw, handed in so that its randomness
@@ -121,7 +121,7 @@ def effective_tokens(real_tokens: int, layers: int, keep: int, seq_len: int) -> 
 
 
 def main(argv: list[str] | None = None) -> None:
-    import runtime
+    from support import runtime
 
     parser = runtime.Parser(prog="ltd.py", description="Token dropping over a run.")
     parser.add_argument("--start", type=int, default=128, help="tokens of a row kept at first")
@@ -140,6 +140,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    import runtime
+    from support import runtime
 
     runtime.exit_cleanly(main)

@@ -24,7 +24,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-IGNORE = -100  # a target that counts for nothing: padding, or a token that BERT did not mask
+from kernels.cross_entropy import IGNORE, LinearCrossEntropy
 
 # layers, heads, width, longest row. nano: ours. 1.3B: arXiv 2005.14165, table 2.1, with 16 heads
 # as in the Data Efficiency paper's GPT-3. The others are as published with GPT-2 and BERT.
@@ -40,14 +40,14 @@ SIZES = {
 
 
 @dataclass(frozen=True)
-class Shape:
-    """Everything a model is built from. `hidden` is the width of the MLP's inner layer."""
+class TransformerConfig:
+    """Everything a model is built from. `mlp_width` is that of the MLP's inner layer."""
 
     kind: str  # gpt | bert
     layers: int
     heads: int
     width: int
-    hidden: int
+    mlp_width: int
     seq_len: int
     vocab_size: int
     pos: str = "learned"  # learned | rope
@@ -126,76 +126,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return turned.to(x.dtype)
 
 
-class LinearCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of x @ weight.T + bias, its logits made and spent a slab at a time.
-
-    Equals F.cross_entropy(F.linear(x, weight, bias), targets, reduction="sum"), forward and
-    backward. A slab's gradient follows from its own softmax, so it is taken at once and the (N, V)
-    logits never exist: with V = 50,304 the plain form holds three arrays of 6 GB for 32,768 tokens.
-    On a CPU it is also the faster one (bench/step.py). The idea: Liger Kernel.
-
-    Args:    x (N, C), weight (V, C), bias (V,) or None, targets (N,) int64, grads bool
-    Returns: scalar, float32 unless x is float64
-    Cost:    the plain form's three matrix products; a slab of logits
-    """
-
-    @staticmethod
-    def forward(ctx, x, weight, bias, targets, grads):
-        N, V = len(x), len(weight)
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
-        matrix = weight.to(dtype)
-        loss = torch.zeros((), dtype=exact, device=x.device)
-        dx, dweight = (torch.zeros_like(x), torch.zeros_like(weight)) if grads else (None, None)
-        dbias = torch.zeros_like(bias) if grads and bias is not None else None
-        with torch.autocast(device, enabled=False):
-            for start in range(0, N, slab_rows(V, device)):
-                rows = slice(start, start + slab_rows(V, device))
-                x_rows, target = x[rows].to(dtype), targets[rows, None]
-                logits = F.linear(x_rows, matrix).to(exact)  # (slab, V)
-                if bias is not None:
-                    logits += bias
-                counts = target != IGNORE  # (slab, 1)
-                target = target.clamp(min=0)
-                top = logits.amax(1, keepdim=True)
-                score = logits.gather(1, target) - top
-                dlogits = logits.sub_(top).exp_()  # one pass for the loss and its gradient
-                norm = dlogits.sum(1, keepdim=True)
-                loss += ((norm.log() - score) * counts).sum()
-                if not grads:
-                    continue
-                dlogits *= counts / norm  # softmax, zero where ignored
-                dlogits.scatter_add_(1, target, -counts.to(exact))
-                if bias is not None:
-                    dbias += dlogits.sum(0)
-                dlogits = dlogits.to(dtype)
-                dx[rows] = dlogits @ matrix
-                if dtype == dweight.dtype:
-                    dweight.addmm_(dlogits.T, x_rows)
-                else:
-                    dweight += dlogits.T @ x_rows
-        ctx.save_for_backward(dx, dweight, dbias)
-        return loss
-
-    @staticmethod
-    def backward(ctx, upstream):
-        grads = (None if d is None else d * upstream.to(d.dtype) for d in ctx.saved_tensors)
-        return *grads, None, None
-
-
-def slab_rows(V: int, device: str) -> int:
-    """Rows of logits at a time: what stays in a core's cache, or what keeps a GPU busy."""
-    logits = 1 << 20 if device == "cpu" else 1 << 27
-    return max(256, logits // V)
-
-
 class Attention(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.heads, self.dropout = shape.heads, shape.dropout
-        self.c_attn = nn.Linear(shape.width, 3 * shape.width)
-        self.c_proj = nn.Linear(shape.width, shape.width)
+        self.heads, self.dropout = config.heads, config.dropout
+        self.c_attn = nn.Linear(config.width, 3 * config.width)
+        self.c_proj = nn.Linear(config.width, config.width)
 
     def forward(self, x: Tensor, meta: TokenMeta) -> Tensor:
         B, T, C = x.shape
@@ -215,26 +151,26 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.c_fc = nn.Linear(shape.width, shape.hidden)
-        self.gelu = nn.GELU(approximate="tanh" if shape.kind == "gpt" else "none")
-        self.c_proj = nn.Linear(shape.hidden, shape.width)
+        self.c_fc = nn.Linear(config.width, config.mlp_width)
+        self.gelu = nn.GELU(approximate="tanh" if config.kind == "gpt" else "none")
+        self.c_proj = nn.Linear(config.mlp_width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.c_proj(self.gelu(self.c_fc(x)))
 
 
 class Block(nn.Module):
-    def __init__(self, shape: Shape):
+    def __init__(self, config: TransformerConfig):
         super().__init__()
-        eps = 1e-5 if shape.kind == "gpt" else 1e-12  # as published
-        self.pre_norm = shape.kind == "gpt"
-        self.ln_1 = nn.LayerNorm(shape.width, eps)
-        self.attn = Attention(shape)
-        self.ln_2 = nn.LayerNorm(shape.width, eps)
-        self.mlp = MLP(shape)
-        self.drop = nn.Dropout(shape.dropout)
+        eps = 1e-5 if config.kind == "gpt" else 1e-12  # as published
+        self.pre_norm = config.kind == "gpt"
+        self.ln_1 = nn.LayerNorm(config.width, eps)
+        self.attn = Attention(config)
+        self.ln_2 = nn.LayerNorm(config.width, eps)
+        self.mlp = MLP(config)
+        self.drop = nn.Dropout(config.dropout)
 
     def forward(self, x: Tensor, meta: TokenMeta) -> Tensor:
         if self.pre_norm:
@@ -255,26 +191,26 @@ def run_plain(layer: int, block: Block, x: Tensor, meta: TokenMeta) -> Tensor:
 class Transformer(nn.Module):
     """`model(batch)` is the summed loss; `model.logits(tokens)` is what it predicts."""
 
-    def __init__(self, shape: Shape):
+    def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.shape = shape
-        eps = 1e-5 if shape.kind == "gpt" else 1e-12
-        self.wte = nn.Embedding(shape.vocab_size, shape.width)
-        if shape.pos == "learned":
-            self.wpe = nn.Embedding(shape.seq_len, shape.width)
-        self.drop = nn.Dropout(shape.dropout)
-        self.h = nn.ModuleList(Block(shape) for _ in range(shape.layers))
+        self.config = config
+        eps = 1e-5 if config.kind == "gpt" else 1e-12
+        self.wte = nn.Embedding(config.vocab_size, config.width)
+        if config.pos == "learned":
+            self.wpe = nn.Embedding(config.seq_len, config.width)
+        self.drop = nn.Dropout(config.dropout)
+        self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
         # the one norm outside the blocks: a pre-LN stack ends with it, a post-LN stack begins
-        self.ln_f = nn.LayerNorm(shape.width, eps)
-        if shape.kind == "bert":
-            self.mlm = nn.Linear(shape.width, shape.width)
-            self.mlm_ln = nn.LayerNorm(shape.width, eps)
-            self.mlm_bias = nn.Parameter(torch.zeros(shape.vocab_size))
+        self.ln_f = nn.LayerNorm(config.width, eps)
+        if config.kind == "bert":
+            self.mlm = nn.Linear(config.width, config.width)
+            self.mlm_ln = nn.LayerNorm(config.width, eps)
+            self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.apply(self._init)
-        if shape.kind == "gpt":  # GPT-2, section 2.3: the residual stream sums 2 L outputs
+        if config.kind == "gpt":  # GPT-2, section 2.3: the residual stream sums 2 L outputs
             for block in self.h:
                 for out in (block.attn.c_proj, block.mlp.c_proj):
-                    nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * shape.layers))
+                    nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * config.layers))
 
     @staticmethod
     def _init(module: nn.Module) -> None:
@@ -283,7 +219,7 @@ class Transformer(nn.Module):
         if isinstance(module, nn.Linear):
             nn.init.zeros_(module.bias)
 
-    def hidden(
+    def hidden_states(
         self,
         tokens: Tensor,
         positions: Tensor | None = None,
@@ -292,41 +228,41 @@ class Transformer(nn.Module):
     ) -> Tensor:
         """The last layer's output (B, T, C) for tokens (B, T). See TokenMeta for the other two."""
         _, T = tokens.shape
-        shape = self.shape
-        if T > shape.seq_len:
+        config = self.config
+        if T > config.seq_len:
             raise ValueError(
-                f"a row of {T} tokens is longer than the model's --seq-len {shape.seq_len}"
+                f"a row of {T} tokens is longer than the model's --seq-len {config.seq_len}"
             )
         if positions is None:
             positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
-        rope_width = shape.width // shape.heads if shape.pos == "rope" else 0
-        meta = TokenMeta(positions, doc_ids, shape.kind == "gpt", rope_width)
+        rope_width = config.width // config.heads if config.pos == "rope" else 0
+        meta = TokenMeta(positions, doc_ids, config.kind == "gpt", rope_width)
         x = self.wte(tokens)  # (B, T, C)
-        if shape.pos == "learned":
+        if config.pos == "learned":
             x = x + self.wpe(positions)
-        if shape.kind == "bert":
+        if config.kind == "bert":
             x = self.ln_f(x)
         x = self.drop(x)
         for layer, block in enumerate(self.h):
             x = run_block(layer, block, x, meta)
-        return self.ln_f(x) if shape.kind == "gpt" else x
+        return self.ln_f(x) if config.kind == "gpt" else x
 
     def logits(self, *inputs, **more) -> Tensor:
-        """(B, T, V) scores of the vocabulary at every position, from the arguments of `hidden`."""
-        features, bias = self.features(self.hidden(*inputs, **more))
+        """(B, T, V) scores of the vocabulary of every position; arguments as for `hidden_states`."""
+        features, bias = self.features(self.hidden_states(*inputs, **more))
         return F.linear(features, self.wte.weight, bias)
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
         """What the tied embedding turns into logits, and the logits' bias: BERT's head has both."""
-        if self.shape.kind == "gpt":
+        if self.config.kind == "gpt":
             return x, None
         return self.mlm_ln(F.gelu(self.mlm(x))), self.mlm_bias
 
     def forward(self, batch, run_block: RunBlock = run_plain) -> Tensor:
         """Sum of the loss, in nats, over the targets of `batch` that are not IGNORE; a scalar."""
         tokens, targets, positions, doc_ids = batch
-        x = self.hidden(tokens, positions, doc_ids, run_block)
-        if self.shape.kind == "bert":  # the head is a fifth of the work and 15 % need it
+        x = self.hidden_states(tokens, positions, doc_ids, run_block)
+        if self.config.kind == "bert":  # the head is a fifth of the work and 15 % need it
             masked = targets != IGNORE
             x, targets = x[masked], targets[masked]
         features, bias = self.features(x)
@@ -335,28 +271,28 @@ class Transformer(nn.Module):
         return LinearCrossEntropy.apply(features, self.wte.weight, bias, targets.reshape(-1), grads)
 
 
-def parameter_count(shape: Shape) -> int:
-    """Parameters of a model of this shape, counted without taking memory for them."""
+def parameter_count(config: TransformerConfig) -> int:
+    """Parameters of a model of this config, counted without taking memory for them."""
     with torch.device("meta"):
-        return sum(p.numel() for p in Transformer(shape).parameters())
+        return sum(p.numel() for p in Transformer(config).parameters())
 
 
-def flops_per_token(shape: Shape, T: int) -> int:
+def flops_per_token(config: TransformerConfig, T: int) -> int:
     """Floating-point operations of one training token in rows of T: forward, and backward twice it.
 
     6 per weight that multiplies (the tied head counts, the look-up of embeddings does not), and
     12 L C T for attention's two products, halved where it is causal. arXiv 2204.02311, app. B.
     """
-    weights = shape.layers * shape.width * (4 * shape.width + 2 * shape.hidden)
-    attention = 12 * shape.layers * shape.width * T // (2 if shape.kind == "gpt" else 1)
-    return 6 * (weights + shape.vocab_size * shape.width) + attention
+    weights = config.layers * config.width * (4 * config.width + 2 * config.mlp_width)
+    attention = 12 * config.layers * config.width * T // (2 if config.kind == "gpt" else 1)
+    return 6 * (weights + config.vocab_size * config.width) + attention
 
 
 if __name__ == "__main__":
     for name, (layers, heads, width, T) in SIZES.items():
         kind = "bert" if name.startswith("bert") else "gpt"
-        shape = Shape(kind, layers, heads, width, 4 * width, T, vocab_size=50304)
-        millions, gflops = parameter_count(shape) / 1e6, flops_per_token(shape, T) / 1e9
+        config = TransformerConfig(kind, layers, heads, width, 4 * width, T, vocab_size=50304)
+        millions, gflops = parameter_count(config) / 1e6, flops_per_token(config, T) / 1e9
         print(
             f"{name:>10}: {layers} layers, {heads} heads, width {width}, rows of {T};"
             f" {millions:.1f} M parameters, {gflops:.2f} GFLOP a training token"

@@ -52,7 +52,7 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    import runtime
+    from support import runtime
 
     parser = runtime.Parser(prog="packing.py", description="Pack lengths into rows.")
     parser.add_argument("lengths", type=int, nargs="+", help="lengths in tokens")
@@ -69,6 +69,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    import runtime
+    from support import runtime
 
     runtime.exit_cleanly(main)

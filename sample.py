@@ -7,11 +7,10 @@ import tiktoken
 import torch
 from torch import Tensor
 
-import checkpoint
 import config
-import runtime
 from model import Transformer
-from tokenizer import get_encoding, vocab_size
+from support import checkpoint, rng, runtime
+from support.tokenizer import get_encoding, vocab_size
 
 
 @torch.no_grad()
@@ -40,7 +39,7 @@ def generate(
     model.eval()
     tokens = prompt[None]  # (1, T)
     for _ in range(count):
-        logits = model.logits(tokens[:, -model.shape.seq_len :])[0, -1, :allowed]  # (allowed,)
+        logits = model.logits(tokens[:, -model.config.seq_len :])[0, -1, :allowed]  # (allowed,)
         best = logits.topk(min(top_k, allowed))
         if temperature == 0:
             drawn = best.indices[0]
@@ -71,7 +70,7 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
     """
     state = checkpoint.load(checkpoint.find(folder, which))
     settings = config.build(state["config"])
-    model = Transformer(config.shape_of(settings, state["vocab_size"]))
+    model = Transformer(config.transformer_config(settings, state["vocab_size"]))
     model.load_state_dict(state["model"])
     return settings, model.eval(), state
 
@@ -100,7 +99,7 @@ def main(argv: list[str] | None = None) -> None:
         )
     encoding = get_encoding(settings.data.tokenizer)
     for number in range(args.samples):
-        generator = runtime.generator(torch.device("cpu"), args.seed, number)
+        generator = rng.generator(torch.device("cpu"), args.seed, number)
         print(
             write(
                 model,

@@ -31,18 +31,20 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
-import checkpoint
 import config
 import ltd
-import published
 import sample
-from data import Store, embedded_store
+from data import SpecialIds
 from evaluate import Evaluation
 from model import RunBlock, Transformer, run_plain
-from optim import Optimizers, lr_at
-from plan import Clock, Frame, Plan, Step
-from runtime import Log, Runtime, StopSignal, exit_cleanly, generator, provenance, seed_of, start
-from tokenizer import byte_lengths, get_encoding, vocab_size
+from plan import Clock, Plan, Step
+from prepare import embedded_store
+from support import checkpoint, published
+from support.optim import Optimizers, lr_at
+from support.rng import generator, seed_of
+from support.runtime import Log, Runtime, StopSignal, exit_cleanly, provenance, start
+from support.token_store import Store
+from support.tokenizer import byte_lengths, get_encoding, vocab_size
 
 
 class Trainer:
@@ -50,9 +52,9 @@ class Trainer:
 
     def __init__(self, settings: config.Config, vocabulary: int, runtime: Runtime):
         self.settings, self.runtime = settings, runtime
-        self.micro_rows = config.micro_rows(settings, runtime.world)
+        self.micro_batch_size = config.micro_batch_size(settings, runtime.world_size)
         torch.manual_seed(seed_of(settings.run.seed, "weights"))
-        self.model = Transformer(config.shape_of(settings, vocabulary))
+        self.model = Transformer(config.transformer_config(settings, vocabulary))
         if settings.model.init:
             for name in published.load_published(self.model, settings.model.init):
                 runtime.say(f"--init left out {name}")
@@ -64,7 +66,7 @@ class Trainer:
             for block in self.model.h:
                 block.compile()
         self.wrapped = self.model
-        if runtime.world > 1:
+        if runtime.world_size > 1:
             self.wrapped = DistributedDataParallel(self.model, gradient_as_bucket_view=True)
         o, fp16 = settings.optim, runtime.dtype == torch.float16
         betas = (o.beta1, o.beta2)
@@ -85,7 +87,7 @@ class Trainer:
             padding = None if meta.doc_ids is None else meta.doc_ids < 0
             return ltd.draw(step.kept_tokens, score, padding)
 
-        return ltd.dropping(step.kept_tokens, self.settings.model.layers, choose)
+        return ltd.token_dropping(step.kept_tokens, self.settings.model.layers, choose)
 
     def step(self, step: Step) -> tuple[float, float, float]:
         """One optimizer step: mean loss in nats, gradient norm, learning rate.
@@ -95,7 +97,9 @@ class Trainer:
         """
         s, runtime = self.settings, self.runtime
         o, (rows, row_len) = s.optim, step.batch.tokens.shape
-        micro_rows = self.micro_rows * (s.data.seq_len // row_len)  # shorter rows, more at once
+        micro_batch_size = self.micro_batch_size * (
+            s.data.seq_len // row_len
+        )  # shorter rows, more at once
         lr = lr_at(
             step.after.consumed_tokens,
             peak=o.lr,
@@ -106,23 +110,23 @@ class Trainer:
             decay_share=o.decay_share,
         )
         total = torch.zeros((), device=runtime.device)
-        for first in range(0, rows, micro_rows):
-            part = slice(first, first + micro_rows)
+        for first in range(0, rows, micro_batch_size):
+            part = slice(first, first + micro_batch_size)
             if s.model.dropout:
                 torch.manual_seed(seed_of(s.run.seed, "dropout", step.after, runtime.rank, first))
-            if runtime.world > 1:  # DDP sums gradients over ranks once, with the last part
+            if runtime.world_size > 1:  # DDP sums gradients over ranks once, with the last part
                 self.wrapped.require_backward_grad_sync = part.stop >= rows
             batch = step.batch.rows(part).to(runtime.device)
             with runtime.autocast():
                 loss = self.wrapped(batch, run_block=self.run_block(step, part))
-            scale = runtime.world / max(step.targets, 1)  # DDP's mean over ranks made a sum
+            scale = runtime.world_size / max(step.targets, 1)  # DDP's mean over ranks made a sum
             self.optimizers.scaler.scale(loss * scale).backward()
             total += loss.detach()
         local = total.item()
         mean = runtime.reduce(total).item() / max(step.targets, 1)
         if not math.isfinite(mean):
             self.refuse(step, "loss", local)
-        norm = self.optimizers.gradient_norm(o.grad_clip)
+        norm = self.optimizers.clip_gradients(o.grad_clip)
         if not math.isfinite(norm) and runtime.dtype != torch.float16:
             self.refuse(step, "gradient", norm)
         self.optimizers.step(lr)
@@ -138,7 +142,7 @@ class Trainer:
         )
 
 
-def settle(argv: list[str]) -> tuple[config.Config, Path | None]:
+def parse_or_resume(argv: list[str]) -> tuple[config.Config, Path | None]:
     """The settings of the run, and its folder if it exists already and is to go on."""
     given = config.parse(argv)
     if "run.resume" not in given:
@@ -157,7 +161,7 @@ def newest_run() -> Path:
     return runs[-1].parent
 
 
-def claim(settings: config.Config) -> str:
+def create_run_folder(settings: config.Config) -> str:
     """Make the folder of a new run and write its settings there; refuse one that holds a run."""
     if settings.run.out:
         folder = Path(settings.run.out)
@@ -213,25 +217,25 @@ def vocabulary(settings: config.Config, encoding: tiktoken.Encoding) -> int:
 
 
 def main(argv: list[str] | None = None) -> int:
-    settings, folder = settle(sys.argv[1:] if argv is None else argv)
+    settings, folder = parse_or_resume(sys.argv[1:] if argv is None else argv)
     s, o = settings, settings.optim
     runtime = start(s.run.device, s.run.dtype)
-    config.micro_rows(s, runtime.world)
+    config.micro_batch_size(s, runtime.world_size)
 
     encoding = get_encoding(s.data.tokenizer)
-    frame = Frame.of(encoding) if s.model.model == "bert" else None
-    path = s.data.data or runtime.on_first(lambda: str(embedded_store(s.data.tokenizer)))
+    special_ids = SpecialIds.of(encoding) if s.model.model == "bert" else None
+    path = s.data.data or runtime.on_rank0(lambda: str(embedded_store(s.data.tokenizer)))
     store = Store.open(path)
     store.check_tokenizer(encoding)
-    plan = Plan(s, store, frame, runtime)
+    plan = Plan(s, store, special_ids, runtime)
     lengths = byte_lengths(encoding)
-    evaluation = Evaluation(store, s.data.seq_len, lengths, frame, s.run.eval_tokens)
+    evaluation = Evaluation(store, s.data.seq_len, lengths, special_ids, s.run.eval_tokens)
     trainer = Trainer(s, vocabulary(s, encoding), runtime)
     stop = StopSignal()  # from here on; what came before is no loss
 
     clock, best, log_size, found = Clock(), math.inf, None, None
     if folder is None:
-        folder = Path(runtime.on_first(lambda: claim(s)))
+        folder = Path(runtime.on_rank0(lambda: create_run_folder(s)))
     else:
         log_size = 0  # killed before its first checkpoint, a run starts over
         if any(folder.glob("step-*.pt")):
@@ -246,8 +250,12 @@ def main(argv: list[str] | None = None) -> int:
         if clock.consumed_tokens >= o.tokens:
             runtime.say(f"{folder} is finished: its {o.tokens} tokens are consumed")
             return 0
-    log = Log(folder, runtime.first, s.run.tensorboard, log_size)
-    about = {"config": config.flat(s), "vocab_size": trainer.model.shape.vocab_size, **provenance()}
+    log = Log(folder, runtime.is_rank0, s.run.tensorboard, log_size)
+    about = {
+        "config": config.flat(s),
+        "vocab_size": trainer.model.config.vocab_size,
+        **provenance(),
+    }
     log.write("run", **about, resumed_at=clock.step)
     parameters = sum(p.numel() for p in trainer.model.parameters())
     runtime.say(
@@ -259,7 +267,7 @@ def main(argv: list[str] | None = None) -> int:
 
     def evaluate(on: Evaluation) -> float:
         began = time.perf_counter()
-        seen = on.run(trainer.model, runtime, trainer.micro_rows)
+        seen = on.run(trainer.model, runtime, trainer.micro_batch_size)
         ms = (time.perf_counter() - began) * 1e3
         log.write(
             "eval",
@@ -282,14 +290,14 @@ def main(argv: list[str] | None = None) -> int:
             **about,
         }
         write = partial(checkpoint.save, folder, state, step=clock.step, keep=s.run.keep)
-        return runtime.on_first(lambda: str(write(best=is_best)))
+        return runtime.on_rank0(lambda: str(write(best=is_best)))
 
     bar = tqdm(
         total=o.tokens,
         initial=clock.consumed_tokens,
         unit="tok",
         unit_scale=True,
-        disable=not runtime.first,
+        disable=not runtime.is_rank0,
         smoothing=0.05,
         dynamic_ncols=True,
     )
@@ -344,11 +352,11 @@ def main(argv: list[str] | None = None) -> int:
     bar.close()
     loader.shutdown()
     # evaluations on the way took a part, to tell the best checkpoint; the last word takes all
-    bpb = evaluate(Evaluation(store, s.data.seq_len, lengths, frame))
+    bpb = evaluate(Evaluation(store, s.data.seq_len, lengths, special_ids))
     log.close()
     runtime.say(f"held-out: {bpb:.4f} bits per byte, full length, nothing dropped")
     runtime.say(savings(s, clock))
-    if s.model.model == "gpt" and runtime.first:
+    if s.model.model == "gpt" and runtime.is_rank0:
         random = generator(runtime.device, s.run.seed, "sample")
         with torch.compiler.set_stance("force_eager"):  # a row that grows would compile each time
             text = sample.write(trainer.model, encoding, "", 100, generator=random)

@@ -29,12 +29,13 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # what is measu
 from ablate import RECIPES
 
 import config
-import runtime
-from data import Store, embedded_store
 from model import Transformer
-from optim import Optimizers
 from plan import Clock, Plan, Step
-from tokenizer import get_encoding, vocab_size
+from prepare import embedded_store
+from support import runtime
+from support.optim import Optimizers
+from support.token_store import Store
+from support.tokenizer import get_encoding, vocab_size
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -56,12 +57,12 @@ def shapes_of(plan: Plan, budget: int) -> tuple[Counter, dict[tuple, Step]]:
 def run(settings: config.Config, model: Transformer, optimizers: Optimizers, step: Step) -> float:
     """Seconds of one optimizer step, as train.py makes it."""
     rows, row_len = step.batch.tokens.shape
-    at_once = config.micro_rows(settings, 1) * (settings.data.seq_len // row_len)
+    at_once = config.micro_batch_size(settings, 1) * (settings.data.seq_len // row_len)
     began = time.perf_counter()
     for first in range(0, rows, at_once):
         loss = model(step.batch.rows(slice(first, first + at_once)))
         (loss / step.targets).backward()
-    optimizers.gradient_norm(settings.optim.grad_clip)
+    optimizers.clip_gradients(settings.optim.grad_clip)
     optimizers.step(1e-3)
     return time.perf_counter() - began
 
@@ -86,7 +87,7 @@ def main() -> None:
         steps = found | steps
     o = settings.optim  # the same in all; weights move, which costs the same whatever they are
     vocabulary = -(-vocab_size(encoding, "gpt") // 64) * 64
-    model = Transformer(config.shape_of(settings, vocabulary))
+    model = Transformer(config.transformer_config(settings, vocabulary))
     optimizers = Optimizers(model, o.optimizer, o.weight_decay, (o.beta1, o.beta2), False)
 
     turns: list[dict[tuple, float]] = []

@@ -41,10 +41,13 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # what is measured
 
-from curriculum import Course, CurriculumConfig, Pool, settled
-from data import FORMAT, Samples
-from difficulty import MOST_SHARDS, SHARD, Index
-from plan import Plan, shuffled
+from analyze import MOST_SHARDS, SHARD
+from curriculum import Curriculum, CurriculumConfig, Pool, settled
+from data import Samples
+from difficulty import DifficultyIndex
+from plan import Plan
+from support.rng import shuffled
+from support.token_store import FORMAT
 
 ROOT = Path(__file__).resolve().parent.parent
 SEQ_LEN, METRICS, VOCAB_SIZE = 2048, ("rarity", "length"), 50_257
@@ -195,7 +198,7 @@ def planned(rates: Figures) -> dict:
 # ---- sampling
 
 
-def write_index(folder: Path, n: int, share: float) -> Index:
+def write_index(folder: Path, n: int, share: float) -> DifficultyIndex:
     """Order i -> (a i + c) mod n and values that ascend along it, in a few passes over chunks.
 
     A float32 makes ties of up to 64 samples in a billion; these are not ordered by id.
@@ -216,7 +219,7 @@ def write_index(folder: Path, n: int, share: float) -> Index:
             os.fsync(file.fileno())
     about = {"fingerprint": MADE_UP, "samples": n, "values": "float32", "order": "uint32"}
     (folder / "index.json").write_text(json.dumps(about))
-    return Index.open(folder, MADE_UP)
+    return DifficultyIndex.open(folder, MADE_UP)
 
 
 def planner(samples: Samples) -> Plan:
@@ -243,9 +246,9 @@ def write_documents(folder: Path, n: int) -> SimpleNamespace:
 
 def opened(folders: list[Path]) -> int:
     """What a run does before its first step: open, check the pacings, find and size the pool."""
-    indexes = {path.name: Index.open(path, MADE_UP) for path in folders}
+    indexes = {path.name: DifficultyIndex.open(path, MADE_UP) for path in folders}
     config = settled(CurriculumConfig(",".join(indexes)), SEQ_LEN)
-    return Course(config, 1e9, SEQ_LEN, indexes).at(0).pool.size
+    return Curriculum(config, 1e9, SEQ_LEN, indexes).at(0).pool.size
 
 
 def milliseconds(function: Callable[[int], object], times: int) -> np.ndarray:
@@ -273,7 +276,7 @@ def sampling(folder: Path, n: int, batches: int) -> Figures:
     plan, figures = planner(Samples(stream, SEQ_LEN, stream=True)), Figures()
     figures.add("open_ms", milliseconds(lambda _: opened(folders[:1]), 20), "<= 50")
     figures.add("open_two_metrics_ms", milliseconds(lambda _: opened(folders), 5))
-    gc.collect()  # a Course is a cycle, and holds its mappings until then
+    gc.collect()  # a Curriculum is a cycle, and holds its mappings until then
     for percent in (50, 100):
         pool = Pool(((indexes[0].at_percent(percent), indexes[0]),))
         draw_from(pool, plan, f"at_{percent}", batches, figures)
@@ -295,7 +298,7 @@ def sampling(folder: Path, n: int, batches: int) -> Figures:
         with open(path) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
     figures.add("open_cold_ms", milliseconds(lambda _: opened(folders[:1]), 1))
-    pool = Pool(((n, Index.open(folders[0], MADE_UP)),))
+    pool = Pool(((n, DifficultyIndex.open(folders[0], MADE_UP)),))
     figures.add("batch_cold_ms", milliseconds(lambda i: plan.draw(i * BATCH, BATCH, 0, pool), 20))
     return figures
 
@@ -367,6 +370,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import runtime
+    from support import runtime
 
     runtime.exit_cleanly(main)

@@ -22,10 +22,12 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+import prepare
+from support.documents import read_documents
+
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # what is measured
 
-import data
-import tokenizer
+from support import tokenizer
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -34,7 +36,7 @@ def time_both(path: Path, name: str, rounds: int) -> dict:
     """Time the yardstick and prepare in alternation, so that a busy machine slows both alike."""
     encoding = tokenizer.get_encoding(name)
     threads = os.cpu_count() or 1
-    texts = [text for _, text in data.read_documents([path]) if text]
+    texts = [text for _, text in read_documents([path]) if text]
     seconds: dict[str, list[float]] = {"encode": [], "prepare": []}
     for _ in range(rounds + 1):
         started = time.perf_counter()
@@ -42,7 +44,7 @@ def time_both(path: Path, name: str, rounds: int) -> dict:
         seconds["encode"].append(time.perf_counter() - started)
         with tempfile.TemporaryDirectory() as folder:
             started = time.perf_counter()
-            data.prepare([path], Path(folder) / "store", encoding, name)
+            prepare.prepare([path], Path(folder) / "store", encoding, name)
             seconds["prepare"].append(time.perf_counter() - started)
     rates = {key: [len(texts) / s for s in values[1:]] for key, values in seconds.items()}
     record = {"corpus": path.name, "documents": len(texts), "tokenizer": name, "threads": threads}

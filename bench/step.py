@@ -35,7 +35,7 @@ from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # what is measured
 
-from model import SIZES, Shape, Transformer
+from model import SIZES, Transformer, TransformerConfig
 
 ROOT = Path(__file__).resolve().parent.parent
 CASES = {"nano": (16, 4160, 15), "124M": (1, 50304, 5)}  # --size: rows, V, turns
@@ -77,7 +77,9 @@ def build_theirs(nanogpt: ModuleType, size: str, V: int, device: str) -> tuple:
 def build_ours(size: str, V: int, device: str, weights: dict, pos: str = "learned") -> tuple:
     """Our model with the given weights, and AdamW over the groups that nanoGPT makes."""
     layers, heads, width, T = SIZES[size]
-    model = Transformer(Shape("gpt", layers, heads, width, 4 * width, T, V, pos)).to(device)
+    model = Transformer(TransformerConfig("gpt", layers, heads, width, 4 * width, T, V, pos)).to(
+        device
+    )
     names = model.state_dict().keys()
     model.load_state_dict({name: weights[name] for name in names})
     decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
@@ -254,6 +256,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    import runtime
+    from support import runtime
 
     runtime.exit_cleanly(main)

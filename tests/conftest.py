@@ -10,9 +10,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
-import data
 import train
-from tokenizer import get_encoding
+from prepare import prepare
+from support.tokenizer import get_encoding
 
 TINY = Path(__file__).parents[1] / "corpus" / "pd-tiny.jsonl.gz"
 SMALL = (
@@ -26,7 +26,7 @@ ALL_ON = "--curriculum seqlen,rarity --curriculum-start 8,1 --ltd --ltd-start 16
 def store_dir(tmp_path_factory):
     """The small corpus as bytes: 481 documents, of which 27 are held out."""
     out = tmp_path_factory.mktemp("store") / "tiny"
-    data.prepare([TINY], out, get_encoding("bytes"), "bytes")
+    prepare([TINY], out, get_encoding("bytes"), "bytes")
     return out
 
 

@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 
-import checkpoint
+from support import checkpoint
 
 ROOT = Path(__file__).parents[1]
 TRAILER_BYTES = 72

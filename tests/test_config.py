@@ -16,10 +16,10 @@ def test_defaults_follow_the_size():
     small, big = build(""), build("--size 1.3B")
     assert (small.model.layers, small.model.width, small.data.seq_len) == (6, 128, 256)
     assert (big.model.layers, big.model.heads, big.model.width) == (24, 16, 2048)
-    assert big.data.seq_len == 2048 and big.model.hidden == 8192
+    assert big.data.seq_len == 2048 and big.model.mlp_width == 8192
     assert small.model.pos == "rope" and big.model.pos == "learned"
     assert build("--init gpt2.pt").model.pos == "learned"
-    assert build("--size 124M --layers 3 --width 96 --heads 3").model.hidden == 384
+    assert build("--size 124M --layers 3 --width 96 --heads 3").model.mlp_width == 384
 
 
 def test_flat_and_build_are_inverse():
@@ -105,13 +105,15 @@ def test_every_refusal_has_a_test():
 
 def test_rows_are_shared_out():
     settings = build("--batch-tokens 4096")
-    assert [config.micro_rows(settings, world) for world in (1, 2, 16)] == [16, 8, 1]
+    assert [config.micro_batch_size(settings, world) for world in (1, 2, 16)] == [16, 8, 1]
     with pytest.raises(ValueError, match=r"16 rows of 256 that 3 ranks"):
-        config.micro_rows(settings, 3)
-    with pytest.raises(ValueError, match=r"16 rows of 256 that 1 ranks of --micro-rows 5.*1280"):
-        config.micro_rows(build("--batch-tokens 4096 --micro-rows 5"), 1)
+        config.micro_batch_size(settings, 3)
+    with pytest.raises(
+        ValueError, match=r"16 rows of 256 that 1 ranks of --micro-batch-size 5.*1280"
+    ):
+        config.micro_batch_size(build("--batch-tokens 4096 --micro-batch-size 5"), 1)
     with pytest.raises(ValueError, match=r"that 32 ranks"):
-        config.micro_rows(settings, 32)
+        config.micro_batch_size(settings, 32)
 
 
 def test_a_resumed_run_keeps_its_settings():

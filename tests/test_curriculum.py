@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import curriculum
-from curriculum import Course, CurriculumConfig, Pacing, Pool, discrete, main, pace, reshape
-from difficulty import Index
+from curriculum import Curriculum, CurriculumConfig, Pacing, Pool, discrete, main, pace, reshape
+from difficulty import DifficultyIndex
 
 
 def published(t, over, start, end, degree, multiple):
@@ -132,7 +132,7 @@ def test_a_bad_pacing_is_refused(given, message):
 
 def course_of(metric="rarity", indexes=None, budget=100, seq_len=256, **settings):
     config = curriculum.settled(CurriculumConfig(metric, **settings), seq_len)
-    return Course(config, budget, seq_len, indexes or {})
+    return Curriculum(config, budget, seq_len, indexes or {})
 
 
 def test_the_defaults():
@@ -157,9 +157,9 @@ def test_each_metric_has_its_own_pacing():
 # ---- pools
 
 
-def index_of(values) -> Index:
+def index_of(values) -> DifficultyIndex:
     values = np.asarray(values, dtype=np.float64)
-    return Index({}, values, np.argsort(values, kind="stable").astype(np.uint32))
+    return DifficultyIndex({}, values, np.argsort(values, kind="stable").astype(np.uint32))
 
 
 def members(pool: Pool) -> list[int]:

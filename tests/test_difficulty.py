@@ -31,12 +31,14 @@ import torch.distributed as dist
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
+import analyze
 import curriculum
 import data
 import difficulty
-from difficulty import Index, fingerprint
-from runtime import Runtime
-from tokenizer import get_encoding
+import prepare
+from difficulty import DifficultyIndex, fingerprint
+from support.runtime import Runtime
+from support.tokenizer import get_encoding
 
 ROOT = Path(__file__).parents[1]
 ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
@@ -85,7 +87,7 @@ def opener(store, kind="pieces", row_len=8):
 
 def analyzed(folder, open_samples, names=("rarity",), ranks=ONE, workers=1):
     """Analyze; what each index holds: {file of an index: bytes}."""
-    difficulty.analyze(open_samples, list(names), folder, ranks, workers)
+    analyze.analyze(open_samples, list(names), folder, ranks, workers)
     return contents(folder)
 
 
@@ -95,7 +97,7 @@ def contents(folder):
 
 
 def opened(folder, open_samples, name):
-    return Index.open(folder / curriculum.label(name), fingerprint(open_samples(), name))
+    return DifficultyIndex.open(folder / curriculum.label(name), fingerprint(open_samples(), name))
 
 
 @pytest.fixture
@@ -103,7 +105,7 @@ def small(monkeypatch):
     """Shards of 7 samples, blocks of some 16 tokens, merges of 10 samples."""
     monkeypatch.setattr(difficulty, "SHARD", 7)
     monkeypatch.setattr(difficulty, "BLOCK", 16)
-    monkeypatch.setattr(difficulty.merged, "__defaults__", (10,))
+    monkeypatch.setattr(analyze.merged, "__defaults__", (10,))
 
 
 def counted(monkeypatch, name, fail_at=None, error=KeyboardInterrupt):
@@ -133,7 +135,7 @@ def test_metrics_worked_by_hand():
     tokens, lengths = np.array([0, 0, 1], np.uint16), np.array([2, 1])
     assert difficulty.token_counts(tokens, lengths, 4).tolist() == [2, 1, 0, 0]
     # an unseen token counts as one, also in the sum: 2 + 1 + 1 + 1
-    nats = difficulty.surprise(np.array([2, 1, 0, 0]))
+    nats = difficulty.surprisal(np.array([2, 1, 0, 0]))
     assert nats == pytest.approx([math.log(5 / 2), math.log(5), math.log(5), math.log(5)])
 
     counts, ln2 = np.array([2, 1, 1]), math.log(2)
@@ -333,7 +335,7 @@ def test_an_interrupted_analysis_goes_on_where_it_was(store, tmp_path, monkeypat
             analyzed(folder, open_samples, ALL)
     assert not list(folder.rglob("index.json"))
     for name in ALL:
-        assert not Index.exists(folder / name, fingerprint(open_samples(), name))
+        assert not DifficultyIndex.exists(folder / name, fingerprint(open_samples(), name))
         with pytest.raises(
             ValueError, match=f"{name}: no index: make it with curriculum.py analyze"
         ):
@@ -465,7 +467,7 @@ def test_workers_end_with_the_command_that_is_killed(store, tmp_path):
     """Else they would wait for ever, and with them the lock that they inherit."""
     users(tmp_path, "import time\ndef mine(*args): time.sleep(100)")
     flags = ["--metric", "metrics.py:mine", "--workers", "2", "--seq-len", "8", "--out", "out"]
-    code = f"import difficulty; difficulty.SHARD = 7; difficulty.main({[str(store), *flags]})"
+    code = f"import difficulty; analyze.SHARD = 7; analyze.main({[str(store), *flags]})"
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     process = subprocess.Popen([sys.executable, "-c", code], cwd=tmp_path, env=environment)
     children = Path(f"/proc/{process.pid}/task/{process.pid}/children")
@@ -475,9 +477,7 @@ def test_workers_end_with_the_command_that_is_killed(store, tmp_path):
     process.kill()
     process.wait()
     wait_for(lambda: not any(map(running, workers)))
-    difficulty.main(
-        [str(store), "--metric", "rarity", "--seq-len", "8", "--out", f"{tmp_path}/out"]
-    )
+    analyze.main([str(store), "--metric", "rarity", "--seq-len", "8", "--out", f"{tmp_path}/out"])
 
 
 def wait_for(condition):
@@ -495,8 +495,8 @@ def running(process):
 
 
 def test_who_waits_for_another_analysis_says_so(tmp_path, capfd):
-    with data.alone_in(tmp_path):
-        second = get_context("fork").Process(target=lambda: data.alone_in(tmp_path).__enter__())
+    with data.folder_lock(tmp_path):
+        second = get_context("fork").Process(target=lambda: data.folder_lock(tmp_path).__enter__())
         second.start()
         second.join(0.5)
         assert second.is_alive()
@@ -571,13 +571,13 @@ def test_a_store_prepared_anew_at_the_same_path_is_refused(tmp_path):
     store, kept = tmp_path / "store", str(tmp_path / "kept")
     for text in ("one text", "two text"):
         (tmp_path / "text").write_text(text)
-        data.prepare([tmp_path / "text"], store, get_encoding("bytes"), "bytes", holdout=0)
+        prepare.prepare([tmp_path / "text"], store, get_encoding("bytes"), "bytes", holdout=0)
         data.open_samples.cache_clear()
         if text == "one text":
-            difficulty.ready(opener(store)(), "rarity", kept, ONE)
+            analyze.ready(opener(store)(), "rarity", kept, ONE)
             shutil.rmtree(store)
     with pytest.raises(ValueError, match=r"kept/pieces-8/rarity: an index with fingerprint"):
-        difficulty.ready(opener(store)(), "rarity", kept, ONE)
+        analyze.ready(opener(store)(), "rarity", kept, ONE)
 
 
 def test_a_users_function_that_changed_is_refused(store, tmp_path):
@@ -714,7 +714,7 @@ def test_what_a_user_sums_does_not_overflow(store, tmp_path, small):
     analyzed(tmp_path / "out", opener(store), [name])
     samples = opener(store)()
     shards = [*range(0, len(samples), 7), len(samples)]
-    blocks = sum(len(list(difficulty.blocks(samples, a, b))) for a, b in pairwise(shards))
+    blocks = sum(len(list(analyze.blocks(samples, a, b))) for a, b in pairwise(shards))
     assert blocks > 10
     assert opened(tmp_path / "out", opener(store), name).highest(1) == 100 * blocks
 
@@ -747,11 +747,11 @@ def runs_of(values):
 def test_a_split_is_that_of_the_sorted_whole(values):
     runs, order = runs_of(values)
     for rank in range(1, len(order) + 1):
-        cuts = difficulty.split(runs, rank)
+        cuts = analyze.split(runs, rank)
         ids = [run["id"][:cut].tolist() for run, cut in zip(runs, cuts, strict=True)]
         assert sorted(chain(*ids)) == sorted(order[:rank])
     if values == [[1, 3, 3], [2, 3, 4]]:
-        assert difficulty.split(runs, 4) == [3, 1]
+        assert analyze.split(runs, 4) == [3, 1]
 
 
 @settings(deadline=None, max_examples=40)
@@ -762,7 +762,7 @@ def test_merged_runs_are_the_sorted_whole(values, chunk):
         files = [Path(folder) / f"{i}.npy" for i in range(len(runs))]
         for file, run in zip(files, runs, strict=True):
             np.save(file, run)
-        parts = [part.tolist() for part in difficulty.merged(files, chunk)]
+        parts = [part.tolist() for part in analyze.merged(files, chunk)]
     assert list(chain(*parts)) == order
     assert all(len(part) == chunk for part in parts[:-1])
 
@@ -772,7 +772,7 @@ def test_merged_runs_are_the_sorted_whole(values, chunk):
 
 def index_of(values):
     values = np.array(values, np.float32)
-    return Index({}, values, np.argsort(values, kind="stable").astype(np.uint32))
+    return DifficultyIndex({}, values, np.argsort(values, kind="stable").astype(np.uint32))
 
 
 def test_percent_is_the_nearest_rank():
@@ -826,19 +826,19 @@ def test_holds_is_membership_among_the_easiest(values, random):
 
 def test_ready_makes_once_what_a_small_store_lacks(store, monkeypatch, capsys):
     samples, asked = opener(store)(), []
-    real = difficulty.analyze
+    real = analyze.analyze
 
     def noted(open_samples, names, *rest):
         asked.append(names)
         real(open_samples, names, *rest)
 
     monkeypatch.setattr(difficulty, "analyze", noted)
-    first = difficulty.ready(samples, "seqlen,rarity", None, ONE)
+    first = analyze.ready(samples, "seqlen,rarity", None, ONE)
     folder = store / "curriculum" / "pieces-8"
     assert f"analyzing {store} by rarity, once: index in {folder}" in capsys.readouterr().out
-    again = difficulty.ready(samples, "rarity", None, ONE)
+    again = analyze.ready(samples, "rarity", None, ONE)
     assert not capsys.readouterr().out
-    both = difficulty.ready(samples, "length,rarity", None, ONE)
+    both = analyze.ready(samples, "length,rarity", None, ONE)
     assert asked == [["rarity"], ["length"]]
     assert [list(found) for found in (first, again, both)] == [["rarity"]] * 2 + [
         ["length", "rarity"]
@@ -851,22 +851,22 @@ def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch, k
     samples, kept = opener(store, "bert", 16)(), kept and str(tmp_path / kept)
     monkeypatch.setattr(difficulty, "SMALL", samples.store.train_tokens - 1)
     with pytest.raises(ValueError, match="has no index by rarity, length: make it") as error:
-        difficulty.ready(samples, "rarity,length", kept, ONE)
+        analyze.ready(samples, "rarity,length", kept, ONE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store"], "nothing is analyzed"
     command = shlex.split(str(error.value).partition("python curriculum.py ")[2])
     curriculum.main(command)
-    assert list(difficulty.ready(samples, "rarity,length", kept, ONE)) == ["rarity", "length"]
+    assert list(analyze.ready(samples, "rarity,length", kept, ONE)) == ["rarity", "length"]
 
 
 def test_ready_makes_a_store_of_just_that_size(store, monkeypatch):
     samples = opener(store)()
     monkeypatch.setattr(difficulty, "SMALL", samples.store.train_tokens)
-    assert difficulty.ready(samples, "rarity", None, ONE)
+    assert analyze.ready(samples, "rarity", None, ONE)
 
 
 @pytest.mark.parametrize("lengths", ["seqlen", "seqlen-reshape"])
 def test_a_length_needs_no_index(lengths):
-    assert difficulty.ready(None, lengths, None, None) == {}
+    assert analyze.ready(None, lengths, None, None) == {}
 
 
 # ---- command
@@ -885,8 +885,8 @@ def test_command_prints_percentiles(hundred, capsys):
         f"100 samples of at most 128 tokens; index: {hundred / 'curriculum' / 'pieces-128'}"
     )
     head, rarity, length = (line.split() for line in table)
-    assert head == ["percentile", *map(str, difficulty.PERCENTS)]
-    assert length == ["length", *map(str, (1, *difficulty.PERCENTS[1:]))]
+    assert head == ["percentile", *map(str, analyze.PERCENTS)]
+    assert length == ["length", *map(str, (1, *analyze.PERCENTS[1:]))]
     total = 99 * 100 / 2 + 100 + 8  # of token 0, of end-of-text, and eight never seen
     text, end = -math.log(4950 / total), -math.log(100 / total)
     expected = [(n - 1) * text + end for n in map(int, length[1:])]

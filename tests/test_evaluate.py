@@ -8,12 +8,12 @@ import torch
 from torch import nn
 
 import evaluate
-from data import Store
+from data import SpecialIds
 from evaluate import Evaluation
-from model import Shape, Transformer
-from plan import Frame
-from runtime import Runtime
-from tokenizer import byte_lengths, get_encoding
+from model import Transformer, TransformerConfig
+from support.runtime import Runtime
+from support.token_store import Store
+from support.tokenizer import byte_lengths, get_encoding
 
 BYTES = get_encoding("bytes")
 LENGTHS = byte_lengths(BYTES)
@@ -53,7 +53,7 @@ def test_worked_answer_and_whole_documents(store):
 
 def test_rows_at_a_time_and_ranks_do_not_matter(store):
     torch.manual_seed(0)
-    model = Transformer(Shape("gpt", 2, 2, 16, 32, 64, 320)).double()
+    model = Transformer(TransformerConfig("gpt", 2, 2, 16, 32, 64, 320)).double()
     evaluation = Evaluation(store, 64, LENGTHS, tokens=20_000)
     whole = evaluation.run(model, one(), 8)
     assert evaluation.run(model, one(), 3).val_bpb == pytest.approx(whole.val_bpb, abs=1e-9)
@@ -74,8 +74,8 @@ def test_a_part_is_whole_pieces_in_a_fixed_order(store):
 
 def test_bert_is_asked_the_same_masked_tokens_each_time(store):
     torch.manual_seed(0)
-    model = Transformer(Shape("bert", 2, 2, 16, 32, 64, 320)).double()
-    evaluation = Evaluation(store, 64, LENGTHS, Frame.of(BYTES), tokens=20_000)
+    model = Transformer(TransformerConfig("bert", 2, 2, 16, 32, 64, 320)).double()
+    evaluation = Evaluation(store, 64, LENGTHS, SpecialIds.of(BYTES), tokens=20_000)
     first, again, other = (evaluation.run(model, one(), rows) for rows in (8, 8, 5))
     assert first == again and other.targets == first.targets
     assert other.val_bpb == pytest.approx(first.val_bpb, abs=1e-9)

@@ -6,15 +6,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import ltd
-import runtime
-from model import Shape, TokenMeta, Transformer
+from model import TokenMeta, Transformer, TransformerConfig
+from support import rng
 
 CPU = torch.device("cpu")
 
 
 def small(pos="rope", kind="gpt", layers=4, dtype=torch.float64):
     torch.manual_seed(0)
-    return Transformer(Shape(kind, layers, 2, 16, 32, 24, 40, pos)).to(dtype)
+    return Transformer(TransformerConfig(kind, layers, 2, 16, 32, 24, 40, pos)).to(dtype)
 
 
 def scores(*shape, seed=0):
@@ -25,7 +25,7 @@ def choose_from(keep, seed=0):
     """A fresh draw for every layer, as the trainer makes it."""
 
     def choose(layer, x, meta):
-        score = torch.rand(*x.shape[:2], generator=runtime.generator(CPU, seed, layer))
+        score = torch.rand(*x.shape[:2], generator=rng.generator(CPU, seed, layer))
         return ltd.draw(keep, score, None if meta.doc_ids is None else meta.doc_ids < 0)
 
     return choose
@@ -85,7 +85,7 @@ def test_keeping_all_is_bitwise_the_plain_model(packed):
     def refuse(*_):
         raise AssertionError("a row that is kept whole draws nothing")
 
-    for run_block in (gathered, ltd.dropping(24, 4, refuse)):
+    for run_block in (gathered, ltd.token_dropping(24, 4, refuse)):
         loss = model(inputs, run_block=run_block)
         loss.backward()
         assert torch.equal(loss, plain)
@@ -104,7 +104,7 @@ def test_first_and_last_layer_see_every_token():
 
         return dropping(layer, counted, x, meta)
 
-    dropping = ltd.dropping(10, 4, choose_from(10))
+    dropping = ltd.token_dropping(10, 4, choose_from(10))
     small()(batch(False), run_block=spy)
     assert seen == {0: 24, 1: 10, 2: 10, 3: 24}
 
@@ -140,7 +140,7 @@ def test_gradient_of_dropped_and_kept_tokens():
 def test_no_position_sees_a_later_one_through_all_layers(packed, pos):
     model = small(pos)
     tokens, _, positions, doc_ids = batch(packed, B=1)
-    run_block = ltd.dropping(11, 4, choose_from(11))
+    run_block = ltd.token_dropping(11, 4, choose_from(11))
     plain = model.logits(tokens, positions, doc_ids, run_block=run_block)
     for later in range(1, 24):
         changed = tokens.clone()
@@ -157,7 +157,7 @@ def test_negative_control_unsorted_draw_breaks_causality():
     def backwards(layer, x, meta):
         return choose_from(11)(layer, x, meta).flip(1)
 
-    run_block = ltd.dropping(11, 4, backwards)
+    run_block = ltd.token_dropping(11, 4, backwards)
     changed = tokens.clone()
     changed[:, 23] = (changed[:, 23] + 1) % 40
     plain, out = (model.logits(t, run_block=run_block)[:, :23] for t in (tokens, changed))
@@ -167,7 +167,7 @@ def test_negative_control_unsorted_draw_breaks_causality():
 def test_packed_documents_stay_apart_when_tokens_are_dropped():
     model = small()
     tokens, _, positions, doc_ids = batch(True)
-    run_block = ltd.dropping(11, 4, choose_from(11))
+    run_block = ltd.token_dropping(11, 4, choose_from(11))
     changed = torch.where(doc_ids == 1, (tokens + 1) % 40, tokens)
     plain, out = (
         model.logits(t, positions, doc_ids, run_block=run_block) for t in (tokens, changed)
@@ -189,7 +189,7 @@ def test_negative_control_sliced_mask_mixes_documents():
 
     def sliced(layer, block, x, meta):
         meta.__class__ = Sliced
-        return ltd.dropping(11, 4, choose_from(11))(layer, block, x, meta)
+        return ltd.token_dropping(11, 4, choose_from(11))(layer, block, x, meta)
 
     changed = torch.where(doc_ids == 1, (tokens + 1) % 40, tokens)
     plain, out = (model.logits(t, positions, doc_ids, run_block=sliced) for t in (tokens, changed))

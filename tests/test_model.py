@@ -19,9 +19,9 @@ from model import (
     IGNORE,
     SIZES,
     LinearCrossEntropy,
-    Shape,
     TokenMeta,
     Transformer,
+    TransformerConfig,
     attention_mask,
     parameter_count,
     rotate,
@@ -34,9 +34,9 @@ SEQ_LEN, VOCAB = 24, 50
 
 
 def tiny(kind: str = "gpt", pos: str = "learned", dtype=torch.float32, **changes) -> Transformer:
-    shape = dict(layers=3, heads=2, width=16, hidden=32, seq_len=SEQ_LEN, vocab_size=VOCAB, pos=pos)
+    shape = dict(layers=3, heads=2, width=16, mlp_width=32, seq_len=SEQ_LEN, vocab_size=VOCAB, pos=pos)
     torch.manual_seed(0)
-    model = Transformer(Shape(kind, **(shape | changes)))
+    model = Transformer(TransformerConfig(kind, **(shape | changes)))
     for name, weight in model.named_parameters():
         is_norm_scale = "ln_" in name and name.endswith("weight")
         torch.nn.init.normal_(weight, mean=1.0 if is_norm_scale else 0.0, std=0.2)
@@ -430,19 +430,22 @@ def test_dropout_is_for_training_alone():
 
 def test_published_parameter_counts():
     layers, heads, width, T = SIZES["124M"]
-    assert parameter_count(Shape("gpt", layers, heads, width, 4 * width, T, 50257)) == 124_439_808
+    assert (
+        parameter_count(TransformerConfig("gpt", layers, heads, width, 4 * width, T, 50257))
+        == 124_439_808
+    )
     # BERT-base as published with its masked-token head: 109,514,298; less the two rows of token
     # types, of which the model keeps one, inside its positions.
     layers, heads, width, T = SIZES["bert-base"]
-    shape = Shape("bert", layers, heads, width, 4 * width, T, 30522)
+    shape = TransformerConfig("bert", layers, heads, width, 4 * width, T, 30522)
     assert parameter_count(shape) == 109_514_298 - 2 * width
 
 
 def test_residual_outputs_start_smaller_in_gpt():
-    shape = dict(layers=8, heads=2, width=128, hidden=512, seq_len=8, vocab_size=50)
+    shape = dict(layers=8, heads=2, width=128, mlp_width=512, seq_len=8, vocab_size=50)
     for kind, expected in (("gpt", 0.02 / math.sqrt(16)), ("bert", 0.02)):
         torch.manual_seed(0)
-        for block in Transformer(Shape(kind, **shape)).h:
+        for block in Transformer(TransformerConfig(kind, **shape)).h:
             for out in (block.attn.c_proj, block.mlp.c_proj):
                 assert out.weight.std().item() == pytest.approx(expected, rel=0.03)
             for inner in (block.attn.c_attn, block.mlp.c_fc):

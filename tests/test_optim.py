@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from model import Shape, Transformer
-from optim import SCHEDULES, Optimizers, lr_at, split_parameters
+from model import Transformer, TransformerConfig
+from support.optim import SCHEDULES, Optimizers, lr_at, split_parameters
 
 
 def lr(t, schedule="cosine", peak=1.0, floor=0.0, warmup=10, budget=110, decay_share=0.2):
@@ -42,7 +42,7 @@ def test_stays_between_floor_and_peak_and_falls_after_warmup(t, schedule, floor)
 
 def model():
     torch.manual_seed(0)
-    return Transformer(Shape("gpt", 3, 2, 16, 32, 8, 40))
+    return Transformer(TransformerConfig("gpt", 3, 2, 16, 32, 8, 40))
 
 
 def test_every_parameter_is_moved_once():
@@ -62,7 +62,7 @@ def test_state_goes_on_bitwise(kind):
             torch.manual_seed(step)
             tokens = torch.randint(0, 40, (2, 8))
             (m((tokens, tokens.roll(-1, 1), None, None)) / 16).backward()
-            optimizers.gradient_norm(1.0)
+            optimizers.clip_gradients(1.0)
             optimizers.step(0.01)
 
     straight, stopped, resumed = model(), model(), model()
@@ -83,7 +83,7 @@ def test_clipping():
     for clip, norm in ((0.0, None), (0.5, 0.5)):
         for parameter in m.parameters():
             parameter.grad = torch.ones_like(parameter)
-        before = optimizers.gradient_norm(clip)
+        before = optimizers.clip_gradients(clip)
         assert before == pytest.approx(sum(p.numel() for p in m.parameters()) ** 0.5, rel=1e-5)
         after = torch.cat([p.grad.flatten() for p in m.parameters()]).norm().item()
         assert after == pytest.approx(norm or before, rel=1e-3)

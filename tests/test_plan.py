@@ -13,13 +13,15 @@ from hypothesis import strategies as st
 
 import config
 import data
-from data import Samples, Store
+from data import Samples, SpecialIds, collate, cut, mask_tokens
 from model import IGNORE
-from plan import Clock, Frame, Plan, cut, lay_out, mask_tokens, shuffled
-from runtime import Runtime
-from tokenizer import get_encoding
+from plan import Clock, Plan
+from support.rng import shuffled
+from support.runtime import Runtime
+from support.token_store import Store
+from support.tokenizer import get_encoding
 
-FRAME = Frame.of(get_encoding("bytes"))
+SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
 END = 256
 
 
@@ -34,8 +36,8 @@ def rank(number=0, world=1):
 
 def plan(store, flags="", number=0, world=1):
     settings = config.build(config.parse(f"{SMALL} {flags}".split()))
-    frame = FRAME if "bert" in flags else None
-    return Plan(settings, store, frame, rank(number, world))
+    special_ids = SPECIAL_IDS if "bert" in flags else None
+    return Plan(settings, store, special_ids, rank(number, world))
 
 
 def walk(plan, steps, clock=Clock()):  # noqa: B008, a Clock never changes
@@ -66,8 +68,10 @@ def test_samples_worked_example():
     assert text_of(Samples(Toy, 2), [0, 1, 2, 3]) == [(0, 2), (2, 4), (4, 5), (5, 6)]
     assert text_of(Samples(Toy, 4, stream=True), [0, 1]) == [(0, 4), (4, 6)]
     assert text_of(Samples(Toy, 2, split="val"), [0, 1]) == [(6, 8), (8, 9)]
-    bare = Samples(Toy, 3, bare=True)  # the second document is empty without its end-of-text
-    assert len(bare) == 2 and text_of(bare, [0, 1]) == [(0, 3), (3, 4)]
+    without_eot = Samples(
+        Toy, 3, without_eot=True
+    )  # the second document is empty without its end-of-text
+    assert len(without_eot) == 2 and text_of(without_eot, [0, 1]) == [(0, 3), (3, 4)]
 
 
 @pytest.fixture
@@ -78,17 +82,19 @@ def large(store_dir, tmp_path, monkeypatch):
     return Store.open(shutil.copytree(store_dir, tmp_path / "large"))
 
 
-@pytest.mark.parametrize("bare", [False, True])
+@pytest.mark.parametrize("without_eot", [False, True])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_samples_of_a_large_store_are_those_of_a_small_one(store, large, split, bare, monkeypatch):
+def test_samples_of_a_large_store_are_those_of_a_small_one(
+    store, large, split, without_eot, monkeypatch
+):
     n, expected = store.train_documents, []
     edges = store.offsets.tolist()
     for start, stop in pairwise(edges[: n + 1] if split == "train" else edges[n:]):
-        stop -= bare
+        stop -= without_eot
         expected += [(a, min(a + 30, stop)) for a in range(start, stop, 30)]
     for where, most in ((large, 0), (large, 0), (store, 1 << 20)):  # a file made, found, and none
         monkeypatch.setattr(data, "IN_MEMORY", most)
-        samples = Samples(where, 30, split, bare=bare)
+        samples = Samples(where, 30, split, without_eot=without_eot)
         assert text_of(samples, range(len(samples))) == expected
     (file,) = large.path.glob("*.spans")
     assert file.stat().st_size == 16 * len(expected)
@@ -105,7 +111,7 @@ def test_the_table_of_a_large_store_is_made_once_and_mapped(large):
         table = table.base
     assert table.filename == file
     assert len(list(large.path.iterdir())) == 4, "three files of the store, and this one"
-    Samples(large, 30, bare=True), Samples(large, 31), Samples(large, 30, "val")
+    Samples(large, 30, without_eot=True), Samples(large, 31), Samples(large, 30, "val")
     assert len(list(large.path.glob("*.spans"))) == 4, "each kind of samples has its own"
 
 
@@ -127,7 +133,7 @@ def test_a_table_that_does_not_fit_on_the_disk_leaves_nothing(large, monkeypatch
 
 
 def test_layout_worked_example():
-    batch = lay_out(Toy, [[(0, 2), (5, 6)], [(2, 5)]], 4)
+    batch = collate(Toy, [[(0, 2), (5, 6)], [(2, 5)]], 4)
     assert batch.tokens.tolist() == [[END, 1, END, END], [2, 3, 4, END]]
     assert batch.targets.tolist() == [[1, 2, END, IGNORE], [3, 4, END, IGNORE]]
     assert batch.positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 0]]
@@ -135,13 +141,13 @@ def test_layout_worked_example():
 
 
 def test_layout_of_whole_rows_needs_no_metadata():
-    batch = lay_out(Toy, [[(0, 4)]], 4)
+    batch = collate(Toy, [[(0, 4)]], 4)
     assert batch.positions is None and batch.doc_ids is None
 
 
 def test_layout_for_bert_frames_each_piece():
-    batch = lay_out(Toy, [[(0, 2), (6, 7)]], 8, FRAME)
-    cls, sep = FRAME.cls, FRAME.sep
+    batch = collate(Toy, [[(0, 2), (6, 7)]], 8, SPECIAL_IDS)
+    cls, sep = SPECIAL_IDS.cls, SPECIAL_IDS.sep
     assert batch.tokens.tolist() == [[cls, 1, 2, sep, cls, 7, sep, END]]
     ignore = IGNORE
     assert batch.targets.tolist() == [[ignore, 1, 2, ignore, ignore, 7, ignore, ignore]]
@@ -153,7 +159,7 @@ def test_layout_refuses_a_token_outside_the_vocabulary():
         tokens = np.array([1, 2, 999, 4, END, END, 7, 8, END], dtype=np.uint16)
 
     with pytest.raises(ValueError, match=r"token 999 .*vocabulary of 261"):
-        lay_out(Damaged, [[(0, 4)]], 4)
+        collate(Damaged, [[(0, 4)]], 4)
 
 
 def test_cut():
@@ -171,7 +177,7 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
             rows = p.pack_window(first, 0, 0)[0]
             assert all(sum(b - a for a, b in row) <= 32 for row in rows)
         else:
-            clocks = (Clock(draws=first + i * p.rows) for i in range(16))
+            clocks = (Clock(samples_drawn=first + i * p.rows) for i in range(16))
             rows = [row for clock in clocks for row in p.one_a_row(clock)[0]]
         for row in rows:
             for start, stop in row:
@@ -185,7 +191,7 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
 def test_steps_take_every_row_of_every_window_once(store):
     p = plan(store, "--pack")
     steps, rows = walk(p, 60), []
-    for first in range(0, steps[-1].after.draws + 1, 16 * p.rows):
+    for first in range(0, steps[-1].after.samples_drawn + 1, 16 * p.rows):
         rows += p.pack_window(first, 0, 0)[0]
     taken = []
     clock = Clock()
@@ -331,19 +337,19 @@ def test_packing_of_full_documents_is_the_plain_run(store, tmp_path):
 def test_masking_of_bert():
     T = 100_000
     tokens = torch.randint(0, 256, (1, T), generator=torch.Generator().manual_seed(0))
-    batch = lay_out(Toy, [[(0, 2)]], 4, FRAME)._replace(tokens=tokens, targets=tokens.clone())
-    batch.targets[0, :1000] = IGNORE  # a frame: never masked
+    batch = collate(Toy, [[(0, 2)]], 4, SPECIAL_IDS)._replace(tokens=tokens, targets=tokens.clone())
+    batch.targets[0, :1000] = IGNORE  # a special_ids: never masked
     choice = torch.from_numpy(np.random.default_rng(0).random((1, T)))
-    masked = mask_tokens(batch, choice, FRAME)
+    masked = mask_tokens(batch, choice, SPECIAL_IDS)
     chosen = masked.targets != IGNORE
     assert not chosen[0, :1000].any()
     assert torch.equal(masked.tokens[~chosen], tokens[~chosen])
     share = chosen[0, 1000:].float().mean().item()
     assert abs(share - 0.15) < 5 * (0.15 * 0.85 / 99_000) ** 0.5
-    hidden = (masked.tokens[chosen] == FRAME.mask).float().mean().item()
+    hidden = (masked.tokens[chosen] == SPECIAL_IDS.mask).float().mean().item()
     same = (masked.tokens[chosen] == tokens[chosen]).float().mean().item()
     assert abs(hidden - 0.8) < 0.02 and abs(same - 0.1 - 0.1 / 256) < 0.015
-    other = masked.tokens[chosen & (masked.tokens != FRAME.mask) & (masked.tokens != tokens)]
+    other = masked.tokens[chosen & (masked.tokens != SPECIAL_IDS.mask) & (masked.tokens != tokens)]
     assert other.max() < 256 and len(other.unique()) > 200
 
 
@@ -363,7 +369,7 @@ CURRICULA = [
 class Alone(Runtime):
     """A rank of several that never talks to the others: what it plans must not need them to."""
 
-    def on_first(self, action):
+    def on_rank0(self, action):
         return action()
 
 
@@ -376,7 +382,7 @@ def indexed(store, tmp_path_factory):
         index = f"--curriculum-index {folder}" if "--curriculum " in flags else ""
         settings = config.build(config.parse(f"{SMALL} {flags} {index}".split()))
         ranks = Alone(number, world, torch.device("cpu"), torch.float32, "")
-        return Plan(settings, store, FRAME if "bert" in flags else None, ranks)
+        return Plan(settings, store, SPECIAL_IDS if "bert" in flags else None, ranks)
 
     return make
 
@@ -499,7 +505,9 @@ def test_reshaped_rows_show_the_same_tokens(store, indexed):
     p = indexed(f"{size} --curriculum seqlen-reshape --curriculum-start 8 --curriculum-share 1")
     plain, widths = plan(store, size), set()
     for number in range(8):
-        clock = Clock(draws=8 * number, consumed_tokens=400 * number, paced_at=400 * number)
+        clock = Clock(
+            samples_drawn=8 * number, consumed_tokens=400 * number, window_tokens=400 * number
+        )
         step, whole = p(clock), plain(clock)
         widths.add(step.batch.tokens.shape[1])
         assert step.batch.tokens.shape[1] <= step.stage["difficulty_seqlen-reshape"] < 40

@@ -15,18 +15,18 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-import published
-from model import SIZES, Shape, Transformer
-from published import load_published, published_names, published_shape
+from model import SIZES, Transformer, TransformerConfig
+from support import published
+from support.published import load_published, published_names, published_shape
 
 LAYERS, HEADS, WIDTH, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 
 
 def built(kind: str, **changes) -> Transformer:
-    shape = dict(layers=LAYERS, heads=HEADS, width=WIDTH, hidden=4 * WIDTH)
+    shape = dict(layers=LAYERS, heads=HEADS, width=WIDTH, mlp_width=4 * WIDTH)
     shape |= dict(seq_len=SEQ_LEN, vocab_size=VOCAB) | changes
-    return Transformer(Shape(kind, **shape))
+    return Transformer(TransformerConfig(kind, **shape))
 
 
 def drawn(shapes: dict[str, tuple], dtype: torch.dtype) -> dict[str, torch.Tensor]:
@@ -344,7 +344,7 @@ MISFITS = {
         "encoder.layer.2.attention.output.LayerNorm.weight must",
     ),
     "width": ("gpt", {}, dict(width=32), "wte.weight must be (50, 32) but is (50, 16)"),
-    "inner width": ("gpt", {}, dict(hidden=32), "mlp.c_fc.weight must be (16, 32) but is (16, 64)"),
+    "inner width": ("gpt", {}, dict(mlp_width=32), "mlp.c_fc.weight must be (16, 32) but is (16, 64)"),
     "entry gone": ("gpt", {C_ATTN: None}, {}, "h.1.attn.c_attn.weight must be (16, 48) but is abs"),
     "not turned": ("gpt", {C_ATTN: torch.ones(48, 16)}, {}, "must be (16, 48) but is (48, 16)"),
     "query gone": ("bert", {f"bert.{QUERY}": None}, {}, f"{QUERY} must be (16, 16) but is absent"),

@@ -4,12 +4,12 @@ import pytest
 import torch
 
 import sample
-from model import Shape, Transformer
+from model import Transformer, TransformerConfig
 
 
 def model():
     torch.manual_seed(0)
-    return Transformer(Shape("gpt", 2, 2, 16, 32, 8, 320)).eval()
+    return Transformer(TransformerConfig("gpt", 2, 2, 16, 32, 8, 320)).eval()
 
 
 def draw(count=20, **how):

@@ -25,8 +25,8 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-import data
-import tokenizer
+from support import tokenizer
+from support.documents import is_held_out, read_documents
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
@@ -46,7 +46,7 @@ texts = st.text(st.sampled_from(AWKWARD) | st.characters(codec="ascii"), max_siz
 
 
 def tiny_texts() -> list[str]:
-    return [text for _, text in data.read_documents([TINY])]
+    return [text for _, text in read_documents([TINY])]
 
 
 def merge_by_rank(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
@@ -175,9 +175,9 @@ def test_learn_is_deterministic_across_processes(tmp_path):
 
 
 def test_held_out_documents_do_not_influence_the_ranks(tmp_path):
-    documents = dict(data.read_documents([TINY]))
-    held_out = [i for i in documents if data.is_held_out(i, 20)]
-    training = [i for i in documents if not data.is_held_out(i, 20)]
+    documents = dict(read_documents([TINY]))
+    held_out = [i for i in documents if is_held_out(i, 20)]
+    training = [i for i in documents if not is_held_out(i, 20)]
     assert len(held_out) == 27
     before = learn(write_corpus(tmp_path / "a.jsonl", documents), tmp_path / "a.tiktoken")
     changed = documents | dict.fromkeys(held_out, "qzqzqzqz " * 5000)
@@ -402,7 +402,7 @@ def test_show_prints_tokens_with_their_ids(capsys):
 
 def test_learn_reports_the_held_out_documents(tmp_path, capsys):
     learn(TINY, tmp_path / "a.tiktoken")
-    held_out = [text for i, text in data.read_documents([TINY]) if data.is_held_out(i, 20)]
+    held_out = [text for i, text in read_documents([TINY]) if is_held_out(i, 20)]
     encoding = tokenizer.get_encoding(str(tmp_path / "a.tiktoken"))
     n_tokens = sum(len(encoding.encode_ordinary(text)) for text in held_out)
     report = capsys.readouterr().out

@@ -12,13 +12,13 @@ import pytest
 import torch
 from conftest import ALL_ON, SMALL, metrics, read_log
 
-import checkpoint
 import curriculum
 import ltd
 import packing
 import plan
 import train
 from model import Transformer
+from support import checkpoint
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
@@ -67,7 +67,7 @@ def test_off_is_absent(run, monkeypatch):
 
     for module, names in (
         (ltd, ["kept_tokens", "draw", "run_kept", "dropping", "layer_tokens", "effective_tokens"]),
-        (curriculum, ["pace", "discrete", "settled", "pacings", "check", "reshape", "Course"]),
+        (curriculum, ["pace", "discrete", "settled", "pacings", "check", "reshape", "Curriculum"]),
         (plan, ["ready"]),
     ):
         for name in names:
@@ -110,13 +110,13 @@ def test_a_technique_that_is_on_does_something(run, technique):
         "--pos learned --seq-len 32",
         "--dtype bf16",
         "--dropout 0.1",
-        "--micro-rows 2",
+        "--micro-batch-size 2",
         "--model bert",
         f"--model bert {ALL_ON}",
         "--ltd --pack",
         "--curriculum seqlen --ltd",
         "--curriculum seqlen --pack",
-        "--curriculum seqlen-reshape,rarity --curriculum-start 8,1 --ltd --micro-rows 2",
+        "--curriculum seqlen-reshape,rarity --curriculum-start 8,1 --ltd --micro-batch-size 2",
         "--curriculum length,rarity-mean --curriculum-by value --curriculum-start 8,4 --pack",
         "--curriculum length-rarity --model bert --dropout 0.1",
     ],
@@ -132,7 +132,7 @@ CURVE = f"{ALL_ON} --tokens 6000 --lr 1e-3"
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_accumulation_does_not_change_the_curve(run, optimizer):
     whole = losses(run(f"{CURVE} --optimizer {optimizer}", out="whole"))
-    parts = losses(run(f"{CURVE} --optimizer {optimizer} --micro-rows 2", out="parts"))
+    parts = losses(run(f"{CURVE} --optimizer {optimizer} --micro-batch-size 2", out="parts"))
     assert len(whole) >= 20
     assert max(abs(a - b) for a, b in zip(whole, parts, strict=True)) < 1e-5
 
@@ -249,7 +249,7 @@ BAD = {
     "--data nowhere": r"nowhere: no token store",
     "--tokenizer pd4k": r"made with tokenizer bytes .* not pd4k",
     "--tokenizer klingon": r"tokenizer 'klingon': choose pd4k, bytes, gpt2",
-    "--micro-rows 3": r"8 rows of 32 that 1 ranks of --micro-rows 3 cannot share",
+    "--micro-batch-size 3": r"8 rows of 32 that 1 ranks of --micro-batch-size 3 cannot share",
     "--device cuda": r"--device cuda: torch .* finds none here",
     "--dtype fp16": r"--dtype fp16 needs --device cuda",
     "--init nowhere.pt --pos learned --tokenizer bytes": r"nowhere.pt",
@@ -329,7 +329,7 @@ def test_a_mistake_is_one_line_and_status_2(store_dir, tmp_path):
 @pytest.mark.dist
 def test_a_mistake_on_two_ranks_is_said_once(store_dir, tmp_path):
     done = subprocess.run(
-        command(store_dir, tmp_path / "run", "--micro-rows 3", ranks=2),
+        command(store_dir, tmp_path / "run", "--micro-batch-size 3", ranks=2),
         capture_output=True,
         text=True,
     )

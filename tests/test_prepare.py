@@ -21,8 +21,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-import data
-import tokenizer
+import prepare
+from support import tokenizer
+from support.documents import read_documents
+from support.token_store import Store
 
 try:
     import zstandard
@@ -35,15 +37,15 @@ PD4K = tokenizer.get_encoding()
 BYTES = tokenizer.get_encoding("bytes")
 
 
-def make(inputs, out: Path, encoding=PD4K, **options) -> data.Store:
+def make(inputs, out: Path, encoding=PD4K, **options) -> Store:
     inputs = inputs if isinstance(inputs, list) else [inputs]
-    meta = data.prepare(inputs, out, encoding, encoding.name, **options)
-    store = data.Store.open(out)
+    meta = prepare.prepare(inputs, out, encoding, encoding.name, **options)
+    store = Store.open(out)
     assert store.meta == meta
     return store
 
 
-def texts_of(store: data.Store, encoding) -> list[str]:
+def texts_of(store: Store, encoding) -> list[str]:
     pieces = np.split(store.tokens, store.offsets[1:-1])
     assert all(ids[-1] == encoding.eot_token for ids in pieces)
     return [encoding.decode(ids[:-1].tolist(), errors="strict") for ids in pieces]
@@ -83,7 +85,7 @@ def test_a_store_worked_by_hand(tmp_path):
 
 def test_every_document_comes_back_and_the_held_out_come_last(tmp_path):
     store = make(TINY, tmp_path / "store")
-    documents = list(data.read_documents([TINY]))
+    documents = list(read_documents([TINY]))
     held_out = [text for i, text in documents if zlib.crc32(i.encode()) % 20 == 0]
     training = [text for i, text in documents if zlib.crc32(i.encode()) % 20]
     assert len(held_out) == 27 and len(documents) == 481
@@ -97,7 +99,7 @@ def test_every_document_comes_back_and_the_held_out_come_last(tmp_path):
 
 def test_many_small_batches_give_the_same_store(tmp_path, monkeypatch):
     make(TINY, tmp_path / "whole")
-    monkeypatch.setattr(data, "BATCH_CHARACTERS", 1)  # a task for each document
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 1)  # a task for each document
     make(TINY, tmp_path / "single")
     assert contents(tmp_path / "whole") == contents(tmp_path / "single")
 
@@ -112,7 +114,7 @@ def test_the_counts_of_the_embedded_corpus(tmp_path):
 def test_holding_out_nothing_or_everything(tmp_path, holdout):
     store = make(TINY, tmp_path / "store", holdout=holdout)
     assert store.train_documents == [481, 0][holdout]
-    assert texts_of(store, PD4K) == [text for _, text in data.read_documents([TINY])]
+    assert texts_of(store, PD4K) == [text for _, text in read_documents([TINY])]
 
 
 def test_a_corpus_too_small_to_hold_anything_out(tmp_path):
@@ -179,10 +181,8 @@ def test_ids_and_texts_of_every_form(tmp_path):
         ("c.py", "pass"),
         ("7", ""),
     ]
-    assert list(data.read_documents([tmp_path])) == expected
-    assert list(data.read_documents([str(tmp_path / "b" / "note.txt")])) == [
-        ("note.txt", "ligne\r\né")
-    ]
+    assert list(read_documents([tmp_path])) == expected
+    assert list(read_documents([str(tmp_path / "b" / "note.txt")])) == [("note.txt", "ligne\r\né")]
 
 
 GOOD = b'{"id": "a", "text": "one"}\n'
@@ -211,11 +211,11 @@ BAD_INPUTS = {
 if zstandard:
     ZSTD = zstandard.compress(b"".join(b'{"text": "number %d"}\n' % i for i in range(9000)))
     BAD_INPUTS |= {
-        "cut zst": ("x.jsonl.zst", ZSTD[: len(ZSTD) // 2], "the file ends inside a frame"),
-        "cut second frame": (
+        "cut zst": ("x.jsonl.zst", ZSTD[: len(ZSTD) // 2], "the file ends inside a special_ids"),
+        "cut second special_ids": (
             "x.jsonl.zst",
             ZSTD + ZSTD[:20],
-            ":9000: the file ends inside a frame",
+            ":9000: the file ends inside a special_ids",
         ),
         "no zst": ("x.jsonl.zst", GOOD, ":0: zstd decompressor error"),
     }
@@ -237,7 +237,7 @@ def test_the_line_after_which_a_file_is_damaged(tmp_path):
     path.write_bytes(gzip.compress(b"".join(rows))[:-1000])
     read = []
     with pytest.raises(ValueError, match="ended before") as caught:
-        for document in data.read_documents([path]):
+        for document in read_documents([path]):
             read.append(document)
     assert len(read) > 900
     assert str(caught.value).startswith(f"{path}:{len(read)}: ")
@@ -247,14 +247,14 @@ def test_the_line_after_which_a_file_is_damaged(tmp_path):
 def test_missing_input_is_named_before_anything_is_read(tmp_path, missing):
     (tmp_path / "empty").mkdir()
     with pytest.raises(ValueError, match=f"{missing}: no such file, or a folder without doc"):
-        next(data.read_documents([TINY, tmp_path / missing]))
+        next(read_documents([TINY, tmp_path / missing]))
 
 
 def test_zst_without_zstandard_names_the_package(tmp_path, monkeypatch):
     (tmp_path / "x.jsonl.zst").write_bytes(b"")
     monkeypatch.setitem(sys.modules, "zstandard", None)
     with pytest.raises(ValueError, match=r"x\.jsonl\.zst:0: needs `pip install zstandard`"):
-        list(data.read_documents([tmp_path]))
+        list(read_documents([tmp_path]))
 
 
 # --- whole or not at all
@@ -278,7 +278,7 @@ def test_a_folder_made_meanwhile_is_not_replaced(tmp_path, monkeypatch):
         (tmp_path / "store").mkdir()
         (tmp_path / "store" / "theirs").touch()
 
-    monkeypatch.setattr(data, "read_documents", read_while_another_writes)
+    monkeypatch.setattr(prepare, "read_documents", read_while_another_writes)
     with pytest.raises(OSError):
         make(TINY, tmp_path / "store")
     assert [path.name for path in tmp_path.rglob("*")] == ["store", "theirs"]
@@ -286,7 +286,7 @@ def test_a_folder_made_meanwhile_is_not_replaced(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("broken"), MemoryError])
 def test_an_interrupt_or_error_in_the_middle_leaves_nothing(tmp_path, monkeypatch, error):
-    encode = data._encode
+    encode = prepare._encode
     calls = []
 
     def fail_late(*args, **kwargs):
@@ -297,8 +297,8 @@ def test_an_interrupt_or_error_in_the_middle_leaves_nothing(tmp_path, monkeypatc
             raise error
         return encode(*args, **kwargs)
 
-    monkeypatch.setattr(data, "_encode", fail_late)
-    monkeypatch.setattr(data, "BATCH_CHARACTERS", 50_000)
+    monkeypatch.setattr(prepare, "_encode", fail_late)
+    monkeypatch.setattr(prepare, "BATCH_CHARACTERS", 50_000)
     with pytest.raises(error if isinstance(error, type) else type(error)):
         make(TINY, tmp_path / "store")
     assert len(calls) >= 3
@@ -309,7 +309,7 @@ def test_an_interrupt_or_error_in_the_middle_leaves_nothing(tmp_path, monkeypatc
 PREPARE = """
 import signal, data
 signal.signal(signal.SIGINT, signal.default_int_handler)
-data.main(['prepare', *{inputs}, '--out', {out!r}])
+prepare.main(['prepare', *{inputs}, '--out', {out!r}])
 """
 
 
@@ -388,14 +388,14 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
 
 def test_a_folder_that_is_no_store_is_refused(tmp_path):
     with pytest.raises(ValueError, match=r"no token store: make one with data\.py prepare"):
-        data.Store.open(tmp_path)
+        Store.open(tmp_path)
 
 
 @pytest.mark.parametrize("meta", ["{", "[]", "{}", '{"format": 1}', '{"format": 1, "tokens": "x"}'])
 def test_a_damaged_meta_file_is_refused(tmp_path, meta):
     (tmp_path / "meta.json").write_text(meta)
     with pytest.raises(ValueError, match="no token store"):
-        data.Store.open(tmp_path)
+        Store.open(tmp_path)
 
 
 def test_another_format_is_refused(tmp_path):
@@ -403,7 +403,7 @@ def test_another_format_is_refused(tmp_path):
     meta = tmp_path / "store" / "meta.json"
     meta.write_text(meta.read_text().replace('"format": 1', '"format": 2'))
     with pytest.raises(ValueError, match="has store format 2, not 1: prepare it anew"):
-        data.Store.open(tmp_path / "store")
+        Store.open(tmp_path / "store")
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.idx"])
@@ -412,10 +412,10 @@ def test_a_truncated_or_missing_file_is_refused(tmp_path, name):
     path = tmp_path / "store" / name
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(ValueError, match=rf"{name}: needs [\d,]+ bytes: prepare the store anew"):
-        data.Store.open(tmp_path / "store")
+        Store.open(tmp_path / "store")
     path.unlink()
     with pytest.raises(ValueError, match=rf"{name}: needs [\d,]+ bytes: prepare the store anew"):
-        data.Store.open(tmp_path / "store")
+        Store.open(tmp_path / "store")
 
 
 @pytest.mark.parametrize("name", ["tokens.bin", "documents.idx"])
@@ -427,7 +427,7 @@ def test_verify_finds_one_changed_bit(tmp_path, name):
     changed[len(changed) // 2] ^= 1
     path.write_bytes(changed)
     with pytest.raises(ValueError, match=f"{name}: sha256 differs"):
-        data.Store.open(tmp_path / "store").verify()
+        Store.open(tmp_path / "store").verify()
 
 
 def test_a_store_refuses_another_tokenizer(tmp_path):
@@ -440,8 +440,8 @@ def test_a_store_refuses_another_tokenizer(tmp_path):
 
 
 def test_the_command_prints_what_it_made(tmp_path, capsys):
-    data.main(["prepare", str(TINY), "--out", str(tmp_path / "store")])
-    store = data.Store.open(tmp_path / "store")
+    prepare.main(["prepare", str(TINY), "--out", str(tmp_path / "store")])
+    store = Store.open(tmp_path / "store")
     printed = capsys.readouterr().out
     assert re.search(r"^documents +481 +0 more skipped", printed, re.M)
     assert re.search(rf"^tokens +{len(store.tokens):,} ", printed, re.M)

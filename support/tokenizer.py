@@ -8,8 +8,8 @@ end-of-text, [CLS] and the rest where they belong, by id.
 Paper: Sennrich et al. 2016, arXiv 1508.07909, algorithm 1 (learning by the most frequent pair);
 Radford et al. 2019 (GPT-2), section 2.2 (on bytes, inside pieces that a pattern splits off).
 
-    python tokenizer.py show "Call me Ishmael."
-    python tokenizer.py learn corpus/pd-mix.jsonl.gz --ranks 4096 --out pd4k.tiktoken
+    python -m support.tokenizer show "Call me Ishmael."
+    python -m support.tokenizer learn corpus/pd-mix.jsonl.gz --ranks 4096 --out pd4k.tiktoken
 """
 
 import argparse
@@ -30,7 +30,10 @@ import regex  # tiktoken's own dependency: `re` has no \p{L}
 import tiktoken
 from tqdm import tqdm
 
-PD4K = Path(__file__).resolve().parent / "corpus" / "pd4k.tiktoken"
+from support import runtime
+from support.documents import is_held_out, read_documents
+
+PD4K = Path(__file__).resolve().parents[1] / "corpus" / "pd4k.tiktoken"
 SPECIAL_TOKENS = ("<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 
 # GPT-2's pattern in tiktoken's form, with one bound added: tiktoken's regex engine overflows its
@@ -195,14 +198,12 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
 
 
 def _learn(args: argparse.Namespace) -> None:
-    import data  # here, since data.py imports this file: its documents and hold-out rule
-
     if args.out.suffix != ".tiktoken":
         raise ValueError(f"--out {args.out}: name a file that ends in .tiktoken")
 
     def texts(held_out: bool) -> Iterable[str]:
-        documents = tqdm(data.read_documents(args.inputs), "documents", disable=None, leave=False)
-        return (text for i, text in documents if data.is_held_out(i, args.holdout) == held_out)
+        documents = tqdm(read_documents(args.inputs), "documents", disable=None, leave=False)
+        return (text for i, text in documents if is_held_out(i, args.holdout) == held_out)
 
     write_ranks(args.out, learn_ranks(texts(held_out=False), args.ranks))
     encoding = get_encoding(str(args.out))
@@ -226,8 +227,6 @@ def _show(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    import runtime
-
     parser = runtime.Parser(description="tiktoken encodings")
     verbs = parser.add_subparsers(required=True)
     show = verbs.add_parser("show", help="print the tokens of a text")
@@ -245,6 +244,4 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    import runtime
-
     runtime.exit_cleanly(main)

@@ -15,7 +15,7 @@ The function is the published one (tests/test_published.py). BERT's token type 0
 position, for here a row is one segment. Nothing is downloaded, guessed, cropped or padded: an
 entry that does not fit is an error. The number of heads is not in a state dict and is believed.
 
-    python published.py gpt2.bin       # what the file holds, and the flags that fit it
+    python -m support.published gpt2.bin       # what the file holds, and the flags that fit it
 """
 
 import re
@@ -25,8 +25,8 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from model import SIZES, Shape, Transformer
-from runtime import Parser, exit_cleanly
+from model import SIZES, Transformer, TransformerConfig
+from support.runtime import Parser, exit_cleanly
 
 PREFIX = re.compile(r"^(transformer|bert)\.")
 LAYER = re.compile(r"(?:h|encoder\.layer)\.(\d+)\.")
@@ -65,8 +65,8 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     Deviates: BERT's second token type is dropped, adding the first rounds wpe once
     """
     entries, left_out = _read(path)
-    fit = remedy(published_shape(path), model.shape)
-    kind, taken = model.shape.kind, set()
+    fit = remedy(published_shape(path), model.config)
+    kind, taken = model.config.kind, set()
 
     def take(entry: str, *expected: int) -> Tensor:
         found = tuple(entries[entry].shape) if entry in entries else "absent"
@@ -84,7 +84,7 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
         else:
             values[name] = torch.cat([take(one, rows // len(sources), *columns) for one in sources])
     if kind == "bert" and "wpe.weight" in values:
-        token_types = take(TOKEN_TYPES, 2, model.shape.width)
+        token_types = take(TOKEN_TYPES, 2, model.config.width)
         values["wpe.weight"] = values["wpe.weight"].double() + token_types[0]
         left_out.append(f"{TOKEN_TYPES}[1]")
     for entry in sorted(entries.keys() - taken):
@@ -122,7 +122,7 @@ def published_names(name: str, kind: str) -> list[str]:
     return [f"{layer}{published}{leaf}" for published in BERT_MODULES[module]]
 
 
-def remedy(found: dict[str, str | int], shape: Shape) -> str:
+def remedy(found: dict[str, str | int], shape: TransformerConfig) -> str:
     """What must change for a model of this shape to fit a file of that one, or else the file."""
     if shape.pos == "learned" and all(getattr(shape, key) == found[key] for key in found):
         return "give a language model as published: with its head, tied, GPT-2's matrices (in, out)"

@@ -50,7 +50,7 @@ class Optimizers:
             self.parts.append(muon)
         self.scaler = torch.amp.GradScaler(self.parameters[0].device.type, enabled=fp16)
 
-    def gradient_norm(self, clip: float) -> float:
+    def clip_gradients(self, clip: float) -> float:
         """Bring gradients to true size, clip their norm at `clip` (0: not), return the norm."""
         for part in self.parts:
             self.scaler.unscale_(part)

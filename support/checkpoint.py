@@ -19,7 +19,7 @@ step file that was best. Names that begin with .tmp- are unfinished writes.
 This file does not know what the dictionary holds (train.py does), does not shard, and does not take
 turns: one process writes to a folder. To verify a file and list what it holds:
 
-    python checkpoint.py runs/a/step-00001234.pt
+    python -m support.checkpoint runs/a/step-00001234.pt
 """
 
 import hashlib
@@ -31,7 +31,7 @@ from pathlib import Path
 
 import torch
 
-from runtime import Parser, exit_cleanly
+from support.runtime import Parser, exit_cleanly
 
 MARK = "\nsha256:"
 CHUNK_BYTES = 1 << 20

@@ -4,7 +4,6 @@ No training logic. Everything that differs between one CPU and many GPUs is here
 """
 
 import argparse
-import hashlib
 import json
 import os
 import platform
@@ -26,13 +25,13 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 @dataclass(frozen=True)
 class Runtime:
     rank: int
-    world: int
+    world_size: int
     device: torch.device
     dtype: torch.dtype
     why: str  # how device and dtype were chosen, for the user
 
     @property
-    def first(self) -> bool:
+    def is_rank0(self) -> bool:
         return self.rank == 0
 
     def autocast(self) -> torch.autocast:
@@ -41,44 +40,44 @@ class Runtime:
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
         """Sum over ranks, in place."""
-        if self.world > 1:
+        if self.world_size > 1:
             dist.all_reduce(values)
         return values
 
     def gather(self, value: Any) -> list:
         """`value` of every rank, in rank order, on every rank."""
-        values = [value] * self.world
-        if self.world > 1:
+        values = [value] * self.world_size
+        if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def collect(self, value: Any) -> Iterator[Any]:
         """On rank 0 the `value` of every rank, one after another in memory; elsewhere nothing."""
-        if not self.first:
+        if not self.is_rank0:
             dist.send_object_list([value], dst=0)
             return
         yield value
-        for rank in range(1, self.world):
+        for rank in range(1, self.world_size):
             received: list = [None]
             dist.recv_object_list(received, src=rank)
             yield received[0]
 
-    def on_first(self, action: Callable[[], Any]) -> Any:
+    def on_rank0(self, action: Callable[[], Any]) -> Any:
         """Do something on rank 0 alone; every rank gets its result, or its error as ValueError."""
         outcome: list = [None, None]
-        if self.first:
+        if self.is_rank0:
             try:
                 outcome[0] = action()
             except (ValueError, OSError) as error:
                 outcome[1] = one_line(error)
-        if self.world > 1:
+        if self.world_size > 1:
             dist.broadcast_object_list(outcome)
         if outcome[1] is not None:
             raise ValueError(outcome[1])
         return outcome[0]
 
     def say(self, line: str) -> None:
-        if self.first:
+        if self.is_rank0:
             print(line, flush=True)
 
 
@@ -107,16 +106,6 @@ def start(device: str, dtype: str) -> Runtime:
     ranks = f"{world} processes" if world > 1 else "one process"
     why = f"{kind} ({chosen}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
     return Runtime(rank, world, place, DTYPES[dtype], why)
-
-
-def seed_of(*key: Any) -> int:
-    """A seed for one purpose: (seed, step, layer) -> 63 bits, the same in every process."""
-    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
-
-
-def generator(device: torch.device, *key: Any) -> torch.Generator:
-    """A random generator that is a function of `key`: nothing to save, nothing to restore."""
-    return torch.Generator(device).manual_seed(seed_of(*key))
 
 
 class StopSignal:
@@ -171,7 +160,7 @@ class Log:
 
 def provenance() -> dict[str, str]:
     """What made a result: command, commit, versions, machine. Opens every log and checkpoint."""
-    here = Path(__file__).parent
+    here = Path(__file__).parents[1]
     git = subprocess.run(
         ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True
     )

@@ -1,0 +1,50 @@
+"""Random numbers without a state: functions of a key, the same in every process."""
+
+import hashlib
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def seed_of(*key: Any) -> int:
+    """A seed for one purpose: (seed, step, layer) -> 63 bits, the same in every process."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
+
+
+def generator(device: torch.device, *key: Any) -> torch.Generator:
+    """A random generator that is a function of `key`: nothing to save, nothing to restore."""
+    return torch.Generator(device).manual_seed(seed_of(*key))
+
+
+def shuffled(draws: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """The sample ids of the given draws: pass after pass over 0..n-1, each in an order of its own.
+
+    A keyed permutation of [0, n) (a Feistel network over an even number of bits, walked until it
+    lands below n; Black & Rogaway 2002), so there is no list of samples in memory, and any rank can
+    say what draw 10^12 is without replaying those before it.
+
+    Args:    draws (m,) int64, counted from the start of training
+    Returns: (m,) int64 sample ids; draws k n .. (k + 1) n - 1 hold every id once
+    """
+    passes, ids = np.divmod(draws.astype(np.uint64), np.uint64(n))
+    bits = max(1, -(-(n - 1).bit_length() // 2))  # of either half
+    half, low = np.uint64(bits), np.uint64((1 << bits) - 1)
+    salts = [(seed * 8 + turn) * 0xD1342543DE82EF95 % 2**64 for turn in range(6)]
+    keys = passes * np.uint64(0x9E3779B97F4A7C15) + np.array(salts, np.uint64)[:, None]  # (6, m)
+    outside = np.arange(len(ids))
+    while len(outside):
+        x, key = ids[outside], keys[:, outside]
+        left, right = x >> half, x & low
+        for turn in range(6):
+            left, right = right, left ^ (_mix(right + key[turn]) & low)
+        ids[outside] = x = left << half | right
+        outside = outside[x >= n]
+    return ids.astype(np.int64)
+
+
+def _mix(x: np.ndarray) -> np.ndarray:
+    """Hash 64-bit integers to 64 well-mixed bits (the finaliser of splitmix64)."""
+    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return x ^ (x >> np.uint64(31))

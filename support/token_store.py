@@ -1,0 +1,78 @@
+"""A token store on disk, mapped into memory."""
+
+import hashlib
+import json
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import tiktoken
+
+from support import tokenizer
+
+FORMAT = 1  # of the folder that prepare writes; a store of another format is refused
+
+
+@dataclass(frozen=True)
+class Store:
+    """A store as prepare wrote it, mapped: document i is tokens[offsets[i]:offsets[i + 1]].
+
+    tokens    (tokens,) uint16 or uint32; the training documents are its first train_tokens
+    offsets   (documents + 1,) int64
+    """
+
+    path: Path
+    meta: dict
+    tokens: np.memmap
+    offsets: np.memmap
+    train_documents: int
+    train_tokens: int
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Store":
+        """Map a store, after comparing the sizes of its files with what meta.json counts.
+
+        Raises:   ValueError for a folder that is no store, or a damaged one
+        """
+        path, arrays = Path(path), []
+        try:
+            meta = json.loads((path / "meta.json").read_text())
+            found = meta["format"]
+            counts = {"tokens.bin": meta["tokens"], "documents.idx": meta["documents"] + 1}
+            dtypes = {"tokens.bin": np.dtype(meta["dtype"]), "documents.idx": np.dtype("int64")}
+        except (OSError, ValueError, KeyError, TypeError):
+            raise ValueError(f"{path}: no token store: make one with prepare.py") from None
+        if found != FORMAT:
+            raise ValueError(f"{path}: has store format {found}, not {FORMAT}: prepare it anew")
+        for name, dtype in dtypes.items():
+            size = counts[name] * dtype.itemsize
+            file = path / name
+            if not file.exists() or file.stat().st_size != size:
+                raise ValueError(f"{file}: needs {size:,} bytes: prepare the store anew")
+            arrays.append(np.memmap(file, dtype, mode="r"))
+        return cls(path, meta, *arrays, meta["train_documents"], meta["train_tokens"])
+
+    def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
+        """Refuse a tokenizer other than the one the store was made with."""
+        stored, given = self.meta["tokenizer_fingerprint"], tokenizer.fingerprint(encoding)
+        if given != stored:
+            raise ValueError(
+                f"{self.path}: made with tokenizer {self.meta['tokenizer']} ({stored[:12]}), not "
+                f"{encoding.name} ({given[:12]}): choose that one, or prepare the store anew"
+            )
+
+    def verify(self) -> None:
+        """Compare both files with the sha256 that meta.json records, which reads all of them."""
+        for name, recorded in self.meta["sha256"].items():
+            with (self.path / name).open("rb") as file:
+                if hashlib.file_digest(file, "sha256").hexdigest() != recorded:
+                    raise ValueError(f"{self.path / name}: sha256 differs: prepare the store anew")
+
+
+def check_tokens(store: Store, highest: int) -> None:
+    """Refuse a store that holds a token outside its vocabulary."""
+    if highest >= store.meta["vocab_size"]:
+        raise ValueError(
+            f"{store.path}: token {highest} is outside its vocabulary of"
+            f" {store.meta['vocab_size']}: the store is damaged, prepare it again"
+        )
