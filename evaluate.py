@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from data import Samples, SpecialIds, collate, mask_tokens
+from data import Piece, Samples, SpecialIds, collate, mask_tokens
 from packing import best_fit
 from prepare import embedded_store
 from sample import load_run
@@ -50,7 +50,7 @@ class Evaluation:
         tokens: int | None = None,
     ):
         extra = 2 if special_ids else 0
-        samples = Samples(store, seq_len - extra, split="val", without_eot=special_ids is not None)
+        samples = Samples(store, "bert" if special_ids else "pieces", seq_len, split="val")
         if len(samples) == 0:
             raise ValueError(f"{store.path} holds out no document: prepare it with --holdout 20")
         most = (
@@ -62,7 +62,7 @@ class Evaluation:
             spans = spans[: np.searchsorted(np.cumsum(sizes), tokens) + 1]
             sizes = sizes[: len(spans)]
         packed = best_fit((sizes + extra).tolist(), seq_len)
-        self.rows = [[tuple(spans[item].tolist()) for item in row] for row in packed]
+        self.rows = [[Piece(*spans[item].tolist()) for item in row] for row in packed]
         self.store, self.seq_len, self.lengths, self.special_ids = (
             store,
             seq_len,

@@ -11,16 +11,6 @@ import torch
 from support import rng, runtime
 
 
-def test_a_seed_is_a_function_of_its_key():
-    assert rng.seed_of(1, "ltd", 2) == rng.seed_of(1, "ltd", 2)
-    keys = [(seed, step, layer) for seed in range(3) for step in range(30) for layer in range(9)]
-    assert len({rng.seed_of(*key) for key in keys}) == len(keys)
-    assert rng.seed_of(11, 2) != rng.seed_of(1, 12), "parts of a key do not run together"
-    cpu = torch.device("cpu")
-    one, two = (torch.rand(4, generator=rng.generator(cpu, 7, 1)) for _ in range(2))
-    assert torch.equal(one, two)
-
-
 def test_log_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path):
     log = runtime.Log(tmp_path, True, False)
     log.write("train", step=1)
