@@ -4,7 +4,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from support.rng import generator
+from support.rng import generator, seed_of
 from support.settings import techniques_on
 
 
@@ -36,6 +36,10 @@ class StepContext(NamedTuple):
     def generator(self, device: torch.device, technique: str, *key: Any) -> torch.Generator:
         """Random numbers of one technique in this step, the same on every rank."""
         return generator(device, self.seed, technique, self.step, *key)
+
+    def uniform(self, technique: str, *key: Any) -> float:
+        """One such number in [0, 1), for a choice that all rows share."""
+        return seed_of(self.seed, technique, self.step, *key) / 2**63
 
 
 def effective_tokens(real_tokens: int, tokens_by_layer: list[int], seq_len: int) -> int:

@@ -228,7 +228,7 @@ def test_tokens_by_layer_worked_example():
 
 
 def test_a_rank_drops_what_one_process_drops():
-    """run_block gets the number of its first row: ranks and micro-batches draw the same for a row."""
+    """Ranks and micro-batches draw the same for a row: run_block gets the number of its first."""
     settings = config.build(
         config.parse("--ltd --ltd-start 9 --seq-len 24 --batch-tokens 72 --layers 4".split())
     )

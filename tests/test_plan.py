@@ -220,7 +220,7 @@ def indexed(store, tmp_path_factory):
 
 @pytest.mark.parametrize("flags", CURRICULA)
 def test_a_run_of_200_steps_resumes_at_every_step(indexed, flags):
-    """From the clock alone, in a plan that saw nothing before (DeepSpeed's sampler: another stream)."""
+    """From the clock alone, in a plan that saw nothing before."""
     whole = walk(indexed(f"{flags} --tokens 30000"), 200)
     again = indexed(f"{flags} --tokens 30000")
     for before, step in reversed(list(pairwise(whole))):
