@@ -180,10 +180,13 @@ def _refusal(path: str | Path, why: str) -> ValueError:
     return ValueError(f"--init {path}: {why}")
 
 
-def main() -> None:
-    parser = Parser(description="Say what a file of published weights holds.")
-    parser.add_argument("path", type=Path)
-    path = parser.parse_args().path
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(
+        prog="python -m support.published",
+        description="Say what a file of published weights holds, and which flags fit it.",
+    )
+    parser.add_argument("path", type=Path, help="a state dict, as torch.save wrote it")
+    path = parser.parse_args(argv).path
     print(f"{path}: {published_shape(path)}; as flags: {flags(published_shape(path))}")
 
 
