@@ -16,8 +16,8 @@ says nothing (tests/test_checkpoint.py shows it). To verify in a shell, compare 
 A run's folder holds the newest `keep` step files and best.pt, a second name (hard link) of the
 step file that was best. Names that begin with .tmp- are unfinished writes.
 
-What the dictionary holds is train.py's business. Nothing is sharded, and nothing is locked: only one
-process may write to a folder. To verify a file and list what it holds:
+What the dictionary holds is decided by train.py. Nothing is sharded, and nothing is locked: only
+one process may write to a folder. To verify a file and list what it holds:
 
     python -m support.checkpoint runs/a/step-00001234.pt
 """
@@ -61,7 +61,7 @@ def save(folder: str | Path, state: dict, *, step: int, keep: int = 2, best: boo
         free = shutil.disk_usage(next(filter(os.path.exists, path.parents))).free
         raise ValueError(
             f"{path}: not written: {_reason(error)} (needs {_tensor_bytes(state):,} bytes, {free:,}"
-            " free); older ones are untouched: free space or make the folder writable, then --resume"
+            " free); older ones are untouched: free space or make the folder writable, then resume"
         ) from error
     # Later steps are of a run that was ahead of where this one resumed. They do not count here, or
     # else a run that resumed from far back could delete the file it has just written.
@@ -203,7 +203,7 @@ def _named_files(folder: Path) -> dict[str, Path | None]:
 
 
 def _others(path: Path) -> str:
-    """What to do about a bad file: resume from its neighbours, other names of the same bytes aside."""
+    """What to do about a bad file: resume from another, unless it has the same bytes."""
     inode = path.stat().st_ino if path.exists() else None
     named = _named_files(path.parent).items()
     good = [f"--resume {word}" for word, file in named if file and file.stat().st_ino != inode]
