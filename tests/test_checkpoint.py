@@ -580,8 +580,8 @@ def test_a_write_that_the_kernel_refuses_changes_nothing(folder_with_one, size):
 
 
 FILL = """
-import os, sys
-import checkpoint, torch
+import os, sys, torch
+from support import checkpoint
 folder = sys.argv[1]
 try:
     for step in range(9):
@@ -686,7 +686,7 @@ def save_in_place_forever(folder: str, first: int) -> None:
 def running(target, folder: Path, first: int):
     """A process that saves without end, from a server that has imported torch once for all."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "checkpoint"])
+    context.set_forkserver_preload(["torch", "support.checkpoint"])
     process = context.Process(target=target, args=(str(folder), first), daemon=True)
     process.start()
     yield process
@@ -744,15 +744,14 @@ def test_control_written_in_place_the_same_kills_tear_the_file(tmp_path):
 
 
 def command(path: Path) -> subprocess.CompletedProcess:
-    argv = [sys.executable, "checkpoint.py", str(path)]
+    argv = [sys.executable, "-m", "support.checkpoint", str(path)]
     return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
 
 
-def test_the_command_verifies_and_lists(tmp_path, monkeypatch, capsys):
+def test_the_command_verifies_and_lists(tmp_path, capsys):
     state = {"model": {"w": torch.zeros(500_000)}, "optimizer": [(torch.ones(10**6),)], "step": 34}
     path = checkpoint.save(tmp_path, state, step=34)
-    monkeypatch.setattr(sys, "argv", ["checkpoint.py", str(path)])
-    checkpoint.main()
+    checkpoint.main([str(path)])
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{path}: verified, 6.0") and first.endswith("step 34")
     assert [line.split() for line in lines] == [

@@ -166,7 +166,7 @@ def test_learn_is_deterministic_across_processes(tmp_path):
     learnt = [learn(TINY, tmp_path / "a.tiktoken")]
     for seed in ("1", "2"):  # of the hash of strings, hence the order of sets
         out = tmp_path / f"{seed}.tiktoken"
-        command = f"import tokenizer; tokenizer.main(['learn', {str(TINY)!r}, '--ranks', '320', "
+        command = f"from support import tokenizer; tokenizer.main(['learn', {str(TINY)!r}, '--ranks', '320', "
         command += f"'--out', {str(out)!r}])"
         environment = {**os.environ, "PYTHONHASHSEED": seed}
         subprocess.run([sys.executable, "-c", command], cwd=ROOT, env=environment, check=True)
@@ -190,16 +190,16 @@ def test_held_out_documents_do_not_influence_the_ranks(tmp_path):
     assert base64.b64encode(b"qz") in all_of_them and base64.b64encode(b"qz") not in before
 
 
-def test_learn_leaves_an_old_file_whole_when_it_fails(tmp_path, monkeypatch):
+def test_a_failed_write_leaves_the_old_file_of_ranks(tmp_path, monkeypatch):
     out = tmp_path / "a.tiktoken"
     out.write_bytes(b"old")
 
     def full(*_):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(tokenizer.os, "replace", full)
-    with pytest.raises(OSError, match="No space left"):
-        learn(TINY, out)
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(ValueError, match="a.tiktoken: not written: No space left"):
+        tokenizer.write_ranks(out, {bytes([byte]): byte for byte in range(256)})
     assert [path.name for path in tmp_path.iterdir()] == ["a.tiktoken"]
     assert out.read_bytes() == b"old"
 
@@ -207,6 +207,11 @@ def test_learn_leaves_an_old_file_whole_when_it_fails(tmp_path, monkeypatch):
 def test_learn_refuses_a_name_it_could_not_load(tmp_path):
     with pytest.raises(ValueError, match=r"ends in \.tiktoken"):
         learn(TINY, tmp_path / "ranks.txt")
+
+
+def test_learn_refuses_a_folder_that_is_not_there_before_it_learns(tmp_path):
+    with pytest.raises(ValueError, match=r"--out .*ranks\.tiktoken: there is no folder .*none"):
+        learn(tmp_path / "not read yet", tmp_path / "none" / "ranks.tiktoken")
 
 
 @pytest.mark.slow
@@ -286,7 +291,7 @@ def test_byte_lengths():
 
 
 def test_fingerprint_is_of_the_content_and_the_same_in_another_process(tmp_path):
-    command = "import tokenizer; print(tokenizer.fingerprint(tokenizer.get_encoding('pd4k')))"
+    command = "from support import tokenizer; print(tokenizer.fingerprint(tokenizer.get_encoding('pd4k')))"
     environment = {**os.environ, "PYTHONHASHSEED": "7"}
     other = subprocess.run(
         [sys.executable, "-c", command], cwd=ROOT, env=environment, capture_output=True, text=True
@@ -383,7 +388,11 @@ def test_gpt2_where_packets_vanish_gives_up_and_lets_the_program_end(tmp_path):
 
 
 def load_gpt2(environment: dict[str, str], seconds: str) -> str:
-    command = [sys.executable, "-c", f"import tokenizer; tokenizer._gpt2_ranks({seconds})"]
+    command = [
+        sys.executable,
+        "-c",
+        f"from support import tokenizer; tokenizer._gpt2_ranks({seconds})",
+    ]
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60
     ).stderr
@@ -406,7 +415,7 @@ def test_learn_reports_the_held_out_documents(tmp_path, capsys):
     encoding = tokenizer.get_encoding(str(tmp_path / "a.tiktoken"))
     n_tokens = sum(len(encoding.encode_ordinary(text)) for text in held_out)
     report = capsys.readouterr().out
-    assert "320 ranks; 27 documents held out" in report
+    assert "320 ranks; 27 held-out documents" in report
     assert f"{n_tokens:,} tokens" in report
 
 
