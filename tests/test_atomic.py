@@ -99,18 +99,11 @@ def test_a_full_disk_names_what_was_being_written(tmp_path, monkeypatch, call):
     if call == "rename":
         monkeypatch.setattr(Path, "rename", full)
     said = "^{}: not written: No space left on device$"
-    with (
-        pytest.raises(ValueError, match=said.format(tmp_path / "a.bin")),
-        atomic_write(tmp_path / "a.bin"),
-    ):
-        if call == "write":
-            full()
-    with (
-        pytest.raises(ValueError, match=said.format(tmp_path / "f")),
-        atomic_folder(tmp_path / "f"),
-    ):
-        if call == "write":
-            full()
+    for write in (atomic_write, atomic_folder):
+        target = tmp_path / "a"
+        with pytest.raises(ValueError, match=said.format(target)), write(target):
+            if call == "write":
+                full()
     assert names(tmp_path) == []
 
 
@@ -123,9 +116,9 @@ def test_the_users_name_is_said_not_the_temporary_one(tmp_path):
     with pytest.raises(ValueError, match=said), atomic_folder(tmp_path / "f") as unfinished:
         (unfinished / "none" / "b").write_bytes(b"b")
     (tmp_path / "file").touch()
-    with pytest.raises(ValueError, match="not written: Not a directory"):
-        with atomic_write(tmp_path / "file" / "a.bin"):
-            pass
+    below = tmp_path / "file" / "a.bin"
+    with pytest.raises(ValueError, match="not written: Not a directory"), atomic_write(below):
+        pass
 
 
 def test_an_error_of_reading_another_file_names_that_file(tmp_path):
@@ -136,10 +129,10 @@ def test_an_error_of_reading_another_file_names_that_file(tmp_path):
 
 
 def test_a_folder_that_was_made_meanwhile_is_not_replaced(tmp_path):
-    with pytest.raises(ValueError, match="f: not written: Directory not empty"):
-        with atomic_folder(tmp_path / "f"):
-            (tmp_path / "f").mkdir()
-            (tmp_path / "f" / "theirs").touch()
+    said = "f: not written: Directory not empty"
+    with pytest.raises(ValueError, match=said), atomic_folder(tmp_path / "f"):
+        (tmp_path / "f").mkdir()
+        (tmp_path / "f" / "theirs").touch()
     assert [path.name for path in tmp_path.rglob("*")] == ["f", "theirs"]
 
 

@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from support import checkpoint
+from support.runtime import exit_cleanly
 
 ROOT = Path(__file__).parents[1]
 TRAILER_BYTES = 72
@@ -684,9 +685,8 @@ def save_in_place_forever(folder: str, first: int) -> None:
 
 @contextmanager
 def running(target, folder: Path, first: int):
-    """A process that saves without end, from a server that has imported torch once for all."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "support.checkpoint"])
+    """A process that saves without end, forked: it need not import torch again."""
+    context = multiprocessing.get_context("fork")
     process = context.Process(target=target, args=(str(folder), first), daemon=True)
     process.start()
     yield process
@@ -743,11 +743,6 @@ def test_control_written_in_place_the_same_kills_tear_the_file(tmp_path):
     pytest.fail("20 kills in mid-write and never a torn file: the kills of these tests do not bite")
 
 
-def command(path: Path) -> subprocess.CompletedProcess:
-    argv = [sys.executable, "-m", "support.checkpoint", str(path)]
-    return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
-
-
 def test_the_command_verifies_and_lists(tmp_path, capsys):
     state = {"model": {"w": torch.zeros(500_000)}, "optimizer": [(torch.ones(10**6),)], "step": 34}
     path = checkpoint.save(tmp_path, state, step=34)
@@ -761,9 +756,10 @@ def test_the_command_verifies_and_lists(tmp_path, capsys):
     ]
 
 
-def test_the_command_on_a_damaged_file_is_one_line_and_exit_2(saved):
+def test_the_command_on_a_damaged_file_is_one_line_and_exit_2(saved, capsys):
     flip(saved, 200, 3)
-    done = command(saved)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and "is damaged" in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        exit_cleanly(lambda: checkpoint.main([str(saved)]))
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and out == ""
+    assert len(err.splitlines()) == 1 and "is damaged" in err

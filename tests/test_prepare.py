@@ -5,8 +5,8 @@ python -m pytest tests/test_prepare.py
 
 import gzip
 import json
+import multiprocessing
 import os
-import random
 import re
 import resource
 import signal
@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 import zlib
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -205,64 +206,64 @@ def test_an_interrupt_or_error_in_the_middle_leaves_nothing(tmp_path, monkeypatc
     assert list(tmp_path.iterdir()) == []
 
 
-# A process in the background inherits that SIGINT is ignored; the tests may run there.
-PREPARE = """
-import signal, prepare
-signal.signal(signal.SIGINT, signal.default_int_handler)
-prepare.main([*{inputs}, '--out', {out!r}])
-"""
+@pytest.fixture(scope="module")
+def large(tmp_path_factory) -> Path:
+    """A corpus that takes seconds."""
+    source = tmp_path_factory.mktemp("large") / "large.jsonl"
+    source.write_bytes(gzip.decompress((ROOT / "corpus" / "pd-mix.jsonl.gz").read_bytes()) * 4)
+    return source
 
 
-def start_prepare(tmp_path: Path, preexec_fn=None) -> subprocess.Popen:
-    """Prepare a corpus that takes seconds, in a process of its own."""
-    source = tmp_path / "large.jsonl"
-    source.write_bytes(gzip.decompress((ROOT / "corpus" / "pd-mix.jsonl.gz").read_bytes()) * 6)
-    command = PREPARE.format(inputs=[str(source)], out=str(tmp_path / "store"))
-    return subprocess.Popen(
-        [sys.executable, "-c", command],
-        cwd=ROOT,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        preexec_fn=preexec_fn,
-    )
+def prepare_as_the_command_does(source: str, out: str, max_bytes: int) -> None:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background process
+    if max_bytes:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
+    prepare.main([source, "--out", out])
 
 
-def wait_until_it_writes(tmp_path: Path) -> None:
+@contextmanager
+def preparing(source: Path, out: Path, max_bytes: int = 0):
+    """Prepare in a process of its own, forked: it need not import torch again."""
+    context = multiprocessing.get_context("fork")
+    arguments = (str(source), str(out), max_bytes)
+    process = context.Process(target=prepare_as_the_command_does, args=arguments)
+    process.start()
+    yield process
+    process.join(60)
+    assert process.exitcode is not None
+
+
+def wait_until_it_writes(folder: Path) -> None:
     deadline = time.monotonic() + 30
-    while not any(path.stat().st_size for path in tmp_path.glob(".store.*.tmp/tokens.bin")):
+    while not any(path.stat().st_size for path in folder.glob(".store.*.tmp/tokens.bin")):
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def test_killed_in_the_middle_no_store_appears(tmp_path):
-    process = start_prepare(tmp_path)
-    wait_until_it_writes(tmp_path)
-    process.kill()
-    process.communicate()
-    assert process.returncode == -signal.SIGKILL
+def test_killed_in_the_middle_no_store_appears(tmp_path, large):
+    with preparing(large, tmp_path / "store") as process:
+        wait_until_it_writes(tmp_path)
+        process.kill()
+    assert process.exitcode == -signal.SIGKILL
     assert not (tmp_path / "store").exists()
     make(TINY, tmp_path / "store").verify()  # what the killed one left is in nobody's way
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_told_to_stop_in_the_middle_it_tidies_up(tmp_path, number):
-    process = start_prepare(tmp_path)
-    wait_until_it_writes(tmp_path)
-    process.send_signal(number)
-    process.communicate()
-    assert process.returncode != 0
-    assert [path.name for path in tmp_path.iterdir()] == ["large.jsonl"]
+def test_told_to_stop_in_the_middle_it_tidies_up(tmp_path, large, number):
+    with preparing(large, tmp_path / "store") as process:
+        wait_until_it_writes(tmp_path)
+        os.kill(process.pid, number)
+    assert process.exitcode not in (0, -number)
+    assert list(tmp_path.iterdir()) == []
 
 
-def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path):
-    def no_file_above_a_megabyte():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, 1 << 20))
-
-    process = start_prepare(tmp_path, preexec_fn=no_file_above_a_megabyte)
-    errors = process.communicate()[1].decode()
-    assert process.returncode == 1
-    assert f"ValueError: {tmp_path}/store: not written: File too large" in errors
-    assert [path.name for path in tmp_path.iterdir()] == ["large.jsonl"]
+def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path, large, capfd):
+    with preparing(large, tmp_path / "store", max_bytes=1 << 20) as process:
+        pass
+    assert process.exitcode == 1
+    assert f"ValueError: {tmp_path}/store: not written: File too large" in capfd.readouterr().err
+    assert list(tmp_path.iterdir()) == []
 
 
 @pytest.mark.slow
@@ -274,7 +275,9 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path):
         with source.open("wb") as file:
             for _ in range(repeats):
                 file.write(lines)
-        command = PREPARE.format(inputs=[str(source)], out=str(tmp_path / f"store-{repeats}"))
+        command = (
+            f"import prepare; prepare.main({[str(source), '--out', str(source) + '-store']})\n"
+        )
         command += "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         done = subprocess.run(
             [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
