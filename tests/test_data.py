@@ -82,11 +82,11 @@ def test_samples_of_a_large_store_are_those_of_a_small_one(store, large, split, 
 
 def test_the_table_of_a_large_store_is_made_once_and_mapped(large):
     file = large.path / f"train-30-{large.meta['sha256']['documents.idx'][:16]}.spans"
-    file.with_suffix(".tmp").write_bytes(b"of a process that was killed")
+    file.with_name(f".{file.name}.tmp").write_bytes(b"of a process that was killed")
     Samples(large, "pieces", 30)
     made = file.stat().st_mtime_ns
     table = Samples(large, "pieces", 30).table
-    assert file.stat().st_mtime_ns == made and not list(large.path.glob("*.tmp"))
+    assert file.stat().st_mtime_ns == made and not list(large.path.glob(".*.tmp"))
     while not isinstance(table, np.memmap):
         table = table.base
     assert table.filename == file

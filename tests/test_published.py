@@ -8,7 +8,6 @@ every entry counts: no test here needs a download.
 """
 
 import math
-import sys
 from collections import OrderedDict
 
 import pytest
@@ -308,10 +307,9 @@ def test_the_fitting_size_is_named(name):
     assert other in published.flags(found)
 
 
-def test_the_command_says_what_the_file_holds(tmp_path, monkeypatch, capsys):
+def test_the_command_says_what_the_file_holds(tmp_path, capsys):
     path = written(bert_file(), tmp_path)
-    monkeypatch.setattr(sys, "argv", ["published.py", str(path)])
-    published.main()
+    published.main([str(path)])
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
     assert "'layers': 2, 'width': 16, 'vocab_size': 50, 'seq_len': 12" in printed
