@@ -14,6 +14,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, get_args, get_type_hints
 
 import curriculum
+import difficulty
 from curriculum import CurriculumConfig
 from ltd import LtdConfig
 from model import SIZES, TransformerConfig
@@ -215,12 +216,10 @@ def with_defaults(config: Config) -> Config:
         eval_every=run.eval_every or max(tokens // 5, 1),
         checkpoint_every=run.checkpoint_every or max(tokens // 10, 1),
     )
-    ordering, ltd = config.curriculum, config.ltd
-    if ordering.metric != "none":
-        ordering = curriculum.settled(ordering, data.seq_len)
+    ltd = config.ltd
     if ltd.on and ltd.start is None:
         ltd = replace(ltd, start=data.seq_len // 2)
-    return Config(run, data, model, optim, ordering, ltd, config.pack)
+    return Config(run, data, model, optim, config.curriculum, ltd, config.pack)
 
 
 def samples_kind(config: Config) -> str:
@@ -242,8 +241,11 @@ def check(config: Config) -> None:
     for refused, message in refusals(config):
         if refused:
             raise ValueError(message)
-    if config.curriculum.metric != "none":
-        curriculum.check(config.curriculum, config.data.seq_len, samples_kind(config))
+    seq_len, metrics = (
+        config.data.seq_len,
+        curriculum.parse_metrics(config.curriculum, config.data.seq_len),
+    )
+    difficulty.check_metrics([metric.name for metric in metrics], seq_len, samples_kind(config))
     transformer_config(config, 1)
 
 

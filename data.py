@@ -39,7 +39,7 @@ class Samples:
     ):
         n = store.train_documents
         offsets = store.offsets[: n + 1] if split == "train" else store.offsets[n:]
-        self.store, self.seq_len, self.made = store, seq_len, (split, stream, without_eot)
+        self.store, self.max_piece_len, self.made = store, seq_len, (split, stream, without_eot)
         self.start, self.stop = int(offsets[0]), int(offsets[-1])
         self.table = None if stream else self._table(offsets)
 
@@ -48,18 +48,20 @@ class Samples:
         """Training samples by how they are laid out: rows of the stream, pieces, or a BERT's."""
         bert = kind == "bert"
         samples = cls(store, row_len - 2 * bert, stream=kind == "rows", without_eot=bert)
-        samples.kind, samples.row_len = kind, row_len
+        samples.kind, samples.seq_len = kind, row_len
         return samples
 
     def _table(self, offsets: np.ndarray) -> np.ndarray:
         """(N, 2) int64 spans of all samples, of documents between consecutive `offsets`."""
         split, _, without_eot = self.made
         cuts = range(0, max(len(offsets) - 1, 1), CUT)
-        parts = (pieces(offsets[a : a + CUT + 1], self.seq_len, int(without_eot)) for a in cuts)
-        most = len(offsets) + (self.stop - self.start) // self.seq_len
+        parts = (
+            pieces(offsets[a : a + CUT + 1], self.max_piece_len, int(without_eot)) for a in cuts
+        )
+        most = len(offsets) + (self.stop - self.start) // self.max_piece_len
         if most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
             return np.concatenate(list(parts))
-        kind = f"{'without_eot-' * without_eot}{split}-{self.seq_len}"
+        kind = f"{'without_eot-' * without_eot}{split}-{self.max_piece_len}"
         file = self.store.path / f"{kind}-{self.store.meta['sha256']['documents.idx'][:16]}.spans"
         with folder_lock(self.store.path):
             if not file.exists():
@@ -69,15 +71,15 @@ class Samples:
         return np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
 
     def __len__(self) -> int:
-        rows = -(-(self.stop - self.start) // self.seq_len)
+        rows = -(-(self.stop - self.start) // self.max_piece_len)
         return rows if self.table is None else len(self.table)
 
     def spans(self, ids: np.ndarray) -> np.ndarray:
         """(n,) sample ids -> (n, 2) first and one-past-last token of each in the store."""
         if self.table is not None:
             return self.table[ids]
-        start = self.start + ids * self.seq_len
-        return np.stack((start, np.minimum(start + self.seq_len, self.stop)), axis=1)
+        start = self.start + ids * self.max_piece_len
+        return np.stack((start, np.minimum(start + self.max_piece_len, self.stop)), axis=1)
 
     def read_tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens of the store, read, not mapped: a mapping's pages stay, and cost more to make."""
@@ -88,7 +90,11 @@ class Samples:
         """What an index of these samples rests on: store, tokenizer, split and sample length."""
         meta = self.store.meta
         kept = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
-        return {"made": self.made, "seq_len": self.seq_len, **{key: meta[key] for key in kept}}
+        return {
+            "made": self.made,
+            "seq_len": self.max_piece_len,
+            **{key: meta[key] for key in kept},
+        }
 
 
 def pieces(offsets: np.ndarray, seq_len: int, without_eot: int) -> np.ndarray:

@@ -23,6 +23,7 @@ import packing
 from analyze import ready
 from config import Config, samples_kind
 from data import Batch, Samples, SpecialIds, collate, cut, mask_tokens
+from support.ranking import SCAN, Pool
 from support.rng import seed_of, shuffled
 from support.runtime import Runtime
 from support.token_store import Store
@@ -60,7 +61,7 @@ class Stage(NamedTuple):
     """What governs the choice of samples at one point of a run."""
 
     limit: int  # tokens of a piece
-    pool: curriculum.Pool | None  # None: every sample
+    pool: Pool | None  # None: every sample
     shown: dict[str, float]
 
 
@@ -89,10 +90,12 @@ class Plan:
         if len(self.samples) == 0:
             raise ValueError(f"{store.path} holds no training document: prepare it from more text")
         self.course, self.said, chosen = None, False, settings.curriculum
-        if chosen.metric != "none":
-            indexes = ready(self.samples, chosen.metric, chosen.index, runtime)
+        metrics = curriculum.parse_metrics(chosen, self.row_len)
+        self.metrics = [metric.name for metric in metrics]
+        if metrics:
+            indexes = ready(self.samples, self.metrics, chosen.index, runtime)
             self.course = curriculum.Curriculum(
-                chosen, settings.optim.tokens, self.row_len, indexes
+                metrics, settings.optim.tokens, self.row_len, indexes
             )
 
     def __call__(self, clock: Clock) -> Step:
@@ -131,7 +134,7 @@ class Plan:
         if note and not self.said:
             self.said = True
             self.runtime.say(f"--curriculum: {note}; from here on the log says how far")
-        shown = {f"difficulty_{curriculum.label(name)}": d for name, d in difficulty.items()}
+        shown = {f"difficulty_{name.rpartition(':')[2]}": d for name, d in difficulty.items()}
         return Stage(limit, pool, {**shown, "pool": pool.size if pool else len(self.samples)})
 
     def stage_of(self, clock: Clock) -> tuple[Stage, int]:
@@ -140,9 +143,7 @@ class Plan:
         same = stage.pool == self.stage(clock.window_tokens).pool
         return stage, clock.stage_start if same else clock.samples_drawn
 
-    def draw(
-        self, first: int, count: int, since: int, pool: curriculum.Pool | None
-    ) -> tuple[np.ndarray, int]:
+    def draw(self, first: int, count: int, since: int, pool: Pool | None) -> tuple[np.ndarray, int]:
         """`count` samples from draw `first` on, as (count, 2) spans, and the draw after the last.
 
         A stage shuffles the ranks of its pool pass after pass, so nothing comes again before all of
@@ -153,7 +154,7 @@ class Plan:
         while len(ids) < count:
             left = count - len(ids)
             draws = pool.reach / max(pool.size, 1) if pool else 1  # a sample: 1 with one filter
-            ask = left if draws == 1 else min(int(1.1 * draws * left) + 64, curriculum.SCAN)
+            ask = left if draws == 1 else min(int(1.1 * draws * left) + 64, SCAN)
             ranks = np.arange(first - since, first - since + ask)
             ranks = shuffled(ranks, pool.reach if pool else len(self.samples), seed)
             found = pool.ids(ranks) if pool else ranks
@@ -171,8 +172,7 @@ class Plan:
         stage, since = self.stage_of(clock)
         spans, draws = self.draw(clock.samples_drawn, self.rows, since, stage.pool)
         place = (draws, since, 0, clock.consumed_tokens)
-        metrics = self.settings.curriculum.metric.split(",")
-        if "seqlen-reshape" in metrics and stage.limit < self.row_len:
+        if "seqlen-reshape" in self.metrics and stage.limit < self.row_len:
             row_len, rows = curriculum.reshape(spans, self.row_len, stage.limit)
             return rows, row_len, stage._replace(limit=row_len), place
         row_len = stage.limit

@@ -34,7 +34,9 @@ SEQ_LEN, VOCAB = 24, 50
 
 
 def tiny(kind: str = "gpt", pos: str = "learned", dtype=torch.float32, **changes) -> Transformer:
-    shape = dict(layers=3, heads=2, width=16, mlp_width=32, seq_len=SEQ_LEN, vocab_size=VOCAB, pos=pos)
+    shape = dict(
+        layers=3, heads=2, width=16, mlp_width=32, seq_len=SEQ_LEN, vocab_size=VOCAB, pos=pos
+    )
     torch.manual_seed(0)
     model = Transformer(TransformerConfig(kind, **(shape | changes)))
     for name, weight in model.named_parameters():

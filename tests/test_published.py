@@ -344,7 +344,12 @@ MISFITS = {
         "encoder.layer.2.attention.output.LayerNorm.weight must",
     ),
     "width": ("gpt", {}, dict(width=32), "wte.weight must be (50, 32) but is (50, 16)"),
-    "inner width": ("gpt", {}, dict(mlp_width=32), "mlp.c_fc.weight must be (16, 32) but is (16, 64)"),
+    "inner width": (
+        "gpt",
+        {},
+        dict(mlp_width=32),
+        "mlp.c_fc.weight must be (16, 32) but is (16, 64)",
+    ),
     "entry gone": ("gpt", {C_ATTN: None}, {}, "h.1.attn.c_attn.weight must be (16, 48) but is abs"),
     "not turned": ("gpt", {C_ATTN: torch.ones(48, 16)}, {}, "must be (16, 48) but is (48, 16)"),
     "query gone": ("bert", {f"bert.{QUERY}": None}, {}, f"{QUERY} must be (16, 16) but is absent"),
