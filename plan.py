@@ -20,9 +20,11 @@ import curriculum
 import packing
 from analyze import ready
 from config import Config, samples_kind
-from curriculum import Curriculum, Pool, Stage
+from curriculum import Curriculum, Stage
 from data import Batch, Drawn, Piece, Samples, SpecialIds, collate, cut, draw, mask_tokens
+from difficulty import label
 from support.clock import Clock, StepContext, effective_tokens
+from support.ranking import Pool
 from support.rng import seed_of
 from support.runtime import Runtime
 from support.settings import is_on, techniques_on
@@ -83,7 +85,7 @@ class Plan:
         self.metrics: tuple[curriculum.MetricSettings, ...] = ()
         self.curriculum: Curriculum | None = None
         if is_on(settings, "curriculum"):
-            self.metrics = curriculum.parse_metrics(settings.curriculum, self.seq_len, kind)
+            self.metrics = curriculum.parse_metrics(settings.curriculum, self.seq_len)
             names = [metric.name for metric in self.metrics]
             indexes = ready(self.samples, names, settings.curriculum.index, runtime)
             budget = settings.optim.tokens
@@ -105,7 +107,7 @@ class Plan:
         tokens = self.tokens_by_layer(context, chosen.seq_len)
         batch, targets = self.batch(clock.step, chosen.rows, chosen.seq_len, real)
         stage = chosen.stage
-        shown = {f"difficulty_{curriculum.label(n)}": d for n, d in stage.difficulty.items()}
+        shown = {f"difficulty_{label(n)}": d for n, d in stage.difficulty.items()}
         if self.curriculum:
             shown["pool"] = stage.pool.size if stage.pool else len(self.samples)
         return Step(

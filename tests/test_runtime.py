@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from support import rng, runtime
+from support import runtime
 
 
 def test_log_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path):
