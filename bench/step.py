@@ -34,6 +34,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 from model import SIZES, Transformer, TransformerConfig
+from support.optim import split_parameters
+from support.runtime import exit_cleanly
 
 
 class Case(NamedTuple):
@@ -84,22 +86,17 @@ def build_theirs(nanogpt: ModuleType, size: str, device: str) -> tuple:
 
 def build_ours(size: str, device: str, weights: dict, pos: str = "learned") -> tuple:
     """Our model with those weights that are given, and AdamW over the groups that nanoGPT makes."""
-    layers, heads, width, T = SIZES[size]
     config = TransformerConfig(
         kind="gpt",
-        layers=layers,
-        heads=heads,
-        width=width,
-        mlp_width=4 * width,
-        seq_len=T,
+        **SIZES[size]._asdict(),
+        mlp_width=4 * SIZES[size].width,
         vocab_size=CASES[size].vocab_size,
         pos=pos,
     )
     model = Transformer(config).to(device)
     if weights:
         model.load_state_dict({name: weights[name] for name in model.state_dict()})
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    plain = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    _, decayed, plain = split_parameters(model, muon=False)
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}]
     groups += [{"params": plain, "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
@@ -157,10 +154,10 @@ def steps_of(nanogpt: ModuleType | None, size: str, device: str) -> dict[str, Ca
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(V, (2, B, T), generator=generator).to(device)  # (B, T) each
-    positions, doc_ids = (field.to(device) for field in draw_documents(B, T, generator))
+    rows = (tokens, targets, None, None)
+    packed = (tokens, targets, *(field.to(device) for field in draw_documents(B, T, generator)))
 
-    def ours(our_model: Transformer, *documents: Tensor) -> Callable[[], Tensor]:
-        batch = (tokens, targets, *(documents or (None, None)))
+    def ours(our_model: Transformer, batch: tuple) -> Callable[[], Tensor]:
         return lambda: our_model(batch) / targets.numel()
 
     steps, weights = {}, {}
@@ -178,9 +175,9 @@ def steps_of(nanogpt: ModuleType | None, size: str, device: str) -> dict[str, Ca
         if variant == "exact GELU":
             for block in our_model.h:
                 block.mlp.gelu = nn.GELU()
-            check_same_function(ours(our_model), our_model, theirs, model)
-        documents = (positions, doc_ids) if variant == "packed" else ()
-        steps[variant] = step_of(ours(our_model, *documents), our_optimizer, device)
+            check_same_function(ours(our_model, rows), our_model, theirs, model)
+        batch = packed if variant == "packed" else rows
+        steps[variant] = step_of(ours(our_model, batch), our_optimizer, device)
     return steps
 
 
@@ -226,13 +223,13 @@ def main() -> None:
     nanogpt = load_nanogpt(flags.nanogpt) if flags.nanogpt else None
     print(f"{record['hardware']}, {record['threads']} threads, {record['dtype']}")
     for size in flags.size or CASES:
-        rows, V, turns = CASES[size]
-        seconds = take_turns(steps_of(nanogpt, size, flags.device), turns)
+        case, seq_len = CASES[size], SIZES[size].seq_len
+        seconds = take_turns(steps_of(nanogpt, size, flags.device), case.turns)
         figures = summarise(seconds)
-        record["sizes"][size] = {"rows": rows, "V": V, "turns": turns, "steps": figures}
+        record["sizes"][size] = case._asdict() | {"steps": figures}
         print(
-            f"\n{size}: {rows} x {SIZES[size].seq_len} tokens, V {V:,};"
-            f" medians of {turns} [quartiles]"
+            f"\n{size}: {case.rows} x {seq_len} tokens, V {case.vocab_size:,};"
+            f" medians of {case.turns} [quartiles]"
         )
         for name, figure in figures.items():
             low, median, high = figure["ms"]
@@ -246,6 +243,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    from support import runtime
-
-    runtime.exit_cleanly(main)
+    exit_cleanly(main)
