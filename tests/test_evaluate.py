@@ -26,8 +26,8 @@ class Ranks(Runtime):
         return values
 
 
-def one(rank=0, world=1):
-    return Ranks(rank, world, torch.device("cpu"), torch.float32, "")
+def one(rank=0, world_size=1):
+    return Ranks(rank, world_size, torch.device("cpu"), torch.float32, "")
 
 
 class Even(nn.Module):
@@ -96,7 +96,7 @@ def test_command_repeats_what_the_run_found(run, store_dir, capsys):
     found = [line for line in run() if line["event"] == "eval"][-1]["val_bpb"]
     capsys.readouterr()
     evaluate.main(["run", "--device", "cpu"])
-    assert f"{found:.4f} bits per byte held out" in capsys.readouterr().out
+    assert f"held-out {found:.4f} bits per byte" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--rows 0"):
         evaluate.main(["run", "--rows", "0"])
 
