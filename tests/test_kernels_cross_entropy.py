@@ -15,6 +15,7 @@ from kernels.cross_entropy import IGNORE, IMPLS, linear_cross_entropy, reference
 V, C = 29, 6
 DTYPES = (torch.float32, torch.bfloat16)
 LENGTHS = (1, 63, 500, 512)
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 
 
 def head(N: int, dtype: torch.dtype = torch.float64, ignored: float = 0.3, seed: int = 0) -> tuple:
@@ -33,9 +34,8 @@ def loss_and_gradients(impl: str, x, weight, bias, targets) -> list[torch.Tensor
     return [loss, *torch.autograd.grad(0.37 * loss, leaves)]
 
 
-def as_dtype(dtype: torch.dtype, *inputs) -> tuple:
+def as_dtype(dtype: torch.dtype, x, weight, bias, targets) -> tuple:
     """The same leaves in another dtype; targets as they are."""
-    x, weight, bias, targets = inputs
     leaves = [
         None if t is None else t.detach().to(dtype).requires_grad_() for t in (x, weight, bias)
     ]
@@ -52,14 +52,21 @@ def assert_errs_at_most_twice(truth: list, plain: list, found: list) -> None:
         assert (one.double() - exact).norm() <= allowed
 
 
+def on(device: str, x, weight, bias, targets) -> tuple:
+    """The same leaves on another device."""
+    leaves = [t.detach().to(device).requires_grad_() for t in (x, weight, bias)]
+    return *leaves, targets.to(device)
+
+
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("with_bias", [True, False])
 @pytest.mark.parametrize("N", LENGTHS)
 def test_the_chunked_form_errs_at_most_twice_as_much_as_the_definition(
-    monkeypatch, N, with_bias, dtype
+    monkeypatch, N, with_bias, dtype, device
 ):
     monkeypatch.setattr(cross_entropy, "chunk_rows", lambda V, device: 64)  # 500 has a short last
-    x, weight, bias, targets = as_dtype(torch.float64, *head(N, dtype))  # what dtype can hold
+    x, weight, bias, targets = as_dtype(torch.float64, *on(device, *head(N, dtype)))
     inputs = (x, weight, bias if with_bias else None, targets)
     truth = loss_and_gradients("reference", *inputs)
     plain = loss_and_gradients("reference", *as_dtype(dtype, *inputs))
@@ -69,12 +76,13 @@ def test_the_chunked_form_errs_at_most_twice_as_much_as_the_definition(
     assert found[0].dtype == torch.float32
 
 
+@pytest.mark.parametrize("device", DEVICES)
 @pytest.mark.parametrize("N", LENGTHS)
-def test_under_autocast_it_errs_at_most_twice_as_much(monkeypatch, N):
+def test_under_autocast_it_errs_at_most_twice_as_much(monkeypatch, N, device):
     monkeypatch.setattr(cross_entropy, "chunk_rows", lambda V, device: 64)
-    inputs = head(N, torch.float32)
+    inputs = on(device, *head(N, torch.float32))
     truth = loss_and_gradients("reference", *as_dtype(torch.float64, *inputs))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(device, torch.bfloat16):
         plain = loss_and_gradients("reference", *inputs)
         found = loss_and_gradients("chunked", *inputs)
     assert all(one.dtype == torch.float32 for one in found)
