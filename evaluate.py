@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import nn
 
-from data import Samples, SpecialIds, collate, mask_tokens
+from data import Piece, Samples, SpecialIds, collate, mask_tokens
 from packing import best_fit
 from prepare import embedded_store
 from sample import load_run
@@ -52,8 +52,7 @@ class Evaluation:
         special_ids: SpecialIds | None = None,
         tokens: int | None = None,
     ):
-        extra = 2 if special_ids else 0
-        samples = Samples(store, seq_len - extra, split="val", without_eot=special_ids is not None)
+        samples = Samples(store, "bert" if special_ids else "pieces", seq_len, split="val")
         if len(samples) == 0:
             raise ValueError(f"{store.path} holds out no document: prepare it with --holdout 20")
         # A piece has at least one token, so `tokens` of them are always enough.
@@ -63,8 +62,10 @@ class Evaluation:
         if tokens is not None:
             spans = spans[: np.searchsorted(np.cumsum(sizes), tokens) + 1]
             sizes = sizes[: len(spans)]
-        packed = best_fit((sizes + extra).tolist(), seq_len)
-        self.rows = [[tuple(spans[item].tolist()) for item in row] for row in packed]
+        pieces = [Piece(start=start, stop=stop) for start, stop in spans.tolist()]
+        special_tokens = seq_len - samples.max_piece_len  # a BERT's [CLS] and [SEP]
+        packed = best_fit((sizes + special_tokens).tolist(), seq_len)
+        self.rows = [[pieces[item] for item in row] for row in packed]
         self.store, self.seq_len = store, seq_len
         self.lengths, self.special_ids = lengths, special_ids
 
