@@ -1,7 +1,8 @@
-"""Held-out loss in bits per byte, so that runs with different tokenizers compare.
+"""Held-out loss in bits per byte, which compares runs with different tokenizers.
 
-Whole documents, full length, nothing dropped, fixed order, whatever the training run does: the
-pieces of the held-out documents, packed once, isolated from each other, every token a target.
+Whatever the training run does, an evaluation is of whole documents at full length, in a fixed order
+and with nothing dropped: the pieces of the held-out documents are packed once and isolated from
+each other, and every token is a target.
 
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
 """
@@ -24,10 +25,10 @@ from support.tokenizer import byte_lengths, get_encoding
 
 
 class HeldOut(NamedTuple):
-    """What an evaluation found."""
+    """The result of an evaluation."""
 
-    val_loss: float  # nats a target token
-    val_bpb: float  # bits a byte of text; end-of-text is predicted too, but has no bytes
+    val_loss: float  # nats per target
+    val_bpb: float  # bits per byte of text; end-of-text is a target too, but has no bytes
     targets: int
     bytes: int
 
@@ -35,10 +36,12 @@ class HeldOut(NamedTuple):
 class Evaluation:
     """The held-out pieces of a store, packed into rows once and in a fixed order.
 
-    Args: seq_len  tokens of a row
-          lengths  (V,) bytes that each token stands for
-          special_ids    None for a GPT; a BERT's special ids: the same tokens are masked each time
-          tokens   held-out tokens to use, in shuffled order; None for all
+    Args:   seq_len     tokens of a row
+            lengths     (V,) bytes that each token stands for
+            special_ids None for a GPT; those of a BERT, whose masks are the same each time
+            tokens      evaluate on about so many tokens, of pieces chosen at random but always the
+                        same; None for all
+    Raises: ValueError if the store holds out no document
     """
 
     def __init__(
@@ -49,31 +52,30 @@ class Evaluation:
         special_ids: SpecialIds | None = None,
         tokens: int | None = None,
     ):
-        extra = 2 if special_ids else 0
         samples = Samples(store, "bert" if special_ids else "pieces", seq_len, split="val")
         if len(samples) == 0:
             raise ValueError(f"{store.path} holds out no document: prepare it with --holdout 20")
-        most = (
-            len(samples) if tokens is None else min(tokens, len(samples))
-        )  # one has a token, or more
-        spans = samples.spans(shuffled(np.arange(most), len(samples), seed=0))
+        # A piece has at least one token, so `tokens` of them are always enough.
+        drawn = len(samples) if tokens is None else min(tokens, len(samples))
+        spans = samples.spans(shuffled(np.arange(drawn), len(samples), seed=0))
         sizes = spans[:, 1] - spans[:, 0]
         if tokens is not None:
             spans = spans[: np.searchsorted(np.cumsum(sizes), tokens) + 1]
             sizes = sizes[: len(spans)]
-        packed = best_fit((sizes + extra).tolist(), seq_len)
-        self.rows = [[Piece(*spans[item].tolist()) for item in row] for row in packed]
-        self.store, self.seq_len, self.lengths, self.special_ids = (
-            store,
-            seq_len,
-            lengths,
-            special_ids,
-        )
+        pieces = [Piece(start=start, stop=stop) for start, stop in spans.tolist()]
+        special_tokens = seq_len - samples.max_piece_len  # a BERT's [CLS] and [SEP]
+        packed = best_fit((sizes + special_tokens).tolist(), seq_len)
+        self.rows = [[pieces[item] for item in row] for row in packed]
+        self.store, self.seq_len = store, seq_len
+        self.lengths, self.special_ids = lengths, special_ids
 
     @torch.no_grad()
     def run(self, model: nn.Module, runtime: Runtime, rows: int) -> HeldOut:
-        """Evaluate, `rows` rows at a time, shared out over the ranks; the model's mode is kept."""
-        mode = model.training
+        """Evaluate the model on all rows, `rows` at a time, shared out over the ranks.
+
+        The model is in evaluation mode meanwhile and left in the mode it was in.
+        """
+        was_training = model.training
         model.eval()
         nats, targets, size = 0.0, 0, 0
         for first in range(runtime.rank * rows, len(self.rows), runtime.world_size * rows):
@@ -82,25 +84,25 @@ class Evaluation:
             )
             if self.special_ids:
                 numbers = range(first, first + len(batch.tokens))
-                choice = [np.random.default_rng(row).random(self.seq_len) for row in numbers]
-                batch = mask_tokens(batch, torch.from_numpy(np.stack(choice)), self.special_ids)
+                uniform = [np.random.default_rng(row).random(self.seq_len) for row in numbers]
+                batch = mask_tokens(batch, torch.from_numpy(np.stack(uniform)), self.special_ids)
             counted = batch.targets[batch.targets >= 0]
             targets += len(counted)
             size += int(self.lengths[counted.numpy()].sum())
             with runtime.autocast():
                 nats += model(batch.to(runtime.device)).item()
-        model.train(mode)
+        model.train(was_training)
         total = torch.tensor([nats, targets, size], dtype=torch.float64)
         nats, targets, size = runtime.reduce(total.to(runtime.device)).tolist()
         return HeldOut(nats / targets, nats / math.log(2) / max(size, 1), int(targets), int(size))
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = Parser(prog="evaluate.py", description="Held-out bits per byte of a run.")
+    parser = Parser(prog="evaluate.py", description=__doc__.split("\n")[0])
     parser.add_argument("run", help="folder of a run")
     parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
     parser.add_argument("--data", help="another token store (default: the run's own)")
-    parser.add_argument("--rows", type=int, default=16, help="rows at a time")
+    parser.add_argument("--rows", type=int, default=16, help="rows evaluated at once")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     args = parser.parse_args(argv)
     if args.rows < 1:
@@ -112,9 +114,10 @@ def main(argv: list[str] | None = None) -> None:
     store.check_tokenizer(encoding)
     special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
     evaluation = Evaluation(store, settings.data.seq_len, byte_lengths(encoding), special_ids)
-    seen = evaluation.run(model.to(here.device), here, args.rows)
-    print(f"{args.run}, step {state['step']}: {seen.val_bpb:.4f} bits per byte held out")
-    print(f"{seen.val_loss:.4f} nats a token, {seen.targets:,} tokens, {seen.bytes:,} bytes")
+    result = evaluation.run(model.to(here.device), here, args.rows)
+    here.say(f"{args.run}, step {state['step']}: held-out {result.val_bpb:.4f} bits per byte")
+    size = f"{result.targets:,} tokens, {result.bytes:,} bytes"
+    here.say(f"{result.val_loss:.4f} nats per token, of {size}")
 
 
 if __name__ == "__main__":

@@ -1,15 +1,18 @@
 """GPT and BERT as one Transformer with two seams. No training loop, no data, no technique.
 
-Seam 1, per-token metadata: attention honours `positions` and `doc_ids` and nothing else, so packed
-    rows, padding and dropped tokens need no code here.
+Seam 1, per-token metadata (`TokenMeta`): attention honours `positions` and `doc_ids` and nothing
+    else, so packed rows, padding and dropped tokens need no code here.
 Seam 2, `run_block(layer, block, x, meta)`: the layer loop calls each block through it. A technique
     that skips tokens, offloads weights or checkpoints activations hands in another `run_block`.
+
+In reading order: config, attention, block, the whole model; then what attention is told of each
+token, with the mask and the rotation that follow from it; then the sizes and what they cost.
 
 GPT:  Radford et al. 2019 (GPT-2): pre-LN, tanh GELU, learned positions or rotary (2104.09864).
 BERT: Devlin et al. 2018 (arXiv 1810.04805): post-LN, bidirectional, masked-token head, one segment.
 Parameters carry GPT-2's published names for both, whatever the flags.
 
-    python model.py                    # every size: its dimensions, parameters, cost of a token
+    python model.py             # every size: its dimensions, parameters and cost of a token
 
 Letters of the whole repository:
     B rows   T positions   K kept positions   C width   H heads   D head width = C / H
@@ -19,36 +22,25 @@ Letters of the whole repository:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from kernels.cross_entropy import IGNORE, LinearCrossEntropy
-
-# layers, heads, width, longest row. nano: ours. 1.3B: arXiv 2005.14165, table 2.1, with 16 heads
-# as in the Data Efficiency paper's GPT-3. The others are as published with GPT-2 and BERT.
-SIZES = {
-    "nano": (6, 4, 128, 256),
-    "124M": (12, 12, 768, 1024),
-    "350M": (24, 16, 1024, 1024),
-    "774M": (36, 20, 1280, 1024),
-    "1.3B": (24, 16, 2048, 2048),
-    "bert-base": (12, 12, 768, 512),
-    "bert-large": (24, 16, 1024, 512),
-}
+from kernels.cross_entropy import IGNORE, linear_cross_entropy
 
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Everything a model is built from. `mlp_width` is that of the MLP's inner layer."""
+    """Everything that a model is built from."""
 
     kind: str  # gpt | bert
     layers: int
     heads: int
     width: int
-    mlp_width: int
-    seq_len: int
+    mlp_width: int  # of the MLP's inner layer
+    seq_len: int  # tokens of the longest row
     vocab_size: int
     pos: str = "learned"  # learned | rope
     dropout: float = 0.0
@@ -58,72 +50,23 @@ class TransformerConfig:
             raise ValueError(
                 f"--heads {self.heads} does not divide --width {self.width}: choose a divisor"
             )
-        if self.pos == "rope" and self.width // self.heads % 2:
+        if self.pos == "rope" and self.head_width % 2:
             raise ValueError(
-                f"--pos rope turns pairs of numbers, but a head is {self.width // self.heads} wide:"
+                f"--pos rope rotates pairs of numbers, but a head is {self.head_width} wide:"
                 " choose --width and --heads that give an even head width"
             )
 
+    @property
+    def causal(self) -> bool:
+        return self.kind == "gpt"
 
-class TokenMeta:
-    """What attention must know of each token: where it stands and whose it is.
+    @property
+    def head_width(self) -> int:
+        return self.width // self.heads
 
-    Args:  positions  (B, T) int64   place in its own document
-           doc_ids    (B, T) int64   equal within a document, -1 on padding; None says that every
-                                     row is one whole document, which needs no mask in memory
-           causal     bool           a token sees no later one
-           head_width int            D where positions turn queries and keys (rotary), else 0
-    """
-
-    def __init__(
-        self, positions: Tensor, doc_ids: Tensor | None, causal: bool, head_width: int = 0
-    ):
-        self.positions, self.doc_ids = positions, doc_ids
-        self.causal, self.head_width = causal, head_width
-        self.mask = None if doc_ids is None else attention_mask(doc_ids, causal)
-        self.rotation = rotation(positions, head_width) if head_width else None
-
-    def take(self, kept: Tensor) -> "TokenMeta":
-        """The metadata of `kept` (B, K) alone, sorted: the mask is built anew from their doc_ids.
-
-        Positions stay those of the full row, so rotary angles do not close the gaps.
-        """
-        positions = self.positions.expand(len(kept), -1).gather(1, kept)  # (B, K)
-        doc_ids = None if self.doc_ids is None else self.doc_ids.gather(1, kept)  # (B, K)
-        return TokenMeta(positions, doc_ids, self.causal, self.head_width)
-
-
-def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
-    """Who may look at whom: tokens of the same document, and no later ones if `causal`.
-
-    Padding sees itself alone (a softmax over nothing is NaN) and nobody sees padding.
-
-    Args:    doc_ids (B, T) int64, -1 on padding
-    Returns: (B, 1, T, T) bool, True where the query in the row may attend the key in the column
-    Example: attention_mask(tensor([[7, 7, 9, -1]]), True)[0, 0] is
-             [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-    """
-    T = doc_ids.shape[1]
-    same = doc_ids[:, :, None] == doc_ids[:, None, :]  # (B, T, T)
-    if causal:
-        same = same.tril()
-    padding = doc_ids < 0
-    alone = torch.eye(T, dtype=torch.bool, device=doc_ids.device)
-    return torch.where(padding[:, :, None], alone, same)[:, None]  # (B, 1, T, T)
-
-
-def rotation(positions: Tensor, head_width: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles, (B, 1, T, D/2) each. arXiv 2104.09864, eq. 15."""
-    pair = torch.arange(0, head_width, 2, device=positions.device)
-    angle = positions[:, None, :, None] * base ** (-pair / head_width)  # (B, 1, T, D/2)
-    return angle.cos(), angle.sin()
-
-
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each pair (x[i], x[i + D/2]) of a head by its position's angle. x: (B, H, T, D)."""
-    left, right = x.chunk(2, dim=-1)  # (B, H, T, D/2)
-    turned = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-    return turned.to(x.dtype)
+    @property
+    def norm_eps(self) -> float:
+        return 1e-5 if self.kind == "gpt" else 1e-12  # as published
 
 
 class Attention(nn.Module):
@@ -133,7 +76,7 @@ class Attention(nn.Module):
         self.c_attn = nn.Linear(config.width, 3 * config.width)
         self.c_proj = nn.Linear(config.width, config.width)
 
-    def forward(self, x: Tensor, meta: TokenMeta) -> Tensor:
+    def forward(self, x: Tensor, meta: "TokenMeta") -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.heads, C // self.heads)
         q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
@@ -150,6 +93,13 @@ class Attention(nn.Module):
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Rotate each pair (x[i], x[i + D/2]) of a head by its position's angle. x: (B, H, T, D)."""
+    left, right = x.chunk(2, dim=-1)  # (B, H, T, D/2)
+    rotated = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
+    return rotated.to(x.dtype)
+
+
 class MLP(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -164,15 +114,14 @@ class MLP(nn.Module):
 class Block(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        eps = 1e-5 if config.kind == "gpt" else 1e-12  # as published
         self.pre_norm = config.kind == "gpt"
-        self.ln_1 = nn.LayerNorm(config.width, eps)
+        self.ln_1 = nn.LayerNorm(config.width, config.norm_eps)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.width, eps)
+        self.ln_2 = nn.LayerNorm(config.width, config.norm_eps)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
-    def forward(self, x: Tensor, meta: TokenMeta) -> Tensor:
+    def forward(self, x: Tensor, meta: "TokenMeta") -> Tensor:
         if self.pre_norm:
             x = x + self.drop(self.attn(self.ln_1(x), meta))
             return x + self.drop(self.mlp(self.ln_2(x)))
@@ -180,10 +129,10 @@ class Block(nn.Module):
         return self.ln_2(x + self.drop(self.mlp(x)))
 
 
-RunBlock = Callable[[int, Block, Tensor, TokenMeta], Tensor]
+RunBlock = Callable[[int, Block, Tensor, "TokenMeta"], Tensor]
 
 
-def run_plain(layer: int, block: Block, x: Tensor, meta: TokenMeta) -> Tensor:
+def run_plain(layer: int, block: Block, x: Tensor, meta: "TokenMeta") -> Tensor:
     """The neutral `run_block`: every token through every layer."""
     return block(x, meta)
 
@@ -194,17 +143,16 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.config = config
-        eps = 1e-5 if config.kind == "gpt" else 1e-12
         self.wte = nn.Embedding(config.vocab_size, config.width)
         if config.pos == "learned":
             self.wpe = nn.Embedding(config.seq_len, config.width)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
-        # the one norm outside the blocks: a pre-LN stack ends with it, a post-LN stack begins
-        self.ln_f = nn.LayerNorm(config.width, eps)
+        # The one norm outside the blocks: a pre-LN stack ends with it, a post-LN stack begins.
+        self.ln_f = nn.LayerNorm(config.width, config.norm_eps)
         if config.kind == "bert":
             self.mlm = nn.Linear(config.width, config.width)
-            self.mlm_ln = nn.LayerNorm(config.width, eps)
+            self.mlm_ln = nn.LayerNorm(config.width, config.norm_eps)
             self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.apply(self._init)
         if config.kind == "gpt":  # GPT-2, section 2.3: the residual stream sums 2 L outputs
@@ -226,7 +174,7 @@ class Transformer(nn.Module):
         doc_ids: Tensor | None = None,
         run_block: RunBlock = run_plain,
     ) -> Tensor:
-        """The last layer's output (B, T, C) for tokens (B, T). See TokenMeta for the other two."""
+        """The last layer's output (B, T, C) for tokens (B, T); see TokenMeta for the metadata."""
         _, T = tokens.shape
         config = self.config
         if T > config.seq_len:
@@ -235,8 +183,8 @@ class Transformer(nn.Module):
             )
         if positions is None:
             positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
-        rope_width = config.width // config.heads if config.pos == "rope" else 0
-        meta = TokenMeta(positions, doc_ids, config.kind == "gpt", rope_width)
+        rotated_width = config.head_width if config.pos == "rope" else 0
+        meta = TokenMeta(positions, doc_ids, config.causal, rotated_width)
         x = self.wte(tokens)  # (B, T, C)
         if config.pos == "learned":
             x = x + self.wpe(positions)
@@ -248,18 +196,18 @@ class Transformer(nn.Module):
         return self.ln_f(x) if config.kind == "gpt" else x
 
     def logits(self, *inputs, **more) -> Tensor:
-        """(B, T, V) scores of the vocabulary of every position; arguments as for `hidden_states`."""
+        """(B, T, V) scores of every next token, or masked one; arguments as of `hidden_states`."""
         features, bias = self.features(self.hidden_states(*inputs, **more))
         return F.linear(features, self.wte.weight, bias)
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the tied embedding turns into logits, and the logits' bias: BERT's head has both."""
+        """What the tied embedding turns into logits, and the logits' bias, which only BERT has."""
         if self.config.kind == "gpt":
             return x, None
         return self.mlm_ln(F.gelu(self.mlm(x))), self.mlm_bias
 
     def forward(self, batch, run_block: RunBlock = run_plain) -> Tensor:
-        """Sum of the loss, in nats, over the targets of `batch` that are not IGNORE; a scalar."""
+        """The loss in nats, summed over the targets of `batch` that are not IGNORE; a scalar."""
         tokens, targets, positions, doc_ids = batch
         x = self.hidden_states(tokens, positions, doc_ids, run_block)
         if self.config.kind == "bert":  # the head is a fifth of the work and 15 % need it
@@ -267,8 +215,82 @@ class Transformer(nn.Module):
             x, targets = x[masked], targets[masked]
         features, bias = self.features(x)
         features = features.reshape(-1, features.shape[-1])  # (N, C)
-        grads = torch.is_grad_enabled()
-        return LinearCrossEntropy.apply(features, self.wte.weight, bias, targets.reshape(-1), grads)
+        return linear_cross_entropy(features, self.wte.weight, bias, targets.reshape(-1))
+
+
+class TokenMeta:
+    """What attention must know of each token: its position and the document it belongs to.
+
+    Args:  positions  (B, T) int64   counted from the start of the token's own document
+           doc_ids    (B, T) int64   equal within a document, -1 on padding; None says that every
+                                     row is one whole document, which needs no mask in memory
+           causal     bool           a token sees no later one
+           head_width int            D where queries and keys are rotated (--pos rope), else 0
+    """
+
+    def __init__(
+        self, positions: Tensor, doc_ids: Tensor | None, causal: bool, head_width: int = 0
+    ):
+        self.positions, self.doc_ids = positions, doc_ids
+        self.causal, self.head_width = causal, head_width
+        self.mask = None if doc_ids is None else attention_mask(doc_ids, causal)
+        self.rotation = rotation(positions, head_width) if head_width else None
+
+    def take(self, kept: Tensor) -> "TokenMeta":
+        """The metadata of the kept tokens alone; `kept` (B, K) holds their indices, sorted.
+
+        The mask is built from their doc_ids, not cut out of the full one. Positions stay those of
+        the full row, so rotary angles do not close the gaps.
+        """
+        positions = self.positions.expand(len(kept), -1).gather(1, kept)  # (B, K)
+        doc_ids = None if self.doc_ids is None else self.doc_ids.gather(1, kept)  # (B, K)
+        return TokenMeta(positions, doc_ids, self.causal, self.head_width)
+
+
+def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
+    """Which tokens a token may attend to: those of its document, and no later ones if `causal`.
+
+    Padding sees only itself (a softmax over nothing is NaN), and no other token sees padding.
+
+    Args:    doc_ids (B, T) int64, -1 on padding
+    Returns: (B, 1, T, T) bool, True where the query of the row may attend to the key of the column
+    Example: attention_mask(tensor([[7, 7, 9, -1]]), True)[0, 0] is
+             [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    """
+    T = doc_ids.shape[1]
+    same = doc_ids[:, :, None] == doc_ids[:, None, :]  # (B, T, T)
+    if causal:
+        same = same.tril()
+    padding = doc_ids < 0
+    itself = torch.eye(T, dtype=torch.bool, device=doc_ids.device)
+    return torch.where(padding[:, :, None], itself, same)[:, None]  # (B, 1, T, T)
+
+
+def rotation(positions: Tensor, head_width: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of each position's angles, (B, 1, T, D/2) each. arXiv 2104.09864, eq. 15."""
+    pair = torch.arange(0, head_width, 2, device=positions.device)
+    angle = positions[:, None, :, None] * base ** (-pair / head_width)  # (B, 1, T, D/2)
+    return angle.cos(), angle.sin()
+
+
+class Size(NamedTuple):
+    layers: int
+    heads: int
+    width: int
+    seq_len: int  # tokens of the longest row
+
+
+# nano: ours. 1.3B: arXiv 2005.14165, table 2.1, with 16 heads as in the Data Efficiency paper's
+# GPT-3. The others are as published with GPT-2 and BERT.
+SIZES = {
+    "nano": Size(layers=6, heads=4, width=128, seq_len=256),
+    "124M": Size(layers=12, heads=12, width=768, seq_len=1024),
+    "350M": Size(layers=24, heads=16, width=1024, seq_len=1024),
+    "774M": Size(layers=36, heads=20, width=1280, seq_len=1024),
+    "1.3B": Size(layers=24, heads=16, width=2048, seq_len=2048),
+    "bert-base": Size(layers=12, heads=12, width=768, seq_len=512),
+    "bert-large": Size(layers=24, heads=16, width=1024, seq_len=512),
+}
 
 
 def parameter_count(config: TransformerConfig) -> int:
@@ -278,13 +300,13 @@ def parameter_count(config: TransformerConfig) -> int:
 
 
 def flops_per_token(config: TransformerConfig, T: int) -> int:
-    """Floating-point operations of one training token in rows of T: forward, and backward twice it.
+    """Floating-point operations of one training token in rows of T; the backward pass is 2/3.
 
     6 per weight that multiplies (the tied head counts, the look-up of embeddings does not), and
     12 L C T for attention's two products, halved where it is causal. arXiv 2204.02311, app. B.
     """
     weights = config.layers * config.width * (4 * config.width + 2 * config.mlp_width)
-    attention = 12 * config.layers * config.width * T // (2 if config.kind == "gpt" else 1)
+    attention = 12 * config.layers * config.width * T // (2 if config.causal else 1)
     return 6 * (weights + config.vocab_size * config.width) + attention
 
 

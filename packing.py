@@ -1,12 +1,12 @@
-"""Sequence packing: pieces of documents side by side in rows of equal length, hardly any padding.
+"""Sequence packing: pieces of documents side by side in rows of equal length, with little padding.
 
 Decides which piece goes into which row. It does not isolate the pieces from each other: that is the
 work of `doc_ids` and `positions`, which attention honours (model.TokenMeta).
 
-Paper: Krell et al., arXiv 2107.02027: the longest-pack-first histogram packer gives the row count
-of best-fit decreasing, which is what stands here, item by item.
+Paper: Krell et al., arXiv 2107.02027. Their longest-pack-first histogram packer needs as many rows
+as best-fit decreasing, which is implemented here, item by item.
 
-    python packing.py 100 90 60 50 40 30 --capacity 128         # which length goes where
+    python packing.py 100 90 60 50 40 30 --capacity 128         # which length goes into which row
 """
 
 from bisect import bisect_left, insort
@@ -23,28 +23,28 @@ class PackConfig:
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into rows, longest first, each into the fullest row that still holds it.
+    """Pack items into rows, longest first, each into the fullest row that still has room for it.
 
-    Paper:   arXiv 2107.02027, section 3.1 (best-fit decreasing; ties by first come)
+    Paper:   arXiv 2107.02027, section 3.1 (best-fit decreasing; of equal items the first first)
     Args:    lengths  N lengths in tokens, each 1 <= length <= capacity
              capacity tokens of a row
-    Returns: rows, each a list of item numbers in the order they lie in it
+    Returns: rows, each a list of item numbers in the order in which they lie in it
     Raises:  ValueError if a length does not fit a row
     Cost:    O(N log N) comparisons; at most 11/9 of the fewest rows possible, plus one
     Example: best_fit([3, 6, 5, 2], 8) == [[1, 3], [2, 0]]: 6 + 2 and 5 + 3 fill two rows of 8
     """
     rows: list[list[int]] = []
-    spaces: list[tuple[int, int]] = []  # (tokens left, row) of every open row, sorted
+    spaces: list[tuple[int, int]] = []  # (tokens left, row) of every row that is not full, sorted
     for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
         length = lengths[item]
         if not 1 <= length <= capacity:
             raise ValueError(f"a piece of {length} tokens does not fit a row of 1 to {capacity}")
-        place = bisect_left(spaces, (length, 0))
-        if place == len(spaces):
+        fullest = bisect_left(spaces, (length, 0))
+        if fullest == len(spaces):
             rows.append([item])
             space, row = capacity, len(rows) - 1
         else:
-            space, row = spaces.pop(place)
+            space, row = spaces.pop(fullest)
             rows[row].append(item)
         if space > length:
             insort(spaces, (space - length, row))

@@ -1,6 +1,8 @@
-"""Print text from a trained GPT. The context slides: the model sees its last `seq_len` tokens.
+"""Print text that a trained GPT writes. No cache of keys and values, no batches.
 
-python sample.py runs/gpt-nano-1 --prompt "Call me" --tokens 200
+The model sees the last `seq_len` tokens of the text so far, so a text may be longer than a row.
+
+    python sample.py runs/gpt-nano-1 --prompt "Call me" --tokens 200
 """
 
 import tiktoken
@@ -28,14 +30,14 @@ def generate(
     """Draw up to `count` tokens after a prompt, one at a time.
 
     Args:    prompt      (T,) int64, at least one token
-             allowed     ids from here on are never drawn: they pad the vocabulary
+             allowed     only ids below this are drawn; the others pad the vocabulary
              stop        a token that ends the text, or None
-             temperature 0 takes the likeliest token; above, logits are divided by it
+             temperature 0 takes the likeliest token; otherwise logits are divided by it
              top_k       draw among this many likeliest tokens
-    Returns: (T + count,) int64, shorter if `stop` was drawn, which is left out
-    Cost:    a full forward a token: there is no cache of keys and values
+    Returns: (T + count,) int64; shorter if `stop` was drawn, which is left out
+    Cost:    a full forward pass for each token: keys and values are not cached
     """
-    mode = model.training
+    was_training = model.training
     model.eval()
     tokens = prompt[None]  # (1, T)
     for _ in range(count):
@@ -44,17 +46,20 @@ def generate(
         if temperature == 0:
             drawn = best.indices[0]
         else:
-            chances = (best.values / temperature).softmax(0)
-            drawn = best.indices[torch.multinomial(chances, 1, generator=generator)[0]]
+            probabilities = (best.values / temperature).softmax(0)
+            drawn = best.indices[torch.multinomial(probabilities, 1, generator=generator)[0]]
         if drawn == stop:
             break
         tokens = torch.cat((tokens, drawn.view(1, 1)), dim=1)
-    model.train(mode)
+    model.train(was_training)
     return tokens[0]
 
 
 def write(model: Transformer, encoding: tiktoken.Encoding, prompt: str, count: int, **how) -> str:
-    """Text that starts with `prompt`; an empty prompt starts a document. See `generate`."""
+    """Return a text that begins with `prompt`; `how` goes to `generate`.
+
+    The prompt is taken for the beginning of a document.
+    """
     end = encoding.eot_token
     device = model.wte.weight.device
     start = torch.tensor([end, *encoding.encode_ordinary(prompt)], device=device)
@@ -63,7 +68,7 @@ def write(model: Transformer, encoding: tiktoken.Encoding, prompt: str, count: i
 
 
 def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]:
-    """A run's settings, its model with the weights of a checkpoint, and the checkpoint.
+    """Load a run: its settings, its model with the weights of a checkpoint, and that checkpoint.
 
     Args:   which last | previous | best, or the path of a checkpoint
     Raises: ValueError if the folder holds no checkpoint, or a damaged one
@@ -76,15 +81,15 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = runtime.Parser(prog="sample.py", description="Print text from a trained GPT.")
+    parser = runtime.Parser(prog="sample.py", description=__doc__.split(". ")[0])
     parser.add_argument("run", help="folder of a run")
     parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
-    parser.add_argument("--prompt", default="", help="text to go on from")
-    parser.add_argument("--tokens", type=int, default=200, help="tokens to draw at most")
-    parser.add_argument("--temperature", type=float, default=0.8, help="0: always the likeliest")
-    parser.add_argument("--top-k", type=int, default=50, help="draw among so many")
+    parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument("--tokens", type=int, default=200, help="draw at most this many")
+    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
+    parser.add_argument("--top-k", type=int, default=50, help="draw among this many")
     parser.add_argument("--samples", type=int, default=1, help="texts to print")
-    parser.add_argument("--seed", type=int, default=1, help="decides what is drawn")
+    parser.add_argument("--seed", type=int, default=1, help="decides the draws")
     args = parser.parse_args(argv)
     for name in ("tokens", "top_k", "samples"):
         if getattr(args, name) < 1:

@@ -1,25 +1,23 @@
-"""What each technique does to held-out loss and time: train.py, once a recipe and seed.
+"""What each technique does to held-out loss and time: train.py, once for each recipe and seed.
 
 Every recipe gets the same budget on the clock of consumed tokens (--tokens). That axis is held
 fixed, seconds and raw tokens are not: a run that drops tokens reads more text for the same budget.
 The record keeps all of them. Runs follow each other, recipe by recipe within a seed, so that a slow
-spell of the machine does not fall on one recipe alone.
+spell of the machine does not hit one recipe alone. bench/tables.py makes tables of the records.
 
     python bench/ablate.py --record                           # every recipe, at the default budget
     python bench/ablate.py --recipes plain all --seeds 1 2 3 -- --tokens 500K
 """
 
 import argparse
-import datetime
 import json
-import os
-import platform
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
-ROOT = Path(__file__).resolve().parent.parent
+from record import ROOT, append, surroundings
+
 TECHNIQUES = {
     "plain": "",
     "curriculum": "--curriculum seqlen",
@@ -27,14 +25,14 @@ TECHNIQUES = {
     "pack": "--pack",
     "all": "--curriculum seqlen --ltd --pack",
 }
-# Rows cut from the stream: plain is what they compare with.
+# Rows cut from the stream, to be compared with plain.
 ROWS = {
     "seqlen-128": "--curriculum seqlen --curriculum-start 128",
     "reshape": "--curriculum seqlen-reshape",
     "rarity": "--curriculum rarity",
     "seqlen,rarity": "--curriculum seqlen,rarity",
 }
-# Pieces of documents, packed: pack is what they compare with.
+# Pieces of documents, packed, to be compared with pack.
 PIECES = {
     "pack seqlen": "--pack --curriculum seqlen",
     "pack seqlen-128": "--pack --curriculum seqlen --curriculum-start 128",
@@ -46,7 +44,7 @@ PIECES = {
     "pack length value": "--pack --curriculum length --curriculum-by value --curriculum-start 32",
     "pack rarity value": "--pack --curriculum rarity --curriculum-by value --curriculum-start 100",
 }
-# A BERT's pieces of documents, packed: bert is what they compare with.
+# A BERT's pieces of documents, packed, to be compared with bert.
 BERT = {
     "bert": "--model bert --pack",
     "bert seqlen": "--model bert --pack --curriculum seqlen",
@@ -58,17 +56,16 @@ RECIPES = TECHNIQUES | ROWS | PIECES | BERT
 
 
 def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:
-    """Train in a process of its own; what its log says, as a record."""
+    """Train in a process of its own, and make a record of what its log says."""
     out = folder / f"{recipe}-{seed}".replace(" ", "-")
     flags = [*RECIPES[recipe].split(), *extra]
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--seed", str(seed)]
     subprocess.run([*command, "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
     lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    about, steps = lines[0], [line for line in lines if line["event"] == "train"]
+    steps = [line for line in lines if line["event"] == "train"]
     last, final = steps[-1], [line for line in lines if line["event"] == "eval"][-1]
     ms = sum(step["ms"] for step in steps)
     return {
-        "date": datetime.date.today().isoformat(),
         "bench": "ablate",
         "recipe": recipe,
         "flags": " ".join(flags),
@@ -82,9 +79,6 @@ def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:
         "padding_share": round(sum(step["padding_share"] for step in steps) / len(steps), 4),
         "train_seconds": round(ms / 1e3, 1),
         "data_share": round(sum(step["data_ms"] for step in steps) / ms, 5),
-        "commit": about["commit"],
-        "torch": about["torch"],
-        "hardware": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
     }
 
 
@@ -99,16 +93,15 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
             for recipe in args.recipes:
-                found = measure(recipe, seed, args.extra, Path(folder))
+                run = measure(recipe, seed, args.extra, Path(folder))
                 print(
-                    f"{recipe:24} {seed:5} {found['val_bpb']:10.4f} {found['train_seconds']:8.1f}"
-                    f" {found['consumed_tokens'] / 1e6:11.2f} {found['real_tokens'] / 1e6:6.2f}"
-                    f" {found['layer_tokens'] / 1e6:15.2f}",
+                    f"{recipe:24} {seed:5} {run['val_bpb']:10.4f} {run['train_seconds']:8.1f}"
+                    f" {run['consumed_tokens'] / 1e6:11.2f} {run['real_tokens'] / 1e6:6.2f}"
+                    f" {run['layer_tokens'] / 1e6:15.2f}",
                     flush=True,
                 )
                 if args.record:
-                    with open(ROOT / "results" / "ablate.jsonl", "a") as file:
-                        file.write(json.dumps(found) + "\n")
+                    append("ablate", surroundings() | run)
 
 
 if __name__ == "__main__":

@@ -1,9 +1,9 @@
 """What a whole run of a recipe costs in seconds, against the plain run of the same budget.
 
-A recipe's steps differ only in the shape of their batch: rows, tokens a row, with or without
-documents to isolate. `Plan` says which step has which, without training. One step of every shape is
-timed, all shapes in turns within one process, and a run is the sum over its steps. So a recipe's
-ratio comes from one turn of a noisy machine, and a median of turns stands against its noise.
+The steps of a recipe differ only in the shape of their batch: rows, tokens in a row, with or
+without documents to isolate. `Plan` says which step has which, without training. One step of every
+shape is timed, all shapes in turns within one process, and a run is the sum over its steps. So both
+parts of a ratio come from the same turn on a noisy machine; the median is over turns.
 
 Does not time evaluation, checkpoints or reading data (which is hidden behind the step).
 
@@ -12,21 +12,17 @@ Does not time evaluation, checkpoints or reading data (which is hidden behind th
 """
 
 import argparse
-import datetime
-import json
-import os
-import platform
 import statistics
 import sys
 import time
 from collections import Counter
 from pathlib import Path
-
-import torch
-
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # what is measured
+from typing import NamedTuple
 
 from ablate import RECIPES
+from record import append, min_median_max, surroundings
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 import config
 from model import Transformer
@@ -37,27 +33,32 @@ from support.optim import Optimizers
 from support.token_store import Store
 from support.tokenizer import get_encoding, vocab_size
 
-ROOT = Path(__file__).resolve().parent.parent
+
+class Shape(NamedTuple):
+    """Of a step's batch: what the time of the step follows from."""
+
+    rows: int
+    seq_len: int
+    isolated: bool  # whether the documents of a row are told apart
 
 
-def shapes_of(plan: Plan, budget: int) -> tuple[Counter, dict[tuple, Step]]:
-    """How often a run has a step of each shape, and one step of each."""
+def shapes_of(plan: Plan, budget: int, examples: dict[Shape, Step]) -> Counter:
+    """How often a run has a step of each shape; a first step of each is put into `examples`."""
     counts: Counter = Counter()
-    example: dict[tuple, Step] = {}
     clock = Clock()
     while clock.consumed_tokens < budget:
         step = plan(clock)
-        shape = (*step.batch.tokens.shape, step.batch.doc_ids is not None)
+        shape = Shape(*step.batch.tokens.shape, step.batch.doc_ids is not None)
         counts[shape] += 1
-        example.setdefault(shape, step)
+        examples.setdefault(shape, step)
         clock = step.after
-    return counts, example
+    return counts
 
 
 def run(settings: config.Config, model: Transformer, optimizers: Optimizers, step: Step) -> float:
-    """Seconds of one optimizer step, as train.py makes it."""
-    rows, row_len = step.batch.tokens.shape
-    at_once = config.micro_batch_size(settings, 1) * (settings.data.seq_len // row_len)
+    """Make one optimizer step as train.py does, and return its seconds."""
+    rows, seq_len = step.batch.tokens.shape
+    at_once = config.micro_batch_size(settings, 1) * (settings.data.seq_len // seq_len)
     began = time.perf_counter()
     for first in range(0, rows, at_once):
         loss = model(step.batch.rows(slice(first, first + at_once)))
@@ -76,21 +77,20 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="append to results/cost.jsonl")
     args = parser.parse_args()
 
-    ranks, commit = runtime.start("cpu", "fp32"), runtime.provenance()["commit"]
+    here = runtime.start("cpu", "fp32")
     store, encoding = Store.open(embedded_store("pd4k")), get_encoding("pd4k")
     counts: dict[str, Counter] = {}
-    steps: dict[tuple, Step] = {}
+    steps: dict[Shape, Step] = {}
     for recipe in dict.fromkeys(["plain", *args.recipes]):
         settings = config.build(config.parse(RECIPES[recipe].split()))
-        plan = Plan(settings, store, None, ranks)
-        counts[recipe], found = shapes_of(plan, settings.optim.tokens)
-        steps = found | steps
-    o = settings.optim  # the same in all; weights move, which costs the same whatever they are
+        plan = Plan(settings, store, None, here)
+        counts[recipe] = shapes_of(plan, settings.optim.tokens, steps)
+    o = settings.optim  # the same in all recipes; what a step costs does not depend on the weights
     vocabulary = -(-vocab_size(encoding, "gpt") // 64) * 64
     model = Transformer(config.transformer_config(settings, vocabulary))
     optimizers = Optimizers(model, o.optimizer, o.weight_decay, (o.beta1, o.beta2), False)
 
-    turns: list[dict[tuple, float]] = []
+    turns: list[dict[Shape, float]] = []
     for turn in range(args.turns + 1):  # the first warms up
         seconds = {}
         for shape in sorted(steps, reverse=turn % 2 == 1):
@@ -106,7 +106,7 @@ def main() -> None:
             )
             totals.append(total)
             ratios.append(total / plain)
-        ratio = [round(f(ratios), 3) for f in (min, statistics.median, max)]
+        ratio = min_median_max(ratios)
         steps_in_all = sum(counts[recipe].values())
         print(
             f"{recipe:24} {statistics.median(totals):9.1f} {ratio[1]:15.3f}"
@@ -114,7 +114,6 @@ def main() -> None:
         )
         if args.record:
             record = {
-                "date": datetime.date.today().isoformat(),
                 "bench": "cost",
                 "recipe": recipe,
                 "flags": RECIPES[recipe],
@@ -123,13 +122,8 @@ def main() -> None:
                 "seconds": round(statistics.median(totals), 1),
                 "to_plain_min_median_max": ratio,
                 "turns": args.turns,
-                "threads": torch.get_num_threads(),
-                "commit": commit,
-                "torch": torch.__version__,
-                "hardware": f"{os.cpu_count()} cores, {platform.system()} {platform.machine()}",
             }
-            with open(ROOT / "results" / "cost.jsonl", "a") as file:
-                file.write(json.dumps(record) + "\n")
+            append("cost", surroundings() | record)
 
 
 if __name__ == "__main__":

@@ -1,44 +1,53 @@
-"""Time of one training step of the plain GPT against nanoGPT's model.py, and what packing costs it.
+"""Time of one training step of the plain GPT, of packed rows, and of nanoGPT's model.py beside it.
 
-Both models compute the same function (checked first: same weights, same loss, same gradient norm,
-with the GELU nanoGPT has), see the same batch, and step with fused AdamW over the same two groups.
-They take turns in one process, in an order that is turned round each time, so that a noisy machine
-troubles all alike. A ratio is the median of the ratios within a turn, not a ratio of medians.
+nanoGPT's model and ours compute the same function (checked first: same weights, same loss, same
+gradients, with the exact GELU that nanoGPT has), see the same batch, and step with fused AdamW over
+the same two groups. All variants take turns in one process, in an order that is reversed each time,
+so that a noisy machine slows all alike. A ratio is the median of the ratios within a turn, not a
+ratio of medians.
 
 Does not measure data loading, compilation or more than one device. nanoGPT is not part of this
-project: give the folder of a clone of https://github.com/karpathy/nanoGPT.
+project: give the folder of a clone of https://github.com/karpathy/nanoGPT, or leave it out.
 On a machine shared with others set OMP_WAIT_POLICY=passive as well: threads that spin while another
 program holds their core make a step several times slower. The record says which was in force.
 
-    OMP_NUM_THREADS=2 python bench/step.py --nanogpt ../nanoGPT            # the table
+    OMP_NUM_THREADS=2 python bench/step.py                                 # the table
     OMP_NUM_THREADS=2 python bench/step.py --nanogpt ../nanoGPT --record   # and a line of results/
 """
 
 import argparse
 import contextlib
-import datetime
 import importlib.util
 import io
-import json
 import os
-import platform
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import NamedTuple
 
 import torch
+from record import append, quartiles, surroundings
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent))  # what is measured
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 from model import SIZES, Transformer, TransformerConfig
+from support.optim import split_parameters
+from support.runtime import exit_cleanly
 
-ROOT = Path(__file__).resolve().parent.parent
-CASES = {"nano": (16, 4160, 15), "124M": (1, 50304, 5)}  # --size: rows, V, turns
+
+class Case(NamedTuple):
+    rows: int
+    vocab_size: int
+    turns: int
+
+
+CASES = {  # by --size
+    "nano": Case(rows=16, vocab_size=4160, turns=15),
+    "124M": Case(rows=1, vocab_size=50304, turns=5),
+}
 BETAS, WEIGHT_DECAY, LR = (0.9, 0.95), 0.1, 1e-4
 PREFIX = "transformer."  # of nanoGPT's parameter names
 REFERENCE = {  # what each variant's time is divided by
@@ -60,9 +69,10 @@ def load_nanogpt(folder: Path) -> ModuleType:
     return module
 
 
-def build_theirs(nanogpt: ModuleType, size: str, V: int, device: str) -> tuple:
+def build_theirs(nanogpt: ModuleType, size: str, device: str) -> tuple:
     """nanoGPT's model and its own optimizer."""
     layers, heads, width, T = SIZES[size]
+    V = CASES[size].vocab_size
     with contextlib.redirect_stdout(io.StringIO()):  # it reports its parameters
         model = nanogpt.GPT(nanogpt.GPTConfig(T, V, layers, heads, width)).to(device)
         # "cuda" on every device: the word only asks for the fused AdamW, which CPUs have by now.
@@ -74,16 +84,19 @@ def build_theirs(nanogpt: ModuleType, size: str, V: int, device: str) -> tuple:
     return model, optimizer
 
 
-def build_ours(size: str, V: int, device: str, weights: dict, pos: str = "learned") -> tuple:
-    """Our model with the given weights, and AdamW over the groups that nanoGPT makes."""
-    layers, heads, width, T = SIZES[size]
-    model = Transformer(TransformerConfig("gpt", layers, heads, width, 4 * width, T, V, pos)).to(
-        device
+def build_ours(size: str, device: str, weights: dict, pos: str = "learned") -> tuple:
+    """Our model with those weights that are given, and AdamW over the groups that nanoGPT makes."""
+    config = TransformerConfig(
+        kind="gpt",
+        **SIZES[size]._asdict(),
+        mlp_width=4 * SIZES[size].width,
+        vocab_size=CASES[size].vocab_size,
+        pos=pos,
     )
-    names = model.state_dict().keys()
-    model.load_state_dict({name: weights[name] for name in names})
-    decayed = [parameter for parameter in model.parameters() if parameter.dim() >= 2]
-    plain = [parameter for parameter in model.parameters() if parameter.dim() < 2]
+    model = Transformer(config).to(device)
+    if weights:
+        model.load_state_dict({name: weights[name] for name in model.state_dict()})
+    _, decayed, plain = split_parameters(model, muon=False)
     groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}]
     groups += [{"params": plain, "weight_decay": 0.0}]
     return model, torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
@@ -101,7 +114,7 @@ def draw_documents(B: int, T: int, generator: torch.Generator) -> tuple[Tensor, 
 def step_of(
     loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer, device: str
 ) -> Callable:
-    """A function that makes one step and returns its seconds. bf16 autocast on a GPU."""
+    """A function that makes one step and returns its seconds; under bf16 autocast on a GPU."""
 
     def wait() -> None:
         if device == "cuda":
@@ -127,48 +140,49 @@ def check_same_function(ours: Callable, our_model: nn.Module, theirs: Callable, 
     errors = {"the loss": (loss - expected_loss).norm() / expected_loss.norm()}
     expected = torch.autograd.grad(expected_loss, list(model.parameters()))
     names = [name.removeprefix(PREFIX) for name, _ in model.named_parameters()]
-    found = torch.autograd.grad(loss, [our_model.get_parameter(name) for name in names])
-    for name, one, other in zip(names, found, expected, strict=True):
+    gradients = torch.autograd.grad(loss, [our_model.get_parameter(name) for name in names])
+    for name, one, other in zip(names, gradients, expected, strict=True):
         errors[f"the gradient of {name}"] = (one - other).norm() / other.norm()
     worst = max(errors, key=errors.get)
     if not errors[worst] < 1e-4:  # fp32; tanh GELU in place of the exact one errs by 7e-4
         raise ValueError(f"--nanogpt: {worst} differs by {errors[worst]:.1e} of its norm from ours")
 
 
-def steps_of(nanogpt: ModuleType, size: str, device: str) -> dict[str, Callable[[], float]]:
-    """One step function a variant, all on one batch."""
-    B, V, _ = CASES[size]
-    T = SIZES[size][3]
+def steps_of(nanogpt: ModuleType | None, size: str, device: str) -> dict[str, Callable[[], float]]:
+    """A step function for each variant, all on one batch."""
+    B, V, T = CASES[size].rows, CASES[size].vocab_size, SIZES[size].seq_len
     torch.manual_seed(0)
     generator = torch.Generator().manual_seed(0)
     tokens, targets = torch.randint(V, (2, B, T), generator=generator).to(device)  # (B, T) each
-    positions, doc_ids = (field.to(device) for field in draw_documents(B, T, generator))
+    rows = (tokens, targets, None, None)
+    packed = (tokens, targets, *(field.to(device) for field in draw_documents(B, T, generator)))
 
-    model, optimizer = build_theirs(nanogpt, size, V, device)
-    weights = {name.removeprefix(PREFIX): value for name, value in model.named_parameters()}
-
-    def theirs() -> Tensor:
-        return model(tokens, targets)[1]
-
-    def ours(our_model: Transformer, *documents: Tensor) -> Callable[[], Tensor]:
-        batch = (tokens, targets, *(documents or (None, None)))
+    def ours(our_model: Transformer, batch: tuple) -> Callable[[], Tensor]:
         return lambda: our_model(batch) / targets.numel()
 
-    steps = {"nanoGPT": step_of(theirs, optimizer, device)}
-    for variant in REFERENCE:
+    steps, weights = {}, {}
+    if nanogpt:
+        model, optimizer = build_theirs(nanogpt, size, device)
+        weights = {name.removeprefix(PREFIX): value for name, value in model.named_parameters()}
+
+        def theirs() -> Tensor:
+            return model(tokens, targets)[1]
+
+        steps["nanoGPT"] = step_of(theirs, optimizer, device)
+    for variant in REFERENCE if nanogpt else ("plain", "packed", "rope"):
         pos = "rope" if variant == "rope" else "learned"
-        our_model, our_optimizer = build_ours(size, V, device, weights, pos)
+        our_model, our_optimizer = build_ours(size, device, weights, pos)
         if variant == "exact GELU":
             for block in our_model.h:
                 block.mlp.gelu = nn.GELU()
-            check_same_function(ours(our_model), our_model, theirs, model)
-        documents = (positions, doc_ids) if variant == "packed" else ()
-        steps[variant] = step_of(ours(our_model, *documents), our_optimizer, device)
+            check_same_function(ours(our_model, rows), our_model, theirs, model)
+        batch = packed if variant == "packed" else rows
+        steps[variant] = step_of(ours(our_model, batch), our_optimizer, device)
     return steps
 
 
 def take_turns(steps: dict[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """Seconds of each variant's steps; one step of each before the clock counts."""
+    """Seconds of each variant's steps, after one step of each that does not count."""
     seconds = {name: [] for name in steps}
     order = list(steps)
     for name in order:
@@ -180,82 +194,53 @@ def take_turns(steps: dict[str, Callable[[], float]], turns: int) -> dict[str, l
     return seconds
 
 
-def spread(values: list[float]) -> list[float]:
-    """First quartile, median, third quartile."""
-    return statistics.quantiles(values, n=4, method="inclusive")
-
-
 def summarise(seconds: dict[str, list[float]]) -> dict[str, dict]:
-    """Quartiles of milliseconds and, for ours, of the ratio within a turn to the reference."""
+    """Quartiles of milliseconds and of the ratio, within a turn, to the variant's reference."""
     figures = {}
     for name, values in seconds.items():
-        figures[name] = {"ms": [round(1e3 * value, 1) for value in spread(values)]}
-        if name in REFERENCE:
-            pairs = zip(values, seconds[REFERENCE[name]], strict=True)
-            ratios = spread([one / other for one, other in pairs])
-            figures[name]["ratio"] = [round(ratio, 3) for ratio in ratios]
-            figures[name]["to"] = REFERENCE[name]
+        figures[name] = {"ms": quartiles([1e3 * value for value in values])}
+        reference = REFERENCE.get(name)
+        if reference in seconds:
+            pairs = zip(values, seconds[reference], strict=True)
+            figures[name]["ratio"] = quartiles([one / other for one, other in pairs])
+            figures[name]["to"] = reference
     return figures
 
 
-def hardware(device: str) -> str:
-    if device == "cuda":
-        return torch.cuda.get_device_name()
-    cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
-    return f"{names[0] if names else platform.processor()}, {os.cpu_count()} cores"
-
-
-def commit() -> str:
-    command = ["git", "describe", "--always", "--dirty"]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-
-
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Step time against nanoGPT.", allow_abbrev=False)
-    parser.add_argument("--nanogpt", type=Path, required=True, help="folder of a nanoGPT clone")
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--nanogpt", type=Path, help="folder of a nanoGPT clone (default: none)")
     parser.add_argument("--size", choices=CASES, action="append", help="(default: all)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--record", action="store_true", help="append to results/step.jsonl")
     flags = parser.parse_args()
-    if flags.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU here, choose --device cpu")
-    nanogpt = load_nanogpt(flags.nanogpt)
-    record = {
-        "date": datetime.date.today().isoformat(),
-        "hardware": hardware(flags.device),
-        "threads": torch.get_num_threads(),
+    record = surroundings(flags.device) | {
+        "bench": "step",
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
-        "torch": torch.__version__,
-        "commit": commit(),
         "dtype": "bf16 autocast" if flags.device == "cuda" else "fp32",
         "sizes": {},
     }
+    nanogpt = load_nanogpt(flags.nanogpt) if flags.nanogpt else None
     print(f"{record['hardware']}, {record['threads']} threads, {record['dtype']}")
     for size in flags.size or CASES:
-        rows, V, turns = CASES[size]
-        seconds = take_turns(steps_of(nanogpt, size, flags.device), turns)
+        case, seq_len = CASES[size], SIZES[size].seq_len
+        seconds = take_turns(steps_of(nanogpt, size, flags.device), case.turns)
         figures = summarise(seconds)
-        record["sizes"][size] = {"rows": rows, "V": V, "turns": turns, "steps": figures}
+        record["sizes"][size] = case._asdict() | {"steps": figures}
         print(
-            f"\n{size}: {rows} x {SIZES[size][3]} tokens, V {V:,}; medians of {turns} [quartiles]"
+            f"\n{size}: {case.rows} x {seq_len} tokens, V {case.vocab_size:,};"
+            f" medians of {case.turns} [quartiles]"
         )
         for name, figure in figures.items():
-            low, middle, high = figure["ms"]
-            line = f"{name:>12} {middle:9.1f} ms [{low:.1f}, {high:.1f}]"
+            low, median, high = figure["ms"]
+            line = f"{name:>12} {median:9.1f} ms [{low:.1f}, {high:.1f}]"
             if "ratio" in figure:
-                low, middle, high = figure["ratio"]
-                line += f"   {middle:.3f} [{low:.3f}, {high:.3f}] of {figure['to']}"
+                low, median, high = figure["ratio"]
+                line += f"   {median:.3f} [{low:.3f}, {high:.3f}] of {figure['to']}"
             print(line)
     if flags.record:
-        path = ROOT / "results" / "step.jsonl"
-        path.parent.mkdir(exist_ok=True)
-        with open(path, "a") as file:
-            file.write(json.dumps(record) + "\n")
+        append("step", record)
 
 
 if __name__ == "__main__":
-    from support import runtime
-
-    runtime.exit_cleanly(main)
+    exit_cleanly(main)

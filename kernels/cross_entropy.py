@@ -1,26 +1,46 @@
-"""CE"""
+"""Summed cross-entropy of a linear head, without ever holding all of its logits.
+
+In reading order: the definition in plain PyTorch, which tests and benches compare with; the chunked
+form, forward and backward in one pass; `linear_cross_entropy`, which is what a model calls. There
+is no Triton kernel here: the work is in three matrix products, which are cuBLAS's or MKL's.
+
+The idea is Liger Kernel's (arXiv 2410.10989, FusedLinearCrossEntropy).
+
+    python bench/kernels.py                            # both forms: time, spread, bytes, memory
+"""
 
 import torch
 import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 IGNORE = -100  # a target that counts for nothing: padding, or a token that BERT did not mask
+IMPLS = ("auto", "reference", "chunked")
+
+
+def reference(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    """The definition. With V = 50,304 and N = 32,768 it holds three arrays of 6 GB."""
+    logits = F.linear(x, weight, bias)  # (N, V)
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
 
 
 class LinearCrossEntropy(torch.autograd.Function):
-    """Summed cross-entropy of x @ weight.T + bias, its logits made and spent a slab at a time.
+    """The chunked form: the logits of some rows at a time, made, used and dropped.
 
-    Equals F.cross_entropy(F.linear(x, weight, bias), targets, reduction="sum"), forward and
-    backward. A slab's gradient follows from its own softmax, so it is taken at once and the (N, V)
-    logits never exist: with V = 50,304 the plain form holds three arrays of 6 GB for 32,768 tokens.
-    On a CPU it is also the faster one (bench/step.py). The idea: Liger Kernel.
-
-    Args:    x (N, C), weight (V, C), bias (V,) or None, targets (N,) int64, grads bool
-    Returns: scalar, float32 unless x is float64
-    Cost:    the plain form's three matrix products; a slab of logits
+    The gradient of a chunk follows from its own softmax, so it is taken in the forward pass, while
+    the logits are there; the backward pass only scales what was found. With `grads` False the
+    forward pass leaves the gradients out.
     """
 
     @staticmethod
-    def forward(ctx, x, weight, bias, targets, grads):
+    def forward(
+        ctx: FunctionCtx,
+        x: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        grads: bool,
+    ) -> Tensor:
         N, V = len(x), len(weight)
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
@@ -30,13 +50,13 @@ class LinearCrossEntropy(torch.autograd.Function):
         dx, dweight = (torch.zeros_like(x), torch.zeros_like(weight)) if grads else (None, None)
         dbias = torch.zeros_like(bias) if grads and bias is not None else None
         with torch.autocast(device, enabled=False):
-            for start in range(0, N, slab_rows(V, device)):
-                rows = slice(start, start + slab_rows(V, device))
+            for start in range(0, N, chunk_rows(V, device)):
+                rows = slice(start, start + chunk_rows(V, device))
                 x_rows, target = x[rows].to(dtype), targets[rows, None]
-                logits = F.linear(x_rows, matrix).to(exact)  # (slab, V)
+                logits = F.linear(x_rows, matrix).to(exact)  # (chunk, V)
                 if bias is not None:
                     logits += bias
-                counts = target != IGNORE  # (slab, 1)
+                counts = target != IGNORE  # (chunk, 1)
                 target = target.clamp(min=0)
                 top = logits.amax(1, keepdim=True)
                 score = logits.gather(1, target) - top
@@ -59,12 +79,35 @@ class LinearCrossEntropy(torch.autograd.Function):
         return loss
 
     @staticmethod
-    def backward(ctx, upstream):
-        grads = (None if d is None else d * upstream.to(d.dtype) for d in ctx.saved_tensors)
+    def backward(ctx: FunctionCtx, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        grads = (None if d is None else d * dloss.to(d.dtype) for d in ctx.saved_tensors)
         return *grads, None, None
 
 
-def slab_rows(V: int, device: str) -> int:
+def chunk_rows(V: int, device: str) -> int:
     """Rows of logits at a time: what stays in a core's cache, or what keeps a GPU busy."""
     logits = 1 << 20 if device == "cpu" else 1 << 27
     return max(256, logits // V)
+
+
+def linear_cross_entropy(
+    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, impl: str = "auto"
+) -> Tensor:
+    """Sum the cross-entropy, in nats, of the logits x @ weight.T + bias over the targets.
+
+    Args:    x       (N, C) float
+             weight  (V, C) float
+             bias    (V,) float, or None
+             targets (N,) int64; a row whose target is IGNORE counts for nothing
+             impl    auto | reference | chunked; auto takes the chunked form on every device: it
+                     needs less memory, and on a CPU half the time (results/kernels.jsonl)
+    Returns: scalar; of the chunked form float32, unless x is float64
+    Raises:  ValueError if impl is none of these
+    Cost:    three products of N C V each, forward and backward together; the chunked form adds one
+             chunk of logits to memory where the reference adds three arrays of N V
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
+    if impl == "reference":
+        return reference(x, weight, bias, targets)
+    return LinearCrossEntropy.apply(x, weight, bias, targets, torch.is_grad_enabled())

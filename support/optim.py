@@ -1,12 +1,12 @@
-"""Optimizers and the learning rate: what is decayed, what moves by Muon, and how far at each token.
+"""The optimizers and the learning rate: which update each parameter gets, and how large it is.
 
-adamw: Loshchilov & Hutter, arXiv 1711.05101; matrices decay, biases and norms do not.
-       Fused: torch has such a kernel for CPU, CUDA and MPS.
-muon:  Jordan et al. 2024, torch.optim.Muon: the blocks' matrices move by the orthogonalised
-       momentum, scaled to AdamW's step size (arXiv 2502.16982) so that both share one --lr; all
-       else moves by AdamW.
+adamw: Loshchilov & Hutter, arXiv 1711.05101. Matrices decay; biases and norms do not. The fused
+       implementation, which torch has for CPU, CUDA and MPS.
+muon:  Jordan et al. 2024, torch.optim.Muon. The blocks' matrices are updated by the orthogonalised
+       momentum, scaled to the size of AdamW's updates (arXiv 2502.16982) so that both share one
+       --lr; every other parameter is updated by AdamW.
 
-The learning rate is a pure function of the consumed-token clock.
+The learning rate is a pure function of the consumed-token clock. No training loop here.
 """
 
 import math
@@ -40,7 +40,7 @@ class OptimConfig:
 
 
 def split_parameters(model: nn.Module, muon: bool) -> tuple[list, list, list]:
-    """Sort a model's parameters into (moved by Muon, decayed by AdamW, not decayed by AdamW)."""
+    """Sort a model's parameters into (Muon's, AdamW's with decay, AdamW's without)."""
     matrices, decayed, plain = [], [], []
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
@@ -53,7 +53,7 @@ def split_parameters(model: nn.Module, muon: bool) -> tuple[list, list, list]:
 
 
 class Optimizers:
-    """One or two torch optimizers, and the loss scale of fp16, that act and are saved as one."""
+    """One or two torch optimizers and fp16's loss scale, which step and are saved together."""
 
     def __init__(
         self, model: nn.Module, kind: str, weight_decay: float, betas: tuple, fp16: bool = False
@@ -73,13 +73,16 @@ class Optimizers:
         self.scaler = torch.amp.GradScaler(self.parameters[0].device.type, enabled=fp16)
 
     def clip_gradients(self, clip: float) -> float:
-        """Bring gradients to true size, clip their norm at `clip` (0: not), return the norm."""
+        """Undo fp16's scaling, clip the norm over all parameters at `clip`, return that norm.
+
+        A `clip` of 0 clips nothing. Synchronises with the device, to return a float.
+        """
         for part in self.parts:
             self.scaler.unscale_(part)
         return torch.nn.utils.clip_grad_norm_(self.parameters, clip or math.inf).item()
 
     def step(self, lr: float) -> None:
-        """Move the weights and drop the gradients. fp16 leaves out a step that overflowed."""
+        """Update the weights and free the gradients. In fp16 a step that overflowed is skipped."""
         for part in self.parts:
             for group in part.param_groups:
                 group["lr"] = lr
@@ -111,21 +114,21 @@ def lr_at(
 ) -> float:
     """Learning rate for the step that starts at this point of the clock.
 
-    Linear from 0 to `peak` over `warmup_tokens`; from there to `floor` at `budget` by
-      cosine  half a wave
+    Linear from 0 to `peak` over `warmup_tokens`; from there to `floor` at `budget` along
+      cosine  half a cosine wave
       linear  a straight line
-      wsd     stay at `peak`, then a straight line over the last `decay_share` of the budget
+      wsd     `peak`, then a straight line over the last `decay_share` of the budget
               (warmup-stable-decay, arXiv 2404.06395)
 
-    Args:    peak, floor     learning rates; floor is also what stays after the budget
-             warmup_tokens, budget, consumed_tokens   on the one clock
+    Args:    consumed_tokens, warmup_tokens, budget   tokens of the one clock
+             peak, floor                              learning rates; after the budget it is floor
     Example: peak 1, floor 0, cosine, warmup 10, budget 110: 0.5 at 5, 1 at 10, 0.5 at 60, 0 at 110
     """
     if consumed_tokens < warmup_tokens:
         return peak * consumed_tokens / warmup_tokens
     start = budget * (1 - decay_share) if schedule == "wsd" else warmup_tokens
     start = max(start, warmup_tokens)
-    gone = (consumed_tokens - start) / max(budget - start, 1)  # share of the decay behind us
-    gone = min(max(gone, 0.0), 1.0)
-    remaining = (1 + math.cos(math.pi * gone)) / 2 if schedule == "cosine" else 1 - gone
+    decayed = (consumed_tokens - start) / max(budget - start, 1)  # share of the decay, 0 to 1
+    decayed = min(max(decayed, 0.0), 1.0)
+    remaining = (1 + math.cos(math.pi * decayed)) / 2 if schedule == "cosine" else 1 - decayed
     return floor + (peak - floor) * remaining

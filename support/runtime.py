@@ -1,6 +1,6 @@
-"""What a run stands on: ranks, device, dtype, random generators, signals, the log, clean exits.
+"""What every command stands on: ranks, device, dtype, signals, the log, and how a command ends.
 
-No training logic. Everything that differs between one CPU and many GPUs is here.
+No training logic. What differs between one CPU and many GPUs is here and nowhere else.
 """
 
 import argparse
@@ -19,11 +19,14 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+ROOT = Path(__file__).resolve().parents[1]  # of the repository
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass(frozen=True)
 class Runtime:
+    """This process among all processes of a run, and what it computes on."""
+
     rank: int
     world_size: int
     device: torch.device
@@ -52,7 +55,7 @@ class Runtime:
         return values
 
     def collect(self, value: Any) -> Iterator[Any]:
-        """On rank 0 the `value` of every rank, one after another in memory; elsewhere nothing."""
+        """Yield every rank's `value` on rank 0, holding one at a time; nothing on other ranks."""
         if not self.is_rank0:
             dist.send_object_list([value], dst=0)
             return
@@ -63,7 +66,7 @@ class Runtime:
             yield received[0]
 
     def on_rank0(self, action: Callable[[], Any]) -> Any:
-        """Do something on rank 0 alone; every rank gets its result, or its error as ValueError."""
+        """Do something on rank 0 alone. Every rank gets its result, or its error as ValueError."""
         outcome: list = [None, None]
         if self.is_rank0:
             try:
@@ -82,34 +85,35 @@ class Runtime:
 
 
 def start(device: str, dtype: str) -> Runtime:
-    """Join the other ranks, if torchrun started any, and settle device and dtype.
+    """Join the other ranks, if torchrun started any, and choose device and dtype.
 
     Raises: ValueError naming --device or --dtype where the machine does not have it
     """
-    world, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
     kind = device if device != "auto" else next(d for d in ("cuda", "mps", "cpu") if has[d])
     if not has[kind]:
-        raise ValueError(f"--device {device}: torch {torch.__version__} finds none here; try auto")
-    place = torch.device(kind, int(os.environ.get("LOCAL_RANK", 0)) if kind == "cuda" else None)
+        raise ValueError(f"--device {device}: torch {torch.__version__} finds none here: try auto")
+    local_rank = int(os.environ.get("LOCAL_RANK", 0))
+    own = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(own)
         torch.set_float32_matmul_precision("high")  # TF32 for what is not in half precision
     if dtype == "auto" and kind == "cuda":
         dtype = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
     dtype = "fp32" if dtype == "auto" else dtype
     if dtype == "fp16" and kind != "cuda":
         raise ValueError(f"--dtype fp16 needs --device cuda, not {kind}: choose bf16 or fp32")
-    if world > 1 and not dist.is_initialized():
+    if world_size > 1 and not dist.is_initialized():
         dist.init_process_group("nccl" if kind == "cuda" else "gloo")
     chosen = "as found" if device == "auto" else "as asked"
-    ranks = f"{world} processes" if world > 1 else "one process"
+    ranks = f"{world_size} processes" if world_size > 1 else "one process"
     why = f"{kind} ({chosen}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
-    return Runtime(rank, world, place, DTYPES[dtype], why)
+    return Runtime(rank, world_size, own, DTYPES[dtype], why)
 
 
 class StopSignal:
-    """Remembers SIGTERM and SIGINT until the step is over; `number` is 0 while none came."""
+    """Remembers a SIGTERM or SIGINT until the step is over; `number` is 0 until one comes."""
 
     def __init__(self):
         self.number = 0
@@ -121,10 +125,13 @@ class StopSignal:
 
 
 class Log:
-    """log.jsonl, one JSON object a line, written by rank 0; TensorBoard beside it on request."""
+    """log.jsonl, one JSON object a line, written by rank 0; TensorBoard too, if asked for."""
 
     def __init__(self, folder: Path, active: bool, tensorboard: bool, size: int | None = None):
-        """`size` in bytes: go on after that many, and forget what a killed run wrote behind."""
+        """Append to the log; with `size`, cut it to that many bytes first.
+
+        What a killed run wrote after its last checkpoint is computed and written again.
+        """
         self.file, self.board = None, None
         if active:
             self.file = open(folder / "log.jsonl", "ab")  # noqa: SIM115, open as long as the run
@@ -160,9 +167,8 @@ class Log:
 
 def provenance() -> dict[str, str]:
     """What made a result: command, commit, versions, machine. Opens every log and checkpoint."""
-    here = Path(__file__).parents[1]
     git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=here, capture_output=True, text=True
+        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
     )
     return {
         "argv": " ".join(sys.argv),
@@ -175,7 +181,7 @@ def provenance() -> dict[str, str]:
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line whose mistakes are one line for `exit_cleanly`, without argparse's usage."""
+    """A command line whose errors are one line for `exit_cleanly`, without argparse's usage."""
 
     def __init__(self, **options: Any):
         super().__init__(allow_abbrev=False, **options)
@@ -196,12 +202,12 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
         status = main() or 0
     except (ValueError, OSError) as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            tqdm.write(f"error: {one_line(error)}", file=sys.stderr)  # on a line without a bar
+            tqdm.write(f"error: {one_line(error)}", file=sys.stderr)  # not across a progress bar
         status = 2
     except KeyboardInterrupt:
         status = 130
     if dist.is_initialized():
-        if status != 2:  # leave together: a rank that still talks to one that is gone fails
+        if status != 2:  # leave together: a rank that still talks to one that has left fails
             dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()

@@ -1,8 +1,8 @@
 """Bits per byte: a worked answer, whole documents, the same for any number of rows and ranks."""
 
 import math
+from dataclasses import replace
 
-import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -26,8 +26,8 @@ class Ranks(Runtime):
         return values
 
 
-def one(rank=0, world=1):
-    return Ranks(rank, world, torch.device("cpu"), torch.float32, "")
+def one(rank=0, world_size=1):
+    return Ranks(rank, world_size, torch.device("cpu"), torch.float32, "")
 
 
 class Even(nn.Module):
@@ -68,8 +68,9 @@ def test_a_part_is_whole_pieces_in_a_fixed_order(store):
     part = Evaluation(store, 64, LENGTHS, tokens=5000)
     rows = part.rows
     assert rows == Evaluation(store, 64, LENGTHS, tokens=5000).rows
-    assert 5000 <= sum(b - a for row in rows for a, b in row) < 5064
-    assert min(a for row in rows for a, _ in row) >= store.train_tokens
+    pieces = [piece for row in rows for piece in row]
+    assert 5000 <= sum(piece.stop - piece.start for piece in pieces) < 5064
+    assert min(piece.start for piece in pieces) >= store.train_tokens
 
 
 def test_bert_is_asked_the_same_masked_tokens_each_time(store):
@@ -83,20 +84,16 @@ def test_bert_is_asked_the_same_masked_tokens_each_time(store):
 
 
 def test_a_store_that_holds_nothing_out_is_refused(store):
-    class Whole:
-        path, train_documents, train_tokens = "whole", 2, 6
-        offsets = np.array([0, 3, 6])
-        meta = store.meta
-
-    with pytest.raises(ValueError, match="whole holds out no document: prepare it with --holdout"):
-        Evaluation(Whole, 64, LENGTHS)
+    whole = replace(store, train_documents=store.meta["documents"])
+    with pytest.raises(ValueError, match="holds out no document: prepare it with --holdout"):
+        Evaluation(whole, 64, LENGTHS)
 
 
 def test_command_repeats_what_the_run_found(run, store_dir, capsys):
     found = [line for line in run() if line["event"] == "eval"][-1]["val_bpb"]
     capsys.readouterr()
     evaluate.main(["run", "--device", "cpu"])
-    assert f"{found:.4f} bits per byte held out" in capsys.readouterr().out
+    assert f"held-out {found:.4f} bits per byte" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--rows 0"):
         evaluate.main(["run", "--rows", "0"])
 

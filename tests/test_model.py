@@ -1,4 +1,4 @@
-"""What the techniques rely on: the loss, the mask, packed rows, kept tokens, names and sizes.
+"""What the techniques rely on: the mask, packed rows, kept tokens, names and sizes.
 
 The models are tiny and their weights are drawn ten times wider than at initialisation: with the
 published 0.02 attention is nearly uniform, and a wrong mask or position would hardly show.
@@ -14,11 +14,10 @@ import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
 
-import model as model_file
+from kernels import cross_entropy
+from kernels.cross_entropy import IGNORE
 from model import (
-    IGNORE,
     SIZES,
-    LinearCrossEntropy,
     TokenMeta,
     Transformer,
     TransformerConfig,
@@ -60,78 +59,10 @@ def gradients(loss: torch.Tensor, model: Transformer) -> dict[str, torch.Tensor]
 # The loss
 
 
-def head(N: int, V: int, C: int, dtype: torch.dtype, ignored: float) -> tuple:
-    """Random x (N, C), weight (V, C), bias (V,) that want gradients, and targets (N,)."""
-    generator = torch.Generator().manual_seed(0)
-    shapes = ((N, C), (V, C), (V,))
-    leaves = [torch.randn(s, dtype=dtype, generator=generator).requires_grad_() for s in shapes]
-    targets = torch.randint(V, (N,), generator=generator)
-    targets[torch.rand(N, generator=generator) < ignored] = IGNORE
-    return *leaves, targets
-
-
-def plain_loss(x, weight, bias, targets):
-    logits = F.linear(x, weight, bias)
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
-
-
-def slab_loss(x, weight, bias, targets):
-    return LinearCrossEntropy.apply(x, weight, bias, targets, torch.is_grad_enabled())
-
-
-def loss_and_gradients(loss_of, x, weight, bias, targets) -> list[torch.Tensor]:
-    leaves = [leaf for leaf in (x, weight, bias) if leaf is not None]
-    loss = loss_of(x, weight, bias, targets)
-    return [loss, *torch.autograd.grad(0.37 * loss, leaves)]  # any upstream factor but 1
-
-
-@pytest.mark.parametrize("dtype", TOLERANCE)
-@pytest.mark.parametrize("with_bias", [True, False])
-@pytest.mark.parametrize(
-    "N, slab, ignored", [(37, 8, 0.3), (37, 1000, 0.3), (5, 2, 1.0), (0, 8, 0)]
-)
-def test_slab_loss_is_cross_entropy(monkeypatch, dtype, with_bias, N, slab, ignored):
-    monkeypatch.setattr(model_file, "slab_rows", lambda V, device: slab)
-    x, weight, bias, targets = head(N, 29, 6, dtype, ignored)
-    bias = bias if with_bias else None
-    expected = loss_and_gradients(plain_loss, x, weight, bias, targets)
-    found = loss_and_gradients(slab_loss, x, weight, bias, targets)
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape
-        assert_close(one, other, TOLERANCE[dtype])
-    with torch.no_grad():
-        alone = slab_loss(x, weight, bias, targets)
-    assert alone.equal(found[0]) and not alone.requires_grad
-
-
-def test_slab_loss_survives_large_logits():
-    x, weight, bias, targets = head(9, 29, 6, torch.float32, ignored=0)
-    x = (1e4 * x).detach().requires_grad_()
-    expected = loss_and_gradients(plain_loss, x, weight, bias, targets)
-    found = loss_and_gradients(slab_loss, x, weight, bias, targets)
-    for one, other in zip(found, expected, strict=True):
-        assert one.isfinite().all()
-        assert_close(one, other, 1e-5)
-
-
-def test_slab_loss_in_bf16_errs_at_most_twice_as_much_as_the_plain_one(monkeypatch):
-    monkeypatch.setattr(model_file, "slab_rows", lambda V, device: 64)
-    inputs = head(500, 300, 32, torch.float32, ignored=0.3)
-    truth = loss_and_gradients(plain_loss, *inputs)
-    with torch.autocast("cpu", torch.bfloat16):
-        plain = loss_and_gradients(plain_loss, *inputs)
-        slabs = loss_and_gradients(slab_loss, *inputs)
-    for exact, rounded, found in zip(truth, plain, slabs, strict=True):
-        assert found.dtype == torch.float32
-        plain_error = (rounded - exact).norm()
-        assert plain_error > 0  # else this ran in fp32 and shows nothing
-        assert (found - exact).norm() <= 2 * plain_error
-
-
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("kind, pos", KINDS)
 def test_a_models_loss_and_gradients_are_those_of_its_logits(monkeypatch, dtype, kind, pos):
-    monkeypatch.setattr(model_file, "slab_rows", lambda V, device: 5)
+    monkeypatch.setattr(cross_entropy, "chunk_rows", lambda V, device: 5)
     model = tiny(kind, pos, dtype)
     tokens, targets = torch.randint(VOCAB, (2, 3, SEQ_LEN)).unbind()  # (B, T)
     targets[torch.rand(targets.shape) < 0.5] = IGNORE

@@ -1,4 +1,4 @@
-"""Seeds, the log, devices, and how a command ends."""
+"""The log, devices, and how a command ends."""
 
 import importlib
 import json
@@ -9,6 +9,14 @@ import pytest
 import torch
 
 from support import runtime
+
+
+def test_provenance_names_the_commit_from_wherever_it_is_asked(tmp_path, monkeypatch):
+    command = ["git", "describe", "--always", "--dirty"]
+    git = subprocess.run(command, cwd=runtime.ROOT, capture_output=True, text=True)
+    monkeypatch.chdir(tmp_path)
+    assert runtime.provenance()["commit"] == (git.stdout.strip() or "none")
+    assert (runtime.ROOT / "train.py").is_file()
 
 
 def test_log_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path):
@@ -39,9 +47,15 @@ def test_other_ranks_write_no_log(tmp_path):
 
 def test_start_says_what_it_chose():
     found = runtime.start("cpu", "auto")
-    assert found.dtype == torch.float32 and found.first and "cpu (as asked), fp32" in found.why
+    assert found.dtype == torch.float32 and found.is_rank0 and "cpu (as asked), fp32" in found.why
     assert not found.autocast()._enabled
     assert runtime.start("cpu", "bf16").autocast()._enabled
+
+
+def ended(code: str) -> subprocess.CompletedProcess:
+    """Run a text of Python in a process of its own, from the root of the repository."""
+    command = [sys.executable, "-c", code]
+    return subprocess.run(command, cwd=runtime.ROOT, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(
@@ -55,22 +69,23 @@ def test_start_says_what_it_chose():
     ],
 )
 def test_how_a_command_ends(body, status, said):
-    code = f"import runtime\ndef main():\n    {body}\nruntime.exit_cleanly(main)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    code = f"from support import runtime\ndef main():\n    {body}\nruntime.exit_cleanly(main)"
+    done = ended(code)
     assert (done.returncode, done.stderr) == (status, said)
 
 
 def test_a_bug_keeps_its_traceback():
-    code = "import runtime\nruntime.exit_cleanly(lambda: 1 / 0)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    code = "from support import runtime\nruntime.exit_cleanly(lambda: 1 / 0)"
+    done = ended(code)
     assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
 
 
-COMMANDS = ("checkpoint", "curriculum", "data", "difficulty", "evaluate", "ltd", "packing")
+TOP_LEVEL = ("analyze", "curriculum", "evaluate", "ltd", "packing", "prepare", "sample", "train")
+SUPPORT = ("support.checkpoint", "support.published", "support.tokenizer")
 
 
-@pytest.mark.parametrize("name", [*COMMANDS, "published", "sample", "tokenizer", "train"])
+@pytest.mark.parametrize("name", [*TOP_LEVEL, *SUPPORT])
 def test_a_flag_that_a_command_does_not_know_is_one_line(name, monkeypatch):
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--bogus"])
+    monkeypatch.setattr(sys, "argv", [name, "--bogus"])
     with pytest.raises(ValueError, match=r"^[^\n]*\(see --help\)$"):
         importlib.import_module(name).main()

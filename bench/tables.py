@@ -4,21 +4,21 @@ Two axes, because a recipe that costs more seconds for the same tokens is not fr
 to its baseline after the same consumed tokens, and after the same seconds. For the latter the
 baseline gets the tokens that it would have read in the recipe's seconds (results/cost.jsonl); its
 loss at that budget lies between measured budgets (plain at --tokens 900K), and is interpolated
-linearly in the logarithm of tokens, seed by seed. Half a percent of cost is taken for none. Packed
-steps are all alike, so where no cost was timed it is the ratio of their numbers.
+linearly in the logarithm of tokens, seed by seed. A cost within half a percent counts as none. All
+steps of a packed run cost the same, so where none was timed the cost is the ratio of the numbers of
+steps.
 
-    python bench/report.py                                        # markdown, to paste
+    python bench/tables.py                                        # markdown, to paste
 """
 
 import json
 import math
 import statistics
 from itertools import pairwise
-from pathlib import Path
 
 from ablate import BERT, PIECES, RECIPES, ROWS
+from record import ROOT
 
-ROOT = Path(__file__).resolve().parent.parent
 BUDGET = 800_000  # tokens of nano's recipe
 
 
@@ -27,17 +27,17 @@ def records(name: str) -> list[dict]:
 
 
 def measured(what: str) -> dict[str, dict[int, dict[int, float]]]:
-    """recipe -> seed -> budget -> a number of its record; the newest record of each counts."""
-    found: dict[str, dict[int, dict[int, float]]] = {}
+    """recipe -> seed -> budget -> a number of its record; of several records the newest counts."""
+    values: dict[str, dict[int, dict[int, float]]] = {}
     for record in records("ablate.jsonl"):
         budget = round(record["consumed_tokens"], -4)  # the last step goes a little past it
-        seeds = found.setdefault(record["recipe"], {})
+        seeds = values.setdefault(record["recipe"], {})
         seeds.setdefault(record["seed"], {})[budget] = record[what]
-    return found
+    return values
 
 
 def at_budget(losses: dict[int, float], tokens: float) -> float | None:
-    """Interpolate between measured budgets; None where there is one, or `tokens` is far off."""
+    """Interpolate between measured budgets; None where `tokens` is far from all of them."""
     if tokens in losses:
         return losses[tokens]
     for (low, one), (high, other) in pairwise(sorted(losses.items())):
@@ -55,25 +55,25 @@ def spread(values: list[float], sign: str = "") -> str:
 
 
 def table(recipes: list[str], base: str) -> str:
-    """One row a recipe: mean over seeds with the least and the most."""
-    found, steps = measured("val_bpb"), measured("steps")
+    """A row for each recipe: the mean over seeds, with the least and the most."""
+    losses, steps = measured("val_bpb"), measured("steps")
     cost = {r["recipe"]: r["to_plain_min_median_max"][1] for r in records("cost.jsonl")}
     rows = [
         f"| flags | bits per byte | to {base}, equal tokens | cost | equal seconds | seeds |",
         "|---|---|---|---|---|---|",
     ]
     for recipe in recipes:
-        seeds = sorted(set(found.get(recipe, {})) & set(found[base]))
-        mine = {seed: found[recipe][seed].get(BUDGET) for seed in seeds}
-        seeds = [seed for seed in seeds if mine[seed] and BUDGET in found[base][seed]]
-        same_tokens = [mine[seed] - found[base][seed][BUDGET] for seed in seeds]
+        seeds = sorted(set(losses.get(recipe, {})) & set(losses[base]))
+        mine = {seed: losses[recipe][seed].get(BUDGET) for seed in seeds}
+        seeds = [seed for seed in seeds if mine[seed] and BUDGET in losses[base][seed]]
+        same_tokens = [mine[seed] - losses[base][seed][BUDGET] for seed in seeds]
         ratio = cost.get(recipe, math.nan) / cost.get(base, math.nan)
         if recipe not in cost and "--pack" in RECIPES[recipe]:
             ratio = statistics.mean(
                 steps[recipe][seed][BUDGET] / steps[base][seed][BUDGET] for seed in seeds
             )
         tokens = BUDGET if abs(ratio - 1) < 0.005 else BUDGET * ratio
-        theirs = {seed: at_budget(found[base][seed], tokens) for seed in seeds}
+        theirs = {seed: at_budget(losses[base][seed], tokens) for seed in seeds}
         same_seconds = [mine[seed] - theirs[seed] for seed in seeds if theirs[seed]]
         differences = ["", ""] if recipe == base else [same_tokens, same_seconds]
         same, seconds = (spread(values, "+") if values else "" for values in differences)

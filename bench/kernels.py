@@ -1,0 +1,187 @@
+"""Each kernel against its definition: time, memory, and how near it comes to the machine's peak.
+
+For now the cross-entropy of a linear head, forward and backward. Its forms take turns in one
+process, in an order that is reversed each time, so that a noisy machine slows all alike; a ratio is
+the median of the ratios within a turn. Nothing is timed until the chunked form's loss and gradients
+agree with the definition's.
+
+"peak" is the rate of a large matrix product of the same dtype, measured here and now, against the
+6 N C V operations that both forms need. "GB moved" counts every pass that a form makes over an
+array, mostly over its N V logits; where a chunk of them stays in a cache, less goes to memory.
+"GB memory" is what a form takes beyond its inputs and gradients, in a process of its own.
+
+    OMP_NUM_THREADS=2 python bench/kernels.py                    # some minutes
+    OMP_NUM_THREADS=2 python bench/kernels.py --record           # and a line of results/
+    python bench/kernels.py --device cuda --record
+"""
+
+import argparse
+import multiprocessing
+import re
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from record import append, quartiles, surroundings
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
+
+from kernels.cross_entropy import IGNORE, linear_cross_entropy
+from support.runtime import exit_cleanly
+
+FORMS = ("reference", "chunked")
+# Bytes that pass for each of N V logits, counted in the code: the reference goes 9 times over them
+# in the dtype of x, float32 on a CPU and bfloat16 on a GPU; the chunked form 11 times in float32,
+# and in bfloat16 before and after that.
+LOGIT_BYTES = {"cpu": {"reference": 36, "chunked": 44}, "cuda": {"reference": 18, "chunked": 50}}
+PEAK_SIZE = {"cpu": 2048, "cuda": 8192}  # rows and columns of the product that measures the peak
+
+
+class Case(NamedTuple):
+    """A micro-batch of one size of model."""
+
+    N: int  # rows of x: tokens at once
+    C: int
+    V: int
+
+
+CASES = {
+    "nano": Case(N=4096, C=128, V=4160),
+    "124M": Case(N=4096, C=768, V=50304),
+    "1.3B": Case(N=16384, C=2048, V=50304),  # on a GPU alone
+}
+
+
+def inputs_of(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x (N, C) and weight (V, C), which want gradients, and targets (N,), a tenth ignored."""
+    torch.manual_seed(0)
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    x = torch.randn(case.N, case.C, device=device, dtype=dtype)
+    weight = torch.randn(case.V, case.C, device=device, dtype=dtype) / case.C**0.5
+    targets = torch.randint(case.V, (case.N,), device=device)
+    targets[torch.rand(case.N, device=device) < 0.1] = IGNORE
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+def forward_and_backward(form: str, x: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
+    loss = linear_cross_entropy(x, weight, None, targets, impl=form)
+    return [loss, *torch.autograd.grad(loss, (x, weight))]
+
+
+def check(x: Tensor, weight: Tensor, targets: Tensor) -> None:
+    """Refuse to time a form that computes something else than the definition in this dtype."""
+    expected = forward_and_backward("reference", x, weight, targets)
+    result = forward_and_backward("chunked", x, weight, targets)
+    for name, one, other in zip(("loss", "dx", "dweight"), result, expected, strict=True):
+        error = ((one.double() - other.double()).norm() / other.double().norm()).item()
+        if not error < 4 * torch.finfo(x.dtype).eps ** 0.75:
+            raise ValueError(
+                f"chunked: {name} differs by {error:.1e} of its norm: nothing is timed"
+            )
+
+
+def seconds(function: Callable[[], object], device: str) -> float:
+    if device == "cuda":
+        torch.cuda.synchronize()
+    started = time.perf_counter()
+    function()
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter() - started
+
+
+def peak_flops(device: str) -> float:
+    """Operations a second of a large matrix product, the best of five."""
+    n = PEAK_SIZE[device]
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    left, right = torch.randn(2, n, n, device=device).to(dtype)
+    return 2 * n**3 / min(seconds(lambda: left @ right, device) for _ in range(5))
+
+
+def memory_bytes(case: Case, form: str, device: str) -> int:
+    """Peak memory of one call, beyond its inputs and gradients, in a process of its own."""
+    with multiprocessing.get_context("spawn").Pool(1) as pool:
+        return pool.apply(peak_of_one_call, (case, form, device))
+
+
+def peak_of_one_call(case: Case, form: str, device: str) -> int:
+    """As memory_bytes, in this process; on a CPU by its resident pages, so to a few MB."""
+    forward_and_backward(form, *inputs_of(Case(N=8, C=8, V=8), device))  # what torch loads late
+    x, weight, targets = inputs_of(case, device)
+    gradients = sum(t.numel() * t.element_size() for t in (x, weight))
+
+    def high_water() -> int:
+        if device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+
+    before = torch.cuda.memory_allocated() if device == "cuda" else high_water()
+    forward_and_backward(form, x, weight, targets)
+    return max(high_water() - before - gradients, 0)
+
+
+def measure(case: Case, device: str, turns: int, peak: float) -> dict[str, dict]:
+    """Figures of each form, in the order of FORMS."""
+    inputs = inputs_of(case, device)
+    check(*inputs)
+    took: dict[str, list[float]] = {form: [] for form in FORMS}
+    order = list(FORMS)
+    for _ in range(turns):
+        for form in order:
+            one = seconds(lambda form=form: forward_and_backward(form, *inputs), device)
+            took[form].append(one)
+        order.reverse()
+    figures = {}
+    for form in FORMS:
+        ratios = [a / b for a, b in zip(took[form], took["reference"], strict=True)]
+        logits = LOGIT_BYTES[device][form] * case.N * case.V
+        matrices = 3 * (case.N + case.V) * case.C * inputs[0].element_size()
+        flops = 6 * case.N * case.C * case.V
+        figures[form] = {
+            "ms": quartiles([1e3 * one for one in took[form]]),
+            "ratio": quartiles(ratios),
+            "percent_of_peak": round(100 * flops / statistics.median(took[form]) / peak, 1),
+            "gb_moved": round((logits + matrices) / 1e9, 3),
+            "memory_gb": round(memory_bytes(case, form, device) / 1e9, 3),
+        }
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--size", choices=CASES, action="append", help="(default: those that fit)")
+    parser.add_argument("--turns", type=int, default=7, help="of each form (7)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--record", action="store_true", help="append to results/kernels.jsonl")
+    args = parser.parse_args()
+    if args.turns < 2:
+        raise ValueError(f"--turns {args.turns}: choose 2 or more")
+    record = surroundings(args.device) | {"bench": "kernels", "kernel": "cross_entropy"}
+    peak = peak_flops(args.device)
+    record |= {"peak_tflops": round(peak / 1e12, 3), "turns": args.turns, "sizes": {}}
+    print(f"{record['hardware']}, {record['threads']} threads, {record['peak_tflops']} TFLOP/s")
+    sizes = args.size or (list(CASES) if args.device == "cuda" else ["nano", "124M"])
+    for size in sizes:
+        case = CASES[size]
+        figures = measure(case, args.device, args.turns, peak)
+        record["sizes"][size] = case._asdict() | {"forms": figures}
+        print(f"\n{size}: N {case.N:,}, C {case.C:,}, V {case.V:,}; medians [quartiles]")
+        for form, figure in figures.items():
+            low, median, high = figure["ms"]
+            print(
+                f"{form:>10} {median:9.2f} ms [{low:.2f}, {high:.2f}]"
+                f"  {figure['ratio'][1]:.2f} of reference, {figure['percent_of_peak']} % of peak,"
+                f" {figure['gb_moved']} GB moved, {figure['memory_gb']} GB memory"
+            )
+    if args.record:
+        append("kernels", record)
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
