@@ -92,7 +92,7 @@ REFUSED = {
     "--ltd-start 64": r"--ltd-start 64 has no effect without --ltd",
     "--curriculum-share 0.9": r"--curriculum-share 0.9 has no effect without --curriculum",
     "--heads 3": r"--heads 3 does not divide --width 128",
-    "--pos rope --width 12 --heads 4": r"--pos rope turns pairs",
+    "--pos rope --width 12 --heads 4": r"--pos rope rotates pairs",
 }
 
 
