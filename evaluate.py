@@ -8,11 +8,12 @@ each other, and every token is a target.
 """
 
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from data import Piece, Samples, SpecialIds, collate, mask_tokens
 from packing import best_fit
@@ -66,35 +67,54 @@ class Evaluation:
         special_tokens = seq_len - samples.max_piece_len  # a BERT's [CLS] and [SEP]
         packed = best_fit((sizes + special_tokens).tolist(), seq_len)
         self.rows = [[pieces[item] for item in row] for row in packed]
+        part = f"{sizes.sum():,} of {samples.stop - samples.start:,}"
+        self.text = f"{'all' if len(spans) == len(samples) else part} held-out tokens"
         self.store, self.seq_len = store, seq_len
         self.lengths, self.special_ids = lengths, special_ids
 
     @torch.no_grad()
-    def run(self, model: nn.Module, runtime: Runtime, rows: int) -> HeldOut:
+    def run(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        rows: int,
+        between: Callable[[str, int, int], None] = lambda what, done, of: None,
+    ) -> HeldOut:
         """Evaluate the model on all rows, `rows` at a time, shared out over the ranks.
 
         The model is in evaluation mode meanwhile and left in the mode it was in.
+
+        Args:   between called after every batch, as often on each rank, with how many rows of how
+                        many are done; it may raise to end the evaluation
         """
         was_training = model.training
         model.eval()
-        nats, targets, size = 0.0, 0, 0
-        for first in range(runtime.rank * rows, len(self.rows), runtime.world_size * rows):
-            batch = collate(
-                self.store, self.rows[first : first + rows], self.seq_len, self.special_ids
-            )
-            if self.special_ids:
-                numbers = range(first, first + len(batch.tokens))
-                uniform = [np.random.default_rng(row).random(self.seq_len) for row in numbers]
-                batch = mask_tokens(batch, torch.from_numpy(np.stack(uniform)), self.special_ids)
-            counted = batch.targets[batch.targets >= 0]
-            targets += len(counted)
-            size += int(self.lengths[counted.numpy()].sum())
-            with runtime.autocast():
-                nats += model(batch.to(runtime.device)).item()
-        model.train(was_training)
-        total = torch.tensor([nats, targets, size], dtype=torch.float64)
-        nats, targets, size = runtime.reduce(total.to(runtime.device)).tolist()
+        sums = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
+        together = runtime.world_size * rows
+        try:
+            for first in range(0, len(self.rows), together):
+                sums += self.batch(model, runtime, first + runtime.rank * rows, rows)
+                between("evaluation: row", min(first + together, len(self.rows)), len(self.rows))
+        finally:
+            model.train(was_training)
+        nats, targets, size = runtime.reduce(sums.to(runtime.device)).tolist()
         return HeldOut(nats / targets, nats / math.log(2) / max(size, 1), int(targets), int(size))
+
+    def batch(self, model: nn.Module, runtime: Runtime, first: int, rows: int) -> Tensor:
+        """(3,) nats, targets and bytes of text of `rows` rows from `first` on, as many as exist."""
+        mine = self.rows[first : first + rows]
+        if not mine:
+            return torch.zeros(3, dtype=torch.float64)
+        batch = collate(self.store, mine, self.seq_len, self.special_ids)
+        if self.special_ids:
+            numbers = range(first, first + len(mine))
+            uniform = [np.random.default_rng(row).random(self.seq_len) for row in numbers]
+            batch = mask_tokens(batch, torch.from_numpy(np.stack(uniform)), self.special_ids)
+        counted = batch.targets[batch.targets >= 0]
+        size = int(self.lengths[counted.numpy()].sum())
+        with runtime.autocast():
+            nats = model(batch.to(runtime.device)).item()
+        return torch.tensor([nats, len(counted), size], dtype=torch.float64)
 
 
 def main(argv: list[str] | None = None) -> None:

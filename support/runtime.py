@@ -47,6 +47,12 @@ class Runtime:
             dist.all_reduce(values)
         return values
 
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether it holds on some rank; the answer is the same on every rank."""
+        if self.world_size == 1:
+            return flag  # without a tensor, whose reading would wait for the device
+        return self.reduce(torch.tensor(float(flag), device=self.device)).item() > 0
+
     def gather(self, value: Any) -> list:
         """`value` of every rank, in rank order, on every rank."""
         values = [value] * self.world_size
@@ -110,6 +116,10 @@ def start(device: str, dtype: str) -> Runtime:
     ranks = f"{world_size} processes" if world_size > 1 else "one process"
     why = f"{kind} ({chosen}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
     return Runtime(rank, world_size, own, DTYPES[dtype], why)
+
+
+class Stopped(Exception):
+    """Some rank was asked to stop; raised on all of them at the same place."""
 
 
 class StopSignal:
