@@ -29,7 +29,6 @@ from difficulty import METRICS, DifficultyIndex, fingerprint, index_folder, metr
 from support import runtime
 from support.atomic import atomic_write, folder_lock
 from support.runtime import Runtime
-from support.token_store import check_tokens
 from support.tokenizer import get_encoding
 
 BLOCK = 1 << 18  # tokens measured at once: what a core's cache holds
@@ -60,7 +59,7 @@ def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray
             edge[start - start[0]] += 1
             edge[stop - start[0]] -= 1
             tokens = tokens[np.cumsum(edge[:-1]).astype(bool)]
-        check_tokens(samples.store, tokens.max())
+        samples.store.check_tokens(tokens.max())
         yield tokens.astype(np.int64), lengths  # what indexing by them would cast to, more slowly
 
 
@@ -392,11 +391,11 @@ def ready(
     samples: Samples, metrics: str, given: str | None, ranks: Runtime
 ) -> dict[str, DifficultyIndex]:
     """Open the index of each ranked metric; make those that a small store lacks."""
-    names = [name for name in metrics.split(",") if metric(name)]
+    names = [name for name in metrics if metric(name)]
     if not names:
         return {}
     prints = {name: fingerprint(samples, name) for name in names}
-    path, kind, row_len = str(samples.store.path), samples.kind, samples.row_len
+    path, kind, row_len = str(samples.store.path), samples.kind, samples.seq_len
     folder = index_folder(given, path, kind, row_len)
     lacking = ranks.on_rank0(
         lambda: [

@@ -50,7 +50,7 @@ class CurriculumConfig:
     share: str = flag("0.4", "share of --tokens after which nothing is too hard")
     pace: str | None = flag(None, f"{PACES} (default: linear for lengths, else root:2)")
     by: str = flag("percentile", "unit of a ranked metric's difficulty", ("percentile", "value"))
-    index: str | None = flag(None, "folder that analyze wrote (default: in the store's)")
+    index: str | None = field(default=None, metadata={"help": "folder that analyze wrote (default: in the store's)", "free": True})
 
 
 # ---- pacing: difficulty as a pure function of progress
@@ -318,11 +318,24 @@ class Pool:
         return len(self.filters) > 1 and not any((self.ids(part) >= 0).any() for part in ranks)
 
 
+class MetricSettings(NamedTuple):
+    name: str
+    config: Any
+
+
+def parse_metrics(config, seq_len, kind):
+    if config.metric == "none":
+        return ()
+    config = settled(config, seq_len)
+    check(config, seq_len, kind)
+    return tuple(MetricSettings(n, config) for n in config.metric.split(","))
+
+
 class Stage(NamedTuple):
     """What a curriculum allows at one point of a run."""
 
     difficulty: dict[str, float]  # of each metric
-    limit: int  # tokens of a sample
+    max_piece_len: int  # tokens of a sample
     pool: Pool | None  # None: every sample
     note: str  # how an empty pool was widened
 
@@ -331,8 +344,9 @@ class Curriculum:
     """All metrics of a run together: a pure function from the clock to a Stage."""
 
     def __init__(
-        self, config: CurriculumConfig, budget: float, seq_len: int, indexes: dict[str, Any]
+        self, metrics, budget: float, seq_len: int, indexes: dict[str, Any]
     ):
+        config = metrics[0].config
         highest = {name: math.ceil(index.highest(len(index))) for name, index in indexes.items()}
         for name, end in highest.items() if config.by == "value" else ():
             if end < 2:

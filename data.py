@@ -1,8 +1,24 @@
-"""How a batch comes about: store -> samples -> rows -> Batch. No technique, no training loop."""
+"""How a batch comes about: store -> samples -> rows -> Batch. No technique, no training loop.
+
+    token store   one long array of token ids, document after document      support/token_store.py
+    Samples       sample id -> span: the first and one-past-last token of a piece of text
+    draw          number of the draw -> sample id, pass after pass over a shuffled pool
+    cut           span -> pieces of at most so many tokens
+    collate       rows, each a list of pieces -> Batch
+    mask_tokens   Batch -> Batch, with what a BERT has to guess
+
+Which samples are drawn and how pieces share a row is decided in plan.py. Of the token ids of a
+store, document i being tokens[offsets[i]:offsets[i + 1]], a GPT reads a piece like this:
+
+    store     ... the  end  Call  me  Ishmael  .  end  Some ...
+    piece                  [Call  me  Ishmael  .  end]
+    tokens            end   Call  me  Ishmael  .              the token before each target
+    targets                 Call  me  Ishmael  .  end         every token of the piece, once
+"""
 
 import os
 from functools import lru_cache
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -12,117 +28,175 @@ from tqdm import tqdm
 
 from kernels.cross_entropy import IGNORE
 from support.atomic import atomic_write, folder_lock
-from support.token_store import Store, check_tokens
+from support.rng import seed_of, shuffled
+from support.token_store import Store
 
-IN_MEMORY = 1 << 20  # samples of which every process keeps a table of its own
-CUT = 1 << 18  # documents cut at once
+KINDS = ("pieces", "rows", "bert")
+KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT"
+IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
+DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
+CANDIDATES_AT_ONCE = 1 << 18  # of a draw, where filters refuse some
 
 
 class Samples:
-    """Sample id -> span of the token stream. A sample is a piece of a document of at most T tokens.
+    """Sample id -> span of the token store. A sample is a piece of text that fits one row.
 
-    Each document is cut at multiples of T from its own start, so its tokens are targets exactly
-    once a pass. With `stream` the whole split counts as one document: equal rows, cut across
-    document boundaries, which is how GPTs are commonly trained without packing.
+    A document is cut at multiples of `max_piece_len` from its own start, so that each of its tokens
+    is a target exactly once a pass. Of the kind `rows` the whole split counts as one document: rows
+    of equal length, cut across documents, which is how GPTs are commonly trained without packing.
 
-    Rows are found by arithmetic, pieces in a table of 16 bytes a sample. That of a large store is a
-    file in it, made on first use and mapped: a billion samples open as fast as a thousand.
+    The spans of rows follow from arithmetic; those of pieces are a table of 16 bytes a sample. The
+    table of a large store is a file in it, made on first use and mapped into memory, so that a
+    billion samples open as fast as a thousand.
 
-    Args: seq_len tokens a sample holds at most, special tokens not counted
-          split   train | val: documents that are held out are the last of the store
-          stream  cut the stream, not the documents
-          without_eot    leave the end-of-text out (BERT frames a piece in [CLS] and [SEP] instead)
+    Args: kind    pieces | rows | bert: a BERT's pieces leave out end-of-text and make room for the
+                  [CLS] and [SEP] that collate puts around them
+          seq_len tokens of a row
+          split   train | val: the documents that are held out are the last ones of the store
     """
 
-    def __init__(
-        self, store: Store, seq_len: int, split: str = "train", stream=False, without_eot=False
-    ):
+    def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
+        self.store, self.kind, self.seq_len, self.split = store, kind, seq_len, split
+        self.max_piece_len = seq_len - 2 if kind == "bert" else seq_len
         n = store.train_documents
         offsets = store.offsets[: n + 1] if split == "train" else store.offsets[n:]
-        self.store, self.seq_len, self.made = store, seq_len, (split, stream, without_eot)
         self.start, self.stop = int(offsets[0]), int(offsets[-1])
-        self.table = None if stream else self._table(offsets)
-
-    @classmethod
-    def of(cls, store: Store, kind: str, row_len: int) -> "Samples":
-        """Training samples by how they are laid out: rows of the stream, pieces, or a BERT's."""
-        bert = kind == "bert"
-        samples = cls(store, row_len - 2 * bert, stream=kind == "rows", without_eot=bert)
-        samples.kind, samples.row_len = kind, row_len
-        return samples
+        self.table = None if kind == "rows" else self._table(offsets)
 
     def _table(self, offsets: np.ndarray) -> np.ndarray:
-        """(N, 2) int64 spans of all samples, of documents between consecutive `offsets`."""
-        split, _, without_eot = self.made
-        cuts = range(0, max(len(offsets) - 1, 1), CUT)
-        parts = (pieces(offsets[a : a + CUT + 1], self.seq_len, int(without_eot)) for a in cuts)
-        most = len(offsets) + (self.stop - self.start) // self.seq_len
-        if most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
+        """(N, 2) int64: the spans of all samples of the documents that `offsets` separate."""
+        without_eot = self.kind == "bert"
+        firsts = range(0, max(len(offsets) - 1, 1), DOCUMENTS_AT_ONCE)
+        parts = (
+            spans_of_documents(
+                offsets[first : first + DOCUMENTS_AT_ONCE + 1], self.max_piece_len, without_eot
+            )
+            for first in firsts
+        )
+        at_most = len(offsets) + (self.stop - self.start) // self.max_piece_len
+        if at_most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
             return np.concatenate(list(parts))
-        kind = f"{'without_eot-' * without_eot}{split}-{self.seq_len}"
-        file = self.store.path / f"{kind}-{self.store.meta['sha256']['documents.idx'][:16]}.spans"
+        name = f"{'bare-' * without_eot}{self.split}-{self.max_piece_len}"
+        file = self.store.path / f"{name}-{self.store.meta['sha256']['documents.idx'][:16]}.spans"
         with folder_lock(self.store.path):
             if not file.exists():
                 with atomic_write(file) as out:
-                    for part in tqdm(parts, file.name, len(cuts), disable=None, leave=False):
+                    for part in tqdm(parts, file.name, len(firsts), disable=None, leave=False):
                         out.write(part)
         return np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
 
     def __len__(self) -> int:
-        rows = -(-(self.stop - self.start) // self.seq_len)
+        rows = -(-(self.stop - self.start) // self.max_piece_len)
         return rows if self.table is None else len(self.table)
 
     def spans(self, ids: np.ndarray) -> np.ndarray:
         """(n,) sample ids -> (n, 2) first and one-past-last token of each in the store."""
         if self.table is not None:
             return self.table[ids]
-        start = self.start + ids * self.seq_len
-        return np.stack((start, np.minimum(start + self.seq_len, self.stop)), axis=1)
+        start = self.start + ids * self.max_piece_len
+        return np.stack((start, np.minimum(start + self.max_piece_len, self.stop)), axis=1)
 
     def read_tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens of the store, read, not mapped: a mapping's pages stay, and cost more to make."""
+        """Tokens of the store by reading its file.
+
+        The mapped array would do, but its pages stay in this process's memory once they were
+        touched, and an analysis touches them all.
+        """
         file, tokens = self.store.path / "tokens.bin", self.store.tokens
         return np.fromfile(file, tokens.dtype, stop - start, offset=start * tokens.itemsize)
 
     def identity(self) -> dict:
         """What an index of these samples rests on: store, tokenizer, split and sample length."""
         meta = self.store.meta
-        kept = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
-        return {"made": self.made, "seq_len": self.seq_len, **{key: meta[key] for key in kept}}
+        names = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
+        made = (self.split, self.kind == "rows", self.kind == "bert")
+        return {"made": made, "seq_len": self.max_piece_len, **{name: meta[name] for name in names}}
 
 
-def pieces(offsets: np.ndarray, seq_len: int, without_eot: int) -> np.ndarray:
-    """(n, 2) spans of documents cut at multiples of seq_len, without the last `without_eot` tokens.
+def spans_of_documents(offsets: np.ndarray, max_piece_len: int, without_eot: bool) -> np.ndarray:
+    """(n, 2) spans of documents cut at multiples of max_piece_len from their own starts.
 
-    Example:  pieces([0, 5, 6], 2, 0) is (0, 2), (2, 4), (4, 5), (5, 6)
+    Example:  offsets [0, 5, 6] at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6)
     """
     start, stop = offsets[:-1], offsets[1:] - without_eot  # (N,)
-    counts = -(-(stop - start) // seq_len)
+    counts = -(-(stop - start) // max_piece_len)
     before = np.cumsum(counts) - counts
-    first = np.repeat(start - seq_len * before, counts) + seq_len * np.arange(counts.sum())  # (n,)
-    return np.stack((first, np.minimum(first + seq_len, np.repeat(stop, counts))), axis=1)
-
-
-KINDS = ("pieces", "rows", "bert")
-KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT"
+    # the k-th piece of all, less the pieces before its document, says how far into it it starts
+    first = np.repeat(start - max_piece_len * before, counts)
+    first = first + max_piece_len * np.arange(counts.sum())  # (n,)
+    return np.stack((first, np.minimum(first + max_piece_len, np.repeat(stop, counts))), axis=1)
 
 
 @lru_cache(maxsize=1)
-def open_samples(path: str, kind: str, row_len: int) -> Samples:
-    """The training samples of a store, opened once a process: what a worker is sent is the name."""
-    return Samples.of(Store.open(path), kind, row_len)
+def open_samples(path: str, kind: str, seq_len: int) -> Samples:
+    """The training samples of a store, opened once a process: a worker is sent their names only."""
+    return Samples(Store.open(path), kind, seq_len)
+
+
+class Drawn(NamedTuple):
+    spans: np.ndarray  # (n, 2)
+    next_sample: int  # the number of the draw that comes after these
+
+
+def draw(
+    samples: Samples, pool: Any | None, *, first: int, count: int, stage_start: int, seed: int
+) -> Drawn:
+    """`count` samples of the pool, from draw number `first` on.
+
+    A stage shuffles the ranks of its pool pass after pass, so no sample comes again before all of
+    them came. Where several filters meet, a draw that one of them refuses is passed over.
+
+    Args:    pool        a curriculum's pool of samples, sorted by difficulty; None: every sample
+             stage_start the number of the draw at which the pool became what it is
+             seed        of the run
+    """
+    key = seed_of(seed, "stage", stage_start) if stage_start else seed
+    ranks_in_all = pool.reach if pool else len(samples)
+    draws_per_sample = pool.reach / max(pool.size, 1) if pool else 1  # 1 with a single filter
+    ids = np.empty(0, np.int64)
+    while len(ids) < count:
+        wanted = count - len(ids)
+        asked = wanted
+        if draws_per_sample > 1:
+            asked = min(int(1.1 * draws_per_sample * wanted) + 64, CANDIDATES_AT_ONCE)
+        numbers = np.arange(first - stage_start, first - stage_start + asked)
+        ranks = shuffled(numbers, ranks_in_all, key)
+        candidates = pool.ids(ranks) if pool else ranks
+        accepted = np.flatnonzero(candidates >= 0)[:wanted]
+        ids = np.concatenate((ids, candidates[accepted]))
+        first += asked if len(accepted) < wanted else int(accepted[-1]) + 1
+    return Drawn(spans=samples.spans(ids), next_sample=first)
+
+
+class Piece(NamedTuple):
+    """Tokens start..stop of the store; the first `seen` are context, targets in an earlier row."""
+
+    start: int
+    stop: int
+    seen: int = 0
+
+
+def cut(spans: np.ndarray, max_piece_len: int) -> list[list[Piece]]:
+    """Cut each span into pieces of at most so many tokens: (0, 5) at 2 is 0..2, 2..4, 4..5."""
+    return [
+        [
+            Piece(start=first, stop=min(first + max_piece_len, stop))
+            for first in range(start, stop, max_piece_len)
+        ]
+        for start, stop in spans.tolist()
+    ]
 
 
 class Batch(NamedTuple):
-    """Rows for the model; the only thing all techniques see. Each (B, T) int64.
+    """Rows for the model; the only thing that all techniques see. Each field is (B, T) int64.
 
-    `positions` and `doc_ids` are None when every row is one whole piece: nothing to say about it.
+    `positions` and `doc_ids` are None where every row is one piece that fills it.
     """
 
     tokens: Tensor
     targets: Tensor  # IGNORE where nothing is predicted
-    positions: Tensor | None  # restart at 0 with every piece
-    doc_ids: Tensor | None  # count the pieces of a row from 0; -1 on padding
+    positions: Tensor | None  # from 0 in every piece
+    doc_ids: Tensor | None  # the pieces of a row are numbered from 0; padding is -1
 
     def rows(self, part: slice) -> "Batch":
         return Batch(*(None if field is None else field[part] for field in self))
@@ -134,12 +208,12 @@ class Batch(NamedTuple):
 
 
 class SpecialIds(NamedTuple):
-    """BERT's special ids; `words` is how many ids stand for text."""
+    """The ids that a BERT needs besides those of text, which are 0..text_ids - 1."""
 
     cls: int
     sep: int
     mask: int
-    words: int
+    text_ids: int
 
     @classmethod
     def of(cls, encoding: tiktoken.Encoding) -> "SpecialIds":
@@ -147,30 +221,19 @@ class SpecialIds(NamedTuple):
         return cls(*(encoding.encode_single_token(name) for name in names))
 
 
-def cut(spans: np.ndarray, limit: int) -> list[list[tuple[int, int]]]:
-    """Cut each span into pieces of at most `limit` tokens: [[(0, 5)]] at 2 is (0,2) (2,4) (4,5)."""
-    return [
-        [(a, min(a + limit, stop)) for a in range(start, stop, limit)]
-        for start, stop in spans.tolist()
-    ]
-
-
 def collate(
-    store: Store,
-    rows: list[list[tuple[int, ...]]],
-    seq_len: int,
-    special_ids: SpecialIds | None = None,
+    store: Store, rows: list[list[Piece]], seq_len: int, special_ids: SpecialIds | None = None
 ) -> Batch:
     """Read the pieces of each row from the store and lay them side by side.
 
-    GPT (`special_ids` None): a piece's inputs are the token before it and its own but the last;
-    before the first piece of a document stands end-of-text, which precedes it in the store.
-    BERT: the piece between the two; the targets are its tokens, and IGNORE on the other
-    two. Which of them are masked is decided by `mask_tokens`.
+    GPT (special_ids None): every token of a piece is a target. Its inputs are the token before the
+        piece, which is end-of-text where a document begins, and all its tokens but the last.
+    BERT: a piece stands between [CLS] and [SEP]; its tokens are inputs and targets. Which of them
+        count is decided by `mask_tokens`.
 
-    Args:    rows (B lists of pieces: first and one-past-last token in the store, and, where it is
-             not 0, how many at its start are context only, because they were targets before)
+    Args:    rows of pieces; a row without any is all padding
     Returns: Batch of (B, seq_len)
+    Raises:  ValueError for a store with a token outside its vocabulary
     """
     B, T = len(rows), seq_len
     end_of_text = store.meta["end_of_text"]
@@ -179,39 +242,39 @@ def collate(
     positions = np.zeros((B, T), dtype=np.int64)
     doc_ids = np.full((B, T), -1, dtype=np.int64)
     for r, row in enumerate(rows):
-        place = 0
+        first = 0
         for number, piece in enumerate(row):
-            start, stop, seen = (*piece, 0)[:3]
-            text = store.tokens[start:stop]
-            length = stop - start + (2 if special_ids else 0)
-            here = slice(place, place + length)
+            text = store.tokens[piece.start : piece.stop]
+            length = len(text) + (2 if special_ids else 0)
+            filled = slice(first, first + length)
             if special_ids:
-                tokens[r, here] = [special_ids.cls, *text, special_ids.sep]
-                targets[r, place + 1 : place + length - 1] = text
+                tokens[r, filled] = [special_ids.cls, *text, special_ids.sep]
+                targets[r, first + 1 : first + length - 1] = text
             else:
-                tokens[r, place] = store.tokens[start - 1] if start else end_of_text
-                tokens[r, place + 1 : place + length] = text[:-1]
-                targets[r, here] = text
-                targets[r, place : place + seen] = IGNORE
-            positions[r, here] = np.arange(length)
-            doc_ids[r, here] = number
-            place += length
-    check_tokens(store, max(tokens.max(), targets.max()))
+                tokens[r, first] = store.tokens[piece.start - 1] if piece.start else end_of_text
+                tokens[r, first + 1 : first + length] = text[:-1]
+                targets[r, filled] = text
+                targets[r, first : first + piece.seen] = IGNORE
+            positions[r, filled] = np.arange(length)
+            doc_ids[r, filled] = number
+            first += length
+    store.check_tokens(max(tokens.max(), targets.max()))
     if (doc_ids == 0).all():
         return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), None, None)
     return Batch(*(torch.from_numpy(field) for field in (tokens, targets, positions, doc_ids)))
 
 
-def mask_tokens(batch: Batch, choice: Tensor, special_ids: SpecialIds) -> Batch:
-    """Hide 15 % of the tokens from BERT: 80 % of these as [MASK], 10 % as another, 10 % as is.
+def mask_tokens(batch: Batch, uniform: Tensor, special_ids: SpecialIds) -> Batch:
+    """Choose 15 % of the tokens for a BERT to predict: 80 % [MASK], 10 % another, 10 % as they are.
 
     Paper:   Devlin et al., arXiv 1810.04805, section 3.1
-    Args:    choice (B, T) float64 uniform in [0, 1): one number decides all three
+    Args:    uniform (B, T) float64 in [0, 1): this one number decides all three for its token
     Returns: the batch with masked tokens, and targets that are IGNORE where nothing is masked
     """
-    u = choice / 0.15  # below 1: masked
+    u = uniform / 0.15  # below 1: masked
     masked = (batch.targets != IGNORE) & (u < 1)
-    other = ((u - 0.8) * 10 * special_ids.words).long().clamp(0, special_ids.words - 1)
+    text_ids = special_ids.text_ids
+    another = ((u - 0.8) * 10 * text_ids).long().clamp(0, text_ids - 1)
     tokens = torch.where(masked & (u < 0.8), special_ids.mask, batch.tokens)
-    tokens = torch.where(masked & (u >= 0.8) & (u < 0.9), other, tokens)
+    tokens = torch.where(masked & (u >= 0.8) & (u < 0.9), another, tokens)
     return batch._replace(tokens=tokens, targets=torch.where(masked, batch.targets, IGNORE))

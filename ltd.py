@@ -13,8 +13,9 @@ Paper: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597, se
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor
 
 
@@ -25,10 +26,15 @@ class LtdConfig:
     )
     start: int | None = field(
         default=None,
-        metadata={"help": "tokens of a row kept at first (default: half of --seq-len)"},
+        metadata={"help": "tokens of a row kept at first (default: half of --seq-len)", "least": 1},
     )
     share: float = field(
-        default=0.7, metadata={"help": "share of --tokens after which all tokens are kept"}
+        default=0.7,
+        metadata={
+            "help": "share of --tokens after which all tokens are kept",
+            "above": 0,
+            "most": 1,
+        },
     )
 
 
@@ -42,7 +48,8 @@ def kept_tokens(progress: float, start: int, share: float, seq_len: int) -> int:
              start    tokens kept at progress 0, 1 <= start <= seq_len
              share    progress from which on all `seq_len` are kept
     Returns: tokens, a multiple of 16 except that it is never below start nor above seq_len
-    Deviates: upstream rounds below its minimum, and reaches seq_len late when 16 does not divide it
+    Deviates: DeepSpeed's scheduler (data_routing/scheduler.py) rounds below its minimum, and
+             reaches seq_len late when 16 does not divide it
     Example: kept_tokens(0.35, 64, 0.7, 256) == 160, half-way from 64 to 256
     """
     if progress >= share:
@@ -59,7 +66,8 @@ def draw(keep: int, score: Tensor, padding: Tensor | None = None) -> Tensor:
              padding (B, T) bool or None; padding is dropped before any real token
     Returns: (B, K) int64, ascending, so that a causal mask among kept tokens is still a triangle
     Raises:  ValueError if keep is outside 1..T
-    Deviates: upstream lets padding compete with real tokens for the K places
+    Deviates: in DeepSpeed (data_routing/basic_layer.py) padding competes with real tokens for the
+             K positions
     Example: draw(2, tensor([[0.1, 0.9, 0.5, 0.7]])) == [[1, 3]]
     """
     T = score.shape[1]
@@ -86,38 +94,74 @@ def run_kept(block: Callable, x: Tensor, meta, kept: Tensor) -> Tensor:
     return x.scatter(1, index, y)
 
 
-def token_dropping(keep: int, layers: int, choose: Callable[..., Tensor]) -> Callable:
-    """The `run_block` of a step: the first and the last of `layers` see every token, others `keep`.
+def token_dropping(keep: int, layers: int, choose: Callable[..., Tensor], inner: Callable):
+    """A `run_block`: the first and the last of `layers` see every token, the others `keep` of them.
 
-    Args:    choose (layer, x, meta) -> (B, K) int64: the draw, handed in so that its randomness
-             is the caller's. Rows of at most `keep` tokens run whole and draw nothing.
+    Rows of at most `keep` tokens run whole, and nothing is drawn for them.
+
+    Args:    choose (layer, x, meta) -> (B, K) int64, the draw
+             inner  the run_block that runs a block on the tokens it is given
     """
 
     def run_block(layer: int, block: Callable, x: Tensor, meta) -> Tensor:
         if layer in (0, layers - 1) or keep >= x.shape[1]:
-            return block(x, meta)
-        return run_kept(block, x, meta, choose(layer, x, meta))
+            return inner(layer, block, x, meta)
+
+        def run_on_kept(y: Tensor, meta_of_kept) -> Tensor:
+            return inner(layer, block, y, meta_of_kept)
+
+        return run_kept(run_on_kept, x, meta, choose(layer, x, meta))
 
     return run_block
 
 
-def layer_tokens(layers: int, keep: int, seq_len: int) -> int:
-    """Token-layers that a row of `seq_len` costs: T for the first and last layer, K for the others.
+def run_block(settings, context, first_row: int, inner: Callable) -> Callable:
+    """The run_block of one step for rows of one rank.
 
-    Example: layer_tokens(6, 128, 256) == 2 * 256 + 4 * 128 == 1024
+    Args:    settings  of the run
+             context   of the step: progress, the rows of all ranks, and its random generators
+             first_row number of this micro-batch's first row among the rows of all ranks
+             inner     the run_block that this one wraps
     """
-    dropped = max(layers - 2, 0)
-    return (layers - dropped) * seq_len + dropped * min(keep, seq_len)
+    keep = kept_tokens(
+        context.progress, settings.ltd.start, settings.ltd.share, settings.data.seq_len
+    )
+
+    def choose(layer: int, x: Tensor, meta) -> Tensor:
+        # drawn for the rows of all ranks: who runs a row does not change what it drops
+        B, T, _ = x.shape
+        generator = context.generator(x.device, "ltd", layer)
+        score = torch.rand(context.rows, T, generator=generator, device=x.device)
+        padding = None if meta.doc_ids is None else meta.doc_ids < 0
+        return draw(keep, score[first_row : first_row + B], padding)
+
+    return token_dropping(keep, settings.model.layers, choose, inner)
 
 
-def effective_tokens(real_tokens: int, layers: int, keep: int, seq_len: int) -> int:
-    """What a step adds to the clock: its real tokens, scaled by the share of layers they ran.
+def tokens_by_layer(settings, context, tokens: list[int]) -> list[int]:
+    """How many tokens of a row each layer sees, given how many it would see without this technique.
 
-    Paper:   arXiv 2212.03597, section 3.3: a = floor((T (L - l) + r l) / L) for l dropped layers
-    Returns: floor(real_tokens a / T), which is rows times a when rows are full
-    Example: effective_tokens(512, 6, 128, 256) == 512 * 170 // 256 == 340
+    Example: rows of 256 in 6 layers that keep 128: [256, 128, 128, 128, 128, 256]
     """
-    return real_tokens * (layer_tokens(layers, keep, seq_len) // layers) // seq_len
+    keep = kept_tokens(
+        context.progress, settings.ltd.start, settings.ltd.share, settings.data.seq_len
+    )
+    first, *middle, last = tokens
+    return [first, *(min(keep, count) for count in middle), last]
+
+
+def with_defaults(settings) -> LtdConfig:
+    if settings.ltd.start is not None:
+        return settings.ltd
+    return replace(settings.ltd, start=settings.data.seq_len // 2)
+
+
+def refusals(settings) -> list[tuple[bool, str]]:
+    start, seq_len, layers = settings.ltd.start, settings.data.seq_len, settings.model.layers
+    return [
+        (start > seq_len, f"--ltd-start {start} keeps more than the {seq_len} tokens of a row"),
+        (layers < 3, f"--ltd needs a layer between first and last to drop from: --layers {layers}"),
+    ]
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -131,11 +175,15 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if not 1 <= args.start <= args.seq_len:
         raise ValueError(f"--start {args.start}: a row keeps 1 to {args.seq_len} tokens")
+    if not 0 < args.share <= 1:
+        raise ValueError(f"--share {args.share} must be above 0 and at most 1")
+    if args.layers < 3:
+        raise ValueError(f"--layers {args.layers}: the first and the last layer drop nothing")
     print("progress   kept   layer-tokens of a row   share of the full row")
     full = args.layers * args.seq_len
     for tenth in range(11):
         keep = kept_tokens(tenth / 10, args.start, args.share, args.seq_len)
-        cost = layer_tokens(args.layers, keep, args.seq_len)
+        cost = 2 * args.seq_len + (args.layers - 2) * keep
         print(f"{tenth / 10:8.0%} {keep:6} {cost:23} {cost / full:23.1%}")
 
 

@@ -1,46 +1,32 @@
-"""From the clock to the next step: which samples, how long, in which rows, how many tokens kept.
+"""From the clock to the next step: where the techniques that choose data meet.
 
-Three parts, in reading order: samples of a token store and their shuffled order; rows of pieces
-laid out as a `Batch`, the only thing all techniques see; and `Plan`, where the techniques that
-choose data meet in an order that matters: the curriculum says how long a piece may be, then packing
-lays pieces into rows; of token dropping only the count of kept tokens is settled here, because the
-clock needs it.
+The order matters: the curriculum says which samples may be drawn and how long a piece may be, then
+packing lays pieces into rows. Of the techniques that act on blocks only the cost is settled here,
+how many tokens each layer sees, because the clock needs it.
 
-`Plan` is a pure function of (settings, store, clock): no state, so a run that was killed goes on
+A plan is a pure function of (settings, store, clock): no state, so a run that was killed goes on
 with the very rows it would have seen, and any rank can say what step s reads without replaying.
 With 2 ranks and 16 rows a step, rank 0 reads rows 0..7 and rank 1 rows 8..15 of the same plan.
+
+    clock ── curriculum ──> Stage ── draw ──> spans ── packing ──> rows ── collate ──> Step
 """
 
-from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 import curriculum
-import ltd
 import packing
 from analyze import ready
 from config import Config, samples_kind
-from data import Batch, Samples, SpecialIds, collate, cut, mask_tokens
-from support.rng import seed_of, shuffled
+from curriculum import Curriculum, Pool, Stage
+from data import Batch, Drawn, Piece, Samples, SpecialIds, collate, cut, draw, mask_tokens
+from support.clock import Clock, StepContext, effective_tokens
+from support.rng import seed_of
 from support.runtime import Runtime
+from support.settings import is_on, techniques_on
 from support.token_store import Store
-
-
-class Clock(NamedTuple):
-    """Where a run stands. Everything scheduled is a function of this, the settings and the seed."""
-
-    step: int = 0
-    consumed_tokens: int = 0  # the budget's unit: real tokens, scaled by what LTD let through
-    real_tokens: int = 0  # tokens of text that were targets, padding not counted
-    layer_tokens: int = 0  # positions times the layers they went through, padding counted
-    positions: int = 0  # places in rows, padding counted
-    pieces: int = 0  # pieces of documents laid into rows
-    samples_drawn: int = 0  # ranks of the pool drawn; with packing, before the current window
-    stage_start: int = 0  # draws before the current stage, that is, before the pool last changed
-    window_row: int = 0  # rows taken of the current window
-    window_tokens: int = 0  # consumed tokens when the current window, or the last step, began
 
 
 class Step(NamedTuple):
@@ -48,23 +34,34 @@ class Step(NamedTuple):
 
     batch: Batch  # this rank's rows
     targets: int  # on all ranks
-    rows: int  # on all ranks
-    seq_len: int  # longest piece that the curriculum allows
-    kept_tokens: int  # of a row, in layers that drop
+    context: StepContext
+    max_piece_len: int  # tokens, what the curriculum allows
+    kept_tokens: int  # of a row, in the layer that sees the fewest
     padding_share: float
     stage: dict[str, float]  # for the log: difficulty of each metric, and the samples in the pool
+    note: str  # for the user: what the curriculum could not do as asked
     after: Clock
 
 
-class Stage(NamedTuple):
-    """What governs the choice of samples at one point of a run."""
+class Rows(NamedTuple):
+    """The rows of a step on all ranks, and what governed their choice."""
 
-    limit: int  # tokens of a piece
-    pool: curriculum.Pool | None  # None: every sample
-    shown: dict[str, float]
+    rows: list[list[Piece]]
+    seq_len: int  # tokens of a row
+    stage: Stage
+    after: Clock  # the clock before the step, moved on to where the next rows begin
 
 
-WINDOW = 16  # samples that are packed together, as a multiple of a step's rows
+WINDOW_STEPS = 16  # whose samples are packed together
+
+
+class Window(NamedTuple):
+    """Packed rows, some ten steps' worth."""
+
+    start: Clock  # its fields of data alone
+    rows: list[list[Piece]]
+    stage: Stage
+    next_sample: int
 
 
 class Plan:
@@ -73,157 +70,173 @@ class Plan:
     def __init__(
         self, settings: Config, store: Store, special_ids: SpecialIds | None, runtime: Runtime
     ):
-        self.settings, self.store, self.special_ids, self.runtime = (
-            settings,
-            store,
-            special_ids,
-            runtime,
-        )
-        self.row_len = settings.data.seq_len
-        self.rows = settings.optim.batch_tokens // self.row_len
-        self.extra = 2 if special_ids else 0  # [CLS] and [SEP] of every piece
+        self.settings, self.store, self.runtime = settings, store, runtime
+        self.special_ids = special_ids
+        self.seq_len = settings.data.seq_len
+        self.rows = settings.optim.batch_tokens // self.seq_len
         kind = samples_kind(settings)
-        self.samples = Samples.of(store, kind, self.row_len)
-        self.window = lru_cache(maxsize=2)(self.pack_window)
-        self.stage = lru_cache(maxsize=4)(self.find_stage)
+        self.samples = Samples(store, kind, self.seq_len)
+        self.extra = self.seq_len - self.samples.max_piece_len  # [CLS] and [SEP] of every piece
+        self.window: Window | None = None
         if len(self.samples) == 0:
             raise ValueError(f"{store.path} holds no training document: prepare it from more text")
-        self.course, self.said, chosen = None, False, settings.curriculum
-        if chosen.metric != "none":
-            indexes = ready(self.samples, chosen.metric, chosen.index, runtime)
-            self.course = curriculum.Curriculum(
-                chosen, settings.optim.tokens, self.row_len, indexes
-            )
+        self.metrics: tuple[curriculum.MetricSettings, ...] = ()
+        self.curriculum: Curriculum | None = None
+        if is_on(settings, "curriculum"):
+            self.metrics = curriculum.parse_metrics(settings.curriculum, self.seq_len, kind)
+            names = [metric.name for metric in self.metrics]
+            indexes = ready(self.samples, names, settings.curriculum.index, runtime)
+            budget = settings.optim.tokens
+            self.curriculum = Curriculum(self.metrics, budget, self.seq_len, indexes)
 
     def __call__(self, clock: Clock) -> Step:
         s = self.settings
-        progress = clock.consumed_tokens / s.optim.tokens
-        rows, row_len, stage, place = (self.packed if s.pack.on else self.one_a_row)(clock)
-
-        places = [[piece[1] - piece[0] + self.extra for piece in row] for row in rows]
-        seen = sum(sum(piece[2:]) for row in rows for piece in row)
-        filled = sum(map(sum, places))
-        real = filled - seen
-        kept = row_len
-        layer_tokens, effective = s.model.layers * row_len, real
-        if s.ltd.on:
-            kept = ltd.kept_tokens(progress, s.ltd.start, s.ltd.share, self.row_len)
-            layer_tokens = ltd.layer_tokens(s.model.layers, kept, row_len)
-            effective = ltd.effective_tokens(real, s.model.layers, kept, row_len)
-        batch, targets = self.batch(clock.step, rows, row_len, real)
-        after = Clock(
-            clock.step + 1,
-            clock.consumed_tokens + effective,
-            clock.real_tokens + real,
-            clock.layer_tokens + len(rows) * layer_tokens,
-            clock.positions + len(rows) * row_len,
-            clock.pieces + sum(map(len, rows)),
-            *place,
+        chosen = self.packed_rows(clock) if s.pack.on else self.plain_rows(clock)
+        context = StepContext(
+            seed=s.run.seed,
+            step=clock.step + 1,
+            progress=clock.consumed_tokens / s.optim.tokens,
+            rows=len(chosen.rows),
         )
-        padding, kept = 1 - filled / (len(rows) * row_len), min(kept, row_len)
-        return Step(batch, targets, len(rows), stage.limit, kept, padding, stage.shown, after)
+        lengths = [p.stop - p.start + self.extra for row in chosen.rows for p in row]
+        positions = len(chosen.rows) * chosen.seq_len
+        filled = sum(lengths)
+        real = filled - sum(piece.seen for row in chosen.rows for piece in row)
+        tokens = self.tokens_by_layer(context, chosen.seq_len)
+        batch, targets = self.batch(clock.step, chosen.rows, chosen.seq_len, real)
+        stage = chosen.stage
+        shown = {f"difficulty_{curriculum.label(n)}": d for n, d in stage.difficulty.items()}
+        if self.curriculum:
+            shown["pool"] = stage.pool.size if stage.pool else len(self.samples)
+        return Step(
+            batch=batch,
+            targets=targets,
+            context=context,
+            max_piece_len=stage.max_piece_len,
+            kept_tokens=min(tokens),
+            padding_share=1 - filled / positions,
+            stage=shown,
+            note=stage.note,
+            after=chosen.after._replace(
+                step=clock.step + 1,
+                consumed_tokens=clock.consumed_tokens
+                + effective_tokens(real, tokens, chosen.seq_len),
+                real_tokens=clock.real_tokens + real,
+                layer_tokens=clock.layer_tokens + len(chosen.rows) * sum(tokens),
+                positions=clock.positions + positions,
+                pieces=clock.pieces + len(lengths),
+            ),
+        )
 
-    def find_stage(self, consumed_tokens: int) -> Stage:
+    def tokens_by_layer(self, context: StepContext, seq_len: int) -> list[int]:
+        """How many tokens of a full row each layer sees in this step."""
+        tokens = [seq_len] * self.settings.model.layers
+        for technique in techniques_on(self.settings):
+            if technique.tokens_by_layer:
+                tokens = technique.tokens_by_layer(self.settings, context, tokens)
+        return tokens
+
+    def draw_samples(self, clock: Clock, pool: Pool | None, count: int) -> Drawn:
+        return draw(
+            self.samples,
+            pool,
+            first=clock.samples_drawn,
+            count=count,
+            stage_start=clock.stage_start,
+            seed=self.settings.run.seed,
+        )
+
+    def stage_at(self, consumed_tokens: int) -> Stage:
         """How long a piece may be and which samples may be drawn, at one point of the run."""
-        if self.course is None:
-            return Stage(self.row_len, None, {})
-        difficulty, limit, pool, note = self.course.at(consumed_tokens)
-        if note and not self.said:
-            self.said = True
-            self.runtime.say(f"--curriculum: {note}; from here on the log says how far")
-        shown = {f"difficulty_{curriculum.label(name)}": d for name, d in difficulty.items()}
-        return Stage(limit, pool, {**shown, "pool": pool.size if pool else len(self.samples)})
+        if self.curriculum is None:
+            return Stage(difficulty={}, max_piece_len=self.seq_len, pool=None, note="")
+        return self.curriculum.at(consumed_tokens)
 
-    def stage_of(self, clock: Clock) -> tuple[Stage, int]:
-        """The stage that holds from this clock on, and the draws before it began."""
-        stage = self.stage(clock.consumed_tokens)
-        same = stage.pool == self.stage(clock.window_tokens).pool
-        return stage, clock.stage_start if same else clock.samples_drawn
+    def stage_start(self, clock: Clock, stage: Stage) -> int:
+        """The samples drawn before this stage, which holds now, began."""
+        same = stage.pool == self.stage_at(clock.window_tokens).pool
+        return clock.stage_start if same else clock.samples_drawn
 
-    def draw(
-        self, first: int, count: int, since: int, pool: curriculum.Pool | None
-    ) -> tuple[np.ndarray, int]:
-        """`count` samples from draw `first` on, as (count, 2) spans, and the draw after the last.
+    def plain_rows(self, clock: Clock) -> Rows:
+        """Rows of one piece each.
 
-        A stage shuffles the ranks of its pool pass after pass, so nothing comes again before all of
-        it came. Where several filters meet, a draw that one of them refuses is passed over.
+        Samples are cut off at the length that the stage allows (the papers' truncation), or
+        reshaped; a BERT's rows are only as long as the longest of them where a filter makes short
+        samples likely.
         """
-        seed, ids = self.settings.run.seed, np.empty(0, np.int64)
-        seed = seed_of(seed, "stage", since) if since else seed
-        while len(ids) < count:
-            left = count - len(ids)
-            draws = pool.reach / max(pool.size, 1) if pool else 1  # a sample: 1 with one filter
-            ask = left if draws == 1 else min(int(1.1 * draws * left) + 64, curriculum.SCAN)
-            ranks = np.arange(first - since, first - since + ask)
-            ranks = shuffled(ranks, pool.reach if pool else len(self.samples), seed)
-            found = pool.ids(ranks) if pool else ranks
-            taken = np.flatnonzero(found >= 0)[:left]
-            ids = np.concatenate((ids, found[taken]))
-            first += ask if len(taken) < left else int(taken[-1]) + 1
-        return self.samples.spans(ids), first
-
-    def one_a_row(self, clock: Clock) -> tuple[list, int, Stage, tuple[int, ...]]:
-        """Rows of one piece each, their length, what governs them, and the place they lead to.
-
-        Samples are cut off at the stage's length (the papers' truncation), or reshaped; a BERT's
-        rows are as long as the longest of them while a filter makes short samples likely.
-        """
-        stage, since = self.stage_of(clock)
-        spans, draws = self.draw(clock.samples_drawn, self.rows, since, stage.pool)
-        place = (draws, since, 0, clock.consumed_tokens)
-        metrics = self.settings.curriculum.metric.split(",")
-        if "seqlen-reshape" in metrics and stage.limit < self.row_len:
-            row_len, rows = curriculum.reshape(spans, self.row_len, stage.limit)
-            return rows, row_len, stage._replace(limit=row_len), place
-        row_len = stage.limit
-        rows = [[(a, min(b, a + row_len - self.extra))] for a, b in spans.tolist()]
+        stage = self.stage_at(clock.consumed_tokens)
+        stage_start = self.stage_start(clock, stage)
+        clock = clock._replace(stage_start=stage_start, window_row=0)
+        drawn = self.draw_samples(clock, stage.pool, self.rows)
+        after = clock._replace(samples_drawn=drawn.next_sample, window_tokens=clock.consumed_tokens)
+        names = [metric.name for metric in self.metrics]
+        if "seqlen-reshape" in names and stage.max_piece_len < self.seq_len:
+            seq_len, chunks = curriculum.reshape(drawn.spans, self.seq_len, stage.max_piece_len)
+            rows = [[Piece(*chunk) for chunk in row] for row in chunks]
+            return Rows(rows, seq_len, stage._replace(max_piece_len=seq_len), after)
+        seq_len = stage.max_piece_len
+        rows = [
+            [Piece(start=start, stop=min(stop, start + seq_len - self.extra))]
+            for start, stop in drawn.spans.tolist()
+        ]
         if self.special_ids and stage.pool:
-            longest = max(b - a for ((a, b),) in rows) + self.extra
-            row_len = min(-(-longest // curriculum.MULTIPLE) * curriculum.MULTIPLE, row_len)
-        return rows, row_len, stage, place
+            longest = max(piece.stop - piece.start for (piece,) in rows) + self.extra
+            seq_len = min(-(-longest // curriculum.MULTIPLE) * curriculum.MULTIPLE, seq_len)
+        return Rows(rows, seq_len, stage, after)
 
-    def packed(self, clock: Clock) -> tuple[list, int, Stage, tuple[int, ...]]:
-        """As one_a_row, for rows of packed pieces. A window keeps the stage that it began with."""
-        draws, since, row, window_tokens = clock[-4:]
-        rows, longest = [], 0
+    def packed_rows(self, clock: Clock) -> Rows:
+        """Full rows of packed pieces. A window keeps the stage that it began with."""
+        rows, longest, at = [], 0, clock
         while len(rows) < self.rows:
-            if row == 0:
-                begun = clock._replace(
-                    samples_drawn=draws, stage_start=since, window_tokens=window_tokens
-                )
-                since, window_tokens = self.stage_of(begun)[1], clock.consumed_tokens
-            window, after = self.window(draws, since, window_tokens)
-            stage = self.stage(window_tokens)
-            longest = max(longest, stage.limit)
-            taken = window[row : row + self.rows - len(rows)]
-            rows, row = rows + taken, row + len(taken)
-            if row == len(window):
-                draws, row = after, 0
-        return rows, self.row_len, stage._replace(limit=longest), (draws, since, row, window_tokens)
+            if at.window_row == 0:
+                stage_start = self.stage_start(at, self.stage_at(clock.consumed_tokens))
+                at = at._replace(stage_start=stage_start, window_tokens=clock.consumed_tokens)
+            window = self.window_at(at)
+            longest = max(longest, window.stage.max_piece_len)
+            taken = window.rows[at.window_row : at.window_row + self.rows - len(rows)]
+            rows += taken
+            at = at._replace(window_row=at.window_row + len(taken))
+            if at.window_row == len(window.rows):
+                at = at._replace(samples_drawn=window.next_sample, window_row=0)
+        return Rows(rows, self.seq_len, window.stage._replace(max_piece_len=longest), at)
 
-    def pack_window(self, first: int, since: int, window_tokens: int) -> tuple[list, int]:
-        """Pack the samples of some 10 steps together, and put the rows back into random order.
+    def window_at(self, clock: Clock) -> Window:
+        """The window that this clock stands in. The last one is kept: steps come in order."""
+        start = Clock(
+            samples_drawn=clock.samples_drawn,
+            stage_start=clock.stage_start,
+            window_tokens=clock.window_tokens,
+        )
+        if self.window is None or self.window.start != start:
+            self.window = self.pack_window(start)
+        return self.window
+
+    def pack_window(self, start: Clock) -> Window:
+        """Pack the samples of some ten steps together, and put the rows back into random order.
 
         Packed step by step, rows of 256 leave 4 % padding at 16 rows a step; packed so, 0.5 %. The
         packer's rows come longest piece first, which would sort the steps by length; by the draw
         of their first piece they are as shuffled as the samples, and full rows keep their order.
         """
-        stage = self.stage(window_tokens)
-        spans, after = self.draw(first, WINDOW * self.rows, since, stage.pool)
-        pieces = [piece for sample in cut(spans, stage.limit - self.extra) for piece in sample]
-        packed = packing.best_fit([b - a + self.extra for a, b in pieces], self.row_len)
-        return [[pieces[item] for item in row] for row in sorted(packed)], after
+        stage = self.stage_at(start.window_tokens)
+        drawn = self.draw_samples(start, stage.pool, WINDOW_STEPS * self.rows)
+        samples = cut(drawn.spans, stage.max_piece_len - self.extra)
+        pieces = [piece for sample in samples for piece in sample]
+        lengths = [piece.stop - piece.start + self.extra for piece in pieces]
+        packed = packing.best_fit(lengths, self.seq_len)
+        rows = [[pieces[item] for item in row] for row in sorted(packed)]
+        return Window(start, rows, stage, drawn.next_sample)
 
     def batch(
-        self, step: int, rows: list[list[tuple]], row_len: int, real: int
+        self, step: int, rows: list[list[Piece]], seq_len: int, real: int
     ) -> tuple[Batch, int]:
         """This rank's rows as a Batch, and the targets of all ranks' rows."""
         share = len(rows) // self.runtime.world_size
         mine = slice(self.runtime.rank * share, (self.runtime.rank + 1) * share)
         if self.special_ids is None:
-            return collate(self.store, rows[mine], row_len), real
-        batch = collate(self.store, rows, row_len, self.special_ids)
+            return collate(self.store, rows[mine], seq_len), real
+        batch = collate(self.store, rows, seq_len, self.special_ids)
         random = np.random.default_rng(seed_of(self.settings.run.seed, "mask", step))
-        choice = torch.from_numpy(random.random((len(rows), row_len)))
-        batch = mask_tokens(batch, choice, self.special_ids)
+        uniform = torch.from_numpy(random.random((len(rows), seq_len)))
+        batch = mask_tokens(batch, uniform, self.special_ids)
         return batch.rows(mine), int((batch.targets >= 0).sum())

@@ -1,8 +1,9 @@
-"""Documents to a token store on disk, which training maps into memory.
+"""Encode documents into a token store: the folder that training reads.
 
-`prepare` reads documents, encodes them on all cores and writes a folder: tokens.bin (each document
-as its tokens and end-of-text, the held-out documents last), documents.idx (where each document
-begins, and the end) and meta.json (what was counted, by which tokenizer, sha256 of both files).
+    tokens.bin       the tokens of each document, then end-of-text; held-out documents come last
+    documents.idx    int64, where each document begins, and where the last one ends
+    meta.json        tokenizer, data type, counts, and the sha256 of both files
+
 Does not shuffle, filter, deduplicate or change text.
 
     python prepare.py corpus/pd-mix.jsonl.gz --out runs/pd-mix
@@ -12,8 +13,6 @@ import hashlib
 import json
 import os
 import pickle
-import secrets
-import shutil
 import signal
 import sys
 import tempfile
@@ -22,13 +21,15 @@ from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
 from tqdm import tqdm
 
 from support import runtime, tokenizer
-from support.documents import is_held_out, read_documents
+from support.atomic import atomic_folder
+from support.documents import HOLDOUT_HELP, INPUTS_HELP, is_held_out, read_documents
 from support.token_store import FORMAT, Store
 
 BATCH_CHARACTERS = 1 << 18  # of text, for one task of one thread
@@ -43,54 +44,45 @@ def prepare(
 ) -> dict:
     """Encode documents into a store, which appears whole at `out` or not at all.
 
-    The held-out documents, one in `holdout` by the hash of their ids, come last: training reads a
-    prefix of tokens.bin and cannot meet them.
+    One document in `holdout`, chosen by the hash of its id, is held out. These documents come last:
+    training reads the tokens before them and cannot meet them.
 
-    Args:     inputs  what read_documents reads
+    Args:     inputs  files and folders, as read_documents takes them
               name    what get_encoding calls the tokenizer; the store records it
               holdout 0 holds nothing out
     Returns:  the contents of meta.json
     Raises:   ValueError for bad input, for an `out` that exists, for a corpus without text
-    Cost:     memory for a few batches of text, or the longest document; rate: results/prepare.jsonl
+    Cost:     memory for a few batches of text or for the longest document; documents per second are
+              in results/prepare.jsonl
     """
     out = Path(out)
     if out.exists():
         raise ValueError(f"--out {out}: exists already: remove it or name another folder")
     if holdout < 0:
         raise ValueError(f"--holdout {holdout}: needs 0 (hold nothing out) or more")
-    unfinished = out.with_name(f".{out.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        unfinished.mkdir(parents=True)
+    with atomic_folder(out) as unfinished:
         meta = {"format": FORMAT, "tokenizer": name, "holdout": holdout}
         meta |= _write_arrays(read_documents(inputs), unfinished, encoding, holdout)
         (unfinished / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-        for path in (*unfinished.iterdir(), unfinished):
-            _fsync(path)
-        unfinished.rename(out)
-        _fsync(out.parent)
-    except BaseException as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError) and not error.filename:  # of a write: name what was written
-            raise OSError(error.errno, error.strerror, str(out)) from None
-        raise
     return meta
 
 
 def _write_arrays(
     documents: Iterable[tuple[str, str]], folder: Path, encoding: tiktoken.Encoding, holdout: int
 ) -> dict:
-    """Encode in threads while this one parses what comes next and writes what came before."""
+    """Encode in threads, while this thread reads the next documents and writes the last ones."""
     threads = os.cpu_count() or 1
     arrays = _Arrays(folder, encoding)
     encode = partial(_encode, encoding=encoding, dtype=arrays.dtype, holdout=holdout)
     documents = tqdm(documents, "documents", unit="", disable=None, leave=False)
     batches = documents_read = 0
+    # Held-out documents wait in a file of their own until all training documents are written.
     with ThreadPoolExecutor(threads) as pool, tempfile.TemporaryFile(dir=folder) as waiting:
-        for train, held_out, n_read in _map_ahead(pool, encode, _batches(documents), 2 * threads):
-            arrays.append(train)
-            pickle.dump(held_out, waiting)
+        for encoded in _map_ahead(pool, encode, _batches(documents), 2 * threads):
+            arrays.append(encoded.training)
+            pickle.dump(encoded.held_out, waiting)
             batches += 1
-            documents_read += n_read
+            documents_read += encoded.documents_read
         train_counts = {f"train_{key}": count for key, count in arrays.counts.items()}
         waiting.seek(0)
         for _ in range(batches):
@@ -112,7 +104,7 @@ def _write_arrays(
 
 
 class _Arrays:
-    """tokens.bin and documents.idx while they grow, with what is counted and hashed on the way."""
+    """tokens.bin and documents.idx while they are written; counts and hashes what is appended."""
 
     def __init__(self, folder: Path, encoding: tiktoken.Encoding):
         self.dtype = np.dtype("uint16" if encoding.n_vocab <= 65_535 else "uint32")
@@ -137,11 +129,11 @@ class _Arrays:
 
 
 def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
-    """Gather documents for one task each: a task for every short one would cost more than it."""
+    """Gather documents into batches: a task for each short document would be all overhead."""
     batch, characters = [], 0
     for document in documents:
         batch.append(document)
-        characters += len(document[1]) + 1  # an empty text counts too, or they could pile up
+        characters += len(document[1]) + 1  # + 1, so that empty documents fill a batch too
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -149,7 +141,7 @@ def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, s
 
 
 def _map_ahead(pool: ThreadPoolExecutor, function, items: Iterable, ahead: int) -> Iterator:
-    """Map in order, like pool.map, but take at most `ahead` items before yielding a result."""
+    """Map in order, as pool.map does, with at most `ahead` items in memory."""
     tasks: deque = deque()
     for item in items:
         tasks.append(pool.submit(function, item))
@@ -159,32 +151,30 @@ def _map_ahead(pool: ThreadPoolExecutor, function, items: Iterable, ahead: int) 
         yield tasks.popleft().result()
 
 
+class _Encoded(NamedTuple):
+    """A batch of documents, each as its tokens and end-of-text."""
+
+    training: list[np.ndarray]
+    held_out: list[np.ndarray]
+    documents_read: int  # the empty ones too, which are in neither list
+
+
 def _encode(
     batch: list[tuple[str, str]], encoding: tiktoken.Encoding, dtype: np.dtype, holdout: int
-) -> tuple[list[np.ndarray], list[np.ndarray], int]:
-    """Encode a batch: training documents, held-out ones, and how many there were with empty ones.
-
-    A document is its ids and end-of-text.
-    """
+) -> _Encoded:
     end = np.array([encoding.eot_token], dtype)
-    rows: tuple[list, list] = ([], [])
+    training, held_out = [], []
     for document_id, text in batch:
         if text:
-            # Not encode_ordinary: it makes a list of ints while no other thread can run.
+            # encode_ordinary would hold the GIL while it makes a list of ints; this does not.
             ids = encoding.encode_to_numpy(text, disallowed_special=())
             ids = np.concatenate((ids, end), dtype=dtype, casting="unsafe")
-            rows[is_held_out(document_id, holdout)].append(ids)
-    return *rows, len(batch)
-
-
-def _fsync(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+            (held_out if is_held_out(document_id, holdout) else training).append(ids)
+    return _Encoded(training, held_out, documents_read=len(batch))
 
 
 def embedded_store(name: str) -> Path:
-    """The store of the embedded corpus in tokenizer `name`, prepared on first use, then kept."""
+    """The embedded corpus as a store in tokenizer `name`, prepared on first use and then kept."""
     encoding = tokenizer.get_encoding(name)
     here = Path(__file__).resolve().parent
     store = here / ".cache" / f"pd-mix-{tokenizer.fingerprint(encoding)[:12]}"
@@ -192,7 +182,7 @@ def embedded_store(name: str) -> Path:
         try:
             prepare([here / "corpus" / "pd-mix.jsonl.gz"], store, encoding, name)
         except (ValueError, OSError):
-            if not (store / "meta.json").exists():  # else another run was first, with the same
+            if not (store / "meta.json").exists():  # else another process has just made it
                 raise
     return store
 
@@ -201,8 +191,8 @@ def _print_summary(store: Store) -> None:
     meta = store.meta
     n_bytes, n_text_tokens = meta["bytes"], meta["tokens"] - meta["documents"]
     held_out, held_out_tokens = (meta[n] - meta[f"train_{n}"] for n in ("documents", "tokens"))
-    print(f"documents {meta['documents']:>14,}   {meta['skipped']:,} more skipped: no text")
-    print(f"tokens    {meta['tokens']:>14,}   {n_bytes / n_text_tokens:.3f} bytes each, ends aside")
+    print(f"documents {meta['documents']:>14,}   {meta['skipped']:,} more are empty and skipped")
+    print(f"tokens    {meta['tokens']:>14,}   {n_bytes / n_text_tokens:.3f} bytes of text each")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens")
     histogram = np.bincount(np.frexp(np.diff(store.offsets))[1])
     for bits in range(2, len(histogram)):
@@ -211,15 +201,15 @@ def _print_summary(store: Store) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = runtime.Parser(prog="prepare.py", description="Documents to a token store.")
-    parser.add_argument("inputs", nargs="+", help="text, .jsonl, .jsonl.gz, .jsonl.zst, folders")
-    parser.add_argument("--out", required=True, help="the folder to make")
-    parser.add_argument("--tokenizer", default="pd4k", help="pd4k, bytes, gpt2 or a .tiktoken file")
-    parser.add_argument(
-        "--holdout", type=int, default=20, help="hold out one in this many; 0: none"
+    parser = runtime.Parser(
+        prog="prepare.py", description="Encode documents into a token store, which training reads."
     )
+    parser.add_argument("inputs", nargs="+", help=INPUTS_HELP)
+    parser.add_argument("--out", required=True, help="the store, a folder to make")
+    parser.add_argument("--tokenizer", default="pd4k", help=tokenizer.NAMES_HELP)
+    parser.add_argument("--holdout", type=int, default=20, help=HOLDOUT_HELP)
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # raises, so that prepare tidies up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that atomic_folder tidies up
     encoding = tokenizer.get_encoding(args.tokenizer)
     prepare(args.inputs, args.out, encoding, args.tokenizer, args.holdout)
     _print_summary(Store.open(args.out))

@@ -1,4 +1,4 @@
-"""One dictionary in one file: written whole or not at all, verified before it is believed.
+"""Checkpoints: one dictionary in one file, written whole or not at all, verified when it is read.
 
     byte 0                                    n           n + 8          n + 72
     +-----------------------------------------+------------+---------------+
@@ -6,18 +6,18 @@
     | a pickle, then the bytes of each tensor |            | of bytes 0..n |
     +-----------------------------------------+------------+---------------+
 
-A plain torch.load(path, weights_only=True) opens it, with or without mmap: zip readers look for
-the archive's end from behind and pass over what follows it. The digest is there because torch.load
-compares no checksum of the weights: one flipped bit in a tensor loads without a word
-(tests/test_checkpoint.py shows it). To verify in a shell, compare the two outputs of
+A plain torch.load(path, weights_only=True) opens it, with or without mmap, because a zip reader
+searches backwards for the end of the archive and ignores what follows. The digest is needed because
+torch.load checks no checksum of the weights: with one bit of a tensor flipped it loads the file and
+says nothing (tests/test_checkpoint.py shows it). To verify in a shell, compare the two outputs of
 
     head -c -72 runs/a/step-00001234.pt | sha256sum;  tail -c 64 runs/a/step-00001234.pt
 
 A run's folder holds the newest `keep` step files and best.pt, a second name (hard link) of the
 step file that was best. Names that begin with .tmp- are unfinished writes.
 
-This file does not know what the dictionary holds (train.py does), does not shard, and does not take
-turns: one process writes to a folder. To verify a file and list what it holds:
+What the dictionary holds is decided by train.py. Nothing is sharded, and nothing is locked: only
+one process may write to a folder. To verify a file and list what it holds:
 
     python -m support.checkpoint runs/a/step-00001234.pt
 """
@@ -31,6 +31,7 @@ from pathlib import Path
 
 import torch
 
+from support.atomic import sync
 from support.runtime import Parser, exit_cleanly
 
 MARK = "\nsha256:"
@@ -40,16 +41,16 @@ CHUNK_BYTES = 1 << 20
 def save(folder: str | Path, state: dict, *, step: int, keep: int = 2, best: bool = False) -> Path:
     """Write the state as this step's file, then delete all but the newest `keep` step files.
 
-    Args:     state  what torch.load(weights_only=True) reads back: tensors, numbers, strings, None
-                     and dicts, lists, tuples of these; other objects are refused here, not later
-              keep   step files to leave, this one included; best.pt is not counted
-              best   make best.pt this file too
+    Args:     state  what torch.load(weights_only=True) can read: tensors, numbers, strings, None
+                     and dicts, lists, tuples of these; anything else is refused now, not on resume
+              keep   how many step files to leave, this one included and best.pt not counted
+              best   also make this file best.pt
     Returns:  the path of the step file, which is on the disk (fsync) when this returns
     Raises:   ValueError if the file cannot be written, pickle.UnpicklingError if the state holds
-              something else; every older step file is then as it was. A file that cannot be
-              deleted is one warning on stderr: it must not end the run
-    Cost:     one pass over the bytes, hashed as they are written; disk for keep + 1 files, and
-              one more while best.pt is older than the step files kept
+              anything else; every older step file is then as it was. A file that cannot be deleted
+              is one warning on stderr, which does not end the run
+    Cost:     one pass over the bytes, hashed as they are written; disk space for keep + 1 files,
+              and for one more while best.pt is older than the step files kept
     """
     if not (0 <= step < 10**8 and keep >= 1):
         raise ValueError(f"step={step}, keep={keep}: allowed are step 0 to 99999999 and keep >= 1")
@@ -62,8 +63,8 @@ def save(folder: str | Path, state: dict, *, step: int, keep: int = 2, best: boo
             f"{path}: not written: {_reason(error)} (needs {_tensor_bytes(state):,} bytes, {free:,}"
             " free); older ones are untouched: free space or make the folder writable, then resume"
         ) from error
-    # Files of later steps belong to a run that went further than the one resumed. They do not
-    # count here, or else resuming from far back could delete the very file just written.
+    # Later steps are of a run that was ahead of where this one resumed. They do not count here, or
+    # else a run that resumed from far back could delete the file it has just written.
     _remove([file for file in _step_files(path.parent) if file.name <= path.name][:-keep])
     return path
 
@@ -71,13 +72,13 @@ def save(folder: str | Path, state: dict, *, step: int, keep: int = 2, best: boo
 def load(path: str | Path, map_location: str | torch.device = "cpu") -> dict:
     """Verify the file's sha256, then read it with weights_only=True: no code in it can run.
 
-    Raises:   ValueError naming the file, what is wrong with it and which others can be resumed;
-              never reads another file by itself
-    Cost:     two passes over the file, the second from the page cache if it fits
+    Raises:   ValueError naming the file, what is wrong with it and which others there are to resume
+              from; another file is never read instead
+    Cost:     two passes over the file, the second from the page cache if the file fits there
     """
     try:
-        # One open file for both passes: what is read is what was verified, even if a save
-        # replaces the name in between.
+        # The file is opened once for both passes: what is read is what was verified, even if a
+        # save gives the name to another file in between.
         with open(path, "rb") as file:
             _verify(file)
             return torch.load(file, map_location=map_location, weights_only=True)
@@ -88,27 +89,27 @@ def load(path: str | Path, map_location: str | torch.device = "cpu") -> dict:
 def find(folder: str | Path, which: str) -> Path:
     """Turn the value of --resume into a file: last, previous, best, or the path of a file.
 
-    Returns:  the newest step file, the second newest, best.pt, or that path; none is verified yet
-    Raises:   ValueError if there is no such file; another is never taken in its place
+    Returns:  the newest step file, the second newest, best.pt, or that path; not yet verified
+    Raises:   ValueError if there is no such file; another one is never taken instead
     """
     named = _named_files(Path(folder))
-    found = named.get(which, Path(which))
-    if found is None or not found.is_file():
+    path = named.get(which, Path(which))
+    if path is None or not path.is_file():
         there = ", ".join(f"{word} ({file.name})" for word, file in named.items() if file)
         raise ValueError(
             f"checkpoint {which}: not found; {folder} has {there or 'none'}; allowed are last,"
-            " previous, best or the path of a file; a run without --resume starts anew"
+            " previous, best or the path of a file; without --resume a new run starts"
         )
-    return found
+    return path
 
 
 def clean(folder: str | Path) -> None:
-    """Delete what killed runs left half-written. Every save begins and ends with this."""
+    """Delete the unfinished writes of killed runs. Every save begins and ends with this."""
     _remove(list(Path(folder).glob(".tmp-*")))
 
 
 class _HashingFile(io.BufferedWriter):
-    """The file torch.save writes to: each block goes into the digest on its way to the disk."""
+    """The file torch.save writes to: each block is hashed on its way to the disk."""
 
     def __init__(self, path: Path):
         super().__init__(io.FileIO(path, "w"))
@@ -120,19 +121,19 @@ class _HashingFile(io.BufferedWriter):
 
 
 def _publish(path: Path, state: dict, best: bool) -> None:
-    """Write under a temporary name, then rename: a final name is a whole file at every instant."""
+    """Write under a temporary name, then rename: a final name is a whole file at every moment."""
     folder = path.parent
     folder.mkdir(parents=True, exist_ok=True)
     clean(folder)
     try:
         _write(folder / f".tmp-{path.name}", state)
-        # best.pt first. Killed between the two renames, a run resumes one save back and meets
-        # the same best again; the other way round it would believe that best.pt is written.
+        # best.pt first: a run killed between the two renames resumes one save back and reaches this
+        # best again. In the other order it would resume here and never write best.pt.
         if best:
             _link_or_copy(folder / f".tmp-{path.name}", folder / ".tmp-best.pt")
             os.replace(folder / ".tmp-best.pt", folder / "best.pt")
         os.replace(folder / f".tmp-{path.name}", path)
-        _sync(folder)  # the renames themselves
+        sync(folder)  # the renames themselves
     finally:
         clean(folder)
 
@@ -142,12 +143,12 @@ def _write(path: Path, state: dict) -> None:
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            # torch.save covers a failed write with an error of its own, which has no errno.
+            # torch.save hides a failed write behind an error of its own, which has no errno.
             raise error.__context__ or error from None
         file.write((MARK + file.digest.hexdigest()).encode())
-    _sync(path)
-    # torch.save also writes objects that weights_only refuses to read: better known now than on
-    # resume. With mmap this reads the pickle and leaves the tensors alone.
+    sync(path)
+    # torch.save also writes objects that weights_only refuses to read: find out now, not on resume.
+    # With mmap this reads the pickle and no tensor.
     torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
@@ -156,14 +157,7 @@ def _link_or_copy(source: Path, target: Path) -> None:
         os.link(source, target)
     except OSError:  # exFAT and some network shares have no hard links
         shutil.copyfile(source, target)
-        _sync(target)
-
-
-def _sync(path: Path) -> None:
-    """Wait until a file's bytes, or a folder's names, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+        sync(target)
 
 
 def _remove(files: list[Path]) -> None:
@@ -175,7 +169,7 @@ def _remove(files: list[Path]) -> None:
 
 
 def _verify(file: io.BufferedReader) -> None:
-    """Compare the digest of the body with the one in the trailer; leave the file at its start."""
+    """Compare the body's digest with the one in the trailer, and go back to the file's start."""
     body_bytes = max(0, file.seek(0, os.SEEK_END) - len(MARK) - 64)
     file.seek(0)
     digest = hashlib.sha256()
@@ -183,15 +177,17 @@ def _verify(file: io.BufferedReader) -> None:
         digest.update(file.read(min(CHUNK_BYTES, body_bytes - start)))
     trailer = file.read().decode("ascii", errors="replace")
     if not trailer.startswith(MARK):
-        raise ValueError(f"has no sha256 trailer: {file.tell():,} bytes, cut short or not ours")
-    expected, found = trailer.removeprefix(MARK), digest.hexdigest()
-    if found != expected:
-        raise ValueError(f"is damaged: sha256 expected {expected[:12]}..., found {found[:12]}...")
+        raise ValueError(
+            f"has no sha256 trailer: {file.tell():,} bytes, cut short, or no checkpoint"
+        )
+    expected, actual = trailer.removeprefix(MARK), digest.hexdigest()
+    if actual != expected:
+        raise ValueError(f"is damaged: sha256 is {actual[:12]}..., not {expected[:12]}...")
     file.seek(0)
 
 
 def _reason(error: Exception) -> str:
-    """One sentence that says why, without torch's page of advice to switch the check off."""
+    """One sentence that says why, without torch's advice to load the file with its checks off."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return text.rpartition("WeightsUnpickler error: ")[2].partition(". ")[0].splitlines()[0].strip()
 
@@ -201,13 +197,13 @@ def _step_files(folder: Path) -> list[Path]:
 
 
 def _named_files(folder: Path) -> dict[str, Path | None]:
-    """The words that --resume takes and the file each means in this folder now."""
+    """The words that --resume takes, and the file that each of them means in this folder now."""
     steps = [None, None, *_step_files(folder)]
     return {"last": steps[-1], "previous": steps[-2], "best": next(folder.glob("best.pt"), None)}
 
 
 def _others(path: Path) -> str:
-    """The remedy for a bad file: its neighbours, but for a hard link of itself."""
+    """What to do about a bad file: resume from another, unless it has the same bytes."""
     inode = path.stat().st_ino if path.exists() else None
     named = _named_files(path.parent).items()
     good = [f"--resume {word}" for word, file in named if file and file.stat().st_ino != inode]
@@ -215,17 +211,20 @@ def _others(path: Path) -> str:
 
 
 def _tensor_bytes(value: object) -> int:
-    """Bytes of the tensors under a value; one that is tied counts under each of its names."""
+    """The bytes of all tensors under a value; a tied tensor counts once for each of its names."""
     if isinstance(value, torch.Tensor):
         return value.nbytes
     children = value.values() if isinstance(value, dict) else value
     return sum(map(_tensor_bytes, children)) if isinstance(value, dict | list | tuple) else 0
 
 
-def main() -> None:
-    parser = Parser(description="Verify a checkpoint and list what it holds.")
-    parser.add_argument("path", type=Path)
-    path = parser.parse_args().path
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(
+        prog="python -m support.checkpoint",
+        description="Verify a checkpoint and list what it holds.",
+    )
+    parser.add_argument("path", type=Path, help="a file that train.py saved")
+    path = parser.parse_args(argv).path
     state = load(path)
     print(f"{path}: verified, {path.stat().st_size / 1e6:.3f} MB, step {state.get('step', '?')}")
     for key, value in state.items():

@@ -1,4 +1,9 @@
-"""Documents out of files and folders, and which of them are held out."""
+"""Read documents from files and folders, and decide which of them are held out.
+
+Knows JSON lines (plain, .gz, .zst) and plain text in UTF-8. Keeps one document in memory at a time
+and changes no character of it. `prepare.py` and `support.tokenizer learn` read through this file,
+so that both hold out the same documents.
+"""
 
 import gzip
 import json
@@ -6,30 +11,34 @@ import zlib
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+INPUTS_HELP = "plain text, .jsonl, .jsonl.gz, .jsonl.zst, or folders of these"
+HOLDOUT_HELP = "hold out one document in so many; 0: none (20)"
+
 
 def is_held_out(document_id: str, holdout: int) -> bool:
-    """Decide by the id alone, so that a document keeps its side when the corpus grows."""
+    """Decide by the id alone: a document stays where it is when the corpus grows."""
     return holdout > 0 and zlib.crc32(document_id.encode()) % holdout == 0
 
 
 def read_documents(paths: Iterable[str | Path]) -> Iterator[tuple[str, str]]:
     """Stream (id, text) from files and folders of JSON lines or plain text.
 
-    .jsonl, .jsonl.gz and .jsonl.zst hold one object a line with "text", and "id" if it has one
-    (else file name:line). Any other file is one document, its name the id. A folder stands for its
-    files at any depth, in sorted order and named from the folder on, hidden files left out.
+    A line of .jsonl, .jsonl.gz or .jsonl.zst is an object with "text", and with "id" if it has one
+    (its id is FILE:LINE otherwise). Any other file is one document, and its name is the id. A
+    folder is read at every depth, in sorted order and without its hidden files; the names of its
+    files are relative to it.
 
-    Raises:   ValueError naming the file, and the line where there is one
+    Raises:   ValueError naming the file, and the line if there is one
     """
     files = []
     for path in map(Path, paths):
-        base, found = path.parent, [path]
+        base, inside = path.parent, [path]
         if path.is_dir():
-            base, found = path, sorted(path.rglob("[!.]*"))
-        found = [file for file in found if file.exists() and not file.is_dir()]
-        if not found:
+            base, inside = path, sorted(path.rglob("[!.]*"))
+        inside = [file for file in inside if file.exists() and not file.is_dir()]
+        if not inside:
             raise ValueError(f"{path}: no such file, or a folder without documents")
-        files += [(file, file.relative_to(base).as_posix()) for file in found]
+        files += [(file, file.relative_to(base).as_posix()) for file in inside]
     for file, name in files:
         yield from _read_file(file, name)
 
@@ -51,11 +60,11 @@ def _read_file(path: Path, name: str) -> Iterator[tuple[str, str]]:
                 raise ValueError('needs an object with a string under "text"')
             given_id = document.get("id")
             document_id = f"{name}:{row}" if given_id is None else str(given_id)
-            (document_id + document["text"]).encode()  # raises for half of a surrogate pair
+            (document_id + document["text"]).encode()  # raises for half a surrogate pair
             yield document_id, document["text"]
     except json.JSONDecodeError as error:
         raise ValueError(f"{path}:{row}: is not JSON ({error.msg}, column {error.colno})") from None
-    except Exception as error:  # each decompressor has its own kinds
+    except Exception as error:  # each decompressor raises errors of its own
         raise ValueError(f"{path}:{row}: {error}") from None
 
 
@@ -68,7 +77,7 @@ def _lines(path: Path) -> Iterator[bytes]:
 
 
 def _zstd_lines(path: Path) -> Iterator[bytes]:
-    """Decode frame by frame: the package's own reader takes a file cut short for a whole one."""
+    """Decompress frame by frame: zstandard's own reader does not notice a file that was cut."""
     try:
         import zstandard
     except ImportError:
@@ -83,5 +92,5 @@ def _zstd_lines(path: Path) -> Iterator[bytes]:
                 block = decoder.unused_data
                 decoder = None if decoder.eof else decoder
     if decoder:
-        raise EOFError("the file ends inside a special_ids of zstd")
+        raise EOFError("the file ends inside a zstd frame")
     yield rest

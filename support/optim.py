@@ -10,11 +10,33 @@ The learning rate is a pure function of the consumed-token clock. No training lo
 """
 
 import math
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from support.settings import flag
+
 SCHEDULES = ("cosine", "linear", "wsd")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    tokens: int | None = flag(None, "budget on the clock, in tokens (default: by --size)")
+    batch_tokens: int | None = flag(None, "tokens of an optimizer step, all ranks together")
+    micro_batch_size: int | None = flag(
+        None, "rows a rank takes at once; gradients of the rest accumulate", free=True
+    )
+    optimizer: str = flag("muon", "muon moves the blocks' matrices, adamw all", ("adamw", "muon"))
+    lr: float | None = flag(None, "peak learning rate (default: by --size)", above=0)
+    min_lr: float = flag(0.0, "learning rate at the end, as a share of --lr", least=0, most=1)
+    schedule: str = flag("linear", "decay of the learning rate", SCHEDULES)
+    warmup_tokens: int | None = flag(None, "tokens of linear warmup (default: 2 % of --tokens)")
+    decay_share: float = flag(0.2, "share of --tokens over which wsd decays", above=0, most=1)
+    weight_decay: float = flag(0.1, "decay of matrices and embeddings", least=0)
+    beta1: float = flag(0.9, "AdamW's first-moment decay", least=0, below=1)
+    beta2: float = flag(0.95, "AdamW's second-moment decay", least=0, below=1)
+    grad_clip: float = flag(1.0, "largest norm of the gradient; 0 for none", least=0)
 
 
 def split_parameters(model: nn.Module, muon: bool) -> tuple[list, list, list]:

@@ -1,6 +1,6 @@
 """Start a model from published weights: a state dict of GPT-2 or BERT, as torch.save wrote it.
 
-    file, prefix `transformer.` or `bert.` or none         model (h.N. before what is in a layer)
+    file, with prefix `transformer.`, `bert.` or none      model (h.N. before what is in a layer)
     GPT-2  c_attn c_proj c_fc of attn and mlp, (in, out)   same name, turned to (out, in)
            everything else                                 same name
     BERT   embeddings.word_ | position_embeddings          wte | wpe + token type 0
@@ -11,9 +11,10 @@
            cls.predictions.transform.dense | LayerNorm     mlm | mlm_ln
            cls.predictions.bias                            mlm_bias
 
-The function is the published one (tests/test_published.py). BERT's token type 0 is added to every
-position, for here a row is one segment. Nothing is downloaded, guessed, cropped or padded: an
-entry that does not fit is an error. The number of heads is not in a state dict and is believed.
+The model then computes the published function (tests/test_published.py). BERT's token type 0 is
+added to every position, because a row here is one segment. Nothing is downloaded, guessed, cropped
+or padded: an entry that does not fit is an error. A state dict does not tell the number of heads,
+so that of the settings is taken as right.
 
     python -m support.published gpt2.bin       # what the file holds, and the flags that fit it
 """
@@ -30,7 +31,7 @@ from support.runtime import Parser, exit_cleanly
 
 PREFIX = re.compile(r"^(transformer|bert)\.")
 LAYER = re.compile(r"(?:h|encoder\.layer)\.(\d+)\.")
-MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # GPT-2's causal mask, stored but not learned
+MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # GPT-2's causal mask, saved but not learned
 LEFT_OUT = re.compile(r"pooler\..+|cls\.seq_relationship\..+|embeddings\.position_ids")
 TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
 TIED = {  # second names of one tensor
@@ -58,20 +59,20 @@ RESAVE = "give a file that torch.save(model.state_dict(), PATH) wrote"
 def load_published(model: Transformer, path: str | Path) -> list[str]:
     """Copy the file's weights into the model: all of them or, on any error, none.
 
-    Returns:  names of what the file holds and the model has no use for, without their prefix
+    Returns:  the entries that the model has no use for, without their prefix
     Raises:   ValueError naming --init and the first entry that is absent, unknown or of another
               shape, with the flags that make the model fit the file
-    Cost:     reads the file; some of the weights twice in memory until they are copied
-    Deviates: BERT's second token type is dropped, adding the first rounds wpe once
+    Cost:     reads the file; some weights are in memory twice until they are copied
+    Deviates: BERT's second token type is dropped; adding the first one rounds wpe once
     """
     entries, left_out = _read(path)
     fit = remedy(published_shape(path), model.config)
     kind, taken = model.config.kind, set()
 
     def take(entry: str, *expected: int) -> Tensor:
-        found = tuple(entries[entry].shape) if entry in entries else "absent"
-        if found != expected:
-            raise _refusal(path, f"{entry} must be {expected} but is {found}: {fit}")
+        actual = tuple(entries[entry].shape) if entry in entries else "absent"
+        if actual != expected:
+            raise _refusal(path, f"{entry} must be {expected} but is {actual}: {fit}")
         taken.add(entry)
         return entries[entry]
 
@@ -97,7 +98,7 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
 
 
 def published_shape(path: str | Path) -> dict[str, str | int]:
-    """What the file says of its model: kind, layers, width, vocab_size, seq_len. No heads."""
+    """What a file tells of its model: kind, layers, width, vocab_size, seq_len; not the heads."""
     entries, _ = _read(path)
     kind = "gpt" if "wte.weight" in entries else "bert"
     (wte,), (wpe,) = published_names("wte.weight", kind), published_names("wpe.weight", kind)
@@ -110,7 +111,7 @@ def published_shape(path: str | Path) -> dict[str, str | int]:
 
 
 def published_names(name: str, kind: str) -> list[str]:
-    """The published entries that, one below the other, are our parameter.
+    """The published entries that make one parameter of ours, when they are stacked in this order.
 
     Example:  published_names("h.3.ln_1.bias", "bert") is
               ["encoder.layer.3.attention.output.LayerNorm.bias"]
@@ -122,25 +123,27 @@ def published_names(name: str, kind: str) -> list[str]:
     return [f"{layer}{published}{leaf}" for published in BERT_MODULES[module]]
 
 
-def remedy(found: dict[str, str | int], shape: TransformerConfig) -> str:
-    """What must change for a model of this shape to fit a file of that one, or else the file."""
-    if shape.pos == "learned" and all(getattr(shape, key) == found[key] for key in found):
+def remedy(published: dict[str, str | int], config: TransformerConfig) -> str:
+    """What to change so that file and model fit: the model's flags or, if these fit, the file."""
+    if config.pos == "learned" and all(getattr(config, key) == published[key] for key in published):
         return "give a language model as published: with its head, tied, GPT-2's matrices (in, out)"
-    return f"the file needs {flags(found)}"
+    return f"the file needs {flags(published)}"
 
 
-def flags(found: dict[str, str | int]) -> str:
-    """The flags that build the file's model. How far learned positions reach, --size decides."""
-    size = f"a --size of {found['seq_len']} positions, --layers {found['layers']}"
-    size += f" --width {found['width']} and its --heads"
+def flags(published: dict[str, str | int]) -> str:
+    """The flags that build the file's model. --size decides how far learned positions reach."""
+    dimensions = published["layers"], published["width"], published["seq_len"]
+    size = f"a --size of {published['seq_len']} positions, --layers {published['layers']}"
+    size += f" --width {published['width']} and its --heads"
     for name, (layers, _, width, seq_len) in SIZES.items():
-        if (layers, width, seq_len) == (found["layers"], found["width"], found["seq_len"]):
+        if (layers, width, seq_len) == dimensions:
             size = f"--size {name}"
-    return f"--model {found['kind']}, {size}, --pos learned, a vocabulary of {found['vocab_size']}"
+    vocabulary = f"a vocabulary of {published['vocab_size']}"
+    return f"--model {published['kind']}, {size}, --pos learned, {vocabulary}"
 
 
 def _read(path: str | Path) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights, each under one spelling of its name, and the names of what is left out."""
+    """The weights under their newer names, without prefix, and the names of what is left out."""
     saved = _open(path)
     if not isinstance(saved, dict):
         raise _refusal(path, f"holds a {type(saved).__name__}, not a dict: {RESAVE}")
@@ -159,7 +162,7 @@ def _read(path: str | Path) -> tuple[dict[str, Tensor], list[str]]:
 
 
 def _open(path: str | Path) -> object:
-    """What torch.save wrote, mapped where it can be; weights_only, so no code in it runs."""
+    """What torch.save wrote, mapped where possible; with weights_only no code in the file runs."""
     start = end = b""
     try:
         with open(path, "rb") as file:
@@ -167,11 +170,11 @@ def _open(path: str | Path) -> object:
             file.seek(max(0, file.seek(0, 2) - 72))
             end = file.read()
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    except Exception as error:  # torch.load raises half a dozen kinds, by what is broken
+    except Exception as error:  # torch.load raises half a dozen kinds
         if start[8:] == b"{":
             raise _refusal(path, "is a safetensors file: re-save it with torch.save") from error
         raise _refusal(path, f"cannot be loaded, {type(error).__name__}: {RESAVE}") from error
-    if end.startswith(b"\nsha256:"):  # the tail that checkpoint.py writes
+    if end.startswith(b"\nsha256:"):  # as support/checkpoint.py ends a file
         raise _refusal(path, "is a checkpoint of parsimony: go on from it with --resume")
     return saved
 
@@ -180,10 +183,13 @@ def _refusal(path: str | Path, why: str) -> ValueError:
     return ValueError(f"--init {path}: {why}")
 
 
-def main() -> None:
-    parser = Parser(description="Say what a file of published weights holds.")
-    parser.add_argument("path", type=Path)
-    path = parser.parse_args().path
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(
+        prog="python -m support.published",
+        description="Say what a file of published weights holds, and which flags fit it.",
+    )
+    parser.add_argument("path", type=Path, help="a state dict, as torch.save wrote it")
+    path = parser.parse_args(argv).path
     print(f"{path}: {published_shape(path)}; as flags: {flags(published_shape(path))}")
 
 

@@ -1,4 +1,9 @@
-"""Random numbers without a state: functions of a key, the same in every process."""
+"""Random numbers as functions of a key: no state to save, and the same in every process.
+
+seed_of     a key such as (seed, "mask", step) -> 63 bits
+generator   the same as a torch generator
+shuffled    draw number -> sample id, in an order that nobody holds in memory
+"""
 
 import hashlib
 from typing import Any
@@ -8,7 +13,7 @@ import torch
 
 
 def seed_of(*key: Any) -> int:
-    """A seed for one purpose: (seed, step, layer) -> 63 bits, the same in every process."""
+    """A seed for one purpose: (seed, purpose, step, layer) -> 63 bits, everywhere the same."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
 
 
@@ -20,9 +25,9 @@ def generator(device: torch.device, *key: Any) -> torch.Generator:
 def shuffled(draws: np.ndarray, n: int, seed: int) -> np.ndarray:
     """The sample ids of the given draws: pass after pass over 0..n-1, each in an order of its own.
 
-    A keyed permutation of [0, n) (a Feistel network over an even number of bits, walked until it
-    lands below n; Black & Rogaway 2002), so there is no list of samples in memory, and any rank can
-    say what draw 10^12 is without replaying those before it.
+    A keyed permutation of [0, n): a Feistel network over an even number of bits, applied again and
+    again until the result lies below n (Black & Rogaway 2002). So there is no list of samples in
+    memory, and any rank can say what draw 10^12 is without replaying those before it.
 
     Args:    draws (m,) int64, counted from the start of training
     Returns: (m,) int64 sample ids; draws k n .. (k + 1) n - 1 hold every id once

@@ -1,4 +1,9 @@
-"""A token store on disk, mapped into memory."""
+"""A token store: a folder that prepare.py wrote, mapped into memory.
+
+tokens.bin      each document as its tokens and end-of-text, the held-out documents last
+documents.idx   where each document begins, and the end of the last, int64
+meta.json       counts, the tokenizer's name and fingerprint, sha256 of the other two
+"""
 
 import hashlib
 import json
@@ -15,9 +20,9 @@ FORMAT = 1  # of the folder that prepare writes; a store of another format is re
 
 @dataclass(frozen=True)
 class Store:
-    """A store as prepare wrote it, mapped: document i is tokens[offsets[i]:offsets[i + 1]].
+    """A store, mapped. Document i is tokens[offsets[i]:offsets[i + 1]].
 
-    tokens    (tokens,) uint16 or uint32; the training documents are its first train_tokens
+    tokens    (tokens,) uint16 or uint32; the training documents are the first train_tokens of them
     offsets   (documents + 1,) int64
     """
 
@@ -37,18 +42,20 @@ class Store:
         path, arrays = Path(path), []
         try:
             meta = json.loads((path / "meta.json").read_text())
-            found = meta["format"]
+            store_format = meta["format"]
             counts = {"tokens.bin": meta["tokens"], "documents.idx": meta["documents"] + 1}
             dtypes = {"tokens.bin": np.dtype(meta["dtype"]), "documents.idx": np.dtype("int64")}
         except (OSError, ValueError, KeyError, TypeError):
             raise ValueError(f"{path}: no token store: make one with prepare.py") from None
-        if found != FORMAT:
-            raise ValueError(f"{path}: has store format {found}, not {FORMAT}: prepare it anew")
+        if store_format != FORMAT:
+            raise ValueError(
+                f"{path}: has store format {store_format}, not {FORMAT}: prepare it again"
+            )
         for name, dtype in dtypes.items():
             size = counts[name] * dtype.itemsize
             file = path / name
             if not file.exists() or file.stat().st_size != size:
-                raise ValueError(f"{file}: needs {size:,} bytes: prepare the store anew")
+                raise ValueError(f"{file}: needs {size:,} bytes: prepare the store again")
             arrays.append(np.memmap(file, dtype, mode="r"))
         return cls(path, meta, *arrays, meta["train_documents"], meta["train_tokens"])
 
@@ -58,7 +65,7 @@ class Store:
         if given != stored:
             raise ValueError(
                 f"{self.path}: made with tokenizer {self.meta['tokenizer']} ({stored[:12]}), not "
-                f"{encoding.name} ({given[:12]}): choose that one, or prepare the store anew"
+                f"{encoding.name} ({given[:12]}): choose that one, or prepare the store again"
             )
 
     def verify(self) -> None:
@@ -66,13 +73,12 @@ class Store:
         for name, recorded in self.meta["sha256"].items():
             with (self.path / name).open("rb") as file:
                 if hashlib.file_digest(file, "sha256").hexdigest() != recorded:
-                    raise ValueError(f"{self.path / name}: sha256 differs: prepare the store anew")
+                    raise ValueError(f"{self.path / name}: sha256 differs: prepare the store again")
 
-
-def check_tokens(store: Store, highest: int) -> None:
-    """Refuse a store that holds a token outside its vocabulary."""
-    if highest >= store.meta["vocab_size"]:
-        raise ValueError(
-            f"{store.path}: token {highest} is outside its vocabulary of"
-            f" {store.meta['vocab_size']}: the store is damaged, prepare it again"
-        )
+    def check_tokens(self, highest: int) -> None:
+        """Refuse a store that turns out to hold a token outside its vocabulary."""
+        if highest >= self.meta["vocab_size"]:
+            raise ValueError(
+                f"{self.path}: token {highest} is outside its vocabulary of"
+                f" {self.meta['vocab_size']}: the store is damaged, prepare it again"
+            )

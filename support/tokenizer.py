@@ -1,12 +1,12 @@
 """Text to token ids and back: tiktoken encodings, and the learning of their ranks.
 
-Four tokenizers, each with the same five special tokens: `pd4k` (4,096 ranks learnt from the
-embedded corpus, the default), `bytes` (no merges), `gpt2` (tiktoken's own), or any file of ranks.
-Does not change the text, and never finds a special token in it: whoever lays out samples puts
-end-of-text, [CLS] and the rest where they belong, by id.
+Four tokenizers, all with the same five special tokens: `pd4k` (4,096 ranks learnt from the embedded
+corpus, the default), `bytes` (no merges), `gpt2` (tiktoken's own), or any .tiktoken file of ranks.
+Text is encoded as it is, and text that spells a special token is only text: prepare.py and data.py
+put end-of-text, [CLS] and the others where they belong, by their ids.
 
-Paper: Sennrich et al. 2016, arXiv 1508.07909, algorithm 1 (learning by the most frequent pair);
-Radford et al. 2019 (GPT-2), section 2.2 (on bytes, inside pieces that a pattern splits off).
+Paper: Sennrich et al. 2016, arXiv 1508.07909, algorithm 1 (merge the most frequent pair); Radford
+et al. 2019 (GPT-2), section 2.2 (merge bytes, and only inside the pieces that a pattern splits off)
 
     python -m support.tokenizer show "Call me Ishmael."
     python -m support.tokenizer learn corpus/pd-mix.jsonl.gz --ranks 4096 --out pd4k.tiktoken
@@ -17,8 +17,6 @@ import base64
 import hashlib
 import heapq
 import json
-import os
-import secrets
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
@@ -31,24 +29,26 @@ import tiktoken
 from tqdm import tqdm
 
 from support import runtime
-from support.documents import is_held_out, read_documents
+from support.atomic import atomic_write
+from support.documents import HOLDOUT_HELP, INPUTS_HELP, is_held_out, read_documents
 
 PD4K = Path(__file__).resolve().parents[1] / "corpus" / "pd4k.tiktoken"
+NAMES_HELP = "pd4k, bytes, gpt2 or a .tiktoken file (pd4k)"
 SPECIAL_TOKENS = ("<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 
-# GPT-2's pattern in tiktoken's form, with one bound added: tiktoken's regex engine overflows its
-# stack on a run of about a million blanks, so a run is split off 100,000 at a time. Held here, not
-# taken from tiktoken, so that fingerprints outlive the rewrites that tiktoken gives its copy.
+# GPT-2's pattern as tiktoken writes it, with one bound added: tiktoken's regex engine overflows its
+# stack on about a million blanks in a row, so at most 100,000 of them make a piece. The pattern is
+# a part of the fingerprint; taken from tiktoken it would change with the next way of writing it.
 SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s{1,100000}(?!\S)|\s"
 
 
 def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
     """Load a tokenizer by its name, or from a .tiktoken file of ranks with GPT-2's pattern.
 
-    The special tokens follow the ranks: end-of-text is n_ranks (50256 for gpt2, as ever), then
-    [PAD], [CLS], [SEP], [MASK]. A GPT leaves the last four out of its vocabulary (vocab_size).
+    The special tokens come after the ranks: first end-of-text (50256 for gpt2, as published), then
+    [PAD], [CLS], [SEP], [MASK]. A GPT's vocabulary ends with end-of-text: see vocab_size.
 
-    Raises:   ValueError for an unknown name, a bad file (with its line), or gpt2 out of reach
+    Raises:   ValueError for an unknown name, a bad file (with its line), or gpt2 that cannot be had
     """
     if name == "bytes":
         ranks = {bytes([byte]): byte for byte in range(256)}
@@ -63,14 +63,14 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
 
 
 def vocab_size(encoding: tiktoken.Encoding, model: str) -> int:
-    """Count the ids a model needs: 'gpt' ends with end-of-text, 'bert' has all special tokens."""
+    """Count the ids a model needs: 'gpt' all up to end-of-text, 'bert' all special tokens too."""
     return {"gpt": encoding.eot_token + 1, "bert": encoding.n_vocab}[model]
 
 
-# tiktoken gives no public access to an encoding's pattern and ranks: the two functions below read
-# the attributes that it pickles.
+# tiktoken has no public way to an encoding's pattern and ranks: the next two functions read the
+# attributes that it pickles.
 def fingerprint(encoding: tiktoken.Encoding) -> str:
-    """Name an encoding by its content: sha256 over pattern, ranks and special tokens."""
+    """Identify an encoding by its content: the sha256 of pattern, ranks and special tokens."""
     ranks = sorted((rank, token.hex()) for token, rank in encoding._mergeable_ranks.items())
     content = [encoding._pat_str, ranks, sorted(encoding._special_tokens.items())]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()
@@ -79,7 +79,7 @@ def fingerprint(encoding: tiktoken.Encoding) -> str:
 def byte_lengths(encoding: tiktoken.Encoding) -> np.ndarray:
     """Count the bytes of text that each id stands for, 0 for a special token.
 
-    A sum over ids is the size of their text, so bits per byte need no decoding.
+    The size of a text is the sum over its ids: bits per byte need no decoding.
 
     Returns:  (n_vocab,) int64
     Example:  with any tokenizer, byte_lengths[ids of 'the whale'].sum() is 9
@@ -91,7 +91,7 @@ def byte_lengths(encoding: tiktoken.Encoding) -> np.ndarray:
 
 
 def read_ranks(path: Path) -> dict[bytes, int]:
-    """Read a .tiktoken file: a line is a token in base64 and its rank, which counts up from 0."""
+    """Read a .tiktoken file. A line is a token in base64 and its rank; ranks count up from 0."""
     ranks: dict[bytes, int] = {}
     for row, line in enumerate(path.read_bytes().splitlines(), 1):
         try:
@@ -99,39 +99,35 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             token = base64.b64decode(encoded, validate=True)
             in_order = int(rank) == len(ranks) and token not in ranks
         except ValueError:
-            raise ValueError(f"{path}:{row}: needs a base64 token, a blank, its rank") from None
+            raise ValueError(f"{path}:{row}: needs a token in base64 and its rank") from None
         if not in_order:
             raise ValueError(f"{path}:{row}: needs a new token with rank {len(ranks)}")
         ranks[token] = len(ranks)
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
-        raise ValueError(f"{path}:{len(ranks)}: ends without byte {missing[0]}: each needs a rank")
+        raise ValueError(f"{path}:{len(ranks)}: ends without a rank for byte {missing[0]}")
     return ranks
 
 
 def write_ranks(path: Path, ranks: dict[bytes, int]) -> None:
     """Write a .tiktoken file, whole or not at all."""
     lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
-    partial = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        partial.write_bytes(b"".join(lines))
-        os.replace(partial, path)
-    finally:
-        partial.unlink(missing_ok=True)
+    with atomic_write(path) as out:
+        out.write(b"".join(lines))
 
 
 def _gpt2_ranks(seconds: float = 60) -> dict[bytes, int]:
-    """Load GPT-2's ranks from tiktoken's cache, or by its download.
+    """Load GPT-2's ranks from tiktoken's cache, or let tiktoken download them.
 
-    The download has no time limit and hangs where packets vanish; a thread of the pool is a
-    daemon, which can be left behind.
+    The download has no time limit and hangs behind a firewall that drops packets. So it runs in a
+    thread of a pool, a daemon, which does not keep the process alive when it is given up.
     """
     loading = ThreadPool(1).apply_async(tiktoken.get_encoding, ["gpt2"])
     try:
         return loading.get(seconds)._mergeable_ranks
     except Exception as error:
         raise ValueError(
-            f"tokenizer gpt2: no copy at hand and no download ({type(error).__name__}): "
-            "set TIKTOKEN_CACHE_DIR to a folder that holds tiktoken's two gpt2 files"
+            f"tokenizer gpt2: not in tiktoken's cache, and its download failed"
+            f" ({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder with its two files"
         ) from None
 
 
@@ -139,14 +135,14 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     """Learn a byte-pair vocabulary: again and again, make a token of the most frequent pair.
 
     Pairs are counted inside the pieces of the split pattern; no token crosses their borders. Of
-    pairs that are equally frequent the one with the lowest ids wins, so the outcome depends on the
+    equally frequent pairs the one with the lowest ids is merged first, so the ranks depend on the
     counts alone, not on the order of the documents.
 
     Paper:    arXiv 1508.07909, algorithm 1
     Returns:  {token: rank} in the order of the ranks; the 256 bytes come first
-    Raises:   ValueError for fewer than 256, or for more than pairs that occur twice can give
-    Cost:     a merge visits only the distinct pieces that hold its pair; the heap is put right
-              lazily. pd-mix, 4,096 ranks: under 10 s on one core
+    Raises:   ValueError for n_ranks below 256, or where no pair occurs twice any more
+    Cost:     a merge visits only the distinct pieces that hold its pair, and an outdated count in
+              the heap is mended when it comes up. pd-mix, 4,096 ranks: under 10 s on one core
     Deviates: a pair whose bytes are a token already (aa+aaa after aaaa+a) takes that token's id
     Example:  ['aaabdaaabac'] and 259 ranks give aa (4 times), then ab (2 times, as is aa+a, but
               its ids are lower), then aa+ab
@@ -176,7 +172,7 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     heapq.heapify(heap)
     while len(ranks) < n_ranks:
         minus_count, pair = heapq.heappop(heap) if heap else (0, "")
-        if minus_count != -counts[pair]:  # it has fallen since; where it rose, it was pushed anew
+        if minus_count != -counts[pair]:  # outdated: the count fell since (a risen one was pushed)
             heapq.heappush(heap, (-counts[pair], pair))
             continue
         if minus_count > -2:
@@ -192,14 +188,16 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
             words[piece] = words[piece].replace(pair, merged)
         count_pairs(pieces, 1)
         risen = {a + b for i in pieces for a, b in pairwise(words[i]) if merged in (a, b)}
-        for pair in risen:
-            heapq.heappush(heap, (-counts[pair], pair))
+        for changed in risen:
+            heapq.heappush(heap, (-counts[changed], changed))
     return ranks
 
 
 def _learn(args: argparse.Namespace) -> None:
     if args.out.suffix != ".tiktoken":
         raise ValueError(f"--out {args.out}: name a file that ends in .tiktoken")
+    if not args.out.absolute().parent.is_dir():  # said now, not after the learning
+        raise ValueError(f"--out {args.out}: there is no folder {args.out.parent}")
 
     def texts(held_out: bool) -> Iterable[str]:
         documents = tqdm(read_documents(args.inputs), "documents", disable=None, leave=False)
@@ -210,12 +208,11 @@ def _learn(args: argparse.Namespace) -> None:
     held_out = list(texts(held_out=True))
     n_bytes = sum(len(text.encode()) for text in held_out)
     n_tokens = sum(len(encoding.encode_ordinary(text)) for text in held_out)
+    bytes_per_token = n_bytes / max(1, n_tokens)
     print(
-        f"{args.out}: {encoding.eot_token:,} ranks; {len(held_out):,} documents held out:", end=" "
+        f"{args.out}: {encoding.eot_token:,} ranks; {len(held_out):,} held-out documents:", end=" "
     )
-    print(
-        f"{n_bytes:,} bytes, {n_tokens:,} tokens, {n_bytes / max(1, n_tokens):.3f} bytes per token"
-    )
+    print(f"{n_bytes:,} bytes, {n_tokens:,} tokens, {bytes_per_token:.3f} bytes per token")
 
 
 def _show(args: argparse.Namespace) -> None:
@@ -227,20 +224,23 @@ def _show(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = runtime.Parser(description="tiktoken encodings")
-    verbs = parser.add_subparsers(required=True)
+    parser = runtime.Parser(
+        prog="python -m support.tokenizer", description="Show the tokens of a text, or learn ranks."
+    )
+    verbs = parser.add_subparsers(dest="verb", metavar="show|learn", required=True)
     show = verbs.add_parser("show", help="print the tokens of a text")
     show.add_argument("text")
-    show.add_argument("--tokenizer", default="pd4k", help="pd4k, bytes, gpt2 or a .tiktoken file")
-    show.set_defaults(run=_show)
+    show.add_argument("--tokenizer", default="pd4k", help=NAMES_HELP)
     learn = verbs.add_parser("learn", help="learn ranks from documents")
-    learn.add_argument("inputs", nargs="+", help="text, .jsonl, .jsonl.gz, .jsonl.zst, folders")
+    learn.add_argument("inputs", nargs="+", help=INPUTS_HELP)
     learn.add_argument("--ranks", type=int, default=4096, help="the 256 bytes included (4096)")
     learn.add_argument("--out", type=Path, required=True, help="the .tiktoken file to write")
-    learn.add_argument("--holdout", type=int, default=20, help="leave out one in this many (20)")
-    learn.set_defaults(run=_learn)
+    learn.add_argument("--holdout", type=int, default=20, help=HOLDOUT_HELP)
     args = parser.parse_args(argv)
-    args.run(args)
+    if args.verb == "learn":
+        _learn(args)
+    else:
+        _show(args)
 
 
 if __name__ == "__main__":

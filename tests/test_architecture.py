@@ -1,4 +1,4 @@
-"""Who may import whom, read off the source: nothing is imported or run here.
+"""Who may import whom, read off the source; and that no import goes round in a circle.
 
 A technique can be understood, tested and deleted alone only while it knows nothing of the model,
 the data, the loop or another technique; the rules below are what keeps that true. Does not judge
@@ -16,33 +16,23 @@ from pathlib import Path
 
 import pytest
 
+from config import Config
+from support.settings import techniques_of
+
 ROOT = Path(__file__).resolve().parent.parent
 
-TECHNIQUES = {"curriculum", "packing", "ltd", "pseudo", "offload"}
-FIXED_NAMES = {  # the names that README, the papers' pages and other people's forks point at
-    "train",
-    "config",
-    "model",
-    "data",
-    "tokenizer",
-    "curriculum",
-    "ltd",
-    "packing",
-    "optim",
-    "checkpoint",
-    "runtime",
-    "evaluate",
-    "sample",
-    "difficulty",
-    "plan",
-    "published",
+TECHNIQUES = {entry.settings.__module__ for entry in techniques_of(Config).values()}
+FIXED_NAMES = {"config", "curriculum", "data", "ltd", "model", "packing", "plan", "train"}
+# What each kind of file may import of this repository and of other libraries, besides the standard
+# library. A command (main) may import more, a function only what is listed as late.
+ALLOWED_IN = {
+    "technique": {"torch", "numpy", "kernels"},
+    "kernels": {"torch", "triton", "kernels"},
+    "model": {"torch", "kernels"},
 }
-TECHNIQUE_LIBRARIES = {"torch", "numpy", "kernels"}
-# An extra: imported by the function that needs it.
-TECHNIQUE_EXTRAS = {"packing": {"scipy"}, "curriculum": {"matplotlib"}}
-TECHNIQUE_COMMANDS = {"curriculum": {"difficulty"}}  # main() hands a verb on to this file
-KERNEL_LIBRARIES = {"torch", "triton", "kernels"}
-MODEL_STRANGERS = {"data", "plan", "train", "config"} | TECHNIQUES
+FIRST_PARTY_IN_SUPPORT = {"support", "model", "kernels"}
+COMMAND_OF_A_TECHNIQUE = {"support.runtime", "support.figures"}
+LATE = {"packing": {"scipy"}}  # extras of pyproject.toml, imported by the function that needs them
 REPLACED = {  # Hugging Face's libraries: this project does without them
     "transformers",
     "datasets",
@@ -55,11 +45,15 @@ REPLACED = {  # Hugging Face's libraries: this project does without them
 
 @dataclass(frozen=True)
 class Import:
-    """One imported module, by the first part of its name, and where the statement stands."""
+    """One imported module, and where the statement stands."""
 
-    module: str
+    module: str  # of this repository's folders with the file: support.runtime
     row: int
     where: str  # module | guarded (try, if) | typing | function | main
+
+    @property
+    def library(self) -> str:
+        return self.module.split(".")[0]
 
 
 def where_inside(node: ast.AST, where: str) -> str:
@@ -81,91 +75,97 @@ def where_inside(node: ast.AST, where: str) -> str:
 def imports_of(source: str, package: str = "") -> list[Import]:
     """Every import of a source text. A relative one is read as one of `package`.
 
-    Example:  'import torch.nn as nn' -> [Import('torch', 1, 'module')]
+    Example:  'import torch.nn as nn' -> [Import('torch.nn', 1, 'module')];
+              'from support import rng' -> [Import('support.rng', 1, 'module')]
     """
-    found: list[Import] = []
+    imports: list[Import] = []
 
     def visit(node: ast.AST, where: str) -> None:
         if isinstance(node, ast.Import):
-            found.extend(Import(a.name.split(".")[0], node.lineno, where) for a in node.names)
+            imports.extend(Import(alias.name, node.lineno, where) for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
-            module = package if node.level else node.module.split(".")[0]
-            found.append(Import(module, node.lineno, where))
+            module = f"{package}.{node.module or ''}".strip(".") if node.level else node.module
+            names = [module]
+            if module in ("support", "kernels"):  # folders: what is imported are their files
+                names = [f"{module}.{alias.name}" for alias in node.names]
+            imports.extend(Import(name, node.lineno, where) for name in names)
         inside = where_inside(node, where)
         for child in ast.iter_child_nodes(node):
             visit(child, inside)
 
     visit(ast.parse(source), "module")
-    return found
+    return imports
 
 
-def modules_named(names: dict[str, object]) -> set[str]:
-    """The top-level modules among paths relative to the root: 'ltd.py' is 'ltd'."""
-    return {path.removesuffix(".py") for path in names if "/" not in path}
+def modules_named(paths) -> set[str]:
+    """The modules among paths relative to the root: 'ltd.py' is 'ltd', 'support/rng.py' too."""
+    return {
+        path.removesuffix(".py").replace("/", ".")
+        for path in paths
+        if path.startswith(("support/", "kernels/")) or "/" not in path
+    }
 
 
 def problems_with(path: str, source: str) -> list[str]:
     """Name each import of one file that its place in the design forbids."""
-    name = path.removesuffix(".py")
-    in_kernels = path.startswith("kernels/")
+    name, folder = path.removesuffix(".py"), path.split("/")[0]
+    kind = "technique" if name in TECHNIQUES else folder if folder == "kernels" else name
     problems = []
 
     def refuse(item: Import, remedy: str) -> None:
         problems.append(f"{path}:{item.row}: imports {item.module}: {remedy}")
 
-    for item in imports_of(source, package=path.split("/")[0]):
-        standard = item.module in sys.stdlib_module_names
-        if item.module in REPLACED and not path.startswith(("tests/", "bench/")):
+    for item in imports_of(source, package=folder):
+        standard = item.library in sys.stdlib_module_names
+        ours = item.library in FIRST_PARTY_IN_SUPPORT or (ROOT / f"{item.library}.py").exists()
+        if item.library in REPLACED and folder not in ("tests", "bench"):
             refuse(item, "this project does without it")
-        elif item.module == "train" and not path.startswith("tests/"):
+        elif item.module == "train" and folder != "tests":
             refuse(item, "train.py is the end of the line: only tests import it")
-        elif name == "model" and item.module in MODEL_STRANGERS:
-            refuse(item, "the model knows nothing of it: go through run_block or the metadata")
-        elif name in TECHNIQUES and not standard and not technique_may(name, item):
-            refuse(item, "a technique has torch, numpy, kernels; runtime in main(); extras late")
-        elif in_kernels and not standard and item.module not in KERNEL_LIBRARIES:
-            refuse(item, "a kernel has torch, triton and the standard library")
-        elif in_kernels and item.module == "triton" and item.where == "module":
+        elif folder == "support" and ours and item.library not in FIRST_PARTY_IN_SUPPORT:
+            refuse(item, "support is for any trainer: it has support, model and kernels")
+        elif kind in ALLOWED_IN and not standard and not may_import(kind, name, item):
+            refuse(item, f"a {kind} has {', '.join(sorted(ALLOWED_IN[kind]))}")
+        elif kind == "kernels" and item.library == "triton" and item.where == "module":
             refuse(item, "a kernel file imports without it: put it in a try or an if")
     return problems
 
 
-def technique_may(name: str, item: Import) -> bool:
-    if item.module in TECHNIQUE_LIBRARIES:
+def may_import(kind: str, name: str, item: Import) -> bool:
+    if item.library in ALLOWED_IN[kind]:
         return True
-    if item.module in TECHNIQUE_EXTRAS.get(name, set()):
+    if item.library in LATE.get(name, set()):
         return item.where in ("function", "main")
-    return item.where == "main" and item.module in {"runtime"} | TECHNIQUE_COMMANDS.get(name, set())
+    return kind == "technique" and item.where == "main" and item.module in COMMAND_OF_A_TECHNIQUE
 
 
 def undeclared(sources: dict[str, str], requirements: list[str]) -> list[str]:
     """Name each import that neither this repository nor pyproject.toml provides."""
     declared = {re.match(r"[\w-]+", line)[0].replace("-", "_") for line in requirements}
-    known = declared | modules_named(sources) | sys.stdlib_module_names | {"kernels"} | REPLACED
+    ours = {module.split(".")[0] for module in modules_named(sources)}
+    known = declared | ours | sys.stdlib_module_names | REPLACED
     return [
-        f"{path}:{item.row}: imports {item.module}: declare it in pyproject.toml"
+        f"{path}:{item.row}: imports {item.library}: declare it in pyproject.toml"
         for path, source in sources.items()
         for item in imports_of(source, package=path.split("/")[0])
-        if item.module not in known
+        if item.library not in known
     ]
 
 
 def import_cycle(sources: dict[str, str]) -> list[str]:
-    """A cycle among the top-level modules' imports at module level, or [].
+    """A circle among the modules' imports, wherever in a file they stand, or [].
+
+    An import inside a function hides a circle, it does not end it: whoever reads one of the two
+    files has to read the other. Only an import for a type checker is left out.
 
     Example:  a imports b, b imports a -> ['a', 'b', 'a']
     """
     modules = modules_named(sources)
-    follows = {
-        module: sorted(
-            {
-                item.module
-                for item in imports_of(sources[f"{module}.py"])
-                if item.module in modules and item.where in ("module", "guarded")
-            }
-        )
-        for module in modules
-    }
+    follows = {}
+    for path, source in sources.items():
+        imported = imports_of(source, package=path.split("/")[0])
+        names = {item.module for item in imported if item.where != "typing"}
+        follows[path.removesuffix(".py").replace("/", ".")] = sorted(names & modules)
     finished: set[str] = set()
 
     def walk(module: str, path: list[str]) -> list[str]:
@@ -187,13 +187,13 @@ def import_cycle(sources: dict[str, str]) -> list[str]:
 
 def repository() -> dict[str, str]:
     """Path relative to the root -> source, of every Python file that the rules speak of."""
-    patterns = ("*.py", "kernels/**/*.py", "bench/**/*.py", "tests/**/*.py")
+    patterns = ("*.py", "support/*.py", "kernels/*.py", "bench/**/*.py", "tests/**/*.py")
     paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
 
 
-def installed() -> dict[str, str]:
-    """The part of `repository` that pip installs: top-level modules and kernels."""
+def product() -> dict[str, str]:
+    """The part of `repository` that is not tests or benches."""
     return {
         path: source
         for path, source in repository().items()
@@ -214,12 +214,12 @@ def test_every_import_is_declared():
     project = project_file()["project"]
     extras = project["optional-dependencies"].values()
     requirements = project["dependencies"] + [line for extra in extras for line in extra]
-    problems = undeclared(installed(), requirements)
+    problems = undeclared(product(), requirements)
     assert not problems, "\n".join(problems)
 
 
 def test_no_import_cycle():
-    assert import_cycle(installed()) == []
+    assert import_cycle(product()) == []
 
 
 def test_the_fixed_names_exist():
@@ -227,64 +227,65 @@ def test_the_fixed_names_exist():
     assert not missing, f"renamed or not written: {', '.join(sorted(missing))}"
 
 
-def test_pip_installs_every_module():
-    setuptools = project_file()["tool"]["setuptools"]
-    assert set(setuptools["py-modules"]) == modules_named(repository())
-    if any(path.startswith("kernels/") for path in repository()):
-        assert setuptools.get("packages") == ["kernels"]
+def test_a_bench_is_named_unlike_any_module_of_the_product():
+    names = [path.stem for path in (ROOT / "bench").glob("*.py")]
+    taken = {module.split(".")[-1] for module in modules_named(product())} | {"report"}
+    assert not taken & set(names), "`import plan` in a bench would be the bench itself"
 
 
 OFFENCES = {
     "a technique imports another": ("ltd.py", "import packing\n"),
     "a technique imports part of another": ("packing.py", "from curriculum import pacing\n"),
-    "a technique imports the model": ("pseudo.py", "from model import Transformer\n"),
+    "a technique imports the model": ("ltd.py", "from model import Transformer\n"),
     "a technique imports the data": ("curriculum.py", "def f():\n    import data\n"),
-    "a technique imports the config": ("offload.py", "import os, config\n"),
+    "a technique imports the config": ("packing.py", "import os, config\n"),
     "a technique imports the loop": ("ltd.py", "import train\n"),
+    "a technique imports support": ("ltd.py", "from support.rng import seed_of\n"),
     "a technique imports the model for its type": (
         "ltd.py",
         "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    from model import Block\n",
     ),
-    "runtime at a technique's module level": ("curriculum.py", "import runtime\n"),
-    "runtime in a technique's function": ("ltd.py", "def draw():\n    import runtime\n"),
+    "runtime at a technique's module level": ("curriculum.py", "from support import runtime\n"),
+    "runtime in a technique's function": ("ltd.py", "def f():\n    from support import runtime\n"),
     "runtime where the name is compared otherwise": (
         "ltd.py",
-        "if __name__ == 'ltd':\n    import runtime\n",
+        "if __name__ == 'ltd':\n    import support.runtime\n",
     ),
+    "another part of support in a command": ("ltd.py", "def main():\n    import support.optim\n"),
     "another library": ("curriculum.py", "import tqdm\n"),
     "an extra at module level": ("packing.py", "import scipy\n"),
     "an extra in a try at module level": (
         "packing.py",
         "try:\n    import scipy\nexcept ImportError:\n    scipy = None\n",
     ),
-    "another technique's command": ("ltd.py", "def main():\n    import difficulty\n"),
-    "a command's file outside of main": ("curriculum.py", "def pace():\n    import difficulty\n"),
     "another technique's extra": ("ltd.py", "def f():\n    import scipy\n"),
     "the model imports the data": ("model.py", "from data import Batch\n"),
     "the model imports a technique": ("model.py", "def f():\n    from ltd import run_block\n"),
-    "the model imports the config": ("model.py", "import config\n"),
+    "the model imports support": ("model.py", "from support import rng\n"),
+    "support imports a technique": ("support/optim.py", "import ltd\n"),
+    "support imports the data": ("support/runtime.py", "def f():\n    from data import Batch\n"),
+    "support imports the config": ("support/run_folder.py", "import config\n"),
     "a kernel imports numpy": ("kernels/token_drop.py", "import numpy as np\n"),
     "a kernel imports a module": ("kernels/token_drop.py", "from model import Block\n"),
     "a kernel needs Triton": ("kernels/token_drop.py", "import triton.language as tl\n"),
     "the loop imported by a helper": ("sample.py", "from train import assemble\n"),
     "the loop imported by a bench": ("bench/ablate.py", "import train\n"),
-    "transformers in the product": ("tokenizer.py", "def f():\n    import transformers\n"),
-    "a part of safetensors": ("checkpoint.py", "from safetensors.torch import save_file\n"),
+    "transformers in the product": ("support/tokenizer.py", "def f():\n    import transformers\n"),
+    "a part of safetensors": ("support/checkpoint.py", "from safetensors.torch import save_file\n"),
     "the hub in a technique": ("packing.py", "import huggingface_hub\n"),
 }
 
 ALLOWED = {
     "a technique's libraries": ("ltd.py", "import math\nimport torch.nn as nn\nimport numpy\n"),
     "a technique's kernel": ("ltd.py", "from kernels.token_drop import gather\n"),
-    "a command's file in main": ("curriculum.py", "def main(argv):\n    import difficulty\n"),
-    "runtime in main": ("curriculum.py", "def main(argv):\n    import runtime\n"),
+    "runtime in main": ("curriculum.py", "def main(argv):\n    from support import runtime\n"),
     "runtime in a function within main": (
         "ltd.py",
-        "def main():\n    def step():\n        import runtime\n",
+        "def main():\n    def step():\n        from support import runtime\n",
     ),
     "runtime in the main block": (
         "packing.py",
-        "if __name__ == '__main__':\n    from runtime import say\n",
+        "if __name__ == '__main__':\n    from support.runtime import say\n",
     ),
     "an extra in its function": ("packing.py", "def nnls():\n    from scipy import optimize\n"),
     "a guarded Triton": (
@@ -292,6 +293,9 @@ ALLOWED = {
         "try:\n    import triton\nexcept ImportError:\n    triton = None\n",
     ),
     "a kernel's neighbour": ("kernels/packed_attention.py", "from .token_drop import tune\n"),
+    "the model's kernel": ("model.py", "from kernels.cross_entropy import IGNORE\n"),
+    "support's other files": ("support/optim.py", "from support import rng\nimport tqdm\n"),
+    "support's use of the model": ("support/published.py", "from model import SIZES\n"),
     "the loop imports techniques": ("train.py", "import ltd, packing\nfrom config import parse\n"),
     "the loop in a test": ("tests/test_train.py", "import train\n"),
     "transformers in a comparison": ("bench/step.py", "import transformers\n"),
@@ -322,12 +326,18 @@ def test_a_cycle_is_reported():
     assert import_cycle({**a_to_b, "c.py": "from b import x\n"}) == ["b", "c", "b"]
     assert import_cycle({**a_to_b, "c.py": "try:\n    import a\nfinally:\n    pass\n"})
     assert import_cycle({"a.py": "import a\n"}) == ["a", "a"]
-    late = {
-        "a.py": "import b\n",
-        "b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\n"
-        "def f():\n    import a\n",
+    in_a_function = {"a.py": "import b\n", "b.py": "def f():\n    import a\n"}
+    assert import_cycle(in_a_function) == ["a", "b", "a"]
+    in_a_folder = {
+        "support/a.py": "from support import b\n",
+        "support/b.py": "def main():\n    from support.a import f\n",
     }
-    assert import_cycle(late) == []
+    assert import_cycle(in_a_folder) == ["support.a", "support.b", "support.a"]
+    for_a_type = {
+        "a.py": "import b\n",
+        "b.py": "from typing import TYPE_CHECKING\nif TYPE_CHECKING:\n    import a\n",
+    }
+    assert import_cycle(for_a_type) == []
 
 
 def test_an_undeclared_import_is_reported():

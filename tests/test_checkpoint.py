@@ -24,6 +24,7 @@ import pytest
 import torch
 
 from support import checkpoint
+from support.runtime import exit_cleanly
 
 ROOT = Path(__file__).parents[1]
 TRAILER_BYTES = 72
@@ -580,8 +581,8 @@ def test_a_write_that_the_kernel_refuses_changes_nothing(folder_with_one, size):
 
 
 FILL = """
-import os, sys
-import checkpoint, torch
+import os, sys, torch
+from support import checkpoint
 folder = sys.argv[1]
 try:
     for step in range(9):
@@ -684,9 +685,8 @@ def save_in_place_forever(folder: str, first: int) -> None:
 
 @contextmanager
 def running(target, folder: Path, first: int):
-    """A process that saves without end, from a server that has imported torch once for all."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "checkpoint"])
+    """A process that saves without end, forked: it need not import torch again."""
+    context = multiprocessing.get_context("fork")
     process = context.Process(target=target, args=(str(folder), first), daemon=True)
     process.start()
     yield process
@@ -743,16 +743,10 @@ def test_control_written_in_place_the_same_kills_tear_the_file(tmp_path):
     pytest.fail("20 kills in mid-write and never a torn file: the kills of these tests do not bite")
 
 
-def command(path: Path) -> subprocess.CompletedProcess:
-    argv = [sys.executable, "checkpoint.py", str(path)]
-    return subprocess.run(argv, capture_output=True, text=True, cwd=ROOT)
-
-
-def test_the_command_verifies_and_lists(tmp_path, monkeypatch, capsys):
+def test_the_command_verifies_and_lists(tmp_path, capsys):
     state = {"model": {"w": torch.zeros(500_000)}, "optimizer": [(torch.ones(10**6),)], "step": 34}
     path = checkpoint.save(tmp_path, state, step=34)
-    monkeypatch.setattr(sys, "argv", ["checkpoint.py", str(path)])
-    checkpoint.main()
+    checkpoint.main([str(path)])
     first, *lines = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{path}: verified, 6.0") and first.endswith("step 34")
     assert [line.split() for line in lines] == [
@@ -762,9 +756,10 @@ def test_the_command_verifies_and_lists(tmp_path, monkeypatch, capsys):
     ]
 
 
-def test_the_command_on_a_damaged_file_is_one_line_and_exit_2(saved):
+def test_the_command_on_a_damaged_file_is_one_line_and_exit_2(saved, capsys):
     flip(saved, 200, 3)
-    done = command(saved)
-    assert done.returncode == 2
-    assert done.stdout == ""
-    assert len(done.stderr.splitlines()) == 1 and "is damaged" in done.stderr
+    with pytest.raises(SystemExit) as ended:
+        exit_cleanly(lambda: checkpoint.main([str(saved)]))
+    out, err = capsys.readouterr()
+    assert ended.value.code == 2 and out == ""
+    assert len(err.splitlines()) == 1 and "is damaged" in err

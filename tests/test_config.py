@@ -6,6 +6,10 @@ from typing import get_type_hints
 import pytest
 
 import config
+import train
+from config import Config
+from support.flags import parser_of, shown_default
+from support.settings import flattened, is_on, resumed, techniques_of, techniques_on
 
 
 def build(line: str) -> config.Config:
@@ -24,7 +28,7 @@ def test_defaults_follow_the_size():
 
 def test_flat_and_build_are_inverse():
     settings = build("--ltd --curriculum seqlen --size 124M --tokens 3e6")
-    assert config.build(config.flat(settings)) == settings
+    assert config.build(flattened(settings)) == settings
 
 
 @pytest.mark.parametrize(
@@ -41,18 +45,18 @@ REFUSED = {
     "--token 5": r"unrecognized arguments: --token",  # no abbreviations
     "--size huge": r"--size: invalid choice: 'huge'.*nano",
     "--curriculum hard": r"--curriculum hard is unknown: choose of seqlen, seqlen-reshape",
-    "--seq-len 4": r"--seq-len 4: rows have at least 8 tokens",
-    "--seq-len 9e18 --batch-tokens 9e18": r"--seq-len 9000000000000000000: rows have .* 2\^31",
+    "--seq-len 4": r"--seq-len 4 must be at least 8",
+    "--seq-len 9e18 --batch-tokens 9e18": r"--seq-len 9000000000000000000 must be .* below 2.14748e\+09",
     "--pos learned --seq-len 512": r"--seq-len 512 is above the 256 positions of --size nano.*rope",
     "--size bert-base": r"--size bert-base is a BERT: add --model bert",
     "--init w.pt --pos rope": r"--init and --pos rope exclude each other",
     "--init w.pt --resume": r"--init and --resume exclude each other",
     "--batch-tokens 1000": r"--batch-tokens 1000 is not a multiple of --seq-len 256.*768 and 1024",
     "--lr 0": r"--lr 0.0 must be above 0",
-    "--min-lr 2": r"--min-lr 2.0 is a share",
+    "--min-lr 2": r"--min-lr 2.0 must be at least 0 and at most 1",
     "--tokens 1000 --warmup-tokens 1000": r"--warmup-tokens 1000 must be below --tokens 1000",
     "--decay-share 0": r"--decay-share 0.0",
-    "--beta2 1": r"--beta2 1.0 must lie",
+    "--beta2 1": r"--beta2 1.0 must be at least 0 and below 1",
     "--weight-decay -1": r"--weight-decay -1.0",
     "--grad-clip -1": r"--grad-clip -1.0",
     "--dropout 1": r"--dropout 1.0",
@@ -81,8 +85,8 @@ REFUSED = {
     "--curriculum seqlen --curriculum-pace discrete": r"discrete needs levels",
     "--curriculum rarity --curriculum-by value": r"--curriculum-by value needs --curriculum-start",
     "--curriculum rarity --curriculum-by rank": r"--curriculum-by: invalid choice",
-    "--ltd --ltd-start 0": r"--ltd-start 0 keeps an impossible number of tokens: 1 to 256",
-    "--ltd --ltd-start 257": r"--ltd-start 257",
+    "--ltd --ltd-start 0": r"--ltd-start 0 must be at least 1",
+    "--ltd --ltd-start 257": r"--ltd-start 257 keeps more than the 256 tokens of a row",
     "--ltd --ltd-share 1.5": r"--ltd-share 1.5",
     "--ltd --layers 2": r"--ltd needs a layer between first and last",
     "--ltd-start 64": r"--ltd-start 64 has no effect without --ltd",
@@ -105,46 +109,36 @@ def test_every_refusal_has_a_test():
 
 def test_rows_are_shared_out():
     settings = build("--batch-tokens 4096")
-    assert [config.micro_batch_size(settings, world) for world in (1, 2, 16)] == [16, 8, 1]
+    assert [train.micro_batch_size(settings, world) for world in (1, 2, 16)] == [16, 8, 1]
     with pytest.raises(ValueError, match=r"16 rows of 256 that 3 ranks"):
-        config.micro_batch_size(settings, 3)
+        train.micro_batch_size(settings, 3)
     with pytest.raises(
         ValueError, match=r"16 rows of 256 that 1 ranks of --micro-batch-size 5.*1280"
     ):
-        config.micro_batch_size(build("--batch-tokens 4096 --micro-batch-size 5"), 1)
+        train.micro_batch_size(build("--batch-tokens 4096 --micro-batch-size 5"), 1)
     with pytest.raises(ValueError, match=r"that 32 ranks"):
-        config.micro_batch_size(settings, 32)
+        train.micro_batch_size(settings, 32)
 
 
 def test_a_resumed_run_keeps_its_settings():
-    saved = config.flat(build("--seed 5 --ltd"))
-    assert config.build(config.resumed(saved, {"run.resume": "last"})).run.seed == 5
-    config.resumed(saved, {"run.seed": 5, "run.keep": 9})
+    saved = flattened(build("--seed 5 --ltd"))
+    assert config.build(resumed(Config, saved, {"run.resume": "last"})).run.seed == 5
+    resumed(Config, saved, {"run.seed": 5, "run.keep": 9})
     with pytest.raises(ValueError, match=r"--seed 6 differs from the 5 .*another --out"):
-        config.resumed(saved, {"run.seed": 6})
+        resumed(Config, saved, {"run.seed": 6})
     with pytest.raises(ValueError, match=r"--ltd False differs"):
-        config.resumed(saved, {"ltd.on": False})
+        resumed(Config, saved, {"ltd.on": False})
 
 
 def test_a_run_is_resumed_with_the_words_it_was_started_with():
-    """Also where these were made to mean more: one share for both metrics."""
-    words = config.parse(
-        [
-            "--curriculum",
-            "seqlen,rarity",
-            "--curriculum-share",
-            "0.3",
-            "--curriculum-pace",
-            "linear",
-        ]
-    )
-    saved = config.flat(config.build(words))
-    assert saved["curriculum.share"] == "0.3,0.3"
-    assert config.resumed(saved, words) == saved
-    with pytest.raises(ValueError, match=r"--curriculum-share 0.2 differs from the 0.3,0.3"):
-        config.resumed(saved, words | {"curriculum.share": "0.2"})
+    line = "--curriculum seqlen,rarity --curriculum-share 0.3 --curriculum-pace linear"
+    words = config.parse(line.split())
+    saved = flattened(config.build(words))
+    assert resumed(Config, saved, words) == saved
+    with pytest.raises(ValueError, match=r"--curriculum-share 0.2 differs from the 0.3"):
+        resumed(Config, saved, words | {"curriculum.share": "0.2"})
     moved = {"curriculum.index": "elsewhere", "data.data": "moved"}
-    assert config.resumed(saved, moved) == saved | moved, "where it lies may change"
+    assert resumed(Config, saved, moved) == saved | moved, "where it lies may change"
 
 
 def test_no_more_flags_than_a_reader_can_hold():
@@ -153,10 +147,30 @@ def test_no_more_flags_than_a_reader_can_hold():
         for part in fields(config.Config)
     }
     assert sum(map(len, groups.values())) <= 60
-    assert all(len(groups[technique]) <= 8 for technique in config.TECHNIQUES)
+    assert all(len(groups[technique]) <= 8 for technique in techniques_of(Config))
 
 
 def test_every_flag_is_in_the_table():
     table = config.flags_table()
-    for action in config.parser()._actions:
+    for action in parser_of(Config, "train.py", "")._actions:
         assert f"| `{action.option_strings[0]}` |" in table or action.dest == "help"
+
+
+def test_defaults_are_shown_as_they_are():
+    """A clip of 1.0 is not "on", a dropout of 0.0 not "off", though 1.0 == True."""
+    assert [shown_default(value) for value in (1.0, 0.0, True, False, None, 20)] == [
+        "1.0",
+        "0.0",
+        "on",
+        "off",
+        "",
+        "20",
+    ]
+    assert "| `--grad-clip` | 1.0 |" in config.flags_table()
+    assert "| `--dropout` | 0.0 |" in config.flags_table()
+
+
+def test_a_technique_is_registered_by_one_line():
+    assert list(techniques_of(Config)) == ["curriculum", "ltd", "pack"]
+    assert [is_on(build("--ltd"), name) for name in techniques_of(Config)] == [False, True, False]
+    assert techniques_on(build("")) == []

@@ -5,9 +5,11 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import config
 import ltd
-from model import TokenMeta, Transformer, TransformerConfig
+from model import TokenMeta, Transformer, TransformerConfig, run_plain
 from support import rng
+from support.clock import StepContext
 
 CPU = torch.device("cpu")
 
@@ -85,7 +87,7 @@ def test_keeping_all_is_bitwise_the_plain_model(packed):
     def refuse(*_):
         raise AssertionError("a row that is kept whole draws nothing")
 
-    for run_block in (gathered, ltd.token_dropping(24, 4, refuse)):
+    for run_block in (gathered, ltd.token_dropping(24, 4, refuse, run_plain)):
         loss = model(inputs, run_block=run_block)
         loss.backward()
         assert torch.equal(loss, plain)
@@ -104,7 +106,7 @@ def test_first_and_last_layer_see_every_token():
 
         return dropping(layer, counted, x, meta)
 
-    dropping = ltd.token_dropping(10, 4, choose_from(10))
+    dropping = ltd.token_dropping(10, 4, choose_from(10), run_plain)
     small()(batch(False), run_block=spy)
     assert seen == {0: 24, 1: 10, 2: 10, 3: 24}
 
@@ -140,7 +142,7 @@ def test_gradient_of_dropped_and_kept_tokens():
 def test_no_position_sees_a_later_one_through_all_layers(packed, pos):
     model = small(pos)
     tokens, _, positions, doc_ids = batch(packed, B=1)
-    run_block = ltd.token_dropping(11, 4, choose_from(11))
+    run_block = ltd.token_dropping(11, 4, choose_from(11), run_plain)
     plain = model.logits(tokens, positions, doc_ids, run_block=run_block)
     for later in range(1, 24):
         changed = tokens.clone()
@@ -157,7 +159,7 @@ def test_negative_control_unsorted_draw_breaks_causality():
     def backwards(layer, x, meta):
         return choose_from(11)(layer, x, meta).flip(1)
 
-    run_block = ltd.token_dropping(11, 4, backwards)
+    run_block = ltd.token_dropping(11, 4, backwards, run_plain)
     changed = tokens.clone()
     changed[:, 23] = (changed[:, 23] + 1) % 40
     plain, out = (model.logits(t, run_block=run_block)[:, :23] for t in (tokens, changed))
@@ -167,7 +169,7 @@ def test_negative_control_unsorted_draw_breaks_causality():
 def test_packed_documents_stay_apart_when_tokens_are_dropped():
     model = small()
     tokens, _, positions, doc_ids = batch(True)
-    run_block = ltd.token_dropping(11, 4, choose_from(11))
+    run_block = ltd.token_dropping(11, 4, choose_from(11), run_plain)
     changed = torch.where(doc_ids == 1, (tokens + 1) % 40, tokens)
     plain, out = (
         model.logits(t, positions, doc_ids, run_block=run_block) for t in (tokens, changed)
@@ -177,7 +179,7 @@ def test_packed_documents_stay_apart_when_tokens_are_dropped():
 
 
 def test_negative_control_sliced_mask_mixes_documents():
-    """Upstream's way: the corner of the full mask instead of the kept tokens' own."""
+    """DeepSpeed's way (data_routing/basic_layer.py): the corner of the full mask instead of the kept tokens' own."""
     model = small()
     tokens, _, positions, doc_ids = batch(True)
 
@@ -189,7 +191,7 @@ def test_negative_control_sliced_mask_mixes_documents():
 
     def sliced(layer, block, x, meta):
         meta.__class__ = Sliced
-        return ltd.token_dropping(11, 4, choose_from(11))(layer, block, x, meta)
+        return ltd.token_dropping(11, 4, choose_from(11), run_plain)(layer, block, x, meta)
 
     changed = torch.where(doc_ids == 1, (tokens + 1) % 40, tokens)
     plain, out = (model.logits(t, positions, doc_ids, run_block=sliced) for t in (tokens, changed))
@@ -213,14 +215,36 @@ def test_schedule_stays_in_range_and_never_falls(start, more, share, early, late
     assert start <= first <= second <= start + more
 
 
-def test_accounting_worked_examples():
-    assert ltd.layer_tokens(6, 128, 256) == 1024
-    assert ltd.layer_tokens(6, 999, 256) == 6 * 256
-    assert ltd.effective_tokens(512, 6, 128, 256) == 340
-    assert ltd.effective_tokens(512, 6, 256, 256) == 512
-    # full rows: rows times a, arXiv 2212.03597's own counting; GPT-3 1.3B at its first step
-    a = (2048 * (24 - 22) + 128 * 22) // 24
-    assert ltd.effective_tokens(512 * 2048, 24, 128, 2048) == 512 * a
+def test_tokens_by_layer_worked_example():
+    settings = config.build(config.parse("--ltd --ltd-start 128".split()))
+    context = StepContext(seed=1, step=1, progress=0.0, rows=8)
+    dropped = ltd.tokens_by_layer(settings, context, [256] * 6)
+    assert dropped == [256, 128, 128, 128, 128, 256]
+    short = ltd.tokens_by_layer(settings, context, [64] * 6)
+    assert short == [64] * 6, "rows of at most K tokens run whole"
+    assert ltd.tokens_by_layer(settings, context, [256, 0, 256, 256, 256, 256])[1] == 0
+    late = context._replace(progress=0.7)
+    assert ltd.tokens_by_layer(settings, late, [256] * 6) == [256] * 6
+
+
+def test_a_rank_drops_what_one_process_drops():
+    """Ranks and micro-batches draw the same for a row: run_block gets the number of its first."""
+    settings = config.build(
+        config.parse("--ltd --ltd-start 9 --seq-len 24 --batch-tokens 72 --layers 4".split())
+    )
+    context = StepContext(seed=7, step=3, progress=0.0, rows=3)
+    model, inputs = small(), batch(True)
+    whole = model.hidden_states(
+        inputs[0], *inputs[2:], ltd.run_block(settings, context, 0, run_plain)
+    )
+    for row in range(3):
+        tokens, _, positions, doc_ids = (field[row : row + 1] for field in inputs)
+        run_block = ltd.run_block(settings, context, row, run_plain)
+        assert torch.allclose(
+            model.hidden_states(tokens, positions, doc_ids, run_block), whole[row : row + 1]
+        )
+    other = ltd.run_block(settings, context._replace(step=4), 0, run_plain)
+    assert not torch.allclose(model.hidden_states(inputs[0], *inputs[2:], other), whole)
 
 
 def test_command_prints_the_schedule(capsys):
@@ -228,5 +252,6 @@ def test_command_prints_the_schedule(capsys):
     rows = capsys.readouterr().out.split("\n")
     assert rows[1].split() == ["0%", "64", "768", "50.0%"]
     assert rows[11].split() == ["100%", "256", "1536", "100.0%"]
-    with pytest.raises(ValueError, match="--start 300"):
-        ltd.main(["--start", "300"])
+    for mistake in ("--start 300", "--share 0", "--share nan", "--layers 2"):
+        with pytest.raises(ValueError, match=mistake):
+            ltd.main(mistake.split())

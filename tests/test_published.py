@@ -8,7 +8,6 @@ every entry counts: no test here needs a download.
 """
 
 import math
-import sys
 from collections import OrderedDict
 
 import pytest
@@ -308,10 +307,9 @@ def test_the_fitting_size_is_named(name):
     assert other in published.flags(found)
 
 
-def test_the_command_says_what_the_file_holds(tmp_path, monkeypatch, capsys):
+def test_the_command_says_what_the_file_holds(tmp_path, capsys):
     path = written(bert_file(), tmp_path)
-    monkeypatch.setattr(sys, "argv", ["published.py", str(path)])
-    published.main()
+    published.main([str(path)])
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
     assert "'layers': 2, 'width': 16, 'vocab_size': 50, 'seq_len': 12" in printed
@@ -344,7 +342,12 @@ MISFITS = {
         "encoder.layer.2.attention.output.LayerNorm.weight must",
     ),
     "width": ("gpt", {}, dict(width=32), "wte.weight must be (50, 32) but is (50, 16)"),
-    "inner width": ("gpt", {}, dict(mlp_width=32), "mlp.c_fc.weight must be (16, 32) but is (16, 64)"),
+    "inner width": (
+        "gpt",
+        {},
+        dict(mlp_width=32),
+        "mlp.c_fc.weight must be (16, 32) but is (16, 64)",
+    ),
     "entry gone": ("gpt", {C_ATTN: None}, {}, "h.1.attn.c_attn.weight must be (16, 48) but is abs"),
     "not turned": ("gpt", {C_ATTN: torch.ones(48, 16)}, {}, "must be (16, 48) but is (48, 16)"),
     "query gone": ("bert", {f"bert.{QUERY}": None}, {}, f"{QUERY} must be (16, 16) but is absent"),

@@ -1,4 +1,4 @@
-"""Seeds, the log, devices, and how a command ends."""
+"""The log, devices, and how a command ends."""
 
 import importlib
 import json
@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from support import rng, runtime
+from support import runtime
 
 
 def test_provenance_names_the_commit_from_wherever_it_is_asked(tmp_path, monkeypatch):
@@ -17,16 +17,6 @@ def test_provenance_names_the_commit_from_wherever_it_is_asked(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     assert runtime.provenance()["commit"] == (git.stdout.strip() or "none")
     assert (runtime.ROOT / "train.py").is_file()
-
-
-def test_a_seed_is_a_function_of_its_key():
-    assert rng.seed_of(1, "ltd", 2) == rng.seed_of(1, "ltd", 2)
-    keys = [(seed, step, layer) for seed in range(3) for step in range(30) for layer in range(9)]
-    assert len({rng.seed_of(*key) for key in keys}) == len(keys)
-    assert rng.seed_of(11, 2) != rng.seed_of(1, 12), "parts of a key do not run together"
-    cpu = torch.device("cpu")
-    one, two = (torch.rand(4, generator=rng.generator(cpu, 7, 1)) for _ in range(2))
-    assert torch.equal(one, two)
 
 
 def test_log_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path):

@@ -23,7 +23,7 @@ from support import checkpoint
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
 LINE = {
-    "step", "consumed_tokens", "real_tokens", "layer_tokens", "loss", "lr", "seq_len",
+    "step", "consumed_tokens", "real_tokens", "layer_tokens", "loss", "lr", "max_piece_len",
     "kept_tokens", "padding_share", "ms", "data_ms",
 }  # fmt: skip
 
@@ -66,14 +66,13 @@ def test_off_is_absent(run, monkeypatch):
         raise AssertionError("a technique that is off was called")
 
     for module, names in (
-        (ltd, ["kept_tokens", "draw", "run_kept", "dropping", "layer_tokens", "effective_tokens"]),
-        (curriculum, ["pace", "discrete", "settled", "pacings", "check", "reshape", "Curriculum"]),
-        (plan, ["ready"]),
+        (ltd, ["kept_tokens", "draw", "run_kept", "token_dropping"]),
+        (curriculum, ["pace", "discrete", "parse_metrics", "reshape", "Curriculum"]),
+        (plan, ["ready", "Curriculum"]),
+        (packing, ["best_fit"]),  # evaluation packs with its own import
     ):
         for name in names:
             monkeypatch.setattr(module, name, poison)
-    monkeypatch.setattr(train.ltd, "dropping", poison)
-    monkeypatch.setattr(packing, "best_fit", poison)  # evaluation packs with its own import
     assert metrics(run(out="poisoned")) == plain
     for flags in ("--ltd", "--pack", "--curriculum seqlen"):  # and the poison is one
         with pytest.raises(AssertionError, match="was called"):
@@ -339,7 +338,8 @@ def test_a_mistake_on_two_ranks_is_said_once(store_dir, tmp_path):
 
 KILL = """
 import os, random, signal, sys, threading
-import runtime, train
+import train
+from support import runtime
 lines, write = int(sys.argv.pop(1)), runtime.Log.write
 kill = threading.Timer(random.uniform(0, 0.005), os.kill, (os.getpid(), signal.SIGKILL))
 def count(log, *args, **values):

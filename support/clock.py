@@ -1,0 +1,68 @@
+"""The one clock of a run, consumed tokens, and what a step costs on it."""
+
+from typing import Any, NamedTuple
+
+import torch
+
+from support.rng import generator, seed_of
+from support.settings import techniques_on
+
+
+class Clock(NamedTuple):
+    """Where a run stands. Everything scheduled is a function of this, the settings and the seed."""
+
+    step: int = 0
+    consumed_tokens: int = (
+        0  # the budget's unit: real tokens, scaled by the layers they ran through
+    )
+    real_tokens: int = 0  # tokens that were read, a BERT's [CLS] and [SEP] included, padding not
+    layer_tokens: int = 0  # positions times the layers they went through, padding included
+    positions: int = 0  # of all rows, padding included
+    pieces: int = 0  # of documents, laid into rows
+    samples_drawn: int = 0  # with packing, before the current window
+    stage_start: int = 0  # samples drawn before the pool last changed
+    window_row: int = 0  # rows taken of the current window
+    window_tokens: int = 0  # consumed tokens when the current window, or the last step, began
+
+
+class StepContext(NamedTuple):
+    """What the techniques that act on blocks may know of a step."""
+
+    seed: int
+    step: int  # counted from 1
+    progress: float  # of the run when the step begins: consumed tokens as a share of the budget
+    rows: int  # on all ranks
+
+    def generator(self, device: torch.device, technique: str, *key: Any) -> torch.Generator:
+        """Random numbers of one technique in this step, the same on every rank."""
+        return generator(device, self.seed, technique, self.step, *key)
+
+    def uniform(self, technique: str, *key: Any) -> float:
+        """One such number in [0, 1), for a choice that all rows share."""
+        return seed_of(self.seed, technique, self.step, *key) / 2**63
+
+
+def effective_tokens(real_tokens: int, tokens_by_layer: list[int], seq_len: int) -> int:
+    """What a step adds to the clock: its real tokens, scaled by the share of layers they ran.
+
+    Paper:   arXiv 2212.03597, section 3.3: a = floor((T (L - l) + r l) / L) for l dropped layers
+    Returns: floor(real_tokens a / T), which is rows times a when rows are full
+    Example: effective_tokens(512, [256, 128, 128, 128, 128, 256], 256) == 512 * 170 // 256 == 340
+    """
+    return real_tokens * (sum(tokens_by_layer) // len(tokens_by_layer)) // seq_len
+
+
+def savings(settings: Any, clock: Clock) -> str:
+    """One line: what the techniques saved against the plain run over the same text."""
+    saved = []
+    full = settings.model.layers * clock.positions
+    if any(technique.tokens_by_layer for technique in techniques_on(settings)):
+        saved.append(
+            f"{1 - clock.layer_tokens / full:.1%} of layer-tokens"
+            f" ({clock.layer_tokens / 1e6:.1f} M, plain {full / 1e6:.1f} M)"
+        )
+    if settings.pack.on:
+        padding = 1 - clock.real_tokens / clock.positions
+        alone = 1 - clock.real_tokens / (clock.pieces * settings.data.seq_len)
+        saved.append(f"padding: {padding:.1%} of all positions, {alone:.1%} with one piece a row")
+    return "saved: " + ("; ".join(saved) or "nothing, no technique is on that skips work")

@@ -1,0 +1,174 @@
+"""A run on disk: a folder with config.json, log.jsonl, checkpoints; how it is opened, and resumed.
+
+A folder that holds a run is refused to another one.
+"""
+
+import itertools
+import json
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from support import checkpoint
+from support.clock import Clock
+from support.runtime import Log, Runtime, provenance
+from support.settings import flag, flattened
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    out: str | None = flag(
+        None, "folder of the run: log, checkpoints, config (default: a new one)", free=True
+    )
+    resume: str | None = flag(
+        None,
+        "go on from a checkpoint of --out",
+        ("last", "previous", "best"),
+        without_value="last",
+        free=True,
+    )
+    seed: int = flag(1337, "decides the weights at the start, the order of data and every draw")
+    device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda", "mps"), free=True)
+    dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
+    compile: bool = flag(False, "compile each block with torch.compile", free=True)
+    eval_every: int | None = flag(
+        None, "tokens between evaluations (default: a fifth of --tokens)", free=True
+    )
+    eval_tokens: int = flag(
+        32_768, "held-out tokens of an evaluation; the last one takes all", free=True
+    )
+    checkpoint_every: int | None = flag(
+        None, "tokens between checkpoints (default: a tenth)", free=True
+    )
+    keep: int = flag(2, "newest checkpoints to keep; the best is kept besides", least=1, free=True)
+    tensorboard: bool = flag(False, "write the log for TensorBoard too", free=True)
+
+
+class Run:
+    """A run that is open: its folder, its log, its checkpoints, and where it stands.
+
+    Args: folder of a run that goes on from --resume's checkpoint; None makes a new one
+    """
+
+    def __init__(
+        self,
+        settings: Any,
+        runtime: Runtime,
+        folder: Path | None,
+        model: nn.Module,
+        optimizers: Any,
+    ):
+        self.settings, self.runtime = settings, runtime
+        self.model, self.optimizers = model, optimizers
+        self.clock, self.best = Clock(), math.inf
+        self.resumed_from: Path | None = None
+        self.log: Log | None = None
+        self.log_size: int | None = None  # bytes to keep of a log that goes on
+        if folder is None:
+            self.folder = Path(runtime.on_rank0(self.create_folder))
+        else:
+            self.folder = folder
+            self.restore()
+
+    def create_folder(self) -> str:
+        s = self.settings
+        stem = f"runs/{s.model.model}-{s.model.size}"
+        return create_run_folder(s.run.out, stem, flattened(s))
+
+    def restore(self) -> None:
+        """Go on from the checkpoint that --resume names: weights, optimizers, clock, log."""
+        self.log_size = 0  # killed before its first checkpoint, a run starts over
+        if not any(self.folder.glob("step-*.pt")):
+            return
+        path = checkpoint.find(self.folder, self.settings.run.resume)
+        state = checkpoint.load(path)
+        try:
+            self.clock = Clock(**state["clock"])
+        except TypeError:
+            message = f"{path} is of an older version of train.py: start a new run"
+            raise ValueError(message) from None
+        self.model.load_state_dict(state["model"])
+        self.optimizers.load_state_dict(state["optimizers"])
+        self.best, self.log_size, self.resumed_from = state["best"], state["log_size"], path
+
+    @property
+    def is_finished(self) -> bool:
+        return self.clock.consumed_tokens >= self.settings.optim.tokens
+
+    def about(self) -> dict:
+        """What opens the log and every checkpoint."""
+        vocab_size = self.model.config.vocab_size
+        return {"config": flattened(self.settings), "vocab_size": vocab_size, **provenance()}
+
+    def open_log(self) -> None:
+        run, is_rank0 = self.settings.run, self.runtime.is_rank0
+        self.log = Log(self.folder, is_rank0, run.tensorboard, self.log_size)
+        self.log.write("run", **self.about(), resumed_at=self.clock.step)
+
+    def save(self, is_best: bool) -> str:
+        """Write a checkpoint on rank 0; its path."""
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": self.optimizers.state_dict(),
+            "step": self.clock.step,
+            "clock": self.clock._asdict(),
+            "best": self.best,
+            "log_size": self.log.size(),
+            **self.about(),
+        }
+        keep, step = self.settings.run.keep, self.clock.step
+
+        def write() -> str:
+            return str(checkpoint.save(self.folder, state, step=step, keep=keep, best=is_best))
+
+        return self.runtime.on_rank0(write)
+
+
+def newest_run() -> Path:
+    """The folder in runs/ whose run was started last."""
+    starts = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    if not starts:
+        raise ValueError("--resume: there is no run in runs/; name the folder of one with --out")
+    return starts[-1].parent
+
+
+def saved_settings(folder: Path) -> dict:
+    """The settings that the run in this folder was started with, {"group.field": value}."""
+    try:
+        return json.loads((folder / "config.json").read_text())["config"]
+    except FileNotFoundError:
+        message = f"--resume: {folder} holds no run; name the folder of one with --out"
+        raise ValueError(message) from None
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(f"--resume: {folder}/config.json is damaged ({error})") from None
+
+
+def create_run_folder(out: str | None, stem: str, settings: dict) -> str:
+    """Make the folder `out`, or else the first of stem-1, stem-2, ... that is free.
+
+    Raises: ValueError if `out` holds a run already
+    """
+    if out is None:
+        folder = first_free(stem)
+    else:
+        folder = Path(out)
+        if (folder / "config.json").exists() or (folder / "log.jsonl").exists():
+            raise ValueError(f"--out {folder} holds a run already: name another, or add --resume")
+        folder.mkdir(parents=True, exist_ok=True)
+    text = json.dumps({"config": settings, **provenance()}, indent=2)
+    (folder / "config.json").write_text(text)
+    return str(folder)
+
+
+def first_free(stem: str) -> Path:
+    """Make the first of stem-1, stem-2, ... that no other run has made, not even just now."""
+    for number in itertools.count(1):
+        folder = Path(f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue
