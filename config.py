@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import curriculum
+import difficulty
 import ltd
 from curriculum import CurriculumConfig
 from ltd import LtdConfig
@@ -171,7 +172,10 @@ def check(config: Config) -> None:
         if refused:
             raise ValueError(message)
     if is_on(config, "curriculum"):
-        curriculum.parse_metrics(config.curriculum, config.data.seq_len, samples_kind(config))
+        seq_len = config.data.seq_len
+        metrics = curriculum.parse_metrics(config.curriculum, seq_len)
+        names = [metric.name for metric in metrics]
+        difficulty.check_metrics(names, seq_len, samples_kind(config))
     transformer_config(config, vocab_size=1)
 
 

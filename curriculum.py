@@ -1,28 +1,25 @@
 """Curriculum learning: which samples a run may draw, and how much of each, as its clock goes on.
 
 A length (`seqlen`, `seqlen-reshape`) says how much of a sample is shown. A ranked metric (`length`,
-`rarity`, ..., or a function of yours) says which samples may be drawn: the easiest so many, in an
-order that difficulty.py found beforehand. Each metric has its own pacing; what several ranked
-metrics allow intersects.
+`rarity`, ..., or a function of yours) says which samples may be drawn: the easiest so many, in the
+order that analyze.py wrote. Each metric has its own pacing, and with several ranked metrics a
+sample has to be easy enough by all of them.
 
-Reads no files and draws no random numbers: everything here is a pure function of progress, and a
-pool only says which ranks there are to draw from. In reading order: settings, pacing, pool, course.
+Reads no data and draws no random numbers: everything here is a pure function of the tokens consumed
+so far. What a level of difficulty means in samples is the business of difficulty.py. In reading
+order: configuration, pacing, reshape, the curriculum, what the flags mean, the command.
 
 Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 
     python curriculum.py pace --kind root --degree 2 --start 64 --end 1024 --over 300 --multiple 8
 """
 
-import argparse
-import importlib.util
-import json
 import math
-import sys
+import runpy
 from bisect import bisect_left
-from collections.abc import Callable
-from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
-from itertools import pairwise
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,42 +27,42 @@ import numpy as np
 
 LENGTHS = ("seqlen", "seqlen-reshape")
 RANKED = ("length", "rarity", "rarity-mean", "length-rarity")
-LARGEST = 2**53  # to which a float64 counts without gaps
-MULTIPLE = 8  # lengths move in steps of 8: few shapes, and matrix units work in eights
+METRICS = f"{', '.join((*LENGTHS, *RANKED))}, path.py:name"
 PACES = "linear, root:DEGREE, discrete:LEVEL@SHARE:...:LEVEL, path.py:name"
+LARGEST = 2**53  # a float64 counts up to here without gaps
+MULTIPLE = 8  # lengths move in steps of 8: few shapes, and matrix units work in eights
 
 
-def flag(default: Any, help: str, choices: tuple | None = None) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices})
+def flag(default: Any, help: str, choices: tuple | None = None, free: bool = False) -> Any:
+    return field(default=default, metadata={"help": help, "choices": choices, "free": free})
 
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """Where a value is one a metric, commas part them."""
+    """The user's own words; `parse_metrics` reads them. Several metrics: values between commas."""
 
-    metric: str = flag(
-        "none", f"easy first, by none, {', '.join((*LENGTHS, *RANKED))}, path.py:name"
-    )
+    metric: str = flag("none", f"easy samples first, by none, {METRICS}")
     start: str | None = flag(None, "difficulty at first (default: a quarter of --seq-len, or 1 %)")
-    share: str = flag("0.4", "share of --tokens after which nothing is too hard")
+    share: str | None = flag(None, "share of --tokens until nothing is too hard (default: 0.4)")
     pace: str | None = flag(None, f"{PACES} (default: linear for lengths, else root:2)")
     by: str = flag("percentile", "unit of a ranked metric's difficulty", ("percentile", "value"))
-    index: str | None = field(default=None, metadata={"help": "folder that analyze wrote (default: in the store's)", "free": True})
+    index: str | None = flag(
+        None, "folder that analyze.py wrote (default: in the store's)", free=True
+    )
 
 
 # ---- pacing: difficulty as a pure function of progress
 
 
-def pace(
-    t: float, over: float, start: int, end: int, degree: float = 1.0, multiple: int = 1
-) -> int:
+def pace(t: float, over: float, start: int, end: int, degree: float = 1, multiple: int = 1) -> int:
     """Difficulty at progress t of `over`, in any unit: from `start` along a root to `end`.
 
     Paper:    arXiv 2212.03597; floor((t / T)^(1 / p) (end - start) + start)
-    Args:     degree   p: 1 is linear, 2 the square root; above 1 grows fast at first
-              multiple values between are rounded down to one of these
+    Args:     degree   p: 1 is linear, 2 the square root; above 1 it grows fast at first
+              multiple values on the way are rounded down to one of these
     Returns:  a value in start..end, exactly `end` from t = over on
-    Deviates: upstream can fall below `start` by rounding, and reach `end` late
+    Deviates: by rounding, DeepSpeed (data_sampling/curriculum_scheduler.py) can fall below `start`
+              and reach `end` late
     Example:  pace(1, 300, 64, 1024, degree=2, multiple=8) == 112, from 119.4;
               pace(27, 49, 1, 50) == 27, from 27.999999999999996: the order of operations is fixed
     """
@@ -75,427 +72,282 @@ def pace(
     return min(max(value - value % multiple, start), end)
 
 
-def discrete(t: float, levels: tuple, until: tuple) -> int:
-    """Difficulty by stages: level i while t <= until[i], the last one afterwards.
+def discrete(t: float, levels: tuple[int, ...], until: tuple[float, ...]) -> int:
+    """Difficulty by levels: number i while t <= until[i], the last one afterwards.
 
     Example:  [discrete(t, (64, 128, 256), (10, 25)) for t in (10, 11, 26)] == [64, 128, 256]
     """
     return levels[bisect_left(until, t)]
 
 
-@dataclass(frozen=True)
-class Pacing:
-    """One metric's schedule, checked when it is made: a pure function of t."""
+def custom(name: str, progress: float, start: int, end: float, multiple: int) -> int:
+    """Difficulty by a user's function of progress, 0..1; rounded down as `pace` does."""
+    what = f"{name} at progress {progress}"
+    value = call(what, lambda: math.floor(load_function(name)(progress)))
+    if not start <= value <= end:
+        raise ValueError(f"{what}: {value} is outside {start}..{end}, from start to end")
+    return value if value == end else max(value - value % multiple, start)
 
-    kind: str  # linear | root | discrete | path.py:name, a function of t / over, 0..1
+
+class Pacing(NamedTuple):
+    """How one metric's difficulty goes from start to end; `check_pacing` says what makes sense."""
+
+    kind: str  # linear | root | discrete | path.py:name
     start: int = 1
     end: float = 100
-    over: float = 1.0
-    degree: float = 2.0  # of the root
+    over: float = 1.0  # t from which on it is `end`
+    degree: float = 2.0  # of a root
     multiple: int = 1
-    levels: tuple[int, ...] = ()
-    until: tuple[float, ...] = ()
-    flag: str = "--"  # what the user's flags begin with, for messages
+    levels: tuple[int, ...] = ()  # of discrete, which has no other start, end and over
+    until: tuple[float, ...] = ()  # last t of each level but the last
 
-    def __post_init__(self):
-        stages = self.kind == "discrete"
-        if not (stages or self.kind in ("linear", "root") or ".py:" in self.kind):
-            raise ValueError(f"pacing {self.kind} is unknown: choose one of {PACES}")
-        for name in ("over", "degree", "multiple"):
-            if not 0 < getattr(self, name) < LARGEST:
-                raise ValueError(f"pacing with {name} {getattr(self, name)}: it has to be above 0")
-        if stages and not self.levels:
-            raise ValueError("pacing discrete needs levels, such as discrete:64@0.1:256")
-        if len(self.levels) != len(self.until) + stages:
-            raise ValueError(
-                f"{len(self.levels)} levels need {max(len(self.levels) - 1, 0)} ends (until), one"
-                f" each but the last, not {len(self.until)}"
-            )
-        ends = (0, *self.until, LARGEST)
-        if not all(a < b for a, b in pairwise(ends)):
-            raise ValueError(f"the ends {self.until} of the levels (until) have to ascend from 0")
-        what = "level" if stages else f"{self.flag}start"
-        for level in self.levels or (self.start,):
-            if not 1 <= level <= self.end:
-                raise ValueError(f"{what} {level} must lie in 1..{self.end}, the end")
-            if level % self.multiple and level != self.end:
-                raise ValueError(
-                    f"{what} {level} is not divided by the multiple {self.multiple}:"
-                    f" choose {-(-level // self.multiple) * self.multiple}"
-                )
-        if ".py:" in self.kind and math.isfinite(self.end):
-            for i in range(1001):  # so that a user's function fails before the run does
-                self(i / 1000 * self.over)
-
-    def __call__(self, t: float) -> int:
+    def at(self, t: float) -> int:
         if self.kind == "discrete":
             return discrete(t, self.levels, self.until)
-        if ".py:" not in self.kind:
+        if self.kind in ("linear", "root"):
             degree = self.degree if self.kind == "root" else 1.0
             return pace(t, self.over, self.start, self.end, degree, self.multiple)
         progress = min(t / self.over, 1.0)
-        try:
-            found = math.floor(function_at(self.kind)(progress))
-        except (Exception, SystemExit) as error:  # whatever a user's function may do
-            raise ValueError(f"{self.kind} at progress {progress}: {said(error)}") from None
-        if not self.start <= found <= self.end:
-            raise ValueError(
-                f"{self.kind} at progress {progress}: {found} is outside {self.start}..{self.end},"
-                f" which {self.flag}start and the end allow"
-            )
-        return found if found == self.end else max(found - found % self.multiple, self.start)
+        return custom(self.kind, progress, self.start, self.end, self.multiple)
 
 
 @lru_cache
-def function_at(place: str) -> Callable:
-    """Load the function that `path.py:name` names."""
-    path, name = place.rsplit(":", 1)
+def load_function(name: str) -> Callable:
+    """The function that `path.py:name` names."""
+    path, _, function = name.rpartition(":")
     if not (path.endswith(".py") and Path(path).is_file()):
-        raise ValueError(f"{place}: there is no Python file {path}")
-    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
-    module = importlib.util.module_from_spec(spec)
+        raise ValueError(f"{name}: there is no Python file {path}")
+    value = call(name, runpy.run_path, path).get(function)
+    if not callable(value):
+        raise ValueError(f"{name}: {path} defines no function {function}")
+    return value
+
+
+def call(what: str, function: Callable, *args: Any) -> Any:
+    """Run what a user wrote; whatever it raises becomes one line that begins with `what`."""
     try:
-        spec.loader.exec_module(module)
+        return function(*args)
     except (Exception, SystemExit) as error:
-        raise ValueError(f"{place}: {said(error)}") from None
-    if not callable(getattr(module, name, None)):
-        raise ValueError(f"{place}: {path} defines no function {name}")
-    return getattr(module, name)
+        raise ValueError(f"{what}: raised {type(error).__name__}: {error}") from None
 
 
-def said(error: BaseException) -> str:
-    return f"raised {type(error).__name__}: {error}"
+# ---- reshape: full rows shown in parts
 
 
-# ---- settings of a run
+class Chunk(NamedTuple):
+    """Part of a sample in a row of its own: tokens start..stop of the store."""
+
+    start: int
+    stop: int
+    seen: int = 0  # so many at its start are context only, because they were targets before
 
 
-def settled(config: CurriculumConfig, seq_len: int) -> CurriculumConfig:
-    """Fill in what was left open, metric by metric: the papers' pacings, from 1/4 row or 1 %."""
-    names = config.metric.split(",")
-    kinds = config.pace or ",".join("linear" if name in LENGTHS else "root:2" for name in names)
-    kinds, share = (
-        text if "," in text else ",".join([text] * len(names)) for text in (kinds, config.share)
-    )
-    quarter = max(seq_len // 4 // MULTIPLE, 1) * MULTIPLE  # docs/curriculum.md measures it
-    starts = [str(quarter) if name in LENGTHS else "1" for name in names]
-    for i, kind in enumerate(kinds.split(",")[: len(names)]):
-        if kind.startswith("discrete:"):
-            starts[i] = kind.split(":")[1].split("@")[0]
-        elif names[i] not in LENGTHS and config.by == "value" and config.start is None:
-            raise ValueError("--curriculum-by value needs --curriculum-start, in the metric's unit")
-    return replace(config, start=config.start or ",".join(starts), share=share, pace=kinds)
+def reshape(spans: np.ndarray, seq_len: int, limit: int) -> tuple[int, list[list[Chunk]]]:
+    """Cut full rows of `seq_len` tokens into shorter ones, losing nothing.
 
-
-def pacings(
-    config: CurriculumConfig, seq_len: int, budget: float, highest: dict[str, float]
-) -> dict[str, Pacing]:
-    """Each metric's schedule over a run of `budget` tokens.
-
-    Args:   config  as `settled`
-            highest largest value of each ranked metric, where difficulty by value ends
-    Raises: ValueError naming the flag of a setting that is bad
+    Paper:    arXiv 2212.03597 (seqres)
+    Args:     spans (n, 2) first and one-past-last token of samples, at most seq_len tokens each
+    Returns:  tokens of a row, at most `limit`; and the rows, equally many for each sample. A
+              sample's last chunk reaches back to be as long as the others; a short sample (the end
+              of the stream) ends in rows without a chunk
+    Deviates: DeepSpeed (Megatron-DeepSpeed's pretrain_gpt.py, data_post_process) drops most of the
+              tails; keeping them at a limit just below seq_len would double the work, so rows are
+              as short as their number allows (in multiples of 8)
+    Example:  reshape([[0, 10]], 10, 4) == (4, [[(0, 4, 0)], [(4, 8, 0)], [(6, 10, 2)]])
     """
-    names = config.metric.split(",")
-    columns = []
-    for flag, text in (("start", config.start), ("share", config.share), ("pace", config.pace)):
-        columns.append(text.split(","))
-        if len(columns[-1]) != len(names):
-            raise ValueError(
-                f"--curriculum-{flag} {text} needs a part for each of {', '.join(names)}"
-            )
-    found = {}
-    for name, start, share, kind in zip(names, *columns, strict=True):
-        over = number(share, "--curriculum-share")
-        if not 0 < over <= 1:
-            raise ValueError(f"--curriculum-share {share} is a share of --tokens: above 0 to 1")
-        length, by_value = name in LENGTHS, config.by == "value"
-        found[name] = Pacing(
-            start=number(start, "--curriculum-start", int),
-            end=seq_len if length else highest.get(name, math.inf) if by_value else 100,
-            over=over * budget,
-            multiple=MULTIPLE if length else 1,
-            flag="--curriculum-",
-            **parsed(kind, budget),
-        )
-    return found
+    rows_each = -(-seq_len // limit)
+    length = min(-(-seq_len // rows_each // MULTIPLE) * MULTIPLE, limit)
+    rows: list[list[Chunk]] = []
+    for start, stop in spans.tolist():
+        for first in range(start, start + seq_len, length):
+            last = min(first + length, stop)
+            back = max(min(first, last - length), start)
+            rows.append([Chunk(back, last, seen=first - back)] if first < stop else [])
+    return length, rows
 
 
-def parsed(text: str, budget: float, what: str = "--curriculum-pace") -> dict[str, Any]:
-    """A part of --curriculum-pace as fields of Pacing.
-
-    Example: parsed("discrete:64@0.1:256", 1000) is level 64 until 100 tokens, 256 after them
-    """
-    kind, *rest = text.split(":")
-    if kind == "root" and len(rest) == 1:
-        return {"kind": kind, "degree": number(rest[0], what)}
-    if kind == "discrete" and rest:
-        levels, _, ends = zip(*(stage.partition("@") for stage in rest), strict=True)
-        shares = [number(end or "0", what) for end in ends[:-1]]
-        if ends[-1] or not all(0 < share <= 1 for share in shares):
-            raise ValueError(f"{what} {text}: each level but the last ends @ a share, above 0 to 1")
-        until = tuple(share * budget for share in shares)
-        return {"kind": kind, "levels": tuple(number(n, what, int) for n in levels), "until": until}
-    return {"kind": text}
-
-
-def number(text: str, flag: str, kind: type = float) -> Any:
-    try:
-        found = kind(text)
-    except ValueError:
-        found = math.nan
-    if not abs(found) < LARGEST:
-        raise ValueError(f"{flag} {text} is not a {'whole ' * (kind is int)}number below 2^53")
-    return found
-
-
-def check(config: CurriculumConfig, seq_len: int, kind: str) -> None:
-    """Refuse what cannot work, before data is opened. `kind` of samples: rows | pieces | bert."""
-    names = config.metric.split(",")
-    for name in names:
-        if ":" in name:
-            function_at(name)
-        elif name not in (*LENGTHS, *RANKED):
-            known = ", ".join((*LENGTHS, *RANKED))
-            raise ValueError(f"--curriculum {name} is unknown: choose of {known}, path.py:name")
-        if name in ("length", "length-rarity") and kind == "rows":
-            raise ValueError(
-                f"--curriculum {name} cannot tell rows apart that are all {seq_len} tokens, cut"
-                " from the stream: take pieces of documents (--pack), or choose rarity"
-            )
-        if name == "seqlen-reshape" and kind != "rows":
-            raise ValueError(
-                f"--curriculum {name} is for full rows, cut from the stream: take seqlen"
-                f"{' and --pack' if kind == 'bert' else ''}, which cuts pieces and loses nothing"
-            )
-    if len(set(map(label, names))) < len(names) or set(LENGTHS) <= set(names):
-        raise ValueError(
-            f"--curriculum {config.metric}: takes one length, and each name once (rename functions)"
-        )
-    pacings(config, seq_len, 1.0, {})
-
-
-def label(name: str) -> str:
-    """A metric's name without the path of a user's file."""
-    return name.rpartition(":")[2]
-
-
-# ---- pool and course: what is easy enough
-
-
-SCAN = 1 << 18  # samples looked at at once
-
-
-@dataclass(frozen=True)
-class Pool:
-    """The samples that every filter allows: each the `count` easiest of an index."""
-
-    filters: tuple[tuple[int, Any], ...]  # (count, difficulty.DifficultyIndex), fewest first
-
-    @property
-    def reach(self) -> int:
-        """How many ranks there are to draw from; with one filter each is a sample."""
-        return self.filters[0][0]
-
-    def ids(self, ranks: np.ndarray) -> np.ndarray:
-        """The samples at these ranks, (n,) int64; -1 where another filter does not allow it."""
-        ids = self.filters[0][1].order[ranks].astype(np.int64)
-        for count, index in self.filters[1:]:
-            ids[~index.holds(ids, count)] = -1
-        return ids
-
-    @cached_property
-    def size(self) -> int:
-        """How many samples; with several filters that reach further than a scan, an estimate."""
-        if len(self.filters) == 1:
-            return self.reach
-        ranks = np.linspace(0, self.reach - 1, min(self.reach, SCAN)).astype(np.int64)
-        return round((self.ids(ranks) >= 0).mean() * self.reach)
-
-    def empty(self) -> bool:
-        starts = range(0, self.reach, SCAN)
-        ranks = (np.arange(a, min(a + SCAN, self.reach)) for a in starts)
-        return len(self.filters) > 1 and not any((self.ids(part) >= 0).any() for part in ranks)
+# ---- the curriculum: all metrics together
 
 
 class MetricSettings(NamedTuple):
+    """One metric of a run; made by `parse_metrics`."""
+
     name: str
-    config: Any
-
-
-def parse_metrics(config, seq_len, kind):
-    if config.metric == "none":
-        return ()
-    config = settled(config, seq_len)
-    check(config, seq_len, kind)
-    return tuple(MetricSettings(n, config) for n in config.metric.split(","))
+    label: str  # the name without the path of a user's file
+    is_length: bool
+    by: str  # percentile | value: the unit of a ranked metric's difficulty
+    pacing: Pacing  # over the share of the budget that is consumed
 
 
 class Stage(NamedTuple):
     """What a curriculum allows at one point of a run."""
 
     difficulty: dict[str, float]  # of each metric
-    max_piece_len: int  # tokens of a sample
-    pool: Pool | None  # None: every sample
-    note: str  # how an empty pool was widened
+    max_piece_len: int  # tokens of a sample that are shown
+    pool: Any  # support.ranking.Pool; None: every sample may be drawn
+    note: str  # to tell the user: how an empty pool was widened
 
 
 class Curriculum:
-    """All metrics of a run together: a pure function from the clock to a Stage."""
+    """All metrics of a run together: a pure function from the clock to a Stage.
 
-    def __init__(
-        self, metrics, budget: float, seq_len: int, indexes: dict[str, Any]
-    ):
-        config = metrics[0].config
-        highest = {name: math.ceil(index.highest(len(index))) for name, index in indexes.items()}
-        for name, end in highest.items() if config.by == "value" else ():
+    Args:   metrics from `parse_metrics`
+            budget  tokens of the run
+            indexes support.ranking.Rankings: the index of each ranked metric
+    Raises: ValueError naming the flag of a setting that an index does not allow
+    """
+
+    def __init__(self, metrics: Sequence[MetricSettings], budget: int, seq_len: int, indexes: Any):
+        self.seq_len, self.indexes = seq_len, indexes
+        self.lengths = [metric.name for metric in metrics if metric.is_length]
+        self.units = {metric.name: metric.by for metric in metrics if not metric.is_length}
+        self.pacings: dict[str, Pacing] = {}
+        for metric in metrics:
+            pacing, end = metric.pacing, metric.pacing.end
+            if end == math.inf:  # by value, up to the hardest sample
+                end = math.ceil(indexes[metric.name].last_value)
             if end < 2:
                 raise ValueError(
-                    f"--curriculum-by value goes up from 1 in whole numbers, and {name} ends at"
-                    f" {indexes[name].highest(len(indexes[name])):g}: scale it, or take percentiles"
+                    f"--curriculum-by value goes up from 1 in whole numbers, and {metric.name} ends"
+                    f" at {indexes[metric.name].last_value:g}: scale it, or take percentiles"
                 )
-        self.pacings = pacings(config, seq_len, budget, highest)
-        self.by, self.seq_len, self.indexes = config.by, seq_len, indexes
-        self.pool_of = lru_cache(maxsize=4)(self.find_pool)
+            until = tuple(share * budget for share in pacing.until)
+            pacing = pacing._replace(over=pacing.over * budget, until=until, end=end)
+            check_pacing(pacing, "--curriculum-")
+            self.pacings[metric.name] = pacing
 
-    def at(self, t: float) -> Stage:
-        """The stage at t consumed tokens. A pool without samples widens to the first that has some.
-
-        With difficulty by value and nothing so easy: to the easiest value. With several metrics and
-        an empty intersection: to the easiest k % of each, for the smallest k that is not empty.
-        """
-        difficulty = {name: pacing(t) for name, pacing in self.pacings.items()}
-        limit = min([self.seq_len, *(difficulty[n] for n in LENGTHS if n in difficulty)])
-        counts, note = {}, ""
-        by_percent = self.by == "percentile"
-        for name, index in self.indexes.items():
-            count = (index.at_percent if by_percent else index.at_value)(difficulty[name])
-            if count == 0:
-                easiest = index.highest(1)
-                note = f"no sample has {name} {difficulty[name]} or less: widened to {easiest:g}"
-                difficulty[name], count = easiest, index.at_value(easiest)
-            counts[name] = count
-        pool, percent = self.pool_of(tuple(counts.values()))
-        if percent:
-            note = f"no sample is in all of {counts}: widened to the easiest {percent} % of each"
-            for name, index in self.indexes.items():
-                reached = percent if by_percent else index.highest(index.at_percent(percent))
-                difficulty[name] = max(difficulty[name], reached)
-        return Stage(difficulty, limit, pool, note)
-
-    def find_pool(self, counts: tuple[int, ...]) -> tuple[Pool | None, int]:
-        """The intersection of the easiest `counts` of each index, and to how many % it widened."""
-        for percent in range(101):
-            pairs = zip(counts, self.indexes.values(), strict=True)
-            widened = ((max(count, index.at_percent(percent)), index) for count, index in pairs)
-            filters = [(count, index) for count, index in widened if count < len(index)]
-            pool = Pool(tuple(sorted(filters, key=lambda pair: pair[0]))) if filters else None
-            if pool is None or not pool.empty():
-                return pool, percent
-        raise AssertionError("the easiest 100 % are all samples")
+    def at(self, consumed_tokens: float) -> Stage:
+        difficulty = {name: pacing.at(consumed_tokens) for name, pacing in self.pacings.items()}
+        max_piece_len = min([self.seq_len, *(difficulty[name] for name in self.lengths)])
+        easy = self.indexes.eligible(difficulty, self.units)
+        return Stage(difficulty | easy.reached, max_piece_len, easy.pool, easy.note)
 
 
-def reshape(spans: np.ndarray, seq_len: int, limit: int) -> tuple[int, list[list[tuple]]]:
-    """Cut full rows of `seq_len` tokens into shorter ones, losing nothing.
+# ---- settings: what the flags say, and what is refused
 
-    Paper:    arXiv 2212.03597 (seqres)
-    Args:     spans (n, 2) first and one-past-last token of samples, at most seq_len tokens each
-    Returns:  tokens of a row, at most `limit`; for each sample the same number of rows. The last
-              chunk reaches back to be as long: (start, stop, seen), the first `seen` tokens context
-              only, as they were targets before. A short sample ends in rows without a piece.
-    Deviates: upstream drops most of the tails; keeping them at a limit just below seq_len would
-              double the work, so rows are as short as their number allows (in multiples of 8)
-    Example:  reshape([[0, 10]], 10, 4) == (4, [[(0, 4, 0)], [(4, 8, 0)], [(6, 10, 2)]])
+
+def parse_metrics(config: CurriculumConfig, seq_len: int) -> tuple[MetricSettings, ...]:
+    """What the flags say of each metric, defaults filled in; () without a curriculum.
+
+    The defaults are the papers' pacings: a length grows linearly, from a quarter of a row, a ranked
+    metric as a square root, from the easiest 1 %.
+
+    Raises: ValueError naming the flag of a setting that cannot work; whether a metric exists, and
+            suits the samples, is for difficulty.check_metrics to say
     """
-    fewest = -(-seq_len // limit)
-    length = min(-(-seq_len // fewest // MULTIPLE) * MULTIPLE, limit)
-    rows: list[list[tuple]] = []
-    for start, stop in spans.tolist():
-        for chunk in range(start, start + seq_len, length):
-            end = min(chunk + length, stop)
-            back = max(min(chunk, end - length), start)
-            rows.append([(back, end, chunk - back)] if chunk < stop else [])
-    return length, rows
+    if config.metric == "none":
+        return ()
+    names = config.metric.split(",")
+    quarter = max(seq_len // 4 // MULTIPLE, 1) * MULTIPLE  # docs/curriculum.md measures it
+    columns = [one_each(flag, getattr(config, flag), names) for flag in ("start", "share", "pace")]
+    metrics = []
+    for name, start, share, pace in zip(names, *columns, strict=True):
+        is_length, by_value = name in LENGTHS, name not in LENGTHS and config.by == "value"
+        pacing = parse_pace(pace or ("linear" if is_length else "root:2"))
+        if by_value and not (start or pacing.levels):
+            raise ValueError("--curriculum-by value needs --curriculum-start, in the metric's unit")
+        start = number(start or (quarter if is_length else 1), "--curriculum-start", int)
+        over = number(share or 0.4, "--curriculum-share")
+        if not 0 < over <= 1:
+            raise ValueError(f"--curriculum-share {share} is a share of --tokens: above 0 to 1")
+        end = math.inf if by_value else 100  # where the first ends is known from the index
+        end, multiple = (seq_len, MULTIPLE) if is_length else (end, 1)
+        pacing = pacing._replace(start=start, end=end, over=over, multiple=multiple)
+        check_pacing(pacing, "--curriculum-")
+        metrics.append(MetricSettings(name, name.rpartition(":")[2], is_length, config.by, pacing))
+    return tuple(metrics)
+
+
+def one_each(flag: str, text: str | None, names: list[str]) -> list[str | None]:
+    """The values of a flag, one a metric; a start is in the metric's unit, others may serve all."""
+    values = text.split(",") if text else [None]
+    if len(values) == 1 and (text is None or flag != "start"):
+        values = values * len(names)
+    if len(values) != len(names):
+        raise ValueError(f"--curriculum-{flag} {text} needs a part for each of {', '.join(names)}")
+    return values
+
+
+def parse_pace(text: str, over: float = 1.0, flag: str = "--curriculum-pace") -> Pacing:
+    """One pacing as the user writes it.
+
+    Example: parse_pace("discrete:64@0.1:256", 1000) is level 64 until 100 tokens, then 256
+    """
+    kind, *rest = text.split(":")
+    if kind == "root" and len(rest) == 1:
+        return Pacing(kind, degree=number(rest[0], flag))
+    if kind != "discrete" or not rest:
+        return Pacing(text)
+    levels, _, ends = zip(*(level.partition("@") for level in rest), strict=True)
+    shares = [number(share or 0, flag) for share in ends[:-1]]
+    if ends[-1] or not all(0 < share <= 1 for share in shares):
+        raise ValueError(f"{flag} {text}: each level but the last ends @ a share, above 0 to 1")
+    levels = tuple(number(level, flag, int) for level in levels)
+    return Pacing(kind, levels=levels, until=tuple(share * over for share in shares))
+
+
+def number(text: str | float, flag: str, kind: type = float) -> Any:
+    try:
+        value = kind(text)
+    except ValueError:
+        value = math.nan
+    if not abs(value) < LARGEST:
+        raise ValueError(f"{flag} {text} is not a {'whole ' * (kind is int)}number below 2^53")
+    return value
+
+
+def check_pacing(pacing: Pacing, flag: str) -> None:
+    """Refuse a pacing that goes nowhere. `flag` is what the user's flags begin with."""
+    kind, levels, until, end = pacing.kind, pacing.levels, pacing.until, pacing.end
+    if not (kind in ("linear", "root", "discrete") or ".py:" in kind):
+        raise ValueError(f"pacing {kind} is unknown: choose one of {PACES}")
+    for name in ("over", "degree", "multiple"):
+        if not 0 < getattr(pacing, name) < LARGEST:
+            raise ValueError(f"pacing with {name} {getattr(pacing, name)}: it has to be above 0")
+    if kind == "discrete" and len(until) != len(levels) - 1:
+        each = f"{len(levels)} levels and {len(until)} ends, not one for each but the last"
+        raise ValueError(f"pacing discrete has {each}, such as discrete:64@0.1:256")
+    if list(until) != sorted({0, *until})[1:]:
+        raise ValueError(f"the ends {until} of the levels have to ascend from 0")
+    what = "level" if levels else f"{flag}start"
+    for level in levels or (pacing.start,):
+        if not 1 <= level <= end:
+            raise ValueError(f"{what} {level} must lie in 1..{end}, the end")
+        if level % pacing.multiple and level != end:
+            above = level + -level % pacing.multiple
+            raise ValueError(f"{what} {level} is no multiple of {pacing.multiple}: try {above}")
+    if ".py:" in kind and end < math.inf:  # so that a user's function fails before the run does
+        for thousandth in range(1001):
+            pacing.at(thousandth / 1000 * pacing.over)
 
 
 # ---- command
 
 
-def figure_for(file: str) -> Any:
-    """An empty figure, or a ValueError where it could not be saved to this file later."""
-    try:
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise ValueError("--plot needs its package: pip install -e '.[plot]'") from None
-    figure, path = Figure(figsize=(6, 3.5), layout="constrained"), Path(file)
-    endings = sorted(figure.canvas.get_supported_filetypes())
-    if path.suffix[1:] not in endings or not path.parent.is_dir():
-        raise ValueError(f"--plot {file}: give a file in a folder, ending in {', '.join(endings)}")
-    return figure
-
-
-def plotted(file: str, draw: Callable, **labels: str) -> None:
-    """Save a figure of what `draw(axes)` draws."""
-    figure = figure_for(file)
-    draw(figure.add_subplot(**labels))
-    figure.savefig(file)
-    print(f"plot: {file}", file=sys.stderr)
-
-
-def show_pace(args: argparse.Namespace) -> None:
-    """Print the difficulty at --at, or at tenths of the way."""
-    at, levels, until = (
-        tuple(number(part, f"--{flag}", int) for part in text.split(",")) if text else ()
-        for flag, text in (("at", args.at), ("levels", args.levels), ("until", args.until))
-    )
-    if min(at, default=0) < 0:
-        raise ValueError(f"--at {args.at}: progress is never below 0")
-    start, end, multiple = (
-        number(text, f"--{flag}", int)
-        for flag, text in (("start", args.start), ("end", args.end), ("multiple", args.multiple))
-    )
-    over = number(args.over, "--over")
-    chosen = {"degree": number(args.degree, "--degree")} | parsed(args.kind, over, "--kind")
-    if levels:
-        chosen = {"kind": "discrete", "levels": levels, "until": until}
-    if "levels" in chosen:
-        levels, until = chosen["levels"], chosen["until"]
-        start, end, over = levels[0], max(levels), until[-1] if until else over
-    pacing = Pacing(start=start, end=end, over=over, multiple=multiple, **chosen)
-    if args.plot:
-        figure_for(args.plot)
-    tenths = range(12 if levels else 11)  # the last level is what comes after the last end
-    found = {f"{t:.12g}": pacing(t) for t in at or [over * tenth / 10 for tenth in tenths]}
-    if args.json:
-        print(json.dumps(found))
-    else:
-        print("          at difficulty")
-        for t, value in found.items():
-            print(f"{t:>12} {value:10}")
-    if args.plot:
-        t = [over * i / 1000 for i in range(1101)]
-        curve = [pacing(x) for x in t]
-        plotted(args.plot, lambda axes: axes.plot(t, curve), xlabel="t", ylabel="difficulty")
-
-
 def main(argv: list[str] | None = None) -> None:
-    from support import runtime
+    from support import figures, runtime
 
     parser = runtime.Parser(prog="curriculum.py", description=__doc__.split("\n")[0])
-    verbs = parser.add_subparsers(required=True)
-    verb = verbs.add_parser("pace", help="print the difficulty over a run")
+    verb = parser.add_subparsers(required=True).add_parser("pace", help="difficulty over a run")
     verb.add_argument("--kind", default="linear", help=f"root, or {PACES}")
-    verb.add_argument("--degree", default="2", help="of the root: 2 is the square root")
-    verb.add_argument("--start", default="64")
-    verb.add_argument("--end", default="256")
-    verb.add_argument("--over", default="100", help="t from which on it is --end")
-    verb.add_argument("--multiple", default="1", help="round down to one of these")
-    verb.add_argument("--levels", help="of --kind discrete: 64,128,256")
-    verb.add_argument("--until", help="last t of each level but the last: 10,25")
-    verb.add_argument("--at", help="the t to print: 1,5,10")
-    verb.add_argument("--json", action="store_true", help="print one JSON object")
-    verb.add_argument("--plot", help="file for the curve")
-    show_pace(parser.parse_args(argv))
+    verb.add_argument("--degree", default="2", help="of --kind root: 2 is the square root")
+    verb.add_argument("--start", type=int, default=64)
+    verb.add_argument("--end", type=int, default=256)
+    verb.add_argument("--over", type=float, default=100, help="t from which on it is --end")
+    verb.add_argument("--multiple", type=int, default=1, help="round down to one of these")
+    verb.add_argument("--levels", type=figures.whole_numbers, help="of --kind discrete: 64,128,256")
+    verb.add_argument("--until", type=figures.whole_numbers, help="end of each but the last: 10,25")
+    figures.add_curve_flags(verb)
+    args = parser.parse_args(argv)
+    kind = f"root:{args.degree}" if args.kind == "root" else args.kind
+    pacing = parse_pace(kind, args.over, "--kind")
+    if args.levels:
+        pacing = Pacing("discrete", levels=args.levels, until=args.until or ())
+    end, over = max(pacing.levels, default=args.end), max(pacing.until, default=args.over)
+    pacing = pacing._replace(start=args.start, end=end, over=over, multiple=args.multiple)
+    check_pacing(pacing, "--")
+    tenths = 11 if pacing.levels else 10  # the last level is what comes after the last end
+    figures.show_curve(args, pacing.at, "difficulty", over, tenths)
 
 
 if __name__ == "__main__":

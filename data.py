@@ -18,7 +18,7 @@ store, document i being tokens[offsets[i]:offsets[i + 1]], a GPT reads a piece l
 
 import os
 from functools import lru_cache
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -28,6 +28,7 @@ from tqdm import tqdm
 
 from kernels.cross_entropy import IGNORE
 from support.atomic import atomic_write, folder_lock
+from support.ranking import SCAN, Pool
 from support.rng import seed_of, shuffled
 from support.token_store import Store
 
@@ -35,7 +36,6 @@ KINDS = ("pieces", "rows", "bert")
 KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT"
 IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
 DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
-CANDIDATES_AT_ONCE = 1 << 18  # of a draw, where filters refuse some
 
 
 class Samples:
@@ -139,7 +139,7 @@ class Drawn(NamedTuple):
 
 
 def draw(
-    samples: Samples, pool: Any | None, *, first: int, count: int, stage_start: int, seed: int
+    samples: Samples, pool: Pool | None, *, first: int, count: int, stage_start: int, seed: int
 ) -> Drawn:
     """`count` samples of the pool, from draw number `first` on.
 
@@ -158,7 +158,7 @@ def draw(
         wanted = count - len(ids)
         asked = wanted
         if draws_per_sample > 1:
-            asked = min(int(1.1 * draws_per_sample * wanted) + 64, CANDIDATES_AT_ONCE)
+            asked = min(int(1.1 * draws_per_sample * wanted) + 64, SCAN)
         numbers = np.arange(first - stage_start, first - stage_start + asked)
         ranks = shuffled(numbers, ranks_in_all, key)
         candidates = pool.ids(ranks) if pool else ranks

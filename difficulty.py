@@ -1,40 +1,66 @@
-"""How hard each sample of a store is: metrics, their offline analysis, and the index it writes.
+"""How hard each sample of a store is: the metrics, and the index that sorts a store by one of them.
 
-Map-reduce: shards of samples are measured and sorted each by itself, in processes of one machine or
-on torchrun's ranks; the sorted runs are then merged. What comes out is a folder a metric, whole or
-absent: values by sample, sample ids by difficulty, and a fingerprint of all that they rest on.
+An index is a folder: values by sample, sample ids by difficulty, and a fingerprint of everything
+that they rest on.
 
-Does not decide what is trained on when: that is curriculum.py, which runs this as its command.
+Does not make indexes, which is analyze.py's work, and does not decide how hard a sample may be by
+now, which is curriculum.py's.
 
 Paper: Li et al., arXiv 2212.03597.
 
-    python analyze.py --metric rarity,length            # of the embedded corpus
-    torchrun --nproc-per-node 2 analyze.py STORE --metric rarity --samples rows
+    python analyze.py --metric rarity,length --examples     # of the embedded corpus
 """
 
 import hashlib
 import json
 import math
-from bisect import bisect_right
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 
-from curriculum import function_at, label, said
+from curriculum import LENGTHS, call, load_function
 from data import Samples
+from support import ranking
+from support.ranking import Ranking, Rankings
 
-# ---- metrics: tokens (n,) of N samples one after another and lengths (N,) -> (N,), easiest lowest
+BLOCK = 1 << 18  # tokens measured at once: what a core's cache holds
+
+# ---- metrics: (tokens (n,) of N samples one after another, lengths (N,), what is known of all) ->
+# (N,) numbers, the easiest sample's the lowest
 
 
-class Metric(NamedTuple):
-    """`value(total)` makes the function above; `total` is summed over all samples before."""
+def length(tokens: np.ndarray, lengths: np.ndarray, _: None) -> np.ndarray:
+    return lengths
 
-    value: Callable[[np.ndarray | None], Callable]
-    dtype: str = "float32"
-    total: Callable | None = None
+
+def rarity(tokens: np.ndarray, lengths: np.ndarray, nats: np.ndarray) -> np.ndarray:
+    """Vocabulary rarity: the summed surprisal of a sample's tokens (arXiv 2212.03597).
+
+    Args:     nats (V,) the surprisal of each token
+    Deviates: DeepSpeed (Megatron-DeepSpeed's analyze_data.py) cuts the sum to a whole number, which
+              makes ties
+    Example:  counts 2, 1, 1 are nats ln 2, ln 4, ln 4: the samples [0, 0] and [1] tie at 2 ln 2
+    """
+    return np.add.reduceat(nats[tokens], np.cumsum(lengths) - lengths)
+
+
+def rarity_mean(tokens: np.ndarray, lengths: np.ndarray, nats: np.ndarray) -> np.ndarray:
+    """Nats a token: the sum is mostly the length."""
+    return rarity(tokens, lengths, nats) / lengths
+
+
+def length_rarity(tokens: np.ndarray, lengths: np.ndarray, nats: np.ndarray) -> np.ndarray:
+    """By length, then by rarity, in one number: length + rarity / 2^k, where rarity never gets to.
+
+    A float64 tells samples of up to 2^17 tokens apart to 2^-9 nats, or closer.
+    """
+    longest = 2.0**17
+    scale = 2.0 ** math.ceil(math.log2(longest * nats.max() + 1))
+    return lengths + rarity(tokens, lengths, nats) / scale
 
 
 def token_counts(tokens: np.ndarray, lengths: np.ndarray, vocab_size: int) -> np.ndarray:
@@ -47,90 +73,128 @@ def surprisal(counts: np.ndarray) -> np.ndarray:
     return -np.log(counts / counts.sum())
 
 
-def length(_: None) -> Callable:
-    return lambda tokens, lengths: lengths
+class Metric(NamedTuple):
+    """How to measure, and what has to be known of all samples before."""
 
-
-def rarity(counts: np.ndarray) -> Callable:
-    """Vocabulary rarity: the summed surprisal of a sample's tokens (arXiv 2212.03597).
-
-    Deviates: upstream cuts it to a whole number, which makes ties
-    Example:  of counts [2, 1, 1], tokens [0, 0, 1] of lengths [2, 1] have [2 ln 2, ln 4]: a tie
-    """
-    nats = surprisal(counts)
-    return lambda tokens, lengths: np.add.reduceat(nats[tokens], np.cumsum(lengths) - lengths)
-
-
-def rarity_mean(counts: np.ndarray) -> Callable:
-    """Nats a token: the sum is mostly the length."""
-    total = rarity(counts)
-    return lambda tokens, lengths: total(tokens, lengths) / lengths
-
-
-def length_rarity(counts: np.ndarray) -> Callable:
-    """By length, then by rarity, in one number: length + rarity / 2^k, with 2^k out of its reach.
-
-    A sample of up to 2^17 tokens is told apart to 2^-9 nats, or closer, by a float64.
-    """
-    longest = 2.0**17
-    scale = 2.0 ** math.ceil(math.log2(longest * surprisal(counts).max() + 1))
-    total = rarity(counts)
-    return lambda tokens, lengths: lengths + total(tokens, lengths) / scale
+    value: Callable  # (tokens, lengths, known) -> (N,)
+    dtype: str = "float32"  # of the values in the index
+    summed: Callable | None = None  # (tokens, lengths, vocab_size) -> what is summed over all
+    known: Callable | None = None  # (sum) -> what `value` gets
 
 
 METRICS = {
     "length": Metric(length, "uint32"),
-    "rarity": Metric(rarity, total=token_counts),
-    "rarity-mean": Metric(rarity_mean, total=token_counts),
-    "length-rarity": Metric(length_rarity, "float64", token_counts),
+    "rarity": Metric(rarity, "float32", token_counts, surprisal),
+    "rarity-mean": Metric(rarity_mean, "float32", token_counts, surprisal),
+    "length-rarity": Metric(length_rarity, "float64", token_counts, surprisal),
 }
 
 
-def metric(name: str) -> Metric | None:
-    """A ranked metric by name; None for a length. A user's function takes rows, (N, T) and (N,).
+def metric(name: str) -> Metric:
+    """A ranked metric by name. A user's function takes padded rows, (N, T), and lengths, (N,).
 
     It returns (N,) numbers. If it has an attribute `accumulate`, a function of the same arguments,
     then what that returns is summed over all samples first and handed over as third argument.
     """
-    if ":" not in name:
-        return METRICS.get(name)
-    function = function_at(name)
-    accumulate = getattr(function, "accumulate", None)
-
-    def value(total: np.ndarray | None) -> Callable:
-        more = ()
-        if accumulate is not None:
-            more = (np.asarray(total),)
-            more[0].flags.writeable = False  # a function that changed it would change what follows
-        return lambda tokens, lengths: _ask(name, function, tokens, lengths, *more, values=True)
-
-    def total(tokens: np.ndarray, lengths: np.ndarray, _: int) -> np.ndarray:
-        found = _ask(f"{name}.accumulate", accumulate, tokens, lengths)
-        return found.astype(np.float64 if found.dtype.kind == "f" else np.int64)
-
-    return Metric(value, "float64", accumulate and total)
+    if name in METRICS:
+        return METRICS[name]
+    value = partial(value_by_user, name)
+    if getattr(load_function(name), "accumulate", None) is None:
+        return Metric(value, "float64")
+    return Metric(value, "float64", partial(sum_by_user, name), read_only)
 
 
-def _ask(name, function, tokens, lengths, *more, values=False) -> np.ndarray:
-    """Call a user's function on rows padded with 0; ValueError that names it and the batch."""
+def value_by_user(
+    name: str, tokens: np.ndarray, lengths: np.ndarray, known: np.ndarray | None
+) -> np.ndarray:
+    more = () if known is None else (known,)
+    return ask_user(name, load_function(name), tokens, lengths, *more, shape=lengths.shape)
+
+
+def sum_by_user(name: str, tokens: np.ndarray, lengths: np.ndarray, _: int) -> np.ndarray:
+    accumulate = load_function(name).accumulate
+    part = ask_user(f"{name}.accumulate", accumulate, tokens, lengths)
+    return part.astype(np.float64 if part.dtype.kind == "f" else np.int64)
+
+
+def read_only(total: np.ndarray) -> np.ndarray:
+    """What was summed, so that no user's function changes what the next batch is measured by."""
+    total.flags.writeable = False
+    return total
+
+
+def ask_user(
+    name: str,
+    function: Callable,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    *known: np.ndarray,
+    shape: tuple[int, ...] | None = None,
+) -> np.ndarray:
+    """What a user's function returns for padded rows; ValueError that names it and the batch."""
     T = int(lengths.max())
     rows = np.zeros((len(lengths), T), tokens.dtype)
     rows[np.arange(T) < lengths[:, None]] = tokens
     batch = f"{name}, on a batch of shape {rows.shape}"
-    try:
-        found = np.asarray(function(rows, lengths.copy(), *more))
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{batch}: {said(error)}") from None
-    if found.dtype.kind not in "biuf":
-        raise ValueError(f"{batch}: returned {found.dtype}, not numbers")
-    if not np.isfinite(found).all():
+    values = np.asarray(call(batch, function, rows, lengths.copy(), *known))
+    if values.dtype.kind not in "biuf":
+        raise ValueError(f"{batch}: returned {values.dtype}, not numbers")
+    if not np.isfinite(values).all():
         raise ValueError(f"{batch}: returned a value that is not finite")
-    if values and found.shape != lengths.shape:
-        raise ValueError(f"{batch}: returned shape {found.shape}, not {lengths.shape}")
-    return found
+    if shape is not None and values.shape != shape:
+        raise ValueError(f"{batch}: returned shape {values.shape}, not {shape}")
+    return values
 
 
-# ---- analysis: map over shards to sorted runs, then merge them; memory is that of one shard
+def check_metrics(names: Sequence[str], seq_len: int, samples_kind: str, flag="--curriculum"):
+    """Refuse metrics that do not exist, that do not go together or with this kind of samples."""
+    for name in names:
+        if ":" in name:
+            load_function(name)
+        elif name not in (*LENGTHS, *METRICS):
+            known = ", ".join((*LENGTHS, *METRICS, "path.py:name"))
+            raise ValueError(f"{flag} {name} is unknown: choose of {known}")
+        if name in ("length", "length-rarity") and samples_kind == "rows":
+            raise ValueError(
+                f"{flag} {name} cannot tell rows apart that are all {seq_len} tokens, cut from the"
+                " stream: take pieces of documents (--pack), or choose rarity"
+            )
+        if name == "seqlen-reshape" and samples_kind != "rows":
+            instead = "seqlen and --pack" if samples_kind == "bert" else "seqlen"
+            raise ValueError(
+                f"{flag} {name} is for full rows, cut from the stream: take {instead}, which cuts"
+                " pieces and loses nothing"
+            )
+    labels = {label(name) for name in names}
+    if len(labels) < len(names) or set(LENGTHS) <= set(names):
+        raise ValueError(
+            f"{flag} {','.join(names)}: takes one length, and each name once (rename functions)"
+        )
+
+
+def label(name: str) -> str:
+    """A metric's name without the path of a user's file: the name of its index."""
+    return name.rpartition(":")[2]
+
+
+def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The tokens (n,) and lengths (N,) of samples first..last - 1, some 2^18 tokens at a time."""
+    ends = samples.spans(np.array([first, last - 1]))
+    mean = (ends[1, 1] - ends[0, 0]) / (last - first)
+    step = max(int(BLOCK / mean), 1)
+    for start_id in range(first, last, step):
+        start, stop = samples.spans(np.arange(start_id, min(start_id + step, last))).T
+        tokens, lengths = samples.read_tokens(start[0], stop[-1]), stop - start
+        if lengths.sum() < len(tokens):  # between a BERT's samples lie the ends of documents
+            edge = np.zeros(len(tokens) + 1, np.int8)
+            edge[start - start[0]] += 1
+            edge[stop - start[0]] -= 1
+            tokens = tokens[np.cumsum(edge[:-1]).astype(bool)]
+        samples.store.check_tokens(tokens.max())
+        yield tokens.astype(np.int64), lengths  # what indexing by them would cast to, more slowly
+
+
+# ---- index
 
 
 def fingerprint(samples: Samples, name: str) -> str:
@@ -140,16 +204,14 @@ def fingerprint(samples: Samples, name: str) -> str:
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
-# ---- index
+def index_folder(given: str | None, store: str | Path, kind: str, seq_len: int) -> Path:
+    """Where the indexes of one kind of samples lie: by default in the store they belong to."""
+    return Path(given or Path(store) / "curriculum") / f"{kind}-{seq_len}"
 
 
 @dataclass(frozen=True, eq=False)
-class DifficultyIndex:
-    """What analyze wrote, mapped: values (N,) by sample id, order (N,) ids, easiest first."""
-
-    about: dict
-    values: np.memmap
-    order: np.memmap
+class DifficultyIndex(Ranking):
+    """What analyze.py wrote, mapped."""
 
     @staticmethod
     def exists(folder: Path, wanted: str) -> bool:
@@ -157,12 +219,12 @@ class DifficultyIndex:
         if not folder.exists():
             return False
         try:
-            found = json.loads((folder / "index.json").read_text())["fingerprint"][:64]
+            stored = json.loads((folder / "index.json").read_text())["fingerprint"][:64]
         except (FileNotFoundError, ValueError, LookupError, TypeError):
-            raise ValueError(f"{folder}: a damaged index: remove it and analyze anew") from None
-        if found != wanted:
+            raise ValueError(f"{folder}: a damaged index: remove it and analyze again") from None
+        if stored != wanted:
             raise ValueError(
-                f"{folder}: an index with fingerprint {found[:16]}, but store, tokenizer, sample"
+                f"{folder}: an index with fingerprint {stored[:16]}, but store, tokenizer, sample"
                 f" length and metric are {wanted[:16]}: remove it, or name another folder"
             )
         return True
@@ -171,52 +233,25 @@ class DifficultyIndex:
     def open(cls, folder: Path, wanted: str) -> "DifficultyIndex":
         if not cls.exists(folder, wanted):
             raise ValueError(f"{folder}: no index: make it with analyze.py")
-        about = json.loads((folder / "index.json").read_text())
         try:
-            arrays = [np.memmap(folder / f"{n}.bin", about[n], "r") for n in ("values", "order")]
-            found = cls(about, *arrays)
-            found.spot_check()
+            about = json.loads((folder / "index.json").read_text())
+            index = cls(*ranking.read(folder, about))
+            index.spot_check()
         except (OSError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{folder}: a damaged index ({error}): remove it and analyze anew"
-            ) from None
-        return found
-
-    def spot_check(self) -> None:
-        """ValueError for files that are too short, or whose ends are no easiest and no hardest.
-
-        Four pages, whatever the size: more would take a cold disk longer than a run should wait.
-        """
-        if not len(self.values) == len(self.order) == self.about["samples"]:
-            raise ValueError("files of another size")
-        first, last = ends = self.order[[0, -1]]
-        if ends.max() >= len(self) or (first == last and len(self) > 1):
-            raise ValueError("order.bin is no order of the samples")
-        if not self.values[first] <= self.values[last]:
-            raise ValueError("order.bin and values.bin disagree")
-
-    def __len__(self) -> int:
-        return len(self.order)
-
-    def at_percent(self, percent: int) -> int:
-        """How many samples the easiest percent are, by nearest rank: never 0, all at 100."""
-        return -(-len(self) * percent // 100)
-
-    def at_value(self, value: float) -> int:
-        """How many samples have at most this value: ties are in or out together."""
-        return bisect_right(self.order, value, key=lambda sample: self.values[sample])
-
-    def highest(self, count: int) -> float:
-        """The value of the hardest among the `count` easiest."""
-        return self.values[self.order[count - 1]].item()
-
-    def holds(self, ids: np.ndarray, count: int) -> np.ndarray:
-        """(n,) bool: which samples are among the `count` easiest; ties are ordered by id."""
-        last = self.order[count - 1]
-        values, bound = self.values[ids], self.values[last]
-        return (values < bound) | ((values == bound) & (ids <= last))
+            message = f"{folder}: a damaged index ({error}): remove it and analyze again"
+            raise ValueError(message) from None
+        return index
 
 
-def index_folder(given: str | None, store: str | Path, kind: str, row_len: int) -> Path:
-    """Where the indexes of one kind of samples lie: by default in the store they belong to."""
-    return Path(given or Path(store) / "curriculum") / f"{kind}-{row_len}"
+def lacking_in(folder: Path, prints: dict[str, str]) -> list[str]:
+    """The metrics that have no index in this folder; ValueError for an index of other samples."""
+    lacking = []
+    for name, wanted in prints.items():
+        if not DifficultyIndex.exists(folder / label(name), wanted):
+            lacking.append(name)
+    return lacking
+
+
+def opened(folder: Path, prints: dict[str, str]) -> Rankings:
+    """The index of each of these metrics, {name: fingerprint}."""
+    return Rankings({n: DifficultyIndex.open(folder / label(n), p) for n, p in prints.items()})

@@ -1,4 +1,8 @@
-"""The one clock of a run, consumed tokens, and what a step costs on it."""
+"""The one clock of a run, and what a step costs on it.
+
+A step consumes its real tokens, scaled by the share of layers that they ran through. The budget,
+the learning rate and every schedule read consumed tokens.
+"""
 
 from typing import Any, NamedTuple
 
@@ -40,6 +44,15 @@ class StepContext(NamedTuple):
     def uniform(self, technique: str, *key: Any) -> float:
         """One such number in [0, 1), for a choice that all rows share."""
         return seed_of(self.seed, technique, self.step, *key) / 2**63
+
+
+def tokens_by_layer(settings: Any, context: StepContext, seq_len: int) -> list[int]:
+    """How many tokens of a full row each layer sees in this step, by all techniques that are on."""
+    tokens = [seq_len] * settings.model.layers
+    for technique in techniques_on(settings):
+        if technique.tokens_by_layer:
+            tokens = technique.tokens_by_layer(settings, context, tokens)
+    return tokens
 
 
 def effective_tokens(real_tokens: int, tokens_by_layer: list[int], seq_len: int) -> int:

@@ -179,7 +179,7 @@ def test_packed_documents_stay_apart_when_tokens_are_dropped():
 
 
 def test_negative_control_sliced_mask_mixes_documents():
-    """DeepSpeed's way (data_routing/basic_layer.py): the corner of the full mask instead of the kept tokens' own."""
+    """DeepSpeed's way (data_routing/basic_layer.py): a corner of the full mask."""
     model = small()
     tokens, _, positions, doc_ids = batch(True)
 
@@ -216,7 +216,7 @@ def test_schedule_stays_in_range_and_never_falls(start, more, share, early, late
 
 
 def test_tokens_by_layer_worked_example():
-    settings = config.build(config.parse("--ltd --ltd-start 128".split()))
+    settings = config.build(config.parse(["--ltd", "--ltd-start", "128"]))
     context = StepContext(seed=1, step=1, progress=0.0, rows=8)
     dropped = ltd.tokens_by_layer(settings, context, [256] * 6)
     assert dropped == [256, 128, 128, 128, 128, 256]
