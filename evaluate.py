@@ -5,6 +5,7 @@ and with nothing dropped: the pieces of the held-out documents are packed once a
 each other, and every token is a target.
 
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
+    python evaluate.py runs/gpt-nano-1 --tokens 100K   # on a part of the held-out text
 """
 
 import math
@@ -14,11 +15,13 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from torch import Tensor, nn
+from tqdm import tqdm
 
-from data import Piece, Samples, SpecialIds, collate, mask_tokens
+from data import Batch, Piece, Samples, SpecialIds, collate, mask_tokens
 from packing import best_fit
 from prepare import embedded_store
 from sample import load_run
+from support.flags import whole_number
 from support.rng import shuffled
 from support.runtime import Parser, Runtime, exit_cleanly, start
 from support.token_store import Store
@@ -55,7 +58,10 @@ class Evaluation:
     ):
         samples = Samples(store, "bert" if special_ids else "pieces", seq_len, split="val")
         if len(samples) == 0:
-            raise ValueError(f"{store.path} holds out no document: prepare it with --holdout 20")
+            raise ValueError(
+                f"{store.path} holds out no document, so there is nothing to evaluate on: prepare"
+                " it again with --holdout 20, or name another store with --data"
+            )
         # A piece has at least one token, so `tokens` of them are always enough.
         drawn = len(samples) if tokens is None else min(tokens, len(samples))
         spans = samples.spans(shuffled(np.arange(drawn), len(samples), seed=0))
@@ -72,49 +78,74 @@ class Evaluation:
         self.store, self.seq_len = store, seq_len
         self.lengths, self.special_ids = lengths, special_ids
 
-    @torch.no_grad()
     def run(
         self,
         model: nn.Module,
         runtime: Runtime,
         rows: int,
-        between: Callable[[str, int, int], None] = lambda what, done, of: None,
+        between: Callable[[int], None] = lambda done: None,
     ) -> HeldOut:
-        """Evaluate the model on all rows, `rows` at a time, shared out over the ranks.
+        """Evaluate the model on all rows, `rows` at a time on each rank.
 
-        The model is in evaluation mode meanwhile and left in the mode it was in.
+        The model is in evaluation mode meanwhile, and afterwards in the mode it was in.
 
-        Args:   between called after every batch, as often on each rank, with how many rows of how
-                        many are done; it may raise to end the evaluation
+        Args:    between called after every batch with how many of self.rows are done, equally often
+                         on every rank; what it raises ends the evaluation
+        Raises:  ValueError if nothing is predicted, as when few tokens of a BERT are all unmasked
         """
         was_training = model.training
         model.eval()
-        sums = torch.zeros(3, dtype=torch.float64)  # nats, targets, bytes
-        together = runtime.world_size * rows
         try:
-            for first in range(0, len(self.rows), together):
-                sums += self.batch(model, runtime, first + runtime.rank * rows, rows)
-                between("evaluation: row", min(first + together, len(self.rows)), len(self.rows))
+            sums = self.sums(model, runtime, rows, between)
         finally:
             model.train(was_training)
         nats, targets, size = runtime.reduce(sums.to(runtime.device)).tolist()
+        if targets == 0:
+            raise ValueError(f"{self.store.path}: no held-out token is a target: evaluate on more")
         return HeldOut(nats / targets, nats / math.log(2) / max(size, 1), int(targets), int(size))
 
-    def batch(self, model: nn.Module, runtime: Runtime, first: int, rows: int) -> Tensor:
-        """(3,) nats, targets and bytes of text of `rows` rows from `first` on, as many as exist."""
-        mine = self.rows[first : first + rows]
-        if not mine:
-            return torch.zeros(3, dtype=torch.float64)
-        batch = collate(self.store, mine, self.seq_len, self.special_ids)
-        if self.special_ids:
-            numbers = range(first, first + len(mine))
-            uniform = [np.random.default_rng(row).random(self.seq_len) for row in numbers]
-            batch = mask_tokens(batch, torch.from_numpy(np.stack(uniform)), self.special_ids)
-        counted = batch.targets[batch.targets >= 0]
-        size = int(self.lengths[counted.numpy()].sum())
-        with runtime.autocast():
-            nats = model(batch.to(runtime.device)).item()
-        return torch.tensor([nats, len(counted), size], dtype=torch.float64)
+    @torch.no_grad()
+    def sums(
+        self, model: nn.Module, runtime: Runtime, rows: int, between: Callable[[int], None]
+    ) -> Tensor:
+        """(3,) float64: nats, targets and bytes of this rank's rows."""
+        nats, targets, size = 0.0, 0, 0
+        at_once = runtime.world_size * rows
+        for first in range(0, len(self.rows), at_once):
+            own = first + runtime.rank * rows
+            if own < len(self.rows):  # in the last turn there may be rows for some ranks only
+                batch = self.batch(own, rows)
+                counted = batch.targets[batch.targets >= 0]
+                targets += len(counted)
+                size += int(self.lengths[counted.numpy()].sum())
+                with runtime.autocast():
+                    nats += model(batch.to(runtime.device)).item()
+            between(min(first + at_once, len(self.rows)))
+        return torch.tensor([nats, targets, size], dtype=torch.float64)
+
+    def batch(self, first: int, count: int) -> Batch:
+        """Rows from number `first` on; of a BERT with the masks that these rows always have."""
+        batch = collate(
+            self.store, self.rows[first : first + count], self.seq_len, self.special_ids
+        )
+        if self.special_ids is None:
+            return batch
+        numbers = range(first, first + len(batch.tokens))
+        uniform = [np.random.default_rng(row).random(self.seq_len) for row in numbers]
+        return mask_tokens(batch, torch.from_numpy(np.stack(uniform)), self.special_ids)
+
+
+def progress(evaluation: Evaluation, runtime: Runtime) -> Callable[[int], None]:
+    """A bar, as the `between` of an evaluation."""
+    hidden = not runtime.is_rank0 or None  # None: shown where there is a terminal
+    bar = tqdm(total=len(evaluation.rows), unit="row", disable=hidden, leave=False)
+
+    def show(done: int) -> None:
+        bar.update(done - bar.n)
+        if done == bar.total:
+            bar.close()
+
+    return show
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -122,20 +153,25 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("run", help="folder of a run")
     parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
     parser.add_argument("--data", help="another token store (default: the run's own)")
+    parser.add_argument("--tokens", type=whole_number, help="of held-out text (default: all)")
     parser.add_argument("--rows", type=int, default=16, help="rows evaluated at once")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     args = parser.parse_args(argv)
-    if args.rows < 1:
-        raise ValueError(f"--rows {args.rows} must be at least 1")
+    for name in ("tokens", "rows"):
+        number = getattr(args, name)
+        if number is not None and number < 1:
+            raise ValueError(f"--{name} {number}: choose 1 or more")
     here = start(args.device, "auto")
     settings, model, state = load_run(args.run, args.checkpoint)
     encoding = get_encoding(settings.data.tokenizer)
     store = Store.open(args.data or settings.data.data or embedded_store(settings.data.tokenizer))
     store.check_tokenizer(encoding)
     special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
-    evaluation = Evaluation(store, settings.data.seq_len, byte_lengths(encoding), special_ids)
-    result = evaluation.run(model.to(here.device), here, args.rows)
-    here.say(f"{args.run}, step {state['step']}: held-out {result.val_bpb:.4f} bits per byte")
+    lengths = byte_lengths(encoding)
+    evaluation = Evaluation(store, settings.data.seq_len, lengths, special_ids, args.tokens)
+    result = evaluation.run(model.to(here.device), here, args.rows, progress(evaluation, here))
+    where = f"{args.run}, step {state['step']}"
+    here.say(f"{where}: held-out {result.val_bpb:.4f} bits per byte, on {evaluation.text}")
     size = f"{result.targets:,} tokens, {result.bytes:,} bytes"
     here.say(f"{result.val_loss:.4f} nats per token, of {size}")
 

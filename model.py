@@ -183,9 +183,10 @@ class Transformer(nn.Module):
             )
         if positions is None:
             positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
-        rotated_width = config.head_width if config.pos == "rope" else 0
-        meta = TokenMeta(positions, doc_ids, config.causal, rotated_width)
         x = self.wte(tokens)  # (B, T, C)
+        rotated_width = config.head_width if config.pos == "rope" else 0
+        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+        meta = TokenMeta(positions, doc_ids, config.causal, rotated_width, dtype)
         if config.pos == "learned":
             x = x + self.wpe(positions)
         if config.kind == "bert":
@@ -226,15 +227,21 @@ class TokenMeta:
                                      row is one whole document, which needs no mask in memory
            causal     bool           a token sees no later one
            head_width int            D where queries and keys are rotated (--pos rope), else 0
+           dtype                     of the rotation's angles: float32, in a float64 model float64
     """
 
     def __init__(
-        self, positions: Tensor, doc_ids: Tensor | None, causal: bool, head_width: int = 0
+        self,
+        positions: Tensor,
+        doc_ids: Tensor | None,
+        causal: bool,
+        head_width: int = 0,
+        dtype: torch.dtype = torch.float32,
     ):
         self.positions, self.doc_ids = positions, doc_ids
-        self.causal, self.head_width = causal, head_width
+        self.causal, self.head_width, self.dtype = causal, head_width, dtype
         self.mask = None if doc_ids is None else attention_mask(doc_ids, causal)
-        self.rotation = rotation(positions, head_width) if head_width else None
+        self.rotation = rotation(positions, head_width, dtype) if head_width else None
 
     def take(self, kept: Tensor) -> "TokenMeta":
         """The metadata of the kept tokens alone; `kept` (B, K) holds their indices, sorted.
@@ -244,7 +251,7 @@ class TokenMeta:
         """
         positions = self.positions.expand(len(kept), -1).gather(1, kept)  # (B, K)
         doc_ids = None if self.doc_ids is None else self.doc_ids.gather(1, kept)  # (B, K)
-        return TokenMeta(positions, doc_ids, self.causal, self.head_width)
+        return TokenMeta(positions, doc_ids, self.causal, self.head_width, self.dtype)
 
 
 def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
@@ -266,9 +273,11 @@ def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
     return torch.where(padding[:, :, None], itself, same)[:, None]  # (B, 1, T, T)
 
 
-def rotation(positions: Tensor, head_width: int, base: float = 10_000.0) -> tuple[Tensor, Tensor]:
+def rotation(
+    positions: Tensor, head_width: int, dtype: torch.dtype = torch.float32, base: float = 10_000.0
+) -> tuple[Tensor, Tensor]:
     """Cosine and sine of each position's angles, (B, 1, T, D/2) each. arXiv 2104.09864, eq. 15."""
-    pair = torch.arange(0, head_width, 2, device=positions.device)
+    pair = torch.arange(0, head_width, 2, device=positions.device, dtype=dtype)
     angle = positions[:, None, :, None] * base ** (-pair / head_width)  # (B, 1, T, D/2)
     return angle.cos(), angle.sin()
 

@@ -5,6 +5,8 @@ The model sees the last `seq_len` tokens of the text so far, so a text may be lo
     python sample.py runs/gpt-nano-1 --prompt "Call me" --tokens 200
 """
 
+import math
+
 import tiktoken
 import torch
 from torch import Tensor
@@ -94,9 +96,9 @@ def main(argv: list[str] | None = None) -> None:
     for name in ("tokens", "top_k", "samples"):
         if getattr(args, name) < 1:
             flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} {getattr(args, name)} must be at least 1")
-    if args.temperature < 0:
-        raise ValueError(f"--temperature {args.temperature} must not be negative")
+            raise ValueError(f"--{flag} {getattr(args, name)}: choose 1 or more")
+    if not 0 <= args.temperature < math.inf:
+        raise ValueError(f"--temperature {args.temperature}: choose 0 or a positive number")
     settings, model, _ = load_run(args.run, args.checkpoint)
     if settings.model.model != "gpt":
         raise ValueError(

@@ -319,7 +319,11 @@ def evaluate(
 ) -> float:
     """Held-out bits per byte of the model as it is now; a line of the log."""
     began = time.perf_counter()
-    held_out = evaluation.run(run.model, run.runtime, trainer.rows_at_once, trainer.between)
+
+    def between(done: int) -> None:
+        trainer.between("evaluation: row", done, len(evaluation.rows))
+
+    held_out = evaluation.run(run.model, run.runtime, trainer.rows_at_once, between)
     ms = (time.perf_counter() - began) * 1e3
     run.log.write(
         "eval",

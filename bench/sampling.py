@@ -36,7 +36,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 import plan
 from curriculum import Curriculum, CurriculumConfig, Stage, parse_metrics
 from data import Samples
-from difficulty import DifficultyIndex, fingerprint
+from difficulty import fingerprint, opened
 from support.rng import shuffled
 from support.runtime import exit_cleanly
 from support.token_store import Store
@@ -115,12 +115,12 @@ def open_curriculum(
 
     Returns: the stage in which the easiest `percent` by each metric may be drawn
     """
-    indexes = {n: DifficultyIndex.open(folder / n, fingerprint(samples, n)) for n in names}
+    indexes = opened(folder, {name: fingerprint(samples, name) for name in names})
     pace = f"discrete:{percent}@1:100"
     config = CurriculumConfig(metric=",".join(names), pace=",".join([pace] * len(names)))
-    metrics = parse_metrics(config, SEQ_LEN, samples.kind)
+    metrics = parse_metrics(config, SEQ_LEN)
     stage = Curriculum(metrics, BUDGET, SEQ_LEN, indexes).at(0)
-    assert stage.pool.size <= len(samples)
+    assert stage.pool is None or 0 < stage.pool.size < len(samples)
     return stage
 
 
@@ -165,10 +165,11 @@ def measure_draws(samples: Samples, pool, where: str, batches: int, figures: Fig
     figures.add(f"samples_per_s_{where}", BATCH * 1e3 / took)
     figures.add(f"acceptance_{where}", round(BATCH * (batches + 1) / first, 4))
     ranks = [np.arange(i * BATCH, (i + 1) * BATCH) for i in range(100)]
-    n = pool.reach
+    n = pool.reach if pool else len(samples)
     ids = [shuffled(some, n, SEED) for some in ranks]
     figures.add(f"shuffled_ms_{where}", milliseconds(lambda i: shuffled(ranks[i], n, SEED), 100))
-    figures.add(f"ids_ms_{where}", milliseconds(lambda i: pool.ids(ids[i]), 100))
+    if pool:
+        figures.add(f"ids_ms_{where}", milliseconds(lambda i: pool.ids(ids[i]), 100))
     figures.add(f"spans_ms_{where}", milliseconds(lambda i: samples.spans(ids[i]), 100))
     for name, start, end in zip(Memory._fields, before, after, strict=True):
         figures.add(f"{name}_mb_before_{where}", round(start, 1))
@@ -192,12 +193,12 @@ def measure(folder: Path, n: int, batches: int) -> Figures:
     for name, share in zip(METRICS, SHARES, strict=True):
         write_index(index / name, share, n, fingerprint(rows, name))
 
-    def opened(names: tuple[str, ...]) -> Callable[[int], object]:
+    def opening(names: tuple[str, ...]) -> Callable[[int], object]:
         return lambda _: open_curriculum(rows, index, names, percent=50)
 
-    figures.add("open_ms", milliseconds(opened(one), 20), "<= 50")
-    figures.add("open_two_metrics_ms", milliseconds(opened(two), 5))
-    for percent in (50, 100):
+    figures.add("open_ms", milliseconds(opening(one), 20), "<= 50")
+    figures.add("open_two_metrics_ms", milliseconds(opening(two), 5))
+    for percent in (50, 99, 100):  # at 100 percent a run draws without the index
         stage = open_curriculum(rows, index, one, percent=percent)
         measure_draws(rows, stage.pool, f"at_{percent}", batches, figures)
     for percent in (50, 10):
@@ -217,8 +218,8 @@ def measure(folder: Path, n: int, batches: int) -> Figures:
     del stage  # what is mapped stays in the page cache
     gc.collect()
     forget_pages(index)
-    figures.add("open_cold_ms", milliseconds(opened(one), 1))
-    pool = open_curriculum(rows, index, one, percent=100).pool
+    figures.add("open_cold_ms", milliseconds(opening(one), 1))
+    pool = open_curriculum(rows, index, one, percent=99).pool
 
     def draw_cold(i: int) -> None:
         plan.draw(rows, pool, first=i * BATCH, count=BATCH, stage_start=0, seed=SEED)

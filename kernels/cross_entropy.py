@@ -28,8 +28,9 @@ class LinearCrossEntropy(torch.autograd.Function):
     """The chunked form: the logits of some rows at a time, made, used and dropped.
 
     The gradient of a chunk follows from its own softmax, so it is taken in the forward pass, while
-    the logits are there; the backward pass only scales what was found. With `grads` False the
-    forward pass leaves the gradients out.
+    the logits are there; the backward pass only scales it. So there is no second derivative, and
+    asking for one (create_graph) is an error: the reference has it. With `grads` False the forward
+    pass leaves the gradients out.
     """
 
     @staticmethod
@@ -80,6 +81,13 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, dloss: Tensor) -> tuple[Tensor | None, ...]:
+        # torch's once_differentiable would let this pass wherever dloss is a constant, and what it
+        # returned would count as one.
+        if torch.is_grad_enabled():
+            raise RuntimeError(
+                "the chunked cross-entropy has no second derivative, which create_graph asks for:"
+                " call linear_cross_entropy with impl='reference'"
+            )
         grads = (None if d is None else d * dloss.to(d.dtype) for d in ctx.saved_tensors)
         return *grads, None, None
 

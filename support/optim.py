@@ -52,6 +52,26 @@ def split_parameters(model: nn.Module, muon: bool) -> tuple[list, list, list]:
     return matrices, decayed, plain
 
 
+class Joint:
+    """Several torch optimizers as the one optimizer that torch's GradScaler asks for.
+
+    The scaler skips a step by optimizer. Gradients are clipped by their norm over all parameters,
+    so an overflow in one optimizer's would leave zeros or NaN in the others', which the scaler took
+    for sound; hence one decision for all.
+    """
+
+    def __init__(self, parts: list[torch.optim.Optimizer]):
+        self.parts = parts
+
+    @property
+    def param_groups(self) -> list[dict]:
+        return [group for part in self.parts for group in part.param_groups]
+
+    def step(self) -> None:
+        for part in self.parts:
+            part.step()
+
+
 class Optimizers:
     """One or two torch optimizers and fp16's loss scale, which step and are saved together."""
 
@@ -70,6 +90,7 @@ class Optimizers:
                 matrices, lr=0.0, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
             )
             self.parts.append(muon)
+        self.joint = Joint(self.parts)
         self.scaler = torch.amp.GradScaler(self.parameters[0].device.type, enabled=fp16)
 
     def clip_gradients(self, clip: float) -> float:
@@ -77,18 +98,21 @@ class Optimizers:
 
         A `clip` of 0 clips nothing. Synchronises with the device, to return a float.
         """
-        for part in self.parts:
-            self.scaler.unscale_(part)
+        self.scaler.unscale_(self.joint)
         return torch.nn.utils.clip_grad_norm_(self.parameters, clip or math.inf).item()
 
     def step(self, lr: float) -> None:
-        """Update the weights and free the gradients. In fp16 a step that overflowed is skipped."""
-        for part in self.parts:
-            for group in part.param_groups:
-                group["lr"] = lr
-            self.scaler.step(part)
-            part.zero_grad(set_to_none=True)
+        """Update the weights and free the gradients.
+
+        In fp16 a step whose gradients overflowed anywhere is skipped as a whole, and the loss scale
+        is halved.
+        """
+        for group in self.joint.param_groups:
+            group["lr"] = lr
+        self.scaler.step(self.joint)
         self.scaler.update()
+        for part in self.parts:
+            part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict:
         return {

@@ -1,6 +1,7 @@
 """Bits per byte: a worked answer, whole documents, the same for any number of rows and ranks."""
 
 import math
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,6 +11,7 @@ from torch import nn
 import evaluate
 from data import SpecialIds
 from evaluate import Evaluation
+from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
 from support.runtime import Runtime
 from support.token_store import Store
@@ -73,6 +75,47 @@ def test_a_part_is_whole_pieces_in_a_fixed_order(store):
     assert min(piece.start for piece in pieces) >= store.train_tokens
 
 
+def test_between_is_called_after_every_batch_alike_on_every_rank(store):
+    evaluation = Evaluation(store, 64, LENGTHS, tokens=2000)
+    total = len(evaluation.rows)
+    for world_size in (1, 3):
+        heard = []
+        for rank in range(world_size):
+            seen: list[int] = []
+            evaluation.run(Even(), one(rank, world_size), 8, lambda n, s=seen: s.append(n) or False)
+            heard.append(seen)
+        turns = range(8 * world_size, total + 8 * world_size, 8 * world_size)
+        assert heard == [[min(done, total) for done in turns]] * world_size
+
+
+def test_between_can_end_an_evaluation(store):
+    evaluation, model, seen = Evaluation(store, 64, LENGTHS, tokens=2000), Even(), []
+
+    def third(done: int) -> bool:
+        seen.append(done)
+        return len(seen) == 3
+
+    assert evaluation.run(model, one(), 4, third) is None
+    assert len(seen) == 3 and model.training
+
+    def interrupted(done: int) -> bool:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        evaluation.run(model, one(), 4, interrupted)
+    assert model.training
+
+
+def test_an_evaluation_without_a_target_is_refused(store):
+    class Unmasked(Evaluation):
+        def batch(self, first, count):
+            batch = super().batch(first, count)
+            return batch._replace(targets=torch.full_like(batch.targets, IGNORE))
+
+    with pytest.raises(ValueError, match="no held-out token is a target: evaluate on more"):
+        Unmasked(store, 64, LENGTHS, tokens=100).run(Even(), one(), 8)
+
+
 def test_bert_is_asked_the_same_masked_tokens_each_time(store):
     torch.manual_seed(0)
     model = Transformer(TransformerConfig("bert", 2, 2, 16, 32, 64, 320)).double()
@@ -85,7 +128,7 @@ def test_bert_is_asked_the_same_masked_tokens_each_time(store):
 
 def test_a_store_that_holds_nothing_out_is_refused(store):
     whole = replace(store, train_documents=store.meta["documents"])
-    with pytest.raises(ValueError, match="holds out no document: prepare it with --holdout"):
+    with pytest.raises(ValueError, match=r"holds out no document, .* again with --holdout 20"):
         Evaluation(whole, 64, LENGTHS)
 
 
@@ -94,8 +137,26 @@ def test_command_repeats_what_the_run_found(run, store_dir, capsys):
     capsys.readouterr()
     evaluate.main(["run", "--device", "cpu"])
     assert f"held-out {found:.4f} bits per byte" in capsys.readouterr().out
-    with pytest.raises(ValueError, match="--rows 0"):
-        evaluate.main(["run", "--rows", "0"])
+    evaluate.main(["run", "--device", "cpu", "--tokens", "2K"])
+    (tokens,) = re.findall(r"of ([\d,]+) tokens", capsys.readouterr().out)
+    assert 2000 <= int(tokens.replace(",", "")) < 2032  # a row more at most
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--rows 0", "--rows 0: choose 1 or more"),
+        ("--rows -3", "--rows -3: choose 1 or more"),
+        ("--rows nan", "--rows: invalid int value: 'nan'"),
+        ("--tokens 0", "--tokens 0: choose 1 or more"),
+        ("--tokens nan", "--tokens: nan is not a whole number"),
+        ("--tokens -1", "--tokens: -1 is not a whole number"),
+    ],
+)
+def test_numbers_that_make_no_sense_are_refused_before_a_run_is_opened(flags, said):
+    with pytest.raises(ValueError) as refusal:
+        evaluate.main(["nowhere", *flags.split()])
+    assert said in str(refusal.value) and "\n" not in str(refusal.value)
 
 
 def test_no_dropping_and_full_length_whatever_training_does(run):

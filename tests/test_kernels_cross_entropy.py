@@ -148,3 +148,14 @@ def test_auto_is_the_chunked_form_and_others_are_refused():
     assert linear_cross_entropy(*inputs, impl="reference").equal(reference(*inputs))
     with pytest.raises(ValueError, match="impl 'triton' is unknown: choose one of auto, reference"):
         linear_cross_entropy(*inputs, impl="triton")
+
+
+def test_a_second_derivative_is_refused_by_the_chunked_form():
+    x, weight, bias, targets = head(8)
+    loss = linear_cross_entropy(x, weight, bias, targets, "reference")
+    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
+    gradient.square().sum().backward()
+    assert weight.grad.any()
+    loss = linear_cross_entropy(x, weight, bias, targets, "chunked")
+    with pytest.raises(RuntimeError, match=r"no second derivative.*impl='reference'"):
+        torch.autograd.grad(loss, x, create_graph=True)

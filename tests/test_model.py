@@ -218,6 +218,29 @@ def test_rotation_known_answer():
     torch.testing.assert_close(rotate(ones, cos, sin)[0, 0], expected)
 
 
+def test_rotary_angles_are_as_exact_as_the_model():
+    met = []
+
+    def run_block(layer, block, x, meta):
+        met.append(meta)
+        return block(x, meta)
+
+    positions, kept = torch.tensor([[0, 1, 17, 1023]]), torch.tensor([[1, 3]])
+    model = tiny(pos="rope", dtype=torch.float64)
+    model.logits(torch.zeros(1, 4, dtype=torch.int64), positions, run_block=run_block)
+    for meta in (met[0], met[0].take(kept)):
+        angles = [
+            [p * 10_000 ** (-i / 8) for i in (0, 2, 4, 6)] for p in meta.positions[0].tolist()
+        ]
+        for values, function in zip(meta.rotation, (math.cos, math.sin), strict=True):
+            expected = torch.tensor(
+                [[function(a) for a in row] for row in angles], dtype=torch.float64
+            )
+            torch.testing.assert_close(values[0, 0], expected, rtol=0, atol=1e-12)
+    tiny(pos="rope").logits(torch.zeros(1, 4, dtype=torch.int64), run_block=run_block)
+    assert met[-1].rotation[0].dtype == torch.float32
+
+
 def test_rotary_positions_tell_distances_and_nothing_else():
     model = tiny(pos="rope")
     tokens, positions = torch.randint(VOCAB, (1, 6)), torch.arange(6)[None]

@@ -99,3 +99,40 @@ def test_decay_touches_matrices_alone():
     for name, parameter in m.named_parameters():
         shrunk = before[name] * (0.95 if parameter.ndim == 2 else 1)
         assert torch.allclose(parameter, shrunk, atol=1e-7), name
+
+
+@pytest.mark.parametrize("clip", [0.0, 1.0])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("overflowed", ["wte.weight", "h.1.mlp.c_fc.weight", "ln_f.bias"])
+def test_one_overflow_skips_one_step_of_every_parameter(kind, clip, overflowed):
+    m = model()
+    optimizers = Optimizers(m, kind, 0.1, (0.9, 0.95), fp16=True)
+
+    def gradients() -> None:
+        scale = optimizers.scaler.get_scale()
+        for seed, parameter in enumerate(m.parameters()):
+            torch.manual_seed(seed)
+            optimizers.scaler.scale(torch.zeros(()))  # as for a loss; makes the scale's tensor
+            parameter.grad = scale * torch.randn_like(parameter)
+
+    def weights() -> list[torch.Tensor]:
+        return [parameter.detach().clone() for parameter in m.parameters()]
+
+    gradients()
+    optimizers.clip_gradients(clip)
+    optimizers.step(0.01)
+    moved, scale = weights(), optimizers.scaler.get_scale()  # there is momentum from here on
+
+    gradients()
+    m.get_parameter(overflowed).grad[0] = torch.inf
+    assert not torch.isfinite(torch.tensor(optimizers.clip_gradients(clip)))
+    optimizers.step(0.01)
+    for before, after in zip(moved, weights(), strict=True):
+        assert torch.equal(before, after)
+    assert optimizers.scaler.get_scale() == scale / 2, "one overflow halves the scale once"
+
+    gradients()
+    optimizers.clip_gradients(clip)
+    optimizers.step(0.01)
+    for before, after in zip(moved, weights(), strict=True):
+        assert after.isfinite().all() and not torch.equal(before, after)

@@ -61,8 +61,12 @@ def test_refusals(run):
     for argv, message in (
         (["bert"], "bert holds a BERT"),
         (["nowhere"], "nowhere"),
-        (["bert", "--tokens", "0"], "--tokens 0 must be at least 1"),
-        (["bert", "--temperature", "-1"], "--temperature -1.0 must not be negative"),
+        (["bert", "--tokens", "0"], "--tokens 0: choose 1 or more"),
+        (["bert", "--samples", "-2"], "--samples -2: choose 1 or more"),
+        (["bert", "--top-k", "0"], "--top-k 0: choose 1 or more"),
+        (["bert", "--temperature", "-1"], "--temperature -1.0: choose 0 or a positive number"),
+        (["bert", "--temperature", "nan"], "--temperature nan: choose 0 or a positive number"),
+        (["bert", "--temperature", "inf"], "--temperature inf: choose 0 or a positive number"),
     ):
         with pytest.raises(ValueError, match=message):
             sample.main(argv)
