@@ -151,7 +151,8 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 
 
 @pytest.mark.parametrize("split_on", [None, "blank-line"])
-def test_in_a_folder_what_is_not_text_is_skipped_and_counted(tmp_path, split_on):
+def test_in_a_folder_what_is_not_text_is_skipped_and_counted(tmp_path, monkeypatch, split_on):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 16)
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.png").write_bytes(PNG)
     (tmp_path / "c.txt").write_bytes(b"text\n\n" * 10 + b"\xff")  # not text, but only at its end

@@ -136,6 +136,15 @@ def test_no_text_is_too_short_but_one_character(tmp_path, holdout):
         Corpus([tmp_path / "a.txt"], holdout)
 
 
+def test_what_is_skipped_is_counted_once(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "b.png").write_bytes(b"\x89PNG")
+    corpus = Corpus([tmp_path])
+    for _ in range(2):
+        assert len(list(corpus)) == 2
+        assert corpus.skipped == [tmp_path / "b.png"]
+
+
 def test_a_negative_holdout_is_refused():
     with pytest.raises(ValueError, match="--holdout -1: needs 0"):
         Corpus([TINY], holdout=-1)

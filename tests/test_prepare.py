@@ -268,18 +268,24 @@ def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path, large, capfd):
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    lines = gzip.decompress((ROOT / "corpus" / "pd-mix.jsonl.gz").read_bytes())
+@pytest.mark.parametrize("kind", ["JSON lines", "plain text"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path, kind):
+    content = gzip.decompress((ROOT / "corpus" / "pd-mix.jsonl.gz").read_bytes())
+    flags = []
+    if kind == "plain text":
+        content = b"".join(
+            json.loads(line)["text"].encode() + b"\n\n" for line in content.splitlines()
+        )
+        flags = ["--split-on", "blank-line"]
     peaks = []
     for repeats in (1, 20):  # 11 and 220 MB
-        source = tmp_path / f"{repeats}.jsonl"
+        source = tmp_path / f"{repeats}.{'txt' if flags else 'jsonl'}"
         with source.open("wb") as file:
             for _ in range(repeats):
-                file.write(lines)
-        command = (
-            f"import prepare; prepare.main({[str(source), '--out', str(source) + '-store']})\n"
-        )
-        command += "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+                file.write(content)
+        argv = [str(source), *flags, "--out", f"{source}-store"]
+        command = f"import prepare; prepare.main({argv}); import resource;"
+        command += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         done = subprocess.run(
             [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
         )
