@@ -91,7 +91,7 @@ def _write_arrays(corpus: Corpus, folder: Path, encoding: tiktoken.Encoding) -> 
     for file in arrays.files.values():
         file.close()
     if not arrays.counts["documents"]:
-        skipped = f"; {len(corpus.skipped)} files are not text" if corpus.skipped else ""
+        skipped = f"; files that are not text: {len(corpus.skipped)}" if corpus.skipped else ""
         raise ValueError(f"{', '.join(map(str, corpus.paths))}: no document has any text{skipped}")
     return {
         **arrays.counts,
@@ -193,8 +193,8 @@ def _print_summary(store: Store) -> None:
     held_out, held_out_tokens = (meta[n] - meta[f"train_{n}"] for n in ("documents", "tokens"))
     print(f"documents {meta['documents']:>14,}   {meta['skipped']:,} more are empty and skipped")
     print(f"tokens    {meta['tokens']:>14,}   {n_bytes / n_text_tokens:.3f} bytes of text each")
-    tail = f", the last 1/{meta['holdout']}: few documents" * (meta["held_out_by"] == "tail")
-    print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
+    print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens", end="")
+    print(f", the last 1/{meta['holdout']} of the text" * (meta["held_out_by"] == "tail"))
     if meta["skipped_files"]:
         print(f"skipped   {meta['skipped_files']:>14,}   files that are not text in UTF-8")
     histogram = np.bincount(np.frexp(np.diff(store.offsets))[1])

@@ -60,7 +60,7 @@ def read_documents(
 
     Raises:   ValueError naming the file, and the line if there is one
     """
-    files = [file for path in paths for file in _files(Path(path))]
+    files = [file for path in paths for file in _files(path)]
     if split_on is not None and all(file.name.endswith(JSON_LINES) for file in files):
         raise ValueError("--split-on: cuts plain text, and there are only JSON lines to read")
     for file in files:
@@ -78,7 +78,10 @@ def read_documents(
                 skipped.append(file.path)
 
 
-def _files(path: Path) -> list[_File]:
+def _files(given: str | Path) -> list[_File]:
+    path = Path(given)
+    if given == "":  # of an empty variable in a shell; as a path it is the working folder
+        raise ValueError("an input is the empty string: name a file or a folder")
     if path.is_file():
         return [_File(path, path.name, in_folder=False)]
     if not path.exists():

@@ -62,7 +62,9 @@ class Corpus:
             if len(sides) == 2:
                 return None
         if characters == 1:
-            raise ValueError(f"--holdout {self.holdout}: needs a text of two characters or more")
+            raise ValueError(
+                f"--holdout {self.holdout}: needs two characters of text; 0 holds nothing out"
+            )
         return characters - -(-characters // self.holdout)
 
 

@@ -132,7 +132,7 @@ def test_no_text_is_too_short_but_one_character(tmp_path, holdout):
     (tmp_path / "a.txt").write_text("ab")
     assert sides(Corpus([tmp_path / "a.txt"], holdout)) == (["a"], ["b"])
     (tmp_path / "a.txt").write_text("a")
-    with pytest.raises(ValueError, match=rf"--holdout {holdout}: needs a text of two characters"):
+    with pytest.raises(ValueError, match=rf"--holdout {holdout}: needs two characters"):
         Corpus([tmp_path / "a.txt"], holdout)
 
 

@@ -336,11 +336,13 @@ def test_the_command_says_what_it_skipped_and_held_out(tmp_path, capsys):
     prepare.main([str(tmp_path / "in"), "--out", str(tmp_path / "store")])
     printed = capsys.readouterr().out
     assert re.search(
-        r"^held out +1 +documents, \d+ tokens, the last 1/20: few documents", printed, re.M
+        r"^held out +1 +documents, \d+ tokens, the last 1/20 of the text$", printed, re.M
     )
     assert re.search(r"^skipped +1 +files that are not text", printed, re.M)
     (tmp_path / "in" / "a.txt").unlink()
-    with pytest.raises(ValueError, match=r"in: no document has any text; 1 files are not text$"):
+    with pytest.raises(
+        ValueError, match=r"in: no document has any text; files that are not text: 1$"
+    ):
         prepare.main([str(tmp_path / "in"), "--out", str(tmp_path / "other")])
 
 
@@ -353,6 +355,7 @@ def test_a_file_of_ranks_is_recorded_with_all_of_its_path(tmp_path, monkeypatch)
 
 WRONG = {
     "missing": (["{in}/none.jsonl"], "none.jsonl: no such file or folder"),
+    "empty name": (["{in}/a.txt", ""], "an input is the empty string: name a file or a folder"),
     "empty folder": (["{in}/empty"], "empty: a folder without documents"),
     "nothing in it": (["{in}/empty.txt"], "empty.txt: no document has any text"),
     "no text": (["{in}/b.png"], "b.png: is not text in UTF-8: invalid start byte at byte 0"),
