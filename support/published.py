@@ -210,8 +210,8 @@ def _open(path: str | Path) -> object:
             file.seek(max(0, file.seek(0, 2) - len(MARK) - 64))
             end = file.read()
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
-    except OSError as error:
-        raise _refusal(path, f"cannot be read, {error.strerror or error}: {RESAVE}") from error
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise _refusal(path, f"cannot be read, {error.strerror}: {RESAVE}") from error
     except Exception as error:  # torch.load raises half a dozen kinds
         if start[8:] == b"{":
             raise _refusal(path, "is a safetensors file: re-save it with torch.save") from error
