@@ -69,7 +69,7 @@ def read_documents(
             continue
         try:
             if file.in_folder and split_on is not None:
-                _check_text(file.path)
+                _check_text(file.path)  # all of it, before a document of it is given out
             yield from _read_plain(file, split_on)
         except _NotText as error:
             if not file.in_folder:
@@ -87,7 +87,7 @@ def _files(given: str | Path) -> list[_File]:
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
     if not path.is_dir():
-        raise ValueError(f"{path}: is no file that can be read twice: write the text to one")
+        raise ValueError(f"{path}: a pipe cannot be read twice: write the text to a file")
     files = []
     for file in sorted(path.rglob("*")):
         below = file.relative_to(path)

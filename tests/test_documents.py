@@ -116,7 +116,7 @@ def test_the_line_after_which_a_file_is_damaged(tmp_path):
     [
         ("none.jsonl", "none.jsonl: no such file or folder"),
         ("empty", "empty: a folder without documents (hidden files are not read)"),
-        ("pipe", "pipe: is no file that can be read twice: write the text to one"),
+        ("pipe", "pipe: a pipe cannot be read twice: write the text to a file"),
     ],
 )
 def test_missing_input_is_named_before_anything_is_read(tmp_path, missing, message):
