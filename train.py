@@ -43,8 +43,9 @@ from support.optim import Optimizers, lr_at
 from support.progress import announce, progress_bar, show_step
 from support.rng import generator, seed_of
 from support.run_folder import Run
-from support.runtime import Runtime, StopSignal, exit_cleanly, start
+from support.runtime import Runtime, exit_cleanly, start
 from support.settings import techniques_on
+from support.stop_signal import StopSignal
 from support.token_store import Store
 from support.tokenizer import byte_lengths, get_encoding, vocab_size
 

@@ -1,4 +1,4 @@
-"""What every command stands on: ranks, device, dtype, signals, the log, and how a command ends.
+"""What every command stands on: ranks, device, dtype, the log, and how a command ends.
 
 No training logic. What differs between one CPU and many GPUs is here and nowhere else.
 """
@@ -7,7 +7,6 @@ import argparse
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -110,18 +109,6 @@ def start(device: str, dtype: str) -> Runtime:
     ranks = f"{world_size} processes" if world_size > 1 else "one process"
     why = f"{kind} ({chosen}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
     return Runtime(rank, world_size, own, DTYPES[dtype], why)
-
-
-class StopSignal:
-    """Remembers a SIGTERM or SIGINT until the step is over; `number` is 0 until one comes."""
-
-    def __init__(self):
-        self.number = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, _frame: Any) -> None:
-        self.number = number
 
 
 class Log:
