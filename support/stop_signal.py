@@ -19,8 +19,8 @@ class StopSignal:
     """Remembers a SIGTERM or SIGINT until the step is over; `number` is 0 until one comes.
 
     A second SIGINT ends the process at once, with status 130 and whatever it is computing: Python
-    runs a signal's handler only between two operations, and a backward pass on a CPU is one of half
-    a minute, so a thread waits for that. What is written as support.atomic does it stays whole.
+    runs a signal's handler only between two operations, and a whole backward pass is one, so a
+    thread waits for that. What is written as support/atomic.py does it stays whole.
     """
 
     def __init__(self, notice: Callable[[str], None] = lambda line: None):

@@ -2,11 +2,13 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from support import runtime
 
@@ -71,6 +73,30 @@ def test_how_a_command_ends(does, status, said, capsys):
     with pytest.raises(SystemExit) as end:
         runtime.exit_cleanly(main)
     assert (end.value.code, capsys.readouterr().err) == (status, said)
+
+
+def test_an_error_is_said_by_rank_0_or_by_a_rank_that_meets_it_alone(monkeypatch, capsys):
+    def end_on(rank: int) -> str:
+        """What a rank prints that ends in a mistake; the process group lives on."""
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit):
+            runtime.exit_cleanly(lambda: int("one"))
+        return capsys.readouterr().err
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    assert end_on(0).startswith("error: invalid literal") and end_on(1) == ""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(os, "_exit", leave)
+    try:
+        assert end_on(1).startswith("error: rank 1: invalid literal")
+        assert end_on(0).startswith("error: invalid literal")
+        assert end_on(1) == ""
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()
 
 
 def test_a_bug_keeps_its_traceback():
