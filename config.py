@@ -39,7 +39,9 @@ class DataConfig:
     data: str | None = flag(
         None, "token store made by prepare.py (default: embedded corpus)", free=True
     )
-    tokenizer: str = flag("pd4k", "pd4k, bytes, gpt2 or a .tiktoken file of ranks")
+    tokenizer: str | None = flag(
+        None, "pd4k, bytes, gpt2 or a .tiktoken file of ranks (default: the store's, else pd4k)"
+    )
     seq_len: int | None = flag(None, "tokens of a row (default: by --size)", least=8, below=2**31)
 
 
@@ -52,10 +54,10 @@ class ModelConfig:
     pos: str | None = flag(
         None, "positions (default: rope for nano, else learned)", ("learned", "rope")
     )
-    layers: int | None = flag(None, "number of blocks (default: by --size)")
-    heads: int | None = flag(None, "attention heads (default: by --size)")
-    width: int | None = flag(None, "width of the residual stream (default: by --size)")
-    mlp_width: int | None = flag(None, "inner width of the MLP (default: 4 x --width)")
+    layers: int | None = flag(None, "number of blocks (default: by --size)", least=1)
+    heads: int | None = flag(None, "attention heads (default: by --size)", least=1)
+    width: int | None = flag(None, "width of the residual stream (default: by --size)", least=1)
+    mlp_width: int | None = flag(None, "inner width of the MLP (default: 4 x --width)", least=1)
     dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
     init: str | None = flag(None, "start from weights in GPT-2's or BERT's published layout")
 

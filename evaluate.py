@@ -73,6 +73,8 @@ class Evaluation:
         special_tokens = seq_len - samples.max_piece_len  # a BERT's [CLS] and [SEP]
         packed = best_fit((sizes + special_tokens).tolist(), seq_len)
         self.rows = [[pieces[item] for item in row] for row in packed]
+        part = f"{sizes.sum():,} of {samples.stop - samples.start:,}"
+        self.text = f"{'all' if len(spans) == len(samples) else part} held-out tokens"
         self.store, self.seq_len = store, seq_len
         self.lengths, self.special_ids = lengths, special_ids
 
@@ -81,15 +83,14 @@ class Evaluation:
         model: nn.Module,
         runtime: Runtime,
         rows: int,
-        between: Callable[[int], bool] | None = None,
-    ) -> HeldOut | None:
+        between: Callable[[int], None] = lambda done: None,
+    ) -> HeldOut:
         """Evaluate the model on all rows, `rows` at a time on each rank.
 
         The model is in evaluation mode meanwhile, and afterwards in the mode it was in.
 
         Args:    between called after every batch with how many of self.rows are done, equally often
-                         on every rank; True ends the evaluation and has to be so on every rank
-        Returns: None where `between` ended it
+                         on every rank; what it raises ends the evaluation
         Raises:  ValueError if nothing is predicted, as when few tokens of a BERT are all unmasked
         """
         was_training = model.training
@@ -98,8 +99,6 @@ class Evaluation:
             sums = self.sums(model, runtime, rows, between)
         finally:
             model.train(was_training)
-        if sums is None:
-            return None
         nats, targets, size = runtime.reduce(sums.to(runtime.device)).tolist()
         if targets == 0:
             raise ValueError(f"{self.store.path}: no held-out token is a target: evaluate on more")
@@ -107,13 +106,9 @@ class Evaluation:
 
     @torch.no_grad()
     def sums(
-        self,
-        model: nn.Module,
-        runtime: Runtime,
-        rows: int,
-        between: Callable[[int], bool] | None,
-    ) -> Tensor | None:
-        """(3,) float64: nats, targets and bytes of this rank's rows; None where `between` ended."""
+        self, model: nn.Module, runtime: Runtime, rows: int, between: Callable[[int], None]
+    ) -> Tensor:
+        """(3,) float64: nats, targets and bytes of this rank's rows."""
         nats, targets, size = 0.0, 0, 0
         at_once = runtime.world_size * rows
         for first in range(0, len(self.rows), at_once):
@@ -125,8 +120,7 @@ class Evaluation:
                 size += int(self.lengths[counted.numpy()].sum())
                 with runtime.autocast():
                     nats += model(batch.to(runtime.device)).item()
-            if between is not None and between(min(first + at_once, len(self.rows))):
-                return None
+            between(min(first + at_once, len(self.rows)))
         return torch.tensor([nats, targets, size], dtype=torch.float64)
 
     def batch(self, first: int, count: int) -> Batch:
@@ -141,16 +135,15 @@ class Evaluation:
         return mask_tokens(batch, torch.from_numpy(np.stack(uniform)), self.special_ids)
 
 
-def progress(evaluation: Evaluation, runtime: Runtime) -> Callable[[int], bool]:
-    """A bar, as the `between` of an evaluation that nothing ends before its time."""
+def progress(evaluation: Evaluation, runtime: Runtime) -> Callable[[int], None]:
+    """A bar, as the `between` of an evaluation."""
     hidden = not runtime.is_rank0 or None  # None: shown where there is a terminal
     bar = tqdm(total=len(evaluation.rows), unit="row", disable=hidden, leave=False)
 
-    def show(done: int) -> bool:
+    def show(done: int) -> None:
         bar.update(done - bar.n)
         if done == bar.total:
             bar.close()
-        return False
 
     return show
 
@@ -177,7 +170,8 @@ def main(argv: list[str] | None = None) -> None:
     lengths = byte_lengths(encoding)
     evaluation = Evaluation(store, settings.data.seq_len, lengths, special_ids, args.tokens)
     result = evaluation.run(model.to(here.device), here, args.rows, progress(evaluation, here))
-    here.say(f"{args.run}, step {state['step']}: held-out {result.val_bpb:.4f} bits per byte")
+    where = f"{args.run}, step {state['step']}"
+    here.say(f"{where}: held-out {result.val_bpb:.4f} bits per byte, on {evaluation.text}")
     size = f"{result.targets:,} tokens, {result.bytes:,} bytes"
     here.say(f"{result.val_loss:.4f} nats per token, of {size}")
 

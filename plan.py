@@ -42,6 +42,7 @@ class Step(NamedTuple):
     padding_share: float
     stage: dict[str, float]  # for the log: difficulty of each metric, and the samples in the pool
     note: str  # for the user: what the curriculum could not do as asked
+    before: Clock
     after: Clock
 
 
@@ -100,10 +101,10 @@ class Plan:
             progress=clock.consumed_tokens / s.optim.tokens,
             rows=len(chosen.rows),
         )
-        lengths = [p.stop - p.start + self.extra for row in chosen.rows for p in row]
+        filled = np.array([sum(p.stop - p.start + self.extra for p in row) for row in chosen.rows])
+        seen = np.array([sum(piece.seen for piece in row) for row in chosen.rows])
+        real = int(filled.sum() - seen.sum())
         positions = len(chosen.rows) * chosen.seq_len
-        filled = sum(lengths)
-        real = filled - sum(piece.seen for row in chosen.rows for piece in row)
         tokens = tokens_by_layer(s, context, chosen.seq_len)
         batch, targets = self.batch(clock.step, chosen.rows, chosen.seq_len, real)
         stage = chosen.stage
@@ -116,17 +117,17 @@ class Plan:
             context=context,
             max_piece_len=stage.max_piece_len,
             kept_tokens=min(tokens),
-            padding_share=1 - filled / positions,
+            padding_share=1 - int(filled.sum()) / positions,
             stage=shown,
             note=stage.note,
+            before=clock,
             after=chosen.after._replace(
                 step=clock.step + 1,
-                consumed_tokens=clock.consumed_tokens
-                + effective_tokens(real, tokens, chosen.seq_len),
+                consumed_tokens=clock.consumed_tokens + effective_tokens(filled, seen, tokens),
                 real_tokens=clock.real_tokens + real,
                 layer_tokens=clock.layer_tokens + len(chosen.rows) * sum(tokens),
                 positions=clock.positions + positions,
-                pieces=clock.pieces + len(lengths),
+                pieces=clock.pieces + sum(map(len, chosen.rows)),
             ),
         )
 

@@ -15,8 +15,9 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from typing import NamedTuple
 
 # Before torch loads OpenMP, whose threads wait spinning for milliseconds. Beside another torch
@@ -38,67 +39,92 @@ from model import RunBlock, Transformer, run_plain
 from plan import Plan, Step
 from prepare import embedded_store
 from support import published
-from support.clock import Clock, savings
+from support.clock import Clock, due, savings
+from support.micro_batch import micro_batch
 from support.optim import Optimizers, lr_at
-from support.progress import announce, progress_bar, show_step
+from support.progress import announce, log_step, progress_bar, show_part, show_step
 from support.rng import generator, seed_of
 from support.run_folder import Run
 from support.runtime import Runtime, exit_cleanly, start
 from support.settings import techniques_on
-from support.stop_signal import StopSignal
+from support.stop_signal import Stopped, StopSignal
 from support.token_store import Store
 from support.tokenizer import byte_lengths, get_encoding, vocab_size
 
 
 def main(argv: list[str] | None = None) -> int:
     settings, folder = config.parse_or_resume(sys.argv[1:] if argv is None else argv)
-    s = settings
-    runtime = start(s.run.device, s.run.dtype)
-    micro_batch_size(s, runtime.world_size)  # refused before anything is read
-    data = open_data(s, runtime)
-    plan = Plan(s, data.store, data.special_ids, runtime)
-    evaluation = data.evaluation(s.data.seq_len, s.run.eval_tokens)
-    model = new_model(s, data.encoding, runtime)
-    trainer = assemble(s, model, runtime)
+    runtime = start(settings.run.device, settings.run.dtype)
+    rows_at_once = micro_batch(settings, runtime)  # refused before anything is read
+    settings, data = open_data(settings, runtime)
+    plan = Plan(settings, data.store, data.special_ids, runtime)
+    evaluation = data.evaluation(settings, settings.run.eval_tokens)
+    model = new_model(settings, data.encoding, runtime)
+    trainer = assemble(settings, model, runtime, rows_at_once.count)
     stop = StopSignal()  # from here on; what came before is no loss
-    run = Run(s, runtime, folder, model, trainer.optimizers)
-    if run.is_finished:
-        runtime.say(f"{run.folder} is finished: its {s.optim.tokens} tokens are consumed")
+    run = Run(settings, runtime, folder, model, trainer.optimizers)
+    if runtime.on_rank0(run.is_complete):
+        runtime.say(f"{run.folder} is finished: its {settings.optim.tokens} tokens are consumed")
         return 0
     run.open_log()
-    announce(run, data.store)
+    announce(run, data.store, rows_at_once.why)
     bar = progress_bar(run)
 
-    saved, noted = "", ""
+    def between(what: str, done: int, of: int) -> None:
+        """After every micro-batch of a step or an evaluation, as often on each rank."""
+        show_part(bar, what, done, of)
+        if runtime.on_any_rank(stop.number > 0):
+            raise Stopped
+
+    trainer.between = between
+    try:
+        train(run, trainer, plan, evaluation, bar)
+        finish(run, trainer, data, bar)
+    except Stopped:
+        run.save()
+        runtime.say(f"stopped at step {run.clock.step}; go on with: {run.resume_command}")
+        return 128 + (stop.number or signal.SIGTERM)
+    finally:
+        bar.close()
+        run.log.close()
+    return 0
+
+
+def train(run: Run, trainer: "Trainer", plan: Plan, evaluation: Evaluation, bar: tqdm) -> None:
+    """Step after step until the budget is consumed; evaluations and checkpoints as they are due."""
+    s, noted = run.settings.run, ""
+    if run.evaluation_due:  # the run was stopped in the middle of it
+        evaluate_and_save(run, trainer, evaluation, bar, checkpoint_due=False)
     for step, waited_ms in read_ahead(plan, run.clock):
+        if run.is_finished:
+            return
         began = time.perf_counter()
         done = trainer.step(step)
         ms = (time.perf_counter() - began) * 1e3 + waited_ms
-        before, run.clock = run.clock, step.after
-        write_step(run, step, done, ms, waited_ms)
-        show_step(bar, before, run.clock, done, ms)
+        run.clock = step.after
+        log_step(run, step, done, ms, waited_ms)
+        show_step(bar, step.before, step.after, done.loss)
         if step.note and not noted:
             noted = step.note
             bar.write(f"--curriculum: {noted}; from here on the log says how far")
-        is_best = False
-        if run.is_finished or due(s.run.eval_every, before, run.clock):
-            bits_per_byte = evaluate(run, trainer, evaluation, bar)
-            is_best = bits_per_byte < run.best
-            run.best = min(bits_per_byte, run.best)
-        stopping = runtime.reduce(torch.tensor(float(stop.number > 0), device=runtime.device)) > 0
-        if run.is_finished or stopping or is_best or due(s.run.checkpoint_every, before, run.clock):
-            saved = run.save(is_best)
-        if run.is_finished:
-            break
-        if stopping:
-            bar.close()
-            run.log.close()
-            again = f"train.py --resume --out {run.folder}"
-            runtime.say(f"stopped at step {run.clock.step}; go on with: {again}")
-            return 128 + (stop.number or signal.SIGTERM)
-    bar.close()
-    finish(run, trainer, data, saved)
-    return 0
+        last = run.is_finished
+        run.evaluation_due = due(s.eval_every, step.before, step.after, last)
+        checkpoint_due = last or due(s.checkpoint_every, step.before, step.after)
+        evaluate_and_save(run, trainer, evaluation, bar, checkpoint_due)
+        trainer.between("step", 1, 1)
+
+
+def evaluate_and_save(
+    run: Run, trainer: "Trainer", evaluation: Evaluation, bar: tqdm, checkpoint_due: bool
+) -> None:
+    is_best = False
+    if run.evaluation_due:
+        bits_per_byte = evaluate(run, trainer, evaluation, bar)
+        is_best = bits_per_byte < run.best
+        run.best = min(bits_per_byte, run.best)
+        run.evaluation_due = False
+    if checkpoint_due or is_best:
+        run.save(is_best)
 
 
 class Data(NamedTuple):
@@ -109,18 +135,22 @@ class Data(NamedTuple):
     special_ids: SpecialIds | None  # a BERT's
     byte_lengths: np.ndarray  # (V,) of the text that each token stands for
 
-    def evaluation(self, seq_len: int, tokens: int | None = None) -> Evaluation:
+    def evaluation(self, settings: config.Config, tokens: int | None) -> Evaluation:
+        seq_len = settings.data.seq_len
         return Evaluation(self.store, seq_len, self.byte_lengths, self.special_ids, tokens)
 
 
-def open_data(settings: config.Config, runtime: Runtime) -> Data:
-    s = settings
-    encoding = get_encoding(s.data.tokenizer)
-    path = s.data.data or runtime.on_rank0(lambda: str(embedded_store(s.data.tokenizer)))
+def open_data(settings: config.Config, runtime: Runtime) -> tuple[config.Config, Data]:
+    """The store and its tokenizer, and the settings with the tokenizer's name in them."""
+    d = settings.data
+    name = d.tokenizer or "pd4k"
+    path = d.data or runtime.on_rank0(lambda: str(embedded_store(name)))
     store = Store.open(path)
+    encoding = get_encoding(d.tokenizer or store.meta["tokenizer"])
     store.check_tokenizer(encoding)
-    special_ids = SpecialIds.of(encoding) if s.model.model == "bert" else None
-    return Data(encoding, store, special_ids, byte_lengths(encoding))
+    settings = replace(settings, data=replace(d, tokenizer=encoding.name))
+    special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
+    return settings, Data(encoding, store, special_ids, byte_lengths(encoding))
 
 
 def new_model(
@@ -147,7 +177,9 @@ def new_model(
     return model
 
 
-def assemble(settings: config.Config, model: Transformer, runtime: Runtime) -> "Trainer":
+def assemble(
+    settings: config.Config, model: Transformer, runtime: Runtime, rows_at_once: int
+) -> "Trainer":
     """Put a model together with all that acts on it. The order matters, line by line.
 
     Called once more, on the same model, when a technique has changed its parameters in mid-run.
@@ -169,7 +201,7 @@ def assemble(settings: config.Config, model: Transformer, runtime: Runtime) -> "
     # the optimizers last, on the parameters that then exist
     betas, fp16 = (s.optim.beta1, s.optim.beta2), runtime.dtype == torch.float16
     optimizers = Optimizers(model, s.optim.optimizer, s.optim.weight_decay, betas, fp16)
-    return Trainer(s, runtime, model, wrapped, optimizers)
+    return Trainer(s, runtime, model, wrapped, optimizers, rows_at_once)
 
 
 class Done(NamedTuple):
@@ -190,10 +222,12 @@ class Trainer:
         model: Transformer,
         wrapped: nn.Module,
         optimizers: Optimizers,
+        rows_at_once: int,
     ):
         self.settings, self.runtime = settings, runtime
         self.model, self.wrapped, self.optimizers = model, wrapped, optimizers
-        self.micro_batch_size = micro_batch_size(settings, runtime.world_size)
+        self.rows_at_once = rows_at_once  # of full length
+        self.between: Callable[[str, int, int], None] = lambda what, done, of: None
 
     def step(self, step: Step) -> Done:
         """Forward and backward over this rank's rows, part by part; clip; move the weights.
@@ -203,7 +237,7 @@ class Trainer:
         """
         s, runtime = self.settings, self.runtime
         rows, seq_len = step.batch.tokens.shape
-        at_once = self.micro_batch_size * (s.data.seq_len // seq_len)  # shorter rows, more of them
+        at_once = self.rows_at_once * (s.data.seq_len // seq_len)  # shorter rows, more of them
         total = torch.zeros((), device=runtime.device)
         for first in range(0, rows, at_once):
             part = slice(first, first + at_once)
@@ -218,6 +252,8 @@ class Trainer:
             scale = runtime.world_size / max(step.targets, 1)  # DDP's mean over ranks made a sum
             self.optimizers.scaler.scale(loss * scale).backward()
             total += loss.detach()
+            if part.stop < rows:
+                self.between("row", part.stop, rows)
         local = total.item()
         mean = runtime.reduce(total).item() / max(step.targets, 1)
         if not math.isfinite(mean):
@@ -242,9 +278,10 @@ class Trainer:
         return run_block
 
     def learning_rate(self, step: Step) -> float:
+        """That of the middle of the step, so that neither the first nor the last one has rate 0."""
         o = self.settings.optim
         return lr_at(
-            step.after.consumed_tokens,
+            (step.before.consumed_tokens + step.after.consumed_tokens) / 2,
             peak=o.lr,
             floor=o.lr * o.min_lr,
             schedule=o.schedule,
@@ -263,26 +300,6 @@ class Trainer:
         )
 
 
-def micro_batch_size(settings: config.Config, world_size: int) -> int:
-    """Rows that a rank takes through the model at once, such that accumulation comes out even.
-
-    Raises: ValueError if the rows of --batch-tokens cannot be shared out so
-    """
-    seq_len, asked = settings.data.seq_len, settings.optim.micro_batch_size
-    rows = settings.optim.batch_tokens // seq_len
-    share = rows // world_size
-    most = asked or max(1, min(share, 32_768 // seq_len))
-    if asked is None:
-        most = next((m for m in range(most, 0, -1) if share and share % m == 0), most)
-    if rows % (most * world_size):
-        raise ValueError(
-            f"--batch-tokens {settings.optim.batch_tokens} makes {rows} rows of {seq_len} that"
-            f" {world_size} ranks of --micro-batch-size {most} cannot share: choose a multiple of"
-            f" {most * world_size * seq_len}"
-        )
-    return most
-
-
 def read_ahead(plan: Plan, clock: Clock) -> Iterator[tuple[Step, float]]:
     """The steps from this clock on, and the milliseconds each was waited for.
 
@@ -298,58 +315,49 @@ def read_ahead(plan: Plan, clock: Clock) -> Iterator[tuple[Step, float]]:
             yield step, waited_ms
 
 
-def write_step(run: Run, step: Step, done: Done, ms: float, data_ms: float) -> None:
-    run.log.write(
-        "train",
-        step=run.clock.step,
-        consumed_tokens=run.clock.consumed_tokens,
-        real_tokens=run.clock.real_tokens,
-        layer_tokens=run.clock.layer_tokens,
-        **done._asdict(),
-        max_piece_len=step.max_piece_len,
-        kept_tokens=step.kept_tokens,
-        padding_share=round(step.padding_share, 6),
-        **step.stage,
-        ms=round(ms, 2),
-        data_ms=round(data_ms, 2),
-    )
-
-
-def evaluate(run: Run, trainer: Trainer, evaluation: Evaluation, bar: tqdm) -> float:
+def evaluate(
+    run: Run, trainer: Trainer, evaluation: Evaluation, bar: tqdm, last: bool = False
+) -> float:
     """Held-out bits per byte of the model as it is now; a line of the log."""
     began = time.perf_counter()
-    held_out = evaluation.run(trainer.model, run.runtime, trainer.micro_batch_size)
+
+    def between(done: int) -> None:
+        trainer.between("evaluation: row", done, len(evaluation.rows))
+
+    held_out = evaluation.run(run.model, run.runtime, trainer.rows_at_once, between)
     ms = (time.perf_counter() - began) * 1e3
     run.log.write(
         "eval",
         step=run.clock.step,
         consumed_tokens=run.clock.consumed_tokens,
         **held_out._asdict(),
+        last=last,
         ms=round(ms, 1),
     )
-    bar.write(f"step {run.clock.step}: held-out {held_out.val_bpb:.4f} bits per byte")
+    if not last:
+        on = f"on {evaluation.text}"
+        bar.write(f"step {run.clock.step}: held-out {held_out.val_bpb:.4f} bits per byte, {on}")
     return held_out.val_bpb
 
 
-def finish(run: Run, trainer: Trainer, data: Data, saved: str) -> None:
-    """The last word: all of the held-out text, what was saved, and a sample."""
+MOST_OF_LAST = 1_000_000  # held-out tokens of the last evaluation, unless asked otherwise
+
+
+def finish(run: Run, trainer: Trainer, data: Data, bar: tqdm) -> None:
+    """The last word: the held-out text, all of it if it is no more than 1 M tokens; a sample."""
     s, runtime = run.settings, run.runtime
-    # evaluations on the way took a part, to tell the best checkpoint
-    bits_per_byte = evaluate(run, trainer, data.evaluation(s.data.seq_len), tqdm)
-    run.log.close()
-    runtime.say(f"held-out: {bits_per_byte:.4f} bits per byte, full length, nothing dropped")
+    evaluation = data.evaluation(s, s.run.final_eval_tokens or MOST_OF_LAST)
+    bits_per_byte = evaluate(run, trainer, evaluation, bar, last=True)
+    bar.close()
+    where = f"on {evaluation.text}, full length, nothing dropped"
+    runtime.say(f"held-out: {bits_per_byte:.4f} bits per byte, {where}")
     runtime.say(savings(s, run.clock))
     if s.model.model == "gpt" and runtime.is_rank0:
         random = generator(runtime.device, s.run.seed, "sample")
         with torch.compiler.set_stance("force_eager"):  # a row that grows would compile each time
             text = sample.write(run.model, data.encoding, "", 100, generator=random)
         runtime.say(f"a sample:\n{textwrap.indent(text, '    ')}")
-    runtime.say(f"checkpoint: {saved}\nlog: {run.folder / 'log.jsonl'}")
-
-
-def due(every: int, before: Clock, now: Clock) -> bool:
-    """Whether the clock went past a multiple of `every` tokens in this step."""
-    return before.consumed_tokens // every != now.consumed_tokens // every
+    runtime.say(f"checkpoint: {run.saved_path}\nlog: {run.folder / 'log.jsonl'}")
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ the learning rate and every schedule read consumed tokens.
 
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 
 from support.rng import generator, seed_of
@@ -55,14 +56,29 @@ def tokens_by_layer(settings: Any, context: StepContext, seq_len: int) -> list[i
     return tokens
 
 
-def effective_tokens(real_tokens: int, tokens_by_layer: list[int], seq_len: int) -> int:
+def effective_tokens(rows: np.ndarray, context: np.ndarray, tokens_by_layer: list[int]) -> int:
     """What a step adds to the clock: its real tokens, scaled by the share of layers they ran.
 
+    Padding is dropped first, so a row of n tokens keeps min(n, K) of them in a layer that keeps K.
+
     Paper:   arXiv 2212.03597, section 3.3: a = floor((T (L - l) + r l) / L) for l dropped layers
-    Returns: floor(real_tokens a / T), which is rows times a when rows are full
-    Example: effective_tokens(512, [256, 128, 128, 128, 128, 256], 256) == 512 * 170 // 256 == 340
+    Args:    rows            (B,) tokens of each row, padding not counted
+             context         (B,) how many of them were real tokens of an earlier row
+             tokens_by_layer (L,) tokens of a full row that each layer sees
+    Returns: sum over rows of floor((n - context) sum_l min(n, K_l) / (L n)), which is B a when
+             rows are full
+    Example: rows [256, 256], no context, layers [256, 128, 128, 128, 128, 256]:
+             2 * floor(1024 / 6) == 340; a row of 100 tokens counts whole there
     """
-    return real_tokens * (sum(tokens_by_layer) // len(tokens_by_layer)) // seq_len
+    seen = np.minimum(rows[:, None], np.array(tokens_by_layer)).sum(1)  # (B,) over all layers
+    return int(((rows - context) * seen // (len(tokens_by_layer) * np.maximum(rows, 1))).sum())
+
+
+def due(every: int, before: Clock, after: Clock, last: bool = False) -> bool:
+    """Whether a step went past a multiple of `every` tokens, or is the last; never if it is 0."""
+    if every == 0:
+        return False
+    return last or before.consumed_tokens // every != after.consumed_tokens // every
 
 
 def savings(settings: Any, clock: Clock) -> str:

@@ -22,10 +22,10 @@ SCHEDULES = ("cosine", "linear", "wsd")
 
 @dataclass(frozen=True)
 class OptimConfig:
-    tokens: int | None = flag(None, "budget on the clock, in tokens (default: by --size)")
-    batch_tokens: int | None = flag(None, "tokens of an optimizer step, all ranks together")
+    tokens: int | None = flag(None, "budget on the clock, in tokens (default: by --size)", least=1)
+    batch_tokens: int | None = flag(None, "tokens of an optimizer step, on all ranks", least=1)
     micro_batch_size: int | None = flag(
-        None, "rows a rank takes at once; gradients of the rest accumulate", free=True
+        None, "rows a rank takes at once (default: what fits the device)", least=1, free=True
     )
     optimizer: str = flag("muon", "muon moves the blocks' matrices, adamw all", ("adamw", "muon"))
     lr: float | None = flag(None, "peak learning rate (default: by --size)", above=0)

@@ -1,5 +1,6 @@
-"""What a run says while it goes on: its first lines, and the bar."""
+"""What a run says while it goes on: its first lines, the bar, and the log's line of a step."""
 
+import time
 from typing import Any
 
 from tqdm import tqdm
@@ -9,11 +10,12 @@ from support.run_folder import Run
 from support.token_store import Store
 
 
-def announce(run: Run, store: Store) -> None:
+def announce(run: Run, store: Store, batches: str) -> None:
     """What is trained, on what, and where it is written."""
     m, say = run.settings.model, run.runtime.say
     parameters = sum(p.numel() for p in run.model.parameters())
     say(f"{m.model} {m.size}: {parameters / 1e6:.2f} M parameters, {run.runtime.why}")
+    say(f"batches: {batches}")
     say(f"data: {store.train_tokens} training tokens in {store.path}; run: {run.folder}")
     if run.resumed_from:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
@@ -32,7 +34,33 @@ def progress_bar(run: Run) -> tqdm:
     )
 
 
-def show_step(bar: tqdm, before: Clock, now: Clock, done: Any, ms: float) -> None:
-    real = now.real_tokens - before.real_tokens
-    bar.set_postfix_str(f"loss {done.loss:.3f}, {real / ms * 1e3:.0f} tokens/s", refresh=False)
-    bar.update(now.consumed_tokens - before.consumed_tokens)
+def show_step(bar: tqdm, before: Clock, now: Clock, loss: float) -> None:
+    """Move the bar; its rate and the time left are of consumed tokens."""
+    bar.set_postfix_str(f"loss {loss:.3f}", refresh=False)
+    # the last step goes a little past the budget, and a bar beyond its end shows no time left
+    bar.update(min(now.consumed_tokens, bar.total) - before.consumed_tokens)
+
+
+def show_part(bar: tqdm, what: str, done: int, of: int) -> None:
+    """How far a step, or an evaluation, is on its way; redrawn once a second."""
+    if time.time() - bar.last_print_t > 1:
+        bar.set_postfix_str(f"{what} {done} of {of}")
+        bar.last_print_t = time.time()
+
+
+def log_step(run: Run, step: Any, done: Any, ms: float, data_ms: float) -> None:
+    """Write what a step was made of (plan.Step) and what it found (train.Done)."""
+    run.log.write(
+        "train",
+        step=run.clock.step,
+        consumed_tokens=run.clock.consumed_tokens,
+        real_tokens=run.clock.real_tokens,
+        layer_tokens=run.clock.layer_tokens,
+        **done._asdict(),
+        max_piece_len=step.max_piece_len,
+        kept_tokens=step.kept_tokens,
+        padding_share=round(step.padding_share, 6),
+        **step.stage,
+        ms=round(ms, 2),
+        data_ms=round(data_ms, 2),
+    )

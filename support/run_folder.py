@@ -6,6 +6,8 @@ A folder that holds a run is refused to another one.
 import itertools
 import json
 import math
+from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -35,13 +37,16 @@ class RunConfig:
     dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
     compile: bool = flag(False, "compile each block with torch.compile", free=True)
     eval_every: int | None = flag(
-        None, "tokens between evaluations (default: a fifth of --tokens)", free=True
+        None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)", free=True
     )
     eval_tokens: int = flag(
-        32_768, "held-out tokens of an evaluation; the last one takes all", free=True
+        32_768, "held-out tokens of an evaluation on the way", least=1, free=True
+    )
+    final_eval_tokens: int | None = flag(
+        None, "held-out tokens of the last evaluation (default: all, up to 1 M)", least=1, free=True
     )
     checkpoint_every: int | None = flag(
-        None, "tokens between checkpoints (default: a tenth)", free=True
+        None, "tokens between checkpoints, 0 for the last only (default: a tenth)", free=True
     )
     keep: int = flag(2, "newest checkpoints to keep; the best is kept besides", least=1, free=True)
     tensorboard: bool = flag(False, "write the log for TensorBoard too", free=True)
@@ -64,7 +69,9 @@ class Run:
         self.settings, self.runtime = settings, runtime
         self.model, self.optimizers = model, optimizers
         self.clock, self.best = Clock(), math.inf
+        self.evaluation_due = False  # an evaluation of this clock was asked for and is not done
         self.resumed_from: Path | None = None
+        self.saved_path, self.saved_step = "", -1
         self.log: Log | None = None
         self.log_size: int | None = None  # bytes to keep of a log that goes on
         if folder is None:
@@ -79,11 +86,15 @@ class Run:
         return create_run_folder(s.run.out, stem, flattened(s))
 
     def restore(self) -> None:
-        """Go on from the checkpoint that --resume names: weights, optimizers, clock, log."""
-        self.log_size = 0  # killed before its first checkpoint, a run starts over
-        if not any(self.folder.glob("step-*.pt")):
+        """Go on from the checkpoint that --resume names: weights, optimizers, clock, log.
+
+        Raises: ValueError if there is none, unless nothing was ever saved: then the run starts over
+        """
+        which = self.settings.run.resume
+        if not any(self.folder.glob("step-*.pt")) and which != "best":
+            self.start_over()
             return
-        path = checkpoint.find(self.folder, self.settings.run.resume)
+        path = checkpoint.find(self.folder, which)
         state = checkpoint.load(path)
         try:
             self.clock = Clock(**state["clock"])
@@ -93,10 +104,44 @@ class Run:
         self.model.load_state_dict(state["model"])
         self.optimizers.load_state_dict(state["optimizers"])
         self.best, self.log_size, self.resumed_from = state["best"], state["log_size"], path
+        self.evaluation_due = state["evaluation_due"]
+        self.saved_path, self.saved_step = str(path), self.clock.step
+
+    def start_over(self) -> None:
+        """A run that was killed before its first checkpoint begins again; no other one does."""
+        if (self.folder / "best.pt").exists():
+            raise ValueError(
+                f"--resume: {self.folder} has lost its step-*.pt, and best.pt is there: go on from"
+                " it with --resume best"
+            )
+        if any(line["event"] == "checkpoint" for line in self.logged()):
+            raise ValueError(
+                f"--resume: {self.folder} has lost its checkpoints: put one back, or start a new"
+                " run with another --out"
+            )
+        self.log_size = 0
+        self.runtime.say(f"{self.folder} was stopped before its first checkpoint: starting over")
+
+    def logged(self) -> Iterator[dict]:
+        """The lines of the log; one that a kill tore off is left out."""
+        file = self.folder / "log.jsonl"
+        for line in file.read_text().splitlines() if file.exists() else []:
+            with suppress(ValueError):
+                yield json.loads(line)
 
     @property
     def is_finished(self) -> bool:
+        """Whether the budget is consumed; the last evaluation may still be to do."""
         return self.clock.consumed_tokens >= self.settings.optim.tokens
+
+    def is_complete(self) -> bool:
+        """Whether that is done too."""
+        lasts = (line.get("last", False) for line in self.logged() if line["event"] == "eval")
+        return self.is_finished and any(lasts)
+
+    @property
+    def resume_command(self) -> str:
+        return f"train.py --resume --out {self.folder}"
 
     def about(self) -> dict:
         """What opens the log and every checkpoint."""
@@ -107,15 +152,23 @@ class Run:
         run, is_rank0 = self.settings.run, self.runtime.is_rank0
         self.log = Log(self.folder, is_rank0, run.tensorboard, self.log_size)
         self.log.write("run", **self.about(), resumed_at=self.clock.step)
+        if self.resumed_from:  # its line was written after the log's size was taken
+            self.log_checkpoint()
 
-    def save(self, is_best: bool) -> str:
-        """Write a checkpoint on rank 0; its path."""
+    def save(self, is_best: bool = False) -> None:
+        """Write a checkpoint, on rank 0, unless this step has one already.
+
+        Raises: ValueError if it cannot be written, or if a weight is not finite
+        """
+        if self.saved_step == self.clock.step and not is_best:
+            return
         state = {
             "model": self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
             "step": self.clock.step,
             "clock": self.clock._asdict(),
             "best": self.best,
+            "evaluation_due": self.evaluation_due,
             "log_size": self.log.size(),
             **self.about(),
         }
@@ -124,7 +177,11 @@ class Run:
         def write() -> str:
             return str(checkpoint.save(self.folder, state, step=step, keep=keep, best=is_best))
 
-        return self.runtime.on_rank0(write)
+        self.saved_path, self.saved_step = self.runtime.on_rank0(write), step
+        self.log_checkpoint()
+
+    def log_checkpoint(self) -> None:
+        self.log.write("checkpoint", step=self.clock.step, file=Path(self.saved_path).name)
 
 
 def newest_run() -> Path:

@@ -47,6 +47,12 @@ class Runtime:
             dist.all_reduce(values)
         return values
 
+    def on_any_rank(self, flag: bool) -> bool:
+        """Whether it holds on some rank; the answer is the same on every rank."""
+        if self.world_size == 1:
+            return flag  # without a tensor, whose reading would wait for the device
+        return self.reduce(torch.tensor(float(flag), device=self.device)).item() > 0
+
     def gather(self, value: Any) -> list:
         """`value` of every rank, in rank order, on every rank."""
         values = [value] * self.world_size

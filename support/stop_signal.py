@@ -15,6 +15,10 @@ from typing import Any
 TWICE = 0.5  # seconds within which a second SIGINT is the first: some launchers send it as well
 
 
+class Stopped(Exception):
+    """Some rank was asked to stop; raised on all of them at the same place."""
+
+
 class StopSignal:
     """Remembers a SIGTERM or SIGINT until the step is over; `number` is 0 until one comes.
 
@@ -47,7 +51,7 @@ class StopSignal:
                 os._exit(130)
             if first == math.inf:
                 first = time.monotonic()
-                self.notice("stopping after this step; interrupt once more to quit at once")
+                self.notice("stopping; interrupt once more to quit at once, without saving")
 
     def close(self) -> None:
         """Leave signals to whoever had them before."""

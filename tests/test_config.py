@@ -6,7 +6,6 @@ from typing import get_type_hints
 import pytest
 
 import config
-import train
 from config import Config
 from support.flags import parser_of, shown_default
 from support.settings import flattened, is_on, resumed, techniques_of, techniques_on
@@ -92,7 +91,7 @@ REFUSED = {
     "--ltd-start 64": r"--ltd-start 64 has no effect without --ltd",
     "--curriculum-share 0.9": r"--curriculum-share 0.9 has no effect without --curriculum",
     "--heads 3": r"--heads 3 does not divide --width 128",
-    "--pos rope --width 12 --heads 4": r"--pos rope turns pairs",
+    "--pos rope --width 12 --heads 4": r"--pos rope rotates pairs",
 }
 
 
@@ -105,19 +104,6 @@ def test_refusals(line):
 
 def test_every_refusal_has_a_test():
     assert len(REFUSED) >= len(config.refusals(build("")))
-
-
-def test_rows_are_shared_out():
-    settings = build("--batch-tokens 4096")
-    assert [train.micro_batch_size(settings, world) for world in (1, 2, 16)] == [16, 8, 1]
-    with pytest.raises(ValueError, match=r"16 rows of 256 that 3 ranks"):
-        train.micro_batch_size(settings, 3)
-    with pytest.raises(
-        ValueError, match=r"16 rows of 256 that 1 ranks of --micro-batch-size 5.*1280"
-    ):
-        train.micro_batch_size(build("--batch-tokens 4096 --micro-batch-size 5"), 1)
-    with pytest.raises(ValueError, match=r"that 32 ranks"):
-        train.micro_batch_size(settings, 32)
 
 
 def test_a_resumed_run_keeps_its_settings():

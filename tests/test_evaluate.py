@@ -82,28 +82,23 @@ def test_between_is_called_after_every_batch_alike_on_every_rank(store):
         heard = []
         for rank in range(world_size):
             seen: list[int] = []
-            evaluation.run(Even(), one(rank, world_size), 8, lambda n, s=seen: s.append(n) or False)
+            evaluation.run(Even(), one(rank, world_size), 8, seen.append)
             heard.append(seen)
         turns = range(8 * world_size, total + 8 * world_size, 8 * world_size)
         assert heard == [[min(done, total) for done in turns]] * world_size
 
 
-def test_between_can_end_an_evaluation(store):
+def test_what_between_raises_ends_an_evaluation(store):
     evaluation, model, seen = Evaluation(store, 64, LENGTHS, tokens=2000), Even(), []
 
-    def third(done: int) -> bool:
+    def third(done: int) -> None:
         seen.append(done)
-        return len(seen) == 3
-
-    assert evaluation.run(model, one(), 4, third) is None
-    assert len(seen) == 3 and model.training
-
-    def interrupted(done: int) -> bool:
-        raise KeyboardInterrupt
+        if len(seen) == 3:
+            raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluation.run(model, one(), 4, interrupted)
-    assert model.training
+        evaluation.run(model, one(), 4, third)
+    assert len(seen) == 3 and model.training
 
 
 def test_an_evaluation_without_a_target_is_refused(store):

@@ -229,9 +229,8 @@ def test_tokens_by_layer_worked_example():
 
 def test_a_rank_drops_what_one_process_drops():
     """Ranks and micro-batches draw the same for a row: run_block gets the number of its first."""
-    settings = config.build(
-        config.parse("--ltd --ltd-start 9 --seq-len 24 --batch-tokens 72 --layers 4".split())
-    )
+    flags = "--ltd --ltd-start 9 --seq-len 24 --batch-tokens 72 --layers 4"
+    settings = config.build(config.parse(flags.split()))
     context = StepContext(seed=7, step=3, progress=0.0, rows=3)
     model, inputs = small(), batch(True)
     whole = model.hidden_states(
