@@ -29,7 +29,8 @@ from tqdm import tqdm
 
 from support import runtime, tokenizer
 from support.atomic import atomic_folder
-from support.documents import HOLDOUT_HELP, INPUTS_HELP, is_held_out, read_documents
+from support.documents import INPUTS_HELP, SPLIT_ON_HELP
+from support.holdout import HOLDOUT_HELP, Corpus, Part
 from support.token_store import FORMAT, Store
 
 BATCH_CHARACTERS = 1 << 18  # of text, for one task of one thread
@@ -41,15 +42,16 @@ def prepare(
     encoding: tiktoken.Encoding,
     name: str,
     holdout: int = 20,
+    split_on: str | None = None,
 ) -> dict:
     """Encode documents into a store, which appears whole at `out` or not at all.
 
-    One document in `holdout`, chosen by the hash of its id, is held out. These documents come last:
-    training reads the tokens before them and cannot meet them.
+    What is held out comes last: training reads the tokens before it and cannot meet it.
 
-    Args:     inputs  files and folders, as read_documents takes them
-              name    what get_encoding calls the tokenizer; the store records it
-              holdout 0 holds nothing out
+    Args:     inputs    files and folders, as read_documents takes them
+              name      what get_encoding calls the tokenizer; the store records it
+              holdout   one document in so many is held out, see Corpus; 0 holds nothing out
+              split_on  what separates the documents of plain text, as --split-on takes it
     Returns:  the contents of meta.json
     Raises:   ValueError for bad input, for an `out` that exists, for a corpus without text
     Cost:     memory for a few batches of text or for the longest document; documents per second are
@@ -58,27 +60,26 @@ def prepare(
     out = Path(out)
     if out.exists():
         raise ValueError(f"--out {out}: exists already: remove it or name another folder")
-    if holdout < 0:
-        raise ValueError(f"--holdout {holdout}: needs 0 (hold nothing out) or more")
+    corpus = Corpus(inputs, holdout, split_on)
     with atomic_folder(out) as unfinished:
-        meta = {"format": FORMAT, "tokenizer": name, "holdout": holdout}
-        meta |= _write_arrays(read_documents(inputs), unfinished, encoding, holdout)
+        meta = {"format": FORMAT, "tokenizer": name, "holdout": holdout, "split_on": split_on}
+        meta["held_out_by"] = "hash" if corpus.training_characters is None else "tail"
+        meta |= _write_arrays(corpus, unfinished, encoding)
+        meta["skipped_files"] = len(corpus.skipped)
         (unfinished / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta
 
 
-def _write_arrays(
-    documents: Iterable[tuple[str, str]], folder: Path, encoding: tiktoken.Encoding, holdout: int
-) -> dict:
+def _write_arrays(corpus: Corpus, folder: Path, encoding: tiktoken.Encoding) -> dict:
     """Encode in threads, while this thread reads the next documents and writes the last ones."""
     threads = os.cpu_count() or 1
     arrays = _Arrays(folder, encoding)
-    encode = partial(_encode, encoding=encoding, dtype=arrays.dtype, holdout=holdout)
-    documents = tqdm(documents, "documents", unit="", disable=None, leave=False)
+    encode = partial(_encode, encoding=encoding, dtype=arrays.dtype)
+    parts = tqdm(corpus, "documents", unit="", disable=None, leave=False)
     batches = documents_read = 0
     # Held-out documents wait in a file of their own until all training documents are written.
     with ThreadPoolExecutor(threads) as pool, tempfile.TemporaryFile(dir=folder) as waiting:
-        for encoded in _map_ahead(pool, encode, _batches(documents), 2 * threads):
+        for encoded in _map_ahead(pool, encode, _batches(parts), 2 * threads):
             arrays.append(encoded.training)
             pickle.dump(encoded.held_out, waiting)
             batches += 1
@@ -90,7 +91,8 @@ def _write_arrays(
     for file in arrays.files.values():
         file.close()
     if not arrays.counts["documents"]:
-        raise ValueError("the corpus is empty: no document has any text")
+        skipped = f"; files that are not text: {len(corpus.skipped)}" if corpus.skipped else ""
+        raise ValueError(f"{', '.join(map(str, corpus.paths))}: no document has any text{skipped}")
     return {
         **arrays.counts,
         **train_counts,
@@ -128,12 +130,12 @@ class _Arrays:
         self.sha256[name].update(array)
 
 
-def _batches(documents: Iterable[tuple[str, str]]) -> Iterator[list[tuple[str, str]]]:
+def _batches(parts: Iterable[Part]) -> Iterator[list[Part]]:
     """Gather documents into batches: a task for each short document would be all overhead."""
     batch, characters = [], 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document[1]) + 1  # + 1, so that empty documents fill a batch too
+    for part in parts:
+        batch.append(part)
+        characters += len(part.text) + 1  # + 1, so that empty documents fill a batch too
         if characters >= BATCH_CHARACTERS:
             yield batch
             batch, characters = [], 0
@@ -159,17 +161,15 @@ class _Encoded(NamedTuple):
     documents_read: int  # the empty ones too, which are in neither list
 
 
-def _encode(
-    batch: list[tuple[str, str]], encoding: tiktoken.Encoding, dtype: np.dtype, holdout: int
-) -> _Encoded:
+def _encode(batch: list[Part], encoding: tiktoken.Encoding, dtype: np.dtype) -> _Encoded:
     end = np.array([encoding.eot_token], dtype)
     training, held_out = [], []
-    for document_id, text in batch:
-        if text:
+    for part in batch:
+        if part.text:
             # encode_ordinary would hold the GIL while it makes a list of ints; this does not.
-            ids = encoding.encode_to_numpy(text, disallowed_special=())
+            ids = encoding.encode_to_numpy(part.text, disallowed_special=())
             ids = np.concatenate((ids, end), dtype=dtype, casting="unsafe")
-            (held_out if is_held_out(document_id, holdout) else training).append(ids)
+            (held_out if part.held_out else training).append(ids)
     return _Encoded(training, held_out, documents_read=len(batch))
 
 
@@ -193,7 +193,10 @@ def _print_summary(store: Store) -> None:
     held_out, held_out_tokens = (meta[n] - meta[f"train_{n}"] for n in ("documents", "tokens"))
     print(f"documents {meta['documents']:>14,}   {meta['skipped']:,} more are empty and skipped")
     print(f"tokens    {meta['tokens']:>14,}   {n_bytes / n_text_tokens:.3f} bytes of text each")
-    print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens")
+    print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens", end="")
+    print(f", the last 1/{meta['holdout']} of the text" * (meta["held_out_by"] == "tail"))
+    if meta["skipped_files"]:
+        print(f"skipped   {meta['skipped_files']:>14,}   files that are not text in UTF-8")
     histogram = np.bincount(np.frexp(np.diff(store.offsets))[1])
     for bits in range(2, len(histogram)):
         bar = "#" * round(40 * histogram[bits] / histogram.max())
@@ -208,10 +211,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", required=True, help="the store, a folder to make")
     parser.add_argument("--tokenizer", default="pd4k", help=tokenizer.NAMES_HELP)
     parser.add_argument("--holdout", type=int, default=20, help=HOLDOUT_HELP)
+    parser.add_argument("--split-on", metavar="STRING", help=SPLIT_ON_HELP)
     args = parser.parse_args(argv)
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that atomic_folder tidies up
     encoding = tokenizer.get_encoding(args.tokenizer)
-    prepare(args.inputs, args.out, encoding, args.tokenizer, args.holdout)
+    name = args.tokenizer
+    if name.endswith(".tiktoken"):
+        name = str(Path(name).resolve())  # found again from any folder
+    prepare(args.inputs, args.out, encoding, name, args.holdout, args.split_on)
     _print_summary(Store.open(args.out))
 
 

@@ -43,7 +43,7 @@ def show_step(bar: tqdm, before: Clock, now: Clock, loss: float) -> None:
 
 def show_part(bar: tqdm, what: str, done: int, of: int) -> None:
     """How far a step, or an evaluation, is on its way; redrawn once a second."""
-    if time.time() - bar.last_print_t > 1:
+    if not bar.disable and time.time() - bar.last_print_t > 1:
         bar.set_postfix_str(f"{what} {done} of {of}")
         bar.last_print_t = time.time()
 

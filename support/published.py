@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from model import SIZES, Transformer, TransformerConfig
+from support.checkpoint import MARK
 from support.runtime import Parser, exit_cleanly
 
 PREFIX = re.compile(r"^(transformer|bert)\.")
@@ -53,6 +54,7 @@ BERT_MODULES = {
     "mlm_ln": ["cls.predictions.transform.LayerNorm"],
     "mlm_bias": ["cls.predictions.bias"],
 }
+AS_PUBLISHED = "give a language model as published: with its head, tied, GPT-2's matrices (in, out)"
 RESAVE = "give a file that torch.save(model.state_dict(), PATH) wrote"
 
 
@@ -60,8 +62,8 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     """Copy the file's weights into the model: all of them or, on any error, none.
 
     Returns:  the entries that the model has no use for, without their prefix
-    Raises:   ValueError naming --init and the first entry that is absent, unknown or of another
-              shape, with the flags that make the model fit the file
+    Raises:   ValueError naming --init and the first entry that is absent or of another shape, with
+              the flags that make the model fit the file; or all entries that are to be removed
     Cost:     reads the file; some weights are in memory twice until they are copied
     Deviates: BERT's second token type is dropped; adding the first one rounds wpe once
     """
@@ -88,17 +90,25 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
         token_types = take(TOKEN_TYPES, 2, model.config.width)
         values["wpe.weight"] = values["wpe.weight"].double() + token_types[0]
         left_out.append(f"{TOKEN_TYPES}[1]")
+    strangers = []
     for entry in sorted(entries.keys() - taken):
         twin = TIED.get(entry)
-        if twin not in taken or not torch.equal(entries[entry], entries[twin]):
-            must = f"equal {twin}" if twin in taken else "be absent"
-            raise _refusal(path, f"{entry} {tuple(entries[entry].shape)} must {must}: {fit}")
+        if twin not in taken:
+            strangers.append(entry)
+        elif not torch.equal(entries[entry], entries[twin]):
+            shape = tuple(entries[entry].shape)
+            raise _refusal(path, f"{entry} {shape} must equal {twin}: {fit}")
+    if strangers and fit == AS_PUBLISHED:  # not what other flags would make room for
+        raise _refusal(path, f"remove these entries: {', '.join(strangers)}")
+    if strangers:
+        shape = tuple(entries[strangers[0]].shape)
+        raise _refusal(path, f"{strangers[0]} {shape} must be absent: {fit}")
     model.load_state_dict(values)
     return left_out
 
 
 def published_shape(path: str | Path) -> dict[str, str | int]:
-    """What a file tells of its model: kind, layers, width, vocab_size, seq_len; not the heads."""
+    """What a file tells of its model: what it is keyed by below; not the number of heads."""
     entries, _ = _read(path)
     kind = "gpt" if "wte.weight" in entries else "bert"
     (wte,), (wpe,) = published_names("wte.weight", kind), published_names("wpe.weight", kind)
@@ -107,7 +117,35 @@ def published_shape(path: str | Path) -> dict[str, str | int]:
             raise _refusal(path, f"has no matrix {entry}, as GPT-2 and BERT have: {RESAVE}")
     (V, width), (T, _) = entries[wte].shape, entries[wpe].shape
     layers = len({match[1] for match in map(LAYER.match, entries) if match})
-    return {"kind": kind, "layers": layers, "width": width, "vocab_size": V, "seq_len": T}
+    (inner,) = published_names("h.0.mlp.c_fc.bias", kind)
+    return {
+        "kind": kind,
+        "layers": layers,
+        "width": width,
+        "mlp_width": len(entries[inner]) if inner in entries else 4 * width,
+        "vocab_size": V,
+        "seq_len": T,
+    }
+
+
+def check_vocabulary(path: str | Path, held: int, needed: int, tokenizer: str) -> None:
+    """Refuse weights of another vocabulary than the tokenizer's.
+
+    They fit where the file has a row for each id that the model needs, and no more than fill up to
+    a multiple of 64, as embeddings are padded. Two vocabularies of one size cannot be told apart.
+
+    Args:     held       rows of the file's embedding, published_shape's vocab_size
+              needed     the tokenizer's ids that this kind of model uses, tokenizer.vocab_size
+    Raises:   ValueError naming --init and --tokenizer
+    """
+    padded = -(-needed // 64) * 64
+    if not needed <= held <= padded:
+        raise _refusal(
+            path,
+            f"has a vocabulary of {held:,}, and --tokenizer {tokenizer} one of {needed:,} (padded:"
+            f" {padded:,}): name the .tiktoken file these weights were trained with, or gpt2 for"
+            " GPT-2; BERT's WordPiece is none of our tokenizers",
+        )
 
 
 def published_names(name: str, kind: str) -> list[str]:
@@ -126,7 +164,7 @@ def published_names(name: str, kind: str) -> list[str]:
 def remedy(published: dict[str, str | int], config: TransformerConfig) -> str:
     """What to change so that file and model fit: the model's flags or, if these fit, the file."""
     if config.pos == "learned" and all(getattr(config, key) == published[key] for key in published):
-        return "give a language model as published: with its head, tied, GPT-2's matrices (in, out)"
+        return AS_PUBLISHED
     return f"the file needs {flags(published)}"
 
 
@@ -138,6 +176,8 @@ def flags(published: dict[str, str | int]) -> str:
     for name, (layers, _, width, seq_len) in SIZES.items():
         if (layers, width, seq_len) == dimensions:
             size = f"--size {name}"
+    if published["mlp_width"] != 4 * published["width"]:
+        size += f", --mlp-width {published['mlp_width']}"
     vocabulary = f"a vocabulary of {published['vocab_size']}"
     return f"--model {published['kind']}, {size}, --pos learned, {vocabulary}"
 
@@ -167,14 +207,16 @@ def _open(path: str | Path) -> object:
     try:
         with open(path, "rb") as file:
             start = file.read(9)
-            file.seek(max(0, file.seek(0, 2) - 72))
+            file.seek(max(0, file.seek(0, 2) - len(MARK) - 64))
             end = file.read()
         saved = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+    except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
+        raise _refusal(path, f"cannot be read, {error.strerror}: {RESAVE}") from error
     except Exception as error:  # torch.load raises half a dozen kinds
         if start[8:] == b"{":
             raise _refusal(path, "is a safetensors file: re-save it with torch.save") from error
         raise _refusal(path, f"cannot be loaded, {type(error).__name__}: {RESAVE}") from error
-    if end.startswith(b"\nsha256:"):  # as support/checkpoint.py ends a file
+    if end.startswith(MARK.encode()):
         raise _refusal(path, "is a checkpoint of parsimony: go on from it with --resume")
     return saved
 

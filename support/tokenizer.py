@@ -30,7 +30,8 @@ from tqdm import tqdm
 
 from support import runtime
 from support.atomic import atomic_write
-from support.documents import HOLDOUT_HELP, INPUTS_HELP, is_held_out, read_documents
+from support.documents import INPUTS_HELP, SPLIT_ON_HELP
+from support.holdout import HOLDOUT_HELP, Corpus
 
 PD4K = Path(__file__).resolve().parents[1] / "corpus" / "pd4k.tiktoken"
 NAMES_HELP = "pd4k, bytes, gpt2 or a .tiktoken file (pd4k)"
@@ -60,6 +61,28 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
         raise ValueError(f"tokenizer {name!r}: choose pd4k, bytes, gpt2 or a .tiktoken file")
     special = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
     return tiktoken.Encoding(name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special)
+
+
+def store_encoding(store: str | Path, meta: dict) -> tiktoken.Encoding:
+    """Load the tokenizer that a token store was made with.
+
+    Args:     meta  the contents of its meta.json
+    Raises:   ValueError where its .tiktoken file is gone, or holds other ranks now
+    """
+    name = meta["tokenizer"]
+    try:
+        encoding = get_encoding(name)
+    except (ValueError, OSError) as error:
+        why = runtime.one_line(error)
+        raise ValueError(
+            f"{store}: its tokenizer is gone ({why}): name it by --tokenizer"
+        ) from None
+    if fingerprint(encoding) != meta["tokenizer_fingerprint"]:
+        raise ValueError(
+            f"{store}: {name} has changed since the store was made with it: name a file with the"
+            " ranks of then by --tokenizer, or prepare the store again"
+        )
+    return encoding
 
 
 def vocab_size(encoding: tiktoken.Encoding, model: str) -> int:
@@ -199,9 +222,11 @@ def _learn(args: argparse.Namespace) -> None:
     if not args.out.absolute().parent.is_dir():  # said now, not after the learning
         raise ValueError(f"--out {args.out}: there is no folder {args.out.parent}")
 
+    corpus = Corpus(args.inputs, args.holdout, args.split_on)
+
     def texts(held_out: bool) -> Iterable[str]:
-        documents = tqdm(read_documents(args.inputs), "documents", disable=None, leave=False)
-        return (text for i, text in documents if is_held_out(i, args.holdout) == held_out)
+        parts = tqdm(corpus, "documents", disable=None, leave=False)
+        return (part.text for part in parts if part.held_out == held_out)
 
     write_ranks(args.out, learn_ranks(texts(held_out=False), args.ranks))
     encoding = get_encoding(str(args.out))
@@ -236,6 +261,7 @@ def main(argv: list[str] | None = None) -> None:
     learn.add_argument("--ranks", type=int, default=4096, help="the 256 bytes included (4096)")
     learn.add_argument("--out", type=Path, required=True, help="the .tiktoken file to write")
     learn.add_argument("--holdout", type=int, default=20, help=HOLDOUT_HELP)
+    learn.add_argument("--split-on", metavar="STRING", help=SPLIT_ON_HELP)
     args = parser.parse_args(argv)
     if args.verb == "learn":
         _learn(args)

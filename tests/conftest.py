@@ -55,5 +55,5 @@ def metrics(lines: list[dict]) -> list[dict]:
     return [
         {name: value for name, value in line.items() if not name.startswith(left_out)}
         for line in lines
-        if line["event"] != "run"
+        if line["event"] not in ("run", "checkpoint")
     ]

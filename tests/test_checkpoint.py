@@ -460,6 +460,27 @@ def test_impossible_numbers_are_refused_before_anything_is_written(tmp_path, ste
     assert not (tmp_path / "run").exists()
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "float16", "float64", "float8_e5m2"])
+def test_weights_that_are_not_finite_are_not_saved(folder_with_one, value, dtype):
+    folder, before = folder_with_one
+    bad = torch.ones(3, 100).to(getattr(torch, dtype))
+    bad[1, 50] = value
+    good = {"wte": torch.full((9,), 1e38), "empty": torch.zeros(0), "ids": torch.arange(3)}
+    with pytest.raises(ValueError) as error:
+        checkpoint.save(folder, {"model": good | {"h.0.w": bad}}, step=2, keep=1, best=True)
+    assert_one_line(error, "step-00000002.pt: not written: weights are not finite: h.0.w;", "--lr")
+    assert_nothing_changed(folder, before)
+    assert checkpoint.save(folder, {"model": good, "best": value}, step=2).exists()
+
+
+def test_of_many_bad_tensors_three_are_named(tmp_path):
+    weights = {f"h.{layer}": torch.full((2,), float("nan")) for layer in range(12)}
+    with pytest.raises(ValueError, match=r"not finite: h\.0, h\.1, h\.2 and 9 more;"):
+        checkpoint.save(tmp_path / "run", {"model": weights}, step=1)
+    assert not (tmp_path / "run").exists()
+
+
 def test_leftovers_are_removed_and_nothing_else(tmp_path):
     others = ["log.jsonl", "step-0000001.pt", "tmp-a", "step-abcdefgh.pt"]
     for name in [".tmp-step-00000001.pt", ".tmp-best.pt", *others]:

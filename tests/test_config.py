@@ -1,14 +1,14 @@
 """The command line: types, refusals, resumed settings, and its limits in number."""
 
 from dataclasses import fields
-from typing import get_type_hints
+from typing import get_args, get_type_hints
 
 import pytest
 
 import config
 from config import Config
 from support.flags import parser_of, shown_default
-from support.settings import flattened, is_on, resumed, techniques_of, techniques_on
+from support.settings import flag_of, flattened, is_on, resumed, techniques_of, techniques_on
 
 
 def build(line: str) -> config.Config:
@@ -93,6 +93,40 @@ REFUSED = {
     "--heads 3": r"--heads 3 does not divide --width 128",
     "--pos rope --width 12 --heads 4": r"--pos rope rotates pairs",
 }
+
+
+NUMBERS = [
+    (part.name, item.name)
+    for part in fields(Config)
+    for item in fields(get_type_hints(Config)[part.name])
+    if {int, float} & {*get_args(kind := get_type_hints(part.default_factory)[item.name]), kind}
+]
+
+
+@pytest.mark.parametrize(("group", "name"), NUMBERS)
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf"])
+def test_no_number_may_be_infinite_or_none(group, name, value):
+    flag = flag_of(Config, group, name)
+    with pytest.raises(ValueError, match=rf"argument {flag}: {value} is not a .*number"):
+        build(f"{flag}={value}")
+
+
+AT_LEAST_ONE = (
+    "tokens batch-tokens micro-batch-size layers heads width mlp-width seq-len eval-tokens"
+    " final-eval-tokens keep lr"
+)
+
+
+@pytest.mark.parametrize("flag", AT_LEAST_ONE.split())
+def test_zero_is_refused_where_it_cannot_be_meant(flag):
+    with pytest.raises(ValueError, match=rf"--{flag} 0(.0)? must be"):
+        build(f"--{flag} 0")
+
+
+def test_zero_is_zero_elsewhere():
+    never = build("--eval-every 0 --checkpoint-every 0 --warmup-tokens 0 --grad-clip 0 --seed 0")
+    assert (never.run.eval_every, never.run.checkpoint_every, never.run.seed) == (0, 0, 0)
+    assert (never.optim.warmup_tokens, never.optim.grad_clip) == (0, 0)
 
 
 @pytest.mark.parametrize("line", REFUSED)

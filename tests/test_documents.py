@@ -4,6 +4,7 @@ python -m pytest tests/test_documents.py
 """
 
 import gzip
+import os
 import random
 import re
 import sys
@@ -11,7 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from support.documents import is_held_out, read_documents
+from support import documents
+from support.documents import Document, read_documents, separator
+from support.runtime import one_line
 
 try:
     import zstandard
@@ -49,8 +52,8 @@ def test_ids_and_texts_of_every_form(tmp_path):
     (tmp_path / "c.py").write_text("pass")
     (tmp_path / "d.jsonl").write_text('{"id": 7, "text": ""}')
     expected = [
-        ("a.jsonl:1", "x"),
-        ("a.jsonl:3", "y"),
+        (None, "x"),
+        (None, "y"),
         ("b/note.txt", "ligne\r\né"),
         ("c.py", "pass"),
         ("7", ""),
@@ -108,11 +111,33 @@ def test_the_line_after_which_a_file_is_damaged(tmp_path):
     assert str(caught.value).startswith(f"{path}:{len(read)}: ")
 
 
-@pytest.mark.parametrize("missing", ["none.jsonl", "empty"])
-def test_missing_input_is_named_before_anything_is_read(tmp_path, missing):
-    (tmp_path / "empty").mkdir()
-    with pytest.raises(ValueError, match=f"{missing}: no such file, or a folder without doc"):
+@pytest.mark.parametrize(
+    ("missing", "message"),
+    [
+        ("none.jsonl", "none.jsonl: no such file or folder"),
+        ("empty", "empty: a folder without documents (hidden files are not read)"),
+        ("pipe", "pipe: a pipe cannot be read twice: write the text to a file"),
+    ],
+)
+def test_missing_input_is_named_before_anything_is_read(tmp_path, missing, message):
+    (tmp_path / "empty" / ".git").mkdir(parents=True)
+    (tmp_path / "empty" / ".git" / "HEAD").touch()  # a hidden folder hides what is in it
+    os.mkfifo(tmp_path / "pipe")
+    with pytest.raises(ValueError, match=re.escape(message)):
         next(read_documents([TINY, tmp_path / missing]))
+
+
+def test_a_file_that_nobody_may_read_is_named_once(tmp_path, monkeypatch):
+    def refuse(path, *_):
+        raise PermissionError(13, "Permission denied", str(path))
+
+    (tmp_path / "a.jsonl").touch()
+    (tmp_path / "b.txt").touch()
+    monkeypatch.setattr(Path, "open", refuse)
+    for name in ("a.jsonl", "b.txt"):
+        with pytest.raises(PermissionError) as caught:
+            list(read_documents([tmp_path / name]))
+        assert one_line(caught.value) == f"{tmp_path / name}: Permission denied"
 
 
 def test_zst_without_zstandard_names_the_package(tmp_path, monkeypatch):
@@ -122,8 +147,75 @@ def test_zst_without_zstandard_names_the_package(tmp_path, monkeypatch):
         list(read_documents([tmp_path]))
 
 
-def test_a_document_stays_where_it_is_when_others_come_and_go():
-    # crc32("a") = 3904355907, "b" 1908338681 and "c" 112844655 are odd, "d" 2564639436 is even.
-    assert [is_held_out(letter, 2) for letter in "abcd"] == [False, False, False, True]
-    assert not any(is_held_out(letter, 0) for letter in "abcd")
-    assert all(is_held_out(letter, 1) for letter in "abcd")
+PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
+
+
+@pytest.mark.parametrize("split_on", [None, "blank-line"])
+def test_in_a_folder_what_is_not_text_is_skipped_and_counted(tmp_path, monkeypatch, split_on):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 16)
+    (tmp_path / "a.txt").write_text("one")
+    (tmp_path / "b.png").write_bytes(PNG)
+    (tmp_path / "c.txt").write_bytes(b"text\n\n" * 10 + b"\xff")  # not text, but only at its end
+    (tmp_path / "d.txt").write_text("two")
+    skipped = []
+    assert [text for _, text in read_documents([tmp_path], split_on, skipped)] == ["one", "two"]
+    assert [path.name for path in skipped] == ["b.png", "c.txt"]
+    (tmp_path / "e.jsonl").write_text("nonsense")  # this one says what it should be
+    with pytest.raises(ValueError, match=r"e\.jsonl:1: is not JSON"):
+        list(read_documents([tmp_path]))
+
+
+def test_named_directly_what_is_not_text_is_an_error_with_its_byte(tmp_path, monkeypatch):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", 4)
+    text = "né🙂 " * 20  # characters that lie across the blocks
+    (tmp_path / "good.txt").write_text(text)
+    assert list(read_documents([tmp_path / "good.txt"])) == [Document("good.txt", text)]
+    position = len(text.encode())
+    for end in (b"\xff", "é".encode()[:1]):  # no character, and half of one
+        (tmp_path / "bad.txt").write_bytes(text.encode() + end)
+        with pytest.raises(
+            ValueError, match=rf"bad\.txt: is not text in UTF-8: .* byte {position}$"
+        ):
+            list(read_documents([tmp_path / "bad.txt"]))
+
+
+# --- plain text cut into documents
+
+
+def test_blank_lines_separate_documents(tmp_path):
+    (tmp_path / "a.txt").write_bytes(b"\n \none\ntwo\n\t\n\r\n\nthree\n\nfour\n")
+    texts = [text for _, text in read_documents([tmp_path / "a.txt"], "blank-line")]
+    assert texts == ["one\ntwo", "three", "four"]
+    (tmp_path / "b.txt").write_text("one\ntwo\n")
+    assert list(read_documents([tmp_path / "b.txt"], "blank-line")) == [(None, "one\ntwo")]
+
+
+@pytest.mark.parametrize("block_bytes", [1, 2, 3, 7, 1 << 20])
+@pytest.mark.parametrize("mark", ["|", "ab", "aab", "\n---\n", "é🙂"])
+def test_cutting_equals_split_wherever_blocks_end(tmp_path, monkeypatch, block_bytes, mark):
+    monkeypatch.setattr(documents, "BLOCK_BYTES", block_bytes)
+    draw = random.Random(0)
+    for _ in range(20):
+        text = "".join(draw.choice([*mark, mark, "x"]) for _ in range(40))
+        (tmp_path / "a.txt").write_text(text)
+        texts = [text for _, text in read_documents([tmp_path / "a.txt"], mark)]
+        assert texts == text.split(mark)
+
+
+def test_a_separator_is_read_with_its_escapes():
+    assert separator("blank-line") == "blank-line"
+    assert separator(r"\n---\n") == "\n---\n"
+    assert separator(r"é\t\\n") == "é\t\\n"
+    with pytest.raises(ValueError, match="--split-on '': needs blank-line or a string"):
+        separator("")
+    for wrong in ("\\d", "---\\"):
+        with pytest.raises(ValueError, match=r"--split-on .* needs one of n, r, t, f"):
+            separator(wrong)
+
+
+def test_cutting_where_there_is_no_plain_text_is_refused(tmp_path):
+    with pytest.raises(ValueError, match="--split-on: cuts plain text, and there are only JSON"):
+        next(read_documents([TINY], "blank-line"))
+    (tmp_path / "a.txt").write_text("one|two")
+    documents = list(read_documents([TINY, tmp_path / "a.txt"], "|"))
+    assert documents[481:] == [(None, "one"), (None, "two")]

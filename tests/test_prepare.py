@@ -23,6 +23,7 @@ import pytest
 import prepare
 from support import tokenizer
 from support.documents import read_documents
+from support.runtime import exit_cleanly
 from support.token_store import Store
 
 try:
@@ -116,9 +117,25 @@ def test_holding_out_nothing_or_everything(tmp_path, holdout):
     assert texts_of(store, PD4K) == [text for _, text in read_documents([TINY])]
 
 
-def test_a_corpus_too_small_to_hold_anything_out(tmp_path):
-    store = make(write_jsonl(tmp_path / "in.jsonl", [("a", "text")]), tmp_path / "store")
-    assert store.train_documents == 1 and store.train_tokens == len(store.tokens)
+def test_one_text_file_holds_out_its_last_part(tmp_path):
+    text = "".join(f"line {number}\n" for number in range(1000))
+    (tmp_path / "input.txt").write_text(text)
+    store = make(tmp_path / "input.txt", tmp_path / "store")
+    training, held_out = texts_of(store, PD4K)
+    assert training + held_out == text and training.endswith("\n")
+    assert store.train_documents == 1 and store.meta["held_out_by"] == "tail"
+    assert 0.95 * len(text) / 20 <= len(held_out) <= 1.1 * len(text) / 20
+    as_bytes = make(tmp_path / "input.txt", tmp_path / "bytes", BYTES)
+    assert texts_of(as_bytes, BYTES) == [training, held_out], "tokenizers can be compared"
+
+
+def test_plain_text_is_cut_into_documents(tmp_path):
+    texts = [f"document\n{number}" for number in range(100)]
+    (tmp_path / "input.txt").write_text("\n\n".join(texts))
+    store = make(tmp_path / "input.txt", tmp_path / "store", split_on="blank-line")
+    assert sorted(texts_of(store, PD4K)) == sorted(texts)
+    assert store.meta["split_on"] == "blank-line" and store.meta["held_out_by"] == "hash"
+    assert 0 < store.train_documents < 100
 
 
 def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
@@ -137,7 +154,8 @@ def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
 
 def test_text_that_spells_a_special_token_is_text(tmp_path):
     text = "a<|endoftext|>b[MASK]"
-    store = make(write_jsonl(tmp_path / "in.jsonl", [("a", text)]), tmp_path / "store")
+    source = write_jsonl(tmp_path / "in.jsonl", [("a", text)])
+    store = make(source, tmp_path / "store", holdout=0)
     assert (store.tokens >= PD4K.eot_token).sum() == 1
     assert texts_of(store, PD4K) == [text]
 
@@ -148,7 +166,7 @@ def test_text_that_spells_a_special_token_is_text(tmp_path):
 @pytest.mark.parametrize("content", [b"", b'\n{"text": ""}\n'])
 def test_a_corpus_without_text_is_refused_and_leaves_nothing(tmp_path, content):
     (tmp_path / "in.jsonl").write_bytes(content)
-    with pytest.raises(ValueError, match="the corpus is empty"):
+    with pytest.raises(ValueError, match=r"in\.jsonl: no document has any text$"):
         make(tmp_path / "in.jsonl", tmp_path / "store")
     assert [path.name for path in tmp_path.iterdir()] == ["in.jsonl"]
 
@@ -166,23 +184,6 @@ def test_an_existing_folder_is_refused_and_kept(tmp_path):
     with pytest.raises(ValueError, match=r"--out .*store: exists already"):
         make(TINY, tmp_path / "store")
     assert list(tmp_path.rglob("*")) == [tmp_path / "store"]
-
-
-def test_a_negative_holdout_is_refused(tmp_path):
-    with pytest.raises(ValueError, match="--holdout -1: needs 0"):
-        make(TINY, tmp_path / "store", holdout=-1)
-
-
-def test_a_folder_made_meanwhile_is_not_replaced(tmp_path, monkeypatch):
-    def read_while_another_writes(inputs):
-        yield "a", "text"
-        (tmp_path / "store").mkdir()
-        (tmp_path / "store" / "theirs").touch()
-
-    monkeypatch.setattr(prepare, "read_documents", read_while_another_writes)
-    with pytest.raises(ValueError, match="store: not written: Directory not empty"):
-        make(TINY, tmp_path / "store")
-    assert [path.name for path in tmp_path.rglob("*")] == ["store", "theirs"]
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, RuntimeError("broken"), MemoryError])
@@ -267,18 +268,24 @@ def test_a_disk_that_takes_no_more_leaves_nothing(tmp_path, large, capfd):
 
 
 @pytest.mark.slow
-def test_memory_does_not_grow_with_the_corpus(tmp_path):
-    lines = gzip.decompress((ROOT / "corpus" / "pd-mix.jsonl.gz").read_bytes())
+@pytest.mark.parametrize("kind", ["JSON lines", "plain text"])
+def test_memory_does_not_grow_with_the_corpus(tmp_path, kind):
+    content = gzip.decompress((ROOT / "corpus" / "pd-mix.jsonl.gz").read_bytes())
+    flags = []
+    if kind == "plain text":
+        content = b"".join(
+            json.loads(line)["text"].encode() + b"\n\n" for line in content.splitlines()
+        )
+        flags = ["--split-on", "blank-line"]
     peaks = []
     for repeats in (1, 20):  # 11 and 220 MB
-        source = tmp_path / f"{repeats}.jsonl"
+        source = tmp_path / f"{repeats}.{'txt' if flags else 'jsonl'}"
         with source.open("wb") as file:
             for _ in range(repeats):
-                file.write(lines)
-        command = (
-            f"import prepare; prepare.main({[str(source), '--out', str(source) + '-store']})\n"
-        )
-        command += "import resource; print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
+                file.write(content)
+        argv = [str(source), *flags, "--out", f"{source}-store"]
+        command = f"import prepare; prepare.main({argv}); import resource;"
+        command += "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
         done = subprocess.run(
             [sys.executable, "-c", command], cwd=ROOT, capture_output=True, text=True, check=True
         )
@@ -299,3 +306,82 @@ def test_the_command_prints_what_it_made(tmp_path, capsys):
         limit = int(limit.replace(",", ""))
         assert int(count) == ((lengths >= limit // 2) & (lengths < limit)).sum()
     assert sum(int(count) for _, count in rows) == 481
+
+
+# The stores of the embedded corpora, whose documents have ids: a change here changes every run.
+STORES = {
+    "pd-mix pd4k": (
+        "8d22be631ce583482ad705e2869170941f3dee3cc81afecc52e4afba9b9740f8",
+        "44586a44a7d3945107e322ac95b9ba2f39d62c60af095aebe785d3d360eced42",
+    ),
+    "pd-tiny bytes": (
+        "19697f6bc6b52911be8ec9139ab8314af33725b29e3884a9ed0ae715de32ebf2",
+        "a22f679ae727e889fc522e9c851a81c58249d3ecfefc1ab34353f27613d36e88",
+    ),
+}
+
+
+@pytest.mark.parametrize("store", STORES)
+def test_the_stores_of_the_embedded_corpora_are_what_they_always_were(tmp_path, store):
+    corpus, name = store.split()
+    source = ROOT / "corpus" / f"{corpus}.jsonl.gz"
+    meta = make(source, tmp_path / "store", tokenizer.get_encoding(name)).meta
+    assert (meta["sha256"]["tokens.bin"], meta["sha256"]["documents.idx"]) == STORES[store]
+
+
+def test_the_command_says_what_it_skipped_and_held_out(tmp_path, capsys):
+    (tmp_path / "in").mkdir()
+    (tmp_path / "in" / "a.txt").write_text("a line of text\n" * 100)
+    (tmp_path / "in" / "b.png").write_bytes(b"\x89PNG")
+    prepare.main([str(tmp_path / "in"), "--out", str(tmp_path / "store")])
+    printed = capsys.readouterr().out
+    assert re.search(
+        r"^held out +1 +documents, \d+ tokens, the last 1/20 of the text$", printed, re.M
+    )
+    assert re.search(r"^skipped +1 +files that are not text", printed, re.M)
+    (tmp_path / "in" / "a.txt").unlink()
+    with pytest.raises(
+        ValueError, match=r"in: no document has any text; files that are not text: 1$"
+    ):
+        prepare.main([str(tmp_path / "in"), "--out", str(tmp_path / "other")])
+
+
+def test_a_file_of_ranks_is_recorded_with_all_of_its_path(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tokenizer.write_ranks(Path("a.tiktoken"), {bytes([byte]): byte for byte in range(256)})
+    prepare.main([str(TINY), "--out", "store", "--tokenizer", "a.tiktoken"])
+    assert Store.open("store").meta["tokenizer"] == str(tmp_path / "a.tiktoken")
+
+
+WRONG = {
+    "missing": (["{in}/none.jsonl"], "none.jsonl: no such file or folder"),
+    "empty name": (["{in}/a.txt", ""], "an input is the empty string: name a file or a folder"),
+    "empty folder": (["{in}/empty"], "empty: a folder without documents"),
+    "nothing in it": (["{in}/empty.txt"], "empty.txt: no document has any text"),
+    "no text": (["{in}/b.png"], "b.png: is not text in UTF-8: invalid start byte at byte 0"),
+    "negative": (["{in}/a.txt", "--holdout", "-1"], "--holdout -1: needs 0"),
+    "not a number": (["{in}/a.txt", "--holdout", "nan"], "argument --holdout: invalid int value"),
+    "no separator": (["{in}/a.txt", "--split-on", ""], "--split-on '': needs blank-line or a str"),
+    "wrong escape": (["{in}/a.txt", "--split-on", r"\d"], "--split-on '\\\\d': after"),
+    "JSON lines": ([str(TINY), "--split-on", "x"], "--split-on: cuts plain text, and there are"),
+    "tokenizer": (["{in}/a.txt", "--tokenizer", "gpt3"], "tokenizer 'gpt3': choose pd4k"),
+    "no ranks": (["{in}/a.txt", "--tokenizer", "{in}/x.tiktoken"], "x.tiktoken: No such file"),
+    "no input": ([], "the following arguments are required: inputs"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_a_mistake_is_one_line_and_exit_2(tmp_path, capsys, case):
+    arguments, message = WRONG[case]
+    folder = tmp_path / "in"
+    (folder / "empty").mkdir(parents=True)
+    (folder / "empty.txt").touch()
+    (folder / "a.txt").write_text("some text")
+    (folder / "b.png").write_bytes(b"\x89PNG")
+    argv = [argument.replace("{in}", str(folder)) for argument in arguments]
+    with pytest.raises(SystemExit) as ended:
+        exit_cleanly(lambda: prepare.main([*argv, "--out", str(tmp_path / "store")]))
+    out, err = capsys.readouterr()
+    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
+    assert message in err
+    assert [path.name for path in tmp_path.iterdir()] == ["in"]

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 
 from model import SIZES, Transformer, TransformerConfig
-from support import published
+from support import published, tokenizer
 from support.published import load_published, published_names, published_shape
 
 LAYERS, HEADS, WIDTH, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
@@ -284,7 +284,7 @@ def test_bert_equals_transformers(tmp_path, which, dtype):
 @pytest.mark.parametrize("kind, file", [("gpt", gpt_file), ("bert", bert_file)])
 def test_published_shape(tmp_path, kind, file):
     found = published_shape(written(file(), tmp_path))
-    sizes = dict(layers=LAYERS, width=WIDTH, vocab_size=VOCAB, seq_len=SEQ_LEN)
+    sizes = dict(layers=LAYERS, width=WIDTH, mlp_width=64, vocab_size=VOCAB, seq_len=SEQ_LEN)
     assert found == dict(kind=kind) | sizes
 
 
@@ -297,9 +297,11 @@ def test_published_names_example():
 def test_the_fitting_size_is_named(name):
     layers, _, width, seq_len = SIZES[name]
     kind = "bert" if name.startswith("bert") else "gpt"
-    found = dict(kind=kind, layers=layers, width=width, vocab_size=7, seq_len=seq_len)
+    sizes = dict(width=width, mlp_width=4 * width, vocab_size=7, seq_len=seq_len)
+    found = dict(kind=kind, layers=layers) | sizes
     expected = f"--model {kind}, --size {name}, --pos learned, a vocabulary of 7"
     assert published.flags(found) == expected
+    assert f"--size {name}, --mlp-width 3," in published.flags(found | dict(mlp_width=3))
     found["width"] += 64
     other = (
         f"a --size of {seq_len} positions, --layers {layers} --width {width + 64} and its --heads"
@@ -312,7 +314,7 @@ def test_the_command_says_what_the_file_holds(tmp_path, capsys):
     published.main([str(path)])
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
-    assert "'layers': 2, 'width': 16, 'vocab_size': 50, 'seq_len': 12" in printed
+    assert "'layers': 2, 'width': 16, 'mlp_width': 64, 'vocab_size': 50, 'seq_len': 12" in printed
     assert "--model bert, a --size of 12 positions, --layers 2 --width 16" in printed
 
 
@@ -363,7 +365,19 @@ MISFITS = {
         "gpt",
         {"score.weight": torch.ones(2, 16)},
         {},
-        "score.weight (2, 16) must be abs",
+        "remove these entries: score.weight",
+    ),
+    "strangers": (
+        "bert",
+        {"qa_outputs.weight": torch.ones(2, 16), "qa_outputs.bias": torch.ones(2)},
+        {},
+        "remove these entries: qa_outputs.bias, qa_outputs.weight",
+    ),
+    "stranger and fewer layers": (
+        "gpt",
+        {"score.weight": torch.ones(2, 16)},
+        dict(layers=1),
+        "h.1.attn.c_attn.bias (48,) must be absent",
     ),
     "untied": ("gpt", {"lm_head.weight": torch.ones(50, 16)}, {}, "(50, 16) must equal wte.weight"),
     "untied bert": (
@@ -372,7 +386,12 @@ MISFITS = {
         {},
         "cls.predictions.decoder.bias (50,) must equal cls.predictions.bias",
     ),
-    "twin alone": ("gpt", {"cls.predictions.decoder.bias": torch.ones(50)}, {}, "must be absent"),
+    "twin alone": (
+        "gpt",
+        {"cls.predictions.decoder.bias": torch.ones(50)},
+        {},
+        "remove these entries: cls.predictions.decoder.bias",
+    ),
     "said twice": ("gpt", {"wte.weight": torch.ones(50, 16)}, {}, "wte.weight is there under ano"),
     "integers": (
         "gpt",
@@ -393,7 +412,7 @@ REMEDIES = {
     "fewer layers": "--layers 2",
     "more layers": "--layers 2",
     "width": "--width 16",
-    "inner width": "as published",
+    "inner width": "the file needs --model gpt",
     "not turned": "GPT-2's matrices (in, out)",
     "entry gone": "as published",
     "no head": "with its head",
@@ -402,6 +421,49 @@ REMEDIES = {
     "integers": "torch.save(model.state_dict(), PATH)",
     "no embedding": "torch.save(model.state_dict(), PATH)",
 }
+
+
+@pytest.mark.parametrize(
+    ("held", "needed"),
+    [
+        (50_257, 50_257),
+        (50_304, 50_257),
+        (50_261, 50_257),
+        (4_160, 4_097),
+        (30_522, 30_522),
+        (64, 64),
+    ],
+)
+def test_vocabularies_that_fit(held, needed):
+    published.check_vocabulary("gpt2.bin", held, needed, "gpt2")
+
+
+@pytest.mark.parametrize(
+    ("held", "needed", "padded"),
+    [
+        (50_257, 4_097, "4,160"),  # GPT-2's weights with pd4k: one row in twelve would be used
+        (50_257, 50_261, "50,304"),  # and as a BERT's
+        (30_522, 50_261, "50,304"),  # BERT's weights with gpt2
+        (50_305, 50_257, "50,304"),
+        (4_096, 4_097, "4,160"),
+    ],
+)
+def test_vocabularies_that_do_not_fit(held, needed, padded):
+    with pytest.raises(ValueError) as refusal:
+        published.check_vocabulary("weights.bin", held, needed, "pd4k")
+    message = str(refusal.value)
+    assert message.startswith("--init weights.bin: ") and "\n" not in message
+    for said in (f"{held:,}", f"--tokenizer pd4k one of {needed:,}", padded, "gpt2", "WordPiece"):
+        assert said in message
+
+
+def test_the_published_vocabularies_fit_their_tokenizers():
+    gpt2_ranks = 50_256
+    published.check_vocabulary("gpt2.bin", 50_257, gpt2_ranks + 1, "gpt2")
+    pd4k = tokenizer.get_encoding("pd4k")
+    needed = {kind: tokenizer.vocab_size(pd4k, kind) for kind in ("gpt", "bert")}
+    for kind, size in needed.items():  # what train.py makes of its own
+        published.check_vocabulary(f"{kind}.bin", -(-size // 64) * 64, size, "pd4k")
 
 
 def assert_refused(model: Transformer, path, *fragments: str) -> None:
@@ -452,8 +514,10 @@ class Stranger:
 def test_a_file_that_is_no_state_dict_changes_nothing(tmp_path):
     model = built("gpt")
     save = "give a file that torch.save(model.state_dict(), PATH) wrote"
-    assert_refused(model, tmp_path / "nowhere.bin", "FileNotFoundError", save)
-    assert_refused(model, tmp_path, "IsADirectoryError", save)
+    assert_refused(
+        model, tmp_path / "nowhere.bin", "cannot be read, No such file or directory", save
+    )
+    assert_refused(model, tmp_path, "cannot be read, Is a directory", save)
     for saved, problem in (
         ({"model": gpt_file(), "step": 3}, "model is not a tensor of floating-point numbers"),
         ([torch.ones(2)], "holds a list, not a dict"),

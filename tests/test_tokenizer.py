@@ -26,7 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from support import tokenizer
-from support.documents import is_held_out, read_documents
+from support.documents import read_documents
+from support.holdout import is_held_out
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
@@ -186,8 +187,9 @@ def test_another_process_learns_the_same_ranks_and_has_the_same_fingerprint(tmp_
 
 def test_held_out_documents_do_not_influence_the_ranks(tmp_path):
     documents = dict(list(read_documents([TINY]))[:100])
-    held_out = [i for i in documents if is_held_out(i, 20)]
-    training = [i for i in documents if not is_held_out(i, 20)]
+    held_out = [one.id for one in read_documents([TINY]) if is_held_out(one, 20)]
+    held_out = [i for i in held_out if i in documents]
+    training = [i for i in documents if i not in held_out]
     assert len(held_out) > 1
     before = learn(write_corpus(tmp_path / "a.jsonl", documents), tmp_path / "a.tiktoken")
     changed = documents | dict.fromkeys(held_out, "qzqzqzqz " * 5000)
@@ -402,6 +404,27 @@ def load_gpt2(environment: dict[str, str], seconds: str) -> str:
     ).stderr
 
 
+# --- the tokenizer of a store
+
+
+def test_a_store_opens_its_tokenizer(tmp_path):
+    path = tmp_path / "a.tiktoken"
+    path.write_bytes(tokenizer.PD4K.read_bytes())
+    made_with = tokenizer.get_encoding(str(path))
+    meta = {"tokenizer": str(path), "tokenizer_fingerprint": tokenizer.fingerprint(made_with)}
+    opened = tokenizer.store_encoding("a store", meta)
+    assert tokenizer.fingerprint(opened) == meta["tokenizer_fingerprint"]
+    opened = tokenizer.store_encoding("a store", meta | {"tokenizer": "pd4k"})
+    assert opened.name == "pd4k", "the same ranks under another name"
+    path.write_bytes(b"\n".join(BYTE_LINES))
+    with pytest.raises(ValueError, match=r"a store: .*a\.tiktoken has changed since .*--tokenizer"):
+        tokenizer.store_encoding("a store", meta)
+    path.unlink()
+    said = rf"a store: its tokenizer is gone \({path}: No such file or directory\): .*--tokenizer"
+    with pytest.raises(ValueError, match=said):
+        tokenizer.store_encoding("a store", meta)
+
+
 # --- the command line
 
 
@@ -415,7 +438,7 @@ def test_show_prints_tokens_with_their_ids(capsys):
 
 def test_learn_reports_the_held_out_documents(tmp_path, capsys):
     learn(TINY, tmp_path / "a.tiktoken")
-    held_out = [text for i, text in read_documents([TINY]) if is_held_out(i, 20)]
+    held_out = [one.text for one in read_documents([TINY]) if is_held_out(one, 20)]
     encoding = tokenizer.get_encoding(str(tmp_path / "a.tiktoken"))
     n_tokens = sum(len(encoding.encode_ordinary(text)) for text in held_out)
     report = capsys.readouterr().out
@@ -426,3 +449,22 @@ def test_learn_reports_the_held_out_documents(tmp_path, capsys):
 def test_the_embedded_corpus_is_what_the_tests_think_it_is():
     with gzip.open(TINY) as lines:
         assert sum(1 for _ in lines) == 481
+
+
+@pytest.mark.parametrize("flags", [[], ["--split-on", "blank-line"]])
+def test_learn_holds_out_what_prepare_does(tmp_path, flags):
+    """The end of a single text, in which qz stands alone, is no part of the ranks."""
+    text = "".join(f"line {number}\n" for number in range(2000)) + "qzqzqz\n" * 50
+    (tmp_path / "input.txt").write_text(text)
+    ranks = learn(tmp_path / "input.txt", tmp_path / "a.tiktoken", "--ranks", "270", *flags)
+    assert base64.b64encode(b"qz") not in ranks
+    flags = ["--ranks", "270", "--holdout", "0"]
+    ranks = learn(tmp_path / "input.txt", tmp_path / "a.tiktoken", *flags)
+    assert base64.b64encode(b"qz") in ranks
+
+
+def test_learn_refuses_what_prepare_refuses(tmp_path):
+    with pytest.raises(ValueError, match="--holdout -1: needs 0"):
+        learn(TINY, tmp_path / "a.tiktoken", "--holdout", "-1")
+    with pytest.raises(ValueError, match="--split-on '': needs blank-line"):
+        learn(TINY, tmp_path / "a.tiktoken", "--split-on", "")

@@ -17,6 +17,7 @@ import ltd
 import packing
 import plan
 import train
+from evaluate import Evaluation
 from model import Transformer
 from support import checkpoint
 
@@ -154,6 +155,81 @@ def test_stop_in_the_middle_and_resume_is_exact(run, tmp_path, monkeypatch):
     assert read_log(tmp_path / "stopped", "train")[-1]["step"] == 9
     assert train.main(["--resume", "--out", "stopped"]) == 0
     assert metrics(read_log(tmp_path / "stopped")) == whole
+
+
+def send(number):
+    os.kill(os.getpid(), number)
+
+
+def interrupted(run, patch, place, at, flags, number=signal.SIGTERM):
+    """Train until a function has been called so often, and send the signal before that call."""
+    owner, name = place
+    original, calls = getattr(owner, name), []
+
+    def counted(*args, **kwargs):
+        calls.append(1)
+        if len(calls) == at:
+            send(number)
+        return original(*args, **kwargs)
+
+    with patch.context() as context:
+        context.setattr(owner, name, counted)
+        with pytest.raises(AssertionError):  # the status is 128 and the signal's number, not 0
+            run(flags, out="stopped")
+
+
+@pytest.mark.parametrize(
+    ("place", "at"),
+    [
+        ((Evaluation, "batch"), 2),  # in an evaluation on the way
+        ((Evaluation, "batch"), 60),  # in the last one
+        ((train.Trainer, "run_block"), 14),  # in the second of a step's four micro-batches
+    ],
+    ids=["evaluation", "last evaluation", "micro-batch"],
+)
+def test_stopped_in_the_middle_of_something_long_and_resumed_is_the_same_run(
+    run, tmp_path, monkeypatch, place, at
+):
+    flags = f"{ALL_ON} --micro-batch-size 2"
+    whole = metrics(run(flags, out="whole"))
+    interrupted(run, monkeypatch, place, at, flags)
+    stopped = metrics(read_log(tmp_path / "stopped"))
+    assert stopped == whole[: len(stopped)] and len(stopped) < len(whole)
+    assert train.main(["--resume", "--out", "stopped"]) == 0
+    assert metrics(read_log(tmp_path / "stopped")) == whole
+
+
+def test_neither_the_first_nor_the_last_step_is_wasted(run):
+    """Linear, no warmup: the rate of a step is that of its middle, so the mean is half the peak."""
+    rates = [line["lr"] for line in run("--tokens 1024 --warmup-tokens 0") if "lr" in line]
+    assert rates == pytest.approx([0.01 * share for share in (7 / 8, 5 / 8, 3 / 8, 1 / 8)])
+    rates = [
+        line["lr"] for line in run("--tokens 512 --warmup-tokens 256", out="b") if "lr" in line
+    ]
+    assert rates == pytest.approx([0.005, 0.005])
+
+
+def test_zero_means_never(run, tmp_path):
+    lines = run("--eval-every 0 --checkpoint-every 0")
+    assert [line["last"] for line in lines if line["event"] == "eval"] == [True]
+    assert len(list((tmp_path / "run").glob("*.pt"))) == 1, "the last, and no best"
+
+
+def test_the_last_evaluation_has_a_cap_and_says_what_it_was_on(run, capsys):
+    lines = run("--final-eval-tokens 3000")
+    on_the_way, last = ([e for e in lines if e["event"] == "eval"][i] for i in (0, -1))
+    assert 2000 <= on_the_way["targets"] < 2100 and 3000 <= last["targets"] < 3100
+    out = capsys.readouterr().out
+    said = [line for line in out.splitlines() if line.startswith("held-out")]
+    assert said[0].endswith(" held-out tokens, full length, nothing dropped")
+    assert f"on {last['targets']:,} of " in said[0]
+
+
+def test_the_tokenizer_comes_from_the_store(store_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = SMALL.replace("--tokenizer bytes", "").replace("--tokens 4096", "--tokens 600")
+    assert train.main(f"{flags} --data {store_dir} --out run".split()) == 0
+    assert read_log(tmp_path / "run")[0]["config"]["data.tokenizer"] == "bytes"
 
 
 def test_an_interrupt_before_the_first_step_ends_at_once(run, tmp_path, monkeypatch):

@@ -1,0 +1,105 @@
+"""Which text is held out: a function of each document alone, or the end of a text that is all one.
+
+`prepare.py` and `support.tokenizer learn` read through `Corpus`, so that both hold out the same.
+"""
+
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from support.documents import Document, read_documents, separator
+
+HOLDOUT_HELP = "hold out one document in so many, or that part of a single text; 0: none (20)"
+
+
+class Part(NamedTuple):
+    """A document, or what a cut left of one."""
+
+    text: str
+    held_out: bool
+
+
+class Corpus:
+    """The text of files and folders, every part of it for training or held out.
+
+    One document in `holdout` is held out, by the hash of its id, or of its text where it has no id:
+    it stays on its side when other documents come and go. Where the hashes leave one of the sides
+    without text, because documents are few, the last 1/holdout of all text is held out instead.
+
+    Iterating reads the files, and may be repeated.
+
+    Args:     holdout   0 holds nothing out, 1 everything
+              split_on  what separates the documents of plain text, as --split-on takes it
+    Raises:   ValueError naming the flag, or the file and the line
+    """
+
+    def __init__(self, paths: Iterable[str | Path], holdout: int = 20, split_on: str | None = None):
+        if holdout < 0:
+            raise ValueError(f"--holdout {holdout}: needs 0 (hold nothing out) or more")
+        self.paths, self.holdout = list(paths), holdout
+        self.separator = None if split_on is None else separator(split_on)
+        self.skipped: list[Path] = []  # files of folders that are not text
+        self.training_characters = self._before_the_tail() if holdout > 1 else None
+
+    def __iter__(self) -> Iterator[Part]:
+        self.skipped = []
+        documents = read_documents(self.paths, self.separator, self.skipped)
+        if self.training_characters is not None:
+            return hold_out_tail(documents, self.training_characters, self.holdout)
+        return (Part(one.text, is_held_out(one, self.holdout)) for one in documents)
+
+    def _before_the_tail(self) -> int | None:
+        """How many characters come before the last 1/holdout; None where the hashes decide.
+
+        Reads as far as the first text of the second side: of many documents only some.
+        """
+        characters, sides = 0, set()
+        for document in read_documents(self.paths, self.separator):
+            characters += len(document.text)
+            if document.text:
+                sides.add(is_held_out(document, self.holdout))
+            if len(sides) == 2:
+                return None
+        if characters == 1:
+            raise ValueError(
+                f"--holdout {self.holdout}: needs two characters of text; 0 holds nothing out"
+            )
+        return characters - -(-characters // self.holdout)
+
+
+def is_held_out(document: Document, holdout: int) -> bool:
+    """Decide by the hash of this document alone."""
+    key = document.text if document.id is None else document.id
+    return holdout > 0 and zlib.crc32(key.encode()) % holdout == 0
+
+
+def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) -> Iterator[Part]:
+    """Hold out all text after the first `training` characters; cut the document in between."""
+    reach = training // holdout // 2  # half of what is held out
+    for document in documents:
+        text = document.text
+        if 0 < training < len(text):
+            cut = find_cut(text, training, reach)
+            yield Part(text[:cut], held_out=False)
+            yield Part(text[cut:], held_out=True)
+        else:
+            yield Part(text, held_out=training <= 0)
+        training -= len(text)
+
+
+def find_cut(text: str, position: int, reach: int) -> int:
+    """Where to cut a text, at most `reach` from `position`: after a line, else a blank, else there.
+
+    A cut before the position is preferred, so that no less is held out than was asked for.
+
+    Example:  find_cut("one\\ntwo\\nthree", 10, 5) is 8, before "three"
+    """
+    for end in ("\n", " "):
+        before = text.rfind(end, max(0, position - reach - 1), position) + 1
+        if before:
+            return before
+        after = text.find(end, position, position + reach) + 1
+        if 0 < after < len(text):
+            return after
+    return position

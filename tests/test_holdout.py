@@ -1,0 +1,161 @@
+"""What is held out: by the hash of a document, or the end of a text that has no documents.
+
+python -m pytest tests/test_holdout.py
+"""
+
+import json
+import random
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from support.documents import Document, read_documents
+from support.holdout import Corpus, find_cut, hold_out_tail, is_held_out
+
+TINY = Path(__file__).resolve().parents[1] / "corpus" / "pd-tiny.jsonl.gz"
+
+
+def sides(corpus: Corpus) -> tuple[list[str], list[str]]:
+    """Training texts and held-out texts."""
+    parts = list(corpus)
+    return [p.text for p in parts if not p.held_out], [p.text for p in parts if p.held_out]
+
+
+def write_lines(path: Path, texts: list[str], **more) -> Path:
+    path.write_text("".join(json.dumps({"text": text, **more}) + "\n" for text in texts))
+    return path
+
+
+# --- by the hash
+
+
+def test_a_document_is_held_out_by_its_id():
+    # crc32("a") = 3904355907, "b" 1908338681 and "c" 112844655 are odd, "d" 2564639436 is even.
+    documents = [Document(letter, "the same text") for letter in "abcd"]
+    assert [is_held_out(one, 2) for one in documents] == [False, False, False, True]
+    assert not any(is_held_out(one, 0) for one in documents)
+    assert all(is_held_out(one, 1) for one in documents)
+
+
+def test_a_document_without_id_is_held_out_by_its_text():
+    assert [is_held_out(Document(None, text), 2) for text in "abcd"] == [False, False, False, True]
+
+
+def test_one_line_on_top_moves_no_document_to_the_other_side(tmp_path):
+    texts = [f"document {number}" for number in range(200)]
+    before = sides(Corpus([write_lines(tmp_path / "a.jsonl", texts)]))
+    after = sides(Corpus([write_lines(tmp_path / "b.jsonl", ["a new one", *texts])]))
+    assert len(before[1]) > 3
+    assert set(before[0]) < {*after[0], *after[1]} and set(before[1]) <= set(after[1])
+    assert {*after[0], *after[1]} - {*before[0], *before[1]} == {"a new one"}
+
+
+def test_the_embedded_corpus_has_ids_and_keeps_its_split():
+    documents = list(read_documents([TINY]))
+    assert all(document.id for document in documents)
+    training, held_out = sides(Corpus([TINY]))
+    assert (len(training), len(held_out)) == (454, 27)
+
+
+def test_many_documents_are_not_all_read_to_find_the_rule(tmp_path):
+    source = write_lines(tmp_path / "a.jsonl", [f"document {i}" for i in range(1000)])
+    source.write_text(source.read_text() + "nonsense")
+    corpus = Corpus([source])  # reads until both sides have a text, which is long before the end
+    with pytest.raises(ValueError, match=r"a\.jsonl:1001: is not JSON"):
+        list(corpus)
+
+
+# --- the tail
+
+
+def test_one_text_holds_out_its_end_cut_at_a_line(tmp_path):
+    lines = [f"line {number}\n" for number in range(1000)]
+    (tmp_path / "input.txt").write_text("".join(lines))
+    corpus = Corpus([tmp_path / "input.txt"])
+    for _ in range(2):  # it may be read again
+        (training,), (held_out,) = sides(corpus)
+        assert training + held_out == "".join(lines)
+        assert training.endswith("\n") and held_out.startswith("line ")
+        assert len(held_out) == pytest.approx(len("".join(lines)) / 20, abs=12)
+    assert sides(Corpus([tmp_path / "input.txt"], holdout=0)) == (["".join(lines)], [])
+    assert sides(Corpus([tmp_path / "input.txt"], holdout=1)) == ([], ["".join(lines)])
+
+
+def test_one_text_that_the_hash_would_hold_out_is_not_all_held_out(tmp_path):
+    """One name in 20 has such a hash; training would have had nothing."""
+    name = next(f"{i}.txt" for i in range(1000) if is_held_out(Document(f"{i}.txt", ""), 20))
+    (tmp_path / name).write_text("some words\n" * 100)
+    (training,), (held_out,) = sides(Corpus([tmp_path / name]))
+    assert len(training) > 900 and len(held_out) >= 55
+    assert training + held_out == "some words\n" * 100
+
+
+@given(
+    st.lists(st.text("ab \n", max_size=40), max_size=6),
+    st.integers(2, 30),
+)
+def test_the_tail_of_any_documents_is_all_text_in_order_and_on_both_sides(texts, holdout):
+    characters = sum(map(len, texts))
+    if characters < 2:
+        return
+    tail = -(-characters // holdout)
+    documents = [Document(None, text) for text in texts]
+    parts = list(hold_out_tail(documents, characters - tail, holdout))
+    assert "".join(part.text for part in parts) == "".join(texts)
+    held_out = [part.held_out for part in parts if part.text]
+    assert held_out == sorted(held_out) and set(held_out) == {False, True}
+    size = sum(len(part.text) for part in parts if part.held_out)
+    assert tail / 2 <= size <= tail * 1.5 + 1
+
+
+def test_where_a_text_is_cut():
+    assert find_cut("one\ntwo\nthree", 10, 5) == 8, "the example"
+    assert find_cut("one\ntwo\nthree", 4, 5) == 4, "a line begins just there"
+    assert find_cut("xxxxxx\nthree", 4, 5) == 7, "no line ends before: the next one"
+    assert find_cut("title\n" + "word " * 100, 300, 20) == 296, "no line within reach: a blank"
+    assert find_cut("title\n" + "x" * 100, 50, 20) == 50, "nor a blank: just there"
+    assert find_cut("x" * 9 + "\n", 5, 9) == 5, "never behind the last character"
+
+
+def test_a_few_documents_hold_out_the_last_ones(tmp_path):
+    texts = [letter * 99 + "\n" for letter in "abcdefghij"]
+    names = [i for i in map(str, range(100)) if not is_held_out(Document(i, ""), 5)]
+    lines = [{"id": i, "text": text} for i, text in zip(names, texts, strict=False)]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert sides(Corpus([tmp_path / "a.jsonl"], holdout=5)) == (texts[:8], texts[8:])
+
+
+@pytest.mark.parametrize("holdout", [2, 20, 10**9])
+def test_no_text_is_too_short_but_one_character(tmp_path, holdout):
+    (tmp_path / "a.txt").write_text("ab")
+    assert sides(Corpus([tmp_path / "a.txt"], holdout)) == (["a"], ["b"])
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match=rf"--holdout {holdout}: needs two characters"):
+        Corpus([tmp_path / "a.txt"], holdout)
+
+
+def test_what_is_skipped_is_counted_once(tmp_path):
+    (tmp_path / "a.txt").write_text("one\ntwo\n")
+    (tmp_path / "b.png").write_bytes(b"\x89PNG")
+    corpus = Corpus([tmp_path])
+    for _ in range(2):
+        assert len(list(corpus)) == 2
+        assert corpus.skipped == [tmp_path / "b.png"]
+
+
+def test_a_negative_holdout_is_refused():
+    with pytest.raises(ValueError, match="--holdout -1: needs 0"):
+        Corpus([TINY], holdout=-1)
+
+
+def test_text_that_is_cut_into_documents_is_held_out_by_their_hashes(tmp_path):
+    texts = [f"document\n{number}" for number in range(100)]
+    (tmp_path / "a.txt").write_text("\n\n".join(texts))
+    training, held_out = sides(Corpus([tmp_path / "a.txt"], split_on="blank-line"))
+    assert sorted(training + held_out) == sorted(texts) and 1 <= len(held_out) <= 15
+    random.Random(0).shuffle(texts)
+    (tmp_path / "b.txt").write_text("\n---\n".join(texts))
+    again = sides(Corpus([tmp_path / "b.txt"], split_on=r"\n---\n"))
+    assert (sorted(again[0]), sorted(again[1])) == (sorted(training), sorted(held_out))
