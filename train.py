@@ -15,8 +15,7 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
@@ -40,15 +39,17 @@ from model import RunBlock, Transformer, run_plain
 from plan import Plan, Step
 from prepare import embedded_store
 from support import published
-from support.clock import Clock, due, savings
+from support.clock import due, savings
 from support.micro_batch import micro_batch
 from support.optim import Optimizers, lr_at
 from support.progress import announce, log_step, progress_bar, show_part, show_step
+from support.read_ahead import read_ahead
 from support.rng import generator, seed_of
 from support.run import Run
 from support.run_folder import ModelSize, saved_model_size
-from support.runtime import Runtime, Stopped, StopSignal, exit_cleanly, start
+from support.runtime import Runtime, exit_cleanly, start
 from support.settings import techniques_on
+from support.stop_signal import Stopped, StopSignal
 from support.token_store import Store
 from support.tokenizer import byte_lengths, get_encoding, store_encoding, vocab_size
 
@@ -62,10 +63,11 @@ def main(argv: list[str] | None = None) -> int:
     evaluation = data.evaluation(settings, settings.run.eval_tokens)
     model = new_model(settings, data.encoding, runtime, folder)
     trainer = assemble(settings, model, runtime, rows_at_once.count)
-    stop = StopSignal()  # from here on; what came before is no loss
+    stop = StopSignal(runtime.say)  # from here on; what came before is no loss
     run = Run(settings, runtime, folder, model, trainer.optimizers)
     if runtime.on_rank0(run.is_complete):
         runtime.say(f"{run.folder} is finished: its {settings.optim.tokens} tokens are consumed")
+        stop.close()
         return 0
     run.open_log()
     announce(run, data.store, rows_at_once.why)
@@ -88,6 +90,7 @@ def main(argv: list[str] | None = None) -> int:
     finally:
         bar.close()
         run.log.close()
+        stop.close()
     return 0
 
 
@@ -296,21 +299,6 @@ class Trainer:
             f"the {what} is not finite at step {step.context.step} on rank {', '.join(ranks)}:"
             " nothing was saved after the last checkpoint; lower --lr or start from --resume best"
         )
-
-
-def read_ahead(plan: Plan, clock: Clock) -> Iterator[tuple[Step, float]]:
-    """The steps from this clock on, and the milliseconds each was waited for.
-
-    A thread plans the next one and reads its rows while this one computes.
-    """
-    with ThreadPoolExecutor(1) as loader:
-        upcoming = loader.submit(plan, clock)
-        while True:
-            began = time.perf_counter()
-            step = upcoming.result()
-            waited_ms = (time.perf_counter() - began) * 1e3
-            upcoming = loader.submit(plan, step.after)
-            yield step, waited_ms
 
 
 def evaluate(

@@ -1,4 +1,4 @@
-"""What every command stands on: ranks, device, dtype, signals, the log, and how a command ends.
+"""What every command stands on: ranks, device, dtype, the log, and how a command ends.
 
 No training logic. What differs between one CPU and many GPUs is here and nowhere else.
 """
@@ -7,11 +7,11 @@ import argparse
 import json
 import os
 import platform
-import signal
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -118,22 +118,6 @@ def start(device: str, dtype: str) -> Runtime:
     return Runtime(rank, world_size, own, DTYPES[dtype], why)
 
 
-class Stopped(Exception):
-    """Some rank was asked to stop; raised on all of them at the same place."""
-
-
-class StopSignal:
-    """Remembers a SIGTERM or SIGINT until the step is over; `number` is 0 until one comes."""
-
-    def __init__(self):
-        self.number = 0
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self._note)
-
-    def _note(self, number: int, _frame: Any) -> None:
-        self.number = number
-
-
 class Log:
     """log.jsonl, one JSON object a line, written by rank 0; TensorBoard too, if asked for."""
 
@@ -208,18 +192,37 @@ def one_line(error: Exception) -> str:
 
 def exit_cleanly(main: Callable[[], int | None]) -> None:
     """Run a command: a user's mistake is one line on stderr and exit status 2, no traceback."""
+    rank, together = int(os.environ.get("RANK", 0)), False
     try:
         status = main() or 0
+        together = True
     except (ValueError, OSError) as error:
-        if int(os.environ.get("RANK", 0)) == 0:
-            tqdm.write(f"error: {one_line(error)}", file=sys.stderr)  # not across a progress bar
+        if is_mine_to_say(rank):
+            where = f"rank {rank}: " if rank else ""
+            # tqdm's write, so that the line does not run into a progress bar
+            tqdm.write(f"error: {where}{one_line(error)}", file=sys.stderr)
         status = 2
     except KeyboardInterrupt:
         status = 130
     if dist.is_initialized():
-        if status != 2:  # leave together: a rank that still talks to one that has left fails
+        if together:  # a rank that still talks to one that has left fails
             dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()
         os._exit(status)  # gloo's threads may abort the process when C++ is torn down around them
     sys.exit(status)
+
+
+def is_mine_to_say(rank: int) -> bool:
+    """Whether this rank is the one to print its error: rank 0, or another where rank 0 has none."""
+    if not dist.is_initialized():
+        return rank == 0  # nothing but the flags was looked at, which every rank has alike
+    store = dist.distributed_c10d._get_default_store()
+    if rank == 0:
+        store.set("rank 0 has an error", "")
+        return True
+    try:
+        store.wait(["rank 0 has an error"], timedelta(seconds=1))
+    except dist.DistStoreError:
+        return True
+    return False

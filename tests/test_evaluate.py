@@ -82,22 +82,22 @@ def test_between_is_called_after_every_batch_alike_on_every_rank(store):
         heard = []
         for rank in range(world_size):
             seen: list[int] = []
-            evaluation.run(Even(), one(rank, world_size), 8, lambda n, s=seen: s.append(n))
+            evaluation.run(Even(), one(rank, world_size), 8, seen.append)
             heard.append(seen)
         turns = range(8 * world_size, total + 8 * world_size, 8 * world_size)
         assert heard == [[min(done, total) for done in turns]] * world_size
 
 
-def test_between_can_end_an_evaluation(store):
+def test_what_between_raises_ends_an_evaluation(store):
     evaluation, model, seen = Evaluation(store, 64, LENGTHS, tokens=2000), Even(), []
 
-    def interrupted(done: int) -> None:
+    def third(done: int) -> None:
         seen.append(done)
         if len(seen) == 3:
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluation.run(model, one(), 4, interrupted)
+        evaluation.run(model, one(), 4, third)
     assert len(seen) == 3 and model.training
 
 

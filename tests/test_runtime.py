@@ -2,11 +2,13 @@
 
 import importlib
 import json
+import os
 import subprocess
 import sys
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from support import runtime
 
@@ -52,32 +54,54 @@ def test_start_says_what_it_chose():
     assert runtime.start("cpu", "bf16").autocast()._enabled
 
 
-def ended(code: str) -> subprocess.CompletedProcess:
-    """Run a text of Python in a process of its own, from the root of the repository."""
-    command = [sys.executable, "-c", code]
-    return subprocess.run(command, cwd=runtime.ROOT, capture_output=True, text=True)
+ENDS = {  # what main does -> status, and what is said
+    "a mistake": (ValueError("--flag 3:\n too much"), 2, "error: --flag 3: too much\n"),
+    "a file": (FileNotFoundError(2, "No such file", "/x/y"), 2, "error: /x/y: No such file\n"),
+    "an interrupt": (KeyboardInterrupt(), 130, ""),
+    "a status": (143, 143, ""),
+    "nothing": (None, 0, ""),
+}
 
 
-@pytest.mark.parametrize(
-    ("body", "status", "said"),
-    [
-        ("raise ValueError('--flag 3:\\n too much')", 2, "error: --flag 3: too much\n"),
-        ("open('/nowhere/at/all')", 2, "error: /nowhere/at/all: No such file or directory\n"),
-        ("raise KeyboardInterrupt", 130, ""),
-        ("return 143", 143, ""),
-        ("return None", 0, ""),
-    ],
-)
-def test_how_a_command_ends(body, status, said):
-    code = f"from support import runtime\ndef main():\n    {body}\nruntime.exit_cleanly(main)"
-    done = ended(code)
-    assert (done.returncode, done.stderr) == (status, said)
+@pytest.mark.parametrize(("does", "status", "said"), list(ENDS.values()), ids=list(ENDS))
+def test_how_a_command_ends(does, status, said, capsys):
+    def main():
+        if isinstance(does, BaseException):
+            raise does
+        return does
+
+    with pytest.raises(SystemExit) as end:
+        runtime.exit_cleanly(main)
+    assert (end.value.code, capsys.readouterr().err) == (status, said)
+
+
+def test_an_error_is_said_by_rank_0_or_by_a_rank_that_meets_it_alone(monkeypatch, capsys):
+    def end_on(rank: int) -> str:
+        """What a rank prints that ends in a mistake; the process group lives on."""
+        monkeypatch.setenv("RANK", str(rank))
+        with pytest.raises(SystemExit):
+            runtime.exit_cleanly(lambda: int("one"))
+        return capsys.readouterr().err
+
+    def leave(status: int) -> None:
+        raise SystemExit(status)
+
+    assert end_on(0).startswith("error: invalid literal") and end_on(1) == ""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    monkeypatch.setattr(dist, "destroy_process_group", lambda: None)
+    monkeypatch.setattr(os, "_exit", leave)
+    try:
+        assert end_on(1).startswith("error: rank 1: invalid literal")
+        assert end_on(0).startswith("error: invalid literal")
+        assert end_on(1) == ""
+    finally:
+        monkeypatch.undo()
+        dist.destroy_process_group()
 
 
 def test_a_bug_keeps_its_traceback():
-    code = "from support import runtime\nruntime.exit_cleanly(lambda: 1 / 0)"
-    done = ended(code)
-    assert done.returncode == 1 and "ZeroDivisionError" in done.stderr
+    with pytest.raises(ZeroDivisionError):
+        runtime.exit_cleanly(lambda: 1 / 0)
 
 
 TOP_LEVEL = ("analyze", "curriculum", "evaluate", "ltd", "packing", "prepare", "sample", "train")

@@ -1,0 +1,69 @@
+"""The benches start, describe the machine alike, and have names of their own."""
+
+import importlib.util
+import json
+import sys
+from types import ModuleType
+
+import pytest
+import torch
+
+from support.runtime import ROOT
+
+BENCHES = sorted(path.stem for path in (ROOT / "bench").glob("*.py"))
+COMMANDS = [name for name in BENCHES if name not in ("record", "tables")]
+
+
+@pytest.fixture
+def bench(monkeypatch):
+    """Import a bench by its file, as bench/kernels.py shares its name with a package."""
+    monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "bench")])
+
+    def load(name: str) -> ModuleType:
+        spec = importlib.util.spec_from_file_location(f"bench_{name}", ROOT / f"bench/{name}.py")
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return module
+
+    return load
+
+
+def test_no_bench_has_the_name_of_a_module():
+    products = {path.stem for path in (*ROOT.glob("*.py"), *ROOT.glob("support/*.py"))}
+    assert not products & set(BENCHES)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_bench_says_what_its_flags_are(name, bench, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
+    with pytest.raises(SystemExit) as end:
+        bench(name).main()
+    assert end.value.code == 0 and "--record" in capsys.readouterr().out
+
+
+def test_a_record_says_where_it_was_taken_and_a_gpus_are_kept_apart(tmp_path, bench, monkeypatch):
+    record = bench("record")
+    here = record.surroundings()
+    assert {"date", "hardware", "threads", "torch", "commit"} <= set(here)
+    assert f"{here['threads']}" == str(torch.get_num_threads()) and "cores" in here["hardware"]
+    monkeypatch.setattr(record, "ROOT", tmp_path)
+    (tmp_path / "results").mkdir()
+    for _ in range(2):
+        record.append("step", here | {"ms": record.quartiles([1, 2, 3, 4, 5])})
+    record.append("step", here | {"device": "cuda"})
+    lines = (tmp_path / "results/step.jsonl").read_text().splitlines()
+    assert len(lines) == 2 and json.loads(lines[1])["ms"] == [2, 3, 4]
+    assert (tmp_path / "results/gpu-step.jsonl").exists()
+
+
+def test_a_gpu_that_is_not_there_is_refused(bench, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    with pytest.raises(ValueError, match="--device cuda: torch sees no GPU here"):
+        bench("record").surroundings("cuda")
+
+
+def test_the_tables_follow_from_the_records(bench, capsys):
+    bench("tables").main()
+    out = capsys.readouterr().out
+    assert out.count("| flags | bits per byte |") == 4
+    assert "| `--pack` | 1.789 (1.787 to 1.793)" in out
