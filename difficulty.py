@@ -120,6 +120,7 @@ def sum_by_user(name: str, tokens: np.ndarray, lengths: np.ndarray, _: int) -> n
 
 def read_only(total: np.ndarray) -> np.ndarray:
     """What was summed, so that no user's function changes what the next batch is measured by."""
+    total = np.asarray(total)
     total.flags.writeable = False
     return total
 

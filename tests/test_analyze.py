@@ -241,9 +241,7 @@ def test_an_interrupted_analysis_goes_on_where_it_was(store, tmp_path, monkeypat
     assert not list(folder.rglob("index.json"))
     for name in ALL:
         assert not DifficultyIndex.exists(folder / name, fingerprint(open_samples(), name))
-        with pytest.raises(
-            ValueError, match=f"{name}: no index: make it with analyze.py"
-        ):
+        with pytest.raises(ValueError, match=f"{name}: no index: make it with analyze.py"):
             opened(folder, open_samples, name)
     summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
     assert analyzed(folder, open_samples, ALL) == whole
@@ -376,6 +374,22 @@ def mine(tokens, lengths, total):
     assert (tokens[np.arange(tokens.shape[1]) >= lengths[:, None]] == 0).all()
     last = tokens[np.arange(len(lengths)), lengths - 1]
     return 1000 * last + tokens.sum(1) + lengths - total[1] / total[0]
+
+
+def both(tokens, lengths):
+    return np.array([len(lengths), tokens.sum()])
+
+
+mine.accumulate = both
+""",
+    )
+    texts = texts_of(store, "pieces", 8)
+    mean = sum(map(sum, texts)) / len(texts)
+    analyzed(tmp_path / "out", opener(store), [name])
+    index = opened(tmp_path / "out", opener(store), name)
+    expected = [1000 * text[-1] + sum(text) + len(text) - mean for text in texts]
+    assert index.values.tolist() == expected
+    assert index.order.tolist() == np.argsort(expected, kind="stable").tolist()
 
 
 def test_what_a_user_sums_keeps_its_shape(store, tmp_path, small):

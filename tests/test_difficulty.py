@@ -14,7 +14,6 @@ from small_stores import (
     ALL,
     END,
     ONE,
-    VOCABULARY,
     analyzed,
     contents,
     many_documents,
@@ -210,22 +209,6 @@ def test_an_index_damaged_inside_is_refused(store, tmp_path, file, old, new):
 # ---- a user's functions
 
 
-def both(tokens, lengths):
-    return np.array([len(lengths), tokens.sum()])
-
-
-mine.accumulate = both
-""",
-    )
-    texts = texts_of(store, "pieces", 8)
-    mean = sum(map(sum, texts)) / len(texts)
-    analyzed(tmp_path / "out", opener(store), [name])
-    index = opened(tmp_path / "out", opener(store), name)
-    expected = [1000 * text[-1] + sum(text) + len(text) - mean for text in texts]
-    assert index.values.tolist() == expected
-    assert index.order.tolist() == np.argsort(expected, kind="stable").tolist()
-
-
 @pytest.mark.parametrize(
     ("returned", "said"),
     [
@@ -260,5 +243,3 @@ def test_what_a_user_summed_cannot_be_changed_later(store, tmp_path):
     name = users(tmp_path, f"{mine}\nmine.accumulate = lambda tokens, lengths: [1]")
     with pytest.raises(ValueError, match=r"mine, on a batch .*: raised ValueError: .* read-only"):
         analyzed(tmp_path / "out", opener(store), [name])
-
-

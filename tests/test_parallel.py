@@ -1,4 +1,4 @@
-"""One task for many items: in order, in as many processes as it takes, that end with their parent."""
+"""One task for many items: in as many processes as it takes, which end with their parent."""
 
 import os
 import re
