@@ -453,8 +453,9 @@ def test_ready_makes_a_store_of_just_that_size(store, monkeypatch):
     assert analyze.ready(samples, ["rarity"], None, ONE)
 
 
-def test_a_length_needs_no_index():
-    assert analyze.ready(None, ["seqlen"], None, None) == {}
+def test_a_length_needs_no_index(store):
+    assert analyze.ready(opener(store)(), ["seqlen"], None, ONE) == {}
+    assert not (store / "curriculum").exists()
 
 
 # ---- command
