@@ -2,6 +2,7 @@
 
 import json
 import math
+import re
 from fractions import Fraction
 
 import numpy as np
@@ -77,6 +78,19 @@ def test_stays_in_range_and_never_falls(start, more, degree, early, late):
     assert start <= first <= second <= start + more
 
 
+def test_levels_that_go_down_again_are_followed():
+    """DeepSpeed's update_difficulty asks its schedule only while it is below the maximum."""
+    levels, until = (64, 256, 128), (10, 20)
+    assert [discrete(t, levels, until) for t in (10, 11, 20, 21)] == [64, 256, 256, 128]
+    course = course_of("seqlen", pace="discrete:64@0.1:256@0.2:128")
+    assert [course.at(t).max_piece_len for t in (10, 11, 20, 21, 100)] == [64, 256, 256, 128, 128]
+    course = course_of(
+        indexes={"rarity": index_of([4, 1, 3, 2])}, pace="discrete:25@0.5:100@0.6:50"
+    )
+    assert [members(course.at(t).pool) for t in (50, 61)] == [[1], [1, 3]]
+    assert course.at(55).pool is None
+
+
 def test_neutral_when_start_is_end():
     assert {pace(t / 10, 0.5, 256, 256, 2, 8) for t in range(11)} == {256}
 
@@ -122,9 +136,15 @@ def test_a_bad_function_of_a_user_fails_before_the_run(tmp_path, body, message):
         ({"kind": "root", "degree": 0}, r"pacing with degree 0"),
         ({"kind": "root", "degree": math.inf}, r"pacing with degree inf"),
         ({"multiple": 0}, r"pacing with multiple 0"),
-        ({"kind": "discrete", "levels": (1, 2, 3), "until": (5,)}, r"3 levels and 1 ends, not one"),
-        ({"kind": "discrete", "levels": (1, 2), "until": (5, 6)}, r"2 levels and 2 ends, not one"),
-        ({"kind": "discrete"}, r"0 levels and 0 ends.*such as discrete:64@0.1:256"),
+        (
+            {"kind": "discrete", "levels": (1, 2, 3), "until": (5,)},
+            r"3 levels and 1 ends: give one end",
+        ),
+        (
+            {"kind": "discrete", "levels": (1, 2), "until": (5, 6)},
+            r"2 levels and 2 ends: give one end",
+        ),
+        ({"kind": "discrete"}, r"0 levels and 0 ends.*as in discrete:64@0.1:256"),
         ({"kind": "discrete", "levels": (1, 2), "until": (-1,)}, r"have to ascend from 0"),
         ({"kind": "discrete", "levels": (1, 2, 3), "until": (9, 5)}, r"have to ascend"),
         ({"kind": "discrete", "levels": (1, 2, 3), "until": (5, 5)}, r"have to ascend"),
@@ -158,13 +178,98 @@ def test_the_defaults():
 
 
 def test_each_metric_has_its_own_pacing():
-    words = {"start": "64,5", "share": "0.5,0.2", "pace": "discrete:64@0.1:256,root:3"}
+    words = {"start": ",5", "share": ",0.2", "pace": "discrete:64@0.1:256,root:3"}
     length, ranked = parse("seqlen,rarity", **words)
     assert (length.pacing.levels, length.pacing.until) == ((64, 256), (0.1,))
     assert ranked.pacing == Pacing("root", start=5, end=100, over=0.2, degree=3.0)
     one_for_all = parse("seqlen,rarity", share="0.5", pace="root:3")
     assert [(m.pacing.over, m.pacing.degree) for m in one_for_all] == [(0.5, 3.0)] * 2
     assert parse("seqlen", pace="root")[0].pacing.degree == 2
+    assert [m.pacing.over for m in parse("seqlen,rarity", share="0.5,")] == [0.5, 0.4]
+
+
+def test_each_metric_has_its_own_unit():
+    mixed = parse("rarity,length", by="value,percentile", start="30,5", pace="linear")
+    assert [(m.by, m.pacing.start) for m in mixed] == [("value", 30), ("percentile", 5)]
+    assert [m.by for m in parse("seqlen,rarity,length", by="value", start="8,1,1")] == ["value"] * 3
+    assert [m.by for m in parse("rarity,length", by=",value", start=",7")] == [
+        "percentile",
+        "value",
+    ]
+    indexes = {"rarity": index_of([40, 10, 20, 30]), "length": index_of([1, 2, 3, 4])}
+    words = {"start": "30,25", "share": "1", "pace": "linear"}
+    course = course_of("rarity,length", indexes, by="value,percentile", **words)
+    stage = course.at(0)  # rarity up to 30 is samples 1, 2, 3; the first 25 % by length sample 0
+    assert members(stage.pool) == [1] and "widened to the easiest 26 % of each" in stage.note
+    assert stage.difficulty == {"rarity": 30, "length": 26}
+
+
+NOT_NUMBERS = ("nan", "inf", "-inf", "1e400", "-1", "0", "x")
+
+
+@pytest.mark.parametrize("number", NOT_NUMBERS)
+@pytest.mark.parametrize(
+    ("metric", "words"),
+    [
+        ("seqlen", {"start": "{}"}),
+        ("seqlen,rarity", {"start": "8,{}"}),
+        ("rarity", {"share": "{}"}),
+        ("seqlen,rarity", {"share": "0.5,{}"}),
+        ("rarity", {"pace": "root:{}"}),
+        ("seqlen", {"pace": "discrete:{}@0.1:256"}),
+        ("seqlen", {"pace": "discrete:64@{}:256"}),
+        ("seqlen", {"pace": "discrete:64@0.1:{}"}),
+        ("rarity", {"start": "{}", "by": "value"}),
+    ],
+)
+def test_every_number_is_above_0_and_finite(metric, words, number):
+    words = {flag: text.format(number) for flag, text in words.items()}
+    (flag,) = set(words) - {"by"}
+    message = rf"--curriculum-{flag} {re.escape(number)} is not a (whole )?number above 0, at most"
+    with pytest.raises(ValueError, match=message):
+        parse(metric, **words)
+
+
+@pytest.mark.parametrize(
+    ("metric", "words", "message"),
+    [
+        ("seqlen", {"start": "64"}, "start 64 has no effect beside discrete:64@0.1:256: leave it"),
+        ("seqlen", {"share": "0.3"}, "share 0.3 has no effect beside discrete:64@0.1:256"),
+        ("rarity,seqlen", {"share": "0.3,0.5"}, "share 0.5 has no effect beside discrete"),
+        ("rarity,seqlen", {"start": "5,64"}, "start 64 has no effect beside discrete"),
+    ],
+)
+def test_what_discrete_levels_say_cannot_be_said_twice(metric, words, message):
+    pace = "discrete:64@0.1:256" if metric == "seqlen" else "linear,discrete:64@0.1:256"
+    with pytest.raises(ValueError, match=f"--curriculum-{message}"):
+        parse(metric, pace=pace, **words)
+    assert parse(metric, pace=pace)
+
+
+@pytest.mark.parametrize(
+    ("metric", "words", "message"),
+    [
+        ("rarity", {"by": "rank"}, "--curriculum-by rank is unknown: choose percentile or value"),
+        ("rarity,length", {"by": "value,"}, "--curriculum-by value needs --curriculum-start"),
+        (
+            "rarity,length",
+            {"by": "value,value,value"},
+            "by .* needs a part for each of rarity, len",
+        ),
+        ("seqlen,rarity", {"start": "8"}, "start 8 needs a part for each of seqlen, rarity"),
+        ("seqlen", {"start": "12"}, "start 12 is no multiple of 8: try 16"),
+        ("seqlen", {"start": "8.5"}, "start 8.5 is not a whole number"),
+        ("seqlen", {"start": "300"}, r"start 300 must lie in 1..256, the end"),
+        ("rarity", {"share": "1.5"}, "share 1.5 is not a number above 0, at most 1"),
+        ("seqlen", {"pace": "discrete:64@0.1:128@0.2"}, "each level but the last ends @ a share"),
+        ("seqlen", {"pace": "discrete:64:128@0.2:256"}, "each level but the last ends @ a share"),
+        ("seqlen", {"pace": "discrete:64@0.3:128@0.2:256"}, "have to ascend"),
+        ("seqlen", {"pace": "discrete"}, "as in discrete:64@0.1:256"),
+    ],
+)
+def test_flags_that_say_nothing_sensible_are_refused(metric, words, message):
+    with pytest.raises(ValueError, match=message):
+        parse(metric, **words)
 
 
 def test_a_users_metric_is_called_by_its_name(tmp_path):
@@ -285,7 +390,7 @@ def test_by_value_an_empty_intersection_says_what_was_reached():
 
 @pytest.mark.parametrize("values", [[0.2, 0.9], [-5, -1]])
 def test_a_metric_below_the_whole_numbers_cannot_go_by_value(values):
-    with pytest.raises(ValueError, match=r"by value goes up from 1 .* rarity ends at -?[\d.]+:"):
+    with pytest.raises(ValueError, match=r"by value goes up from 1.* rarity ends at -?[\d.]+:"):
         course_of(indexes={"rarity": index_of(values)}, by="value", start="1")
 
 
@@ -320,6 +425,18 @@ def test_reshape_worked_examples():
     assert reshape(np.array([[0, 256]]), 256, 248)[0] == 128, "not one long and one short"
     short = reshape(np.array([[0, 5]]), 16, 8)  # the stream's last sample
     assert short == (8, [[(0, 5, 0)], []])
+
+
+def test_reshaped_rows_get_longer_by_stairs():
+    """As short as their number allows: two rows of 512 at every limit from 512 to 1,016."""
+
+    def lengths(seq_len, limits):
+        return [reshape(np.array([[0, seq_len]]), seq_len, limit)[0] for limit in limits]
+
+    assert set(lengths(1024, range(512, 1017, 8))) == {512}
+    assert lengths(1024, (504, 1024)) == [344, 1024]
+    steps = dict.fromkeys(lengths(256, range(64, 257, 8)))
+    assert list(steps) == [64, 88, 128, 256], "the whole curriculum of a row of 256"
 
 
 @given(st.integers(8, 600), st.integers(1, 600), st.integers(1, 600))
@@ -364,8 +481,11 @@ def test_command_prints_a_table(capsys):
     for flag in ("--over=0", "--over=inf", "--over=nan", "--multiple=0", "--multiple=1e400"):
         with pytest.raises(ValueError, match=r"over|multiple"):
             main(["pace", flag])
-    with pytest.raises(ValueError, match=r"--kind nan is not a number below 2\^53"):
-        main(["pace", "--kind", "root:nan"])
+    for degree in ("nan", "inf", "0", "-1"):
+        with pytest.raises(ValueError, match=f"--kind {degree} is not a number above 0"):
+            main(["pace", "--kind", f"root:{degree}"])
+    with pytest.raises(ValueError, match=r"with end 1(0+): it has to be above 0, at most 2\^53"):
+        main(["pace", "--end", "1" + "0" * 400])
 
 
 def test_command_takes_a_pacing_as_train_does(capsys):
