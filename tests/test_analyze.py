@@ -141,7 +141,7 @@ def test_shards_blocks_and_merges_do_not_matter(store, tmp_path, monkeypatch, re
     assert [first for first, _ in shards] == list(range(0, len(lengths), 7))
 
 
-def test_so_many_runs_are_merged_and_no_more(store, tmp_path, monkeypatch):
+def test_no_more_runs_are_merged_than_can_be_open(store, tmp_path, monkeypatch):
     whole = analyzed(tmp_path / "whole", opener(store))
     monkeypatch.setattr(analyze, "SHARD", 1)
     monkeypatch.setattr(analyze, "MOST_SHARDS", 4)
@@ -324,7 +324,7 @@ def test_killed_at_any_moment_and_analyzed_again(
 
 @pytest.mark.parametrize("cut", [0, 100, -1])
 @pytest.mark.parametrize("kind", ["run", "total"])
-def test_a_shard_that_is_not_whole_is_done_anew(store, tmp_path, monkeypatch, small, kind, cut):
+def test_a_shard_that_is_not_whole_is_done_again(store, tmp_path, monkeypatch, small, kind, cut):
     """As after a power failure, on a disk that keeps a name before what it names."""
     folder = tmp_path / "cut"
     whole = analyzed(tmp_path / "whole", opener(store))

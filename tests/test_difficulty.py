@@ -90,6 +90,33 @@ def test_length_rarity_of_the_longest_samples():
     assert longest[1] > longest[2], "token 3 is less rare than token 2"
 
 
+def test_the_help_names_every_metric():
+    assert curriculum.METRICS.split(", ") == [
+        *curriculum.LENGTHS,
+        *difficulty.METRICS,
+        "path.py:name",
+    ]
+
+
+KINDS = {  # of samples that a metric can tell apart
+    "length": ["pieces", "bert"],
+    "length-rarity": ["pieces", "bert"],
+    "rarity": ["pieces", "bert", "rows"],
+    "seqlen": ["pieces", "bert", "rows"],
+    "seqlen-reshape": ["rows"],
+}
+
+
+@pytest.mark.parametrize("kind", data.KINDS)
+@pytest.mark.parametrize("name", KINDS)
+def test_a_metric_is_refused_where_it_says_nothing(name, kind):
+    if kind in KINDS[name]:
+        difficulty.check_metrics([name], 256, kind)
+    else:
+        with pytest.raises(ValueError, match=f"--curriculum {name} .*(choose rarity|take seqlen)"):
+            difficulty.check_metrics([name], 256, kind)
+
+
 # ---- fingerprint
 
 
@@ -133,7 +160,7 @@ def test_an_index_goes_with_a_store_that_moves(store, tmp_path):
     assert len(opened(tmp_path / "moved" / "curriculum" / "pieces-8", moved, "rarity"))
 
 
-def test_a_store_prepared_anew_at_the_same_path_is_refused(tmp_path):
+def test_a_store_prepared_again_at_the_same_path_is_refused(tmp_path):
     store, kept = tmp_path / "store", str(tmp_path / "kept")
     for text in ("one text", "two text"):
         (tmp_path / "text").write_text(text)
