@@ -3,8 +3,8 @@
 Map-reduce: shards of samples are measured and sorted each by itself, in processes of this machine
 or on torchrun's ranks, and their sorted runs are merged. Shards that are done lie in files, so what
 was interrupted or killed goes on with those that are left; the index of a metric is a folder that
-appears whole or not at all. In reading order: measuring a shard, making an index, what
-training calls, the command.
+appears whole or not at all. In reading order: measuring a shard, making an index, what training
+calls, the command.
 
 Does not define metrics, nor what an index can be asked: that is difficulty.py.
 
@@ -23,7 +23,7 @@ import signal
 import sys
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from functools import partial
+from functools import partial, reduce
 from pathlib import Path
 
 import numpy as np
@@ -146,11 +146,7 @@ def total_of(name: str, sums: ShardFiles) -> np.ndarray | None:
     """What a metric summed over all samples, if it needs that."""
     if metric(name).summed is None:
         return None
-    total = None
-    for file in sums.files(name):
-        part = np.load(file)
-        total = part if total is None else add(name, total, part)
-    return total
+    return reduce(partial(add, name), map(np.load, sums.files(name)))
 
 
 def write_index(folder: Path, runs: ShardFiles, prints: dict[str, str], name: str) -> None:

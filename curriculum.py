@@ -26,15 +26,14 @@ from typing import Any, NamedTuple
 import numpy as np
 
 LENGTHS = ("seqlen", "seqlen-reshape")
-RANKED = ("length", "rarity", "rarity-mean", "length-rarity")
-METRICS = f"{', '.join((*LENGTHS, *RANKED))}, path.py:name"
+METRICS = "seqlen, seqlen-reshape, length, rarity, rarity-mean, length-rarity, path.py:name"
 PACES = "linear, root:DEGREE, discrete:LEVEL@SHARE:...:LEVEL, path.py:name"
 LARGEST = 2**53  # a float64 counts up to here without gaps
 MULTIPLE = 8  # lengths move in steps of 8: few shapes, and matrix units work in eights
 
 
-def flag(default: Any, help: str, choices: tuple | None = None, free: bool = False) -> Any:
-    return field(default=default, metadata={"help": help, "choices": choices, "free": free})
+def flag(default: str | None, help: str, free: bool = False) -> Any:
+    return field(default=default, metadata={"help": help, "free": free})
 
 
 @dataclass(frozen=True)
@@ -45,10 +44,8 @@ class CurriculumConfig:
     start: str | None = flag(None, "difficulty at first (default: a quarter of --seq-len, or 1 %)")
     share: str | None = flag(None, "share of --tokens until nothing is too hard (default: 0.4)")
     pace: str | None = flag(None, f"{PACES} (default: linear for lengths, else root:2)")
-    by: str = flag("percentile", "unit of a ranked metric's difficulty", ("percentile", "value"))
-    index: str | None = flag(
-        None, "folder that analyze.py wrote (default: in the store's)", free=True
-    )
+    by: str | None = flag(None, "unit of a ranked metric: percentile (default) or value")
+    index: str | None = flag(None, "folder that analyze.py wrote (default: the store's)", True)
 
 
 # ---- pacing: difficulty as a pure function of progress
@@ -75,6 +72,9 @@ def pace(t: float, over: float, start: int, end: int, degree: float = 1, multipl
 def discrete(t: float, levels: tuple[int, ...], until: tuple[float, ...]) -> int:
     """Difficulty by levels: number i while t <= until[i], the last one afterwards.
 
+    Deviates: levels may go down again, and the last one need not be the highest. DeepSpeed
+              (data_sampling/curriculum_scheduler.py, update_difficulty) stops at its maximum: a
+              level that comes after that one is never taken
     Example:  [discrete(t, (64, 128, 256), (10, 25)) for t in (10, 11, 26)] == [64, 128, 256]
     """
     return levels[bisect_left(until, t)]
@@ -96,7 +96,7 @@ class Pacing(NamedTuple):
     start: int = 1
     end: float = 100
     over: float = 1.0  # t from which on it is `end`
-    degree: float = 2.0  # of a root
+    degree: float = 1.0  # of a root
     multiple: int = 1
     levels: tuple[int, ...] = ()  # of discrete, which has no other start, end and over
     until: tuple[float, ...] = ()  # last t of each level but the last
@@ -105,10 +105,8 @@ class Pacing(NamedTuple):
         if self.kind == "discrete":
             return discrete(t, self.levels, self.until)
         if self.kind in ("linear", "root"):
-            degree = self.degree if self.kind == "root" else 1.0
-            return pace(t, self.over, self.start, self.end, degree, self.multiple)
-        progress = min(t / self.over, 1.0)
-        return custom(self.kind, progress, self.start, self.end, self.multiple)
+            return pace(t, self.over, self.start, self.end, self.degree, self.multiple)
+        return custom(self.kind, min(t / self.over, 1.0), self.start, self.end, self.multiple)
 
 
 @lru_cache
@@ -152,7 +150,8 @@ def reshape(spans: np.ndarray, seq_len: int, limit: int) -> tuple[int, list[list
               of the stream) ends in rows without a chunk
     Deviates: DeepSpeed (Megatron-DeepSpeed's pretrain_gpt.py, data_post_process) drops most of the
               tails; keeping them at a limit just below seq_len would double the work, so rows are
-              as short as their number allows (in multiples of 8)
+              as short as their number allows (in multiples of 8). The limit grows smoothly, the
+              rows by stairs: rows of 1,024 are cut to 512 at every limit from 512 to 1,016
     Example:  reshape([[0, 10]], 10, 4) == (4, [[(0, 4, 0)], [(4, 8, 0)], [(6, 10, 2)]])
     """
     rows_each = -(-seq_len // limit)
@@ -204,13 +203,11 @@ class Curriculum:
         self.pacings: dict[str, Pacing] = {}
         for metric in metrics:
             pacing, end = metric.pacing, metric.pacing.end
-            if end == math.inf:  # by value, up to the hardest sample
+            if end == LARGEST:  # by value, up to the hardest sample
                 end = math.ceil(indexes[metric.name].last_value)
             if end < 2:
-                raise ValueError(
-                    f"--curriculum-by value goes up from 1 in whole numbers, and {metric.name} ends"
-                    f" at {indexes[metric.name].last_value:g}: scale it, or take percentiles"
-                )
+                says = f"{metric.label} ends at {indexes[metric.name].last_value:g}: scale it up"
+                raise ValueError(f"--curriculum-by value goes up from 1, but {says}")
             until = tuple(share * budget for share in pacing.until)
             pacing = pacing._replace(over=pacing.over * budget, until=until, end=end)
             check_pacing(pacing, "--curriculum-")
@@ -239,29 +236,37 @@ def parse_metrics(config: CurriculumConfig, seq_len: int) -> tuple[MetricSetting
         return ()
     names = config.metric.split(",")
     quarter = max(seq_len // 4 // MULTIPLE, 1) * MULTIPLE  # docs/curriculum.md measures it
-    columns = [one_each(flag, getattr(config, flag), names) for flag in ("start", "share", "pace")]
+    columns = [one_each(f, getattr(config, f), names) for f in ("start", "share", "pace", "by")]
     metrics = []
-    for name, start, share, pace in zip(names, *columns, strict=True):
-        is_length, by_value = name in LENGTHS, name not in LENGTHS and config.by == "value"
+    for name, start, share, pace, by in zip(names, *columns, strict=True):
+        if by not in (None, "percentile", "value"):
+            raise ValueError(f"--curriculum-by {by} is unknown: choose percentile or value")
+        is_length, by_value = name in LENGTHS, name not in LENGTHS and by == "value"
         pacing = parse_pace(pace or ("linear" if is_length else "root:2"))
+        if pacing.levels and (start or share):
+            given = f"start {start}" if start else f"share {share}"
+            raise ValueError(f"--curriculum-{given} has no effect beside {pace}: leave it empty")
         if by_value and not (start or pacing.levels):
             raise ValueError("--curriculum-by value needs --curriculum-start, in the metric's unit")
         start = number(start or (quarter if is_length else 1), "--curriculum-start", int)
-        over = number(share or 0.4, "--curriculum-share")
-        if not 0 < over <= 1:
-            raise ValueError(f"--curriculum-share {share} is a share of --tokens: above 0 to 1")
-        end = math.inf if by_value else 100  # where the first ends is known from the index
+        over = number(share or 0.4, "--curriculum-share", high=1)
+        end = LARGEST if by_value else 100  # the first stands for what the index will say
         end, multiple = (seq_len, MULTIPLE) if is_length else (end, 1)
         pacing = pacing._replace(start=start, end=end, over=over, multiple=multiple)
         check_pacing(pacing, "--curriculum-")
-        metrics.append(MetricSettings(name, name.rpartition(":")[2], is_length, config.by, pacing))
+        metrics.append(
+            MetricSettings(name, name.rpartition(":")[2], is_length, by or "percentile", pacing)
+        )
     return tuple(metrics)
 
 
 def one_each(flag: str, text: str | None, names: list[str]) -> list[str | None]:
-    """The values of a flag, one a metric; a start is in the metric's unit, others may serve all."""
-    values = text.split(",") if text else [None]
-    if len(values) == 1 and (text is None or flag != "start"):
+    """The values of a flag, one a metric, where an empty one means the default.
+
+    One alone serves all metrics, but for a start, which is in the metric's unit.
+    """
+    values = [part or None for part in text.split(",")] if text else [None]
+    if len(values) == 1 and (not text or flag != "start"):
         values = values * len(names)
     if len(values) != len(names):
         raise ValueError(f"--curriculum-{flag} {text} needs a part for each of {', '.join(names)}")
@@ -274,25 +279,26 @@ def parse_pace(text: str, over: float = 1.0, flag: str = "--curriculum-pace") ->
     Example: parse_pace("discrete:64@0.1:256", 1000) is level 64 until 100 tokens, then 256
     """
     kind, *rest = text.split(":")
-    if kind == "root" and len(rest) == 1:
-        return Pacing(kind, degree=number(rest[0], flag))
+    if kind == "root" and len(rest) <= 1:
+        return Pacing(kind, degree=number(rest[0] if rest else 2, flag))
     if kind != "discrete" or not rest:
         return Pacing(text)
     levels, _, ends = zip(*(level.partition("@") for level in rest), strict=True)
-    shares = [number(share or 0, flag) for share in ends[:-1]]
-    if ends[-1] or not all(0 < share <= 1 for share in shares):
+    if ends[-1] or not all(ends[:-1]):
         raise ValueError(f"{flag} {text}: each level but the last ends @ a share, above 0 to 1")
-    levels = tuple(number(level, flag, int) for level in levels)
-    return Pacing(kind, levels=levels, until=tuple(share * over for share in shares))
+    until = tuple(number(share, flag, high=1) * over for share in ends[:-1])
+    return Pacing(kind, levels=tuple(number(level, flag, int) for level in levels), until=until)
 
 
-def number(text: str | float, flag: str, kind: type = float) -> Any:
+def number(text: str | float, flag: str, kind: type = float, high: int = LARGEST) -> Any:
+    """A number above 0; ValueError that names the flag."""
     try:
         value = kind(text)
     except ValueError:
         value = math.nan
-    if not abs(value) < LARGEST:
-        raise ValueError(f"{flag} {text} is not a {'whole ' * (kind is int)}number below 2^53")
+    if not 0 < value <= high:
+        wanted = "number" if kind is float else "whole number"
+        raise ValueError(f"{flag} {text} is not a {wanted} above 0, at most {high:,}")
     return value
 
 
@@ -301,12 +307,13 @@ def check_pacing(pacing: Pacing, flag: str) -> None:
     kind, levels, until, end = pacing.kind, pacing.levels, pacing.until, pacing.end
     if not (kind in ("linear", "root", "discrete") or ".py:" in kind):
         raise ValueError(f"pacing {kind} is unknown: choose one of {PACES}")
-    for name in ("over", "degree", "multiple"):
-        if not 0 < getattr(pacing, name) < LARGEST:
-            raise ValueError(f"pacing with {name} {getattr(pacing, name)}: it has to be above 0")
+    for name in ("end", "over", "degree", "multiple"):
+        value = getattr(pacing, name)
+        if not 0 < value <= LARGEST:
+            raise ValueError(f"pacing with {name} {value}: it has to be above 0, at most 2^53")
     if kind == "discrete" and len(until) != len(levels) - 1:
-        each = f"{len(levels)} levels and {len(until)} ends, not one for each but the last"
-        raise ValueError(f"pacing discrete has {each}, such as discrete:64@0.1:256")
+        given = f"{len(levels)} levels and {len(until)} ends"
+        raise ValueError(f"{given}: give one end fewer than levels, as in discrete:64@0.1:256")
     if list(until) != sorted({0, *until})[1:]:
         raise ValueError(f"the ends {until} of the levels have to ascend from 0")
     what = "level" if levels else f"{flag}start"
@@ -316,7 +323,7 @@ def check_pacing(pacing: Pacing, flag: str) -> None:
         if level % pacing.multiple and level != end:
             above = level + -level % pacing.multiple
             raise ValueError(f"{what} {level} is no multiple of {pacing.multiple}: try {above}")
-    if ".py:" in kind and end < math.inf:  # so that a user's function fails before the run does
+    if ".py:" in kind and end < LARGEST:  # so that a user's function fails before the run does
         for thousandth in range(1001):
             pacing.at(thousandth / 1000 * pacing.over)
 
@@ -346,8 +353,8 @@ def main(argv: list[str] | None = None) -> None:
     end, over = max(pacing.levels, default=args.end), max(pacing.until, default=args.over)
     pacing = pacing._replace(start=args.start, end=end, over=over, multiple=args.multiple)
     check_pacing(pacing, "--")
-    tenths = 11 if pacing.levels else 10  # the last level is what comes after the last end
-    figures.show_curve(args, pacing.at, "difficulty", over, tenths)
+    # The last level is what comes after the last end.
+    figures.show_curve(args, pacing.at, "difficulty", over, tenths=11 if pacing.levels else 10)
 
 
 if __name__ == "__main__":

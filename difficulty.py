@@ -119,6 +119,7 @@ def sum_by_user(name: str, tokens: np.ndarray, lengths: np.ndarray, _: int) -> n
 
 def read_only(total: np.ndarray) -> np.ndarray:
     """What was summed, so that no user's function changes what the next batch is measured by."""
+    total = np.asarray(total)
     total.flags.writeable = False
     return total
 
@@ -146,8 +147,14 @@ def ask_user(
     return values
 
 
-def check_metrics(names: Sequence[str], seq_len: int, samples_kind: str, flag="--curriculum"):
-    """Refuse metrics that do not exist, that do not go together or with this kind of samples."""
+def check_metrics(
+    names: Sequence[str], seq_len: int, samples_kind: str, flag: str = "--curriculum"
+) -> None:
+    """Refuse metrics that do not exist, that do not go together or with this kind of samples.
+
+    Args: samples_kind rows | pieces | bert
+          flag         how the user named them, for messages
+    """
     for name in names:
         if ":" in name:
             load_function(name)

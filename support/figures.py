@@ -45,7 +45,8 @@ def show_curve(
 ) -> None:
     """Print a function of t at --at, or at tenths of the way to `over`; plot it on request."""
     if not all(0 <= t < 2**53 for t in args.at or ()):
-        raise ValueError(f"--at {args.at}: progress is a whole number from 0 to 2^53")
+        given = ",".join(map(str, args.at))
+        raise ValueError(f"--at {given}: whole numbers from 0 to 2^53")
     if args.plot:
         figure_for(args.plot)
     at = args.at or [over * tenth / 10 for tenth in range(tenths + 1)]

@@ -1,0 +1,70 @@
+"""Stores written token by token, so that documents may be anything, and their indexes.
+
+They have ten tokens: 0 to 3 make the text, 9 ends it, 7 is only held out, the others never occur.
+"""
+
+import json
+from functools import partial
+from itertools import accumulate, chain
+
+import numpy as np
+import torch
+
+import analyze
+import data
+import difficulty
+from difficulty import DifficultyIndex, fingerprint
+from support.runtime import Runtime
+from support.token_store import FORMAT
+
+ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
+ALL = ["length", "rarity", "rarity-mean", "length-rarity"]
+VOCABULARY, END = 10, 9
+
+
+def write_store(path, documents, tokenizer="by hand", held_out=1):
+    """A store of lists of token ids, which may be empty: prepare would leave those out."""
+    path.mkdir(parents=True)
+    ended = [[*ids, END] for ids in (*documents, *[[7, 7]] * held_out)]
+    tokens = np.array(list(chain(*ended)), np.uint16)
+    offsets = np.array([0, *accumulate(map(len, ended))], np.int64)
+    (path / "tokens.bin").write_bytes(tokens.tobytes())
+    (path / "documents.idx").write_bytes(offsets.tobytes())
+    meta = {"format": FORMAT, "tokens": len(tokens), "documents": len(ended)}
+    meta |= {"train_documents": len(documents), "train_tokens": int(offsets[len(documents)])}
+    meta |= {"dtype": "uint16", "vocab_size": VOCABULARY, "end_of_text": END}
+    meta |= {"tokenizer_fingerprint": tokenizer, "sha256": str([tokens.tolist(), offsets.tolist()])}
+    (path / "meta.json").write_text(json.dumps(meta))
+    return path
+
+
+def many_documents(count=40):
+    """Short and of few tokens, so that ties abound; some empty, some at the edges."""
+    random = np.random.default_rng(0)
+    drawn = [random.integers(0, 4, random.integers(0, 13)).tolist() for _ in range(count)]
+    return [[], [], *drawn, [1], [], []]
+
+
+def opener(store, kind="pieces", seq_len=8):
+    return partial(data.open_samples, str(store), kind, seq_len)
+
+
+def analyzed(folder, open_samples, names=("rarity",), ranks=ONE, workers=1):
+    """Analyze; what each index holds: {file of an index: bytes}."""
+    analyze.analyze(open_samples, list(names), folder, ranks, workers)
+    return contents(folder)
+
+
+def contents(folder):
+    files = (path for path in folder.rglob("*") if path.is_file())
+    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
+
+
+def opened(folder, open_samples, name):
+    return DifficultyIndex.open(folder / difficulty.label(name), fingerprint(open_samples(), name))
+
+
+def users(folder, source, name="mine"):
+    """A user's file of metrics, as --metric names one."""
+    (folder / "metrics.py").write_text(f"import os\nimport numpy as np\n{source}\n")
+    return f"{folder / 'metrics.py'}:{name}"

@@ -1,0 +1,89 @@
+"""One task for many items: in as many processes as it takes, which end with their parent."""
+
+import os
+import re
+import signal
+import time
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
+from pathlib import Path
+
+import pytest
+
+from support import parallel
+from support.parallel import Outcome, in_processes
+
+
+def pid_and_square(n):
+    return os.getpid(), n * n
+
+
+def squares(outcomes):
+    return [(outcome.item, outcome.result[1]) for outcome in outcomes]
+
+
+def test_in_this_process():
+    outcomes = list(in_processes(pid_and_square, [3, 1, 2], 1))
+    assert outcomes == [Outcome(n, (os.getpid(), n * n)) for n in (3, 1, 2)]
+    (alone,) = in_processes(pid_and_square, [3], 8)
+    assert alone.result[0] == os.getpid(), "one item needs no process of its own"
+
+
+@pytest.mark.dist
+def test_in_no_more_processes_than_items(monkeypatch):
+    asked = []
+
+    def recorded(number, **options):
+        asked.append(number)
+        return ProcessPoolExecutor(number, **options)
+
+    monkeypatch.setattr(parallel, "ProcessPoolExecutor", recorded)
+    outcomes = list(in_processes(pid_and_square, [3, 1, 2], 100_000))
+    assert asked == [3] and squares(outcomes) == [(3, 9), (1, 1), (2, 4)]
+    assert os.getpid() not in {outcome.result[0] for outcome in outcomes}
+
+
+def kill_worker(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.dist
+def test_a_worker_that_is_killed_is_one_line():
+    with pytest.raises(ValueError, match=r"^a worker was killed.* fewer --workers$"):
+        list(in_processes(kill_worker, [1, 2], 2))
+
+
+def sleep_in(folder):
+    (folder / str(os.getpid())).touch()
+    time.sleep(100)
+
+
+@pytest.mark.dist
+def test_workers_end_with_the_process_that_is_killed(tmp_path):
+    """Else they would wait for ever, and with them what they inherited: a lock, say."""
+
+    def start():
+        list(in_processes(sleep_in, [tmp_path, tmp_path], 2))
+
+    parent = get_context("fork").Process(target=start)
+    parent.start()
+    wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
+    workers = [Path("/proc", file.name) for file in tmp_path.iterdir()]
+    assert all(map(running, workers))
+    parent.kill()
+    parent.join()
+    wait_for(lambda: not any(map(running, workers)))
+
+
+def wait_for(condition):
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+
+
+def running(process):
+    try:
+        return not re.search(r"^State:\s+Z", (process / "status").read_text(), re.M)
+    except OSError:
+        return False
