@@ -1,7 +1,7 @@
 """All settings of a run: groups of flags, defaults by size, refusals, and which techniques exist.
 
 Settings stand beside the code that obeys them: a technique's in its module, the optimizer's in
-support/optim.py, the run's in support/run_folder.py. `Config` puts them together. A technique's
+support/optim.py, the run's in support/run.py. `Config` puts them together. A technique's
 first setting is its switch and takes its name (`--ltd`), the others take it as prefix
 (`--ltd-start`). No config files and no environment variables: a recipe is a shell line.
 
@@ -21,7 +21,8 @@ from model import SIZES, TransformerConfig
 from packing import PackConfig
 from support.flags import parser_of, table_of
 from support.optim import OptimConfig
-from support.run_folder import RunConfig, newest_run, saved_settings
+from support.run import RunConfig
+from support.run_folder import newest_run, saved_settings
 from support.settings import (
     flag,
     is_on,
@@ -109,6 +110,8 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Path | None]:
     given = parse(argv)
     if "run.resume" not in given:
         return build(given), None
+    if "model.init" in given:
+        raise ValueError("--init and --resume exclude each other: a resumed run has its weights")
     folder = Path(given["run.out"]) if "run.out" in given else newest_run()
     return build(resumed(Config, saved_settings(folder), given)), folder
 
@@ -152,16 +155,22 @@ def samples_kind(config: Config) -> str:
     return "pieces" if config.pack.on else "rows"
 
 
-def transformer_config(config: Config, vocab_size: int) -> TransformerConfig:
-    """The model's dimensions. Learned positions reach as far as --size says, rotary --seq-len."""
+def transformer_config(
+    config: Config, vocab_size: int, positions: int | None = None
+) -> TransformerConfig:
+    """The model's dimensions. Learned positions reach as far as --size says, rotary --seq-len.
+
+    Args: positions where published weights say how far theirs reach
+    """
     m = config.model
+    longest = config.data.seq_len if m.pos == "rope" else SIZES[m.size][3]
     return TransformerConfig(
         kind=m.model,
         layers=m.layers,
         heads=m.heads,
         width=m.width,
         mlp_width=m.mlp_width,
-        seq_len=config.data.seq_len if m.pos == "rope" else SIZES[m.size][3],
+        seq_len=positions or longest,
         vocab_size=vocab_size,
         pos=m.pos,
         dropout=m.dropout,
@@ -186,21 +195,17 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
     pairs = out_of_limits(config)
     if any(refused for refused, _ in pairs):
         return pairs  # what follows takes every number to be within its limits
-    run, model, optim = config.run, config.model, config.optim
+    model, optim = config.model, config.optim
     T, longest = config.data.seq_len, SIZES[model.size][3]
     pairs += [
         (
-            T > longest and model.pos == "learned",
+            T > longest and model.pos == "learned" and model.init is None,
             f"--seq-len {T} is above the {longest} positions of --size {model.size}:"
             " shorten it, or choose --pos rope",
         ),
         (
             model.size.startswith("bert") and model.model != "bert",
             f"--size {model.size} is a BERT: add --model bert, or choose a GPT's size",
-        ),
-        (
-            model.init is not None and run.resume is not None,
-            "--init and --resume exclude each other: a resumed run has its weights",
         ),
         (
             model.init is not None and model.pos == "rope",

@@ -77,7 +77,7 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
     """
     state = checkpoint.load(checkpoint.find(folder, which))
     settings = config.build(state["config"])
-    model = Transformer(config.transformer_config(settings, state["vocab_size"]))
+    model = Transformer(config.transformer_config(settings, **state["model_size"]))
     model.load_state_dict(state["model"])
     return settings, model.eval(), state
 

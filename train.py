@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 # Before torch loads OpenMP, whose threads wait spinning for milliseconds. Beside another torch
@@ -44,12 +45,13 @@ from support.micro_batch import micro_batch
 from support.optim import Optimizers, lr_at
 from support.progress import announce, log_step, progress_bar, show_part, show_step
 from support.rng import generator, seed_of
-from support.run_folder import Run
+from support.run import Run
+from support.run_folder import ModelSize, saved_model_size
 from support.runtime import Runtime, exit_cleanly, start
 from support.settings import techniques_on
 from support.stop_signal import Stopped, StopSignal
 from support.token_store import Store
-from support.tokenizer import byte_lengths, get_encoding, vocab_size
+from support.tokenizer import byte_lengths, get_encoding, store_encoding, vocab_size
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -59,7 +61,7 @@ def main(argv: list[str] | None = None) -> int:
     settings, data = open_data(settings, runtime)
     plan = Plan(settings, data.store, data.special_ids, runtime)
     evaluation = data.evaluation(settings, settings.run.eval_tokens)
-    model = new_model(settings, data.encoding, runtime)
+    model = new_model(settings, data.encoding, runtime, folder)
     trainer = assemble(settings, model, runtime, rows_at_once.count)
     stop = StopSignal()  # from here on; what came before is no loss
     run = Run(settings, runtime, folder, model, trainer.optimizers)
@@ -146,7 +148,7 @@ def open_data(settings: config.Config, runtime: Runtime) -> tuple[config.Config,
     name = d.tokenizer or "pd4k"
     path = d.data or runtime.on_rank0(lambda: str(embedded_store(name)))
     store = Store.open(path)
-    encoding = get_encoding(d.tokenizer or store.meta["tokenizer"])
+    encoding = get_encoding(d.tokenizer) if d.tokenizer else store_encoding(path, store.meta)
     store.check_tokenizer(encoding)
     settings = replace(settings, data=replace(d, tokenizer=encoding.name))
     special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
@@ -154,25 +156,22 @@ def open_data(settings: config.Config, runtime: Runtime) -> tuple[config.Config,
 
 
 def new_model(
-    settings: config.Config, encoding: tiktoken.Encoding, runtime: Runtime
+    settings: config.Config, encoding: tiktoken.Encoding, runtime: Runtime, folder: Path | None
 ) -> Transformer:
-    """A model with the weights that every run with this seed starts from, or those of --init."""
-    m = settings.model
-    rows = vocab_size(encoding, m.model)  # of the embedding
-    if m.init:
-        held = published.published_shape(m.init)["vocab_size"]
-        if held < rows:
-            raise ValueError(
-                f"--init {m.init} has {held} tokens, --tokenizer {settings.data.tokenizer} needs"
-                f" {rows}: choose the tokenizer it was trained with"
-            )
-        rows = held
-    else:
-        rows = -(-rows // 64) * 64  # matrix units work in tiles
+    """A model with the weights that every run with this seed starts from, or those of --init.
+
+    Args: folder of a run that goes on: it knows the model's size, and has other weights
+    """
+    init, needed = settings.model.init, vocab_size(encoding, settings.model.model)
+    size = ModelSize(-(-needed // 64) * 64)  # matrix units work in tiles
+    if folder:
+        size = saved_model_size(folder)
+    elif init:
+        size = published.size_for(init, needed, encoding.name, settings.data.seq_len)
     torch.manual_seed(seed_of(settings.run.seed, "weights"))
-    model = Transformer(config.transformer_config(settings, rows))
-    if m.init:
-        for name in published.load_published(model, m.init):
+    model = Transformer(config.transformer_config(settings, *size))
+    if init and not folder:
+        for name in published.load_published(model, init):
             runtime.say(f"--init left out {name}")
     return model
 

@@ -6,7 +6,7 @@ from typing import Any
 from tqdm import tqdm
 
 from support.clock import Clock
-from support.run_folder import Run
+from support.run import Run
 from support.token_store import Store
 
 

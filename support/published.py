@@ -128,6 +128,19 @@ def published_shape(path: str | Path) -> dict[str, str | int]:
     }
 
 
+def size_for(path: str | Path, needed: int, tokenizer: str, seq_len: int) -> tuple[int, int]:
+    """Rows of the file's embedding and how far its positions reach, if they suit a run.
+
+    Args:     needed    ids of the tokenizer that the model uses
+    Raises:   ValueError naming --tokenizer or --seq-len
+    """
+    published = published_shape(path)
+    check_vocabulary(path, published["vocab_size"], needed, tokenizer)
+    if seq_len > published["seq_len"]:
+        raise _refusal(path, f"has {published['seq_len']} positions, --seq-len {seq_len} is more")
+    return published["vocab_size"], published["seq_len"]
+
+
 def check_vocabulary(path: str | Path, held: int, needed: int, tokenizer: str) -> None:
     """Refuse weights of another vocabulary than the tokenizer's.
 
@@ -169,16 +182,15 @@ def remedy(published: dict[str, str | int], config: TransformerConfig) -> str:
 
 
 def flags(published: dict[str, str | int]) -> str:
-    """The flags that build the file's model. --size decides how far learned positions reach."""
+    """The flags that build the file's model, whose number of heads it does not tell."""
     dimensions = published["layers"], published["width"], published["seq_len"]
-    size = f"a --size of {published['seq_len']} positions, --layers {published['layers']}"
-    size += f" --width {published['width']} and its --heads"
+    size = f"--layers {published['layers']} --width {published['width']} and its --heads"
     for name, (layers, _, width, seq_len) in SIZES.items():
         if (layers, width, seq_len) == dimensions:
             size = f"--size {name}"
     if published["mlp_width"] != 4 * published["width"]:
         size += f", --mlp-width {published['mlp_width']}"
-    vocabulary = f"a vocabulary of {published['vocab_size']}"
+    vocabulary = f"{published['seq_len']} positions, a vocabulary of {published['vocab_size']}"
     return f"--model {published['kind']}, {size}, --pos learned, {vocabulary}"
 
 

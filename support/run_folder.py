@@ -1,187 +1,21 @@
-"""A run on disk: a folder with config.json, log.jsonl, checkpoints; how it is opened, and resumed.
+"""The folder of a run: which one, what it was started with. Its config.json never changes.
 
 A folder that holds a run is refused to another one.
 """
 
 import itertools
 import json
-import math
-from collections.abc import Iterator
-from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
-from torch import nn
-
-from support import checkpoint
-from support.clock import Clock
-from support.runtime import Log, Runtime, provenance
-from support.settings import flag, flattened
+from support.runtime import provenance
 
 
-@dataclass(frozen=True)
-class RunConfig:
-    out: str | None = flag(
-        None, "folder of the run: log, checkpoints, config (default: a new one)", free=True
-    )
-    resume: str | None = flag(
-        None,
-        "go on from a checkpoint of --out",
-        ("last", "previous", "best"),
-        without_value="last",
-        free=True,
-    )
-    seed: int = flag(1337, "decides the weights at the start, the order of data and every draw")
-    device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda", "mps"), free=True)
-    dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
-    compile: bool = flag(False, "compile each block with torch.compile", free=True)
-    eval_every: int | None = flag(
-        None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)", free=True
-    )
-    eval_tokens: int = flag(
-        32_768, "held-out tokens of an evaluation on the way", least=1, free=True
-    )
-    final_eval_tokens: int | None = flag(
-        None, "held-out tokens of the last evaluation (default: all, up to 1 M)", least=1, free=True
-    )
-    checkpoint_every: int | None = flag(
-        None, "tokens between checkpoints, 0 for the last only (default: a tenth)", free=True
-    )
-    keep: int = flag(2, "newest checkpoints to keep; the best is kept besides", least=1, free=True)
-    tensorboard: bool = flag(False, "write the log for TensorBoard too", free=True)
+class ModelSize(NamedTuple):
+    """What the settings do not tell of a model's size."""
 
-
-class Run:
-    """A run that is open: its folder, its log, its checkpoints, and where it stands.
-
-    Args: folder of a run that goes on from --resume's checkpoint; None makes a new one
-    """
-
-    def __init__(
-        self,
-        settings: Any,
-        runtime: Runtime,
-        folder: Path | None,
-        model: nn.Module,
-        optimizers: Any,
-    ):
-        self.settings, self.runtime = settings, runtime
-        self.model, self.optimizers = model, optimizers
-        self.clock, self.best = Clock(), math.inf
-        self.evaluation_due = False  # an evaluation of this clock was asked for and is not done
-        self.resumed_from: Path | None = None
-        self.saved_path, self.saved_step = "", -1
-        self.log: Log | None = None
-        self.log_size: int | None = None  # bytes to keep of a log that goes on
-        if folder is None:
-            self.folder = Path(runtime.on_rank0(self.create_folder))
-        else:
-            self.folder = folder
-            self.restore()
-
-    def create_folder(self) -> str:
-        s = self.settings
-        stem = f"runs/{s.model.model}-{s.model.size}"
-        return create_run_folder(s.run.out, stem, flattened(s))
-
-    def restore(self) -> None:
-        """Go on from the checkpoint that --resume names: weights, optimizers, clock, log.
-
-        Raises: ValueError if there is none, unless nothing was ever saved: then the run starts over
-        """
-        which = self.settings.run.resume
-        if not any(self.folder.glob("step-*.pt")) and which != "best":
-            self.start_over()
-            return
-        path = checkpoint.find(self.folder, which)
-        state = checkpoint.load(path)
-        try:
-            self.clock = Clock(**state["clock"])
-        except TypeError:
-            message = f"{path} is of an older version of train.py: start a new run"
-            raise ValueError(message) from None
-        self.model.load_state_dict(state["model"])
-        self.optimizers.load_state_dict(state["optimizers"])
-        self.best, self.log_size, self.resumed_from = state["best"], state["log_size"], path
-        self.evaluation_due = state["evaluation_due"]
-        self.saved_path, self.saved_step = str(path), self.clock.step
-
-    def start_over(self) -> None:
-        """A run that was killed before its first checkpoint begins again; no other one does."""
-        if (self.folder / "best.pt").exists():
-            raise ValueError(
-                f"--resume: {self.folder} has lost its step-*.pt, and best.pt is there: go on from"
-                " it with --resume best"
-            )
-        if any(line["event"] == "checkpoint" for line in self.logged()):
-            raise ValueError(
-                f"--resume: {self.folder} has lost its checkpoints: put one back, or start a new"
-                " run with another --out"
-            )
-        self.log_size = 0
-        self.runtime.say(f"{self.folder} was stopped before its first checkpoint: starting over")
-
-    def logged(self) -> Iterator[dict]:
-        """The lines of the log; one that a kill tore off is left out."""
-        file = self.folder / "log.jsonl"
-        for line in file.read_text().splitlines() if file.exists() else []:
-            with suppress(ValueError):
-                yield json.loads(line)
-
-    @property
-    def is_finished(self) -> bool:
-        """Whether the budget is consumed; the last evaluation may still be to do."""
-        return self.clock.consumed_tokens >= self.settings.optim.tokens
-
-    def is_complete(self) -> bool:
-        """Whether that is done too."""
-        lasts = (line.get("last", False) for line in self.logged() if line["event"] == "eval")
-        return self.is_finished and any(lasts)
-
-    @property
-    def resume_command(self) -> str:
-        return f"train.py --resume --out {self.folder}"
-
-    def about(self) -> dict:
-        """What opens the log and every checkpoint."""
-        vocab_size = self.model.config.vocab_size
-        return {"config": flattened(self.settings), "vocab_size": vocab_size, **provenance()}
-
-    def open_log(self) -> None:
-        run, is_rank0 = self.settings.run, self.runtime.is_rank0
-        self.log = Log(self.folder, is_rank0, run.tensorboard, self.log_size)
-        self.log.write("run", **self.about(), resumed_at=self.clock.step)
-        if self.resumed_from:  # its line was written after the log's size was taken
-            self.log_checkpoint()
-
-    def save(self, is_best: bool = False) -> None:
-        """Write a checkpoint, on rank 0, unless this step has one already.
-
-        Raises: ValueError if it cannot be written, or if a weight is not finite
-        """
-        if self.saved_step == self.clock.step and not is_best:
-            return
-        state = {
-            "model": self.model.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
-            "step": self.clock.step,
-            "clock": self.clock._asdict(),
-            "best": self.best,
-            "evaluation_due": self.evaluation_due,
-            "log_size": self.log.size(),
-            **self.about(),
-        }
-        keep, step = self.settings.run.keep, self.clock.step
-
-        def write() -> str:
-            return str(checkpoint.save(self.folder, state, step=step, keep=keep, best=is_best))
-
-        self.saved_path, self.saved_step = self.runtime.on_rank0(write), step
-        self.log_checkpoint()
-
-    def log_checkpoint(self) -> None:
-        self.log.write("checkpoint", step=self.clock.step, file=Path(self.saved_path).name)
+    vocab_size: int  # rows of the embedding
+    positions: int | None = None  # that published weights reach to
 
 
 def newest_run() -> Path:
@@ -203,7 +37,12 @@ def saved_settings(folder: Path) -> dict:
         raise ValueError(f"--resume: {folder}/config.json is damaged ({error})") from None
 
 
-def create_run_folder(out: str | None, stem: str, settings: dict) -> str:
+def saved_model_size(folder: Path) -> ModelSize:
+    """The size of the model of the run in this folder."""
+    return ModelSize(**json.loads((folder / "config.json").read_text())["model_size"])
+
+
+def create_run_folder(out: str | None, stem: str, settings: dict, size: ModelSize) -> str:
     """Make the folder `out`, or else the first of stem-1, stem-2, ... that is free.
 
     Raises: ValueError if `out` holds a run already
@@ -215,7 +54,8 @@ def create_run_folder(out: str | None, stem: str, settings: dict) -> str:
         if (folder / "config.json").exists() or (folder / "log.jsonl").exists():
             raise ValueError(f"--out {folder} holds a run already: name another, or add --resume")
         folder.mkdir(parents=True, exist_ok=True)
-    text = json.dumps({"config": settings, **provenance()}, indent=2)
+    about = {"config": settings, "model_size": size._asdict(), **provenance()}
+    text = json.dumps(about, indent=2)
     (folder / "config.json").write_text(text)
     return str(folder)
 

@@ -49,7 +49,6 @@ REFUSED = {
     "--pos learned --seq-len 512": r"--seq-len 512 is above the 256 positions of --size nano.*rope",
     "--size bert-base": r"--size bert-base is a BERT: add --model bert",
     "--init w.pt --pos rope": r"--init and --pos rope exclude each other",
-    "--init w.pt --resume": r"--init and --resume exclude each other",
     "--batch-tokens 1000": r"--batch-tokens 1000 is not a multiple of --seq-len 256.*768 and 1024",
     "--lr 0": r"--lr 0.0 must be above 0",
     "--min-lr 2": r"--min-lr 2.0 must be at least 0 and at most 1",
@@ -194,3 +193,8 @@ def test_a_technique_is_registered_by_one_line():
     assert list(techniques_of(Config)) == ["curriculum", "ltd", "pack"]
     assert [is_on(build("--ltd"), name) for name in techniques_of(Config)] == [False, True, False]
     assert techniques_on(build("")) == []
+
+
+def test_init_is_for_a_start_and_resume_for_a_run_that_has_its_weights():
+    with pytest.raises(ValueError, match="--init and --resume exclude each other"):
+        config.parse_or_resume(["--init", "w.pt", "--resume"])

@@ -299,14 +299,13 @@ def test_the_fitting_size_is_named(name):
     kind = "bert" if name.startswith("bert") else "gpt"
     sizes = dict(width=width, mlp_width=4 * width, vocab_size=7, seq_len=seq_len)
     found = dict(kind=kind, layers=layers) | sizes
-    expected = f"--model {kind}, --size {name}, --pos learned, a vocabulary of 7"
+    expected = (
+        f"--model {kind}, --size {name}, --pos learned, {seq_len} positions, a vocabulary of 7"
+    )
     assert published.flags(found) == expected
     assert f"--size {name}, --mlp-width 3," in published.flags(found | dict(mlp_width=3))
     found["width"] += 64
-    other = (
-        f"a --size of {seq_len} positions, --layers {layers} --width {width + 64} and its --heads"
-    )
-    assert other in published.flags(found)
+    assert f"--layers {layers} --width {width + 64} and its --heads" in published.flags(found)
 
 
 def test_the_command_says_what_the_file_holds(tmp_path, capsys):
@@ -315,7 +314,10 @@ def test_the_command_says_what_the_file_holds(tmp_path, capsys):
     printed = capsys.readouterr().out
     assert printed.count("\n") == 1
     assert "'layers': 2, 'width': 16, 'mlp_width': 64, 'vocab_size': 50, 'seq_len': 12" in printed
-    assert "--model bert, a --size of 12 positions, --layers 2 --width 16" in printed
+    assert (
+        "--model bert, --layers 2 --width 16 and its --heads, --pos learned, 12 positions"
+        in printed
+    )
 
 
 # Files that do not fit: one line that says what, and a model as it was
@@ -404,8 +406,8 @@ MISFITS = {
     "no positions": ("bert", {WORDS: torch.ones(50)}, {}, "has no matrix embeddings.word_embedd"),
 }
 REMEDIES = {
-    "rows too long": "a --size of 12 positions",
-    "rows too short": "a --size of 12 positions",
+    "rows too long": "12 positions",
+    "rows too short": "12 positions",
     "rotary": "--pos learned",
     "rotary bert": "--pos learned",
     "vocabulary": "a vocabulary of 50",

@@ -16,9 +16,10 @@ import curriculum
 import ltd
 import packing
 import plan
+import sample
 import train
 from evaluate import Evaluation
-from model import Transformer
+from model import Transformer, TransformerConfig
 from support import checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -318,6 +319,41 @@ def test_a_non_finite_step_stops_before_the_weights_move(run, tmp_path, monkeypa
     assert log[-1]["step"] == 6
     state = checkpoint.load(checkpoint.find(tmp_path / "run", "last"))
     assert all(torch.isfinite(value).all() for value in state["model"].values())
+
+
+def published_file(path, rows, positions=48):
+    """Weights in GPT-2's layout: 4 layers of width 32, so many rows of the embedding."""
+    shape = TransformerConfig("gpt", 4, 2, 32, 128, positions, rows)
+    state = Transformer(shape).state_dict()
+    for name, value in state.items():
+        if name.startswith("h.") and value.dim() == 2:
+            state[name] = value.T.contiguous()
+    torch.save(state, path)
+    return path
+
+
+def test_published_weights_of_a_size_of_their_own_start_a_run_that_resumes(run, tmp_path, capsys):
+    """48 positions are in no --size; the file is not needed any more when the run goes on."""
+    file = published_file(tmp_path / "gpt.pt", rows=257)
+    whole = metrics(run(f"--init {file}", out="whole"))
+    assert metrics(run(out="random"))[0]["loss"] != whole[0]["loss"]
+    file.unlink()
+    for checkpoint_file in sorted((tmp_path / "whole").glob("step-*.pt"))[-1:]:
+        checkpoint_file.unlink()
+    assert train.main(["--resume", "--out", "whole"]) == 0
+    assert metrics(read_log(tmp_path / "whole")) == whole
+    sample.main([str(tmp_path / "whole"), "--tokens", "3"])
+    with pytest.raises(ValueError, match="has 48 positions, --seq-len 64 is more"):
+        run(f"--init {published_file(file, 257)} --seq-len 64", out="long")
+
+
+@pytest.mark.parametrize("rows", [256, 321, 50_257])
+def test_published_weights_of_another_vocabulary_are_refused(run, tmp_path, rows):
+    file = published_file(tmp_path / "gpt.pt", rows)
+    said = rf"has a vocabulary of {rows:,}, and --tokenizer bytes one of 257 \(padded: 320\)"
+    with pytest.raises(ValueError, match=said):
+        run(f"--init {file}")
+    assert not (tmp_path / "run").exists()
 
 
 BAD = {

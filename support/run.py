@@ -1,0 +1,186 @@
+"""An open run: its settings, its folder and log, its checkpoints, and how it goes on from one."""
+
+import json
+import math
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from support import checkpoint
+from support.clock import Clock
+from support.run_folder import ModelSize, create_run_folder
+from support.runtime import Log, Runtime, provenance
+from support.settings import flag, flattened
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    out: str | None = flag(
+        None, "folder of the run: log, checkpoints, config (default: a new one)", free=True
+    )
+    resume: str | None = flag(
+        None,
+        "go on from a checkpoint of --out",
+        ("last", "previous", "best"),
+        without_value="last",
+        free=True,
+    )
+    seed: int = flag(1337, "decides the weights at the start, the order of data and every draw")
+    device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda", "mps"), free=True)
+    dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
+    compile: bool = flag(False, "compile each block with torch.compile", free=True)
+    eval_every: int | None = flag(
+        None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)", free=True
+    )
+    eval_tokens: int = flag(
+        32_768, "held-out tokens of an evaluation on the way", least=1, free=True
+    )
+    final_eval_tokens: int | None = flag(
+        None, "held-out tokens of the last evaluation (default: all, up to 1 M)", least=1, free=True
+    )
+    checkpoint_every: int | None = flag(
+        None, "tokens between checkpoints, 0 for the last only (default: a tenth)", free=True
+    )
+    keep: int = flag(2, "newest checkpoints to keep; the best is kept besides", least=1, free=True)
+    tensorboard: bool = flag(False, "write the log for TensorBoard too", free=True)
+
+
+class Run:
+    """A run that is open: its folder, its log, its checkpoints, and where it stands.
+
+    Args: folder of a run that goes on from --resume's checkpoint; None makes a new one
+    """
+
+    def __init__(
+        self,
+        settings: Any,
+        runtime: Runtime,
+        folder: Path | None,
+        model: nn.Module,
+        optimizers: Any,
+    ):
+        self.settings, self.runtime = settings, runtime
+        self.model, self.optimizers = model, optimizers
+        self.clock, self.best = Clock(), math.inf
+        self.evaluation_due = False  # an evaluation of this clock was asked for and is not done
+        self.resumed_from: Path | None = None
+        self.saved_path, self.saved_step = "", -1
+        self.log: Log | None = None
+        self.log_size: int | None = None  # bytes to keep of a log that goes on
+        if folder is None:
+            self.folder = Path(runtime.on_rank0(self.create_folder))
+        else:
+            self.folder = folder
+            self.restore()
+
+    def create_folder(self) -> str:
+        s = self.settings
+        stem = f"runs/{s.model.model}-{s.model.size}"
+        return create_run_folder(s.run.out, stem, flattened(s), self.model_size())
+
+    def restore(self) -> None:
+        """Go on from the checkpoint that --resume names: weights, optimizers, clock, log.
+
+        Raises: ValueError if there is none, unless nothing was ever saved: then the run starts over
+        """
+        which = self.settings.run.resume
+        if not any(self.folder.glob("step-*.pt")) and which != "best":
+            self.start_over()
+            return
+        path = checkpoint.find(self.folder, which)
+        state = checkpoint.load(path)
+        try:
+            self.clock = Clock(**state["clock"])
+        except TypeError:
+            message = f"{path} is of an older version of train.py: start a new run"
+            raise ValueError(message) from None
+        self.model.load_state_dict(state["model"])
+        self.optimizers.load_state_dict(state["optimizers"])
+        self.best, self.log_size, self.resumed_from = state["best"], state["log_size"], path
+        self.evaluation_due = state["evaluation_due"]
+        self.saved_path, self.saved_step = str(path), self.clock.step
+
+    def start_over(self) -> None:
+        """A run that was killed before its first checkpoint begins again; no other one does."""
+        if (self.folder / "best.pt").exists():
+            raise ValueError(
+                f"--resume: {self.folder} has lost its step-*.pt, and best.pt is there: go on from"
+                " it with --resume best"
+            )
+        if any(line["event"] == "checkpoint" for line in self.logged()):
+            raise ValueError(
+                f"--resume: {self.folder} has lost its checkpoints: put one back, or start a new"
+                " run with another --out"
+            )
+        self.log_size = 0
+        self.runtime.say(f"{self.folder} was stopped before its first checkpoint: starting over")
+
+    def logged(self) -> Iterator[dict]:
+        """The lines of the log; one that a kill tore off is left out."""
+        file = self.folder / "log.jsonl"
+        for line in file.read_text().splitlines() if file.exists() else []:
+            with suppress(ValueError):
+                yield json.loads(line)
+
+    @property
+    def is_finished(self) -> bool:
+        """Whether the budget is consumed; the last evaluation may still be to do."""
+        return self.clock.consumed_tokens >= self.settings.optim.tokens
+
+    def is_complete(self) -> bool:
+        """Whether that is done too."""
+        lasts = (line.get("last", False) for line in self.logged() if line["event"] == "eval")
+        return self.is_finished and any(lasts)
+
+    @property
+    def resume_command(self) -> str:
+        return f"train.py --resume --out {self.folder}"
+
+    def model_size(self) -> ModelSize:
+        shape = self.model.config
+        learned = self.settings.model.pos == "learned"
+        return ModelSize(shape.vocab_size, shape.seq_len if learned else None)
+
+    def about(self) -> dict:
+        """What opens the log and every checkpoint."""
+        size = self.model_size()._asdict()
+        return {"config": flattened(self.settings), "model_size": size, **provenance()}
+
+    def open_log(self) -> None:
+        run, is_rank0 = self.settings.run, self.runtime.is_rank0
+        self.log = Log(self.folder, is_rank0, run.tensorboard, self.log_size)
+        self.log.write("run", **self.about(), resumed_at=self.clock.step)
+        if self.resumed_from:  # its line was written after the log's size was taken
+            self.log_checkpoint()
+
+    def save(self, is_best: bool = False) -> None:
+        """Write a checkpoint, on rank 0, unless this step has one already.
+
+        Raises: ValueError if it cannot be written, or if a weight is not finite
+        """
+        if self.saved_step == self.clock.step and not is_best:
+            return
+        state = {
+            "model": self.model.state_dict(),
+            "optimizers": self.optimizers.state_dict(),
+            "step": self.clock.step,
+            "clock": self.clock._asdict(),
+            "best": self.best,
+            "evaluation_due": self.evaluation_due,
+            "log_size": self.log.size(),
+            **self.about(),
+        }
+        keep, step = self.settings.run.keep, self.clock.step
+
+        def write() -> str:
+            return str(checkpoint.save(self.folder, state, step=step, keep=keep, best=is_best))
+
+        self.saved_path, self.saved_step = self.runtime.on_rank0(write), step
+        self.log_checkpoint()
+
+    def log_checkpoint(self) -> None:
+        self.log.write("checkpoint", step=self.clock.step, file=Path(self.saved_path).name)
