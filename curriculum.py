@@ -245,7 +245,7 @@ def parse_metrics(config: CurriculumConfig, seq_len: int) -> tuple[MetricSetting
         pacing = parse_pace(pace or ("linear" if is_length else "root:2"))
         if pacing.levels and (start or share):
             given = f"start {start}" if start else f"share {share}"
-            raise ValueError(f"--curriculum-{given} has no effect beside {pace}: leave it empty")
+            raise ValueError(f"--curriculum-{given} has no effect beside {pace}: leave it out")
         if by_value and not (start or pacing.levels):
             raise ValueError("--curriculum-by value needs --curriculum-start, in the metric's unit")
         start = number(start or (quarter if is_length else 1), "--curriculum-start", int)

@@ -68,22 +68,26 @@ def test_workers_end_with_the_process_that_is_killed(tmp_path):
     parent = get_context("fork").Process(target=start)
     parent.start()
     wait_for(lambda: len(list(tmp_path.iterdir())) == 2)
-    workers = [Path("/proc", file.name) for file in tmp_path.iterdir()]
-    assert all(map(running, workers))
-    parent.kill()
-    parent.join()
-    wait_for(lambda: not any(map(running, workers)))
+    workers = [int(file.name) for file in tmp_path.iterdir()]
+    try:
+        assert all(map(running, workers))
+        parent.kill()
+        parent.join()
+        wait_for(lambda: not any(map(running, workers)))
+    finally:
+        for worker in filter(running, workers):
+            os.kill(worker, signal.SIGKILL)
 
 
 def wait_for(condition):
-    deadline = time.monotonic() + 30
+    deadline = time.monotonic() + 20
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.01)
 
 
-def running(process):
+def running(pid):
     try:
-        return not re.search(r"^State:\s+Z", (process / "status").read_text(), re.M)
+        return not re.search(r"^State:\s+Z", Path(f"/proc/{pid}/status").read_text(), re.M)
     except OSError:
         return False
