@@ -21,6 +21,7 @@ from model import SIZES, TransformerConfig
 from packing import PackConfig
 from support.flags import parser_of, table_of
 from support.optim import OptimConfig
+from support.recipes import with_defaults
 from support.run import RunConfig
 from support.run_folder import newest_run, saved_settings
 from support.settings import (
@@ -87,19 +88,6 @@ class Config:
     pack: PackConfig = technique(PackConfig)
 
 
-# tokens, batch_tokens, lr. nano: measured here (CHANGELOG). GPT: GPT-3's batch and learning rate
-# (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT: arXiv 1810.04805.
-RECIPES = {
-    "nano": (800_000, 2_048, 1e-2),
-    "124M": (2_500_000_000, 524_288, 6e-4),
-    "350M": (7_000_000_000, 524_288, 3e-4),
-    "774M": (15_500_000_000, 524_288, 2.5e-4),
-    "1.3B": (26_000_000_000, 1_048_576, 2e-4),
-    "bert-base": (2_200_000_000, 131_072, 1e-4),
-    "bert-large": (6_800_000_000, 131_072, 1e-4),
-}
-
-
 def parse(argv: list[str]) -> dict[str, Any]:
     """The settings given on the command line, {"group.field": value}; ValueError for a bad one."""
     return vars(parser_of(Config, "train.py", "Pretrain a GPT or a BERT.").parse_args(argv))
@@ -124,28 +112,6 @@ def build(settings: dict[str, Any]) -> Config:
             config = replace(config, **{name: entry.with_defaults(config)})
     check(config)
     return config
-
-
-def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
-    """Fill in what was left to --size, and what follows from other settings."""
-    s = {name: value for name, value in settings.items() if value is not None}
-    size = s.setdefault("model.size", "nano")
-    layers, heads, width, seq_len = SIZES[size]
-    tokens, batch_tokens, lr = RECIPES[size]
-    s.setdefault("model.layers", layers)
-    s.setdefault("model.heads", heads)
-    s.setdefault("model.width", width)
-    s.setdefault("model.mlp_width", 4 * s["model.width"])
-    rope = size == "nano" and "model.init" not in s
-    s.setdefault("model.pos", "rope" if rope else "learned")
-    s.setdefault("data.seq_len", seq_len)
-    s.setdefault("optim.tokens", tokens)
-    s.setdefault("optim.batch_tokens", max(batch_tokens, s["data.seq_len"]))
-    s.setdefault("optim.lr", lr)
-    s.setdefault("optim.warmup_tokens", s["optim.tokens"] // 50)
-    s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))
-    s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
-    return s
 
 
 def samples_kind(config: Config) -> str:

@@ -37,7 +37,8 @@ def extended(tmp_path_factory):
     for folder in ("support", "kernels", "corpus"):
         shutil.copytree(ROOT / folder, copy / folder, ignore=shutil.ignore_patterns("__pycache__"))
     (copy / "tests").mkdir()
-    shutil.copy2(ROOT / "tests" / "conftest.py", copy / "tests")
+    for name in ("conftest.py", "test_budget.py", "test_architecture.py"):
+        shutil.copy2(ROOT / "tests" / name, copy / "tests")
     for file, text in blocks("python"):
         (copy / file).write_text(text)
     for file, hunk in blocks("diff"):
@@ -79,11 +80,23 @@ def test_the_example_trains_on_two_ranks_as_on_one(extended, store_dir):
     assert re.search(r"saved: \d+\.\d% of layer-tokens", out)
 
 
-def test_the_examples_own_test_passes_there(extended):
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "tests"]
-    done = subprocess.run(command, cwd=extended, capture_output=True, text=True)
+def test_the_examples_own_test_passes_there_and_so_do_the_checks(extended):
+    pytest_there = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider"]
+    done = subprocess.run(
+        [*pytest_there, "tests/test_skip.py"], cwd=extended, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stdout
     assert done.stdout.startswith("... "), "three tests passed"
+    files = ["skip.py", "config.py", "tests/test_skip.py"]
+    ruff = [sys.executable, "-m", "ruff"]
+    checks = [
+        [*ruff, "check", *files],
+        [*ruff, "format", "--check", *files],
+        [*pytest_there, "tests/test_budget.py", "tests/test_architecture.py"],
+    ]
+    for command in checks:
+        done = subprocess.run(command, cwd=extended, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
 
 
 def test_help_and_refusals_follow_from_the_line(extended):
