@@ -53,6 +53,9 @@ BERT = {
     "bert seqlen,rarity": "--model bert --pack --curriculum seqlen,rarity",
 }
 RECIPES = TECHNIQUES | ROWS | PIECES | BERT
+# Where in a step its learning rate is taken. Records without this took it at the end; they do not
+# compare with those that have it.
+LR_OF = "middle"
 
 
 def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:
@@ -70,6 +73,7 @@ def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:
         "recipe": recipe,
         "flags": " ".join(flags),
         "seed": seed,
+        "lr_of": LR_OF,
         "val_bpb": round(final["val_bpb"], 4),
         "held_out_bytes": final["bytes"],
         "steps": last["step"],

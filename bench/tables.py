@@ -6,7 +6,8 @@ baseline gets the tokens that it would have read in the recipe's seconds (result
 loss at that budget lies between measured budgets (plain at --tokens 900K), and is interpolated
 linearly in the logarithm of tokens, seed by seed. A cost within half a percent counts as none. All
 steps of a packed run cost the same, so where none was timed the cost is the ratio of the numbers of
-steps.
+steps. Runs that took the learning rate at the end of a step (docs/curriculum.md's) and in its
+middle (README.md's) are not compared with each other.
 
     python bench/tables.py                                        # markdown, to paste
 """
@@ -26,10 +27,12 @@ def records(name: str) -> list[dict]:
     return [json.loads(line) for line in (ROOT / "results" / name).read_text().splitlines()]
 
 
-def measured(what: str) -> dict[str, dict[int, dict[int, float]]]:
+def measured(what: str, lr_of: str) -> dict[str, dict[int, dict[int, float]]]:
     """recipe -> seed -> budget -> a number of its record; of several records the newest counts."""
     values: dict[str, dict[int, dict[int, float]]] = {}
     for record in records("ablate.jsonl"):
+        if record.get("lr_of", "end") != lr_of:
+            continue
         budget = round(record["consumed_tokens"], -4)  # the last step goes a little past it
         seeds = values.setdefault(record["recipe"], {})
         seeds.setdefault(record["seed"], {})[budget] = record[what]
@@ -54,9 +57,12 @@ def spread(values: list[float], sign: str = "") -> str:
     return f"{mean} ({min(values):{sign}.3f} to {max(values):{sign}.3f})"
 
 
-def table(recipes: list[str], base: str) -> str:
-    """A row for each recipe: the mean over seeds, with the least and the most."""
-    losses, steps = measured("val_bpb"), measured("steps")
+def table(recipes: list[str], base: str, lr_of: str) -> str:
+    """A row for each recipe: the mean over seeds, with the least and the most.
+
+    Args: lr_of end | middle: where in a step its learning rate was taken
+    """
+    losses, steps = measured("val_bpb", lr_of), measured("steps", lr_of)
     cost = {r["recipe"]: r["to_plain_min_median_max"][1] for r in records("cost.jsonl")}
     rows = [
         f"| flags | bits per byte | to {base}, equal tokens | cost | equal seconds | seeds |",
@@ -86,10 +92,16 @@ def table(recipes: list[str], base: str) -> str:
 
 
 def main() -> None:
-    print(table(["plain", "curriculum", *ROWS], "plain"), "\n")
-    print(table(["pack", *PIECES], "pack"), "\n")
-    print(table(list(BERT), "bert"), "\n")
-    print(table(["plain", "curriculum", "ltd", "pack", "all"], "plain"))
+    print("docs/curriculum.md\n")
+    print(table(["plain", "curriculum", *ROWS], "plain", "end"), "\n")
+    print(table(["pack", *PIECES], "pack", "end"), "\n")
+    print(table(list(BERT), "bert", "end"), "\n")
+    print("README.md\n")
+    print(
+        table(
+            ["plain", "curriculum", "ltd", "pack", "pack seqlen,rarity", "all"], "plain", "middle"
+        )
+    )
 
 
 if __name__ == "__main__":
