@@ -4,7 +4,7 @@ PYTHON ?= python
 STRUCTURE = tests/test_budget.py tests/test_architecture.py tests/test_readme.py
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check bench
+.PHONY: help train test check bench gpu
 
 help:  ## this list
 	@awk -F ':  ## ' '/^[a-z]+:  ## / { printf "%-7s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -20,7 +20,12 @@ check:  ## what a change must pass besides its tests: lint, format, size, import
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pytest $(STRUCTURE)
 
-bench:  ## rates of prepare and analyze; a training step (NANOGPT=folder of nanoGPT to compare with)
-	$(PYTHON) bench/prepare.py corpus/pd-mix.jsonl.gz
-	$(PYTHON) bench/curriculum.py
+bench:  ## rates of prepare, analysis and sampling; kernels; a training step (NANOGPT=its clone)
+	$(PYTHON) bench/prepare_rate.py corpus/pd-mix.jsonl.gz
+	$(PYTHON) bench/analysis.py
+	$(PYTHON) bench/sampling.py
+	$(PYTHON) bench/kernels.py
 	$(PYTHON) bench/step.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
+
+gpu:  ## every test and bench that needs a GPU; records in results/gpu-*.jsonl
+	bash bench/gpu.sh
