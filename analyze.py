@@ -178,6 +178,8 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
     Args: folder where the indexes lie; by default in the store
     """
     names = [name for name in names if name not in LENGTHS]
+    if not names:
+        return Rankings({})
     store, kind, seq_len = str(samples.store.path), samples.kind, samples.seq_len
     prints = {name: difficulty.fingerprint(samples, name) for name in names}
     at = difficulty.index_folder(folder, store, kind, seq_len)

@@ -463,8 +463,8 @@ def test_ready_makes_a_store_of_just_that_size(store, monkeypatch):
     assert analyze.ready(samples, ["rarity"], None, ONE)
 
 
-def test_a_length_needs_no_index(store):
-    assert analyze.ready(opener(store)(), ["seqlen"], None, ONE) == {}
+def test_a_length_needs_no_index_and_no_other_rank(store):
+    assert analyze.ready(opener(store)(), ["seqlen"], None, replace(ONE, world_size=2)) == {}
     assert not (store / "curriculum").exists()
 
 
