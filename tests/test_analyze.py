@@ -1,5 +1,7 @@
 """Analysis: values and order of a plain loop, that no shard, worker, rank or kill changes."""
 
+import contextlib
+import io
 import json
 import math
 import os
@@ -7,7 +9,7 @@ import re
 import shlex
 import shutil
 import signal
-import subprocess
+import socket
 import sys
 import tempfile
 from collections import Counter
@@ -202,25 +204,33 @@ def test_a_mistake_on_one_rank_is_said_on_both_and_costs_one_shard(tmp_path, mon
     assert contents(tmp_path / "two") == whole
 
 
+def command_as_torchrun_starts_it(rank, port, argv):
+    """One of two ranks, with the environment that torchrun gives it; returns what it prints."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        analyze.main(argv)
+    dist.destroy_process_group()
+    return out.getvalue()
+
+
 @pytest.mark.dist
-def test_the_command_on_two_ranks_of_torchrun(store_dir, tmp_path):
+def test_the_command_on_two_ranks(store_dir, tmp_path):
     """Rows of one token: three shards of 2^18 samples or less, and nearly all of them ties."""
-    name = users(
-        tmp_path, "def mine(tokens, lengths): return len(lengths) * [int(os.environ['RANK'])]"
-    )
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    flags = ["--samples", "rows", "--seq-len", "1", "--metric", f"rarity,{name}"]
-    done = subprocess.run(
-        [*launch, ROOT / "analyze.py", store_dir, *flags, "--out", tmp_path / "two"],
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.count("percentile") == 1
+    rank_of = "def mine(tokens, lengths): return len(lengths) * [int(os.environ['RANK'])]"
+    name = users(tmp_path, rank_of)
+    argv = [str(store_dir), "--samples", "rows", "--seq-len", "1", "--metric", f"rarity,{name}"]
+    argv += ["--out", str(tmp_path / "two")]
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        ranks = [pool.submit(command_as_torchrun_starts_it, r, port, argv) for r in range(2)]
+        first, second = (rank.result(timeout=60) for rank in ranks)
+    assert first.count("percentile") == 1 and second == ""
     open_samples, folder = opener(store_dir, "rows", 1), tmp_path / "two" / "rows-1"
-    ranks = opened(folder, open_samples, name).values
-    assert (np.flatnonzero(np.diff(ranks)) + 1).tolist() == [2**18, 2**19]
-    assert ranks[:: 2**18].tolist() == [0, 1, 0]
+    measured_by = opened(folder, open_samples, name).values
+    assert (np.flatnonzero(np.diff(measured_by)) + 1).tolist() == [2**18, 2**19]
+    assert measured_by[:: 2**18].tolist() == [0, 1, 0]
     one = analyzed(tmp_path / "one", open_samples)
     assert one.items() <= contents(folder).items()
 
@@ -453,8 +463,8 @@ def test_ready_makes_a_store_of_just_that_size(store, monkeypatch):
     assert analyze.ready(samples, ["rarity"], None, ONE)
 
 
-def test_a_length_needs_no_index(store):
-    assert analyze.ready(opener(store)(), ["seqlen"], None, ONE) == {}
+def test_a_length_needs_no_index_and_no_other_rank(store):
+    assert analyze.ready(opener(store)(), ["seqlen"], None, replace(ONE, world_size=2)) == {}
     assert not (store / "curriculum").exists()
 
 
