@@ -58,7 +58,7 @@ def pace(t: float, over: float, start: int, end: int, degree: float = 1, multipl
     Args:     degree   p: 1 is linear, 2 the square root; above 1 it grows fast at first
               multiple values on the way are rounded down to one of these
     Returns:  a value in start..end, exactly `end` from t = over on
-    Deviates: by rounding, DeepSpeed (data_sampling/curriculum_scheduler.py) can fall below `start`
+    Deviates: by rounding, DeepSpeed (data_pipeline/curriculum_scheduler.py) can fall below `start`
               and reach `end` late
     Example:  pace(1, 300, 64, 1024, degree=2, multiple=8) == 112, from 119.4;
               pace(27, 49, 1, 50) == 27, from 27.999999999999996: the order of operations is fixed
@@ -73,7 +73,7 @@ def discrete(t: float, levels: tuple[int, ...], until: tuple[float, ...]) -> int
     """Difficulty by levels: number i while t <= until[i], the last one afterwards.
 
     Deviates: levels may go down again, and the last one need not be the highest. DeepSpeed
-              (data_sampling/curriculum_scheduler.py, update_difficulty) stops at its maximum: a
+              (data_pipeline/curriculum_scheduler.py, update_difficulty) stops at its maximum: a
               level that comes after that one is never taken
     Example:  [discrete(t, (64, 128, 256), (10, 25)) for t in (10, 11, 26)] == [64, 128, 256]
     """

@@ -22,7 +22,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
-FOLDERS = ("bench", "corpus", "docs", "kernels", "results", "tests")
+FOLDERS = ("bench", "corpus", "docs", "kernels", "results", "support", "tests")
 
 FIRST_SCREEN = 40  # rows
 ENVIRONMENT = "python3 -m venv .venv && . .venv/bin/activate && "
