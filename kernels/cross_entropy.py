@@ -108,7 +108,7 @@ def linear_cross_entropy(
              bias    (V,) float, or None
              targets (N,) int64; a row whose target is IGNORE counts for nothing
              impl    auto | reference | chunked; auto takes the chunked form on every device: it
-                     needs less memory, and on a CPU half the time (results/kernels.jsonl)
+                     needs less memory, and on a CPU less time (results/kernels.jsonl)
     Returns: scalar; of the chunked form float32, unless x is float64
     Raises:  ValueError if impl is none of these
     Cost:    three products of N C V each, forward and backward together; the chunked form adds one
