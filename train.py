@@ -63,13 +63,12 @@ def main(argv: list[str] | None = None) -> int:
     evaluation = data.evaluation(settings, settings.run.eval_tokens)
     model = new_model(settings, data.encoding, runtime, folder)
     trainer = assemble(settings, model, runtime, rows_at_once.count)
-    # from here on a signal waits for the step's end; what came before is no loss
-    stop = StopSignal(tqdm.write if runtime.is_rank0 else lambda line: None)
     run = Run(settings, runtime, folder, model, trainer.optimizers)
     if runtime.on_rank0(run.is_complete):
         runtime.say(f"{run.folder} is finished: its {settings.optim.tokens} tokens are consumed")
-        stop.close()
         return 0
+    # from here on a signal waits until the run can be saved; what came before is no loss
+    stop = StopSignal(tqdm.write if runtime.is_rank0 else lambda line: None)
     run.open_log()
     announce(run, data.store, rows_at_once.why)
     bar = progress_bar(run)

@@ -17,9 +17,7 @@ class Clock(NamedTuple):
     """Where a run stands. Everything scheduled is a function of this, the settings and the seed."""
 
     step: int = 0
-    consumed_tokens: int = (
-        0  # the budget's unit: real tokens, scaled by the layers they ran through
-    )
+    consumed_tokens: int = 0  # the budget's unit, see effective_tokens
     real_tokens: int = 0  # tokens that were read, a BERT's [CLS] and [SEP] included, padding not
     layer_tokens: int = 0  # positions times the layers they went through, padding included
     positions: int = 0  # of all rows, padding included
@@ -67,8 +65,8 @@ def effective_tokens(rows: np.ndarray, context: np.ndarray, tokens_by_layer: lis
              tokens_by_layer (L,) tokens of a full row that each layer sees
     Returns: sum over rows of floor((n - context) sum_l min(n, K_l) / (L n)), which is B a when
              rows are full
-    Example: rows [256, 256], no context, layers [256, 128, 128, 128, 128, 256]:
-             2 * floor(1024 / 6) == 340; a row of 100 tokens counts whole there
+    Example: two rows of 256 in layers that see [256, 128, 128, 128, 128, 256] of them consume
+             2 * floor(1024 / 6) == 340; a row of 100 tokens runs whole there and consumes 100
     """
     seen = np.minimum(rows[:, None], np.array(tokens_by_layer)).sum(1)  # (B,) over all layers
     return int(((rows - context) * seen // (len(tokens_by_layer) * np.maximum(rows, 1))).sum())
