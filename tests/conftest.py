@@ -10,6 +10,8 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 
+import curriculum
+import data
 import train
 from prepare import prepare
 from support.tokenizer import get_encoding
@@ -28,6 +30,13 @@ def store_dir(tmp_path_factory):
     out = tmp_path_factory.mktemp("store") / "tiny"
     prepare([TINY], out, get_encoding("bytes"), "bytes")
     return out
+
+
+@pytest.fixture
+def new_process():
+    """A process opens a store and a user's file once; here one path may hold several."""
+    data.open_samples.cache_clear()
+    curriculum.load_function.cache_clear()
 
 
 @pytest.fixture

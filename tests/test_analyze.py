@@ -37,7 +37,6 @@ from small_stores import (
 )
 
 import analyze
-import curriculum
 import data
 import difficulty
 from difficulty import DifficultyIndex, fingerprint
@@ -47,11 +46,7 @@ from support.token_store import Store
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.fixture(autouse=True)
-def new_process():
-    """A process opens a store and a user's file once; here one path may hold several."""
-    data.open_samples.cache_clear()
-    curriculum.load_function.cache_clear()
+pytestmark = pytest.mark.usefixtures("new_process")
 
 
 @pytest.fixture

@@ -31,12 +31,7 @@ import prepare
 from difficulty import fingerprint
 from support.tokenizer import get_encoding
 
-
-@pytest.fixture(autouse=True)
-def new_process():
-    """A process opens a store and a user's file once; here one path may hold several."""
-    data.open_samples.cache_clear()
-    curriculum.load_function.cache_clear()
+pytestmark = pytest.mark.usefixtures("new_process")
 
 
 @pytest.fixture
