@@ -191,6 +191,8 @@ class Rankings(dict[str, Ranking]):
             heads[name] = Head(ranking.at_value(level), ranking)
         key = tuple(heads.values())
         if key not in self.pools:
+            while len(self.pools) > 3:  # levels only come once: the last ones are all that is asked
+                del self.pools[next(iter(self.pools))]
             self.pools[key] = intersection(key)
         pool, percent = self.pools[key]
         if percent:
