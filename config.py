@@ -153,7 +153,7 @@ def check(config: Config) -> None:
         metrics = curriculum.parse_metrics(config.curriculum, seq_len)
         names = [metric.name for metric in metrics]
         difficulty.check_metrics(names, seq_len, samples_kind(config))
-    transformer_config(config, vocab_size=1)
+    transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width
 
 
 def refusals(config: Config) -> list[tuple[bool, str]]:

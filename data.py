@@ -47,7 +47,7 @@ class Samples:
 
     The spans of rows follow from arithmetic; those of pieces are a table of 16 bytes a sample. The
     table of a large store is a file in it, made on first use and mapped into memory, so that a
-    billion samples open as fast as a thousand.
+    billion samples open as fast as a thousand; where nobody may write, each process holds it.
 
     Args: kind    pieces | rows | bert: a BERT's pieces leave out end-of-text and make room for the
                   [CLS] and [SEP] that collate puts around them
@@ -188,7 +188,7 @@ def cut(spans: np.ndarray, max_piece_len: int) -> list[list[Piece]]:
 
 
 class Batch(NamedTuple):
-    """Rows for the model; the only thing that all techniques see. Each field is (B, T) int64.
+    """Rows as the model takes them, of a step or a micro-batch. Each field is (B, T) int64.
 
     `positions` and `doc_ids` are None where every row is one piece that fills it.
     """
@@ -196,7 +196,7 @@ class Batch(NamedTuple):
     tokens: Tensor
     targets: Tensor  # IGNORE where nothing is predicted
     positions: Tensor | None  # from 0 in every piece
-    doc_ids: Tensor | None  # the pieces of a row are numbered from 0; padding is -1
+    doc_ids: Tensor | None  # one id a piece, from 0 in every row; padding is -1
 
     def rows(self, part: slice) -> "Batch":
         return Batch(*(None if field is None else field[part] for field in self))

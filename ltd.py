@@ -4,8 +4,9 @@ In each step every layer but the first and the last draws, for every row, its ow
 The kept tokens go through the layer; the dropped ones pass around it unchanged. K grows during
 training until nothing is dropped. Evaluation never drops.
 
-Does not touch the model: it is a `run_block`. Kept tokens keep their original positions and
-doc_ids (`meta.take`), so rotary angles, causality and packed documents stay right.
+Does not touch the model, which calls each of its blocks through a `run_block`: this is one. Kept
+tokens keep their original positions and doc_ids (`meta.take`), so rotary angles, causality and
+packed documents stay right.
 
 Paper: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597, section 3.2.
 
@@ -103,7 +104,7 @@ def token_dropping(keep: int, layers: int, choose: Callable[..., Tensor], inner:
              inner  the run_block that runs a block on the tokens it is given
     """
 
-    def run_block(layer: int, block: Callable, x: Tensor, meta) -> Tensor:
+    def run_layer(layer: int, block: Callable, x: Tensor, meta) -> Tensor:
         if layer in (0, layers - 1) or keep >= x.shape[1]:
             return inner(layer, block, x, meta)
 
@@ -112,11 +113,11 @@ def token_dropping(keep: int, layers: int, choose: Callable[..., Tensor], inner:
 
         return run_kept(run_on_kept, x, meta, choose(layer, x, meta))
 
-    return run_block
+    return run_layer
 
 
 def run_block(settings, context, first_row: int, inner: Callable) -> Callable:
-    """The run_block of one step for rows of one rank.
+    """The run_block of one micro-batch.
 
     Args:    settings  of the run
              context   of the step: progress, the rows of all ranks, and its random generators

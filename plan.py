@@ -4,8 +4,8 @@ The order matters: the curriculum says which samples may be drawn and how long a
 packing lays pieces into rows. Of the techniques that act on blocks only the cost is settled here,
 how many tokens each layer sees, because the clock needs it.
 
-A plan is a pure function of (settings, store, clock): no state, so a run that was killed goes on
-with the very rows it would have seen, and any rank can say what step s reads without replaying.
+A plan is a pure function of (settings, store, clock), so a run that was killed goes on with the
+very rows it would have seen; all that it keeps is the packing window that it is in the middle of.
 With 2 ranks and 16 rows a step, rank 0 reads rows 0..7 and rank 1 rows 8..15 of the same plan.
 
     clock ── curriculum ──> Stage ── draw ──> spans ── packing ──> rows ── collate ──> Step
@@ -52,14 +52,14 @@ class Rows(NamedTuple):
     rows: list[list[Piece]]
     seq_len: int  # tokens of a row
     stage: Stage
-    after: Clock  # the clock before the step, moved on to where the next rows begin
+    after: Clock  # where the next rows begin; its counts of tokens are those before the step
 
 
-WINDOW_STEPS = 16  # whose samples are packed together
+WINDOW_STEPS = 16  # as many samples as they have rows are packed together
 
 
 class Window(NamedTuple):
-    """Packed rows, some ten steps' worth."""
+    """Rows that were packed together; 16 steps' samples make some ten steps' rows."""
 
     start: Clock  # its fields of data alone
     rows: list[list[Piece]]
@@ -68,7 +68,7 @@ class Window(NamedTuple):
 
 
 class Plan:
-    """Turns a clock into a step: curriculum, then packing, then this rank's rows. No state."""
+    """Turns a clock into a step: curriculum, then packing, then this rank's rows."""
 
     def __init__(
         self, settings: Config, store: Store, special_ids: SpecialIds | None, runtime: Runtime
@@ -76,7 +76,7 @@ class Plan:
         self.settings, self.store, self.runtime = settings, store, runtime
         self.special_ids = special_ids
         self.seq_len = settings.data.seq_len
-        self.rows = settings.optim.batch_tokens // self.seq_len
+        self.rows_per_step = settings.optim.batch_tokens // self.seq_len
         kind = samples_kind(settings)
         self.samples = Samples(store, kind, self.seq_len)
         self.extra = self.seq_len - self.samples.max_piece_len  # [CLS] and [SEP] of every piece
@@ -148,7 +148,7 @@ class Plan:
         return self.curriculum.at(consumed_tokens)
 
     def stage_start(self, clock: Clock, stage: Stage) -> int:
-        """The samples drawn before this stage, which holds now, began."""
+        """How many samples had been drawn when the current stage began."""
         same = stage.pool == self.stage_at(clock.window_tokens).pool
         return clock.stage_start if same else clock.samples_drawn
 
@@ -162,7 +162,7 @@ class Plan:
         stage = self.stage_at(clock.consumed_tokens)
         stage_start = self.stage_start(clock, stage)
         clock = clock._replace(stage_start=stage_start, window_row=0)
-        drawn = self.draw_samples(clock, stage.pool, self.rows)
+        drawn = self.draw_samples(clock, stage.pool, self.rows_per_step)
         after = clock._replace(samples_drawn=drawn.next_sample, window_tokens=clock.consumed_tokens)
         names = [metric.name for metric in self.metrics]
         if "seqlen-reshape" in names and stage.max_piece_len < self.seq_len:
@@ -182,13 +182,13 @@ class Plan:
     def packed_rows(self, clock: Clock) -> Rows:
         """Full rows of packed pieces. A window keeps the stage that it began with."""
         rows, longest, at = [], 0, clock
-        while len(rows) < self.rows:
+        while len(rows) < self.rows_per_step:
             if at.window_row == 0:
                 stage_start = self.stage_start(at, self.stage_at(clock.consumed_tokens))
                 at = at._replace(stage_start=stage_start, window_tokens=clock.consumed_tokens)
             window = self.window_at(at)
             longest = max(longest, window.stage.max_piece_len)
-            taken = window.rows[at.window_row : at.window_row + self.rows - len(rows)]
+            taken = window.rows[at.window_row : at.window_row + self.rows_per_step - len(rows)]
             rows += taken
             at = at._replace(window_row=at.window_row + len(taken))
             if at.window_row == len(window.rows):
@@ -207,14 +207,14 @@ class Plan:
         return self.window
 
     def pack_window(self, start: Clock) -> Window:
-        """Pack the samples of some ten steps together, and put the rows back into random order.
+        """Pack the samples of one window together, and put the rows back into random order.
 
         Packed step by step, rows of 256 leave 4 % padding at 16 rows a step; packed so, 0.5 %. The
         packer's rows come longest piece first, which would sort the steps by length; by the draw
         of their first piece they are as shuffled as the samples, and full rows keep their order.
         """
         stage = self.stage_at(start.window_tokens)
-        drawn = self.draw_samples(start, stage.pool, WINDOW_STEPS * self.rows)
+        drawn = self.draw_samples(start, stage.pool, WINDOW_STEPS * self.rows_per_step)
         samples = cut(drawn.spans, stage.max_piece_len - self.extra)
         pieces = [piece for sample in samples for piece in sample]
         lengths = [piece.stop - piece.start + self.extra for piece in pieces]

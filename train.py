@@ -6,7 +6,8 @@
 
 Everything a step does follows from the settings and the `Clock` before it: which samples, how long,
 what is dropped, how far the weights move. So a run that was killed goes on as if it had not been,
-and more processes or micro-batches change its speed, not its curve.
+and more processes or micro-batches change its speed, not its curve (but for --dropout, whose masks
+are drawn for each micro-batch).
 """
 
 import math
@@ -42,7 +43,7 @@ from support import published
 from support.clock import due, savings
 from support.micro_batch import micro_batch
 from support.optim import Optimizers, lr_at
-from support.progress import announce, log_step, progress_bar, show_part, show_step
+from support.progress import announce, log_step, progress_bar, show_part, show_step, write
 from support.read_ahead import read_ahead
 from support.rng import generator, seed_of
 from support.run import Run
@@ -63,7 +64,7 @@ def main(argv: list[str] | None = None) -> int:
     evaluation = data.evaluation(settings, settings.run.eval_tokens)
     model = new_model(settings, data.encoding, runtime, folder)
     trainer = assemble(settings, model, runtime, rows_at_once.count)
-    run = Run(settings, runtime, folder, model, trainer.optimizers)
+    run = Run(settings, runtime, folder, model, trainer.optimizers, data.store)
     if runtime.on_rank0(run.is_complete):
         runtime.say(f"{run.folder} is finished: its {settings.optim.tokens} tokens are consumed")
         return 0
@@ -84,6 +85,7 @@ def main(argv: list[str] | None = None) -> int:
         train(run, trainer, plan, evaluation, bar)
         finish(run, trainer, data, bar)
     except Stopped:
+        bar.close()
         run.save()
         runtime.say(f"stopped at step {run.clock.step}; go on with: {run.resume_command}")
         return 128 + (stop.number or signal.SIGTERM)
@@ -110,7 +112,7 @@ def train(run: Run, trainer: "Trainer", plan: Plan, evaluation: Evaluation, bar:
         show_step(bar, step.before, step.after, done.loss)
         if step.note and not noted:
             noted = step.note
-            bar.write(f"--curriculum: {noted}; from here on the log says how far")
+            write(bar, f"--curriculum: {noted}; see difficulty in log.jsonl")
         last = run.is_finished
         run.evaluation_due = due(s.eval_every, step.before, step.after, last)
         checkpoint_due = last or due(s.checkpoint_every, step.before, step.after)
@@ -183,7 +185,7 @@ def assemble(
 ) -> "Trainer":
     """Put a model together with all that acts on it. The order matters, line by line.
 
-    Called once more, on the same model, when a technique has changed its parameters in mid-run.
+    May be called again on the same model, once its parameters have changed in mid-run.
     """
     s = settings
     # to its device first, for all that follows holds on to the parameters that are there then
@@ -267,7 +269,7 @@ class Trainer:
         return Done(loss=mean, grad_norm=norm, lr=lr)
 
     def run_block(self, step: Step, first: int) -> RunBlock:
-        """How this step runs a block on the rows of this rank from `first` on.
+        """How this step runs a block on the micro-batch that begins at row `first` of this rank.
 
         Each technique wraps those before it, in the order of `Config`.
         """
@@ -279,10 +281,11 @@ class Trainer:
         return run_block
 
     def learning_rate(self, step: Step) -> float:
-        """That of the middle of the step, so that neither the first nor the last one has rate 0."""
+        """The rate at the middle of the step, so that neither the first nor the last is wasted."""
         o = self.settings.optim
+        end = min(step.after.consumed_tokens, o.tokens)  # the last step may overshoot the budget
         return lr_at(
-            (step.before.consumed_tokens + step.after.consumed_tokens) / 2,
+            (step.before.consumed_tokens + end) / 2,
             peak=o.lr,
             floor=o.lr * o.min_lr,
             schedule=o.schedule,
@@ -296,8 +299,8 @@ class Trainer:
         values = self.runtime.gather(value)
         ranks = [str(rank) for rank, seen in enumerate(values) if not math.isfinite(seen)]
         raise ValueError(
-            f"the {what} is not finite at step {step.context.step} on rank {', '.join(ranks)}:"
-            " nothing was saved after the last checkpoint; lower --lr or start from --resume best"
+            f"the {what} is not finite at step {step.context.step} on rank {', '.join(ranks)}: the"
+            " weights were not updated; start a new run with a lower --lr"
         )
 
 
@@ -322,17 +325,17 @@ def evaluate(
     )
     if not last:
         on = f"on {evaluation.text}"
-        bar.write(f"step {run.clock.step}: held-out {held_out.val_bpb:.4f} bits per byte, {on}")
+        write(bar, f"step {run.clock.step}: held-out {held_out.val_bpb:.4f} bits per byte, {on}")
     return held_out.val_bpb
 
 
-MOST_OF_LAST = 1_000_000  # held-out tokens of the last evaluation, unless asked otherwise
+FINAL_EVAL_TOKENS = 1_000_000  # at most, unless asked otherwise
 
 
 def finish(run: Run, trainer: Trainer, data: Data, bar: tqdm) -> None:
-    """The last word: the held-out text, all of it if it is no more than 1 M tokens; a sample."""
+    """The last evaluation, what the techniques saved, and a sample."""
     s, runtime = run.settings, run.runtime
-    evaluation = data.evaluation(s, s.run.final_eval_tokens or MOST_OF_LAST)
+    evaluation = data.evaluation(s, s.run.final_eval_tokens or FINAL_EVAL_TOKENS)
     bits_per_byte = evaluate(run, trainer, evaluation, bar, last=True)
     bar.close()
     where = f"on {evaluation.text}, full length, nothing dropped"

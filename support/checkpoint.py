@@ -122,7 +122,7 @@ def find(folder: str | Path, which: str) -> Path:
         there = ", ".join(f"{word} ({file.name})" for word, file in named.items() if file)
         raise ValueError(
             f"checkpoint {which}: not found; {folder} has {there or 'none'}; allowed are last,"
-            " previous, best or the path of a file; without --resume a new run starts"
+            " previous, best or, except for --resume, the path of a file"
         )
     return path
 

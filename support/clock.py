@@ -54,22 +54,24 @@ def tokens_by_layer(settings: Any, context: StepContext, seq_len: int) -> list[i
     return tokens
 
 
-def effective_tokens(rows: np.ndarray, context: np.ndarray, tokens_by_layer: list[int]) -> int:
+def effective_tokens(rows: np.ndarray, repeated: np.ndarray, tokens_by_layer: list[int]) -> int:
     """What a step adds to the clock: its real tokens, scaled by the share of layers they ran.
 
     Padding is dropped first, so a row of n tokens keeps min(n, K) of them in a layer that keeps K.
 
     Paper:   arXiv 2212.03597, section 3.3: a = floor((T (L - l) + r l) / L) for l dropped layers
     Args:    rows            (B,) tokens of each row, padding not counted
-             context         (B,) how many of them were real tokens of an earlier row
+             repeated        (B,) how many of them are context, targets of an earlier row
              tokens_by_layer (L,) tokens of a full row that each layer sees
-    Returns: sum over rows of floor((n - context) sum_l min(n, K_l) / (L n)), which is B a when
+    Returns: sum over rows of floor((n - repeated) sum_l min(n, K_l) / (L n)), which is B a when
              rows are full
     Example: two rows of 256 in layers that see [256, 128, 128, 128, 128, 256] of them consume
              2 * floor(1024 / 6) == 340; a row of 100 tokens runs whole there and consumes 100
     """
-    seen = np.minimum(rows[:, None], np.array(tokens_by_layer)).sum(1)  # (B,) over all layers
-    return int(((rows - context) * seen // (len(tokens_by_layer) * np.maximum(rows, 1))).sum())
+    layer_tokens = np.minimum(rows[:, None], np.array(tokens_by_layer)).sum(1)  # (B,)
+    return int(
+        ((rows - repeated) * layer_tokens // (len(tokens_by_layer) * np.maximum(rows, 1))).sum()
+    )
 
 
 def due(every: int, before: Clock, after: Clock, last: bool = False) -> bool:
@@ -86,10 +88,10 @@ def savings(settings: Any, clock: Clock) -> str:
     if any(technique.tokens_by_layer for technique in techniques_on(settings)):
         saved.append(
             f"{1 - clock.layer_tokens / full:.1%} of layer-tokens"
-            f" ({clock.layer_tokens / 1e6:.1f} M, plain {full / 1e6:.1f} M)"
+            f" ({clock.layer_tokens / 1e6:.2f} M, plain {full / 1e6:.2f} M)"
         )
     if settings.pack.on:
         padding = 1 - clock.real_tokens / clock.positions
         alone = 1 - clock.real_tokens / (clock.pieces * settings.data.seq_len)
         saved.append(f"padding: {padding:.1%} of all positions, {alone:.1%} with one piece a row")
-    return "saved: " + ("; ".join(saved) or "nothing, no technique is on that skips work")
+    return "saved: " + ("; ".join(saved) or "nothing (neither token dropping nor packing is on)")

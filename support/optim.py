@@ -127,7 +127,7 @@ class Optimizers:
 
 
 def lr_at(
-    consumed_tokens: int,
+    consumed_tokens: float,
     *,
     peak: float,
     floor: float,
@@ -136,7 +136,7 @@ def lr_at(
     budget: int,
     decay_share: float,
 ) -> float:
-    """Learning rate for the step that starts at this point of the clock.
+    """Learning rate at this point of the clock.
 
     Linear from 0 to `peak` over `warmup_tokens`; from there to `floor` at `budget` along
       cosine  half a cosine wave

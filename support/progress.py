@@ -41,6 +41,12 @@ def show_step(bar: tqdm, before: Clock, now: Clock, loss: float) -> None:
     bar.update(min(now.consumed_tokens, bar.total) - before.consumed_tokens)
 
 
+def write(bar: tqdm, line: str) -> None:
+    """Print a line above the bar, on rank 0."""
+    if not bar.disable:
+        bar.write(line)
+
+
 def show_part(bar: tqdm, what: str, done: int, of: int) -> None:
     """How far a step, or an evaluation, is on its way; redrawn once a second."""
     if not bar.disable and time.time() - bar.last_print_t > 1:

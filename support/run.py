@@ -12,9 +12,10 @@ from torch import nn
 
 from support import checkpoint
 from support.clock import Clock
-from support.run_folder import ModelSize, create_run_folder
+from support.run_folder import ModelSize, check_store, create_run_folder
 from support.runtime import Log, Runtime, provenance
 from support.settings import flag, flattened
+from support.token_store import Store
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ class Run:
         folder: Path | None,
         model: nn.Module,
         optimizers: Any,
+        store: Store,
     ):
         self.settings, self.runtime = settings, runtime
-        self.model, self.optimizers = model, optimizers
+        self.model, self.optimizers, self.store = model, optimizers, store
         self.clock, self.best = Clock(), math.inf
         self.evaluation_due = False  # an evaluation of this clock was asked for and is not done
         self.resumed_from: Path | None = None
@@ -80,13 +82,17 @@ class Run:
     def create_folder(self) -> str:
         s = self.settings
         stem = f"runs/{s.model.model}-{s.model.size}"
-        return create_run_folder(s.run.out, stem, flattened(s), self.model_size())
+        sha256 = self.store.meta["sha256"]
+        return create_run_folder(s.run.out, stem, flattened(s), self.model_size(), sha256)
 
     def restore(self) -> None:
         """Go on from the checkpoint that --resume names: weights, optimizers, clock, log.
 
-        Raises: ValueError if there is none, unless nothing was ever saved: then the run starts over
+        Starts over if no checkpoint was ever written.
+
+        Raises: ValueError if checkpoints are gone, or if the store is another one
         """
+        check_store(self.folder, self.store.meta["sha256"])
         which = self.settings.run.resume
         if not any(self.folder.glob("step-*.pt")) and which != "best":
             self.start_over()
@@ -105,7 +111,7 @@ class Run:
         self.saved_path, self.saved_step = str(path), self.clock.step
 
     def start_over(self) -> None:
-        """A run that was killed before its first checkpoint begins again; no other one does."""
+        """Begin again, if the run was stopped before its first checkpoint and not otherwise."""
         if (self.folder / "best.pt").exists():
             raise ValueError(
                 f"--resume: {self.folder} has lost its step-*.pt, and best.pt is there: go on from"
@@ -132,13 +138,13 @@ class Run:
         return self.clock.consumed_tokens >= self.settings.optim.tokens
 
     def is_complete(self) -> bool:
-        """Whether that is done too."""
+        """Whether the last evaluation is in the log as well."""
         lasts = (line.get("last", False) for line in self.logged() if line["event"] == "eval")
         return self.is_finished and any(lasts)
 
     @property
     def resume_command(self) -> str:
-        return f"train.py --resume --out {self.folder}"
+        return f"python train.py --resume --out {self.folder}"
 
     def model_size(self) -> ModelSize:
         shape = self.model.config
@@ -146,7 +152,7 @@ class Run:
         return ModelSize(shape.vocab_size, shape.seq_len if learned else None)
 
     def about(self) -> dict:
-        """What opens the log and every checkpoint."""
+        """Settings, size and provenance: the first line of the log, and part of a checkpoint."""
         size = self.model_size()._asdict()
         return {"config": flattened(self.settings), "model_size": size, **provenance()}
 
@@ -154,8 +160,16 @@ class Run:
         run, is_rank0 = self.settings.run, self.runtime.is_rank0
         self.log = Log(self.folder, is_rank0, run.tensorboard, self.log_size)
         self.log.write("run", **self.about(), resumed_at=self.clock.step)
-        if self.resumed_from:  # its line was written after the log's size was taken
-            self.log_checkpoint()
+        if self.resumed_from:
+            self.runtime.on_rank0(self.set_later_aside)
+            self.log_checkpoint()  # whose line the saved size of the log leaves out
+
+    def set_later_aside(self) -> None:
+        """Rename checkpoints of later steps: `last` must not mean one that this run never made."""
+        for file in sorted(self.folder.glob("step-*.pt")):
+            if file.name > f"step-{self.clock.step:08d}.pt":
+                file.rename(file.with_name(f"abandoned-{file.name}"))
+                self.runtime.say(f"{file} is of a later step: renamed to abandoned-{file.name}")
 
     def save(self, is_best: bool = False) -> None:
         """Write a checkpoint, on rank 0, unless this step has one already.

@@ -42,9 +42,21 @@ def saved_model_size(folder: Path) -> ModelSize:
     return ModelSize(**json.loads((folder / "config.json").read_text())["model_size"])
 
 
-def create_run_folder(out: str | None, stem: str, settings: dict, size: ModelSize) -> str:
+def check_store(folder: Path, sha256: dict[str, str]) -> None:
+    """Refuse to go on with other text than the run in this folder began with."""
+    if json.loads((folder / "config.json").read_text())["store"] != sha256:
+        raise ValueError(
+            f"--data: the run in {folder} began with another store: name that one, wherever it is"
+            " now, or start a new run with another --out"
+        )
+
+
+def create_run_folder(
+    out: str | None, stem: str, settings: dict, size: ModelSize, sha256: dict[str, str]
+) -> str:
     """Make the folder `out`, or else the first of stem-1, stem-2, ... that is free.
 
+    Args:   sha256 of the store's files
     Raises: ValueError if `out` holds a run already
     """
     if out is None:
@@ -54,7 +66,7 @@ def create_run_folder(out: str | None, stem: str, settings: dict, size: ModelSiz
         if (folder / "config.json").exists() or (folder / "log.jsonl").exists():
             raise ValueError(f"--out {folder} holds a run already: name another, or add --resume")
         folder.mkdir(parents=True, exist_ok=True)
-    about = {"config": settings, "model_size": size._asdict(), **provenance()}
+    about = {"config": settings, "model_size": size._asdict(), "store": sha256, **provenance()}
     text = json.dumps(about, indent=2)
     (folder / "config.json").write_text(text)
     return str(folder)

@@ -161,12 +161,14 @@ class Log:
 
 def provenance() -> dict[str, str]:
     """What made a result: command, commit, versions, machine. Opens every log and checkpoint."""
-    git = subprocess.run(
-        ["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True
-    )
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:  # there is no git here
+        commit = ""
     return {
         "argv": " ".join(sys.argv),
-        "commit": git.stdout.strip() or "none",
+        "commit": commit or "none",
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "threads": str(torch.get_num_threads()),

@@ -86,7 +86,10 @@ def unflattened(config_class: type, flat: dict[str, Any]) -> Any:
     groups = {}
     for part in fields(config_class):
         mine = {key.split(".")[1]: flat[key] for key in flat if key.split(".")[0] == part.name}
-        groups[part.name] = get_type_hints(config_class)[part.name](**mine)
+        settings = get_type_hints(config_class)[part.name]
+        for name in mine.keys() - {item.name for item in fields(settings)}:
+            raise ValueError(f"the setting {part.name}.{name} is of another version of train.py")
+        groups[part.name] = settings(**mine)
     config = config_class(**groups)
     for name in techniques_of(config):
         for item in fields(getattr(config, name))[1:]:
@@ -135,7 +138,7 @@ def out_of_limits(config: Any) -> list[tuple[bool, str]]:
                 continue
             allowed = " and ".join(f"{LIMITS[name][0]} {limit:g}" for name, limit in limits.items())
             name = flag_of(config, part.name, item.name)
-            message = f"{name} {value} must be {allowed}: it is the {item.metadata['help']}"
+            message = f"{name} {value} must be {allowed} ({item.metadata['help']})"
             refused = not all(LIMITS[name][1](value, limit) for name, limit in limits.items())
             pairs.append((refused, message))
     return pairs

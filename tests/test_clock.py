@@ -50,7 +50,7 @@ def test_savings_name_what_was_on():
     def said(flags):
         return savings(config.build(config.parse(flags.split())), clock)
 
-    assert said("") == "saved: nothing, no technique is on that skips work"
-    assert "50.0% of layer-tokens (0.0 M, plain 0.0 M)" in said("--ltd")
+    assert said("") == "saved: nothing (neither token dropping nor packing is on)"
+    assert "50.0% of layer-tokens (0.00 M, plain 0.01 M)" in said("--ltd")
     assert "padding: 10.0% of all positions, 64.8% with one piece a row" in said("--pack")
     assert "layer-tokens" in said("--ltd --pack") and "padding" in said("--ltd --pack")

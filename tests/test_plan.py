@@ -53,17 +53,19 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
     p = plan(store, flags + " --tokens 1e9 --batch-tokens 65536")
     passes = 2 * len(p.samples)
     seen = np.zeros(store.train_tokens, dtype=int)
-    for first in range(0, passes, 16 * p.rows):
+    for first in range(0, passes, 16 * p.rows_per_step):
         if p.settings.pack.on:
             rows = p.pack_window(Clock(samples_drawn=first)).rows
             assert all(sum(piece.stop - piece.start for piece in row) <= 32 for row in rows)
         else:
-            clocks = (Clock(samples_drawn=first + i * p.rows) for i in range(16))
+            clocks = (Clock(samples_drawn=first + i * p.rows_per_step) for i in range(16))
             rows = [row for clock in clocks for row in p.plain_rows(clock).rows]
         for row in rows:
             for piece in row:
                 seen[piece.start : piece.stop] += 1
-    beyond = drawn(p, passes, first + 16 * p.rows - passes).spans  # the last window goes on
+    beyond = drawn(
+        p, passes, first + 16 * p.rows_per_step - passes
+    ).spans  # the last window goes on
     for start, stop in beyond:
         seen[start:stop] -= 1
     assert (seen == 2).all()
@@ -72,7 +74,7 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
 def test_steps_take_every_row_of_every_window_once(store):
     p = plan(store, "--pack")
     steps, rows = walk(p, 60), []
-    for first in range(0, steps[-1].after.samples_drawn + 1, 16 * p.rows):
+    for first in range(0, steps[-1].after.samples_drawn + 1, 16 * p.rows_per_step):
         rows += p.pack_window(Clock(samples_drawn=first)).rows
     taken = []
     clock = Clock()
@@ -253,7 +255,7 @@ def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
         if step.after.stage_start != since:
             since, stage_ids = step.after.stage_start, []
         pool = p.stage_at(before.consumed_tokens).pool
-        spans = drawn(p, before.samples_drawn, p.rows, since, pool).spans
+        spans = drawn(p, before.samples_drawn, p.rows_per_step, since, pool).spans
         ids = ((spans[:, 0] - p.samples.start) // 32).tolist()
         reach = pool.reach if pool else len(p.samples)
         assert step.stage["pool"] == reach
@@ -281,9 +283,9 @@ def test_a_pool_smaller_than_a_batch_fills_it(indexed):
     """DeepSpeed's data_sampler.py wraps once, and yields short batches after that."""
     p = indexed("--curriculum length --pack --curriculum-by value --curriculum-start 1")
     small = p.stage_at(0).pool
-    assert small.reach < 16 * p.rows, "it takes several passes"
-    spans, after = drawn(p, 0, 16 * p.rows, 0, small)
-    assert len(spans) == after == 16 * p.rows
+    assert small.reach < 16 * p.rows_per_step, "it takes several passes"
+    spans, after = drawn(p, 0, 16 * p.rows_per_step, 0, small)
+    assert len(spans) == after == 16 * p.rows_per_step
     counts = np.unique(spans[:, 0], return_counts=True)[1]
     assert len(counts) == small.reach and counts.max() - counts.min() <= 1
 

@@ -1,13 +1,16 @@
 """The folder of a run: when it goes on, when it starts over, and what is refused."""
 
 import json
+import shutil
 
 import pytest
 from conftest import metrics, read_log
 
 import train
+from prepare import prepare
 from support import checkpoint
 from support.run_folder import newest_run, saved_settings
+from support.tokenizer import get_encoding
 
 
 def names(folder):
@@ -64,6 +67,38 @@ def test_every_checkpoint_is_a_line_of_the_log(run, tmp_path):
     saved = [line["file"] for line in lines if line["event"] == "checkpoint"]
     assert saved[-2:] == names(tmp_path / "run")[1:], "best.pt comes first"
     assert len(saved) >= 4
+
+
+def test_checkpoints_of_later_steps_are_set_aside(run, tmp_path, capsys):
+    """Or --resume after a stop would go on with a file that this run never made."""
+    whole = metrics(run())
+    folder = tmp_path / "run"
+    newest = checkpoint.find(folder, "last")
+    assert train.main(["--resume", "previous", "--out", "run"]) == 0
+    assert f"renamed to abandoned-{newest.name}" in capsys.readouterr().out
+    assert (folder / f"abandoned-{newest.name}").exists() and newest.exists(), "made once more"
+    assert metrics(read_log(folder)) == whole
+
+
+def test_a_run_goes_on_with_its_own_text_only(run, store_dir, tmp_path):
+    run()
+    moved = shutil.copytree(store_dir, tmp_path / "moved")
+    assert train.main(["--resume", "previous", "--out", "run", "--data", str(moved)]) == 0
+    text = tmp_path / "text.txt"
+    text.write_text("another text\n" * 500)
+    prepare([text], tmp_path / "other", get_encoding("bytes"), "bytes")
+    with pytest.raises(ValueError, match="--data: the run in run began with another store"):
+        train.main(["--resume", "previous", "--out", "run", "--data", str(tmp_path / "other")])
+
+
+def test_settings_of_another_version_are_one_line(run, tmp_path):
+    run()
+    file = tmp_path / "run" / "config.json"
+    about = json.loads(file.read_text())
+    about["config"]["run.gone"] = 1
+    file.write_text(json.dumps(about))
+    with pytest.raises(ValueError, match=r"the setting run\.gone is of another version"):
+        train.main(["--resume", "--out", "run"])
 
 
 def test_a_checkpoint_of_an_older_version_is_refused(run, tmp_path):

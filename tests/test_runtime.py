@@ -21,6 +21,11 @@ def test_provenance_names_the_commit_from_wherever_it_is_asked(tmp_path, monkeyp
     assert (runtime.ROOT / "train.py").is_file()
 
 
+def test_provenance_without_git_is_none(monkeypatch):
+    monkeypatch.setenv("PATH", "")
+    assert runtime.provenance()["commit"] == "none"
+
+
 def test_log_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path):
     log = runtime.Log(tmp_path, True, False)
     log.write("train", step=1)

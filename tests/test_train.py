@@ -202,12 +202,15 @@ def test_stopped_in_the_middle_of_something_long_and_resumed_is_the_same_run(
 
 def test_neither_the_first_nor_the_last_step_is_wasted(run):
     """Linear, no warmup: the rate of a step is that of its middle, so the mean is half the peak."""
-    rates = [line["lr"] for line in run("--tokens 1024 --warmup-tokens 0") if "lr" in line]
-    assert rates == pytest.approx([0.01 * share for share in (7 / 8, 5 / 8, 3 / 8, 1 / 8)])
-    rates = [
-        line["lr"] for line in run("--tokens 512 --warmup-tokens 256", out="b") if "lr" in line
-    ]
-    assert rates == pytest.approx([0.005, 0.005])
+
+    def rates(flags, out):
+        return [line["lr"] for line in run(flags, out=out) if line["event"] == "train"]
+
+    expected = pytest.approx([0.01 * share for share in (7 / 8, 5 / 8, 3 / 8, 1 / 8)])
+    assert rates("--tokens 1024 --warmup-tokens 0", "four") == expected
+    assert rates("--tokens 512 --warmup-tokens 256", "two") == pytest.approx([0.005, 0.005])
+    # three steps of 256 for 520 tokens: the last one's middle is taken within the budget
+    assert rates("--tokens 520 --warmup-tokens 0", "over")[-1] == pytest.approx(0.01 * 4 / 520)
 
 
 def test_zero_means_never(run, tmp_path):
@@ -495,7 +498,7 @@ def test_a_signal_saves_and_says_how_to_go_on(store_dir, tmp_path, number):
     process.send_signal(number)
     out, _ = process.communicate(timeout=30)
     assert process.returncode == 128 + number
-    assert f"go on with: train.py --resume --out {tmp_path / 'run'}" in out
+    assert f"go on with: python train.py --resume --out {tmp_path / 'run'}" in out
     step = json.loads(log.read_text().splitlines()[-1])["step"]
     assert checkpoint.load(checkpoint.find(tmp_path / "run", "last"))["clock"]["step"] == step
 
