@@ -1,4 +1,17 @@
-"""An open run: its settings, its folder and log, its checkpoints, and how it goes on from one."""
+"""An open run: its settings, its folder and log, its checkpoints, and how it goes on from one.
+
+On --resume, in this order:
+  1. config.parse_or_resume: the folder (--out, or the newest in runs/) and the settings in its
+     config.json; what was given besides may differ from them only where a setting is `free`
+  2. train.new_model: a model of the size in config.json; --init is not read again
+  3. Run.restore: the store must hold the same text; the checkpoint's sha256 is verified, then
+     weights, optimizers, clock and best loss are those of the checkpoint
+  4. Run.open_log: the log is cut where it was then, and checkpoints of later steps are set aside
+  5. train.train: an evaluation that was interrupted is made first; then the plan goes on from the
+     clock, which decides every step, so nothing else has to be restored
+A run that was stopped before its first checkpoint starts over; one whose last evaluation is in the
+log has nothing left to do.
+"""
 
 import json
 import math
