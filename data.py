@@ -3,12 +3,15 @@
     token store   one long array of token ids, document after document      support/token_store.py
     Samples       sample id -> span: the first and one-past-last token of a piece of text
     draw          number of the draw -> sample id, pass after pass over a shuffled pool
-    cut           span -> pieces of at most so many tokens
     collate       rows, each a list of pieces -> Batch
     mask_tokens   Batch -> Batch, with what a BERT has to guess
 
-Which samples are drawn and how pieces share a row is decided in plan.py. Of the token ids of a
-store, document i being tokens[offsets[i]:offsets[i + 1]], a GPT reads a piece like this:
+Which samples are drawn and how pieces share a row is decided in plan.py:
+
+    Plan.__call__ ── plain_rows ──── draw ── a piece a row ───────────────┬── Plan.batch ── collate
+                 └── packed_rows ─── draw ── cut ── packing.best_fit ─────┘   of this rank's rows
+
+A GPT reads a piece of the store like this:
 
     store     ... the  end  Call  me  Ishmael  .  end  Some ...
     piece                  [Call  me  Ishmael  .  end]
