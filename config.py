@@ -165,6 +165,7 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
         return pairs  # what follows takes every number to be within its limits
     model, optim = config.model, config.optim
     T, longest = config.data.seq_len, SIZES[model.size][3]
+    below = optim.batch_tokens // T * T
     pairs += [
         (
             T > longest and model.pos == "learned" and model.init is None,
@@ -181,9 +182,8 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
         ),
         (
             optim.batch_tokens % T != 0,
-            f"--batch-tokens {optim.batch_tokens} is not a multiple of --seq-len {T}:"
-            f" the nearest are {max(optim.batch_tokens // T, 1) * T}"
-            f" and {(optim.batch_tokens // T + 1) * T}",
+            f"--batch-tokens {optim.batch_tokens} is not a multiple of --seq-len {T}: choose"
+            f" {f'{below} or ' if below else ''}{below + T}",
         ),
         (
             optim.warmup_tokens >= optim.tokens,

@@ -160,8 +160,15 @@ def with_defaults(settings) -> LtdConfig:
 def refusals(settings) -> list[tuple[bool, str]]:
     start, seq_len, layers = settings.ltd.start, settings.data.seq_len, settings.model.layers
     return [
-        (start > seq_len, f"--ltd-start {start} keeps more than the {seq_len} tokens of a row"),
-        (layers < 3, f"--ltd needs a layer between first and last to drop from: --layers {layers}"),
+        (
+            start > seq_len,
+            f"--ltd-start {start} is more than a row holds: choose 1 to {seq_len}",
+        ),
+        (
+            layers < 3,
+            f"--ltd drops from the layers between first and last: --layers {layers} has none,"
+            " choose 3 or more",
+        ),
     ]
 
 

@@ -82,7 +82,9 @@ class Plan:
         self.extra = self.seq_len - self.samples.max_piece_len  # [CLS] and [SEP] of every piece
         self.window: Window | None = None
         if len(self.samples) == 0:
-            raise ValueError(f"{store.path} holds no training document: prepare it from more text")
+            raise ValueError(
+                f"{store.path} holds no text to train on: prepare it with another --holdout"
+            )
         self.metrics: tuple[curriculum.MetricSettings, ...] = ()
         self.curriculum: Curriculum | None = None
         if is_on(settings, "curriculum"):

@@ -15,7 +15,7 @@ if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; 
 fi
 
 status=0
-"$python" -m pytest -m gpu || status=$?
+"$python" -m pytest -n 0 -m gpu || status=$?
 if [ "$status" -ne 0 ] && [ "$status" -ne 5 ]; then # 5: no test is marked gpu yet
     exit "$status"
 fi

@@ -230,7 +230,7 @@ def _others(path: Path) -> str:
     """What to do about a bad file: resume from another, unless it has the same bytes."""
     inode = path.stat().st_ino if path.exists() else None
     named = _named_files(path.parent).items()
-    good = [f"--resume {word}" for word, file in named if file and file.stat().st_ino != inode]
+    good = [word for word, file in named if file and file.stat().st_ino != inode]
     return "use " + " or ".join(good) if good else "no other checkpoint there: start a new run"
 
 

@@ -18,7 +18,9 @@ def whole_number(text: str) -> int:
     except ValueError:
         number = -1.0
     if not 0 <= number < 2**63 or number != int(number):
-        raise argparse.ArgumentTypeError(f"{text} is not a whole number such as 4096, 2e6, 1.5B")
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a whole number, 0 or more, such as 4096, 2e6, 1.5B"
+        )
     return int(number)
 
 

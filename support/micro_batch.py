@@ -28,9 +28,9 @@ def micro_batch(settings: Any, runtime: Runtime) -> MicroBatch:
         most = next((m for m in range(most, 0, -1) if share and share % m == 0), most)
     if rows % (most * world_size):
         raise ValueError(
-            f"--batch-tokens {settings.optim.batch_tokens} makes {rows} rows of {seq_len} that"
-            f" {world_size} ranks of --micro-batch-size {most} cannot share: choose a multiple of"
-            f" {most * world_size * seq_len}"
+            f"--batch-tokens {settings.optim.batch_tokens} makes {rows} rows of {seq_len}, which"
+            f" {world_size} process(es) cannot share, --micro-batch-size {most} at once: choose a"
+            f" multiple of {most * world_size * seq_len}"
         )
     reason = "as asked" if asked else f"at most {TOKENS_AT_ONCE[device]} tokens on {device}"
     return MicroBatch(most, f"{rows} rows of {seq_len} a step, {most} at once a rank ({reason})")

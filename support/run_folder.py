@@ -34,7 +34,10 @@ def saved_settings(folder: Path) -> dict:
         message = f"--resume: {folder} holds no run; name the folder of one with --out"
         raise ValueError(message) from None
     except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(f"--resume: {folder}/config.json is damaged ({error})") from None
+        raise ValueError(
+            f"--resume: {folder}/config.json is damaged ({type(error).__name__}: {error}): put it"
+            " back, or start a new run with another --out"
+        ) from None
 
 
 def saved_model_size(folder: Path) -> ModelSize:
@@ -65,6 +68,8 @@ def create_run_folder(
         folder = Path(out)
         if (folder / "config.json").exists() or (folder / "log.jsonl").exists():
             raise ValueError(f"--out {folder} holds a run already: name another, or add --resume")
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise ValueError(f"--out {folder} exists and is no empty folder: name a new one")
         folder.mkdir(parents=True, exist_ok=True)
     about = {"config": settings, "model_size": size._asdict(), "store": sha256, **provenance()}
     text = json.dumps(about, indent=2)

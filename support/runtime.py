@@ -97,6 +97,8 @@ def start(device: str, dtype: str) -> Runtime:
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
+    if device not in ("auto", *has):
+        raise ValueError(f"--device {device} is unknown: choose auto, {', '.join(has)}")
     kind = device if device != "auto" else next(d for d in ("cuda", "mps", "cpu") if has[d])
     if not has[kind]:
         raise ValueError(f"--device {device}: torch {torch.__version__} finds none here: try auto")

@@ -136,7 +136,7 @@ def out_of_limits(config: Any) -> list[tuple[bool, str]]:
             limits = {name: item.metadata[name] for name in LIMITS if name in item.metadata}
             if value is None or not limits:
                 continue
-            allowed = " and ".join(f"{LIMITS[name][0]} {limit:g}" for name, limit in limits.items())
+            allowed = " and ".join(f"{LIMITS[name][0]} {limit:,}" for name, limit in limits.items())
             name = flag_of(config, part.name, item.name)
             message = f"{name} {value} must be {allowed} ({item.metadata['help']})"
             refused = not all(LIMITS[name][1](value, limit) for name, limit in limits.items())

@@ -266,8 +266,8 @@ def test_the_message_shows_both_digests_and_the_previous_file(tmp_path):
     assert found != expected
     with pytest.raises(ValueError) as error:
         checkpoint.load(path)
-    assert_one_line(error, str(path), expected[:12], found[:12], "--resume previous")
-    assert "--resume last" not in str(error.value)
+    assert_one_line(error, str(path), expected[:12], found[:12], "use previous")
+    assert "use last" not in str(error.value)
     assert checkpoint.load(checkpoint.find(tmp_path, "previous")) == {"a": 1}
 
 
@@ -280,7 +280,7 @@ def test_the_remedy_leaves_out_the_other_name_of_the_same_bytes(tmp_path):
     checkpoint.save(tmp_path, {"a": 2}, step=2)
     with pytest.raises(ValueError) as error:
         checkpoint.load(tmp_path / "best.pt")
-    assert_one_line(error, "best.pt: is damaged", "--resume last")
+    assert_one_line(error, "best.pt: is damaged", "use last")
     assert "previous" not in str(error.value)
 
 

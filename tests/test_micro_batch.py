@@ -30,9 +30,13 @@ def test_by_default_a_micro_batch_fits_the_device_and_says_why():
 @pytest.mark.parametrize(
     ("line", "world_size", "said"),
     [
-        ("--batch-tokens 4096", 3, "16 rows of 256 that 3 ranks"),
-        ("--batch-tokens 4096", 32, "that 32 ranks"),
-        ("--batch-tokens 4096 --micro-batch-size 5", 1, "16 rows .* --micro-batch-size 5 .*1280"),
+        ("--batch-tokens 4096", 3, "16 rows of 256, which 3 process"),
+        ("--batch-tokens 4096", 32, "which 32 process"),
+        (
+            "--batch-tokens 4096 --micro-batch-size 5",
+            1,
+            "16 rows .* --micro-batch-size 5 at once: .*1280",
+        ),
     ],
 )
 def test_what_cannot_be_shared_is_refused(line, world_size, said):

@@ -117,6 +117,18 @@ def test_the_newest_run_is_found(tmp_path, monkeypatch):
         newest_run()
 
 
+def test_a_folder_of_something_else_is_not_written_into(run, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "mine.txt").write_text("mine")
+    with pytest.raises(ValueError, match="--out run exists and is no empty folder"):
+        run()
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["mine.txt"]
+    (tmp_path / "run" / "mine.txt").unlink()
+    run()
+    with pytest.raises(ValueError, match=r"--out run/log\.jsonl exists and is no empty folder"):
+        run(out="run/log.jsonl")
+
+
 def test_damaged_settings_are_one_line(tmp_path):
     with pytest.raises(ValueError, match="holds no run; name the folder of one with --out"):
         saved_settings(tmp_path)

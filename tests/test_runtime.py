@@ -21,6 +21,11 @@ def test_provenance_names_the_commit_from_wherever_it_is_asked(tmp_path, monkeyp
     assert (runtime.ROOT / "train.py").is_file()
 
 
+def test_an_unknown_device_is_refused():
+    with pytest.raises(ValueError, match=r"--device nope is unknown: choose auto, cpu, cuda, mps"):
+        runtime.start("nope", "auto")
+
+
 def test_provenance_without_git_is_none(monkeypatch):
     monkeypatch.setenv("PATH", "")
     assert runtime.provenance()["commit"] == "none"

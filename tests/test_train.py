@@ -274,7 +274,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_previous_one_taken_on_request(r
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    with pytest.raises(ValueError, match=rf"{newest.name}.*--resume previous"):
+    with pytest.raises(ValueError, match=rf"{newest.name}.*use previous or best"):
         train.main(["--resume", "--out", "run"])
     assert train.main(["--resume", "previous", "--out", "run"]) == 0
     assert metrics(read_log(tmp_path / "run")) == whole
@@ -363,7 +363,7 @@ BAD = {
     "--data nowhere": r"nowhere: no token store",
     "--tokenizer pd4k": r"made with tokenizer bytes .* not pd4k",
     "--tokenizer klingon": r"tokenizer 'klingon': choose pd4k, bytes, gpt2",
-    "--micro-batch-size 3": r"8 rows of 32 that 1 ranks of --micro-batch-size 3 cannot share",
+    "--micro-batch-size 3": r"8 rows of 32, which 1 process.* --micro-batch-size 3 at once",
     "--device cuda": r"--device cuda: torch .* finds none here",
     "--dtype fp16": r"--dtype fp16 needs --device cuda",
     "--init nowhere.pt --pos learned --tokenizer bytes": r"nowhere.pt",
