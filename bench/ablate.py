@@ -93,6 +93,7 @@ def main() -> None:
     parser.add_argument("--record", action="store_true", help="append to results/ablate.jsonl")
     parser.add_argument("extra", nargs="*", help="after --: flags for every run")
     args = parser.parse_args()
+    machine = surroundings()  # before the first record makes the working tree dirty
     print("recipe                    seed  bits/byte  seconds  consumed M  raw M  layer-tokens M")
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
@@ -105,7 +106,7 @@ def main() -> None:
                     flush=True,
                 )
                 if args.record:
-                    append("ablate", surroundings() | run)
+                    append("ablate", machine | run)
 
 
 if __name__ == "__main__":
