@@ -146,6 +146,21 @@ def test_counts(store):
     assert step.after.consumed_tokens == 64
 
 
+def test_the_tokens_of_a_bert_are_those_it_reads_its_cls_and_sep_included(store):
+    """Also under dropping: padding goes first, so short rows run whole and are counted whole."""
+
+    def a_step_with_padding(flags):
+        step = next(s for s in walk(plan(store, flags), 30) if s.batch.doc_ids is not None)
+        consumed = step.after.consumed_tokens - step.before.consumed_tokens
+        return (step.batch.doc_ids >= 0).sum(1).tolist(), consumed, step
+
+    lengths, consumed, step = a_step_with_padding("--model bert")
+    assert consumed == sum(lengths) == step.after.real_tokens - step.before.real_tokens
+    lengths, consumed, _ = a_step_with_padding("--model bert --ltd --ltd-start 16")
+    assert min(lengths) < 32
+    assert consumed == sum((2 * n + 2 * min(n, 16)) // 4 for n in lengths)
+
+
 def test_curriculum_with_packing_shortens_pieces_not_rows(store):
     step = plan(store, "--pack --curriculum seqlen --curriculum-start 8")(Clock())
     assert step.batch.tokens.shape == (8, 32)
