@@ -65,5 +65,5 @@ def test_a_gpu_that_is_not_there_is_refused(bench, monkeypatch):
 def test_the_tables_follow_from_the_records(bench, capsys):
     bench("tables").main()
     out = capsys.readouterr().out
-    assert out.count("| flags | bits per byte |") == 4
+    assert out.count("| flags | bits per byte |") == 5
     assert "| `--pack` | 1.789 (1.787 to 1.793)" in out
