@@ -159,8 +159,9 @@ def check_metrics(
         if ":" in name:
             load_function(name)
         elif name not in (*LENGTHS, *METRICS):
-            known = ", ".join((*LENGTHS, *METRICS, "path.py:name"))
-            raise ValueError(f"{flag} {name} is unknown: choose of {known}")
+            lengths = LENGTHS if flag == "--curriculum" else ()  # which need no analysis
+            known = ", ".join((*lengths, *METRICS, "path.py:name"))
+            raise ValueError(f"{flag} {name} is unknown: choose from {known}")
         if name in ("length", "length-rarity") and samples_kind == "rows":
             raise ValueError(
                 f"{flag} {name} cannot tell rows apart that are all {seq_len} tokens, cut from the"

@@ -181,6 +181,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--seq-len", type=int, default=256, help="tokens of a row")
     parser.add_argument("--layers", type=int, default=6, help="layers of the model")
     args = parser.parse_args(argv)
+    if args.seq_len < 1:
+        raise ValueError(f"--seq-len {args.seq_len}: a row has 1 token or more")
     if not 1 <= args.start <= args.seq_len:
         raise ValueError(f"--start {args.start}: a row keeps 1 to {args.seq_len} tokens")
     if not 0 < args.share <= 1:

@@ -58,6 +58,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("lengths", type=int, nargs="+", help="lengths in tokens")
     parser.add_argument("--capacity", type=int, default=128, help="tokens of a row")
     args = parser.parse_args(argv)
+    if args.capacity < 1:
+        raise ValueError(f"--capacity {args.capacity}: a row has 1 token or more")
     rows = best_fit(args.lengths, args.capacity)
     for row in rows:
         lengths = [args.lengths[item] for item in row]

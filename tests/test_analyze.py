@@ -515,7 +515,7 @@ REFUSED = {
     "--metric rarity,seqlen": "--metric seqlen needs no analysis",
     "--metric length --samples rows": "length cannot tell rows apart that are all 256 tokens",
     "--metric length-rarity --samples rows": "length-rarity cannot tell rows apart",
-    "--metric hard": "hard is unknown: choose of",
+    "--metric hard": "hard is unknown: choose from length, rarity",
     "--metric rarity,rarity": "takes one length, and each name once",
     "--metric rarity --workers 0": "--workers 0 must be at least 1",
     "--metric rarity --seq-len 0": r"--seq-len 0: a row has from 1 to 2\^31 tokens",

@@ -43,7 +43,7 @@ REFUSED = {
     "--tokens -5": r"--tokens",
     "--token 5": r"unrecognized arguments: --token",  # no abbreviations
     "--size huge": r"--size: invalid choice: 'huge'.*nano",
-    "--curriculum hard": r"--curriculum hard is unknown: choose of seqlen, seqlen-reshape",
+    "--curriculum hard": r"--curriculum hard is unknown: choose from seqlen, seqlen-resh",
     "--seq-len 4": r"--seq-len 4 must be at least 8",
     "--seq-len 9e18 --batch-tokens 9e18": r"--seq-len 9000000000000000000 must be .* below",
     "--pos learned --seq-len 512": r"--seq-len 512 is above the 256 positions of --size nano.*rope",

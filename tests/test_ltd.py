@@ -251,6 +251,6 @@ def test_command_prints_the_schedule(capsys):
     rows = capsys.readouterr().out.split("\n")
     assert rows[1].split() == ["0%", "64", "768", "50.0%"]
     assert rows[11].split() == ["100%", "256", "1536", "100.0%"]
-    for mistake in ("--start 300", "--share 0", "--share nan", "--layers 2"):
+    for mistake in ("--start 300", "--share 0", "--share nan", "--layers 2", "--seq-len 0"):
         with pytest.raises(ValueError, match=mistake):
             ltd.main(mistake.split())

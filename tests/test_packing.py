@@ -44,3 +44,5 @@ def test_command_prints_rows_and_padding(capsys):
     out = capsys.readouterr().out
     assert "60 + 50 = 110 of 128" in out
     assert "padding: 21.9% in 3 rows, 41.4% with one item a row" in out
+    with pytest.raises(ValueError, match="--capacity 0: a row has 1 token or more"):
+        main(["5", "--capacity", "0"])
