@@ -25,7 +25,7 @@ from support.flags import parser_of, table_of
 from support.optim import OptimConfig
 from support.recipes import with_defaults
 from support.run import RunConfig
-from support.run_folder import newest_run, saved_settings
+from support.run_folder import newest_run, started_with
 from support.settings import (
     flag,
     is_on,
@@ -103,7 +103,7 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Path | None]:
     if "model.init" in given:
         raise ValueError("--init and --resume exclude each other: a resumed run has its weights")
     folder = Path(given["run.out"]) if "run.out" in given else newest_run()
-    return build(resumed(Config, saved_settings(folder), given)), folder
+    return build(resumed(Config, started_with(folder)["config"], given)), folder
 
 
 def build(settings: dict[str, Any]) -> Config:

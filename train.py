@@ -47,7 +47,7 @@ from support.progress import announce, log_step, progress_bar, show_part, show_s
 from support.read_ahead import read_ahead
 from support.rng import generator, seed_of
 from support.run import Run
-from support.run_folder import ModelSize, saved_model_size
+from support.run_folder import ModelSize, started_with
 from support.runtime import Runtime, exit_cleanly, start
 from support.settings import techniques_on
 from support.stop_signal import Stopped, StopSignal
@@ -169,7 +169,7 @@ def new_model(
     init, needed = settings.model.init, vocab_size(encoding, settings.model.model)
     size = ModelSize(-(-needed // 64) * 64)  # matrix units work in tiles
     if folder:
-        size = saved_model_size(folder)
+        size = ModelSize(**started_with(folder)["model_size"])
     elif init:
         size = published.size_for(init, needed, encoding.name, settings.data.seq_len)
     torch.manual_seed(seed_of(settings.run.seed, "weights"))

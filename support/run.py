@@ -25,7 +25,7 @@ from torch import nn
 
 from support import checkpoint
 from support.clock import Clock
-from support.run_folder import ModelSize, check_store, create_run_folder
+from support.run_folder import ModelSize, create_run_folder, started_with
 from support.runtime import Log, Runtime, provenance
 from support.settings import flag, flattened
 from support.token_store import Store
@@ -82,7 +82,7 @@ class Run:
         self.model, self.optimizers, self.store = model, optimizers, store
         self.clock, self.best = Clock(), math.inf
         self.evaluation_due = False  # an evaluation of this clock was asked for and is not done
-        self.resumed_from: Path | None = None
+        self.resumed_from: str | None = None
         self.saved_path, self.saved_step = "", -1
         self.log: Log | None = None
         self.log_size: int | None = None  # bytes to keep of a log that goes on
@@ -105,12 +105,13 @@ class Run:
 
         Raises: ValueError if checkpoints are gone, or if the store is another one
         """
-        check_store(self.folder, self.store.meta["sha256"])
-        which = self.settings.run.resume
-        if not any(self.folder.glob("step-*.pt")) and which != "best":
-            self.start_over()
+        path = self.runtime.on_rank0(self.checkpoint_to_resume)  # one choice for all ranks
+        if path is None:
+            self.log_size = 0
+            self.runtime.say(
+                f"{self.folder} was stopped before its first checkpoint: starting over"
+            )
             return
-        path = checkpoint.find(self.folder, which)
         state = checkpoint.load(path)
         try:
             self.clock = Clock(**state["clock"])
@@ -121,10 +122,18 @@ class Run:
         self.optimizers.load_state_dict(state["optimizers"])
         self.best, self.log_size, self.resumed_from = state["best"], state["log_size"], path
         self.evaluation_due = state["evaluation_due"]
-        self.saved_path, self.saved_step = str(path), self.clock.step
+        self.saved_path, self.saved_step = path, self.clock.step
 
-    def start_over(self) -> None:
-        """Begin again, if the run was stopped before its first checkpoint and not otherwise."""
+    def checkpoint_to_resume(self) -> str | None:
+        """The file that --resume means; None if the run was stopped before its first checkpoint."""
+        if started_with(self.folder)["store"] != self.store.meta["sha256"]:
+            raise ValueError(
+                f"--data: the run in {self.folder} began with another store: name that one,"
+                " wherever it is now, or start a new run with another --out"
+            )
+        which = self.settings.run.resume
+        if which == "best" or any(self.folder.glob("step-*.pt")):
+            return str(checkpoint.find(self.folder, which))
         if (self.folder / "best.pt").exists():
             raise ValueError(
                 f"--resume: {self.folder} has lost its step-*.pt, and best.pt is there: go on from"
@@ -135,8 +144,7 @@ class Run:
                 f"--resume: {self.folder} has lost its checkpoints: put one back, or start a new"
                 " run with another --out"
             )
-        self.log_size = 0
-        self.runtime.say(f"{self.folder} was stopped before its first checkpoint: starting over")
+        return None
 
     def logged(self) -> Iterator[dict]:
         """The lines of the log; one that a kill tore off is left out."""

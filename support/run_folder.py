@@ -26,10 +26,15 @@ def newest_run() -> Path:
     return starts[-1].parent
 
 
-def saved_settings(folder: Path) -> dict:
-    """The settings that the run in this folder was started with, {"group.field": value}."""
+def started_with(folder: Path) -> dict:
+    """What config.json holds of a run.
+
+    Returns: config {"group.field": value}, model_size (of ModelSize), store (sha256 of its files)
+    Raises:  ValueError for a folder without a run, and for a damaged file
+    """
     try:
-        return json.loads((folder / "config.json").read_text())["config"]
+        about = json.loads((folder / "config.json").read_text())
+        return {name: about[name] for name in ("config", "model_size", "store")}
     except FileNotFoundError:
         message = f"--resume: {folder} holds no run; name the folder of one with --out"
         raise ValueError(message) from None
@@ -38,20 +43,6 @@ def saved_settings(folder: Path) -> dict:
             f"--resume: {folder}/config.json is damaged ({type(error).__name__}: {error}): put it"
             " back, or start a new run with another --out"
         ) from None
-
-
-def saved_model_size(folder: Path) -> ModelSize:
-    """The size of the model of the run in this folder."""
-    return ModelSize(**json.loads((folder / "config.json").read_text())["model_size"])
-
-
-def check_store(folder: Path, sha256: dict[str, str]) -> None:
-    """Refuse to go on with other text than the run in this folder began with."""
-    if json.loads((folder / "config.json").read_text())["store"] != sha256:
-        raise ValueError(
-            f"--data: the run in {folder} began with another store: name that one, wherever it is"
-            " now, or start a new run with another --out"
-        )
 
 
 def create_run_folder(

@@ -9,7 +9,7 @@ from conftest import metrics, read_log
 import train
 from prepare import prepare
 from support import checkpoint
-from support.run_folder import newest_run, saved_settings
+from support.run_folder import newest_run, started_with
 from support.tokenizer import get_encoding
 
 
@@ -17,8 +17,12 @@ def names(folder):
     return sorted(path.name for path in folder.glob("*.pt"))
 
 
-def log_of(folder):
-    return (folder / "log.jsonl").read_bytes()
+def refused(folder, said):
+    """--resume ends with this message, and leaves the log as it is."""
+    before = (folder / "log.jsonl").read_bytes()
+    with pytest.raises(ValueError, match=said):
+        train.main(["--resume", "--out", str(folder)])
+    assert (folder / "log.jsonl").read_bytes() == before
 
 
 def test_a_run_that_lost_its_steps_is_not_started_over(run, tmp_path):
@@ -27,19 +31,13 @@ def test_a_run_that_lost_its_steps_is_not_started_over(run, tmp_path):
     folder = tmp_path / "run"
     for file in folder.glob("step-*.pt"):
         file.unlink()
-    before = log_of(folder)
-    with pytest.raises(ValueError, match=r"run has lost its step-\*\.pt.*--resume best"):
-        train.main(["--resume", "--out", "run"])
-    assert log_of(folder) == before
+    refused(folder, r"run has lost its step-\*\.pt.*--resume best")
     assert train.main(["--resume", "best", "--out", "run"]) == 0
     assert metrics(read_log(folder)) == whole
 
     for file in folder.glob("*.pt"):
         file.unlink()
-    before = log_of(folder)
-    with pytest.raises(ValueError, match=r"run has lost its checkpoints: put one back"):
-        train.main(["--resume", "--out", "run"])
-    assert log_of(folder) == before
+    refused(folder, r"run has lost its checkpoints: put one back")
 
 
 def test_a_run_that_never_saved_starts_over_and_says_so(run, tmp_path, monkeypatch, capsys):
@@ -131,8 +129,8 @@ def test_a_folder_of_something_else_is_not_written_into(run, tmp_path):
 
 def test_damaged_settings_are_one_line(tmp_path):
     with pytest.raises(ValueError, match="holds no run; name the folder of one with --out"):
-        saved_settings(tmp_path)
-    for text in ("{", "[]", json.dumps({"other": 1})):
+        started_with(tmp_path)
+    for text in ("{", "[]", json.dumps({"other": 1}), json.dumps({"config": {}})):
         (tmp_path / "config.json").write_text(text)
         with pytest.raises(ValueError, match=r"config\.json is damaged"):
-            saved_settings(tmp_path)
+            started_with(tmp_path)
