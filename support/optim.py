@@ -15,6 +15,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
+from support.muon import Muon
 from support.settings import flag
 
 SCHEDULES = ("cosine", "linear", "wsd")
@@ -86,10 +87,7 @@ class Optimizers:
         self.parameters = [*matrices, *decayed, *plain]
         self.parts = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
         if matrices:
-            muon = torch.optim.Muon(
-                matrices, lr=0.0, weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw"
-            )
-            self.parts.append(muon)
+            self.parts.append(Muon(matrices, lr=0.0, weight_decay=weight_decay))
         self.joint = Joint(self.parts)
         self.scaler = torch.amp.GradScaler(self.parameters[0].device.type, enabled=fp16)
 

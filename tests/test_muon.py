@@ -1,0 +1,160 @@
+"""Muon against torch's and against its definition, batches against single matrices, and ranks.
+
+    python -m pytest tests/test_muon.py
+"""
+
+from multiprocessing import get_context
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from support import muon
+from support.muon import POLYNOMIALS, Muon, orthogonalised, orthogonalised_by_all
+
+SHAPES = ((48, 48), (144, 48), (48, 192), (192, 48), (1, 5), (7, 1))
+
+
+def matrices_of(shape: tuple, n: int = 3, smallest: float = 1e-4) -> Tensor:
+    """(n, *shape) float64 matrices whose singular values fall evenly from 1 to `smallest`."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    random = torch.randn(n, *shape, generator=generator, dtype=torch.float64)
+    U, S, V = torch.linalg.svd(random, full_matrices=False)
+    S = torch.logspace(0, torch.tensor(smallest).log10(), S.shape[1], dtype=torch.float64)
+    return U * S @ V
+
+
+def definition(matrix: Tensor) -> Tensor:
+    """Newton-Schulz as it is written in Jordan's article, in the matrix's own dtype."""
+    X = matrix / matrix.norm()
+    for a, b, c in POLYNOMIALS:
+        A = X @ X.mT
+        X = a * X + b * A @ X + c * A @ A @ X
+    return X
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return ((found.double() - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_orthogonalised_is_the_definition(shape):
+    matrices = matrices_of(shape)
+    truth = torch.stack([definition(matrix) for matrix in matrices])
+    assert error(orthogonalised(matrices), truth) < 1e-7
+    assert error(orthogonalised(matrices.float()), truth) < 1e-3
+    rounded = torch.stack([definition(matrix) for matrix in matrices.bfloat16()])
+    assert error(orthogonalised(matrices.bfloat16()), truth) < 2 * error(rounded, truth)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_singular_values_come_out_around_one(shape):
+    matrices = matrices_of(shape, smallest=0.02)
+    values = torch.linalg.svdvals(orthogonalised(matrices))
+    assert 0.6 < values.min() and values.max() < 1.3
+
+
+def test_a_matrix_of_zeros_stays_one():
+    assert orthogonalised(torch.zeros(2, 4, 8)).count_nonzero() == 0
+
+
+def test_small_singular_values_are_safe_on_the_gram_matrix():
+    """Squared, they vanish in fp32's rounding: what is left of them must not grow."""
+    matrices = matrices_of((64, 64), smallest=1e-12)
+    truth = torch.stack([definition(matrix) for matrix in matrices])
+    assert error(orthogonalised(matrices.float()), truth) < 1e-3
+
+
+def steps_of(optimizer: torch.optim.Optimizer, parameters: list[Tensor], steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def parameters_of(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    shapes = [*SHAPES, *SHAPES]
+    return [
+        torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes
+    ]
+
+
+def test_moves_as_torchs_muon_within_its_dtype(monkeypatch):
+    """Torch's rounds to bf16; exact is torch's with the definition in float64 in place of that."""
+    ours, theirs, exact = (parameters_of() for _ in range(3))
+    settings = {"lr": 0.1, "weight_decay": 0.3}
+    steps_of(Muon(ours, **settings), ours, range(4))
+    settings["adjust_lr_fn"] = "match_rms_adamw"
+    steps_of(torch.optim.Muon(theirs, **settings), theirs, range(4))
+    monkeypatch.setattr(
+        torch.optim._muon,
+        "_zeropower_via_newtonschulz",
+        lambda gradient, *_: definition(gradient.double()).float(),
+    )
+    steps_of(torch.optim.Muon(exact, **settings), exact, range(4))
+    for found, rounded, truth in zip(ours, theirs, exact, strict=True):
+        assert error(found, truth) < 1e-4
+        assert 1e-4 < error(rounded, truth) < 0.05, "what torch's own dtype costs"
+
+
+def test_state_is_that_of_torchs_muon():
+    ours, theirs = parameters_of(), parameters_of()
+    one, other = Muon(ours, 0.1, 0.3), torch.optim.Muon(theirs, 0.1, 0.3)
+    steps_of(other, theirs, range(3))
+    steps_of(one, ours, range(3))
+    found, wanted = one.state_dict()["state"], other.state_dict()["state"]
+    for number, state in wanted.items():
+        assert found[number].keys() == state.keys()
+        assert torch.equal(found[number]["momentum_buffer"], state["momentum_buffer"])
+    one.load_state_dict(other.state_dict())
+    steps_of(one, ours, range(3, 4))
+
+
+def test_a_matrix_without_gradient_stays_as_it_is():
+    parameters = parameters_of()
+    optimizer = Muon(parameters, 0.1, 0.3)
+    optimizer.step()  # none has one
+    parameters[0].grad = torch.ones_like(parameters[0])
+    optimizer.step()
+    for number, (now, before) in enumerate(zip(parameters, parameters_of(), strict=True)):
+        assert torch.equal(now, before) == (number > 0)
+
+
+def share_of(rank: int, world_size: int, meet: str, results) -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world_size)
+    counts = []
+
+    def counted(matrices: Tensor) -> Tensor:
+        counts.append(len(matrices))
+        return orthogonalised(matrices)
+
+    muon.orthogonalised = counted
+    found = [orthogonalised_by_all(matrices_of(shape, 5).float()) for shape in SHAPES]
+    results.put((rank, counts, [update.numpy() for update in found]))
+    dist.destroy_process_group()
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("world_size", [2, 4])
+def test_ranks_share_the_work_and_all_get_the_whole(tmp_path, world_size):
+    """Five matrices a shape: with 4 ranks the last one has none of its own."""
+    context = get_context("spawn")
+    results = context.SimpleQueue()
+    ranks = [
+        context.Process(target=share_of, args=(rank, world_size, str(tmp_path / "meet"), results))
+        for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    outcomes = [results.get() for _ in ranks]
+    for process in ranks:
+        process.join()
+    alone = [orthogonalised(matrices_of(shape, 5).float()) for shape in SHAPES]
+    for _, counts, found in outcomes:
+        assert counts == [-(-5 // world_size)] * len(SHAPES)
+        for mine, wanted in zip(found, alone, strict=True):
+            assert torch.equal(torch.from_numpy(mine), wanted)
