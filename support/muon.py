@@ -93,13 +93,20 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     is_tall = matrices.shape[1] > matrices.shape[2]
     X = matrices.mT if is_tall else matrices  # (n, m, k)
     X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
-    for first in range(0, len(POLYNOMIALS), at_once):
-        G, product = X @ X.mT, None  # (n, m, m)
-        for number, (a, b, c) in enumerate(POLYNOMIALS[first : first + at_once]):
-            if number:
-                G = Z @ G @ Z
-            Z = torch.baddbmm(G, G, G, beta=b, alpha=c)
-            Z.diagonal(dim1=1, dim2=2).add_(a)
-            product = Z @ product if number else Z
+    for start in range(0, len(POLYNOMIALS), at_once):
+        first, *others = POLYNOMIALS[start : start + at_once]
+        G = X @ X.mT  # (n, m, m)
+        Z = product = polynomial(G, *first)
+        for coefficients in others:
+            G = Z @ G @ Z
+            Z = polynomial(G, *coefficients)
+            product = Z @ product
         X = product @ X  # (n, m, k)
     return X.mT if is_tall else X
+
+
+def polynomial(G: Tensor, a: float, b: float, c: float) -> Tensor:
+    """(n, m, m): a I + b G + c G^2."""
+    Z = torch.baddbmm(G, G, G, beta=b, alpha=c)
+    Z.diagonal(dim1=1, dim2=2).add_(a)
+    return Z

@@ -2,9 +2,8 @@
 
 adamw: Loshchilov & Hutter, arXiv 1711.05101. Matrices decay; biases and norms do not. The fused
        implementation, which torch has for CPU, CUDA and MPS.
-muon:  Jordan et al. 2024, torch.optim.Muon. The blocks' matrices are updated by the orthogonalised
-       momentum, scaled to the size of AdamW's updates (arXiv 2502.16982) so that both share one
-       --lr; every other parameter is updated by AdamW.
+muon:  Jordan et al. 2024, support/muon.py. The blocks' matrices are updated by the orthogonalised
+       momentum, scaled to the size of AdamW's updates; every other parameter by AdamW.
 
 The learning rate is a pure function of the consumed-token clock. No training loop here.
 """

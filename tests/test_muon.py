@@ -1,6 +1,6 @@
 """Muon against torch's and against its definition, batches against single matrices, and ranks.
 
-    python -m pytest tests/test_muon.py
+python -m pytest tests/test_muon.py
 """
 
 from multiprocessing import get_context
@@ -77,9 +77,7 @@ def steps_of(optimizer: torch.optim.Optimizer, parameters: list[Tensor], steps: 
 def parameters_of(dtype: torch.dtype = torch.float32) -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
     shapes = [*SHAPES, *SHAPES]
-    return [
-        torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes
-    ]
+    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
 
 
 def test_moves_as_torchs_muon_within_its_dtype(monkeypatch):
