@@ -8,7 +8,7 @@ Seam 2, `run_block(layer, block, x, meta)`: the layer loop calls each block thro
 In reading order: config, attention, block, the whole model; then what attention is told of each
 token, with the mask and the rotation that follow from it; then the sizes and what they cost.
 
-GPT:  Radford et al. 2019 (GPT-2): pre-LN, tanh GELU, learned positions or rotary (2104.09864).
+GPT:  Radford et al. 2019 (GPT-2): pre-LN, learned positions or rotary (2104.09864).
 BERT: Devlin et al. 2018 (arXiv 1810.04805): post-LN, bidirectional, masked-token head, one segment.
 Parameters carry GPT-2's published names for both, whatever the flags.
 
@@ -20,7 +20,7 @@ Letters of the whole repository:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,6 +65,14 @@ class TransformerConfig:
         return self.width // self.heads
 
     @property
+    def gelu(self) -> str:
+        """GPT-2's weights, which have learned positions, want its tanh; else the exact one.
+
+        On a CPU the exact one takes 0.4 times as long (docs/step.md).
+        """
+        return "tanh" if self.kind == "gpt" and self.pos == "learned" else "none"
+
+    @property
     def norm_eps(self) -> float:
         return 1e-5 if self.kind == "gpt" else 1e-12  # as published
 
@@ -79,13 +87,13 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, meta: "TokenMeta") -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, 3, self.heads, C // self.heads)
-        q, k, v = qkv.permute(2, 0, 3, 1, 4)  # (B, H, T, D) each
+        q, k, v = qkv.unbind(2)  # (B, T, H, D) each
         if meta.rotation is not None:
-            q, k = rotate(q, *meta.rotation), rotate(k, *meta.rotation)
+            q, k = rotate(q, meta.rotation), rotate(k, meta.rotation)
         y = F.scaled_dot_product_attention(
-            q,
-            k,
-            v,
+            q.transpose(1, 2),  # (B, H, T, D)
+            k.transpose(1, 2),
+            v.transpose(1, 2),
             attn_mask=meta.mask,
             dropout_p=self.dropout if self.training else 0.0,
             is_causal=meta.causal and meta.mask is None,
@@ -93,18 +101,22 @@ class Attention(nn.Module):
         return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + D/2]) of a head by its position's angle. x: (B, H, T, D)."""
-    left, right = x.chunk(2, dim=-1)  # (B, H, T, D/2)
-    rotated = torch.cat((left * cos - right * sin, right * cos + left * sin), dim=-1)
-    return rotated.to(x.dtype)
+def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+    """Turn each pair (x[2i], x[2i + 1]) of a head, a complex number, by its position's angle.
+
+    Args: x        (B, T, H, D)
+          rotation (B, T, 1, D/2) complex, of modulus 1
+    """
+    pairs = x.to(rotation.real.dtype).unflatten(-1, (-1, 2))  # (B, T, H, D/2, 2)
+    turned = torch.view_as_complex(pairs) * rotation  # (B, T, H, D/2)
+    return torch.view_as_real(turned).flatten(-2).to(x.dtype)  # (B, T, H, D)
 
 
 class MLP(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.c_fc = nn.Linear(config.width, config.mlp_width)
-        self.gelu = nn.GELU(approximate="tanh" if config.kind == "gpt" else "none")
+        self.gelu = nn.GELU(approximate=config.gelu)
         self.c_proj = nn.Linear(config.mlp_width, config.width)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -275,11 +287,11 @@ def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
 
 def rotation(
     positions: Tensor, head_width: int, dtype: torch.dtype = torch.float32, base: float = 10_000.0
-) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of each position's angles, (B, 1, T, D/2) each. arXiv 2104.09864, eq. 15."""
+) -> Tensor:
+    """e^(i angle) for each position and pair, (B, T, 1, D/2) complex. arXiv 2104.09864, eq. 15."""
     pair = torch.arange(0, head_width, 2, device=positions.device, dtype=dtype)
-    angle = positions[:, None, :, None] * base ** (-pair / head_width)  # (B, 1, T, D/2)
-    return angle.cos(), angle.sin()
+    angle = positions[:, :, None, None] * base ** (-pair / head_width)  # (B, T, 1, D/2)
+    return torch.polar(torch.ones_like(angle), angle)
 
 
 class Size(NamedTuple):
@@ -308,22 +320,30 @@ def parameter_count(config: TransformerConfig) -> int:
         return sum(p.numel() for p in Transformer(config).parameters())
 
 
-def flops_per_token(config: TransformerConfig, T: int) -> int:
-    """Floating-point operations of one training token in rows of T; the backward pass is 2/3.
+def flops_of_row(config: TransformerConfig, tokens_by_layer: Sequence[int], T: int) -> int:
+    """Floating-point operations of one training row; the backward pass is 2/3.
 
-    6 per weight that multiplies (the tied head counts, the look-up of embeddings does not), and
-    12 L C T for attention's two products, halved where it is causal. arXiv 2204.02311, app. B.
+    6 per token and weight that multiplies (the tied head counts, the look-up of embeddings does
+    not), and 12 C K for the two products of attention of each of K tokens, halved where it is
+    causal. arXiv 2204.02311, appendix B, but for that half.
+
+    Args:    tokens_by_layer (L,) how many of the row's T tokens each layer sees
+    Example: 2 layers of width 4 and MLP 16, V 10, a causal row of 8, half of it in the second
+             layer: 6 * 192 * (8 + 4) + 6 * 4 * (8 * 8 + 4 * 4) + 6 * 10 * 4 * 8 == 17664
     """
-    weights = config.layers * config.width * (4 * config.width + 2 * config.mlp_width)
-    attention = 12 * config.layers * config.width * T // (2 if config.causal else 1)
-    return 6 * (weights + config.vocab_size * config.width) + attention
+    C = config.width
+    weights = C * (4 * C + 2 * config.mlp_width)  # of a block
+    attention = 6 * C if config.causal else 12 * C
+    blocks = sum(6 * weights * K + attention * K * K for K in tokens_by_layer)
+    return blocks + 6 * config.vocab_size * C * T
 
 
 if __name__ == "__main__":
     for name, (layers, heads, width, T) in SIZES.items():
         kind = "bert" if name.startswith("bert") else "gpt"
         config = TransformerConfig(kind, layers, heads, width, 4 * width, T, vocab_size=50304)
-        millions, gflops = parameter_count(config) / 1e6, flops_per_token(config, T) / 1e9
+        millions = parameter_count(config) / 1e6
+        gflops = flops_of_row(config, [T] * layers, T) / T / 1e9
         print(
             f"{name:>10}: {layers} layers, {heads} heads, width {width}, rows of {T};"
             f" {millions:.1f} M parameters, {gflops:.2f} GFLOP a training token"

@@ -1,105 +1,98 @@
-"""Time of one training step of the plain GPT, of packed rows, and of nanoGPT's model.py beside it.
+"""Time of one training step as train.py makes it: plain, packed, with dropped tokens, and nanoGPT.
+
+A step is forward, backward, clipping and the optimizer, on one batch of random tokens; nothing is
+read or logged. The variants take turns, each in a process of its own (bench/turns.py). A ratio is
+the median of the ratios within a turn, not a ratio of medians. For dropped tokens it is printed
+beside the ratio that the step's FLOPs predict, and which share of that saving was had.
 
 nanoGPT's model and ours compute the same function (checked first: same weights, same loss, same
-gradients, with the exact GELU that nanoGPT has), see the same batch, and step with fused AdamW over
-the same two groups. All variants take turns in one process, in an order that is reversed each time,
-so that a noisy machine slows all alike. A ratio is the median of the ratios within a turn, not a
-ratio of medians.
-
-Does not measure data loading, compilation or more than one device. nanoGPT is not part of this
+gradients, with the exact GELU that nanoGPT has) and see the same batch. nanoGPT is not part of this
 project: give the folder of a clone of https://github.com/karpathy/nanoGPT, or leave it out.
-On a machine shared with others set OMP_WAIT_POLICY=passive as well: threads that spin while another
-program holds their core make a step several times slower. The record says which was in force.
 
     OMP_NUM_THREADS=2 python bench/step.py                                 # the table
     OMP_NUM_THREADS=2 python bench/step.py --nanogpt ../nanoGPT --record   # and a line of results/
 """
 
 import argparse
-import contextlib
-import importlib.util
-import io
 import os
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 from typing import NamedTuple
 
+import nanogpt
 import torch
 from record import append, quartiles, surroundings
 from torch import Tensor, nn
+from turns import take_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
-from model import SIZES, Transformer, TransformerConfig
-from support.optim import split_parameters
-from support.runtime import exit_cleanly
+import config
+from data import Batch
+from model import Size, Transformer, flops_of_row
+from plan import Step
+from support import runtime
+from support.clock import Clock, StepContext, tokens_by_layer
+from support.muon import flops_of_orthogonalising
+from train import assemble
 
 
 class Case(NamedTuple):
+    """A model and its batch. `pos` is that of the variants which are not compared with nanoGPT."""
+
+    shape: Size
     rows: int
     vocab_size: int
     turns: int
+    pos: str = "learned"
 
 
 CASES = {  # by --size
-    "nano": Case(rows=16, vocab_size=4160, turns=15),
-    "124M": Case(rows=1, vocab_size=50304, turns=5),
+    "nano": Case(Size(6, 4, 128, 256), rows=8, vocab_size=4160, turns=15, pos="rope"),
+    "12x256": Case(Size(12, 8, 256, 512), rows=4, vocab_size=4160, turns=9, pos="rope"),
+    "124M": Case(Size(12, 12, 768, 1024), rows=1, vocab_size=50304, turns=5),
+    "350M": Case(Size(24, 16, 1024, 1024), rows=16, vocab_size=50304, turns=9),
+    "350M-2048": Case(Size(24, 16, 1024, 2048), rows=8, vocab_size=50304, turns=9, pos="rope"),
 }
-BETAS, WEIGHT_DECAY, LR = (0.9, 0.95), 0.1, 1e-4
-PREFIX = "transformer."  # of nanoGPT's parameter names
-REFERENCE = {  # what each variant's time is divided by
-    "plain": "nanoGPT",
-    "exact GELU": "nanoGPT",
-    "packed": "plain",
-    "rope": "plain",
+ON_GPU = {"124M": 32}  # rows, where a GPU takes more
+DEFAULT_CASES = {"cpu": ("nano", "12x256", "124M"), "cuda": ("nano", "124M", "350M", "350M-2048")}
+
+
+class Variant(NamedTuple):
+    """`to` names the variant that its time is divided by."""
+
+    to: str | None
+    optimizer: str = "muon"
+    pos: str | None = None  # as in the case
+    gelu: str | None = None  # as in the model
+    packed: bool = False
+    kept_share: float = 1.0
+    flags: str = ""
+
+
+VARIANTS = {
+    "plain": Variant(None),
+    "AdamW": Variant("nanoGPT", "adamw", "learned"),
+    "AdamW, exact GELU": Variant("nanoGPT", "adamw", "learned", "none"),
+    "Muon": Variant("nanoGPT", "muon", "learned", "none"),
+    "packed": Variant("plain", packed=True),
+    "keep 3/4": Variant("plain", kept_share=3 / 4),
+    "keep 1/2": Variant("plain", kept_share=1 / 2),
+    "keep 1/4": Variant("plain", kept_share=1 / 4),
 }
 
 
-def load_nanogpt(folder: Path) -> ModuleType:
-    """The folder's model.py under a name of its own, since ours is called the same."""
-    path = folder / "model.py"
-    if not path.is_file():
-        raise ValueError(f"--nanogpt {folder}: has no model.py, give the folder of a nanoGPT clone")
-    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-def build_theirs(nanogpt: ModuleType, size: str, device: str) -> tuple:
-    """nanoGPT's model and its own optimizer."""
-    layers, heads, width, T = SIZES[size]
-    V = CASES[size].vocab_size
-    with contextlib.redirect_stdout(io.StringIO()):  # it reports its parameters
-        model = nanogpt.GPT(nanogpt.GPTConfig(T, V, layers, heads, width)).to(device)
-        # "cuda" on every device: the word only asks for the fused AdamW, which CPUs have by now.
-        optimizer = model.configure_optimizers(WEIGHT_DECAY, LR, BETAS, "cuda")
-    # As initialised every logit is near 0, and one GELU can hardly be told from another.
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.mul_(4 if parameter.dim() >= 2 else 1)
-    return model, optimizer
-
-
-def build_ours(size: str, device: str, weights: dict, pos: str = "learned") -> tuple:
-    """Our model with those weights that are given, and AdamW over the groups that nanoGPT makes."""
-    config = TransformerConfig(
-        kind="gpt",
-        **SIZES[size]._asdict(),
-        mlp_width=4 * SIZES[size].width,
-        vocab_size=CASES[size].vocab_size,
-        pos=pos,
-    )
-    model = Transformer(config).to(device)
-    if weights:
-        model.load_state_dict({name: weights[name] for name in model.state_dict()})
-    _, decayed, plain = split_parameters(model, muon=False)
-    groups = [{"params": decayed, "weight_decay": WEIGHT_DECAY}]
-    groups += [{"params": plain, "weight_decay": 0.0}]
-    return model, torch.optim.AdamW(groups, lr=LR, betas=BETAS, fused=True)
+def settings_of(case: Case, variant: Variant, device: str, compiled: bool) -> config.Config:
+    """A run of train.py whose every step is like this variant's."""
+    layers, heads, width, seq_len = case.shape
+    flags = f"--device {device} --layers {layers} --heads {heads} --width {width}"
+    flags += f" --seq-len {seq_len} --batch-tokens {case.rows * seq_len} --tokens 1B"
+    flags += f" --pos {variant.pos or case.pos} --optimizer {variant.optimizer} {variant.flags}"
+    flags += " --size 1.3B" * (seq_len > 1024) + " --size 124M" * (256 < seq_len <= 1024)
+    if variant.kept_share < 1:
+        flags += f" --ltd --ltd-start {int(variant.kept_share * seq_len)}"
+    return config.build(config.parse((flags + " --compile" * compiled).split()))
 
 
 def draw_documents(B: int, T: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -111,136 +104,148 @@ def draw_documents(B: int, T: int, generator: torch.Generator) -> tuple[Tensor, 
     return positions, starts.cumsum(dim=1) - 1
 
 
-def step_of(
-    loss_of: Callable[[], Tensor], optimizer: torch.optim.Optimizer, device: str
-) -> Callable:
-    """A function that makes one step and returns its seconds; under bf16 autocast on a GPU."""
-
-    def wait() -> None:
-        if device == "cuda":
-            torch.cuda.synchronize()
-
-    def step() -> float:
-        wait()
-        start = time.perf_counter()
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = loss_of()
-        loss.backward()
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
-        wait()
-        return time.perf_counter() - start
-
-    return step
-
-
-def check_same_function(ours: Callable, our_model: nn.Module, theirs: Callable, model: nn.Module):
-    """Refuse to time two different functions: their losses and all gradients agree."""
-    loss, expected_loss = ours(), theirs()
-    errors = {"the loss": (loss - expected_loss).norm() / expected_loss.norm()}
-    expected = torch.autograd.grad(expected_loss, list(model.parameters()))
-    names = [name.removeprefix(PREFIX) for name, _ in model.named_parameters()]
-    gradients = torch.autograd.grad(loss, [our_model.get_parameter(name) for name in names])
-    for name, one, other in zip(names, gradients, expected, strict=True):
-        errors[f"the gradient of {name}"] = (one - other).norm() / other.norm()
-    worst = max(errors, key=errors.get)
-    if not errors[worst] < 1e-4:  # fp32; tanh GELU in place of the exact one errs by 7e-4
-        raise ValueError(f"--nanogpt: {worst} differs by {errors[worst]:.1e} of its norm from ours")
-
-
-def steps_of(nanogpt: ModuleType | None, size: str, device: str) -> dict[str, Callable[[], float]]:
-    """A step function for each variant, all on one batch."""
-    B, V, T = CASES[size].rows, CASES[size].vocab_size, SIZES[size].seq_len
-    torch.manual_seed(0)
+def batch_of(case: Case, packed: bool) -> Batch:
     generator = torch.Generator().manual_seed(0)
-    tokens, targets = torch.randint(V, (2, B, T), generator=generator).to(device)  # (B, T) each
-    rows = (tokens, targets, None, None)
-    packed = (tokens, targets, *(field.to(device) for field in draw_documents(B, T, generator)))
-
-    def ours(our_model: Transformer, batch: tuple) -> Callable[[], Tensor]:
-        return lambda: our_model(batch) / targets.numel()
-
-    steps, weights = {}, {}
-    if nanogpt:
-        model, optimizer = build_theirs(nanogpt, size, device)
-        weights = {name.removeprefix(PREFIX): value for name, value in model.named_parameters()}
-
-        def theirs() -> Tensor:
-            return model(tokens, targets)[1]
-
-        steps["nanoGPT"] = step_of(theirs, optimizer, device)
-    for variant in REFERENCE if nanogpt else ("plain", "packed", "rope"):
-        pos = "rope" if variant == "rope" else "learned"
-        our_model, our_optimizer = build_ours(size, device, weights, pos)
-        if variant == "exact GELU":
-            for block in our_model.h:
-                block.mlp.gelu = nn.GELU()
-            check_same_function(ours(our_model, rows), our_model, theirs, model)
-        batch = packed if variant == "packed" else rows
-        steps[variant] = step_of(ours(our_model, batch), our_optimizer, device)
-    return steps
+    B, T = case.rows, case.shape.seq_len
+    tokens, targets = torch.randint(case.vocab_size, (2, B, T), generator=generator)  # (B, T) each
+    documents = draw_documents(B, T, generator) if packed else (None, None)
+    return Batch(tokens, targets, *documents)
 
 
-def take_turns(steps: dict[str, Callable[[], float]], turns: int) -> dict[str, list[float]]:
-    """Seconds of each variant's steps, after one step of each that does not count."""
-    seconds = {name: [] for name in steps}
-    order = list(steps)
-    for name in order:
-        steps[name]()
-    for _ in range(turns):
-        for name in order:
-            seconds[name].append(steps[name]())
-        order.reverse()
-    return seconds
+def model_of(settings: config.Config, case: Case, gelu: str | None) -> Transformer:
+    torch.manual_seed(0)
+    model = Transformer(config.transformer_config(settings, case.vocab_size))
+    if gelu:
+        for block in model.h:
+            block.mlp.gelu = nn.GELU(approximate=gelu)
+    return model
 
 
-def summarise(seconds: dict[str, list[float]]) -> dict[str, dict]:
+def build_ours(case: Case, variant: Variant, device: str, compiled: bool) -> Callable:
+    """In a process of its own: everything as train.py assembles it."""
+    here = runtime.start(device, "auto")
+    settings = settings_of(case, variant, device, compiled)
+    model = model_of(settings, case, variant.gelu)
+    trainer = assemble(settings, model, here, case.rows)
+    batch = batch_of(case, variant.packed)
+    half = settings.optim.tokens // 2  # far from both ends, where the learning rate is not 0
+    step = Step(
+        batch=batch,
+        targets=batch.targets.numel(),
+        context=StepContext(seed=0, step=1, progress=0.0, rows=case.rows),
+        max_piece_len=case.shape.seq_len,
+        kept_tokens=case.shape.seq_len,
+        padding_share=0.0,
+        stage={},
+        note="",
+        before=Clock(consumed_tokens=half),
+        after=Clock(consumed_tokens=half),
+    )
+    return lambda: trainer.step(step)
+
+
+def build_theirs(folder: Path, case: Case, device: str, compiled: bool) -> Callable:
+    torch.manual_seed(0)
+    if device == "cuda":
+        torch.set_float32_matmul_precision("high")
+    model = nanogpt.build(folder, case.shape, case.vocab_size, device)
+    tokens, targets, _, _ = batch_of(case, packed=False).to(torch.device(device))
+    return nanogpt.step_of(model, tokens, targets, compiled)
+
+
+def flops_of(case: Case, variant: Variant, device: str) -> int:
+    """Of a whole step, the optimizer's matrix products included."""
+    settings = settings_of(case, variant, device, compiled=False)
+    shape = config.transformer_config(settings, case.vocab_size)
+    context = StepContext(seed=0, step=1, progress=0.0, rows=case.rows)
+    tokens = tokens_by_layer(settings, context, case.shape.seq_len)
+    flops = case.rows * flops_of_row(shape, tokens, case.shape.seq_len)
+    if variant.optimizer == "muon":
+        flops += shape.layers * flops_of_orthogonalising(shape.width, shape.mlp_width, device)
+    return flops
+
+
+def summarise(seconds: dict[str, list[float]], case: Case, device: str) -> dict[str, dict]:
     """Quartiles of milliseconds and of the ratio, within a turn, to the variant's reference."""
     figures = {}
     for name, values in seconds.items():
         figures[name] = {"ms": quartiles([1e3 * value for value in values])}
-        reference = REFERENCE.get(name)
+        reference = VARIANTS[name].to if name in VARIANTS else None
         if reference in seconds:
             pairs = zip(values, seconds[reference], strict=True)
             figures[name]["ratio"] = quartiles([one / other for one, other in pairs])
             figures[name]["to"] = reference
+        if name in VARIANTS:
+            flops = flops_of(case, VARIANTS[name], device)
+            figures[name]["gflop"] = round(flops / 1e9, 2)
+            if VARIANTS[name].kept_share < 1:
+                predicted = flops / flops_of(case, VARIANTS[reference], device)
+                had = (1 - figures[name]["ratio"][1]) / (1 - predicted)
+                figures[name] |= {"predicted": round(predicted, 4), "saving_had": round(had, 3)}
     return figures
+
+
+def check_same_function(folder: Path, case: Case) -> None:
+    settings = settings_of(case, VARIANTS["AdamW, exact GELU"], "cpu", compiled=False)
+    theirs = nanogpt.build(folder, case.shape, case.vocab_size, "cpu")
+    nanogpt.check_same_function(model_of(settings, case, "none"), theirs, batch_of(case, False))
+
+
+def show(name: str, figure: dict) -> str:
+    low, median, high = figure["ms"]
+    line = f"{name:>18} {median:9.1f} ms [{low:.1f}, {high:.1f}]"
+    if "ratio" in figure:
+        low, median, high = figure["ratio"]
+        line += f"   {median:.3f} [{low:.3f}, {high:.3f}] of {figure['to']}"
+    if "predicted" in figure:
+        line += f"   FLOPs say {figure['predicted']:.3f}: {figure['saving_had']:.0%} of the saving"
+    return line
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
     parser.add_argument("--nanogpt", type=Path, help="folder of a nanoGPT clone (default: none)")
-    parser.add_argument("--size", choices=CASES, action="append", help="(default: all)")
+    parser.add_argument("--size", choices=CASES, nargs="+", help="(default: by --device)")
+    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=list(VARIANTS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--compile", action="store_true", help="as --compile of train.py")
     parser.add_argument("--record", action="store_true", help="append to results/step.jsonl")
     flags = parser.parse_args()
-    record = surroundings(flags.device) | {
+    device, compiled = flags.device, flags.compile
+    if flags.nanogpt:
+        nanogpt.load(flags.nanogpt)
+    record = surroundings(device) | {
         "bench": "step",
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
-        "dtype": "bf16 autocast" if flags.device == "cuda" else "fp32",
+        "dtype": "bf16 autocast" if device == "cuda" else "fp32",
+        "compile": compiled,
         "sizes": {},
     }
-    nanogpt = load_nanogpt(flags.nanogpt) if flags.nanogpt else None
     print(f"{record['hardware']}, {record['threads']} threads, {record['dtype']}")
-    for size in flags.size or CASES:
-        case, seq_len = CASES[size], SIZES[size].seq_len
-        seconds = take_turns(steps_of(nanogpt, size, flags.device), case.turns)
-        figures = summarise(seconds)
+    for size in flags.size or DEFAULT_CASES[device]:
+        case = CASES[size]
+        if device == "cuda":
+            case = case._replace(rows=ON_GPU.get(size, case.rows))
+        variants = {
+            name: (build_ours, case, VARIANTS[name], device, compiled) for name in flags.variants
+        }
+        if flags.nanogpt:
+            check_same_function(flags.nanogpt, case)
+            variants = {
+                "nanoGPT": (build_theirs, flags.nanogpt, case, device, compiled),
+                **variants,
+            }
+        figures = summarise(take_turns(variants, case.turns), case, device)
         record["sizes"][size] = case._asdict() | {"steps": figures}
         print(
-            f"\n{size}: {case.rows} x {seq_len} tokens, V {case.vocab_size:,};"
+            f"\n{size}: {case.rows} x {case.shape.seq_len} tokens, V {case.vocab_size:,};"
             f" medians of {case.turns} [quartiles]"
         )
         for name, figure in figures.items():
-            low, median, high = figure["ms"]
-            line = f"{name:>12} {median:9.1f} ms [{low:.1f}, {high:.1f}]"
-            if "ratio" in figure:
-                low, median, high = figure["ratio"]
-                line += f"   {median:.3f} [{low:.3f}, {high:.3f}] of {figure['to']}"
-            print(line)
+            print(show(name, figure))
     if flags.record:
         append("step", record)
 
 
 if __name__ == "__main__":
-    exit_cleanly(main)
+    runtime.exit_cleanly(main)

@@ -25,12 +25,15 @@ POLYNOMIALS = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Args: matrices of two dimensions each; one without a gradient stays as it is."""
+    """Moves matrices; one without a gradient stays as it is.
 
-    def __init__(
-        self, matrices: list[Tensor], lr: float, weight_decay: float, momentum: float = 0.95
-    ):
-        super().__init__(matrices, {"lr": lr, "weight_decay": weight_decay, "momentum": momentum})
+    Args: matrices tensors of two dimensions, or torch's groups of them; `parts` of a group says
+                   how many matrices lie below each other in each of its tensors
+    """
+
+    def __init__(self, matrices: list, lr: float, weight_decay: float, momentum: float = 0.95):
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": 1}
+        super().__init__(matrices, defaults)
 
     @torch.no_grad()
     def step(self) -> None:
@@ -41,8 +44,10 @@ class Muon(torch.optim.Optimizer):
             for number, matrix in enumerate(matrices):
                 by_shape[*matrix.shape].append(number)
             for shape, numbers in by_shape.items():
-                update = orthogonalised_by_all(torch.stack([directions[n] for n in numbers]))
-                rate = group["lr"] * 0.2 * math.sqrt(max(shape))
+                stacked = torch.stack([directions[n] for n in numbers])
+                parts = stacked.reshape(-1, shape[0] // group["parts"], shape[1])
+                update = orthogonalised_by_all(parts).reshape(stacked.shape)
+                rate = group["lr"] * 0.2 * math.sqrt(max(parts.shape[1:]))
                 moved = [matrices[n] for n in numbers]
                 torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(moved, update.to(moved[0].dtype).unbind(), alpha=-rate)
@@ -110,3 +115,11 @@ def polynomial(G: Tensor, a: float, b: float, c: float) -> Tensor:
     Z = torch.baddbmm(G, G, G, beta=b, alpha=c)
     Z.diagonal(dim1=1, dim2=2).add_(a)
     return Z
+
+
+def flops_of_orthogonalising(width: int, mlp_width: int, device: str) -> int:
+    """Floating-point operations on one block's matrices: queries, keys, values, output, MLP."""
+    shapes = [(width, width)] * 4 + [(min(width, mlp_width), max(width, mlp_width))] * 2
+    if device == "cuda":
+        return sum(len(POLYNOMIALS) * (4 * m * m * k + 2 * m**3) for m, k in shapes)
+    return sum(4 * m * m * k + 36 * m**3 for m, k in shapes)

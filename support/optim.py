@@ -3,13 +3,16 @@
 adamw: Loshchilov & Hutter, arXiv 1711.05101. Matrices decay; biases and norms do not. The fused
        implementation, which torch has for CPU, CUDA and MPS.
 muon:  Jordan et al. 2024, support/muon.py. The blocks' matrices are updated by the orthogonalised
-       momentum, scaled to the size of AdamW's updates; every other parameter by AdamW.
+       momentum, scaled to the size of AdamW's updates; every other parameter by AdamW. Queries',
+       keys' and values' matrices are orthogonalised each for itself: as one they cost 0.015 bits
+       per byte of nano (results/ablate.jsonl).
 
 The learning rate is a pure function of the consumed-token clock. No training loop here.
 """
 
 import math
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -39,17 +42,27 @@ class OptimConfig:
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0 for none", least=0)
 
 
-def split_parameters(model: nn.Module, muon: bool) -> tuple[list, list, list]:
-    """Sort a model's parameters into (Muon's, AdamW's with decay, AdamW's without)."""
-    matrices, decayed, plain = [], [], []
+class Parameters(NamedTuple):
+    """A model's parameters by the update that each gets."""
+
+    fused: list[nn.Parameter]  # Muon's that hold three matrices, for queries, keys and values
+    matrices: list[nn.Parameter]  # Muon's others
+    decayed: list[nn.Parameter]  # AdamW's with weight decay
+    plain: list[nn.Parameter]  # AdamW's without
+
+
+def split_parameters(model: nn.Module, muon: bool) -> Parameters:
+    parts = Parameters([], [], [], [])
     for name, parameter in model.named_parameters():
         if parameter.ndim < 2:
-            plain.append(parameter)
-        elif muon and name.startswith("h."):
-            matrices.append(parameter)
+            parts.plain.append(parameter)
+        elif not (muon and name.startswith("h.")):
+            parts.decayed.append(parameter)
+        elif name.endswith("c_attn.weight"):
+            parts.fused.append(parameter)
         else:
-            decayed.append(parameter)
-    return matrices, decayed, plain
+            parts.matrices.append(parameter)
+    return parts
 
 
 class Joint:
@@ -78,15 +91,16 @@ class Optimizers:
     def __init__(
         self, model: nn.Module, kind: str, weight_decay: float, betas: tuple, fp16: bool = False
     ):
-        matrices, decayed, plain = split_parameters(model, kind == "muon")
+        parts = split_parameters(model, kind == "muon")
         groups = [
-            {"params": decayed, "weight_decay": weight_decay},
-            {"params": plain, "weight_decay": 0.0},
+            {"params": parts.decayed, "weight_decay": weight_decay},
+            {"params": parts.plain, "weight_decay": 0.0},
         ]
-        self.parameters = [*matrices, *decayed, *plain]
+        self.parameters = [parameter for part in parts for parameter in part]
         self.parts = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
-        if matrices:
-            self.parts.append(Muon(matrices, lr=0.0, weight_decay=weight_decay))
+        if parts.matrices:
+            groups = [{"params": parts.fused, "parts": 3}, {"params": parts.matrices}]
+            self.parts.append(Muon(groups, lr=0.0, weight_decay=weight_decay))
         self.joint = Joint(self.parts)
         self.scaler = torch.amp.GradScaler(self.parameters[0].device.type, enabled=fp16)
 

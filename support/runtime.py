@@ -19,6 +19,8 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from support.memory import keep_freed_memory
+
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -107,6 +109,8 @@ def start(device: str, dtype: str) -> Runtime:
     if kind == "cuda":
         torch.cuda.set_device(own)
         torch.set_float32_matmul_precision("high")  # TF32 for what is not in half precision
+    if kind == "cpu":
+        keep_freed_memory()
     if dtype == "auto" and kind == "cuda":
         dtype = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
     dtype = "fp32" if dtype == "auto" else dtype

@@ -120,8 +120,8 @@ def problems_with(path: str, source: str) -> list[str]:
         ours = item.library in FIRST_PARTY_IN_SUPPORT or (ROOT / f"{item.library}.py").exists()
         if item.library in REPLACED and folder not in ("tests", "bench"):
             refuse(item, "this project does without it")
-        elif item.module == "train" and folder != "tests":
-            refuse(item, "train.py is the end of the line: only tests import it")
+        elif item.module == "train" and folder not in ("tests", "bench"):
+            refuse(item, "train.py is the end of the line: only tests and benches import it")
         elif folder == "support" and ours and item.library not in FIRST_PARTY_IN_SUPPORT:
             refuse(item, "support is for any trainer: it has support, model and kernels")
         elif kind in ALLOWED_IN and not standard and not may_import(kind, name, item):

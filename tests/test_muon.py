@@ -107,8 +107,22 @@ def test_state_is_that_of_torchs_muon():
     for number, state in wanted.items():
         assert found[number].keys() == state.keys()
         assert torch.equal(found[number]["momentum_buffer"], state["momentum_buffer"])
-    one.load_state_dict(other.state_dict())
+    one.load_state_dict({**one.state_dict(), "state": wanted})
     steps_of(one, ours, range(3, 4))
+
+
+def test_matrices_below_each_other_move_as_if_apart():
+    generator = torch.Generator().manual_seed(0)
+    stacked = torch.randn(144, 48, generator=generator)
+    apart = [part.clone().requires_grad_() for part in stacked.chunk(3)]
+    gradient = torch.randn(144, 48, generator=generator)
+    together = stacked.requires_grad_()
+    for parameter, its in zip(apart, gradient.chunk(3), strict=True):
+        parameter.grad = its
+    together.grad = gradient
+    Muon([{"params": [together], "parts": 3}], 0.1, 0.3).step()
+    Muon(apart, 0.1, 0.3).step()
+    assert torch.equal(together, torch.cat(apart))
 
 
 def test_a_matrix_without_gradient_stays_as_it_is():

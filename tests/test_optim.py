@@ -48,11 +48,12 @@ def model():
 def test_every_parameter_is_moved_once():
     m = model()
     for muon in (False, True):
-        matrices, decayed, plain = split_parameters(m, muon)
-        moved = [id(p) for p in (*matrices, *decayed, *plain)]
+        parts = split_parameters(m, muon)
+        moved = [id(p) for part in parts for p in part]
         assert sorted(moved) == sorted(id(p) for p in m.parameters())
-        assert all(p.ndim == 1 for p in plain)
-        assert len(matrices) == (12 if muon else 0)  # 4 matrices in each of 3 blocks
+        assert all(p.ndim == 1 for p in parts.plain)
+        assert len(parts.matrices) == (9 if muon else 0)  # 3 matrices in each of 3 blocks
+        assert len(parts.fused) == (3 if muon else 0)  # and one that is three
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])

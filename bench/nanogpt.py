@@ -1,0 +1,79 @@
+"""nanoGPT's model and step, to be timed beside ours. It is not part of this project.
+
+Give the folder of a clone of https://github.com/karpathy/nanoGPT to bench/step.py.
+"""
+
+import contextlib
+import importlib.util
+import io
+from collections.abc import Callable
+from pathlib import Path
+from types import ModuleType
+
+import torch
+from torch import Tensor, nn
+
+PREFIX = "transformer."  # of its parameter names
+WEIGHT_DECAY, BETAS, LR, GRAD_CLIP = 0.1, (0.9, 0.95), 1e-4, 1.0  # its train.py's, but for LR
+
+
+def load(folder: Path) -> ModuleType:
+    """The folder's model.py under a name of its own, since ours is called the same.
+
+    Raises: ValueError if there is none
+    """
+    path = folder / "model.py"
+    if not path.is_file():
+        raise ValueError(f"--nanogpt {folder}: has no model.py, give the folder of a nanoGPT clone")
+    spec = importlib.util.spec_from_file_location("nanogpt_model", path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def build(folder: Path, shape: tuple, vocab_size: int, device: str) -> nn.Module:
+    """Its model of a shape (layers, heads, width, seq_len)."""
+    nanogpt = load(folder)
+    layers, heads, width, seq_len = shape
+    with contextlib.redirect_stdout(io.StringIO()):  # it reports its parameters
+        return nanogpt.GPT(nanogpt.GPTConfig(seq_len, vocab_size, layers, heads, width)).to(device)
+
+
+def step_of(model: nn.Module, tokens: Tensor, targets: Tensor, compiled: bool) -> Callable:
+    """A step as its train.py makes it: forward, backward, clip, fused AdamW."""
+    device = tokens.device.type
+    with contextlib.redirect_stdout(io.StringIO()):
+        # "cuda" on every device: the word only asks for the fused AdamW, which CPUs have by now
+        optimizer = model.configure_optimizers(WEIGHT_DECAY, LR, BETAS, "cuda")
+    run = torch.compile(model) if compiled else model
+
+    def step() -> None:
+        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+            loss = run(tokens, targets)[1]
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
+
+    return step
+
+
+def check_same_function(ours: nn.Module, theirs: nn.Module, batch: tuple) -> None:
+    """Refuse to time two different functions: with their weights, loss and all gradients agree.
+
+    Args: ours with the exact GELU, which nanoGPT has; batch (tokens, targets, None, None)
+    """
+    with torch.no_grad():  # as initialised every logit is near 0, and any two losses are close
+        for parameter in theirs.parameters():
+            parameter.mul_(4 if parameter.dim() >= 2 else 1)
+    weights = {name.removeprefix(PREFIX): value for name, value in theirs.named_parameters()}
+    ours.load_state_dict({name: weights[name] for name in ours.state_dict()})
+    loss, expected_loss = ours(batch) / batch[1].numel(), theirs(*batch[:2])[1]
+    errors = {"the loss": (loss - expected_loss).norm() / expected_loss.norm()}
+    gradients = torch.autograd.grad(loss, [ours.get_parameter(name) for name in weights])
+    expected = torch.autograd.grad(expected_loss, list(theirs.parameters()))
+    for name, one, other in zip(weights, gradients, expected, strict=True):
+        errors[f"the gradient of {name}"] = (one - other).norm() / other.norm()
+    worst = max(errors, key=errors.get)
+    if not errors[worst] < 1e-4:  # fp32; tanh GELU in place of the exact one errs by 7e-4
+        raise ValueError(f"--nanogpt: {worst} differs by {errors[worst]:.1e} of its norm from ours")
