@@ -269,7 +269,7 @@ OFFENCES = {
     "a kernel imports a module": ("kernels/token_drop.py", "from model import Block\n"),
     "a kernel needs Triton": ("kernels/token_drop.py", "import triton.language as tl\n"),
     "the loop imported by a helper": ("sample.py", "from train import assemble\n"),
-    "the loop imported by a bench": ("bench/ablate.py", "import train\n"),
+    "the loop imported by support": ("support/run.py", "import train\n"),
     "transformers in the product": ("support/tokenizer.py", "def f():\n    import transformers\n"),
     "a part of safetensors": ("support/checkpoint.py", "from safetensors.torch import save_file\n"),
     "the hub in a technique": ("packing.py", "import huggingface_hub\n"),
@@ -298,6 +298,7 @@ ALLOWED = {
     "support's use of the model": ("support/published.py", "from model import SIZES\n"),
     "the loop imports techniques": ("train.py", "import ltd, packing\nfrom config import parse\n"),
     "the loop in a test": ("tests/test_train.py", "import train\n"),
+    "the loop in a bench": ("bench/ablate.py", "import train\n"),
     "transformers in a comparison": ("bench/step.py", "import transformers\n"),
     "transformers in a test": ("tests/test_model.py", "import transformers\n"),
 }
