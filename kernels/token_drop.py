@@ -304,7 +304,7 @@ def scatter(x: Tensor, kept: Tensor, y: Tensor, impl: str = "auto") -> Tensor:
              y    (B, K, C) of the dtype of x
     Returns: (B, T, C); its gradient by x is zero in the kept rows
     Raises:  ValueError, as gather
-    Cost:    a GPU moves 2 T rows forward, 2 T backward; no synchronisation
+    Cost:    a GPU moves 2 T rows forward, 2 T + K backward; no synchronisation
     Example: x = [[a, b, c, d]], kept = [[1, 3]], y = [[B, D]] -> [[a, B, c, D]]
     """
     return Scatter.apply(x, kept, y, x.shape[1], checked_impl(impl, x, kept, y))
