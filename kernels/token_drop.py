@@ -20,6 +20,7 @@ stop at rows of 2,048 tokens (token_sort.cu); these take rows of any length.
 """
 
 import math
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -134,15 +135,28 @@ def flat_rows(kept: Tensor, T: int) -> Tensor:
     return (kept + starts[:, None]).flatten()  # (B * K,)
 
 
-def tiling(rows: int, C: int, *sources: Tensor) -> tuple[tuple[int, int], dict[str, int]]:
-    """A launch's grid, and its constants: whole rows to a program, as many as TILE_BYTES hold."""
-    itemsize = sources[0].element_size()
-    strides = [stride for source in sources for stride in source.stride()[:2]]
+class Launch(NamedTuple):
+    grid: tuple[int, int]
+    strides: list[int]  # of each source's rows and positions, in units
+    constants: dict[str, int]
+
+
+def launch(rows: int, C: int, *sources: Tensor | None) -> Launch:
+    """How to launch a kernel that writes so many rows: a program has as many as TILE_BYTES hold."""
+    itemsize = next(source.element_size() for source in sources if source is not None)
+    strides = [
+        stride
+        for source in sources
+        for stride in ((0, 0) if source is None else source.stride()[:2])
+    ]
+    unit = math.gcd(C, ACCESS_BYTES // itemsize, *strides)
     cols = min(triton.next_power_of_2(C), TILE_BYTES // itemsize)
     tile_rows = TILE_BYTES // itemsize // cols
-    grid = (triton.cdiv(rows, tile_rows), triton.cdiv(C, cols))
-    unit = math.gcd(C, ACCESS_BYTES // itemsize, *strides)
-    return grid, {"C": C, "UNIT": unit, "ROWS": tile_rows, "COLS": cols, "num_warps": WARPS}
+    return Launch(
+        grid=(triton.cdiv(rows, tile_rows), triton.cdiv(C, cols)),
+        strides=[stride // unit for stride in strides],
+        constants={"C": C, "UNIT": unit, "ROWS": tile_rows, "COLS": cols, "num_warps": WARPS},
+    )
 
 
 def with_adjacent_columns(x: Tensor) -> Tensor:
@@ -159,12 +173,9 @@ def take(x: Tensor, kept: Tensor, impl: str) -> Tensor:
         torch.index_select(rows, 0, flat_rows(kept, T), out=out.view(B * K, C))
         return out
     x, kept = with_adjacent_columns(x), kept.contiguous()
-    grid, constants = tiling(B * K, C, x)
-    unit = constants["UNIT"]
+    grid, strides, constants = launch(B * K, C, x)
     with torch.cuda.device_of(x):
-        take_kernel[grid](
-            out, x, kept, B * K, K, x.stride(0) // unit, x.stride(1) // unit, **constants
-        )
+        take_kernel[grid](out, x, kept, B * K, K, *strides, **constants)
     return out
 
 
@@ -182,19 +193,11 @@ def place(x: Tensor | None, kept: Tensor, y: Tensor | None, T: int, impl: str) -
             rows.index_copy_(0, at, y.reshape(B * K, C))
         return out
     x, y = (None if source is None else with_adjacent_columns(source) for source in (x, y))
+    kept, steps = kept.contiguous(), (K - 1).bit_length()
     out = torch.empty(B, T, C, dtype=given.dtype, device=given.device)
-    grid, constants = tiling(B * T, C, *(source for source in (x, y) if source is not None))
-    unit = constants["UNIT"]
-    x_strides, y_strides = (
-        (0, 0) if source is None else (source.stride(0) // unit, source.stride(1) // unit)
-        for source in (x, y)
-    )
-    steps = (K - 1).bit_length()
+    grid, strides, constants = launch(B * T, C, x, y)
     with torch.cuda.device_of(given):
-        place_kernel[grid](
-            out, x, kept.contiguous(), y, B * T, T, K, *x_strides, *y_strides, STEPS=steps,
-            **constants,
-        )  # fmt: skip
+        place_kernel[grid](out, x, kept, y, B * T, T, K, *strides, STEPS=steps, **constants)
     return out
 
 

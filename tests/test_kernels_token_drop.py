@@ -309,14 +309,14 @@ def test_these_tests_see_a_copy_that(mistake, monkeypatch):
 def test_these_tests_see_a_row_that_is_never_written(monkeypatch, device, impl):
     if impl == "torch":
         pytest.skip("it has no grid")
-    tiling = token_drop.tiling
+    launch = token_drop.launch
 
     def one_program_too_few(rows, *args):
-        return tiling(rows - 512, *args)  # of 512 rows each
+        return launch(rows - 512, *args)  # of 512 rows each
 
     args = inputs((3, 512, 8, 200), torch.bfloat16, device)
     assert_as_defined(impl, *args)
-    monkeypatch.setattr(token_drop, "tiling", one_program_too_few)
+    monkeypatch.setattr(token_drop, "launch", one_program_too_few)
     with pytest.raises(AssertionError):
         assert_as_defined(impl, *args)
 
@@ -417,7 +417,7 @@ def compiled_accesses() -> set[str]:
         for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
             for C in (1000, 1024):
                 x = torch.empty(2, 9, C, dtype=dtype, device="meta")
-                constants = token_drop.tiling(18, C, x)[1] | {"STEPS": 2}
+                constants = token_drop.launch(18, C, x).constants | {"STEPS": 2}
                 warps = constants.pop("num_warps")
                 constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
                 types = dict.fromkeys(kernel.arg_names, "i32") | {"kept": "*i64"}
