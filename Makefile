@@ -25,6 +25,7 @@ bench:  ## rates of prepare, analysis and sampling; kernels; a training step (NA
 	$(PYTHON) bench/analysis.py
 	$(PYTHON) bench/sampling.py
 	$(PYTHON) bench/kernels.py
+	$(PYTHON) bench/gather_scatter.py
 	$(PYTHON) bench/step.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 
 gpu:  ## every test and bench that needs a GPU; records in results/gpu-*.jsonl

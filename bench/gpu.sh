@@ -20,4 +20,5 @@ if [ "$status" -ne 0 ] && [ "$status" -ne 5 ]; then # 5: no test is marked gpu y
     exit "$status"
 fi
 "$python" bench/kernels.py --device cuda --record
+"$python" bench/gather_scatter.py --device cuda --record
 "$python" bench/step.py --device cuda --record "$@"

@@ -1,6 +1,8 @@
-"""Each kernel against its definition: time, memory, and how near it comes to the machine's peak.
+"""The cross-entropy kernel against its definition: time, memory, and how near it is to the peak.
 
-For now the cross-entropy of a linear head, forward and backward. Its forms take turns in one
+The kernel of token dropping, which only copies, has a bench of its own: gather_scatter.py.
+
+The cross-entropy of a linear head is measured forward and backward. Its forms take turns in one
 process, in an order that is reversed each time, so that a noisy machine slows all alike; a ratio is
 the median of the ratios within a turn. Nothing is timed until the chunked form's loss and gradients
 agree with the definition's.

@@ -9,6 +9,12 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
+import torch
+
+# Triton's kernels run on CPU tensors, slowly, where they are defined under its interpreter. Set
+# before anything imports Triton.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
 
 import curriculum
 import data

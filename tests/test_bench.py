@@ -62,6 +62,28 @@ def test_a_gpu_that_is_not_there_is_refused(bench, monkeypatch):
         bench("record").surroundings("cuda")
 
 
+@pytest.mark.parametrize("operation", ["gather", "scatter", "layer"])
+def test_copies_are_measured_against_a_plain_copy_of_as_many_bytes(operation, bench):
+    module = bench("gather_scatter")
+    shape = module.Shape(B=2, T=16, C=8)
+    figures = module.measure(operation, shape, K=4, device="cpu", turns=2)
+    assert list(figures["forms"]) == ["copy", "reference", "torch"]
+    moved = {"gather": 16, "scatter": 64, "layer": 160}[operation]  # states, of 8 float32
+    assert figures["bytes_moved"] == moved * 8 * 4
+    assert figures["forms"]["copy"]["percent_of_peak"] == 100
+    assert figures["forms"]["reference"]["ratio"] == [1, 1, 1]
+    for figure in figures["forms"].values():
+        low, median, high = figure["ms"]
+        assert 0 < low <= median <= high
+
+
+def test_a_copy_that_differs_from_the_reference_is_not_timed(bench, monkeypatch):
+    module = bench("gather_scatter")
+    monkeypatch.setattr(module, "gather", lambda x, kept, impl: x[:, : kept.shape[1]] + 1)
+    with pytest.raises(ValueError, match="gather, torch: differs from the reference: nothing is"):
+        module.measure("gather", module.Shape(B=2, T=16, C=8), K=4, device="cpu", turns=2)
+
+
 def test_the_tables_follow_from_the_records(bench, capsys):
     bench("tables").main()
     out = capsys.readouterr().out

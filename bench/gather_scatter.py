@@ -1,0 +1,245 @@
+"""Token dropping's copies against torch.gather and torch.scatter: time, bytes, percent of the peak.
+
+Three operations on a batch of hidden states: `gather` and `scatter`, forward alone, and `layer`,
+both of them around a layer that does nothing, forward and backward. Their forms:
+
+    reference   torch.gather and torch.scatter, under autograd
+    torch       kernels/token_drop.py on a CPU; a layer is its split and merge
+    triton      the same on a GPU
+    compiled    the reference through torch.compile, on a GPU; each of its two functions by itself,
+                as a layer stands between them
+
+The forms take turns in one process, in an order that is reversed each time; a ratio is the median
+of the ratios within a turn. The peak is a form as well, `copy`: a plain copy that moves as many
+bytes as the operation must, which is each kept or written state once in and once out. Nothing is
+timed until every form agrees bitwise with the reference.
+
+On a GPU a call gets its inputs cold, out of sets that exceed the cache together, and `ms` is the
+GPU's own time: it sleeps first, so that the host is ahead. `host_ms` is the time the host takes to
+call. On a CPU the inputs are warm.
+
+    OMP_NUM_THREADS=2 python bench/gather_scatter.py             # under a minute
+    OMP_NUM_THREADS=2 python bench/gather_scatter.py --record    # and a line of results/
+    python bench/gather_scatter.py --device cuda --record        # some minutes, most to compile
+"""
+
+import argparse
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from record import append, quartiles, significant, surroundings
+from torch import Tensor
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
+
+from kernels import token_drop
+from kernels.token_drop import gather, merge, reference_gather, reference_scatter, scatter, split
+from support.runtime import exit_cleanly
+
+COLD_BYTES = 256 << 20  # of the sets together: five times the 50 MB of cache that an H100 has
+MOST_SETS = 32
+ASLEEP = 30_000_000  # cycles, some 17 ms: longer than the host takes for a round of calls
+
+
+class Shape(NamedTuple):
+    """A batch of hidden states."""
+
+    B: int
+    T: int
+    C: int
+
+
+SHAPES = {
+    "cpu": {"nano": Shape(B=8, T=256, C=128), "wider": Shape(B=8, T=512, C=256)},
+    "cuda": {
+        "124M": Shape(B=4, T=1024, C=768),
+        "350M": Shape(B=8, T=2048, C=1024),
+        "1.3B": Shape(B=8, T=2048, C=2048),
+    },
+}
+
+
+class Inputs(NamedTuple):
+    x: Tensor  # (B, T, C), wants a gradient
+    kept: Tensor  # (B, K)
+    y: Tensor  # (B, K, C)
+    d: Tensor  # (B, T, C), the gradient from above
+
+
+def inputs_of(shape: Shape, K: int, device: str) -> Inputs:
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    B, T, C = shape
+    x, y, d = (torch.randn(B, n, C, device=device, dtype=dtype) for n in (T, K, T))
+    kept = torch.rand(B, T, device=device).topk(K, dim=1).indices.sort(dim=1).values
+    return Inputs(x.requires_grad_(), kept, y, d)
+
+
+def row_moves(operation: str, shape: Shape, K: int) -> int:
+    """How many states an operation must read and write: what it takes in, and what it gives out.
+
+    Example:  of 4 positions 1 is kept: gather 2, scatter 8, layer (2 + 8) forward and as many back
+    """
+    moves = {"gather": 2 * K, "scatter": 2 * shape.T, "layer": 4 * (K + shape.T)}
+    return shape.B * moves[operation]
+
+
+def forward_and_backward(layer: Callable[[Tensor, Tensor], Tensor], one: Inputs) -> Tensor:
+    return torch.autograd.grad(layer(one.x, one.kept), one.x, one.d)[0]
+
+
+def calls_of(form: str, operation: str) -> Callable[[Inputs], Tensor]:
+    """What is timed, a function of one set of inputs."""
+    if form in ("reference", "compiled"):
+        take, put = reference_gather, reference_scatter
+        if form == "compiled":
+            take, put = (torch.compile(f, dynamic=False) for f in (take, put))
+
+        def layer(x: Tensor, kept: Tensor) -> Tensor:
+            return put(x, kept, take(x, kept))
+    else:
+
+        def take(x: Tensor, kept: Tensor) -> Tensor:
+            return gather(x, kept, form)
+
+        def put(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
+            return scatter(x, kept, y, form)
+
+        def layer(x: Tensor, kept: Tensor) -> Tensor:
+            kept_states, rest = split(x, kept, form)
+            return merge(rest, kept, kept_states, form)
+
+    if operation == "layer":
+        return lambda one: forward_and_backward(layer, one)
+    if operation == "gather":
+        return lambda one: take(one.x.detach(), one.kept)
+    return lambda one: put(one.x.detach(), one.kept, one.y)
+
+
+def copy_of(moved: int, sets: int, device: str) -> list[Callable[[], object]]:
+    """Plain copies that read half of the bytes and write the other half, one for each set."""
+    target = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+    sources = [torch.ones_like(target) for _ in range(sets)]
+    return [lambda source=source: target.copy_(source) for source in sources]
+
+
+def milliseconds(calls: list[Callable[[], object]], device: str) -> tuple[float, float]:
+    """A call's time on the device and on the host, the mean of one round of calls."""
+    if device == "cpu":
+        started = time.perf_counter()
+        for call in calls:
+            call()
+        ms = 1e3 * (time.perf_counter() - started) / len(calls)
+        return ms, ms
+    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    torch.cuda.synchronize()
+    torch.cuda._sleep(ASLEEP)
+    start.record()
+    started = time.perf_counter()
+    for call in calls:
+        call()
+    host = time.perf_counter() - started
+    end.record()
+    torch.cuda.synchronize()
+    return start.elapsed_time(end) / len(calls), 1e3 * host / len(calls)
+
+
+def forms_on(device: str) -> list[str]:
+    if device == "cpu":
+        return ["reference", "torch"]
+    triton = ["triton"] if token_drop.triton is not None else []
+    return ["reference", "torch", *triton, "compiled"]
+
+
+def measure(operation: str, shape: Shape, K: int, device: str, turns: int) -> dict:
+    """Figures of the copy and of each form."""
+    torch.manual_seed(0)
+    torch.compiler.reset()  # else the ninth shape would run as it is, uncompiled
+    one = inputs_of(shape, K, device)
+    moved = row_moves(operation, shape, K) * shape.C * one.x.element_size()
+    sets = min(MOST_SETS, 1 + COLD_BYTES // moved) if device == "cuda" else 1
+    inputs = [one, *(inputs_of(shape, K, device) for _ in range(sets - 1))]
+
+    functions = {form: calls_of(form, operation) for form in forms_on(device)}
+    expected = functions["reference"](one)
+    for form, function in functions.items():
+        if not function(one).equal(expected):
+            raise ValueError(f"{operation}, {form}: differs from the reference: nothing is timed")
+    rounds = {"copy": copy_of(moved, sets, device)}
+    for form, function in functions.items():
+        rounds[form] = [lambda f=function, one=one: f(one) for one in inputs]
+
+    took: dict[str, list[tuple[float, float]]] = {form: [] for form in rounds}
+    order = list(rounds)
+    for turn in range(turns + 1):
+        for form in order:
+            ms = milliseconds(rounds[form], device)
+            if turn:  # the first one warms up
+                took[form].append(ms)
+        order.reverse()
+
+    peak = statistics.median(ms for ms, _ in took["copy"])
+    forms = {}
+    for form, pairs in took.items():
+        ms = [on_device for on_device, _ in pairs]
+        ratios = [a / b for a, (b, _) in zip(ms, took["reference"], strict=True)]
+        forms[form] = {
+            "ms": quartiles(ms),
+            "host_ms": quartiles([on_host for _, on_host in pairs]),
+            "ratio": quartiles(ratios),
+            "percent_of_peak": round(100 * peak / statistics.median(ms), 1),
+        }
+    gb_per_s = significant(moved / peak / 1e6, 4)
+    return {"bytes_moved": moved, "peak_gb_per_s": gb_per_s, "forms": forms}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    names = sorted({name for shapes in SHAPES.values() for name in shapes})
+    parser.add_argument("--size", choices=names, action="append", help="(default: the device's)")
+    parser.add_argument("--turns", type=int, default=21, help="of each form (21)")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--record", action="store_true", help="append to results/kernels.jsonl")
+    args = parser.parse_args()
+    if args.turns < 2:
+        raise ValueError(f"--turns {args.turns}: choose 2 or more")
+    record = surroundings(args.device) | {"bench": "kernels", "kernel": "token_drop"}
+    record |= {"turns": args.turns, "triton": getattr(token_drop.triton, "__version__", None)}
+    record["cases"] = []
+    print(f"{record['hardware']}, {record['threads']} threads; medians [quartiles]")
+    known = SHAPES["cpu"] | SHAPES["cuda"]
+    for name in args.size or SHAPES[args.device]:
+        shape = known[name]
+        for K in (shape.T // 4, shape.T // 2, 3 * shape.T // 4):
+            for operation in ("gather", "scatter", "layer"):
+                figures = measure(operation, shape, K, args.device, args.turns)
+                case = shape._asdict() | {"size": name, "K": K, "operation": operation}
+                record["cases"].append(case | figures)
+                print_case(case, figures)
+    if args.record:
+        append("kernels", record)
+
+
+def print_case(case: dict, figures: dict) -> None:
+    B, T, C, K = (case[letter] for letter in "BTCK")
+    mb = figures["bytes_moved"] / 1e6
+    print(
+        f"\n{case['operation']} of ({B}, {T}, {C}), K {K}: {mb:.2f} MB moved,"
+        f" which a plain copy does at {figures['peak_gb_per_s']:g} GB/s"
+    )
+    for form, figure in figures["forms"].items():
+        low, median, high = figure["ms"]
+        print(
+            f"{form:>10} {median:9.4f} ms [{low:.4f}, {high:.4f}]"
+            f"  {figure['ratio'][1]:.2f} of reference, {figure['percent_of_peak']} % of peak,"
+            f" host {figure['host_ms'][1]:.4f} ms",
+            flush=True,
+        )
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

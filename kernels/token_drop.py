@@ -1,0 +1,341 @@
+"""The data movement of random layerwise token dropping: take kept tokens out, put outputs back.
+
+In reading order: the definitions in plain PyTorch; two Triton kernels, one that takes the kept rows
+and one that writes every row from whichever of two sources has it; their launches, beside the same
+in PyTorch; the gradients; and four functions, of which a layer that drops tokens calls two:
+
+    kept_states, rest = split(x, kept)
+    x = merge(rest, kept, block(kept_states))
+
+On a GPU each is one launch forward and one backward, and a hidden state is read once and written
+once: nothing is filled with zeros first, and autograd adds nothing up. `gather` and `scatter` are
+for use alone. All four are exact copies, and so are their gradients, of any order.
+
+Does not choose which tokens are kept, and knows nothing of positions and masks: see ltd.py.
+
+Paper: Yao et al., arXiv 2211.11586, section 3. DeepSpeed's CUDA kernels for this, csrc/random_ltd,
+stop at rows of 2,048 tokens (token_sort.cu); these take rows of any length.
+
+    python bench/gather_scatter.py                     # time, spread, bytes, percent of the peak
+"""
+
+import math
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # it has no build for this platform
+    triton = None
+
+IMPLS = ("auto", "torch", "triton")
+# What one program copies, so that enough bytes are on their way to hide the latency of memory: each
+# of 4 warps' 32 threads has 4 accesses under way, of the widest kind there is.
+ACCESS_BYTES = 16
+WARPS = 4
+TILE_BYTES = WARPS * 32 * 4 * ACCESS_BYTES
+
+
+def reference_gather(x: Tensor, kept: Tensor) -> Tensor:
+    """The definition of the kept states, of gather and split alike."""
+    return x.gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))  # (B, K, C)
+
+
+def reference_scatter(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
+    """The definition of x with y in its kept rows, of scatter and, after a split, of merge."""
+    return x.scatter(1, kept[:, :, None].expand(-1, -1, x.shape[2]), y)  # (B, T, C)
+
+
+if triton is not None:
+    # A kernel's rows are those of the whole batch, one after the other. Offsets are int64: a batch
+    # may have more than 2**31 elements. Strides come in units of UNIT elements: multiplied by that
+    # constant, the compiler sees that accesses of as many elements at once are aligned.
+
+    @triton.jit
+    def take_kernel(
+        out,  # (B, K, C), contiguous
+        x,  # (B, T, C)
+        kept,  # (B, K), contiguous
+        rows,  # B * K
+        K,
+        x_stride_b,
+        x_stride_t,
+        C: tl.constexpr,
+        UNIT: tl.constexpr,
+        ROWS: tl.constexpr,
+        COLS: tl.constexpr,
+    ):
+        """out[b, k] = x[b, kept[b, k]]"""
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+        inside = (row < rows)[:, None] & (col < C)[None, :]
+        b = (row // K).to(tl.int64)
+        t = tl.load(kept + row, mask=row < rows, other=0)
+        start = (b * x_stride_b + t * x_stride_t) * UNIT
+        value = tl.load(x + start[:, None] + col[None, :], mask=inside)
+        tl.store(out + row.to(tl.int64)[:, None] * C + col[None, :], value, mask=inside)
+
+    @triton.jit
+    def place_kernel(
+        out,  # (B, T, C), contiguous
+        x,  # (B, T, C), or None: zeros
+        kept,  # (B, K), contiguous
+        y,  # (B, K, C), or None: zeros
+        rows,  # B * T
+        T,
+        K,
+        x_stride_b,
+        x_stride_t,
+        y_stride_b,
+        y_stride_k,
+        C: tl.constexpr,
+        UNIT: tl.constexpr,
+        STEPS: tl.constexpr,  # of the search among K slots
+        ROWS: tl.constexpr,
+        COLS: tl.constexpr,
+    ):
+        """out[b, t] = y[b, k] where kept[b, k] is t, and x[b, t] where no k is"""
+        row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+        col = tl.program_id(1) * COLS + tl.arange(0, COLS)
+        inside = (row < rows)[:, None] & (col < C)[None, :]
+        b, t = (row // T).to(tl.int64), (row % T).to(tl.int64)
+
+        # Binary search for the last k with kept[b, k] <= t, or 0. Its loads come from cache, and
+        # there is no second launch to invert `kept` first.
+        k = tl.zeros((ROWS,), tl.int64)
+        for i in tl.static_range(STEPS):
+            probe = k + 2 ** (STEPS - 1 - i)
+            at = tl.load(kept + b * K + probe, mask=(row < rows) & (probe < K), other=T)
+            k = tl.where(at <= t, probe, k)
+        is_kept = tl.load(kept + b * K + k, mask=row < rows, other=-1) == t
+
+        # Each row is loaded and stored under the mask of its own source. Selecting between the two
+        # made Triton 3.9 search twice (values), or give up 16-byte accesses (addresses).
+        at_kept = inside & is_kept[:, None]
+        at_dropped = inside & ~is_kept[:, None]
+        from_x, from_y = 0.0, 0.0
+        if x is not None:
+            start = (b * x_stride_b + t * x_stride_t) * UNIT
+            from_x = tl.load(x + start[:, None] + col[None, :], mask=at_dropped)
+        if y is not None:
+            start = (b * y_stride_b + k * y_stride_k) * UNIT
+            from_y = tl.load(y + start[:, None] + col[None, :], mask=at_kept)
+        target = out + row.to(tl.int64)[:, None] * C + col[None, :]
+        tl.store(target, from_x, mask=at_dropped)
+        tl.store(target, from_y, mask=at_kept)
+
+
+def flat_rows(kept: Tensor, T: int) -> Tensor:
+    """The kept positions as rows of x.view(B * T, C), of which a CPU copies each as a whole."""
+    starts = T * torch.arange(len(kept), device=kept.device)
+    return (kept + starts[:, None]).flatten()  # (B * K,)
+
+
+class Launch(NamedTuple):
+    grid: tuple[int, int]
+    strides: list[int]  # of each source's rows and positions, in units
+    constants: dict[str, int]
+
+
+def launch(rows: int, C: int, *sources: Tensor | None) -> Launch:
+    """How to launch a kernel that writes so many rows: a program has as many as TILE_BYTES hold."""
+    itemsize = next(source.element_size() for source in sources if source is not None)
+    strides = [
+        stride
+        for source in sources
+        for stride in ((0, 0) if source is None else source.stride()[:2])
+    ]
+    unit = math.gcd(C, ACCESS_BYTES // itemsize, *strides)
+    cols = min(triton.next_power_of_2(C), TILE_BYTES // itemsize)
+    tile_rows = TILE_BYTES // itemsize // cols
+    return Launch(
+        grid=(triton.cdiv(rows, tile_rows), triton.cdiv(C, cols)),
+        strides=[stride // unit for stride in strides],
+        constants={"C": C, "UNIT": unit, "ROWS": tile_rows, "COLS": cols, "num_warps": WARPS},
+    )
+
+
+def with_adjacent_columns(x: Tensor) -> Tensor:
+    return x if x.stride(2) == 1 else x.contiguous()
+
+
+def take(x: Tensor, kept: Tensor, impl: str) -> Tensor:
+    """The kept rows of x, (B, K, C), contiguous. No gradient."""
+    B, T, C = x.shape
+    K = kept.shape[1]
+    out = torch.empty(B, K, C, dtype=x.dtype, device=x.device)
+    if impl == "torch":
+        rows = x.reshape(B * T, C)
+        torch.index_select(rows, 0, flat_rows(kept, T), out=out.view(B * K, C))
+        return out
+    x, kept = with_adjacent_columns(x), kept.contiguous()
+    grid, strides, constants = launch(B * K, C, x)
+    with torch.cuda.device_of(x):
+        take_kernel[grid](out, x, kept, B * K, K, *strides, **constants)
+    return out
+
+
+def place(x: Tensor | None, kept: Tensor, y: Tensor | None, T: int, impl: str) -> Tensor:
+    """x with the rows of y in its kept rows, (B, T, C), contiguous. None is zeros. No gradient."""
+    given = y if x is None else x
+    B, K, C = *kept.shape, given.shape[2]
+    if impl == "torch":
+        zeros = x is None
+        out = given.new_zeros(B, T, C) if zeros else x.clone(memory_format=torch.contiguous_format)
+        at, rows = flat_rows(kept, T), out.view(B * T, C)
+        if y is None:
+            rows.index_fill_(0, at, 0)
+        else:
+            rows.index_copy_(0, at, y.reshape(B * K, C))
+        return out
+    x, y = (None if source is None else with_adjacent_columns(source) for source in (x, y))
+    kept, steps = kept.contiguous(), (K - 1).bit_length()
+    out = torch.empty(B, T, C, dtype=given.dtype, device=given.device)
+    grid, strides, constants = launch(B * T, C, x, y)
+    with torch.cuda.device_of(given):
+        place_kernel[grid](out, x, kept, y, B * T, T, K, *strides, STEPS=steps, **constants)
+    return out
+
+
+class Split(torch.autograd.Function):
+    """x -> its kept rows, and x as its dropped rows see it."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, x: Tensor, kept: Tensor, impl: str) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(kept)
+        ctx.T, ctx.impl = x.shape[1], impl
+        ctx.set_materialize_grads(False)  # the gradient of an output without use is None, not zeros
+        return take(x, kept, impl), x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dstates: Tensor | None, drest: Tensor | None) -> tuple:
+        if dstates is None and drest is None:
+            return None, None, None
+        (kept,) = ctx.saved_tensors
+        return Scatter.apply(drest, kept, dstates, ctx.T, ctx.impl), None, None
+
+
+class Scatter(torch.autograd.Function):
+    """x or zeros, with y or zeros in the kept rows.
+
+    The backward pass launches twice, and moves as many bytes as one launch would.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: FunctionCtx, x: Tensor | None, kept: Tensor, y: Tensor | None, T: int, impl: str
+    ) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.T, ctx.impl = T, impl
+        return place(x, kept, y, T, impl)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, d: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        wants_dx, _, wants_dy, *_ = ctx.needs_input_grad
+        dx = Scatter.apply(d, kept, None, ctx.T, ctx.impl) if wants_dx else None
+        dy = Split.apply(d, kept, ctx.impl)[0] if wants_dy else None
+        return dx, None, dy, None, None
+
+
+class Merge(torch.autograd.Function):
+    """As Scatter, for an x that came out of Split, which ignores the gradient of its kept rows."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, rest: Tensor, kept: Tensor, y: Tensor, impl: str) -> Tensor:
+        ctx.save_for_backward(kept)
+        ctx.impl = impl
+        return place(rest, kept, y, rest.shape[1], impl)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, d: Tensor) -> tuple[Tensor | None, ...]:
+        (kept,) = ctx.saved_tensors
+        dy = Split.apply(d, kept, ctx.impl)[0] if ctx.needs_input_grad[2] else None
+        return d, None, dy, None
+
+
+def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) -> str:
+    """torch or triton, once the arguments are seen to fit together."""
+    if impl not in IMPLS:
+        raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
+    if x.ndim != 3 or kept.ndim != 2 or len(x) != len(kept):
+        raise ValueError(
+            f"x {tuple(x.shape)} and kept {tuple(kept.shape)} must be (B, T, C) and (B, K)"
+        )
+    (B, T, C), K = x.shape, kept.shape[1]
+    if kept.dtype != torch.int64:
+        raise ValueError(f"kept is {kept.dtype}: positions are torch.int64")
+    if not 1 <= K <= T:
+        raise ValueError(f"kept has K = {K} of T = {T} positions: 1 to {T} are allowed")
+    if y is not None and (y.shape != (B, K, C) or y.dtype != x.dtype):
+        raise ValueError(f"y {tuple(y.shape)} {y.dtype} must be {(B, K, C)} {x.dtype}, as x is")
+    if impl == "torch" or (impl == "auto" and not (x.is_cuda and triton is not None)):
+        return "torch"
+    if triton is None:
+        raise ValueError("impl 'triton': Triton is not installed here, choose auto or torch")
+    if not x.is_cuda and isinstance(take_kernel, triton.JITFunction):
+        raise ValueError(
+            "impl 'triton' wants CUDA tensors, or TRITON_INTERPRET=1 set before Python starts"
+        )
+    return "triton"
+
+
+def gather(x: Tensor, kept: Tensor, impl: str = "auto") -> Tensor:
+    """Take the kept rows of x.
+
+    Args:    x    (B, T, C) float, any strides
+             kept (B, K) int64, 1 <= K <= T: positions 0..T-1, ascending and unique in each row,
+                  which is not checked, as a GPU would have to be waited for
+             impl auto | torch | triton; auto is triton for CUDA tensors where it is installed
+    Returns: (B, K, C); its gradient by x is zero in the dropped rows
+    Raises:  ValueError for shapes, a dtype or an impl that do not fit
+    Cost:    a GPU moves 2 K rows forward, K + T backward; no synchronisation
+    Example: x = [[a, b, c, d]], kept = [[1, 3]] -> [[b, d]]
+    """
+    return Split.apply(x, kept, checked_impl(impl, x, kept))[0]
+
+
+def scatter(x: Tensor, kept: Tensor, y: Tensor, impl: str = "auto") -> Tensor:
+    """x with its kept rows replaced by those of y.
+
+    Args:    x    (B, T, C) float
+             kept (B, K) int64, as for gather
+             y    (B, K, C) of the dtype of x
+    Returns: (B, T, C); its gradient by x is zero in the kept rows
+    Raises:  ValueError, as gather
+    Cost:    a GPU moves 2 T rows forward, 2 T + K backward; no synchronisation
+    Example: x = [[a, b, c, d]], kept = [[1, 3]], y = [[B, D]] -> [[a, B, c, D]]
+    """
+    return Scatter.apply(x, kept, y, x.shape[1], checked_impl(impl, x, kept, y))
+
+
+def split(x: Tensor, kept: Tensor, impl: str = "auto") -> tuple[Tensor, Tensor]:
+    """Part x into its kept rows, which go through a layer, and the rest, which goes around it.
+
+    `rest` shares the memory of x: neither may be changed in place before the merge.
+
+    Args:    as for gather
+    Returns: kept states (B, K, C), and rest (B, T, C): x, of which only the dropped rows pass a
+             gradient on, whatever the gradient of the kept ones
+    Raises:  ValueError, as gather
+    Cost:    a GPU moves 2 K rows forward, 2 T backward; no synchronisation
+    """
+    return Split.apply(x, kept, checked_impl(impl, x, kept))
+
+
+def merge(rest: Tensor, kept: Tensor, y: Tensor, impl: str = "auto") -> Tensor:
+    """Put a layer's output back among the tokens that went around it.
+
+    Args:    rest what split returned for the same `kept`, itself and not a function of it: in the
+                  kept rows it is handed a gradient that split ignores, and nothing else would
+             kept (B, K) int64, as for gather
+             y    (B, K, C) of the dtype of rest
+    Returns: (B, T, C), the values of scatter(rest, kept, y)
+    Raises:  ValueError, as gather
+    Cost:    a GPU moves 2 T rows forward, 2 K backward; no synchronisation
+    """
+    return Merge.apply(rest, kept, y, checked_impl(impl, rest, kept, y))

@@ -1,0 +1,453 @@
+"""Token dropping's copies against their definitions, forward and backward, in PyTorch and Triton.
+
+A copy has no rounding: every result is bitwise that of the definition, in every dtype. The truth of
+a gradient is autograd's, through torch.where or the definitions. On a machine without a GPU the
+Triton kernels run under its interpreter (conftest.py); what they compile to is read off their PTX.
+
+    python -m pytest -n 0 tests/test_kernels_token_drop.py
+"""
+
+import importlib.util
+import itertools
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+
+from kernels import token_drop
+from kernels.token_drop import gather, merge, reference_gather, reference_scatter, scatter, split
+
+HAS_TRITON = token_drop.triton is not None
+DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+SHAPES = (  # B, T, C, K
+    (3, 1, 1, 1),
+    (2, 63, 6, 20),
+    (2, 63, 100, 63),
+    (2, 500, 64, 1),
+    (3, 512, 6, 200),
+    (2, 512, 1, 511),
+    (1, 63, 1000, 17),
+)
+SMALL = (2, 63, 6, 20)
+
+
+@pytest.fixture
+def empty_is_full_of_nan(monkeypatch):
+    """What a kernel forgets to write is NaN, not by chance what the definition has there."""
+    plain = torch.empty
+
+    def empty(*shape, **options):
+        out = plain(*shape, **options)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+@pytest.fixture(params=["torch", "triton"])
+def impl(request, empty_is_full_of_nan):
+    return request.param
+
+
+@pytest.fixture(params=DEVICES)
+def device(request, impl):
+    if impl == "triton" and not HAS_TRITON:
+        pytest.skip("Triton is not installed")
+    if impl == "triton" and request.param == "cpu" and not interpreted():
+        pytest.skip("the kernels are compiled for the GPU of this machine: see the cuda tests")
+    return request.param
+
+
+def interpreted() -> bool:
+    return not isinstance(token_drop.take_kernel, token_drop.triton.JITFunction)
+
+
+def inputs(shape, dtype=torch.float32, device="cpu") -> tuple[torch.Tensor, ...]:
+    """x (B, T, C) and y (B, K, C) that want gradients, kept (B, K), and a gradient from above."""
+    B, T, C, K = shape
+    generator = torch.Generator().manual_seed(0)
+    kept = torch.rand(B, T, generator=generator).topk(K, dim=1).indices.sort(dim=1).values
+    x, y, d = (torch.randn(B, n, C, generator=generator) for n in (T, K, T))
+    x, y, d = (t.to(device, dtype) for t in (x, y, d))
+    return x.requires_grad_(), kept.to(device), y.requires_grad_(), d
+
+
+def block(states: torch.Tensor) -> torch.Tensor:
+    """Stands for a layer: something with another gradient in every element."""
+    return states + states.square() / 2
+
+
+def layer(x: torch.Tensor, kept: torch.Tensor, impl: str) -> torch.Tensor:
+    kept_states, rest = split(x, kept, impl)
+    return merge(rest, kept, block(kept_states), impl)
+
+
+def layer_by_definition(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
+    return reference_scatter(x, kept, block(reference_gather(x, kept)))
+
+
+def assert_bitwise(found, expected) -> None:
+    for one, other in zip(found, expected, strict=True):
+        assert one.dtype == other.dtype and one.shape == other.shape
+        assert one.equal(other)
+
+
+def assert_as_defined(impl: str, x, kept, y, d) -> None:
+    """Each operation and all of its gradients, and that no input was changed."""
+    before = [t.detach().clone() for t in (x, kept, y, d)]
+    K = kept.shape[1]
+    cases = (
+        (gather(x, kept, impl), reference_gather(x, kept), (x,), d[:, :K]),
+        (scatter(x, kept, y, impl), reference_scatter(x, kept, y), (x, y), d),
+        (layer(x, kept, impl), layer_by_definition(x, kept), (x,), d),
+    )
+    for found, expected, leaves, above in cases:
+        assert found.is_contiguous()
+        assert_bitwise([found], [expected])
+        assert_bitwise(
+            torch.autograd.grad(found, leaves, above), torch.autograd.grad(expected, leaves, above)
+        )
+    assert_bitwise((x, kept, y, d), before)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("shape", SHAPES)
+def test_every_operation_and_gradient_is_bitwise_the_definitions(impl, device, shape, dtype):
+    assert_as_defined(impl, *inputs(shape, dtype, device))
+
+
+@pytest.mark.parametrize("K", range(1, 8))
+def test_every_subset_of_seven_positions(impl, device, K):
+    kept = torch.tensor(list(itertools.combinations(range(7), K)), device=device)
+    x, _, y, d = inputs((len(kept), 7, 3, K), torch.float32, device)
+    assert_as_defined(impl, x, kept, y, d)
+
+
+STRIDES = {
+    "rows of a longer batch": lambda t: torch.cat([t, t], dim=1)[:, : t.shape[1]],
+    "columns of a wider one": lambda t: torch.cat([t, t], dim=2)[:, :, 3 : 3 + t.shape[2]],
+    "positions before rows": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
+    "columns before positions": lambda t: t.mT.contiguous().mT,
+    "every other column": lambda t: t.repeat_interleave(2, dim=2)[:, :, ::2],
+}
+
+
+@pytest.mark.parametrize("strided", STRIDES.values(), ids=STRIDES)
+def test_inputs_and_gradients_need_not_be_contiguous(impl, device, strided):
+    x, kept, y, d = inputs((3, 63, 16, 20), torch.bfloat16, device)
+    x, y = (strided(t.detach()).requires_grad_() for t in (x, y))
+    kept = kept.repeat_interleave(2, dim=1)[:, ::2]
+    assert not any(t.is_contiguous() for t in (x, kept, y, strided(d)))
+    assert_as_defined(impl, x, kept, y, strided(d))
+
+
+def test_a_gradient_may_be_one_number_expanded(impl, device):
+    x, kept, _, _ = inputs(SMALL, device=device)
+    found, expected = layer(x, kept, impl), layer_by_definition(x, kept)
+    assert_bitwise(torch.autograd.grad(found.sum(), x), torch.autograd.grad(expected.sum(), x))
+
+
+def test_worked_by_hand(impl, device):
+    x = torch.tensor([[[1.0], [2.0], [3.0], [4.0]]], device=device, requires_grad=True)
+    kept = torch.tensor([[1, 3]], device=device)
+    kept_states, rest = split(x, kept, impl)
+    out = merge(rest, kept, 10 * kept_states, impl)
+    assert kept_states.flatten().tolist() == gather(x, kept, impl).flatten().tolist() == [2, 4]
+    assert rest.equal(x) and out.flatten().tolist() == [1, 20, 3, 40]
+    (dx,) = torch.autograd.grad(out, x, torch.tensor([[[1.0], [2.0], [3.0], [4.0]]], device=device))
+    assert dx.flatten().tolist() == [1, 20, 3, 40]
+
+
+def test_gradients_are_exact_where_x_and_its_parts_have_other_uses(impl, device):
+    """A merge, x itself and each part in one loss. In float64, against torch.where."""
+    x, kept, _, d = inputs(SMALL, torch.float64, device)
+    kept_states, rest = split(x, kept, impl)
+    found = ((merge(rest, kept, block(kept_states), impl) + 2 * x + rest.cos()) * d).sum()
+    found = found + kept_states.sin().sum()
+
+    is_kept = torch.zeros(x.shape[:2], dtype=torch.bool, device=device).scatter(1, kept, True)
+    is_kept = is_kept[:, :, None]
+    alone = torch.where(is_kept, x.detach(), x)  # x without a gradient in its kept rows
+    expected = ((torch.where(is_kept, block(x), x) + 2 * x + alone.cos()) * d).sum()
+    expected = expected + torch.where(is_kept, x.sin(), 0).sum()
+
+    torch.testing.assert_close(found, expected)
+    (dx,), (truth,) = (torch.autograd.grad(loss, x) for loss in (found, expected))
+    torch.testing.assert_close(dx, truth, rtol=1e-12, atol=1e-12)
+
+
+def test_either_part_of_a_split_may_be_left_unused(impl, device):
+    x, kept, y, d = inputs(SMALL, device=device)
+    kept_states, rest = split(x, kept, impl)
+    (dx,) = torch.autograd.grad(kept_states, x, d[:, : kept.shape[1]], retain_graph=True)
+    assert dx.equal(reference_scatter(torch.zeros_like(x), kept, d[:, : kept.shape[1]]))
+
+    (dx,) = torch.autograd.grad(rest, x, d)
+    assert dx.equal(reference_scatter(d, kept, torch.zeros_like(y)))
+
+    _, rest = split(x, kept, impl)
+    dx, dy = torch.autograd.grad(merge(rest, kept, y, impl), (x, y), d)
+    assert dx.equal(reference_scatter(d, kept, torch.zeros_like(y)))
+    assert dy.equal(reference_gather(d, kept))
+
+    _, rest = split(x, kept, impl)
+    (dx,) = torch.autograd.grad(merge(rest, kept, y.detach(), impl), x, d)
+    assert dx.equal(reference_scatter(d, kept, torch.zeros_like(y)))
+
+
+def test_nothing_wants_a_gradient(impl, device):
+    x, kept, _, _ = inputs(SMALL, device=device)
+    with torch.no_grad():
+        alone = layer(x, kept, impl)
+    assert alone.equal(layer(x, kept, impl)) and not alone.requires_grad
+
+
+def test_x_and_rest_share_memory_and_changing_either_before_the_merge_is_an_error(impl, device):
+    leaf, kept, _, _ = inputs(SMALL, device=device)
+    for changed in (0, 1):
+        x = leaf.clone()
+        kept_states, rest = split(x, kept, impl)
+        assert rest.data_ptr() == x.data_ptr()
+        with pytest.raises(RuntimeError, match="modified inplace"):
+            (x, rest)[changed].add_(1)
+            merge(rest, kept, kept_states, impl).sum().backward()
+
+
+def test_kept_states_and_the_merged_may_be_changed_in_place(impl, device):
+    leaf, kept, _, d = inputs(SMALL, device=device)
+    x = leaf.clone()
+    kept_states, rest = split(x, kept, impl)
+    out = merge(rest, kept, kept_states.mul_(2), impl).mul_(3)
+    x.add_(1)  # after the merge nothing needs it
+    expected = 3 * reference_scatter(leaf, kept, 2 * reference_gather(leaf, kept))
+    assert_bitwise([out], [expected])
+    assert_bitwise(torch.autograd.grad(out, leaf, d), torch.autograd.grad(expected, leaf, d))
+
+
+def test_gradients_and_their_gradients_pass_the_numerical_check():
+    x, kept, y, _ = inputs((2, 5, 2, 3), torch.float64)
+    for operation, leaves in (
+        (lambda x: gather(x, kept, "torch"), (x,)),
+        (lambda x, y: scatter(x, kept, y, "torch"), (x, y)),
+        (lambda x: layer(x, kept, "torch"), (x,)),
+        (lambda x, y: merge(split(x, kept, "torch")[1], kept, y, "torch"), (x, y)),
+    ):
+        assert torch.autograd.gradcheck(operation, leaves)
+        assert torch.autograd.gradgradcheck(operation, leaves)
+
+
+def test_second_derivatives_are_the_definitions(impl, device):
+    x, kept, _, d = inputs(SMALL, device=device)
+    second = []
+    for out in (layer(x, kept, impl), layer_by_definition(x, kept)):
+        (dx,) = torch.autograd.grad(out, x, d, create_graph=True)
+        second.append(torch.autograd.grad(dx.square().sum(), x)[0])
+    torch.testing.assert_close(*second)
+
+
+def test_a_layer_moves_its_states_once_each_way(impl, device, monkeypatch):
+    x, kept, _, d = inputs(SMALL, device=device)
+    moves = []
+
+    def counted(name, move):
+        return lambda *args: moves.append(name) or move(*args)
+
+    for name in ("take", "place"):
+        monkeypatch.setattr(token_drop, name, counted(name, getattr(token_drop, name)))
+    out = layer(x, kept, impl)
+    assert moves == ["take", "place"]
+    torch.autograd.grad(out, x, d)
+    assert moves == ["take", "place", "take", "place"]
+
+
+def adds_where_it_should_replace(out, x, kept, y):
+    return out if x is None or y is None else reference_scatter(x, kept, y + gather(x, kept))
+
+
+def forgets_the_last_column(out, x, kept, y):
+    return torch.cat([out[..., :-1], torch.full_like(out[..., -1:], torch.nan)], dim=-1)
+
+
+def forgets_the_last_row(out, x, kept, y):
+    return torch.cat([out[:, :-1], torch.full_like(out[:, -1:], torch.nan)], dim=1)
+
+
+def is_one_position_late(out, x, kept, y):
+    return out.roll(1, dims=1)
+
+
+def lets_a_gradient_through(out, x, kept, y):
+    return x if y is None else out
+
+
+@pytest.mark.parametrize(
+    "mistake",
+    [
+        adds_where_it_should_replace,
+        forgets_the_last_column,
+        forgets_the_last_row,
+        is_one_position_late,
+        lets_a_gradient_through,
+    ],
+)
+def test_these_tests_see_a_copy_that(mistake, monkeypatch):
+    right = token_drop.place
+
+    def wrong(x, kept, y, T, impl):
+        return mistake(right(x, kept, y, T, impl).clone(), x, kept, y)
+
+    args = inputs(SMALL)
+    assert_as_defined("torch", *args)
+    monkeypatch.setattr(token_drop, "place", wrong)
+    with pytest.raises(AssertionError):
+        assert_as_defined("torch", *args)
+
+
+def test_these_tests_see_a_row_that_is_never_written(monkeypatch, device, impl):
+    if impl == "torch":
+        pytest.skip("it has no grid")
+    launch = token_drop.launch
+
+    def one_program_too_few(rows, *args):
+        return launch(rows - 512, *args)  # of 512 rows each
+
+    args = inputs((3, 512, 8, 200), torch.bfloat16, device)
+    assert_as_defined(impl, *args)
+    monkeypatch.setattr(token_drop, "launch", one_program_too_few)
+    with pytest.raises(AssertionError):
+        assert_as_defined(impl, *args)
+
+
+REFUSED = {
+    "an unknown impl": (dict(impl="cuda"), "impl 'cuda' is unknown: choose one of auto, torch"),
+    "x without rows": (dict(x=torch.zeros(5, 2)), r"must be \(B, T, C\) and \(B, K\)"),
+    "kept of another batch": (dict(kept=torch.zeros(3, 2, dtype=torch.int64)), "must be"),
+    "kept of one dimension": (dict(kept=torch.zeros(2, dtype=torch.int64)), "must be"),
+    "positions in int32": (dict(kept=torch.zeros(2, 2, dtype=torch.int32)), "are torch.int64"),
+    "nothing kept": (dict(kept=torch.zeros(2, 0, dtype=torch.int64)), "K = 0 of T = 5.* 1 to 5 "),
+    "more than a row": (dict(kept=torch.zeros(2, 6, dtype=torch.int64)), "K = 6 .* 1 to 5 are"),
+    "y of another length": (dict(y=torch.zeros(2, 3, 4)), r"y \(2, 3, 4\) .* must be \(2, 2, 4\)"),
+    "y of another dtype": (dict(y=torch.zeros(2, 2, 4).half()), "float16 must be .*float32"),
+}
+
+
+@pytest.mark.parametrize(("changed", "message"), REFUSED.values(), ids=REFUSED)
+def test_what_does_not_fit_is_refused_in_one_line(changed, message):
+    right = dict(x=torch.zeros(2, 5, 4), kept=torch.tensor([[0, 1], [0, 4]]), impl="torch")
+    args = right | {"y": torch.zeros(2, 2, 4)} | changed
+    y = args.pop("y")
+    calls = [lambda: scatter(y=y, **args), lambda: merge(args["x"], args["kept"], y, args["impl"])]
+    if "y" not in changed:
+        calls += [lambda: gather(**args), lambda: split(**args)]
+    for call in calls:
+        with pytest.raises(ValueError, match=message) as refusal:
+            call()
+        assert "\n" not in str(refusal.value)
+
+
+def test_auto_is_torch_for_cpu_tensors():
+    x, kept, y, _ = inputs(SMALL)
+    assert token_drop.checked_impl("auto", x, kept, y) == "torch"
+
+
+@pytest.mark.gpu
+def test_auto_is_triton_for_cuda_tensors():
+    x, kept, y, _ = inputs(SMALL, device="cuda")
+    assert token_drop.checked_impl("auto", x, kept, y) == ("triton" if HAS_TRITON else "torch")
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_compiled_kernels_refuse_cpu_tensors(monkeypatch):
+    x, kept, _, _ = inputs(SMALL)
+    compiled = object.__new__(token_drop.triton.JITFunction)
+    monkeypatch.setattr(token_drop, "take_kernel", compiled)
+    with pytest.raises(ValueError, match="wants CUDA tensors, or TRITON_INTERPRET=1 set before"):
+        gather(x, kept, "triton")
+
+
+def test_it_works_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # importing it fails
+    spec = importlib.util.spec_from_file_location("without_triton", token_drop.__file__)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    x, kept, _, _ = inputs(SMALL)
+    assert module.triton is None
+    assert module.gather(x, kept).equal(reference_gather(x, kept))
+    with pytest.raises(ValueError, match="Triton is not installed here, choose auto or torch"):
+        module.gather(x, kept, "triton")
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_torch_compile_takes_a_layer_whole(backend):
+    x, kept, _, d = inputs(SMALL)
+    torch.compiler.reset()
+    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    found, expected = compiled(x, kept, "torch"), layer(x, kept, "torch")
+    assert_bitwise([found], [expected])
+    assert_bitwise(torch.autograd.grad(found, x, d), torch.autograd.grad(expected, x, d))
+
+
+@pytest.mark.gpu
+def test_arrays_of_more_than_two_to_the_31_elements():
+    B, T, C, K = 3, 1 << 20, 1024, 1 << 19
+    if torch.cuda.mem_get_info()[0] < 30e9:
+        pytest.skip("takes 30 GB of the GPU's memory")
+    torch.manual_seed(0)
+    x = torch.randn(B, T, C, dtype=torch.bfloat16, device="cuda")
+    kept = torch.rand(B, T, device="cuda").topk(K, dim=1).indices.sort(dim=1).values
+    y = gather(x, kept, "triton").neg_()
+    out = scatter(x, kept, y, "triton")
+    for b in range(B):  # the definition, of a row at a time
+        row = slice(b, b + 1)
+        assert y[row].equal(-reference_gather(x[row], kept[row]))
+        assert out[row].equal(reference_scatter(x[row], kept[row], y[row]))
+
+
+def compiled_accesses() -> set[str]:
+    """What accesses to hidden states the kernels have in PTX, compiled for an H100, which need not
+    be there. Of bfloat16 and float32, of widths that are multiples of 16 bytes."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    accesses = set()
+    for kernel in (token_drop.take_kernel, token_drop.place_kernel):
+        for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
+            for C in (1000, 1024):
+                x = torch.empty(2, 9, C, dtype=dtype, device="meta")
+                constants = token_drop.launch(18, C, x).constants | {"STEPS": 2}
+                warps = constants.pop("num_warps")
+                constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
+                types = dict.fromkeys(kernel.arg_names, "i32") | {"kept": "*i64"}
+                types |= dict.fromkeys({"out", "x", "y"} & types.keys(), name)
+                types |= dict.fromkeys(constants, "constexpr")
+                aligned = [i for i, n in enumerate(types) if n in ("out", "x", "y", "kept")]
+                source = ASTSource(
+                    fn=kernel,
+                    signature=types,
+                    constexprs=constants,
+                    attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+                )
+                options = {"num_warps": warps}
+                ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+                accesses |= set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx))
+    return accesses
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_for_a_gpu_hidden_states_are_accessed_16_bytes_at_a_time(tmp_path):
+    script = "from tests.test_kernels_token_drop import compiled_accesses as f; print(*f())"
+    child = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=token_drop.__file__.rsplit("kernels", 1)[0],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    # positions are int64, so their accesses have 8 bytes
+    wide = {"ld.global.v4.b32", "st.global.v4.b32"}
+    assert set(child.stdout.split()) == wide | {"ld.global.b64"}
