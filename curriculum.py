@@ -25,6 +25,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from support.pacing import pace
+
 LENGTHS = ("seqlen", "seqlen-reshape")
 METRICS = "seqlen, seqlen-reshape, length, rarity, rarity-mean, length-rarity, path.py:name"
 PACES = "linear, root:DEGREE, discrete:LEVEL@SHARE:...:LEVEL, path.py:name"
@@ -49,24 +51,6 @@ class CurriculumConfig:
 
 
 # ---- pacing: difficulty as a pure function of progress
-
-
-def pace(t: float, over: float, start: int, end: int, degree: float = 1, multiple: int = 1) -> int:
-    """Difficulty at progress t of `over`, in any unit: from `start` along a root to `end`.
-
-    Paper:    arXiv 2212.03597; floor((t / T)^(1 / p) (end - start) + start)
-    Args:     degree   p: 1 is linear, 2 the square root; above 1 it grows fast at first
-              multiple values on the way are rounded down to one of these
-    Returns:  a value in start..end, exactly `end` from t = over on
-    Deviates: by rounding, DeepSpeed (data_pipeline/curriculum_scheduler.py) can fall below `start`
-              and reach `end` late
-    Example:  pace(1, 300, 64, 1024, degree=2, multiple=8) == 112, from 119.4;
-              pace(27, 49, 1, 50) == 27, from 27.999999999999996: the order of operations is fixed
-    """
-    if t >= over:
-        return end
-    value = math.floor((t / over) ** (1 / degree) * (end - start) + start)
-    return min(max(value - value % multiple, start), end)
 
 
 def discrete(t: float, levels: tuple[int, ...], until: tuple[float, ...]) -> int:
@@ -238,14 +222,14 @@ def parse_metrics(config: CurriculumConfig, seq_len: int) -> tuple[MetricSetting
     quarter = max(seq_len // 4 // MULTIPLE, 1) * MULTIPLE  # docs/curriculum.md measures it
     columns = [one_each(f, getattr(config, f), names) for f in ("start", "share", "pace", "by")]
     metrics = []
-    for name, start, share, pace, by in zip(names, *columns, strict=True):
+    for name, start, share, how, by in zip(names, *columns, strict=True):
         if by not in (None, "percentile", "value"):
             raise ValueError(f"--curriculum-by {by} is unknown: choose percentile or value")
         is_length, by_value = name in LENGTHS, name not in LENGTHS and by == "value"
-        pacing = parse_pace(pace or ("linear" if is_length else "root:2"))
+        pacing = parse_pace(how or ("linear" if is_length else "root:2"))
         if pacing.levels and (start or share):
             given = f"start {start}" if start else f"share {share}"
-            raise ValueError(f"--curriculum-{given} has no effect beside {pace}: leave it out")
+            raise ValueError(f"--curriculum-{given} has no effect beside {how}: leave it out")
         if by_value and not (start or pacing.levels):
             raise ValueError("--curriculum-by value needs --curriculum-start, in the metric's unit")
         start = number(start or (quarter if is_length else 1), "--curriculum-start", int)

@@ -27,6 +27,7 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
 
@@ -149,6 +150,11 @@ def run_plain(layer: int, block: Block, x: Tensor, meta: "TokenMeta") -> Tensor:
     return block(x, meta)
 
 
+def run_recomputed(layer: int, block: Block, x: Tensor, meta: "TokenMeta") -> Tensor:
+    """The same with less memory: only x is kept, the backward pass runs the block once more."""
+    return checkpoint(block, x, meta, use_reentrant=False)
+
+
 class Transformer(nn.Module):
     """`model(batch)` is the summed loss; `model.logits(tokens)` is what it predicts."""
 
@@ -196,11 +202,13 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
         x = self.wte(tokens)  # (B, T, C)
-        rotated_width = config.head_width if config.pos == "rope" else 0
-        dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
-        meta = TokenMeta(positions, doc_ids, config.causal, rotated_width, dtype)
+        turns = None
         if config.pos == "learned":
             x = x + self.wpe(positions)
+        else:
+            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            turns = rotation(positions, config.head_width, dtype)
+        meta = TokenMeta(positions, doc_ids, config.causal, turns)
         if config.kind == "bert":
             x = self.ln_f(x)
         x = self.drop(x)
@@ -234,12 +242,11 @@ class Transformer(nn.Module):
 class TokenMeta:
     """What attention must know of each token: its position and the document it belongs to.
 
-    Args:  positions  (B, T) int64   counted from the start of the token's own document
-           doc_ids    (B, T) int64   equal within a document, -1 on padding; None says that every
-                                     row is one whole document, which needs no mask in memory
-           causal     bool           a token sees no later one
-           head_width int            D where queries and keys are rotated (--pos rope), else 0
-           dtype                     of the rotation's angles: float32, in a float64 model float64
+    Args:  positions (B, T) or (1, T) int64  counted from the start of the token's own document
+           doc_ids   (B, T) int64            equal within a document, -1 on padding; None says that
+                                             every row is one whole document, which needs no mask
+           causal    bool                    a token sees no later one
+           rotation  (B, T, 1, D/2) complex  of queries and keys (--pos rope), or None
     """
 
     def __init__(
@@ -247,13 +254,11 @@ class TokenMeta:
         positions: Tensor,
         doc_ids: Tensor | None,
         causal: bool,
-        head_width: int = 0,
-        dtype: torch.dtype = torch.float32,
+        rotation: Tensor | None = None,
     ):
-        self.positions, self.doc_ids = positions, doc_ids
-        self.causal, self.head_width, self.dtype = causal, head_width, dtype
+        self.positions, self.doc_ids, self.causal = positions, doc_ids, causal
         self.mask = None if doc_ids is None else attention_mask(doc_ids, causal)
-        self.rotation = rotation(positions, head_width, dtype) if head_width else None
+        self.rotation = rotation
 
     def take(self, kept: Tensor) -> "TokenMeta":
         """The metadata of the kept tokens alone; `kept` (B, K) holds their indices, sorted.
@@ -261,9 +266,13 @@ class TokenMeta:
         The mask is built from their doc_ids, not cut out of the full one. Positions stay those of
         the full row, so rotary angles do not close the gaps.
         """
-        positions = self.positions.expand(len(kept), -1).gather(1, kept)  # (B, K)
-        doc_ids = None if self.doc_ids is None else self.doc_ids.gather(1, kept)  # (B, K)
-        return TokenMeta(positions, doc_ids, self.causal, self.head_width, self.dtype)
+        row = torch.arange(len(kept), device=kept.device)[:, None]  # (B, 1)
+
+        def of_kept(x: Tensor | None) -> Tensor | None:
+            return None if x is None else x.expand(len(kept), *x.shape[1:])[row, kept]  # (B, K, ..)
+
+        doc_ids = of_kept(self.doc_ids)
+        return TokenMeta(of_kept(self.positions), doc_ids, self.causal, of_kept(self.rotation))
 
 
 def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:

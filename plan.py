@@ -101,7 +101,6 @@ class Plan:
             seed=s.run.seed,
             step=clock.step + 1,
             progress=clock.consumed_tokens / s.optim.tokens,
-            rows=len(chosen.rows),
         )
         filled = np.array([sum(p.stop - p.start + self.extra for p in row) for row in chosen.rows])
         seen = np.array([sum(piece.seen for piece in row) for row in chosen.rows])

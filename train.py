@@ -34,13 +34,13 @@ from tqdm import tqdm
 
 import config
 import sample
-from data import SpecialIds
+from data import Batch, SpecialIds
 from evaluate import Evaluation
-from model import RunBlock, Transformer, run_plain
+from model import RunBlock, Transformer, run_plain, run_recomputed
 from plan import Plan, Step
 from prepare import embedded_store
 from support import published
-from support.clock import due, savings
+from support.clock import due, lr_clock, savings
 from support.micro_batch import micro_batch
 from support.optim import Optimizers, lr_at
 from support.progress import announce, log_step, progress_bar, show_part, show_step, write
@@ -251,7 +251,7 @@ class Trainer:
                 self.wrapped.require_backward_grad_sync = part.stop >= rows
             batch = step.batch.rows(part).to(runtime.device)
             with runtime.autocast():
-                loss = self.wrapped(batch, run_block=self.run_block(step, first))
+                loss = self.wrapped(batch, run_block=self.run_block(step, first, batch))
             scale = runtime.world_size / max(step.targets, 1)  # DDP's mean over ranks made a sum
             self.optimizers.scaler.scale(loss * scale).backward()
             total += loss.detach()
@@ -268,24 +268,25 @@ class Trainer:
         self.optimizers.step(lr)
         return Done(loss=mean, grad_norm=norm, lr=lr)
 
-    def run_block(self, step: Step, first: int) -> RunBlock:
+    def run_block(self, step: Step, first: int, batch: Batch) -> RunBlock:
         """How this step runs a block on the micro-batch that begins at row `first` of this rank.
 
         Each technique wraps those before it, in the order of `Config`.
         """
-        run_block = run_plain
+        s = self.settings
+        run_block = run_recomputed if s.run.checkpoint_activations else run_plain
         first_row = self.runtime.rank * len(step.batch.tokens) + first
-        for technique in techniques_on(self.settings):
+        for technique in techniques_on(s):
             if technique.run_block:
-                run_block = technique.run_block(self.settings, step.context, first_row, run_block)
+                run_block = technique.run_block(s, step.context, first_row, batch, run_block)
         return run_block
 
     def learning_rate(self, step: Step) -> float:
         """The rate at the middle of the step, so that neither the first nor the last is wasted."""
         o = self.settings.optim
-        end = min(step.after.consumed_tokens, o.tokens)  # the last step may overshoot the budget
+        ends = [lr_clock(self.settings, clock) for clock in (step.before, step.after)]
         return lr_at(
-            (step.before.consumed_tokens + end) / 2,
+            (ends[0] + min(ends[1], o.tokens)) / 2,  # the last step may overshoot the budget
             peak=o.lr,
             floor=o.lr * o.min_lr,
             schedule=o.schedule,

@@ -132,7 +132,7 @@ def build_ours(case: Case, variant: Variant, device: str, compiled: bool) -> Cal
     step = Step(
         batch=batch,
         targets=batch.targets.numel(),
-        context=StepContext(seed=0, step=1, progress=0.0, rows=case.rows),
+        context=StepContext(seed=0, step=1, progress=0.0),
         max_piece_len=case.shape.seq_len,
         kept_tokens=case.shape.seq_len,
         padding_share=0.0,
@@ -157,7 +157,7 @@ def flops_of(case: Case, variant: Variant, device: str) -> int:
     """Of a whole step, the optimizer's matrix products included."""
     settings = settings_of(case, variant, device, compiled=False)
     shape = config.transformer_config(settings, case.vocab_size)
-    context = StepContext(seed=0, step=1, progress=0.0, rows=case.rows)
+    context = StepContext(seed=0, step=1, progress=0.0)
     tokens = tokens_by_layer(settings, context, case.shape.seq_len)
     flops = case.rows * flops_of_row(shape, tokens, case.shape.seq_len)
     if variant.optimizer == "muon":

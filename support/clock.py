@@ -4,12 +4,14 @@ A step consumes its real tokens, scaled by the share of layers that they ran thr
 the learning rate and every schedule read consumed tokens.
 """
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from torch import Tensor
 
-from support.rng import generator, seed_of
+from support.rng import bits, seed_of
 from support.settings import techniques_on
 
 
@@ -34,11 +36,15 @@ class StepContext(NamedTuple):
     seed: int
     step: int  # counted from 1
     progress: float  # of the run when the step begins: consumed tokens as a share of the budget
-    rows: int  # on all ranks
 
-    def generator(self, device: torch.device, technique: str, *key: Any) -> torch.Generator:
-        """Random numbers of one technique in this step, the same on every rank."""
-        return generator(device, self.seed, technique, self.step, *key)
+    def bits(self, technique: str, layers: Sequence[Any], rows: Tensor, T: int) -> Tensor:
+        """Random numbers of one technique in this step, for each position of each row and layer.
+
+        Args:    rows (B,) int64, numbers of rows among those of all ranks; their device is used
+        Returns: (len(layers), B, T) int64 from 0 to 2^63 - 1
+        """
+        seeds = [seed_of(self.seed, technique, self.step, layer) for layer in layers]
+        return bits(torch.tensor(seeds, device=rows.device), rows, T)
 
     def uniform(self, technique: str, *key: Any) -> float:
         """One such number in [0, 1), for a choice that all rows share."""
@@ -79,6 +85,16 @@ def due(every: int, before: Clock, after: Clock, last: bool = False) -> bool:
     if every == 0:
         return False
     return last or before.consumed_tokens // every != after.consumed_tokens // every
+
+
+def lr_clock(settings: Any, clock: Clock) -> float:
+    """Where the learning rate stands, in tokens of the budget: by --lr-clock.
+
+    Layer-tokens are divided by the layers; they count padding, which consumed tokens do not.
+    """
+    if settings.optim.lr_clock == "layer-tokens":
+        return clock.layer_tokens / settings.model.layers
+    return clock.consumed_tokens
 
 
 def savings(settings: Any, clock: Clock) -> str:

@@ -34,6 +34,9 @@ class OptimConfig:
     lr: float | None = flag(None, "peak learning rate (default: by --size)", above=0)
     min_lr: float = flag(0.0, "learning rate at the end, as a share of --lr", least=0, most=1)
     schedule: str = flag("linear", "decay of the learning rate", SCHEDULES)
+    lr_clock: str = flag(
+        "consumed-tokens", "what the learning rate follows", ("consumed-tokens", "layer-tokens")
+    )
     warmup_tokens: int | None = flag(None, "tokens of linear warmup (default: 2 % of --tokens)")
     decay_share: float = flag(0.2, "share of --tokens over which wsd decays", above=0, most=1)
     weight_decay: float = flag(0.1, "decay of matrices and embeddings", least=0)

@@ -2,6 +2,7 @@
 
 seed_of     a key such as (seed, "mask", step) -> 63 bits
 generator   the same as a torch generator
+bits        the same, a number for each position of each row, on any device
 shuffled    draw number -> sample id, in an order that nobody holds in memory
 """
 
@@ -10,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch import Tensor
 
 
 def seed_of(*key: Any) -> int:
@@ -20,6 +22,28 @@ def seed_of(*key: Any) -> int:
 def generator(device: torch.device, *key: Any) -> torch.Generator:
     """A random generator that is a function of `key`: nothing to save, nothing to restore."""
     return torch.Generator(device).manual_seed(seed_of(*key))
+
+
+def bits(seeds: Tensor, rows: Tensor, T: int) -> Tensor:
+    """63 random bits for each position of each row, under each of some seeds.
+
+    A hash, not a stream: no number depends on how many others are asked for, so a rank asks for its
+    own rows alone and finds what one process with all the rows would have found.
+
+    Args:    seeds (n,) int64 from seed_of
+             rows  (B,) int64, numbers of rows among those of all ranks
+    Returns: (n, B, T) int64 from 0 to 2^63 - 1, the same on every device
+    """
+    positions = torch.arange(1, T + 1, device=rows.device)
+    by_row = _mixed(seeds[:, None] + (rows + 1) * -7046029254386353131)  # (n, B), by 2^64 / golden
+    return _mixed(by_row[:, :, None] + positions * -7046029254386353131) & 2**63 - 1  # (n, B, T)
+
+
+def _mixed(x: Tensor) -> Tensor:
+    """`_mix` for torch, whose shift copies the sign: the bits that come in are cut off again."""
+    x = (x ^ (x >> 30 & 2**34 - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & 2**37 - 1)) * -7723592293110705685
+    return x ^ (x >> 31 & 2**33 - 1)
 
 
 def shuffled(draws: np.ndarray, n: int, seed: int) -> np.ndarray:

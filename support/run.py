@@ -47,6 +47,9 @@ class RunConfig:
     device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda", "mps"), free=True)
     dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
     compile: bool = flag(False, "compile each block with torch.compile", free=True)
+    checkpoint_activations: bool = flag(
+        False, "keep a block's input alone and recompute the rest in the backward pass", free=True
+    )
     eval_every: int | None = flag(
         None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)", free=True
     )

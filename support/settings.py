@@ -31,7 +31,7 @@ class Technique(NamedTuple):
 
     with_defaults   (config) -> its settings, with what was left open filled in
     refusals        (config) -> (condition, message) pairs
-    run_block       (config, context, first_row, inner) -> a run_block around `inner`
+    run_block       (config, context, first_row, batch, inner) -> a run_block around `inner`
     tokens_by_layer (config, context, tokens) -> how many tokens of a row each layer sees
     skips_layers    a layer may not run at all in a step, and then has no gradients
     """

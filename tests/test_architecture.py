@@ -31,7 +31,8 @@ ALLOWED_IN = {
     "model": {"torch", "kernels"},
 }
 FIRST_PARTY_IN_SUPPORT = {"support", "model", "kernels"}
-COMMAND_OF_A_TECHNIQUE = {"support.runtime", "support.figures"}
+SHARED_BY_TECHNIQUES = {"support.pacing"}  # pure functions without imports of ours
+COMMAND_OF_A_TECHNIQUE = {"support.runtime", "support.figures", "support.costs"}
 LATE = {"packing": {"scipy"}}  # extras of pyproject.toml, imported by the function that needs them
 REPLACED = {  # Hugging Face's libraries: this project does without them
     "transformers",
@@ -136,7 +137,11 @@ def may_import(kind: str, name: str, item: Import) -> bool:
         return True
     if item.library in LATE.get(name, set()):
         return item.where in ("function", "main")
-    return kind == "technique" and item.where == "main" and item.module in COMMAND_OF_A_TECHNIQUE
+    if kind != "technique":
+        return False
+    if item.where == "main":
+        return item.module in COMMAND_OF_A_TECHNIQUE
+    return item.module in SHARED_BY_TECHNIQUES
 
 
 def undeclared(sources: dict[str, str], requirements: list[str]) -> list[str]:
@@ -277,6 +282,7 @@ OFFENCES = {
 
 ALLOWED = {
     "a technique's libraries": ("ltd.py", "import math\nimport torch.nn as nn\nimport numpy\n"),
+    "pacing that techniques share": ("ltd.py", "from support.pacing import pace\n"),
     "a technique's kernel": ("ltd.py", "from kernels.token_drop import gather\n"),
     "runtime in main": ("curriculum.py", "def main(argv):\n    from support import runtime\n"),
     "runtime in a function within main": (

@@ -313,12 +313,12 @@ def test_no_doc_ids_means_one_document_a_row(kind, pos):
 @pytest.mark.parametrize("kind, pos", KINDS)
 def test_a_layer_of_kept_tokens_is_a_full_layer_that_looks_at_kept_keys_alone(kind, pos, packed):
     model = tiny(kind, pos)
-    head_width = 8 if pos == "rope" else 0
     (tokens, _, positions, doc_ids), _ = lay(documents(), ROWS)
     B, T = tokens.shape
     if not packed:
         positions, doc_ids = torch.arange(T)[None], None
-    meta = TokenMeta(positions, doc_ids, kind == "gpt", head_width)
+    turns = rotation(positions, 8) if pos == "rope" else None
+    meta = TokenMeta(positions, doc_ids, kind == "gpt", turns)
     kept = torch.stack([torch.randperm(T)[:11].sort().values for _ in range(B)])  # (B, K)
     x = torch.randn(B, T, 16)
 
@@ -328,7 +328,7 @@ def test_a_layer_of_kept_tokens_is_a_full_layer_that_looks_at_kept_keys_alone(ki
 
     is_kept = torch.zeros(B, T, dtype=torch.bool).scatter_(1, kept, True)
     ids = torch.zeros(B, T, dtype=torch.int64) if doc_ids is None else doc_ids
-    full = TokenMeta(positions, ids, kind == "gpt", head_width)
+    full = TokenMeta(positions, ids, kind == "gpt", turns)
     full.mask = full.mask & (is_kept[:, None, None, :] | torch.eye(T, dtype=torch.bool))
     expected = model.h[1](x, full)[is_kept].view(B, 11, 16)
     assert_close(found, expected, 1e-5)

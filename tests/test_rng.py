@@ -19,6 +19,34 @@ def test_a_seed_is_a_function_of_its_key():
     assert torch.equal(one, two)
 
 
+def test_bits_are_functions_of_seed_row_and_position():
+    seeds = torch.tensor([3, 5, 2**62])
+    whole = rng.bits(seeds, torch.arange(40, 60), 32)
+    assert whole.shape == (3, 20, 32) and whole.min() >= 0
+    part = rng.bits(seeds[1:2], torch.tensor([45, 59]), 7)
+    assert torch.equal(part[0], whole[1, [5, 19], :7]), "no number depends on how many there are"
+    assert whole.unique().numel() == whole.numel()
+
+
+def test_bits_are_uniform_and_independent():
+    n = 1 << 18
+    found = rng.bits(torch.tensor([1]), torch.arange(n // 64), 64).flatten()
+    uniform = found.double() / 2**63
+    assert abs(uniform.mean() - 0.5) < 5 * (1 / 12 / n) ** 0.5
+    for distance in (1, 64):  # the next position, the next row
+        pair = torch.stack((uniform[distance:], uniform[:-distance]))
+        assert abs(torch.corrcoef(pair)[0, 1]) < 5 / n**0.5
+    for bit in range(63):
+        assert abs((found >> bit & 1).double().mean() - 0.5) < 5 * 0.5 / n**0.5, bit
+
+
+def test_bits_are_frozen():
+    """A changed hash would silently change what every run drops: read off the first release."""
+    assert rng.bits(torch.tensor([1337]), torch.tensor([2**40]), 2).tolist() == [
+        [[5547376785766191999, 8064329455777930460]]
+    ]
+
+
 @given(st.integers(1, 300), st.integers(0, 2**40))
 def test_a_pass_holds_every_sample_once(n, seed):
     for number in (0, 1, 7):

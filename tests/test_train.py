@@ -14,12 +14,13 @@ from conftest import ALL_ON, SMALL, metrics, read_log
 
 import curriculum
 import ltd
+import model
 import packing
 import plan
 import sample
 import train
 from evaluate import Evaluation
-from model import Transformer, TransformerConfig
+from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from support import checkpoint
 
 ROOT = Path(__file__).parents[1]
@@ -69,6 +70,7 @@ def test_off_is_absent(run, monkeypatch):
 
     for module, names in (
         (ltd, ["kept_tokens", "draw", "run_kept", "token_dropping"]),
+        (model, ["checkpoint"]),
         (curriculum, ["pace", "discrete", "parse_metrics", "reshape", "Curriculum"]),
         (plan, ["ready", "Curriculum"]),
         (packing, ["best_fit"]),  # evaluation packs with its own import
@@ -115,6 +117,8 @@ def test_a_technique_that_is_on_does_something(run, technique):
         "--model bert",
         f"--model bert {ALL_ON}",
         "--ltd --pack",
+        "--ltd --ltd-mode bypass --ltd-pace root --ltd-layers 2-3 --lr-clock layer-tokens --pack",
+        "--ltd --ltd-pace constant --ltd-steps 8 --ltd-start 6 --ltd-multiple 2 --model bert",
         "--curriculum seqlen --ltd",
         "--curriculum seqlen --pack",
         "--curriculum seqlen-reshape,rarity --curriculum-start 8,1 --ltd --micro-batch-size 2",
@@ -390,6 +394,32 @@ def test_a_folder_that_holds_a_run_is_refused(run, tmp_path):
 
 
 # ---- as processes of their own
+
+
+@pytest.mark.parametrize("flags", ["", ALL_ON, "--dropout 0.2", "--model bert --ltd --dropout 0.2"])
+def test_recomputing_activations_changes_no_bit(run, flags):
+    kept = metrics(run(flags, out="kept"))
+    assert metrics(run(f"{flags} --checkpoint-activations", out="recomputed")) == kept
+
+
+def test_recomputing_activations_holds_less_memory():
+    """What autograd keeps for the backward pass: of each block its input, and no more."""
+    torch.manual_seed(0)
+    transformer = Transformer(TransformerConfig("gpt", 6, 2, 32, 128, 64, 40))
+    batch = (*torch.randint(40, (2, 4, 64)), None, None)
+
+    def bytes_kept(run_block) -> int:
+        kept = {}
+
+        def pack(tensor):
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+            return tensor
+
+        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+            transformer(batch, run_block=run_block)
+        return sum(kept.values())
+
+    assert bytes_kept(run_recomputed) < 0.35 * bytes_kept(run_plain)
 
 
 def command(store_dir, out, flags="", ranks=0):
