@@ -266,10 +266,15 @@ class TokenMeta:
         The mask is built from their doc_ids, not cut out of the full one. Positions stay those of
         the full row, so rotary angles do not close the gaps.
         """
-        row = torch.arange(len(kept), device=kept.device)[:, None]  # (B, 1)
+        B, K = kept.shape
 
         def of_kept(x: Tensor | None) -> Tensor | None:
-            return None if x is None else x.expand(len(kept), *x.shape[1:])[row, kept]  # (B, K, ..)
+            """Whole rows of x.flatten(0, 1): a CPU gathers them some times faster than elements."""
+            if x is None:
+                return None
+            shared, T, *rest = x.shape
+            first = 0 if shared == 1 else T * torch.arange(B, device=x.device)[:, None]  # (B, 1)
+            return x.flatten(0, 1).index_select(0, (kept + first).flatten()).view(B, K, *rest)
 
         doc_ids = of_kept(self.doc_ids)
         return TokenMeta(of_kept(self.positions), doc_ids, self.causal, of_kept(self.rotation))

@@ -35,7 +35,7 @@ from plan import Step
 from support import runtime
 from support.clock import Clock, StepContext, tokens_by_layer
 from support.muon import flops_of_orthogonalising
-from train import assemble
+from train import Trainer, assemble
 
 
 class Case(NamedTuple):
@@ -127,14 +127,19 @@ def build_ours(case: Case, variant: Variant, device: str, compiled: bool) -> Cal
     settings = settings_of(case, variant, device, compiled)
     model = model_of(settings, case, variant.gelu)
     trainer = assemble(settings, model, here, case.rows)
-    batch = batch_of(case, variant.packed)
-    half = settings.optim.tokens // 2  # far from both ends, where the learning rate is not 0
+    return step_of(trainer, batch_of(case, variant.packed))
+
+
+def step_of(trainer: Trainer, batch: Batch) -> Callable:
+    """A step of train.py on this batch, in the middle of a run whose schedules have just begun."""
+    T = batch.tokens.shape[1]
+    half = trainer.settings.optim.tokens // 2  # far from where the learning rate is 0
     step = Step(
         batch=batch,
         targets=batch.targets.numel(),
         context=StepContext(seed=0, step=1, progress=0.0),
-        max_piece_len=case.shape.seq_len,
-        kept_tokens=case.shape.seq_len,
+        max_piece_len=T,
+        kept_tokens=T,
         padding_share=0.0,
         stage={},
         note="",
