@@ -25,6 +25,22 @@ TECHNIQUES = {
     "pack": "--pack",
     "all": "--curriculum seqlen --ltd --pack",
 }
+# Ways to drop tokens, each with the budget whose FLOPs are three quarters of the plain run's;
+# bench/cost.py says which share of its seconds that is.
+KEEP = "--ltd --ltd-share 0.9 --ltd-pace constant --ltd-start"
+LTD = {
+    "constant 16": f"{KEEP} 16 --tokens 387072",
+    "constant 32": f"{KEEP} 32 --tokens 409600",
+    "constant 64": f"{KEEP} 64 --tokens 454656",
+    "constant 128": f"{KEEP} 128 --tokens 520192",
+    "growing 32": "--ltd --ltd-share 0.7 --ltd-pace linear --ltd-start 32 --tokens 522240",
+    "growing 64": "--ltd --ltd-share 0.7 --ltd-pace linear --ltd-start 64 --tokens 536576",
+    "growing 128": "--ltd --ltd-share 0.7 --ltd-pace linear --ltd-start 128 --tokens 562176",
+    "bypass 64": f"{KEEP} 64 --ltd-mode bypass --tokens 454656",
+    "keep 2 at each end": f"{KEEP} 64 --ltd-layers 2-3 --tokens 541696",
+    "keep none at the end": f"{KEEP} 64 --ltd-layers 1-5 --tokens 393216",
+    "keep none at the start": f"{KEEP} 64 --ltd-layers 0-4 --tokens 393216",
+}
 # Rows cut from the stream, to be compared with plain.
 ROWS = {
     "seqlen-128": "--curriculum seqlen --curriculum-start 128",
@@ -52,10 +68,11 @@ BERT = {
     "bert rarity": "--model bert --pack --curriculum rarity",
     "bert seqlen,rarity": "--model bert --pack --curriculum seqlen,rarity",
 }
-RECIPES = TECHNIQUES | ROWS | PIECES | BERT
-# Where in a step its learning rate is taken. Records without this took it at the end; they do not
-# compare with those that have it.
-LR_OF = "middle"
+RECIPES = TECHNIQUES | LTD | ROWS | PIECES | BERT
+# What a run rests on besides its flags: records of one trainer do not compare with another's.
+# end: the learning rate was taken at the end of a step; middle: in its middle; split: and Muon
+# orthogonalises queries, keys and values apart, at twice nano's learning rate.
+TRAINER = "split"
 
 
 def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:
@@ -73,7 +90,7 @@ def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:
         "recipe": recipe,
         "flags": " ".join(flags),
         "seed": seed,
-        "lr_of": LR_OF,
+        "trainer": TRAINER,
         "val_bpb": round(final["val_bpb"], 4),
         "held_out_bytes": final["bytes"],
         "steps": last["step"],

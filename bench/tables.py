@@ -6,8 +6,7 @@ baseline gets the tokens that it would have read in the recipe's seconds (result
 loss at that budget lies between measured budgets (plain at --tokens 900K), and is interpolated
 linearly in the logarithm of tokens, seed by seed. A cost within half a percent counts as none. All
 steps of a packed run cost the same, so where none was timed the cost is the ratio of the numbers of
-steps. Runs that took the learning rate at the end of a step and those that took it in its middle
-are not compared with each other.
+steps. Runs of different trainers (bench/ablate.py) are not compared with each other.
 
     python bench/tables.py                                        # markdown, to paste
 """
@@ -17,7 +16,7 @@ import math
 import statistics
 from itertools import pairwise
 
-from ablate import BERT, PIECES, RECIPES, ROWS
+from ablate import BERT, LTD, PIECES, RECIPES, ROWS
 from record import ROOT
 
 BUDGET = 800_000  # tokens of nano's recipe
@@ -27,11 +26,22 @@ def records(name: str) -> list[dict]:
     return [json.loads(line) for line in (ROOT / "results" / name).read_text().splitlines()]
 
 
-def measured(what: str, lr_of: str) -> dict[str, dict[int, dict[int, float]]]:
+def trainer_of(record: dict) -> str:
+    """Which trainer made a record, see bench/ablate.py; the first ones said it less plainly."""
+    return record.get("trainer", record.get("lr_of", "end"))
+
+
+def costs_of(trainer: str) -> dict[str, float]:
+    """recipe -> seconds of its run, as a share of the plain run's."""
+    found = [record for record in records("cost.jsonl") if trainer_of(record) == trainer]
+    return {record["recipe"]: record["to_plain_min_median_max"][1] for record in found}
+
+
+def measured(what: str, trainer: str) -> dict[str, dict[int, dict[int, float]]]:
     """recipe -> seed -> budget -> a number of its record; of several records the newest counts."""
     values: dict[str, dict[int, dict[int, float]]] = {}
     for record in records("ablate.jsonl"):
-        if record.get("lr_of", "end") != lr_of:
+        if trainer_of(record) != trainer:
             continue
         budget = round(record["consumed_tokens"], -4)  # the last step goes a little past it
         seeds = values.setdefault(record["recipe"], {})
@@ -57,13 +67,13 @@ def spread(values: list[float], sign: str = "") -> str:
     return f"{mean} ({min(values):{sign}.3f} to {max(values):{sign}.3f})"
 
 
-def table(recipes: list[str], base: str, lr_of: str) -> str:
+def table(recipes: list[str], base: str, trainer: str) -> str:
     """A row for each recipe: the mean over seeds, with the least and the most.
 
-    Args: lr_of end | middle: where in a step its learning rate was taken
+    Args: trainer of the records
     """
-    losses, steps = measured("val_bpb", lr_of), measured("steps", lr_of)
-    cost = {r["recipe"]: r["to_plain_min_median_max"][1] for r in records("cost.jsonl")}
+    losses, steps = measured("val_bpb", trainer), measured("steps", trainer)
+    cost = costs_of("end" if trainer == "middle" else trainer)  # whose steps cost the same
     rows = [
         f"| flags | bits per byte | to {base}, equal tokens | cost | equal seconds | seeds |",
         "|---|---|---|---|---|---|",
@@ -91,14 +101,44 @@ def table(recipes: list[str], base: str, lr_of: str) -> str:
     return "\n".join(rows)
 
 
+def dropping_table(recipes: list[str], trainer: str) -> str:
+    """Ways to drop tokens, each at a budget of its own: against the plain run at equal budget (on
+    the clock of consumed tokens) and at equal seconds, and its seconds against the whole plain run.
+
+    A plain run's seconds are in proportion to its tokens.
+    """
+    losses, cost = measured("val_bpb", trainer), costs_of(trainer)
+    rows = [
+        "| flags | bits per byte | seconds of plain's | to plain, equal seconds"
+        " | to plain, equal consumed tokens |",
+        "|---|---|---|---|---|",
+    ]
+    for recipe in recipes:
+        mine = {}
+        against = {"seconds": [], "tokens": []}
+        for seed, by_budget in sorted(losses.get(recipe, {}).items()):
+            (budget, mine[seed]) = max(by_budget.items())
+            plain = losses["plain"][seed]
+            for axis, tokens in (("seconds", BUDGET * cost[recipe]), ("tokens", budget)):
+                theirs = at_budget(plain, tokens)
+                against[axis] += [mine[seed] - theirs] if theirs else []
+        rows.append(
+            f"| `{RECIPES[recipe]}` | {spread(list(mine.values()))} | {cost[recipe]:.2f}"
+            f" | {spread(against['seconds'], '+')} | {spread(against['tokens'], '+')} |"
+        )
+    return "\n".join(rows)
+
+
 def main() -> None:
     print("docs/curriculum.md\n")
     print(table(["plain", "curriculum", *ROWS], "plain", "end"), "\n")
     print(table(["pack", *PIECES], "pack", "end"), "\n")
     print(table(list(BERT), "bert", "end"), "\n")
-    print("README.md, and what the change of the learning rate did to two of its rows\n")
+    print("docs/ltd.md\n")
+    print(dropping_table([recipe for recipe in LTD if recipe in costs_of("split")], "split"), "\n")
+    print("README.md, and what a step's learning rate in its middle did to two of its rows\n")
     readme = ["plain", "curriculum", "ltd", "pack", "pack seqlen,rarity", "all"]
-    print(table(readme, "plain", "end"), "\n")
+    print(table(readme, "plain", "split"), "\n")
     print(table(["plain", "all"], "plain", "middle"))
 
 

@@ -8,7 +8,7 @@ The update has the size of AdamW's (arXiv 2502.16982, eq. 4), so that both share
 The same update as torch.optim.Muon, with the same state. Three things make it cheaper:
 
 - matrices of one shape are orthogonalised together, as one batch
-- in fp32 the iteration runs on X X^T, which for the matrices of an MLP is 4 times smaller than X
+- in fp32 the iteration runs on X X^T where that is smaller than X: an MLP's is 4 times smaller
 - each of several ranks orthogonalises its share of the matrices and gets the others' results
 """
 
@@ -87,15 +87,18 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     """U V^T for every matrix U S V^T, roughly: its singular values come out between 0.7 and 1.2.
 
     While X becomes Z X, where Z is a polynomial of G = X X^T, the new X X^T is Z G Z. So X itself
-    need not be touched until all the Z are multiplied together. That is how it is done in fp32; in
-    bf16 the errors of G would grow from one Z to the next, and X is brought up to date after each.
+    need not be touched until all the Z are multiplied together. That is how long matrices are done
+    in fp32. Nearly square ones have no use for it, and in bf16 the errors of G would grow from one
+    Z to the next: there X is brought up to date after each.
 
     Args:    matrices (n, rows, columns) bf16 or fp32
     Returns: the same shape and dtype; a matrix of zeros stays one
-    Cost:    FLOPs of a matrix m x k, m <= k: 5 (4 m^2 k + 2 m^3) in bf16, 4 m^2 k + 36 m^3 in fp32
+    Cost:    FLOPs of a matrix m x k, m <= k: 4 m^2 k + 34 m^3 if fp32 and k >= 2 m, else
+             5 (4 m^2 k + 2 m^3)
     """
-    at_once = 1 if matrices.dtype == torch.bfloat16 else len(POLYNOMIALS)
-    is_tall = matrices.shape[1] > matrices.shape[2]
+    _, rows, columns = matrices.shape
+    is_tall, is_long = rows > columns, max(rows, columns) >= 2 * min(rows, columns)
+    at_once = len(POLYNOMIALS) if is_long and matrices.dtype != torch.bfloat16 else 1
     X = matrices.mT if is_tall else matrices  # (n, m, k)
     X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
     for start in range(0, len(POLYNOMIALS), at_once):
@@ -119,7 +122,8 @@ def polynomial(G: Tensor, a: float, b: float, c: float) -> Tensor:
 
 def flops_of_orthogonalising(width: int, mlp_width: int, device: str) -> int:
     """Floating-point operations on one block's matrices: queries, keys, values, output, MLP."""
-    shapes = [(width, width)] * 4 + [(min(width, mlp_width), max(width, mlp_width))] * 2
-    if device == "cuda":
-        return sum(len(POLYNOMIALS) * (4 * m * m * k + 2 * m**3) for m, k in shapes)
-    return sum(4 * m * m * k + 36 * m**3 for m, k in shapes)
+    flops = 0
+    for m, k in [(width, width)] * 4 + [(min(width, mlp_width), max(width, mlp_width))] * 2:
+        on_gram = device != "cuda" and k >= 2 * m
+        flops += 4 * m * m * k + 34 * m**3 if on_gram else 5 * (4 * m * m * k + 2 * m**3)
+    return flops

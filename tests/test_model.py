@@ -7,12 +7,15 @@ published 0.02 attention is nearly uniform, and a wrong mask or position would h
 """
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import cross_entropy
 from kernels.cross_entropy import IGNORE
@@ -22,6 +25,7 @@ from model import (
     Transformer,
     TransformerConfig,
     attention_mask,
+    flops_of_row,
     parameter_count,
     rotate,
     rotation,
@@ -425,3 +429,18 @@ def test_a_row_longer_than_the_model_is_refused():
     for pos in ("learned", "rope"):
         with pytest.raises(ValueError, match=message):
             tiny(pos=pos).logits(torch.zeros(1, SEQ_LEN + 1, dtype=torch.int64))
+
+
+def test_flops_of_a_row_worked_example():
+    config = TransformerConfig("gpt", 2, 1, 4, 16, 8, 10)
+    assert flops_of_row(config, [8, 4], 8) == 17_664
+    assert flops_of_row(config, [8, 8], 8) > 17_664 > flops_of_row(config, [8, 0], 8)
+
+
+def test_flops_of_a_row_are_those_that_torch_counts():
+    model = tiny("bert")
+    row = torch.randint(VOCAB, (1, SEQ_LEN))
+    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
+        model.hidden_states(row).sum().backward()
+    body = replace(model.config, vocab_size=0)  # without the head
+    assert flops_of_row(body, [SEQ_LEN] * body.layers, SEQ_LEN) == counter.get_total_flops()

@@ -9,9 +9,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils.flop_counter import FlopCounterMode
 
 from support import muon
-from support.muon import POLYNOMIALS, Muon, orthogonalised, orthogonalised_by_all
+from support.muon import (
+    POLYNOMIALS,
+    Muon,
+    flops_of_orthogonalising,
+    orthogonalised,
+    orthogonalised_by_all,
+)
 
 SHAPES = ((48, 48), (144, 48), (48, 192), (192, 48), (1, 5), (7, 1))
 
@@ -64,6 +71,18 @@ def test_small_singular_values_are_safe_on_the_gram_matrix():
     matrices = matrices_of((64, 64), smallest=1e-12)
     truth = torch.stack([definition(matrix) for matrix in matrices])
     assert error(orthogonalised(matrices.float()), truth) < 1e-3
+
+
+@pytest.mark.parametrize("mlp_width", [64, 256])
+def test_flops_are_those_that_torch_counts(mlp_width):
+    """Of one block: queries, keys, values and output are square, the MLP's matrices are not."""
+    shapes = [(64, 64)] * 4 + [(mlp_width, 64), (64, mlp_width)]
+    for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
+        with FlopCounterMode(display=False) as counter:
+            for shape in shapes:
+                orthogonalised(torch.randn(1, *shape).to(dtype))
+        counted = counter.get_total_flops()
+        assert flops_of_orthogonalising(64, mlp_width, device) == counted
 
 
 def steps_of(optimizer: torch.optim.Optimizer, parameters: list[Tensor], steps: range) -> None:
