@@ -38,9 +38,13 @@ def flag(default: Any, help: str, **more: Any) -> Any:
 class LtdConfig:
     on: bool = flag(False, "drop random tokens in every layer but first and last")
     mode: str = flag("random", "draw for each layer, or once for all (TokenBypass)", choices=MODES)
-    start: int | None = flag(None, "tokens of a row kept at first (default: a quarter)", least=1)
-    pace: str = flag("linear", "how kept tokens grow; constant: not before the end", choices=PACES)
-    share: float = flag(0.7, "share of --tokens after which all are kept", above=0, most=1)
+    start: int | None = flag(
+        None, "tokens of a row kept at first (default: a sixteenth of --seq-len)", least=1
+    )
+    pace: str = flag(
+        "constant", "how kept tokens grow; constant: not before the end", choices=PACES
+    )
+    share: float = flag(0.9, "share of --tokens after which all are kept", above=0, most=1)
     steps: int | None = flag(
         None, "optimizer steps after which all are kept, not --ltd-share", least=1
     )
@@ -232,10 +236,7 @@ def tokens_by_layer(settings: Any, context: Any, tokens: list[int]) -> list[int]
 def with_defaults(settings: Any) -> LtdConfig:
     if settings.ltd.start is not None:
         return settings.ltd
-    quarter = settings.data.seq_len // 4
-    return replace(
-        settings.ltd, start=max(quarter // TILE * TILE, min(settings.data.seq_len, TILE))
-    )
+    return replace(settings.ltd, start=max(settings.data.seq_len // 16, 1))
 
 
 def refusals(settings: Any) -> list[tuple[bool, str]]:

@@ -41,6 +41,16 @@ LTD = {
     "keep none at the end": f"{KEEP} 64 --ltd-layers 1-5 --tokens 393216",
     "keep none at the start": f"{KEEP} 64 --ltd-layers 0-4 --tokens 393216",
 }
+# The README's: three quarters of the plain run's time, or half of it.
+SHORT = {
+    "plain short": "--tokens 600K",
+    "plain half": "--tokens 400K",
+    "curriculum short": "--curriculum seqlen --tokens 600K",
+    "pack short": "--pack --tokens 600K",
+    "all short": "--curriculum seqlen --ltd --pack --tokens 387072",
+    "ltd half": "--ltd --tokens 256K",
+    "all half": "--curriculum seqlen --ltd --pack --tokens 256K",
+}
 # Rows cut from the stream, to be compared with plain.
 ROWS = {
     "seqlen-128": "--curriculum seqlen --curriculum-start 128",
@@ -68,7 +78,7 @@ BERT = {
     "bert rarity": "--model bert --pack --curriculum rarity",
     "bert seqlen,rarity": "--model bert --pack --curriculum seqlen,rarity",
 }
-RECIPES = TECHNIQUES | LTD | ROWS | PIECES | BERT
+RECIPES = TECHNIQUES | LTD | SHORT | ROWS | PIECES | BERT
 # What a run rests on besides its flags: records of one trainer do not compare with another's.
 # end: the learning rate was taken at the end of a step; middle: in its middle; split: and Muon
 # orthogonalises queries, keys and values apart, at twice nano's learning rate.

@@ -7,7 +7,7 @@ from model import SIZES
 # tokens, batch_tokens, lr. nano: measured here (CHANGELOG). GPT: GPT-3's batch and learning rate
 # (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT: arXiv 1810.04805.
 RECIPES = {
-    "nano": (800_000, 2_048, 1e-2),
+    "nano": (800_000, 2_048, 2e-2),
     "124M": (2_500_000_000, 524_288, 6e-4),
     "350M": (7_000_000_000, 524_288, 3e-4),
     "774M": (15_500_000_000, 524_288, 2.5e-4),

@@ -98,7 +98,7 @@ REFUSED = {
     "--ltd --ltd-layers -1": r"--ltd-layers",
     "--ltd --ltd-mode first": r"--ltd-mode",
     "--ltd --ltd-pace slow": r"--ltd-pace",
-    "--ltd --ltd-multiple 16 --ltd-start 16 --compile": r"--ltd-multiple 16 makes 16 shapes",
+    "--ltd --ltd-pace linear --ltd-multiple 16 --ltd-start 16 --compile": r"makes 16 shapes",
     "--lr-clock steps": r"--lr-clock",
     "--ltd-start 64": r"--ltd-start 64 has no effect without --ltd",
     "--curriculum-share 0.9": r"--curriculum-share 0.9 has no effect without --curriculum",

@@ -370,7 +370,7 @@ def test_a_run_has_at_most_eight_numbers_of_kept_tokens_by_default(start, more, 
 
 def test_the_schedule_follows_steps_or_the_clock():
     by_clock, by_steps = (
-        settings_of(f"--ltd --ltd-start 64 --ltd-multiple 64 {flags}")
+        settings_of(f"--ltd --ltd-start 64 --ltd-pace linear --ltd-multiple 64 {flags}")
         for flags in ("--ltd-share 0.5", "--ltd-steps 101")
     )
     early, late = (StepContext(seed=1, step=n, progress=p) for n, p in ((1, 0.5), (102, 0.0)))
@@ -386,7 +386,7 @@ def test_published_runs_end_where_their_logs_end(layers, micro_batches, tokens):
 
     The tutorial's runs look at their budget after every micro-batch.
     """
-    flags = "--ltd --ltd-start 128 --ltd-multiple 8 --ltd-steps 400 --seq-len 1024 --size 350M"
+    flags = "--ltd --ltd-start 128 --ltd-pace linear --ltd-multiple 8 --ltd-steps 400 --size 350M"
     settings = settings_of(f"{flags} --layers {layers} --batch-tokens 4096 --tokens 2146304")
     consumed, done = 0, 0
     while consumed < settings.optim.tokens:
@@ -405,7 +405,7 @@ def test_tokens_by_layer_worked_example():
     short = ltd.tokens_by_layer(settings, context, [64] * 6)
     assert short == [64] * 6, "rows of at most K tokens run whole"
     assert ltd.tokens_by_layer(settings, context, [256, 0, 256, 256, 256, 256])[1] == 0
-    late = context._replace(progress=0.7)
+    late = context._replace(progress=0.9)
     assert ltd.tokens_by_layer(settings, late, [256] * 6) == [256] * 6
 
 

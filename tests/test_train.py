@@ -208,13 +208,30 @@ def test_neither_the_first_nor_the_last_step_is_wasted(run):
     """Linear, no warmup: the rate of a step is that of its middle, so the mean is half the peak."""
 
     def rates(flags, out):
-        return [line["lr"] for line in run(flags, out=out) if line["event"] == "train"]
+        lines = run(f"{flags} --lr 0.01", out=out)
+        return [line["lr"] for line in lines if line["event"] == "train"]
 
     expected = pytest.approx([0.01 * share for share in (7 / 8, 5 / 8, 3 / 8, 1 / 8)])
     assert rates("--tokens 1024 --warmup-tokens 0", "four") == expected
     assert rates("--tokens 512 --warmup-tokens 256", "two") == pytest.approx([0.005, 0.005])
     # three steps of 256 for 520 tokens: the last one's middle is taken within the budget
     assert rates("--tokens 520 --warmup-tokens 0", "over")[-1] == pytest.approx(0.01 * 4 / 520)
+
+
+def test_the_learning_rate_may_follow_layer_tokens(run):
+    """With padding they run ahead of consumed tokens: the rate falls sooner."""
+    flags = (
+        "--ltd --ltd-start 8 --pack --curriculum seqlen --lr 0.01 --warmup-tokens 0 --model bert"
+    )
+    rates = {}
+    for clock in ("consumed-tokens", "layer-tokens"):
+        steps = [line for line in run(f"{flags} --lr-clock {clock}", out=clock) if "lr" in line]
+        rates[clock] = [step["lr"] for step in steps]
+        at = [0, *(s["layer_tokens"] / 4 for s in steps)] if clock == "layer-tokens" else []
+        for before, after, rate in zip(at, at[1:], rates[clock], strict=False):
+            middle = (before + min(after, 4096)) / 2
+            assert rate == pytest.approx(max(0.01 * (1 - middle / 4096), 0.0), abs=1e-9)
+    assert rates["layer-tokens"] != rates["consumed-tokens"]
 
 
 def test_zero_means_never(run, tmp_path):
@@ -339,11 +356,12 @@ def published_file(path, rows, positions=48):
     return path
 
 
-def test_published_weights_of_a_size_of_their_own_start_a_run_that_resumes(run, tmp_path, capsys):
+@pytest.mark.parametrize("flags", ["", "--ltd --ltd-start 8 --pack"])
+def test_published_weights_of_a_size_of_their_own_start_a_run_that_resumes(run, tmp_path, flags):
     """48 positions are in no --size; the file is not needed any more when the run goes on."""
     file = published_file(tmp_path / "gpt.pt", rows=257)
-    whole = metrics(run(f"--init {file}", out="whole"))
-    assert metrics(run(out="random"))[0]["loss"] != whole[0]["loss"]
+    whole = metrics(run(f"--init {file} {flags}", out="whole"))
+    assert metrics(run(flags, out="random"))[0]["loss"] != whole[0]["loss"]
     file.unlink()
     for checkpoint_file in sorted((tmp_path / "whole").glob("step-*.pt"))[-1:]:
         checkpoint_file.unlink()
