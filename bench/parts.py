@@ -6,6 +6,9 @@ embedding, reading the loss back, arrays that have left the cache) is the last r
 part's matrix products at the rate of a large product, measured in the same turns: what else a part
 does, reading memory for one, is not in it.
 
+Beside it, what --ltd's draws take (as the last of 1,024 ranks, for what a rank does must not grow
+with their number), and the bytes that autograd keeps for the backward pass by kept tokens.
+
     OMP_NUM_THREADS=2 python bench/parts.py                        # nano and 124M, as a table
     OMP_NUM_THREADS=2 python bench/parts.py --size nano --record   # and a line of results/
 """
@@ -25,11 +28,16 @@ from turns import seconds_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
+import ltd
 from kernels.cross_entropy import linear_cross_entropy
-from model import TokenMeta, rotation
+from model import TokenMeta, rotation, run_plain
 from support import runtime
+from support.clock import StepContext
 from support.muon import flops_of_orthogonalising
 from train import assemble
+
+BESIDES = ("draws", "whole step")  # what is measured, and no part of a plain step
+SHARES = (1, 3 / 4, 1 / 2, 1 / 4, 1 / 16)  # of tokens kept
 
 
 class Part(NamedTuple):
@@ -92,8 +100,39 @@ def parts_of(case: Case, device: str) -> dict[str, Part]:
         "clipping": Part(with_gradients(lambda: trainer.optimizers.clip_gradients(1.0)), 0),
         "Muon": Part(with_gradients(muon.step), orthogonalising),
         "AdamW": Part(with_gradients(adamw.step), 0),
+        "draws": Part(draws(case, device), 0),
         "whole step": Part(whole, 0),
     }
+
+
+def draws(case: Case, device: str) -> Callable[[], object]:
+    """A quarter of the tokens for every layer in the middle, drawn by rank 1,023 of 1,024."""
+    settings = settings_of(case, Variant(None, kept_share=1 / 4), device, compiled=False)
+    batch = batch_of(case, packed=False).to(torch.device(device))
+    context, keep = StepContext(seed=0, step=1, progress=0.0), settings.ltd.start
+    return lambda: ltd.draws(settings, context, 1023 * case.rows, batch, keep)
+
+
+def megabytes_kept(case: Case, kept_share: float) -> float:
+    """What autograd holds for the backward pass of one micro-batch besides the weights, in fp32."""
+    settings = settings_of(case, Variant(None, kept_share=kept_share), "cpu", compiled=False)
+    model, batch = model_of(settings, case, gelu=None), batch_of(case, packed=False)
+    held = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        held[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    run_block = run_plain
+    if settings.ltd.on:
+        context = StepContext(seed=0, step=1, progress=0.0)
+        run_block = ltd.run_block(settings, context, 0, batch, run_plain)
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(batch, run_block=run_block)
+    weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
+    del loss
+    return sum(size for pointer, size in held.items() if pointer not in weights) / 1e6
 
 
 def measure(parts: dict[str, Part], turns: int, device: str) -> tuple[dict[str, list], float]:
@@ -132,7 +171,7 @@ def main() -> None:
         )
         rows = {}
         for name, values in ms.items():
-            if name == "whole step":
+            if name in BESIDES:
                 continue
             floor = 1e3 * parts[name].flops / rate
             rows[name] = {"ms": quartiles(values), "floor_ms": round(floor, 2)}
@@ -140,9 +179,14 @@ def main() -> None:
             print(f"| {name} | {median:.1f} | {median / whole:.0%} | {floor:.1f} |")
         rest = whole - sum(row["ms"][1] for row in rows.values())
         print(f"| the rest | {rest:.1f} | {rest / whole:.0%} | |\n")
+        drawing = statistics.median(ms["draws"])
+        print(f"draws of --ltd as rank 1,023 of 1,024: {drawing:.2f} ms, {drawing / whole:.2%}")
+        memory = {f"{share:g}": round(megabytes_kept(case, share), 1) for share in SHARES}
+        print(f"MB kept for the backward pass, by the share of tokens kept: {memory}\n")
         if flags.record:
             record |= {"gflops": round(rate / 1e9), "step_ms": quartiles(ms["whole step"])}
-            append("parts", record | {"turns": flags.turns, "parts": rows})
+            record |= {"turns": flags.turns, "parts": rows, "draws_ms": quartiles(ms["draws"])}
+            append("parts", record | {"megabytes_kept": memory})
 
 
 if __name__ == "__main__":
