@@ -19,6 +19,7 @@ Papers: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597, s
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import cache
 from typing import Any
 
 import torch
@@ -298,10 +299,14 @@ def main(argv: list[str] | None = None) -> None:
         layers = costs.SIZES[args.size].layers
         dropping = dropping_layers(args.layers, layers)
 
-        def tokens_at(steps: int, progress: float) -> list[int]:
+        @cache
+        def tokens_by_layer(keep: int) -> tuple[int, ...]:
+            return tuple(keep if i in dropping else args.seq_len for i in range(layers))
+
+        def tokens_at(steps: int, progress: float) -> tuple[int, ...]:
             t = steps if args.steps else progress
-            keep = kept_tokens(t, over, args.start, args.seq_len, args.kind, args.multiple)
-            return [keep if layer in dropping else args.seq_len for layer in range(layers)]
+            schedule = (over, args.start, args.seq_len, args.kind, args.multiple)
+            return tokens_by_layer(kept_tokens(t, *schedule))
 
         costs.show_plan(args, tokens_at)
         return

@@ -20,6 +20,8 @@ from ablate import BERT, LTD, PIECES, RECIPES, ROWS
 from record import ROOT
 
 BUDGET = 800_000  # tokens of nano's recipe
+README = ["plain", "plain short", "curriculum short", "pack short", "constant 16", "all short"]
+README += ["plain half", "ltd half", "all half"]
 
 
 def records(name: str) -> list[dict]:
@@ -102,30 +104,52 @@ def table(recipes: list[str], base: str, trainer: str) -> str:
 
 
 def dropping_table(recipes: list[str], trainer: str) -> str:
-    """Ways to drop tokens, each at a budget of its own: against the plain run at equal budget (on
-    the clock of consumed tokens) and at equal seconds, and its seconds against the whole plain run.
+    """Ways to drop tokens, each at a budget of its own: against the plain run at equal seconds, and
+    at equal consumed tokens.
 
-    A plain run's seconds are in proportion to its tokens.
+    A plain run's seconds are in proportion to its tokens, and three budgets of it were measured.
     """
     losses, cost = measured("val_bpb", trainer), costs_of(trainer)
     rows = [
-        "| flags | bits per byte | seconds of plain's | to plain, equal seconds"
+        "| flags | bits per byte | seconds of the plain run's | to plain, equal seconds"
         " | to plain, equal consumed tokens |",
         "|---|---|---|---|---|",
     ]
     for recipe in recipes:
-        mine = {}
-        against = {"seconds": [], "tokens": []}
+        mine, same_seconds, same_tokens = [], [], []
         for seed, by_budget in sorted(losses.get(recipe, {}).items()):
-            (budget, mine[seed]) = max(by_budget.items())
-            plain = losses["plain"][seed]
-            for axis, tokens in (("seconds", BUDGET * cost[recipe]), ("tokens", budget)):
-                theirs = at_budget(plain, tokens)
-                against[axis] += [mine[seed] - theirs] if theirs else []
+            budget, loss = max(by_budget.items())
+            plain = {}
+            for budgets in ("plain", "plain short", "plain half"):
+                plain |= losses.get(budgets, {}).get(seed, {})
+            at_seconds, at_tokens = (
+                at_budget(plain, BUDGET * cost[recipe]),
+                at_budget(plain, budget),
+            )
+            mine.append(loss)
+            same_seconds += [loss - at_seconds] if at_seconds else []
+            same_tokens += [loss - at_tokens] if at_tokens else []
         rows.append(
-            f"| `{RECIPES[recipe]}` | {spread(list(mine.values()))} | {cost[recipe]:.2f}"
-            f" | {spread(against['seconds'], '+')} | {spread(against['tokens'], '+')} |"
+            f"| `{RECIPES[recipe]}` | {spread(mine)} | {cost[recipe]:.2f}"
+            f" | {spread(same_seconds, '+')} | {spread(same_tokens, '+')} |"
         )
+    return "\n".join(rows)
+
+
+def time_table(recipes: list[str], trainer: str) -> str:
+    """What each recipe reaches in which share of the plain run's seconds."""
+    losses, cost = measured("val_bpb", trainer), costs_of(trainer)
+    raw = measured("real_tokens", trainer)
+    rows = [
+        "| run | seconds of the plain run's | bits per byte | raw tokens |",
+        "|---|---|---|---|",
+    ]
+    for recipe in recipes:
+        seeds = sorted(losses.get(recipe, {}))
+        mine = [max(losses[recipe][seed].items())[1] for seed in seeds]
+        read = statistics.mean(max(raw[recipe][seed].items())[1] for seed in seeds) / 1e6
+        flags = f"`{RECIPES[recipe]}`" if RECIPES[recipe] else "plain, 0.8 M tokens"
+        rows.append(f"| {flags} | {cost[recipe]:.2f} | {spread(mine)} | {read:.2f} M |")
     return "\n".join(rows)
 
 
@@ -134,11 +158,12 @@ def main() -> None:
     print(table(["plain", "curriculum", *ROWS], "plain", "end"), "\n")
     print(table(["pack", *PIECES], "pack", "end"), "\n")
     print(table(list(BERT), "bert", "end"), "\n")
+    timed = costs_of("split")
     print("docs/ltd.md\n")
-    print(dropping_table([recipe for recipe in LTD if recipe in costs_of("split")], "split"), "\n")
-    print("README.md, and what a step's learning rate in its middle did to two of its rows\n")
-    readme = ["plain", "curriculum", "ltd", "pack", "pack seqlen,rarity", "all"]
-    print(table(readme, "plain", "split"), "\n")
+    print(dropping_table([recipe for recipe in LTD if recipe in timed], "split"), "\n")
+    print("README.md\n")
+    print(time_table([recipe for recipe in README if recipe in timed], "split"), "\n")
+    print("CHANGELOG.md: what a step's learning rate in its middle did to two rows\n")
     print(table(["plain", "all"], "plain", "middle"))
 
 

@@ -29,7 +29,7 @@ def cost_of_run(
     seq_len: int,
     budget: int,
     batch_tokens: int,
-    tokens_at: Callable[[int, float], list[int]],
+    tokens_at: Callable[[int, float], tuple[int, ...]],
 ) -> Cost:
     """The steps that a budget of consumed tokens allows (support/clock.py), added up.
 
@@ -43,7 +43,7 @@ def cost_of_run(
 
     steps, consumed, layer_tokens, flops = 0, 0, 0, 0
     while consumed < budget:
-        layer_tokens_of_row, flops_of_it = of_row(tuple(tokens_at(steps, consumed / budget)))
+        layer_tokens_of_row, flops_of_it = of_row(tokens_at(steps, consumed / budget))
         consumed += rows * (layer_tokens_of_row // config.layers)
         layer_tokens += rows * layer_tokens_of_row
         flops += rows * flops_of_it
@@ -75,13 +75,13 @@ def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
     return args
 
 
-def show_plan(args: argparse.Namespace, tokens_at: Callable[[int, float], list[int]]) -> None:
+def show_plan(args: argparse.Namespace, tokens_at: Callable[[int, float], tuple[int, ...]]) -> None:
     """Print what the run costs with `tokens_at`, and with every token in every layer."""
     layers, heads, width, _ = SIZES[args.size]
     kind = "bert" if args.size.startswith("bert") else "gpt"
     config = TransformerConfig(kind, layers, heads, width, 4 * width, args.seq_len, V)
     run = (config, args.seq_len, args.tokens, args.batch_tokens)
-    plain = cost_of_run(*run, lambda *_: [args.seq_len] * layers)
+    plain = cost_of_run(*run, lambda *_: (args.seq_len,) * layers)
     dropping = cost_of_run(*run, tokens_at)
     print(f"{args.size}, rows of {args.seq_len}, {args.tokens:,} consumed tokens\n")
     print(f"{'':14} {'plain':>12} {'dropping':>12} {'ratio':>8}")

@@ -1,8 +1,8 @@
 """Memory of a CPU: what a step frees, the next one gets again. A GPU's is torch's own to keep.
 
-glibc hands an array of more than 128 KiB back to the kernel when it is freed. Each step asks for
-the same arrays again, and gets each page zeroed, after a fault of its own: 6,800 a step of nano,
-an eighth of its time (docs/step.md).
+glibc hands much of what is freed back to the kernel: large arrays at once, and the end of its heap
+when that grows long. The next step asks for as much again, and gets every page zeroed, after a
+fault of its own: 6,800 faults a step of nano, an eighth of its time (docs/step.md).
 """
 
 import ctypes

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import sys
+import time
 from types import ModuleType
 
 import pytest
@@ -87,5 +88,48 @@ def test_a_copy_that_differs_from_the_reference_is_not_timed(bench, monkeypatch)
 def test_the_tables_follow_from_the_records(bench, capsys):
     bench("tables").main()
     out = capsys.readouterr().out
-    assert out.count("| flags | bits per byte |") == 5
+    assert out.count("| flags | bits per byte |") == 5 and out.count("| run | seconds") == 1
     assert "| `--pack` | 1.789 (1.787 to 1.793)" in out
+
+
+def sleeper(seconds: float):
+    """Module level, as another process has to find it by name."""
+
+    def step() -> None:
+        time.sleep(seconds)
+
+    return step
+
+
+def refused():
+    raise ValueError("no such variant")
+
+
+@pytest.mark.dist
+def test_variants_take_turns_each_in_its_process(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    from turns import take_turns  # by its own name, for the other process to find
+
+    seconds = take_turns({"slow": (sleeper, 0.05), "fast": (sleeper, 0.01)}, turns=3)
+    assert [len(values) for values in seconds.values()] == [3, 3]
+    assert min(seconds["slow"]) > 0.05 > max(seconds["fast"]) > 0.01
+
+
+@pytest.mark.dist
+def test_a_variant_that_cannot_be_built_is_named(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    from turns import take_turns
+
+    with pytest.raises(ValueError, match=r"^broken: no such variant$"):
+        take_turns({"broken": (refused,)}, turns=1)
+
+
+@pytest.mark.parametrize("size", ["nano", "124M"])
+def test_a_step_that_drops_tokens_has_the_flops_of_its_layers(bench, size):
+    step = bench("step")
+    case = step.CASES[size]
+    flops = {name: step.flops_of(case, step.VARIANTS[name], "cpu") for name in step.VARIANTS}
+    assert flops["keep 1/4"] < flops["keep 1/2"] < flops["keep 3/4"] < flops["plain"]
+    assert flops["AdamW"] < flops["plain"] == flops["packed"]
+    quarter, half = (flops["plain"] - flops[f"keep {name}"] for name in ("1/4", "1/2"))
+    assert half < quarter < 2 * half, "attention falls with the square"

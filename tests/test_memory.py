@@ -1,0 +1,57 @@
+"""Freed memory stays with the process, where glibc would hand it back.
+
+python -m pytest tests/test_memory.py
+"""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+
+from support import memory
+from support.runtime import ROOT
+
+FAULTS = """
+import resource, sys
+import torch
+from model import SIZES, Transformer, TransformerConfig
+from support.memory import keep_freed_memory
+
+if sys.argv[1] == "keep":
+    keep_freed_memory()
+shape = SIZES["nano"]._asdict()
+model = Transformer(TransformerConfig("gpt", **shape, mlp_width=512, vocab_size=4160))
+batch = (*torch.randint(4160, (2, 8, 256)), None, None)
+
+def step():
+    model(batch).backward()
+    model.zero_grad(set_to_none=True)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+for _ in range(3):
+    before = step()
+for _ in range(3):
+    after = step()
+print((after - before) // 3)
+"""
+
+
+def faults(what: str) -> int:
+    command = [sys.executable, "-c", FAULTS, what]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+    return int(done.stdout)
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator alone is told")
+def test_a_step_gets_the_pages_of_the_step_before():
+    left, kept = faults("leave"), faults("keep")
+    assert left > 1000, "else there is nothing to mend here"
+    assert kept < left / 20
+
+
+def test_elsewhere_nothing_happens(monkeypatch):
+    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
+    monkeypatch.setattr(memory.ctypes, "CDLL", None)  # a call would fail
+    memory.keep_freed_memory()
