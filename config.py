@@ -86,6 +86,7 @@ class Config:
         refusals=ltd.refusals,
         run_block=ltd.run_block,
         tokens_by_layer=ltd.tokens_by_layer,
+        shapes=ltd.shapes,
     )
     pack: PackConfig = technique(PackConfig)
 
@@ -121,6 +122,23 @@ def samples_kind(config: Config) -> str:
     if config.model.model == "bert":
         return "bert"
     return "pieces" if config.pack.on else "rows"
+
+
+def shapes(config: Config) -> list[Config]:
+    """Every shape that blocks may get in a run, as a configuration whose first step has it.
+
+    Empty where the rows themselves vary in length, so that nobody can list them: those that grow
+    with a curriculum, and a BERT's, which are as long as the longest sample of an easy pool.
+    """
+    if is_on(config, "curriculum") and not config.pack.on:
+        metrics = curriculum.parse_metrics(config.curriculum, config.data.seq_len)
+        if config.model.model == "bert" or any(metric.is_length for metric in metrics):
+            return []
+    found = [config]
+    for entry in techniques_on(config):
+        if entry.shapes:
+            found = [shape for one in found for shape in entry.shapes(one)]
+    return found
 
 
 def transformer_config(

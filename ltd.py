@@ -234,6 +234,15 @@ def tokens_by_layer(settings: Any, context: Any, tokens: list[int]) -> list[int]
     return [min(keep, n) if layer in dropping else n for layer, n in enumerate(tokens)]
 
 
+def shapes(settings: Any) -> list[Any]:
+    """For each number of kept tokens that a run may have, settings that begin with it."""
+    ltd = settings.ltd
+    return [
+        replace(settings, ltd=replace(ltd, start=kept, pace="constant", share=1.0, steps=None))
+        for kept in kept_values(ltd, settings.data.seq_len)
+    ]
+
+
 def with_defaults(settings: Any) -> LtdConfig:
     if settings.ltd.start is not None:
         return settings.ltd

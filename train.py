@@ -40,9 +40,10 @@ from model import RunBlock, Transformer, run_plain, run_recomputed
 from plan import Plan, Step
 from prepare import embedded_store
 from support import published
-from support.clock import due, lr_clock, savings
+from support.clock import StepContext, due, savings
+from support.compiled import compiled_ahead, laid_out
 from support.micro_batch import micro_batch
-from support.optim import Optimizers, lr_at
+from support.optim import Optimizers, learning_rate
 from support.progress import announce, log_step, progress_bar, show_part, show_step, write
 from support.read_ahead import read_ahead
 from support.rng import generator, seed_of
@@ -81,9 +82,11 @@ def main(argv: list[str] | None = None) -> int:
             raise Stopped
 
     trainer.between = between
+    blank = Batch.blank(rows_at_once.count, settings.data.seq_len)
     try:
-        train(run, trainer, plan, evaluation, bar)
-        finish(run, trainer, data, bar)
+        with compiled_ahead(trainer, config.shapes(settings), blank, bar):
+            train(run, trainer, plan, evaluation, bar)
+            finish(run, trainer, data, bar)
     except Stopped:
         bar.close()
         run.save()
@@ -192,8 +195,8 @@ def assemble(
     model.to(runtime.device)
     # compile before the wrapper: with its hooks inside, every new length would compile again
     if s.run.compile:
-        for block in model.h:
-            block.compile()
+        for block in model.h:  # shapes that are known get code of their own, others a general one
+            block.compile(dynamic=False if config.shapes(s) else None)
     # the wrapper before the optimizers: it hooks into gradients and may regroup them
     wrapped: nn.Module = model
     if runtime.world_size > 1:
@@ -249,9 +252,10 @@ class Trainer:
                 torch.manual_seed(seed_of(*key))
             if runtime.world_size > 1:  # DDP sums gradients over ranks once, with the last part
                 self.wrapped.require_backward_grad_sync = part.stop >= rows
-            batch = step.batch.rows(part).to(runtime.device)
+            batch = laid_out(s, step.batch.rows(part)).to(runtime.device)
+            run_block = self.run_block(s, step.context, runtime.rank * rows + first, batch)
             with runtime.autocast():
-                loss = self.wrapped(batch, run_block=self.run_block(step, first, batch))
+                loss = self.wrapped(batch, run_block=run_block)
             scale = runtime.world_size / max(step.targets, 1)  # DDP's mean over ranks made a sum
             self.optimizers.scaler.scale(loss * scale).backward()
             total += loss.detach()
@@ -264,36 +268,22 @@ class Trainer:
         norm = self.optimizers.clip_gradients(s.optim.grad_clip)
         if not math.isfinite(norm) and runtime.dtype != torch.float16:
             self.refuse(step, "gradient", norm)
-        lr = self.learning_rate(step)
+        lr = learning_rate(s, step.before, step.after)
         self.optimizers.step(lr)
         return Done(loss=mean, grad_norm=norm, lr=lr)
 
-    def run_block(self, step: Step, first: int, batch: Batch) -> RunBlock:
-        """How this step runs a block on the micro-batch that begins at row `first` of this rank.
+    def run_block(
+        self, settings: config.Config, context: StepContext, first_row: int, batch: Batch
+    ) -> RunBlock:
+        """How a step runs a block on the micro-batch that begins at this row of all ranks' rows.
 
         Each technique wraps those before it, in the order of `Config`.
         """
-        s = self.settings
-        run_block = run_recomputed if s.run.checkpoint_activations else run_plain
-        first_row = self.runtime.rank * len(step.batch.tokens) + first
-        for technique in techniques_on(s):
+        run_block = run_recomputed if settings.run.checkpoint_activations else run_plain
+        for technique in techniques_on(settings):
             if technique.run_block:
-                run_block = technique.run_block(s, step.context, first_row, batch, run_block)
+                run_block = technique.run_block(settings, context, first_row, batch, run_block)
         return run_block
-
-    def learning_rate(self, step: Step) -> float:
-        """The rate at the middle of the step, so that neither the first nor the last is wasted."""
-        o = self.settings.optim
-        ends = [lr_clock(self.settings, clock) for clock in (step.before, step.after)]
-        return lr_at(
-            (ends[0] + min(ends[1], o.tokens)) / 2,  # the last step may overshoot the budget
-            peak=o.lr,
-            floor=o.lr * o.min_lr,
-            schedule=o.schedule,
-            warmup_tokens=o.warmup_tokens,
-            budget=o.tokens,
-            decay_share=o.decay_share,
-        )
 
     def refuse(self, step: Step, what: str, value: float) -> None:
         """Stop every rank before the weights move; name the step and the ranks that saw it."""

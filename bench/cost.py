@@ -16,12 +16,13 @@ import argparse
 import statistics
 import sys
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
 from ablate import RECIPES, TRAINER
 from record import append, min_median_max, surroundings
-from turns import seconds_of
+from turns import measured
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
@@ -90,7 +91,7 @@ def main() -> None:
         seconds = {}
         for shape in sorted(examples, reverse=turn % 2 == 1):
             trainer, step = examples[shape]
-            seconds[shape] = seconds_of(lambda trainer=trainer, step=step: trainer.step(step))
+            seconds[shape] = measured(partial(trainer.step, step)).seconds
         turns.append(seconds)
     print("recipe                     seconds   against plain (least, most)   steps")
     for recipe in args.recipes:

@@ -151,8 +151,8 @@ def milliseconds(calls: list[Callable[[], object]], device: str) -> tuple[float,
 def forms_on(device: str) -> list[str]:
     if device == "cpu":
         return ["reference", "torch"]
-    triton = ["triton"] if token_drop.triton is not None else []
-    return ["reference", "torch", *triton, "compiled"]
+    triton = ["triton", "compiled"] if token_drop.triton is not None else []  # both need it
+    return ["reference", "torch", *triton]
 
 
 def measure(operation: str, shape: Shape, K: int, device: str, turns: int) -> dict:
@@ -207,21 +207,20 @@ def main() -> None:
     args = parser.parse_args()
     if args.turns < 2:
         raise ValueError(f"--turns {args.turns}: choose 2 or more")
-    record = surroundings(args.device) | {"bench": "kernels", "kernel": "token_drop"}
-    record |= {"turns": args.turns, "triton": getattr(token_drop.triton, "__version__", None)}
-    record["cases"] = []
-    print(f"{record['hardware']}, {record['threads']} threads; medians [quartiles]")
+    about = surroundings(args.device) | {"bench": "kernels", "kernel": "token_drop"}
+    about |= {"turns": args.turns, "triton": getattr(token_drop.triton, "__version__", None)}
+    print(f"{about['hardware']}, {about['threads']} threads; medians [quartiles]")
     known = SHAPES["cpu"] | SHAPES["cuda"]
     for name in args.size or SHAPES[args.device]:
-        shape = known[name]
+        shape, cases = known[name], []
         for K in (shape.T // 4, shape.T // 2, 3 * shape.T // 4):
             for operation in ("gather", "scatter", "layer"):
                 figures = measure(operation, shape, K, args.device, args.turns)
                 case = shape._asdict() | {"size": name, "K": K, "operation": operation}
-                record["cases"].append(case | figures)
+                cases.append(case | figures)
                 print_case(case, figures)
-    if args.record:
-        append("kernels", record)
+        if args.record:  # a record a size, so that one which is cut off leaves the others'
+            append("kernels", about | {"cases": cases})
 
 
 def print_case(case: dict, figures: dict) -> None:

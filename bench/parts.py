@@ -24,7 +24,7 @@ import torch
 from record import append, quartiles, surroundings
 from step import CASES, Case, Variant, batch_of, model_of, settings_of, step_of
 from torch import Tensor
-from turns import seconds_of
+from turns import measured
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
@@ -44,6 +44,10 @@ class Part(NamedTuple):
     run: Callable[[], object]
     flops: int  # of all times together
     times: int = 1  # that a step has it
+
+    def all_times(self) -> None:
+        for _ in range(self.times):
+            self.run()
 
 
 def parts_of(case: Case, device: str) -> dict[str, Part]:
@@ -142,9 +146,9 @@ def measure(parts: dict[str, Part], turns: int, device: str) -> tuple[dict[str, 
     ms: dict[str, list[float]] = {name: [] for name in parts}
     rates = []
     for turn in range(turns + 1):  # the first warms up
-        rate = 2 * n**3 / seconds_of(lambda: left @ right)
+        rate = 2 * n**3 / measured(lambda: left @ right).seconds
         for name, part in parts.items():
-            took = seconds_of(lambda run=part.run, times=part.times: [run() for _ in range(times)])
+            took = measured(part.all_times).seconds
             if turn:
                 ms[name].append(1e3 * took)
         rates += [rate] * (turn > 0)

@@ -5,6 +5,12 @@ read or logged. The variants take turns, each in a process of its own (bench/tur
 the median of the ratios within a turn, not a ratio of medians. For dropped tokens it is printed
 beside the ratio that the step's FLOPs predict, and which share of that saving was had.
 
+On a GPU the peak of torch's memory within a step is told too, and for dropped tokens the peak that
+would follow if all but weights and optimizer scaled with the tokens that the layers see. All
+processes of a group are on the GPU at once: the variants that are compared with nanoGPT are a group
+of their own there. By an estimate the largest group takes 60 of 80 GB: 16 bytes a parameter, and
+38 C a token and layer that autograd keeps (of a packed row in bf16, with its hooks on a CPU).
+
 nanoGPT's model and ours compute the same function (checked first: same weights, same loss, same
 gradients, with the exact GELU that nanoGPT has) and see the same batch. nanoGPT is not part of this
 project: give the folder of a clone of https://github.com/karpathy/nanoGPT, or leave it out.
@@ -22,9 +28,9 @@ from typing import NamedTuple
 
 import nanogpt
 import torch
-from record import append, quartiles, surroundings
+from record import append, quartiles, significant, surroundings
 from torch import Tensor, nn
-from turns import take_turns
+from turns import Taken, take_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
@@ -36,6 +42,8 @@ from support import runtime
 from support.clock import Clock, StepContext, tokens_by_layer
 from support.muon import flops_of_orthogonalising
 from train import Trainer, assemble
+
+FIRST = StepContext(seed=0, step=1, progress=0.0)  # of a step that keeps --ltd-start tokens
 
 
 class Case(NamedTuple):
@@ -55,7 +63,7 @@ CASES = {  # by --size
     "350M": Case(Size(24, 16, 1024, 1024), rows=16, vocab_size=50304, turns=9),
     "350M-2048": Case(Size(24, 16, 1024, 2048), rows=8, vocab_size=50304, turns=9, pos="rope"),
 }
-ON_GPU = {"124M": 32}  # rows, where a GPU takes more
+ON_GPU = {"124M": 16, "350M": 8, "350M-2048": 4}  # rows: more than a CPU bears, five at once fit
 DEFAULT_CASES = {"cpu": ("nano", "12x256", "124M"), "cuda": ("nano", "124M", "350M", "350M-2048")}
 
 
@@ -137,7 +145,7 @@ def step_of(trainer: Trainer, batch: Batch) -> Callable:
     step = Step(
         batch=batch,
         targets=batch.targets.numel(),
-        context=StepContext(seed=0, step=1, progress=0.0),
+        context=FIRST,
         max_piece_len=T,
         kept_tokens=T,
         padding_share=0.0,
@@ -158,21 +166,55 @@ def build_theirs(folder: Path, case: Case, device: str, compiled: bool) -> Calla
     return nanogpt.step_of(model, tokens, targets, compiled)
 
 
+def tokens_seen(settings: config.Config) -> list[int]:
+    """How many tokens of a row each layer sees in the step that is timed."""
+    return tokens_by_layer(settings, FIRST, settings.data.seq_len)
+
+
 def flops_of(case: Case, variant: Variant, device: str) -> int:
     """Of a whole step, the optimizer's matrix products included."""
     settings = settings_of(case, variant, device, compiled=False)
     shape = config.transformer_config(settings, case.vocab_size)
-    context = StepContext(seed=0, step=1, progress=0.0)
-    tokens = tokens_by_layer(settings, context, case.shape.seq_len)
+    tokens = tokens_seen(settings)
     flops = case.rows * flops_of_row(shape, tokens, case.shape.seq_len)
     if variant.optimizer == "muon":
         flops += shape.layers * flops_of_orthogonalising(shape.width, shape.mlp_width, device)
     return flops
 
 
-def summarise(seconds: dict[str, list[float]], case: Case, device: str) -> dict[str, dict]:
+def groups_of(variants: dict[str, tuple], device: str) -> list[dict[str, tuple]]:
+    """The variants that run side by side: all on a CPU; on a GPU those of one reference."""
+    if device == "cpu":
+        return [variants]
+    theirs = {
+        name: build
+        for name, build in variants.items()
+        if name not in VARIANTS or VARIANTS[name].to == "nanoGPT"
+    }
+    ours = {name: build for name, build in variants.items() if name not in theirs}
+    return [group for group in (ours, theirs) if group]
+
+
+def memory_of(name: str, taken: dict[str, list[Taken]], case: Case, device: str) -> dict:
+    """Peak in GB of a step on a GPU; for dropped tokens beside what the plain step's predicts."""
+    last = taken[name][-1]
+    if not last.peak_bytes:
+        return {}
+    figures = {"peak_gb": significant(last.peak_bytes / 1e9, 4)}
+    figures["resident_gb"] = significant(last.resident_bytes / 1e9, 4)
+    if name in VARIANTS and VARIANTS[name].kept_share < 1 and VARIANTS[name].to in taken:
+        plain = taken[VARIANTS[name].to][-1]
+        tokens = tokens_seen(settings_of(case, VARIANTS[name], device, compiled=False))
+        share = sum(tokens) / (len(tokens) * case.shape.seq_len)
+        predicted = plain.resident_bytes + share * (plain.peak_bytes - plain.resident_bytes)
+        figures["predicted_peak_gb"] = significant(predicted / 1e9, 4)
+    return figures
+
+
+def summarise(taken: dict[str, list[Taken]], case: Case, device: str) -> dict[str, dict]:
     """Quartiles of milliseconds and of the ratio, within a turn, to the variant's reference."""
     figures = {}
+    seconds = {name: [one.seconds for one in steps] for name, steps in taken.items()}
     for name, values in seconds.items():
         figures[name] = {"ms": quartiles([1e3 * value for value in values])}
         reference = VARIANTS[name].to if name in VARIANTS else None
@@ -183,10 +225,11 @@ def summarise(seconds: dict[str, list[float]], case: Case, device: str) -> dict[
         if name in VARIANTS:
             flops = flops_of(case, VARIANTS[name], device)
             figures[name]["gflop"] = round(flops / 1e9, 2)
-            if VARIANTS[name].kept_share < 1:
+            if VARIANTS[name].kept_share < 1 and reference in seconds:
                 predicted = flops / flops_of(case, VARIANTS[reference], device)
                 had = (1 - figures[name]["ratio"][1]) / (1 - predicted)
                 figures[name] |= {"predicted": round(predicted, 4), "saving_had": round(had, 3)}
+        figures[name] |= memory_of(name, taken, case, device)
     return figures
 
 
@@ -204,6 +247,10 @@ def show(name: str, figure: dict) -> str:
         line += f"   {median:.3f} [{low:.3f}, {high:.3f}] of {figure['to']}"
     if "predicted" in figure:
         line += f"   FLOPs say {figure['predicted']:.3f}: {figure['saving_had']:.0%} of the saving"
+    if "peak_gb" in figure:
+        line += f"   peak {figure['peak_gb']:.2f} GB"
+    if "predicted_peak_gb" in figure:
+        line += f", {figure['predicted_peak_gb']:.2f} predicted"
     return line
 
 
@@ -214,19 +261,20 @@ def main() -> None:
     parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=list(VARIANTS))
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compile", action="store_true", help="as --compile of train.py")
-    parser.add_argument("--record", action="store_true", help="append to results/step.jsonl")
+    parser.add_argument(
+        "--record", action="store_true", help="a line of results/step.jsonl for each size"
+    )
     flags = parser.parse_args()
     device, compiled = flags.device, flags.compile
     if flags.nanogpt:
         nanogpt.load(flags.nanogpt)
-    record = surroundings(device) | {
+    about = surroundings(device) | {
         "bench": "step",
         "wait_policy": os.environ.get("OMP_WAIT_POLICY", "default"),
         "dtype": "bf16 autocast" if device == "cuda" else "fp32",
         "compile": compiled,
-        "sizes": {},
     }
-    print(f"{record['hardware']}, {record['threads']} threads, {record['dtype']}")
+    print(f"{about['hardware']}, {about['threads']} threads, {about['dtype']}")
     for size in flags.size or DEFAULT_CASES[device]:
         case = CASES[size]
         if device == "cuda":
@@ -240,16 +288,17 @@ def main() -> None:
                 "nanoGPT": (build_theirs, flags.nanogpt, case, device, compiled),
                 **variants,
             }
-        figures = summarise(take_turns(variants, case.turns), case, device)
-        record["sizes"][size] = case._asdict() | {"steps": figures}
+        figures = {}
+        for group in groups_of(variants, device):
+            figures |= summarise(take_turns(group, case.turns), case, device)
         print(
             f"\n{size}: {case.rows} x {case.shape.seq_len} tokens, V {case.vocab_size:,};"
             f" medians of {case.turns} [quartiles]"
         )
         for name, figure in figures.items():
-            print(show(name, figure))
-    if flags.record:
-        append("step", record)
+            print(show(name, figure), flush=True)
+        if flags.record:  # a record a size, so that one which is cut off leaves the others'
+            append("step", about | {"sizes": {size: case._asdict() | {"steps": figures}}})
 
 
 if __name__ == "__main__":

@@ -10,17 +10,25 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 WAIT_SECONDS = 0.02  # until the threads of the program before have stopped spinning
 
 
+class Taken(NamedTuple):
+    """What one step took. Bytes are torch's on a GPU, without the context; 0 on a CPU."""
+
+    seconds: float
+    peak_bytes: int = 0
+    resident_bytes: int = 0  # before the step: weights and the optimizer's state
+
+
 def take_turns(
     variants: dict[str, tuple], turns: int, before: Callable[[], None] | None = None
-) -> dict[str, list[float]]:
-    """Seconds of each variant's steps, after two steps of each that do not count.
+) -> dict[str, list[Taken]]:
+    """What each variant's steps took, after two steps of each that do not count.
 
     Args: variants name -> (build, *arguments): what a fresh process calls to get the function that
                    makes a step
@@ -30,21 +38,21 @@ def take_turns(
         for _ in range(2):
             for step in step_of.values():
                 step()
-        seconds = {name: [] for name in variants}
+        taken = {name: [] for name in variants}
         order = list(variants)
         for _ in range(turns):
             if before:
                 before()
             for name in order:
                 time.sleep(WAIT_SECONDS)
-                seconds[name].append(step_of[name]())
+                taken[name].append(step_of[name]())
             order.reverse()
-    return seconds
+    return taken
 
 
 @contextmanager
-def processes(variants: dict[str, tuple]) -> Iterator[dict[str, Callable[[], float]]]:
-    """A function for each variant that has its process make a step, and returns the seconds."""
+def processes(variants: dict[str, tuple]) -> Iterator[dict[str, Callable[[], Taken]]]:
+    """A function for each variant that has its process make a step."""
     context = get_context("spawn")
     started = {}
     for name, (build, *arguments) in variants.items():
@@ -61,8 +69,8 @@ def processes(variants: dict[str, tuple]) -> Iterator[dict[str, Callable[[], flo
             process.join()
 
 
-def ask(name: str, pipe: Connection) -> Callable[[], float]:
-    def step() -> float:
+def ask(name: str, pipe: Connection) -> Callable[[], Taken]:
+    def step() -> Taken:
         pipe.send(None)
         try:
             answer = pipe.recv()
@@ -84,20 +92,20 @@ def work(pipe: Connection, build: Callable, arguments: list[Any]) -> None:
     try:
         while True:
             pipe.recv()
-            pipe.send(seconds_of(step) if step else refused)
+            pipe.send(measured(step) if step else refused)
     except (EOFError, KeyboardInterrupt):
         return
 
 
-def seconds_of(step: Callable[[], Any]) -> float:
-    wait()
+def measured(step: Callable[[], Any]) -> Taken:
+    on_gpu, resident = torch.cuda.is_initialized(), 0
+    if on_gpu:  # wait until it has done what it was given, here and after the step
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        resident = torch.cuda.memory_allocated()
     began = time.perf_counter()
     step()
-    wait()
-    return time.perf_counter() - began
-
-
-def wait() -> None:
-    """Until the GPU, if this process uses one, has done what it was given."""
-    if torch.cuda.is_initialized():
+    if on_gpu:
         torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return Taken(seconds, torch.cuda.max_memory_allocated() if on_gpu else 0, resident)

@@ -12,11 +12,12 @@ The learning rate is a pure function of the consumed-token clock. No training lo
 
 import math
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
+from support.clock import Clock, lr_clock
 from support.muon import Muon
 from support.settings import flag
 
@@ -138,6 +139,21 @@ class Optimizers:
         for part, saved in zip(self.parts, state["parts"], strict=True):
             part.load_state_dict(saved)
         self.scaler.load_state_dict(state["scaler"])
+
+
+def learning_rate(settings: Any, before: Clock, after: Clock) -> float:
+    """The rate at the middle of a step, so that neither the first nor the last is wasted."""
+    o = settings.optim
+    start, end = lr_clock(settings, before), lr_clock(settings, after)
+    return lr_at(
+        (start + min(end, o.tokens)) / 2,  # the last step may overshoot the budget
+        peak=o.lr,
+        floor=o.lr * o.min_lr,
+        schedule=o.schedule,
+        warmup_tokens=o.warmup_tokens,
+        budget=o.tokens,
+        decay_share=o.decay_share,
+    )
 
 
 def lr_at(

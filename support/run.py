@@ -46,7 +46,9 @@ class RunConfig:
     seed: int = flag(1337, "decides the weights at the start, the order of data and every draw")
     device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda", "mps"), free=True)
     dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
-    compile: bool = flag(False, "compile each block with torch.compile", free=True)
+    compile: bool = flag(
+        False, "compile each block before the first step, for every shape that will come", free=True
+    )
     checkpoint_activations: bool = flag(
         False, "keep a block's input alone and recompute the rest in the backward pass", free=True
     )

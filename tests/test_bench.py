@@ -2,6 +2,8 @@
 
 import importlib.util
 import json
+import os
+import subprocess
 import sys
 import time
 from types import ModuleType
@@ -61,6 +63,129 @@ def test_a_gpu_that_is_not_there_is_refused(bench, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="--device cuda: torch sees no GPU here"):
         bench("record").surroundings("cuda")
+
+
+def test_on_a_gpu_what_is_compared_with_nanogpt_runs_by_itself(bench):
+    step = bench("step")
+    variants = dict.fromkeys(["nanoGPT", *step.VARIANTS], ())
+    assert step.groups_of(variants, "cpu") == [variants]
+    ours, theirs = step.groups_of(variants, "cuda")
+    assert list(ours) == ["plain", "packed", "keep 3/4", "keep 1/2", "keep 1/4"]
+    assert list(theirs) == ["nanoGPT", "AdamW", "AdamW, exact GELU", "Muon"]
+    assert step.groups_of(ours, "cuda") == [ours]
+
+
+def test_a_steps_peak_of_memory_stands_beside_what_kept_tokens_predict(bench):
+    """12 layers, of which 10 keep half: 7/12 of the 6 GB above weights and optimizer."""
+    step = bench("step")
+    case = step.CASES["124M"]
+    taken = {
+        "plain": [step.Taken(0.2, peak_bytes=8 * 10**9, resident_bytes=2 * 10**9)],
+        "keep 1/2": [step.Taken(0.1, peak_bytes=6 * 10**9, resident_bytes=2 * 10**9)],
+    }
+    figures = step.summarise({name: 2 * steps for name, steps in taken.items()}, case, "cuda")
+    assert "predicted_peak_gb" not in figures["plain"]
+    assert figures["keep 1/2"]["peak_gb"] == 6
+    assert figures["keep 1/2"]["predicted_peak_gb"] == 2 + 6 * 7 / 12
+    assert "peak 6.00 GB, 5.50 predicted" in step.show("keep 1/2", figures["keep 1/2"])
+    on_cpu = step.summarise({"plain": 2 * [step.Taken(0.2)]}, case, "cpu")
+    assert "peak_gb" not in on_cpu["plain"]
+
+
+FAKE_PYTHON = """#!/usr/bin/env bash
+# A machine with a GPU ($FAKE_GPU is 0: without) that misses $FAKE_MISSING; runs nothing, notes it.
+case "$1 $2" in
+"-c "*is_available*) exit $((1 - ${FAKE_GPU:-1})) ;;
+"-c "*) echo "$FAKE_MISSING" ;;
+*) echo "$*" >>"$FAKE_LOG"
+   [[ "$*" == *$FAKE_SLOW* ]] && sleep 60
+   [[ "$*" != *$FAKE_FAILS* ]] ;;
+esac
+"""
+
+
+@pytest.fixture
+def gpu_sh(tmp_path):
+    """bench/gpu.sh with a python that only notes what it is asked to run."""
+    (tmp_path / "python").write_text(FAKE_PYTHON)
+    (tmp_path / "python").chmod(0o755)
+    log = tmp_path / "ran"
+
+    def start(*flags: str, **given: str) -> tuple[subprocess.CompletedProcess, list[str]]:
+        fake = {"FAKE_MISSING": "", "FAKE_SLOW": "no-one", "FAKE_FAILS": "no-one"} | given
+        env = os.environ | {"PYTHON": str(tmp_path / "python"), "FAKE_LOG": str(log), "CC": "sh"}
+        log.write_text("")
+        done = subprocess.run(
+            ["bash", str(ROOT / "bench/gpu.sh"), *flags],
+            env=env | fake,
+            capture_output=True,
+            text=True,
+        )
+        return done, log.read_text().splitlines()
+
+    return start
+
+
+def test_without_a_gpu_one_line_and_status_2(gpu_sh):
+    done, ran = gpu_sh(FAKE_GPU="0")
+    assert done.returncode == 2 and ran == []
+    assert done.stderr == "bench/gpu.sh: torch sees no GPU here, so nothing was run\n"
+    if not torch.cuda.is_available():
+        done, _ = gpu_sh(PYTHON=sys.executable)
+        assert done.returncode == 2 and done.stderr.count("\n") == 1
+    done, _ = gpu_sh(PYTHON="/nowhere/python")
+    assert done.returncode == 2 and done.stderr.count("\n") == 1
+
+
+def test_with_a_gpu_everything_that_needs_one_is_run(gpu_sh):
+    done, ran = gpu_sh()
+    assert done.returncode == 0 and "skipped" not in done.stderr
+    assert "-o addopts=" in ran[0] and "tests/test_kernels_token_drop.py" in ran[0]
+    steps = [line for line in ran if "bench/step.py" in line]
+    assert sum("--compile" in line for line in steps) == 3 == len(steps) / 2
+    assert all("--variants plain packed keep 3/4" in line for line in steps)
+    assert all("--device cuda --record" in line for line in ran[1:])
+    assert {line.split()[0] for line in ran[1:]} == {
+        "bench/kernels.py", "bench/step.py", "bench/gather_scatter.py"
+    }  # fmt: skip
+    _, ran = gpu_sh("--nanogpt", "there")
+    assert all("--record --nanogpt there" in line for line in ran if "bench/step.py" in line)
+
+
+@pytest.mark.parametrize(
+    ("missing", "reasons", "stays"),
+    [
+        ("pytest", ["tests: skipped, pytest is missing"], 9),
+        ("triton", ["bench/step.py --compile: skipped, triton is missing"], 7),
+        ("tiktoken", ["tests: skipped, tiktoken", "bench/step.py: skipped, tiktoken"], 3),
+        ("hypothesis", [], 10),
+        ("numpy", ["tests: skipped", "kernels.py: skipped", "gather_scatter.py: skipped"], 0),
+    ],
+)
+def test_what_is_missing_skips_what_needs_it_and_says_so(gpu_sh, missing, reasons, stays):
+    done, ran = gpu_sh(FAKE_MISSING=missing)
+    assert done.returncode == 0 and len(ran) == stays
+    for reason in reasons:
+        assert reason in done.stderr
+
+
+def test_without_a_c_compiler_nothing_of_triton_is_run(gpu_sh, tmp_path):
+    for name in ("bash", "dirname", "grep", "timeout", "env", "sh"):
+        (tmp_path / name).symlink_to(f"/usr/bin/{name}")
+    done, ran = gpu_sh(PATH=str(tmp_path), CC="nowhere")
+    assert done.returncode == 0 and "-k not triton" in ran[0]
+    assert "bench/step.py --compile: skipped, a-C-compiler is missing" in done.stderr
+    assert not [line for line in ran if "--compile" in line or "gather_scatter" in line]
+
+
+def test_a_part_that_fails_or_takes_too_long_does_not_end_the_others(gpu_sh):
+    done, ran = gpu_sh(FAKE_FAILS="kernels.py")
+    assert done.returncode == 1 and len(ran) == 10
+    assert "bench/kernels.py: failed with status 1" in done.stderr
+    done, ran = gpu_sh(FAKE_SLOW="kernels.py", GPU_SECONDS="12")
+    assert done.returncode == 1 and len(ran) == 2
+    assert "bench/kernels.py: stopped, its 1" in done.stderr
+    assert "bench/step.py, nano: skipped, the 12 s are used up" in done.stderr
 
 
 @pytest.mark.parametrize("operation", ["gather", "scatter", "layer"])

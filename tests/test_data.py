@@ -60,7 +60,8 @@ def large(store_dir, tmp_path, monkeypatch):
     """A store of its own that counts as a large one, whose documents are cut 7 at a time."""
     monkeypatch.setattr(data, "IN_MEMORY", 0)
     monkeypatch.setattr(data, "DOCUMENTS_AT_ONCE", 7)
-    return Store.open(shutil.copytree(store_dir, tmp_path / "large"))
+    analyses = shutil.ignore_patterns("curriculum")  # of other tests' runs on the shared store
+    return Store.open(shutil.copytree(store_dir, tmp_path / "large", ignore=analyses))
 
 
 @pytest.mark.parametrize("kind", ["pieces", "bert"])

@@ -1,0 +1,282 @@
+"""--compile: as many graphs as there are shapes, all of them before the first step, same losses.
+
+Graphs are counted with a backend that runs them as they are, so that a test takes seconds.
+"""
+
+import json
+import os
+import signal
+import subprocess
+from contextlib import nullcontext
+
+import pytest
+import torch
+from conftest import SMALL, metrics, read_log
+from test_train import PYTHON, ROOT, losses
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+
+import config
+import data
+import ltd
+import train
+from support import compiled
+
+LTD = "--tokens 2048 --ltd --ltd-start 16 --ltd-multiple 4"  # 16, 20, 24, 28 and 32 of 32 tokens
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """A counter of the graphs that were made, instead of a compiler that makes code of them."""
+    torch.compiler.reset()
+    counter, compile_module = CompileCounter(), nn.Module.compile
+
+    def count(module, **options):
+        compile_module(module, backend=counter, **options)
+
+    monkeypatch.setattr(nn.Module, "compile", count)
+    yield counter
+    torch.compiler.reset()
+
+
+def graphs_by_step(graphs, monkeypatch) -> list[int]:
+    """How many graphs there are before each step of the runs that follow, and at their ends."""
+    seen, step, finish = [], train.Trainer.step, train.finish
+
+    def counted_step(*args):
+        seen.append(graphs.frame_count)
+        return step(*args)
+
+    def counted_finish(*args):
+        finish(*args)
+        seen.append(graphs.frame_count)
+
+    monkeypatch.setattr(train.Trainer, "step", counted_step)
+    monkeypatch.setattr(train, "finish", counted_finish)
+    return seen
+
+
+def without_warm_up(monkeypatch):
+    monkeypatch.setattr(train, "compiled_ahead", lambda *_: nullcontext())
+
+
+@pytest.mark.parametrize(
+    ("flags", "shapes"),
+    [
+        ("", 1),
+        (LTD, 5),
+        ("--ltd --ltd-start 9 --ltd-layers 0,2", 3),
+        ("--ltd --ltd-pace constant --ltd-steps 4 --ltd-start 8", 2),
+        (f"{LTD} --pack", 5),
+        (f"{LTD} --pack --curriculum seqlen,rarity --curriculum-start 8,1", 5),
+        (f"{LTD} --curriculum rarity --micro-batch-size 2 --dropout 0.1", 5),
+        (f"{LTD} --model bert", 5),
+        (f"{LTD} --model bert --pack", 5),
+        (f"{LTD} --checkpoint-activations", 5),
+        (f"{LTD} --dtype bf16 --pos learned", 5),
+    ],
+)
+def test_every_graph_is_made_before_the_first_step(run, graphs, monkeypatch, flags, shapes):
+    seen = graphs_by_step(graphs, monkeypatch)
+    ahead = metrics(run(f"{flags} --compile", out="compiled"))
+    assert len(seen) > 8 and set(seen) == {shapes}
+    assert metrics(run(flags, out="plain")) == ahead
+
+
+def test_without_the_warm_up_graphs_are_made_in_mid_run(run, graphs, monkeypatch):
+    flags = f"{LTD} --pack --compile"
+    ahead = metrics(run(flags, out="ahead"))
+    torch.compiler.reset()
+    graphs.clear()
+    seen = graphs_by_step(graphs, monkeypatch)
+    without_warm_up(monkeypatch)
+    assert metrics(run(flags, out="met")) == ahead
+    assert seen[0] == 0 and seen[1] == 2, "the layers that drop and those that do not"
+    assert len(set(seen[2:])) > 3
+
+
+def test_the_shapes_are_listed_at_the_start(run, graphs, capsys):
+    run(f"{LTD} --compile")
+    out = capsys.readouterr()
+    assert "compiled for 5 shapes, 16, 20, 24, 28, 32 tokens of a row, in " in out.out + out.err
+    run("--compile", out="plain")
+    out = capsys.readouterr()
+    assert "compiled for 1 shape, 32 tokens of a row, in " in out.out + out.err
+
+
+@pytest.mark.parametrize("more", ["", "--ltd-pace root", "--ltd-steps 50", "--ltd-pace constant"])
+@pytest.mark.parametrize("start", [16, 64, 96, 500, 1024])
+def test_the_shapes_are_those_that_the_schedule_goes_through(start, more):
+    flags = f"--size 124M --ltd --ltd-start {start} {more} --tokens 1000000"
+    settings = config.build(config.parse(flags.split()))
+
+    def kept(settings, step, progress):
+        context = train.StepContext(seed=0, step=step, progress=progress)
+        return ltd.kept_now(settings, context)
+
+    first = [kept(shape, 1, 0.0) for shape in config.shapes(settings)]
+    met = {kept(settings, 1 + i // 10, i / 1000) for i in range(1000)}
+    assert met <= set(first) and len(first) == len(set(first)) <= 8
+    assert {start, 1024} <= set(first)
+
+
+def test_more_shapes_than_the_compiler_keeps_by_itself(run, graphs, monkeypatch):
+    """Its limit is 8, and what is beyond it would run as it is, with a warning."""
+    monkeypatch.setattr(ltd, "MOST_SHAPES", 12)
+    seen = graphs_by_step(graphs, monkeypatch)
+    run("--ltd --ltd-start 10 --ltd-multiple 2 --compile")
+    assert set(seen) == {12}
+
+
+@pytest.mark.parametrize("flags", ["--curriculum length", "--curriculum seqlen,rarity"])
+def test_packed_rows_keep_their_length_whatever_the_curriculum(flags):
+    assert len(config.shapes(config.build(config.parse([*flags.split(), "--pack"])))) == 1
+
+
+@pytest.mark.parametrize(
+    "flags",
+    ["--curriculum seqlen", "--curriculum seqlen-reshape", "--model bert --curriculum rarity"],
+)
+def test_rows_that_grow_compile_as_they_come_and_that_is_said(run, graphs, capsys, flags):
+    settings = config.build(config.parse(flags.split()))
+    assert config.shapes(settings) == []
+    grown = metrics(run(f"{flags} {LTD} --compile", out="compiled"))
+    out = capsys.readouterr()
+    assert "--compile: rows grow" in out.out + out.err and graphs.frame_count > 1
+    assert metrics(run(f"{flags} {LTD}", out="plain")) == grown
+
+
+@pytest.mark.parametrize("kind", ["", "--pack", "--model bert"])
+def test_a_batch_of_another_layout_makes_no_graph(run, graphs, monkeypatch, kind):
+    """It runs uncompiled: a stream's end, or rows that miss the documents that the others have."""
+    collate, calls = data.collate, []
+
+    def odd(*args):
+        batch = collate(*args)
+        calls.append(batch)
+        if len(calls) % 3:
+            return batch
+        return batch._replace(positions=None, doc_ids=None) if kind else batch.with_documents()
+
+    seen = graphs_by_step(graphs, monkeypatch)
+    monkeypatch.setattr("plan.collate", odd)
+    monkeypatch.setattr(train, "laid_out", lambda settings, batch: batch)
+    run(f"{LTD} {kind} --compile")
+    assert set(seen) == {5} and len(calls) > 8
+
+
+def test_full_rows_have_the_layout_of_the_others():
+    def laid_out(flags, batch):
+        return compiled.laid_out(config.build(config.parse(flags.split())), batch)
+
+    full = data.Batch.blank(3, 5)
+    for flags in ("--compile", "--pack", "--model bert"):
+        assert laid_out(flags, full) is full
+    for flags in ("--compile --pack", "--compile --model bert"):
+        batch = laid_out(flags, full)
+        assert batch.positions.tolist() == [[0, 1, 2, 3, 4]] * 3
+        assert batch.doc_ids.tolist() == [[0] * 5] * 3
+        assert laid_out(flags, batch) is batch
+
+
+def test_the_warm_up_leaves_no_trace(run, graphs, monkeypatch):
+    """No gradient, no number drawn from torch's generator, no technique's flag left in place."""
+    before = []
+
+    def look(trainer, step, real=train.Trainer.step):
+        if not before:
+            before.append((torch.random.get_rng_state(), trainer.settings))
+            assert all(weight.grad is None for weight in trainer.model.parameters())
+            assert trainer.model.training
+        return real(trainer, step)
+
+    monkeypatch.setattr(train.Trainer, "step", look)
+    run(f"{LTD} --compile", out="ahead")
+    (state, settings), _ = before[0], before.clear()
+    without_warm_up(monkeypatch)
+    run(f"{LTD} --compile", out="met")
+    assert before[0][0].equal(state) and settings.ltd == before[0][1].ltd
+
+
+def test_a_signal_between_two_shapes_stops_the_run_which_goes_on_the_same(
+    run, graphs, tmp_path, monkeypatch
+):
+    flags = f"{LTD} --compile"
+    whole = metrics(run(flags, out="whole"))
+    real, calls = compiled.run_once, []
+
+    def interrupted(*args):
+        calls.append(1)
+        if len(calls) == 2:
+            os.kill(os.getpid(), signal.SIGTERM)
+        real(*args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(compiled, "run_once", interrupted)
+        with pytest.raises(AssertionError):  # the status is 143, not 0
+            run(flags, out="stopped")
+    assert len(calls) == 2 and not metrics(read_log(tmp_path / "stopped"))
+    assert train.main(["--resume", "--out", "stopped"]) == 0
+    assert metrics(read_log(tmp_path / "stopped")) == whole
+
+
+RANK = """
+import json, os, sys
+import torch
+from torch import nn
+from torch._dynamo.testing import CompileCounter
+sys.path.insert(0, {root!r})
+import train
+from support.runtime import exit_cleanly
+graphs, seen, compile_module, step = CompileCounter(), [], nn.Module.compile, train.Trainer.step
+nn.Module.compile = lambda module, **more: compile_module(module, backend=graphs, **more)
+def counted(*args):
+    seen.append(graphs.frame_count)
+    return step(*args)
+train.Trainer.step = counted
+def main():
+    status = train.main()
+    with open(f"graphs-{{os.environ['RANK']}}.json", "w") as file:
+        json.dump([*seen, graphs.frame_count], file)
+    return status
+exit_cleanly(main)
+"""
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("more", ["", "--checkpoint-activations"])
+def test_two_processes_make_them_ahead_too_and_draw_the_curve_of_one(
+    run, store_dir, tmp_path, more
+):
+    flags = f"{LTD} --pack {more} --lr 1e-3"
+    script = tmp_path / "rank.py"
+    script.write_text(RANK.format(root=str(ROOT)))
+    launch = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    train_flags = f"{SMALL} --data {store_dir} --out two {flags} --compile".split()
+    subprocess.run([*launch, str(script), *train_flags], check=True, cwd=tmp_path)
+    for rank in range(2):
+        seen = json.loads((tmp_path / f"graphs-{rank}.json").read_text())
+        assert len(seen) > 8 and set(seen) == {5}
+    one, two = losses(run(flags, out="one")), losses(read_log(tmp_path / "two"))
+    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
+
+
+@pytest.mark.slow
+def test_compiled_code_computes_the_same(run, monkeypatch):
+    """The default backend, forward and backward; nothing is compiled after the first step."""
+    torch.compiler.reset()
+    counters = torch._dynamo.utils.counters
+    counters.clear()
+    seen, step = [], train.Trainer.step
+
+    def counted(*args):
+        seen.append((counters["stats"]["unique_graphs"], counters["aot_autograd"]["ok"]))
+        return step(*args)
+
+    flags = f"{LTD} --pack --tokens 3000 --lr 1e-3"
+    plain = losses(run(flags, out="plain"))
+    with monkeypatch.context() as patch:
+        patch.setattr(train.Trainer, "step", counted)
+        coded = losses(run(f"{flags} --compile", out="compiled"))
+    assert set(seen) == {(5, 5)}
+    assert max(abs(a - b) for a, b in zip(plain, coded, strict=True)) < 1e-4
