@@ -298,7 +298,8 @@ def main(argv: list[str] | None = None) -> None:
     plan.add_argument("--layers", help="layers that drop, from 0: 1-10,12")
     for verb in (pacing, plan):
         verb.add_argument("--start", type=int, default=64, help="tokens of a row kept at first")
-        verb.add_argument("--kind", choices=PACES, default="linear", help="how they grow")
+        kind = "how they grow (linear, as in the papers; train.py's default is constant)"
+        verb.add_argument("--kind", choices=PACES, default="linear", help=kind)
         verb.add_argument("--multiple", type=int, default=16, help="they grow by so many at once")
     args = parser.parse_args(argv)
     if args.verb == "plan":

@@ -235,9 +235,10 @@ def test_variants_take_turns_each_in_its_process(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "bench")
     from turns import take_turns  # by its own name, for the other process to find
 
-    seconds = take_turns({"slow": (sleeper, 0.05), "fast": (sleeper, 0.01)}, turns=3)
+    taken = take_turns({"slow": (sleeper, 0.2), "fast": (sleeper, 0.01)}, turns=3)
+    seconds = {name: [one.seconds for one in steps] for name, steps in taken.items()}
     assert [len(values) for values in seconds.values()] == [3, 3]
-    assert min(seconds["slow"]) > 0.05 > max(seconds["fast"]) > 0.01
+    assert min(seconds["slow"]) > 0.2 > min(seconds["fast"]) > 0.01
 
 
 @pytest.mark.dist

@@ -22,7 +22,8 @@ import ltd
 import train
 from support import compiled
 
-LTD = "--tokens 2048 --ltd --ltd-start 16 --ltd-multiple 4"  # 16, 20, 24, 28 and 32 of 32 tokens
+# 16, 20, 24, 28 and 32 of 32 tokens
+LTD = "--tokens 2048 --ltd --ltd-pace linear --ltd-start 16 --ltd-multiple 4"
 
 
 @pytest.fixture
@@ -65,7 +66,7 @@ def without_warm_up(monkeypatch):
     [
         ("", 1),
         (LTD, 5),
-        ("--ltd --ltd-start 9 --ltd-layers 0,2", 3),
+        ("--ltd --ltd-pace linear --ltd-start 9 --ltd-layers 0,2", 3),
         ("--ltd --ltd-pace constant --ltd-steps 4 --ltd-start 8", 2),
         (f"{LTD} --pack", 5),
         (f"{LTD} --pack --curriculum seqlen,rarity --curriculum-start 8,1", 5),
@@ -104,10 +105,10 @@ def test_the_shapes_are_listed_at_the_start(run, graphs, capsys):
     assert "compiled for 1 shape, 32 tokens of a row, in " in out.out + out.err
 
 
-@pytest.mark.parametrize("more", ["", "--ltd-pace root", "--ltd-steps 50", "--ltd-pace constant"])
+@pytest.mark.parametrize("more", ["", "--ltd-pace root", "--ltd-steps 50", "--ltd-pace linear"])
 @pytest.mark.parametrize("start", [16, 64, 96, 500, 1024])
 def test_the_shapes_are_those_that_the_schedule_goes_through(start, more):
-    flags = f"--size 124M --ltd --ltd-start {start} {more} --tokens 1000000"
+    flags = f"--size 124M --ltd --ltd-pace linear --ltd-start {start} {more} --tokens 1000000"
     settings = config.build(config.parse(flags.split()))
 
     def kept(settings, step, progress):
@@ -124,7 +125,7 @@ def test_more_shapes_than_the_compiler_keeps_by_itself(run, graphs, monkeypatch)
     """Its limit is 8, and what is beyond it would run as it is, with a warning."""
     monkeypatch.setattr(ltd, "MOST_SHAPES", 12)
     seen = graphs_by_step(graphs, monkeypatch)
-    run("--ltd --ltd-start 10 --ltd-multiple 2 --compile")
+    run("--ltd --ltd-pace linear --ltd-start 10 --ltd-multiple 2 --compile")
     assert set(seen) == {12}
 
 
