@@ -108,7 +108,7 @@ def test_the_shapes_are_listed_at_the_start(run, graphs, capsys):
 @pytest.mark.parametrize("more", ["", "--ltd-pace root", "--ltd-steps 50", "--ltd-pace linear"])
 @pytest.mark.parametrize("start", [16, 64, 96, 500, 1024])
 def test_the_shapes_are_those_that_the_schedule_goes_through(start, more):
-    flags = f"--size 124M --ltd --ltd-pace linear --ltd-start {start} {more} --tokens 1000000"
+    flags = f"--size 124M --ltd --ltd-start {start} {more} --tokens 1000000"
     settings = config.build(config.parse(flags.split()))
 
     def kept(settings, step, progress):
