@@ -122,7 +122,7 @@ def batch_of(case: Case, packed: bool) -> Batch:
 
 def model_of(settings: config.Config, case: Case, gelu: str | None) -> Transformer:
     torch.manual_seed(0)
-    model = Transformer(config.transformer_config(settings, case.vocab_size))
+    model = Transformer(config.transformer_config(settings, case.vocab_size, case.shape.seq_len))
     if gelu:
         for block in model.h:
             block.mlp.gelu = nn.GELU(approximate=gelu)

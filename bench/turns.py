@@ -1,8 +1,9 @@
 """Steps of several programs in turns, each in a process of its own.
 
 A process of its own, for a program's memory and threads are part of what is compared: nothing that
-one sets up is there for another. The order is reversed after each turn, so that a noisy machine
-slows all alike, and only one process works at a time.
+one sets up is there for another. Only one works at a time, and what is timed is the second of two
+steps: the first finds the caches full of another's arrays, as no step of a run does. The order is
+reversed after each turn, so that a noisy machine slows all alike.
 """
 
 import time
@@ -28,16 +29,15 @@ class Taken(NamedTuple):
 def take_turns(
     variants: dict[str, tuple], turns: int, before: Callable[[], None] | None = None
 ) -> dict[str, list[Taken]]:
-    """What each variant's steps took, after two steps of each that do not count.
+    """What each variant's steps took, after a turn that does not count.
 
     Args: variants name -> (build, *arguments): what a fresh process calls to get the function that
                    makes a step
           before   called before each turn
     """
     with processes(variants) as step_of:
-        for _ in range(2):
-            for step in step_of.values():
-                step()
+        for step in step_of.values():
+            step()
         taken = {name: [] for name in variants}
         order = list(variants)
         for _ in range(turns):
@@ -92,6 +92,8 @@ def work(pipe: Connection, build: Callable, arguments: list[Any]) -> None:
     try:
         while True:
             pipe.recv()
+            if step:
+                step()
             pipe.send(measured(step) if step else refused)
     except (EOFError, KeyboardInterrupt):
         return
