@@ -96,6 +96,9 @@ def settings_of(case: Case, variant: Variant, device: str, compiled: bool) -> co
     layers, heads, width, seq_len = case.shape
     flags = f"--device {device} --layers {layers} --heads {heads} --width {width}"
     flags += f" --seq-len {seq_len} --batch-tokens {case.rows * seq_len} --tokens 1B"
+    flags += (
+        " --lr 1e-4"  # at the recipe's, losses on one batch fall to denormal numbers, slow ones
+    )
     flags += f" --pos {variant.pos or case.pos} --optimizer {variant.optimizer} {variant.flags}"
     flags += " --size 1.3B" * (seq_len > 1024) + " --size 124M" * (256 < seq_len <= 1024)
     if variant.kept_share < 1:
