@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from pathlib import Path
 
 import pytest
 import torch
@@ -121,6 +122,19 @@ def test_bypass_draws_once_for_all_layers():
     bypass, random = drawn("--ltd-mode bypass", rows=50), drawn(rows=50)
     assert (bypass == bypass[:, :1]).all() and not (random == random[:, :1]).all()
     assert torch.equal(bypass[:, 0], random[:, 0])
+
+
+def test_the_picture_in_the_docs_is_a_draw():
+    """24 tokens, 6 layers that keep 6: the first row of the first step of seed 1337."""
+    settings = settings_of("--ltd --ltd-start 6 --seq-len 24 --batch-tokens 24")
+    context, tokens = StepContext(seed=1337, step=1, progress=0.0), torch.zeros(1, 24).long()
+    kept = ltd.draws(settings, context, 0, Batch(tokens, tokens, None, None), 6)
+    lines = []
+    for layer in reversed(range(6)):
+        seen = set(kept[layer][0].tolist()) if layer in kept else range(24)
+        lines.append(f"layer {layer}  " + " ".join("█" if t in seen else "·" for t in range(24)))
+    page = (Path(__file__).parents[1] / "docs/ltd.md").read_text(encoding="utf-8")
+    assert "\n".join(lines) in page
 
 
 def test_draws_do_not_depend_on_who_draws():
