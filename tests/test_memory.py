@@ -30,7 +30,7 @@ def step():
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
 seen = [step() for _ in range(10)]
-print(min(after - before for before, after in zip(seen[4:], seen[5:])))
+print(seen[-1] - seen[0])
 """
 
 
@@ -42,10 +42,11 @@ def faults(what: str) -> int:
 
 @pytest.mark.dist
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator alone is told")
-def test_a_step_gets_the_pages_of_the_step_before():
+def test_steps_get_the_pages_of_the_steps_before():
+    """Of nine steps after the first: 60,000 faults and 3,000, where this was written."""
     left, kept = faults("leave"), faults("keep")
-    assert left > 1000, "else there is nothing to mend here"
-    assert kept < left / 10
+    assert left > 10_000, "else there is nothing to mend here"
+    assert kept < left / 4
 
 
 def test_elsewhere_nothing_happens(monkeypatch):
