@@ -305,6 +305,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.verb == "plan":
         costs.with_defaults(args)
         over = args.steps or args.share
+        if args.share > 1:
+            raise ValueError(f"--share {args.share} of the budget is more than all of it")
         check_schedule(args.start, args.seq_len, over, args.multiple)
         layers = costs.SIZES[args.size].layers
         dropping = dropping_layers(args.layers, layers)

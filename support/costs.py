@@ -12,7 +12,7 @@ from model import SIZES, TransformerConfig, flops_of_row
 from support.flags import whole_number
 from support.recipes import RECIPES
 
-V = 50_304  # of GPT-2's tokenizer, in tiles of 64
+V_GPT2, V_PD4K = 50_304, 4_160  # of GPT-2's tokenizer and of the embedded corpus's, in tiles of 64
 
 
 class Cost(NamedTuple):
@@ -79,6 +79,7 @@ def show_plan(args: argparse.Namespace, tokens_at: Callable[[int, float], tuple[
     """Print what the run costs with `tokens_at`, and with every token in every layer."""
     layers, heads, width, _ = SIZES[args.size]
     kind = "bert" if args.size.startswith("bert") else "gpt"
+    V = V_PD4K if args.size == "nano" else V_GPT2
     config = TransformerConfig(kind, layers, heads, width, 4 * width, args.seq_len, V)
     run = (config, args.seq_len, args.tokens, args.batch_tokens)
     plain = cost_of_run(*run, lambda *_: (args.seq_len,) * layers)

@@ -459,6 +459,7 @@ def test_plan_of_keeping_all_is_the_plain_run(capsys):
         "pace --multiple 0": "--multiple 0",
         "pace --at -1": "--at",
         "plan --share 0": "--share 0",
+        "plan --share 2": "--share 2",
         "plan --start 512": "--start 512",
         "plan --layers 0-5": "names all layers",
         "plan --layers 6": "the layers are 0 to 5",
