@@ -3,9 +3,9 @@
 Settings stand beside the code that obeys them: a technique's in its module, the optimizer's in
 support/optim.py, the run's in support/run.py. `Config` puts them together. A technique's
 first setting is its switch and takes its name (`--ltd`), the others take it as prefix
-(`--ltd-start`). Techniques import nothing of ours, so they write the metadata of a setting (see
-support/settings.py) by hand. No config files and no environment variables: a recipe is a shell
-line.
+(`--ltd-start`). Techniques import nothing of ours but kernels and pacing, so they write the
+metadata of a setting (see support/settings.py) by hand. No config files and no environment
+variables: a recipe is a shell line.
 
     python config.py                    # the table of flags, as the README shows it
 """

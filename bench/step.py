@@ -76,7 +76,6 @@ class Variant(NamedTuple):
     gelu: str | None = None  # as in the model
     packed: bool = False
     kept_share: float = 1.0
-    flags: str = ""
 
 
 VARIANTS = {
@@ -99,7 +98,7 @@ def settings_of(case: Case, variant: Variant, device: str, compiled: bool) -> co
     flags += (
         " --lr 1e-4"  # at the recipe's, losses on one batch fall to denormal numbers, slow ones
     )
-    flags += f" --pos {variant.pos or case.pos} --optimizer {variant.optimizer} {variant.flags}"
+    flags += f" --pos {variant.pos or case.pos} --optimizer {variant.optimizer}"
     flags += " --size 1.3B" * (seq_len > 1024) + " --size 124M" * (256 < seq_len <= 1024)
     if variant.kept_share < 1:
         flags += f" --ltd --ltd-start {int(variant.kept_share * seq_len)}"

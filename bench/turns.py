@@ -26,14 +26,11 @@ class Taken(NamedTuple):
     resident_bytes: int = 0  # before the step: weights and the optimizer's state
 
 
-def take_turns(
-    variants: dict[str, tuple], turns: int, before: Callable[[], None] | None = None
-) -> dict[str, list[Taken]]:
+def take_turns(variants: dict[str, tuple], turns: int) -> dict[str, list[Taken]]:
     """What each variant's steps took, after a turn that does not count.
 
     Args: variants name -> (build, *arguments): what a fresh process calls to get the function that
                    makes a step
-          before   called before each turn
     """
     with processes(variants) as step_of:
         for step in step_of.values():
@@ -41,8 +38,6 @@ def take_turns(
         taken = {name: [] for name in variants}
         order = list(variants)
         for _ in range(turns):
-            if before:
-                before()
             for name in order:
                 time.sleep(WAIT_SECONDS)
                 taken[name].append(step_of[name]())

@@ -1,6 +1,8 @@
 """What a run costs in steps, tokens and FLOPs when some layers see fewer tokens, without making it.
 
-python ltd.py plan --size 350M --seq-len 2048 --start 128 --share 0.7 --tokens 300B
+Rows are taken to be full, and time to follow FLOPs; bench/cost.py measures it.
+
+    python ltd.py plan --size 350M --seq-len 2048 --start 128 --share 0.7 --tokens 300B
 """
 
 import argparse

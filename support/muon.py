@@ -44,9 +44,10 @@ class Muon(torch.optim.Optimizer):
             for number, matrix in enumerate(matrices):
                 by_shape[*matrix.shape].append(number)
             for shape, numbers in by_shape.items():
-                stacked = torch.stack([directions[n] for n in numbers])
-                parts = stacked.reshape(-1, shape[0] // group["parts"], shape[1])
-                update = orthogonalised_by_all(parts).reshape(stacked.shape)
+                rows, columns = shape
+                stacked = torch.stack([directions[n] for n in numbers])  # (n, rows, columns)
+                parts = stacked.reshape(-1, rows // group["parts"], columns)
+                update = orthogonalised_by_all(parts).reshape(stacked.shape)  # (n, rows, columns)
                 rate = group["lr"] * 0.2 * math.sqrt(max(parts.shape[1:]))
                 moved = [matrices[n] for n in numbers]
                 torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])

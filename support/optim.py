@@ -4,8 +4,7 @@ adamw: Loshchilov & Hutter, arXiv 1711.05101. Matrices decay; biases and norms d
        implementation, which torch has for CPU, CUDA and MPS.
 muon:  Jordan et al. 2024, support/muon.py. The blocks' matrices are updated by the orthogonalised
        momentum, scaled to the size of AdamW's updates; every other parameter by AdamW. Queries',
-       keys' and values' matrices are orthogonalised each for itself: as one they cost 0.015 bits
-       per byte of nano (results/ablate.jsonl).
+       keys' and values' matrices are orthogonalised apart (CHANGELOG says what it brings).
 
 The learning rate is a pure function of the consumed-token clock. No training loop here.
 """
