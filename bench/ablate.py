@@ -49,7 +49,16 @@ SHORT = {
     "pack short": "--pack --tokens 600K",
     "all short": "--curriculum seqlen --ltd --pack --tokens 387072",
     "ltd half": "--ltd --tokens 256K",
+    "ltd 310K": "--ltd --tokens 310K",
     "all half": "--curriculum seqlen --ltd --pack --tokens 256K",
+}
+# Other learning rates than nano's.
+RATES = {
+    "plain 0.01": "--lr 0.01",
+    "plain 0.014": "--lr 0.014",
+    "plain 0.028": "--lr 0.028",
+    "constant 16 0.014": f"{LTD['constant 16']} --lr 0.014",
+    "constant 16 0.028": f"{LTD['constant 16']} --lr 0.028",
 }
 # Rows cut from the stream, to be compared with plain.
 ROWS = {
@@ -78,7 +87,7 @@ BERT = {
     "bert rarity": "--model bert --pack --curriculum rarity",
     "bert seqlen,rarity": "--model bert --pack --curriculum seqlen,rarity",
 }
-RECIPES = TECHNIQUES | LTD | SHORT | ROWS | PIECES | BERT
+RECIPES = TECHNIQUES | LTD | SHORT | RATES | ROWS | PIECES | BERT
 # What a run rests on besides its flags: records of one trainer do not compare with another's.
 # end: the learning rate was taken at the end of a step; middle: in its middle; split: and Muon
 # orthogonalises queries, keys and values apart, at twice nano's learning rate.
