@@ -1,11 +1,13 @@
 """Steps of several programs in turns, each in a process of its own.
 
 A process of its own, for a program's memory and threads are part of what is compared: nothing that
-one sets up is there for another. Only one works at a time, and what is timed is the second of two
-steps: the first finds the caches full of another's arrays, as no step of a run does. The order is
-reversed after each turn, so that a noisy machine slows all alike.
+one sets up is there for another. Only one works at a time. The first step of a turn is not timed:
+it finds the caches full of another's arrays, as no step of a run does. Then steps are timed for half
+a second, at least one, and their median is what the turn took: a run makes them back to back. The
+order is reversed after each turn, so that a noisy machine slows all alike.
 """
 
+import statistics
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -16,6 +18,7 @@ from typing import Any, NamedTuple
 import torch
 
 WAIT_SECONDS = 0.02  # until the threads of the program before have stopped spinning
+TIMED_SECONDS = 0.5  # of a turn
 
 
 class Taken(NamedTuple):
@@ -87,14 +90,21 @@ def work(pipe: Connection, build: Callable, arguments: list[Any]) -> None:
     try:
         while True:
             pipe.recv()
-            if step:
-                step()
-            pipe.send(measured(step) if step else refused)
+            pipe.send(turn_of(step) if step else refused)
     except (EOFError, KeyboardInterrupt):
         return
 
 
+def turn_of(step: Callable[[], Any]) -> Taken:
+    step()
+    taken = [measured(step)]
+    while sum(one.seconds for one in taken) < TIMED_SECONDS:
+        taken.append(measured(step))
+    return taken[-1]._replace(seconds=statistics.median(one.seconds for one in taken))
+
+
 def measured(step: Callable[[], Any]) -> Taken:
+    """What one step takes."""
     on_gpu, resident = torch.cuda.is_initialized(), 0
     if on_gpu:  # wait until it has done what it was given, here and after the step
         torch.cuda.synchronize()
