@@ -2,9 +2,9 @@
 
 A process of its own, for a program's memory and threads are part of what is compared: nothing that
 one sets up is there for another. Only one works at a time. The first step of a turn is not timed:
-it finds the caches full of another's arrays, as no step of a run does. Then steps are timed for half
-a second, at least one, and their median is what the turn took: a run makes them back to back. The
-order is reversed after each turn, so that a noisy machine slows all alike.
+it finds the caches full of another's arrays, as no step of a run does. Then steps are timed back to
+back, as a run makes them, for half a second and at least one; their median is what the turn took.
+The order is reversed after each turn, so that a noisy machine slows all alike.
 """
 
 import statistics
