@@ -90,7 +90,7 @@ BERT = {
 RECIPES = TECHNIQUES | LTD | SHORT | RATES | ROWS | PIECES | BERT
 # What a run rests on besides its flags: records of one trainer do not compare with another's.
 # end: the learning rate was taken at the end of a step; middle: in its middle; split: and Muon
-# orthogonalises queries, keys and values apart, at twice nano's learning rate.
+# orthogonalises queries, keys and values apart, at twice nano's learning rate; joint: but together.
 TRAINER = "split"
 
 
