@@ -151,6 +151,8 @@ def step_of(trainer: Trainer, batch: Batch) -> Callable:
         max_piece_len=T,
         kept_tokens=T,
         padding_share=0.0,
+        pieces=len(batch.tokens),
+        attention_share=1.0,
         stage={},
         note="",
         before=Clock(consumed_tokens=half),

@@ -66,6 +66,8 @@ def log_step(run: Run, step: Any, done: Any, ms: float, data_ms: float) -> None:
         max_piece_len=step.max_piece_len,
         kept_tokens=step.kept_tokens,
         padding_share=round(step.padding_share, 6),
+        pieces=step.pieces,
+        attention_share=round(step.attention_share, 6),
         **step.stage,
         ms=round(ms, 2),
         data_ms=round(data_ms, 2),

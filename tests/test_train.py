@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
 LINE = {
     "step", "consumed_tokens", "real_tokens", "layer_tokens", "loss", "lr", "max_piece_len",
-    "kept_tokens", "padding_share", "ms", "data_ms",
+    "kept_tokens", "padding_share", "pieces", "attention_share", "ms", "data_ms",
 }  # fmt: skip
 
 STAGE = {"difficulty_seqlen", "difficulty_rarity", "pool"}
