@@ -252,3 +252,16 @@ def mask_tokens(batch: Batch, bits: Tensor, special_ids: SpecialIds) -> Batch:
     replaced = torch.where(share < 0.9, another, tokens[masked])
     tokens[masked] = torch.where(share < 0.8, special_ids.mask, replaced)
     return batch._replace(tokens=tokens.view(B, T), targets=targets.view(B, T))
+
+
+def shares_of_documents(batch: Batch) -> Tensor:
+    """What each target counts where every document counts as one: a share of its targets.
+
+    Paper:   Krell et al., arXiv 2107.02027, section 3.2.3: without it a document weighs the more,
+             the longer it is
+    Returns: (B, T) float32; they sum to 1 over each document that has a target
+    """
+    documents = batch.with_documents().doc_ids.clamp(min=0)  # (B, T)
+    is_target = (batch.targets != IGNORE).float()
+    counts = torch.zeros_like(is_target).scatter_add(1, documents, is_target)
+    return is_target / counts.gather(1, documents).clamp(min=1)

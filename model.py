@@ -227,16 +227,24 @@ class Transformer(nn.Module):
             return x, None
         return self.mlm_ln(F.gelu(self.mlm(x))), self.mlm_bias
 
-    def forward(self, batch, run_block: RunBlock = run_plain) -> Tensor:
-        """The loss in nats, summed over the targets of `batch` that are not IGNORE; a scalar."""
+    def forward(
+        self, batch, run_block: RunBlock = run_plain, shares: Tensor | None = None
+    ) -> Tensor:
+        """The loss in nats, summed over the targets of `batch` that are not IGNORE; a scalar.
+
+        Args: shares (B, T) what each target counts; None for 1
+        """
         tokens, targets, positions, doc_ids = batch
         x = self.hidden_states(tokens, positions, doc_ids, run_block)
         if self.config.kind == "bert":  # the head is a fifth of the work and 15 % need it
             masked = targets != IGNORE
             x, targets = x[masked], targets[masked]
+            shares = None if shares is None else shares[masked]
         features, bias = self.features(x)
         features = features.reshape(-1, features.shape[-1])  # (N, C)
-        return linear_cross_entropy(features, self.wte.weight, bias, targets.reshape(-1))
+        shares = None if shares is None else shares.flatten()
+        targets = targets.reshape(-1)
+        return linear_cross_entropy(features, self.wte.weight, bias, targets, shares=shares)
 
 
 class TokenMeta:

@@ -35,7 +35,7 @@ class Step(NamedTuple):
     """What the next optimizer step needs, decided before it starts; it travels with its batch."""
 
     batch: Batch  # this rank's rows
-    targets: int  # on all ranks
+    targets: int  # on all ranks, or documents: what the sum of losses is divided by
     context: StepContext
     max_piece_len: int  # tokens, what the curriculum allows
     kept_tokens: int  # of a row, in the layer that sees the fewest
@@ -223,12 +223,14 @@ class Plan:
         return Window(start, rows, stage, drawn.next_sample)
 
     def batch(self, context: StepContext, rows: Rows, seq_len: int) -> tuple[Batch, int]:
-        """This rank's rows as a Batch, and the targets of all ranks' rows."""
+        """This rank's rows as a Batch, and the targets, or documents, of all ranks' rows."""
         share = len(rows) // self.runtime.world_size
         mine = np.arange(self.runtime.rank * share, (self.runtime.rank + 1) * share)
         batch = collate(self.store, rows.take(mine), seq_len, self.special_ids)
         length = rows.stop - rows.start
-        if self.special_ids is None:
-            return batch, int((length - rows.seen).sum())
-        bits = context.bits("mask", ("which", "what"), torch.from_numpy(mine), seq_len)
-        return mask_tokens(batch, bits, self.special_ids), int(masked_tokens(length).sum())
+        targets = length - rows.seen
+        if self.special_ids:
+            bits = context.bits("mask", ("which", "what"), torch.from_numpy(mine), seq_len)
+            batch, targets = mask_tokens(batch, bits, self.special_ids), masked_tokens(length)
+        per_document = self.settings.optim.loss_per == "document"
+        return batch, len(targets) if per_document else int(targets.sum())

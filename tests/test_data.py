@@ -9,7 +9,15 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from data import Batch, Rows, SpecialIds, collate, mask_tokens, masked_tokens
+from data import (
+    Batch,
+    Rows,
+    SpecialIds,
+    collate,
+    mask_tokens,
+    masked_tokens,
+    shares_of_documents,
+)
 from kernels.cross_entropy import IGNORE
 from support.token_store import Store
 from support.tokenizer import get_encoding
@@ -153,3 +161,13 @@ def test_every_document_of_a_row_is_masked_for_itself():
         alone = mask_tokens(alone, bits[:, :, part], SPECIAL_IDS)
         assert torch.equal(alone.tokens, packed.tokens[:, part])
         assert torch.equal(alone.targets, packed.targets[:, part])
+
+
+def test_every_document_counts_as_one():
+    """Documents of two targets and of one in the first row, of three in the second."""
+    batch = collate(TOY, rows_of([(0, 2), (5, 6)], [(2, 5)]), 4)
+    third = 1 / 3
+    expected = torch.tensor([[0.5, 0.5, 1, 0], [third, third, third, 0]])
+    assert torch.equal(shares_of_documents(batch), expected)
+    whole = collate(TOY, rows_of([(0, 4)]), 4)
+    assert torch.equal(shares_of_documents(whole), torch.full((1, 4), 0.25))
