@@ -32,7 +32,6 @@ from support import cutting_stock
 from support.packs import Packing, Packs, assign, checked, histogram
 
 PACKERS = ("spfhp", "lpfhp", "nnlshp", "optimal", "bfd", "ffd", "next-fit")
-NEED_SCIPY = ("nnlshp", "optimal")
 DEFAULT = "lpfhp"  # docs/packing.md: of those without SciPy it needs the fewest packs
 
 
@@ -198,7 +197,7 @@ def optimal(counts: np.ndarray, max_per_pack: int) -> tuple[list[Group], int]:
     best = by_space(counts, max_per_pack, tightest=True)
     start = [pattern_of(group) for group in best]
     patterns, packs, bound = cutting_stock.relax(counts, max_per_pack, start)
-    for share in np.linspace(0.5, 0, 11):
+    for share in (0.5, 0.45, 0.4, 0.3, 0):
         if number_of_packs(best) <= bound:
             break
         filled, left = cutting_stock.fill(patterns, np.floor(packs + share).astype(int), counts)
@@ -241,7 +240,7 @@ def pack(counts: np.ndarray, packer: str = DEFAULT, max_per_pack: int | None = N
         raise ValueError(f"--max-per-pack {max_per_pack}: a pack holds 1 document or more")
     most = min(max_per_pack or max_len, max_len)
     bound = cutting_stock.least_packs(counts, most)
-    if packer in NEED_SCIPY:
+    if packer in cutting_stock.NEED_SCIPY:
         cutting_stock.require_scipy(packer)
     if packer == "optimal":
         groups, better_bound = optimal(counts, most)
@@ -297,3 +296,25 @@ def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     Example: best_fit([3, 6, 5, 2], 8) == [[1, 3], [2, 0]]: 6 + 2 and 5 + 3 fill two rows of 8
     """
     return pack_lengths(lengths, capacity).lists()
+
+
+def main(argv: list[str] | None = None) -> None:
+    from support import packing_table, runtime
+
+    parser = runtime.Parser(prog="packing.py", description=__doc__.split("\n")[0])
+    packing_table.add_flags(parser, PACKERS, DEFAULT)
+    args = parser.parse_args(argv)
+    documents = packing_table.read(args)
+
+    def make(packer: str, max_per_pack: int | None) -> Packing:
+        if packer == "next-fit" and documents.lengths is not None:
+            return next_fit(documents.lengths, len(documents.counts) - 1, max_per_pack)
+        return pack(documents.counts, packer, max_per_pack)
+
+    packing_table.show(args, documents, make, PACKERS, DEFAULT)
+
+
+if __name__ == "__main__":
+    from support import runtime
+
+    runtime.exit_cleanly(main)

@@ -20,6 +20,7 @@ import numpy as np
 
 Pattern = tuple[int, ...]
 
+NEED_SCIPY = ("nnlshp", "optimal")  # packers
 UNIT = 1 << 40  # prices are whole numbers, in this part of a pack, which makes the bound exact
 WORTH_IT = UNIT + 1024  # a pattern dearer than a pack by no more than the solver's rounding is not
 FEW = 30_000  # patterns that are handed to the solver all at once
@@ -273,10 +274,15 @@ def side_by_side(runs: list[list[tuple[int, int]]]) -> Iterator[tuple[int, Patte
 
     Example: places [(2, 5)] and [(1, 3), (1, 0)]: (1, (5, 3)) and (1, (5,)), 0 is an empty place
     """
-    ends = [np.cumsum([n for n, _ in run]) for run in runs]
-    stops = np.unique(np.concatenate(ends))
-    number = np.array([np.searchsorted(end, stops) for end in ends])  # (places, stops) of the run
-    for i, packs in enumerate(np.diff(stops, prepend=0).tolist()):
-        lengths = [run[n][1] for run, n in zip(runs, number[:, i], strict=True)]
-        if any(lengths):
-            yield packs, tuple(sorted((length for length in lengths if length), reverse=True))
+    heads = [0] * len(runs)  # of each place, the run that the next pack takes from
+    left = [run[0][0] for run in runs]
+    while all(left):
+        packs = min(left)
+        held = [run[head][1] for run, head in zip(runs, heads, strict=True)]
+        if any(held):
+            yield packs, tuple(sorted((length for length in held if length), reverse=True))
+        for place, run in enumerate(runs):
+            left[place] -= packs
+            if not left[place] and heads[place] + 1 < len(run):
+                heads[place] += 1
+                left[place] = run[heads[place]][0]
