@@ -135,14 +135,17 @@ def first_fit(counts: np.ndarray, max_per_pack: int) -> list[Group]:
     closed: list[Group] = []
     for length in lengths:
         left, parts = int(counts[length]), []
-        times = min(max_len // length, max_per_pack)
-        for group in [*opened, Group(-(-left // times), max_len, max_per_pack, None)]:
+        for group in opened:
             times = min(group.space // length, group.slots)
             if left and times:
                 parts += group.add(length, times, left)
                 left -= min(left, group.packs * times)
-            elif group.held:
+            else:
                 parts.append(group)
+        if left:
+            times = min(max_len // length, max_per_pack)
+            new = Group(-(-left // times), max_len, max_per_pack, None)
+            parts += new.add(length, times, left)
         open_still = [group.slots > 0 and group.space >= lengths[-1] for group in parts]
         opened = list(compress(parts, open_still))
         closed += [group for group, is_open in zip(parts, open_still, strict=True) if not is_open]

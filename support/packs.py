@@ -26,7 +26,7 @@ def histogram(lengths: Sequence[int] | np.ndarray, max_len: int) -> np.ndarray:
 def checked(counts: np.ndarray) -> np.ndarray:
     """The counts as int64; ValueError unless they are a histogram that can be packed."""
     given = np.asarray(counts)
-    if given.ndim != 1 or given.dtype.kind not in "iu":
+    if given.size and (given.ndim != 1 or given.dtype.kind not in "iu"):
         raise ValueError("a histogram is a list of whole numbers, one for each length")
     if given.min(initial=0) < 0:
         length = int(given.argmin())
