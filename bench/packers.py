@@ -9,7 +9,7 @@
                 shuffled packs
     local       a store's documents packed 1,000 at a time or all together (--store FOLDER)
     trl         1 million lengths into rows of 2,048, beside TRL's best fit decreasing (--trl FILE,
-                its data_utils.py; needs pyarrow). Its table holds nulls, so no text is moved
+                its data_utils.py; needs pyarrow), which is kept from moving any text
     graphcore   the histogram beside the paper's own code (--graphcore FOLDER with lpfhp.py and
                 spfhp.py)
 
@@ -49,7 +49,7 @@ DEPTHS = {
     "optimal": (None, 2, 3, 4, 8),
     "nnlshp": (2, 3),
 }
-SLOW = ("optimal", "nnlshp")  # run once for each --slow-turns
+SLOW = ("optimal", "nnlshp")  # these have --slow-turns
 WINDOWS = {"nano": (16 * 8, 256, 60), "8 ranks": (16 * 8 * 512, 2048, 300)}  # rows, T, median
 
 
@@ -77,12 +77,14 @@ def lognormal(count: int, median: int, longest: int) -> np.ndarray:
     return np.minimum(drawn, longest)
 
 
-def measure_histogram(counts: np.ndarray, turns: int, slow: int, only: list[str]) -> list[dict]:
+def measure_histogram(
+    counts: np.ndarray, depths: dict[str, tuple[int | None, ...]], turns: int, slow_turns: int
+) -> list[dict]:
     cases = []
-    for packer in only or DEPTHS:
-        for depth in DEPTHS[packer]:
-            packing = pack(counts, packer, depth)  # warms up; the slow ones are timed by it
-            times = slow if packer in SLOW else turns
+    for packer in depths:
+        for depth in depths[packer]:
+            packing = pack(counts, packer, depth)  # warms up
+            times = slow_turns if packer in SLOW else turns
             took = seconds_of(lambda p=packer, d=depth: pack(counts, p, d), times)
             seconds = min_median_max(took)
             case = {"packer": packer, "max_per_pack": depth, **figures_of(packing)}
@@ -137,9 +139,8 @@ def measure_local(path: str) -> list[dict]:
             parts = np.split(lengths, range(part, len(lengths), part))
             packs = sum(pack(histogram(some, max_len)).packs for some in parts)
             figures.add(f"lpfhp_{part}_at_a_time", round(lengths.sum() / packs / max_len, 4))
-        for packer in ("lpfhp", "optimal"):
-            packing = pack(full, packer)
-            figures.add(packer, round(packing.efficiency, 4))
+        packing = pack(full, "lpfhp")
+        figures.add("lpfhp", round(packing.efficiency, 4))
         figures.add("attention", round(packing.attention, 4))
         cases.append(figures)
     return cases
@@ -148,18 +149,25 @@ def measure_local(path: str) -> list[dict]:
 def measure_trl(file: str, turns: int, documents: int = 1_000_000, max_len: int = 2048) -> dict:
     import pyarrow as pa
 
-    their_pack = load_trl(file)._pack_bfd
+    theirs_module = load_trl(file)
     lengths = lognormal(documents, 400, max_len)
     offsets = pa.array(np.concatenate(([0], np.cumsum(lengths))).astype(np.int32))
-    column = pa.ListArray.from_arrays(offsets, pa.nulls(int(lengths.sum())))
-    table = pa.table({"input_ids": column})
+    table = pa.table({"ids": pa.ListArray.from_arrays(offsets, pa.nulls(int(lengths.sum())))})
+
+    def their_packs() -> int:
+        try:
+            theirs_module._pack_bfd(table, max_len, "split")
+        except Packed as packed:
+            return packed.args[0]
+        raise ValueError(f"--trl {file}: _pack_bfd no longer ends in pc.take")
+
     figures = Figures(documents=documents, max_len=max_len, pyarrow=pa.__version__)
     ours, theirs = [], []
     for _ in range(turns):
         ours += seconds_of(lambda: pack_lengths(lengths, max_len, "bfd"), 1)
-        theirs += seconds_of(lambda: their_pack(table, max_len), 1)
+        theirs += seconds_of(their_packs, 1)
     figures.add("packs", len(pack_lengths(lengths, max_len, "bfd").offsets) - 1)
-    figures.add("trl_packs", their_pack(table, max_len).num_rows)
+    figures.add("trl_packs", their_packs())
     figures.add("s", ours)
     figures.add("trl_s", theirs)
     ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
@@ -168,12 +176,23 @@ def measure_trl(file: str, turns: int, documents: int = 1_000_000, max_len: int 
 
 
 def load_trl(file: str) -> types.ModuleType:
-    """TRL's data_utils.py alone; of the libraries it imports, packing needs pyarrow only."""
+    """TRL's data_utils.py alone, of whose libraries packing needs pyarrow; it moves no text."""
     for name in ("datasets", "transformers"):
         stand_in = types.ModuleType(name)
         stand_in.__getattr__ = lambda _: object  # any name, for type hints
         sys.modules.setdefault(name, stand_in)
-    return load(file)
+    module = load(file)
+
+    def take(*_: Any) -> None:
+        raise Packed(len(sys._getframe(1).f_locals["bins"]))
+
+    steps = {"take": take, "filter": lambda column, _: column}  # no document is empty
+    module.pc = types.SimpleNamespace(**{**vars(module.pc), **steps})
+    return module
+
+
+class Packed(Exception):
+    """TRL's packer is done, with so many packs, and about to move the text."""
 
 
 def load(file: str) -> types.ModuleType:
@@ -212,6 +231,7 @@ def main() -> None:
     parser.add_argument("--store", help="folder made by prepare.py, for packing a part at a time")
     parser.add_argument("--trl", help="TRL's data_utils.py")
     parser.add_argument("--graphcore", help="folder with lpfhp.py and spfhp.py")
+    parser.add_argument("--cases", nargs="*", help="(default: all that have what they need)")
     parser.add_argument("--packers", nargs="*", choices=DEPTHS, help="(default: all)")
     parser.add_argument("--turns", type=int, default=11, help="(11)")
     parser.add_argument("--slow-turns", type=int, default=3, help="of optimal and nnlshp (3)")
@@ -224,10 +244,12 @@ def main() -> None:
     counts = read_histogram(Path(args.histogram), None)
     long = histogram(lognormal(16_000_000, 700, 4096), 4096)
     turns, slow = args.turns, args.slow_turns
+    depths = {packer: DEPTHS[packer] for packer in args.packers or DEPTHS}
+    unlimited = {"lpfhp": (None,), "spfhp": (None,)}
     cases: dict[str, Callable[[], Any]] = {
-        "histogram": lambda: measure_histogram(counts, turns, slow, args.packers),
+        "histogram": lambda: measure_histogram(counts, depths, turns, slow),
         "assign": lambda: measure_assign(counts, 5),
-        "long": lambda: measure_histogram(long, turns, slow, ["lpfhp", "spfhp"]),
+        "long": lambda: measure_histogram(long, unlimited, turns, slow),
         "windows": lambda: measure_windows(turns),
     }
     if args.store:
@@ -238,6 +260,8 @@ def main() -> None:
         cases["graphcore"] = lambda: measure_graphcore(args.graphcore, counts, turns)
         cases["graphcore long"] = lambda: measure_graphcore(args.graphcore, long, 3)
     for name, measure in cases.items():
+        if args.cases and name not in args.cases:
+            continue
         print(f"\n{name}")
         found = measure()
         if args.record:  # a record a case, so that one which is cut off leaves the others'
