@@ -1,4 +1,4 @@
-"""Packing: every document once, no row too full, no packer above the published ones or its bound."""
+"""Packing: every document once, no row too full, never more rows than the published packers."""
 
 import json
 import sys
