@@ -124,6 +124,8 @@ def fewest_packs(lengths, max_len, max_per_pack):
 
 
 def test_worked_example():
+    packs = pack_lengths([3, 6, 5, 2], 8)
+    assert packs.items.tolist() == [1, 3, 2, 0] and packs.offsets.tolist() == [0, 2, 4]
     assert best_fit([3, 6, 5, 2], 8) == [[1, 3], [2, 0]]
     assert best_fit([], 8) == []
     assert best_fit([8, 8], 8) == [[0], [1]]
@@ -322,6 +324,11 @@ def test_names_the_extra_where_scipy_is_missing(packer, monkeypatch):
 def test_least_squares_over_too_many_patterns_is_refused():
     with pytest.raises(ValueError, match="every way to fill a pack of 256, more than 100,000"):
         pack(np.arange(257), "nnlshp")
+
+
+def test_a_limit_below_one_is_refused_for_documents_in_order():
+    with pytest.raises(ValueError, match="--max-per-pack 0: a pack holds 1 document or more"):
+        pack_lengths([1, 1], 2, "next-fit", 0)
 
 
 def test_documents_of_another_histogram_are_refused():
