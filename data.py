@@ -10,7 +10,7 @@
 Which samples are drawn and how pieces share a row is decided in plan.py:
 
     Plan.__call__ ── plain_rows ──── draw ── a piece a row ───────────────┬── Plan.batch ── collate
-                 └── packed_rows ─── draw ── cut ── packing.pack ─────────┘   of this rank's rows
+                 └── packed_rows ─── draw ── cut ── packing.pack_lengths ─┘   of this rank's rows
 
 A GPT reads a piece of the store like this:
 

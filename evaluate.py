@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from data import Batch, Rows, SpecialIds, collate, mask_tokens
-from packing import pack
+from packing import pack_lengths
 from prepare import embedded_store
 from sample import load_run
 from support.flags import whole_number
@@ -84,8 +84,8 @@ class Evaluation:
         if stride:
             pieces, seen = with_context(spans, store.offsets, seq_len, stride)
         special_tokens = seq_len - samples.max_piece_len  # a BERT's [CLS] and [SEP]
-        packs = pack(pieces[:, 1] - pieces[:, 0] + special_tokens, seq_len)
-        self.rows = Rows.of(pieces[packs.items], packs.first, seen[packs.items])
+        packs = pack_lengths(pieces[:, 1] - pieces[:, 0] + special_tokens, seq_len)
+        self.rows = Rows.of(pieces[packs.items], packs.offsets, seen[packs.items])
         part = f"{sizes.sum():,} of {samples.stop - samples.start:,}"
         self.text = f"{'all' if len(spans) == len(samples) else part} held-out tokens"
         self.store, self.seq_len = store, seq_len

@@ -23,6 +23,7 @@ from config import Config, samples_kind
 from curriculum import Curriculum, Stage
 from data import Batch, Drawn, Rows, SpecialIds, collate, draw, mask_tokens, masked_tokens
 from difficulty import label
+from support.balance import balanced
 from support.clock import Clock, StepContext, advanced, tokens_by_layer
 from support.ranking import Pool
 from support.runtime import Runtime
@@ -194,7 +195,7 @@ class Plan:
                 at = at._replace(samples_drawn=window.next_sample, window_row=0)
         rows = Rows.join(parts)
         work = rows.sums((rows.stop - rows.start + self.extra) ** 2)  # of attention
-        rows = rows.take(packing.balanced(work))
+        rows = rows.take(balanced(work))
         return Chosen(rows, self.seq_len, window.stage._replace(max_piece_len=longest), at)
 
     def window_at(self, clock: Clock) -> Window:
@@ -218,9 +219,10 @@ class Plan:
         stage = self.stage_at(start.window_tokens)
         drawn = self.draw_samples(start, stage.pool, WINDOW_STEPS * self.rows_per_step)
         pieces = cut(drawn.spans, stage.max_piece_len - self.extra)
-        packs = packing.pack(pieces[:, 1] - pieces[:, 0] + self.extra, self.seq_len)
-        rows = Rows.of(pieces[packs.items], packs.first)
-        return Window(start, rows, stage, drawn.next_sample)
+        packs = packing.pack_lengths(pieces[:, 1] - pieces[:, 0] + self.extra, self.seq_len)
+        rows = Rows.of(pieces[packs.items], packs.offsets)
+        by_first = np.argsort(packs.items[packs.offsets[:-1]])
+        return Window(start, rows.take(by_first), stage, drawn.next_sample)
 
     def batch(self, context: StepContext, rows: Rows, seq_len: int) -> tuple[Batch, int]:
         """This rank's rows as a Batch, and the targets, or documents, of all ranks' rows."""
