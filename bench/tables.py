@@ -16,12 +16,12 @@ import math
 import statistics
 from itertools import pairwise
 
-from ablate import BERT, LTD, PIECES, RECIPES, ROWS
+from ablate import BERT, LTD, PIECES, RATES, RECIPES, ROWS
 from record import ROOT
 
 BUDGET = 800_000  # tokens of nano's recipe
 README = ["plain", "plain short", "curriculum short", "pack short", "constant 16", "all short"]
-README += ["plain half", "ltd half", "all half"]
+README += ["ltd 310K", "plain half", "ltd half", "all half"]
 
 
 def records(name: str) -> list[dict]:
@@ -136,6 +136,16 @@ def dropping_table(recipes: list[str], trainer: str) -> str:
     return "\n".join(rows)
 
 
+def rates_table(recipes: list[str], trainer: str) -> str:
+    """What a run reaches with other learning rates than the recipe's."""
+    losses = measured("val_bpb", trainer)
+    rows = ["| flags | bits per byte |", "|---|---|"]
+    for recipe in recipes:
+        mine = [loss for by_budget in losses[recipe].values() for loss in by_budget.values()]
+        rows.append(f"| `{RECIPES[recipe] or 'none'}` | {spread(mine)} |")
+    return "\n".join(rows)
+
+
 def time_table(recipes: list[str], trainer: str) -> str:
     """What each recipe reaches in which share of the plain run's seconds."""
     losses, cost = measured("val_bpb", trainer), costs_of(trainer)
@@ -161,6 +171,7 @@ def main() -> None:
     timed = costs_of("split")
     print("docs/ltd.md\n")
     print(dropping_table([recipe for recipe in LTD if recipe in timed], "split"), "\n")
+    print(rates_table(["plain", "constant 16", *RATES], "split"), "\n")
     print("README.md\n")
     print(time_table([recipe for recipe in README if recipe in timed], "split"), "\n")
     print("CHANGELOG.md: what a step's learning rate in its middle did to two rows\n")
