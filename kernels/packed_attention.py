@@ -27,7 +27,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels import attention_groups, attention_tiles
+from kernels import attention_groups, attention_tiles, attention_tiles_backward
 
 IMPLS = {
     "dense": "under a mask of each row's documents",
@@ -108,14 +108,15 @@ def bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     return start.masked_fill(padding, T).int(), end.masked_fill(padding, 0).int()
 
 
-FORMS = {"groups": attention_groups, "triton": attention_tiles}
+FORWARD = {"groups": attention_groups.forward, "triton": attention_tiles.forward}
+BACKWARD = {"groups": attention_groups.backward, "triton": attention_tiles_backward.backward}
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, here: Tensor, there: Tensor, causal: bool, impl: str
 ) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of scores that the backward pass needs."""
-    return FORMS[impl].forward(q, k, v, here, there, causal)
+    return FORWARD[impl](q, k, v, here, there, causal)
 
 
 def attend_backward(
@@ -130,7 +131,7 @@ def attend_backward(
     causal: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return FORMS[impl].backward(dout, q, k, v, out, lse, here, there, causal)
+    return BACKWARD[impl](dout, q, k, v, out, lse, here, there, causal)
 
 
 # The same as operators, which a compiler takes as they are: without looking into them it knows the

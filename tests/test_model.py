@@ -19,12 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import cross_entropy
 from kernels.cross_entropy import IGNORE
+from kernels.packed_attention import attention_mask
 from model import (
     SIZES,
     TokenMeta,
     Transformer,
     TransformerConfig,
-    attention_mask,
     flops_of_row,
     parameter_count,
     rotate,
@@ -333,11 +333,13 @@ def test_a_layer_of_kept_tokens_is_a_full_layer_that_looks_at_kept_keys_alone(ki
     is_kept = torch.zeros(B, T, dtype=torch.bool).scatter_(1, kept, True)
     ids = torch.zeros(B, T, dtype=torch.int64) if doc_ids is None else doc_ids
     full = TokenMeta(positions, ids, kind == "gpt", turns)
-    full.mask = full.mask & (is_kept[:, None, None, :] | torch.eye(T, dtype=torch.bool))
+    mask, padding = full.documents.index
+    mask = mask & (is_kept[:, None, None, :] | torch.eye(T, dtype=torch.bool))
+    full.documents = full.documents._replace(index=(mask, padding))
     expected = model.h[1](x, full)[is_kept].view(B, 11, 16)
     assert_close(found, expected, 1e-5)
     assert taken.positions.equal(positions.expand(B, T)[is_kept].view(B, 11))
-    assert (taken.mask is None) == (doc_ids is None)
+    assert (taken.documents is None) == (doc_ids is None)
 
 
 def test_run_block_meets_every_layer_in_order():
