@@ -10,7 +10,8 @@ Does not round lengths up, which would save calls: with real texts that took as 
     python bench/kernels.py --kernel packed_attention --size nano
 """
 
-from collections.abc import Iterator
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -30,11 +31,12 @@ def layout(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
 
     Args:    doc_ids (B, T) int64, -1 on padding
     Returns: order (2, B * T) int64: the tokens as they are laid, and where each token is then;
-                   -1 everywhere if they stay where they are
-             calls (B * T, 2) int64: how many tokens each call takes, and how long its documents
-                   are, 0 for padding; zeros from the last call on
+                   without meaning where all stay
+             calls (1 + B * T, 2) int64: first how many calls there are, and 1 if tokens are moved;
+                   then how many tokens each call takes, and how long its documents are, 0 for
+                   padding
     Cost:    some thirty operations on short arrays, no loop over documents
-    Example: of [[7, 7, 9, 9, -1]] the tokens stay, and the calls are (4, 2), (1, 0)
+    Example: of [[7, 7, 9, 9, -1]] no token is moved, and the calls are (4, 2), (1, 0)
     """
     B, T = doc_ids.shape
     N = B * T
@@ -46,66 +48,74 @@ def layout(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     tokens = first.diff(append=first.new_tensor([N]))
     lengths = torch.where(ids[first] < 0, 0, tokens)
 
-    order = torch.full((2, N), -1)
+    order = torch.zeros(2, N, dtype=torch.int64)
     here, call = lengths.unique_consecutive(return_inverse=True)
     by_length = lengths.sort(stable=True)
     sorted_lengths, sorted_call = by_length.values.unique_consecutive(return_inverse=True)
-    if (len(here) - len(sorted_lengths)) * TOKENS_OF_A_CALL > N:
+    moved = (len(here) - len(sorted_lengths)) * TOKENS_OF_A_CALL > N
+    if moved:
         here, call = sorted_lengths, sorted_call
         first, tokens = first[by_length.indices], tokens[by_length.indices]
-        moved = first - (tokens.cumsum(0) - tokens)
-        order[0] = index + moved.repeat_interleave(tokens, output_size=N)
+        by = first - (tokens.cumsum(0) - tokens)
+        order[0] = index + by.repeat_interleave(tokens, output_size=N)
         order[1, order[0]] = index
-    calls = torch.zeros(N, 2, dtype=torch.int64)
-    calls[: len(here), 0].index_add_(0, call, tokens)
-    calls[: len(here), 1] = here
+    calls = torch.zeros(1 + N, 2, dtype=torch.int64)
+    calls[0, 0], calls[0, 1] = len(here), moved
+    calls[1 : 1 + len(here), 0].index_add_(0, call, tokens)
+    calls[1 : 1 + len(here), 1] = here
     return order, calls
 
 
-def laid(x: Tensor, order: Tensor) -> Tensor:
-    """(B, T, H, D) -> (B * T, H, D) as the calls take it"""
-    x = x.flatten(0, 1)
-    return x if order[0, 0] < 0 else x.index_select(0, order[0])
+class Calls(NamedTuple):
+    sizes: list[list[int]]  # of each its tokens, and the length of its documents
+    order: Tensor | None  # None: no token is moved
+
+    @classmethod
+    def of(cls, order: Tensor, calls: Tensor) -> "Calls":
+        count, moved = calls[0].tolist()
+        return cls(calls[1 : 1 + count].tolist(), order if moved else None)
+
+    def laid(self, x: Tensor) -> Tensor:
+        """(B, T, H, D) -> (B * T, H, D), as the calls take it"""
+        x = x.flatten(0, 1)
+        return x if self.order is None else x.index_select(0, self.order[0])
+
+    def parts(self, x: Tensor) -> list[Tensor]:
+        """(B * T, H, ...) -> (documents, H, length, ...) of each call; padding is a document"""
+        rest, tokens = x.shape[1:], [tokens for tokens, _ in self.sizes]
+        return [
+            part.view(-1, length or count, *rest).transpose(1, 2)
+            for part, (count, length) in zip(x.split(tokens), self.sizes, strict=True)
+        ]
+
+    def put_back(self, parts: Sequence[Tensor], like: Tensor) -> Tensor:
+        """The calls' (documents, H, length, D) -> (B, T, H, D), as tokens lie in their rows"""
+        x = joined(parts)
+        return (x if self.order is None else x.index_select(0, self.order[1])).view(like.shape)
 
 
-def put_back(parts: list[Tensor], order: Tensor, like: Tensor) -> Tensor:
-    """What the calls gave, (documents, H, length, D) each -> (B, T, H, D), as tokens lie in rows"""
-    parts = [flat(part) for part in parts]
-    x = parts[0] if len(parts) == 1 else torch.cat(parts)
-    return (x if order[0, 0] < 0 else x.index_select(0, order[1])).view(like.shape)
-
-
-def flat(x: Tensor) -> Tensor:
-    """(documents, H, length, ...) -> (tokens, H, ...)"""
-    return x.transpose(1, 2).flatten(0, 1)
-
-
-def by_call(calls: Tensor, *arrays: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-    """Of each call the length of its documents, and its (documents, H, length, ...) of each array.
-
-    Padding is a document here.
-    """
-    begin = 0
-    for tokens, length in calls[: calls[:, 0].count_nonzero()].tolist():
-        parts = [x[begin : begin + tokens] for x in arrays]
-        yield length, [x.unflatten(0, (-1, length or tokens)).transpose(1, 2) for x in parts]
-        begin += tokens
+def joined(parts: Sequence[Tensor]) -> Tensor:
+    """(documents, H, length, ...) of each call -> (tokens, H, ...)"""
+    flat = [part.transpose(1, 2).flatten(0, 1) for part in parts]
+    return flat[0] if len(flat) == 1 else torch.cat(flat)
 
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, order: Tensor, calls: Tensor, causal: bool
 ) -> tuple[Tensor, Tensor]:
     """The output (B, T, H, D), and the log-sum-exp of every score's row (B * T, H), as laid."""
+    todo = Calls.of(order, calls)
     out, lse = [], []
-    for length, parts in by_call(calls, *(laid(x, order) for x in (q, k, v))):
+    inputs = (todo.parts(todo.laid(x)) for x in (q, k, v))
+    for (_, length), *parts in zip(todo.sizes, *inputs, strict=True):
         if length:
             one, its_lse = attention(*parts, 0.0, causal)
         else:
             one = parts[0].new_zeros(parts[0].shape)
             its_lse = one[..., 0].to(lse_dtype(q))
         out.append(one)
-        lse.append(flat(its_lse))
-    return put_back(out, order, q), torch.cat(lse)
+        lse.append(its_lse)
+    return todo.put_back(out, q), joined(lse)
 
 
 def lse_dtype(q: Tensor) -> torch.dtype:
@@ -124,12 +134,13 @@ def backward(
     causal: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v, (B, T, H, D) each."""
-    arrays = [laid(x, order) for x in (dout, q, k, v, out)]
+    todo = Calls.of(order, calls)
     gradients = []
-    for length, parts in by_call(calls, *arrays, lse):
+    inputs = (todo.parts(x) for x in (*map(todo.laid, (dout, q, k, v, out)), lse))
+    for (_, length), *parts in zip(todo.sizes, *inputs, strict=True):
         if length:
             gradients.append(attention_backward(*parts, 0.0, causal))
         else:
             gradients.append(3 * [parts[0].new_zeros(parts[0].shape)])
-    dq, dk, dv = (put_back(list(each), order, q) for each in zip(*gradients, strict=True))
+    dq, dk, dv = (todo.put_back(each, q) for each in zip(*gradients, strict=True))
     return dq, dk, dv
