@@ -186,6 +186,21 @@ if triton is not None:
         tl.store(lse + (b.to(tl.int64) * H + h) * T + t, row_lse, mask=t < T)
 
 
+def check(q: Tensor) -> None:
+    """Refuse what the kernels cannot take."""
+    if triton is None:
+        raise ValueError("impl 'triton': Triton is not installed here, choose dense")
+    if q.shape[-1] not in HEAD_WIDTHS or q.dtype not in DTYPES:
+        raise ValueError(
+            f"impl 'triton' wants heads of {', '.join(map(str, HEAD_WIDTHS))} numbers in bfloat16,"
+            f" float16 or float32, not {q.shape[-1]} in {q.dtype}: choose dense"
+        )
+    if not q.is_cuda and isinstance(forward_kernel, triton.JITFunction):
+        raise ValueError(
+            "impl 'triton' wants CUDA tensors, or TRITON_INTERPRET=1 set before Python starts"
+        )
+
+
 def launch(kernel: str, q: Tensor, causal: bool) -> tuple[tuple[int, int], dict]:
     """The grid, and a kernel's constants: neither depends on the documents."""
     B, T, H, D = q.shape

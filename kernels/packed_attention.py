@@ -214,6 +214,8 @@ def packed_attention(
     if documents.impl != "dense":
         if dropout:
             raise ValueError(f"impl {documents.impl!r} has no dropout: choose dense")
+        if documents.impl == "triton":
+            attention_tiles.check(q)
         return PackedAttention.apply(q, k, v, documents)
     mask, padding = documents.index
     heads_first = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) each
