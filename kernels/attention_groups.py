@@ -77,9 +77,9 @@ class Calls(NamedTuple):
 
     def laid(self, x: Tensor) -> Tensor:
         """(B, T, H, D) -> (B * T, H, D), as the calls take it"""
-        x = (x if x.stride(3) == 1 else x.contiguous()).flatten(
-            0, 1
-        )  # which torch's does not check
+        if x.stride(3) != 1:  # wrong in torch's operator, which does not say so
+            x = x.contiguous()
+        x = x.flatten(0, 1)
         return x if self.order is None else x.index_select(0, self.order[0])
 
     def parts(self, x: Tensor) -> list[Tensor]:

@@ -181,7 +181,8 @@ if triton is not None:
 
         acc, total, top = state
         nothing = total == 0
-        store_rows(out, acc / tl.where(nothing, 1.0, total)[:, None], b, h, t, T, H, D)
+        total = tl.where(nothing, 1.0, total)
+        store_rows(out, acc / total[:, None], b, h, t, T, H, D)
         row_lse = tl.where(nothing, float("inf"), top + tl.log2(total))
         tl.store(lse + (b.to(tl.int64) * H + h) * T + t, row_lse, mask=t < T)
 
