@@ -7,7 +7,7 @@ batch, and serves every layer and the backward pass.
 
 Does not round lengths up, which would save calls: with real texts that took as long.
 
-    python bench/kernels.py --kernel packed_attention --size nano
+    OMP_NUM_THREADS=2 python bench/attention.py
 """
 
 from collections.abc import Sequence
