@@ -199,10 +199,13 @@ def sentence(packer: str, packing: Packing, seconds: float) -> str:
 
 
 def some_rows(packing: Packing) -> list[list[int]]:
-    """The lengths in some packs, evenly spaced among all; where they are few, in all."""
-    chosen = np.unique(np.linspace(0, packing.packs - 1, ROWS).astype(int))
-    strategies = np.searchsorted(np.cumsum(packing.counts), chosen, "right")
-    offsets = packing.offsets
+    """The lengths in every pack; where packs are many, in some of those with several documents."""
+    offsets, counts = packing.offsets, packing.counts
+    several = np.diff(offsets) > 1
+    if packing.packs > ROWS and several.any():
+        counts = np.where(several, counts, 0)
+    chosen = np.unique(np.linspace(0, counts.sum() - 1, ROWS).astype(int))
+    strategies = np.searchsorted(np.cumsum(counts), chosen, "right")
     return [packing.lengths[offsets[s] : offsets[s + 1]].tolist() for s in strategies]
 
 

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
+from support import cutting_stock
 from support.cutting_stock import (
     UNIT,
     fill,
@@ -95,6 +96,21 @@ def test_relaxation_has_a_place_for_everything_and_is_at_its_bound(counts, max_p
         np.add.at(places, list(pattern), n)
     longer = np.cumsum((places - counts)[::-1])  # at least as many places as documents so long
     assert (longer > -1e-5).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(counts_of_lengths, st.integers(1, 16))
+def test_column_generation_finds_what_all_patterns_together_give(counts, max_per_pack):
+    pytest.importorskip("scipy", reason="SciPy is not installed")
+    assume(any(counts))
+    counts = np.array([0, *counts])
+    start = [(length,) for length in np.flatnonzero(counts).tolist()]
+    together = relax(counts, max_per_pack, start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting_stock, "FEW", 0)
+        one_by_one = relax(counts, max_per_pack, start)
+    assert one_by_one.lower_bound == together.lower_bound
+    assert np.ceil(one_by_one.packs.sum() - 1e-6) == one_by_one.lower_bound
 
 
 def test_fill_by_hand():

@@ -69,6 +69,12 @@ def test_rows_as_text():
     assert many.endswith(" 1 + 1 + ... = 9 of 9") and "|aaaaaaabbbbbbb" in many
 
 
+def test_of_many_rows_those_of_several_documents_are_shown():
+    packing = pack(histogram([8] * 99 + [6, 2] * 20, 8), DEFAULT)
+    shown = list(rows_as_text(packing))
+    assert len(shown) == 12 and all(line.endswith("6 + 2 = 8 of 8") for line in shown)
+
+
 def test_picture(tmp_path, capsys):
     pytest.importorskip("matplotlib", reason="Matplotlib is not installed")
     file = tmp_path / "rows.png"
