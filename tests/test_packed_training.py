@@ -1,12 +1,15 @@
 """Training on packed rows is training on the same documents, one to a row: 50 steps of either."""
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 import torch
+from conftest import SMALL
 
 import config
-from conftest import SMALL
 from data import Rows, SpecialIds, collate, mask_tokens, shares_of_documents
+from kernels.packed_attention import attention_mask
 from model import Transformer
 from packing import pack_lengths
 from support.rng import bits
@@ -78,6 +81,17 @@ def test_negative_control_a_row_that_is_one_document_differs(store_dir, monkeypa
         Transformer, "forward", lambda self, batch, **more: FORWARD(self, contaminated(batch))
     )
     assert losses(store, True, "") != pytest.approx(alone, rel=1e-2)
+
+
+def test_the_mask_in_the_docs_is_the_models():
+    doc_ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, -1]])
+    positions = (0, 1, 2, 0, 1, 0, 1, 2, 0)
+    mask = attention_mask(doc_ids, causal=True)[0, 0] & (doc_ids[0] >= 0)
+    rows = zip(doc_ids[0].tolist(), positions, mask.tolist(), strict=True)
+    lines = [f"{d:2}{p:4}   {' '.join('█' if s else '·' for s in seen)}" for d, p, seen in rows]
+    page = (Path(__file__).parents[1] / "docs" / "packing.md").read_text()
+    shown = page.split("<!-- mask -->")[1].split("<!-- /mask -->")[0]
+    assert shown == "\n```text\ndoc pos\n" + "\n".join(lines) + "\n```\n"
 
 
 FORWARD = Transformer.forward
