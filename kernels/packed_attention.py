@@ -8,7 +8,7 @@ three Triton kernels; the operator, which compiled code takes as one; the public
     y = packed_attention(q, k, v, documents)                 # in every layer
 
     dense   torch's attention under a mask of (T, T): every score of a row is computed
-    groups  a CPU: documents of one length at a time, see attention_groups.py
+    groups  a CPU: documents of like length at a time, see attention_groups.py
     triton  a GPU: tiles of queries against those tiles of keys that their documents reach into.
             Tiles lie fixed in the row, so no launch and no shape depends on the documents
 
@@ -31,7 +31,7 @@ from kernels import attention_groups, attention_tiles, attention_tiles_backward
 
 IMPLS = {
     "dense": "under a mask of each row's documents",
-    "groups": "documents of one length at a time",
+    "groups": "documents of like length at a time",
     "triton": "in tiles that end with their documents",
 }
 
@@ -69,7 +69,7 @@ class Documents(NamedTuple):
 
     impl: str
     causal: bool
-    # dense: the mask, and where padding is; groups: order and calls; triton: start and end
+    # dense: the mask, and where padding is; groups: slots and calls; triton: start and end
     index: tuple[Tensor, Tensor]
 
 

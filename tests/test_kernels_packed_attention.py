@@ -42,6 +42,7 @@ CASES = {  # T, the lengths of each row's documents; what they leave is padding
     "one-token documents": (40, [[1] * 40, [1] * 7 + [30]]),
     "equal lengths": (128, [[32] * 4, [32] * 3]),
     "lengths that alternate": (600, [[40, 20] * 10]),
+    "many lengths": (600, [[9, 75, 40, 1, 21, 60, 33, 74, 76, 17, 2, 52, 39, 19, 41, 10]]),
 }
 SMALL = "63"
 
@@ -346,25 +347,28 @@ def test_layout_example():
 @given(ROWS, st.sampled_from([1, 1000]))
 def test_a_layout_takes_every_token_once_and_every_document_whole(rows, tokens_of_a_call):
     doc_ids = documents_of(40, rows)
+    N = doc_ids.numel()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(attention_groups, "TOKENS_OF_A_CALL", tokens_of_a_call)
-        order, calls = attention_groups.layout(doc_ids)
-    count, moved = calls[0].tolist()
-    tokens = torch.arange(doc_ids.numel())
-    laid = order[0] if moved else tokens
-    assert laid.sort().values.equal(tokens)
-    if moved:
-        assert laid[order[1]].equal(tokens)
+        (token, slot, blank), calls = attention_groups.layout(doc_ids)
+    count, S = calls[0].tolist()
+    if S:
+        token, blank = token[:S], blank[:S]
+        assert token[slot[:N]].equal(torch.arange(N)) and not blank[slot[:N]].any()
+        assert (blank == 0).sum() == N
+    else:
+        token, blank = torch.arange(N), torch.zeros(N, dtype=torch.int64)
     names = (doc_ids + 1 + 100 * torch.arange(len(rows))[:, None]) * (doc_ids >= 0)  # 0: padding
-    names, first = names.flatten()[laid], 0
+    names, first = names.flatten()[token], 0
     for size, length in calls[1 : 1 + count].tolist():
-        documents = names[first : first + size].view(-1, length or size)
+        call = slice(first, first + size)
+        documents = names[call].view(-1, length or size)
         assert documents.equal(documents[:, :1].expand_as(documents))
         assert (documents == 0).all() == (length == 0)
+        assert (blank[call].view_as(documents).diff(dim=1) >= 0).all(), "they come last"
         first += size
-    assert first == doc_ids.numel() and not calls[1 + count :].any()
-    found = names[names > 0].unique().numel()
-    assert found == sum(len(lengths) for lengths in rows)
+    assert first == len(token) and not calls[1 + count :].any()
+    assert names[(names > 0) & (blank == 0)].unique().numel() == sum(map(len, rows))
 
 
 # How it is chosen and called
