@@ -30,7 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
-from kernels.packed_attention import chosen_impl, index_of, packed_attention
+from kernels.packed_attention import impl_for, index_of, packed_attention
 
 
 @dataclass(frozen=True)
@@ -219,12 +219,8 @@ class Transformer(nn.Module):
 
     def attention_impl(self) -> str:
         """How rows of several documents are attended to, here and under autocast as it is now."""
-        weight = self.wte.weight
-        device, dtype = weight.device.type, weight.dtype
-        if torch.is_autocast_enabled(device):
-            dtype = torch.get_autocast_dtype(device)
         dropout = self.config.dropout if self.training else 0.0
-        return chosen_impl(device, dtype, self.config.head_width, dropout)
+        return impl_for(self.wte.weight, self.config.head_width, dropout)
 
     def logits(self, *inputs, **more) -> Tensor:
         """(B, T, V) scores of every next token, or masked one; arguments as of `hidden_states`."""
@@ -245,15 +241,13 @@ class Transformer(nn.Module):
         Args: shares (B, T) what each target counts; None for 1
         """
         tokens, targets, positions, doc_ids = batch
-        x = self.hidden_states(tokens, positions, doc_ids, run_block)
+        x = self.hidden_states(tokens, positions, doc_ids, run_block).flatten(0, 1)  # (B T, C)
+        targets, shares = targets.flatten(), shares if shares is None else shares.flatten()
         if self.config.kind == "bert":  # the head is a fifth of the work and 15 % need it
             masked = targets != IGNORE
             x, targets = x[masked], targets[masked]
-            shares = None if shares is None else shares[masked]
-        features, bias = self.features(x)
-        features = features.reshape(-1, features.shape[-1])  # (N, C)
-        shares = None if shares is None else shares.flatten()
-        targets = targets.reshape(-1)
+            shares = shares if shares is None else shares[masked]
+        features, bias = self.features(x)  # (N, C)
         return linear_cross_entropy(features, self.wte.weight, bias, targets, shares=shares)
 
 

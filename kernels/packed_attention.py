@@ -194,6 +194,14 @@ def chosen_impl(
     return "triton" if device == "cuda" and tiled and half else "dense"
 
 
+def impl_for(weight: Tensor, head_width: int, dropout: float = 0.0) -> str:
+    """`chosen_impl` for a model that has this weight, under autocast as it is now."""
+    device, dtype = weight.device.type, weight.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return chosen_impl(device, dtype, head_width, dropout)
+
+
 def packed_attention(
     q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: float = 0.0
 ) -> Tensor:

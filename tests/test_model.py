@@ -188,7 +188,7 @@ def test_packed_equals_unpacked(kind, pos, rows, dtype):
 
 
 def attend_by(impl: str, monkeypatch) -> None:
-    monkeypatch.setattr("model.chosen_impl", lambda *_: impl)
+    monkeypatch.setattr("model.impl_for", lambda *_: impl)
 
 
 @pytest.mark.parametrize("impl", ["dense", "groups"])
