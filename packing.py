@@ -41,6 +41,10 @@ class PackConfig:
         default=False,
         metadata={"help": "lay pieces of documents side by side in full rows, isolated by a mask"},
     )
+    max_per_row: int | None = field(
+        default=None,
+        metadata={"help": "pieces in a row at most (default: as many as fit)", "least": 1},
+    )
 
 
 # ---- greedy packers

@@ -219,7 +219,8 @@ class Plan:
         stage = self.stage_at(start.window_tokens)
         drawn = self.draw_samples(start, stage.pool, WINDOW_STEPS * self.rows_per_step)
         pieces = cut(drawn.spans, stage.max_piece_len - self.extra)
-        packs = packing.pack_lengths(pieces[:, 1] - pieces[:, 0] + self.extra, self.seq_len)
+        lengths, most = pieces[:, 1] - pieces[:, 0] + self.extra, self.settings.pack.max_per_row
+        packs = packing.pack_lengths(lengths, self.seq_len, max_per_pack=most)
         rows = Rows.of(pieces[packs.items], packs.offsets)
         by_first = np.argsort(packs.items[packs.offsets[:-1]])
         return Window(start, rows.take(by_first), stage, drawn.next_sample)

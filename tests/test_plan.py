@@ -187,6 +187,16 @@ def test_packing_pads_little(store):
     assert alone > 0.15
 
 
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_row_may_have_so_many_pieces_and_no_more(store, most):
+    """With one piece a row it is the padded run that packing is compared with."""
+    flags = f"--pack --pack-max-per-row {most} --seq-len 512 --batch-tokens 4096"
+    steps = walk(plan(store, flags), 10)
+    pieces = {int(n) + 1 for step in steps for n in step.batch.with_documents().doc_ids.amax(1)}
+    assert max(pieces) == most
+    assert (steps[0].padding_share > 0.15) == (most == 1)
+
+
 def test_packing_of_full_documents_is_the_plain_run():
     """Neutral is identity: documents of exactly a row's length make the same batches either way."""
 
