@@ -28,17 +28,16 @@ from pathlib import Path
 
 import numpy as np
 
-import data
 import difficulty
 import prepare
 from curriculum import LENGTHS
-from data import Samples
 from difficulty import label, metric
 from support import describe, figures, ranking, runtime
 from support.atomic import atomic_write, folder_lock
 from support.parallel import in_processes
 from support.ranking import Rankings
 from support.runtime import Runtime
+from support.samples import KINDS, KINDS_HELP, Samples, samples_of
 from support.shard_files import Shard, ShardFiles
 from support.sorted_runs import sorted_run
 from support.tokenizer import get_encoding
@@ -192,7 +191,7 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
         )
     if lacking:
         ranks.say(f"analyzing {store} by {', '.join(lacking)}, once: index in {at}")
-        analyze(partial(data.open_samples, store, kind, seq_len), lacking, at, ranks)
+        analyze(partial(samples_of, store, kind, seq_len), lacking, at, ranks)
     return difficulty.opened(at, prints)
 
 
@@ -205,7 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--metric", required=True, help=f"{', '.join(difficulty.METRICS)} or path.py:name"
     )
-    parser.add_argument("--samples", default="pieces", choices=data.KINDS, help=data.KINDS_HELP)
+    parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)
     parser.add_argument("--seq-len", type=int, default=256, help="tokens of a row")
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
@@ -218,7 +217,7 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are told to end
     ranks = runtime.start("cpu", "fp32")
     store = args.store or ranks.on_rank0(lambda: str(prepare.embedded_store("pd4k")))
-    open_samples = partial(data.open_samples, store, args.samples, args.seq_len)
+    open_samples = partial(samples_of, store, args.samples, args.seq_len)
     samples = open_samples()
     folder = difficulty.index_folder(args.out, store, args.samples, args.seq_len)
     analyze(open_samples, names, folder, ranks, args.workers)

@@ -116,37 +116,43 @@ def call(what: str, function: Callable, *args: Any) -> Any:
 # ---- reshape: full rows shown in parts
 
 
-class Chunk(NamedTuple):
-    """Part of a sample in a row of its own: tokens start..stop of the store."""
+class Reshaped(NamedTuple):
+    """Parts of samples, each in a row of its own."""
 
-    start: int
-    stop: int
-    seen: int = 0  # so many at its start are context only, because they were targets before
+    seq_len: int  # tokens of a row
+    spans: np.ndarray  # (n, 2) first and one-past-last token of each part
+    first: np.ndarray  # (R + 1,) row r has the parts first[r] to first[r + 1], one or none
+    seen: np.ndarray  # (n,) so many of its tokens are context only: targets of the part before
 
 
-def reshape(spans: np.ndarray, seq_len: int, limit: int) -> tuple[int, list[list[Chunk]]]:
+def reshape(spans: np.ndarray, seq_len: int, limit: int) -> Reshaped:
     """Cut full rows of `seq_len` tokens into shorter ones, losing nothing.
 
     Paper:    arXiv 2212.03597 (seqres)
-    Args:     spans (n, 2) first and one-past-last token of samples, at most seq_len tokens each
-    Returns:  tokens of a row, at most `limit`; and the rows, equally many for each sample. A
-              sample's last chunk reaches back to be as long as the others; a short sample (the end
-              of the stream) ends in rows without a chunk
+    Args:     spans (N, 2) first and one-past-last token of samples, at most seq_len tokens each
+    Returns:  rows of at most `limit` tokens, equally many for each sample. A sample's last part
+              reaches back to be as long as the others; a short sample (the end of the stream) ends
+              in rows without a part
     Deviates: DeepSpeed (Megatron-DeepSpeed's pretrain_gpt.py, data_post_process) drops most of the
               tails; keeping them at a limit just below seq_len would double the work, so rows are
               as short as their number allows (in multiples of 8). The limit grows smoothly, the
               rows by stairs: rows of 1,024 are cut to 512 at every limit from 512 to 1,016
-    Example:  reshape([[0, 10]], 10, 4) == (4, [[(0, 4, 0)], [(4, 8, 0)], [(6, 10, 2)]])
+    Example:  reshape([[0, 10]], 10, 4) has rows of 4 with the parts 0..4, 4..8 and 6..10, the last
+              of which has seen two of its tokens
     """
     rows_each = -(-seq_len // limit)
     length = min(-(-seq_len // rows_each // MULTIPLE) * MULTIPLE, limit)
-    rows: list[list[Chunk]] = []
-    for start, stop in spans.tolist():
-        for first in range(start, start + seq_len, length):
-            last = min(first + length, stop)
-            back = max(min(first, last - length), start)
-            rows.append([Chunk(back, last, seen=first - back)] if first < stop else [])
-    return length, rows
+    start, stop = spans[:, :1], spans[:, 1:]  # (N, 1)
+    begins = start + np.arange(0, seq_len, length)  # (N, rows_each)
+    ends = np.minimum(begins + length, stop)
+    reaching_back = np.maximum(np.minimum(begins, ends - length), start)
+    there = begins < stop
+    return Reshaped(
+        seq_len=length,
+        spans=np.stack((reaching_back[there], ends[there]), axis=1),
+        first=np.concatenate(([0], np.cumsum(there))),
+        seen=(begins - reaching_back)[there],
+    )
 
 
 # ---- the curriculum: all metrics together

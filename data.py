@@ -1,15 +1,16 @@
 """How a batch comes about: store -> samples -> rows -> Batch. No technique, no training loop.
 
     token store   one long array of token ids, document after document      support/token_store.py
-    Samples       sample id -> span: the first and one-past-last token of a piece of text
+    Samples       sample id -> span, the first and one-past-last token      support/samples.py
     draw          number of the draw -> sample id, pass after pass over a shuffled pool
-    collate       rows, each a list of pieces -> Batch
+    Rows          which pieces lie in which row
+    collate       Rows -> Batch
     mask_tokens   Batch -> Batch, with what a BERT has to guess
 
 Which samples are drawn and how pieces share a row is decided in plan.py:
 
     Plan.__call__ ── plain_rows ──── draw ── a piece a row ───────────────┬── Plan.batch ── collate
-                 └── packed_rows ─── draw ── cut ── packing.best_fit ─────┘   of this rank's rows
+                 └── packed_rows ─── draw ── cut ── packing.pack_lengths ─┘   of this rank's rows
 
 A GPT reads a piece of the store like this:
 
@@ -19,121 +20,19 @@ A GPT reads a piece of the store like this:
     targets                 Call  me  Ishmael  .  end         every token of the piece, once
 """
 
-import os
-from functools import lru_cache
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from kernels.cross_entropy import IGNORE
-from support.atomic import atomic_write, folder_lock
 from support.ranking import SCAN, Pool
 from support.rng import seed_of, shuffled
+from support.samples import Samples
 from support.token_store import Store
-
-KINDS = ("pieces", "rows", "bert")
-KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT"
-IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
-DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
-
-
-class Samples:
-    """Sample id -> span of the token store. A sample is a piece of text that fits one row.
-
-    A document is cut at multiples of `max_piece_len` from its own start, so that each of its tokens
-    is a target exactly once a pass. Of the kind `rows` the whole split counts as one document: rows
-    of equal length, cut across documents, which is how GPTs are commonly trained without packing.
-
-    The spans of rows follow from arithmetic; those of pieces are a table of 16 bytes a sample. The
-    table of a large store is a file in it, made on first use and mapped into memory, so that a
-    billion samples open as fast as a thousand; where nobody may write, each process holds it.
-
-    Args: kind    pieces | rows | bert: a BERT's pieces leave out end-of-text and make room for the
-                  [CLS] and [SEP] that collate puts around them
-          seq_len tokens of a row
-          split   train | val: the documents that are held out are the last ones of the store
-    """
-
-    def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
-        self.store, self.kind, self.seq_len, self.split = store, kind, seq_len, split
-        self.max_piece_len = seq_len - 2 if kind == "bert" else seq_len
-        n = store.train_documents
-        offsets = store.offsets[: n + 1] if split == "train" else store.offsets[n:]
-        self.start, self.stop = int(offsets[0]), int(offsets[-1])
-        self.table = None if kind == "rows" else self._table(offsets)
-
-    def _table(self, offsets: np.ndarray) -> np.ndarray:
-        """(N, 2) int64: the spans of all samples of the documents that `offsets` separate."""
-        without_eot = self.kind == "bert"
-        firsts = range(0, max(len(offsets) - 1, 1), DOCUMENTS_AT_ONCE)
-        parts = (
-            spans_of_documents(
-                offsets[first : first + DOCUMENTS_AT_ONCE + 1], self.max_piece_len, without_eot
-            )
-            for first in firsts
-        )
-        at_most = len(offsets) + (self.stop - self.start) // self.max_piece_len
-        if at_most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
-            return np.concatenate(list(parts))
-        name = f"{'bare-' * without_eot}{self.split}-{self.max_piece_len}"
-        file = self.store.path / f"{name}-{self.store.meta['sha256']['documents.idx'][:16]}.spans"
-        with folder_lock(self.store.path):
-            if not file.exists():
-                with atomic_write(file) as out:
-                    for part in tqdm(parts, file.name, len(firsts), disable=None, leave=False):
-                        out.write(part)
-        return np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
-
-    def __len__(self) -> int:
-        rows = -(-(self.stop - self.start) // self.max_piece_len)
-        return rows if self.table is None else len(self.table)
-
-    def spans(self, ids: np.ndarray) -> np.ndarray:
-        """(n,) sample ids -> (n, 2) first and one-past-last token of each in the store."""
-        if self.table is not None:
-            return self.table[ids]
-        start = self.start + ids * self.max_piece_len
-        return np.stack((start, np.minimum(start + self.max_piece_len, self.stop)), axis=1)
-
-    def read_tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens of the store by reading its file.
-
-        The mapped array would do, but its pages stay in this process's memory once they were
-        touched, and an analysis touches them all.
-        """
-        file, tokens = self.store.path / "tokens.bin", self.store.tokens
-        return np.fromfile(file, tokens.dtype, stop - start, offset=start * tokens.itemsize)
-
-    def identity(self) -> dict:
-        """What an index of these samples rests on: store, tokenizer, split and sample length."""
-        meta = self.store.meta
-        names = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
-        made = (self.split, self.kind == "rows", self.kind == "bert")
-        return {"made": made, "seq_len": self.max_piece_len, **{name: meta[name] for name in names}}
-
-
-def spans_of_documents(offsets: np.ndarray, max_piece_len: int, without_eot: bool) -> np.ndarray:
-    """(n, 2) spans of documents cut at multiples of max_piece_len from their own starts.
-
-    Example:  offsets [0, 5, 6] at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6)
-    """
-    start, stop = offsets[:-1], offsets[1:] - without_eot  # (N,)
-    counts = -(-(stop - start) // max_piece_len)
-    before = np.cumsum(counts) - counts
-    # the k-th piece of all, less the pieces before its document, says how far into it it starts
-    first = np.repeat(start - max_piece_len * before, counts)
-    first = first + max_piece_len * np.arange(counts.sum())  # (n,)
-    return np.stack((first, np.minimum(first + max_piece_len, np.repeat(stop, counts))), axis=1)
-
-
-@lru_cache(maxsize=1)
-def open_samples(path: str, kind: str, seq_len: int) -> Samples:
-    """The training samples of a store, opened once a process: a worker is sent their names only."""
-    return Samples(Store.open(path), kind, seq_len)
 
 
 class Drawn(NamedTuple):
@@ -171,23 +70,47 @@ def draw(
     return Drawn(spans=samples.spans(ids), next_sample=first)
 
 
-class Piece(NamedTuple):
-    """Tokens start..stop of the store; the first `seen` are context, targets in an earlier row."""
+@dataclass(frozen=True, eq=False)
+class Rows:
+    """Which pieces of the store lie in which row, from left to right.
 
-    start: int
-    stop: int
-    seen: int = 0
+    Piece i is the tokens start[i] to stop[i] of the store, and row r has the pieces first[r] to
+    first[r + 1]; a row without any is all padding.
+    """
 
+    start: np.ndarray  # (n,) int64
+    stop: np.ndarray  # (n,)
+    first: np.ndarray  # (R + 1,)
+    seen: np.ndarray  # (n,) how many tokens of a piece are context, targets in an earlier row
 
-def cut(spans: np.ndarray, max_piece_len: int) -> list[list[Piece]]:
-    """Cut each span into pieces of at most so many tokens: (0, 5) at 2 is 0..2, 2..4, 4..5."""
-    return [
-        [
-            Piece(start=first, stop=min(first + max_piece_len, stop))
-            for first in range(start, stop, max_piece_len)
-        ]
-        for start, stop in spans.tolist()
-    ]
+    @classmethod
+    def of(cls, spans: np.ndarray, first: np.ndarray | None = None, seen: Any = 0) -> "Rows":
+        """Rows of the pieces `spans` (n, 2), in their order; one piece a row without `first`."""
+        first = np.arange(len(spans) + 1) if first is None else first
+        return cls(spans[:, 0], spans[:, 1], first, np.broadcast_to(seen, len(spans)))
+
+    @classmethod
+    def join(cls, parts: "list[Rows]") -> "Rows":
+        """The rows of all parts, one part after the other."""
+        before = np.cumsum([0, *(len(part.start) for part in parts)])
+        firsts = [part.first[:-1] + n for part, n in zip(parts, before, strict=False)]
+        columns = zip(*((part.start, part.stop, part.seen) for part in parts), strict=True)
+        start, stop, seen = map(np.concatenate, columns)
+        return cls(start, stop, np.concatenate((*firsts, before[-1:])), seen)
+
+    def __len__(self) -> int:
+        return len(self.first) - 1
+
+    def take(self, numbers: np.ndarray) -> "Rows":
+        """The rows of these numbers, in this order."""
+        counts = np.diff(self.first)[numbers]
+        first = np.concatenate(([0], np.cumsum(counts)))
+        pieces = np.arange(first[-1]) + np.repeat(self.first[numbers] - first[:-1], counts)
+        return Rows(self.start[pieces], self.stop[pieces], first, self.seen[pieces])
+
+    def sums(self, of_piece: np.ndarray) -> np.ndarray:
+        """(R,) the sum over the pieces of each row."""
+        return np.diff(np.concatenate(([0], np.cumsum(of_piece)))[self.first])
 
 
 class Batch(NamedTuple):
@@ -237,9 +160,7 @@ class SpecialIds(NamedTuple):
         return cls(*(encoding.encode_single_token(name) for name in names))
 
 
-def collate(
-    store: Store, rows: list[list[Piece]], seq_len: int, special_ids: SpecialIds | None = None
-) -> Batch:
+def collate(store: Store, rows: Rows, seq_len: int, special_ids: SpecialIds | None = None) -> Batch:
     """Read the pieces of each row from the store and lay them side by side.
 
     GPT (special_ids None): every token of a piece is a target. Its inputs are the token before the
@@ -247,50 +168,100 @@ def collate(
     BERT: a piece stands between [CLS] and [SEP]; its tokens are inputs and targets. Which of them
         count is decided by `mask_tokens`.
 
-    Args:    rows of pieces; a row without any is all padding
     Returns: Batch of (B, seq_len)
     Raises:  ValueError for a store with a token outside its vocabulary
+    Cost:    a few passes over B T numbers, however many pieces there are
     """
     B, T = len(rows), seq_len
     end_of_text = store.meta["end_of_text"]
-    tokens = np.full((B, T), end_of_text, dtype=np.int64)
-    targets = np.full((B, T), IGNORE, dtype=np.int64)
-    positions = np.zeros((B, T), dtype=np.int64)
-    doc_ids = np.full((B, T), -1, dtype=np.int64)
-    for r, row in enumerate(rows):
-        first = 0
-        for number, piece in enumerate(row):
-            text = store.tokens[piece.start : piece.stop]
-            length = len(text) + (2 if special_ids else 0)
-            filled = slice(first, first + length)
-            if special_ids:
-                tokens[r, filled] = [special_ids.cls, *text, special_ids.sep]
-                targets[r, first + 1 : first + length - 1] = text
-            else:
-                tokens[r, first] = store.tokens[piece.start - 1] if piece.start else end_of_text
-                tokens[r, first + 1 : first + length] = text[:-1]
-                targets[r, filled] = text
-                targets[r, first : first + piece.seen] = IGNORE
-            positions[r, filled] = np.arange(length)
-            doc_ids[r, filled] = number
-            first += length
+    length = rows.stop - rows.start + (2 if special_ids else 0)  # (n,)
+    space = T - rows.sums(length)  # (B,)
+
+    # What is left of a row counts as one more piece, so that pieces lie without a gap: (n + B,).
+    ends = rows.first[1:]
+    number = np.arange(len(length)) - np.repeat(rows.first[:-1], np.diff(rows.first))
+    number = np.insert(number, ends, -1)
+    start = np.insert(rows.start - (special_ids is not None), ends, 0)
+    seen = np.insert(rows.seen, ends, 0)
+    length = np.insert(length, ends, space)
+    at = np.cumsum(length) - length
+
+    index = np.arange(B * T)
+    positions = index - np.repeat(at, length)  # (B T,)
+    doc_ids = np.repeat(number, length)
+    text = store.tokens.take(index + np.repeat(start - at, length), mode="clip").astype(np.int64)
+    heads = at[number >= 0]
+    if special_ids:
+        tokens, targets = text, text.copy()
+        tails = (at + length)[number >= 0] - 1
+        tokens[heads], tokens[tails] = special_ids.cls, special_ids.sep
+        targets[heads] = targets[tails] = IGNORE
+    else:
+        tokens, targets = np.empty_like(text), text
+        tokens[1:] = text[:-1]
+        before = store.tokens.take(rows.start - 1, mode="clip")
+        tokens[heads] = np.where(rows.start > 0, before, end_of_text)
+    if space.any():
+        padding = doc_ids < 0
+        tokens[padding], targets[padding], positions[padding] = end_of_text, IGNORE, 0
+    if seen.any():
+        targets[positions < np.repeat(seen, length)] = IGNORE
     store.check_tokens(max(tokens.max(), targets.max()))
-    if (doc_ids == 0).all():
-        return Batch(torch.from_numpy(tokens), torch.from_numpy(targets), None, None)
-    return Batch(*(torch.from_numpy(field) for field in (tokens, targets, positions, doc_ids)))
+    fields = [torch.from_numpy(f.reshape(B, T)) for f in (tokens, targets, positions, doc_ids)]
+    if len(rows.start) == B and not space.any():
+        fields[2:] = None, None
+    return Batch(*fields)
 
 
-def mask_tokens(batch: Batch, uniform: Tensor, special_ids: SpecialIds) -> Batch:
-    """Choose 15 % of the tokens for a BERT to predict: 80 % [MASK], 10 % another, 10 % as they are.
+MASKED = 0.15  # of a document's tokens
 
-    Paper:   Devlin et al., arXiv 1810.04805, section 3.1
-    Args:    uniform (B, T) float64 in [0, 1): this one number decides all three for its token
+
+def masked_tokens(tokens: np.ndarray) -> np.ndarray:
+    """How many tokens of documents of so many tokens a BERT has to predict: at least one of each.
+
+    A function of lengths alone, so that a rank knows all ranks' count without their rows.
+    """
+    return np.maximum(np.floor(MASKED * tokens + 0.5).astype(np.int64), 1)
+
+
+def mask_tokens(batch: Batch, bits: Tensor, special_ids: SpecialIds) -> Batch:
+    """Choose 15 % of each document for a BERT to predict: 80 % [MASK], 10 % another, 10 % as is.
+
+    By document, as without packing: each has `masked_tokens` of its own, wherever it lies.
+
+    Paper:   Devlin et al., arXiv 1810.04805, section 3.1 and appendix A.1
+    Args:    bits (2, B, T) int64 random bits: which tokens are chosen, and what becomes of each
     Returns: the batch with masked tokens, and targets that are IGNORE where nothing is masked
     """
-    u = uniform / 0.15  # below 1: masked
-    masked = (batch.targets != IGNORE) & (u < 1)
-    text_ids = special_ids.text_ids
-    another = ((u - 0.8) * 10 * text_ids).long().clamp(0, text_ids - 1)
-    tokens = torch.where(masked & (u < 0.8), special_ids.mask, batch.tokens)
-    tokens = torch.where(masked & (u >= 0.8) & (u < 0.9), another, tokens)
-    return batch._replace(tokens=tokens, targets=torch.where(masked, batch.targets, IGNORE))
+    B, T = batch.targets.shape
+    doc_ids = batch.with_documents().doc_ids
+    document = (torch.arange(B)[:, None] * T + doc_ids).flatten()  # no two rows share a number
+    at = (batch.targets != IGNORE).flatten().nonzero().flatten()  # (n,)
+    order = bits[0].flatten()[at].argsort()
+    order = order[document[at][order].argsort(stable=True)]  # by document, at random in each
+    _, counts = document[at].unique_consecutive(return_counts=True)
+    number = torch.arange(len(at)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
+    chosen = torch.from_numpy(masked_tokens(counts.numpy()))
+    masked = at[order[number < chosen.repeat_interleave(counts)]]  # (m,)
+
+    tokens = batch.tokens.flatten().clone()
+    targets = torch.full_like(tokens, IGNORE)
+    targets[masked] = tokens[masked]
+    share = bits[1].flatten()[masked].double() / 2**63
+    another = bits[1].flatten()[masked] % special_ids.text_ids
+    replaced = torch.where(share < 0.9, another, tokens[masked])
+    tokens[masked] = torch.where(share < 0.8, special_ids.mask, replaced)
+    return batch._replace(tokens=tokens.view(B, T), targets=targets.view(B, T))
+
+
+def shares_of_documents(batch: Batch) -> Tensor:
+    """What each target counts where every document counts as one: a share of its targets.
+
+    Paper:   Krell et al., arXiv 2107.02027, section 3.2.3: without it a document weighs the more,
+             the longer it is
+    Returns: (B, T) float32; they sum to 1 over each document that has a target
+    """
+    documents = batch.with_documents().doc_ids.clamp(min=0)  # (B, T)
+    is_target = (batch.targets != IGNORE).float()
+    counts = torch.zeros_like(is_target).scatter_add(1, documents, is_target)
+    return is_target / counts.gather(1, documents).clamp(min=1)

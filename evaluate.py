@@ -2,10 +2,13 @@
 
 Whatever the training run does, an evaluation is of whole documents at full length, in a fixed order
 and with nothing dropped: the pieces of the held-out documents are packed once and isolated from
-each other, and every token is a target.
+each other, and every token is a target. A document longer than a row is cut into pieces, each of
+which begins without context, as in training; with --stride every target but those of a document's
+first piece sees nearly a whole row before it.
 
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
     python evaluate.py runs/gpt-nano-1 --tokens 100K   # on a part of the held-out text
+    python evaluate.py runs/gpt-nano-1 --stride 64     # long documents with a sliding context
 """
 
 import math
@@ -17,13 +20,14 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import Batch, Piece, Samples, SpecialIds, collate, mask_tokens
-from packing import best_fit
+from data import Batch, Rows, SpecialIds, collate, mask_tokens
+from packing import pack_lengths
 from prepare import embedded_store
 from sample import load_run
 from support.flags import whole_number
-from support.rng import shuffled
+from support.rng import bits, seed_of, shuffled
 from support.runtime import Parser, Runtime, exit_cleanly, start
+from support.samples import Samples, with_context
 from support.token_store import Store
 from support.tokenizer import byte_lengths, get_encoding
 
@@ -45,7 +49,9 @@ class Evaluation:
             special_ids None for a GPT; those of a BERT, whose masks are the same each time
             tokens      evaluate on about so many tokens, of pieces chosen at random but always the
                         same; None for all
-    Raises: ValueError if the store holds out no document
+            stride      targets of a piece that continues a document, after as many tokens of
+                        context as fit; None for pieces without context
+    Raises: ValueError if the store holds out no document, or if the stride is no part of a row
     """
 
     def __init__(
@@ -55,12 +61,17 @@ class Evaluation:
         lengths: np.ndarray,
         special_ids: SpecialIds | None = None,
         tokens: int | None = None,
+        stride: int | None = None,
     ):
         samples = Samples(store, "bert" if special_ids else "pieces", seq_len, split="val")
         if len(samples) == 0:
             raise ValueError(
                 f"{store.path} holds out no document, so there is nothing to evaluate on: prepare"
                 " it again with --holdout 20, or name another store with --data"
+            )
+        if stride is not None and (special_ids or not 1 <= stride <= seq_len):
+            raise ValueError(
+                f"--stride {stride}: choose 1 to {seq_len}, the tokens of a row; a BERT has none"
             )
         # A piece has at least one token, so `tokens` of them are always enough.
         drawn = len(samples) if tokens is None else min(tokens, len(samples))
@@ -69,10 +80,12 @@ class Evaluation:
         if tokens is not None:
             spans = spans[: np.searchsorted(np.cumsum(sizes), tokens) + 1]
             sizes = sizes[: len(spans)]
-        pieces = [Piece(start=start, stop=stop) for start, stop in spans.tolist()]
+        pieces, seen = spans, np.zeros(len(spans), np.int64)
+        if stride:
+            pieces, seen = with_context(spans, store.offsets, seq_len, stride)
         special_tokens = seq_len - samples.max_piece_len  # a BERT's [CLS] and [SEP]
-        packed = best_fit((sizes + special_tokens).tolist(), seq_len)
-        self.rows = [[pieces[item] for item in row] for row in packed]
+        packs = pack_lengths(pieces[:, 1] - pieces[:, 0] + special_tokens, seq_len)
+        self.rows = Rows.of(pieces[packs.items], packs.offsets, seen[packs.items])
         part = f"{sizes.sum():,} of {samples.stop - samples.start:,}"
         self.text = f"{'all' if len(spans) == len(samples) else part} held-out tokens"
         self.store, self.seq_len = store, seq_len
@@ -125,14 +138,13 @@ class Evaluation:
 
     def batch(self, first: int, count: int) -> Batch:
         """Rows from number `first` on; of a BERT with the masks that these rows always have."""
-        batch = collate(
-            self.store, self.rows[first : first + count], self.seq_len, self.special_ids
-        )
+        numbers = np.arange(first, min(first + count, len(self.rows)))
+        batch = collate(self.store, self.rows.take(numbers), self.seq_len, self.special_ids)
         if self.special_ids is None:
             return batch
-        numbers = range(first, first + len(batch.tokens))
-        uniform = [np.random.default_rng(row).random(self.seq_len) for row in numbers]
-        return mask_tokens(batch, torch.from_numpy(np.stack(uniform)), self.special_ids)
+        seeds = torch.tensor([seed_of("mask", what) for what in ("which", "what")])
+        drawn = bits(seeds, torch.from_numpy(numbers), self.seq_len)
+        return mask_tokens(batch, drawn, self.special_ids)
 
 
 def progress(evaluation: Evaluation, runtime: Runtime) -> Callable[[int], None]:
@@ -154,6 +166,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
     parser.add_argument("--data", help="another token store (default: the run's own)")
     parser.add_argument("--tokens", type=whole_number, help="of held-out text (default: all)")
+    stride = "targets of a piece that continues a document (default: no context before it)"
+    parser.add_argument("--stride", type=int, help=stride)
     parser.add_argument("--rows", type=int, default=16, help="rows evaluated at once")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     args = parser.parse_args(argv)
@@ -168,7 +182,9 @@ def main(argv: list[str] | None = None) -> None:
     store.check_tokenizer(encoding)
     special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
     lengths = byte_lengths(encoding)
-    evaluation = Evaluation(store, settings.data.seq_len, lengths, special_ids, args.tokens)
+    evaluation = Evaluation(
+        store, settings.data.seq_len, lengths, special_ids, args.tokens, args.stride
+    )
     result = evaluation.run(model.to(here.device), here, args.rows, progress(evaluation, here))
     where = f"{args.run}, step {state['step']}"
     here.say(f"{where}: held-out {result.val_bpb:.4f} bits per byte, on {evaluation.text}")

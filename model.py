@@ -6,7 +6,7 @@ Seam 2, `run_block(layer, block, x, meta)`: the layer loop calls each block thro
     that skips tokens, offloads weights or checkpoints activations hands in another `run_block`.
 
 In reading order: config, attention, block, the whole model; then what attention is told of each
-token, with the mask and the rotation that follow from it; then the sizes and what they cost.
+token, and the rotation that follows from it; then the sizes and what they cost.
 
 GPT:  Radford et al. 2019 (GPT-2): pre-LN, learned positions or rotary (2104.09864).
 BERT: Devlin et al. 2018 (arXiv 1810.04805): post-LN, bidirectional, masked-token head, one segment.
@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
+from kernels.packed_attention import impl_for, index_of, packed_attention
 
 
 @dataclass(frozen=True)
@@ -91,15 +92,15 @@ class Attention(nn.Module):
         q, k, v = qkv.unbind(2)  # (B, T, H, D) each
         if meta.rotation is not None:
             q, k = rotate(q, meta.rotation), rotate(k, meta.rotation)
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),  # (B, H, T, D)
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=meta.mask,
-            dropout_p=self.dropout if self.training else 0.0,
-            is_causal=meta.causal and meta.mask is None,
-        )
-        return self.c_proj(y.transpose(1, 2).reshape(B, T, C))
+        dropout = self.dropout if self.training else 0.0
+        if meta.documents is not None:
+            y = packed_attention(q, k, v, meta.documents, dropout)
+        else:  # every row is one whole document
+            heads_first = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) each
+            y = F.scaled_dot_product_attention(
+                *heads_first, dropout_p=dropout, is_causal=meta.causal
+            ).transpose(1, 2)  # (B, T, H, D)
+        return self.c_proj(y.reshape(B, T, C))
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
@@ -208,13 +209,18 @@ class Transformer(nn.Module):
         else:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             turns = rotation(positions, config.head_width, dtype)
-        meta = TokenMeta(positions, doc_ids, config.causal, turns)
+        meta = TokenMeta(positions, doc_ids, config.causal, turns, self.attention_impl())
         if config.kind == "bert":
             x = self.ln_f(x)
         x = self.drop(x)
         for layer, block in enumerate(self.h):
             x = run_block(layer, block, x, meta)
         return self.ln_f(x) if config.kind == "gpt" else x
+
+    def attention_impl(self) -> str:
+        """How rows of several documents are attended to, here and under autocast as it is now."""
+        dropout = self.config.dropout if self.training else 0.0
+        return impl_for(self.wte.weight, self.config.head_width, dropout)
 
     def logits(self, *inputs, **more) -> Tensor:
         """(B, T, V) scores of every next token, or masked one; arguments as of `hidden_states`."""
@@ -227,16 +233,22 @@ class Transformer(nn.Module):
             return x, None
         return self.mlm_ln(F.gelu(self.mlm(x))), self.mlm_bias
 
-    def forward(self, batch, run_block: RunBlock = run_plain) -> Tensor:
-        """The loss in nats, summed over the targets of `batch` that are not IGNORE; a scalar."""
+    def forward(
+        self, batch, run_block: RunBlock = run_plain, shares: Tensor | None = None
+    ) -> Tensor:
+        """The loss in nats, summed over the targets of `batch` that are not IGNORE; a scalar.
+
+        Args: shares (B, T) what each target counts; None for 1
+        """
         tokens, targets, positions, doc_ids = batch
-        x = self.hidden_states(tokens, positions, doc_ids, run_block)
+        x = self.hidden_states(tokens, positions, doc_ids, run_block).flatten(0, 1)  # (B T, C)
+        targets, shares = targets.flatten(), shares if shares is None else shares.flatten()
         if self.config.kind == "bert":  # the head is a fifth of the work and 15 % need it
             masked = targets != IGNORE
             x, targets = x[masked], targets[masked]
-        features, bias = self.features(x)
-        features = features.reshape(-1, features.shape[-1])  # (N, C)
-        return linear_cross_entropy(features, self.wte.weight, bias, targets.reshape(-1))
+            shares = shares if shares is None else shares[masked]
+        features, bias = self.features(x)  # (N, C)
+        return linear_cross_entropy(features, self.wte.weight, bias, targets, shares=shares)
 
 
 class TokenMeta:
@@ -244,9 +256,10 @@ class TokenMeta:
 
     Args:  positions (B, T) or (1, T) int64  counted from the start of the token's own document
            doc_ids   (B, T) int64            equal within a document, -1 on padding; None says that
-                                             every row is one whole document, which needs no mask
+                                             every row is one whole document
            causal    bool                    a token sees no later one
            rotation  (B, T, 1, D/2) complex  of queries and keys (--pos rope), or None
+           impl      str                     of kernels.packed_attention
     """
 
     def __init__(
@@ -255,16 +268,17 @@ class TokenMeta:
         doc_ids: Tensor | None,
         causal: bool,
         rotation: Tensor | None = None,
+        impl: str = "dense",
     ):
         self.positions, self.doc_ids, self.causal = positions, doc_ids, causal
-        self.mask = None if doc_ids is None else attention_mask(doc_ids, causal)
-        self.rotation = rotation
+        self.rotation, self.impl = rotation, impl
+        self.documents = None if doc_ids is None else index_of(doc_ids, causal, impl)
 
     def take(self, kept: Tensor) -> "TokenMeta":
         """The metadata of the kept tokens alone; `kept` (B, K) holds their indices, sorted.
 
-        The mask is built from their doc_ids, not cut out of the full one. Positions stay those of
-        the full row, so rotary angles do not close the gaps.
+        Where their documents lie follows from their own doc_ids. Positions stay those of the full
+        row, so rotary angles do not close the gaps.
         """
         B, K = kept.shape
 
@@ -276,27 +290,8 @@ class TokenMeta:
             first = 0 if shared == 1 else T * torch.arange(B, device=x.device)[:, None]  # (B, 1)
             return x.flatten(0, 1).index_select(0, (kept + first).flatten()).view(B, K, *rest)
 
-        doc_ids = of_kept(self.doc_ids)
-        return TokenMeta(of_kept(self.positions), doc_ids, self.causal, of_kept(self.rotation))
-
-
-def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
-    """Which tokens a token may attend to: those of its document, and no later ones if `causal`.
-
-    Padding sees only itself (a softmax over nothing is NaN), and no other token sees padding.
-
-    Args:    doc_ids (B, T) int64, -1 on padding
-    Returns: (B, 1, T, T) bool, True where the query of the row may attend to the key of the column
-    Example: attention_mask(tensor([[7, 7, 9, -1]]), True)[0, 0] is
-             [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-    """
-    T = doc_ids.shape[1]
-    same = doc_ids[:, :, None] == doc_ids[:, None, :]  # (B, T, T)
-    if causal:
-        same = same.tril()
-    padding = doc_ids < 0
-    itself = torch.eye(T, dtype=torch.bool, device=doc_ids.device)
-    return torch.where(padding[:, :, None], itself, same)[:, None]  # (B, 1, T, T)
+        doc_ids, turns = of_kept(self.doc_ids), of_kept(self.rotation)
+        return TokenMeta(of_kept(self.positions), doc_ids, self.causal, turns, self.impl)
 
 
 def rotation(

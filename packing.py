@@ -1,17 +1,38 @@
-"""Sequence packing: pieces of documents side by side in rows of equal length, with little padding.
+"""Sequence packing: documents side by side in rows of equal length, with little padding.
 
-Decides which piece goes into which row. It does not isolate the pieces from each other: that is the
-work of `doc_ids` and `positions`, which attention honours (model.TokenMeta).
+Decides which document goes into which row. It does not isolate the documents of a row from each
+other: that is the work of `doc_ids` and `positions`, which attention honours (model.TokenMeta).
 
-Paper: Krell et al., arXiv 2107.02027. Their longest-pack-first histogram packer needs as many rows
-as best-fit decreasing, which is implemented here, item by item.
+Documents of one length are interchangeable, so a packer sees a histogram alone and takes as long
+for a billion documents as for a million. What it returns, a Packing, says which lengths lie in a
+pack together (a strategy) and how many packs there are of each; `assign` then names the documents.
 
-    python packing.py 100 90 60 50 40 30 --capacity 128         # which length goes into which row
+    spfhp, lpfhp   shortest or longest pack first: worst and best fit, longest documents first
+    bfd, ffd       best and first fit decreasing; bfd is lpfhp, which packs as it would by document
+    nnlshp         the paper's least squares over all strategies that fill a pack; needs SciPy
+    optimal        ours: cutting stock by column generation, with its lower bound; needs SciPy
+    next-fit       documents in the order they come, a new pack where one does not fit
+
+Paper: Krell et al., arXiv 2107.02027. docs/packing.md has an example by hand and the numbers.
+
+    python packing.py 100 90 60 50 40 30 --max-len 128          # which length goes into which row
+    python packing.py HISTOGRAM.json --packer lpfhp --max-per-pack 3
+    python packing.py STORE --max-len 512                       # what each packer would gain
 """
 
-from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, compress
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from support import cutting_stock
+from support.packs import Packing, Packs, assign, checked, histogram
+
+PACKERS = ("spfhp", "lpfhp", "nnlshp", "optimal", "bfd", "ffd", "next-fit")
+DEFAULT = "lpfhp"  # docs/packing.md: of those without SciPy it needs the fewest packs
 
 
 @dataclass(frozen=True)
@@ -20,54 +41,298 @@ class PackConfig:
         default=False,
         metadata={"help": "lay pieces of documents side by side in full rows, isolated by a mask"},
     )
+    max_per_row: int | None = field(
+        default=None,
+        metadata={"help": "pieces in a row at most (default: as many as fit)", "least": 1},
+    )
+
+
+# ---- greedy packers
+
+
+class Group(NamedTuple):
+    """Open packs that hold the same lengths."""
+
+    packs: int
+    space: int  # tokens left in each
+    slots: int  # documents that each may still take
+    held: Any  # (length, times, what was held before) or None
+
+    def holding(self, packs: int, length: int, times: int) -> "Group":
+        """So many of them, with the length added so many times."""
+        held = (length, times, self.held)
+        return Group(packs, self.space - times * length, self.slots - times, held)
+
+    def add(self, length: int, times: int, left: int) -> list["Group"]:
+        """Put up to `left` documents in, `times` into a pack; the packs may part in three.
+
+        Example: 5 documents, twice into each of 4 packs: 2 packs with two, 1 with one, 1 as it was
+        """
+        full = min(self.packs, left // times)
+        rest = left % times if full < self.packs else 0
+        parts = []
+        if full:
+            parts.append(self.holding(full, length, times))
+        if rest:
+            parts.append(self.holding(1, length, rest))
+        untouched = self.packs - full - (rest > 0)
+        if untouched:
+            parts.append(Group(untouched, *self[1:]))
+        return parts
+
+
+def by_space(
+    counts: np.ndarray, max_per_pack: int, tightest: bool, groups: Iterable[Group] = ()
+) -> list[Group]:
+    """Longest documents first, each into the pack with the least space that fits, or with the most.
+
+    All documents of a length move at once. The least space is best fit, document by document
+    (LPFHP). The most space is SPFHP; like Graphcore's it opens a pack for each document of a length
+    that fits nowhere, though two of them may fit into one.
+
+    Args: groups packs that are already open
+    Cost: each step uses up a length or a group; the spaces of open packs are the bits of a whole
+          number, which finds the next one at once
+    """
+    max_len, lengths = len(counts) - 1, np.flatnonzero(counts)[::-1].tolist()
+    shortest = lengths[-1] if lengths else max_len + 1
+    closed: list[Group] = []
+    open_with: list[list[Group]] = [[] for _ in range(max_len + 1)]  # so many tokens left
+    spaces = 0  # bit s is set where open_with[s] has a group
+
+    def keep(group: Group) -> None:
+        nonlocal spaces
+        if group.slots and group.space >= shortest:
+            open_with[group.space].append(group)
+            spaces |= 1 << group.space
+        else:
+            closed.append(group)
+
+    for group in groups:
+        keep(group)
+    for length in lengths:
+        left = int(counts[length])
+        while left:
+            fitting = spaces >> length
+            if fitting:
+                above = (fitting & -fitting if tightest else fitting).bit_length() - 1
+                group = open_with[length + above].pop()
+                if not open_with[length + above]:
+                    spaces ^= 1 << (length + above)
+                times = min(group.space // length, group.slots) if tightest else 1
+            else:
+                times = min(max_len // length, max_per_pack) if tightest else 1
+                group = Group(-(-left // times), max_len, max_per_pack, None)
+            for part in group.add(length, times, left):
+                keep(part)
+            left -= min(left, group.packs * times)
+    return closed + [group for groups in open_with for group in groups]
+
+
+def first_fit(counts: np.ndarray, max_per_pack: int) -> list[Group]:
+    """Longest documents first, each into the pack that was opened first of those that fit.
+
+    Cost: looks at every open group for each length
+    """
+    max_len, lengths = len(counts) - 1, np.flatnonzero(counts)[::-1].tolist()
+    opened: list[Group] = []
+    closed: list[Group] = []
+    for length in lengths:
+        left, parts = int(counts[length]), []
+        for group in opened:
+            times = min(group.space // length, group.slots)
+            if left and times:
+                parts += group.add(length, times, left)
+                left -= min(left, group.packs * times)
+            else:
+                parts.append(group)
+        if left:
+            times = min(max_len // length, max_per_pack)
+            new = Group(-(-left // times), max_len, max_per_pack, None)
+            parts += new.add(length, times, left)
+        open_still = [group.slots > 0 and group.space >= lengths[-1] for group in parts]
+        opened = list(compress(parts, open_still))
+        closed += [group for group, is_open in zip(parts, open_still, strict=True) if not is_open]
+    return closed + opened
+
+
+def pattern_of(group: Group) -> cutting_stock.Pattern:
+    """The lengths in each pack of a group, longest first."""
+    lengths, held = [], group.held
+    while held:
+        length, times, held = held
+        lengths += [length] * times
+    return tuple(sorted(lengths, reverse=True))
+
+
+def group_of(pattern: cutting_stock.Pattern, packs: int, max_len: int, most: int) -> Group:
+    held = None
+    for length in pattern:
+        held = (length, 1, held)
+    return Group(packs, max_len - sum(pattern), most - len(pattern), held)
+
+
+def packing_of(groups: Iterable[Group], max_len: int, lower_bound: int) -> Packing:
+    """Groups as strategies, in descending order."""
+    packs: Counter[cutting_stock.Pattern] = Counter()
+    for group in groups:
+        packs[pattern_of(group)] += group.packs
+    strategies = sorted(packs, reverse=True)
+    return Packing(
+        lengths=np.fromiter(chain.from_iterable(strategies), np.int64),
+        offsets=np.cumsum([0, *map(len, strategies)]),
+        counts=np.array([packs[strategy] for strategy in strategies]),
+        max_len=max_len,
+        lower_bound=lower_bound,
+    )
+
+
+def number_of_packs(groups: list[Group]) -> int:
+    return sum(group.packs for group in groups)
+
+
+# ---- packers that need SciPy
+
+
+def optimal(counts: np.ndarray, max_per_pack: int) -> tuple[list[Group], int]:
+    """The best of several ways to round the linear relaxation, and its lower bound.
+
+    A way is to add a share to the fractional packs of every pattern and to drop the fraction. The
+    documents that find no place then go where packs have space left, by best fit.
+    """
+    max_len = len(counts) - 1
+    best = by_space(counts, max_per_pack, tightest=True)
+    start = [pattern_of(group) for group in best]
+    patterns, packs, bound = cutting_stock.relax(counts, max_per_pack, start)
+    for share in (0.5, 0.45, 0.4, 0.3, 0):
+        if number_of_packs(best) <= bound:
+            break
+        filled, left = cutting_stock.fill(patterns, np.floor(packs + share).astype(int), counts)
+        opened = [group_of(pattern, n, max_len, max_per_pack) for n, pattern in filled]
+        groups = by_space(left, max_per_pack, True, opened)
+        best = min(best, groups, key=number_of_packs)
+    return best, bound
+
+
+def least_squares(counts: np.ndarray, max_per_pack: int) -> list[Group]:
+    """NNLSHP: least squares over the patterns that fill a pack, rounded.
+
+    Where the rounded packs hold too many of a length, places stay empty; documents that they have
+    too few places for are packed alone, as in Graphcore's packedBERT/nnlshp.py.
+    """
+    max_len = len(counts) - 1
+    patterns, packs = cutting_stock.regress(counts, max_per_pack)
+    filled, left = cutting_stock.fill(patterns, packs, counts, shorter=False)
+    alone = [(int(left[length]), (int(length),)) for length in np.flatnonzero(left)]
+    return [group_of(pattern, n, max_len, max_per_pack) for n, pattern in filled + alone]
+
+
+# ---- the verbs
+
+
+def pack(counts: np.ndarray, packer: str = DEFAULT, max_per_pack: int | None = None) -> Packing:
+    """Pack a histogram: which lengths share a pack, and how often.
+
+    Args:    counts       (max_len + 1,) documents of each length; the first, of length 0, is 0
+             packer       one of PACKERS, but for next-fit, which needs the documents' order
+             max_per_pack documents in a pack at most; None: as many as fit
+    Raises:  ValueError for what is not such a histogram or no packer, and where SciPy is missing
+    Cost:    lpfhp takes 3 ms for lengths up to 512, 66 ms up to 4,096, however many documents
+             there are (results/packers.jsonl)
+    Example: two documents of 5, one of 3 in packs of 8: pack([0, 0, 0, 1, 0, 2, 0, 0, 0]) has the
+             strategies (5, 3) and (5,), one pack of each
+    """
+    counts = checked(counts)
+    max_len = len(counts) - 1
+    most = at_most(max_per_pack, max_len)
+    bound = cutting_stock.least_packs(counts, most)
+    if packer in cutting_stock.NEED_SCIPY:
+        cutting_stock.require_scipy(packer)
+    if packer == "optimal":
+        groups, better_bound = optimal(counts, most)
+        bound = max(bound, better_bound)
+    elif packer == "nnlshp":
+        groups = least_squares(counts, most)
+    elif packer == "ffd":
+        groups = first_fit(counts, most)
+    elif packer in ("spfhp", "lpfhp", "bfd"):
+        groups = by_space(counts, most, tightest=packer != "spfhp")
+    elif packer == "next-fit":
+        raise ValueError("--packer next-fit needs the documents in order, not a histogram")
+    else:
+        raise ValueError(f"--packer {packer} is unknown: choose one of {', '.join(PACKERS)}")
+    return packing_of(groups, max_len, bound)
+
+
+def at_most(max_per_pack: int | None, max_len: int) -> int:
+    """Documents in a pack at most; no more than tokens."""
+    if max_per_pack is not None and max_per_pack < 1:
+        raise ValueError(f"--max-per-pack {max_per_pack}: a pack holds 1 document or more")
+    return min(max_per_pack or max_len, max_len)
+
+
+def next_fit(lengths: np.ndarray, max_len: int, max_per_pack: int | None = None) -> Packing:
+    """Pack documents in the order they come, each strategy one pack.
+
+    Example: 5, 2, 2 in packs of 8 are (5, 2) and (2,)
+    """
+    most = at_most(max_per_pack, max_len)
+    bound = cutting_stock.least_packs(histogram(lengths, max_len), most)
+    ends = np.concatenate(([0], np.cumsum(lengths)))
+    # (N,) where the pack ends that begins with each document
+    after = np.searchsorted(ends, ends[:-1] + max_len, "right") - 1
+    after = np.minimum(after, np.arange(len(lengths)) + most).tolist()
+    offsets = [0]
+    while offsets[-1] < len(lengths):
+        offsets.append(after[offsets[-1]])
+    counts = np.ones(len(offsets) - 1, np.int64)
+    return Packing(np.asarray(lengths), np.array(offsets), counts, max_len, bound)
+
+
+def pack_lengths(
+    lengths: Sequence[int] | np.ndarray,
+    max_len: int,
+    packer: str = DEFAULT,
+    max_per_pack: int | None = None,
+) -> Packs:
+    """Pack documents: which of them, by their numbers, lie in a pack together.
+
+    Equal documents are taken in the order they are given; packs come longest document first, which
+    `take` changes.
+
+    Example: pack_lengths([3, 6, 5, 2], 8) has items [1, 3, 2, 0] and offsets [0, 2, 4]
+    """
+    lengths = np.asarray(lengths, np.int64)
+    if len(lengths) == 0:
+        return Packs(np.empty(0, np.int64), np.zeros(1, np.int64))
+    if packer == "next-fit":
+        return Packs(np.arange(len(lengths)), next_fit(lengths, max_len, max_per_pack).offsets)
+    return assign(pack(histogram(lengths, max_len), packer, max_per_pack), lengths)
 
 
 def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
     """Pack items into rows, longest first, each into the fullest row that still has room for it.
 
-    Paper:   arXiv 2107.02027, section 3.1 (best-fit decreasing; of equal items the first first)
-    Args:    lengths  N lengths in tokens, each 1 <= length <= capacity
-             capacity tokens of a row
     Returns: rows, each a list of item numbers in the order in which they lie in it
-    Raises:  ValueError if a length does not fit a row
-    Cost:    O(N log N) comparisons; at most 11/9 of the fewest rows possible, plus one
     Example: best_fit([3, 6, 5, 2], 8) == [[1, 3], [2, 0]]: 6 + 2 and 5 + 3 fill two rows of 8
     """
-    rows: list[list[int]] = []
-    spaces: list[tuple[int, int]] = []  # (tokens left, row) of every row that is not full, sorted
-    for item in sorted(range(len(lengths)), key=lambda item: -lengths[item]):
-        length = lengths[item]
-        if not 1 <= length <= capacity:
-            raise ValueError(f"a piece of {length} tokens does not fit a row of 1 to {capacity}")
-        fullest = bisect_left(spaces, (length, 0))
-        if fullest == len(spaces):
-            rows.append([item])
-            space, row = capacity, len(rows) - 1
-        else:
-            space, row = spaces.pop(fullest)
-            rows[row].append(item)
-        if space > length:
-            insort(spaces, (space - length, row))
-    return rows
+    return pack_lengths(lengths, capacity).lists()
 
 
 def main(argv: list[str] | None = None) -> None:
-    from support import runtime
+    from support import packing_table, runtime
 
-    parser = runtime.Parser(prog="packing.py", description="Pack lengths into rows.")
-    parser.add_argument("lengths", type=int, nargs="+", help="lengths in tokens")
-    parser.add_argument("--capacity", type=int, default=128, help="tokens of a row")
+    parser = runtime.Parser(prog="packing.py", description=__doc__.split("\n")[0])
+    packing_table.add_flags(parser, PACKERS, DEFAULT)
     args = parser.parse_args(argv)
-    if args.capacity < 1:
-        raise ValueError(f"--capacity {args.capacity}: a row has 1 token or more")
-    rows = best_fit(args.lengths, args.capacity)
-    for row in rows:
-        lengths = [args.lengths[item] for item in row]
-        print(f"{' + '.join(map(str, lengths)):>30} = {sum(lengths)} of {args.capacity}")
-    tokens = sum(args.lengths)
-    packed, alone = len(rows) * args.capacity, len(args.lengths) * args.capacity
-    print(f"padding: {1 - tokens / packed:.1%} in {len(rows)} rows, ", end="")
-    print(f"{1 - tokens / alone:.1%} with one item a row")
+    documents = packing_table.read(args)
+
+    def make(packer: str, max_per_pack: int | None) -> Packing:
+        if packer == "next-fit" and documents.lengths is not None:
+            return next_fit(documents.lengths, len(documents.counts) - 1, max_per_pack)
+        return pack(documents.counts, packer, max_per_pack)
+
+    packing_table.show(args, documents, make, PACKERS, DEFAULT)
 
 
 if __name__ == "__main__":

@@ -21,12 +21,13 @@ import packing
 from analyze import ready
 from config import Config, samples_kind
 from curriculum import Curriculum, Stage
-from data import Batch, Drawn, Piece, Samples, SpecialIds, collate, cut, draw, mask_tokens
+from data import Batch, Drawn, Rows, SpecialIds, collate, draw, mask_tokens, masked_tokens
 from difficulty import label
-from support.clock import Clock, StepContext, effective_tokens, tokens_by_layer
+from support.balance import balanced
+from support.clock import Clock, StepContext, advanced, tokens_by_layer
 from support.ranking import Pool
-from support.rng import seed_of
 from support.runtime import Runtime
+from support.samples import Samples, cut
 from support.settings import is_on
 from support.token_store import Store
 
@@ -35,21 +36,23 @@ class Step(NamedTuple):
     """What the next optimizer step needs, decided before it starts; it travels with its batch."""
 
     batch: Batch  # this rank's rows
-    targets: int  # on all ranks
+    targets: int  # on all ranks, or documents: what the sum of losses is divided by
     context: StepContext
     max_piece_len: int  # tokens, what the curriculum allows
     kept_tokens: int  # of a row, in the layer that sees the fewest
     padding_share: float
+    pieces: int  # of documents, on all ranks
+    attention_share: float  # sum of their squared lengths, of what rows without padding could have
     stage: dict[str, float]  # for the log: difficulty of each metric, and the samples in the pool
     note: str  # for the user: what the curriculum could not do as asked
     before: Clock
     after: Clock
 
 
-class Rows(NamedTuple):
+class Chosen(NamedTuple):
     """The rows of a step on all ranks, and what governed their choice."""
 
-    rows: list[list[Piece]]
+    rows: Rows
     seq_len: int  # tokens of a row
     stage: Stage
     after: Clock  # where the next rows begin; its counts of tokens are those before the step
@@ -62,7 +65,7 @@ class Window(NamedTuple):
     """Rows that were packed together; 16 steps' samples make some ten steps' rows."""
 
     start: Clock  # its fields of data alone
-    rows: list[list[Piece]]
+    rows: Rows
     stage: Stage
     next_sample: int
 
@@ -102,12 +105,12 @@ class Plan:
             step=clock.step + 1,
             progress=clock.consumed_tokens / s.optim.tokens,
         )
-        filled = np.array([sum(p.stop - p.start + self.extra for p in row) for row in chosen.rows])
-        seen = np.array([sum(piece.seen for piece in row) for row in chosen.rows])
-        real = int(filled.sum() - seen.sum())
-        positions = len(chosen.rows) * chosen.seq_len
+        rows = chosen.rows
+        length = rows.stop - rows.start + self.extra  # of every piece
+        filled, seen = rows.sums(length), rows.sums(rows.seen)
+        positions = len(rows) * chosen.seq_len
         tokens = tokens_by_layer(s, context, chosen.seq_len)
-        batch, targets = self.batch(clock.step, chosen.rows, chosen.seq_len, real)
+        batch, targets = self.batch(context, rows, chosen.seq_len)
         stage = chosen.stage
         shown = {f"difficulty_{label(n)}": d for n, d in stage.difficulty.items()}
         if self.curriculum:
@@ -119,17 +122,12 @@ class Plan:
             max_piece_len=stage.max_piece_len,
             kept_tokens=min(tokens),
             padding_share=1 - int(filled.sum()) / positions,
+            pieces=len(length),
+            attention_share=int((length**2).sum()) / (positions * chosen.seq_len),
             stage=shown,
             note=stage.note,
             before=clock,
-            after=chosen.after._replace(
-                step=clock.step + 1,
-                consumed_tokens=clock.consumed_tokens + effective_tokens(filled, seen, tokens),
-                real_tokens=clock.real_tokens + real,
-                layer_tokens=clock.layer_tokens + len(chosen.rows) * sum(tokens),
-                positions=clock.positions + positions,
-                pieces=clock.pieces + sum(map(len, chosen.rows)),
-            ),
+            after=advanced(chosen.after, filled, seen, tokens, positions, len(length)),
         )
 
     def draw_samples(self, clock: Clock, pool: Pool | None, count: int) -> Drawn:
@@ -153,7 +151,7 @@ class Plan:
         same = stage.pool == self.stage_at(clock.window_tokens).pool
         return clock.stage_start if same else clock.samples_drawn
 
-    def plain_rows(self, clock: Clock) -> Rows:
+    def plain_rows(self, clock: Clock) -> Chosen:
         """Rows of one piece each.
 
         Samples are cut off at the length that the stage allows (the papers' truncation), or
@@ -167,34 +165,38 @@ class Plan:
         after = clock._replace(samples_drawn=drawn.next_sample, window_tokens=clock.consumed_tokens)
         names = [metric.name for metric in self.metrics]
         if "seqlen-reshape" in names and stage.max_piece_len < self.seq_len:
-            seq_len, chunks = curriculum.reshape(drawn.spans, self.seq_len, stage.max_piece_len)
-            rows = [[Piece(*chunk) for chunk in row] for row in chunks]
-            return Rows(rows, seq_len, stage._replace(max_piece_len=seq_len), after)
+            seq_len, *parts = curriculum.reshape(drawn.spans, self.seq_len, stage.max_piece_len)
+            return Chosen(Rows.of(*parts), seq_len, stage._replace(max_piece_len=seq_len), after)
         seq_len = stage.max_piece_len
-        rows = [
-            [Piece(start=start, stop=min(stop, start + seq_len - self.extra))]
-            for start, stop in drawn.spans.tolist()
-        ]
+        start, stop = drawn.spans.T
+        stop = np.minimum(stop, start + seq_len - self.extra)
         if self.special_ids and stage.pool:
-            longest = max(piece.stop - piece.start for (piece,) in rows) + self.extra
+            longest = int((stop - start).max()) + self.extra
             seq_len = min(-(-longest // curriculum.MULTIPLE) * curriculum.MULTIPLE, seq_len)
-        return Rows(rows, seq_len, stage, after)
+        return Chosen(Rows.of(np.stack((start, stop), axis=1)), seq_len, stage, after)
 
-    def packed_rows(self, clock: Clock) -> Rows:
-        """Full rows of packed pieces. A window keeps the stage that it began with."""
-        rows, longest, at = [], 0, clock
-        while len(rows) < self.rows_per_step:
+    def packed_rows(self, clock: Clock) -> Chosen:
+        """Full rows of packed pieces. A window keeps the stage that it began with.
+
+        The rows of a step come in an order in which equal shares of them are equal work.
+        """
+        parts, missing, longest, at = [], self.rows_per_step, 0, clock
+        while missing:
             if at.window_row == 0:
                 stage_start = self.stage_start(at, self.stage_at(clock.consumed_tokens))
                 at = at._replace(stage_start=stage_start, window_tokens=clock.consumed_tokens)
             window = self.window_at(at)
             longest = max(longest, window.stage.max_piece_len)
-            taken = window.rows[at.window_row : at.window_row + self.rows_per_step - len(rows)]
-            rows += taken
-            at = at._replace(window_row=at.window_row + len(taken))
-            if at.window_row == len(window.rows):
+            stop = min(at.window_row + missing, len(window.rows))
+            parts.append(window.rows.take(np.arange(at.window_row, stop)))
+            missing -= stop - at.window_row
+            at = at._replace(window_row=stop)
+            if stop == len(window.rows):
                 at = at._replace(samples_drawn=window.next_sample, window_row=0)
-        return Rows(rows, self.seq_len, window.stage._replace(max_piece_len=longest), at)
+        rows = Rows.join(parts)
+        work = rows.sums((rows.stop - rows.start + self.extra) ** 2)  # of attention
+        rows = rows.take(balanced(work))
+        return Chosen(rows, self.seq_len, window.stage._replace(max_piece_len=longest), at)
 
     def window_at(self, clock: Clock) -> Window:
         """The window that this clock stands in. The last one is kept: steps come in order."""
@@ -216,23 +218,22 @@ class Plan:
         """
         stage = self.stage_at(start.window_tokens)
         drawn = self.draw_samples(start, stage.pool, WINDOW_STEPS * self.rows_per_step)
-        samples = cut(drawn.spans, stage.max_piece_len - self.extra)
-        pieces = [piece for sample in samples for piece in sample]
-        lengths = [piece.stop - piece.start + self.extra for piece in pieces]
-        packed = packing.best_fit(lengths, self.seq_len)
-        rows = [[pieces[item] for item in row] for row in sorted(packed)]
-        return Window(start, rows, stage, drawn.next_sample)
+        pieces = cut(drawn.spans, stage.max_piece_len - self.extra)
+        lengths, most = pieces[:, 1] - pieces[:, 0] + self.extra, self.settings.pack.max_per_row
+        packs = packing.pack_lengths(lengths, self.seq_len, max_per_pack=most)
+        rows = Rows.of(pieces[packs.items], packs.offsets)
+        by_first = np.argsort(packs.items[packs.offsets[:-1]])
+        return Window(start, rows.take(by_first), stage, drawn.next_sample)
 
-    def batch(
-        self, step: int, rows: list[list[Piece]], seq_len: int, real: int
-    ) -> tuple[Batch, int]:
-        """This rank's rows as a Batch, and the targets of all ranks' rows."""
+    def batch(self, context: StepContext, rows: Rows, seq_len: int) -> tuple[Batch, int]:
+        """This rank's rows as a Batch, and the targets, or documents, of all ranks' rows."""
         share = len(rows) // self.runtime.world_size
-        mine = slice(self.runtime.rank * share, (self.runtime.rank + 1) * share)
-        if self.special_ids is None:
-            return collate(self.store, rows[mine], seq_len), real
-        batch = collate(self.store, rows, seq_len, self.special_ids)
-        random = np.random.default_rng(seed_of(self.settings.run.seed, "mask", step))
-        uniform = torch.from_numpy(random.random((len(rows), seq_len)))
-        batch = mask_tokens(batch, uniform, self.special_ids)
-        return batch.rows(mine), int((batch.targets >= 0).sum())
+        mine = np.arange(self.runtime.rank * share, (self.runtime.rank + 1) * share)
+        batch = collate(self.store, rows.take(mine), seq_len, self.special_ids)
+        length = rows.stop - rows.start
+        targets = length - rows.seen
+        if self.special_ids:
+            bits = context.bits("mask", ("which", "what"), torch.from_numpy(mine), seq_len)
+            batch, targets = mask_tokens(batch, bits, self.special_ids), masked_tokens(length)
+        per_document = self.settings.optim.loss_per == "document"
+        return batch, len(targets) if per_document else int(targets.sum())

@@ -34,7 +34,7 @@ from tqdm import tqdm
 
 import config
 import sample
-from data import Batch, SpecialIds
+from data import Batch, SpecialIds, shares_of_documents
 from evaluate import Evaluation
 from model import RunBlock, Transformer, run_plain, run_recomputed
 from plan import Plan, Step
@@ -252,10 +252,13 @@ class Trainer:
                 torch.manual_seed(seed_of(*key))
             if runtime.world_size > 1:  # DDP sums gradients over ranks once, with the last part
                 self.wrapped.require_backward_grad_sync = part.stop >= rows
-            batch = laid_out(s, step.batch.rows(part)).to(runtime.device)
+            batch, shares = laid_out(s, step.batch.rows(part)), None
+            if s.optim.loss_per == "document":
+                shares = shares_of_documents(batch).to(runtime.device)
+            batch = batch.to(runtime.device)
             run_block = self.run_block(s, step.context, runtime.rank * rows + first, batch)
             with runtime.autocast():
-                loss = self.wrapped(batch, run_block=run_block)
+                loss = self.wrapped(batch, run_block=run_block, shares=shares)
             scale = runtime.world_size / max(step.targets, 1)  # DDP's mean over ranks made a sum
             self.optimizers.scaler.scale(loss * scale).backward()
             total += loss.detach()

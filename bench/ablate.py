@@ -69,6 +69,7 @@ ROWS = {
 }
 # Pieces of documents, packed, to be compared with pack.
 PIECES = {
+    "padded": "--pack --pack-max-per-row 1",
     "pack seqlen": "--pack --curriculum seqlen",
     "pack seqlen-128": "--pack --curriculum seqlen --curriculum-start 128",
     "pack length": "--pack --curriculum length",

@@ -81,6 +81,10 @@ if ! without "bench/kernels.py" numpy tqdm; then
     part 70 "bench/kernels.py" "$python" bench/kernels.py --device cuda --record
 fi
 
+if ! without "bench/attention.py" numpy tqdm regex tiktoken triton a-C-compiler; then
+    part 90 "bench/attention.py" "$python" bench/attention.py --device cuda --record
+fi
+
 variants=(--variants plain packed "keep 3/4" "keep 1/2" "keep 1/4")
 case " $* " in *" --nanogpt "* | *" --variants "*) variants=() ;; esac
 if ! without "bench/step.py" numpy tqdm regex tiktoken; then

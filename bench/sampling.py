@@ -35,10 +35,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 import plan
 from curriculum import Curriculum, CurriculumConfig, Stage, parse_metrics
-from data import Samples
 from difficulty import fingerprint, opened
 from support.rng import shuffled
 from support.runtime import exit_cleanly
+from support.samples import Samples
 from support.token_store import Store
 
 BATCH = 1024  # samples of a global batch

@@ -2,8 +2,9 @@
 
 A step is forward, backward, clipping and the optimizer, on one batch of random tokens; nothing is
 read or logged. The variants take turns, each in a process of its own (bench/turns.py). A ratio is
-the median of the ratios within a turn, not a ratio of medians. For dropped tokens it is printed
-beside the ratio that the step's FLOPs predict, and which share of that saving was had.
+the median of the ratios within a turn, not a ratio of medians. For dropped tokens and for packed
+rows it is printed beside the ratio that the step's FLOPs predict, and which share of that saving
+was had; a token of a packed row attends to its own document alone.
 
 On a GPU the peak of torch's memory within a step is told too, and for dropped tokens the peak that
 would follow if all but weights and optimizer scaled with the tokens that the layers see. All
@@ -36,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 import config
 from data import Batch
+from kernels.packed_attention import bounds
 from model import Size, Transformer, flops_of_row
 from plan import Step
 from support import runtime
@@ -75,6 +77,7 @@ class Variant(NamedTuple):
     pos: str | None = None  # as in the case
     gelu: str | None = None  # as in the model
     packed: bool = False
+    piece_len: int | None = None  # of each document of a packed row; None: random lengths
     kept_share: float = 1.0
 
 
@@ -84,6 +87,7 @@ VARIANTS = {
     "AdamW, exact GELU": Variant("nanoGPT", "adamw", "learned", "none"),
     "Muon": Variant("nanoGPT", "muon", "learned", "none"),
     "packed": Variant("plain", packed=True),
+    "packed, 64": Variant("plain", packed=True, piece_len=64),
     "keep 3/4": Variant("plain", kept_share=3 / 4),
     "keep 1/2": Variant("plain", kept_share=1 / 2),
     "keep 1/4": Variant("plain", kept_share=1 / 4),
@@ -105,20 +109,24 @@ def settings_of(case: Case, variant: Variant, device: str, compiled: bool) -> co
     return config.build(config.parse((flags + " --compile" * compiled).split()))
 
 
-def draw_documents(B: int, T: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Positions and doc_ids (B, T) of full rows of about five documents each, of random lengths."""
+def draw_documents(
+    B: int, T: int, generator: torch.Generator, piece_len: int | None
+) -> tuple[Tensor, Tensor]:
+    """Positions and doc_ids (B, T) of full rows of about five documents each, or of equal ones."""
+    index = torch.arange(T).expand(B, T)
+    if piece_len:
+        return index % piece_len, index // piece_len
     starts = torch.rand(B, T, generator=generator) < 4 / T
     starts[:, 0] = True
-    index = torch.arange(T).expand(B, T)
     positions = index - torch.where(starts, index, 0).cummax(dim=1).values
     return positions, starts.cumsum(dim=1) - 1
 
 
-def batch_of(case: Case, packed: bool) -> Batch:
+def batch_of(case: Case, packed: bool, piece_len: int | None = None) -> Batch:
     generator = torch.Generator().manual_seed(0)
     B, T = case.rows, case.shape.seq_len
     tokens, targets = torch.randint(case.vocab_size, (2, B, T), generator=generator)  # (B, T) each
-    documents = draw_documents(B, T, generator) if packed else (None, None)
+    documents = draw_documents(B, T, generator, piece_len) if packed else (None, None)
     return Batch(tokens, targets, *documents)
 
 
@@ -137,7 +145,7 @@ def build_ours(case: Case, variant: Variant, device: str, compiled: bool) -> Cal
     settings = settings_of(case, variant, device, compiled)
     model = model_of(settings, case, variant.gelu)
     trainer = assemble(settings, model, here, case.rows)
-    return step_of(trainer, batch_of(case, variant.packed))
+    return step_of(trainer, batch_of(case, variant.packed, variant.piece_len))
 
 
 def step_of(trainer: Trainer, batch: Batch) -> Callable:
@@ -151,6 +159,8 @@ def step_of(trainer: Trainer, batch: Batch) -> Callable:
         max_piece_len=T,
         kept_tokens=T,
         padding_share=0.0,
+        pieces=len(batch.tokens),
+        attention_share=1.0,
         stage={},
         note="",
         before=Clock(consumed_tokens=half),
@@ -179,6 +189,11 @@ def flops_of(case: Case, variant: Variant, device: str) -> int:
     shape = config.transformer_config(settings, case.vocab_size)
     tokens = tokens_seen(settings)
     flops = case.rows * flops_of_row(shape, tokens, case.shape.seq_len)
+    if variant.packed:
+        start, end = bounds(batch_of(case, True, variant.piece_len).doc_ids)
+        seen = (end - start).sum().item() / case.rows  # of T * T
+        unseen = case.shape.seq_len**2 - seen
+        flops -= int(case.rows * shape.layers * 6 * shape.width * unseen)
     if variant.optimizer == "muon":
         flops += shape.layers * flops_of_orthogonalising(shape.width, shape.mlp_width, device)
     return flops
@@ -227,7 +242,8 @@ def summarise(taken: dict[str, list[Taken]], case: Case, device: str) -> dict[st
         if name in VARIANTS:
             flops = flops_of(case, VARIANTS[name], device)
             figures[name]["gflop"] = round(flops / 1e9, 2)
-            if VARIANTS[name].kept_share < 1 and reference in seconds:
+            costs_less = VARIANTS[name].kept_share < 1 or VARIANTS[name].packed
+            if costs_less and reference in seconds:
                 predicted = flops / flops_of(case, VARIANTS[reference], device)
                 had = (1 - figures[name]["ratio"][1]) / (1 - predicted)
                 figures[name] |= {"predicted": round(predicted, 4), "saving_had": round(had, 3)}

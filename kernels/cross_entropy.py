@@ -18,10 +18,18 @@ IGNORE = -100  # a target that counts for nothing: padding, or a token that BERT
 IMPLS = ("auto", "reference", "chunked")
 
 
-def reference(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+def reference(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    shares: Tensor | None = None,
+) -> Tensor:
     """The definition. With V = 50,304 and N = 32,768 it holds three arrays of 6 GB."""
     logits = F.linear(x, weight, bias)  # (N, V)
-    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    if shares is None:
+        return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="sum")
+    return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none") @ shares
 
 
 class LinearCrossEntropy(torch.autograd.Function):
@@ -40,6 +48,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
+        shares: Tensor | None,
         grads: bool,
     ) -> Tensor:
         N, V = len(x), len(weight)
@@ -58,6 +67,8 @@ class LinearCrossEntropy(torch.autograd.Function):
                 if bias is not None:
                     logits += bias
                 counts = target != IGNORE  # (chunk, 1)
+                if shares is not None:
+                    counts = counts * shares[rows, None].to(exact)
                 target = target.clamp(min=0)
                 top = logits.amax(1, keepdim=True)
                 score = logits.gather(1, target) - top
@@ -89,7 +100,7 @@ class LinearCrossEntropy(torch.autograd.Function):
                 " call linear_cross_entropy with impl='reference'"
             )
         grads = (None if d is None else d * dloss.to(d.dtype) for d in ctx.saved_tensors)
-        return *grads, None, None
+        return *grads, None, None, None
 
 
 def chunk_rows(V: int, device: str) -> int:
@@ -99,7 +110,12 @@ def chunk_rows(V: int, device: str) -> int:
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, impl: str = "auto"
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    impl: str = "auto",
+    shares: Tensor | None = None,
 ) -> Tensor:
     """Sum the cross-entropy, in nats, of the logits x @ weight.T + bias over the targets.
 
@@ -107,6 +123,7 @@ def linear_cross_entropy(
              weight  (V, C) float
              bias    (V,) float, or None
              targets (N,) int64; a row whose target is IGNORE counts for nothing
+             shares  (N,) float: what each target counts; None for 1
              impl    auto | reference | chunked; auto takes the chunked form on every device: it
                      needs less memory, and on a CPU less time (results/kernels.jsonl)
     Returns: scalar; of the chunked form float32, unless x is float64
@@ -117,5 +134,5 @@ def linear_cross_entropy(
     if impl not in IMPLS:
         raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
     if impl == "reference":
-        return reference(x, weight, bias, targets)
-    return LinearCrossEntropy.apply(x, weight, bias, targets, torch.is_grad_enabled())
+        return reference(x, weight, bias, targets, shares)
+    return LinearCrossEntropy.apply(x, weight, bias, targets, shares, torch.is_grad_enabled())

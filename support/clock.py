@@ -80,6 +80,29 @@ def effective_tokens(rows: np.ndarray, repeated: np.ndarray, tokens_by_layer: li
     )
 
 
+def advanced(
+    clock: Clock,
+    filled: np.ndarray,
+    repeated: np.ndarray,
+    tokens_by_layer: list[int],
+    positions: int,
+    pieces: int,
+) -> Clock:
+    """The clock after one more step; where the next samples come from is not touched.
+
+    Args: filled, repeated, tokens_by_layer as of `effective_tokens`
+          positions, pieces                 of all rows together
+    """
+    return clock._replace(
+        step=clock.step + 1,
+        consumed_tokens=clock.consumed_tokens + effective_tokens(filled, repeated, tokens_by_layer),
+        real_tokens=clock.real_tokens + int(filled.sum() - repeated.sum()),
+        layer_tokens=clock.layer_tokens + len(filled) * sum(tokens_by_layer),
+        positions=clock.positions + positions,
+        pieces=clock.pieces + pieces,
+    )
+
+
 def due(every: int, before: Clock, after: Clock, last: bool = False) -> bool:
     """Whether a step went past a multiple of `every` tokens, or is the last; never if it is 0."""
     if every == 0:

@@ -42,6 +42,9 @@ class OptimConfig:
     weight_decay: float = flag(0.1, "decay of matrices and embeddings", least=0)
     beta1: float = flag(0.9, "AdamW's first-moment decay", least=0, below=1)
     beta2: float = flag(0.95, "AdamW's second-moment decay", least=0, below=1)
+    loss_per: str = flag(
+        "token", "what has equal weight in the loss of a step", ("token", "document")
+    )
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0 for none", least=0)
 
 

@@ -5,6 +5,7 @@ from typing import Any
 
 from tqdm import tqdm
 
+from kernels.packed_attention import IMPLS
 from support.clock import Clock
 from support.run import Run
 from support.token_store import Store
@@ -16,6 +17,10 @@ def announce(run: Run, store: Store, batches: str) -> None:
     parameters = sum(p.numel() for p in run.model.parameters())
     say(f"{m.model} {m.size}: {parameters / 1e6:.2f} M parameters, {run.runtime.why}")
     say(f"batches: {batches}")
+    if run.settings.pack.on or m.model == "bert":
+        with run.runtime.autocast():
+            impl = run.model.attention_impl()
+        say(f"attention: {impl}, {IMPLS[impl]}")
     say(f"data: {store.train_tokens} training tokens in {store.path}; run: {run.folder}")
     if run.resumed_from:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
@@ -66,6 +71,8 @@ def log_step(run: Run, step: Any, done: Any, ms: float, data_ms: float) -> None:
         max_piece_len=step.max_piece_len,
         kept_tokens=step.kept_tokens,
         padding_share=round(step.padding_share, 6),
+        pieces=step.pieces,
+        attention_share=round(step.attention_share, 6),
         **step.stage,
         ms=round(ms, 2),
         data_ms=round(data_ms, 2),

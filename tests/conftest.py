@@ -17,9 +17,9 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 import curriculum
-import data
 import train
 from prepare import prepare
+from support.samples import samples_of
 from support.tokenizer import get_encoding
 
 TINY = Path(__file__).parents[1] / "corpus" / "pd-tiny.jsonl.gz"
@@ -41,7 +41,7 @@ def store_dir(tmp_path_factory):
 @pytest.fixture
 def new_process():
     """A process opens a store and a user's file once; here one path may hold several."""
-    data.open_samples.cache_clear()
+    samples_of.cache_clear()
     curriculum.load_function.cache_clear()
 
 

@@ -11,10 +11,10 @@ import numpy as np
 import torch
 
 import analyze
-import data
 import difficulty
 from difficulty import DifficultyIndex, fingerprint
 from support.runtime import Runtime
+from support.samples import samples_of
 from support.token_store import FORMAT
 
 ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
@@ -46,7 +46,7 @@ def many_documents(count=40):
 
 
 def opener(store, kind="pieces", seq_len=8):
-    return partial(data.open_samples, str(store), kind, seq_len)
+    return partial(samples_of, str(store), kind, seq_len)
 
 
 def analyzed(folder, open_samples, names=("rarity",), ranks=ONE, workers=1):

@@ -37,10 +37,10 @@ from small_stores import (
 )
 
 import analyze
-import data
 import difficulty
 from difficulty import DifficultyIndex, fingerprint
 from support import describe, sorted_runs
+from support.samples import KINDS
 from support.token_store import Store
 
 ROOT = Path(__file__).parents[1]
@@ -91,7 +91,7 @@ def texts_of(store, kind, seq_len):
     return [text[i : i + seq_len] for text in documents for i in range(0, len(text), seq_len)]
 
 
-@pytest.mark.parametrize("kind", data.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("corpus", ["by hand", "real"])
 def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, kind, corpus):
     path, seq_len = (store, 8) if corpus == "by hand" else (store_dir, 256)
@@ -125,7 +125,7 @@ def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, 
 # ---- analysis: shards, workers and ranks do not matter
 
 
-@pytest.mark.parametrize("kind", data.KINDS)
+@pytest.mark.parametrize("kind", KINDS)
 def test_shards_blocks_and_merges_do_not_matter(store, tmp_path, monkeypatch, request, kind):
     open_samples = opener(store, kind)
     whole = analyzed(tmp_path / "whole", open_samples, ALL)

@@ -31,8 +31,14 @@ ALLOWED_IN = {
     "model": {"torch", "kernels"},
 }
 FIRST_PARTY_IN_SUPPORT = {"support", "model", "kernels"}
-SHARED_BY_TECHNIQUES = {"support.pacing"}  # pure functions without imports of ours
-COMMAND_OF_A_TECHNIQUE = {"support.runtime", "support.figures", "support.costs"}
+# Pure functions that import nothing of the trainer's.
+SHARED_BY_TECHNIQUES = {"support.pacing", "support.cutting_stock", "support.packs"}
+COMMAND_OF_A_TECHNIQUE = {
+    "support.runtime",
+    "support.figures",
+    "support.costs",
+    "support.packing_table",
+}
 LATE = {"packing": {"scipy"}}  # extras of pyproject.toml, imported by the function that needs them
 REPLACED = {  # Hugging Face's libraries: this project does without them
     "transformers",

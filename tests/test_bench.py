@@ -70,7 +70,7 @@ def test_on_a_gpu_what_is_compared_with_nanogpt_runs_by_itself(bench):
     variants = dict.fromkeys(["nanoGPT", *step.VARIANTS], ())
     assert step.groups_of(variants, "cpu") == [variants]
     ours, theirs = step.groups_of(variants, "cuda")
-    assert list(ours) == ["plain", "packed", "keep 3/4", "keep 1/2", "keep 1/4"]
+    assert list(ours) == ["plain", "packed", "packed, 64", "keep 3/4", "keep 1/2", "keep 1/4"]
     assert list(theirs) == ["nanoGPT", "AdamW", "AdamW, exact GELU", "Muon"]
     assert step.groups_of(ours, "cuda") == [ours]
 
@@ -146,7 +146,7 @@ def test_with_a_gpu_everything_that_needs_one_is_run(gpu_sh):
     assert all("--variants plain packed keep 3/4" in line for line in steps)
     assert all("--device cuda --record" in line for line in ran[1:])
     assert {line.split()[0] for line in ran[1:]} == {
-        "bench/kernels.py", "bench/step.py", "bench/gather_scatter.py"
+        "bench/kernels.py", "bench/attention.py", "bench/step.py", "bench/gather_scatter.py"
     }  # fmt: skip
     _, ran = gpu_sh("--nanogpt", "there")
     assert all("--record --nanogpt there" in line for line in ran if "bench/step.py" in line)
@@ -155,10 +155,10 @@ def test_with_a_gpu_everything_that_needs_one_is_run(gpu_sh):
 @pytest.mark.parametrize(
     ("missing", "reasons", "stays"),
     [
-        ("pytest", ["tests: skipped, pytest is missing"], 9),
+        ("pytest", ["tests: skipped, pytest is missing"], 10),
         ("triton", ["bench/step.py --compile: skipped, triton is missing"], 7),
         ("tiktoken", ["tests: skipped, tiktoken", "bench/step.py: skipped, tiktoken"], 3),
-        ("hypothesis", [], 10),
+        ("hypothesis", [], 11),
         ("numpy", ["tests: skipped", "kernels.py: skipped", "gather_scatter.py: skipped"], 0),
     ],
 )
@@ -180,7 +180,7 @@ def test_without_a_c_compiler_nothing_of_triton_is_run(gpu_sh, tmp_path):
 
 def test_a_part_that_fails_or_takes_too_long_does_not_end_the_others(gpu_sh):
     done, ran = gpu_sh(FAKE_FAILS="kernels.py")
-    assert done.returncode == 1 and len(ran) == 10
+    assert done.returncode == 1 and len(ran) == 11
     assert "bench/kernels.py: failed with status 1" in done.stderr
     done, ran = gpu_sh(FAKE_SLOW="kernels.py", GPU_SECONDS="12")
     assert done.returncode == 1 and len(ran) == 2
@@ -256,6 +256,9 @@ def test_a_step_that_drops_tokens_has_the_flops_of_its_layers(bench, size):
     case = step.CASES[size]
     flops = {name: step.flops_of(case, step.VARIANTS[name], "cpu") for name in step.VARIANTS}
     assert flops["keep 1/4"] < flops["keep 1/2"] < flops["keep 3/4"] < flops["plain"]
-    assert flops["AdamW"] < flops["plain"] == flops["packed"]
+    assert max(flops["AdamW"], flops["packed"]) < flops["plain"]
+    T = case.shape.seq_len
+    attention = case.rows * case.shape.layers * 6 * case.shape.width * T * T
+    assert flops["plain"] - flops["packed, 64"] == attention * (T - 64) // T
     quarter, half = (flops["plain"] - flops[f"keep {name}"] for name in ("1/4", "1/2"))
     assert half < quarter < 2 * half, "attention falls with the square"

@@ -4,6 +4,7 @@ import json
 import math
 import re
 from fractions import Fraction
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -417,21 +418,28 @@ def test_a_curriculum_only_widens_and_ends_with_everything():
 # ---- reshape
 
 
+def parts_of(reshaped):
+    """Of each row, the parts in it: (start, stop, seen)."""
+    parts = [(*span, seen) for span, seen in zip(reshaped.spans, reshaped.seen, strict=True)]
+    return [parts[a:b] for a, b in pairwise(reshaped.first)]
+
+
 def test_reshape_worked_examples():
     tail = reshape(np.array([[0, 10]]), 10, 4)
-    assert tail == (4, [[(0, 4, 0)], [(4, 8, 0)], [(6, 10, 2)]])
+    assert tail.seq_len == 4 and parts_of(tail) == [[(0, 4, 0)], [(4, 8, 0)], [(6, 10, 2)]]
     even = reshape(np.array([[0, 256], [300, 556]]), 256, 128)
-    assert even == (128, [[(0, 128, 0)], [(128, 256, 0)], [(300, 428, 0)], [(428, 556, 0)]])
-    assert reshape(np.array([[0, 256]]), 256, 248)[0] == 128, "not one long and one short"
+    assert even.seq_len == 128
+    assert parts_of(even) == [[(0, 128, 0)], [(128, 256, 0)], [(300, 428, 0)], [(428, 556, 0)]]
+    assert reshape(np.array([[0, 256]]), 256, 248).seq_len == 128, "not one long and one short"
     short = reshape(np.array([[0, 5]]), 16, 8)  # the stream's last sample
-    assert short == (8, [[(0, 5, 0)], []])
+    assert short.seq_len == 8 and parts_of(short) == [[(0, 5, 0)], []]
 
 
 def test_reshaped_rows_get_longer_by_stairs():
     """As short as their number allows: two rows of 512 at every limit from 512 to 1,016."""
 
     def lengths(seq_len, limits):
-        return [reshape(np.array([[0, seq_len]]), seq_len, limit)[0] for limit in limits]
+        return [reshape(np.array([[0, seq_len]]), seq_len, limit).seq_len for limit in limits]
 
     assert set(lengths(1024, range(512, 1017, 8))) == {512}
     assert lengths(1024, (504, 1024)) == [344, 1024]
@@ -442,12 +450,13 @@ def test_reshaped_rows_get_longer_by_stairs():
 @given(st.integers(8, 600), st.integers(1, 600), st.integers(1, 600))
 def test_reshape_loses_nothing_and_predicts_nothing_twice(seq_len, limit, size):
     limit, size = min(limit, seq_len), min(size, seq_len)
-    length, rows = reshape(np.array([[1000, 1000 + size]]), seq_len, limit)
+    reshaped = reshape(np.array([[1000, 1000 + size]]), seq_len, limit)
+    length, rows = reshaped.seq_len, parts_of(reshaped)
     assert length <= limit
     predicted = [t for row in rows for start, stop, seen in row for t in range(start + seen, stop)]
     assert predicted == list(range(1000, 1000 + size))
     assert all(1000 <= start and stop - start <= length for row in rows for start, stop, _ in row)
-    assert len(rows) == len(reshape(np.array([[0, seq_len]]), seq_len, limit)[1])
+    assert len(rows) == len(reshape(np.array([[0, seq_len]]), seq_len, limit).first) - 1
     if size == seq_len:
         assert all(stop - start == length for row in rows for start, stop, _ in row)
         assert len(rows) * length < seq_len + 8 * len(rows) or length == limit

@@ -1,19 +1,24 @@
-"""How a batch comes about: samples, their spans, rows laid out, BERT's masks."""
+"""How a batch comes about: rows laid out, BERT's masks."""
 
-import errno
-import shutil
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
-import data
-from data import Piece, Samples, SpecialIds, collate, cut, mask_tokens
+from data import (
+    Batch,
+    Rows,
+    SpecialIds,
+    collate,
+    mask_tokens,
+    masked_tokens,
+    shares_of_documents,
+)
 from kernels.cross_entropy import IGNORE
-from support import atomic
 from support.token_store import Store
 from support.tokenizer import get_encoding
 
@@ -21,18 +26,10 @@ SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
 END = 256
 
 
-@pytest.fixture(scope="module")
-def store(store_dir):
-    return Store.open(store_dir)
-
-
-def spans_of(samples, ids):
-    return [tuple(span) for span in samples.spans(np.array(ids))]
-
-
 def rows_of(*rows):
-    """[[(0, 2), (5, 6)]] as rows of pieces."""
-    return [[Piece(start=start, stop=stop) for start, stop in row] for row in rows]
+    """[(0, 2), (5, 6)] and others as rows of pieces."""
+    pieces = [piece for row in rows for piece in row]
+    return Rows.of(np.array(pieces, np.int64).reshape(-1, 2), np.cumsum([0, *map(len, rows)]))
 
 
 # Documents of 5, 1 and 3 tokens (end-of-text counted), the last one held out.
@@ -46,78 +43,6 @@ TOY = Store(
 )
 
 
-def test_samples_worked_example():
-    assert spans_of(Samples(TOY, "pieces", 2), [0, 1, 2, 3]) == [(0, 2), (2, 4), (4, 5), (5, 6)]
-    assert spans_of(Samples(TOY, "rows", 4), [0, 1]) == [(0, 4), (4, 6)]
-    assert spans_of(Samples(TOY, "pieces", 2, split="val"), [0, 1]) == [(6, 8), (8, 9)]
-    bert = Samples(TOY, "bert", 5)  # the second document is empty without its end-of-text
-    assert bert.max_piece_len == 3 and len(bert) == 2
-    assert spans_of(bert, [0, 1]) == [(0, 3), (3, 4)]
-
-
-@pytest.fixture
-def large(store_dir, tmp_path, monkeypatch):
-    """A store of its own that counts as a large one, whose documents are cut 7 at a time."""
-    monkeypatch.setattr(data, "IN_MEMORY", 0)
-    monkeypatch.setattr(data, "DOCUMENTS_AT_ONCE", 7)
-    analyses = shutil.ignore_patterns("curriculum")  # of other tests' runs on the shared store
-    return Store.open(shutil.copytree(store_dir, tmp_path / "large", ignore=analyses))
-
-
-@pytest.mark.parametrize("kind", ["pieces", "bert"])
-@pytest.mark.parametrize("split", ["train", "val"])
-def test_samples_of_a_large_store_are_those_of_a_small_one(store, large, split, kind, monkeypatch):
-    n, expected = store.train_documents, []
-    edges = store.offsets.tolist()
-    bert = kind == "bert"
-    for start, stop in pairwise(edges[: n + 1] if split == "train" else edges[n:]):
-        stop -= bert
-        expected += [(a, min(a + 30, stop)) for a in range(start, stop, 30)]
-    for where, most in ((large, 0), (large, 0), (store, 1 << 20)):  # a file made, found, and none
-        monkeypatch.setattr(data, "IN_MEMORY", most)
-        samples = Samples(where, kind, 30 + 2 * bert, split)
-        assert spans_of(samples, range(len(samples))) == expected
-    (file,) = large.path.glob("*.spans")
-    assert file.stat().st_size == 16 * len(expected)
-
-
-def test_the_table_of_a_large_store_is_made_once_and_mapped(large):
-    file = large.path / f"train-30-{large.meta['sha256']['documents.idx'][:16]}.spans"
-    file.with_name(f".{file.name}.tmp").write_bytes(b"of a process that was killed")
-    Samples(large, "pieces", 30)
-    made = file.stat().st_mtime_ns
-    table = Samples(large, "pieces", 30).table
-    assert file.stat().st_mtime_ns == made and not list(large.path.glob(".*.tmp"))
-    while not isinstance(table, np.memmap):
-        table = table.base
-    assert table.filename == file
-    assert len(list(large.path.iterdir())) == 4, "three files of the store, and this one"
-    for kind, seq_len, split in (
-        ("bert", 32, "train"),
-        ("pieces", 31, "train"),
-        ("pieces", 30, "val"),
-    ):
-        Samples(large, kind, seq_len, split)
-    assert len(list(large.path.glob("*.spans"))) == 4, "each kind of samples has its own"
-
-
-def test_a_large_store_that_nobody_may_write_into_is_cut_in_memory(large, monkeypatch):
-    monkeypatch.setattr(data.os, "access", lambda path, mode: False)
-    assert len(Samples(large, "pieces", 30)) > 400
-    assert not list(large.path.glob("*.spans"))
-
-
-def test_a_table_that_does_not_fit_on_the_disk_leaves_nothing(large, monkeypatch):
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(atomic.os, "fsync", full)
-    said = rf"{large.path}/train-30-\w+\.spans: not written: No space left on device$"
-    with pytest.raises(ValueError, match=said):
-        Samples(large, "pieces", 30)
-    assert len(list(large.path.iterdir())) == 3
-
-
 def test_collate_worked_example():
     batch = collate(TOY, rows_of([(0, 2), (5, 6)], [(2, 5)]), 4)
     assert batch.tokens.tolist() == [[END, 1, END, END], [2, 3, 4, END]]
@@ -127,7 +52,7 @@ def test_collate_worked_example():
 
 
 def test_what_was_a_target_before_is_context_only():
-    batch = collate(TOY, [[Piece(start=1, stop=5, seen=3)]], 4)
+    batch = collate(TOY, Rows.of(np.array([[1, 5]]), seen=3), 4)
     assert batch.tokens.tolist() == [[1, 2, 3, 4]]
     assert batch.targets.tolist() == [[IGNORE, IGNORE, IGNORE, END]]
 
@@ -152,26 +77,97 @@ def test_collate_refuses_a_token_outside_the_vocabulary():
         collate(damaged, rows_of([(0, 4)]), 4)
 
 
-def test_cut():
-    assert cut(np.array([[0, 5], [7, 8]]), 2) == rows_of([(0, 2), (2, 4), (4, 5)], [(7, 8)])
+rows = st.lists(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 4)), max_size=3), min_size=1)
+
+
+@given(rows, st.booleans())
+def test_rows_are_laid_out_piece_by_piece(drawn, bert):
+    """Against the definition, token by token; rows without a piece and short rows among them."""
+    laid = [[(a, min(a + n, 9)) for a, n in row if a < 9] for row in drawn]
+    special_ids = SPECIAL_IDS if bert else None
+    batch = collate(TOY, rows_of(*laid), 18, special_ids).with_documents()
+    for r, row in enumerate(laid):
+        expected = []  # token, target, position, document
+        for number, (start, stop) in enumerate(row):
+            text = TOY.tokens[start:stop].tolist()
+            if bert:
+                tokens = [SPECIAL_IDS.cls, *text, SPECIAL_IDS.sep]
+                targets = [IGNORE, *text, IGNORE]
+            else:
+                tokens = [int(TOY.tokens[start - 1]) if start else END, *text[:-1]]
+                targets = text
+            expected += zip(tokens, targets, range(len(tokens)), [number] * 6, strict=False)
+        expected += [(END, IGNORE, 0, -1)] * (18 - len(expected))
+        assert [tuple(column) for column in zip(*(f[r].tolist() for f in batch), strict=True)] == (
+            expected
+        )
+
+
+@given(rows)
+def test_rows_are_taken_and_joined(drawn):
+    drawn = [[(a, a + n) for a, n in row] for row in drawn]
+    all_rows = rows_of(*drawn)
+    numbers = np.arange(len(drawn))[::-1]
+    assert pieces_of(all_rows) == drawn
+    assert pieces_of(all_rows.take(numbers)) == drawn[::-1]
+    assert pieces_of(Rows.join([all_rows, all_rows.take(numbers[:1])])) == [*drawn, drawn[-1]]
+    sums = [sum(stop - start for start, stop in row) for row in drawn]
+    assert all_rows.sums(all_rows.stop - all_rows.start).tolist() == sums
+
+
+def pieces_of(rows):
+    spans = list(zip(rows.start.tolist(), rows.stop.tolist(), strict=True))
+    return [spans[a:b] for a, b in zip(rows.first, rows.first[1:], strict=False)]
+
+
+def random_bits(*shape):
+    return torch.randint(0, 2**63 - 1, (2, *shape), generator=torch.Generator().manual_seed(0))
 
 
 def test_masking_of_bert():
     T = 100_000
     tokens = torch.randint(0, 256, (1, T), generator=torch.Generator().manual_seed(0))
-    batch = collate(TOY, rows_of([(0, 2)]), 4, SPECIAL_IDS)._replace(
-        tokens=tokens, targets=tokens.clone()
-    )
-    batch.targets[0, :1000] = IGNORE  # a special_ids: never masked
-    choice = torch.from_numpy(np.random.default_rng(0).random((1, T)))
-    masked = mask_tokens(batch, choice, SPECIAL_IDS)
+    batch = Batch(tokens, tokens.clone(), None, None)
+    batch.targets[0, :1000] = IGNORE  # [CLS] and the like: never masked
+    masked = mask_tokens(batch, random_bits(1, T), SPECIAL_IDS)
     chosen = masked.targets != IGNORE
     assert not chosen[0, :1000].any()
     assert torch.equal(masked.tokens[~chosen], tokens[~chosen])
-    share = chosen[0, 1000:].float().mean().item()
-    assert abs(share - 0.15) < 5 * (0.15 * 0.85 / 99_000) ** 0.5
+    assert torch.equal(masked.targets[chosen], tokens[chosen])
+    assert chosen.sum() == 0.15 * 99_000
     hidden = (masked.tokens[chosen] == SPECIAL_IDS.mask).float().mean().item()
     same = (masked.tokens[chosen] == tokens[chosen]).float().mean().item()
     assert abs(hidden - 0.8) < 0.02 and abs(same - 0.1 - 0.1 / 256) < 0.015
-    other = masked.tokens[chosen & (masked.tokens != SPECIAL_IDS.mask) & (masked.tokens != tokens)]
-    assert other.max() < 256 and len(other.unique()) > 200
+    where = chosen[0, 1000:].view(99, 1000).sum(1).float()
+    assert (where - 150).abs().max() < 5 * (1000 * 0.15 * 0.85) ** 0.5, "all along the row"
+
+
+def test_every_document_of_a_row_is_masked_for_itself():
+    """As many tokens of each as if it were alone, and the very same ones for the same bits."""
+    lengths = [1, 3, 4, 17, 40]
+    doc_ids = torch.tensor(
+        [n for n, length in enumerate(lengths) for _ in range(length)] + [-1] * 3
+    )
+    tokens = torch.arange(len(doc_ids)) % 256
+    targets = torch.where(doc_ids < 0, IGNORE, tokens)
+    fields = [field[None] for field in (tokens, targets, tokens, doc_ids)]
+    bits = random_bits(1, len(doc_ids))
+    packed = mask_tokens(Batch(*fields), bits, SPECIAL_IDS)
+    counts = [int((packed.targets[0, doc_ids == n] >= 0).sum()) for n in range(5)]
+    assert counts == [1, 1, 1, 3, 6] == masked_tokens(np.array(lengths)).tolist()
+    for n in range(5):
+        part = doc_ids == n
+        alone = Batch(*(field[:, part] for field in fields))
+        alone = mask_tokens(alone, bits[:, :, part], SPECIAL_IDS)
+        assert torch.equal(alone.tokens, packed.tokens[:, part])
+        assert torch.equal(alone.targets, packed.targets[:, part])
+
+
+def test_every_document_counts_as_one():
+    """Documents of two targets and of one in the first row, of three in the second."""
+    batch = collate(TOY, rows_of([(0, 2), (5, 6)], [(2, 5)]), 4)
+    third = 1 / 3
+    expected = torch.tensor([[0.5, 0.5, 1, 0], [third, third, third, 0]])
+    assert torch.equal(shares_of_documents(batch), expected)
+    whole = collate(TOY, rows_of([(0, 4)]), 4)
+    assert torch.equal(shares_of_documents(whole), torch.full((1, 4), 0.25))

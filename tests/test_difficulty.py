@@ -25,10 +25,10 @@ from small_stores import (
 
 import analyze
 import curriculum
-import data
 import difficulty
 import prepare
 from difficulty import fingerprint
+from support import samples as spans
 from support.tokenizer import get_encoding
 
 pytestmark = pytest.mark.usefixtures("new_process")
@@ -102,7 +102,7 @@ KINDS = {  # of samples that a metric can tell apart
 }
 
 
-@pytest.mark.parametrize("kind", data.KINDS)
+@pytest.mark.parametrize("kind", spans.KINDS)
 @pytest.mark.parametrize("name", KINDS)
 def test_a_metric_is_refused_where_it_says_nothing(name, kind):
     if kind in KINDS[name]:
@@ -160,7 +160,7 @@ def test_a_store_prepared_again_at_the_same_path_is_refused(tmp_path):
     for text in ("one text", "two text"):
         (tmp_path / "text").write_text(text)
         prepare.prepare([tmp_path / "text"], store, get_encoding("bytes"), "bytes", holdout=0)
-        data.open_samples.cache_clear()
+        spans.samples_of.cache_clear()
         if text == "one text":
             analyze.ready(opener(store)(), ["rarity"], kept, ONE)
             shutil.rmtree(store)

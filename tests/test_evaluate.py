@@ -4,6 +4,7 @@ import math
 import re
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -68,11 +69,10 @@ def test_rows_at_a_time_and_ranks_do_not_matter(store):
 
 def test_a_part_is_whole_pieces_in_a_fixed_order(store):
     part = Evaluation(store, 64, LENGTHS, tokens=5000)
-    rows = part.rows
-    assert rows == Evaluation(store, 64, LENGTHS, tokens=5000).rows
-    pieces = [piece for row in rows for piece in row]
-    assert 5000 <= sum(piece.stop - piece.start for piece in pieces) < 5064
-    assert min(piece.start for piece in pieces) >= store.train_tokens
+    rows, again = part.rows, Evaluation(store, 64, LENGTHS, tokens=5000).rows
+    assert np.array_equal(rows.start, again.start) and np.array_equal(rows.first, again.first)
+    assert 5000 <= (rows.stop - rows.start).sum() < 5064
+    assert rows.start.min() >= store.train_tokens
 
 
 def test_between_is_called_after_every_batch_alike_on_every_rank(store):
@@ -162,3 +162,29 @@ def test_no_dropping_and_full_length_whatever_training_does(run):
         for number, flags in enumerate(("", "--ltd --ltd-start 8 --curriculum seqlen --pack"))
     ]
     assert scores[0] == scores[1]
+
+
+class Recency(nn.Module):
+    """Its loss on a token is the fewer nats, the more tokens of its document stand before it."""
+
+    def forward(self, batch):
+        batch = batch.with_documents()
+        nats = 1 / (1 + batch.positions.double())
+        return nats[batch.targets >= 0].sum()
+
+
+def test_a_stride_gives_each_target_more_context_and_changes_nothing_else(store):
+    plain, slid, token_by_token = (
+        Evaluation(store, 64, LENGTHS, tokens=20_000, stride=stride).run(Recency(), one(), 8)
+        for stride in (None, 16, 1)
+    )
+    assert plain[2:] == slid[2:] == token_by_token[2:], "the same targets, the same bytes"
+    assert token_by_token.val_loss < slid.val_loss < plain.val_loss
+
+
+@pytest.mark.parametrize("stride", [0, 65, -1])
+def test_a_stride_that_no_row_holds_is_refused(store, stride):
+    with pytest.raises(ValueError, match=f"--stride {stride}: choose 1 to 64, the tokens of a row"):
+        Evaluation(store, 64, LENGTHS, stride=stride)
+    with pytest.raises(ValueError, match="a BERT has none"):
+        Evaluation(store, 64, LENGTHS, SpecialIds.of(BYTES), stride=8)

@@ -159,3 +159,27 @@ def test_a_second_derivative_is_refused_by_the_chunked_form():
     loss = linear_cross_entropy(x, weight, bias, targets, "chunked")
     with pytest.raises(RuntimeError, match=r"no second derivative.*impl='reference'"):
         torch.autograd.grad(loss, x, create_graph=True)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_targets_that_count_in_shares(monkeypatch, dtype):
+    """Against the definition, and by hand: a target that counts two fifths, and one not at all."""
+    monkeypatch.setattr(cross_entropy, "chunk_rows", lambda V, device: 64)
+    inputs = as_dtype(torch.float64, *head(150, dtype))
+    shares = torch.rand(150, generator=torch.Generator().manual_seed(1))
+
+    def results(impl, *inputs):
+        *leaves, _ = inputs
+        exact = shares.to(leaves[0].dtype)
+        loss = linear_cross_entropy(*inputs, impl, shares=exact)
+        return [loss, *torch.autograd.grad(0.37 * loss, leaves)]
+
+    truth = results("reference", *inputs)
+    plain = results("reference", *as_dtype(dtype, *inputs))
+    assert_errs_at_most_twice(truth, plain, results("chunked", *as_dtype(dtype, *inputs)))
+
+    x, weight, bias, _ = inputs
+    two, targets = x[:2], torch.tensor([3, 4])
+    counted = linear_cross_entropy(two, weight, bias, targets, shares=torch.tensor([0.4, 0]))
+    alone = linear_cross_entropy(two[:1], weight, bias, targets[:1])
+    torch.testing.assert_close(counted, 0.4 * alone, rtol=1e-6, atol=0)

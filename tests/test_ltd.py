@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 import config
 import ltd
 from data import Batch
+from kernels.packed_attention import index_of
 from model import TokenMeta, Transformer, TransformerConfig, rotation, run_plain, run_recomputed
 from support.clock import StepContext, effective_tokens, tokens_by_layer
 
@@ -281,7 +282,7 @@ def test_negative_control_sliced_mask_mixes_documents():
     class Sliced(TokenMeta):
         def take(self, kept):
             meta = super().take(kept)
-            meta.mask = self.mask[:, :, : kept.shape[1], : kept.shape[1]]
+            meta.documents = index_of(self.doc_ids[:, : kept.shape[1]], self.causal, self.impl)
             return meta
 
     def sliced(layer, block, x, meta):

@@ -19,12 +19,12 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import cross_entropy
 from kernels.cross_entropy import IGNORE
+from kernels.packed_attention import attention_mask
 from model import (
     SIZES,
     TokenMeta,
     Transformer,
     TransformerConfig,
-    attention_mask,
     flops_of_row,
     parameter_count,
     rotate,
@@ -187,6 +187,74 @@ def test_packed_equals_unpacked(kind, pos, rows, dtype):
         assert_close(gradient, wanted[name], TOLERANCE[dtype])
 
 
+def attend_by(impl: str, monkeypatch) -> None:
+    monkeypatch.setattr("model.impl_for", lambda *_: impl)
+
+
+@pytest.mark.parametrize("impl", ["dense", "groups"])
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_a_step_of_the_optimizer_is_the_same_packed_or_not(monkeypatch, kind, pos, impl):
+    docs = documents()
+    batch, _ = lay(docs, ROWS)
+    alone = [(tokens[None], targets[None], None, None) for tokens, targets in docs]
+    moved = []
+    for batches in ([batch], alone):
+        attend_by(impl, monkeypatch)
+        model = tiny(kind, pos, torch.float64)
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        sum(model(one) for one in batches).backward()
+        optimizer.step()
+        moved.append(model.state_dict())
+    for name, weight in moved[0].items():
+        assert_close(weight, moved[1][name], 1e-8)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_groups_of_documents_are_the_dense_mask(monkeypatch, kind, pos, dtype):
+    """Logits, loss and gradients; also of kept tokens in the middle layer."""
+    batch, places = lay(documents(), ROWS)
+    model = tiny(kind, pos, dtype)
+    kept = torch.arange(0, T_PACKED, 2).repeat(len(ROWS), 1)
+
+    def run_block(layer, block, x, meta):
+        if layer != 1:
+            return block(x, meta)
+        return x.index_copy(1, kept[0], block(x[:, ::2], meta.take(kept)))
+
+    found = []
+    for impl in ("groups", "dense"):
+        attend_by(impl, monkeypatch)
+        loss = model(batch, run_block=run_block)
+        logits = logits_by_document(model, batch, places)
+        found.append((logits, {"loss": loss, **gradients(loss, model)}))
+    (here, ours), (there, expected) = found
+    assert worst_error(here, there) <= TOLERANCE[dtype]
+    for name, value in ours.items():
+        assert_close(value, expected[name], TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_the_order_of_rows_and_of_documents_within_them_does_not_change_the_loss(kind, pos):
+    model, docs = tiny(kind, pos, torch.float64), documents()
+    loss = model(lay(docs, ROWS)[0])
+    for rows in (ROWS[::-1], [row[::-1] for row in ROWS], [[5, 6], [1, 0, 4], [3, 2]]):
+        assert_close(model(lay(docs, rows)[0]), loss, 1e-10)
+    assert_close(model(lay(docs[::-1], ROWS)[0]), loss, 1e-10)
+
+
+@pytest.mark.parametrize("dropout, impl", [(0.0, "groups"), (0.1, "dense")])
+def test_packed_rows_are_dense_while_attention_drops(dropout, impl):
+    model = tiny(dropout=dropout)
+    batch, places = lay(documents(), ROWS)
+    assert model.attention_impl() == impl and model(batch).isfinite()
+    assert model.eval().attention_impl() == "groups"
+    assert (
+        worst_error(logits_by_document(model, batch, places), logits_alone(tiny(), documents()))
+        < 1e-5
+    )
+
+
 @pytest.mark.parametrize("kind, pos", KINDS)
 def test_without_the_mask_packed_is_not_unpacked(kind, pos):
     model, docs = tiny(kind, pos), documents()
@@ -333,11 +401,13 @@ def test_a_layer_of_kept_tokens_is_a_full_layer_that_looks_at_kept_keys_alone(ki
     is_kept = torch.zeros(B, T, dtype=torch.bool).scatter_(1, kept, True)
     ids = torch.zeros(B, T, dtype=torch.int64) if doc_ids is None else doc_ids
     full = TokenMeta(positions, ids, kind == "gpt", turns)
-    full.mask = full.mask & (is_kept[:, None, None, :] | torch.eye(T, dtype=torch.bool))
+    mask, padding = full.documents.index
+    mask = mask & (is_kept[:, None, None, :] | torch.eye(T, dtype=torch.bool))
+    full.documents = full.documents._replace(index=(mask, padding))
     expected = model.h[1](x, full)[is_kept].view(B, 11, 16)
     assert_close(found, expected, 1e-5)
     assert taken.positions.equal(positions.expand(B, T)[is_kept].view(B, 11))
-    assert (taken.mask is None) == (doc_ids is None)
+    assert (taken.documents is None) == (doc_ids is None)
 
 
 def test_run_block_meets_every_layer_in_order():

@@ -9,7 +9,7 @@ import torch
 from conftest import SMALL
 
 import config
-from data import SpecialIds, draw
+from data import Rows, SpecialIds, draw
 from kernels.cross_entropy import IGNORE
 from plan import Plan
 from support.clock import Clock
@@ -57,13 +57,12 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
     for first in range(0, passes, 16 * p.rows_per_step):
         if p.settings.pack.on:
             rows = p.pack_window(Clock(samples_drawn=first)).rows
-            assert all(sum(piece.stop - piece.start for piece in row) <= 32 for row in rows)
+            assert rows.sums(rows.stop - rows.start).max() <= 32
         else:
             clocks = (Clock(samples_drawn=first + i * p.rows_per_step) for i in range(16))
-            rows = [row for clock in clocks for row in p.plain_rows(clock).rows]
-        for row in rows:
-            for piece in row:
-                seen[piece.start : piece.stop] += 1
+            rows = Rows.join([p.plain_rows(clock).rows for clock in clocks])
+        for start, stop in zip(rows.start, rows.stop, strict=True):
+            seen[start:stop] += 1
     beyond = drawn(
         p, passes, first + 16 * p.rows_per_step - passes
     ).spans  # the last window goes on
@@ -72,17 +71,20 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
     assert (seen == 2).all()
 
 
+def rows_as_pieces(rows):
+    return [tuple(rows.start[a:b].tolist()) for a, b in pairwise(rows.first)]
+
+
 def test_steps_take_every_row_of_every_window_once(store):
+    """In the windows' order step by step; within a step in the order that balances them."""
     p = plan(store, "--pack")
     steps, rows = walk(p, 60), []
     for first in range(0, steps[-1].after.samples_drawn + 1, 16 * p.rows_per_step):
-        rows += p.pack_window(Clock(samples_drawn=first)).rows
-    taken = []
-    clock = Clock()
-    for step in steps:
-        taken += p.packed_rows(clock).rows
-        clock = step.after
-    assert taken == rows[: len(taken)] and len(taken) == 60 * 8
+        rows += rows_as_pieces(p.pack_window(Clock(samples_drawn=first)).rows)
+    clocks = [Clock(), *(step.after for step in steps)]
+    for number, clock in enumerate(clocks[:-1]):
+        taken = rows_as_pieces(p.packed_rows(clock).rows)
+        assert sorted(taken) == sorted(rows[8 * number : 8 * number + 8])
 
 
 def test_held_out_documents_are_never_trained_on(store):
@@ -183,6 +185,16 @@ def test_packing_pads_little(store):
     alone = 1 - steps[-1].after.real_tokens / (steps[-1].after.pieces * 512)
     assert padding < 0.01
     assert alone > 0.15
+
+
+@pytest.mark.parametrize("most", [1, 2])
+def test_a_row_may_have_so_many_pieces_and_no_more(store, most):
+    """With one piece a row it is the padded run that packing is compared with."""
+    flags = f"--pack --pack-max-per-row {most} --seq-len 512 --batch-tokens 4096"
+    steps = walk(plan(store, flags), 10)
+    pieces = {int(n) + 1 for step in steps for n in step.batch.with_documents().doc_ids.amax(1)}
+    assert max(pieces) == most
+    assert (steps[0].padding_share > 0.15) == (most == 1)
 
 
 def test_packing_of_full_documents_is_the_plain_run():

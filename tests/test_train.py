@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
 LINE = {
     "step", "consumed_tokens", "real_tokens", "layer_tokens", "loss", "lr", "max_piece_len",
-    "kept_tokens", "padding_share", "ms", "data_ms",
+    "kept_tokens", "padding_share", "pieces", "attention_share", "ms", "data_ms",
 }  # fmt: skip
 
 STAGE = {"difficulty_seqlen", "difficulty_rarity", "pool"}
@@ -73,7 +73,8 @@ def test_off_is_absent(run, monkeypatch):
         (model, ["checkpoint"]),
         (curriculum, ["pace", "discrete", "parse_metrics", "reshape", "Curriculum"]),
         (plan, ["ready", "Curriculum"]),
-        (packing, ["best_fit"]),  # evaluation packs with its own import
+        (packing, ["pack_lengths"]),
+        (plan, ["balanced"]),  # evaluation packs with its own import
     ):
         for name in names:
             monkeypatch.setattr(module, name, poison)
@@ -140,6 +141,18 @@ def test_accumulation_does_not_change_the_curve(run, optimizer):
     parts = losses(run(f"{CURVE} --optimizer {optimizer} --micro-batch-size 2", out="parts"))
     assert len(whole) >= 20
     assert max(abs(a - b) for a, b in zip(whole, parts, strict=True)) < 1e-5
+
+
+@pytest.mark.parametrize("flags", ["--pack", "--model bert --pack"])
+def test_documents_may_count_alike_whatever_their_length(run, flags):
+    """Another curve than with tokens, and the same one for micro-batches."""
+    flags = f"{CURVE} {flags} --loss-per"
+    by_token = losses(run(f"{flags} token", out="token"))
+    by_document = losses(run(f"{flags} document", out="document"))
+    parts = losses(run(f"{flags} document --micro-batch-size 2", out="parts"))
+    assert parts == pytest.approx(by_document, rel=1e-5)
+    assert by_document != pytest.approx(by_token, rel=1e-3)
+    assert by_document[-1] < by_document[0]
 
 
 def test_stop_in_the_middle_and_resume_is_exact(run, tmp_path, monkeypatch):

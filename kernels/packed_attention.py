@@ -1,0 +1,231 @@
+"""Attention in rows of several documents, at the cost of the documents, not of the rows.
+
+A token sees its own document alone, and no later token if causal; padding sees nothing, and its
+output and gradients are zero. In reading order: the definition; what all layers of a batch share;
+three Triton kernels; the operator, which compiled code takes as one; the public function.
+
+    documents = index_of(doc_ids, causal, impl)              # once a batch
+    y = packed_attention(q, k, v, documents)                 # in every layer
+
+    dense   torch's attention under a mask of (T, T): every score of a row is computed
+    groups  a CPU: documents of like length at a time, see attention_groups.py
+    triton  a GPU: tiles of queries against those tiles of keys that their documents reach into.
+            Tiles lie fixed in the row, so no launch and no shape depends on the documents
+
+Does not know positions or heads that share keys. Dropout of scores is dense's alone.
+
+Papers: Dao, arXiv 2307.08691 (tiles, and a backward pass that computes scores again); packing
+without seeing each other: Krell et al., arXiv 2107.02027, section 3.2.
+
+    python bench/attention.py
+"""
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.function import FunctionCtx
+
+from kernels import attention_groups, attention_tiles, attention_tiles_backward
+
+IMPLS = {
+    "dense": "under a mask of each row's documents",
+    "groups": "documents of like length at a time",
+    "triton": "in tiles that end with their documents",
+}
+
+
+def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
+    """Which tokens a token may attend to: those of its document, and no later ones if `causal`.
+
+    Padding sees only itself (a softmax over nothing is NaN), and no other token sees padding.
+
+    Args:    doc_ids (B, T) int64, -1 on padding
+    Returns: (B, 1, T, T) bool, True where the query of the row may attend to the key of the column
+    Example: attention_mask(tensor([[7, 7, 9, -1]]), True)[0, 0] is
+             [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
+    """
+    T = doc_ids.shape[1]
+    same = doc_ids[:, :, None] == doc_ids[:, None, :]  # (B, T, T)
+    if causal:
+        same = same.tril()
+    padding = doc_ids < 0
+    itself = torch.eye(T, dtype=torch.bool, device=doc_ids.device)
+    return torch.where(padding[:, :, None], itself, same)[:, None]  # (B, 1, T, T)
+
+
+def reference(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, causal: bool) -> Tensor:
+    """The definition, in the dtype of q."""
+    scores = torch.einsum("bqhd,bkhd->bhqk", q, k) / q.shape[-1] ** 0.5
+    hidden = ~attention_mask(doc_ids, causal)
+    weights = scores.masked_fill(hidden, -torch.inf).softmax(dim=-1)
+    out = torch.einsum("bhqk,bkhd->bqhd", weights, v)
+    return out.masked_fill((doc_ids < 0)[:, :, None, None], 0)  # (B, T, H, D)
+
+
+class Documents(NamedTuple):
+    """What the layers of a batch share: where its documents lie, as `impl` needs it."""
+
+    impl: str
+    causal: bool
+    # dense: the mask, and where padding is; groups: slots and calls; triton: start and end
+    index: tuple[Tensor, Tensor]
+
+
+def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
+    """Find where the documents of a batch lie.
+
+    Args:    doc_ids (B, T) int64, equal within a document, whose tokens stand side by side; -1 on
+                     padding
+             impl    dense | groups | triton, as `chosen_impl` has it
+    Cost:    dense writes B T T bytes, the others some arrays of B T; no loop over documents, and on
+             a GPU no synchronisation
+    """
+    if impl not in IMPLS:
+        raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
+    if impl == "dense":
+        return Documents(impl, causal, (attention_mask(doc_ids, causal), doc_ids < 0))
+    if impl == "groups":
+        return Documents(impl, causal, attention_groups.layout(doc_ids))
+    return Documents(impl, causal, bounds(doc_ids))
+
+
+def bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
+    """The first and one-past-last position of each token's document, (B, T) int32 each.
+
+    Padding's are T and 0: nothing lies between.
+
+    Example: [[7, 7, 9, -1]] -> [[0, 0, 2, 4]] and [[2, 2, 3, 0]]
+    """
+    T = doc_ids.shape[1]
+    index = torch.arange(T, device=doc_ids.device)
+    changes = doc_ids[:, 1:] != doc_ids[:, :-1]  # (B, T - 1)
+    start = F.pad(torch.where(changes, index[1:], 0), (1, 0)).cummax(dim=1).values
+    end = F.pad(torch.where(changes, index[1:], T), (0, 1), value=T)  # (B, T)
+    end = end.flip(1).cummin(dim=1).values.flip(1)
+    padding = doc_ids < 0
+    return start.masked_fill(padding, T).int(), end.masked_fill(padding, 0).int()
+
+
+FORWARD = {"groups": attention_groups.forward, "triton": attention_tiles.forward}
+BACKWARD = {"groups": attention_groups.backward, "triton": attention_tiles_backward.backward}
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, here: Tensor, there: Tensor, causal: bool, impl: str
+) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp of scores that the backward pass needs."""
+    return FORWARD[impl](q, k, v, here, there, causal)
+
+
+def attend_backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    here: Tensor,
+    there: Tensor,
+    causal: bool,
+    impl: str,
+) -> tuple[Tensor, Tensor, Tensor]:
+    return BACKWARD[impl](dout, q, k, v, out, lse, here, there, causal)
+
+
+# The same as operators, which a compiler takes as they are: without looking into them it knows the
+# shapes of what they return. Called by themselves they cost 0.1 ms more than the functions.
+attend_op = torch.library.custom_op("parsimony::packed_attention", attend, mutates_args=())
+attend_backward_op = torch.library.custom_op(
+    "parsimony::packed_attention_backward", attend_backward, mutates_args=()
+)
+
+
+@attend_op.register_fake
+def _(q, k, v, here, there, causal, impl):
+    B, T, H, _ = q.shape
+    shape = (B * T, H) if impl == "groups" else (B, H, T)
+    lse = q.new_empty(shape, dtype=attention_groups.lse_dtype(q))
+    return q.new_empty(q.shape), lse
+
+
+@attend_backward_op.register_fake
+def _(dout, q, k, v, *_):
+    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+
+
+class PackedAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor, documents: Documents) -> Tensor:
+        run = attend_op if torch.compiler.is_compiling() else attend
+        out, lse = run(q, k, v, *documents.index, documents.causal, documents.impl)
+        ctx.save_for_backward(q, k, v, out, lse, *documents.index)
+        ctx.causal, ctx.impl = documents.causal, documents.impl
+        return out
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, dout: Tensor) -> tuple[Tensor | None, ...]:
+        run = attend_backward_op if torch.compiler.is_compiling() else attend_backward
+        return *run(dout, *ctx.saved_tensors, ctx.causal, ctx.impl), None
+
+
+def chosen_impl(
+    device: str, dtype: torch.dtype, head_width: int, dropout: float = 0.0, impl: str = "auto"
+) -> str:
+    """Which implementation packed rows take: a function of its arguments and of what is installed.
+
+    Args: device  cpu | cuda | another type of torch's
+          dtype   of queries, keys and values
+          dropout of scores, in training
+          impl    auto | dense | groups | triton: what is asked for
+    """
+    tiled = attention_tiles.triton is not None and head_width in attention_tiles.HEAD_WIDTHS
+    if impl not in ("auto", *IMPLS):
+        raise ValueError(f"impl {impl!r} is unknown: choose one of auto, {', '.join(IMPLS)}")
+    if impl != "auto":
+        return impl
+    if dropout:
+        return "dense"
+    if device == "cpu":
+        return "groups"
+    # float32 has no matrix units that keep its precision
+    half = dtype in (torch.bfloat16, torch.float16)
+    return "triton" if device == "cuda" and tiled and half else "dense"
+
+
+def impl_for(weight: Tensor, head_width: int, dropout: float = 0.0) -> str:
+    """`chosen_impl` for a model that has this weight, under autocast as it is now."""
+    device, dtype = weight.device.type, weight.dtype
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+    return chosen_impl(device, dtype, head_width, dropout)
+
+
+def packed_attention(
+    q: Tensor, k: Tensor, v: Tensor, documents: Documents, dropout: float = 0.0
+) -> Tensor:
+    """Attention of each token to its own document.
+
+    Args:    q, k, v   (B, T, H, D) float, of any strides
+             documents of this batch, by `index_of`
+             dropout   probability to leave out a weight; above 0 only with impl dense
+    Returns: (B, T, H, D), zero on padding
+    Raises:  ValueError for shapes that do not fit, and for dropout that is not dense's
+    Cost:    dense 12 H D T T FLOPs a row, forward and backward; the others 12 H D sum(l l) of its
+             documents' lengths l, with two products more in triton's backward pass; half if causal,
+             but for tiles on the diagonal
+    """
+    if q.ndim != 4 or not q.shape == k.shape == v.shape:
+        shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))
+        raise ValueError(f"q, k and v are {shapes}: all three must be (B, T, H, D)")
+    if documents.impl != "dense":
+        if dropout:
+            raise ValueError(f"impl {documents.impl!r} has no dropout: choose dense")
+        if documents.impl == "triton":
+            attention_tiles.check(q)
+        return PackedAttention.apply(q, k, v, documents)
+    mask, padding = documents.index
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) each
+    y = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, dropout_p=dropout)
+    return y.transpose(1, 2).masked_fill(padding[:, :, None, None], 0)  # (B, T, H, D)

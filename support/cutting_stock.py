@@ -1,0 +1,288 @@
+"""Packing as a cutting-stock problem: how many packs of each pattern, solved with SciPy.
+
+A pattern is the lengths of the documents of one pack, longest first. Everything works on
+histograms, counts[l] documents of length l, so its time does not depend on how many they are. What
+rounding leaves over is not packed here: packing.py does that with its greedy packer.
+
+    relax     column generation: fractional packs of each pattern, and a bound below all packings
+    regress   the least squares of the packing paper, over all patterns that fill a pack
+    fill      documents into whole packs of patterns
+
+Papers: Gilmore & Gomory, Operations Research 9 (1961), column generation; Farley, Operations
+Research 38 (1990), the bound; Krell et al., arXiv 2107.02027, least squares.
+"""
+
+from collections.abc import Iterator
+from itertools import chain, repeat
+from typing import Any, NamedTuple
+
+import numpy as np
+
+Pattern = tuple[int, ...]
+
+NEED_SCIPY = ("nnlshp", "optimal")  # packers
+UNIT = 1 << 40  # prices are whole numbers, in this part of a pack, which makes the bound exact
+WORTH_IT = UNIT + 1024  # a pattern dearer than a pack by no more than the solver's rounding is not
+FEW = 30_000  # patterns that are handed to the solver all at once
+MOST = 100_000  # patterns for the least squares, 400 MB of matrix at length 512
+ROUNDS = 500  # of column generation; the bound holds after any of them
+
+
+def require_scipy(packer: str) -> None:
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError:
+        raise ValueError(f"--packer {packer} needs SciPy: pip install -e '.[pack]'") from None
+
+
+def patterns_that_fill(space: int, most: int, longest: int) -> Iterator[Pattern]:
+    """All ways to write `space` as a sum of at most `most` lengths, none above `longest`.
+
+    Example: list(patterns_that_fill(4, 2, 4)) == [(4,), (3, 1), (2, 2)]
+    """
+    if space <= longest:
+        yield (space,)
+    if most > 1:
+        for length in range(min(space - 1, longest), -(-space // most) - 1, -1):
+            for rest in patterns_that_fill(space - length, most - 1, length):
+                yield (length, *rest)
+
+
+def number_that_fill(space: int, most: int) -> int:
+    """How many patterns `patterns_that_fill` makes; counting stops somewhere above MOST.
+
+    Sums of at most k lengths are as many as sums of lengths up to k.
+    """
+    ways = [1] + [0] * space
+    for part in range(1, min(most, space) + 1):
+        for total in range(part, space + 1):
+            ways[total] += ways[total - part]
+        if ways[space] > MOST:
+            break
+    return ways[space]
+
+
+def matrix(patterns: list[Pattern], lengths: np.ndarray) -> Any:
+    """(lengths, patterns) how often each pattern has each length, sparse."""
+    from scipy.sparse import coo_array
+
+    places = np.searchsorted(lengths, np.fromiter(chain.from_iterable(patterns), np.int64))
+    columns = np.repeat(np.arange(len(patterns)), [len(pattern) for pattern in patterns])
+    shape = (len(lengths), len(patterns))
+    return coo_array((np.ones(len(places)), (places, columns)), shape).tocsc()
+
+
+# ---- column generation
+
+
+def least_packs(counts: np.ndarray, max_per_pack: int) -> int:
+    """A number of packs that no packing can do without, read off the histogram.
+
+    For a length t: documents longer than max_len - t share a pack with none of t or more, and no
+    two that are longer than half a pack share one. What the latter leave free holds only so many
+    tokens of the others that are at least t long. The best t counts.
+
+    Paper:   Martello & Toth, Discrete Applied Mathematics 28 (1990), bound L2
+    Example: three documents of 5 in packs of 8 need three, though 15 tokens are less than two packs
+    """
+    max_len, lengths = len(counts) - 1, np.arange(len(counts))
+    number, tokens = np.cumsum(counts), np.cumsum(counts * lengths)
+    t, half = np.arange(max_len // 2 + 1), max_len // 2
+    long = number[-1] - number[max_len - t]
+    middle = number[max_len - t] - number[half]
+    free = middle * max_len - (tokens[max_len - t] - tokens[half])
+    short = tokens[half] - np.where(t > 0, tokens[t - 1], 0)
+    more = np.maximum(-((free - short) // max_len), 0)
+    return max(int((long + middle + more).max()), -(-int(number[-1]) // max_per_pack))
+
+
+class Relaxed(NamedTuple):
+    patterns: list[Pattern]
+    packs: np.ndarray  # (patterns,) float64
+    lower_bound: int  # packs that no packing can do without
+
+
+class Solution(NamedTuple):
+    """Of the linear program over some patterns."""
+
+    packs: np.ndarray  # (patterns,) float64
+    prices: np.ndarray  # (lengths,) int64: what one more document costs, of UNIT to a pack
+    reduced_costs: np.ndarray  # (patterns,) float64: what a pattern costs above its documents
+
+
+def relax(counts: np.ndarray, max_per_pack: int, patterns: list[Pattern]) -> Relaxed:
+    """The fewest packs if a pattern could be used half a time, by column generation.
+
+    The linear program over some patterns puts a price on every length. A pattern whose documents
+    are dearer than a pack would save something: a knapsack finds such patterns, they join the
+    others, and where there are none the solution is the one over all patterns there are. At any
+    time the price of all documents, over that of the dearest pack, is a lower bound.
+
+    Args: counts   (max_len + 1,) documents of each length
+          patterns to begin with, which have every length; where few fill a pack, all are added
+    Cost: a linear program with a row for each length and a knapsack, max_len^2 max_per_pack, for
+          each of some tens of rounds
+    """
+    max_len, lengths = len(counts) - 1, np.flatnonzero(counts)
+    if number_that_fill(max_len, max_per_pack) <= FEW:
+        present = set(lengths.tolist())
+        more = patterns_that_fill(max_len, max_per_pack, max_len)
+        patterns = patterns + [pattern for pattern in more if present.issuperset(pattern)]
+    patterns, bound = list(dict.fromkeys(patterns)), 0
+    for _ in range(ROUNDS):
+        packs, prices, reduced_costs = solve(patterns, counts[lengths], lengths)
+        dearest, dear = price(prices, lengths, max_len, max_per_pack)
+        worth = sum(int(n) * int(p) for n, p in zip(counts[lengths], prices, strict=True))
+        bound = max(bound, -(-worth // dearest))
+        if not dear or bound >= packs.sum():
+            break
+        if len(patterns) > 6 * len(lengths):
+            order = np.argsort(np.where(packs > 0, -1, reduced_costs), kind="stable")
+            cheapest = order[: 3 * len(lengths)]
+            patterns = [patterns[i] for i in cheapest]
+            packs = packs[cheapest]
+        patterns = list(dict.fromkeys(patterns + dear))
+    return Relaxed(patterns[: len(packs)], packs, bound)
+
+
+def solve(patterns: list[Pattern], counts: np.ndarray, lengths: np.ndarray) -> Solution:
+    """The linear program over these patterns alone.
+
+    A place may hold a shorter document than it is made for. So no length is cheaper than a shorter
+    one, and column generation needs half as many rounds.
+    """
+    from scipy.optimize import linprog
+    from scipy.sparse import eye_array, hstack
+
+    held = matrix(patterns, lengths)
+    place_of = eye_array(len(lengths), format="csc")
+    shorter = place_of[:, :-1] - place_of[:, 1:]  # one place more for a length, one less for longer
+    cost = np.concatenate((np.ones(len(patterns)), np.zeros(len(lengths) - 1)))
+    total = counts.sum()  # in shares of it, as the solver's tolerances are absolute
+    solved = linprog(cost, -hstack((held, shorter)), -counts / total, method="highs-ipm")
+    if solved.status != 0:
+        raise ValueError(f"--packer optimal: SciPy's linear program failed: {solved.message}")
+    prices = np.maximum(-solved.ineqlin.marginals, 0)
+    return Solution(
+        packs=solved.x[: len(patterns)] * total,
+        prices=(prices * UNIT).astype(np.int64),
+        reduced_costs=1 - held.T @ prices,
+    )
+
+
+def price(
+    prices: np.ndarray, lengths: np.ndarray, max_len: int, max_per_pack: int
+) -> tuple[int, list[Pattern]]:
+    """The price of the dearest pack, and for each length the dearest pattern that begins with it.
+
+    Returns: int64 price; of the patterns only those that cost more than a pack
+    """
+    endless = max_per_pack >= max_len // lengths[0]  # the limit never binds
+    fitting = np.searchsorted(lengths, np.arange(max_len + 1), "right").tolist()
+    best = np.zeros(max_len + 1, np.int64)  # of all that fit a space
+    picks: list[list[int]] = []  # for each space, a length of the best; one list a document more
+    for _ in range(1 if endless else max_per_pack - 1):
+        fewer = best
+        best = fewer if endless else np.zeros_like(fewer)
+        pick = [0] * (max_len + 1)
+        for space in range(int(lengths[0]), max_len + 1):
+            fit = slice(fitting[space])
+            values = fewer[space - lengths[fit]] + prices[fit]
+            i = int(values.argmax())
+            best[space], pick[space] = values[i], int(lengths[i])
+        picks.append(pick)
+    values = prices + best[max_len - lengths]
+    patterns = []
+    for first in lengths[values > WORTH_IT].tolist():
+        pattern, space = [first], max_len - first
+        for pick in repeat(picks[0]) if endless else reversed(picks):
+            if pick[space] == 0:
+                break
+            pattern.append(pick[space])
+            space -= pick[space]
+        patterns.append(tuple(sorted(pattern, reverse=True)))
+    return int(values.max()), patterns
+
+
+# ---- least squares
+
+
+def regress(counts: np.ndarray, max_per_pack: int) -> tuple[list[Pattern], np.ndarray]:
+    """Packs of every pattern that fills a pack, the nearest to the histogram in least squares.
+
+    Paper:   arXiv 2107.02027, section 3.1 (NNLSHP); lengths up to 8 weigh 0.09, as in Graphcore's
+             packedBERT/nnlshp.py, since short documents that are not there are little padding
+    Returns: patterns; (patterns,) int64 packs, which hold too many of some lengths, too few of
+             others
+    Raises:  ValueError if the patterns are too many
+    """
+    from scipy.optimize import nnls
+
+    max_len = len(counts) - 1
+    if number_that_fill(max_len, max_per_pack) > MOST:
+        raise ValueError(
+            f"--packer nnlshp weighs every way to fill a pack of {max_len}, more than {MOST:,} with"
+            f" --max-per-pack {max_per_pack}: choose fewer, or --packer optimal"
+        )
+    patterns = list(patterns_that_fill(max_len, max_per_pack, max_len))
+    lengths = np.arange(1, max_len + 1)
+    weights = np.where(lengths <= 8, 0.09, 1.0)
+    held = matrix(patterns, lengths).toarray()
+    packs, _ = nnls(weights[:, None] * held, weights * counts[1:])
+    return patterns, np.rint(packs).astype(np.int64)
+
+
+# ---- documents in whole packs
+
+
+def fill(
+    patterns: list[Pattern], packs: np.ndarray, counts: np.ndarray, shorter: bool = True
+) -> tuple[list[tuple[int, Pattern]], np.ndarray]:
+    """Put documents into packs of patterns, the longest places first.
+
+    Args:    packs   (patterns,) whole numbers
+             shorter whether a place may hold a shorter document than it is made for; the longest
+                     that is left
+    Returns: (packs, the lengths in each of them), without empty packs; (max_len + 1,) the documents
+             that are left
+    Example: two packs of (5, 3) and documents 5, 4, 3, 2: [(1, (5, 3)), (1, (4, 2))], none left
+    """
+    left = counts.tolist()
+    used = [j for j, n in enumerate(packs) if n > 0]
+    places = sorted((-length, j, k) for j in used for k, length in enumerate(patterns[j]))
+    held_in: dict[int, list[list[tuple[int, int]]]] = {j: [[] for _ in patterns[j]] for j in used}
+    longest = len(counts) - 1
+    for negative, j, k in places:
+        longest = min(longest, -negative) if shorter else -negative
+        empty = int(packs[j])
+        while empty:
+            while shorter and longest and not left[longest]:
+                longest -= 1
+            taken = min(empty, left[longest]) if longest else 0
+            if not taken:
+                held_in[j][k].append((empty, 0))
+                break
+            held_in[j][k].append((taken, longest))
+            left[longest] -= taken
+            empty -= taken
+    groups = [group for j in used for group in side_by_side(held_in[j])]
+    return groups, np.array(left)
+
+
+def side_by_side(runs: list[list[tuple[int, int]]]) -> Iterator[tuple[int, Pattern]]:
+    """Equal packs, from what each place holds in pack after pack.
+
+    Example: places [(2, 5)] and [(1, 3), (1, 0)]: (1, (5, 3)) and (1, (5,)), 0 is an empty place
+    """
+    heads = [0] * len(runs)  # of each place, the run that the next pack takes from
+    left = [run[0][0] for run in runs]
+    while all(left):
+        packs = min(left)
+        held = [run[head][1] for run, head in zip(runs, heads, strict=True)]
+        if any(held):
+            yield packs, tuple(sorted((length for length in held if length), reverse=True))
+        for place, run in enumerate(runs):
+            left[place] -= packs
+            if not left[place] and heads[place] + 1 < len(run):
+                heads[place] += 1
+                left[place] = run[heads[place]][0]

@@ -1,0 +1,119 @@
+"""Documents in packs: histograms of lengths, what a packer returns, which document goes where.
+
+A pack is what lies in one row. No packer is here: packing.py has them.
+"""
+
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import NamedTuple
+
+import numpy as np
+
+
+def histogram(lengths: Sequence[int] | np.ndarray, max_len: int) -> np.ndarray:
+    """(max_len + 1,) how many documents have each length.
+
+    Raises:  ValueError for a length that no row has room for
+    Example: histogram([3, 1, 3], 4) == [0, 1, 0, 2, 0]
+    """
+    lengths = np.asarray(lengths, np.int64)
+    for extreme in (lengths.min(initial=1), lengths.max(initial=1)):
+        if not 1 <= extreme <= max_len:
+            raise ValueError(f"a document of {extreme} tokens does not fit a row of 1 to {max_len}")
+    return np.bincount(lengths, minlength=max_len + 1)
+
+
+def checked(counts: np.ndarray) -> np.ndarray:
+    """The counts as int64; ValueError unless they are a histogram that can be packed."""
+    given = np.asarray(counts)
+    if given.size and (given.ndim != 1 or given.dtype.kind not in "iu"):
+        raise ValueError("a histogram is a list of whole numbers, one for each length")
+    if given.min(initial=0) < 0:
+        length = int(given.argmin())
+        raise ValueError(f"the histogram has {given[length]} documents of length {length}")
+    if given[:1].any():
+        raise ValueError(f"the histogram has {given[0]} documents of length 0: leave them out")
+    if not given.any():
+        raise ValueError("the histogram is empty: there is no document to pack")
+    return given.astype(np.int64)
+
+
+class Packing(NamedTuple):
+    """Strategies, each the lengths of the documents of a pack, and how many packs of each.
+
+    Strategy s holds lengths[offsets[s]:offsets[s + 1]]; longest first, unless packed in order.
+    """
+
+    lengths: np.ndarray  # (places,) int64
+    offsets: np.ndarray  # (S + 1,) int64
+    counts: np.ndarray  # (S,) int64
+    max_len: int
+    lower_bound: int  # packs that no packer can do without
+
+    @property
+    def packs(self) -> int:
+        return int(self.counts.sum())
+
+    def total(self, of_each_length: np.ndarray) -> int:
+        """Sum a value of each length (max_len + 1,) over all documents."""
+        sums = np.add.reduceat(of_each_length[self.lengths], self.offsets[:-1])
+        return int((sums * self.counts).sum())
+
+    @property
+    def factor(self) -> float:
+        """Documents a pack: how many times fewer rows there are than with one document a row."""
+        return self.total(np.ones(self.max_len + 1, np.int64)) / self.packs
+
+    @property
+    def efficiency(self) -> float:
+        """The share of all positions that is not padding."""
+        return self.total(np.arange(self.max_len + 1)) / (self.packs * self.max_len)
+
+    @property
+    def attention(self) -> float:
+        """What attention within documents costs, as a share of attention over whole rows."""
+        return self.total(np.arange(self.max_len + 1) ** 2) / (self.packs * self.max_len**2)
+
+
+class Packs(NamedTuple):
+    """Pack p holds documents items[offsets[p]:offsets[p + 1]], in the order they lie in it."""
+
+    items: np.ndarray  # (N,) int64, numbers of documents
+    offsets: np.ndarray  # (packs + 1,) int64
+
+    def take(self, order: np.ndarray) -> "Packs":
+        """The packs that `order` names, in its order: a permutation shuffles them."""
+        sizes = np.diff(self.offsets)[order]
+        offsets = np.concatenate(([0], np.cumsum(sizes)))
+        moved = np.repeat(self.offsets[order] - offsets[:-1], sizes)
+        return Packs(self.items[moved + np.arange(offsets[-1])], offsets)
+
+    def lists(self) -> list[list[int]]:
+        items, offsets = self.items.tolist(), self.offsets.tolist()
+        return [items[start:stop] for start, stop in pairwise(offsets)]
+
+
+def assign(packing: Packing, lengths: np.ndarray) -> Packs:
+    """Name the documents: the first of a length goes to the first pack that holds this length.
+
+    Args:    lengths (N,) of the documents, with the histogram that was packed
+    Returns: packs in the order of the strategies; `take` puts them in another
+    Raises:  ValueError if the lengths have another histogram
+    Cost:    sorts the documents by length, and a copy for each place of each strategy
+    """
+    given = histogram(lengths, packing.max_len)
+    sizes, counts = np.diff(packing.offsets), packing.counts
+    packed = np.bincount(packing.lengths, np.repeat(counts, sizes), len(given))
+    if (packed != given).any():
+        raise ValueError("the documents to assign are not those of the histogram that was packed")
+    narrow = np.min_scalar_type(packing.max_len)  # 16 bits, which NumPy sorts in linear time
+    sorted_items = np.argsort(np.asarray(lengths).astype(narrow), kind="stable")
+    first = np.cumsum(sizes * counts) - sizes * counts  # (S,) place of a strategy's first document
+    place = np.repeat(first - packing.offsets[:-1], sizes) + np.arange(len(packing.lengths))
+    by_length = np.argsort(packing.lengths, kind="stable")
+    columns = (place, np.repeat(counts, sizes), np.repeat(sizes, sizes))
+    items, taken = np.empty(len(sorted_items), np.int64), 0
+    for start, packs, size in zip(*(column[by_length].tolist() for column in columns), strict=True):
+        items[start : start + packs * size : size] = sorted_items[taken : taken + packs]
+        taken += packs
+    return Packs(items, np.concatenate(([0], np.cumsum(np.repeat(sizes, counts)))))

@@ -1,0 +1,147 @@
+"""Samples: pieces of a store's text that fit one row, by number.
+
+Which of them are drawn, and how they share rows, is not decided here: see data.py and plan.py.
+"""
+
+import os
+from functools import lru_cache
+
+import numpy as np
+from tqdm import tqdm
+
+from support.atomic import atomic_write, folder_lock
+from support.token_store import Store
+
+KINDS = ("pieces", "rows", "bert")
+KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT"
+IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
+DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
+
+
+class Samples:
+    """Sample id -> span of the token store. A sample is a piece of text that fits one row.
+
+    A document is cut at multiples of `max_piece_len` from its own start, so that each of its tokens
+    is a target exactly once a pass. Of the kind `rows` the whole split counts as one document: rows
+    of equal length, cut across documents, which is how GPTs are commonly trained without packing.
+
+    The spans of rows follow from arithmetic; those of pieces are a table of 16 bytes a sample. The
+    table of a large store is a file in it, made on first use and mapped into memory, so that a
+    billion samples open as fast as a thousand; where nobody may write, each process holds it.
+
+    Args: kind    pieces | rows | bert: a BERT's pieces leave out end-of-text and make room for the
+                  [CLS] and [SEP] that collate puts around them
+          seq_len tokens of a row
+          split   train | val: the documents that are held out are the last ones of the store
+    """
+
+    def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
+        self.store, self.kind, self.seq_len, self.split = store, kind, seq_len, split
+        self.max_piece_len = seq_len - 2 if kind == "bert" else seq_len
+        n = store.train_documents
+        offsets = store.offsets[: n + 1] if split == "train" else store.offsets[n:]
+        self.start, self.stop = int(offsets[0]), int(offsets[-1])
+        self.table = None if kind == "rows" else self._table(offsets)
+
+    def _table(self, offsets: np.ndarray) -> np.ndarray:
+        """(N, 2) int64: the spans of all samples of the documents that `offsets` separate."""
+        without_eot = self.kind == "bert"
+        firsts = range(0, max(len(offsets) - 1, 1), DOCUMENTS_AT_ONCE)
+        parts = (
+            spans_of_documents(
+                offsets[first : first + DOCUMENTS_AT_ONCE + 1], self.max_piece_len, without_eot
+            )
+            for first in firsts
+        )
+        at_most = len(offsets) + (self.stop - self.start) // self.max_piece_len
+        if at_most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
+            return np.concatenate(list(parts))
+        name = f"{'bare-' * without_eot}{self.split}-{self.max_piece_len}"
+        file = self.store.path / f"{name}-{self.store.meta['sha256']['documents.idx'][:16]}.spans"
+        with folder_lock(self.store.path):
+            if not file.exists():
+                with atomic_write(file) as out:
+                    for part in tqdm(parts, file.name, len(firsts), disable=None, leave=False):
+                        out.write(part)
+        return np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
+
+    def __len__(self) -> int:
+        rows = -(-(self.stop - self.start) // self.max_piece_len)
+        return rows if self.table is None else len(self.table)
+
+    def spans(self, ids: np.ndarray) -> np.ndarray:
+        """(n,) sample ids -> (n, 2) first and one-past-last token of each in the store."""
+        if self.table is not None:
+            return self.table[ids]
+        start = self.start + ids * self.max_piece_len
+        return np.stack((start, np.minimum(start + self.max_piece_len, self.stop)), axis=1)
+
+    def read_tokens(self, start: int, stop: int) -> np.ndarray:
+        """Tokens of the store by reading its file.
+
+        The mapped array would do, but its pages stay in this process's memory once they were
+        touched, and an analysis touches them all.
+        """
+        file, tokens = self.store.path / "tokens.bin", self.store.tokens
+        return np.fromfile(file, tokens.dtype, stop - start, offset=start * tokens.itemsize)
+
+    def identity(self) -> dict:
+        """What an index of these samples rests on: store, tokenizer, split and sample length."""
+        meta = self.store.meta
+        names = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
+        made = (self.split, self.kind == "rows", self.kind == "bert")
+        return {"made": made, "seq_len": self.max_piece_len, **{name: meta[name] for name in names}}
+
+
+def spans_of_documents(offsets: np.ndarray, max_piece_len: int, without_eot: bool) -> np.ndarray:
+    """(n, 2) spans of documents cut at multiples of max_piece_len from their own starts.
+
+    Example:  offsets [0, 5, 6] at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6)
+    """
+    return cut(np.stack((offsets[:-1], offsets[1:] - without_eot), axis=1), max_piece_len)
+
+
+def cut(spans: np.ndarray, max_piece_len: int) -> np.ndarray:
+    """Cut each span (N, 2) into pieces (n, 2) of at most so many tokens.
+
+    Example: [[0, 5]] at 2 tokens a piece: [[0, 2], [2, 4], [4, 5]]
+    """
+    start, stop = spans[:, 0], spans[:, 1]
+    counts = -(-(stop - start) // max_piece_len)
+    before = np.cumsum(counts) - counts
+    # the k-th piece of all, less the pieces before its span, says how far into it it starts
+    first = np.repeat(start - max_piece_len * before, counts)
+    first = first + max_piece_len * np.arange(counts.sum())  # (n,)
+    return np.stack((first, np.minimum(first + max_piece_len, np.repeat(stop, counts))), axis=1)
+
+
+def with_context(
+    spans: np.ndarray, offsets: np.ndarray, seq_len: int, stride: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut spans into smaller ones, each preceded by as much of its document as a row has room for.
+
+    A span that begins its document stays whole. Any other is cut at multiples of `stride`, and each
+    part reaches back to be seq_len tokens long, or to where the document begins.
+
+    Args:    spans   (N, 2) of at most seq_len tokens
+             offsets where documents begin, ascending
+    Returns: pieces (n, 2), and (n,) how many tokens at the start of each are context alone
+    Example: [[6, 10]] of a document that begins at 0, rows of 6 moved by 3: 3..9 which has seen 3
+             tokens, and 4..10 which has seen 5
+    """
+    start, stop = spans[:, 0], spans[:, 1]
+    begins = offsets[np.searchsorted(offsets, start, side="right") - 1]  # of the documents
+    step = np.where(start == begins, seq_len, stride)
+    counts = -(-(stop - start) // step)
+    start, stop, begins, step = (np.repeat(x, counts) for x in (start, stop, begins, step))
+    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+    first = start + number * step
+    ends = np.minimum(first + step, stop)
+    begins = np.maximum(ends - seq_len, begins)
+    return np.stack((begins, ends), axis=1), first - begins
+
+
+@lru_cache(maxsize=1)
+def samples_of(path: str, kind: str, seq_len: int) -> Samples:
+    """The training samples of a store, opened once a process: a worker is sent their names only."""
+    return Samples(Store.open(path), kind, seq_len)

@@ -1,0 +1,145 @@
+"""Cutting stock: patterns, the relaxation and its bound, documents in whole packs."""
+
+from itertools import combinations_with_replacement
+
+import numpy as np
+import pytest
+from hypothesis import assume, given, settings
+from hypothesis import strategies as st
+
+from support import cutting_stock
+from support.cutting_stock import (
+    UNIT,
+    fill,
+    least_packs,
+    number_that_fill,
+    patterns_that_fill,
+    price,
+    regress,
+    relax,
+)
+
+counts_of_lengths = st.lists(st.integers(0, 20), min_size=2, max_size=16)
+
+
+def test_patterns_by_hand():
+    assert list(patterns_that_fill(4, 2, 4)) == [(4,), (3, 1), (2, 2)]
+    assert list(patterns_that_fill(5, 3, 2)) == [(2, 2, 1)]
+
+
+@pytest.mark.parametrize("space", [1, 5, 12])
+@pytest.mark.parametrize("most", [1, 2, 3, 12])
+def test_patterns_are_all_sums_and_are_counted_right(space, most):
+    sums = {
+        tuple(sorted(parts, reverse=True))
+        for k in range(1, most + 1)
+        for parts in combinations_with_replacement(range(1, space + 1), k)
+        if k < 6 and sum(parts) == space
+    }
+    patterns = list(patterns_that_fill(space, most, space))
+    assert len(patterns) == len(set(patterns)) == number_that_fill(space, most)
+    assert {pattern for pattern in patterns if len(pattern) < 6} == sums
+
+
+def test_as_many_patterns_as_the_paper_has():
+    assert number_that_fill(512, 3) == 22_102
+    assert number_that_fill(512, 4) == 959_631
+
+
+@given(st.lists(st.integers(0, 99), min_size=3, max_size=12), st.integers(1, 4))
+def test_price_is_that_of_the_dearest_pack(prices, max_per_pack):
+    lengths = np.flatnonzero(np.arange(len(prices)) % 3 != 1) + 1  # some lengths do not occur
+    max_len = len(prices)
+    priced = np.array(prices)[lengths - 1] * UNIT // 60
+    packs = [
+        pack
+        for k in range(1, max_per_pack + 1)
+        for pack in combinations_with_replacement(range(len(lengths)), k)
+        if sum(lengths[list(pack)]) <= max_len
+    ]
+    assume(max_per_pack < max_len // lengths[0] or lengths[0] == 1)
+    dearest, patterns = price(priced, lengths, max_len, max_per_pack)
+    assert dearest == max(sum(priced[list(pack)]) for pack in packs)
+    for pattern in patterns:
+        assert sum(pattern) <= max_len and len(pattern) <= max_per_pack
+        assert sum(priced[np.searchsorted(lengths, pattern)]) > UNIT
+
+
+def test_bound_by_hand():
+    assert least_packs(np.bincount([5, 5, 5], minlength=9), 8) == 3  # 15 tokens, but no two fit
+    # 5 + 5 leave 3 + 3 free, in which no 4 fits: the 4s need a pack of their own
+    assert least_packs(np.bincount([5, 5, 4, 4], minlength=9), 8) == 3
+    assert least_packs(np.bincount([1, 1, 1, 1, 1], minlength=9), 2) == 3
+
+
+def test_relaxation_by_hand():
+    pytest.importorskip("scipy", reason="SciPy is not installed")
+    # three documents of 4 in packs of 8: one and a half packs, hence two
+    relaxed = relax(np.bincount([4, 4, 4], minlength=9), 8, [(4,)])
+    assert relaxed.packs.sum() == pytest.approx(1.5)
+    assert relaxed.lower_bound == 2
+
+
+@settings(max_examples=30, deadline=None)
+@given(counts_of_lengths, st.integers(1, 5))
+def test_relaxation_has_a_place_for_everything_and_is_at_its_bound(counts, max_per_pack):
+    pytest.importorskip("scipy", reason="SciPy is not installed")
+    assume(any(counts))
+    counts = np.array([0, *counts])
+    start = [(length,) for length in np.flatnonzero(counts).tolist()]
+    patterns, packs, bound = relax(counts, max_per_pack, start)
+    assert all(sum(pattern) < len(counts) for pattern in patterns)
+    assert all(len(pattern) <= max_per_pack for pattern in patterns)
+    assert bound == pytest.approx(np.ceil(packs.sum() - 1e-6))
+    places = np.zeros(len(counts))
+    for pattern, n in zip(patterns, packs, strict=True):
+        np.add.at(places, list(pattern), n)
+    longer = np.cumsum((places - counts)[::-1])  # at least as many places as documents so long
+    assert (longer > -1e-5).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(counts_of_lengths, st.integers(1, 16))
+def test_column_generation_finds_what_all_patterns_together_give(counts, max_per_pack):
+    pytest.importorskip("scipy", reason="SciPy is not installed")
+    assume(any(counts))
+    counts = np.array([0, *counts])
+    start = [(length,) for length in np.flatnonzero(counts).tolist()]
+    together = relax(counts, max_per_pack, start)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(cutting_stock, "FEW", 0)
+        one_by_one = relax(counts, max_per_pack, start)
+    assert one_by_one.lower_bound == together.lower_bound
+    assert np.ceil(one_by_one.packs.sum() - 1e-6) == one_by_one.lower_bound
+
+
+def test_fill_by_hand():
+    counts = np.bincount([5, 4, 3, 2], minlength=9)
+    groups, left = fill([(5, 3)], np.array([2]), counts)
+    assert groups == [(1, (5, 3)), (1, (4, 2))] and not left.any()
+    groups, left = fill([(5, 3)], np.array([2]), counts, shorter=False)
+    assert groups == [(1, (5, 3))] and np.flatnonzero(left).tolist() == [2, 4]
+    groups, left = fill([(3,)], np.array([3]), np.bincount([5, 3], minlength=9))
+    assert groups == [(1, (3,))] and np.flatnonzero(left).tolist() == [5]
+
+
+@given(counts_of_lengths, st.lists(st.integers(0, 5), min_size=6, max_size=6), st.booleans())
+def test_fill_loses_nothing_and_keeps_to_the_places(counts, packs, shorter):
+    counts = np.array([0, *counts, *[0] * 16])[:17]
+    patterns = [(16,), (9, 7), (8, 8), (5, 5, 3, 3), (4, 1), (2,) * 8]
+    groups, left = fill(patterns, np.array(packs), counts, shorter)
+    held = np.zeros(17, int)
+    for n, lengths in groups:
+        np.add.at(held, list(lengths), n)
+        assert sum(lengths) <= 16 and n > 0 and lengths
+    assert (held + left == counts).all() and (left >= 0).all()
+    assert sum(n for n, _ in groups) <= sum(packs)
+
+
+def test_least_squares_finds_a_histogram_that_patterns_make():
+    pytest.importorskip("scipy", reason="SciPy is not installed")
+    counts = np.zeros(13, int)
+    counts[[12, 9, 3, 5, 7]] = 4, 6, 6, 10, 10
+    patterns, packs = regress(counts, 2)
+    made = {patterns[i]: int(packs[i]) for i in np.flatnonzero(packs)}
+    assert made == {(12,): 4, (9, 3): 6, (7, 5): 10}

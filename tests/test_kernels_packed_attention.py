@@ -1,0 +1,538 @@
+"""Attention in rows of several documents against its definition: every way of computing it.
+
+The truth is the definition in float64. An error may be twice that of the definition in the dtype
+itself. On a machine without a GPU the Triton kernels run under its interpreter (conftest.py), which
+is slow, so their cases are few and small; that they compile for an H100 is read off their PTX.
+
+    python -m pytest -n 0 tests/test_kernels_packed_attention.py
+"""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor
+from torch._dynamo.testing import CompileCounter
+
+from kernels import attention_groups, attention_tiles, packed_attention
+from kernels.packed_attention import (
+    IMPLS,
+    attend_backward_op,
+    attend_op,
+    bounds,
+    chosen_impl,
+    index_of,
+    reference,
+)
+from kernels.packed_attention import packed_attention as attention
+
+HAS_TRITON = attention_tiles.triton is not None
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+CASES = {  # T, the lengths of each row's documents; what they leave is padding
+    "one token": (1, [[1], []]),
+    "63": (63, [[63], [20, 1, 1, 30], []]),
+    "64": (64, [[64], [33, 31]]),
+    "500": (500, [[150, 300, 7]]),
+    "one-token documents": (40, [[1] * 40, [1] * 7 + [30]]),
+    "equal lengths": (128, [[32] * 4, [32] * 3]),
+    "lengths that alternate": (600, [[40, 20] * 10]),
+    "many lengths": (600, [[9, 75, 40, 1, 21, 60, 33, 74, 76, 17, 2, 52, 39, 19, 41, 10]]),
+}
+SMALL = "63"
+
+
+@pytest.fixture
+def empty_is_full_of_nan(monkeypatch):
+    """What a kernel forgets to write is NaN, not by chance what the definition has there."""
+    plain = torch.empty
+
+    def empty(*shape, **options):
+        out = plain(*shape, **options)
+        return out.fill_(torch.nan) if out.is_floating_point() else out
+
+    monkeypatch.setattr(torch, "empty", empty)
+
+
+@pytest.fixture
+def bfloat16_products(monkeypatch):
+    """Triton 3.9's interpreter multiplies the bits of bfloat16 as integers: hand it the values."""
+    if not HAS_TRITON or not interpreted():
+        return
+    from triton.language import float32
+    from triton.runtime.interpreter import InterpreterBuilder
+
+    product = InterpreterBuilder.create_dot
+
+    def of_values(self, a, b, *more):
+        return product(self, self.cast_impl(a, float32), self.cast_impl(b, float32), *more)
+
+    monkeypatch.setattr(InterpreterBuilder, "create_dot", of_values)
+
+
+@pytest.fixture(params=list(IMPLS))
+def impl(request, empty_is_full_of_nan, bfloat16_products):
+    return request.param
+
+
+@pytest.fixture(params=("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
+def device(request, impl):
+    if impl == "triton" and not HAS_TRITON:
+        pytest.skip("Triton is not installed")
+    if impl == "triton" and request.param == "cpu" and not interpreted():
+        pytest.skip("the kernels are compiled for the GPU of this machine: see the cuda tests")
+    if impl == "groups" and request.param == "cuda":
+        pytest.skip("this one is a CPU's")
+    return request.param
+
+
+def interpreted() -> bool:
+    return not isinstance(attention_tiles.forward_kernel, attention_tiles.triton.JITFunction)
+
+
+def documents_of(T: int, rows: list[list[int]]) -> Tensor:
+    """doc_ids (B, T)"""
+    doc_ids = torch.full((len(rows), T), -1)
+    for row, lengths in zip(doc_ids, rows, strict=True):
+        ids = torch.arange(len(lengths)).repeat_interleave(torch.tensor(lengths, dtype=torch.int64))
+        row[: len(ids)] = ids
+    return doc_ids
+
+
+def inputs(doc_ids: Tensor, H: int = 2, D: int = 32) -> tuple[Tensor, Tensor]:
+    """One projection (B, T, 3, H, D) of queries, keys and values, and a gradient from above."""
+    generator = torch.Generator().manual_seed(0)
+    B, T = doc_ids.shape
+    qkv = torch.randn(B, T, 3, H, D, generator=generator, dtype=torch.float64)
+    return qkv, torch.randn(B, T, H, D, generator=generator, dtype=torch.float64)
+
+
+def results(function, qkv: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
+    """Output and gradient of function(q, k, v), in float64, on the CPU."""
+    qkv = qkv.detach().clone().requires_grad_()
+    out = function(*qkv.unbind(2))
+    assert out.dtype == qkv.dtype and out.shape == d.shape
+    (gradient,) = torch.autograd.grad(out, qkv, d)
+    return out.detach().double().cpu(), gradient.double().cpu()
+
+
+def assert_as_defined(impl, device, dtype, doc_ids, qkv, d, causal) -> None:
+    def defined(q, k, v):
+        return reference(q, k, v, doc_ids, causal)
+
+    def found(q, k, v):
+        return attention(q, k, v, index_of(doc_ids.to(device), causal, impl))
+
+    truth = results(defined, qkv, d)
+    own = results(defined, qkv.to(dtype), d.to(dtype))
+    got = results(found, qkv.to(device, dtype), d.to(device, dtype))
+    padding = doc_ids < 0
+    for one, same_dtype, exact in zip(got, own, truth, strict=True):
+        allowed = 2 * (same_dtype - exact).norm() + torch.finfo(dtype).eps * exact.norm()
+        assert (one - exact).norm() <= allowed
+        assert not one[padding].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_output_and_gradients_are_the_definitions(impl, device, case, causal, dtype):
+    doc_ids = documents_of(*CASES[case])
+    is_long = doc_ids.shape[1] >= 500
+    seldom = dtype != torch.bfloat16 or causal != (case == "500")
+    if impl == "triton" and device == "cpu" and is_long and seldom:
+        pytest.skip("takes the interpreter seconds")
+    qkv, d = inputs(doc_ids, H=1 if is_long else 2)
+    assert_as_defined(impl, device, dtype, doc_ids, qkv, d, causal)
+
+
+@pytest.mark.parametrize("D", [16, 64, 128])
+def test_other_widths_of_a_head(impl, device, D):
+    doc_ids = documents_of(*CASES[SMALL])[1:2]
+    assert_as_defined(impl, device, torch.float16, doc_ids, *inputs(doc_ids, H=1, D=D), True)
+
+
+@pytest.mark.parametrize("impl", ["dense", "groups"])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("case", CASES)
+def test_in_float64_it_is_the_definition_to_ten_digits(impl, case, causal):
+    doc_ids = documents_of(*CASES[case])
+    qkv, d = inputs(doc_ids)
+    documents = index_of(doc_ids, causal, impl)
+    found = results(lambda q, k, v: attention(q, k, v, documents), qkv, d)
+    truth = results(lambda q, k, v: reference(q, k, v, doc_ids, causal), qkv, d)
+    for one, exact in zip(found, truth, strict=True):
+        torch.testing.assert_close(one, exact, rtol=1e-10, atol=1e-10)
+
+
+STRIDES = {
+    "heads before positions": lambda x: x.transpose(1, 3).contiguous().transpose(1, 3),
+    "rows of a longer batch": lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
+    "every other number": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+}
+
+
+@pytest.mark.parametrize("strided", STRIDES.values(), ids=STRIDES)
+def test_inputs_and_gradients_need_not_be_contiguous(impl, device, strided):
+    doc_ids = documents_of(*CASES[SMALL])
+    qkv, d = inputs(doc_ids)
+    qkv, d = strided(qkv), strided(d[:, :, None])[:, :, 0]
+    assert not qkv.is_contiguous() and not d.is_contiguous()
+    documents = index_of(doc_ids.to(device), True, impl)
+    q, k, v = (strided(x.float())[:, :, 0].to(device) for x in qkv.split(1, dim=2))
+    for x in (q, k, v):
+        x.requires_grad_()
+    out = attention(q, k, v, documents)
+    found = torch.autograd.grad(out, (q, k, v), d.float().to(device))
+    _, truth = results(lambda q, k, v: reference(q, k, v, doc_ids, True), qkv, d)
+    for one, exact in zip(found, truth.unbind(2), strict=True):
+        torch.testing.assert_close(one.cpu().double(), exact, rtol=1e-4, atol=1e-5)
+
+
+def test_a_gradient_may_be_one_number_expanded(impl, device):
+    doc_ids = documents_of(*CASES[SMALL])
+    qkv, _ = inputs(doc_ids)
+    x = qkv.float().to(device).requires_grad_()
+    out = attention(*x.unbind(2), index_of(doc_ids.to(device), True, impl))
+    (found,) = torch.autograd.grad(out.sum(), x)
+    ones = torch.ones_like(qkv[:, :, 0])
+    _, truth = results(lambda q, k, v: reference(q, k, v, doc_ids, True), qkv, ones)
+    torch.testing.assert_close(found.cpu().double(), truth, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_kept_tokens_have_documents_with_gaps(impl, device, causal):
+    doc_ids = documents_of(50, [[20, 1, 17, 5], [50], [3, 4]])
+    kept = torch.rand(3, 50, generator=torch.Generator().manual_seed(1)).topk(21).indices
+    doc_ids = doc_ids.gather(1, kept.sort().values)
+    assert_as_defined(impl, device, torch.float32, doc_ids, *inputs(doc_ids), causal)
+
+
+def leak(impl, device, index, doc_ids: Tensor, causal: bool) -> bool:
+    """Whether a document's tokens or padding reach another's outputs or gradients, in any bit."""
+    qkv, d = (x.to(device, torch.float32) for x in inputs(doc_ids, H=1))
+    documents = index(doc_ids.to(device), causal, impl)
+
+    def out_of(x):
+        return attention(*x.unbind(2), documents)
+
+    before = out_of(qkv)
+    for doc in range(-1, 3):
+        changed = (doc_ids == doc).to(device)
+        others = ~changed & (doc_ids >= 0).to(device)
+        after = out_of(torch.where(changed[:, :, None, None, None], 5 - qkv, qkv))
+        x = qkv.clone().requires_grad_()
+        (gradient,) = torch.autograd.grad((out_of(x) * d)[others].sum(), x)
+        if not after[others].equal(before[others]) or gradient[changed].any():
+            return True
+    return False
+
+
+def off_by_one(doc_ids, causal, impl):
+    return index_of(doc_ids.roll(1, 1), causal, impl)
+
+
+def one_document(doc_ids, causal, impl):
+    return index_of(torch.where(doc_ids < 0, doc_ids, 0), causal, impl)
+
+
+def padding_as_a_document(doc_ids, causal, impl):
+    return index_of(torch.where(doc_ids < 0, 2, doc_ids), causal, impl)
+
+
+LEAKY = documents_of(40, [[15, 16, 4]])
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_bit_leaks_from_a_document_or_from_padding(impl, device, causal):
+    assert not leak(impl, device, index_of, LEAKY, causal)
+
+
+@pytest.mark.parametrize("wrong", [off_by_one, one_document, padding_as_a_document])
+def test_the_leak_test_sees(impl, device, wrong):
+    assert leak(impl, device, wrong, LEAKY, causal=False)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_where_a_document_lies_does_not_matter(impl, device, causal):
+    lengths = [9, 20, 1, 5]
+    qkv, d = inputs(documents_of(35, [lengths]))
+    parts = [torch.arange(35).split(lengths)[i] for i in (2, 1, 3, 0)]
+    moved = torch.cat(parts)
+    swapped = documents_of(35, [[len(part) for part in parts]])
+
+    def found(doc_ids, order):
+        documents = index_of(doc_ids.to(device), causal, impl)
+        args = (x[:, order].float().to(device) for x in (qkv, d))
+        return results(lambda q, k, v: attention(q, k, v, documents), *args)
+
+    here, there = found(documents_of(35, [lengths]), slice(None)), found(swapped, moved)
+    for one, other in zip(here, there, strict=True):
+        torch.testing.assert_close(one[:, moved], other, rtol=1e-4, atol=1e-5)
+
+
+# Mistakes that a kernel may have, which these tests must see
+
+
+def assert_small_case(impl):
+    doc_ids = documents_of(150, [[100, 45]])
+    assert_as_defined(impl, "cpu", torch.float16, doc_ids, *inputs(doc_ids, H=1), True)
+
+
+@pytest.mark.skipif(not HAS_TRITON or not interpreted(), reason="wants Triton's interpreter")
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+def test_these_tests_see_a_tile_that_is_never_written(monkeypatch, empty_is_full_of_nan, kernel):
+    assert_small_case("triton")
+    right = attention_tiles.launch
+
+    def one_program_too_few(name, q, causal):
+        (programs, heads), constants = right(name, q, causal)
+        return (programs - (name == kernel), heads), constants
+
+    for module in ("attention_tiles", "attention_tiles_backward"):
+        monkeypatch.setattr(f"kernels.{module}.launch", one_program_too_few)
+    with pytest.raises(AssertionError):
+        assert_small_case("triton")
+
+
+@pytest.mark.parametrize("part", ["dout", "lse"])
+def test_these_tests_see_a_wrong_input_of_the_backward_pass(monkeypatch, part):
+    right = attention_groups.backward
+
+    def wrong(dout, q, k, v, out, lse, *more):
+        if part == "lse":
+            return right(dout, q, k, v, out, lse + 0.1, *more)
+        return right(dout.roll(1, 1), q, k, v, out, lse, *more)
+
+    assert_small_case("groups")
+    monkeypatch.setitem(packed_attention.BACKWARD, "groups", wrong)
+    with pytest.raises(AssertionError):
+        assert_small_case("groups")
+
+
+# Where documents lie
+
+
+def test_bounds_example():
+    start, end = bounds(torch.tensor([[7, 7, 9, -1]]))
+    assert start.tolist() == [[0, 0, 2, 4]] and end.tolist() == [[2, 2, 3, 0]]
+    assert start.dtype == end.dtype == torch.int32
+
+
+ROWS = st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=4)
+
+
+@given(ROWS)
+def test_bounds_are_those_of_a_loop_over_documents(rows):
+    start, end = bounds(documents_of(40, rows))
+    for row, lengths in enumerate(rows):
+        first = 0
+        for length in lengths:
+            own = slice(first, first + length)
+            assert (start[row, own] == first).all() and (end[row, own] == first + length).all()
+            first += length
+        assert (start[row, first:] == 40).all() and (end[row, first:] == 0).all()
+
+
+def test_layout_example():
+    _, calls = attention_groups.layout(torch.tensor([[7, 7, 9, 9, -1]]))
+    assert calls.tolist() == [[2, 0], [4, 2], [1, 0], [0, 0], [0, 0], [0, 0]]
+
+
+@given(ROWS, st.sampled_from([1, 1000]))
+def test_a_layout_takes_every_token_once_and_every_document_whole(rows, tokens_of_a_call):
+    doc_ids = documents_of(40, rows)
+    N = doc_ids.numel()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(attention_groups, "TOKENS_OF_A_CALL", tokens_of_a_call)
+        (token, slot, blank), calls = attention_groups.layout(doc_ids)
+    count, S = calls[0].tolist()
+    if S:
+        token, blank = token[:S], blank[:S]
+        assert token[slot[:N]].equal(torch.arange(N)) and not blank[slot[:N]].any()
+        assert (blank == 0).sum() == N
+    else:
+        token, blank = torch.arange(N), torch.zeros(N, dtype=torch.int64)
+    names = (doc_ids + 1 + 100 * torch.arange(len(rows))[:, None]) * (doc_ids >= 0)  # 0: padding
+    names, first = names.flatten()[token], 0
+    for size, length in calls[1 : 1 + count].tolist():
+        call = slice(first, first + size)
+        documents = names[call].view(-1, length or size)
+        assert documents.equal(documents[:, :1].expand_as(documents))
+        assert (documents == 0).all() == (length == 0)
+        assert (blank[call].view_as(documents).diff(dim=1) >= 0).all(), "they come last"
+        first += size
+    assert first == len(token) and not calls[1 + count :].any()
+    assert names[(names > 0) & (blank == 0)].unique().numel() == sum(map(len, rows))
+
+
+# How it is chosen and called
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "D", "dropout", "impl"),
+    [
+        ("cpu", torch.float32, 32, 0.0, "groups"),
+        ("cpu", torch.bfloat16, 24, 0.0, "groups"),
+        ("cpu", torch.float32, 32, 0.1, "dense"),
+        ("cuda", torch.bfloat16, 64, 0.0, "triton"),
+        ("cuda", torch.float16, 128, 0.0, "triton"),
+        ("cuda", torch.bfloat16, 64, 0.1, "dense"),
+        ("cuda", torch.bfloat16, 80, 0.0, "dense"),
+        ("cuda", torch.float32, 64, 0.0, "dense"),
+        ("mps", torch.float32, 64, 0.0, "dense"),
+    ],
+)
+def test_the_choice_is_a_table(monkeypatch, device, dtype, D, dropout, impl):
+    monkeypatch.setattr(attention_tiles, "triton", object())
+    assert chosen_impl(device, dtype, D, dropout) == impl
+    monkeypatch.setattr(attention_tiles, "triton", None)
+    without = "dense" if impl == "triton" else impl
+    assert chosen_impl(device, dtype, D, dropout) == without
+
+
+def test_what_does_not_fit_is_refused_in_one_line():
+    doc_ids = documents_of(*CASES[SMALL])
+    q, k, v = inputs(doc_ids)[0].unbind(2)
+    documents = index_of(doc_ids, True, "groups")
+    refusals = {
+        r"q, k and v are .*\(3, 63, 2, 31\): all three must": lambda: attention(
+            q, k, v[..., 1:], documents
+        ),
+        "impl 'groups' has no dropout: choose dense": lambda: attention(q, k, v, documents, 0.1),
+        "impl 'flash' is unknown: choose one of dense": lambda: index_of(doc_ids, True, "flash"),
+        "'flash' is unknown": lambda: chosen_impl("cpu", q.dtype, 32, impl="flash"),
+        "impl 'triton' wants heads": lambda: attention(
+            q[..., :31], k[..., :31], v[..., :31], index_of(doc_ids, True, "triton")
+        ),
+    }
+    for message, call in refusals.items():
+        with pytest.raises(ValueError, match=message) as refusal:
+            call()
+        assert "\n" not in str(refusal.value)
+
+
+def test_it_works_without_triton(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)  # importing it fails
+    for name in ("attention_tiles", "attention_tiles_backward"):
+        path = importlib.import_module(f"kernels.{name}").__file__
+        spec = importlib.util.spec_from_file_location(f"without_triton_{name}", path)
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        assert module.triton is None
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("impl", ["dense", "groups"])
+def test_torch_compile_takes_it_whole(impl, backend):
+    doc_ids = documents_of(*CASES[SMALL])
+    qkv, d = inputs(doc_ids)
+    documents = index_of(doc_ids, True, impl)
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend=backend, fullgraph=True)
+    found = results(lambda q, k, v: compiled(q, k, v, documents), qkv, d)
+    expected = results(lambda q, k, v: attention(q, k, v, documents), qkv, d)
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+def test_other_documents_are_not_compiled_again():
+    counter = CompileCounter()
+    torch.compiler.reset()
+    compiled = torch.compile(attention, backend=counter, dynamic=False)
+    for lengths in ([30, 33], [63], [1] * 60, [7, 9, 7, 9, 20]):
+        doc_ids = documents_of(63, [lengths])
+        q, k, v = (x.requires_grad_() for x in inputs(doc_ids)[0].unbind(2))
+        compiled(q, k, v, index_of(doc_ids, True, "groups")).sum().backward()
+    assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_the_operators_are_what_they_tell_the_compiler(causal):
+    doc_ids = documents_of(*CASES[SMALL])
+    qkv, d = inputs(doc_ids)
+    q, k, v = qkv.float().unbind(2)
+    args = (*index_of(doc_ids, causal, "groups").index, causal, "groups")
+    out, lse = attend_op(q, k, v, *args)
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(attend_op, (q, k, v, *args), test_utils=tests)
+    torch.library.opcheck(
+        attend_backward_op, (d.float(), q, k, v, out, lse, *args), test_utils=tests
+    )
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_arrays_of_more_than_two_to_the_31_elements():
+    if torch.cuda.mem_get_info()[0] < 45e9:
+        pytest.skip("takes 45 GB of the GPU's memory")
+    doc_ids = (torch.arange(1 << 20, device="cuda") // 100)[None].expand(3, -1)
+    qkv = torch.randn(3, 1 << 20, 3, 4, 64, dtype=torch.bfloat16, device="cuda").requires_grad_()
+    documents = index_of(doc_ids, True, "triton")
+    out = attention(*qkv.unbind(2), documents)
+    (gradient,) = torch.autograd.grad(out.sum(), qkv)
+    last = qkv[-1:, -576:].detach().clone().requires_grad_()  # from a document's beginning on
+    alone = reference(*last.unbind(2), doc_ids[-1:, -576:], True)
+    (gradient_alone,) = torch.autograd.grad(alone.sum(), last)
+    torch.testing.assert_close(out[-1:, -500:], alone[:, -500:], rtol=2e-2, atol=2e-2)
+    torch.testing.assert_close(gradient[-1:, -500:], gradient_alone[:, -500:], rtol=5e-2, atol=5e-2)
+
+
+def compiled_for_an_h100() -> set[str]:
+    """What instructions the kernels have in PTX, compiled for an H100, which need not be there."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    from kernels import attention_tiles_backward as backward
+
+    kernels = {
+        "forward": (attention_tiles.forward_kernel, 3),
+        "dq": (backward.dq_kernel, 5),
+        "dkv": (backward.dkv_kernel, 5),
+    }
+    found = set()
+    for name, (kernel, arrays) in kernels.items():
+        own, visited, warps, stages = attention_tiles.tiles(name, 64, torch.bfloat16)
+        constants = {"CAUSAL": True, "D": 64, "OWN": own, "VISITED": visited}
+        types = dict.fromkeys(kernel.arg_names, "*bf16")
+        types |= {"lse": "*fp32", "start": "*i32", "end": "*i32", "T": "i32", "H": "i32"}
+        types |= {"strides": arrays * (("i32", "i32", "i32"),), "scale": "fp32"}
+        types |= {"delta": "*fp32", "root": "fp32"} if "root" in types else {}
+        types |= dict.fromkeys(constants, "constexpr")
+        where = {argument: i for i, argument in enumerate(types)}
+        aligned = [(i,) for a, i in where.items() if types[a][0] == "*"]
+        aligned += [(where["strides"], i, j) for i in range(arrays) for j in range(3)]
+        source = ASTSource(
+            fn=kernel,
+            signature=types,
+            constexprs=constants,
+            attrs={at: [["tt.divisibility", 16]] for at in aligned},
+        )
+        options = {"num_warps": warps, "num_stages": stages}
+        ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
+        found |= {f"{name}:{word}" for word in re.findall(r"\b(wgmma|cp\.async|atom|red)\.", ptx)}
+    return found
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+def test_for_a_gpu_products_are_the_matrix_units_and_nothing_is_added_atomically(tmp_path):
+    script = (
+        "from tests.test_kernels_packed_attention import compiled_for_an_h100 as f; print(*f())"
+    )
+    child = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=os.path.dirname(os.path.dirname(packed_attention.__file__)),
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    kernels = ("forward", "dq", "dkv")
+    expected = {f"{kernel}:{word}" for kernel in kernels for word in ("wgmma", "cp.async")}
+    assert set(child.stdout.split()) == expected

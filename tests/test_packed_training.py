@@ -1,0 +1,102 @@
+"""Training on packed rows is training on the same documents, one to a row: 50 steps of either."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import SMALL
+
+import config
+from data import Rows, SpecialIds, collate, mask_tokens, shares_of_documents
+from kernels.packed_attention import attention_mask
+from model import Transformer
+from packing import pack_lengths
+from support.rng import bits
+from support.samples import Samples
+from support.token_store import Store
+from support.tokenizer import get_encoding
+
+SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
+STEPS, DOCUMENTS, T = 50, 12, 32
+
+
+def masked(batch, rows, step, special_ids):
+    """With masks that are a function of where a token lies in the store, not in a row."""
+    first = torch.from_numpy(rows.start)
+    documents = batch.with_documents().doc_ids
+    place = torch.from_numpy(rows.first[:-1])[:, None] + documents.clamp(min=0)  # (B, T) pieces
+    in_store = first[place] + batch.with_documents().positions
+    drawn = bits(torch.tensor([2 * step, 2 * step + 1]), in_store.flatten(), 1)
+    return mask_tokens(batch, drawn.view(2, *batch.tokens.shape), special_ids)
+
+
+def losses(store, packed, flags):
+    """A loss of each step: AdamW on so many documents a step, the same ones however they lie."""
+    settings = config.build(config.parse(f"{SMALL} {flags}".split()))
+    special_ids = SPECIAL_IDS if "bert" in flags else None
+    torch.manual_seed(0)
+    model = Transformer(config.transformer_config(settings, vocab_size=320))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    samples = Samples(store, "bert" if special_ids else "pieces", T)
+    spans = samples.spans(torch.randperm(len(samples))[: STEPS * DOCUMENTS].numpy())
+    sizes = torch.randint(1, 20, (len(spans),)).numpy()
+    spans = np.stack((spans[:, 0], np.minimum(spans[:, 1], spans[:, 0] + sizes)), axis=1)
+    found = []
+    for step in range(STEPS):
+        pieces = spans[step * DOCUMENTS : (step + 1) * DOCUMENTS]
+        rows = Rows.of(pieces)
+        if packed:
+            lengths = pieces[:, 1] - pieces[:, 0] + (2 if special_ids else 0)
+            packs = pack_lengths(lengths, T)
+            rows = Rows.of(pieces[packs.items], packs.offsets)
+            assert len(rows) < DOCUMENTS
+        batch = collate(store, rows, T, special_ids)
+        if special_ids:
+            batch = masked(batch, rows, step, special_ids)
+        by_document = "document" in flags
+        shares = shares_of_documents(batch) if by_document else None
+        of = DOCUMENTS if by_document else int((batch.targets >= 0).sum())
+        loss = model(batch, shares=shares) / of
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize("loss_per", ["token", "document"])
+@pytest.mark.parametrize("model", ["--pos rope", "--pos learned", "--model bert --pos learned"])
+def test_fifty_steps_are_the_same_packed_or_not(store_dir, model, loss_per):
+    store, flags = Store.open(store_dir), f"{model} --loss-per {loss_per}"
+    packed, alone = (losses(store, packed, flags) for packed in (True, False))
+    assert packed == pytest.approx(alone, rel=1e-4)
+    assert packed[-1] < 0.8 * packed[0], "it learns"
+
+
+def test_negative_control_a_row_that_is_one_document_differs(store_dir, monkeypatch):
+    store = Store.open(store_dir)
+    alone = losses(store, False, "")
+    monkeypatch.setattr(
+        Transformer, "forward", lambda self, batch, **more: FORWARD(self, contaminated(batch))
+    )
+    assert losses(store, True, "") != pytest.approx(alone, rel=1e-2)
+
+
+def test_the_mask_in_the_docs_is_the_models():
+    doc_ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, -1]])
+    positions = (0, 1, 2, 0, 1, 0, 1, 2, 0)
+    mask = attention_mask(doc_ids, causal=True)[0, 0] & (doc_ids[0] >= 0)
+    rows = zip(doc_ids[0].tolist(), positions, mask.tolist(), strict=True)
+    lines = [f"{d:2}{p:4}   {' '.join('█' if s else '·' for s in seen)}" for d, p, seen in rows]
+    page = (Path(__file__).parents[1] / "docs" / "packing.md").read_text()
+    shown = page.split("<!-- mask -->")[1].split("<!-- /mask -->")[0]
+    assert shown == "\n```text\ndoc pos\n" + "\n".join(lines) + "\n```\n"
+
+
+FORWARD = Transformer.forward
+
+
+def contaminated(batch):
+    """Positions start again, but attention is not told of the documents."""
+    return batch._replace(doc_ids=torch.where(batch.with_documents().doc_ids < 0, -1, 0))
