@@ -32,7 +32,7 @@ ALLOWED_IN = {
 }
 FIRST_PARTY_IN_SUPPORT = {"support", "model", "kernels"}
 SHARED_BY_TECHNIQUES = {"support.pacing"}  # pure functions without imports of ours
-COMMAND_OF_A_TECHNIQUE = {"support.runtime", "support.figures", "support.costs"}
+COMMAND_OF_A_TECHNIQUE = {"support.runtime", "support.flags", "support.figures", "support.costs"}
 LATE = {"packing": {"scipy"}}  # extras of pyproject.toml, imported by the function that needs them
 REPLACED = {  # Hugging Face's libraries: this project does without them
     "transformers",
