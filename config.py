@@ -23,7 +23,7 @@ from model import SIZES, TransformerConfig
 from packing import PackConfig
 from support.flags import parser_of, table_of
 from support.optim import OptimConfig
-from support.recipes import with_defaults
+from support.recipes import refusals_of_rows, with_defaults
 from support.run import RunConfig
 from support.run_folder import newest_run, started_with
 from support.settings import (
@@ -182,14 +182,9 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
     if any(refused for refused, _ in pairs):
         return pairs  # what follows takes every number to be within its limits
     model, optim = config.model, config.optim
-    T, longest = config.data.seq_len, SIZES[model.size][3]
-    below = optim.batch_tokens // T * T
+    learned = model.pos == "learned" and model.init is None
+    pairs += refusals_of_rows(model.size, config.data.seq_len, optim.batch_tokens, learned)
     pairs += [
-        (
-            T > longest and model.pos == "learned" and model.init is None,
-            f"--seq-len {T} is above the {longest} positions of --size {model.size}:"
-            " shorten it, or choose --pos rope",
-        ),
         (
             model.size.startswith("bert") and model.model != "bert",
             f"--size {model.size} is a BERT: add --model bert, or choose a GPT's size",
@@ -197,11 +192,6 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
         (
             model.init is not None and model.pos == "rope",
             "--init and --pos rope exclude each other: published weights have learned positions",
-        ),
-        (
-            optim.batch_tokens % T != 0,
-            f"--batch-tokens {optim.batch_tokens} is not a multiple of --seq-len {T}: choose"
-            f" {f'{below} or ' if below else ''}{below + T}",
         ),
         (
             optim.warmup_tokens >= optim.tokens,

@@ -322,7 +322,7 @@ def check_pacing(pacing: Pacing, flag: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    from support import figures, runtime
+    from support import figures, flags, runtime
 
     parser = runtime.Parser(prog="curriculum.py", description=__doc__.split("\n")[0])
     verb = parser.add_subparsers(required=True).add_parser("pace", help="difficulty over a run")
@@ -332,8 +332,8 @@ def main(argv: list[str] | None = None) -> None:
     verb.add_argument("--end", type=int, default=256)
     verb.add_argument("--over", type=float, default=100, help="t from which on it is --end")
     verb.add_argument("--multiple", type=int, default=1, help="round down to one of these")
-    verb.add_argument("--levels", type=figures.whole_numbers, help="of --kind discrete: 64,128,256")
-    verb.add_argument("--until", type=figures.whole_numbers, help="end of each but the last: 10,25")
+    verb.add_argument("--levels", type=flags.whole_numbers, help="of --kind discrete: 64,128,256")
+    verb.add_argument("--until", type=flags.whole_numbers, help="end of each but the last: 10,25")
     figures.add_curve_flags(verb)
     args = parser.parse_args(argv)
     kind = f"root:{args.degree}" if args.kind == "root" else args.kind

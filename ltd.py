@@ -14,9 +14,11 @@ commands. docs/ltd.md has the picture and the numbers.
 Papers: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597, section 3.2.
 
     python ltd.py pace --start 128 --end 2048 --over 200000 --multiple 16 --at 0,2000,20000 --json
-    python ltd.py plan --size 350M --seq-len 2048 --start 128 --share 0.7 --tokens 300B
+    python ltd.py plan --size 1.3B --tokens 300B --start 128 --share 0.7
 """
 
+import math
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import cache
@@ -32,6 +34,7 @@ MODES, PACES = ("random", "bypass"), ("linear", "root", "constant")
 
 
 def flag(default: Any, help: str, **more: Any) -> Any:
+    """As in support/settings.py, which a technique does not import: so it can be read alone."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -45,12 +48,14 @@ class LtdConfig:
     pace: str = flag(
         "constant", "how kept tokens grow; constant: not before the end", choices=PACES
     )
-    share: float = flag(0.9, "share of --tokens after which all are kept", above=0, most=1)
+    share: float | None = flag(
+        None, "share of --tokens after which all are kept (default: 0.9)", above=0, most=1
+    )
     steps: int | None = flag(
         None, "optimizer steps after which all are kept, not --ltd-share", least=1
     )
     multiple: int | None = flag(
-        None, "kept tokens on the way are multiples of it (default: at most 8 values)", least=1
+        None, "kept tokens grow by multiples of it (default: at most 8 values)", least=1
     )
     layers: str | None = flag(
         None, "layers that drop, from 0: 1-10,12 (default: all in the middle)"
@@ -75,6 +80,7 @@ def kept_tokens(
     if kind == "constant":
         return seq_len if t >= over else start
     kept = pace(t, over, start, seq_len, degree=2 if kind == "root" else 1)
+    # pace's own `multiple` counts from 0; this one counts from `start`, which may be any number
     return kept if kept == seq_len else kept - (kept - start) % multiple
 
 
@@ -91,8 +97,8 @@ MOST_SHAPES = 8  # numbers of kept tokens in a run: by default, and for --compil
 
 def multiple_of(config: LtdConfig, seq_len: int) -> int:
     """--ltd-multiple, or the least multiple of 16 that makes 8 numbers of kept tokens at most."""
-    way = seq_len - config.start
-    return config.multiple or max(-(-way // (MOST_SHAPES - 1) // TILE) * TILE, TILE)
+    tiles = math.ceil((seq_len - config.start) / ((MOST_SHAPES - 1) * TILE))
+    return config.multiple or max(tiles, 1) * TILE
 
 
 def kept_values(config: LtdConfig, seq_len: int) -> list[int]:
@@ -101,7 +107,7 @@ def kept_values(config: LtdConfig, seq_len: int) -> list[int]:
     return [*range(config.start, seq_len, step), seq_len]
 
 
-def dropping_layers(text: str | None, layers: int) -> tuple[int, ...]:
+def dropping_layers(text: str | None, layers: int, flag: str = "--ltd-layers") -> tuple[int, ...]:
     """The layers that --ltd-layers names, ascending; without it all but the first and the last.
 
     Example: dropping_layers("1-3,5", 8) == (1, 2, 3, 5)
@@ -112,27 +118,47 @@ def dropping_layers(text: str | None, layers: int) -> tuple[int, ...]:
         return tuple(range(1, layers - 1))
     named: set[int] = set()
     for part in text.split(","):
-        first, _, last = part.partition("-")
-        if not (first.isdecimal() and (last or first).isdecimal()):
-            raise ValueError(f"--ltd-layers {text}: write layers like 1-10,12")
-        named.update(range(int(first), int(last or first) + 1))
-    if not named or max(named) >= layers:
-        raise ValueError(f"--ltd-layers {text}: the layers are 0 to {layers - 1}")
+        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
+        if found is None:
+            raise ValueError(f"{flag} {text}: write layers like 1-10,12")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if first > last:
+            raise ValueError(f"{flag} {text} runs backwards: write {last}-{first}")
+        if last >= layers:
+            raise ValueError(f"{flag} {text}: the layers are 0 to {layers - 1}")
+        named.update(range(first, last + 1))
     if len(named) == layers:
-        raise ValueError(f"--ltd-layers {text} names all layers: leave one that sees every token")
+        raise ValueError(f"{flag} {text} names all layers: leave one that sees every token")
     return tuple(sorted(named))
 
 
-def check_schedule(start: int, seq_len: int, over: float, multiple: int) -> None:
-    """Refuse a schedule that a command was asked for; train.py's flags are refused below."""
-    if not 1 <= start <= seq_len:
-        raise ValueError(f"--start {start}: a row of {seq_len} keeps 1 to {seq_len} tokens")
-    if not 0 < over < float("inf"):
-        raise ValueError(f"--over or --share {over} must be above 0")
-    if multiple < 1 or (start % multiple and start != seq_len):
-        raise ValueError(
-            f"--start {start} has to be a multiple of --multiple {multiple}, 1 or more"
-        )
+def refusals_of_schedule(
+    config: LtdConfig, seq_len: int, prefix: str = "--ltd-"
+) -> list[tuple[bool, str]]:
+    """Schedules that cannot be, as (condition, what to tell the user).
+
+    Args: config of which each number is within its own limits
+          prefix what the user's flags begin with
+    """
+    start, multiple, T = config.start, config.multiple or 1, seq_len
+    below = start // multiple * multiple
+    is_no_multiple = start % multiple != 0 and start != T
+    return [
+        (start > T, f"{prefix}start {start} is more than a row holds: choose 1 to {T}"),
+        (
+            is_no_multiple and multiple > T,
+            f"{prefix}multiple {multiple} is more than a row holds: choose 1 to {T}",
+        ),
+        (
+            is_no_multiple,
+            f"{prefix}start {start} is no multiple of {prefix}multiple {multiple}: choose"
+            f" {f'{below} or ' if below else ''}{min(below + multiple, T)}",
+        ),
+        (
+            config.steps is not None and config.share is not None,
+            f"{prefix}steps and {prefix}share both say when all tokens are kept: give one of them",
+        ),
+    ]
 
 
 # ---- the draw
@@ -244,37 +270,30 @@ def shapes(settings: Any) -> list[Any]:
 
 
 def with_defaults(settings: Any) -> LtdConfig:
-    if settings.ltd.start is not None:
-        return settings.ltd
-    return replace(settings.ltd, start=max(settings.data.seq_len // 16, 1))
+    ltd = settings.ltd
+    if ltd.start is None:
+        ltd = replace(ltd, start=max(settings.data.seq_len // 16, 1))
+    if ltd.share is None and ltd.steps is None:
+        ltd = replace(ltd, share=0.9)
+    return ltd
 
 
 def refusals(settings: Any) -> list[tuple[bool, str]]:
     ltd, T, layers = settings.ltd, settings.data.seq_len, settings.model.layers
     if ltd.layers is not None:
         dropping_layers(ltd.layers, layers)  # raises for what it cannot be
-    shapes, multiple = len(kept_values(ltd, T)), ltd.multiple or 1
-    below = ltd.start // multiple * multiple
+    n_shapes = len(kept_values(ltd, T))
     return [
-        (ltd.start > T, f"--ltd-start {ltd.start} is more than a row holds: choose 1 to {T}"),
-        (
-            ltd.start % multiple != 0 and ltd.start != T,
-            f"--ltd-start {ltd.start} is no multiple of --ltd-multiple {multiple}: choose"
-            f" {f'{below} or ' if below else ''}{below + multiple}",
-        ),
-        (
-            ltd.steps is not None and ltd.share != LtdConfig.share,
-            "--ltd-steps and --ltd-share both say when all tokens are kept: give one of them",
-        ),
+        *refusals_of_schedule(ltd, T),
         (
             layers < 3,
-            f"--ltd drops from the layers between first and last: --layers {layers} has none,"
-            " choose 3 or more",
+            f"--layers {layers}: --ltd needs a layer between the first and the last: choose 3 or"
+            " more, or leave out --ltd",
         ),
         (
-            settings.run.compile and shapes > MOST_SHAPES,
-            f"--ltd-multiple {multiple} makes {shapes} shapes to compile: leave it out, which makes"
-            f" {MOST_SHAPES} at most, or leave out --compile",
+            settings.run.compile and n_shapes > MOST_SHAPES,
+            f"--ltd-multiple {ltd.multiple} makes {n_shapes} shapes to compile: leave it out, which"
+            f" makes {MOST_SHAPES} at most, or leave out --compile",
         ),
     ]
 
@@ -283,51 +302,61 @@ def refusals(settings: Any) -> list[tuple[bool, str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    from support import costs, figures, runtime
+    from support import costs, figures, flags, runtime
 
+    defaults = (
+        "By default as in the papers. train.py's defaults: --kind constant, --share 0.9, --start a"
+        " sixteenth of a row, and a --multiple that makes 8 values at most."
+    )
     parser = runtime.Parser(prog="ltd.py", description=__doc__.split("\n")[0])
     verbs = parser.add_subparsers(required=True, dest="verb")
-    pacing = verbs.add_parser("pace", help="kept tokens over a run")
-    pacing.add_argument("--end", type=int, default=256, help="tokens of a row")
-    pacing.add_argument("--over", type=float, default=100, help="t from which on all are kept")
+    pacing = verbs.add_parser("pace", help="kept tokens over a run", epilog=defaults)
+    pacing.add_argument("--end", type=flags.count, default=256, help="tokens of a row")
+    pacing.add_argument("--over", type=flags.amount, default=100, help="t when all are kept")
     figures.add_curve_flags(pacing)
-    plan = verbs.add_parser("plan", help="what a run costs with and without dropping")
+    plan = verbs.add_parser("plan", help="what a run costs with and without it", epilog=defaults)
     costs.add_flags(plan)
-    plan.add_argument("--share", type=float, default=0.7, help="of --tokens until all are kept")
-    plan.add_argument("--steps", type=int, help="until all are kept, in place of --share")
+    share = "of --tokens until all are kept (default: 0.7)"
+    plan.add_argument("--share", type=flags.share, help=share)
+    plan.add_argument("--steps", type=flags.count, help="until all are kept, in place of --share")
     plan.add_argument("--layers", help="layers that drop, from 0: 1-10,12")
     for verb in (pacing, plan):
-        verb.add_argument("--start", type=int, default=64, help="tokens of a row kept at first")
-        kind = "how they grow (linear, as in the papers; train.py's default is constant)"
-        verb.add_argument("--kind", choices=PACES, default="linear", help=kind)
-        verb.add_argument("--multiple", type=int, default=16, help="they grow by so many at once")
+        verb.add_argument("--start", type=flags.count, default=64, help="tokens kept at first")
+        verb.add_argument("--kind", choices=PACES, default="linear", help="how they grow")
+        verb.add_argument("--multiple", type=flags.count, default=16, help="they grow by so many")
     args = parser.parse_args(argv)
     if args.verb == "plan":
-        costs.with_defaults(args)
-        over = args.steps or args.share
-        if args.share > 1:
-            raise ValueError(f"--share {args.share} of the budget is more than all of it")
-        check_schedule(args.start, args.seq_len, over, args.multiple)
-        layers = costs.SIZES[args.size].layers
-        dropping = dropping_layers(args.layers, layers)
+        costs.fill_in(args)
+    else:
+        args.seq_len, args.share, args.steps = args.end, None, None
+    asked = LtdConfig(start=args.start, multiple=args.multiple, share=args.share, steps=args.steps)
+    for refused, message in refusals_of_schedule(asked, args.seq_len, "--"):
+        if refused:
+            raise ValueError(message)
+    if args.verb == "pace":
 
-        @cache
-        def tokens_by_layer(keep: int) -> tuple[int, ...]:
-            return tuple(keep if i in dropping else args.seq_len for i in range(layers))
+        def kept_at(t: float) -> int:
+            return kept_tokens(t, args.over, args.start, args.end, args.kind, args.multiple)
 
-        def tokens_at(steps: int, progress: float) -> tuple[int, ...]:
-            t = steps if args.steps else progress
-            schedule = (over, args.start, args.seq_len, args.kind, args.multiple)
-            return tokens_by_layer(kept_tokens(t, *schedule))
-
-        costs.show_plan(args, tokens_at)
+        figures.show_curve(args, kept_at, "kept tokens", args.over, tenths=10)
         return
-    check_schedule(args.start, args.end, args.over, args.multiple)
+    over = args.steps or args.share or 0.7
+    layers = costs.SIZES[args.size].layers
+    dropping = dropping_layers(args.layers, layers, "--layers")
 
-    def kept_at(t: float) -> int:
-        return kept_tokens(t, args.over, args.start, args.end, args.kind, args.multiple)
+    @cache
+    def tokens_by_layer(keep: int) -> tuple[int, ...]:
+        return tuple(keep if i in dropping else args.seq_len for i in range(layers))
 
-    figures.show_curve(args, kept_at, "kept tokens", args.over, tenths=10)
+    def tokens_at(steps: int, progress: float) -> tuple[int, ...]:
+        t = steps if args.steps else progress
+        schedule = (over, args.start, args.seq_len, args.kind, args.multiple)
+        return tokens_by_layer(kept_tokens(t, *schedule))
+
+    by = "" if args.kind == "constant" else f", in multiples of {args.multiple}"
+    end = f"{over:,} steps" if args.steps else f"{over:g} of the budget"
+    kept = f"{args.start} tokens kept in {len(dropping)} of {layers} layers ({args.kind}{by})"
+    costs.show_plan(args, f"{kept}, all after {end}", tokens_at)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The tables of docs/curriculum.md and README.md, made from the records in results/.
+"""The tables of docs/curriculum.md, docs/ltd.md and README.md, made of the records in results/.
 
 Two axes, because a recipe that costs more seconds for the same tokens is not free: the difference
 to its baseline after the same consumed tokens, and after the same seconds. For the latter the

@@ -1,18 +1,20 @@
 """What a run costs in steps, tokens and FLOPs when some layers see fewer tokens, without making it.
 
-Rows are taken to be full, and time to follow FLOPs; bench/cost.py measures it.
+Rows are taken to be full, time to follow FLOPs (bench/cost.py measures it), the optimizer to be
+Muon: for nano as on a CPU, in fp32, for the larger sizes as on a GPU, in bf16.
 
-    python ltd.py plan --size 350M --seq-len 2048 --start 128 --share 0.7 --tokens 300B
+    python ltd.py plan --size 1.3B --tokens 300B --start 128 --share 0.7
 """
 
 import argparse
+from bisect import bisect_left
 from collections.abc import Callable
-from functools import cache
 from typing import NamedTuple
 
 from model import SIZES, TransformerConfig, flops_of_row
-from support.flags import whole_number
-from support.recipes import RECIPES
+from support.flags import count
+from support.muon import flops_of_orthogonalising
+from support.recipes import refusals_of_rows, with_defaults
 
 V_GPT2, V_PD4K = 50_304, 4_160  # of GPT-2's tokenizer and of the embedded corpus's, in tiles of 64
 
@@ -24,6 +26,11 @@ class Cost(NamedTuple):
     tokens: int  # read
     layer_tokens: int
     flops: int  # of matrix products in forward and backward
+    optimizer_flops: int  # of Muon's, as many in each step whatever is dropped
+
+    @property
+    def all_flops(self) -> int:
+        return self.flops + self.optimizer_flops
 
 
 def cost_of_run(
@@ -32,66 +39,85 @@ def cost_of_run(
     budget: int,
     batch_tokens: int,
     tokens_at: Callable[[int, float], tuple[int, ...]],
+    device: str,
 ) -> Cost:
     """The steps that a budget of consumed tokens allows (support/clock.py), added up.
 
-    Args: tokens_at (steps before, progress 0..1) -> how many tokens of a row each layer sees
+    Args: tokens_at (steps before, progress 0..1) -> how many tokens of a row each layer sees; none
+                    of them ever falls, so that steps with the same are counted at once
+          device    of the optimizer, cpu or cuda
     """
     rows = batch_tokens // seq_len
 
-    @cache
-    def of_row(tokens_by_layer: tuple[int, ...]) -> tuple[int, int]:
-        return sum(tokens_by_layer), flops_of_row(config, tokens_by_layer, seq_len)
+    def steps_alike(steps: int, consumed: int, of_step: int) -> int:
+        """How many steps from here on see what the first one sees, each consuming `of_step`."""
+
+        def differs(n: int) -> bool:
+            return tokens_at(steps + n, (consumed + n * of_step) / budget) != now
+
+        now = tokens_at(steps, consumed / budget)
+        left = -(-(budget - consumed) // of_step)
+        return 1 + bisect_left(range(1, left), True, key=differs)
 
     steps, consumed, layer_tokens, flops = 0, 0, 0, 0
     while consumed < budget:
-        layer_tokens_of_row, flops_of_it = of_row(tokens_at(steps, consumed / budget))
-        consumed += rows * (layer_tokens_of_row // config.layers)
-        layer_tokens += rows * layer_tokens_of_row
-        flops += rows * flops_of_it
-        steps += 1
-    return Cost(steps, steps * rows * seq_len, layer_tokens, flops)
+        tokens_by_layer = tokens_at(steps, consumed / budget)
+        of_step = rows * (sum(tokens_by_layer) // config.layers)
+        alike = steps_alike(steps, consumed, of_step)
+        steps += alike
+        consumed += alike * of_step
+        layer_tokens += alike * rows * sum(tokens_by_layer)
+        flops += alike * rows * flops_of_row(config, tokens_by_layer, seq_len)
+    optimizer = config.layers * flops_of_orthogonalising(config.width, config.mlp_width, device)
+    return Cost(steps, steps * rows * seq_len, layer_tokens, flops, steps * optimizer)
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The model and the run whose cost is asked for."""
     parser.add_argument("--size", choices=SIZES, default="nano")
-    parser.add_argument("--seq-len", type=whole_number, help="tokens of a row (default: by --size)")
-    parser.add_argument("--tokens", type=whole_number, help="budget (default: by --size)")
-    parser.add_argument("--batch-tokens", type=whole_number, help="of a step (default: by --size)")
+    parser.add_argument("--seq-len", type=count, help="tokens of a row (default: by --size)")
+    parser.add_argument("--pos", choices=("learned", "rope"), help="positions, as in train.py")
+    parser.add_argument("--tokens", type=count, help="budget (default: by --size)")
+    parser.add_argument("--batch-tokens", type=count, help="of a step (default: by --size)")
 
 
-def with_defaults(args: argparse.Namespace) -> argparse.Namespace:
-    """Fill in what --size decides.
+def fill_in(args: argparse.Namespace) -> None:
+    """Set what was left to --size.
 
-    Raises: ValueError for a batch that is not whole rows
+    Raises: ValueError for rows and batches that train.py refuses
     """
-    tokens, batch_tokens, _ = RECIPES[args.size]
-    args.seq_len = args.seq_len or SIZES[args.size].seq_len
-    args.tokens = args.tokens or tokens
-    args.batch_tokens = args.batch_tokens or batch_tokens
-    if args.batch_tokens % args.seq_len:
-        raise ValueError(
-            f"--batch-tokens {args.batch_tokens} is not a multiple of --seq-len {args.seq_len}"
-        )
-    return args
+    names = {name: f"optim.{name}" for name in ("tokens", "batch_tokens")}
+    names |= {"size": "model.size", "pos": "model.pos", "seq_len": "data.seq_len"}
+    settings = with_defaults({names[name]: getattr(args, name) for name in names})
+    for name in names:
+        setattr(args, name, settings[names[name]])
+    learned = args.pos == "learned"
+    for refused, message in refusals_of_rows(args.size, args.seq_len, args.batch_tokens, learned):
+        if refused:
+            raise ValueError(message)
 
 
-def show_plan(args: argparse.Namespace, tokens_at: Callable[[int, float], tuple[int, ...]]) -> None:
-    """Print what the run costs with `tokens_at`, and with every token in every layer."""
+def show_plan(
+    args: argparse.Namespace, schedule: str, tokens_at: Callable[[int, float], tuple[int, ...]]
+) -> None:
+    """Print what the run costs with `tokens_at`, and with every token in every layer.
+
+    Args: schedule what `tokens_at` does, in words
+    """
     layers, heads, width, _ = SIZES[args.size]
     kind = "bert" if args.size.startswith("bert") else "gpt"
     V = V_PD4K if args.size == "nano" else V_GPT2
     config = TransformerConfig(kind, layers, heads, width, 4 * width, args.seq_len, V)
+    device = "cpu" if args.size == "nano" else "cuda"
     run = (config, args.seq_len, args.tokens, args.batch_tokens)
-    plain = cost_of_run(*run, lambda *_: (args.seq_len,) * layers)
-    dropping = cost_of_run(*run, tokens_at)
-    print(f"{args.size}, rows of {args.seq_len}, {args.tokens:,} consumed tokens\n")
-    print(f"{'':14} {'plain':>12} {'dropping':>12} {'ratio':>8}")
+    plain = cost_of_run(*run, lambda *_: (args.seq_len,) * layers, device)
+    dropping = cost_of_run(*run, tokens_at, device)
+    print(f"{args.size}, rows of {args.seq_len}, {args.tokens:,} consumed tokens\n{schedule}\n")
+    print(f"{'':15} {'plain':>12} {'dropping':>12} {'ratio':>8}")
     for name, full, less in zip(Cost._fields, plain, dropping, strict=True):
         form = ",d" if name == "steps" else ".4g"
-        print(f"{name.replace('_', '-'):14} {full:12{form}} {less:12{form}} {less / full:8.3f}")
-    same_tokens = dropping.flops / plain.flops
+        print(f"{name.replace('_', '-'):15} {full:12{form}} {less:12{form}} {less / full:8.3f}")
+    same_tokens = dropping.all_flops / plain.all_flops
     same_text = same_tokens * plain.tokens / dropping.tokens
     print(
         f"\nextra optimizer steps at equal consumed tokens: {dropping.steps - plain.steps:,}\n"

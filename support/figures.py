@@ -7,6 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from support.flags import whole_numbers
+
 
 def figure_for(file: str) -> Any:
     """An empty figure; ValueError now rather than later if it could not be saved to this file."""
@@ -31,7 +33,7 @@ def plotted(file: str, draw: Callable, **labels: str) -> None:
 
 def add_curve_flags(parser: argparse.ArgumentParser) -> None:
     """How `show_curve` shows it."""
-    parser.add_argument("--at", type=whole_numbers, help="the t to print: 1,5,10")
+    parser.add_argument("--at", type=whole_numbers, help="the t to print: 1,5,10K")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     parser.add_argument("--plot", help="file for the curve")
 
@@ -44,9 +46,6 @@ def show_curve(
     tenths: int,
 ) -> None:
     """Print a function of t at --at, or at tenths of the way to `over`; plot it on request."""
-    if not all(0 <= t < 2**53 for t in args.at or ()):
-        given = ",".join(map(str, args.at))
-        raise ValueError(f"--at {given}: whole numbers from 0 to 2^53")
     if args.plot:
         figure_for(args.plot)
     at = args.at or [over * tenth / 10 for tenth in range(tenths + 1)]
@@ -61,11 +60,3 @@ def show_curve(
         t = [over * i / 1000 for i in range(1101)]
         curve = [value_at(x) for x in t]
         plotted(args.plot, lambda axes: axes.plot(t, curve), xlabel="t", ylabel=name)
-
-
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """An argument's type: 1,5,10."""
-    try:
-        return tuple(int(part) for part in text.split(","))
-    except ValueError:
-        raise argparse.ArgumentTypeError(f"{text} is not whole numbers, such as 1,5,10") from None

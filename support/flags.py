@@ -1,4 +1,7 @@
-"""A configuration (support/settings.py) -> its command line, and the README's table of it."""
+"""A configuration (support/settings.py) -> its command line, and the README's table of it.
+
+Above them what a number may look like on any command line.
+"""
 
 import argparse
 import math
@@ -10,18 +13,58 @@ from support.runtime import Parser
 from support.settings import flag_of
 
 
-def whole_number(text: str) -> int:
-    """A count: 2000000, 2e6, 2M, 1.5B."""
+def with_unit(text: str) -> float:
+    """What 2000000, 2e6, 2M or 1.5B says; nan for what is no number."""
     unit = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1)
     try:
-        number = float(text[:-1] if unit != 1 else text) * unit
+        return float(text[:-1] if unit != 1 else text) * unit
     except ValueError:
-        number = -1.0
-    if not 0 <= number < 2**63 or number != int(number):
+        return math.nan
+
+
+def whole_number(text: str, least: int = 0) -> int:
+    """A whole number: 2000000, 2e6, 2M, 1.5B."""
+    number = with_unit(text)
+    if not least <= number < 2**63 or number != int(number):
         raise argparse.ArgumentTypeError(
-            f"{text} is not a whole number, 0 or more, such as 4096, 2e6, 1.5B"
+            f"{text} is not a whole number, {least} or more, such as 4096, 2e6, 1.5B"
         )
     return int(number)
+
+
+def count(text: str) -> int:
+    """A whole number that may not be 0."""
+    return whole_number(text, least=1)
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Several of them: 1,5,10K."""
+    try:
+        numbers = tuple(whole_number(part) for part in text.split(","))
+    except argparse.ArgumentTypeError:
+        numbers = (-1,)
+    if not all(0 <= number < 2**53 for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not whole numbers, such as 1,5,10, from 0 to 2^53"
+        )
+    return numbers
+
+
+def amount(text: str) -> float:
+    """How much of something: 0.5, 200K."""
+    number = with_unit(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a finite number above 0, such as 0.5 or 200K"
+        )
+    return number
+
+
+def share(text: str) -> float:
+    number = with_unit(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share, above 0 and at most 1")
+    return number
 
 
 def real_number(text: str) -> float:

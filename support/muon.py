@@ -43,12 +43,12 @@ class Muon(torch.optim.Optimizer):
             by_shape: dict[tuple, list[int]] = defaultdict(list)
             for number, matrix in enumerate(matrices):
                 by_shape[*matrix.shape].append(number)
-            for shape, numbers in by_shape.items():
-                rows, columns = shape
+            for (rows, columns), numbers in by_shape.items():
                 stacked = torch.stack([directions[n] for n in numbers])  # (n, rows, columns)
-                parts = stacked.reshape(-1, rows // group["parts"], columns)
-                update = orthogonalised_by_all(parts).reshape(stacked.shape)  # (n, rows, columns)
-                rate = group["lr"] * 0.2 * math.sqrt(max(parts.shape[1:]))
+                # fused matrices apart, (n parts, m, columns)
+                apart = stacked.reshape(-1, rows // group["parts"], columns)
+                update = orthogonalised_by_all(apart).reshape(stacked.shape)  # (n, rows, columns)
+                rate = group["lr"] * 0.2 * math.sqrt(max(apart.shape[1:]))
                 moved = [matrices[n] for n in numbers]
                 torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(moved, update.to(moved[0].dtype).unbind(), alpha=-rate)
@@ -85,7 +85,10 @@ def orthogonalised_by_all(matrices: Tensor) -> Tensor:
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
-    """U V^T for every matrix U S V^T, roughly: its singular values come out between 0.7 and 1.2.
+    """U V^T for every matrix U S V^T, roughly.
+
+    Singular values above 0.002 of the matrix's norm come out between 0.68 and 1.2, smaller ones
+    between 0 and that: each iteration multiplies them by at most 3.4445.
 
     While X becomes Z X, where Z is a polynomial of G = X X^T, the new X X^T is Z G Z. So X itself
     need not be touched until all the Z are multiplied together. That is how long matrices are done

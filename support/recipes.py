@@ -1,4 +1,4 @@
-"""Defaults: what --size decides, and what follows from other settings."""
+"""Defaults: what --size decides, what follows from other settings, and which rows fit them."""
 
 from typing import Any
 
@@ -37,3 +37,26 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
     s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))
     s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
     return s
+
+
+def refusals_of_rows(
+    size: str, seq_len: int, batch_tokens: int, learned: bool
+) -> list[tuple[bool, str]]:
+    """Rows and batches that do not fit, as (condition, what to tell the user).
+
+    Args: learned  whether positions are learned here, as many as --size says
+    """
+    longest = SIZES[size].seq_len
+    below = batch_tokens // seq_len * seq_len
+    return [
+        (
+            seq_len > longest and learned,
+            f"--seq-len {seq_len} is above the {longest} positions of --size {size}:"
+            " shorten it, or choose --pos rope",
+        ),
+        (
+            batch_tokens % seq_len != 0,
+            f"--batch-tokens {batch_tokens} is not a multiple of --seq-len {seq_len}: choose"
+            f" {f'{below} or ' if below else ''}{below + seq_len}",
+        ),
+    ]

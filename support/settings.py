@@ -98,8 +98,18 @@ def unflattened(config_class: type, flat: dict[str, Any]) -> Any:
             value = getattr(getattr(config, name), item.name)
             if value != item.default and not is_on(config, name):
                 flag = flag_of(config, name, item.name)
-                raise ValueError(f"{flag} {value} has no effect without --{name}: add it")
+                given = as_given(flag, value)
+                raise ValueError(f"{given} has no effect without --{name}: add it")
     return config
+
+
+def as_given(flag: str, value: Any) -> str:
+    """A setting as one would write it: --seed 5, --ltd, --no-ltd; no --ltd-steps if it is open."""
+    if value is None:
+        return f"no {flag}"
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag.removeprefix('--')}"
+    return f"{flag} {value}"
 
 
 def flattened(config: Any) -> dict[str, Any]:
@@ -122,8 +132,8 @@ def resumed(config_class: type, saved: dict[str, Any], given: dict[str, Any]) ->
         if name not in free and saved.get(name) != value:
             flag = flag_of(config_class, *name.split("."))
             raise ValueError(
-                f"{flag} {value} differs from the {saved.get(name)} that the run was started with:"
-                " leave it out, or start a new run with another --out"
+                f"{as_given(flag, value)} differs from {as_given(flag, saved.get(name))}, with"
+                " which the run was started: leave it out, or start a new run with another --out"
             )
     return {**saved, **{name: value for name, value in given.items() if name in free}}
 

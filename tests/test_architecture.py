@@ -35,6 +35,7 @@ FIRST_PARTY_IN_SUPPORT = {"support", "model", "kernels"}
 SHARED_BY_TECHNIQUES = {"support.pacing", "support.cutting_stock", "support.packs"}
 COMMAND_OF_A_TECHNIQUE = {
     "support.runtime",
+    "support.flags",
     "support.figures",
     "support.costs",
     "support.packing_table",

@@ -87,13 +87,19 @@ REFUSED = {
     "--ltd --ltd-start 0": r"--ltd-start 0 must be at least 1",
     "--ltd --ltd-start 257": r"--ltd-start 257 is more than a row holds: choose 1 to 256",
     "--ltd --ltd-share 1.5": r"--ltd-share 1.5",
-    "--ltd --layers 2": r"--layers 2 has none, choose 3 or more",
+    "--ltd --layers 2": r"--layers 2: --ltd needs a layer between .*: choose 3 or more",
+    "--ltd --layers 2 --ltd-layers 1": r"--layers 2: --ltd needs .* 3 or more, or leave out --ltd",
     "--ltd --ltd-start 60 --ltd-multiple 16": r"60 is no multiple of --ltd-multiple 16: .*48 or 64",
     "--ltd --ltd-start 8 --ltd-multiple 16": r"no multiple of --ltd-multiple 16: choose 16",
+    "--ltd --ltd-start 250 --ltd-multiple 100": r"no multiple .*: choose 200 or 256",
+    "--ltd --ltd-multiple 100000": r"--ltd-multiple 100000 is more than a row .*: choose 1 to 256",
     "--ltd --ltd-steps 10 --ltd-share 0.5": r"--ltd-steps and --ltd-share both say",
+    "--ltd --ltd-steps 3 --ltd-share 0.9": r"--ltd-steps and --ltd-share both say",
     "--ltd --ltd-layers 1-6": r"--ltd-layers 1-6: the layers are 0 to 5",
     "--ltd --ltd-layers 0-5": r"--ltd-layers 0-5 names all layers",
-    "--ltd --ltd-layers 4-2": r"--ltd-layers 4-2: the layers are 0 to 5",
+    "--ltd --ltd-layers 0-999999999": r"--ltd-layers 0-999999999: the layers are 0 to 5",
+    "--ltd --ltd-layers 4-2": r"--ltd-layers 4-2 runs backwards: write 2-4",
+    "--ltd --ltd-layers 1,4-2": r"--ltd-layers 1,4-2 runs backwards: write 2-4",
     "--ltd --ltd-layers middle": r"--ltd-layers middle: write layers like 1-10,12",
     "--ltd --ltd-layers -1": r"--ltd-layers",
     "--ltd --ltd-mode first": r"--ltd-mode",
@@ -156,10 +162,30 @@ def test_a_resumed_run_keeps_its_settings():
     saved = flattened(build("--seed 5 --ltd"))
     assert config.build(resumed(Config, saved, {"run.resume": "last"})).run.seed == 5
     resumed(Config, saved, {"run.seed": 5, "run.keep": 9})
-    with pytest.raises(ValueError, match=r"--seed 6 differs from the 5 .*another --out"):
+    with pytest.raises(ValueError, match=r"--seed 6 differs from --seed 5, .*another --out"):
         resumed(Config, saved, {"run.seed": 6})
-    with pytest.raises(ValueError, match=r"--ltd False differs"):
-        resumed(Config, saved, {"ltd.on": False})
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    {
+        "--no-ltd": r"^--no-ltd differs from --ltd, with which the run was started: leave it out",
+        "--pack": r"^--pack differs from --no-pack, with",
+        "--ltd-start 32": r"^--ltd-start 32 differs from --ltd-start 16, with",
+        "--ltd-steps 3": r"^--ltd-steps 3 differs from no --ltd-steps, with",
+    }.items(),
+)
+def test_a_changed_setting_is_shown_as_its_flag(given, says):
+    saved = flattened(build("--ltd"))
+    with pytest.raises(ValueError, match=says):
+        resumed(Config, saved, config.parse(given.split()))
+
+
+def test_the_share_of_token_dropping_gives_way_to_steps():
+    assert build("--ltd").ltd.share == 0.9
+    by_steps = build("--ltd --ltd-steps 3")
+    assert by_steps.ltd.share is None
+    assert config.build(flattened(by_steps)) == by_steps
 
 
 def test_a_run_is_resumed_with_the_words_it_was_started_with():
@@ -167,7 +193,9 @@ def test_a_run_is_resumed_with_the_words_it_was_started_with():
     words = config.parse(line.split())
     saved = flattened(config.build(words))
     assert resumed(Config, saved, words) == saved
-    with pytest.raises(ValueError, match=r"--curriculum-share 0.2 differs from the 0.3"):
+    with pytest.raises(
+        ValueError, match=r"--curriculum-share 0.2 differs from --curriculum-share 0.3"
+    ):
         resumed(Config, saved, words | {"curriculum.share": "0.2"})
     moved = {"curriculum.index": "elsewhere", "data.data": "moved"}
     assert resumed(Config, saved, moved) == saved | moved, "where it lies may change"

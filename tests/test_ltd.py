@@ -13,8 +13,18 @@ import config
 import ltd
 from data import Batch
 from kernels.packed_attention import index_of
-from model import TokenMeta, Transformer, TransformerConfig, rotation, run_plain, run_recomputed
+from model import (
+    TokenMeta,
+    Transformer,
+    TransformerConfig,
+    flops_of_row,
+    rotation,
+    run_plain,
+    run_recomputed,
+)
+from support import costs
 from support.clock import StepContext, effective_tokens, tokens_by_layer
+from support.muon import flops_of_orthogonalising
 
 
 def small(pos="rope", kind="gpt", layers=4, dtype=torch.float64):
@@ -209,6 +219,8 @@ def test_layers_worked_examples():
     assert ltd.dropping_layers(None, 12) == tuple(range(1, 11))
     assert ltd.dropping_layers("1-3,5", 8) == (1, 2, 3, 5)
     assert ltd.dropping_layers("7,0-1,1", 8) == (0, 1, 7)
+    with pytest.raises(ValueError, match="--layers 0-999999999: the layers are 0 to 7"):
+        ltd.dropping_layers("0-999999999", 8, "--layers")
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -394,21 +406,27 @@ def test_the_schedule_follows_steps_or_the_clock():
 
 
 @pytest.mark.parametrize(
-    "layers, micro_batches, tokens", [(12, 1344, 2_148_032), (24, 1373, 2_147_024)]
+    "layers, at_once, micro_batches, tokens",
+    [
+        (12, 1, 1344, 2_148_032),
+        (12, 2, 1344, 2_148_032),
+        (24, 1, 1373, 2_147_024),
+        (24, 2, 1374, 2_149_072),
+    ],
 )
-def test_published_runs_end_where_their_logs_end(layers, micro_batches, tokens):
+def test_published_runs_end_where_their_logs_end(layers, at_once, micro_batches, tokens):
     """GPT-2 on PTB, DeepSpeed's data-efficiency tutorial: 2 rows of 1,024 a micro-batch, 2 a step.
 
-    The tutorial's runs look at their budget after every micro-batch.
+    The tutorial's runs look at their budget after every micro-batch, train.py after whole steps.
     """
     flags = "--ltd --ltd-start 128 --ltd-pace linear --ltd-multiple 8 --ltd-steps 400 --size 350M"
     settings = settings_of(f"{flags} --layers {layers} --batch-tokens 4096 --tokens 2146304")
     consumed, done = 0, 0
     while consumed < settings.optim.tokens:
         context = StepContext(seed=1, step=done // 2 + 1, progress=0.0)
-        rows = torch.full((2,), 1024).numpy()
+        rows = torch.full((2 * at_once,), 1024).numpy()
         consumed += effective_tokens(rows, 0 * rows, tokens_by_layer(settings, context, 1024))
-        done += 1
+        done += at_once
     assert (done, consumed) == (micro_batches, tokens)
 
 
@@ -427,48 +445,113 @@ def test_tokens_by_layer_worked_example():
 # The commands
 
 
+def printed(capsys, line: str) -> str:
+    ltd.main(line.split())
+    return capsys.readouterr().out
+
+
 def test_pace_prints_the_schedule(capsys):
-    steps = "0,2000,20000,199999,200000"
     schedule = "--start 128 --end 2048 --over 200000 --multiple 16"
-    ltd.main(f"pace {schedule} --at {steps} --json".split())
-    found = json.loads(capsys.readouterr().out)
-    assert found == {"0": 128, "2000": 144, "20000": 320, "199999": 2032, "200000": 2048}
+    out = printed(capsys, f"pace {schedule} --at 0,2000,20000,199999,200000 --json")
+    assert json.loads(out) == {"0": 128, "2000": 144, "20000": 320, "199999": 2032, "200000": 2048}
+    in_thousands = "--start 128 --end 2.048K --over 200K --multiple 16"
+    assert out == printed(capsys, f"pace {in_thousands} --at 0,2K,20k,199999,2e5 --json")
 
 
 def test_plan_counts_the_steps_of_the_papers_recipe(capsys):
     """GPT-3 1.3B, arXiv 2212.03597: 300 B tokens, 512 rows a step, 128 to 2,048 in 200 K steps."""
-    run = "--size 1.3B --tokens 300B --batch-tokens 1048576 --start 128 --steps 200000"
-    ltd.main(f"plan {run}".split())
-    rows = capsys.readouterr().out.split("\n")
-    assert rows[3].split() == ["steps", "286,103", "372,789", "1.303"]
-    assert rows[5].split()[-1] == "1.000", "as many layer-tokens"
+    run = "--size 1.3B --tokens 300B --batch-tokens 1048576 --start 128 --steps 200K"
+    rows = printed(capsys, f"plan {run}").split("\n")
+    assert rows[4].split() == ["steps", "286,103", "372,789", "1.303"]
+    assert rows[6].split()[-1] == "1.000", "as many layer-tokens"
+    assert rows[8].split()[-1] == "1.303", "the optimizer works in every step alike"
 
 
 def test_plan_of_keeping_all_is_the_plain_run(capsys):
-    ltd.main(["plan", "--start", "256"])
-    out = capsys.readouterr().out
-    assert out.count("1.000") == 4 and "extra optimizer steps at equal consumed tokens: 0" in out
+    out = printed(capsys, "plan --start 256")
+    assert out.count("1.000") == 5 and "extra optimizer steps at equal consumed tokens: 0" in out
+
+
+def test_plan_says_which_schedule_it_planned(capsys):
+    by_share = printed(capsys, "plan").split("\n")[1]
+    kept = "64 tokens kept in 4 of 6 layers (linear, in multiples of 16)"
+    assert by_share == f"{kept}, all after 0.7 of the budget"
+    by_steps = printed(capsys, "plan --steps 100 --kind constant --layers 2").split("\n")[1]
+    assert by_steps == "64 tokens kept in 1 of 6 layers (constant), all after 100 steps"
+
+
+@pytest.mark.parametrize("kind", ltd.PACES)
+@pytest.mark.parametrize("over, by_steps", [(0.7, False), (1.0, False), (333, True), (1e9, True)])
+@pytest.mark.parametrize("budget, multiple", [(1, 1), (400_001, 1), (800_000, 16), (123_456, 24)])
+def test_a_plan_is_that_of_walking_step_by_step(kind, over, by_steps, budget, multiple):
+    """The plan jumps over steps that keep alike."""
+    shape = TransformerConfig("gpt", 6, 4, 128, 512, 256, 4160)
+
+    def tokens_at(steps: int, progress: float) -> tuple[int, ...]:
+        keep = ltd.kept_tokens(steps if by_steps else progress, over, 48, 256, kind, multiple)
+        return (256, keep, keep, keep, keep, 256)
+
+    steps = consumed = layer_tokens = flops = 0
+    while consumed < budget:
+        tokens = tokens_at(steps, consumed / budget)
+        consumed += 8 * (sum(tokens) // 6)
+        layer_tokens += 8 * sum(tokens)
+        flops += 8 * flops_of_row(shape, tokens, 256)
+        steps += 1
+    cost = costs.cost_of_run(shape, 256, budget, 2048, tokens_at, "cpu")
+    assert cost[:4] == (steps, steps * 2048, layer_tokens, flops)
+    assert cost.optimizer_flops == steps * 6 * flops_of_orthogonalising(128, 512, "cpu")
+
+
+def test_a_plan_of_a_trillion_tokens_takes_no_time(capsys):
+    out = printed(capsys, "plan --size nano --tokens 1T --multiple 1")
+    assert out.split("\n")[4].split()[1] == "488,281,250"
+
+
+WHOLE = "is not a whole number, 1 or more"
 
 
 @pytest.mark.parametrize(
     "mistake, says",
     {
-        "pace --start 300": "--start 300",
-        "pace --over 0": "--over",
-        "pace --over nan": "--over",
-        "pace --start 60": "multiple of --multiple 16",
-        "pace --multiple 0": "--multiple 0",
+        "pace --start 300": "--start 300 is more than a row holds: choose 1 to 256",
+        "pace --start 0": f"--start: 0 {WHOLE}",
+        "pace --end 0": f"--end: 0 {WHOLE}",
+        "pace --over 0": "--over: 0 is not a finite number above 0",
+        "pace --over inf": "--over: inf is not a finite number above 0",
+        "pace --over nan": "--over: nan is not a finite number above 0",
+        "pace --start 60": "--start 60 is no multiple of --multiple 16: choose 48 or 64",
+        "pace --start 250 --multiple 100": "--start 250 is no multiple .* choose 200 or 256",
+        "pace --multiple 0": f"--multiple: 0 {WHOLE}",
+        "pace --multiple 1000": "--multiple 1000 is more than a row holds: choose 1 to 256",
         "pace --at -1": "--at",
-        "plan --share 0": "--share 0",
-        "plan --share 2": "--share 2",
+        "plan --share 0": "--share: 0 is not a share, above 0 and at most 1",
+        "plan --share 2": "--share: 2 is not a share, above 0 and at most 1",
+        "plan --steps -5": f"--steps: -5 {WHOLE}",
+        "plan --steps 0": f"--steps: 0 {WHOLE}",
+        "plan --steps 100 --share 0.5": "--steps and --share both say",
+        "plan --steps 100 --share 0.7": "--steps and --share both say",
+        "plan --tokens 0": f"--tokens: 0 {WHOLE}",
+        "plan --batch-tokens 0": f"--batch-tokens: 0 {WHOLE}",
+        "plan --seq-len 0": f"--seq-len: 0 {WHOLE}",
         "plan --start 512": "--start 512",
-        "plan --layers 0-5": "names all layers",
-        "plan --layers 6": "the layers are 0 to 5",
-        "plan --layers one": "write layers like 1-10,12",
-        "plan --batch-tokens 1000": "--batch-tokens 1000 is not a multiple",
+        "plan --layers 0-5": "--layers 0-5 names all layers",
+        "plan --layers 6": "^--layers 6: the layers are 0 to 5",
+        "plan --layers 0-999999999": "^--layers 0-999999999: the layers are 0 to 5",
+        "plan --layers 3-1": "^--layers 3-1 runs backwards: write 1-3",
+        "plan --layers one": "^--layers one: write layers like 1-10,12",
+        "plan --layers 3-": "^--layers 3-: write layers like 1-10,12",
+        "plan --batch-tokens 1000": "--batch-tokens 1000 is not a multiple .* choose 768 or 1024",
         "plan --size small": "--size",
+        "plan --size 124M --seq-len 4096": "--seq-len 4096 is above the 1024 positions of .* 124M",
     }.items(),
 )
 def test_mistakes_are_one_line(mistake, says):
-    with pytest.raises(ValueError, match=says):
+    with pytest.raises(ValueError, match=says) as error:
         ltd.main(mistake.split())
+    assert "\n" not in str(error.value)
+
+
+def test_plan_takes_the_rows_that_train_takes(capsys):
+    assert "rows of 4096" in printed(capsys, "plan --size 124M --seq-len 4096 --pos rope")
+    assert "rows of 4096" in printed(capsys, "plan --seq-len 4096"), "a batch is a row at least"
