@@ -107,7 +107,9 @@ def kept_values(config: LtdConfig, seq_len: int) -> list[int]:
     return [*range(config.start, seq_len, step), seq_len]
 
 
-def dropping_layers(text: str | None, layers: int, flag: str = "--ltd-layers") -> tuple[int, ...]:
+def dropping_layers(
+    text: str | None, layers: int, named_by: str = "--ltd-layers"
+) -> tuple[int, ...]:
     """The layers that --ltd-layers names, ascending; without it all but the first and the last.
 
     Example: dropping_layers("1-3,5", 8) == (1, 2, 3, 5)
@@ -120,15 +122,15 @@ def dropping_layers(text: str | None, layers: int, flag: str = "--ltd-layers") -
     for part in text.split(","):
         found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
         if found is None:
-            raise ValueError(f"{flag} {text}: write layers like 1-10,12")
+            raise ValueError(f"{named_by} {text}: write layers like 1-10,12")
         first, last = int(found[1]), int(found[2] or found[1])
         if first > last:
-            raise ValueError(f"{flag} {text} runs backwards: write {last}-{first}")
+            raise ValueError(f"{named_by} {text} runs backwards: write {last}-{first}")
         if last >= layers:
-            raise ValueError(f"{flag} {text}: the layers are 0 to {layers - 1}")
+            raise ValueError(f"{named_by} {text}: the layers are 0 to {layers - 1}")
         named.update(range(first, last + 1))
     if len(named) == layers:
-        raise ValueError(f"{flag} {text} names all layers: leave one that sees every token")
+        raise ValueError(f"{named_by} {text} names all layers: leave one that sees every token")
     return tuple(sorted(named))
 
 
