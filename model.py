@@ -220,7 +220,7 @@ class Transformer(nn.Module):
     def attention_impl(self) -> str:
         """How rows of several documents are attended to, here and under autocast as it is now."""
         dropout = self.config.dropout if self.training else 0.0
-        return impl_for(self.wte.weight, self.config.head_width, dropout)
+        return impl_for(self.h[0], self.config.head_width, dropout)
 
     def logits(self, *inputs, **more) -> Tensor:
         """(B, T, V) scores of every next token, or masked one; arguments as of `hidden_states`."""

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 
 from kernels import attention_groups, attention_tiles, attention_tiles_backward
@@ -32,6 +32,7 @@ from kernels import attention_groups, attention_tiles, attention_tiles_backward
 IMPLS = {
     "dense": "under a mask of each row's documents",
     "groups": "documents of like length at a time",
+    "adaptive": "documents of like length together, or under a mask, by which is less work",
     "triton": "in tiles that end with their documents",
 }
 
@@ -67,7 +68,7 @@ def reference(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, causal: bool) ->
 class Documents(NamedTuple):
     """What the layers of a batch share: where its documents lie, as `impl` needs it."""
 
-    impl: str
+    impl: str  # dense | groups | triton
     causal: bool
     # dense: the mask, and where padding is; groups: slots and calls; triton: start and end
     index: tuple[Tensor, Tensor]
@@ -78,17 +79,20 @@ def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
 
     Args:    doc_ids (B, T) int64, equal within a document, whose tokens stand side by side; -1 on
                      padding
-             impl    dense | groups | triton, as `chosen_impl` has it
+             impl    dense | groups | adaptive | triton, as `chosen_impl` has it
     Cost:    dense writes B T T bytes, the others some arrays of B T; no loop over documents, and on
              a GPU no synchronisation
     """
     if impl not in IMPLS:
         raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
-    if impl == "dense":
-        return Documents(impl, causal, (attention_mask(doc_ids, causal), doc_ids < 0))
-    if impl == "groups":
-        return Documents(impl, causal, attention_groups.layout(doc_ids))
-    return Documents(impl, causal, bounds(doc_ids))
+    B, T = doc_ids.shape
+    if impl == "triton":
+        return Documents(impl, causal, bounds(doc_ids))
+    if impl == "groups" or (impl == "adaptive" and B * T * T > attention_groups.SMALL):
+        slots, calls = attention_groups.layout(doc_ids)
+        if impl == "groups" or attention_groups.saves(doc_ids, calls, causal):
+            return Documents("groups", causal, (slots, calls))
+    return Documents("dense", causal, (attention_mask(doc_ids, causal), doc_ids < 0))
 
 
 def bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -171,14 +175,20 @@ class PackedAttention(torch.autograd.Function):
 
 
 def chosen_impl(
-    device: str, dtype: torch.dtype, head_width: int, dropout: float = 0.0, impl: str = "auto"
+    device: str,
+    dtype: torch.dtype,
+    head_width: int,
+    dropout: float = 0.0,
+    compiled: bool = False,
+    impl: str = "auto",
 ) -> str:
     """Which implementation packed rows take: a function of its arguments and of what is installed.
 
-    Args: device  cpu | cuda | another type of torch's
-          dtype   of queries, keys and values
-          dropout of scores, in training
-          impl    auto | dense | groups | triton: what is asked for
+    Args: device   cpu | cuda | another type of torch's
+          dtype    of queries, keys and values
+          dropout  of scores, in training
+          compiled whether blocks are: one of two implementations by batch would be compiled twice
+          impl     auto, or one of IMPLS: what is asked for
     """
     tiled = attention_tiles.triton is not None and head_width in attention_tiles.HEAD_WIDTHS
     if impl not in ("auto", *IMPLS):
@@ -188,18 +198,20 @@ def chosen_impl(
     if dropout:
         return "dense"
     if device == "cpu":
-        return "groups"
+        return "groups" if compiled else "adaptive"
     # float32 has no matrix units that keep its precision
     half = dtype in (torch.bfloat16, torch.float16)
     return "triton" if device == "cuda" and tiled and half else "dense"
 
 
-def impl_for(weight: Tensor, head_width: int, dropout: float = 0.0) -> str:
-    """`chosen_impl` for a model that has this weight, under autocast as it is now."""
+def impl_for(block: nn.Module, head_width: int, dropout: float = 0.0) -> str:
+    """`chosen_impl` for a model of such blocks, under autocast as it is now."""
+    weight = next(block.parameters())
     device, dtype = weight.device.type, weight.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
-    return chosen_impl(device, dtype, head_width, dropout)
+    compiled = block._compiled_call_impl is not None  # by Module.compile
+    return chosen_impl(device, dtype, head_width, dropout, compiled)
 
 
 def packed_attention(

@@ -75,7 +75,7 @@ def bfloat16_products(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_dot", of_values)
 
 
-@pytest.fixture(params=list(IMPLS))
+@pytest.fixture(params=[name for name in IMPLS if name != "adaptive"])
 def impl(request, empty_is_full_of_nan, bfloat16_products):
     return request.param
 
@@ -377,8 +377,8 @@ def test_a_layout_takes_every_token_once_and_every_document_whole(rows, tokens_o
 @pytest.mark.parametrize(
     ("device", "dtype", "D", "dropout", "impl"),
     [
-        ("cpu", torch.float32, 32, 0.0, "groups"),
-        ("cpu", torch.bfloat16, 24, 0.0, "groups"),
+        ("cpu", torch.float32, 32, 0.0, "adaptive"),
+        ("cpu", torch.bfloat16, 24, 0.0, "adaptive"),
         ("cpu", torch.float32, 32, 0.1, "dense"),
         ("cuda", torch.bfloat16, 64, 0.0, "triton"),
         ("cuda", torch.float16, 128, 0.0, "triton"),
@@ -394,6 +394,29 @@ def test_the_choice_is_a_table(monkeypatch, device, dtype, D, dropout, impl):
     monkeypatch.setattr(attention_tiles, "triton", None)
     without = "dense" if impl == "triton" else impl
     assert chosen_impl(device, dtype, D, dropout) == without
+    one_form = "groups" if impl == "adaptive" else without
+    assert chosen_impl(device, dtype, D, dropout, compiled=True) == one_form
+
+
+@pytest.mark.parametrize(
+    ("T", "row", "impl"),
+    [
+        (256, [64] * 4, "groups"),
+        (512, [300, 90, 70, 52], "groups"),
+        (256, [256], "groups"),
+        (256, [90, 71, 50, 30, 10, 5], "dense"),  # many calls for few scores
+        (32, [16, 16], "dense"),  # as of kept tokens: not worth looking
+    ],
+)
+def test_a_batch_goes_the_way_that_is_less_work(T, row, impl):
+    ever_others = [[n + i * (-1) ** k for k, n in enumerate(row)] for i in range(4)]
+    doc_ids = documents_of(T, ever_others if len(row) == 6 else [row] * 8)
+    assert index_of(doc_ids, True, "adaptive").impl == impl
+    for causal in (True, False):
+        q, k, v = inputs(doc_ids)[0].unbind(2)
+        found = attention(q, k, v, index_of(doc_ids, causal, "adaptive"))
+        expected = reference(q, k, v, doc_ids, causal)
+        torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_what_does_not_fit_is_refused_in_one_line():

@@ -243,12 +243,12 @@ def test_the_order_of_rows_and_of_documents_within_them_does_not_change_the_loss
     assert_close(model(lay(docs[::-1], ROWS)[0]), loss, 1e-10)
 
 
-@pytest.mark.parametrize("dropout, impl", [(0.0, "groups"), (0.1, "dense")])
+@pytest.mark.parametrize("dropout, impl", [(0.0, "adaptive"), (0.1, "dense")])
 def test_packed_rows_are_dense_while_attention_drops(dropout, impl):
     model = tiny(dropout=dropout)
     batch, places = lay(documents(), ROWS)
     assert model.attention_impl() == impl and model(batch).isfinite()
-    assert model.eval().attention_impl() == "groups"
+    assert model.eval().attention_impl() == "adaptive"
     assert (
         worst_error(logits_by_document(model, batch, places), logits_alone(tiny(), documents()))
         < 1e-5
