@@ -51,6 +51,7 @@ SHORT = {
     "ltd half": "--ltd --tokens 256K",
     "ltd 310K": "--ltd --tokens 310K",
     "all half": "--curriculum seqlen --ltd --pack --tokens 256K",
+    "padded": "--pack --pack-max-per-row 1",  # what packing is compared with
 }
 # Other learning rates than nano's.
 RATES = {
@@ -69,7 +70,6 @@ ROWS = {
 }
 # Pieces of documents, packed, to be compared with pack.
 PIECES = {
-    "padded": "--pack --pack-max-per-row 1",
     "pack seqlen": "--pack --curriculum seqlen",
     "pack seqlen-128": "--pack --curriculum seqlen --curriculum-start 128",
     "pack length": "--pack --curriculum length",
