@@ -76,7 +76,11 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     """The model and the run whose cost is asked for."""
     parser.add_argument("--size", choices=SIZES, default="nano")
     parser.add_argument("--seq-len", type=count, help="tokens of a row (default: by --size)")
-    parser.add_argument("--pos", choices=("learned", "rope"), help="positions, as in train.py")
+    parser.add_argument(
+        "--pos",
+        choices=("learned", "rope"),
+        help="positions (default: by --size, and rope for longer rows)",
+    )
     parser.add_argument("--tokens", type=count, help="budget (default: by --size)")
     parser.add_argument("--batch-tokens", type=count, help="of a step (default: by --size)")
 
@@ -86,6 +90,8 @@ def fill_in(args: argparse.Namespace) -> None:
 
     Raises: ValueError for rows and batches that train.py refuses
     """
+    if args.pos is None and (args.seq_len or 0) > SIZES[args.size].seq_len:
+        args.pos = "rope"  # no more positions are learned than --size says
     names = {name: f"optim.{name}" for name in ("tokens", "batch_tokens")}
     names |= {"size": "model.size", "pos": "model.pos", "seq_len": "data.seq_len"}
     settings = with_defaults({names[name]: getattr(args, name) for name in names})
@@ -112,7 +118,8 @@ def show_plan(
     run = (config, args.seq_len, args.tokens, args.batch_tokens)
     plain = cost_of_run(*run, lambda *_: (args.seq_len,) * layers, device)
     dropping = cost_of_run(*run, tokens_at, device)
-    print(f"{args.size}, rows of {args.seq_len}, {args.tokens:,} consumed tokens\n{schedule}\n")
+    print(f"{args.size}, {args.pos} positions, rows of {args.seq_len}, ", end="")
+    print(f"{args.tokens:,} consumed tokens\n{schedule}\n")
     print(f"{'':15} {'plain':>12} {'dropping':>12} {'ratio':>8}")
     for name, full, less in zip(Cost._fields, plain, dropping, strict=True):
         form = ",d" if name == "steps" else ".4g"

@@ -543,7 +543,7 @@ WHOLE = "is not a whole number, 1 or more"
         "plan --layers 3-": "^--layers 3-: write layers like 1-10,12",
         "plan --batch-tokens 1000": "--batch-tokens 1000 is not a multiple .* choose 768 or 1024",
         "plan --size small": "--size",
-        "plan --size 124M --seq-len 4096": "--seq-len 4096 is above the 1024 positions of .* 124M",
+        "plan --size 124M --pos learned --seq-len 4096": "--seq-len 4096 is above the 1024 positions",
     }.items(),
 )
 def test_mistakes_are_one_line(mistake, says):
@@ -553,5 +553,5 @@ def test_mistakes_are_one_line(mistake, says):
 
 
 def test_plan_takes_the_rows_that_train_takes(capsys):
-    assert "rows of 4096" in printed(capsys, "plan --size 124M --seq-len 4096 --pos rope")
+    assert "rows of 4096" in printed(capsys, "plan --size 124M --seq-len 4096")
     assert "rows of 4096" in printed(capsys, "plan --seq-len 4096"), "a batch is a row at least"
