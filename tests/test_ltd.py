@@ -543,7 +543,7 @@ WHOLE = "is not a whole number, 1 or more"
         "plan --layers 3-": "^--layers 3-: write layers like 1-10,12",
         "plan --batch-tokens 1000": "--batch-tokens 1000 is not a multiple .* choose 768 or 1024",
         "plan --size small": "--size",
-        "plan --size 124M --pos learned --seq-len 4096": "--seq-len 4096 is above the 1024 positions",
+        "plan --size 124M --pos learned --seq-len 4096": "--seq-len 4096 is above the 1024",
     }.items(),
 )
 def test_mistakes_are_one_line(mistake, says):
