@@ -1,11 +1,12 @@
 """Stores written token by token, so that documents may be anything, and their indexes.
 
-They have ten tokens: 0 to 3 make the text, 9 ends it, 7 is only held out, the others never occur.
+Those on disk have ten tokens: 0 to 3 make the text, 9 ends it, 7 is only held out, the others never occur.
 """
 
 import json
 from functools import partial
 from itertools import accumulate, chain
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -15,11 +16,22 @@ import difficulty
 from difficulty import DifficultyIndex, fingerprint
 from support.runtime import Runtime
 from support.samples import samples_of
-from support.token_store import FORMAT
+from support.token_store import FORMAT, Store
 
 ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 ALL = ["length", "rarity", "rarity-mean", "length-rarity"]
 VOCABULARY, END = 10, 9
+BYTES_END = 256
+
+# Documents of 5, 1 and 3 tokens (end-of-text counted), the last one held out.
+TOY = Store(
+    path=Path("toy"),
+    meta={"end_of_text": BYTES_END, "vocab_size": 261},
+    tokens=np.array([1, 2, 3, 4, BYTES_END, BYTES_END, 7, 8, BYTES_END], dtype=np.uint16),
+    offsets=np.array([0, 5, 6, 9]),
+    train_documents=2,
+    train_tokens=6,
+)
 
 
 def write_store(path, documents, tokenizer="by hand", held_out=1):

@@ -1,13 +1,14 @@
 """How a batch comes about: rows laid out, BERT's masks."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_stores import BYTES_END as END
+from small_stores import TOY
 
 from data import (
     Batch,
@@ -19,28 +20,15 @@ from data import (
     shares_of_documents,
 )
 from kernels.cross_entropy import IGNORE
-from support.token_store import Store
 from support.tokenizer import get_encoding
 
 SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
-END = 256
 
 
 def rows_of(*rows):
     """[(0, 2), (5, 6)] and others as rows of pieces."""
     pieces = [piece for row in rows for piece in row]
     return Rows.of(np.array(pieces, np.int64).reshape(-1, 2), np.cumsum([0, *map(len, rows)]))
-
-
-# Documents of 5, 1 and 3 tokens (end-of-text counted), the last one held out.
-TOY = Store(
-    path=Path("toy"),
-    meta={"end_of_text": END, "vocab_size": 261},
-    tokens=np.array([1, 2, 3, 4, END, END, 7, 8, END], dtype=np.uint16),
-    offsets=np.array([0, 5, 6, 9]),
-    train_documents=2,
-    train_tokens=6,
-)
 
 
 def test_collate_worked_example():

@@ -3,19 +3,17 @@
 import errno
 import shutil
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from small_stores import TOY
 
 from support import atomic
 from support import samples as samples_module
 from support.samples import Samples, cut, with_context
 from support.token_store import Store
-
-END = 256
 
 
 @pytest.fixture(scope="module")
@@ -25,17 +23,6 @@ def store(store_dir):
 
 def spans_of(samples, ids):
     return [tuple(span) for span in samples.spans(np.array(ids))]
-
-
-# Documents of 5, 1 and 3 tokens (end-of-text counted), the last one held out.
-TOY = Store(
-    path=Path("toy"),
-    meta={"end_of_text": END, "vocab_size": 261},
-    tokens=np.array([1, 2, 3, 4, END, END, 7, 8, END], dtype=np.uint16),
-    offsets=np.array([0, 5, 6, 9]),
-    train_documents=2,
-    train_tokens=6,
-)
 
 
 def test_samples_worked_example():
