@@ -1,6 +1,7 @@
 """Stores written token by token, so that documents may be anything, and their indexes.
 
-Those on disk have ten tokens: 0 to 3 make the text, 9 ends it, 7 is only held out, the others never occur.
+Those on disk have ten tokens: 0 to 3 make the text, 9 ends it, 7 is only held out, the others never
+occur.
 """
 
 import json
