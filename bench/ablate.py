@@ -51,6 +51,7 @@ SHORT = {
     "ltd half": "--ltd --tokens 256K",
     "ltd 310K": "--ltd --tokens 310K",
     "all half": "--curriculum seqlen --ltd --pack --tokens 256K",
+    "all 300K": "--curriculum seqlen --ltd --pack --tokens 300K",
     "padded": "--pack --pack-max-per-row 1",  # what packing is compared with
 }
 # Other learning rates than nano's.
