@@ -20,8 +20,8 @@ from ablate import BERT, LTD, PIECES, RATES, RECIPES, ROWS
 from record import ROOT
 
 BUDGET = 800_000  # tokens of nano's recipe
-README = ["padded", "plain", "plain short", "curriculum short", "pack short", "constant 16", "all short"]
-README += ["ltd 310K", "all 300K", "plain half", "ltd half", "all half"]
+README = ["padded", "plain", "plain short", "curriculum short", "pack short", "constant 16"]
+README += ["all short", "ltd 310K", "all 300K", "plain half", "ltd half", "all half"]
 
 
 def records(name: str) -> list[dict]:
