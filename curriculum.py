@@ -121,7 +121,7 @@ class Reshaped(NamedTuple):
 
     seq_len: int  # tokens of a row
     spans: np.ndarray  # (n, 2) first and one-past-last token of each part
-    first: np.ndarray  # (R + 1,) row r has the parts first[r] to first[r + 1], one or none
+    offsets: np.ndarray  # (R + 1,) row r has the parts offsets[r] to offsets[r + 1], one or none
     seen: np.ndarray  # (n,) so many of its tokens are context only: targets of the part before
 
 
@@ -150,7 +150,7 @@ def reshape(spans: np.ndarray, seq_len: int, limit: int) -> Reshaped:
     return Reshaped(
         seq_len=length,
         spans=np.stack((reaching_back[there], ends[there]), axis=1),
-        first=np.concatenate(([0], np.cumsum(there))),
+        offsets=np.concatenate(([0], np.cumsum(there))),
         seen=(begins - reaching_back)[there],
     )
 

@@ -29,6 +29,7 @@ import torch
 from torch import Tensor
 
 from kernels.cross_entropy import IGNORE
+from support.packs import Packs
 from support.ranking import SCAN, Pool
 from support.rng import seed_of, shuffled
 from support.samples import Samples
@@ -74,43 +75,41 @@ def draw(
 class Rows:
     """Which pieces of the store lie in which row, from left to right.
 
-    Piece i is the tokens start[i] to stop[i] of the store, and row r has the pieces first[r] to
-    first[r + 1]; a row without any is all padding.
+    Piece i is the tokens start[i] to stop[i] of the store, and row r has the pieces
+    offsets[r] to offsets[r + 1]; a row without any is all padding.
     """
 
     start: np.ndarray  # (n,) int64
     stop: np.ndarray  # (n,)
-    first: np.ndarray  # (R + 1,)
+    offsets: np.ndarray  # (R + 1,)
     seen: np.ndarray  # (n,) how many tokens of a piece are context, targets in an earlier row
 
     @classmethod
-    def of(cls, spans: np.ndarray, first: np.ndarray | None = None, seen: Any = 0) -> "Rows":
-        """Rows of the pieces `spans` (n, 2), in their order; one piece a row without `first`."""
-        first = np.arange(len(spans) + 1) if first is None else first
-        return cls(spans[:, 0], spans[:, 1], first, np.broadcast_to(seen, len(spans)))
+    def of(cls, spans: np.ndarray, offsets: np.ndarray | None = None, seen: Any = 0) -> "Rows":
+        """Rows of the pieces `spans` (n, 2), in their order; one piece a row without `offsets`."""
+        offsets = np.arange(len(spans) + 1) if offsets is None else offsets
+        return cls(spans[:, 0], spans[:, 1], offsets, np.broadcast_to(seen, len(spans)))
 
     @classmethod
     def join(cls, parts: "list[Rows]") -> "Rows":
         """The rows of all parts, one part after the other."""
         before = np.cumsum([0, *(len(part.start) for part in parts)])
-        firsts = [part.first[:-1] + n for part, n in zip(parts, before, strict=False)]
+        offsets = [part.offsets[:-1] + n for part, n in zip(parts, before, strict=False)]
         columns = zip(*((part.start, part.stop, part.seen) for part in parts), strict=True)
         start, stop, seen = map(np.concatenate, columns)
-        return cls(start, stop, np.concatenate((*firsts, before[-1:])), seen)
+        return cls(start, stop, np.concatenate((*offsets, before[-1:])), seen)
 
     def __len__(self) -> int:
-        return len(self.first) - 1
+        return len(self.offsets) - 1
 
     def take(self, numbers: np.ndarray) -> "Rows":
         """The rows of these numbers, in this order."""
-        counts = np.diff(self.first)[numbers]
-        first = np.concatenate(([0], np.cumsum(counts)))
-        pieces = np.arange(first[-1]) + np.repeat(self.first[numbers] - first[:-1], counts)
-        return Rows(self.start[pieces], self.stop[pieces], first, self.seen[pieces])
+        pieces, offsets = Packs(np.arange(len(self.start)), self.offsets).take(numbers)
+        return Rows(self.start[pieces], self.stop[pieces], offsets, self.seen[pieces])
 
     def sums(self, of_piece: np.ndarray) -> np.ndarray:
         """(R,) the sum over the pieces of each row."""
-        return np.diff(np.concatenate(([0], np.cumsum(of_piece)))[self.first])
+        return np.diff(np.concatenate(([0], np.cumsum(of_piece)))[self.offsets])
 
 
 class Batch(NamedTuple):
@@ -178,8 +177,8 @@ def collate(store: Store, rows: Rows, seq_len: int, special_ids: SpecialIds | No
     space = T - rows.sums(length)  # (B,)
 
     # What is left of a row counts as one more piece, so that pieces lie without a gap: (n + B,).
-    ends = rows.first[1:]
-    number = np.arange(len(length)) - np.repeat(rows.first[:-1], np.diff(rows.first))
+    ends = rows.offsets[1:]
+    number = np.arange(len(length)) - np.repeat(rows.offsets[:-1], np.diff(rows.offsets))
     number = np.insert(number, ends, -1)
     start = np.insert(rows.start - (special_ids is not None), ends, 0)
     seen = np.insert(rows.seen, ends, 0)

@@ -310,15 +310,6 @@ def pack_lengths(
     return assign(pack(histogram(lengths, max_len), packer, max_per_pack), lengths)
 
 
-def best_fit(lengths: Sequence[int], capacity: int) -> list[list[int]]:
-    """Pack items into rows, longest first, each into the fullest row that still has room for it.
-
-    Returns: rows, each a list of item numbers in the order in which they lie in it
-    Example: best_fit([3, 6, 5, 2], 8) == [[1, 3], [2, 0]]: 6 + 2 and 5 + 3 fill two rows of 8
-    """
-    return pack_lengths(lengths, capacity).lists()
-
-
 def main(argv: list[str] | None = None) -> None:
     from support import packing_table, runtime
 

@@ -165,8 +165,10 @@ class Plan:
         after = clock._replace(samples_drawn=drawn.next_sample, window_tokens=clock.consumed_tokens)
         names = [metric.name for metric in self.metrics]
         if "seqlen-reshape" in names and stage.max_piece_len < self.seq_len:
-            seq_len, *parts = curriculum.reshape(drawn.spans, self.seq_len, stage.max_piece_len)
-            return Chosen(Rows.of(*parts), seq_len, stage._replace(max_piece_len=seq_len), after)
+            parts = curriculum.reshape(drawn.spans, self.seq_len, stage.max_piece_len)
+            rows = Rows.of(parts.spans, parts.offsets, parts.seen)
+            stage = stage._replace(max_piece_len=parts.seq_len)
+            return Chosen(rows, parts.seq_len, stage, after)
         seq_len = stage.max_piece_len
         start, stop = drawn.spans.T
         stop = np.minimum(stop, start + seq_len - self.extra)

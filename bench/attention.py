@@ -22,7 +22,6 @@ products of forward and backward, of visible scores alone.
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -30,6 +29,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from peak import peak_flops, seconds
 from record import append, quartiles, surroundings
 from torch import Tensor
 
@@ -48,7 +48,6 @@ FORMS = {
     "cuda": ("dense", "plain", "triton", "varlen", "flex"),
 }
 BATCHES = 4  # in a turn
-PEAK_SIZE = {"cpu": 2048, "cuda": 8192}  # rows and columns of the product that measures the peak
 
 
 class Case(NamedTuple):
@@ -124,24 +123,6 @@ def form_of(form: str, doc_ids: Tensor) -> Callable[[Tensor, Tensor, Tensor], Te
         return attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
 
     return heads_first
-
-
-def seconds(function: Callable[[], object], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    function()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-def peak_flops(device: str) -> float:
-    """Operations a second of a large matrix product, the best of five."""
-    n = PEAK_SIZE[device]
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    left, right = torch.randn(2, n, n, device=device).to(dtype)
-    return 2 * n**3 / min(seconds(lambda: left @ right, device) for _ in range(5))
 
 
 def measure(case: Case, documents: list[Tensor], device: str, turns: int, peak: float) -> dict:

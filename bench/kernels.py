@@ -22,12 +22,11 @@ import multiprocessing
 import re
 import statistics
 import sys
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
+from peak import peak_flops, seconds
 from record import append, quartiles, surroundings
 from torch import Tensor
 
@@ -41,7 +40,6 @@ FORMS = ("reference", "chunked")
 # in the dtype of x, float32 on a CPU and bfloat16 on a GPU; the chunked form 11 times in float32,
 # and in bfloat16 before and after that.
 LOGIT_BYTES = {"cpu": {"reference": 36, "chunked": 44}, "cuda": {"reference": 18, "chunked": 50}}
-PEAK_SIZE = {"cpu": 2048, "cuda": 8192}  # rows and columns of the product that measures the peak
 
 
 class Case(NamedTuple):
@@ -85,24 +83,6 @@ def check(x: Tensor, weight: Tensor, targets: Tensor) -> None:
             raise ValueError(
                 f"chunked: {name} differs by {error:.1e} of its norm: nothing is timed"
             )
-
-
-def seconds(function: Callable[[], object], device: str) -> float:
-    if device == "cuda":
-        torch.cuda.synchronize()
-    started = time.perf_counter()
-    function()
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter() - started
-
-
-def peak_flops(device: str) -> float:
-    """Operations a second of a large matrix product, the best of five."""
-    n = PEAK_SIZE[device]
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    left, right = torch.randn(2, n, n, device=device).to(dtype)
-    return 2 * n**3 / min(seconds(lambda: left @ right, device) for _ in range(5))
 
 
 def memory_bytes(case: Case, form: str, device: str) -> int:

@@ -32,7 +32,7 @@ from kernels import attention_groups, attention_tiles, attention_tiles_backward
 IMPLS = {
     "dense": "under a mask of each row's documents",
     "groups": "documents of like length at a time",
-    "adaptive": "documents of like length together, or under a mask, by which is less work",
+    "adaptive": "documents of like length together or a mask over all, whichever is less work",
     "triton": "in tiles that end with their documents",
 }
 

@@ -1,11 +1,13 @@
-"""Balance: an order of rows in which any ranks that share them have like work.
+"""Balance: one order of a step's rows in which every rank's share is about as much work.
 
-python -m pytest tests/test_balance.py
+Does not know what the work of a row is, nor how many ranks there are.
+
+    python -m pytest tests/test_balance.py
 """
 
 import numpy as np
 
-SWAPS = 16  # at most, of each two shares
+SWAPS, MOST_SWAPS = 16, 256  # at most, for each share beyond the first and in all
 LOOKED_AT = 32  # rows of a share that may be swapped
 
 
@@ -19,7 +21,7 @@ def balanced(work: np.ndarray) -> np.ndarray:
 
     Args:    work (R,) of each row, such as the sum of its squared lengths of documents
     Returns: (R,) row numbers; 0..R-1 where all rows have the same work
-    Cost:    O(R log R); 4,096 rows in some 20 ms
+    Cost:    O(R log R); 4,096 rows in 6 ms
     Example: work [4, 3, 2, 1] in two shares: rows 0 and 3, rows 1 and 2
     """
     shares = np.arange(len(work))[None]  # (G, n)
@@ -42,15 +44,14 @@ def parted(work: np.ndarray, groups: np.ndarray, p: int) -> np.ndarray:
     dealt[:, 1::2] = dealt[:, 1::2, ::-1]
     shares = dealt.swapaxes(1, 2).copy()  # (G, p, n / p)
     group, stride = np.arange(G), -(-n // p // LOOKED_AT)
-    for _ in range(SWAPS * (p - 1)):
+    for _ in range(min(SWAPS * (p - 1), MOST_SWAPS)):
         loads = work[shares].sum(2)  # (G, p)
         heavy, light = loads.argmax(1), loads.argmin(1)
         apart = loads[group, heavy] - loads[group, light]  # (G,)
         one = work[shares[group, heavy, ::stride]]  # (G, k)
         other = work[shares[group, light, ::stride]]
-        left = np.abs(apart[:, None, None] - 2 * (one[:, :, None] - other[:, None, :])).reshape(
-            G, -1
-        )
+        swapped = 2 * (one[:, :, None] - other[:, None, :])  # (G, k, k)
+        left = np.abs(apart[:, None, None] - swapped).reshape(G, -1)
         i, j = np.divmod(left.argmin(1), one.shape[1])
         helps = left.min(1) < apart
         if not helps.any():

@@ -421,7 +421,7 @@ def test_a_curriculum_only_widens_and_ends_with_everything():
 def parts_of(reshaped):
     """Of each row, the parts in it: (start, stop, seen)."""
     parts = [(*span, seen) for span, seen in zip(reshaped.spans, reshaped.seen, strict=True)]
-    return [parts[a:b] for a, b in pairwise(reshaped.first)]
+    return [parts[a:b] for a, b in pairwise(reshaped.offsets)]
 
 
 def test_reshape_worked_examples():
@@ -456,7 +456,7 @@ def test_reshape_loses_nothing_and_predicts_nothing_twice(seq_len, limit, size):
     predicted = [t for row in rows for start, stop, seen in row for t in range(start + seen, stop)]
     assert predicted == list(range(1000, 1000 + size))
     assert all(1000 <= start and stop - start <= length for row in rows for start, stop, _ in row)
-    assert len(rows) == len(reshape(np.array([[0, seq_len]]), seq_len, limit).first) - 1
+    assert len(rows) == len(reshape(np.array([[0, seq_len]]), seq_len, limit).offsets) - 1
     if size == seq_len:
         assert all(stop - start == length for row in rows for start, stop, _ in row)
         assert len(rows) * length < seq_len + 8 * len(rows) or length == limit

@@ -105,7 +105,7 @@ def test_rows_are_taken_and_joined(drawn):
 
 def pieces_of(rows):
     spans = list(zip(rows.start.tolist(), rows.stop.tolist(), strict=True))
-    return [spans[a:b] for a, b in zip(rows.first, rows.first[1:], strict=False)]
+    return [spans[a:b] for a, b in zip(rows.offsets, rows.offsets[1:], strict=False)]
 
 
 def random_bits(*shape):

@@ -70,7 +70,7 @@ def test_rows_at_a_time_and_ranks_do_not_matter(store):
 def test_a_part_is_whole_pieces_in_a_fixed_order(store):
     part = Evaluation(store, 64, LENGTHS, tokens=5000)
     rows, again = part.rows, Evaluation(store, 64, LENGTHS, tokens=5000).rows
-    assert np.array_equal(rows.start, again.start) and np.array_equal(rows.first, again.first)
+    assert np.array_equal(rows.start, again.start) and np.array_equal(rows.offsets, again.offsets)
     assert 5000 <= (rows.stop - rows.start).sum() < 5064
     assert rows.start.min() >= store.train_tokens
 

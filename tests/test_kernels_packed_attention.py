@@ -48,18 +48,6 @@ SMALL = "63"
 
 
 @pytest.fixture
-def empty_is_full_of_nan(monkeypatch):
-    """What a kernel forgets to write is NaN, not by chance what the definition has there."""
-    plain = torch.empty
-
-    def empty(*shape, **options):
-        out = plain(*shape, **options)
-        return out.fill_(torch.nan) if out.is_floating_point() else out
-
-    monkeypatch.setattr(torch, "empty", empty)
-
-
-@pytest.fixture
 def bfloat16_products(monkeypatch):
     """Triton 3.9's interpreter multiplies the bits of bfloat16 as integers: hand it the values."""
     if not HAS_TRITON or not interpreted():

@@ -35,18 +35,6 @@ SHAPES = (  # B, T, C, K
 SMALL = (2, 63, 6, 20)
 
 
-@pytest.fixture
-def empty_is_full_of_nan(monkeypatch):
-    """What a kernel forgets to write is NaN, not by chance what the definition has there."""
-    plain = torch.empty
-
-    def empty(*shape, **options):
-        out = plain(*shape, **options)
-        return out.fill_(torch.nan) if out.is_floating_point() else out
-
-    monkeypatch.setattr(torch, "empty", empty)
-
-
 @pytest.fixture(params=["torch", "triton"])
 def impl(request, empty_is_full_of_nan):
     return request.param

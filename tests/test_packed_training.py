@@ -25,7 +25,7 @@ def masked(batch, rows, step, special_ids):
     """With masks that are a function of where a token lies in the store, not in a row."""
     first = torch.from_numpy(rows.start)
     documents = batch.with_documents().doc_ids
-    place = torch.from_numpy(rows.first[:-1])[:, None] + documents.clamp(min=0)  # (B, T) pieces
+    place = torch.from_numpy(rows.offsets[:-1])[:, None] + documents.clamp(min=0)  # (B, T) pieces
     in_store = first[place] + batch.with_documents().positions
     drawn = bits(torch.tensor([2 * step, 2 * step + 1]), in_store.flatten(), 1)
     return mask_tokens(batch, drawn.view(2, *batch.tokens.shape), special_ids)

@@ -8,7 +8,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from packing import PACKERS, best_fit, main, next_fit, pack, pack_lengths
+from packing import PACKERS, main, next_fit, pack, pack_lengths
 from support.cutting_stock import NEED_SCIPY
 from support.packs import assign, histogram
 
@@ -126,14 +126,14 @@ def fewest_packs(lengths, max_len, max_per_pack):
 def test_worked_example():
     packs = pack_lengths([3, 6, 5, 2], 8)
     assert packs.items.tolist() == [1, 3, 2, 0] and packs.offsets.tolist() == [0, 2, 4]
-    assert best_fit([3, 6, 5, 2], 8) == [[1, 3], [2, 0]]
-    assert best_fit([], 8) == []
-    assert best_fit([8, 8], 8) == [[0], [1]]
+    assert pack_lengths([3, 6, 5, 2], 8).lists() == [[1, 3], [2, 0]]
+    assert pack_lengths([], 8).lists() == []
+    assert pack_lengths([8, 8], 8).lists() == [[0], [1]]
 
 
 def test_takes_the_fullest_row_that_still_holds_the_item():
     # 7 and 6 open rows with 3 and 4 left; the 3 goes where it fits exactly, not where room is most
-    assert best_fit([7, 6, 3], 10) == [[0, 2], [1]]
+    assert pack_lengths([7, 6, 3], 10).lists() == [[0, 2], [1]]
 
 
 def strategies_of(packing):
@@ -261,7 +261,9 @@ def test_no_bound_is_above_the_fewest_packs(packer, lengths, depth):
 
 @given(items, st.integers(64, 100))
 def test_no_two_rows_would_fit_into_one(lengths, capacity):
-    used = sorted(sum(lengths[item] for item in row) for row in best_fit(lengths, capacity))
+    used = sorted(
+        sum(lengths[item] for item in row) for row in pack_lengths(lengths, capacity).lists()
+    )
     assert len(used) < 2 or used[0] + used[1] > capacity
 
 
@@ -288,7 +290,7 @@ def test_a_permutation_shuffles_packs_and_keeps_each():
 @pytest.mark.parametrize("length", [0, 9, -1])
 def test_refuses_what_fits_no_row(length):
     with pytest.raises(ValueError, match=f"document of {length} tokens does not fit a row of 1"):
-        best_fit([3, length], 8)
+        pack_lengths([3, length], 8)
 
 
 @pytest.mark.parametrize(

@@ -72,7 +72,7 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
 
 
 def rows_as_pieces(rows):
-    return [tuple(rows.start[a:b].tolist()) for a, b in pairwise(rows.first)]
+    return [tuple(rows.start[a:b].tolist()) for a, b in pairwise(rows.offsets)]
 
 
 def test_steps_take_every_row_of_every_window_once(store):
