@@ -240,6 +240,31 @@ def test_a_kept_token_does_not_depend_on_dropped_ones(packed, pos):
     assert torch.equal(out[dropped], x[dropped]), "a dropped token passes bit for bit"
 
 
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("kind, pos", [("gpt", "rope"), ("gpt", "learned"), ("bert", "learned")])
+def test_a_layer_of_kept_tokens_is_a_full_layer_that_sees_kept_keys_alone(packed, kind, pos):
+    """The definition: every token runs, under the full row's mask without the dropped keys."""
+    model = small(pos, kind)
+    _, _, positions, doc_ids = batch(packed)
+    if not packed:
+        positions, doc_ids = torch.arange(24).repeat(3, 1), torch.zeros(3, 24, dtype=torch.int64)
+    turns = rotation(positions, 8, torch.float64) if pos == "rope" else None
+    meta = TokenMeta(positions, doc_ids, kind == "gpt", turns, impl="dense")
+    x = torch.randn(3, 24, 16, dtype=torch.float64)
+    kept = ltd.draw(9, random_bits(3, 24), doc_ids < 0)
+    index = kept[:, :, None].expand(-1, -1, 16)
+    found = ltd.run_kept(model.h[1], x, meta, kept).gather(1, index)
+
+    is_kept = torch.zeros(3, 24, dtype=torch.bool).scatter(1, kept, True)
+    mask, padding = meta.documents.index
+    mask = mask & is_kept[:, None, None, :] | torch.eye(24, dtype=torch.bool)  # itself, or NaN
+    meta.documents = meta.documents._replace(index=(mask, padding))
+    expected = model.h[1](x, meta).gather(1, index)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    meta.documents = index_of(doc_ids, kind == "gpt", "dense")
+    assert not torch.allclose(found, model.h[1](x, meta).gather(1, index)), "dropped keys count"
+
+
 def test_gradient_of_dropped_and_kept_tokens():
     """Dropped: the gradient from above, unchanged. Kept: through the block alone, never both."""
     meta = TokenMeta(torch.arange(4)[None], None, True)
