@@ -19,7 +19,7 @@ import difficulty
 import ltd
 from curriculum import CurriculumConfig
 from ltd import LtdConfig
-from model import SIZES, TransformerConfig
+from model import TransformerConfig
 from packing import PackConfig
 from support.flags import parser_of, table_of
 from support.optim import OptimConfig
@@ -36,6 +36,7 @@ from support.settings import (
     techniques_on,
     unflattened,
 )
+from support.sizes import SIZES
 
 
 @dataclass(frozen=True)

@@ -6,13 +6,11 @@ Seam 2, `run_block(layer, block, x, meta)`: the layer loop calls each block thro
     that skips tokens, offloads weights or checkpoints activations hands in another `run_block`.
 
 In reading order: config, attention, block, the whole model; then what attention is told of each
-token, and the rotation that follows from it; then the sizes and what they cost.
+token, and the rotation that follows from it. Sizes by name and what they cost: support/sizes.py.
 
 GPT:  Radford et al. 2019 (GPT-2): pre-LN, learned positions or rotary (2104.09864).
 BERT: Devlin et al. 2018 (arXiv 1810.04805): post-LN, bidirectional, masked-token head, one segment.
 Parameters carry GPT-2's published names for both, whatever the flags.
-
-    python model.py             # every size: its dimensions, parameters and cost of a token
 
 Letters of the whole repository:
     B rows   T positions   K kept positions   C width   H heads   D head width = C / H
@@ -20,9 +18,8 @@ Letters of the whole repository:
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -301,59 +298,3 @@ def rotation(
     pair = torch.arange(0, head_width, 2, device=positions.device, dtype=dtype)
     angle = positions[:, :, None, None] * base ** (-pair / head_width)  # (B, T, 1, D/2)
     return torch.polar(torch.ones_like(angle), angle)
-
-
-class Size(NamedTuple):
-    layers: int
-    heads: int
-    width: int
-    seq_len: int  # tokens of the longest row
-
-
-# nano: ours. 1.3B: arXiv 2005.14165, table 2.1, with 16 heads as in the Data Efficiency paper's
-# GPT-3. The others are as published with GPT-2 and BERT.
-SIZES = {
-    "nano": Size(layers=6, heads=4, width=128, seq_len=256),
-    "124M": Size(layers=12, heads=12, width=768, seq_len=1024),
-    "350M": Size(layers=24, heads=16, width=1024, seq_len=1024),
-    "774M": Size(layers=36, heads=20, width=1280, seq_len=1024),
-    "1.3B": Size(layers=24, heads=16, width=2048, seq_len=2048),
-    "bert-base": Size(layers=12, heads=12, width=768, seq_len=512),
-    "bert-large": Size(layers=24, heads=16, width=1024, seq_len=512),
-}
-
-
-def parameter_count(config: TransformerConfig) -> int:
-    """Parameters of a model of this config, counted without taking memory for them."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in Transformer(config).parameters())
-
-
-def flops_of_row(config: TransformerConfig, tokens_by_layer: Sequence[int], T: int) -> int:
-    """Floating-point operations of one training row; the backward pass is 2/3.
-
-    6 per token and weight that multiplies (the tied head counts, the look-up of embeddings does
-    not), and 12 C K for the two products of attention of each of K tokens, halved where it is
-    causal. arXiv 2204.02311, appendix B, but for that half.
-
-    Args:    tokens_by_layer (L,) how many of the row's T tokens each layer sees
-    Example: 2 layers of width 4 and MLP 16, V 10, a causal row of 8, half of it in the second
-             layer: 6 * 192 * (8 + 4) + 6 * 4 * (8 * 8 + 4 * 4) + 6 * 10 * 4 * 8 == 17664
-    """
-    C = config.width
-    weights = C * (4 * C + 2 * config.mlp_width)  # of a block
-    attention = 6 * C if config.causal else 12 * C
-    blocks = sum(6 * weights * K + attention * K * K for K in tokens_by_layer)
-    return blocks + 6 * config.vocab_size * C * T
-
-
-if __name__ == "__main__":
-    for name, (layers, heads, width, T) in SIZES.items():
-        kind = "bert" if name.startswith("bert") else "gpt"
-        config = TransformerConfig(kind, layers, heads, width, 4 * width, T, vocab_size=50304)
-        millions = parameter_count(config) / 1e6
-        gflops = flops_of_row(config, [T] * layers, T) / T / 1e9
-        print(
-            f"{name:>10}: {layers} layers, {heads} heads, width {width}, rows of {T};"
-            f" {millions:.1f} M parameters, {gflops:.2f} GFLOP a training token"
-        )

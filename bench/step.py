@@ -38,11 +38,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 import config
 from data import Batch
 from kernels.packed_attention import bounds
-from model import Size, Transformer, flops_of_row
+from model import Transformer
 from plan import Step
 from support import runtime
 from support.clock import Clock, StepContext, tokens_by_layer
 from support.muon import flops_of_orthogonalising
+from support.sizes import Size, flops_of_row
 from train import Trainer, assemble
 
 FIRST = StepContext(seed=0, step=1, progress=0.0)  # of a step that keeps --ltd-start tokens

@@ -11,10 +11,11 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
-from model import SIZES, TransformerConfig, flops_of_row
+from model import TransformerConfig
 from support.flags import count
 from support.muon import flops_of_orthogonalising
 from support.recipes import refusals_of_rows, with_defaults
+from support.sizes import SIZES, flops_of_row
 
 V_GPT2, V_PD4K = 50_304, 4_160  # of GPT-2's tokenizer and of the embedded corpus's, in tiles of 64
 

@@ -26,9 +26,10 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from model import SIZES, Transformer, TransformerConfig
+from model import Transformer, TransformerConfig
 from support.checkpoint import MARK
 from support.runtime import Parser, exit_cleanly
+from support.sizes import SIZES
 
 PREFIX = re.compile(r"^(transformer|bert)\.")
 LAYER = re.compile(r"(?:h|encoder\.layer)\.(\d+)\.")

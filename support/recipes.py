@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from model import SIZES
+from support.sizes import SIZES
 
 # tokens, batch_tokens, lr. nano: measured here (CHANGELOG). GPT: GPT-3's batch and learning rate
 # (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT: arXiv 1810.04805.

@@ -308,7 +308,7 @@ ALLOWED = {
     "a kernel's neighbour": ("kernels/packed_attention.py", "from .token_drop import tune\n"),
     "the model's kernel": ("model.py", "from kernels.cross_entropy import IGNORE\n"),
     "support's other files": ("support/optim.py", "from support import rng\nimport tqdm\n"),
-    "support's use of the model": ("support/published.py", "from model import SIZES\n"),
+    "support's use of the model": ("support/published.py", "from model import Transformer\n"),
     "the loop imports techniques": ("train.py", "import ltd, packing\nfrom config import parse\n"),
     "the loop in a test": ("tests/test_train.py", "import train\n"),
     "the loop in a bench": ("bench/ablate.py", "import train\n"),

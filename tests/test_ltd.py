@@ -17,7 +17,6 @@ from model import (
     TokenMeta,
     Transformer,
     TransformerConfig,
-    flops_of_row,
     rotation,
     run_plain,
     run_recomputed,
@@ -25,6 +24,7 @@ from model import (
 from support import costs
 from support.clock import StepContext, effective_tokens, tokens_by_layer
 from support.muon import flops_of_orthogonalising
+from support.sizes import flops_of_row
 
 
 def small(pos="rope", kind="gpt", layers=4, dtype=torch.float64):

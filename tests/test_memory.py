@@ -15,8 +15,9 @@ from support.runtime import ROOT
 FAULTS = """
 import resource, sys
 import torch
-from model import SIZES, Transformer, TransformerConfig
+from model import Transformer, TransformerConfig
 from support.memory import keep_freed_memory
+from support.sizes import SIZES
 
 if sys.argv[1] == "keep":
     keep_freed_memory()

@@ -1,4 +1,4 @@
-"""What the techniques rely on: the mask, packed rows, kept tokens, names and sizes.
+"""What the techniques rely on: the mask, packed rows, kept tokens, names.
 
 The models are tiny and their weights are drawn ten times wider than at initialisation: with the
 published 0.02 attention is nearly uniform, and a wrong mask or position would hardly show.
@@ -7,29 +7,17 @@ published 0.02 attention is nearly uniform, and a wrong mask or position would h
 """
 
 import math
-from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 
 from kernels import cross_entropy
 from kernels.cross_entropy import IGNORE
 from kernels.packed_attention import attention_mask
-from model import (
-    SIZES,
-    TokenMeta,
-    Transformer,
-    TransformerConfig,
-    flops_of_row,
-    parameter_count,
-    rotate,
-    rotation,
-)
+from model import TokenMeta, Transformer, TransformerConfig, rotate, rotation
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 KINDS = [("gpt", "learned"), ("gpt", "rope"), ("bert", "learned")]
@@ -459,19 +447,6 @@ def test_dropout_is_for_training_alone():
     assert dropped.eval().logits(tokens).equal(model.logits(tokens))
 
 
-def test_published_parameter_counts():
-    layers, heads, width, T = SIZES["124M"]
-    assert (
-        parameter_count(TransformerConfig("gpt", layers, heads, width, 4 * width, T, 50257))
-        == 124_439_808
-    )
-    # BERT-base as published with its masked-token head: 109,514,298; less the two rows of token
-    # types, of which the model keeps one, inside its positions.
-    layers, heads, width, T = SIZES["bert-base"]
-    shape = TransformerConfig("bert", layers, heads, width, 4 * width, T, 30522)
-    assert parameter_count(shape) == 109_514_298 - 2 * width
-
-
 def test_residual_outputs_start_smaller_in_gpt():
     shape = dict(layers=8, heads=2, width=128, mlp_width=512, seq_len=8, vocab_size=50)
     for kind, expected in (("gpt", 0.02 / math.sqrt(16)), ("bert", 0.02)):
@@ -499,18 +474,3 @@ def test_a_row_longer_than_the_model_is_refused():
     for pos in ("learned", "rope"):
         with pytest.raises(ValueError, match=message):
             tiny(pos=pos).logits(torch.zeros(1, SEQ_LEN + 1, dtype=torch.int64))
-
-
-def test_flops_of_a_row_worked_example():
-    config = TransformerConfig("gpt", 2, 1, 4, 16, 8, 10)
-    assert flops_of_row(config, [8, 4], 8) == 17_664
-    assert flops_of_row(config, [8, 8], 8) > 17_664 > flops_of_row(config, [8, 0], 8)
-
-
-def test_flops_of_a_row_are_those_that_torch_counts():
-    model = tiny("bert")
-    row = torch.randint(VOCAB, (1, SEQ_LEN))
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model.hidden_states(row).sum().backward()
-    body = replace(model.config, vocab_size=0)  # without the head
-    assert flops_of_row(body, [SEQ_LEN] * body.layers, SEQ_LEN) == counter.get_total_flops()

@@ -14,9 +14,10 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from model import SIZES, Transformer, TransformerConfig
+from model import Transformer, TransformerConfig
 from support import published, tokenizer
 from support.published import load_published, published_names, published_shape
+from support.sizes import SIZES
 
 LAYERS, HEADS, WIDTH, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
