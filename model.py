@@ -20,13 +20,14 @@ Letters of the whole repository:
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.cross_entropy import IGNORE, linear_cross_entropy
+from kernels.cross_entropy import IGNORE, linear_cross_entropy, token_losses
 from kernels.packed_attention import impl_for, index_of, packed_attention
 
 
@@ -154,7 +155,9 @@ def run_recomputed(layer: int, block: Block, x: Tensor, meta: "TokenMeta") -> Te
 
 
 class Transformer(nn.Module):
-    """`model(batch)` is the summed loss; `model.logits(tokens)` is what it predicts."""
+    """`model(batch)` is the summed loss, `model.losses(batch)` that of each target, and
+    `model.logits(tokens)` what it predicts.
+    """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -237,15 +240,36 @@ class Transformer(nn.Module):
 
         Args: shares (B, T) what each target counts; None for 1
         """
+        features, bias, targets, at = self.predictions(batch, run_block)
+        shares = shares if shares is None else shares.flatten()[at]
+        return linear_cross_entropy(features, self.wte.weight, bias, targets, shares=shares)
+
+    @torch.no_grad()
+    def losses(self, batch) -> Tensor:
+        """(B, T) the loss of each target in nats, 0 where there is none; without gradients."""
+        features, bias, targets, at = self.predictions(batch)
+        found = token_losses(features, self.wte.weight, bias, targets)  # (N,)
+        losses = found.new_zeros(batch[1].numel())  # (B T,)
+        losses[at] = found
+        return losses.view(batch[1].shape)  # (B, T)
+
+    def predictions(self, batch, run_block: RunBlock = run_plain) -> "Predictions":
+        """What is predicted at the targets of a batch, before it is made logits."""
         tokens, targets, positions, doc_ids = batch
         x = self.hidden_states(tokens, positions, doc_ids, run_block).flatten(0, 1)  # (B T, C)
-        targets, shares = targets.flatten(), shares if shares is None else shares.flatten()
+        targets, at = targets.flatten(), slice(None)
         if self.config.kind == "bert":  # the head is a fifth of the work and 15 % need it
-            masked = targets != IGNORE
-            x, targets = x[masked], targets[masked]
-            shares = shares if shares is None else shares[masked]
-        features, bias = self.features(x)  # (N, C)
-        return linear_cross_entropy(features, self.wte.weight, bias, targets, shares=shares)
+            at = targets != IGNORE
+        return Predictions(*self.features(x[at]), targets[at], at)
+
+
+class Predictions(NamedTuple):
+    """What the loss of a batch follows from; N of its positions are looked at."""
+
+    features: Tensor  # (N, C)
+    bias: Tensor | None  # (V,) of the logits
+    targets: Tensor  # (N,)
+    at: Tensor | slice  # which of the (B T,) positions they are
 
 
 class TokenMeta:

@@ -1,13 +1,17 @@
 """Summed cross-entropy of a linear head, without ever holding all of its logits.
 
 In reading order: the definition in plain PyTorch, which tests and benches compare with; the chunked
-form, forward and backward in one pass; `linear_cross_entropy`, which is what a model calls. There
-is no Triton kernel here: the work is in three matrix products, which are cuBLAS's or MKL's.
+form, forward and backward in one pass; `token_losses`, the forward pass alone with the loss of each
+target; what both share; `linear_cross_entropy`, which is what a model calls. There is no Triton
+kernel here: the work is in three matrix products, which are cuBLAS's or MKL's.
 
 The idea is Liger Kernel's (arXiv 2410.10989, FusedLinearCrossEntropy).
 
     python bench/kernels.py                            # both forms: time, spread, bytes, memory
 """
+
+from collections.abc import Iterator
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -51,30 +55,21 @@ class LinearCrossEntropy(torch.autograd.Function):
         shares: Tensor | None,
         grads: bool,
     ) -> Tensor:
-        N, V = len(x), len(weight)
-        device = x.device.type
-        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        exact = torch.float64 if dtype == torch.float64 else torch.float32
+        device, dtype = x.device.type, product_dtype(x)
+        exact = exact_dtype(dtype)
         matrix = weight.to(dtype)
         loss = torch.zeros((), dtype=exact, device=x.device)
         dx, dweight = (torch.zeros_like(x), torch.zeros_like(weight)) if grads else (None, None)
         dbias = torch.zeros_like(bias) if grads and bias is not None else None
         with torch.autocast(device, enabled=False):
-            for start in range(0, N, chunk_rows(V, device)):
-                rows = slice(start, start + chunk_rows(V, device))
+            for rows in chunks(len(x), len(weight), device):
                 x_rows, target = x[rows].to(dtype), targets[rows, None]
-                logits = F.linear(x_rows, matrix).to(exact)  # (chunk, V)
-                if bias is not None:
-                    logits += bias
                 counts = target != IGNORE  # (chunk, 1)
                 if shares is not None:
                     counts = counts * shares[rows, None].to(exact)
                 target = target.clamp(min=0)
-                top = logits.amax(1, keepdim=True)
-                score = logits.gather(1, target) - top
-                dlogits = logits.sub_(top).exp_()  # one pass for the loss and its gradient
-                norm = dlogits.sum(1, keepdim=True)
-                loss += ((norm.log() - score) * counts).sum()
+                nats, dlogits, norm = softmax(x_rows, matrix, bias, target, exact)
+                loss += (nats * counts).sum()
                 if not grads:
                     continue
                 dlogits *= counts / norm  # softmax, zero where ignored
@@ -101,6 +96,64 @@ class LinearCrossEntropy(torch.autograd.Function):
             )
         grads = (None if d is None else d * dloss.to(d.dtype) for d in ctx.saved_tensors)
         return *grads, None, None, None
+
+
+@torch.no_grad()
+def token_losses(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
+    """Find the cross-entropy of each target, in nats, as the chunked form sums it.
+
+    Args:    as of `linear_cross_entropy`
+    Returns: (N,) float32, or float64 where x is; 0 where the target is IGNORE; without gradients
+    """
+    device, dtype = x.device.type, product_dtype(x)
+    exact = exact_dtype(dtype)
+    matrix = weight.to(dtype)
+    losses = torch.zeros(len(x), dtype=exact, device=x.device)
+    with torch.autocast(device, enabled=False):
+        for rows in chunks(len(x), len(weight), device):
+            target = targets[rows, None]
+            nats = softmax(x[rows].to(dtype), matrix, bias, target.clamp(min=0), exact).nats
+            losses[rows] = nats.masked_fill(target == IGNORE, 0).squeeze(1)
+    return losses
+
+
+class Softmax(NamedTuple):
+    """What the loss of some rows follows from, and its gradient: one pass for both."""
+
+    nats: Tensor  # (chunk, 1) the loss of each target
+    powers: Tensor  # (chunk, V) e to the logits, less the greatest of each row
+    norm: Tensor  # (chunk, 1) their sum
+
+
+def softmax(
+    x: Tensor, matrix: Tensor, bias: Tensor | None, target: Tensor, exact: torch.dtype
+) -> Softmax:
+    """Of the logits of some rows x (chunk, C); target (chunk, 1) names an entry of each."""
+    logits = F.linear(x, matrix).to(exact)  # (chunk, V)
+    if bias is not None:
+        logits += bias
+    top = logits.amax(1, keepdim=True)
+    score = logits.gather(1, target) - top
+    powers = logits.sub_(top).exp_()
+    norm = powers.sum(1, keepdim=True)
+    return Softmax(norm.log() - score, powers, norm)
+
+
+def product_dtype(x: Tensor) -> torch.dtype:
+    """What the logits are computed in: what autocast says where it is on, else x's own."""
+    device = x.device.type
+    return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+
+
+def exact_dtype(dtype: torch.dtype) -> torch.dtype:
+    """What losses are computed in, from logits of `dtype`."""
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def chunks(N: int, V: int, device: str) -> Iterator[slice]:
+    """The rows of each chunk."""
+    at_once = chunk_rows(V, device)
+    return (slice(first, first + at_once) for first in range(0, N, at_once))
 
 
 def chunk_rows(V: int, device: str) -> int:

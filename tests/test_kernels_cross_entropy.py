@@ -8,9 +8,10 @@ definition errs in the same dtype, on the same numbers.
 
 import pytest
 import torch
+import torch.nn.functional as F
 
 from kernels import cross_entropy
-from kernels.cross_entropy import IGNORE, IMPLS, linear_cross_entropy, reference
+from kernels.cross_entropy import IGNORE, IMPLS, linear_cross_entropy, reference, token_losses
 
 V, C = 29, 6
 DTYPES = (torch.float32, torch.bfloat16)
@@ -183,3 +184,48 @@ def test_targets_that_count_in_shares(monkeypatch, dtype):
     counted = linear_cross_entropy(two, weight, bias, targets, shares=torch.tensor([0.4, 0]))
     alone = linear_cross_entropy(two[:1], weight, bias, targets[:1])
     torch.testing.assert_close(counted, 0.4 * alone, rtol=1e-6, atol=0)
+
+
+# The loss of each target
+
+
+def losses_by_definition(x, weight, bias, targets) -> torch.Tensor:
+    return F.cross_entropy(F.linear(x, weight, bias), targets, reduction="none")
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("with_bias", [True, False])
+@pytest.mark.parametrize("N", LENGTHS)
+def test_the_loss_of_each_target_errs_at_most_twice_as_much(
+    monkeypatch, N, with_bias, dtype, device
+):
+    monkeypatch.setattr(cross_entropy, "chunk_rows", lambda V, device: 64)
+    x, weight, bias, targets = on(device, *head(N, dtype))
+    inputs = (x, weight, bias if with_bias else None, targets)
+    truth = losses_by_definition(*as_dtype(torch.float64, *inputs))
+    plain = losses_by_definition(*inputs)
+    found = token_losses(*inputs)
+    assert found.shape == (N,) and found.dtype == torch.float32 and not found.requires_grad
+    assert not found[targets == IGNORE].any()
+    assert_errs_at_most_twice([truth], [plain], [found])
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, *DTYPES])
+def test_the_losses_of_targets_add_up_to_the_loss(monkeypatch, dtype):
+    monkeypatch.setattr(cross_entropy, "chunk_rows", lambda V, device: 1000)
+    inputs = head(63, dtype)
+    found, loss = token_losses(*inputs), linear_cross_entropy(*inputs, impl="chunked")
+    assert found.sum().equal(loss) and found.dtype == loss.dtype
+    with torch.autocast("cpu", torch.bfloat16):
+        inputs = head(63, torch.float32)
+        found, loss = token_losses(*inputs), linear_cross_entropy(*inputs, impl="chunked")
+    assert found.sum().equal(loss) and found.dtype == torch.float32
+
+
+def test_an_ignored_target_loses_nothing_whatever_its_logits():
+    x, weight, bias, targets = head(8, torch.float32)
+    x = x.detach().clone()
+    targets[3], x[3] = IGNORE, torch.nan
+    assert token_losses(x, weight, bias, targets).isfinite().all()
+    assert token_losses(x[:0], weight, bias, targets[:0]).shape == (0,)

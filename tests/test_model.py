@@ -68,6 +68,23 @@ def test_a_models_loss_and_gradients_are_those_of_its_logits(monkeypatch, dtype,
         assert_close(gradient, wanted[name], TOLERANCE[dtype])
 
 
+@pytest.mark.parametrize("dtype", TOLERANCE)
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_the_loss_of_each_target_is_that_of_its_logits(monkeypatch, dtype, kind, pos):
+    monkeypatch.setattr(cross_entropy, "chunk_rows", lambda V, device: 5)
+    model = tiny(kind, pos, dtype)
+    tokens, targets = torch.randint(VOCAB, (2, 3, SEQ_LEN)).unbind()  # (B, T)
+    targets[torch.rand(targets.shape) < 0.5] = IGNORE
+    batch = (tokens, targets, None, None)
+    found, logits = model.losses(batch), model.logits(tokens)
+    expected = F.cross_entropy(logits.mT, targets, ignore_index=IGNORE, reduction="none")
+    assert_close(found, expected, TOLERANCE[dtype])
+    assert found.shape == targets.shape and not found[targets == IGNORE].any()
+    assert not found.requires_grad
+    assert_close(found.sum(), model(batch), TOLERANCE[dtype])
+    assert not model.losses((tokens, torch.full_like(tokens, IGNORE), None, None)).any()
+
+
 @pytest.mark.parametrize("kind, pos", KINDS)
 def test_a_batch_without_targets_costs_nothing(kind, pos):
     model = tiny(kind, pos)
