@@ -64,6 +64,7 @@ class ModelConfig:
     width: int | None = flag(None, "width of the residual stream (default: by --size)", least=1)
     mlp_width: int | None = flag(None, "inner width of the MLP (default: 4 x --width)", least=1)
     dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
+    nsp: bool = flag(False, "a BERT also tells whether the second part of a pair follows the first")
     init: str | None = flag(None, "start from weights in GPT-2's or BERT's published layout")
 
 
@@ -121,7 +122,7 @@ def build(settings: dict[str, Any]) -> Config:
 def samples_kind(config: Config) -> str:
     """What a sample is: a BERT's piece of a document, a piece to pack, or a row of the stream."""
     if config.model.model == "bert":
-        return "bert"
+        return "pairs" if config.model.nsp else "bert"
     return "pieces" if config.pack.on else "rows"
 
 
@@ -161,6 +162,7 @@ def transformer_config(
         vocab_size=vocab_size,
         pos=m.pos,
         dropout=m.dropout,
+        nsp=m.nsp,
     )
 
 
@@ -189,6 +191,10 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
         (
             model.size.startswith("bert") and model.model != "bert",
             f"--size {model.size} is a BERT: add --model bert, or choose a GPT's size",
+        ),
+        (
+            model.nsp and model.model != "bert",
+            "--nsp asks a BERT whether one text follows another: add --model bert",
         ),
         (
             model.init is not None and model.pos == "rope",

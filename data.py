@@ -4,8 +4,8 @@
     Samples       sample id -> span, the first and one-past-last token      support/samples.py
     draw          number of the draw -> sample id, pass after pass over a shuffled pool
     Rows          which pieces lie in which row
-    collate       Rows -> Batch
-    mask_tokens   Batch -> Batch, with what a BERT has to guess
+    collate       Rows -> Batch                                             support/batch.py
+    mask_tokens   Batch -> Batch, with what a BERT has to guess             support/masking.py
 
 Which samples are drawn and how pieces share a row is decided in plan.py:
 
@@ -24,15 +24,17 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
-import tiktoken
 import torch
 from torch import Tensor
 
 from kernels.cross_entropy import IGNORE
+from support.batch import Batch
+from support.masking import SpecialIds
 from support.packs import Packs
 from support.ranking import SCAN, Pool
 from support.rng import seed_of, shuffled
 from support.samples import Samples
+from support.sentence_pairs import Pairs
 from support.token_store import Store
 
 
@@ -76,19 +78,27 @@ class Rows:
     """Which pieces of the store lie in which row, from left to right.
 
     Piece i is the tokens start[i] to stop[i] of the store, and row r has the pieces
-    offsets[r] to offsets[r + 1]; a row without any is all padding.
+    offsets[r] to offsets[r + 1]; a row without any is all padding. With `pairs` only the first part
+    of a piece is read there, and the second part where `pairs` says.
     """
 
     start: np.ndarray  # (n,) int64
     stop: np.ndarray  # (n,)
     offsets: np.ndarray  # (R + 1,)
     seen: np.ndarray  # (n,) how many tokens of a piece are context, targets in an earlier row
+    pairs: Pairs | None = None  # --nsp
 
     @classmethod
-    def of(cls, spans: np.ndarray, offsets: np.ndarray | None = None, seen: Any = 0) -> "Rows":
+    def of(
+        cls,
+        spans: np.ndarray,
+        offsets: np.ndarray | None = None,
+        seen: Any = 0,
+        pairs: Pairs | None = None,
+    ) -> "Rows":
         """Rows of the pieces `spans` (n, 2), in their order; one piece a row without `offsets`."""
         offsets = np.arange(len(spans) + 1) if offsets is None else offsets
-        return cls(spans[:, 0], spans[:, 1], offsets, np.broadcast_to(seen, len(spans)))
+        return cls(spans[:, 0], spans[:, 1], offsets, np.broadcast_to(seen, len(spans)), pairs)
 
     @classmethod
     def join(cls, parts: "list[Rows]") -> "Rows":
@@ -97,7 +107,9 @@ class Rows:
         offsets = [part.offsets[:-1] + n for part, n in zip(parts, before, strict=False)]
         columns = zip(*((part.start, part.stop, part.seen) for part in parts), strict=True)
         start, stop, seen = map(np.concatenate, columns)
-        return cls(start, stop, np.concatenate((*offsets, before[-1:])), seen)
+        pairs = [part.pairs for part in parts if part.pairs is not None]
+        joined = Pairs(*map(np.concatenate, zip(*pairs, strict=True))) if pairs else None
+        return cls(start, stop, np.concatenate((*offsets, before[-1:])), seen, joined)
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
@@ -105,58 +117,12 @@ class Rows:
     def take(self, numbers: np.ndarray) -> "Rows":
         """The rows of these numbers, in this order."""
         pieces, offsets = Packs(np.arange(len(self.start)), self.offsets).take(numbers)
-        return Rows(self.start[pieces], self.stop[pieces], offsets, self.seen[pieces])
+        pairs = self.pairs and self.pairs.take(pieces)
+        return Rows(self.start[pieces], self.stop[pieces], offsets, self.seen[pieces], pairs)
 
     def sums(self, of_piece: np.ndarray) -> np.ndarray:
         """(R,) the sum over the pieces of each row."""
         return np.diff(np.concatenate(([0], np.cumsum(of_piece)))[self.offsets])
-
-
-class Batch(NamedTuple):
-    """Rows as the model takes them, of a step or a micro-batch. Each field is (B, T) int64.
-
-    `positions` and `doc_ids` are None where every row is one piece that fills it.
-    """
-
-    tokens: Tensor
-    targets: Tensor  # IGNORE where nothing is predicted
-    positions: Tensor | None  # from 0 in every piece
-    doc_ids: Tensor | None  # one id a piece, from 0 in every row; padding is -1
-
-    @classmethod
-    def blank(cls, rows: int, seq_len: int) -> "Batch":
-        """Full rows of token 0, to run a model on before there is text."""
-        zeros = torch.zeros(rows, seq_len, dtype=torch.int64)
-        return cls(zeros, zeros, None, None)
-
-    def rows(self, part: slice) -> "Batch":
-        return Batch(*(None if field is None else field[part] for field in self))
-
-    def with_documents(self) -> "Batch":
-        """The same with positions and doc_ids, also where every row is one piece that fills it."""
-        if self.doc_ids is not None:
-            return self
-        positions = torch.arange(self.tokens.shape[1]).repeat(len(self.tokens), 1)  # (B, T)
-        return self._replace(positions=positions, doc_ids=torch.zeros_like(positions))
-
-    def to(self, device: torch.device) -> "Batch":
-        return Batch(
-            *(None if field is None else field.to(device, non_blocking=True) for field in self)
-        )
-
-
-class SpecialIds(NamedTuple):
-    """The ids that a BERT needs besides those of text, which are 0..text_ids - 1."""
-
-    cls: int
-    sep: int
-    mask: int
-    text_ids: int
-
-    @classmethod
-    def of(cls, encoding: tiktoken.Encoding) -> "SpecialIds":
-        names = ("[CLS]", "[SEP]", "[MASK]", "<|endoftext|>")
-        return cls(*(encoding.encode_single_token(name) for name in names))
 
 
 def collate(store: Store, rows: Rows, seq_len: int, special_ids: SpecialIds | None = None) -> Batch:
@@ -164,8 +130,8 @@ def collate(store: Store, rows: Rows, seq_len: int, special_ids: SpecialIds | No
 
     GPT (special_ids None): every token of a piece is a target. Its inputs are the token before the
         piece, which is end-of-text where a document begins, and all its tokens but the last.
-    BERT: a piece stands between [CLS] and [SEP]; its tokens are inputs and targets. Which of them
-        count is decided by `mask_tokens`.
+    BERT: a piece stands between [CLS] and [SEP], with one more [SEP] between the parts of a pair;
+        its tokens are inputs and targets. Which of them count is decided by `mask_tokens`.
 
     Returns: Batch of (B, seq_len)
     Raises:  ValueError for a store with a token outside its vocabulary
@@ -173,7 +139,7 @@ def collate(store: Store, rows: Rows, seq_len: int, special_ids: SpecialIds | No
     """
     B, T = len(rows), seq_len
     end_of_text = store.meta["end_of_text"]
-    length = rows.stop - rows.start + (2 if special_ids else 0)  # (n,)
+    length = rows.stop - rows.start + (0 if special_ids is None else specials(rows))  # (n,)
     space = T - rows.sums(length)  # (B,)
 
     # What is left of a row counts as one more piece, so that pieces lie without a gap: (n + B,).
@@ -188,13 +154,20 @@ def collate(store: Store, rows: Rows, seq_len: int, special_ids: SpecialIds | No
     index = np.arange(B * T)
     positions = index - np.repeat(at, length)  # (B T,)
     doc_ids = np.repeat(number, length)
-    text = store.tokens.take(index + np.repeat(start - at, length), mode="clip").astype(np.int64)
+    place = index + np.repeat(start - at, length)  # in the store
+    if rows.pairs:
+        first, second = (np.insert(x, ends, 0) for x in rows.pairs)
+        is_second = positions > np.repeat(first + 1, length)  # after the [SEP] in the middle
+        place += np.where(is_second, np.repeat(second - start - first - 2, length), 0)
+    text = store.tokens.take(place, mode="clip").astype(np.int64)
     heads = at[number >= 0]
     if special_ids:
         tokens, targets = text, text.copy()
-        tails = (at + length)[number >= 0] - 1
-        tokens[heads], tokens[tails] = special_ids.cls, special_ids.sep
-        targets[heads] = targets[tails] = IGNORE
+        seps = (at + length)[number >= 0] - 1
+        if rows.pairs:
+            seps = np.concatenate((seps, heads + rows.pairs.first + 1))
+        tokens[heads], tokens[seps] = special_ids.cls, special_ids.sep
+        targets[heads] = targets[seps] = IGNORE
     else:
         tokens, targets = np.empty_like(text), text
         tokens[1:] = text[:-1]
@@ -212,55 +185,18 @@ def collate(store: Store, rows: Rows, seq_len: int, special_ids: SpecialIds | No
     return Batch(*fields)
 
 
-MASKED = 0.15  # of a document's tokens
+def specials(rows: Rows) -> int:
+    """How many tokens a BERT's rows have around each piece: [CLS], and [SEP] after each part."""
+    return 2 if rows.pairs is None else 3
 
 
-def masked_tokens(tokens: np.ndarray) -> np.ndarray:
-    """How many tokens of documents of so many tokens a BERT has to predict: at least one of each.
+def places(rows: Rows, batch: Batch) -> Tensor:
+    """(B, T) int64: where in the store each token of these rows lies, to draw random numbers by.
 
-    A function of lengths alone, so that a rank knows all ranks' count without their rows.
+    So a token has the same numbers wherever its piece is packed. Special tokens count as text, the
+    second part of a pair as if it followed the first, and padding has any number.
     """
-    return np.maximum(np.floor(MASKED * tokens + 0.5).astype(np.int64), 1)
-
-
-def mask_tokens(batch: Batch, bits: Tensor, special_ids: SpecialIds) -> Batch:
-    """Choose 15 % of each document for a BERT to predict: 80 % [MASK], 10 % another, 10 % as is.
-
-    By document, as without packing: each has `masked_tokens` of its own, wherever it lies.
-
-    Paper:   Devlin et al., arXiv 1810.04805, section 3.1 and appendix A.1
-    Args:    bits (2, B, T) int64 random bits: which tokens are chosen, and what becomes of each
-    Returns: the batch with masked tokens, and targets that are IGNORE where nothing is masked
-    """
-    B, T = batch.targets.shape
-    doc_ids = batch.with_documents().doc_ids
-    document = (torch.arange(B)[:, None] * T + doc_ids).flatten()  # no two rows share a number
-    at = (batch.targets != IGNORE).flatten().nonzero().flatten()  # (n,)
-    order = bits[0].flatten()[at].argsort()
-    order = order[document[at][order].argsort(stable=True)]  # by document, at random in each
-    _, counts = document[at].unique_consecutive(return_counts=True)
-    number = torch.arange(len(at)) - (counts.cumsum(0) - counts).repeat_interleave(counts)
-    chosen = torch.from_numpy(masked_tokens(counts.numpy()))
-    masked = at[order[number < chosen.repeat_interleave(counts)]]  # (m,)
-
-    tokens = batch.tokens.flatten().clone()
-    targets = torch.full_like(tokens, IGNORE)
-    targets[masked] = tokens[masked]
-    share = bits[1].flatten()[masked].double() / 2**63
-    another = bits[1].flatten()[masked] % special_ids.text_ids
-    replaced = torch.where(share < 0.9, another, tokens[masked])
-    tokens[masked] = torch.where(share < 0.8, special_ids.mask, replaced)
-    return batch._replace(tokens=tokens.view(B, T), targets=targets.view(B, T))
-
-
-def shares_of_documents(batch: Batch) -> Tensor:
-    """What each target counts where every document counts as one: a share of its targets.
-
-    Paper:   Krell et al., arXiv 2107.02027, section 3.2.3: without it a document weighs the more,
-             the longer it is
-    Returns: (B, T) float32; they sum to 1 over each document that has a target
-    """
-    documents = batch.with_documents().doc_ids.clamp(min=0)  # (B, T)
-    is_target = (batch.targets != IGNORE).float()
-    counts = torch.zeros_like(is_target).scatter_add(1, documents, is_target)
-    return is_target / counts.gather(1, documents).clamp(min=1)
+    _, _, positions, doc_ids = batch.with_documents()
+    piece = torch.from_numpy(rows.offsets[:-1])[:, None] + doc_ids  # (B, T)
+    start = torch.from_numpy(np.append(rows.start, 0))
+    return start[piece.clamp(0, len(rows.start))] + positions

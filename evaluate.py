@@ -20,11 +20,13 @@ import torch
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from data import Batch, Rows, SpecialIds, collate, mask_tokens
+from data import Rows, collate
 from packing import pack_lengths
 from prepare import embedded_store
 from sample import load_run
+from support.batch import Batch
 from support.flags import whole_number
+from support.masking import SpecialIds, mask_tokens
 from support.rng import bits, seed_of, shuffled
 from support.runtime import Parser, Runtime, exit_cleanly, start
 from support.samples import Samples, with_context

@@ -29,6 +29,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.cross_entropy import IGNORE, linear_cross_entropy, token_losses
 from kernels.packed_attention import impl_for, index_of, packed_attention
+from kernels.rotary import rotate, rotation
 
 
 @dataclass(frozen=True)
@@ -44,6 +45,7 @@ class TransformerConfig:
     vocab_size: int
     pos: str = "learned"  # learned | rope
     dropout: float = 0.0
+    nsp: bool = False  # a BERT also tells whether the second part of a pair follows the first
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
@@ -99,17 +101,6 @@ class Attention(nn.Module):
                 *heads_first, dropout_p=dropout, is_causal=meta.causal
             ).transpose(1, 2)  # (B, T, H, D)
         return self.c_proj(y.reshape(B, T, C))
-
-
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair (x[2i], x[2i + 1]) of a head, a complex number, by its position's angle.
-
-    Args: x        (B, T, H, D)
-          rotation (B, T, 1, D/2) complex, of modulus 1
-    """
-    pairs = x.to(rotation.real.dtype).unflatten(-1, (-1, 2))  # (B, T, H, D/2, 2)
-    turned = torch.view_as_complex(pairs) * rotation  # (B, T, H, D/2)
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)  # (B, T, H, D)
 
 
 class MLP(nn.Module):
@@ -178,6 +169,11 @@ class Transformer(nn.Module):
             for block in self.h:
                 for out in (block.attn.c_proj, block.mlp.c_proj):
                     nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * config.layers))
+        if config.nsp:  # last, so that all others start as they do without
+            self.pooler = nn.Linear(config.width, config.width)
+            self.nsp = nn.Linear(config.width, 2)
+            self._init(self.pooler)
+            self._init(self.nsp)
 
     @staticmethod
     def _init(module: nn.Module) -> None:
@@ -240,27 +236,53 @@ class Transformer(nn.Module):
 
         Args: shares (B, T) what each target counts; None for 1
         """
-        features, bias, targets, at = self.predictions(batch, run_block)
-        shares = shares if shares is None else shares.flatten()[at]
-        return linear_cross_entropy(features, self.wte.weight, bias, targets, shares=shares)
+        tokens, targets, positions, doc_ids = batch
+        x = self.hidden_states(tokens, positions, doc_ids, run_block)  # (B, T, C)
+        features, bias, tokens, at = self.predictions(x, targets, positions)
+        counts = shares if shares is None else shares.flatten()[at]
+        loss = linear_cross_entropy(features, self.wte.weight, bias, tokens, shares=counts)
+        if self.config.nsp:
+            cls = begins(targets, positions) & (targets != IGNORE)
+            scores = self.follows(x, cls).to(loss.dtype)
+            losses = F.cross_entropy(scores, targets[cls], reduction="none")
+            loss = loss + (losses if shares is None else losses * shares[cls]).sum()
+        return loss
 
     @torch.no_grad()
     def losses(self, batch) -> Tensor:
-        """(B, T) the loss of each target in nats, 0 where there is none; without gradients."""
-        features, bias, targets, at = self.predictions(batch)
-        found = token_losses(features, self.wte.weight, bias, targets)  # (N,)
-        losses = found.new_zeros(batch[1].numel())  # (B T,)
-        losses[at] = found
-        return losses.view(batch[1].shape)  # (B, T)
-
-    def predictions(self, batch, run_block: RunBlock = run_plain) -> "Predictions":
-        """What is predicted at the targets of a batch, before it is made logits."""
+        """(B, T) the loss of each token that is a target, in nats, else 0; without gradients."""
         tokens, targets, positions, doc_ids = batch
-        x = self.hidden_states(tokens, positions, doc_ids, run_block).flatten(0, 1)  # (B T, C)
-        targets, at = targets.flatten(), slice(None)
+        x = self.hidden_states(tokens, positions, doc_ids)
+        features, bias, tokens, at = self.predictions(x, targets, positions)
+        found = token_losses(features, self.wte.weight, bias, tokens)  # (N,)
+        losses = found.new_zeros(targets.numel())  # (B T,)
+        losses[at] = found
+        return losses.view(targets.shape)  # (B, T)
+
+    def predictions(self, x: Tensor, targets: Tensor, positions: Tensor | None) -> "Predictions":
+        """What is predicted at tokens that are targets, before it is made logits; x is (B, T, C)"""
+        x, at = x.flatten(0, 1), slice(None)  # (B T, C)
         if self.config.kind == "bert":  # the head is a fifth of the work and 15 % need it
-            at = targets != IGNORE
-        return Predictions(*self.features(x[at]), targets[at], at)
+            counts = targets != IGNORE
+            if self.config.nsp:  # where the target is no token
+                counts = counts & ~begins(targets, positions)
+            at = counts.flatten()
+        return Predictions(*self.features(x[at]), targets.flatten()[at], at)
+
+    def follows(self, x: Tensor, cls: Tensor) -> Tensor:
+        """Of each pair whether its second part follows the first: scores (n, 2) of yes and no.
+
+        Args: x   (B, T, C) the last layer's output
+              cls (B, T) bool, where [CLS] stands: in every document its first token
+        """
+        return self.nsp(torch.tanh(self.pooler(x[cls])))
+
+
+def begins(targets: Tensor, positions: Tensor | None) -> Tensor:
+    """(B, T) bool: where a document begins, or padding is; None says that each row is one."""
+    if positions is None:
+        positions = torch.arange(targets.shape[1], device=targets.device)[None]  # (1, T)
+    return (positions == 0).expand_as(targets)
 
 
 class Predictions(NamedTuple):
@@ -313,12 +335,3 @@ class TokenMeta:
 
         doc_ids, turns = of_kept(self.doc_ids), of_kept(self.rotation)
         return TokenMeta(of_kept(self.positions), doc_ids, self.causal, turns, self.impl)
-
-
-def rotation(
-    positions: Tensor, head_width: int, dtype: torch.dtype = torch.float32, base: float = 10_000.0
-) -> Tensor:
-    """e^(i angle) for each position and pair, (B, T, 1, D/2) complex. arXiv 2104.09864, eq. 15."""
-    pair = torch.arange(0, head_width, 2, device=positions.device, dtype=dtype)
-    angle = positions[:, :, None, None] * base ** (-pair / head_width)  # (B, T, 1, D/2)
-    return torch.polar(torch.ones_like(angle), angle)

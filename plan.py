@@ -14,17 +14,18 @@ With 2 ranks and 16 rows a step, rank 0 reads rows 0..7 and rank 1 rows 8..15 of
 from typing import NamedTuple
 
 import numpy as np
-import torch
 
 import curriculum
 import packing
 from analyze import ready
 from config import Config, samples_kind
 from curriculum import Curriculum, Stage
-from data import Batch, Drawn, Rows, SpecialIds, collate, draw, mask_tokens, masked_tokens
+from data import Drawn, Rows, collate, draw, places
 from difficulty import label
 from support.balance import balanced
+from support.batch import Batch
 from support.clock import Clock, StepContext, advanced, tokens_by_layer
+from support.masking import SpecialIds, mask_tokens, masked_tokens
 from support.ranking import Pool
 from support.runtime import Runtime
 from support.samples import Samples, cut
@@ -235,7 +236,8 @@ class Plan:
         length = rows.stop - rows.start
         targets = length - rows.seen
         if self.special_ids:
-            bits = context.bits("mask", ("which", "what"), torch.from_numpy(mine), seq_len)
+            where = places(rows.take(mine), batch).flatten()
+            bits = context.bits("mask", ("which", "what"), where, 1).view(2, *batch.tokens.shape)
             batch, targets = mask_tokens(batch, bits, self.special_ids), masked_tokens(length)
         per_document = self.settings.optim.loss_per == "document"
         return batch, len(targets) if per_document else int(targets.sum())

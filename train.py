@@ -34,14 +34,15 @@ from tqdm import tqdm
 
 import config
 import sample
-from data import Batch, SpecialIds, shares_of_documents
 from evaluate import Evaluation
 from model import RunBlock, Transformer, run_plain, run_recomputed
 from plan import Plan, Step
 from prepare import embedded_store
 from support import published
+from support.batch import Batch, shares_of
 from support.clock import StepContext, due, savings
 from support.compiled import compiled_ahead, laid_out
+from support.masking import SpecialIds
 from support.micro_batch import micro_batch
 from support.optim import Optimizers, learning_rate
 from support.progress import announce, log_step, progress_bar, show_part, show_step, write
@@ -252,9 +253,9 @@ class Trainer:
                 torch.manual_seed(seed_of(*key))
             if runtime.world_size > 1:  # DDP sums gradients over ranks once, with the last part
                 self.wrapped.require_backward_grad_sync = part.stop >= rows
-            batch, shares = laid_out(s, step.batch.rows(part)), None
-            if s.optim.loss_per == "document":
-                shares = shares_of_documents(batch).to(runtime.device)
+            batch = laid_out(s, step.batch.rows(part))
+            shares = shares_of(batch, s.optim.loss_per == "document", step.of_answer)
+            shares = shares if shares is None else shares.to(runtime.device)
             batch = batch.to(runtime.device)
             run_block = self.run_block(s, step.context, runtime.rank * rows + first, batch)
             with runtime.autocast():

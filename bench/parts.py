@@ -30,7 +30,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 import ltd
 from kernels.cross_entropy import linear_cross_entropy
-from model import TokenMeta, rotation, run_plain
+from kernels.rotary import rotation
+from model import TokenMeta, run_plain
 from support import runtime
 from support.clock import StepContext
 from support.muon import flops_of_orthogonalising

@@ -36,11 +36,11 @@ from turns import Taken, take_turns
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 import config
-from data import Batch
 from kernels.packed_attention import bounds
 from model import Transformer
 from plan import Step
 from support import runtime
+from support.batch import Batch
 from support.clock import Clock, StepContext, tokens_by_layer
 from support.muon import flops_of_orthogonalising
 from support.sizes import Size, flops_of_row

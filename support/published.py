@@ -10,6 +10,7 @@
            intermediate.dense, output.dense | LayerNorm    mlp.c_fc, mlp.c_proj | ln_2
            cls.predictions.transform.dense | LayerNorm     mlm | mlm_ln
            cls.predictions.bias                            mlm_bias
+           pooler.dense, cls.seq_relationship              pooler, nsp (with --nsp)
 
 The model then computes the published function (tests/test_published.py). BERT's token type 0 is
 added to every position, because a row here is one segment. Nothing is downloaded, guessed, cropped
@@ -34,7 +35,8 @@ from support.sizes import SIZES
 PREFIX = re.compile(r"^(transformer|bert)\.")
 LAYER = re.compile(r"(?:h|encoder\.layer)\.(\d+)\.")
 MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # GPT-2's causal mask, saved but not learned
-LEFT_OUT = re.compile(r"pooler\..+|cls\.seq_relationship\..+|embeddings\.position_ids")
+NSP = re.compile(r"(pooler\.dense|cls\.seq_relationship)\..+")  # of no use without --nsp
+LEFT_OUT = re.compile(r"embeddings\.position_ids")
 TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
 TIED = {  # second names of one tensor
     "lm_head.weight": "wte.weight",
@@ -54,6 +56,8 @@ BERT_MODULES = {
     "mlm": ["cls.predictions.transform.dense"],
     "mlm_ln": ["cls.predictions.transform.LayerNorm"],
     "mlm_bias": ["cls.predictions.bias"],
+    "pooler": ["pooler.dense"],
+    "nsp": ["cls.seq_relationship"],
 }
 AS_PUBLISHED = "give a language model as published: with its head, tied, GPT-2's matrices (in, out)"
 RESAVE = "give a file that torch.save(model.state_dict(), PATH) wrote"
@@ -74,6 +78,8 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
 
     def take(entry: str, *expected: int) -> Tensor:
         actual = tuple(entries[entry].shape) if entry in entries else "absent"
+        if actual == "absent" and NSP.fullmatch(entry):
+            raise _refusal(path, f"has no {entry}, which --nsp needs: leave --nsp out")
         if actual != expected:
             raise _refusal(path, f"{entry} must be {expected} but is {actual}: {fit}")
         taken.add(entry)
@@ -94,7 +100,9 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     strangers = []
     for entry in sorted(entries.keys() - taken):
         twin = TIED.get(entry)
-        if twin not in taken:
+        if NSP.fullmatch(entry):
+            left_out.append(entry)
+        elif twin not in taken:
             strangers.append(entry)
         elif not torch.equal(entries[entry], entries[twin]):
             shape = tuple(entries[entry].shape)

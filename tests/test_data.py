@@ -10,16 +10,11 @@ from hypothesis import strategies as st
 from small_stores import BYTES_END as END
 from small_stores import TOY
 
-from data import (
-    Batch,
-    Rows,
-    SpecialIds,
-    collate,
-    mask_tokens,
-    masked_tokens,
-    shares_of_documents,
-)
+from data import Rows, collate, places
 from kernels.cross_entropy import IGNORE
+from support.batch import Batch, shares_of, with_answers
+from support.masking import SpecialIds, mask_tokens, masked_tokens
+from support.sentence_pairs import Pairs
 from support.tokenizer import get_encoding
 
 SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
@@ -156,6 +151,57 @@ def test_every_document_counts_as_one():
     batch = collate(TOY, rows_of([(0, 2), (5, 6)], [(2, 5)]), 4)
     third = 1 / 3
     expected = torch.tensor([[0.5, 0.5, 1, 0], [third, third, third, 0]])
-    assert torch.equal(shares_of_documents(batch), expected)
+    assert torch.equal(shares_of(batch, True, None), expected)
     whole = collate(TOY, rows_of([(0, 4)]), 4)
-    assert torch.equal(shares_of_documents(whole), torch.full((1, 4), 0.25))
+    assert torch.equal(shares_of(whole, True, None), torch.full((1, 4), 0.25))
+    assert shares_of(whole, False, None) is None
+
+
+# Pairs
+
+
+def test_collate_of_pairs_worked_example():
+    """The first part of one piece, the second of another; and a piece that has no second part."""
+    pairs = Pairs(first=np.array([2, 1, 1]), second=np.array([5, 2, 7]))
+    spans = np.array([[0, 3], [1, 3], [6, 7]])
+    rows = Rows.of(spans, np.array([0, 2, 3]), pairs=pairs)
+    batch = collate(TOY, rows, 12, SPECIAL_IDS)
+    cls, sep = SPECIAL_IDS.cls, SPECIAL_IDS.sep
+    assert batch.tokens.tolist() == [
+        [cls, 1, 2, sep, END, sep, cls, 2, sep, 3, sep, END],
+        [cls, 7, sep, sep, *[END] * 8],
+    ]
+    no = IGNORE
+    assert batch.targets.tolist() == [
+        [no, 1, 2, no, END, no, no, 2, no, 3, no, no],
+        [no, 7, *[no] * 10],
+    ]
+    assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0]
+    assert batch.doc_ids[0].tolist() == [0] * 6 + [1] * 5 + [-1]
+    answered = with_answers(batch, pairs.answers(*spans.T))
+    assert answered.targets[:, [0, 6]].tolist() == [[1, 0], [no, no]]
+    assert answered.targets[answered.targets != batch.targets].tolist() == [1, 0]
+
+
+def test_an_answer_counts_beside_the_tokens():
+    """Of two answers each counts what three of the six tokens count together."""
+    targets = torch.tensor([[1, 5, 5, IGNORE, 0, 6, IGNORE, IGNORE]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0]])
+    batch = Batch(targets, targets, positions, torch.tensor([[0, 0, 0, 0, 1, 1, 1, -1]]))
+    assert shares_of(batch, False, 3).tolist() == [[3, 1, 1, 0, 3, 1, 0, 0]]
+    assert shares_of(batch, True, 1).tolist() == [[1, 0.5, 0.5, 0, 1, 1, 0, 0]]
+
+
+def test_a_token_has_its_place_in_the_store_wherever_its_piece_lies():
+    """Special tokens count as text; where a rank has no piece at all there are places too."""
+    pieces = np.array([[0, 2], [2, 5], [5, 6]])
+    for order in ([0, 1, 2], [2, 0, 1]):
+        rows = Rows.of(pieces[order], np.array([0, 2, 3, 3]))
+        batch = collate(TOY, rows, 6)
+        where = places(rows, batch)
+        for piece, (start, stop) in enumerate(pieces[order]):
+            row, number = [(0, 0), (0, 1), (1, 0)][piece]
+            mine = where[row][batch.doc_ids[row] == number]
+            assert mine.tolist() == list(range(start, stop))
+    empty = Rows.of(pieces[:0], np.array([0, 0]))
+    assert places(empty, collate(TOY, empty, 6)).shape == (1, 6)

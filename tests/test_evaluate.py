@@ -10,10 +10,10 @@ import torch
 from torch import nn
 
 import evaluate
-from data import SpecialIds
 from evaluate import Evaluation
 from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
+from support.masking import SpecialIds
 from support.runtime import Runtime
 from support.token_store import Store
 from support.tokenizer import byte_lengths, get_encoding

@@ -11,7 +11,6 @@ from hypothesis import strategies as st
 
 import config
 import ltd
-from data import Batch
 from kernels.packed_attention import index_of
 from model import (
     TokenMeta,
@@ -22,6 +21,7 @@ from model import (
     run_recomputed,
 )
 from support import costs
+from support.batch import Batch
 from support.clock import StepContext, effective_tokens, tokens_by_layer
 from support.muon import flops_of_orthogonalising
 from support.sizes import flops_of_row

@@ -17,10 +17,12 @@ from hypothesis import strategies as st
 from kernels import cross_entropy
 from kernels.cross_entropy import IGNORE
 from kernels.packed_attention import attention_mask
-from model import TokenMeta, Transformer, TransformerConfig, rotate, rotation
+from kernels.rotary import rotate, rotation
+from model import TokenMeta, Transformer, TransformerConfig
 
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
 KINDS = [("gpt", "learned"), ("gpt", "rope"), ("bert", "learned")]
+WITH_PAIRS = [*KINDS, ("bert of pairs", "learned")]  # --nsp
 SEQ_LEN, VOCAB = 24, 50
 
 
@@ -29,7 +31,8 @@ def tiny(kind: str = "gpt", pos: str = "learned", dtype=torch.float32, **changes
         layers=3, heads=2, width=16, mlp_width=32, seq_len=SEQ_LEN, vocab_size=VOCAB, pos=pos
     )
     torch.manual_seed(0)
-    model = Transformer(TransformerConfig(kind, **(shape | changes)))
+    shape |= dict(nsp=kind == "bert of pairs") | changes
+    model = Transformer(TransformerConfig(kind.split()[0], **shape))
     for name, weight in model.named_parameters():
         is_norm_scale = "ln_" in name and name.endswith("weight")
         torch.nn.init.normal_(weight, mean=1.0 if is_norm_scale else 0.0, std=0.2)
@@ -85,7 +88,54 @@ def test_the_loss_of_each_target_is_that_of_its_logits(monkeypatch, dtype, kind,
     assert not model.losses((tokens, torch.full_like(tokens, IGNORE), None, None)).any()
 
 
-@pytest.mark.parametrize("kind, pos", KINDS)
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_the_loss_of_a_bert_of_pairs_is_that_of_its_tokens_and_of_its_answers(dtype, whole):
+    """Each [CLS] with a target is asked once, and its target is no token; by the equations."""
+    model = tiny("bert of pairs", dtype=dtype)
+    batch, _ = lay(documents(), ROWS)
+    if whole:  # rows of one document, for which a batch has no metadata
+        batch = (batch[0], batch[1].index_fill(1, torch.tensor(0), 1), None, None)
+    tokens, targets, positions, doc_ids = batch
+    x = model.hidden_states(tokens, positions, doc_ids)
+    cls = torch.zeros_like(targets, dtype=torch.bool)
+    if whole:
+        cls[:, 0] = True
+    else:
+        cls = (positions == 0) & (doc_ids >= 0)
+    logits = model.logits(tokens, positions, doc_ids)
+    of_token = targets.masked_fill(cls, IGNORE).flatten()
+    each = {"ignore_index": IGNORE, "reduction": "none"}
+    shares = torch.rand(targets.shape, dtype=dtype)
+    pooled = torch.tanh(x[cls] @ model.pooler.weight.T + model.pooler.bias)
+    scores = pooled @ model.nsp.weight.T + model.nsp.bias
+    assert_close(model.follows(x, cls), scores, TOLERANCE[dtype])
+    expected = F.cross_entropy(logits.flatten(0, 1), of_token, **each) @ shares.flatten()
+    expected = expected + F.cross_entropy(scores, targets[cls], **each) @ shares[cls]
+    loss = model(batch, shares=shares)
+    assert_close(loss, expected, TOLERANCE[dtype])
+    wanted = gradients(expected, model)
+    for name, gradient in gradients(loss, model).items():
+        assert_close(gradient, wanted[name], TOLERANCE[dtype])
+    ones = model(batch, shares=torch.ones_like(shares))
+    assert_close(model(batch), ones, TOLERANCE[dtype])
+    assert_close(
+        model.losses(batch).sum(), model((tokens, of_token.view_as(tokens), *batch[2:])), 1e-5
+    )
+
+
+def test_a_bert_of_pairs_starts_with_the_weights_of_a_bert():
+    shape = dict(layers=2, heads=2, width=16, mlp_width=32, seq_len=SEQ_LEN, vocab_size=VOCAB)
+    torch.manual_seed(0)
+    plain = Transformer(TransformerConfig("bert", **shape)).state_dict()
+    torch.manual_seed(0)
+    pairs = Transformer(TransformerConfig("bert", nsp=True, **shape)).state_dict()
+    more = ["pooler.weight", "pooler.bias", "nsp.weight", "nsp.bias"]
+    assert set(pairs) == {*plain, *more}
+    assert all(pairs[name].equal(weight) for name, weight in plain.items())
+
+
+@pytest.mark.parametrize("kind, pos", WITH_PAIRS)
 def test_a_batch_without_targets_costs_nothing(kind, pos):
     model = tiny(kind, pos)
     tokens = torch.randint(VOCAB, (2, SEQ_LEN))
@@ -134,6 +184,7 @@ def documents(seed: int = 1) -> list[tuple[torch.Tensor, torch.Tensor]]:
     drawn = []
     for length in LENGTHS:
         tokens, targets = torch.randint(VOCAB, (2, length), generator=generator)
+        targets[0] %= 2  # an answer, where there are pairs
         targets[torch.rand(length, generator=generator) < 1 / 3] = IGNORE
         drawn.append((tokens, targets))
     return drawn
@@ -177,7 +228,7 @@ def worst_error(found: dict[int, torch.Tensor], expected: dict[int, torch.Tensor
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 @pytest.mark.parametrize("rows", [ROWS, [[doc] for doc in range(len(LENGTHS))]])
-@pytest.mark.parametrize("kind, pos", KINDS)
+@pytest.mark.parametrize("kind, pos", WITH_PAIRS)
 def test_packed_equals_unpacked(kind, pos, rows, dtype):
     model, docs = tiny(kind, pos, dtype), documents()
     batch, places = lay(docs, rows)
@@ -197,7 +248,7 @@ def attend_by(impl: str, monkeypatch) -> None:
 
 
 @pytest.mark.parametrize("impl", ["dense", "groups"])
-@pytest.mark.parametrize("kind, pos", KINDS)
+@pytest.mark.parametrize("kind, pos", WITH_PAIRS)
 def test_a_step_of_the_optimizer_is_the_same_packed_or_not(monkeypatch, kind, pos, impl):
     docs = documents()
     batch, _ = lay(docs, ROWS)
@@ -239,7 +290,7 @@ def test_groups_of_documents_are_the_dense_mask(monkeypatch, kind, pos, dtype):
         assert_close(value, expected[name], TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("kind, pos", KINDS)
+@pytest.mark.parametrize("kind, pos", WITH_PAIRS)
 def test_the_order_of_rows_and_of_documents_within_them_does_not_change_the_loss(kind, pos):
     model, docs = tiny(kind, pos, torch.float64), documents()
     loss = model(lay(docs, ROWS)[0])

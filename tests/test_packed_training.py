@@ -8,10 +8,12 @@ import torch
 from conftest import SMALL
 
 import config
-from data import Rows, SpecialIds, collate, mask_tokens, shares_of_documents
+from data import Rows, collate, places
 from kernels.packed_attention import attention_mask
 from model import Transformer
 from packing import pack_lengths
+from support.batch import shares_of
+from support.masking import SpecialIds, mask_tokens
 from support.rng import bits
 from support.samples import Samples
 from support.token_store import Store
@@ -23,11 +25,7 @@ STEPS, DOCUMENTS, T = 50, 12, 32
 
 def masked(batch, rows, step, special_ids):
     """With masks that are a function of where a token lies in the store, not in a row."""
-    first = torch.from_numpy(rows.start)
-    documents = batch.with_documents().doc_ids
-    place = torch.from_numpy(rows.offsets[:-1])[:, None] + documents.clamp(min=0)  # (B, T) pieces
-    in_store = first[place] + batch.with_documents().positions
-    drawn = bits(torch.tensor([2 * step, 2 * step + 1]), in_store.flatten(), 1)
+    drawn = bits(torch.tensor([2 * step, 2 * step + 1]), places(rows, batch).flatten(), 1)
     return mask_tokens(batch, drawn.view(2, *batch.tokens.shape), special_ids)
 
 
@@ -55,7 +53,7 @@ def losses(store, packed, flags):
         if special_ids:
             batch = masked(batch, rows, step, special_ids)
         by_document = "document" in flags
-        shares = shares_of_documents(batch) if by_document else None
+        shares = shares_of(batch, by_document, None)
         of = DOCUMENTS if by_document else int((batch.targets >= 0).sum())
         loss = model(batch, shares=shares) / of
         optimizer.zero_grad()

@@ -9,10 +9,11 @@ import torch
 from conftest import SMALL
 
 import config
-from data import Rows, SpecialIds, draw
+from data import Rows, draw
 from kernels.cross_entropy import IGNORE
 from plan import Plan
 from support.clock import Clock
+from support.masking import SpecialIds
 from support.runtime import Runtime
 from support.token_store import Store
 from support.tokenizer import get_encoding

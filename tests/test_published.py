@@ -184,12 +184,12 @@ def test_bert_computes_the_published_function(tmp_path, dtype, prefix, old):
     model = built("bert").to(dtype)
     left_out = load_published(model, written(bert_file(dtype, prefix, old), tmp_path))
     assert left_out == [
-        "pooler.dense.weight",
-        "pooler.dense.bias",
-        "cls.seq_relationship.weight",
-        "cls.seq_relationship.bias",
         "embeddings.position_ids",
         "embeddings.token_type_embeddings.weight[1]",
+        "cls.seq_relationship.bias",
+        "cls.seq_relationship.weight",
+        "pooler.dense.bias",
+        "pooler.dense.weight",
     ]
     tokens = torch.randint(VOCAB, (2, SEQ_LEN))
     real = torch.ones(2, SEQ_LEN, dtype=torch.bool)
@@ -199,6 +199,29 @@ def test_bert_computes_the_published_function(tmp_path, dtype, prefix, old):
     found = model.logits(tokens, doc_ids=real.long() - 1)  # 0, or -1 on padding
     assert_close(found[real], expected[real], dtype)
     assert_close(model.logits(tokens[:1]), expected[:1], dtype)
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_a_bert_of_pairs_takes_the_published_answer_too(tmp_path, dtype):
+    """Scores of "it follows" and "it does not", from the [CLS] of one segment."""
+    model = built("bert", nsp=True).to(dtype)
+    left_out = load_published(model, written(bert_file(dtype), tmp_path))
+    assert not any("pooler" in name or "seq_relationship" in name for name in left_out)
+    w = bert_file(dtype, prefix="")
+    x = model.hidden_states(torch.randint(VOCAB, (2, SEQ_LEN)))
+    pooled = torch.tanh(x[:, 0] @ w["pooler.dense.weight"].T + w["pooler.dense.bias"])
+    expected = pooled @ w["cls.seq_relationship.weight"].T + w["cls.seq_relationship.bias"]
+    cls = torch.zeros(2, SEQ_LEN, dtype=torch.bool)
+    cls[:, 0] = True
+    assert_close(model.follows(x, cls), expected, dtype)
+
+
+def test_a_file_without_the_published_answer_is_no_start_for_pairs(tmp_path):
+    file = bert_file()
+    del file["bert.pooler.dense.weight"]
+    with pytest.raises(ValueError, match=r"no pooler\.dense\.weight, which --nsp needs"):
+        load_published(built("bert", nsp=True), written(file, tmp_path))
+    load_published(built("bert"), written(file, tmp_path))
 
 
 def test_token_type_0_is_folded_into_the_positions(tmp_path):

@@ -1,0 +1,70 @@
+"""Pairs of texts for BERT's second task: does the second one follow the first, or not?
+
+A piece of a document is parted in two. In half of the pairs the second part is another piece's:
+
+    piece   a a a a b b b b        c c c d d d d         two pieces of the store
+    twosome a a a a|b b b b        c c c|d d d d         second parts of like length
+    pairs   a a a a|d d d d  no    c c c|b b b b  no     or both stay as they were: yes, yes
+
+Were a foreign part as long as chance has it, its length would betray it: most pieces fill a row.
+So second parts are sorted by length, neighbours are cut to the shorter one, and then a coin for
+both says whether they change places. The answer is independent of every length, all text that is
+left is read once, and neighbours differ by a few tokens.
+
+Paper: Devlin et al., arXiv 1810.04805, section 3.1, task 2
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+import torch
+
+from kernels.cross_entropy import IGNORE
+from support.rng import bits, seed_of
+
+
+class Pairs(NamedTuple):
+    """Pieces (start, stop) of the store read as pairs: stop - start tokens in all."""
+
+    first: np.ndarray  # (n,) tokens of the first part, which begins at start
+    second: np.ndarray  # (n,) where the second part begins, which has the others
+
+    def take(self, numbers: np.ndarray) -> "Pairs":
+        return Pairs(self.first[numbers], self.second[numbers])
+
+    def answers(self, start: np.ndarray, stop: np.ndarray) -> np.ndarray:
+        """(n,) 0 where the second part follows the first, 1 where it is another's, as published for
+        BERT; IGNORE where there is none.
+        """
+        foreign = (self.second != start + self.first).astype(np.int64)
+        return np.where(stop - start > self.first, foreign, IGNORE)
+
+
+def sentence_pairs(spans: np.ndarray, *key: object) -> tuple[np.ndarray, Pairs]:
+    """Part pieces in two, and let second parts of like length change places for half of them.
+
+    The first part has a quarter to three quarters of a piece; a piece of one token has no second.
+    The random numbers are a hash of the key and of where in the store a piece begins, so the same
+    pieces are the same pairs in whatever order they come.
+
+    Args:    spans (n, 2) pieces of the store; key of the random numbers
+    Returns: spans (n, 2) with ends cut, and their pairs
+    Example: pieces of 8 and 7 tokens parted as 4 + 4 and 3 + 4 change places whole; parted as
+             4 + 4 and 4 + 3, the second parts have 3 tokens each, and one token is not read
+    """
+    start, stop = spans.T
+    length = stop - start
+    seeds = torch.tensor([seed_of(*key, what) for what in ("first", "order", "swap")])
+    at_random = bits(seeds, torch.from_numpy(np.ascontiguousarray(start)), 1)[:, :, 0].numpy()
+    least, most = np.maximum(length // 4, 1), np.maximum(3 * length // 4, 1)
+    first = least + at_random[0] % (most - least + 1)
+    left = length - first
+    order = np.lexsort((at_random[1], left))
+    order = order[left[order] > 0]
+    one, other = order[: len(order) // 2 * 2].reshape(-1, 2).T  # an odd one stays as it is
+    left[other] = left[one]  # the shorter one of the two
+    second = start + first
+    swap = at_random[2][one] % 2 == 1
+    one, other = one[swap], other[swap]
+    second[one], second[other] = second[other], second[one]
+    return np.stack((start, start + first + left), axis=1), Pairs(first, second)
