@@ -70,8 +70,9 @@ class Documents(NamedTuple):
 
     impl: str  # dense | groups | triton
     causal: bool
-    # dense: the mask, and where padding is; groups: slots and calls; triton: start and end
-    index: tuple[Tensor, Tensor]
+    # dense: the mask and, but for a CPU, where padding is; groups: slots and calls; triton: start
+    # and end
+    index: tuple[Tensor, ...]
 
 
 def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
@@ -92,7 +93,22 @@ def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
         slots, calls = attention_groups.layout(doc_ids)
         if impl == "groups" or attention_groups.saves(doc_ids, calls, causal):
             return Documents("groups", causal, (slots, calls))
+    if doc_ids.device.type == "cpu":
+        return Documents("dense", causal, (added_mask(doc_ids, causal),))
     return Documents("dense", causal, (attention_mask(doc_ids, causal), doc_ids < 0))
+
+
+def added_mask(doc_ids: Tensor, causal: bool) -> Tensor:
+    """The mask as what is added to scores, 0 or -inf: (B, 1, T, T) float32.
+
+    A CPU's attention wants it so, and makes it from bools anew in every layer. Padding sees nothing
+    here: a CPU's output and gradients are zero then.
+    """
+    seen = doc_ids[:, :, None] == doc_ids[:, None, :]  # (B, T, T)
+    seen &= (doc_ids >= 0)[:, None]
+    if causal:
+        seen.tril_()
+    return torch.where(seen, 0.0, -torch.inf)[:, None]
 
 
 def bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
@@ -237,7 +253,10 @@ def packed_attention(
         if documents.impl == "triton":
             attention_tiles.check(q)
         return PackedAttention.apply(q, k, v, documents)
-    mask, padding = documents.index
+    mask, *padding = documents.index
+    if mask.is_floating_point():
+        mask = mask.to(q.dtype)
     heads_first = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) each
     y = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, dropout_p=dropout)
-    return y.transpose(1, 2).masked_fill(padding[:, :, None, None], 0)  # (B, T, H, D)
+    y = y.transpose(1, 2)  # (B, T, H, D)
+    return y.masked_fill(padding[0][:, :, None, None], 0) if padding else y

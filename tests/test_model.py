@@ -457,9 +457,9 @@ def test_a_layer_of_kept_tokens_is_a_full_layer_that_looks_at_kept_keys_alone(ki
     is_kept = torch.zeros(B, T, dtype=torch.bool).scatter_(1, kept, True)
     ids = torch.zeros(B, T, dtype=torch.int64) if doc_ids is None else doc_ids
     full = TokenMeta(positions, ids, kind == "gpt", turns)
-    mask, padding = full.documents.index
-    mask = mask & (is_kept[:, None, None, :] | torch.eye(T, dtype=torch.bool))
-    full.documents = full.documents._replace(index=(mask, padding))
+    (mask,) = full.documents.index
+    dropped = ~is_kept[:, None, None, :]  # as keys
+    full.documents = full.documents._replace(index=(mask.masked_fill(dropped, -math.inf),))
     expected = model.h[1](x, full)[is_kept].view(B, 11, 16)
     assert_close(found, expected, 1e-5)
     assert taken.positions.equal(positions.expand(B, T)[is_kept].view(B, 11))
