@@ -4,20 +4,22 @@ Whatever the training run does, an evaluation is of whole documents at full leng
 and with nothing dropped: the pieces of the held-out documents are packed once and isolated from
 each other, and every token is a target. A document longer than a row is cut into pieces, each of
 which begins without context, as in training; with --stride every target but those of a document's
-first piece sees nearly a whole row before it.
+first piece sees nearly a whole row before it. The results of the pieces are put together again by
+document, in the order of the store.
 
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
     python evaluate.py runs/gpt-nano-1 --tokens 100K   # on a part of the held-out text
     python evaluate.py runs/gpt-nano-1 --stride 64     # long documents with a sliding context
+    python evaluate.py runs/gpt-nano-1 --by-document out.jsonl                # a line a document
+    python evaluate.py runs/gpt-nano-1 --by-document out.jsonl --data STORE --split all
 """
 
-import math
 from collections.abc import Callable
-from typing import NamedTuple
+from pathlib import Path
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import nn
 from tqdm import tqdm
 
 from data import Rows, collate
@@ -29,18 +31,10 @@ from support.flags import whole_number
 from support.masking import SpecialIds, mask_tokens
 from support.rng import bits, seed_of, shuffled
 from support.runtime import Parser, Runtime, exit_cleanly, start
-from support.samples import Samples, with_context
+from support.samples import SPLITS, Samples, with_context
+from support.scores import Documents, HeldOut, check_file
 from support.token_store import Store
 from support.tokenizer import byte_lengths, get_encoding
-
-
-class HeldOut(NamedTuple):
-    """The result of an evaluation."""
-
-    val_loss: float  # nats per target
-    val_bpb: float  # bits per byte of text; end-of-text is a target too, but has no bytes
-    targets: int
-    bytes: int
 
 
 class Evaluation:
@@ -53,7 +47,8 @@ class Evaluation:
                         same; None for all
             stride      targets of a piece that continues a document, after as many tokens of
                         context as fit; None for pieces without context
-    Raises: ValueError if the store holds out no document, or if the stride is no part of a row
+            split       val | train | all: other documents than those held out
+    Raises: ValueError if the split has no document, or if the stride is no part of a row
     """
 
     def __init__(
@@ -64,12 +59,15 @@ class Evaluation:
         special_ids: SpecialIds | None = None,
         tokens: int | None = None,
         stride: int | None = None,
+        split: str = "val",
     ):
-        samples = Samples(store, "bert" if special_ids else "pieces", seq_len, split="val")
+        samples = Samples(store, "bert" if special_ids else "pieces", seq_len, split)
         if len(samples) == 0:
+            which = "holds out no" if split == "val" else "has no training"
             raise ValueError(
-                f"{store.path} holds out no document, so there is nothing to evaluate on: prepare"
-                " it again with --holdout 20, or name another store with --data"
+                f"{store.path} {which} document, so there is nothing to evaluate on: prepare"
+                " it again with --holdout 20, name another store with --data, or have evaluate.py"
+                " take all of its documents with --split all"
             )
         if stride is not None and (special_ids or not 1 <= stride <= seq_len):
             raise ValueError(
@@ -88,9 +86,10 @@ class Evaluation:
         special_tokens = seq_len - samples.max_piece_len  # a BERT's [CLS] and [SEP]
         packs = pack_lengths(pieces[:, 1] - pieces[:, 0] + special_tokens, seq_len)
         self.rows = Rows.of(pieces[packs.items], packs.offsets, seen[packs.items])
+        self.is_whole, self.name = len(spans) == len(samples), SPLITS[split]
         part = f"{sizes.sum():,} of {samples.stop - samples.start:,}"
-        self.text = f"{'all' if len(spans) == len(samples) else part} held-out tokens"
-        self.store, self.seq_len = store, seq_len
+        self.text = f"{'all' if self.is_whole else part} {self.name} tokens"
+        self.store, self.seq_len, self.split_documents = store, seq_len, samples.documents
         self.lengths, self.special_ids = lengths, special_ids
 
     def run(
@@ -100,43 +99,66 @@ class Evaluation:
         rows: int,
         between: Callable[[int], None] = lambda done: None,
     ) -> HeldOut:
-        """Evaluate the model on all rows, `rows` at a time on each rank.
+        """Evaluate the model on all rows; see `documents`, which does the work."""
+        return self.documents(model, runtime, rows, between).total()
+
+    def documents(
+        self,
+        model: nn.Module,
+        runtime: Runtime,
+        rows: int,
+        between: Callable[[int], None] = lambda done: None,
+    ) -> Documents:
+        """Evaluate the model on all rows, `rows` at a time on each rank, and sum by document.
 
         The model is in evaluation mode meanwhile, and afterwards in the mode it was in.
 
         Args:    between called after every batch with how many of self.rows are done, equally often
                          on every rank; what it raises ends the evaluation
+        Returns: on every rank, all documents of the split, also those without a target; of a part
+                 (`tokens`) those of which a piece was chosen
         Raises:  ValueError if nothing is predicted, as when few tokens of a BERT are all unmasked
         """
+        of_piece = np.zeros((len(self.rows.start), 3))
+        at_once = runtime.world_size * rows
         was_training = model.training
         model.eval()
         try:
-            sums = self.sums(model, runtime, rows, between)
+            for first in range(0, len(self.rows), at_once):
+                own = first + runtime.rank * rows
+                if own < len(self.rows):  # in the last turn there may be rows for some ranks only
+                    pieces = slice(*self.rows.offsets[[own, min(own + rows, len(self.rows))]])
+                    of_piece[pieces] = self.sums(model, runtime, own, rows)
+                between(min(first + at_once, len(self.rows)))
         finally:
             model.train(was_training)
-        nats, targets, size = runtime.reduce(sums.to(runtime.device)).tolist()
-        if targets == 0:
-            raise ValueError(f"{self.store.path}: no held-out token is a target: evaluate on more")
-        return HeldOut(nats / targets, nats / math.log(2) / max(size, 1), int(targets), int(size))
+        of_piece = runtime.reduce(torch.from_numpy(of_piece).to(runtime.device)).cpu().numpy()
 
-    @torch.no_grad()
-    def sums(
-        self, model: nn.Module, runtime: Runtime, rows: int, between: Callable[[int], None]
-    ) -> Tensor:
-        """(3,) float64: nats, targets and bytes of this rank's rows."""
-        nats, targets, size = 0.0, 0, 0
-        at_once = runtime.world_size * rows
-        for first in range(0, len(self.rows), at_once):
-            own = first + runtime.rank * rows
-            if own < len(self.rows):  # in the last turn there may be rows for some ranks only
-                batch = self.batch(own, rows)
-                counted = batch.targets[batch.targets >= 0]
-                targets += len(counted)
-                size += int(self.lengths[counted.numpy()].sum())
-                with runtime.autocast():
-                    nats += model(batch.to(runtime.device)).item()
-            between(min(first + at_once, len(self.rows)))
-        return torch.tensor([nats, targets, size], dtype=torch.float64)
+        document = np.searchsorted(self.store.offsets, self.rows.start, side="right") - 1  # (n,)
+        first, stop = self.split_documents.start, self.split_documents.stop
+        numbers = np.arange(first, stop) if self.is_whole else np.unique(document)
+        nats, targets, size = (
+            np.bincount(document - first, column, stop - first)[numbers - first]
+            for column in of_piece.T
+        )
+        if not targets.any():
+            raise ValueError(
+                f"{self.store.path}: no {self.name} token is a target: evaluate on more"
+            )
+        return Documents(numbers, nats, targets.astype(np.int64), size.astype(np.int64))
+
+    def sums(self, model: nn.Module, runtime: Runtime, first: int, count: int) -> np.ndarray:
+        """(n, 3) nats, targets and bytes of each piece in the rows from number `first` on."""
+        batch = self.batch(first, count)
+        with runtime.autocast():
+            losses = model.losses(batch.to(runtime.device)).cpu()  # (B, T)
+        offsets = self.rows.offsets[first : first + len(losses) + 1] - self.rows.offsets[first]
+        counted = batch.targets >= 0
+        of_row = torch.from_numpy(offsets[:-1, None])  # (B, 1)
+        piece = (of_row + batch.with_documents().doc_ids)[counted].numpy()
+        size = self.lengths[batch.targets[counted].numpy()]
+        columns = (losses[counted].double().numpy(), None, size)
+        return np.stack([np.bincount(piece, column, offsets[-1]) for column in columns], axis=1)
 
     def batch(self, first: int, count: int) -> Batch:
         """Rows from number `first` on; of a BERT with the masks that these rows always have."""
@@ -167,9 +189,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("run", help="folder of a run")
     parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
     parser.add_argument("--data", help="another token store (default: the run's own)")
-    parser.add_argument("--tokens", type=whole_number, help="of held-out text (default: all)")
+    parser.add_argument("--tokens", type=whole_number, help="of its text (default: all)")
     stride = "targets of a piece that continues a document (default: no context before it)"
     parser.add_argument("--stride", type=int, help=stride)
+    parser.add_argument("--split", choices=SPLITS, default="val", help="(default: val, held out)")
+    by_document = "also write the result of each document, a JSON object a line"
+    parser.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
     parser.add_argument("--rows", type=int, default=16, help="rows evaluated at once")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     args = parser.parse_args(argv)
@@ -178,20 +203,28 @@ def main(argv: list[str] | None = None) -> None:
         if number is not None and number < 1:
             raise ValueError(f"--{name} {number}: choose 1 or more")
     here = start(args.device, "auto")
+    if args.by_document:
+        here.on_rank0(lambda: check_file(args.by_document))
     settings, model, state = load_run(args.run, args.checkpoint)
     encoding = get_encoding(settings.data.tokenizer)
     store = Store.open(args.data or settings.data.data or embedded_store(settings.data.tokenizer))
     store.check_tokenizer(encoding)
     special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
-    lengths = byte_lengths(encoding)
-    evaluation = Evaluation(
-        store, settings.data.seq_len, lengths, special_ids, args.tokens, args.stride
-    )
-    result = evaluation.run(model.to(here.device), here, args.rows, progress(evaluation, here))
+    chosen = (special_ids, args.tokens, args.stride, args.split)
+    evaluation = Evaluation(store, settings.data.seq_len, byte_lengths(encoding), *chosen)
+    between = progress(evaluation, here)
+    documents = evaluation.documents(model.to(here.device), here, args.rows, between)
+    result = documents.total()
     where = f"{args.run}, step {state['step']}"
-    here.say(f"{where}: held-out {result.val_bpb:.4f} bits per byte, on {evaluation.text}")
+    bpb = f"{result.val_bpb:.4f} bits per byte"
+    here.say(f"{where}: {evaluation.name} {bpb}, on {evaluation.text}")
     size = f"{result.targets:,} tokens, {result.bytes:,} bytes"
     here.say(f"{result.val_loss:.4f} nats per token, of {size}")
+    if args.by_document:
+        here.on_rank0(lambda: documents.write(args.by_document))
+        part = "" if evaluation.is_whole else ", those with a piece among these tokens"
+        count = f"{len(documents.numbers):,} of {len(evaluation.split_documents):,}"
+        here.say(f"{args.by_document}: {count} documents{part}")
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from support.atomic import atomic_write, folder_lock
 from support.token_store import Store
 
 KINDS = ("pieces", "rows", "bert")
+SPLITS = {"train": "training", "val": "held-out", "all": "stored"}  # as text calls their tokens
 KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT"
 IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
 DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
@@ -32,14 +33,15 @@ class Samples:
     Args: kind    pieces | rows | bert: a BERT's pieces leave out end-of-text and make room for the
                   [CLS] and [SEP] that collate puts around them
           seq_len tokens of a row
-          split   train | val: the documents that are held out are the last ones of the store
+          split   train | val | all: the documents that are held out are the last ones of the store
     """
 
     def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
         self.store, self.kind, self.seq_len, self.split = store, kind, seq_len, split
         self.max_piece_len = seq_len - 2 if kind == "bert" else seq_len
-        n = store.train_documents
-        offsets = store.offsets[: n + 1] if split == "train" else store.offsets[n:]
+        n, N = store.train_documents, len(store.offsets) - 1
+        self.documents = {"train": range(n), "val": range(n, N), "all": range(N)}[split]
+        offsets = store.offsets[self.documents.start : self.documents.stop + 1]
         self.start, self.stop = int(offsets[0]), int(offsets[-1])
         self.table = None if kind == "rows" else self._table(offsets)
 

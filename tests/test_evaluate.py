@@ -1,8 +1,15 @@
-"""Bits per byte: a worked answer, whole documents, the same for any number of rows and ranks."""
+"""Bits per byte: a worked answer, whole documents, the same for any number of rows and ranks.
 
+By document too, held to its definition: every piece of text alone through the model.
+"""
+
+import json
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,8 +20,9 @@ import evaluate
 from evaluate import Evaluation
 from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
+from prepare import prepare
 from support.masking import SpecialIds
-from support.runtime import Runtime
+from support.runtime import ROOT, Runtime
 from support.token_store import Store
 from support.tokenizer import byte_lengths, get_encoding
 
@@ -36,8 +44,8 @@ def one(rank=0, world_size=1):
 class Even(nn.Module):
     """Gives every one of 256 bytes and end-of-text the same chance."""
 
-    def forward(self, batch):
-        return torch.tensor(math.log(257.0) * int((batch.targets >= 0).sum()))
+    def losses(self, batch):
+        return math.log(257.0) * (batch.targets >= 0).double()
 
 
 @pytest.fixture(scope="module")
@@ -167,10 +175,8 @@ def test_no_dropping_and_full_length_whatever_training_does(run):
 class Recency(nn.Module):
     """Its loss on a token is the fewer nats, the more tokens of its document stand before it."""
 
-    def forward(self, batch):
-        batch = batch.with_documents()
-        nats = 1 / (1 + batch.positions.double())
-        return nats[batch.targets >= 0].sum()
+    def losses(self, batch):
+        return (batch.targets >= 0) / (1 + batch.with_documents().positions.double())
 
 
 def test_a_stride_gives_each_target_more_context_and_changes_nothing_else(store):
@@ -188,3 +194,201 @@ def test_a_stride_that_no_row_holds_is_refused(store, stride):
         Evaluation(store, 64, LENGTHS, stride=stride)
     with pytest.raises(ValueError, match="a BERT has none"):
         Evaluation(store, 64, LENGTHS, SpecialIds.of(BYTES), stride=8)
+
+
+# By document
+
+
+def tiny(kind: str = "gpt", dtype: torch.dtype = torch.float64) -> Transformer:
+    """Of weights so wide that a wrong mask or position shows."""
+    torch.manual_seed(0)
+    model = Transformer(TransformerConfig(kind, 2, 2, 16, 32, 64, 320))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    return model.to(dtype)
+
+
+def by_definition(evaluation, model) -> np.ndarray:
+    """(n, 3) nats, targets and bytes of each held-out document, a piece at a time and by itself."""
+    store, rows = evaluation.store, evaluation.rows
+    bounds = store.offsets[store.train_documents :].tolist()
+    found = np.zeros((len(bounds) - 1, 3))
+    for row in range(len(rows)):
+        batch = evaluation.batch(row, 1).with_documents()
+        for number, piece in enumerate(range(*rows.offsets[row : row + 2])):
+            here = batch.doc_ids[0] == number
+            tokens, targets = batch.tokens[:, here], batch.targets[:, here]
+            counted = targets[targets >= 0]
+            start = rows.start[piece]
+            document = next(n for n, stop in enumerate(bounds[1:]) if start < stop)
+            nats = model((tokens, targets, None, None)).item()
+            found[document] += (nats, len(counted), LENGTHS[counted].sum())
+    return found
+
+
+def agree(documents, expected: np.ndarray, tolerance: float) -> bool:
+    counts = np.stack((documents.targets, documents.bytes), axis=1)
+    error = np.abs(documents.nats - expected[:, 0])
+    return np.array_equal(counts, expected[:, 1:]) and (error <= tolerance * expected[:, 0]).all()
+
+
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float64, 1e-12), (torch.float32, 1e-6)])
+@pytest.mark.parametrize("kind, stride", [("gpt", None), ("gpt", 16), ("bert", None)])
+def test_packed_documents_have_the_nats_of_their_pieces_alone(
+    store, kind, stride, dtype, tolerance
+):
+    special_ids = SpecialIds.of(BYTES) if kind == "bert" else None
+    evaluation = Evaluation(store, 64, LENGTHS, special_ids, stride=stride)
+    model = tiny(kind, dtype).eval()
+    found, expected = evaluation.documents(model, one(), 8), by_definition(evaluation, model)
+    assert agree(found, expected, tolerance)
+    held_out = range(store.train_documents, store.meta["documents"])
+    assert found.numbers.tolist() == list(held_out)
+    # The comparison sees a piece that is counted for another document.
+    shifted = np.concatenate(([0], store.offsets[1:-1] - 64, store.offsets[-1:]))
+    evaluation.store = replace(store, offsets=shifted)
+    assert not agree(evaluation.documents(model, one(), 8), expected, tolerance)
+
+
+def test_documents_add_up_to_the_whole(store):
+    model = tiny()
+    for special_ids, scored in ((None, model), (SpecialIds.of(BYTES), tiny("bert"))):
+        evaluation = Evaluation(store, 64, LENGTHS, special_ids)
+        whole, documents = evaluation.run(scored, one(), 8), evaluation.documents(scored, one(), 8)
+        assert documents.total() == whole
+        scored.eval()
+        firsts = range(0, len(evaluation.rows), 8)
+        nats = sum(scored(evaluation.batch(first, 8)).item() for first in firsts)
+        assert documents.nats.sum() == pytest.approx(nats, rel=1e-12)
+        assert documents.targets.sum() == whole.targets and documents.bytes.sum() == whole.bytes
+
+
+def test_documents_of_ranks_add_up(store):
+    evaluation, model = Evaluation(store, 64, LENGTHS), tiny()
+    whole = evaluation.documents(model, one(), 8)
+    parts = [evaluation.documents(model, one(rank, 3), 8) for rank in range(3)]
+    for name in ("targets", "bytes"):
+        assert np.array_equal(sum(getattr(part, name) for part in parts), getattr(whole, name))
+    np.testing.assert_allclose(sum(part.nats for part in parts), whole.nats, rtol=1e-12)
+    assert all(np.array_equal(part.numbers, whole.numbers) for part in parts)
+
+
+def by_hand(sizes: list[int], train_documents: int) -> Store:
+    """Documents of so many bytes, each followed by end-of-text."""
+    end = BYTES.eot_token
+    tokens = np.concatenate([[*range(97, 97 + size), end] for size in sizes]).astype(np.uint16)
+    offsets = np.cumsum([0, *(size + 1 for size in sizes)])
+    meta = {"end_of_text": end, "vocab_size": 320}
+    return Store(
+        Path("by-hand"), meta, tokens, offsets, train_documents, int(offsets[train_documents])
+    )
+
+
+def test_long_and_empty_documents_worked_by_hand():
+    store = by_hand([3, 0, 20, 0, 5], train_documents=1)
+    held_out = Evaluation(store, 8, LENGTHS).documents(Even(), one(), 2)
+    assert held_out.numbers.tolist() == [1, 2, 3, 4]
+    assert held_out.targets.tolist() == [1, 21, 1, 6]
+    assert held_out.bytes.tolist() == [0, 20, 0, 5]
+    assert held_out.nats == pytest.approx(math.log(257) * held_out.targets)
+    for split, numbers in (("train", [0]), ("all", [0, 1, 2, 3, 4])):
+        found = Evaluation(store, 8, LENGTHS, split=split).documents(Even(), one(), 2)
+        assert found.numbers.tolist() == numbers
+    bert = Evaluation(store, 8, LENGTHS, SpecialIds.of(BYTES)).documents(Even(), one(), 2)
+    assert bert.numbers.tolist() == [1, 2, 3, 4]
+    assert bert.targets.tolist() == [0, 4, 0, 1], "one of each piece: of 6, 6, 6, 2 and of 5"
+    assert bert.nats[[0, 2]].tolist() == [0, 0]
+
+
+def test_of_a_part_only_documents_with_a_chosen_piece_are_there(store):
+    part = Evaluation(store, 64, LENGTHS, tokens=500)
+    found = part.documents(Even(), one(), 8)
+    every = Evaluation(store, 64, LENGTHS).documents(Even(), one(), 8)
+    assert 0 < len(found.numbers) < len(every.numbers) and (np.diff(found.numbers) > 0).all()
+    assert (found.targets > 0).all()
+    assert (found.targets <= every.targets[found.numbers - every.numbers[0]]).all()
+    assert found.total() == part.run(Even(), one(), 8)
+
+
+def test_documents_on_the_command_line(run, store_dir, tmp_path, capsys):
+    run()
+    said = {}
+    for flags in ("", "--by-document out.jsonl", "--by-document part.jsonl --tokens 2K"):
+        capsys.readouterr()
+        evaluate.main(["run", "--device", "cpu", *flags.split()])
+        said[flags] = capsys.readouterr().out.splitlines()
+    plain, whole, part = said.values()
+    assert whole == [*plain, "out.jsonl: 27 of 27 documents"]
+    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    assert [line["document"] for line in lines] == list(range(454, 481))
+    tokens, size, nats = (sum(line[n] for line in lines) for n in ("tokens", "bytes", "nats"))
+    assert plain[1] == f"{nats / tokens:.4f} nats per token, of {tokens:,} tokens, {size:,} bytes"
+    for line in lines:
+        assert line["bpb"] == pytest.approx(line["nats"] / math.log(2) / line["bytes"])
+    chosen = len((tmp_path / "part.jsonl").read_text().splitlines())
+    assert 0 < chosen < 27
+    assert part[2] == (
+        f"part.jsonl: {chosen} of 27 documents, those with a piece among these tokens"
+    )
+
+
+def test_all_documents_of_a_store_that_holds_nothing_out(run, store_dir, tmp_path, capsys):
+    run()
+    texts = [{"text": "abc " * n} for n in (40, 1, 7, 0, 30)]
+    Path("mine.jsonl").write_text("\n".join(map(json.dumps, texts)))
+    for number, holdout in enumerate((0, 1)):  # nothing held out, everything
+        prepare(["mine.jsonl"], tmp_path / f"s{number}", BYTES, "bytes", holdout)
+    ask = ["run", "--device", "cpu", "--by-document", "out.jsonl", "--data"]
+    with pytest.raises(ValueError, match=r"s0 holds out no document.* documents with --split all$"):
+        evaluate.main([*ask, "s0"])
+    with pytest.raises(ValueError, match=r"s1 has no training document"):
+        evaluate.main([*ask, "s1", "--split", "train"])
+    files = []
+    for flags in ("s0 --split all", "s0 --split train", "s1 --split val", "s1 --split all"):
+        capsys.readouterr()
+        evaluate.main([*ask, *flags.split()])
+        files.append((tmp_path / "out.jsonl").read_text())
+        of = {"all": "stored", "train": "training", "val": "held-out"}[flags.split()[-1]]
+        assert f": {of} " in (said := capsys.readouterr().out) and f"on all {of} tokens" in said
+        assert said.endswith("out.jsonl: 4 of 4 documents\n")
+    lines = [json.loads(line) for line in files[0].splitlines()]
+    assert [(line["document"], line["bytes"]) for line in lines] == [
+        (number, 4 * n) for number, n in enumerate((40, 1, 7, 30))
+    ]
+    assert files == [files[0]] * 4
+
+
+@pytest.mark.dist
+def test_documents_of_two_processes_are_those_of_one(run, store_dir, tmp_path):
+    run()
+    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
+    command = [str(ROOT / "evaluate.py"), "run", "--device", "cpu", "--by-document"]
+    subprocess.run([*launch, *command, "two.jsonl"], cwd=tmp_path, check=True)
+    evaluate.main([*command[1:], "one.jsonl"])
+    assert (tmp_path / "two.jsonl").read_text() == (tmp_path / "one.jsonl").read_text()
+    refused = subprocess.run(
+        [*launch, *command, "nowhere/two.jsonl"], cwd=tmp_path, capture_output=True, text=True
+    )
+    assert refused.stderr.count("error: ") == 1
+    assert "error: --by-document nowhere/two.jsonl: the folder nowhere does not" in refused.stderr
+
+
+@pytest.mark.parametrize(
+    "file, said",
+    [
+        ("no/out.jsonl", "--by-document no/out.jsonl: the folder no does not exist"),
+        ("folder", "--by-document folder is a folder: name a file in it"),
+        ("", "--by-document . is a folder: name a file in it"),
+    ],
+)
+def test_a_file_that_cannot_be_written_is_refused_before_a_run_is_opened(
+    tmp_path, monkeypatch, capsys, file, said
+):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "folder").mkdir()
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", "no-run", "--by-document", file])
+    with pytest.raises(SystemExit) as ended:
+        evaluate.exit_cleanly(evaluate.main)
+    assert ended.value.code == 2
+    assert capsys.readouterr().err == f"error: {said}\n"
+    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
