@@ -26,6 +26,7 @@ from support.optim import OptimConfig
 from support.recipes import refusals_of_rows, with_defaults
 from support.run import RunConfig
 from support.run_folder import newest_run, started_with
+from support.samples import LONG, LONG_HELP
 from support.settings import (
     flag,
     is_on,
@@ -47,6 +48,7 @@ class DataConfig:
         None, "pd4k, bytes, gpt2 or a .tiktoken file of ranks (default: the store's, else pd4k)"
     )
     seq_len: int | None = flag(None, "tokens of a row (default: by --size)", least=8, below=2**31)
+    long: str = flag("split", LONG_HELP, LONG)
 
 
 @dataclass(frozen=True)
@@ -192,6 +194,11 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
         (
             model.init is not None and model.pos == "rope",
             "--init and --pos rope exclude each other: published weights have learned positions",
+        ),
+        (
+            config.data.long == "truncate" and samples_kind(config) == "rows",
+            "--long truncate needs documents, and without --pack a GPT is trained on rows cut from"
+            " the stream, which have none: add --pack, or leave out --long",
         ),
         (
             optim.warmup_tokens >= optim.tokens,

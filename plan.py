@@ -81,7 +81,7 @@ class Plan:
         self.seq_len = settings.data.seq_len
         self.rows_per_step = settings.optim.batch_tokens // self.seq_len
         kind = samples_kind(settings)
-        self.samples = Samples(store, kind, self.seq_len)
+        self.samples = Samples(store, kind, self.seq_len, long=settings.data.long)
         self.extra = self.seq_len - self.samples.max_piece_len  # [CLS] and [SEP] of every piece
         self.window: Window | None = None
         if len(self.samples) == 0:
