@@ -37,7 +37,7 @@ from support.atomic import atomic_write, folder_lock
 from support.parallel import in_processes
 from support.ranking import Rankings
 from support.runtime import Runtime
-from support.samples import KINDS, KINDS_HELP, Samples, samples_of
+from support.samples import Samples, add_flags, samples_of
 from support.shard_files import Shard, ShardFiles
 from support.sorted_runs import sorted_run
 from support.tokenizer import get_encoding
@@ -179,19 +179,19 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
     names = [name for name in names if name not in LENGTHS]
     if not names:
         return Rankings({})
-    store, kind, seq_len = str(samples.store.path), samples.kind, samples.seq_len
+    store, kind, seq_len, long = samples.store.path, samples.kind, samples.seq_len, samples.long
     prints = {name: difficulty.fingerprint(samples, name) for name in names}
-    at = difficulty.index_folder(folder, store, kind, seq_len)
+    at = difficulty.index_folder(folder, samples)
     lacking = ranks.on_rank0(lambda: difficulty.lacking_in(at, prints))
     if lacking and samples.store.train_tokens > SMALL:
         raise ValueError(
             f"{at} has no index by {', '.join(lacking)}: make it with python analyze.py {store}"
             f" --metric {','.join(lacking)} --samples {kind} --seq-len {seq_len}"
-            f"{f' --out {folder}' if folder else ''}"
+            f" --long {long}{f' --out {folder}' if folder else ''}"
         )
     if lacking:
         ranks.say(f"analyzing {store} by {', '.join(lacking)}, once: index in {at}")
-        analyze(partial(samples_of, store, kind, seq_len), lacking, at, ranks)
+        analyze(partial(samples_of, str(store), kind, seq_len, long), lacking, at, ranks)
     return difficulty.opened(at, prints)
 
 
@@ -204,8 +204,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument(
         "--metric", required=True, help=f"{', '.join(difficulty.METRICS)} or path.py:name"
     )
-    parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)
-    parser.add_argument("--seq-len", type=int, default=256, help="tokens of a row")
+    add_flags(parser)
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
     parser.add_argument("--plot", help="file for a histogram")
@@ -217,9 +216,9 @@ def main(argv: list[str] | None = None) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are told to end
     ranks = runtime.start("cpu", "fp32")
     store = args.store or ranks.on_rank0(lambda: str(prepare.embedded_store("pd4k")))
-    open_samples = partial(samples_of, store, args.samples, args.seq_len)
+    open_samples = partial(samples_of, store, args.samples, args.seq_len, args.long)
     samples = open_samples()
-    folder = difficulty.index_folder(args.out, store, args.samples, args.seq_len)
+    folder = difficulty.index_folder(args.out, samples)
     analyze(open_samples, names, folder, ranks, args.workers)
     if ranks.is_rank0:
         prints = {name: difficulty.fingerprint(samples, name) for name in names}
@@ -238,6 +237,8 @@ def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
     least = 3 if args.samples == "bert" else 1  # [CLS] and [SEP] take two
     if not least <= args.seq_len < 2**31:
         raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
+    if args.samples == "rows" and args.long == "truncate":
+        raise ValueError("--long truncate: --samples rows are cut across documents: take pieces")
     if args.workers < 1:
         raise ValueError(f"--workers {args.workers} must be at least 1")
     for name in set(names) & set(LENGTHS):

@@ -114,6 +114,11 @@ class Rows:
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
+    def with_blanks(self, rows: int) -> "Rows":
+        """So many rows in all: the last ones have no piece."""
+        offsets = np.pad(self.offsets, (0, rows - len(self)), mode="edge")
+        return Rows(self.start, self.stop, offsets, self.seen)
+
     def take(self, numbers: np.ndarray) -> "Rows":
         """The rows of these numbers, in this order."""
         pieces, offsets = Packs(np.arange(len(self.start)), self.offsets).take(numbers)

@@ -193,7 +193,8 @@ def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray
     for start_id in range(first, last, step):
         start, stop = samples.spans(np.arange(start_id, min(start_id + step, last))).T
         tokens, lengths = samples.read_tokens(start[0], stop[-1]), stop - start
-        if lengths.sum() < len(tokens):  # between a BERT's samples lie the ends of documents
+        # between samples may lie the ends of a BERT's documents, and what was truncated
+        if lengths.sum() < len(tokens):
             edge = np.zeros(len(tokens) + 1, np.int8)
             edge[start - start[0]] += 1
             edge[stop - start[0]] -= 1
@@ -206,15 +207,16 @@ def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray
 
 
 def fingerprint(samples: Samples, name: str) -> str:
-    """What ties an index to store, tokenizer, sample length and metric (a user's by its source)."""
+    """What ties an index to store, tokenizer, samples and metric (a user's by its source)."""
     source = Path(name.rpartition(":")[0]).read_text() if ":" in name else ""
     made_of = {"format": 1, "metric": label(name), "source": source, **samples.identity()}
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
-def index_folder(given: str | None, store: str | Path, kind: str, seq_len: int) -> Path:
+def index_folder(given: str | None, samples: Samples) -> Path:
     """Where the indexes of one kind of samples lie: by default in the store they belong to."""
-    return Path(given or Path(store) / "curriculum") / f"{kind}-{seq_len}"
+    kind = f"{samples.kind}-{samples.seq_len}{'-truncate' * (samples.long == 'truncate')}"
+    return Path(given or samples.store.path / "curriculum") / kind
 
 
 @dataclass(frozen=True, eq=False)

@@ -73,7 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     # from here on a signal waits until the run can be saved; what came before is no loss
     stop = StopSignal(tqdm.write if runtime.is_rank0 else lambda line: None)
     run.open_log()
-    announce(run, data.store, rows_at_once.why)
+    announce(run, plan.samples, rows_at_once.why)
     bar = progress_bar(run)
 
     def between(what: str, done: int, of: int) -> None:

@@ -37,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 from packing import next_fit, pack, pack_lengths
 from support import cutting_stock
-from support.packing_table import read_histogram, split
+from support.packing_table import read_histogram
 from support.packs import Packing, assign, histogram
 from support.runtime import exit_cleanly
+from support.samples import cut
 from support.token_store import Store
 
 DEPTHS = {
@@ -130,7 +131,8 @@ def measure_local(path: str) -> list[dict]:
     documents = np.diff(store.offsets[: store.train_documents + 1])
     documents = np.random.default_rng(0).permutation(documents)
     for max_len in (256, 512, 1024, 2048):
-        lengths = split(documents, max_len)
+        start, stop = cut(np.stack((0 * documents, documents), axis=1), max_len).T
+        lengths = stop - start
         figures = Figures(max_len=max_len, documents=len(documents), pieces=len(lengths))
         full = np.bincount(lengths, minlength=max_len + 1)
         figures.add("one_document_a_row", round(lengths.mean() / max_len, 4))

@@ -11,7 +11,7 @@ SWAPS, MOST_SWAPS = 16, 256  # at most, for each share beyond the first and in a
 LOOKED_AT = 32  # rows of a share that may be swapped
 
 
-def balanced(work: np.ndarray) -> np.ndarray:
+def balanced(work: np.ndarray, multiple: int = 1) -> np.ndarray:
     """An order of rows in which equal shares, one after the other, have nearly equal work.
 
     The rows are parted into p shares, p the largest prime factor of their number, each of these
@@ -19,17 +19,22 @@ def balanced(work: np.ndarray) -> np.ndarray:
     which rows share a step, and what number each has, does not depend on it. The micro-batches
     within a rank's share come out even too.
 
-    Args:    work (R,) of each row, such as the sum of its squared lengths of documents
+    Args:    work     (R,) of each row, such as the sum of its squared lengths of documents
+             multiple part them as if rows without work made up a multiple of it. For a number of
+                      rows that ranks need not divide: a prime one would part into single rows,
+                      which is the most work first
     Returns: (R,) row numbers; 0..R-1 where all rows have the same work
     Cost:    O(R log R); 4,096 rows in 6 ms
     Example: work [4, 3, 2, 1] in two shares: rows 0 and 3, rows 1 and 2
     """
+    R = len(work)
+    if R == 0 or work.min() == work.max():
+        return np.arange(R)
+    work = np.pad(work, (0, -R % multiple))
     shares = np.arange(len(work))[None]  # (G, n)
-    if len(work) == 0 or work.min() == work.max():
-        return shares[0]
     for p in prime_factors(len(work)):
         shares = parted(work, shares, p)
-    return shares[:, 0]
+    return shares[shares < R]
 
 
 def parted(work: np.ndarray, groups: np.ndarray, p: int) -> np.ndarray:

@@ -17,6 +17,7 @@ import numpy as np
 
 from support import cutting_stock, figures
 from support.packs import Packing, checked, histogram
+from support.samples import LONG, LONG_HELP, Samples
 from support.token_store import Store
 
 MAX_LEN = 256  # tokens of a row, as many as train.py has by default
@@ -42,8 +43,7 @@ def add_flags(parser: argparse.ArgumentParser, packers: tuple[str, ...], default
     parser.add_argument("--max-len", type=int, help=row)
     depth = "documents in a row at most (default: as many as fit; of a folder: a table)"
     parser.add_argument("--max-per-pack", type=int, help=depth)
-    long = "what becomes of a folder's documents longer than a row"
-    parser.add_argument("--long", choices=("split", "truncate"), default="split", help=long)
+    parser.add_argument("--long", choices=LONG, default="split", help=f"{LONG_HELP}; of a folder")
     parser.add_argument("--json", action="store_true", help="print a JSON object a packer")
     parser.add_argument("--plot", help="file for a picture of some rows")
 
@@ -69,26 +69,17 @@ def read(args: argparse.Namespace) -> Documents:
     if not path.is_dir():
         return Documents("histogram", read_histogram(path, args.max_len), None)
     store = Store.open(path)
-    lengths = np.diff(store.offsets[: store.train_documents + 1])
-    longer = int((lengths > max_len).sum())
-    cut = split(lengths, max_len) if args.long == "split" else np.minimum(lengths, max_len)
+    samples = Samples(store, "pieces", max_len, long=args.long)  # as the trainer cuts documents
+    start, stop = samples.spans(np.arange(len(samples))).T
+    longer, tokens = samples.beyond_a_row()
+    left_out = f", {tokens:,} tokens are left out" if args.long == "truncate" else ""
     print(
-        f"{len(lengths):,} documents for training, {store.meta['skipped']:,} empty ones were"
-        f" skipped; {longer:,} longer than a row: --long {args.long} makes {len(cut):,} in all",
+        f"{store.train_documents:,} documents for training, {store.meta['skipped']:,} empty ones"
+        f" were skipped; {longer:,} longer than a row: --long {args.long} makes"
+        f" {len(samples):,} in all{left_out}",
         file=sys.stderr,
     )
-    return Documents("store", checked(histogram(cut, max_len)), cut)
-
-
-def split(lengths: np.ndarray, max_len: int) -> np.ndarray:
-    """Cut documents at multiples of max_len from their own starts, as the trainer does.
-
-    Example: split([5, 2], 2) is [2, 2, 1, 2]
-    """
-    pieces = -(-lengths // max_len)
-    cut = np.full(pieces.sum(), max_len)
-    cut[np.cumsum(pieces) - 1] = lengths - (pieces - 1) * max_len
-    return cut
+    return Documents("store", checked(histogram(stop - start, max_len)), stop - start)
 
 
 def read_histogram(path: Path, max_len: int | None) -> np.ndarray:

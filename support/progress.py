@@ -8,11 +8,12 @@ from tqdm import tqdm
 from kernels.packed_attention import IMPLS
 from support.clock import Clock
 from support.run import Run
-from support.token_store import Store
+from support.samples import Samples
 
 
-def announce(run: Run, store: Store, batches: str) -> None:
+def announce(run: Run, samples: Samples, batches: str) -> None:
     """What is trained, on what, and where it is written."""
+    store = samples.store
     m, say = run.settings.model, run.runtime.say
     parameters = sum(p.numel() for p in run.model.parameters())
     say(f"{m.model} {m.size}: {parameters / 1e6:.2f} M parameters, {run.runtime.why}")
@@ -22,6 +23,10 @@ def announce(run: Run, store: Store, batches: str) -> None:
             impl = run.model.attention_impl()
         say(f"attention: {impl}, {IMPLS[impl]}")
     say(f"data: {store.train_tokens} training tokens in {store.path}; run: {run.folder}")
+    if samples.long == "truncate":
+        documents, tokens = samples.beyond_a_row()
+        longer = f"{documents:,} of {store.train_documents:,} documents are longer than a row"
+        say(f"--long truncate: {longer}, {tokens:,} tokens of them are left out")
     if run.resumed_from:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
 

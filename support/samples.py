@@ -3,8 +3,11 @@
 Which of them are drawn, and how they share rows, is not decided here: see data.py and plan.py.
 """
 
+import argparse
 import os
+from collections.abc import Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -15,16 +18,26 @@ from support.token_store import Store
 KINDS = ("pieces", "rows", "bert")
 SPLITS = {"train": "training", "val": "held-out", "all": "stored"}  # as text calls their tokens
 KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT"
+LONG = ("split", "truncate")
+LONG_HELP = "split documents longer than a row, or leave out what is beyond the first"
 IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
 DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
+
+
+class Beyond(NamedTuple):
+    """What does not fit the first row of its document."""
+
+    documents: int  # longer than a row
+    tokens: int
 
 
 class Samples:
     """Sample id -> span of the token store. A sample is a piece of text that fits one row.
 
     A document is cut at multiples of `max_piece_len` from its own start, so that each of its tokens
-    is a target exactly once a pass. Of the kind `rows` the whole split counts as one document: rows
-    of equal length, cut across documents, which is how GPTs are commonly trained without packing.
+    is a target exactly once a pass; truncated, it ends with its first piece. Of the kind `rows` the
+    whole split counts as one document: rows of equal length, cut across documents, which is how
+    GPTs are commonly trained without packing.
 
     The spans of rows follow from arithmetic; those of pieces are a table of 16 bytes a sample. The
     table of a large store is a file in it, made on first use and mapped into memory, so that a
@@ -34,38 +47,57 @@ class Samples:
                   [CLS] and [SEP] that collate puts around them
           seq_len tokens of a row
           split   train | val | all: the documents that are held out are the last ones of the store
+          long    split | truncate: documents longer than a row; rows have none
     """
 
-    def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
+    def __init__(
+        self, store: Store, kind: str, seq_len: int, split: str = "train", long: str = "split"
+    ):
         self.store, self.kind, self.seq_len, self.split = store, kind, seq_len, split
+        self.long, self.without_eot = long, kind == "bert"
         self.max_piece_len = seq_len - 2 if kind == "bert" else seq_len
         n, N = store.train_documents, len(store.offsets) - 1
         self.documents = {"train": range(n), "val": range(n, N), "all": range(N)}[split]
-        offsets = store.offsets[self.documents.start : self.documents.stop + 1]
-        self.start, self.stop = int(offsets[0]), int(offsets[-1])
-        self.table = None if kind == "rows" else self._table(offsets)
+        self.offsets = store.offsets[self.documents.start : self.documents.stop + 1]
+        self.start, self.stop = int(self.offsets[0]), int(self.offsets[-1])
+        self.table = None if kind == "rows" else self._table()
 
-    def _table(self, offsets: np.ndarray) -> np.ndarray:
-        """(N, 2) int64: the spans of all samples of the documents that `offsets` separate."""
-        without_eot = self.kind == "bert"
-        firsts = range(0, max(len(offsets) - 1, 1), DOCUMENTS_AT_ONCE)
+    def _table(self) -> np.ndarray:
+        """(N, 2) int64: the spans of all samples."""
         parts = (
-            spans_of_documents(
-                offsets[first : first + DOCUMENTS_AT_ONCE + 1], self.max_piece_len, without_eot
-            )
-            for first in firsts
+            spans_of_documents(offsets, self.max_piece_len, self.without_eot, self.long)
+            for offsets in self._parts()
         )
-        at_most = len(offsets) + (self.stop - self.start) // self.max_piece_len
+        at_most = len(self.offsets) + (self.stop - self.start) // self.max_piece_len
         if at_most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
             return np.concatenate(list(parts))
-        name = f"{'bare-' * without_eot}{self.split}-{self.max_piece_len}"
-        file = self.store.path / f"{name}-{self.store.meta['sha256']['documents.idx'][:16]}.spans"
+        name = f"{'bare-' * self.without_eot}{'first-' * (self.long == 'truncate')}{self.split}"
+        text = self.store.meta["sha256"]["documents.idx"][:16]
+        file = self.store.path / f"{name}-{self.max_piece_len}-{text}.spans"
+        count = -(-len(self.offsets) // DOCUMENTS_AT_ONCE)
         with folder_lock(self.store.path):
             if not file.exists():
                 with atomic_write(file) as out:
-                    for part in tqdm(parts, file.name, len(firsts), disable=None, leave=False):
+                    for part in tqdm(parts, file.name, count, disable=None, leave=False):
                         out.write(part)
         return np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
+
+    def _parts(self) -> Iterator[np.ndarray]:
+        """The offsets of so many documents at a time as fit into memory; of no document once."""
+        for first in range(0, max(len(self.offsets) - 1, 1), DOCUMENTS_AT_ONCE):
+            yield self.offsets[first : first + DOCUMENTS_AT_ONCE + 1]
+
+    def beyond_a_row(self) -> Beyond:
+        """How many documents are longer than a row, and how many of their tokens `truncate` drops.
+
+        Cost: reads where every document begins
+        """
+        documents = tokens = 0
+        for offsets in self._parts():
+            beyond = np.diff(offsets) - self.without_eot - self.max_piece_len
+            documents += int((beyond > 0).sum())
+            tokens += int(beyond[beyond > 0].sum())
+        return Beyond(documents, tokens)
 
     def __len__(self) -> int:
         rows = -(-(self.stop - self.start) // self.max_piece_len)
@@ -88,19 +120,27 @@ class Samples:
         return np.fromfile(file, tokens.dtype, stop - start, offset=start * tokens.itemsize)
 
     def identity(self) -> dict:
-        """What an index of these samples rests on: store, tokenizer, split and sample length."""
+        """What an index of these samples rests on: store, tokenizer, and how samples are cut."""
         meta = self.store.meta
         names = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
         made = (self.split, self.kind == "rows", self.kind == "bert")
-        return {"made": made, "seq_len": self.max_piece_len, **{name: meta[name] for name in names}}
+        truncated = {"long": self.long} if self.long == "truncate" else {}
+        made_of = {"made": made, "seq_len": self.max_piece_len, **truncated}
+        return made_of | {name: meta[name] for name in names}
 
 
-def spans_of_documents(offsets: np.ndarray, max_piece_len: int, without_eot: bool) -> np.ndarray:
+def spans_of_documents(
+    offsets: np.ndarray, max_piece_len: int, without_eot: bool, long: str = "split"
+) -> np.ndarray:
     """(n, 2) spans of documents cut at multiples of max_piece_len from their own starts.
 
-    Example:  offsets [0, 5, 6] at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6)
+    Example:  offsets [0, 5, 6] at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6);
+              truncated: (0, 2), (5, 6)
     """
-    return cut(np.stack((offsets[:-1], offsets[1:] - without_eot), axis=1), max_piece_len)
+    spans = np.stack((offsets[:-1], offsets[1:] - without_eot), axis=1)
+    if long == "truncate":
+        spans[:, 1] = np.minimum(spans[:, 1], spans[:, 0] + max_piece_len)
+    return cut(spans, max_piece_len)
 
 
 def cut(spans: np.ndarray, max_piece_len: int) -> np.ndarray:
@@ -144,6 +184,13 @@ def with_context(
 
 
 @lru_cache(maxsize=1)
-def samples_of(path: str, kind: str, seq_len: int) -> Samples:
+def samples_of(path: str, kind: str, seq_len: int, long: str = "split") -> Samples:
     """The training samples of a store, opened once a process: a worker is sent their names only."""
-    return Samples(Store.open(path), kind, seq_len)
+    return Samples(Store.open(path), kind, seq_len, long=long)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """How a command is told which samples it is about."""
+    parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)
+    parser.add_argument("--seq-len", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--long", default="split", choices=LONG, help=LONG_HELP)

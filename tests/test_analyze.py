@@ -79,7 +79,10 @@ def counted(monkeypatch, name, fail_at=None, error=KeyboardInterrupt):
 # ---- analysis: values and order
 
 
-def texts_of(store, kind, seq_len):
+CUTS = [*((kind, "split") for kind in KINDS), ("pieces", "truncate"), ("bert", "truncate")]
+
+
+def texts_of(store, kind, seq_len, long="split"):
     """The tokens of every sample in plain Python, from the documents alone."""
     store = Store.open(store)
     edges = store.offsets[: store.train_documents + 1].tolist()
@@ -88,15 +91,17 @@ def texts_of(store, kind, seq_len):
         documents = [list(chain(*documents))]
     if kind == "bert":  # framed in [CLS] and [SEP] instead of ended
         documents, seq_len = [document[:-1] for document in documents], seq_len - 2
+    if long == "truncate":
+        documents = [document[:seq_len] for document in documents]
     return [text[i : i + seq_len] for text in documents for i in range(0, len(text), seq_len)]
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "long"), CUTS)
 @pytest.mark.parametrize("corpus", ["by hand", "real"])
-def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, kind, corpus):
+def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, kind, long, corpus):
     path, seq_len = (store, 8) if corpus == "by hand" else (store_dir, 256)
-    open_samples = opener(path, kind, seq_len)
-    samples, texts = open_samples(), texts_of(path, kind, seq_len)
+    open_samples = opener(path, kind, seq_len, long)
+    samples, texts = open_samples(), texts_of(path, kind, seq_len, long)
     spans = samples.spans(np.arange(len(samples))).tolist()
     assert [samples.store.tokens[a:b].tolist() for a, b in spans] == texts
     assert (kind == "bert") == (samples.store.meta["end_of_text"] not in chain(*texts))
@@ -440,9 +445,25 @@ def test_ready_makes_once_what_a_small_store_lacks(store, monkeypatch, capsys):
     assert len({found["rarity"].order.tobytes() for found in (first, again, both)}) == 1
 
 
+def test_truncated_samples_have_an_index_of_their_own(store):
+    """Beside that of all pieces; values and order are those of documents cut off at a row."""
+    found = {}
+    for long in ("split", "truncate", "split"):
+        samples = opener(store, long=long)()
+        index = analyze.ready(samples, ["length"], None, ONE)["length"]
+        found.setdefault(long, index.values.tobytes())
+        assert index.values.tobytes() == found[long] and len(index.values) == len(samples)
+    assert np.frombuffer(found["truncate"], "uint32").tolist() == [
+        min(len(ids) + 1, 8) for ids in many_documents()
+    ]
+    folders = sorted(path.name for path in (store / "curriculum").iterdir() if path.is_dir())
+    assert folders == ["pieces-8", "pieces-8-truncate"]
+
+
+@pytest.mark.parametrize("long", ["split", "truncate"])
 @pytest.mark.parametrize("kept", [None, "kept"])
-def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch, kept):
-    samples, kept = opener(store, "bert", 16)(), kept and str(tmp_path / kept)
+def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch, kept, long):
+    samples, kept = opener(store, "bert", 16, long)(), kept and str(tmp_path / kept)
     monkeypatch.setattr(analyze, "SMALL", samples.store.train_tokens - 1)
     with pytest.raises(ValueError, match="has no index by rarity, length: make it") as error:
         analyze.ready(samples, ["rarity", "length"], kept, ONE)
@@ -515,6 +536,7 @@ REFUSED = {
     "--metric rarity,seqlen": "--metric seqlen needs no analysis",
     "--metric length --samples rows": "length cannot tell rows apart that are all 256 tokens",
     "--metric length-rarity --samples rows": "length-rarity cannot tell rows apart",
+    "--metric rarity --samples rows --long truncate": "--long truncate: --samples rows are cut",
     "--metric hard": "hard is unknown: choose from length, rarity",
     "--metric rarity,rarity": "takes one length, and each name once",
     "--metric rarity --workers 0": "--workers 0 must be at least 1",

@@ -24,13 +24,28 @@ def test_balance_worked_example():
     assert balanced(np.array([4, 3, 2, 1])).tolist() == [0, 3, 1, 2]
 
 
-@given(st.lists(st.integers(0, 1000), max_size=60))
-def test_balanced_is_an_order_of_all_rows(work):
-    assert sorted(balanced(np.array(work, np.int64))) == list(range(len(work)))
+@given(st.lists(st.integers(0, 1000), max_size=60), st.sampled_from([1, 8]))
+def test_balanced_is_an_order_of_all_rows(work, multiple):
+    assert sorted(balanced(np.array(work, np.int64), multiple)) == list(range(len(work)))
 
 
 def test_rows_of_equal_work_stay_as_they_are():
     assert balanced(np.full(24, 7)).tolist() == list(range(24))
+    assert balanced(np.full(23, 7), 8).tolist() == list(range(23))
+
+
+@pytest.mark.parametrize("rows", [41, 43, 97, 101, 127])
+def test_a_number_of_rows_that_nobody_divides_is_shared_by_any(rows):
+    """As a step's documents make it; parted by its own factors a prime one comes sorted."""
+    work = squared_lengths(rows, 0)
+    for ranks in (2, 4, 8):
+        share = -(-rows // ranks)
+        uneven = share * ranks / rows  # the busiest has so many rows more than the mean
+
+        def busiest(order, blanks=share * ranks - rows, ranks=ranks):
+            return most_over_mean(np.pad(work[order], (0, blanks)), ranks)
+
+        assert busiest(balanced(work, 8)) < min(1.15 * uneven, busiest(balanced(work)))
 
 
 @pytest.mark.parametrize("ranks", [2, 4, 8])

@@ -98,6 +98,21 @@ def test_rows_are_taken_and_joined(drawn):
     assert all_rows.sums(all_rows.stop - all_rows.start).tolist() == sums
 
 
+@pytest.mark.parametrize("special_ids", [None, SPECIAL_IDS])
+def test_blank_rows_are_all_padding(special_ids):
+    """With others, or alone as the share of a rank: no document, no target, nothing masked."""
+    rows = rows_of([(0, 5)], [(5, 6)]).with_blanks(4)
+    assert len(rows) == 4 and rows.sums(rows.stop - rows.start).tolist() == [5, 1, 0, 0]
+    for numbers in ([0, 1, 2, 3], [2, 3]):
+        batch = collate(TOY, rows.take(np.array(numbers)), 8, special_ids)
+        if special_ids:
+            batch = mask_tokens(batch, random_bits(2, len(numbers), 8), special_ids)
+        assert (batch.doc_ids[-2:] == -1).all() and (batch.positions[-2:] == 0).all()
+        assert (batch.targets[-2:] == IGNORE).all()
+        assert (batch.tokens[-2:] == END).all()
+        assert (shares_of_documents(batch)[-2:] == 0).all()
+
+
 def pieces_of(rows):
     spans = list(zip(rows.start.tolist(), rows.stop.tolist(), strict=True))
     return [spans[a:b] for a, b in zip(rows.offsets, rows.offsets[1:], strict=False)]

@@ -118,6 +118,7 @@ def test_a_metric_is_refused_where_it_says_nothing(name, kind):
 def changed(what, path):
     """A store that differs from many_documents() in one thing, and the samples of it."""
     kind, seq_len, documents, more = "pieces", 8, many_documents(), {}
+    long = "truncate" if what == "long documents" else "split"
     if what == "text":
         documents[2] = [2, *documents[2][1:]] if documents[2][0] != 2 else [1, *documents[2][1:]]
     elif what == "edges":  # the same stream of tokens, cut elsewhere
@@ -130,11 +131,12 @@ def changed(what, path):
         seq_len = 9
     elif what == "kind":
         kind = "rows"
-    return opener(write_store(path, documents, **more), kind, seq_len)
+    return opener(write_store(path, documents, **more), kind, seq_len, long)
 
 
 @pytest.mark.parametrize(
-    "what", ["text", "edges", "held-out share", "tokenizer", "sample length", "kind"]
+    "what",
+    ["text", "edges", "held-out share", "tokenizer", "sample length", "kind", "long documents"],
 )
 def test_an_index_of_something_else_is_refused(store, tmp_path, what):
     """DeepSpeed's data_sampler.py takes any index that lies in the folder."""

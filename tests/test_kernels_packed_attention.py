@@ -38,6 +38,7 @@ CASES = {  # T, the lengths of each row's documents; what they leave is padding
     "one token": (1, [[1], []]),
     "63": (63, [[63], [20, 1, 1, 30], []]),
     "64": (64, [[64], [33, 31]]),
+    "no document at all": (64, [[], []]),
     "500": (500, [[150, 300, 7]]),
     "one-token documents": (40, [[1] * 40, [1] * 7 + [30]]),
     "equal lengths": (128, [[32] * 4, [32] * 3]),

@@ -144,6 +144,20 @@ def test_a_batch_without_targets_costs_nothing(kind, pos):
     assert all(not gradient.any() for gradient in gradients(loss, model).values())
 
 
+@pytest.mark.parametrize("impl", ["dense", "groups", "adaptive"])
+@pytest.mark.parametrize("kind, pos", KINDS)
+def test_a_batch_of_blank_rows_costs_nothing(monkeypatch, kind, pos, impl):
+    """As a rank gets where there are fewer rows than ranks: nothing to learn, and no NaN."""
+    attend_by(impl, monkeypatch)
+    model = tiny(kind, pos)
+    tokens, nothing = torch.randint(VOCAB, (2, SEQ_LEN)), torch.full((2, SEQ_LEN), IGNORE)
+    for shares in (None, torch.zeros(2, SEQ_LEN)):
+        blank = (tokens, nothing, torch.zeros_like(tokens), torch.full_like(tokens, -1))
+        loss = model(blank, shares=shares)
+        assert loss.item() == 0
+        assert all(torch.equal(g, torch.zeros_like(g)) for g in gradients(loss, model).values())
+
+
 # The mask
 
 

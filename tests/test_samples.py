@@ -12,7 +12,7 @@ from small_stores import TOY
 
 from support import atomic
 from support import samples as samples_module
-from support.samples import Samples, cut, with_context
+from support.samples import Samples, cut, spans_of_documents, with_context
 from support.token_store import Store
 
 
@@ -34,6 +34,32 @@ def test_samples_worked_example():
     assert spans_of(bert, [0, 1]) == [(0, 3), (3, 4)]
 
 
+def test_truncated_samples_worked_example():
+    """Of documents of 5 and 1 tokens the first row's 2 and 1; a BERT's have no end-of-text."""
+    truncated = Samples(TOY, "pieces", 2, long="truncate")
+    assert spans_of(truncated, range(len(truncated))) == [(0, 2), (5, 6)]
+    assert truncated.beyond_a_row() == (1, 3)
+    bert = Samples(TOY, "bert", 5, long="truncate")
+    assert spans_of(bert, range(len(bert))) == [(0, 3)] and bert.beyond_a_row() == (1, 1)
+    assert Samples(TOY, "pieces", 5, long="truncate").beyond_a_row() == (0, 0)
+    held_out = Samples(TOY, "pieces", 2, split="val", long="truncate")
+    assert spans_of(held_out, [0]) == [(6, 8)] and held_out.beyond_a_row() == (1, 1)
+
+
+@given(st.lists(st.integers(1, 40), min_size=1), st.integers(1, 16), st.booleans())
+def test_truncated_each_document_keeps_its_first_row(sizes, seq_len, without_eot):
+    """None is longer than a row, and with what is beyond it they are the documents again."""
+    offsets = np.cumsum([0, *sizes])
+    kept = spans_of_documents(offsets, seq_len, without_eot, "truncate")
+    whole = spans_of_documents(offsets, seq_len, without_eot)
+    begins = {start for start, size in zip(offsets.tolist(), sizes, strict=False)
+              if size > without_eot}  # fmt: skip
+    assert {tuple(span) for span in kept.tolist()} <= {tuple(span) for span in whole.tolist()}
+    assert kept[:, 0].tolist() == sorted(begins), "one piece of every document that has text"
+    lost = np.diff(whole).sum() - np.diff(kept).sum()
+    assert lost == sum(max(size - without_eot - seq_len, 0) for size in sizes)
+
+
 @pytest.fixture
 def large(store_dir, tmp_path, monkeypatch):
     """A store of its own that counts as a large one, whose documents are cut 7 at a time."""
@@ -45,17 +71,23 @@ def large(store_dir, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("kind", ["pieces", "bert"])
 @pytest.mark.parametrize("split", ["train", "val"])
-def test_samples_of_a_large_store_are_those_of_a_small_one(store, large, split, kind, monkeypatch):
-    n, expected = store.train_documents, []
+@pytest.mark.parametrize("long", ["split", "truncate"])
+def test_samples_of_a_large_store_are_those_of_a_small_one(
+    store, large, split, kind, long, monkeypatch
+):
+    n, expected, beyond = store.train_documents, [], []
     edges = store.offsets.tolist()
     bert = kind == "bert"
     for start, stop in pairwise(edges[: n + 1] if split == "train" else edges[n:]):
         stop -= bert
+        beyond.append(max(stop - start - 30, 0))
+        stop = min(stop, start + 30) if long == "truncate" else stop
         expected += [(a, min(a + 30, stop)) for a in range(start, stop, 30)]
     for where, most in ((large, 0), (large, 0), (store, 1 << 20)):  # a file made, found, and none
         monkeypatch.setattr(samples_module, "IN_MEMORY", most)
-        samples = Samples(where, kind, 30 + 2 * bert, split)
+        samples = Samples(where, kind, 30 + 2 * bert, split, long)
         assert spans_of(samples, range(len(samples))) == expected
+        assert samples.beyond_a_row() == (sum(n > 0 for n in beyond), sum(beyond))
     (file,) = large.path.glob("*.spans")
     assert file.stat().st_size == 16 * len(expected)
 
@@ -71,13 +103,17 @@ def test_the_table_of_a_large_store_is_made_once_and_mapped(large):
         table = table.base
     assert table.filename == file
     assert len(list(large.path.iterdir())) == 4, "three files of the store, and this one"
-    for kind, seq_len, split in (
-        ("bert", 32, "train"),
-        ("pieces", 31, "train"),
-        ("pieces", 30, "val"),
+    for kind, seq_len, split, long in (
+        ("bert", 32, "train", "split"),
+        ("pieces", 31, "train", "split"),
+        ("pieces", 30, "val", "split"),
+        ("pieces", 30, "train", "truncate"),
+        ("bert", 32, "train", "truncate"),
     ):
-        Samples(large, kind, seq_len, split)
-    assert len(list(large.path.glob("*.spans"))) == 4, "each kind of samples has its own"
+        Samples(large, kind, seq_len, split, long)
+    assert len(list(large.path.glob("*.spans"))) == 6, "each kind of samples has its own"
+    name = f"first-train-30-{large.meta['sha256']['documents.idx'][:16]}.spans"
+    assert (large.path / name).stat().st_size == 16 * large.train_documents
 
 
 def test_a_large_store_that_nobody_may_write_into_is_cut_in_memory(large, monkeypatch):
