@@ -37,7 +37,7 @@ from support.atomic import atomic_write, folder_lock
 from support.parallel import in_processes
 from support.ranking import Rankings
 from support.runtime import Runtime
-from support.samples import Samples, add_flags, samples_of
+from support.samples import SPECIAL_TOKENS, Samples, add_flags, samples_of
 from support.shard_files import Shard, ShardFiles
 from support.sorted_runs import sorted_run
 from support.tokenizer import get_encoding
@@ -234,7 +234,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
-    least = 3 if args.samples == "bert" else 1  # [CLS] and [SEP] take two
+    least = SPECIAL_TOKENS.get(args.samples, 0) + 1
     if not least <= args.seq_len < 2**31:
         raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
     if args.samples == "rows" and args.long == "truncate":

@@ -117,7 +117,7 @@ class Rows:
     def with_blanks(self, rows: int) -> "Rows":
         """So many rows in all: the last ones have no piece."""
         offsets = np.pad(self.offsets, (0, rows - len(self)), mode="edge")
-        return Rows(self.start, self.stop, offsets, self.seen)
+        return Rows(self.start, self.stop, offsets, self.seen, self.pairs)
 
     def take(self, numbers: np.ndarray) -> "Rows":
         """The rows of these numbers, in this order."""

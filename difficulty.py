@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from curriculum import LENGTHS, call, load_function
-from data import Samples
 from support import ranking
 from support.ranking import Ranking, Rankings
+from support.samples import SPECIAL_TOKENS, Samples
 
 BLOCK = 1 << 18  # tokens measured at once: what a core's cache holds
 
@@ -152,7 +152,7 @@ def check_metrics(
 ) -> None:
     """Refuse metrics that do not exist, that do not go together or with this kind of samples.
 
-    Args: samples_kind rows | pieces | bert
+    Args: samples_kind rows | pieces | bert | pairs
           flag         how the user named them, for messages
     """
     for name in names:
@@ -168,7 +168,7 @@ def check_metrics(
                 " stream: take pieces of documents (--pack), or choose rarity"
             )
         if name == "seqlen-reshape" and samples_kind != "rows":
-            instead = "seqlen and --pack" if samples_kind == "bert" else "seqlen"
+            instead = "seqlen and --pack" if samples_kind in SPECIAL_TOKENS else "seqlen"
             raise ValueError(
                 f"{flag} {name} is for full rows, cut from the stream: take {instead}, which cuts"
                 " pieces and loses nothing"

@@ -12,6 +12,7 @@ With 2 ranks and 16 rows a step, rank 0 reads rows 0..7 and rank 1 rows 8..15 of
     clock ── curriculum ──> Stage ── draw ──> spans ── packing ──> rows ── collate ──> Step
 """
 
+from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -23,13 +24,15 @@ from config import Config, samples_kind
 from curriculum import Curriculum, Stage
 from data import Drawn, Rows, collate, draw, places
 from difficulty import label
+from kernels.cross_entropy import IGNORE
 from support.balance import balanced
-from support.batch import Batch
+from support.batch import Batch, with_answers
 from support.clock import Clock, StepContext, advanced, tokens_by_layer
 from support.masking import SpecialIds, mask_tokens, masked_tokens
 from support.ranking import Pool
 from support.runtime import Runtime
 from support.samples import Samples, cut
+from support.sentence_pairs import has_pairs, sentence_pairs
 from support.settings import is_on
 from support.token_store import Store
 from support.windows import Window, Windows
@@ -40,6 +43,7 @@ class Step(NamedTuple):
 
     batch: Batch  # this rank's rows
     targets: int  # on all ranks, or documents: what the sum of losses is divided by
+    of_answer: float | None  # --nsp: what the answer of a pair counts in that sum
     context: StepContext
     max_piece_len: int  # tokens, what the curriculum allows
     kept_tokens: int  # of a row, in the layer that sees the fewest
@@ -77,11 +81,15 @@ class Plan:
         self.window_steps = 1 if settings.pack.batch == "documents" else WINDOW_STEPS
         kind = samples_kind(settings)
         self.samples = Samples(store, kind, self.seq_len, long=settings.data.long)
-        self.extra = self.seq_len - self.samples.max_piece_len  # [CLS] and [SEP] of every piece
+        self.extra = self.samples.special_tokens  # of every piece
         self.windows = Windows(self.begin_window, self.pack_window)
         if len(self.samples) == 0:
             raise ValueError(
                 f"{store.path} holds no text to train on: prepare it with another --holdout"
+            )
+        if settings.model.nsp and not has_pairs(self.samples):
+            raise ValueError(
+                f"--nsp needs two documents of two tokens or more, {store.path} has not so many"
             )
         self.metrics: tuple[curriculum.MetricSettings, ...] = ()
         self.curriculum: Curriculum | None = None
@@ -105,14 +113,15 @@ class Plan:
         filled, seen = rows.sums(length), rows.sums(rows.seen)
         positions = len(rows) * chosen.seq_len
         tokens = tokens_by_layer(s, context, chosen.seq_len)
-        batch, targets = self.batch(context, rows, chosen.seq_len)
+        targets, of_answer = self.counts(rows)
         stage = chosen.stage
         shown = {f"difficulty_{label(n)}": d for n, d in stage.difficulty.items()}
         if self.curriculum:
             shown["pool"] = stage.pool.size if stage.pool else len(self.samples)
         return Step(
-            batch=batch,
+            batch=self.batch(context, rows, chosen.seq_len),
             targets=targets,
+            of_answer=of_answer,
             context=context,
             max_piece_len=stage.max_piece_len,
             kept_tokens=min(tokens),
@@ -170,7 +179,15 @@ class Plan:
         if self.special_ids and stage.pool:
             longest = int((stop - start).max()) + self.extra
             seq_len = min(-(-longest // curriculum.MULTIPLE) * curriculum.MULTIPLE, seq_len)
-        return Chosen(Rows.of(np.stack((start, stop), axis=1)), seq_len, stage, after)
+        rows = self.rows_of(np.stack((start, stop), axis=1), clock)
+        return Chosen(rows, seq_len, stage, after)
+
+    def rows_of(self, pieces: np.ndarray, clock: Clock) -> Rows:
+        """Pieces drawn at this clock, a row each; with --nsp they are pairs."""
+        if not self.settings.model.nsp:
+            return Rows.of(pieces)
+        spans, pairs = sentence_pairs(pieces, self.settings.run.seed, "nsp", clock.samples_drawn)
+        return Rows.of(spans, pairs=pairs)
 
     def packed_rows(self, clock: Clock) -> Chosen:
         """Rows of packed pieces: as many as a step has unpacked, or those of its documents.
@@ -204,27 +221,37 @@ class Plan:
         """
         stage = self.stage_at(start.window_tokens)
         drawn = self.draw_samples(start, stage.pool, self.window_steps * self.rows_per_step)
-        pieces = cut(drawn.spans, stage.max_piece_len - self.extra)
-        lengths, most = pieces[:, 1] - pieces[:, 0] + self.extra, self.settings.pack.max_per_row
+        alone = self.rows_of(cut(drawn.spans, stage.max_piece_len - self.extra), start)
+        lengths, most = alone.stop - alone.start + self.extra, self.settings.pack.max_per_row
         packs = packing.pack_lengths(lengths, self.seq_len, max_per_pack=most)
-        rows = Rows.of(pieces[packs.items], packs.offsets)
+        rows = replace(alone.take(packs.items), offsets=packs.offsets)
         by_first = np.argsort(packs.items[packs.offsets[:-1]])
         return Window(start, rows.take(by_first), stage, drawn.next_sample)
 
-    def batch(self, context: StepContext, rows: Rows, seq_len: int) -> tuple[Batch, int]:
-        """This rank's rows as a Batch, and the targets, or documents, of all ranks' rows.
+    def batch(self, context: StepContext, rows: Rows, seq_len: int) -> Batch:
+        """This rank's rows as a Batch.
 
         Where ranks cannot share rows evenly, the last ones get blank rows, which nothing counts.
         """
         share = -(-len(rows) // self.runtime.world_size)
-        mine = np.arange(self.runtime.rank * share, (self.runtime.rank + 1) * share)
         of_all = rows.with_blanks(share * self.runtime.world_size)
-        batch = collate(self.store, of_all.take(mine), seq_len, self.special_ids)
-        length = rows.stop - rows.start
-        targets = length - rows.seen
+        mine = of_all.take(np.arange(self.runtime.rank * share, (self.runtime.rank + 1) * share))
+        batch = collate(self.store, mine, seq_len, self.special_ids)
         if self.special_ids:
-            where = places(rows.take(mine), batch).flatten()
+            where = places(mine, batch).flatten()
             bits = context.bits("mask", ("which", "what"), where, 1).view(2, *batch.tokens.shape)
-            batch, targets = mask_tokens(batch, bits, self.special_ids), masked_tokens(length)
+            batch = mask_tokens(batch, bits, self.special_ids)
+        if mine.pairs:
+            batch = with_answers(batch, mine.pairs.answers(mine.start, mine.stop))
+        return batch
+
+    def counts(self, rows: Rows) -> tuple[int, float | None]:
+        """Step.targets and Step.of_answer: all answers together count as much as all targets."""
+        length = rows.stop - rows.start
+        targets = masked_tokens(length) if self.special_ids else length - rows.seen
         per_document = self.settings.optim.loss_per == "document"
-        return batch, len(targets) if per_document else int(targets.sum())
+        total = len(targets) if per_document else int(targets.sum())
+        if rows.pairs is None:
+            return total, None
+        answers = rows.pairs.answers(rows.start, rows.stop) != IGNORE
+        return total, total / max(int(answers.sum()), 1)

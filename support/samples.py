@@ -15,11 +15,12 @@ from tqdm import tqdm
 from support.atomic import atomic_write, folder_lock
 from support.token_store import Store
 
-KINDS = ("pieces", "rows", "bert")
+KINDS = ("pieces", "rows", "bert", "pairs")
 SPLITS = {"train": "training", "val": "held-out", "all": "stored"}  # as text calls their tokens
-KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT"
+KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT, of one with --nsp"
 LONG = ("split", "truncate")
 LONG_HELP = "split documents longer than a row, or leave out what is beyond the first"
+SPECIAL_TOKENS = {"bert": 2, "pairs": 3}  # that collate puts around a piece: [CLS] and [SEP]s
 IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
 DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
 
@@ -43,8 +44,8 @@ class Samples:
     table of a large store is a file in it, made on first use and mapped into memory, so that a
     billion samples open as fast as a thousand; where nobody may write, each process holds it.
 
-    Args: kind    pieces | rows | bert: a BERT's pieces leave out end-of-text and make room for the
-                  [CLS] and [SEP] that collate puts around them
+    Args: kind    pieces | rows | bert | pairs: a BERT's pieces leave out end-of-text and make room
+                  for its special tokens
           seq_len tokens of a row
           split   train | val | all: the documents that are held out are the last ones of the store
           long    split | truncate: documents longer than a row; rows have none
@@ -54,8 +55,9 @@ class Samples:
         self, store: Store, kind: str, seq_len: int, split: str = "train", long: str = "split"
     ):
         self.store, self.kind, self.seq_len, self.split = store, kind, seq_len, split
-        self.long, self.without_eot = long, kind == "bert"
-        self.max_piece_len = seq_len - 2 if kind == "bert" else seq_len
+        self.long, self.without_eot = long, kind in SPECIAL_TOKENS
+        self.special_tokens = SPECIAL_TOKENS.get(kind, 0)
+        self.max_piece_len = seq_len - self.special_tokens
         n, N = store.train_documents, len(store.offsets) - 1
         self.documents = {"train": range(n), "val": range(n, N), "all": range(N)}[split]
         self.offsets = store.offsets[self.documents.start : self.documents.stop + 1]
@@ -123,7 +125,7 @@ class Samples:
         """What an index of these samples rests on: store, tokenizer, and how samples are cut."""
         meta = self.store.meta
         names = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
-        made = (self.split, self.kind == "rows", self.kind == "bert")
+        made = (self.split, self.kind == "rows", self.without_eot)
         truncated = {"long": self.long} if self.long == "truncate" else {}
         made_of = {"made": made, "seq_len": self.max_piece_len, **truncated}
         return made_of | {name: meta[name] for name in names}

@@ -21,6 +21,7 @@ import torch
 
 from kernels.cross_entropy import IGNORE
 from support.rng import bits, seed_of
+from support.samples import Samples
 
 
 class Pairs(NamedTuple):
@@ -68,3 +69,9 @@ def sentence_pairs(spans: np.ndarray, *key: object) -> tuple[np.ndarray, Pairs]:
     one, other = one[swap], other[swap]
     second[one], second[other] = second[other], second[one]
     return np.stack((start, start + first + left), axis=1), Pairs(first, second)
+
+
+def has_pairs(samples: Samples) -> bool:
+    """Whether there are two samples, among the first million, that have two parts each."""
+    spans = samples.spans(np.arange(min(len(samples), 1 << 20)))
+    return int((spans[:, 1] - spans[:, 0] >= 2).sum()) >= 2

@@ -110,7 +110,7 @@ def test_blank_rows_are_all_padding(special_ids):
         assert (batch.doc_ids[-2:] == -1).all() and (batch.positions[-2:] == 0).all()
         assert (batch.targets[-2:] == IGNORE).all()
         assert (batch.tokens[-2:] == END).all()
-        assert (shares_of_documents(batch)[-2:] == 0).all()
+        assert (shares_of(batch, True, None)[-2:] == 0).all()
 
 
 def pieces_of(rows):
