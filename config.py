@@ -17,6 +17,7 @@ from typing import Any
 import curriculum
 import difficulty
 import ltd
+import packing
 from curriculum import CurriculumConfig
 from ltd import LtdConfig
 from model import SIZES, TransformerConfig
@@ -90,7 +91,7 @@ class Config:
         tokens_by_layer=ltd.tokens_by_layer,
         shapes=ltd.shapes,
     )
-    pack: PackConfig = technique(PackConfig)
+    pack: PackConfig = technique(PackConfig, with_defaults=packing.with_defaults)
 
 
 def parse(argv: list[str]) -> dict[str, Any]:
@@ -106,7 +107,10 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Path | None]:
     if "model.init" in given:
         raise ValueError("--init and --resume exclude each other: a resumed run has its weights")
     folder = Path(given["run.out"]) if "run.out" in given else newest_run()
-    return build(resumed(Config, started_with(folder)["config"], given)), folder
+    saved = started_with(folder)["config"]
+    if saved["pack.on"]:  # a run from before --pack-batch goes on as it began
+        saved.setdefault("pack.batch", "rows")
+    return build(resumed(Config, saved, given)), folder
 
 
 def build(settings: dict[str, Any]) -> Config:
@@ -129,9 +133,11 @@ def samples_kind(config: Config) -> str:
 def shapes(config: Config) -> list[Config]:
     """Every shape that blocks may get in a run, as a configuration whose first step has it.
 
-    Empty where the rows themselves vary in length, so that nobody can list them: those that grow
-    with a curriculum, and a BERT's, which are as long as the longest sample of an easy pool.
+    Empty where nobody can list them: where rows grow with a curriculum, or, a BERT's, are as long
+    as the longest sample of an easy pool; and where documents make as many rows as they need.
     """
+    if config.pack.batch == "documents":
+        return []
     if is_on(config, "curriculum") and not config.pack.on:
         metrics = curriculum.parse_metrics(config.curriculum, config.data.seq_len)
         if config.model.model == "bert" or any(metric.is_length for metric in metrics):

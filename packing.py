@@ -22,7 +22,7 @@ Paper: Krell et al., arXiv 2107.02027. docs/packing.md has an example by hand an
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import chain, compress
 from typing import Any, NamedTuple
 
@@ -45,6 +45,24 @@ class PackConfig:
         default=None,
         metadata={"help": "pieces in a row at most (default: as many as fit)", "least": 1},
     )
+    batch: str | None = field(
+        default=None,
+        metadata={
+            "help": "what a step keeps of the unpacked one (default: rows, for bert documents)",
+            "choices": ("rows", "documents"),
+        },
+    )
+
+
+def with_defaults(settings: Any) -> PackConfig:
+    """Packing changes neither the learning rate nor what is in a step unless asked.
+
+    A BERT's unpacked rows hold a document each, so a step keeps its documents, in fewer rows. A
+    GPT's are full of text, cut from the stream, so as many rows hold as many tokens.
+    """
+    if settings.pack.batch is not None:
+        return settings.pack
+    return replace(settings.pack, batch="documents" if settings.model.model == "bert" else "rows")
 
 
 # ---- greedy packers

@@ -5,7 +5,8 @@ packing lays pieces into rows. Of the techniques that act on blocks only the cos
 how many tokens each layer sees, because the clock needs it.
 
 A plan is a pure function of (settings, store, clock), so a run that was killed goes on with the
-very rows it would have seen; all that it keeps is the packing window that it is in the middle of.
+very rows it would have seen; all that it keeps is the packing window that it is in the middle of
+(support/windows.py).
 With 2 ranks and 16 rows a step, rank 0 reads rows 0..7 and rank 1 rows 8..15 of the same plan.
 
     clock ── curriculum ──> Stage ── draw ──> spans ── packing ──> rows ── collate ──> Step
@@ -30,6 +31,7 @@ from support.runtime import Runtime
 from support.samples import Samples, cut
 from support.settings import is_on
 from support.token_store import Store
+from support.windows import Window, Windows
 
 
 class Step(NamedTuple):
@@ -58,16 +60,7 @@ class Chosen(NamedTuple):
     after: Clock  # where the next rows begin; its counts of tokens are those before the step
 
 
-WINDOW_STEPS = 16  # as many samples as they have rows are packed together
-
-
-class Window(NamedTuple):
-    """Rows that were packed together; 16 steps' samples make some ten steps' rows."""
-
-    start: Clock  # its fields of data alone
-    rows: Rows
-    stage: Stage
-    next_sample: int
+WINDOW_STEPS = 16  # whose samples are packed together; they make some ten steps' rows
 
 
 class Plan:
@@ -80,10 +73,11 @@ class Plan:
         self.special_ids = special_ids
         self.seq_len = settings.data.seq_len
         self.rows_per_step = settings.optim.batch_tokens // self.seq_len
+        self.window_steps = 1 if settings.pack.batch == "documents" else WINDOW_STEPS
         kind = samples_kind(settings)
         self.samples = Samples(store, kind, self.seq_len, long=settings.data.long)
         self.extra = self.seq_len - self.samples.max_piece_len  # [CLS] and [SEP] of every piece
-        self.window: Window | None = None
+        self.windows = Windows(self.begin_window, self.pack_window)
         if len(self.samples) == 0:
             raise ValueError(
                 f"{store.path} holds no text to train on: prepare it with another --holdout"
@@ -178,48 +172,37 @@ class Plan:
         return Chosen(Rows.of(np.stack((start, stop), axis=1)), seq_len, stage, after)
 
     def packed_rows(self, clock: Clock) -> Chosen:
-        """Full rows of packed pieces. A window keeps the stage that it began with.
+        """Rows of packed pieces: as many as a step has unpacked, or those of its documents.
 
-        The rows of a step come in an order in which equal shares of them are equal work.
+        A window keeps the stage that it began with. The rows of a step come in an order in which
+        equal shares of them are equal work.
         """
-        parts, missing, longest, at = [], self.rows_per_step, 0, clock
-        while missing:
-            if at.window_row == 0:
-                stage_start = self.stage_start(at, self.stage_at(clock.consumed_tokens))
-                at = at._replace(stage_start=stage_start, window_tokens=clock.consumed_tokens)
-            window = self.window_at(at)
-            longest = max(longest, window.stage.max_piece_len)
-            stop = min(at.window_row + missing, len(window.rows))
-            parts.append(window.rows.take(np.arange(at.window_row, stop)))
-            missing -= stop - at.window_row
-            at = at._replace(window_row=stop)
-            if stop == len(window.rows):
-                at = at._replace(samples_drawn=window.next_sample, window_row=0)
-        rows = Rows.join(parts)
+        count, multiple = self.rows_per_step, 1
+        if self.settings.pack.batch == "documents":  # a window is one step's, which takes it whole
+            count, multiple = len(self.windows.at(self.begin_window(clock)).rows), 8
+        taken = self.windows.take(clock, count)
+        rows = Rows.join(taken.parts)
         work = rows.sums((rows.stop - rows.start + self.extra) ** 2)  # of attention
-        rows = rows.take(balanced(work))
-        return Chosen(rows, self.seq_len, window.stage._replace(max_piece_len=longest), at)
+        rows = rows.take(balanced(work, multiple))
+        longest = max(stage.max_piece_len for stage in taken.stages)
+        stage = taken.stages[-1]._replace(max_piece_len=longest)
+        return Chosen(rows, self.seq_len, stage, taken.after)
 
-    def window_at(self, clock: Clock) -> Window:
-        """The window that this clock stands in. The last one is kept: steps come in order."""
-        start = Clock(
-            samples_drawn=clock.samples_drawn,
-            stage_start=clock.stage_start,
-            window_tokens=clock.window_tokens,
-        )
-        if self.window is None or self.window.start != start:
-            self.window = self.pack_window(start)
-        return self.window
+    def begin_window(self, clock: Clock) -> Clock:
+        """The clock with the stage that a window which begins now is drawn under."""
+        stage_start = self.stage_start(clock, self.stage_at(clock.consumed_tokens))
+        return clock._replace(stage_start=stage_start, window_tokens=clock.consumed_tokens)
 
     def pack_window(self, start: Clock) -> Window:
         """Pack the samples of one window together, and put the rows back into random order.
 
-        Packed step by step, rows of 256 leave 4 % padding at 16 rows a step; packed so, 0.5 %. The
-        packer's rows come longest piece first, which would sort the steps by length; by the draw
-        of their first piece they are as shuffled as the samples, and full rows keep their order.
+        Packed step by step, rows of 256 leave 4 % padding at 16 rows a step; packed 16 steps at a
+        time, 0.5 %. The packer's rows come longest piece first, which would sort the steps by
+        length; by the draw of their first piece they are as shuffled as the samples, and full rows
+        keep their order.
         """
         stage = self.stage_at(start.window_tokens)
-        drawn = self.draw_samples(start, stage.pool, WINDOW_STEPS * self.rows_per_step)
+        drawn = self.draw_samples(start, stage.pool, self.window_steps * self.rows_per_step)
         pieces = cut(drawn.spans, stage.max_piece_len - self.extra)
         lengths, most = pieces[:, 1] - pieces[:, 0] + self.extra, self.settings.pack.max_per_row
         packs = packing.pack_lengths(lengths, self.seq_len, max_per_pack=most)
@@ -228,10 +211,14 @@ class Plan:
         return Window(start, rows.take(by_first), stage, drawn.next_sample)
 
     def batch(self, context: StepContext, rows: Rows, seq_len: int) -> tuple[Batch, int]:
-        """This rank's rows as a Batch, and the targets, or documents, of all ranks' rows."""
-        share = len(rows) // self.runtime.world_size
+        """This rank's rows as a Batch, and the targets, or documents, of all ranks' rows.
+
+        Where ranks cannot share rows evenly, the last ones get blank rows, which nothing counts.
+        """
+        share = -(-len(rows) // self.runtime.world_size)
         mine = np.arange(self.runtime.rank * share, (self.runtime.rank + 1) * share)
-        batch = collate(self.store, rows.take(mine), seq_len, self.special_ids)
+        of_all = rows.with_blanks(share * self.runtime.world_size)
+        batch = collate(self.store, of_all.take(mine), seq_len, self.special_ids)
         length = rows.stop - rows.start
         targets = length - rows.seen
         if self.special_ids:

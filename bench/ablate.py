@@ -83,11 +83,11 @@ PIECES = {
 }
 # A BERT's pieces of documents, packed, to be compared with bert.
 BERT = {
-    "bert": "--model bert --pack",
-    "bert seqlen": "--model bert --pack --curriculum seqlen",
-    "bert length": "--model bert --pack --curriculum length",
-    "bert rarity": "--model bert --pack --curriculum rarity",
-    "bert seqlen,rarity": "--model bert --pack --curriculum seqlen,rarity",
+    "bert": "--model bert --pack --pack-batch rows",
+    "bert seqlen": "--model bert --pack --pack-batch rows --curriculum seqlen",
+    "bert length": "--model bert --pack --pack-batch rows --curriculum length",
+    "bert rarity": "--model bert --pack --pack-batch rows --curriculum rarity",
+    "bert seqlen,rarity": "--model bert --pack --pack-batch rows --curriculum seqlen,rarity",
 }
 RECIPES = TECHNIQUES | LTD | SHORT | RATES | ROWS | PIECES | BERT
 # What a run rests on besides its flags: records of one trainer do not compare with another's.

@@ -5,8 +5,9 @@ will come is known from the settings (config.shapes), so each is run once, forwa
 rows of the layout that the run has. After that nothing compiles any more: an evaluation, the
 sample, or a batch of another layout runs as it would without --compile.
 
-Where rows themselves grow (--curriculum seqlen without --pack) there is no such list. Then blocks
-compile as the lengths come, the second time for lengths in general.
+Where rows themselves grow (--curriculum seqlen without --pack), or a step has as many rows as its
+documents need (--pack-batch documents), there is no such list. Then blocks compile as the shapes
+come, the second time for shapes in general.
 """
 
 import time
@@ -33,7 +34,9 @@ def compiled_ahead(trainer: Any, shapes: Sequence[Any], batch: Any, bar: tqdm) -
         yield
         return
     if not shapes:
-        write(bar, "--compile: rows grow, so each new length may compile; with --pack none does")
+        why = "steps differ in rows" if trainer.settings.pack.on else "rows grow"
+        none = "with --pack --pack-batch rows none does"
+        write(bar, f"--compile: {why}, so each new shape may compile; {none}")
         yield
         return
     began = time.perf_counter()

@@ -26,11 +26,13 @@ def micro_batch(settings: Any, runtime: Runtime) -> MicroBatch:
     most = asked or max(1, min(share, TOKENS_AT_ONCE[device] // seq_len))
     if asked is None:
         most = next((m for m in range(most, 0, -1) if share and share % m == 0), most)
-    if rows % (most * world_size):
+    of_documents = settings.pack.batch == "documents"  # in as many rows as they need
+    if rows % (most * world_size) and not of_documents:
         raise ValueError(
             f"--batch-tokens {settings.optim.batch_tokens} makes {rows} rows of {seq_len}, which"
             f" {world_size} process(es) cannot share, --micro-batch-size {most} at once: choose a"
             f" multiple of {most * world_size * seq_len}"
         )
     reason = "as asked" if asked else f"at most {TOKENS_AT_ONCE[device]} tokens on {device}"
-    return MicroBatch(most, f"{rows} rows of {seq_len} a step, {most} at once a rank ({reason})")
+    what = f"{'the documents of ' * of_documents}{rows} rows of {seq_len} a step"
+    return MicroBatch(most, f"{what}, {most} at once a rank ({reason})")

@@ -80,7 +80,7 @@ def without_warm_up(monkeypatch):
         (f"{LTD} --pack --curriculum seqlen,rarity --curriculum-start 8,1", 5),
         (f"{LTD} --curriculum rarity --micro-batch-size 2 --dropout 0.1", 5),
         (f"{LTD} --model bert", 5),
-        (f"{LTD} --model bert --pack", 5),
+        (f"{LTD} --model bert --pack --pack-batch rows", 5),
         (f"{LTD} --checkpoint-activations", 5),
         (f"{LTD} --dtype bf16 --pos learned", 5),
     ],
@@ -153,6 +153,19 @@ def test_rows_that_grow_compile_as_they_come_and_that_is_said(run, graphs, capsy
     out = capsys.readouterr()
     assert "--compile: rows grow" in out.out + out.err and graphs.frame_count > 1
     assert metrics(run(f"{flags} {LTD}", out="plain")) == grown
+
+
+def test_rows_that_differ_in_number_compile_as_they_come_and_that_is_said(
+    run, graphs, capsys, monkeypatch
+):
+    flags = "--pack --pack-batch documents --seq-len 512 --batch-tokens 4096 --tokens 40000"
+    assert config.shapes(config.build(config.parse(flags.split()))) == []
+    seen = graphs_by_step(graphs, monkeypatch)
+    compiled = metrics(run(f"{flags} --compile", out="compiled"))
+    out = capsys.readouterr()
+    assert "--compile: steps differ in rows" in out.out + out.err
+    assert 0 < seen[4] == seen[-2], "one for a number of rows, then one for any"
+    assert metrics(run(flags, out="plain")) == compiled
 
 
 @pytest.mark.parametrize("kind", ["", "--pack", "--model bert"])

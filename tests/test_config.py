@@ -108,6 +108,8 @@ REFUSED = {
     "--ltd --ltd-pace slow": r"--ltd-pace",
     "--ltd --ltd-pace linear --ltd-multiple 16 --ltd-start 16 --compile": r"makes 16 shapes",
     "--lr-clock steps": r"--lr-clock",
+    "--pack-batch rows": r"--pack-batch rows has no effect without --pack",
+    "--pack --pack-batch tokens": r"--pack-batch: invalid choice: 'tokens'",
     "--ltd-start 64": r"--ltd-start 64 has no effect without --ltd",
     "--curriculum-share 0.9": r"--curriculum-share 0.9 has no effect without --curriculum",
     "--heads 3": r"--heads 3 does not divide --width 128",
@@ -188,6 +190,26 @@ def test_the_share_of_token_dropping_gives_way_to_steps():
     by_steps = build("--ltd --ltd-steps 3")
     assert by_steps.ltd.share is None
     assert config.build(flattened(by_steps)) == by_steps
+
+
+def test_a_run_from_before_a_setting_goes_on_with_its_default():
+    saved = flattened(build("--model bert --pack --pack-batch rows"))
+    for name in ("data.long", "pack.batch"):
+        del saved[name]
+    settings = config.build(resumed(Config, saved, {"run.resume": "last"}))
+    assert (settings.data.long, settings.pack.batch) == ("split", "documents")
+    with pytest.raises(ValueError, match=r"--long truncate differs from no --long, with which"):
+        resumed(Config, saved, {"data.long": "truncate"})
+
+
+def test_what_a_packed_step_keeps_follows_from_the_model():
+    assert build("--pack").pack.batch == "rows"
+    assert build("--model bert --pack").pack.batch == "documents"
+    assert build("--model bert --pack --pack-batch rows").pack.batch == "rows"
+    documents = build("--pack --pack-batch documents --long truncate")
+    assert (documents.pack.batch, documents.data.long) == ("documents", "truncate")
+    assert config.build(flattened(documents)) == documents
+    assert build("--model bert").pack.batch is None and build("").pack.batch is None
 
 
 def test_a_run_is_resumed_with_the_words_it_was_started_with():

@@ -27,6 +27,13 @@ def test_by_default_a_micro_batch_fits_the_device_and_says_why():
     assert rows("--seq-len 8192 --batch-tokens 8192").count == 1, "at least a row"
 
 
+def test_documents_make_as_many_rows_as_they_need_which_any_ranks_can_share():
+    found = rows("--pack --pack-batch documents --batch-tokens 4096", 3)
+    assert found.count == 5
+    assert found.why.startswith("the documents of 16 rows of 256 a step, 5 at once a rank")
+    assert rows("--pack --pack-batch documents --batch-tokens 256", 2).count == 1
+
+
 @pytest.mark.parametrize(
     ("line", "world_size", "said"),
     [

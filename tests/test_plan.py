@@ -14,6 +14,7 @@ from kernels.cross_entropy import IGNORE
 from plan import Plan
 from support.clock import Clock
 from support.runtime import Runtime
+from support.samples import cut
 from support.token_store import Store
 from support.tokenizer import get_encoding
 
@@ -87,6 +88,71 @@ def test_steps_take_every_row_of_every_window_once(store):
         assert sorted(taken) == sorted(rows[8 * number : 8 * number + 8])
 
 
+ROOMY = "--seq-len 1024 --batch-tokens 8192 --tokens 1M"  # for the store's documents
+UNPACKED = [
+    ("--pack --pack-max-per-row 1 --pack-batch rows", "--pack --pack-batch documents"),
+    ("--model bert", "--model bert --pack"),
+    ("--model bert --long truncate", "--model bert --pack --long truncate"),
+    ("--model bert --loss-per document", "--model bert --pack --loss-per document"),
+]
+
+
+@pytest.mark.parametrize(("alone", "packed"), UNPACKED)
+def test_a_step_of_documents_has_those_of_the_unpacked_one(store, alone, packed):
+    """The same pieces, targets and place on the clock, in fewer rows; so the same learning rate."""
+    one_a_row, together = (plan(store, f"{flags} {ROOMY}") for flags in (alone, packed))
+    for a, b in zip(walk(one_a_row, 60), walk(together, 60), strict=True):
+        pieces = []
+        for p, clock in ((one_a_row, a.before), (together, b.before)):
+            rows = (p.packed_rows if p.settings.pack.on else p.plain_rows)(clock).rows
+            pieces.append(sorted(zip(rows.start.tolist(), rows.stop.tolist(), strict=True)))
+        assert pieces[0] == pieces[1]
+        assert (a.targets, a.pieces) == (b.targets, b.pieces)
+        counts = ("step", "consumed_tokens", "real_tokens", "pieces")
+        assert [getattr(a.after, n) for n in counts] == [getattr(b.after, n) for n in counts]
+        assert len(b.batch.tokens) <= len(a.batch.tokens)
+        assert (b.batch.targets != IGNORE).sum() == (a.batch.targets != IGNORE).sum()
+    assert b.after.positions < a.after.positions
+
+
+@pytest.mark.parametrize("flags", ["", "--pack-batch documents", "--pack-max-per-row 2"])
+@pytest.mark.parametrize("curriculum", ["", "--curriculum seqlen --curriculum-start 16"])
+@pytest.mark.parametrize("model", ["", "--model bert"])
+def test_every_sample_of_a_window_lies_in_exactly_one_of_its_rows(store, flags, curriculum, model):
+    """And no other: nothing is carried over into the next window."""
+    p = plan(store, f"--pack {flags} {curriculum} {model}")
+    clock, steps = Clock(), 1 if p.settings.pack.batch == "documents" else 16
+    for _ in range(5):
+        window = p.pack_window(clock)
+        spans, after = drawn(p, clock.samples_drawn, steps * p.rows_per_step)
+        pieces = cut(spans, window.stage.max_piece_len - p.extra)
+        laid = np.stack((window.rows.start, window.rows.stop), axis=1)
+        assert sorted(laid.tolist()) == sorted(pieces.tolist())
+        assert window.next_sample == after == clock.samples_drawn + len(spans)
+        clock = clock._replace(samples_drawn=after)
+
+
+def test_a_step_may_be_one_row(store):
+    """Also one of a few short documents, which do not fill it."""
+    p = plan(store, "--pack --pack-batch documents --long truncate --seq-len 4096 --tokens 1M"
+             " --batch-tokens 8192")  # fmt: skip
+    rows = [len(step.batch.tokens) for step in walk(p, 30)]
+    assert 1 in rows and max(rows) == 2
+
+
+def test_truncated_documents_are_never_read_beyond_their_first_row(store):
+    for flags in ("--pack", "--pack --curriculum seqlen --curriculum-start 8", "--model bert"):
+        p = plan(store, f"{flags} --long truncate")
+        read = np.zeros(store.train_tokens, bool)
+        for step in range(40):
+            clock = Clock(samples_drawn=16 * p.rows_per_step * step)
+            rows = (p.pack_window if p.settings.pack.on else p.plain_rows)(clock).rows
+            for start, stop in zip(rows.start, rows.stop, strict=True):
+                read[start:stop] = True
+        begins = store.offsets[np.searchsorted(store.offsets, np.flatnonzero(read), "right") - 1]
+        assert (np.flatnonzero(read) - begins).max() == p.samples.max_piece_len - 1
+
+
 def test_held_out_documents_are_never_trained_on(store):
     for flags in ("", "--pack"):
         spans = plan(store, flags).samples.spans(np.arange(len(plan(store, flags).samples)))
@@ -103,6 +169,8 @@ FLAGS = [
     "--curriculum seqlen --curriculum-start 8 --ltd --ltd-start 16 --pack",
     "--model bert",
     "--model bert --curriculum seqlen --curriculum-start 8 --ltd --ltd-start 16 --pack",
+    "--model bert --pack --pack-batch rows",
+    "--pack --pack-batch documents --long truncate",
 ]
 
 
@@ -116,9 +184,27 @@ def test_ranks_share_the_rows_of_one_process(store, flags, world):
     ):
         assert {part.after for part in parts} == {whole.after}
         assert {part.targets for part in parts} == {whole.targets}
-        tokens = torch.cat([part.batch.tokens for part in parts])
-        assert torch.equal(tokens, whole.batch.tokens)
-        assert torch.equal(torch.cat([part.batch.targets for part in parts]), whole.batch.targets)
+        assert parts[0]._replace(batch=None) == whole._replace(batch=None), "what is logged"
+        assert len({part.batch.tokens.shape for part in parts}) == 1, "as many rows on each rank"
+        R = len(whole.batch.tokens)
+        for field in ("tokens", "targets"):
+            rows = torch.cat([getattr(part.batch, field) for part in parts])
+            assert torch.equal(rows[:R], getattr(whole.batch, field))
+            assert len(rows) < R + world and (field == "tokens" or (rows[R:] == IGNORE).all())
+        documents = torch.cat([part.batch.with_documents().doc_ids for part in parts])
+        assert (documents[R:] == -1).all(), "blank rows, which nothing counts"
+
+
+@pytest.mark.parametrize("world", [2, 3, 16])
+def test_where_documents_make_an_uneven_number_of_rows_some_ranks_get_blank_ones(store, world):
+    flags = "--model bert --pack --seq-len 2048 --batch-tokens 16384 --tokens 1M"
+    counts, blank = set(), []
+    for step in walk(plan(store, flags), 20):
+        counts.add(len(step.batch.tokens) % world)
+        for number in range(world):
+            batch = plan(store, flags, number, world)(step.before).batch
+            blank.append(bool((batch.targets == IGNORE).all()))
+    assert len(counts) > 1 and any(blank) == (world > 2), "and some ranks have no document at all"
 
 
 @pytest.mark.parametrize("flags", FLAGS)
@@ -224,6 +310,7 @@ CURRICULA = [
     "--curriculum length --pack --curriculum-by value --curriculum-start 1",
     "--curriculum length-rarity --model bert",
     "--curriculum seqlen,rarity-mean --model bert --pack --ltd --ltd-start 16",
+    "--curriculum rarity --pack --pack-batch documents --long truncate",
 ]
 
 
@@ -271,7 +358,22 @@ def test_ranks_share_what_one_process_draws(indexed, flags, world):
     ):
         assert {part.after for part in parts} == {whole.after}
         assert all(part.stage == whole.stage for part in parts)
-        assert torch.equal(torch.cat([part.batch.tokens for part in parts]), whole.batch.tokens)
+        tokens = torch.cat([part.batch.tokens for part in parts])
+        assert torch.equal(tokens[: len(whole.batch.tokens)], whole.batch.tokens)
+
+
+def test_a_packed_bert_draws_what_the_unpacked_one_does_under_a_curriculum(indexed):
+    """Step by step from the same pool, whose size follows from the same clock."""
+    flags = "--model bert --curriculum length-rarity --tokens 30000"
+    alone, packed = indexed(flags), indexed(f"{flags} --pack")
+    for a, b in zip(walk(alone, 100), walk(packed, 100), strict=True):
+        assert (a.stage, a.targets, a.after.real_tokens) == (
+            b.stage,
+            b.targets,
+            b.after.real_tokens,
+        )
+        data = ("samples_drawn", "stage_start", "window_tokens", "window_row")
+        assert [getattr(a.after, n) for n in data] == [getattr(b.after, n) for n in data]
 
 
 def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):

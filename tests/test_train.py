@@ -8,6 +8,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ALL_ON, SMALL, metrics, read_log
@@ -22,6 +23,7 @@ import train
 from evaluate import Evaluation
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from support import checkpoint
+from support.token_store import Store
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
@@ -125,6 +127,8 @@ def test_a_technique_that_is_on_does_something(run, technique):
         "--curriculum seqlen-reshape,rarity --curriculum-start 8,1 --ltd --micro-batch-size 2",
         "--curriculum length,rarity-mean --curriculum-by value --curriculum-start 8,4 --pack",
         "--curriculum length-rarity --model bert --dropout 0.1",
+        "--model bert --pack --micro-batch-size 3",
+        f"{ALL_ON} --pack-batch documents --long truncate --loss-per document",
     ],
 )
 def test_every_combination_runs(run, flags):
@@ -143,7 +147,7 @@ def test_accumulation_does_not_change_the_curve(run, optimizer):
     assert max(abs(a - b) for a, b in zip(whole, parts, strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize("flags", ["--pack", "--model bert --pack"])
+@pytest.mark.parametrize("flags", ["--pack", "--model bert --pack", "--pack-batch documents"])
 def test_documents_may_count_alike_whatever_their_length(run, flags):
     """Another curve than with tokens, and the same one for micro-batches."""
     flags = f"{CURVE} {flags} --loss-per"
@@ -155,9 +159,90 @@ def test_documents_may_count_alike_whatever_their_length(run, flags):
     assert by_document[-1] < by_document[0]
 
 
-def test_stop_in_the_middle_and_resume_is_exact(run, tmp_path, monkeypatch):
+# A GPT's documents, one a row or packed, in rows that hold several; twelve steps or so.
+DOCUMENTS = "--seq-len 512 --batch-tokens 4096 --tokens 40000 --eval-tokens 1 --lr 1e-3 --pack"
+ALONE = f"{DOCUMENTS} --pack-max-per-row 1 --pack-batch rows"
+
+
+@pytest.mark.parametrize("more", ["", "--loss-per document", "--long truncate --optimizer adamw"])
+def test_a_step_of_documents_learns_what_the_unpacked_one_does(run, more):
+    """The same curve on the same clock, at the same learning rate, in fewer rows."""
+    alone = [line for line in run(f"{ALONE} {more}", out="alone") if line["event"] == "train"]
+    packed = run(f"{DOCUMENTS} --pack-batch documents {more}", out="packed")
+    packed = [line for line in packed if line["event"] == "train"]
+    assert len(alone) >= 10
+    for a, b in zip(alone, packed, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+        same = ("step", "consumed_tokens", "real_tokens", "lr", "pieces", "max_piece_len")
+        assert [b[name] for name in same] == [a[name] for name in same]
+    assert packed[-1]["layer_tokens"] < 0.9 * alone[-1]["layer_tokens"]
+
+
+def test_negative_control_a_sample_more_a_step_is_another_curve(run, monkeypatch):
+    alone = losses(run(ALONE, out="alone"))
+    real = plan.Plan.draw_samples
+    monkeypatch.setattr(
+        plan.Plan, "draw_samples", lambda self, clock, pool, n: real(self, clock, pool, n + 1)
+    )
+    packed = losses(run(f"{DOCUMENTS} --pack-batch documents", out="packed"))
+    assert max(abs(a - b) for a, b in zip(alone, packed, strict=False)) > 1e-2
+
+
+def test_a_packed_bert_has_the_targets_of_the_unpacked_one(run):
+    """Its masks are drawn by row, so losses differ; documents, targets and clock do not."""
+    flags = DOCUMENTS.replace("--pack", "--model bert")
+    alone, packed = (run(flags, out="alone"), run(f"{flags} --pack", out="packed"))
+    same = ("step", "consumed_tokens", "real_tokens", "lr", "pieces")
+    counts = [
+        [[line[name] for name in same] for line in lines if line["event"] == "train"]
+        for lines in (alone, packed)
+    ]
+    assert counts[0] == counts[1] and len(counts[0]) >= 10
+    assert losses(packed) == pytest.approx(losses(alone), rel=0.1)
+    assert losses(packed) != losses(alone)
+
+
+@pytest.mark.parametrize("flags", ["", "--pack --pack-batch documents --model bert"])
+def test_a_run_that_truncates_says_what_it_leaves_out(run, store_dir, flags, capsys):
+    store = Store.open(store_dir)
+    bert = "bert" in flags
+    truncated = run(f"{flags or '--pack'} --long truncate")
+    sizes = np.diff(store.offsets[: store.train_documents + 1]) - bert
+    beyond = np.maximum(sizes - (30 if bert else 32), 0)
+    said = f"--long truncate: {(beyond > 0).sum():,} of 454 documents are longer than a row"
+    assert f"{said}, {beyond.sum():,} tokens of them are left out" in capsys.readouterr().out
+    split = run(flags, out="split")
+    assert "--long" not in capsys.readouterr().out
+    evals = [[line for line in run if line["event"] == "eval"] for run in (truncated, split)]
+    assert evals[0][-1]["targets"] == evals[1][-1]["targets"], "held-out text is whole either way"
+
+
+def test_a_packed_run_from_before_pack_batch_goes_on_as_it_began(run, tmp_path):
+    """In full rows, also a BERT's, which would take documents today."""
+    flags = "--model bert --pack --pack-batch rows"
+    whole = metrics(run(flags, out="whole"))
+    run(flags, out="old")
+    about = json.loads((tmp_path / "old/config.json").read_text())
+    for name in ("data.long", "pack.batch"):
+        del about["config"][name]
+    (tmp_path / "old/config.json").write_text(json.dumps(about))
+    sorted((tmp_path / "old").glob("step-*.pt"))[-1].unlink()
+    assert train.main(["--resume", "--out", "old"]) == 0
+    assert metrics(read_log(tmp_path / "old")) == whole
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{ALL_ON} --dropout 0.1",
+        f"{ALL_ON} --pack-batch documents --long truncate",
+        "--model bert --pack",
+        "--model bert --pack --pack-batch rows",
+    ],
+)
+def test_stop_in_the_middle_and_resume_is_exact(run, tmp_path, monkeypatch, flags):
     """Also with dropout, whose masks come from the clock and not from a generator's past."""
-    flags = f"{ALL_ON} --dropout 0.1"
     whole = metrics(run(flags, out="whole"))
     with monkeypatch.context() as patch:
         real_step = train.Trainer.step
@@ -453,6 +538,10 @@ def test_recomputing_activations_holds_less_memory():
     assert bytes_kept(run_recomputed) < 0.35 * bytes_kept(run_plain)
 
 
+# Two samples a step, whose pieces often fit into one row: then the second rank has none.
+BLANK = "--pack-batch documents --model bert --seq-len 2048 --batch-tokens 4096 --tokens 60000"
+
+
 def command(store_dir, out, flags="", ranks=0):
     launch = [PYTHON]
     if ranks:
@@ -462,9 +551,9 @@ def command(store_dir, out, flags="", ranks=0):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_two_processes_draw_the_curve_of_one(store_dir, tmp_path, run, optimizer):
-    flags = f"{CURVE} --optimizer {optimizer}"
+@pytest.mark.parametrize("more", ["--optimizer adamw", "--optimizer muon", BLANK])
+def test_two_processes_draw_the_curve_of_one(store_dir, tmp_path, run, more):
+    flags = f"{CURVE} {more}"
     one = losses(run(flags, out="one"))
     subprocess.run(command(store_dir, tmp_path / "two", flags, ranks=2), check=True)
     two = losses(read_log(tmp_path / "two"))
@@ -492,7 +581,7 @@ def test_a_run_of_one_process_goes_on_with_two(store_dir, tmp_path, run):
 
 @pytest.mark.dist
 def test_a_mistake_is_one_line_and_status_2(store_dir, tmp_path):
-    for flags in ("--curriculum hard", "--data nowhere", "--dtype fp16", "--lr x"):
+    for flags in ("--curriculum hard", "--data nowhere", "--dtype fp16", "--long truncate"):
         done = subprocess.run(
             command(store_dir, tmp_path / "run", flags), capture_output=True, text=True
         )
