@@ -29,7 +29,7 @@ from torch import Tensor
 
 from kernels.cross_entropy import IGNORE
 from support.batch import Batch
-from support.masking import SpecialIds
+from support.masking import SpecialIds, masked_tokens
 from support.packs import Packs
 from support.ranking import SCAN, Pool
 from support.rng import seed_of, shuffled
@@ -205,3 +205,26 @@ def places(rows: Rows, batch: Batch) -> Tensor:
     piece = torch.from_numpy(rows.offsets[:-1])[:, None] + doc_ids  # (B, T)
     start = torch.from_numpy(np.append(rows.start, 0))
     return start[piece.clamp(0, len(rows.start))] + positions
+
+
+class Counts(NamedTuple):
+    targets: int  # or documents
+    of_answer: float | None  # what the answer of a pair counts beside them
+
+
+def counts(rows: Rows, masked: bool, per_document: bool) -> Counts:
+    """What the sum of losses of these rows is divided by, and how answers weigh in it.
+
+    From lengths alone, so that a rank knows the count of all ranks' rows without reading them. All
+    answers together count as much as all targets: the loss is the mean over these and over those.
+
+    Args: masked       whether a BERT predicts some tokens, or a GPT all of them
+          per_document whether documents are counted in place of targets
+    """
+    length = rows.stop - rows.start
+    targets = masked_tokens(length) if masked else length - rows.seen
+    total = len(targets) if per_document else int(targets.sum())
+    if rows.pairs is None:
+        return Counts(total, None)
+    answers = rows.pairs.answers(rows.start, rows.stop) != IGNORE
+    return Counts(total, total / max(int(answers.sum()), 1))

@@ -22,17 +22,16 @@ import packing
 from analyze import ready
 from config import Config, samples_kind
 from curriculum import Curriculum, Stage
-from data import Drawn, Rows, collate, draw, places
+from data import Drawn, Rows, collate, counts, draw, places
 from difficulty import label
-from kernels.cross_entropy import IGNORE
 from support.balance import balanced
 from support.batch import Batch, with_answers
 from support.clock import Clock, StepContext, advanced, tokens_by_layer
-from support.masking import SpecialIds, mask_tokens, masked_tokens
+from support.masking import SpecialIds, mask_tokens
 from support.ranking import Pool
 from support.runtime import Runtime
 from support.samples import Samples, cut
-from support.sentence_pairs import has_pairs, sentence_pairs
+from support.sentence_pairs import check_pairs, sentence_pairs
 from support.settings import is_on
 from support.token_store import Store
 from support.windows import Window, Windows
@@ -87,10 +86,8 @@ class Plan:
             raise ValueError(
                 f"{store.path} holds no text to train on: prepare it with another --holdout"
             )
-        if settings.model.nsp and not has_pairs(self.samples):
-            raise ValueError(
-                f"--nsp needs two documents of two tokens or more, {store.path} has not so many"
-            )
+        if settings.model.nsp:
+            check_pairs(self.samples)
         self.metrics: tuple[curriculum.MetricSettings, ...] = ()
         self.curriculum: Curriculum | None = None
         if is_on(settings, "curriculum"):
@@ -113,15 +110,16 @@ class Plan:
         filled, seen = rows.sums(length), rows.sums(rows.seen)
         positions = len(rows) * chosen.seq_len
         tokens = tokens_by_layer(s, context, chosen.seq_len)
-        targets, of_answer = self.counts(rows)
+        per_document = s.optim.loss_per == "document"
+        counted = counts(rows, masked=self.special_ids is not None, per_document=per_document)
         stage = chosen.stage
         shown = {f"difficulty_{label(n)}": d for n, d in stage.difficulty.items()}
         if self.curriculum:
             shown["pool"] = stage.pool.size if stage.pool else len(self.samples)
         return Step(
             batch=self.batch(context, rows, chosen.seq_len),
-            targets=targets,
-            of_answer=of_answer,
+            targets=counted.targets,
+            of_answer=counted.of_answer,
             context=context,
             max_piece_len=stage.max_piece_len,
             kept_tokens=min(tokens),
@@ -244,14 +242,3 @@ class Plan:
         if mine.pairs:
             batch = with_answers(batch, mine.pairs.answers(mine.start, mine.stop))
         return batch
-
-    def counts(self, rows: Rows) -> tuple[int, float | None]:
-        """Step.targets and Step.of_answer: all answers together count as much as all targets."""
-        length = rows.stop - rows.start
-        targets = masked_tokens(length) if self.special_ids else length - rows.seen
-        per_document = self.settings.optim.loss_per == "document"
-        total = len(targets) if per_document else int(targets.sum())
-        if rows.pairs is None:
-            return total, None
-        answers = rows.pairs.answers(rows.start, rows.stop) != IGNORE
-        return total, total / max(int(answers.sum()), 1)

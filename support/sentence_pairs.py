@@ -71,7 +71,14 @@ def sentence_pairs(spans: np.ndarray, *key: object) -> tuple[np.ndarray, Pairs]:
     return np.stack((start, start + first + left), axis=1), Pairs(first, second)
 
 
-def has_pairs(samples: Samples) -> bool:
-    """Whether there are two samples, among the first million, that have two parts each."""
+def check_pairs(samples: Samples) -> None:
+    """Refuse samples, looking at the first million, of which no two have two parts each.
+
+    Raises: ValueError naming --nsp
+    """
     spans = samples.spans(np.arange(min(len(samples), 1 << 20)))
-    return int((spans[:, 1] - spans[:, 0] >= 2).sum()) >= 2
+    if (spans[:, 1] - spans[:, 0] >= 2).sum() < 2:
+        raise ValueError(
+            f"--nsp makes pairs of pieces of two tokens or more, and {samples.store.path} has not"
+            " two of them: leave --nsp out, or name another store with --data"
+        )

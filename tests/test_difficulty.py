@@ -94,10 +94,10 @@ def test_the_help_names_every_metric():
 
 
 KINDS = {  # of samples that a metric can tell apart
-    "length": ["pieces", "bert"],
-    "length-rarity": ["pieces", "bert"],
-    "rarity": ["pieces", "bert", "rows"],
-    "seqlen": ["pieces", "bert", "rows"],
+    "length": ["pieces", "bert", "pairs"],
+    "length-rarity": ["pieces", "bert", "pairs"],
+    "rarity": ["pieces", "bert", "pairs", "rows"],
+    "seqlen": ["pieces", "bert", "pairs", "rows"],
     "seqlen-reshape": ["rows"],
 }
 
