@@ -89,8 +89,9 @@ def texts_of(store, kind, seq_len, long="split"):
     documents = [store.tokens[a:b].tolist() for a, b in pairwise(edges)]
     if kind == "rows":
         documents = [list(chain(*documents))]
-    if kind == "bert":  # framed in [CLS] and [SEP] instead of ended
-        documents, seq_len = [document[:-1] for document in documents], seq_len - 2
+    if kind in ("bert", "pairs"):  # framed in [CLS] and [SEP]s instead of ended
+        documents = [document[:-1] for document in documents]
+        seq_len -= 2 if kind == "bert" else 3
     if long == "truncate":
         documents = [document[:seq_len] for document in documents]
     return [text[i : i + seq_len] for text in documents for i in range(0, len(text), seq_len)]
@@ -104,7 +105,7 @@ def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, 
     samples, texts = open_samples(), texts_of(path, kind, seq_len, long)
     spans = samples.spans(np.arange(len(samples))).tolist()
     assert [samples.store.tokens[a:b].tolist() for a, b in spans] == texts
-    assert (kind == "bert") == (samples.store.meta["end_of_text"] not in chain(*texts))
+    assert (kind in ("bert", "pairs")) == (samples.store.meta["end_of_text"] not in chain(*texts))
 
     counts = Counter(chain(*texts))
     shares = [max(counts[token], 1) for token in range(samples.store.meta["vocab_size"])]

@@ -48,6 +48,7 @@ REFUSED = {
     "--seq-len 9e18 --batch-tokens 9e18": r"--seq-len 9000000000000000000 must be .* below",
     "--pos learned --seq-len 512": r"--seq-len 512 is above the 256 positions of --size nano.*rope",
     "--size bert-base": r"--size bert-base is a BERT: add --model bert",
+    "--nsp": r"^--nsp asks a BERT whether one text follows another: add --model bert$",
     "--long truncate": r"^--long truncate needs documents, .*: add --pack, or leave out --long$",
     "--long cut --pack": r"--long: invalid choice: 'cut'",
     "--init w.pt --pos rope": r"--init and --pos rope exclude each other",

@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL
+from small_stores import BYTES_END
 
 import config
 from data import Rows, draw
@@ -94,6 +95,7 @@ UNPACKED = [
     ("--pack --pack-max-per-row 1 --pack-batch rows", "--pack --pack-batch documents"),
     ("--model bert", "--model bert --pack"),
     ("--model bert --long truncate", "--model bert --pack --long truncate"),
+    ("--model bert --nsp", "--model bert --nsp --pack"),
     ("--model bert --loss-per document", "--model bert --pack --loss-per document"),
 ]
 
@@ -118,7 +120,7 @@ def test_a_step_of_documents_has_those_of_the_unpacked_one(store, alone, packed)
 
 @pytest.mark.parametrize("flags", ["", "--pack-batch documents", "--pack-max-per-row 2"])
 @pytest.mark.parametrize("curriculum", ["", "--curriculum seqlen --curriculum-start 16"])
-@pytest.mark.parametrize("model", ["", "--model bert"])
+@pytest.mark.parametrize("model", ["", "--model bert", "--model bert --nsp"])
 def test_every_sample_of_a_window_lies_in_exactly_one_of_its_rows(store, flags, curriculum, model):
     """And no other: nothing is carried over into the next window."""
     p = plan(store, f"--pack {flags} {curriculum} {model}")
@@ -128,9 +130,24 @@ def test_every_sample_of_a_window_lies_in_exactly_one_of_its_rows(store, flags, 
         spans, after = drawn(p, clock.samples_drawn, steps * p.rows_per_step)
         pieces = cut(spans, window.stage.max_piece_len - p.extra)
         laid = np.stack((window.rows.start, window.rows.stop), axis=1)
+        if p.settings.model.nsp:  # of a pair the end is cut off
+            assert (laid[:, 1] - laid[:, 0] <= p.samples.max_piece_len).all()
+            laid, pieces = laid[:, :1], pieces[:, :1]
         assert sorted(laid.tolist()) == sorted(pieces.tolist())
         assert window.next_sample == after == clock.samples_drawn + len(spans)
         clock = clock._replace(samples_drawn=after)
+
+
+def test_pairs_need_two_pieces_of_two_tokens():
+    """One document of two and many of one; a GPT's pieces would do."""
+    text = [[1, 2, BYTES_END], *[[3, BYTES_END]] * 40]
+    tokens = np.array([token for document in text for token in document], np.uint16)
+    offsets = np.cumsum([0, *map(len, text)])
+    meta = {"end_of_text": BYTES_END, "vocab_size": 261}
+    small = Store(Path("small"), meta, tokens, offsets, len(text), len(tokens))
+    plan(small, "--model bert --pack")
+    with pytest.raises(ValueError, match="--nsp makes pairs of pieces of two tokens or more"):
+        plan(small, "--model bert --nsp")
 
 
 def test_a_step_may_be_one_row(store):
@@ -171,6 +188,8 @@ FLAGS = [
     "--model bert",
     "--model bert --curriculum seqlen --curriculum-start 8 --ltd --ltd-start 16 --pack",
     "--model bert --pack --pack-batch rows",
+    "--model bert --nsp",
+    "--model bert --nsp --curriculum seqlen --curriculum-start 16 --pack --loss-per document",
     "--pack --pack-batch documents --long truncate",
 ]
 

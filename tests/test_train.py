@@ -1,6 +1,7 @@
 """The run as a whole: off is absent, neutral is identity, resume is exact, ranks do not matter."""
 
 import json
+import math
 import os
 import signal
 import subprocess
@@ -128,6 +129,8 @@ def test_a_technique_that_is_on_does_something(run, technique):
         "--curriculum length,rarity-mean --curriculum-by value --curriculum-start 8,4 --pack",
         "--curriculum length-rarity --model bert --dropout 0.1",
         "--model bert --pack --micro-batch-size 3",
+        f"--model bert --nsp {ALL_ON} --loss-per document",
+        "--model bert --nsp --curriculum length --dropout 0.1 --optimizer adamw",
         f"{ALL_ON} --pack-batch documents --long truncate --loss-per document",
     ],
 )
@@ -147,7 +150,9 @@ def test_accumulation_does_not_change_the_curve(run, optimizer):
     assert max(abs(a - b) for a, b in zip(whole, parts, strict=True)) < 1e-5
 
 
-@pytest.mark.parametrize("flags", ["--pack", "--model bert --pack", "--pack-batch documents"])
+@pytest.mark.parametrize(
+    "flags", ["--pack", "--model bert --pack", "--model bert --nsp", "--pack-batch documents"]
+)
 def test_documents_may_count_alike_whatever_their_length(run, flags):
     """Another curve than with tokens, and the same one for micro-batches."""
     flags = f"{CURVE} {flags} --loss-per"
@@ -189,9 +194,10 @@ def test_negative_control_a_sample_more_a_step_is_another_curve(run, monkeypatch
     assert max(abs(a - b) for a, b in zip(alone, packed, strict=False)) > 1e-2
 
 
-def test_a_packed_bert_has_the_targets_of_the_unpacked_one(run):
-    """Its masks are drawn by row, so losses differ; documents, targets and clock do not."""
-    flags = DOCUMENTS.replace("--pack", "--model bert")
+@pytest.mark.parametrize("more", ["", "--nsp", "--nsp --loss-per document --pos rope"])
+def test_a_packed_bert_learns_what_the_unpacked_one_does(run, more):
+    """Its masks and its pairs too: they are drawn by where text lies in the store, not by row."""
+    flags = DOCUMENTS.replace("--pack", f"--model bert {more}")
     alone, packed = (run(flags, out="alone"), run(f"{flags} --pack", out="packed"))
     same = ("step", "consumed_tokens", "real_tokens", "lr", "pieces")
     counts = [
@@ -199,8 +205,32 @@ def test_a_packed_bert_has_the_targets_of_the_unpacked_one(run):
         for lines in (alone, packed)
     ]
     assert counts[0] == counts[1] and len(counts[0]) >= 10
-    assert losses(packed) == pytest.approx(losses(alone), rel=0.1)
-    assert losses(packed) != losses(alone)
+    assert losses(packed) == pytest.approx(losses(alone), abs=1e-4)
+
+
+def test_negative_control_masks_drawn_by_row_are_another_curve(run, monkeypatch):
+    flags = DOCUMENTS.replace("--pack", "--model bert")
+    alone = losses(run(flags, out="alone"))
+    monkeypatch.setattr(
+        plan, "places", lambda rows, batch: torch.arange(batch.tokens.numel()).view_as(batch.tokens)
+    )
+    packed = losses(run(f"{flags} --pack", out="packed"))
+    assert max(abs(a - b) for a, b in zip(alone, packed, strict=True)) > 1e-3
+
+
+def test_answers_begin_as_those_of_a_coin(run, monkeypatch):
+    """Their part of the loss alone, each as much as some tokens together."""
+    found = []
+    real = train.shares_of
+
+    def only_answers(batch, per_document, of_answer):
+        shares = real(batch, per_document, of_answer)
+        found.append(of_answer)
+        return shares * (batch.with_documents().positions == 0)
+
+    monkeypatch.setattr(train, "shares_of", only_answers)
+    curve = losses(run("--model bert --nsp --pack --lr 1e-3"))
+    assert curve[0] == pytest.approx(math.log(2), abs=0.02) and min(found) > 1
 
 
 @pytest.mark.parametrize("flags", ["", "--pack --pack-batch documents --model bert"])
@@ -238,7 +268,7 @@ def test_a_packed_run_from_before_pack_batch_goes_on_as_it_began(run, tmp_path):
         f"{ALL_ON} --dropout 0.1",
         f"{ALL_ON} --pack-batch documents --long truncate",
         "--model bert --pack",
-        "--model bert --pack --pack-batch rows",
+        "--model bert --pack --pack-batch rows --nsp",
     ],
 )
 def test_stop_in_the_middle_and_resume_is_exact(run, tmp_path, monkeypatch, flags):
