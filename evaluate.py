@@ -15,24 +15,28 @@ document, in the order of the store.
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import torch
 from torch import nn
-from tqdm import tqdm
 
-from data import Rows, collate
+from data import Rows, collate, places
+from kernels.cross_entropy import IGNORE
 from packing import pack_lengths
 from prepare import embedded_store
 from sample import load_run
-from support.batch import Batch
-from support.flags import whole_number
+from support.batch import Batch, with_answers
+from support.evaluating import evaluating, own_rows
+from support.flags import count
 from support.masking import SpecialIds, mask_tokens
-from support.rng import bits, seed_of, shuffled
+from support.progress import evaluation_bar
+from support.rng import bits, seed_of
 from support.runtime import Parser, Runtime, exit_cleanly, start
-from support.samples import SPLITS, Samples, with_context
+from support.samples import SPECIAL_TOKENS, SPLITS, Samples, cut, with_context
 from support.scores import Documents, HeldOut, check_file
+from support.sentence_pairs import sentence_pairs
 from support.token_store import Store
 from support.tokenizer import byte_lengths, get_encoding
 
@@ -48,6 +52,7 @@ class Evaluation:
             stride      targets of a piece that continues a document, after as many tokens of
                         context as fit; None for pieces without context
             split       val | train | all: other documents than those held out
+            nsp         also have a BERT tell of pairs whether the second part follows the first
     Raises: ValueError if the split has no document, or if the stride is no part of a row
     """
 
@@ -60,6 +65,7 @@ class Evaluation:
         tokens: int | None = None,
         stride: int | None = None,
         split: str = "val",
+        nsp: bool = False,
     ):
         samples = Samples(store, "bert" if special_ids else "pieces", seq_len, split)
         if len(samples) == 0:
@@ -73,21 +79,18 @@ class Evaluation:
             raise ValueError(
                 f"--stride {stride}: choose 1 to {seq_len}, the tokens of a row; a BERT has none"
             )
-        # A piece has at least one token, so `tokens` of them are always enough.
-        drawn = len(samples) if tokens is None else min(tokens, len(samples))
-        spans = samples.spans(shuffled(np.arange(drawn), len(samples), seed=0))
-        sizes = spans[:, 1] - spans[:, 0]
-        if tokens is not None:
-            spans = spans[: np.searchsorted(np.cumsum(sizes), tokens) + 1]
-            sizes = sizes[: len(spans)]
-        pieces, seen = spans, np.zeros(len(spans), np.int64)
+        spans = pieces = samples.some(tokens)
+        seen = 0
         if stride:
             pieces, seen = with_context(spans, store.offsets, seq_len, stride)
-        special_tokens = seq_len - samples.max_piece_len  # a BERT's [CLS] and [SEP]
-        packs = pack_lengths(pieces[:, 1] - pieces[:, 0] + special_tokens, seq_len)
-        self.rows = Rows.of(pieces[packs.items], packs.offsets, seen[packs.items])
+        self.rows = packed(Rows.of(pieces, seen=seen), seq_len, samples.special_tokens)
+        self.pairs: Rows | None = None
+        if nsp:
+            halves = cut(spans, seq_len - SPECIAL_TOKENS["pairs"])
+            halves, pairs = sentence_pairs(halves, "evaluation")
+            self.pairs = packed(Rows.of(halves, pairs=pairs), seq_len, SPECIAL_TOKENS["pairs"])
         self.is_whole, self.name = len(spans) == len(samples), SPLITS[split]
-        part = f"{sizes.sum():,} of {samples.stop - samples.start:,}"
+        part = f"{(spans[:, 1] - spans[:, 0]).sum():,} of {samples.stop - samples.start:,}"
         self.text = f"{'all' if self.is_whole else part} {self.name} tokens"
         self.store, self.seq_len, self.split_documents = store, seq_len, samples.documents
         self.lengths, self.special_ids = lengths, special_ids
@@ -100,7 +103,10 @@ class Evaluation:
         between: Callable[[int], None] = lambda done: None,
     ) -> HeldOut:
         """Evaluate the model on all rows; see `documents`, which does the work."""
-        return self.documents(model, runtime, rows, between).total()
+        held_out = self.documents(model, runtime, rows, between).total()
+        if self.pairs is None:
+            return held_out
+        return held_out._replace(nsp_accuracy=self.accuracy(model, runtime, rows, between))
 
     def documents(
         self,
@@ -111,8 +117,6 @@ class Evaluation:
     ) -> Documents:
         """Evaluate the model on all rows, `rows` at a time on each rank, and sum by document.
 
-        The model is in evaluation mode meanwhile, and afterwards in the mode it was in.
-
         Args:    between called after every batch with how many of self.rows are done, equally often
                          on every rank; what it raises ends the evaluation
         Returns: on every rank, all documents of the split, also those without a target; of a part
@@ -120,18 +124,10 @@ class Evaluation:
         Raises:  ValueError if nothing is predicted, as when few tokens of a BERT are all unmasked
         """
         of_piece = np.zeros((len(self.rows.start), 3))
-        at_once = runtime.world_size * rows
-        was_training = model.training
-        model.eval()
-        try:
-            for first in range(0, len(self.rows), at_once):
-                own = first + runtime.rank * rows
-                if own < len(self.rows):  # in the last turn there may be rows for some ranks only
-                    pieces = slice(*self.rows.offsets[[own, min(own + rows, len(self.rows))]])
-                    of_piece[pieces] = self.sums(model, runtime, own, rows)
-                between(min(first + at_once, len(self.rows)))
-        finally:
-            model.train(was_training)
+        with evaluating(model):
+            for own in own_rows(len(self.rows), rows, runtime, between):
+                pieces = slice(*self.rows.offsets[[own.start, own.stop]])
+                of_piece[pieces] = self.sums(model, runtime, own)
         of_piece = runtime.reduce(torch.from_numpy(of_piece).to(runtime.device)).cpu().numpy()
 
         document = np.searchsorted(self.store.offsets, self.rows.start, side="right") - 1  # (n,)
@@ -147,12 +143,12 @@ class Evaluation:
             )
         return Documents(numbers, nats, targets.astype(np.int64), size.astype(np.int64))
 
-    def sums(self, model: nn.Module, runtime: Runtime, first: int, count: int) -> np.ndarray:
-        """(n, 3) nats, targets and bytes of each piece in the rows from number `first` on."""
-        batch = self.batch(first, count)
+    def sums(self, model: nn.Module, runtime: Runtime, own: range) -> np.ndarray:
+        """(n, 3) nats, targets and bytes of each piece in the rows of these numbers."""
+        batch = self.batch(self.rows.take(np.array(own)))
         with runtime.autocast():
             losses = model.losses(batch.to(runtime.device)).cpu()  # (B, T)
-        offsets = self.rows.offsets[first : first + len(losses) + 1] - self.rows.offsets[first]
+        offsets = self.rows.offsets[own.start : own.stop + 1] - self.rows.offsets[own.start]
         counted = batch.targets >= 0
         of_row = torch.from_numpy(offsets[:-1, None])  # (B, 1)
         piece = (of_row + batch.with_documents().doc_ids)[counted].numpy()
@@ -160,28 +156,40 @@ class Evaluation:
         columns = (losses[counted].double().numpy(), None, size)
         return np.stack([np.bincount(piece, column, offsets[-1]) for column in columns], axis=1)
 
-    def batch(self, first: int, count: int) -> Batch:
-        """Rows from number `first` on; of a BERT with the masks that these rows always have."""
-        numbers = np.arange(first, min(first + count, len(self.rows)))
-        batch = collate(self.store, self.rows.take(numbers), self.seq_len, self.special_ids)
-        if self.special_ids is None:
-            return batch
-        seeds = torch.tensor([seed_of("mask", what) for what in ("which", "what")])
-        drawn = bits(seeds, torch.from_numpy(numbers), self.seq_len)
-        return mask_tokens(batch, drawn, self.special_ids)
+    @torch.no_grad()
+    def accuracy(
+        self, model: nn.Module, runtime: Runtime, rows: int, between: Callable[[int], None]
+    ) -> float:
+        """The share of pairs of which the model tells whether the second part follows the first."""
+        right = torch.zeros(2, dtype=torch.float64)
+        with evaluating(model):
+            for own in own_rows(len(self.pairs), rows, runtime, between):
+                batch = self.batch(self.pairs.take(np.array(own))).with_documents()
+                cls = (batch.positions == 0) & (batch.targets != IGNORE)
+                tokens, _, positions, doc_ids = batch.to(runtime.device)
+                with runtime.autocast():
+                    x = model.hidden_states(tokens, positions, doc_ids)
+                    answers = model.follows(x, cls.to(runtime.device)).argmax(1).cpu()
+                right += torch.tensor([(answers == batch.targets[cls]).sum(), len(answers)])
+        right, pairs = runtime.reduce(right.to(runtime.device)).tolist()
+        return right / max(pairs, 1)
+
+    def batch(self, rows: Rows) -> Batch:
+        """These rows; of a BERT with the masks that their tokens always have, and its answers."""
+        batch = collate(self.store, rows, self.seq_len, self.special_ids)
+        if self.special_ids:
+            seeds = torch.tensor([seed_of("mask", what) for what in ("which", "what")])
+            drawn = bits(seeds, places(rows, batch).flatten(), 1).view(2, *batch.tokens.shape)
+            batch = mask_tokens(batch, drawn, self.special_ids)
+        if rows.pairs:
+            batch = with_answers(batch, rows.pairs.answers(rows.start, rows.stop))
+        return batch
 
 
-def progress(evaluation: Evaluation, runtime: Runtime) -> Callable[[int], None]:
-    """A bar, as the `between` of an evaluation."""
-    hidden = not runtime.is_rank0 or None  # None: shown where there is a terminal
-    bar = tqdm(total=len(evaluation.rows), unit="row", disable=hidden, leave=False)
-
-    def show(done: int) -> None:
-        bar.update(done - bar.n)
-        if done == bar.total:
-            bar.close()
-
-    return show
+def packed(alone: Rows, seq_len: int, special_tokens: int) -> Rows:
+    """Pieces of a row each, packed."""
+    packs = pack_lengths(alone.stop - alone.start + special_tokens, seq_len)
+    return replace(alone.take(packs.items), offsets=packs.offsets)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -189,19 +197,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("run", help="folder of a run")
     parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
     parser.add_argument("--data", help="another token store (default: the run's own)")
-    parser.add_argument("--tokens", type=whole_number, help="of its text (default: all)")
+    parser.add_argument("--tokens", type=count, help="of its text (default: all)")
     stride = "targets of a piece that continues a document (default: no context before it)"
     parser.add_argument("--stride", type=int, help=stride)
     parser.add_argument("--split", choices=SPLITS, default="val", help="(default: val, held out)")
     by_document = "also write the result of each document, a JSON object a line"
     parser.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
-    parser.add_argument("--rows", type=int, default=16, help="rows evaluated at once")
+    parser.add_argument("--rows", type=count, default=16, help="rows evaluated at once")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     args = parser.parse_args(argv)
-    for name in ("tokens", "rows"):
-        number = getattr(args, name)
-        if number is not None and number < 1:
-            raise ValueError(f"--{name} {number}: choose 1 or more")
     here = start(args.device, "auto")
     if args.by_document:
         here.on_rank0(lambda: check_file(args.by_document))
@@ -210,21 +214,23 @@ def main(argv: list[str] | None = None) -> None:
     store = Store.open(args.data or settings.data.data or embedded_store(settings.data.tokenizer))
     store.check_tokenizer(encoding)
     special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
-    chosen = (special_ids, args.tokens, args.stride, args.split)
+    chosen = (special_ids, args.tokens, args.stride, args.split, settings.model.nsp)
     evaluation = Evaluation(store, settings.data.seq_len, byte_lengths(encoding), *chosen)
-    between = progress(evaluation, here)
+    between = evaluation_bar(len(evaluation.rows), here)
     documents = evaluation.documents(model.to(here.device), here, args.rows, between)
     result = documents.total()
+    if settings.model.nsp:
+        right = evaluation.accuracy(model, here, args.rows, lambda done: None)
+        result = result._replace(nsp_accuracy=right)
     where = f"{args.run}, step {state['step']}"
-    bpb = f"{result.val_bpb:.4f} bits per byte"
-    here.say(f"{where}: {evaluation.name} {bpb}, on {evaluation.text}")
+    here.say(f"{where}: {evaluation.name} {result}, on {evaluation.text}")
     size = f"{result.targets:,} tokens, {result.bytes:,} bytes"
     here.say(f"{result.val_loss:.4f} nats per token, of {size}")
     if args.by_document:
         here.on_rank0(lambda: documents.write(args.by_document))
         part = "" if evaluation.is_whole else ", those with a piece among these tokens"
-        count = f"{len(documents.numbers):,} of {len(evaluation.split_documents):,}"
-        here.say(f"{args.by_document}: {count} documents{part}")
+        written = f"{len(documents.numbers):,} of {len(evaluation.split_documents):,}"
+        here.say(f"{args.by_document}: {written} documents{part}")
 
 
 if __name__ == "__main__":

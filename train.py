@@ -51,6 +51,7 @@ from support.rng import generator, seed_of
 from support.run import Run
 from support.run_folder import ModelSize, started_with
 from support.runtime import Runtime, exit_cleanly, start
+from support.scores import HeldOut
 from support.settings import techniques_on
 from support.stop_signal import Stopped, StopSignal
 from support.token_store import Store
@@ -129,7 +130,7 @@ def evaluate_and_save(
 ) -> None:
     is_best = False
     if run.evaluation_due:
-        bits_per_byte = evaluate(run, trainer, evaluation, bar)
+        bits_per_byte = evaluate(run, trainer, evaluation, bar).val_bpb
         is_best = bits_per_byte < run.best
         run.best = min(bits_per_byte, run.best)
         run.evaluation_due = False
@@ -147,7 +148,8 @@ class Data(NamedTuple):
 
     def evaluation(self, settings: config.Config, tokens: int | None) -> Evaluation:
         seq_len = settings.data.seq_len
-        return Evaluation(self.store, seq_len, self.byte_lengths, self.special_ids, tokens)
+        nsp, ids = settings.model.nsp, self.special_ids
+        return Evaluation(self.store, seq_len, self.byte_lengths, ids, tokens, nsp=nsp)
 
 
 def open_data(settings: config.Config, runtime: Runtime) -> tuple[config.Config, Data]:
@@ -301,8 +303,8 @@ class Trainer:
 
 def evaluate(
     run: Run, trainer: Trainer, evaluation: Evaluation, bar: tqdm, last: bool = False
-) -> float:
-    """Held-out bits per byte of the model as it is now; a line of the log."""
+) -> HeldOut:
+    """How good the model is now on held-out text; a line of the log."""
     began = time.perf_counter()
 
     def between(done: int) -> None:
@@ -314,14 +316,14 @@ def evaluate(
         "eval",
         step=run.clock.step,
         consumed_tokens=run.clock.consumed_tokens,
-        **held_out._asdict(),
+        **held_out.logged(),
         last=last,
         ms=round(ms, 1),
     )
     if not last:
         on = f"on {evaluation.text}"
-        write(bar, f"step {run.clock.step}: held-out {held_out.val_bpb:.4f} bits per byte, {on}")
-    return held_out.val_bpb
+        write(bar, f"step {run.clock.step}: held-out {held_out}, {on}")
+    return held_out
 
 
 FINAL_EVAL_TOKENS = 1_000_000  # at most, unless asked otherwise
@@ -331,10 +333,10 @@ def finish(run: Run, trainer: Trainer, data: Data, bar: tqdm) -> None:
     """The last evaluation, what the techniques saved, and a sample."""
     s, runtime = run.settings, run.runtime
     evaluation = data.evaluation(s, s.run.final_eval_tokens or FINAL_EVAL_TOKENS)
-    bits_per_byte = evaluate(run, trainer, evaluation, bar, last=True)
+    held_out = evaluate(run, trainer, evaluation, bar, last=True)
     bar.close()
     where = f"on {evaluation.text}, full length, nothing dropped"
-    runtime.say(f"held-out: {bits_per_byte:.4f} bits per byte, {where}")
+    runtime.say(f"held-out: {held_out}, {where}")
     runtime.say(savings(s, run.clock))
     if s.model.model == "gpt" and runtime.is_rank0:
         random = generator(runtime.device, s.run.seed, "sample")

@@ -1,6 +1,7 @@
 """What a run says while it goes on: its first lines, the bar, and the log's line of a step."""
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 from tqdm import tqdm
@@ -8,6 +9,7 @@ from tqdm import tqdm
 from kernels.packed_attention import IMPLS
 from support.clock import Clock
 from support.run import Run
+from support.runtime import Runtime
 from support.samples import Samples
 
 
@@ -62,6 +64,19 @@ def show_part(bar: tqdm, what: str, done: int, of: int) -> None:
     if not bar.disable and time.time() - bar.last_print_t > 1:
         bar.set_postfix_str(f"{what} {done} of {of}")
         bar.last_print_t = time.time()
+
+
+def evaluation_bar(rows: int, runtime: Runtime) -> Callable[[int], None]:
+    """A bar of its own over the rows of an evaluation, as the `between` of that."""
+    hidden = not runtime.is_rank0 or None  # None: shown where there is a terminal
+    bar = tqdm(total=rows, unit="row", disable=hidden, leave=False)
+
+    def show(done: int) -> None:
+        bar.update(done - bar.n)
+        if done == bar.total:
+            bar.close()
+
+    return show
 
 
 def log_step(run: Run, step: Any, done: Any, ms: float, data_ms: float) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from support.atomic import atomic_write, folder_lock
+from support.rng import shuffled
 from support.token_store import Store
 
 KINDS = ("pieces", "rows", "bert", "pairs")
@@ -111,6 +112,18 @@ class Samples:
             return self.table[ids]
         start = self.start + ids * self.max_piece_len
         return np.stack((start, np.minimum(start + self.max_piece_len, self.stop)), axis=1)
+
+    def some(self, tokens: int | None = None) -> np.ndarray:
+        """(n, 2) spans of about so many tokens in all, chosen at random but always the same ones.
+
+        Args: tokens None for all samples, in the order in which they would be chosen
+        """
+        # a sample has at least one token, so `tokens` of them are always enough
+        count = len(self) if tokens is None else min(tokens, len(self))
+        spans = self.spans(shuffled(np.arange(count), len(self), seed=0))
+        if tokens is None:
+            return spans
+        return spans[: np.searchsorted(np.cumsum(spans[:, 1] - spans[:, 0]), tokens) + 1]
 
     def read_tokens(self, start: int, stop: int) -> np.ndarray:
         """Tokens of the store by reading its file.

@@ -18,6 +18,15 @@ class HeldOut(NamedTuple):
     val_bpb: float  # bits per byte of text; end-of-text is a target too, but has no bytes
     targets: int
     bytes: int
+    nsp_accuracy: float | None = None  # share of pairs told rightly, of a BERT with --nsp
+
+    def logged(self) -> dict[str, float]:
+        """The fields that there are."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+    def __str__(self) -> str:
+        pairs = "" if self.nsp_accuracy is None else f", {self.nsp_accuracy:.1%} of pairs right"
+        return f"{self.val_bpb:.4f} bits per byte{pairs}"
 
 
 class Documents(NamedTuple):

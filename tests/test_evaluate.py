@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 import evaluate
+from data import places
 from evaluate import Evaluation
 from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
@@ -111,8 +112,8 @@ def test_what_between_raises_ends_an_evaluation(store):
 
 def test_an_evaluation_without_a_target_is_refused(store):
     class Unmasked(Evaluation):
-        def batch(self, first, count):
-            batch = super().batch(first, count)
+        def batch(self, rows):
+            batch = super().batch(rows)
             return batch._replace(targets=torch.full_like(batch.targets, IGNORE))
 
     with pytest.raises(ValueError, match="no held-out token is a target: evaluate on more"):
@@ -127,6 +128,58 @@ def test_bert_is_asked_the_same_masked_tokens_each_time(store):
     assert first == again and other.targets == first.targets
     assert other.val_bpb == pytest.approx(first.val_bpb, abs=1e-9)
     assert 0.13 < first.targets / 20_000 < 0.17
+
+
+def test_masks_lie_on_the_same_tokens_whatever_is_evaluated_with_them(store):
+    """A part of the text asks for what the whole asks for there, however rows are packed."""
+    special_ids = SpecialIds.of(BYTES)
+
+    def asked(tokens):
+        evaluation, found = Evaluation(store, 64, LENGTHS, special_ids, tokens=tokens), set()
+        for row in range(len(evaluation.rows)):
+            rows = evaluation.rows.take(np.array([row]))
+            batch = evaluation.batch(rows)
+            at = batch.targets != IGNORE
+            found |= set(
+                zip(places(rows, batch)[at].tolist(), batch.tokens[at].tolist(), strict=True)
+            )
+        return found
+
+    assert asked(2_000) < asked(None)
+
+
+def test_a_bert_is_asked_of_every_pair_whether_it_follows(store):
+    """Right answers are counted: those of a model that reads them, of its opposite, of one that
+    always says yes; and nothing else of the result changes.
+    """
+    evaluation = Evaluation(store, 64, LENGTHS, SpecialIds.of(BYTES), tokens=20_000, nsp=True)
+    shown = []
+
+    class Oracle(Even):
+        def follows(self, x, cls):
+            answers = shown[-1].targets[cls]
+            says = {"right": answers, "wrong": 1 - answers, "yes": answers * 0}[self.says]
+            return torch.nn.functional.one_hot(says, 2).double()
+
+        def hidden_states(self, tokens, positions, doc_ids):
+            return tokens
+
+    class Shown(Evaluation):
+        def batch(self, rows):
+            shown.append(super().batch(rows).with_documents())
+            return shown[-1]
+
+    evaluation.__class__ = Shown
+    model, found = Oracle(), {}
+    for model.says in ("right", "wrong", "yes"):
+        result = evaluation.run(model, one(), 8)
+        found[model.says] = result.nsp_accuracy
+        alone = Evaluation(store, 64, LENGTHS, SpecialIds.of(BYTES), tokens=20_000)
+        assert result._replace(nsp_accuracy=None) == alone.run(model, one(), 8)
+    assert found["right"] == 1 and found["wrong"] == 0
+    assert 0.4 < found["yes"] < 0.6
+    answers = torch.cat([batch.targets[batch.positions == 0] for batch in shown])
+    assert {0, 1} < set(answers.tolist()) <= {0, 1, IGNORE}
 
 
 def test_a_store_that_holds_nothing_out_is_refused(store):
@@ -148,10 +201,10 @@ def test_command_repeats_what_the_run_found(run, store_dir, capsys):
 @pytest.mark.parametrize(
     ("flags", "said"),
     [
-        ("--rows 0", "--rows 0: choose 1 or more"),
-        ("--rows -3", "--rows -3: choose 1 or more"),
-        ("--rows nan", "--rows: invalid int value: 'nan'"),
-        ("--tokens 0", "--tokens 0: choose 1 or more"),
+        ("--rows 0", "--rows: 0 is not a whole number, 1 or more"),
+        ("--rows -3", "--rows: -3 is not a whole number, 1 or more"),
+        ("--rows nan", "--rows: nan is not a whole number"),
+        ("--tokens 0", "--tokens: 0 is not a whole number, 1 or more"),
         ("--tokens nan", "--tokens: nan is not a whole number"),
         ("--tokens -1", "--tokens: -1 is not a whole number"),
     ],
@@ -214,7 +267,7 @@ def by_definition(evaluation, model) -> np.ndarray:
     bounds = store.offsets[store.train_documents :].tolist()
     found = np.zeros((len(bounds) - 1, 3))
     for row in range(len(rows)):
-        batch = evaluation.batch(row, 1).with_documents()
+        batch = evaluation.batch(rows.take(np.array([row]))).with_documents()
         for number, piece in enumerate(range(*rows.offsets[row : row + 2])):
             here = batch.doc_ids[0] == number
             tokens, targets = batch.tokens[:, here], batch.targets[:, here]
@@ -257,8 +310,8 @@ def test_documents_add_up_to_the_whole(store):
         whole, documents = evaluation.run(scored, one(), 8), evaluation.documents(scored, one(), 8)
         assert documents.total() == whole
         scored.eval()
-        firsts = range(0, len(evaluation.rows), 8)
-        nats = sum(scored(evaluation.batch(first, 8)).item() for first in firsts)
+        parts = np.array_split(np.arange(len(evaluation.rows)), 9)
+        nats = sum(scored(evaluation.batch(evaluation.rows.take(part))).item() for part in parts)
         assert documents.nats.sum() == pytest.approx(nats, rel=1e-12)
         assert documents.targets.sum() == whole.targets and documents.bytes.sum() == whole.bytes
 
