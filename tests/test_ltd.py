@@ -256,9 +256,9 @@ def test_a_layer_of_kept_tokens_is_a_full_layer_that_sees_kept_keys_alone(packed
     found = ltd.run_kept(model.h[1], x, meta, kept).gather(1, index)
 
     is_kept = torch.zeros(3, 24, dtype=torch.bool).scatter(1, kept, True)
-    mask, padding = meta.documents.index
-    mask = mask & is_kept[:, None, None, :] | torch.eye(24, dtype=torch.bool)  # itself, or NaN
-    meta.documents = meta.documents._replace(index=(mask, padding))
+    (mask,) = meta.documents.index
+    mask = mask.masked_fill(~is_kept[:, None, None, :], -torch.inf)
+    meta.documents = meta.documents._replace(index=(mask,))
     expected = model.h[1](x, meta).gather(1, index)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
     meta.documents = index_of(doc_ids, kind == "gpt", "dense")
