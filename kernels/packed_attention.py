@@ -91,7 +91,7 @@ def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
         return Documents(impl, causal, bounds(doc_ids))
     if impl == "groups" or (impl == "adaptive" and B * T * T > attention_groups.SMALL):
         slots, calls = attention_groups.layout(doc_ids)
-        if impl == "groups" or attention_groups.saves(doc_ids, calls, causal):
+        if impl == "groups" or attention_groups.saves(doc_ids, calls):
             return Documents("groups", causal, (slots, calls))
     if doc_ids.device.type == "cpu":
         return Documents("dense", causal, (added_mask(doc_ids, causal),))

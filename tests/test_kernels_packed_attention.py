@@ -392,7 +392,7 @@ def test_the_choice_is_a_table(monkeypatch, device, dtype, D, dropout, impl):
     [
         (256, [64] * 4, "groups"),
         (512, [300, 90, 70, 52], "groups"),
-        (256, [256], "groups"),
+        (512, [512], "groups"),
         (256, [90, 71, 50, 30, 10, 5], "dense"),  # many calls for few scores
         (32, [16, 16], "dense"),  # as of kept tokens: not worth looking
     ],
