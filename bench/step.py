@@ -156,6 +156,7 @@ def step_of(trainer: Trainer, batch: Batch) -> Callable:
     step = Step(
         batch=batch,
         targets=batch.targets.numel(),
+        of_answer=None,
         context=FIRST,
         max_piece_len=T,
         kept_tokens=T,
