@@ -85,6 +85,10 @@ if ! without "bench/attention.py" numpy tqdm regex tiktoken triton a-C-compiler;
     part 90 "bench/attention.py" "$python" bench/attention.py --device cuda --record
 fi
 
+if ! without "bench/pieces.py" numpy tqdm regex tiktoken triton a-C-compiler; then
+    part 60 "bench/pieces.py" "$python" bench/pieces.py --device cuda --record --turns 9
+fi
+
 variants=(--variants plain packed "keep 3/4" "keep 1/2" "keep 1/4")
 case " $* " in *" --nanogpt "* | *" --variants "*) variants=() ;; esac
 if ! without "bench/step.py" numpy tqdm regex tiktoken; then

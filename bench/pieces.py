@@ -46,7 +46,9 @@ FLAGS = {
 SHAPES = {
     "nano": "--batch-tokens 4096",
     "12x256": "--layers 12 --heads 8 --width 256 --batch-tokens 2048",
+    "124M": "--size 124M --batch-tokens 32768",
 }
+DEFAULT_SHAPES = {"cpu": ("nano", "12x256"), "cuda": ("124M",)}
 STEPS = 4  # consecutive ones, which hold different documents
 
 
@@ -97,14 +99,14 @@ def flops_of(run: Run, device: str) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--shapes", nargs="+", choices=SHAPES, default=list(SHAPES))
+    parser.add_argument("--shapes", nargs="+", choices=SHAPES, help="(default: by --device)")
     parser.add_argument("--seq-len", type=int, default=512)
     parser.add_argument("--device", default="cpu", choices=("cpu", "cuda"))
     parser.add_argument("--turns", type=int, default=15)
     parser.add_argument("--record", action="store_true", help="append to results/pieces.jsonl")
     args = parser.parse_args()
     about = surroundings(args.device) | {"bench": "pieces", "seq_len": args.seq_len}
-    for shape in args.shapes:
+    for shape in args.shapes or DEFAULT_SHAPES[args.device]:
         common = f"{SHAPES[shape]} --seq-len {args.seq_len} --pos rope --tokens 10M --lr 1e-4"
         flags = {name: f"{common} {own}" for name, own in FLAGS.items()}
         taken = take_turns(

@@ -148,7 +148,8 @@ def test_with_a_gpu_everything_that_needs_one_is_run(gpu_sh):
     assert all("--variants plain packed keep 3/4" in line for line in steps)
     assert all("--device cuda --record" in line for line in ran[1:])
     assert {line.split()[0] for line in ran[1:]} == {
-        "bench/kernels.py", "bench/attention.py", "bench/step.py", "bench/gather_scatter.py"
+        "bench/kernels.py", "bench/attention.py", "bench/pieces.py", "bench/step.py",
+        "bench/gather_scatter.py"
     }  # fmt: skip
     _, ran = gpu_sh("--nanogpt", "there")
     assert all("--record --nanogpt there" in line for line in ran if "bench/step.py" in line)
@@ -157,10 +158,10 @@ def test_with_a_gpu_everything_that_needs_one_is_run(gpu_sh):
 @pytest.mark.parametrize(
     ("missing", "reasons", "stays"),
     [
-        ("pytest", ["tests: skipped, pytest is missing"], 10),
+        ("pytest", ["tests: skipped, pytest is missing"], 11),
         ("triton", ["bench/step.py --compile: skipped, triton is missing"], 7),
         ("tiktoken", ["tests: skipped, tiktoken", "bench/step.py: skipped, tiktoken"], 3),
-        ("hypothesis", [], 11),
+        ("hypothesis", [], 12),
         ("numpy", ["tests: skipped", "kernels.py: skipped", "gather_scatter.py: skipped"], 0),
     ],
 )

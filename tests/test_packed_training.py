@@ -1,5 +1,6 @@
 """Training on packed rows is training on the same documents, one to a row: 50 steps of either."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -8,19 +9,21 @@ import torch
 from conftest import SMALL
 
 import config
-from data import Rows, collate, places
+from data import Rows, collate, counts, places, specials
 from kernels.packed_attention import attention_mask
 from model import Transformer
 from packing import pack_lengths
-from support.batch import shares_of
+from support.batch import shares_of, with_answers
 from support.masking import SpecialIds, mask_tokens
 from support.rng import bits
 from support.samples import Samples
+from support.sentence_pairs import sentence_pairs
 from support.token_store import Store
 from support.tokenizer import get_encoding
 
 SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
 STEPS, DOCUMENTS, T = 50, 12, 32
+NSP = "--model bert --nsp --pos rope"
 
 
 def masked(batch, rows, step, special_ids):
@@ -31,6 +34,7 @@ def masked(batch, rows, step, special_ids):
 
 def losses(store, packed, flags):
     """A loss of each step: AdamW on so many documents a step, the same ones however they lie."""
+    nsp = "nsp" in flags
     settings = config.build(config.parse(f"{SMALL} {flags}".split()))
     special_ids = SPECIAL_IDS if "bert" in flags else None
     torch.manual_seed(0)
@@ -42,20 +46,23 @@ def losses(store, packed, flags):
     spans = np.stack((spans[:, 0], np.minimum(spans[:, 1], spans[:, 0] + sizes)), axis=1)
     found = []
     for step in range(STEPS):
-        pieces = spans[step * DOCUMENTS : (step + 1) * DOCUMENTS]
-        rows = Rows.of(pieces)
+        pieces, pairs = spans[step * DOCUMENTS : (step + 1) * DOCUMENTS], None
+        if nsp:
+            pieces, pairs = sentence_pairs(pieces, step)
+        rows = Rows.of(pieces, pairs=pairs)
         if packed:
-            lengths = pieces[:, 1] - pieces[:, 0] + (2 if special_ids else 0)
+            lengths = pieces[:, 1] - pieces[:, 0] + (specials(rows) if special_ids else 0)
             packs = pack_lengths(lengths, T)
-            rows = Rows.of(pieces[packs.items], packs.offsets)
+            rows = replace(rows.take(packs.items), offsets=packs.offsets)
             assert len(rows) < DOCUMENTS
         batch = collate(store, rows, T, special_ids)
         if special_ids:
             batch = masked(batch, rows, step, special_ids)
-        by_document = "document" in flags
-        shares = shares_of(batch, by_document, None)
-        of = DOCUMENTS if by_document else int((batch.targets >= 0).sum())
-        loss = model(batch, shares=shares) / of
+        counted = counts(rows, special_ids is not None, per_document="document" in flags)
+        if nsp:
+            batch = with_answers(batch, rows.pairs.answers(rows.start, rows.stop))
+        shares = shares_of(batch, "document" in flags, counted.of_answer)
+        loss = model(batch, shares=shares) / counted.targets
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
@@ -64,7 +71,9 @@ def losses(store, packed, flags):
 
 
 @pytest.mark.parametrize("loss_per", ["token", "document"])
-@pytest.mark.parametrize("model", ["--pos rope", "--pos learned", "--model bert --pos learned"])
+@pytest.mark.parametrize(
+    "model", ["--pos rope", "--pos learned", "--model bert --pos learned", NSP]
+)
 def test_fifty_steps_are_the_same_packed_or_not(store_dir, model, loss_per):
     store, flags = Store.open(store_dir), f"{model} --loss-per {loss_per}"
     packed, alone = (losses(store, packed, flags) for packed in (True, False))

@@ -23,8 +23,10 @@ import sample
 import train
 from evaluate import Evaluation
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
+from prepare import prepare
 from support import checkpoint
 from support.token_store import Store
+from support.tokenizer import get_encoding
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable
@@ -231,6 +233,22 @@ def test_answers_begin_as_those_of_a_coin(run, monkeypatch):
     monkeypatch.setattr(train, "shares_of", only_answers)
     curve = losses(run("--model bert --nsp --pack --lr 1e-3"))
     assert curve[0] == pytest.approx(math.log(2), abs=0.02) and min(found) > 1
+
+
+@pytest.mark.slow
+def test_a_bert_learns_which_text_follows(tmp_path):
+    """Documents of one letter each: a second part of another letter does not follow."""
+    random = np.random.default_rng(0)
+    texts = [chr(97 + n % 26) * random.integers(12, 29) for n in range(1500)]
+    lines = "\n".join(json.dumps({"text": texts[n]}) for n in random.permutation(1500))
+    (tmp_path / "letters.jsonl").write_text(lines)
+    prepare([tmp_path / "letters.jsonl"], tmp_path / "store", get_encoding("bytes"), "bytes", 10)
+    shape = "--layers 2 --heads 2 --width 32 --seq-len 32 --batch-tokens 1024 --device cpu"
+    flags = f"--model bert --nsp --pack {shape} --tokens 500K --lr 1e-2"
+    argv = [*flags.split(), "--data", str(tmp_path / "store"), "--out", str(tmp_path / "run")]
+    assert train.main(argv) == 0
+    last = [line for line in read_log(tmp_path / "run") if line["event"] == "eval"][-1]
+    assert last["nsp_accuracy"] > 0.8 and last["val_bpb"] < 0.1
 
 
 @pytest.mark.parametrize("flags", ["", "--pack --pack-batch documents --model bert"])
