@@ -23,7 +23,12 @@ from support.tokenizer import get_encoding
 
 SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
 STEPS, DOCUMENTS, T = 50, 12, 32
-NSP = "--model bert --nsp --pos rope"
+MODELS = [
+    "--pos rope",
+    "--pos learned",
+    "--model bert --pos learned",
+    "--model bert --nsp --pos rope",
+]
 
 
 def masked(batch, rows, step, special_ids):
@@ -71,9 +76,7 @@ def losses(store, packed, flags):
 
 
 @pytest.mark.parametrize("loss_per", ["token", "document"])
-@pytest.mark.parametrize(
-    "model", ["--pos rope", "--pos learned", "--model bert --pos learned", NSP]
-)
+@pytest.mark.parametrize("model", MODELS)
 def test_fifty_steps_are_the_same_packed_or_not(store_dir, model, loss_per):
     store, flags = Store.open(store_dir), f"{model} --loss-per {loss_per}"
     packed, alone = (losses(store, packed, flags) for packed in (True, False))
