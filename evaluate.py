@@ -128,7 +128,7 @@ class Evaluation:
             for own in own_rows(len(self.rows), rows, runtime, between):
                 pieces = slice(*self.rows.offsets[[own.start, own.stop]])
                 of_piece[pieces] = self.sums(model, runtime, own)
-        of_piece = runtime.reduce(torch.from_numpy(of_piece).to(runtime.device)).cpu().numpy()
+        of_piece = runtime.reduce(torch.from_numpy(of_piece)).numpy()
 
         document = np.searchsorted(self.store.offsets, self.rows.start, side="right") - 1  # (n,)
         first, stop = self.split_documents.start, self.split_documents.stop
@@ -171,7 +171,7 @@ class Evaluation:
                     x = model.hidden_states(tokens, positions, doc_ids)
                     answers = model.follows(x, cls.to(runtime.device)).argmax(1).cpu()
                 right += torch.tensor([(answers == batch.targets[cls]).sum(), len(answers)])
-        right, pairs = runtime.reduce(right.to(runtime.device)).tolist()
+        right, pairs = runtime.reduce(right).tolist()
         return right / max(pairs, 1)
 
     def batch(self, rows: Rows) -> Batch:

@@ -6,8 +6,8 @@ how many tokens each layer sees, because the clock needs it.
 
 A plan is a pure function of (settings, store, clock), so a run that was killed goes on with the
 very rows it would have seen; all that it keeps is the packing window that it is in the middle of
-(support/windows.py).
-With 2 ranks and 16 rows a step, rank 0 reads rows 0..7 and rank 1 rows 8..15 of the same plan.
+(support/windows.py). With 2 ranks and 16 rows a step, rank 0 reads rows 0..7 and rank 1 rows 8..15
+of the same plan.
 
     clock ── curriculum ──> Stage ── draw ──> spans ── packing ──> rows ── collate ──> Step
 """

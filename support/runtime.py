@@ -44,10 +44,12 @@ class Runtime:
         return torch.autocast(self.device.type, self.dtype if mixed else None, enabled=mixed)
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks, in place."""
-        if self.world_size > 1:
-            dist.all_reduce(values)
-        return values
+        """Sum over ranks. One rank's values stay where they are: not every device has float64."""
+        if self.world_size == 1:
+            return values
+        sums = values.to(self.device, copy=True)
+        dist.all_reduce(sums)
+        return sums.to(values.device)
 
     def on_any_rank(self, flag: bool) -> bool:
         """Whether it holds on some rank; the answer is the same on every rank."""
