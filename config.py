@@ -28,6 +28,7 @@ from support.recipes import refusals_of_rows, with_defaults
 from support.run import RunConfig
 from support.run_folder import newest_run, started_with
 from support.samples import LONG, LONG_HELP
+from support.sentence_pairs import refusals_of_pairs
 from support.settings import (
     flag,
     is_on,
@@ -67,7 +68,7 @@ class ModelConfig:
     width: int | None = flag(None, "width of the residual stream (default: by --size)", least=1)
     mlp_width: int | None = flag(None, "inner width of the MLP (default: 4 x --width)", least=1)
     dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
-    nsp: bool = flag(False, "a BERT also tells whether the second part of a pair follows the first")
+    nsp: bool = flag(False, "a BERT is trained on pairs: does the second text follow the first?")
     init: str | None = flag(None, "start from weights in GPT-2's or BERT's published layout")
 
 
@@ -195,14 +196,11 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
     model, optim = config.model, config.optim
     learned = model.pos == "learned" and model.init is None
     pairs += refusals_of_rows(model.size, config.data.seq_len, optim.batch_tokens, learned)
+    pairs += refusals_of_pairs(config)
     pairs += [
         (
             model.size.startswith("bert") and model.model != "bert",
             f"--size {model.size} is a BERT: add --model bert, or choose a GPT's size",
-        ),
-        (
-            model.nsp and model.model != "bert",
-            "--nsp asks a BERT whether one text follows another: add --model bert",
         ),
         (
             model.init is not None and model.pos == "rope",

@@ -2,10 +2,10 @@
 
 Whatever the training run does, an evaluation is of whole documents at full length, in a fixed order
 and with nothing dropped: the pieces of the held-out documents are packed once and isolated from
-each other, and every token is a target. A document longer than a row is cut into pieces, each of
-which begins without context, as in training; with --stride every target but those of a document's
-first piece sees nearly a whole row before it. The results of the pieces are put together again by
-document, in the order of the store.
+each other, and every token is a target (of a BERT, every masked one). A document longer than a row
+is cut into pieces, each of which begins without context, as in training; with --stride every target
+but those of a document's first piece sees nearly a whole row before it. The results of the pieces
+are put together again by document, in the order of the store.
 
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
     python evaluate.py runs/gpt-nano-1 --tokens 100K   # on a part of the held-out text
@@ -69,16 +69,15 @@ class Evaluation:
     ):
         samples = Samples(store, "bert" if special_ids else "pieces", seq_len, split)
         if len(samples) == 0:
-            which = "holds out no" if split == "val" else "has no training"
+            what = f"no {SPLITS[split]} document, so there is nothing to evaluate on"
             raise ValueError(
-                f"{store.path} {which} document, so there is nothing to evaluate on: prepare"
-                " it again with --holdout 20, name another store with --data, or have evaluate.py"
-                " take all of its documents with --split all"
+                f"{store.path} has {what}: prepare it again with --holdout 20, or name another"
+                " store with --data; evaluate.py --split all takes whatever there is"
             )
-        if stride is not None and (special_ids or not 1 <= stride <= seq_len):
-            raise ValueError(
-                f"--stride {stride}: choose 1 to {seq_len}, the tokens of a row; a BERT has none"
-            )
+        if stride is not None and special_ids:
+            raise ValueError("--stride is for a GPT: a BERT sees its whole piece, leave it out")
+        if stride is not None and not 1 <= stride <= seq_len:
+            raise ValueError(f"--stride {stride}: choose 1 to {seq_len}, the tokens of a row")
         spans = pieces = samples.some(tokens)
         seen = 0
         if stride:
@@ -89,8 +88,10 @@ class Evaluation:
             halves = cut(spans, seq_len - SPECIAL_TOKENS["pairs"])
             halves, pairs = sentence_pairs(halves, "evaluation")
             self.pairs = packed(Rows.of(halves, pairs=pairs), seq_len, SPECIAL_TOKENS["pairs"])
+        self.rows_in_all = len(self.rows) + (len(self.pairs) if self.pairs else 0)
         self.is_whole, self.name = len(spans) == len(samples), SPLITS[split]
-        part = f"{(spans[:, 1] - spans[:, 0]).sum():,} of {samples.stop - samples.start:,}"
+        tokens = samples.stop - samples.start - samples.without_eot * len(samples.documents)
+        part = f"{(spans[:, 1] - spans[:, 0]).sum():,} of {tokens:,}"
         self.text = f"{'all' if self.is_whole else part} {self.name} tokens"
         self.store, self.seq_len, self.split_documents = store, seq_len, samples.documents
         self.lengths, self.special_ids = lengths, special_ids
@@ -104,9 +105,7 @@ class Evaluation:
     ) -> HeldOut:
         """Evaluate the model on all rows; see `documents`, which does the work."""
         held_out = self.documents(model, runtime, rows, between).total()
-        if self.pairs is None:
-            return held_out
-        return held_out._replace(nsp_accuracy=self.accuracy(model, runtime, rows, between))
+        return held_out._replace(**self.answers(model, runtime, rows, between))
 
     def documents(
         self,
@@ -157,13 +156,19 @@ class Evaluation:
         return np.stack([np.bincount(piece, column, offsets[-1]) for column in columns], axis=1)
 
     @torch.no_grad()
-    def accuracy(
+    def answers(
         self, model: nn.Module, runtime: Runtime, rows: int, between: Callable[[int], None]
-    ) -> float:
-        """The share of pairs of which the model tells whether the second part follows the first."""
-        right = torch.zeros(2, dtype=torch.float64)
+    ) -> dict[str, float]:
+        """HeldOut's fields about pairs: how many the model tells rightly whether they belong.
+
+        Goes on where `documents` ends: `between` is called with the rows of both.
+        """
+        if self.pairs is None:
+            return {}
+        right, already = torch.zeros(2, dtype=torch.float64), len(self.rows)
         with evaluating(model):
-            for own in own_rows(len(self.pairs), rows, runtime, between):
+            turns = own_rows(len(self.pairs), rows, runtime, lambda done: between(already + done))
+            for own in turns:
                 batch = self.batch(self.pairs.take(np.array(own))).with_documents()
                 cls = (batch.positions == 0) & (batch.targets != IGNORE)
                 tokens, _, positions, doc_ids = batch.to(runtime.device)
@@ -172,7 +177,7 @@ class Evaluation:
                     answers = model.follows(x, cls.to(runtime.device)).argmax(1).cpu()
                 right += torch.tensor([(answers == batch.targets[cls]).sum(), len(answers)])
         right, pairs = runtime.reduce(right).tolist()
-        return right / max(pairs, 1)
+        return {"nsp_accuracy": right / pairs, "nsp_pairs": int(pairs)} if pairs else {}
 
     def batch(self, rows: Rows) -> Batch:
         """These rows; of a BERT with the masks that their tokens always have, and its answers."""
@@ -197,10 +202,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("run", help="folder of a run")
     parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
     parser.add_argument("--data", help="another token store (default: the run's own)")
-    parser.add_argument("--tokens", type=count, help="of its text (default: all)")
-    stride = "targets of a piece that continues a document (default: no context before it)"
+    parser.add_argument("--tokens", type=count, help="about so many of its text (default: all)")
+    stride = "of a GPT: so many targets a row where a document goes on (default: no context)"
     parser.add_argument("--stride", type=int, help=stride)
-    parser.add_argument("--split", choices=SPLITS, default="val", help="(default: val, held out)")
+    parser.add_argument(
+        "--split", choices=SPLITS, default="val", help="which documents (default: val, held out)"
+    )
     by_document = "also write the result of each document, a JSON object a line"
     parser.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
     parser.add_argument("--rows", type=count, default=16, help="rows evaluated at once")
@@ -216,15 +223,13 @@ def main(argv: list[str] | None = None) -> None:
     special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
     chosen = (special_ids, args.tokens, args.stride, args.split, settings.model.nsp)
     evaluation = Evaluation(store, settings.data.seq_len, byte_lengths(encoding), *chosen)
-    between = evaluation_bar(len(evaluation.rows), here)
+    between = evaluation_bar(evaluation.rows_in_all, here)
     documents = evaluation.documents(model.to(here.device), here, args.rows, between)
     result = documents.total()
-    if settings.model.nsp:
-        right = evaluation.accuracy(model, here, args.rows, lambda done: None)
-        result = result._replace(nsp_accuracy=right)
+    result = result._replace(**evaluation.answers(model, here, args.rows, between))
     where = f"{args.run}, step {state['step']}"
     here.say(f"{where}: {evaluation.name} {result}, on {evaluation.text}")
-    size = f"{result.targets:,} tokens, {result.bytes:,} bytes"
+    size = f"{result.targets:,} {'masked ' if special_ids else ''}tokens, {result.bytes:,} bytes"
     here.say(f"{result.val_loss:.4f} nats per token, of {size}")
     if args.by_document:
         here.on_rank0(lambda: documents.write(args.by_document))

@@ -308,7 +308,7 @@ def evaluate(
     began = time.perf_counter()
 
     def between(done: int) -> None:
-        trainer.between("evaluation: row", done, len(evaluation.rows))
+        trainer.between("evaluation: row", done, evaluation.rows_in_all)
 
     held_out = evaluation.run(run.model, run.runtime, trainer.rows_at_once, between)
     ms = (time.perf_counter() - began) * 1e3

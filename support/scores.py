@@ -19,13 +19,18 @@ class HeldOut(NamedTuple):
     targets: int
     bytes: int
     nsp_accuracy: float | None = None  # share of pairs told rightly, of a BERT with --nsp
+    nsp_pairs: int | None = None
 
     def logged(self) -> dict[str, float]:
         """The fields that there are."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
     def __str__(self) -> str:
-        pairs = "" if self.nsp_accuracy is None else f", {self.nsp_accuracy:.1%} of pairs right"
+        pairs = (
+            ""
+            if self.nsp_accuracy is None
+            else f", {self.nsp_accuracy:.1%} of {self.nsp_pairs:,} pairs right"
+        )
         return f"{self.val_bpb:.4f} bits per byte{pairs}"
 
 
@@ -62,6 +67,8 @@ def check_file(file: Path) -> None:
     """
     if file.is_dir():
         raise ValueError(f"--by-document {file} is a folder: name a file in it")
+    if file.exists() and not file.is_file():
+        raise ValueError(f"--by-document {file} is no file that can be replaced: name another")
     if not os.access(file.parent, os.W_OK):
         found = "cannot be written to" if file.parent.is_dir() else "does not exist"
         raise ValueError(f"--by-document {file}: the folder {file.parent} {found}")

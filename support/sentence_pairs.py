@@ -9,12 +9,14 @@ A piece of a document is parted in two. In half of the pairs the second part is 
 Were a foreign part as long as chance has it, its length would betray it: most pieces fill a row.
 So second parts are sorted by length, neighbours are cut to the shorter one, and then a coin for
 both says whether they change places. The answer is independent of every length, all text that is
-left is read once, and neighbours differ by a few tokens.
+left is read once, and neighbours differ by a few tokens. A piece without a neighbour, any one of
+an odd number, stays whole and has no second part; nor has a piece of one token. If two copies of
+one piece meet, neither changes.
 
 Paper: Devlin et al., arXiv 1810.04805, section 3.1, task 2
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,9 +46,9 @@ class Pairs(NamedTuple):
 def sentence_pairs(spans: np.ndarray, *key: object) -> tuple[np.ndarray, Pairs]:
     """Part pieces in two, and let second parts of like length change places for half of them.
 
-    The first part has a quarter to three quarters of a piece; a piece of one token has no second.
-    The random numbers are a hash of the key and of where in the store a piece begins, so the same
-    pieces are the same pairs in whatever order they come.
+    The first part has a quarter to three quarters of a piece. The random numbers are a hash of the
+    key, of where in the store a piece begins and, if it is drawn again, of how often it was: the
+    same pieces are the same pairs in whatever order they come.
 
     Args:    spans (n, 2) pieces of the store; key of the random numbers
     Returns: spans (n, 2) with ends cut, and their pairs
@@ -56,19 +58,34 @@ def sentence_pairs(spans: np.ndarray, *key: object) -> tuple[np.ndarray, Pairs]:
     start, stop = spans.T
     length = stop - start
     seeds = torch.tensor([seed_of(*key, what) for what in ("first", "order", "swap")])
-    at_random = bits(seeds, torch.from_numpy(np.ascontiguousarray(start)), 1)[:, :, 0].numpy()
+    again = occurrences(start)
+    numbers = bits(seeds, torch.from_numpy(np.ascontiguousarray(start)), int(again.max()) + 1)
+    at_random = numbers.numpy()[:, np.arange(len(start)), again]  # (3, n)
     least, most = np.maximum(length // 4, 1), np.maximum(3 * length // 4, 1)
     first = least + at_random[0] % (most - least + 1)
     left = length - first
     order = np.lexsort((at_random[1], left))
     order = order[left[order] > 0]
-    one, other = order[: len(order) // 2 * 2].reshape(-1, 2).T  # an odd one stays as it is
+    if len(order) % 2:
+        odd = np.argmax(at_random[2][order])
+        alone, order = order[odd], np.delete(order, odd)
+        first[alone], left[alone] = length[alone], 0
+    one, other = order.reshape(-1, 2).T
     left[other] = left[one]  # the shorter one of the two
     second = start + first
     swap = at_random[2][one] % 2 == 1
     one, other = one[swap], other[swap]
     second[one], second[other] = second[other], second[one]
     return np.stack((start, start + first + left), axis=1), Pairs(first, second)
+
+
+def occurrences(values: np.ndarray) -> np.ndarray:
+    """How often each value has come before: [7, 3, 7, 7] -> [0, 0, 1, 2]"""
+    order = np.argsort(values, kind="stable")
+    firsts = np.searchsorted(values[order], values[order])
+    found = np.empty(len(values), np.int64)
+    found[order] = np.arange(len(values)) - firsts
+    return found
 
 
 def check_pairs(samples: Samples) -> None:
@@ -82,3 +99,20 @@ def check_pairs(samples: Samples) -> None:
             f"--nsp makes pairs of pieces of two tokens or more, and {samples.store.path} has not"
             " two of them: leave --nsp out, or name another store with --data"
         )
+
+
+def refusals_of_pairs(settings: Any) -> list[tuple[bool, str]]:
+    """Settings under which there are no pairs, as (condition, what to tell the user)."""
+    nsp, rows_of_step = settings.model.nsp, settings.pack.batch != "rows"  # drawn step by step
+    batch_tokens, least = settings.optim.batch_tokens, 2 * settings.data.seq_len
+    return [
+        (
+            nsp and settings.model.model != "bert",
+            "--nsp asks a BERT whether one text follows another: add --model bert",
+        ),
+        (
+            nsp and rows_of_step and batch_tokens < least,
+            f"--nsp exchanges texts among the rows of a step, and --batch-tokens {batch_tokens} is"
+            f" one row: choose {least} or more",
+        ),
+    ]

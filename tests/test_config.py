@@ -49,6 +49,7 @@ REFUSED = {
     "--pos learned --seq-len 512": r"--seq-len 512 is above the 256 positions of --size nano.*rope",
     "--size bert-base": r"--size bert-base is a BERT: add --model bert",
     "--nsp": r"^--nsp asks a BERT whether one text follows another: add --model bert$",
+    "--nsp --model bert --batch-tokens 256": r"--batch-tokens 256 is one row: choose 512 or",
     "--long truncate": r"^--long truncate needs documents, .*: add --pack, or leave out --long$",
     "--long cut --pack": r"--long: invalid choice: 'cut'",
     "--init w.pt --pos rope": r"--init and --pos rope exclude each other",

@@ -37,15 +37,16 @@ def test_every_part_is_a_part_of_a_piece_and_is_read_once(lengths, key):
     ):
         size = stop - start
         assert first.start == start
-        assert max(size // 4, 1) <= len(first) <= max(3 * size // 4, 1)
         assert len(second) <= size - len(first), "no longer than the piece it stands in for"
-        if size == 1:
-            assert len(second) == 0 and answer == IGNORE
+        if len(second) == 0:
+            assert len(first) == size and answer == IGNORE, "nothing of it is lost"
         else:
-            assert len(second) >= 1
+            assert max(size // 4, 1) <= len(first) <= max(3 * size // 4, 1)
             owner = [n for n, (a, b) in enumerate(spans) if a < second.start < b]
             assert len(owner) == 1 and second.stop <= spans[owner[0], 1]
             assert answer == (second.start != first.stop)
+    alone = (pairs.answers(*cut.T) == IGNORE).sum()
+    assert alone == (np.array(lengths) == 1).sum() + (np.array(lengths) > 1).sum() % 2
 
 
 @given(lengths, st.integers(0, 99))
@@ -63,6 +64,24 @@ def test_pairs_are_another_draw_under_another_key():
     one, other = (sentence_pairs(spans, "nsp", step)[1] for step in (1, 2))
     assert not np.array_equal(one.first, other.first)
     assert not np.array_equal(one.second, other.second)
+
+
+def test_a_piece_that_is_drawn_again_is_parted_and_paired_anew():
+    """Else copies would be neighbours, and swap what is the same."""
+    spans = laid([40] * 20)[np.random.default_rng(0).integers(0, 20, 400)]
+    cut, pairs = sentence_pairs(spans, 3)
+    assert pairs.answers(*cut.T).mean() > 0.4
+    copies = spans[:, 0] == spans[0, 0]
+    assert copies.sum() > 10 and len(set(pairs.first[copies])) > 5
+
+
+def test_the_one_without_a_neighbour_is_any_one():
+    """Were it the last in order, the longest second part would always follow."""
+    spans = laid(list(range(20, 29)))
+    alone = [np.flatnonzero(p.answers(*c.T) == IGNORE).tolist()
+             for c, p in (sentence_pairs(spans, key) for key in range(200))]  # fmt: skip
+    counts = np.bincount(np.concatenate(alone), minlength=9)
+    assert len(alone) == counts.sum() == 200 and counts.min() > 5
 
 
 def lost(spans, cut):
