@@ -20,7 +20,7 @@ A GPT reads a piece of the store like this:
     targets                 Call  me  Ishmael  .  end         every token of the piece, once
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -33,7 +33,7 @@ from support.masking import SpecialIds, masked_tokens
 from support.packs import Packs
 from support.ranking import SCAN, Pool
 from support.rng import seed_of, shuffled
-from support.samples import Samples
+from support.samples import SPECIAL_TOKENS, Samples
 from support.sentence_pairs import Pairs
 from support.token_store import Store
 
@@ -125,6 +125,10 @@ class Rows:
         pairs = self.pairs and self.pairs.take(pieces)
         return Rows(self.start[pieces], self.stop[pieces], offsets, self.seen[pieces], pairs)
 
+    def packed(self, packs: Packs) -> "Rows":
+        """Rows of one piece each, laid together as a packer says."""
+        return replace(self.take(packs.items), offsets=packs.offsets)
+
     def sums(self, of_piece: np.ndarray) -> np.ndarray:
         """(R,) the sum over the pieces of each row."""
         return np.diff(np.concatenate(([0], np.cumsum(of_piece)))[self.offsets])
@@ -144,7 +148,8 @@ def collate(store: Store, rows: Rows, seq_len: int, special_ids: SpecialIds | No
     """
     B, T = len(rows), seq_len
     end_of_text = store.meta["end_of_text"]
-    length = rows.stop - rows.start + (0 if special_ids is None else specials(rows))  # (n,)
+    special_tokens = SPECIAL_TOKENS["pairs" if rows.pairs else "bert"] if special_ids else 0
+    length = rows.stop - rows.start + special_tokens  # (n,)
     space = T - rows.sums(length)  # (B,)
 
     # What is left of a row counts as one more piece, so that pieces lie without a gap: (n + B,).
@@ -188,11 +193,6 @@ def collate(store: Store, rows: Rows, seq_len: int, special_ids: SpecialIds | No
     if len(rows.start) == B and not space.any():
         fields[2:] = None, None
     return Batch(*fields)
-
-
-def specials(rows: Rows) -> int:
-    """How many tokens a BERT's rows have around each piece: [CLS], and [SEP] after each part."""
-    return 2 if rows.pairs is None else 3
 
 
 def places(rows: Rows, batch: Batch) -> Tensor:

@@ -15,7 +15,6 @@ are put together again by document, in the order of the store.
 """
 
 from collections.abc import Callable
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -193,8 +192,7 @@ class Evaluation:
 
 def packed(alone: Rows, seq_len: int, special_tokens: int) -> Rows:
     """Pieces of a row each, packed."""
-    packs = pack_lengths(alone.stop - alone.start + special_tokens, seq_len)
-    return replace(alone.take(packs.items), offsets=packs.offsets)
+    return alone.packed(pack_lengths(alone.stop - alone.start + special_tokens, seq_len))
 
 
 def main(argv: list[str] | None = None) -> None:

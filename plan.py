@@ -12,7 +12,6 @@ of the same plan.
     clock ── curriculum ──> Stage ── draw ──> spans ── packing ──> rows ── collate ──> Step
 """
 
-from dataclasses import replace
 from typing import NamedTuple
 
 import numpy as np
@@ -222,9 +221,9 @@ class Plan:
         alone = self.rows_of(cut(drawn.spans, stage.max_piece_len - self.extra), start)
         lengths, most = alone.stop - alone.start + self.extra, self.settings.pack.max_per_row
         packs = packing.pack_lengths(lengths, self.seq_len, max_per_pack=most)
-        rows = replace(alone.take(packs.items), offsets=packs.offsets)
         by_first = np.argsort(packs.items[packs.offsets[:-1]])
-        return Window(start, rows.take(by_first), stage, drawn.next_sample)
+        rows = alone.packed(packs).take(by_first)
+        return Window(start, rows, stage, drawn.next_sample)
 
     def batch(self, context: StepContext, rows: Rows, seq_len: int) -> Batch:
         """This rank's rows as a Batch.

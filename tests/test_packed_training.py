@@ -1,6 +1,5 @@
 """Training on packed rows is training on the same documents, one to a row: 50 steps of either."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -9,14 +8,14 @@ import torch
 from conftest import SMALL
 
 import config
-from data import Rows, collate, counts, places, specials
+from data import Rows, collate, counts, places
 from kernels.packed_attention import attention_mask
 from model import Transformer
 from packing import pack_lengths
 from support.batch import shares_of, with_answers
 from support.masking import SpecialIds, mask_tokens
 from support.rng import bits
-from support.samples import Samples
+from support.samples import SPECIAL_TOKENS, Samples
 from support.sentence_pairs import sentence_pairs
 from support.token_store import Store
 from support.tokenizer import get_encoding
@@ -42,6 +41,7 @@ def losses(store, packed, flags):
     nsp = "nsp" in flags
     settings = config.build(config.parse(f"{SMALL} {flags}".split()))
     special_ids = SPECIAL_IDS if "bert" in flags else None
+    special_tokens = SPECIAL_TOKENS.get(config.samples_kind(settings), 0)
     torch.manual_seed(0)
     model = Transformer(config.transformer_config(settings, vocab_size=320))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
@@ -56,9 +56,8 @@ def losses(store, packed, flags):
             pieces, pairs = sentence_pairs(pieces, step)
         rows = Rows.of(pieces, pairs=pairs)
         if packed:
-            lengths = pieces[:, 1] - pieces[:, 0] + (specials(rows) if special_ids else 0)
-            packs = pack_lengths(lengths, T)
-            rows = replace(rows.take(packs.items), offsets=packs.offsets)
+            lengths = pieces[:, 1] - pieces[:, 0] + special_tokens
+            rows = rows.packed(pack_lengths(lengths, T))
             assert len(rows) < DOCUMENTS
         batch = collate(store, rows, T, special_ids)
         if special_ids:
