@@ -13,7 +13,10 @@ left is read once, and neighbours differ by a few tokens. A piece without a neig
 an odd number, stays whole and has no second part; nor has a piece of one token. If two copies of
 one piece meet, neither changes.
 
-Paper: Devlin et al., arXiv 1810.04805, section 3.1, task 2
+Paper: Devlin et al., arXiv 1810.04805, section 3.1, task 2. There a part is some whole sentences,
+and embeddings of two segments tell the parts apart; here it is cut at any token, and [SEP] does.
+
+    python train.py --model bert --nsp --pack
 """
 
 from typing import Any, NamedTuple
