@@ -209,7 +209,9 @@ def assemble(
         )
     # the optimizers last, on the parameters that then exist
     betas, fp16 = (s.optim.beta1, s.optim.beta2), runtime.dtype == torch.float16
-    optimizers = Optimizers(model, s.optim.optimizer, s.optim.weight_decay, betas, fp16)
+    optimizers = Optimizers(
+        dict(model.named_parameters()), s.optim.optimizer, s.optim.weight_decay, betas, fp16
+    )
     return Trainer(s, runtime, model, wrapped, optimizers, rows_at_once)
 
 

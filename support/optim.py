@@ -49,7 +49,7 @@ class OptimConfig:
 
 
 class Parameters(NamedTuple):
-    """A model's parameters by the update that each gets."""
+    """Parameters by the update that each gets."""
 
     fused: list[nn.Parameter]  # Muon's that hold three matrices, for queries, keys and values
     matrices: list[nn.Parameter]  # Muon's others
@@ -57,9 +57,9 @@ class Parameters(NamedTuple):
     plain: list[nn.Parameter]  # AdamW's without
 
 
-def split_parameters(model: nn.Module, muon: bool) -> Parameters:
+def split_parameters(named: dict[str, nn.Parameter], muon: bool) -> Parameters:
     parts = Parameters([], [], [], [])
-    for name, parameter in model.named_parameters():
+    for name, parameter in named.items():
         if parameter.ndim < 2:
             parts.plain.append(parameter)
         elif not (muon and name.startswith("h.")):
@@ -92,16 +92,25 @@ class Joint:
 
 
 class Optimizers:
-    """One or two torch optimizers and fp16's loss scale, which step and are saved together."""
+    """One or two torch optimizers and fp16's loss scale, which step and are saved together.
+
+    Args: named  the parameters by the names that their state is saved under
+    """
 
     def __init__(
-        self, model: nn.Module, kind: str, weight_decay: float, betas: tuple, fp16: bool = False
+        self,
+        named: dict[str, nn.Parameter],
+        kind: str,
+        weight_decay: float,
+        betas: tuple,
+        fp16: bool = False,
     ):
-        parts = split_parameters(model, kind == "muon")
+        parts = split_parameters(named, kind == "muon")
         groups = [
             {"params": parts.decayed, "weight_decay": weight_decay},
             {"params": parts.plain, "weight_decay": 0.0},
         ]
+        self.named = named
         self.parameters = [parameter for part in parts for parameter in part]
         self.parts = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
         if parts.matrices:
@@ -132,15 +141,31 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def state_dict(self) -> dict:
-        return {
-            "parts": [part.state_dict() for part in self.parts],
-            "scaler": self.scaler.state_dict(),
-        }
+        """What the optimizers remember, by the names of the parameters: {"state": {name: {...}}}.
 
-    def load_state_dict(self, state: dict) -> None:
-        for part, saved in zip(self.parts, state["parts"], strict=True):
-            part.load_state_dict(saved)
-        self.scaler.load_state_dict(state["scaler"])
+        So a state fits a model whose parameters stand in another order, on another device, or were
+        made from others (pseudo.py).
+        """
+        names = {parameter: name for name, parameter in self.named.items()}
+        state = {names[p]: dict(kept) for part in self.parts for p, kept in part.state.items()}
+        return {"state": state, "scaler": self.scaler.state_dict()}
+
+    def load_state_dict(self, saved: dict) -> None:
+        """Go on from a state; a parameter that it does not name begins without one.
+
+        The tensors become the optimizers' own, without a copy where device and dtype are the same.
+        """
+        names = {parameter: name for name, parameter in self.named.items()}
+        for part in self.parts:
+            parameters = [p for group in part.param_groups for p in group["params"]]
+            state = {
+                number: saved["state"][names[parameter]]
+                for number, parameter in enumerate(parameters)
+                if names[parameter] in saved["state"]
+            }
+            groups = part.state_dict()["param_groups"]
+            part.load_state_dict({"state": state, "param_groups": groups})
+        self.scaler.load_state_dict(saved["scaler"])
 
 
 def learning_rate(settings: Any, before: Clock, after: Clock) -> float:

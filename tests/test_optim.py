@@ -45,10 +45,14 @@ def model():
     return Transformer(TransformerConfig("gpt", 3, 2, 16, 32, 8, 40))
 
 
+def optimizers_of(m, kind, weight_decay=0.1, fp16=False):
+    return Optimizers(dict(m.named_parameters()), kind, weight_decay, (0.9, 0.95), fp16)
+
+
 def test_every_parameter_is_moved_once():
     m = model()
     for muon in (False, True):
-        parts = split_parameters(m, muon)
+        parts = split_parameters(dict(m.named_parameters()), muon)
         moved = [id(p) for part in parts for p in part]
         assert sorted(moved) == sorted(id(p) for p in m.parameters())
         assert all(p.ndim == 1 for p in parts.plain)
@@ -56,18 +60,19 @@ def test_every_parameter_is_moved_once():
         assert len(parts.fused) == (3 if muon else 0)  # and one that is three
 
 
+def advance(m, optimizers, steps):
+    for step in steps:
+        torch.manual_seed(step)
+        tokens = torch.randint(0, 40, (2, 8))
+        (m((tokens, tokens.roll(-1, 1), None, None)) / 16).backward()
+        optimizers.clip_gradients(1.0)
+        optimizers.step(0.01)
+
+
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_state_goes_on_bitwise(kind):
-    def advance(m, optimizers, steps):
-        for step in steps:
-            torch.manual_seed(step)
-            tokens = torch.randint(0, 40, (2, 8))
-            (m((tokens, tokens.roll(-1, 1), None, None)) / 16).backward()
-            optimizers.clip_gradients(1.0)
-            optimizers.step(0.01)
-
     straight, stopped, resumed = model(), model(), model()
-    one, two, three = (Optimizers(m, kind, 0.1, (0.9, 0.95)) for m in (straight, stopped, resumed))
+    one, two, three = (optimizers_of(m, kind) for m in (straight, stopped, resumed))
     advance(straight, one, range(6))
     advance(stopped, two, range(3))
     resumed.load_state_dict(stopped.state_dict())
@@ -78,9 +83,27 @@ def test_state_goes_on_bitwise(kind):
     assert not torch.equal(straight.wte.weight, model().wte.weight)
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_state_is_kept_by_name(kind):
+    """It loads whatever the order of the parameters; one that it does not name begins anew."""
+    m, other = model(), model()
+    optimizers = optimizers_of(m, kind)
+    advance(m, optimizers, range(3))
+    saved = optimizers.state_dict()
+    assert saved["state"].keys() == dict(m.named_parameters()).keys()
+    backwards = dict(reversed(list(other.named_parameters())))
+    loaded = Optimizers(backwards, kind, 0.1, (0.9, 0.95))
+    del saved["state"]["wte.weight"]
+    loaded.load_state_dict(saved)
+    found = loaded.state_dict()["state"]
+    assert found.keys() == saved["state"].keys()
+    for name, kept in saved["state"].items():
+        assert all(torch.equal(kept[key], found[name][key]) for key in kept), name
+
+
 def test_clipping():
     m = model()
-    optimizers = Optimizers(m, "adamw", 0.0, (0.9, 0.95))
+    optimizers = optimizers_of(m, "adamw", 0.0)
     for clip, norm in ((0.0, None), (0.5, 0.5)):
         for parameter in m.parameters():
             parameter.grad = torch.ones_like(parameter)
@@ -92,7 +115,7 @@ def test_clipping():
 
 def test_decay_touches_matrices_alone():
     m = model()
-    optimizers = Optimizers(m, "muon", 0.5, (0.9, 0.95))
+    optimizers = optimizers_of(m, "muon", 0.5)
     before = {name: p.detach().clone() for name, p in m.named_parameters()}
     for parameter in m.parameters():
         parameter.grad = torch.zeros_like(parameter)
@@ -107,7 +130,7 @@ def test_decay_touches_matrices_alone():
 @pytest.mark.parametrize("overflowed", ["wte.weight", "h.1.mlp.c_fc.weight", "ln_f.bias"])
 def test_one_overflow_skips_one_step_of_every_parameter(kind, clip, overflowed):
     m = model()
-    optimizers = Optimizers(m, kind, 0.1, (0.9, 0.95), fp16=True)
+    optimizers = optimizers_of(m, kind, fp16=True)
 
     def gradients() -> None:
         scale = optimizers.scaler.get_scale()
