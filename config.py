@@ -1,11 +1,11 @@
 """All settings of a run: groups of flags, defaults by size, refusals, and which techniques exist.
 
-Settings stand beside the code that obeys them: a technique's in its module, the optimizer's in
-support/optim.py, the run's in support/run.py. `Config` puts them together. A technique's
-first setting is its switch and takes its name (`--ltd`), the others take it as prefix
-(`--ltd-start`). Techniques import nothing of ours but kernels and pacing, so they write the
-metadata of a setting (see support/settings.py) by hand. No config files and no environment
-variables: a recipe is a shell line.
+Settings stand beside the code that obeys them: a technique's in its module, the data's in data.py,
+the model's in support/sizes.py, the optimizer's in support/optim.py, the run's in support/run.py.
+`Config` puts them together. A technique's first setting is its switch and takes its name (`--ltd`),
+the others take it as prefix (`--ltd-start`). Techniques import next to nothing of ours, so they
+write the metadata of a setting (see support/settings.py) by hand. No config files and no
+environment variables: a recipe is a shell line.
 
     python config.py                    # the table of flags, as the README shows it
 """
@@ -18,19 +18,20 @@ import curriculum
 import difficulty
 import ltd
 import packing
+import pseudo
 from curriculum import CurriculumConfig
+from data import DataConfig
 from ltd import LtdConfig
 from model import TransformerConfig
 from packing import PackConfig
+from pseudo import PseudoConfig
 from support.flags import parser_of, table_of
 from support.optim import OptimConfig
 from support.recipes import refusals_of_rows, with_defaults
 from support.run import RunConfig
 from support.run_folder import newest_run, started_with
-from support.samples import LONG, LONG_HELP
 from support.sentence_pairs import refusals_of_pairs
 from support.settings import (
-    flag,
     is_on,
     out_of_limits,
     resumed,
@@ -39,37 +40,7 @@ from support.settings import (
     techniques_on,
     unflattened,
 )
-from support.sizes import SIZES
-
-
-@dataclass(frozen=True)
-class DataConfig:
-    data: str | None = flag(
-        None, "token store made by prepare.py (default: embedded corpus)", free=True
-    )
-    tokenizer: str | None = flag(
-        None, "pd4k, bytes, gpt2 or a .tiktoken file of ranks (default: the store's, else pd4k)"
-    )
-    seq_len: int | None = flag(None, "tokens of a row (default: by --size)", least=8, below=2**31)
-    long: str = flag("split", LONG_HELP, LONG)
-
-
-@dataclass(frozen=True)
-class ModelConfig:
-    model: str = flag(
-        "gpt", "gpt reads from left to right, bert fills in masked tokens", ("gpt", "bert")
-    )
-    size: str = flag("nano", "dimensions by name", tuple(SIZES))
-    pos: str | None = flag(
-        None, "positions (default: rope for nano, else learned)", ("learned", "rope")
-    )
-    layers: int | None = flag(None, "number of blocks (default: by --size)", least=1)
-    heads: int | None = flag(None, "attention heads (default: by --size)", least=1)
-    width: int | None = flag(None, "width of the residual stream (default: by --size)", least=1)
-    mlp_width: int | None = flag(None, "inner width of the MLP (default: 4 x --width)", least=1)
-    dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
-    nsp: bool = flag(False, "a BERT is trained on pairs: does the second text follow the first?")
-    init: str | None = flag(None, "start from weights in GPT-2's or BERT's published layout")
+from support.sizes import SIZES, ModelConfig
 
 
 @dataclass(frozen=True)
@@ -95,6 +66,13 @@ class Config:
         shapes=ltd.shapes,
     )
     pack: PackConfig = technique(PackConfig, with_defaults=packing.with_defaults)
+    pseudo: PseudoConfig = technique(
+        PseudoConfig,
+        with_defaults=pseudo.with_defaults,
+        refusals=pseudo.refusals,
+        run_block=pseudo.run_block,
+        tokens_by_layer=pseudo.tokens_by_layer,
+    )
 
 
 def parse(argv: list[str]) -> dict[str, Any]:

@@ -24,18 +24,57 @@ from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import numpy as np
+import tiktoken
 import torch
 from torch import Tensor
 
 from kernels.cross_entropy import IGNORE
+from prepare import embedded_store
 from support.batch import Batch
 from support.masking import SpecialIds, masked_tokens
 from support.packs import Packs
 from support.ranking import SCAN, Pool
 from support.rng import seed_of, shuffled
-from support.samples import SPECIAL_TOKENS, Samples
+from support.runtime import Runtime
+from support.samples import LONG, LONG_HELP, SPECIAL_TOKENS, Samples
 from support.sentence_pairs import Pairs
+from support.settings import flag
 from support.token_store import Store
+from support.tokenizer import byte_lengths, get_encoding, store_encoding
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    data: str | None = flag(
+        None, "token store made by prepare.py (default: embedded corpus)", free=True
+    )
+    tokenizer: str | None = flag(
+        None, "pd4k, bytes, gpt2 or a .tiktoken file of ranks (default: the store's, else pd4k)"
+    )
+    seq_len: int | None = flag(None, "tokens of a row (default: by --size)", least=8, below=2**31)
+    long: str = flag("split", LONG_HELP, LONG)
+
+
+class Data(NamedTuple):
+    """What a run reads, and what its token ids mean."""
+
+    encoding: tiktoken.Encoding
+    store: Store
+    special_ids: SpecialIds | None  # a BERT's
+    byte_lengths: np.ndarray  # (V,) of the text that each token stands for
+
+
+def open_data(settings: Any, runtime: Runtime) -> tuple[Any, Data]:
+    """The store and its tokenizer, and the settings with the tokenizer's name in them."""
+    d = settings.data
+    name = d.tokenizer or "pd4k"
+    path = d.data or runtime.on_rank0(lambda: str(embedded_store(name)))
+    store = Store.open(path)
+    encoding = get_encoding(d.tokenizer) if d.tokenizer else store_encoding(path, store.meta)
+    store.check_tokenizer(encoding)
+    settings = replace(settings, data=replace(d, tokenizer=encoding.name))
+    special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
+    return settings, Data(encoding, store, special_ids, byte_lengths(encoding))
 
 
 class Drawn(NamedTuple):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 import config
+import pseudo
 from model import Transformer
 from support import checkpoint, rng, runtime
 from support.tokenizer import get_encoding, vocab_size
@@ -78,6 +79,8 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
     state = checkpoint.load(checkpoint.find(folder, which))
     settings = config.build(state["config"])
     model = Transformer(config.transformer_config(settings, **state["model_size"]))
+    if "pseudo" in state:
+        pseudo.share(model, state["pseudo"]["owners"])
     model.load_state_dict(state["model"])
     return settings, model.eval(), state
 

@@ -17,45 +17,49 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
-from dataclasses import replace
-from pathlib import Path
 from typing import NamedTuple
 
 # Before torch loads OpenMP, whose threads wait spinning for milliseconds. Beside another torch
 # program on two cores the slowest of 20 nano steps took 10.6 s like that, and 2.2 s like this.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
-import numpy as np
-import tiktoken
 import torch
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import config
+import pseudo
 import sample
+from data import Data, open_data
 from evaluate import Evaluation
 from model import RunBlock, Transformer, run_plain, run_recomputed
 from plan import Plan, Step
-from prepare import embedded_store
-from support import published
+from support.agreement import check_agreement, refuse_step
 from support.batch import Batch, shares_of
 from support.clock import StepContext, due, savings
 from support.compiled import compiled_ahead, laid_out
-from support.masking import SpecialIds
+from support.initial import empty_model, initial_model, model_size
 from support.micro_batch import micro_batch
 from support.optim import Optimizers, learning_rate
-from support.progress import announce, log_step, progress_bar, show_part, show_step, write
+from support.progress import (
+    announce,
+    log_evaluation,
+    log_stage,
+    log_step,
+    progress_bar,
+    show_part,
+    show_step,
+    write,
+)
 from support.read_ahead import read_ahead
 from support.rng import generator, seed_of
 from support.run import Run
-from support.run_folder import ModelSize, started_with
 from support.runtime import Runtime, exit_cleanly, start
 from support.scores import HeldOut
-from support.settings import techniques_on
+from support.settings import is_on, techniques_on
+from support.shared_weights import average
 from support.stop_signal import Stopped, StopSignal
-from support.token_store import Store
-from support.tokenizer import byte_lengths, get_encoding, store_encoding, vocab_size
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -64,16 +68,20 @@ def main(argv: list[str] | None = None) -> int:
     rows_at_once = micro_batch(settings, runtime)  # refused before anything is read
     settings, data = open_data(settings, runtime)
     plan = Plan(settings, data.store, data.special_ids, runtime)
-    evaluation = data.evaluation(settings, settings.run.eval_tokens)
-    model = new_model(settings, data.encoding, runtime, folder)
-    trainer = assemble(settings, model, runtime, rows_at_once.count)
-    run = Run(settings, runtime, folder, model, trainer.optimizers, data.store)
+    evaluation = held_out(settings, data, settings.run.eval_tokens)
+    size = model_size(settings, data.encoding, folder)
+    shape = config.transformer_config(settings, *size)
+    run = Run(settings, runtime, folder, size, data.store)
+    saved = run.restore() if folder else None
     if runtime.on_rank0(run.is_complete):
         runtime.say(f"{run.folder} is finished: its {settings.optim.tokens} tokens are consumed")
         return 0
+    model = empty_model(shape) if saved else initial_model(shape, settings, runtime.say)
+    run.trainer = assemble(settings, model, runtime, rows_at_once.count, saved)
+    del model, saved
     # from here on a signal waits until the run can be saved; what came before is no loss
     stop = StopSignal(tqdm.write if runtime.is_rank0 else lambda line: None)
-    run.open_log()
+    run.open()
     announce(run, plan.samples, rows_at_once.why)
     bar = progress_bar(run)
 
@@ -83,12 +91,12 @@ def main(argv: list[str] | None = None) -> int:
         if runtime.on_any_rank(stop.number > 0):
             raise Stopped
 
-    trainer.between = between
+    run.trainer.between = between
     blank = Batch.blank(rows_at_once.count, settings.data.seq_len)
     try:
-        with compiled_ahead(trainer, config.shapes(settings), blank, bar):
-            train(run, trainer, plan, evaluation, bar)
-            finish(run, trainer, data, bar)
+        with compiled_ahead(run.trainer, config.shapes(settings), blank, bar):
+            train(run, plan, evaluation, bar)
+            finish(run, data, bar)
     except Stopped:
         bar.close()
         run.save()
@@ -101,16 +109,18 @@ def main(argv: list[str] | None = None) -> int:
     return 0
 
 
-def train(run: Run, trainer: "Trainer", plan: Plan, evaluation: Evaluation, bar: tqdm) -> None:
+def train(run: Run, plan: Plan, evaluation: Evaluation, bar: tqdm) -> None:
     """Step after step until the budget is consumed; evaluations and checkpoints as they are due."""
     s, noted = run.settings.run, ""
     if run.evaluation_due:  # the run was stopped in the middle of it
-        evaluate_and_save(run, trainer, evaluation, bar, checkpoint_due=False)
+        evaluate_and_save(run, evaluation, bar, checkpoint_due=False)
     for step, waited_ms in read_ahead(plan, run.clock):
         if run.is_finished:
             return
         began = time.perf_counter()
-        done = trainer.step(step)
+        if run.trainer.shadow:
+            enter_stage(run, step, bar)
+        done = run.trainer.step(step)
         ms = (time.perf_counter() - began) * 1e3 + waited_ms
         run.clock = step.after
         log_step(run, step, done, ms, waited_ms)
@@ -121,16 +131,14 @@ def train(run: Run, trainer: "Trainer", plan: Plan, evaluation: Evaluation, bar:
         last = run.is_finished
         run.evaluation_due = due(s.eval_every, step.before, step.after, last)
         checkpoint_due = last or due(s.checkpoint_every, step.before, step.after)
-        evaluate_and_save(run, trainer, evaluation, bar, checkpoint_due)
-        trainer.between("step", 1, 1)
+        evaluate_and_save(run, evaluation, bar, checkpoint_due)
+        run.trainer.between("step", 1, 1)
 
 
-def evaluate_and_save(
-    run: Run, trainer: "Trainer", evaluation: Evaluation, bar: tqdm, checkpoint_due: bool
-) -> None:
+def evaluate_and_save(run: Run, evaluation: Evaluation, bar: tqdm, checkpoint_due: bool) -> None:
     is_best = False
     if run.evaluation_due:
-        bits_per_byte = evaluate(run, trainer, evaluation, bar).val_bpb
+        bits_per_byte = evaluate(run, evaluation, bar).val_bpb
         is_best = bits_per_byte < run.best
         run.best = min(bits_per_byte, run.best)
         run.evaluation_due = False
@@ -138,67 +146,47 @@ def evaluate_and_save(
         run.save(is_best)
 
 
-class Data(NamedTuple):
-    """What a run reads, and what its token ids mean."""
-
-    encoding: tiktoken.Encoding
-    store: Store
-    special_ids: SpecialIds | None  # a BERT's
-    byte_lengths: np.ndarray  # (V,) of the text that each token stands for
-
-    def evaluation(self, settings: config.Config, tokens: int | None) -> Evaluation:
-        seq_len = settings.data.seq_len
-        nsp, ids = settings.model.nsp, self.special_ids
-        return Evaluation(self.store, seq_len, self.byte_lengths, ids, tokens, nsp=nsp)
-
-
-def open_data(settings: config.Config, runtime: Runtime) -> tuple[config.Config, Data]:
-    """The store and its tokenizer, and the settings with the tokenizer's name in them."""
-    d = settings.data
-    name = d.tokenizer or "pd4k"
-    path = d.data or runtime.on_rank0(lambda: str(embedded_store(name)))
-    store = Store.open(path)
-    encoding = get_encoding(d.tokenizer) if d.tokenizer else store_encoding(path, store.meta)
-    store.check_tokenizer(encoding)
-    settings = replace(settings, data=replace(d, tokenizer=encoding.name))
-    special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
-    return settings, Data(encoding, store, special_ids, byte_lengths(encoding))
-
-
-def new_model(
-    settings: config.Config, encoding: tiktoken.Encoding, runtime: Runtime, folder: Path | None
-) -> Transformer:
-    """A model with the weights that every run with this seed starts from, or those of --init.
-
-    Args: folder of a run that goes on: it knows the model's size, and has other weights
-    """
-    init, needed = settings.model.init, vocab_size(encoding, settings.model.model)
-    size = ModelSize(-(-needed // 64) * 64)  # matrix units work in tiles
-    if folder:
-        size = ModelSize(**started_with(folder)["model_size"])
-    elif init:
-        size = published.size_for(init, needed, encoding.name, settings.data.seq_len)
-    torch.manual_seed(seed_of(settings.run.seed, "weights"))
-    model = Transformer(config.transformer_config(settings, *size))
-    if init and not folder:
-        for name in published.load_published(model, init):
-            runtime.say(f"--init left out {name}")
-    return model
+def enter_stage(run: Run, step: Step, bar: tqdm) -> None:
+    """Where a stage of --pseudo ends, put everything together anew for the model of the next."""
+    old, s = run.trainer, run.settings
+    owners = pseudo.shadow_at(s, step.context.progress, old.shadow).owners
+    if owners == old.shadow.owners:
+        return
+    state = pseudo.handed_over(old.state(), owners, s.pseudo.state, s.pseudo.new)
+    model = empty_model(old.model.config)
+    run.trainer = assemble(s, model, run.runtime, old.rows_at_once, state)
+    run.trainer.between = old.between
+    check_agreement(run.runtime, run.trainer.optimizers.named)
+    log_stage(run, owners, old.optimizers.memory(), bar)
 
 
 def assemble(
-    settings: config.Config, model: Transformer, runtime: Runtime, rows_at_once: int
+    settings: config.Config,
+    model: Transformer,
+    runtime: Runtime,
+    rows_at_once: int,
+    state: dict | None = None,
 ) -> "Trainer":
     """Put a model together with all that acts on it. The order matters, line by line.
 
-    May be called again on the same model, once its parameters have changed in mid-run.
+    Called again, on an empty model, where a run goes on and where --pseudo changes its parameters.
+
+    Args: state of `Trainer.state`: what the model and the optimizers go on from
     """
-    s = settings
-    # to its device first, for all that follows holds on to the parameters that are there then
+    s, shadow = settings, None
+    # which parameters there are comes first, then their values
+    if is_on(s, "pseudo"):
+        shadow = pseudo.Shadow(**state["pseudo"]) if state else pseudo.shadow_at(s, 0.0, None)
+        pseudo.share(model, shadow.owners)
+    if state:
+        model.load_state_dict(state["model"], assign=True)
+    # to the device before all that follows, which holds on to the parameters that are there then
     model.to(runtime.device)
     # compile before the wrapper: with its hooks inside, every new length would compile again
     if s.run.compile:
-        for block in model.h:  # shapes that are known get code of their own, others a general one
+        for block in set(
+            model.h
+        ):  # shapes that are known get code of their own, others a general one
             block.compile(dynamic=False if config.shapes(s) else None)
     # the wrapper before the optimizers: it hooks into gradients and may regroup them
     wrapped: nn.Module = model
@@ -208,11 +196,12 @@ def assemble(
             model, gradient_as_bucket_view=True, find_unused_parameters=unused
         )
     # the optimizers last, on the parameters that then exist
-    betas, fp16 = (s.optim.beta1, s.optim.beta2), runtime.dtype == torch.float16
-    optimizers = Optimizers(
-        dict(model.named_parameters()), s.optim.optimizer, s.optim.weight_decay, betas, fp16
-    )
-    return Trainer(s, runtime, model, wrapped, optimizers, rows_at_once)
+    named, betas = dict(model.named_parameters()), (s.optim.beta1, s.optim.beta2)
+    fp16 = runtime.dtype == torch.float16
+    optimizers = Optimizers(named, s.optim.optimizer, s.optim.weight_decay, betas, fp16)
+    if state:
+        optimizers.load_state_dict(state["optimizers"])
+    return Trainer(s, runtime, model, wrapped, optimizers, rows_at_once, shadow)
 
 
 class Done(NamedTuple):
@@ -234,8 +223,9 @@ class Trainer:
         wrapped: nn.Module,
         optimizers: Optimizers,
         rows_at_once: int,
+        shadow: pseudo.Shadow | None,
     ):
-        self.settings, self.runtime = settings, runtime
+        self.settings, self.runtime, self.shadow = settings, runtime, shadow
         self.model, self.wrapped, self.optimizers = model, wrapped, optimizers
         self.rows_at_once = rows_at_once  # of full length
         self.between: Callable[[str, int, int], None] = lambda what, done, of: None
@@ -250,6 +240,7 @@ class Trainer:
         rows, seq_len = step.batch.tokens.shape
         at_once = self.rows_at_once * (s.data.seq_len // seq_len)  # shorter rows, more of them
         total = torch.zeros((), device=runtime.device)
+        uses = pseudo.uses_to_watch(s, self.shadow, step) if self.shadow else None
         for first in range(0, rows, at_once):
             part = slice(first, first + at_once)
             if s.model.dropout:
@@ -262,6 +253,7 @@ class Trainer:
             shares = shares if shares is None else shares.to(runtime.device)
             batch = batch.to(runtime.device)
             run_block = self.run_block(s, step.context, runtime.rank * rows + first, batch)
+            run_block = uses.run_block(run_block) if uses else run_block
             with runtime.autocast():
                 loss = self.wrapped(batch, run_block=run_block, shares=shares)
             scale = runtime.world_size / max(step.targets, 1)  # DDP's mean over ranks made a sum
@@ -269,16 +261,24 @@ class Trainer:
             total += loss.detach()
             if part.stop < rows:
                 self.between("row", part.stop, rows)
-        local = total.item()
         mean = runtime.reduce(total).item() / max(step.targets, 1)
         if not math.isfinite(mean):
-            self.refuse(step, "loss", local)
+            refuse_step(runtime, step.context.step, "loss", total.item())
+        if self.shadow:
+            average(self.optimizers.named, self.shadow.owners)
+        if uses:
+            self.shadow = pseudo.checked(s, self.shadow, uses, runtime.reduce)
         norm = self.optimizers.clip_gradients(s.optim.grad_clip)
         if not math.isfinite(norm) and runtime.dtype != torch.float16:
-            self.refuse(step, "gradient", norm)
+            refuse_step(runtime, step.context.step, "gradient", norm)
         lr = learning_rate(s, step.before, step.after)
         self.optimizers.step(lr)
         return Done(loss=mean, grad_norm=norm, lr=lr)
+
+    def state(self) -> dict:
+        """All that `assemble` needs to go on from here."""
+        state = {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict()}
+        return {**state, "pseudo": self.shadow._asdict()} if self.shadow else state
 
     def run_block(
         self, settings: config.Config, context: StepContext, first_row: int, batch: Batch
@@ -293,57 +293,42 @@ class Trainer:
                 run_block = technique.run_block(settings, context, first_row, batch, run_block)
         return run_block
 
-    def refuse(self, step: Step, what: str, value: float) -> None:
-        """Stop every rank before the weights move; name the step and the ranks that saw it."""
-        values = self.runtime.gather(value)
-        ranks = [str(rank) for rank, seen in enumerate(values) if not math.isfinite(seen)]
-        raise ValueError(
-            f"the {what} is not finite at step {step.context.step} on rank {', '.join(ranks)}: the"
-            " weights were not updated; start a new run with a lower --lr"
-        )
+
+def held_out(settings: config.Config, data: Data, tokens: int | None) -> Evaluation:
+    seq_len, nsp = settings.data.seq_len, settings.model.nsp
+    return Evaluation(data.store, seq_len, data.byte_lengths, data.special_ids, tokens, nsp=nsp)
 
 
-def evaluate(
-    run: Run, trainer: Trainer, evaluation: Evaluation, bar: tqdm, last: bool = False
-) -> HeldOut:
+def evaluate(run: Run, evaluation: Evaluation, bar: tqdm, last: bool = False) -> HeldOut:
     """How good the model is now on held-out text; a line of the log."""
-    began = time.perf_counter()
+    began, trainer = time.perf_counter(), run.trainer
 
     def between(done: int) -> None:
         trainer.between("evaluation: row", done, evaluation.rows_in_all)
 
-    held_out = evaluation.run(run.model, run.runtime, trainer.rows_at_once, between)
-    ms = (time.perf_counter() - began) * 1e3
-    run.log.write(
-        "eval",
-        step=run.clock.step,
-        consumed_tokens=run.clock.consumed_tokens,
-        **held_out.logged(),
-        last=last,
-        ms=round(ms, 1),
-    )
+    found = evaluation.run(trainer.model, run.runtime, trainer.rows_at_once, between)
+    log_evaluation(run, found, time.perf_counter() - began, last)
     if not last:
-        on = f"on {evaluation.text}"
-        write(bar, f"step {run.clock.step}: held-out {held_out}, {on}")
-    return held_out
+        write(bar, f"step {run.clock.step}: held-out {found}, on {evaluation.text}")
+    return found
 
 
 FINAL_EVAL_TOKENS = 1_000_000  # at most, unless asked otherwise
 
 
-def finish(run: Run, trainer: Trainer, data: Data, bar: tqdm) -> None:
+def finish(run: Run, data: Data, bar: tqdm) -> None:
     """The last evaluation, what the techniques saved, and a sample."""
     s, runtime = run.settings, run.runtime
-    evaluation = data.evaluation(s, s.run.final_eval_tokens or FINAL_EVAL_TOKENS)
-    held_out = evaluate(run, trainer, evaluation, bar, last=True)
+    evaluation = held_out(s, data, s.run.final_eval_tokens or FINAL_EVAL_TOKENS)
+    found = evaluate(run, evaluation, bar, last=True)
     bar.close()
     where = f"on {evaluation.text}, full length, nothing dropped"
-    runtime.say(f"held-out: {held_out}, {where}")
+    runtime.say(f"held-out: {found}, {where}")
     runtime.say(savings(s, run.clock))
     if s.model.model == "gpt" and runtime.is_rank0:
         random = generator(runtime.device, s.run.seed, "sample")
         with torch.compiler.set_stance("force_eager"):  # a row that grows would compile each time
-            text = sample.write(run.model, data.encoding, "", 100, generator=random)
+            text = sample.write(run.trainer.model, data.encoding, "", 100, generator=random)
         runtime.say(f"a sample:\n{textwrap.indent(text, '    ')}")
     runtime.say(f"checkpoint: {run.saved_path}\nlog: {run.folder / 'log.jsonl'}")
 

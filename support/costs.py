@@ -8,14 +8,15 @@ Muon: for nano as on a CPU, in fp32, for the larger sizes as on a GPU, in bf16.
 
 import argparse
 from bisect import bisect_left
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import NamedTuple
 
 from model import TransformerConfig
 from support.flags import count
 from support.muon import flops_of_orthogonalising
 from support.recipes import refusals_of_rows, with_defaults
-from support.sizes import SIZES, flops_of_row
+from support.sizes import SIZES, flops_of_row, parameter_count
 
 V_GPT2, V_PD4K = 50_304, 4_160  # of GPT-2's tokenizer and of the embedded corpus's, in tiles of 64
 
@@ -111,10 +112,8 @@ def show_plan(
 
     Args: schedule what `tokens_at` does, in words
     """
-    layers, heads, width, _ = SIZES[args.size]
-    kind = "bert" if args.size.startswith("bert") else "gpt"
-    V = V_PD4K if args.size == "nano" else V_GPT2
-    config = TransformerConfig(kind, layers, heads, width, 4 * width, args.seq_len, V)
+    config = config_of(args.size, args.seq_len)
+    layers = config.layers
     device = "cpu" if args.size == "nano" else "cuda"
     run = (config, args.seq_len, args.tokens, args.batch_tokens)
     plain = cost_of_run(*run, lambda *_: (args.seq_len,) * layers, device)
@@ -132,3 +131,30 @@ def show_plan(
         f"time saved, if it follows FLOPs: {1 - same_text:.1%} for the same text,"
         f" {1 - same_tokens:.1%} for the same consumed tokens"
     )
+
+
+def show_stages(size: str, stages: Mapping[float, Sequence[int]]) -> None:
+    """Print what a model holds from each share of the budget on.
+
+    Args: stages share -> of each layer the layer whose weights it uses, -1 for a layer that is not
+                 there
+    """
+    config = config_of(size, SIZES[size].seq_len)
+    whole = parameter_count(config)
+    of_block = whole - parameter_count(replace(config, layers=config.layers - 1))
+    print(f"{size}: {whole / 1e6:.2f} M parameters, {of_block / 1e6:.2f} M in each of", end=" ")
+    print(f"{config.layers} layers; memory is 16 bytes a parameter,")
+    print("in fp32: the weight, its gradient and AdamW's two moments\n")
+    print(f"{'from':>6} {'parameters':>12} {'memory':>10}   weights of each layer")
+    for start, owners in stages.items():
+        held = whole - (config.layers - len({*owners} - {-1})) * of_block
+        listed = " ".join("." if owner < 0 else str(owner) for owner in owners)
+        print(f"{start:6g} {held / 1e6:10.2f} M {held * 16 / 1e9:7.3f} GB   {listed}")
+
+
+def config_of(size: str, seq_len: int) -> TransformerConfig:
+    layers, heads, width, _ = SIZES[size]
+    kind = "bert" if size.startswith("bert") else "gpt"
+    V = V_PD4K if size == "nano" else V_GPT2
+    pos = "rope" if size == "nano" else "learned"
+    return TransformerConfig(kind, layers, heads, width, 4 * width, seq_len, V, pos)

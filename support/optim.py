@@ -140,6 +140,15 @@ class Optimizers:
         for part in self.parts:
             part.zero_grad(set_to_none=True)
 
+    def memory(self) -> dict[str, int]:
+        """Bytes of weights, of their gradients and of what the optimizers remember of them."""
+        weights = sum(parameter.nbytes for parameter in self.parameters)
+        moments = 0
+        for part in self.parts:
+            kept = 1 if isinstance(part, Muon) else 2  # AdamW's two
+            moments += kept * sum(p.nbytes for g in part.param_groups for p in g["params"])
+        return {"weights": weights, "gradients": weights, "optimizer": moments}
+
     def state_dict(self) -> dict:
         """What the optimizers remember, by the names of the parameters: {"state": {name: {...}}}.
 

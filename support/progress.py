@@ -1,7 +1,7 @@
 """What a run says while it goes on: its first lines, the bar, and the log's line of a step."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from tqdm import tqdm
@@ -11,18 +11,20 @@ from support.clock import Clock
 from support.run import Run
 from support.runtime import Runtime
 from support.samples import Samples
+from support.scores import HeldOut
 
 
 def announce(run: Run, samples: Samples, batches: str) -> None:
     """What is trained, on what, and where it is written."""
     store = samples.store
     m, say = run.settings.model, run.runtime.say
-    parameters = sum(p.numel() for p in run.model.parameters())
+    parameters = sum(p.numel() for p in run.trainer.model.parameters())
     say(f"{m.model} {m.size}: {parameters / 1e6:.2f} M parameters, {run.runtime.why}")
+    say(f"memory: {in_words(run.trainer.optimizers.memory())}")
     say(f"batches: {batches}")
     if run.settings.pack.on or m.model == "bert":
         with run.runtime.autocast():
-            impl = run.model.attention_impl()
+            impl = run.trainer.model.attention_impl()
         say(f"attention: {impl}, {IMPLS[impl]}")
     say(f"data: {store.train_tokens} training tokens in {store.path}; run: {run.folder}")
     if samples.long == "truncate":
@@ -79,6 +81,26 @@ def evaluation_bar(rows: int, runtime: Runtime) -> Callable[[int], None]:
     return show
 
 
+def in_words(memory: dict[str, int]) -> str:
+    """Example: weights 6.9 MB, gradients 6.9 MB, optimizer 9.0 MB"""
+    return ", ".join(f"{what} {size / 1e6:,.1f} MB" for what, size in memory.items())
+
+
+def log_stage(run: Run, owners: Sequence[int], before: dict[str, int], bar: tqdm) -> None:
+    """Say how the model changed between two steps; a line of the log.
+
+    Args: owners of each layer the layer whose weights it uses now
+          before bytes of the model that it was (Optimizers.memory)
+    """
+    now = run.trainer.optimizers.memory()
+    clock = run.clock
+    at = {"step": clock.step, "consumed_tokens": clock.consumed_tokens}
+    run.log.write("stage", **at, owners=list(owners), bytes_before=before, bytes=now)
+    used = " ".join("." if owner < 0 else str(owner) for owner in owners)
+    write(bar, f"--pseudo: after step {clock.step} layers use the weights of {used}")
+    write(bar, f"memory: {in_words(before)} before; {in_words(now)} now")
+
+
 def log_step(run: Run, step: Any, done: Any, ms: float, data_ms: float) -> None:
     """Write what a step was made of (plan.Step) and what it found (train.Done)."""
     run.log.write(
@@ -96,4 +118,15 @@ def log_step(run: Run, step: Any, done: Any, ms: float, data_ms: float) -> None:
         **step.stage,
         ms=round(ms, 2),
         data_ms=round(data_ms, 2),
+    )
+
+
+def log_evaluation(run: Run, found: HeldOut, seconds: float, last: bool) -> None:
+    run.log.write(
+        "eval",
+        step=run.clock.step,
+        consumed_tokens=run.clock.consumed_tokens,
+        **found.logged(),
+        last=last,
+        ms=round(seconds * 1e3, 1),
     )

@@ -3,10 +3,11 @@
 On --resume, in this order:
   1. config.parse_or_resume: the folder (--out, or the newest in runs/) and the settings in its
      config.json; what was given besides may differ from them only where a setting is `free`
-  2. train.new_model: a model of the size in config.json; --init is not read again
-  3. Run.restore: the store must hold the same text; the checkpoint's sha256 is verified, then
-     weights, optimizers, clock and best loss are those of the checkpoint
-  4. Run.open_log: the log is cut where it was then, and checkpoints of later steps are set aside
+  2. Run.restore: the store must hold the same text; the checkpoint's sha256 is verified, then
+     clock and best loss are those of the checkpoint
+  3. train.assemble: a model of the size in config.json, weights and optimizers from the checkpoint;
+     --init is not read again
+  4. Run.open: the log is cut where it was then, and checkpoints of later steps are set aside
   5. train.train: an evaluation that was interrupted is made first; then the plan goes on from the
      clock, which decides every step, so nothing else has to be restored
 A run that was stopped before its first checkpoint starts over; one whose last evaluation is in the
@@ -21,13 +22,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from torch import nn
-
 from support import checkpoint
+from support.agreement import check_agreement
 from support.clock import Clock
 from support.run_folder import ModelSize, create_run_folder, started_with
 from support.runtime import Log, Runtime, provenance
-from support.settings import flag, flattened
+from support.settings import flag, flattened, is_on
 from support.token_store import Store
 
 
@@ -71,7 +71,10 @@ class RunConfig:
 class Run:
     """A run that is open: its folder, its log, its checkpoints, and where it stands.
 
-    Args: folder of a run that goes on from --resume's checkpoint; None makes a new one
+    Its `trainer`, with the model and the optimizers, is set by whoever assembles it (train.py).
+
+    Args: folder of a run that goes on; None makes a new one
+          size   of the model
     """
 
     def __init__(
@@ -79,36 +82,30 @@ class Run:
         settings: Any,
         runtime: Runtime,
         folder: Path | None,
-        model: nn.Module,
-        optimizers: Any,
+        size: ModelSize,
         store: Store,
     ):
-        self.settings, self.runtime = settings, runtime
-        self.model, self.optimizers, self.store = model, optimizers, store
+        self.settings, self.runtime, self.folder = settings, runtime, folder
+        self.size, self.store = size, store
+        self.trainer: Any = None
         self.clock, self.best = Clock(), math.inf
         self.evaluation_due = False  # an evaluation of this clock was asked for and is not done
         self.resumed_from: str | None = None
         self.saved_path, self.saved_step = "", -1
         self.log: Log | None = None
         self.log_size: int | None = None  # bytes to keep of a log that goes on
-        if folder is None:
-            self.folder = Path(runtime.on_rank0(self.create_folder))
-        else:
-            self.folder = folder
-            self.restore()
 
     def create_folder(self) -> str:
         s = self.settings
         stem = f"runs/{s.model.model}-{s.model.size}"
         sha256 = self.store.meta["sha256"]
-        return create_run_folder(s.run.out, stem, flattened(s), self.model_size(), sha256)
+        return create_run_folder(s.run.out, stem, flattened(s), self.size, sha256)
 
-    def restore(self) -> None:
-        """Go on from the checkpoint that --resume names: weights, optimizers, clock, log.
+    def restore(self) -> dict | None:
+        """Go on from the checkpoint that --resume names: clock, best loss and log are as then.
 
-        Starts over if no checkpoint was ever written.
-
-        Raises: ValueError if checkpoints are gone, or if the store is another one
+        Returns: that checkpoint; None if none was ever written, so that the run starts over
+        Raises:  ValueError if checkpoints are gone or of another run, or if the store is another
         """
         path = self.runtime.on_rank0(self.checkpoint_to_resume)  # one choice for all ranks
         if path is None:
@@ -116,18 +113,24 @@ class Run:
             self.runtime.say(
                 f"{self.folder} was stopped before its first checkpoint: starting over"
             )
-            return
+            return None
         state = checkpoint.load(path)
         try:
             self.clock = Clock(**state["clock"])
-        except TypeError:
+            state["optimizers"]["state"]
+        except (TypeError, LookupError):
             message = f"{path} is of an older version of train.py: start a new run"
             raise ValueError(message) from None
-        self.model.load_state_dict(state["model"])
-        self.optimizers.load_state_dict(state["optimizers"])
+        if ("pseudo" in state) != is_on(self.settings, "pseudo"):
+            was = "with" if "pseudo" in state else "without"
+            raise ValueError(
+                f"{path} is of a run {was} --pseudo, and {self.folder} is not: put its own back, or"
+                " name another with --resume previous or best"
+            )
         self.best, self.log_size, self.resumed_from = state["best"], state["log_size"], path
         self.evaluation_due = state["evaluation_due"]
         self.saved_path, self.saved_step = path, self.clock.step
+        return state
 
     def checkpoint_to_resume(self) -> str | None:
         """The file that --resume means; None if the run was stopped before its first checkpoint."""
@@ -172,20 +175,19 @@ class Run:
     def resume_command(self) -> str:
         return f"python train.py --resume --out {self.folder}"
 
-    def model_size(self) -> ModelSize:
-        shape = self.model.config
-        learned = self.settings.model.pos == "learned"
-        return ModelSize(shape.vocab_size, shape.seq_len if learned else None)
-
     def about(self) -> dict:
         """Settings, size and provenance: the first line of the log, and part of a checkpoint."""
-        size = self.model_size()._asdict()
+        size = self.size._asdict()
         return {"config": flattened(self.settings), "model_size": size, **provenance()}
 
-    def open_log(self) -> None:
+    def open(self) -> None:
+        """Make the folder of a new run; begin its log, or go on with it."""
+        if self.folder is None:
+            self.folder = Path(self.runtime.on_rank0(self.create_folder))
         run, is_rank0 = self.settings.run, self.runtime.is_rank0
         self.log = Log(self.folder, is_rank0, run.tensorboard, self.log_size)
-        self.log.write("run", **self.about(), resumed_at=self.clock.step)
+        memory = self.trainer.optimizers.memory()
+        self.log.write("run", **self.about(), resumed_at=self.clock.step, bytes=memory)
         if self.resumed_from:
             self.runtime.on_rank0(self.set_later_aside)
             self.log_checkpoint()  # whose line the saved size of the log leaves out
@@ -200,13 +202,13 @@ class Run:
     def save(self, is_best: bool = False) -> None:
         """Write a checkpoint, on rank 0, unless this step has one already.
 
-        Raises: ValueError if it cannot be written, or if a weight is not finite
+        Raises: ValueError if it cannot be written, if a weight is not finite, or if ranks differ
         """
         if self.saved_step == self.clock.step and not is_best:
             return
+        check_agreement(self.runtime, self.trainer.optimizers.named)
         state = {
-            "model": self.model.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
+            **self.trainer.state(),
             "step": self.clock.step,
             "clock": self.clock._asdict(),
             "best": self.best,

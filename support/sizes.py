@@ -1,14 +1,16 @@
-"""The sizes by name, and what a model of some size costs: parameters, FLOPs of a row.
+"""The settings of a model, the sizes by name, and what one costs: parameters, FLOPs of a row.
 
 python -m support.sizes     # every size: its dimensions, parameters and cost of a token
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
 
 from model import Transformer, TransformerConfig
+from support.settings import flag
 
 
 class Size(NamedTuple):
@@ -29,6 +31,24 @@ SIZES = {
     "bert-base": Size(layers=12, heads=12, width=768, seq_len=512),
     "bert-large": Size(layers=24, heads=16, width=1024, seq_len=512),
 }
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    model: str = flag(
+        "gpt", "gpt reads from left to right, bert fills in masked tokens", ("gpt", "bert")
+    )
+    size: str = flag("nano", "dimensions by name", tuple(SIZES))
+    pos: str | None = flag(
+        None, "positions (default: rope for nano, else learned)", ("learned", "rope")
+    )
+    layers: int | None = flag(None, "number of blocks (default: by --size)", least=1)
+    heads: int | None = flag(None, "attention heads (default: by --size)", least=1)
+    width: int | None = flag(None, "width of the residual stream (default: by --size)", least=1)
+    mlp_width: int | None = flag(None, "inner width of the MLP (default: 4 x --width)", least=1)
+    dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
+    nsp: bool = flag(False, "a BERT is trained on pairs: does the second text follow the first?")
+    init: str | None = flag(None, "start from weights in GPT-2's or BERT's published layout")
 
 
 def parameter_count(config: TransformerConfig) -> int:

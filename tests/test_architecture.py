@@ -32,7 +32,12 @@ ALLOWED_IN = {
 }
 FIRST_PARTY_IN_SUPPORT = {"support", "model", "kernels"}
 # Pure functions that import nothing of the trainer's.
-SHARED_BY_TECHNIQUES = {"support.pacing", "support.cutting_stock", "support.packs"}
+SHARED_BY_TECHNIQUES = {
+    "support.pacing",
+    "support.cutting_stock",
+    "support.packs",
+    "support.shared_weights",
+}
 COMMAND_OF_A_TECHNIQUE = {
     "support.runtime",
     "support.flags",

@@ -1,0 +1,371 @@
+"""Pseudo-to-Real: train a cheap shadow of the model first, then make it real.
+
+A shadow has fewer weights than the model it becomes, in one of two ways, or both:
+
+    layer            0  1  2  3  4  5
+    --pseudo-group 2 a  b  a  b  a  b     a unit of two layers is used three times
+    --pseudo-layers 3 a  .  b  .  .  c    three layers run, the others are not there yet
+
+At a share of the budget every layer gets weights of its own, copies of those that ran in its place,
+and the optimizers' state goes with them. Sharing saves memory, no FLOPs; fewer layers save both.
+While weights are shared, their gradient is the mean over their uses, where autograd has the sum
+(support/shared_weights.py).
+
+A stage of a run is its `Owners`: for every layer the layer whose weights it uses. Everything here
+is a function of these: `share` edits a model to be like that, `handed_over` turns the state of one
+stage into that of another. Parameters keep their names throughout. Knows nothing of the loop: the
+rebuilding of compiled blocks, DDP and optimizers is train.py's.
+
+In reading order: configuration, stages, the model, the state, the gradients, the command.
+
+Papers: Lin et al., arXiv 2110.03888 (the idea and its name; no code); Yang et al., arXiv
+        2110.03848 (units, when to untie, mean gradients); Gong et al. 2019, StackBERT, and arXiv
+        2511.04981 (growth in depth)
+
+    python pseudo.py --size 124M --group 1 --until 0.02,0.05,0.1
+"""
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from support.shared_weights import Uses
+
+STATES, BEGINNINGS = ("rescale", "copy", "reset"), ("copy", "identity")
+
+
+def flag(default: Any, help: str, **more: Any) -> Any:
+    """As in support/settings.py, which a technique does not import: so it can be read alone."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True)
+class PseudoConfig:
+    on: bool = flag(False, "begin with a shadow of the model, whose layers share weights")
+    group: int | None = flag(
+        None, "layers of the unit that is used again and again (default: up to 4)", least=1
+    )
+    until: str = flag(
+        "0.1",
+        "share of --tokens when layers get weights of their own; 0.02,0.05,0.1: units double on"
+        " the way; adaptive:0.5: when gradients of uses correlate less",
+    )
+    state: str = flag(
+        "rescale", "what the optimizers know of a layer that gets its own weights", choices=STATES
+    )
+    layers: int | None = flag(
+        None, "begin with so many of the layers (default: all; then no unit is shared)", least=1
+    )
+    new: str = flag("copy", "what a layer that was not there begins as", choices=BEGINNINGS)
+
+
+# ---- stages
+
+Owners = tuple[int, ...]  # (L,) of each layer the layer whose weights it uses
+ABSENT = -1
+
+
+def stage(layers: int, present: int, group: int) -> Owners:
+    """A model of which `present` layers run, in units of `group` layers.
+
+    Those that run are spread evenly, the first and the last among them.
+
+    Paper:    arXiv 2110.03848, section 4: A x B is a unit of A layers used B times
+    Example:  stage(6, 6, 2) == (0, 1, 0, 1, 0, 1); stage(6, 3, 3) == (0, -1, 2, -1, -1, 5)
+    """
+    places = [-(-number * layers // present) for number in range(present)]
+    if present > 1:
+        places[-1] = layers - 1
+    owners = [ABSENT] * layers
+    for number, place in enumerate(places):
+        owners[place] = places[number % group]
+    return tuple(owners)
+
+
+def origin(owners: Owners, layer: int) -> int:
+    """The layer whose weights a layer takes over when it gets its own: of its neighbour, if absent.
+
+    Example: with owners (0, -1, 2, -1, -1, 5) those of layers 0, 0, 2, 2, 5, 5
+    """
+    places = [place for place, owner in enumerate(owners) if owner != ABSENT]
+    nearest = places[layer * len(places) // len(owners)]
+    return owners[layer if owners[layer] != ABSENT else nearest]
+
+
+class Until(NamedTuple):
+    """When stages end: at shares of the budget, or, without these, below a correlation."""
+
+    shares: tuple[float, ...]
+    correlation: float = 0.0
+
+
+def parse_until(text: str) -> Until:
+    """What --pseudo-until means.
+
+    Example: "0.02,0.1" -> (0.02, 0.1); "adaptive" -> no shares, correlation 0.5
+    Raises:  ValueError for what is neither
+    """
+    word, _, number = text.partition(":")
+    try:
+        if word == "adaptive":
+            until = Until((), float(number or 0.5))
+        else:
+            until = Until(tuple(map(float, text.split(","))))
+    except ValueError:
+        until = Until((math.nan,))
+    rising = all(a < b for a, b in zip((0, *until.shares), (*until.shares, 1), strict=True))
+    if not rising or not -1 < until.correlation < 1:
+        raise ValueError(
+            f"--pseudo-until {text}: give a share between 0 and 1 (0.1), rising ones"
+            " (0.02,0.05,0.1), or adaptive:0.5 with a correlation between -1 and 1"
+        )
+    return until
+
+
+class Shadow(NamedTuple):
+    """Where a run stands between shadow and real; saved with every checkpoint."""
+
+    owners: Owners
+    calm: int = 0  # checks in a row at which the uses' gradients correlated little
+
+
+CALM = 3  # such checks end the stage; arXiv 2110.03848, section 4
+CHECKS = 100  # in a run
+
+
+def shadow_at(settings: Any, progress: float, now: Shadow | None) -> Shadow:
+    """What the model is in a step that begins at this share of the budget.
+
+    Args:    now what it was in the step before; None at the start. Only with --pseudo-until
+                 adaptive it matters: the rest is a function of the clock
+    """
+    config, layers = settings.pseudo, settings.model.layers
+    until, real = parse_until(config.until), tuple(range(layers))
+    if not until.shares and now is not None:
+        return now if now.calm < CALM else Shadow(real)
+    passed = sum(progress >= share for share in until.shares)
+    if until.shares and passed == len(until.shares):
+        return Shadow(real)
+    return Shadow(stage(layers, config.layers or layers, config.group * 2**passed))
+
+
+def tokens_by_layer(settings: Any, context: Any, tokens: list[int]) -> list[int]:
+    """How many tokens of a row each layer sees: none where it is not there yet."""
+    if settings.pseudo.layers in (None, settings.model.layers):
+        return tokens
+    owners = shadow_at(settings, context.progress, None).owners
+    return [0 if owner == ABSENT else n for owner, n in zip(owners, tokens, strict=True)]
+
+
+# ---- the model
+
+
+class Absent(nn.Module):
+    """In the place of a layer that is not there yet: hands on what it gets."""
+
+    def forward(self, x: Tensor, meta: Any) -> Tensor:
+        return x
+
+
+def share(model: nn.Module, owners: Owners) -> None:
+    """Let the layers of model.h use the weights of their owners. A stage never needs more than
+    the stage before it had, so this is for a model as it is built.
+    """
+    for layer, owner in enumerate(owners):
+        if owner != layer:
+            model.h[layer] = Absent() if owner == ABSENT else model.h[owner]
+
+
+def run_block(settings: Any, context: Any, first_row: int, batch: Any, inner: Callable) -> Callable:
+    """A run_block that keeps other techniques from working on a layer that is not there."""
+
+    def run(layer: int, block: Callable, x: Tensor, meta: Any) -> Tensor:
+        return x if isinstance(block, Absent) else inner(layer, block, x, meta)
+
+    return run
+
+
+# ---- the state
+
+
+def handed_over(state: dict, owners: Owners, policy: str, beginning: str = "copy") -> dict:
+    """The state of a training run at one stage, made that of another stage. Pure.
+
+    The model computes the same function afterwards, bit for bit, unless layers were added as
+    copies. Tensors that stay are not copied.
+
+    Args:    state     {"model": {name: tensor}, "optimizers": {"state": {name: {what: tensor}}},
+                       "pseudo": Shadow as a dict}, and anything else, which stays
+             owners    of the stage that comes
+             policy    for a layer that used the weights of n uses and gets its own:
+                         copy     the moments of the shared weights
+                         rescale  the same, the second one times n. The mean of n gradients that
+                                  are independent has 1/n of the variance of one
+                         reset    none: it begins anew, with AdamW's correction for that
+             beginning of a layer that was absent: copy of its neighbour, or identity: what it
+                       adds to the residual stream is zero at first
+    Example: owners (0, 0) -> (0, 1): h.1.* are copies of h.0.*, exp_avg_sq of both doubles
+    """
+    before: Owners = tuple(state["pseudo"]["owners"])
+    weights, moments = state["model"], state["optimizers"]["state"]
+    new_weights, new_moments = outside_blocks(weights), outside_blocks(moments)
+    uses, uses_then, taken = Counter(before), Counter(owners), set()
+    for layer, owner in enumerate(owners):
+        if owner == ABSENT:
+            continue
+        source = origin(before, owner)
+        scale = uses[source] / uses_then[owner] if policy == "rescale" else 1
+        is_new, is_copy = before[owner] == ABSENT, source in taken
+        forgets = policy == "reset" and (is_new or uses[source] != uses_then[owner])
+        for name in [name for name in weights if name.startswith(f"h.{source}.")]:
+            rest = name.removeprefix(f"h.{source}.")
+            mine = f"h.{layer}.{rest}"
+            if layer != owner:  # which came before
+                new_weights[mine] = new_weights[f"h.{owner}.{rest}"]
+            elif is_new and beginning == "identity" and "c_proj." in rest:
+                new_weights[mine] = torch.zeros_like(weights[name])
+            else:
+                new_weights[mine] = weights[name].clone() if is_copy else weights[name]
+                if name in moments and not forgets:
+                    new_moments[mine] = moments_of(moments[name], scale, is_copy)
+        taken.add(source)
+    return {
+        **state,
+        "model": new_weights,
+        "optimizers": {**state["optimizers"], "state": new_moments},
+        "pseudo": Shadow(owners)._asdict(),
+    }
+
+
+def outside_blocks(named: dict) -> dict:
+    return {name: value for name, value in named.items() if not name.startswith("h.")}
+
+
+def moments_of(kept: dict[str, Tensor], scale: float, is_copy: bool) -> dict[str, Tensor]:
+    """What an optimizer knows of a parameter, with AdamW's second moment times `scale`."""
+    moments = {what: value.clone() if is_copy else value for what, value in kept.items()}
+    if scale != 1 and "exp_avg_sq" in moments:
+        moments["exp_avg_sq"] = moments["exp_avg_sq"] * scale
+    return moments
+
+
+def check_matches(saved: dict | None, is_on: bool, path: str) -> None:
+    """Refuse a checkpoint of a run with --pseudo in one without, and the reverse."""
+    if (saved is not None) != is_on:
+        was, flag = ("with", "add") if saved is not None else ("without", "leave out")
+        raise ValueError(f"{path} was made {was} --pseudo: {flag} --pseudo, or start a new run")
+
+
+# ---- the gradients
+
+
+def uses_to_watch(settings: Any, shadow: Shadow, step: Any) -> Uses | None:
+    """What a step has to watch for --pseudo-until adaptive; None but for a few steps."""
+    parts = settings.optim.tokens / CHECKS
+    due = step.before.consumed_tokens // parts != step.after.consumed_tokens // parts
+    is_shared = max(Counter(shadow.owners).values()) > 1
+    adaptive = not parse_until(settings.pseudo.until).shares
+    return Uses(shadow.owners) if due and is_shared and adaptive else None
+
+
+def checked(settings: Any, shadow: Shadow, uses: Uses, reduce: Callable) -> Shadow:
+    """Where the run stands after a step that was watched; `reduce` sums a tensor over ranks."""
+    is_calm = uses.are_calm(reduce, parse_until(settings.pseudo.until).correlation)
+    return shadow._replace(calm=shadow.calm + 1 if is_calm else 0)
+
+
+# ---- settings
+
+
+def with_defaults(settings: Any) -> PseudoConfig:
+    config, layers = settings.pseudo, settings.model.layers
+    if config.group is None:
+        few = config.layers or layers
+        unit = max(n for n in range(1, min(4, few) + 1) if few % n == 0)
+        config = replace(config, group=unit if config.layers is None else few)
+    return config
+
+
+def refusals(settings: Any) -> list[tuple[bool, str]]:
+    return [
+        *refusals_of_stages(settings.pseudo, settings.model.layers, "--pseudo-"),
+        (
+            settings.model.init is not None,
+            "--init and --pseudo exclude each other: a shadow has not the weights of all layers",
+        ),
+        (
+            settings.pseudo.new == "identity" and settings.model.model == "bert",
+            "--pseudo-new identity needs a GPT: a BERT normalises after each block, so none of its"
+            " blocks is the identity; choose copy",
+        ),
+    ]
+
+
+def refusals_of_stages(config: PseudoConfig, layers: int, prefix: str) -> list[tuple[bool, str]]:
+    """Stages that cannot be, as (condition, what to tell the user).
+
+    Args: prefix what the user's flags begin with
+    """
+    until = parse_until(config.until)  # raises for what it cannot be
+    few, group = config.layers or layers, config.group
+    allowed = ", ".join(str(n) for n in range(1, few + 1) if few % n == 0)
+    last = group * 2 ** max(len(until.shares) - 1, 0)
+    return [
+        (
+            few > layers,
+            f"{prefix}layers {few} is more than the model's {layers} layers: choose 1 to {layers}",
+        ),
+        (
+            few % group != 0,
+            f"{prefix}group {group} does not divide {few} layers: choose {allowed}",
+        ),
+        (
+            group < few and few % last != 0,
+            f"{prefix}until {config.until} doubles units of {group} to {last}, which does not"
+            f" divide {few} layers: give fewer shares, or another {prefix}group ({allowed})",
+        ),
+        (
+            not until.shares and few < layers,
+            f"{prefix}until {config.until} is about shared weights: layers are added at a share of"
+            f" the budget, such as {prefix}until 0.5",
+        ),
+    ]
+
+
+# ---- the command
+
+
+def main(argv: list[str] | None = None) -> None:
+    from support import costs, flags, runtime
+
+    parser = runtime.Parser(prog="pseudo.py", description=__doc__.split("\n")[0])
+    parser.add_argument("--size", choices=costs.SIZES, default="nano")
+    parser.add_argument("--group", type=flags.count, help="layers of the unit that is shared")
+    parser.add_argument("--layers", type=flags.count, help="begin with so many layers")
+    parser.add_argument("--until", default="0.1", help="as --pseudo-until")
+    args = parser.parse_args(argv)
+    L = costs.SIZES[args.size].layers
+    group = args.group or (args.layers or 1)
+    config = PseudoConfig(group=group, layers=args.layers, until=args.until)
+    for refused, message in refusals_of_stages(config, L, "--"):
+        if refused:
+            raise ValueError(message)
+    until = parse_until(args.until)
+    stages = {
+        start: stage(L, args.layers or L, group * 2**number)
+        for number, start in enumerate((0.0, *until.shares[:-1]))
+    }
+    if until.shares:
+        stages[until.shares[-1]] = tuple(range(L))
+    costs.show_stages(args.size, stages)
+
+
+if __name__ == "__main__":
+    from support import runtime
+
+    runtime.exit_cleanly(main)
