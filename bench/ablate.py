@@ -89,7 +89,36 @@ BERT = {
     "bert rarity": "--model bert --pack --pack-batch rows --curriculum rarity",
     "bert seqlen,rarity": "--model bert --pack --pack-batch rows --curriculum seqlen,rarity",
 }
-RECIPES = TECHNIQUES | LTD | SHORT | RATES | ROWS | PIECES | BERT
+# A shadow of the model first: by unit, by when it ends, by what the optimizers hand over; then by
+# how many layers there are at first. Equal consumed tokens, so that a run with fewer layers reads
+# more text for as many FLOPs.
+PSEUDO = {
+    f"share {group} until {until}": f"--pseudo --pseudo-group {group} --pseudo-until {until}"
+    for group in (1, 2, 3)
+    for until in (0.05, 0.1, 0.25, 0.5)
+}
+PSEUDO |= {
+    f"share 3 {state}": f"--pseudo --pseudo-group 3 --pseudo-state {state}"
+    for state in ("copy", "reset")
+}
+PSEUDO |= {
+    "share in steps": "--pseudo --pseudo-group 1 --pseudo-until 0.05,0.1",
+    "share adaptively": "--pseudo --pseudo-group 3 --pseudo-until adaptive",
+}
+PSEUDO |= {
+    f"grow {layers} until {until}": f"--pseudo --pseudo-layers {layers} --pseudo-until {until}"
+    for layers in (2, 3)
+    for until in (0.1, 0.25, 0.5, 0.75)
+}
+PSEUDO |= {
+    f"grow 3 {what}": f"--pseudo --pseudo-layers 3 --pseudo-until 0.5 {flags}"
+    for what, flags in {
+        "identity": "--pseudo-new identity",
+        "reset": "--pseudo-state reset",
+        "wsd": "--schedule wsd",
+    }.items()
+}
+RECIPES = TECHNIQUES | LTD | SHORT | RATES | ROWS | PIECES | BERT | PSEUDO
 # What a run rests on besides its flags: records of one trainer do not compare with another's.
 # end: the learning rate was taken at the end of a step; middle: in its middle; split: and Muon
 # orthogonalises queries, keys and values apart, at twice nano's learning rate; joint: but together.
