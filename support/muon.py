@@ -23,7 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
-from torch.distributed.tensor import DTensor
+
+from support.sharded import rows_here
 
 # X <- a X + b (X X^T) X + c (X X^T)^2 X for each (a, b, c): Jordan's, five times.
 POLYNOMIALS = ((3.4445, -4.7750, 2.0315),) * 5
@@ -51,8 +52,9 @@ class Muon(torch.optim.Optimizer):
             for (rows, columns, _), numbers in by_shape.items():
                 stacked = torch.stack([directions[n] for n in numbers])  # (n, rows, columns)
                 m = rows // group["parts"]  # of fused matrices, each by itself
-                if isinstance(matrices[numbers[0]], DTensor):
-                    ranks = matrices[numbers[0]].device_mesh.get_group()
+                first = matrices[numbers[0]]
+                if hasattr(first, "device_mesh"):  # a DTensor
+                    ranks = first.device_mesh.get_group()
                     update = orthogonalised_shards(stacked, rows, m, ranks)
                 else:
                     apart = stacked.reshape(-1, m, columns)  # (n parts, m, columns)
@@ -91,11 +93,6 @@ def orthogonalised_by_all(matrices: Tensor) -> Tensor:
     gathered = mine.new_empty(world_size * share, *mine.shape[1:])
     dist.all_gather_into_tensor(gathered, mine)
     return gathered[:n]
-
-
-def rows_here(matrix: Tensor) -> Tensor:
-    """The rows of a matrix that this rank holds, not a copy: all, unless it is sharded."""
-    return matrix.to_local() if isinstance(matrix, DTensor) else matrix
 
 
 def orthogonalised_shards(shards: Tensor, rows: int, m: int, ranks: dist.ProcessGroup) -> Tensor:
