@@ -138,7 +138,7 @@ def find(folder: str | Path, which: str) -> Path:
     """
     named = _named_files(Path(folder))
     path = named.get(which, Path(which))
-    if path is None or not (path.is_file() or path.is_dir() and path.suffix == ".sharded"):
+    if path is None or not (path.is_file() or (path.is_dir() and path.suffix == ".sharded")):
         there = ", ".join(f"{word} ({file.name})" for word, file in named.items() if file)
         raise ValueError(
             f"checkpoint {which}: not found; {folder} has {there or 'none'}; allowed are last,"

@@ -73,8 +73,9 @@ def precision(runtime: Runtime):  # -> MixedPrecisionPolicy
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
     rounds = runtime.device.type == "cuda" and runtime.dtype != torch.float32
-    dtype = runtime.dtype if rounds else None
-    return MixedPrecisionPolicy(dtype, torch.float32, cast_forward_inputs=False)
+    if not rounds:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(runtime.dtype, torch.float32, cast_forward_inputs=False)
 
 
 def gather_around(model: nn.Module, methods: Collection[str]) -> None:

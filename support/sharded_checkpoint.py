@@ -95,10 +95,12 @@ def agreed(runtime: Runtime, action: Callable[[], Any]) -> Any:
     result, failure = None, None
     try:
         result = action()
-    except Exception as error:
-        failures = getattr(error, "failures", None)  # of the ranks, by torch.distributed.checkpoint
-        cause = next(iter(failures.values()))[0] if failures else error
-        failure = checkpoint.reason_of(cause)
+    except BaseException as error:
+        # torch.distributed.checkpoint's own error, of what failed on which rank, is no Exception
+        failures = getattr(error, "failures", None)
+        if not failures and not isinstance(error, Exception):
+            raise
+        failure = checkpoint.reason_of(next(iter(failures.values()))[0] if failures else error)
     failure = next(filter(None, runtime.gather(failure)), None)
     if failure:
         raise ValueError(failure)
@@ -169,7 +171,8 @@ def write(path: Path, state: dict, runtime: Runtime, step: int, twin: Path | Non
     """
     import torch.distributed.checkpoint as dcp
 
-    unfinished, tensors = path.with_name(f".tmp-{path.name}"), named_tensors(state)
+    unfinished, links = unfinished_of(path), unfinished_of(twin or path)
+    tensors, alone = named_tensors(state), runtime.world_size == 1
 
     def begin() -> list[str] | None:
         if not runtime.is_rank0:
@@ -192,7 +195,6 @@ def write(path: Path, state: dict, runtime: Runtime, step: int, twin: Path | Non
             files |= rows_of_rank
         write_manifest(unfinished, step, runtime.world_size, files)
         if twin:  # before the other, for the reason that checkpoint.save has
-            links = twin.with_name(f".tmp-{twin.name}")
             links.mkdir()
             for file in unfinished.iterdir():
                 checkpoint.link_or_copy(file, links / file.name)
@@ -201,7 +203,6 @@ def write(path: Path, state: dict, runtime: Runtime, step: int, twin: Path | Non
         put(unfinished, path)
         sync(path.parent)
 
-    alone = runtime.world_size == 1
     try:
         names = runtime.gather(agreed(runtime, begin))[0]
         written = runtime.gather(agreed(runtime, write_rows))
@@ -211,7 +212,11 @@ def write(path: Path, state: dict, runtime: Runtime, step: int, twin: Path | Non
         raise checkpoint.not_written(path, str(error), size) from None
     finally:
         if runtime.is_rank0:
-            checkpoint.remove([unfinished])
+            checkpoint.remove([unfinished, links])
+
+
+def unfinished_of(path: Path) -> Path:
+    return path.with_name(f".tmp-{path.name}")
 
 
 def put(folder: Path, path: Path) -> None:
@@ -272,9 +277,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.verb == "to-folder":
         write(args.out, state, ALONE, state.get("step", 0))
     else:
-        unfinished = args.out.with_name(f".tmp-{args.out.name}")
-        checkpoint.write_file(unfinished, state)
-        os.replace(unfinished, args.out)
+        checkpoint.write_file(unfinished_of(args.out), state)
+        os.rename(unfinished_of(args.out), args.out)
     print(f"{args.out}: written from {args.path}, step {state.get('step', '?')}")
 
 
