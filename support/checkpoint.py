@@ -89,7 +89,7 @@ def forget_older(path: Path, keep: int, best: bool) -> None:
     remove([step for step in steps_in(path.parent) if step.name <= path.name][:-keep])
     if best:
         own = "best.pt" if path.suffix == ".pt" else path.name.replace("step", "best")
-        remove([other for other in _bests(path.parent) if other.name != own])
+        remove([other for other in bests_in(path.parent) if other.name != own])
 
 
 def check_finite(weights: dict[str, torch.Tensor], path: Path) -> None:
@@ -207,8 +207,10 @@ def link_or_copy(source: Path, target: Path) -> None:
 def remove(paths: list[Path]) -> None:
     for path in paths:
         try:
-            if path.is_dir():  # renamed first: under its own name a folder is whole or absent
-                shutil.rmtree(path.rename(path.with_name(f".tmp-{path.name}")))
+            if path.is_dir():
+                if not path.name.startswith(".tmp-"):  # a final name is a whole folder
+                    path = path.rename(path.with_name(f".tmp-old-{path.name}"))
+                shutil.rmtree(path)
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:
@@ -245,7 +247,7 @@ def steps_in(folder: Path) -> list[Path]:
     return sorted(chain(*found))
 
 
-def _bests(folder: Path) -> list[Path]:
+def bests_in(folder: Path) -> list[Path]:
     """The one that was written last is at the end; after a kill there may be one more."""
     found = chain(folder.glob("best.pt"), folder.glob("best-" + "[0-9]" * 8 + ".sharded"))
     return sorted(found, key=lambda path: path.stat().st_mtime_ns)
@@ -253,7 +255,7 @@ def _bests(folder: Path) -> list[Path]:
 
 def _named_files(folder: Path) -> dict[str, Path | None]:
     """The words that --resume takes, and what each of them means in this folder now."""
-    steps, bests = [None, None, *steps_in(folder)], [None, *_bests(folder)]
+    steps, bests = [None, None, *steps_in(folder)], [None, *bests_in(folder)]
     return {"last": steps[-1], "previous": steps[-2], "best": bests[-1]}
 
 

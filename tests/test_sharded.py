@@ -28,6 +28,7 @@ from ltd import token_dropping
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from support import checkpoint, compiled, sharded, sharded_checkpoint
 from support.batch import Batch
+from support.evaluating import own_rows
 from support.muon import Muon
 from support.runtime import Runtime
 from support.sharded import rows_here
@@ -228,6 +229,10 @@ def check_refusals(runtime: Runtime) -> Iterator[tuple[str, float, float]]:
         here[0, 0] = math.nan
     assert math.isnan(ours.optimizers.clip(1.0))
     assert runtime.gather(bool(here.isnan().any())) == [True] * runtime.world_size  # by the clip
+    ours.optimizers.step()  # which frees the gradients
+    sharded.sync_gradients(ours.model, False)  # control: not averaged, they do not arrive
+    ours.model(rows_of(ours.model, 0, 1)).backward()
+    assert all(p.grad is None for p in ours.optimizers.parameters.values())
     yield from ()
 
 
@@ -476,3 +481,31 @@ def test_ranks_together_do_what_one_process_does(tmp_path, store_dir):
                 assert error <= limit, f"{what}: {error:.2e} with {world_size} ranks"
         for process in ranks:
             process.join()
+
+
+def test_ranks_without_rows_run_a_sharded_model_as_often_as_the_others():
+    """Ten rows on four ranks, two at once: in the second turn there are rows for one rank only."""
+
+    class Counting(nn.Module):
+        passes = 0
+
+        def hidden_states(self, tokens: Tensor) -> None:
+            self.passes += 1
+
+    def passes_of(model: Counting, rank: int) -> int:
+        runtime = Runtime(rank, 4, torch.device("cpu"), torch.float32, "")
+        for _ in own_rows(model, 10, 2, runtime, lambda done: None):
+            model.passes += 1
+        return model.passes
+
+    class Sharded(Counting):
+        set_requires_gradient_sync = None  # by which a sharded model is known
+
+    assert [passes_of(Sharded(), rank) for rank in range(4)] == [2, 2, 2, 2]
+    assert [passes_of(Counting(), rank) for rank in range(4)] == [2, 1, 1, 1]
+
+
+def test_a_device_that_fsdp_does_not_know_is_refused():
+    mps = Runtime(0, 1, torch.device("mps"), torch.float32, "")
+    with pytest.raises(ValueError, match="--fsdp needs --device cpu or cuda, not mps"):
+        sharded.shard(gpt(), mps)
