@@ -236,6 +236,26 @@ def check_refusals(runtime: Runtime) -> Iterator[tuple[str, float, float]]:
     yield from ()
 
 
+def check_skipped_layer(runtime: Runtime) -> Iterator[tuple[str, float, float]]:
+    """A layer that a step leaves out has no gradient then, and stays as it is."""
+
+    def run_block(layer, block, x, meta):
+        return x if layer == skipped else block(x, meta)
+
+    ours, alone = Trained(gpt().double(), runtime), Trained(gpt().double(), None)
+    for step, skipped in enumerate((1, 2, None)):
+        for trained in (ours, alone):
+            batch = rows_of(trained.model, step, runtime.world_size)
+            if trained is ours:
+                batch = batch.rows(slice(runtime.rank, runtime.rank + 1))
+            own_share = 1 if trained is ours else 1 / runtime.world_size
+            (trained.model(batch, run_block=run_block) * own_share).backward()
+            if skipped:
+                assert trained.model.h[skipped].ln_1.weight.grad is None
+            trained.optimizers.step()
+    yield "skipped", distance(ours.model.state_dict(), alone.model.state_dict()), 1e-6
+
+
 def check_rounded(runtime: Runtime) -> Iterator[tuple[str, float, float]]:
     """Gathered in bf16, with the norms in fp32 as a GPU's autocast has them."""
     bf16 = Runtime(runtime.rank, runtime.world_size, runtime.device, torch.bfloat16, "")
@@ -446,6 +466,7 @@ def work(rank: int, world_size: int, meet: str, folder: str, store: str, results
         if world_size == 2:
             checks += [
                 check_refusals(runtime),
+                check_skipped_layer(runtime),
                 check_rounded(runtime),
                 check_text(runtime),
                 check_compiled_ahead(runtime),
