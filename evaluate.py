@@ -123,7 +123,7 @@ class Evaluation:
         """
         of_piece = np.zeros((len(self.rows.start), 3))
         with evaluating(model):
-            for own in own_rows(len(self.rows), rows, runtime, between):
+            for own in own_rows(model, len(self.rows), rows, runtime, between):
                 pieces = slice(*self.rows.offsets[[own.start, own.stop]])
                 of_piece[pieces] = self.sums(model, runtime, own)
         of_piece = runtime.reduce(torch.from_numpy(of_piece)).numpy()
@@ -166,8 +166,8 @@ class Evaluation:
             return {}
         right, already = torch.zeros(2, dtype=torch.float64), len(self.rows)
         with evaluating(model):
-            turns = own_rows(len(self.pairs), rows, runtime, lambda done: between(already + done))
-            for own in turns:
+            rest = (runtime, lambda done: between(already + done))
+            for own in own_rows(model, len(self.pairs), rows, *rest):
                 batch = self.batch(self.pairs.take(np.array(own))).with_documents()
                 cls = (batch.positions == 0) & (batch.targets != IGNORE)
                 tokens, _, positions, doc_ids = batch.to(runtime.device)

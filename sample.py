@@ -14,7 +14,8 @@ from torch import Tensor
 import config
 import pseudo
 from model import Transformer
-from support import checkpoint, rng, runtime
+from support import checkpoint, rng, runtime, sharded_checkpoint
+from support.sharded import of_rank0
 from support.tokenizer import get_encoding, vocab_size
 
 
@@ -51,7 +52,7 @@ def generate(
         else:
             probabilities = (best.values / temperature).softmax(0)
             drawn = best.indices[torch.multinomial(probabilities, 1, generator=generator)[0]]
-        if drawn == stop:
+        if of_rank0(model, drawn) == stop:
             break
         tokens = torch.cat((tokens, drawn.view(1, 1)), dim=1)
     model.train(was_training)
@@ -76,7 +77,7 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
     Args:   which last | previous | best, or the path of a checkpoint
     Raises: ValueError if the folder holds no checkpoint, or a damaged one
     """
-    state = checkpoint.load(checkpoint.find(folder, which))
+    state = sharded_checkpoint.load(checkpoint.find(folder, which))
     settings = config.build(state["config"])
     model = Transformer(config.transformer_config(settings, **state["model_size"]))
     if "pseudo" in state:

@@ -17,8 +17,9 @@ A run's folder holds the newest `keep` step files and best.pt, a second name (ha
 step file that was best. Names that begin with .tmp- are unfinished writes.
 
 What the dictionary holds is decided by train.py, but for one rule: the tensors under "model" are
-finite. Nothing is sharded, and nothing is locked: only one process may write to a folder. To verify
-a file and list what it holds:
+finite. Nothing is locked: only one process may write to a folder. A run with --fsdp writes folders,
+step-00001234.sharded and best-00001234.sharded (support/sharded_checkpoint.py); finding a
+checkpoint and deleting the older ones treats both alike. To verify a file and list what it holds:
 
     python -m support.checkpoint runs/a/step-00001234.pt
 """
@@ -28,6 +29,7 @@ import io
 import os
 import shutil
 import sys
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -54,22 +56,40 @@ def save(folder: str | Path, state: dict, *, step: int, keep: int = 2, best: boo
     Cost:     one pass over the bytes, hashed as they are written; disk space for keep + 1 files,
               and for one more while best.pt is older than the step files kept
     """
-    if not (0 <= step < 10**8 and keep >= 1):
-        raise ValueError(f"step={step}, keep={keep}: allowed are step 0 to 99999999 and keep >= 1")
-    path = Path(folder) / f"step-{step:08d}.pt"
+    path = step_path(folder, step, keep, ".pt")
     check_finite(state.get("model", {}), path)
     try:
         _publish(path, state, best)
     except OSError as error:
-        free = shutil.disk_usage(next(filter(os.path.exists, path.parents))).free
-        raise ValueError(
-            f"{path}: not written: {_reason(error)} (needs {_tensor_bytes(state):,} bytes, {free:,}"
-            " free); older ones are untouched: free space or make the folder writable, then resume"
-        ) from error
-    # Later steps are of a run that was ahead of where this one resumed. They do not count here, or
-    # else a run that resumed from far back could delete the file it has just written.
-    _remove([file for file in _step_files(path.parent) if file.name <= path.name][:-keep])
+        raise not_written(path, reason_of(error), _tensor_bytes(state)) from error
+    forget_older(path, keep, best)
     return path
+
+
+def step_path(folder: str | Path, step: int, keep: int, suffix: str) -> Path:
+    if not (0 <= step < 10**8 and keep >= 1):
+        raise ValueError(f"step={step}, keep={keep}: allowed are step 0 to 99999999 and keep >= 1")
+    return Path(folder) / f"step-{step:08d}{suffix}"
+
+
+def not_written(path: Path, reason: str, size: int) -> ValueError:
+    free = shutil.disk_usage(next(filter(os.path.exists, path.parents))).free
+    return ValueError(
+        f"{path}: not written: {reason} (needs {size:,} bytes, {free:,} free); older ones are"
+        " untouched: free space or make the folder writable, then resume"
+    )
+
+
+def forget_older(path: Path, keep: int, best: bool) -> None:
+    """Delete all but the newest `keep` steps up to this one, and a best that is no longer.
+
+    Later steps are of a run that was ahead of where this one resumed. They do not count here, or
+    else a run that resumed from far back could delete the file it has just written.
+    """
+    remove([step for step in steps_in(path.parent) if step.name <= path.name][:-keep])
+    if best:
+        own = "best.pt" if path.suffix == ".pt" else path.name.replace("step", "best")
+        remove([other for other in bests_in(path.parent) if other.name != own])
 
 
 def check_finite(weights: dict[str, torch.Tensor], path: Path) -> None:
@@ -107,18 +127,18 @@ def load(path: str | Path, map_location: str | torch.device = "cpu") -> dict:
             _verify(file)
             return torch.load(file, map_location=map_location, weights_only=True)
     except Exception as error:
-        raise ValueError(f"{path}: {_reason(error)}; {_others(Path(path))}") from error
+        raise ValueError(f"{path}: {reason_of(error)}; {others(Path(path))}") from error
 
 
 def find(folder: str | Path, which: str) -> Path:
-    """Turn the value of --resume into a file: last, previous, best, or the path of a file.
+    """Turn the value of --resume into a path: last, previous, best, or the path of a checkpoint.
 
-    Returns:  the newest step file, the second newest, best.pt, or that path; not yet verified
-    Raises:   ValueError if there is no such file; another one is never taken instead
+    Returns:  the newest step, the second newest, the best, or that path; not yet verified
+    Raises:   ValueError if there is no such checkpoint; another one is never taken instead
     """
     named = _named_files(Path(folder))
     path = named.get(which, Path(which))
-    if path is None or not path.is_file():
+    if path is None or not (path.is_file() or (path.is_dir() and path.suffix == ".sharded")):
         there = ", ".join(f"{word} ({file.name})" for word, file in named.items() if file)
         raise ValueError(
             f"checkpoint {which}: not found; {folder} has {there or 'none'}; allowed are last,"
@@ -129,7 +149,7 @@ def find(folder: str | Path, which: str) -> Path:
 
 def clean(folder: str | Path) -> None:
     """Delete the unfinished writes of killed runs. Every save begins and ends with this."""
-    _remove(list(Path(folder).glob(".tmp-*")))
+    remove(list(Path(folder).glob(".tmp-*")))
 
 
 class _HashingFile(io.BufferedWriter):
@@ -150,11 +170,11 @@ def _publish(path: Path, state: dict, best: bool) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     clean(folder)
     try:
-        _write(folder / f".tmp-{path.name}", state)
+        write_file(folder / f".tmp-{path.name}", state)
         # best.pt first: a run killed between the two renames resumes one save back and reaches this
         # best again. In the other order it would resume here and never write best.pt.
         if best:
-            _link_or_copy(folder / f".tmp-{path.name}", folder / ".tmp-best.pt")
+            link_or_copy(folder / f".tmp-{path.name}", folder / ".tmp-best.pt")
             os.replace(folder / ".tmp-best.pt", folder / "best.pt")
         os.replace(folder / f".tmp-{path.name}", path)
         sync(folder)  # the renames themselves
@@ -162,7 +182,7 @@ def _publish(path: Path, state: dict, best: bool) -> None:
         clean(folder)
 
 
-def _write(path: Path, state: dict) -> None:
+def write_file(path: Path, state: dict) -> None:
     with _HashingFile(path) as file:
         try:
             torch.save(state, file)
@@ -176,7 +196,7 @@ def _write(path: Path, state: dict) -> None:
     torch.load(path, map_location="cpu", mmap=True, weights_only=True)
 
 
-def _link_or_copy(source: Path, target: Path) -> None:
+def link_or_copy(source: Path, target: Path) -> None:
     try:
         os.link(source, target)
     except OSError:  # exFAT and some network shares have no hard links
@@ -184,12 +204,17 @@ def _link_or_copy(source: Path, target: Path) -> None:
         sync(target)
 
 
-def _remove(files: list[Path]) -> None:
-    for file in files:
+def remove(paths: list[Path]) -> None:
+    for path in paths:
         try:
-            file.unlink(missing_ok=True)
+            if path.is_dir():
+                if not path.name.startswith(".tmp-"):  # a final name is a whole folder
+                    path = path.rename(path.with_name(f".tmp-old-{path.name}"))
+                shutil.rmtree(path)
+            else:
+                path.unlink(missing_ok=True)
         except OSError as error:
-            print(f"warning: {file} cannot be deleted: {_reason(error)}", file=sys.stderr)
+            print(f"warning: {path} cannot be deleted: {reason_of(error)}", file=sys.stderr)
 
 
 def _verify(file: io.BufferedReader) -> None:
@@ -210,27 +235,40 @@ def _verify(file: io.BufferedReader) -> None:
     file.seek(0)
 
 
-def _reason(error: Exception) -> str:
+def reason_of(error: Exception) -> str:
     """One sentence that says why, without torch's advice to load the file with its checks off."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return text.rpartition("WeightsUnpickler error: ")[2].partition(". ")[0].splitlines()[0].strip()
 
 
-def _step_files(folder: Path) -> list[Path]:
-    return sorted(folder.glob("step-" + "[0-9]" * 8 + ".pt"))
+def steps_in(folder: Path) -> list[Path]:
+    """The checkpoints of steps, files and folders, oldest first."""
+    found = [folder.glob("step-" + "[0-9]" * 8 + suffix) for suffix in (".pt", ".sharded")]
+    return sorted(chain(*found))
+
+
+def bests_in(folder: Path) -> list[Path]:
+    """The one that was written last is at the end; after a kill there may be one more."""
+    found = chain(folder.glob("best.pt"), folder.glob("best-" + "[0-9]" * 8 + ".sharded"))
+    return sorted(found, key=lambda path: path.stat().st_mtime_ns)
 
 
 def _named_files(folder: Path) -> dict[str, Path | None]:
-    """The words that --resume takes, and the file that each of them means in this folder now."""
-    steps = [None, None, *_step_files(folder)]
-    return {"last": steps[-1], "previous": steps[-2], "best": next(folder.glob("best.pt"), None)}
+    """The words that --resume takes, and what each of them means in this folder now."""
+    steps, bests = [None, None, *steps_in(folder)], [None, *bests_in(folder)]
+    return {"last": steps[-1], "previous": steps[-2], "best": bests[-1]}
 
 
-def _others(path: Path) -> str:
+def others(path: Path) -> str:
     """What to do about a bad file: resume from another, unless it has the same bytes."""
-    inode = path.stat().st_ino if path.exists() else None
+
+    def inode(path: Path) -> int | None:
+        inside = path / "manifest.json"  # of a folder, whose other name is a folder of links
+        file = inside if path.is_dir() else path
+        return file.stat().st_ino if file.exists() else None
+
     named = _named_files(path.parent).items()
-    good = [word for word, file in named if file and file.stat().st_ino != inode]
+    good = [word for word, file in named if file and inode(file) != inode(path)]
     return "use " + " or ".join(good) if good else "no other checkpoint there: start a new run"
 
 

@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from support.clock import StepContext, tokens_by_layer
 from support.progress import write
+from support.sharded import is_sharded
 
 
 @contextmanager
@@ -70,11 +71,16 @@ def run_once(trainer: Any, settings: Any, batch: Any) -> None:
     """Forward and backward as the first step of a run with these settings has them.
 
     Gradients are returned and dropped, not stored: DDP, which waits for stored ones, sees nothing
-    of it. Every draw of a run has its key, so no generator needs to be set back either.
+    of it. Only FSDP has to store them first. Every draw of a run has its key, so no generator needs
+    to be set back either.
     """
     run_block = trainer.run_block(settings, first_step(settings), 0, batch)
     with trainer.runtime.autocast():
         loss = trainer.model(batch, run_block=run_block)
+    if is_sharded(trainer.model):
+        loss.backward()
+        trainer.model.zero_grad()
+        return
     weights = [weight for weight in trainer.model.parameters() if weight.requires_grad]
     torch.autograd.grad(loss, weights, allow_unused=True)  # a skipped layer has no gradient
 

@@ -3,19 +3,30 @@
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+import torch
 from torch import nn
 
 from support.runtime import Runtime
+from support.sharded import is_sharded
 
 
 def own_rows(
-    count: int, at_once: int, runtime: Runtime, between: Callable[[int], None]
+    model: nn.Module, count: int, at_once: int, runtime: Runtime, between: Callable[[int], None]
 ) -> Iterator[range]:
-    """The numbers of this rank's rows, so many at once; calls `between` as often on every rank."""
+    """The numbers of this rank's rows, so many at once; calls `between` as often on every rank.
+
+    The model is one that is run once on each of them. In the last turn there may be rows for some
+    ranks only. If the model is sharded the others run it on a token, because its weights are
+    gathered from all ranks.
+    """
     for first in range(0, count, runtime.world_size * at_once):
         own = first + runtime.rank * at_once
-        if own < count:  # in the last turn there may be rows for some ranks only
+        if own < count:
             yield range(own, min(own + at_once, count))
+        elif is_sharded(model):
+            token = torch.zeros(1, 1, dtype=torch.int64, device=runtime.device)
+            with torch.no_grad(), runtime.autocast():
+                model.hidden_states(token)
         between(min(first + runtime.world_size * at_once, count))
 
 
@@ -28,3 +39,5 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         yield
     finally:
         model.train(was_training)
+        if is_sharded(model):
+            model.reshard()  # what stands outside the blocks is kept gathered for a backward pass

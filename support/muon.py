@@ -10,6 +10,10 @@ The same update as torch.optim.Muon, with the same state. Three things make it c
 - matrices of one shape are orthogonalised together, as one batch
 - in fp32 the iteration runs on X X^T where that is smaller than X: an MLP's is 4 times smaller
 - each of several ranks orthogonalises its share of the matrices and gets the others' results
+
+Matrices may be sharded over ranks by rows, as FSDP2 does (support/sharded.py). Their weights and
+momenta stay where they are; the rows of their directions travel to the ranks that orthogonalise
+them, and back.
 """
 
 import math
@@ -19,6 +23,8 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
+
+from support.sharded import rows_here
 
 # X <- a X + b (X X^T) X + c (X X^T)^2 X for each (a, b, c): Jordan's, five times.
 POLYNOMIALS = ((3.4445, -4.7750, 2.0315),) * 5
@@ -42,14 +48,19 @@ class Muon(torch.optim.Optimizer):
             directions = self.directions(matrices, group["momentum"])
             by_shape: dict[tuple, list[int]] = defaultdict(list)
             for number, matrix in enumerate(matrices):
-                by_shape[*matrix.shape].append(number)
-            for (rows, columns), numbers in by_shape.items():
+                by_shape[*matrix.shape, matrix.device].append(number)
+            for (rows, columns, _), numbers in by_shape.items():
                 stacked = torch.stack([directions[n] for n in numbers])  # (n, rows, columns)
-                # fused matrices apart, (n parts, m, columns)
-                apart = stacked.reshape(-1, rows // group["parts"], columns)
-                update = orthogonalised_by_all(apart).reshape(stacked.shape)  # (n, rows, columns)
-                rate = group["lr"] * 0.2 * math.sqrt(max(apart.shape[1:]))
-                moved = [matrices[n] for n in numbers]
+                m = rows // group["parts"]  # of fused matrices, each by itself
+                first = matrices[numbers[0]]
+                if hasattr(first, "device_mesh"):  # a DTensor
+                    ranks = first.device_mesh.get_group()
+                    update = orthogonalised_shards(stacked, rows, m, ranks)
+                else:
+                    apart = stacked.reshape(-1, m, columns)  # (n parts, m, columns)
+                    update = orthogonalised_by_all(apart).reshape(stacked.shape)
+                rate = group["lr"] * 0.2 * math.sqrt(max(m, columns))
+                moved = [rows_here(matrices[n]) for n in numbers]
                 torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
                 torch._foreach_add_(moved, update.to(moved[0].dtype).unbind(), alpha=-rate)
 
@@ -60,8 +71,8 @@ class Muon(torch.optim.Optimizer):
         for matrix in matrices:
             if not self.state[matrix]:
                 self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-        gradients = [matrix.grad for matrix in matrices]
-        momenta = [self.state[matrix]["momentum_buffer"] for matrix in matrices]
+        gradients = [rows_here(matrix.grad) for matrix in matrices]
+        momenta = [rows_here(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
         torch._foreach_lerp_(momenta, gradients, 1 - momentum)
         return torch._foreach_lerp(gradients, momenta, momentum)
 
@@ -82,6 +93,41 @@ def orthogonalised_by_all(matrices: Tensor) -> Tensor:
     gathered = mine.new_empty(world_size * share, *mine.shape[1:])
     dist.all_gather_into_tensor(gathered, mine)
     return gathered[:n]
+
+
+def orthogonalised_shards(shards: Tensor, rows: int, m: int, ranks: dist.ProcessGroup) -> Tensor:
+    """`orthogonalised` of matrices whose rows are spread over the ranks; the same rows of each.
+
+    Every rank gets whole matrices, as many as its share, and sends their rows back. Of n matrices
+    laid below each other, row g is row g % rows of matrix g // rows.
+
+    Args:    shards (n, held, columns) this rank's rows of n matrices of so many `rows`: of each
+                    rank ceil(rows / ranks) but the last ones', which hold fewer or none
+             m      rows of what is orthogonalised by itself: `rows`, or a part of it
+    Returns: (n, held, columns)
+    Cost:    two all-to-alls; a rank sends and receives 1 / ranks of all values in each
+    """
+    n, held, columns = shards.shape
+    world_size, rank = ranks.size(), ranks.rank()
+    dtype = torch.bfloat16 if shards.is_cuda else torch.float32
+    chunk, share = -(-rows // world_size), -(-n * rows // (m * world_size)) * m  # of rows
+    here = torch.arange(n)[:, None] * rows + rank * chunk + torch.arange(held)  # (n, held)
+    sent = (here.flatten() // share).bincount(minlength=world_size).tolist()  # rows to each rank
+    first, stop = (min(number * share, n * rows) for number in (rank, rank + 1))
+    mine = torch.arange(first, stop)  # the rows that this rank orthogonalises
+    holder = mine % rows // chunk
+    got = holder.bincount(minlength=world_size).tolist()  # rows from each rank
+    order = holder.argsort(stable=True).to(shards.device)  # they arrive by the rank that holds them
+
+    arrived = shards.new_empty(len(mine), columns, dtype=dtype)
+    flat = shards.to(dtype).reshape(-1, columns)  # (n held, columns)
+    dist.all_to_all_single(arrived, flat, got, sent, group=ranks)
+    whole = torch.empty_like(arrived)
+    whole[order] = arrived
+    whole = orthogonalised(whole.view(-1, m, columns)).reshape(-1, columns)
+    update = torch.empty_like(flat)
+    dist.all_to_all_single(update, whole[order], sent, got, group=ranks)
+    return update.view(shards.shape)
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:

@@ -9,6 +9,8 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from support import muon
@@ -165,14 +167,48 @@ def share_of(rank: int, world_size: int, meet: str, results) -> None:
 
     muon.orthogonalised = counted
     found = [orthogonalised_by_all(matrices_of(shape, 5).float()) for shape in SHAPES]
-    results.put((rank, counts, [update.numpy() for update in found]))
+    by_all = counts.copy()
+    sharded, whole = moved_in_shards(world_size, counts)
+    results.put((rank, by_all, [update.numpy() for update in found], sharded, whole))
     dist.destroy_process_group()
+
+
+def moved_in_shards(world_size: int, counts: list[int]) -> tuple[float, float]:
+    """How far matrices whose rows are spread over the ranks end from whole ones, at most.
+
+    The second number is how many matrices, at most, a rank had at once for each of its share.
+    """
+    mesh = init_device_mesh("cpu", (world_size,))
+    whole = parameters_of()
+
+    def shards_of(tensor: Tensor) -> Tensor:
+        return distribute_tensor(tensor.detach().clone(), mesh, [Shard(0)], src_data_rank=None)
+
+    shards = [shards_of(parameter).requires_grad_() for parameter in whole]
+    fused = [number for number, shape in enumerate(SHAPES * 2) if shape == (144, 48)]
+
+    def groups(parameters: list[Tensor]) -> list[dict]:
+        others = [p for number, p in enumerate(parameters) if number not in fused]
+        return [{"params": [parameters[n] for n in fused], "parts": 3}, {"params": others}]
+
+    one, other = Muon(groups(shards), 0.1, 0.3), Muon(groups(whole), 0.1, 0.3)
+    share = 0.0
+    for step in range(3):
+        steps_of(other, whole, range(step, step + 1))
+        for parameter, its in zip(shards, whole, strict=True):
+            parameter.grad = shards_of(its.grad)
+        counts.clear()
+        one.step()
+        n = [2 * 3, *[2] * (len(SHAPES) - 1)]  # matrices of each shape, the fused ones first
+        share = max(share, *(c / -(-of // world_size) for c, of in zip(counts, n, strict=True)))
+    pairs = zip(shards, whole, strict=True)
+    return max((p.full_tensor() - its).abs().max().item() for p, its in pairs), share
 
 
 @pytest.mark.dist
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_share_the_work_and_all_get_the_whole(tmp_path, world_size):
-    """Five matrices a shape: with 4 ranks the last one has none of its own."""
+    """Five matrices a shape: with 4 ranks the last one has none of its own, sharded or not."""
     context = get_context("spawn")
     results = context.SimpleQueue()
     ranks = [
@@ -185,7 +221,9 @@ def test_ranks_share_the_work_and_all_get_the_whole(tmp_path, world_size):
     for process in ranks:
         process.join()
     alone = [orthogonalised(matrices_of(shape, 5).float()) for shape in SHAPES]
-    for _, counts, found in outcomes:
+    for _, counts, found, error_of_shards, share in outcomes:
+        assert error_of_shards < 1e-6
+        assert share <= 1
         assert counts == [-(-5 // world_size)] * len(SHAPES)
         for mine, wanted in zip(found, alone, strict=True):
             assert torch.equal(torch.from_numpy(mine), wanted)

@@ -1,0 +1,136 @@
+"""--fsdp: every rank holds a part of each weight, of its gradient and of its optimizer state.
+
+torch's FSDP2 (`fully_shard`): a parameter is a DTensor of which a rank holds some rows. A block's
+whole weights are gathered just before it runs and freed behind it, and its gradients are averaged
+over ranks as DDP does, each rank keeping its own rows. What is gathered together is a block; the
+embeddings, which are the head as well, and all else outside the blocks are one group more.
+
+    join(runtime)                     # one process is a group of its own
+    shard(model, runtime)             # after compiling, before the optimizers
+    sync_gradients(model, is_last)    # before the forward pass of each micro-batch
+
+Every rank must run every forward pass, also those of an evaluation or a sample, and as many: one
+that leaves a pass out keeps the others waiting. The passes run under `runtime.autocast()`, because
+a block that was gathered in bf16 meets fp32 inputs.
+
+Papers: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 3); Zhao et al., arXiv 2304.11277 (FSDP)
+"""
+
+from collections.abc import Callable, Collection
+from functools import wraps
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from support.runtime import Runtime
+
+# Called from outside as `forward` is, and in need of what stands outside the blocks.
+FORWARD_METHODS = ("hidden_states", "losses", "logits", "follows")
+
+
+def join(runtime: Runtime) -> None:
+    """Make a process group of this process alone, where torchrun has not started several."""
+    if not dist.is_initialized():
+        backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+
+
+def shard(model: nn.Module, runtime: Runtime, offloaded: Collection[int] = ()) -> None:
+    """Spread a Transformer's parameters over the ranks; they are other objects afterwards.
+
+    Args:   offloaded layers whose rows, gradients and optimizer state are in host memory; a block
+                      that several layers share is there if one of them is named
+    Raises: ValueError on a device that FSDP2 does not know
+    """
+    # Here, because it takes half a second that no other run should wait.
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+
+    kind = runtime.device.type
+    if kind not in ("cpu", "cuda"):
+        raise ValueError(f"--fsdp needs --device cpu or cuda, not {kind}: leave out --fsdp")
+    mesh = init_device_mesh(kind, (runtime.world_size,))
+    in_host = CPUOffloadPolicy(pin_memory=kind == "cuda")
+    layers_of: dict[nn.Module, list[int]] = {}
+    for layer, block in enumerate(model.h):
+        layers_of.setdefault(block, []).append(layer)
+    for block, layers in layers_of.items():
+        if next(block.parameters(), None) is not None:
+            where = OffloadPolicy() if set(layers).isdisjoint(offloaded) else in_host
+            fully_shard(block, mesh=mesh, mp_policy=precision(runtime), offload_policy=where)
+    fully_shard(model, mesh=mesh)
+    gather_around(model, FORWARD_METHODS)
+
+
+def precision(runtime: Runtime):  # -> MixedPrecisionPolicy
+    """What a block is gathered in; its gradients are summed in fp32, over micro-batches and ranks.
+
+    On a GPU the runtime's dtype: half the bytes, and autocast rounds the matrices to it anyway.
+    Norms are computed in fp32 as under DDP, but from rounded weights. On a CPU fp32: there autocast
+    would leave a norm with fp32 inputs and bf16 weights, which torch refuses.
+    """
+    from torch.distributed.fsdp import MixedPrecisionPolicy
+
+    rounds = runtime.device.type == "cuda" and runtime.dtype != torch.float32
+    if not rounds:
+        return MixedPrecisionPolicy()
+    return MixedPrecisionPolicy(runtime.dtype, torch.float32, cast_forward_inputs=False)
+
+
+def gather_around(model: nn.Module, methods: Collection[str]) -> None:
+    """Have FSDP gather the model's own group around these methods as it does around `forward`.
+
+    They call each other, and `forward` calls some of them. Only the outermost call may gather and
+    free: an inner one would free in the backward pass what the outer one still needs.
+    """
+    from torch.distributed.fsdp import register_fsdp_forward_method
+
+    is_within = False
+
+    def outermost(plain: Callable, gathering: Callable) -> Callable:
+        @wraps(plain)
+        def call(*args, **more):
+            nonlocal is_within
+            if is_within:
+                return plain(*args, **more)
+            is_within = True
+            try:
+                return gathering(*args, **more)
+            finally:
+                is_within = False
+
+        return call
+
+    for name in methods:
+        plain = getattr(model, name)
+        register_fsdp_forward_method(model, name)
+        setattr(model, name, outermost(plain, getattr(model, name)))
+    model.forward = outermost(model.forward, model.forward)
+
+
+def is_sharded(model: nn.Module) -> bool:
+    return hasattr(model, "set_requires_gradient_sync")  # FSDP2 gives it this method
+
+
+def rows_here(tensor: Tensor) -> Tensor:
+    """The rows of a parameter that this rank holds, not a copy: all, unless it is sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def sync_gradients(model: nn.Module, is_last: bool) -> None:
+    """Average gradients over ranks in the next backward pass, or only add them up on each rank.
+
+    Until they are averaged a rank holds whole gradients of every parameter.
+    """
+    model.set_requires_gradient_sync(is_last)
+
+
+def of_rank0(model: nn.Module, value: Tensor) -> Tensor:
+    """Rank 0's value, where the model is sharded: what follows from it is then alike on all ranks.
+
+    Differs the value by a rounding, one rank would end a text where the others go on, and wait.
+    """
+    if is_sharded(model):
+        dist.broadcast(value, 0)
+    return value

@@ -1,0 +1,286 @@
+"""Checkpoints of --fsdp: a folder into which every rank writes its rows, verified when it is read.
+
+    step-00001234.sharded/
+        manifest.json       bytes and sha256 of every other file (support/manifest.py)
+        state.pt            the training state as step-00001234.pt has it, but of each tensor only
+                            shape and dtype (a tensor on torch's meta device)
+        __0_0.distcp ...    rows of the tensors, by the rank that held them
+        .metadata           which rows of which tensor stand where; as torch.distributed.checkpoint
+                            writes it, which can read the tensors without this file
+
+The folder has a temporary name until all of it is on the disk, the manifest last. Any number of
+ranks can load it, whatever number wrote it, and so can a process alone, which gets whole tensors.
+To turn one form of a checkpoint into the other:
+
+    python -m support.sharded_checkpoint to-file runs/a/step-00001234.sharded --out a.pt
+    python -m support.sharded_checkpoint to-folder a.pt --out a.sharded
+
+Nothing is read before its sha256 is verified, and no code in a checkpoint can run: tensors and
+state.pt are read with weights_only=True, and .metadata by support/manifest.py.
+"""
+
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support import checkpoint
+from support.atomic import sync
+from support.manifest import METADATA, of_file, verified, write_manifest
+from support.runtime import Parser, Runtime, exit_cleanly
+from support.sharded import rows_here
+
+# torch.distributed.checkpoint is imported where it is used: it takes half a second.
+STATE, SUFFIX = "state.pt", ".sharded"
+ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
+
+
+def save(
+    folder: str | Path,
+    state: dict,
+    runtime: Runtime,
+    *,
+    step: int,
+    keep: int = 2,
+    best: bool = False,
+) -> Path:
+    """`checkpoint.save` by all ranks together: same arguments, guarantees and errors.
+
+    Args:     state  the same on every rank, but that each holds its own rows of DTensors
+    Raises:   ValueError, on every rank, if one of them cannot write or if a weight is not finite
+    Cost:     each rank writes its rows, and reads them once more for their sha256
+    """
+    path = checkpoint.step_path(folder, step, keep, SUFFIX)
+    weights = {name: rows_here(tensor) for name, tensor in state.get("model", {}).items()}
+    agreed(runtime, lambda: checkpoint.check_finite(weights, path))
+    runtime.on_rank0(lambda: path.parent.mkdir(parents=True, exist_ok=True))
+    runtime.on_rank0(lambda: checkpoint.clean(path.parent))
+    write(path, state, runtime, step, path.with_name(f"best-{step:08d}{SUFFIX}") if best else None)
+    runtime.on_rank0(lambda: checkpoint.forget_older(path, keep, best))
+    return path
+
+
+def load(path: str | Path) -> dict:
+    """Verify a checkpoint, file or folder, and read it as `checkpoint.load` does: whole tensors."""
+    return read(Path(path), {}, ALONE) if Path(path).is_dir() else checkpoint.load(path)
+
+
+def load_shards(path: str | Path, shards: dict[str, Tensor], runtime: Runtime) -> dict:
+    """Verify a checkpoint, file or folder, and read on each rank the rows that it shall hold.
+
+    Args:    shards DTensors by name: model.state_dict()
+    Returns: the training state. A tensor with such a name, or in a dict with such a name, is a
+             DTensor as that one is, if it has the same shape; any other tensor is whole
+    Raises:  ValueError, on every rank, if one of them cannot read
+    Cost:    a folder is read once for its sha256, shared out among the ranks, then each rank reads
+             its rows; a file is read by each rank from end to end
+    """
+    if Path(path).is_dir():
+        return read(Path(path), shards, runtime)
+    whole = agreed(runtime, lambda: checkpoint.load(path))
+
+    def cut(name: str, tensor: Tensor) -> Tensor:
+        like = shard_like(name, tensor, shards)
+        return tensor if like is None else shard_of(tensor, like)
+
+    return mapped(whole, cut)
+
+
+def agreed(runtime: Runtime, action: Callable[[], Any]) -> Any:
+    """Do something on every rank; if it fails on one, all raise the same ValueError."""
+    result, failure = None, None
+    try:
+        result = action()
+    except BaseException as error:
+        # torch.distributed.checkpoint's own error, of what failed on which rank, is no Exception
+        failures = getattr(error, "failures", None)
+        if not failures and not isinstance(error, Exception):
+            raise
+        failure = checkpoint.reason_of(next(iter(failures.values()))[0] if failures else error)
+    failure = next(filter(None, runtime.gather(failure)), None)
+    if failure:
+        raise ValueError(failure)
+    return result
+
+
+# ---- the tensors of a state
+
+
+def mapped(value: Any, change: Callable[[str, Tensor], Any], path: tuple[str, ...] = ()) -> Any:
+    """The same dicts in dicts, with `change(name, tensor)` in place of each tensor.
+
+    A name is the keys on the way, model/wte.weight. Numbers are not worth a file: a tensor without
+    dimensions stays as it is, and so does whatever stands in a list.
+    """
+    if isinstance(value, dict):
+        return {key: mapped(inner, change, (*path, str(key))) for key, inner in value.items()}
+    is_rows = isinstance(value, Tensor) and value.ndim and value.numel()
+    return change("/".join(path), value) if is_rows else value
+
+
+def named_tensors(state: dict) -> dict[str, Tensor]:
+    found: dict[str, Tensor] = {}
+    mapped(state, found.setdefault)
+    return found
+
+
+def outline(state: dict) -> tuple[dict, list[str]]:
+    """The state with meta tensors for its tensors, and their names; tied ones are one, with one."""
+    outlined: dict[tuple, Tensor] = {}
+    names = []
+
+    def drawn(name: str, tensor: Tensor) -> Tensor:
+        here = rows_here(tensor)
+        what = (here.data_ptr(), here.device, tensor.shape, tensor.stride(), tensor.dtype)
+        if what not in outlined:
+            outlined[what] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            names.append(name)
+        return outlined[what]
+
+    return mapped(state, drawn), names
+
+
+def shard_like(name: str, tensor: Tensor, shards: dict[str, Tensor]) -> Tensor | None:
+    """The DTensor that a tensor of this name is sharded like: the parameter that it belongs to."""
+    found = (shards[key] for key in name.split("/") if key in shards)
+    return next((like for like in found if like.shape == tensor.shape), None)
+
+
+def shard_of(whole: Tensor, like: Tensor) -> Tensor:
+    """This rank's rows of a whole tensor, as a DTensor; nothing is communicated."""
+    from torch.distributed.tensor import DTensor
+
+    mesh = like.device_mesh
+    chunks = (*whole.chunk(mesh.size()), *[whole[:0]] * mesh.size())  # the last ranks may have none
+    here = chunks[mesh.get_local_rank()].to(like.device, copy=True)
+    size = {"shape": whole.shape, "stride": whole.stride()}
+    return DTensor.from_local(here, mesh, like.placements, run_check=False, **size)
+
+
+# ---- the folder
+
+
+def write(path: Path, state: dict, runtime: Runtime, step: int, twin: Path | None = None) -> None:
+    """Write the folder under a temporary name, then rename it; `twin` is a second one of links.
+
+    Raises: ValueError on every rank; what stood there before is then as it was
+    """
+    import torch.distributed.checkpoint as dcp
+
+    unfinished, links = unfinished_of(path), unfinished_of(twin or path)
+    tensors, alone = named_tensors(state), runtime.world_size == 1
+
+    def begin() -> list[str] | None:
+        if not runtime.is_rank0:
+            return None
+        checkpoint.remove([unfinished])
+        unfinished.mkdir()
+        outlined, names = outline(state)
+        checkpoint.write_file(unfinished / STATE, outlined)
+        return names
+
+    def write_rows() -> dict:
+        own = {name: tensors[name] for name in names}
+        with warnings.catch_warnings(action="ignore"):  # that there is only one process
+            dcp.save(own, storage_writer=dcp.FileSystemWriter(unfinished), no_dist=alone)
+        return {file.name: of_file(file) for file in unfinished.glob(f"__{runtime.rank}_*")}
+
+    def publish() -> None:
+        files = {name: of_file(unfinished / name) for name in (STATE, METADATA)}
+        for rows_of_rank in written:
+            files |= rows_of_rank
+        write_manifest(unfinished, step, runtime.world_size, files)
+        if twin:  # before the other, for the reason that checkpoint.save has
+            links.mkdir()
+            for file in unfinished.iterdir():
+                checkpoint.link_or_copy(file, links / file.name)
+            sync(links)
+            put(links, twin)
+        put(unfinished, path)
+        sync(path.parent)
+
+    try:
+        names = runtime.gather(agreed(runtime, begin))[0]
+        written = runtime.gather(agreed(runtime, write_rows))
+        agreed(runtime, publish if runtime.is_rank0 else lambda: None)
+    except ValueError as error:
+        size = sum(tensor.nbytes for tensor in tensors.values())
+        raise checkpoint.not_written(path, str(error), size) from None
+    finally:
+        if runtime.is_rank0:
+            checkpoint.remove([unfinished, links])
+
+
+def unfinished_of(path: Path) -> Path:
+    return path.with_name(f".tmp-{path.name}")
+
+
+def put(folder: Path, path: Path) -> None:
+    """Give a folder its name. One that has the name already, from the same step, is deleted first:
+    no system call replaces a folder that is not empty.
+    """
+    checkpoint.remove([path])
+    os.rename(folder, path)
+
+
+def read(path: Path, shards: dict[str, Tensor], runtime: Runtime) -> dict:
+    """Verify the folder, then read it: whole tensors but for those that `shard_like` knows."""
+    import torch.distributed.checkpoint as dcp
+
+    targets: dict[str, Tensor] = {}
+    made: dict[int, Tensor] = {}  # tied tensors stay tied
+
+    def space(name: str, outlined: Tensor) -> Tensor:
+        if id(outlined) not in made:
+            like = shard_like(name, outlined, shards)
+            where = {"device": "cpu"} if like is None else {"dtype": outlined.dtype}
+            made[id(outlined)] = torch.empty_like(outlined if like is None else like, **where)
+            targets[name] = made[id(outlined)]
+        return made[id(outlined)]
+
+    try:
+        metadata = agreed(runtime, lambda: verified(path, runtime))
+        outlined = agreed(runtime, lambda: checkpoint.load(path / STATE))
+        state, reader = mapped(outlined, space), dcp.FileSystemReader(path)
+        reader.read_metadata = lambda **_: metadata  # not with pickle.load, and not once more
+        with warnings.catch_warnings(action="ignore"):  # that there is only one process
+            alone = runtime.world_size == 1
+            agreed(runtime, lambda: dcp.load(targets, storage_reader=reader, no_dist=alone))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; {checkpoint.others(path)}") from None
+    return state
+
+
+def main(argv: list[str] | None = None) -> None:
+    parser = Parser(
+        prog="python -m support.sharded_checkpoint",
+        description="Turn a checkpoint of --fsdp into one file, or a file into such a folder.",
+    )
+    verbs = parser.add_subparsers(required=True, dest="verb")
+    for verb, source, target in (("to-file", "folder", "file"), ("to-folder", "file", "folder")):
+        command = verbs.add_parser(verb, help=f"write a {target} that holds what the {source} does")
+        command.add_argument("path", type=Path, metavar=source.upper(), help="a checkpoint")
+        command.add_argument("--out", type=Path, required=True, help=f"the new {target}")
+    args = parser.parse_args(argv)
+    if not args.path.exists():
+        raise ValueError(f"{args.path}: not found")
+    if args.path.is_dir() != (args.verb == "to-file"):
+        other = "to-folder" if args.verb == "to-file" else "to-file"
+        raise ValueError(f"{args.path} is not what {args.verb} takes: use {other}")
+    if args.out.exists():
+        raise ValueError(f"--out {args.out} exists: name another, or delete it")
+    state = load(args.path)
+    if args.verb == "to-folder":
+        write(args.out, state, ALONE, state.get("step", 0))
+    else:
+        checkpoint.write_file(unfinished_of(args.out), state)
+        os.rename(unfinished_of(args.out), args.out)
+    print(f"{args.out}: written from {args.path}, step {state.get('step', '?')}")
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
