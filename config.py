@@ -1,11 +1,11 @@
 """All settings of a run: groups of flags, defaults by size, refusals, and which techniques exist.
 
 Settings stand beside the code that obeys them: a technique's in its module, the data's in data.py,
-the model's in support/sizes.py, the optimizer's in support/optim.py, the run's in support/run.py.
-`Config` puts them together. A technique's first setting is its switch and takes its name (`--ltd`),
-the others take it as prefix (`--ltd-start`). Techniques import next to nothing of ours, so they
-write the metadata of a setting (see support/settings.py) by hand. No config files and no
-environment variables: a recipe is a shell line.
+the model's in support/sizes.py, the optimizer's in support/optim.py, the run's in
+support/run_config.py. `Config` puts them together. A technique's first setting is its switch and
+takes its name (`--ltd`), the others take it as prefix (`--ltd-start`). Techniques import next to
+nothing of ours, so they write the metadata of a setting (see support/settings.py) by hand. No
+config files and no environment variables: a recipe is a shell line.
 
     python config.py                    # the table of flags, as the README shows it
 """
@@ -28,7 +28,7 @@ from pseudo import PseudoConfig
 from support.flags import parser_of, table_of
 from support.optim import OptimConfig
 from support.recipes import refusals_of_rows, with_defaults
-from support.run import RunConfig
+from support.run_config import RunConfig
 from support.run_folder import newest_run, started_with
 from support.sentence_pairs import refusals_of_pairs
 from support.settings import (

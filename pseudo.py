@@ -254,13 +254,6 @@ def moments_of(kept: dict[str, Tensor], scale: float, is_copy: bool) -> dict[str
     return moments
 
 
-def check_matches(saved: dict | None, is_on: bool, path: str) -> None:
-    """Refuse a checkpoint of a run with --pseudo in one without, and the reverse."""
-    if (saved is not None) != is_on:
-        was, flag = ("with", "add") if saved is not None else ("without", "leave out")
-        raise ValueError(f"{path} was made {was} --pseudo: {flag} --pseudo, or start a new run")
-
-
 # ---- the gradients
 
 
@@ -297,6 +290,11 @@ def refusals(settings: Any) -> list[tuple[bool, str]]:
         (
             settings.model.init is not None,
             "--init and --pseudo exclude each other: a shadow has not the weights of all layers",
+        ),
+        (
+            settings.run.fsdp and not parse_until(settings.pseudo.until).shares,
+            f"--pseudo-until {settings.pseudo.until} needs whole gradients, of which --fsdp has"
+            " parts: give a share, such as --pseudo-until 0.1, or leave out --fsdp",
         ),
         (
             settings.pseudo.new == "identity" and settings.model.model == "bert",

@@ -58,6 +58,7 @@ from support.run import Run
 from support.runtime import Runtime, exit_cleanly, start
 from support.scores import HeldOut
 from support.settings import is_on, techniques_on
+from support.sharded import join, shard, sync_gradients
 from support.shared_weights import average
 from support.stop_signal import Stopped, StopSignal
 
@@ -65,6 +66,8 @@ from support.stop_signal import Stopped, StopSignal
 def main(argv: list[str] | None = None) -> int:
     settings, folder = config.parse_or_resume(sys.argv[1:] if argv is None else argv)
     runtime = start(settings.run.device, settings.run.dtype)
+    if settings.run.fsdp:
+        join(runtime)
     rows_at_once = micro_batch(settings, runtime)  # refused before anything is read
     settings, data = open_data(settings, runtime)
     plan = Plan(settings, data.store, data.special_ids, runtime)
@@ -72,7 +75,7 @@ def main(argv: list[str] | None = None) -> int:
     size = model_size(settings, data.encoding, folder)
     shape = config.transformer_config(settings, *size)
     run = Run(settings, runtime, folder, size, data.store)
-    saved = run.restore() if folder else None
+    saved = run.restore(shape) if folder else None
     if runtime.on_rank0(run.is_complete):
         runtime.say(f"{run.folder} is finished: its {settings.optim.tokens} tokens are consumed")
         return 0
@@ -174,23 +177,24 @@ def assemble(
     Args: state of `Trainer.state`: what the model and the optimizers go on from
     """
     s, shadow = settings, None
-    # which parameters there are comes first, then their values
+    # which parameters there are comes before all that holds on to them
     if is_on(s, "pseudo"):
         shadow = pseudo.Shadow(**state["pseudo"]) if state else pseudo.shadow_at(s, 0.0, None)
         pseudo.share(model, shadow.owners)
+    # compile before wrapping: with a wrapper's hooks inside, every new length would compile again
+    if s.run.compile:
+        for block in set(model.h):  # known shapes get code of their own, others a general one
+            block.compile(dynamic=False if config.shapes(s) else None)
+    # shards before values: they are other parameters, and those of a state are shards already
+    if s.run.fsdp:
+        shard(model, runtime)
     if state:
         model.load_state_dict(state["model"], assign=True)
-    # to the device before all that follows, which holds on to the parameters that are there then
-    model.to(runtime.device)
-    # compile before the wrapper: with its hooks inside, every new length would compile again
-    if s.run.compile:
-        for block in set(
-            model.h
-        ):  # shapes that are known get code of their own, others a general one
-            block.compile(dynamic=False if config.shapes(s) else None)
-    # the wrapper before the optimizers: it hooks into gradients and may regroup them
     wrapped: nn.Module = model
-    if runtime.world_size > 1:
+    if not s.run.fsdp:
+        model.to(runtime.device)
+    # DDP before the optimizers: it hooks into gradients and may regroup them
+    if runtime.world_size > 1 and not s.run.fsdp:
         unused = any(technique.skips_layers for technique in techniques_on(s))
         wrapped = DistributedDataParallel(
             model, gradient_as_bucket_view=True, find_unused_parameters=unused
@@ -246,7 +250,10 @@ class Trainer:
             if s.model.dropout:
                 key = (s.run.seed, "dropout", step.context.step, runtime.rank, first)
                 torch.manual_seed(seed_of(*key))
-            if runtime.world_size > 1:  # DDP sums gradients over ranks once, with the last part
+            # gradients are summed over ranks once, with the last part
+            if s.run.fsdp:
+                sync_gradients(self.model, part.stop >= rows)
+            elif runtime.world_size > 1:
                 self.wrapped.require_backward_grad_sync = part.stop >= rows
             batch = laid_out(s, step.batch.rows(part))
             shares = shares_of(batch, s.optim.loss_per == "document", step.of_answer)
@@ -256,7 +263,7 @@ class Trainer:
             run_block = uses.run_block(run_block) if uses else run_block
             with runtime.autocast():
                 loss = self.wrapped(batch, run_block=run_block, shares=shares)
-            scale = runtime.world_size / max(step.targets, 1)  # DDP's mean over ranks made a sum
+            scale = runtime.world_size / max(step.targets, 1)  # the mean over ranks made a sum
             self.optimizers.scaler.scale(loss * scale).backward()
             total += loss.detach()
             if part.stop < rows:
@@ -325,9 +332,10 @@ def finish(run: Run, data: Data, bar: tqdm) -> None:
     where = f"on {evaluation.text}, full length, nothing dropped"
     runtime.say(f"held-out: {found}, {where}")
     runtime.say(savings(s, run.clock))
-    if s.model.model == "gpt" and runtime.is_rank0:
+    if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):  # which needs all ranks
         random = generator(runtime.device, s.run.seed, "sample")
-        with torch.compiler.set_stance("force_eager"):  # a row that grows would compile each time
+        # a row that grows would compile each time
+        with runtime.autocast(), torch.compiler.set_stance("force_eager"):
             text = sample.write(run.trainer.model, data.encoding, "", 100, generator=random)
         runtime.say(f"a sample:\n{textwrap.indent(text, '    ')}")
     runtime.say(f"checkpoint: {run.saved_path}\nlog: {run.folder / 'log.jsonl'}")

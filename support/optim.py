@@ -19,6 +19,7 @@ from torch import nn
 from support.clock import Clock, lr_clock
 from support.muon import Muon
 from support.settings import flag
+from support.sharded import rows_here
 
 SCHEDULES = ("cosine", "linear", "wsd")
 
@@ -125,7 +126,8 @@ class Optimizers:
         A `clip` of 0 clips nothing. Synchronises with the device, to return a float.
         """
         self.scaler.unscale_(self.joint)
-        return torch.nn.utils.clip_grad_norm_(self.parameters, clip or math.inf).item()
+        norm = torch.nn.utils.clip_grad_norm_(self.parameters, clip or math.inf)
+        return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
 
     def step(self, lr: float) -> None:
         """Update the weights and free the gradients.
@@ -141,12 +143,13 @@ class Optimizers:
             part.zero_grad(set_to_none=True)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of weights, of their gradients and of what the optimizers remember of them."""
-        weights = sum(parameter.nbytes for parameter in self.parameters)
+        """Bytes of weights, their gradients and what the optimizers remember, on this rank."""
+        weights = sum(rows_here(parameter).nbytes for parameter in self.parameters)
         moments = 0
         for part in self.parts:
             kept = 1 if isinstance(part, Muon) else 2  # AdamW's two
-            moments += kept * sum(p.nbytes for g in part.param_groups for p in g["params"])
+            mine = [p for group in part.param_groups for p in group["params"]]
+            moments += kept * sum(rows_here(parameter).nbytes for parameter in mine)
         return {"weights": weights, "gradients": weights, "optimizer": moments}
 
     def state_dict(self) -> dict:

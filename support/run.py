@@ -18,54 +18,19 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from support import checkpoint
+from model import TransformerConfig
+from support import checkpoint, sharded_checkpoint
 from support.agreement import check_agreement
 from support.clock import Clock
+from support.initial import empty_model
 from support.run_folder import ModelSize, create_run_folder, started_with
 from support.runtime import Log, Runtime, provenance
-from support.settings import flag, flattened, is_on
+from support.settings import flattened, is_on
+from support.sharded import shard
 from support.token_store import Store
-
-
-@dataclass(frozen=True)
-class RunConfig:
-    out: str | None = flag(
-        None, "folder of the run: log, checkpoints, config (default: a new one)", free=True
-    )
-    resume: str | None = flag(
-        None,
-        "go on from a checkpoint of --out",
-        ("last", "previous", "best"),
-        without_value="last",
-        free=True,
-    )
-    seed: int = flag(1337, "decides the weights at the start, the order of data and every draw")
-    device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda", "mps"), free=True)
-    dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
-    compile: bool = flag(
-        False, "compile each block before the first step, for every shape that will come", free=True
-    )
-    checkpoint_activations: bool = flag(
-        False, "keep a block's input alone and recompute the rest in the backward pass", free=True
-    )
-    eval_every: int | None = flag(
-        None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)", free=True
-    )
-    eval_tokens: int = flag(
-        32_768, "held-out tokens of an evaluation on the way", least=1, free=True
-    )
-    final_eval_tokens: int | None = flag(
-        None, "held-out tokens of the last evaluation (default: all, up to 1 M)", least=1, free=True
-    )
-    checkpoint_every: int | None = flag(
-        None, "tokens between checkpoints, 0 for the last only (default: a tenth)", free=True
-    )
-    keep: int = flag(2, "newest checkpoints to keep; the best is kept besides", least=1, free=True)
-    tensorboard: bool = flag(False, "write the log for TensorBoard too", free=True)
 
 
 class Run:
@@ -101,9 +66,10 @@ class Run:
         sha256 = self.store.meta["sha256"]
         return create_run_folder(s.run.out, stem, flattened(s), self.size, sha256)
 
-    def restore(self) -> dict | None:
+    def restore(self, shape: TransformerConfig) -> dict | None:
         """Go on from the checkpoint that --resume names: clock, best loss and log are as then.
 
+        Args:    shape of the model
         Returns: that checkpoint; None if none was ever written, so that the run starts over
         Raises:  ValueError if checkpoints are gone or of another run, or if the store is another
         """
@@ -114,7 +80,7 @@ class Run:
                 f"{self.folder} was stopped before its first checkpoint: starting over"
             )
             return None
-        state = checkpoint.load(path)
+        state = self.read(path, shape)
         try:
             self.clock = Clock(**state["clock"])
             state["optimizers"]["state"]
@@ -132,6 +98,15 @@ class Run:
         self.saved_path, self.saved_step = path, self.clock.step
         return state
 
+    def read(self, path: str, shape: TransformerConfig) -> dict:
+        """A checkpoint; with --fsdp each rank reads its own rows of it."""
+        if not self.settings.run.fsdp:
+            return sharded_checkpoint.load(path)
+        like = empty_model(shape)
+        shard(like, self.runtime)
+        like.to_empty(device=self.runtime.device)
+        return sharded_checkpoint.load_shards(path, like.state_dict(), self.runtime)
+
     def checkpoint_to_resume(self) -> str | None:
         """The file that --resume means; None if the run was stopped before its first checkpoint."""
         if started_with(self.folder)["store"] != self.store.meta["sha256"]:
@@ -140,12 +115,12 @@ class Run:
                 " wherever it is now, or start a new run with another --out"
             )
         which = self.settings.run.resume
-        if which == "best" or any(self.folder.glob("step-*.pt")):
+        if which == "best" or checkpoint.steps_in(self.folder):
             return str(checkpoint.find(self.folder, which))
-        if (self.folder / "best.pt").exists():
+        if bests := checkpoint.bests_in(self.folder):
             raise ValueError(
-                f"--resume: {self.folder} has lost its step-*.pt, and best.pt is there: go on from"
-                " it with --resume best"
+                f"--resume: {self.folder} has lost its steps, and {bests[-1].name} is there: go on"
+                " from it with --resume best"
             )
         if any(line["event"] == "checkpoint" for line in self.logged()):
             raise ValueError(
@@ -194,13 +169,13 @@ class Run:
 
     def set_later_aside(self) -> None:
         """Rename checkpoints of later steps: `last` must not mean one that this run never made."""
-        for file in sorted(self.folder.glob("step-*.pt")):
-            if file.name > f"step-{self.clock.step:08d}.pt":
+        for file in checkpoint.steps_in(self.folder):
+            if file.name.partition(".")[0] > f"step-{self.clock.step:08d}":
                 file.rename(file.with_name(f"abandoned-{file.name}"))
                 self.runtime.say(f"{file} is of a later step: renamed to abandoned-{file.name}")
 
     def save(self, is_best: bool = False) -> None:
-        """Write a checkpoint, on rank 0, unless this step has one already.
+        """Write a checkpoint, on rank 0 or of all ranks' shards, unless this step has one already.
 
         Raises: ValueError if it cannot be written, if a weight is not finite, or if ranks differ
         """
@@ -216,12 +191,12 @@ class Run:
             "log_size": self.log.size(),
             **self.about(),
         }
-        keep, step = self.settings.run.keep, self.clock.step
-
-        def write() -> str:
-            return str(checkpoint.save(self.folder, state, step=step, keep=keep, best=is_best))
-
-        self.saved_path, self.saved_step = self.runtime.on_rank0(write), step
+        how = {"step": self.clock.step, "keep": self.settings.run.keep, "best": is_best}
+        if self.settings.run.fsdp:
+            path = str(sharded_checkpoint.save(self.folder, state, self.runtime, **how))
+        else:
+            path = self.runtime.on_rank0(lambda: str(checkpoint.save(self.folder, state, **how)))
+        self.saved_path, self.saved_step = path, self.clock.step
         self.log_checkpoint()
 
     def log_checkpoint(self) -> None:

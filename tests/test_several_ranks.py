@@ -1,0 +1,114 @@
+"""Runs on several ranks whose model changes on the way, or is sharded: the curve is that of one."""
+
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ALL_ON, SMALL, read_log
+from torch.nn.parallel import DistributedDataParallel
+
+import train
+from model import Transformer, TransformerConfig
+from support.agreement import check_agreement
+from support.runtime import Runtime
+
+pytestmark = pytest.mark.dist
+ROOT = Path(__file__).parents[1]
+# 12 rows a step, so that 1, 2 and 3 ranks share them; at this rate rounding is not amplified
+FLAGS = f"{SMALL} --batch-tokens 384 --lr 1e-3 --tokens 6144 --checkpoint-every 1536 --keep 9"
+SHARED = "--pseudo --pseudo-group 2 --pseudo-until 0.5 --optimizer adamw"
+GROWING = "--pseudo --pseudo-layers 2 --pseudo-until 0.5"
+
+
+def torchrun(ranks: int, *arguments: str) -> None:
+    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = [f"--nproc-per-node={ranks}", str(ROOT / "train.py")]
+    subprocess.run([*launch, *script, *arguments], check=True)
+
+
+def losses(folder: Path) -> list[float]:
+    return [line["loss"] for line in read_log(folder, "train")]
+
+
+def closely(wanted: list[float]):
+    return pytest.approx(wanted, abs=1e-5)
+
+
+def test_ranks_share_weights_and_part_with_them_as_one_process_does(store_dir, tmp_path):
+    flags = [*FLAGS.split(), *SHARED.split(), *ALL_ON.split(), "--data", str(store_dir)]
+    assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
+    torchrun(2, *flags, "--out", str(tmp_path / "two"))
+    assert len(read_log(tmp_path / "two", "stage")) == 1
+    assert losses(tmp_path / "two") == closely(losses(tmp_path / "one"))
+
+
+@pytest.mark.parametrize("technique", [GROWING, pytest.param(SHARED, marks=pytest.mark.slow)])
+def test_a_sharded_run_goes_on_with_other_ranks(store_dir, tmp_path, technique):
+    """From a checkpoint of two ranks before the switch: with three, and plainly in one process."""
+    flags = [*FLAGS.split(), *technique.split(), *ALL_ON.split(), "--data", str(store_dir)]
+    assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
+    wanted = losses(tmp_path / "one")
+    torchrun(2, *flags, "--fsdp", "--out", str(tmp_path / "two"))
+    assert losses(tmp_path / "two") == closely(wanted)
+    scores = [read_log(tmp_path / out, "eval")[-1]["val_bpb"] for out in ("one", "two")]
+    assert scores[1] == closely(scores[0])
+    folders = sorted((tmp_path / "two").glob("step-*.sharded"))
+    assert len(folders) >= 3
+    for folder in folders[1:]:
+        shutil.rmtree(folder)
+    shutil.copytree(tmp_path / "two", tmp_path / "three")
+    assert train.main(["--resume", "--out", str(tmp_path / "two"), "--no-fsdp"]) == 0
+    assert losses(tmp_path / "two") == closely(wanted)
+    assert list((tmp_path / "two").glob("step-*.pt")), "a plain run's checkpoints are files"
+    torchrun(3, "--resume", "--out", str(tmp_path / "three"))
+    assert losses(tmp_path / "three") == closely(wanted)
+    assert len(read_log(tmp_path / "three", "run")) == 2
+
+
+def drift(rank: int, meet: str, found) -> None:
+    """Delink in place under a wrapper that was made before: layer 0 stays, layer 1 is a copy."""
+    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+    torch.manual_seed(0)
+    model = Transformer(TransformerConfig("gpt", 2, 2, 16, 32, 8, 40))
+    model.h[1] = model.h[0]
+    wrapped = DistributedDataParallel(model)
+    runtime = Runtime(rank, 2, torch.device("cpu"), torch.float32, "")
+    said = []
+    for step in range(4):
+        if step == 2:
+            named = dict(model.named_parameters())
+            check_agreement(runtime, named)  # nothing to say so far
+            with torch.random.fork_rng():
+                block = type(model.h[0])(model.config)
+            block.load_state_dict(model.h[0].state_dict())
+            model.h[1] = block
+        torch.manual_seed(10 * step + rank)  # each rank has its own rows
+        tokens = torch.randint(0, 40, (2, 8))
+        wrapped((tokens, tokens.roll(-1, 1), None, None)).backward()
+        with torch.no_grad():
+            for parameter in model.parameters():
+                parameter -= 1e-3 * parameter.grad
+                parameter.grad = None
+    try:
+        check_agreement(runtime, dict(model.named_parameters()))
+    except ValueError as error:
+        said.append(str(error))
+    found.put((rank, said))
+    dist.barrier()
+    os._exit(0)  # gloo's threads may abort a process that is torn down around them
+
+
+def test_ranks_that_drift_apart_in_silence_are_found_out(tmp_path):
+    """What assembling anew is for: torch raises nothing, and layer 1 differs from rank to rank."""
+    context = torch.multiprocessing.get_context("spawn")
+    found = context.SimpleQueue()
+    torch.multiprocessing.spawn(drift, (str(tmp_path / "meet"), found), nprocs=2)
+    for _ in range(2):
+        _, said = found.get()
+        (line,) = said
+        assert line.startswith("weights differ between ranks: h.1.") and " more" in line
