@@ -11,7 +11,9 @@ from bisect import bisect_left
 from collections.abc import Callable
 from typing import NamedTuple
 
-from model import TransformerConfig
+import torch
+
+from model import Transformer, TransformerConfig
 from support.flags import count
 from support.muon import flops_of_orthogonalising
 from support.recipes import refusals_of_rows, with_defaults
@@ -104,6 +106,19 @@ def fill_in(args: argparse.Namespace) -> None:
             raise ValueError(message)
 
 
+def model_of(args: argparse.Namespace) -> Transformer:
+    """The model without its weights, on the meta device."""
+    with torch.device("meta"):
+        return Transformer(config_of(args))
+
+
+def config_of(args: argparse.Namespace) -> TransformerConfig:
+    layers, heads, width, _ = SIZES[args.size]
+    kind = "bert" if args.size.startswith("bert") else "gpt"
+    V = V_PD4K if args.size == "nano" else V_GPT2
+    return TransformerConfig(kind, layers, heads, width, 4 * width, args.seq_len, V, args.pos)
+
+
 def show_plan(
     args: argparse.Namespace, schedule: str, tokens_at: Callable[[int, float], tuple[int, ...]]
 ) -> None:
@@ -111,13 +126,10 @@ def show_plan(
 
     Args: schedule what `tokens_at` does, in words
     """
-    layers, heads, width, _ = SIZES[args.size]
-    kind = "bert" if args.size.startswith("bert") else "gpt"
-    V = V_PD4K if args.size == "nano" else V_GPT2
-    config = TransformerConfig(kind, layers, heads, width, 4 * width, args.seq_len, V)
+    config = config_of(args)
     device = "cpu" if args.size == "nano" else "cuda"
     run = (config, args.seq_len, args.tokens, args.batch_tokens)
-    plain = cost_of_run(*run, lambda *_: (args.seq_len,) * layers, device)
+    plain = cost_of_run(*run, lambda *_: (args.seq_len,) * config.layers, device)
     dropping = cost_of_run(*run, tokens_at, device)
     print(f"{args.size}, {args.pos} positions, rows of {args.seq_len}, ", end="")
     print(f"{args.tokens:,} consumed tokens\n{schedule}\n")
