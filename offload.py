@@ -35,7 +35,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from support.link import Landing, Link
+from support.link import Landing, Lent, Link
 from support.placement import Away, Part, Placement, budget_bytes, grouped, parts_of, place
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -103,18 +103,6 @@ class Hosted(NamedTuple):
     gradient: Tensor  # fp32: the sum over micro-batches
 
 
-class Lent(torch.autograd.Function):
-    """A fetched weight, whose gradient goes to the parameter that it stands for."""
-
-    @staticmethod
-    def forward(ctx: Any, parameter: Tensor, fetched: Tensor) -> Tensor:
-        return fetched.view_as(fetched)
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None
-
-
 class Offloaded:
     """A model of which the device has what a placement leaves there.
 
@@ -142,9 +130,11 @@ class Offloaded:
             for layer in part.layers
             if ones[0].away == Away.WEIGHTS
         }
-        if early:
-            for one in self.all_hosted():
-                one.parameter.register_post_accumulate_grad_hook(partial(self.ready, one))
+        self.hooks = [
+            one.parameter.register_post_accumulate_grad_hook(partial(self.ready, one))
+            for one in self.all_hosted()
+            if early
+        ]
 
     @torch.no_grad()
     def move(self, placement: Placement) -> None:
@@ -306,14 +296,14 @@ class Offloaded:
 
         Args: state the optimizers', by the tensors that they move
         """
-        memory = self.landing.slots[0].untyped_storage().data_ptr()
         movers, found = self.parameters(), {}
 
         def side(tensor: Tensor | None) -> str | None:
             if tensor is None:
                 return None
-            on_host = tensor.untyped_storage().data_ptr() == memory
-            return "host" if on_host else "device" if tensor.device == self.device else "elsewhere"
+            if self.link.is_on_host(tensor):
+                return "host"
+            return "device" if tensor.device == self.device else "elsewhere"
 
         for name, p in self.model.named_parameters():
             mover = movers[name]
@@ -324,35 +314,32 @@ class Offloaded:
             found[name] = weights, gradient, beside if tensors else None
         return found
 
+    def release(self) -> None:
+        """Give the model its fp32 weights back, on the host, to be put together anew."""
+        for hook in self.hooks:
+            hook.remove()
+        for one in self.all_hosted():
+            one.parameter.data = one.master.detach().clone()
+
 
 # ---- the command
 
 
 def main(argv: list[str] | None = None) -> None:
-    from support import costs, flags, machine, placement_table, runtime
+    from support import costs, machine, placement_table, runtime
 
     parser = runtime.Parser(prog="offload.py", description=__doc__.split("\n")[0])
     command = parser.add_subparsers(required=True).add_parser("plan", help="what would leave")
     costs.add_flags(command)
-    command.add_argument("--budget", required=True, help="device memory: 6GiB, 800MB, auto")
-    command.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    command.add_argument("--dtype", choices=DTYPES.values(), default="fp32")
-    command.add_argument("--micro-batch-tokens", type=flags.count, help="(default: a row)")
-    for name, what in (("link", "bytes a second to the device"), ("flops", "a second on it")):
-        command.add_argument(f"--{name}", type=flags.amount, help=f"{what} (default: measured)")
+    command.add_argument("--dtype", choices=DTYPES.values(), default="bf16")
+    placement_table.add_flags(command)
     args = parser.parse_args(argv)
     costs.fill_in(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = next(dtype for dtype, name in DTYPES.items() if name == args.dtype)
-    rates = machine.measured(device, dtype)
-    rates = rates._replace(link=args.link or rates.link, flops=args.flops or rates.flops)
-    free = machine.device_free(device)
-    model = costs.model_of(args)
-    placement = plan(model, args.budget, args.optimizer == "muon", dtype, free, None)
-    print(placement_table.table(placement))
-    tokens = args.micro_batch_tokens or args.seq_len
-    work = placement_table.Work(tokens, -(-args.batch_tokens // tokens))
-    print(placement_table.price(placement, work, rates))
+    model, muon = costs.model_of(args), args.optimizer == "muon"
+    placement = plan(model, args.budget, muon, dtype, machine.device_free(device), None)
+    placement_table.show(args, placement, machine.measured(device, dtype))
 
 
 if __name__ == "__main__":

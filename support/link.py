@@ -5,7 +5,9 @@ that is copied is held until the copy is done, so that nothing depends on when a
 Elsewhere the same calls copy at once.
 """
 
+import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,15 +30,18 @@ class Link:
         The piece is page-locked where it is: memory that torch pins comes in powers of two.
         """
         sizes = [-(-shape.numel() * dtype.itemsize // 64) * 64 for shape, dtype in wanted]
-        slab = torch.empty(sum(sizes), dtype=torch.uint8)
+        self.slab = torch.empty(sum(sizes), dtype=torch.uint8)
         if self.up and sum(sizes):
-            status = torch.cuda.cudart().cudaHostRegister(slab.data_ptr(), sum(sizes), 0)
-            if int(status):
+            driver, address = torch.cuda.cudart(), self.slab.data_ptr()
+            if int(driver.cudaHostRegister(address, sum(sizes), 0)):
                 raise ValueError(f"--offload: {sum(sizes):,} bytes of the host cannot be locked")
-        return [
-            shaped(piece, shape, dtype)
-            for piece, (shape, dtype) in zip(slab.split(sizes), wanted, strict=True)
-        ]
+            weakref.finalize(self, driver.cudaHostUnregister, address)
+        pieces = zip(self.slab.split(sizes), wanted, strict=True)
+        return [shaped(piece, shape, dtype) for piece, (shape, dtype) in pieces]
+
+    def is_on_host(self, tensor: Tensor) -> bool:
+        """Whether a tensor is in this memory; on a CPU its device does not tell."""
+        return tensor.untyped_storage().data_ptr() == self.slab.untyped_storage().data_ptr()
 
     def copy_up(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
         """Begin to copy (to, from) pairs, once all that the device was given to do is done."""
@@ -108,3 +113,15 @@ class Landing:
     def settle_all(self) -> None:
         self.settle(1 - self.turn)
         self.settle(self.turn)
+
+
+class Lent(torch.autograd.Function):
+    """A fetched weight, whose gradient goes to the parameter that it stands for."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, fetched: Tensor) -> Tensor:
+        return fetched.view_as(fetched)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None

@@ -1,7 +1,9 @@
 """A placement (support/placement.py) in words: what lives where and why, and what it costs."""
 
+import argparse
 from itertools import groupby
 
+from support.flags import amount, count
 from support.placement import (
     WHERE,
     Away,
@@ -68,3 +70,19 @@ def price(placement: Placement, work: Work, rates: Rates) -> str:
         f" ({rates.flops:.3g} FLOP/s, {rates.link:.3g} bytes/s):\n"
         f"  copying a block's weights {hides} computing with them"
     )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The placement that is asked for, and what is known of a machine that is not this one."""
+    parser.add_argument("--budget", required=True, help="device memory: 6GiB, 800MB, auto")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--micro-batch-tokens", type=count, help="at once (default: a row)")
+    parser.add_argument("--link", type=amount, help="bytes/s to the device (default: measured)")
+    parser.add_argument("--flops", type=amount, help="FLOP/s on the device (default: measured)")
+
+
+def show(args: argparse.Namespace, placement: Placement, here: Rates) -> None:
+    rates = here._replace(link=args.link or here.link, flops=args.flops or here.flops)
+    tokens = args.micro_batch_tokens or args.seq_len
+    print(f"{table(placement)}\n")
+    print(price(placement, Work(tokens, -(-args.batch_tokens // tokens)), rates))
