@@ -29,11 +29,21 @@ class Muon(torch.optim.Optimizer):
 
     Args: matrices tensors of two dimensions, or torch's groups of them; `parts` of a group says
                    how many matrices lie below each other in each of its tensors
+          on       the device to orthogonalise on; None for each matrix's own. A GPU is faster than
+                   the host, where offloaded matrices are
     """
 
-    def __init__(self, matrices: list, lr: float, weight_decay: float, momentum: float = 0.95):
+    def __init__(
+        self,
+        matrices: list,
+        lr: float,
+        weight_decay: float,
+        momentum: float = 0.95,
+        on: torch.device | None = None,
+    ):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": 1}
         super().__init__(matrices, defaults)
+        self.on = on
 
     @torch.no_grad()
     def step(self) -> None:
@@ -42,16 +52,18 @@ class Muon(torch.optim.Optimizer):
             directions = self.directions(matrices, group["momentum"])
             by_shape: dict[tuple, list[int]] = defaultdict(list)
             for number, matrix in enumerate(matrices):
-                by_shape[*matrix.shape].append(number)
-            for (rows, columns), numbers in by_shape.items():
+                by_shape[matrix.device, *matrix.shape].append(number)
+            for (_, rows, columns), numbers in by_shape.items():
                 stacked = torch.stack([directions[n] for n in numbers])  # (n, rows, columns)
                 # fused matrices apart, (n parts, m, columns)
                 apart = stacked.reshape(-1, rows // group["parts"], columns)
-                update = orthogonalised_by_all(apart).reshape(stacked.shape)  # (n, rows, columns)
+                update = orthogonalised_by_all(apart.to(self.on)).reshape(
+                    stacked.shape
+                )  # (n, rows, columns)
                 rate = group["lr"] * 0.2 * math.sqrt(max(apart.shape[1:]))
                 moved = [matrices[n] for n in numbers]
                 torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(moved, update.to(moved[0].dtype).unbind(), alpha=-rate)
+                torch._foreach_add_(moved, update.to(moved[0]).unbind(), alpha=-rate)
 
     def directions(self, matrices: list[Tensor], momentum: float) -> list[Tensor]:
         """Move the momenta towards the gradients; return Nesterov's look ahead of them."""

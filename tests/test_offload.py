@@ -460,36 +460,34 @@ def test_a_model_is_whole_again_after_its_release():
 # Ranks
 
 
-def rank_of_two(rank, folder, away):
+def rank_of_two(rank, folder):
     torch.distributed.init_process_group(
         "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
     )
-    model = small()
-    run = Run(model, away, early=False)
-    wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    for number in range(3):
-        for last in (False, True):
-            wrapped.require_backward_grad_sync = last
-            loss = wrapped(batch(10 * number + 2 * last + rank)) / 63
-            with run.held.collecting(last):
-                loss.backward()
-        run.optimizers.clip_gradients(0.1)
-        run.held.step(lambda: run.optimizers.step(1e-2))
-    torch.save(run.weights(), f"{folder}/{rank}.pt")
+    for mixture in ("nothing", "state"):
+        run = Run(small(), MIXTURES[mixture], early=False)
+        wrapped = DistributedDataParallel(run.model, gradient_as_bucket_view=True)
+        for number in range(3):
+            for last in (False, True):
+                wrapped.require_backward_grad_sync = last
+                loss = wrapped(batch(10 * number + 2 * last + rank)) / 63
+                with run.held.collecting(last):
+                    loss.backward()
+            run.optimizers.clip_gradients(0.1)
+            run.held.step(lambda run=run: run.optimizers.step(1e-2))
+        torch.save(run.weights(), f"{folder}/{mixture}-{rank}.pt")
     torch.distributed.barrier()
     torch.distributed.destroy_process_group()
 
 
 @pytest.mark.dist
 def test_two_ranks_move_alike_and_as_without(tmp_path):
-    found = []
-    for mixture in ("nothing", "state"):
-        folder = tmp_path / mixture
-        folder.mkdir()
-        torch.multiprocessing.spawn(rank_of_two, (str(folder), MIXTURES[mixture]), nprocs=2)
-        found += [torch.load(folder / f"{rank}.pt") for rank in (0, 1)]
-    for other in found[1:]:
-        assert_equal(other, found[0])
+    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    first, *others = [torch.load(file) for file in sorted(tmp_path.glob("*.pt"))]
+    assert len(others) == 3
+    for other in others:
+        assert_equal(other, first)
+    assert not torch.equal(first["h.1.mlp.c_fc.weight"], small().h[1].mlp.c_fc.weight)
 
 
 # A GPU
