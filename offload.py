@@ -11,14 +11,15 @@ that out on a finished model:
     weights    The device has a parameter without storage. A block's weights are fetched when it
                runs, the next block's meanwhile, and once more for the backward pass.
 
-The optimizer is any that takes tensors: the host's weights where state is away, the model's
-elsewhere. Names and checkpoints are those of a run without offload and so, in fp32, is every bit.
+Optimizers take the host's weights where state is away and the model's elsewhere. Names and
+checkpoints are those of a run without offload and so, in fp32, is every bit.
 
 Does not offload activations (--checkpoint-activations forgets them), and shards nothing. With
 several ranks only optimizer state leaves, for DDP keeps the gradients.
 
-Papers: Ren et al., arXiv 2101.06840 (ZeRO-Offload), has all optimizer state on the host; Lin et
-        al., arXiv 2110.03888 (M6-10T), name it granular where only what must leave does.
+Papers:   Ren et al., arXiv 2101.06840 (ZeRO-Offload): optimizer state and its step on the host,
+          all of it; granular CPU offloading, only part of it: Lin et al., arXiv 2110.03888
+Deviates: the order of leaving is ours (support/placement.py): 2110.03888 came without code
 
     python offload.py plan --size 1.3B --budget 8GiB --dtype bf16 --link 25e9 --flops 140e12
 """
@@ -147,9 +148,9 @@ class Offloaded:
             for name, p in groups[part.name].items() if away else ():
                 if p.ndim > 1:
                     planned.append((name, part, away, p, dtype))
-                    wanted += [(p.shape, torch.float32)] * 2 + [(p.shape, dtype)] * (
-                        dtype.itemsize == 2
-                    )
+                    wanted += [(p.shape, torch.float32)] * 2
+                    if dtype != torch.float32:
+                        wanted.append((p.shape, dtype))
         memory = iter(self.link.memory(wanted))
         slots = next(memory), next(memory)
         for name, part, away, p, dtype in planned:

@@ -1,8 +1,9 @@
 """What of a training state stays on the device and what lives on the host, within a byte budget.
 
-Pure arithmetic on sizes, with no tensor: offload.py carries a placement out, and prints one without
-a run. Counted are weights, their copies in half precision, gradients, optimizer state and the
-buffers that copies pass through; activations are not, nor what an optimizer takes during its step.
+Pure arithmetic on sizes, which `parts_of` reads off a model. offload.py, which would be too long
+with it, carries a placement out and prints one without a run. Counted are weights, their copies in
+half precision, gradients, optimizer state and the buffers that copies pass through; activations are
+not, nor what an optimizer takes during its step.
 
 What stands on the device for each parameter of a matrix, in bytes, by how much of it is away:
 

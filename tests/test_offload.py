@@ -4,6 +4,7 @@ Device and host are both the CPU here; every copy is made all the same.
 """
 
 import io
+import weakref
 from contextlib import nullcontext
 
 import pytest
@@ -16,7 +17,7 @@ import ltd
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Offloaded
 from support.batch import Batch
-from support.link import Landing
+from support.link import Landing, Link
 from support.optim import Optimizers
 from support.placement import WHERE, Away, Placement, part_of, parts_of
 
@@ -282,6 +283,49 @@ def test_weights_fetched_before_the_step_are_not_used_after_it(monkeypatch):
     there.held.fetch(0)
     there.step()
     assert_same(there, steps(Run(small()), 2))
+
+
+# Streams, whose copies are made when someone waits for them and not before
+
+
+class Late:
+    """A copy's event: waiting for it makes all copies up to it."""
+
+    def __init__(self, queue, pairs):
+        self.queue = queue
+        queue.append((self, pairs))
+
+    def synchronize(self):
+        while any(event is self for event, _ in self.queue):
+            for target, source in self.queue.pop(0)[1]:
+                with torch.no_grad():
+                    target.copy_(source() if isinstance(source, weakref.ref) else source)
+
+
+@pytest.fixture
+def late_copies(monkeypatch):
+    up, down = [], []
+
+    def copy_down(link, pairs):  # a gradient that nobody holds until then is lost
+        return Late(down, [(target, weakref.ref(source)) for target, source in pairs])
+
+    monkeypatch.setattr(Link, "copy_up", lambda link, pairs: Late(up, list(pairs)))
+    monkeypatch.setattr(Link, "copy_down", copy_down)
+    monkeypatch.setattr(Link, "wait", lambda link, event: event.synchronize())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_every_copy_is_waited_for_and_nothing_is_overwritten_before(mixture, dtype, late_copies):
+    plain = steps(Run(small(), dtype=dtype), 3)
+    assert_same(steps(Run(small(), MIXTURES[mixture], dtype=dtype), 3), plain)
+
+
+def test_a_copy_that_nobody_waits_for_is_seen(late_copies, monkeypatch):
+    monkeypatch.setattr(Link, "wait", lambda link, event: None)
+    for mixture in ("state", "weights"):
+        with pytest.raises(AssertionError):
+            assert_same(steps(Run(small(), MIXTURES[mixture]), 2), steps(Run(small()), 2))
 
 
 # What is where
