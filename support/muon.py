@@ -56,10 +56,8 @@ class Muon(torch.optim.Optimizer):
             for (_, rows, columns), numbers in by_shape.items():
                 stacked = torch.stack([directions[n] for n in numbers])  # (n, rows, columns)
                 # fused matrices apart, (n parts, m, columns)
-                apart = stacked.reshape(-1, rows // group["parts"], columns)
-                update = orthogonalised_by_all(apart.to(self.on)).reshape(
-                    stacked.shape
-                )  # (n, rows, columns)
+                apart = stacked.reshape(-1, rows // group["parts"], columns).to(self.on)
+                update = orthogonalised_by_all(apart).reshape(stacked.shape)  # (n, rows, columns)
                 rate = group["lr"] * 0.2 * math.sqrt(max(apart.shape[1:]))
                 moved = [matrices[n] for n in numbers]
                 torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
