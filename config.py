@@ -17,12 +17,14 @@ from typing import Any
 import curriculum
 import difficulty
 import ltd
+import offload
 import packing
 import pseudo
 from curriculum import CurriculumConfig
 from data import DataConfig
 from ltd import LtdConfig
 from model import TransformerConfig
+from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
 from support.flags import parser_of, table_of
@@ -73,6 +75,7 @@ class Config:
         run_block=pseudo.run_block,
         tokens_by_layer=pseudo.tokens_by_layer,
     )
+    offload: OffloadConfig = technique(OffloadConfig, refusals=offload.refusals)
 
 
 def parse(argv: list[str]) -> dict[str, Any]:

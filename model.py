@@ -153,6 +153,7 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.config = config
+        self.run_block: RunBlock = run_plain  # where none is handed in
         self.wte = nn.Embedding(config.vocab_size, config.width)
         if config.pos == "learned":
             self.wpe = nn.Embedding(config.seq_len, config.width)
@@ -187,7 +188,7 @@ class Transformer(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         doc_ids: Tensor | None = None,
-        run_block: RunBlock = run_plain,
+        run_block: RunBlock | None = None,
     ) -> Tensor:
         """The last layer's output (B, T, C) for tokens (B, T); see TokenMeta for the metadata."""
         _, T = tokens.shape
@@ -209,6 +210,7 @@ class Transformer(nn.Module):
         if config.kind == "bert":
             x = self.ln_f(x)
         x = self.drop(x)
+        run_block = run_block or self.run_block
         for layer, block in enumerate(self.h):
             x = run_block(layer, block, x, meta)
         return self.ln_f(x) if config.kind == "gpt" else x
@@ -230,7 +232,7 @@ class Transformer(nn.Module):
         return self.mlm_ln(F.gelu(self.mlm(x))), self.mlm_bias
 
     def forward(
-        self, batch, run_block: RunBlock = run_plain, shares: Tensor | None = None
+        self, batch, run_block: RunBlock | None = None, shares: Tensor | None = None
     ) -> Tensor:
         """The loss in nats, summed over the targets of `batch` that are not IGNORE; a scalar.
 

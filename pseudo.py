@@ -292,9 +292,10 @@ def refusals(settings: Any) -> list[tuple[bool, str]]:
             "--init and --pseudo exclude each other: a shadow has not the weights of all layers",
         ),
         (
-            settings.run.fsdp and not parse_until(settings.pseudo.until).shares,
-            f"--pseudo-until {settings.pseudo.until} needs whole gradients, of which --fsdp has"
-            " parts: give a share, such as --pseudo-until 0.1, or leave out --fsdp",
+            (settings.run.fsdp or settings.offload.on)
+            and not parse_until(settings.pseudo.until).shares,
+            f"--pseudo-until {settings.pseudo.until} needs whole gradients in one place, which"
+            " --fsdp and --offload do not leave there: give a share, such as --pseudo-until 0.1",
         ),
         (
             settings.pseudo.new == "identity" and settings.model.model == "bert",

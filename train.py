@@ -17,6 +17,8 @@ import sys
 import textwrap
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from functools import partial
 from typing import NamedTuple
 
 # Before torch loads OpenMP, whose threads wait spinning for milliseconds. Beside another torch
@@ -29,29 +31,22 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import config
+import offload
 import pseudo
 import sample
 from data import Data, open_data
 from evaluate import Evaluation
 from model import RunBlock, Transformer, run_plain, run_recomputed
 from plan import Plan, Step
+from support import progress
 from support.agreement import check_agreement, refuse_step
 from support.batch import Batch, shares_of
 from support.clock import StepContext, due, savings
 from support.compiled import compiled_ahead, laid_out
 from support.initial import empty_model, initial_model, model_size
+from support.machine import device_free, host_free
 from support.micro_batch import micro_batch
 from support.optim import Optimizers, learning_rate
-from support.progress import (
-    announce,
-    log_evaluation,
-    log_stage,
-    log_step,
-    progress_bar,
-    show_part,
-    show_step,
-    write,
-)
 from support.read_ahead import read_ahead
 from support.rng import generator, seed_of
 from support.run import Run
@@ -81,16 +76,17 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     model = empty_model(shape) if saved else initial_model(shape, settings, runtime.say)
     run.trainer = assemble(settings, model, runtime, rows_at_once.count, saved)
-    del model, saved
+    del saved  # what is not in use now is only memory
+    run.make_folder()
     # from here on a signal waits until the run can be saved; what came before is no loss
     stop = StopSignal(tqdm.write if runtime.is_rank0 else lambda line: None)
-    run.open()
-    announce(run, plan.samples, rows_at_once.why)
-    bar = progress_bar(run)
+    run.open_log()
+    progress.announce(run, plan.samples, rows_at_once.why)
+    bar = progress.progress_bar(run)
 
     def between(what: str, done: int, of: int) -> None:
         """After every micro-batch of a step or an evaluation, as often on each rank."""
-        show_part(bar, what, done, of)
+        progress.show_part(bar, what, done, of)
         if runtime.on_any_rank(stop.number > 0):
             raise Stopped
 
@@ -126,11 +122,11 @@ def train(run: Run, plan: Plan, evaluation: Evaluation, bar: tqdm) -> None:
         done = run.trainer.step(step)
         ms = (time.perf_counter() - began) * 1e3 + waited_ms
         run.clock = step.after
-        log_step(run, step, done, ms, waited_ms)
-        show_step(bar, step.before, step.after, done.loss)
+        progress.log_step(run, step, done, ms, waited_ms)
+        progress.show_step(bar, step.before, step.after, done.loss)
         if step.note and not noted:
             noted = step.note
-            write(bar, f"--curriculum: {noted}; see difficulty in log.jsonl")
+            progress.write(bar, f"--curriculum: {noted}; see difficulty in log.jsonl")
         last = run.is_finished
         run.evaluation_due = due(s.eval_every, step.before, step.after, last)
         checkpoint_due = last or due(s.checkpoint_every, step.before, step.after)
@@ -160,7 +156,7 @@ def enter_stage(run: Run, step: Step, bar: tqdm) -> None:
     run.trainer = assemble(s, model, run.runtime, old.rows_at_once, state)
     run.trainer.between = old.between
     check_agreement(run.runtime, run.trainer.optimizers.named)
-    log_stage(run, owners, old.optimizers.memory(), bar)
+    progress.log_stage(run, owners, old.optimizers.memory(), bar)
 
 
 def assemble(
@@ -176,7 +172,7 @@ def assemble(
 
     Args: state of `Trainer.state`: what the model and the optimizers go on from
     """
-    s, shadow = settings, None
+    s, shadow, held = settings, None, None
     # which parameters there are comes before all that holds on to them
     if is_on(s, "pseudo"):
         shadow = pseudo.Shadow(**state["pseudo"]) if state else pseudo.shadow_at(s, 0.0, None)
@@ -190,9 +186,16 @@ def assemble(
         shard(model, runtime)
     if state:
         model.load_state_dict(state["model"], assign=True)
-    wrapped: nn.Module = model
-    if not s.run.fsdp:
+    # to the device once the values are there, or as much of it as has room
+    if is_on(s, "offload"):
+        ranks, muon = runtime.world_size, s.optim.optimizer == "muon"
+        free = (device_free(runtime.device), host_free())
+        placement = offload.plan(model, s.offload.budget, muon, runtime.dtype, *free, ranks)
+        held = offload.Offloaded(model, placement, runtime.device, early=ranks == 1)
+        model.run_block = held.run_block(run_plain)
+    elif not s.run.fsdp:
         model.to(runtime.device)
+    wrapped: nn.Module = model
     # DDP before the optimizers: it hooks into gradients and may regroup them
     if runtime.world_size > 1 and not s.run.fsdp:
         unused = any(technique.skips_layers for technique in techniques_on(s))
@@ -200,12 +203,13 @@ def assemble(
             model, gradient_as_bucket_view=True, find_unused_parameters=unused
         )
     # the optimizers last, on the parameters that then exist
-    named, betas = dict(model.named_parameters()), (s.optim.beta1, s.optim.beta2)
-    fp16 = runtime.dtype == torch.float16
-    optimizers = Optimizers(named, s.optim.optimizer, s.optim.weight_decay, betas, fp16)
+    named = held.parameters() if held else dict(model.named_parameters())
+    betas, fp16 = (s.optim.beta1, s.optim.beta2), runtime.dtype == torch.float16
+    how = (s.optim.optimizer, s.optim.weight_decay, betas, fp16, runtime.device)
+    optimizers = Optimizers(named, *how)
     if state:
         optimizers.load_state_dict(state["optimizers"])
-    return Trainer(s, runtime, model, wrapped, optimizers, rows_at_once, shadow)
+    return Trainer(s, runtime, model, wrapped, optimizers, rows_at_once, shadow, held)
 
 
 class Done(NamedTuple):
@@ -228,8 +232,9 @@ class Trainer:
         optimizers: Optimizers,
         rows_at_once: int,
         shadow: pseudo.Shadow | None,
+        held: offload.Offloaded | None,
     ):
-        self.settings, self.runtime, self.shadow = settings, runtime, shadow
+        self.settings, self.runtime, self.shadow, self.held = settings, runtime, shadow, held
         self.model, self.wrapped, self.optimizers = model, wrapped, optimizers
         self.rows_at_once = rows_at_once  # of full length
         self.between: Callable[[str, int, int], None] = lambda what, done, of: None
@@ -250,11 +255,8 @@ class Trainer:
             if s.model.dropout:
                 key = (s.run.seed, "dropout", step.context.step, runtime.rank, first)
                 torch.manual_seed(seed_of(*key))
-            # gradients are summed over ranks once, with the last part
-            if s.run.fsdp:
-                sync_gradients(self.model, part.stop >= rows)
-            elif runtime.world_size > 1:
-                self.wrapped.require_backward_grad_sync = part.stop >= rows
+            last = part.stop >= rows
+            sync_gradients(self.wrapped, last)  # over ranks once, with the last part
             batch = laid_out(s, step.batch.rows(part))
             shares = shares_of(batch, s.optim.loss_per == "document", step.of_answer)
             shares = shares if shares is None else shares.to(runtime.device)
@@ -264,9 +266,10 @@ class Trainer:
             with runtime.autocast():
                 loss = self.wrapped(batch, run_block=run_block, shares=shares)
             scale = runtime.world_size / max(step.targets, 1)  # the mean over ranks made a sum
-            self.optimizers.scaler.scale(loss * scale).backward()
+            with self.held.collecting(last) if self.held else nullcontext():
+                self.optimizers.scaler.scale(loss * scale).backward()
             total += loss.detach()
-            if part.stop < rows:
+            if not last:
                 self.between("row", part.stop, rows)
         mean = runtime.reduce(total).item() / max(step.targets, 1)
         if not math.isfinite(mean):
@@ -279,12 +282,14 @@ class Trainer:
         if not math.isfinite(norm) and runtime.dtype != torch.float16:
             refuse_step(runtime, step.context.step, "gradient", norm)
         lr = learning_rate(s, step.before, step.after)
-        self.optimizers.step(lr)
+        update = partial(self.optimizers.step, lr)
+        self.held.step(update) if self.held else update()
         return Done(loss=mean, grad_norm=norm, lr=lr)
 
     def state(self) -> dict:
         """All that `assemble` needs to go on from here."""
-        state = {"model": self.model.state_dict(), "optimizers": self.optimizers.state_dict()}
+        weights = (self.held or self.model).state_dict()
+        state = {"model": weights, "optimizers": self.optimizers.state_dict()}
         return {**state, "pseudo": self.shadow._asdict()} if self.shadow else state
 
     def run_block(
@@ -294,7 +299,10 @@ class Trainer:
 
         Each technique wraps those before it, in the order of `Config`.
         """
-        run_block = run_recomputed if settings.run.checkpoint_activations else run_plain
+        recomputes = settings.run.checkpoint_activations
+        run_block = run_recomputed if recomputes else run_plain
+        if self.held:
+            run_block = self.held.run_block(run_block, recomputes)
         for technique in techniques_on(settings):
             if technique.run_block:
                 run_block = technique.run_block(settings, context, first_row, batch, run_block)
@@ -314,9 +322,9 @@ def evaluate(run: Run, evaluation: Evaluation, bar: tqdm, last: bool = False) ->
         trainer.between("evaluation: row", done, evaluation.rows_in_all)
 
     found = evaluation.run(trainer.model, run.runtime, trainer.rows_at_once, between)
-    log_evaluation(run, found, time.perf_counter() - began, last)
+    progress.log_evaluation(run, found, time.perf_counter() - began, last)
     if not last:
-        write(bar, f"step {run.clock.step}: held-out {found}, on {evaluation.text}")
+        progress.write(bar, f"step {run.clock.step}: held-out {found}, on {evaluation.text}")
     return found
 
 
@@ -329,8 +337,7 @@ def finish(run: Run, data: Data, bar: tqdm) -> None:
     evaluation = held_out(s, data, s.run.final_eval_tokens or FINAL_EVAL_TOKENS)
     found = evaluate(run, evaluation, bar, last=True)
     bar.close()
-    where = f"on {evaluation.text}, full length, nothing dropped"
-    runtime.say(f"held-out: {found}, {where}")
+    runtime.say(f"held-out: {found}, on {evaluation.text}, full length, nothing dropped")
     runtime.say(savings(s, run.clock))
     if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):  # which needs all ranks
         random = generator(runtime.device, s.run.seed, "sample")

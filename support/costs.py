@@ -12,7 +12,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from model import TransformerConfig
+import torch
+
+from model import Transformer, TransformerConfig
 from support.flags import count
 from support.muon import flops_of_orthogonalising
 from support.recipes import refusals_of_rows, with_defaults
@@ -112,7 +114,7 @@ def show_plan(
 
     Args: schedule what `tokens_at` does, in words
     """
-    config = config_of(args.size, args.seq_len)
+    config = config_of(args.size, args.seq_len, args.pos)
     layers = config.layers
     device = "cpu" if args.size == "nano" else "cuda"
     run = (config, args.seq_len, args.tokens, args.batch_tokens)
@@ -152,9 +154,15 @@ def show_stages(size: str, stages: Mapping[float, Sequence[int]]) -> None:
         print(f"{start:6g} {held / 1e6:10.2f} M {held * 16 / 1e9:7.3f} GB   {listed}")
 
 
-def config_of(size: str, seq_len: int) -> TransformerConfig:
+def model_of(args: argparse.Namespace) -> Transformer:
+    """The model without its weights, on the meta device."""
+    with torch.device("meta"):
+        return Transformer(config_of(args.size, args.seq_len, args.pos))
+
+
+def config_of(size: str, seq_len: int, pos: str | None = None) -> TransformerConfig:
     layers, heads, width, _ = SIZES[size]
     kind = "bert" if size.startswith("bert") else "gpt"
     V = V_PD4K if size == "nano" else V_GPT2
-    pos = "rope" if size == "nano" else "learned"
+    pos = pos or ("rope" if size == "nano" else "learned")
     return TransformerConfig(kind, layers, heads, width, 4 * width, seq_len, V, pos)

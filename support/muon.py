@@ -35,11 +35,21 @@ class Muon(torch.optim.Optimizer):
 
     Args: matrices tensors of two dimensions, or torch's groups of them; `parts` of a group says
                    how many matrices lie below each other in each of its tensors
+          on       the device to orthogonalise on; None for each matrix's own. A GPU is faster than
+                   the host, where offloaded matrices are
     """
 
-    def __init__(self, matrices: list, lr: float, weight_decay: float, momentum: float = 0.95):
+    def __init__(
+        self,
+        matrices: list,
+        lr: float,
+        weight_decay: float,
+        momentum: float = 0.95,
+        on: torch.device | None = None,
+    ):
         defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": 1}
         super().__init__(matrices, defaults)
+        self.on = on
 
     @torch.no_grad()
     def step(self) -> None:
@@ -57,12 +67,12 @@ class Muon(torch.optim.Optimizer):
                     ranks = first.device_mesh.get_group()
                     update = orthogonalised_shards(stacked, rows, m, ranks)
                 else:
-                    apart = stacked.reshape(-1, m, columns)  # (n parts, m, columns)
+                    apart = stacked.reshape(-1, m, columns).to(self.on)  # (n parts, m, columns)
                     update = orthogonalised_by_all(apart).reshape(stacked.shape)
                 rate = group["lr"] * 0.2 * math.sqrt(max(m, columns))
                 moved = [rows_here(matrices[n]) for n in numbers]
                 torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
-                torch._foreach_add_(moved, update.to(moved[0].dtype).unbind(), alpha=-rate)
+                torch._foreach_add_(moved, update.to(moved[0]).unbind(), alpha=-rate)
 
     def directions(self, matrices: list[Tensor], momentum: float) -> list[Tensor]:
         """Move the momenta towards the gradients; return Nesterov's look ahead of them."""

@@ -96,6 +96,7 @@ class Optimizers:
     """One or two torch optimizers and fp16's loss scale, which step and are saved together.
 
     Args: named  the parameters by the names that their state is saved under
+          device that computes, if some of them are on the host; None for that of the parameters
     """
 
     def __init__(
@@ -105,6 +106,7 @@ class Optimizers:
         weight_decay: float,
         betas: tuple,
         fp16: bool = False,
+        device: torch.device | None = None,
     ):
         parts = split_parameters(named, kind == "muon")
         groups = [
@@ -116,9 +118,10 @@ class Optimizers:
         self.parts = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
         if parts.matrices:
             groups = [{"params": parts.fused, "parts": 3}, {"params": parts.matrices}]
-            self.parts.append(Muon(groups, lr=0.0, weight_decay=weight_decay))
+            self.parts.append(Muon(groups, lr=0.0, weight_decay=weight_decay, on=device))
         self.joint = Joint(self.parts)
-        self.scaler = torch.amp.GradScaler(self.parameters[0].device.type, enabled=fp16)
+        device = device or self.parameters[0].device
+        self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
 
     def clip_gradients(self, clip: float) -> float:
         """Undo fp16's scaling, clip the norm over all parameters at `clip`, return that norm.

@@ -7,7 +7,9 @@ from typing import Any
 from tqdm import tqdm
 
 from kernels.packed_attention import IMPLS
+from support import machine, placement_table
 from support.clock import Clock
+from support.placement import Work
 from support.run import Run
 from support.runtime import Runtime
 from support.samples import Samples
@@ -21,6 +23,8 @@ def announce(run: Run, samples: Samples, batches: str) -> None:
     parameters = sum(p.numel() for p in run.trainer.model.parameters())
     say(f"{m.model} {m.size}: {parameters / 1e6:.2f} M parameters, {run.runtime.why}")
     say(f"memory: {in_words(run.trainer.optimizers.memory())}")
+    if run.trainer.held:
+        announce_placement(run)
     say(f"batches: {batches}")
     if run.settings.pack.on or m.model == "bert":
         with run.runtime.autocast():
@@ -33,6 +37,17 @@ def announce(run: Run, samples: Samples, batches: str) -> None:
         say(f"--long truncate: {longer}, {tokens:,} tokens of them are left out")
     if run.resumed_from:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
+
+
+def announce_placement(run: Run) -> None:
+    """What --offload leaves where, and what a step pays for it."""
+    s, runtime, at_once = run.settings, run.runtime, run.trainer.rows_at_once
+    placement = run.trainer.held.placement
+    of_rank = s.optim.batch_tokens // s.data.seq_len // runtime.world_size
+    work = Work(at_once * s.data.seq_len, -(-of_rank // at_once))
+    rates = machine.measured(runtime.device, runtime.dtype)
+    runtime.say(placement_table.table(placement))
+    runtime.say(placement_table.price(placement, work, rates))
 
 
 def progress_bar(run: Run) -> tqdm:

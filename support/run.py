@@ -7,7 +7,7 @@ On --resume, in this order:
      clock and best loss are those of the checkpoint
   3. train.assemble: a model of the size in config.json, weights and optimizers from the checkpoint;
      --init is not read again
-  4. Run.open: the log is cut where it was then, and checkpoints of later steps are set aside
+  4. Run.open_log: the log is cut where it was then, and checkpoints of later steps are set aside
   5. train.train: an evaluation that was interrupted is made first; then the plan goes on from the
      clock, which decides every step, so nothing else has to be restored
 A run that was stopped before its first checkpoint starts over; one whose last evaluation is in the
@@ -155,10 +155,13 @@ class Run:
         size = self.size._asdict()
         return {"config": flattened(self.settings), "model_size": size, **provenance()}
 
-    def open(self) -> None:
-        """Make the folder of a new run; begin its log, or go on with it."""
+    def make_folder(self) -> None:
+        """Unless the run goes on in its own."""
         if self.folder is None:
             self.folder = Path(self.runtime.on_rank0(self.create_folder))
+
+    def open_log(self) -> None:
+        """Begin the log, or go on with it."""
         run, is_rank0 = self.settings.run, self.runtime.is_rank0
         self.log = Log(self.folder, is_rank0, run.tensorboard, self.log_size)
         memory = self.trainer.optimizers.memory()

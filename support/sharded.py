@@ -122,8 +122,13 @@ def sync_gradients(model: nn.Module, is_last: bool) -> None:
     """Average gradients over ranks in the next backward pass, or only add them up on each rank.
 
     Until they are averaged a rank holds whole gradients of every parameter.
+
+    Args: model sharded, or in DistributedDataParallel; one of a single process needs nothing
     """
-    model.set_requires_gradient_sync(is_last)
+    if is_sharded(model):
+        model.set_requires_gradient_sync(is_last)
+    elif hasattr(model, "require_backward_grad_sync"):
+        model.require_backward_grad_sync = is_last
 
 
 def of_rank0(model: nn.Module, value: Tensor) -> Tensor:

@@ -31,12 +31,14 @@ ALLOWED_IN = {
     "model": {"torch", "kernels"},
 }
 FIRST_PARTY_IN_SUPPORT = {"support", "model", "kernels"}
-# Pure functions that import nothing of the trainer's.
+# Pure functions, and copies of tensors, that import nothing of the trainer's.
 SHARED_BY_TECHNIQUES = {
     "support.pacing",
     "support.cutting_stock",
     "support.packs",
     "support.shared_weights",
+    "support.placement",
+    "support.link",
 }
 COMMAND_OF_A_TECHNIQUE = {
     "support.runtime",
@@ -44,6 +46,8 @@ COMMAND_OF_A_TECHNIQUE = {
     "support.figures",
     "support.costs",
     "support.packing_table",
+    "support.placement_table",
+    "support.machine",
 }
 LATE = {"packing": {"scipy"}}  # extras of pyproject.toml, imported by the function that needs them
 REPLACED = {  # Hugging Face's libraries: this project does without them

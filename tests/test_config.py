@@ -257,7 +257,7 @@ def test_defaults_are_shown_as_they_are():
 
 
 def test_a_technique_is_registered_by_one_line():
-    assert list(techniques_of(Config)) == ["curriculum", "ltd", "pack", "pseudo"]
+    assert list(techniques_of(Config)) == ["curriculum", "ltd", "pack", "pseudo", "offload"]
     on = [name for name in techniques_of(Config) if is_on(build("--ltd"), name)]
     assert on == ["ltd"]
     assert techniques_on(build("")) == []

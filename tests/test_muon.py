@@ -146,6 +146,24 @@ def test_matrices_below_each_other_move_as_if_apart():
     assert torch.equal(together, torch.cat(apart))
 
 
+def test_orthogonalises_on_the_device_named(monkeypatch):
+    seen = []
+
+    def elsewhere(matrices):
+        seen.append(matrices.device.type)
+        return torch.ones(matrices.shape)
+
+    monkeypatch.setattr(muon, "orthogonalised_by_all", elsewhere)
+    for on in (None, torch.device("meta")):
+        matrix = torch.nn.Parameter(torch.zeros(4, 4))
+        matrix.grad = torch.ones(4, 4)
+        optimizer = Muon([matrix], lr=1.0, weight_decay=0.0, on=on)
+        optimizer.step()
+        assert optimizer.state[matrix]["momentum_buffer"].device.type == "cpu"
+        assert torch.equal(matrix, torch.full((4, 4), -0.4))  # 0.2 times the root of 4
+    assert seen == ["cpu", "meta"]
+
+
 def test_a_matrix_without_gradient_stays_as_it_is():
     parameters = parameters_of()
     optimizer = Muon(parameters, 0.1, 0.3)

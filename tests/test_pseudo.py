@@ -86,7 +86,10 @@ REFUSED = {
     "--pseudo-group 4 --pseudo-until 0.1,0.2,0.3": "doubles units of 4 to 16, which does not",
     "--pseudo-layers 4 --pseudo-until adaptive": "layers are added at a share of the budget",
     "--pseudo-until 1.5": "--pseudo-until 1.5: give a share between 0 and 1",
-    "--fsdp --pseudo-until adaptive": "needs whole gradients, of which --fsdp has parts",
+    "--fsdp --pseudo-until adaptive": "adaptive needs whole gradients in one place",
+    "--offload --pseudo-until adaptive": "adaptive needs whole gradients in one place",
+    "--offload --fsdp": "--offload and --fsdp exclude each other",
+    "--offload --offload-budget much": "--offload-budget much: write an amount such as 6GiB",
     "--init x.pt --size 124M": "--init and --pseudo exclude each other",
     "--model bert --pseudo-new identity": "--pseudo-new identity needs a GPT",
 }

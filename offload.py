@@ -1,0 +1,338 @@
+"""Granular CPU offload: as much of a training state on the host as a byte budget asks for.
+
+A placement (support/placement.py) says for each block how much of it is away. `Offloaded` carries
+that out on a finished model:
+
+    state      The host holds fp32 weights, which the optimizer moves, and the gradients that it
+               needs. The device has a copy of the weights, which follows after each step.
+    gradients  The device frees each gradient as soon as it is there, in every micro-batch; the host
+               adds them up in fp32. In bf16 the device's copy of the weights is bf16: autocast
+               would make the same numbers of fp32 ones, and keep both.
+    weights    The device has a parameter without storage. A block's weights are fetched when it
+               runs, the next block's meanwhile, and once more for the backward pass.
+
+Optimizers take the host's weights where state is away and the model's elsewhere. Names and
+checkpoints are those of a run without offload and so, in fp32, is every bit.
+
+Does not offload activations (--checkpoint-activations forgets them), and shards nothing. With
+several ranks only optimizer state leaves, for DDP keeps the gradients.
+
+Papers:   Ren et al., arXiv 2101.06840 (ZeRO-Offload): optimizer state and its step on the host,
+          all of it; granular CPU offloading, only part of it: Lin et al., arXiv 2110.03888
+Deviates: the order of leaving is ours (support/placement.py): 2110.03888 came without code
+
+    python offload.py plan --size 1.3B --budget 8GiB --dtype bf16 --link 25e9 --flops 140e12
+"""
+
+import os
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
+
+from support.link import Landing, Lent, Link
+from support.placement import Away, Part, Placement, budget_bytes, grouped, parts_of, place
+
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+
+
+def flag(default: Any, help: str, **more: Any) -> Any:
+    """As in support/settings.py, which a technique does not import: so it can be read alone."""
+    return field(default=default, metadata={"help": help, **more})
+
+
+@dataclass(frozen=True)
+class OffloadConfig:
+    on: bool = flag(False, "keep on the host what --offload-budget has no room for", free=True)
+    budget: str = flag(
+        "auto",
+        "device memory for weights, gradients, optimizer state: 6GiB, 800MB; auto: half of what is"
+        " free",
+        free=True,
+    )
+
+
+def refusals(settings: Any) -> list[tuple[bool, str]]:
+    budget_bytes(settings.offload.budget, free=0)  # raises for what it cannot be
+    return [(settings.run.fsdp, "--offload and --fsdp exclude each other: leave out one of them")]
+
+
+# ---- the plan
+
+
+def plan(
+    model: nn.Module,
+    budget: str,
+    muon: bool,
+    dtype: torch.dtype,
+    device_free: int | None,
+    host_free: int | None,
+    world_size: int = 1,
+) -> Placement:
+    """What of a model leaves the device, before any of it is there.
+
+    Args:   dtype       of the arithmetic
+            device_free bytes that the device can give, for a budget of auto; None if unknown
+            host_free   bytes that this machine can give to all its ranks; None if unknown
+    Raises: ValueError for a budget or a host that is too small
+    """
+    most = Away.WEIGHTS if world_size == 1 else Away.STATE
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    asked = budget_bytes(budget, device_free)
+    return place(parts_of(model, muon), asked, DTYPES[dtype], most, host_free, ranks)
+
+
+# ---- what carries it out
+
+
+class Hosted(NamedTuple):
+    """A matrix of which something is away."""
+
+    name: str
+    part: Part
+    away: Away
+    parameter: nn.Parameter  # the model's, in the dtype that the device has it in
+    master: nn.Parameter  # fp32: the optimizer's
+    sent: Tensor  # what is copied to the device: the master or, in bf16, a copy of it
+    gradient: Tensor  # fp32: the sum over micro-batches
+
+
+class Offloaded:
+    """A model of which the device has what a placement leaves there.
+
+    A step: `with held.collecting(last): loss.backward()` for each micro-batch, whose blocks run
+    through `held.run_block`; clip the gradients of `held.parameters()`; `held.step(update)`.
+
+    Args: model on the host; it comes to the device here, and never whole
+          early gradients leave while the backward pass runs. Under DDP they cannot: they are not
+                the sum over ranks before its end
+    """
+
+    def __init__(
+        self, model: nn.Module, placement: Placement, device: torch.device, early: bool = True
+    ):
+        self.model, self.device, self.placement = model, torch.device(device), placement
+        self.link = Link(self.device)
+        self.hosted: dict[Part, list[Hosted]] = {}
+        self.at_once = placement.dtype == "fp16"  # a loss scale is for one step of all
+        self.is_last = True  # micro-batch of a step
+        self.fetched: dict[int, tuple] = {}  # layer -> its weights, and when they are there
+        self.move(placement)
+        self.streamed = {
+            layer: ones
+            for part, ones in self.hosted.items()
+            for layer in part.layers
+            if ones[0].away == Away.WEIGHTS
+        }
+        for one in self.all_hosted() if early else ():
+            one.parameter.register_post_accumulate_grad_hook(partial(self.ready, one))
+
+    @torch.no_grad()
+    def move(self, placement: Placement) -> None:
+        """Give every tensor its place."""
+        wanted: list = [(torch.Size([placement.slot_bytes]), torch.uint8)] * 2
+        planned = []
+        groups = grouped(self.model)
+        for part, away in zip(placement.parts, placement.away, strict=True):
+            dtype = torch.bfloat16 if placement.itemsize(part, away) == 2 else torch.float32
+            for name, p in groups[part.name].items() if away else ():
+                if p.ndim > 1:
+                    planned.append((name, part, away, p, dtype))
+                    wanted += [(p.shape, torch.float32)] * 2
+                    if dtype != torch.float32:
+                        wanted.append((p.shape, dtype))
+        memory = iter(self.link.memory(wanted))
+        slots = next(memory), next(memory)
+        for name, part, away, p, dtype in planned:
+            master, gradient = nn.Parameter(next(memory)), next(memory)
+            sent = master.data if dtype == torch.float32 else next(memory)
+            master.copy_(p)
+            # without storage it is one NaN: run by mistake, it makes a loss that stops the run
+            size = p.shape if away < Away.WEIGHTS else [1] * p.ndim
+            p.data = torch.full(size, torch.nan, dtype=dtype, device=self.device).expand(p.shape)
+            self.hosted.setdefault(part, []).append(
+                Hosted(name, part, away, p, master, sent, gradient)
+            )
+        for tensor in (*self.model.parameters(), *self.model.buffers()):
+            tensor.data = tensor.data.to(self.device)
+        self.landing = Landing(self.link, slots, {h.name: h.gradient for h in self.all_hosted()})
+        self.send(self.all_hosted())
+
+    def all_hosted(self) -> list[Hosted]:
+        return [one for ones in self.hosted.values() for one in ones]
+
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """What the optimizers move, by the model's names."""
+        masters = {one.name: one.master for one in self.all_hosted()}
+        return {name: masters.get(name, p) for name, p in self.model.named_parameters()}
+
+    # ---- gradients come home
+
+    @contextmanager
+    def collecting(self, last: bool) -> Iterator[None]:
+        """Around a backward pass; after a step's last one all gradients are home."""
+        self.is_last = last
+        yield
+        for one in self.all_hosted():
+            if one.parameter.grad is not None:
+                self.ready(one, one.parameter)
+        self.landing.settle_all()
+        if last:
+            self.give(self.all_hosted())
+
+    def ready(self, one: Hosted, parameter: nn.Parameter) -> None:
+        """Let a gradient leave, unless it has yet to grow on the device."""
+        if self.is_last or one.away >= Away.GRADIENTS:
+            gradient, parameter.grad = parameter.grad, None
+            self.landing.begin(one.name, one.part.name, gradient)
+
+    def give(self, ones: list[Hosted]) -> None:
+        """Let the optimizer see the gradients of these, where a step had any."""
+        for one in ones:
+            one.master.grad = one.gradient if one.name in self.landing.arrived else None
+
+    # ---- weights go back
+
+    def step(self, update: Callable[[], None]) -> None:
+        """Part by part: `update`, which moves what has a gradient and frees it, then copy weights.
+
+        A part's weights are on their way while the host moves the next part's.
+        """
+        turns = [self.all_hosted()] if self.at_once else [*self.hosted.values()] or [[]]
+        for one in self.all_hosted():
+            one.master.grad = None
+        for ones in turns:
+            self.give(ones)
+            update()
+            self.send(ones)
+        self.landing.arrived.clear()
+
+    @torch.no_grad()
+    def send(self, ones: list[Hosted]) -> None:
+        """Copy weights to where the next forward pass takes them from."""
+        self.fetched.clear()
+        for one in ones:
+            if one.sent.dtype != torch.float32:
+                one.sent.copy_(one.master)
+        copied = [one for one in ones if one.away < Away.WEIGHTS]
+        self.link.wait(self.link.copy_up((one.parameter.data, one.sent) for one in copied))
+
+    # ---- weights that are fetched
+
+    def run_block(self, inner: Callable, recomputes: bool = False) -> Callable:
+        """A `run_block`: blocks whose weights are away run with fetched ones.
+
+        Args: inner      the run_block that runs a block on the tokens it is given
+              recomputes whether `inner` runs a block once more in the backward pass; if not, this
+                         one does, or else all fetched weights would wait for it in memory
+        """
+        if not self.streamed:
+            return inner
+
+        def run_layer(layer: int, block: Callable, x: Tensor, meta: Any) -> Tensor:
+            if layer not in self.streamed:
+                return inner(layer, block, x, meta)
+            following = iter((layer + 1, layer - 1))  # in the forward and in the backward pass
+
+            def run(x: Tensor, meta: Any) -> Tensor:
+                return functional_call(block, self.lent(layer, next(following, None)), (x, meta))
+
+            if recomputes or not torch.is_grad_enabled():
+                return inner(layer, run, x, meta)
+            return inner(layer, partial(checkpoint, run, use_reentrant=False), x, meta)
+
+        return run_layer
+
+    def lent(self, layer: int, following: int | None) -> dict[str, Tensor]:
+        """A block's weights on the device, by their names in it; the following layer's set out."""
+        self.fetch(layer)
+        weights, event = self.fetched.pop(layer)
+        self.link.wait(event)
+        self.fetch(following)
+        return {
+            one.name.removeprefix(f"{one.part.name}."): Lent.apply(one.parameter, weight)
+            for one, weight in zip(self.streamed[layer], weights, strict=True)
+        }
+
+    def fetch(self, layer: int | None) -> None:
+        """Begin to copy a layer's weights, unless they are on their way or were never away."""
+        if layer in self.streamed and layer not in self.fetched:
+            # memory of the stream that computes, so that this is who may use it again
+            ones = self.streamed[layer]
+            weights = [torch.empty_like(one.sent, device=self.device) for one in ones]
+            pairs = [(weight, one.sent) for weight, one in zip(weights, ones, strict=True)]
+            self.fetched[layer] = weights, self.link.copy_up(pairs)
+
+    # ---- a checkpoint, and where everything is
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """The model's, with the fp32 weights that the optimizer moves."""
+        masters = {id(one.parameter): one.master for one in self.all_hosted()}
+        own = self.model.state_dict(keep_vars=True)
+        return {key: masters.get(id(tensor), tensor).detach() for key, tensor in own.items()}
+
+    @torch.no_grad()
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Take over all weights, by the model's names; ValueError for other names."""
+        own = self.state_dict()
+        if own.keys() != state.keys():
+            differ = ", ".join(sorted(own.keys() ^ state.keys())[:3])
+            raise ValueError(f"the weights are of another model: it differs in {differ}")
+        for key, tensor in own.items():
+            tensor.copy_(state[key])
+        self.send(self.all_hosted())
+
+    def residence(self, state: Mapping[Tensor, dict]) -> dict[str, tuple]:
+        """Where the weights, gradient and state of every parameter are: device, host or None.
+
+        Args: state the optimizers', by the tensors that they move
+        """
+        movers, found = self.parameters(), {}
+
+        def side(tensor: Tensor | None) -> str | None:
+            if tensor is None:
+                return None
+            if self.link.is_on_host(tensor):
+                return "host"
+            return "device" if tensor.device == self.device else "elsewhere"
+
+        for name, p in self.model.named_parameters():
+            mover = movers[name]
+            weights = side(p if p.untyped_storage().nbytes() >= p.nbytes else mover)
+            gradient = side(mover.grad if p.grad is None else p.grad)
+            tensors = [t for t in state.get(mover, {}).values() if t.ndim]
+            beside = side(mover) if all(t.device == mover.device for t in tensors) else "elsewhere"
+            found[name] = weights, gradient, beside if tensors else None
+        return found
+
+
+# ---- the command
+
+
+def main(argv: list[str] | None = None) -> None:
+    from support import costs, machine, placement_table, runtime
+
+    parser = runtime.Parser(prog="offload.py", description=__doc__.split("\n")[0])
+    command = parser.add_subparsers(required=True).add_parser("plan", help="what would leave")
+    costs.add_flags(command)
+    command.add_argument("--dtype", choices=DTYPES.values(), default="bf16")
+    placement_table.add_flags(command)
+    args = parser.parse_args(argv)
+    costs.fill_in(args)
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype = next(dtype for dtype, name in DTYPES.items() if name == args.dtype)
+    model, muon = costs.model_of(args), args.optimizer == "muon"
+    placement = plan(model, args.budget, muon, dtype, machine.device_free(device), None)
+    placement_table.show(args, placement, machine.measured(device, dtype))
+
+
+if __name__ == "__main__":
+    from support import runtime
+
+    runtime.exit_cleanly(main)

@@ -1,0 +1,295 @@
+"""What of a training state stays on the device and what lives on the host, within a byte budget.
+
+Pure arithmetic on sizes, which `parts_of` reads off a model. offload.py, which would be too long
+with it, carries a placement out and prints one without a run. Counted are weights, their copies in
+half precision, gradients, optimizer state and the buffers that copies pass through; activations are
+not, nor what an optimizer takes during its step.
+
+What stands on the device for each parameter of a matrix, in bytes, by how much of it is away:
+
+                  fp32                       bf16, fp16 (autocast)
+    nothing       4 + 4 + state              4 + 2 + 4 + state    weight, its cast, gradient, state
+    state         4 + 4                      4 + 2 + 4
+    gradients     4                          2 in bf16            (4 + 2 in fp16 and outside blocks)
+    weights       0                          0
+
+State is 8 with AdamW, 4 with Muon. It leaves first, since it is touched once a step; gradients
+second, which are copied once a micro-batch; weights last, which are copied twice a micro-batch, for
+the forward and the backward pass. Each kind leaves block by block from the middle outwards, so that
+the first and last blocks give the copies time, and only as many as needed. Embeddings and heads
+come after all blocks, and their weights never leave, nor do norms and biases.
+"""
+
+import math
+import re
+from collections.abc import Iterator
+from enum import IntEnum
+from typing import NamedTuple
+
+from torch import nn
+
+MIB = 2**20
+
+
+def shown(count: float) -> str:
+    """Example: 1.50 GiB"""
+    for unit, size in (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+UNITS = {"": 1, "B": 1} | {
+    letter + end: base**power
+    for power, letter in enumerate("KMGT", 1)
+    for end, base in (("B", 1000), ("iB", 1024))
+}
+
+
+def budget_bytes(text: str, free: int | None = None) -> int:
+    """What 6GiB, 800MB or auto says.
+
+    Args:    free bytes of the device, of which auto takes half: the rest is for activations
+    Raises:  ValueError for what is no amount of memory
+    Example: budget_bytes("1.5KiB") == 1536, budget_bytes("auto", 3000) == 1500
+    """
+    if text == "auto":
+        if free is None:
+            raise ValueError("--offload-budget auto: nobody knows what is free: give bytes")
+        return free // 2
+    found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text)
+    if found is None or found[2] not in UNITS or float(found[1]) == 0:
+        raise ValueError(f"--offload-budget {text}: write an amount such as 6GiB, 800MB or auto")
+    return int(float(found[1]) * UNITS[found[2]])
+
+
+class Away(IntEnum):
+    """What of a part is on the host; each kind includes those before it."""
+
+    NOTHING = 0
+    STATE = 1  # and the fp32 weights, of which the device then has a copy
+    GRADIENTS = 2
+    WEIGHTS = 3
+
+
+WHERE = {  # weights, gradients and optimizer state live
+    Away.NOTHING: ("device", "device", "device"),
+    Away.STATE: ("device", "device", "host"),
+    Away.GRADIENTS: ("device", "host", "host"),
+    Away.WEIGHTS: ("host", "host", "host"),
+}
+
+
+class Part(NamedTuple):
+    """Tensors that leave together: those of a block, or all outside the blocks."""
+
+    name: str
+    layers: tuple[int, ...]  # that run the block; () outside
+    numel: int  # parameters of its matrices, which may leave
+    state_bytes: int  # of the matrices' optimizer
+    small: int  # parameters of norms and biases, which stay
+
+
+class Work(NamedTuple):
+    """What a rank does in a step."""
+
+    micro_batch_tokens: int
+    micro_batches: int
+
+
+class Rates(NamedTuple):
+    """What a machine does in a second."""
+
+    link: float  # bytes from the host to the device
+    flops: float  # of matrix products on the device
+    adamw: float  # parameters that the host's AdamW moves
+
+
+class Placement(NamedTuple):
+    """For each part, how much of it is away."""
+
+    parts: tuple[Part, ...]
+    away: tuple[Away, ...]
+    dtype: str  # of the arithmetic: fp32 | bf16 | fp16
+    budget: int
+
+    @property
+    def device_bytes(self) -> int:
+        return sum(map(self.on_device, self.parts, self.away)) + self.in_passing
+
+    @property
+    def host_bytes(self) -> int:
+        return sum(map(self.on_host, self.parts, self.away)) + 2 * self.slot_bytes
+
+    def itemsize(self, part: Part, away: Away) -> int:
+        """Bytes of one of the device's weights, and of its gradient."""
+        narrow = self.dtype == "bf16" and part.layers and away >= Away.GRADIENTS
+        return 2 if narrow else 4
+
+    def cast(self, part: Part, away: Away) -> int:
+        """Bytes of the copy in half precision that autocast keeps of a weight until backward."""
+        return 0 if self.dtype == "fp32" or self.itemsize(part, away) == 2 else 2
+
+    def on_device(self, part: Part, away: Away) -> int:
+        of_small = part.small * (16 + self.cast(part, Away.NOTHING))
+        if away == Away.NOTHING:
+            return of_small + part.numel * (8 + self.cast(part, away)) + part.state_bytes
+        itemsize = self.itemsize(part, away)
+        weight = 0 if away == Away.WEIGHTS else itemsize + self.cast(part, away)
+        # of a block that several layers share, backward adds up the gradients on the device
+        gradient = itemsize if away < Away.GRADIENTS or len(part.layers) > 1 else 0
+        return of_small + part.numel * (weight + gradient)
+
+    def on_host(self, part: Part, away: Away) -> int:
+        """fp32 weights and gradients, optimizer state, and weights in bf16 to be copied."""
+        if away == Away.NOTHING:
+            return 0
+        narrow = 2 if self.itemsize(part, away) == 2 else 0
+        return part.numel * (8 + narrow) + part.state_bytes
+
+    @property
+    def slot_bytes(self) -> int:
+        """Of the largest part's gradients as they come from the device."""
+        return max(self._matrices(Away.STATE), default=0)
+
+    @property
+    def in_passing(self) -> int:
+        """Of what is being copied: gradients and streamed weights, of two parts at a time each."""
+        gradients = max(self._matrices(Away.GRADIENTS), default=0)
+        weights = max(self._matrices(Away.WEIGHTS, with_cast=True), default=0)
+        return 2 * gradients + 2 * weights
+
+    def _matrices(self, least: Away, with_cast: bool = False) -> Iterator[int]:
+        """Bytes of the matrices of each part of which at least so much is away."""
+        for part, away in zip(self.parts, self.away, strict=True):
+            if away >= least:
+                cast = self.cast(part, away) if with_cast else 0
+                yield part.numel * (self.itemsize(part, away) + cast)
+
+
+def part_of(name: str) -> str:
+    """Example: h.3.mlp.c_fc.weight is of h.3, wte.weight of what is outside"""
+    return ".".join(name.split(".")[:2]) if name.startswith("h.") else "outside"
+
+
+def grouped(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """A model's parameters by part and name; a block that layers share is there once."""
+    parts: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        parts.setdefault(part_of(name), {})[name] = parameter
+    return parts
+
+
+def parts_of(model: nn.Module, muon: bool) -> tuple[Part, ...]:
+    """The sizes of a model, which may be on the meta device.
+
+    Args: muon whether the blocks' matrices are Muon's, with 4 bytes of state for AdamW's 8
+    """
+    parts = []
+    for name, parameters in grouped(model).items():
+        of_block = model.h[int(name[2:])] if name != "outside" else None
+        layers = tuple(layer for layer, block in enumerate(model.h) if block is of_block)
+        numel = sum(p.numel() for p in parameters.values() if p.ndim > 1)
+        small = sum(p.numel() for p in parameters.values() if p.ndim < 2)
+        parts.append(Part(name, layers, numel, numel * (4 if muon and layers else 8), small))
+    return tuple(parts)
+
+
+def moves(parts: tuple[Part, ...], most: Away = Away.WEIGHTS) -> list[tuple[int, Away]]:
+    """The order of leaving, as (number of the part, what of it is away then).
+
+    Example: three blocks and the rest: 1 0 2 with STATE, with GRADIENTS, with WEIGHTS, then 3 with
+             STATE, with GRADIENTS
+    """
+    blocks = [i for i, part in enumerate(parts) if part.layers]
+    outside = [i for i, part in enumerate(parts) if not part.layers]
+    middle = (len(blocks) - 1) / 2
+    outwards = [blocks[i] for i in sorted(range(len(blocks)), key=lambda i: (abs(i - middle), i))]
+    kinds = [Away(kind) for kind in range(1, most + 1)]
+    order = [(i, kind) for kind in kinds for i in outwards]
+    return order + [(i, kind) for kind in kinds if kind < Away.WEIGHTS for i in outside]
+
+
+def place(
+    parts: tuple[Part, ...],
+    budget: int,
+    dtype: str,
+    most: Away = Away.WEIGHTS,
+    host_bytes: int | None = None,
+    ranks: int = 1,
+) -> Placement:
+    """Let leave what must, and no more, for the device to hold the rest.
+
+    Args:    budget     bytes on the device
+             most       what may leave at most
+             host_bytes free on this machine; None if nobody knows
+             ranks      of the run on this machine: each needs its own
+    Raises:  ValueError for a budget that is too small, naming the least that works, and for a host
+             that is
+    Cost:    for L blocks, L^2 sums
+    """
+    away = [Away.NOTHING] * len(parts)
+    tried = [Placement(parts, tuple(away), dtype, budget)]
+    for number, kind in moves(parts, most):
+        away[number] = kind
+        tried.append(Placement(parts, tuple(away), dtype, budget))
+    found = next((placement for placement in tried if placement.device_bytes <= budget), None)
+    if found is None:
+        least = min(tried, key=lambda placement: placement.device_bytes)
+        largest = max((part for part in parts if part.layers), key=lambda part: part.numel)
+        only = "with several ranks only optimizer state leaves; " * (most < Away.WEIGHTS)
+        raise ValueError(
+            f"--offload-budget {shown(budget)} is too small: {only}what stays, and the largest"
+            f" block ({largest.name}, {largest.numel + largest.small:,} parameters) as it passes"
+            f" through, need {math.ceil(least.device_bytes / MIB)}MiB: the smallest that works"
+        )
+    needed = found.host_bytes * ranks
+    if host_bytes is not None and needed > host_bytes:
+        raise ValueError(
+            f"--offload-budget {shown(budget)} needs {shown(needed)} of host memory, and"
+            f" {shown(host_bytes)} are free: {shown(needed - host_bytes)} are missing: choose a"
+            " larger budget, fewer ranks on this machine, or a machine with more memory"
+        )
+    return found
+
+
+# ---- what it costs
+
+
+class Traffic(NamedTuple):
+    """What a placement adds to a step."""
+
+    to_host: int  # bytes
+    to_device: int  # bytes
+    flops: int  # of the forward passes that streamed blocks repeat
+    on_host: int  # parameters that the host's optimizer moves
+
+
+def traffic(placement: Placement, work: Work) -> Traffic:
+    """Gradients home once a step, or once a micro-batch; weights back once a step, or twice a use.
+
+    Example: a block of 100 parameters in fp32, 2 micro-batches of 10 tokens. STATE: 400 bytes each
+             way. GRADIENTS: 800 home, 400 back. WEIGHTS: 800 home, 1,600 back, 4,000 FLOPs
+    """
+    to_host = to_device = flops = on_host = 0
+    for part, away in zip(placement.parts, placement.away, strict=True):
+        if away == Away.NOTHING:
+            continue
+        matrices = part.numel * placement.itemsize(part, away)
+        uses = len(part.layers) * work.micro_batches
+        is_streamed = away == Away.WEIGHTS
+        to_host += matrices * (work.micro_batches if away >= Away.GRADIENTS else 1)
+        to_device += matrices * (2 * uses if is_streamed else 1)
+        flops += 2 * part.numel * work.micro_batch_tokens * uses if is_streamed else 0
+        on_host += part.numel
+    return Traffic(to_host, to_device, flops, on_host)
+
+
+def break_even_tokens(dtype: str, rates: Rates) -> float:
+    """The micro-batch whose forward pass through a block takes as long as the block's copy.
+
+    A weight is 2 bytes in bf16 and otherwise 4, and costs 2 FLOPs a token.
+
+    Example: 140 TFLOP/s, 25 GB/s, bf16: 5,600 tokens
+    """
+    return (2 if dtype == "bf16" else 4) / 2 * rates.flops / rates.link

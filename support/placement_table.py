@@ -1,0 +1,88 @@
+"""A placement (support/placement.py) in words: what lives where and why, and what it costs."""
+
+import argparse
+from itertools import groupby
+
+from support.flags import amount, count
+from support.placement import (
+    WHERE,
+    Away,
+    Part,
+    Placement,
+    Rates,
+    Work,
+    break_even_tokens,
+    shown,
+    traffic,
+)
+
+WHY = {
+    Away.NOTHING: "the budget has room for it",
+    Away.STATE: "state leaves first: touched once a step",
+    Away.GRADIENTS: "gradients next: copied once a micro-batch",
+    Away.WEIGHTS: "weights last: copied twice a micro-batch",
+}
+OUTSIDE = "embeddings, heads: after all blocks"
+HEAD = ("", "parameters", "weights", "gradients", "state", "on device", "on host", "why")
+
+
+def table(placement: Placement) -> str:
+    """One line for neighbours that fare alike, then what stays, the copies and the sum."""
+    rows = [HEAD]
+    pairs = zip(placement.parts, placement.away, strict=True)
+    for (away, is_block), found in groupby(pairs, lambda pair: (pair[1], bool(pair[0].layers))):
+        parts = [part._replace(small=0) for part, _ in found]
+        first, last = parts[0].name, parts[-1].name
+        name = first if len(parts) == 1 else f"{first} to {last}"
+        on_device = sum(placement.on_device(part, away) for part in parts)
+        on_host = sum(placement.on_host(part, away) for part in parts)
+        why = WHY[away] if is_block or not away else OUTSIDE
+        rows.append(row(name, sum(part.numel for part in parts), away, on_device, on_host, why))
+    small = Part("norms, biases", (), 0, 0, sum(part.small for part in placement.parts))
+    on_device = placement.on_device(small, Away.NOTHING)
+    why = "small, and used all the time"
+    rows.append(row(small.name, small.small, Away.NOTHING, on_device, 0, why))
+    passing, slots = shown(placement.in_passing), shown(2 * placement.slot_bytes)
+    rows.append(("copies on the way", "", "", "", "", passing, slots, "of two parts at a time"))
+    total = small.small + sum(part.numel for part in placement.parts)
+    held = shown(placement.device_bytes), shown(placement.host_bytes)
+    rows.append(("in all", f"{total:,}", "", "", "", *held, f"budget: {shown(placement.budget)}"))
+    form = "{:<17} {:>13} {:>7} {:>9} {:>6} {:>11} {:>11}  {}"
+    return "\n".join(form.format(*cells).rstrip() for cells in rows)
+
+
+def row(name: str, numel: int, away: Away, on_device: int, on_host: int, why: str) -> tuple:
+    return (name, f"{numel:,}", *WHERE[away], shown(on_device), shown(on_host), why)
+
+
+def price(placement: Placement, work: Work, rates: Rates) -> str:
+    """What a step pays for it, in bytes and seconds, and whether streamed weights can hide."""
+    cost = traffic(placement, work)
+    home, back = (f"{shown(n)} ({n / rates.link:.3g} s)" for n in (cost.to_host, cost.to_device))
+    moved = f"{cost.on_host:,} parameters ({cost.on_host / rates.adamw:.3g} s of AdamW)"
+    again = f"{cost.flops:.3g} FLOPs ({cost.flops / rates.flops:.3g} s)"
+    least, tokens = break_even_tokens(placement.dtype, rates), work.micro_batch_tokens
+    hides = "is hidden behind" if tokens >= least else "takes longer than"
+    return (
+        f"a step copies {home} to the host and {back} to the device,\n"
+        f"  moves {moved} on the host, and computes {again} once more\n"
+        f"a micro-batch has {tokens:,} tokens, break-even is {least:,.0f}"
+        f" ({rates.flops:.3g} FLOP/s, {rates.link:.3g} bytes/s):\n"
+        f"  copying a block's weights {hides} computing with them"
+    )
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The placement that is asked for, and what is known of a machine that is not this one."""
+    parser.add_argument("--budget", required=True, help="device memory: 6GiB, 800MB, auto")
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    parser.add_argument("--micro-batch-tokens", type=count, help="at once (default: a row)")
+    parser.add_argument("--link", type=amount, help="bytes/s to the device (default: measured)")
+    parser.add_argument("--flops", type=amount, help="FLOP/s on the device (default: measured)")
+
+
+def show(args: argparse.Namespace, placement: Placement, here: Rates) -> None:
+    rates = here._replace(link=args.link or here.link, flops=args.flops or here.flops)
+    tokens = args.micro_batch_tokens or args.seq_len
+    print(f"{table(placement)}\n")
+    print(price(placement, Work(tokens, -(-args.batch_tokens // tokens)), rates))

@@ -1,0 +1,602 @@
+"""Offload: bitwise what it is without, everything where the plan says, in every mixture.
+
+Device and host are both the CPU here; every copy is made all the same.
+"""
+
+import io
+import weakref
+from contextlib import nullcontext
+
+import pytest
+import torch
+from conftest import ALL_ON, metrics, read_log
+from torch._dynamo.testing import CompileCounter
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.parallel import DistributedDataParallel
+
+import ltd
+import offload
+import train
+from model import Transformer, TransformerConfig, run_plain, run_recomputed
+from offload import Offloaded
+from support.batch import Batch
+from support.link import Landing, Link
+from support.optim import Optimizers
+from support.placement import WHERE, Away, Placement, part_of, parts_of
+
+CPU = torch.device("cpu")
+NOTHING, STATE, GRADIENTS, WEIGHTS = Away
+MIXTURES = {
+    "nothing": [NOTHING] * 5,
+    "state": [NOTHING, STATE, STATE, STATE, STATE],
+    "gradients": [NOTHING, GRADIENTS, GRADIENTS, GRADIENTS, GRADIENTS],
+    "weights": [NOTHING, WEIGHTS, WEIGHTS, WEIGHTS, WEIGHTS],
+    "mixed": [STATE, NOTHING, WEIGHTS, GRADIENTS, STATE],
+    "all that can": [GRADIENTS, WEIGHTS, WEIGHTS, WEIGHTS, WEIGHTS],
+}
+
+
+def small(shared=False, kind="gpt", pos="learned"):
+    torch.manual_seed(0)
+    model = Transformer(TransformerConfig(kind, 4, 2, 16, 32, 24, 40, pos))
+    if shared:
+        model.h[3] = model.h[0]
+    return model
+
+
+def batch(seed, packed=True, B=3, T=24):
+    tokens = torch.randint(0, 40, (B, T), generator=torch.Generator().manual_seed(seed))
+    if not packed:
+        return Batch(tokens, tokens.roll(-1, 1), None, None)
+    doc_ids = torch.tensor([0] * 7 + [1] * 5 + [2] * 9 + [-1] * 3).repeat(B, 1)
+    positions = torch.tensor([*range(7), *range(5), *range(9), 0, 0, 0]).repeat(B, 1)
+    targets = torch.where(doc_ids < 0, -100, tokens.roll(-1, 1))
+    return Batch(tokens, targets, positions, doc_ids)
+
+
+def placed(model, away, kind="adamw", dtype="fp32"):
+    parts = parts_of(model, kind == "muon")
+    return Placement(parts, tuple(away)[: len(parts)], dtype, budget=0)
+
+
+class Run:
+    """Steps of two micro-batches, with clipping, weight decay and a rate that changes."""
+
+    def __init__(self, model, away=None, kind="adamw", dtype="fp32", early=True):
+        self.model, self.losses, self.norms, self.number = model, [], [], 0
+        self.dtype = dtype
+        self.held = None
+        tensors = dict(model.named_parameters())
+        if away is not None:
+            self.held = Offloaded(model, placed(model, away, kind, dtype), CPU, early)
+            tensors = self.held.parameters()
+        self.optimizers = Optimizers(tensors, kind, 0.1, (0.9, 0.95))
+
+    def run_block(self, number, dropping=False, recomputed=False):
+        run_block = run_recomputed if recomputed else run_plain
+        if self.held:
+            run_block = self.held.run_block(run_block, recomputed)
+        if not dropping:
+            return run_block
+        bits = torch.randint(2**40, (2, 3, 24), generator=torch.Generator().manual_seed(number))
+        kept = ltd.draw(15, bits)
+        return ltd.token_dropping(dict(zip((1, 2), kept, strict=True)), run_block)
+
+    def backward(self, last, **how):
+        mixed = torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bf16")
+        run_block = self.run_block(self.number, **how)
+        with mixed:
+            loss = self.model(batch(self.number), run_block=run_block) / 63
+        with self.held.collecting(last) if self.held else nullcontext():
+            loss.backward()
+        self.losses.append(loss.item())
+        self.number += 1
+
+    def step(self, **how):
+        for last in (False, False, True):
+            self.backward(last, **how)
+        self.norms.append(self.optimizers.clip_gradients(0.5))
+        lr = 1e-2 / (1 + self.number)
+        if self.held:
+            self.held.step(lambda: self.optimizers.step(lr))
+        else:
+            self.optimizers.step(lr)
+
+    def weights(self):
+        return self.held.state_dict() if self.held else self.model.state_dict()
+
+    def state(self):
+        return {p: s for part in self.optimizers.parts for p, s in part.state.items()}
+
+
+def steps(run, count, **how):
+    for _ in range(count):
+        run.step(**how)
+    return run
+
+
+def assert_same(one, other):
+    """Bit for bit: losses, gradient norms, weights, optimizer state."""
+    assert one.losses == other.losses
+    assert one.norms == other.norms
+    assert min(one.norms) > 0.5, "clipping was active"
+    assert_equal(one.weights(), other.weights())
+    assert_equal_states(one, other)
+
+
+def assert_equal(weights, others):
+    assert list(weights) == list(others)
+    assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+
+
+def assert_equal_states(one, other):
+    saved, others = one.optimizers.state_dict()["state"], other.optimizers.state_dict()["state"]
+    assert saved.keys() == others.keys() and saved
+    for name, state in saved.items():
+        assert all(torch.equal(state[key], others[name][key]) for key in state), name
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_every_mixture_is_bitwise_the_plain_run(mixture, kind):
+    plain = steps(Run(small(), kind=kind), 4)
+    assert_same(steps(Run(small(), MIXTURES[mixture], kind), 4), plain)
+
+
+HOWS = {
+    "dropping": {"dropping": True},
+    "recomputed": {"recomputed": True},
+    "both": {"dropping": True, "recomputed": True},
+}
+
+
+@pytest.mark.parametrize("how", HOWS)
+@pytest.mark.parametrize("shared", [False, True], ids=["own blocks", "a shared block"])
+def test_it_composes_with_dropping_recomputing_and_sharing(how, shared):
+    plain = steps(Run(small(shared), kind="muon"), 3, **HOWS[how])
+    for mixture in ("gradients", "mixed", "all that can"):
+        there = steps(Run(small(shared), MIXTURES[mixture], "muon"), 3, **HOWS[how])
+        assert_same(there, plain)
+
+
+def test_gradients_that_leave_after_the_backward_pass_are_the_same():
+    plain = steps(Run(small()), 3)
+    for mixture in ("state", "mixed"):
+        assert_same(steps(Run(small(), MIXTURES[mixture], early=False), 3), plain)
+
+
+@pytest.mark.parametrize("mixture", ["state", "gradients", "weights", "mixed"])
+def test_bf16_weights_on_the_device_are_what_autocast_makes_of_fp32_ones(mixture):
+    """And sums over micro-batches are fp32 in both, so that nothing differs at all."""
+    plain = steps(Run(small(), dtype="bf16"), 4)
+    there = steps(Run(small(), MIXTURES[mixture], dtype="bf16"), 4)
+    assert_same(there, plain)
+    narrow = {name for name, p in there.model.named_parameters() if p.dtype == torch.bfloat16}
+    left = {"state": 0, "mixed": 2}.get(mixture, 4)  # blocks whose gradients left, 4 matrices each
+    assert len(narrow) == 4 * left and all("ln_" not in name for name in narrow)
+
+
+def test_bf16_with_a_shared_block_is_close():
+    """Its two gradients are added up in bf16 by autograd, wherever the cast stands."""
+    plain = steps(Run(small(shared=True), kind="muon", dtype="bf16"), 4)
+    there = steps(Run(small(shared=True), MIXTURES["weights"], "muon", "bf16"), 4)
+    assert there.losses == pytest.approx(plain.losses, rel=2e-3)
+
+
+@pytest.mark.parametrize(("kind", "pos"), [("gpt", "rope"), ("bert", "learned")])
+def test_other_models(kind, pos):
+    plain = steps(Run(small(kind=kind, pos=pos)), 2)
+    assert_same(steps(Run(small(kind=kind, pos=pos), MIXTURES["all that can"]), 2), plain)
+
+
+def test_compiled_blocks_are_the_same_and_share_their_code():
+    """One graph of parameters, one of fetched weights."""
+
+    def compiled(mixture):
+        torch.compiler.reset()
+        run, counter = Run(small(), MIXTURES[mixture]), CompileCounter()
+        for block in run.model.h:
+            block.compile(backend=counter, dynamic=False)
+        return steps(run, 2), counter.frame_count
+
+    (plain, of_plain), (streamed, of_streamed) = compiled("nothing"), compiled("weights")
+    mixed, of_mixed = compiled("mixed")
+    assert (of_plain, of_streamed, of_mixed) == (1, 1, 2)
+    assert_same(streamed, plain)
+    assert_same(mixed, plain)
+
+
+def test_an_evaluation_streams_weights():
+    there, plain = steps(Run(small(), MIXTURES["weights"]), 1), steps(Run(small()), 1)
+    with torch.no_grad():
+        found = there.model(batch(9), run_block=there.run_block(9))
+        assert torch.equal(found, plain.model(batch(9)))
+    assert_same(steps(there, 1), steps(plain, 1))
+
+
+def test_a_block_whose_weights_are_away_cannot_run_by_mistake():
+    there = Run(small(), MIXTURES["mixed"])
+    assert there.model(batch(0)).isnan()
+    assert not there.model(batch(0), run_block=there.run_block(0)).isnan()
+
+
+# Negative controls: what the tests above would see
+
+
+def differs(monkeypatch, owner, name, broken, mixture="mixed"):
+    plain = steps(Run(small()), 2)
+    monkeypatch.setattr(owner, name, broken)
+    there = steps(Run(small(), MIXTURES[mixture]), 2)
+    with pytest.raises(AssertionError):
+        assert_same(there, plain)
+    return plain, there
+
+
+@pytest.mark.parametrize("mixture", ["state", "gradients", "weights"])
+def test_a_gradient_that_is_freed_before_accumulation_ends_is_seen(monkeypatch, mixture):
+    settle, ready = Landing.settle, Offloaded.ready
+
+    def forgetting(landing, turn):
+        landing.arrived.clear()
+        settle(landing, turn)
+
+    def always(held, one, parameter):
+        held.is_last = True
+        ready(held, one, parameter)
+
+    monkeypatch.setattr(Offloaded, "ready", always)
+    assert_same(steps(Run(small(), MIXTURES[mixture]), 2), steps(Run(small()), 2))
+    differs(monkeypatch, Landing, "settle", forgetting, mixture)
+
+
+def test_clipping_without_the_hosts_part_is_seen(monkeypatch):
+    give = Offloaded.give
+
+    def too_late(held, ones):
+        if len(ones) < len(held.all_hosted()):  # as a step gives them, part by part
+            give(held, ones)
+
+    plain, there = differs(monkeypatch, Offloaded, "give", too_late)
+    assert there.losses[0] == plain.losses[0] and there.norms[0] < plain.norms[0]
+
+
+def test_weights_that_do_not_go_back_are_seen(monkeypatch):
+    send = Offloaded.send
+
+    def once(held, ones):
+        if not held.landing.arrived:
+            send(held, ones)
+
+    plain, there = differs(monkeypatch, Offloaded, "send", once, "state")
+    assert there.norms[0] == plain.norms[0] and there.losses[3] != plain.losses[3]
+
+
+def test_weights_fetched_before_the_step_are_not_used_after_it(monkeypatch):
+    there = Run(small(), MIXTURES["weights"])
+    there.step()
+    there.held.fetch(0)
+    there.step()
+    assert_same(there, steps(Run(small()), 2))
+
+
+# Streams, whose copies are made when someone waits for them and not before
+
+
+class Late:
+    """A copy's event: waiting for it makes all copies up to it."""
+
+    def __init__(self, queue, pairs):
+        self.queue = queue
+        queue.append((self, pairs))
+
+    def synchronize(self):
+        while any(event is self for event, _ in self.queue):
+            for target, source in self.queue.pop(0)[1]:
+                with torch.no_grad():
+                    target.copy_(source() if isinstance(source, weakref.ref) else source)
+
+
+@pytest.fixture
+def late_copies(monkeypatch):
+    up, down = [], []
+
+    def copy_down(link, pairs):  # a gradient that nobody holds until then is lost
+        return Late(down, [(target, weakref.ref(source)) for target, source in pairs])
+
+    monkeypatch.setattr(Link, "copy_up", lambda link, pairs: Late(up, list(pairs)))
+    monkeypatch.setattr(Link, "copy_down", copy_down)
+    monkeypatch.setattr(Link, "wait", lambda link, event: event.synchronize())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_every_copy_is_waited_for_and_nothing_is_overwritten_before(mixture, dtype, late_copies):
+    plain = steps(Run(small(), dtype=dtype), 3)
+    assert_same(steps(Run(small(), MIXTURES[mixture], dtype=dtype), 3), plain)
+
+
+def test_a_copy_that_nobody_waits_for_is_seen(late_copies, monkeypatch):
+    monkeypatch.setattr(Link, "wait", lambda link, event: None)
+    for mixture in ("state", "weights"):
+        with pytest.raises(AssertionError):
+            assert_same(steps(Run(small(), MIXTURES[mixture]), 2), steps(Run(small()), 2))
+
+
+# What is where
+
+
+def test_off_is_identity():
+    model = small()
+    run = Run(model, MIXTURES["nothing"])
+    held = run.held
+    pairs = zip(held.parameters().values(), model.parameters(), strict=True)
+    assert all(mine is its for mine, its in pairs)
+    assert held.run_block(run_plain) is run_plain
+    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
+    assert held.link.slab.numel() == 0
+    calls = []
+    held.step(lambda: calls.append(1))
+    assert calls == [1]
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_every_tensor_lives_where_the_plan_says(mixture, kind):
+    run = Run(small(), MIXTURES[mixture], kind)
+    names = [part.name for part in parts_of(run.model, kind == "muon")]
+    away = dict(zip(names, MIXTURES[mixture], strict=True))
+
+    def planned(name, p):
+        return WHERE[away[part_of(name)] if p.ndim > 1 else NOTHING]
+
+    def where():
+        found = run.held.residence(run.state())
+        return {name: (found[name], planned(name, p)) for name, p in run.model.named_parameters()}
+
+    run.backward(last=False)
+    for (weights, gradient, state), planned_there in where().values():
+        assert (weights, gradient, state) == (*planned_there[:2], None) or (
+            # in between, the sum of those that leave is the host's, which no optimizer sees yet
+            planned_there[1] == "host" and (weights, gradient) == (planned_there[0], None)
+        )
+    run.backward(last=True)
+    for (weights, gradient, _), planned_there in where().values():
+        assert (weights, gradient) == (planned_there[0], planned_there[2]), "home for the optimizer"
+    run.optimizers.clip_gradients(1.0)
+    run.held.step(lambda: run.optimizers.step(1e-3))
+    for (weights, gradient, state), planned_there in where().values():
+        assert (weights, gradient, state) == (planned_there[0], None, planned_there[2])
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_the_plan_counts_the_bytes_that_are_there(mixture, kind, dtype):
+    run = steps(Run(small(), MIXTURES[mixture], kind, dtype), 1)
+    placement = placed(run.model, MIXTURES[mixture], kind, dtype)
+    movers = set(map(id, run.held.parameters().values()))
+    weights = sum(p.untyped_storage().nbytes() for p in run.model.parameters())
+    states = {"device": 0, "host": 0}
+    for mover, state in run.state().items():
+        assert id(mover) in movers
+        side = "host" if run.held.link.is_on_host(mover) else "device"
+        states[side] += sum(t.nbytes for t in state.values() if t.ndim)
+    casts = sum(
+        placement.cast(part, NOTHING) * part.small
+        + (placement.cast(part, kind_away) * part.numel if kind_away < WEIGHTS else 0)
+        for part, kind_away in zip(placement.parts, placement.away, strict=True)
+    )
+    gradients = sum(
+        4 * part.small + (4 * part.numel if kind_away < GRADIENTS else 0)
+        for part, kind_away in zip(placement.parts, placement.away, strict=True)
+    )
+    found = weights + states["device"] + casts + gradients + placement.in_passing
+    placeholders = sum(
+        p.itemsize for p in run.model.parameters() if p.untyped_storage().nbytes() < p.nbytes
+    )
+    assert found - placeholders == placement.device_bytes
+    rounding = run.held.link.slab.nbytes + states["host"] - placement.host_bytes
+    assert 0 <= rounding < 64 * (2 + 3 * 19)
+
+
+@pytest.mark.parametrize("mixture", ["nothing", "gradients"])
+def test_autocast_keeps_a_copy_of_each_fp32_matrix_and_none_of_bf16_ones(mixture):
+    run = Run(small(), MIXTURES[mixture], dtype="bf16")
+    matrices = [p for p in run.model.h.parameters() if p.ndim > 1]
+    own = {p.untyped_storage().data_ptr() for p in matrices}
+    saved = {}
+
+    def pack(tensor):
+        if tensor.dtype == torch.bfloat16 and tensor.numel() in {p.numel() for p in matrices}:
+            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run.backward(last=False)
+    casts = sum(size for pointer, size in saved.items() if pointer not in own)
+    assert casts == {"nothing": 2 * sum(p.numel() for p in matrices), "gradients": 0}[mixture]
+
+
+def test_what_is_on_its_way_is_of_two_parts_at_most(monkeypatch):
+    """And without forgetting fetched weights they would all wait for the backward pass."""
+    run = Run(small(), MIXTURES["weights"])
+    placement = placed(run.model, MIXTURES["weights"])
+    one_part = placement.in_passing // 4
+    begin, fetch = Landing.begin, Offloaded.fetch
+    gradients, weights, alive = [], [], []
+
+    def begun(landing, *what):
+        begin(landing, *what)
+        on_the_way = [gradient for turn in landing.landing for _, gradient, *_ in turn]
+        gradients.append(sum(gradient.nbytes for gradient in on_the_way))
+
+    def fetched(held, layer):
+        fetch(held, layer)
+        if layer in held.fetched:
+            for weight in held.fetched[layer][0]:
+                storage = weight.untyped_storage()
+                alive.append((StorageWeakRef(storage), storage.nbytes()))
+        weights.append(sum(size for storage, size in set_of(alive) if not storage.expired()))
+
+    def set_of(pairs):
+        return {storage.cdata: (storage, size) for storage, size in pairs}.values()
+
+    monkeypatch.setattr(Landing, "begin", begun)
+    monkeypatch.setattr(Offloaded, "fetch", fetched)
+    run.step()
+    assert max(gradients) == 2 * one_part and max(weights) == 2 * one_part
+    weights.clear()
+    loss = run.model(batch(0), run_block=run.held.run_block(run_plain, recomputes=True))
+    assert max(weights) > 2 * one_part
+    del loss
+
+
+# Checkpoints
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+@pytest.mark.parametrize("pair", [("mixed", None), (None, "mixed"), ("state", "all that can")])
+def test_a_run_goes_on_with_another_placement(pair, kind):
+    before, after = (MIXTURES.get(name) for name in pair)
+    whole = steps(Run(small(), kind=kind), 4)
+    first = steps(Run(small(), before, kind), 2)
+    file = io.BytesIO()
+    torch.save({"model": first.weights(), "optimizers": first.optimizers.state_dict()}, file)
+    file.seek(0)
+    saved = torch.load(file, weights_only=True)
+    torch.manual_seed(5)
+    second = Run(Transformer(first.model.config), after, kind)
+    (second.held or second.model).load_state_dict(saved["model"])
+    second.optimizers.load_state_dict(saved["optimizers"])
+    second.number = first.number
+    steps(second, 2)
+    assert first.losses + second.losses == whole.losses
+    assert_equal(second.weights(), whole.weights())
+    assert_equal_states(second, whole)
+
+
+def test_names_are_those_of_the_model_and_of_shared_blocks():
+    run = Run(small(shared=True), MIXTURES["weights"])
+    assert list(run.weights()) == list(run.model.state_dict())
+    assert torch.equal(run.weights()["h.3.mlp.c_fc.weight"], run.weights()["h.0.mlp.c_fc.weight"])
+    assert_equal(run.weights(), small(shared=True).state_dict())
+    with pytest.raises(ValueError, match=r"differs in h\.2"):
+        run.held.load_state_dict({k: v for k, v in run.weights().items() if k[:3] != "h.2"})
+
+
+# Ranks
+
+
+def rank_of_two(rank, folder):
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
+    )
+    for mixture in ("nothing", "state"):
+        run = Run(small(), MIXTURES[mixture], early=False)
+        wrapped = DistributedDataParallel(run.model, gradient_as_bucket_view=True)
+        for number in range(3):
+            for last in (False, True):
+                wrapped.require_backward_grad_sync = last
+                loss = wrapped(batch(10 * number + 2 * last + rank)) / 63
+                with run.held.collecting(last):
+                    loss.backward()
+            run.optimizers.clip_gradients(0.1)
+            run.held.step(lambda run=run: run.optimizers.step(1e-2))
+        torch.save(run.weights(), f"{folder}/{mixture}-{rank}.pt")
+    torch.distributed.barrier()
+    torch.distributed.destroy_process_group()
+
+
+@pytest.mark.dist
+def test_two_ranks_move_alike_and_as_without(tmp_path):
+    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    first, *others = [torch.load(file) for file in sorted(tmp_path.glob("*.pt"))]
+    assert len(others) == 3
+    for other in others:
+        assert_equal(other, first)
+    assert not torch.equal(first["h.1.mlp.c_fc.weight"], small().h[1].mlp.c_fc.weight)
+
+
+# A GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_on_a_gpu(mixture):
+    """The same losses as plain training there, and no more memory than planned."""
+
+    def run(away):
+        torch.cuda.synchronize()
+        before = torch.cuda.memory_allocated()
+        torch.manual_seed(0)
+        model = Transformer(TransformerConfig("gpt", 4, 4, 256, 1024, 64, 512))
+        held = Offloaded(model, placed(model, away), torch.device("cuda"))
+        optimizers = Optimizers(held.parameters(), "adamw", 0.1, (0.9, 0.95))
+        losses = []
+        for number in range(8):
+            tokens = torch.randint(0, 512, (8, 64), generator=torch.Generator().manual_seed(number))
+            inputs = Batch(tokens, tokens.roll(-1, 1), None, None).to(torch.device("cuda"))
+            with held.collecting(number % 2 == 1):
+                loss = model(inputs, run_block=held.run_block(run_plain)) / 512
+                loss.backward()
+            losses.append(loss.item())
+            del loss
+            if number % 2:
+                optimizers.clip_gradients(0.5)
+                held.step(lambda: optimizers.step(1e-3))
+        assert torch.cuda.memory_allocated() - before <= placed(model, away).device_bytes + 2**20
+        return losses
+
+    assert run(MIXTURES[mixture]) == pytest.approx(run(MIXTURES["nothing"]), rel=1e-4)
+
+
+# ---- runs
+
+TIGHT = "--offload --offload-budget 300KB"  # of 760 KiB: some weights leave too
+
+
+def test_off_is_absent(run, monkeypatch):
+    plain = metrics(run(out="plain"))
+    for name in ("plan", "Offloaded", "budget_bytes"):
+        monkeypatch.setattr(offload, name, None)  # a call would fail
+    assert metrics(run(out="poisoned")) == plain
+
+
+@pytest.mark.parametrize("budget", ["1GB", "600KB", "400KB"])
+@pytest.mark.parametrize(
+    "more",
+    [
+        f"{ALL_ON} --micro-batch-size 2 --checkpoint-activations",
+        "--pseudo --pseudo-group 2 --pseudo-until 0.5 --optimizer adamw",
+        "--model bert --nsp --pack --dropout 0.1",
+    ],
+)
+def test_a_run_is_bitwise_the_same_with_part_of_it_away(run, budget, more):
+    plain = metrics(run(more, out="plain"))
+    assert metrics(run(f"{more} --offload --offload-budget {budget}", out="away")) == plain
+
+
+def test_a_checkpoint_does_not_know_where_things_were(run, tmp_path):
+    """From with to without, and back."""
+    flags = f"{ALL_ON} --keep 9"
+    whole = metrics(run(flags, out="whole"))
+    run(f"{flags} {TIGHT}", out="away")
+    for out, other in (("whole", TIGHT), ("away", "--no-offload --offload-budget auto")):
+        for file in sorted((tmp_path / out).glob("step-*.pt"))[2:]:
+            file.unlink()
+        assert train.main(["--resume", "--out", out, *other.split()]) == 0
+        lines = read_log(tmp_path / out)
+        assert metrics(lines) == whole
+        assert [line["resumed_at"] for line in lines if line["event"] == "run"][1] > 0
+
+
+def test_the_start_says_what_lives_where(run, capsys):
+    run(TIGHT)
+    out = capsys.readouterr().out
+    assert "weights last" in out and "budget: " in out and "break-even is" in out
+
+
+def test_a_budget_that_cannot_be_leaves_nothing_behind(run, tmp_path):
+    with pytest.raises(ValueError, match="--offload-budget 9.77 KiB is too small"):
+        run("--offload --offload-budget 10KB")
+    assert not (tmp_path / "run").exists()

@@ -1,0 +1,299 @@
+"""What leaves the device for a byte budget: worked by hand, and as properties of any sizes."""
+
+import re
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import offload
+from model import Transformer, TransformerConfig
+from support import machine
+from support.placement import (
+    MIB,
+    Away,
+    Part,
+    Placement,
+    Rates,
+    Work,
+    break_even_tokens,
+    budget_bytes,
+    moves,
+    parts_of,
+    place,
+    shown,
+    traffic,
+)
+from support.placement_table import price, table
+
+NOTHING, STATE, GRADIENTS, WEIGHTS = Away
+
+
+def blocks(n, numel=1000, state=8):
+    return tuple(Part(f"h.{i}", (i,), numel, state * numel, 10) for i in range(n))
+
+
+THREE = (Part("outside", (), 500, 4000, 5), *blocks(3))
+
+
+def away(budget, **more):
+    """Of what is outside, then of the three blocks."""
+    return "".join("NSGW"[kind] for kind in place(THREE, budget, "fp32", **more).away)
+
+
+def test_worked_example():
+    """16 bytes for each of 3,535 parameters; 8,000 of state, 4,000 of gradients in a block.
+
+    The first gradients that leave put 8,000 on their way, and so do the first weights.
+    """
+    assert away(56_560) == "NNNN"
+    assert away(56_559) == away(48_560) == "NNSN"
+    assert away(48_559) == away(40_560) == "NSSN"
+    assert away(40_559) == away(32_560) == "NSSS"
+    assert away(32_559) == away(28_560) == "NGGG", "less would hold no less"
+    assert away(28_559) == away(24_560) == "NWWW"
+    assert away(24_559) == away(20_560) == "SWWW"
+    assert away(20_559) == away(18_560) == "GWWW"
+    with pytest.raises(
+        ValueError, match=r"--offload-budget 18.12 KiB is too small: what stays.*1MiB"
+    ):
+        place(THREE, 18_559, "fp32")
+
+
+@pytest.mark.parametrize(
+    ("dtype", "kind", "on_device", "on_host"),
+    [
+        ("fp32", NOTHING, 4 + 4 + 8, 0),
+        ("fp32", STATE, 4 + 4, 4 + 4 + 8),
+        ("fp32", GRADIENTS, 4, 4 + 4 + 8),
+        ("fp32", WEIGHTS, 0, 4 + 4 + 8),
+        ("bf16", NOTHING, 4 + 2 + 4 + 8, 0),
+        ("bf16", STATE, 4 + 2 + 4, 4 + 4 + 8),
+        ("bf16", GRADIENTS, 2, 4 + 4 + 8 + 2),
+        ("bf16", WEIGHTS, 0, 4 + 4 + 8 + 2),
+        ("fp16", GRADIENTS, 4 + 2, 4 + 4 + 8),
+    ],
+)
+def test_bytes_of_a_parameter(dtype, kind, on_device, on_host):
+    part = Part("h.0", (0,), 1000, 8000, 0)
+    placement = Placement((part,), (kind,), dtype, 0)
+    assert placement.on_device(part, kind) == 1000 * on_device
+    assert placement.on_host(part, kind) == 1000 * on_host
+
+
+def test_gradients_of_a_shared_block_stay_until_its_last_use():
+    shared = Part("h.0", (0, 3), 1000, 8000, 0)
+    placement = Placement((shared,), (WEIGHTS,), "fp32", 0)
+    assert placement.device_bytes == 4000 + 4 * 4000
+
+
+def test_the_order_of_leaving():
+    numbers = [number for number, kind in moves(blocks(5)) if kind == STATE]
+    assert numbers == [2, 1, 3, 0, 4]
+    assert moves(THREE) == [
+        *((number, kind) for kind in (STATE, GRADIENTS, WEIGHTS) for number in (2, 1, 3)),
+        (0, STATE),
+        (0, GRADIENTS),
+    ]
+
+
+@st.composite
+def sizes(draw):
+    """Any model: blocks of several sizes, some shared, and what is outside."""
+    parts, layer = [], 0
+    for number in range(draw(st.integers(1, 7))):
+        uses = draw(st.sampled_from([1, 1, 1, 2, 3]))
+        numel = draw(st.integers(1, 10**7))
+        small = draw(st.integers(0, 10**4))
+        state = draw(st.sampled_from([4, 8])) * numel
+        parts.append(Part(f"h.{number}", tuple(range(layer, layer + uses)), numel, state, small))
+        layer += uses
+    numel = draw(st.integers(1, 10**8))
+    parts.insert(0, Part("outside", (), numel, 8 * numel, draw(st.integers(0, 10**4))))
+    return tuple(parts)
+
+
+DTYPE = st.sampled_from(["fp32", "bf16", "fp16"])
+
+
+def placed(parts, budget, dtype):
+    try:
+        return place(parts, budget, dtype)
+    except ValueError as error:
+        return int(re.search(r"need (\d+)MiB", str(error))[1])
+
+
+@given(sizes(), DTYPE, st.floats(0, 1.1))
+def test_a_placement_holds_its_budget_and_a_refusal_names_one_that_works(parts, dtype, share):
+    whole = place(parts, 2**60, dtype).device_bytes
+    found = placed(parts, int(share * whole), dtype)
+    if isinstance(found, int):
+        assert placed(parts, found * MIB, dtype).device_bytes <= found * MIB
+        if found > 1:
+            assert placed(parts, (found - 1) * MIB, dtype) == found
+    else:
+        assert found.device_bytes <= share * whole
+        assert share < 1 or not any(found.away)
+
+
+@given(sizes(), DTYPE, st.floats(0, 1.1), st.floats(0, 1.1))
+def test_a_larger_budget_never_moves_more(parts, dtype, one, other):
+    whole = place(parts, 2**60, dtype).device_bytes
+    less, more = (placed(parts, int(s * whole), dtype) for s in sorted((one, other)))
+    if not isinstance(less, int):
+        assert not isinstance(more, int)
+        assert all(b <= a for a, b in zip(less.away, more.away, strict=True))
+
+
+@given(sizes(), DTYPE, st.floats(0, 1.1))
+def test_the_order_of_leaving_is_kept(parts, dtype, share):
+    found = placed(parts, int(share * place(parts, 2**60, dtype).device_bytes), dtype)
+    if isinstance(found, int):
+        return
+    outside, *kinds = found.away
+    assert max(kinds) - min(kinds) <= 1, "gradients leave when no state is left, and so on"
+    assert outside == NOTHING or set(kinds) == {WEIGHTS}
+    assert outside < WEIGHTS
+    middle = (len(kinds) - 1) / 2
+    left = [abs(i - middle) for i, kind in enumerate(kinds) if kind == max(kinds)]
+    stayed = [abs(i - middle) for i, kind in enumerate(kinds) if kind < max(kinds)]
+    assert not stayed or max(left) <= min(stayed)
+
+
+def test_with_several_ranks_only_state_leaves():
+    assert away(32_560, most=STATE) == "NSSS"
+    with pytest.raises(ValueError, match="with several ranks only optimizer state leaves"):
+        away(20_000, most=STATE)
+
+
+def test_a_host_that_is_too_small_is_refused():
+    """One block of 1,000 parameters away: 16,000 bytes, and two slots for its gradients."""
+    assert away(48_560, host_bytes=24_000) == "NNSN"
+    with pytest.raises(ValueError, match=r"needs 23.44 KiB of host.*: 1 bytes are missing"):
+        away(48_560, host_bytes=23_999)
+    with pytest.raises(ValueError, match=r"needs 46.88 KiB"):
+        away(48_560, host_bytes=24_000, ranks=2)
+    assert away(56_560, host_bytes=0) == "NNNN"
+
+
+def test_memory_of_the_host_is_read(tmp_path):
+    file = tmp_path / "meminfo"
+    file.write_text("MemTotal:  9 kB\nMemAvailable:     12 kB\n")
+    assert machine.host_free(str(file)) == 12 * 1024
+    file.write_text("MemTotal:  9 kB\n")
+    assert machine.host_free(str(file)) is None
+    assert machine.host_free(str(tmp_path / "nowhere")) is None
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [("6GiB", 6 * 2**30), ("800MB", 800_000_000), ("1.5KiB", 1536), ("7", 7), ("2 TB", 2 * 10**12)],
+)
+def test_amounts_of_memory(text, count):
+    assert budget_bytes(text) == count
+    assert budget_bytes("auto", 3000) == 1500
+
+
+@pytest.mark.parametrize("text", ["", "6G", "much", "-1GB", "0GiB", "1e9", "6 gib", "6GiBs", "GiB"])
+def test_what_is_no_amount_of_memory_is_refused(text):
+    with pytest.raises(ValueError, match=f"--offload-budget {text}: write an amount"):
+        budget_bytes(text)
+
+
+def test_auto_needs_to_know_what_is_free():
+    with pytest.raises(ValueError, match="--offload-budget auto"):
+        budget_bytes("auto")
+
+
+def test_sizes_of_a_model_count_a_shared_block_once():
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig("gpt", 4, 2, 16, 32, 24, 40))
+        model.h[3] = model.h[0]
+    parts = {part.name: part for part in parts_of(model, muon=True)}
+    assert list(parts) == ["outside", "h.0", "h.1", "h.2"]
+    matrices, small = 16 * 48 + 16 * 16 + 2 * 16 * 32, 4 * 16 + 48 + 16 + 32 + 16
+    assert parts["h.0"] == Part("h.0", (0, 3), matrices, 4 * matrices, small)
+    assert parts["outside"] == Part("outside", (), 64 * 16, 8 * 64 * 16, 32)
+    assert {part.state_bytes / part.numel for part in parts_of(model, muon=False)} == {8}
+    total = sum(part.numel + part.small for part in parts.values())
+    assert total == sum(p.numel() for p in model.parameters())
+
+
+def test_a_plan_of_a_model_is_made_before_it_takes_memory():
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig("gpt", 4, 2, 16, 32, 24, 40))
+    assert not any(offload.plan(model, "1GiB", True, torch.float32, None, None).away)
+    assert any(offload.plan(model, "100KiB", True, torch.float32, None, None).away)
+    assert any(offload.plan(model, "auto", True, torch.float32, 200 * 1024, None).away)
+    with pytest.raises(ValueError, match="several ranks"):
+        offload.plan(model, "30KiB", True, torch.float32, None, None, world_size=2)
+
+
+# What it costs
+
+
+@pytest.mark.parametrize(
+    ("kind", "cost"),
+    [
+        (NOTHING, (0, 0, 0, 0)),
+        (STATE, (400, 400, 0, 100)),
+        (GRADIENTS, (800, 400, 0, 100)),
+        (WEIGHTS, (800, 1600, 4000, 100)),
+    ],
+)
+def test_traffic_worked_example(kind, cost):
+    placement = Placement((Part("h.0", (0,), 100, 800, 0),), (kind,), "fp32", 0)
+    assert traffic(placement, Work(micro_batch_tokens=10, micro_batches=2)) == cost
+
+
+def test_a_shared_block_is_fetched_for_each_of_its_layers():
+    placement = Placement((Part("h.0", (0, 2), 100, 800, 0),), (WEIGHTS,), "bf16", 0)
+    assert traffic(placement, Work(10, 2)) == (400, 1600, 8000, 100)
+
+
+def test_break_even():
+    assert break_even_tokens("bf16", Rates(25e9, 140e12, 1)) == 5600
+    assert break_even_tokens("fp32", Rates(25e9, 140e12, 1)) == 11_200
+
+
+def test_the_table_says_where_everything_is():
+    lines = table(place(THREE, 48_560, "fp32")).splitlines()
+    assert [line.split()[0] for line in lines[1:]] == [
+        "outside",
+        "h.0",
+        "h.1",
+        "h.2",
+        "norms,",
+        "copies",
+        "in",
+    ]
+    assert lines[3].split()[:5] == ["h.1", "1,000", "device", "device", "host"]
+    assert shown(8000) in lines[3] and shown(16_000) in lines[3]
+    assert "3,535" in lines[-1] and "budget: 47.42 KiB" in lines[-1]
+    assert "h.0 to h.2" in table(place(THREE, 2**30, "fp32"))
+
+
+def test_the_price_says_whether_copies_hide():
+    placement, rates = place(THREE, 24_560, "fp32"), Rates(link=1e3, flops=1e6, adamw=1e3)
+    assert "break-even is 2,000" in price(placement, Work(2_000, 1), rates)
+    assert "is hidden behind" in price(placement, Work(2_000, 1), rates)
+    assert "takes longer than" in price(placement, Work(1_999, 1), rates)
+    assert "11.72 KiB (12 s) to the host and 23.44 KiB (24 s)" in price(
+        placement, Work(1, 1), rates
+    )
+
+
+def test_the_rates_of_this_machine():
+    rates = machine.measured(torch.device("cpu"), torch.float32)
+    assert min(rates) > 1e6
+
+
+def test_the_command_prints_a_plan(capsys):
+    offload.main(
+        ["plan", "--size", "1.3B", "--budget", "4GiB", "--link", "25e9", "--flops", "140e12"]
+    )
+    printed = capsys.readouterr().out
+    assert "1,315,819,520" in printed and "break-even is 5,600" in printed
+    with pytest.raises(ValueError, match=r"the smallest that works"):
+        offload.main(["plan", "--size", "1.3B", "--budget", "1GiB"])
