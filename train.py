@@ -328,13 +328,10 @@ def evaluate(run: Run, evaluation: Evaluation, bar: tqdm, last: bool = False) ->
     return found
 
 
-FINAL_EVAL_TOKENS = 1_000_000  # at most, unless asked otherwise
-
-
 def finish(run: Run, data: Data, bar: tqdm) -> None:
     """The last evaluation, what the techniques saved, and a sample."""
     s, runtime = run.settings, run.runtime
-    evaluation = held_out(s, data, s.run.final_eval_tokens or FINAL_EVAL_TOKENS)
+    evaluation = held_out(s, data, s.run.final_eval_tokens)
     found = evaluate(run, evaluation, bar, last=True)
     bar.close()
     runtime.say(f"held-out: {found}, on {evaluation.text}, full length, nothing dropped")

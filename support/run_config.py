@@ -35,8 +35,8 @@ class RunConfig:
     eval_tokens: int = flag(
         32_768, "held-out tokens of an evaluation on the way", least=1, free=True
     )
-    final_eval_tokens: int | None = flag(
-        None, "held-out tokens of the last evaluation (default: all, up to 1 M)", least=1, free=True
+    final_eval_tokens: int = flag(
+        1_000_000, "held-out tokens of the last evaluation, at most", least=1, free=True
     )
     checkpoint_every: int | None = flag(
         None, "tokens between checkpoints, 0 for the last only (default: a tenth)", free=True

@@ -597,6 +597,6 @@ def test_the_start_says_what_lives_where(run, capsys):
 
 
 def test_a_budget_that_cannot_be_leaves_nothing_behind(run, tmp_path):
-    with pytest.raises(ValueError, match="--offload-budget 9.77 KiB is too small"):
+    with pytest.raises(ValueError, match=r"--offload-budget 9\.77 KiB is too small"):
         run("--offload --offload-budget 10KB")
     assert not (tmp_path / "run").exists()
