@@ -562,13 +562,13 @@ def test_off_is_absent(run, monkeypatch):
     assert metrics(run(out="poisoned")) == plain
 
 
-@pytest.mark.parametrize("budget", ["1GB", "600KB", "400KB"])
 @pytest.mark.parametrize(
-    "more",
+    ("budget", "more"),
     [
-        f"{ALL_ON} --micro-batch-size 2 --checkpoint-activations",
-        "--pseudo --pseudo-group 2 --pseudo-until 0.5 --optimizer adamw",
-        "--model bert --nsp --pack --dropout 0.1",
+        ("1GB", ""),  # there is room for all
+        ("300KB", f"{ALL_ON} --micro-batch-size 2 --checkpoint-activations"),
+        ("600KB", "--pseudo --pseudo-group 2 --pseudo-until 0.5 --optimizer adamw"),
+        ("400KB", "--model bert --nsp --pack --dropout 0.1"),
     ],
 )
 def test_a_run_is_bitwise_the_same_with_part_of_it_away(run, budget, more):
