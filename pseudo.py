@@ -173,8 +173,10 @@ class Absent(nn.Module):
 
 
 def share(model: nn.Module, owners: Owners) -> None:
-    """Let the layers of model.h use the weights of their owners. A stage never needs more than
-    the stage before it had, so this is for a model as it is built.
+    """Let the layers of a model that was just built use the weights of their owners, in place.
+
+    What a layer had before is gone, so a model is never brought from one stage to the next by this:
+    `handed_over` does that, on its state.
     """
     for layer, owner in enumerate(owners):
         if owner != layer:

@@ -27,7 +27,9 @@ def check_agreement(runtime: Runtime, named: dict[str, Tensor]) -> None:
     named = {name: tensor for name, tensor in named.items() if rows_here(tensor) is tensor}
     if runtime.world_size == 1 or not named:
         return
-    sums = torch.stack([sum_of_bits(tensor) for tensor in named.values()])  # (n,)
+    # some may be on the host, and ranks may be able to sum on their devices alone
+    sums = [sum_of_bits(tensor).to(runtime.device) for tensor in named.values()]
+    sums = torch.stack(sums)  # (n,)
     least, most = sums.clone(), sums.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)
     dist.all_reduce(most, dist.ReduceOp.MAX)

@@ -291,7 +291,10 @@ def test_gradients_are_calm_when_most_correlate_little():
     a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])  # correlation 0.71
     uses = Uses((0, 0, 0))
     uses.gradients = {(0, "w"): a, (1, "w"): b, (2, "w"): b}  # 0.71 and 1
-    same = lambda tensor: tensor  # noqa: E731
+
+    def same(tensor):
+        return tensor
+
     assert not uses.are_calm(same, 0.7)
     assert not uses.are_calm(same, 0.9), "one of two is not most"
     assert uses.are_calm(same, 1.1)
