@@ -118,7 +118,24 @@ PSEUDO |= {
         "wsd": "--schedule wsd",
     }.items()
 }
-RECIPES = TECHNIQUES | LTD | SHORT | RATES | ROWS | PIECES | BERT | PSEUDO
+# Half of the layers at first, in fewer tokens: what growth saves, alone and with the others.
+GROW = "--pseudo --pseudo-layers 3 --pseudo-until"
+GROWN = {
+    f"grow 3 until {until} {tokens}": f"{GROW} {until} --tokens {tokens}"
+    for until in (0.5, 0.75)
+    for tokens in ("400K", "500K", "600K")
+}
+GROWN |= {
+    f"pack grow 3 until {until} {tokens}": f"--pack {GROW} {until} --tokens {tokens}"
+    for until in (0.5, 0.75)
+    for tokens in ("300K", "400K")
+}
+GROWN |= {
+    f"all grow 3 until {until} {tokens}": f"{TECHNIQUES['all']} {GROW} {until} --tokens {tokens}"
+    for until in (0.25, 0.5)
+    for tokens in ("256K", "300K")
+}
+RECIPES = TECHNIQUES | LTD | SHORT | RATES | ROWS | PIECES | BERT | PSEUDO | GROWN
 # What a run rests on besides its flags: records of one trainer do not compare with another's.
 # end: the learning rate was taken at the end of a step; middle: in its middle; split: and Muon
 # orthogonalises queries, keys and values apart, at twice nano's learning rate; joint: but together.
