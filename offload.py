@@ -14,8 +14,10 @@ that out on a finished model:
 Optimizers take the host's weights where state is away and the model's elsewhere. Names and
 checkpoints are those of a run without offload and so, in fp32, is every bit.
 
-Does not offload activations (--checkpoint-activations forgets them), and shards nothing. With
-several ranks only optimizer state leaves, for DDP keeps the gradients.
+With several ranks only optimizer state leaves, for DDP keeps the gradients. With --fsdp whole
+blocks leave, a rank's rows of them, and FSDP2 carries the placement out (support/sharded.py).
+
+Does not offload activations: --checkpoint-activations forgets them.
 
 Papers:   Ren et al., arXiv 2101.06840 (ZeRO-Offload): optimizer state and its step on the host,
           all of it; granular CPU offloading, only part of it: Lin et al., arXiv 2110.03888
@@ -37,7 +39,8 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from support.link import Landing, Lent, Link
-from support.placement import Away, Part, Placement, budget_bytes, grouped, parts_of, place
+from support.placement import KINDS, Away, Part, Placement, budget_bytes, grouped, parts_of, place
+from support.sharded_placement import place_shards
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -60,10 +63,17 @@ class OffloadConfig:
 
 def refusals(settings: Any) -> list[tuple[bool, str]]:
     budget_bytes(settings.offload.budget, free=0)  # raises for what it cannot be
-    return [(settings.run.fsdp, "--offload and --fsdp exclude each other: leave out one of them")]
+    return []
 
 
 # ---- the plan
+
+
+def planned(settings: Any, model: nn.Module, runtime: Any) -> Placement:
+    """The placement that a run's settings ask for, on what was free when it began."""
+    budget, muon = settings.offload.budget, settings.optim.optimizer == "muon"
+    what, free = (model, budget, muon, runtime.dtype), (runtime.device_free, runtime.host_free)
+    return plan(*what, *free, runtime.world_size, settings.run.fsdp)
 
 
 def plan(
@@ -74,18 +84,21 @@ def plan(
     device_free: int | None,
     host_free: int | None,
     world_size: int = 1,
+    sharded: bool = False,
 ) -> Placement:
     """What of a model leaves the device, before any of it is there.
 
     Args:   dtype       of the arithmetic
             device_free bytes that the device can give, for a budget of auto; None if unknown
             host_free   bytes that this machine can give to all its ranks; None if unknown
+            sharded     whether the ranks share each parameter (--fsdp)
     Raises: ValueError for a budget or a host that is too small
     """
-    most = Away.WEIGHTS if world_size == 1 else Away.STATE
-    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    asked = budget_bytes(budget, device_free)
-    return place(parts_of(model, muon), asked, DTYPES[dtype], most, host_free, ranks)
+    what = parts_of(model, muon), budget_bytes(budget, device_free), DTYPES[dtype]
+    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    if sharded:
+        return place_shards(*what, host_free, ranks_here, world_size)
+    return place(*what, KINDS if world_size == 1 else (Away.STATE,), host_free, ranks_here)
 
 
 # ---- what carries it out
@@ -316,7 +329,7 @@ class Offloaded:
 
 
 def main(argv: list[str] | None = None) -> None:
-    from support import costs, machine, placement_table, runtime
+    from support import costs, machine, memory, placement_table, runtime
 
     parser = runtime.Parser(prog="offload.py", description=__doc__.split("\n")[0])
     command = parser.add_subparsers(required=True).add_parser("plan", help="what would leave")
@@ -328,7 +341,7 @@ def main(argv: list[str] | None = None) -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = next(dtype for dtype, name in DTYPES.items() if name == args.dtype)
     model, muon = costs.model_of(args), args.optimizer == "muon"
-    placement = plan(model, args.budget, muon, dtype, machine.device_free(device), None)
+    placement = plan(model, args.budget, muon, dtype, memory.device_free(device), None)
     placement_table.show(args, placement, machine.measured(device, dtype))
 
 

@@ -44,7 +44,6 @@ from support.batch import Batch, shares_of
 from support.clock import StepContext, due, savings
 from support.compiled import compiled_ahead, laid_out
 from support.initial import empty_model, initial_model, model_size
-from support.machine import device_free, host_free
 from support.micro_batch import micro_batch
 from support.optim import Optimizers, learning_rate
 from support.read_ahead import read_ahead
@@ -172,7 +171,7 @@ def assemble(
 
     Args: state of `Trainer.state`: what the model and the optimizers go on from
     """
-    s, shadow, held = settings, None, None
+    s, shadow, held, placement = settings, None, None, None
     # which parameters there are comes before all that holds on to them
     if is_on(s, "pseudo"):
         shadow = pseudo.Shadow(**state["pseudo"]) if state else pseudo.shadow_at(s, 0.0, None)
@@ -181,17 +180,17 @@ def assemble(
     if s.run.compile:
         for block in set(model.h):  # known shapes get code of their own, others a general one
             block.compile(dynamic=False if config.shapes(s) else None)
+    # what goes where before anything goes there
+    if is_on(s, "offload"):
+        placement = offload.planned(s, model, runtime)
     # shards before values: they are other parameters, and those of a state are shards already
     if s.run.fsdp:
-        shard(model, runtime)
+        shard(model, runtime, placement.layers_away if placement else ())
     if state:
         model.load_state_dict(state["model"], assign=True)
     # to the device once the values are there, or as much of it as has room
-    if is_on(s, "offload"):
-        ranks, muon = runtime.world_size, s.optim.optimizer == "muon"
-        free = (device_free(runtime.device), host_free())
-        placement = offload.plan(model, s.offload.budget, muon, runtime.dtype, *free, ranks)
-        held = offload.Offloaded(model, placement, runtime.device, early=ranks == 1)
+    if placement and not s.run.fsdp:
+        held = offload.Offloaded(model, placement, runtime.device, runtime.world_size == 1)
         model.run_block = held.run_block(run_plain)
     elif not s.run.fsdp:
         model.to(runtime.device)
@@ -209,7 +208,7 @@ def assemble(
     optimizers = Optimizers(named, *how)
     if state:
         optimizers.load_state_dict(state["optimizers"])
-    return Trainer(s, runtime, model, wrapped, optimizers, rows_at_once, shadow, held)
+    return Trainer(s, runtime, model, wrapped, optimizers, rows_at_once, shadow, placement, held)
 
 
 class Done(NamedTuple):
@@ -232,9 +231,11 @@ class Trainer:
         optimizers: Optimizers,
         rows_at_once: int,
         shadow: pseudo.Shadow | None,
+        placement: offload.Placement | None,
         held: offload.Offloaded | None,
     ):
-        self.settings, self.runtime, self.shadow, self.held = settings, runtime, shadow, held
+        self.settings, self.runtime, self.shadow = settings, runtime, shadow
+        self.placement, self.held = placement, held
         self.model, self.wrapped, self.optimizers = model, wrapped, optimizers
         self.rows_at_once = rows_at_once  # of full length
         self.between: Callable[[str, int, int], None] = lambda what, done, of: None

@@ -1,27 +1,11 @@
-"""What this machine has free, and what it does in a second."""
+"""What this machine does in a second."""
 
-import re
 import time
 from collections.abc import Callable
-from pathlib import Path
 
 import torch
 
 from support.placement import Rates
-
-
-def host_free(meminfo: str = "/proc/meminfo") -> int | None:
-    """Bytes that the host can give without swapping; None where it does not say."""
-    file = Path(meminfo)
-    found = re.search(r"MemAvailable: *(\d+) kB", file.read_text()) if file.exists() else None
-    return int(found[1]) * 1024 if found else None
-
-
-def device_free(device: torch.device) -> int | None:
-    """Bytes that the device can give; None where it does not say."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    return host_free() if device.type == "cpu" else None
 
 
 def measured(device: torch.device, dtype: torch.dtype) -> Rates:

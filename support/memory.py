@@ -1,12 +1,17 @@
-"""Memory of a CPU: what a step frees, the next one gets again. A GPU's is torch's own to keep.
+"""Memory: what a machine has free, and how a CPU gets again what the step before freed.
 
-glibc hands much of what is freed back to the kernel: large arrays at once, and the end of its heap
-when that grows long. The next step asks for as much again, and gets every page zeroed, after a
-fault of its own: 6,800 faults a step of nano, an eighth of its time (docs/step.md).
+A GPU's freed memory is torch's own to keep. On a CPU glibc hands much of what is freed back to the
+kernel: large arrays at once, and the end of its heap when that grows long. The next step asks for
+as much again, and gets every page zeroed, after a fault of its own: 6,800 faults a step of nano, an
+eighth of its time (docs/step.md).
 """
 
 import ctypes
 import platform
+import re
+from pathlib import Path
+
+import torch
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -22,3 +27,17 @@ def keep_freed_memory() -> None:
     mallopt(M_MMAP_THRESHOLD, LARGEST_KEPT)
     mallopt(M_TRIM_THRESHOLD, NEVER)
     mallopt(M_TOP_PAD, LARGEST_KEPT)
+
+
+def host_free(meminfo: str = "/proc/meminfo") -> int | None:
+    """Bytes that the host can give without swapping; None where it does not say."""
+    file = Path(meminfo)
+    found = re.search(r"MemAvailable: *(\d+) kB", file.read_text()) if file.exists() else None
+    return int(found[1]) * 1024 if found else None
+
+
+def device_free(device: torch.device) -> int | None:
+    """Bytes that the device can give; None where it does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    return host_free() if device.type == "cpu" else None

@@ -65,7 +65,7 @@ class Muon(torch.optim.Optimizer):
                 first = matrices[numbers[0]]
                 if hasattr(first, "device_mesh"):  # a DTensor
                     ranks = first.device_mesh.get_group()
-                    update = orthogonalised_shards(stacked, rows, m, ranks)
+                    update = orthogonalised_shards(stacked.to(self.on), rows, m, ranks)
                 else:
                     apart = stacked.reshape(-1, m, columns).to(self.on)  # (n parts, m, columns)
                     update = orthogonalised_by_all(apart).reshape(stacked.shape)

@@ -19,7 +19,7 @@ from torch import nn
 from support.clock import Clock, lr_clock
 from support.muon import Muon
 from support.settings import flag
-from support.sharded import rows_here
+from support.sharded import is_shard, norm_over_ranks, rows_here
 
 SCHEDULES = ("cosine", "linear", "wsd")
 
@@ -120,8 +120,8 @@ class Optimizers:
             groups = [{"params": parts.fused, "parts": 3}, {"params": parts.matrices}]
             self.parts.append(Muon(groups, lr=0.0, weight_decay=weight_decay, on=device))
         self.joint = Joint(self.parts)
-        device = device or self.parameters[0].device
-        self.scaler = torch.amp.GradScaler(device.type, enabled=fp16)
+        self.device = device or self.parameters[0].device
+        self.scaler = torch.amp.GradScaler(self.device.type, enabled=fp16)
 
     def clip_gradients(self, clip: float) -> float:
         """Undo fp16's scaling, clip the norm over all parameters at `clip`, return that norm.
@@ -129,8 +129,12 @@ class Optimizers:
         A `clip` of 0 clips nothing. Synchronises with the device, to return a float.
         """
         self.scaler.unscale_(self.joint)
-        norm = torch.nn.utils.clip_grad_norm_(self.parameters, clip or math.inf)
-        return (norm.full_tensor() if hasattr(norm, "full_tensor") else norm).item()
+        gradients = [rows_here(p.grad) for p in self.parameters if p.grad is not None]
+        norm = torch.nn.utils.get_total_norm(gradients)
+        if is_shard(self.parameters[0]):
+            norm = norm_over_ranks(norm.to(self.device))
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, clip or math.inf, norm)
+        return norm.item()
 
     def step(self, lr: float) -> None:
         """Update the weights and free the gradients.

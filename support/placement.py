@@ -22,7 +22,8 @@ come after all blocks, and their weights never leave, nor do norms and biases.
 
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import NamedTuple
 
@@ -80,6 +81,9 @@ WHERE = {  # weights, gradients and optimizer state live
 }
 
 
+KINDS = (Away.STATE, Away.GRADIENTS, Away.WEIGHTS)
+
+
 class Part(NamedTuple):
     """Tensors that leave together: those of a block, or all outside the blocks."""
 
@@ -105,13 +109,29 @@ class Rates(NamedTuple):
     adamw: float  # parameters that the host's AdamW moves
 
 
-class Placement(NamedTuple):
+class Traffic(NamedTuple):
+    """What a placement adds to a step."""
+
+    to_host: int  # bytes
+    to_device: int  # bytes
+    flops: int  # of the forward passes that streamed blocks repeat
+    on_host: int  # parameters that the host's optimizer moves
+
+
+@dataclass(frozen=True)
+class Placement:
     """For each part, how much of it is away."""
 
     parts: tuple[Part, ...]
     away: tuple[Away, ...]
     dtype: str  # of the arithmetic: fp32 | bf16 | fp16
     budget: int
+
+    @property
+    def layers_away(self) -> list[int]:
+        """Layers of whose blocks something is on the host."""
+        pairs = zip(self.parts, self.away, strict=True)
+        return [layer for part, away in pairs if away for layer in part.layers]
 
     @property
     def device_bytes(self) -> int:
@@ -153,6 +173,10 @@ class Placement(NamedTuple):
         return max(self._matrices(Away.STATE), default=0)
 
     @property
+    def what_passes(self) -> str:
+        return "of two parts at a time"
+
+    @property
     def in_passing(self) -> int:
         """Of what is being copied: gradients and streamed weights, of two parts at a time each."""
         gradients = max(self._matrices(Away.GRADIENTS), default=0)
@@ -165,6 +189,37 @@ class Placement(NamedTuple):
             if away >= least:
                 cast = self.cast(part, away) if with_cast else 0
                 yield part.numel * (self.itemsize(part, away) + cast)
+
+    # ---- what it costs
+
+    def traffic(self, work: Work) -> Traffic:
+        """Gradients home once a step, or once a micro-batch; weights back once a step, or twice a
+        use.
+
+        Example: a block of 100 parameters in fp32, 2 micro-batches of 10 tokens. STATE: 400 bytes
+                 each way. GRADIENTS: 800 home, 400 back. WEIGHTS: 800 home, 1,600 back, 4,000 FLOPs
+        """
+        to_host = to_device = flops = on_host = 0
+        for part, away in zip(self.parts, self.away, strict=True):
+            if away == Away.NOTHING:
+                continue
+            matrices = part.numel * self.itemsize(part, away)
+            uses = len(part.layers) * work.micro_batches
+            is_streamed = away == Away.WEIGHTS
+            to_host += matrices * (work.micro_batches if away >= Away.GRADIENTS else 1)
+            to_device += matrices * (2 * uses if is_streamed else 1)
+            flops += 2 * part.numel * work.micro_batch_tokens * uses if is_streamed else 0
+            on_host += part.numel
+        return Traffic(to_host, to_device, flops, on_host)
+
+    def break_even_tokens(self, rates: Rates) -> float:
+        """The micro-batch whose forward pass through a block takes as long as the block's copy.
+
+        A weight is 2 bytes in bf16 and otherwise 4, and costs 2 FLOPs a token.
+
+        Example: 140 TFLOP/s, 25 GB/s, bf16: 5,600 tokens
+        """
+        return (2 if self.dtype == "bf16" else 4) / 2 * rates.flops / rates.link
 
 
 def part_of(name: str) -> str:
@@ -195,7 +250,7 @@ def parts_of(model: nn.Module, muon: bool) -> tuple[Part, ...]:
     return tuple(parts)
 
 
-def moves(parts: tuple[Part, ...], most: Away = Away.WEIGHTS) -> list[tuple[int, Away]]:
+def moves(parts: tuple[Part, ...], kinds: Sequence[Away] = KINDS) -> list[tuple[int, Away]]:
     """The order of leaving, as (number of the part, what of it is away then).
 
     Example: three blocks and the rest: 1 0 2 with STATE, with GRADIENTS, with WEIGHTS, then 3 with
@@ -205,7 +260,6 @@ def moves(parts: tuple[Part, ...], most: Away = Away.WEIGHTS) -> list[tuple[int,
     outside = [i for i, part in enumerate(parts) if not part.layers]
     middle = (len(blocks) - 1) / 2
     outwards = [blocks[i] for i in sorted(range(len(blocks)), key=lambda i: (abs(i - middle), i))]
-    kinds = [Away(kind) for kind in range(1, most + 1)]
     order = [(i, kind) for kind in kinds for i in outwards]
     return order + [(i, kind) for kind in kinds if kind < Away.WEIGHTS for i in outside]
 
@@ -214,30 +268,32 @@ def place(
     parts: tuple[Part, ...],
     budget: int,
     dtype: str,
-    most: Away = Away.WEIGHTS,
+    kinds: Sequence[Away] = KINDS,
     host_bytes: int | None = None,
     ranks: int = 1,
+    make: Callable[..., Placement] = Placement,
 ) -> Placement:
     """Let leave what must, and no more, for the device to hold the rest.
 
     Args:    budget     bytes on the device
-             most       what may leave at most
+             kinds      how much may leave
              host_bytes free on this machine; None if nobody knows
              ranks      of the run on this machine: each needs its own
+             make       of (parts, away, dtype, budget)
     Raises:  ValueError for a budget that is too small, naming the least that works, and for a host
              that is
     Cost:    for L blocks, L^2 sums
     """
     away = [Away.NOTHING] * len(parts)
-    tried = [Placement(parts, tuple(away), dtype, budget)]
-    for number, kind in moves(parts, most):
+    tried = [make(parts, tuple(away), dtype, budget)]
+    for number, kind in moves(parts, kinds):
         away[number] = kind
-        tried.append(Placement(parts, tuple(away), dtype, budget))
+        tried.append(replace(tried[0], away=tuple(away)))
     found = next((placement for placement in tried if placement.device_bytes <= budget), None)
     if found is None:
         least = min(tried, key=lambda placement: placement.device_bytes)
         largest = max((part for part in parts if part.layers), key=lambda part: part.numel)
-        only = "with several ranks only optimizer state leaves; " * (most < Away.WEIGHTS)
+        only = "with several ranks only optimizer state leaves; " * (Away.WEIGHTS not in kinds)
         raise ValueError(
             f"--offload-budget {shown(budget)} is too small: {only}what stays, and the largest"
             f" block ({largest.name}, {largest.numel + largest.small:,} parameters) as it passes"
@@ -251,45 +307,3 @@ def place(
             " larger budget, fewer ranks on this machine, or a machine with more memory"
         )
     return found
-
-
-# ---- what it costs
-
-
-class Traffic(NamedTuple):
-    """What a placement adds to a step."""
-
-    to_host: int  # bytes
-    to_device: int  # bytes
-    flops: int  # of the forward passes that streamed blocks repeat
-    on_host: int  # parameters that the host's optimizer moves
-
-
-def traffic(placement: Placement, work: Work) -> Traffic:
-    """Gradients home once a step, or once a micro-batch; weights back once a step, or twice a use.
-
-    Example: a block of 100 parameters in fp32, 2 micro-batches of 10 tokens. STATE: 400 bytes each
-             way. GRADIENTS: 800 home, 400 back. WEIGHTS: 800 home, 1,600 back, 4,000 FLOPs
-    """
-    to_host = to_device = flops = on_host = 0
-    for part, away in zip(placement.parts, placement.away, strict=True):
-        if away == Away.NOTHING:
-            continue
-        matrices = part.numel * placement.itemsize(part, away)
-        uses = len(part.layers) * work.micro_batches
-        is_streamed = away == Away.WEIGHTS
-        to_host += matrices * (work.micro_batches if away >= Away.GRADIENTS else 1)
-        to_device += matrices * (2 * uses if is_streamed else 1)
-        flops += 2 * part.numel * work.micro_batch_tokens * uses if is_streamed else 0
-        on_host += part.numel
-    return Traffic(to_host, to_device, flops, on_host)
-
-
-def break_even_tokens(dtype: str, rates: Rates) -> float:
-    """The micro-batch whose forward pass through a block takes as long as the block's copy.
-
-    A weight is 2 bytes in bf16 and otherwise 4, and costs 2 FLOPs a token.
-
-    Example: 140 TFLOP/s, 25 GB/s, bf16: 5,600 tokens
-    """
-    return (2 if dtype == "bf16" else 4) / 2 * rates.flops / rates.link

@@ -11,9 +11,7 @@ from support.placement import (
     Placement,
     Rates,
     Work,
-    break_even_tokens,
     shown,
-    traffic,
 )
 
 WHY = {
@@ -41,9 +39,10 @@ def table(placement: Placement) -> str:
     small = Part("norms, biases", (), 0, 0, sum(part.small for part in placement.parts))
     on_device = placement.on_device(small, Away.NOTHING)
     why = "small, and used all the time"
-    rows.append(row(small.name, small.small, Away.NOTHING, on_device, 0, why))
+    if small.small:
+        rows.append(row(small.name, small.small, Away.NOTHING, on_device, 0, why))
     passing, slots = shown(placement.in_passing), shown(2 * placement.slot_bytes)
-    rows.append(("copies on the way", "", "", "", "", passing, slots, "of two parts at a time"))
+    rows.append(("copies on the way", "", "", "", "", passing, slots, placement.what_passes))
     total = small.small + sum(part.numel for part in placement.parts)
     held = shown(placement.device_bytes), shown(placement.host_bytes)
     rows.append(("in all", f"{total:,}", "", "", "", *held, f"budget: {shown(placement.budget)}"))
@@ -57,11 +56,11 @@ def row(name: str, numel: int, away: Away, on_device: int, on_host: int, why: st
 
 def price(placement: Placement, work: Work, rates: Rates) -> str:
     """What a step pays for it, in bytes and seconds, and whether streamed weights can hide."""
-    cost = traffic(placement, work)
+    cost = placement.traffic(work)
     home, back = (f"{shown(n)} ({n / rates.link:.3g} s)" for n in (cost.to_host, cost.to_device))
     moved = f"{cost.on_host:,} parameters ({cost.on_host / rates.adamw:.3g} s of AdamW)"
     again = f"{cost.flops:.3g} FLOPs ({cost.flops / rates.flops:.3g} s)"
-    least, tokens = break_even_tokens(placement.dtype, rates), work.micro_batch_tokens
+    least, tokens = placement.break_even_tokens(rates), work.micro_batch_tokens
     hides = "is hidden behind" if tokens >= least else "takes longer than"
     return (
         f"a step copies {home} to the host and {back} to the device,\n"

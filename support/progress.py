@@ -23,7 +23,7 @@ def announce(run: Run, samples: Samples, batches: str) -> None:
     parameters = sum(p.numel() for p in run.trainer.model.parameters())
     say(f"{m.model} {m.size}: {parameters / 1e6:.2f} M parameters, {run.runtime.why}")
     say(f"memory: {in_words(run.trainer.optimizers.memory())}")
-    if run.trainer.held:
+    if run.trainer.placement:
         announce_placement(run)
     say(f"batches: {batches}")
     if run.settings.pack.on or m.model == "bert":
@@ -42,7 +42,7 @@ def announce(run: Run, samples: Samples, batches: str) -> None:
 def announce_placement(run: Run) -> None:
     """What --offload leaves where, and what a step pays for it."""
     s, runtime, at_once = run.settings, run.runtime, run.trainer.rows_at_once
-    placement = run.trainer.held.placement
+    placement = run.trainer.placement
     of_rank = s.optim.batch_tokens // s.data.seq_len // runtime.world_size
     work = Work(at_once * s.data.seq_len, -(-of_rank // at_once))
     rates = machine.measured(runtime.device, runtime.dtype)

@@ -1,10 +1,9 @@
-"""What every command stands on: ranks, device, dtype, the log, and how a command ends.
+"""What every command stands on: ranks, device, dtype, and how a command ends.
 
 No training logic. What differs between one CPU and many GPUs is here and nowhere else.
 """
 
 import argparse
-import json
 import os
 import platform
 import subprocess
@@ -19,7 +18,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
-from support.memory import keep_freed_memory
+from support.memory import device_free, host_free, keep_freed_memory
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -34,6 +33,9 @@ class Runtime:
     device: torch.device
     dtype: torch.dtype
     why: str  # how device and dtype were chosen, for the user
+    # bytes that could be had at the start, when nothing of a run was there; None if nobody knows
+    device_free: int | None = None
+    host_free: int | None = None
 
     @property
     def is_rank0(self) -> bool:
@@ -119,52 +121,12 @@ def start(device: str, dtype: str) -> Runtime:
     if dtype == "fp16" and kind != "cuda":
         raise ValueError(f"--dtype fp16 needs --device cuda, not {kind}: choose bf16 or fp32")
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group("nccl" if kind == "cuda" else "gloo")
+        # gloo for what is in host memory, as offloaded shards are
+        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
     chosen = "as found" if device == "auto" else "as asked"
     ranks = f"{world_size} processes" if world_size > 1 else "one process"
     why = f"{kind} ({chosen}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
-    return Runtime(rank, world_size, own, DTYPES[dtype], why)
-
-
-class Log:
-    """log.jsonl, one JSON object a line, written by rank 0; TensorBoard too, if asked for."""
-
-    def __init__(self, folder: Path, active: bool, tensorboard: bool, size: int | None = None):
-        """Append to the log; with `size`, cut it to that many bytes first.
-
-        What a killed run wrote after its last checkpoint is computed and written again.
-        """
-        self.file, self.board = None, None
-        if active:
-            self.file = open(folder / "log.jsonl", "ab")  # noqa: SIM115, open as long as the run
-            if size is not None:
-                self.file.truncate(min(size, self.file.tell()))
-        if active and tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError(
-                    "--tensorboard needs its package: pip install -e '.[tensorboard]'"
-                ) from error
-            self.board = SummaryWriter(str(folder / "tensorboard"))
-
-    def write(self, event: str, **values: Any) -> None:
-        if self.file is None:
-            return
-        self.file.write(json.dumps({"event": event, **values}).encode() + b"\n")
-        self.file.flush()
-        if self.board is not None and "consumed_tokens" in values:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self.board.add_scalar(f"{event}/{name}", value, values["consumed_tokens"])
-
-    def close(self) -> None:
-        for part in (self.file, self.board):
-            if part is not None:
-                part.close()
-
-    def size(self) -> int:
-        return 0 if self.file is None else self.file.tell()
+    return Runtime(rank, world_size, own, DTYPES[dtype], why, device_free(own), host_free())
 
 
 def provenance() -> dict[str, str]:

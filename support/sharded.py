@@ -60,6 +60,7 @@ def shard(model: nn.Module, runtime: Runtime, offloaded: Collection[int] = ()) -
             where = OffloadPolicy() if set(layers).isdisjoint(offloaded) else in_host
             fully_shard(block, mesh=mesh, mp_policy=precision(runtime), offload_policy=where)
     fully_shard(model, mesh=mesh)
+    model.offloads = bool(offloaded)
     gather_around(model, FORWARD_METHODS)
 
 
@@ -113,20 +114,32 @@ def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")  # FSDP2 gives it this method
 
 
+def is_shard(tensor: Tensor) -> bool:
+    return hasattr(tensor, "to_local")
+
+
 def rows_here(tensor: Tensor) -> Tensor:
     """The rows of a parameter that this rank holds, not a copy: all, unless it is sharded."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+    return tensor.to_local() if is_shard(tensor) else tensor
+
+
+def norm_over_ranks(norm: Tensor) -> Tensor:
+    """The norm of all ranks' rows together, of the norm of each rank's."""
+    squares = norm.square()
+    dist.all_reduce(squares)
+    return squares.sqrt()
 
 
 def sync_gradients(model: nn.Module, is_last: bool) -> None:
     """Average gradients over ranks in the next backward pass, or only add them up on each rank.
 
-    Until they are averaged a rank holds whole gradients of every parameter.
+    Until they are averaged a rank holds whole gradients of every parameter. Where shards are
+    offloaded there is no room for that, and every micro-batch's are averaged.
 
     Args: model sharded, or in DistributedDataParallel; one of a single process needs nothing
     """
     if is_sharded(model):
-        model.set_requires_gradient_sync(is_last)
+        model.set_requires_gradient_sync(is_last or model.offloads)
     elif hasattr(model, "require_backward_grad_sync"):
         model.require_backward_grad_sync = is_last
 

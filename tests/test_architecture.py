@@ -38,6 +38,7 @@ SHARED_BY_TECHNIQUES = {
     "support.packs",
     "support.shared_weights",
     "support.placement",
+    "support.sharded_placement",
     "support.link",
 }
 COMMAND_OF_A_TECHNIQUE = {
@@ -48,6 +49,7 @@ COMMAND_OF_A_TECHNIQUE = {
     "support.packing_table",
     "support.placement_table",
     "support.machine",
+    "support.memory",
 }
 LATE = {"packing": {"scipy"}}  # extras of pyproject.toml, imported by the function that needs them
 REPLACED = {  # Hugging Face's libraries: this project does without them

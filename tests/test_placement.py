@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 import offload
 from model import Transformer, TransformerConfig
-from support import machine
+from support import machine, memory
 from support.placement import (
     MIB,
     Away,
@@ -17,15 +17,14 @@ from support.placement import (
     Placement,
     Rates,
     Work,
-    break_even_tokens,
     budget_bytes,
     moves,
     parts_of,
     place,
     shown,
-    traffic,
 )
 from support.placement_table import price, table
+from support.sharded_placement import ShardedPlacement, place_shards
 
 NOTHING, STATE, GRADIENTS, WEIGHTS = Away
 
@@ -162,9 +161,35 @@ def test_the_order_of_leaving_is_kept(parts, dtype, share):
 
 
 def test_with_several_ranks_only_state_leaves():
-    assert away(32_560, most=STATE) == "NSSS"
+    assert away(32_560, kinds=(STATE,)) == "NSSS"
     with pytest.raises(ValueError, match="with several ranks only optimizer state leaves"):
-        away(20_000, most=STATE)
+        away(20_000, kinds=(STATE,))
+
+
+def test_shards_leave_by_blocks():
+    """Two ranks. Of 1,010 parameters of a block a rank has 8,080 bytes, and of what is outside
+    4,040. Besides, 5 x 4 bytes of a whole block's and 3 x 4 of the outside's: 26,260."""
+
+    def away(budget, **more):
+        return "".join("NSGW"[kind] for kind in place_shards(THREE, budget, "fp32", **more).away)
+
+    here = {"host_bytes": 20_000, "ranks_here": 2, "ranks": 2}
+    assert away(54_540, **here) == "NNNN"
+    assert away(54_539, **here) == away(46_460, **here) == "NNWN"
+    with pytest.raises(ValueError, match=r"needs 31\.56 KiB of host memory"):
+        away(46_459, **here)
+    with pytest.raises(ValueError, match=r"is too small: what stays.* 1MiB"):
+        away(30_299, **here)
+
+
+def test_two_ranks_hold_half_of_each_shard_and_the_same_whole_blocks():
+    one, two = (place_shards(THREE, 2**60, "bf16", None, 1, ranks) for ranks in (1, 2))
+    assert one.device_bytes - one.in_passing == 2 * (two.device_bytes - two.in_passing)
+    assert one.in_passing == two.in_passing == 1010 * (4 * 2 + 4) + 505 * 12
+    away = place_shards(THREE, two.device_bytes - 1, "bf16", None, 1, 2)
+    assert away.host_bytes == 1010 * 16 // 2 and away.layers_away == [1]
+    # 2 micro-batches: rows home twice, and four times to the device
+    assert away.traffic(Work(10, 2)) == (2 * 2020, 4 * 2020, 0, 505)
 
 
 def test_a_host_that_is_too_small_is_refused():
@@ -180,10 +205,10 @@ def test_a_host_that_is_too_small_is_refused():
 def test_memory_of_the_host_is_read(tmp_path):
     file = tmp_path / "meminfo"
     file.write_text("MemTotal:  9 kB\nMemAvailable:     12 kB\n")
-    assert machine.host_free(str(file)) == 12 * 1024
+    assert memory.host_free(str(file)) == 12 * 1024
     file.write_text("MemTotal:  9 kB\n")
-    assert machine.host_free(str(file)) is None
-    assert machine.host_free(str(tmp_path / "nowhere")) is None
+    assert memory.host_free(str(file)) is None
+    assert memory.host_free(str(tmp_path / "nowhere")) is None
 
 
 @pytest.mark.parametrize(
@@ -244,17 +269,19 @@ def test_a_plan_of_a_model_is_made_before_it_takes_memory():
 )
 def test_traffic_worked_example(kind, cost):
     placement = Placement((Part("h.0", (0,), 100, 800, 0),), (kind,), "fp32", 0)
-    assert traffic(placement, Work(micro_batch_tokens=10, micro_batches=2)) == cost
+    assert placement.traffic(Work(micro_batch_tokens=10, micro_batches=2)) == cost
 
 
 def test_a_shared_block_is_fetched_for_each_of_its_layers():
     placement = Placement((Part("h.0", (0, 2), 100, 800, 0),), (WEIGHTS,), "bf16", 0)
-    assert traffic(placement, Work(10, 2)) == (400, 1600, 8000, 100)
+    assert placement.traffic(Work(10, 2)) == (400, 1600, 8000, 100)
 
 
 def test_break_even():
-    assert break_even_tokens("bf16", Rates(25e9, 140e12, 1)) == 5600
-    assert break_even_tokens("fp32", Rates(25e9, 140e12, 1)) == 11_200
+    rates = Rates(25e9, 140e12, 1)
+    assert Placement((), (), "bf16", 0).break_even_tokens(rates) == 5600
+    assert Placement((), (), "fp32", 0).break_even_tokens(rates) == 11_200
+    assert ShardedPlacement((), (), "bf16", 0, ranks=8).break_even_tokens(rates) == 1400
 
 
 def test_the_table_says_where_everything_is():

@@ -88,7 +88,6 @@ REFUSED = {
     "--pseudo-until 1.5": "--pseudo-until 1.5: give a share between 0 and 1",
     "--fsdp --pseudo-until adaptive": "adaptive needs whole gradients in one place",
     "--offload --pseudo-until adaptive": "adaptive needs whole gradients in one place",
-    "--offload --fsdp": "--offload and --fsdp exclude each other",
     "--offload --offload-budget much": "--offload-budget much: write an amount such as 6GiB",
     "--init x.pt --size 124M": "--init and --pseudo exclude each other",
     "--model bert --pseudo-new identity": "--pseudo-new identity needs a GPT",

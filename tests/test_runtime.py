@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 from support import runtime
+from support.log import Log
 
 
 def test_provenance_names_the_commit_from_wherever_it_is_asked(tmp_path, monkeypatch):
@@ -32,13 +33,13 @@ def test_provenance_without_git_is_none(monkeypatch):
 
 
 def test_log_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path):
-    log = runtime.Log(tmp_path, True, False)
+    log = Log(tmp_path, True, False)
     log.write("train", step=1)
     size = log.size()
     log.write("train", step=2)
     log.file.write(b'{"event": "tra')  # torn by the kill
     log.file.close()
-    log = runtime.Log(tmp_path, True, False, size)
+    log = Log(tmp_path, True, False, size)
     log.write("train", step=2, again=True)
     lines = (tmp_path / "log.jsonl").read_text().splitlines()
     assert [json.loads(line)["step"] for line in lines] == [1, 2]
@@ -47,13 +48,13 @@ def test_log_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path):
 
 def test_log_shorter_than_the_checkpoint_remembers_is_not_filled_up(tmp_path):
     """After a power cut the log may have lost lines that the fsynced checkpoint counts."""
-    log = runtime.Log(tmp_path, True, False, 1000)
+    log = Log(tmp_path, True, False, 1000)
     log.write("train", step=1)
     assert json.loads((tmp_path / "log.jsonl").read_text())["step"] == 1
 
 
 def test_other_ranks_write_no_log(tmp_path):
-    runtime.Log(tmp_path, False, False).write("train", step=1)
+    Log(tmp_path, False, False).write("train", step=1)
     assert not list(tmp_path.iterdir())
 
 

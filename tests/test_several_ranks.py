@@ -1,6 +1,7 @@
 """Runs on several ranks whose model changes on the way, or is sharded: the curve is that of one."""
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -22,13 +23,16 @@ ROOT = Path(__file__).parents[1]
 # 12 rows a step, so that 1, 2 and 3 ranks share them; at this rate rounding is not amplified
 FLAGS = f"{SMALL} --batch-tokens 384 --lr 1e-3 --tokens 6144 --checkpoint-every 1536 --keep 9"
 SHARED = "--pseudo --pseudo-group 2 --pseudo-until 0.5 --optimizer adamw"
+AWAY = "--offload --offload-budget 500KB"  # of 640 KiB on each of three ranks
 GROWING = "--pseudo --pseudo-layers 2 --pseudo-until 0.5"
 
 
-def torchrun(ranks: int, *arguments: str) -> None:
+def torchrun(ranks: int, *arguments: str) -> str:
+    """What the run says."""
     launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = [f"--nproc-per-node={ranks}", str(ROOT / "train.py")]
-    subprocess.run([*launch, *script, *arguments], check=True)
+    command = [*launch, *script, *arguments]
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 def losses(folder: Path) -> list[float]:
@@ -49,7 +53,8 @@ def test_ranks_share_weights_and_part_with_them_as_one_process_does(store_dir, t
 
 @pytest.mark.parametrize("technique", [GROWING, pytest.param(SHARED, marks=pytest.mark.slow)])
 def test_a_sharded_run_goes_on_with_other_ranks(store_dir, tmp_path, technique):
-    """From a checkpoint of two ranks before the switch: with three, and plainly in one process."""
+    """From a checkpoint of two ranks before the switch: plainly in one process, and with three that
+    keep some blocks on the host."""
     flags = [*FLAGS.split(), *technique.split(), *ALL_ON.split(), "--data", str(store_dir)]
     assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
     wanted = losses(tmp_path / "one")
@@ -65,8 +70,9 @@ def test_a_sharded_run_goes_on_with_other_ranks(store_dir, tmp_path, technique):
     assert train.main(["--resume", "--out", str(tmp_path / "two"), "--no-fsdp"]) == 0
     assert losses(tmp_path / "two") == closely(wanted)
     assert list((tmp_path / "two").glob("step-*.pt")), "a plain run's checkpoints are files"
-    torchrun(3, "--resume", "--out", str(tmp_path / "three"))
+    said = torchrun(3, "--resume", "--out", str(tmp_path / "three"), *AWAY.split())
     assert losses(tmp_path / "three") == closely(wanted)
+    assert re.search(r"h\.\d.* host +host +host .* weights last", said)
     assert len(read_log(tmp_path / "three", "run")) == 2
 
 

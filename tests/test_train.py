@@ -652,14 +652,14 @@ def test_a_mistake_on_two_ranks_is_said_once(store_dir, tmp_path):
 KILL = """
 import os, random, signal, sys, threading
 import train
-from support import runtime
-lines, write = int(sys.argv.pop(1)), runtime.Log.write
+from support.log import Log
+lines, write = int(sys.argv.pop(1)), Log.write
 kill = threading.Timer(random.uniform(0, 0.005), os.kill, (os.getpid(), signal.SIGKILL))
 def count(log, *args, **values):
     write(log, *args, **values)
     if open(log.file.name, "rb").read().count(b"\\n") > lines and not kill.is_alive():
         kill.start()
-runtime.Log.write = count
+Log.write = count
 train.main()
 """
 
