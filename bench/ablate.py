@@ -118,12 +118,21 @@ PSEUDO |= {
         "wsd": "--schedule wsd",
     }.items()
 }
+# What a shadow is compared with at equal memory: a model that is as small and stays so, or a shadow
+# that shares nearly to the end. "3 layers 1.6M" has the plain run's FLOPs in its blocks.
+SMALL = {
+    "1 layer": "--layers 1",
+    "3 layers": "--layers 3",
+    "3 layers 1.6M": "--layers 3 --tokens 1.6M",
+    "share 1 until 0.99": "--pseudo --pseudo-group 1 --pseudo-until 0.99",
+    "share 3 until 0.99": "--pseudo --pseudo-group 3 --pseudo-until 0.99",
+}
 # Half of the layers at first, in fewer tokens: what growth saves, alone and with the others.
 GROW = "--pseudo --pseudo-layers 3 --pseudo-until"
 GROWN = {
     f"grow 3 until {until} {tokens}": f"{GROW} {until} --tokens {tokens}"
     for until in (0.5, 0.75)
-    for tokens in ("400K", "500K", "600K")
+    for tokens in ("400K", "450K", "500K", "600K")
 }
 GROWN |= {
     f"pack grow 3 until {until} {tokens}": f"--pack {GROW} {until} --tokens {tokens}"
@@ -135,7 +144,7 @@ GROWN |= {
     for until in (0.25, 0.5)
     for tokens in ("256K", "300K")
 }
-RECIPES = TECHNIQUES | LTD | SHORT | RATES | ROWS | PIECES | BERT | PSEUDO | GROWN
+RECIPES = TECHNIQUES | LTD | SHORT | RATES | ROWS | PIECES | BERT | PSEUDO | SMALL | GROWN
 # What a run rests on besides its flags: records of one trainer do not compare with another's.
 # end: the learning rate was taken at the end of a step; middle: in its middle; split: and Muon
 # orthogonalises queries, keys and values apart, at twice nano's learning rate; joint: but together.
@@ -172,7 +181,9 @@ def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description="Held-out loss and time of each recipe.")
-    parser.add_argument("--recipes", nargs="+", choices=RECIPES, default=list(TECHNIQUES))
+    parser.add_argument(
+        "--recipes", nargs="+", choices=RECIPES, default=list(TECHNIQUES), metavar="RECIPE"
+    )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1337])
     parser.add_argument("--record", action="store_true", help="append to results/ablate.jsonl")
     parser.add_argument("extra", nargs="*", help="after --: flags for every run")

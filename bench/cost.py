@@ -1,10 +1,10 @@
 """What a whole run of a recipe costs in seconds, against the plain run of nano's recipe.
 
 The steps of a recipe differ only in their shape: rows, tokens in a row, with or without documents
-to isolate, and how many tokens each layer sees. `Plan` says which step has which, without training.
-One step of every shape is timed as train.py makes it, all shapes in turns within one process, and a
-run is the sum over its steps. So both parts of a ratio come from the same turn on a noisy machine;
-the median is over turns.
+to isolate, how many tokens each layer sees, and which layers there are. `Plan` says which step has
+which, without training. One step of every shape is timed as train.py makes it, all shapes in turns
+within one process, and a run is the sum over its steps. So both parts of a ratio come from the same
+turn on a noisy machine; the median is over turns.
 
 Does not time evaluation, checkpoints or reading data (which is hidden behind the step).
 
@@ -13,6 +13,8 @@ Does not time evaluation, checkpoints or reading data (which is hidden behind th
 """
 
 import argparse
+import copy
+import re
 import statistics
 import sys
 from collections import Counter
@@ -27,11 +29,13 @@ from turns import measured
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 import config
+import pseudo
 from model import Transformer
 from plan import Plan, Step
 from prepare import embedded_store
 from support import runtime
 from support.clock import Clock, tokens_by_layer
+from support.initial import empty_model
 from support.token_store import Store
 from support.tokenizer import get_encoding, vocab_size
 from train import Trainer, assemble
@@ -44,6 +48,7 @@ class Shape(NamedTuple):
     seq_len: int
     isolated: bool  # whether the documents of a row are told apart
     tokens_by_layer: tuple[int, ...]
+    owners: tuple[int, ...]  # of each layer the one whose weights it uses; () without --pseudo
 
 
 class Example(NamedTuple):
@@ -58,19 +63,35 @@ def shapes_of(plan: Plan, trainer: Trainer, examples: dict[Shape, Example]) -> C
     settings, counts, clock = trainer.settings, Counter(), Clock()
     while clock.consumed_tokens < settings.optim.tokens:
         step = plan(clock)
+        trainer = of_stage(trainer, step)
         rows, seq_len = step.batch.tokens.shape
         tokens = tuple(tokens_by_layer(settings, step.context, seq_len))
-        shape = Shape(rows, seq_len, step.batch.doc_ids is not None, tokens)
+        owners = trainer.shadow.owners if trainer.shadow else ()
+        shape = Shape(rows, seq_len, step.batch.doc_ids is not None, tokens, owners)
         counts[shape] += 1
         examples.setdefault(shape, Example(trainer, step))
         clock = step.after
     return counts
 
 
+def of_stage(trainer: Trainer, step: Step) -> Trainer:
+    """The trainer of this step: another one where a stage of --pseudo ended before it."""
+    s, now = trainer.settings, trainer.shadow
+    if now is None:
+        return trainer
+    owners = pseudo.shadow_at(s, step.context.progress, now).owners
+    if owners == now.owners:
+        return trainer
+    state = pseudo.handed_over(trainer.state(), owners, s.pseudo.state, s.pseudo.new)
+    model = empty_model(trainer.model.config)
+    return assemble(s, model, trainer.runtime, trainer.rows_at_once, copy.deepcopy(state))
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    choices = [name for name, flags in RECIPES.items() if "bert" not in flags]  # another model
-    parser.add_argument("--recipes", nargs="+", choices=choices, default=choices)
+    # not another model, nor what only gradients decide
+    choices = [name for name, flags in RECIPES.items() if not re.search("bert|adaptive", flags)]
+    parser.add_argument("--recipes", nargs="+", choices=choices, default=choices, metavar="RECIPE")
     parser.add_argument("--turns", type=int, default=5)
     parser.add_argument("--record", action="store_true", help="append to results/cost.jsonl")
     args = parser.parse_args()
