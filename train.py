@@ -52,7 +52,7 @@ from support.run import Run
 from support.runtime import Runtime, exit_cleanly, start
 from support.scores import HeldOut
 from support.settings import is_on, techniques_on
-from support.sharded import join, shard, sync_gradients
+from support.sharded import assign, join, shard, sync_gradients
 from support.shared_weights import average
 from support.stop_signal import Stopped, StopSignal
 
@@ -187,7 +187,7 @@ def assemble(
     if s.run.fsdp:
         shard(model, runtime, placement.layers_away if placement else ())
     if state:
-        model.load_state_dict(state["model"], assign=True)
+        assign(model, state["model"], runtime.device)
     # to the device once the values are there, or as much of it as has room
     if placement and not s.run.fsdp:
         held = offload.Offloaded(model, placement, runtime.device, runtime.world_size == 1)

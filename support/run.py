@@ -21,6 +21,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from model import TransformerConfig
 from support import checkpoint, sharded_checkpoint
 from support.agreement import check_agreement
@@ -105,8 +107,9 @@ class Run:
             return sharded_checkpoint.load(path)
         like = empty_model(shape)
         shard(like, self.runtime)
-        like.to_empty(device=self.runtime.device)
-        return sharded_checkpoint.load_shards(path, like.state_dict(), self.runtime)
+        # onto the host, where the device may have no room for all
+        where = torch.device("cpu") if is_on(self.settings, "offload") else self.runtime.device
+        return sharded_checkpoint.load_shards(path, like.state_dict(), self.runtime, where)
 
     def checkpoint_to_resume(self) -> str | None:
         """The file that --resume means; None if the run was stopped before its first checkpoint."""

@@ -40,7 +40,7 @@ def shard(model: nn.Module, runtime: Runtime, offloaded: Collection[int] = ()) -
     """Spread a Transformer's parameters over the ranks; they are other objects afterwards.
 
     Args:   offloaded layers whose rows, gradients and optimizer state are in host memory; a block
-                      that several layers share is there if one of them is named
+                      that several layers share is there if all of them are named
     Raises: ValueError on a device that FSDP2 does not know
     """
     # Here, because it takes half a second that no other run should wait.
@@ -57,10 +57,10 @@ def shard(model: nn.Module, runtime: Runtime, offloaded: Collection[int] = ()) -
         layers_of.setdefault(block, []).append(layer)
     for block, layers in layers_of.items():
         if next(block.parameters(), None) is not None:
-            where = OffloadPolicy() if set(layers).isdisjoint(offloaded) else in_host
+            where = in_host if set(layers) <= set(offloaded) else OffloadPolicy()
             fully_shard(block, mesh=mesh, mp_policy=precision(runtime), offload_policy=where)
     fully_shard(model, mesh=mesh)
-    model.offloads = bool(offloaded)
+    model.offloaded = frozenset(offloaded)
     gather_around(model, FORWARD_METHODS)
 
 
@@ -123,6 +123,40 @@ def rows_here(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_shard(tensor) else tensor
 
 
+def shard_of(whole: Tensor, like: Tensor, device: torch.device) -> Tensor:
+    """This rank's rows of a whole tensor, a DTensor as `like` is; nothing is communicated."""
+    mesh = like.device_mesh
+    chunks = (*whole.chunk(mesh.size()), *[whole[:0]] * mesh.size())  # the last ranks may have none
+    return of_rows(chunks[mesh.get_local_rank()].to(device, copy=True), like)
+
+
+def empty_shard(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A DTensor as `like` is, whose values are whatever was there."""
+    return of_rows(torch.empty_like(like.to_local(), dtype=dtype, device=device), like)
+
+
+def of_rows(rows: Tensor, like: Tensor) -> Tensor:
+    from torch.distributed.tensor import DTensor
+
+    size = {"shape": like.shape, "stride": like.stride()}
+    return DTensor.from_local(rows, like.device_mesh, like.placements, run_check=False, **size)
+
+
+def assign(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
+    """Make these a model's weights, without a copy of those that are where they belong.
+
+    FSDP wants the rows of a block that is offloaded on the host, and all others on `device`.
+    Weights of a model that is not sharded may be anywhere.
+    """
+    if is_sharded(model):
+        away = tuple(f"h.{layer}." for layer in model.offloaded)
+        weights = {
+            name: rows.to("cpu" if name.startswith(away) else device)
+            for name, rows in weights.items()
+        }
+    model.load_state_dict(weights, assign=True)
+
+
 def norm_over_ranks(norm: Tensor) -> Tensor:
     """The norm of all ranks' rows together, of the norm of each rank's."""
     squares = norm.square()
@@ -139,7 +173,7 @@ def sync_gradients(model: nn.Module, is_last: bool) -> None:
     Args: model sharded, or in DistributedDataParallel; one of a single process needs nothing
     """
     if is_sharded(model):
-        model.set_requires_gradient_sync(is_last or model.offloads)
+        model.set_requires_gradient_sync(is_last or bool(model.offloaded))
     elif hasattr(model, "require_backward_grad_sync"):
         model.require_backward_grad_sync = is_last
 

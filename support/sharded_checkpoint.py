@@ -32,7 +32,7 @@ from support import checkpoint
 from support.atomic import sync
 from support.manifest import METADATA, of_file, verified, write_manifest
 from support.runtime import Parser, Runtime, exit_cleanly
-from support.sharded import rows_here
+from support.sharded import empty_shard, rows_here, shard_of
 
 # torch.distributed.checkpoint is imported where it is used: it takes half a second.
 STATE, SUFFIX = "state.pt", ".sharded"
@@ -66,13 +66,18 @@ def save(
 
 def load(path: str | Path) -> dict:
     """Verify a checkpoint, file or folder, and read it as `checkpoint.load` does: whole tensors."""
-    return read(Path(path), {}, ALONE) if Path(path).is_dir() else checkpoint.load(path)
+    return (
+        read(Path(path), {}, ALONE, ALONE.device) if Path(path).is_dir() else checkpoint.load(path)
+    )
 
 
-def load_shards(path: str | Path, shards: dict[str, Tensor], runtime: Runtime) -> dict:
+def load_shards(
+    path: str | Path, shards: dict[str, Tensor], runtime: Runtime, device: torch.device
+) -> dict:
     """Verify a checkpoint, file or folder, and read on each rank the rows that it shall hold.
 
-    Args:    shards DTensors by name: model.state_dict()
+    Args:    shards DTensors by name: model.state_dict(), which may be on the meta device
+             device of the rows that are read
     Returns: the training state. A tensor with such a name, or in a dict with such a name, is a
              DTensor as that one is, if it has the same shape; any other tensor is whole
     Raises:  ValueError, on every rank, if one of them cannot read
@@ -80,12 +85,12 @@ def load_shards(path: str | Path, shards: dict[str, Tensor], runtime: Runtime) -
              its rows; a file is read by each rank from end to end
     """
     if Path(path).is_dir():
-        return read(Path(path), shards, runtime)
+        return read(Path(path), shards, runtime, device)
     whole = agreed(runtime, lambda: checkpoint.load(path))
 
     def cut(name: str, tensor: Tensor) -> Tensor:
         like = shard_like(name, tensor, shards)
-        return tensor if like is None else shard_of(tensor, like)
+        return tensor if like is None else shard_of(tensor, like, device)
 
     return mapped(whole, cut)
 
@@ -148,17 +153,6 @@ def shard_like(name: str, tensor: Tensor, shards: dict[str, Tensor]) -> Tensor |
     """The DTensor that a tensor of this name is sharded like: the parameter that it belongs to."""
     found = (shards[key] for key in name.split("/") if key in shards)
     return next((like for like in found if like.shape == tensor.shape), None)
-
-
-def shard_of(whole: Tensor, like: Tensor) -> Tensor:
-    """This rank's rows of a whole tensor, as a DTensor; nothing is communicated."""
-    from torch.distributed.tensor import DTensor
-
-    mesh = like.device_mesh
-    chunks = (*whole.chunk(mesh.size()), *[whole[:0]] * mesh.size())  # the last ranks may have none
-    here = chunks[mesh.get_local_rank()].to(like.device, copy=True)
-    size = {"shape": whole.shape, "stride": whole.stride()}
-    return DTensor.from_local(here, mesh, like.placements, run_check=False, **size)
 
 
 # ---- the folder
@@ -227,7 +221,7 @@ def put(folder: Path, path: Path) -> None:
     os.rename(folder, path)
 
 
-def read(path: Path, shards: dict[str, Tensor], runtime: Runtime) -> dict:
+def read(path: Path, shards: dict[str, Tensor], runtime: Runtime, device: torch.device) -> dict:
     """Verify the folder, then read it: whole tensors but for those that `shard_like` knows."""
     import torch.distributed.checkpoint as dcp
 
@@ -236,9 +230,12 @@ def read(path: Path, shards: dict[str, Tensor], runtime: Runtime) -> dict:
 
     def space(name: str, outlined: Tensor) -> Tensor:
         if id(outlined) not in made:
-            like = shard_like(name, outlined, shards)
-            where = {"device": "cpu"} if like is None else {"dtype": outlined.dtype}
-            made[id(outlined)] = torch.empty_like(outlined if like is None else like, **where)
+            like, dtype = shard_like(name, outlined, shards), outlined.dtype
+            made[id(outlined)] = (
+                torch.empty_like(outlined, device="cpu")
+                if like is None
+                else empty_shard(like, dtype, device)
+            )
             targets[name] = made[id(outlined)]
         return made[id(outlined)]
 

@@ -37,6 +37,7 @@ from support.tokenizer import byte_lengths, get_encoding
 
 ROWS = 6  # of a step: 3 or 2 on a rank, one after the other
 MOST = 0.02  # norm of a gradient that is clipped
+CPU = torch.device("cpu")
 T, V = 24, 65  # 65 rows of the embedding, which neither 2 nor 3 ranks share evenly
 
 
@@ -72,7 +73,7 @@ def started(model: Transformer) -> Transformer:
     return model
 
 
-MODELS = {"gpt": (gpt, ()), "shared": (gpt_with_shared_block, (2,)), "bert": (bert, (0, 2))}
+MODELS = {"gpt": (gpt, ()), "shared": (gpt_with_shared_block, (1, 2, 3)), "bert": (bert, (0, 2))}
 
 
 def rows_of(model: Transformer, step: int, rows: int) -> Batch:
@@ -233,6 +234,18 @@ def check_refusals(runtime: Runtime) -> Iterator[tuple[str, float, float]]:
     sharded.sync_gradients(ours.model, False)  # control: not averaged, they do not arrive
     ours.model(rows_of(ours.model, 0, 1)).backward()
     assert all(p.grad is None for p in ours.optimizers.parameters.values())
+    yield from ()
+
+
+def check_places(runtime: Runtime) -> Iterator[tuple[str, float, float]]:
+    """Offloaded rows are on the host wherever they came from; the meta device stands for a GPU."""
+    model = gpt()
+    sharded.shard(model, runtime, (1, 2))
+    sharded.assign(model, model.state_dict(), torch.device("meta"))
+    where = {name: p.device.type for name, p in model.named_parameters()}
+    assert {name for name, device in where.items() if device == "cpu"} == {
+        name for name in where if name.startswith(("h.1.", "h.2."))
+    }
     yield from ()
 
 
@@ -407,12 +420,12 @@ def check_damage_is_said_by_all(
             (path / name).write_bytes(flipped)
         dist.barrier()
         with pytest.raises(ValueError, match=f"{name} is damaged"):
-            sharded_checkpoint.load_shards(path, ours.model.state_dict(), runtime)
+            sharded_checkpoint.load_shards(path, ours.model.state_dict(), runtime, CPU)
         dist.barrier()
         if runtime.is_rank0:
             (path / name).write_bytes(intact)
         dist.barrier()
-    sharded_checkpoint.load_shards(path, ours.model.state_dict(), runtime)
+    sharded_checkpoint.load_shards(path, ours.model.state_dict(), runtime, CPU)
     yield from ()
 
 
@@ -432,7 +445,7 @@ def go_on(runtime: Runtime, folder: Path, write: bool) -> Iterator[tuple[str, fl
             paths.append(checkpoint.save(folder / f"{name}-{runtime.rank}", state, step=1))
         for path in paths:
             ours = Trained(build(), runtime, offloaded)
-            state = sharded_checkpoint.load_shards(path, ours.model.state_dict(), runtime)
+            state = sharded_checkpoint.load_shards(path, ours.model.state_dict(), runtime, CPU)
             assert state["best"] == math.inf and state["config"]["layers"] == (1, 2)
             for tensor in state["optimizers"]["state"]["wte.weight"].values():
                 assert rows_here(tensor).shape in (rows_here(ours.model.wte.weight).shape, ())
@@ -466,6 +479,7 @@ def work(rank: int, world_size: int, meet: str, folder: str, store: str, results
         if world_size == 2:
             checks += [
                 check_refusals(runtime),
+                check_places(runtime),
                 check_skipped_layer(runtime),
                 check_rounded(runtime),
                 check_text(runtime),
