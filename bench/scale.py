@@ -11,7 +11,8 @@
 Steps are those of train.py as bench/step.py makes them, with AdamW in all: it is torchao's, and has
 the larger state. They take turns, each variant in a process of its own; a ratio is the median of
 those within a turn. On a CPU device and host are the same memory, and a copy is a copy: what
-offload costs there is copies and arithmetic, and nothing goes on meanwhile.
+offload costs there is copies and arithmetic, and nothing goes on meanwhile. GFLOPs of a record are
+those of the step without offload: blocks whose weights are away run forward once more.
 
 Peak of memory: the placement counts weights, gradients, state and what copies pass through, not
 activations. So it is held against the peak of a step that has next to none, of 2 x 64 tokens, one
@@ -241,8 +242,8 @@ def measure_offload(setup: Setup) -> dict:
     title("offload", size, case)
     variants = {HERE: Variant(None, "adamw")}
     variants |= {mode: Variant(HERE, "adamw", flags="--offload") for mode in MODES}
-    jobs = {name: (build, case, variants[name], setup.device, name) for name in MODES}
-    jobs[HERE] = (build, case, variants[HERE], setup.device)
+    jobs: dict[str, tuple] = {HERE: (build, case, variants[HERE], setup.device)}
+    jobs |= {name: (build, case, variants[name], setup.device, name) for name in MODES}
     if setup.device == "cpu" or find_spec("torchao") is None:
         why = "it needs --device cuda" if setup.device == "cpu" else "it is not installed"
         print(f"torchao: skipped, {why}")
