@@ -457,3 +457,6 @@ def test_parts_are_run_by_name_and_recorded_apart(scale, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["scale.py", "grow"])
     with pytest.raises(ValueError, match="there is no part grow: choose from adamw, shared"):
         scale.main()
+    monkeypatch.setattr(sys, "argv", ["scale.py", "--turns", "2"])
+    with pytest.raises(ValueError, match="--turns 2 are too few for a spread: choose 3 or more"):
+        scale.main()
