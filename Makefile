@@ -20,7 +20,7 @@ check:  ## what a change must pass besides its tests: lint, format, size, import
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pytest $(STRUCTURE)
 
-bench:  ## rates of prepare, analysis and sampling; kernels; a training step (NANOGPT=its clone, HISTOGRAM=lengths)
+bench:  ## rates of prepare, analysis and sampling; kernels; training steps (NANOGPT=its clone, HISTOGRAM=lengths)
 	$(PYTHON) bench/prepare_rate.py corpus/pd-mix.jsonl.gz
 	$(PYTHON) bench/analysis.py
 	$(PYTHON) bench/sampling.py
@@ -28,6 +28,7 @@ bench:  ## rates of prepare, analysis and sampling; kernels; a training step (NA
 	$(PYTHON) bench/gather_scatter.py
 	$(if $(HISTOGRAM),$(PYTHON) bench/packers.py $(HISTOGRAM))
 	$(PYTHON) bench/step.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
+	$(PYTHON) bench/scale.py
 
 gpu:  ## every test and bench that needs a GPU; records in results/gpu-*.jsonl
 	bash bench/gpu.sh

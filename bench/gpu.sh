@@ -1,19 +1,21 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, within 8 minutes: the tests marked gpu, then each kernel and step
+# Everything that needs a GPU, within 9.5 minutes: the tests marked gpu, then each kernel and step
 # bench with --device cuda, whose records are added to results/gpu-*.jsonl as they come.
 #
 #     bench/gpu.sh                       # on one GPU with 70 GB free
 #     bench/gpu.sh --nanogpt ../nanoGPT  # arguments go to bench/step.py, before its --size
+#     GPU_ONLY=scale bench/gpu.sh        # the parts whose name has this in it
 #
-# Installs nothing. What is missing here (pytest, hypothesis, tiktoken, triton, a C compiler) skips
-# only what needs it, with a line that says so; git, xdist and matplotlib are not needed. A part that
-# runs out of time says so, and the next goes on. Exit status: 0 if all that ran passed, 1 if not,
-# 2 without a GPU.
+# Installs nothing. What is missing here (pytest, hypothesis, tiktoken, triton, a C compiler,
+# torchao) skips only what needs it, with a line that says so; git, xdist and matplotlib are not
+# needed. A part that runs out of time says so, and the next goes on. Exit status: 0 if all that ran
+# passed, 1 if not, 2 without a GPU.
 
 set -u -o pipefail
 cd "$(dirname "$0")/.."
 python=${PYTHON:-python}
-most=${GPU_SECONDS:-480}
+most=${GPU_SECONDS:-570}
+only=${GPU_ONLY:-}
 status=0
 
 say() { echo "bench/gpu.sh: $*" >&2; }
@@ -22,6 +24,7 @@ say() { echo "bench/gpu.sh: $*" >&2; }
 part() {
     local limit=$1 name=$2 left=$((most - SECONDS)) began=$SECONDS result=0
     shift 2
+    [[ $name == *$only* ]] || return 0
     if [ "$left" -lt 10 ]; then
         say "$name: skipped, the $most s are used up"
         status=1
@@ -45,7 +48,7 @@ fi
 
 missing=" $("$python" -c '
 from importlib.util import find_spec
-needed = "numpy tqdm regex tiktoken pytest hypothesis triton".split()
+needed = "numpy tqdm regex tiktoken pytest hypothesis triton torchao".split()
 print(*(name for name in needed if find_spec(name) is None))') "
 if [[ $missing != *" triton "* ]] && ! command -v "${CC:-cc}" gcc clang >/dev/null; then
     missing+="a-C-compiler "
@@ -101,6 +104,16 @@ if ! without "bench/step.py" numpy tqdm regex tiktoken; then
             part 80 "bench/step.py --compile, $size" "${step[@]}" --compile --size "$size"
         done
     fi
+fi
+
+without "torchao's part of bench/scale.py" torchao
+if ! without "bench/scale.py" numpy tqdm regex tiktoken; then
+    limits=(offload 110 capped 90 shared 60 growth 50 fsdp 45 adamw 30)
+    for ((i = 0; i < ${#limits[@]}; i += 2)); do
+        name=${limits[i]}
+        part "${limits[i + 1]}" "bench/scale.py, $name" \
+            "$python" bench/scale.py --device cuda --record "$name"
+    done
 fi
 
 without "bench/gather_scatter.py, its Triton forms" triton

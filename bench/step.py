@@ -31,7 +31,7 @@ import nanogpt
 import torch
 from record import append, quartiles, significant, surroundings
 from torch import Tensor, nn
-from turns import Taken, take_turns
+from turns import Taken, ratios, take_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
@@ -80,6 +80,7 @@ class Variant(NamedTuple):
     packed: bool = False
     piece_len: int | None = None  # of each document of a packed row; None: random lengths
     kept_share: float = 1.0
+    flags: str = ""  # more of train.py's
 
 
 VARIANTS = {
@@ -107,7 +108,8 @@ def settings_of(case: Case, variant: Variant, device: str, compiled: bool) -> co
     flags += " --size 1.3B" * (seq_len > 1024) + " --size 124M" * (256 < seq_len <= 1024)
     if variant.kept_share < 1:
         flags += f" --ltd --ltd-start {int(variant.kept_share * seq_len)}"
-    return config.build(config.parse((flags + " --compile" * compiled).split()))
+    flags += f" {variant.flags}" + " --compile" * compiled
+    return config.build(config.parse(flags.split()))
 
 
 def draw_documents(
@@ -214,42 +216,51 @@ def groups_of(variants: dict[str, tuple], device: str) -> list[dict[str, tuple]]
     return [group for group in (ours, theirs) if group]
 
 
-def memory_of(name: str, taken: dict[str, list[Taken]], case: Case, device: str) -> dict:
+def memory_of(
+    name: str,
+    taken: dict[str, list[Taken]],
+    case: Case,
+    device: str,
+    variants: dict[str, Variant],
+) -> dict:
     """Peak in GB of a step on a GPU; for dropped tokens beside what the plain step's predicts."""
     last = taken[name][-1]
     if not last.peak_bytes:
         return {}
     figures = {"peak_gb": significant(last.peak_bytes / 1e9, 4)}
     figures["resident_gb"] = significant(last.resident_bytes / 1e9, 4)
-    if name in VARIANTS and VARIANTS[name].kept_share < 1 and VARIANTS[name].to in taken:
-        plain = taken[VARIANTS[name].to][-1]
-        tokens = tokens_seen(settings_of(case, VARIANTS[name], device, compiled=False))
+    if name in variants and variants[name].kept_share < 1 and variants[name].to in taken:
+        plain = taken[variants[name].to][-1]
+        tokens = tokens_seen(settings_of(case, variants[name], device, compiled=False))
         share = sum(tokens) / (len(tokens) * case.shape.seq_len)
         predicted = plain.resident_bytes + share * (plain.peak_bytes - plain.resident_bytes)
         figures["predicted_peak_gb"] = significant(predicted / 1e9, 4)
     return figures
 
 
-def summarise(taken: dict[str, list[Taken]], case: Case, device: str) -> dict[str, dict]:
+def summarise(
+    taken: dict[str, list[Taken]],
+    case: Case,
+    device: str,
+    variants: dict[str, Variant] = VARIANTS,
+) -> dict[str, dict]:
     """Quartiles of milliseconds and of the ratio, within a turn, to the variant's reference."""
     figures = {}
-    seconds = {name: [one.seconds for one in steps] for name, steps in taken.items()}
-    for name, values in seconds.items():
-        figures[name] = {"ms": quartiles([1e3 * value for value in values])}
-        reference = VARIANTS[name].to if name in VARIANTS else None
-        if reference in seconds:
-            pairs = zip(values, seconds[reference], strict=True)
-            figures[name]["ratio"] = quartiles([one / other for one, other in pairs])
+    for name, steps in taken.items():
+        figures[name] = {"ms": quartiles([1e3 * one.seconds for one in steps])}
+        reference = variants[name].to if name in variants else None
+        if reference in taken:
+            figures[name]["ratio"] = quartiles(ratios(steps, taken[reference]))
             figures[name]["to"] = reference
-        if name in VARIANTS:
-            flops = flops_of(case, VARIANTS[name], device)
+        if name in variants:
+            flops = flops_of(case, variants[name], device)
             figures[name]["gflop"] = round(flops / 1e9, 2)
-            costs_less = VARIANTS[name].kept_share < 1 or VARIANTS[name].packed
-            if costs_less and reference in seconds:
-                predicted = flops / flops_of(case, VARIANTS[reference], device)
-                had = (1 - figures[name]["ratio"][1]) / (1 - predicted)
-                figures[name] |= {"predicted": round(predicted, 4), "saving_had": round(had, 3)}
-        figures[name] |= memory_of(name, taken, case, device)
+            if reference in taken and reference in variants:
+                predicted = flops / flops_of(case, variants[reference], device)
+                if predicted < 1:
+                    had = (1 - figures[name]["ratio"][1]) / (1 - predicted)
+                    figures[name] |= {"predicted": round(predicted, 4), "saving_had": round(had, 3)}
+        figures[name] |= memory_of(name, taken, case, device, variants)
     return figures
 
 

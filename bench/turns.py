@@ -35,17 +35,27 @@ def take_turns(variants: dict[str, tuple], turns: int) -> dict[str, list[Taken]]
     Args: variants name -> (build, *arguments): what a fresh process calls to get the function that
                    makes a step
     """
-    with processes(variants) as step_of:
-        for step in step_of.values():
-            step()
-        taken = {name: [] for name in variants}
-        order = list(variants)
-        for _ in range(turns):
-            for name in order:
-                time.sleep(WAIT_SECONDS)
-                taken[name].append(step_of[name]())
-            order.reverse()
+    with processes(variants) as turn_of_each:
+        return alternated(turn_of_each, turns)
+
+
+def alternated(turn_of_each: dict[str, Callable[[], Taken]], turns: int) -> dict[str, list[Taken]]:
+    """What each took in each turn, after one that does not count."""
+    for turn in turn_of_each.values():
+        turn()
+    taken = {name: [] for name in turn_of_each}
+    order = list(turn_of_each)
+    for _ in range(turns):
+        for name in order:
+            time.sleep(WAIT_SECONDS)
+            taken[name].append(turn_of_each[name]())
+        order.reverse()
     return taken
+
+
+def ratios(steps: list[Taken], others: list[Taken]) -> list[float]:
+    """Of seconds, within each turn."""
+    return [one.seconds / other.seconds for one, other in zip(steps, others, strict=True)]
 
 
 @contextmanager

@@ -149,8 +149,10 @@ def test_with_a_gpu_everything_that_needs_one_is_run(gpu_sh):
     assert all("--device cuda --record" in line for line in ran[1:])
     assert {line.split()[0] for line in ran[1:]} == {
         "bench/kernels.py", "bench/attention.py", "bench/pieces.py", "bench/step.py",
-        "bench/gather_scatter.py"
+        "bench/gather_scatter.py", "bench/scale.py",
     }  # fmt: skip
+    parts = {line.split()[-1] for line in ran if "bench/scale.py" in line}
+    assert parts == {"adamw", "shared", "growth", "offload", "fsdp", "capped"}
     _, ran = gpu_sh("--nanogpt", "there")
     assert all("--record --nanogpt there" in line for line in ran if "bench/step.py" in line)
 
@@ -158,10 +160,11 @@ def test_with_a_gpu_everything_that_needs_one_is_run(gpu_sh):
 @pytest.mark.parametrize(
     ("missing", "reasons", "stays"),
     [
-        ("pytest", ["tests: skipped, pytest is missing"], 11),
-        ("triton", ["bench/step.py --compile: skipped, triton is missing"], 7),
+        ("pytest", ["tests: skipped, pytest is missing"], 17),
+        ("triton", ["bench/step.py --compile: skipped, triton is missing"], 13),
         ("tiktoken", ["tests: skipped, tiktoken", "bench/step.py: skipped, tiktoken"], 3),
-        ("hypothesis", [], 12),
+        ("hypothesis", [], 18),
+        ("torchao", ["torchao's part of bench/scale.py: skipped, torchao is missing"], 18),
         ("numpy", ["tests: skipped", "kernels.py: skipped", "gather_scatter.py: skipped"], 0),
     ],
 )
@@ -183,12 +186,18 @@ def test_without_a_c_compiler_nothing_of_triton_is_run(gpu_sh, tmp_path):
 
 def test_a_part_that_fails_or_takes_too_long_does_not_end_the_others(gpu_sh):
     done, ran = gpu_sh(FAKE_FAILS="kernels.py")
-    assert done.returncode == 1 and len(ran) == 12
+    assert done.returncode == 1 and len(ran) == 18
     assert "bench/kernels.py: failed with status 1" in done.stderr
     done, ran = gpu_sh(FAKE_SLOW="kernels.py", GPU_SECONDS="12")
     assert done.returncode == 1 and len(ran) == 2
     assert "bench/kernels.py: stopped, its 1" in done.stderr
     assert "bench/step.py, nano: skipped, the 12 s are used up" in done.stderr
+
+
+def test_one_bench_alone_may_be_asked_for(gpu_sh):
+    done, ran = gpu_sh(GPU_ONLY="scale")
+    assert done.returncode == 0 and len(ran) == 6
+    assert all(line.startswith("bench/scale.py --device cuda --record ") for line in ran)
 
 
 @pytest.mark.parametrize("operation", ["gather", "scatter", "layer"])
@@ -265,3 +274,189 @@ def test_a_step_that_drops_tokens_has_the_flops_of_its_layers(bench, size):
     assert flops["plain"] - flops["packed, 64"] == attention * (T - 64) // T
     quarter, half = (flops["plain"] - flops[f"keep {name}"] for name in ("1/4", "1/2"))
     assert half < quarter < 2 * half, "attention falls with the square"
+
+
+# ---- bench/scale.py, at the size of a toy
+
+TOY = dict(shape=(4, 2, 16, 32), rows=2, vocab_size=64, turns=2, pos="rope")
+
+
+def toy_of(step: ModuleType):
+    return step.Case(**TOY | {"shape": step.Size(*TOY["shape"])})
+
+
+@pytest.fixture
+def scale(bench, monkeypatch):
+    """The bench with its turns in this process."""
+    module = bench("scale")
+    import step
+    import turns
+
+    def take_turns(variants: dict[str, tuple], number: int) -> dict[str, list]:
+        steps = {name: build(*arguments) for name, (build, *arguments) in variants.items()}
+        one_each = {name: lambda step=step: turns.turn_of(step) for name, step in steps.items()}
+        return turns.alternated(one_each, number)
+
+    monkeypatch.setattr(turns, "TIMED_SECONDS", 0)
+    monkeypatch.setattr(module, "take_turns", take_turns)
+    monkeypatch.setitem(step.CASES, "toy", toy_of(step))
+    return module
+
+
+def test_both_forms_of_adamw_move_the_models_parameters(scale, capsys):
+    found = scale.measure_adamw(scale.Setup("cpu", "toy"))
+    block = 16 * 16 * 12 + 13 * 16 + 16 * 4 - 4 * 16  # matrices; biases and norms
+    assert found["parameters"] % 16 == 0 and found["parameters"] > 4 * block
+    low, median, high = found["faster"]
+    assert 0 < low <= median <= high and f"{median:.2f} [" in capsys.readouterr().out
+
+
+def test_bytes_before_and_after_layers_get_weights_of_their_own(scale, capsys):
+    found = scale.measure_shared(scale.Setup("cpu", "toy"))
+    assert list(found["steps"]) == ["own weights", "shared"]
+    assert found["steps"]["shared"]["to"] == "own weights"
+    shared, own = (found["bytes"][stage] for stage in ("shared", "own weights"))
+    block = 12 * 16 * 16 + 9 * 16 + 4 * 16  # matrices, their biases, two norms
+    assert own["parameters"] - shared["parameters"] == 3 * block
+    for stage in (shared, own):
+        assert stage["weights"] == stage["gradients"] == 4 * stage["parameters"]
+        assert stage["optimizer"] == stage["moments_held"] == 8 * stage["parameters"]
+    assert "M parameters; weights " in capsys.readouterr().out
+
+
+def test_fewer_layers_stand_beside_the_ratio_of_their_flops(scale):
+    """A row of 32: a layer's matrices are 12 C^2 and its attention C T, the head's V C."""
+    found = scale.measure_growth(scale.Setup("cpu", "toy"))["steps"]
+    layer, head = 12 * 16 * 16 + 16 * 32, 64 * 16
+    assert list(found) == ["all layers", "2 of 4", "1 of 4"]
+    for few, name in ((2, "2 of 4"), (1, "1 of 4")):
+        assert found[name]["predicted"] == round((few * layer + head) / (4 * layer + head), 4)
+    assert "predicted" not in found["all layers"]
+
+
+def test_whatever_is_away_a_step_is_the_same(scale, monkeypatch):
+    import step
+
+    case, plain = toy_of(step), step.Variant(None, "adamw")
+    away = plain._replace(flags="--offload")
+    steps = {mode: scale.build(case, away, "cpu", mode) for mode in scale.MODES}
+    wanted = scale.build(case, plain, "cpu")
+    for _ in range(3):
+        loss = wanted().loss
+        assert {mode: one().loss for mode, one in steps.items()} == dict.fromkeys(steps, loss)
+    by_budget = scale.offload.plan
+    scale.build(case, away, "cpu", "weights")
+    assert scale.offload.plan is by_budget, "each mode is a process's own"
+
+
+def test_offload_is_compared_mode_by_mode(scale, capsys):
+    found = scale.measure_offload(scale.Setup("cpu", "toy"))["steps"]
+    assert list(found) == ["no offload", *scale.MODES]
+    assert all(found[mode]["to"] == "no offload" for mode in scale.MODES)
+    assert "torchao: skipped, it needs --device cuda" in capsys.readouterr().out
+
+
+def test_the_planned_peak_counts_sixteen_bytes_a_parameter(scale, monkeypatch):
+    """Weight, gradient and two moments in fp32; away is the state of the blocks' matrices."""
+    import step
+    from turns import Taken
+
+    case, asked = toy_of(step), {}
+
+    def take_turns(jobs: dict[str, tuple], turns: int) -> dict[str, list]:
+        asked.update(jobs)
+        return {name: [Taken(1.0, peak_bytes=100_000)] for name in jobs}
+
+    start = scale.runtime.start
+    monkeypatch.setattr(scale.runtime, "start", lambda *_: start("cpu", "fp32"))
+    monkeypatch.setattr(scale, "take_turns", take_turns)
+    variants = {scale.HERE: step.Variant(None, "adamw"), "torchao": step.Variant(None, "adamw")}
+    variants["blocks' state"] = step.Variant(None, "adamw", flags="--offload")
+    jobs = {name: (scale.build, case, variants[name], "cuda") for name in variants}
+    jobs["blocks' state"] = (*jobs["blocks' state"], "blocks' state")
+    peaks = scale.peaks_of(jobs, variants, case)
+    settings = step.settings_of(case, variants[scale.HERE], "cpu", False)
+    numel = sum(p.numel() for p in scale.like(settings, case).parameters())
+    assert peaks["torchao"] == {"lean_peak_gb": 0.0001}
+    assert peaks[scale.HERE]["planned_gb"] == pytest.approx(16 * numel / 1e9, rel=1e-3)
+    without = (16 * numel - 8 * 4 * 12 * 16 * 16) / 1e9
+    assert peaks["blocks' state"]["planned_gb"] == pytest.approx(without, rel=1e-3)
+    for _, lean, variant, *_ in asked.values():
+        assert (lean.rows, lean.shape.seq_len) == (2, 64)
+        assert variant.flags.endswith("--micro-batch-size 1")
+    assert asked["blocks' state"][-1] == "blocks' state"
+
+
+def test_torchaos_step_is_of_the_same_model_and_batch(scale, monkeypatch):
+    """Its optimizer needs a GPU: AdamW in its place, called as it would be."""
+    import step
+
+    class CPUOffloadOptimizer(torch.optim.AdamW):
+        def __init__(self, groups: list[dict], optimizer_class: type, **more):
+            assert optimizer_class is torch.optim.AdamW
+            super().__init__(groups, **more)
+
+    optim = ModuleType("torchao.optim")
+    optim.CPUOffloadOptimizer = CPUOffloadOptimizer
+    monkeypatch.setitem(sys.modules, "torchao", ModuleType("torchao"))
+    monkeypatch.setitem(sys.modules, "torchao.optim", optim)
+    case = toy_of(step)._replace(rows=4)
+    at_peak = "--grad-clip 0 --schedule wsd"  # the learning rate too, halfway
+    variant = step.Variant(None, "adamw", flags=f"{at_peak} --micro-batch-size 2")
+    ours, theirs = scale.build(case, variant, "cpu"), scale.build_torchao(case, variant, "cpu")
+    assert theirs() == ours().loss
+    found, wanted = [theirs() for _ in range(3)], [ours().loss for _ in range(3)]
+    assert found == pytest.approx(wanted, rel=1e-4) and found[-1] < found[0]
+
+
+BUDGET = "--offload --offload-budget 110KB --checkpoint-activations --micro-batch-size 1"
+
+
+def test_a_model_that_is_larger_than_its_budget_trains(scale):
+    import step
+
+    found = scale.train_capped(toy_of(step)._replace(turns=4), BUDGET, "cpu", cap_bytes=0)
+    assert len(found["losses"]) == 4 and found["losses"][-1] < found["losses"][0]
+    assert 0 < found["planned_gb"] <= 110e-6 < 220e-6 < found["host_gb"]
+
+
+def test_a_model_that_cannot_be_trained_so_is_refused(scale, monkeypatch):
+    import step
+
+    case = toy_of(step)._replace(turns=4)
+    with pytest.raises(ValueError, match="capped: the loss does not fall"):
+        scale.train_capped(case, f"{BUDGET} --lr 1e-30", "cpu", cap_bytes=0)
+    monkeypatch.setattr(scale, "host_free", lambda: 1000)
+    with pytest.raises(ValueError, match=r"^capped needs .* KiB of host memory and 1000 bytes are"):
+        scale.train_capped(case, BUDGET, "cpu", cap_bytes=0)
+
+
+@pytest.mark.dist
+def test_a_process_alone_is_sharded_beside_a_plain_one(bench, monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    import scale  # by its own name, for the other processes to find
+    import step
+
+    monkeypatch.setitem(step.CASES, "toy", toy_of(step))
+    found = scale.measure_fsdp(scale.Setup("cpu", "toy"))["steps"]
+    assert list(found) == ["plain", "--fsdp"] and found["--fsdp"]["to"] == "plain"
+
+
+def test_parts_are_run_by_name_and_recorded_apart(scale, monkeypatch, capsys):
+    records = []
+    monkeypatch.setattr(scale, "append", lambda name, record: records.append((name, record)))
+    monkeypatch.setitem(scale.PARTS, "growth", lambda setup: {"size": setup.size})
+    flags = ["growth", "capped", "--size", "nano", "--record"]
+    monkeypatch.setattr(sys, "argv", ["scale.py", *flags])
+    scale.main()
+    ((name, record),) = records
+    assert (name, record["part"], record["size"], record["device"]) == (
+        "scale", "growth", "nano", "cpu"
+    )  # fmt: skip
+    assert capsys.readouterr().err == "capped: skipped, it needs --device cuda\n"
+    monkeypatch.setattr(sys, "argv", ["scale.py", "grow"])
+    with pytest.raises(ValueError, match="there is no part grow: choose from adamw, shared"):
+        scale.main()
+    monkeypatch.setattr(sys, "argv", ["scale.py", "--turns", "2"])
+    with pytest.raises(ValueError, match="--turns 2 are too few for a spread: choose 3 or more"):
+        scale.main()

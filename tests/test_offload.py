@@ -1,6 +1,7 @@
 """Offload: bitwise what it is without, everything where the plan says, in every mixture.
 
-Device and host are both the CPU here; every copy is made all the same.
+Device and host are both the CPU here; every copy is made all the same. What can only be seen on a
+GPU is marked so.
 """
 
 import io
@@ -24,7 +25,8 @@ from support.link import Landing, Link
 from support.optim import Optimizers
 from support.placement import WHERE, Away, Placement, part_of, parts_of
 
-CPU = torch.device("cpu")
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+DEVICES = [CPU, pytest.param(GPU, marks=pytest.mark.gpu)]
 NOTHING, STATE, GRADIENTS, WEIGHTS = Away
 MIXTURES = {
     "nothing": [NOTHING] * 5,
@@ -62,13 +64,13 @@ def placed(model, away, kind="adamw", dtype="fp32"):
 class Run:
     """Steps of two micro-batches, with clipping, weight decay and a rate that changes."""
 
-    def __init__(self, model, away=None, kind="adamw", dtype="fp32", early=True):
+    def __init__(self, model, away=None, kind="adamw", dtype="fp32", early=True, device=CPU):
         self.model, self.losses, self.norms, self.number = model, [], [], 0
-        self.dtype = dtype
+        self.dtype, self.device = dtype, device
         self.held = None
         tensors = dict(model.named_parameters())
         if away is not None:
-            self.held = Offloaded(model, placed(model, away, kind, dtype), CPU, early)
+            self.held = Offloaded(model, placed(model, away, kind, dtype), device, early)
             tensors = self.held.parameters()
         self.optimizers = Optimizers(tensors, kind, 0.1, (0.9, 0.95))
 
@@ -83,10 +85,11 @@ class Run:
         return ltd.token_dropping(dict(zip((1, 2), kept, strict=True)), run_block)
 
     def backward(self, last, **how):
-        mixed = torch.autocast("cpu", torch.bfloat16, enabled=self.dtype == "bf16")
+        mixed = torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bf16")
         run_block = self.run_block(self.number, **how)
+        inputs = batch(self.number, packed=self.device == CPU).to(self.device)
         with mixed:
-            loss = self.model(batch(self.number), run_block=run_block) / 63
+            loss = self.model(inputs, run_block=run_block) / 63
         with self.held.collecting(last) if self.held else nullcontext():
             loss.backward()
         self.losses.append(loss.item())
@@ -339,10 +342,11 @@ def test_off_is_identity():
     assert calls == [1]
 
 
+@pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("mixture", MIXTURES)
-def test_every_tensor_lives_where_the_plan_says(mixture, kind):
-    run = Run(small(), MIXTURES[mixture], kind)
+def test_every_tensor_lives_where_the_plan_says(mixture, kind, device):
+    run = Run(small(), MIXTURES[mixture], kind, device=device)
     names = [part.name for part in parts_of(run.model, kind == "muon")]
     away = dict(zip(names, MIXTURES[mixture], strict=True))
 
@@ -518,6 +522,28 @@ def test_two_ranks_move_alike_and_as_without(tmp_path):
 
 
 # A GPU
+
+
+@pytest.mark.parametrize("device", DEVICES, ids=str)
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_what_a_step_computes_does_not_depend_on_where_things_are(mixture, device):
+    """Before the host's AdamW, which rounds otherwise than a GPU's, comes into it."""
+    plain = Run(small(), MIXTURES["nothing"], device=device)
+    there = Run(small(), MIXTURES[mixture], device=device)
+    for run in (plain, there):
+        run.backward(last=False)
+        run.backward(last=True)
+    assert there.losses == plain.losses
+    gradients = {name: p.grad.cpu() for name, p in plain.held.parameters().items()}
+    for name, p in there.held.parameters().items():
+        torch.testing.assert_close(p.grad.cpu(), gradients[name], rtol=0, atol=1e-6)
+
+
+@pytest.mark.gpu
+def test_memory_that_is_copied_is_page_locked_and_no_more_than_asked_for():
+    run = Run(small(), MIXTURES["weights"], device=GPU)
+    assert run.held.link.slab.is_pinned() and run.held.all_hosted()[0].master.is_pinned()
+    assert run.held.link.slab.nbytes <= run.held.placement.host_bytes + 64 * 100
 
 
 @pytest.mark.gpu

@@ -76,6 +76,24 @@ def test_a_sharded_run_goes_on_with_other_ranks(store_dir, tmp_path, technique):
     assert len(read_log(tmp_path / "three", "run")) == 2
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_a_process_alone_trains_sharded_and_goes_on_without(store_dir, tmp_path, device):
+    flags = [*FLAGS.split(), "--device", device, "--dtype", "fp32", "--data", str(store_dir)]
+    assert train.main([*flags, "--out", str(tmp_path / "plain")]) == 0
+    # on a GPU Muon orthogonalises in bf16, which makes more of a difference in rounding
+    wanted = pytest.approx(losses(tmp_path / "plain"), abs=1e-5 if device == "cpu" else 1e-3)
+    script = [sys.executable, str(ROOT / "train.py"), *flags, "--fsdp"]
+    subprocess.run([*script, "--out", str(tmp_path / "sharded")], check=True)
+    assert losses(tmp_path / "sharded") == wanted
+    first, *others = sorted((tmp_path / "sharded").glob("step-*.sharded"))
+    assert first.is_dir() and others
+    for folder in others:
+        shutil.rmtree(folder)
+    assert train.main(["--resume", "--out", str(tmp_path / "sharded"), "--no-fsdp"]) == 0
+    assert losses(tmp_path / "sharded") == wanted
+    assert len(read_log(tmp_path / "sharded", "run")) == 2
+
+
 def drift(rank: int, meet: str, found) -> None:
     """Delink in place under a wrapper that was made before: layer 0 stays, layer 1 is a copy."""
     dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
