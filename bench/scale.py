@@ -49,7 +49,7 @@ import offload
 import pseudo
 from support import runtime
 from support.initial import empty_model
-from support.machine import host_free
+from support.memory import host_free
 from support.micro_batch import micro_batch
 from support.optim import split_parameters
 from support.placement import Away, Placement, parts_of, shown
