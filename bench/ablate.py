@@ -45,6 +45,7 @@ LTD = {
 SHORT = {
     "plain short": "--tokens 600K",
     "plain half": "--tokens 400K",
+    "plain long": "--tokens 1M",
     "curriculum short": "--curriculum seqlen --tokens 600K",
     "pack short": "--pack --tokens 600K",
     "all short": "--curriculum seqlen --ltd --pack --tokens 387072",
@@ -89,34 +90,20 @@ BERT = {
     "bert rarity": "--model bert --pack --pack-batch rows --curriculum rarity",
     "bert seqlen,rarity": "--model bert --pack --pack-batch rows --curriculum seqlen,rarity",
 }
-# A shadow of the model first: by unit, by when it ends, by what the optimizers hand over; then by
-# how many layers there are at first. Equal consumed tokens, so that a run with fewer layers reads
-# more text for as many FLOPs.
-PSEUDO = {
+# A shadow of the model first, whose layers share weights: by unit, by when it ends, by what the
+# optimizers hand over.
+SHARE = {
     f"share {group} until {until}": f"--pseudo --pseudo-group {group} --pseudo-until {until}"
     for group in (1, 2, 3)
     for until in (0.05, 0.1, 0.25, 0.5)
 }
-PSEUDO |= {
+SHARE |= {
     f"share 3 {state}": f"--pseudo --pseudo-group 3 --pseudo-state {state}"
     for state in ("copy", "reset")
 }
-PSEUDO |= {
+SHARE |= {
     "share in steps": "--pseudo --pseudo-group 1 --pseudo-until 0.05,0.1",
     "share adaptively": "--pseudo --pseudo-group 3 --pseudo-until adaptive",
-}
-PSEUDO |= {
-    f"grow {layers} until {until}": f"--pseudo --pseudo-layers {layers} --pseudo-until {until}"
-    for layers in (2, 3)
-    for until in (0.1, 0.25, 0.5, 0.75)
-}
-PSEUDO |= {
-    f"grow 3 {what}": f"--pseudo --pseudo-layers 3 --pseudo-until 0.5 {flags}"
-    for what, flags in {
-        "identity": "--pseudo-new identity",
-        "reset": "--pseudo-state reset",
-        "wsd": "--schedule wsd",
-    }.items()
 }
 # What a shadow is compared with at equal memory: a model that is as small and stays so, or a shadow
 # that shares nearly to the end. "3 layers 1.6M" has the plain run's FLOPs in its blocks.
@@ -127,9 +114,23 @@ SMALL = {
     "share 1 until 0.99": "--pseudo --pseudo-group 1 --pseudo-until 0.99",
     "share 3 until 0.99": "--pseudo --pseudo-group 3 --pseudo-until 0.99",
 }
-# Half of the layers at first, in fewer tokens: what growth saves, alone and with the others.
+# Some of the layers first. A budget of consumed tokens buys more text then: 450K with half of the
+# layers until 0.75 are as many raw tokens and steps as the plain run's 800K.
 GROW = "--pseudo --pseudo-layers 3 --pseudo-until"
 GROWN = {
+    f"grow {layers} until {until}": f"--pseudo --pseudo-layers {layers} --pseudo-until {until}"
+    for layers in (2, 3)
+    for until in (0.1, 0.25, 0.5, 0.75)
+}
+GROWN |= {
+    f"grow 3 {what}": f"{GROW} 0.5 {flags}"
+    for what, flags in {
+        "identity": "--pseudo-new identity",
+        "reset": "--pseudo-state reset",
+        "wsd": "--schedule wsd",
+    }.items()
+}
+GROWN |= {
     f"grow 3 until {until} {tokens}": f"{GROW} {until} --tokens {tokens}"
     for until in (0.5, 0.75)
     for tokens in ("400K", "450K", "500K", "600K")
@@ -144,7 +145,7 @@ GROWN |= {
     for until in (0.25, 0.5)
     for tokens in ("256K", "300K")
 }
-RECIPES = TECHNIQUES | LTD | SHORT | RATES | ROWS | PIECES | BERT | PSEUDO | SMALL | GROWN
+RECIPES = TECHNIQUES | LTD | SHORT | RATES | ROWS | PIECES | BERT | SHARE | SMALL | GROWN
 # What a run rests on besides its flags: records of one trainer do not compare with another's.
 # end: the learning rate was taken at the end of a step; middle: in its middle; split: and Muon
 # orthogonalises queries, keys and values apart, at twice nano's learning rate; joint: but together.

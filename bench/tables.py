@@ -16,7 +16,7 @@ import math
 import statistics
 from itertools import pairwise
 
-from ablate import BERT, LTD, PIECES, RATES, RECIPES, ROWS
+from ablate import BERT, GROWN, LTD, PIECES, RATES, RECIPES, ROWS, SHARE, SMALL
 from record import ROOT
 
 BUDGET = 800_000  # tokens of nano's recipe
@@ -103,11 +103,11 @@ def table(recipes: list[str], base: str, trainer: str) -> str:
     return "\n".join(rows)
 
 
-def dropping_table(recipes: list[str], trainer: str) -> str:
-    """Ways to drop tokens, each at a budget of its own: against the plain run at equal seconds, and
-    at equal consumed tokens.
+def budgets_table(recipes: list[str], trainer: str) -> str:
+    """Recipes each at a budget of its own: against the plain run at equal seconds, and at equal
+    consumed tokens.
 
-    A plain run's seconds are in proportion to its tokens, and three budgets of it were measured.
+    A plain run's seconds are in proportion to its tokens, and some budgets of it were measured.
     """
     losses, cost = measured("val_bpb", trainer), costs_of(trainer)
     rows = [
@@ -120,7 +120,7 @@ def dropping_table(recipes: list[str], trainer: str) -> str:
         for seed, by_budget in sorted(losses.get(recipe, {}).items()):
             budget, loss = max(by_budget.items())
             plain = {}
-            for budgets in ("plain", "plain short", "plain half"):
+            for budgets in ("plain", "plain short", "plain half", "plain long"):
                 plain |= losses.get(budgets, {}).get(seed, {})
             at_seconds, at_tokens = (
                 at_budget(plain, BUDGET * cost[recipe]),
@@ -170,8 +170,11 @@ def main() -> None:
     print(table(list(BERT), "bert", "end"), "\n")
     timed = costs_of("split")
     print("docs/ltd.md\n")
-    print(dropping_table([recipe for recipe in LTD if recipe in timed], "split"), "\n")
+    print(budgets_table([recipe for recipe in LTD if recipe in timed], "split"), "\n")
     print(rates_table(["plain", "constant 16", *RATES], "split"), "\n")
+    print("docs/scale.md\n")
+    for recipes in (SHARE, SMALL, GROWN):
+        print(budgets_table([recipe for recipe in recipes if recipe in timed], "split"), "\n")
     print("README.md\n")
     print(time_table([recipe for recipe in README if recipe in timed], "split"), "\n")
     print("CHANGELOG.md: what a step's learning rate in its middle did to two rows\n")
