@@ -136,6 +136,11 @@ GROWN |= {
     for tokens in ("400K", "450K", "500K", "600K")
 }
 GROWN |= {
+    f"grow {layers} until {until} 400K": f"--pseudo --pseudo-layers {layers} --pseudo-until {until}"
+    " --tokens 400K"
+    for layers, until in ((2, 0.75), (2, 0.9), (3, 0.9))
+}
+GROWN |= {
     f"pack grow 3 until {until} {tokens}": f"--pack {GROW} {until} --tokens {tokens}"
     for until in (0.5, 0.75)
     for tokens in ("300K", "400K")
