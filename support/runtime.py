@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -169,19 +170,25 @@ class Log:
 
 def provenance() -> dict[str, str]:
     """What made a result: command, commit, versions, machine. Opens every log and checkpoint."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except OSError:  # there is no git here
-        commit = ""
     return {
         "argv": " ".join(sys.argv),
-        "commit": commit or "none",
+        "commit": commit(),
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "threads": str(torch.get_num_threads()),
         "machine": f"{platform.system()} {platform.machine()}",
     }
+
+
+@cache
+def commit() -> str:
+    """The commit of this code, when it is first asked for: a later one is not what runs here."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:  # there is no git here
+        found = ""
+    return found or "none"
 
 
 class Parser(argparse.ArgumentParser):

@@ -2,6 +2,10 @@
 
 import json
 import os
+import shlex
+import subprocess
+import sys
+from functools import cache
 from pathlib import Path
 
 # One thread, also in the processes that tests start: another number sums in another order, and
@@ -22,10 +26,12 @@ from prepare import prepare
 from support.samples import samples_of
 from support.tokenizer import get_encoding
 
-TINY = Path(__file__).parents[1] / "corpus" / "pd-tiny.jsonl.gz"
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
 SMALL = (
     "--tokenizer bytes --layers 4 --heads 2 --width 32 --seq-len 32 --batch-tokens 256"
-    " --tokens 4096 --eval-every 2048 --eval-tokens 2000 --checkpoint-every 1024 --device cpu"
+    " --tokens 4096 --eval-every 2048 --eval-tokens 500 --final-eval-tokens 1000"
+    " --checkpoint-every 1024 --device cpu"
 )
 ALL_ON = "--curriculum seqlen,rarity --curriculum-start 8,1 --ltd --ltd-start 16 --pack"
 
@@ -57,6 +63,34 @@ def run(store_dir, tmp_path, monkeypatch):
         return read_log(tmp_path / out)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def log_of(store_dir, tmp_path_factory):
+    """The log of a run that other runs are compared with: log_of("--ltd"), made once."""
+
+    @cache
+    def finished(flags: str = "") -> list[dict]:
+        out = tmp_path_factory.mktemp("compared") / "run"
+        assert train.main(f"{SMALL} --data {store_dir} --out {out} {flags}".split()) == 0
+        return read_log(out)
+
+    return finished
+
+
+RANK = """
+import shlex, sys
+import train
+from support.runtime import exit_cleanly
+exit_cleanly(lambda: max(train.main(shlex.split(flags)) for flags in sys.argv[1:]))
+"""
+
+
+def train_on(ranks: int, *flags: list[str]) -> None:
+    """Start so many ranks, once, to train with these flags, and then with the next ones."""
+    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    script = ["--standalone", "--no-python", sys.executable, "-c", RANK]
+    subprocess.run([*launch, *script, *map(shlex.join, flags)], check=True, cwd=ROOT)
 
 
 def read_log(folder: Path, event: str | None = None) -> list[dict]:
