@@ -1,10 +1,10 @@
 """What several test files need: a small real store, and runs that take a second."""
 
 import json
+import multiprocessing
 import os
-import shlex
-import subprocess
-import sys
+import socket
+from collections.abc import Callable
 from functools import cache
 from pathlib import Path
 
@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
 import curriculum
 import train
 from prepare import prepare
+from support.runtime import exit_cleanly
 from support.samples import samples_of
 from support.tokenizer import get_encoding
 
@@ -78,19 +79,33 @@ def log_of(store_dir, tmp_path_factory):
     return finished
 
 
-RANK = """
-import shlex, sys
-import train
-from support.runtime import exit_cleanly
-exit_cleanly(lambda: max(train.main(shlex.split(flags)) for flags in sys.argv[1:]))
-"""
+# Processes that tests start by `get_context("forkserver")` have these loaded as they begin, which
+# takes each process of "spawn" or of torchrun seconds.
+multiprocessing.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "triton"]
+)
 
 
-def train_on(ranks: int, *flags: list[str]) -> None:
-    """Start so many ranks, once, to train with these flags, and then with the next ones."""
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
-    script = ["--standalone", "--no-python", sys.executable, "-c", RANK]
-    subprocess.run([*launch, *script, *map(shlex.join, flags)], check=True, cwd=ROOT)
+def train_on(ranks: int, *runs: list[str], work: Callable[[list[str]], None] = train.main) -> None:
+    """Start so many ranks, as torchrun would, to train with these flags, then with the next ones.
+
+    Args: work what a rank does with the flags of a run; a function that another process can import
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    arguments = (ranks, port, Path.cwd(), work, runs)
+    torch.multiprocessing.start_processes(
+        rank_of, arguments, nprocs=ranks, start_method="forkserver"
+    )
+
+
+def rank_of(
+    rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: list[list[str]]
+) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.chdir(cwd)
+    exit_cleanly(lambda: max(work(flags) or 0 for flags in runs))
 
 
 def read_log(folder: Path, event: str | None = None) -> list[dict]:

@@ -509,7 +509,8 @@ def rank_of_two(rank, folder):
 
 @pytest.mark.dist
 def test_two_ranks_move_alike_and_as_without(tmp_path):
-    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    start = torch.multiprocessing.start_processes
+    start(rank_of_two, (str(tmp_path),), nprocs=2, start_method="forkserver")
     first, *others = [torch.load(file) for file in sorted(tmp_path.glob("*.pt"))]
     assert len(others) == 3
     for other in others:
