@@ -6,14 +6,14 @@ Graphs are counted with a backend that runs them as they are, so that a test tak
 import json
 import os
 import signal
-import subprocess
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, metrics, read_log
-from test_train import PYTHON, ROOT, losses
+from conftest import SMALL, metrics, read_log, train_on
+from test_train import losses
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -76,13 +76,11 @@ def without_warm_up(monkeypatch):
         (LTD, 5),
         ("--ltd --ltd-pace linear --ltd-start 9 --ltd-layers 0,2", 3),
         ("--ltd --ltd-pace constant --ltd-steps 4 --ltd-start 8", 2),
-        (f"{LTD} --pack", 5),
         (f"{LTD} --pack --curriculum seqlen,rarity --curriculum-start 8,1", 5),
         (f"{LTD} --curriculum rarity --micro-batch-size 2 --dropout 0.1", 5),
         (f"{LTD} --model bert", 5),
         (f"{LTD} --model bert --pack --pack-batch rows", 5),
-        (f"{LTD} --checkpoint-activations", 5),
-        (f"{LTD} --dtype bf16 --pos learned", 5),
+        (f"{LTD} --checkpoint-activations --dtype bf16 --pos learned", 5),
     ],
 )
 def test_every_graph_is_made_before_the_first_step(run, graphs, monkeypatch, flags, shapes):
@@ -242,45 +240,43 @@ def test_a_signal_between_two_shapes_stops_the_run_which_goes_on_the_same(
     assert metrics(read_log(tmp_path / "stopped")) == whole
 
 
-RANK = """
-import json, os, sys
-import torch
-from torch import nn
-from torch._dynamo.testing import CompileCounter
-sys.path.insert(0, {root!r})
-import train
-from support.runtime import exit_cleanly
-graphs, seen, compile_module, step = CompileCounter(), [], nn.Module.compile, train.Trainer.step
-nn.Module.compile = lambda module, **more: compile_module(module, backend=graphs, **more)
-def counted(*args):
-    seen.append(graphs.frame_count)
-    return step(*args)
-train.Trainer.step = counted
-def main():
-    status = train.main()
-    with open(f"graphs-{{os.environ['RANK']}}.json", "w") as file:
-        json.dump([*seen, graphs.frame_count], file)
+def train_and_note_graphs(flags: list[str]) -> int:
+    """In a rank: train, and leave how many graphs there were before each step and at the end."""
+    torch.compiler.reset()
+    graphs, seen, compile_module = CompileCounter(), [], nn.Module.compile
+    step = train.Trainer.step
+
+    def counted(*args):
+        seen.append(graphs.frame_count)
+        return step(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        with_counter = partial(compile_module, backend=graphs)
+        patch.setattr(nn.Module, "compile", lambda module, **more: with_counter(module, **more))
+        patch.setattr(train.Trainer, "step", counted)
+        status = train.main(flags)
+    folder = Path(flags[flags.index("--out") + 1])
+    (folder / f"graphs-{os.environ['RANK']}.json").write_text(
+        json.dumps([*seen, graphs.frame_count])
+    )
     return status
-exit_cleanly(main)
-"""
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("more", ["", "--checkpoint-activations"])
-def test_two_processes_make_them_ahead_too_and_draw_the_curve_of_one(
-    run, store_dir, tmp_path, more
-):
-    flags = f"{LTD} --pack {more} --lr 1e-3"
-    script = tmp_path / "rank.py"
-    script.write_text(RANK.format(root=str(ROOT)))
-    launch = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    train_flags = f"{SMALL} --data {store_dir} --out two {flags} --compile".split()
-    subprocess.run([*launch, str(script), *train_flags], check=True, cwd=tmp_path)
-    for rank in range(2):
-        seen = json.loads((tmp_path / f"graphs-{rank}.json").read_text())
-        assert len(seen) > 8 and set(seen) == {5}
-    one, two = losses(run(flags, out="one")), losses(read_log(tmp_path / "two"))
-    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
+def test_two_processes_make_them_ahead_too_and_draw_the_curve_of_one(store_dir, tmp_path, log_of):
+    kinds = {"kept": f"{LTD} --pack --lr 1e-3"}
+    kinds["recomputed"] = f"{kinds['kept']} --checkpoint-activations"
+    runs = [
+        f"{SMALL} --data {store_dir} --out {tmp_path / out} {flags} --compile".split()
+        for out, flags in kinds.items()
+    ]
+    train_on(2, *runs, work=train_and_note_graphs)
+    for out, flags in kinds.items():
+        for rank in range(2):
+            seen = json.loads((tmp_path / out / f"graphs-{rank}.json").read_text())
+            assert len(seen) > 8 and set(seen) == {5}
+        one, two = losses(log_of(flags)), losses(read_log(tmp_path / out))
+        assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
 
 
 @pytest.mark.slow
