@@ -556,8 +556,8 @@ def test_on_a_gpu(mixture):
 TIGHT = "--offload --offload-budget 300KB"  # of 760 KiB: some weights leave too
 
 
-def test_off_is_absent(run, monkeypatch):
-    plain = metrics(run(out="plain"))
+def test_off_is_absent(run, log_of, monkeypatch):
+    plain = metrics(log_of())
     for name in ("plan", "Offloaded", "budget_bytes"):
         monkeypatch.setattr(offload, name, None)  # a call would fail
     assert metrics(run(out="poisoned")) == plain
@@ -572,9 +572,9 @@ def test_off_is_absent(run, monkeypatch):
         ("400KB", "--model bert --nsp --pack --dropout 0.1"),
     ],
 )
-def test_a_run_is_bitwise_the_same_with_part_of_it_away(run, budget, more):
-    plain = metrics(run(more, out="plain"))
-    assert metrics(run(f"{more} --offload --offload-budget {budget}", out="away")) == plain
+def test_a_run_is_bitwise_the_same_with_part_of_it_away(run, log_of, budget, more):
+    away = run(f"{more} --offload --offload-budget {budget}")
+    assert metrics(away) == metrics(log_of(more))
 
 
 def test_a_checkpoint_does_not_know_where_things_were(run, tmp_path):
