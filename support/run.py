@@ -26,8 +26,9 @@ from support import checkpoint, sharded_checkpoint
 from support.agreement import check_agreement
 from support.clock import Clock
 from support.initial import empty_model
+from support.provenance import provenance
 from support.run_folder import ModelSize, create_run_folder, started_with
-from support.runtime import Log, Runtime, provenance
+from support.runtime import Log, Runtime
 from support.settings import flattened, is_on
 from support.sharded import shard
 from support.token_store import Store

@@ -6,13 +6,10 @@ No training logic. What differs between one CPU and many GPUs is here and nowher
 import argparse
 import json
 import os
-import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -166,29 +163,6 @@ class Log:
 
     def size(self) -> int:
         return 0 if self.file is None else self.file.tell()
-
-
-def provenance() -> dict[str, str]:
-    """What made a result: command, commit, versions, machine. Opens every log and checkpoint."""
-    return {
-        "argv": " ".join(sys.argv),
-        "commit": commit(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "threads": str(torch.get_num_threads()),
-        "machine": f"{platform.system()} {platform.machine()}",
-    }
-
-
-@cache
-def commit() -> str:
-    """The commit of this code, when it is first asked for: a later one is not what runs here."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except OSError:  # there is no git here
-        found = ""
-    return found or "none"
 
 
 class Parser(argparse.ArgumentParser):

@@ -86,8 +86,10 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def train_on(ranks: int, *runs: list[str], work: Callable[[list[str]], None] = train.main) -> None:
-    """Start so many ranks, as torchrun would, to train with these flags, then with the next ones.
+def start_ranks(
+    ranks: int, *runs: list[str], work: Callable[[list[str]], None] = train.main
+) -> None:
+    """Start ranks as torchrun does, which train with these flags, then with the next ones.
 
     Args: work what a rank does with the flags of a run; a function that another process can import
     """

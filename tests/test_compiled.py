@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, metrics, read_log, train_on
+from conftest import SMALL, metrics, read_log, start_ranks
 from test_train import losses
 from torch import nn
 from torch._dynamo.testing import CompileCounter
@@ -271,7 +271,7 @@ def test_two_processes_make_them_ahead_too_and_draw_the_curve_of_one(store_dir, 
         f"{SMALL} --data {store_dir} --out {tmp_path / out} {flags} --compile".split()
         for out, flags in kinds.items()
     ]
-    train_on(2, *runs, work=train_and_note_graphs)
+    start_ranks(2, *runs, work=train_and_note_graphs)
     for out, flags in kinds.items():
         for rank in range(2):
             seen = json.loads((tmp_path / out / f"graphs-{rank}.json").read_text())

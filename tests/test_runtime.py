@@ -10,15 +10,15 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support import runtime
+from support import provenance, runtime
 
 
 def test_provenance_names_the_commit_from_wherever_it_is_asked(tmp_path, monkeypatch):
     command = ["git", "describe", "--always", "--dirty"]
     git = subprocess.run(command, cwd=runtime.ROOT, capture_output=True, text=True)
     monkeypatch.chdir(tmp_path)
-    runtime.commit.cache_clear()
-    assert runtime.provenance()["commit"] == (git.stdout.strip() or "none")
+    provenance.commit.cache_clear()
+    assert provenance.provenance()["commit"] == (git.stdout.strip() or "none")
     assert (runtime.ROOT / "train.py").is_file()
 
 
@@ -29,9 +29,9 @@ def test_an_unknown_device_is_refused():
 
 def test_provenance_without_git_is_none(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    runtime.commit.cache_clear()
-    assert runtime.provenance()["commit"] == "none"
-    runtime.commit.cache_clear()
+    provenance.commit.cache_clear()
+    assert provenance.provenance()["commit"] == "none"
+    provenance.commit.cache_clear()
 
 
 def test_log_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ALL_ON, SMALL, read_log, train_on
+from conftest import ALL_ON, SMALL, read_log, start_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import train
@@ -33,7 +33,7 @@ def closely(wanted: list[float]):
 def test_ranks_share_weights_and_part_with_them_as_one_process_does(store_dir, tmp_path):
     flags = [*FLAGS.split(), *SHARED.split(), *ALL_ON.split(), "--data", str(store_dir)]
     assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
-    train_on(2, [*flags, "--out", str(tmp_path / "two")])
+    start_ranks(2, [*flags, "--out", str(tmp_path / "two")])
     assert len(read_log(tmp_path / "two", "stage")) == 1
     assert losses(tmp_path / "two") == closely(losses(tmp_path / "one"))
 
@@ -44,7 +44,7 @@ def test_a_sharded_run_goes_on_with_other_ranks(store_dir, tmp_path, technique):
     flags = [*FLAGS.split(), *technique.split(), *ALL_ON.split(), "--data", str(store_dir)]
     assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
     wanted = losses(tmp_path / "one")
-    train_on(2, [*flags, "--fsdp", "--out", str(tmp_path / "two")])
+    start_ranks(2, [*flags, "--fsdp", "--out", str(tmp_path / "two")])
     assert losses(tmp_path / "two") == closely(wanted)
     scores = [read_log(tmp_path / out, "eval")[-1]["val_bpb"] for out in ("one", "two")]
     assert scores[1] == closely(scores[0])
@@ -56,7 +56,7 @@ def test_a_sharded_run_goes_on_with_other_ranks(store_dir, tmp_path, technique):
     assert train.main(["--resume", "--out", str(tmp_path / "two"), "--no-fsdp"]) == 0
     assert losses(tmp_path / "two") == closely(wanted)
     assert list((tmp_path / "two").glob("step-*.pt")), "a plain run's checkpoints are files"
-    train_on(3, ["--resume", "--out", str(tmp_path / "three")])
+    start_ranks(3, ["--resume", "--out", str(tmp_path / "three")])
     assert losses(tmp_path / "three") == closely(wanted)
     assert len(read_log(tmp_path / "three", "run")) == 2
 

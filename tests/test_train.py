@@ -3,16 +3,19 @@
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, metrics, read_log, train_on
+from conftest import ALL_ON, SMALL, metrics, read_log, start_ranks
 
 import curriculum
 import ltd
@@ -25,7 +28,7 @@ from evaluate import Evaluation
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from prepare import prepare
 from support import checkpoint
-from support.runtime import exit_cleanly
+from support.runtime import Log, exit_cleanly
 from support.token_store import Store
 from support.tokenizer import get_encoding
 
@@ -142,7 +145,7 @@ def test_every_combination_runs(run, flags):
 
 
 # At the default learning rate so small a model multiplies a last bit of rounding by 30 in 20 steps.
-CURVE = f"{ALL_ON} --tokens 6000 --lr 1e-3"
+CURVE = f"{ALL_ON} --tokens 6000 --lr 1e-3 --eval-every 0 --checkpoint-every 0"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -167,15 +170,18 @@ def test_documents_may_count_alike_whatever_their_length(log_of, flags):
 
 
 # A GPT's documents, one a row or packed, in rows that hold several; twelve steps or so.
-DOCUMENTS = "--seq-len 512 --batch-tokens 4096 --tokens 40000 --eval-tokens 1 --lr 1e-3 --pack"
+DOCUMENTS = (
+    "--seq-len 512 --batch-tokens 4096 --tokens 40000 --lr 1e-3 --eval-every 0"
+    " --checkpoint-every 0 --pack"
+)
 ALONE = f"{DOCUMENTS} --pack-max-per-row 1 --pack-batch rows"
 
 
-@pytest.mark.parametrize("more", ["", "--loss-per document", "--long truncate --optimizer adamw"])
-def test_a_step_of_documents_learns_what_the_unpacked_one_does(run, more):
+@pytest.mark.parametrize("more", ["", " --loss-per document", " --long truncate --optimizer adamw"])
+def test_a_step_of_documents_learns_what_the_unpacked_one_does(run, log_of, more):
     """The same curve on the same clock, at the same learning rate, in fewer rows."""
-    alone = [line for line in run(f"{ALONE} {more}", out="alone") if line["event"] == "train"]
-    packed = run(f"{DOCUMENTS} --pack-batch documents {more}", out="packed")
+    alone = [line for line in log_of(f"{ALONE}{more}") if line["event"] == "train"]
+    packed = run(f"{DOCUMENTS} --pack-batch documents{more}", out="packed")
     packed = [line for line in packed if line["event"] == "train"]
     assert len(alone) >= 10
     for a, b in zip(alone, packed, strict=True):
@@ -186,8 +192,8 @@ def test_a_step_of_documents_learns_what_the_unpacked_one_does(run, more):
     assert packed[-1]["layer_tokens"] < 0.9 * alone[-1]["layer_tokens"]
 
 
-def test_negative_control_a_sample_more_a_step_is_another_curve(run, monkeypatch):
-    alone = losses(run(ALONE, out="alone"))
+def test_negative_control_a_sample_more_a_step_is_another_curve(run, log_of, monkeypatch):
+    alone = losses(log_of(ALONE))
     real = plan.Plan.draw_samples
     monkeypatch.setattr(
         plan.Plan, "draw_samples", lambda self, clock, pool, n: real(self, clock, pool, n + 1)
@@ -196,11 +202,11 @@ def test_negative_control_a_sample_more_a_step_is_another_curve(run, monkeypatch
     assert max(abs(a - b) for a, b in zip(alone, packed, strict=False)) > 1e-2
 
 
-@pytest.mark.parametrize("more", ["", "--nsp", "--nsp --loss-per document --pos rope"])
-def test_a_packed_bert_learns_what_the_unpacked_one_does(run, more):
+@pytest.mark.parametrize("more", ["", " --nsp", " --nsp --loss-per document --pos rope"])
+def test_a_packed_bert_learns_what_the_unpacked_one_does(run, log_of, more):
     """Its masks and its pairs too: they are drawn by where text lies in the store, not by row."""
-    flags = DOCUMENTS.replace("--pack", f"--model bert {more}")
-    alone, packed = (run(flags, out="alone"), run(f"{flags} --pack", out="packed"))
+    flags = DOCUMENTS.replace("--pack", f"--model bert{more}")
+    alone, packed = log_of(flags), run(f"{flags} --pack", out="packed")
     same = ("step", "consumed_tokens", "real_tokens", "lr", "pieces")
     counts = [
         [[line[name] for name in same] for line in lines if line["event"] == "train"]
@@ -210,9 +216,9 @@ def test_a_packed_bert_learns_what_the_unpacked_one_does(run, more):
     assert losses(packed) == pytest.approx(losses(alone), abs=1e-4)
 
 
-def test_negative_control_masks_drawn_by_row_are_another_curve(run, monkeypatch):
+def test_negative_control_masks_drawn_by_row_are_another_curve(run, log_of, monkeypatch):
     flags = DOCUMENTS.replace("--pack", "--model bert")
-    alone = losses(run(flags, out="alone"))
+    alone = losses(log_of(flags))
     monkeypatch.setattr(
         plan, "places", lambda rows, batch: torch.arange(batch.tokens.numel()).view_as(batch.tokens)
     )
@@ -589,7 +595,7 @@ def test_recomputing_activations_holds_less_memory():
 
 
 # Two samples a step, whose pieces often fit into one row: then the second rank has none.
-BLANK = "--pack-batch documents --model bert --seq-len 2048 --batch-tokens 4096 --tokens 60000"
+BLANK = "--pack-batch documents --model bert --seq-len 1024 --batch-tokens 2048 --tokens 30000"
 
 
 def command(store_dir, out, flags="", ranks=0):
@@ -607,7 +613,7 @@ def flags_for(store_dir, out, flags=""):
 def test_two_processes_draw_the_curve_of_one(store_dir, tmp_path, log_of):
     all_flags = [f"{CURVE} {more}" for more in ("--optimizer adamw", "--optimizer muon", BLANK)]
     folders = [tmp_path / f"two-{number}" for number in range(3)]
-    train_on(2, *(flags_for(store_dir, *each) for each in zip(folders, all_flags, strict=True)))
+    start_ranks(2, *(flags_for(store_dir, *each) for each in zip(folders, all_flags, strict=True)))
     for flags, folder in zip(all_flags, folders, strict=True):
         one, two = log_of(flags), read_log(folder)
         assert len(losses(one)) >= 20
@@ -619,8 +625,9 @@ def test_two_processes_draw_the_curve_of_one(store_dir, tmp_path, log_of):
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_run_of_one_process_goes_on_with_two(store_dir, tmp_path, run):
-    whole = losses(run(CURVE, out="whole"))
-    subprocess.run(command(store_dir, tmp_path / "moved", CURVE), check=True)
+    flags = f"{CURVE} --checkpoint-every 1024"
+    whole = losses(run(flags, out="whole"))
+    subprocess.run(command(store_dir, tmp_path / "moved", flags), check=True)
     checkpoints = sorted((tmp_path / "moved").glob("step-*.pt"))
     assert len(checkpoints) == 2
     checkpoints[-1].unlink()  # as if it had been killed after the one before
@@ -661,19 +668,19 @@ def test_a_mistake_on_two_ranks_is_said_once(store_dir, tmp_path):
     assert "exitcode  : 2" in done.stderr, "torchrun says with what status its ranks left"
 
 
-KILL = """
-import os, random, signal, sys, threading
-import train
-from support import runtime
-lines, write = int(sys.argv.pop(1)), runtime.Log.write
-kill = threading.Timer(random.uniform(0, 0.005), os.kill, (os.getpid(), signal.SIGKILL))
-def count(log, *args, **values):
-    write(log, *args, **values)
-    if open(log.file.name, "rb").read().count(b"\\n") > lines and not kill.is_alive():
-        kill.start()
-runtime.Log.write = count
-train.main()
-"""
+def train_until_killed(lines: int, flags: list[str]) -> None:
+    """In a process of its own: train, and be killed soon after so many lines of the log."""
+    after = random.uniform(0, 0.005)
+    kill = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))
+    write = Log.write
+
+    def count(log, *args, **values):
+        write(log, *args, **values)
+        if Path(log.file.name).read_bytes().count(b"\n") > lines and not kill.is_alive():
+            kill.start()
+
+    Log.write = count
+    train.main(flags)
 
 
 @pytest.mark.dist
@@ -681,13 +688,16 @@ def test_killed_at_any_moment_and_resumed_is_the_same_run(store_dir, tmp_path, r
     """SIGKILL some time after so many lines of the log, three times over, then to the end."""
     flags = f"{ALL_ON} --tokens 8000 --checkpoint-every 700"
     whole = metrics(run(flags, out="whole"))
-    launch = command(store_dir, tmp_path / "killed", flags)
-    resume = [PYTHON, str(ROOT / "train.py"), "--resume", "--out", str(tmp_path / "killed")]
+    launch = flags_for(store_dir, tmp_path / "killed", flags)
+    resume = ["--resume", "--out", str(tmp_path / "killed")]
     for lines in (3, 14, 26):  # the first before there is a checkpoint
-        killed = [PYTHON, "-c", KILL, str(lines), *launch[2:]]
-        assert subprocess.run(killed, cwd=ROOT).returncode == -signal.SIGKILL
+        context = get_context("forkserver")
+        process = context.Process(target=train_until_killed, args=(lines, launch))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
         launch = resume
-    assert train.main(resume[2:]) == 0
+    assert train.main(resume) == 0
     assert metrics(read_log(tmp_path / "killed")) == whole
     assert not list((tmp_path / "killed").glob(".tmp*"))
 
