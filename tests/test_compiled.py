@@ -157,7 +157,7 @@ def test_rows_that_grow_compile_as_they_come_and_that_is_said(run, graphs, capsy
 def test_rows_that_differ_in_number_compile_as_they_come_and_that_is_said(
     run, graphs, capsys, monkeypatch
 ):
-    flags = "--pack --pack-batch documents --seq-len 512 --batch-tokens 4096 --tokens 40000"
+    flags = "--pack --pack-batch documents --seq-len 512 --batch-tokens 4096 --tokens 24000"
     assert config.shapes(config.build(config.parse(flags.split()))) == []
     seen = graphs_by_step(graphs, monkeypatch)
     compiled = metrics(run(f"{flags} --compile", out="compiled"))

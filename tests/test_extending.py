@@ -50,11 +50,13 @@ def extended(tmp_path_factory):
 
 def train(copy: Path, store: Path, out: str, ranks: int) -> tuple[list[dict], str]:
     """Three steps of the example's command, in processes of their own: their log, and stdout."""
-    launch = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}"]
+    launch = [sys.executable]
+    if ranks > 1:
+        launch += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
     flags = f"{SMALL} --data {store} --out {out} --skip 0.6 --ltd --ltd-start 16 --pack"
     flags = flags.replace("--tokens 4096", "--tokens 400 --lr 1e-3")
     done = subprocess.run(
-        [*launch, "--standalone", "train.py", *flags.split()],
+        [*launch, "train.py", *flags.split()],
         cwd=copy,
         text=True,
         capture_output=True,

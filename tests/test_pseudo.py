@@ -332,7 +332,7 @@ def test_neutral_is_identity(run, log_of, base, neutral):
     ],
 )
 def test_resume_before_at_and_after_the_switch_is_exact(run, tmp_path, flags):
-    flags = f"{flags} --keep 20 --checkpoint-every 256 --eval-every 0"
+    flags = f"{flags} --keep 20 --checkpoint-every 256 --eval-every 0 --tokens 2560"
     whole = run(flags, out="whole")
     assert owners_seen(whole)[-1] == (0, 1, 2, 3)
     switch = [line["step"] for line in whole if line["event"] == "stage"][-1]
