@@ -21,7 +21,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
-from support.runtime import ROOT, provenance
+from support.provenance import provenance
+from support.runtime import ROOT
 
 
 def surroundings(device: str = "cpu") -> dict:

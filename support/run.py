@@ -29,8 +29,9 @@ from support.agreement import check_agreement
 from support.clock import Clock
 from support.initial import empty_model
 from support.log import Log
+from support.provenance import provenance
 from support.run_folder import ModelSize, create_run_folder, started_with
-from support.runtime import Runtime, provenance
+from support.runtime import Runtime
 from support.settings import flattened, is_on
 from support.sharded import shard
 from support.token_store import Store

@@ -8,7 +8,7 @@ import json
 from pathlib import Path
 from typing import NamedTuple
 
-from support.runtime import provenance
+from support.provenance import provenance
 
 
 class ModelSize(NamedTuple):

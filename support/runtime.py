@@ -5,8 +5,6 @@ No training logic. What differs between one CPU and many GPUs is here and nowher
 
 import argparse
 import os
-import platform
-import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -127,23 +125,6 @@ def start(device: str, dtype: str) -> Runtime:
     ranks = f"{world_size} processes" if world_size > 1 else "one process"
     why = f"{kind} ({chosen}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
     return Runtime(rank, world_size, own, DTYPES[dtype], why, device_free(own), host_free())
-
-
-def provenance() -> dict[str, str]:
-    """What made a result: command, commit, versions, machine. Opens every log and checkpoint."""
-    command = ["git", "describe", "--always", "--dirty"]
-    try:
-        commit = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
-    except OSError:  # there is no git here
-        commit = ""
-    return {
-        "argv": " ".join(sys.argv),
-        "commit": commit or "none",
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "threads": str(torch.get_num_threads()),
-        "machine": f"{platform.system()} {platform.machine()}",
-    }
 
 
 class Parser(argparse.ArgumentParser):

@@ -1,7 +1,11 @@
 """What several test files need: a small real store, and runs that take a second."""
 
 import json
+import multiprocessing
 import os
+import socket
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 
 # One thread, also in the processes that tests start: another number sums in another order, and
@@ -19,13 +23,16 @@ if not torch.cuda.is_available():
 import curriculum
 import train
 from prepare import prepare
+from support.runtime import exit_cleanly
 from support.samples import samples_of
 from support.tokenizer import get_encoding
 
-TINY = Path(__file__).parents[1] / "corpus" / "pd-tiny.jsonl.gz"
+ROOT = Path(__file__).parents[1]
+TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
 SMALL = (
     "--tokenizer bytes --layers 4 --heads 2 --width 32 --seq-len 32 --batch-tokens 256"
-    " --tokens 4096 --eval-every 2048 --eval-tokens 2000 --checkpoint-every 1024 --device cpu"
+    " --tokens 4096 --eval-every 2048 --eval-tokens 500 --final-eval-tokens 1000"
+    " --checkpoint-every 1024 --device cpu"
 )
 ALL_ON = "--curriculum seqlen,rarity --curriculum-start 8,1 --ltd --ltd-start 16 --pack"
 
@@ -57,6 +64,50 @@ def run(store_dir, tmp_path, monkeypatch):
         return read_log(tmp_path / out)
 
     return start
+
+
+@pytest.fixture(scope="session")
+def log_of(store_dir, tmp_path_factory):
+    """The log of a run that other runs are compared with: log_of("--ltd"), made once."""
+
+    @cache
+    def finished(flags: str = "") -> list[dict]:
+        out = tmp_path_factory.mktemp("compared") / "run"
+        assert train.main(f"{SMALL} --data {store_dir} --out {out} {flags}".split()) == 0
+        return read_log(out)
+
+    return finished
+
+
+# Processes that tests start by `get_context("forkserver")` have these loaded as they begin, which
+# takes each process of "spawn" or of torchrun seconds.
+multiprocessing.set_forkserver_preload(
+    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "triton"]
+)
+
+
+def start_ranks(
+    ranks: int, *runs: list[str], work: Callable[[list[str]], None] = train.main
+) -> None:
+    """Start ranks as torchrun does, which train with these flags, then with the next ones.
+
+    Args: work what a rank does with the flags of a run; a function that another process can import
+    """
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    arguments = (ranks, port, Path.cwd(), work, runs)
+    torch.multiprocessing.start_processes(
+        rank_of, arguments, nprocs=ranks, start_method="forkserver"
+    )
+
+
+def rank_of(
+    rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: list[list[str]]
+) -> None:
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    os.chdir(cwd)
+    exit_cleanly(lambda: max(work(flags) or 0 for flags in runs))
 
 
 def read_log(folder: Path, event: str | None = None) -> list[dict]:

@@ -6,14 +6,14 @@ Graphs are counted with a backend that runs them as they are, so that a test tak
 import json
 import os
 import signal
-import subprocess
 from contextlib import nullcontext
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, metrics, read_log
-from test_train import PYTHON, ROOT, losses
+from conftest import SMALL, metrics, read_log, start_ranks
+from test_train import losses
 from torch import nn
 from torch._dynamo.testing import CompileCounter
 
@@ -24,8 +24,9 @@ import train
 from kernels import packed_attention
 from support import compiled
 
-# 16, 20, 24, 28 and 32 of 32 tokens
-LTD = "--tokens 2048 --ltd --ltd-pace linear --ltd-start 16 --ltd-multiple 4"
+# 16, 24 and 32 of 32 tokens; and 20 and 28 as well
+LTD = "--tokens 2048 --ltd --ltd-pace linear --ltd-start 16 --ltd-multiple 8"
+FIVE = LTD.replace("--ltd-multiple 8", "--ltd-multiple 4")
 
 
 @pytest.fixture
@@ -73,16 +74,14 @@ def without_warm_up(monkeypatch):
     ("flags", "shapes"),
     [
         ("", 1),
-        (LTD, 5),
+        (FIVE, 5),
         ("--ltd --ltd-pace linear --ltd-start 9 --ltd-layers 0,2", 3),
         ("--ltd --ltd-pace constant --ltd-steps 4 --ltd-start 8", 2),
-        (f"{LTD} --pack", 5),
-        (f"{LTD} --pack --curriculum seqlen,rarity --curriculum-start 8,1", 5),
-        (f"{LTD} --curriculum rarity --micro-batch-size 2 --dropout 0.1", 5),
-        (f"{LTD} --model bert", 5),
-        (f"{LTD} --model bert --pack --pack-batch rows", 5),
-        (f"{LTD} --checkpoint-activations", 5),
-        (f"{LTD} --dtype bf16 --pos learned", 5),
+        (f"{LTD} --pack --curriculum seqlen,rarity --curriculum-start 8,1", 3),
+        (f"{LTD} --curriculum rarity --micro-batch-size 2 --dropout 0.1", 3),
+        (f"{LTD} --model bert", 3),
+        (f"{LTD} --model bert --pack --pack-batch rows", 3),
+        (f"{LTD} --checkpoint-activations --dtype bf16 --pos learned", 3),
     ],
 )
 def test_every_graph_is_made_before_the_first_step(run, graphs, monkeypatch, flags, shapes):
@@ -93,7 +92,7 @@ def test_every_graph_is_made_before_the_first_step(run, graphs, monkeypatch, fla
 
 
 def test_without_the_warm_up_graphs_are_made_in_mid_run(run, graphs, monkeypatch):
-    flags = f"{LTD} --pack --compile"
+    flags = f"{FIVE} --pack --compile"
     ahead = metrics(run(flags, out="ahead"))
     torch.compiler.reset()
     graphs.clear()
@@ -107,7 +106,7 @@ def test_without_the_warm_up_graphs_are_made_in_mid_run(run, graphs, monkeypatch
 def test_the_shapes_are_listed_at_the_start(run, graphs, capsys):
     run(f"{LTD} --compile")
     out = capsys.readouterr()
-    assert "compiled for 5 shapes, 16, 20, 24, 28, 32 tokens of a row, in " in out.out + out.err
+    assert "compiled for 3 shapes, 16, 24, 32 tokens of a row, in " in out.out + out.err
     run("--compile", out="plain")
     out = capsys.readouterr()
     assert "compiled for 1 shape, 32 tokens of a row, in " in out.out + out.err
@@ -158,7 +157,7 @@ def test_rows_that_grow_compile_as_they_come_and_that_is_said(run, graphs, capsy
 def test_rows_that_differ_in_number_compile_as_they_come_and_that_is_said(
     run, graphs, capsys, monkeypatch
 ):
-    flags = "--pack --pack-batch documents --seq-len 512 --batch-tokens 4096 --tokens 40000"
+    flags = "--pack --pack-batch documents --seq-len 512 --batch-tokens 4096 --tokens 24000"
     assert config.shapes(config.build(config.parse(flags.split()))) == []
     seen = graphs_by_step(graphs, monkeypatch)
     compiled = metrics(run(f"{flags} --compile", out="compiled"))
@@ -184,7 +183,7 @@ def test_a_batch_of_another_layout_makes_no_graph(run, graphs, monkeypatch, kind
     monkeypatch.setattr("plan.collate", odd)
     monkeypatch.setattr(train, "laid_out", lambda settings, batch: batch)
     run(f"{LTD} {kind} --compile")
-    assert set(seen) == {5} and len(calls) > 8
+    assert set(seen) == {3} and len(calls) > 8
 
 
 def test_full_rows_have_the_layout_of_the_others():
@@ -242,45 +241,43 @@ def test_a_signal_between_two_shapes_stops_the_run_which_goes_on_the_same(
     assert metrics(read_log(tmp_path / "stopped")) == whole
 
 
-RANK = """
-import json, os, sys
-import torch
-from torch import nn
-from torch._dynamo.testing import CompileCounter
-sys.path.insert(0, {root!r})
-import train
-from support.runtime import exit_cleanly
-graphs, seen, compile_module, step = CompileCounter(), [], nn.Module.compile, train.Trainer.step
-nn.Module.compile = lambda module, **more: compile_module(module, backend=graphs, **more)
-def counted(*args):
-    seen.append(graphs.frame_count)
-    return step(*args)
-train.Trainer.step = counted
-def main():
-    status = train.main()
-    with open(f"graphs-{{os.environ['RANK']}}.json", "w") as file:
-        json.dump([*seen, graphs.frame_count], file)
+def train_and_note_graphs(flags: list[str]) -> int:
+    """In a rank: train, and leave how many graphs there were before each step and at the end."""
+    torch.compiler.reset()
+    graphs, seen, compile_module = CompileCounter(), [], nn.Module.compile
+    step = train.Trainer.step
+
+    def counted(*args):
+        seen.append(graphs.frame_count)
+        return step(*args)
+
+    with pytest.MonkeyPatch.context() as patch:
+        with_counter = partial(compile_module, backend=graphs)
+        patch.setattr(nn.Module, "compile", lambda module, **more: with_counter(module, **more))
+        patch.setattr(train.Trainer, "step", counted)
+        status = train.main(flags)
+    folder = Path(flags[flags.index("--out") + 1])
+    (folder / f"graphs-{os.environ['RANK']}.json").write_text(
+        json.dumps([*seen, graphs.frame_count])
+    )
     return status
-exit_cleanly(main)
-"""
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("more", ["", "--checkpoint-activations"])
-def test_two_processes_make_them_ahead_too_and_draw_the_curve_of_one(
-    run, store_dir, tmp_path, more
-):
-    flags = f"{LTD} --pack {more} --lr 1e-3"
-    script = tmp_path / "rank.py"
-    script.write_text(RANK.format(root=str(ROOT)))
-    launch = [PYTHON, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    train_flags = f"{SMALL} --data {store_dir} --out two {flags} --compile".split()
-    subprocess.run([*launch, str(script), *train_flags], check=True, cwd=tmp_path)
-    for rank in range(2):
-        seen = json.loads((tmp_path / f"graphs-{rank}.json").read_text())
-        assert len(seen) > 8 and set(seen) == {5}
-    one, two = losses(run(flags, out="one")), losses(read_log(tmp_path / "two"))
-    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
+def test_two_processes_make_them_ahead_too_and_draw_the_curve_of_one(store_dir, tmp_path, log_of):
+    kinds = {"kept": f"{LTD} --pack --lr 1e-3"}
+    kinds["recomputed"] = f"{kinds['kept']} --checkpoint-activations"
+    runs = [
+        f"{SMALL} --data {store_dir} --out {tmp_path / out} {flags} --compile".split()
+        for out, flags in kinds.items()
+    ]
+    start_ranks(2, *runs, work=train_and_note_graphs)
+    for out, flags in kinds.items():
+        for rank in range(2):
+            seen = json.loads((tmp_path / out / f"graphs-{rank}.json").read_text())
+            assert len(seen) > 8 and set(seen) == {3}
+        one, two = losses(log_of(flags)), losses(read_log(tmp_path / out))
+        assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
 
 
 @pytest.mark.slow
@@ -300,5 +297,5 @@ def test_compiled_code_computes_the_same(run, monkeypatch):
     with monkeypatch.context() as patch:
         patch.setattr(train.Trainer, "step", counted)
         coded = losses(run(f"{flags} --compile", out="compiled"))
-    assert set(seen) == {(5, 5)}
+    assert set(seen) == {(3, 3)}
     assert max(abs(a - b) for a, b in zip(plain, coded, strict=True)) < 1e-4

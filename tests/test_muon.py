@@ -227,7 +227,7 @@ def moved_in_shards(world_size: int, counts: list[int]) -> tuple[float, float]:
 @pytest.mark.parametrize("world_size", [2, 4])
 def test_ranks_share_the_work_and_all_get_the_whole(tmp_path, world_size):
     """Five matrices a shape: with 4 ranks the last one has none of its own, sharded or not."""
-    context = get_context("spawn")
+    context = get_context("forkserver")
     results = context.SimpleQueue()
     ranks = [
         context.Process(target=share_of, args=(rank, world_size, str(tmp_path / "meet"), results))

@@ -513,7 +513,8 @@ def rank_of_two(rank, folder):
 
 @pytest.mark.dist
 def test_two_ranks_move_alike_and_as_without(tmp_path):
-    torch.multiprocessing.spawn(rank_of_two, (str(tmp_path),), nprocs=2)
+    start = torch.multiprocessing.start_processes
+    start(rank_of_two, (str(tmp_path),), nprocs=2, start_method="forkserver")
     first, *others = [torch.load(file) for file in sorted(tmp_path.glob("*.pt"))]
     assert len(others) == 3
     for other in others:
@@ -581,8 +582,8 @@ def test_on_a_gpu(mixture):
 TIGHT = "--offload --offload-budget 300KB"  # of 760 KiB: some weights leave too
 
 
-def test_off_is_absent(run, monkeypatch):
-    plain = metrics(run(out="plain"))
+def test_off_is_absent(run, log_of, monkeypatch):
+    plain = metrics(log_of())
     for name in ("plan", "Offloaded", "budget_bytes"):
         monkeypatch.setattr(offload, name, None)  # a call would fail
     assert metrics(run(out="poisoned")) == plain
@@ -597,9 +598,9 @@ def test_off_is_absent(run, monkeypatch):
         ("400KB", "--model bert --nsp --pack --dropout 0.1"),
     ],
 )
-def test_a_run_is_bitwise_the_same_with_part_of_it_away(run, budget, more):
-    plain = metrics(run(more, out="plain"))
-    assert metrics(run(f"{more} --offload --offload-budget {budget}", out="away")) == plain
+def test_a_run_is_bitwise_the_same_with_part_of_it_away(run, log_of, budget, more):
+    away = run(f"{more} --offload --offload-budget {budget}")
+    assert metrics(away) == metrics(log_of(more))
 
 
 def test_a_checkpoint_does_not_know_where_things_were(run, tmp_path):

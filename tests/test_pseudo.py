@@ -317,8 +317,8 @@ def owners_seen(lines):
     return [tuple(line["owners"]) for line in lines if line["event"] == "stage"]
 
 
-def test_off_is_absent(run, monkeypatch):
-    plain = metrics(run(out="plain"))
+def test_off_is_absent(run, log_of, monkeypatch):
+    plain = metrics(log_of())
     for name in ("stage", "shadow_at", "share", "handed_over", "parse_until"):
         monkeypatch.setattr(pseudo, name, None)  # a call would fail
     monkeypatch.setattr(train, "average", None)
@@ -327,10 +327,9 @@ def test_off_is_absent(run, monkeypatch):
 
 @pytest.mark.parametrize("base", ["", ALL_ON])
 @pytest.mark.parametrize("neutral", ["--pseudo-group 4", "--pseudo-layers 4"])
-def test_neutral_is_identity(run, base, neutral):
+def test_neutral_is_identity(run, log_of, base, neutral):
     """A unit of all layers, or all layers from the start."""
-    off = metrics(run(base, out="off"))
-    assert metrics(run(f"{base} --pseudo {neutral}", out="on")) == off
+    assert metrics(run(f"{base} --pseudo {neutral}")) == metrics(log_of(base))
 
 
 @pytest.mark.parametrize(
@@ -343,7 +342,7 @@ def test_neutral_is_identity(run, base, neutral):
     ],
 )
 def test_resume_before_at_and_after_the_switch_is_exact(run, tmp_path, flags):
-    flags = f"{flags} --keep 20 --checkpoint-every 256 --eval-every 0"
+    flags = f"{flags} --keep 20 --checkpoint-every 256 --eval-every 0 --tokens 2560"
     whole = run(flags, out="whole")
     assert owners_seen(whole)[-1] == (0, 1, 2, 3)
     switch = [line["step"] for line in whole if line["event"] == "stage"][-1]

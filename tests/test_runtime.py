@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support import runtime
+from support import provenance, runtime
 from support.log import Log
 
 
@@ -18,7 +18,8 @@ def test_provenance_names_the_commit_from_wherever_it_is_asked(tmp_path, monkeyp
     command = ["git", "describe", "--always", "--dirty"]
     git = subprocess.run(command, cwd=runtime.ROOT, capture_output=True, text=True)
     monkeypatch.chdir(tmp_path)
-    assert runtime.provenance()["commit"] == (git.stdout.strip() or "none")
+    provenance.commit.cache_clear()
+    assert provenance.provenance()["commit"] == (git.stdout.strip() or "none")
     assert (runtime.ROOT / "train.py").is_file()
 
 
@@ -29,7 +30,9 @@ def test_an_unknown_device_is_refused():
 
 def test_provenance_without_git_is_none(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    assert runtime.provenance()["commit"] == "none"
+    provenance.commit.cache_clear()
+    assert provenance.provenance()["commit"] == "none"
+    provenance.commit.cache_clear()
 
 
 def test_log_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path):

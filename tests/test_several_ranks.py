@@ -1,25 +1,22 @@
 """Runs on several ranks whose model changes on the way, or is sharded: the curve is that of one."""
 
 import os
-import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ALL_ON, SMALL, read_log
+from conftest import ALL_ON, SMALL, read_log, start_ranks
 from torch.nn.parallel import DistributedDataParallel
 
 import train
 from model import Transformer, TransformerConfig
 from support.agreement import check_agreement
 from support.runtime import Runtime
+from support.sharded import shard
 
 pytestmark = pytest.mark.dist
-ROOT = Path(__file__).parents[1]
 # 12 rows a step, so that 1, 2 and 3 ranks share them; at this rate rounding is not amplified
 FLAGS = f"{SMALL} --batch-tokens 384 --lr 1e-3 --tokens 6144 --checkpoint-every 1536 --keep 9"
 SHARED = "--pseudo --pseudo-group 2 --pseudo-until 0.5 --optimizer adamw"
@@ -27,12 +24,13 @@ AWAY = "--offload --offload-budget 500KB"  # of 640 KiB on each of three ranks
 GROWING = "--pseudo --pseudo-layers 2 --pseudo-until 0.5"
 
 
-def torchrun(ranks: int, *arguments: str) -> str:
-    """What the run says."""
-    launch = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
-    script = [f"--nproc-per-node={ranks}", str(ROOT / "train.py")]
-    command = [*launch, *script, *arguments]
-    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+def train_with_blocks_away(flags: list[str]) -> int:
+    def shard_some(model: Transformer, runtime: Runtime, offloaded: list[int]) -> None:
+        assert offloaded, "the budget has room for all"
+        shard(model, runtime, offloaded)
+
+    train.shard = shard_some
+    return train.main(flags)
 
 
 def losses(folder: Path) -> list[float]:
@@ -46,7 +44,7 @@ def closely(wanted: list[float]):
 def test_ranks_share_weights_and_part_with_them_as_one_process_does(store_dir, tmp_path):
     flags = [*FLAGS.split(), *SHARED.split(), *ALL_ON.split(), "--data", str(store_dir)]
     assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
-    torchrun(2, *flags, "--out", str(tmp_path / "two"))
+    start_ranks(2, [*flags, "--out", str(tmp_path / "two")])
     assert len(read_log(tmp_path / "two", "stage")) == 1
     assert losses(tmp_path / "two") == closely(losses(tmp_path / "one"))
 
@@ -58,7 +56,7 @@ def test_a_sharded_run_goes_on_with_other_ranks(store_dir, tmp_path, technique):
     flags = [*FLAGS.split(), *technique.split(), *ALL_ON.split(), "--data", str(store_dir)]
     assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
     wanted = losses(tmp_path / "one")
-    torchrun(2, *flags, "--fsdp", "--out", str(tmp_path / "two"))
+    start_ranks(2, [*flags, "--fsdp", "--out", str(tmp_path / "two")])
     assert losses(tmp_path / "two") == closely(wanted)
     scores = [read_log(tmp_path / out, "eval")[-1]["val_bpb"] for out in ("one", "two")]
     assert scores[1] == closely(scores[0])
@@ -70,9 +68,9 @@ def test_a_sharded_run_goes_on_with_other_ranks(store_dir, tmp_path, technique):
     assert train.main(["--resume", "--out", str(tmp_path / "two"), "--no-fsdp"]) == 0
     assert losses(tmp_path / "two") == closely(wanted)
     assert list((tmp_path / "two").glob("step-*.pt")), "a plain run's checkpoints are files"
-    said = torchrun(3, "--resume", "--out", str(tmp_path / "three"), *AWAY.split())
+    resume = ["--resume", "--out", str(tmp_path / "three"), *AWAY.split()]
+    start_ranks(3, resume, work=train_with_blocks_away)
     assert losses(tmp_path / "three") == closely(wanted)
-    assert re.search(r"h\.\d.* host +host +host .* weights last", said)
     assert len(read_log(tmp_path / "three", "run")) == 2
 
 
@@ -82,8 +80,7 @@ def test_a_process_alone_trains_sharded_and_goes_on_without(store_dir, tmp_path,
     assert train.main([*flags, "--out", str(tmp_path / "plain")]) == 0
     # on a GPU Muon orthogonalises in bf16, which makes more of a difference in rounding
     wanted = pytest.approx(losses(tmp_path / "plain"), abs=1e-5 if device == "cpu" else 1e-3)
-    script = [sys.executable, str(ROOT / "train.py"), *flags, "--fsdp"]
-    subprocess.run([*script, "--out", str(tmp_path / "sharded")], check=True)
+    start_ranks(1, [*flags, "--fsdp", "--out", str(tmp_path / "sharded")])
     assert losses(tmp_path / "sharded") == wanted
     first, *others = sorted((tmp_path / "sharded").glob("step-*.sharded"))
     assert first.is_dir() and others
@@ -129,9 +126,10 @@ def drift(rank: int, meet: str, found) -> None:
 
 def test_ranks_that_drift_apart_in_silence_are_found_out(tmp_path):
     """What assembling anew is for: torch raises nothing, and layer 1 differs from rank to rank."""
-    context = torch.multiprocessing.get_context("spawn")
+    context = torch.multiprocessing.get_context("forkserver")
     found = context.SimpleQueue()
-    torch.multiprocessing.spawn(drift, (str(tmp_path / "meet"), found), nprocs=2)
+    start = torch.multiprocessing.start_processes
+    start(drift, (str(tmp_path / "meet"), found), nprocs=2, start_method="forkserver")
     for _ in range(2):
         _, said = found.get()
         (line,) = said

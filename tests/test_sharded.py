@@ -498,7 +498,7 @@ def work(rank: int, world_size: int, meet: str, folder: str, store: str, results
 @pytest.mark.dist
 def test_ranks_together_do_what_one_process_does(tmp_path, store_dir):
     """Two ranks write the checkpoints from which one and three go on."""
-    context = get_context("spawn")
+    context = get_context("forkserver")
     for world_size in (2, 1, 3):
         results = context.SimpleQueue()
         where = (str(tmp_path / f"meet{world_size}"), str(tmp_path), str(store_dir), results)

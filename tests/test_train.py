@@ -3,16 +3,19 @@
 import json
 import math
 import os
+import random
 import signal
 import subprocess
 import sys
+import threading
 import time
+from multiprocessing import get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, metrics, read_log
+from conftest import ALL_ON, SMALL, metrics, read_log, start_ranks
 
 import curriculum
 import ltd
@@ -25,6 +28,8 @@ from evaluate import Evaluation
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from prepare import prepare
 from support import checkpoint
+from support.log import Log
+from support.runtime import exit_cleanly
 from support.token_store import Store
 from support.tokenizer import get_encoding
 
@@ -43,7 +48,7 @@ def losses(lines):
 
 
 def test_what_a_run_leaves(run, tmp_path, capsys):
-    lines = run(ALL_ON)
+    lines = run(f"{ALL_ON} --final-eval-tokens 1000000")
     out = capsys.readouterr().out
     steps = [line for line in lines if line["event"] == "train"]
     evals = [line for line in lines if line["event"] == "eval"]
@@ -66,9 +71,9 @@ def test_learns(run):
     assert first > 5.4 and last < 3.6  # ln 320 = 5.77 nats knows nothing
 
 
-def test_off_is_absent(run, monkeypatch):
+def test_off_is_absent(run, log_of, monkeypatch):
     """With the flags off no line of a technique runs, and the losses are the same bit for bit."""
-    plain = metrics(run(out="plain"))
+    plain = metrics(log_of())
 
     def poison(*_, **__):
         raise AssertionError("a technique that is off was called")
@@ -98,16 +103,16 @@ def test_off_is_absent(run, monkeypatch):
     ],
 )
 @pytest.mark.parametrize("base", ["", "--pack"])
-def test_neutral_is_identity(run, base, neutral):
-    assert metrics(run(base, out="off")) == metrics(run(f"{base} {neutral}", out="on"))
+def test_neutral_is_identity(run, log_of, base, neutral):
+    assert metrics(run(f"{base} {neutral}")) == metrics(log_of(base))
 
 
 @pytest.mark.parametrize(
     "technique",
     ["--ltd --ltd-start 16", "--curriculum seqlen", "--curriculum rarity", "--pack"],
 )
-def test_a_technique_that_is_on_does_something(run, technique):
-    assert losses(run(out="off")) != losses(run(technique, out="on"))
+def test_a_technique_that_is_on_does_something(log_of, technique):
+    assert losses(log_of(technique)) != losses(log_of())
 
 
 @pytest.mark.parametrize(
@@ -141,7 +146,7 @@ def test_every_combination_runs(run, flags):
 
 
 # At the default learning rate so small a model multiplies a last bit of rounding by 30 in 20 steps.
-CURVE = f"{ALL_ON} --tokens 6000 --lr 1e-3"
+CURVE = f"{ALL_ON} --tokens 6000 --lr 1e-3 --eval-every 0 --checkpoint-every 0"
 
 
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
@@ -155,27 +160,29 @@ def test_accumulation_does_not_change_the_curve(run, optimizer):
 @pytest.mark.parametrize(
     "flags", ["--pack", "--model bert --pack", "--model bert --nsp", "--pack-batch documents"]
 )
-def test_documents_may_count_alike_whatever_their_length(run, flags):
+def test_documents_may_count_alike_whatever_their_length(log_of, flags):
     """Another curve than with tokens, and the same one for micro-batches."""
     flags = f"{CURVE} {flags} --loss-per"
-    by_token = losses(run(f"{flags} token", out="token"))
-    by_document = losses(run(f"{flags} document", out="document"))
-    parts = losses(run(f"{flags} document --micro-batch-size 2", out="parts"))
+    by_token, by_document = (losses(log_of(f"{flags} {what}")) for what in ("token", "document"))
+    parts = losses(log_of(f"{flags} document --micro-batch-size 2"))
     assert parts == pytest.approx(by_document, rel=1e-5)
     assert by_document != pytest.approx(by_token, rel=1e-3)
     assert by_document[-1] < by_document[0]
 
 
 # A GPT's documents, one a row or packed, in rows that hold several; twelve steps or so.
-DOCUMENTS = "--seq-len 512 --batch-tokens 4096 --tokens 40000 --eval-tokens 1 --lr 1e-3 --pack"
+DOCUMENTS = (
+    "--seq-len 512 --batch-tokens 4096 --tokens 40000 --lr 1e-3 --eval-every 0"
+    " --checkpoint-every 0 --pack"
+)
 ALONE = f"{DOCUMENTS} --pack-max-per-row 1 --pack-batch rows"
 
 
-@pytest.mark.parametrize("more", ["", "--loss-per document", "--long truncate --optimizer adamw"])
-def test_a_step_of_documents_learns_what_the_unpacked_one_does(run, more):
+@pytest.mark.parametrize("more", ["", " --loss-per document", " --long truncate --optimizer adamw"])
+def test_a_step_of_documents_learns_what_the_unpacked_one_does(run, log_of, more):
     """The same curve on the same clock, at the same learning rate, in fewer rows."""
-    alone = [line for line in run(f"{ALONE} {more}", out="alone") if line["event"] == "train"]
-    packed = run(f"{DOCUMENTS} --pack-batch documents {more}", out="packed")
+    alone = [line for line in log_of(f"{ALONE}{more}") if line["event"] == "train"]
+    packed = run(f"{DOCUMENTS} --pack-batch documents{more}", out="packed")
     packed = [line for line in packed if line["event"] == "train"]
     assert len(alone) >= 10
     for a, b in zip(alone, packed, strict=True):
@@ -186,8 +193,8 @@ def test_a_step_of_documents_learns_what_the_unpacked_one_does(run, more):
     assert packed[-1]["layer_tokens"] < 0.9 * alone[-1]["layer_tokens"]
 
 
-def test_negative_control_a_sample_more_a_step_is_another_curve(run, monkeypatch):
-    alone = losses(run(ALONE, out="alone"))
+def test_negative_control_a_sample_more_a_step_is_another_curve(run, log_of, monkeypatch):
+    alone = losses(log_of(ALONE))
     real = plan.Plan.draw_samples
     monkeypatch.setattr(
         plan.Plan, "draw_samples", lambda self, clock, pool, n: real(self, clock, pool, n + 1)
@@ -196,11 +203,11 @@ def test_negative_control_a_sample_more_a_step_is_another_curve(run, monkeypatch
     assert max(abs(a - b) for a, b in zip(alone, packed, strict=False)) > 1e-2
 
 
-@pytest.mark.parametrize("more", ["", "--nsp", "--nsp --loss-per document --pos rope"])
-def test_a_packed_bert_learns_what_the_unpacked_one_does(run, more):
+@pytest.mark.parametrize("more", ["", " --nsp", " --nsp --loss-per document --pos rope"])
+def test_a_packed_bert_learns_what_the_unpacked_one_does(run, log_of, more):
     """Its masks and its pairs too: they are drawn by where text lies in the store, not by row."""
-    flags = DOCUMENTS.replace("--pack", f"--model bert {more}")
-    alone, packed = (run(flags, out="alone"), run(f"{flags} --pack", out="packed"))
+    flags = DOCUMENTS.replace("--pack", f"--model bert{more}")
+    alone, packed = log_of(flags), run(f"{flags} --pack", out="packed")
     same = ("step", "consumed_tokens", "real_tokens", "lr", "pieces")
     counts = [
         [[line[name] for name in same] for line in lines if line["event"] == "train"]
@@ -210,9 +217,9 @@ def test_a_packed_bert_learns_what_the_unpacked_one_does(run, more):
     assert losses(packed) == pytest.approx(losses(alone), abs=1e-4)
 
 
-def test_negative_control_masks_drawn_by_row_are_another_curve(run, monkeypatch):
+def test_negative_control_masks_drawn_by_row_are_another_curve(run, log_of, monkeypatch):
     flags = DOCUMENTS.replace("--pack", "--model bert")
-    alone = losses(run(flags, out="alone"))
+    alone = losses(log_of(flags))
     monkeypatch.setattr(
         plan, "places", lambda rows, batch: torch.arange(batch.tokens.numel()).view_as(batch.tokens)
     )
@@ -289,9 +296,9 @@ def test_a_packed_run_from_before_pack_batch_goes_on_as_it_began(run, tmp_path):
         "--model bert --pack --pack-batch rows --nsp",
     ],
 )
-def test_stop_in_the_middle_and_resume_is_exact(run, tmp_path, monkeypatch, flags):
+def test_stop_in_the_middle_and_resume_is_exact(run, log_of, tmp_path, monkeypatch, flags):
     """Also with dropout, whose masks come from the clock and not from a generator's past."""
-    whole = metrics(run(flags, out="whole"))
+    whole = metrics(log_of(flags))
     with monkeypatch.context() as patch:
         real_step = train.Trainer.step
 
@@ -330,20 +337,21 @@ def interrupted(run, patch, place, at, flags, number=signal.SIGTERM):
 
 
 @pytest.mark.parametrize(
-    ("place", "at"),
+    ("place", "at", "evaluations"),
     [
-        ((Evaluation, "batch"), 2),  # in an evaluation on the way
-        ((Evaluation, "batch"), 60),  # in the last one
-        ((train.Trainer, "run_block"), 14),  # in the second of a step's four micro-batches
+        ((Evaluation, "batch"), 2, 0),  # in an evaluation on the way
+        ((Evaluation, "batch"), 24, 2),  # in the last one
+        ((train.Trainer, "run_block"), 14, 0),  # in the second of a step's four micro-batches
     ],
     ids=["evaluation", "last evaluation", "micro-batch"],
 )
 def test_stopped_in_the_middle_of_something_long_and_resumed_is_the_same_run(
-    run, tmp_path, monkeypatch, place, at
+    run, log_of, tmp_path, monkeypatch, place, at, evaluations
 ):
     flags = f"{ALL_ON} --micro-batch-size 2"
-    whole = metrics(run(flags, out="whole"))
+    whole = metrics(log_of(flags))
     interrupted(run, monkeypatch, place, at, flags)
+    assert len(read_log(tmp_path / "stopped", "eval")) == evaluations
     stopped = metrics(read_log(tmp_path / "stopped"))
     assert stopped == whole[: len(stopped)] and len(stopped) < len(whole)
     assert train.main(["--resume", "--out", "stopped"]) == 0
@@ -389,7 +397,7 @@ def test_zero_means_never(run, tmp_path):
 def test_the_last_evaluation_has_a_cap_and_says_what_it_was_on(run, capsys):
     lines = run("--final-eval-tokens 3000")
     on_the_way, last = ([e for e in lines if e["event"] == "eval"][i] for i in (0, -1))
-    assert 2000 <= on_the_way["targets"] < 2100 and 3000 <= last["targets"] < 3100
+    assert 500 <= on_the_way["targets"] < 600 and 3000 <= last["targets"] < 3100
     out = capsys.readouterr().out
     said = [line for line in out.splitlines() if line.startswith("held-out")]
     assert said[0].endswith(" held-out tokens, full length, nothing dropped")
@@ -503,11 +511,13 @@ def published_file(path, rows, positions=48):
 
 
 @pytest.mark.parametrize("flags", ["", "--ltd --ltd-start 8 --pack"])
-def test_published_weights_of_a_size_of_their_own_start_a_run_that_resumes(run, tmp_path, flags):
+def test_published_weights_of_a_size_of_their_own_start_a_run_that_resumes(
+    run, log_of, tmp_path, flags
+):
     """48 positions are in no --size; the file is not needed any more when the run goes on."""
     file = published_file(tmp_path / "gpt.pt", rows=257)
     whole = metrics(run(f"--init {file} {flags}", out="whole"))
-    assert metrics(run(flags, out="random"))[0]["loss"] != whole[0]["loss"]
+    assert metrics(log_of(flags))[0]["loss"] != whole[0]["loss"]
     file.unlink()
     for checkpoint_file in sorted((tmp_path / "whole").glob("step-*.pt"))[-1:]:
         checkpoint_file.unlink()
@@ -561,9 +571,8 @@ def test_a_folder_that_holds_a_run_is_refused(run, tmp_path):
 
 
 @pytest.mark.parametrize("flags", ["", ALL_ON, "--dropout 0.2", "--model bert --ltd --dropout 0.2"])
-def test_recomputing_activations_changes_no_bit(run, flags):
-    kept = metrics(run(flags, out="kept"))
-    assert metrics(run(f"{flags} --checkpoint-activations", out="recomputed")) == kept
+def test_recomputing_activations_changes_no_bit(run, log_of, flags):
+    assert metrics(run(f"{flags} --checkpoint-activations")) == metrics(log_of(flags))
 
 
 def test_recomputing_activations_holds_less_memory():
@@ -587,35 +596,39 @@ def test_recomputing_activations_holds_less_memory():
 
 
 # Two samples a step, whose pieces often fit into one row: then the second rank has none.
-BLANK = "--pack-batch documents --model bert --seq-len 2048 --batch-tokens 4096 --tokens 60000"
+BLANK = "--pack-batch documents --model bert --seq-len 1024 --batch-tokens 2048 --tokens 30000"
 
 
 def command(store_dir, out, flags="", ranks=0):
     launch = [PYTHON]
     if ranks:
         launch += ["-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--standalone"]
-    return [*launch, str(ROOT / "train.py"), *SMALL.split(), "--data", str(store_dir), "--out",
-            str(out), *flags.split()]  # fmt: skip
+    return [*launch, str(ROOT / "train.py"), *flags_for(store_dir, out, flags)]
+
+
+def flags_for(store_dir, out, flags=""):
+    return [*SMALL.split(), "--data", str(store_dir), "--out", str(out), *flags.split()]
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("more", ["--optimizer adamw", "--optimizer muon", BLANK])
-def test_two_processes_draw_the_curve_of_one(store_dir, tmp_path, run, more):
-    flags = f"{CURVE} {more}"
-    one = losses(run(flags, out="one"))
-    subprocess.run(command(store_dir, tmp_path / "two", flags, ranks=2), check=True)
-    two = losses(read_log(tmp_path / "two"))
-    assert len(one) >= 20
-    assert max(abs(a - b) for a, b in zip(one, two, strict=True)) < 1e-5
-    scores = [[e["val_bpb"] for e in read_log(tmp_path / out, "eval")] for out in ("one", "two")]
-    assert scores[0] == pytest.approx(scores[1], abs=1e-5)
+def test_two_processes_draw_the_curve_of_one(store_dir, tmp_path, log_of):
+    all_flags = [f"{CURVE} {more}" for more in ("--optimizer adamw", "--optimizer muon", BLANK)]
+    folders = [tmp_path / f"two-{number}" for number in range(3)]
+    start_ranks(2, *(flags_for(store_dir, *each) for each in zip(folders, all_flags, strict=True)))
+    for flags, folder in zip(all_flags, folders, strict=True):
+        one, two = log_of(flags), read_log(folder)
+        assert len(losses(one)) >= 20
+        assert losses(two) == pytest.approx(losses(one), rel=0, abs=1e-5), flags
+        scores = [[e["val_bpb"] for e in lines if e["event"] == "eval"] for lines in (one, two)]
+        assert scores[1] == pytest.approx(scores[0], abs=1e-5), flags
 
 
 @pytest.mark.slow
 @pytest.mark.dist
 def test_a_run_of_one_process_goes_on_with_two(store_dir, tmp_path, run):
-    whole = losses(run(CURVE, out="whole"))
-    subprocess.run(command(store_dir, tmp_path / "moved", CURVE), check=True)
+    flags = f"{CURVE} --checkpoint-every 1024"
+    whole = losses(run(flags, out="whole"))
+    subprocess.run(command(store_dir, tmp_path / "moved", flags), check=True)
     checkpoints = sorted((tmp_path / "moved").glob("step-*.pt"))
     assert len(checkpoints) == 2
     checkpoints[-1].unlink()  # as if it had been killed after the one before
@@ -628,13 +641,20 @@ def test_a_run_of_one_process_goes_on_with_two(store_dir, tmp_path, run):
 
 
 @pytest.mark.dist
-def test_a_mistake_is_one_line_and_status_2(store_dir, tmp_path):
+def test_a_mistake_is_one_line_and_status_2(store_dir, tmp_path, monkeypatch, capsys):
+    """The first as a command, the others as the command's last line runs them."""
     for flags in ("--curriculum hard", "--data nowhere", "--dtype fp16", "--long truncate"):
-        done = subprocess.run(
-            command(store_dir, tmp_path / "run", flags), capture_output=True, text=True
-        )
-        assert done.returncode == 2
-        assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1
+        launch = command(store_dir, tmp_path / "run", flags)
+        if flags == "--curriculum hard":
+            done = subprocess.run(launch, capture_output=True, text=True)
+            status, said = done.returncode, done.stderr
+        else:
+            monkeypatch.setattr(sys, "argv", launch[1:])
+            with pytest.raises(SystemExit) as ended:
+                exit_cleanly(train.main)
+            status, said = ended.value.code, capsys.readouterr().err
+        assert status == 2
+        assert said.startswith("error: ") and said.count("\n") == 1
         assert not (tmp_path / "run").exists()
 
 
@@ -649,19 +669,19 @@ def test_a_mistake_on_two_ranks_is_said_once(store_dir, tmp_path):
     assert "exitcode  : 2" in done.stderr, "torchrun says with what status its ranks left"
 
 
-KILL = """
-import os, random, signal, sys, threading
-import train
-from support.log import Log
-lines, write = int(sys.argv.pop(1)), Log.write
-kill = threading.Timer(random.uniform(0, 0.005), os.kill, (os.getpid(), signal.SIGKILL))
-def count(log, *args, **values):
-    write(log, *args, **values)
-    if open(log.file.name, "rb").read().count(b"\\n") > lines and not kill.is_alive():
-        kill.start()
-Log.write = count
-train.main()
-"""
+def train_until_killed(lines: int, flags: list[str]) -> None:
+    """In a process of its own: train, and be killed soon after so many lines of the log."""
+    after = random.uniform(0, 0.005)
+    kill = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))
+    write = Log.write
+
+    def count(log, *args, **values):
+        write(log, *args, **values)
+        if Path(log.file.name).read_bytes().count(b"\n") > lines and not kill.is_alive():
+            kill.start()
+
+    Log.write = count
+    train.main(flags)
 
 
 @pytest.mark.dist
@@ -669,13 +689,16 @@ def test_killed_at_any_moment_and_resumed_is_the_same_run(store_dir, tmp_path, r
     """SIGKILL some time after so many lines of the log, three times over, then to the end."""
     flags = f"{ALL_ON} --tokens 8000 --checkpoint-every 700"
     whole = metrics(run(flags, out="whole"))
-    launch = command(store_dir, tmp_path / "killed", flags)
-    resume = [PYTHON, str(ROOT / "train.py"), "--resume", "--out", str(tmp_path / "killed")]
+    launch = flags_for(store_dir, tmp_path / "killed", flags)
+    resume = ["--resume", "--out", str(tmp_path / "killed")]
     for lines in (3, 14, 26):  # the first before there is a checkpoint
-        killed = [PYTHON, "-c", KILL, str(lines), *launch[2:]]
-        assert subprocess.run(killed, cwd=ROOT).returncode == -signal.SIGKILL
+        context = get_context("forkserver")
+        process = context.Process(target=train_until_killed, args=(lines, launch))
+        process.start()
+        process.join()
+        assert process.exitcode == -signal.SIGKILL
         launch = resume
-    assert train.main(resume[2:]) == 0
+    assert train.main(resume) == 0
     assert metrics(read_log(tmp_path / "killed")) == whole
     assert not list((tmp_path / "killed").glob(".tmp*"))
 
