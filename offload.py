@@ -9,7 +9,7 @@ that out on a finished model:
                adds them up in fp32. In bf16 the device's copy of the weights is bf16: autocast
                would make the same numbers of fp32 ones, and keep both.
     weights    The device has a parameter without storage. A block's weights are fetched when it
-               runs, the next block's meanwhile, and once more for the backward pass.
+               runs, those of the next such block meanwhile, and once more for the backward pass.
 
 Optimizers take the host's weights where state is away and the model's elsewhere. Names and
 checkpoints are those of a run without offload and so, in fp32, is every bit.
@@ -31,6 +31,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -247,11 +248,14 @@ class Offloaded:
         """
         if not self.streamed:
             return inner
+        ahead = dict(pairwise(sorted(self.streamed)))
+        behind = {layer: before for before, layer in ahead.items()}
 
         def run_layer(layer: int, block: Callable, x: Tensor, meta: Any) -> Tensor:
             if layer not in self.streamed:
                 return inner(layer, block, x, meta)
-            following = iter((layer + 1, layer - 1))  # in the forward and in the backward pass
+            # in the forward and in the backward pass
+            following = iter((ahead.get(layer), behind.get(layer)))
 
             def run(x: Tensor, meta: Any) -> Tensor:
                 return functional_call(block, self.lent(layer, next(following, None)), (x, meta))
@@ -277,12 +281,11 @@ class Offloaded:
         """Begin to copy a layer's weights, unless they are on their way or were never away."""
         if layer in self.streamed and layer not in self.fetched:
             # memory of the stream that computes, so that this is who may use it again
-            ones = self.streamed[layer]
-            weights = [torch.empty_like(one.sent, device=self.device) for one in ones]
-            pairs = [(weight, one.sent) for weight, one in zip(weights, ones, strict=True)]
-            self.fetched[layer] = weights, self.link.copy_up(pairs)
+            sent = [one.sent for one in self.streamed[layer]]
+            weights = [torch.empty_like(each, device=self.device) for each in sent]
+            self.fetched[layer] = weights, self.link.copy_up(zip(weights, sent, strict=True))
 
-    # ---- a checkpoint, and where everything is
+    # ---- a checkpoint
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's, with the fp32 weights that the optimizer moves."""
@@ -301,29 +304,6 @@ class Offloaded:
             tensor.copy_(state[key])
         self.send(self.all_hosted())
 
-    def residence(self, state: Mapping[Tensor, dict]) -> dict[str, tuple]:
-        """Where the weights, gradient and state of every parameter are: device, host or None.
-
-        Args: state the optimizers', by the tensors that they move
-        """
-        movers, found = self.parameters(), {}
-
-        def side(tensor: Tensor | None) -> str | None:
-            if tensor is None:
-                return None
-            if self.link.is_on_host(tensor):
-                return "host"
-            return "device" if tensor.device == self.device else "elsewhere"
-
-        for name, p in self.model.named_parameters():
-            mover = movers[name]
-            weights = side(p if p.untyped_storage().nbytes() >= p.nbytes else mover)
-            gradient = side(mover.grad if p.grad is None else p.grad)
-            tensors = [t for t in state.get(mover, {}).values() if t.ndim]
-            beside = side(mover) if all(t.device == mover.device for t in tensors) else "elsewhere"
-            found[name] = weights, gradient, beside if tensors else None
-        return found
-
 
 # ---- the command
 
@@ -339,7 +319,7 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     costs.fill_in(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    dtype = next(dtype for dtype, name in DTYPES.items() if name == args.dtype)
+    dtype = runtime.DTYPES[args.dtype]
     model, muon = costs.model_of(args), args.optimizer == "muon"
     placement = plan(model, args.budget, muon, dtype, memory.device_free(device), None)
     placement_table.show(args, placement, machine.measured(device, dtype))

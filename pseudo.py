@@ -29,6 +29,7 @@ import math
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -88,13 +89,15 @@ def stage(layers: int, present: int, group: int) -> Owners:
 
 
 def origin(owners: Owners, layer: int) -> int:
-    """The layer whose weights a layer takes over when it gets its own: of its neighbour, if absent.
+    """The layer whose weights a layer takes over when it gets its own.
+
+    If it is absent, one that runs stands in for it: each does so for as many layers.
 
     Example: with owners (0, -1, 2, -1, -1, 5) those of layers 0, 0, 2, 2, 5, 5
     """
     places = [place for place, owner in enumerate(owners) if owner != ABSENT]
-    nearest = places[layer * len(places) // len(owners)]
-    return owners[layer if owners[layer] != ABSENT else nearest]
+    stand_in = places[layer * len(places) // len(owners)]
+    return owners[layer if owners[layer] != ABSENT else stand_in]
 
 
 class Until(NamedTuple):
@@ -110,10 +113,10 @@ def parse_until(text: str) -> Until:
     Example: "0.02,0.1" -> (0.02, 0.1); "adaptive" -> no shares, correlation 0.5
     Raises:  ValueError for what is neither
     """
-    word, _, number = text.partition(":")
+    word, colon, number = text.partition(":")
     try:
         if word == "adaptive":
-            until = Until((), float(number or 0.5))
+            until = Until((), float(number) if colon else 0.5)
         else:
             until = Until(tuple(map(float, text.split(","))))
     except ValueError:
@@ -154,10 +157,14 @@ def shadow_at(settings: Any, progress: float, now: Shadow | None) -> Shadow:
     return Shadow(stage(layers, config.layers or layers, config.group * 2**passed))
 
 
+def stages_to_come(settings: Any) -> list[Owners]:
+    """Every stage of a run but the first."""
+    shares = parse_until(settings.pseudo.until).shares
+    return [shadow_at(settings, share, None).owners for share in shares]
+
+
 def tokens_by_layer(settings: Any, context: Any, tokens: list[int]) -> list[int]:
     """How many tokens of a row each layer sees: none where it is not there yet."""
-    if settings.pseudo.layers in (None, settings.model.layers):
-        return tokens
     owners = shadow_at(settings, context.progress, None).owners
     return [0 if owner == ABSENT else n for owner, n in zip(owners, tokens, strict=True)]
 
@@ -172,7 +179,7 @@ class Absent(nn.Module):
         return x
 
 
-def share(model: nn.Module, owners: Owners) -> None:
+def share(model: nn.Module, owners: Owners) -> nn.Module:
     """Let the layers of a model that was just built use the weights of their owners, in place.
 
     What a layer had before is gone, so a model is never brought from one stage to the next by this:
@@ -181,6 +188,7 @@ def share(model: nn.Module, owners: Owners) -> None:
     for layer, owner in enumerate(owners):
         if owner != layer:
             model.h[layer] = Absent() if owner == ABSENT else model.h[owner]
+    return model
 
 
 def run_block(settings: Any, context: Any, first_row: int, batch: Any, inner: Callable) -> Callable:
@@ -204,13 +212,14 @@ def handed_over(state: dict, owners: Owners, policy: str, beginning: str = "copy
     Args:    state     {"model": {name: tensor}, "optimizers": {"state": {name: {what: tensor}}},
                        "pseudo": Shadow as a dict}, and anything else, which stays
              owners    of the stage that comes
-             policy    for a layer that used the weights of n uses and gets its own:
+             policy    for a layer that shared weights which had n uses, and gets its own:
                          copy     the moments of the shared weights
                          rescale  the same, the second one times n. The mean of n gradients that
                                   are independent has 1/n of the variance of one
                          reset    none: it begins anew, with AdamW's correction for that
-             beginning of a layer that was absent: copy of its neighbour, or identity: what it
-                       adds to the residual stream is zero at first
+             beginning of a layer that was absent: copy of the one that stood in for it, or
+                       identity: what it adds to the residual stream is zero at first, by weights
+                       of which the optimizers know nothing
     Example: owners (0, 0) -> (0, 1): h.1.* are copies of h.0.*, exp_avg_sq of both doubles
     """
     before: Owners = tuple(state["pseudo"]["owners"])
@@ -227,7 +236,7 @@ def handed_over(state: dict, owners: Owners, policy: str, beginning: str = "copy
         for name in [name for name in weights if name.startswith(f"h.{source}.")]:
             rest = name.removeprefix(f"h.{source}.")
             mine = f"h.{layer}.{rest}"
-            if layer != owner:  # which came before
+            if layer != owner:  # which came before: an owner is the first of its layers
                 new_weights[mine] = new_weights[f"h.{owner}.{rest}"]
             elif is_new and beginning == "identity" and "c_proj." in rest:
                 new_weights[mine] = torch.zeros_like(weights[name])
@@ -278,12 +287,21 @@ def checked(settings: Any, shadow: Shadow, uses: Uses, reduce: Callable) -> Shad
 
 
 def with_defaults(settings: Any) -> PseudoConfig:
-    config, layers = settings.pseudo, settings.model.layers
-    if config.group is None:
-        few = config.layers or layers
-        unit = max(n for n in range(1, min(4, few) + 1) if few % n == 0)
-        config = replace(config, group=unit if config.layers is None else few)
-    return config
+    config = settings.pseudo
+    few = config.layers or settings.model.layers
+    units = [n for n in units_of(few, parse_until(config.until)) if n <= 4]
+    unit = few if config.layers else max(units, default=1)
+    return replace(config, group=config.group or unit)
+
+
+def units_of(layers: int, until: Until) -> list[int]:
+    """Units of layers that can be used again and again, and be doubled at every share but the last.
+
+    Example: of 6 layers 1, 2, 3 and 6; with two shares 1, which becomes 2
+    """
+    doubled = 2 ** max(len(until.shares) - 1, 0)
+    most = layers if doubled == 1 else layers // doubled - 1
+    return [n for n in range(1, most + 1) if layers % (n * doubled) == 0]
 
 
 def refusals(settings: Any) -> list[tuple[bool, str]]:
@@ -314,21 +332,22 @@ def refusals_of_stages(config: PseudoConfig, layers: int, prefix: str) -> list[t
     """
     until = parse_until(config.until)  # raises for what it cannot be
     few, group = config.layers or layers, config.group
-    allowed = ", ".join(str(n) for n in range(1, few + 1) if few % n == 0)
-    last = group * 2 ** max(len(until.shares) - 1, 0)
+    units, at_once = units_of(few, until), units_of(few, Until(()))
+    fewer = f", or {prefix}group {' or '.join(map(str, units))}" if units else ""
     return [
         (
             few > layers,
             f"{prefix}layers {few} is more than the model's {layers} layers: choose 1 to {layers}",
         ),
         (
-            few % group != 0,
-            f"{prefix}group {group} does not divide {few} layers: choose {allowed}",
+            group not in at_once,
+            f"{prefix}group {group} does not divide {few} layers: choose"
+            f" {', '.join(map(str, at_once))}",
         ),
         (
-            group < few and few % last != 0,
-            f"{prefix}until {config.until} doubles units of {group} to {last}, which does not"
-            f" divide {few} layers: give fewer shares, or another {prefix}group ({allowed})",
+            group not in units,
+            f"{prefix}until {config.until} has {len(until.shares)} shares, more than units of"
+            f" {group} can be doubled in {few} layers: give fewer{fewer}",
         ),
         (
             not until.shares and few < layers,
@@ -346,23 +365,18 @@ def main(argv: list[str] | None = None) -> None:
 
     parser = runtime.Parser(prog="pseudo.py", description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=costs.SIZES, default="nano")
-    parser.add_argument("--group", type=flags.count, help="layers of the unit that is shared")
-    parser.add_argument("--layers", type=flags.count, help="begin with so many layers")
+    parser.add_argument("--group", type=flags.count, help="as --pseudo-group")
+    parser.add_argument("--layers", type=flags.count, help="as --pseudo-layers")
     parser.add_argument("--until", default="0.1", help="as --pseudo-until")
     args = parser.parse_args(argv)
-    L = costs.SIZES[args.size].layers
-    group = args.group or (args.layers or 1)
-    config = PseudoConfig(group=group, layers=args.layers, until=args.until)
-    for refused, message in refusals_of_stages(config, L, "--"):
+    config = PseudoConfig(group=args.group, layers=args.layers, until=args.until)
+    settings = SimpleNamespace(model=costs.SIZES[args.size], pseudo=config)
+    settings.pseudo = with_defaults(settings)
+    for refused, message in refusals_of_stages(settings.pseudo, settings.model.layers, "--"):
         if refused:
             raise ValueError(message)
-    until = parse_until(args.until)
-    stages = {
-        start: stage(L, args.layers or L, group * 2**number)
-        for number, start in enumerate((0.0, *until.shares[:-1]))
-    }
-    if until.shares:
-        stages[until.shares[-1]] = tuple(range(L))
+    starts = (0.0, *parse_until(args.until).shares)
+    stages = {start: shadow_at(settings, start, None).owners for start in starts}
     costs.show_stages(args.size, stages)
 
 

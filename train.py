@@ -41,7 +41,7 @@ from plan import Plan, Step
 from support import progress
 from support.agreement import check_agreement, refuse_step
 from support.batch import Batch, shares_of
-from support.clock import StepContext, due, savings
+from support.clock import StepContext, due
 from support.compiled import compiled_ahead, laid_out
 from support.initial import empty_model, initial_model, model_size
 from support.micro_batch import micro_batch
@@ -151,8 +151,7 @@ def enter_stage(run: Run, step: Step, bar: tqdm) -> None:
     if owners == old.shadow.owners:
         return
     state = pseudo.handed_over(old.state(), owners, s.pseudo.state, s.pseudo.new)
-    model = empty_model(old.model.config)
-    run.trainer = assemble(s, model, run.runtime, old.rows_at_once, state)
+    run.trainer = assemble(s, empty_model(old.model.config), run.runtime, old.rows_at_once, state)
     run.trainer.between = old.between
     check_agreement(run.runtime, run.trainer.optimizers.named)
     progress.log_stage(run, owners, old.optimizers.memory(), bar)
@@ -183,6 +182,8 @@ def assemble(
     # what goes where before anything goes there
     if is_on(s, "offload"):
         placement = offload.planned(s, model, runtime)
+        for owners in pseudo.stages_to_come(s) if shadow else ():  # refused now, not in mid-run
+            offload.planned(s, pseudo.share(empty_model(model.config), owners), runtime)
     # shards before values: they are other parameters, and those of a state are shards already
     if s.run.fsdp:
         shard(model, runtime, placement.layers_away if placement else ())
@@ -335,8 +336,7 @@ def finish(run: Run, data: Data, bar: tqdm) -> None:
     evaluation = held_out(s, data, s.run.final_eval_tokens)
     found = evaluate(run, evaluation, bar, last=True)
     bar.close()
-    runtime.say(f"held-out: {found}, on {evaluation.text}, full length, nothing dropped")
-    runtime.say(savings(s, run.clock))
+    progress.conclude(run, found, evaluation.text)
     if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):  # which needs all ranks
         random = generator(runtime.device, s.run.seed, "sample")
         # a row that grows would compile each time

@@ -136,6 +136,11 @@ def find(folder: str | Path, which: str) -> Path:
     Returns:  the newest step, the second newest, the best, or that path; not yet verified
     Raises:   ValueError if there is no such checkpoint; another one is never taken instead
     """
+    if Path(folder).is_file() or Path(folder).suffix == ".sharded":
+        raise ValueError(
+            f"{folder} is a checkpoint, not the folder of a run: name that, and this with"
+            " --checkpoint"
+        )
     named = _named_files(Path(folder))
     path = named.get(which, Path(which))
     if path is None or not (path.is_file() or (path.is_dir() and path.suffix == ".sharded")):

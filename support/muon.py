@@ -101,7 +101,8 @@ def orthogonalised_by_all(matrices: Tensor) -> Tensor:
     padding = (0, 0, 0, 0, 0, share - len(mine))  # matrices of zeros, behind the last
     mine = orthogonalised(F.pad(mine, padding).to(dtype)).contiguous()  # (share, rows, columns)
     gathered = mine.new_empty(world_size * share, *mine.shape[1:])
-    dist.all_gather_into_tensor(gathered, mine)
+    # torch 2.13 has another name for it, and warns of the old one
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, mine)
     return gathered[:n]
 
 

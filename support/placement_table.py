@@ -30,8 +30,7 @@ def table(placement: Placement) -> str:
     pairs = zip(placement.parts, placement.away, strict=True)
     for (away, is_block), found in groupby(pairs, lambda pair: (pair[1], bool(pair[0].layers))):
         parts = [part._replace(small=0) for part, _ in found]
-        first, last = parts[0].name, parts[-1].name
-        name = first if len(parts) == 1 else f"{first} to {last}"
+        name = named(parts)
         on_device = sum(placement.on_device(part, away) for part in parts)
         on_host = sum(placement.on_host(part, away) for part in parts)
         why = WHY[away] if is_block or not away else OUTSIDE
@@ -50,21 +49,36 @@ def table(placement: Placement) -> str:
     return "\n".join(form.format(*cells).rstrip() for cells in rows)
 
 
+def named(parts: list[Part]) -> str:
+    """Example: h.3; h.0 to h.5; 3 of h.0 to h.5, where the other layers are not there yet"""
+    first, last = parts[0], parts[-1]
+    if first is last:
+        return first.name
+    span = f"{first.name} to {last.name}"
+    layers = [part.layers[0] for part in parts]
+    return span if len(parts) == layers[-1] - layers[0] + 1 else f"{len(parts)} of {span}"
+
+
 def row(name: str, numel: int, away: Away, on_device: int, on_host: int, why: str) -> tuple:
     return (name, f"{numel:,}", *WHERE[away], shown(on_device), shown(on_host), why)
 
 
 def price(placement: Placement, work: Work, rates: Rates) -> str:
-    """What a step pays for it, in bytes and seconds, and whether streamed weights can hide."""
+    """What a step pays for it, in bytes and seconds, and whether fetched weights can hide."""
     cost = placement.traffic(work)
     home, back = (f"{shown(n)} ({n / rates.link:.3g} s)" for n in (cost.to_host, cost.to_device))
     moved = f"{cost.on_host:,} parameters ({cost.on_host / rates.adamw:.3g} s of AdamW)"
+    said = (
+        f"a step of {work.micro_batches:,} micro-batches copies {home} to the host and {back} to"
+        f" the device,\n  and moves {moved} on the host"
+    )
+    if Away.WEIGHTS not in placement.away:
+        return said
     again = f"{cost.flops:.3g} FLOPs ({cost.flops / rates.flops:.3g} s)"
     least, tokens = placement.break_even_tokens(rates), work.micro_batch_tokens
     hides = "is hidden behind" if tokens >= least else "takes longer than"
     return (
-        f"a step copies {home} to the host and {back} to the device,\n"
-        f"  moves {moved} on the host, and computes {again} once more\n"
+        f"{said}, and computes {again} once more\n"
         f"a micro-batch has {tokens:,} tokens, break-even is {least:,.0f}"
         f" ({rates.flops:.3g} FLOP/s, {rates.link:.3g} bytes/s):\n"
         f"  copying a block's weights {hides} computing with them"

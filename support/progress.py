@@ -8,7 +8,7 @@ from tqdm import tqdm
 
 from kernels.packed_attention import IMPLS
 from support import machine, placement_table
-from support.clock import Clock
+from support.clock import Clock, savings
 from support.placement import Work
 from support.run import Run
 from support.runtime import Runtime
@@ -24,7 +24,7 @@ def announce(run: Run, samples: Samples, batches: str) -> None:
     say(f"{m.model} {m.size}: {parameters / 1e6:.2f} M parameters, {run.runtime.why}")
     say(f"memory: {in_words(run.trainer.optimizers.memory())}")
     if run.trainer.placement:
-        announce_placement(run)
+        say(placement_in_words(run))
     say(f"batches: {batches}")
     if run.settings.pack.on or m.model == "bert":
         with run.runtime.autocast():
@@ -39,15 +39,15 @@ def announce(run: Run, samples: Samples, batches: str) -> None:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
 
 
-def announce_placement(run: Run) -> None:
+def placement_in_words(run: Run) -> str:
     """What --offload leaves where, and what a step pays for it."""
     s, runtime, at_once = run.settings, run.runtime, run.trainer.rows_at_once
     placement = run.trainer.placement
     of_rank = s.optim.batch_tokens // s.data.seq_len // runtime.world_size
     work = Work(at_once * s.data.seq_len, -(-of_rank // at_once))
     rates = machine.measured(runtime.device, runtime.dtype)
-    runtime.say(placement_table.table(placement))
-    runtime.say(placement_table.price(placement, work, rates))
+    price = placement_table.price(placement, work, rates)
+    return f"{placement_table.table(placement)}\n{price}"
 
 
 def progress_bar(run: Run) -> tqdm:
@@ -114,6 +114,17 @@ def log_stage(run: Run, owners: Sequence[int], before: dict[str, int], bar: tqdm
     used = " ".join("." if owner < 0 else str(owner) for owner in owners)
     write(bar, f"--pseudo: after step {clock.step} layers use the weights of {used}")
     write(bar, f"memory: {in_words(before)} before; {in_words(now)} now")
+    if run.trainer.placement:
+        write(bar, placement_in_words(run))
+
+
+def conclude(run: Run, found: HeldOut, text: str) -> None:
+    """What the last evaluation found on that text, and what the techniques saved."""
+    say, shadow = run.runtime.say, run.trainer.shadow
+    say(f"held-out: {found}, on {text}, full length, nothing dropped")
+    say(savings(run.settings, run.clock))
+    if shadow and len({*shadow.owners}) < len(shadow.owners):
+        say(f"--pseudo-until {run.settings.pseudo.until}: the model is still a shadow")
 
 
 def log_step(run: Run, step: Any, done: Any, ms: float, data_ms: float) -> None:

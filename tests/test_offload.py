@@ -17,6 +17,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 import ltd
 import offload
+import pseudo
 import train
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Offloaded
@@ -342,6 +343,30 @@ def test_off_is_identity():
     assert calls == [1]
 
 
+def residence(held, state):
+    """Where the weights, gradient and state of every parameter are: device, host or None.
+
+    Args: state the optimizers', by the tensors that they move
+    """
+    movers, found = held.parameters(), {}
+
+    def side(tensor):
+        if tensor is None:
+            return None
+        if held.link.is_on_host(tensor):
+            return "host"
+        return "device" if tensor.device == held.device else "elsewhere"
+
+    for name, p in held.model.named_parameters():
+        mover = movers[name]
+        weights = side(p if p.untyped_storage().nbytes() >= p.nbytes else mover)
+        gradient = side(mover.grad if p.grad is None else p.grad)
+        tensors = [t for t in state.get(mover, {}).values() if t.ndim]
+        beside = side(mover) if all(t.device == mover.device for t in tensors) else "elsewhere"
+        found[name] = weights, gradient, beside if tensors else None
+    return found
+
+
 @pytest.mark.parametrize("device", DEVICES, ids=str)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 @pytest.mark.parametrize("mixture", MIXTURES)
@@ -354,7 +379,7 @@ def test_every_tensor_lives_where_the_plan_says(mixture, kind, device):
         return WHERE[away[part_of(name)] if p.ndim > 1 else NOTHING]
 
     def where():
-        found = run.held.residence(run.state())
+        found = residence(run.held, run.state())
         return {name: (found[name], planned(name, p)) for name, p in run.model.named_parameters()}
 
     run.backward(last=False)
@@ -453,6 +478,21 @@ def test_what_is_on_its_way_is_of_two_parts_at_most(monkeypatch):
     loss = run.model(batch(0), run_block=run.held.run_block(run_plain, recomputes=True))
     assert max(weights) > 2 * one_part
     del loss
+
+
+def test_the_next_weights_are_on_their_way_past_layers_that_have_none(monkeypatch):
+    """Of layers 0 . 2 3, where 2 stays on the device: 3 follows on 0, and 0 on 3."""
+    model = pseudo.share(small(), (0, -1, 2, 3))
+    run = Run(model, [NOTHING, WEIGHTS, NOTHING, WEIGHTS])
+    lent, seen = Offloaded.lent, []
+
+    def noted(held, layer, following):
+        seen.append((layer, layer in held.fetched))
+        return lent(held, layer, following)
+
+    monkeypatch.setattr(Offloaded, "lent", noted)
+    run.backward(last=True)
+    assert seen == [(0, False), (3, True), (3, False), (0, True)]
 
 
 # Checkpoints
@@ -617,13 +657,26 @@ def test_a_checkpoint_does_not_know_where_things_were(run, tmp_path):
         assert [line["resumed_at"] for line in lines if line["event"] == "run"][1] > 0
 
 
-def test_the_start_says_what_lives_where(run, capsys):
-    run(TIGHT)
+def test_the_start_says_what_lives_where_and_so_does_a_switch(run, capsys):
+    run(f"--pseudo --pseudo-layers 2 --pseudo-until 0.5 {TIGHT}")
     out = capsys.readouterr().out
     assert "weights last" in out and "budget: " in out and "break-even is" in out
+    assert out.count("copies on the way") == 2
 
 
 def test_a_budget_that_cannot_be_leaves_nothing_behind(run, tmp_path):
     with pytest.raises(ValueError, match=r"--offload-budget 9\.77 KiB is too small"):
         run("--offload --offload-budget 10KB")
     assert not (tmp_path / "run").exists()
+
+
+def test_what_the_model_becomes_must_fit_when_the_run_starts(run, tmp_path, monkeypatch):
+    """One layer of four fits in 250 KB, but all four do not, however little of them stays."""
+    flags = "--pseudo --pseudo-layers 1 --pseudo-until 0.5 --offload --offload-budget 250KB"
+    with pytest.raises(ValueError, match="is too small"):
+        run(flags)
+    assert not (tmp_path / "run").exists()
+    monkeypatch.setattr(pseudo, "stages_to_come", lambda settings: [])
+    with pytest.raises(ValueError, match="is too small"):
+        run(flags)
+    assert (tmp_path / "run").exists(), "so it was noticed in mid-run"

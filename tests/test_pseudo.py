@@ -84,7 +84,9 @@ def test_weights_are_never_fewer_than_before(one, other, until):
     assert earlier <= later
 
 
-@pytest.mark.parametrize("text", ["0", "1", "0.5,0.2", "0.1,0.1", "x", "", "nan", "adaptive:2"])
+@pytest.mark.parametrize(
+    "text", ["0", "1", "0.5,0.2", "0.1,0.1", "x", "", "nan", "adaptive:2", "adaptive:"]
+)
 def test_when_must_make_sense(text):
     with pytest.raises(ValueError, match=r"--pseudo-until .*: give a share between 0 and 1"):
         parse_until(text)
@@ -94,7 +96,11 @@ REFUSED = {
     "--pseudo-group 3": "--pseudo-group 3 does not divide 8 layers: choose 1, 2, 4, 8",
     "--pseudo-layers 9": "--pseudo-layers 9 is more than the model's 8 layers: choose 1 to 8",
     "--pseudo-layers 4 --pseudo-group 3": "does not divide 4 layers: choose 1, 2, 4",
-    "--pseudo-group 4 --pseudo-until 0.1,0.2,0.3": "doubles units of 4 to 16, which does not",
+    "--pseudo-group 4 --pseudo-until 0.1,0.2,0.3": "0.3 has 3 shares, more than units of 4 can be"
+    " doubled in 8 layers: give fewer, or --pseudo-group 1",
+    "--pseudo-layers 4 --pseudo-until 0.1,0.2": "more than units of 4 can be doubled in 4 layers",
+    "--pseudo-group 4 --pseudo-until 0.1,0.2": "8 layers: give fewer, or --pseudo-group 1 or 2",
+    "--pseudo-until 0.1,0.2,0.3,0.4": "more than units of 1 can be doubled in 8 layers: give fewer",
     "--pseudo-layers 4 --pseudo-until adaptive": "layers are added at a share of the budget",
     "--pseudo-until 1.5": "--pseudo-until 1.5: give a share between 0 and 1",
     "--fsdp --pseudo-until adaptive": "adaptive needs whole gradients in one place",
@@ -337,7 +343,7 @@ def test_neutral_is_identity(run, log_of, base, neutral):
     [
         f"{SHARED} {ALL_ON} --checkpoint-activations --dropout 0.1",
         f"{GROWING} {ALL_ON}",
-        "--pseudo --pseudo-group 1 --pseudo-until 0.2,0.4,0.6 --optimizer adamw",
+        "--pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 --optimizer adamw",
         f"{SHARED} --model bert --nsp",
     ],
 )
