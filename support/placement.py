@@ -273,7 +273,7 @@ def place(
     ranks: int = 1,
     make: Callable[..., Placement] = Placement,
 ) -> Placement:
-    """Let leave what must, and no more, for the device to hold the rest.
+    """Send as much to the host as it takes for the device to have room for the rest.
 
     Args:    budget     bytes on the device
              kinds      how much may leave

@@ -130,9 +130,13 @@ def shard_of(whole: Tensor, like: Tensor, device: torch.device) -> Tensor:
     return of_rows(chunks[mesh.get_local_rank()].to(device, copy=True), like)
 
 
-def empty_shard(like: Tensor, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """A DTensor as `like` is, whose values are whatever was there."""
-    return of_rows(torch.empty_like(like.to_local(), dtype=dtype, device=device), like)
+def space_for(outlined: Tensor, like: Tensor | None, device: torch.device) -> Tensor:
+    """Memory for a tensor on the meta device: for all of it, on the host; or, with `like`, for this
+    rank's rows, a DTensor as `like` is on `device`.
+    """
+    if like is None:
+        return torch.empty_like(outlined, device="cpu")
+    return of_rows(torch.empty_like(like.to_local(), dtype=outlined.dtype, device=device), like)
 
 
 def of_rows(rows: Tensor, like: Tensor) -> Tensor:
@@ -181,7 +185,8 @@ def sync_gradients(model: nn.Module, is_last: bool) -> None:
 def of_rank0(model: nn.Module, value: Tensor) -> Tensor:
     """Rank 0's value, where the model is sharded: what follows from it is then alike on all ranks.
 
-    Differs the value by a rounding, one rank would end a text where the others go on, and wait.
+    If it differed by a rounding, one rank would end a text where the others go on, and they would
+    wait for it.
     """
     if is_sharded(model):
         dist.broadcast(value, 0)

@@ -32,7 +32,7 @@ from support import checkpoint
 from support.atomic import sync
 from support.manifest import METADATA, of_file, verified, write_manifest
 from support.runtime import Parser, Runtime, exit_cleanly
-from support.sharded import empty_shard, rows_here, shard_of
+from support.sharded import rows_here, shard_of, space_for
 
 # torch.distributed.checkpoint is imported where it is used: it takes half a second.
 STATE, SUFFIX = "state.pt", ".sharded"
@@ -230,12 +230,7 @@ def read(path: Path, shards: dict[str, Tensor], runtime: Runtime, device: torch.
 
     def space(name: str, outlined: Tensor) -> Tensor:
         if id(outlined) not in made:
-            like, dtype = shard_like(name, outlined, shards), outlined.dtype
-            made[id(outlined)] = (
-                torch.empty_like(outlined, device="cpu")
-                if like is None
-                else empty_shard(like, dtype, device)
-            )
+            made[id(outlined)] = space_for(outlined, shard_like(name, outlined, shards), device)
             targets[name] = made[id(outlined)]
         return made[id(outlined)]
 
@@ -263,20 +258,24 @@ def main(argv: list[str] | None = None) -> None:
         command.add_argument("path", type=Path, metavar=source.upper(), help="a checkpoint")
         command.add_argument("--out", type=Path, required=True, help=f"the new {target}")
     args = parser.parse_args(argv)
-    if not args.path.exists():
-        raise ValueError(f"{args.path}: not found")
-    if args.path.is_dir() != (args.verb == "to-file"):
-        other = "to-folder" if args.verb == "to-file" else "to-file"
-        raise ValueError(f"{args.path} is not what {args.verb} takes: use {other}")
-    if args.out.exists():
-        raise ValueError(f"--out {args.out} exists: name another, or delete it")
-    state = load(args.path)
+    path, out, is_folder = args.path, args.out, args.path.is_dir()
+    other = "to-file" if is_folder else "to-folder"
+    for refused, message in (
+        (not path.exists(), f"{path}: not found"),
+        (is_folder and path.suffix != SUFFIX, f"{path} is no checkpoint: name one *{SUFFIX} in it"),
+        (args.verb != other, f"{path} is not what {args.verb} takes: use {other}"),
+        (out.exists(), f"--out {out} exists: name another, or delete it"),
+        (not out.parent.is_dir(), f"--out {out}: there is no folder {out.parent}: make it first"),
+    ):
+        if refused:
+            raise ValueError(message)
+    state = load(path)
     if args.verb == "to-folder":
-        write(args.out, state, ALONE, state.get("step", 0))
+        write(out, state, ALONE, state.get("step", 0))
     else:
-        checkpoint.write_file(unfinished_of(args.out), state)
-        os.rename(unfinished_of(args.out), args.out)
-    print(f"{args.out}: written from {args.path}, step {state.get('step', '?')}")
+        checkpoint.write_file(unfinished_of(out), state)
+        os.rename(unfinished_of(out), out)
+    print(f"{out}: written from {path}, step {state.get('step', '?')}")
 
 
 if __name__ == "__main__":

@@ -46,10 +46,12 @@ class ShardedPlacement(Placement):
 
     @property
     def in_passing(self) -> int:
-        weight = 4 if self.dtype == "fp32" else 2
+        """What is whole for a while: the largest block, and all outside of blocks."""
         block = max((part.numel for part in self.parts if part.layers), default=0)
         outside = sum(part.numel for part in self.parts if not part.layers)
-        return block * (3 * weight + weight + 4) + outside * (4 + 4 + 4)
+        weight, summed = (4 if self.dtype == "fp32" else 2), 4
+        two_and_a_buffer, gradient = 3 * weight, weight + summed
+        return block * (two_and_a_buffer + gradient) + outside * (4 + 4 + summed)
 
     def of_rank(self, count: int) -> int:
         return -(-count // self.ranks)
@@ -76,7 +78,7 @@ def place_shards(
     ranks_here: int,
     ranks: int,
 ) -> ShardedPlacement:
-    """As `place`: let leave what must. Norms and biases leave with the matrices of their block.
+    """As `place`, of blocks that leave whole: norms and biases go with their block's matrices.
 
     Args:   ranks_here of the run on this machine
             ranks      of the run

@@ -97,7 +97,8 @@ def test_the_command_refuses_in_one_line(path, tmp_path):
         (["to-folder", str(path), "--out", "x.sharded"], "use to-file"),
         (["to-file", "nowhere", "--out", "x.pt"], "nowhere: not found"),
         (["to-file", str(path), "--out", str(file)], "exists"),
-        (["to-file", str(tmp_path), "--out", "x.pt"], "has no manifest.json"),
+        (["to-file", str(tmp_path), "--out", "x.pt"], "is no checkpoint: name one *.sharded in it"),
+        (["to-file", str(path), "--out", "no/x.pt"], "there is no folder no: make it first"),
         (["to-file", str(path)], "--out"),
     ):
         with pytest.raises(ValueError) as error:
