@@ -498,7 +498,7 @@ def test_arrays_of_more_than_two_to_the_31_elements():
 
 
 def compiled_for_an_h100(*names: str) -> set[str]:
-    """What instructions these kernels have in PTX, compiled for an H100, which need not be there."""
+    """What instructions these kernels have in PTX, compiled for an H100; they need not be there."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
