@@ -148,10 +148,10 @@ def test_packed_rows_keep_their_length_whatever_the_curriculum(flags):
 def test_rows_that_grow_compile_as_they_come_and_that_is_said(run, graphs, capsys, flags):
     settings = config.build(config.parse(flags.split()))
     assert config.shapes(settings) == []
-    grown = metrics(run(f"{flags} {LTD} --compile", out="compiled"))
+    grown = metrics(run(f"{flags} {LTD} --tokens 1024 --compile", out="compiled"))
     out = capsys.readouterr()
     assert "--compile: rows grow" in out.out + out.err and graphs.frame_count > 1
-    assert metrics(run(f"{flags} {LTD}", out="plain")) == grown
+    assert metrics(run(f"{flags} {LTD} --tokens 1024", out="plain")) == grown
 
 
 def test_rows_that_differ_in_number_compile_as_they_come_and_that_is_said(

@@ -291,7 +291,7 @@ def agree(documents, expected: np.ndarray, tolerance: float) -> bool:
     "kind, stride, dtype, tolerance",
     [
         ("gpt", None, torch.float64, 1e-12),
-        ("gpt", 16, torch.float64, 1e-12),
+        ("gpt", 32, torch.float64, 1e-12),
         ("bert", None, torch.float64, 1e-12),
         ("gpt", None, torch.float32, 1e-6),
     ],

@@ -136,6 +136,8 @@ def test_output_and_gradients_are_the_definitions(impl, device, case, causal, dt
     seldom = dtype != torch.bfloat16 or causal != (case == "500")
     if impl == "triton" and device == "cpu" and is_long and seldom:
         pytest.skip("takes the interpreter seconds")
+    if impl == "triton" and device == "cpu" and case == "equal lengths" and seldom:
+        pytest.skip("whole tiles again, as in a row of 64")
     qkv, d = inputs(doc_ids, H=1 if is_long else 2)
     assert_as_defined(impl, device, dtype, doc_ids, qkv, d, causal)
 
@@ -495,8 +497,8 @@ def test_arrays_of_more_than_two_to_the_31_elements():
     torch.testing.assert_close(gradient[-1:, -500:], gradient_alone[:, -500:], rtol=5e-2, atol=5e-2)
 
 
-def compiled_for_an_h100() -> set[str]:
-    """What instructions the kernels have in PTX, compiled for an H100, which need not be there."""
+def compiled_for_an_h100(*names: str) -> set[str]:
+    """What instructions these kernels have in PTX, compiled for an H100; they need not be there."""
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource, compile
 
@@ -508,7 +510,8 @@ def compiled_for_an_h100() -> set[str]:
         "dkv": (backward.dkv_kernel, 5),
     }
     found = set()
-    for name, (kernel, arrays) in kernels.items():
+    for name in names:
+        kernel, arrays = kernels[name]
         own, visited, warps, stages = attention_tiles.tiles(name, 64, torch.bfloat16)
         constants = {"CAUSAL": True, "D": 64, "OWN": own, "VISITED": visited}
         types = dict.fromkeys(kernel.arg_names, "*bf16")
@@ -532,9 +535,15 @@ def compiled_for_an_h100() -> set[str]:
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-def test_for_a_gpu_products_are_the_matrix_units_and_nothing_is_added_atomically(tmp_path):
+@pytest.mark.parametrize(
+    "kernels",
+    [["forward"], pytest.param(["dq", "dkv"], marks=pytest.mark.slow)],
+    ids=["forward", "backward"],
+)
+def test_for_a_gpu_products_are_the_matrix_units_and_nothing_is_added_atomically(tmp_path, kernels):
     script = (
-        "from tests.test_kernels_packed_attention import compiled_for_an_h100 as f; print(*f())"
+        "from tests.test_kernels_packed_attention import compiled_for_an_h100 as f;"
+        f" print(*f(*{kernels}))"
     )
     child = subprocess.run(
         [sys.executable, "-c", script],
@@ -545,6 +554,5 @@ def test_for_a_gpu_products_are_the_matrix_units_and_nothing_is_added_atomically
         check=False,
     )
     assert child.returncode == 0, child.stderr
-    kernels = ("forward", "dq", "dkv")
     expected = {f"{kernel}:{word}" for kernel in kernels for word in ("wgmma", "cp.async")}
     assert set(child.stdout.split()) == expected

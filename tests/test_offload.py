@@ -639,6 +639,7 @@ def test_off_is_absent(run, log_of, monkeypatch):
     ],
 )
 def test_a_run_is_bitwise_the_same_with_part_of_it_away(run, log_of, budget, more):
+    more = f"{more} --tokens 2048"
     away = run(f"{more} --offload --offload-budget {budget}")
     assert metrics(away) == metrics(log_of(more))
 
