@@ -43,7 +43,8 @@ from support.agreement import check_agreement, refuse_step
 from support.batch import Batch, shares_of
 from support.clock import StepContext, due
 from support.compiled import compiled_ahead, laid_out
-from support.initial import empty_model, initial_model, model_size
+from support.empty_model import empty_model
+from support.initial import initial_model, model_size
 from support.micro_batch import micro_batch
 from support.optim import Optimizers, learning_rate
 from support.read_ahead import read_ahead
@@ -259,10 +260,8 @@ class Trainer:
                 torch.manual_seed(seed_of(*key))
             last = part.stop >= rows
             sync_gradients(self.wrapped, last)  # over ranks once, with the last part
-            batch = laid_out(s, step.batch.rows(part))
+            batch = laid_out(s, step.batch.rows(part)).to(runtime.device)
             shares = shares_of(batch, s.optim.loss_per == "document", step.of_answer)
-            shares = shares if shares is None else shares.to(runtime.device)
-            batch = batch.to(runtime.device)
             run_block = self.run_block(s, step.context, runtime.rank * rows + first, batch)
             run_block = uses.run_block(run_block) if uses else run_block
             with runtime.autocast():

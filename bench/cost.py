@@ -35,7 +35,7 @@ from plan import Plan, Step
 from prepare import embedded_store
 from support import runtime
 from support.clock import Clock, tokens_by_layer
-from support.initial import empty_model
+from support.empty_model import empty_model
 from support.token_store import Store
 from support.tokenizer import get_encoding, vocab_size
 from train import Trainer, assemble

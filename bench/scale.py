@@ -48,7 +48,7 @@ import config
 import offload
 import pseudo
 from support import runtime
-from support.initial import empty_model
+from support.empty_model import empty_model
 from support.memory import host_free
 from support.micro_batch import micro_batch
 from support.optim import split_parameters

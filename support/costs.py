@@ -12,9 +12,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from model import Transformer, TransformerConfig
+from support.empty_model import empty_model
 from support.flags import count
 from support.muon import flops_of_orthogonalising
 from support.recipes import refusals_of_rows, with_defaults
@@ -156,8 +155,7 @@ def show_stages(size: str, stages: Mapping[float, Sequence[int]]) -> None:
 
 def model_of(args: argparse.Namespace) -> Transformer:
     """The model without its weights, on the meta device."""
-    with torch.device("meta"):
-        return Transformer(config_of(args.size, args.seq_len, args.pos))
+    return empty_model(config_of(args.size, args.seq_len, args.pos))
 
 
 def config_of(size: str, seq_len: int, pos: str | None = None) -> TransformerConfig:

@@ -34,9 +34,3 @@ def initial_model(
         for name in published.load_published(model, settings.model.init):
             say(f"--init left out {name}")
     return model
-
-
-def empty_model(config: TransformerConfig) -> Transformer:
-    """A model that takes no memory yet: its weights come from a checkpoint."""
-    with torch.device("meta"):
-        return Transformer(config)

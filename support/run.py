@@ -27,7 +27,7 @@ from model import TransformerConfig
 from support import checkpoint, sharded_checkpoint
 from support.agreement import check_agreement
 from support.clock import Clock
-from support.initial import empty_model
+from support.empty_model import empty_model
 from support.log import Log
 from support.provenance import provenance
 from support.run_folder import ModelSize, create_run_folder, started_with

@@ -7,9 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import torch
-
-from model import Transformer, TransformerConfig
+from model import TransformerConfig
+from support.empty_model import empty_model
 from support.settings import flag
 
 
@@ -53,8 +52,7 @@ class ModelConfig:
 
 def parameter_count(config: TransformerConfig) -> int:
     """Parameters of a model of this config, counted without taking memory for them."""
-    with torch.device("meta"):
-        return sum(p.numel() for p in Transformer(config).parameters())
+    return sum(p.numel() for p in empty_model(config).parameters())
 
 
 def flops_of_row(config: TransformerConfig, tokens_by_layer: Sequence[int], T: int) -> int:
