@@ -33,7 +33,8 @@ class Batch(NamedTuple):
         """The same with positions and doc_ids, also where every row is one piece that fills it."""
         if self.doc_ids is not None:
             return self
-        positions = torch.arange(self.tokens.shape[1]).repeat(len(self.tokens), 1)  # (B, T)
+        rows, T = self.tokens.shape
+        positions = torch.arange(T, device=self.tokens.device).repeat(rows, 1)  # (B, T)
         return self._replace(positions=positions, doc_ids=torch.zeros_like(positions))
 
     def to(self, device: torch.device) -> "Batch":

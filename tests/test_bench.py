@@ -225,7 +225,7 @@ def test_a_copy_that_differs_from_the_reference_is_not_timed(bench, monkeypatch)
 def test_the_tables_follow_from_the_records(bench, capsys):
     bench("tables").main()
     out = capsys.readouterr().out
-    assert out.count("| flags | bits per byte |") == 6 and out.count("| run | seconds") == 1
+    assert out.count("| flags | bits per byte |") == 9 and out.count("| run | seconds") == 1
     assert "| `--pack` | 1.789 (1.787 to 1.793)" in out
 
 
