@@ -53,8 +53,8 @@ class PseudoConfig:
     )
     until: str = flag(
         "0.1",
-        "share of --tokens when layers get weights of their own; 0.02,0.05,0.1: units double on"
-        " the way; adaptive:0.5: when gradients of uses correlate less",
+        "share of --tokens when layers get weights of their own; several, as 0.05,0.1: units double"
+        " on the way; adaptive: when the gradients of a weight's uses disagree",
     )
     state: str = flag(
         "rescale", "what the optimizers know of a layer that gets its own weights", choices=STATES

@@ -117,8 +117,8 @@ def budgets_table(recipes: list[str], trainer: str) -> str:
     ]
     for recipe in recipes:
         mine, same_seconds, same_tokens = [], [], []
-        for seed, by_budget in sorted(losses.get(recipe, {}).items()):
-            budget, loss = max(by_budget.items())
+        for seed in sorted(set(losses.get(recipe, {})) & set(losses["plain"])):
+            budget, loss = max(losses[recipe][seed].items())
             plain = {}
             for budgets in ("plain", "plain short", "plain half", "plain long"):
                 plain |= losses.get(budgets, {}).get(seed, {})
