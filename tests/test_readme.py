@@ -2,7 +2,7 @@
 
 In every document a block fenced as ```bash must parse and start known programs with known flags.
 In the README a block fenced as ```bash run is also executed, in a copy of the repository, so it
-stands alone and takes seconds. The marker `slow` adds the first command of all: the training run.
+stands alone and takes seconds. Blocks that train are marked `slow`, the first command of all too.
 
     python tests/test_readme.py                # write the flags table into README.md again
 """
@@ -341,8 +341,18 @@ def test_the_readme_has_commands_to_run():
     assert run_blocks()
 
 
-@pytest.mark.parametrize("block", run_blocks(), ids=lambda block: f"row{block.row}")
-def test_the_fast_commands_run(block, checkout):
+def trains(block: Block) -> bool:
+    return any("train.py" in command for command in block.commands)
+
+
+@pytest.mark.parametrize(
+    "block",
+    [
+        pytest.param(block, marks=pytest.mark.slow if trains(block) else (), id=f"row{block.row}")
+        for block in run_blocks()
+    ],
+)
+def test_the_commands_run(block, checkout):
     for command in block.commands:
         result = run_line(command, cwd=checkout, timeout=FAST_TIMEOUT_S)
         assert result.returncode == 0, f"$ {command}\n{result.stdout}"
