@@ -51,10 +51,10 @@ class PseudoConfig:
     group: int | None = flag(
         None, "layers of the unit that is used again and again (default: up to 4)", least=1
     )
-    until: str = flag(
-        "0.1",
-        "share of --tokens when layers get weights of their own; several, as 0.05,0.1: units double"
-        " on the way; adaptive: when the gradients of a weight's uses disagree",
+    until: str | None = flag(
+        None,
+        "share of --tokens when layers get their own weights (default: 0.05, with --pseudo-layers"
+        " 0.75); 0.05,0.1: units double on the way; adaptive: when a weight's uses disagree",
     )
     state: str = flag(
         "rescale", "what the optimizers know of a layer that gets its own weights", choices=STATES
@@ -289,9 +289,10 @@ def checked(settings: Any, shadow: Shadow, uses: Uses, reduce: Callable) -> Shad
 def with_defaults(settings: Any) -> PseudoConfig:
     config = settings.pseudo
     few = config.layers or settings.model.layers
-    units = [n for n in units_of(few, parse_until(config.until)) if n <= 4]
-    unit = few if config.layers else max(units, default=1)
-    return replace(config, group=config.group or unit)
+    usual = "0.75" if config.layers else "0.05"  # docs/scale.md has what was measured
+    until = usual if config.until is None else config.until
+    units = [few] if config.layers else [n for n in units_of(few, parse_until(until)) if n <= 4]
+    return replace(config, until=until, group=config.group or max(units, default=1))
 
 
 def units_of(layers: int, until: Until) -> list[int]:
@@ -367,7 +368,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--size", choices=costs.SIZES, default="nano")
     parser.add_argument("--group", type=flags.count, help="as --pseudo-group")
     parser.add_argument("--layers", type=flags.count, help="as --pseudo-layers")
-    parser.add_argument("--until", default="0.1", help="as --pseudo-until")
+    parser.add_argument("--until", help="as --pseudo-until")
     args = parser.parse_args(argv)
     config = PseudoConfig(group=args.group, layers=args.layers, until=args.until)
     settings = SimpleNamespace(model=costs.SIZES[args.size], pseudo=config)
@@ -375,7 +376,7 @@ def main(argv: list[str] | None = None) -> None:
     for refused, message in refusals_of_stages(settings.pseudo, settings.model.layers, "--"):
         if refused:
             raise ValueError(message)
-    starts = (0.0, *parse_until(args.until).shares)
+    starts = (0.0, *parse_until(settings.pseudo.until).shares)
     stages = {start: shadow_at(settings, start, None).owners for start in starts}
     costs.show_stages(args.size, stages)
 

@@ -21,7 +21,15 @@ from record import ROOT
 
 BUDGET = 800_000  # tokens of nano's recipe
 README = ["padded", "plain", "plain short", "curriculum short", "pack short", "constant 16"]
-README += ["all short", "ltd 310K", "all 300K", "plain half", "ltd half", "all half"]
+README += [
+    "all short",
+    "grow 3 until 0.75 450K",
+    "ltd 310K",
+    "all 300K",
+    "plain half",
+    "ltd half",
+    "all half",
+]
 
 
 def records(name: str) -> list[dict]:
@@ -146,6 +154,20 @@ def rates_table(recipes: list[str], trainer: str) -> str:
     return "\n".join(rows)
 
 
+def share_table(trainer: str) -> str:
+    """Held-out loss by when layers get their own weights, and by the unit that they shared."""
+    losses = measured("val_bpb", trainer)
+    rows = ["| until | one layer | units of two | of three |", "|---|---|---|---|"]
+    for until in (0.05, 0.1, 0.25, 0.5, 0.99):
+        cells = []
+        for group in (1, 2, 3):
+            by_seed = losses.get(f"share {group} until {until}", {})
+            found = [by_seed[seed][BUDGET] for seed in by_seed if seed in losses["plain"]]
+            cells.append(spread(found) if len(found) != 1 else f"{found[0]:.3f}, one seed")
+        rows.append(f"| {until} | {' | '.join(cells)} |")
+    return "\n".join(rows)
+
+
 def time_table(recipes: list[str], trainer: str) -> str:
     """What each recipe reaches in which share of the plain run's seconds."""
     losses, cost = measured("val_bpb", trainer), costs_of(trainer)
@@ -173,6 +195,7 @@ def main() -> None:
     print(budgets_table([recipe for recipe in LTD if recipe in timed], "split"), "\n")
     print(rates_table(["plain", "constant 16", *RATES], "split"), "\n")
     print("docs/scale.md\n")
+    print(share_table("split"), "\n")
     for recipes in (SHARE, SMALL, GROWN):
         print(budgets_table([recipe for recipe in recipes if recipe in timed], "split"), "\n")
     print("README.md\n")

@@ -69,6 +69,13 @@ def settings_of(flags, layers=8):
     return config.build(config.parse(f"--layers {layers} --pseudo {flags}".split()))
 
 
+def test_shared_weights_part_early_and_new_layers_come_late():
+    assert settings_of("").pseudo.until == "0.05"
+    assert settings_of("--pseudo-layers 4").pseudo.until == "0.75"
+    with pytest.raises(ValueError, match="--pseudo-until : give a share"):
+        config.build(config.parse(["--pseudo", "--pseudo-until", ""]))
+
+
 def test_units_double_on_the_way():
     settings = settings_of("--pseudo-group 1 --pseudo-until 0.1,0.2,0.4")
     seen = [shadow_at(settings, at, None).owners for at in (0, 0.05, 0.1, 0.3, 0.4, 1)]
