@@ -289,8 +289,8 @@ def checked(settings: Any, shadow: Shadow, uses: Uses, reduce: Callable) -> Shad
 def with_defaults(settings: Any) -> PseudoConfig:
     config = settings.pseudo
     few = config.layers or settings.model.layers
-    usual = "0.75" if config.layers else "0.05"  # docs/scale.md has what was measured
-    until = usual if config.until is None else config.until
+    # docs/scale.md has what was measured
+    until = ("0.75" if config.layers else "0.05") if config.until is None else config.until
     units = [few] if config.layers else [n for n in units_of(few, parse_until(until)) if n <= 4]
     return replace(config, until=until, group=config.group or max(units, default=1))
 
