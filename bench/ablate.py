@@ -94,12 +94,18 @@ BERT = {
 # optimizers hand over.
 SHARE = {
     f"share {group} until {until}": f"--pseudo --pseudo-group {group} --pseudo-until {until}"
+    " --pseudo-state rescale"
     for group in (1, 2, 3)
     for until in (0.05, 0.1, 0.25, 0.5)
 }
 SHARE |= {
-    f"share 3 {state}": f"--pseudo --pseudo-group 3 --pseudo-state {state}"
+    f"share 3 {state}": f"--pseudo --pseudo-group 3 --pseudo-until 0.1 --pseudo-state {state}"
     for state in ("copy", "reset")
+}
+SHARE |= {
+    f"adamw share 3 {state}": f"--optimizer adamw --pseudo --pseudo-group 3 --pseudo-until 0.1"
+    f" --pseudo-state {state}"
+    for state in ("rescale", "copy", "reset")
 }
 SHARE |= {
     "share in steps": "--pseudo --pseudo-group 1 --pseudo-until 0.05,0.1",

@@ -21,15 +21,8 @@ from record import ROOT
 
 BUDGET = 800_000  # tokens of nano's recipe
 README = ["padded", "plain", "plain short", "curriculum short", "pack short", "constant 16"]
-README += [
-    "all short",
-    "grow 3 until 0.75 450K",
-    "ltd 310K",
-    "all 300K",
-    "plain half",
-    "ltd half",
-    "all half",
-]
+README += ["all short", "grow 3 until 0.75 450K", "3 layers", "ltd 310K", "all 300K", "plain half"]
+README += ["ltd half", "all half"]
 
 
 def records(name: str) -> list[dict]:
