@@ -103,8 +103,8 @@ SHARE |= {
     for state in ("copy", "reset")
 }
 SHARE |= {
-    f"adamw share 3 {state}": f"--optimizer adamw --pseudo --pseudo-group 3 --pseudo-until 0.1"
-    f" --pseudo-state {state}"
+    f"adamw share 3 {state}": "--optimizer adamw --lr 0.003 --tokens 400K --pseudo"
+    f" --pseudo-group 3 --pseudo-until 0.1 --pseudo-state {state}"
     for state in ("rescale", "copy", "reset")
 }
 SHARE |= {
