@@ -37,7 +37,7 @@ from torch import Tensor, nn
 
 from support.shared_weights import Uses
 
-STATES, BEGINNINGS = ("rescale", "copy", "reset"), ("copy", "identity")
+STATES, BEGINNINGS = ("reset", "rescale", "copy"), ("copy", "identity")
 
 
 def flag(default: Any, help: str, **more: Any) -> Any:
@@ -57,7 +57,7 @@ class PseudoConfig:
         " 0.75); 0.05,0.1: units double on the way; adaptive: when a weight's uses disagree",
     )
     state: str = flag(
-        "rescale", "what the optimizers know of a layer that gets its own weights", choices=STATES
+        "reset", "what the optimizers know of a layer that gets its own weights", choices=STATES
     )
     layers: int | None = flag(
         None, "begin with so many of the layers (default: all; then no unit is shared)", least=1
