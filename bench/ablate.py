@@ -94,7 +94,6 @@ BERT = {
 # optimizers hand over.
 SHARE = {
     f"share {group} until {until}": f"--pseudo --pseudo-group {group} --pseudo-until {until}"
-    " --pseudo-state rescale"
     for group in (1, 2, 3)
     for until in (0.05, 0.1, 0.25, 0.5)
 }
@@ -156,6 +155,14 @@ GROWN |= {
     for until in (0.25, 0.5)
     for tokens in ("256K", "300K")
 }
+# Their records are of the time when moments were rescaled unless a flag said otherwise.
+SHARE, SMALL, GROWN = (
+    {
+        name: flags + " --pseudo-state rescale" * ("--pseudo" in flags and "-state" not in flags)
+        for name, flags in recipes.items()
+    }
+    for recipes in (SHARE, SMALL, GROWN)
+)
 RECIPES = TECHNIQUES | LTD | SHORT | RATES | ROWS | PIECES | BERT | SHARE | SMALL | GROWN
 # What a run rests on besides its flags: records of one trainer do not compare with another's.
 # end: the learning rate was taken at the end of a step; middle: in its middle; split: and Muon
