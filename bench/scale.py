@@ -178,7 +178,7 @@ def measure_shared(setup: Setup) -> dict:
 def stages_of(case: Case, variant: Variant) -> dict:
     """Parameters and bytes before layers get weights of their own and after, in a run on the CPU.
 
-    `moments_held` is counted tensor by tensor, after a step.
+    `moments_held` is counted tensor by tensor, after a step of each.
     """
     here = runtime.start("cpu", "auto")
     settings = settings_of(case, variant, "cpu", compiled=False)
@@ -189,6 +189,7 @@ def stages_of(case: Case, variant: Variant) -> dict:
     state = pseudo.handed_over(trainer.state(), owners, settings.pseudo.state)
     trainer = assemble(settings, empty_model(trainer.model.config), here, case.rows, state)
     stages["switch_seconds"] = significant(time.perf_counter() - began, 3)
+    step_of(trainer, batch_of(case, packed=False))()
     stages["own weights"] = bytes_of(trainer)
     return stages
 
