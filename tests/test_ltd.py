@@ -8,6 +8,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
+from small_batches import batch
 
 import config
 import ltd
@@ -46,16 +47,6 @@ def dropping(keep: int, inputs: Batch, layers=(1, 2), step=1, first_row=0):
     bits = StepContext(seed=0, step=step, progress=0.0).bits("ltd", layers, rows, 24)
     kept = ltd.draw(keep, bits, None if inputs.doc_ids is None else inputs.doc_ids < 0)
     return ltd.token_dropping(dict(zip(layers, kept, strict=True)), run_plain)
-
-
-def batch(packed: bool, B=3, T=24):
-    tokens = torch.randint(0, 40, (B, T), generator=torch.Generator().manual_seed(1))
-    if not packed:
-        return Batch(tokens, tokens.roll(-1, 1), None, None)
-    doc_ids = torch.tensor([0] * 7 + [1] * 5 + [2] * 9 + [-1] * 3).repeat(B, 1)
-    positions = torch.tensor([*range(7), *range(5), *range(9), 0, 0, 0]).repeat(B, 1)
-    targets = torch.where(doc_ids < 0, -100, tokens.roll(-1, 1))
-    return Batch(tokens, targets, positions, doc_ids)
 
 
 # The draw

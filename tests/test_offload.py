@@ -11,6 +11,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 from conftest import ALL_ON, metrics, read_log
+from small_batches import batch
 from torch._dynamo.testing import CompileCounter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
@@ -47,16 +48,6 @@ def small(shared=False, kind="gpt", pos="learned"):
     return model
 
 
-def batch(seed, packed=True, B=3, T=24):
-    tokens = torch.randint(0, 40, (B, T), generator=torch.Generator().manual_seed(seed))
-    if not packed:
-        return Batch(tokens, tokens.roll(-1, 1), None, None)
-    doc_ids = torch.tensor([0] * 7 + [1] * 5 + [2] * 9 + [-1] * 3).repeat(B, 1)
-    positions = torch.tensor([*range(7), *range(5), *range(9), 0, 0, 0]).repeat(B, 1)
-    targets = torch.where(doc_ids < 0, -100, tokens.roll(-1, 1))
-    return Batch(tokens, targets, positions, doc_ids)
-
-
 def placed(model, away, kind="adamw", dtype="fp32"):
     parts = parts_of(model, kind == "muon")
     return Placement(parts, tuple(away)[: len(parts)], dtype, budget=0)
@@ -88,7 +79,7 @@ class Run:
     def backward(self, last, **how):
         mixed = torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bf16")
         run_block = self.run_block(self.number, **how)
-        inputs = batch(self.number, packed=self.device == CPU).to(self.device)
+        inputs = batch(packed=self.device == CPU, seed=self.number).to(self.device)
         with mixed:
             loss = self.model(inputs, run_block=run_block) / 63
         with self.held.collecting(last) if self.held else nullcontext():
@@ -213,15 +204,15 @@ def test_compiled_blocks_are_the_same_and_share_their_code():
 def test_an_evaluation_streams_weights():
     there, plain = steps(Run(small(), MIXTURES["weights"]), 1), steps(Run(small()), 1)
     with torch.no_grad():
-        found = there.model(batch(9), run_block=there.run_block(9))
-        assert torch.equal(found, plain.model(batch(9)))
+        found = there.model(batch(seed=9), run_block=there.run_block(9))
+        assert torch.equal(found, plain.model(batch(seed=9)))
     assert_same(steps(there, 1), steps(plain, 1))
 
 
 def test_a_block_whose_weights_are_away_cannot_run_by_mistake():
     there = Run(small(), MIXTURES["mixed"])
-    assert there.model(batch(0)).isnan()
-    assert not there.model(batch(0), run_block=there.run_block(0)).isnan()
+    assert there.model(batch(seed=0)).isnan()
+    assert not there.model(batch(seed=0), run_block=there.run_block(0)).isnan()
 
 
 # Negative controls: what the tests above would see
@@ -475,7 +466,7 @@ def test_what_is_on_its_way_is_of_two_parts_at_most(monkeypatch):
     run.step()
     assert max(gradients) == 2 * one_part and max(weights) == 2 * one_part
     weights.clear()
-    loss = run.model(batch(0), run_block=run.held.run_block(run_plain, recomputes=True))
+    loss = run.model(batch(seed=0), run_block=run.held.run_block(run_plain, recomputes=True))
     assert max(weights) > 2 * one_part
     del loss
 
@@ -541,7 +532,7 @@ def rank_of_two(rank, folder):
         for number in range(3):
             for last in (False, True):
                 wrapped.require_backward_grad_sync = last
-                loss = wrapped(batch(10 * number + 2 * last + rank)) / 63
+                loss = wrapped(batch(seed=10 * number + 2 * last + rank)) / 63
                 with run.held.collecting(last):
                     loss.backward()
             run.optimizers.clip_gradients(0.1)

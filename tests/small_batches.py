@@ -1,0 +1,16 @@
+"""A batch of random tokens for models with a vocabulary of 40 and rows of at most 24."""
+
+import torch
+
+from support.batch import Batch
+
+
+def batch(packed: bool = True, seed: int = 1, B: int = 3, T: int = 24) -> Batch:
+    """Full rows of one piece, or packed ones: documents of 7, 5 and 9 tokens, then padding."""
+    tokens = torch.randint(0, 40, (B, T), generator=torch.Generator().manual_seed(seed))
+    if not packed:
+        return Batch(tokens, tokens.roll(-1, 1), None, None)
+    doc_ids = torch.tensor([0] * 7 + [1] * 5 + [2] * 9 + [-1] * 3).repeat(B, 1)
+    positions = torch.tensor([*range(7), *range(5), *range(9), 0, 0, 0]).repeat(B, 1)
+    targets = torch.where(doc_ids < 0, -100, tokens.roll(-1, 1))
+    return Batch(tokens, targets, positions, doc_ids)
