@@ -138,7 +138,7 @@ def find(folder: str | Path, which: str) -> Path:
     """
     if Path(folder).is_file() or Path(folder).suffix == ".sharded":
         raise ValueError(
-            f"{folder} is a checkpoint, not the folder of a run: name that, and this with"
+            f"{folder} is not the folder of a run: name that one; a checkpoint alone is named with"
             " --checkpoint"
         )
     named = _named_files(Path(folder))

@@ -427,6 +427,14 @@ def test_a_second_save_of_a_step_replaces_the_first_and_not_the_best(tmp_path):
     assert names(tmp_path) == ["best.pt", path.name]
 
 
+def test_a_checkpoint_in_place_of_its_run_is_said_to_be_none(tmp_path):
+    file, folder = checkpoint.save(tmp_path, {"a": 1}, step=1), tmp_path / "step-00000002.sharded"
+    folder.mkdir()
+    for path in (file, folder):
+        with pytest.raises(ValueError, match="is not the folder of a run: name that one"):
+            checkpoint.find(path, "last")
+
+
 def test_find_never_takes_another_file(tmp_path):
     for which in ("last", "previous", "best", str(tmp_path / "x.pt")):
         with pytest.raises(ValueError) as error:
