@@ -1,12 +1,12 @@
-"""Line budgets: a file's size is a decision, taken below and nowhere else.
+"""One line budget for the whole: its size is a decision, taken below and nowhere else.
 
 Counts code lines: a line that holds at least one token of code. Blank lines, lines with a comment
 alone and docstrings are free; a multi-line string that is an argument or a value is not, since it
-runs. A file keeps a tenth of its budget as air. Also refuses the ways of meeting a budget by golf
-(long lines, `;`) or by hiding (one more top-level file, a `utils.py`). Does not judge what the
-lines say.
+runs. No single file has a cap, for caps on files cut subjects apart. Also refuses the ways of
+meeting a budget by golf (long lines, `;`) or by hiding (one more top-level file, a `utils.py`).
+Does not judge what the lines say.
 
-    python -m tests.test_budget                 # every file, its lines, how many it may have
+    python -m tests.test_budget                 # every file and its lines, and the totals
 """
 
 import ast
@@ -21,12 +21,9 @@ from support.settings import techniques_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
-# Code lines. Raising one is a commit of its own that says why.
-BUDGETS = {"train.py": 300, "model.py": 260}
-TECHNIQUE_BUDGET = 240  # of each that config.py registers
-KERNEL_BUDGET = 240
-OTHER_BUDGET = 200
-AIR = 0.9  # a file beyond this share of its budget is at its design's end: split it by subject
+# Code lines of the top level, support and kernels together. Raising it is a commit of its own that
+# says why. The goal is 9,500: what is added from here on has to make something else simpler.
+MOST_LINES = 12_700
 MAX_FILES = 11  # top-level .py files beside those of techniques
 MAX_COLUMNS = 100
 FORBIDDEN_NAMES = {"utils.py", "common.py", "constants.py"}
@@ -78,22 +75,6 @@ def technique_modules() -> set[str]:
     return {entry.settings.__module__ for entry in techniques_of(Config).values()}
 
 
-def budget_of(path: str) -> int:
-    """The budget of a path relative to the root, in code lines."""
-    if path.removesuffix(".py") in technique_modules():
-        return TECHNIQUE_BUDGET
-    if path.startswith("kernels/"):
-        return KERNEL_BUDGET
-    return BUDGETS.get(path, OTHER_BUDGET)
-
-
-def over_budget(path: str, source: str) -> list[str]:
-    lines, most = count_code_lines(source), int(AIR * budget_of(path))
-    if lines <= most:
-        return []
-    return [f"{path}: {lines} code lines, at most {most}: split it by subject"]
-
-
 def golf(path: str, source: str) -> list[str]:
     """Name each line that is wider than the page or holds two statements."""
     wide = [
@@ -125,7 +106,7 @@ def misplaced(paths: list[str]) -> list[str]:
 
 
 def budgeted_files() -> list[str]:
-    """The files with a budget, as paths relative to the root."""
+    """The files that the budget counts, as paths relative to the root."""
     paths = [*ROOT.glob("*.py"), *ROOT.glob("support/*.py"), *ROOT.glob("kernels/*.py")]
     return sorted(path.relative_to(ROOT).as_posix() for path in paths)
 
@@ -141,9 +122,9 @@ def read(path: str) -> str:
     return (ROOT / path).read_text(encoding="utf-8")
 
 
-def test_every_file_is_within_its_budget():
-    problems = [problem for path in budgeted_files() for problem in over_budget(path, read(path))]
-    assert not problems, "\n".join(problems)
+def test_the_whole_is_within_its_budget():
+    lines = sum(count_code_lines(read(path)) for path in budgeted_files())
+    assert lines <= MOST_LINES, f"{lines:,} code lines, at most {MOST_LINES:,}"
 
 
 def test_no_budget_is_met_by_golf():
@@ -184,18 +165,6 @@ def test_the_counter_on_known_counts(source, count):
     assert count_code_lines(source) == count
 
 
-@pytest.mark.parametrize("path", ["train.py", "ltd.py", "kernels/token_drop.py", "new_helper.py"])
-def test_one_line_too_many_is_flagged(path):
-    most = {"train.py": 270, "ltd.py": 216, "kernels/token_drop.py": 216, "new_helper.py": 180}[
-        path
-    ]
-    assert over_budget(path, "x = 1\n" * most) == []
-    assert over_budget(path, "x = 1\n" * most + "# free\n\n") == []
-    problems = over_budget(path, "x = 1\n" * (most + 1))
-    assert len(problems) == 1
-    assert f"{path}: {most + 1} code lines, at most {most}" in problems[0]
-
-
 def test_golf_is_flagged():
     assert golf("a.py", "x = 1\n") == []
     assert golf("a.py", 'x = "one; two"  # a; b\n') == []
@@ -215,10 +184,10 @@ def test_a_nameless_file_and_one_file_too_many_are_flagged():
 
 
 def print_table() -> None:
-    print(f"{'file':<28}{'lines':>6}{'at most':>9}")
-    for path in budgeted_files():
-        lines, most = count_code_lines(read(path)), int(AIR * budget_of(path))
-        print(f"{path:<28}{lines:>6}{most:>9}{'  OVER' if lines > most else ''}")
+    lines = {path: count_code_lines(read(path)) for path in budgeted_files()}
+    for path, count in lines.items():
+        print(f"{path:<34}{count:>6}")
+    print(f"{len(lines)} files, {sum(lines.values()):,} code lines of at most {MOST_LINES:,}")
 
 
 if __name__ == "__main__":
