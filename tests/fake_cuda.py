@@ -62,22 +62,30 @@ def install(library: str) -> None:
 if __name__ == "__main__":
     install(sys.argv[1])
 
-import torch
-import torch._dynamo  # reads what torch.cuda has, before that is replaced
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map_only
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402: reads torch.cuda before it is replaced
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 # Operators that launch nothing: they look at a tensor in another way, or only ask for memory.
 VIEWS = frozenset(
-    """_conj _neg_view _reshape_alias _unsafe_view alias as_strided detach diagonal empty empty_like
-    empty_strided expand is_pinned lift_fresh new_empty new_empty_strided permute real select
-    set_ slice split split_with_sizes squeeze t transpose unbind unfold unsqueeze view view_as_complex
-    view_as_real""".split()
+    "_conj _neg_view _reshape_alias _unsafe_view alias as_strided detach diagonal empty empty_like "  # noqa: SIM905
+    "empty_strided expand is_pinned lift_fresh new_empty new_empty_strided permute real select set_ "
+    "slice split split_with_sizes squeeze t transpose unbind unfold unsqueeze view view_as_complex "
+    "view_as_real".split()
 )
 WAITS = frozenset(
-    "_local_scalar_dense _unique2 bincount equal is_nonzero masked_select nonzero".split()
+    {
+        "_local_scalar_dense",
+        "_unique2",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "masked_select",
+        "nonzero",
+    }
 )
 # torch/aten/src/ATen/native/cuda/MultiTensorApply.cuh: tensors in a launch by lists that it has,
 # and blocks in a launch, of so many elements each.
@@ -373,6 +381,14 @@ def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **more: A
     return Attention.apply(q, k, v, attn_mask, dropout_p, is_causal)
 
 
+def in_fp32(tensor: OnDevice) -> torch.Tensor:
+    """Triton's interpreter takes the bits of bfloat16 for integers where it multiplies matrices."""
+    inner = tensor.inner
+    if inner.dtype != torch.bfloat16:
+        return inner
+    return torch.empty_strided(inner.shape, inner.stride(), dtype=torch.float32).copy_(inner)
+
+
 class Kernel:
     """A Triton kernel in its interpreter, on the numbers that the device's tensors hold."""
 
@@ -385,9 +401,12 @@ class Kernel:
                 if isinstance(arg, torch.Tensor) and not isinstance(arg, OnDevice):
                     raise RuntimeError(f"Pointer argument of {self.name} is on the cpu")
             COUNTS.launch(f"triton {self.name}")
-            inner = tree_map_only(OnDevice, lambda tensor: tensor.inner, args)
+            inner = tree_map_only(OnDevice, in_fp32, args)
             with torch.utils._python_dispatch._disable_current_modes():
                 self.kernel[grid](*inner, **constants)
+            for given, used in zip(args, inner, strict=True):
+                if isinstance(given, OnDevice) and used is not given.inner:
+                    given.inner.copy_(used)
 
         return launch
 
