@@ -63,19 +63,20 @@ if __name__ == "__main__":
     install(sys.argv[1])
 
 import torch  # noqa: E402
-import torch._dynamo  # noqa: E402: reads torch.cuda before it is replaced
+import torch._dynamo  # noqa: E402 (it reads torch.cuda before that is replaced)
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
 from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
 
 CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
 
 # Operators that launch nothing: they look at a tensor in another way, or only ask for memory.
-VIEWS = frozenset(
-    "_conj _neg_view _reshape_alias _unsafe_view alias as_strided detach diagonal empty empty_like "  # noqa: SIM905
-    "empty_strided expand is_pinned lift_fresh new_empty new_empty_strided permute real select set_ "
-    "slice split split_with_sizes squeeze t transpose unbind unfold unsqueeze view view_as_complex "
-    "view_as_real".split()
-)
+VIEWS = {
+    *("_conj", "_neg_view", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach"),
+    *("diagonal", "empty", "empty_like", "empty_strided", "expand", "is_pinned", "lift_fresh"),
+    *("new_empty", "new_empty_strided", "permute", "real", "select", "set_", "slice", "split"),
+    *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
+    *("view_as_complex", "view_as_real"),
+}
 WAITS = frozenset(
     {
         "_local_scalar_dense",
