@@ -28,6 +28,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -109,8 +110,7 @@ class Counts:
         self.phase = ""
         self.alive: collections.Counter[int] = collections.Counter()  # storage -> tensors of it
         self.bytes = self.peak = 0
-        self.pinned: weakref.WeakSet = weakref.WeakSet()
-        self.locked: list[range] = []  # addresses of the host
+        self.locked: dict[int, int] = {}  # addresses of the host, and where each piece ends
         self.clear()
 
     def clear(self) -> None:
@@ -145,7 +145,7 @@ class Counts:
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         address = tensor.data_ptr()
-        return tensor in self.pinned or any(address in addresses for addresses in self.locked)
+        return any(start <= address < stop for start, stop in list(self.locked.items()))
 
     def report(self) -> dict[str, Any]:
         names = ("syncs", "copies", "launches", "operators", "doubles")
@@ -178,6 +178,9 @@ class OnDevice(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
+
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
 
     def __repr__(self) -> str:
         return f"OnDevice({self.inner!r})"
@@ -327,12 +330,12 @@ class Stream:
 class Cudart:
     @staticmethod
     def cudaHostRegister(address: int, size: int, flags: int) -> int:
-        COUNTS.locked.append(range(address, address + size))
+        COUNTS.locked[address] = address + size
         return 0
 
     @staticmethod
     def cudaHostUnregister(address: int) -> int:
-        COUNTS.locked[:] = [held for held in COUNTS.locked if held.start != address]
+        del COUNTS.locked[address]
         return 0
 
 
@@ -460,7 +463,9 @@ def patch_torch() -> None:
 
     def pin_memory(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         pinned = tensor.clone()
-        COUNTS.pinned.add(pinned)
+        address = pinned.data_ptr()
+        COUNTS.locked[address] = address + pinned.nbytes
+        weakref.finalize(pinned, COUNTS.locked.pop, address, None)
         return pinned
 
     torch.Tensor.pin_memory = pin_memory
@@ -497,6 +502,13 @@ def patch_torch() -> None:
         torch.utils.swap_tensors(self, other)
 
     torch.Tensor.data = property(data.__get__, set_data)
+    thread_run = threading.Thread.run
+
+    def run_with_device(self: threading.Thread) -> None:
+        with Device():  # a mode is a thread's own
+            thread_run(self)
+
+    threading.Thread.run = run_with_device
 
 
 @contextlib.contextmanager
