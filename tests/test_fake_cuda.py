@@ -121,7 +121,7 @@ def check_recipes(library: Path, recipes: dict[str, str], folder: Path) -> None:
             [step["loss"] for step in reports[which]["steps"]]
             for which in (name, f"{name} on the host")
         )
-        tolerance = 1e-5 if name in in_fp32 else 2e-3
+        tolerance = 1e-4 if name in in_fp32 else 2e-3  # AdamW makes much of a small gradient
         if expected != pytest.approx(found, rel=tolerance) or len(found) < 2:
             problems.append(f"{name}: losses {found}, on the host {expected}")
     assert not problems, "\n".join(problems)
