@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from support.clock import Clock, lr_clock
 from support.muon import Muon
@@ -133,10 +133,10 @@ class Optimizers:
         self.device = device or self.parameters[0].device
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=fp16)
 
-    def clip_gradients(self, clip: float) -> float:
+    def clip_gradients(self, clip: float) -> Tensor:
         """Undo fp16's scaling, clip the norm over all parameters at `clip`, return that norm.
 
-        A `clip` of 0 clips nothing. Synchronises with the device, to return a float.
+        A `clip` of 0 clips nothing.
         """
         self.scaler.unscale_(self.joint)
         gradients = [rows_here(p.grad) for p in self.parameters if p.grad is not None]
@@ -144,7 +144,7 @@ class Optimizers:
         if is_shard(self.parameters[0]):
             norm = norm_over_ranks(norm.to(self.device))
         torch.nn.utils.clip_grads_with_norm_(self.parameters, clip or math.inf, norm)
-        return norm.item()
+        return norm
 
     def step(self, lr: float) -> None:
         """Update the weights and free the gradients.
