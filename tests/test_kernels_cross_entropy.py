@@ -290,15 +290,14 @@ def test_on_a_cpu_auto_is_the_chunked_form_and_others_are_refused():
 
 def test_the_kernel_is_refused_where_it_cannot_run(monkeypatch):
     needs_triton()
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     with pytest.raises(ValueError, match="x is float64: choose chunked"):
-        chosen_impl(cuda, torch.float64, "triton")
+        chosen_impl("cuda", torch.float64, "triton")
     monkeypatch.setattr(cross_entropy.triton, "JITFunction", object)  # as if it were compiled
     with pytest.raises(ValueError, match="wants CUDA tensors"):
-        chosen_impl(cpu, torch.bfloat16, "triton")
+        chosen_impl("cpu", torch.bfloat16, "triton")
     monkeypatch.setattr(cross_entropy, "triton", None)
     with pytest.raises(ValueError, match="Triton is not installed here"):
-        chosen_impl(cuda, torch.bfloat16, "triton")
+        chosen_impl("cuda", torch.bfloat16, "triton")
 
 
 @pytest.mark.parametrize(
@@ -310,13 +309,12 @@ def test_auto_is_the_kernel_for_16_bits_on_a_gpu_that_triton_compiles_for(
 ):
     needs_triton()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(cross_entropy.shutil, "which", lambda name: compiler)
     triton_runs_on.cache_clear()
-    cuda = torch.device("cuda")
-    found = [chosen_impl(cuda, dtype) for dtype in (*DTYPES, torch.float16)]
+    found = [chosen_impl("cuda", dtype) for dtype in (*DTYPES, torch.float16)]
     assert found == ["chunked", *["triton" if takes_it else "chunked"] * 2]
-    assert chosen_impl(torch.device("cpu"), torch.bfloat16) == "chunked"
+    assert chosen_impl("cpu", torch.bfloat16) == "chunked"
     triton_runs_on.cache_clear()
 
 
