@@ -44,9 +44,10 @@ def tiles(kernel: str, D: int, dtype: torch.dtype) -> Tiles:
     """A table that was compiled and never timed.
 
     In half precision no kernel spills a register on compute capability 8.0, 8.9 or 9.0, and each
-    fits into the shared memory of the smallest, 99 KiB (tests/test_ahead_of_time.py). dkv holds two
-    sums, so it visits half as many; at D 128 sums are twice as wide. float32 takes twice the
-    registers and has no matrix units; `chosen_impl` never picks it.
+    fits into the shared memory of the smallest, 99 KiB, by Triton 3.6, 3.7 and 3.9
+    (tests/test_ahead_of_time.py). dkv holds two sums, so it visits half as many; at D 128 sums are
+    twice as wide. float32 takes twice the registers and has no matrix units; `chosen_impl` never
+    picks it.
     """
     if dtype == torch.float32:
         return Tiles(own=32, visited=32, warps=4, stages=2)

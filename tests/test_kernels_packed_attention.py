@@ -494,7 +494,7 @@ def test_a_grid_has_the_programs_of_any_batch(kernel):
             kernel, torch.Size((B, T, H, 64)), torch.bfloat16, True
         )
         programs = B * H * math.ceil(T / constants["OWN"])
-        assert grid == (programs,) and B * H * T / 64 < programs * 2 < 2**32
+        assert grid == (programs,) and programs < 2**31
 
 
 def test_other_documents_are_not_compiled_again():
