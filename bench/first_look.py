@@ -140,7 +140,7 @@ WAYS = {name: Way(flags, name) for name, flags in CURVES.items()} | {
     "fp16": Way("--dtype fp16"),
     "compile": Way("--compile"),
     "compile, all on": Way(f"{CURVES['all on']} --compile", "all on"),
-    "offload": Way("--offload --offload-budget 6MB"),
+    "offload": Way("--offload --offload-budget 10MB"),
     "fsdp": Way("--fsdp"),
     "killed and resumed": Way("--checkpoint-every 6144"),
 }
