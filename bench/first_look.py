@@ -6,11 +6,12 @@
               of its own on a GPU, all at once; each loss beside that of a CPU in fp32
     profile   the kernels that a step of 124M spends its time in
 
-A CPU's losses stand in results/first-look.jsonl, in fp32 and in bf16. A GPU's may be as far from
-the CPU's in fp32 as FACTOR times the CPU's in bf16 are, at the worst step; in TF32, whose rounding
-is 8 times finer, an eighth of that. The run that is killed and goes on is held to the same.
+A CPU's losses stand in results/first-look.jsonl, in fp32: as they are, and with what goes into each
+linear layer, comes out and comes back rounded to bf16. A GPU's may be FACTOR times as far from the
+former as the latter are, at the worst step; in TF32, whose rounding is 8 times finer, an eighth of
+that. The run that is killed and goes on is held to the same.
 
-    OMP_NUM_THREADS=1 python bench/first_look.py losses --record     # the CPU's, some minutes
+    OMP_NUM_THREADS=1 python bench/first_look.py curves --record     # the CPU's, some minutes
     python bench/first_look.py machine losses profile --device cuda --record
 """
 
@@ -29,14 +30,18 @@ from functools import partial
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import NamedTuple
+from unittest.mock import patch
 
 import torch
-from record import ROOT, append, quartiles, significant, surroundings
+import torch.nn.functional as F
+from record import RESULTS, ROOT, append, quartiles, significant, surroundings
 from step import VARIANTS, build_ours, on_device
+from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 from turns import measured, timed_in_turns
 
+import train
 from support.runtime import exit_cleanly
 
 
@@ -123,7 +128,7 @@ CURVES = {  # what a CPU learns
     "all on": "--curriculum seqlen --ltd --pack",
     "bert": "--model bert --nsp --pack",
 }
-FACTOR = 3  # 2 is what rounding alone may have; Muon's own products are bf16 on a GPU as well
+FACTOR = 3  # 2 is what rounding alone may have; on a GPU Muon's products and the head are bf16 too
 FINER = 8  # TF32 has three bits more than bf16
 
 
@@ -147,14 +152,15 @@ WAYS = {name: Way(flags, name) for name, flags in CURVES.items()} | {
 NEEDS_GPU = ("fp16",)
 
 
-def train(name: str, flags: str) -> list[float]:
-    """Losses step by step of a run in a process of its own.
+def losses_of(name: str, flags: str) -> list[float]:
+    """Step by step, of a run in a process of its own.
 
     Raises: ValueError where it fails, with the end of what it said
     """
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "run"
-        command = [sys.executable, str(ROOT / "train.py"), "--out", str(out)]
+        program = [__file__, "rounded"] if "rounded" in name else [ROOT / "train.py"]
+        command = [sys.executable, *map(str, program), "--out", str(out)]
         start = [*command, *COMMON.split(), *flags.split()]
         if "killed" in name:
             kill_after_a_checkpoint(start, out)
@@ -183,13 +189,10 @@ def differences(losses: list[float], wanted: list[float]) -> list[float]:
     return [abs(one - other) for one, other in zip(losses, wanted, strict=True)]
 
 
-def compared(way: Way, losses: list[float], curves: dict[tuple[str, str], list[float]]) -> dict:
-    """A way's losses beside the curve that it should follow.
-
-    Args: curves (name, dtype) -> losses of a CPU
-    """
-    exact = curves[way.like, "fp32"]
-    found, rounded = differences(losses, exact), differences(curves[way.like, "bf16"], exact)
+def compared(way: Way, losses: list[float], curves: dict[str, list[float]]) -> dict:
+    """A way's losses beside the curve that it should follow."""
+    exact = curves[way.like]
+    found, rounded = differences(losses, exact), differences(curves[f"{way.like}, rounded"], exact)
     tolerance = FACTOR / way.finer * max(rounded)
     return {
         "like": way.like,
@@ -202,19 +205,27 @@ def compared(way: Way, losses: list[float], curves: dict[tuple[str, str], list[f
     }
 
 
-def recorded_curves() -> dict[tuple[str, str], list[float]]:
-    lines = (ROOT / "results/first-look.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if record["part"] == "curve"]
-    return {(record["run"], record["dtype"]): record["losses"] for record in records}
+def train_rounded(argv: list[str]) -> int:
+    """train.py in fp32, but as bf16 would round: inputs, weights, outputs and their gradients."""
+    exact = F.linear
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.bfloat16().to(x.dtype)
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return cut(exact(cut(x), cut(weight), cut(bias)))
+
+    with patch.object(F, "linear", linear):
+        return train.main(argv)
 
 
-def runs(jobs: dict[tuple, str], at_once: int) -> Iterator[tuple[tuple, list[float] | str]]:
+def runs(jobs: dict[str, str], at_once: int) -> Iterator[tuple[str, list[float] | str]]:
     """Train them, so many at once; yield each one's losses, or what went wrong, as it ends.
 
-    Args: jobs (name, ...) -> flags
+    Args: jobs name -> flags
     """
     with ThreadPoolExecutor(at_once) as pool:
-        running = {pool.submit(train, job[0], flags): job for job, flags in jobs.items()}
+        running = {pool.submit(losses_of, name, flags): name for name, flags in jobs.items()}
         for ended in as_completed(running):
             error = ended.exception()
             if error and not isinstance(error, ValueError):
@@ -222,33 +233,42 @@ def runs(jobs: dict[tuple, str], at_once: int) -> Iterator[tuple[tuple, list[flo
             yield running[ended], str(error) if error else ended.result()
 
 
+def flags_for(setup: Setup, flags: str) -> str:
+    return f"{flags} --device {setup.device}" + f" {TOY}" * setup.toy
+
+
+def take_curves(setup: Setup) -> None:
+    """A CPU's losses, as the runs of a GPU are compared with."""
+    if setup.device != "cpu":
+        raise ValueError("curves: they are a CPU's, leave out --device")
+    curves = {"plain": CURVES["plain"]} if setup.toy else CURVES
+    jobs = {name: flags_for(setup, flags) for name, flags in curves.items()}
+    jobs |= {f"{name}, rounded": flags for name, flags in jobs.items()}
+    for name, losses in runs(jobs, at_once=2):
+        if isinstance(losses, str):
+            raise ValueError(f"{name}: {losses}")
+        print(f"{name:>20} {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
+        setup.keep({"part": "curve", "run": name, "losses": [round(loss, 6) for loss in losses]})
+
+
+def recorded_curves(folder: Path) -> dict[str, list[float]]:
+    lines = (folder / "first-look.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["part"] == "curve"]
+    return {record["run"]: record["losses"] for record in records}
+
+
 def look_at_losses(setup: Setup) -> None:
-    """On a CPU first the curves themselves; then every way beside its curve.
+    """Every way to run beside its curve.
 
     Raises: ValueError naming the ways that end with an error, or that do not follow
     """
     on_cpu, wrong = setup.device == "cpu", []
-    more = f" --device {setup.device}" + f" {TOY}" * setup.toy
     names = ["plain", "killed and resumed"] if setup.toy else list(WAYS)
     names = [name for name in names if not (on_cpu and name in NEEDS_GPU)]
-    if on_cpu:
-        curves = {}
-        jobs = {
-            (name, dtype): f"{CURVES[name]} --dtype {dtype}{more}"
-            for name in names
-            for dtype in ("fp32", "bf16")
-            if name in CURVES
-        }
-        for (name, dtype), losses in runs(jobs, at_once=2):
-            if isinstance(losses, str):
-                raise ValueError(f"{name}, {dtype}: {losses}")
-            curves[name, dtype] = losses
-            setup.keep({"part": "curve", "run": name, "dtype": dtype, "losses": losses})
-    else:
-        curves = recorded_curves()
+    curves = recorded_curves(RESULTS if setup.toy else ROOT / "results")
     print(f"losses of {', '.join(names)}; at the worst step:", flush=True)
-    jobs = {(name,): WAYS[name].flags + more for name in names}
-    for (name,), losses in runs(jobs, at_once=2 if on_cpu else len(jobs)):
+    jobs = {name: flags_for(setup, WAYS[name].flags) for name in names}
+    for name, losses in runs(jobs, at_once=2 if on_cpu else len(jobs)):
         figures = {"part": "way", "run": name, "flags": WAYS[name].flags}
         if isinstance(losses, str):
             figures |= {"error": losses, "follows": False}
@@ -256,10 +276,9 @@ def look_at_losses(setup: Setup) -> None:
             figures |= compared(WAYS[name], losses, curves)
         if not figures["follows"]:
             wrong.append(name)
-        told = "error", "worst_difference", "at_step", "tolerance", "like", "follows"
-        print(
-            f"{name:>20}", *(f"{key} {figures[key]}" for key in told if key in figures), flush=True
-        )
+        told = ("error", "worst_difference", "at_step", "tolerance", "like", "follows")
+        words = [f"{key} {figures[key]}" for key in told if key in figures]
+        print(f"{name:>20}", *words, flush=True)
         setup.keep(figures)
     if wrong:
         raise ValueError(f"losses of {', '.join(wrong)}: not those of a CPU, see above")
@@ -316,7 +335,12 @@ def look_at_profile(setup: Setup) -> None:
     setup.keep(about | ms | {"kernels": kernels})
 
 
-PARTS = {"machine": look_at_machine, "losses": look_at_losses, "profile": look_at_profile}
+PARTS = {
+    "curves": take_curves,
+    "machine": look_at_machine,
+    "losses": look_at_losses,
+    "profile": look_at_profile,
+}
 
 
 def main() -> None:
@@ -338,4 +362,6 @@ def main() -> None:
 
 
 if __name__ == "__main__":
+    if sys.argv[1:2] == ["rounded"]:
+        exit_cleanly(lambda: train_rounded(sys.argv[2:]))
     exit_cleanly(main)
