@@ -140,7 +140,8 @@ def form_of(form: str, doc_ids: Tensor) -> Callable[[Tensor, Tensor, Tensor], Te
 
 def measure(case: Case, documents: list[Tensor], device: str, turns: int, peak: float) -> dict:
     torch.manual_seed(0)
-    torch.compiler.reset()  # else what is compiled for the ninth shape is not compiled
+    if device == "cuda":
+        torch.compiler.reset()  # else what is compiled for the ninth shape is not compiled
     B, T, H, D = case
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     qkv = torch.randn(B, T, 3, H, D, device=device, dtype=dtype)

@@ -151,7 +151,8 @@ def forms_on(device: str) -> list[str]:
 def measure(operation: str, shape: Shape, K: int, device: str, turns: int) -> dict:
     """Figures of the copy and of each form."""
     torch.manual_seed(0)
-    torch.compiler.reset()  # else the ninth shape would run as it is, uncompiled
+    if device == "cuda":
+        torch.compiler.reset()  # else the ninth shape would run as it is, uncompiled
     one = inputs_of(shape, K, device)
     moved = row_moves(operation, shape, K) * shape.C * one.x.element_size()
     sets = min(MOST_SETS, 1 + COLD_BYTES // moved) if device == "cuda" else 1
