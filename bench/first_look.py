@@ -94,6 +94,7 @@ def ceilings(setup: Setup) -> Iterator[tuple[str, dict]]:
         yield name, {"tflops": significant(tflops, 4), "n": n}
     one = torch.zeros(1, device=device)
     for name, call, calls in (("launch", partial(one.add_, 1), 2000), ("wait", one.item, 200)):
+        one.item()  # until nothing is under way
         began = time.perf_counter()
         for _ in range(calls):
             call()
@@ -127,7 +128,7 @@ CURVES = {  # what a CPU learns
     "ltd": "--ltd",
     "pack": "--pack",
     "all on": "--curriculum seqlen --ltd --pack",
-    "bert": "--model bert --nsp --pack",
+    "bert": "--model bert --nsp --pack --lr 0.002",
 }
 FACTOR = 5  # 2 for what is rounded on both; the head and Muon's products are bf16 on a GPU alone
 FINER = 8  # TF32 has three bits more than bf16
@@ -139,11 +140,12 @@ class Way(NamedTuple):
     flags: str
     like: str = "plain"
     finer: int = 1
+    is_held: bool = True  # to it; fp16 may leave out its first steps, until its loss scale fits
 
 
 WAYS = {name: Way(flags, name) for name, flags in CURVES.items()} | {
     "AdamW, fp32": Way(f"{CURVES['AdamW']} --dtype fp32", "AdamW", FINER),
-    "fp16": Way("--dtype fp16"),
+    "fp16": Way("--dtype fp16", is_held=False),
     "compile": Way("--compile"),
     "compile, all on": Way(f"{CURVES['all on']} --compile", "all on"),
     "offload": Way("--offload --offload-budget 10MB"),
@@ -276,7 +278,7 @@ def look_at_losses(setup: Setup) -> None:
             figures |= {"error": losses, "follows": False}
         else:
             figures |= compared(WAYS[name], losses, curves)
-        if not figures["follows"]:
+        if "error" in figures or (WAYS[name].is_held and not figures["follows"]):
             wrong.append(name)
         told = ("error", "worst_difference", "at_step", "tolerance", "like", "follows")
         words = [f"{key} {figures[key]}" for key in told if key in figures]

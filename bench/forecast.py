@@ -32,7 +32,7 @@ CASES = {
     " --final-eval-tokens 4096",
     "nano, all techniques": "--tokens 100000 --eval-tokens 8192 --final-eval-tokens 32768"
     " --curriculum seqlen --ltd --pack",
-    "124M on a GPU": "--size 124M --batch-tokens 65536 --tokens 6553600 --eval-every 0"
+    "124M on a GPU": "--size 124M --batch-tokens 65536 --tokens 3276800 --eval-every 0"
     " --checkpoint-every 0 --final-eval-tokens 65536",
     "toy": "--layers 1 --width 16 --heads 1 --tokens 8192 --eval-every 0 --checkpoint-every 0"
     " --final-eval-tokens 2048",

@@ -65,7 +65,7 @@ fi
 mkdir -p "$OUT" || exit 2
 [ -n "$commit" ] || commit=$(git describe --always --dirty 2>/dev/null) ||
     commit=$(cat COMMIT 2>/dev/null) || commit=none
-export COMMIT=$commit PYTHONUNBUFFERED=1 OMP_NUM_THREADS=${OMP_NUM_THREADS:-4}
+export COMMIT=$commit PYTHONUNBUFFERED=1
 # what is compiled or trained on the way goes with the stage
 TMPDIR=$(mktemp -d)
 export TMPDIR TRITON_CACHE_DIR=$TMPDIR/triton TORCHINDUCTOR_CACHE_DIR=$TMPDIR/inductor

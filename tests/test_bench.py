@@ -345,20 +345,22 @@ def test_a_run_follows_a_cpus_losses_within_its_dtypes_rounding(bench):
 def test_a_run_whose_losses_are_others_or_that_fails_is_named(bench, monkeypatch):
     look, kept = bench("first_look"), []
     monkeypatch.setattr(look, "embedded_store", lambda name: None)
-    monkeypatch.setattr(look, "WAYS", {name: look.WAYS[name] for name in ("plain", "ltd", "fsdp")})
+    monkeypatch.setattr(
+        look, "WAYS", {name: look.WAYS[name] for name in ("plain", "ltd", "fsdp", "fp16")}
+    )
     recorded = look.recorded_curves(ROOT / "results")
 
     def losses_of(name: str, flags: str) -> list[float]:
         assert "--device cuda" in flags
         if name == "fsdp":
             raise ValueError("ended with status 1: no NCCL")
-        return recorded[name] if name == "plain" else [loss + 1 for loss in recorded[name]]
+        return [loss + (name != "plain") for loss in recorded[look.WAYS[name].like]]
 
     monkeypatch.setattr(look, "losses_of", losses_of)
     with pytest.raises(ValueError, match=r"^losses of (ltd, fsdp|fsdp, ltd): not those of a CPU"):
         look.look_at_losses(look.Setup("cuda", kept.append))
     follows = {record["run"]: record["follows"] for record in kept}
-    assert follows == {"plain": True, "ltd": False, "fsdp": False}
+    assert follows == {"plain": True, "ltd": False, "fsdp": False, "fp16": False}
     assert [record["error"] for record in kept if "error" in record] == [
         "ended with status 1: no NCCL"
     ]
