@@ -168,7 +168,7 @@ stage_D() {
 stage_E() {
     local run=(--layers 12 --heads 8 --width 512 --seq-len 512 --size 124M --tokens 100M)
     run+=(--batch-tokens 65536 --eval-every 10M --checkpoint-every 0)
-    [ -z "$fake" ] || run=(--layers 2 --heads 2 --width 16 --seq-len 32 --batch-tokens 512
+    [ -z "$fake" ] || run=(--layers 3 --heads 2 --width 16 --seq-len 32 --batch-tokens 512
         --tokens 8192 --eval-every 2048 --eval-tokens 512 --final-eval-tokens 512)
     if [ -n "$corpus" ]; then
         part 80 "the corpus" "$python" prepare.py "$corpus" --out "$TMPDIR/store"
