@@ -1,6 +1,7 @@
 # Inside an activated virtual environment; another interpreter: make check PYTHON=python3.12
 
 PYTHON ?= python
+STAGE ?= A
 STRUCTURE = tests/test_budget.py tests/test_architecture.py tests/test_readme.py
 
 .DEFAULT_GOAL := help
@@ -30,5 +31,5 @@ bench:  ## rates of prepare, analysis and sampling; kernels; training steps (NAN
 	$(PYTHON) bench/step.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 	$(PYTHON) bench/scale.py
 
-gpu:  ## every test and bench that needs a GPU; records in results/gpu-*.jsonl
-	bash bench/gpu.sh
+gpu:  ## one stage of what needs a GPU (STAGE=A to E); records in results/gpu-*.jsonl
+	bash bench/gpu.sh $(STAGE) $(if $(NANOGPT),--nanogpt $(NANOGPT))

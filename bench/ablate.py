@@ -4,6 +4,8 @@ Every recipe gets the same budget on the clock of consumed tokens (--tokens). Th
 fixed, seconds and raw tokens are not: a run that drops tokens reads more text for the same budget.
 The record keeps all of them. Runs follow each other, recipe by recipe within a seed, so that a slow
 spell of the machine does not hit one recipe alone. bench/tables.py makes tables of the records.
+With --equal-seconds the first recipe is run once more, with as many tokens as it reads in the
+seconds of the last one. A run that is stopped is recorded as far as it came, and no other begins.
 
     python bench/ablate.py --record                           # every recipe, at the default budget
     python bench/ablate.py --recipes plain all --seeds 1 2 3 -- --tokens 500K
@@ -11,12 +13,16 @@ spell of the machine does not hit one recipe alone. bench/tables.py makes tables
 
 import argparse
 import json
+import signal
+import statistics
 import subprocess
 import sys
 import tempfile
 from pathlib import Path
 
 from record import ROOT, append, surroundings
+
+from support.runtime import exit_cleanly
 
 TECHNIQUES = {
     "plain": "",
@@ -171,15 +177,28 @@ TRAINER = "split"
 
 
 def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:
-    """Train in a process of its own, and make a record of what its log says."""
-    out = folder / f"{recipe}-{seed}".replace(" ", "-")
+    """Train in a process of its own, and make a record of what its log says.
+
+    Raises: ValueError if it ends before its first evaluation
+    """
+    out = folder / f"{recipe}-{seed}-{len(list(folder.iterdir()))}".replace(" ", "-")
     flags = [*RECIPES[recipe].split(), *extra]
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--seed", str(seed)]
-    subprocess.run([*command, "--out", str(out)], check=True, stdout=subprocess.DEVNULL)
-    lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    steps = [line for line in lines if line["event"] == "train"]
-    last, final = steps[-1], [line for line in lines if line["event"] == "eval"][-1]
-    ms = sum(step["ms"] for step in steps)
+    done = subprocess.run([*command, "--out", str(out)], stdout=subprocess.DEVNULL)
+    log = out / "log.jsonl"
+    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
+    steps, curve, seconds = [], [], 0.0
+    for line in lines:
+        if line["event"] == "train":
+            steps.append(line)
+            seconds += line["ms"] / 1e3
+        elif line["event"] == "eval":
+            curve.append([round(seconds, 1), line["consumed_tokens"], round(line["val_bpb"], 4)])
+            final = line
+    if not curve:
+        raise ValueError(f"{recipe}: status {done.returncode} before its first evaluation")
+    last = steps[-1]
+    ended = {} if done.returncode == 0 else {"stopped": done.returncode}
     return {
         "bench": "ablate",
         "recipe": recipe,
@@ -193,8 +212,11 @@ def measure(recipe: str, seed: int, extra: list[str], folder: Path) -> dict:
         "real_tokens": last["real_tokens"],
         "layer_tokens": last["layer_tokens"],
         "padding_share": round(sum(step["padding_share"] for step in steps) / len(steps), 4),
-        "train_seconds": round(ms / 1e3, 1),
-        "data_share": round(sum(step["data_ms"] for step in steps) / ms, 5),
+        "train_seconds": round(seconds, 1),
+        "data_share": round(sum(step["data_ms"] for step in steps) / 1e3 / seconds, 5),
+        "mfu": round(statistics.median(step["mfu"] for step in steps), 4),
+        "curve": curve,  # seconds, consumed tokens, bits per byte
+        **ended,
     }
 
 
@@ -204,24 +226,38 @@ def main() -> None:
         "--recipes", nargs="+", choices=RECIPES, default=list(TECHNIQUES), metavar="RECIPE"
     )
     parser.add_argument("--seeds", nargs="+", type=int, default=[1337])
+    parser.add_argument("--equal-seconds", action="store_true", help="see above")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--record", action="store_true", help="append to results/ablate.jsonl")
     parser.add_argument("extra", nargs="*", help="after --: flags for every run")
     args = parser.parse_args()
-    machine = surroundings()  # before the first record makes the working tree dirty
+    machine = surroundings(args.device)  # before the first record makes the working tree dirty
+    # a run that is told to stop saves and ends; what it did is still to be recorded
+    signal.signal(signal.SIGTERM, lambda *_: None)
     print("recipe                    seed  bits/byte  seconds  consumed M  raw M  layer-tokens M")
+
+    def run(recipe: str, seed: int, extra: list[str]) -> dict:
+        found = measure(recipe, seed, ["--device", args.device, *extra], Path(folder))
+        print(
+            f"{recipe:24} {seed:5} {found['val_bpb']:10.4f} {found['train_seconds']:8.1f}"
+            f" {found['consumed_tokens'] / 1e6:11.2f} {found['real_tokens'] / 1e6:6.2f}"
+            f" {found['layer_tokens'] / 1e6:15.2f}",
+            flush=True,
+        )
+        if args.record:
+            append("ablate", machine | found)
+        if "stopped" in found:
+            raise ValueError(f"{recipe}: ended with status {found['stopped']}, none comes after it")
+        return found
+
     with tempfile.TemporaryDirectory() as folder:
         for seed in args.seeds:
-            for recipe in args.recipes:
-                run = measure(recipe, seed, args.extra, Path(folder))
-                print(
-                    f"{recipe:24} {seed:5} {run['val_bpb']:10.4f} {run['train_seconds']:8.1f}"
-                    f" {run['consumed_tokens'] / 1e6:11.2f} {run['real_tokens'] / 1e6:6.2f}"
-                    f" {run['layer_tokens'] / 1e6:15.2f}",
-                    flush=True,
-                )
-                if args.record:
-                    append("ablate", machine | run)
+            done = [run(recipe, seed, args.extra) for recipe in args.recipes]
+            if args.equal_seconds:
+                share = done[-1]["train_seconds"] / done[0]["train_seconds"]
+                tokens = ["--tokens", str(int(share * done[0]["consumed_tokens"]))]
+                run(args.recipes[0], seed, [*args.extra, *tokens])
 
 
 if __name__ == "__main__":
-    main()
+    exit_cleanly(main)

@@ -2,7 +2,8 @@
 
 Each case is forecast and then made, in processes of their own. The run's seconds are those from its
 first step to its end, taken from the log, with those between its lines; the memory is the highest
-resident set of the process, as the kernel has it. A run may be cut short by --tokens: the forecast
+resident set of the process, as the kernel has it, and on a GPU the most that the device lost to it
+(CUDA's context too, some 0.5 GB). A run may be cut short by --tokens: the forecast
 is then of the shorter run.
 
     OMP_NUM_THREADS=2 python bench/forecast.py                    # all cases
@@ -20,9 +21,8 @@ import time
 from pathlib import Path
 from typing import NamedTuple
 
-from record import append, surroundings
-
-ROOT = Path(__file__).resolve().parents[1]
+import torch
+from record import ROOT, append, surroundings
 
 CASES = {
     "nano": "--tokens 200000 --eval-tokens 8192 --final-eval-tokens 32768",
@@ -32,6 +32,14 @@ CASES = {
     " --final-eval-tokens 4096",
     "nano, all techniques": "--tokens 100000 --eval-tokens 8192 --final-eval-tokens 32768"
     " --curriculum seqlen --ltd --pack",
+    "124M on a GPU": "--size 124M --batch-tokens 65536 --tokens 3276800 --eval-every 0"
+    " --checkpoint-every 0 --final-eval-tokens 65536",
+    "toy": "--layers 1 --width 16 --heads 1 --tokens 8192 --eval-every 0 --checkpoint-every 0"
+    " --final-eval-tokens 2048",
+}
+ON = {
+    "cpu": ("nano", "12 x 256", "124M", "nano, all techniques"),
+    "cuda": ("nano", "124M on a GPU"),
 }
 
 
@@ -49,8 +57,10 @@ def forecast(flags: list[str], folder: Path) -> Found:
     return Found(float(seconds.replace(",", "")), round(float(peak.replace(",", "")) * 1e9))
 
 
-def made(flags: list[str], folder: Path) -> Found:
+def made(flags: list[str], folder: Path, device: str) -> Found:
     """What the run takes, from its log's first line on."""
+    before = device_bytes() if device == "cuda" else 0
+    most = 0
     command = [sys.executable, ROOT / "train.py", *flags, "--out", folder]
     began = None
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
@@ -60,25 +70,35 @@ def made(flags: list[str], folder: Path) -> Found:
                 child.returncode = os.waitstatus_to_exitcode(status)
             elif began is None and (folder / "log.jsonl").exists():
                 began = time.perf_counter()
+            if device == "cuda":
+                most = max(most, device_bytes() - before)
             time.sleep(0.01)
         ended = time.perf_counter()
     if child.returncode:
         raise ValueError(f"{' '.join(map(str, command))} ended with status {child.returncode}")
     unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    return Found(ended - began, usage.ru_maxrss * unit)
+    return Found(ended - began, most or usage.ru_maxrss * unit)
+
+
+def device_bytes() -> int:
+    """In use on the GPU, by all processes."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--cases", nargs="+", choices=CASES, default=list(CASES), metavar="CASE")
+    parser.add_argument("--cases", nargs="+", choices=CASES, metavar="CASE")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--record", action="store_true", help="append to results/forecast.jsonl")
     args = parser.parse_args()
+    about = surroundings(args.device)
     print(f"{'':22} {'seconds: said':>14} {'made':>8} {'ratio':>6}   {'GB: said':>9} made   ratio")
-    for name in args.cases:
-        flags = [*CASES[name].split(), "--device", "cpu"]
+    for name in args.cases or ON[args.device]:
+        flags = [*CASES[name].split(), "--device", args.device]
         with tempfile.TemporaryDirectory() as place:
             said = forecast(flags, Path(place) / "run")
-            run = made(flags, Path(place) / "run")
+            run = made(flags, Path(place) / "run", args.device)
             lines = (Path(place) / "run/log.jsonl").read_text().splitlines()
         steps = [line for line in map(json.loads, lines) if line["event"] == "train"]
         seconds, size = said.seconds / run.seconds, said.bytes / run.bytes
@@ -98,7 +118,7 @@ def main() -> None:
                 "bytes_said": said.bytes,
                 "bytes": run.bytes,
             }
-            append("forecast", surroundings() | record)
+            append("forecast", about | record)
 
 
 if __name__ == "__main__":

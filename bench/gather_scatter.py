@@ -6,8 +6,8 @@ both of them around a layer that does nothing, forward and backward. Their forms
     reference   torch.gather and torch.scatter, under autograd
     torch       kernels/token_drop.py on a CPU; a layer is its split and merge
     triton      the same on a GPU
-    compiled    the reference through torch.compile, on a GPU; each of its two functions by itself,
-                as a layer stands between them
+    compiled    index_select and index_copy of whole rows through torch.compile, on a GPU; each of
+                the two by itself, as a layer stands between them
 
 The forms take turns in one process, in an order that is reversed each time; a ratio is the median
 of the ratios within a turn. The peak is a form as well, `copy`: a plain copy that moves as many
@@ -15,8 +15,7 @@ bytes as the operation must, which is each kept or written state once in and onc
 timed until every form agrees bitwise with the reference.
 
 On a GPU a call gets its inputs cold, out of sets that exceed the cache together, and `ms` is the
-GPU's own time: it sleeps first, so that the host is ahead. `host_ms` is the time the host takes to
-call. On a CPU the inputs are warm.
+GPU's own time; `host_ms` is the time the host takes to call. On a CPU the inputs are warm.
 
     OMP_NUM_THREADS=2 python bench/gather_scatter.py             # under a minute
     OMP_NUM_THREADS=2 python bench/gather_scatter.py --record    # and a line of results/
@@ -26,7 +25,6 @@ call. On a CPU the inputs are warm.
 import argparse
 import statistics
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import NamedTuple
@@ -34,6 +32,7 @@ from typing import NamedTuple
 import torch
 from record import append, quartiles, significant, surroundings
 from torch import Tensor
+from turns import timed_in_turns
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
@@ -43,7 +42,6 @@ from support.runtime import exit_cleanly
 
 COLD_BYTES = 256 << 20  # of the sets together: five times the 50 MB of cache that an H100 has
 MOST_SETS = 32
-ASLEEP = 30_000_000  # cycles, some 17 ms: longer than the host takes for a round of calls
 
 
 class Shape(NamedTuple):
@@ -57,11 +55,12 @@ class Shape(NamedTuple):
 SHAPES = {
     "cpu": {"nano": Shape(B=8, T=256, C=128), "wider": Shape(B=8, T=512, C=256)},
     "cuda": {
-        "124M": Shape(B=4, T=1024, C=768),
-        "350M": Shape(B=8, T=2048, C=1024),
-        "1.3B": Shape(B=8, T=2048, C=2048),
+        "124M": Shape(B=32, T=1024, C=768),
+        "350M": Shape(B=32, T=1024, C=1024),
+        "1.3B": Shape(B=16, T=2048, C=2048),
     },
 }
+TOY = {"toy": Shape(B=2, T=16, C=8)}  # does it work?
 
 
 class Inputs(NamedTuple):
@@ -92,12 +91,27 @@ def forward_and_backward(layer: Callable[[Tensor, Tensor], Tensor], one: Inputs)
     return torch.autograd.grad(layer(one.x, one.kept), one.x, one.d)[0]
 
 
+def take_rows(x: Tensor, kept: Tensor) -> Tensor:
+    return x.flatten(0, 1).index_select(0, numbers_of_rows(x, kept)).view(*kept.shape, -1)
+
+
+def put_rows(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
+    rows = x.flatten(0, 1).index_copy(0, numbers_of_rows(x, kept), y.flatten(0, 1))
+    return rows.view(x.shape)
+
+
+def numbers_of_rows(x: Tensor, kept: Tensor) -> Tensor:
+    """Of kept positions (B, K) among all B T."""
+    B, T, _ = x.shape
+    return (kept + T * torch.arange(B, device=x.device)[:, None]).flatten()
+
+
 def calls_of(form: str, operation: str) -> Callable[[Inputs], Tensor]:
     """What is timed, a function of one set of inputs."""
     if form in ("reference", "compiled"):
         take, put = reference_gather, reference_scatter
         if form == "compiled":
-            take, put = (torch.compile(f, dynamic=False) for f in (take, put))
+            take, put = (torch.compile(f, dynamic=False) for f in (take_rows, put_rows))
 
         def layer(x: Tensor, kept: Tensor) -> Tensor:
             return put(x, kept, take(x, kept))
@@ -127,27 +141,6 @@ def copy_of(moved: int, sets: int, device: str) -> list[Callable[[], object]]:
     return [lambda source=source: target.copy_(source) for source in sources]
 
 
-def milliseconds(calls: list[Callable[[], object]], device: str) -> tuple[float, float]:
-    """A call's time on the device and on the host, the mean of one round of calls."""
-    if device == "cpu":
-        started = time.perf_counter()
-        for call in calls:
-            call()
-        ms = 1e3 * (time.perf_counter() - started) / len(calls)
-        return ms, ms
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(ASLEEP)
-    start.record()
-    started = time.perf_counter()
-    for call in calls:
-        call()
-    host = time.perf_counter() - started
-    end.record()
-    torch.cuda.synchronize()
-    return start.elapsed_time(end) / len(calls), 1e3 * host / len(calls)
-
-
 def forms_on(device: str) -> list[str]:
     if device == "cpu":
         return ["reference", "torch"]
@@ -158,7 +151,8 @@ def forms_on(device: str) -> list[str]:
 def measure(operation: str, shape: Shape, K: int, device: str, turns: int) -> dict:
     """Figures of the copy and of each form."""
     torch.manual_seed(0)
-    torch.compiler.reset()  # else the ninth shape would run as it is, uncompiled
+    if device == "cuda":
+        torch.compiler.reset()  # else the ninth shape would run as it is, uncompiled
     one = inputs_of(shape, K, device)
     moved = row_moves(operation, shape, K) * shape.C * one.x.element_size()
     sets = min(MOST_SETS, 1 + COLD_BYTES // moved) if device == "cuda" else 1
@@ -173,24 +167,16 @@ def measure(operation: str, shape: Shape, K: int, device: str, turns: int) -> di
     for form, function in functions.items():
         rounds[form] = [lambda f=function, one=one: f(one) for one in inputs]
 
-    took: dict[str, list[tuple[float, float]]] = {form: [] for form in rounds}
-    order = list(rounds)
-    for turn in range(turns + 1):
-        for form in order:
-            ms = milliseconds(rounds[form], device)
-            if turn:  # the first one warms up
-                took[form].append(ms)
-        order.reverse()
-
-    peak = statistics.median(ms for ms, _ in took["copy"])
+    took = timed_in_turns(rounds, turns, device)
+    peak = statistics.median(one.ms for one in took["copy"])
     forms = {}
-    for form, pairs in took.items():
-        ms = [on_device for on_device, _ in pairs]
-        ratios = [a / b for a, (b, _) in zip(ms, took["reference"], strict=True)]
+    for form, calls in took.items():
+        ms = [one.ms for one in calls]
+        pairs = zip(calls, took["reference"], strict=True)
         forms[form] = {
             "ms": quartiles(ms),
-            "host_ms": quartiles([on_host for _, on_host in pairs]),
-            "ratio": quartiles(ratios),
+            "host_ms": quartiles([one.host_ms for one in calls]),
+            "ratio": quartiles([one.ms / other.ms for one, other in pairs]),
             "percent_of_peak": round(100 * peak / statistics.median(ms), 1),
         }
     gb_per_s = significant(moved / peak / 1e6, 4)
@@ -199,8 +185,8 @@ def measure(operation: str, shape: Shape, K: int, device: str, turns: int) -> di
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
-    names = sorted({name for shapes in SHAPES.values() for name in shapes})
-    parser.add_argument("--size", choices=names, action="append", help="(default: the device's)")
+    known = SHAPES["cpu"] | SHAPES["cuda"] | TOY
+    parser.add_argument("--size", choices=known, nargs="+", help="(default: the device's)")
     parser.add_argument("--turns", type=int, default=21, help="of each form (21)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--record", action="store_true", help="append to results/kernels.jsonl")
@@ -210,17 +196,15 @@ def main() -> None:
     about = surroundings(args.device) | {"bench": "kernels", "kernel": "token_drop"}
     about |= {"turns": args.turns, "triton": getattr(token_drop.triton, "__version__", None)}
     print(f"{about['hardware']}, {about['threads']} threads; medians [quartiles]")
-    known = SHAPES["cpu"] | SHAPES["cuda"]
     for name in args.size or SHAPES[args.device]:
-        shape, cases = known[name], []
+        shape = known[name]
         for K in (shape.T // 4, shape.T // 2, 3 * shape.T // 4):
             for operation in ("gather", "scatter", "layer"):
                 figures = measure(operation, shape, K, args.device, args.turns)
                 case = shape._asdict() | {"size": name, "K": K, "operation": operation}
-                cases.append(case | figures)
                 print_case(case, figures)
-        if args.record:  # a record a size, so that one which is cut off leaves the others'
-            append("kernels", about | {"cases": cases})
+                if args.record:
+                    append("kernels", about | {"cases": [case | figures]})
 
 
 def print_case(case: dict, figures: dict) -> None:

@@ -13,7 +13,7 @@ scores may be closer than their rounding, so there it is recorded how many token
 
 import argparse
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -61,8 +61,8 @@ def same_tokens(one: list[int], other: list[int]) -> int:
     return next(differ, len(one))
 
 
-def measure(size: str, count: int, device: str, turns: int) -> dict:
-    """Figures of both; ValueError where a CPU's texts differ."""
+def measure(size: str, count: int, device: str, turns: int) -> Iterator[dict]:
+    """Figures of both, on a GPU of the first before; ValueError where a CPU's texts differ."""
     threads = torch.get_num_threads()
     texts = [build(size, count, device, cached)() for cached in VARIANTS.values()]
     torch.set_num_threads(threads)
@@ -70,16 +70,19 @@ def measure(size: str, count: int, device: str, turns: int) -> dict:
     if same < count and device == "cpu":
         raise ValueError(f"with a cache token {same + 1} is another: nothing is timed")
     jobs = {name: (build, size, count, device, cached) for name, cached in VARIANTS.items()}
-    taken = take_turns(jobs, turns)
-    return {
-        "same_tokens": same,
-        "seconds": {name: quartiles([one.seconds for one in turn]) for name, turn in taken.items()},
-        "ms_of_a_token": {
-            name: quartiles([1e3 * one.seconds / count for one in turn])
-            for name, turn in taken.items()
-        },
-        "cached_to_uncached": quartiles(ratios(taken["cached"], taken["uncached"])),
-    }
+    for _, taken in take_turns(jobs, turns, device):
+        seconds = {name: [one.seconds for one in turn] for name, turn in taken.items()}
+        figures = {
+            "same_tokens": same,
+            "seconds": {name: quartiles(spent) for name, spent in seconds.items()},
+            "ms_of_a_token": {
+                name: quartiles([1e3 * one / count for one in spent])
+                for name, spent in seconds.items()
+            },
+        }
+        if len(taken) == len(VARIANTS):
+            figures["cached_to_uncached"] = quartiles(ratios(taken["cached"], taken["uncached"]))
+        yield figures
 
 
 def main() -> None:
@@ -96,16 +99,16 @@ def main() -> None:
     about = surroundings(args.device) | {"bench": "generation", "size": args.size}
     about |= {"tokens": args.tokens, "turns": args.turns}
     print(f"{about['hardware']}, {about['threads']} threads; medians [quartiles]")
-    figures = measure(args.size, args.tokens, args.device, args.turns)
-    print(f"{args.size}, {args.tokens} tokens, of which {figures['same_tokens']} are the same")
-    for name in VARIANTS:
-        low, median, high = figures["seconds"][name]
-        rate = 1e3 / figures["ms_of_a_token"][name][1]
-        print(f"{name:>9} {median:.3f} s [{low:.3f}, {high:.3f}], {rate:.0f} tokens/s")
-    low, median, high = figures["cached_to_uncached"]
-    print(f"    ratio {median:.3f} [{low:.3f}, {high:.3f}]")
-    if args.record:
-        append("generation", about | figures)
+    for figures in measure(args.size, args.tokens, args.device, args.turns):
+        print(f"{args.size}, {args.tokens} tokens, of which {figures['same_tokens']} are the same")
+        for name, (low, median, high) in figures["seconds"].items():
+            rate = 1e3 / figures["ms_of_a_token"][name][1]
+            print(f"{name:>9} {median:.3f} s [{low:.3f}, {high:.3f}], {rate:.0f} tokens/s")
+        if "cached_to_uncached" in figures:
+            low, median, high = figures["cached_to_uncached"]
+            print(f"    ratio {median:.3f} [{low:.3f}, {high:.3f}]")
+        if args.record:
+            append("generation", about | figures)
 
 
 if __name__ == "__main__":

@@ -1,136 +1,191 @@
 #!/usr/bin/env bash
-# Everything that needs a GPU, within 9.5 minutes: the tests marked gpu, then each kernel and step
-# bench with --device cuda, whose records are added to results/gpu-*.jsonl as they come.
+# What needs a GPU, in stages of at most nine minutes; each is worth a visit to a GPU alone, and in
+# each what is worth most comes first:
 #
-#     bench/gpu.sh                       # on one GPU with 70 GB free
-#     bench/gpu.sh --nanogpt ../nanoGPT  # arguments go to bench/step.py, before its --size
-#     GPU_ONLY=scale bench/gpu.sh        # the parts whose name has this in it
+#     bash bench/gpu.sh STAGE [--nanogpt DIR] [--corpus FILE] [--commit HASH]
 #
-# Installs nothing. What is missing here (pytest, hypothesis, tiktoken, triton, a C compiler,
-# torchao) skips only what needs it, with a line that says so; git, xdist and matplotlib are not
-# needed. A part that runs out of time says so, and the next goes on. Exit status: 0 if all that ran
-# passed, 1 if not, 2 without a GPU.
+#     A  what machine it is and its ceilings; does every way to train learn what a CPU learns;
+#        124M, eager and compiled, beside nanoGPT's model where DIR is a clone of it; its kernels
+#     B  the tests marked gpu, on many workers
+#     C  steps of 350M with dropped tokens and packed rows; attention, loss and copies by themselves
+#     D  offload mode by mode, 1.3B in 16 GiB, FSDP; generation, evaluation, forecasts
+#     E  100 M tokens with all techniques, without, and without for as many seconds; of FILE (text
+#        or JSON lines), which should hold more than the 2.9 M tokens of the embedded corpus
+#
+# Everything it finds is in $OUT (default: results): a record as soon as a variant is done, in
+# gpu-NAME.jsonl, and all that is said in gpu-STAGE.log. Nothing is installed or fetched. A part that
+# fails or runs out of time does not end the others. A SIGTERM, or the stage's last second, ends the
+# part that runs; what was left out is said then. $PYTHON is the interpreter (python3). The commit is
+# HASH, or git's, or what stands in a file COMMIT.
+#
+# GPU_FAKE=1 walks through a stage on a CPU, with toys: does the script work?
+#
+# Exit status: 0 if all that was to run passed, 1 if not, 2 without a GPU or for a wrong argument.
 
 set -u -o pipefail
-cd "$(dirname "$0")/.."
-python=${PYTHON:-python}
-most=${GPU_SECONDS:-570}
-only=${GPU_ONLY:-}
-status=0
+began=$SECONDS
 
-say() { echo "bench/gpu.sh: $*" >&2; }
+say() { echo "bench/gpu.sh: $*"; }
+refuse() {
+    say "$*" >&2
+    exit 2
+}
+
+stage=${1:-}
+case $stage in
+A) most=300 ;;
+B) most=480 ;;
+C | D | E) most=540 ;;
+*) refuse "there is no stage '$stage': choose A, B, C, D or E" ;;
+esac
+shift
+nanogpt=() corpus='' commit=''
+while [ $# -gt 0 ]; do
+    [ $# -ge 2 ] || refuse "$1 needs a value"
+    case $1 in
+    --nanogpt) [ -f "$2/model.py" ] || refuse "--nanogpt $2: has no model.py"
+        nanogpt=(--nanogpt "$(realpath "$2")") ;;
+    --corpus) [ -f "$2" ] || refuse "--corpus $2: there is no such file"
+        corpus=$(realpath "$2") ;;
+    --commit) commit=$2 ;;
+    *) refuse "$1 is unknown: choose --nanogpt, --corpus or --commit" ;;
+    esac
+    shift 2
+done
+fake=${GPU_FAKE:-}
+[ -z "$fake" ] || [ -n "${OUT:-}" ] || refuse "GPU_FAKE: set OUT, as toys are no results"
+[ -z "${OUT:-}" ] || OUT=$(realpath -m "$OUT")
+cd "$(dirname "$0")/.." || exit 2
+export OUT=${OUT:-$PWD/results}
+python=${PYTHON:-python3}
+if [ -z "$fake" ]; then
+    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null ||
+        refuse "torch sees no GPU here, so nothing was run"
+fi
+mkdir -p "$OUT" || exit 2
+[ -n "$commit" ] || commit=$(git describe --always --dirty 2>/dev/null) ||
+    commit=$(cat COMMIT 2>/dev/null) || commit=none
+export COMMIT=$commit PYTHONUNBUFFERED=1
+# what is compiled or trained on the way goes with the stage
+TMPDIR=$(mktemp -d)
+export TMPDIR TRITON_CACHE_DIR=$TMPDIR/triton TORCHINDUCTOR_CACHE_DIR=$TMPDIR/inductor
+export PYTHONPYCACHEPREFIX=$TMPDIR/pycache HYPOTHESIS_STORAGE_DIRECTORY=$TMPDIR/hypothesis
+exec > >(trap '' TERM INT && exec tee -a "$OUT/gpu-$stage.log") 2>&1
+log=$!
+
+running='' stopped='' status=0 left_out=()
+patience=${fake:+20} # a busy CPU is that much slower, even with toys
+patience=${patience:-1}
+stop() {
+    stopped=1
+    [ -z "$running" ] || kill -TERM "$running" 2>/dev/null # timeout hands it on to all it started
+}
+trap stop TERM INT
 
 # part SECONDS NAME COMMAND...
 part() {
-    local limit=$1 name=$2 left=$((most - SECONDS)) began=$SECONDS result=0
+    local limit=$1 name=$2 result=0 started=$SECONDS left=$((most * patience - SECONDS + began))
     shift 2
-    [[ $name == *$only* ]] || return 0
-    if [ "$left" -lt 10 ]; then
-        say "$name: skipped, the $most s are used up"
-        status=1
+    if [ -n "$stopped" ] || [ "$left" -lt 10 ]; then
+        left_out+=("$name")
         return
     fi
-    limit=$((limit < left ? limit : left))
-    say "$name: at most $limit s"
-    timeout -k 5 "$limit" "$@" || result=$?
+    say "$name: at most $limit s: ${*@Q}"
+    limit=$((limit * patience < left ? limit * patience : left))
+    timeout -k 5 "$limit" "$@" &
+    running=$!
+    wait "$running" || result=$?
+    while kill -0 "$running" 2>/dev/null; do # a signal ended the waiting, and not yet the part
+        result=0
+        wait "$running" || result=$?
+    done
+    running=''
     case $result in
-    0) say "$name: passed in $((SECONDS - began)) s" ;;
-    124 | 137) say "$name: stopped, its $limit s are over" ;;
+    0) say "$name: passed in $((SECONDS - started)) s" ;;
+    124 | 137 | 143)
+        say "$name: stopped after $((SECONDS - started)) s"
+        left_out+=("the rest of $name")
+        ;;
     *) say "$name: failed with status $result" ;;
     esac
     [ "$result" -eq 0 ] || status=1
 }
 
-if ! "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' 2>/dev/null; then
-    say "torch sees no GPU here, so nothing was run"
-    exit 2
-fi
-
-missing=" $("$python" -c '
-from importlib.util import find_spec
-needed = "numpy tqdm regex tiktoken pytest hypothesis triton torchao".split()
-print(*(name for name in needed if find_spec(name) is None))') "
-if [[ $missing != *" triton "* ]] && ! command -v "${CC:-cc}" gcc clang >/dev/null; then
-    missing+="a-C-compiler "
-fi
-
-# without WHAT NAME...: whether one of them is missing; then WHAT is skipped, and why is said
-without() {
-    local what=$1 name
-    shift
-    for name in "$@"; do
-        if [[ $missing == *" $name "* ]]; then
-            say "$what: skipped, $name is missing"
-            return 0
-        fi
-    done
-    return 1
+bench() { # SECONDS NAME FILE FLAGS...
+    local limit=$1 name=$2 file=$3
+    shift 3
+    part "$limit" "$name" "$python" "bench/$file.py" "$@" "${on[@]}"
 }
 
-# addopts of pyproject.toml ask for xdist and leave out the tests marked gpu: none of them here
-tests=(-m pytest -q -o addopts= -m gpu)
-if ! without "tests" pytest numpy tqdm regex tiktoken; then
-    for file in $(grep -l 'mark\.gpu' tests/test_*.py); do
-        if ! grep -q '^\(from\|import\) hypothesis' "$file" || ! without "$file" hypothesis; then
-            tests+=("$file")
-        fi
-    done
-    # tests of Triton's kernels skip themselves where it is not installed, but not without compiler
-    without "tests of Triton's kernels" a-C-compiler && tests+=(-k "not triton")
-    part 120 "tests" "$python" "${tests[@]}"
+# what is run, and what in its place if it is only to be seen whether it works
+on=(--device cuda --record)
+toy=() gpt=124M larger=350M kernels=() copies=(--size 350M) tests=() of_124M=(--size 124M)
+texts=(--tokens 400 --turns 5) reading=(--tokens 200K --turns 5) runs=() cases=()
+if [ -n "$fake" ]; then
+    export TORCHDYNAMO_DISABLE=1 # a compiler for the CPU would take minutes
+    on=(--device cpu --record)
+    toy=(--toy) gpt=toy larger=toy kernels=(--size toy --turns 2) copies=("${kernels[@]}")
+    tests=(--workers 2 tests/test_sizes.py) of_124M=(--size nano)
+    texts=(--tokens 5 --turns 2) reading=(--tokens 2K --rows 4 --turns 2) cases=(--cases toy)
 fi
 
-if ! without "bench/kernels.py" numpy tqdm; then
-    part 70 "bench/kernels.py" "$python" bench/kernels.py --device cuda --record
-fi
+stage_A() {
+    bench 30 machine first_look machine "${toy[@]}"
+    [ -z "$fake" ] || bench 100 curves first_look curves --toy # those of results/ are no toys'
+    OMP_NUM_THREADS=1 bench 100 losses first_look losses "${toy[@]}"
+    local step=(--size "$gpt" "${nanogpt[@]}" --variants plain "AdamW, exact GELU")
+    bench 45 "step, eager" step "${step[@]}"
+    bench 25 "profile, eager" first_look profile "${toy[@]}"
+    bench 70 "step, compiled" step --compile "${step[@]}"
+    bench 30 "profile, compiled" first_look profile --compile "${toy[@]}"
+}
 
-if ! without "bench/attention.py" numpy tqdm regex tiktoken triton a-C-compiler; then
-    part 90 "bench/attention.py" "$python" bench/attention.py --device cuda --record
-fi
+stage_B() {
+    bench 470 tests gpu_tests "${tests[@]}"
+}
 
-if ! without "bench/pieces.py" numpy tqdm regex tiktoken triton a-C-compiler; then
-    part 60 "bench/pieces.py" "$python" bench/pieces.py --device cuda --record --turns 9
-fi
+stage_C() {
+    local step=(--size "$larger" --optimizer adamw --variants plain packed "keep 1/2")
+    bench 110 "step, eager" step "${step[@]}" "packed, 64" "keep 3/4" "keep 1/4"
+    bench 110 attention attention "${kernels[@]}"
+    bench 60 loss kernels "${kernels[@]}"
+    bench 70 copies gather_scatter "${copies[@]}"
+    bench 190 "step, compiled" step --compile "${step[@]}"
+}
 
-variants=(--variants plain packed "keep 3/4" "keep 1/2" "keep 1/4")
-case " $* " in *" --nanogpt "* | *" --variants "*) variants=() ;; esac
-if ! without "bench/step.py" numpy tqdm regex tiktoken; then
-    step=("$python" bench/step.py --device cuda --record "${variants[@]}" "$@")
-    for size in nano 124M 350M; do
-        part 60 "bench/step.py, $size" "${step[@]}" --size "$size"
-    done
-    if ! without "bench/step.py --compile" triton a-C-compiler; then
-        for size in 350M 124M nano; do
-            part 80 "bench/step.py --compile, $size" "${step[@]}" --compile --size "$size"
-        done
+stage_D() {
+    bench 120 offload scale offload --size "$gpt"
+    [ -n "$fake" ] || bench 90 "1.3B in 16 GiB" scale capped
+    bench 40 FSDP scale fsdp --size "$gpt"
+    [ -n "$fake" ] || bench 70 "peaks of memory" scale peaks --size "$gpt"
+    bench 70 generation generation "${of_124M[@]}" "${texts[@]}"
+    bench 60 evaluation evaluation "${of_124M[@]}" "${reading[@]}"
+    bench 90 forecasts forecast "${cases[@]}"
+}
+
+# 12 layers of width 512 in rows of 512 take 0.26 GFLOP a token: at 35 % of 990 TFLOP/s 100 M tokens
+# take 75 s, and the three runs, of which two are shorter, still fit at half of that rate
+stage_E() {
+    local run=(--layers 12 --heads 8 --width 512 --seq-len 512 --size 124M --tokens 100M)
+    run+=(--batch-tokens 65536 --eval-every 10M --checkpoint-every 0)
+    [ -z "$fake" ] || run=(--layers 3 --heads 2 --width 16 --seq-len 32 --batch-tokens 512
+        --tokens 8192 --eval-every 2048 --eval-tokens 512 --final-eval-tokens 512)
+    if [ -n "$corpus" ]; then
+        part 80 "the corpus" "$python" prepare.py "$corpus" --out "$TMPDIR/store"
+        run+=(--data "$TMPDIR/store")
     fi
-fi
+    local recipes=(--recipes plain all --equal-seconds)
+    part 530 "100 M tokens" "$python" bench/ablate.py "${recipes[@]}" "${on[@]}" -- "${run[@]}"
+}
 
-without "torchao's part of bench/scale.py" torchao
-if ! without "bench/scale.py" numpy tqdm regex tiktoken; then
-    limits=(offload 110 capped 90 shared 60 growth 50 fsdp 45 adamw 30)
-    for ((i = 0; i < ${#limits[@]}; i += 2)); do
-        name=${limits[i]}
-        part "${limits[i + 1]}" "bench/scale.py, $name" \
-            "$python" bench/scale.py --device cuda --record "$name"
-    done
+say "stage $stage, commit $COMMIT, $(date -u +%FT%TZ)"
+"stage_$stage"
+if [ ${#left_out[@]} -gt 0 ]; then
+    status=1
+    say "left out: $(printf '%s; ' "${left_out[@]}")"
 fi
-
-if ! without "bench/generation.py" numpy tqdm regex tiktoken; then
-    part 40 "bench/generation.py" \
-        "$python" bench/generation.py --device cuda --record --turns 5 --size 124M
-fi
-
-if ! without "bench/evaluation.py" numpy tqdm regex tiktoken; then
-    part 40 "bench/evaluation.py" \
-        "$python" bench/evaluation.py --device cuda --record --turns 5 --size 124M
-fi
-
-without "bench/gather_scatter.py, its Triton forms" triton
-if ! without "bench/gather_scatter.py" numpy tqdm a-C-compiler; then
-    for size in 350M 124M; do
-        part 60 "bench/gather_scatter.py, $size" \
-            "$python" bench/gather_scatter.py --device cuda --record --turns 11 --size "$size"
-    done
-fi
+say "stage $stage ended with status $status after $((SECONDS - began)) s"
+rm -rf "$TMPDIR"
+exec >&- 2>&- # the log has its end before this script does
+wait "$log"
 exit "$status"

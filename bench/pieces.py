@@ -109,10 +109,14 @@ def main() -> None:
     for shape in args.shapes or DEFAULT_SHAPES[args.device]:
         common = f"{SHAPES[shape]} --seq-len {args.seq_len} --pos rope --tokens 10M --lr 1e-4"
         flags = {name: f"{common} {own}" for name, own in FLAGS.items()}
-        taken = take_turns(
-            {name: (build, own, args.device, "masked" in name) for name, own in flags.items()},
-            args.turns,
-        )
+        jobs = {name: (build, own, args.device, "masked" in name) for name, own in flags.items()}
+        for new, taken in take_turns(jobs, args.turns, args.device):
+            ms = {
+                name: quartiles([1e3 * one.seconds / STEPS for one in taken[name]]) for name in new
+            }
+            print(f"{shape}, {ms}", flush=True)
+            if args.record and len(taken) < len(jobs):  # what is known, in case it is cut off
+                append("pieces", about | {"shape": shape, "ms_of_a_step": ms})
         seconds = {name: [one.seconds for one in turns] for name, turns in taken.items()}
         runs = {name: run_of(own, args.device) for name, own in flags.items()}
         tokens = {name: run.steps[-1].after.real_tokens for name, run in runs.items()}

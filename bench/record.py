@@ -1,7 +1,8 @@
 """What every bench says of its machine, how it sums up its numbers, and where its records go.
 
 A record is one JSON line in results/: what was measured, and what it was measured with. Records are
-added, never edited. Those of a GPU are kept apart, in results/gpu-NAME.jsonl.
+added, never edited. Those of a GPU are kept apart, in results/gpu-NAME.jsonl. bench/gpu.sh has them
+written elsewhere (OUT), and says which commit this is (COMMIT) where there is no git.
 
     python bench/record.py                              # this machine, as a record describes it
 """
@@ -24,6 +25,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 from support.provenance import provenance
 from support.runtime import ROOT
 
+RESULTS = Path(os.environ.get("OUT") or ROOT / "results")
+
 
 def surroundings(device: str = "cpu") -> dict:
     """When, on what and with what a bench ran. `hardware` is the device's name, a CPU's with cores.
@@ -40,7 +43,7 @@ def surroundings(device: str = "cpu") -> dict:
         "python": platform.python_version(),
         "torch": str(torch.__version__),
         "numpy": np.__version__,
-        "commit": provenance()["commit"],
+        "commit": os.environ.get("COMMIT") or provenance()["commit"],
     }
 
 
@@ -56,10 +59,10 @@ def cpu_name() -> str:
 def append(name: str, record: dict) -> None:
     """Add a record to results/NAME.jsonl, or to results/gpu-NAME.jsonl if a GPU was measured."""
     on_gpu = record.get("device") == "cuda"
-    path = ROOT / "results" / f"{'gpu-' if on_gpu else ''}{name}.jsonl"
-    with path.open("a") as file:
+    path = RESULTS / f"{'gpu-' if on_gpu else ''}{name}.jsonl"
+    with path.open("a") as file:  # closed at once: what comes next may be killed
         file.write(json.dumps(record) + "\n")
-    print(f"recorded in {path.relative_to(ROOT)}", file=sys.stderr)
+    print(f"recorded in {path}", file=sys.stderr, flush=True)
 
 
 def min_median_max(values: Sequence[float], digits: int = 4) -> list[float]:

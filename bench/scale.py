@@ -3,14 +3,15 @@
     adamw    torch's fused AdamW on the host against its loop over tensors, on 124M's parameters
     shared   bytes of a model whose layers share one block, and when each has its own; both steps
     growth   a step of some of the layers against one of all, beside the ratio of their FLOPs
-    offload  a step with state, gradients or weights away against one without; on a GPU the peak of
-             memory too, and torchao's CPUOffloadOptimizer, where it is installed, on the same batch
+    offload  a step with state, gradients or weights away against one without; on a GPU torchao's
+             CPUOffloadOptimizer too, where it is installed, on the same batch
+    peaks    the peak of memory of the same on a GPU, beside the planned one
     fsdp     a step under --fsdp in one process against a plain one
     capped   1.3B trains in 16 GiB of a GPU, with --offload and --checkpoint-activations
 
 Steps are those of train.py as bench/step.py makes them, with AdamW in all: it is torchao's, and has
-the larger state. They take turns, each variant in a process of its own; a ratio is the median of
-those within a turn. On a CPU device and host are the same memory, and a copy is a copy: what
+the larger state. Each variant is in a process of its own, and on a GPU recorded as soon as it is
+done. On a CPU device and host are the same memory, and a copy is a copy: what
 offload costs there is copies and arithmetic, and nothing goes on meanwhile. GFLOPs of a record are
 those of the step without offload: blocks whose weights are away run forward once more.
 
@@ -23,7 +24,7 @@ clipping, ours has.
 
     python bench/scale.py                                    # all parts that a CPU can do
     python bench/scale.py adamw shared offload --record      # and a line of results/ for each
-    python bench/scale.py --device cuda                      # 80 GB of GPU memory, 40 of the host's
+    python bench/scale.py capped --device cuda --record      # 40 GB of the host's memory
 """
 
 import argparse
@@ -40,7 +41,18 @@ from unittest.mock import patch
 
 import torch
 from record import append, quartiles, significant, surroundings
-from step import CASES, Case, Variant, batch_of, model_of, settings_of, show, step_of, summarise
+from step import (
+    CASES,
+    Case,
+    Variant,
+    batch_of,
+    compare,
+    model_of,
+    on_device,
+    settings_of,
+    show,
+    step_of,
+)
 from torch import nn
 from turns import Taken, alternated, measured, ratios, take_turns, turn_of
 
@@ -58,7 +70,7 @@ from support.sizes import SIZES
 from train import Trainer, assemble
 
 TOKENS_ON_GPU = 65_536  # of a step
-NEEDS_GPU = ("capped",)
+NEEDS_GPU = ("capped", "peaks")
 
 
 class Setup(NamedTuple):
@@ -67,13 +79,12 @@ class Setup(NamedTuple):
     device: str
     size: str | None = None
     turns: int | None = None
+    keep: Callable[[dict], None] = lambda figures: None  # a record, as soon as it is there
 
     def case(self, on_cpu: str, on_gpu: str = "124M") -> tuple[str, Case]:
         """The model and its batch: a part's own, unless --size names another."""
         size = self.size or (on_gpu if self.device == "cuda" else on_cpu)
-        case = CASES[size]
-        if self.device == "cuda":
-            case = case._replace(rows=TOKENS_ON_GPU // case.shape.seq_len)
+        case = on_device(size, self.device, TOKENS_ON_GPU)
         return size, case._replace(turns=self.turns or case.turns)
 
 
@@ -93,24 +104,23 @@ def build(case: Case, variant: Variant, device: str, mode: str | None = None) ->
     return step_of(trainer, batch_of(case, packed=False))
 
 
-def compare(variants: dict[str, Variant], case: Case, device: str) -> dict[str, dict]:
-    """Steps in turns, each variant against the one that it names."""
-    jobs = {name: (build, case, variant, device) for name, variant in variants.items()}
-    return summarise(take_turns(jobs, case.turns), case, device, variants)
-
-
-def title(part: str, size: str, case: Case) -> None:
+def measure_steps(
+    setup: Setup, part: str, size: str, case: Case, variants: dict[str, Variant], jobs: dict
+) -> dict[str, dict]:
+    """Each variant against the one that it names; printed, and kept as they come."""
     print(
         f"\n{part}, {size}: {case.rows} x {case.shape.seq_len} tokens, V {case.vocab_size:,};"
         f" medians of {case.turns} [quartiles]"
     )
 
+    def keep(steps: dict) -> None:
+        setup.keep({"size": size, **case._asdict(), "steps": steps})
 
-def of_case(size: str, case: Case, steps: dict[str, dict]) -> dict:
-    """Print the steps; all that a record says of them."""
-    for name, figure in steps.items():
-        print(show(name, figure), flush=True)
-    return {"size": size, **case._asdict(), "steps": steps}
+    return compare(jobs, case, setup.device, variants, keep)
+
+
+def jobs_of(variants: dict[str, Variant], case: Case, device: str) -> dict[str, tuple]:
+    return {name: (build, case, variant, device) for name, variant in variants.items()}
 
 
 # ---- adamw
@@ -143,7 +153,9 @@ def measure_adamw(setup: Setup) -> dict:
         print(f"{show(name, figure)}   {figure['gb_s']} GB/s")
     spread = f"{faster[1]:.2f} [{faster[0]:.2f}, {faster[2]:.2f}]"
     print(f"the fused form is {spread} times as fast; the goal is 3.5")
-    return {"size": size, "parameters": numel, "turns": case.turns, **figures, "faster": faster}
+    found = {"size": size, "parameters": numel, "turns": case.turns, **figures, "faster": faster}
+    setup.keep(found)
+    return found
 
 
 def like(settings: config.Config, case: Case) -> nn.Module:
@@ -157,7 +169,6 @@ def like(settings: config.Config, case: Case) -> nn.Module:
 
 def measure_shared(setup: Setup) -> dict:
     size, case = setup.case("124M")
-    title("shared", size, case)
     variants = {
         "own weights": Variant(None, "adamw"),
         "shared": Variant(
@@ -172,7 +183,10 @@ def measure_shared(setup: Setup) -> dict:
             f"{name:>18} {found['parameters'] / 1e6:9.1f} M parameters; weights {weights},"
             f" gradients {shown(found['gradients'])}, optimizer {moments}"
         )
-    return of_case(size, case, compare(variants, case, setup.device)) | {"bytes": stages}
+    setup.keep({"size": size, "bytes": stages})
+    jobs = jobs_of(variants, case, setup.device)
+    steps = measure_steps(setup, "shared", size, case, variants, jobs)
+    return {"steps": steps, "bytes": stages}
 
 
 def stages_of(case: Case, variant: Variant) -> dict:
@@ -208,13 +222,13 @@ def bytes_of(trainer: Trainer) -> dict[str, int]:
 
 def measure_growth(setup: Setup) -> dict:
     size, case = setup.case("12x256")
-    title("growth", size, case)
     layers = case.shape.layers
     variants = {"all layers": Variant(None, "adamw")}
     for few in (layers // 2, layers // 4):
         flags = f"--pseudo --pseudo-layers {few} --pseudo-until 0.5"
         variants[f"{few} of {layers}"] = Variant("all layers", "adamw", flags=flags)
-    return of_case(size, case, compare(variants, case, setup.device))
+    jobs = jobs_of(variants, case, setup.device)
+    return {"steps": measure_steps(setup, "growth", size, case, variants, jobs)}
 
 
 # ---- offload
@@ -226,7 +240,6 @@ MODES = {  # what is away of the blocks, and of what is outside them
     "weights": (Away.WEIGHTS, Away.GRADIENTS),
 }
 HERE = "no offload"
-GROUPS = ((HERE, "blocks' state", "state", "torchao"), (HERE, "gradients", "weights"))
 
 
 def planned(
@@ -239,62 +252,52 @@ def planned(
     return Placement(parts, away, offload.DTYPES[dtype], budget=0)
 
 
-def measure_offload(setup: Setup) -> dict:
-    size, case = setup.case("12x256")
-    title("offload", size, case)
+def offloaded(device: str, case: Case) -> tuple[dict[str, Variant], dict[str, tuple]]:
+    """The variants by name, and how each is built."""
     variants = {HERE: Variant(None, "adamw")}
     variants |= {mode: Variant(HERE, "adamw", flags="--offload") for mode in MODES}
-    jobs: dict[str, tuple] = {HERE: (build, case, variants[HERE], setup.device)}
-    jobs |= {name: (build, case, variants[name], setup.device, name) for name in MODES}
-    if setup.device == "cpu" or find_spec("torchao") is None:
-        why = "it needs --device cuda" if setup.device == "cpu" else "it is not installed"
+    jobs: dict[str, tuple] = {HERE: (build, case, variants[HERE], device)}
+    jobs |= {name: (build, case, variants[name], device, name) for name in MODES}
+    if device == "cpu" or find_spec("torchao") is None:
+        why = "it needs --device cuda" if device == "cpu" else "it is not installed"
         print(f"torchao: skipped, {why}")
     else:
         variants["torchao"] = Variant(HERE, "adamw")
-        jobs["torchao"] = (build_torchao, case, variants["torchao"], setup.device)
-    steps: dict[str, dict] = {}
-    for group in GROUPS:  # together they would not fit a GPU
-        side_by_side = {name: jobs[name] for name in group if name in jobs}
-        taken = take_turns(side_by_side, case.turns)
-        steps = summarise(taken, case, setup.device, variants) | steps
-        if "torchao" in taken:
-            steps["torchao"]["ours_to_theirs"] = quartiles(ratios(taken["state"], taken["torchao"]))
-    if setup.device == "cuda":
-        for name, peak in peaks_of(jobs, variants, case).items():
-            steps[name] |= peak
-    steps = {name: steps[name] for name in jobs}
-    found = of_case(size, case, steps)
-    for name, step in steps.items():
-        if "planned_gb" in step:
-            print(
-                f"{name:>18} planned {step['planned_gb']:.3f} GB, found {step['lean_peak_gb']:.3f}:"
-                f" {step['lean_peak_gb'] / step['planned_gb']:.3f} of it"
-            )
-    if setup.device == "cuda":
-        print("the goal is 1.25 of no offload with state away, and the planned peak within 5 %")
+        jobs["torchao"] = (build_torchao, case, variants["torchao"], device)
+    return variants, jobs
+
+
+def measure_offload(setup: Setup) -> dict:
+    size, case = setup.case("12x256")
+    variants, jobs = offloaded(setup.device, case)
+    steps = measure_steps(setup, "offload", size, case, variants, jobs)
     if "torchao" in steps:
-        low, middle, high = steps["torchao"]["ours_to_theirs"]
-        print(f"state away: {middle:.3f} [{low:.3f}, {high:.3f}] of torchao's step; the goal is 1")
-    return found
+        ratio = steps["state"]["ms"][1] / steps["torchao"]["ms"][1]
+        print(f"state away: {ratio:.3f} of torchao's step; the goal is 1")
+    return {"steps": steps}
 
 
-def peaks_of(
-    jobs: dict[str, tuple], variants: dict[str, Variant], case: Case
-) -> dict[str, dict[str, float]]:
+def measure_peaks(setup: Setup) -> dict:
     """The peak in GB of a step on a GPU with next to no activations, beside the planned bytes."""
-    lean = case._replace(rows=2, shape=case.shape._replace(seq_len=64))
+    size, case = setup.case("12x256")
+    lean = case._replace(rows=2, shape=case.shape._replace(seq_len=64), turns=1)
+    variants, jobs = offloaded(setup.device, lean)
     leaner = {}
     for name, (builder, _, variant, device, *mode) in jobs.items():
         one_by_one = variant._replace(flags=f"{variant.flags} --micro-batch-size 1")
         leaner[name] = (builder, lean, one_by_one, device, *mode)
-    peaks = {}
-    dtype = runtime.start("cuda", "auto").dtype
-    for name, (taken,) in take_turns(leaner, turns=1).items():
-        peaks[name] = {"lean_peak_gb": significant(taken.peak_bytes / 1e9, 4)}
-        if name != "torchao":
-            settings = settings_of(lean, variants[name], "cuda", compiled=False)
-            placement = planned(name, like(settings, lean), "", muon=False, dtype=dtype)
-            peaks[name]["planned_gb"] = significant(placement.device_bytes / 1e9, 4)
+    peaks: dict[str, dict] = {}
+    dtype = runtime.start(setup.device, "auto").dtype
+    print(f"\npeaks, {size}: the goal is the planned one within 5 %")
+    for new, taken in take_turns(leaner, 1, setup.device):
+        for name in new:
+            found = peaks[name] = {"lean_peak_gb": significant(taken[name][0].peak_bytes / 1e9, 4)}
+            if name != "torchao":
+                settings = settings_of(lean, variants[name], setup.device, compiled=False)
+                placement = planned(name, like(settings, lean), "", muon=False, dtype=dtype)
+                found["planned_gb"] = significant(placement.device_bytes / 1e9, 4)
+            print(f"{name:>18} {found}", flush=True)
+            setup.keep({"size": size, "variant": name, **found})
     return peaks
 
 
@@ -336,12 +339,12 @@ def build_torchao(case: Case, variant: Variant, device: str) -> Callable:
 
 def measure_fsdp(setup: Setup) -> dict:
     size, case = setup.case("nano")
-    title("fsdp", size, case)
     variants = {
         "plain": Variant(None, "adamw"),
         "--fsdp": Variant("plain", "adamw", flags="--fsdp"),
     }
-    return of_case(size, case, compare(variants, case, setup.device))
+    jobs = jobs_of(variants, case, setup.device)
+    return {"steps": measure_steps(setup, "fsdp", size, case, variants, jobs)}
 
 
 # ---- capped
@@ -361,7 +364,8 @@ def measure_capped(setup: Setup) -> dict:
         f"loss {losses}; {found['ms'][1]:.0f} ms a step; peak {found['peak_gb']:.2f} GB of"
         f" {CAP_BYTES / 1e9:.2f}, planned without activations {found['planned_gb']:.2f}"
     )
-    return {"size": "1.3B", "flags": TIGHT, "cap_bytes": CAP_BYTES, **case._asdict(), **found}
+    setup.keep({"size": "1.3B", "flags": TIGHT, "cap_bytes": CAP_BYTES, **case._asdict(), **found})
+    return found
 
 
 def train_capped(case: Case, flags: str, device: str, cap_bytes: int) -> dict:
@@ -407,6 +411,7 @@ PARTS = {
     "shared": measure_shared,
     "growth": measure_growth,
     "offload": measure_offload,
+    "peaks": measure_peaks,
     "fsdp": measure_fsdp,
     "capped": measure_capped,
 }
@@ -418,16 +423,13 @@ def main() -> None:
     parser.add_argument("--size", choices=CASES, help="of all parts but capped (default: by part)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--turns", type=int, help="(default: by size)")
-    parser.add_argument(
-        "--record", action="store_true", help="a line of results/scale.jsonl for each part"
-    )
+    parser.add_argument("--record", action="store_true", help="append to results/scale.jsonl")
     flags = parser.parse_args()
     for name in flags.parts:
         if name not in PARTS:
             raise ValueError(f"there is no part {name}: choose from {', '.join(PARTS)}")
     if flags.turns is not None and flags.turns < 3:
         raise ValueError(f"--turns {flags.turns} are too few for a spread: choose 3 or more")
-    setup = Setup(flags.device, flags.size, flags.turns)
     for name in flags.parts or PARTS:
         if name in NEEDS_GPU and flags.device == "cpu":
             print(f"{name}: skipped, it needs --device cuda", file=sys.stderr)
@@ -435,9 +437,12 @@ def main() -> None:
         device = "cpu" if name == "adamw" else flags.device  # the host's, wherever the rest is
         about = surroundings(device) | {"bench": "scale", "part": name}
         about["dtype"] = "bf16 autocast" if device == "cuda" else "fp32"
-        figures = PARTS[name](setup)
-        if flags.record:
-            append("scale", about | figures)
+
+        def keep(figures: dict, about: dict = about) -> None:
+            if flags.record:
+                append("scale", about | figures)
+
+        PARTS[name](Setup(flags.device, flags.size, flags.turns, keep))
 
 
 if __name__ == "__main__":

@@ -6,18 +6,19 @@ the median of the ratios within a turn, not a ratio of medians. For dropped toke
 rows it is printed beside the ratio that the step's FLOPs predict, and which share of that saving
 was had; a token of a packed row attends to its own document alone.
 
-On a GPU the peak of torch's memory within a step is told too, and for dropped tokens the peak that
-would follow if all but weights and optimizer scaled with the tokens that the layers see. All
-processes of a group are on the GPU at once: the variants that are compared with nanoGPT are a group
-of their own there. By an estimate the largest group takes 60 of 80 GB: 16 bytes a parameter, and
-38 C a token and layer that autograd keeps (of a packed row in bf16, with its hooks on a CPU).
+On a GPU a step has 32,768 tokens, since a small one would measure the host. The peak of torch's
+memory within a step is told too, and for dropped tokens the peak that would follow if all but
+weights and optimizer scaled with the tokens that the layers see. There each variant is recorded as
+soon as it is done, in a line of its own.
 
-nanoGPT's model and ours compute the same function (checked first: same weights, same loss, same
-gradients, with the exact GELU that nanoGPT has) and see the same batch. nanoGPT is not part of this
-project: give the folder of a clone of https://github.com/karpathy/nanoGPT, or leave it out.
+nanoGPT's model and ours compute the same function (checked first, on two layers: same weights, same
+loss, same gradients, with the exact GELU that nanoGPT has) and see the same batch. nanoGPT is not
+part of this project: give the folder of a clone of https://github.com/karpathy/nanoGPT, or leave it
+out.
 
     OMP_NUM_THREADS=2 python bench/step.py                                 # the table
     OMP_NUM_THREADS=2 python bench/step.py --nanogpt ../nanoGPT --record   # and a line of results/
+    python bench/step.py --device cuda --size 350M --optimizer adamw --compile --record
 """
 
 import argparse
@@ -65,11 +66,18 @@ CASES = {  # by --size
     "nano": Case(Size(6, 4, 128, 256), rows=8, vocab_size=4160, turns=15, pos="rope"),
     "12x256": Case(Size(12, 8, 256, 512), rows=4, vocab_size=4160, turns=9, pos="rope"),
     "124M": Case(Size(12, 12, 768, 1024), rows=1, vocab_size=50304, turns=5),
-    "350M": Case(Size(24, 16, 1024, 1024), rows=16, vocab_size=50304, turns=9),
-    "350M-2048": Case(Size(24, 16, 1024, 2048), rows=8, vocab_size=50304, turns=9, pos="rope"),
+    "350M": Case(Size(24, 16, 1024, 1024), rows=16, vocab_size=50304, turns=5),
+    "350M-2048": Case(Size(24, 16, 1024, 2048), rows=8, vocab_size=50304, turns=5, pos="rope"),
+    "toy": Case(Size(4, 2, 16, 32), rows=2, vocab_size=64, turns=2, pos="rope"),  # does it work?
 }
-ON_GPU = {"124M": 16, "350M": 8, "350M-2048": 4}  # rows: more than a CPU bears, five at once fit
-DEFAULT_CASES = {"cpu": ("nano", "12x256", "124M"), "cuda": ("nano", "124M", "350M", "350M-2048")}
+TOKENS_ON_GPU = 32_768  # of a step
+DEFAULT_CASES = {"cpu": ("nano", "12x256", "124M"), "cuda": ("124M", "350M", "350M-2048")}
+
+
+def on_device(size: str, device: str, tokens: int = TOKENS_ON_GPU) -> Case:
+    """A case with as many rows as the device wants."""
+    case = CASES[size]
+    return case._replace(rows=tokens // case.shape.seq_len) if device == "cuda" else case
 
 
 class Variant(NamedTuple):
@@ -110,7 +118,7 @@ def settings_of(case: Case, variant: Variant, device: str, compiled: bool) -> co
     flags += " --size 1.3B" * (seq_len > 1024) + " --size 124M" * (256 < seq_len <= 1024)
     if variant.kept_share < 1:
         flags += f" --ltd --ltd-start {int(variant.kept_share * seq_len)}"
-    flags += f" {variant.flags}" + " --compile" * compiled
+    flags += f" {variant.flags}" + f" --compile {'on' if compiled else 'off'}"
     return config.build(config.parse(flags.split()))
 
 
@@ -206,19 +214,6 @@ def flops_of(case: Case, variant: Variant, device: str) -> int:
     return flops
 
 
-def groups_of(variants: dict[str, tuple], device: str) -> list[dict[str, tuple]]:
-    """The variants that run side by side: all on a CPU; on a GPU those of one reference."""
-    if device == "cpu":
-        return [variants]
-    theirs = {
-        name: build
-        for name, build in variants.items()
-        if name not in VARIANTS or VARIANTS[name].to == "nanoGPT"
-    }
-    ours = {name: build for name, build in variants.items() if name not in theirs}
-    return [group for group in (ours, theirs) if group]
-
-
 def memory_of(
     name: str,
     taken: dict[str, list[Taken]],
@@ -267,7 +262,25 @@ def summarise(
     return figures
 
 
+def compare(
+    jobs: dict[str, tuple],
+    case: Case,
+    device: str,
+    variants: dict[str, Variant] = VARIANTS,
+    keep: Callable[[dict], None] = lambda steps: None,
+) -> dict[str, dict]:
+    """Time steps and print them; `keep` gets the figures of those that are new, as they come."""
+    figures = {}
+    for new, taken in take_turns(jobs, case.turns, device):
+        figures = summarise(taken, case, device, variants)
+        for name in new:
+            print(show(name, figures[name]), flush=True)
+        keep({name: figures[name] for name in new})
+    return figures
+
+
 def check_same_function(folder: Path, case: Case) -> None:
+    case = case._replace(shape=case.shape._replace(layers=2), rows=1)
     settings = settings_of(case, VARIANTS["AdamW, exact GELU"], "cpu", compiled=False)
     theirs = nanogpt.build(folder, case.shape, case.vocab_size, "cpu")
     nanogpt.check_same_function(model_of(settings, case, "none"), theirs, batch_of(case, False))
@@ -293,11 +306,15 @@ def main() -> None:
     parser.add_argument("--nanogpt", type=Path, help="folder of a nanoGPT clone (default: none)")
     parser.add_argument("--size", choices=CASES, nargs="+", help="(default: by --device)")
     parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=list(VARIANTS))
+    parser.add_argument(
+        "--optimizer",
+        choices=("muon", "adamw"),
+        default="muon",
+        help="of those not compared with nanoGPT",
+    )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compile", action="store_true", help="as --compile of train.py")
-    parser.add_argument(
-        "--record", action="store_true", help="a line of results/step.jsonl for each size"
-    )
+    parser.add_argument("--record", action="store_true", help="append to results/step.jsonl")
     flags = parser.parse_args()
     device, compiled = flags.device, flags.compile
     if flags.nanogpt:
@@ -309,30 +326,31 @@ def main() -> None:
         "compile": compiled,
     }
     print(f"{about['hardware']}, {about['threads']} threads, {about['dtype']}")
+    variants = {
+        name: variant if variant.to == "nanoGPT" else variant._replace(optimizer=flags.optimizer)
+        for name, variant in VARIANTS.items()
+        if name in flags.variants
+    }
     for size in flags.size or DEFAULT_CASES[device]:
-        case = CASES[size]
-        if device == "cuda":
-            case = case._replace(rows=ON_GPU.get(size, case.rows))
-        variants = {
-            name: (build_ours, case, VARIANTS[name], device, compiled) for name in flags.variants
+        case = on_device(size, device)
+        jobs = {
+            name: (build_ours, case, variant, device, compiled)
+            for name, variant in variants.items()
         }
         if flags.nanogpt:
             check_same_function(flags.nanogpt, case)
-            variants = {
-                "nanoGPT": (build_theirs, flags.nanogpt, case, device, compiled),
-                **variants,
-            }
-        figures = {}
-        for group in groups_of(variants, device):
-            figures |= summarise(take_turns(group, case.turns), case, device)
+            jobs = {"nanoGPT": (build_theirs, flags.nanogpt, case, device, compiled), **jobs}
         print(
             f"\n{size}: {case.rows} x {case.shape.seq_len} tokens, V {case.vocab_size:,};"
             f" medians of {case.turns} [quartiles]"
         )
-        for name, figure in figures.items():
-            print(show(name, figure), flush=True)
-        if flags.record:  # a record a size, so that one which is cut off leaves the others'
-            append("step", about | {"sizes": {size: case._asdict() | {"steps": figures}}})
+
+        def keep(steps: dict, size: str = size, case: Case = case) -> None:
+            if flags.record:
+                sizes = {size: case._asdict() | {"steps": steps}}
+                append("step", about | {"optimizer": flags.optimizer, "sizes": sizes})
+
+        compare(jobs, case, device, variants, keep)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,7 @@ The ideas are Liger Kernel's (arXiv 2410.10989, FusedLinearCrossEntropy).
     python bench/kernels.py                            # all forms: time, spread, bytes, memory
 """
 
-import os
-import shutil
 from collections.abc import Iterator
-from functools import cache
 from typing import NamedTuple
 
 import torch
@@ -29,6 +26,8 @@ try:
     import triton.language as tl
 except ImportError:  # it has no build for this platform
     triton = None
+
+from kernels.triton_here import why_not
 
 IGNORE = -100  # a target that counts for nothing: padding, or a token that BERT did not mask
 IMPLS = ("auto", "reference", "chunked", "triton")
@@ -314,15 +313,6 @@ def chunk_rows(V: int, device: str) -> int:
     return max(4096, (1 << 27) // V)
 
 
-@cache
-def triton_runs_on(device: str) -> bool:
-    """Whether Triton can compile for it: a GPU of compute capability 8.0, and a C compiler here."""
-    if triton is None or device != "cuda" or not torch.cuda.is_available():
-        return False
-    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
-    return any(map(shutil.which, compilers)) and torch.cuda.get_device_capability() >= (8, 0)
-
-
 def chosen_impl(device: str, dtype: torch.dtype, impl: str = "auto") -> str:
     """Which implementation computes losses: a function of its arguments and of what is installed.
 
@@ -333,7 +323,7 @@ def chosen_impl(device: str, dtype: torch.dtype, impl: str = "auto") -> str:
     if impl not in IMPLS:
         raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
     if impl == "auto":
-        return "triton" if dtype.itemsize == 2 and triton_runs_on(device) else "chunked"
+        return "triton" if dtype.itemsize == 2 and why_not(device) is None else "chunked"
     if impl == "triton":
         if triton is None:
             raise ValueError("impl 'triton': Triton is not installed here, choose auto or chunked")

@@ -22,7 +22,7 @@ from typing import Any, NamedTuple
 import torch
 from tqdm import tqdm
 
-from kernels import token_drop
+from kernels.triton_here import why_not
 from support.blocks import run_block_of
 from support.clock import StepContext, tokens_by_layer
 from support.progress import write
@@ -46,8 +46,8 @@ def choice(settings: Any, runtime: Any, shapes: Sequence[Any]) -> Choice:
         return Choice(asked == "on", "as asked")
     if kind != "cuda":
         return Choice(False, f"--compile compiles on {kind} too")
-    if token_drop.triton is None:
-        return Choice(False, "Triton, in which torch writes a GPU's code, is not installed")
+    if missing := why_not(kind):  # torch writes a GPU's code in Triton
+        return Choice(False, missing)
     if not shapes:
         return Choice(False, "no list of shapes; --compile compiles them as they come")
     if len(shapes) > MOST_SHAPES:

@@ -1,12 +1,15 @@
 """The benches start, describe the machine alike, and have names of their own."""
 
+import argparse
 import importlib.util
 import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 import time
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -15,9 +18,7 @@ import torch
 from support.runtime import ROOT
 
 BENCHES = sorted(path.stem for path in (ROOT / "bench").glob("*.py"))
-COMMANDS = [
-    name for name in BENCHES if name not in ("nanogpt", "peak", "record", "tables", "turns")
-]
+COMMANDS = [name for name in BENCHES if name not in ("nanogpt", "record", "tables", "turns")]
 
 
 @pytest.fixture
@@ -61,7 +62,7 @@ def test_a_record_says_where_it_was_taken_and_a_gpus_are_kept_apart(tmp_path, be
     here = record.surroundings()
     assert {"date", "hardware", "threads", "torch", "commit"} <= set(here)
     assert f"{here['threads']}" == str(torch.get_num_threads()) and "cores" in here["hardware"]
-    monkeypatch.setattr(record, "ROOT", tmp_path)
+    monkeypatch.setattr(record, "RESULTS", tmp_path / "results")
     (tmp_path / "results").mkdir()
     for _ in range(2):
         record.append("step", here | {"ms": record.quartiles([1, 2, 3, 4, 5])})
@@ -71,20 +72,27 @@ def test_a_record_says_where_it_was_taken_and_a_gpus_are_kept_apart(tmp_path, be
     assert (tmp_path / "results/gpu-step.jsonl").exists()
 
 
+def test_records_go_where_they_are_asked_to_go_with_the_commit_that_is_given(bench, monkeypatch):
+    monkeypatch.setenv("OUT", "/elsewhere")
+    monkeypatch.setenv("COMMIT", "1234abc")
+    record = bench("record")
+    assert record.RESULTS == Path("/elsewhere")
+    assert record.surroundings()["commit"] == "1234abc"
+    monkeypatch.delenv("OUT")
+    assert bench("record").RESULTS == ROOT / "results"
+
+
 def test_a_gpu_that_is_not_there_is_refused(bench, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     with pytest.raises(ValueError, match="--device cuda: torch sees no GPU here"):
         bench("record").surroundings("cuda")
 
 
-def test_on_a_gpu_what_is_compared_with_nanogpt_runs_by_itself(bench):
+def test_on_a_gpu_a_step_has_many_tokens(bench):
     step = bench("step")
-    variants = dict.fromkeys(["nanoGPT", *step.VARIANTS], ())
-    assert step.groups_of(variants, "cpu") == [variants]
-    ours, theirs = step.groups_of(variants, "cuda")
-    assert list(ours) == ["plain", "packed", "packed, 64", "keep 3/4", "keep 1/2", "keep 1/4"]
-    assert list(theirs) == ["nanoGPT", "AdamW", "AdamW, exact GELU", "Muon"]
-    assert step.groups_of(ours, "cuda") == [ours]
+    assert step.on_device("124M", "cpu") == step.CASES["124M"]
+    rows = {size: step.on_device(size, "cuda").rows for size in ("124M", "350M", "350M-2048")}
+    assert rows == {"124M": 32, "350M": 32, "350M-2048": 16}
 
 
 def test_a_steps_peak_of_memory_stands_beside_what_kept_tokens_predict(bench):
@@ -105,110 +113,267 @@ def test_a_steps_peak_of_memory_stands_beside_what_kept_tokens_predict(bench):
 
 
 FAKE_PYTHON = """#!/usr/bin/env bash
-# A machine with a GPU ($FAKE_GPU is 0: without) that misses $FAKE_MISSING; runs nothing, notes it.
+# A machine with a GPU ($FAKE_GPU is 0: without); runs nothing, notes it, and leaves a record.
 case "$1 $2" in
 "-c "*is_available*) exit $((1 - ${FAKE_GPU:-1})) ;;
-"-c "*) echo "$FAKE_MISSING" ;;
-*) echo "$*" >>"$FAKE_LOG"
-   [[ "$*" == *$FAKE_SLOW* ]] && sleep 60
-   [[ "$*" != *$FAKE_FAILS* ]] ;;
 esac
+printf '%s\\n' "$*" >>"$FAKE_LOG"
+[[ -z ${FAKE_FAILS:-} || "$*" != *$FAKE_FAILS* ]] || exit 1
+echo '{"bench": "'"$1"'"}' >>"$OUT/gpu-fake.jsonl"
+[[ -z ${FAKE_SLOW:-} || "$*" != *$FAKE_SLOW* ]] || sleep 60
 """
+STAGES = {"A": 6, "B": 1, "C": 5, "D": 7, "E": 1}  # parts of each
 
 
 @pytest.fixture
 def gpu_sh(tmp_path):
-    """bench/gpu.sh with a python that only notes what it is asked to run."""
+    """Start a stage of bench/gpu.sh with a python that only notes what it is asked to run."""
     (tmp_path / "python").write_text(FAKE_PYTHON)
     (tmp_path / "python").chmod(0o755)
     log = tmp_path / "ran"
 
-    def start(*flags: str, **given: str) -> tuple[subprocess.CompletedProcess, list[str]]:
-        fake = {"FAKE_MISSING": "", "FAKE_SLOW": "no-one", "FAKE_FAILS": "no-one"} | given
-        env = os.environ | {"PYTHON": str(tmp_path / "python"), "FAKE_LOG": str(log), "CC": "sh"}
+    def start(*flags: str, **given: str) -> subprocess.Popen:
+        env = os.environ | {"PYTHON": str(tmp_path / "python"), "FAKE_LOG": str(log)}
+        env |= {"OUT": str(tmp_path / "out"), "GPU_FAKE": ""} | given
         log.write_text("")
-        done = subprocess.run(
+        return subprocess.Popen(
             ["bash", str(ROOT / "bench/gpu.sh"), *flags],
-            env=env | fake,
-            capture_output=True,
+            env=env,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
         )
-        return done, log.read_text().splitlines()
 
     return start
 
 
-def test_without_a_gpu_one_line_and_status_2(gpu_sh):
-    done, ran = gpu_sh(FAKE_GPU="0")
-    assert done.returncode == 2 and ran == []
-    assert done.stderr == "bench/gpu.sh: torch sees no GPU here, so nothing was run\n"
-    if not torch.cuda.is_available():
-        done, _ = gpu_sh(PYTHON=sys.executable)
-        assert done.returncode == 2 and done.stderr.count("\n") == 1
-    done, _ = gpu_sh(PYTHON="/nowhere/python")
-    assert done.returncode == 2 and done.stderr.count("\n") == 1
+def ended(process: subprocess.Popen, tmp_path: Path) -> tuple[int, str, list[str]]:
+    """Status, what was said, and the commands that were run."""
+    out, _ = process.communicate()
+    return process.returncode, out, (tmp_path / "ran").read_text().splitlines()
 
 
-def test_with_a_gpu_everything_that_needs_one_is_run(gpu_sh):
-    done, ran = gpu_sh()
-    assert done.returncode == 0 and "skipped" not in done.stderr
-    assert "-o addopts=" in ran[0] and "tests/test_kernels_token_drop.py" in ran[0]
+def test_without_a_gpu_or_with_a_wrong_argument_one_line_and_status_2(gpu_sh, tmp_path):
+    for flags, given, said in (
+        (["A"], {"FAKE_GPU": "0"}, "torch sees no GPU here, so nothing was run"),
+        (["A"], {"PYTHON": "/nowhere/python"}, "torch sees no GPU here, so nothing was run"),
+        ([], {}, "there is no stage '': choose A, B, C, D or E"),
+        (["F"], {}, "there is no stage 'F': choose A, B, C, D or E"),
+        (["A", "--nanogpt", "/nowhere"], {}, "--nanogpt /nowhere: has no model.py"),
+        (["E", "--corpus", "/nowhere"], {}, "--corpus /nowhere: there is no such file"),
+        (["A", "--commit"], {}, "--commit needs a value"),
+        (["A", "--size", "nano"], {}, "--size is unknown: choose --nanogpt, --corpus or --commit"),
+        (["A"], {"GPU_FAKE": "1", "OUT": ""}, "GPU_FAKE: set OUT, as toys are no results"),
+    ):
+        process = gpu_sh(*flags, **given)
+        _, error = process.communicate()
+        assert (process.returncode, error) == (2, f"bench/gpu.sh: {said}\n")
+    assert not (tmp_path / "out").exists() and (tmp_path / "ran").read_text() == ""
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_stage_fits_nine_minutes_and_its_commands_have_flags_that_exist(
+    stage, gpu_sh, tmp_path, bench, monkeypatch
+):
+    (tmp_path / "model.py").write_text("")
+    flags = ["--nanogpt", str(tmp_path), "--commit", "1234abc"]
+    status, said, ran = ended(gpu_sh(stage, *flags), tmp_path)
+    assert status == 0 and "left out" not in said and len(ran) == STAGES[stage]
+    assert f"stage {stage}, commit 1234abc" in said and "ended with status 0" in said
+    assert (tmp_path / f"out/gpu-{stage}.log").read_text() == said
+    seconds = [int(number) for number in re.findall(r": at most (\d+) s: ", said)]
+    assert len(seconds) == len(ran) and sum(seconds) <= 540
+    commands = [
+        shlex.split(line.split(" s: ", 1)[1]) for line in said.splitlines() if " s: " in line
+    ]
+    for _, path, *arguments in commands:
+        assert "--device cuda --record" in " ".join(arguments)
+        assert accepts(bench(Path(path).stem), arguments, monkeypatch)
+        with pytest.raises(SystemExit):
+            accepts(bench(Path(path).stem), ["--no-such-flag", *arguments], monkeypatch)
+
+
+def accepts(module: ModuleType, arguments: list[str], monkeypatch) -> bool:
+    class AcceptedError(Exception):
+        pass
+
+    def parse_args(self, *args):
+        parse(self, *args)
+        raise AcceptedError
+
+    parse = argparse.ArgumentParser.parse_args
+    with monkeypatch.context() as patch:
+        patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
+        patch.setattr(sys, "argv", ["bench.py", *arguments])
+        try:
+            module.main()
+        except AcceptedError:
+            return True
+    return False
+
+
+def test_nanogpt_and_a_corpus_go_to_what_uses_them(gpu_sh, tmp_path):
+    (tmp_path / "model.py").write_text("")
+    _, _, ran = ended(gpu_sh("A", "--nanogpt", str(tmp_path)), tmp_path)
     steps = [line for line in ran if "bench/step.py" in line]
-    assert sum("--compile" in line for line in steps) == 3 == len(steps) / 2
-    assert all("--variants plain packed keep 3/4" in line for line in steps)
-    assert all("--device cuda --record" in line for line in ran[1:])
-    assert {line.split()[0] for line in ran[1:]} == {
-        "bench/kernels.py", "bench/attention.py", "bench/pieces.py", "bench/step.py",
-        "bench/gather_scatter.py", "bench/scale.py", "bench/generation.py", "bench/evaluation.py",
-    }  # fmt: skip
-    parts = {line.split()[-1] for line in ran if "bench/scale.py" in line}
-    assert parts == {"adamw", "shared", "growth", "offload", "fsdp", "capped"}
-    _, ran = gpu_sh("--nanogpt", "there")
-    assert all("--record --nanogpt there" in line for line in ran if "bench/step.py" in line)
+    assert len(steps) == 2 and all(f"--nanogpt {tmp_path} " in line for line in steps)
+    _, _, ran = ended(gpu_sh("A"), tmp_path)
+    assert not [line for line in ran if "nanogpt" in line]
+    status, _, ran = ended(gpu_sh("E", "--corpus", str(tmp_path / "model.py")), tmp_path)
+    assert status == 0 and ran[0].startswith(f"prepare.py {tmp_path / 'model.py'} --out ")
+    store = ran[0].split()[-1]
+    assert ran[1].endswith(f"--data {store}") and not Path(store).parent.exists()
 
 
-@pytest.mark.parametrize(
-    ("missing", "reasons", "stays"),
-    [
-        ("pytest", ["tests: skipped, pytest is missing"], 19),
-        ("triton", ["bench/step.py --compile: skipped, triton is missing"], 15),
-        ("tiktoken", ["tests: skipped, tiktoken", "bench/step.py: skipped, tiktoken"], 3),
-        ("hypothesis", [], 20),
-        ("torchao", ["torchao's part of bench/scale.py: skipped, torchao is missing"], 20),
-        ("numpy", ["tests: skipped", "kernels.py: skipped", "gather_scatter.py: skipped"], 0),
-    ],
-)
-def test_what_is_missing_skips_what_needs_it_and_says_so(gpu_sh, missing, reasons, stays):
-    done, ran = gpu_sh(FAKE_MISSING=missing)
-    assert done.returncode == 0 and len(ran) == stays
-    for reason in reasons:
-        assert reason in done.stderr
+def test_a_part_that_fails_does_not_end_the_others(gpu_sh, tmp_path):
+    status, said, ran = ended(gpu_sh("C", FAKE_FAILS="bench/attention.py"), tmp_path)
+    assert status == 1 and len(ran) == STAGES["C"]
+    assert "attention: failed with status 1" in said and said.count(": passed in") == 4
+    assert len((tmp_path / "out/gpu-fake.jsonl").read_text().splitlines()) == 4
 
 
-def test_without_a_c_compiler_nothing_of_triton_is_run(gpu_sh, tmp_path):
-    for name in ("bash", "dirname", "grep", "timeout", "env", "sh"):
-        (tmp_path / name).symlink_to(f"/usr/bin/{name}")
-    done, ran = gpu_sh(PATH=str(tmp_path), CC="nowhere")
-    assert done.returncode == 0 and "-k not triton" in ran[0]
-    assert "bench/step.py --compile: skipped, a-C-compiler is missing" in done.stderr
-    assert not [line for line in ran if "--compile" in line or "gather_scatter" in line]
+def test_a_part_whose_time_is_over_is_named_and_does_not_end_the_others(gpu_sh, tmp_path):
+    tools = tmp_path / "tools"
+    tools.mkdir()
+    (tools / "timeout").write_text("#!/bin/bash\n[[ $* != *generation.py* ]] || exit 124\n")
+    (tools / "timeout").chmod(0o755)
+    status, said, _ = ended(gpu_sh("D", PATH=f"{tools}:{os.environ['PATH']}"), tmp_path)
+    assert status == 1 and "generation: stopped after" in said
+    assert "left out: the rest of generation; \n" in said and said.count(": passed in") == 6
+
+
+def test_a_sigterm_leaves_the_records_so_far_and_says_what_is_missing(gpu_sh, tmp_path):
+    process = gpu_sh("C", FAKE_SLOW="bench/attention.py")
+    while "bench/attention.py" not in (tmp_path / "ran").read_text():
+        time.sleep(0.05)
+    process.terminate()
+    status, said, ran = ended(process, tmp_path)
+    assert status == 1 and len(ran) == 2
+    left = "the rest of attention; loss; copies; step, compiled; "
+    assert f"left out: {left}\n" in said
+    assert "ended with status 1" in (tmp_path / "out/gpu-C.log").read_text()
+    assert len((tmp_path / "out/gpu-fake.jsonl").read_text().splitlines()) == 2
+
+
+RECORDS = {  # of a stage on a CPU: file -> keys that its records have, between them
+    "A": {"first-look.jsonl": "versions gb_per_s tflops us losses tolerance follows kernels",
+          "step.jsonl": "optimizer sizes compile"},
+    "B": {"tests.jsonl": "test outcome seconds", "gpu-tests.xml": ""},
+    "C": {"step.jsonl": "sizes", "kernels.jsonl": "peak_tflops cases sizes kernel"},
+    "D": {"scale.jsonl": "part steps", "generation.jsonl": "ms_of_a_token",
+          "evaluation.jsonl": "items_per_s", "forecast.jsonl": "seconds_said seconds"},
+    "E": {"ablate.jsonl": "curve val_bpb mfu recipe"},
+}  # fmt: skip
+ABOUT = {"date", "hardware", "device", "torch", "python", "commit", "bench"}
 
 
 @pytest.mark.slow
-def test_a_part_that_fails_or_takes_too_long_does_not_end_the_others(gpu_sh):
-    done, ran = gpu_sh(FAKE_FAILS="kernels.py")
-    assert done.returncode == 1 and len(ran) == 20
-    assert "bench/kernels.py: failed with status 1" in done.stderr
-    done, ran = gpu_sh(FAKE_SLOW="kernels.py", GPU_SECONDS="12")
-    assert done.returncode == 1 and len(ran) == 2
-    assert "bench/kernels.py: stopped, its 1" in done.stderr
-    assert "bench/step.py, nano: skipped, the 12 s are used up" in done.stderr
+@pytest.mark.dist
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_stage_works_with_toys_on_a_cpu(stage, gpu_sh, tmp_path):
+    results = {path: path.stat().st_mtime_ns for path in (ROOT / "results").iterdir()}
+    fake = {"GPU_FAKE": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    process = gpu_sh(stage, "--commit", "1234abc", **fake)
+    said, _ = process.communicate()
+    assert process.returncode == 0, said
+    found = {path.name for path in (tmp_path / "out").iterdir()}
+    assert found == {f"gpu-{stage}.log", *RECORDS[stage]} and len(found) <= 8
+    for name, keys in RECORDS[stage].items():
+        if name.endswith(".jsonl"):
+            lines = (tmp_path / "out" / name).read_text().splitlines()
+            records = [json.loads(line) for line in lines]
+            assert set(keys.split()) <= set().union(*records)
+            for record in records:
+                assert set(record) >= ABOUT and record["commit"] == "1234abc"
+    assert results == {path: path.stat().st_mtime_ns for path in (ROOT / "results").iterdir()}
 
 
-def test_one_bench_alone_may_be_asked_for(gpu_sh):
-    done, ran = gpu_sh(GPU_ONLY="scale")
-    assert done.returncode == 0 and len(ran) == 6
-    assert all(line.startswith("bench/scale.py --device cuda --record ") for line in ran)
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_sigterm_in_a_real_bench_leaves_what_was_recorded(gpu_sh, tmp_path):
+    fake = {"GPU_FAKE": "1", "PYTHON": sys.executable, "OMP_NUM_THREADS": "1"}
+    process, kernels = gpu_sh("C", **fake), tmp_path / "out/kernels.jsonl"
+    while process.poll() is None and not kernels.exists():
+        time.sleep(0.1)
+    process.terminate()
+    said, _ = process.communicate()
+    assert process.returncode == 1 and "step, compiled; \n" in said
+    records = [json.loads(line) for line in kernels.read_text().splitlines()]
+    assert records and set(records[0]) >= ABOUT
+    assert (tmp_path / "out/step.jsonl").exists()
+
+
+def test_tests_of_offload_and_fsdp_come_first_on_a_gpu(bench):
+    files = bench("gpu_tests").files()
+    assert files[:2] == ["tests/test_offload.py", "tests/test_several_ranks.py"]
+    assert len(files) == len(set(files)) > 2 and "tests/test_kernels_token_drop.py" in files
+    assert "tests/test_sizes.py" not in files
+
+
+def test_what_became_of_a_test_is_recorded_as_it_ends(bench, monkeypatch):
+    gpu_tests, records = bench("gpu_tests"), []
+    monkeypatch.setattr(gpu_tests, "append", lambda name, record: records.append(record))
+    recorder = gpu_tests.Recorder({"commit": "1234abc"})
+
+    def report(when: str, outcome: str, why: str | None = None) -> None:
+        location = ("tests/test_x.py", 1, "test_x")
+        recorder.pytest_runtest_logreport(
+            pytest.TestReport("x::test_x", location, {}, outcome, why, when, duration=1.25)
+        )
+
+    report("setup", "passed")
+    assert records == []
+    report("call", "failed", "E   assert 1 == 2")
+    report("teardown", "passed")
+    (record,) = records
+    assert record["outcome"] == "failed" and record["why"] == "E   assert 1 == 2"
+    assert (record["test"], record["commit"], record["seconds"]) == ("x::test_x", "1234abc", 1.25)
+    report("setup", "failed", "no GPU")
+    assert records[1]["outcome"] == "failed", "what fails before the test is no pass"
+
+
+def test_a_run_follows_a_cpus_losses_within_its_dtypes_rounding(bench):
+    look = bench("first_look")
+    curves = {"plain": [3.0, 2.0, 1.0], "plain, rounded": [3.0, 2.01, 1.0]}
+    near, far = look.FACTOR * 0.009, look.FACTOR * 0.011
+    found = look.compared(look.Way("", "plain"), [3.0, 2.0, 1.0 - near], curves)
+    assert found["follows"] and found["at_step"] == 3
+    assert found["tolerance"] == pytest.approx(look.FACTOR * 0.01)
+    assert not look.compared(look.Way("", "plain"), [3.0 + far, 2.0, 1.0], curves)["follows"]
+    finer = look.compared(look.Way("", "plain", finer=8), [3.0, 2.0, 1.0 - near], curves)
+    assert not finer["follows"], "what TF32 rounds is less"
+    assert not look.compared(look.Way("", "plain"), [3.0, 2.0], curves)["follows"], "too short"
+    recorded = look.recorded_curves(ROOT / "results")
+    for name, way in look.WAYS.items():
+        exact, rounded = recorded[way.like], recorded[f"{way.like}, rounded"]
+        assert len(exact) == len(rounded) >= 30, name
+        assert 0 < max(look.differences(exact, rounded)) < 0.1
+    another = look.compared(look.Way("", "plain"), recorded["AdamW"], recorded)
+    assert not another["follows"], "another optimizer is no rounding"
+
+
+def test_a_run_whose_losses_are_others_or_that_fails_is_named(bench, monkeypatch):
+    look, kept = bench("first_look"), []
+    monkeypatch.setattr(look, "embedded_store", lambda name: None)
+    monkeypatch.setattr(
+        look, "WAYS", {name: look.WAYS[name] for name in ("plain", "ltd", "fsdp", "fp16")}
+    )
+    recorded = look.recorded_curves(ROOT / "results")
+
+    def losses_of(name: str, flags: str) -> list[float]:
+        assert "--device cuda" in flags
+        if name == "fsdp":
+            raise ValueError("ended with status 1: no NCCL")
+        return [loss + (name != "plain") for loss in recorded[look.WAYS[name].like]]
+
+    monkeypatch.setattr(look, "losses_of", losses_of)
+    with pytest.raises(ValueError, match=r"^losses of (ltd, fsdp|fsdp, ltd): not those of a CPU"):
+        look.look_at_losses(look.Setup("cuda", kept.append))
+    follows = {record["run"]: record["follows"] for record in kept}
+    assert follows == {"plain": True, "ltd": False, "fsdp": False, "fp16": False}
+    assert [record["error"] for record in kept if "error" in record] == [
+        "ended with status 1: no NCCL"
+    ]
 
 
 @pytest.mark.parametrize("operation", ["gather", "scatter", "layer"])
@@ -240,7 +405,7 @@ def test_a_text_that_a_cache_changes_is_not_timed(bench, monkeypatch):
     draws = {True: lambda: [3, 1], False: lambda: [3, 2]}
     monkeypatch.setattr(module, "build", lambda size, count, device, cached: draws[cached])
     with pytest.raises(ValueError, match="with a cache token 2 is another: nothing is timed"):
-        module.measure("nano", 2, "cpu", turns=2)
+        next(module.measure("nano", 2, "cpu", turns=2))
 
 
 def test_the_tables_follow_from_the_records(bench, capsys):
@@ -263,16 +428,48 @@ def refused():
     raise ValueError("no such variant")
 
 
+def fails_in_a_step():
+    def step() -> None:
+        raise RuntimeError("out of memory\nand more of it")
+
+    return step
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_variants_take_turns_each_in_its_process(monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "bench")
     from turns import take_turns  # by its own name, for the other process to find
 
-    taken = take_turns({"slow": (sleeper, 0.2), "fast": (sleeper, 0.01)}, turns=3)
+    variants = {"slow": (sleeper, 0.2), "fast": (sleeper, 0.01)}
+    ((new, taken),) = take_turns(variants, 3, "cpu")
     seconds = {name: [one.seconds for one in steps] for name, steps in taken.items()}
-    assert [len(values) for values in seconds.values()] == [3, 3]
+    assert new == ["slow", "fast"] and [len(values) for values in seconds.values()] == [3, 3]
     assert min(seconds["slow"]) > 0.2 > min(seconds["fast"]) > 0.01
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_on_a_gpu_variants_come_one_by_one_and_one_that_fails_does_not_end_the_others(
+    monkeypatch, capfd
+):
+    """The order alone is a GPU's: what is run needs none."""
+    monkeypatch.syspath_prepend(ROOT / "bench")
+    from turns import take_turns
+
+    variants = {
+        "first": (sleeper, 0.01),
+        "unbuilt": (refused,),
+        "full": (fails_in_a_step,),
+        "last": (sleeper, 0.01),
+    }
+    came = []
+    with pytest.raises(ValueError) as failed:
+        for new, taken in take_turns(variants, 2, "cuda"):
+            came.append((new, list(taken)))
+    assert came == [(["first"], ["first"]), (["last"], ["first", "last"])]
+    assert str(failed.value) == "unbuilt: no such variant; full: RuntimeError: out of memory"
+    assert "failed: unbuilt: no such variant" in capfd.readouterr().err
 
 
 @pytest.mark.dist
@@ -281,7 +478,7 @@ def test_a_variant_that_cannot_be_built_is_named(monkeypatch):
     from turns import take_turns
 
     with pytest.raises(ValueError, match=r"^broken: no such variant$"):
-        take_turns({"broken": (refused,)}, turns=1)
+        list(take_turns({"broken": (refused,)}, 1, "cpu"))
 
 
 @pytest.mark.parametrize("size", ["nano", "124M"])
@@ -300,11 +497,9 @@ def test_a_step_that_drops_tokens_has_the_flops_of_its_layers(bench, size):
 
 # ---- bench/scale.py, at the size of a toy
 
-TOY = dict(shape=(4, 2, 16, 32), rows=2, vocab_size=64, turns=2, pos="rope")
-
 
 def toy_of(step: ModuleType):
-    return step.Case(**TOY | {"shape": step.Size(*TOY["shape"])})
+    return step.CASES["toy"]
 
 
 @pytest.fixture
@@ -314,14 +509,14 @@ def scale(bench, monkeypatch):
     import step
     import turns
 
-    def take_turns(variants: dict[str, tuple], number: int) -> dict[str, list]:
+    def take_turns(variants: dict[str, tuple], number: int, device: str):
         steps = {name: build(*arguments) for name, (build, *arguments) in variants.items()}
         one_each = {name: lambda step=step: turns.turn_of(step) for name, step in steps.items()}
-        return turns.alternated(one_each, number)
+        yield list(steps), turns.alternated(one_each, number)
 
     monkeypatch.setattr(turns, "TIMED_SECONDS", 0)
+    monkeypatch.setattr(step, "take_turns", take_turns)
     monkeypatch.setattr(module, "take_turns", take_turns)
-    monkeypatch.setitem(step.CASES, "toy", toy_of(step))
     return module
 
 
@@ -385,24 +580,25 @@ def test_the_planned_peak_counts_sixteen_bytes_a_parameter(scale, monkeypatch):
 
     case, asked = toy_of(step), {}
 
-    def take_turns(jobs: dict[str, tuple], turns: int) -> dict[str, list]:
+    def take_turns(jobs: dict[str, tuple], turns: int, device: str):
         asked.update(jobs)
-        return {name: [Taken(1.0, peak_bytes=100_000)] for name in jobs}
+        for done in range(1, 1 + len(jobs)):
+            taken = {name: [Taken(1.0, peak_bytes=100_000)] for name in list(jobs)[:done]}
+            yield [list(taken)[-1]], taken
 
     start = scale.runtime.start
     monkeypatch.setattr(scale.runtime, "start", lambda *_: start("cpu", "fp32"))
     monkeypatch.setattr(scale, "take_turns", take_turns)
-    variants = {scale.HERE: step.Variant(None, "adamw"), "torchao": step.Variant(None, "adamw")}
-    variants["blocks' state"] = step.Variant(None, "adamw", flags="--offload")
-    jobs = {name: (scale.build, case, variants[name], "cuda") for name in variants}
-    jobs["blocks' state"] = (*jobs["blocks' state"], "blocks' state")
-    peaks = scale.peaks_of(jobs, variants, case)
-    settings = step.settings_of(case, variants[scale.HERE], "cpu", False)
+    monkeypatch.setattr(scale, "find_spec", lambda name: True)
+    kept = []
+    peaks = scale.measure_peaks(scale.Setup("cuda", "toy", keep=kept.append))
+    settings = step.settings_of(case, step.Variant(None, "adamw"), "cpu", False)
     numel = sum(p.numel() for p in scale.like(settings, case).parameters())
     assert peaks["torchao"] == {"lean_peak_gb": 0.0001}
     assert peaks[scale.HERE]["planned_gb"] == pytest.approx(16 * numel / 1e9, rel=1e-3)
     without = (16 * numel - 8 * 4 * 12 * 16 * 16) / 1e9
     assert peaks["blocks' state"]["planned_gb"] == pytest.approx(without, rel=1e-3)
+    assert [record["variant"] for record in kept] == list(peaks) and len(kept) == 6
     for _, lean, variant, *_ in asked.values():
         assert (lean.rows, lean.shape.seq_len) == (2, 64)
         assert variant.flags.endswith("--micro-batch-size 1")
@@ -458,9 +654,7 @@ def test_a_model_that_cannot_be_trained_so_is_refused(scale, monkeypatch):
 def test_a_process_alone_is_sharded_beside_a_plain_one(bench, monkeypatch):
     monkeypatch.syspath_prepend(ROOT / "bench")
     import scale  # by its own name, for the other processes to find
-    import step
 
-    monkeypatch.setitem(step.CASES, "toy", toy_of(step))
     found = scale.measure_fsdp(scale.Setup("cpu", "toy"))["steps"]
     assert list(found) == ["plain", "--fsdp"] and found["--fsdp"]["to"] == "plain"
 
@@ -468,7 +662,7 @@ def test_a_process_alone_is_sharded_beside_a_plain_one(bench, monkeypatch):
 def test_parts_are_run_by_name_and_recorded_apart(scale, monkeypatch, capsys):
     records = []
     monkeypatch.setattr(scale, "append", lambda name, record: records.append((name, record)))
-    monkeypatch.setitem(scale.PARTS, "growth", lambda setup: {"size": setup.size})
+    monkeypatch.setitem(scale.PARTS, "growth", lambda setup: setup.keep({"size": setup.size}))
     flags = ["growth", "capped", "--size", "nano", "--record"]
     monkeypatch.setattr(sys, "argv", ["scale.py", *flags])
     scale.main()

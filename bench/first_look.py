@@ -1,0 +1,372 @@
+"""The first minutes on a GPU: what machine it is, whether it learns as a CPU does, what it runs.
+
+    machine   versions, and measured ceilings: a copy on the device, matrix products, the link to
+              the host, what one launch of a kernel and one wait for the device take
+    losses    train.py for 30 steps on the embedded corpus, once for each way to run that has code
+              of its own on a GPU, all at once; each loss beside that of a CPU in fp32
+    profile   the kernels that a step of 124M spends its time in
+
+A CPU's losses stand in results/first-look.jsonl, in fp32: as they are, and with what goes into each
+linear layer, comes out and comes back rounded to bf16. A GPU's may be FACTOR times as far from the
+former as the latter are, at the worst step; in TF32, whose rounding is 8 times finer, an eighth of
+that. The run that is killed and goes on is held to the same.
+
+    OMP_NUM_THREADS=1 python bench/first_look.py curves --record     # the CPU's, some minutes
+    python bench/first_look.py machine losses profile --device cuda --record
+"""
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import patch
+
+import torch
+import torch.nn.functional as F
+from record import RESULTS, ROOT, append, quartiles, significant, surroundings
+from step import VARIANTS, build_ours, on_device
+from torch import Tensor
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+from turns import measured, timed_in_turns
+
+import train
+from prepare import embedded_store
+from support.runtime import exit_cleanly
+
+
+class Setup(NamedTuple):
+    device: str
+    keep: Callable[[dict], None]  # a record, as soon as it is there
+    compiled: bool = False
+    toy: bool = False  # does it work? Then it takes seconds on a CPU, and its numbers say nothing
+
+
+# ---- machine
+
+
+def versions() -> dict[str, str]:
+    found = {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    for package in ("triton", "torchao", "pytest", "pytest-xdist", "hypothesis", "tiktoken"):
+        try:
+            found[package] = version(package)
+        except PackageNotFoundError:
+            found[package] = "missing"
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    return found | {"C compiler": compiler or "missing", "system": platform.platform()}
+
+
+def ceilings(setup: Setup) -> Iterator[tuple[str, dict]]:
+    """What nothing on this machine exceeds; each the median of some calls."""
+    device = setup.device
+    n, numel = (256, 2**16) if setup.toy else (8192, 2**28)
+
+    def ms(call: Callable[[], object]) -> float:
+        (calls,) = timed_in_turns({"": [call]}, 5, device).values()
+        return quartiles([one.ms for one in calls])[1]
+
+    here, there = torch.ones(2, numel, device=device)
+    host = torch.ones(numel, pin_memory=device == "cuda")
+    for name, to, origin in (
+        ("copy", there, here),
+        ("to the device", here, host),
+        ("to the host", host, here),
+    ):
+        moved = host.nbytes * (2 if name == "copy" else 1)  # read and written
+        gb_per_s = moved / 1e6 / ms(partial(to.copy_, origin, non_blocking=True))
+        yield name, {"gb_per_s": significant(gb_per_s, 4), "mb": host.nbytes / 1e6}
+    del here, there, host
+    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+        left, right = torch.randn(2, n, n, device=device).to(dtype)
+        tflops = 2 * n**3 / 1e9 / ms(partial(torch.matmul, left, right))
+        name = f"product, {str(dtype).removeprefix('torch.')}"
+        yield name, {"tflops": significant(tflops, 4), "n": n}
+    one = torch.zeros(1, device=device)
+    for name, call, calls in (("launch", partial(one.add_, 1), 2000), ("wait", one.item, 200)):
+        one.item()  # until nothing is under way
+        began = time.perf_counter()
+        for _ in range(calls):
+            call()
+        yield name, {"us": significant((time.perf_counter() - began) / calls * 1e6, 3)}
+
+
+def look_at_machine(setup: Setup) -> None:
+    if command := shutil.which("nvidia-smi"):
+        print(subprocess.run([command], capture_output=True, text=True).stdout)
+    found = {"part": "machine", "versions": versions(), "cores": os.cpu_count()}
+    if setup.device == "cuda":
+        torch.set_float32_matmul_precision("high")  # as train.py does
+        properties = torch.cuda.get_device_properties(0)
+        found["capability"] = f"{properties.major}.{properties.minor}"
+        found["processors"] = properties.multi_processor_count
+        found["memory_gb"] = round(properties.total_memory / 1e9, 1)
+    print(json.dumps(found, indent=1), flush=True)
+    setup.keep(found)
+    for name, figure in ceilings(setup):
+        print(f"{name:>18} {figure}", flush=True)
+        setup.keep({"part": "ceiling", "what": name, **figure})
+
+
+# ---- losses
+
+COMMON = "--tokens 61440 --eval-every 0 --checkpoint-every 0 --final-eval-tokens 2048"
+TOY = "--layers 2 --heads 2 --width 16 --seq-len 32 --batch-tokens 2048"
+CURVES = {  # what a CPU learns
+    "plain": "",
+    "AdamW": "--optimizer adamw --lr 0.003",
+    "ltd": "--ltd",
+    "pack": "--pack",
+    "all on": "--curriculum seqlen --ltd --pack",
+    "bert": "--model bert --nsp --pack --lr 0.002",
+}
+FACTOR = 5  # 2 for what is rounded on both; the head and Muon's products are bf16 on a GPU alone
+FINER = 8  # TF32 has three bits more than bf16
+
+
+class Way(NamedTuple):
+    """To run train.py. `like` names the curve that it should follow."""
+
+    flags: str
+    like: str = "plain"
+    finer: int = 1
+    is_held: bool = True  # to it; fp16 may leave out its first steps, until its loss scale fits
+
+
+WAYS = {name: Way(flags, name) for name, flags in CURVES.items()} | {
+    "AdamW, fp32": Way(f"{CURVES['AdamW']} --dtype fp32", "AdamW", FINER),
+    "fp16": Way("--dtype fp16", is_held=False),
+    "compile": Way("--compile"),
+    "compile, all on": Way(f"{CURVES['all on']} --compile", "all on"),
+    "offload": Way("--offload --offload-budget 10MB"),
+    "fsdp": Way("--fsdp"),
+    "killed and resumed": Way("--checkpoint-every 6144"),
+}
+NEEDS_GPU = ("fp16",)
+
+
+def losses_of(name: str, flags: str) -> list[float]:
+    """Step by step, of a run in a process of its own.
+
+    Raises: ValueError where it fails, with the end of what it said
+    """
+    with tempfile.TemporaryDirectory() as place:
+        out = Path(place) / "run"
+        program = [__file__, "rounded"] if "rounded" in name else [ROOT / "train.py"]
+        command = [sys.executable, *map(str, program), "--out", str(out)]
+        start = [*command, *COMMON.split(), *flags.split()]
+        if "killed" in name:
+            kill_after_a_checkpoint(start, out)
+            start = [*command, "--resume"]
+        done = subprocess.run(start, capture_output=True, text=True)
+        if done.returncode:
+            said = " / ".join(done.stderr.strip().splitlines()[-3:])
+            raise ValueError(f"ended with status {done.returncode}: {said}")
+        lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
+    return [line["loss"] for line in lines if line["event"] == "train"]
+
+
+def kill_after_a_checkpoint(command: list[str], out: Path) -> None:
+    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
+        while run.poll() is None and not list(out.glob("step-*.pt")):
+            time.sleep(0.002)
+        run.kill()
+    if run.returncode >= 0:
+        raise ValueError(f"ended with status {run.returncode} before it could be killed")
+
+
+def differences(losses: list[float], wanted: list[float]) -> list[float]:
+    """Step by step; a run of another length differs by infinity."""
+    if len(losses) != len(wanted):
+        return [float("inf")]
+    return [abs(one - other) for one, other in zip(losses, wanted, strict=True)]
+
+
+def compared(way: Way, losses: list[float], curves: dict[str, list[float]]) -> dict:
+    """A way's losses beside the curve that it should follow."""
+    exact = curves[way.like]
+    found, rounded = differences(losses, exact), differences(curves[f"{way.like}, rounded"], exact)
+    tolerance = FACTOR / way.finer * max(rounded)
+    return {
+        "like": way.like,
+        "worst_difference": significant(max(found), 3),
+        "at_step": 1 + found.index(max(found)),
+        "tolerance": significant(tolerance, 3),
+        "follows": max(found) <= tolerance,
+        "losses": [round(loss, 5) for loss in losses],
+        "differences": [round(one, 5) for one in found],
+    }
+
+
+def train_rounded(argv: list[str]) -> int:
+    """train.py in fp32, but as bf16 would round: inputs, weights, outputs and their gradients."""
+    exact = F.linear
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.bfloat16().to(x.dtype)
+
+    def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
+        return cut(exact(cut(x), cut(weight), cut(bias)))
+
+    with patch.object(F, "linear", linear):
+        return train.main(argv)
+
+
+def runs(jobs: dict[str, str], at_once: int) -> Iterator[tuple[str, list[float] | str]]:
+    """Train them, so many at once; yield each one's losses, or what went wrong, as it ends.
+
+    Args: jobs name -> flags
+    """
+    with ThreadPoolExecutor(at_once) as pool:
+        running = {pool.submit(losses_of, name, flags): name for name, flags in jobs.items()}
+        for ended in as_completed(running):
+            error = ended.exception()
+            if error and not isinstance(error, ValueError):
+                raise error
+            yield running[ended], str(error) if error else ended.result()
+
+
+def flags_for(setup: Setup, flags: str) -> str:
+    eager = "" if "--compile" in flags else " --compile off"
+    return f"{flags}{eager} --device {setup.device}" + f" {TOY}" * setup.toy
+
+
+def take_curves(setup: Setup) -> None:
+    """A CPU's losses, as the runs of a GPU are compared with."""
+    if setup.device != "cpu":
+        raise ValueError("curves: they are a CPU's, leave out --device")
+    curves = {"plain": CURVES["plain"]} if setup.toy else CURVES
+    jobs = {name: flags_for(setup, flags) for name, flags in curves.items()}
+    jobs |= {f"{name}, rounded": flags for name, flags in jobs.items()}
+    for name, losses in runs(jobs, at_once=2):
+        if isinstance(losses, str):
+            raise ValueError(f"{name}: {losses}")
+        print(f"{name:>20} {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
+        setup.keep({"part": "curve", "run": name, "losses": [round(loss, 6) for loss in losses]})
+
+
+def recorded_curves(folder: Path) -> dict[str, list[float]]:
+    lines = (folder / "first-look.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if record["part"] == "curve"]
+    return {record["run"]: record["losses"] for record in records}
+
+
+def look_at_losses(setup: Setup) -> None:
+    """Every way to run beside its curve.
+
+    Raises: ValueError naming the ways that end with an error, or that do not follow
+    """
+    on_cpu, wrong = setup.device == "cpu", []
+    names = ["plain", "killed and resumed"] if setup.toy else list(WAYS)
+    names = [name for name in names if not (on_cpu and name in NEEDS_GPU)]
+    curves = recorded_curves(RESULTS if setup.toy else ROOT / "results")
+    embedded_store("pd4k")  # once, before all of them want it
+    print(f"losses of {', '.join(names)}; at the worst step:", flush=True)
+    jobs = {name: flags_for(setup, WAYS[name].flags) for name in names}
+    for name, losses in runs(jobs, at_once=2 if on_cpu else len(jobs)):
+        figures = {"part": "way", "run": name, "flags": WAYS[name].flags}
+        if isinstance(losses, str):
+            figures |= {"error": losses, "follows": False}
+        else:
+            figures |= compared(WAYS[name], losses, curves)
+        if "error" in figures or (WAYS[name].is_held and not figures["follows"]):
+            wrong.append(name)
+        told = ("error", "worst_difference", "at_step", "tolerance", "like", "follows")
+        words = [f"{key} {figures[key]}" for key in told if key in figures]
+        print(f"{name:>20}", *words, flush=True)
+        setup.keep(figures)
+    if wrong:
+        raise ValueError(f"losses of {', '.join(wrong)}: not those of a CPU, see above")
+
+
+# ---- profile
+
+PROFILED = 3  # steps
+MOST_KERNELS = 25
+
+
+def look_at_profile(setup: Setup) -> None:
+    """Kernels by the time they take in a step, in all and as a share of the step's."""
+    size, device = "toy" if setup.toy else "124M", setup.device
+    case, on_gpu = on_device(size, device), device == "cuda"
+    step = build_ours(case, VARIANTS["plain"], device, setup.compiled)
+    for _ in range(3):
+        step()
+    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    with profile(activities=[activity]) as profiled:
+        seconds = [measured(step).seconds for _ in range(PROFILED)]
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    taken = {
+        kernel.key: (
+            (kernel.self_device_time_total if on_gpu else kernel.self_cpu_time_total)
+            / (1e3 * PROFILED),
+            kernel.count / PROFILED,
+        )
+        for kernel in profiled.key_averages()
+        if kernel.device_type == kind
+    }
+    step_ms = 1e3 * sum(seconds) / PROFILED
+    busy_ms = sum(ms for ms, _ in taken.values())
+    largest = sorted(taken.items(), key=lambda item: -item[1][0])[:MOST_KERNELS]
+    kernels = [
+        {
+            "name": name[:120],
+            "ms": significant(ms, 4),
+            "share": round(ms / step_ms, 4),
+            "calls": significant(calls, 4),
+        }
+        for name, (ms, calls) in largest
+    ]
+    print(
+        f"\n{size}, {case.rows} x {case.shape.seq_len} tokens, compiled: {setup.compiled};"
+        f" a step of {step_ms:.1f} ms under the profiler, kernels {busy_ms:.1f} ms of it\n"
+        "| of the step | ms | calls | kernel |\n|---|---|---|---|"
+    )
+    for kernel in kernels:
+        share, ms, calls = (kernel[key] for key in ("share", "ms", "calls"))
+        print(f"| {share:.1%} | {ms:.3f} | {calls:g} | `{kernel['name']}` |", flush=True)
+    about = {"part": "profile", "size": size, "rows": case.rows, "compile": setup.compiled}
+    ms = {"step_ms": significant(step_ms, 4), "busy_ms": significant(busy_ms, 4)}
+    setup.keep(about | ms | {"kernels": kernels})
+
+
+PARTS = {
+    "curves": take_curves,
+    "machine": look_at_machine,
+    "losses": look_at_losses,
+    "profile": look_at_profile,
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    parser.add_argument("--compile", action="store_true", help="of profile, as train.py's")
+    parser.add_argument("--toy", action="store_true", help="tiny: to see whether it works")
+    parser.add_argument("--record", action="store_true", help="append to results/first-look.jsonl")
+    flags = parser.parse_args()
+    about = surroundings(flags.device) | {"bench": "first-look"}
+
+    def keep(figures: dict) -> None:
+        if flags.record:
+            append("first-look", about | figures)
+
+    for part in flags.parts:
+        PARTS[part](Setup(flags.device, keep, flags.compile, flags.toy))
+
+
+if __name__ == "__main__":
+    if sys.argv[1:2] == ["rounded"]:
+        exit_cleanly(lambda: train_rounded(sys.argv[2:]))
+    exit_cleanly(main)
