@@ -54,13 +54,18 @@ def budget_bytes(text: str, free: int | None = None) -> int:
     Raises:  ValueError for what is no amount of memory
     Example: budget_bytes("1.5KiB") == 1536, budget_bytes("auto", 3000) == 1500
     """
-    if text == "auto":
-        if free is None:
-            raise ValueError("--offload-budget auto: nobody knows what is free: give bytes")
-        return free // 2
+    if text != "auto":
+        return bytes_of("--offload-budget", text)
+    if free is None:
+        raise ValueError("--offload-budget auto: nobody knows what is free: give bytes")
+    return free // 2
+
+
+def bytes_of(flag: str, text: str) -> int:
+    """What 6GiB or 800MB says, as the value of a flag; ValueError for what is no amount."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text)
     if found is None or found[2] not in UNITS or float(found[1]) == 0:
-        raise ValueError(f"--offload-budget {text}: write an amount such as 6GiB, 800MB or auto")
+        raise ValueError(f"{flag} {text}: write an amount such as 6GiB, 800MB or auto")
     return int(float(found[1]) * UNITS[found[2]])
 
 
@@ -304,6 +309,7 @@ def place(
         raise ValueError(
             f"--offload-budget {shown(budget)} needs {shown(needed)} of host memory, and"
             f" {shown(host_bytes)} are free: {shown(needed - host_bytes)} are missing: choose a"
-            " larger budget, fewer ranks on this machine, or a machine with more memory"
+            " larger budget, fewer ranks on this machine, or a machine with more memory; where"
+            " memory grows with its use, say with --offload-host-memory how far"
         )
     return found

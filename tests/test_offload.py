@@ -57,14 +57,19 @@ class Run:
     """Steps of two micro-batches, with clipping, weight decay and a rate that changes."""
 
     def __init__(self, model, away=None, kind="adamw", dtype="fp32", early=True, device=CPU):
-        self.model, self.losses, self.norms, self.number = model, [], [], 0
+        self.model, self.found, self.norms, self.number = model, [], [], 0
+        self.gradients: list[dict] = []  # of each step, before they are clipped
         self.dtype, self.device = dtype, device
         self.held = None
         tensors = dict(model.named_parameters())
         if away is not None:
             self.held = Offloaded(model, placed(model, away, kind, dtype), device, early)
             tensors = self.held.parameters()
-        self.optimizers = Optimizers(tensors, kind, 0.1, (0.9, 0.95))
+        self.optimizers = Optimizers(tensors, kind, 0.1, (0.9, 0.95), dtype == "fp16")
+
+    @property
+    def losses(self):
+        return [loss.item() for loss in self.found]
 
     def run_block(self, number, dropping=False, recomputed=False):
         run_block = run_recomputed if recomputed else run_plain
@@ -77,19 +82,22 @@ class Run:
         return ltd.token_dropping(dict(zip((1, 2), kept, strict=True)), run_block)
 
     def backward(self, last, **how):
-        mixed = torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == "bf16")
+        dtype = torch.float16 if self.dtype == "fp16" else torch.bfloat16
+        mixed = torch.autocast(self.device.type, dtype, enabled=self.dtype != "fp32")
         run_block = self.run_block(self.number, **how)
         inputs = batch(packed=self.device == CPU, seed=self.number).to(self.device)
         with mixed:
             loss = self.model(inputs, run_block=run_block) / 63
         with self.held.collecting(last) if self.held else nullcontext():
-            loss.backward()
-        self.losses.append(loss.item())
+            (loss * self.optimizers.loss_scale.value).backward()
+        self.found.append(loss.detach())  # whose item() would wait for the device
         self.number += 1
 
-    def step(self, **how):
-        for last in (False, False, True):
-            self.backward(last, **how)
+    def step(self, micro_batches=3, **how):
+        for number in range(1, micro_batches + 1):
+            self.backward(number == micro_batches, **how)
+        moved = self.optimizers.named
+        self.gradients.append({n: p.grad.clone() for n, p in moved.items() if p.grad is not None})
         self.norms.append(self.optimizers.clip_gradients(0.5))
         lr = 1e-2 / (1 + self.number)
         if self.held:
@@ -115,6 +123,8 @@ def assert_same(one, other):
     assert one.losses == other.losses
     assert one.norms == other.norms
     assert min(one.norms) > 0.5, "clipping was active"
+    for gradients, others in zip(one.gradients, other.gradients, strict=True):
+        assert_equal(gradients, others)
     assert_equal(one.weights(), other.weights())
     assert_equal_states(one, other)
 
@@ -328,10 +338,20 @@ def test_off_is_identity():
     assert all(mine is its for mine, its in pairs)
     assert held.run_block(run_plain) is run_plain
     assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-    assert held.link.slab.numel() == 0
+    assert host_bytes(held) == 0
     calls = []
     held.step(lambda: calls.append(1))
     assert calls == [1]
+
+
+def host_bytes(held):
+    return sum(piece.nbytes for piece in held.link.pieces)
+
+
+def is_on_host(held, tensor):
+    """Whether a tensor is in the host's memory; on a CPU its device does not tell."""
+    pieces = {piece.untyped_storage().data_ptr() for piece in held.link.pieces}
+    return tensor.untyped_storage().data_ptr() in pieces
 
 
 def residence(held, state):
@@ -344,7 +364,7 @@ def residence(held, state):
     def side(tensor):
         if tensor is None:
             return None
-        if held.link.is_on_host(tensor):
+        if is_on_host(held, tensor):
             return "host"
         return "device" if tensor.device == held.device else "elsewhere"
 
@@ -399,7 +419,7 @@ def test_the_plan_counts_the_bytes_that_are_there(mixture, kind, dtype):
     states = {"device": 0, "host": 0}
     for mover, state in run.state().items():
         assert id(mover) in movers
-        side = "host" if run.held.link.is_on_host(mover) else "device"
+        side = "host" if is_on_host(run.held, mover) else "device"
         states[side] += sum(t.nbytes for t in state.values() if t.ndim)
     casts = sum(
         placement.cast(part, NOTHING) * part.small
@@ -415,7 +435,7 @@ def test_the_plan_counts_the_bytes_that_are_there(mixture, kind, dtype):
         p.itemsize for p in run.model.parameters() if p.untyped_storage().nbytes() < p.nbytes
     )
     assert found - placeholders == placement.device_bytes
-    rounding = run.held.link.slab.nbytes + states["host"] - placement.host_bytes
+    rounding = host_bytes(run.held) + states["host"] - placement.host_bytes
     assert 0 <= rounding < 64 * (2 + 3 * 19)
 
 
@@ -447,16 +467,16 @@ def test_what_is_on_its_way_is_of_two_parts_at_most(monkeypatch):
 
     def begun(landing, *what):
         begin(landing, *what)
-        on_the_way = [gradient for turn in landing.landing for _, gradient, *_ in turn]
+        on_the_way = [gradient for slot in landing.landing for gradient, _ in slot.values()]
         gradients.append(sum(gradient.nbytes for gradient in on_the_way))
 
     def fetched(held, layer):
-        fetch(held, layer)
-        if layer in held.fetched:
-            for weight in held.fetched[layer][0]:
-                storage = weight.untyped_storage()
-                alive.append((StorageWeakRef(storage), storage.nbytes()))
+        its = fetch(held, layer)
+        for weight in its.weights:
+            storage = weight.untyped_storage()
+            alive.append((StorageWeakRef(storage), storage.nbytes()))
         weights.append(sum(size for storage, size in set_of(alive) if not storage.expired()))
+        return its
 
     def set_of(pairs):
         return {storage.cdata: (storage, size) for storage, size in pairs}.values()
@@ -472,7 +492,7 @@ def test_what_is_on_its_way_is_of_two_parts_at_most(monkeypatch):
 
 
 def test_the_next_weights_are_on_their_way_past_layers_that_have_none(monkeypatch):
-    """Of layers 0 . 2 3, where 2 stays on the device: 3 follows on 0, and 0 on 3."""
+    """Of layers 0 . 2 3, where 2 stays on the device: 3 follows on 0, itself, and 0 again."""
     model = pseudo.share(small(), (0, -1, 2, 3))
     run = Run(model, [NOTHING, WEIGHTS, NOTHING, WEIGHTS])
     lent, seen = Offloaded.lent, []
@@ -483,7 +503,7 @@ def test_the_next_weights_are_on_their_way_past_layers_that_have_none(monkeypatc
 
     monkeypatch.setattr(Offloaded, "lent", noted)
     run.backward(last=True)
-    assert seen == [(0, False), (3, True), (3, False), (0, True)]
+    assert seen == [(0, False), (3, True), (3, True), (0, True)]
 
 
 # Checkpoints
@@ -574,8 +594,9 @@ def test_what_a_step_computes_does_not_depend_on_where_things_are(mixture, devic
 @pytest.mark.gpu
 def test_memory_that_is_copied_is_page_locked_and_no_more_than_asked_for():
     run = Run(small(), MIXTURES["weights"], device=GPU)
-    assert run.held.link.slab.is_pinned() and run.held.all_hosted()[0].master.is_pinned()
-    assert run.held.link.slab.nbytes <= run.held.placement.host_bytes + 64 * 100
+    pieces = run.held.link.pieces
+    assert all(piece.is_pinned() for piece in pieces) and run.held.all_hosted()[0].master.is_pinned()
+    assert host_bytes(run.held) <= run.held.placement.host_bytes + 64 * 100
 
 
 @pytest.mark.gpu
