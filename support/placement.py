@@ -198,11 +198,12 @@ class Placement:
     # ---- what it costs
 
     def traffic(self, work: Work) -> Traffic:
-        """Gradients home once a step, or once a micro-batch; weights back once a step, or twice a
-        use.
+        """Gradients home once a step, or once a micro-batch; weights back once a step, or as often
+        as `fetches` says.
 
         Example: a block of 100 parameters in fp32, 2 micro-batches of 10 tokens. STATE: 400 bytes
-                 each way. GRADIENTS: 800 home, 400 back. WEIGHTS: 800 home, 1,600 back, 4,000 FLOPs
+                 each way. GRADIENTS: 800 home, 400 back. WEIGHTS: 800 home, 400 back, 4,000 FLOPs;
+                 of three such blocks 3,600 back
         """
         to_host = to_device = flops = on_host = 0
         for part, away in zip(self.parts, self.away, strict=True):
@@ -212,10 +213,21 @@ class Placement:
             uses = len(part.layers) * work.micro_batches
             is_streamed = away == Away.WEIGHTS
             to_host += matrices * (work.micro_batches if away >= Away.GRADIENTS else 1)
-            to_device += matrices * (2 * uses if is_streamed else 1)
+            to_device += matrices * (self.fetches(part, work.micro_batches) if is_streamed else 1)
             flops += 2 * part.numel * work.micro_batch_tokens * uses if is_streamed else 0
             on_host += part.numel
         return Traffic(to_host, to_device, flops, on_host)
+
+    def fetches(self, part: Part, micro_batches: int) -> int:
+        """How often a step copies a part's weights to the device, which stay on the host.
+
+        Twice a micro-batch for each layer, but the weights of the last one stay there from the
+        forward to the backward pass, and those of the first one until the next micro-batch.
+        """
+        pairs = zip(self.parts, self.away, strict=True)
+        layers = [n for other, away in pairs if away == Away.WEIGHTS for n in other.layers]
+        last, first = max(layers) in part.layers, min(layers) in part.layers
+        return (2 * len(part.layers) - last - first) * micro_batches + first
 
     def break_even_tokens(self, rates: Rates) -> float:
         """The micro-batch whose forward pass through a block takes as long as the block's copy.

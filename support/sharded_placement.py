@@ -56,6 +56,10 @@ class ShardedPlacement(Placement):
     def of_rank(self, count: int) -> int:
         return -(-count // self.ranks)
 
+    def fetches(self, part: Part, micro_batches: int) -> int:
+        """For the forward and for the backward pass; FSDP2 keeps no block between them."""
+        return 2 * len(part.layers) * micro_batches
+
     def traffic(self, work: Work) -> Traffic:
         """A rank's rows, twice a use to the device; their gradients home with each micro-batch."""
         whole = super().traffic(work)

@@ -6,7 +6,9 @@ GPU is marked so.
 
 import io
 import weakref
-from contextlib import nullcontext
+from collections import Counter, defaultdict
+from contextlib import contextmanager, nullcontext
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -15,6 +17,8 @@ from small_batches import batch
 from torch._dynamo.testing import CompileCounter
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.nn.parallel import DistributedDataParallel
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 import ltd
 import offload
@@ -24,8 +28,8 @@ from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Offloaded
 from support.batch import Batch
 from support.link import Landing, Link
-from support.optim import Optimizers
-from support.placement import WHERE, Away, Placement, part_of, parts_of
+from support.optim import LossScale, Optimizers
+from support.placement import WHERE, Away, Placement, Work, moves, part_of, parts_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 DEVICES = [CPU, pytest.param(GPU, marks=pytest.mark.gpu)]
@@ -40,9 +44,9 @@ MIXTURES = {
 }
 
 
-def small(shared=False, kind="gpt", pos="learned"):
+def small(shared=False, kind="gpt", pos="learned", blocks=4):
     torch.manual_seed(0)
-    model = Transformer(TransformerConfig(kind, 4, 2, 16, 32, 24, 40, pos))
+    model = Transformer(TransformerConfig(kind, blocks, 2, 16, 32, 24, 40, pos))
     if shared:
         model.h[3] = model.h[0]
     return model
@@ -148,6 +152,35 @@ def test_every_mixture_is_bitwise_the_plain_run(mixture, kind):
     assert_same(steps(Run(small(), MIXTURES[mixture], kind), 4), plain)
 
 
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("blocks", [1, 2, 3, 4])
+def test_every_placement_that_a_budget_can_ask_for_is_bitwise_the_plain_run(blocks, micro_batches):
+    """As things leave one by one; two steps, whose gradients are compared too."""
+    plain = steps(Run(small(blocks=blocks)), 2, micro_batches=micro_batches)
+    order = moves(parts_of(plain.model, muon=False))
+    away = [NOTHING] * (blocks + 1)
+    for number, kind in [(0, NOTHING), *order]:
+        away[number] = kind
+        there = steps(Run(small(blocks=blocks), away), 2, micro_batches=micro_batches)
+        assert_same(there, plain)
+    assert len(order) == 3 * blocks + 2
+
+
+def test_a_slot_that_is_not_emptied_is_seen(monkeypatch):
+    """One block away: what the next micro-batch writes comes behind the gradients of this one."""
+    settle = Landing.settle
+
+    def keeping(landing, turn):
+        kept = dict(landing.landing[turn])
+        settle(landing, turn)
+        landing.landing[turn].update(kept)
+
+    monkeypatch.setattr(Landing, "settle", keeping)
+    with pytest.raises((AssertionError, RuntimeError)):
+        one_away = [NOTHING, NOTHING, GRADIENTS, NOTHING, NOTHING]
+        assert_same(steps(Run(small(), one_away), 2), steps(Run(small()), 2))
+
+
 HOWS = {
     "dropping": {"dropping": True},
     "recomputed": {"recomputed": True},
@@ -179,6 +212,49 @@ def test_bf16_weights_on_the_device_are_what_autocast_makes_of_fp32_ones(mixture
     narrow = {name for name, p in there.model.named_parameters() if p.dtype == torch.bfloat16}
     left = {"state": 0, "mixed": 2}.get(mixture, 4)  # blocks whose gradients left, 4 matrices each
     assert len(narrow) == 4 * left and all("ln_" not in name for name in narrow)
+
+
+@pytest.mark.parametrize("mixture", ["state", "gradients", "weights", "mixed"])
+def test_an_overflow_of_fp16_skips_the_whole_step_wherever_things_are(mixture):
+    """The loss scale is too large at first, until it was halved often enough."""
+    runs = Run(small(), dtype="fp16"), Run(small(), MIXTURES[mixture], dtype="fp16")
+    start = small().state_dict()
+    for run in runs:
+        run.optimizers.loss_scale.value = 2.0**20
+        while not run.norms or run.norms[-1] == torch.inf or run.norms[-1] != run.norms[-1]:
+            assert_equal(run.weights(), start)
+            assert not run.state()
+            run.step()
+        assert len(run.norms) > 2
+        assert run.optimizers.loss_scale.value == 2.0 ** (21 - len(run.norms))
+        assert all(weight.isfinite().all() for weight in run.weights().values())
+        assert not torch.equal(run.weights()["wte.weight"], start["wte.weight"])
+        steps(run, 1)  # what the device has is what the optimizer moved
+    plain, there = runs
+    assert there.losses == plain.losses
+    assert_equal(there.weights(), plain.weights())
+    assert_equal_states(there, plain)
+
+
+@pytest.mark.parametrize("name", ["h.1.mlp.c_fc.weight", "h.2.attn.c_attn.weight", "ln_f.bias"])
+def test_one_infinite_gradient_on_the_host_or_the_device_skips_the_step(name):
+    run = steps(Run(small(), MIXTURES["weights"], "muon", "fp16"), 1)
+    run.backward(last=True)
+    run.held.parameters()[name].grad[0] = torch.inf
+    before = {name: weight.clone() for name, weight in run.weights().items()}
+    scale = run.optimizers.loss_scale.value
+    run.optimizers.clip_gradients(0.5)
+    run.held.step(lambda: run.optimizers.step(1e-2))
+    assert_equal(run.weights(), before)
+    assert run.optimizers.loss_scale.value == scale / 2
+    steps(run, 1)
+    assert not torch.equal(run.weights()[name], before[name])
+
+
+def test_an_overflow_that_nobody_notices_is_seen(monkeypatch):
+    monkeypatch.setattr(LossScale, "update", lambda scale, norm: None)
+    with pytest.raises(AssertionError):
+        test_one_infinite_gradient_on_the_host_or_the_device_skips_the_step("ln_f.bias")
 
 
 def test_bf16_with_a_shared_block_is_close():
@@ -325,6 +401,289 @@ def test_a_copy_that_nobody_waits_for_is_seen(late_copies, monkeypatch):
     for mixture in ("state", "weights"):
         with pytest.raises(AssertionError):
             assert_same(steps(Run(small(), MIXTURES[mixture]), 2), steps(Run(small()), 2))
+
+
+# Streams that run beside each other: what no wait puts in order is a race
+
+
+class Race(AssertionError):
+    """Two accesses to one memory, one of them a write, of which either may come first."""
+
+
+class Stream:
+    """A stream of a GPU, or the host, as a vector clock: what of the others it comes after."""
+
+    def __init__(self, name):
+        self.name, self.after = name, Counter()
+
+    def wait_stream(self, other):
+        self.after |= other.after  # the later one of each
+
+    def wait_event(self, event):
+        self.after |= event.after
+
+    def record_event(self):
+        return Event(self.after.copy(), self.host)
+
+
+class Event(NamedTuple):
+    after: Counter
+    host: Stream
+
+    def synchronize(self):
+        self.host.after |= self.after
+        self.host.waits += 1
+
+
+class Access(NamedTuple):
+    begin: int  # address
+    end: int
+    stream: Stream
+    time: int  # of that stream
+    writes: bool
+
+
+class Gpu(TorchDispatchMode):
+    """Runs what a CPU does as if copies were a GPU's, on streams, and finds races among them.
+
+    What touches the link's memory is the host's, or a copy's if a stream of the link is current;
+    everything else is on the device. Its memory goes back to the stream that asked for it, which
+    may then write there, as torch's allocator has it. What a stream does comes after all that the
+    host did before it was told to; the host comes after a stream where it waits for an event, or
+    reads a number.
+    """
+
+    def __init__(self, monkeypatch):
+        super().__init__()
+        self.host, self.compute, self.up, self.down = map(Stream, ("host", "compute", "up", "down"))
+        self.host.waits = self.host.reads = 0  # of events, of numbers
+        for stream in (self.compute, self.up, self.down):
+            stream.host = self.host
+        self.current, self.held = self.compute, None
+        self.accesses = defaultdict(list)  # by storage
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+
+    def follow(self, run):
+        """From here on this run's copies are a GPU's."""
+        self.held = run.held
+        run.held.link.up, run.held.link.down = self.up, self.down
+
+    @contextmanager
+    def stream(self, stream):
+        before, self.current = self.current, stream or self.current
+        yield
+        self.current = before
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        is_view = any(r.alias_info and not r.alias_info.is_write for r in func._schema.returns)
+        if self.held is None or is_view:
+            return out
+        arguments = dict(zip([a.name for a in func._schema.arguments], args, strict=False))
+        arguments |= kwargs or {}
+        if func is torch.ops.aten._local_scalar_dense.default:
+            self.host.after |= self.compute.after
+            self.host.reads += 1
+        writes = {
+            a.name: bool(a.alias_info and a.alias_info.is_write) for a in func._schema.arguments
+        }
+        touched = [
+            (tensor, writes.get(name, False))
+            for name, value in arguments.items()
+            for tensor in tree_leaves(value)
+            if isinstance(tensor, torch.Tensor) and "empty" not in func.name()  # only its shape
+        ]
+        is_copy = self.current in (self.up, self.down)
+        by_host = not is_copy and any(is_on_host(self.held, tensor) for tensor, _ in touched)
+        for tensor, is_written in touched:
+            if not by_host or is_on_host(self.held, tensor):
+                self.touch(tensor, self.host if by_host else self.current, is_written)
+        made = [] if by_host else [t for t in tree_leaves(out) if isinstance(t, torch.Tensor)]
+        for tensor in made:
+            self.touch(
+                tensor, self.current, tensor.untyped_storage().data_ptr() not in self.accesses
+            )
+        return out
+
+    def touch(self, tensor, stream, writes):
+        storage = tensor.untyped_storage()
+        key, begin = storage.data_ptr(), tensor.data_ptr()
+        if not storage.nbytes():
+            return
+        if key not in self.accesses and not is_on_host(self.held, tensor):
+            whole = (key, key + storage.nbytes())
+            weakref.finalize(storage, self.free, key, whole, self.current)
+        self.access(key, begin, begin + tensor.nbytes, stream, writes)
+
+    def free(self, key, whole, owner):
+        if self.held:
+            try:
+                self.access(key, *whole, owner, True)
+            except Race as race:  # a finalizer's error is nobody's
+                self.host.race = race
+        self.accesses.pop(key, None)
+
+    def access(self, key, begin, end, stream, writes):
+        stream.after |= self.host.after
+        stream.after[stream.name] += 1
+        later = []
+        for other in self.accesses[key]:
+            if other.begin < end and begin < other.end and (writes or other.writes):
+                if stream.after[other.stream.name] < other.time:
+                    raise Race(f"{stream.name} and {other.stream.name}: {end - begin} bytes")
+                if begin <= other.begin and other.end <= end and writes:
+                    continue  # who comes after this comes after that
+            later.append(other)
+        self.accesses[key] = [*later, Access(begin, end, stream, stream.after[stream.name], writes)]
+
+    def __exit__(self, *error):
+        self.held = None
+        super().__exit__(*error)
+        if hasattr(self.host, "race") and not error[0]:
+            raise self.host.race
+
+
+def on_streams(monkeypatch, mixture, dtype="fp32", count=2, micro_batches=3):
+    """Steps on such a GPU; returns the run and how often the host waited for a copy."""
+    run = Run(small(), MIXTURES[mixture], dtype=dtype)
+    gpu = Gpu(monkeypatch)
+    with gpu:
+        gpu.follow(run)
+        run.held.send(run.held.all_hosted())
+        steps(run, count, micro_batches=micro_batches)
+    return run, gpu.host.waits
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bf16"])
+@pytest.mark.parametrize("mixture", MIXTURES)
+def test_no_two_streams_touch_the_same_memory_without_order(mixture, dtype, monkeypatch):
+    there, _ = on_streams(monkeypatch, mixture, dtype)
+    assert_same(there, steps(Run(small(), dtype=dtype), 2))
+
+
+def no_wait_for_weights(monkeypatch):
+    monkeypatch.setattr(Link, "wait", lambda link, event: None)
+
+
+def no_wait_for_what_is_computed(monkeypatch):
+    monkeypatch.setattr(Stream, "wait_stream", lambda stream, other: None)
+
+
+def no_wait_for_gradients(monkeypatch):
+    monkeypatch.setattr(Event, "synchronize", lambda event: None)
+
+
+def gradients_let_go(monkeypatch):
+    begin = Landing.begin
+
+    def forgetting(landing, name, group, gradient):
+        begin(landing, name, group, gradient)
+        slot = landing.landing[landing.turn]
+        slot[name] = None, slot[name][1]
+
+    monkeypatch.setattr(Landing, "begin", forgetting)
+
+
+def memory_of_the_copying_stream(monkeypatch):
+    fetch = Offloaded.fetch
+
+    def elsewhere(held, layer):
+        with torch.cuda.stream(held.link.up):
+            return fetch(held, layer)
+
+    monkeypatch.setattr(Offloaded, "fetch", elsewhere)
+
+
+@pytest.mark.parametrize(
+    ("broken", "mixture"),
+    [
+        (no_wait_for_weights, "state"),
+        (no_wait_for_weights, "weights"),
+        (no_wait_for_what_is_computed, "gradients"),
+        (no_wait_for_what_is_computed, "weights"),
+        (no_wait_for_gradients, "state"),
+        (no_wait_for_gradients, "gradients"),
+        (gradients_let_go, "gradients"),
+        (memory_of_the_copying_stream, "weights"),
+    ],
+)
+def test_a_wait_that_is_missing_is_a_race(broken, mixture, monkeypatch):
+    broken(monkeypatch)
+    with pytest.raises(Race):
+        on_streams(monkeypatch, mixture)
+
+
+def log_of_copies(monkeypatch, run):
+    """("copy", layer) as its weights set out, ("compute", layer) as it begins, ("step", None)."""
+    log, copy_up = [], Link.copy_up
+    layers = {ones[0].sent.data_ptr(): layer for layer, ones in run.held.streamed.items()}
+
+    def noted(link, pairs):
+        pairs = list(pairs)
+        log.extend(("copy", layers[p[1].data_ptr()]) for p in pairs if p[1].data_ptr() in layers)
+        return copy_up(link, pairs)
+
+    monkeypatch.setattr(Link, "copy_up", noted)
+    for layer, block in enumerate(run.model.h):
+        block.register_forward_pre_hook(lambda *_, layer=layer: log.append(("compute", layer)))
+    for _ in range(2):
+        run.step()
+        log.append(("step", None))
+    return log
+
+
+def check_that_copies_come_early(log):
+    """A block's copy begins before the block in front of it does, or the step."""
+    for number, (what, layer) in enumerate(log[1:], 1):
+        since = number
+        while what == "compute" and since and log[since - 1][0] == "copy":
+            since -= 1
+        in_between = {copied for _, copied in log[since:number]}
+        assert layer not in in_between, f"{layer} was fetched when it was needed: {log[:number]}"
+
+
+def test_a_blocks_weights_are_on_their_way_while_the_block_before_it_computes(monkeypatch):
+    """Also where the backward pass begins, and the next forward pass: those weights just stay."""
+    run = Run(small(), MIXTURES["weights"])
+    log = log_of_copies(monkeypatch, run)[1:]  # the first block of all has none before it
+    check_that_copies_come_early(log)
+    first_step = log[: log.index(("step", None))]
+    assert [layer for what, layer in first_step if what == "compute"] == 3 * [
+        0,
+        1,
+        2,
+        3,
+        3,
+        2,
+        1,
+        0,
+    ]
+    second_step = log[len(first_step) + 1 :]
+    copied = [layer for what, layer in second_step if what == "copy"]
+    assert copied == [*3 * [1, 2, 3, 2, 1, 0], 0], "and then that of the next step"
+    a_block = run.held.placement.parts[1].numel * 4
+    assert len(copied) * a_block == run.held.placement.traffic(Work(72, 3)).to_device
+
+
+def test_copies_that_come_late_are_seen(monkeypatch):
+    lent = Offloaded.lent
+    monkeypatch.setattr(Offloaded, "lent", lambda held, layer, following: lent(held, layer, layer))
+    with pytest.raises(AssertionError, match="when it was needed"):
+        check_that_copies_come_early(
+            log_of_copies(monkeypatch, Run(small(), MIXTURES["weights"]))[1:]
+        )
+
+
+def test_the_host_waits_for_gradients_that_landed_two_blocks_ago_and_for_nothing_else(monkeypatch):
+    run, gpu = Run(small(), MIXTURES["gradients"]), Gpu(monkeypatch)
+    with gpu:
+        gpu.follow(run)
+        for number in range(1, 4):
+            run.backward(last=False)
+            assert (gpu.host.waits, gpu.host.reads) == (4 * number - 2, 0)
+        run.backward(last=True)
+        assert (gpu.host.waits, gpu.host.reads) == (4 * 4, 0)
 
 
 # What is where
@@ -595,7 +954,9 @@ def test_what_a_step_computes_does_not_depend_on_where_things_are(mixture, devic
 def test_memory_that_is_copied_is_page_locked_and_no_more_than_asked_for():
     run = Run(small(), MIXTURES["weights"], device=GPU)
     pieces = run.held.link.pieces
-    assert all(piece.is_pinned() for piece in pieces) and run.held.all_hosted()[0].master.is_pinned()
+    assert (
+        all(piece.is_pinned() for piece in pieces) and run.held.all_hosted()[0].master.is_pinned()
+    )
     assert host_bytes(run.held) <= run.held.placement.host_bytes + 64 * 100
 
 

@@ -264,7 +264,7 @@ def test_a_plan_of_a_model_is_made_before_it_takes_memory():
         (NOTHING, (0, 0, 0, 0)),
         (STATE, (400, 400, 0, 100)),
         (GRADIENTS, (800, 400, 0, 100)),
-        (WEIGHTS, (800, 1600, 4000, 100)),
+        (WEIGHTS, (800, 400, 4000, 100)),
     ],
 )
 def test_traffic_worked_example(kind, cost):
@@ -273,8 +273,17 @@ def test_traffic_worked_example(kind, cost):
 
 
 def test_a_shared_block_is_fetched_for_each_of_its_layers():
+    """Two micro-batches: of 8 uses 2 follow on one of the last layer, and 1 on one of the first."""
     placement = Placement((Part("h.0", (0, 2), 100, 800, 0),), (WEIGHTS,), "bf16", 0)
-    assert placement.traffic(Work(10, 2)) == (400, 1600, 8000, 100)
+    assert placement.traffic(Work(10, 2)) == (400, 1000, 8000, 100)
+
+
+def test_blocks_stay_where_a_pass_begins_with_the_one_that_the_last_pass_ended_with():
+    """2 (3 + 3) uses of 400 bytes, of which 3 follow on a use of the same block."""
+    three = tuple(Part(f"h.{number}", (number,), 100, 800, 0) for number in range(3))
+    placement = Placement(three, (WEIGHTS,) * 3, "fp32", 0)
+    assert [placement.fetches(part, 2) for part in three] == [3, 4, 2]
+    assert placement.traffic(Work(10, 2)).to_device == 3600
 
 
 def test_break_even():
@@ -306,7 +315,7 @@ def test_the_price_says_whether_copies_hide():
     assert "break-even is 2,000" in price(placement, Work(2_000, 1), rates)
     assert "is hidden behind" in price(placement, Work(2_000, 1), rates)
     assert "takes longer than" in price(placement, Work(1_999, 1), rates)
-    assert "11.72 KiB (12 s) to the host and 23.44 KiB (24 s)" in price(
+    assert "11.72 KiB (12 s) to the host and 19.53 KiB (20 s)" in price(
         placement, Work(1, 1), rates
     )
 
