@@ -1,0 +1,565 @@
+"""A CUDA device that is not there: train.py runs on it, and what would cost time there is counted.
+
+torch's CPU build is told that there is a device `cuda:0` (fake_cuda.cpp). A tensor on it is a
+`OnDevice`, which holds its numbers in a tensor of the host, computes with them there, and refuses
+what a GPU refuses: to mix devices. So whole runs take every path that asks for CUDA, Triton's
+kernels in its interpreter included, and their losses are real. Counted are, by line of this
+repository,
+
+    syncs     where the host waits for the device: .item(), a copy to the host, a boolean index
+    copies    from the host, pageable or page-locked, waited for or not
+    launches  of kernels, by phase: an operator of torch is one, but for those over lists of
+              tensors, which take as many at once as a launch has room for
+    doubles   operators that make float64 on the device
+    peak      bytes of the device's tensors, alive at once
+
+Not modelled: time, streams' order (tests/test_offload.py has that), cuBLAS's workspaces, several
+devices, torch's own compiler. Torch has to be imported after `install`, so it runs as a process:
+
+    python -m tests.fake_cuda LIBRARY.so REPORT.json < runs.json      # see tests/test_fake_cuda.py
+"""
+
+import collections
+import contextlib
+import ctypes
+import importlib.util
+import json
+import math
+import os
+import subprocess
+import sys
+import traceback
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+TORCH = Path(importlib.util.find_spec("torch").origin).parent
+
+
+def build(folder: Path) -> Path:
+    """Compile fake_cuda.cpp against the torch that is installed: some seconds."""
+    library = folder / "fake_cuda.so"
+    source = Path(__file__).with_suffix(".cpp")
+    flags = ["-std=c++20", "-shared", "-fPIC", f"-I{TORCH / 'include'}", f"-L{TORCH / 'lib'}"]
+    command = ["c++", *flags, "-o", str(library), str(source), "-lc10", "-ltorch_cpu"]
+    subprocess.run(command, check=True, capture_output=True, text=True)
+    return library
+
+
+def is_cpu_build() -> bool:
+    return not (TORCH / "lib" / "libtorch_cuda.so").exists()
+
+
+def install(library: str) -> None:
+    """Before torch is imported: load its CPU library, then tell it of the device."""
+    for name in ("libc10.so", "libtorch_cpu.so"):
+        ctypes.CDLL(str(TORCH / "lib" / name), ctypes.RTLD_GLOBAL)
+    ctypes.CDLL(library)
+
+
+if __name__ == "__main__":
+    install(sys.argv[1])
+
+import torch  # noqa: E402
+import torch._dynamo  # noqa: E402 (it reads torch.cuda before that is replaced)
+from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
+from torch.utils._pytree import tree_leaves, tree_map_only  # noqa: E402
+
+CUDA, CPU = torch.device("cuda", 0), torch.device("cpu")
+
+# Operators that launch nothing: they look at a tensor in another way, or only ask for memory.
+VIEWS = {
+    *("_conj", "_neg_view", "_reshape_alias", "_unsafe_view", "alias", "as_strided", "detach"),
+    *("diagonal", "empty", "empty_like", "empty_strided", "expand", "is_pinned", "lift_fresh"),
+    *("new_empty", "new_empty_strided", "permute", "real", "select", "set_", "slice", "split"),
+    *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
+    *("view_as_complex", "view_as_real"),
+}
+WAITS = frozenset(
+    {
+        "_local_scalar_dense",
+        "_unique2",
+        "bincount",
+        "equal",
+        "is_nonzero",
+        "masked_select",
+        "nonzero",
+    }
+)
+# torch/aten/src/ATen/native/cuda/MultiTensorApply.cuh: tensors in a launch by lists that it has,
+# and blocks in a launch, of so many elements each.
+TENSORS_IN_A_LAUNCH, BLOCKS_IN_A_LAUNCH, ELEMENTS_OF_A_BLOCK = (110, 64, 48, 36, 30), 320, 65_536
+
+
+def where() -> str:
+    """The innermost line of this repository, its tests left out."""
+    for frame in reversed(traceback.extract_stack()):
+        path = Path(frame.filename)
+        if path.is_relative_to(ROOT) and path.parent.name != "tests":
+            return f"{path.relative_to(ROOT)}:{frame.name}"
+    return "torch"
+
+
+class Counts:
+    """What was seen since `clear`; `phase` names what goes on."""
+
+    def __init__(self) -> None:
+        self.phase = ""
+        self.alive: collections.Counter[int] = collections.Counter()  # storage -> tensors of it
+        self.bytes = self.peak = 0
+        self.pinned: weakref.WeakSet = weakref.WeakSet()
+        self.locked: list[range] = []  # addresses of the host
+        self.clear()
+
+    def clear(self) -> None:
+        self.syncs: collections.Counter[str] = collections.Counter()
+        self.copies: collections.Counter[str] = collections.Counter()
+        self.launches: collections.Counter[str] = collections.Counter()
+        self.operators: collections.Counter[str] = collections.Counter()
+        self.doubles: collections.Counter[str] = collections.Counter()
+        self.peak = self.bytes
+
+    def sync(self, what: str) -> None:
+        self.syncs[f"{self.phase}: {what} in {where()}"] += 1
+
+    def launch(self, name: str, times: int = 1) -> None:
+        self.launches[self.phase] += times
+        self.operators[f"{self.phase}: {name} in {where()}"] += times
+
+    def born(self, inner: torch.Tensor) -> None:
+        storage = inner.untyped_storage()
+        key, size = storage._cdata, storage.nbytes()
+        if not self.alive[key]:
+            self.bytes += size
+            self.peak = max(self.peak, self.bytes)
+        self.alive[key] += 1
+        weakref.finalize(inner, self.died, key, size)
+
+    def died(self, key: int, size: int) -> None:
+        self.alive[key] -= 1
+        if not self.alive[key]:
+            del self.alive[key]
+            self.bytes -= size
+
+    def is_pinned(self, tensor: torch.Tensor) -> bool:
+        address = tensor.data_ptr()
+        return tensor in self.pinned or any(address in addresses for addresses in self.locked)
+
+    def report(self) -> dict[str, Any]:
+        names = ("syncs", "copies", "launches", "operators", "doubles")
+        return {name: dict(getattr(self, name)) for name in names} | {"peak": self.peak}
+
+
+COUNTS = Counts()
+
+
+class OnDevice(torch.Tensor):
+    """A tensor on cuda:0, of which `inner` has the numbers."""
+
+    inner: torch.Tensor
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "OnDevice":
+        self = torch.Tensor._make_wrapper_subclass(
+            cls,
+            inner.shape,
+            strides=inner.stride(),
+            storage_offset=inner.storage_offset(),
+            dtype=inner.dtype,
+            device=CUDA,
+        )
+        self.inner = inner
+        COUNTS.born(inner)
+        return self
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
+        return run(func, args, kwargs or {})
+
+    def __repr__(self) -> str:
+        return f"OnDevice({self.inner!r})"
+
+
+class Device(TorchDispatchMode):
+    """Makes tensors on the device where an operator without any asks for it."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
+    ) -> Any:
+        return run(func, args, kwargs or {})
+
+
+def run(func: Any, args: tuple, kwargs: dict) -> Any:
+    """An operator as torch would run it, if the device were there."""
+    name = func._schema.name.split("::")[1]
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    asked = kwargs.get("device")
+    to = None if asked is None else torch.device(asked)
+    inputs_on_device = any(isinstance(tensor, OnDevice) for tensor in tensors)
+    if not inputs_on_device and (to is None or to.type != "cuda"):
+        return func(*args, **kwargs)
+    makes_on_device = to.type == "cuda" if to else inputs_on_device
+    if name == "_to_copy":
+        count_copy(args[0], makes_on_device, kwargs.get("non_blocking", False))
+    elif name == "copy_":
+        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
+        makes_on_device = isinstance(args[0], OnDevice)
+        count_copy(args[1], makes_on_device, non_blocking)
+    else:
+        refuse_mix(name, args, tensors)
+    if name == "is_pinned":
+        return False
+    if name in WAITS:
+        COUNTS.sync(name)
+    if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
+        count_index(name, args)
+    if name not in VIEWS and name not in WAITS:
+        COUNTS.launch(name, launches_of(name, args))
+
+    inner = tree_map_only(OnDevice, lambda tensor: tensor.inner, (args, kwargs))
+    if to is not None:
+        inner[1]["device"] = CPU
+    inner[1].pop("pin_memory", None)
+    found = func(*inner[0], **inner[1])
+    wrappers = {id(tensor.inner): tensor for tensor in tensors if isinstance(tensor, OnDevice)}
+
+    def on_device(tensor: torch.Tensor) -> torch.Tensor:
+        if id(tensor) in wrappers:  # an operator in place returns what it was given
+            return wrappers[id(tensor)]
+        if not makes_on_device or any(tensor is given for given in tensors):
+            return tensor
+        if tensor.dtype == torch.float64 and name not in VIEWS:
+            COUNTS.doubles[f"{name} in {where()}"] += 1
+        return OnDevice(tensor)
+
+    return tree_map_only(torch.Tensor, on_device, found)
+
+
+def refuse_mix(name: str, args: tuple, tensors: list[torch.Tensor]) -> None:
+    """As torch does; a number of the host, and an index from there, are taken."""
+    indices = args[1] if name.startswith(("index", "_index")) and len(args) > 1 else ()
+    allowed = {id(index) for index in tree_leaves(indices)}
+    for tensor in tensors:
+        if not isinstance(tensor, OnDevice) and tensor.ndim and id(tensor) not in allowed:
+            raise RuntimeError(
+                f"Expected all tensors to be on the same device, but {name} has some on cuda:0 and"
+                f" some on the cpu, in {where()}"
+            )
+
+
+def count_copy(source: torch.Tensor, to_device: bool, non_blocking: bool) -> None:
+    """A copy within the device is a launch, and one within the host does not come here."""
+    from_device = isinstance(source, OnDevice)
+    if from_device == to_device:
+        return
+    if from_device:
+        COUNTS.copies[f"{COUNTS.phase}: to the host in {where()}"] += 1
+        if not non_blocking:
+            COUNTS.sync("a copy to the host")
+        return
+    kind = "page-locked" if COUNTS.is_pinned(source) else "pageable"
+    COUNTS.copies[f"{COUNTS.phase}: from {kind} memory in {where()}"] += 1
+    if not non_blocking:
+        COUNTS.sync("a copy from the host")
+
+
+def count_index(name: str, args: tuple) -> None:
+    for index in args[1]:
+        if index is None:
+            continue
+        fills = name != "index" and args[2].numel() == 1  # which is masked_fill
+        if index.dtype in (torch.bool, torch.uint8) and not fills:
+            COUNTS.sync("a boolean index")
+        if not isinstance(index, OnDevice):
+            COUNTS.sync("an index from the host")
+
+
+def launches_of(name: str, args: tuple) -> int:
+    """One, unless an operator takes lists of tensors."""
+    if not name.startswith(("_foreach", "_fused", "_amp_foreach")):
+        return 1
+    lists = [arg for arg in args if isinstance(arg, list | tuple) and arg]
+    most = TENSORS_IN_A_LAUNCH[min(len(lists), len(TENSORS_IN_A_LAUNCH)) - 1]
+    blocks = sum(math.ceil(tensor.numel() / ELEMENTS_OF_A_BLOCK) for tensor in lists[0])
+    return max(math.ceil(len(lists[0]) / most), math.ceil(blocks / BLOCKS_IN_A_LAUNCH))
+
+
+# ---- what torch.cuda has, where it is not an operator
+
+
+class Event:
+    def __init__(self, **options: Any):
+        pass
+
+    def record(self, stream: Any = None) -> None:
+        pass
+
+    def wait(self, stream: Any = None) -> None:
+        pass
+
+    def query(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        COUNTS.sync("Event.synchronize")
+
+
+class Stream:
+    def __init__(self, *args: Any, **options: Any):
+        self.device = CUDA
+
+    def wait_stream(self, stream: Any) -> None:
+        pass
+
+    def wait_event(self, event: Any) -> None:
+        pass
+
+    def record_event(self, event: Any = None) -> Event:
+        return Event()
+
+    def synchronize(self) -> None:
+        COUNTS.sync("Stream.synchronize")
+
+
+class Cudart:
+    @staticmethod
+    def cudaHostRegister(address: int, size: int, flags: int) -> int:
+        COUNTS.locked.append(range(address, address + size))
+        return 0
+
+    @staticmethod
+    def cudaHostUnregister(address: int) -> int:
+        COUNTS.locked[:] = [held for held in COUNTS.locked if held.start != address]
+        return 0
+
+
+class Properties:
+    """Of an H200."""
+
+    name, major, minor, multi_processor_count = "NVIDIA H200", 9, 0, 132
+    total_memory = 141 * 10**9
+    shared_memory_per_block_optin = 232_448
+    is_integrated = False
+
+
+class Attention(torch.autograd.Function):
+    """torch's attention, which is one launch forward and one backward on a GPU."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Any, k: Any, v: Any, attn_mask: Any, dropout_p: float, causal: bool):
+        if attn_mask is not None and not isinstance(attn_mask, OnDevice):
+            raise RuntimeError(f"attention on cuda:0 with a mask on the cpu, in {where()}")
+        mask = None if attn_mask is None else attn_mask.inner
+        ctx.save_for_backward(q, k, v)
+        ctx.more = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": causal}
+        COUNTS.launch("attention")
+        q, k, v = (x.inner for x in (q, k, v))
+        return OnDevice(HOST_ATTENTION(q, k, v, **ctx.more))
+
+    @staticmethod
+    def backward(ctx: Any, dout: OnDevice) -> tuple:
+        COUNTS.launch("attention backward")
+        q, k, v = (x.inner.detach().requires_grad_() for x in ctx.saved_tensors)
+        # the engine's thread for the device runs this without the mode
+        with torch.enable_grad():
+            out = HOST_ATTENTION(q, k, v, **ctx.more)
+        return *map(OnDevice, torch.autograd.grad(out, (q, k, v), dout.inner)), None, None, None
+
+
+HOST_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+
+
+def attention(q, k, v, attn_mask=None, dropout_p=0.0, is_causal=False, **more: Any):
+    if not isinstance(q, OnDevice):
+        return HOST_ATTENTION(q, k, v, attn_mask, dropout_p, is_causal, **more)
+    if torch.is_autocast_enabled("cuda"):
+        dtype = torch.get_autocast_dtype("cuda")
+        q, k, v = q.to(dtype), k.to(dtype), v.to(dtype)
+        attn_mask = attn_mask.to(dtype) if attn_mask is not None else None
+    return Attention.apply(q, k, v, attn_mask, dropout_p, is_causal)
+
+
+def in_fp32(tensor: OnDevice) -> torch.Tensor:
+    """Triton's interpreter takes the bits of bfloat16 for integers where it multiplies matrices."""
+    inner = tensor.inner
+    if inner.dtype != torch.bfloat16:
+        return inner
+    return torch.empty_strided(inner.shape, inner.stride(), dtype=torch.float32).copy_(inner)
+
+
+class Kernel:
+    """A Triton kernel in its interpreter, on the numbers that the device's tensors hold."""
+
+    def __init__(self, kernel: Any, name: str):
+        self.kernel, self.name = kernel, name
+
+    def __getitem__(self, grid: Any) -> Callable:
+        def launch(*args: Any, **constants: Any) -> None:
+            for arg in args:
+                if isinstance(arg, torch.Tensor) and not isinstance(arg, OnDevice):
+                    raise RuntimeError(f"Pointer argument of {self.name} is on the cpu")
+            COUNTS.launch(f"triton {self.name}")
+            inner = tree_map_only(OnDevice, in_fp32, args)
+            with torch.utils._python_dispatch._disable_current_modes():
+                self.kernel[grid](*inner, **constants)
+            for given, used in zip(args, inner, strict=True):
+                if isinstance(given, OnDevice) and used is not given.inner:
+                    given.inner.copy_(used)
+
+        return launch
+
+
+def patch_kernels() -> None:
+    """Every kernel of the folder `kernels` takes the device's tensors."""
+    from triton.runtime.interpreter import InterpretedFunction
+
+    for file in sorted((ROOT / "kernels").glob("*.py")):
+        module = importlib.import_module(f"kernels.{file.stem}")
+        for name, value in list(vars(module).items()):
+            if isinstance(value, InterpretedFunction) and name.endswith("kernel"):
+                setattr(module, name, Kernel(value, name))
+
+
+def patch_torch() -> None:
+    """Answers of torch.cuda, and what reaches memory without an operator."""
+    cuda, nothing = torch.cuda, lambda *args, **more: None
+    answers = {
+        "is_available": True,
+        "is_initialized": True,
+        "is_bf16_supported": True,
+        "device_count": 1,
+        "current_device": 0,
+        "get_device_name": Properties.name,
+        "get_device_capability": (Properties.major, Properties.minor),
+        "get_device_properties": Properties,
+        "is_current_stream_capturing": False,
+        "current_stream": Stream(),
+        "default_stream": Stream(),
+        "cudart": Cudart,
+    }
+    for name, answer in answers.items():
+        setattr(cuda, name, lambda *args, answer=answer, **more: answer)
+    for name in ("init", "_lazy_init", "set_device", "manual_seed", "manual_seed_all"):
+        setattr(cuda, name, nothing)
+    cuda.reset_peak_memory_stats = nothing
+    cuda.Stream, cuda.Event = Stream, Event
+    cuda.stream = cuda.device_of = cuda.device = lambda *args: contextlib.nullcontext()
+    cuda.synchronize = lambda *args: COUNTS.sync("torch.cuda.synchronize")
+    cuda.mem_get_info = lambda *args: (139 * 10**9 - COUNTS.bytes, Properties.total_memory)
+    cuda.memory_allocated = lambda *args: COUNTS.bytes
+    cuda.max_memory_allocated = lambda *args: COUNTS.peak
+    cuda.amp.common.amp_definitely_not_available = lambda: False
+    cuda.graphs.is_current_stream_capturing = lambda: False
+    torch.nn.functional.scaled_dot_product_attention = attention
+    # torch takes lists of tensors at once only if each has a type of its own
+    torch.utils._foreach_utils._has_foreach_support = lambda tensors, device: True
+    torch.nn.utils.clip_grad._has_foreach_support = lambda tensors, device: True
+
+    def pin_memory(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
+        pinned = tensor.clone()
+        COUNTS.pinned.add(pinned)
+        return pinned
+
+    torch.Tensor.pin_memory = pin_memory
+    torch.Tensor.is_pinned = lambda tensor, *args: COUNTS.is_pinned(tensor)
+
+    def made(make: Callable) -> Callable:
+        def call(data: Any, *args: Any, device: Any = None, **more: Any) -> torch.Tensor:
+            tensor = make(data, *args, **more)
+            if device is None or torch.device(device).type != "cuda":
+                return tensor if device is None else tensor.to(device)
+            return tensor.to(device)  # a copy that is waited for
+
+        return call
+
+    save = torch.save
+
+    def save_from_host(state: Any, *args: Any, **more: Any) -> None:
+        save(tree_map_only(OnDevice, lambda tensor: tensor.inner, state), *args, **more)
+
+    torch.save = save_from_host
+    torch.tensor, torch.as_tensor = made(torch.tensor), made(torch.as_tensor)
+
+    data = torch._C.TensorBase.data
+
+    def set_data(self: torch.Tensor, value: torch.Tensor) -> None:
+        """`tensor.data = value` also where it moves between host and device."""
+        if isinstance(self, OnDevice) == isinstance(value, OnDevice):
+            data.__set__(self, value)
+            if isinstance(self, OnDevice):
+                self.inner = value.inner
+            return
+        other = value.detach().requires_grad_(self.requires_grad)
+        other._is_param = isinstance(self, torch.nn.Parameter)
+        torch.utils.swap_tensors(self, other)
+
+    torch.Tensor.data = property(data.__get__, set_data)
+
+
+@contextlib.contextmanager
+def phases() -> Iterator[list[dict]]:
+    """Name the phases of a run of train.py, and report each of its steps."""
+    import train
+
+    steps: list[dict] = []
+    gradients, update, step = train.Trainer.gradients, train.Trainer.update, train.Trainer.step
+
+    def named(phase: str, method: Callable) -> Callable:
+        def call(self: Any, *args: Any, **more: Any) -> Any:
+            outer, COUNTS.phase = COUNTS.phase, phase
+            try:
+                return method(self, *args, **more)
+            finally:
+                COUNTS.phase = outer
+
+        return call
+
+    def counted(self: Any, todo: Any) -> Any:
+        COUNTS.clear()
+        done = step(self, todo)
+        rows = len(todo.batch.tokens)
+        micro_batches = -(-rows // self.rows_together(todo))
+        steps.append(COUNTS.report() | {"loss": done.loss, "micro_batches": micro_batches})
+        return done
+
+    train.Trainer.gradients = named("gradients", gradients)
+    train.Trainer.update = named("update", update)
+    train.Trainer.step = counted
+    try:
+        yield steps
+    finally:
+        train.Trainer.gradients, train.Trainer.update = gradients, update
+        train.Trainer.step = step
+
+
+def run_train(flags: list[str]) -> dict[str, Any]:
+    """A run of train.py with these flags: its status, and what each step did."""
+    import train
+
+    COUNTS.phase = "run"
+    with phases() as steps:
+        try:
+            status, error = train.main(flags), ""
+        except Exception:
+            status, error = 1, traceback.format_exc()
+    return {"status": status, "error": error, "steps": steps}
+
+
+def main() -> None:
+    runs = json.load(sys.stdin)
+    patch_torch()
+    patch_kernels()
+    torch.set_num_threads(1)
+    with Device():
+        reports = {name: run_train(flags) for name, flags in runs.items()}
+    Path(sys.argv[2]).write_text(json.dumps(reports))
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+    sys.path.insert(0, str(ROOT))
+    sys.modules["tests.fake_cuda"] = sys.modules["__main__"]
+    main()
