@@ -24,6 +24,7 @@ import ltd
 import offload
 import pseudo
 import train
+from kernels import packed_attention
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Offloaded
 from support.batch import Batch
@@ -686,6 +687,110 @@ def test_the_host_waits_for_gradients_that_landed_two_blocks_ago_and_for_nothing
         assert (gpu.host.waits, gpu.host.reads) == (4 * 4, 0)
 
 
+def test_attention_is_chosen_where_the_rows_are_and_not_where_the_first_block_is(monkeypatch):
+    """FSDP2 keeps the weights of an offloaded block on the host until it runs."""
+    asked, found, chosen_impl = [], [], packed_attention.chosen_impl
+
+    def noted(device, dtype, *more):
+        asked.append((device, dtype))
+        return chosen_impl(device, dtype, *more)
+
+    def run_block(layer, block, x, meta):
+        found.append(meta.impl)
+        return block(x, meta) if layer else x
+
+    monkeypatch.setattr(packed_attention, "chosen_impl", noted)
+    model = small()
+    model.h[0].to("meta")
+    assert model(batch(), run_block=run_block).isfinite()
+    with torch.autocast("cpu", torch.bfloat16):
+        model(batch(), run_block=run_block)
+    assert asked == [("cpu", torch.float32), ("cpu", torch.bfloat16)]
+    assert {*found} == {"adaptive"} != {chosen_impl("meta", torch.float32, 8)}
+
+
+# Page-locked memory
+
+
+class Driver:
+    """CUDA's, which locks so many bytes and no more."""
+
+    def __init__(self, most):
+        self.most, self.locked = most, {}
+
+    def cudaHostRegister(self, address, size, flags):
+        if sum(self.locked.values()) + size > self.most:
+            return 2
+        self.locked[address] = size
+        return 0
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+
+    def cudaGetErrorString(self, error):
+        return {2: "out of memory"}[error]
+
+
+SIZES = [(torch.Size([n]), torch.uint8) for n in (600, 300, 200, 2000, 64, 0, 64)]
+
+
+@pytest.fixture
+def locked_by(monkeypatch):
+    """(bytes that can be locked) -> a link in pieces of 1,024 bytes, its memory, the driver."""
+
+    def make(most):
+        driver, link = Driver(most), Link(CPU)
+        monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+        monkeypatch.setattr("support.link.PIECE", 1024)
+        link.up = Stream("up")
+        return link, link.memory(SIZES), driver
+
+    return make
+
+
+def test_memory_is_page_locked_piece_by_piece_and_no_tensor_is_cut(locked_by, capsys):
+    """640 + 320 bytes, 256, 2,048 which is more than a piece may have, and 128."""
+    link, memory, driver = locked_by(most=10_000)
+    assert [piece.nbytes for piece in link.pieces] == [960, 256, 2048, 128]
+    assert driver.locked == {piece.data_ptr(): piece.nbytes for piece in link.pieces}
+    assert [tensor.shape for tensor in memory] == [shape for shape, _ in SIZES]
+    for tensor in memory:
+        begin, end = tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes
+        pieces = driver.locked.items()
+        assert not tensor.numel() or any(at <= begin and end <= at + n for at, n in pieces)
+    assert capsys.readouterr().err == ""
+    del link
+    assert driver.locked == {}, "given back with the link"
+
+
+def test_what_cannot_be_page_locked_is_said_in_one_line_and_works_all_the_same(locked_by, capsys):
+    link, memory, driver = locked_by(most=1300)
+    assert sum(driver.locked.values()) == 960 + 256
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1
+    assert "1.19 KiB of host memory are page-locked, 2.12 KiB are not (out of memory)" in said
+    for number, tensor in enumerate(memory):
+        tensor.fill_(number)
+    assert [tensor.unique().tolist() for tensor in memory[:4]] == [[0], [1], [2], [3]]
+    del link
+    assert driver.locked == {}
+
+
+def test_a_refused_lock_leaves_no_error_to_the_next_kernel(locked_by, monkeypatch):
+    """CUDA reports it once more, to who asks next: that one fails and is done with."""
+    asked = []
+
+    def zeros(*shape, device):
+        asked.append(device)
+        raise RuntimeError("CUDA error: out of memory")
+
+    monkeypatch.setattr(torch, "zeros", zeros)
+    locked_by(most=10_000)
+    assert asked == []
+    locked_by(most=1300)
+    assert asked == [CPU]
+
+
 # What is where
 
 
@@ -964,6 +1069,9 @@ def test_memory_that_is_copied_is_page_locked_and_no_more_than_asked_for():
 @pytest.mark.parametrize("mixture", MIXTURES)
 def test_on_a_gpu(mixture):
     """The same losses as plain training there, and no more memory than planned."""
+    # cuBLAS keeps a workspace of some MiB for each thread that asks it for a product
+    warm = torch.ones(64, 64, device=GPU, requires_grad=True)
+    (warm @ warm).sum().backward()
 
     def run(away):
         torch.cuda.synchronize()

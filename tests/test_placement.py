@@ -7,6 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import config
 import offload
 from model import Transformer, TransformerConfig
 from support import machine, memory
@@ -24,6 +25,7 @@ from support.placement import (
     shown,
 )
 from support.placement_table import price, table
+from support.runtime import Runtime
 from support.sharded_placement import ShardedPlacement, place_shards
 
 NOTHING, STATE, GRADIENTS, WEIGHTS = Away
@@ -200,6 +202,30 @@ def test_a_host_that_is_too_small_is_refused():
     with pytest.raises(ValueError, match=r"needs 46.88 KiB"):
         away(48_560, host_bytes=24_000, ranks=2)
     assert away(56_560, host_bytes=0) == "NNNN"
+
+
+def settings_with(flags):
+    return config.build(config.parse(["--offload", *flags.split()]))
+
+
+def test_a_host_whose_memory_grows_may_be_said_to_have_more(monkeypatch):
+    """Of 100 MB that were free when the run began, or of as much as the flag says."""
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig("gpt", 4, 2, 64, 2048, 24, 40))
+    here = Runtime(0, 1, torch.device("cpu"), torch.float32, "", 10**9, host_free=10**6)
+    budget = "--offload-budget 12MB"
+    with pytest.raises(ValueError, match=r"MiB of host.*say with --offload-host-memory how far"):
+        offload.planned(settings_with(budget), model, here)
+    placement = offload.planned(settings_with(f"{budget} --offload-host-memory 20MB"), model, here)
+    assert 10**6 < placement.host_bytes < 20 * 10**6
+    with pytest.raises(ValueError, match=r"976\.56 KiB are free"):
+        offload.planned(settings_with(f"{budget} --offload-host-memory 1MB"), model, here)
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    both = f"{placement.host_bytes * 2}B"
+    settings = settings_with(f"{budget} --offload-host-memory {both}")
+    assert offload.planned(settings, model, here) == placement
+    with pytest.raises(ValueError, match="--offload-host-memory lots: write an amount such as"):
+        settings_with(f"{budget} --offload-host-memory lots")
 
 
 def test_memory_of_the_host_is_read(tmp_path):
