@@ -109,7 +109,6 @@ class Counts:
         self.phase = ""
         self.alive: collections.Counter[int] = collections.Counter()  # storage -> tensors of it
         self.bytes = self.peak = 0
-        self.pinned: weakref.WeakSet = weakref.WeakSet()
         self.locked: list[range] = []  # addresses of the host
         self.clear()
 
@@ -144,8 +143,12 @@ class Counts:
             self.bytes -= size
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        address = tensor.data_ptr()
-        return tensor in self.pinned or any(address in addresses for addresses in self.locked)
+        return any(tensor.data_ptr() in addresses for addresses in self.locked)
+
+    def lock(self, tensor: torch.Tensor) -> None:
+        addresses = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
+        self.locked.append(addresses)
+        weakref.finalize(tensor, self.locked.remove, addresses)
 
     def report(self) -> dict[str, Any]:
         names = ("syncs", "copies", "launches", "operators", "doubles")
@@ -200,7 +203,11 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     to = None if asked is None else torch.device(asked)
     inputs_on_device = any(isinstance(tensor, OnDevice) for tensor in tensors)
     if not inputs_on_device and (to is None or to.type != "cuda"):
-        return func(*args, **kwargs)
+        is_pinned = kwargs.pop("pin_memory", False)
+        made = func(*args, **kwargs)
+        if is_pinned:
+            COUNTS.lock(made)
+        return made
     makes_on_device = to.type == "cuda" if to else inputs_on_device
     if name == "_to_copy":
         count_copy(args[0], makes_on_device, kwargs.get("non_blocking", False))
@@ -460,7 +467,7 @@ def patch_torch() -> None:
 
     def pin_memory(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         pinned = tensor.clone()
-        COUNTS.pinned.add(pinned)
+        COUNTS.lock(pinned)
         return pinned
 
     torch.Tensor.pin_memory = pin_memory
