@@ -228,68 +228,92 @@ class Transformer(nn.Module):
         return self.mlm_ln(F.gelu(self.mlm(x))), self.mlm_bias
 
     def forward(
-        self, batch, run_block: RunBlock | None = None, shares: Tensor | None = None
+        self,
+        batch,
+        run_block: RunBlock | None = None,
+        shares: Tensor | None = None,
+        predicted: "Predicted | None" = None,
     ) -> Tensor:
         """The loss in nats, summed over the targets of `batch` that are not IGNORE; a scalar.
 
-        Args: shares (B, T) what each target counts; None for 1
+        Args: shares    (B, T) what each target counts; None for 1
+              predicted which these targets are; None reads it off them, for which a GPU is waited
         """
         tokens, targets, positions, doc_ids = batch
-        x = self.hidden_states(tokens, positions, doc_ids, run_block)  # (B, T, C)
-        features, bias, tokens, at = self.predictions(x, targets, positions)
-        counts = shares if shares is None else shares.flatten()[at]
-        loss = linear_cross_entropy(features, self.wte.weight, bias, tokens, shares=counts)
-        if self.config.nsp:
-            cls = begins(targets, positions) & (targets != IGNORE)
-            scores = self.follows(x, cls).to(loss.dtype)
-            losses = F.cross_entropy(scores, targets[cls], reduction="none")
-            loss = loss + (losses if shares is None else losses * shares[cls]).sum()
+        x = self.hidden_states(tokens, positions, doc_ids, run_block).flatten(0, 1)  # (B T, C)
+        tokens, answers = predicted or self.predicted(targets, positions)
+        targets, shares = targets.flatten(), None if shares is None else shares.flatten()  # (B T,)
+        features, bias = self.features(rows_at(x, tokens))
+        counts = rows_at(shares, tokens)
+        loss = linear_cross_entropy(
+            features, self.wte.weight, bias, rows_at(targets, tokens), shares=counts
+        )
+        if answers is not None:
+            scores = self.follows(x, answers).to(loss.dtype)
+            losses = F.cross_entropy(scores, rows_at(targets, answers), reduction="none")
+            loss = loss + (losses if shares is None else losses * rows_at(shares, answers)).sum()
         return loss
 
     @torch.no_grad()
     def losses(self, batch) -> Tensor:
         """(B, T) the loss of each token that is a target, in nats, else 0; without gradients."""
         tokens, targets, positions, doc_ids = batch
-        x = self.hidden_states(tokens, positions, doc_ids)
-        features, bias, tokens, at = self.predictions(x, targets, positions)
-        found = token_losses(features, self.wte.weight, bias, tokens)  # (N,)
-        losses = found.new_zeros(targets.numel())  # (B T,)
-        losses[at] = found
+        x = self.hidden_states(tokens, positions, doc_ids).flatten(0, 1)  # (B T, C)
+        at = self.predicted(targets, positions).tokens
+        features, bias = self.features(rows_at(x, at))
+        flat = targets.flatten()  # (B T,)
+        losses = token_losses(features, self.wte.weight, bias, rows_at(flat, at))  # (n,)
+        if at is not None:
+            losses = losses.new_zeros(len(flat)).index_copy(0, at, losses)
         return losses.view(targets.shape)  # (B, T)
 
-    def predictions(self, x: Tensor, targets: Tensor, positions: Tensor | None) -> "Predictions":
-        """What is predicted at tokens that are targets, before it is made logits; x is (B, T, C)"""
-        x, at = x.flatten(0, 1), slice(None)  # (B T, C)
-        if self.config.kind == "bert":  # the head is a fifth of the work and 15 % need it
-            counts = targets != IGNORE
-            if self.config.nsp:  # where the target is no token
-                counts = counts & ~begins(targets, positions)
-            at = counts.flatten()
-        return Predictions(*self.features(x[at]), targets.flatten()[at], at)
+    def predicted(self, targets: Tensor, positions: Tensor | None) -> "Predicted":
+        if self.config.kind == "gpt":
+            return Predicted(None, None)
+        return predicted_by_bert(targets, positions, self.config.nsp)
 
-    def follows(self, x: Tensor, cls: Tensor) -> Tensor:
+    def follows(self, x: Tensor, answers: Tensor) -> Tensor:
         """Of each pair whether its second part follows the first: scores (n, 2) of yes and no.
 
-        Args: x   (B, T, C) the last layer's output
-              cls (B, T) bool, where [CLS] stands: in every document its first token
+        Args: x       (B T, C) the last layer's output
+              answers (n,) int64, where in it [CLS] stands: in every document its first token
         """
-        return self.nsp(torch.tanh(self.pooler(x[cls])))
+        return self.nsp(torch.tanh(self.pooler(rows_at(x, answers))))
 
 
-def begins(targets: Tensor, positions: Tensor | None) -> Tensor:
-    """(B, T) bool: where a document begins, or padding is; None says that each row is one."""
-    if positions is None:
+class Predicted(NamedTuple):
+    """Which of the (B T,) positions of a batch something is predicted at, from left to right.
+
+    How many there are decides shapes. So a host that has to ask a GPU waits until it has done all
+    that it was given; who has the batch before the GPU does had better say it.
+    """
+
+    tokens: Tensor | None  # (n,) int64; None for all: a BERT's head is a fifth of the work
+    answers: Tensor | None  # (m,) int64 of each [CLS] that tells of a pair
+
+    def rows(self, part: slice, T: int) -> "Predicted":
+        """Those in some of the rows, counted from the first of these."""
+        ends = torch.tensor([part.start * T, part.stop * T])
+
+        def cut(at: Tensor | None) -> Tensor | None:
+            return at if at is None else at[slice(*torch.searchsorted(at, ends))] - ends[0]
+
+        return Predicted(cut(self.tokens), cut(self.answers))
+
+
+def predicted_by_bert(targets: Tensor, positions: Tensor | None, nsp: bool) -> Predicted:
+    """Read off a batch, (B, T) each, where a BERT predicts; with `nsp` it also tells of pairs."""
+    counts = targets != IGNORE  # (B, T)
+    if not nsp:
+        return Predicted(counts.flatten().nonzero().squeeze(1), None)
+    if positions is None:  # every row is one document
         positions = torch.arange(targets.shape[1], device=targets.device)[None]  # (1, T)
-    return (positions == 0).expand_as(targets)
+    at = (counts & (positions != 0), counts & (positions == 0))
+    return Predicted(*(where.flatten().nonzero().squeeze(1) for where in at))
 
 
-class Predictions(NamedTuple):
-    """What the loss of a batch follows from; N of its positions are looked at."""
-
-    features: Tensor  # (N, C)
-    bias: Tensor | None  # (V,) of the logits
-    targets: Tensor  # (N,)
-    at: Tensor | slice  # which of the (B T,) positions they are
+def rows_at(x: Tensor | None, at: Tensor | None) -> Tensor | None:
+    return x if x is None or at is None else x.index_select(0, at)
 
 
 class TokenMeta:

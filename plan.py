@@ -23,6 +23,7 @@ from config import Config, samples_kind
 from curriculum import Curriculum, Stage
 from data import Drawn, Rows, collate, counts, draw, places
 from difficulty import label
+from model import Predicted, predicted_by_bert
 from support.balance import balanced
 from support.batch import Batch, with_answers
 from support.clock import Clock, StepContext, advanced, tokens_by_layer
@@ -55,6 +56,13 @@ class Step(NamedTuple):
     note: str  # for the user: what the curriculum could not do as asked
     before: Clock
     after: Clock
+    predicted: Predicted | None = None  # a BERT's targets in the batch; None reads them off it
+
+    def part(self, rows: slice) -> "Step":
+        """The same step with some of this rank's rows."""
+        T = self.batch.tokens.shape[1]
+        predicted = self.predicted and self.predicted.rows(rows, T)
+        return self._replace(batch=self.batch.rows(rows), predicted=predicted)
 
 
 class Chosen(NamedTuple):
@@ -114,8 +122,10 @@ class Plan:
         shown = {f"difficulty_{label(n)}": d for n, d in stage.difficulty.items()}
         if self.curriculum:
             shown["pool"] = stage.pool.size if stage.pool else len(self.samples)
+        batch = self.batch(context, rows, chosen.seq_len)
         return Step(
-            batch=self.batch(context, rows, chosen.seq_len),
+            batch=batch,
+            predicted=self.predicted_in(batch),
             targets=counted.targets,
             of_answer=counted.of_answer,
             context=context,
@@ -224,6 +234,11 @@ class Plan:
         by_first = np.argsort(packs.items[packs.offsets[:-1]])
         rows = alone.packed(packs).take(by_first)
         return Window(start, rows, stage, drawn.next_sample)
+
+    def predicted_in(self, batch: Batch) -> Predicted | None:
+        if self.special_ids is None:
+            return None
+        return predicted_by_bert(batch.targets, batch.positions, self.settings.model.nsp)
 
     def batch(self, context: StepContext, rows: Rows, seq_len: int) -> Batch:
         """This rank's rows as a Batch.

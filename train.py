@@ -36,7 +36,7 @@ import report
 import sample
 from data import Data, open_data
 from evaluate import Evaluation
-from model import Transformer, run_plain
+from model import Predicted, Transformer, run_plain
 from plan import Plan, Step
 from support import progress
 from support.agreement import check_agreement, refuse_step
@@ -49,6 +49,7 @@ from support.empty_model import empty_model
 from support.flops import work_of
 from support.held_out import evaluate_and_save, evaluate_at_end
 from support.initial import initial_model, model_size
+from support.memory import on_device
 from support.memory_plan import memory_of
 from support.micro_batch import micro_batch
 from support.mixed_evaluation import on_each_store
@@ -106,6 +107,8 @@ def main(argv: list[str] | None = None) -> int:
     def between(what: str, done: int, of: int) -> None:
         """After every micro-batch of a step or an evaluation, as often on each rank."""
         progress.show_part(bar, what, done, of)
+        if what == "row" and runtime.world_size > 1:
+            return  # ranks ask each other once a step, for who asks waits for the slowest
         if runtime.on_any_rank(stop.number > 0):
             raise Stopped
 
@@ -132,7 +135,7 @@ def train(run: Run, plan: Plan, evaluation: Evaluation, bar: tqdm) -> None:
     s = run.settings.run
     if run.evaluation_due:  # the run was stopped in the middle of it
         evaluate_and_save(run, evaluation, bar, checkpoint_due=False)
-    for step, waited_ms in read_ahead(plan, run.clock):
+    for step, waited_ms in read_ahead(plan, run.clock, run.runtime.device):
         if run.is_finished:
             return
         run.keep_trunk(step.before, step.after)
@@ -255,43 +258,49 @@ class Trainer:
         ranks nor accumulation weigh in.
         """
         s, runtime = self.settings, self.runtime
-        rows, at_once = len(step.batch.tokens), self.rows_together(step)
+        rows, at_once, device = len(step.batch.tokens), self.rows_together(step), runtime.device
         total = torch.zeros((), device=runtime.device)
         self.uses = pseudo.uses_to_watch(s, self.shadow, step) if self.shadow else None
         for first in range(0, rows, at_once):
-            part = slice(first, first + at_once)
+            stop = min(first + at_once, rows)
+            part = step.part(slice(first, stop))
             if s.model.dropout:
                 key = (s.run.seed, "dropout", step.context.step, runtime.rank, first)
                 torch.manual_seed(seed_of(*key))
-            last = part.stop >= rows
+            last = stop == rows
             sync_gradients(self.wrapped, last)  # over ranks once, with the last part
-            batch = laid_out(s, step.batch.rows(part)).to(runtime.device)
+            batch = laid_out(s, part.batch).to(device)
+            predicted = part.predicted and Predicted(
+                *(at if at is None else on_device(at, device) for at in part.predicted)
+            )
             shares = shares_of(batch, s.optim.loss_per == "document", step.of_answer)
             first_row = runtime.rank * rows + first
             run_block = run_block_of(s, self.held, step.context, first_row, batch)
             run_block = self.uses.run_block(run_block) if self.uses else run_block
             with runtime.autocast():
-                loss = self.wrapped(batch, run_block=run_block, shares=shares)
+                loss = self.wrapped(batch, run_block, shares, predicted)
             scale = runtime.world_size / max(step.targets, 1)  # the mean over ranks made a sum
             scale *= self.optimizers.loss_scale.value
             with self.held.collecting(last) if self.held else nullcontext():
                 (loss * scale).backward()
             total += loss.detach()
             if not last:
-                self.between("row", part.stop, rows)
+                self.between("row", stop, rows)
         return total
 
     def update(self, step: Step, total: torch.Tensor) -> progress.Done:
         """Move the weights by the gradients that are there; `total` is the loss of these."""
         s, runtime = self.settings, self.runtime
-        mean = runtime.reduce(total).item() / max(step.targets, 1)
-        if not math.isfinite(mean):
-            refuse_step(runtime, step.context.step, "loss", total.item())
         if self.shadow:
             average(self.optimizers.named, self.shadow.owners)
         if self.uses:
             self.shadow = pseudo.checked(s, self.shadow, self.uses, runtime.reduce)
         norm = self.optimizers.clip_gradients(s.optim.grad_clip)
+        # read together: a GPU is waited for once a step
+        mean, norm = torch.stack((runtime.reduce(total), norm.to(runtime.device))).tolist()
+        mean /= max(step.targets, 1)
+        if not math.isfinite(mean):
+            refuse_step(runtime, step.context.step, "loss", total.item())
         if not math.isfinite(norm) and runtime.dtype != torch.float16:
             refuse_step(runtime, step.context.step, "gradient", norm)
         lr = learning_rate(s, step.before, step.after)

@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from kernels.cross_entropy import IGNORE
+from support.memory import on_device
 
 
 class Batch(NamedTuple):
@@ -38,9 +39,11 @@ class Batch(NamedTuple):
         return self._replace(positions=positions, doc_ids=torch.zeros_like(positions))
 
     def to(self, device: torch.device) -> "Batch":
-        return Batch(
-            *(None if field is None else field.to(device, non_blocking=True) for field in self)
-        )
+        """On a device, by one copy of all fields (support/memory.py)."""
+        if self.tokens.device.type == device.type:
+            return self
+        fields = on_device(torch.stack([f for f in self if f is not None]), device)  # (n, B, T)
+        return Batch(*fields, *[None] * (len(self) - len(fields)))
 
 
 def with_answers(batch: Batch, answers: np.ndarray) -> Batch:
@@ -63,13 +66,13 @@ def shares_of(batch: Batch, per_document: bool, of_answer: float | None) -> Tens
              of_answer    what the answer at a [CLS] counts, beside these; None: there are none
     Returns: (B, T) float32
     """
+    if of_answer is None and not per_document:
+        return None
     _, targets, positions, doc_ids = batch.with_documents()
     counts = (targets != IGNORE).float()
     if of_answer is not None:
         answers = (positions == 0) & (targets != IGNORE)
         counts[answers] = 0
-    elif not per_document:
-        return None
     if per_document:
         documents = doc_ids.clamp(min=0)  # (B, T)
         sums = torch.zeros_like(counts).scatter_add(1, documents, counts)

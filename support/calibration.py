@@ -95,9 +95,9 @@ def calibrated(
             # two, where there are more: a second one finds gradients there, and takes more memory
             parts = min(point.parts, 2)
             rows = slice(0, parts * trainer.rows_together(step))
-            cut = step._replace(batch=step.batch.rows(rows))
+            cut = step.part(rows)
             if number == 0:  # what only a process's first step takes
-                trainer.step(cut._replace(batch=cut.batch.rows(slice(0, 1))))
+                trainer.step(cut.part(slice(0, 1)))
             seconds, is_enough = [], False
             while not is_enough:
                 taken, total = timed(runtime, partial(trainer.gradients, cut))

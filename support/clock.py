@@ -11,6 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from support.memory import on_device
 from support.rng import bits, seed_of
 from support.settings import techniques_on
 
@@ -45,7 +46,7 @@ class StepContext(NamedTuple):
         Returns: (len(layers), B, T) int64 from 0 to 2^63 - 1
         """
         seeds = [seed_of(self.seed, technique, self.step, layer) for layer in layers]
-        return bits(torch.tensor(seeds, device=rows.device), rows, T)
+        return bits(on_device(torch.tensor(seeds), rows.device), rows, T)
 
     def uniform(self, technique: str, *key: Any) -> float:
         """One such number in [0, 1), for a choice that all rows share."""

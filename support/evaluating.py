@@ -9,7 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from kernels.cross_entropy import IGNORE, chunks, exact_dtype
+from model import predicted_by_bert
 from support.batch import Batch
+from support.memory import on_device
 from support.runtime import Runtime
 from support.sharded import is_sharded
 
@@ -107,11 +109,11 @@ def right_answers(
     with evaluating(model):
         for own in own_rows(model, count, at_once, runtime, between):
             batch = read(own).with_documents()
-            cls = (batch.positions == 0) & (batch.targets != IGNORE)
+            at = predicted_by_bert(batch.targets, batch.positions, nsp=True).answers
             tokens, _, positions, doc_ids = batch.to(runtime.device)
             with runtime.autocast():
-                x = model.hidden_states(tokens, positions, doc_ids)
-                answers = model.follows(x, cls.to(runtime.device)).argmax(1).cpu()
-            right += torch.tensor([(answers == batch.targets[cls]).sum(), len(answers)])
+                x = model.hidden_states(tokens, positions, doc_ids).flatten(0, 1)  # (B T, C)
+                found = model.follows(x, on_device(at, runtime.device)).argmax(1).cpu()
+            right += torch.tensor([(found == batch.targets.flatten()[at]).sum(), len(at)])
     right, pairs = runtime.reduce(right).tolist()
     return right, pairs

@@ -43,6 +43,17 @@ def device_free(device: torch.device) -> int | None:
     return host_free() if device.type == "cpu" else None
 
 
+def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """A tensor of the host on a device; the host does not wait for a GPU to have it.
+
+    A GPU reads page-locked memory by itself. From other memory the driver copies first, behind
+    whatever the GPU has still to do.
+    """
+    if device.type != "cuda" or tensor.device.type != "cpu":
+        return tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
 def resident(key: str = "VmRSS", status: str = "/proc/self/status") -> int:
     """Bytes of memory that this process has now; its peak with VmHWM; 0 where nobody says."""
     file = Path(status)

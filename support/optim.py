@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from support.clock import Clock, lr_clock
 from support.muon import Muon
@@ -102,11 +102,11 @@ class LossScale:
 
     def update(self, norm: float) -> None:
         """Take note of the norm of a step's gradients."""
-        self.overflowed = self.on and not math.isfinite(norm)
+        self.overflowed = not math.isfinite(norm)
         self.sound_steps = 0 if self.overflowed else self.sound_steps + 1
         if self.overflowed:
             self.value *= SCALE_CHANGES["backoff_factor"]
-        elif self.on and self.sound_steps == SCALE_CHANGES["growth_interval"]:
+        elif self.sound_steps == SCALE_CHANGES["growth_interval"]:
             self.value *= SCALE_CHANGES["growth_factor"]
             self.sound_steps = 0
 
@@ -152,10 +152,10 @@ class Optimizers:
         self.device = device or self.parameters[0].device
         self.loss_scale = LossScale(fp16)
 
-    def clip_gradients(self, clip: float) -> float:
+    def clip_gradients(self, clip: float) -> Tensor:
         """Undo fp16's scaling, clip the norm over all parameters at `clip`, return that norm.
 
-        A `clip` of 0 clips nothing. Synchronises with the device, to return a float.
+        A `clip` of 0 clips nothing. Only in fp16 the host waits for the norm.
         """
         gradients = [rows_here(p.grad) for p in self.parameters if p.grad is not None]
         if self.loss_scale.on:
@@ -164,9 +164,9 @@ class Optimizers:
         if is_shard(self.parameters[0]):
             norm = norm_over_ranks(norm.to(self.device))
         torch.nn.utils.clip_grads_with_norm_(self.parameters, clip or math.inf, norm)
-        found = norm.item()
-        self.loss_scale.update(found)
-        return found
+        if self.loss_scale.on:
+            self.loss_scale.update(norm.item())
+        return norm
 
     def step(self, lr: float) -> None:
         """Update the weights and free the gradients.

@@ -56,10 +56,15 @@ class Runtime:
         return sums.to(values.device)
 
     def on_any_rank(self, flag: bool) -> bool:
-        """Whether it holds on some rank; the answer is the same on every rank."""
+        """Whether it holds on some rank; the answer is the same on every rank.
+
+        Ranks say it from host to host: no GPU is waited for.
+        """
         if self.world_size == 1:
-            return flag  # without a tensor, whose reading would wait for the device
-        return self.reduce(torch.tensor(float(flag), device=self.device)).item() > 0
+            return flag
+        flags = torch.tensor(float(flag))
+        dist.all_reduce(flags)
+        return flags.item() > 0
 
     def gather(self, value: Any) -> list:
         """`value` of every rank, in rank order, on every rank."""

@@ -103,7 +103,7 @@ class Run:
             self.backward(number == micro_batches, **how)
         moved = self.optimizers.named
         self.gradients.append({n: p.grad.clone() for n, p in moved.items() if p.grad is not None})
-        self.norms.append(self.optimizers.clip_gradients(0.5))
+        self.norms.append(self.optimizers.clip_gradients(0.5).item())
         lr = 1e-2 / (1 + self.number)
         if self.held:
             self.held.step(lambda: self.optimizers.step(lr))

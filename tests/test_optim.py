@@ -107,7 +107,7 @@ def test_clipping():
     for clip, norm in ((0.0, None), (0.5, 0.5)):
         for parameter in m.parameters():
             parameter.grad = torch.ones_like(parameter)
-        before = optimizers.clip_gradients(clip)
+        before = optimizers.clip_gradients(clip).item()
         assert before == pytest.approx(sum(p.numel() for p in m.parameters()) ** 0.5, rel=1e-5)
         after = torch.cat([p.grad.flatten() for p in m.parameters()]).norm().item()
         assert after == pytest.approx(norm or before, rel=1e-3)
@@ -147,7 +147,7 @@ def test_one_overflow_skips_one_step_of_every_parameter(kind, clip, overflowed):
 
     gradients()
     m.get_parameter(overflowed).grad[0] = torch.inf
-    assert not torch.isfinite(torch.tensor(optimizers.clip_gradients(clip)))
+    assert not torch.isfinite(optimizers.clip_gradients(clip))
     optimizers.step(0.01)
     for before, after in zip(moved, weights(), strict=True):
         assert torch.equal(before, after)
@@ -182,8 +182,7 @@ def test_the_loss_scale_moves_as_torchs():
 
 def test_a_run_in_another_dtype_goes_on_without_a_loss_scale_or_with_a_new_one():
     off, on = LossScale(False), LossScale(True)
-    off.update(torch.inf)
-    assert off.state_dict() == {} and off.value == 1 and not off.overflowed
+    assert off.state_dict() == {} and off.value == 1
     on.update(torch.inf)
     off.load_state_dict(on.state_dict())
     assert off.value == 1

@@ -215,9 +215,8 @@ def test_a_bert_of_pairs_takes_the_published_answer_too(tmp_path, dtype):
     x = model.hidden_states(torch.randint(VOCAB, (2, SEQ_LEN)))
     pooled = torch.tanh(x[:, 0] @ w["pooler.dense.weight"].T + w["pooler.dense.bias"])
     expected = pooled @ w["cls.seq_relationship.weight"].T + w["cls.seq_relationship.bias"]
-    cls = torch.zeros(2, SEQ_LEN, dtype=torch.bool)
-    cls[:, 0] = True
-    assert_close(model.follows(x, cls), expected, dtype)
+    cls = torch.tensor([0, SEQ_LEN])
+    assert_close(model.follows(x.flatten(0, 1), cls), expected, dtype)
 
 
 def test_a_file_without_the_published_answer_is_no_start_for_pairs(tmp_path):
@@ -499,9 +498,8 @@ def test_transformers_reads_what_is_exported(tmp_path, capsys, kind, nsp, suffix
     scores = output.prediction_logits if nsp else output.logits
     assert_close(model.logits(tokens).detach(), scores, torch.float32)
     if nsp:
-        cls = torch.zeros(3, SEQ_LEN, dtype=torch.bool)
-        cls[:, 0] = True
-        follows = model.follows(model.hidden_states(tokens), cls).detach()
+        cls = SEQ_LEN * torch.arange(3)
+        follows = model.follows(model.hidden_states(tokens).flatten(0, 1), cls).detach()
         assert_close(follows, output.seq_relationship_logits, torch.float32)
 
 
