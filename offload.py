@@ -327,7 +327,7 @@ class Offloaded:
         if layer not in self.fetched:
             # memory of the stream that computes, so that this is who may use it again
             sent = [one.sent for one in self.streamed[layer]]
-            weights = [torch.empty_like(each, device=self.device) for each in sent]
+            weights = [torch.empty(w.shape, dtype=w.dtype, device=self.device) for w in sent]
             event = self.link.copy_up(zip(weights, sent, strict=True))
             self.fetched[layer] = Fetched(weights, event)
         return self.fetched[layer]

@@ -157,10 +157,16 @@ class Optimizers:
 
         A `clip` of 0 clips nothing. Only in fp16 the host waits for the norm.
         """
-        gradients = [rows_here(p.grad) for p in self.parameters if p.grad is not None]
+        gradients: dict[torch.device, list[Tensor]] = {}  # those of the host have a norm of theirs
+        for gradient in (rows_here(p.grad) for p in self.parameters if p.grad is not None):
+            gradients.setdefault(gradient.device, []).append(gradient)
         if self.loss_scale.on:
-            torch._foreach_div_(gradients, self.loss_scale.value)
-        norm = torch.nn.utils.get_total_norm(gradients)
+            for ones in gradients.values():
+                torch._foreach_div_(ones, self.loss_scale.value)
+        norms = [torch.nn.utils.get_total_norm(ones) for ones in gradients.values()]
+        if len(norms) > 1:
+            norms = [torch.nn.utils.get_total_norm([norm.to(self.device) for norm in norms])]
+        norm = norms[0]
         if is_shard(self.parameters[0]):
             norm = norm_over_ranks(norm.to(self.device))
         torch.nn.utils.clip_grads_with_norm_(self.parameters, clip or math.inf, norm)

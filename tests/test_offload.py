@@ -462,6 +462,7 @@ class Gpu(TorchDispatchMode):
             stream.host = self.host
         self.current, self.held = self.compute, None
         self.accesses = defaultdict(list)  # by storage
+        self.bytes = self.peak = 0  # of the device
         monkeypatch.setattr(torch.cuda, "current_stream", lambda device: self.current)
         monkeypatch.setattr(torch.cuda, "stream", self.stream)
 
@@ -514,6 +515,8 @@ class Gpu(TorchDispatchMode):
             return
         if key not in self.accesses and not is_on_host(self.held, tensor):
             whole = (key, key + storage.nbytes())
+            self.bytes += storage.nbytes()
+            self.peak = max(self.peak, self.bytes)
             weakref.finalize(storage, self.free, key, whole, self.current)
         self.access(key, begin, begin + tensor.nbytes, stream, writes)
 
@@ -524,6 +527,7 @@ class Gpu(TorchDispatchMode):
             except Race as race:  # a finalizer's error is nobody's
                 self.host.race = race
         self.accesses.pop(key, None)
+        self.bytes -= whole[1] - whole[0]
 
     def access(self, key, begin, end, stream, writes):
         stream.after |= self.host.after
