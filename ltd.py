@@ -293,7 +293,7 @@ def refusals(settings: Any) -> list[tuple[bool, str]]:
             " more, or leave out --ltd",
         ),
         (
-            settings.run.compile and n_shapes > MOST_SHAPES,
+            settings.run.compile == "on" and n_shapes > MOST_SHAPES,
             f"--ltd-multiple {ltd.multiple} makes {n_shapes} shapes to compile: leave it out, which"
             f" makes {MOST_SHAPES} at most, or leave out --compile",
         ),

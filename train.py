@@ -43,7 +43,7 @@ from support.agreement import check_agreement, refuse_step
 from support.batch import Batch, shares_of
 from support.blocks import run_block_of
 from support.clock import due
-from support.compiled import compiled_ahead, laid_out
+from support.compiled import Choice, choice, compiled_ahead, laid_out
 from support.dry_run import Makers, dry_run
 from support.empty_model import empty_model
 from support.flops import work_of
@@ -184,9 +184,11 @@ def assemble(
         shadow = pseudo.Shadow(**state["pseudo"]) if state else pseudo.shadow_at(s, 0.0, None)
         pseudo.share(model, shadow.owners)
     # compile before wrapping: with a wrapper's hooks inside, every new length would compile again
-    if s.run.compile:
-        for block in set(model.h):  # known shapes get code of their own, others a general one
-            block.compile(dynamic=False if config.shapes(s) else None)
+    shapes = config.shapes(s)
+    compiled = choice(s, runtime, shapes)
+    for block in set(model.h) if compiled.on else ():
+        # known shapes get code of their own, others a general one
+        block.compile(dynamic=False if shapes else None)
     # what goes where before anything goes there
     if is_on(s, "offload"):
         placement = offload.planned(s, model, runtime)
@@ -215,7 +217,18 @@ def assemble(
     optimizers = Optimizers(named, *how)
     if state:
         optimizers.load_state_dict(state["optimizers"])
-    return Trainer(s, runtime, model, wrapped, optimizers, rows_at_once, shadow, placement, held)
+    return Trainer(
+        settings=s,
+        runtime=runtime,
+        model=model,
+        wrapped=wrapped,
+        optimizers=optimizers,
+        rows_at_once=rows_at_once,
+        shadow=shadow,
+        placement=placement,
+        held=held,
+        compiled=compiled,
+    )
 
 
 class Trainer:
@@ -232,11 +245,13 @@ class Trainer:
         shadow: pseudo.Shadow | None,
         placement: offload.Placement | None,
         held: offload.Offloaded | None,
+        compiled: Choice,
     ):
         self.settings, self.runtime, self.shadow = settings, runtime, shadow
         self.placement, self.held = placement, held
         self.model, self.wrapped, self.optimizers = model, wrapped, optimizers
         self.rows_at_once = rows_at_once  # of full length
+        self.compiled = compiled
         self.between: Callable[[str, int, int], None] = lambda what, done, of: None
         self.uses: Uses | None = None  # of shared weights, where a step watches them
         blocks = len({*shadow.owners} - {pseudo.ABSENT}) if shadow else model.config.layers
@@ -269,7 +284,7 @@ class Trainer:
                 torch.manual_seed(seed_of(*key))
             last = stop == rows
             sync_gradients(self.wrapped, last)  # over ranks once, with the last part
-            batch = laid_out(s, part.batch).to(device)
+            batch = laid_out(self, part.batch).to(device)
             predicted = part.predicted and Predicted(
                 *(at if at is None else on_device(at, device) for at in part.predicted)
             )

@@ -92,5 +92,5 @@ def dry_run(
     say(words.time(seconds, plain_seconds))
     if without and not fits:
         say("the plain run's time: unknown, for by estimate it does not fit this memory")
-    if s.run.compile:
+    if s.run.compile == "on" or (s.run.compile == "auto" and runtime.device.type == "cuda"):
         say("--compile: what compiling takes before the first step is not among these seconds")

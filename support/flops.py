@@ -112,7 +112,9 @@ def work_of(
           streamed layers whose weights are fetched (--offload)
     """
     device, run = runtime.device.type, settings.run
-    impl = chosen_impl(device, runtime.dtype, config.head_width, config.dropout, run.compile)
+    impl = chosen_impl(
+        device, runtime.dtype, config.head_width, config.dropout, run.compile == "on"
+    )
     of_block = flops_of_orthogonalising(config.width, config.mlp_width, device)
     return Work(
         config=config,

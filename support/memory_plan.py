@@ -127,7 +127,8 @@ def memory_of(
     Args: placement of --offload
     """
     s, device = settings, runtime.device.type
-    impl = chosen_impl(device, runtime.dtype, config.head_width, config.dropout, s.run.compile)
+    compiled = s.run.compile == "on"
+    impl = chosen_impl(device, runtime.dtype, config.head_width, config.dropout, compiled)
     model, half = empty_model(config), runtime.dtype.itemsize == 2
     shards = runtime.world_size if s.run.fsdp else 1
     isolated = s.pack.on or config.kind == "bert"

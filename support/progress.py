@@ -68,6 +68,9 @@ def announce(run: Run, plan: Any, batches: str, memory: Memory) -> None:
     if run.trainer.placement:
         say(placement_in_words(run))
     say(f"batches: {batches}")
+    compiled = run.trainer.compiled
+    if compiled.on or run.runtime.device.type == "cuda":
+        say(f"compile: {'on' if compiled.on else 'off'} ({compiled.why})")
     if s.pack.on or m.model == "bert":
         say(f"attention: {run.trainer.work.impl}, {IMPLS[run.trainer.work.impl]}")
     say(f"data: {store.train_tokens:,} training tokens in {store.path}; run: {run.folder}")

@@ -20,8 +20,13 @@ class RunConfig:
     seed: int = flag(1337, "decides the weights at the start, the order of data and every draw")
     device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda", "mps"), free=True)
     dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
-    compile: bool = flag(
-        False, "compile each block before the first step, for every shape that will come", free=True
+    compile: str = flag(
+        "auto",
+        "compile each block before the first step, for every shape that will come; auto: on a GPU,"
+        " where these can be listed",
+        ("auto", "on", "off"),
+        without_value="on",
+        free=True,
     )
     checkpoint_activations: bool = flag(
         False, "keep a block's input alone and recompute the rest in the backward pass", free=True

@@ -28,6 +28,7 @@ import math
 import os
 import subprocess
 import sys
+import threading
 import traceback
 import weakref
 from collections.abc import Callable, Iterator
@@ -109,7 +110,7 @@ class Counts:
         self.phase = ""
         self.alive: collections.Counter[int] = collections.Counter()  # storage -> tensors of it
         self.bytes = self.peak = 0
-        self.locked: list[range] = []  # addresses of the host
+        self.locked: dict[int, int] = {}  # addresses of the host, and where each piece ends
         self.clear()
 
     def clear(self) -> None:
@@ -143,12 +144,8 @@ class Counts:
             self.bytes -= size
 
     def is_pinned(self, tensor: torch.Tensor) -> bool:
-        return any(tensor.data_ptr() in addresses for addresses in self.locked)
-
-    def lock(self, tensor: torch.Tensor) -> None:
-        addresses = range(tensor.data_ptr(), tensor.data_ptr() + tensor.nbytes)
-        self.locked.append(addresses)
-        weakref.finalize(tensor, self.locked.remove, addresses)
+        address = tensor.data_ptr()
+        return any(start <= address < stop for start, stop in list(self.locked.items()))
 
     def report(self) -> dict[str, Any]:
         names = ("syncs", "copies", "launches", "operators", "doubles")
@@ -182,6 +179,9 @@ class OnDevice(torch.Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: tuple = (), kwargs: Any = None) -> Any:
         return run(func, args, kwargs or {})
 
+    def tolist(self) -> Any:
+        return self.cpu().tolist()
+
     def __repr__(self) -> str:
         return f"OnDevice({self.inner!r})"
 
@@ -203,11 +203,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     to = None if asked is None else torch.device(asked)
     inputs_on_device = any(isinstance(tensor, OnDevice) for tensor in tensors)
     if not inputs_on_device and (to is None or to.type != "cuda"):
-        is_pinned = kwargs.pop("pin_memory", False)
-        made = func(*args, **kwargs)
-        if is_pinned:
-            COUNTS.lock(made)
-        return made
+        return func(*args, **kwargs)
     makes_on_device = to.type == "cuda" if to else inputs_on_device
     if name == "_to_copy":
         count_copy(args[0], makes_on_device, kwargs.get("non_blocking", False))
@@ -334,12 +330,12 @@ class Stream:
 class Cudart:
     @staticmethod
     def cudaHostRegister(address: int, size: int, flags: int) -> int:
-        COUNTS.locked.append(range(address, address + size))
+        COUNTS.locked[address] = address + size
         return 0
 
     @staticmethod
     def cudaHostUnregister(address: int) -> int:
-        COUNTS.locked[:] = [held for held in COUNTS.locked if held.start != address]
+        del COUNTS.locked[address]
         return 0
 
 
@@ -467,7 +463,9 @@ def patch_torch() -> None:
 
     def pin_memory(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
         pinned = tensor.clone()
-        COUNTS.lock(pinned)
+        address = pinned.data_ptr()
+        COUNTS.locked[address] = address + pinned.nbytes
+        weakref.finalize(pinned, COUNTS.locked.pop, address, None)
         return pinned
 
     torch.Tensor.pin_memory = pin_memory
@@ -504,6 +502,13 @@ def patch_torch() -> None:
         torch.utils.swap_tensors(self, other)
 
     torch.Tensor.data = property(data.__get__, set_data)
+    thread_run = threading.Thread.run
+
+    def run_with_device(self: threading.Thread) -> None:
+        with Device():  # a mode is a thread's own
+            thread_run(self)
+
+    threading.Thread.run = run_with_device
 
 
 @contextlib.contextmanager

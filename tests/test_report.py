@@ -197,7 +197,7 @@ RECIPES = {
     ALL_ON: None,
     "--size 124M --layers 6 --pos rope --data 'a b' --tokenizer gpt2": None,
     "--model bert --size bert-base --pack --dropout 0.1": None,
-    "--pseudo --pseudo-until 0.1 --no-compile --lr 6e-4": None,
+    "--pseudo --pseudo-until 0.1 --compile off --lr 6e-4": None,
     "--offload --offload-budget 6GiB --batch-tokens 4096 --tokens 387072": None,
 }
 
