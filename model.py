@@ -323,7 +323,7 @@ class TokenMeta:
            doc_ids   (B, T) int64            equal within a document, -1 on padding; None says that
                                              every row is one whole document
            causal    bool                    a token sees no later one
-           rotation  (B, T, 1, D/2) complex  of queries and keys (--pos rope), or None
+           rotation  (B, T, 1, D/2, 2) float cos and sin of angles (--pos rope), or None
            impl      str                     of kernels.packed_attention
     """
 

@@ -2,10 +2,10 @@
 
 The kernel of token dropping, which only copies, has a bench of its own: gather_scatter.py.
 
-The cross-entropy of a linear head is measured forward and backward. Its forms take turns in one
-process, in an order that is reversed each time, so that a noisy machine slows all alike; a ratio is
-the median of the ratios within a turn. Nothing is timed until the chunked form's loss and gradients
-agree with the definition's.
+The cross-entropy of a linear head is measured forward and backward, in float32, on a GPU under
+autocast to bfloat16. Its forms take turns in one process, in an order that is reversed each time,
+so that a noisy machine slows all alike; a ratio is the median of the ratios within a turn. Nothing
+is timed until the loss and gradients of the others agree with the definition's.
 
 "peak" is the rate of a large matrix product of the same dtype, measured here and now, against the
 6 N C V operations that both forms need. "GB moved" counts every pass that a form makes over an
@@ -35,11 +35,16 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
 from support.runtime import exit_cleanly
 
-FORMS = ("reference", "chunked")
-# Bytes that pass for each of N V logits, counted in the code: the reference goes 9 times over them
-# in the dtype of x, float32 on a CPU and bfloat16 on a GPU; the chunked form 11 times in float32,
-# and in bfloat16 before and after that.
-LOGIT_BYTES = {"cpu": {"reference": 36, "chunked": 44}, "cuda": {"reference": 18, "chunked": 50}}
+# Bytes that pass for each of N V logits, counted in the code. On a CPU the reference goes 9 times
+# over them in float32, the chunked form 11 times. On a GPU all write them in bfloat16, and two
+# products read their gradients so: 6 bytes. The reference makes them float32 (6) and their
+# logarithms (8), goes back through these (4 + 12) and to bfloat16 (6); the chunked form reads or
+# writes them 10 times in float32 and twice more in bfloat16; the kernel reads them twice and writes
+# once.
+LOGIT_BYTES = {
+    "cpu": {"reference": 36, "chunked": 44},
+    "cuda": {"reference": 42, "chunked": 50, "triton": 12},
+}
 
 
 class Case(NamedTuple):
@@ -60,29 +65,31 @@ CASES = {
 def inputs_of(case: Case, device: str) -> tuple[Tensor, Tensor, Tensor]:
     """x (N, C) and weight (V, C), which want gradients, and targets (N,), a tenth ignored."""
     torch.manual_seed(0)
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    x = torch.randn(case.N, case.C, device=device, dtype=dtype)
-    weight = torch.randn(case.V, case.C, device=device, dtype=dtype) / case.C**0.5
+    x = torch.randn(case.N, case.C, device=device)
+    weight = torch.randn(case.V, case.C, device=device) / case.C**0.5
     targets = torch.randint(case.V, (case.N,), device=device)
     targets[torch.rand(case.N, device=device) < 0.1] = IGNORE
     return x.requires_grad_(), weight.requires_grad_(), targets
 
 
 def forward_and_backward(form: str, x: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
-    loss = linear_cross_entropy(x, weight, None, targets, impl=form)
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+        loss = linear_cross_entropy(x, weight, None, targets, impl=form)
     return [loss, *torch.autograd.grad(loss, (x, weight))]
 
 
 def check(x: Tensor, weight: Tensor, targets: Tensor) -> None:
     """Refuse to time a form that computes something else than the definition in this dtype."""
     expected = forward_and_backward("reference", x, weight, targets)
-    result = forward_and_backward("chunked", x, weight, targets)
-    for name, one, other in zip(("loss", "dx", "dweight"), result, expected, strict=True):
-        error = ((one.double() - other.double()).norm() / other.double().norm()).item()
-        if not error < 4 * torch.finfo(x.dtype).eps ** 0.75:
-            raise ValueError(
-                f"chunked: {name} differs by {error:.1e} of its norm: nothing is timed"
-            )
+    eps = torch.finfo(torch.bfloat16 if x.is_cuda else x.dtype).eps
+    for form in LOGIT_BYTES[x.device.type]:
+        result = forward_and_backward(form, x, weight, targets)
+        for name, one, other in zip(("loss", "dx", "dweight"), result, expected, strict=True):
+            error = ((one.double() - other.double()).norm() / other.double().norm()).item()
+            if not error < 4 * eps**0.75:
+                raise ValueError(
+                    f"{form}: {name} differs by {error:.1e} of its norm: nothing is timed"
+                )
 
 
 def memory_bytes(case: Case, form: str, device: str) -> int:
@@ -109,20 +116,20 @@ def peak_of_one_call(case: Case, form: str, device: str) -> int:
 
 
 def measure(case: Case, device: str, turns: int, peak: float) -> dict[str, dict]:
-    """Figures of each form, in the order of FORMS."""
-    inputs = inputs_of(case, device)
+    """Figures of each form that the device has."""
+    inputs, forms = inputs_of(case, device), LOGIT_BYTES[device]
     check(*inputs)
-    took: dict[str, list[float]] = {form: [] for form in FORMS}
-    order = list(FORMS)
+    took: dict[str, list[float]] = {form: [] for form in forms}
+    order = list(forms)
     for _ in range(turns):
         for form in order:
             one = seconds(lambda form=form: forward_and_backward(form, *inputs), device)
             took[form].append(one)
         order.reverse()
     figures = {}
-    for form in FORMS:
+    for form in forms:
         ratios = [a / b for a, b in zip(took[form], took["reference"], strict=True)]
-        logits = LOGIT_BYTES[device][form] * case.N * case.V
+        logits = forms[form] * case.N * case.V
         matrices = 3 * (case.N + case.V) * case.C * inputs[0].element_size()
         flops = 6 * case.N * case.C * case.V
         figures[form] = {

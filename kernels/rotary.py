@@ -10,18 +10,29 @@ from torch import Tensor
 def rotation(
     positions: Tensor, head_width: int, dtype: torch.dtype = torch.float32, base: float = 10_000.0
 ) -> Tensor:
-    """e^(i angle) for each position and pair, (B, T, 1, D/2) complex. arXiv 2104.09864, eq. 15."""
+    """cos and sin of the angle for each position and pair, (B, T, 1, D/2, 2). Eq. 15."""
     pair = torch.arange(0, head_width, 2, device=positions.device, dtype=dtype)
     angle = positions[:, :, None, None] * base ** (-pair / head_width)  # (B, T, 1, D/2)
-    return torch.polar(torch.ones_like(angle), angle)
+    return torch.view_as_real(torch.polar(torch.ones_like(angle), angle))
 
 
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
-    """Turn each pair (x[2i], x[2i + 1]) of a head, a complex number, by its position's angle.
+    """Turn each pair (x[2i], x[2i + 1]) of a head by its position's angle.
 
-    Args: x        (B, T, H, D)
-          rotation (B, T, 1, D/2) complex, of modulus 1
+    A pair is a complex number, and its turn a complex product: uncompiled that is one operation,
+    and seven in real numbers. A compiler makes one kernel of those seven, with what stands before
+    and after them; inductor has no code for complex numbers.
+
+    Args:    x        (B, T, H, D) float
+             rotation (B, T, 1, D/2, 2) cos and sin, which everything is computed in
+    Returns: (B, T, H, D) of the dtype of x, rounded once
     """
-    pairs = x.to(rotation.real.dtype).unflatten(-1, (-1, 2))  # (B, T, H, D/2, 2)
-    turned = torch.view_as_complex(pairs) * rotation  # (B, T, H, D/2)
-    return torch.view_as_real(turned).flatten(-2).to(x.dtype)  # (B, T, H, D)
+    pairs = x.to(rotation.dtype).unflatten(-1, (-1, 2))  # (B, T, H, D/2, 2)
+    if torch.compiler.is_compiling():
+        even, odd = pairs.unbind(-1)  # (B, T, H, D/2) each
+        cos, sin = rotation.unbind(-1)
+        turned = torch.stack((even * cos - odd * sin, even * sin + odd * cos), dim=-1)
+    else:
+        product = torch.view_as_complex(pairs) * torch.view_as_complex(rotation)
+        turned = torch.view_as_real(product)
+    return turned.flatten(-2).to(x.dtype)  # (B, T, H, D)

@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 from torch import nn
 
+from kernels.cross_entropy import chosen_impl as chosen_loss
 from kernels.cross_entropy import chunk_rows
 from kernels.packed_attention import chosen_impl
 from model import TransformerConfig
@@ -88,11 +89,18 @@ def activation_bytes(
 
 
 def logits_bytes(config: TransformerConfig, tokens: int, runtime: Runtime) -> int:
-    """What the loss needs: a chunk of logits, and the gradients it finds as it goes."""
-    C, V, half = config.width, config.vocab_size, runtime.dtype.itemsize == 2
+    """What the loss needs: a chunk of logits, and the gradients it finds as it goes.
+
+    Its gradient by the embedding waits for the end of the backward pass, where the embedding's own
+    as an input is added: the chunk is gone by then, and there are two of its size.
+    """
+    C, V, device = config.width, config.vocab_size, runtime.device
     predicted = tokens if config.kind == "gpt" else tokens // 6
-    chunk = min(chunk_rows(V, runtime.device.type), predicted) * V * (8 if half else 4)
-    return predicted * C * (2 if half else 4) + max(2 * V * C * 4, V * C * 4 + chunk)
+    logits, weight = V * min(chunk_rows(V, device.type), predicted), 4 * V * C
+    bytes_each = 4
+    if runtime.dtype.itemsize == 2:  # without Triton they are in float32 beside those in 16 bits
+        bytes_each = 2 if chosen_loss(device, runtime.dtype) == "triton" else 6
+    return 4 * predicted * C + weight + max(bytes_each * logits, weight)
 
 
 def temporary_bytes(

@@ -14,10 +14,13 @@ import numpy as np
 import pytest
 import torch
 from conftest import ALL_ON, SMALL, read_log, start_ranks
+from test_kernels_cross_entropy import bytes_taken, needs_triton
 
 import config
 import train
 from data import open_data
+from kernels import cross_entropy
+from model import TransformerConfig
 from plan import Plan
 from support import calibration, forecast_table, machine, memory_plan
 from support.calibration import Times, evaluations, picks, saves
@@ -231,6 +234,32 @@ def test_activations_are_those_that_autograd_keeps():
             said += 3 * T * 4 * shape.width
         assert said == pytest.approx(found, rel=0.1), flags
         assert x.requires_grad
+
+
+@pytest.mark.parametrize("form", ["float32", "chunked", "triton"])
+def test_what_the_loss_needs_is_what_it_takes(form, monkeypatch):
+    """Its chunk of logits, in 16 bits as either form has them, and its gradients; no copy of any
+    in the backward pass."""
+    half = form != "float32"
+    shape = TransformerConfig("gpt", 1, 1, 16, 64, 64, 4992)
+    for module in (cross_entropy, memory_plan):
+        name = "chosen_impl" if module is cross_entropy else "chosen_loss"
+        monkeypatch.setattr(module, name, lambda *_: form if half else "chunked")
+    if form == "triton":
+        needs_triton()
+        # a GPU adds the product to the gradient without an array of its own
+        monkeypatch.setattr(cross_entropy, "add_product", lambda out, a, b: None)
+    x, weight = torch.randn(64, 16).requires_grad_(), torch.randn(4992, 16).requires_grad_()
+
+    def loss_and_gradients():
+        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+            loss = cross_entropy.linear_cross_entropy(x, weight, None, torch.arange(64))
+        torch.autograd.grad(loss, (x, weight))
+
+    found = bytes_taken(loss_and_gradients)
+    here = replace(ONE, dtype=torch.bfloat16 if half else torch.float32)
+    casts = 2 * weight.numel() if half else 0  # of the weight: counted as temporary
+    assert memory_plan.logits_bytes(shape, 64, here) + casts == pytest.approx(found, rel=0.05)
 
 
 def test_more_rows_are_taken_at_once_where_there_is_room():

@@ -1,0 +1,108 @@
+"""Rotary positions against their definition, a complex product, as they are and compiled.
+
+python -m pytest -n 0 tests/test_kernels_rotary.py
+"""
+
+import pytest
+import torch
+from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
+from torch._functorch.aot_autograd import make_boxed_func
+
+from kernels.rotary import rotate, rotation
+from model import Attention, TokenMeta, TransformerConfig
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+B, T, H, D = 2, 63, 3, 8
+
+
+@pytest.fixture
+def dtypes_met():
+    """The dtypes of everything in the graphs that `compiled` made, forward and backward."""
+    torch.compiler.reset()
+    yield set()
+    torch.compiler.reset()
+
+
+def compiled(function, met: set[torch.dtype]):
+    """The function as one graph, which is run as it is; notes what dtypes there are in it."""
+
+    def note(graph, inputs):
+        values = [node.meta.get("val") for node in graph.graph.nodes]
+        met.update(value.dtype for value in values if isinstance(value, Tensor))
+        return make_boxed_func(graph.forward)
+
+    return torch.compile(function, fullgraph=True, backend=aot_autograd(fw_compiler=note))
+
+
+def definition(x: Tensor, positions: Tensor) -> Tensor:
+    """x[2i] + x[2i + 1] sqrt(-1) times e^(sqrt(-1) p / 10000^(2i / D)), in float64."""
+    pairs = torch.view_as_complex(x.double().unflatten(-1, (-1, 2)).contiguous())
+    angle = positions[:, :, None, None] * 10_000.0 ** (-torch.arange(0, D, 2).double() / D)
+    turned = pairs * torch.exp(1j * angle)  # (B, T, H, D/2)
+    return torch.view_as_real(turned).flatten(-2)
+
+
+def queries(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
+    """q (B, T, H, D) as attention has it, every third row of a product; positions; a gradient."""
+    generator = torch.Generator().manual_seed(0)
+    qkv = torch.randn(B, T, 3, H, D, generator=generator).to(dtype)
+    positions = torch.randint(1024, (B, T), generator=generator)
+    above = torch.randn(B, T, H, D, generator=generator).to(dtype)
+    return qkv[:, :, 0].requires_grad_(), positions, above
+
+
+def rounding(dtype: torch.dtype) -> float:
+    """Angles and products in float32 err by 1e-6 at positions up to 1,023 once they are cosines."""
+    return {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 2**-8}[dtype]
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_pairs_turn_as_complex_numbers_do(dtype, is_compiled, dtypes_met):
+    q, positions, above = queries(dtype)
+    exact = torch.float64 if dtype == torch.float64 else torch.float32
+    run = compiled(rotate, dtypes_met) if is_compiled else rotate
+    turned = run(q, rotation(positions, D, exact))
+    (dq,) = torch.autograd.grad(turned, q, above)
+    expected = definition(q, positions)
+    (dexpected,) = torch.autograd.grad(expected, q, above.double())
+    assert turned.dtype == dq.dtype == dtype
+    for one, other in ((turned, expected), (dq, dexpected)):
+        torch.testing.assert_close(one.double(), other.double(), rtol=0, atol=4 * rounding(dtype))
+    assert (turned - q).abs().max() > 1, "else nothing was turned"
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_compiled_the_numbers_are_the_same(dtype, dtypes_met):
+    q, positions, above = queries(dtype)
+    turns = rotation(positions, D, torch.float64 if dtype == torch.float64 else torch.float32)
+    found = []
+    for run in (rotate, compiled(rotate, dtypes_met)):
+        turned = run(q, turns)
+        found.append((turned, *torch.autograd.grad(turned, q, above)))
+    for one, other in zip(*found, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_compiled_attention_has_no_complex_numbers(dtype, dtypes_met, monkeypatch):
+    """Neither over full rows nor over kept tokens; with the uncompiled product it would have."""
+    config = TransformerConfig("gpt", 1, H, H * D, 4 * H * D, T, 40, pos="rope")
+    positions, kept = torch.arange(T)[None], torch.arange(0, T, 2).expand(B, -1)
+    meta = TokenMeta(positions, None, True, rotation(positions, D))
+    attention = Attention(config)
+
+    def run(meta: TokenMeta) -> None:
+        x = torch.randn(B, meta.rotation.shape[1], H * D, requires_grad=True)
+        with torch.autocast("cpu", torch.bfloat16, enabled=dtype == torch.bfloat16):
+            y = compiled(lambda x: attention(x, meta), dtypes_met)(x)
+        y.float().square().sum().backward()
+
+    run(meta)
+    run(meta.take(kept))
+    assert dtype in dtypes_met and not any(met.is_complex for met in dtypes_met)
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
+    torch.compiler.reset()
+    run(meta)
+    assert torch.complex64 in dtypes_met
