@@ -2,8 +2,8 @@
 
 Pure arithmetic on sizes, which `parts_of` reads off a model. offload.py, which would be too long
 with it, carries a placement out and prints one without a run. Counted are weights, their copies in
-half precision, gradients, optimizer state and the buffers that copies pass through; activations are
-not, nor what an optimizer takes during its step.
+half precision, gradients, optimizer state and what comes and goes of these; activations are not,
+nor what an optimizer takes during its step.
 
 What stands on the device for each parameter of a matrix, in bytes, by how much of it is away:
 
@@ -17,7 +17,8 @@ State is 8 with AdamW, 4 with Muon. It leaves first, since it is touched once a 
 second, which are copied once a micro-batch; weights last, which are copied twice a micro-batch, for
 the forward and the backward pass. Each kind leaves block by block from the middle outwards, so that
 the first and last blocks give the copies time, and only as many as needed. Embeddings and heads
-come after all blocks, and their weights never leave, nor do norms and biases.
+come after all blocks, and their weights never leave, nor do norms and biases. Outside of blocks a
+cast is kept only where gradients are away, and two gradients more are there for a while.
 """
 
 import math
@@ -152,8 +153,14 @@ class Placement:
         return 2 if narrow else 4
 
     def cast(self, part: Part, away: Away) -> int:
-        """Bytes of the copy in half precision that autocast keeps of a weight until backward."""
-        return 0 if self.dtype == "fp32" or self.itemsize(part, away) == 2 else 2
+        """Bytes of the copy in half precision that autocast keeps of a weight until backward.
+
+        The embeddings' is the loss's own, and gone when both of `embedding_gradients` are there;
+        but where their sum is away, a gradient that is on its way there is beside it.
+        """
+        if self.dtype == "fp32" or self.itemsize(part, away) == 2:
+            return 0
+        return 2 if part.layers or away >= Away.GRADIENTS else 0
 
     def on_device(self, part: Part, away: Away) -> int:
         of_small = part.small * (16 + self.cast(part, Away.NOTHING))
@@ -179,19 +186,28 @@ class Placement:
 
     @property
     def what_passes(self) -> str:
-        return "of two parts at a time"
+        return "of two blocks at a time, two gradients of the embeddings"
 
     @property
     def in_passing(self) -> int:
-        """Of what is being copied: gradients and streamed weights, of two parts at a time each."""
-        gradients = max(self._matrices(Away.GRADIENTS), default=0)
+        """Of what comes and goes: gradients and streamed weights, of two blocks at a time each."""
+        gradients = max(self._matrices(Away.GRADIENTS, of_blocks=True), default=0)
         weights = max(self._matrices(Away.WEIGHTS, with_cast=True), default=0)
-        return 2 * gradients + 2 * weights
+        return 2 * gradients + 2 * weights + self.embedding_gradients
 
-    def _matrices(self, least: Away, with_cast: bool = False) -> Iterator[int]:
+    @property
+    def embedding_gradients(self) -> int:
+        """The loss's gradient by the tied embedding, which waits for the end of the backward pass,
+        and the input's, which is added to it there; besides the sum over earlier micro-batches.
+        """
+        return 2 * 4 * sum(part.numel for part in self.parts if not part.layers)
+
+    def _matrices(
+        self, least: Away, with_cast: bool = False, of_blocks: bool = False
+    ) -> Iterator[int]:
         """Bytes of the matrices of each part of which at least so much is away."""
         for part, away in zip(self.parts, self.away, strict=True):
-            if away >= least:
+            if away >= least and (part.layers or not of_blocks):
                 cast = self.cast(part, away) if with_cast else 0
                 yield part.numel * (self.itemsize(part, away) + cast)
 

@@ -53,6 +53,11 @@ class ShardedPlacement(Placement):
         two_and_a_buffer, gradient = 3 * weight, weight + summed
         return block * (two_and_a_buffer + gradient) + outside * (4 + 4 + summed)
 
+    @property
+    def embedding_gradients(self) -> int:
+        """None besides: at that time none of the others that are whole is there."""
+        return 0
+
     def of_rank(self, count: int) -> int:
         return -(-count // self.ranks)
 
