@@ -46,7 +46,8 @@ def away(budget, **more):
 def test_worked_example():
     """16 bytes for each of 3,535 parameters; 8,000 of state, 4,000 of gradients in a block.
 
-    Two more gradients of what is outside are 4,000. The first gradients that leave put 8,000 on their way, and so do the first weights.
+    Two more gradients of what is outside are 4,000. The first gradients that leave put 8,000 on
+    their way, and so do the first weights.
     """
     assert away(60_560) == "NNNN"
     assert away(60_559) == away(52_560) == "NNSN"
