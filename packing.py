@@ -254,7 +254,8 @@ def pack(counts: np.ndarray, packer: str = DEFAULT, max_per_pack: int | None = N
     Args:    counts       (max_len + 1,) documents of each length; the first, of length 0, is 0
              packer       one of PACKERS, but for next-fit, which needs the documents' order
              max_per_pack documents in a pack at most; None: as many as fit
-    Raises:  ValueError for what is not such a histogram or no packer, and where SciPy is missing
+    Raises:  ValueError for what is not such a histogram or no packer, for more than 2^53 tokens,
+             up to which every count is exact, and where SciPy is missing
     Cost:    lpfhp takes 3 ms for lengths up to 512, 66 ms up to 4,096, however many documents
              there are (results/packers.jsonl)
     Example: two documents of 5, one of 3 in packs of 8: pack([0, 0, 0, 1, 0, 2, 0, 0, 0]) has the
@@ -295,7 +296,7 @@ def next_fit(lengths: np.ndarray, max_len: int, max_per_pack: int | None = None)
     Example: 5, 2, 2 in packs of 8 are (5, 2) and (2,)
     """
     most = at_most(max_per_pack, max_len)
-    bound = cutting_stock.least_packs(histogram(lengths, max_len), most)
+    bound = cutting_stock.least_packs(checked(histogram(lengths, max_len)), most)
     ends = np.concatenate(([0], np.cumsum(lengths)))
     # (N,) where the pack ends that begins with each document
     after = np.searchsorted(ends, ends[:-1] + max_len, "right") - 1

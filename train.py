@@ -293,7 +293,7 @@ class Trainer:
             run_block = run_block_of(s, self.held, step.context, first_row, batch)
             run_block = self.uses.run_block(run_block) if self.uses else run_block
             with runtime.autocast():
-                loss = self.wrapped(batch, run_block, shares, predicted)
+                loss = self.wrapped(batch, run_block=run_block, shares=shares, predicted=predicted)
             scale = runtime.world_size / max(step.targets, 1)  # the mean over ranks made a sum
             scale *= self.optimizers.loss_scale.value
             with self.held.collecting(last) if self.held else nullcontext():

@@ -274,7 +274,7 @@ def token_losses(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     Returns: (N,) float32, or float64 where x is; 0 where the target is IGNORE; without gradients
     """
     device, dtype = x.device.type, product_dtype(x)
-    losses_of = LOSSES[chosen_impl(x.device, dtype)]
+    losses_of = LOSSES[chosen_impl(device, dtype)]
     matrix = weight.to(dtype)
     losses = torch.zeros(len(x), dtype=exact_dtype(dtype), device=x.device)
     with torch.autocast(device, enabled=False):
@@ -315,19 +315,20 @@ def chunk_rows(V: int, device: str) -> int:
 
 
 @cache
-def triton_runs_on(device: torch.device) -> bool:
-    """Whether Triton can compile for it: an NVIDIA GPU with bfloat16, and a C compiler here."""
-    if triton is None or device.type != "cuda" or not torch.cuda.is_available():
+def triton_runs_on(device: str) -> bool:
+    """Whether Triton can compile for it: a GPU of compute capability 8.0, and a C compiler here."""
+    if triton is None or device != "cuda" or not torch.cuda.is_available():
         return False
-    has_compiler = any(map(shutil.which, (os.environ.get("CC", "cc"), "gcc", "clang")))
-    return has_compiler and torch.cuda.get_device_capability(device) >= (8, 0)
+    compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
+    return any(map(shutil.which, compilers)) and torch.cuda.get_device_capability() >= (8, 0)
 
 
-def chosen_impl(device: torch.device, dtype: torch.dtype, impl: str = "auto") -> str:
+def chosen_impl(device: str, dtype: torch.dtype, impl: str = "auto") -> str:
     """Which implementation computes losses: a function of its arguments and of what is installed.
 
-    Args: dtype of the products
-          impl  auto, or one of IMPLS: what is asked for
+    Args: device cpu | cuda | another type of torch's
+          dtype  of the products
+          impl   auto, or one of IMPLS: what is asked for
     """
     if impl not in IMPLS:
         raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
@@ -338,7 +339,7 @@ def chosen_impl(device: torch.device, dtype: torch.dtype, impl: str = "auto") ->
             raise ValueError("impl 'triton': Triton is not installed here, choose auto or chunked")
         if dtype == torch.float64:
             raise ValueError("impl 'triton' computes in float32, x is float64: choose chunked")
-        if device.type != "cuda" and isinstance(losses_kernel, triton.JITFunction):
+        if device != "cuda" and isinstance(losses_kernel, triton.JITFunction):
             raise ValueError(
                 "impl 'triton' wants CUDA tensors, or TRITON_INTERPRET=1 set before Python starts"
             )
@@ -371,7 +372,7 @@ def linear_cross_entropy(
              Memory: one chunk of logits, of 6 bytes and of 2, and the gradients; the reference
              adds three arrays of N V
     """
-    impl = chosen_impl(x.device, product_dtype(x), impl)
+    impl = chosen_impl(x.device.type, product_dtype(x), impl)
     if impl == "reference":
         return reference(x, weight, bias, targets, shares)
     return LinearCrossEntropy.apply(x, weight, bias, targets, shares, torch.is_grad_enabled(), impl)

@@ -94,9 +94,9 @@ def logits_bytes(config: TransformerConfig, tokens: int, runtime: Runtime) -> in
     Its gradient by the embedding waits for the end of the backward pass, where the embedding's own
     as an input is added: the chunk is gone by then, and there are two of its size.
     """
-    C, V, device = config.width, config.vocab_size, runtime.device
+    C, V, device = config.width, config.vocab_size, runtime.device.type
     predicted = tokens if config.kind == "gpt" else tokens // 6
-    logits, weight = V * min(chunk_rows(V, device.type), predicted), 4 * V * C
+    logits, weight = V * min(chunk_rows(V, device), predicted), 4 * V * C
     bytes_each = 4
     if runtime.dtype.itemsize == 2:  # without Triton they are in float32 beside those in 16 bits
         bytes_each = 2 if chosen_loss(device, runtime.dtype) == "triton" else 6

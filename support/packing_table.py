@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from support import cutting_stock, figures
-from support.packs import Packing, checked, histogram
+from support.packs import LONGEST_ROW, Packing, checked, histogram
 from support.samples import LONG, LONG_HELP, Samples
 from support.token_store import Store
 
@@ -56,14 +56,15 @@ def read(args: argparse.Namespace) -> Documents:
 
     Raises: ValueError for what is no histogram and no store, and for a document longer than a row
     """
-    for flag in ("max_len", "max_per_pack"):
-        value = getattr(args, flag)
-        if value is not None and value < 1:
-            raise ValueError(f"--{flag.replace('_', '-')} {value}: choose 1 or more")
+    if args.max_per_pack is not None and args.max_per_pack < 1:
+        raise ValueError(f"--max-per-pack {args.max_per_pack}: choose 1 or more")
+    if args.max_len is not None:
+        check_row(args.max_len, "--max-len")
     path, max_len = Path(args.source[0]), args.max_len or MAX_LEN
     if all(text.lstrip("-").isdecimal() for text in args.source):
-        lengths = np.array([int(text) for text in args.source])
-        return Documents("lengths", histogram(lengths, max_len), lengths)
+        lengths = np.array([int(text) for text in args.source], object)
+        counts = histogram(lengths, max_len)  # which refuses what is more than an int64
+        return Documents("lengths", counts, lengths.astype(np.int64))
     if len(args.source) > 1:
         raise ValueError(f"{' '.join(args.source)}: give one folder, one file, or only lengths")
     if not path.is_dir():
@@ -82,6 +83,11 @@ def read(args: argparse.Namespace) -> Documents:
     return Documents("store", checked(histogram(stop - start, max_len)), stop - start)
 
 
+def check_row(max_len: int, source: str) -> None:
+    if not 1 <= max_len <= LONGEST_ROW:
+        raise ValueError(f"{source} {max_len}: choose 1 to {LONGEST_ROW:,} tokens")
+
+
 def read_histogram(path: Path, max_len: int | None) -> np.ndarray:
     """(max_len + 1,) documents of each length, from {"max_len": M, "counts": [of 1, of 2, ...]}."""
     try:
@@ -92,13 +98,14 @@ def read_histogram(path: Path, max_len: int | None) -> np.ndarray:
     except (ValueError, KeyError, TypeError):
         wanted = '{"max_len": M, "counts": [documents of length 1, of length 2, ...]}'
         raise ValueError(f"{path} is no histogram: it has to be {wanted}") from None
+    check_row(row, f"{path}: max_len")
     longest = max((length for length, n in enumerate(counts, 1) if n), default=0)
     if longest > row:
         raise ValueError(
             f"{path}: a document of {longest} tokens does not fit a row of {row}: split or truncate"
             " it before you count, or choose another --max-len"
         )
-    return checked(np.array([0, *counts[:row]] + [0] * (row - len(counts))))
+    return checked([0, *counts[:row]] + [0] * (row - len(counts)), source=f"{path}: the histogram")
 
 
 # ---- showing

@@ -5,9 +5,13 @@ A pack is what lies in one row. No packer is here: packing.py has them.
 
 from collections.abc import Sequence
 from itertools import pairwise
+from operator import index, mul
 from typing import NamedTuple
 
 import numpy as np
+
+MOST_TOKENS = 2**53  # of all documents: float64 counts up to here without gaps, int64 with room
+LONGEST_ROW = 2**22  # tokens: as many prices of cutting_stock.UNIT each still add up in int64
 
 
 def histogram(lengths: Sequence[int] | np.ndarray, max_len: int) -> np.ndarray:
@@ -16,26 +20,38 @@ def histogram(lengths: Sequence[int] | np.ndarray, max_len: int) -> np.ndarray:
     Raises:  ValueError for a length that no row has room for
     Example: histogram([3, 1, 3], 4) == [0, 1, 0, 2, 0]
     """
-    lengths = np.asarray(lengths, np.int64)
+    lengths = np.asarray(lengths)
     for extreme in (lengths.min(initial=1), lengths.max(initial=1)):
         if not 1 <= extreme <= max_len:
             raise ValueError(f"a document of {extreme} tokens does not fit a row of 1 to {max_len}")
-    return np.bincount(lengths, minlength=max_len + 1)
+    return np.bincount(lengths.astype(np.int64, copy=False), minlength=max_len + 1)
 
 
-def checked(counts: np.ndarray) -> np.ndarray:
-    """The counts as int64; ValueError unless they are a histogram that can be packed."""
-    given = np.asarray(counts)
-    if given.size and (given.ndim != 1 or given.dtype.kind not in "iu"):
-        raise ValueError("a histogram is a list of whole numbers, one for each length")
-    if given.min(initial=0) < 0:
-        length = int(given.argmin())
-        raise ValueError(f"the histogram has {given[length]} documents of length {length}")
-    if given[:1].any():
-        raise ValueError(f"the histogram has {given[0]} documents of length 0: leave them out")
-    if not given.any():
-        raise ValueError("the histogram is empty: there is no document to pack")
-    return given.astype(np.int64)
+def checked(counts: Sequence[int] | np.ndarray, source: str = "the histogram") -> np.ndarray:
+    """The counts as int64; ValueError unless they are a histogram that can be packed.
+
+    Looks at Python's integers, which have no largest. Up to MOST_TOKENS every number of documents,
+    packs and tokens is exact; far beyond, int64 wraps around and nothing would say so.
+    """
+    try:
+        given = list(map(index, np.asarray(counts, object).tolist()))
+    except TypeError:
+        wanted = "a list of whole numbers, one for each length"
+        raise ValueError(f"{source} has to be {wanted}") from None
+    fewest = min(given, default=0)
+    if fewest < 0:
+        raise ValueError(f"{source} has {fewest} documents of length {given.index(fewest)}")
+    if any(given[:1]):
+        raise ValueError(f"{source} has {given[0]} documents of length 0: leave them out")
+    if not any(given):
+        raise ValueError(f"{source} is empty: there is no document to pack")
+    tokens = sum(map(mul, given, range(len(given))))
+    if tokens > MOST_TOKENS:
+        raise ValueError(
+            f"{source} has {tokens:,} tokens, and packers count exactly up to {MOST_TOKENS:,}"
+            " (2^53): divide every count by the same number"
+        )
+    return np.array(given, np.int64)
 
 
 class Packing(NamedTuple):
@@ -55,9 +71,12 @@ class Packing(NamedTuple):
         return int(self.counts.sum())
 
     def total(self, of_each_length: np.ndarray) -> int:
-        """Sum a value of each length (max_len + 1,) over all documents."""
+        """Sum a value of each length (max_len + 1,) over all documents.
+
+        In Python's integers: squares of lengths pass int64 long before documents or tokens do.
+        """
         sums = np.add.reduceat(of_each_length[self.lengths], self.offsets[:-1])
-        return int((sums * self.counts).sum())
+        return sum(map(mul, sums.tolist(), self.counts.tolist()))
 
     @property
     def factor(self) -> float:

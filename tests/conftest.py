@@ -15,6 +15,7 @@ from pathlib import Path
 # small tensors are faster without company. Set before torch is loaded.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import numpy as np
 import pytest
 import torch
 
@@ -22,6 +23,12 @@ import torch
 # before anything imports Triton.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+
+try:
+    import triton
+    import triton.language as tl
+except ImportError:  # it has no build for this platform
+    triton = None
 
 import curriculum
 import evaluate
@@ -165,6 +172,33 @@ def metrics(lines: list[dict]) -> list[dict]:
         for line in lines
         if line["event"] not in ("run", "checkpoint")
     ]
+
+
+if triton is not None:
+
+    @triton.jit
+    def count_up(out, n):
+        for i in range(0, n):
+            tl.store(out + i, i)
+
+
+@pytest.fixture(scope="session")
+def interpreter_lacks_loops() -> str:
+    """Why Triton's interpreter cannot run a loop whose end a kernel is told, or nothing.
+
+    Triton 3.6's makes an integer of an array of one element, which NumPy refuses from 2.4 on.
+    """
+    if triton is None or isinstance(count_up, triton.JITFunction):  # nothing is interpreted
+        return ""
+    counted = torch.zeros(3)
+    try:
+        count_up[1,](counted, 3)
+    except Exception as error:
+        if "only 0-dimensional arrays can be converted to Python scalars" not in str(error):
+            raise
+        return f"Triton {triton.__version__}'s interpreter runs no loop with NumPy {np.__version__}"
+    assert counted.tolist() == [0, 1, 2]
+    return ""
 
 
 @pytest.fixture

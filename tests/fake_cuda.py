@@ -14,18 +14,26 @@ repository,
     peak      bytes of the device's tensors, alive at once
 
 Not modelled: time, streams' order (tests/test_offload.py has that), cuBLAS's workspaces, several
-devices, torch's own compiler. Torch has to be imported after `install`, so it runs as a process:
+devices, torch's own compiler. The library has to be loaded before torch is, so this is a process of
+its own, which reads what to do and writes what it saw:
 
     python -m tests.fake_cuda LIBRARY.so REPORT.json < runs.json      # see tests/test_fake_cuda.py
+
+    {"plain": {"flags": ["--device", "cuda", ...]},            # of train.py
+     "read": {"command": "evaluate", "flags": [...]},          # evaluate.main
+     "stopped": {"flags": [...], "stop": 2},                   # by SIGTERM, in its second step
+     "broken": {"flags": [...], "patch": {"ltd.draws": "lambda ..."}}}
 """
 
 import collections
 import contextlib
 import ctypes
 import importlib.util
+import io
 import json
 import math
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -34,6 +42,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[1]
 TORCH = Path(importlib.util.find_spec("torch").origin).parent
@@ -143,6 +152,13 @@ class Counts:
             del self.alive[key]
             self.bytes -= size
 
+    def lock(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Make the host's memory of a tensor page-locked, until the tensor is gone."""
+        address = tensor.data_ptr()
+        self.locked[address] = address + tensor.nbytes
+        weakref.finalize(tensor, self.locked.pop, address, None)
+        return tensor
+
     def is_pinned(self, tensor: torch.Tensor) -> bool:
         address = tensor.data_ptr()
         return any(start <= address < stop for start, stop in list(self.locked.items()))
@@ -197,13 +213,18 @@ class Device(TorchDispatchMode):
 
 def run(func: Any, args: tuple, kwargs: dict) -> Any:
     """An operator as torch would run it, if the device were there."""
+    if torch.is_inference_mode_enabled() and func._can_decompose():  # autograd did not do it
+        with Device():
+            return func.decompose(*args, **kwargs)
     name = func._schema.name.split("::")[1]
     tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
     asked = kwargs.get("device")
     to = None if asked is None else torch.device(asked)
     inputs_on_device = any(isinstance(tensor, OnDevice) for tensor in tensors)
     if not inputs_on_device and (to is None or to.type != "cuda"):
-        return func(*args, **kwargs)
+        is_pinned = kwargs.pop("pin_memory", False)
+        made = func(*args, **kwargs)
+        return COUNTS.lock(made) if is_pinned else made
     makes_on_device = to.type == "cuda" if to else inputs_on_device
     if name == "_to_copy":
         count_copy(args[0], makes_on_device, kwargs.get("non_blocking", False))
@@ -462,11 +483,7 @@ def patch_torch() -> None:
     torch.nn.utils.clip_grad._has_foreach_support = lambda tensors, device: True
 
     def pin_memory(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-        pinned = tensor.clone()
-        address = pinned.data_ptr()
-        COUNTS.locked[address] = address + pinned.nbytes
-        weakref.finalize(pinned, COUNTS.locked.pop, address, None)
-        return pinned
+        return COUNTS.lock(tensor.clone())
 
     torch.Tensor.pin_memory = pin_memory
     torch.Tensor.is_pinned = lambda tensor, *args: COUNTS.is_pinned(tensor)
@@ -512,12 +529,10 @@ def patch_torch() -> None:
 
 
 @contextlib.contextmanager
-def phases() -> Iterator[list[dict]]:
-    """Name the phases of a run of train.py, and report each of its steps."""
-    import train
-
-    steps: list[dict] = []
-    gradients, update, step = train.Trainer.gradients, train.Trainer.update, train.Trainer.step
+def steps_of_train(stop: int | None) -> Iterator[list[dict]]:
+    """What each step of a run of train.py does, by phase; a SIGTERM comes in step number `stop`."""
+    trainer, steps = importlib.import_module("train").Trainer, []
+    gradients, update, step = trainer.gradients, trainer.update, trainer.step
 
     def named(phase: str, method: Callable) -> Callable:
         def call(self: Any, *args: Any, **more: Any) -> Any:
@@ -530,34 +545,37 @@ def phases() -> Iterator[list[dict]]:
         return call
 
     def counted(self: Any, todo: Any) -> Any:
+        if todo.after.step == stop:
+            os.kill(os.getpid(), signal.SIGTERM)
         COUNTS.clear()
         done = step(self, todo)
-        rows = len(todo.batch.tokens)
-        micro_batches = -(-rows // self.rows_together(todo))
+        micro_batches = -(-len(todo.batch.tokens) // self.rows_together(todo))
         steps.append(COUNTS.report() | {"loss": done.loss, "micro_batches": micro_batches})
         return done
 
-    train.Trainer.gradients = named("gradients", gradients)
-    train.Trainer.update = named("update", update)
-    train.Trainer.step = counted
-    try:
+    with (
+        mock.patch.object(trainer, "gradients", named("gradients", gradients)),
+        mock.patch.object(trainer, "update", named("update", update)),
+        mock.patch.object(trainer, "step", counted),
+    ):
         yield steps
-    finally:
-        train.Trainer.gradients, train.Trainer.update = gradients, update
-        train.Trainer.step = step
 
 
-def run_train(flags: list[str]) -> dict[str, Any]:
-    """A run of train.py with these flags: its status, and what each step did."""
-    import train
-
-    COUNTS.phase = "run"
-    with phases() as steps:
+def run_command(
+    flags: list[str], command: str = "train", stop: int | None = None, patch: dict | None = None
+) -> dict[str, Any]:
+    """A command of this repository: its status, and what each step of training did."""
+    COUNTS.phase, error, said = "run", "", io.StringIO()
+    with contextlib.ExitStack() as around:
+        around.enter_context(contextlib.redirect_stdout(said))
+        for target, source in (patch or {}).items():
+            around.enter_context(mock.patch(target, eval(source, globals())))
+        steps = around.enter_context(steps_of_train(stop))
         try:
-            status, error = train.main(flags), ""
+            status = importlib.import_module(command).main(flags) or 0
         except Exception:
             status, error = 1, traceback.format_exc()
-    return {"status": status, "error": error, "steps": steps}
+    return {"status": status, "error": error, "said": said.getvalue(), "steps": steps}
 
 
 def main() -> None:
@@ -566,12 +584,11 @@ def main() -> None:
     patch_kernels()
     torch.set_num_threads(1)
     with Device():
-        reports = {name: run_train(flags) for name, flags in runs.items()}
+        reports = {name: run_command(**run) for name, run in runs.items()}
     Path(sys.argv[2]).write_text(json.dumps(reports))
 
 
 if __name__ == "__main__":
     os.environ.setdefault("TRITON_INTERPRET", "1")
     sys.path.insert(0, str(ROOT))
-    sys.modules["tests.fake_cuda"] = sys.modules["__main__"]
     main()

@@ -47,6 +47,15 @@ def test_every_bench_says_what_its_flags_are(name, bench, monkeypatch, capsys):
     assert end.value.code == 0 and "--record" in capsys.readouterr().out
 
 
+def test_packers_refuse_a_histogram_of_absurd_counts(tmp_path, bench, monkeypatch):
+    pytest.importorskip("scipy", reason="SciPy is not installed")
+    path = tmp_path / "lengths.json"
+    path.write_text(json.dumps({"max_len": 8, "counts": [0, 9 * 10**18]}))
+    monkeypatch.setattr(sys, "argv", ["packers.py", str(path)])
+    with pytest.raises(ValueError, match=f"lengths.json: the histogram has {18 * 10**18:,} tokens"):
+        bench("packers").main()  # started as a program, it says so in one line
+
+
 def test_a_record_says_where_it_was_taken_and_a_gpus_are_kept_apart(tmp_path, bench, monkeypatch):
     record = bench("record")
     here = record.surroundings()

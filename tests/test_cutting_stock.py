@@ -18,6 +18,7 @@ from support.cutting_stock import (
     regress,
     relax,
 )
+from support.packs import MOST_TOKENS
 
 counts_of_lengths = st.lists(st.integers(0, 20), min_size=2, max_size=16)
 
@@ -70,6 +71,34 @@ def test_bound_by_hand():
     # 5 + 5 leave 3 + 3 free, in which no 4 fits: the 4s need a pack of their own
     assert least_packs(np.bincount([5, 5, 4, 4], minlength=9), 8) == 3
     assert least_packs(np.bincount([1, 1, 1, 1, 1], minlength=9), 2) == 3
+
+
+def least_packs_by_definition(counts, max_per_pack):
+    """The bound L2 as its paper has it, in Python's integers."""
+    max_len, best = len(counts) - 1, -(-sum(counts) // max_per_pack)
+    for t in range(max_len // 2 + 1):
+        long = sum(counts[max_len - t + 1 :])
+        middle = {n: counts[n] for n in range(max_len // 2 + 1, max_len - t + 1)}
+        free = sum((max_len - n) * count for n, count in middle.items())
+        short = sum(n * counts[n] for n in range(t, max_len // 2 + 1))
+        more = max(-((free - short) // max_len), 0)
+        best = max(best, long + sum(middle.values()) + more)
+    return best
+
+
+@given(st.lists(st.integers(0, 2**53 // 16**2), min_size=2, max_size=16), st.integers(1, 16))
+def test_bound_is_exact_up_to_the_most_tokens(counts, max_per_pack):
+    counts = [0, *counts]
+    counts[1] += MOST_TOKENS - sum(length * count for length, count in enumerate(counts))
+    found = least_packs(np.array(counts), max_per_pack)
+    assert found == least_packs_by_definition(counts, max_per_pack)
+
+
+@pytest.mark.parametrize("count", [4 * 10**18, 9 * 10**18])
+def test_bound_is_wrong_past_what_packers_take(count):
+    counts = [0, 0, 0, count, 0, 0, 0, 0]  # three tokens in rows of 7
+    assert least_packs_by_definition(counts, 7) == -(-3 * count // 7)
+    assert least_packs(np.array(counts), 7) < -(-3 * count // 7)
 
 
 def test_relaxation_by_hand():

@@ -178,7 +178,7 @@ def test_a_bert_is_asked_of_every_pair_whether_it_follows(store):
 
     class Oracle(Even):
         def follows(self, x, cls):
-            answers = shown[-1].targets[cls]
+            answers = shown[-1].targets.flatten()[cls]
             says = {"right": answers, "wrong": 1 - answers, "yes": answers * 0}[self.says]
             return torch.nn.functional.one_hot(says, 2).double()
 

@@ -7,6 +7,11 @@ interpreter (conftest.py), which rounds to bfloat16 by cutting bits off; that, t
     python -m pytest -n 0 tests/test_kernels_cross_entropy.py
 """
 
+import os
+import re
+import subprocess
+import sys
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -23,6 +28,7 @@ from kernels.cross_entropy import (
     token_losses,
     triton_runs_on,
 )
+from support.runtime import ROOT
 
 V, C = 29, 6
 DTYPES = (torch.float32, torch.bfloat16)
@@ -280,6 +286,50 @@ def test_the_definition_worked_by_hand():
         torch.testing.assert_close(loss, expected.to(loss.dtype))
 
 
+def compiled_accesses() -> set[str]:
+    """What accesses the kernel has to memory in PTX, compiled for three kinds of GPU, which need
+    not be there, and logits in bfloat16."""
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource, compile
+
+    kernel, accesses = cross_entropy.losses_kernel, set()
+    constants = {"bias": None, "shares": None, "IGNORED": IGNORE, "GRADIENT": True}
+    constants["COLS"] = cross_entropy.COLS
+    types = {"losses": "*fp32", "logits": "*bf16", "targets": "*i64", "V": "i32", "stride": "i32"}
+    types |= dict.fromkeys(constants, "constexpr")
+    types = {name: types[name] for name in kernel.arg_names}
+    aligned = [i for i, name in enumerate(types) if name in ("logits", "stride")]
+    source = ASTSource(
+        fn=kernel,
+        signature=types,
+        constexprs=constants,
+        attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+    )
+    for capability in (80, 89, 90):
+        target = GPUTarget("cuda", capability, 32)
+        ptx = compile(source, target=target, options={"num_warps": cross_entropy.WARPS}).asm["ptx"]
+        accesses |= set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx))
+    return accesses
+
+
+def test_for_a_gpu_logits_are_accessed_16_bytes_at_a_time(tmp_path):
+    if cross_entropy.triton is None:
+        pytest.skip("Triton is not installed")
+    script = "from tests.test_kernels_cross_entropy import compiled_accesses as f; print(*f())"
+    child = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    # a row's target, the logit of it, and its loss are one number each
+    alone = {"ld.global.b64", "ld.global.b16", "st.global.b32"}
+    assert set(child.stdout.split()) == alone | {"ld.global.v4.b32", "st.global.v4.b32"}
+
+
 def test_on_a_cpu_auto_is_the_chunked_form_and_others_are_refused():
     inputs = head(500, torch.float32)
     assert linear_cross_entropy(*inputs).equal(linear_cross_entropy(*inputs, impl="chunked"))
@@ -290,15 +340,14 @@ def test_on_a_cpu_auto_is_the_chunked_form_and_others_are_refused():
 
 def test_the_kernel_is_refused_where_it_cannot_run(monkeypatch):
     needs_triton()
-    cpu, cuda = torch.device("cpu"), torch.device("cuda")
     with pytest.raises(ValueError, match="x is float64: choose chunked"):
-        chosen_impl(cuda, torch.float64, "triton")
+        chosen_impl("cuda", torch.float64, "triton")
     monkeypatch.setattr(cross_entropy.triton, "JITFunction", object)  # as if it were compiled
     with pytest.raises(ValueError, match="wants CUDA tensors"):
-        chosen_impl(cpu, torch.bfloat16, "triton")
+        chosen_impl("cpu", torch.bfloat16, "triton")
     monkeypatch.setattr(cross_entropy, "triton", None)
     with pytest.raises(ValueError, match="Triton is not installed here"):
-        chosen_impl(cuda, torch.bfloat16, "triton")
+        chosen_impl("cuda", torch.bfloat16, "triton")
 
 
 @pytest.mark.parametrize(
@@ -310,13 +359,12 @@ def test_auto_is_the_kernel_for_16_bits_on_a_gpu_that_triton_compiles_for(
 ):
     needs_triton()
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
     monkeypatch.setattr(cross_entropy.shutil, "which", lambda name: compiler)
     triton_runs_on.cache_clear()
-    cuda = torch.device("cuda")
-    found = [chosen_impl(cuda, dtype) for dtype in (*DTYPES, torch.float16)]
+    found = [chosen_impl("cuda", dtype) for dtype in (*DTYPES, torch.float16)]
     assert found == ["chunked", *["triton" if takes_it else "chunked"] * 2]
-    assert chosen_impl(torch.device("cpu"), torch.bfloat16) == "chunked"
+    assert chosen_impl("cpu", torch.bfloat16) == "chunked"
     triton_runs_on.cache_clear()
 
 

@@ -5,9 +5,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
+from conftest import SMALL, refusal_of
 
 import config
+import train
 from data import Rows, collate, counts, places
 from kernels.packed_attention import attention_mask
 from model import Transformer
@@ -92,6 +93,15 @@ def test_negative_control_a_row_that_is_one_document_differs(store_dir, monkeypa
         Transformer, "forward", lambda self, batch, **more: FORWARD(self, contaminated(batch))
     )
     assert losses(store, True, "") != pytest.approx(alone, rel=1e-2)
+
+
+def test_windows_of_more_tokens_than_are_counted_exactly_are_refused(
+    store_dir, tmp_path, monkeypatch, capsys
+):
+    argv = f"train.py {SMALL} --data {store_dir} --out {tmp_path / 'run'} --pack".split()
+    monkeypatch.setattr("support.packs.MOST_TOKENS", 1000)  # a window has 16 steps of 256
+    said = refusal_of(train.main, argv, monkeypatch, capsys)
+    assert "tokens, and packers count exactly up to 1,000" in said
 
 
 def test_the_mask_in_the_docs_is_the_models():

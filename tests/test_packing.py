@@ -5,12 +5,13 @@ import sys
 
 import numpy as np
 import pytest
+from conftest import refusal_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from packing import PACKERS, main, next_fit, pack, pack_lengths
 from support.cutting_stock import NEED_SCIPY
-from support.packs import assign, histogram
+from support.packs import LONGEST_ROW, MOST_TOKENS, Packing, assign, histogram
 
 GREEDY = ("spfhp", "lpfhp", "bfd", "ffd")
 items = st.lists(st.integers(1, 64), max_size=60)
@@ -25,6 +26,22 @@ def histograms(draw, longest=24, most=9):
         counts = [n if draw(st.integers(0, 3)) == 0 else 0 for n in counts]
     assume(any(counts))
     return np.array([0, *counts])
+
+
+@st.composite
+def histograms_of_most_tokens(draw, longest=16):
+    """Counts, as Python's integers, of exactly 2^53 tokens: a few of some lengths, many of others.
+
+    One count takes what is left over, and documents of length 1 what that one cannot.
+    """
+    largest = MOST_TOKENS // longest**2
+    few_or_many = st.sampled_from([0, 1, 7, largest]) | st.integers(0, largest)
+    counts = [0, *draw(st.lists(few_or_many, min_size=1, max_size=longest))]
+    left = MOST_TOKENS - sum(length * count for length, count in enumerate(counts))
+    length = draw(st.integers(1, len(counts) - 1))
+    counts[length] += left // length
+    counts[1] += left % length
+    return counts
 
 
 def names(packers=PACKERS):
@@ -276,6 +293,43 @@ def test_time_does_not_depend_on_the_number_of_documents(packer):
     assert many.total(np.ones(129, int)) == counts.sum() * 10**9
 
 
+@pytest.mark.parametrize("packer", names([p for p in PACKERS if p != "next-fit"]))
+@settings(max_examples=25, deadline=None)
+@given(counts=histograms_of_most_tokens(), max_per_pack=depths)
+def test_numbers_are_exact_up_to_the_most_tokens(packer, counts, max_per_pack):
+    if packer == "nnlshp":
+        max_per_pack = min(max_per_pack or 3, 3)
+    max_len = len(counts) - 1
+    packing = pack(counts, packer, max_per_pack)
+    held, rows = [0] * (max_len + 1), 0
+    for strategy, count in strategies_of(packing):
+        assert sum(strategy) <= max_len and 0 < len(strategy) <= (max_per_pack or max_len)
+        rows += count
+        for length in strategy:
+            held[length] += count
+    assert held == counts
+    assert packing.lower_bound <= packing.packs == rows
+    assert packing.factor == sum(counts) / rows
+    assert packing.efficiency == MOST_TOKENS / (rows * max_len)
+    squares = sum(length**2 * count for length, count in enumerate(counts))
+    assert packing.attention == squares / (rows * max_len**2)
+    assert packing.total(np.arange(max_len + 1) ** 2) == squares
+
+
+def test_squares_of_lengths_are_exact_where_int64_ends():
+    # 2^31 documents as long as the longest row: 2^53 tokens, whose squares are 2^75 in sum
+    documents = MOST_TOKENS // LONGEST_ROW
+    packing = Packing(
+        lengths=np.array([LONGEST_ROW]),
+        offsets=np.array([0, 1]),
+        counts=np.array([documents]),
+        max_len=LONGEST_ROW,
+        lower_bound=documents,
+    )
+    assert packing.efficiency == packing.attention == 1
+    assert np.int64(documents) * np.int64([LONGEST_ROW**2]) == 0  # what int64 makes of 2^75
+
+
 def test_a_permutation_shuffles_packs_and_keeps_each():
     packs = pack_lengths([3, 6, 5, 2, 8], 8)
     order = np.array([2, 0, 1])
@@ -310,6 +364,38 @@ def test_refuses_what_fits_no_row(length):
 def test_refuses_what_is_no_histogram_or_packer(counts, options, message):
     with pytest.raises(ValueError, match=message):
         pack(counts, **options)
+
+
+@pytest.mark.parametrize(
+    ("counts", "tokens"),
+    [
+        ([0, MOST_TOKENS + 1], MOST_TOKENS + 1),
+        ([0, 1, MOST_TOKENS // 2], MOST_TOKENS + 1),
+        ([0, 0, 9 * 10**18, 0], 18 * 10**18),  # a count that int64 holds, a sum that it does not
+        ([0, 2**63, 1], 2**63 + 2),  # NumPy makes float64 of these two
+        ([0, 10**30], 10**30),
+    ],
+)
+def test_more_tokens_than_are_counted_exactly_are_refused(counts, tokens):
+    message = f"the histogram has {tokens:,} tokens, and packers count exactly up to 9,007,199,"
+    with pytest.raises(ValueError, match=message):
+        pack(counts)
+    assert pack([0, MOST_TOKENS]).packs == MOST_TOKENS
+
+
+def test_documents_in_order_of_too_many_tokens_are_refused(monkeypatch):
+    monkeypatch.setattr("support.packs.MOST_TOKENS", 20)
+    assert next_fit(np.array([8, 8, 4]), 8).packs == 3
+    with pytest.raises(ValueError, match="the histogram has 21 tokens, and packers count exactly"):
+        next_fit(np.array([8, 8, 5]), 8)
+
+
+def test_without_the_refusal_numbers_would_be_wrong(monkeypatch):
+    monkeypatch.setattr("support.packs.MOST_TOKENS", 2**100)
+    count = 4 * 10**18
+    assert pack([0, 0, 0, count, 0, 0, 0, 0]).lower_bound < -(-3 * count // 7)  # tokens over 7
+    count = 9 * 10**18
+    assert pack([0, 0, 0, count, 0, count]).packs < 0  # rows of 5, one document in each
 
 
 @pytest.mark.parametrize("packer", NEED_SCIPY)
@@ -385,7 +471,9 @@ def test_command_prints_json(histogram_file, capsys):
         ([1, 2], [], "is no histogram: it has to be"),
         ("counts: 1", [], "is no histogram: it has to be"),
         ({"max_len": 2, "counts": [1]}, ["--max-per-pack", "0"], "--max-per-pack 0: choose 1"),
-        ({"max_len": 2, "counts": [1]}, ["--max-len", "0"], "--max-len 0: choose 1"),
+        ({"max_len": 2, "counts": [1]}, ["--max-len", "0"], "--max-len 0: choose 1 to 4,194,304"),
+        ({"max_len": 2, "counts": [1]}, ["--max-len", "4194305"], "--max-len 4194305: choose 1"),
+        ({"max_len": 10**30, "counts": [1]}, [], r"lengths.json: max_len 10{30}: choose 1 to"),
         ({"max_len": 2, "counts": [1]}, ["--packer", "wfd"], "invalid choice: 'wfd'"),
         ({"max_len": 2, "counts": [1]}, ["--packer", "next-fit"], "needs the documents in order"),
         ({"max_len": 2, "counts": [1]}, ["7"], "give one folder, one file, or only lengths"),
@@ -394,6 +482,23 @@ def test_command_prints_json(histogram_file, capsys):
 def test_command_refuses_in_one_line(content, arguments, message, histogram_file):
     with pytest.raises(ValueError, match=message):
         main([histogram_file(content), *arguments])
+
+
+@pytest.mark.parametrize("packer", PACKERS)
+@pytest.mark.parametrize("count", [9 * 10**18, 10**30, MOST_TOKENS // 3 + 1])
+def test_command_refuses_absurd_counts(packer, count, histogram_file, monkeypatch, capsys):
+    file = histogram_file({"max_len": 5, "counts": [0, 0, count]})
+    argv = ["packing.py", file, "--packer", packer]
+    assert refusal_of(main, argv, monkeypatch, capsys) == (
+        f"error: {file}: the histogram has {3 * count:,} tokens, and packers count exactly up to"
+        " 9,007,199,254,740,992 (2^53): divide every count by the same number\n"
+    )
+
+
+def test_command_refuses_absurd_lengths(monkeypatch, capsys):
+    argv = ["packing.py", "3", str(2**63 + 1)]
+    said = refusal_of(main, argv, monkeypatch, capsys)
+    assert f"a document of {2**63 + 1} tokens does not fit a row of 1 to 256" in said
 
 
 def test_command_refuses_a_file_that_is_not_there(tmp_path):
