@@ -73,7 +73,7 @@ if triton is not None:
             dq += dot(dscores.to(key.dtype), key)
         return dq
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["T"])
     def dq_kernel(
         dq,
         delta,
@@ -96,7 +96,7 @@ if triton is not None:
         VISITED: tl.constexpr,
     ):
         """dq, and delta: each query's sum of out * dout, which the other kernel needs as well"""
-        b, h, tile = place(H)
+        b, h, tile = place(T, H, OWN)
         t = tile * OWN + tl.arange(0, OWN)
         bounds = seen_keys(start, end, b, t, T, CAUSAL)
         low, plain, masked_again, high = visits(bounds, VISITED)
@@ -150,7 +150,7 @@ if triton is not None:
             dk += dot(dscores.to(query.dtype), query)
         return dk, dv
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["T"])
     def dkv_kernel(
         dk,
         dv,
@@ -172,7 +172,7 @@ if triton is not None:
         OWN: tl.constexpr,
         VISITED: tl.constexpr,
     ):
-        b, h, tile = place(H)
+        b, h, tile = place(T, H, OWN)
         t = tile * OWN + tl.arange(0, OWN)
         bounds = seeing_queries(start, end, b, t, T, CAUSAL)
         low, plain, masked_again, high = visits(bounds, VISITED)
@@ -210,8 +210,8 @@ def backward(
     strides = strides_of(q, k, v, dout, out)
     more = (strides, start, end, T, H, math.log2(math.e) * root, root)
     with torch.cuda.device_of(q):
-        grid, constants = launch("dq", q, causal)
+        grid, constants = launch("dq", q.shape, q.dtype, causal)
         dq_kernel[grid](dq, delta, dout, out, lse, q, k, v, *more, **constants)
-        grid, constants = launch("dkv", q, causal)
+        grid, constants = launch("dkv", q.shape, q.dtype, causal)
         dkv_kernel[grid](dk, dv, delta, dout, lse, q, k, v, *more, **constants)
     return dq, dk, dv

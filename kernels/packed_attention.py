@@ -26,8 +26,10 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import attention_groups, attention_tiles, attention_tiles_backward
+from kernels.triton_here import why_not
 
 IMPLS = {
     "dense": "under a mask of each row's documents",
@@ -35,6 +37,11 @@ IMPLS = {
     "adaptive": "documents of like length together or a mask over all, whichever is less work",
     "triton": "in tiles that end with their documents",
 }
+
+
+# Without cuDNN, which torch takes first on an H100: under a mask and with T % 128 = 64, as of kept
+# tokens, its gradients of queries may be NaN in torch 2.11 to 2.13 (pytorch/pytorch#196678).
+UNDER_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 def attention_mask(doc_ids: Tensor, causal: bool) -> Tensor:
@@ -206,7 +213,7 @@ def chosen_impl(
     compiled: bool = False,
     impl: str = "auto",
 ) -> str:
-    """Which implementation packed rows take: a function of its arguments and of what is installed.
+    """Which implementation packed rows take: a function of its arguments and of this machine.
 
     Args: device   cpu | cuda | another type of torch's
           dtype    of queries, keys and values
@@ -214,7 +221,6 @@ def chosen_impl(
           compiled whether blocks are: one of two implementations by batch would be compiled twice
           impl     auto, or one of IMPLS: what is asked for
     """
-    tiled = attention_tiles.triton is not None and head_width in attention_tiles.HEAD_WIDTHS
     if impl not in ("auto", *IMPLS):
         raise ValueError(f"impl {impl!r} is unknown: choose one of auto, {', '.join(IMPLS)}")
     if impl != "auto":
@@ -225,7 +231,8 @@ def chosen_impl(
         return "groups" if compiled else "adaptive"
     # float32 has no matrix units that keep its precision
     half = dtype in (torch.bfloat16, torch.float16)
-    return "triton" if device == "cuda" and tiled and half else "dense"
+    tiled = half and head_width in attention_tiles.HEAD_WIDTHS
+    return "triton" if tiled and why_not(device) is None else "dense"
 
 
 def impl_for(block: nn.Module, x: Tensor, head_width: int, dropout: float = 0.0) -> str:
@@ -261,9 +268,11 @@ def packed_attention(
             attention_tiles.check(q)
         return PackedAttention.apply(q, k, v, documents)
     mask, *padding = documents.index
-    if mask.is_floating_point():
-        mask = mask.to(q.dtype)
     heads_first = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) each
-    y = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, dropout_p=dropout)
-    y = y.transpose(1, 2)  # (B, T, H, D)
-    return y.masked_fill(padding[0][:, :, None, None], 0) if padding else y
+    if not padding:  # a CPU's mask, which is added
+        mask = mask.to(q.dtype)
+        y = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, dropout_p=dropout)
+        return y.transpose(1, 2)  # (B, T, H, D)
+    with sdpa_kernel(UNDER_A_MASK):
+        y = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, dropout_p=dropout)
+    return y.transpose(1, 2).masked_fill(padding[0][:, :, None, None], 0)

@@ -20,11 +20,14 @@ stop at rows of 2,048 tokens (token_sort.cu); these take rows of any length.
 """
 
 import math
+from functools import lru_cache
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
+
+from kernels.triton_here import why_not
 
 try:
     import triton
@@ -53,9 +56,11 @@ def reference_scatter(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
 if triton is not None:
     # A kernel's rows are those of the whole batch, one after the other. Offsets are int64: a batch
     # may have more than 2**31 elements. Strides come in units of UNIT elements: multiplied by that
-    # constant, the compiler sees that accesses of as many elements at once are aligned.
+    # constant, the compiler sees that accesses of as many elements at once are aligned. So nothing
+    # is gained by code of its own for numbers that are 1 or multiples of 16, which Triton would
+    # compile as T and K change over a run.
 
-    @triton.jit
+    @triton.jit(do_not_specialize=["rows", "K", "x_stride_b", "x_stride_t"])
     def take_kernel(
         out,  # (B, K, C), contiguous
         x,  # (B, T, C)
@@ -79,7 +84,18 @@ if triton is not None:
         value = tl.load(x + start[:, None] + col[None, :], mask=inside)
         tl.store(out + row.to(tl.int64)[:, None] * C + col[None, :], value, mask=inside)
 
-    @triton.jit
+    @triton.jit(
+        do_not_specialize=[
+            "rows",
+            "T",
+            "K",
+            "reach",
+            "x_stride_b",
+            "x_stride_t",
+            "y_stride_b",
+            "y_stride_k",
+        ]
+    )
     def place_kernel(
         out,  # (B, T, C), contiguous
         x,  # (B, T, C), or None: zeros
@@ -88,13 +104,13 @@ if triton is not None:
         rows,  # B * T
         T,
         K,
+        reach,  # of the search: the largest power of 2 below K, or 0
         x_stride_b,
         x_stride_t,
         y_stride_b,
         y_stride_k,
         C: tl.constexpr,
         UNIT: tl.constexpr,
-        STEPS: tl.constexpr,  # of the search among K slots
         ROWS: tl.constexpr,
         COLS: tl.constexpr,
     ):
@@ -107,10 +123,11 @@ if triton is not None:
         # Binary search for the last k with kept[b, k] <= t, or 0. Its loads come from cache, and
         # there is no second launch to invert `kept` first.
         k = tl.zeros((ROWS,), tl.int64)
-        for i in tl.static_range(STEPS):
-            probe = k + 2 ** (STEPS - 1 - i)
+        while reach > 0:
+            probe = k + reach
             at = tl.load(kept + b * K + probe, mask=(row < rows) & (probe < K), other=T)
             k = tl.where(at <= t, probe, k)
+            reach //= 2
         is_kept = tl.load(kept + b * K + k, mask=row < rows, other=-1) == t
 
         # Each row is loaded and stored under the mask of its own source. Selecting between the two
@@ -137,24 +154,22 @@ def flat_rows(kept: Tensor, T: int) -> Tensor:
 
 class Launch(NamedTuple):
     grid: tuple[int, int]
-    strides: list[int]  # of each source's rows and positions, in units
+    strides: tuple[int, ...]  # of each source's rows and positions, in units
     constants: dict[str, int]
 
 
-def launch(rows: int, C: int, *sources: Tensor | None) -> Launch:
-    """How to launch a kernel that writes so many rows: a program has as many as TILE_BYTES hold."""
-    itemsize = next(source.element_size() for source in sources if source is not None)
-    strides = [
-        stride
-        for source in sources
-        for stride in ((0, 0) if source is None else source.stride()[:2])
-    ]
+@lru_cache
+def launch(rows: int, C: int, itemsize: int, *strides: int) -> Launch:
+    """How to launch a kernel that writes so many rows: a program has as many as TILE_BYTES hold.
+
+    Args: strides of each source's rows and positions, in elements
+    """
     unit = math.gcd(C, ACCESS_BYTES // itemsize, *strides)
-    cols = min(triton.next_power_of_2(C), TILE_BYTES // itemsize)
+    cols = min(1 << (C - 1).bit_length(), TILE_BYTES // itemsize)
     tile_rows = TILE_BYTES // itemsize // cols
     return Launch(
-        grid=(triton.cdiv(rows, tile_rows), triton.cdiv(C, cols)),
-        strides=[stride // unit for stride in strides],
+        grid=(-(-rows // tile_rows), -(-C // cols)),
+        strides=tuple(stride // unit for stride in strides),
         constants={"C": C, "UNIT": unit, "ROWS": tile_rows, "COLS": cols, "num_warps": WARPS},
     )
 
@@ -165,15 +180,23 @@ def with_adjacent_columns(x: Tensor) -> Tensor:
 
 def take(x: Tensor, kept: Tensor, impl: str) -> Tensor:
     """The kept rows of x, (B, K, C), contiguous. No gradient."""
+    if impl == "triton":
+        run = take_op if torch.compiler.is_compiling() else take_by_triton
+        return run(x, kept)
     B, T, C = x.shape
     K = kept.shape[1]
     out = torch.empty(B, K, C, dtype=x.dtype, device=x.device)
-    if impl == "torch":
-        rows = x.reshape(B * T, C)
-        torch.index_select(rows, 0, flat_rows(kept, T), out=out.view(B * K, C))
-        return out
+    rows = x.reshape(B * T, C)
+    torch.index_select(rows, 0, flat_rows(kept, T), out=out.view(B * K, C))
+    return out
+
+
+def take_by_triton(x: Tensor, kept: Tensor) -> Tensor:
+    B, _, C = x.shape
+    K = kept.shape[1]
     x, kept = with_adjacent_columns(x), kept.contiguous()
-    grid, strides, constants = launch(B * K, C, x)
+    out = torch.empty(B, K, C, dtype=x.dtype, device=x.device)
+    grid, strides, constants = launch(B * K, C, x.element_size(), *x.stride()[:2])
     with torch.cuda.device_of(x):
         take_kernel[grid](out, x, kept, B * K, K, *strides, **constants)
     return out
@@ -181,24 +204,47 @@ def take(x: Tensor, kept: Tensor, impl: str) -> Tensor:
 
 def place(x: Tensor | None, kept: Tensor, y: Tensor | None, T: int, impl: str) -> Tensor:
     """x with the rows of y in its kept rows, (B, T, C), contiguous. None is zeros. No gradient."""
+    if impl == "triton":
+        run = place_op if torch.compiler.is_compiling() else place_by_triton
+        return run(x, kept, y, T)
     given = y if x is None else x
     B, K, C = *kept.shape, given.shape[2]
-    if impl == "torch":
-        zeros = x is None
-        out = given.new_zeros(B, T, C) if zeros else x.clone(memory_format=torch.contiguous_format)
-        at, rows = flat_rows(kept, T), out.view(B * T, C)
-        if y is None:
-            rows.index_fill_(0, at, 0)
-        else:
-            rows.index_copy_(0, at, y.reshape(B * K, C))
-        return out
-    x, y = (None if source is None else with_adjacent_columns(source) for source in (x, y))
-    kept, steps = kept.contiguous(), (K - 1).bit_length()
-    out = torch.empty(B, T, C, dtype=given.dtype, device=given.device)
-    grid, strides, constants = launch(B * T, C, x, y)
-    with torch.cuda.device_of(given):
-        place_kernel[grid](out, x, kept, y, B * T, T, K, *strides, STEPS=steps, **constants)
+    zeros = x is None
+    out = given.new_zeros(B, T, C) if zeros else x.clone(memory_format=torch.contiguous_format)
+    at, rows = flat_rows(kept, T), out.view(B * T, C)
+    if y is None:
+        rows.index_fill_(0, at, 0)
+    else:
+        rows.index_copy_(0, at, y.reshape(B * K, C))
     return out
+
+
+def place_by_triton(x: Tensor | None, kept: Tensor, y: Tensor | None, T: int) -> Tensor:
+    given = y if x is None else x
+    B, K, C = *kept.shape, given.shape[2]
+    x, y = (None if source is None else with_adjacent_columns(source) for source in (x, y))
+    kept, reach = kept.contiguous(), 1 << (K - 1).bit_length() >> 1
+    out = torch.empty(B, T, C, dtype=given.dtype, device=given.device)
+    of_x, of_y = ((0, 0) if source is None else source.stride()[:2] for source in (x, y))
+    grid, strides, constants = launch(B * T, C, given.element_size(), *of_x, *of_y)
+    with torch.cuda.device_of(given):
+        place_kernel[grid](out, x, kept, y, B * T, T, K, reach, *strides, **constants)
+    return out
+
+
+if triton is not None:
+    # The same as operators, which a compiler takes as they are, without looking into them.
+    take_op = torch.library.custom_op("parsimony::take", take_by_triton, mutates_args=())
+    place_op = torch.library.custom_op("parsimony::place", place_by_triton, mutates_args=())
+
+    @take_op.register_fake
+    def _(x, kept):
+        return x.new_empty(*kept.shape, x.shape[2])
+
+    @place_op.register_fake
+    def _(x, kept, y, T):
+        given = y if x is None else x
+        return given.new_empty(len(kept), T, given.shape[2])
 
 
 class Split(torch.autograd.Function):
@@ -273,7 +319,9 @@ def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) ->
         raise ValueError(f"kept has K = {K} of T = {T} positions: 1 to {T} are allowed")
     if y is not None and (y.shape != (B, K, C) or y.dtype != x.dtype):
         raise ValueError(f"y {tuple(y.shape)} {y.dtype} must be {(B, K, C)} {x.dtype}, as x is")
-    if impl == "torch" or (impl == "auto" and not (x.is_cuda and triton is not None)):
+    if impl == "auto":
+        impl = "triton" if x.is_cuda and why_not("cuda") is None else "torch"
+    if impl == "torch":
         return "torch"
     if triton is None:
         raise ValueError("impl 'triton': Triton is not installed here, choose auto or torch")
@@ -290,7 +338,7 @@ def gather(x: Tensor, kept: Tensor, impl: str = "auto") -> Tensor:
     Args:    x    (B, T, C) float, any strides
              kept (B, K) int64, 1 <= K <= T: positions 0..T-1, ascending and unique in each row,
                   which is not checked, as a GPU would have to be waited for
-             impl auto | torch | triton; auto is triton for CUDA tensors where it is installed
+             impl auto | torch | triton; auto is triton for CUDA tensors where `why_not` is None
     Returns: (B, K, C); its gradient by x is zero in the dropped rows
     Raises:  ValueError for shapes, a dtype or an impl that do not fit
     Cost:    a GPU moves 2 K rows forward, K + T backward; no synchronisation

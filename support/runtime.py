@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from tqdm import tqdm
 
+from kernels.triton_here import why_not
 from support.memory import device_free, host_free, keep_freed_memory
 
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
@@ -123,7 +124,8 @@ def start(device: str, dtype: str) -> Runtime:
     if kind == "cpu":
         keep_freed_memory()
     if dtype == "auto" and kind == "cuda":
-        dtype = "bf16" if torch.cuda.is_bf16_supported() else "fp16"
+        # a V100 or a T4 has bf16 only by emulation
+        dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     dtype = "fp32" if dtype == "auto" else dtype
     if dtype == "fp16" and kind != "cuda":
         raise ValueError(f"--dtype fp16 needs --device cuda, not {kind}: choose bf16 or fp32")
@@ -132,6 +134,9 @@ def start(device: str, dtype: str) -> Runtime:
     chosen = "as found" if device == "auto" else "as asked"
     ranks = f"{world_size} processes" if world_size > 1 else "one process"
     why = f"{kind} ({chosen}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
+    if kind == "cuda":
+        missing = why_not(kind)
+        why += f"; no Triton kernels: {missing}" if missing else "; Triton kernels"
     return Runtime(rank, world_size, own, DTYPES[dtype], why, device_free(own), host_free())
 
 

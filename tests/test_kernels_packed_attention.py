@@ -8,6 +8,7 @@ is slow, so their cases are few and small; that they compile for an H100 is read
 """
 
 import importlib
+import math
 import os
 import re
 import subprocess
@@ -23,8 +24,10 @@ from torch._dynamo.testing import CompileCounter
 from kernels import attention_groups, attention_tiles, packed_attention
 from kernels.packed_attention import (
     IMPLS,
+    Documents,
     attend_backward_op,
     attend_op,
+    attention_mask,
     bounds,
     chosen_impl,
     index_of,
@@ -287,9 +290,9 @@ def test_these_tests_see_a_tile_that_is_never_written(
     assert_small_case("triton")
     right = attention_tiles.launch
 
-    def one_program_too_few(name, q, causal):
-        (programs, heads), constants = right(name, q, causal)
-        return (programs - (name == kernel), heads), constants
+    def one_program_too_few(name, *args):
+        (programs,), constants = right(name, *args)
+        return (programs - (name == kernel),), constants
 
     for module in ("attention_tiles", "attention_tiles_backward"):
         monkeypatch.setattr(f"kernels.{module}.launch", one_program_too_few)
@@ -386,9 +389,10 @@ def test_a_layout_takes_every_token_once_and_every_document_whole(rows, tokens_o
     ],
 )
 def test_the_choice_is_a_table(monkeypatch, device, dtype, D, dropout, impl):
-    monkeypatch.setattr(attention_tiles, "triton", object())
+    here = {"cuda": None}
+    monkeypatch.setattr(packed_attention, "why_not", lambda device: here.get(device, "no CUDA"))
     assert chosen_impl(device, dtype, D, dropout) == impl
-    monkeypatch.setattr(attention_tiles, "triton", None)
+    here.clear()
     without = "dense" if impl == "triton" else impl
     assert chosen_impl(device, dtype, D, dropout) == without
     one_form = "groups" if impl == "adaptive" else without
@@ -447,18 +451,56 @@ def test_it_works_without_triton(monkeypatch):
         assert module.triton is None
 
 
+def as_on_a_gpu(doc_ids: Tensor, causal: bool) -> Documents:
+    """What impl dense has of a batch that is not on a CPU."""
+    return Documents("dense", causal, (attention_mask(doc_ids, causal), doc_ids < 0))
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-@pytest.mark.parametrize("impl", ["dense", "groups"])
-def test_torch_compile_takes_it_whole(impl, backend):
+@pytest.mark.parametrize("of", ["dense", "groups", "triton", "dense on a GPU"])
+def test_torch_compile_takes_it_whole(of, backend):
+    if of == "triton" and not (HAS_TRITON and interpreted()):
+        pytest.skip("wants Triton's interpreter")
     doc_ids = documents_of(*CASES[SMALL])
     qkv, d = inputs(doc_ids)
-    documents = index_of(doc_ids, True, impl)
+    dtype = torch.float32 if of == "triton" else torch.float64
+    qkv, d = qkv.to(dtype), d.to(dtype)
+    gpu = of == "dense on a GPU"
+    documents = as_on_a_gpu(doc_ids, True) if gpu else index_of(doc_ids, True, of)
     torch.compiler.reset()
     compiled = torch.compile(attention, backend=backend, fullgraph=True)
     found = results(lambda q, k, v: compiled(q, k, v, documents), qkv, d)
     expected = results(lambda q, k, v: attention(q, k, v, documents), qkv, d)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other)
+
+
+def test_under_a_mask_a_gpu_does_without_cudnn(monkeypatch):
+    used, right = [], packed_attention.F.scaled_dot_product_attention
+
+    def watched(*args, **more):
+        used.append(torch.backends.cuda.cudnn_sdp_enabled())
+        return right(*args, **more)
+
+    monkeypatch.setattr(packed_attention.F, "scaled_dot_product_attention", watched)
+    doc_ids = documents_of(*CASES[SMALL])
+    q, k, v = inputs(doc_ids)[0].unbind(2)
+    for documents in (as_on_a_gpu(doc_ids, True), index_of(doc_ids, True, "dense")):
+        expected = reference(q, k, v, doc_ids, True)
+        torch.testing.assert_close(attention(q, k, v, documents), expected)
+    assert used == [False, True] and torch.backends.cuda.cudnn_sdp_enabled()
+
+
+@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
+def test_a_grid_has_the_programs_of_any_batch(kernel):
+    """CUDA takes 2**31 - 1 of them on the first axis, and 65,535 on each of the others."""
+    for B, T, H in ((4096, 64, 32), (1, 1 << 20, 16), (8192, 129, 25)):
+        grid, constants = attention_tiles.launch(
+            kernel, torch.Size((B, T, H, 64)), torch.bfloat16, True
+        )
+        programs = B * H * math.ceil(T / constants["OWN"])
+        assert grid == (programs,) and programs < 2**31
 
 
 def test_other_documents_are_not_compiled_again():

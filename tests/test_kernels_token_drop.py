@@ -53,6 +53,11 @@ def interpreted() -> bool:
     return not isinstance(token_drop.take_kernel, token_drop.triton.JITFunction)
 
 
+wants_interpreter = pytest.mark.skipif(
+    not HAS_TRITON or not interpreted(), reason="wants Triton's interpreter"
+)
+
+
 def inputs(shape, dtype=torch.float32, device="cpu") -> tuple[torch.Tensor, ...]:
     """x (B, T, C) and y (B, K, C) that want gradients, kept (B, K), and a gradient from above."""
     B, T, C, K = shape
@@ -344,7 +349,8 @@ def test_auto_is_torch_for_cpu_tensors():
 @pytest.mark.gpu
 def test_auto_is_triton_for_cuda_tensors():
     x, kept, y, _ = inputs(SMALL, device="cuda")
-    assert token_drop.checked_impl("auto", x, kept, y) == ("triton" if HAS_TRITON else "torch")
+    can = token_drop.why_not("cuda") is None
+    assert token_drop.checked_impl("auto", x, kept, y) == ("triton" if can else "torch")
 
 
 @pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
@@ -369,13 +375,41 @@ def test_it_works_without_triton(monkeypatch):
 
 
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
-def test_torch_compile_takes_a_layer_whole(backend):
+@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=wants_interpreter)])
+def test_torch_compile_takes_a_layer_whole(impl, backend):
     x, kept, _, d = inputs(SMALL)
     torch.compiler.reset()
     compiled = torch.compile(layer, backend=backend, fullgraph=True)
-    found, expected = compiled(x, kept, "torch"), layer(x, kept, "torch")
+    found, expected = compiled(x, kept, impl), layer(x, kept, impl)
     assert_bitwise([found], [expected])
     assert_bitwise(torch.autograd.grad(found, x, d), torch.autograd.grad(expected, x, d))
+
+
+@wants_interpreter
+def test_the_operators_are_what_they_tell_the_compiler():
+    x, kept, y, _ = (t.detach() for t in inputs(SMALL, torch.bfloat16))
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(token_drop.take_op, (x.mT.contiguous().mT, kept), test_utils=tests)
+    for sources in ((x, y), (x, None), (None, y)):
+        args = (sources[0], kept, sources[1], x.shape[1])
+        torch.library.opcheck(token_drop.place_op, args, test_utils=tests)
+
+
+def test_one_code_searches_among_any_number_of_kept_tokens(monkeypatch):
+    """The steps of the search are an argument: K decides none of a kernel's constants."""
+    calls = []
+
+    class Kernel:
+        def __getitem__(self, grid):
+            return lambda *args, **constants: calls.append((args, constants))
+
+    monkeypatch.setattr(token_drop, "place_kernel", Kernel())
+    for K in range(1, 66):
+        x, kept, y, _ = inputs((1, 70, 8, K))
+        token_drop.place_by_triton(x.detach(), kept, y.detach(), 70)
+        reach = calls[-1][0][7]
+        assert reach == max((2**i for i in range(7) if 2**i < K), default=0)
+    assert all(constants == calls[0][1] for _, constants in calls)
 
 
 @pytest.mark.gpu
@@ -405,7 +439,7 @@ def compiled_accesses() -> set[str]:
         for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
             for C in (1000, 1024):
                 x = torch.empty(2, 9, C, dtype=dtype, device="meta")
-                constants = token_drop.launch(18, C, x).constants | {"STEPS": 2}
+                constants = dict(token_drop.launch(18, C, x.element_size(), 9 * C, C).constants)
                 warps = constants.pop("num_warps")
                 constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
                 types = dict.fromkeys(kernel.arg_names, "i32") | {"kept": "*i64"}

@@ -4,10 +4,17 @@ import importlib
 import json
 import subprocess
 import sys
+import sysconfig
+from types import SimpleNamespace
 
 import pytest
 import torch
+from torch._subclasses import FakeTensorMode
 
+from kernels import triton_here
+from kernels.packed_attention import chosen_impl
+from kernels.token_drop import checked_impl
+from kernels.triton_here import why_not
 from support import provenance, runtime
 from support.log import Log
 
@@ -64,6 +71,114 @@ def test_start_says_what_it_chose():
     assert found.dtype == torch.float32 and found.is_rank0 and "cpu (as asked), fp32" in found.why
     assert not found.autocast()._enabled
     assert runtime.start("cpu", "bf16").autocast()._enabled
+
+
+@pytest.fixture
+def gpu(monkeypatch, tmp_path):
+    """A GPU as far as one is asked, with Triton and gcc; called with a compute capability."""
+
+    def of(major: int, minor: int) -> None:
+        answers = {
+            "is_available": True,
+            "current_device": 0,
+            "set_device": None,
+            "get_device_capability": (major, minor),
+            "get_device_properties": SimpleNamespace(major=major, minor=minor),
+            "_check_bf16_tensor_supported": True,  # by emulation
+            "mem_get_info": (1 << 30, 1 << 30),
+        }
+        for name, answer in answers.items():
+            monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
+        triton_here.looked_up.cache_clear()
+
+    compiler = tmp_path / "gcc"
+    compiler.touch(0o755)
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setattr(triton_here, "triton", object())
+    monkeypatch.setattr(triton_here, "python_header", lambda: runtime.Path(__file__))
+    yield of
+    triton_here.looked_up.cache_clear()
+
+
+def assert_both_take(impl: str) -> None:
+    """What either operation chooses for CUDA tensors."""
+    in_triton = impl == "triton"
+    assert chosen_impl("cuda", torch.bfloat16, 64) == ("triton" if in_triton else "dense")
+    with FakeTensorMode():
+        x = torch.empty(2, 5, 4, device="cuda")
+    kept = torch.zeros(2, 3, dtype=torch.int64)
+    assert x.is_cuda and checked_impl("auto", x, kept) == impl
+
+
+@pytest.mark.parametrize(
+    ("capability", "dtype", "said"),
+    [
+        ((7, 0), torch.float16, "fp16, one process, 1 threads; no Triton kernels: compute"),
+        ((7, 5), torch.float16, "no Triton kernels: compute capability 7.5 is below 8.0"),
+        ((8, 0), torch.bfloat16, "bf16, one process, 1 threads; Triton kernels"),
+        ((8, 9), torch.bfloat16, "; Triton kernels"),
+        ((9, 0), torch.bfloat16, "; Triton kernels"),
+        ((12, 0), torch.bfloat16, "; Triton kernels"),
+    ],
+)
+def test_a_gpu_gets_the_dtype_and_the_kernels_that_it_has_units_for(gpu, capability, dtype, said):
+    gpu(*capability)
+    assert torch.cuda.is_bf16_supported(), "counting emulation"
+    found = runtime.start("cuda", "auto")
+    assert found.dtype == dtype and said in found.why
+    assert_both_take("torch" if capability < (8, 0) else "triton")
+    assert runtime.start("cuda", "bf16").dtype == torch.bfloat16, "as asked"
+
+
+WITHOUT = {  # what is missing -> what is said
+    "a compiler": "Triton needs a C compiler, and there is no gcc or clang",
+    "the compiler of CC": "Triton needs a C compiler, and there is no nvc",
+    "headers": "Triton needs Python's headers, and there is no /nowhere/Python.h",
+    "Triton": "Triton is not installed",
+}
+
+
+@pytest.mark.parametrize("missing", WITHOUT)
+def test_what_triton_misses_is_said_once_and_pytorch_takes_over(
+    gpu, missing, monkeypatch, tmp_path
+):
+    if missing == "a compiler":
+        (tmp_path / "gcc").unlink()
+    elif missing == "the compiler of CC":
+        monkeypatch.setenv("CC", "nvc")  # which Triton takes, and no other
+    elif missing == "headers":
+        header = runtime.Path("/nowhere/Python.h")
+        monkeypatch.setattr(triton_here, "python_header", lambda: header)
+    else:
+        monkeypatch.setattr(triton_here, "triton", None)
+    gpu(9, 0)
+    assert runtime.start("cuda", "auto").why.endswith(f"; no Triton kernels: {WITHOUT[missing]}")
+    assert_both_take("torch")
+
+
+def test_any_compiler_that_triton_takes_will_do(gpu, monkeypatch, tmp_path):
+    (tmp_path / "gcc").rename(tmp_path / "clang")
+    gpu(8, 0)
+    assert why_not("cuda") is None
+    (tmp_path / "clang").rename(tmp_path / "icx")
+    monkeypatch.setenv("CC", str(tmp_path / "icx"))
+    gpu(8, 0)
+    assert why_not("cuda") is None
+
+
+def test_torch_compile_takes_the_choice_as_a_constant():
+    def add(x):
+        return x + 1 if why_not("cpu") else x
+
+    torch.compiler.reset()
+    assert torch.compile(add, backend="eager", fullgraph=True)(torch.zeros(())).item() == 1
+
+
+def test_debians_python_has_its_headers_where_others_have_them(monkeypatch):
+    monkeypatch.setattr(sysconfig, "get_default_scheme", lambda: "posix_local")
+    header = triton_here.python_header()
+    assert header.name == "Python.h" and str(header.parent) == sysconfig.get_path("include")
 
 
 ENDS = {  # what main does -> status, and what is said

@@ -1,0 +1,224 @@
+"""Triton's kernels compiled for GPUs that need not be there, as the project itself launches them.
+
+A driver that names an architecture stands in for CUDA's, and each launch ends with the compiled
+kernel. Read off that: whether it spills registers, what shared memory a block takes, whether
+products are on the matrix units, and how many kernels a run compiles whose rows grow. Time is not.
+
+    python -m pytest -n 0 -m slow tests/test_ahead_of_time.py
+"""
+
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+import torch
+
+from kernels import attention_tiles, attention_tiles_backward, token_drop
+
+ROOT = Path(__file__).parents[1]
+# KiB of shared memory that a block may have: CUDA C++ Programming Guide, compute capabilities
+SHARED_KIB = {80: 163, 89: 99, 90: 227}
+MATRIX_UNITS = {80: "HMMA", 89: "HMMA", 90: "HGMMA"}
+ATTENTION = ("forward_kernel", "dq_kernel", "dkv_kernel")
+
+
+def tools() -> Path | None:
+    """The folder of ptxas, cuobjdump and nvdisasm, which Triton brings along."""
+    if token_drop.triton is None:
+        return None
+    folder = Path(token_drop.triton.__file__).parent / "backends" / "nvidia" / "bin"
+    found = all((folder / name).is_file() for name in ("ptxas", "cuobjdump", "nvdisasm"))
+    return folder if found else None
+
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(tools() is None, reason="wants Triton with ptxas, cuobjdump and nvdisasm"),
+]
+
+
+class Compiled(NamedTuple):
+    """What a compiled kernel is made of."""
+
+    kernel: str
+    D: int | None  # of attention's heads
+    key: str  # two launches with the same run the same code
+    spilled: int  # loads and stores of registers that there were too few of, and bytes of stack
+    shared: int  # bytes of a block
+    matrix_units: str  # what products of matrices are computed with
+
+
+class NoDriver:
+    """What Triton asks of CUDA's driver until it launches."""
+
+    launcher_cls = None
+
+    def __init__(self, arch: int):
+        self.arch = arch
+
+    def get_current_target(self):
+        from triton.backends.compiler import GPUTarget
+
+        return GPUTarget("cuda", self.arch, 32)
+
+    def get_current_device(self) -> int:
+        return 0
+
+    def get_current_stream(self, device: int) -> int:
+        return 0
+
+
+def inspect(compiled, constants: dict) -> Compiled:
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(compiled.asm["cubin"])
+        file.flush()
+
+        def read(tool: str, option: str) -> str:
+            command = [tools() / tool, option, file.name]
+            return subprocess.run(command, capture_output=True, text=True, check=True).stdout
+
+        stack = int(re.search(r"STACK:(\d+)", read("cuobjdump", "--dump-resource-usage"))[1])
+        operations = Counter(re.findall(r"\b(LDL|STL|HMMA|HGMMA)\b", read("nvdisasm", "-c")))
+    return Compiled(
+        kernel=compiled.metadata.name,
+        D=constants.get("D"),
+        key=compiled.hash,
+        spilled=stack + operations["LDL"] + operations["STL"],
+        shared=compiled.metadata.shared,
+        matrix_units=" ".join(name for name in ("HMMA", "HGMMA") if operations[name]),
+    )
+
+
+def tell(arch: int, work: Callable[[], None]) -> None:
+    """In a process that compiles: print what the launches of `work` come to for an architecture."""
+    from triton.runtime import driver
+    from triton.runtime.jit import JITFunction
+
+    found, run = [], JITFunction.run
+
+    def compile_alone(self, *args, grid, warmup, **constants):
+        found.append(inspect(run(self, *args, grid=grid, warmup=True, **constants), constants))
+
+    driver.set_active(NoDriver(arch))
+    JITFunction.run = compile_alone
+    work()
+    print(json.dumps(found))
+
+
+def compiled(arch: int, work: str) -> list[Compiled]:
+    """What launches come to, of a process where Triton does not interpret.
+
+    Args: work a call of one of the three functions below
+    """
+    script = f"from tests import test_ahead_of_time as t; t.tell({arch}, lambda: t.{work})"
+    child = subprocess.run(
+        [sys.executable, "-c", script],
+        env=os.environ | {"TRITON_INTERPRET": "0"},
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert child.returncode == 0, child.stderr
+    return [Compiled(*kernel) for kernel in json.loads(child.stdout)]
+
+
+def attention(
+    dtype: str,
+    causal: bool,
+    widths: tuple[int, ...] = attention_tiles.HEAD_WIDTHS,
+    lengths: tuple[int, ...] = (256,),
+    tiles: tuple[int, ...] | None = None,
+) -> None:
+    """Forward and backward of packed attention in rows of these lengths, in tiles of other sizes"""
+    if tiles:
+        attention_tiles.tiles = lambda *_: attention_tiles.Tiles(*tiles)
+    for D in widths:
+        for T in lengths:
+            q, k, v = torch.zeros(2, T, 3, 4, D, dtype=getattr(torch, dtype)).unbind(2)
+            bounds = torch.zeros(2, T, dtype=torch.int32)
+            out, lse = attention_tiles.forward(q, k, v, bounds, bounds, causal)
+            attention_tiles_backward.backward(out, q, k, v, out, lse, bounds, bounds, causal)
+
+
+def copies(dtype: str, widths: tuple[int, ...], kept: tuple[tuple[int, int], ...]) -> None:
+    """Both kernels of token dropping, with either source left out too, of K of T tokens."""
+    for C in widths:
+        for K, T in kept:
+            x, y = (torch.zeros(2, n, C, dtype=getattr(torch, dtype)) for n in (T, K))
+            positions = torch.zeros(2, K, dtype=torch.int64)
+            token_drop.take(x, positions, "triton")
+            for sources in ((x, y), (x, None), (None, y)):
+                token_drop.place(sources[0], positions, sources[1], T, "triton")
+
+
+def spilling(kernels: list[Compiled]) -> list[Compiled]:
+    return [kernel for kernel in kernels if kernel.spilled]
+
+
+def too_large(kernels: list[Compiled], arch: int) -> list[Compiled]:
+    return [kernel for kernel in kernels if kernel.shared > SHARED_KIB[arch] << 10]
+
+
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("arch", SHARED_KIB)
+def test_attention_spills_nothing_fits_and_multiplies_on_the_matrix_units(arch, dtype, causal):
+    kernels = compiled(arch, f"attention({dtype!r}, {causal})")
+    everyone = {(name, D) for name in ATTENTION for D in attention_tiles.HEAD_WIDTHS}
+    assert {(kernel.kernel, kernel.D) for kernel in kernels} == everyone
+    assert not spilling(kernels) and not too_large(kernels, arch)
+    assert {kernel.matrix_units for kernel in kernels} == {MATRIX_UNITS[arch]}
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("arch", SHARED_KIB)
+def test_copies_spill_nothing(arch, dtype):
+    kernels = compiled(arch, f"copies({dtype!r}, (100, 768, 1600), ((64, 256),))")
+    assert len(kernels) == 12 and not spilling(kernels)
+    assert max(kernel.shared for kernel in kernels) <= 4 << 10
+
+
+def test_a_tile_that_spills_is_seen():
+    """128 sums of 128 numbers are 128 registers in each thread of four warps, beside all else."""
+    kernels = compiled(90, "attention('bfloat16', True, (128,), tiles=(128, 64, 4, 2))")
+    assert {kernel.kernel for kernel in spilling(kernels)} == set(ATTENTION)
+
+
+def test_a_tile_that_does_not_fit_is_seen():
+    """Four stages of keys and values, 64 of each, of 128 numbers: 128 KiB."""
+    kernels = compiled(89, "attention('bfloat16', True, (128,), tiles=(64, 64, 8, 4))")
+    assert "forward_kernel" in {kernel.kernel for kernel in too_large(kernels, 89)}
+    assert not too_large(kernels, 90)
+
+
+def codes(kernels: list[Compiled]) -> Counter:
+    """How often each kernel was compiled."""
+    return Counter(kernel for kernel, _ in {(found.kernel, found.key) for found in kernels})
+
+
+# Triton would tell apart 1, multiples of 16, and all others
+LENGTHS = (1024, 1000, 512, 24, 17, 16, 1)
+KEPT = ((1, 1), *((K, T) for T in (1024, 1000) for K in (928, 501, 352, 64, 1)))
+
+
+def test_rows_that_grow_compile_nothing_again():
+    kernels = compiled(90, f"attention('bfloat16', True, (64,), {LENGTHS})")
+    assert len(kernels) == 3 * len(LENGTHS) and codes(kernels) == dict.fromkeys(ATTENTION, 1)
+    kernels = compiled(90, f"copies('float32', (768,), {KEPT})")
+    # place is compiled with both sources, and without either
+    assert len(kernels) == 4 * len(KEPT)
+    assert codes(kernels) == {"take_kernel": 1, "place_kernel": 3}
+
+
+def test_the_count_sees_another_code():
+    kernels = compiled(90, "copies('float32', (768, 1024), ((64, 256),))")
+    assert codes(kernels) == {"take_kernel": 2, "place_kernel": 6}
