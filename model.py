@@ -199,7 +199,7 @@ class Transformer(nn.Module):
         else:
             dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
             turns = rotation(positions, config.head_width, dtype)
-        meta = TokenMeta(positions, doc_ids, config.causal, turns, self.attention_impl())
+        meta = TokenMeta(positions, doc_ids, config.causal, turns, self.attention_impl(x))
         if config.kind == "bert":
             x = self.ln_f(x)
         x = self.drop(x)
@@ -208,10 +208,13 @@ class Transformer(nn.Module):
             x = run_block(layer, block, x, meta)
         return self.ln_f(x) if config.kind == "gpt" else x
 
-    def attention_impl(self) -> str:
-        """How rows of several documents are attended to, here and under autocast as it is now."""
+    def attention_impl(self, x: Tensor) -> str:
+        """How rows of several documents are attended to, where x is, under autocast as it is now.
+
+        Not where a block's weights are: offloaded ones are on the host until their block runs.
+        """
         dropout = self.config.dropout if self.training else 0.0
-        return impl_for(self.h[0], self.config.head_width, dropout)
+        return impl_for(self.h[0], x, self.config.head_width, dropout)
 
     def logits(self, *inputs, **more) -> Tensor:
         """(B, T, V) scores of every next token, or masked one; arguments as of `hidden_states`."""

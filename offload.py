@@ -8,8 +8,8 @@ that out on a finished model:
     gradients  The device frees each gradient as soon as it is there, in every micro-batch; the host
                adds them up in fp32. In bf16 the device's copy of the weights is bf16: autocast
                would make the same numbers of fp32 ones, and keep both.
-    weights    The device has a parameter without storage. A block's weights are fetched when it
-               runs, those of the next such block meanwhile, and once more for the backward pass.
+    weights    The device has a parameter without storage. A block's weights are fetched before it
+               runs, while the block before it does, and once more for the backward pass.
 
 Optimizers take the host's weights where state is away and the model's elsewhere. Names and
 checkpoints are those of a run without offload and so, in fp32, is every bit.
@@ -31,7 +31,6 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -40,7 +39,17 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from support.link import Landing, Lent, Link
-from support.placement import KINDS, Away, Part, Placement, budget_bytes, grouped, parts_of, place
+from support.placement import (
+    KINDS,
+    Away,
+    Part,
+    Placement,
+    budget_bytes,
+    bytes_of,
+    grouped,
+    parts_of,
+    place,
+)
 from support.sharded_placement import place_shards
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
@@ -60,11 +69,23 @@ class OffloadConfig:
         " free",
         free=True,
     )
+    host_memory: str = flag(
+        "auto",
+        "host memory that all ranks of a machine may take: 100GiB; auto: what is free",
+        free=True,
+    )
 
 
 def refusals(settings: Any) -> list[tuple[bool, str]]:
     budget_bytes(settings.offload.budget, free=0)  # raises for what it cannot be
+    host_bytes(settings, free=0)
     return []
+
+
+def host_bytes(settings: Any, free: int | None) -> int | None:
+    """What a run may take of this machine's memory, of which so much is free."""
+    text = settings.offload.host_memory
+    return free if text == "auto" else bytes_of("--offload-host-memory", text)
 
 
 # ---- the plan
@@ -73,8 +94,16 @@ def refusals(settings: Any) -> list[tuple[bool, str]]:
 def planned(settings: Any, model: nn.Module, runtime: Any) -> Placement:
     """The placement that a run's settings ask for, on what was free when it began."""
     budget, muon = settings.offload.budget, settings.optim.optimizer == "muon"
-    what, free = (model, budget, muon, runtime.dtype), (runtime.device_free, runtime.host_free)
-    return plan(*what, *free, runtime.world_size, settings.run.fsdp)
+    return plan(
+        model,
+        budget,
+        muon,
+        dtype=runtime.dtype,
+        device_free=runtime.device_free,
+        host_free=host_bytes(settings, runtime.host_free),
+        world_size=runtime.world_size,
+        sharded=settings.run.fsdp,
+    )
 
 
 def plan(
@@ -117,6 +146,13 @@ class Hosted(NamedTuple):
     gradient: Tensor  # fp32: the sum over micro-batches
 
 
+class Fetched(NamedTuple):
+    """A layer's weights on the device."""
+
+    weights: list[Tensor]
+    event: torch.cuda.Event | None  # when they are there
+
+
 class Offloaded:
     """A model of which the device has what a placement leaves there.
 
@@ -134,9 +170,8 @@ class Offloaded:
         self.model, self.device, self.placement = model, torch.device(device), placement
         self.link = Link(self.device)
         self.hosted: dict[Part, list[Hosted]] = {}
-        self.at_once = placement.dtype == "fp16"  # a loss scale is for one step of all
         self.is_last = True  # micro-batch of a step
-        self.fetched: dict[int, tuple] = {}  # layer -> its weights, and when they are there
+        self.fetched: dict[int, Fetched] = {}  # by layer
         self.move(placement)
         self.streamed = {
             layer: ones
@@ -196,8 +231,8 @@ class Offloaded:
         for one in self.all_hosted():
             if one.parameter.grad is not None:
                 self.ready(one, one.parameter)
-        self.landing.settle_all()
         if last:
+            self.landing.settle_all()
             self.give(self.all_hosted())
 
     def ready(self, one: Hosted, parameter: nn.Parameter) -> None:
@@ -218,24 +253,26 @@ class Offloaded:
 
         A part's weights are on their way while the host moves the next part's.
         """
-        turns = [self.all_hosted()] if self.at_once else [*self.hosted.values()] or [[]]
         for one in self.all_hosted():
             one.master.grad = None
-        for ones in turns:
+        for ones in [*self.hosted.values()] or [[]]:
             self.give(ones)
             update()
             self.send(ones)
         self.landing.arrived.clear()
+        if self.streamed:  # the next forward pass begins with it
+            _, event = self.fetch(min(self.streamed))
+            self.link.wait(event)
 
     @torch.no_grad()
     def send(self, ones: list[Hosted]) -> None:
         """Copy weights to where the next forward pass takes them from."""
-        self.fetched.clear()
         for one in ones:
             if one.sent.dtype != torch.float32:
                 one.sent.copy_(one.master)
         copied = [one for one in ones if one.away < Away.WEIGHTS]
         self.link.wait(self.link.copy_up((one.parameter.data, one.sent) for one in copied))
+        self.fetched.clear()  # after that wait: their memory is free once copies to it have ended
 
     # ---- weights that are fetched
 
@@ -248,17 +285,21 @@ class Offloaded:
         """
         if not self.streamed:
             return inner
-        ahead = dict(pairwise(sorted(self.streamed)))
-        behind = {layer: before for before, layer in ahead.items()}
+        # A pass begins with the block that the one before it ended with, whose weights stay.
+        layers = sorted(self.streamed)
+        ahead = dict(zip(layers, [*layers[1:], layers[-1]], strict=True))
+        behind = dict(zip(layers, [layers[0], *layers[:-1]], strict=True))
 
         def run_layer(layer: int, block: Callable, x: Tensor, meta: Any) -> Tensor:
             if layer not in self.streamed:
                 return inner(layer, block, x, meta)
-            # in the forward and in the backward pass
-            following = iter((ahead.get(layer), behind.get(layer)))
+            following = ahead[layer]
 
             def run(x: Tensor, meta: Any) -> Tensor:
-                return functional_call(block, self.lent(layer, next(following, None)), (x, meta))
+                nonlocal following
+                weights = self.lent(layer, following)
+                following = behind[layer]  # called once more, it is in the backward pass
+                return functional_call(block, weights, (x, meta))
 
             if recomputes or not torch.is_grad_enabled():
                 return inner(layer, run, x, meta)
@@ -266,24 +307,30 @@ class Offloaded:
 
         return run_layer
 
-    def lent(self, layer: int, following: int | None) -> dict[str, Tensor]:
-        """A block's weights on the device, by their names in it; the following layer's set out."""
-        self.fetch(layer)
-        weights, event = self.fetched.pop(layer)
+    def lent(self, layer: int, following: int) -> dict[str, Tensor]:
+        """A block's weights on the device, by their names in it; the following layer's set out.
+
+        These alone stay. Others that never ran may still be on their way, but their copies began
+        earlier, so this wait is for them as well, and their memory is free then.
+        """
+        weights, event = self.fetch(layer)
         self.link.wait(event)
+        self.fetched = {number: its for number, its in self.fetched.items() if number == following}
         self.fetch(following)
         return {
             one.name.removeprefix(f"{one.part.name}."): Lent.apply(one.parameter, weight)
             for one, weight in zip(self.streamed[layer], weights, strict=True)
         }
 
-    def fetch(self, layer: int | None) -> None:
-        """Begin to copy a layer's weights, unless they are on their way or were never away."""
-        if layer in self.streamed and layer not in self.fetched:
+    def fetch(self, layer: int) -> Fetched:
+        """Begin to copy a layer's weights to the device, unless they are on their way."""
+        if layer not in self.fetched:
             # memory of the stream that computes, so that this is who may use it again
             sent = [one.sent for one in self.streamed[layer]]
-            weights = [torch.empty_like(each, device=self.device) for each in sent]
-            self.fetched[layer] = weights, self.link.copy_up(zip(weights, sent, strict=True))
+            weights = [torch.empty(w.shape, dtype=w.dtype, device=self.device) for w in sent]
+            event = self.link.copy_up(zip(weights, sent, strict=True))
+            self.fetched[layer] = Fetched(weights, event)
+        return self.fetched[layer]
 
     # ---- a checkpoint
 

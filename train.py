@@ -295,8 +295,9 @@ class Trainer:
             with runtime.autocast():
                 loss = self.wrapped(batch, run_block=run_block, shares=shares, predicted=predicted)
             scale = runtime.world_size / max(step.targets, 1)  # the mean over ranks made a sum
+            scale *= self.optimizers.loss_scale.value
             with self.held.collecting(last) if self.held else nullcontext():
-                self.optimizers.scaler.scale(loss * scale).backward()
+                (loss * scale).backward()
             total += loss.detach()
             if not last:
                 self.between("row", stop, rows)

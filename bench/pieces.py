@@ -72,7 +72,7 @@ def build(flags: str, device: str, masked: bool) -> Callable:
     """In a process of its own: everything as train.py assembles it."""
     run = run_of(flags, device)
     if masked:
-        Transformer.attention_impl = lambda self: "dense"
+        Transformer.attention_impl = lambda self, x: "dense"
     model = Transformer(config.transformer_config(run.settings, run.vocabulary))
     rows = len(run.steps[0].batch.tokens)
     trainer = assemble(run.settings, model, runtime.start(device, "auto"), rows)

@@ -235,10 +235,9 @@ def chosen_impl(
     return "triton" if tiled and why_not(device) is None else "dense"
 
 
-def impl_for(block: nn.Module, head_width: int, dropout: float = 0.0) -> str:
-    """`chosen_impl` for a model of such blocks, under autocast as it is now."""
-    weight = next(block.parameters())
-    device, dtype = weight.device.type, weight.dtype
+def impl_for(block: nn.Module, x: Tensor, head_width: int, dropout: float = 0.0) -> str:
+    """`chosen_impl` for such blocks on hidden states like x, under autocast as it is now."""
+    device, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
     compiled = block._compiled_call_impl is not None  # by Module.compile

@@ -185,7 +185,7 @@ def finetuned(
                 if not loss.isfinite():
                     message = f"the loss is {loss.item()} at step {step} of seed {seed}"
                     raise ValueError(f"--finetune: {message}: choose an --lr below {recipe.lr:g}")
-                optimizers.scaler.scale(loss).backward()
+                (loss * optimizers.loss_scale.value).backward()
                 optimizers.clip_gradients(CLIP)
                 optimizers.step(rate(step, steps, recipe.lr))
                 step += 1

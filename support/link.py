@@ -5,13 +5,19 @@ that is copied is held until the copy is done, so that nothing depends on when a
 Elsewhere the same calls copy at once.
 """
 
+import sys
 import weakref
 from collections.abc import Iterable
+from contextlib import suppress
+from itertools import chain
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from support.placement import shown
+
+PIECE = 2**30  # bytes that are page-locked together
 Wanted = tuple[torch.Size, torch.dtype]
 
 
@@ -25,23 +31,44 @@ class Link:
         self.down = torch.cuda.Stream(device) if is_cuda else None
 
     def memory(self, wanted: list[Wanted]) -> list[Tensor]:
-        """Tensors of the host side by side in one piece of memory, each at a multiple of 64 bytes.
+        """Tensors of the host side by side in pieces of memory, each at a multiple of 64 bytes.
 
-        The piece is page-locked where it is: memory that torch pins comes in powers of two.
+        Pieces are page-locked where they are: memory that torch pins comes in powers of two. A
+        tensor lies in one piece, for CUDA refuses a copy that begins in one and ends in another.
         """
-        sizes = [-(-shape.numel() * dtype.itemsize // 64) * 64 for shape, dtype in wanted]
-        self.slab = torch.empty(sum(sizes), dtype=torch.uint8)
-        if self.up and sum(sizes):
-            driver, address = torch.cuda.cudart(), self.slab.data_ptr()
-            if int(driver.cudaHostRegister(address, sum(sizes), 0)):
-                raise ValueError(f"--offload: {sum(sizes):,} bytes of the host cannot be locked")
-            weakref.finalize(self, driver.cudaHostUnregister, address)
-        pieces = zip(self.slab.split(sizes), wanted, strict=True)
-        return [shaped(piece, shape, dtype) for piece, (shape, dtype) in pieces]
+        pieces: list[list[int]] = []  # bytes of the tensors in each
+        for shape, dtype in wanted:
+            size = -(-shape.numel() * dtype.itemsize // 64) * 64
+            if not pieces or sum(pieces[-1]) + size > PIECE:
+                pieces.append([])
+            pieces[-1].append(size)
+        self.pieces = [torch.empty(sum(sizes), dtype=torch.uint8) for sizes in pieces]
+        if self.up:
+            self.lock()
+        split = (piece.split(sizes) for piece, sizes in zip(self.pieces, pieces, strict=True))
+        memory = zip(chain.from_iterable(split), wanted, strict=True)
+        return [shaped(part, shape, dtype) for part, (shape, dtype) in memory]
 
-    def is_on_host(self, tensor: Tensor) -> bool:
-        """Whether a tensor is in this memory; on a CPU its device does not tell."""
-        return tensor.untyped_storage().data_ptr() == self.slab.untyped_storage().data_ptr()
+    def lock(self) -> None:
+        """Page-lock the pieces; of those that the machine refuses the host waits for each copy."""
+        driver, unlocked, why = torch.cuda.cudart(), 0, ""
+        for piece in filter(Tensor.numel, self.pieces):
+            error = driver.cudaHostRegister(piece.data_ptr(), piece.nbytes, 0)
+            if int(error) == 0:
+                weakref.finalize(self, driver.cudaHostUnregister, piece.data_ptr())
+                continue
+            unlocked += piece.nbytes
+            why = driver.cudaGetErrorString(error)
+        if unlocked:
+            # CUDA keeps the error for whoever asks next: a kernel, which would fail with it
+            with suppress(RuntimeError):
+                torch.zeros(1, device=self.device)
+            locked = sum(piece.nbytes for piece in self.pieces) - unlocked
+            print(
+                f"--offload: {shown(locked)} of host memory are page-locked, {shown(unlocked)} are"
+                f" not ({why}): the host waits for each copy of these",
+                file=sys.stderr,
+            )
 
     def copy_up(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
         """Begin to copy (to, from) pairs, once all that the device was given to do is done."""
@@ -83,32 +110,36 @@ class Landing:
 
     def __init__(self, link: Link, slots: tuple[Tensor, Tensor], sums: dict[str, Tensor]):
         self.link, self.slots, self.sums = link, slots, sums
-        self.landing: tuple[list, list] = ([], [])
-        self.turn, self.group, self.taken = 0, "", 0
+        # of each slot, by name: a gradient on the device, and where in the slot it is copied to
+        self.landing: tuple[dict, dict] = ({}, {})
+        self.events: list[torch.cuda.Event | None] = [None, None]  # of each slot's last copy
+        self.turn, self.group = 0, ""
         self.arrived: set[str] = set()  # names of the sums that have begun
 
     def begin(self, name: str, group: str, gradient: Tensor) -> None:
         """Begin to copy a gradient; the caller must let go of it."""
-        if group != self.group or any(name == other for other, *_ in self.landing[self.turn]):
-            self.turn, self.group, self.taken = 1 - self.turn, group, 0
+        if group != self.group or name in self.landing[self.turn]:
+            self.turn, self.group = 1 - self.turn, group
             self.settle(self.turn)
-        landed = shaped(self.slots[self.turn][self.taken :], gradient.shape, gradient.dtype)
-        self.taken += gradient.nbytes
-        event = self.link.copy_down([(landed, gradient)])
-        self.landing[self.turn].append((name, gradient, landed, event))
+        turn, slot = self.turn, self.landing[self.turn]
+        taken = sum(landed.nbytes for _, landed in slot.values())
+        landed = shaped(self.slots[turn][taken:], gradient.shape, gradient.dtype)
+        slot[name] = gradient, landed
+        self.events[turn] = self.link.copy_down([(landed, gradient)])
 
     def settle(self, turn: int) -> None:
         """Wait until the gradients in one slot are there, and add them to their sums."""
-        for name, _, landed, event in self.landing[turn]:
-            if event:
-                event.synchronize()
+        slot, event = self.landing[turn], self.events[turn]
+        if slot and event:
+            event.synchronize()  # copies end in the order in which they began
+        for name, (_, landed) in slot.items():
             total = self.sums[name]
             if name in self.arrived:
                 total.add_(landed)
             else:
                 total.copy_(landed)
             self.arrived.add(name)
-        self.landing[turn].clear()
+        slot.clear()
 
     def settle_all(self) -> None:
         self.settle(1 - self.turn)

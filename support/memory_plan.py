@@ -146,7 +146,9 @@ def memory_of(
     logits = logits_bytes(config, rows * seq_len, runtime)
     temporary = temporary_bytes(config, rows * seq_len, runtime, s, logits)
     is_away = placement and device != "cpu"
-    away = sum(state.values()) - placement.device_bytes if is_away else 0
+    away = 0
+    if is_away:  # two gradients of the embeddings are the logits'
+        away = sum(state.values()) - (placement.device_bytes - placement.embedding_gradients)
     if s.run.fsdp and not placement:
         parts = parts_of(model, s.optim.optimizer == "muon")
         dtype = "bf16" if half else "fp32"

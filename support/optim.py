@@ -82,28 +82,48 @@ def split_parameters(named: dict[str, nn.Parameter], muon: bool) -> Parameters:
     return parts
 
 
-class Joint:
-    """Several torch optimizers as the one optimizer that torch's GradScaler asks for.
+SCALE_CHANGES = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
-    The scaler skips a step by optimizer. Gradients are clipped by their norm over all parameters,
-    so an overflow in one optimizer's would leave zeros or NaN in the others', which the scaler took
-    for sound; hence one decision for all.
+
+class LossScale:
+    """fp16's: what the loss is multiplied by, lest gradients be too small for 16 bits.
+
+    Halved by each step whose gradients overflowed; doubled by 2,000 others in a row. The numbers,
+    and what a checkpoint holds of them, are torch's GradScaler's. That one decides for each
+    optimizer apart, after clipping, and copies to host memory what says whether there was an
+    overflow without waiting for the copy (torch issue 127612). Here the norm over all gradients
+    says it.
     """
 
-    def __init__(self, parts: list[torch.optim.Optimizer]):
-        self.parts = parts
+    def __init__(self, on: bool):
+        self.on, self.value = on, 65536.0 if on else 1.0
+        self.sound_steps = 0  # since it last changed
+        self.overflowed = False  # in this step
 
-    @property
-    def param_groups(self) -> list[dict]:
-        return [group for part in self.parts for group in part.param_groups]
+    def update(self, norm: float) -> None:
+        """Take note of the norm of a step's gradients."""
+        self.overflowed = not math.isfinite(norm)
+        self.sound_steps = 0 if self.overflowed else self.sound_steps + 1
+        if self.overflowed:
+            self.value *= SCALE_CHANGES["backoff_factor"]
+        elif self.sound_steps == SCALE_CHANGES["growth_interval"]:
+            self.value *= SCALE_CHANGES["growth_factor"]
+            self.sound_steps = 0
 
-    def step(self) -> None:
-        for part in self.parts:
-            part.step()
+    def state_dict(self) -> dict:
+        now = {"scale": self.value, **SCALE_CHANGES, "_growth_tracker": self.sound_steps}
+        return now if self.on else {}
+
+    def load_state_dict(self, saved: dict) -> None:
+        """Go on from a state; that of a run in another dtype is empty, and changes nothing."""
+        if self.on and saved:
+            self.value, self.sound_steps = saved["scale"], saved["_growth_tracker"]
 
 
 class Optimizers:
     """One or two torch optimizers and fp16's loss scale, which step and are saved together.
+
+    A step: `(loss * optimizers.loss_scale.value).backward()`, `clip_gradients`, `step`.
 
     Args: named  the parameters by the names that their state is saved under
           device that computes, if some of them are on the host; None for that of the parameters
@@ -129,34 +149,41 @@ class Optimizers:
         if parts.matrices:
             groups = [{"params": parts.fused, "parts": 3}, {"params": parts.matrices}]
             self.parts.append(Muon(groups, lr=0.0, weight_decay=weight_decay, on=device))
-        self.joint = Joint(self.parts)
         self.device = device or self.parameters[0].device
-        self.scaler = torch.amp.GradScaler(self.device.type, enabled=fp16)
+        self.loss_scale = LossScale(fp16)
 
     def clip_gradients(self, clip: float) -> Tensor:
         """Undo fp16's scaling, clip the norm over all parameters at `clip`, return that norm.
 
-        A `clip` of 0 clips nothing.
+        A `clip` of 0 clips nothing. Only in fp16 the host waits for the norm.
         """
-        self.scaler.unscale_(self.joint)
-        gradients = [rows_here(p.grad) for p in self.parameters if p.grad is not None]
-        norm = torch.nn.utils.get_total_norm(gradients)
+        gradients: dict[torch.device, list[Tensor]] = {}  # those of the host have a norm of theirs
+        for gradient in (rows_here(p.grad) for p in self.parameters if p.grad is not None):
+            gradients.setdefault(gradient.device, []).append(gradient)
+        if self.loss_scale.on:
+            for ones in gradients.values():
+                torch._foreach_div_(ones, self.loss_scale.value)
+        norms = [torch.nn.utils.get_total_norm(ones) for ones in gradients.values()]
+        if len(norms) > 1:
+            norms = [torch.nn.utils.get_total_norm([norm.to(self.device) for norm in norms])]
+        norm = norms[0]
         if is_shard(self.parameters[0]):
             norm = norm_over_ranks(norm.to(self.device))
         torch.nn.utils.clip_grads_with_norm_(self.parameters, clip or math.inf, norm)
+        if self.loss_scale.on:
+            self.loss_scale.update(norm.item())
         return norm
 
     def step(self, lr: float) -> None:
         """Update the weights and free the gradients.
 
-        In fp16 a step whose gradients overflowed anywhere is skipped as a whole, and the loss scale
-        is halved.
+        In fp16 a step whose gradients overflowed anywhere is skipped as a whole.
         """
-        for group in self.joint.param_groups:
-            group["lr"] = lr
-        self.scaler.step(self.joint)
-        self.scaler.update()
         for part in self.parts:
+            for group in part.param_groups:
+                group["lr"] = lr
+            if not self.loss_scale.overflowed:
+                part.step()
             part.zero_grad(set_to_none=True)
 
     def memory(self) -> dict[str, int]:
@@ -177,7 +204,7 @@ class Optimizers:
         """
         names = {parameter: name for name, parameter in self.named.items()}
         state = {names[p]: dict(kept) for part in self.parts for p, kept in part.state.items()}
-        return {"state": state, "scaler": self.scaler.state_dict()}
+        return {"state": state, "scaler": self.loss_scale.state_dict()}
 
     def load_state_dict(self, saved: dict) -> None:
         """Go on from a state; a parameter that it does not name begins without one.
@@ -194,7 +221,7 @@ class Optimizers:
             }
             groups = part.state_dict()["param_groups"]
             part.load_state_dict({"state": state, "param_groups": groups})
-        self.scaler.load_state_dict(saved["scaler"])
+        self.loss_scale.load_state_dict(saved["scaler"])
 
 
 def learning_rate(settings: Any, before: Clock, after: Clock) -> float:

@@ -2,8 +2,8 @@
 
 Pure arithmetic on sizes, which `parts_of` reads off a model. offload.py, which would be too long
 with it, carries a placement out and prints one without a run. Counted are weights, their copies in
-half precision, gradients, optimizer state and the buffers that copies pass through; activations are
-not, nor what an optimizer takes during its step.
+half precision, gradients, optimizer state and what comes and goes of these; activations are not,
+nor what an optimizer takes during its step.
 
 What stands on the device for each parameter of a matrix, in bytes, by how much of it is away:
 
@@ -17,7 +17,8 @@ State is 8 with AdamW, 4 with Muon. It leaves first, since it is touched once a 
 second, which are copied once a micro-batch; weights last, which are copied twice a micro-batch, for
 the forward and the backward pass. Each kind leaves block by block from the middle outwards, so that
 the first and last blocks give the copies time, and only as many as needed. Embeddings and heads
-come after all blocks, and their weights never leave, nor do norms and biases.
+come after all blocks, and their weights never leave, nor do norms and biases. Outside of blocks a
+cast is kept only where gradients are away, and two gradients more are there for a while.
 """
 
 import math
@@ -54,13 +55,18 @@ def budget_bytes(text: str, free: int | None = None) -> int:
     Raises:  ValueError for what is no amount of memory
     Example: budget_bytes("1.5KiB") == 1536, budget_bytes("auto", 3000) == 1500
     """
-    if text == "auto":
-        if free is None:
-            raise ValueError("--offload-budget auto: nobody knows what is free: give bytes")
-        return free // 2
+    if text != "auto":
+        return bytes_of("--offload-budget", text)
+    if free is None:
+        raise ValueError("--offload-budget auto: nobody knows what is free: give bytes")
+    return free // 2
+
+
+def bytes_of(flag: str, text: str) -> int:
+    """What 6GiB or 800MB says, as the value of a flag; ValueError for what is no amount."""
     found = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text)
     if found is None or found[2] not in UNITS or float(found[1]) == 0:
-        raise ValueError(f"--offload-budget {text}: write an amount such as 6GiB, 800MB or auto")
+        raise ValueError(f"{flag} {text}: write an amount such as 6GiB, 800MB or auto")
     return int(float(found[1]) * UNITS[found[2]])
 
 
@@ -147,8 +153,14 @@ class Placement:
         return 2 if narrow else 4
 
     def cast(self, part: Part, away: Away) -> int:
-        """Bytes of the copy in half precision that autocast keeps of a weight until backward."""
-        return 0 if self.dtype == "fp32" or self.itemsize(part, away) == 2 else 2
+        """Bytes of the copy in half precision that autocast keeps of a weight until backward.
+
+        The embeddings' is the loss's own, and gone when both of `embedding_gradients` are there;
+        but where their sum is away, a gradient that is on its way there is beside it.
+        """
+        if self.dtype == "fp32" or self.itemsize(part, away) == 2:
+            return 0
+        return 2 if part.layers or away >= Away.GRADIENTS else 0
 
     def on_device(self, part: Part, away: Away) -> int:
         of_small = part.small * (16 + self.cast(part, Away.NOTHING))
@@ -174,30 +186,40 @@ class Placement:
 
     @property
     def what_passes(self) -> str:
-        return "of two parts at a time"
+        return "of two blocks at a time, two gradients of the embeddings"
 
     @property
     def in_passing(self) -> int:
-        """Of what is being copied: gradients and streamed weights, of two parts at a time each."""
-        gradients = max(self._matrices(Away.GRADIENTS), default=0)
+        """Of what comes and goes: gradients and streamed weights, of two blocks at a time each."""
+        gradients = max(self._matrices(Away.GRADIENTS, of_blocks=True), default=0)
         weights = max(self._matrices(Away.WEIGHTS, with_cast=True), default=0)
-        return 2 * gradients + 2 * weights
+        return 2 * gradients + 2 * weights + self.embedding_gradients
 
-    def _matrices(self, least: Away, with_cast: bool = False) -> Iterator[int]:
+    @property
+    def embedding_gradients(self) -> int:
+        """The loss's gradient by the tied embedding, which waits for the end of the backward pass,
+        and the input's, which is added to it there; besides the sum over earlier micro-batches.
+        """
+        return 2 * 4 * sum(part.numel for part in self.parts if not part.layers)
+
+    def _matrices(
+        self, least: Away, with_cast: bool = False, of_blocks: bool = False
+    ) -> Iterator[int]:
         """Bytes of the matrices of each part of which at least so much is away."""
         for part, away in zip(self.parts, self.away, strict=True):
-            if away >= least:
+            if away >= least and (part.layers or not of_blocks):
                 cast = self.cast(part, away) if with_cast else 0
                 yield part.numel * (self.itemsize(part, away) + cast)
 
     # ---- what it costs
 
     def traffic(self, work: Work) -> Traffic:
-        """Gradients home once a step, or once a micro-batch; weights back once a step, or twice a
-        use.
+        """Gradients home once a step, or once a micro-batch; weights back once a step, or as often
+        as `fetches` says.
 
         Example: a block of 100 parameters in fp32, 2 micro-batches of 10 tokens. STATE: 400 bytes
-                 each way. GRADIENTS: 800 home, 400 back. WEIGHTS: 800 home, 1,600 back, 4,000 FLOPs
+                 each way. GRADIENTS: 800 home, 400 back. WEIGHTS: 800 home, 400 back, 4,000 FLOPs;
+                 of three such blocks 3,600 back
         """
         to_host = to_device = flops = on_host = 0
         for part, away in zip(self.parts, self.away, strict=True):
@@ -207,10 +229,21 @@ class Placement:
             uses = len(part.layers) * work.micro_batches
             is_streamed = away == Away.WEIGHTS
             to_host += matrices * (work.micro_batches if away >= Away.GRADIENTS else 1)
-            to_device += matrices * (2 * uses if is_streamed else 1)
+            to_device += matrices * (self.fetches(part, work.micro_batches) if is_streamed else 1)
             flops += 2 * part.numel * work.micro_batch_tokens * uses if is_streamed else 0
             on_host += part.numel
         return Traffic(to_host, to_device, flops, on_host)
+
+    def fetches(self, part: Part, micro_batches: int) -> int:
+        """How often a step copies a part's weights to the device, which stay on the host.
+
+        Twice a micro-batch for each layer, but the weights of the last one stay there from the
+        forward to the backward pass, and those of the first one until the next micro-batch.
+        """
+        pairs = zip(self.parts, self.away, strict=True)
+        layers = [n for other, away in pairs if away == Away.WEIGHTS for n in other.layers]
+        last, first = max(layers) in part.layers, min(layers) in part.layers
+        return (2 * len(part.layers) - last - first) * micro_batches + first
 
     def break_even_tokens(self, rates: Rates) -> float:
         """The micro-batch whose forward pass through a block takes as long as the block's copy.
@@ -304,6 +337,7 @@ def place(
         raise ValueError(
             f"--offload-budget {shown(budget)} needs {shown(needed)} of host memory, and"
             f" {shown(host_bytes)} are free: {shown(needed - host_bytes)} are missing: choose a"
-            " larger budget, fewer ranks on this machine, or a machine with more memory"
+            " larger budget, fewer ranks on this machine, or a machine with more memory; where"
+            " memory grows with its use, say with --offload-host-memory how far"
         )
     return found

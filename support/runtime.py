@@ -130,8 +130,7 @@ def start(device: str, dtype: str) -> Runtime:
     if dtype == "fp16" and kind != "cuda":
         raise ValueError(f"--dtype fp16 needs --device cuda, not {kind}: choose bf16 or fp32")
     if world_size > 1 and not dist.is_initialized():
-        # gloo for what is in host memory, as offloaded shards are
-        dist.init_process_group("cpu:gloo,cuda:nccl" if kind == "cuda" else "gloo")
+        dist.init_process_group(**group_of(own))
     chosen = "as found" if device == "auto" else "as asked"
     ranks = f"{world_size} processes" if world_size > 1 else "one process"
     why = f"{kind} ({chosen}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
@@ -139,6 +138,17 @@ def start(device: str, dtype: str) -> Runtime:
         missing = why_not(kind)
         why += f"; no Triton kernels: {missing}" if missing else "; Triton kernels"
     return Runtime(rank, world_size, own, DTYPES[dtype], why, device_free(own), host_free())
+
+
+def group_of(device: torch.device) -> dict[str, Any]:
+    """How ranks on such devices talk: what init_process_group is to be told of it.
+
+    With a GPU also by gloo, for what is in host memory, as offloaded shards are. Told which GPU is
+    this rank's, NCCL connects at once, and a barrier does not have to guess.
+    """
+    if device.type == "cuda":
+        return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
+    return {"backend": "gloo"}
 
 
 class Parser(argparse.ArgumentParser):

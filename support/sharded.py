@@ -23,7 +23,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from support.runtime import Runtime
+from support.runtime import Runtime, group_of
 
 # Called from outside as `forward` is, and in need of what stands outside the blocks.
 FORWARD_METHODS = ("hidden_states", "losses", "logits", "follows")
@@ -32,8 +32,8 @@ FORWARD_METHODS = ("hidden_states", "losses", "logits", "follows")
 def join(runtime: Runtime) -> None:
     """Make a process group of this process alone, where torchrun has not started several."""
     if not dist.is_initialized():
-        backend = "cpu:gloo,cuda:nccl" if runtime.device.type == "cuda" else "gloo"
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+        how = group_of(runtime.device)
+        dist.init_process_group(**how, store=dist.HashStore(), rank=0, world_size=1)
 
 
 def shard(model: nn.Module, runtime: Runtime, offloaded: Collection[int] = ()) -> None:

@@ -53,8 +53,17 @@ class ShardedPlacement(Placement):
         two_and_a_buffer, gradient = 3 * weight, weight + summed
         return block * (two_and_a_buffer + gradient) + outside * (4 + 4 + summed)
 
+    @property
+    def embedding_gradients(self) -> int:
+        """None besides: at that time none of the others that are whole is there."""
+        return 0
+
     def of_rank(self, count: int) -> int:
         return -(-count // self.ranks)
+
+    def fetches(self, part: Part, micro_batches: int) -> int:
+        """For the forward and for the backward pass; FSDP2 keeps no block between them."""
+        return 2 * len(part.layers) * micro_batches
 
     def traffic(self, work: Work) -> Traffic:
         """A rank's rows, twice a use to the device; their gradients home with each micro-batch."""

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import Transformer, TransformerConfig
-from support.optim import SCHEDULES, Optimizers, lr_at, split_parameters
+from support.optim import SCHEDULES, LossScale, Optimizers, lr_at, split_parameters
 
 
 def lr(t, schedule="cosine", peak=1.0, floor=0.0, warmup=10, budget=110, decay_share=0.2):
@@ -133,11 +133,9 @@ def test_one_overflow_skips_one_step_of_every_parameter(kind, clip, overflowed):
     optimizers = optimizers_of(m, kind, fp16=True)
 
     def gradients() -> None:
-        scale = optimizers.scaler.get_scale()
         for seed, parameter in enumerate(m.parameters()):
             torch.manual_seed(seed)
-            optimizers.scaler.scale(torch.zeros(()))  # as for a loss; makes the scale's tensor
-            parameter.grad = scale * torch.randn_like(parameter)
+            parameter.grad = optimizers.loss_scale.value * torch.randn_like(parameter)
 
     def weights() -> list[torch.Tensor]:
         return [parameter.detach().clone() for parameter in m.parameters()]
@@ -145,7 +143,7 @@ def test_one_overflow_skips_one_step_of_every_parameter(kind, clip, overflowed):
     gradients()
     optimizers.clip_gradients(clip)
     optimizers.step(0.01)
-    moved, scale = weights(), optimizers.scaler.get_scale()  # there is momentum from here on
+    moved, scale = weights(), optimizers.loss_scale.value  # there is momentum from here on
 
     gradients()
     m.get_parameter(overflowed).grad[0] = torch.inf
@@ -153,10 +151,40 @@ def test_one_overflow_skips_one_step_of_every_parameter(kind, clip, overflowed):
     optimizers.step(0.01)
     for before, after in zip(moved, weights(), strict=True):
         assert torch.equal(before, after)
-    assert optimizers.scaler.get_scale() == scale / 2, "one overflow halves the scale once"
+    assert optimizers.loss_scale.value == scale / 2, "one overflow halves the scale once"
 
     gradients()
     optimizers.clip_gradients(clip)
     optimizers.step(0.01)
     for before, after in zip(moved, weights(), strict=True):
         assert after.isfinite().all() and not torch.equal(before, after)
+
+
+def test_the_loss_scale_moves_as_torchs():
+    """The same scale after every step of the same overflows, and the same state in a checkpoint."""
+    ours, torchs = LossScale(True), torch.amp.GradScaler("cpu")
+    parameter = torch.nn.Parameter(torch.zeros(1))
+    optimizer = torch.optim.SGD([parameter])
+    assert ours.state_dict() == torchs.state_dict()
+    for step in range(6100):
+        overflows = step in (0, 1, 3001, 6050)
+        torchs.scale(torch.zeros(()))
+        parameter.grad = torch.full((1,), torch.inf if overflows else 1.0)
+        torchs.step(optimizer)
+        torchs.update()
+        ours.update(torch.inf if overflows else 1.0)
+        if step == 4000:  # a checkpoint of either goes on as the other
+            torchs.load_state_dict(ours.state_dict())
+            ours.load_state_dict(torchs.state_dict())
+        assert ours.state_dict() == torchs.state_dict(), step
+    assert ours.value == 65536 / 4 * 2 / 2 * 2 / 2
+
+
+def test_a_run_in_another_dtype_goes_on_without_a_loss_scale_or_with_a_new_one():
+    off, on = LossScale(False), LossScale(True)
+    assert off.state_dict() == {} and off.value == 1
+    on.update(torch.inf)
+    off.load_state_dict(on.state_dict())
+    assert off.value == 1
+    on.load_state_dict({})
+    assert on.value == 32768

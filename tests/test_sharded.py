@@ -27,7 +27,7 @@ from evaluate import Evaluation
 from kernels.cross_entropy import IGNORE
 from ltd import token_dropping
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
-from support import checkpoint, compiled, sharded, sharded_checkpoint
+from support import checkpoint, compiled, runtime, sharded, sharded_checkpoint
 from support.batch import Batch
 from support.evaluating import own_rows
 from support.muon import Muon
@@ -544,3 +544,26 @@ def test_a_device_that_fsdp_does_not_know_is_refused():
     mps = Runtime(0, 1, torch.device("mps"), torch.float32, "")
     with pytest.raises(ValueError, match="--fsdp needs --device cpu or cuda, not mps"):
         sharded.shard(gpt(), mps)
+
+
+def test_ranks_on_gpus_say_which_one_is_theirs(monkeypatch):
+    """To both backends; on CPUs gloo, which takes no device."""
+    told = []
+    monkeypatch.setattr(dist, "init_process_group", lambda **how: told.append(how))
+    gpu, cpu = torch.device("cuda", 3), torch.device("cpu")
+    for device in (gpu, cpu):
+        sharded.join(Runtime(0, 1, device, torch.float32, ""))
+    for how in told:
+        assert isinstance(how.pop("store"), dist.HashStore)
+        assert (how.pop("rank"), how.pop("world_size")) == (0, 1)
+    for name, value in {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(device))
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    precision = torch.get_float32_matmul_precision()
+    runtime.start("cuda", "bf16")
+    runtime.start("cpu", "fp32")
+    torch.set_float32_matmul_precision(precision)
+    both = {"backend": "cpu:gloo,cuda:nccl", "device_id": gpu}
+    assert told == [both, {"backend": "gloo"}, gpu, both, {"backend": "gloo"}]
