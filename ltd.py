@@ -212,12 +212,12 @@ def run_kept(block: Callable, x: Tensor, meta: Any, kept: Tensor) -> Tensor:
     gradient from above unchanged, a kept one that through the block (which has its own residual).
 
     Args:    x    (B, T, C) hidden states
-             meta per-token metadata with `take`
+             meta per-token metadata of the kept tokens
              kept (B, K) int64, ascending
     Returns: (B, T, C)
     """
     states, rest = split(x, kept)  # (B, K, C) and (B, T, C)
-    return merge(rest, kept, block(states, meta.take(kept)))
+    return merge(rest, kept, block(states, meta))
 
 
 def token_dropping(kept_in: dict[int, Tensor], inner: Callable) -> Callable:
@@ -226,11 +226,18 @@ def token_dropping(kept_in: dict[int, Tensor], inner: Callable) -> Callable:
     Args: inner the run_block that runs a block on the tokens it is given
     """
 
+    meta_of: dict[int, Any] = {}  # of the kept tokens of each layer
+
     def run_layer(layer: int, block: Callable, x: Tensor, meta: Any) -> Tensor:
         def run(x: Tensor, meta: Any) -> Tensor:
             return inner(layer, block, x, meta)
 
-        return run_kept(run, x, meta, kept_in[layer]) if layer in kept_in else run(x, meta)
+        if layer not in kept_in:
+            return run(x, meta)
+        if not meta_of:
+            taken = meta.take_each(list(kept_in.values()))
+            meta_of.update(zip(kept_in, taken, strict=True))
+        return run_kept(run, x, meta_of[layer], kept_in[layer])
 
     return run_layer
 

@@ -18,7 +18,7 @@ Letters of the whole repository:
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kernels.cross_entropy import IGNORE, linear_cross_entropy, token_losses
-from kernels.packed_attention import impl_for, index_of, packed_attention
+from kernels.packed_attention import Documents, impl_for, index_of, packed_attention
 from kernels.rotary import rotate, rotation
 
 
@@ -325,6 +325,7 @@ class TokenMeta:
            causal    bool                    a token sees no later one
            rotation  (B, T, 1, D/2, 2) float cos and sin of angles (--pos rope), or None
            impl      str                     of kernels.packed_attention
+           documents where these lie, if that is known; None finds them by doc_ids
     """
 
     def __init__(
@@ -334,10 +335,12 @@ class TokenMeta:
         causal: bool,
         rotation: Tensor | None = None,
         impl: str = "dense",
+        documents: Documents | None = None,
     ):
         self.positions, self.doc_ids, self.causal = positions, doc_ids, causal
-        self.rotation, self.impl = rotation, impl
-        self.documents = None if doc_ids is None else index_of(doc_ids, causal, impl)
+        self.rotation, self.impl, self.documents = rotation, impl, documents
+        if doc_ids is not None and documents is None:
+            self.documents = index_of(doc_ids, causal, impl)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         """What each token sees of the others: (B, T, H, D), as q, k and v are."""
@@ -351,17 +354,41 @@ class TokenMeta:
         """The metadata of the kept tokens alone; `kept` (B, K) holds their indices, sorted.
 
         Where their documents lie follows from their own doc_ids. Positions stay those of the full
-        row, so rotary angles do not close the gaps.
+        row, so rotary angles do not close the gaps. If `kept` has n B rows, they are of the B rows
+        n times over.
         """
-        B, K = kept.shape
+        rows, K = kept.shape
 
         def of_kept(x: Tensor | None) -> Tensor | None:
             """Whole rows of x.flatten(0, 1): a CPU gathers them some times faster than elements."""
             if x is None:
                 return None
-            shared, T, *rest = x.shape
-            first = 0 if shared == 1 else T * torch.arange(B, device=x.device)[:, None]  # (B, 1)
-            return x.flatten(0, 1).index_select(0, (kept + first).flatten()).view(B, K, *rest)
+            B, T, *rest = x.shape
+            row = 0 if B == 1 else torch.arange(rows, device=x.device)[:, None] % B  # (rows, 1)
+            return x.flatten(0, 1).index_select(0, (kept + T * row).flatten()).view(rows, K, *rest)
 
         doc_ids, turns = of_kept(self.doc_ids), of_kept(self.rotation)
         return TokenMeta(of_kept(self.positions), doc_ids, self.causal, turns, self.impl)
+
+    def take_each(self, kept: Sequence[Tensor]) -> list["TokenMeta"]:
+        """`take` for each of n layers that keep as many tokens.
+
+        It takes some twenty operators, whatever the rows: on a GPU all layers' go through them
+        together. On a CPU, which computes documents of like length together, each goes by itself.
+        """
+        if self.positions.device.type == "cpu":
+            return [self.take(one) for one in kept]
+        n, taken = len(kept), self.take(torch.cat(list(kept)))
+
+        def parts(x: Tensor | None) -> Sequence[Tensor | None]:
+            return [None] * n if x is None else x.chunk(n)
+
+        documents = [None] * n
+        if taken.documents:
+            indices = zip(*(x.chunk(n) for x in taken.documents.index), strict=True)
+            documents = [taken.documents._replace(index=index) for index in indices]
+        fields = (parts(taken.positions), parts(taken.doc_ids), parts(taken.rotation), documents)
+        return [
+            TokenMeta(positions, doc_ids, self.causal, turns, self.impl, found)
+            for positions, doc_ids, turns, found in zip(*fields, strict=True)
+        ]

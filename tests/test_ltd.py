@@ -224,7 +224,7 @@ def test_a_kept_token_does_not_depend_on_dropped_ones(packed, pos):
     kept = ltd.draw(9, random_bits(3, 24))
     x = torch.randn(3, 24, 16, dtype=torch.float64)
     noise = torch.randn_like(x).scatter(1, kept[:, :, None].expand(-1, -1, 16), 0.0)
-    out, moved = (ltd.run_kept(model.h[1], y, meta, kept) for y in (x, x + noise))
+    out, moved = (ltd.run_kept(model.h[1], y, meta.take(kept), kept) for y in (x, x + noise))
     index = kept[:, :, None].expand(-1, -1, 16)
     assert torch.equal(out.gather(1, index), moved.gather(1, index))
     dropped = torch.ones(3, 24, dtype=torch.bool).scatter(1, kept, False)
@@ -244,7 +244,7 @@ def test_a_layer_of_kept_tokens_is_a_full_layer_that_sees_kept_keys_alone(packed
     x = torch.randn(3, 24, 16, dtype=torch.float64)
     kept = ltd.draw(9, random_bits(3, 24), doc_ids < 0)
     index = kept[:, :, None].expand(-1, -1, 16)
-    found = ltd.run_kept(model.h[1], x, meta, kept).gather(1, index)
+    found = ltd.run_kept(model.h[1], x, meta.take(kept), kept).gather(1, index)
 
     is_kept = torch.zeros(3, 24, dtype=torch.bool).scatter(1, kept, True)
     (mask,) = meta.documents.index
@@ -261,7 +261,7 @@ def test_gradient_of_dropped_and_kept_tokens():
     meta = TokenMeta(torch.arange(4)[None], None, True)
     kept = torch.tensor([[1, 3]])
     x = torch.randn(1, 4, 2, requires_grad=True)
-    ltd.run_kept(lambda y, meta: 3 * y, x, meta, kept).sum().backward()
+    ltd.run_kept(lambda y, meta: 3 * y, x, meta.take(kept), kept).sum().backward()
     assert x.grad[0, :, 0].tolist() == [1, 3, 1, 3]
 
 
@@ -331,8 +331,8 @@ def test_gradients_agree_with_finite_differences(packed):
     kept, other = ltd.draw(9, random_bits(2, 24))[:, None]
 
     def two_layers(x):
-        once = ltd.run_kept(model.h[1], x, meta, kept)
-        return ltd.run_kept(model.h[2], once, meta, other)
+        once = ltd.run_kept(model.h[1], x, meta.take(kept), kept)
+        return ltd.run_kept(model.h[2], once, meta.take(other), other)
 
     x = torch.randn(1, 24, 16, dtype=torch.float64, requires_grad=True)
     assert torch.autograd.gradcheck(two_layers, (x,), fast_mode=True)
