@@ -20,6 +20,7 @@ from torch._dynamo.testing import CompileCounter
 import config
 import data
 import ltd
+import model
 import train
 from kernels import packed_attention
 from support import compiled
@@ -90,6 +91,41 @@ def test_every_graph_is_made_before_the_first_step(run, graphs, monkeypatch, fla
     ahead = metrics(run(f"{flags} --compile", out="compiled"))
     assert len(seen) > 8 and set(seen) == {shapes}
     assert metrics(run(flags, out="plain")) == ahead
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        f"{LTD} --pack --curriculum seqlen --curriculum-start 8 --dropout 0.1",
+        f"{LTD} --model bert --nsp --pack --pack-batch rows",
+        "--pseudo --pseudo-group 2 --pseudo-until 0.5",
+        "--pseudo --pseudo-layers 2 --pseudo-until 0.5",
+        "--offload --offload-budget 450KB --pack",
+        "--fsdp",
+    ],
+)
+def test_no_technique_breaks_the_graph_of_a_block(run, monkeypatch, flags):
+    torch.compiler.reset()
+    compile_module = nn.Module.compile
+
+    def whole(module, **options):
+        compile_module(module, backend="eager", fullgraph=True, **options)
+
+    monkeypatch.setattr(nn.Module, "compile", whole)
+    assert run(f"{flags} --compile")
+    torch.compiler.reset()
+
+
+def test_a_break_in_the_graph_of_a_block_is_seen(run, monkeypatch):
+    attend = model.TokenMeta.attend
+
+    def broken(*args):
+        torch._dynamo.graph_break()
+        return attend(*args)
+
+    monkeypatch.setattr(model.TokenMeta, "attend", broken)
+    with pytest.raises(torch._dynamo.exc.Unsupported):
+        test_no_technique_breaks_the_graph_of_a_block(run, monkeypatch, "")
 
 
 def test_without_the_warm_up_graphs_are_made_in_mid_run(run, graphs, monkeypatch):
