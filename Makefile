@@ -25,7 +25,7 @@ bench:  ## rates of prepare, analysis and sampling; kernels; training steps (NAN
 	$(PYTHON) bench/prepare_rate.py corpus/pd-mix.jsonl.gz
 	$(PYTHON) bench/analysis.py
 	$(PYTHON) bench/sampling.py
-	$(PYTHON) bench/kernels.py
+	$(PYTHON) bench/loss.py
 	$(PYTHON) bench/gather_scatter.py
 	$(if $(HISTOGRAM),$(PYTHON) bench/packers.py $(HISTOGRAM))
 	$(PYTHON) bench/step.py $(if $(NANOGPT),--nanogpt $(NANOGPT))

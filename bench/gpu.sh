@@ -148,7 +148,7 @@ stage_C() {
     local step=(--size "$larger" --optimizer adamw --variants plain packed "keep 1/2")
     bench 110 "step, eager" step "${step[@]}" "packed, 64" "keep 3/4" "keep 1/4"
     bench 110 attention attention "${kernels[@]}"
-    bench 60 loss kernels "${kernels[@]}"
+    bench 60 loss loss "${kernels[@]}"
     bench 70 copies gather_scatter "${copies[@]}"
     bench 190 "step, compiled" step --compile "${step[@]}"
 }

@@ -243,7 +243,7 @@ HERE = "no offload"
 
 
 def planned(
-    mode: str, model: nn.Module, budget: str, muon: bool, dtype: torch.dtype, *free: object
+    mode: str, model: nn.Module, budget: str, muon: bool, dtype: torch.dtype, **free: object
 ) -> Placement:
     """In place of offload.plan."""
     parts = parts_of(model, muon)

@@ -23,7 +23,7 @@ COMMANDS = [name for name in BENCHES if name not in ("nanogpt", "record", "table
 
 @pytest.fixture
 def bench(monkeypatch):
-    """Import a bench by its file, as bench/kernels.py shares its name with a package."""
+    """Import a bench by its file."""
     monkeypatch.setattr(sys, "path", [*sys.path, str(ROOT / "bench")])
 
     def load(name: str) -> ModuleType:
@@ -574,7 +574,9 @@ def test_offload_is_compared_mode_by_mode(scale, capsys):
 
 
 def test_the_planned_peak_counts_sixteen_bytes_a_parameter(scale, monkeypatch):
-    """Weight, gradient and two moments in fp32; away is the state of the blocks' matrices."""
+    """Weight, gradient and two moments in fp32, and two gradients more of the embeddings at the
+    end of a backward pass; away is the state of the blocks' matrices.
+    """
     import step
     from turns import Taken
 
@@ -593,11 +595,14 @@ def test_the_planned_peak_counts_sixteen_bytes_a_parameter(scale, monkeypatch):
     kept = []
     peaks = scale.measure_peaks(scale.Setup("cuda", "toy", keep=kept.append))
     settings = step.settings_of(case, step.Variant(None, "adamw"), "cpu", False)
-    numel = sum(p.numel() for p in scale.like(settings, case).parameters())
+    model = scale.like(settings, case)
+    numel = sum(p.numel() for p in model.parameters())
+    embeddings = sum(p.numel() for p in model.parameters() if p.ndim > 1) - 4 * 12 * 16 * 16
+    stays = 16 * numel + 8 * embeddings
     assert peaks["torchao"] == {"lean_peak_gb": 0.0001}
-    assert peaks[scale.HERE]["planned_gb"] == pytest.approx(16 * numel / 1e9, rel=1e-3)
-    without = (16 * numel - 8 * 4 * 12 * 16 * 16) / 1e9
-    assert peaks["blocks' state"]["planned_gb"] == pytest.approx(without, rel=1e-3)
+    assert peaks[scale.HERE]["planned_gb"] == pytest.approx(stays / 1e9, rel=3e-3)
+    without = (stays - 8 * 4 * 12 * 16 * 16) / 1e9
+    assert peaks["blocks' state"]["planned_gb"] == pytest.approx(without, rel=3e-3)
     assert [record["variant"] for record in kept] == list(peaks) and len(kept) == 6
     for _, lean, variant, *_ in asked.values():
         assert (lean.rows, lean.shape.seq_len) == (2, 64)
@@ -680,7 +685,7 @@ def test_parts_are_run_by_name_and_recorded_apart(scale, monkeypatch, capsys):
 
 
 def test_an_evaluation_is_timed_only_where_all_ways_find_the_same(bench, store_dir):
-    from small_stores import ONE  # here, as other tests start processes that find bench/kernels.py
+    from small_stores import ONE
 
     from model import TransformerConfig
     from support.tokenizer import byte_lengths, get_encoding

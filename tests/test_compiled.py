@@ -9,6 +9,7 @@ import signal
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -225,7 +226,9 @@ def test_a_batch_of_another_layout_makes_no_graph(run, graphs, monkeypatch, kind
 
 def test_full_rows_have_the_layout_of_the_others():
     def laid_out(flags, batch):
-        return compiled.laid_out(config.build(config.parse(flags.split())), batch)
+        settings = config.build(config.parse(flags.split()))
+        on = compiled.Choice(settings.run.compile == "on", "")
+        return compiled.laid_out(SimpleNamespace(settings=settings, compiled=on), batch)
 
     full = data.Batch.blank(3, 5)
     for flags in ("--compile", "--pack", "--model bert"):

@@ -28,18 +28,25 @@ SHORT = {
     "support.machine.measured_peak": "lambda *_: 1e14",
 }
 READ = "a copy to the host in train.py:update"  # the loss and the norm of the gradient
-# What a step waits for besides, where that is known: (phase, what, where)
+# What a step waits for besides.
 ALSO = {
     "adaptive": {"update: _local_scalar_dense in support/shared_weights.py:are_calm"},
-    "fp16": {"update: _local_scalar_dense in support/optim.py:step"},
+    "fp16": {"update: _local_scalar_dense in support/optim.py:clip_gradients"},  # skip the step?
 }
-DOUBLES = {"fp16": {"_to_copy", "reciprocal"}}  # torch's GradScaler, of one number
+# Gradients that come home, and the norm of those that are there: one number each way.
+ALSO["offload"] = ALSO["offload of all"] = {
+    "gradients: Event.synchronize in support/link.py:settle",
+    "update: a copy from the host in support/optim.py:<listcomp>",
+    "update: a copy to the host in support/optim.py:clip_gradients",
+    "update: from pageable memory in support/optim.py:<listcomp>",
+}
 
 QUICK = {
     "everything": "--curriculum seqlen --ltd --pack",
     "bert": "--model bert --nsp --pack --loss-per document",
     "recomputed": "--checkpoint-activations --pseudo --pseudo-until 0.5 --dtype fp32"
     " --optimizer adamw",
+    "in fp32": "--dtype fp32 --optimizer adamw",
     "offload": "--offload --offload-budget 2600KB --dtype fp32 --optimizer adamw",
 }
 MORE = {
@@ -93,16 +100,17 @@ def problems_with(name: str, report: dict) -> list[str]:
     for number, step in enumerate(report["steps"], 1):
         expected = {f"update: {READ}"} | ALSO.get(name, set())
         unexpected = set(step["syncs"]) - expected
+        pageable = {what for what in step["copies"] if "pageable" in what} - expected
         problems += [f"step {number} waits: {what}" for what in sorted(unexpected)]
         if step["syncs"].get(f"update: {READ}") != 1:
             problems.append(f"step {number} reads its loss {step['syncs']} times")
-        problems += [f"step {number}: {what}" for what in step["copies"] if "pageable" in what]
-        doubles = {what for what in step["doubles"] if what.split()[0] not in DOUBLES.get(name, ())}
-        problems += [f"step {number} computes in float64: {what}" for what in sorted(doubles)]
+        problems += [f"step {number}: {what}" for what in sorted(pageable)]
+        problems += [f"step {number} computes in float64: {what}" for what in step["doubles"]]
     return problems
 
 
-def check_recipes(library: Path, recipes: dict[str, str], folder: Path) -> None:
+def check_recipes(library: Path, recipes: dict[str, str], folder: Path) -> dict[str, list[float]]:
+    """Run them on the device and on the host; the losses on the device."""
     runs = {
         name: {"flags": flags_of(flags, folder / name), "patch": SHORT}
         for name, flags in recipes.items()
@@ -121,14 +129,54 @@ def check_recipes(library: Path, recipes: dict[str, str], folder: Path) -> None:
             [step["loss"] for step in reports[which]["steps"]]
             for which in (name, f"{name} on the host")
         )
-        tolerance = 1e-4 if name in in_fp32 else 2e-3  # AdamW makes much of a small gradient
+        tolerance = 2e-4 if name in in_fp32 else 2e-3  # AdamW makes much of a small gradient
         if expected != pytest.approx(found, rel=tolerance) or len(found) < 2:
             problems.append(f"{name}: losses {found}, on the host {expected}")
     assert not problems, "\n".join(problems)
+    return {name: [step["loss"] for step in report["steps"]] for name, report in reports.items()}
 
 
 def test_recipes_on_the_device(library, tmp_path):
-    check_recipes(library, QUICK, tmp_path)
+    losses = check_recipes(library, QUICK, tmp_path)
+    assert losses["offload"] == losses["in fp32"], "what is away changes no bit"
+
+
+def test_what_saves_launches_changes_nothing(library, tmp_path):
+    """Weights that are rounded together, and layers whose kept tokens are looked at together."""
+    flags = "--ltd --pack --layers 4"
+    apart = {
+        "support.blocks.with_rounded_weights": "lambda inner: inner",
+        "model.TokenMeta.take_each": "lambda self, kept: [self.take(one) for one in kept]",
+    }
+    runs = {
+        "together": {"flags": flags_of(flags, tmp_path / "together"), "patch": SHORT},
+        "apart": {"flags": flags_of(flags, tmp_path / "apart"), "patch": SHORT | apart},
+    }
+    together, apart = (report["steps"] for report in reports_of(library, runs, tmp_path).values())
+    assert len(together) > 1
+    for one, other in zip(together, apart, strict=True):
+        assert one["loss"] == other["loss"]
+        assert one["launches"]["gradients"] < 0.8 * other["launches"]["gradients"]
+
+
+LAUNCHES = {  # of a micro-batch of 12 layers, where gradients are new, and of an update
+    "plain": ("", 480, 150),
+    "everything": ("--curriculum seqlen --ltd --pack", 620, 150),
+}
+
+
+@pytest.mark.slow
+def test_launches_stay_few(library, tmp_path):
+    """As docs/step.md has them, for a model of 12 layers; they do not depend on its width."""
+    shape = "--layers 12 --pos learned --batch-tokens 64 --micro-batch-size 2"
+    runs = {
+        name: {"flags": flags_of(f"{more} {shape}", tmp_path / name), "patch": SHORT}
+        for name, (more, _, _) in LAUNCHES.items()
+    }
+    for name, report in reports_of(library, runs, tmp_path).items():
+        _, micro_batch, update = LAUNCHES[name]
+        second = report["steps"][1]["launches"]  # the first makes the optimizers' state
+        assert second["gradients"] <= micro_batch and second["update"] <= update, (name, second)
 
 
 @pytest.mark.slow

@@ -561,6 +561,7 @@ def test_ranks_on_gpus_say_which_one_is_theirs(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: told.append(device))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (1000, 2000))
+    monkeypatch.setattr(runtime, "why_not", lambda device: "nothing is")
     precision = torch.get_float32_matmul_precision()
     runtime.start("cuda", "bf16")
     runtime.start("cpu", "fp32")

@@ -13,9 +13,9 @@ Nothing is timed until every form's loss and gradients agree with the definition
 array, mostly over its N V logits; where a chunk of them stays in a cache, less goes to memory.
 "GB memory" is what a form takes beyond its inputs and gradients; on a CPU in a process of its own.
 
-    OMP_NUM_THREADS=2 python bench/kernels.py                    # some minutes
-    OMP_NUM_THREADS=2 python bench/kernels.py --record           # and a line of results/
-    python bench/kernels.py --device cuda --record
+    OMP_NUM_THREADS=2 python bench/loss.py                    # some minutes
+    OMP_NUM_THREADS=2 python bench/loss.py --record           # and a line of results/
+    python bench/loss.py --device cuda --record
 """
 
 import argparse
