@@ -34,12 +34,15 @@ ALSO = {
     "fp16": {"update: _local_scalar_dense in support/optim.py:clip_gradients"},  # skip the step?
 }
 # Gradients that come home, and the norm of those that are there: one number each way.
-ALSO["offload"] = ALSO["offload of all"] = {
+ALSO["offload"] = {
     "gradients: Event.synchronize in support/link.py:settle",
     "update: a copy from the host in support/optim.py:<listcomp>",
     "update: a copy to the host in support/optim.py:clip_gradients",
     "update: from pageable memory in support/optim.py:<listcomp>",
 }
+ALSO["offload of all"] = ALSO["offload"] | {
+    "update: a copy to the host in support/muon.py:step"
+}  # directions
 
 QUICK = {
     "everything": "--curriculum seqlen --ltd --pack",
@@ -51,7 +54,7 @@ QUICK = {
 }
 MORE = {
     "plain": "",
-    "learned": "--pos learned --dropout 0.1 --dtype fp32 --optimizer adamw",
+    "learned": "--pos learned --dtype fp32 --optimizer adamw",
     "fp16": "--dtype fp16 --pack",
     "ltd": "--ltd --ltd-start 8",
     "pack": "--pack --pack-batch documents",
@@ -61,6 +64,7 @@ MORE = {
     "bert of rows": "--model bert --dtype fp32 --optimizer adamw",
     "growth": "--pseudo --pseudo-layers 2 --ltd",
     "adaptive": "--pseudo --pseudo-until adaptive:0.5 --dtype fp32 --optimizer adamw",
+    "dropout": "--dropout 0.1 --pack",
     "offload of all": "--offload --offload-budget 2400KB --pack --ltd",
 }
 
@@ -130,6 +134,8 @@ def check_recipes(library: Path, recipes: dict[str, str], folder: Path) -> dict[
             for which in (name, f"{name} on the host")
         )
         tolerance = 2e-4 if name in in_fp32 else 2e-3  # AdamW makes much of a small gradient
+        if name == "dropout":  # every device draws its own
+            tolerance = 0.02
         if expected != pytest.approx(found, rel=tolerance) or len(found) < 2:
             problems.append(f"{name}: losses {found}, on the host {expected}")
     assert not problems, "\n".join(problems)
@@ -156,7 +162,7 @@ def test_what_saves_launches_changes_nothing(library, tmp_path):
     assert len(together) > 1
     for one, other in zip(together, apart, strict=True):
         assert one["loss"] == other["loss"]
-        assert one["launches"]["gradients"] < 0.8 * other["launches"]["gradients"]
+        assert one["launches"]["gradients"] < 0.9 * other["launches"]["gradients"]
 
 
 LAUNCHES = {  # of a micro-batch of 12 layers, where gradients are new, and of an update
