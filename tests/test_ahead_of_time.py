@@ -21,7 +21,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from kernels import attention_tiles, attention_tiles_backward, token_drop
+from kernels import attention_tiles, attention_tiles_backward, cross_entropy, token_drop
 
 ROOT = Path(__file__).parents[1]
 # KiB of shared memory that a block may have: CUDA C++ Programming Guide, compute capabilities
@@ -116,7 +116,7 @@ def tell(arch: int, work: Callable[[], None]) -> None:
 def compiled(arch: int, work: str) -> list[Compiled]:
     """What launches come to, of a process where Triton does not interpret.
 
-    Args: work a call of one of the three functions below
+    Args: work a call of one of the functions below
     """
     script = f"from tests import test_ahead_of_time as t; t.tell({arch}, lambda: t.{work})"
     child = subprocess.run(
@@ -160,6 +160,17 @@ def copies(dtype: str, widths: tuple[int, ...], kept: tuple[tuple[int, int], ...
                 token_drop.place(sources[0], positions, sources[1], T, "triton")
 
 
+def losses(dtype: str, vocabularies: tuple[int, ...]) -> None:
+    """The loss's kernel, with and without a bias, shares and gradients."""
+    for V in vocabularies:
+        x, matrix = (torch.zeros(n, 8, dtype=getattr(torch, dtype)) for n in (4, V))
+        targets = torch.zeros(4, dtype=torch.int64)
+        for bias in (None, torch.zeros(V)):
+            for shares in (None, torch.ones(4)):
+                for wants_gradient in (True, False):
+                    cross_entropy.losses_by_triton(x, matrix, bias, targets, shares, wants_gradient)
+
+
 def spilling(kernels: list[Compiled]) -> list[Compiled]:
     return [kernel for kernel in kernels if kernel.spilled]
 
@@ -185,6 +196,14 @@ def test_copies_spill_nothing(arch, dtype):
     kernels = compiled(arch, f"copies({dtype!r}, (100, 768, 1600), ((64, 256),))")
     assert len(kernels) == 12 and not spilling(kernels)
     assert max(kernel.shared for kernel in kernels) <= 4 << 10
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("arch", SHARED_KIB)
+def test_losses_spill_nothing_and_are_one_code_for_every_vocabulary(arch, dtype):
+    kernels = compiled(arch, f"losses({dtype!r}, (4160, 50_257))")
+    assert len(kernels) == 16 and not spilling(kernels) and not too_large(kernels, arch)
+    assert codes(kernels) == {"losses_kernel": 8}
 
 
 def test_a_tile_that_spills_is_seen():

@@ -44,19 +44,27 @@ def impl(request, monkeypatch, empty_is_full_of_nan):
     return request.param
 
 
+@pytest.fixture
+def needs_triton(interpreter_lacks_loops):
+    """Skip what the kernel cannot run here, on this device."""
+
+    def check(device: str = "cpu") -> None:
+        if cross_entropy.triton is None:
+            pytest.skip("Triton is not installed")
+        is_compiled = isinstance(cross_entropy.losses_kernel, cross_entropy.triton.JITFunction)
+        if device == "cpu" and is_compiled:
+            pytest.skip("the kernel is compiled for the GPU of this machine: see the cuda tests")
+        if device == "cpu" and interpreter_lacks_loops:
+            pytest.skip(interpreter_lacks_loops)
+
+    return check
+
+
 @pytest.fixture(params=DEVICES)
-def device(request, impl):
+def device(request, impl, needs_triton):
     if impl == "triton":
         needs_triton(request.param)
     return request.param
-
-
-def needs_triton(device: str = "cpu") -> None:
-    if cross_entropy.triton is None:
-        pytest.skip("Triton is not installed")
-    is_compiled = isinstance(cross_entropy.losses_kernel, cross_entropy.triton.JITFunction)
-    if device == "cpu" and is_compiled:
-        pytest.skip("the kernel is compiled for the GPU of this machine: see the cuda tests")
 
 
 def is_slow(impl: str, device: str, N: int) -> bool:
@@ -217,7 +225,7 @@ def test_real_vocabularies(V, N, device, impl, monkeypatch):
     assert_errs_at_most_twice(truth, plain, found)
 
 
-def test_a_target_that_is_no_token_makes_the_kernels_loss_nan():
+def test_a_target_that_is_no_token_makes_the_kernels_loss_nan(needs_triton):
     needs_triton()
     x, weight, bias, targets = head(8, torch.float32)
     for no_token in (V, -1, 2**40):
@@ -248,7 +256,7 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("fault", [None, *BROKEN])
-def test_a_form_that_computes_something_else_is_noticed(monkeypatch, fault, impl):
+def test_a_form_that_computes_something_else_is_noticed(monkeypatch, fault, impl, needs_triton):
     """By the assertion that all of these tests make."""
     if impl == "triton":
         needs_triton()
@@ -266,7 +274,7 @@ def test_a_form_that_computes_something_else_is_noticed(monkeypatch, fault, impl
         assert_errs_at_most_twice(truth, plain, found)
 
 
-def test_the_kernel_is_told_what_to_ignore(monkeypatch):
+def test_the_kernel_is_told_what_to_ignore(monkeypatch, needs_triton):
     """Where it is told another number, a target to ignore is no token, and the loss NaN."""
     needs_triton()
     inputs = head(20, torch.float32)
@@ -275,7 +283,7 @@ def test_the_kernel_is_told_what_to_ignore(monkeypatch):
     assert linear_cross_entropy(*inputs, impl="triton").isnan()
 
 
-def test_the_definition_worked_by_hand():
+def test_the_definition_worked_by_hand(needs_triton):
     x, weight = torch.tensor([[1.0, 0.0], [0.0, 2.0]]), torch.eye(2)
     targets = torch.tensor([0, IGNORE])
     expected = torch.tensor(1 + 1 / torch.e).log()  # -log softmax([1, 0])[0]
@@ -337,7 +345,7 @@ def test_on_a_cpu_auto_is_the_chunked_form_and_others_are_refused():
         linear_cross_entropy(*inputs, impl="liger")
 
 
-def test_the_kernel_is_refused_where_it_cannot_run(monkeypatch):
+def test_the_kernel_is_refused_where_it_cannot_run(monkeypatch, needs_triton):
     needs_triton()
     with pytest.raises(ValueError, match="x is float64: choose chunked"):
         chosen_impl("cuda", torch.float64, "triton")
@@ -425,7 +433,7 @@ def test_the_backward_pass_makes_no_array(monkeypatch, backward):
     assert arrays < 0.1 * all_of_them if backward == "own" else arrays >= all_of_them
 
 
-def test_a_second_backward_pass_is_refused(impl):
+def test_a_second_backward_pass_is_refused(impl, needs_triton):
     """Its gradients would be scaled twice."""
     if impl == "triton":
         needs_triton()
