@@ -35,14 +35,15 @@ def table(placement: Placement) -> str:
         on_host = sum(placement.on_host(part, away) for part in parts)
         why = WHY[away] if is_block or not away else OUTSIDE
         rows.append(row(name, sum(part.numel for part in parts), away, on_device, on_host, why))
-    small = Part("norms, biases", (), 0, 0, sum(part.small for part in placement.parts))
-    on_device = placement.on_device(small, Away.NOTHING)
+    smalls = [part._replace(numel=0, state_bytes=0) for part in placement.parts]
+    small = sum(part.small for part in smalls)
+    on_device = sum(placement.on_device(part, Away.NOTHING) for part in smalls)
     why = "small, and used all the time"
-    if small.small:
-        rows.append(row(small.name, small.small, Away.NOTHING, on_device, 0, why))
+    if small:
+        rows.append(row("norms, biases", small, Away.NOTHING, on_device, 0, why))
     passing, slots = shown(placement.in_passing), shown(2 * placement.slot_bytes)
     rows.append(("copies on the way", "", "", "", "", passing, slots, placement.what_passes))
-    total = small.small + sum(part.numel for part in placement.parts)
+    total = small + sum(part.numel for part in placement.parts)
     held = shown(placement.device_bytes), shown(placement.host_bytes)
     rows.append(("in all", f"{total:,}", "", "", "", *held, f"budget: {shown(placement.budget)}"))
     form = "{:<17} {:>13} {:>7} {:>9} {:>6} {:>11} {:>11}  {}"
