@@ -40,10 +40,11 @@ def with_rounded_weights(inner: RunBlock) -> RunBlock:
     """
 
     def run_layer(layer: int, block: Any, x: Tensor, meta: Any) -> Tensor:
-        if not (isinstance(block, nn.Module) and torch.is_autocast_enabled("cuda")):
+        device = x.device.type
+        if not (isinstance(block, nn.Module) and torch.is_autocast_enabled(device)):
             return inner(layer, block, x, meta)
-        weights = {name: p for name, p in block.named_parameters() if ".c_" in f".{name}"}
-        dtype = torch.get_autocast_dtype("cuda")
+        weights = {name: p for name, p in block.named_parameters() if ".c_" in name}
+        dtype = torch.get_autocast_dtype(device)
         rounded = dict(zip(weights, Rounded.apply(dtype, *weights.values()), strict=True))
 
         def run(x: Tensor, meta: Any) -> Tensor:
