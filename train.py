@@ -98,11 +98,11 @@ def main(argv: list[str] | None = None) -> int:
     run.trainer = assemble(settings, model, runtime, rows_at_once.count, saved)
     del saved  # what is not in use now is only memory
     run.make_folder()
-    # from here on a signal waits until the run can be saved; what came before is no loss
-    stop = StopSignal(tqdm.write if runtime.is_rank0 else lambda line: None)
     run.open_log()
     progress.announce(run, plan, rows_at_once.why, memory(rows_at_once.count))
     bar = progress.progress_bar(run)
+    # from here on a signal waits until the run can be saved; what came before is no loss
+    stop = StopSignal(tqdm.write if runtime.is_rank0 else lambda line: None)
 
     def between(what: str, done: int, of: int) -> None:
         """After every micro-batch of a step or an evaluation, as often on each rank."""

@@ -202,6 +202,21 @@ def interpreter_lacks_loops() -> str:
 
 
 @pytest.fixture
+def needs_triton(interpreter_lacks_loops) -> Callable[[str], None]:
+    """Skip where kernels with loops cannot run, compiled on a GPU or interpreted on a CPU."""
+
+    def check(device: str = "cpu") -> None:
+        if triton is None:
+            pytest.skip("Triton is not installed")
+        if device == "cpu" and isinstance(count_up, triton.JITFunction):
+            pytest.skip("kernels are compiled for the GPU of this machine: see the cuda tests")
+        if device == "cpu" and interpreter_lacks_loops:
+            pytest.skip(interpreter_lacks_loops)
+
+    return check
+
+
+@pytest.fixture
 def empty_is_full_of_nan(monkeypatch):
     """What a kernel forgets to write is NaN, not by chance what the definition has there."""
     plain = torch.empty

@@ -107,8 +107,9 @@ def where() -> str:
     """The innermost line of this repository, its tests left out."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
-        if path.is_relative_to(ROOT) and path.parent.name != "tests":
-            return f"{path.relative_to(ROOT)}:{frame.name}"
+        place = path.relative_to(ROOT) if path.is_relative_to(ROOT) else None
+        if place and not {"tests", "site-packages"} & {*place.parts}:
+            return f"{place}:{frame.name}"
     return "torch"
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ALL_ON, SMALL, read_log, start_ranks
-from test_kernels_cross_entropy import bytes_taken, needs_triton
+from test_kernels_cross_entropy import bytes_taken
 
 import config
 import train
@@ -23,6 +23,7 @@ from kernels import cross_entropy
 from model import TransformerConfig
 from plan import Plan
 from support import calibration, forecast_table, machine, memory_plan
+from support.batch import Batch
 from support.calibration import Times, evaluations, picks, saves
 from support.clock import Clock, blocks_at, due
 from support.empty_model import empty_model
@@ -223,7 +224,7 @@ def test_activations_are_those_that_autograd_keeps():
             return tensor
 
         rerun = settings.run.checkpoint_activations
-        run_block = train.run_block_of(settings, None, None, 0, None)
+        run_block = train.run_block_of(settings, None, None, 0, Batch.blank(3, T))
         tokens = torch.randint(300, (3, T))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             x = model.hidden_states(tokens, run_block=run_block)
@@ -237,7 +238,7 @@ def test_activations_are_those_that_autograd_keeps():
 
 
 @pytest.mark.parametrize("form", ["float32", "chunked", "triton"])
-def test_what_the_loss_needs_is_what_it_takes(form, monkeypatch):
+def test_what_the_loss_needs_is_what_it_takes(form, monkeypatch, needs_triton):
     """Its chunk of logits, in 16 bits as either form has them, and its gradients; no copy of any
     in the backward pass."""
     half = form != "float32"

@@ -44,22 +44,6 @@ def impl(request, monkeypatch, empty_is_full_of_nan):
     return request.param
 
 
-@pytest.fixture
-def needs_triton(interpreter_lacks_loops):
-    """Skip what the kernel cannot run here, on this device."""
-
-    def check(device: str = "cpu") -> None:
-        if cross_entropy.triton is None:
-            pytest.skip("Triton is not installed")
-        is_compiled = isinstance(cross_entropy.losses_kernel, cross_entropy.triton.JITFunction)
-        if device == "cpu" and is_compiled:
-            pytest.skip("the kernel is compiled for the GPU of this machine: see the cuda tests")
-        if device == "cpu" and interpreter_lacks_loops:
-            pytest.skip(interpreter_lacks_loops)
-
-    return check
-
-
 @pytest.fixture(params=DEVICES)
 def device(request, impl, needs_triton):
     if impl == "triton":
