@@ -241,12 +241,12 @@ class Transformer(nn.Module):
         """
         tokens, targets, positions, doc_ids = batch
         x = self.hidden_states(tokens, positions, doc_ids, run_block).flatten(0, 1)  # (B T, C)
-        tokens, answers = predicted or self.predicted(targets, positions)
-        targets, shares = targets.flatten(), None if shares is None else shares.flatten()  # (B T,)
-        features, bias = self.features(rows_at(x, tokens))
-        counts = rows_at(shares, tokens)
+        at, answers = predicted or self.predicted(targets, positions)
+        targets = targets.flatten()  # (B T,)
+        shares = None if shares is None else shares.flatten()  # (B T,)
+        features, bias = self.features(rows_at(x, at))
         loss = linear_cross_entropy(
-            features, self.wte.weight, bias, rows_at(targets, tokens), shares=counts
+            features, self.wte.weight, bias, rows_at(targets, at), shares=rows_at(shares, at)
         )
         if answers is not None:
             scores = self.follows(x, answers).to(loss.dtype)

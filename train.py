@@ -273,8 +273,10 @@ class Trainer:
         ranks nor accumulation weigh in.
         """
         s, runtime = self.settings, self.runtime
-        rows, at_once, device = len(step.batch.tokens), self.rows_together(step), runtime.device
-        total = torch.zeros((), device=runtime.device)
+        device = runtime.device
+        rows = len(step.batch.tokens)
+        at_once = self.rows_together(step)
+        total = torch.zeros((), device=device)
         self.uses = pseudo.uses_to_watch(s, self.shadow, step) if self.shadow else None
         for first in range(0, rows, at_once):
             stop = min(first + at_once, rows)

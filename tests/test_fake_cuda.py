@@ -40,9 +40,9 @@ ALSO["offload"] = {
     "update: a copy to the host in support/optim.py:clip_gradients",
     "update: from pageable memory in support/optim.py:<listcomp>",
 }
-ALSO["offload of all"] = ALSO["offload"] | {
-    "update: a copy to the host in support/muon.py:step"
-}  # directions
+ALSO["offload of all"] = ALSO["offload"] | {  # Muon's directions
+    "update: a copy to the host in support/muon.py:step",
+}
 
 QUICK = {
     "everything": "--curriculum seqlen --ltd --pack",
