@@ -13,6 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import SMALL, metrics, read_log, start_ranks
 from test_train import losses
 from torch import nn
@@ -113,8 +114,12 @@ def test_no_technique_breaks_the_graph_of_a_block(run, monkeypatch, flags):
         compile_module(module, backend="eager", fullgraph=True, **options)
 
     monkeypatch.setattr(nn.Module, "compile", whole)
-    assert run(f"{flags} --compile")
-    torch.compiler.reset()
+    try:
+        assert run(f"{flags} --compile")
+    finally:
+        torch.compiler.reset()
+        if dist.is_initialized():  # by --fsdp, and a command that ends would take it for its own
+            dist.destroy_process_group()
 
 
 def test_a_break_in_the_graph_of_a_block_is_seen(run, monkeypatch):
