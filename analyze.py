@@ -32,15 +32,16 @@ import difficulty
 import prepare
 from curriculum import LENGTHS
 from difficulty import label, metric
-from support import describe, figures, ranking, runtime
-from support.atomic import atomic_write, folder_lock
-from support.parallel import in_processes
-from support.ranking import Rankings
-from support.runtime import Runtime
-from support.samples import SPECIAL_TOKENS, Samples, add_flags, samples_of
-from support.shard_files import Shard, ShardFiles
-from support.sorted_runs import sorted_run
-from support.tokenizer import get_encoding
+from support.base import runtime
+from support.base.atomic import atomic_write, folder_lock
+from support.base.runtime import Runtime
+from support.report import figures
+from support.report.figures import plotted
+from support.rows import ranking
+from support.rows.ranking import Ranking, Rankings, sorted_run
+from support.rows.samples import SPECIAL_TOKENS, Samples, add_flags, samples_of
+from support.rows.shards import Shard, ShardFiles, in_processes
+from support.text.tokenizer import get_encoding
 
 SHARD = 1 << 18  # samples of a shard, unless that made more than MOST_SHARDS
 MOST_SHARDS = 512  # as many runs are open while they are merged
@@ -226,11 +227,11 @@ def main(argv: list[str] | None = None) -> None:
         rankings = {label(name): index for name, index in opened.items()}
         most = samples.max_piece_len
         print(f"{len(samples):,} samples of at most {most} tokens; index: {folder}")
-        describe.show_percentiles(rankings)
+        show_percentiles(rankings)
         if args.examples:
-            describe.show_examples(rankings, partial(text_of, samples))
+            show_examples(rankings, partial(text_of, samples))
         if args.plot:
-            describe.plot_histograms(rankings, args.plot)
+            plot_histograms(rankings, args.plot)
 
 
 def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
@@ -252,6 +253,41 @@ def text_of(samples: Samples, sample: int) -> str:
     encoding = get_encoding(samples.store.meta["tokenizer"])
     ((first, last),) = samples.spans(np.array([sample]))
     return encoding.decode(samples.read_tokens(first, last).tolist())
+
+
+# ---- describe
+#
+# What a ranking looks like: its percentiles, what is easy and hard in it, a histogram.
+
+
+PERCENTS = (0, 1, 5, 25, 50, 75, 95, 99, 100)
+PLOTTED = 1 << 18  # values of a histogram at most
+
+
+def show_percentiles(rankings: dict[str, Ranking]) -> None:
+    print("percentile    " + "".join(f"{percent:>12}" for percent in PERCENTS))
+    for name, its in rankings.items():
+        counts = [max(its.at_percent(percent), 1) for percent in PERCENTS]
+        print(f"{name:14}" + "".join(f"{its.highest(count):12.6g}" for count in counts))
+
+
+def show_examples(rankings: dict[str, Ranking], text_of: Callable[[int], str]) -> None:
+    """The median sample of the easiest and of the hardest percent, in each its."""
+    for name, its in rankings.items():
+        for which, share in (("easiest", 0.005), ("hardest", 0.995)):
+            sample = int(its.order[int(share * len(its))])
+            text = " ".join(text_of(sample).split())
+            print(f"\n{which} percent by {name}, {its.values[sample]:g}:\n{text[:400]}")
+
+
+def plot_histograms(rankings: dict[str, Ranking], file: str) -> None:
+    """A figure of the values of each ranking; with several, its name goes into the file's."""
+    for name, its in rankings.items():
+        values = its.values[:: -(-len(its) // PLOTTED)]
+        path = Path(file)
+        if len(rankings) > 1:
+            path = path.with_stem(f"{path.stem}-{name}")
+        plotted(str(path), lambda axes, v=values: axes.hist(v, 60), xlabel=name, ylabel="samples")
 
 
 if __name__ == "__main__":

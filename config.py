@@ -1,10 +1,10 @@
 """All settings of a run: groups of flags, defaults by size, refusals, and which techniques exist.
 
 Settings stand beside the code that obeys them: a technique's in its module, the data's in data.py,
-the model's in support/sizes.py, the optimizer's in support/optim.py, the run's in
-support/run_config.py. `Config` puts them together. A technique's first setting is its switch and
+the model's in support/step/sizes.py, the optimizer's in support/step/optim.py, the run's in
+support/base/settings.py. `Config` puts them together. A technique's first setting is its switch and
 takes its name (`--ltd`), the others take it as prefix (`--ltd-start`). Techniques import next to
-nothing of ours, so they write the metadata of a setting (see support/settings.py) by hand. No
+nothing of ours, so they write the metadata of a setting (see support/base/settings.py) by hand. No
 config files and no environment variables: a recipe is a shell line.
 
     python config.py                    # the table of flags, as the README shows it
@@ -27,25 +27,25 @@ from model import TransformerConfig
 from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
-from support.extension import with_budget
-from support.flags import parser_of, table_of
-from support.initial import with_those_of_init
-from support.mixture import refusals_of_mixture
-from support.optim import OptimConfig
-from support.recipes import refusals_of_rows, with_defaults
-from support.run_config import RunConfig
-from support.run_folder import newest_run, started_with
-from support.sentence_pairs import refusals_of_pairs
-from support.settings import (
+from support.base.settings import (
+    RunConfig,
     is_on,
     out_of_limits,
+    parser_of,
     resumed,
+    table_of,
     technique,
     techniques_of,
     techniques_on,
     unflattened,
 )
-from support.sizes import SIZES, ModelConfig
+from support.rows.bert import refusals_of_pairs
+from support.rows.mixture import refusals_of_mixture
+from support.run.extension import with_budget
+from support.run.folder import newest_run, started_with
+from support.step.optim import OptimConfig
+from support.step.sizes import SIZES, ModelConfig, refusals_of_rows, with_defaults
+from support.weights.initial import with_those_of_init
 
 
 def blocks_of_shadow(config: Any, context: Any) -> int:

@@ -25,7 +25,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.pacing import pace
+from support.base.clock import pace
 
 LENGTHS = ("seqlen", "seqlen-reshape")
 METRICS = "seqlen, seqlen-reshape, length, rarity, rarity-mean, length-rarity, path.py:name"
@@ -322,7 +322,8 @@ def check_pacing(pacing: Pacing, flag: str) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    from support import figures, flags, runtime
+    from support.base import numbers, runtime
+    from support.report import figures
 
     parser = runtime.Parser(prog="curriculum.py", description=__doc__.split("\n")[0])
     verb = parser.add_subparsers(required=True).add_parser("pace", help="difficulty over a run")
@@ -332,8 +333,8 @@ def main(argv: list[str] | None = None) -> None:
     verb.add_argument("--end", type=int, default=256)
     verb.add_argument("--over", type=float, default=100, help="t from which on it is --end")
     verb.add_argument("--multiple", type=int, default=1, help="round down to one of these")
-    verb.add_argument("--levels", type=flags.whole_numbers, help="of --kind discrete: 64,128,256")
-    verb.add_argument("--until", type=flags.whole_numbers, help="end of each but the last: 10,25")
+    verb.add_argument("--levels", type=numbers.whole_numbers, help="of --kind discrete: 64,128,256")
+    verb.add_argument("--until", type=numbers.whole_numbers, help="end of each but the last: 10,25")
     figures.add_curve_flags(verb)
     args = parser.parse_args(argv)
     kind = f"root:{args.degree}" if args.kind == "root" else args.kind
@@ -348,6 +349,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from support import runtime
+    from support.base import runtime
 
     runtime.exit_cleanly(main)

@@ -1,11 +1,11 @@
 """How a batch comes about: store -> samples -> rows -> Batch. No technique, no training loop.
 
-    token store   one long array of token ids, document after document      support/token_store.py
-    Samples       sample id -> span, the first and one-past-last token      support/samples.py
+    token store   one long array of token ids, document after document      support/text/store.py
+    Samples       sample id -> span, the first and one-past-last token      support/rows/samples.py
     draw          number of the draw -> sample id, pass after pass over a shuffled pool
     Rows          which pieces lie in which row
-    collate       Rows -> Batch                                             support/batch.py
-    mask_tokens   Batch -> Batch, with what a BERT has to guess             support/masking.py
+    collate       Rows -> Batch                                             support/rows/batch.py
+    mask_tokens   Batch -> Batch, with what a BERT has to guess             support/rows/bert.py
 
 Which samples are drawn and how pieces share a row is decided in plan.py:
 
@@ -30,18 +30,16 @@ from torch import Tensor
 
 from kernels.cross_entropy import IGNORE
 from prepare import embedded_store
-from support.batch import Batch
-from support.masking import SpecialIds, masked_tokens
-from support.mixed_samples import MixedSamples
-from support.mixture import AnyStore, open_store
-from support.packs import Packs
-from support.ranking import SCAN, Pool
-from support.rng import seed_of, shuffled
-from support.runtime import Runtime
-from support.samples import LONG, LONG_HELP, SPECIAL_TOKENS, Samples
-from support.sentence_pairs import Pairs
-from support.settings import flag
-from support.tokenizer import byte_lengths, get_encoding, store_encoding
+from support.base.rng import seed_of, shuffled
+from support.base.runtime import Runtime
+from support.base.settings import flag
+from support.rows.batch import Batch
+from support.rows.bert import Pairs, SpecialIds, masked_tokens
+from support.rows.mixture import AnyStore, MixedSamples, open_store
+from support.rows.packs import Packs
+from support.rows.ranking import SCAN, Pool
+from support.rows.samples import LONG, LONG_HELP, SPECIAL_TOKENS, Samples
+from support.text.tokenizer import byte_lengths, get_encoding, store_encoding
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,9 @@ from typing import NamedTuple
 import numpy as np
 
 from curriculum import LENGTHS, call, load_function
-from support import ranking
-from support.ranking import Ranking, Rankings
-from support.samples import SPECIAL_TOKENS, Samples
+from support.rows import ranking
+from support.rows.ranking import Ranking, Rankings
+from support.rows.samples import SPECIAL_TOKENS, Samples
 
 BLOCK = 1 << 18  # tokens measured at once: what a core's cache holds
 

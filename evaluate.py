@@ -14,16 +14,18 @@ are put together again by document, in the order of the store.
     python evaluate.py runs/gpt-nano-1 --by-document out.jsonl                # a line a document
     python evaluate.py runs/gpt-nano-1 --by-document out.jsonl --data STORE --split all
 
-Two other evaluations take files. Of questions that a GPT answers as it is (support/tasks.py,
-support/zero_shot.py), and of labelled texts, on which a copy of the model is trained further
-(support/examples.py, support/finetune.py):
+Two other evaluations take files. Of questions that a GPT answers as it is
+(support/evaluation/tasks.py, support/evaluation/tasks.py), and of labelled texts, on which a copy
+of the model is trained further (support/evaluation/finetune.py, support/evaluation/finetune.py):
 
     python evaluate.py runs/gpt-nano-1 --task lambada.jsonl.gz hellaswag.jsonl.gz
     python evaluate.py runs/bert-nano-1 --finetune reviews.jsonl --lr 1e-3
 """
 
+import argparse
 import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -34,22 +36,32 @@ from data import Rows, collate, places
 from packing import pack_lengths
 from prepare import embedded_store
 from sample import load_run
-from support import evaluation_flags, examples, finetune, tasks, zero_shot
-from support.batch import Batch, with_answers
-from support.evaluating import evaluating, own_rows, right_answers, sums_of_pieces
-from support.masking import SpecialIds, mask_tokens
-from support.mixed_evaluation import on_each_store
-from support.mixture import Mixture, open_store
-from support.progress import evaluation_bar
-from support.rng import bits, seed_of
-from support.runtime import Runtime, exit_cleanly, start
-from support.samples import SPECIAL_TOKENS, SPLITS, Samples, cut, with_context
-from support.scores import Documents, HeldOut, check_file
-from support.sentence_pairs import sentence_pairs
-from support.subject import Subject
-from support.text_results import check_groups, tell
-from support.token_store import Store
-from support.tokenizer import byte_lengths, get_encoding
+from support.base.numbers import amount, count
+from support.base.rng import bits, seed_of
+from support.base.runtime import Parser, Runtime, exit_cleanly, start
+from support.evaluation import finetune, tasks
+from support.evaluation.finetune import DEFAULTS
+from support.evaluation.scoring import (
+    GROUPS,
+    Documents,
+    HeldOut,
+    Subject,
+    check_file,
+    check_groups,
+    evaluating,
+    on_each_store,
+    own_rows,
+    right_answers,
+    sums_of_pieces,
+    tell,
+)
+from support.rows.batch import Batch, with_answers
+from support.rows.bert import SpecialIds, mask_tokens, sentence_pairs
+from support.rows.mixture import Mixture, open_store
+from support.rows.samples import SPECIAL_TOKENS, SPLITS, Samples, cut, with_context
+from support.run.progress import evaluation_bar
+from support.text.store import Store
+from support.text.tokenizer import byte_lengths, get_encoding
 
 
 class Evaluation:
@@ -196,7 +208,7 @@ def documents_of(rows: Rows, store: Store) -> np.ndarray:
     return np.searchsorted(store.offsets, rows.start, side="right") - 1
 
 
-def lay(items: zero_shot.Items, seq_len: int, pack: bool = True) -> zero_shot.Laid:
+def lay(items: tasks.Items, seq_len: int, pack: bool = True) -> tasks.Laid:
     """Items side by side in rows; without `pack` one a row."""
     rows = Rows.of(items.spans, seen=items.seen)
     rows = packed(rows, seq_len, 0) if pack else rows
@@ -204,11 +216,11 @@ def lay(items: zero_shot.Items, seq_len: int, pack: bool = True) -> zero_shot.La
     def read(own: range) -> Batch:
         return collate(items.store, rows.take(np.array(own)), seq_len)
 
-    return zero_shot.Laid(rows.offsets, documents_of(rows, items.store), read)
+    return tasks.Laid(rows.offsets, documents_of(rows, items.store), read)
 
 
 def packed_examples(
-    given: examples.Encoded, numbers: np.ndarray, seq_len: int, special_ids: SpecialIds | None
+    given: finetune.Encoded, numbers: np.ndarray, seq_len: int, special_ids: SpecialIds | None
 ) -> finetune.Packed:
     """The examples of these numbers, packed."""
     pairs = given.pairs and given.pairs.take(numbers)
@@ -237,12 +249,12 @@ def of_text(subject: Subject) -> dict[str, Any]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    args = evaluation_flags.parse(__doc__.split("\n")[0], argv)
+    args = parse(__doc__.split("\n")[0], argv)
     here = start(args.device, "auto")
     if args.by_document:
         here.on_rank0(lambda: check_file(args.by_document))
     asked = [tasks.read_task(file) for file in args.task or []]
-    labelled = examples.read_examples(args.finetune, args.dev) if args.finetune else None
+    labelled = finetune.read_examples(args.finetune, args.dev) if args.finetune else None
     settings, model, state = load_run(args.run, args.checkpoint)
     encoding = get_encoding(settings.data.tokenizer)
     special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
@@ -251,13 +263,99 @@ def main(argv: list[str] | None = None) -> None:
     subject = Subject(args, here, settings, model, encoding, special_ids, where)
     with subject.interruptible():
         if asked:
-            found = zero_shot.ask(subject, asked, lay)
+            found = tasks.ask(subject, asked, lay)
         elif labelled:
             found = finetune.compare(subject, labelled, packed_examples)
         else:
             found = of_text(subject)
     if args.json:
         here.say(json.dumps({"run": args.run, "step": state["step"], **found}))
+
+
+# ---- evaluation flags
+#
+# The command line of evaluate.py, and which of its flags go together.
+
+
+# What is evaluated if the flag that leads a group is given, and the flags that mean something then.
+OF_TEXT = ("data", "tokens", "stride", "split", "by_document", "by")
+OF_FINETUNE = ("dev", "seeds", "epochs", "lr", "batch")
+
+
+def parse(description: str, argv: list[str] | None) -> argparse.Namespace:
+    """Read the command line.
+
+    Raises: ValueError naming a flag that has no effect beside the others
+    """
+    parser = Parser(prog="evaluate.py", description=description)
+    parser.add_argument("run", help="folder of a run")
+    parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
+    parser.add_argument("--rows", type=count, default=16, help="rows evaluated at once (16)")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
+    parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
+
+    text = parser.add_argument_group("bits per byte of text, which is the default")
+    text.add_argument("--data", help="another token store (default: the run's own)")
+    text.add_argument("--tokens", type=count, help="about so many of its text (default: all)")
+    stride = "of a GPT: so many targets a row where a document goes on (default: no context)"
+    text.add_argument("--stride", type=int, help=stride)
+    split = "which documents (default: val, held out)"
+    text.add_argument("--split", choices=SPLITS, help=split)
+    by_document = "also write the result of each document, a JSON object a line"
+    text.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
+    by = f"also the result by {' or '.join(GROUPS)} of documents, or by both: source,length"
+    text.add_argument("--by", type=groups, metavar="GROUPS", help=by)
+
+    task = parser.add_argument_group(
+        "questions, which a GPT is asked without being trained on them"
+    )
+    task.add_argument(
+        "--task", nargs="+", metavar="FILE", help="JSON lines: see support/evaluation/tasks.py"
+    )
+
+    tuned = parser.add_argument_group("fine-tuning as a classifier; the run stays as it is")
+    tuned.add_argument(
+        "--finetune", metavar="FILE", help="JSON lines: see support/evaluation/finetune.py"
+    )
+    tuned.add_argument(
+        "--dev", metavar="FILE", help="others to test on (default: a fifth of these)"
+    )
+    for name, (kind, what) in {
+        "seeds": (count, "times to do it"),
+        "epochs": (count, "passes over the examples"),
+        "lr": (amount, "peak learning rate; a small model wants more"),
+        "batch": (count, "examples of a step"),
+    }.items():
+        tuned.add_argument(f"--{name}", type=kind, help=f"{what} ({DEFAULTS[name]})")
+
+    args = parser.parse_args(argv)
+    check(args)
+    args.split = args.split or "val"
+    return args
+
+
+def groups(text: str) -> list[str]:
+    names = text.split(",")
+    if not set(names) <= set(GROUPS):
+        message = f"{text} is unknown: choose {', '.join(GROUPS)}, or both with a comma between"
+        raise argparse.ArgumentTypeError(message)
+    return names
+
+
+def check(args: argparse.Namespace) -> None:
+    def given(names: tuple[str, ...]) -> list[str]:
+        return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
+
+    if args.task and args.finetune:
+        raise ValueError("--task and --finetune: one at a time, leave one of them out")
+    leader = "--task" if args.task else "--finetune" if args.finetune else None
+    if leader and given(OF_TEXT):
+        raise ValueError(
+            f"{given(OF_TEXT)[0]} is of held-out text, and {leader} of a file: leave"
+            " one of them out"
+        )
+    if not args.finetune and given(OF_FINETUNE):
+        raise ValueError(f"{given(OF_FINETUNE)[0]} has no effect without --finetune: add it")
 
 
 if __name__ == "__main__":

@@ -28,13 +28,14 @@ import torch
 from torch import Tensor
 
 from kernels.token_drop import merge, split
-from support.pacing import pace
+from support.base.clock import pace
 
 MODES, PACES = ("random", "bypass"), ("linear", "root", "constant")
 
 
 def flag(default: Any, help: str, **more: Any) -> Any:
-    """As in support/settings.py, which a technique does not import: so it can be read alone."""
+    """As in support/base/settings.py, which a technique does not import: so it can be read
+    alone."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -311,7 +312,9 @@ def refusals(settings: Any) -> list[tuple[bool, str]]:
 
 
 def main(argv: list[str] | None = None) -> None:
-    from support import costs, figures, flags, runtime
+    from support.base import numbers, runtime
+    from support.report import figures
+    from support.step import costs
 
     defaults = (
         "By default as in the papers. train.py's defaults: --kind constant, --share 0.9, --start a"
@@ -320,19 +323,19 @@ def main(argv: list[str] | None = None) -> None:
     parser = runtime.Parser(prog="ltd.py", description=__doc__.split("\n")[0])
     verbs = parser.add_subparsers(required=True, dest="verb")
     pacing = verbs.add_parser("pace", help="kept tokens over a run", epilog=defaults)
-    pacing.add_argument("--end", type=flags.count, default=256, help="tokens of a row")
-    pacing.add_argument("--over", type=flags.amount, default=100, help="t when all are kept")
+    pacing.add_argument("--end", type=numbers.count, default=256, help="tokens of a row")
+    pacing.add_argument("--over", type=numbers.amount, default=100, help="t when all are kept")
     figures.add_curve_flags(pacing)
     plan = verbs.add_parser("plan", help="what a run costs with and without it", epilog=defaults)
     costs.add_flags(plan)
     share = "of --tokens until all are kept (default: 0.7)"
-    plan.add_argument("--share", type=flags.share, help=share)
-    plan.add_argument("--steps", type=flags.count, help="until all are kept, in place of --share")
+    plan.add_argument("--share", type=numbers.share, help=share)
+    plan.add_argument("--steps", type=numbers.count, help="until all are kept, in place of --share")
     plan.add_argument("--layers", help="layers that drop, from 0: 1-10,12")
     for verb in (pacing, plan):
-        verb.add_argument("--start", type=flags.count, default=64, help="tokens kept at first")
+        verb.add_argument("--start", type=numbers.count, default=64, help="tokens kept at first")
         verb.add_argument("--kind", choices=PACES, default="linear", help="how they grow")
-        verb.add_argument("--multiple", type=flags.count, default=16, help="they grow by so many")
+        verb.add_argument("--multiple", type=numbers.count, default=16, help="they grow by so many")
     args = parser.parse_args(argv)
     if args.verb == "plan":
         costs.fill_in(args)
@@ -369,6 +372,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from support import runtime
+    from support.base import runtime
 
     runtime.exit_cleanly(main)

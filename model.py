@@ -6,7 +6,8 @@ Seam 2, `run_block(layer, block, x, meta)`: the layer loop calls each block thro
     that skips tokens, offloads weights or checkpoints activations hands in another `run_block`.
 
 In reading order: config, attention, block, the whole model; then what attention is told of each
-token, and the rotation that follows from it. Sizes by name and what they cost: support/sizes.py.
+token, and the rotation that follows from it. Sizes by name and what they cost:
+support/step/sizes.py.
 
 GPT:  Radford et al. 2019 (GPT-2): pre-LN, learned positions or rotary (2104.09864).
 BERT: Devlin et al. 2018 (arXiv 1810.04805): post-LN, bidirectional, masked-token head, one segment.

@@ -1,7 +1,7 @@
 """Granular CPU offload: as much of a training state on the host as a byte budget asks for.
 
-A placement (support/placement.py) says for each block how much of it is away. `Offloaded` carries
-that out on a finished model:
+A placement (support/step/placement.py) says for each block how much of it is away. `Offloaded`
+carries that out on a finished model:
 
     state      The host holds fp32 weights, which the optimizer moves, and the gradients that it
                needs. The device has a copy of the weights, which follows after each step.
@@ -15,13 +15,13 @@ Optimizers take the host's weights where state is away and the model's elsewhere
 checkpoints are those of a run without offload and so, in fp32, is every bit.
 
 With several ranks only optimizer state leaves, for DDP keeps the gradients. With --fsdp whole
-blocks leave, a rank's rows of them, and FSDP2 carries the placement out (support/sharded.py).
+blocks leave, a rank's rows of them, and FSDP2 carries the placement out (support/base/sharded.py).
 
 Does not offload activations: --checkpoint-activations forgets them.
 
 Papers:   Ren et al., arXiv 2101.06840 (ZeRO-Offload): optimizer state and its step on the host,
           all of it; granular CPU offloading, only part of it: Lin et al., arXiv 2110.03888
-Deviates: the order of leaving is ours (support/placement.py): 2110.03888 came without code
+Deviates: the order of leaving is ours (support/step/placement.py): 2110.03888 came without code
 
     python offload.py plan --size 1.3B --budget 8GiB --dtype bf16 --link 25e9 --flops 140e12
 """
@@ -38,25 +38,26 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from support.link import Landing, Lent, Link
-from support.placement import (
+from support.base.numbers import bytes_of
+from support.step.link import Landing, Lent, Link
+from support.step.placement import (
     KINDS,
     Away,
     Part,
     Placement,
     budget_bytes,
-    bytes_of,
     grouped,
     parts_of,
     place,
+    place_shards,
 )
-from support.sharded_placement import place_shards
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
 def flag(default: Any, help: str, **more: Any) -> Any:
-    """As in support/settings.py, which a technique does not import: so it can be read alone."""
+    """As in support/base/settings.py, which a technique does not import: so it can be read
+    alone."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -356,23 +357,24 @@ class Offloaded:
 
 
 def main(argv: list[str] | None = None) -> None:
-    from support import costs, machine, memory, placement_table, runtime
+    from support.base import runtime
+    from support.step import costs, machine, placement
 
     parser = runtime.Parser(prog="offload.py", description=__doc__.split("\n")[0])
     command = parser.add_subparsers(required=True).add_parser("plan", help="what would leave")
     costs.add_flags(command)
     command.add_argument("--dtype", choices=DTYPES.values(), default="bf16")
-    placement_table.add_flags(command)
+    placement.add_flags(command)
     args = parser.parse_args(argv)
     costs.fill_in(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = runtime.DTYPES[args.dtype]
     model, muon = costs.model_of(args), args.optimizer == "muon"
-    placement = plan(model, args.budget, muon, dtype, memory.device_free(device), None)
-    placement_table.show(args, placement, machine.measured(device, dtype))
+    away = plan(model, args.budget, muon, dtype, runtime.device_free(device), None)
+    placement.show(args, away, machine.measured(device, dtype))
 
 
 if __name__ == "__main__":
-    from support import runtime
+    from support.base import runtime
 
     runtime.exit_cleanly(main)

@@ -6,15 +6,19 @@ how many tokens each layer sees, because the clock needs it.
 
 A plan is a pure function of (settings, store, clock), so a run that was killed goes on with the
 very rows it would have seen; all that it keeps is the packing window that it is in the middle of
-(support/windows.py). With 2 ranks and 16 rows a step, rank 0 reads rows 0..7 and rank 1 rows 8..15
+(plan.py). With 2 ranks and 16 rows a step, rank 0 reads rows 0..7 and rank 1 rows 8..15
 of the same plan.
 
     clock ── curriculum ──> Stage ── draw ──> spans ── packing ──> rows ── collate ──> Step
 """
 
-from typing import NamedTuple
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, NamedTuple
 
 import numpy as np
+import torch
 
 import curriculum
 import packing
@@ -24,19 +28,110 @@ from curriculum import Curriculum, Stage
 from data import Drawn, Rows, collate, counts, draw, places
 from difficulty import label
 from model import Predicted, predicted_by_bert
-from support.balance import balanced
-from support.batch import Batch, with_answers
-from support.clock import Clock, StepContext, advanced, tokens_by_layer
-from support.flops import Laid
-from support.masking import SpecialIds, mask_tokens
-from support.mixed_samples import samples_in
-from support.mixture import AnyStore
-from support.ranking import Pool
-from support.runtime import Runtime
-from support.samples import cut
-from support.sentence_pairs import check_pairs, sentence_pairs
-from support.settings import is_on
-from support.windows import Window, Windows
+from support.base.clock import Clock, StepContext, advanced, tokens_by_layer
+from support.base.runtime import Runtime
+from support.base.settings import is_on
+from support.rows.batch import Batch, with_answers
+from support.rows.bert import SpecialIds, check_pairs, mask_tokens, sentence_pairs
+from support.rows.mixture import AnyStore, samples_in
+from support.rows.packs import balanced
+from support.rows.ranking import Pool
+from support.rows.samples import cut
+from support.step.flops import Laid
+
+# ---- windows
+#
+# Packing windows: samples that were packed together, and how steps take their rows.
+#
+# A window is a function of the clock at its start, so a run that goes on packs the one that it was
+# in the middle of again. Nothing is carried over between windows: each sample that a window drew
+# lies in its rows and in no other's. Does not draw or pack, which is plan.py's: it hands in how.
+#
+# A step of 8 rows, from windows of 5 and of 6:
+#
+#     row of its window    0 1 2 3 4 | 0 1 2 3 4 5
+#     step                 1 1 1 1 1   1 1 1 2 2 2 ...
+
+
+class Window(NamedTuple):
+    start: Clock  # its fields of data alone
+    rows: Any  # data.Rows
+    stage: Any  # curriculum.Stage, which all of its samples were drawn under
+    next_sample: int
+
+
+class Taken(NamedTuple):
+    parts: list[Any]  # data.Rows of one window each
+    stages: list[Any]  # of these windows
+    after: Clock  # where the next rows begin; its counts of tokens are those before
+
+
+class Windows:
+    """The windows of a run, one after the other.
+
+    Args: begin (clock between two windows) -> the clock with what the next one is drawn under
+          pack  (that clock's fields of data) -> the window
+    """
+
+    def __init__(self, begin: Callable[[Clock], Clock], pack: Callable[[Clock], Window]):
+        self.begin, self.pack = begin, pack
+        self.last: Window | None = None  # kept, for steps come in order
+
+    def at(self, clock: Clock) -> Window:
+        """The window that this clock stands in."""
+        start = Clock(
+            samples_drawn=clock.samples_drawn,
+            stage_start=clock.stage_start,
+            window_tokens=clock.window_tokens,
+        )
+        if self.last is None or self.last.start != start:
+            self.last = self.pack(start)
+        return self.last
+
+    def take(self, clock: Clock, count: int) -> Taken:
+        """The next `count` rows, of as many windows as that takes."""
+        parts, stages, at = [], [], clock
+        while count:
+            if at.window_row == 0:
+                at = self.begin(at)
+            window = self.at(at)
+            stop = min(at.window_row + count, len(window.rows))
+            parts.append(window.rows.take(np.arange(at.window_row, stop)))
+            stages.append(window.stage)
+            count -= stop - at.window_row
+            at = at._replace(window_row=stop)
+            if stop == len(window.rows):
+                at = at._replace(samples_drawn=window.next_sample, window_row=0)
+        return Taken(parts, stages, at)
+
+
+# ---- read ahead
+#
+# Plan the next step, read its rows and send them to the device while this one computes.
+
+
+def read_ahead(
+    plan: Callable[[Clock], Any], clock: Clock, device: torch.device
+) -> Iterator[tuple[Any, float]]:
+    """The steps from this clock on, each (plan.Step, the milliseconds it was waited for)."""
+
+    def use_device() -> None:
+        """Which GPU is asked for page-locked memory is a thread's own choice, at first the first"""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    def read(clock: Clock) -> Any:
+        step = plan(clock)
+        return step._replace(batch=step.batch.to(device))
+
+    with ThreadPoolExecutor(1, initializer=use_device) as loader:
+        upcoming = loader.submit(read, clock)
+        while True:
+            began = time.perf_counter()
+            step = upcoming.result()
+            waited_ms = (time.perf_counter() - began) * 1e3
+            upcoming = loader.submit(read, step.after)
+            yield step, waited_ms
 
 
 class Step(NamedTuple):

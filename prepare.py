@@ -21,14 +21,13 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from support import runtime, tokenizer
-from support.atomic import atomic_folder
-from support.documents import INPUTS_HELP, SOURCE_FIELD_HELP, SPLIT_ON_HELP
-from support.encoding import encoded
-from support.holdout import HOLDOUT_HELP, Corpus
-from support.input_files import InputBar
-from support.store_writer import StoreWriter
-from support.token_store import FORMAT, Store
+from support.base import runtime
+from support.base.atomic import atomic_folder
+from support.text import tokenizer
+from support.text.encoding import encoded
+from support.text.holdout import HOLDOUT_HELP, Corpus
+from support.text.reading import INPUTS_HELP, SOURCE_FIELD_HELP, SPLIT_ON_HELP, InputBar
+from support.text.store import FORMAT, Store, StoreWriter
 
 SOURCES_SHOWN = 20  # in the summary, those with the most tokens
 

@@ -9,7 +9,7 @@ A shadow has fewer weights than the model it becomes, in one of two ways, or bot
 At a share of the budget every layer gets weights of its own, copies of those that ran in its place,
 and the optimizers' state goes with them. Sharing saves memory, no FLOPs; fewer layers save both.
 While weights are shared, their gradient is the mean over their uses, where autograd has the sum
-(support/shared_weights.py).
+(pseudo.py).
 
 A stage of a run is its `Owners`: for every layer the layer whose weights it uses. Everything here
 is a function of these: `share` edits a model to be like that, `handed_over` turns the state of one
@@ -27,21 +27,87 @@ Papers: Lin et al., arXiv 2110.03888 (the idea and its name; no code); Yang et a
 
 import math
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 
-from support.shared_weights import Uses
+# ---- shared weights
+#
+# Weights that several layers share: the mean gradient of their uses, and how these correlate.
+
+
+def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
+    """Make the gradients of shared weights the mean over their uses.
+
+    Paper: arXiv 2110.03848, algorithm 1
+    Args:  named  parameters by name, whose gradients are sums over uses, as autograd leaves them
+           owners of each layer the layer whose weights it uses, or -1
+    """
+    for owner, uses in Counter(owners).items():
+        if uses > 1 and owner >= 0:
+            mine = [p.grad for name, p in named.items() if name.startswith(f"h.{owner}.")]
+            torch._foreach_div_([gradient for gradient in mine if gradient is not None], uses)
+
+
+class Uses:
+    """The gradients of every use of shared matrices in one step, to see how they correlate."""
+
+    def __init__(self, owners: Sequence[int]):
+        self.owners = owners
+        self.gradients: dict[tuple[int, str], Tensor] = {}
+
+    def run_block(self, inner: Callable) -> Callable:
+        """A run_block that gives each use its own view of the weights, and listens there."""
+
+        def run(layer: int, block: nn.Module, x: Tensor, meta: Any) -> Tensor:
+            views = {
+                name: self.heard(layer, name, p) if p.ndim > 1 else p
+                for name, p in block.named_parameters()
+            }
+            return inner(layer, lambda x, meta: functional_call(block, views, (x, meta)), x, meta)
+
+        return run
+
+    def heard(self, layer: int, name: str, parameter: Tensor) -> Tensor:
+        def add(gradient: Tensor) -> None:
+            so_far = self.gradients.get((layer, name))
+            self.gradients[layer, name] = gradient if so_far is None else so_far + gradient
+
+        view = parameter.view_as(parameter)
+        view.register_hook(add)
+        return view
+
+    def are_calm(self, reduce: Callable[[Tensor], Tensor], threshold: float) -> bool:
+        """Whether most gradients correlate less than this with those of the next use.
+
+        Args: reduce sums over ranks, so that the answer does not depend on who ran which rows
+        """
+        sums = {key: reduce(gradient).flatten() for key, gradient in self.gradients.items()}
+        low = []
+        for (layer, name), gradient in sums.items():
+            following = self.following(layer)
+            if following is not None:
+                other = sums[following, name]
+                low.append(torch.cosine_similarity(gradient, other, dim=0).item() < threshold)
+        return sum(low) * 2 > len(low)
+
+    def following(self, layer: int) -> int | None:
+        """The next layer that uses the same weights."""
+        later = range(layer + 1, len(self.owners))
+        return next((i for i in later if self.owners[i] == self.owners[layer]), None)
+
 
 STATES, BEGINNINGS = ("reset", "rescale", "copy"), ("copy", "identity")
 
 
 def flag(default: Any, help: str, **more: Any) -> Any:
-    """As in support/settings.py, which a technique does not import: so it can be read alone."""
+    """As in support/base/settings.py, which a technique does not import: so it can be read
+    alone."""
     return field(default=default, metadata={"help": help, **more})
 
 
@@ -358,12 +424,13 @@ def refusals_of_stages(config: PseudoConfig, layers: int, prefix: str) -> list[t
 
 
 def main(argv: list[str] | None = None) -> None:
-    from support import costs, flags, runtime
+    from support.base import numbers, runtime
+    from support.step import costs
 
     parser = runtime.Parser(prog="pseudo.py", description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=costs.SIZES, default="nano")
-    parser.add_argument("--group", type=flags.count, help="as --pseudo-group")
-    parser.add_argument("--layers", type=flags.count, help="as --pseudo-layers")
+    parser.add_argument("--group", type=numbers.count, help="as --pseudo-group")
+    parser.add_argument("--layers", type=numbers.count, help="as --pseudo-layers")
     parser.add_argument("--until", help="as --pseudo-until")
     args = parser.parse_args(argv)
     config = PseudoConfig(group=args.group, layers=args.layers, until=args.until)
@@ -378,6 +445,6 @@ def main(argv: list[str] | None = None) -> None:
 
 
 if __name__ == "__main__":
-    from support import runtime
+    from support.base import runtime
 
     runtime.exit_cleanly(main)

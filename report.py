@@ -18,15 +18,13 @@ from pathlib import Path
 from typing import Any
 
 import config
-from support import comparison_report, figures, run_report
-from support.atomic import atomic_write
-from support.comparison import Recipe, grouped, target_of
-from support.flags import real_number
-from support.page import Page, html, markdown
-from support.run_log import RunLog, read_run
-from support.run_numbers import summary
-from support.runtime import Parser, exit_cleanly
-from support.settings import as_given, flag_of, flattened
+from support.base.atomic import atomic_write
+from support.base.runtime import Parser, exit_cleanly
+from support.base.settings import as_given, flag_of, flattened, real_number
+from support.report import comparison, figures, run_page
+from support.report.comparison import Recipe, grouped, target_of
+from support.report.log import RunLog, read_run, summary
+from support.report.page import Page, html, markdown
 
 FIGURES = (".png", ".svg", ".pdf")
 # settings that make no other recipe; --data and --compile are free as well, but losses and seconds
@@ -50,12 +48,12 @@ def main(argv: list[str] | None = None) -> int:
             print(f"{log.folder}: {log.unread} lines of its log are damaged", file=sys.stderr)
     if len(logs) == 1:
         recipe = recipe_line(logs[0])
-        page, numbers = run_report.page(logs[0], recipe), summary(logs[0], recipe)
+        page, numbers = run_page.page(logs[0], recipe), summary(logs[0], recipe)
     else:
         recipes = recipes_of(logs)
         loss = target_of(recipes[0]) if args.loss is None else args.loss
-        page = comparison_report.page(recipes, loss, args.loss is not None, flag)
-        numbers = comparison_report.comparison_summary(recipes, loss)
+        page = comparison.page(recipes, loss, args.loss is not None, flag)
+        numbers = comparison.comparison_summary(recipes, loss)
     if args.json:
         print(json.dumps(without_nan(numbers)))
     if args.markdown:
@@ -74,7 +72,7 @@ def write(folder: Path) -> Path:
     Cost:   0.03 s for a log of 1,000 steps, 1.1 s for one of 200,000, on one core
     """
     log = read_run(folder)
-    save(run_report.page(log, recipe_line(log)), folder / "report.html")
+    save(run_page.page(log, recipe_line(log)), folder / "report.html")
     return folder / "report.html"
 
 

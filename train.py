@@ -16,9 +16,10 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
+from typing import Any
 
 # Before torch loads OpenMP, whose threads wait spinning for milliseconds. Beside another torch
 # program on two cores the slowest of 20 nano steps took 10.6 s like that, and 2.2 s like this.
@@ -36,32 +37,35 @@ import report
 import sample
 from data import Data, open_data
 from evaluate import Evaluation
-from model import Predicted, Transformer, run_plain
-from plan import Plan, Step
-from support import progress
-from support.agreement import check_agreement, refuse_step
-from support.batch import Batch, shares_of
-from support.blocks import run_block_of
-from support.clock import due
-from support.compiled import Choice, choice, compiled_ahead, laid_out
-from support.dry_run import Makers, dry_run
-from support.empty_model import empty_model
-from support.flops import work_of
-from support.held_out import evaluate_and_save, evaluate_at_end
-from support.initial import initial_model, model_size
-from support.memory import on_device
-from support.memory_plan import memory_of
-from support.micro_batch import micro_batch
-from support.mixed_evaluation import on_each_store
-from support.optim import Optimizers, learning_rate
-from support.read_ahead import read_ahead
-from support.rng import generator, seed_of
-from support.run import Run
-from support.runtime import Runtime, exit_cleanly, start
-from support.settings import is_on, techniques_on
-from support.sharded import assign, join, shard, sync_gradients
-from support.shared_weights import Uses, average
-from support.stop_signal import Stopped, StopSignal
+from model import Predicted, RunBlock, Transformer, run_plain, run_recomputed
+from plan import Plan, Step, read_ahead
+from pseudo import Uses, average
+from support.base.clock import StepContext, due, tokens_by_layer
+from support.base.rng import generator, seed_of
+from support.base.runtime import Runtime, exit_cleanly, on_device, start
+from support.base.settings import is_on, techniques_on
+from support.base.sharded import (
+    assign,
+    check_agreement,
+    is_sharded,
+    join,
+    refuse_step,
+    shard,
+    sync_gradients,
+)
+from support.base.stop_signal import Stopped, StopSignal
+from support.evaluation.scoring import HeldOut, on_each_store
+from support.rows.batch import Batch, shares_of
+from support.run import progress
+from support.run.dry_run import Makers, dry_run
+from support.run.progress import write
+from support.run.run import Run
+from support.step.blocks import Choice, choice, with_rounded_weights
+from support.step.flops import work_of
+from support.step.memory import memory_of, micro_batch
+from support.step.optim import Optimizers, learning_rate
+from support.step.sizes import empty_model
+from support.weights.initial import initial_model, model_size
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -351,6 +355,153 @@ def finish(run: Run, data: Data, bar: tqdm) -> None:
         runtime.say(f"a sample:\n{textwrap.indent(text, '    ')}")
     page = runtime.on_rank0(lambda: str(report.write(run.folder)))
     runtime.say(f"checkpoint: {run.saved_path}\nlog: {run.folder / 'log.jsonl'}\nreport: {page}")
+
+
+# ---- held out
+#
+# The evaluations of a run, on its way and at its end: how good the model is on held-out text.
+
+
+def evaluate(run: Run, evaluation: Any, bar: tqdm, last: bool = False) -> HeldOut:
+    """How good the model is now (by an evaluate.Evaluation); a line of the log."""
+    began, trainer = time.perf_counter(), run.trainer
+
+    def between(done: int) -> None:
+        trainer.between("evaluation: row", done, evaluation.rows_in_all)
+
+    found = evaluation.run(trainer.model, run.runtime, trainer.rows_at_once, between)
+    progress.log_evaluation(run, found, time.perf_counter() - began, last)
+    if not last:
+        progress.write(bar, f"step {run.clock.step}: held-out {found}, on {evaluation.text}")
+    return found
+
+
+def evaluate_and_save(run: Run, evaluation: Any, bar: tqdm, checkpoint_due: bool) -> None:
+    """Do both as they are due; a model that is better than before is saved in any case."""
+    is_best = False
+    if run.evaluation_due:
+        bits_per_byte = evaluate(run, evaluation, bar).val_bpb
+        is_best = bits_per_byte < run.best
+        run.best = min(bits_per_byte, run.best)
+        run.evaluation_due = False
+    if checkpoint_due or is_best:
+        run.save(is_best)
+
+
+def evaluate_at_end(run: Run, evaluation: Any, bar: tqdm) -> None:
+    """The last evaluation, and what the techniques saved."""
+    found = evaluate(run, evaluation, bar, last=True)
+    bar.close()
+    progress.conclude(run, found, evaluation.text)
+
+
+def run_block_of(
+    settings: Any, held: Any, context: StepContext, first_row: int, batch: Batch
+) -> RunBlock:
+    """For the micro-batch that begins at this row of all ranks' rows.
+
+    Each technique wraps those before it, in the order of `Config`.
+
+    Args: held offload.Offloaded, where weights may have to be fetched first, or None
+    """
+    recomputes = settings.run.checkpoint_activations
+    run_block = run_recomputed if recomputes else run_plain
+    if held:
+        run_block = held.run_block(run_block, recomputes)
+    elif batch.tokens.is_cuda and not settings.run.fsdp:
+        run_block = with_rounded_weights(run_block)
+    for technique in techniques_on(settings):
+        if technique.run_block:
+            run_block = technique.run_block(settings, context, first_row, batch, run_block)
+    return run_block
+
+
+# ---- compiled
+#
+# --compile: every shape that a step may have is compiled before the first step, none later.
+#
+# A compiler that meets a new shape stops the run for seconds, on a GPU for a minute. Which shapes
+# will come is known from the settings (config.shapes), so each is run once, forward and backward,
+# on rows of the layout that the run has. After that nothing compiles any more: an evaluation, the
+# sample, or a batch of another layout runs as it would without --compile.
+#
+# On a GPU blocks are compiled by default where the shapes are listed and few: norms, GELU,
+# residuals and casts then take half as long, by an estimate from their bytes. On a CPU a block
+# takes half a minute to compile, and only --compile asks for it.
+#
+# Where rows themselves grow (--curriculum seqlen without --pack), or a step has as many rows as its
+# documents need (--pack-batch documents), there is no such list. Then blocks compile as the shapes
+# come, the second time for shapes in general.
+
+
+@contextmanager
+def compiled_ahead(trainer: Any, shapes: Sequence[Any], batch: Any, bar: tqdm) -> Iterator[None]:
+    """Compile the trainer's blocks for each shape; within the context nothing else compiles.
+
+    Args: trainer a train.Trainer; neither its weights nor its gradients are touched
+          shapes  from config.shapes
+          batch   full rows of any tokens, as many as a micro-batch has
+    """
+    if not trainer.compiled.on:
+        yield
+        return
+    if not shapes:
+        why = "steps differ in rows" if trainer.settings.pack.on else "rows grow"
+        none = "with --pack --pack-batch rows none does"
+        write(bar, f"--compile: {why}, so each new shape may compile; {none}")
+        yield
+        return
+    began = time.perf_counter()
+    batch = laid_out(trainer, batch).to(trainer.runtime.device)
+    # blocks share their code, and so the number of shapes that the compiler keeps of it
+    most = max(len(shapes), torch._dynamo.config.recompile_limit)
+    with torch._dynamo.config.patch(recompile_limit=most):
+        for number, settings in enumerate(shapes, 1):
+            run_once(trainer, settings, batch)
+            trainer.between("compile: shape", number, len(shapes))
+    write(bar, f"{announcement(shapes)}, in {time.perf_counter() - began:.0f} s")
+    with torch.compiler.set_stance("eager_on_recompile"):
+        yield
+
+
+def laid_out(trainer: Any, batch: Any) -> Any:
+    """The batch in the layout that blocks are compiled for.
+
+    A packed or a BERT's batch has positions and doc_ids, but by chance each of its rows may be one
+    piece that fills it, and then has none.
+    """
+    in_pieces = trainer.settings.pack.on or trainer.settings.model.model == "bert"
+    return batch.with_documents() if trainer.compiled.on and in_pieces else batch
+
+
+def first_step(settings: Any) -> StepContext:
+    return StepContext(seed=settings.run.seed, step=1, progress=0.0)
+
+
+def run_once(trainer: Any, settings: Any, batch: Any) -> None:
+    """Forward and backward as the first step of a run with these settings has them.
+
+    Gradients are returned and dropped, not stored: DDP, which waits for stored ones, sees nothing
+    of it. Only FSDP has to store them first. Every draw of a run has its key, so no generator needs
+    to be set back either.
+    """
+    run_block = run_block_of(settings, trainer.held, first_step(settings), 0, batch)
+    with trainer.runtime.autocast():
+        loss = trainer.model(batch, run_block=run_block)
+    if is_sharded(trainer.model):
+        loss.backward()
+        trainer.model.zero_grad()
+        return
+    weights = [weight for weight in trainer.model.parameters() if weight.requires_grad]
+    torch.autograd.grad(loss, weights, allow_unused=True)  # a skipped layer has no gradient
+
+
+def announcement(shapes: Sequence[Any]) -> str:
+    """Example: compiled for 3 shapes, 64, 160, 256 tokens of a row"""
+    T = shapes[0].data.seq_len
+    tokens = [min(tokens_by_layer(shape, first_step(shape), T)) for shape in shapes]
+    listed = ", ".join(map(str, tokens))
+    return f"compiled for {len(shapes)} shape{'s' * (len(shapes) > 1)}, {listed} tokens of a row"
 
 
 if __name__ == "__main__":

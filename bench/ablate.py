@@ -22,7 +22,7 @@ from pathlib import Path
 
 from record import ROOT, append, surroundings
 
-from support.runtime import exit_cleanly
+from support.base.runtime import exit_cleanly
 
 TECHNIQUES = {
     "plain": "",

@@ -33,8 +33,8 @@ from record import ROOT, Figures, append, significant, surroundings
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 from analyze import MOST_SHARDS, SHARD
-from support.runtime import exit_cleanly
-from support.token_store import FORMAT
+from support.base.runtime import exit_cleanly
+from support.text.store import FORMAT
 
 SEQ_LEN, METRICS, VOCAB_SIZE = 2048, ("rarity", "length"), 50_257
 CHUNK = 1 << 24  # numbers written at once

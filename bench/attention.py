@@ -40,9 +40,9 @@ import config
 from kernels.packed_attention import bounds, index_of, packed_attention
 from plan import Plan
 from prepare import embedded_store
-from support import runtime
-from support.clock import Clock
-from support.token_store import Store
+from support.base import runtime
+from support.base.clock import Clock
+from support.text.store import Store
 
 FORMS = {
     "cpu": ("dense", "plain", "groups"),

@@ -33,11 +33,11 @@ import pseudo
 from model import Transformer
 from plan import Plan, Step
 from prepare import embedded_store
-from support import runtime
-from support.clock import Clock, tokens_by_layer
-from support.empty_model import empty_model
-from support.token_store import Store
-from support.tokenizer import get_encoding, vocab_size
+from support.base import runtime
+from support.base.clock import Clock, tokens_by_layer
+from support.step.sizes import empty_model
+from support.text.store import Store
+from support.text.tokenizer import get_encoding, vocab_size
 from train import Trainer, assemble
 
 

@@ -36,15 +36,14 @@ import evaluate
 from data import Rows, collate
 from model import Transformer
 from prepare import embedded_store
-from support import runtime
-from support.batch import Batch
-from support.evaluating import evaluating, own_rows, sums_of_pieces
-from support.flags import count
-from support.samples import Samples
-from support.tasks import Question, Task
-from support.token_store import Store
-from support.tokenizer import byte_lengths, get_encoding, vocab_size
-from support.zero_shot import Items, Laid, answers_of, items_of
+from support.base import runtime
+from support.base.numbers import count
+from support.evaluation.scoring import evaluating, own_rows, sums_of_pieces
+from support.evaluation.tasks import Items, Laid, Question, Task, answers_of, items_of
+from support.rows.batch import Batch
+from support.rows.samples import Samples
+from support.text.store import Store
+from support.text.tokenizer import byte_lengths, get_encoding, vocab_size
 
 SEQ_LEN = 512
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-3}  # of the nats in all: fp32, and bf16 on a GPU

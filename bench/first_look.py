@@ -43,7 +43,7 @@ from turns import measured, timed_in_turns
 
 import train
 from prepare import embedded_store
-from support.runtime import exit_cleanly
+from support.base.runtime import exit_cleanly
 
 
 class Setup(NamedTuple):

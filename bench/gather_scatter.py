@@ -38,7 +38,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 from kernels import token_drop
 from kernels.token_drop import gather, merge, reference_gather, reference_scatter, scatter, split
-from support.runtime import exit_cleanly
+from support.base.runtime import exit_cleanly
 
 COLD_BYTES = 256 << 20  # of the sets together: five times the 50 MB of cache that an H100 has
 MOST_SETS = 32

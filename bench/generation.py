@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 import sample
 from model import Transformer, TransformerConfig
-from support import runtime
-from support.rng import generator
-from support.sizes import SIZES
+from support.base import runtime
+from support.base.rng import generator
+from support.step.sizes import SIZES
 
 SIZE_NAMES = [name for name in SIZES if not name.startswith("bert")]
 VARIANTS = {"cached": True, "uncached": False}

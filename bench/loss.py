@@ -36,7 +36,7 @@ from turns import peak_flops, timed_in_turns
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
-from support.runtime import exit_cleanly
+from support.base.runtime import exit_cleanly
 
 FORMS = {"cpu": ("reference", "chunked"), "cuda": ("reference", "chunked", "triton", "compiled")}
 # Bytes that pass for each of N V logits, counted in the code. On a CPU the reference goes 9 times

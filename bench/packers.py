@@ -35,13 +35,12 @@ from record import Figures, append, min_median_max, surroundings
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
-from packing import next_fit, pack, pack_lengths
-from support import cutting_stock
-from support.packing_table import read_histogram
-from support.packs import Packing, assign, histogram
-from support.runtime import exit_cleanly
-from support.samples import cut
-from support.token_store import Store
+from packing import next_fit, pack, pack_lengths, read_histogram
+from support.base.runtime import exit_cleanly
+from support.rows import cutting_stock
+from support.rows.packs import Packing, assign, histogram
+from support.rows.samples import cut
+from support.text.store import Store
 
 DEPTHS = {
     "spfhp": (None, 3, 8, 12),

@@ -32,9 +32,9 @@ import ltd
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.rotary import rotation
 from model import TokenMeta, run_plain
-from support import runtime
-from support.clock import StepContext
-from support.muon import flops_of_orthogonalising
+from support.base import runtime
+from support.base.clock import StepContext
+from support.step.muon import flops_of_orthogonalising
 from train import assemble
 
 BESIDES = ("draws", "whole step")  # what is measured, and no part of a plain step

@@ -29,12 +29,12 @@ import config
 from model import Transformer
 from plan import Plan, Step
 from prepare import embedded_store
-from support import runtime
-from support.clock import Clock
-from support.muon import flops_of_orthogonalising
-from support.sizes import flops_of_row
-from support.token_store import Store
-from support.tokenizer import get_encoding, vocab_size
+from support.base import runtime
+from support.base.clock import Clock
+from support.step.muon import flops_of_orthogonalising
+from support.step.sizes import flops_of_row
+from support.text.store import Store
+from support.text.tokenizer import get_encoding, vocab_size
 from train import assemble
 
 FLAGS = {

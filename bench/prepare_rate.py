@@ -23,8 +23,8 @@ from record import append, min_median_max, surroundings
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 from prepare import prepare
-from support.documents import read_documents
-from support.tokenizer import get_encoding
+from support.text.reading import read_documents
+from support.text.tokenizer import get_encoding
 
 
 def time_both(path: Path, name: str, rounds: int) -> dict:

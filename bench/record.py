@@ -22,8 +22,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
-from support.provenance import provenance
-from support.runtime import ROOT
+from support.base.runtime import ROOT
+from support.run.folder import provenance
 
 RESULTS = Path(os.environ.get("OUT") or ROOT / "results")
 

@@ -36,10 +36,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 import plan
 from curriculum import Curriculum, CurriculumConfig, Stage, parse_metrics
 from difficulty import fingerprint, opened
-from support.rng import shuffled
-from support.runtime import exit_cleanly
-from support.samples import Samples
-from support.token_store import Store
+from support.base.rng import shuffled
+from support.base.runtime import exit_cleanly
+from support.rows.samples import Samples
+from support.text.store import Store
 
 BATCH = 1024  # samples of a global batch
 SHARES = (0.618034, 0.414214)  # of all samples, from one rank to the next: far by either metric

@@ -59,14 +59,13 @@ from turns import Taken, alternated, measured, ratios, take_turns, turn_of
 import config
 import offload
 import pseudo
-from support import runtime
-from support.empty_model import empty_model
-from support.memory import host_free
-from support.micro_batch import micro_batch
-from support.optim import split_parameters
-from support.placement import Away, Placement, parts_of, shown
-from support.sharded import join
-from support.sizes import SIZES
+from support.base import runtime
+from support.base.runtime import host_free
+from support.base.sharded import join
+from support.step.memory import micro_batch
+from support.step.optim import split_parameters
+from support.step.placement import Away, Placement, parts_of, shown
+from support.step.sizes import SIZES, empty_model
 from train import Trainer, assemble
 
 TOKENS_ON_GPU = 65_536  # of a step

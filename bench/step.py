@@ -41,12 +41,12 @@ import config
 from kernels.packed_attention import bounds
 from model import Transformer
 from plan import Step
-from support import runtime
-from support.batch import Batch
-from support.clock import Clock, StepContext, tokens_by_layer
-from support.flops import Laid
-from support.muon import flops_of_orthogonalising
-from support.sizes import Size, flops_of_row
+from support.base import runtime
+from support.base.clock import Clock, StepContext, tokens_by_layer
+from support.rows.batch import Batch
+from support.step.flops import Laid
+from support.step.muon import flops_of_orthogonalising
+from support.step.sizes import Size, flops_of_row
 from train import Trainer, assemble
 
 FIRST = StepContext(seed=0, step=1, progress=0.0)  # of a step that keeps --ltd-start tokens

@@ -19,7 +19,7 @@ from itertools import pairwise
 from ablate import BERT, GROWN, LTD, PIECES, RATES, RECIPES, ROWS, SHARE, SMALL
 from record import ROOT
 
-from support.text_tables import spread, table
+from support.report.page import markdown_table, spread
 
 BUDGET = 800_000  # tokens of nano's recipe
 README = ["padded", "plain", "plain short", "curriculum short", "pack short", "constant 16"]
@@ -93,7 +93,7 @@ def recipes_table(recipes: list[str], base: str, trainer: str) -> str:
         reached = spread([mine[seed] for seed in seeds])
         flags = f"`{RECIPES[recipe] or 'none'}`"
         rows.append([flags, reached, same, cost_shown, seconds, str(len(seeds))])
-    return table(["flags", "bits per byte", *equal, "seeds"], rows)
+    return markdown_table(["flags", "bits per byte", *equal, "seeds"], rows)
 
 
 def budgets_table(recipes: list[str], trainer: str) -> str:
@@ -121,7 +121,7 @@ def budgets_table(recipes: list[str], trainer: str) -> str:
             same_tokens += [loss - at_tokens] if at_tokens else []
         differences = [spread(same_seconds, "+"), spread(same_tokens, "+")]
         rows.append([f"`{RECIPES[recipe]}`", spread(mine), f"{cost[recipe]:.2f}", *differences])
-    return table(["flags", "bits per byte", "seconds of the plain run's", *equal], rows)
+    return markdown_table(["flags", "bits per byte", "seconds of the plain run's", *equal], rows)
 
 
 def rates_table(recipes: list[str], trainer: str) -> str:
@@ -131,7 +131,7 @@ def rates_table(recipes: list[str], trainer: str) -> str:
     for recipe in recipes:
         mine = [loss for by_budget in losses[recipe].values() for loss in by_budget.values()]
         rows.append([f"`{RECIPES[recipe] or 'none'}`", spread(mine)])
-    return table(["flags", "bits per byte"], rows)
+    return markdown_table(["flags", "bits per byte"], rows)
 
 
 def share_table(trainer: str) -> str:
@@ -145,7 +145,7 @@ def share_table(trainer: str) -> str:
             found = [by_seed[seed][BUDGET] for seed in by_seed if seed in losses["plain"]]
             cells.append(spread(found) if len(found) != 1 else f"{found[0]:.3f}, one seed")
         rows.append([str(until), *cells])
-    return table(["until", "one layer", "units of two", "of three"], rows)
+    return markdown_table(["until", "one layer", "units of two", "of three"], rows)
 
 
 def time_table(recipes: list[str], trainer: str) -> str:
@@ -159,7 +159,9 @@ def time_table(recipes: list[str], trainer: str) -> str:
         read = statistics.mean(max(raw[recipe][seed].items())[1] for seed in seeds) / 1e6
         flags = f"`{RECIPES[recipe]}`" if RECIPES[recipe] else "plain, 0.8 M tokens"
         rows.append([flags, f"{cost[recipe]:.2f}", spread(mine), f"{read:.2f} M"])
-    return table(["run", "seconds of the plain run's", "bits per byte", "raw tokens"], rows)
+    return markdown_table(
+        ["run", "seconds of the plain run's", "bits per byte", "raw tokens"], rows
+    )
 
 
 def main() -> None:

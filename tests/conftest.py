@@ -34,10 +34,10 @@ import curriculum
 import evaluate
 import train
 from prepare import prepare
-from support.clock import Clock
-from support.runtime import exit_cleanly
-from support.samples import samples_of
-from support.tokenizer import get_encoding
+from support.base.clock import Clock
+from support.base.runtime import exit_cleanly
+from support.rows.samples import samples_of
+from support.text.tokenizer import get_encoding
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"

@@ -2,7 +2,7 @@
 
 import torch
 
-from support.batch import Batch
+from support.rows.batch import Batch
 
 
 def batch(packed: bool = True, seed: int = 1, B: int = 3, T: int = 24) -> Batch:

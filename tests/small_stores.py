@@ -15,9 +15,9 @@ import torch
 import analyze
 import difficulty
 from difficulty import DifficultyIndex, fingerprint
-from support.runtime import Runtime
-from support.samples import samples_of
-from support.token_store import FORMAT, Store
+from support.base.runtime import Runtime
+from support.rows.samples import samples_of
+from support.text.store import FORMAT, Store
 
 ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 ALL = ["length", "rarity", "rarity-mean", "length-rarity"]

@@ -39,9 +39,9 @@ from small_stores import (
 import analyze
 import difficulty
 from difficulty import DifficultyIndex, fingerprint
-from support import describe, sorted_runs
-from support.samples import KINDS
-from support.token_store import Store
+from support.rows import ranking
+from support.rows.samples import KINDS
+from support.text.store import Store
 
 ROOT = Path(__file__).parents[1]
 
@@ -59,7 +59,7 @@ def small(monkeypatch):
     """Shards of 7 samples, blocks of some 16 tokens, merges of 10 samples."""
     monkeypatch.setattr(analyze, "SHARD", 7)
     monkeypatch.setattr(difficulty, "BLOCK", 16)
-    monkeypatch.setattr(sorted_runs.merged, "__defaults__", (10,))
+    monkeypatch.setattr(ranking.merged, "__defaults__", (10,))
 
 
 def counted(monkeypatch, name, fail_at=None, error=KeyboardInterrupt):
@@ -313,7 +313,7 @@ def killed(where, name, number, action):
 @pytest.mark.dist
 @pytest.mark.parametrize(
     ("where", "name", "number"),
-    [(analyze, "sort_shard", 4), (np, "save", 20), (sorted_runs, "split", 3), (json, "dumps", 3)],
+    [(analyze, "sort_shard", 4), (np, "save", 20), (ranking, "split", 3), (json, "dumps", 3)],
 )
 def test_killed_at_any_moment_and_analyzed_again(
     store, tmp_path, monkeypatch, small, where, name, number
@@ -339,7 +339,7 @@ def test_a_shard_that_is_not_whole_is_done_again(store, tmp_path, monkeypatch, s
     """As after a power failure, on a disk that keeps a name before what it names."""
     folder = tmp_path / "cut"
     whole = analyzed(tmp_path / "whole", opener(store))
-    killed(sorted_runs, "split", 3, partial(analyzed, folder, opener(store)))
+    killed(ranking, "split", 3, partial(analyzed, folder, opener(store)))
     files = sorted(folder.glob(f".rarity-*/{kind}-*.npy"))
     os.truncate(files[2], cut if cut >= 0 else files[2].stat().st_size - 1)
     summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
@@ -501,8 +501,8 @@ def test_command_prints_percentiles(hundred, capsys):
         f"100 samples of at most 128 tokens; index: {hundred / 'curriculum' / 'pieces-128'}"
     )
     head, rarity, length = (line.split() for line in table)
-    assert head == ["percentile", *map(str, describe.PERCENTS)]
-    assert length == ["length", *map(str, (1, *describe.PERCENTS[1:]))]
+    assert head == ["percentile", *map(str, analyze.PERCENTS)]
+    assert length == ["length", *map(str, (1, *analyze.PERCENTS[1:]))]
     total = 99 * 100 / 2 + 100 + 8  # of token 0, of end-of-text, and eight never seen
     text, end = -math.log(4950 / total), -math.log(100 / total)
     expected = [(n - 1) * text + end for n in map(int, length[1:])]

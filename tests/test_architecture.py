@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from config import Config
-from support.settings import techniques_of
+from support.base.settings import techniques_of
 
 ROOT = Path(__file__).resolve().parent.parent
 
@@ -33,23 +33,21 @@ ALLOWED_IN = {
 FIRST_PARTY_IN_SUPPORT = {"support", "model", "kernels"}
 # Pure functions, and copies of tensors, that import nothing of the trainer's.
 SHARED_BY_TECHNIQUES = {
-    "support.pacing",
-    "support.cutting_stock",
-    "support.packs",
-    "support.shared_weights",
-    "support.placement",
-    "support.sharded_placement",
-    "support.link",
+    "support.base.clock",
+    "support.rows.cutting_stock",
+    "support.rows.packs",
+    "pseudo",
+    "support.step.placement",
+    "support.step.link",
 }
 COMMAND_OF_A_TECHNIQUE = {
-    "support.runtime",
-    "support.flags",
-    "support.figures",
-    "support.costs",
-    "support.packing_table",
-    "support.placement_table",
-    "support.machine",
-    "support.memory",
+    "support.base.runtime",
+    "support.base.settings",
+    "support.report.figures",
+    "support.step.costs",
+    "packing",
+    "support.step.placement",
+    "support.step.machine",
 }
 LATE = {"packing": {"scipy"}}  # extras of pyproject.toml, imported by the function that needs them
 REPLACED = {  # Hugging Face's libraries: this project does without them
@@ -95,7 +93,7 @@ def imports_of(source: str, package: str = "") -> list[Import]:
     """Every import of a source text. A relative one is read as one of `package`.
 
     Example:  'import torch.nn as nn' -> [Import('torch.nn', 1, 'module')];
-              'from support import rng' -> [Import('support.rng', 1, 'module')]
+              'from support import rng' -> [Import('support.base.rng', 1, 'module')]
     """
     imports: list[Import] = []
 
@@ -117,7 +115,8 @@ def imports_of(source: str, package: str = "") -> list[Import]:
 
 
 def modules_named(paths) -> set[str]:
-    """The modules among paths relative to the root: 'ltd.py' is 'ltd', 'support/rng.py' too."""
+    """The modules among paths relative to the root: 'ltd.py' is 'ltd', 'support/base/rng.py'
+    too."""
     return {
         path.removesuffix(".py").replace("/", ".")
         for path in paths
@@ -210,7 +209,7 @@ def import_cycle(sources: dict[str, str]) -> list[str]:
 
 def repository() -> dict[str, str]:
     """Path relative to the root -> source, of every Python file that the rules speak of."""
-    patterns = ("*.py", "support/*.py", "kernels/*.py", "bench/**/*.py", "tests/**/*.py")
+    patterns = ("*.py", "support/**/*.py", "kernels/*.py", "bench/**/*.py", "tests/**/*.py")
     paths = sorted(path for pattern in patterns for path in ROOT.glob(pattern))
     return {path.relative_to(ROOT).as_posix(): path.read_text("utf-8") for path in paths}
 
@@ -285,16 +284,25 @@ OFFENCES = {
     "the model imports the data": ("model.py", "from data import Batch\n"),
     "the model imports a technique": ("model.py", "def f():\n    from ltd import run_block\n"),
     "the model imports support": ("model.py", "from support import rng\n"),
-    "support imports a technique": ("support/optim.py", "import ltd\n"),
-    "support imports the data": ("support/runtime.py", "def f():\n    from data import Batch\n"),
-    "support imports the config": ("support/run_folder.py", "import config\n"),
+    "support imports a technique": ("support/step/optim.py", "import ltd\n"),
+    "support imports the data": (
+        "support/base/runtime.py",
+        "def f():\n    from data import Batch\n",
+    ),
+    "support imports the config": ("support/run/folder.py", "import config\n"),
     "a kernel imports numpy": ("kernels/token_drop.py", "import numpy as np\n"),
     "a kernel imports a module": ("kernels/token_drop.py", "from model import Block\n"),
     "a kernel needs Triton": ("kernels/token_drop.py", "import triton.language as tl\n"),
     "the loop imported by a helper": ("sample.py", "from train import assemble\n"),
-    "the loop imported by support": ("support/run.py", "import train\n"),
-    "transformers in the product": ("support/tokenizer.py", "def f():\n    import transformers\n"),
-    "a part of safetensors": ("support/checkpoint.py", "from safetensors.torch import save_file\n"),
+    "the loop imported by support": ("support/run/run.py", "import train\n"),
+    "transformers in the product": (
+        "support/text/tokenizer.py",
+        "def f():\n    import transformers\n",
+    ),
+    "a part of safetensors": (
+        "support/run/checkpoint.py",
+        "from safetensors.torch import save_file\n",
+    ),
     "the hub in a technique": ("packing.py", "import huggingface_hub\n"),
 }
 
@@ -318,8 +326,11 @@ ALLOWED = {
     ),
     "a kernel's neighbour": ("kernels/packed_attention.py", "from .token_drop import tune\n"),
     "the model's kernel": ("model.py", "from kernels.cross_entropy import IGNORE\n"),
-    "support's other files": ("support/optim.py", "from support import rng\nimport tqdm\n"),
-    "support's use of the model": ("support/published.py", "from model import Transformer\n"),
+    "support's other files": ("support/step/optim.py", "from support import rng\nimport tqdm\n"),
+    "support's use of the model": (
+        "support/weights/published.py",
+        "from model import Transformer\n",
+    ),
     "the loop imports techniques": ("train.py", "import ltd, packing\nfrom config import parse\n"),
     "the loop in a test": ("tests/test_train.py", "import train\n"),
     "the loop in a bench": ("bench/ablate.py", "import train\n"),

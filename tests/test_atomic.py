@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from support.atomic import atomic_folder, atomic_write, folder_lock
+from support.base.atomic import atomic_folder, atomic_write, folder_lock
 
 
 def names(folder: Path) -> list[str]:

@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.balance import balanced
+from support.rows.packs import balanced
 
 
 def most_over_mean(work, shares):

@@ -15,7 +15,7 @@ from types import ModuleType
 import pytest
 import torch
 
-from support.runtime import ROOT
+from support.base.runtime import ROOT
 
 BENCHES = sorted(path.stem for path in (ROOT / "bench").glob("*.py"))
 COMMANDS = [name for name in BENCHES if name not in ("nanogpt", "record", "tables", "turns")]
@@ -36,7 +36,7 @@ def bench(monkeypatch):
 
 
 def test_no_bench_has_the_name_of_a_module():
-    products = {path.stem for path in (*ROOT.glob("*.py"), *ROOT.glob("support/*.py"))}
+    products = {path.stem for path in (*ROOT.glob("*.py"), *ROOT.glob("support/**/*.py"))}
     assert not products & set(BENCHES)
 
 
@@ -688,7 +688,7 @@ def test_an_evaluation_is_timed_only_where_all_ways_find_the_same(bench, store_d
     from small_stores import ONE
 
     from model import TransformerConfig
-    from support.tokenizer import byte_lengths, get_encoding
+    from support.text.tokenizer import byte_lengths, get_encoding
 
     evaluation = bench("evaluation")
     store, encoding = evaluation.Store.open(store_dir), get_encoding("bytes")

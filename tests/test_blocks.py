@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
-from support.blocks import Rounded, with_rounded_weights
+from support.step.blocks import Rounded, with_rounded_weights
 
 TOKENS = torch.arange(2 * 32).view(2, 32) % 50
 BATCH = (TOKENS, TOKENS.roll(-1, 1), None, None)

@@ -23,8 +23,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import checkpoint
-from support.runtime import exit_cleanly
+from support.base.runtime import exit_cleanly
+from support.run import checkpoint
 
 ROOT = Path(__file__).parents[1]
 TRAILER_BYTES = 72
@@ -613,7 +613,7 @@ def test_a_write_that_the_kernel_refuses_changes_nothing(folder_with_one, size):
 
 FILL = """
 import os, sys, torch
-from support import checkpoint
+from support.run import checkpoint
 folder = sys.argv[1]
 try:
     for step in range(9):

@@ -3,7 +3,7 @@
 import numpy as np
 
 import config
-from support.clock import Clock, due, effective_tokens, savings
+from support.base.clock import Clock, due, effective_tokens, savings
 
 
 def dropping(layers, keep, seq_len):

@@ -25,8 +25,8 @@ import ltd
 import model
 import train
 from kernels import packed_attention
-from support import compiled
-from support.clock import StepContext
+from support.base.clock import StepContext
+from support.step import blocks
 
 # 16, 24 and 32 of 32 tokens; and 20 and 28 as well
 LTD = "--tokens 2048 --ltd --ltd-pace linear --ltd-start 16 --ltd-multiple 8"
@@ -232,8 +232,8 @@ def test_a_batch_of_another_layout_makes_no_graph(run, graphs, monkeypatch, kind
 def test_full_rows_have_the_layout_of_the_others():
     def laid_out(flags, batch):
         settings = config.build(config.parse(flags.split()))
-        on = compiled.Choice(settings.run.compile == "on", "")
-        return compiled.laid_out(SimpleNamespace(settings=settings, compiled=on), batch)
+        on = blocks.Choice(settings.run.compile == "on", "")
+        return train.laid_out(SimpleNamespace(settings=settings, compiled=on), batch)
 
     full = data.Batch.blank(3, 5)
     for flags in ("--compile", "--pack", "--model bert"):
@@ -269,7 +269,7 @@ def test_a_signal_between_two_shapes_stops_the_run_which_goes_on_the_same(
 ):
     flags = f"{LTD} --compile"
     whole = metrics(run(flags, out="whole"))
-    real, calls = compiled.run_once, []
+    real, calls = train.run_once, []
 
     def interrupted(*args):
         calls.append(1)
@@ -278,7 +278,7 @@ def test_a_signal_between_two_shapes_stops_the_run_which_goes_on_the_same(
         real(*args)
 
     with monkeypatch.context() as patch:
-        patch.setattr(compiled, "run_once", interrupted)
+        patch.setattr(train, "run_once", interrupted)
         with pytest.raises(AssertionError):  # the status is 143, not 0
             run(flags, out="stopped")
     assert len(calls) == 2 and not metrics(read_log(tmp_path / "stopped"))

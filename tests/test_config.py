@@ -7,8 +7,17 @@ import pytest
 
 import config
 from config import Config
-from support.flags import parser_of, shown_default, shown_fields
-from support.settings import flag_of, flattened, is_on, resumed, techniques_of, techniques_on
+from support.base.settings import (
+    flag_of,
+    flattened,
+    is_on,
+    parser_of,
+    resumed,
+    shown_default,
+    shown_fields,
+    techniques_of,
+    techniques_on,
+)
 
 
 def build(line: str) -> config.Config:

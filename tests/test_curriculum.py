@@ -22,7 +22,7 @@ from curriculum import (
     pace,
     reshape,
 )
-from support.ranking import Pool, Ranking, Rankings
+from support.rows.ranking import Pool, Ranking, Rankings
 
 
 def deepspeed(t, over, start, end, degree, multiple):

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from support import cutting_stock
-from support.cutting_stock import (
+from support.rows import cutting_stock
+from support.rows.cutting_stock import (
     UNIT,
     fill,
     least_packs,
@@ -18,7 +18,7 @@ from support.cutting_stock import (
     regress,
     relax,
 )
-from support.packs import MOST_TOKENS
+from support.rows.packs import MOST_TOKENS
 
 counts_of_lengths = st.lists(st.integers(0, 20), min_size=2, max_size=16)
 

@@ -12,10 +12,9 @@ from small_stores import TOY
 
 from data import Rows, collate, places
 from kernels.cross_entropy import IGNORE
-from support.batch import Batch, shares_of, with_answers
-from support.masking import SpecialIds, mask_tokens, masked_tokens
-from support.sentence_pairs import Pairs
-from support.tokenizer import get_encoding
+from support.rows.batch import Batch, shares_of, with_answers
+from support.rows.bert import Pairs, SpecialIds, mask_tokens, masked_tokens
+from support.text.tokenizer import get_encoding
 
 SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
 

@@ -28,8 +28,8 @@ import curriculum
 import difficulty
 import prepare
 from difficulty import fingerprint
-from support import samples as spans
-from support.tokenizer import get_encoding
+from support.rows import samples as spans
+from support.text.tokenizer import get_encoding
 
 pytestmark = pytest.mark.usefixtures("new_process")
 

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from support import input_files
-from support.documents import Document, read_documents, separator
-from support.runtime import one_line
+from support.base.runtime import one_line
+from support.text import reading
+from support.text.reading import Document, read_documents, separator
 
 try:
     import zstandard
@@ -135,7 +135,7 @@ def test_a_file_that_nobody_may_read_is_named_once(tmp_path, monkeypatch):
 
     (tmp_path / "a.jsonl").touch()
     (tmp_path / "b.txt").touch()
-    monkeypatch.setattr(input_files._Counted, "__init__", refuse)
+    monkeypatch.setattr(reading._Counted, "__init__", refuse)
     for name in ("a.jsonl", "b.txt"):
         with pytest.raises(PermissionError) as caught:
             list(read_documents([tmp_path / name]))
@@ -154,7 +154,7 @@ PNG = b"\x89PNG\r\n\x1a\n" + bytes(range(256))
 
 @pytest.mark.parametrize("split_on", [None, "blank-line"])
 def test_in_a_folder_what_is_not_text_is_skipped_and_counted(tmp_path, monkeypatch, split_on):
-    monkeypatch.setattr(input_files, "BLOCK_BYTES", 16)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 16)
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.png").write_bytes(PNG)
     (tmp_path / "c.txt").write_bytes(b"text\n\n" * 10 + b"\xff")  # not text, but only at its end
@@ -168,7 +168,7 @@ def test_in_a_folder_what_is_not_text_is_skipped_and_counted(tmp_path, monkeypat
 
 
 def test_named_directly_what_is_not_text_is_an_error_with_its_byte(tmp_path, monkeypatch):
-    monkeypatch.setattr(input_files, "BLOCK_BYTES", 4)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 4)
     text = "né🙂 " * 20  # characters that lie across the blocks
     (tmp_path / "good.txt").write_text(text)
     assert list(read_documents([tmp_path / "good.txt"])) == [Document("good.txt", text)]
@@ -195,7 +195,7 @@ def test_blank_lines_separate_documents(tmp_path):
 @pytest.mark.parametrize("block_bytes", [1, 2, 3, 7, 1 << 20])
 @pytest.mark.parametrize("mark", ["|", "ab", "aab", "\n---\n", "é🙂"])
 def test_cutting_equals_split_wherever_blocks_end(tmp_path, monkeypatch, block_bytes, mark):
-    monkeypatch.setattr(input_files, "BLOCK_BYTES", block_bytes)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", block_bytes)
     draw = random.Random(0)
     for _ in range(20):
         text = "".join(draw.choice([*mark, mark, "x"]) for _ in range(40))

@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support import encoding, tokenizer
-from support.encoding import Batch, Piece, encode_batch, pieces_of
+from support.text import encoding, tokenizer
+from support.text.encoding import Batch, Piece, encode_batch, pieces_of
 
 ENCODINGS = [tokenizer.get_encoding(name) for name in ("pd4k", "bytes")]
 # Letters, digits, marks, contractions; blanks that not every library calls so.

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from support.runtime import ROOT, exit_cleanly, start
+from support.base.runtime import ROOT, exit_cleanly, start
 
 pytestmark = pytest.mark.dist
 # What ranks 0 and 1 do, in this order; "wait" is for the other rank, in vain.
@@ -117,7 +117,7 @@ def test_ranks_that_were_stopped_say_by_what(tmp_path):
 
 
 SCRIPT = """
-from support.runtime import exit_cleanly, start
+from support.base.runtime import exit_cleanly, start
 
 def main():
     runtime = start("cpu", "fp32")

@@ -22,11 +22,11 @@ from evaluate import Evaluation
 from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
 from prepare import prepare
-from support import text_results
-from support.masking import SpecialIds
-from support.runtime import Runtime
-from support.token_store import Store
-from support.tokenizer import byte_lengths, get_encoding
+from support.base.runtime import Runtime
+from support.evaluation import scoring
+from support.rows.bert import SpecialIds
+from support.text.store import Store
+from support.text.tokenizer import byte_lengths, get_encoding
 
 BYTES = get_encoding("bytes")
 LENGTHS = byte_lengths(BYTES)
@@ -485,7 +485,7 @@ def test_groups_worked_by_hand():
     sources = np.array([1, 0, 1, 0, 1], np.uint16)
     store = documents_by_hand([0, 1, 2, 3, 7], sources, ["wiki", "code", "none of it"])
     documents = Evaluation(store, 8, LENGTHS).documents(Even(), one(), 2)
-    groups = text_results.by_length(documents, store)
+    groups = scoring.by_length(documents, store)
     assert [group[:4] for group in groups] == [
         ("1 to 1", 1, 1, 0),
         ("2 to 3", 2, 5, 3),
@@ -497,10 +497,10 @@ def test_groups_worked_by_hand():
     assert [group.bpb for group in groups[1:]] == pytest.approx(
         [bits * 5 / 3, bits * 4 / 3, bits * 8 / 7]
     )
-    by_source = text_results.by_source(documents, store)
+    by_source = scoring.by_source(documents, store)
     assert [group[:4] for group in by_source] == [("wiki", 2, 6, 4), ("code", 3, 12, 9)]
     assert by_source[1].bpb == pytest.approx(bits * 12 / 9)
-    assert text_results.table(by_source, "source").splitlines() == [
+    assert scoring.table(by_source, "source").splitlines() == [
         "source  documents       tokens        bytes  bits per byte",
         "wiki            2            6            4        12.0084",
         "code            3           12            9        10.6742",
@@ -511,14 +511,14 @@ def test_groups_add_up_and_see_the_stride(store):
     model = tiny()
     for stride in (None, 16):
         documents = Evaluation(store, 64, LENGTHS, stride=stride).documents(model, one(), 8)
-        groups, total = text_results.by_length(documents, store), documents.total()
+        groups, total = scoring.by_length(documents, store), documents.total()
         assert sum(group.tokens for group in groups) == total.targets
         assert sum(group.bytes for group in groups) == total.bytes
         assert sum(g.bpb * g.bytes for g in groups if g.bytes) / total.bytes == pytest.approx(
             total.val_bpb
         )
     short = Evaluation(store, 64, LENGTHS).documents(model, one(), 8)
-    for plain, slid in zip(text_results.by_length(short, store), groups, strict=True):
+    for plain, slid in zip(scoring.by_length(short, store), groups, strict=True):
         fits = int(plain.name.split()[-1].replace(",", "")) <= 64
         assert (plain.bpb == pytest.approx(slid.bpb, rel=1e-12)) == fits, plain.name
 

@@ -13,9 +13,9 @@ from conftest import ALL_ON, SMALL, metrics, read_log, start_ranks
 import config
 import plan
 import train
-from support import checkpoint, extension, sharded_checkpoint
-from support.flags import parser_of
-from support.optim import lr_at
+from support.base.settings import parser_of
+from support.run import checkpoint, extension, sharded_checkpoint
+from support.step.optim import lr_at
 
 MORE = ["--resume", "--tokens", "8192", "--out"]
 WSD = "--schedule wsd --warmup-tokens 512 --decay-share 0.25"  # of 16 steps the last 4 decay

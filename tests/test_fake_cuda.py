@@ -23,25 +23,27 @@ SMALL = (
 # Without what is no step: a last evaluation and a sample, and products that time the machine.
 SHORT = {
     "train.finish": "lambda *_: None",
-    "support.machine.measured": "lambda *_: importlib.import_module('support.placement')"
+    "support.step.machine.measured": "lambda *_: importlib.import_module('support.step.placement')"
     ".Rates(link=25e9, flops=1e14, adamw=1e9)",
-    "support.machine.measured_peak": "lambda *_: 1e14",
+    "support.step.machine.measured_peak": "lambda *_: 1e14",
 }
 READ = "a copy to the host in train.py:update"  # the loss and the norm of the gradient
 # What a step waits for besides.
 ALSO = {
-    "adaptive": {"update: _local_scalar_dense in support/shared_weights.py:are_calm"},
-    "fp16": {"update: _local_scalar_dense in support/optim.py:clip_gradients"},  # skip the step?
+    "adaptive": {"update: _local_scalar_dense in pseudo.py:are_calm"},
+    "fp16": {
+        "update: _local_scalar_dense in support/step/optim.py:clip_gradients"
+    },  # skip the step?
 }
 # Gradients that come home, and the norm of those that are there: one number each way.
 ALSO["offload"] = {
-    "gradients: Event.synchronize in support/link.py:settle",
-    "update: a copy from the host in support/optim.py:<listcomp>",
-    "update: a copy to the host in support/optim.py:clip_gradients",
-    "update: from pageable memory in support/optim.py:<listcomp>",
+    "gradients: Event.synchronize in support/step/link.py:settle",
+    "update: a copy from the host in support/step/optim.py:<listcomp>",
+    "update: a copy to the host in support/step/optim.py:clip_gradients",
+    "update: from pageable memory in support/step/optim.py:<listcomp>",
 }
 ALSO["offload of all"] = ALSO["offload"] | {  # Muon's directions
-    "update: a copy to the host in support/muon.py:step",
+    "update: a copy to the host in support/step/muon.py:step",
 }
 
 QUICK = {
@@ -151,7 +153,7 @@ def test_what_saves_launches_changes_nothing(library, tmp_path):
     """Weights that are rounded together, and layers whose kept tokens are looked at together."""
     flags = "--ltd --pack --layers 4"
     apart = {
-        "support.blocks.with_rounded_weights": "lambda inner: inner",
+        "support.step.blocks.with_rounded_weights": "lambda inner: inner",
         "model.TokenMeta.take_each": "lambda self, kept: [self.take(one) for one in kept]",
     }
     runs = {
@@ -219,11 +221,11 @@ def test_a_run_goes_on_and_is_read(library, tmp_path):
 # What each mistake leads to, made on purpose.
 MISTAKES = {
     "a mix of devices": (
-        {"support.batch.Batch.to": "lambda self, device: self"},
+        {"support.rows.batch.Batch.to": "lambda self, device: self"},
         "Expected all tensors to be on the same device",
     ),
     "a copy that is waited for": (
-        {"support.batch.on_device": "lambda tensor, device: tensor.to(device)"},
+        {"support.rows.batch.on_device": "lambda tensor, device: tensor.to(device)"},
         "from pageable memory",
     ),
     "a number that is read": (

@@ -14,12 +14,22 @@ from small_stores import ONE
 
 import evaluate
 from model import Transformer, TransformerConfig
-from support.batch import Batch
-from support.examples import Example, encoded, lengths_within, read_examples
-from support.finetune import Classifier, Recipe, accuracies, asked_at, finetuned, rate
-from support.masking import SpecialIds
-from support.runtime import Runtime
-from support.tokenizer import get_encoding
+from support.base.runtime import Runtime
+from support.evaluation.finetune import (
+    Classifier,
+    Example,
+    Recipe,
+    accuracies,
+    asked_at,
+    encoded,
+    finetuned,
+    lengths_within,
+    rate,
+    read_examples,
+)
+from support.rows.batch import Batch
+from support.rows.bert import SpecialIds
+from support.text.tokenizer import get_encoding
 
 BYTES = get_encoding("bytes")
 SPECIAL_IDS = SpecialIds.of(BYTES)

@@ -15,12 +15,12 @@ import config
 from data import open_data
 from model import Transformer, TransformerConfig
 from plan import Plan
-from support import flops
-from support.clock import Clock
-from support.flops import Laid, flops_of_step
-from support.initial import model_size
-from support.runtime import Runtime
-from support.sizes import flops_of_row
+from support.base.clock import Clock
+from support.base.runtime import Runtime
+from support.step import flops
+from support.step.flops import Laid, flops_of_step
+from support.step.sizes import flops_of_row
+from support.weights.initial import model_size
 from train import assemble
 
 ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")

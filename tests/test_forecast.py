@@ -22,16 +22,16 @@ from data import open_data
 from kernels import cross_entropy
 from model import TransformerConfig
 from plan import Plan
-from support import calibration, forecast_table, machine, memory_plan
-from support.batch import Batch
-from support.calibration import Times, evaluations, picks, saves
-from support.clock import Clock, blocks_at, due
-from support.empty_model import empty_model
-from support.flops import work_of
-from support.initial import model_size
-from support.optim import Optimizers
-from support.run_forecast import Forecast, Point, outlook, walk
-from support.runtime import Runtime
+from support.base.clock import Clock, blocks_at, due
+from support.base.runtime import Runtime
+from support.rows.batch import Batch
+from support.run import dry_run
+from support.run.dry_run import Forecast, Point, Times, evaluations, outlook, picks, saves, walk
+from support.step import machine, memory
+from support.step.flops import work_of
+from support.step.optim import Optimizers
+from support.step.sizes import empty_model
+from support.weights.initial import model_size
 
 ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 SETS = {
@@ -204,10 +204,10 @@ def test_weights_gradients_and_state_are_counted_exactly(flags):
     o, model = settings.optim, train.Transformer(shape)
     optimizers = Optimizers(dict(model.named_parameters()), o.optimizer, 0.1, (0.9, 0.95))
     wanted = optimizers.memory()
-    assert memory_plan.state_bytes(empty_model(shape), o.optimizer) == wanted
-    found = memory_plan.memory_of(settings, ONE, 4, shape)._asdict()
+    assert memory.state_bytes(empty_model(shape), o.optimizer) == wanted
+    found = memory.memory_of(settings, ONE, 4, shape)._asdict()
     assert {name: found[name] for name in wanted} == wanted
-    halves = memory_plan.state_bytes(empty_model(shape), o.optimizer, shards=2)
+    halves = memory.state_bytes(empty_model(shape), o.optimizer, shards=2)
     assert halves["weights"] == pytest.approx(wanted["weights"] / 2, rel=0.01)
 
 
@@ -229,9 +229,9 @@ def test_activations_are_those_that_autograd_keeps():
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             x = model.hidden_states(tokens, run_block=run_block)
         found = sum(size for place, size in kept.items() if place not in weights)
-        said = memory_plan.activation_bytes(shape, 3, T, recomputed=rerun)
+        said = memory.activation_bytes(shape, 3, T, recomputed=rerun)
         if rerun:
-            said -= memory_plan.activation_bytes(replace(shape, layers=1), 3, T)
+            said -= memory.activation_bytes(replace(shape, layers=1), 3, T)
             said += 3 * T * 4 * shape.width
         assert said == pytest.approx(found, rel=0.1), flags
         assert x.requires_grad
@@ -243,7 +243,7 @@ def test_what_the_loss_needs_is_what_it_takes(form, monkeypatch, needs_triton):
     in the backward pass."""
     half = form != "float32"
     shape = TransformerConfig("gpt", 1, 1, 16, 64, 64, 4992)
-    for module in (cross_entropy, memory_plan):
+    for module in (cross_entropy, memory):
         name = "chosen_impl" if module is cross_entropy else "chosen_loss"
         monkeypatch.setattr(module, name, lambda *_: form if half else "chunked")
     if form == "triton":
@@ -260,11 +260,11 @@ def test_what_the_loss_needs_is_what_it_takes(form, monkeypatch, needs_triton):
     found = bytes_taken(loss_and_gradients)
     here = replace(ONE, dtype=torch.bfloat16 if half else torch.float32)
     casts = 2 * weight.numel() if half else 0  # of the weight: counted as temporary
-    assert memory_plan.logits_bytes(shape, 64, here) + casts == pytest.approx(found, rel=0.05)
+    assert memory.logits_bytes(shape, 64, here) + casts == pytest.approx(found, rel=0.05)
 
 
 def test_more_rows_are_taken_at_once_where_there_is_room():
-    from support.micro_batch import micro_batch
+    from support.step.memory import micro_batch
 
     settings = config.build(config.parse(["--size", "124M", "--device", "cpu"]))
 
@@ -301,7 +301,7 @@ def test_micro_batches_to_time_lie_between_the_cheapest_and_the_dearest():
     alike = [point(n, 100 + n / 100) for n in range(50)]
     assert len(picks(alike)) == 1
     found = picks([point(n, 100.0 * 1.1**n) for n in range(50)])
-    assert len(found) == calibration.PICKS
+    assert len(found) == dry_run.PICKS
     assert found[0].part_flops == 100 and found[-1].part_flops == 100 * 1.1**49
 
 
@@ -314,12 +314,6 @@ def test_evaluations_and_checkpoints_are_counted_as_they_are_due(flags):
     saved = [due(run.checkpoint_every, a, b) or b is clocks[-1] for a, b in steps]
     assert evaluations(settings, 0) == sum(evaluated)
     assert saves(settings, 0) == sum(e or c for e, c in zip(evaluated, saved, strict=True))
-
-
-def test_durations_and_units():
-    shown = [forecast_table.duration(s) for s in (3.21, 75, 3700, 90000)]
-    assert shown == ["3.2 s", "1 min 15 s", "1 h 1 min", "1 d 1 h"]
-    assert forecast_table.with_unit(2.5e13, "FLOP") == "25.0 TFLOP"
 
 
 # ---- the peak

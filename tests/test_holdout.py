@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.documents import Document, read_documents
-from support.holdout import Corpus, find_cut, hold_out_tail, is_held_out
+from support.text.holdout import Corpus, find_cut, hold_out_tail, is_held_out
+from support.text.reading import Document, read_documents
 
 TINY = Path(__file__).resolve().parents[1] / "corpus" / "pd-tiny.jsonl.gz"
 

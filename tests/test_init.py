@@ -13,9 +13,9 @@ import sample
 import train
 from model import Transformer, TransformerConfig
 from prepare import prepare
-from support import checkpoint, sharded_checkpoint
-from support.shared_weights import real_layers
-from support.tokenizer import get_encoding
+from support.run import checkpoint, sharded_checkpoint
+from support.text.tokenizer import get_encoding
+from support.weights.trained import real_layers
 
 FEW = (
     "--tokens 1024 --batch-tokens 256 --device cpu --eval-every 512 --eval-tokens 500"
@@ -225,7 +225,7 @@ def test_two_ranks_begin_as_one_does(begin, run_of, store_dir, tmp_path):
 
 def test_off_is_absent(run_of, monkeypatch):
     """Without --init nothing looks for one."""
-    monkeypatch.setattr("support.initial.checkpoint_of", None)
+    monkeypatch.setattr("support.weights.initial.checkpoint_of", None)
     assert config.parse_or_resume(["--layers", "3"])[0] == config.build({"model.layers": 3})
     with pytest.raises(TypeError):  # the control
         config.parse_or_resume(["--init", str(run_of())])

@@ -13,9 +13,8 @@ from pathlib import Path
 import pytest
 
 import prepare
-from support import encoding, input_files, tokenizer
-from support.documents import read_files
-from support.input_files import InputBar, lines_of
+from support.text import encoding, reading, tokenizer
+from support.text.reading import InputBar, lines_of, read_files
 
 try:
     import zstandard
@@ -55,7 +54,7 @@ def test_files_that_are_left_in_the_middle_count_as_read(tmp_path, split_on):
     """A file that is not text: the bar must not stop short of its end."""
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.bin").write_bytes(b"\xff" * (3 << 20))
-    files, counted = input_files.input_files([tmp_path]), []
+    files, counted = reading.input_files([tmp_path]), []
     assert [one.text for one in read_files(files, split_on, on_read=counted.append)] == ["one"]
     assert sum(file.bytes for file in files) == 3 + (3 << 20)
     # cut into documents, a file is first looked through; what is no text is never read again
@@ -64,7 +63,7 @@ def test_files_that_are_left_in_the_middle_count_as_read(tmp_path, split_on):
 
 def test_a_command_shows_how_far_it_is_in_both_of_its_passes(tmp_path, monkeypatch, capsys):
     shown = terminal(monkeypatch)
-    monkeypatch.setattr(input_files, "tqdm", partial(input_files.tqdm, mininterval=0))
+    monkeypatch.setattr(reading, "tqdm", partial(reading.tqdm, mininterval=0))
     (tmp_path / "in.txt").write_text("some words of text\n" * 50_000)
     prepare.main([str(tmp_path / "in.txt"), "--out", str(tmp_path / "store")])
     for what in ("what to hold out", "encoding"):
@@ -80,7 +79,7 @@ def test_without_a_terminal_nothing_is_drawn(tmp_path, capsys):
 
 def test_a_bar_goes_on_while_one_task_takes_long(tmp_path, monkeypatch):
     """As with a long text that no blank parts: nothing is done, and the clock moves."""
-    monkeypatch.setattr(input_files, "TICK_S", 0.05)
+    monkeypatch.setattr(reading, "TICK_S", 0.05)
     monkeypatch.setattr(encoding, "TICK_S", 0.05)
     encode = encoding.encode_batch
 
@@ -97,7 +96,7 @@ def test_a_bar_goes_on_while_one_task_takes_long(tmp_path, monkeypatch):
 def test_what_is_read_moves_the_bar_only_when_it_is_done(tmp_path, monkeypatch):
     terminal(monkeypatch)
     (tmp_path / "a.txt").write_text("x" * 100)
-    with InputBar(input_files.input_files([tmp_path / "a.txt"]), "reading") as bar:
+    with InputBar(reading.input_files([tmp_path / "a.txt"]), "reading") as bar:
         bar.on_read(100)
         assert bar.bar.n == 0
         bar.done(60, 1)

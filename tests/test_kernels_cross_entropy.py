@@ -27,7 +27,7 @@ from kernels.cross_entropy import (
     reference,
     token_losses,
 )
-from support.runtime import ROOT
+from support.base.runtime import ROOT
 
 V, C = 29, 6
 DTYPES = (torch.float32, torch.bfloat16)

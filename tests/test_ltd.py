@@ -21,11 +21,11 @@ from model import (
     run_plain,
     run_recomputed,
 )
-from support import costs
-from support.batch import Batch
-from support.clock import StepContext, effective_tokens, tokens_by_layer
-from support.muon import flops_of_orthogonalising
-from support.sizes import flops_of_row
+from support.base.clock import StepContext, effective_tokens, tokens_by_layer
+from support.rows.batch import Batch
+from support.step import costs
+from support.step.muon import flops_of_orthogonalising
+from support.step.sizes import flops_of_row
 
 
 def small(pos="rope", kind="gpt", layers=4, dtype=torch.float64):

@@ -9,15 +9,15 @@ import sys
 
 import pytest
 
-from support import memory
-from support.runtime import ROOT
+from support.base import runtime
+from support.base.runtime import ROOT
 
 FAULTS = """
 import resource, sys
 import torch
 from model import Transformer, TransformerConfig
-from support.memory import keep_freed_memory
-from support.sizes import SIZES
+from support.base.runtime import keep_freed_memory
+from support.step.sizes import SIZES
 
 if sys.argv[1] == "keep":
     keep_freed_memory()
@@ -52,5 +52,5 @@ def test_steps_get_the_pages_of_the_steps_before():
 
 def test_elsewhere_nothing_happens(monkeypatch):
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    monkeypatch.setattr(memory.ctypes, "CDLL", None)  # a call would fail
-    memory.keep_freed_memory()
+    monkeypatch.setattr(runtime.ctypes, "CDLL", None)  # a call would fail
+    runtime.keep_freed_memory()

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 import config
-from support.micro_batch import micro_batch
-from support.runtime import Runtime
+from support.base.runtime import Runtime
+from support.step.memory import micro_batch
 
 
 def rows(line, world_size=1, device="cpu"):

@@ -23,17 +23,25 @@ import train
 from evaluate import Evaluation
 from plan import Plan
 from prepare import prepare
-from support import mixed_samples, mixture
-from support.clock import Clock
-from support.masking import SpecialIds
-from support.mixed_evaluation import on_each_store, tokens_of_each
-from support.mixed_samples import ONE, MixedSamples, apportioned, nested_shares, share_of
-from support.mixture import MixedTokens, Mixture, entries_of, open_store
-from support.rng import shuffled
-from support.runtime import Runtime, exit_cleanly
-from support.scores import HeldOut, weighted
-from support.token_store import Store
-from support.tokenizer import byte_lengths, get_encoding
+from support.base.clock import Clock
+from support.base.rng import shuffled
+from support.base.runtime import Runtime, exit_cleanly
+from support.evaluation.scoring import HeldOut, on_each_store, tokens_of_each, weighted
+from support.rows import mixture
+from support.rows.bert import SpecialIds
+from support.rows.mixture import (
+    ONE,
+    MixedSamples,
+    MixedTokens,
+    Mixture,
+    apportioned,
+    entries_of,
+    nested_shares,
+    open_store,
+    share_of,
+)
+from support.text.store import Store
+from support.text.tokenizer import byte_lengths, get_encoding
 
 BYTES = get_encoding("bytes")
 SPECIAL_IDS = SpecialIds.of(BYTES)
@@ -273,7 +281,7 @@ def test_tokens_have_the_shares_asked_for_though_lengths_differ(stores, flags):
 
 
 def test_negative_control_drawn_by_weight_alone_they_would_not(stores, monkeypatch):
-    monkeypatch.setattr(mixed_samples, "mean_length", lambda samples: Fraction(1))
+    monkeypatch.setattr(mixture, "mean_length", lambda samples: Fraction(1))
     assert share_read(stores, "--pack") < 0.25
 
 
@@ -360,7 +368,7 @@ def test_off_is_absent(run, log_of, monkeypatch, stores):
     def poison(*_, **__):
         raise AssertionError("a mixture was made")
 
-    for owner, name in ((Mixture, "open"), (mixed_samples, "apportioned"), (mixture, "names_of")):
+    for owner, name in ((Mixture, "open"), (mixture, "apportioned"), (mixture, "names_of")):
         monkeypatch.setattr(owner, name, poison)
     monkeypatch.setattr(MixedTokens, "take", poison)
     assert metrics(run()) == plain

@@ -13,8 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
-from support import muon
-from support.muon import (
+from support.step import muon
+from support.step.muon import (
     POLYNOMIALS,
     Muon,
     flops_of_orthogonalising,

@@ -29,10 +29,10 @@ import train
 from kernels import packed_attention
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Offloaded
-from support.batch import Batch
-from support.link import Landing, Link
-from support.optim import LossScale, Optimizers
-from support.placement import WHERE, Away, Placement, Work, moves, part_of, parts_of
+from support.rows.batch import Batch
+from support.step.link import Landing, Link
+from support.step.optim import LossScale, Optimizers
+from support.step.placement import WHERE, Away, Placement, Work, moves, part_of, parts_of
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 DEVICES = [CPU, pytest.param(GPU, marks=pytest.mark.gpu)]
@@ -747,7 +747,7 @@ def locked_by(monkeypatch):
     def make(most):
         driver, link = Driver(most), Link(CPU)
         monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
-        monkeypatch.setattr("support.link.PIECE", 1024)
+        monkeypatch.setattr("support.step.link.PIECE", 1024)
         link.up = Stream("up")
         return link, link.memory(SIZES), driver
 

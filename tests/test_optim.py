@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import Transformer, TransformerConfig
-from support.optim import SCHEDULES, LossScale, Optimizers, lr_at, split_parameters
+from support.step.optim import SCHEDULES, LossScale, Optimizers, lr_at, split_parameters
 
 
 def lr(t, schedule="cosine", peak=1.0, floor=0.0, warmup=10, budget=110, decay_share=0.2):

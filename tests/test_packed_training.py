@@ -13,13 +13,12 @@ from data import Rows, collate, counts, places
 from kernels.packed_attention import attention_mask
 from model import Transformer
 from packing import pack_lengths
-from support.batch import shares_of, with_answers
-from support.masking import SpecialIds, mask_tokens
-from support.rng import bits
-from support.samples import SPECIAL_TOKENS, Samples
-from support.sentence_pairs import sentence_pairs
-from support.token_store import Store
-from support.tokenizer import get_encoding
+from support.base.rng import bits
+from support.rows.batch import shares_of, with_answers
+from support.rows.bert import SpecialIds, mask_tokens, sentence_pairs
+from support.rows.samples import SPECIAL_TOKENS, Samples
+from support.text.store import Store
+from support.text.tokenizer import get_encoding
 
 SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
 STEPS, DOCUMENTS, T = 50, 12, 32
@@ -99,7 +98,7 @@ def test_windows_of_more_tokens_than_are_counted_exactly_are_refused(
     store_dir, tmp_path, monkeypatch, capsys
 ):
     argv = f"train.py {SMALL} --data {store_dir} --out {tmp_path / 'run'} --pack".split()
-    monkeypatch.setattr("support.packs.MOST_TOKENS", 1000)  # a window has 16 steps of 256
+    monkeypatch.setattr("support.rows.packs.MOST_TOKENS", 1000)  # a window has 16 steps of 256
     said = refusal_of(train.main, argv, monkeypatch, capsys)
     assert "tokens, and packers count exactly up to 1,000" in said
 

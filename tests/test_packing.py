@@ -10,8 +10,8 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from packing import PACKERS, main, next_fit, pack, pack_lengths
-from support.cutting_stock import NEED_SCIPY
-from support.packs import LONGEST_ROW, MOST_TOKENS, Packing, assign, histogram
+from support.rows.cutting_stock import NEED_SCIPY
+from support.rows.packs import LONGEST_ROW, MOST_TOKENS, Packing, assign, histogram
 
 GREEDY = ("spfhp", "lpfhp", "bfd", "ffd")
 items = st.lists(st.integers(1, 64), max_size=60)
@@ -384,14 +384,14 @@ def test_more_tokens_than_are_counted_exactly_are_refused(counts, tokens):
 
 
 def test_documents_in_order_of_too_many_tokens_are_refused(monkeypatch):
-    monkeypatch.setattr("support.packs.MOST_TOKENS", 20)
+    monkeypatch.setattr("support.rows.packs.MOST_TOKENS", 20)
     assert next_fit(np.array([8, 8, 4]), 8).packs == 3
     with pytest.raises(ValueError, match="the histogram has 21 tokens, and packers count exactly"):
         next_fit(np.array([8, 8, 5]), 8)
 
 
 def test_without_the_refusal_numbers_would_be_wrong(monkeypatch):
-    monkeypatch.setattr("support.packs.MOST_TOKENS", 2**100)
+    monkeypatch.setattr("support.rows.packs.MOST_TOKENS", 2**100)
     count = 4 * 10**18
     assert pack([0, 0, 0, count, 0, 0, 0, 0]).lower_bound < -(-3 * count // 7)  # tokens over 7
     count = 9 * 10**18

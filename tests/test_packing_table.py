@@ -6,9 +6,8 @@ import sys
 import pytest
 from small_stores import write_store
 
-from packing import DEFAULT, PACKERS, main, pack
-from support.packing_table import rows_as_text
-from support.packs import histogram
+from packing import DEFAULT, PACKERS, main, pack, rows_as_text
+from support.rows.packs import histogram
 
 
 @pytest.fixture

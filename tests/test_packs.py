@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.packs import Packing, Packs, assign, histogram
+from support.rows.packs import Packing, Packs, assign, histogram
 
 PACKING = Packing(  # two packs of 6 + 2 and one of 5 + 2 + 1, in rows of 8
     lengths=np.array([6, 2, 5, 2, 1]),

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from support import parallel
-from support.parallel import Outcome, in_processes
+from support.rows import shards
+from support.rows.shards import Outcome, in_processes
 
 
 def pid_and_square(n):
@@ -37,7 +37,7 @@ def test_in_no_more_processes_than_items(monkeypatch):
         asked.append(number)
         return ProcessPoolExecutor(number, **options)
 
-    monkeypatch.setattr(parallel, "ProcessPoolExecutor", recorded)
+    monkeypatch.setattr(shards, "ProcessPoolExecutor", recorded)
     outcomes = list(in_processes(pid_and_square, [3, 1, 2], 100_000))
     assert asked == [3] and squares(outcomes) == [(3, 9), (1, 1), (2, 4)]
     assert os.getpid() not in {outcome.result[0] for outcome in outcomes}

@@ -10,23 +10,26 @@ from hypothesis import strategies as st
 import config
 import offload
 from model import Transformer, TransformerConfig
-from support import machine, memory
-from support.placement import (
+from support.base import runtime
+from support.base.runtime import Runtime
+from support.step import machine
+from support.step.placement import (
     MIB,
     Away,
     Part,
     Placement,
     Rates,
+    ShardedPlacement,
     Work,
     budget_bytes,
     moves,
     parts_of,
     place,
+    place_shards,
+    price,
     shown,
+    table,
 )
-from support.placement_table import price, table
-from support.runtime import Runtime
-from support.sharded_placement import ShardedPlacement, place_shards
 
 NOTHING, STATE, GRADIENTS, WEIGHTS = Away
 
@@ -232,10 +235,10 @@ def test_a_host_whose_memory_grows_may_be_said_to_have_more(monkeypatch):
 def test_memory_of_the_host_is_read(tmp_path):
     file = tmp_path / "meminfo"
     file.write_text("MemTotal:  9 kB\nMemAvailable:     12 kB\n")
-    assert memory.host_free(str(file)) == 12 * 1024
+    assert runtime.host_free(str(file)) == 12 * 1024
     file.write_text("MemTotal:  9 kB\n")
-    assert memory.host_free(str(file)) is None
-    assert memory.host_free(str(tmp_path / "nowhere")) is None
+    assert runtime.host_free(str(file)) is None
+    assert runtime.host_free(str(tmp_path / "nowhere")) is None
 
 
 @pytest.mark.parametrize(

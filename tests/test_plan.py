@@ -13,12 +13,12 @@ import config
 from data import Rows, draw
 from kernels.cross_entropy import IGNORE
 from plan import Plan
-from support.clock import Clock
-from support.masking import SpecialIds
-from support.runtime import Runtime
-from support.samples import cut
-from support.token_store import Store
-from support.tokenizer import get_encoding
+from support.base.clock import Clock
+from support.base.runtime import Runtime
+from support.rows.bert import SpecialIds
+from support.rows.samples import cut
+from support.text.store import Store
+from support.text.tokenizer import get_encoding
 
 SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
 

@@ -21,10 +21,10 @@ import numpy as np
 import pytest
 
 import prepare
-from support import encoding, tokenizer
-from support.documents import read_documents
-from support.runtime import exit_cleanly
-from support.token_store import Store
+from support.base.runtime import exit_cleanly
+from support.text import encoding, tokenizer
+from support.text.reading import read_documents
+from support.text.store import Store
 
 try:
     import zstandard

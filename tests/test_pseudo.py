@@ -13,9 +13,8 @@ import config
 import pseudo
 import train
 from model import Transformer, TransformerConfig
-from pseudo import ABSENT, handed_over, origin, parse_until, shadow_at, stage
-from support.optim import Optimizers
-from support.shared_weights import Uses, average
+from pseudo import ABSENT, Uses, average, handed_over, origin, parse_until, shadow_at, stage
+from support.step.optim import Optimizers
 
 SHARED = "--pseudo --pseudo-group 2 --pseudo-until 0.5"
 GROWING = "--pseudo --pseudo-layers 2 --pseudo-until 0.5"

@@ -18,10 +18,16 @@ import torch.nn.functional as F
 
 import pseudo
 from model import Transformer, TransformerConfig
-from support import checkpoint, published, published_export, safetensors, tokenizer
-from support.published import load_published, published_names, published_shape
-from support.published_export import published_entries
-from support.sizes import SIZES
+from support.run import checkpoint
+from support.step.sizes import SIZES
+from support.text import tokenizer
+from support.weights import published, safetensors
+from support.weights.published import (
+    load_published,
+    published_entries,
+    published_names,
+    published_shape,
+)
 
 LAYERS, HEADS, WIDTH, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -409,12 +415,12 @@ def test_negative_control_a_matrix_not_turned_is_another_function(tmp_path, monk
     """Square matrices fit either way round: only the values tell."""
     model, out = random_model("gpt"), tmp_path / "weights.pt"
     own_checkpoint(tmp_path / "run", model)
-    is_turned = published_export.is_turned
+    is_turned = published.is_turned
 
     def not_quite(name: str, kind: str, value: torch.Tensor) -> bool:
         return is_turned(name, kind, value) and "attn.c_proj" not in name
 
-    monkeypatch.setattr(published_export, "is_turned", not_quite)
+    monkeypatch.setattr(published, "is_turned", not_quite)
     published.main(["export", str(tmp_path / "run"), "--out", str(out)])
     found = built("gpt").eval()
     load_published(found, out)

@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support import ranking
-from support.ranking import Head, Pool, Ranking, intersection
+from support.rows import ranking
+from support.rows.ranking import Head, Pool, Ranking, intersection
 
 
 def ranking_of(values) -> Ranking:

@@ -15,9 +15,9 @@ import torch
 from test_readme import bash_blocks, read
 
 from model import Transformer, TransformerConfig
-from support import safetensors
-from support.published_export import published_entries
-from support.tokenizer import get_encoding, vocab_size
+from support.text.tokenizer import get_encoding, vocab_size
+from support.weights import safetensors
+from support.weights.published import published_entries
 
 PAGE = "docs/recipes.md"
 TINY = {

@@ -14,12 +14,12 @@ from conftest import ALL_ON
 
 import config
 import report
-from support import chart, comparison, figures, page, svg_chart, text_tables
-from support.comparison import Recipe
-from support.run_log import read_run
-from support.run_numbers import dropped_shares, step_times
-from support.runtime import exit_cleanly
-from support.settings import flattened
+from support.base import numbers
+from support.base.runtime import exit_cleanly
+from support.base.settings import flattened
+from support.report import charts, comparison, figures, page
+from support.report.comparison import Recipe
+from support.report.log import dropped_shares, read_run, step_times
 
 OUTSIDE = re.compile(r"""(?:src|href|action)\s*=|url\(|@import|https?:|//[a-z0-9-]+\.[a-z]""")
 NEW_FIELDS = ("flops", "tokens_per_s", "mfu", "epochs")
@@ -128,41 +128,41 @@ def test_what_is_dropped_is_counted_against_all_positions(make):
 
 
 def test_known_answers():
-    mean = chart.moving_mean(np.array([1.0, 2.0, 6.0]), 3)
+    mean = charts.moving_mean(np.array([1.0, 2.0, 6.0]), 3)
     assert mean.tolist() == [1.5, 3.0, 4.0]
-    middles, medians = chart.medians(np.array([3.0, 1.0, 2.0, 9.0, 8.0, 7.0]), 3)
+    middles, medians = charts.medians(np.array([3.0, 1.0, 2.0, 9.0, 8.0, 7.0]), 3)
     assert middles.tolist() == [1, 4] and medians.tolist() == [2.0, 8.0]
-    x, y = chart.thinned(np.arange(6.0), np.array([0.0, 5.0, 1.0, 2.0, 9.0, 2.0]), 4)
+    x, y = charts.thinned(np.arange(6.0), np.array([0.0, 5.0, 1.0, 2.0, 9.0, 2.0]), 4)
     assert y.tolist() == [0, 5, 2, 9, 2] and x.tolist() == [0, 1, 3, 4, 5]
-    assert chart.ticks(chart.Axis(0, 61440)) == [0, 20_000, 40_000, 60_000]
-    assert chart.tick_texts([0, 20_000.0, 40_000.0]) == ["0", "20 K", "40 K"]
-    assert chart.tick_texts([0.5, 1.0]) == ["0.5", "1.0"]
-    assert chart.tick_texts([1.0, 100.0, 1e4], log=True) == ["1", "100", "10 K"]
-    assert chart.ticks(chart.Axis(1, 60, log=True)) == [1, 2, 5, 10, 20, 50]
-    assert chart.Axis(1, 100, log=True).share(np.array([10.0])).tolist() == [0.5]
-    assert text_tables.short(61440) == "61.4 K" and text_tables.short(950) == "950"
-    assert text_tables.short(1.2e9, thousands="G") == "1.20 G" and text_tables.short(2e9)[-1] == "B"
-    told = [text_tables.duration(seconds) for seconds in (8.24, 754, 7500)]
+    assert charts.ticks(charts.Axis(0, 61440)) == [0, 20_000, 40_000, 60_000]
+    assert charts.tick_texts([0, 20_000.0, 40_000.0]) == ["0", "20 K", "40 K"]
+    assert charts.tick_texts([0.5, 1.0]) == ["0.5", "1.0"]
+    assert charts.tick_texts([1.0, 100.0, 1e4], log=True) == ["1", "100", "10 K"]
+    assert charts.ticks(charts.Axis(1, 60, log=True)) == [1, 2, 5, 10, 20, 50]
+    assert charts.Axis(1, 100, log=True).share(np.array([10.0])).tolist() == [0.5]
+    assert numbers.short(61440) == "61.4 K" and numbers.short(950) == "950"
+    assert numbers.short(1.2e9, "FLOP") == "1.20 GFLOP" and numbers.short(2e9)[-1] == "B"
+    told = [numbers.duration(seconds) for seconds in (8.24, 754, 7500)]
     assert told == ["8.2 s", "12 min 34 s", "2 h 5 min"]
-    assert text_tables.spread([1.0, 1.2]) == "1.100 (1.000 to 1.200)"
-    assert text_tables.table(["a", "b"], [["1", ""]]) == "| a | b |\n|---|---|\n| 1 |  |"
+    assert page.spread([1.0, 1.2]) == "1.100 (1.000 to 1.200)"
+    assert page.markdown_table(["a", "b"], [["1", ""]]) == "| a | b |\n|---|---|\n| 1 |  |"
     assert step_times(np.array([math.nan])) == pytest.approx([math.nan] * 4, nan_ok=True)
 
 
 def test_a_spike_of_one_step_is_drawn_as_high_as_it_is():
     y = np.zeros(200_000)
     y[123_456] = 7.0
-    drawn = chart.series("loss", np.arange(200_000.0), y, "faint")
+    drawn = charts.series("loss", np.arange(200_000.0), y, "faint")
     assert drawn.kind == "band" and drawn.y.max() == 7.0
-    assert len(drawn.x) <= chart.POINTS
-    assert chart.series("loss", np.arange(200_000.0), y).y.max() == 7.0
+    assert len(drawn.x) <= charts.POINTS
+    assert charts.series("loss", np.arange(200_000.0), y).y.max() == 7.0
 
 
 @pytest.mark.parametrize("low, high", [(0, 1), (2.3, 2.4), (0, 6.1e17), (1e-7, 3e-4), (-2, 5)])
 def test_ticks_are_round_few_and_told_apart(low, high):
-    ticks = chart.ticks(chart.Axis(low, high))
+    ticks = charts.ticks(charts.Axis(low, high))
     assert 2 <= len(ticks) <= 7 and ticks[0] >= low and ticks[-1] <= high * (1 + 1e-9)
-    assert len(set(chart.tick_texts(ticks))) == len(ticks)
+    assert len(set(charts.tick_texts(ticks))) == len(ticks)
 
 
 # Which runs are one recipe, and how to run it again
@@ -435,7 +435,7 @@ def test_figures(make, tmp_path, ending, begins):
 
 def test_figures_and_pages_have_the_same_colours():
     style = (page.FOLDER / "page.css").read_text()
-    light = re.findall(r"--c\d: (#\w+);", style)[: svg_chart.COLORS]
+    light = re.findall(r"--c\d: (#\w+);", style)[: charts.COLORS]
     assert tuple(light) == figures.COLORS
 
 

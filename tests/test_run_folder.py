@@ -8,9 +8,9 @@ from conftest import metrics, read_log
 
 import train
 from prepare import prepare
-from support import checkpoint
-from support.run_folder import newest_run, started_with
-from support.tokenizer import get_encoding
+from support.run import checkpoint
+from support.run.folder import newest_run, started_with
+from support.text.tokenizer import get_encoding
 
 
 def names(folder):

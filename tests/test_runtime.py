@@ -15,16 +15,17 @@ from kernels import triton_here
 from kernels.packed_attention import chosen_impl
 from kernels.token_drop import checked_impl
 from kernels.triton_here import why_not
-from support import provenance, runtime
-from support.log import Log
+from support.base import runtime
+from support.run import folder
+from support.run.folder import Log
 
 
 def test_provenance_names_the_commit_from_wherever_it_is_asked(tmp_path, monkeypatch):
     command = ["git", "describe", "--always", "--dirty"]
     git = subprocess.run(command, cwd=runtime.ROOT, capture_output=True, text=True)
     monkeypatch.chdir(tmp_path)
-    provenance.commit.cache_clear()
-    assert provenance.provenance()["commit"] == (git.stdout.strip() or "none")
+    folder.commit.cache_clear()
+    assert folder.provenance()["commit"] == (git.stdout.strip() or "none")
     assert (runtime.ROOT / "train.py").is_file()
 
 
@@ -35,9 +36,9 @@ def test_an_unknown_device_is_refused():
 
 def test_provenance_without_git_is_none(monkeypatch):
     monkeypatch.setenv("PATH", "")
-    provenance.commit.cache_clear()
-    assert provenance.provenance()["commit"] == "none"
-    provenance.commit.cache_clear()
+    folder.commit.cache_clear()
+    assert folder.provenance()["commit"] == "none"
+    folder.commit.cache_clear()
 
 
 def test_log_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path):
@@ -229,7 +230,7 @@ def test_a_bug_keeps_its_traceback():
 
 
 TOP_LEVEL = ("analyze", "curriculum", "evaluate", "ltd", "packing", "prepare", "sample", "train")
-SUPPORT = ("support.checkpoint", "support.published", "support.tokenizer")
+SUPPORT = ("support.run.checkpoint", "support.weights.published", "support.text.tokenizer")
 
 
 @pytest.mark.parametrize("name", [*TOP_LEVEL, *SUPPORT])

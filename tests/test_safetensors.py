@@ -10,7 +10,7 @@ import struct
 import pytest
 import torch
 
-from support import safetensors
+from support.weights import safetensors
 
 # Two tensors: a, of bytes 1 2 3, and b, of 1.0 and -2.0 in fp32, which come first as they are wider
 HEADER = (

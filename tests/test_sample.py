@@ -11,10 +11,10 @@ from hypothesis import strategies as st
 import sample
 from model import Transformer, TransformerConfig
 from offload import Offloaded
-from support import runtime
-from support.kv_cache import KVCache
-from support.placement import Away, Placement, parts_of
-from support.tokenizer import get_encoding
+from sample import KVCache
+from support.base import runtime
+from support.step.placement import Away, Placement, parts_of
+from support.text.tokenizer import get_encoding
 
 BYTES = get_encoding("bytes")
 ROW = 8  # tokens of the longest row

@@ -10,10 +10,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from small_stores import TOY
 
-from support import atomic
-from support import samples as samples_module
-from support.samples import Samples, cut, spans_of_documents, with_context
-from support.token_store import Store
+from support.base import atomic
+from support.rows import samples as samples_module
+from support.rows.samples import Samples, cut, spans_of_documents, with_context
+from support.text.store import Store
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 
-from support.scores import Documents, HeldOut, check_file
+from support.evaluation.scoring import Documents, HeldOut, check_file
 
 FOUND = Documents(
     numbers=np.array([7, 8]),

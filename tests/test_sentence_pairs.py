@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kernels.cross_entropy import IGNORE
-from support.sentence_pairs import Pairs, sentence_pairs
+from support.rows.bert import Pairs, sentence_pairs
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 

@@ -12,9 +12,8 @@ from torch.nn.parallel import DistributedDataParallel
 
 import train
 from model import Transformer, TransformerConfig
-from support.agreement import check_agreement
-from support.runtime import Runtime
-from support.sharded import shard
+from support.base.runtime import Runtime
+from support.base.sharded import check_agreement, shard
 
 pytestmark = pytest.mark.dist
 # 12 rows a step, so that 1, 2 and 3 ranks share them; at this rate rounding is not amplified

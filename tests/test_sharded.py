@@ -27,14 +27,16 @@ from evaluate import Evaluation
 from kernels.cross_entropy import IGNORE
 from ltd import token_dropping
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
-from support import checkpoint, compiled, runtime, sharded, sharded_checkpoint
-from support.batch import Batch
-from support.evaluating import own_rows
-from support.muon import Muon
-from support.runtime import Runtime
-from support.sharded import rows_here
-from support.token_store import Store
-from support.tokenizer import byte_lengths, get_encoding
+from support.base import runtime, sharded
+from support.base.runtime import Runtime
+from support.base.sharded import rows_here
+from support.evaluation.scoring import own_rows
+from support.rows.batch import Batch
+from support.run import checkpoint, sharded_checkpoint
+from support.step.muon import Muon
+from support.text.store import Store
+from support.text.tokenizer import byte_lengths, get_encoding
+from train import run_once
 
 ROWS = 6  # of a step: 3 or 2 on a rank, one after the other
 MOST = 0.02  # norm of a gradient that is clipped
@@ -348,7 +350,7 @@ def check_compiled_ahead(runtime: Runtime) -> Iterator[tuple[str, float, float]]
     ours = Trained(gpt(), runtime)
     before = {name: whole(p).clone() for name, p in ours.optimizers.parameters.items()}
     trainer = SimpleNamespace(model=ours.model, runtime=runtime, held=None)
-    compiled.run_once(trainer, Config(), rows_of(ours.model, 0, 1))
+    run_once(trainer, Config(), rows_of(ours.model, 0, 1))
     yield "run once", distance(ours.optimizers.parameters, before), 0.0
     assert all(p.grad is None for p in ours.optimizers.parameters.values())
 

@@ -19,8 +19,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from support import checkpoint, manifest, sharded_checkpoint
-from support.sharded_checkpoint import ALONE, load, main, save
+from support.run import checkpoint, sharded_checkpoint
+from support.run.sharded_checkpoint import ALONE, load, main, save
 from tests.test_checkpoint import Canary, assert_one_line, names
 
 
@@ -139,7 +139,7 @@ def test_control_without_the_manifest_a_flipped_weight_loads_in_silence(path, mo
     flipped = bytearray(file.read_bytes())
     flipped[start + 3] ^= 128  # the sign of the first weight
     file.write_bytes(flipped)
-    monkeypatch.setattr(manifest, "check", lambda *_: None)
+    monkeypatch.setattr(sharded_checkpoint, "check", lambda *_: None)
     assert load(path)["model"]["wte"][0, 0] == -state_of()["model"]["wte"][0, 0]
 
 
@@ -160,9 +160,9 @@ def test_the_remedy_names_what_has_other_bytes(tmp_path):
 
 def sign(folder: Path) -> None:
     """Write a manifest that is right for the files as they are, as one who means harm can."""
-    written = json.loads((folder / manifest.NAME).read_text())
-    files = {name: manifest.of_file(folder / name) for name in written["files"]}
-    manifest.write_manifest(folder, written["step"], written["world_size"], files)
+    written = json.loads((folder / sharded_checkpoint.NAME).read_text())
+    files = {name: sharded_checkpoint.of_file(folder / name) for name in written["files"]}
+    sharded_checkpoint.write_manifest(folder, written["step"], written["world_size"], files)
 
 
 def test_a_malicious_metadata_is_refused_and_never_runs(path, tmp_path, monkeypatch):

@@ -10,7 +10,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import Transformer, TransformerConfig
-from support.sizes import SIZES, flops_of_row, parameter_count
+from support.step.sizes import SIZES, flops_of_row, parameter_count
 
 
 def test_published_parameter_counts():

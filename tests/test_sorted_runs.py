@@ -8,7 +8,7 @@ import numpy as np
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.sorted_runs import merged, sorted_run, split, values_by_id
+from support.rows.ranking import merged, sorted_run, split, values_by_id
 
 lists_of_values = st.lists(st.lists(st.integers(-3, 3), max_size=12), min_size=1, max_size=6)
 

@@ -6,13 +6,13 @@ import subprocess
 import sys
 import time
 
-from support.runtime import ROOT
-from support.stop_signal import TWICE, StopSignal
+from support.base.runtime import ROOT
+from support.base.stop_signal import TWICE, StopSignal
 
 BUSY = """
 import sys
 import torch
-from support.stop_signal import StopSignal
+from support.base.stop_signal import StopSignal
 stop = StopSignal(lambda line: print(line, flush=True))
 print("ready", flush=True)
 torch.linalg.eigvals(torch.randn(4000, 4000))  # one operation of a minute on a core
@@ -20,8 +20,8 @@ sys.exit(1)
 """
 WRITING = """
 from pathlib import Path
-from support.atomic import atomic_write
-from support.stop_signal import StopSignal
+from support.base.atomic import atomic_write
+from support.base.stop_signal import StopSignal
 stop = StopSignal()
 for number in range(10**6):
     with atomic_write(Path({file!r})) as out:
@@ -31,7 +31,7 @@ for number in range(10**6):
 """
 ONE = """
 import sys, time
-from support.stop_signal import StopSignal
+from support.base.stop_signal import StopSignal
 stop = StopSignal()
 print("ready", flush=True)
 while not stop.number:

@@ -18,10 +18,9 @@ from torch import nn
 
 import evaluate
 from model import Transformer, TransformerConfig
-from support.runtime import Runtime
-from support.tasks import read_task
-from support.tokenizer import get_encoding
-from support.zero_shot import Answers, answers_of, items_of, result_of
+from support.base.runtime import Runtime
+from support.evaluation.tasks import Answers, answers_of, items_of, read_task, result_of
+from support.text.tokenizer import get_encoding
 
 BYTES = get_encoding("bytes")
 END = BYTES.eot_token

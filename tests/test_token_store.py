@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from prepare import prepare
-from support import tokenizer
-from support.token_store import Store
+from support.text import tokenizer
+from support.text.store import Store
 
 TINY = Path(__file__).resolve().parents[1] / "corpus" / "pd-tiny.jsonl.gz"
 PD4K = tokenizer.get_encoding()

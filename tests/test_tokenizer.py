@@ -25,9 +25,9 @@ import regex
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support import tokenizer
-from support.documents import read_documents
-from support.holdout import is_held_out
+from support.text import tokenizer
+from support.text.holdout import is_held_out
+from support.text.reading import read_documents
 
 ROOT = Path(__file__).resolve().parent.parent
 TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
@@ -165,7 +165,7 @@ def learn(corpus: Path, out: Path, *flags: str) -> bytes:
 
 OTHER_PROCESS = """
 import sys
-from support import tokenizer
+from support.text import tokenizer
 tokenizer.main(["learn", sys.argv[1], "--ranks", "320", "--out", sys.argv[2]])
 print(tokenizer.fingerprint(tokenizer.get_encoding("pd4k")))
 """
@@ -397,7 +397,7 @@ def load_gpt2(environment: dict[str, str], seconds: str) -> str:
     command = [
         sys.executable,
         "-c",
-        f"from support import tokenizer; tokenizer._gpt2_ranks({seconds})",
+        f"from support.text import tokenizer; tokenizer._gpt2_ranks({seconds})",
     ]
     return subprocess.run(
         command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=60

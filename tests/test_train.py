@@ -27,11 +27,11 @@ import train
 from evaluate import Evaluation
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from prepare import prepare
-from support import checkpoint
-from support.log import Log
-from support.runtime import exit_cleanly
-from support.token_store import Store
-from support.tokenizer import get_encoding
+from support.base.runtime import exit_cleanly
+from support.run import checkpoint
+from support.run.folder import Log
+from support.text.store import Store
+from support.text.tokenizer import get_encoding
 
 ROOT = Path(__file__).parents[1]
 PYTHON = sys.executable

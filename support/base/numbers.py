@@ -1,0 +1,123 @@
+"""Numbers as people write them on a command line, and as messages and reports show them.
+
+Readers return the number; those that argparse calls raise its error, with an example in it.
+"""
+
+import argparse
+import math
+import re
+
+PREFIXES = ("", "K", "M", "B", "T", "P", "E")
+BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+# ---- reading
+
+
+def number_of(text: str) -> float:
+    """The value of 2000000, 2e6, 2M or 1.5B; nan if the text is not a number."""
+    unit = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1)
+    try:
+        return float(text[:-1] if unit != 1 else text) * unit
+    except ValueError:
+        return math.nan
+
+
+def whole_number(text: str, least: int = 0) -> int:
+    """A whole number: 2000000, 2e6, 2M, 1.5B."""
+    number = number_of(text)
+    if not least <= number < 2**63 or number != int(number):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a whole number, {least} or more, such as 4096, 2e6, 1.5B"
+        )
+    return int(number)
+
+
+def count(text: str) -> int:
+    """A whole number above 0."""
+    return whole_number(text, least=1)
+
+
+def whole_numbers(text: str) -> tuple[int, ...]:
+    """Several whole numbers: 1,5,10K."""
+    try:
+        numbers = tuple(whole_number(part) for part in text.split(","))
+    except argparse.ArgumentTypeError:
+        numbers = (-1,)
+    if not all(0 <= number < 2**53 for number in numbers):
+        raise argparse.ArgumentTypeError(
+            f"{text} is not whole numbers, such as 1,5,10, from 0 to 2^53"
+        )
+    return numbers
+
+
+def amount(text: str) -> float:
+    """A finite number above 0: 0.5, 200K."""
+    number = number_of(text)
+    if not 0 < number < math.inf:
+        raise argparse.ArgumentTypeError(
+            f"{text} is not a finite number above 0, such as 0.5 or 200K"
+        )
+    return number
+
+
+def share(text: str) -> float:
+    """A number above 0 and at most 1."""
+    number = number_of(text)
+    if not 0 < number <= 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a share, above 0 and at most 1")
+    return number
+
+
+def real_number(text: str) -> float:
+    """A finite number: nan would pass every comparison below, and inf is nobody's intention."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text} is not a number such as 0.1 or 3e-4")
+    return number
+
+
+def bytes_of(flag: str, text: str) -> int:
+    """The bytes that a flag's value says, 6GiB or 800MB; ValueError names the flag."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text)
+    if match is None or match[2] not in BYTES or float(match[1]) == 0:
+        raise ValueError(f"{flag} {text}: write an amount such as 6GiB, 800MB or auto")
+    return int(float(match[1]) * BYTES[match[2]])
+
+
+# ---- writing
+
+
+def short(value: float, unit: str = "", digits: int = 3) -> str:
+    """A number to three digits. A thousand million is B of tokens, and G of anything with a unit.
+
+    Example:  61440 -> "61.4 K", 1.23e12 -> "1.23 T", 950 -> "950"; 2.5e9, "FLOP" -> "2.50 GFLOP"
+    """
+    if not math.isfinite(value):
+        return ""
+    power = 0
+    while abs(value) >= 999.5 and power < len(PREFIXES) - 1:
+        value, power = value / 1000, power + 1
+    whole = len(str(int(abs(value))))
+    text = f"{value:.{max(digits - whole, 0) if power else 0}f}"
+    prefix = "G" if unit and PREFIXES[power] == "B" else PREFIXES[power]
+    return f"{text} {prefix}{unit}".strip()
+
+
+def duration(seconds: float) -> str:
+    """Example: 8.24 -> "8.2 s", 754 -> "12 min 34 s", 7500 -> "2 h 5 min", 9e4 -> "1 d 1 h" """
+    if not math.isfinite(seconds):
+        return ""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24:,} d {hours % 24} h"

@@ -1,0 +1,282 @@
+"""Settings as a dataclass of frozen dataclasses, one a group, and the registry of techniques.
+
+A field is a setting and a flag. Its metadata say what it means and what it may be:
+
+    help                         one line
+    choices                      the values allowed
+    least, above, most, below    the limits of a number
+    free                         may differ when a run goes on: where and how fast, not what
+    without_value                what the flag alone means
+    hidden                       no flag: it follows from others, and is kept with them
+"""
+
+import argparse
+import types
+from collections.abc import Callable
+from dataclasses import Field, asdict, dataclass, field, fields
+from typing import Any, NamedTuple, get_args, get_type_hints
+
+from support.base.numbers import real_number, whole_number
+from support.base.runtime import Parser
+
+LIMITS = {
+    "least": ("at least", lambda value, limit: value >= limit),
+    "above": ("above", lambda value, limit: value > limit),
+    "most": ("at most", lambda value, limit: value <= limit),
+    "below": ("below", lambda value, limit: value < limit),
+}
+
+
+def flag(default: Any, help: str, choices: tuple | None = None, **more: Any) -> Any:
+    """A field of a group; `more` is any other of the metadata above."""
+    return field(default=default, metadata={"help": help, "choices": choices, **more})
+
+
+class Technique(NamedTuple):
+    """What a technique brings: its settings and, where it has them, the functions below.
+
+    with_defaults   (config) -> its settings, with what was left open filled in
+    refusals        (config) -> (condition, message) pairs
+    run_block       (config, context, first_row, batch, inner) -> a run_block around `inner`
+    tokens_by_layer (config, context, tokens) -> how many tokens of a row each layer sees
+    blocks          (config, context) -> blocks that have weights of their own in a step
+    shapes          (config) -> for each shape that blocks may get, a config whose first step has it
+    skips_layers    a layer may not run at all in a step, and then has no gradients
+    """
+
+    settings: type
+    with_defaults: Callable | None = None
+    refusals: Callable | None = None
+    run_block: Callable | None = None
+    tokens_by_layer: Callable | None = None
+    blocks: Callable | None = None
+    shapes: Callable | None = None
+    skips_layers: bool = False
+
+
+def technique(settings: type, **functions: Any) -> Any:
+    """A field of the whole configuration that registers a technique."""
+    return field(default_factory=settings, metadata={"technique": Technique(settings, **functions)})
+
+
+def techniques_of(config: Any) -> dict[str, Technique]:
+    """The registered techniques of a configuration or its class, by name."""
+    return {
+        part.name: part.metadata["technique"]
+        for part in fields(config)
+        if "technique" in part.metadata
+    }
+
+
+def is_on(config: Any, name: str) -> bool:
+    """Whether a technique's switch, its first setting, is not as it is by default."""
+    settings = getattr(config, name)
+    switch = fields(settings)[0]
+    return getattr(settings, switch.name) != switch.default
+
+
+def techniques_on(config: Any) -> list[Technique]:
+    return [entry for name, entry in techniques_of(config).items() if is_on(config, name)]
+
+
+def flag_of(config: Any, group: str, name: str) -> str:
+    """The flag of a setting: --seq-len; a technique's --ltd-start, and --ltd for its switch."""
+    techniques = techniques_of(config)
+    if group in techniques:
+        switch = fields(techniques[group].settings)[0].name
+        name = group if name == switch else f"{group}_{name}"
+    return "--" + name.replace("_", "-")
+
+
+def unflattened(config_class: type, flat: dict[str, Any]) -> Any:
+    """{"group.field": value} -> a configuration; what is not given keeps its default.
+
+    Raises: ValueError for a setting of a technique that is off
+    """
+    groups = {}
+    for part in fields(config_class):
+        mine = {key.split(".")[1]: flat[key] for key in flat if key.split(".")[0] == part.name}
+        settings = get_type_hints(config_class)[part.name]
+        for name in mine.keys() - {item.name for item in fields(settings)}:
+            raise ValueError(f"the setting {part.name}.{name} is of another version of train.py")
+        groups[part.name] = settings(**mine)
+    config = config_class(**groups)
+    for name in techniques_of(config):
+        for item in fields(getattr(config, name))[1:]:
+            value = getattr(getattr(config, name), item.name)
+            if value != item.default and not is_on(config, name):
+                flag = flag_of(config, name, item.name)
+                given = as_given(flag, value)
+                raise ValueError(f"{given} has no effect without --{name}: add it")
+    return config
+
+
+def as_given(flag: str, value: Any) -> str:
+    """A setting as one would write it: --seed 5, --ltd, --no-ltd; no --ltd-steps if it is open."""
+    if value is None:
+        return f"no {flag}"
+    if isinstance(value, bool):
+        return flag if value else f"--no-{flag.removeprefix('--')}"
+    return f"{flag} {value}"
+
+
+def flattened(config: Any) -> dict[str, Any]:
+    """A configuration as {"group.field": value}."""
+    return {f"{g}.{name}": v for g, part in asdict(config).items() for name, v in part.items()}
+
+
+def resumed(config_class: type, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a run that goes on: those it was started with, and the free ones given.
+
+    Raises: ValueError for another value of a setting that is not free
+    """
+    free = {
+        f"{part.name}.{item.name}"
+        for part in fields(config_class)
+        for item in fields(get_type_hints(config_class)[part.name])
+        if item.metadata.get("free")
+    }
+    for name, value in given.items():
+        if name not in free and saved.get(name) != value:
+            flag = flag_of(config_class, *name.split("."))
+            raise ValueError(
+                f"{as_given(flag, value)} differs from {as_given(flag, saved.get(name))}, with"
+                " which the run was started: leave it out, or start a new run with another --out"
+            )
+    return {**saved, **{name: value for name, value in given.items() if name in free}}
+
+
+def out_of_limits(config: Any) -> list[tuple[bool, str]]:
+    """Every limit of every setting, as (condition of refusal, what to tell the user)."""
+    pairs = []
+    for part in fields(config):
+        settings = getattr(config, part.name)
+        for item in fields(settings):
+            value = getattr(settings, item.name)
+            limits = {name: item.metadata[name] for name in LIMITS if name in item.metadata}
+            if value is None or not limits:
+                continue
+            allowed = " and ".join(f"{LIMITS[name][0]} {limit:,}" for name, limit in limits.items())
+            name = flag_of(config, part.name, item.name)
+            message = f"{name} {value} must be {allowed} ({item.metadata['help']})"
+            refused = not all(LIMITS[name][1](value, limit) for name, limit in limits.items())
+            pairs.append((refused, message))
+    return pairs
+
+
+# ---- flags
+#
+# A configuration -> its command line, and the README's table of it.
+
+
+def parser_of(config_class: type, prog: str, description: str) -> argparse.ArgumentParser:
+    """The command line: a group of flags for each part, a flag for each setting.
+
+    What is not given is absent from what it parses, {"group.field": value}; defaults are the
+    dataclasses' business.
+    """
+    parser = Parser(prog=prog, description=description)
+    for part in fields(config_class):
+        settings = get_type_hints(config_class)[part.name]
+        group = parser.add_argument_group(part.name)
+        for item in shown_fields(settings):
+            default = shown_default(item.default)
+            options = {
+                "dest": f"{part.name}.{item.name}",
+                "default": argparse.SUPPRESS,
+                "help": item.metadata["help"].replace("%", "%%")
+                + (f" (default: {default})" if default else ""),
+            }
+            kind = get_type_hints(settings)[item.name]
+            kind = get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
+            if kind is bool:
+                options["action"] = argparse.BooleanOptionalAction
+            else:
+                choices = item.metadata.get("choices")
+                options["type"] = {int: whole_number, float: real_number}.get(kind, kind)
+                options["choices"] = choices
+                options["metavar"] = "|".join(choices) if choices else kind.__name__.upper()
+            if "without_value" in item.metadata:
+                options |= {"nargs": "?", "const": item.metadata["without_value"]}
+            group.add_argument(flag_of(config_class, part.name, item.name), **options)
+    return parser
+
+
+def table_of(config_class: type) -> str:
+    """Every flag as a row of a markdown table, in the order of --help."""
+    rows = ["| flag | default | what it does |", "|---|---|---|"]
+    for part in fields(config_class):
+        for item in shown_fields(get_type_hints(config_class)[part.name]):
+            name = flag_of(config_class, part.name, item.name)
+            choices = item.metadata.get("choices")
+            allowed = f": {', '.join(choices)}" if choices else ""
+            rows.append(
+                f"| `{name}` | {shown_default(item.default)} | {item.metadata['help']}{allowed} |"
+            )
+    return "\n".join(rows)
+
+
+def shown_fields(settings: type) -> list[Field]:
+    """The settings of a group that are flags."""
+    return [item for item in fields(settings) if not item.metadata.get("hidden")]
+
+
+def shown_default(default: Any) -> str:
+    if default is None:
+        return ""
+    if isinstance(default, bool):  # not by a table of {True: "on"}: 1.0 == True
+        return "on" if default else "off"
+    return str(default)
+
+
+# ---- run config
+#
+# The settings of a run that are no model's, data's or optimizer's: where and how it runs.
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    out: str | None = flag(
+        None, "folder of the run: log, checkpoints, config (default: a new one)", free=True
+    )
+    resume: str | None = flag(
+        None,
+        "go on from a checkpoint of --out",
+        ("last", "previous", "best"),
+        without_value="last",
+        free=True,
+    )
+    seed: int = flag(1337, "decides the weights at the start, the order of data and every draw")
+    device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda", "mps"), free=True)
+    dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
+    compile: str = flag(
+        "auto",
+        "compile each block before the first step, for every shape that will come; auto: on a GPU,"
+        " where these can be listed",
+        ("auto", "on", "off"),
+        without_value="on",
+        free=True,
+    )
+    checkpoint_activations: bool = flag(
+        False, "keep a block's input alone and recompute the rest in the backward pass", free=True
+    )
+    fsdp: bool = flag(
+        False, "each rank holds a part of every weight, gradient and optimizer state", free=True
+    )
+    eval_every: int | None = flag(
+        None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)", free=True
+    )
+    eval_tokens: int = flag(
+        32_768, "held-out tokens of an evaluation on the way", least=1, free=True
+    )
+    final_eval_tokens: int = flag(
+        1_000_000, "held-out tokens of the last evaluation, at most", least=1, free=True
+    )
+    checkpoint_every: int | None = flag(
+        None, "tokens between checkpoints, 0 for the last only (default: a tenth)", free=True
+    )
+    keep: int = flag(2, "newest checkpoints to keep; the best is kept besides", least=1, free=True)
+    tensorboard: bool = flag(False, "write the log for TensorBoard too", free=True)
+    dry_run: bool = flag(
+        False, "say what the run would take of steps, memory and time, and stop", free=True
+    )

@@ -1,0 +1,159 @@
+"""The folder of a run: which one, what it was started with. Its config.json never changes.
+
+What --resume --tokens changes stands beside it, in extended.json (support/run/extension.py). A
+folder that holds a run is refused to another one.
+"""
+
+import itertools
+import json
+import platform
+import subprocess
+import sys
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from support.base.runtime import ROOT
+
+# ---- provenance
+#
+# What made a result: it opens every log and checkpoint, and stands in every bench's record.
+
+
+def provenance() -> dict[str, str]:
+    """Command, commit, versions, machine."""
+    return {
+        "argv": " ".join(sys.argv),
+        "commit": commit(),
+        "python": platform.python_version(),
+        "torch": str(torch.__version__),
+        "threads": str(torch.get_num_threads()),
+        "machine": f"{platform.system()} {platform.machine()}",
+    }
+
+
+@cache
+def commit() -> str:
+    """The commit of this code, when it is first asked for: a later one is not what runs here."""
+    command = ["git", "describe", "--always", "--dirty"]
+    try:
+        found = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
+    except OSError:  # there is no git here
+        found = ""
+    return found or "none"
+
+
+# ---- log
+#
+# A run's log.jsonl.
+
+
+class Log:
+    """log.jsonl, one JSON object a line, written by rank 0; TensorBoard too, if asked for."""
+
+    def __init__(self, folder: Path, active: bool, tensorboard: bool, size: int | None = None):
+        """Append to the log; with `size`, cut it to that many bytes first.
+
+        What a killed run wrote after its last checkpoint is computed and written again.
+        """
+        self.file, self.board = None, None
+        if active:
+            self.file = open(folder / "log.jsonl", "ab")  # noqa: SIM115, open as long as the run
+            if size is not None:
+                self.file.truncate(min(size, self.file.tell()))
+        if active and tensorboard:
+            try:
+                from torch.utils.tensorboard import SummaryWriter
+            except ImportError as error:
+                raise ValueError(
+                    "--tensorboard needs its package: pip install -e '.[tensorboard]'"
+                ) from error
+            self.board = SummaryWriter(str(folder / "tensorboard"))
+
+    def write(self, event: str, **values: Any) -> None:
+        if self.file is None:
+            return
+        self.file.write(json.dumps({"event": event, **values}).encode() + b"\n")
+        self.file.flush()
+        if self.board is not None and "consumed_tokens" in values:
+            for name, value in values.items():
+                if isinstance(value, (int, float)):
+                    self.board.add_scalar(f"{event}/{name}", value, values["consumed_tokens"])
+
+    def close(self) -> None:
+        for part in (self.file, self.board):
+            if part is not None:
+                part.close()
+
+    def size(self) -> int:
+        return 0 if self.file is None else self.file.tell()
+
+
+class ModelSize(NamedTuple):
+    """What the settings do not tell of a model's size."""
+
+    vocab_size: int  # rows of the embedding
+    positions: int | None = None  # that published weights reach to
+
+
+def newest_run() -> Path:
+    """The folder in runs/ whose run was started last."""
+    starts = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    if not starts:
+        raise ValueError("--resume: there is no run in runs/; name the folder of one with --out")
+    return starts[-1].parent
+
+
+def started_with(folder: Path) -> dict:
+    """What config.json holds of a run.
+
+    Returns: config {"group.field": value}, model_size (of ModelSize), store (sha256 of its files)
+    Raises:  ValueError for a folder without a run, and for a damaged file
+    """
+    try:
+        about = json.loads((folder / "config.json").read_text())
+        return {name: about[name] for name in ("config", "model_size", "store")}
+    except FileNotFoundError:
+        message = f"--resume: {folder} holds no run; name the folder of one with --out"
+        raise ValueError(message) from None
+    except (ValueError, LookupError, TypeError) as error:
+        raise ValueError(
+            f"--resume: {folder}/config.json is damaged ({type(error).__name__}: {error}): put it"
+            " back, or start a new run with another --out"
+        ) from None
+
+
+def create_run_folder(
+    out: str | None, stem: str, settings: dict, size: ModelSize, sha256: dict[str, str]
+) -> str:
+    """Make the folder `out`, or else the first of stem-1, stem-2, ... that is free.
+
+    Args:   sha256 of the store's files
+    Raises: ValueError if `out` holds a run already
+    """
+    if out is None:
+        folder = first_free(stem)
+    else:
+        folder = Path(out)
+        if (folder / "config.json").exists() or (folder / "log.jsonl").exists():
+            raise ValueError(f"--out {folder} holds a run already: name another, or add --resume")
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise ValueError(f"--out {folder} exists and is no empty folder: name a new one")
+        folder.mkdir(parents=True, exist_ok=True)
+    about = {"config": settings, "model_size": size._asdict(), "store": sha256, **provenance()}
+    text = json.dumps(about, indent=2)
+    (folder / "config.json").write_text(text)
+    return str(folder)
+
+
+def first_free(stem: str) -> Path:
+    """Make the first of stem-1, stem-2, ... that no other run has made, not even just now."""
+    for number in itertools.count(1):
+        folder = Path(f"{stem}-{number}")
+        try:
+            folder.mkdir(parents=True)
+            return folder
+        except FileExistsError:
+            continue

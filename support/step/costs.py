@@ -1,0 +1,171 @@
+"""What a run costs in steps, tokens and FLOPs when some layers see fewer tokens, without making it.
+
+Rows are taken to be full, time to follow FLOPs (bench/cost.py measures it), the optimizer to be
+Muon: for nano as on a CPU, in fp32, for the larger sizes as on a GPU, in bf16.
+
+    python ltd.py plan --size 1.3B --tokens 300B --start 128 --share 0.7
+"""
+
+import argparse
+from bisect import bisect_left
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import NamedTuple
+
+from model import Transformer, TransformerConfig
+from support.base.numbers import count
+from support.step.muon import flops_of_orthogonalising
+from support.step.sizes import (
+    SIZES,
+    empty_model,
+    flops_of_row,
+    parameter_count,
+    refusals_of_rows,
+    with_defaults,
+)
+
+V_GPT2, V_PD4K = 50_304, 4_160  # of GPT-2's tokenizer and of the embedded corpus's, in tiles of 64
+
+
+class Cost(NamedTuple):
+    """Of all steps until the budget is consumed, in full rows."""
+
+    steps: int
+    tokens: int  # read
+    layer_tokens: int
+    flops: int  # of matrix products in forward and backward
+    optimizer_flops: int  # of Muon's, as many in each step whatever is dropped
+
+    @property
+    def all_flops(self) -> int:
+        return self.flops + self.optimizer_flops
+
+
+def cost_of_run(
+    config: TransformerConfig,
+    seq_len: int,
+    budget: int,
+    batch_tokens: int,
+    tokens_at: Callable[[int, float], tuple[int, ...]],
+    device: str,
+) -> Cost:
+    """The steps that a budget of consumed tokens allows (support/base/clock.py), added up.
+
+    Args: tokens_at (steps before, progress 0..1) -> how many tokens of a row each layer sees; none
+                    of them ever falls, so that steps with the same are counted at once
+          device    of the optimizer, cpu or cuda
+    """
+    rows = batch_tokens // seq_len
+
+    def steps_alike(steps: int, consumed: int, of_step: int) -> int:
+        """How many steps from here on see what the first one sees, each consuming `of_step`."""
+
+        def differs(n: int) -> bool:
+            return tokens_at(steps + n, (consumed + n * of_step) / budget) != now
+
+        now = tokens_at(steps, consumed / budget)
+        left = -(-(budget - consumed) // of_step)
+        return 1 + bisect_left(range(1, left), True, key=differs)
+
+    steps, consumed, layer_tokens, flops = 0, 0, 0, 0
+    while consumed < budget:
+        tokens_by_layer = tokens_at(steps, consumed / budget)
+        of_step = rows * (sum(tokens_by_layer) // config.layers)
+        alike = steps_alike(steps, consumed, of_step)
+        steps += alike
+        consumed += alike * of_step
+        layer_tokens += alike * rows * sum(tokens_by_layer)
+        flops += alike * rows * flops_of_row(config, tokens_by_layer, seq_len)
+    optimizer = config.layers * flops_of_orthogonalising(config.width, config.mlp_width, device)
+    return Cost(steps, steps * rows * seq_len, layer_tokens, flops, steps * optimizer)
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The model and the run whose cost is asked for."""
+    parser.add_argument("--size", choices=SIZES, default="nano")
+    parser.add_argument("--seq-len", type=count, help="tokens of a row (default: by --size)")
+    parser.add_argument(
+        "--pos",
+        choices=("learned", "rope"),
+        help="positions (default: by --size, and rope for longer rows)",
+    )
+    parser.add_argument("--tokens", type=count, help="budget (default: by --size)")
+    parser.add_argument("--batch-tokens", type=count, help="of a step (default: by --size)")
+
+
+def fill_in(args: argparse.Namespace) -> None:
+    """Set what was left to --size.
+
+    Raises: ValueError for rows and batches that train.py refuses
+    """
+    if args.pos is None and (args.seq_len or 0) > SIZES[args.size].seq_len:
+        args.pos = "rope"  # no more positions are learned than --size says
+    names = {name: f"optim.{name}" for name in ("tokens", "batch_tokens")}
+    names |= {"size": "model.size", "pos": "model.pos", "seq_len": "data.seq_len"}
+    settings = with_defaults({names[name]: getattr(args, name) for name in names})
+    for name in names:
+        setattr(args, name, settings[names[name]])
+    learned = args.pos == "learned"
+    for refused, message in refusals_of_rows(args.size, args.seq_len, args.batch_tokens, learned):
+        if refused:
+            raise ValueError(message)
+
+
+def show_plan(
+    args: argparse.Namespace, schedule: str, tokens_at: Callable[[int, float], tuple[int, ...]]
+) -> None:
+    """Print what the run costs with `tokens_at`, and with every token in every layer.
+
+    Args: schedule what `tokens_at` does, in words
+    """
+    config = config_of(args.size, args.seq_len, args.pos)
+    layers = config.layers
+    device = "cpu" if args.size == "nano" else "cuda"
+    run = (config, args.seq_len, args.tokens, args.batch_tokens)
+    plain = cost_of_run(*run, lambda *_: (args.seq_len,) * layers, device)
+    dropping = cost_of_run(*run, tokens_at, device)
+    print(f"{args.size}, {args.pos} positions, rows of {args.seq_len}, ", end="")
+    print(f"{args.tokens:,} consumed tokens\n{schedule}\n")
+    print(f"{'':15} {'plain':>12} {'dropping':>12} {'ratio':>8}")
+    for name, full, less in zip(Cost._fields, plain, dropping, strict=True):
+        form = ",d" if name == "steps" else ".4g"
+        print(f"{name.replace('_', '-'):15} {full:12{form}} {less:12{form}} {less / full:8.3f}")
+    same_tokens = dropping.all_flops / plain.all_flops
+    same_text = same_tokens * plain.tokens / dropping.tokens
+    print(
+        f"\nextra optimizer steps at equal consumed tokens: {dropping.steps - plain.steps:,}\n"
+        f"time saved, if it follows FLOPs: {1 - same_text:.1%} for the same text,"
+        f" {1 - same_tokens:.1%} for the same consumed tokens"
+    )
+
+
+def show_stages(size: str, stages: Mapping[float, Sequence[int]]) -> None:
+    """Print what a model holds from each share of the budget on.
+
+    Args: stages share -> of each layer the layer whose weights it uses, -1 for a layer that is not
+                 there
+    """
+    config = config_of(size, SIZES[size].seq_len)
+    whole = parameter_count(config)
+    of_block = whole - parameter_count(replace(config, layers=config.layers - 1))
+    print(f"{size}: {whole / 1e6:.2f} M parameters, {of_block / 1e6:.2f} M in each of", end=" ")
+    print(f"{config.layers} layers; memory is 16 bytes a parameter,")
+    print("in fp32: the weight, its gradient and AdamW's two moments\n")
+    print(f"{'from':>6} {'parameters':>12} {'memory':>10}   weights of each layer")
+    for start, owners in stages.items():
+        held = whole - (config.layers - len({*owners} - {-1})) * of_block
+        listed = " ".join("." if owner < 0 else str(owner) for owner in owners)
+        print(f"{start:6g} {held / 1e6:10.2f} M {held * 16 / 1e9:7.3f} GB   {listed}")
+
+
+def model_of(args: argparse.Namespace) -> Transformer:
+    """The model without its weights, on the meta device."""
+    return empty_model(config_of(args.size, args.seq_len, args.pos))
+
+
+def config_of(size: str, seq_len: int, pos: str | None = None) -> TransformerConfig:
+    layers, heads, width, _ = SIZES[size]
+    kind = "bert" if size.startswith("bert") else "gpt"
+    V = V_PD4K if size == "nano" else V_GPT2
+    pos = pos or ("rope" if size == "nano" else "learned")
+    return TransformerConfig(kind, layers, heads, width, 4 * width, seq_len, V, pos)

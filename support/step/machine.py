@@ -1,0 +1,118 @@
+"""What this machine does in a second: measured, or as its vendor says."""
+
+import re
+import time
+from collections.abc import Callable
+from functools import cache
+from typing import NamedTuple
+
+import torch
+
+from support.base.runtime import Runtime
+from support.step.placement import Rates
+
+
+class Peak(NamedTuple):
+    """Floating-point operations a second that nothing exceeds."""
+
+    flops: float | None  # of all ranks; None where nobody knows
+    why: str
+
+
+# TFLOP/s of dense matrix products by what torch calls the device; the first that fits is meant.
+# In 16 bits, adding up in fp32, and in 32 bits, which is TF32 from Ampere on
+# (support/base/runtime.py asks for it). NVIDIA's data sheets, whose figures "with sparsity" are
+# halved; of GeForce cards the architectures' white papers.
+DATA_SHEETS = {
+    "B200": (2250, 1125),
+    "H200 NVL|H100 NVL": (835.5, 417.5),
+    "H200|H100.*(HBM3|SXM)": (989.4, 494.7),
+    "H100 PCIe": (756, 378),
+    "A100": (312, 156),
+    "A10( |$)": (125, 62.5),
+    "L40S": (362, 183),
+    "L4( |$)": (121, 60),
+    "RTX 4090$": (165.2, 82.6),
+    "RTX 3090$": (71, 35.6),
+    "V100S": (130, 16.4),
+    "V100-SXM": (125, 15.7),
+    "V100-PCIE": (112, 14),
+    "T4$": (65, 8.1),
+}
+
+
+OLDER = ("V100", "T4")  # whose matrix units have neither bf16 nor TF32
+
+
+def peak(runtime: Runtime) -> Peak:
+    """That of all ranks together, whose devices are taken to be alike."""
+    device, dtype, ranks = runtime.device, runtime.dtype, runtime.world_size
+    words = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    if device.type == "cpu":
+        rate = sum(runtime.gather(measured_peak(dtype)))
+        return Peak(rate, f"a product of {words} matrices, measured at the start")
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    rate = data_sheet(name, dtype)
+    if rate is None:
+        return Peak(None, f"unknown: no data sheet of {name} at hand for {words}")
+    return Peak(rate * ranks, f"dense matrix products in the data sheet of {name}")
+
+
+def data_sheet(name: str, dtype: torch.dtype) -> float | None:
+    """FLOP/s of a GPU of this name; None if it is not in the table, or lacks the dtype."""
+    for pattern, (half, single) in DATA_SHEETS.items():
+        if re.search(pattern, name):
+            if dtype == torch.bfloat16 and pattern.startswith(OLDER):
+                return None
+            return (half if dtype.itemsize == 2 else single) * 1e12
+    return None
+
+
+@cache
+def measured_peak(dtype: torch.dtype) -> float:
+    """FLOP/s of a product of square matrices on the CPU: the best of many, of three sizes.
+
+    Small ones are over before another process takes the core, large ones keep many cores busy.
+
+    Cost: 0.4 s, once in a process; longer where a product of 512 rows takes longer than 0.1 s
+    """
+    rates = []
+    for n in (512, 1024, 2048):
+        square = torch.ones(n, n, dtype=dtype)
+        end = time.perf_counter() + 0.13
+        while (began := time.perf_counter()) < end:
+            square @ square
+            rates.append(2 * n**3 / (time.perf_counter() - began))
+        if 8 * 2 * n**3 / max(rates) > 0.5:  # one of the next size would take too long
+            break
+    return max(rates)
+
+
+def measured(device: torch.device, dtype: torch.dtype) -> Rates:
+    """Rates by the best of three tries each.
+
+    Cost: 64 MiB on the host and on the device, three matrices there; a second on a slow machine
+    """
+    is_cuda = device.type == "cuda"
+    n = 8192 if is_cuda else 512
+    here, there = torch.ones(2**24, pin_memory=is_cuda), torch.empty(2**24, device=device)
+    square = torch.ones(n, n, dtype=dtype, device=device)
+    weights = torch.ones(2**22, requires_grad=True)
+    weights.grad = torch.ones_like(weights)
+    adamw = torch.optim.AdamW([weights], fused=True)
+
+    def seconds(action: Callable[[], object]) -> float:
+        tries = []
+        for _ in range(3):
+            began = time.perf_counter()
+            action()
+            if is_cuda:
+                torch.cuda.synchronize(device)
+            tries.append(time.perf_counter() - began)
+        return min(tries)
+
+    return Rates(
+        link=here.nbytes / seconds(lambda: there.copy_(here, non_blocking=True)),
+        flops=2 * n**3 / seconds(lambda: square @ square),
+        adamw=weights.numel() / seconds(adamw.step),
+    )
