@@ -29,16 +29,13 @@ from packing import PackConfig
 from pseudo import PseudoConfig
 from support.base.settings import (
     RunConfig,
-    is_on,
     out_of_limits,
     parser_of,
     resumed,
     table_of,
-    technique,
-    techniques_of,
-    techniques_on,
     unflattened,
 )
+from support.base.technique import is_on, technique, techniques_of, techniques_on
 from support.rows.bert import refusals_of_pairs
 from support.rows.mixture import refusals_of_mixture
 from support.run.extension import with_budget
@@ -46,11 +43,6 @@ from support.run.folder import newest_run, started_with
 from support.step.optim import OptimConfig
 from support.step.sizes import SIZES, ModelConfig, refusals_of_rows, with_defaults
 from support.weights.initial import with_those_of_init
-
-
-def blocks_of_shadow(config: Any, context: Any) -> int:
-    """Blocks that have weights of their own; with --pseudo-until adaptive as at the beginning."""
-    return len({*pseudo.shadow_at(config, context.progress, None).owners} - {pseudo.ABSENT})
 
 
 @dataclass(frozen=True)
@@ -82,9 +74,16 @@ class Config:
         refusals=pseudo.refusals,
         run_block=pseudo.run_block,
         tokens_by_layer=pseudo.tokens_by_layer,
-        blocks=blocks_of_shadow,
+        blocks=pseudo.blocks,
+        edit=pseudo.edit,
+        keeps_state=True,
     )
-    offload: OffloadConfig = technique(OffloadConfig, refusals=offload.refusals)
+    offload: OffloadConfig = technique(
+        OffloadConfig,
+        refusals=offload.refusals,
+        edit=offload.edit,
+        placement=offload.planned,
+    )
 
 
 def parse(argv: list[str]) -> dict[str, Any]:

@@ -28,10 +28,10 @@ Deviates: the order of leaving is ours (support/step/placement.py): 2110.03888 c
 
 import os
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from support.base.numbers import bytes_of
+from support.base.technique import Edit
 from support.step.link import Landing, Lent, Link
 from support.step.placement import (
     KINDS,
@@ -51,6 +52,11 @@ from support.step.placement import (
     place,
     place_shards,
 )
+
+if TYPE_CHECKING:
+    from config import Config
+    from model import RunBlock, Transformer
+    from support.base.runtime import Runtime
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
@@ -351,6 +357,52 @@ class Offloaded:
         for key, tensor in own.items():
             tensor.copy_(state[key])
         self.send(self.all_hosted())
+
+
+# ---- at work in a run
+
+
+class Offload(Edit):
+    """A placement, carried out by `Offloaded`, or by FSDP2 (support/base/sharded.py)."""
+
+    def __init__(self, placement: Placement, sharded: bool, early: bool):
+        self.placement, self.early = placement, early
+        self.layers_away = placement.layers_away if sharded else ()
+        self.sharded = sharded
+        self.offloaded: Offloaded | None = None
+
+    def move(self, model: "Transformer", device: torch.device) -> bool:
+        if not self.sharded:
+            self.offloaded = Offloaded(model, self.placement, device, self.early)
+            self.streamed = self.offloaded.streamed
+            model.run_block = self.offloaded.run_block(model.run_block)
+        return True
+
+    def parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        return self.offloaded.parameters() if self.offloaded else named
+
+    def run_block(self, inner: "RunBlock", recomputes: bool) -> "RunBlock":
+        return self.offloaded.run_block(inner, recomputes) if self.offloaded else inner
+
+    def around_backward(self, last: bool) -> AbstractContextManager:
+        return self.offloaded.collecting(last) if self.offloaded else nullcontext()
+
+    def around_step(self, update: Callable[[], None]) -> None:
+        if self.offloaded:
+            self.offloaded.step(update)
+        else:
+            update()
+
+    def weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
+        return self.offloaded.state_dict() if self.offloaded else weights
+
+
+def edit(
+    settings: "Config", model: "Transformer", runtime: "Runtime", state: dict | None
+) -> Offload:
+    """What of this model leaves the device; its gradients leave early unless ranks share them."""
+    placement = planned(settings, model, runtime)
+    return Offload(placement, sharded=settings.run.fsdp, early=runtime.world_size == 1)
 
 
 # ---- the command

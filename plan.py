@@ -30,7 +30,7 @@ from difficulty import label
 from model import Predicted, predicted_by_bert
 from support.base.clock import Clock, StepContext, advanced, tokens_by_layer
 from support.base.runtime import Runtime
-from support.base.settings import is_on
+from support.base.technique import is_on
 from support.rows.batch import Batch, with_answers
 from support.rows.bert import SpecialIds, check_pairs, mask_tokens, sentence_pairs
 from support.rows.mixture import AnyStore, samples_in

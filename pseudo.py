@@ -8,8 +8,7 @@ A shadow has fewer weights than the model it becomes, in one of two ways, or bot
 
 At a share of the budget every layer gets weights of its own, copies of those that ran in its place,
 and the optimizers' state goes with them. Sharing saves memory, no FLOPs; fewer layers save both.
-While weights are shared, their gradient is the mean over their uses, where autograd has the sum
-(pseudo.py).
+While weights are shared, their gradient is the mean over their uses, where autograd has the sum.
 
 A stage of a run is its `Owners`: for every layer the layer whose weights it uses. Everything here
 is a function of these: `share` edits a model to be like that, `handed_over` turns the state of one
@@ -28,87 +27,26 @@ Papers: Lin et al., arXiv 2110.03888 (the idea and its name; no code); Yang et a
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from types import SimpleNamespace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-# ---- shared weights
-#
-# Weights that several layers share: the mean gradient of their uses, and how these correlate.
+from support.base.clock import StepContext
+from support.base.settings import flag
+from support.base.technique import Edit, Refusal
 
-
-def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
-    """Make the gradients of shared weights the mean over their uses.
-
-    Paper: arXiv 2110.03848, algorithm 1
-    Args:  named  parameters by name, whose gradients are sums over uses, as autograd leaves them
-           owners of each layer the layer whose weights it uses, or -1
-    """
-    for owner, uses in Counter(owners).items():
-        if uses > 1 and owner >= 0:
-            mine = [p.grad for name, p in named.items() if name.startswith(f"h.{owner}.")]
-            torch._foreach_div_([gradient for gradient in mine if gradient is not None], uses)
-
-
-class Uses:
-    """The gradients of every use of shared matrices in one step, to see how they correlate."""
-
-    def __init__(self, owners: Sequence[int]):
-        self.owners = owners
-        self.gradients: dict[tuple[int, str], Tensor] = {}
-
-    def run_block(self, inner: Callable) -> Callable:
-        """A run_block that gives each use its own view of the weights, and listens there."""
-
-        def run(layer: int, block: nn.Module, x: Tensor, meta: Any) -> Tensor:
-            views = {
-                name: self.heard(layer, name, p) if p.ndim > 1 else p
-                for name, p in block.named_parameters()
-            }
-            return inner(layer, lambda x, meta: functional_call(block, views, (x, meta)), x, meta)
-
-        return run
-
-    def heard(self, layer: int, name: str, parameter: Tensor) -> Tensor:
-        def add(gradient: Tensor) -> None:
-            so_far = self.gradients.get((layer, name))
-            self.gradients[layer, name] = gradient if so_far is None else so_far + gradient
-
-        view = parameter.view_as(parameter)
-        view.register_hook(add)
-        return view
-
-    def are_calm(self, reduce: Callable[[Tensor], Tensor], threshold: float) -> bool:
-        """Whether most gradients correlate less than this with those of the next use.
-
-        Args: reduce sums over ranks, so that the answer does not depend on who ran which rows
-        """
-        sums = {key: reduce(gradient).flatten() for key, gradient in self.gradients.items()}
-        low = []
-        for (layer, name), gradient in sums.items():
-            following = self.following(layer)
-            if following is not None:
-                other = sums[following, name]
-                low.append(torch.cosine_similarity(gradient, other, dim=0).item() < threshold)
-        return sum(low) * 2 > len(low)
-
-    def following(self, layer: int) -> int | None:
-        """The next layer that uses the same weights."""
-        later = range(layer + 1, len(self.owners))
-        return next((i for i in later if self.owners[i] == self.owners[layer]), None)
-
+if TYPE_CHECKING:
+    from config import Config
+    from model import RunBlock, TokenMeta, Transformer
+    from support.base.clock import Clock
+    from support.base.runtime import Runtime
+    from support.rows.batch import Batch
 
 STATES, BEGINNINGS = ("reset", "rescale", "copy"), ("copy", "identity")
-
-
-def flag(default: Any, help: str, **more: Any) -> Any:
-    """As in support/base/settings.py, which a technique does not import: so it can be read
-    alone."""
-    return field(default=default, metadata={"help": help, **more})
 
 
 @dataclass(frozen=True)
@@ -207,7 +145,7 @@ CALM = 3  # such checks end the stage; arXiv 2110.03848, section 4
 CHECKS = 100  # in a run
 
 
-def shadow_at(settings: Any, progress: float, now: Shadow | None) -> Shadow:
+def shadow_at(settings: "Config", progress: float, now: Shadow | None) -> Shadow:
     """What the model is in a step that begins at this share of the budget.
 
     Args:    now what it was in the step before; None at the start. Only with --pseudo-until
@@ -223,7 +161,7 @@ def shadow_at(settings: Any, progress: float, now: Shadow | None) -> Shadow:
     return Shadow(stage(layers, config.layers or layers, config.group * 2**passed))
 
 
-def tokens_by_layer(settings: Any, context: Any, tokens: list[int]) -> list[int]:
+def tokens_by_layer(settings: "Config", context: StepContext, tokens: list[int]) -> list[int]:
     """How many tokens of a row each layer sees: none where it is not there yet."""
     owners = shadow_at(settings, context.progress, None).owners
     return [0 if owner == ABSENT else n for owner, n in zip(owners, tokens, strict=True)]
@@ -235,7 +173,7 @@ def tokens_by_layer(settings: Any, context: Any, tokens: list[int]) -> list[int]
 class Absent(nn.Module):
     """In the place of a layer that is not there yet: hands on what it gets."""
 
-    def forward(self, x: Tensor, meta: Any) -> Tensor:
+    def forward(self, x: Tensor, meta: "TokenMeta") -> Tensor:
         return x
 
 
@@ -251,10 +189,12 @@ def share(model: nn.Module, owners: Owners) -> nn.Module:
     return model
 
 
-def run_block(settings: Any, context: Any, first_row: int, batch: Any, inner: Callable) -> Callable:
+def run_block(
+    settings: "Config", context: StepContext, first_row: int, batch: "Batch", inner: "RunBlock"
+) -> "RunBlock":
     """A run_block that keeps other techniques from working on a layer that is not there."""
 
-    def run(layer: int, block: Callable, x: Tensor, meta: Any) -> Tensor:
+    def run(layer: int, block: nn.Module, x: Tensor, meta: "TokenMeta") -> Tensor:
         return x if isinstance(block, Absent) else inner(layer, block, x, meta)
 
     return run
@@ -285,32 +225,44 @@ def handed_over(state: dict, owners: Owners, policy: str, beginning: str = "copy
     before: Owners = tuple(state["pseudo"]["owners"])
     weights, moments = state["model"], state["optimizers"]["state"]
     new_weights, new_moments = outside_blocks(weights), outside_blocks(moments)
-    uses, uses_then, taken = Counter(before), Counter(owners), set()
+    uses_before, uses_after = Counter(before), Counter(owners)
+    taken: set[int] = set()  # layers of the old stage whose weights one of the new has already
     for layer, owner in enumerate(owners):
         if owner == ABSENT:
             continue
-        source = origin(before, owner)
-        scale = uses[source] / uses_then[owner] if policy == "rescale" else 1
-        is_new, is_copy = before[owner] == ABSENT, source in taken
-        forgets = policy == "reset" and (is_new or uses[source] != uses_then[owner])
-        for name in [name for name in weights if name.startswith(f"h.{source}.")]:
-            rest = name.removeprefix(f"h.{source}.")
-            mine = f"h.{layer}.{rest}"
-            if layer != owner:  # which came before: an owner is the first of its layers
-                new_weights[mine] = new_weights[f"h.{owner}.{rest}"]
-            elif is_new and beginning == "identity" and "c_proj." in rest:
-                new_weights[mine] = torch.zeros_like(weights[name])
-            else:
-                new_weights[mine] = weights[name].clone() if is_copy else weights[name]
-                if name in moments and not forgets:
-                    new_moments[mine] = moments_of(moments[name], scale, is_copy)
+        if owner != layer:  # an owner is the first of its layers, so it is there
+            for name in names_of_block(new_weights, owner):
+                new_weights[f"h.{layer}.{name}"] = new_weights[f"h.{owner}.{name}"]
+            continue
+        source = origin(before, layer)
+        is_new = before[layer] == ABSENT
+        is_copy = source in taken
         taken.add(source)
+        changes = is_new or uses_before[source] != uses_after[layer]
+        scale = uses_before[source] / uses_after[layer] if policy == "rescale" else 1
+        for name in names_of_block(weights, source):
+            old, new = f"h.{source}.{name}", f"h.{layer}.{name}"
+            if is_new and beginning == "identity" and "c_proj." in name:
+                new_weights[new] = torch.zeros_like(weights[old])
+                continue
+            new_weights[new] = weights[old].clone() if is_copy else weights[old]
+            if old in moments and not (policy == "reset" and changes):
+                new_moments[new] = moments_of(moments[old], scale, is_copy)
     return {
         **state,
         "model": new_weights,
         "optimizers": {**state["optimizers"], "state": new_moments},
         "pseudo": Shadow(owners)._asdict(),
     }
+
+
+def names_of_block(weights: dict[str, Tensor], layer: int) -> list[str]:
+    """Names of a block's weights within the block.
+
+    Example: "attn.c_attn.weight" of {"h.3.attn.c_attn.weight": ...} and layer 3
+    """
+    prefix = f"h.{layer}."
+    return [name.removeprefix(prefix) for name in weights if name.startswith(prefix)]
 
 
 def outside_blocks(named: dict) -> dict:
@@ -328,25 +280,142 @@ def moments_of(kept: dict[str, Tensor], scale: float, is_copy: bool) -> dict[str
 # ---- the gradients
 
 
-def uses_to_watch(settings: Any, shadow: Shadow, step: Any) -> Uses | None:
-    """What a step has to watch for --pseudo-until adaptive; None but for a few steps."""
-    parts = settings.optim.schedule_tokens / CHECKS
-    due = step.before.consumed_tokens // parts != step.after.consumed_tokens // parts
-    is_shared = max(Counter(shadow.owners).values()) > 1
-    adaptive = not parse_until(settings.pseudo.until).shares
-    return Uses(shadow.owners) if due and is_shared and adaptive else None
+def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
+    """Make the gradients of shared weights the mean over their uses.
+
+    Paper: arXiv 2110.03848, algorithm 1
+    Args:  named  parameters by name, whose gradients are sums over uses, as autograd leaves them
+           owners of each layer the layer whose weights it uses, or -1
+    """
+    for owner, uses in Counter(owners).items():
+        if uses > 1 and owner >= 0:
+            mine = [p.grad for name, p in named.items() if name.startswith(f"h.{owner}.")]
+            torch._foreach_div_([gradient for gradient in mine if gradient is not None], uses)
 
 
-def checked(settings: Any, shadow: Shadow, uses: Uses, reduce: Callable) -> Shadow:
-    """Where the run stands after a step that was watched; `reduce` sums a tensor over ranks."""
-    is_calm = uses.are_calm(reduce, parse_until(settings.pseudo.until).correlation)
-    return shadow._replace(calm=shadow.calm + 1 if is_calm else 0)
+class Uses:
+    """The gradients of every use of shared matrices in one step, to see how they correlate."""
+
+    def __init__(self, owners: Sequence[int]):
+        self.owners = owners
+        self.gradients: dict[tuple[int, str], Tensor] = {}
+
+    def run_block(self, inner: "RunBlock") -> "RunBlock":
+        """A run_block that gives each use its own view of the weights, and listens there."""
+
+        def run(layer: int, block: nn.Module, x: Tensor, meta: "TokenMeta") -> Tensor:
+            views = {
+                name: self.heard(layer, name, p) if p.ndim > 1 else p
+                for name, p in block.named_parameters()
+            }
+            return inner(layer, lambda x, meta: functional_call(block, views, (x, meta)), x, meta)
+
+        return run
+
+    def heard(self, layer: int, name: str, parameter: Tensor) -> Tensor:
+        def add(gradient: Tensor) -> None:
+            so_far = self.gradients.get((layer, name))
+            self.gradients[layer, name] = gradient if so_far is None else so_far + gradient
+
+        view = parameter.view_as(parameter)
+        view.register_hook(add)
+        return view
+
+    def are_calm(self, reduce: Callable[[Tensor], Tensor], threshold: float) -> bool:
+        """Whether most gradients correlate less than this with those of the next use.
+
+        Args: reduce sums over ranks, so that the answer does not depend on who ran which rows
+        """
+        sums = {key: reduce(gradient).flatten() for key, gradient in self.gradients.items()}
+        low = []
+        for (layer, name), gradient in sums.items():
+            following = self.following(layer)
+            if following is not None:
+                other = sums[following, name]
+                low.append(torch.cosine_similarity(gradient, other, dim=0).item() < threshold)
+        return sum(low) * 2 > len(low)
+
+    def following(self, layer: int) -> int | None:
+        """The next layer that uses the same weights."""
+        later = range(layer + 1, len(self.owners))
+        return next((i for i in later if self.owners[i] == self.owners[layer]), None)
+
+
+# ---- at work
+
+
+class Sharing(Edit):
+    """A model whose layers share weights, from one stage to the next."""
+
+    def __init__(self, settings: "Config", model: "Transformer", shadow: Shadow):
+        self.settings, self.shadow = settings, shadow
+        self.until = parse_until(settings.pseudo.until)
+        self.uses: Uses | None = None  # in a step that is watched (--pseudo-until adaptive)
+        self.blocks = len({*shadow.owners} - {ABSENT})
+        share(model, shadow.owners)
+
+    def before_step(self, before: "Clock", after: "Clock") -> None:
+        """Watch the step if a check is due and something is shared."""
+        tokens = self.settings.optim.schedule_tokens / CHECKS
+        is_due = before.consumed_tokens // tokens != after.consumed_tokens // tokens
+        is_shared = max(Counter(self.shadow.owners).values()) > 1
+        watches = is_due and is_shared and not self.until.shares
+        self.uses = Uses(self.shadow.owners) if watches else None
+
+    def run_block(self, inner: "RunBlock", recomputes: bool) -> "RunBlock":
+        return self.uses.run_block(inner) if self.uses else inner
+
+    def after_backward(
+        self, named: dict[str, nn.Parameter], reduce: Callable[[Tensor], Tensor]
+    ) -> None:
+        average(named, self.shadow.owners)
+        if self.uses:
+            is_calm = self.uses.are_calm(reduce, self.until.correlation)
+            self.shadow = self.shadow._replace(calm=self.shadow.calm + 1 if is_calm else 0)
+
+    def state_dict(self) -> dict:
+        return self.shadow._asdict()
+
+    def owners_at(self, context: StepContext) -> Owners:
+        return shadow_at(self.settings, context.progress, self.shadow).owners
+
+    def has_ended(self, context: StepContext) -> bool:
+        return self.owners_at(context) != self.shadow.owners
+
+    def handed_over(self, state: dict, context: StepContext) -> dict:
+        config = self.settings.pseudo
+        return handed_over(state, self.owners_at(context), config.state, config.new)
+
+    def in_words(self) -> str:
+        used = " ".join("." if owner == ABSENT else str(owner) for owner in self.shadow.owners)
+        return f"--pseudo: layers use the weights of {used}"
+
+    def logged(self) -> dict:
+        return {"owners": list(self.shadow.owners)}
+
+    def unfinished(self) -> str:
+        if self.blocks == len(self.shadow.owners):
+            return ""
+        return f"--pseudo-until {self.settings.pseudo.until}: the model is still a shadow"
+
+
+def edit(
+    settings: "Config", model: "Transformer", runtime: "Runtime", state: dict | None
+) -> Sharing:
+    """Share a model's layers as a checkpoint's state says, or as at the start of a run."""
+    shadow = Shadow(**state) if state else shadow_at(settings, 0.0, None)
+    return Sharing(settings, model, shadow)
+
+
+def blocks(settings: "Config", context: StepContext) -> int:
+    """Blocks with weights of their own; with --pseudo-until adaptive as at the beginning."""
+    return len({*shadow_at(settings, context.progress, None).owners} - {ABSENT})
 
 
 # ---- settings
 
 
-def with_defaults(settings: Any) -> PseudoConfig:
+def with_defaults(settings: "Config") -> PseudoConfig:
     config = settings.pseudo
     few = config.layers or settings.model.layers
     # docs/scale.md has what was measured
@@ -367,7 +436,7 @@ def units_of(layers: int, until: Until) -> list[int]:
     return [n for n in range(1, most + 1) if layers % (n * doubled) == 0]
 
 
-def refusals(settings: Any) -> list[tuple[bool, str]]:
+def refusals(settings: "Config") -> list[Refusal]:
     return [
         *refusals_of_stages(settings.pseudo, settings.model.layers, "--pseudo-"),
         (
@@ -388,7 +457,7 @@ def refusals(settings: Any) -> list[tuple[bool, str]]:
     ]
 
 
-def refusals_of_stages(config: PseudoConfig, layers: int, prefix: str) -> list[tuple[bool, str]]:
+def refusals_of_stages(config: PseudoConfig, layers: int, prefix: str) -> list[Refusal]:
     """Stages that cannot be, as (condition, what to tell the user).
 
     Args: prefix what the user's flags begin with

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from config import Config
-from support.base.settings import techniques_of
+from support.base.technique import techniques_of
 
 ROOT = Path(__file__).resolve().parent.parent
 

@@ -10,14 +10,12 @@ from config import Config
 from support.base.settings import (
     flag_of,
     flattened,
-    is_on,
     parser_of,
     resumed,
     shown_default,
     shown_fields,
-    techniques_of,
-    techniques_on,
 )
+from support.base.technique import is_on, techniques_of, techniques_on
 
 
 def build(line: str) -> config.Config:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from support.base.rng import bits, seed_of
 from support.base.runtime import on_device
-from support.base.settings import techniques_on
+from support.base.technique import techniques_on
 
 
 class Clock(NamedTuple):

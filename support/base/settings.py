@@ -1,4 +1,4 @@
-"""Settings as a dataclass of frozen dataclasses, one a group, and the registry of techniques.
+"""Settings as a dataclass of frozen dataclasses, one a group, and their command line.
 
 A field is a setting and a flag. Its metadata say what it means and what it may be:
 
@@ -12,12 +12,12 @@ A field is a setting and a flag. Its metadata say what it means and what it may 
 
 import argparse
 import types
-from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, field, fields
-from typing import Any, NamedTuple, get_args, get_type_hints
+from typing import Any, get_args, get_type_hints
 
 from support.base.numbers import real_number, whole_number
 from support.base.runtime import Parser
+from support.base.technique import is_on, techniques_of
 
 LIMITS = {
     "least": ("at least", lambda value, limit: value >= limit),
@@ -30,53 +30,6 @@ LIMITS = {
 def flag(default: Any, help: str, choices: tuple | None = None, **more: Any) -> Any:
     """A field of a group; `more` is any other of the metadata above."""
     return field(default=default, metadata={"help": help, "choices": choices, **more})
-
-
-class Technique(NamedTuple):
-    """What a technique brings: its settings and, where it has them, the functions below.
-
-    with_defaults   (config) -> its settings, with what was left open filled in
-    refusals        (config) -> (condition, message) pairs
-    run_block       (config, context, first_row, batch, inner) -> a run_block around `inner`
-    tokens_by_layer (config, context, tokens) -> how many tokens of a row each layer sees
-    blocks          (config, context) -> blocks that have weights of their own in a step
-    shapes          (config) -> for each shape that blocks may get, a config whose first step has it
-    skips_layers    a layer may not run at all in a step, and then has no gradients
-    """
-
-    settings: type
-    with_defaults: Callable | None = None
-    refusals: Callable | None = None
-    run_block: Callable | None = None
-    tokens_by_layer: Callable | None = None
-    blocks: Callable | None = None
-    shapes: Callable | None = None
-    skips_layers: bool = False
-
-
-def technique(settings: type, **functions: Any) -> Any:
-    """A field of the whole configuration that registers a technique."""
-    return field(default_factory=settings, metadata={"technique": Technique(settings, **functions)})
-
-
-def techniques_of(config: Any) -> dict[str, Technique]:
-    """The registered techniques of a configuration or its class, by name."""
-    return {
-        part.name: part.metadata["technique"]
-        for part in fields(config)
-        if "technique" in part.metadata
-    }
-
-
-def is_on(config: Any, name: str) -> bool:
-    """Whether a technique's switch, its first setting, is not as it is by default."""
-    settings = getattr(config, name)
-    switch = fields(settings)[0]
-    return getattr(settings, switch.name) != switch.default
-
-
-def techniques_on(config: Any) -> list[Technique]:
-    return [entry for name, entry in techniques_of(config).items() if is_on(config, name)]
 
 
 def flag_of(config: Any, group: str, name: str) -> str:

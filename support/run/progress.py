@@ -1,7 +1,7 @@
 """What a run says while it goes on: its first lines, the bar, and the log's line of a step."""
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from tqdm import tqdm
@@ -17,7 +17,7 @@ from support.run.run import Run
 from support.step import machine
 from support.step.memory import Memory, bytes_free
 from support.step.memory import in_words as memory_in_words
-from support.step.placement import Work
+from support.step.placement import Work, price, table
 
 
 class Done(NamedTuple):
@@ -65,8 +65,8 @@ def announce(run: Run, plan: Any, batches: str, memory: Memory) -> None:
     parameters = sum(p.numel() for p in run.trainer.model.parameters())
     say(f"{m.model} {m.size}: {parameters / 1e6:.2f} M parameters, {run.runtime.why}")
     say(f"memory: {memory_in_words(memory, bytes_free(run.runtime))}")
-    if run.trainer.placement:
-        say(placement_in_words(run))
+    for line in placements_in_words(run):
+        say(line)
     say(f"batches: {batches}")
     compiled = run.trainer.compiled
     if compiled.on or run.runtime.device.type == "cuda":
@@ -89,15 +89,15 @@ def announce(run: Run, plan: Any, batches: str, memory: Memory) -> None:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
 
 
-def placement_in_words(run: Run) -> str:
+def placements_in_words(run: Run) -> Iterator[str]:
     """What --offload leaves where, and what a step pays for it."""
-    s, runtime, at_once = run.settings, run.runtime, run.trainer.rows_at_once
-    placement = run.trainer.placement
-    of_rank = s.optim.batch_tokens // s.data.seq_len // runtime.world_size
-    work = Work(at_once * s.data.seq_len, -(-of_rank // at_once))
-    rates = machine.measured(runtime.device, runtime.dtype)
-    price = placement.price(placement, work, rates)
-    return f"{placement.table(placement)}\n{price}"
+    s, runtime, rows_at_once = run.settings, run.runtime, run.trainer.rows_at_once
+    for edit in run.trainer.edits.values():
+        if edit.placement:
+            rows_of_rank = s.optim.batch_tokens // s.data.seq_len // runtime.world_size
+            work = Work(rows_at_once * s.data.seq_len, -(-rows_of_rank // rows_at_once))
+            rates = machine.measured(runtime.device, runtime.dtype)
+            yield f"{table(edit.placement)}\n{price(edit.placement, work, rates)}"
 
 
 def progress_bar(run: Run) -> tqdm:
@@ -161,25 +161,28 @@ def change_trainer(run: Run, trainer: Any, bar: tqdm) -> None:
     """Go on with this train.Trainer; if it is another one, say how; a line of the log."""
     if trainer is run.trainer:
         return
-    before, run.trainer = run.trainer.optimizers.memory(), trainer
-    now, owners = trainer.optimizers.memory(), trainer.shadow.owners
-    clock = run.clock
-    at = {"step": clock.step, "consumed_tokens": clock.consumed_tokens}
-    run.log.write("stage", **at, owners=list(owners), bytes_before=before, bytes=now)
-    used = " ".join("." if owner < 0 else str(owner) for owner in owners)
-    write(bar, f"--pseudo: after step {clock.step} layers use the weights of {used}")
+    before = run.trainer.optimizers.memory()
+    run.go_on_with(trainer)
+    now, clock = trainer.optimizers.memory(), run.clock
+    fields = {"step": clock.step, "consumed_tokens": clock.consumed_tokens}
+    for edit in trainer.edits.values():
+        fields |= edit.logged()
+        if edit.in_words():
+            write(bar, f"after step {clock.step} {edit.in_words()}")
+    run.log.write("stage", **fields, bytes_before=before, bytes=now)
     write(bar, f"memory: {in_words(before)} before; {in_words(now)} now")
-    if run.trainer.placement:
-        write(bar, placement_in_words(run))
+    for line in placements_in_words(run):
+        write(bar, line)
 
 
 def conclude(run: Run, found: HeldOut, text: str) -> None:
     """What the last evaluation found on that text, and what the techniques saved."""
-    say, shadow = run.runtime.say, run.trainer.shadow
+    say = run.runtime.say
     say(f"held-out: {found}, on {text}, full length, nothing dropped")
     say(savings(run.settings, run.clock))
-    if shadow and len({*shadow.owners}) < len(shadow.owners):
-        say(f"--pseudo-until {run.settings.pseudo.until}: the model is still a shadow")
+    for edit in run.trainer.edits.values():
+        if edit.unfinished():
+            say(edit.unfinished())
 
 
 def log_step(run: Run, step: Any, done: Done, took: Took, bar: tqdm) -> None:

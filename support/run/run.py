@@ -21,15 +21,16 @@ from collections.abc import Iterator
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from model import TransformerConfig
-from support.base.clock import Clock
+from support.base.clock import Clock, due
 from support.base.runtime import Runtime
-from support.base.settings import flattened, is_on
+from support.base.settings import flattened
 from support.base.sharded import check_agreement, shard
+from support.base.technique import is_on, techniques_of
 from support.rows.mixture import AnyStore
 from support.run import checkpoint, extension, sharded_checkpoint
 from support.run.folder import Log, ModelSize, create_run_folder, provenance, started_with
@@ -37,6 +38,9 @@ from support.step import machine
 from support.step.flops import Flops, flops_of_step
 from support.step.optim import enters_decay
 from support.step.sizes import empty_model
+
+if TYPE_CHECKING:
+    from train import Trainer
 
 # ---- resuming
 #
@@ -155,12 +159,13 @@ class Run:
         except (TypeError, LookupError):
             message = f"{path} is of an older version of train.py: start a new run"
             raise ValueError(message) from None
-        if ("pseudo" in state) != is_on(self.settings, "pseudo"):
-            was = "with" if "pseudo" in state else "without"
-            raise ValueError(
-                f"{path} is of a run {was} --pseudo, and {self.folder} is not: put its own back, or"
-                " name another with --resume previous or best"
-            )
+        for name, entry in techniques_of(self.settings).items():
+            if entry.keeps_state and (name in state) != is_on(self.settings, name):
+                was = "with" if name in state else "without"
+                raise ValueError(
+                    f"{path} is of a run {was} --{name}, and {self.folder} is not: put its own"
+                    " back, or name another with --resume previous or best"
+                )
         if self.tokens_before and self.is_finished:
             raise ValueError(
                 f"--tokens {o.tokens}: the run in {folder} has consumed"
@@ -171,11 +176,24 @@ class Run:
         self.saved_path, self.saved_step = path, self.clock.step
         return state
 
+    def go_on_with(self, trainer: "Trainer") -> None:
+        """Let this trainer make the next steps."""
+        self.trainer = trainer
+
     def advance(self, step: Any) -> Flops:
         """The clock goes on past a plan.Step; what the step cost."""
         flops = flops_of_step(self.settings, self.trainer.work, step)
         self.clock = step.after._replace(flops=self.clock.flops + flops.executed)
+        every = self.settings.run.eval_every
+        self.evaluation_due = due(every, step.before, step.after, self.is_finished)
         return flops
+
+    def has_evaluated(self, bits_per_byte: float) -> bool:
+        """The evaluation that was due is done; whether the model is better than ever before."""
+        is_best = bits_per_byte < self.best
+        self.best = min(bits_per_byte, self.best)
+        self.evaluation_due = False
+        return is_best
 
     @property
     def is_finished(self) -> bool:
