@@ -1,21 +1,35 @@
 """From the clock to the next step: where the techniques that choose data meet.
 
-The order matters: the curriculum says which samples may be drawn and how long a piece may be, then
-packing lays pieces into rows. Of the techniques that act on blocks only the cost is settled here,
-how many tokens each layer sees, because the clock needs it.
+The order matters: the curriculum says which samples may be drawn and how long a piece of them may
+be, then packing lays pieces into rows. Of the techniques that act on blocks only the cost is
+settled here, how many tokens each layer sees, because the clock needs it.
 
-A plan is a pure function of (settings, store, clock), so a run that was killed goes on with the
-very rows it would have seen; all that it keeps is the packing window that it is in the middle of
-(plan.py). With 2 ranks and 16 rows a step, rank 0 reads rows 0..7 and rank 1 rows 8..15
-of the same plan.
+    clock ── stage ── draw ──> spans ── truncate, reshape or pack ──> rows ── collate ──> Step
 
-    clock ── curriculum ──> Stage ── draw ──> spans ── packing ──> rows ── collate ──> Step
+A plan is a pure function of (settings, store, clock): every rank plans the rows of all ranks, from
+lengths alone, and reads its own. A run that was killed goes on with the rows it would have seen.
+Three steps of two ranks, with 4 rows of 64 tokens a step:
+
+    step    position                  rows of all ranks         rank 0 reads    rank 1 reads
+    1       first_draw 0              draws 0 to 3              0, 1            2, 3
+    2       first_draw 4              draws 4 to 7              4, 5            6, 7
+    3       first_draw 8              draws 8 to 11             8, 9            10, 11
+
+The sample of a draw is a keyed permutation of its number, so nobody replays the steps before. With
+--pack the samples of 16 steps, 64 draws, are packed together into a window of, say, 10 rows. The
+position says at which draw the window begins, and how many of its rows were taken:
+
+    1       first_draw 0, row 0       0 to 3 of the window      two of these    the other two
+    2       first_draw 0, row 4       4 to 7                    two             two
+    3       first_draw 0, row 8       8 and 9, 0 and 1 of       two             two
+                                      the window from draw 64
+    4       first_draw 64, row 2
 """
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -28,7 +42,7 @@ from curriculum import Curriculum, Stage
 from data import Drawn, Rows, collate, counts, draw, places
 from difficulty import label
 from model import Predicted, predicted_by_bert
-from support.base.clock import Clock, StepContext, advanced, tokens_by_layer
+from support.base.clock import Clock, Position, StepContext, advanced, tokens_by_layer
 from support.base.runtime import Runtime
 from support.base.technique import is_on
 from support.rows.batch import Batch, with_answers
@@ -38,100 +52,6 @@ from support.rows.packs import balanced
 from support.rows.ranking import Pool
 from support.rows.samples import cut
 from support.step.flops import Laid
-
-# ---- windows
-#
-# Packing windows: samples that were packed together, and how steps take their rows.
-#
-# A window is a function of the clock at its start, so a run that goes on packs the one that it was
-# in the middle of again. Nothing is carried over between windows: each sample that a window drew
-# lies in its rows and in no other's. Does not draw or pack, which is plan.py's: it hands in how.
-#
-# A step of 8 rows, from windows of 5 and of 6:
-#
-#     row of its window    0 1 2 3 4 | 0 1 2 3 4 5
-#     step                 1 1 1 1 1   1 1 1 2 2 2 ...
-
-
-class Window(NamedTuple):
-    start: Clock  # its fields of data alone
-    rows: Any  # data.Rows
-    stage: Any  # curriculum.Stage, which all of its samples were drawn under
-    next_sample: int
-
-
-class Taken(NamedTuple):
-    parts: list[Any]  # data.Rows of one window each
-    stages: list[Any]  # of these windows
-    after: Clock  # where the next rows begin; its counts of tokens are those before
-
-
-class Windows:
-    """The windows of a run, one after the other.
-
-    Args: begin (clock between two windows) -> the clock with what the next one is drawn under
-          pack  (that clock's fields of data) -> the window
-    """
-
-    def __init__(self, begin: Callable[[Clock], Clock], pack: Callable[[Clock], Window]):
-        self.begin, self.pack = begin, pack
-        self.last: Window | None = None  # kept, for steps come in order
-
-    def at(self, clock: Clock) -> Window:
-        """The window that this clock stands in."""
-        start = Clock(
-            samples_drawn=clock.samples_drawn,
-            stage_start=clock.stage_start,
-            window_tokens=clock.window_tokens,
-        )
-        if self.last is None or self.last.start != start:
-            self.last = self.pack(start)
-        return self.last
-
-    def take(self, clock: Clock, count: int) -> Taken:
-        """The next `count` rows, of as many windows as that takes."""
-        parts, stages, at = [], [], clock
-        while count:
-            if at.window_row == 0:
-                at = self.begin(at)
-            window = self.at(at)
-            stop = min(at.window_row + count, len(window.rows))
-            parts.append(window.rows.take(np.arange(at.window_row, stop)))
-            stages.append(window.stage)
-            count -= stop - at.window_row
-            at = at._replace(window_row=stop)
-            if stop == len(window.rows):
-                at = at._replace(samples_drawn=window.next_sample, window_row=0)
-        return Taken(parts, stages, at)
-
-
-# ---- read ahead
-#
-# Plan the next step, read its rows and send them to the device while this one computes.
-
-
-def read_ahead(
-    plan: Callable[[Clock], Any], clock: Clock, device: torch.device
-) -> Iterator[tuple[Any, float]]:
-    """The steps from this clock on, each (plan.Step, the milliseconds it was waited for)."""
-
-    def use_device() -> None:
-        """Which GPU is asked for page-locked memory is a thread's own choice, at first the first"""
-        if device.type == "cuda":
-            torch.cuda.set_device(device)
-
-    def read(clock: Clock) -> Any:
-        step = plan(clock)
-        return step._replace(batch=step.batch.to(device))
-
-    with ThreadPoolExecutor(1, initializer=use_device) as loader:
-        upcoming = loader.submit(read, clock)
-        while True:
-            began = time.perf_counter()
-            step = upcoming.result()
-            waited_ms = (time.perf_counter() - began) * 1e3
-            upcoming = loader.submit(read, step.after)
-            yield step, waited_ms
 
 
 class Step(NamedTuple):
@@ -166,7 +86,19 @@ class Chosen(NamedTuple):
     rows: Rows
     seq_len: int  # tokens of a row
     stage: Stage
-    after: Clock  # where the next rows begin; its counts of tokens are those before the step
+    after: Position  # where the next rows begin
+
+
+class Window(NamedTuple):
+    """Samples that were packed together: a function of where it begins.
+
+    Nothing is carried over between windows: a sample lies in the rows of the window that drew it.
+    """
+
+    start: Position
+    rows: Rows
+    stage: Stage  # that all of its samples were drawn under
+    next_draw: int
 
 
 WINDOW_STEPS = 16  # whose samples are packed together; they make some ten steps' rows
@@ -183,41 +115,48 @@ class Plan:
         self.seq_len = settings.data.seq_len
         self.rows_per_step = settings.optim.batch_tokens // self.seq_len
         self.window_steps = 1 if settings.pack.batch == "documents" else WINDOW_STEPS
+        self.window: Window | None = None  # the last one, kept because steps come in order
         kind = samples_kind(settings)
         self.samples = samples_in(store, kind, self.seq_len, settings.data.long)
         self.extra = self.samples.special_tokens  # of every piece
-        self.windows = Windows(self.begin_window, self.pack_window)
         if settings.model.nsp:
             check_pairs(self.samples)
-        self.metrics: tuple[curriculum.MetricSettings, ...] = ()
         self.curriculum: Curriculum | None = None
+        self.reshapes = False
         if is_on(settings, "curriculum"):
-            self.metrics = curriculum.parse_metrics(settings.curriculum, self.seq_len)
-            names = [metric.name for metric in self.metrics]
+            metrics = curriculum.parse_metrics(settings.curriculum, self.seq_len)
+            names = [metric.name for metric in metrics]
             indexes = ready(self.samples, names, settings.curriculum.index, runtime)
             budget = settings.optim.schedule_tokens
-            self.curriculum = Curriculum(self.metrics, budget, self.seq_len, indexes)
+            self.curriculum = Curriculum(metrics, budget, self.seq_len, indexes)
+            self.reshapes = "seqlen-reshape" in names
 
     def __call__(self, clock: Clock) -> Step:
         s = self.settings
-        chosen = self.packed_rows(clock) if s.pack.on else self.plain_rows(clock)
+        stage = self.stage_at(clock.consumed_tokens)
+        if s.pack.on:
+            chosen = self.packed_rows(clock)
+        elif self.reshapes and stage.max_piece_len < self.seq_len:
+            chosen = self.reshaped_rows(clock, stage)
+        else:
+            chosen = self.truncated_rows(clock, stage)
         context = StepContext(
             seed=s.run.seed,
             step=clock.step + 1,
             progress=min(clock.consumed_tokens / s.optim.schedule_tokens, 1.0),
         )
-        rows = chosen.rows
+        rows, stage = chosen.rows, chosen.stage
         length = rows.stop - rows.start + self.extra  # of every piece
         filled, seen = rows.sums(length), rows.sums(rows.seen)
         positions = len(rows) * chosen.seq_len
         tokens = tokens_by_layer(s, context, chosen.seq_len)
-        per_document = s.optim.loss_per == "document"
-        counted = counts(rows, masked=self.special_ids is not None, per_document=per_document)
-        stage = chosen.stage
-        shown = {f"difficulty_{label(n)}": d for n, d in stage.difficulty.items()}
-        if self.curriculum:
-            shown["pool"] = stage.pool.size if stage.pool else len(self.samples)
+        counted = counts(
+            rows,
+            masked=self.special_ids is not None,
+            per_document=s.optim.loss_per == "document",
+        )
         batch = self.batch(context, rows, chosen.seq_len)
+        after = advanced(clock, filled, seen, tokens, positions, len(length))
         return Step(
             batch=batch,
             predicted=self.predicted_in(batch),
@@ -230,21 +169,13 @@ class Plan:
             pieces=len(length),
             attention_share=int((length**2).sum()) / (positions * chosen.seq_len),
             laid=Laid(length, rows.offsets),
-            stage=shown,
+            stage=self.logged(stage),
             note=stage.note,
             before=clock,
-            after=advanced(chosen.after, filled, seen, tokens, positions, len(length)),
+            after=after._replace(position=chosen.after),
         )
 
-    def draw_samples(self, clock: Clock, pool: Pool | None, count: int) -> Drawn:
-        return draw(
-            self.samples,
-            pool,
-            first=clock.samples_drawn,
-            count=count,
-            stage_start=clock.stage_start,
-            seed=self.settings.run.seed,
-        )
+    # ---- which samples
 
     def stage_at(self, consumed_tokens: int) -> Stage:
         """How long a piece may be and which samples may be drawn, at one point of the run."""
@@ -252,68 +183,106 @@ class Plan:
             return Stage(difficulty={}, max_piece_len=self.seq_len, pool=None, note="")
         return self.curriculum.at(consumed_tokens)
 
-    def stage_start(self, clock: Clock, stage: Stage) -> int:
-        """How many samples had been drawn when the current stage began."""
-        same = stage.pool == self.stage_at(clock.window_tokens).pool
-        return clock.stage_start if same else clock.samples_drawn
+    def logged(self, stage: Stage) -> dict[str, float]:
+        fields = {f"difficulty_{label(name)}": d for name, d in stage.difficulty.items()}
+        if self.curriculum:
+            fields["pool"] = stage.pool.size if stage.pool else len(self.samples)
+        return fields
 
-    def plain_rows(self, clock: Clock) -> Chosen:
-        """Rows of one piece each.
+    def position_at(self, clock: Clock, stage: Stage) -> Position:
+        """Where the next samples are drawn: a stage with another pool shuffles it from there on."""
+        at = clock.position
+        same = stage.pool == self.stage_at(at.drawn_at_tokens).pool
+        return Position(
+            first_draw=at.first_draw,
+            stage_first_draw=at.stage_first_draw if same else at.first_draw,
+            drawn_at_tokens=clock.consumed_tokens,
+        )
 
-        Samples are cut off at the length that the stage allows (the papers' truncation), or
-        reshaped; a BERT's rows are only as long as the longest of them where a filter makes short
-        samples likely.
+    def draw_samples(self, position: Position, pool: Pool | None, count: int) -> Drawn:
+        return draw(
+            self.samples,
+            pool,
+            first=position.first_draw,
+            count=count,
+            stage_start=position.stage_first_draw,
+            seed=self.settings.run.seed,
+        )
+
+    # ---- rows of one piece each
+
+    def truncated_rows(self, clock: Clock, stage: Stage) -> Chosen:
+        """Samples cut off at the length that the stage allows (the papers' truncation).
+
+        A BERT's rows are only as long as the longest of them where a filter makes short samples
+        likely.
         """
-        stage = self.stage_at(clock.consumed_tokens)
-        stage_start = self.stage_start(clock, stage)
-        clock = clock._replace(stage_start=stage_start, window_row=0)
-        drawn = self.draw_samples(clock, stage.pool, self.rows_per_step)
-        after = clock._replace(samples_drawn=drawn.next_sample, window_tokens=clock.consumed_tokens)
-        names = [metric.name for metric in self.metrics]
-        if "seqlen-reshape" in names and stage.max_piece_len < self.seq_len:
-            parts = curriculum.reshape(drawn.spans, self.seq_len, stage.max_piece_len)
-            rows = Rows.of(parts.spans, parts.offsets, parts.seen)
-            stage = stage._replace(max_piece_len=parts.seq_len)
-            return Chosen(rows, parts.seq_len, stage, after)
+        position = self.position_at(clock, stage)
+        drawn = self.draw_samples(position, stage.pool, self.rows_per_step)
         seq_len = stage.max_piece_len
         start, stop = drawn.spans.T
         stop = np.minimum(stop, start + seq_len - self.extra)
         if self.special_ids and stage.pool:
             longest = int((stop - start).max()) + self.extra
             seq_len = min(-(-longest // curriculum.MULTIPLE) * curriculum.MULTIPLE, seq_len)
-        rows = self.rows_of(np.stack((start, stop), axis=1), clock)
-        return Chosen(rows, seq_len, stage, after)
+        rows = self.rows_of(np.stack((start, stop), axis=1), position)
+        return Chosen(rows, seq_len, stage, position._replace(first_draw=drawn.next_sample))
 
-    def rows_of(self, pieces: np.ndarray, clock: Clock) -> Rows:
-        """Pieces drawn at this clock, a row each; with --nsp they are pairs."""
+    def reshaped_rows(self, clock: Clock, stage: Stage) -> Chosen:
+        """Samples cut into as many rows as they fill, all of about the stage's length."""
+        position = self.position_at(clock, stage)
+        drawn = self.draw_samples(position, stage.pool, self.rows_per_step)
+        parts = curriculum.reshape(drawn.spans, self.seq_len, stage.max_piece_len)
+        return Chosen(
+            rows=Rows.of(parts.spans, parts.offsets, parts.seen),
+            seq_len=parts.seq_len,
+            stage=stage._replace(max_piece_len=parts.seq_len),
+            after=position._replace(first_draw=drawn.next_sample),
+        )
+
+    def rows_of(self, pieces: np.ndarray, position: Position) -> Rows:
+        """Pieces drawn at this position, a row each; with --nsp they are pairs."""
         if not self.settings.model.nsp:
             return Rows.of(pieces)
-        spans, pairs = sentence_pairs(pieces, self.settings.run.seed, "nsp", clock.samples_drawn)
+        spans, pairs = sentence_pairs(pieces, self.settings.run.seed, "nsp", position.first_draw)
         return Rows.of(spans, pairs=pairs)
+
+    # ---- packed rows
 
     def packed_rows(self, clock: Clock) -> Chosen:
         """Rows of packed pieces: as many as a step has unpacked, or those of its documents.
 
-        A window keeps the stage that it began with. The rows of a step come in an order in which
-        equal shares of them are equal work.
+        The rows of a step come in an order in which equal shares of them are equal work.
         """
-        count, multiple = self.rows_per_step, 1
         if self.settings.pack.batch == "documents":  # a window is one step's, which takes it whole
-            count, multiple = len(self.windows.at(self.begin_window(clock)).rows), 8
-        taken = self.windows.take(clock, count)
-        rows = Rows.join(taken.parts)
+            window = self.window_from(self.position_at(clock, self.stage_at(clock.consumed_tokens)))
+            rows_left, multiple = len(window.rows), 8
+        else:
+            rows_left, multiple = self.rows_per_step, 1
+        position, parts, longest = clock.position, [], 0
+        while rows_left:  # from as many windows as that takes
+            if position.row == 0:
+                now = clock._replace(position=position)
+                position = self.position_at(now, self.stage_at(clock.consumed_tokens))
+            window = self.window_from(position._replace(row=0))
+            stop = min(position.row + rows_left, len(window.rows))
+            parts.append(window.rows.take(np.arange(position.row, stop)))
+            longest = max(longest, window.stage.max_piece_len)
+            rows_left -= stop - position.row
+            position = position._replace(row=stop)
+            if stop == len(window.rows):
+                position = position._replace(first_draw=window.next_draw, row=0)
+        rows = Rows.join(parts)
         work = rows.sums((rows.stop - rows.start + self.extra) ** 2)  # of attention
-        rows = rows.take(balanced(work, multiple))
-        longest = max(stage.max_piece_len for stage in taken.stages)
-        stage = taken.stages[-1]._replace(max_piece_len=longest)
-        return Chosen(rows, self.seq_len, stage, taken.after)
+        stage = window.stage._replace(max_piece_len=longest)
+        return Chosen(rows.take(balanced(work, multiple)), self.seq_len, stage, position)
 
-    def begin_window(self, clock: Clock) -> Clock:
-        """The clock with the stage that a window which begins now is drawn under."""
-        stage_start = self.stage_start(clock, self.stage_at(clock.consumed_tokens))
-        return clock._replace(stage_start=stage_start, window_tokens=clock.consumed_tokens)
+    def window_from(self, start: Position) -> Window:
+        if self.window is None or self.window.start != start:
+            self.window = self.packed_window(start)
+        return self.window
 
-    def pack_window(self, start: Clock) -> Window:
+    def packed_window(self, start: Position) -> Window:
         """Pack the samples of one window together, and put the rows back into random order.
 
         Packed step by step, rows of 256 leave 4 % padding at 16 rows a step; packed 16 steps at a
@@ -321,14 +290,18 @@ class Plan:
         length; by the draw of their first piece they are as shuffled as the samples, and full rows
         keep their order.
         """
-        stage = self.stage_at(start.window_tokens)
+        stage = self.stage_at(start.drawn_at_tokens)
         drawn = self.draw_samples(start, stage.pool, self.window_steps * self.rows_per_step)
         alone = self.rows_of(cut(drawn.spans, stage.max_piece_len - self.extra), start)
-        lengths, most = alone.stop - alone.start + self.extra, self.settings.pack.max_per_row
-        packs = packing.pack_lengths(lengths, self.seq_len, max_per_pack=most)
+        lengths = alone.stop - alone.start + self.extra
+        packs = packing.pack_lengths(
+            lengths, self.seq_len, max_per_pack=self.settings.pack.max_per_row
+        )
         by_first = np.argsort(packs.items[packs.offsets[:-1]])
         rows = alone.packed(packs).take(by_first)
         return Window(start, rows, stage, drawn.next_sample)
+
+    # ---- this rank's rows
 
     def predicted_in(self, batch: Batch) -> Predicted | None:
         if self.special_ids is None:
@@ -351,3 +324,28 @@ class Plan:
         if mine.pairs:
             batch = with_answers(batch, mine.pairs.answers(mine.start, mine.stop))
         return batch
+
+
+def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple[Step, float]]:
+    """The steps from this clock on, each with the milliseconds it was waited for.
+
+    While one computes, the next is planned, its rows are read and sent to the device.
+    """
+
+    def use_device() -> None:
+        """Which GPU is asked for page-locked memory is a thread's own choice, at first the first"""
+        if device.type == "cuda":
+            torch.cuda.set_device(device)
+
+    def read(clock: Clock) -> Step:
+        step = plan(clock)
+        return step._replace(batch=step.batch.to(device))
+
+    with ThreadPoolExecutor(1, initializer=use_device) as loader:
+        upcoming = loader.submit(read, clock)
+        while True:
+            began = time.perf_counter()
+            step = upcoming.result()
+            waited_ms = (time.perf_counter() - began) * 1e3
+            upcoming = loader.submit(read, step.after)
+            yield step, waited_ms

@@ -17,6 +17,15 @@ from support.base.runtime import on_device
 from support.base.technique import techniques_on
 
 
+class Position(NamedTuple):
+    """Where in the text the next rows come from; plan.py's header walks through three steps."""
+
+    first_draw: int = 0  # of the next row; with --pack, of the window that the next row is in
+    stage_first_draw: int = 0  # the draw at which the pool of samples became what it is
+    drawn_at_tokens: int = 0  # consumed tokens when that window, or the last step, was drawn
+    row: int = 0  # with --pack: rows of the window that steps have taken
+
+
 class Clock(NamedTuple):
     """Where a run stands. Everything scheduled is a function of this, the settings and the seed."""
 
@@ -26,11 +35,16 @@ class Clock(NamedTuple):
     layer_tokens: int = 0  # positions times the layers they went through, padding included
     positions: int = 0  # of all rows, padding included
     pieces: int = 0  # of documents, laid into rows
-    samples_drawn: int = 0  # with packing, before the current window
-    stage_start: int = 0  # samples drawn before the pool last changed
-    window_row: int = 0  # rows taken of the current window
-    window_tokens: int = 0  # consumed tokens when the current window, or the last step, began
     flops: int = 0  # executed on all ranks, see support/step/flops.py; not known to the plan
+    position: Position = Position()
+
+    def as_dict(self) -> dict:
+        """For a checkpoint; `Clock.of` reads it."""
+        return {**self._asdict(), "position": self.position._asdict()}
+
+    @classmethod
+    def of(cls, saved: dict) -> "Clock":
+        return cls(**{**saved, "position": Position(**saved["position"])})
 
 
 class StepContext(NamedTuple):

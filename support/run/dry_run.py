@@ -95,13 +95,13 @@ def walk(
         while at.consumed_tokens < budget and (steps is None or len(points) < steps):
             if steps is not None:
                 consumed = begins.consumed_tokens + int((len(points) + 0.5) * left / steps)
-                drawn = begins.samples_drawn + int(pieces)
+                drawn = begins.position.first_draw + int(pieces)
                 at = begins._replace(
                     step=begins.step + int(done),
                     consumed_tokens=consumed,
-                    window_tokens=consumed,
-                    window_row=0,
-                    samples_drawn=drawn,
+                    position=begins.position._replace(
+                        first_draw=drawn, drawn_at_tokens=consumed, row=0
+                    ),
                 )
             step = plan(at)
             of_step = step.after.consumed_tokens - at.consumed_tokens

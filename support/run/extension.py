@@ -77,7 +77,7 @@ def starting_point(found: Path, settings: Any, before: int) -> Path:
     Raises: ValueError where the one found decays, and there is no trunk or another one was asked
             for
     """
-    o, clock = with_tokens(settings, before).optim, Clock(**outlined(found)["clock"])
+    o, clock = with_tokens(settings, before).optim, Clock.of(outlined(found)["clock"])
     if o.schedule != "wsd" or lr_clock(settings, clock) <= decay_start(o):
         return found
     trunks, which = trunks_in(found.parent), settings.run.resume

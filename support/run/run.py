@@ -154,7 +154,7 @@ class Run:
             return None
         state = read(path, shape, self.settings, self.runtime)
         try:
-            self.clock = Clock(**state["clock"])
+            self.clock = Clock.of(state["clock"])
             state["optimizers"]["state"]
         except (TypeError, LookupError):
             message = f"{path} is of an older version of train.py: start a new run"
@@ -269,7 +269,7 @@ class Run:
         state = {
             **self.trainer.state(),
             "step": self.clock.step,
-            "clock": self.clock._asdict(),
+            "clock": self.clock.as_dict(),
             "best": self.best,
             "evaluation_due": self.evaluation_due,
             "log_size": self.log.size(),
