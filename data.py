@@ -21,7 +21,7 @@ A GPT reads a piece of the store like this:
 """
 
 from dataclasses import dataclass, replace
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -40,6 +40,9 @@ from support.rows.packs import Packs
 from support.rows.ranking import SCAN, Pool
 from support.rows.samples import LONG, LONG_HELP, SPECIAL_TOKENS, Samples
 from support.text.tokenizer import byte_lengths, get_encoding, store_encoding
+
+if TYPE_CHECKING:
+    from config import Config
 
 
 @dataclass(frozen=True)
@@ -65,7 +68,7 @@ class Data(NamedTuple):
     byte_lengths: np.ndarray  # (V,) of the text that each token stands for
 
 
-def open_data(settings: Any, runtime: Runtime) -> tuple[Any, Data]:
+def open_data(settings: "Config", runtime: Runtime) -> tuple["Config", Data]:
     """The store and its tokenizer, and the settings with the tokenizer's name in them."""
     d = settings.data
     name = d.tokenizer or "pd4k"
@@ -102,13 +105,10 @@ def draw(
              seed        of the run
     """
     key = seed_of(seed, "stage", stage_start) if stage_start else seed
-    draws_per_sample = pool.reach / max(pool.size, 1) if pool else 1  # 1 with a single filter
     ids = np.empty(0, np.int64)
     while len(ids) < count:
         wanted = count - len(ids)
-        asked = wanted
-        if draws_per_sample > 1:
-            asked = min(int(1.1 * draws_per_sample * wanted) + 64, SCAN)
+        asked = draws_for(wanted, pool)
         numbers = np.arange(first - stage_start, first - stage_start + asked)
         if pool:
             candidates = pool.ids(shuffled(numbers, pool.reach, key))
@@ -116,8 +116,20 @@ def draw(
             candidates = samples.shuffled(numbers, key)
         accepted = np.flatnonzero(candidates >= 0)[:wanted]
         ids = np.concatenate((ids, candidates[accepted]))
-        first += asked if len(accepted) < wanted else int(accepted[-1]) + 1
+        enough = len(accepted) == wanted
+        first += int(accepted[-1]) + 1 if enough else asked
     return Drawn(spans=samples.spans(ids), next_sample=first)
+
+
+def draws_for(samples: int, pool: Pool | None) -> int:
+    """How many draws to look at for so many samples: some more than a pool refuses on average.
+
+    Example: 10 samples of a pool that holds a quarter of what it reaches: 1.1 * 4 * 10 + 64 = 108
+    """
+    draws_per_sample = pool.reach / max(pool.size, 1) if pool else 1  # 1 with a single filter
+    if draws_per_sample == 1:
+        return samples
+    return min(int(1.1 * draws_per_sample * samples) + 64, SCAN)
 
 
 @dataclass(frozen=True, eq=False)
@@ -140,7 +152,7 @@ class Rows:
         cls,
         spans: np.ndarray,
         offsets: np.ndarray | None = None,
-        seen: Any = 0,
+        seen: np.ndarray | int = 0,
         pairs: Pairs | None = None,
     ) -> "Rows":
         """Rows of the pieces `spans` (n, 2), in their order; one piece a row without `offsets`."""
@@ -198,50 +210,85 @@ def collate(
     B, T = len(rows), seq_len
     end_of_text = store.meta["end_of_text"]
     special_tokens = SPECIAL_TOKENS["pairs" if rows.pairs else "bert"] if special_ids else 0
-    length = rows.stop - rows.start + special_tokens  # (n,)
-    space = T - rows.sums(length)  # (B,)
-
-    # What is left of a row counts as one more piece, so that pieces lie without a gap: (n + B,).
-    ends = rows.offsets[1:]
-    number = np.arange(len(length)) - np.repeat(rows.offsets[:-1], np.diff(rows.offsets))
-    number = np.insert(number, ends, -1)
-    start = np.insert(rows.start - (special_ids is not None), ends, 0)
-    seen = np.insert(rows.seen, ends, 0)
-    length = np.insert(length, ends, space)
-    at = np.cumsum(length) - length
-
-    index = np.arange(B * T)
-    positions = index - np.repeat(at, length)  # (B T,)
-    doc_ids = np.repeat(number, length)
-    place = index + np.repeat(start - at, length)  # in the store
-    if rows.pairs:
-        first, second = (np.insert(x, ends, 0) for x in rows.pairs)
-        is_second = positions > np.repeat(first + 1, length)  # after the [SEP] in the middle
-        place += np.where(is_second, np.repeat(second - start - first - 2, length), 0)
-    text = store.tokens.take(place, mode="clip").astype(np.int64)
-    heads = at[number >= 0]
+    at = laid(rows, T, special_tokens)
+    text = store.tokens.take(at.place, mode="clip").astype(np.int64)  # (B T,)
     if special_ids:
-        tokens, targets = text, text.copy()
-        seps = (at + length)[number >= 0] - 1
-        if rows.pairs:
-            seps = np.concatenate((seps, heads + rows.pairs.first + 1))
-        tokens[heads], tokens[seps] = special_ids.cls, special_ids.sep
-        targets[heads] = targets[seps] = IGNORE
+        tokens, targets = between_special_tokens(text, rows, at, special_ids)
     else:
         tokens, targets = np.empty_like(text), text
         tokens[1:] = text[:-1]
         before = store.tokens.take(rows.start - 1, mode="clip")
-        tokens[heads] = np.where(rows.start > 0, before, end_of_text)
-    if space.any():
-        padding = doc_ids < 0
+        tokens[at.heads] = np.where(rows.start > 0, before, end_of_text)
+    positions, padding = at.positions, at.doc_ids < 0
+    is_full = not padding.any()
+    if not is_full:
         tokens[padding], targets[padding], positions[padding] = end_of_text, IGNORE, 0
-    if seen.any():
-        targets[positions < np.repeat(seen, length)] = IGNORE
+    if rows.seen.any():
+        targets[positions < np.repeat(np.insert(rows.seen, rows.offsets[1:], 0), at.lengths)] = (
+            IGNORE
+        )
     store.check_tokens(max(tokens.max(), targets.max()))
-    fields = [torch.from_numpy(f.reshape(B, T)) for f in (tokens, targets, positions, doc_ids)]
-    if len(rows.start) == B and not space.any():
+    fields = [torch.from_numpy(f.reshape(B, T)) for f in (tokens, targets, positions, at.doc_ids)]
+    if len(rows.start) == B and is_full:
         fields[2:] = None, None
     return Batch(*fields)
+
+
+class Layout(NamedTuple):
+    """Which token of the store stands where in some rows; (B T,) each, unless said otherwise."""
+
+    place: np.ndarray  # in the store; anything on padding
+    positions: np.ndarray  # from 0 in every piece
+    doc_ids: np.ndarray  # the number of the piece in its row, -1 on padding
+    lengths: np.ndarray  # (n + B,) of the pieces, after those of each row what is left of it
+    heads: np.ndarray  # (n,) where the pieces begin
+    stops: np.ndarray  # (n,) where they end
+
+
+def laid(rows: Rows, T: int, special_tokens: int) -> Layout:
+    """Lay the pieces of each row side by side.
+
+    What is left of a row counts as one more piece, so that pieces lie without a gap. A BERT's piece
+    has [CLS] in front, so it begins one place before its text.
+
+    Example: a row of 6 with the pieces 20 to 23 and 7 to 9: place 20 21 22 7 8 -, positions
+             0 1 2 0 1 -, doc_ids 0 0 0 1 1 -1, lengths 3 2 1, heads 0 3, stops 3 5
+    """
+    length = rows.stop - rows.start + special_tokens  # (n,)
+    ends = rows.offsets[1:]
+    number = np.arange(len(length)) - np.repeat(rows.offsets[:-1], np.diff(rows.offsets))
+    number = np.insert(number, ends, -1)  # (n + B,)
+    start = np.insert(rows.start - (special_tokens > 0), ends, 0)
+    lengths = np.insert(length, ends, T - rows.sums(length))
+    begins = np.cumsum(lengths) - lengths
+    index = np.arange(len(rows) * T)
+    positions = index - np.repeat(begins, lengths)  # (B T,)
+    place = index + np.repeat(start - begins, lengths)
+    if rows.pairs:
+        first, second = (np.insert(x, ends, 0) for x in rows.pairs)
+        is_second = positions > np.repeat(first + 1, lengths)  # after the [SEP] in the middle
+        place += np.where(is_second, np.repeat(second - start - first - 2, lengths), 0)
+    return Layout(
+        place=place,
+        positions=positions,
+        doc_ids=np.repeat(number, lengths),
+        lengths=lengths,
+        heads=begins[number >= 0],
+        stops=(begins + lengths)[number >= 0],
+    )
+
+
+def between_special_tokens(
+    text: np.ndarray, rows: Rows, at: Layout, special_ids: SpecialIds
+) -> tuple[np.ndarray, np.ndarray]:
+    """A BERT's tokens and targets (B T,): [CLS] piece [SEP], or [CLS] first [SEP] second [SEP]."""
+    tokens, targets = text, text.copy()
+    seps = at.stops - 1
+    if rows.pairs:
+        seps = np.concatenate((seps, at.heads + rows.pairs.first + 1))
+    tokens[at.heads], tokens[seps] = special_ids.cls, special_ids.sep
+    targets[at.heads] = targets[seps] = IGNORE
+    return tokens, targets
 
 
 def places(rows: Rows, batch: Batch) -> Tensor:

@@ -20,23 +20,24 @@ Papers: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597, s
 import math
 import re
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from kernels.token_drop import merge, split
-from support.base.clock import pace
+from support.base.clock import StepContext, pace
+from support.base.settings import flag
+from support.base.technique import Refusal
+from support.rows.batch import Batch
+
+if TYPE_CHECKING:
+    from config import Config
+    from model import Block, RunBlock, TokenMeta
 
 MODES, PACES = ("random", "bypass"), ("linear", "root", "constant")
-
-
-def flag(default: Any, help: str, **more: Any) -> Any:
-    """As in support/base/settings.py, which a technique does not import: so it can be read
-    alone."""
-    return field(default=default, metadata={"help": help, **more})
 
 
 @dataclass(frozen=True)
@@ -44,7 +45,9 @@ class LtdConfig:
     on: bool = flag(False, "drop random tokens in every layer but first and last")
     mode: str = flag("random", "draw for each layer, or once for all (TokenBypass)", choices=MODES)
     start: int | None = flag(
-        None, "tokens of a row kept at first (default: a sixteenth of --seq-len)", least=1
+        None,
+        "tokens per row that middle layers see at first (default: a sixteenth of --seq-len)",
+        least=1,
     )
     pace: str = flag(
         "constant", "how kept tokens grow; constant: not before the end", choices=PACES
@@ -85,7 +88,7 @@ def kept_tokens(
     return kept if kept == seq_len else kept - (kept - start) % multiple
 
 
-def kept_now(settings: Any, context: Any) -> int:
+def kept_now(settings: "Config", context: StepContext) -> int:
     """`kept_tokens` at one step of a run."""
     ltd, T = settings.ltd, settings.data.seq_len
     t, over = (context.step - 1, ltd.steps) if ltd.steps else (context.progress, ltd.share)
@@ -135,9 +138,7 @@ def dropping_layers(
     return tuple(sorted(named))
 
 
-def refusals_of_schedule(
-    config: LtdConfig, seq_len: int, prefix: str = "--ltd-"
-) -> list[tuple[bool, str]]:
+def refusals_of_schedule(config: LtdConfig, seq_len: int, prefix: str = "--ltd-") -> list[Refusal]:
     """Schedules that cannot be, as (condition, what to tell the user).
 
     Args: config of which each number is within its own limits
@@ -188,7 +189,9 @@ def draw(keep: int, bits: Tensor, padding: Tensor | None = None) -> Tensor:
     return bits.topk(keep, sorted=False).indices.sort().values  # (..., B, K)
 
 
-def draws(settings: Any, context: Any, first_row: int, batch: Any, keep: int) -> dict[int, Tensor]:
+def draws(
+    settings: "Config", context: StepContext, first_row: int, batch: Batch, keep: int
+) -> dict[int, Tensor]:
     """The draws of all dropping layers at once: layer -> (B, K) int64.
 
     Functions of (seed, step, layer, row among the rows of all ranks, position): who runs a row, and
@@ -206,7 +209,7 @@ def draws(settings: Any, context: Any, first_row: int, batch: Any, keep: int) ->
 # ---- the layer
 
 
-def run_kept(block: Callable, x: Tensor, meta: Any, kept: Tensor) -> Tensor:
+def run_kept(block: Callable, x: Tensor, meta: "TokenMeta", kept: Tensor) -> Tensor:
     """Run one block on the kept tokens; the others leave it as they came, bit for bit.
 
     Replacing rows, not adding to them, gives each token the right gradient: a dropped one the
@@ -221,16 +224,16 @@ def run_kept(block: Callable, x: Tensor, meta: Any, kept: Tensor) -> Tensor:
     return merge(rest, kept, block(states, meta))
 
 
-def token_dropping(kept_in: dict[int, Tensor], inner: Callable) -> Callable:
+def token_dropping(kept_in: dict[int, Tensor], inner: "RunBlock") -> "RunBlock":
     """A `run_block`: the layers of `kept_in` see the tokens it names, the others see every token.
 
     Args: inner the run_block that runs a block on the tokens it is given
     """
 
-    meta_of: dict[int, Any] = {}  # of the kept tokens of each layer
+    meta_of: dict[int, TokenMeta] = {}  # of the kept tokens of each layer
 
-    def run_layer(layer: int, block: Callable, x: Tensor, meta: Any) -> Tensor:
-        def run(x: Tensor, meta: Any) -> Tensor:
+    def run_layer(layer: int, block: "Block", x: Tensor, meta: "TokenMeta") -> Tensor:
+        def run(x: Tensor, meta: "TokenMeta") -> Tensor:
             return inner(layer, block, x, meta)
 
         if layer not in kept_in:
@@ -246,7 +249,9 @@ def token_dropping(kept_in: dict[int, Tensor], inner: Callable) -> Callable:
 # ---- what a run makes of them
 
 
-def run_block(settings: Any, context: Any, first_row: int, batch: Any, inner: Callable) -> Callable:
+def run_block(
+    settings: "Config", context: StepContext, first_row: int, batch: Batch, inner: "RunBlock"
+) -> "RunBlock":
     """The run_block of one micro-batch; where all tokens are kept, it is `inner` itself.
 
     Args:    context   of the step: progress, and its random numbers
@@ -260,7 +265,7 @@ def run_block(settings: Any, context: Any, first_row: int, batch: Any, inner: Ca
     return token_dropping(draws(settings, context, first_row, batch, keep), inner)
 
 
-def tokens_by_layer(settings: Any, context: Any, tokens: list[int]) -> list[int]:
+def tokens_by_layer(settings: "Config", context: StepContext, tokens: list[int]) -> list[int]:
     """How many tokens of a row each layer sees, given how many it would see without this technique.
 
     Example: rows of 256 in 6 layers that keep 128: [256, 128, 128, 128, 128, 256]
@@ -270,7 +275,7 @@ def tokens_by_layer(settings: Any, context: Any, tokens: list[int]) -> list[int]
     return [min(keep, n) if layer in dropping else n for layer, n in enumerate(tokens)]
 
 
-def shapes(settings: Any) -> list[Any]:
+def shapes(settings: "Config") -> list["Config"]:
     """For each number of kept tokens that a run may have, settings that begin with it."""
     ltd = settings.ltd
     return [
@@ -279,7 +284,7 @@ def shapes(settings: Any) -> list[Any]:
     ]
 
 
-def with_defaults(settings: Any) -> LtdConfig:
+def with_defaults(settings: "Config") -> LtdConfig:
     ltd = settings.ltd
     if ltd.start is None:
         ltd = replace(ltd, start=max(settings.data.seq_len // 16, 1))
@@ -288,7 +293,7 @@ def with_defaults(settings: Any) -> LtdConfig:
     return ltd
 
 
-def refusals(settings: Any) -> list[tuple[bool, str]]:
+def refusals(settings: "Config") -> list[Refusal]:
     ltd, T, layers = settings.ltd, settings.data.seq_len, settings.model.layers
     if ltd.layers is not None:
         dropping_layers(ltd.layers, layers)  # raises for what it cannot be
@@ -362,8 +367,15 @@ def main(argv: list[str] | None = None) -> None:
 
     def tokens_at(steps: int, progress: float) -> tuple[int, ...]:
         t = steps if args.steps else progress
-        schedule = (over, args.start, args.seq_len, args.kind, args.multiple)
-        return tokens_by_layer(kept_tokens(t, *schedule))
+        kept = kept_tokens(
+            t,
+            over=over,
+            start=args.start,
+            seq_len=args.seq_len,
+            kind=args.kind,
+            multiple=args.multiple,
+        )
+        return tokens_by_layer(kept)
 
     by = "" if args.kind == "constant" else f", in multiples of {args.multiple}"
     end = f"{over:,} steps" if args.steps else f"{over:g} of the budget"
