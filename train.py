@@ -86,7 +86,8 @@ def main(argv: list[str] | None = None) -> int:
     placement = placement_of(settings, empty_model(shape), runtime)
     memory = partial(memory_of, settings, runtime, config=shape, placement=placement)
     rows_at_once = micro_batch(settings, runtime, lambda rows: memory(rows).on_device)
-    assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count)
+    poll = Poll(runtime)
+    assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count, poll=poll)
     if settings.run.dry_run:
         make = Makers(
             plan=partial(Plan, store=data.store, special_ids=data.special_ids, runtime=runtime),
@@ -102,7 +103,7 @@ def main(argv: list[str] | None = None) -> int:
     run.make_folder()
     run.open_log()
     progress.announce(run, plan, rows_at_once.why, memory(rows_at_once.count))
-    poll = Poll(runtime, progress.progress_bar(run))
+    poll.begin(progress.progress_bar(run))
     try:
         with compiled_ahead(run.trainer, poll):
             train(run, plan, evaluation, poll)
@@ -113,30 +114,35 @@ def main(argv: list[str] | None = None) -> int:
         runtime.say(f"stopped at step {run.clock.step}; go on with: {run.resume_command}")
         return 128 + (poll.stop.number or signal.SIGTERM)
     finally:
-        poll.close()
+        poll.end()
         run.log.close()
     return 0
 
 
 class Poll:
-    """Called after every micro-batch: shows how far the run is, and raises Stopped if asked to.
+    """Called after every micro-batch: shows how far the run is, and raises Stopped if asked to."""
 
-    From here on a signal waits until the run can be saved; before, nothing would be lost.
-    """
+    def __init__(self, runtime: Runtime):
+        self.runtime = runtime
+        self.bar: tqdm | None = None
+        self.stop: StopSignal | None = None
 
-    def __init__(self, runtime: Runtime, bar: tqdm):
-        self.runtime, self.bar = runtime, bar
-        self.stop = StopSignal(tqdm.write if runtime.is_rank0 else lambda line: None)
+    def begin(self, bar: tqdm) -> None:
+        """From here on a signal waits until the run can be saved; before, nothing would be lost."""
+        self.bar = bar
+        self.stop = StopSignal(tqdm.write if self.runtime.is_rank0 else lambda line: None)
 
     def __call__(self, what: str, done: int, of: int) -> None:
         """`what` is row, step, "evaluation: row" or "compile: shape"; as often on each rank."""
+        if self.stop is None:  # a dry run
+            return
         progress.show_part(self.bar, what, done, of)
         if what == "row" and self.runtime.world_size > 1:
             return  # ranks ask each other once a step, for who asks waits for the slowest
         if self.runtime.on_any_rank(self.stop.number > 0):
             raise Stopped
 
-    def close(self) -> None:
+    def end(self) -> None:
         self.bar.close()
         self.stop.close()
 
@@ -151,7 +157,7 @@ def train(run: Run, plan: Plan, evaluation: Evaluation, poll: Poll) -> None:
         run.keep_trunk(step.before, step.after)
         began = time.perf_counter()
         progress.change_trainer(run, next_stage(run.trainer, step), poll.bar)
-        done = run.trainer.step(step, poll)
+        done = run.trainer.step(step)
         ms = (time.perf_counter() - began) * 1e3 + waited_ms
         flops = run.advance(step)
         progress.log_step(run, step, done, progress.Took(ms, waited_ms, flops.model), poll.bar)
@@ -225,6 +231,7 @@ def next_stage(trainer: "Trainer", step: Step) -> "Trainer":
         model=empty_model(trainer.model.config),
         runtime=trainer.runtime,
         rows_at_once=trainer.rows_at_once,
+        poll=trainer.poll,
         state=state,
     )
     check_agreement(new.runtime, new.optimizers.named)
@@ -237,6 +244,7 @@ def assemble(
     model: Transformer,
     runtime: Runtime,
     rows_at_once: int,
+    poll: Callable[[str, int, int], None],
     state: dict | None = None,
 ) -> "Trainer":
     """Put a model together with all that acts on it. The order matters, line by line.
@@ -244,6 +252,7 @@ def assemble(
     Called again, on an empty model, where a run goes on and where a technique's stage ends.
 
     Args: rows_at_once full rows of a micro-batch
+          poll         called after every micro-batch (what, done, of)
           state        of `Trainer.state`: what the model and the optimizers go on from
     """
     s = settings
@@ -300,6 +309,7 @@ def assemble(
         optimizers=optimizers,
         edits=edits,
         rows_at_once=rows_at_once,
+        poll=poll,
         compiled=compiled,
         work=work_of(s, runtime, model.config, rows_at_once, blocks, streamed),
     )
@@ -322,18 +332,19 @@ class Trainer:
     optimizers: Optimizers
     edits: dict[str, Edit]  # by technique
     rows_at_once: int  # of full length
+    poll: Callable[[str, int, int], None]
     compiled: Choice
     work: Work
 
-    def step(self, step: Step, poll: Callable[[str, int, int], None]) -> progress.Done:
+    def step(self, step: Step) -> progress.Done:
         """Forward and backward over this rank's rows, part by part; clip; move the weights."""
-        return self.update(step, self.gradients(step, poll))
+        return self.update(step, self.gradients(step))
 
     def rows_together(self, step: Step) -> int:
         """Rows of a micro-batch: of shorter ones there are more."""
         return self.rows_at_once * (self.settings.data.seq_len // step.batch.tokens.shape[1])
 
-    def gradients(self, step: Step, poll: Callable[[str, int, int], None]) -> torch.Tensor:
+    def gradients(self, step: Step) -> torch.Tensor:
         """Forward and backward over this rank's rows, part by part; the sum of their losses.
 
         It is divided by the targets of all ranks, not by counts of micro-batches, so that neither
@@ -370,7 +381,7 @@ class Trainer:
                 (loss * scale).backward()
             total += loss.detach()
             if not last:
-                poll("row", stop, rows)
+                self.poll("row", stop, rows)
         return total
 
     def update(self, step: Step, total: torch.Tensor) -> progress.Done:

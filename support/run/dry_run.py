@@ -362,10 +362,10 @@ def calibrated(
             rows = slice(0, parts * trainer.rows_together(step))
             cut = step.part(rows)
             if number == 0:  # what only a process's first step takes
-                trainer.step(cut.part(slice(0, 1)), ignore)
+                trainer.step(cut.part(slice(0, 1)))
             seconds, is_enough = [], False
             while not is_enough:
-                taken, total = timed(runtime, partial(trainer.gradients, cut, ignore))
+                taken, total = timed(runtime, partial(trainer.gradients, cut))
                 seconds.append(taken)
                 is_enough = runtime.on_any_rank(len(seconds) == TURNS or sum(seconds) > enough)
                 if is_enough or point.parts == 1:  # else gradients add up, as in the run
@@ -394,10 +394,6 @@ def picks(points: list[Point]) -> list[Point]:
             by_cost.append(point)
     places = np.linspace(0, len(by_cost) - 1, min(PICKS, len(by_cost))).round().astype(int)
     return sorted((by_cost[place] for place in places), key=lambda p: p.clock.consumed_tokens)
-
-
-def ignore(what: str, done: int, of: int) -> None:
-    """A poll that asks nobody."""
 
 
 def timed(runtime: Runtime, action: Callable[[], Any]) -> tuple[float, Any]:
