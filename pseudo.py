@@ -37,7 +37,7 @@ from torch.func import functional_call
 
 from support.base.clock import StepContext
 from support.base.settings import flag
-from support.base.technique import Edit, Refusal
+from support.base.technique import Edit, Refusal, is_on
 
 if TYPE_CHECKING:
     from config import Config
@@ -444,7 +444,7 @@ def refusals(settings: "Config") -> list[Refusal]:
             "--init and --pseudo exclude each other: a shadow has not the weights of all layers",
         ),
         (
-            (settings.run.fsdp or settings.offload.on)
+            (settings.run.fsdp or is_on(settings, "offload"))
             and not parse_until(settings.pseudo.until).shares,
             f"--pseudo-until {settings.pseudo.until} needs whole gradients in one place, which"
             " --fsdp and --offload do not leave there: give a share, such as --pseudo-until 0.1",

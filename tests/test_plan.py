@@ -13,7 +13,7 @@ import config
 from data import Rows, draw
 from kernels.cross_entropy import IGNORE
 from plan import Plan
-from support.base.clock import Clock
+from support.base.clock import Clock, Position
 from support.base.runtime import Runtime
 from support.rows.bert import SpecialIds
 from support.rows.samples import cut
@@ -38,6 +38,17 @@ def plan(store, flags="", number=0, world=1):
     return Plan(settings, store, special_ids, rank(number, world))
 
 
+def clock_at(first_draw, consumed_tokens=0):
+    """Between two windows or steps, with the next sample that of this draw."""
+    position = Position(first_draw=first_draw, drawn_at_tokens=consumed_tokens)
+    return Clock(consumed_tokens=consumed_tokens, position=position)
+
+
+def rows_of_step(p, clock):
+    stage = p.stage_at(clock.consumed_tokens)
+    return (p.packed_rows(clock) if p.settings.pack.on else p.truncated_rows(clock, stage)).rows
+
+
 def drawn(plan, first, count, stage_start=0, pool=None, seed=1337):
     return draw(plan.samples, pool, first=first, count=count, stage_start=stage_start, seed=seed)
 
@@ -50,11 +61,11 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
     seen = np.zeros(store.train_tokens, dtype=int)
     for first in range(0, passes, 16 * p.rows_per_step):
         if p.settings.pack.on:
-            rows = p.pack_window(Clock(samples_drawn=first)).rows
+            rows = p.packed_window(clock_at(first).position).rows
             assert rows.sums(rows.stop - rows.start).max() <= 32
         else:
-            clocks = (Clock(samples_drawn=first + i * p.rows_per_step) for i in range(16))
-            rows = Rows.join([p.plain_rows(clock).rows for clock in clocks])
+            clocks = (clock_at(first + i * p.rows_per_step) for i in range(16))
+            rows = Rows.join([rows_of_step(p, clock) for clock in clocks])
         for start, stop in zip(rows.start, rows.stop, strict=True):
             seen[start:stop] += 1
     beyond = drawn(
@@ -73,12 +84,28 @@ def test_steps_take_every_row_of_every_window_once(store):
     """In the windows' order step by step; within a step in the order that balances them."""
     p = plan(store, "--pack")
     steps, rows = walk(p, 60), []
-    for first in range(0, steps[-1].after.samples_drawn + 1, 16 * p.rows_per_step):
-        rows += rows_as_pieces(p.pack_window(Clock(samples_drawn=first)).rows)
+    for first in range(0, steps[-1].after.position.first_draw + 1, 16 * p.rows_per_step):
+        rows += rows_as_pieces(p.packed_window(clock_at(first).position).rows)
     clocks = [Clock(), *(step.after for step in steps)]
     for number, clock in enumerate(clocks[:-1]):
         taken = rows_as_pieces(p.packed_rows(clock).rows)
         assert sorted(taken) == sorted(rows[8 * number : 8 * number + 8])
+
+
+def test_the_steps_in_the_header(store):
+    """4 rows of 64 a step: where each begins, and that 64 draws are packed together."""
+    size = "--seq-len 64 --batch-tokens 256 --tokens 20000"
+    plain = walk(plan(store, size), 3)
+    assert [step.before.position.first_draw for step in plain] == [0, 4, 8]
+    packed = walk(plan(store, f"{size} --pack"), 45)
+    positions = [(s.before.position.first_draw, s.before.position.row) for s in packed]
+    assert positions[:3] == [(0, 0), (0, 4), (0, 8)]
+    assert {first for first, _ in positions} >= {0, 64, 128}
+    for number in range(2):
+        ranks = walk(plan(store, size, number, world=2), 3)
+        for step, whole in zip(ranks, plain, strict=True):
+            half = slice(2 * number, 2 * number + 2)
+            assert torch.equal(step.batch.tokens, whole.batch.tokens[half])
 
 
 ROOMY = "--seq-len 1024 --batch-tokens 8192 --tokens 1M"  # for the store's documents
@@ -98,7 +125,7 @@ def test_a_step_of_documents_has_those_of_the_unpacked_one(store, alone, packed)
     for a, b in zip(walk(one_a_row, 60), walk(together, 60), strict=True):
         pieces = []
         for p, clock in ((one_a_row, a.before), (together, b.before)):
-            rows = (p.packed_rows if p.settings.pack.on else p.plain_rows)(clock).rows
+            rows = rows_of_step(p, clock)
             pieces.append(sorted(zip(rows.start.tolist(), rows.stop.tolist(), strict=True)))
         assert pieces[0] == pieces[1]
         assert (a.targets, a.pieces) == (b.targets, b.pieces)
@@ -115,18 +142,18 @@ def test_a_step_of_documents_has_those_of_the_unpacked_one(store, alone, packed)
 def test_every_sample_of_a_window_lies_in_exactly_one_of_its_rows(store, flags, curriculum, model):
     """And no other: nothing is carried over into the next window."""
     p = plan(store, f"--pack {flags} {curriculum} {model}")
-    clock, steps = Clock(), 1 if p.settings.pack.batch == "documents" else 16
+    first, steps = 0, 1 if p.settings.pack.batch == "documents" else 16
     for _ in range(5):
-        window = p.pack_window(clock)
-        spans, after = drawn(p, clock.samples_drawn, steps * p.rows_per_step)
+        window = p.packed_window(clock_at(first).position)
+        spans, after = drawn(p, first, steps * p.rows_per_step)
         pieces = cut(spans, window.stage.max_piece_len - p.extra)
         laid = np.stack((window.rows.start, window.rows.stop), axis=1)
         if p.settings.model.nsp:  # of a pair the end is cut off
             assert (laid[:, 1] - laid[:, 0] <= p.samples.max_piece_len).all()
             laid, pieces = laid[:, :1], pieces[:, :1]
         assert sorted(laid.tolist()) == sorted(pieces.tolist())
-        assert window.next_sample == after == clock.samples_drawn + len(spans)
-        clock = clock._replace(samples_drawn=after)
+        assert window.next_draw == after == first + len(spans)
+        first = after
 
 
 def test_pairs_need_two_pieces_of_two_tokens():
@@ -154,8 +181,9 @@ def test_truncated_documents_are_never_read_beyond_their_first_row(store):
         p = plan(store, f"{flags} --long truncate")
         read = np.zeros(store.train_tokens, bool)
         for step in range(40):
-            clock = Clock(samples_drawn=16 * p.rows_per_step * step)
-            rows = (p.pack_window if p.settings.pack.on else p.plain_rows)(clock).rows
+            clock = clock_at(16 * p.rows_per_step * step)
+            packs = p.settings.pack.on
+            rows = p.packed_window(clock.position).rows if packs else rows_of_step(p, clock)
             for start, stop in zip(rows.start, rows.stop, strict=True):
                 read[start:stop] = True
         begins = store.offsets[np.searchsorted(store.offsets, np.flatnonzero(read), "right") - 1]
@@ -384,8 +412,7 @@ def test_a_packed_bert_draws_what_the_unpacked_one_does_under_a_curriculum(index
             b.targets,
             b.after.real_tokens,
         )
-        data = ("samples_drawn", "stage_start", "window_tokens", "window_row")
-        assert [getattr(a.after, n) for n in data] == [getattr(b.after, n) for n in data]
+        assert a.after.position == b.after.position
 
 
 def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
@@ -394,10 +421,10 @@ def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
     stage_ids, since, steps = [], 0, walk(p, 400)
     clocks = [Clock(), *(step.after for step in steps)]
     for before, step in zip(clocks, steps, strict=False):
-        if step.after.stage_start != since:
-            since, stage_ids = step.after.stage_start, []
+        if step.after.position.stage_first_draw != since:
+            since, stage_ids = step.after.position.stage_first_draw, []
         pool = p.stage_at(before.consumed_tokens).pool
-        spans = drawn(p, before.samples_drawn, p.rows_per_step, since, pool).spans
+        spans = drawn(p, before.position.first_draw, p.rows_per_step, since, pool).spans
         ids = ((spans[:, 0] - p.samples.start) // 32).tolist()
         reach = pool.reach if pool else len(p.samples)
         assert step.stage["pool"] == reach
@@ -406,7 +433,7 @@ def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
         for first in range(0, len(stage_ids), reach):
             part = stage_ids[first : first + reach]
             assert len(set(part)) == len(part)
-    stages = {step.after.stage_start for step in steps}
+    stages = {step.after.position.stage_first_draw for step in steps}
     assert len(stages) == len({step.stage["pool"] for step in steps}) > 30, "one a pool"
     assert reach == len(p.samples)
 
@@ -417,7 +444,9 @@ def test_after_the_end_full_passes_without_repeats(indexed):
     end, n = steps[-1].after, len(p.samples)
     assert end.consumed_tokens > 0.4 * 2000 and p.stage_at(end.consumed_tokens).pool is None
     for number in range(2):
-        spans = drawn(p, end.stage_start + number * n, n, end.stage_start).spans
+        spans = drawn(
+            p, end.position.stage_first_draw + number * n, n, end.position.stage_first_draw
+        ).spans
         assert len(set(spans[:, 0].tolist())) == n
 
 
@@ -477,9 +506,7 @@ def test_reshaped_rows_show_the_same_tokens(store, indexed):
     p = indexed(f"{size} --curriculum seqlen-reshape --curriculum-start 8 --curriculum-share 1")
     plain, widths = plan(store, size), set()
     for number in range(8):
-        clock = Clock(
-            samples_drawn=8 * number, consumed_tokens=400 * number, window_tokens=400 * number
-        )
+        clock = clock_at(8 * number, consumed_tokens=400 * number)
         step, whole = p(clock), plain(clock)
         widths.add(step.batch.tokens.shape[1])
         assert step.batch.tokens.shape[1] <= step.stage["difficulty_seqlen-reshape"] < 40

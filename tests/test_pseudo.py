@@ -331,9 +331,8 @@ def owners_seen(lines):
 
 def test_off_is_absent(run, log_of, monkeypatch):
     plain = metrics(log_of())
-    for name in ("stage", "shadow_at", "share", "handed_over", "parse_until"):
+    for name in ("stage", "shadow_at", "share", "handed_over", "parse_until", "average"):
         monkeypatch.setattr(pseudo, name, None)  # a call would fail
-    monkeypatch.setattr(train, "average", None)
     assert metrics(run(out="poisoned")) == plain
 
 

@@ -144,8 +144,13 @@ def techniques_of(config: Any) -> dict[str, Technique]:
 
 
 def is_on(config: "Config", name: str) -> bool:
-    """Whether a technique's switch, its first setting, differs from its default."""
-    settings = getattr(config, name)
+    """Whether a technique's switch, its first setting, differs from its default.
+
+    False for one that is not registered: techniques that speak of each other may be deleted.
+    """
+    settings = getattr(config, name, None)
+    if settings is None:
+        return False
     switch = fields(settings)[0]
     return getattr(settings, switch.name) != switch.default
 
