@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import config
+import dry_run
 import offload
 import pseudo
 import report
@@ -57,7 +58,6 @@ from support.base.stop_signal import Stopped, StopSignal
 from support.evaluation.scoring import HeldOut, on_each_store
 from support.rows.batch import Batch, shares_of
 from support.run import progress
-from support.run.dry_run import Makers, dry_run
 from support.run.progress import write
 from support.run.run import Run
 from support.step.blocks import Choice, choice, with_rounded_weights
@@ -90,20 +90,26 @@ def main(argv: list[str] | None = None) -> int:
     memory = partial(memory_of, settings, runtime, config=shape, placement=away)
     rows_at_once = micro_batch(settings, runtime, lambda rows: memory(rows).on_device)
     if settings.run.dry_run:
-        make = Makers(
-            plan=partial(Plan, store=data.store, special_ids=data.special_ids, runtime=runtime),
-            trainer=lambda s: assemble(s, initial_model(shape, s), runtime, rows_at_once.count),
+        last = held_out(settings, data, settings.run.final_eval_tokens)
+        dry_run.show(
+            run,
+            data,
+            (evaluation, last),
+            shape=shape,
+            placement=away,
+            batches=rows_at_once,
+            memory=memory(rows_at_once.count),
+            assemble=assemble,
             next_stage=next_stage,
         )
-        last = held_out(settings, data, settings.run.final_eval_tokens)
-        dry_run(run, rows_at_once, memory, (evaluation, last), make)
         return 0
     model = empty_model(shape) if saved else initial_model(shape, settings, runtime.say)
-    run.trainer = assemble(settings, model, runtime, rows_at_once.count, saved)
+    run.use(assemble(settings, model, runtime, rows_at_once.count, saved))
     del saved  # what is not in use now is only memory
     run.make_folder()
     run.open_log()
-    progress.announce(run, plan, rows_at_once.why, memory(rows_at_once.count))
+    ahead, taken = dry_run.outlook(run, plan), memory(rows_at_once.count)
+    progress.announce(run, plan.samples, rows_at_once.why, taken, ahead)
     bar = progress.progress_bar(run)
     # from here on a signal waits until the run can be saved; what came before is no loss
     stop = StopSignal(tqdm.write if runtime.is_rank0 else lambda line: None)
@@ -149,9 +155,7 @@ def train(run: Run, plan: Plan, evaluation: Evaluation, bar: tqdm) -> None:
         ms = (time.perf_counter() - began) * 1e3 + waited_ms
         flops = run.advance(step)
         progress.log_step(run, step, done, progress.Took(ms, waited_ms, flops.model), bar)
-        last = run.is_finished
-        run.evaluation_due = due(s.eval_every, step.before, step.after, last)
-        checkpoint_due = last or due(s.checkpoint_every, step.before, step.after)
+        checkpoint_due = run.is_finished or due(s.checkpoint_every, step.before, step.after)
         evaluate_and_save(run, evaluation, bar, checkpoint_due)
         run.trainer.between("step", 1, 1)
 
@@ -370,7 +374,7 @@ def evaluate(run: Run, evaluation: Any, bar: tqdm, last: bool = False) -> HeldOu
         trainer.between("evaluation: row", done, evaluation.rows_in_all)
 
     found = evaluation.run(trainer.model, run.runtime, trainer.rows_at_once, between)
-    progress.log_evaluation(run, found, time.perf_counter() - began, last)
+    progress.log_evaluation(run, found.logged(), time.perf_counter() - began, last)
     if not last:
         progress.write(bar, f"step {run.clock.step}: held-out {found}, on {evaluation.text}")
     return found
@@ -380,10 +384,7 @@ def evaluate_and_save(run: Run, evaluation: Any, bar: tqdm, checkpoint_due: bool
     """Do both as they are due; a model that is better than before is saved in any case."""
     is_best = False
     if run.evaluation_due:
-        bits_per_byte = evaluate(run, evaluation, bar).val_bpb
-        is_best = bits_per_byte < run.best
-        run.best = min(bits_per_byte, run.best)
-        run.evaluation_due = False
+        is_best = run.evaluated(evaluate(run, evaluation, bar).val_bpb)
     if checkpoint_due or is_best:
         run.save(is_best)
 
@@ -392,7 +393,7 @@ def evaluate_at_end(run: Run, evaluation: Any, bar: tqdm) -> None:
     """The last evaluation, and what the techniques saved."""
     found = evaluate(run, evaluation, bar, last=True)
     bar.close()
-    progress.conclude(run, found, evaluation.text)
+    progress.conclude(run, str(found), evaluation.text)
 
 
 def run_block_of(
