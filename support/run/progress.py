@@ -15,7 +15,7 @@ from support.run.run import Run
 from support.step import machine
 from support.step.memory import Memory, bytes_free
 from support.step.memory import in_words as memory_in_words
-from support.step.placement import Work
+from support.step.placement import Work, price, table
 
 if TYPE_CHECKING:
     from plan import Step
@@ -93,13 +93,12 @@ def announce(
 
 def placement_in_words(run: Run) -> str:
     """What --offload leaves where, and what that costs a step."""
-    s, runtime, at_once = run.settings, run.runtime, run.trainer.rows_at_once
-    placement = run.trainer.placement
-    of_rank = s.optim.batch_tokens // s.data.seq_len // runtime.world_size
-    work = Work(at_once * s.data.seq_len, -(-of_rank // at_once))
+    s, runtime, trainer = run.settings, run.runtime, run.trainer
+    rows_of_rank = s.optim.batch_tokens // s.data.seq_len // runtime.world_size
+    micro_batches = -(-rows_of_rank // trainer.rows_at_once)
+    work = Work(trainer.rows_at_once * s.data.seq_len, micro_batches)
     rates = machine.measured(runtime.device, runtime.dtype)
-    price = placement.price(placement, work, rates)
-    return f"{placement.table(placement)}\n{price}"
+    return f"{table(trainer.placement)}\n{price(trainer.placement, work, rates)}"
 
 
 # ---- the bar
