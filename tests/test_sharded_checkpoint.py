@@ -171,7 +171,7 @@ def test_any_damaged_or_missing_file_is_named(tmp_path):
 
 
 def test_files_of_two_saves_are_refused(tmp_path):
-    """Each is whole; also one of another number of ranks, and a rank's file in place of another's."""
+    """Each is whole; also one of other ranks, and a rank's file in place of another's."""
     one = written_by(2, tmp_path / "one.sharded", state_of())
     other = written_by(2, tmp_path / "other.sharded", state_of(8), "other")
     three = written_by(3, tmp_path / "three.sharded", state_of(8), "three")
