@@ -542,7 +542,13 @@ def faulty_state(step: int) -> dict:
 
 
 CALLS = [(os, "fsync"), (os, "replace"), (os, "link"), (os, "mkdir"), (shutil, "rmtree")]
-CALLS += [(Path, "rename"), (Path, "unlink"), (Path, "open"), (checkpoint.Hashing, "write")]
+CALLS += [
+    (os, "rmdir"),
+    (Path, "rename"),
+    (Path, "unlink"),
+    (Path, "open"),
+    (checkpoint.Hashing, "write"),
+]
 
 
 def count_calls(patch, fault: Callable[[int], None]) -> None:
