@@ -31,6 +31,7 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import config
+import dry_run
 import report
 import sample
 from data import Data, open_data
@@ -54,7 +55,6 @@ from support.base.technique import Edit, is_on, techniques_of, techniques_on
 from support.evaluation.scoring import HeldOut, on_each_store
 from support.rows.batch import Batch, shares_of
 from support.run import progress
-from support.run.dry_run import Makers, dry_run
 from support.run.run import Run
 from support.step.blocks import Choice, choice, with_rounded_weights
 from support.step.flops import Work, work_of
@@ -89,20 +89,31 @@ def main(argv: list[str] | None = None) -> int:
     poll = Poll(runtime)
     assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count, poll=poll)
     if settings.run.dry_run:
-        make = Makers(
-            plan=partial(Plan, store=data.store, special_ids=data.special_ids, runtime=runtime),
-            trainer=lambda s: assembled(s, model=initial_model(shape, s)),
+        last = held_out(settings, data, settings.run.final_eval_tokens)
+        dry_run.show(
+            run,
+            data,
+            (evaluation, last),
+            shape=shape,
+            placement=placement,
+            batches=rows_at_once,
+            memory=memory(rows_at_once.count),
+            assemble=assembled,
             next_stage=next_stage,
         )
-        last = held_out(settings, data, settings.run.final_eval_tokens)
-        dry_run(run, rows_at_once, memory, (evaluation, last), make)
         return 0
     model = empty_model(shape) if saved else initial_model(shape, settings, runtime.say)
-    run.go_on_with(assembled(settings, model=model, state=saved))
+    run.use(assembled(settings, model=model, state=saved))
     del saved  # so that its memory is free
     run.make_folder()
     run.open_log()
-    progress.announce(run, plan, rows_at_once.why, memory(rows_at_once.count))
+    progress.announce(
+        run,
+        plan.samples,
+        batches=rows_at_once.why,
+        memory=memory(rows_at_once.count),
+        outlook=dry_run.outlook(run, plan),
+    )
     poll.begin(progress.progress_bar(run))
     try:
         with compiled_ahead(run.trainer, poll):
@@ -172,7 +183,7 @@ def evaluate_and_save(run: Run, evaluation: Evaluation, poll: Poll, checkpoint_d
     is_best = False
     if run.evaluation_due:
         found = evaluate(run, evaluation, poll)
-        is_best = run.has_evaluated(found.val_bpb)
+        is_best = run.evaluated(found.val_bpb)
     if checkpoint_due or is_best:
         run.save(is_best)
 
@@ -185,7 +196,7 @@ def evaluate(run: Run, evaluation: Evaluation, poll: Poll, last: bool = False) -
         poll("evaluation: row", done, evaluation.rows_in_all)
 
     found = evaluation.run(trainer.model, run.runtime, trainer.rows_at_once, show)
-    progress.log_evaluation(run, found, time.perf_counter() - began, last)
+    progress.log_evaluation(run, found.logged(), time.perf_counter() - began, last)
     if not last:
         progress.write(poll.bar, f"step {run.clock.step}: held-out {found}, on {evaluation.text}")
     return found
@@ -202,7 +213,7 @@ def finish(run: Run, data: Data, poll: Poll) -> None:
     evaluation = held_out(s, data, s.run.final_eval_tokens)
     found = evaluate(run, evaluation, poll, last=True)
     poll.bar.close()
-    progress.conclude(run, found, evaluation.text)
+    progress.conclude(run, str(found), evaluation.text)
     if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):  # which needs all ranks
         random = generator(torch.device("cpu"), s.run.seed, "sample")
         # a row that grows would compile each time

@@ -94,7 +94,7 @@ def log_of(store_dir, tmp_path_factory):
 # Processes that tests start by `get_context("forkserver")` have these loaded as they begin, which
 # takes each process of "spawn" or of torchrun seconds.
 multiprocessing.set_forkserver_preload(
-    ["torch", "torch.distributed.fsdp", "torch.distributed.checkpoint", "torch._dynamo", "triton"]
+    ["torch", "torch.distributed.fsdp", "torch._dynamo", "triton"]
 )
 
 

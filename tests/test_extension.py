@@ -8,17 +8,29 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, metrics, read_log, start_ranks
+from conftest import ALL_ON as ALL
+from conftest import SMALL as LARGER
+from conftest import metrics, read_log, start_ranks
 
 import config
-import plan
 import train
-from support.base.settings import parser_of
 from support.run import checkpoint, extension, sharded_checkpoint
 from support.step.optim import lr_at
 
+SMALL = f"{LARGER} --layers 2 --eval-tokens 100 --final-eval-tokens 100"
+ALL_ON = f"{ALL} --layers 4"
+PSEUDO = "--pseudo --pseudo-group 2 --layers 4"
 MORE = ["--resume", "--tokens", "8192", "--out"]
 WSD = "--schedule wsd --warmup-tokens 512 --decay-share 0.25"  # of 16 steps the last 4 decay
+
+
+@pytest.fixture(scope="module", autouse=True)
+def short_ends():
+    """Runs end without a sample and a report, which take longer than their steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.sample, "write", lambda *_, **more: "")
+        patch.setattr(train.report, "write", lambda folder: folder)
+        yield
 
 
 @pytest.fixture(scope="module")
@@ -55,9 +67,15 @@ def assert_same_run(one: Path, other: Path) -> None:
     """The same log, but for times, and the same weights bit for bit."""
     assert metrics(read_log(one)) == metrics(read_log(other))
     states = [checkpoint.load(checkpoint.find(folder, "last")) for folder in (one, other)]
-    a, b = (sharded_checkpoint.named_tensors(state) for state in states)
+    a, b = map(tensors_of, states)
     assert a.keys() == b.keys() and all(tensor.equal(b[name]) for name, tensor in a.items())
     assert states[0]["clock"] == states[1]["clock"]
+
+
+def tensors_of(state: dict) -> dict[str, torch.Tensor]:
+    found = {}
+    sharded_checkpoint.mapped(state, found.setdefault)
+    return found
 
 
 def rate(clock: int, schedule: str, budget: int) -> float:
@@ -84,24 +102,18 @@ def test_the_learning_rate_is_stretched_from_there_on(finished, tmp_path, capsys
     kept = [json.loads(line) for line in (folder / "log-4096.jsonl").read_text().splitlines()]
     assert kept == before, "with the last evaluation at the old budget"
     assert [line["last"] for line in read_log(folder, "eval")].count(True) == 1
-
-
-def test_what_was_taken_from_the_old_budget_stays(finished, tmp_path):
-    """Warm-up, and how often evaluations and checkpoints come; config.json is as it was."""
-    folder = finished("", tmp_path / "run")
-    before = (folder / "config.json").read_bytes()
-    assert train.main([*MORE, str(folder)]) == 0
-    assert (folder / "config.json").read_bytes() == before
     saved = checkpoint.load(checkpoint.find(folder, "last"))["config"]
     assert (saved["optim.tokens"], saved["optim.schedule_tokens"]) == (8192, 4096)
+    started = json.loads((folder / "config.json").read_text())["config"]
+    assert started["optim.tokens"] == 4096, "config.json is as it was"
     for name in ("optim.warmup_tokens", "run.eval_every", "run.checkpoint_every"):
-        assert saved[name] == json.loads(before)["config"][name]
+        assert saved[name] == started[name]
 
 
 @pytest.mark.parametrize(
-    "flags", ["", f"{ALL_ON} --schedule cosine", WSD, "--pseudo --pseudo-group 2"]
+    ("flags", "later"),
+    [("", 1), (f"{ALL_ON} --schedule cosine", 7), (WSD, 7), (PSEUDO, 1)],
 )
-@pytest.mark.parametrize("later", [1, 7])
 def test_an_extended_run_that_was_killed_is_one_that_was_not(
     finished, tmp_path, monkeypatch, flags, later
 ):
@@ -129,11 +141,10 @@ def test_negative_control_without_its_record_an_extended_run_stops_where_it_was(
 
 
 def test_a_run_that_is_not_finished_is_extended_where_it_was_stopped(
-    run, tmp_path, monkeypatch, store_dir
+    tmp_path, monkeypatch, store_dir
 ):
     monkeypatch.chdir(tmp_path)
-    argv = f"{SMALL} --data {store_dir} --out run".split()
-    killed_at(monkeypatch, 11, argv)
+    killed_at(monkeypatch, 11, f"{SMALL} --data {store_dir} --out run".split())
     assert train.main([*MORE, "run"]) == 0
     rates = [line["lr"] for line in read_log(tmp_path / "run", "train")]
     assert rates[7] == pytest.approx(rate(256 * 7, "linear", 4096))
@@ -199,23 +210,8 @@ def test_negative_control_with_the_new_budget_they_do(finished, tmp_path, monkey
     assert not never_shrinks(stages(folder))
 
 
-def test_progress_stays_at_the_end(finished, tmp_path, monkeypatch):
-    shown = []
-    call = plan.Plan.__call__
-
-    def noted(self, clock):
-        step = call(self, clock)
-        shown.append((step.before.step, step.context.progress))
-        return step
-
-    folder = finished("", tmp_path / "run")
-    monkeypatch.setattr(plan.Plan, "__call__", noted)
-    assert train.main([*MORE, str(folder)]) == 0
-    assert {progress for number, progress in shown if number >= 16} == {1.0}
-
-
 def test_layers_with_weights_of_their_own_keep_them(finished, tmp_path):
-    folder = finished("--pseudo --pseudo-group 2 --pseudo-until 0.75", tmp_path / "run")
+    folder = finished(f"{PSEUDO} --pseudo-until 0.75", tmp_path / "run")
     assert train.main([*MORE, str(folder)]) == 0
     assert [line["owners"] for line in read_log(folder, "stage")] == [[0, 1, 2, 3]]
 
@@ -224,13 +220,13 @@ def test_layers_with_weights_of_their_own_keep_them(finished, tmp_path):
 
 
 def test_a_decayed_run_goes_on_from_its_trunk_as_if_it_had_never_decayed(
-    finished, run, tmp_path, capsys
+    finished, tmp_path, capsys
 ):
     """Bit for bit the run that had the larger budget from its first step."""
     folder = finished(WSD, tmp_path / "decayed")
     assert checkpoint.load(folder / "trunk.pt")["step"] == 12
     assert [line["lr"] for line in read_log(folder, "train")][11:13] == [2e-2, 1.75e-2]
-    whole = metrics(run(f"{WSD} --tokens 8192", out="whole"))
+    whole = metrics(read_log(finished(f"{WSD} --tokens 8192", tmp_path / "whole")))
     assert train.main([*MORE, str(folder)]) == 0
     said = capsys.readouterr().out
     assert "decay of the learning rate moved from 4,096 to 8,192 tokens at step 12" in said
@@ -247,21 +243,20 @@ def test_a_decayed_run_goes_on_from_its_trunk_as_if_it_had_never_decayed(
 
 
 def test_negative_control_from_the_decayed_weights_it_is_another_run(
-    finished, run, tmp_path, monkeypatch
+    finished, tmp_path, monkeypatch
 ):
     folder = finished(WSD, tmp_path / "decayed")
-    whole = metrics(run(f"{WSD} --tokens 8192", out="whole"))
+    whole = metrics(read_log(finished(f"{WSD} --tokens 8192", tmp_path / "whole")))
     monkeypatch.setattr(extension, "starting_point", lambda found, *_: found)
     assert train.main([*MORE, str(folder)]) == 0
     assert [line for line in metrics(read_log(folder)) if line["event"] != "extended"] != whole
 
 
-def test_a_trunk_outlives_every_step_that_is_kept(finished, tmp_path):
+def test_a_trunk_outlives_every_step_that_is_kept_and_only_wsd_has_one(finished, tmp_path):
     folder = finished(f"{WSD} --keep 1", tmp_path / "run")
     names = sorted(path.name for path in folder.glob("*.pt"))
     assert [name for name in names if name != "best.pt"] == ["step-00000016.pt", "trunk.pt"]
-    plain = finished("", tmp_path / "plain")
-    assert not list(plain.glob("trunk*")), "of other schedules there is none"
+    assert not list(finished("", tmp_path / "plain").glob("trunk*"))
 
 
 def test_best_of_the_decay_is_set_aside_and_the_best_of_the_trunk_counts(
@@ -371,11 +366,10 @@ RENAMES = 5
 
 
 @pytest.mark.parametrize("number", range(1, RENAMES + 2))
-@pytest.mark.parametrize("again", [[], ["--tokens", "8192"]], ids=["resumed", "extended again"])
-def test_a_kill_leaves_the_old_run_or_the_extended_one(
-    finished, tmp_path, monkeypatch, number, again
-):
+def test_a_kill_leaves_the_old_run_or_the_extended_one(finished, tmp_path, monkeypatch, number):
+    """Resumed as it is, or extended once more: every second time each."""
     flags, folder = f"{WSD} --keep 1", tmp_path / "run"
+    again = ["--tokens", "8192"] if number % 2 else []
     finished(flags, folder)
     made = killed_in_its_renames(monkeypatch, number, [*MORE, str(folder)])
     assert made == number - 1
@@ -438,19 +432,8 @@ def test_a_damaged_record_is_one_line(finished, tmp_path):
             train.main(["--resume", "--out", str(folder)])
 
 
-def test_the_budget_of_the_schedules_is_no_flag():
-    options = parser_of(config.Config, "train.py", "").format_help()
-    assert "--tokens" in options and "schedule-tokens" not in options
-    assert "schedule-tokens" not in config.flags_table()
-    assert config.build({"optim.tokens": 5000}).optim.schedule_tokens == 5000
-
-
-def test_a_copy_stands_in_where_links_are_not_supported(tmp_path, monkeypatch):
-    def no_links(*_):
-        raise OSError("not supported")
-
+def test_a_trunk_that_is_kept_twice_is_there_once(tmp_path):
     path = checkpoint.save(tmp_path, {"step": 3, "model": {"a": torch.ones(2)}}, step=3)
-    monkeypatch.setattr(checkpoint.os, "link", no_links)
     extension.keep_trunk(path)
     extension.keep_trunk(path)
     assert checkpoint.load(tmp_path / "trunk.pt")["step"] == 3

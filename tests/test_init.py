@@ -205,9 +205,9 @@ def test_real_layers_compute_the_same_function(owners):
 def test_a_folder_of_shards_is_a_checkpoint_too(begin, run_of, tmp_path):
     state = checkpoint.load(checkpoint.find(run_of(), "last"))
     folder = tmp_path / "step-00000004.sharded"
-    sharded_checkpoint.write(folder, state, sharded_checkpoint.ALONE, 4)
+    sharded_checkpoint.write(folder, state, sharded_checkpoint.ALONE)
     assert_same(begin(folder), state["model"])
-    (folder / "manifest.json").write_text("{}")
+    (folder / "rank-0-of-1.pt").write_text("{}")
     with pytest.raises(ValueError, match=r"--init .*sharded"):
         begin(folder, out="other")
 

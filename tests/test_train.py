@@ -267,7 +267,7 @@ def test_a_run_that_truncates_says_what_it_leaves_out(run, store_dir, flags, cap
     sizes = np.diff(store.offsets[: store.train_documents + 1]) - bert
     beyond = np.maximum(sizes - (30 if bert else 32), 0)
     said = f"--long truncate: {(beyond > 0).sum():,} of 454 documents are longer than a row"
-    assert f"{said}, {beyond.sum():,} tokens of them are left out" in capsys.readouterr().out
+    assert f"{said}, {beyond.sum():,} of their tokens are left out" in capsys.readouterr().out
     split = run(flags, out="split")
     assert "--long" not in capsys.readouterr().out
     evals = [[line for line in run if line["event"] == "eval"] for run in (truncated, split)]

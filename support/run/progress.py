@@ -2,26 +2,28 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from tqdm import tqdm
 
 from kernels.packed_attention import IMPLS
 from support.base.clock import savings
-from support.base.numbers import short
 from support.base.runtime import Runtime
-from support.evaluation.scoring import HeldOut
 from support.rows.mixture import MixedSamples
-from support.run.dry_run import epochs, outlook
+from support.rows.samples import Samples
 from support.run.run import Run
 from support.step import machine
 from support.step.memory import Memory, bytes_free
 from support.step.memory import in_words as memory_in_words
 from support.step.placement import Work, price, table
 
+if TYPE_CHECKING:
+    from plan import Step
+    from train import Trainer
+
 
 class Done(NamedTuple):
-    """What a step found: mean loss in nats, norm of the gradient, learning rate."""
+    """The result of a step: mean loss in nats, norm of the gradient, learning rate."""
 
     loss: float
     grad_norm: float
@@ -31,8 +33,8 @@ class Done(NamedTuple):
 class Took(NamedTuple):
     """What a step took."""
 
-    ms: float  # all of it
-    data_ms: float  # that its batch was waited for
+    ms: float  # in all
+    data_ms: float  # waiting for its batch
     model_flops: int  # support/step/flops.py
 
 
@@ -44,7 +46,7 @@ class Speed(NamedTuple):
     epochs: float  # passes over the store's training tokens
 
 
-def speed_of(run: Run, step: Any, took: Took) -> Speed:
+def speed_of(run: Run, step: "Step", took: Took) -> Speed:
     tokens = step.after.real_tokens - step.before.real_tokens
     peak, seconds = run.peak.flops, took.ms / 1e3
     return Speed(
@@ -54,50 +56,56 @@ def speed_of(run: Run, step: Any, took: Took) -> Speed:
     )
 
 
-def announce(run: Run, plan: Any, batches: str, memory: Memory) -> None:
-    """What is trained, on what, and where it is written.
+# ---- the first lines
 
-    Args: plan   plan.Plan
-          memory what the run takes, by estimate
+
+def announce(
+    run: Run, samples: Samples | MixedSamples, batches: str, memory: Memory, outlook: str
+) -> None:
+    """Say what is trained, on what, and where it is written.
+
+    Args: batches how a step is cut into micro-batches
+          memory  what the run takes, by estimate
+          outlook how many steps, epochs and FLOPs are ahead (dry_run.outlook)
     """
-    samples, store = plan.samples, plan.samples.store
-    s, m, say = run.settings, run.settings.model, run.runtime.say
-    parameters = sum(p.numel() for p in run.trainer.model.parameters())
-    say(f"{m.model} {m.size}: {parameters / 1e6:.2f} M parameters, {run.runtime.why}")
+    s, say, store, trainer = run.settings, run.runtime.say, samples.store, run.trainer
+    parameters = sum(p.numel() for p in trainer.model.parameters())
+    say(f"{s.model.model} {s.model.size}: {parameters / 1e6:.2f} M parameters, {run.runtime.why}")
     say(f"memory: {memory_in_words(memory, bytes_free(run.runtime))}")
     for line in placements_in_words(run):
         say(line)
     say(f"batches: {batches}")
-    compiled = run.trainer.compiled
-    if compiled.on or run.runtime.device.type == "cuda":
-        say(f"compile: {'on' if compiled.on else 'off'} ({compiled.why})")
-    if s.pack.on or m.model == "bert":
-        say(f"attention: {run.trainer.work.impl}, {IMPLS[run.trainer.work.impl]}")
+    if trainer.compiled.on or run.runtime.device.type == "cuda":
+        say(f"compile: {'on' if trainer.compiled.on else 'off'} ({trainer.compiled.why})")
+    if s.pack.on or s.model.model == "bert":
+        say(f"attention: {trainer.work.impl}, {IMPLS[trainer.work.impl]}")
     say(f"data: {store.train_tokens:,} training tokens in {store.path}; run: {run.folder}")
     if isinstance(samples, MixedSamples):
-        say(f"mixture of {samples.in_words(run.settings.optim.tokens)}")
-    found = outlook(s, lambda c: plan.stage_at(c).max_piece_len, run.trainer.work, plan(run.clock))
-    say(f"about {found.steps:,} steps, {epochs(found.real_tokens, store.train_tokens)}")
-    work, peak = short(found.flops, "FLOP"), run.peak
-    rate = f" of {short(peak.flops, 'FLOP/s')}" if peak.flops else ""
-    say(f"work: about {work} in matrix products; peak{rate}: {peak.why}")
+        say(f"mixture of {samples.in_words(s.optim.tokens)}")
+    say(outlook)
     if samples.long == "truncate":
         documents, tokens = samples.beyond_a_row()
         longer = f"{documents:,} of {store.train_documents:,} documents are longer than a row"
-        say(f"--long truncate: {longer}, {tokens:,} tokens of them are left out")
+        say(f"--long truncate: {longer}, {tokens:,} of their tokens are left out")
     if run.resumed_from:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
 
 
 def placements_in_words(run: Run) -> Iterator[str]:
-    """What --offload leaves where, and what a step pays for it."""
-    s, runtime, rows_at_once = run.settings, run.runtime, run.trainer.rows_at_once
-    for edit in run.trainer.edits.values():
-        if edit.placement:
-            rows_of_rank = s.optim.batch_tokens // s.data.seq_len // runtime.world_size
-            work = Work(rows_at_once * s.data.seq_len, -(-rows_of_rank // rows_at_once))
-            rates = machine.measured(runtime.device, runtime.dtype)
-            yield f"{table(edit.placement)}\n{price(edit.placement, work, rates)}"
+    """What --offload leaves where, and what that costs a step."""
+    s, runtime, trainer = run.settings, run.runtime, run.trainer
+    placements = [edit.placement for edit in trainer.edits.values() if edit.placement]
+    if not placements:
+        return
+    rows_of_rank = s.optim.batch_tokens // s.data.seq_len // runtime.world_size
+    micro_batches = -(-rows_of_rank // trainer.rows_at_once)
+    work = Work(trainer.rows_at_once * s.data.seq_len, micro_batches)
+    rates = machine.measured(runtime.device, runtime.dtype)
+    for placement in placements:
+        yield f"{table(placement)}\n{price(placement, work, rates)}"
+
+
+# ---- the bar
 
 
 def progress_bar(run: Run) -> tqdm:
@@ -113,8 +121,8 @@ def progress_bar(run: Run) -> tqdm:
     )
 
 
-def show_step(bar: tqdm, step: Any, loss: float, speed: Speed) -> None:
-    """Move the bar past a plan.Step; its rate and the time left are of consumed tokens."""
+def show_step(bar: tqdm, step: "Step", loss: float, speed: Speed) -> None:
+    """Move the bar past a step; its rate and the time left are in consumed tokens."""
     shown = [f"loss {loss:.3f}"]
     if speed.epochs > 1:
         shown.append(f"epochs {speed.epochs:.1f}")
@@ -133,14 +141,14 @@ def write(bar: tqdm, line: str) -> None:
 
 
 def show_part(bar: tqdm, what: str, done: int, of: int) -> None:
-    """How far a step, or an evaluation, is on its way; redrawn once a second."""
+    """Show how far a step or an evaluation is; redrawn once a second."""
     if not bar.disable and time.time() - bar.last_print_t > 1:
         bar.set_postfix_str(f"{what} {done} of {of}")
         bar.last_print_t = time.time()
 
 
 def evaluation_bar(rows: int, runtime: Runtime) -> Callable[[int], None]:
-    """A bar of its own over the rows of an evaluation, as the `between` of that."""
+    """A bar of its own over the rows of an evaluation; call the result with the rows done."""
     hidden = not runtime.is_rank0 or None  # None: shown where there is a terminal
     bar = tqdm(total=rows, unit="row", disable=hidden, leave=False)
 
@@ -152,45 +160,36 @@ def evaluation_bar(rows: int, runtime: Runtime) -> Callable[[int], None]:
     return show
 
 
-def in_words(memory: dict[str, int]) -> str:
-    """Example: weights 6.9 MB, gradients 6.9 MB, optimizer 9.0 MB"""
-    return ", ".join(f"{what} {size / 1e6:,.1f} MB" for what, size in memory.items())
+# ---- what happened
 
 
-def change_trainer(run: Run, trainer: Any, bar: tqdm) -> None:
-    """Go on with this train.Trainer; if it is another one, say how; a line of the log."""
+def change_trainer(run: Run, trainer: "Trainer", bar: tqdm) -> None:
+    """Go on with this trainer; if it is a new one, say and log what changed."""
     if trainer is run.trainer:
         return
-    before = run.trainer.optimizers.memory()
-    run.go_on_with(trainer)
-    now, clock = trainer.optimizers.memory(), run.clock
-    fields = {"step": clock.step, "consumed_tokens": clock.consumed_tokens}
+    before, now = run.trainer.optimizers.memory(), trainer.optimizers.memory()
+    run.use(trainer)
+    fields = {"step": run.clock.step, "consumed_tokens": run.clock.consumed_tokens}
     for edit in trainer.edits.values():
         fields |= edit.logged()
         if edit.in_words():
-            write(bar, f"after step {clock.step} {edit.in_words()}")
+            write(bar, f"after step {run.clock.step} {edit.in_words()}")
     run.log.write("stage", **fields, bytes_before=before, bytes=now)
-    write(bar, f"memory: {in_words(before)} before; {in_words(now)} now")
+    write(bar, f"memory: {bytes_in_words(before)} before; {bytes_in_words(now)} now")
     for line in placements_in_words(run):
         write(bar, line)
 
 
-def conclude(run: Run, found: HeldOut, text: str) -> None:
-    """What the last evaluation found on that text, and what the techniques saved."""
-    say = run.runtime.say
-    say(f"held-out: {found}, on {text}, full length, nothing dropped")
-    say(savings(run.settings, run.clock))
-    for edit in run.trainer.edits.values():
-        if edit.unfinished():
-            say(edit.unfinished())
+def bytes_in_words(memory: dict[str, int]) -> str:
+    """Example: weights 6.9 MB, gradients 6.9 MB, optimizer 9.0 MB"""
+    return ", ".join(f"{what} {size / 1e6:,.1f} MB" for what, size in memory.items())
 
 
-def log_step(run: Run, step: Any, done: Done, took: Took, bar: tqdm) -> None:
-    """Write what a step was made of (plan.Step) and what it found; move the bar past it."""
+def log_step(run: Run, step: "Step", done: Done, took: Took, bar: tqdm) -> None:
+    """Log what a step consisted of and its result; move the bar past it."""
     speed = speed_of(run, step, took)
-    if step.note and not run.noted:
-        write(bar, f"--curriculum: {step.note}; see difficulty in log.jsonl")
-        run.noted = True
+    if note := run.first_note(step.note):
+        write(bar, f"--curriculum: {note}; see difficulty in log.jsonl")
     run.log.write(
         "train",
         step=run.clock.step,
@@ -212,12 +211,23 @@ def log_step(run: Run, step: Any, done: Done, took: Took, bar: tqdm) -> None:
     show_step(bar, step, done.loss, speed)
 
 
-def log_evaluation(run: Run, found: HeldOut, seconds: float, last: bool) -> None:
+def log_evaluation(run: Run, result: dict[str, Any], seconds: float, last: bool) -> None:
+    """Log the result of an evaluation (HeldOut.logged)."""
     run.log.write(
         "eval",
         step=run.clock.step,
         consumed_tokens=run.clock.consumed_tokens,
-        **found.logged(),
+        **result,
         last=last,
         ms=round(seconds * 1e3, 1),
     )
+
+
+def conclude(run: Run, result: str, text: str) -> None:
+    """Say the result of the last evaluation, on that text, and what the techniques saved."""
+    say = run.runtime.say
+    say(f"held-out: {result}, on {text}, full length, nothing dropped")
+    say(savings(run.settings, run.clock))
+    for edit in run.trainer.edits.values():
+        if edit.unfinished():
+            say(edit.unfinished())

@@ -2,13 +2,14 @@
 
 On --resume, in this order:
   1. config.parse_or_resume: the folder (--out, or the newest in runs/) and the settings in its
-     config.json; what was given besides may differ from them only where a setting is `free`, and
-     --tokens may be more (support/run/extension.py)
+     config.json; flags given besides may change only settings that are `free`, and raise --tokens
+     (support/run/extension.py)
   2. Run.restore: the store must hold the same text; the checkpoint's sha256 is verified, then
      clock and best loss are those of the checkpoint
   3. train.assemble: a model of the size in config.json, weights and optimizers from the checkpoint;
      --init is not read again
-  4. Run.open_log: the log is cut where it was then, and checkpoints of later steps are set aside
+  4. Run.open_log: the log is cut where it was at the checkpoint, and checkpoints of later steps are
+     set aside
   5. train.train: an evaluation that was interrupted is made first; then the plan goes on from the
      clock, which decides every step, so nothing else has to be restored
 A run that was stopped before its first checkpoint starts over; one whose last evaluation is in the
@@ -19,9 +20,8 @@ import json
 import math
 from collections.abc import Iterator
 from contextlib import suppress
-from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -40,76 +40,25 @@ from support.step.optim import enters_decay
 from support.step.sizes import empty_model
 
 if TYPE_CHECKING:
+    from config import Config
+    from plan import Step
     from train import Trainer
-
-# ---- resuming
-#
-# Which checkpoint of its folder a resumed run goes on from, and that it is of this run.
-
-
-def checkpoint_to_resume(
-    folder: Path, settings: Any, tokens_before: int | None, store: AnyStore
-) -> str | None:
-    """The file that --resume means; None if the run was stopped before its first checkpoint.
-
-    Args:   tokens_before the budget until now, where --tokens extends it
-    Raises: ValueError if checkpoints are gone, or if the run began with another store
-    """
-    if started_with(folder)["store"] != store.meta["sha256"]:
-        raise ValueError(
-            f"--data: the run in {folder} began with another store, or other weights of several:"
-            " name what it began with, wherever that is now, or start a new run with another --out"
-        )
-    which = settings.run.resume
-    if which == "best" or checkpoint.steps_in(folder):
-        found = checkpoint.find(folder, which)
-        if tokens_before:
-            found = extension.starting_point(found, settings, tokens_before)
-        return str(found)
-    if bests := checkpoint.bests_in(folder):
-        raise ValueError(
-            f"--resume: {folder} has lost its steps, and {bests[-1].name} is there: go on from it"
-            " with --resume best"
-        )
-    if any(line["event"] == "checkpoint" for line in logged(folder)):
-        raise ValueError(
-            f"--resume: {folder} has lost its checkpoints: put one back, or start a new run with"
-            " another --out"
-        )
-    return None
-
-
-def logged(folder: Path) -> Iterator[dict]:
-    """The lines of a run's log; one that a kill tore off is left out."""
-    file = folder / "log.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else []:
-        with suppress(ValueError):
-            yield json.loads(line)
-
-
-def read(path: str, shape: TransformerConfig, settings: Any, runtime: Runtime) -> dict:
-    """A checkpoint of a model of this shape; with --fsdp each rank reads its own rows of it."""
-    if not settings.run.fsdp:
-        return sharded_checkpoint.load(path)
-    like = empty_model(shape)
-    shard(like, runtime)
-    # onto the host, where the device may have no room for all
-    where = torch.device("cpu") if is_on(settings, "offload") else runtime.device
-    return sharded_checkpoint.load_shards(path, like.state_dict(), runtime, where)
 
 
 class Run:
     """A run that is open: its folder, its log, its checkpoints, and where it stands.
 
-    Its `trainer`, with the model and the optimizers, is set by whoever assembles it (train.py).
-
     Args: folder of a run that goes on; None makes a new one
           size   of the model
     """
 
+    trainer: "Trainer"  # the present model and optimizers, see `use`
+    log: Log
+    peak: machine.Peak  # of the ranks' devices, for MFU
+
     def __init__(
         self,
-        settings: Any,
+        settings: "Config",
         runtime: Runtime,
         folder: Path | None,
         size: ModelSize,
@@ -117,22 +66,15 @@ class Run:
     ):
         self.settings, self.runtime, self.folder = settings, runtime, folder
         self.size, self.store = size, store
-        self.trainer: Any = None
         self.clock, self.best = Clock(), math.inf
-        self.evaluation_due = False  # an evaluation of this clock was asked for and is not done
+        self.evaluation_due = False  # an evaluation at this clock, not made yet
+        self.has_noted = False
         self.resumed_from: str | None = None
-        self.noted = False  # whether the plan's note was shown
         self.saved_path, self.saved_step = "", -1
-        self.peak: machine.Peak | None = None  # of the ranks' devices, for MFU
-        self.log: Log | None = None
         self.log_size: int | None = None  # bytes to keep of a log that goes on
-        self.tokens_before: int | None = None  # the budget until now, where --tokens extends it
+        self.tokens_before: int | None = None  # the budget until now, if --tokens extends it
 
-    def create_folder(self) -> str:
-        s = self.settings
-        stem = f"runs/{s.model.model}-{s.model.size}"
-        sha256 = self.store.meta["sha256"]
-        return create_run_folder(s.run.out, stem, flattened(s), self.size, sha256)
+    # ---- start, or go on
 
     def restore(self, shape: TransformerConfig) -> dict | None:
         """Go on from the checkpoint that --resume names: clock, best loss and log are as then.
@@ -141,34 +83,30 @@ class Run:
         Returns: that checkpoint; None if none was ever written, so that the run starts over
         Raises:  ValueError if checkpoints are gone or of another run, or if the store is another
         """
-        o, folder = self.settings.optim, self.folder
+        tokens, folder = self.settings.optim.tokens, self.folder
         budget = extension.with_budget(folder, started_with(folder)["config"], None)["optim.tokens"]
-        self.tokens_before = budget if o.tokens > budget else None
-        which = partial(checkpoint_to_resume, folder, self.settings, self.tokens_before)
-        path = self.runtime.on_rank0(lambda: which(self.store))  # one choice for all ranks
+        self.tokens_before = budget if tokens > budget else None
+        path = self.runtime.on_rank0(self.checkpoint_to_resume)  # one choice for all ranks
         if path is None:
             self.log_size = 0
-            self.runtime.say(
-                f"{self.folder} was stopped before its first checkpoint: starting over"
-            )
+            self.runtime.say(f"{folder} was stopped before its first checkpoint: starting over")
             return None
-        state = read(path, shape, self.settings, self.runtime)
+        state = self.read(path, shape)
         try:
             self.clock = Clock.of(state["clock"])
-            state["optimizers"]["state"]
         except (TypeError, LookupError):
-            message = f"{path} is of an older version of train.py: start a new run"
+            message = f"{path} is of another version of train.py: start a new run"
             raise ValueError(message) from None
         for name, entry in techniques_of(self.settings).items():
             if entry.keeps_state and (name in state) != is_on(self.settings, name):
                 was = "with" if name in state else "without"
                 raise ValueError(
-                    f"{path} is of a run {was} --{name}, and {self.folder} is not: put its own"
-                    " back, or name another with --resume previous or best"
+                    f"{path} is of a run {was} --{name}, and {folder} is not: put its own back, or"
+                    " name another with --resume previous or best"
                 )
         if self.tokens_before and self.is_finished:
             raise ValueError(
-                f"--tokens {o.tokens}: the run in {folder} has consumed"
+                f"--tokens {tokens}: the run in {folder} has consumed"
                 f" {self.clock.consumed_tokens} already: give more"
             )
         self.best, self.log_size, self.resumed_from = state["best"], state["log_size"], path
@@ -176,24 +114,115 @@ class Run:
         self.saved_path, self.saved_step = path, self.clock.step
         return state
 
-    def go_on_with(self, trainer: "Trainer") -> None:
-        """Let this trainer make the next steps."""
+    def checkpoint_to_resume(self) -> str | None:
+        """The path that --resume means; None if the run was stopped before its first checkpoint.
+
+        Raises: ValueError if checkpoints are gone, or if the run began with another store
+        """
+        folder, which = self.folder, self.settings.run.resume
+        if started_with(folder)["store"] != self.store.meta["sha256"]:
+            raise ValueError(
+                f"--data: the run in {folder} began with another store, or with other weights of"
+                " its stores: name what it began with, wherever that is now, or start a new run"
+                " with another --out"
+            )
+        if which == "best" or checkpoint.steps_in(folder):
+            path = checkpoint.find(folder, which)
+            if self.tokens_before:
+                path = extension.starting_point(path, self.settings, self.tokens_before)
+            return str(path)
+        if bests := checkpoint.bests_in(folder):
+            raise ValueError(
+                f"--resume: {folder} has lost its steps, and {bests[-1].name} is there: go on from"
+                " it with --resume best"
+            )
+        if any(line["event"] == "checkpoint" for line in logged(folder)):
+            raise ValueError(
+                f"--resume: {folder} has lost its checkpoints: put one back, or start a new run"
+                " with another --out"
+            )
+        return None
+
+    def read(self, path: str, shape: TransformerConfig) -> dict:
+        """A checkpoint of a model of this shape; with --fsdp each rank reads its own rows of it."""
+        if not self.settings.run.fsdp:
+            return sharded_checkpoint.load(path)
+        like = empty_model(shape)
+        shard(like, self.runtime)
+        # with --offload to the host: the device may not have room for everything
+        is_away = is_on(self.settings, "offload")
+        device = torch.device("cpu") if is_away else self.runtime.device
+        return sharded_checkpoint.load_shards(path, like.state_dict(), self.runtime, device)
+
+    def make_folder(self) -> None:
+        """Make the folder, unless the run goes on in its own."""
+        if self.folder is None:
+            self.folder = Path(self.runtime.on_rank0(self.create_folder))
+
+    def create_folder(self) -> str:
+        s, sha256 = self.settings, self.store.meta["sha256"]
+        stem = f"runs/{s.model.model}-{s.model.size}"
+        return create_run_folder(s.run.out, stem, flattened(s), self.size, sha256)
+
+    def open_log(self) -> None:
+        """Begin the log, or go on with it."""
+        run, is_rank0 = self.settings.run, self.runtime.is_rank0
+        if self.tokens_before:
+            self.saved_path = self.runtime.on_rank0(self.extend)
+        self.log = Log(self.folder, is_rank0, run.tensorboard, self.log_size)
+        self.peak = machine.peak(self.runtime)
+        self.log.write(
+            "run",
+            **self.about(),
+            resumed_at=self.clock.step,
+            bytes=self.trainer.optimizers.memory(),
+            train_tokens=self.store.train_tokens,
+            peak_flops=self.peak.flops,
+            peak_why=self.peak.why,
+        )
+        if self.resumed_from:
+            say, step = self.runtime.say, self.clock.step
+            self.runtime.on_rank0(lambda: extension.set_later_aside(self.folder, step, say))
+            self.log_checkpoint()  # the saved size of the log does not include its line
+        extended = extension.recorded(self.folder)
+        if extended and self.clock.step <= extended.step:  # later checkpoints have it in their log
+            changed = extension.change(self.settings, extended, self.clock)
+            self.runtime.say(extension.in_words(changed, self.settings.optim.schedule))
+            self.log.write("extended", **changed)
+
+    def extend(self) -> str:
+        """Give the run its new budget on the disk; returns the checkpoint it goes on from."""
+        path = Path(self.resumed_from) if self.resumed_from else None
+        tokens, step = self.settings.optim.tokens, self.clock.step
+        extended = extension.Extension(tokens, self.tokens_before, step)
+        return extension.begin(self.folder, path, extended, self.runtime.say)
+
+    # ---- where it stands
+
+    def use(self, trainer: "Trainer") -> None:
+        """From now on this is the model that is trained, saved and evaluated."""
         self.trainer = trainer
 
-    def advance(self, step: Any) -> Flops:
-        """The clock goes on past a plan.Step; what the step cost."""
+    def advance(self, step: "Step") -> Flops:
+        """Move the clock past a step, after which an evaluation may be due; what the step cost."""
         flops = flops_of_step(self.settings, self.trainer.work, step)
         self.clock = step.after._replace(flops=self.clock.flops + flops.executed)
         every = self.settings.run.eval_every
         self.evaluation_due = due(every, step.before, step.after, self.is_finished)
         return flops
 
-    def has_evaluated(self, bits_per_byte: float) -> bool:
-        """The evaluation that was due is done; whether the model is better than ever before."""
+    def evaluated(self, bits_per_byte: float) -> bool:
+        """Note the result of the evaluation that was due; whether it is the best so far."""
+        self.evaluation_due = False
         is_best = bits_per_byte < self.best
         self.best = min(bits_per_byte, self.best)
-        self.evaluation_due = False
         return is_best
+
+    def first_note(self, note: str) -> str:
+        """The plan's note on a step, the first time that it has one; later nothing."""
+        shown = "" if self.has_noted else note
+        self.has_noted = self.has_noted or bool(note)
+        return shown
 
     @property
     def is_finished(self) -> bool:
@@ -214,43 +243,7 @@ class Run:
         size = self.size._asdict()
         return {"config": flattened(self.settings), "model_size": size, **provenance()}
 
-    def make_folder(self) -> None:
-        """Unless the run goes on in its own."""
-        if self.folder is None:
-            self.folder = Path(self.runtime.on_rank0(self.create_folder))
-
-    def open_log(self) -> None:
-        """Begin the log, or go on with it."""
-        run, is_rank0 = self.settings.run, self.runtime.is_rank0
-        if self.tokens_before:
-            self.saved_path = self.runtime.on_rank0(self.extend)
-        self.log = Log(self.folder, is_rank0, run.tensorboard, self.log_size)
-        self.peak = machine.peak(self.runtime)
-        self.log.write(
-            "run",
-            **self.about(),
-            resumed_at=self.clock.step,
-            bytes=self.trainer.optimizers.memory(),
-            train_tokens=self.store.train_tokens,
-            peak_flops=self.peak.flops,
-            peak_why=self.peak.why,
-        )
-        if self.resumed_from:
-            how = (self.folder, self.clock.step, self.runtime.say)
-            self.runtime.on_rank0(lambda: extension.set_later_aside(*how))
-            self.log_checkpoint()  # whose line the saved size of the log leaves out
-        extended = extension.recorded(self.folder)
-        if extended and self.clock.step <= extended.step:  # or else the log has it
-            changed = extension.change(self.settings, extended, self.clock)
-            self.runtime.say(extension.in_words(changed, self.settings.optim.schedule))
-            self.log.write("extended", **changed)
-
-    def extend(self) -> str:
-        """Give the run its new budget on the disk; returns the checkpoint it goes on from."""
-        path = Path(self.resumed_from) if self.resumed_from else None
-        tokens, step = self.settings.optim.tokens, self.clock.step
-        extended = extension.Extension(tokens, self.tokens_before, step)
-        return extension.begin(self.folder, path, extended, self.runtime.say)
+    # ---- checkpoints
 
     def keep_trunk(self, before: Clock, after: Clock) -> None:
         """Keep a checkpoint of now if the step that comes is the first in the decay of wsd."""
@@ -259,16 +252,17 @@ class Run:
             self.runtime.on_rank0(lambda: extension.keep_trunk(Path(self.saved_path)))
 
     def save(self, is_best: bool = False) -> None:
-        """Write a checkpoint, on rank 0 or of all ranks' shards, unless this step has one already.
+        """Write a checkpoint, on rank 0 or with --fsdp on all, unless this step has one already.
 
         Raises: ValueError if it cannot be written, if a weight is not finite, or if ranks differ
         """
-        if self.saved_step == self.clock.step and not is_best:
+        step, keep, folder = self.clock.step, self.settings.run.keep, self.folder
+        if self.saved_step == step and not is_best:
             return
         check_agreement(self.runtime, self.trainer.optimizers.named)
         state = {
             **self.trainer.state(),
-            "step": self.clock.step,
+            "step": step,
             "clock": self.clock.as_dict(),
             "best": self.best,
             "evaluation_due": self.evaluation_due,
@@ -276,13 +270,24 @@ class Run:
             "tokenizer_fingerprint": self.store.meta["tokenizer_fingerprint"],
             **self.about(),
         }
-        how = {"step": self.clock.step, "keep": self.settings.run.keep, "best": is_best}
         if self.settings.run.fsdp:
-            path = str(sharded_checkpoint.save(self.folder, state, self.runtime, **how))
+            path = sharded_checkpoint.save(
+                folder, state, self.runtime, step=step, keep=keep, best=is_best
+            )
         else:
-            path = self.runtime.on_rank0(lambda: str(checkpoint.save(self.folder, state, **how)))
-        self.saved_path, self.saved_step = path, self.clock.step
+            path = self.runtime.on_rank0(
+                lambda: checkpoint.save(folder, state, step=step, keep=keep, best=is_best)
+            )
+        self.saved_path, self.saved_step = str(path), step
         self.log_checkpoint()
 
     def log_checkpoint(self) -> None:
         self.log.write("checkpoint", step=self.clock.step, file=Path(self.saved_path).name)
+
+
+def logged(folder: Path) -> Iterator[dict]:
+    """The lines of a run's log; one that a kill tore off is left out."""
+    file = folder / "log.jsonl"
+    for line in file.read_text().splitlines() if file.exists() else []:
+        with suppress(ValueError):
+            yield json.loads(line)
