@@ -87,8 +87,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     # of the whole model, which --pseudo makes of a shadow in mid-run: refused now, not then
     away = offload.planned(settings, empty_model(shape), runtime) if settings.offload.on else None
-    memory = partial(memory_of, settings, runtime, config=shape, placement=away)
-    rows_at_once = micro_batch(settings, runtime, lambda rows: memory(rows).on_device)
+    rows_at_once = micro_batch(settings, runtime, shape, away)
+    memory = memory_of(settings, runtime, rows_at_once.count, shape, away)
     if settings.run.dry_run:
         make = Makers(
             plan=partial(Plan, store=data.store, special_ids=data.special_ids, runtime=runtime),
@@ -96,14 +96,14 @@ def main(argv: list[str] | None = None) -> int:
             next_stage=next_stage,
         )
         last = held_out(settings, data, settings.run.final_eval_tokens)
-        dry_run(run, rows_at_once, memory, (evaluation, last), make)
+        dry_run(run, rows_at_once, memory, shape, away, (evaluation, last), make)
         return 0
     model = empty_model(shape) if saved else initial_model(shape, settings, runtime.say)
     run.trainer = assemble(settings, model, runtime, rows_at_once.count, saved)
     del saved  # what is not in use now is only memory
     run.make_folder()
     run.open_log()
-    progress.announce(run, plan, rows_at_once.why, memory(rows_at_once.count))
+    progress.announce(run, plan, rows_at_once.why, memory)
     bar = progress.progress_bar(run)
     # from here on a signal waits until the run can be saved; what came before is no loss
     stop = StopSignal(tqdm.write if runtime.is_rank0 else lambda line: None)

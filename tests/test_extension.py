@@ -15,7 +15,7 @@ import plan
 import train
 from support.base.settings import parser_of
 from support.run import checkpoint, extension, sharded_checkpoint
-from support.step.optim import lr_at
+from support.step.optim import OptimConfig, lr_at
 
 MORE = ["--resume", "--tokens", "8192", "--out"]
 WSD = "--schedule wsd --warmup-tokens 512 --decay-share 0.25"  # of 16 steps the last 4 decay
@@ -62,8 +62,8 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 def rate(clock: int, schedule: str, budget: int) -> float:
     """In the middle of a step of 256 tokens that begins here."""
-    how = dict(peak=2e-2, floor=0.0, schedule=schedule, warmup_tokens=81, decay_share=0.2)
-    return lr_at(clock + 128, budget=budget, **how)
+    optim = OptimConfig(tokens=budget, lr=2e-2, schedule=schedule, warmup_tokens=81)
+    return lr_at(optim, clock + 128)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])

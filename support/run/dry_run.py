@@ -16,6 +16,7 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
+from model import TransformerConfig
 from support.base.clock import Clock, StepContext, blocks_at, tokens_by_layer
 from support.base.numbers import duration, short
 from support.base.runtime import Runtime, resident
@@ -26,7 +27,7 @@ from support.run.run import Run
 from support.step.flops import Work, flops_of_step, work_of
 from support.step.memory import Memory, MicroBatch, bytes_free, in_words
 from support.step.optim import learning_rate
-from support.step.placement import Away
+from support.step.placement import Away, Placement
 from support.step.sizes import flops_of_row, parameter_count
 
 # ---- run forecast
@@ -470,18 +471,18 @@ class Makers(NamedTuple):
 def dry_run(
     run: Run,
     batches: MicroBatch,
-    memory_of: partial[Memory],
+    memory: Memory,
+    shape: TransformerConfig,
+    placement: Placement | None,
     evaluations: tuple[Any, Any],
     make: Makers,
 ) -> None:
     """Print what the run would take from where it stands.
 
-    Args: memory_of   (rows at once) -> what that takes by estimate, with `config` of the model and
-                      `placement` of --offload
+    Args: memory      what it takes by estimate
+          placement   of --offload
           evaluations evaluate.Evaluation on the way, and at the end
     """
-    memory, placement = memory_of(batches.count), memory_of.keywords["placement"]
-    shape = memory_of.keywords["config"]
     s, runtime, say = run.settings, run.runtime, run.runtime.say
     free, budget = bytes_free(runtime), s.optim.tokens
     name = f"{s.model.model} {s.model.size}"

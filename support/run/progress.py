@@ -17,7 +17,7 @@ from support.run.run import Run
 from support.step import machine
 from support.step.memory import Memory, bytes_free
 from support.step.memory import in_words as memory_in_words
-from support.step.placement import Work
+from support.step.placement import describe
 
 
 class Done(NamedTuple):
@@ -92,12 +92,13 @@ def announce(run: Run, plan: Any, batches: str, memory: Memory) -> None:
 def placement_in_words(run: Run) -> str:
     """What --offload leaves where, and what a step pays for it."""
     s, runtime, at_once = run.settings, run.runtime, run.trainer.rows_at_once
-    placement = run.trainer.placement
     of_rank = s.optim.batch_tokens // s.data.seq_len // runtime.world_size
-    work = Work(at_once * s.data.seq_len, -(-of_rank // at_once))
-    rates = machine.measured(runtime.device, runtime.dtype)
-    price = placement.price(placement, work, rates)
-    return f"{placement.table(placement)}\n{price}"
+    return describe(
+        run.trainer.placement,
+        micro_batch_tokens=at_once * s.data.seq_len,
+        micro_batches=-(-of_rank // at_once),
+        rates=machine.measured(runtime.device, runtime.dtype),
+    )
 
 
 def progress_bar(run: Run) -> tqdm:
