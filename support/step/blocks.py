@@ -1,4 +1,4 @@
-"""How a step runs blocks, whatever the techniques: weights rounded together, and compiled or not."""
+"""How a step runs blocks, apart from the techniques: weights rounded together, compiled or not."""
 
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
