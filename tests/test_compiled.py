@@ -77,21 +77,19 @@ def without_warm_up(monkeypatch):
 @pytest.mark.parametrize(
     ("flags", "shapes"),
     [
-        ("", 1),
         (FIVE, 5),
-        ("--ltd --ltd-pace linear --ltd-start 9 --ltd-layers 0,2", 3),
-        ("--ltd --ltd-pace constant --ltd-steps 4 --ltd-start 8", 2),
-        (f"{LTD} --pack --curriculum seqlen,rarity --curriculum-start 8,1", 3),
-        (f"{LTD} --curriculum rarity --micro-batch-size 2 --dropout 0.1", 3),
-        (f"{LTD} --model bert", 3),
-        (f"{LTD} --model bert --pack --pack-batch rows", 3),
+        ("--tokens 1024 --ltd --ltd-pace constant --ltd-steps 4 --ltd-start 8", 2),
+        (f"{LTD} --pack --curriculum seqlen,rarity --curriculum-start 8,1 --dropout 0.1", 3),
+        (f"{LTD} --model bert --micro-batch-size 2", 3),
         (f"{LTD} --checkpoint-activations --dtype bf16 --pos learned", 3),
     ],
 )
-def test_every_graph_is_made_before_the_first_step(run, graphs, monkeypatch, flags, shapes):
+def test_every_graph_is_made_before_the_first_step(run, graphs, monkeypatch, capsys, flags, shapes):
     seen = graphs_by_step(graphs, monkeypatch)
     ahead = metrics(run(f"{flags} --compile", out="compiled"))
-    assert len(seen) > 8 and set(seen) == {shapes}
+    assert len(seen) > 4 and set(seen) == {shapes}
+    said = "".join(capsys.readouterr())
+    assert f"compiled for {shapes} shapes, " in said and "32 tokens of a row, in " in said
     assert metrics(run(flags, out="plain")) == ahead
 
 
@@ -100,7 +98,6 @@ def test_every_graph_is_made_before_the_first_step(run, graphs, monkeypatch, fla
     [
         f"{LTD} --pack --curriculum seqlen --curriculum-start 8 --dropout 0.1",
         f"{LTD} --model bert --nsp --pack --pack-batch rows",
-        "--pseudo --pseudo-group 2 --pseudo-until 0.5",
         "--pseudo --pseudo-layers 2 --pseudo-until 0.5",
         "--offload --offload-budget 450KB --pack",
         "--fsdp",
@@ -115,7 +112,7 @@ def test_no_technique_breaks_the_graph_of_a_block(run, monkeypatch, flags):
 
     monkeypatch.setattr(nn.Module, "compile", whole)
     try:
-        assert run(f"{flags} --compile")
+        assert run(f"{flags} --tokens 512 --compile")
     finally:
         torch.compiler.reset()
         if dist.is_initialized():  # by --fsdp, and a command that ends would take it for its own
@@ -146,17 +143,8 @@ def test_without_the_warm_up_graphs_are_made_in_mid_run(run, graphs, monkeypatch
     assert len(set(seen[2:])) > 3
 
 
-def test_the_shapes_are_listed_at_the_start(run, graphs, capsys):
-    run(f"{LTD} --compile")
-    out = capsys.readouterr()
-    assert "compiled for 3 shapes, 16, 24, 32 tokens of a row, in " in out.out + out.err
-    run("--compile", out="plain")
-    out = capsys.readouterr()
-    assert "compiled for 1 shape, 32 tokens of a row, in " in out.out + out.err
-
-
-@pytest.mark.parametrize("more", ["", "--ltd-pace root", "--ltd-steps 50", "--ltd-pace linear"])
-@pytest.mark.parametrize("start", [16, 64, 96, 500, 1024])
+@pytest.mark.parametrize("more", ["", "--ltd-pace root", "--ltd-steps 50"])
+@pytest.mark.parametrize("start", [16, 500, 1024])
 def test_the_shapes_are_those_that_the_schedule_goes_through(start, more):
     flags = f"--size 124M --ltd --ltd-start {start} {more} --tokens 1000000"
     settings = config.build(config.parse(flags.split()))
@@ -179,38 +167,36 @@ def test_more_shapes_than_the_compiler_keeps_by_itself(run, graphs, monkeypatch)
     assert set(seen) == {12}
 
 
-@pytest.mark.parametrize("flags", ["--curriculum length", "--curriculum seqlen,rarity"])
-def test_packed_rows_keep_their_length_whatever_the_curriculum(flags):
-    assert len(config.shapes(config.build(config.parse([*flags.split(), "--pack"])))) == 1
+def test_shapes_are_known_of_packed_rows_and_not_of_rows_that_grow():
+    def shapes(flags):
+        return config.shapes(config.build(config.parse(flags.split())))
+
+    for flags in ("--curriculum length", "--curriculum seqlen,rarity"):
+        assert len(shapes(f"{flags} --pack")) == 1
+    for flags in ("seqlen", "seqlen-reshape", "rarity --model bert"):
+        assert shapes(f"--curriculum {flags}") == []
 
 
-@pytest.mark.parametrize(
-    "flags",
-    ["--curriculum seqlen", "--curriculum seqlen-reshape", "--model bert --curriculum rarity"],
-)
-def test_rows_that_grow_compile_as_they_come_and_that_is_said(run, graphs, capsys, flags):
-    settings = config.build(config.parse(flags.split()))
-    assert config.shapes(settings) == []
-    grown = metrics(run(f"{flags} {LTD} --tokens 1024 --compile", out="compiled"))
-    out = capsys.readouterr()
-    assert "--compile: rows grow" in out.out + out.err and graphs.frame_count > 1
-    assert metrics(run(f"{flags} {LTD} --tokens 1024", out="plain")) == grown
+def test_rows_that_grow_compile_as_they_come_and_that_is_said(run, graphs, capsys):
+    flags = f"--curriculum seqlen {LTD} --tokens 1024"
+    grown = metrics(run(f"{flags} --compile", out="compiled"))
+    assert "--compile: rows grow" in "".join(capsys.readouterr()) and graphs.frame_count > 1
+    assert metrics(run(flags, out="plain")) == grown
 
 
 def test_rows_that_differ_in_number_compile_as_they_come_and_that_is_said(
     run, graphs, capsys, monkeypatch
 ):
-    flags = "--pack --pack-batch documents --seq-len 512 --batch-tokens 4096 --tokens 24000"
+    flags = "--pack --pack-batch documents --seq-len 256 --batch-tokens 2048 --tokens 12000"
     assert config.shapes(config.build(config.parse(flags.split()))) == []
     seen = graphs_by_step(graphs, monkeypatch)
     compiled = metrics(run(f"{flags} --compile", out="compiled"))
-    out = capsys.readouterr()
-    assert "--compile: steps differ in rows" in out.out + out.err
+    assert "--compile: steps differ in rows" in "".join(capsys.readouterr())
     assert 0 < seen[4] == seen[-2], "one for a number of rows, then one for any"
     assert metrics(run(flags, out="plain")) == compiled
 
 
-@pytest.mark.parametrize("kind", ["", "--pack", "--model bert"])
+@pytest.mark.parametrize("kind", ["", "--pack"])
 def test_a_batch_of_another_layout_makes_no_graph(run, graphs, monkeypatch, kind):
     """It runs uncompiled: a stream's end, or rows that miss the documents that the others have."""
     collate, calls = data.collate, []
