@@ -21,10 +21,10 @@ from support.step.placement import (
     Part,
     Placement,
     ShardedPlacement,
+    describe,
     moves,
     parts_of,
     place,
-    price,
     shown,
     table,
 )
@@ -311,10 +311,10 @@ def test_the_table_says_where_everything_is():
 
 def test_the_price_says_whether_copies_hide():
     placement, rates = place(THREE, 28_560, "fp32"), Rates(link=1e3, flops=1e6, adamw=1e3)
-    said = price(placement, 2_000, 1, rates)
+    said = describe(placement, 2_000, 1, rates)
     assert "break-even is 2,000" in said and "is hidden behind" in said
-    assert "takes longer than" in price(placement, 1_999, 1, rates)
-    assert "11.72 KiB (12 s) to the host and 19.53 KiB (20 s)" in price(placement, 1, 1, rates)
+    assert "takes longer than" in describe(placement, 1_999, 1, rates)
+    assert "11.72 KiB (12 s) to the host and 19.53 KiB (20 s)" in describe(placement, 1, 1, rates)
 
 
 def test_the_command_prints_a_plan(capsys):

@@ -107,16 +107,11 @@ def fill_in(args: argparse.Namespace) -> None:
     """
     if args.pos is None and (args.seq_len or 0) > SIZES[args.size].seq_len:
         args.pos = "rope"  # --size says how many positions can be learned
-    settings = {
-        "model.size": args.size,
-        "model.pos": args.pos,
-        "data.seq_len": args.seq_len,
-        "optim.tokens": args.tokens,
-        "optim.batch_tokens": args.batch_tokens,
-    }
-    filled = with_defaults(settings)
-    for name in settings:
-        setattr(args, name.split(".")[1], filled[name])
+    names = {name: f"optim.{name}" for name in ("tokens", "batch_tokens")}
+    names |= {"size": "model.size", "pos": "model.pos", "seq_len": "data.seq_len"}
+    settings = with_defaults({names[name]: getattr(args, name) for name in names})
+    for name in names:
+        setattr(args, name, settings[names[name]])
     learned = args.pos == "learned"
     for refused, message in refusals_of_rows(args.size, args.seq_len, args.batch_tokens, learned):
         if refused:

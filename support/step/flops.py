@@ -81,6 +81,17 @@ class Laid(NamedTuple):
         return round((lengths**2).sum())
 
 
+def attention_of(settings: "Config", runtime: Runtime, config: TransformerConfig) -> str:
+    """The implementation of attention in rows of several documents."""
+    return chosen_impl(
+        runtime.device.type,
+        runtime.dtype,
+        head_width=config.head_width,
+        dropout=config.dropout,
+        compiled=settings.run.compile == "on",
+    )
+
+
 def work_of(
     settings: "Config",
     runtime: Runtime,
@@ -94,22 +105,15 @@ def work_of(
     Args: blocks   that have weights of their own
           streamed layers whose weights are fetched (--offload)
     """
-    run = settings.run
-    device = runtime.device.type
+    device, rerun = runtime.device.type, settings.run.checkpoint_activations
     of_block = flops_of_orthogonalising(config.width, config.mlp_width, device)
     return Work(
         config=config,
         world_size=runtime.world_size,
         seq_len=settings.data.seq_len,
         rows_at_once=rows_at_once,
-        impl=chosen_impl(
-            device,
-            runtime.dtype,
-            head_width=config.head_width,
-            dropout=config.dropout,
-            compiled=run.compile == "on",
-        ),
-        recomputed=frozenset(range(config.layers) if run.checkpoint_activations else streamed),
+        impl=attention_of(settings, runtime, config),
+        recomputed=frozenset(range(config.layers) if rerun else streamed),
         optimizer=blocks * of_block if settings.optim.optimizer == "muon" else 0,
     )
 

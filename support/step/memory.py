@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.cross_entropy import chosen_impl as chosen_loss
 from kernels.cross_entropy import chunk_rows
-from kernels.packed_attention import chosen_impl
 from model import TransformerConfig
 from support.base.runtime import Runtime
+from support.step.flops import attention_of
 from support.step.optim import state_bytes
 from support.step.placement import Placement, parts_of, place
 from support.step.sizes import empty_model, weights_of_block
@@ -65,13 +65,6 @@ def memory_of(
     device, T = runtime.device.type, settings.data.seq_len
     model, is_muon = empty_model(config), settings.optim.optimizer == "muon"
     half = runtime.dtype.itemsize == 2
-    impl = chosen_impl(
-        device,
-        runtime.dtype,
-        head_width=config.head_width,
-        dropout=config.dropout,
-        compiled=settings.run.compile == "on",
-    )
     isolated = settings.pack.on or config.kind == "bert"
     shards = runtime.world_size if settings.run.fsdp else 1
     state = state_bytes(dict(model.named_parameters()), is_muon, shards)
@@ -92,7 +85,7 @@ def memory_of(
             T,
             half=half,
             isolated=isolated,
-            masked=isolated and impl in ("dense", "adaptive"),
+            masked=isolated and attention_of(settings, runtime, config) in ("dense", "adaptive"),
             recomputed=settings.run.checkpoint_activations,
         ),
         logits=logits,

@@ -399,35 +399,22 @@ WHY = {
 HEAD = ("", "parameters", "weights", "gradients", "state", "on device", "on host", "why")
 
 
-def describe(
-    placement: Placement, micro_batch_tokens: int, micro_batches: int, rates: "Rates"
-) -> str:
-    """What lives where and why, and what a step pays for it."""
-    paid = price(placement, micro_batch_tokens, micro_batches, rates)
-    return f"{table(placement)}\n\n{paid}"
-
-
 def table(placement: Placement) -> str:
     """One line for neighbours that fare alike, then what stays, the copies and the sum."""
     rows = [HEAD]
-
-    def add(name: str, numel: int, away: Away, bytes_each: tuple[int, int], why: str) -> None:
-        rows.append((name, f"{numel:,}", *WHERE[away], *map(shown, bytes_each), why))
-
-    def alike(pair: tuple[Part, Away]) -> tuple[Away, bool]:
-        return pair[1], bool(pair[0].layers)
-
-    for (away, is_block), pairs in groupby(placement.pairs, alike):
+    alike = groupby(placement.pairs, key=lambda pair: (pair[1], bool(pair[0].layers)))
+    for (away, is_block), pairs in alike:
         parts = [part for part, _ in pairs]
-        on_device = sum(placement.on_device(part, away) for part in parts)
-        on_host = sum(placement.on_host(part, away) for part in parts)
-        why = WHY[away] if is_block or not away else "embeddings, heads: after all blocks"
         numel = sum(part.numel for part in parts)
-        add(span_of(parts), numel, away, (on_device, on_host), why)
+        on_device = shown(sum(placement.on_device(part, away) for part in parts))
+        on_host = shown(sum(placement.on_host(part, away) for part in parts))
+        why = WHY[away] if is_block or not away else "embeddings, heads: after all blocks"
+        rows.append((span_of(parts), f"{numel:,}", *WHERE[away], on_device, on_host, why))
     small = sum(part.small for part in placement.parts)
     if small:
+        sizes = shown(placement.small_bytes), shown(0)
         why = "small, and used all the time"
-        add("norms, biases", small, Away.NOTHING, (placement.small_bytes, 0), why)
+        rows.append(("norms, biases", f"{small:,}", *WHERE[Away.NOTHING], *sizes, why))
     passing, slots = shown(placement.in_passing), shown(2 * placement.slot_bytes)
     rows.append(("copies on the way", "", "", "", "", passing, slots, placement.what_passes))
     total = small + sum(part.numel for part in placement.parts)
@@ -447,14 +434,17 @@ def span_of(parts: list[Part]) -> str:
     return span if is_whole else f"{len(parts)} of {span}"
 
 
-def price(placement: Placement, micro_batch_tokens: int, micro_batches: int, rates: "Rates") -> str:
-    """What a step pays, in bytes and seconds, and whether fetched weights can hide."""
+def describe(
+    placement: Placement, micro_batch_tokens: int, micro_batches: int, rates: "Rates"
+) -> str:
+    """The table, what a step pays in bytes and seconds, and whether fetched weights can hide."""
     traffic = placement.traffic(micro_batch_tokens, micro_batches)
 
     def copied(size: int) -> str:
         return f"{shown(size)} ({size / rates.link:.3g} s)"
 
     text = (
+        f"{table(placement)}\n\n"
         f"a step of {micro_batches:,} micro-batches copies {copied(traffic.to_host)} to the host"
         f" and {copied(traffic.to_device)} to the device,\n  and moves {traffic.on_host:,}"
         f" parameters ({traffic.on_host / rates.adamw:.3g} s of AdamW) on the host"
