@@ -1,27 +1,34 @@
-"""Granular CPU offload: as much of a training state on the host as a byte budget asks for.
+"""Granular CPU offload: move as much of a training state to the host as a byte budget demands.
 
-A placement (support/step/placement.py) says for each block how much of it is away. `Offloaded`
-carries that out on a finished model:
+From the flag to the bytes moved:
+
+    --offload    `planned` reads the settings and what is free, `plan` the sizes of the model
+    what leaves  `place` (support/step/placement.py) returns a `Placement`: for each block, how much
+                 of it is away
+    who moves it `Offloaded`, below, on a finished model; under --fsdp FSDP2 does
+    the copies   `Link` and `Landing` (support/step/link.py)
+
+What `Offloaded` does with each kind:
 
     state      The host holds fp32 weights, which the optimizer moves, and the gradients that it
-               needs. The device has a copy of the weights, which follows after each step.
+               needs. The device has a copy of the weights, renewed after each step.
     gradients  The device frees each gradient as soon as it is there, in every micro-batch; the host
                adds them up in fp32. In bf16 the device's copy of the weights is bf16: autocast
-               would make the same numbers of fp32 ones, and keep both.
-    weights    The device has a parameter without storage. A block's weights are fetched before it
-               runs, while the block before it does, and once more for the backward pass.
+               would round fp32 ones to the same numbers, and keep both.
+    weights    The device has a parameter without storage. A block's weights are fetched while the
+               block before it runs, and once more for the backward pass.
 
-Optimizers take the host's weights where state is away and the model's elsewhere. Names and
-checkpoints are those of a run without offload and so, in fp32, is every bit.
+The optimizer gets the host's weights where state is away, and the model's elsewhere. Names and
+checkpoints are those of a run without offload, and so, in fp32, is every bit.
 
-With several ranks only optimizer state leaves, for DDP keeps the gradients. With --fsdp whole
-blocks leave, a rank's rows of them, and FSDP2 carries the placement out (support/base/sharded.py).
+With several ranks only optimizer state leaves, because DDP keeps the gradients. With --fsdp whole
+blocks leave, a rank's rows of them.
 
-Does not offload activations: --checkpoint-activations forgets them.
+Activations are not offloaded: use --checkpoint-activations.
 
-Papers:   Ren et al., arXiv 2101.06840 (ZeRO-Offload): optimizer state and its step on the host,
-          all of it; granular CPU offloading, only part of it: Lin et al., arXiv 2110.03888
-Deviates: the order of leaving is ours (support/step/placement.py): 2110.03888 came without code
+Papers:   Ren et al., arXiv 2101.06840 (ZeRO-Offload): all optimizer state and the step on the host;
+          Lin et al., arXiv 2110.03888: granular CPU offloading, only part of it
+Deviates: the order of leaving is ours; 2110.03888 came without code
 
     python offload.py plan --size 1.3B --budget 8GiB --dtype bf16 --link 25e9 --flops 140e12
 """
@@ -29,9 +36,9 @@ Deviates: the order of leaving is ours (support/step/placement.py): 2110.03888 c
 import os
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -39,37 +46,22 @@ from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
 from support.base.numbers import bytes_of
+from support.base.settings import flag
 from support.base.technique import Edit
 from support.step.link import Landing, Lent, Link
-from support.step.placement import (
-    KINDS,
-    Away,
-    Part,
-    Placement,
-    budget_bytes,
-    grouped,
-    parts_of,
-    place,
-    place_shards,
-)
+from support.step.placement import KINDS, Away, Part, Placement, grouped, parts_of, place
 
 if TYPE_CHECKING:
     from config import Config
-    from model import RunBlock, Transformer
+    from model import RunBlock, TokenMeta, Transformer
     from support.base.runtime import Runtime
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
 
 
-def flag(default: Any, help: str, **more: Any) -> Any:
-    """As in support/base/settings.py, which a technique does not import: so it can be read
-    alone."""
-    return field(default=default, metadata={"help": help, **more})
-
-
 @dataclass(frozen=True)
 class OffloadConfig:
-    on: bool = flag(False, "keep on the host what --offload-budget has no room for", free=True)
+    on: bool = flag(False, "move what exceeds --offload-budget to CPU memory", free=True)
     budget: str = flag(
         "auto",
         "device memory for weights, gradients, optimizer state: 6GiB, 800MB; auto: half of what is"
@@ -78,33 +70,46 @@ class OffloadConfig:
     )
     host_memory: str = flag(
         "auto",
-        "host memory that all ranks of a machine may take: 100GiB; auto: what is free",
+        "host memory for all ranks of a machine: 100GiB; auto: what is free",
         free=True,
     )
 
 
-def refusals(settings: Any) -> list[tuple[bool, str]]:
-    budget_bytes(settings.offload.budget, free=0)  # raises for what it cannot be
+def refusals(settings: "Config") -> list[tuple[bool, str]]:
+    budget_bytes(settings.offload.budget, free=0)  # raises for anything but bytes or auto
     host_bytes(settings, free=0)
     return []
 
 
-def host_bytes(settings: Any, free: int | None) -> int | None:
-    """What a run may take of this machine's memory, of which so much is free."""
+# ---- from the flags to a placement
+
+
+def budget_bytes(text: str, free: int | None = None) -> int:
+    """What 6GiB, 800MB or auto means.
+
+    Args:    free bytes of the device; auto takes half and leaves the rest to activations
+    Raises:  ValueError for anything else
+    Example: budget_bytes("1.5KiB") == 1536, budget_bytes("auto", 3000) == 1500
+    """
+    if text != "auto":
+        return bytes_of("--offload-budget", text)
+    if free is None:
+        raise ValueError("--offload-budget auto: the free memory is not known: give bytes")
+    return free // 2
+
+
+def host_bytes(settings: "Config", free: int | None) -> int | None:
+    """What a run may take of this machine's memory; None if unknown."""
     text = settings.offload.host_memory
     return free if text == "auto" else bytes_of("--offload-host-memory", text)
 
 
-# ---- the plan
-
-
-def planned(settings: Any, model: nn.Module, runtime: Any) -> Placement:
-    """The placement that a run's settings ask for, on what was free when it began."""
-    budget, muon = settings.offload.budget, settings.optim.optimizer == "muon"
+def planned(settings: "Config", model: nn.Module, runtime: "Runtime") -> Placement:
+    """The placement that a run's settings ask for, by what was free when it began."""
     return plan(
         model,
-        budget,
-        muon,
+        settings.offload.budget,
+        settings.optim.optimizer == "muon",
         dtype=runtime.dtype,
         device_free=runtime.device_free,
         host_free=host_bytes(settings, runtime.host_free),
@@ -123,7 +128,7 @@ def plan(
     world_size: int = 1,
     sharded: bool = False,
 ) -> Placement:
-    """What of a model leaves the device, before any of it is there.
+    """Decide what of a model leaves the device, before any of it is there.
 
     Args:   dtype       of the arithmetic
             device_free bytes that the device can give, for a budget of auto; None if unknown
@@ -131,23 +136,27 @@ def plan(
             sharded     whether the ranks share each parameter (--fsdp)
     Raises: ValueError for a budget or a host that is too small
     """
-    what = parts_of(model, muon), budget_bytes(budget, device_free), DTYPES[dtype]
-    ranks_here = int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    if sharded:
-        return place_shards(*what, host_free, ranks_here, world_size)
-    return place(*what, KINDS if world_size == 1 else (Away.STATE,), host_free, ranks_here)
+    return place(
+        parts_of(model, muon),
+        budget_bytes(budget, device_free),
+        DTYPES[dtype],
+        kinds=KINDS if world_size == 1 else (Away.STATE,),
+        host_bytes=host_free,
+        ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
+        shards=world_size if sharded else None,
+    )
 
 
-# ---- what carries it out
+# ---- the placement carried out
 
 
-class Hosted(NamedTuple):
-    """A matrix of which something is away."""
+class HostMatrix(NamedTuple):
+    """A matrix that is at least partly on the host."""
 
     name: str
     part: Part
     away: Away
-    parameter: nn.Parameter  # the model's, in the dtype that the device has it in
+    parameter: nn.Parameter  # the model's, in the device's dtype
     master: nn.Parameter  # fp32: the optimizer's
     sent: Tensor  # what is copied to the device: the master or, in bf16, a copy of it
     gradient: Tensor  # fp32: the sum over micro-batches
@@ -161,151 +170,166 @@ class Fetched(NamedTuple):
 
 
 class Offloaded:
-    """A model of which the device has what a placement leaves there.
+    """A model whose placement is carried out.
 
-    A step: `with held.collecting(last): loss.backward()` for each micro-batch, whose blocks run
-    through `held.run_block`; clip the gradients of `held.parameters()`; `held.step(update)`.
+    A step: `with offloaded.collecting(last): loss.backward()` for each micro-batch, whose blocks
+    run through `offloaded.run_block`; clip the gradients of `offloaded.parameters()`;
+    `offloaded.step(update)`.
 
-    Args: model on the host; it comes to the device here, and never whole
-          early gradients leave while the backward pass runs. Under DDP they cannot: they are not
-                the sum over ranks before its end
+    Args: model on the host; what stays comes to the device here, the whole never does
+          early gradients leave during the backward pass. Under DDP they cannot: only at its end
+                are they summed over ranks
     """
 
     def __init__(
         self, model: nn.Module, placement: Placement, device: torch.device, early: bool = True
     ):
-        self.model, self.device, self.placement = model, torch.device(device), placement
+        self.model, self.placement = model, placement
+        self.device = torch.device(device)
         self.link = Link(self.device)
-        self.hosted: dict[Part, list[Hosted]] = {}
+        self.hosted: dict[Part, list[HostMatrix]] = {}
         self.is_last = True  # micro-batch of a step
         self.fetched: dict[int, Fetched] = {}  # by layer
-        self.move(placement)
-        self.streamed = {
-            layer: ones
-            for part, ones in self.hosted.items()
+        self.move()
+        self.streamed = {  # by layer: the matrices of blocks whose weights are away
+            layer: matrices
+            for part, matrices in self.hosted.items()
             for layer in part.layers
-            if ones[0].away == Away.WEIGHTS
+            if matrices[0].away == Away.WEIGHTS
         }
-        for one in self.all_hosted() if early else ():
-            one.parameter.register_post_accumulate_grad_hook(partial(self.ready, one))
+        for matrix in self.matrices() if early else ():
+            leave = partial(self.gradient_ready, matrix)
+            matrix.parameter.register_post_accumulate_grad_hook(leave)
 
     @torch.no_grad()
-    def move(self, placement: Placement) -> None:
+    def move(self) -> None:
         """Give every tensor its place."""
-        wanted: list = [(torch.Size([placement.slot_bytes]), torch.uint8)] * 2
-        planned = []
         groups = grouped(self.model)
-        for part, away in zip(placement.parts, placement.away, strict=True):
-            dtype = torch.bfloat16 if placement.itemsize(part, away) == 2 else torch.float32
-            for name, p in groups[part.name].items() if away else ():
-                if p.ndim > 1:
-                    planned.append((name, part, away, p, dtype))
-                    wanted += [(p.shape, torch.float32)] * 2
-                    if dtype != torch.float32:
-                        wanted.append((p.shape, dtype))
-        memory = iter(self.link.memory(wanted))
-        slots = next(memory), next(memory)
-        for name, part, away, p, dtype in planned:
-            master, gradient = nn.Parameter(next(memory)), next(memory)
-            sent = master.data if dtype == torch.float32 else next(memory)
-            master.copy_(p)
-            # without storage it is one NaN: run by mistake, it makes a loss that stops the run
-            size = p.shape if away < Away.WEIGHTS else [1] * p.ndim
-            p.data = torch.full(size, torch.nan, dtype=dtype, device=self.device).expand(p.shape)
-            self.hosted.setdefault(part, []).append(
-                Hosted(name, part, away, p, master, sent, gradient)
+        leaving = [
+            (part, away, name, parameter)
+            for part, away in self.placement.pairs
+            for name, parameter in groups[part.name].items()
+            if away and parameter.ndim > 1
+        ]
+        slot = torch.Size([self.placement.slot_bytes]), torch.uint8
+        wanted = {("slot", 0): slot, ("slot", 1): slot}
+        for part, away, name, parameter in leaving:
+            wanted[name, "master"] = wanted[name, "gradient"] = parameter.shape, torch.float32
+            if self.dtype_of(part, away) != torch.float32:
+                wanted[name, "sent"] = parameter.shape, self.dtype_of(part, away)
+        memory = self.link.memory(wanted)
+        for part, away, name, parameter in leaving:
+            dtype, shape = self.dtype_of(part, away), parameter.shape
+            master = nn.Parameter(memory[name, "master"].copy_(parameter))
+            matrix = HostMatrix(
+                name=name,
+                part=part,
+                away=away,
+                parameter=parameter,
+                master=master,
+                sent=memory.get((name, "sent"), master.data),
+                gradient=memory[name, "gradient"],
             )
+            self.hosted.setdefault(part, []).append(matrix)
+            # without storage it is one NaN: run by mistake, it makes a loss that stops the run
+            stored = shape if away < Away.WEIGHTS else [1] * len(shape)
+            placeholder = torch.full(stored, torch.nan, dtype=dtype, device=self.device)
+            parameter.data = placeholder.expand(shape)
         for tensor in (*self.model.parameters(), *self.model.buffers()):
             tensor.data = tensor.data.to(self.device)
-        self.landing = Landing(self.link, slots, {h.name: h.gradient for h in self.all_hosted()})
-        self.send(self.all_hosted())
+        sums = {matrix.name: matrix.gradient for matrix in self.matrices()}
+        self.landing = Landing(self.link, (memory["slot", 0], memory["slot", 1]), sums)
+        self.send(self.matrices())
 
-    def all_hosted(self) -> list[Hosted]:
-        return [one for ones in self.hosted.values() for one in ones]
+    def dtype_of(self, part: Part, away: Away) -> torch.dtype:
+        return torch.bfloat16 if self.placement.itemsize(part, away) == 2 else torch.float32
+
+    def matrices(self) -> list[HostMatrix]:
+        return [matrix for matrices in self.hosted.values() for matrix in matrices]
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """What the optimizers move, by the model's names."""
-        masters = {one.name: one.master for one in self.all_hosted()}
+        """The tensors for the optimizers, by the model's names."""
+        masters = {matrix.name: matrix.master for matrix in self.matrices()}
         return {name: masters.get(name, p) for name, p in self.model.named_parameters()}
 
     # ---- gradients come home
 
     @contextmanager
     def collecting(self, last: bool) -> Iterator[None]:
-        """Around a backward pass; after a step's last one all gradients are home."""
+        """Around a backward pass; after the last one of a step all gradients are home."""
         self.is_last = last
         yield
-        for one in self.all_hosted():
-            if one.parameter.grad is not None:
-                self.ready(one, one.parameter)
+        for matrix in self.matrices():
+            if matrix.parameter.grad is not None:
+                self.gradient_ready(matrix, matrix.parameter)
         if last:
             self.landing.settle_all()
-            self.give(self.all_hosted())
+            self.give(self.matrices())
 
-    def ready(self, one: Hosted, parameter: nn.Parameter) -> None:
-        """Let a gradient leave, unless it has yet to grow on the device."""
-        if self.is_last or one.away >= Away.GRADIENTS:
+    def gradient_ready(self, matrix: HostMatrix, parameter: nn.Parameter) -> None:
+        """Let a gradient leave, unless it is still to grow on the device."""
+        if self.is_last or matrix.away >= Away.GRADIENTS:
             gradient, parameter.grad = parameter.grad, None
-            self.landing.begin(one.name, one.part.name, gradient)
+            self.landing.begin(matrix.name, matrix.part.name, gradient)
 
-    def give(self, ones: list[Hosted]) -> None:
-        """Let the optimizer see the gradients of these, where a step had any."""
-        for one in ones:
-            one.master.grad = one.gradient if one.name in self.landing.arrived else None
+    def give(self, matrices: list[HostMatrix]) -> None:
+        """Hand the gradients of this step, if there are any, to the optimizer."""
+        for matrix in matrices:
+            has_arrived = matrix.name in self.landing.arrived
+            matrix.master.grad = matrix.gradient if has_arrived else None
 
     # ---- weights go back
 
     def step(self, update: Callable[[], None]) -> None:
-        """Part by part: `update`, which moves what has a gradient and frees it, then copy weights.
+        """Move what stays on the device, then part by part what is on the host.
 
-        A part's weights are on their way while the host moves the next part's.
+        A part's new weights travel to the device while the host moves the next part.
+
+        Args: update moves every tensor that has a gradient, and frees the gradient
         """
-        for one in self.all_hosted():
-            one.master.grad = None
-        for ones in [*self.hosted.values()] or [[]]:
-            self.give(ones)
+        for matrix in self.matrices():
+            matrix.master.grad = None
+        update()
+        for matrices in self.hosted.values():
+            self.give(matrices)
             update()
-            self.send(ones)
+            self.send(matrices)
         self.landing.arrived.clear()
         if self.streamed:  # the next forward pass begins with it
             _, event = self.fetch(min(self.streamed))
             self.link.wait(event)
 
     @torch.no_grad()
-    def send(self, ones: list[Hosted]) -> None:
+    def send(self, matrices: list[HostMatrix]) -> None:
         """Copy weights to where the next forward pass takes them from."""
-        for one in ones:
-            if one.sent.dtype != torch.float32:
-                one.sent.copy_(one.master)
-        copied = [one for one in ones if one.away < Away.WEIGHTS]
-        self.link.wait(self.link.copy_up((one.parameter.data, one.sent) for one in copied))
-        self.fetched.clear()  # after that wait: their memory is free once copies to it have ended
+        for matrix in matrices:
+            if matrix.sent.dtype != torch.float32:
+                matrix.sent.copy_(matrix.master)
+        copied = [matrix for matrix in matrices if matrix.away < Away.WEIGHTS]
+        self.link.wait(self.link.copy_up((m.parameter.data, m.sent) for m in copied))
+        self.fetched.clear()  # after that wait: copies into their memory have ended
 
-    # ---- weights that are fetched
+    # ---- weights are fetched
 
     def run_block(self, inner: Callable, recomputes: bool = False) -> Callable:
-        """A `run_block`: blocks whose weights are away run with fetched ones.
+        """A `run_block` that gives blocks their weights for as long as they run.
 
         Args: inner      the run_block that runs a block on the tokens it is given
-              recomputes whether `inner` runs a block once more in the backward pass; if not, this
-                         one does, or else all fetched weights would wait for it in memory
+              recomputes whether `inner` runs a block again in the backward pass; if not, this one
+                         does, since otherwise all fetched weights would stay until then
         """
         if not self.streamed:
             return inner
-        # A pass begins with the block that the one before it ended with, whose weights stay.
-        layers = sorted(self.streamed)
-        ahead = dict(zip(layers, [*layers[1:], layers[-1]], strict=True))
-        behind = dict(zip(layers, [layers[0], *layers[:-1]], strict=True))
 
-        def run_layer(layer: int, block: Callable, x: Tensor, meta: Any) -> Tensor:
+        def run_layer(layer: int, block: Callable, x: Tensor, meta: "TokenMeta") -> Tensor:
             if layer not in self.streamed:
                 return inner(layer, block, x, meta)
-            following = ahead[layer]
+            is_forward = True
 
-            def run(x: Tensor, meta: Any) -> Tensor:
-                nonlocal following
-                weights = self.lent(layer, following)
-                following = behind[layer]  # called once more, it is in the backward pass
+            def run(x: Tensor, meta: "TokenMeta") -> Tensor:
+                nonlocal is_forward
+                weights = self.lent(layer, self.following(layer, is_forward))
+                is_forward = False  # the second call is in the backward pass
                 return functional_call(block, weights, (x, meta))
 
             if recomputes or not torch.is_grad_enabled():
@@ -314,26 +338,37 @@ class Offloaded:
 
         return run_layer
 
+    def following(self, layer: int, is_forward: bool) -> int:
+        """The fetched layer that runs next.
+
+        Example: of layers 0, 1 and 3 the forward pass runs 0 1 3, the backward pass 3 1 0, and so
+                 on. 0 is followed by 1, 1 by 3, and 3 by itself; then 3 by 1, 1 by 0, and 0 by
+                 itself. Weights that run twice in a row stay
+        """
+        layers = sorted(self.streamed)
+        number = layers.index(layer) + (1 if is_forward else -1)
+        return layers[min(max(number, 0), len(layers) - 1)]
+
     def lent(self, layer: int, following: int) -> dict[str, Tensor]:
         """A block's weights on the device, by their names in it; the following layer's set out.
 
-        These alone stay. Others that never ran may still be on their way, but their copies began
-        earlier, so this wait is for them as well, and their memory is free then.
+        Only these two layers keep their weights. Others that were fetched and never ran may still
+        be on their way, but their copies began earlier: this wait covers them too.
         """
         weights, event = self.fetch(layer)
         self.link.wait(event)
-        self.fetched = {number: its for number, its in self.fetched.items() if number == following}
+        self.fetched = {n: fetched for n, fetched in self.fetched.items() if n == following}
         self.fetch(following)
         return {
-            one.name.removeprefix(f"{one.part.name}."): Lent.apply(one.parameter, weight)
-            for one, weight in zip(self.streamed[layer], weights, strict=True)
+            matrix.name.removeprefix(f"{matrix.part.name}."): Lent.apply(matrix.parameter, weight)
+            for matrix, weight in zip(self.streamed[layer], weights, strict=True)
         }
 
     def fetch(self, layer: int) -> Fetched:
         """Begin to copy a layer's weights to the device, unless they are on their way."""
         if layer not in self.fetched:
-            # memory of the stream that computes, so that this is who may use it again
-            sent = [one.sent for one in self.streamed[layer]]
+            # memory of the computing stream, which is the one that may use it again
+            sent = [matrix.sent for matrix in self.streamed[layer]]
             weights = [torch.empty(w.shape, dtype=w.dtype, device=self.device) for w in sent]
             event = self.link.copy_up(zip(weights, sent, strict=True))
             self.fetched[layer] = Fetched(weights, event)
@@ -343,20 +378,20 @@ class Offloaded:
 
     def state_dict(self) -> dict[str, Tensor]:
         """The model's, with the fp32 weights that the optimizer moves."""
-        masters = {id(one.parameter): one.master for one in self.all_hosted()}
-        own = self.model.state_dict(keep_vars=True)
-        return {key: masters.get(id(tensor), tensor).detach() for key, tensor in own.items()}
+        masters = {id(matrix.parameter): matrix.master for matrix in self.matrices()}
+        tensors = self.model.state_dict(keep_vars=True)
+        return {key: masters.get(id(tensor), tensor).detach() for key, tensor in tensors.items()}
 
     @torch.no_grad()
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Take over all weights, by the model's names; ValueError for other names."""
-        own = self.state_dict()
-        if own.keys() != state.keys():
-            differ = ", ".join(sorted(own.keys() ^ state.keys())[:3])
+        weights = self.state_dict()
+        if weights.keys() != state.keys():
+            differ = ", ".join(sorted(weights.keys() ^ state.keys())[:3])
             raise ValueError(f"the weights are of another model: it differs in {differ}")
-        for key, tensor in own.items():
+        for key, tensor in weights.items():
             tensor.copy_(state[key])
-        self.send(self.all_hosted())
+        self.send(self.matrices())
 
 
 # ---- at work in a run
@@ -410,20 +445,30 @@ def edit(
 
 def main(argv: list[str] | None = None) -> None:
     from support.base import runtime
+    from support.base.numbers import amount, count
     from support.step import costs, machine, placement
 
     parser = runtime.Parser(prog="offload.py", description=__doc__.split("\n")[0])
     command = parser.add_subparsers(required=True).add_parser("plan", help="what would leave")
     costs.add_flags(command)
-    command.add_argument("--dtype", choices=DTYPES.values(), default="bf16")
-    placement.add_flags(command)
+    command.add_argument("--dtype", choices=runtime.DTYPES, default="bf16")
+    command.add_argument("--budget", required=True, help="device memory: 6GiB, 800MB, auto")
+    command.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
+    command.add_argument("--micro-batch-tokens", type=count, help="at once (default: a row)")
+    command.add_argument("--link", type=amount, help="bytes/s to the device (default: measured)")
+    command.add_argument("--flops", type=amount, help="FLOP/s on the device (default: measured)")
     args = parser.parse_args(argv)
     costs.fill_in(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype = runtime.DTYPES[args.dtype]
-    model, muon = costs.model_of(args), args.optimizer == "muon"
-    away = plan(model, args.budget, muon, dtype, runtime.device_free(device), None)
-    placement.show(args, away, machine.measured(device, dtype))
+    model = costs.model_of(args)
+    free = runtime.device_free(device)
+    planned = plan(model, args.budget, args.optimizer == "muon", dtype, free, host_free=None)
+    rates = machine.measured(device, dtype)
+    rates = rates._replace(link=args.link or rates.link, flops=args.flops or rates.flops)
+    tokens = args.micro_batch_tokens or args.seq_len
+    micro_batches = -(-args.batch_tokens // tokens)
+    print(placement.describe(planned, tokens, micro_batches, rates))
 
 
 if __name__ == "__main__":

@@ -84,8 +84,8 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     # of the whole model: --pseudo may begin with less of it, and must not be refused in mid-run
     placement = placement_of(settings, empty_model(shape), runtime)
-    memory = partial(memory_of, settings, runtime, config=shape, placement=placement)
-    rows_at_once = micro_batch(settings, runtime, lambda rows: memory(rows).on_device)
+    rows_at_once = micro_batch(settings, runtime, shape, placement)
+    memory = memory_of(settings, runtime, rows_at_once.count, shape, placement)
     poll = Poll(runtime)
     assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count, poll=poll)
     if settings.run.dry_run:
@@ -97,7 +97,7 @@ def main(argv: list[str] | None = None) -> int:
             shape=shape,
             placement=placement,
             batches=rows_at_once,
-            memory=memory(rows_at_once.count),
+            memory=memory,
             assemble=assembled,
             next_stage=next_stage,
         )
@@ -111,7 +111,7 @@ def main(argv: list[str] | None = None) -> int:
         run,
         plan.samples,
         batches=rows_at_once.why,
-        memory=memory(rows_at_once.count),
+        memory=memory,
         outlook=dry_run.outlook(run, plan),
     )
     poll.begin(progress.progress_bar(run))

@@ -15,7 +15,7 @@ from conftest import metrics, read_log, start_ranks
 import config
 import train
 from support.run import checkpoint, extension, sharded_checkpoint
-from support.step.optim import lr_at
+from support.step.optim import OptimConfig, lr_at
 
 SMALL = f"{LARGER} --layers 2 --eval-tokens 100 --final-eval-tokens 100"
 ALL_ON = f"{ALL} --layers 4"
@@ -80,8 +80,8 @@ def tensors_of(state: dict) -> dict[str, torch.Tensor]:
 
 def rate(clock: int, schedule: str, budget: int) -> float:
     """In the middle of a step of 256 tokens that begins here."""
-    how = dict(peak=2e-2, floor=0.0, schedule=schedule, warmup_tokens=81, decay_share=0.2)
-    return lr_at(clock + 128, budget=budget, **how)
+    optim = OptimConfig(tokens=budget, lr=2e-2, schedule=schedule, warmup_tokens=81)
+    return lr_at(optim, clock + 128)
 
 
 @pytest.mark.parametrize("schedule", ["cosine", "linear"])

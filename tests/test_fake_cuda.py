@@ -23,7 +23,7 @@ SMALL = (
 # Without what is no step: a last evaluation and a sample, and products that time the machine.
 SHORT = {
     "train.finish": "lambda *_: None",
-    "support.step.machine.measured": "lambda *_: importlib.import_module('support.step.placement')"
+    "support.step.machine.measured": "lambda *_: importlib.import_module('support.step.machine')"
     ".Rates(link=25e9, flops=1e14, adamw=1e9)",
     "support.step.machine.measured_peak": "lambda *_: 1e14",
 }

@@ -17,8 +17,7 @@ from model import Transformer, TransformerConfig
 from plan import Plan
 from support.base.clock import Clock
 from support.base.runtime import Runtime
-from support.step import flops
-from support.step.flops import Laid, flops_of_step
+from support.step.flops import Laid, Work, flops_of_step
 from support.step.sizes import flops_of_row
 from support.weights.initial import model_size
 from train import assemble
@@ -47,12 +46,11 @@ MAPPING = {
 }
 
 
-def counted(line: str, at: float = 0.0):
-    """The first step at this share of the budget: what it is said to cost, what torch counts."""
+def counted(line: str):
+    """The first step: what it is said to cost, what torch counts."""
     settings, data = open_data(config.build(config.parse(line.split())), ONE)
     plan = Plan(settings, data.store, data.special_ids, ONE)
-    start = int(at * settings.optim.tokens)
-    step = plan(Clock(consumed_tokens=start, window_tokens=start))
+    step = plan(Clock())
     shape = config.transformer_config(settings, *model_size(settings, data.encoding, None))
     at_once = (
         settings.optim.micro_batch_size or settings.optim.batch_tokens // settings.data.seq_len
@@ -63,88 +61,59 @@ def counted(line: str, at: float = 0.0):
     return flops_of_step(settings, trainer.work, step), counter.get_total_flops(), trainer, step
 
 
-SMALL = "--batch-tokens 2048 --tokens 100000"
-CASES = {
+SMALL = "--layers 3 --batch-tokens 1024 --tokens 100000"
+EXACT = {
     "nano": SMALL,
     "AdamW": f"{SMALL} --optimizer adamw",
-    "12 x 256": f"{SMALL} --layers 12 --width 256",
     "ltd": f"{SMALL} --ltd",
-    "packed": f"{SMALL} --pack",
     "packed in long rows": f"{SMALL} --pack --seq-len 1024",
-    "packed, documents by step": f"{SMALL} --pack --pack-batch documents",
-    "packed, ltd": f"{SMALL} --pack --ltd --ltd-start 128 --batch-tokens 4096",
     "rows that grow": f"{SMALL} --curriculum seqlen --curriculum-start 64",
-    "bert": f"{SMALL} --model bert",
-    "bert, packed pairs": f"{SMALL} --model bert --pack --nsp",
-    "fewer layers": f"{SMALL} --pseudo --pseudo-layers 3",
-    "shared": f"{SMALL} --pseudo --pseudo-group 2",
+    "fewer layers": f"{SMALL} --pseudo --pseudo-layers 2",
+    "shared": f"{SMALL} --layers 4 --pseudo --pseudo-group 2",
     "recomputed": f"{SMALL} --checkpoint-activations --ltd",
+}
+# On a CPU documents in one call are padded, or small batches masked, and that is not counted. With
+# dropout attention keeps its scores, and saves one product.
+NEARLY = {
+    "packed, ltd": f"{SMALL} --pack --ltd --ltd-start 128",
+    "packed, documents by step": f"{SMALL} --pack --pack-batch documents",
+    "bert, packed pairs": f"{SMALL} --model bert --pack --nsp --micro-batch-size 2",
     "recomputed bert": f"{SMALL} --checkpoint-activations --model bert",
-    "micro-batches": f"{SMALL} --pack --micro-batch-size 2",
+    "a mask": f"{SMALL} --pack --dropout 0.1",
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("name", [*EXACT, *NEARLY])
 def test_a_step_has_the_flops_that_torch_counts(name):
-    said, found, _, _ = counted(CASES[name])
-    assert said.executed == pytest.approx(found, rel=0.01)
+    said, found, _, _ = counted((EXACT | NEARLY)[name])
+    least, most = (0.999, 1.001) if name in EXACT else (0.88, 1.03)
+    assert least * found < said.executed < most * found
     assert 0 < said.model <= said.executed
 
 
 def test_what_is_dropped_shows(monkeypatch):
     """The control: were dropped tokens counted, the number would be a third too high."""
-    monkeypatch.setattr(flops, "tokens_by_layer", lambda s, context, T: [T] * s.model.layers)
-    said, found, _, _ = counted(CASES["ltd"])
-    assert said.executed > 1.2 * found
+    whole = "support.step.flops.tokens_by_layer"
+    monkeypatch.setattr(whole, lambda settings, context, T: [T] * settings.model.layers)
+    said, found, _, _ = counted(EXACT["ltd"])
+    assert said.executed > 1.1 * found
 
 
-def test_documents_that_are_told_apart_show(monkeypatch):
-    """The control: a whole mask has twice the scores of causal documents, and more."""
-    monkeypatch.setattr(flops, "groups_of", lambda *_: None)
-    said, found, _, _ = counted(CASES["packed in long rows"])
-    assert said.executed > 1.2 * found
-
-
-def test_full_rows_need_what_a_row_is_said_to_cost():
-    said, _, trainer, step = counted(CASES["AdamW"])
+def test_full_rows_need_what_a_row_is_said_to_cost_and_recomputing_does_not_count_as_need():
+    said, _, trainer, step = counted(EXACT["AdamW"])
     rows, T = step.batch.tokens.shape
     shape = trainer.model.config
     assert said.model == rows * flops_of_row(shape, [T] * shape.layers, T)
     once_more = shape.layers * rows * 2 * shape.width * T * T // 2  # the scores, backward
     assert said.executed == said.model + once_more
-
-
-def test_recomputing_is_executed_and_not_needed():
-    plain, _, _, _ = counted(CASES["AdamW"])
-    again, _, _, _ = counted(f"{CASES['AdamW']} --checkpoint-activations")
-    assert again.executed > 1.15 * plain.executed and again.model == plain.model
-
-
-def test_ranks_share_the_work_of_one_and_blank_rows_are_work_too():
-    short = "--curriculum seqlen --curriculum-start 64"
-    said, _, trainer, step = counted(f"{CASES['packed']} {short}")
-    half = trainer.work._replace(world_size=2, rows_at_once=4)
-    assert flops_of_step(trainer.settings, half, step).model == said.model
-    alone = trainer.work._replace(impl="dense", optimizer=0)
-    five = alone._replace(world_size=5)  # of 2 rows each, the last one's blank
-    wanted = flops_of_step(trainer.settings, alone, step).executed * 10 // 8
-    assert flops_of_step(trainer.settings, five, step).executed == wanted
-
-
-@pytest.mark.parametrize("impl", ["dense", "groups", "triton"])
-def test_each_attention_has_its_own_scores(impl):
-    """Rows of 8: documents of 4, 2 and 2, and of 8; causal, of width 4; one layer."""
-    work = flops.Work(SHAPE, 1, 8, 2, impl, frozenset(), 0)
-    squares = {"dense": 2 * 64, "groups": (16 + 4 + 4 + 64) // 2, "triton": (16 + 4 + 4 + 64) // 2}
-    products = 9 if impl == "triton" else 7
-    matrices = 6 * (4 * (4 * 4 + 2 * 16) + 4 * 10) * 16
-    found = flops_of_step(SETTINGS, work, step_of([[4, 2, 2], [8]]))
-    assert found.executed == matrices + products * 2 * 4 * squares[impl]
-    assert found.model == matrices + 12 * 4 * 44
+    every_layer = trainer.work._replace(recomputed=frozenset(range(shape.layers)))
+    again = flops_of_step(trainer.settings, every_layer, step)
+    assert again.executed > 1.1 * said.executed and again.model == said.model
 
 
 SHAPE = TransformerConfig("gpt", 1, 1, 4, 16, 8, 10)
 SETTINGS = replace(config.Config(), model=replace(config.Config().model, layers=1))
+WORK = Work(SHAPE, 1, 8, 2, "adaptive", frozenset(), 0)
 
 
 def step_of(rows: list[list[int]]) -> SimpleNamespace:
@@ -155,19 +124,28 @@ def step_of(rows: list[list[int]]) -> SimpleNamespace:
     return SimpleNamespace(batch=batch, context=context, laid=Laid(np.concatenate(rows), offsets))
 
 
-def test_the_mean_of_squared_lengths_is_that_of_draws():
-    laid = Laid(np.array([3, 1]), np.array([0, 2]))
-    assert laid.mean_squares(np.array([4])) == [10] and laid.mean_squares(np.array([2])) == [3]
-    laid = Laid(np.array([40, 9, 1, 30]), np.array([0, 3, 4]))
-    random, documents = np.random.default_rng(0), np.repeat([0, 1, 2], [40, 9, 1])
-    drawn = [random.choice(documents, 20, replace=False) for _ in range(4000)]
-    mean = np.mean([(np.bincount(kept) ** 2).sum() for kept in drawn])
-    of_rows = laid.mean_squares(np.array([20, 30]))
-    assert of_rows[0] == pytest.approx(mean, rel=0.01) and of_rows[1] == 900
+@pytest.mark.parametrize(("impl", "products"), [("dense", 7), ("groups", 7), ("triton", 9)])
+def test_each_attention_has_its_own_scores(impl, products):
+    """Rows of 8: documents of 4, 2 and 2, and of 8; causal, of width 4; one layer."""
+    scores = 2 * 64 if impl == "dense" else (16 + 4 + 4 + 64) // 2
+    matrices = 6 * (4 * (4 * 4 + 2 * 16) + 4 * 10) * 16
+    said = flops_of_step(SETTINGS, WORK._replace(impl=impl), step_of([[4, 2, 2], [8]]))
+    assert said.executed == matrices + products * 2 * 4 * scores
+    assert said.model == matrices + 12 * 4 * 44
 
 
-def test_where_pieces_lie():
-    laid = Laid(np.array([2, 1, 3]), np.array([0, 2, 3, 3]))
-    assert laid.filled().tolist() == [3, 3, 0]
-    assert laid.doc_ids(4).tolist() == [[0, 0, 1, -1], [2, 2, 2, -1], [-1] * 4]
-    assert laid != Laid(laid.lengths, np.array([0, 1, 3, 3])) and laid == replace(laid)
+def test_ranks_share_the_work_of_one_and_blank_rows_are_work_too():
+    """Three rows on two ranks: the fourth is blank, with scores only where a mask is whole."""
+    step = step_of([[4, 2, 2], [8], [3]])
+    for impl in ("groups", "dense"):
+        one = flops_of_step(SETTINGS, WORK._replace(impl=impl), step)
+        two = flops_of_step(SETTINGS, WORK._replace(impl=impl, world_size=2), step)
+        blank = 6 * (4 * (4 * 4 + 2 * 16) + 4 * 10) * 8 + (impl == "dense") * 7 * 2 * 4 * 64
+        assert two.model == one.model and two.executed == one.executed + blank
+
+
+def test_squares_of_pieces_worked_example():
+    laid = Laid(np.array([4, 2, 3]), np.array([0, 2, 3, 3]))
+    assert laid.filled().tolist() == [6, 3, 0]
+    assert laid.squares(np.array([6, 3, 0])) == 20 + 9
+    assert laid.squares(np.array([3, 2, 0])) == 5 + 4

@@ -9,6 +9,7 @@ from contextlib import redirect_stdout
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -165,10 +166,11 @@ def test_weights_gradients_and_state_are_counted_exactly(flags):
     o, model = settings.optim, train.Transformer(shape)
     optimizers = Optimizers(dict(model.named_parameters()), o.optimizer, 0.1, (0.9, 0.95))
     wanted = optimizers.memory()
-    assert memory.state_bytes(empty_model(shape), o.optimizer) == wanted
+    is_muon, empty = o.optimizer == "muon", dict(empty_model(shape).named_parameters())
+    assert memory.state_bytes(empty, is_muon) == wanted
     found = memory.memory_of(settings, ONE, 4, shape)._asdict()
     assert {name: found[name] for name in wanted} == wanted
-    halves = memory.state_bytes(empty_model(shape), o.optimizer, shards=2)
+    halves = memory.state_bytes(empty, is_muon, shards=2)
     assert halves["weights"] == pytest.approx(wanted["weights"] / 2, rel=0.01)
 
 
@@ -224,17 +226,22 @@ def test_what_the_loss_needs_is_what_it_takes(form, monkeypatch, needs_triton):
     assert memory.logits_bytes(shape, 64, here) + casts == pytest.approx(found, rel=0.05)
 
 
-def test_more_rows_are_taken_at_once_where_there_is_room():
+def test_more_rows_are_taken_at_once_where_there_is_room(monkeypatch):
     from support.step.memory import micro_batch
 
     settings = config.build(config.parse(["--size", "124M", "--device", "cpu"]))
 
-    def at_once(free: int, line: str = "") -> int:
-        here = replace(ONE, device_free=free)
-        return micro_batch(settings, here, lambda rows: 1000 * rows).count
+    def needed(settings, runtime, rows, *_):
+        return SimpleNamespace(on_device=1000 * rows)
+
+    monkeypatch.setattr(memory, "memory_of", needed)
+    shape = config.transformer_config(settings, 320)
+
+    def at_once(free: int | None) -> int:
+        return micro_batch(settings, replace(ONE, device_free=free), shape).count
 
     assert [at_once(free) for free in (100, 2_000, 4_000, 5_000, 10**9)] == [1, 1, 2, 4, 4]
-    assert micro_batch(settings, ONE, lambda rows: 1000 * rows).count == 4, "nobody knows"
+    assert at_once(None) == 4, "nobody knows"
 
 
 # ---- time

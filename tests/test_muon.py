@@ -141,7 +141,7 @@ def test_matrices_below_each_other_move_as_if_apart():
     for parameter, its in zip(apart, gradient.chunk(3), strict=True):
         parameter.grad = its
     together.grad = gradient
-    Muon([{"params": [together], "parts": 3}], 0.1, 0.3).step()
+    Muon([{"params": [together], "fused": 3}], 0.1, 0.3).step()
     Muon(apart, 0.1, 0.3).step()
     assert torch.equal(together, torch.cat(apart))
 
@@ -222,7 +222,7 @@ def moved_in_shards(world_size: int, counts: list[int]) -> tuple[float, float]:
 
     def groups(parameters: list[Tensor]) -> list[dict]:
         others = [p for number, p in enumerate(parameters) if number not in fused]
-        return [{"params": [parameters[n] for n in fused], "parts": 3}, {"params": others}]
+        return [{"params": [parameters[n] for n in fused], "fused": 3}, {"params": others}]
 
     one, other = Muon(groups(shards), 0.1, 0.3), Muon(groups(whole), 0.1, 0.3)
     share = 0.0

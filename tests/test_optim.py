@@ -6,19 +6,22 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import Transformer, TransformerConfig
-from support.step.optim import SCHEDULES, LossScale, Optimizers, lr_at, split_parameters
+from support.step.optim import (
+    SCHEDULES,
+    LossScale,
+    OptimConfig,
+    Optimizers,
+    lr_at,
+    split_parameters,
+    state_bytes,
+)
 
 
-def lr(t, schedule="cosine", peak=1.0, floor=0.0, warmup=10, budget=110, decay_share=0.2):
-    return lr_at(
-        t,
-        peak=peak,
-        floor=floor,
-        schedule=schedule,
-        warmup_tokens=warmup,
-        budget=budget,
-        decay_share=decay_share,
+def lr(t, schedule="cosine", floor=0.0, warmup=10):
+    optim = OptimConfig(
+        tokens=110, lr=1.0, min_lr=floor, schedule=schedule, warmup_tokens=warmup, decay_share=0.2
     )
+    return lr_at(optim, t)
 
 
 def test_worked_examples():
@@ -60,6 +63,20 @@ def test_every_parameter_is_moved_once():
         assert len(parts.fused) == (3 if muon else 0)  # and one that is three
 
 
+@pytest.mark.parametrize("kind", ["adamw", "muon"])
+def test_bytes_of_the_state_are_counted_as_they_come(kind):
+    m = model()
+    optimizers = optimizers_of(m, kind)
+    advance(m, optimizers, range(1))
+    state = optimizers.state_dict()["state"].values()
+    moments = sum(t.nbytes for kept in state for t in kept.values() if t.ndim)
+    weights = sum(p.nbytes for p in m.parameters())
+    wanted = {"weights": weights, "gradients": weights, "optimizer": moments}
+    assert state_bytes(dict(m.named_parameters()), kind == "muon") == optimizers.memory() == wanted
+    halves = state_bytes({"h.0.a": torch.zeros(5, 3), "b": torch.zeros(1)}, True, shards=2)
+    assert halves == {"weights": 40, "gradients": 40, "optimizer": 3 * 12 + 2 * 4}
+
+
 def advance(m, optimizers, steps):
     for step in steps:
         torch.manual_seed(step)
@@ -86,19 +103,19 @@ def test_state_goes_on_bitwise(kind):
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_state_is_kept_by_name(kind):
     """It loads whatever the order of the parameters; one that it does not name begins anew."""
-    m, other = model(), model()
+    m = model()
     optimizers = optimizers_of(m, kind)
     advance(m, optimizers, range(3))
     saved = optimizers.state_dict()
     assert saved["state"].keys() == dict(m.named_parameters()).keys()
-    backwards = dict(reversed(list(other.named_parameters())))
+    backwards = dict(reversed(list(model().named_parameters())))
     loaded = Optimizers(backwards, kind, 0.1, (0.9, 0.95))
     del saved["state"]["wte.weight"]
     loaded.load_state_dict(saved)
-    found = loaded.state_dict()["state"]
-    assert found.keys() == saved["state"].keys()
+    state = loaded.state_dict()["state"]
+    assert state.keys() == saved["state"].keys()
     for name, kept in saved["state"].items():
-        assert all(torch.equal(kept[key], found[name][key]) for key in kept), name
+        assert all(torch.equal(kept[key], state[name][key]) for key in kept), name
 
 
 def test_clipping():
@@ -125,9 +142,15 @@ def test_decay_touches_matrices_alone():
         assert torch.allclose(parameter, shrunk, atol=1e-7), name
 
 
-@pytest.mark.parametrize("clip", [0.0, 1.0])
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-@pytest.mark.parametrize("overflowed", ["wte.weight", "h.1.mlp.c_fc.weight", "ln_f.bias"])
+@pytest.mark.parametrize(
+    ("overflowed", "kind", "clip"),
+    [
+        ("wte.weight", "muon", 0.0),
+        ("h.1.mlp.c_fc.weight", "muon", 1.0),
+        ("h.1.mlp.c_fc.weight", "adamw", 0.0),
+        ("ln_f.bias", "adamw", 1.0),
+    ],
+)
 def test_one_overflow_skips_one_step_of_every_parameter(kind, clip, overflowed):
     m = model()
     optimizers = optimizers_of(m, kind, fp16=True)

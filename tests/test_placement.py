@@ -10,23 +10,21 @@ from hypothesis import strategies as st
 import config
 import offload
 from model import Transformer, TransformerConfig
+from offload import budget_bytes
 from support.base import runtime
 from support.base.runtime import Runtime
 from support.step import machine
+from support.step.machine import Rates
 from support.step.placement import (
     MIB,
     Away,
     Part,
     Placement,
-    Rates,
     ShardedPlacement,
-    Work,
-    budget_bytes,
+    describe,
     moves,
     parts_of,
     place,
-    place_shards,
-    price,
     shown,
     table,
 )
@@ -67,30 +65,30 @@ def test_worked_example():
 
 
 @pytest.mark.parametrize(
-    ("dtype", "kind", "on_device", "on_host"),
-    [
-        ("fp32", NOTHING, 4 + 4 + 8, 0),
-        ("fp32", STATE, 4 + 4, 4 + 4 + 8),
-        ("fp32", GRADIENTS, 4, 4 + 4 + 8),
-        ("fp32", WEIGHTS, 0, 4 + 4 + 8),
-        ("bf16", NOTHING, 4 + 2 + 4 + 8, 0),
-        ("bf16", STATE, 4 + 2 + 4, 4 + 4 + 8),
-        ("bf16", GRADIENTS, 2, 4 + 4 + 8 + 2),
-        ("bf16", WEIGHTS, 0, 4 + 4 + 8 + 2),
-        ("fp16", GRADIENTS, 4 + 2, 4 + 4 + 8),
+    ("dtype", "on_device", "outside", "narrow"),
+    [  # with nothing, state, gradients and weights away, by AdamW: from the equations
+        ("fp32", (4 + 4 + 8, 4 + 4, 4, 0), (4 + 4 + 8, 4 + 4, 4), 0),
+        ("bf16", (4 + 2 + 4 + 8, 4 + 2 + 4, 2, 0), (4 + 4 + 8, 4 + 4, 4 + 2), 2),
+        ("fp16", (4 + 2 + 4 + 8, 4 + 2 + 4, 4 + 2, 0), (4 + 4 + 8, 4 + 4, 4 + 2), 0),
     ],
 )
-def test_bytes_of_a_parameter(dtype, kind, on_device, on_host):
-    part = Part("h.0", (0,), 1000, 8000, 0)
-    placement = Placement((part,), (kind,), dtype, 0)
-    assert placement.on_device(part, kind) == 1000 * on_device
-    assert placement.on_host(part, kind) == 1000 * on_host
+def test_bytes_of_a_parameter(dtype, on_device, outside, narrow):
+    block, rest = Part("h.0", (0,), 1000, 8000, 0), Part("outside", (), 1000, 8000, 0)
+    placement = Placement((block,), (NOTHING,), dtype, 0)
+    assert tuple(placement.on_device(block, kind) for kind in Away) == tuple(
+        1000 * size for size in on_device
+    )
+    found = tuple(placement.on_device(rest, kind) for kind in (NOTHING, STATE, GRADIENTS))
+    assert found == tuple(1000 * size for size in outside)
+    on_host = (0, 4 + 4 + 8, 4 + 4 + 8 + narrow, 4 + 4 + 8 + narrow)
+    assert tuple(placement.on_host(block, kind) for kind in Away) == tuple(
+        1000 * size for size in on_host
+    )
 
 
 def test_gradients_of_a_shared_block_stay_until_its_last_use():
     shared = Part("h.0", (0, 3), 1000, 8000, 0)
-    placement = Placement((shared,), (WEIGHTS,), "fp32", 0)
-    assert placement.device_bytes == 4000 + 4 * 4000
+    assert Placement((shared,), (WEIGHTS,), "fp32", 0).device_bytes == 4000 + 4 * 4000
 
 
 def test_the_order_of_leaving():
@@ -129,34 +127,21 @@ def placed(parts, budget, dtype):
         return int(re.search(r"need (\d+)MiB", str(error))[1])
 
 
-@given(sizes(), DTYPE, st.floats(0, 1.1))
-def test_a_placement_holds_its_budget_and_a_refusal_names_one_that_works(parts, dtype, share):
-    whole = place(parts, 2**60, dtype).device_bytes
-    found = placed(parts, int(share * whole), dtype)
-    if isinstance(found, int):
-        assert placed(parts, found * MIB, dtype).device_bytes <= found * MIB
-        if found > 1:
-            assert placed(parts, (found - 1) * MIB, dtype) == found
-    else:
-        assert found.device_bytes <= share * whole
-        assert share < 1 or not any(found.away)
-
-
 @given(sizes(), DTYPE, st.floats(0, 1.1), st.floats(0, 1.1))
-def test_a_larger_budget_never_moves_more(parts, dtype, one, other):
+def test_any_placement_holds_its_budget_in_the_order_of_leaving(parts, dtype, share, more):
+    """A refusal names the smallest budget that works, and a larger one never moves more."""
     whole = place(parts, 2**60, dtype).device_bytes
-    less, more = (placed(parts, int(s * whole), dtype) for s in sorted((one, other)))
-    if not isinstance(less, int):
-        assert not isinstance(more, int)
-        assert all(b <= a for a, b in zip(less.away, more.away, strict=True))
-
-
-@given(sizes(), DTYPE, st.floats(0, 1.1))
-def test_the_order_of_leaving_is_kept(parts, dtype, share):
-    found = placed(parts, int(share * place(parts, 2**60, dtype).device_bytes), dtype)
-    if isinstance(found, int):
+    share, more = sorted((share, more))
+    placement, roomier = (placed(parts, int(s * whole), dtype) for s in (share, more))
+    if isinstance(placement, int):
+        least = placement
+        assert placed(parts, least * MIB, dtype).device_bytes <= least * MIB
+        assert least == 1 or placed(parts, (least - 1) * MIB, dtype) == least
         return
-    outside, *kinds = found.away
+    assert placement.device_bytes <= share * whole
+    assert share < 1 or not any(placement.away)
+    assert all(b <= a for a, b in zip(placement.away, roomier.away, strict=True))
+    outside, *kinds = placement.away
     assert max(kinds) - min(kinds) <= 1, "gradients leave when no state is left, and so on"
     assert outside == NOTHING or set(kinds) == {WEIGHTS}
     assert outside < WEIGHTS
@@ -175,11 +160,7 @@ def test_with_several_ranks_only_state_leaves():
 def test_shards_leave_by_blocks():
     """Two ranks. Of 1,010 parameters of a block a rank has 8,080 bytes, and of what is outside
     4,040. Besides, 5 x 4 bytes of a whole block's and 3 x 4 of the outside's: 26,260."""
-
-    def away(budget, **more):
-        return "".join("NSGW"[kind] for kind in place_shards(THREE, budget, "fp32", **more).away)
-
-    here = {"host_bytes": 20_000, "ranks_here": 2, "ranks": 2}
+    here = {"host_bytes": 20_000, "ranks_here": 2, "shards": 2}
     assert away(54_540, **here) == "NNNN"
     assert away(54_539, **here) == away(46_460, **here) == "NNWN"
     with pytest.raises(ValueError, match=r"needs 31\.56 KiB of host memory"):
@@ -189,22 +170,22 @@ def test_shards_leave_by_blocks():
 
 
 def test_two_ranks_hold_half_of_each_shard_and_the_same_whole_blocks():
-    one, two = (place_shards(THREE, 2**60, "bf16", None, 1, ranks) for ranks in (1, 2))
+    one, two = (place(THREE, 2**60, "bf16", shards=ranks) for ranks in (1, 2))
     assert one.device_bytes - one.in_passing == 2 * (two.device_bytes - two.in_passing)
     assert one.in_passing == two.in_passing == 1010 * (4 * 2 + 4) + 505 * 12
-    away = place_shards(THREE, two.device_bytes - 1, "bf16", None, 1, 2)
-    assert away.host_bytes == 1010 * 16 // 2 and away.layers_away == [1]
+    less = place(THREE, two.device_bytes - 1, "bf16", shards=2)
+    assert less.host_bytes == 1010 * 16 // 2 and less.layers_away == [1]
     # 2 micro-batches: rows home twice, and four times to the device
-    assert away.traffic(Work(10, 2)) == (2 * 2020, 4 * 2020, 0, 505)
+    assert less.traffic(10, 2) == (2 * 2020, 4 * 2020, 0, 505)
 
 
 def test_a_host_that_is_too_small_is_refused():
     """One block of 1,000 parameters away: 16,000 bytes, and two slots for its gradients."""
     assert away(52_560, host_bytes=24_000) == "NNSN"
-    with pytest.raises(ValueError, match=r"needs 23.44 KiB of host.*: 1 bytes are missing"):
+    with pytest.raises(ValueError, match=r"needs 23.44 KiB of host.*, 1 bytes too few"):
         away(52_560, host_bytes=23_999)
     with pytest.raises(ValueError, match=r"needs 46.88 KiB"):
-        away(52_560, host_bytes=24_000, ranks=2)
+        away(52_560, host_bytes=24_000, ranks_here=2)
     assert away(60_560, host_bytes=0) == "NNNN"
 
 
@@ -218,7 +199,7 @@ def test_a_host_whose_memory_grows_may_be_said_to_have_more(monkeypatch):
         model = Transformer(TransformerConfig("gpt", 4, 2, 64, 2048, 24, 40))
     here = Runtime(0, 1, torch.device("cpu"), torch.float32, "", 10**9, host_free=10**6)
     budget = "--offload-budget 12MB"
-    with pytest.raises(ValueError, match=r"MiB of host.*say with --offload-host-memory how far"):
+    with pytest.raises(ValueError, match=r"MiB of host.*give the limit with --offload-host-memory"):
         offload.planned(settings_with(budget), model, here)
     placement = offload.planned(settings_with(f"{budget} --offload-host-memory 20MB"), model, here)
     assert 10**6 < placement.host_bytes < 20 * 10**6
@@ -241,24 +222,16 @@ def test_memory_of_the_host_is_read(tmp_path):
     assert runtime.host_free(str(tmp_path / "nowhere")) is None
 
 
-@pytest.mark.parametrize(
-    ("text", "count"),
-    [("6GiB", 6 * 2**30), ("800MB", 800_000_000), ("1.5KiB", 1536), ("7", 7), ("2 TB", 2 * 10**12)],
-)
-def test_amounts_of_memory(text, count):
-    assert budget_bytes(text) == count
+def test_amounts_of_memory():
+    amounts = {"6GiB": 6 * 2**30, "800MB": 800_000_000, "1.5KiB": 1536, "7": 7, "2 TB": 2 * 10**12}
+    for text, size in amounts.items():
+        assert budget_bytes(text) == size
     assert budget_bytes("auto", 3000) == 1500
-
-
-@pytest.mark.parametrize("text", ["", "6G", "much", "-1GB", "0GiB", "1e9", "6 gib", "6GiBs", "GiB"])
-def test_what_is_no_amount_of_memory_is_refused(text):
-    with pytest.raises(ValueError, match=f"--offload-budget {text}: write an amount"):
-        budget_bytes(text)
-
-
-def test_auto_needs_to_know_what_is_free():
+    for text in ("", "6G", "much", "-1GB", "0GiB", "1e9", "6 gib", "6GiBs", "GiB"):
+        with pytest.raises(ValueError, match=f"--offload-budget {text}: write an amount"):
+            budget_bytes(text)
     with pytest.raises(ValueError, match="--offload-budget auto"):
-        budget_bytes("auto")
+        budget_bytes("auto")  # and nobody knows what is free
 
 
 def test_sizes_of_a_model_count_a_shared_block_once():
@@ -278,11 +251,14 @@ def test_sizes_of_a_model_count_a_shared_block_once():
 def test_a_plan_of_a_model_is_made_before_it_takes_memory():
     with torch.device("meta"):
         model = Transformer(TransformerConfig("gpt", 4, 2, 16, 32, 24, 40))
-    assert not any(offload.plan(model, "1GiB", True, torch.float32, None, None).away)
-    assert any(offload.plan(model, "100KiB", True, torch.float32, None, None).away)
-    assert any(offload.plan(model, "auto", True, torch.float32, 200 * 1024, None).away)
+
+    def planned(budget, free=None, **more):
+        return any(offload.plan(model, budget, True, torch.float32, free, None, **more).away)
+
+    assert not planned("1GiB")
+    assert planned("100KiB") and planned("auto", free=200 * 1024)
     with pytest.raises(ValueError, match="several ranks"):
-        offload.plan(model, "30KiB", True, torch.float32, None, None, world_size=2)
+        planned("30KiB", world_size=2)
 
 
 # What it costs
@@ -299,21 +275,21 @@ def test_a_plan_of_a_model_is_made_before_it_takes_memory():
 )
 def test_traffic_worked_example(kind, cost):
     placement = Placement((Part("h.0", (0,), 100, 800, 0),), (kind,), "fp32", 0)
-    assert placement.traffic(Work(micro_batch_tokens=10, micro_batches=2)) == cost
-
-
-def test_a_shared_block_is_fetched_for_each_of_its_layers():
-    """Two micro-batches: of 8 uses 2 follow on one of the last layer, and 1 on one of the first."""
-    placement = Placement((Part("h.0", (0, 2), 100, 800, 0),), (WEIGHTS,), "bf16", 0)
-    assert placement.traffic(Work(10, 2)) == (400, 1000, 8000, 100)
+    assert placement.traffic(micro_batch_tokens=10, micro_batches=2) == cost
 
 
 def test_blocks_stay_where_a_pass_begins_with_the_one_that_the_last_pass_ended_with():
-    """2 (3 + 3) uses of 400 bytes, of which 3 follow on a use of the same block."""
+    """2 (3 + 3) uses of 400 bytes, of which 3 follow on a use of the same block.
+
+    A shared block is fetched for each of its layers: of 8 uses 2 follow on one of the last layer,
+    and 1 on one of the first.
+    """
     three = tuple(Part(f"h.{number}", (number,), 100, 800, 0) for number in range(3))
     placement = Placement(three, (WEIGHTS,) * 3, "fp32", 0)
     assert [placement.fetches(part, 2) for part in three] == [3, 4, 2]
-    assert placement.traffic(Work(10, 2)).to_device == 3600
+    assert placement.traffic(10, 2).to_device == 3600
+    shared = Placement((Part("h.0", (0, 2), 100, 800, 0),), (WEIGHTS,), "bf16", 0)
+    assert shared.traffic(10, 2) == (400, 1000, 8000, 100)
 
 
 def test_break_even():
@@ -325,15 +301,8 @@ def test_break_even():
 
 def test_the_table_says_where_everything_is():
     lines = table(place(THREE, 52_560, "fp32")).splitlines()
-    assert [line.split()[0] for line in lines[1:]] == [
-        "outside",
-        "h.0",
-        "h.1",
-        "h.2",
-        "norms,",
-        "copies",
-        "in",
-    ]
+    names = "outside h.0 h.1 h.2 norms, copies in"
+    assert " ".join(line.split()[0] for line in lines[1:]) == names
     assert lines[3].split()[:5] == ["h.1", "1,000", "device", "device", "host"]
     assert shown(8000) in lines[3] and shown(16_000) in lines[3]
     assert "3,535" in lines[-1] and "budget: 51.33 KiB" in lines[-1]
@@ -342,24 +311,17 @@ def test_the_table_says_where_everything_is():
 
 def test_the_price_says_whether_copies_hide():
     placement, rates = place(THREE, 28_560, "fp32"), Rates(link=1e3, flops=1e6, adamw=1e3)
-    assert "break-even is 2,000" in price(placement, Work(2_000, 1), rates)
-    assert "is hidden behind" in price(placement, Work(2_000, 1), rates)
-    assert "takes longer than" in price(placement, Work(1_999, 1), rates)
-    assert "11.72 KiB (12 s) to the host and 19.53 KiB (20 s)" in price(
-        placement, Work(1, 1), rates
-    )
-
-
-def test_the_rates_of_this_machine():
-    rates = machine.measured(torch.device("cpu"), torch.float32)
-    assert min(rates) > 1e6
+    said = describe(placement, 2_000, 1, rates)
+    assert "break-even is 2,000" in said and "is hidden behind" in said
+    assert "takes longer than" in describe(placement, 1_999, 1, rates)
+    assert "11.72 KiB (12 s) to the host and 19.53 KiB (20 s)" in describe(placement, 1, 1, rates)
 
 
 def test_the_command_prints_a_plan(capsys):
-    offload.main(
-        ["plan", "--size", "1.3B", "--budget", "4GiB", "--link", "25e9", "--flops", "140e12"]
-    )
+    assert min(machine.measured(torch.device("cpu"), torch.float32)) > 1e6
+    flags = "plan --size 1.3B --link 25e9 --flops 140e12 --budget"
+    offload.main([*flags.split(), "4GiB"])
     printed = capsys.readouterr().out
     assert "1,315,819,520" in printed and "break-even is 5,600" in printed
     with pytest.raises(ValueError, match=r"the smallest that works"):
-        offload.main(["plan", "--size", "1.3B", "--budget", "1GiB"])
+        offload.main([*flags.split(), "1GiB"])

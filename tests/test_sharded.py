@@ -101,7 +101,7 @@ class Optimizers:
         fused = [p for n, p in of_blocks.items() if n.endswith("c_attn.weight")]
         others = [p for n, p in of_blocks.items() if not n.endswith("c_attn.weight")]
         rest = [p for n, p in parameters.items() if n not in of_blocks]
-        groups = [{"params": fused, "parts": 3}, {"params": others}]
+        groups = [{"params": fused, "fused": 3}, {"params": others}]
         # eps: where a gradient is all but zero AdamW's step is as large as elsewhere, and its
         # direction a matter of rounding
         adamw = torch.optim.AdamW(rest, lr=1e-2, eps=1e-5, weight_decay=0.1, fused=True)

@@ -33,7 +33,7 @@ from support.evaluation.scoring import Subject
 from support.rows.batch import Batch
 from support.rows.bert import Pairs, SpecialIds
 from support.rows.samples import SPECIAL_TOKENS
-from support.step.optim import Optimizers, lr_at
+from support.step.optim import OptimConfig, Optimizers, lr_at
 from support.text.holdout import is_held_out
 from support.text.reading import Document, read_objects
 from support.text.store import Store
@@ -352,15 +352,8 @@ def finetuned(
 
 def rate(step: int, steps: int, peak: float) -> float:
     """The learning rate in the middle of a step: up over the first tenth, then down to 0."""
-    return lr_at(
-        step + 0.5,
-        peak=peak,
-        floor=0.0,
-        schedule="linear",
-        warmup_tokens=math.ceil(WARMUP * steps),
-        budget=steps,
-        decay_share=1.0,
-    )
+    warmup = math.ceil(WARMUP * steps)
+    return lr_at(OptimConfig(tokens=steps, lr=peak, warmup_tokens=warmup), step + 0.5)
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from support.run.run import Run
 from support.step import machine
 from support.step.memory import Memory, bytes_free
 from support.step.memory import in_words as memory_in_words
-from support.step.placement import Work, price, table
+from support.step.placement import describe
 
 if TYPE_CHECKING:
     from plan import Step
@@ -98,11 +98,14 @@ def placements_in_words(run: Run) -> Iterator[str]:
     if not placements:
         return
     rows_of_rank = s.optim.batch_tokens // s.data.seq_len // runtime.world_size
-    micro_batches = -(-rows_of_rank // trainer.rows_at_once)
-    work = Work(trainer.rows_at_once * s.data.seq_len, micro_batches)
     rates = machine.measured(runtime.device, runtime.dtype)
     for placement in placements:
-        yield f"{table(placement)}\n{price(placement, work, rates)}"
+        yield describe(
+            placement,
+            micro_batch_tokens=trainer.rows_at_once * s.data.seq_len,
+            micro_batches=-(-rows_of_rank // trainer.rows_at_once),
+            rates=rates,
+        )
 
 
 # ---- the bar

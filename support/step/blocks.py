@@ -1,22 +1,28 @@
-"""How a step runs the blocks of a model: plainly, or as the techniques that are on want it."""
+"""How a step runs blocks, apart from the techniques: weights rounded together, compiled or not."""
 
-from collections.abc import Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
 from kernels.triton_here import why_not
-from model import RunBlock
+from model import RunBlock, TokenMeta
+from support.base.runtime import Runtime
+
+if TYPE_CHECKING:
+    from config import Config
 
 
 def with_rounded_weights(inner: RunBlock) -> RunBlock:
-    """The same under autocast, with fewer launches: it rounds each weight of a linear layer, and
-    its gradient back, by itself; here a block's are rounded together, to the same numbers.
+    """The same numbers under autocast, with fewer launches.
+
+    Autocast rounds each weight of a linear layer by itself, and its gradient back. Here the weights
+    of a block are rounded together.
     """
 
-    def run_layer(layer: int, block: Any, x: Tensor, meta: Any) -> Tensor:
+    def run_layer(layer: int, block: nn.Module | Callable, x: Tensor, meta: TokenMeta) -> Tensor:
         device = x.device.type
         if not (isinstance(block, nn.Module) and torch.is_autocast_enabled(device)):
             return inner(layer, block, x, meta)
@@ -24,7 +30,7 @@ def with_rounded_weights(inner: RunBlock) -> RunBlock:
         dtype = torch.get_autocast_dtype(device)
         rounded = dict(zip(weights, Rounded.apply(dtype, *weights.values()), strict=True))
 
-        def run(x: Tensor, meta: Any) -> Tensor:
+        def run(x: Tensor, meta: TokenMeta) -> Tensor:
             return functional_call(block, rounded, (x, meta))
 
         return inner(layer, run, x, meta)
@@ -33,7 +39,7 @@ def with_rounded_weights(inner: RunBlock) -> RunBlock:
 
 
 class Rounded(torch.autograd.Function):
-    """Tensors in another dtype, all by one operator, and their gradients back by another."""
+    """Cast tensors by one operator, and their gradients back by another."""
 
     @staticmethod
     def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
@@ -51,7 +57,7 @@ def copied(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
     return copies
 
 
-MOST_SHAPES = 16  # by default; each takes some seconds
+MOST_SHAPES = 16  # compiled by default; each takes some seconds
 
 
 class Choice(NamedTuple):
@@ -59,8 +65,8 @@ class Choice(NamedTuple):
     why: str
 
 
-def choice(settings: Any, runtime: Any, shapes: Sequence[Any]) -> Choice:
-    """Whether blocks are compiled.
+def choice(settings: "Config", runtime: Runtime, shapes: Sequence["Config"]) -> Choice:
+    """Decide whether blocks are compiled.
 
     Args: shapes from config.shapes
     """
@@ -69,10 +75,10 @@ def choice(settings: Any, runtime: Any, shapes: Sequence[Any]) -> Choice:
         return Choice(asked == "on", "as asked")
     if kind != "cuda":
         return Choice(False, f"--compile compiles on {kind} too")
-    if missing := why_not(kind):  # torch writes a GPU's code in Triton
+    if missing := why_not(kind):  # torch generates a GPU's code in Triton
         return Choice(False, missing)
     if not shapes:
-        return Choice(False, "no list of shapes; --compile compiles them as they come")
+        return Choice(False, "shapes are not known ahead; --compile compiles them as they come")
     if len(shapes) > MOST_SHAPES:
-        return Choice(False, f"{len(shapes)} shapes would come; --compile compiles them all")
-    return Choice(True, "shapes that are known before the first step")
+        return Choice(False, f"there are {len(shapes)} shapes; --compile compiles them all")
+    return Choice(True, "all shapes are known before the first step")

@@ -1,7 +1,7 @@
-"""What a run costs in steps, tokens and FLOPs when some layers see fewer tokens, without making it.
+"""What a run would cost in steps, tokens and FLOPs if some layers see fewer tokens.
 
-Rows are taken to be full, time to follow FLOPs (bench/cost.py measures it), the optimizer to be
-Muon: for nano as on a CPU, in fp32, for the larger sizes as on a GPU, in bf16.
+Assumed are full rows, time proportional to FLOPs (bench/cost.py measures it), and Muon: for nano as
+on a CPU, in fp32, for the larger sizes as on a GPU, in bf16. Nothing is run.
 
     python ltd.py plan --size 1.3B --tokens 300B --start 128 --share 0.7
 """
@@ -9,32 +9,33 @@ Muon: for nano as on a CPU, in fp32, for the larger sizes as on a GPU, in bf16.
 import argparse
 from bisect import bisect_left
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 from model import Transformer, TransformerConfig
 from support.base.numbers import count
 from support.step.muon import flops_of_orthogonalising
+from support.step.optim import state_bytes
 from support.step.sizes import (
     SIZES,
     empty_model,
     flops_of_row,
-    parameter_count,
     refusals_of_rows,
     with_defaults,
 )
 
-V_GPT2, V_PD4K = 50_304, 4_160  # of GPT-2's tokenizer and of the embedded corpus's, in tiles of 64
+# Vocabularies of GPT-2's tokenizer and of the embedded corpus, rounded up to multiples of 64.
+V_GPT2 = 50_304
+V_PD4K = 4_160
 
 
 class Cost(NamedTuple):
-    """Of all steps until the budget is consumed, in full rows."""
+    """The sum over all steps until the budget is consumed, in full rows."""
 
     steps: int
     tokens: int  # read
     layer_tokens: int
     flops: int  # of matrix products in forward and backward
-    optimizer_flops: int  # of Muon's, as many in each step whatever is dropped
+    optimizer_flops: int  # Muon's, which dropping does not change
 
     @property
     def all_flops(self) -> int:
@@ -51,19 +52,19 @@ def cost_of_run(
 ) -> Cost:
     """The steps that a budget of consumed tokens allows (support/base/clock.py), added up.
 
-    Args: tokens_at (steps before, progress 0..1) -> how many tokens of a row each layer sees; none
-                    of them ever falls, so that steps with the same are counted at once
+    Args: tokens_at (steps before, progress 0..1) -> how many tokens of a row each layer sees; these
+                    never fall, so steps with the same numbers are counted together
           device    of the optimizer, cpu or cuda
     """
     rows = batch_tokens // seq_len
 
     def steps_alike(steps: int, consumed: int, of_step: int) -> int:
-        """How many steps from here on see what the first one sees, each consuming `of_step`."""
+        """The number of steps from here that see what the first one sees."""
+        now = tokens_at(steps, consumed / budget)
 
         def differs(n: int) -> bool:
             return tokens_at(steps + n, (consumed + n * of_step) / budget) != now
 
-        now = tokens_at(steps, consumed / budget)
         left = -(-(budget - consumed) // of_step)
         return 1 + bisect_left(range(1, left), True, key=differs)
 
@@ -77,7 +78,13 @@ def cost_of_run(
         layer_tokens += alike * rows * sum(tokens_by_layer)
         flops += alike * rows * flops_of_row(config, tokens_by_layer, seq_len)
     optimizer = config.layers * flops_of_orthogonalising(config.width, config.mlp_width, device)
-    return Cost(steps, steps * rows * seq_len, layer_tokens, flops, steps * optimizer)
+    return Cost(
+        steps=steps,
+        tokens=steps * rows * seq_len,
+        layer_tokens=layer_tokens,
+        flops=flops,
+        optimizer_flops=steps * optimizer,
+    )
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -99,7 +106,7 @@ def fill_in(args: argparse.Namespace) -> None:
     Raises: ValueError for rows and batches that train.py refuses
     """
     if args.pos is None and (args.seq_len or 0) > SIZES[args.size].seq_len:
-        args.pos = "rope"  # no more positions are learned than --size says
+        args.pos = "rope"  # --size says how many positions can be learned
     names = {name: f"optim.{name}" for name in ("tokens", "batch_tokens")}
     names |= {"size": "model.size", "pos": "model.pos", "seq_len": "data.seq_len"}
     settings = with_defaults({names[name]: getattr(args, name) for name in names})
@@ -119,11 +126,19 @@ def show_plan(
     Args: schedule what `tokens_at` does, in words
     """
     config = config_of(args.size, args.seq_len, args.pos)
-    layers = config.layers
-    device = "cpu" if args.size == "nano" else "cuda"
-    run = (config, args.seq_len, args.tokens, args.batch_tokens)
-    plain = cost_of_run(*run, lambda *_: (args.seq_len,) * layers, device)
-    dropping = cost_of_run(*run, tokens_at, device)
+
+    def cost(tokens_at: Callable[[int, float], tuple[int, ...]]) -> Cost:
+        return cost_of_run(
+            config,
+            args.seq_len,
+            budget=args.tokens,
+            batch_tokens=args.batch_tokens,
+            tokens_at=tokens_at,
+            device="cpu" if args.size == "nano" else "cuda",
+        )
+
+    plain = cost(lambda *_: (args.seq_len,) * config.layers)
+    dropping = cost(tokens_at)
     print(f"{args.size}, {args.pos} positions, rows of {args.seq_len}, ", end="")
     print(f"{args.tokens:,} consumed tokens\n{schedule}\n")
     print(f"{'':15} {'plain':>12} {'dropping':>12} {'ratio':>8}")
@@ -142,20 +157,25 @@ def show_plan(
 def show_stages(size: str, stages: Mapping[float, Sequence[int]]) -> None:
     """Print what a model holds from each share of the budget on.
 
-    Args: stages share -> of each layer the layer whose weights it uses, -1 for a layer that is not
+    Args: stages share -> for each layer the layer whose weights it uses, -1 for a layer that is not
                  there
     """
-    config = config_of(size, SIZES[size].seq_len)
-    whole = parameter_count(config)
-    of_block = whole - parameter_count(replace(config, layers=config.layers - 1))
-    print(f"{size}: {whole / 1e6:.2f} M parameters, {of_block / 1e6:.2f} M in each of", end=" ")
-    print(f"{config.layers} layers; memory is 16 bytes a parameter,")
-    print("in fp32: the weight, its gradient and AdamW's two moments\n")
+    model = empty_model(config_of(size, SIZES[size].seq_len))
+    layers = len(model.h)
+    whole, block = (
+        state_bytes(dict(module.named_parameters()), muon=False) for module in (model, model.h[0])
+    )
+    print(
+        f"{size}: {whole['weights'] / 4e6:.2f} M parameters, {block['weights'] / 4e6:.2f} M in each"
+        f" of {layers} layers;\nmemory counts fp32 weights, gradients and AdamW's two moments\n"
+    )
     print(f"{'from':>6} {'parameters':>12} {'memory':>10}   weights of each layer")
     for start, owners in stages.items():
-        held = whole - (config.layers - len({*owners} - {-1})) * of_block
+        missing = layers - len({*owners} - {-1})
+        held = {kind: whole[kind] - missing * block[kind] for kind in whole}
         listed = " ".join("." if owner < 0 else str(owner) for owner in owners)
-        print(f"{start:6g} {held / 1e6:10.2f} M {held * 16 / 1e9:7.3f} GB   {listed}")
+        millions, gigabytes = held["weights"] / 4e6, sum(held.values()) / 1e9
+        print(f"{start:6g} {millions:10.2f} M {gigabytes:7.3f} GB   {listed}")
 
 
 def model_of(args: argparse.Namespace) -> Transformer:

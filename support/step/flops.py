@@ -1,31 +1,31 @@
-"""Floating-point operations of a step: those that are executed, and those that its model needs.
+"""Floating-point operations of a step: those it executes, and those that the model needs.
 
-Counted are matrix products, on all ranks, an addition and a multiplication as two operations.
+Matrix products are counted, on all ranks, with an addition and a multiplication as two operations.
 
-    executed  `flops` in the log: forward, backward and Muon's. With padding, with the scores that a
-              dense mask hides, and with all that is computed twice: attention's scores in the
-              backward pass, blocks under --checkpoint-activations, blocks whose weights --offload
-              fetches
+    executed  `flops` in the log: forward, backward and Muon. Padding counts, and so does all that
+              runs twice: attention's scores in the backward pass, blocks under
+              --checkpoint-activations, blocks whose weights --offload fetches
     model     what MFU divides by the peak (arXiv 2204.02311, appendix B): three times the forward
               pass of real tokens, in the layers that see them, each attending to its own document.
-              Nothing twice, no optimizer: a run that recomputes does not look faster for it
+              Nothing counts twice and the optimizer does not count, so a run that recomputes does
+              not look faster for it
 
-Causal attention counts half in both, as in `ltd.py plan`: the definition asks for no more, and
-kernels leave the rest out, but for a CPU's in rows of up to 512 tokens. torch's FlopCounterMode
-counts the whole square; tests/test_flops.py halves that before it compares.
+Causal attention counts half in both, as in `ltd.py plan`: kernels skip the other half, except a
+CPU's in rows of up to 512 tokens. torch's FlopCounterMode counts the whole square;
+tests/test_flops.py halves that before it compares.
 
-A dropping layer keeps as many tokens as it does, but which ones, and so how long the rest of each
-document is, is drawn here anew or taken in the mean: nobody has to draw what a step will draw.
+Documents that share a row cost the sum of their squared lengths. A layer that drops tokens keeps
+each document's share of them. Not counted: which tokens a step draws, and what a CPU adds to fit
+documents of unequal length into one call.
 """
 
 from collections import Counter
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from collections.abc import Collection
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
-import torch
 
-from kernels.packed_attention import chosen_impl, groups_of
+from kernels.packed_attention import chosen_impl
 from model import TransformerConfig
 from support.base.clock import tokens_by_layer
 from support.base.runtime import Runtime
@@ -34,9 +34,13 @@ from support.rows.samples import SPECIAL_TOKENS
 from support.step.muon import flops_of_orthogonalising
 from support.step.sizes import weights_of_block
 
-# Products of attention. Forward: scores, and what they weigh. Backward: scores again, the weights'
-# gradient, and those of queries, keys and values; the first two once more in a second kernel, if
-# tiles are Triton's.
+if TYPE_CHECKING:
+    from config import Config
+    from plan import Step
+
+# Products of attention. Forward: scores, and the values they weigh. Backward: scores again, the
+# weights' gradient, and those of queries, keys and values; Triton's second kernel repeats the first
+# two.
 FORWARD, BACKWARD, BACKWARD_TILES = 2, 5, 7
 
 
@@ -57,142 +61,89 @@ class Flops(NamedTuple):
     model: int
 
 
-@dataclass(frozen=True, eq=False)
-class Laid:
+class Laid(NamedTuple):
     """How many tokens each piece of a step's rows has, on all ranks."""
 
-    lengths: np.ndarray  # (n,)
+    lengths: np.ndarray  # (N,)
     offsets: np.ndarray  # (R + 1,) where the pieces of each row begin
-
-    def __eq__(self, other: object) -> bool:
-        return (
-            isinstance(other, Laid)
-            and np.array_equal(self.lengths, other.lengths)
-            and np.array_equal(self.offsets, other.offsets)
-        )
 
     def filled(self) -> np.ndarray:
         """(R,) tokens of each row, without its padding."""
         return np.diff(np.concatenate(([0], np.cumsum(self.lengths)))[self.offsets])
 
-    def doc_ids(self, T: int) -> np.ndarray:
-        """(R, T) the number of each token's piece, -1 on padding."""
-        ends = self.offsets[1:]
-        numbers = np.insert(np.arange(len(self.lengths)), ends, -1)
-        repeats = np.insert(self.lengths, ends, T - self.filled())
-        return np.repeat(numbers, repeats).reshape(-1, T)
+    def squares(self, kept: np.ndarray) -> int:
+        """The sum of squared lengths when each row keeps `kept` (R,) tokens, evenly of its pieces.
 
-    def mean_squares(self, kept: np.ndarray) -> np.ndarray:
-        """(R,) the sum of pieces' squared lengths once `kept` (R,) tokens of each row are drawn.
-
-        Its mean over draws: of k = K l / n tokens that a piece of l keeps, when K of the row's n
-        are drawn without putting them back, the variance is k (1 - l / n) (n - K) / (n - 1).
-
-        Example: a row of pieces of 3 and 1 that keeps all has 10; that keeps 2, the means are 1.5
-                 and 0.5, both variances 0.25, and the sum 3
+        Example: a row of pieces of 4 and 2 has 20; if it keeps 3 of its 6 tokens, 4 + 1 == 5
         """
-        row = np.repeat(np.arange(len(kept)), np.diff(self.offsets))
-        n, K = self.filled()[row], kept[row]
-        mean = K * self.lengths / n
-        variance = mean * (1 - self.lengths / n) * (n - K) / np.maximum(n - 1, 1)
-        return np.bincount(row, mean**2 + variance, len(kept))
+        share = kept / np.maximum(self.filled(), 1)
+        lengths = self.lengths * np.repeat(share, np.diff(self.offsets))
+        return round((lengths**2).sum())
+
+
+def attention_of(settings: "Config", runtime: Runtime, config: TransformerConfig) -> str:
+    """The implementation of attention in rows of several documents."""
+    return chosen_impl(
+        runtime.device.type,
+        runtime.dtype,
+        head_width=config.head_width,
+        dropout=config.dropout,
+        compiled=settings.run.compile == "on",
+    )
 
 
 def work_of(
-    settings: Any,
+    settings: "Config",
     runtime: Runtime,
     config: TransformerConfig,
     rows_at_once: int,
     blocks: int,
-    streamed: Any = (),
+    streamed: Collection[int] = (),
 ) -> Work:
-    """What the FLOPs of a run's steps follow from, besides their rows.
+    """Everything besides its rows that decides the FLOPs of a step.
 
     Args: blocks   that have weights of their own
           streamed layers whose weights are fetched (--offload)
     """
-    device, run = runtime.device.type, settings.run
-    impl = chosen_impl(
-        device, runtime.dtype, config.head_width, config.dropout, run.compile == "on"
-    )
+    device, rerun = runtime.device.type, settings.run.checkpoint_activations
     of_block = flops_of_orthogonalising(config.width, config.mlp_width, device)
     return Work(
         config=config,
         world_size=runtime.world_size,
         seq_len=settings.data.seq_len,
         rows_at_once=rows_at_once,
-        impl=impl,
-        recomputed=frozenset(range(config.layers) if run.checkpoint_activations else streamed),
+        impl=attention_of(settings, runtime, config),
+        recomputed=frozenset(range(config.layers) if rerun else streamed),
         optimizer=blocks * of_block if settings.optim.optimizer == "muon" else 0,
     )
 
 
-def flops_of_step(settings: Any, work: Work, step: Any) -> Flops:
-    """What a step costs on all ranks.
-
-    Args: step a plan.Step
-    Cost: some sums over its pieces; on a CPU, where documents share rows, also what finding the
-          groups of attention takes once more
-    """
+def flops_of_step(settings: "Config", work: Work, step: "Step") -> Flops:
+    """What a step costs on all ranks."""
     config, laid = work.config, step.laid
     C, V, T = config.width, config.vocab_size, step.batch.tokens.shape[1]
-    filled, half = laid.filled(), 2 if config.causal else 1
-    share = -(-len(filled) // work.world_size)  # rows of a rank
-    rows = share * work.world_size  # blank ones, which make the shares even, run too
+    half = 2 if config.causal else 1
+    filled = laid.filled()
+    rows = -(-len(filled) // work.world_size) * work.world_size  # blank ones run too
     head, model_head = rows * T * V * C, int(filled.sum()) * V * C
-    if config.kind == "bert":  # whose head sees the masked tokens alone
+    if config.kind == "bert":  # its head sees only the masked tokens
         special = SPECIAL_TOKENS["pairs" if config.nsp else "bert"]
         predicted = int(masked_tokens(laid.lengths - special).sum())
         head = model_head = predicted * (V + C) * C
         head += len(laid.lengths) * C * (C + 2) if config.nsp else 0
     executed, model = 6 * head + work.optimizer, 6 * model_head
     weights = weights_of_block(config)
-    # of a block that runs again, what it returns is of no use: a GPT's last product is left out
+    # a block that runs again need not return anything: a GPT leaves out its last product
     again = weights - C * config.mlp_width if config.kind == "gpt" else weights
+    products = FORWARD + (BACKWARD_TILES if work.impl == "triton" else BACKWARD)
+    is_masked = work.impl == "dense" and not (len(laid.lengths) == rows and all(filled == T))
     layers = tokens_by_layer(settings, step.context, T)
     repeated = Counter(layers[layer] for layer in work.recomputed)
-    products = FORWARD + (BACKWARD_TILES if work.impl == "triton" else BACKWARD)
-    for K, count in Counter(layers).items():
-        if K == 0:
-            continue  # layers that are not there yet
+    for K, count in Counter(layers).items():  # K is 0 in layers that are not there yet
         kept = np.minimum(filled, K)
-        scores = sum(scores_of_rank(work, step, rank, share, K) for rank in range(work.world_size))
+        squares = laid.squares(kept)
+        scores = rows * K * K if is_masked else squares // half
         executed += count * (6 * weights * rows * K + 2 * products * C * scores)
         executed += repeated[K] * (2 * again * rows * K + 2 * FORWARD * C * scores)
-        model += count * 6 * weights * int(kept.sum())
-        model += count * round(12 * C * laid.mean_squares(kept).sum() / half)
+        model += count * (6 * weights * int(kept.sum()) + 12 * C * squares // half)
     return Flops(executed, model)
-
-
-def scores_of_rank(work: Work, step: Any, rank: int, share: int, K: int) -> int:
-    """Scores of one head that a rank computes where a layer keeps K tokens; half if causal.
-
-    Args: share rows of a rank
-    """
-    first, stop = (min(n * share, len(step.laid.offsets) - 1) for n in (rank, rank + 1))
-    offsets = step.laid.offsets[first : stop + 1]
-    mine = Laid(step.laid.lengths[offsets[0] : offsets[-1]], offsets - offsets[0])
-    T, half = step.batch.tokens.shape[1], 2 if work.config.causal else 1
-    if len(mine.lengths) == share and (mine.lengths == T).all():  # each row is one document
-        return share * K * K // half
-    if work.impl == "triton":
-        return round(mine.mean_squares(np.minimum(mine.filled(), K)).sum() / half)
-    if work.impl == "dense":
-        return share * K * K
-    doc_ids = np.pad(mine.doc_ids(T), ((0, share - (stop - first)), (0, 0)), constant_values=-1)
-    if K < T:
-        random = np.random.default_rng((step.context.seed, step.context.step, rank)).random
-        order = np.where(doc_ids < 0, 1.0, random(doc_ids.shape)).argpartition(K - 1)[:, :K]
-        doc_ids = np.take_along_axis(doc_ids, np.sort(order), axis=1)
-    at_once = work.rows_at_once * (work.seq_len // T)
-    parts = torch.from_numpy(doc_ids).split(at_once)
-    return sum(scores_of_groups(part, work.impl, half) for part in parts)
-
-
-def scores_of_groups(doc_ids: torch.Tensor, impl: str, half: int) -> int:
-    """What a CPU computes for a micro-batch: groups of documents, or a mask over all."""
-    groups = groups_of(doc_ids, impl)
-    if groups is None:
-        return doc_ids.numel() * doc_ids.shape[1]
-    _, calls = groups
-    return int(calls[1 : 1 + int(calls[0, 0])].prod(1).sum()) // half

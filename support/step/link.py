@@ -1,16 +1,15 @@
 """Copies between a device and page-locked memory of the host, beside what the device computes.
 
-A GPU copies on two streams, one for each direction, and what it computes goes on meanwhile. Memory
-that is copied is held until the copy is done, so that nothing depends on when a stream gets to it.
-Elsewhere the same calls copy at once.
+A GPU copies on two streams, one for each direction, while it computes. Memory that is copied stays
+allocated until the copy is done, so nothing depends on when a stream gets to it. Other devices copy
+at once, by the same calls. Which tensors are copied, and when, is decided in offload.py.
 """
 
 import sys
 import weakref
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from contextlib import suppress
-from itertools import chain
-from typing import Any
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +17,7 @@ from torch import Tensor
 from support.step.placement import shown
 
 PIECE = 2**30  # bytes that are page-locked together
-Wanted = tuple[torch.Size, torch.dtype]
+Name = TypeVar("Name", bound=Hashable)
 
 
 class Link:
@@ -30,27 +29,30 @@ class Link:
         self.up = torch.cuda.Stream(device) if is_cuda else None
         self.down = torch.cuda.Stream(device) if is_cuda else None
 
-    def memory(self, wanted: list[Wanted]) -> list[Tensor]:
-        """Tensors of the host side by side in pieces of memory, each at a multiple of 64 bytes.
+    def memory(self, wanted: dict[Name, tuple[torch.Size, torch.dtype]]) -> dict[Name, Tensor]:
+        """Host tensors by name, side by side in pieces of memory, each at a multiple of 64 bytes.
 
-        Pieces are page-locked where they are: memory that torch pins comes in powers of two. A
-        tensor lies in one piece, for CUDA refuses a copy that begins in one and ends in another.
+        The pieces are page-locked in place, because memory that torch pins comes in powers of two.
+        A tensor lies in one piece: CUDA refuses a copy that spans two.
         """
-        pieces: list[list[int]] = []  # bytes of the tensors in each
-        for shape, dtype in wanted:
+        places: dict[Name, tuple[int, int]] = {}  # the piece, and the first byte in it
+        sizes: list[int] = []  # of the pieces
+        for name, (shape, dtype) in wanted.items():
             size = -(-shape.numel() * dtype.itemsize // 64) * 64
-            if not pieces or sum(pieces[-1]) + size > PIECE:
-                pieces.append([])
-            pieces[-1].append(size)
-        self.pieces = [torch.empty(sum(sizes), dtype=torch.uint8) for sizes in pieces]
+            if not sizes or sizes[-1] + size > PIECE:
+                sizes.append(0)
+            places[name] = len(sizes) - 1, sizes[-1]
+            sizes[-1] += size
+        self.pieces = [torch.empty(size, dtype=torch.uint8) for size in sizes]
         if self.up:
             self.lock()
-        split = (piece.split(sizes) for piece, sizes in zip(self.pieces, pieces, strict=True))
-        memory = zip(chain.from_iterable(split), wanted, strict=True)
-        return [shaped(part, shape, dtype) for part, (shape, dtype) in memory]
+        return {
+            name: shaped(self.pieces[piece][first:], *wanted[name])
+            for name, (piece, first) in places.items()
+        }
 
     def lock(self) -> None:
-        """Page-lock the pieces; of those that the machine refuses the host waits for each copy."""
+        """Page-lock the pieces; the host waits for every copy of those that CUDA refuses."""
         driver, unlocked, why = torch.cuda.cudart(), 0, ""
         for piece in filter(Tensor.numel, self.pieces):
             error = driver.cudaHostRegister(piece.data_ptr(), piece.nbytes, 0)
@@ -60,7 +62,7 @@ class Link:
             unlocked += piece.nbytes
             why = driver.cudaGetErrorString(error)
         if unlocked:
-            # CUDA keeps the error for whoever asks next: a kernel, which would fail with it
+            # CUDA reports the error again to the next caller, which would be a kernel
             with suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
             locked = sum(piece.nbytes for piece in self.pieces) - unlocked
@@ -71,7 +73,7 @@ class Link:
             )
 
     def copy_up(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
-        """Begin to copy (to, from) pairs, once all that the device was given to do is done."""
+        """Begin to copy (to, from) pairs, after all that the device was told to do."""
         return self._copy(self.up, pairs)
 
     def copy_down(self, pairs: Iterable[tuple[Tensor, Tensor]]) -> torch.cuda.Event | None:
@@ -88,62 +90,79 @@ class Link:
         return stream.record_event() if stream else None
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Let the device compute what comes now after a copy; the host does not wait."""
+        """Let the device compute whatever comes next after a copy; the host does not wait."""
         if event:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
 def shaped(memory: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The beginning of some bytes as a tensor."""
+    """The first of these bytes as a tensor."""
     return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 
+class Copy(NamedTuple):
+    gradient: Tensor  # on the device, kept until the copy is done
+    landed: Tensor  # in a slot
+
+
+class Slot:
+    """Host memory where the gradients of one part land, with room for those of any part."""
+
+    def __init__(self, memory: Tensor):
+        self.memory = memory
+        self.copies: dict[str, Copy] = {}  # by the name of the gradient
+        self.last: torch.cuda.Event | None = (
+            None  # of the copies, which end in the order they begin
+        )
+
+
 class Landing:
-    """Gradients on their way to the host, where those of several micro-batches are added up.
+    """Gradients on their way to the host, which adds up those of several micro-batches.
 
-    They land in two slots, in turns: while those of one group of tensors are copied into one, those
-    in the other are added up. So the device holds two groups' gradients at most.
+    There are two slots. While the gradients of one part are copied into one slot, those in the
+    other are added to their sums. So the device has to keep the gradients of two parts at most.
 
-    Args: slots two pieces of host memory, each with room for any group's gradients
+    Example: parts b and a, two gradients each, arrive as b1 b2 a1 a2 in a backward pass. b1, b2
+             land in one slot. a1 settles the other slot, which is empty, and lands there with a2.
+             b1 of the next micro-batch settles the first slot: it waits for b1, b2 and adds them up
+
+    Args: slots memory of the host
           sums  where gradients are added up, by name
     """
 
     def __init__(self, link: Link, slots: tuple[Tensor, Tensor], sums: dict[str, Tensor]):
-        self.link, self.slots, self.sums = link, slots, sums
-        # of each slot, by name: a gradient on the device, and where in the slot it is copied to
-        self.landing: tuple[dict, dict] = ({}, {})
-        self.events: list[torch.cuda.Event | None] = [None, None]  # of each slot's last copy
-        self.turn, self.group = 0, ""
+        self.link, self.sums = link, sums
+        self.current, self.other = map(Slot, slots)
+        self.part = ""  # whose gradients land in the current slot
         self.arrived: set[str] = set()  # names of the sums that have begun
 
-    def begin(self, name: str, group: str, gradient: Tensor) -> None:
-        """Begin to copy a gradient; the caller must let go of it."""
-        if group != self.group or name in self.landing[self.turn]:
-            self.turn, self.group = 1 - self.turn, group
-            self.settle(self.turn)
-        turn, slot = self.turn, self.landing[self.turn]
-        taken = sum(landed.nbytes for _, landed in slot.values())
-        landed = shaped(self.slots[turn][taken:], gradient.shape, gradient.dtype)
-        slot[name] = gradient, landed
-        self.events[turn] = self.link.copy_down([(landed, gradient)])
+    def begin(self, name: str, part: str, gradient: Tensor) -> None:
+        """Begin to copy a gradient of a part; the caller must let go of it."""
+        if part != self.part or name in self.current.copies:
+            self.current, self.other = self.other, self.current
+            self.part = part
+            self.settle(self.current)
+        slot = self.current
+        taken = sum(copy.landed.nbytes for copy in slot.copies.values())
+        landed = shaped(slot.memory[taken:], gradient.shape, gradient.dtype)
+        slot.copies[name] = Copy(gradient, landed)
+        slot.last = self.link.copy_down([(landed, gradient)])
 
-    def settle(self, turn: int) -> None:
-        """Wait until the gradients in one slot are there, and add them to their sums."""
-        slot, event = self.landing[turn], self.events[turn]
-        if slot and event:
-            event.synchronize()  # copies end in the order in which they began
-        for name, (_, landed) in slot.items():
-            total = self.sums[name]
+    def settle(self, slot: Slot) -> None:
+        """Wait until the gradients of a slot are there, and add them to their sums."""
+        if slot.copies and slot.last:
+            slot.last.synchronize()
+        for name, copy in slot.copies.items():
             if name in self.arrived:
-                total.add_(landed)
+                self.sums[name].add_(copy.landed)
             else:
-                total.copy_(landed)
+                self.sums[name].copy_(copy.landed)
             self.arrived.add(name)
-        slot.clear()
+        slot.copies.clear()
 
     def settle_all(self) -> None:
-        self.settle(1 - self.turn)
-        self.settle(self.turn)
+        self.settle(self.other)
+        self.settle(self.current)
 
 
 class Lent(torch.autograd.Function):

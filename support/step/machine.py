@@ -8,21 +8,28 @@ from typing import NamedTuple
 
 import torch
 
-from support.base.runtime import Runtime
-from support.step.placement import Rates
+from support.base.runtime import DTYPES, Runtime
+
+
+class Rates(NamedTuple):
+    """What a machine does in a second."""
+
+    link: float  # bytes from the host to the device
+    flops: float  # of matrix products on the device
+    adamw: float  # parameters that the host's AdamW moves
 
 
 class Peak(NamedTuple):
-    """Floating-point operations a second that nothing exceeds."""
+    """The most floating-point operations a second."""
 
-    flops: float | None  # of all ranks; None where nobody knows
+    flops: float | None  # of all ranks; None if unknown
     why: str
 
 
-# TFLOP/s of dense matrix products by what torch calls the device; the first that fits is meant.
-# In 16 bits, adding up in fp32, and in 32 bits, which is TF32 from Ampere on
-# (support/base/runtime.py asks for it). NVIDIA's data sheets, whose figures "with sparsity" are
-# halved; of GeForce cards the architectures' white papers.
+# TFLOP/s of dense matrix products by torch's name of the device; the first match counts.
+# In 16 bits with sums in fp32, and in 32 bits, which is TF32 from Ampere on
+# (support/base/runtime.py asks for it). From NVIDIA's data sheets, with figures "with sparsity"
+# halved; for GeForce cards from the architectures' white papers.
 DATA_SHEETS = {
     "B200": (2250, 1125),
     "H200 NVL|H100 NVL": (835.5, 417.5),
@@ -41,21 +48,21 @@ DATA_SHEETS = {
 }
 
 
-OLDER = ("V100", "T4")  # whose matrix units have neither bf16 nor TF32
+OLDER = ("V100", "T4")  # their matrix units have neither bf16 nor TF32
 
 
 def peak(runtime: Runtime) -> Peak:
-    """That of all ranks together, whose devices are taken to be alike."""
-    device, dtype, ranks = runtime.device, runtime.dtype, runtime.world_size
-    words = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}[dtype]
+    """The peak of all ranks together, assuming equal devices."""
+    device, dtype = runtime.device, runtime.dtype
+    words = next(name for name, known in DTYPES.items() if known == dtype)
     if device.type == "cpu":
         rate = sum(runtime.gather(measured_peak(dtype)))
         return Peak(rate, f"a product of {words} matrices, measured at the start")
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     rate = data_sheet(name, dtype)
     if rate is None:
-        return Peak(None, f"unknown: no data sheet of {name} at hand for {words}")
-    return Peak(rate * ranks, f"dense matrix products in the data sheet of {name}")
+        return Peak(None, f"unknown: {name} has no data sheet here for {words}")
+    return Peak(rate * runtime.world_size, f"dense matrix products in the data sheet of {name}")
 
 
 def data_sheet(name: str, dtype: torch.dtype) -> float | None:
@@ -70,9 +77,9 @@ def data_sheet(name: str, dtype: torch.dtype) -> float | None:
 
 @cache
 def measured_peak(dtype: torch.dtype) -> float:
-    """FLOP/s of a product of square matrices on the CPU: the best of many, of three sizes.
+    """FLOP/s of a product of square matrices on the CPU: the best of many tries in three sizes.
 
-    Small ones are over before another process takes the core, large ones keep many cores busy.
+    Small products end before another process takes the core, large ones keep many cores busy.
 
     Cost: 0.4 s, once in a process; longer where a product of 512 rows takes longer than 0.1 s
     """
@@ -83,13 +90,13 @@ def measured_peak(dtype: torch.dtype) -> float:
         while (began := time.perf_counter()) < end:
             square @ square
             rates.append(2 * n**3 / (time.perf_counter() - began))
-        if 8 * 2 * n**3 / max(rates) > 0.5:  # one of the next size would take too long
+        if 8 * 2 * n**3 / max(rates) > 0.5:  # the next size would take too long
             break
     return max(rates)
 
 
 def measured(device: torch.device, dtype: torch.dtype) -> Rates:
-    """Rates by the best of three tries each.
+    """The best of three tries each.
 
     Cost: 64 MiB on the host and on the device, three matrices there; a second on a slow machine
     """

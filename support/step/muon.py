@@ -1,19 +1,19 @@
-"""Muon: momentum whose matrices are orthogonalised, many at a time. No other parameters.
+"""Muon: momentum with orthogonalised matrices, many at a time. It moves matrices only.
 
 Jordan et al. 2024 (kellerjordan.github.io/posts/muon). Every matrix moves along U V^T, where
 U S V^T is its momentum: in all directions by the same amount, however unequal the gradient was.
 U V^T comes from a few matrix products, by odd polynomials that push every singular value towards 1.
 The update has the size of AdamW's (arXiv 2502.16982, eq. 4), so that both share one learning rate.
 
-The same update as torch.optim.Muon, with the same state. Three things make it cheaper:
+The update and its state are those of torch.optim.Muon. Three things make it cheaper:
 
 - matrices of one shape are orthogonalised together, as one batch
-- in fp32 the iteration runs on X X^T where that is smaller than X: an MLP's is 4 times smaller
-- each of several ranks orthogonalises its share of the matrices and gets the others' results
+- in fp32 the iteration runs on X X^T where that is smaller than X: for an MLP, 4 times smaller
+- several ranks orthogonalise a share of the matrices each and exchange the results
 
 Matrices may be sharded over ranks by rows, as FSDP2 does (support/base/sharded.py). Their weights
-and momenta stay where they are; the rows of their directions travel to the ranks that orthogonalise
-them, and back.
+and momenta stay in place; rows of the directions travel to the ranks that orthogonalise them, and
+back.
 """
 
 import math
@@ -33,10 +33,10 @@ POLYNOMIALS = ((3.4445, -4.7750, 2.0315),) * 5
 class Muon(torch.optim.Optimizer):
     """Moves matrices; one without a gradient stays as it is.
 
-    Args: matrices tensors of two dimensions, or torch's groups of them; `parts` of a group says
-                   how many matrices lie below each other in each of its tensors
-          on       the device to orthogonalise on; None for each matrix's own. A GPU is faster than
-                   the host, where offloaded matrices are
+    Args: matrices tensors of two dimensions, or torch's groups of them; a group's `fused` is the
+                   number of matrices stacked in each of its tensors, row below row
+          on       the device to orthogonalise on; None for each matrix's own. For offloaded
+                   matrices, which are on the host, a GPU is faster
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         on: torch.device | None = None,
     ):
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": 1}
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "fused": 1}
         super().__init__(matrices, defaults)
         self.on = on
 
@@ -62,22 +62,22 @@ class Muon(torch.optim.Optimizer):
             for (rows, columns, _), numbers in by_shape.items():
                 stacked = together([directions[n] for n in numbers], self.on)  # (n, rows, columns)
                 there = stacked.to(self.on, non_blocking=True)
-                m = rows // group["parts"]  # of fused matrices, each by itself
+                m = rows // group["fused"]  # rows of one matrix
                 first = matrices[numbers[0]]
                 if hasattr(first, "device_mesh"):  # a DTensor
                     ranks = first.device_mesh.get_group()
                     update = orthogonalised_shards(there, rows, m, ranks)
                 else:
-                    apart = there.reshape(-1, m, columns)  # (n parts, m, columns)
+                    apart = there.reshape(-1, m, columns)  # (n fused, m, columns)
                     update = orthogonalised_by_all(apart).reshape(stacked.shape)
                 rate = group["lr"] * 0.2 * math.sqrt(max(m, columns))
-                moved = [rows_here(matrices[n]) for n in numbers]
-                torch._foreach_mul_(moved, 1 - group["lr"] * group["weight_decay"])
-                update = stacked.copy_(update) if stacked.is_pinned() else update.to(moved[0])
-                torch._foreach_add_(moved, update.unbind(), alpha=-rate)
+                weights = [rows_here(matrices[n]) for n in numbers]
+                torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
+                update = stacked.copy_(update) if stacked.is_pinned() else update.to(weights[0])
+                torch._foreach_add_(weights, update.unbind(), alpha=-rate)
 
     def directions(self, matrices: list[Tensor], momentum: float) -> list[Tensor]:
-        """Move the momenta towards the gradients; return Nesterov's look ahead of them."""
+        """Move the momenta towards the gradients; return Nesterov's look-ahead."""
         if not matrices:
             return []
         for matrix in matrices:
@@ -90,19 +90,19 @@ class Muon(torch.optim.Optimizer):
 
 
 def together(matrices: list[Tensor], on: torch.device | None) -> Tensor:
-    """A stack (n, rows, columns) of n matrices, in page-locked memory if a GPU is to get it.
+    """A stack (n, rows, columns) of n matrices, in page-locked memory if it goes to a GPU.
 
-    From other memory of the host a GPU copies at a fraction of the speed, while the host waits.
+    From pageable memory a GPU copies at a fraction of the speed, while the host waits.
     """
-    if on is None or on.type != "cuda" or matrices[0].is_cuda:
+    first = matrices[0]
+    if on is None or on.type != "cuda" or first.is_cuda:
         return torch.stack(matrices)
-    n, matrix = len(matrices), matrices[0]
-    stack = torch.empty(n, *matrix.shape, dtype=matrix.dtype, pin_memory=True)
+    stack = torch.empty(len(matrices), *first.shape, dtype=first.dtype, pin_memory=True)
     return torch.stack(matrices, out=stack)
 
 
 def orthogonalised_by_all(matrices: Tensor) -> Tensor:
-    """`orthogonalised`, of which each rank does its share: with 4 ranks and 6 matrices, at most 2.
+    """`orthogonalised`, shared by all ranks: with 4 ranks and 6 matrices, each does at most 2.
 
     Args: matrices (n, rows, columns), the same on all ranks
     """
@@ -115,34 +115,34 @@ def orthogonalised_by_all(matrices: Tensor) -> Tensor:
     padding = (0, 0, 0, 0, 0, share - len(mine))  # matrices of zeros, behind the last
     mine = orthogonalised(F.pad(mine, padding).to(dtype)).contiguous()  # (share, rows, columns)
     gathered = mine.new_empty(world_size * share, *mine.shape[1:])
-    # torch 2.13 has another name for it, and warns of the old one
+    # torch 2.13 renamed it and warns about the old name
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, mine)
     return gathered[:n]
 
 
 def orthogonalised_shards(shards: Tensor, rows: int, m: int, ranks: dist.ProcessGroup) -> Tensor:
-    """`orthogonalised` of matrices whose rows are spread over the ranks; the same rows of each.
+    """`orthogonalised` for matrices whose rows are spread over the ranks.
 
-    Every rank gets whole matrices, as many as its share, and sends their rows back. Of n matrices
-    laid below each other, row g is row g % rows of matrix g // rows.
+    Each rank receives its share of whole matrices and sends their rows back. With n matrices
+    stacked, row g is row g % rows of matrix g // rows.
 
-    Args:    shards (n, held, columns) this rank's rows of n matrices of so many `rows`: of each
-                    rank ceil(rows / ranks) but the last ones', which hold fewer or none
-             m      rows of what is orthogonalised by itself: `rows`, or a part of it
+    Args:    shards (n, held, columns) this rank's rows of n tensors with `rows` rows each: a rank
+                    has ceil(rows / ranks) of them, the last ranks fewer or none
+             m      rows of one matrix: `rows`, or fewer if several are fused in a tensor
     Returns: (n, held, columns)
     Cost:    two all-to-alls; a rank sends and receives 1 / ranks of all values in each
     """
     n, held, columns = shards.shape
     world_size, rank = ranks.size(), ranks.rank()
     dtype = torch.bfloat16 if shards.is_cuda else torch.float32
-    chunk, share = -(-rows // world_size), -(-n * rows // (m * world_size)) * m  # of rows
+    chunk = -(-rows // world_size)  # rows of a tensor on one rank
+    share = -(-n * rows // (m * world_size)) * m  # rows that one rank orthogonalises
     here = torch.arange(n)[:, None] * rows + rank * chunk + torch.arange(held)  # (n, held)
     sent = (here.flatten() // share).bincount(minlength=world_size).tolist()  # rows to each rank
-    first, stop = (min(number * share, n * rows) for number in (rank, rank + 1))
-    mine = torch.arange(first, stop)  # the rows that this rank orthogonalises
+    mine = torch.arange(n * rows)[rank * share :][:share]  # the rows this rank orthogonalises
     holder = mine % rows // chunk
     got = holder.bincount(minlength=world_size).tolist()  # rows from each rank
-    order = holder.argsort(stable=True).to(shards.device)  # they arrive by the rank that holds them
+    order = holder.argsort(stable=True).to(shards.device)  # they arrive in the order of holders
 
     arrived = shards.new_empty(len(mine), columns, dtype=dtype)
     flat = shards.to(dtype).reshape(-1, columns)  # (n held, columns)
@@ -161,13 +161,13 @@ def orthogonalised(matrices: Tensor) -> Tensor:
     Singular values above 0.002 of the matrix's norm come out between 0.68 and 1.2, smaller ones
     between 0 and that: each iteration multiplies them by at most 3.4445.
 
-    While X becomes Z X, where Z is a polynomial of G = X X^T, the new X X^T is Z G Z. So X itself
-    need not be touched until all the Z are multiplied together. That is how long matrices are done
-    in fp32. Nearly square ones have no use for it, and in bf16 the errors of G would grow from one
-    Z to the next: there X is brought up to date after each.
+    An iteration replaces X by Z X, where Z is a polynomial in G = X X^T, and G by Z G Z. So X need
+    not be touched until all the Z are multiplied together. Long matrices in fp32 do that. Nearly
+    square ones gain nothing from it, and in bf16 the errors of G would grow from one Z to the next:
+    both update X after each Z.
 
     Args:    matrices (n, rows, columns) bf16 or fp32
-    Returns: the same shape and dtype; a matrix of zeros stays one
+    Returns: the same shape and dtype; zeros stay zeros
     Cost:    FLOPs of a matrix m x k, m <= k: 4 m^2 k + 34 m^3 if fp32 and k >= 2 m, else
              5 (4 m^2 k + 2 m^3)
     """

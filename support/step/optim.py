@@ -1,18 +1,18 @@
 """The optimizers and the learning rate: which update each parameter gets, and how large it is.
 
-adamw: Loshchilov & Hutter, arXiv 1711.05101. Matrices decay; biases and norms do not. The fused
-       implementation, which torch has for CPU, CUDA and MPS.
-muon:  Jordan et al. 2024, support/step/muon.py. The blocks' matrices are updated by the
-orthogonalised
-       momentum, scaled to the size of AdamW's updates; every other parameter by AdamW. Queries',
-       keys' and values' matrices are orthogonalised apart (CHANGELOG says what it brings).
+adamw: Loshchilov & Hutter, arXiv 1711.05101. Matrices decay; biases and norms do not. torch's fused
+       implementation, which exists for CPU, CUDA and MPS.
+muon:  Jordan et al. 2024, support/step/muon.py. The blocks' matrices follow their orthogonalised
+       momentum, scaled to the size of AdamW's updates; AdamW updates every other parameter. The
+       matrices of queries, keys and values are orthogonalised separately (CHANGELOG has the gain).
 
 The learning rate is a pure function of the consumed-token clock. No training loop here.
 """
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -21,6 +21,9 @@ from support.base.clock import Clock, lr_clock
 from support.base.settings import flag
 from support.base.sharded import is_shard, norm_over_ranks, rows_here
 from support.step.muon import Muon
+
+if TYPE_CHECKING:
+    from config import Config
 
 SCHEDULES = ("cosine", "linear", "wsd")
 
@@ -63,41 +66,58 @@ class OptimConfig:
 class Parameters(NamedTuple):
     """Parameters by the update that each gets."""
 
-    fused: list[nn.Parameter]  # Muon's that hold three matrices, for queries, keys and values
-    matrices: list[nn.Parameter]  # Muon's others
-    decayed: list[nn.Parameter]  # AdamW's with weight decay
-    plain: list[nn.Parameter]  # AdamW's without
+    fused: list[Tensor]  # Muon's that hold three matrices, for queries, keys and values
+    matrices: list[Tensor]  # Muon's others
+    decayed: list[Tensor]  # AdamW's with weight decay
+    plain: list[Tensor]  # AdamW's without
 
 
-def split_parameters(named: dict[str, nn.Parameter], muon: bool) -> Parameters:
-    parts = Parameters([], [], [], [])
+def split_parameters(named: Mapping[str, Tensor], muon: bool) -> Parameters:
+    split = Parameters([], [], [], [])
     for name, parameter in named.items():
         if parameter.ndim < 2:
-            parts.plain.append(parameter)
+            split.plain.append(parameter)
         elif not (muon and name.startswith("h.")):
-            parts.decayed.append(parameter)
+            split.decayed.append(parameter)
         elif name.endswith("c_attn.weight"):
-            parts.fused.append(parameter)
+            split.fused.append(parameter)
         else:
-            parts.matrices.append(parameter)
-    return parts
+            split.matrices.append(parameter)
+    return split
+
+
+def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dict[str, int]:
+    """Bytes of weights, of their gradients and of what the optimizers remember.
+
+    Muon remembers one number for each weight, AdamW two. The tensors may be on the meta device.
+
+    Args: shards ranks that share the rows of each parameter (--fsdp); a rank's rows are counted
+    """
+    split = split_parameters(named, muon)
+
+    def nbytes(*groups: list[Tensor]) -> int:
+        return sum(p[: -(-len(p) // shards)].nbytes for group in groups for p in group)
+
+    by_muon, by_adamw = nbytes(split.fused, split.matrices), nbytes(split.decayed, split.plain)
+    weights = by_muon + by_adamw
+    return {"weights": weights, "gradients": weights, "optimizer": by_muon + 2 * by_adamw}
 
 
 SCALE_CHANGES = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
 
 
 class LossScale:
-    """fp16's: what the loss is multiplied by, lest gradients be too small for 16 bits.
+    """fp16 multiplies the loss by this, so that small gradients do not vanish in 16 bits.
 
-    Halved by each step whose gradients overflowed; doubled by 2,000 others in a row. The numbers,
-    and what a checkpoint holds of them, are torch's GradScaler's. That one decides for each
-    optimizer apart, after clipping, and copies to host memory what says whether there was an
-    overflow without waiting for the copy (torch issue 127612). Here the norm over all gradients
-    says it.
+    A step whose gradients overflow halves it; 2,000 other steps in a row double it. The numbers,
+    and what a checkpoint keeps of them, are those of torch's GradScaler. GradScaler decides for
+    each optimizer separately, after clipping, and copies the overflow flag to host memory without
+    waiting for the copy (torch issue 127612). Here the norm over all gradients decides.
     """
 
     def __init__(self, on: bool):
-        self.on, self.value = on, 65536.0 if on else 1.0
+        self.on = on
+        self.value = 65536.0 if on else 1.0
         self.sound_steps = 0  # since it last changed
         self.overflowed = False  # in this step
 
@@ -116,7 +136,7 @@ class LossScale:
         return now if self.on else {}
 
     def load_state_dict(self, saved: dict) -> None:
-        """Go on from a state; that of a run in another dtype is empty, and changes nothing."""
+        """Go on from a state; that of a run in another dtype is empty and changes nothing."""
         if self.on and saved:
             self.value, self.sound_steps = saved["scale"], saved["_growth_tracker"]
 
@@ -135,20 +155,20 @@ class Optimizers:
         named: dict[str, nn.Parameter],
         kind: str,
         weight_decay: float,
-        betas: tuple,
+        betas: tuple[float, float],
         fp16: bool = False,
         device: torch.device | None = None,
     ):
-        parts = split_parameters(named, kind == "muon")
+        split = split_parameters(named, kind == "muon")
         groups = [
-            {"params": parts.decayed, "weight_decay": weight_decay},
-            {"params": parts.plain, "weight_decay": 0.0},
+            {"params": split.decayed, "weight_decay": weight_decay},
+            {"params": split.plain, "weight_decay": 0.0},
         ]
         self.named = named
-        self.parameters = [parameter for part in parts for parameter in part]
+        self.parameters = [parameter for group in split for parameter in group]
         self.parts = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
-        if parts.matrices:
-            groups = [{"params": parts.fused, "parts": 3}, {"params": parts.matrices}]
+        if split.matrices:
+            groups = [{"params": split.fused, "fused": 3}, {"params": split.matrices}]
             self.parts.append(Muon(groups, lr=0.0, weight_decay=weight_decay, on=device))
         self.device = device or self.parameters[0].device
         self.loss_scale = LossScale(fp16)
@@ -158,13 +178,13 @@ class Optimizers:
 
         A `clip` of 0 clips nothing. Only in fp16 the host waits for the norm.
         """
-        gradients: dict[torch.device, list[Tensor]] = {}  # those of the host have a norm of theirs
+        by_device: dict[torch.device, list[Tensor]] = {}
         for gradient in (rows_here(p.grad) for p in self.parameters if p.grad is not None):
-            gradients.setdefault(gradient.device, []).append(gradient)
+            by_device.setdefault(gradient.device, []).append(gradient)
         if self.loss_scale.on:
-            for ones in gradients.values():
-                torch._foreach_div_(ones, self.loss_scale.value)
-        norms = [torch.nn.utils.get_total_norm(ones) for ones in gradients.values()]
+            for gradients in by_device.values():
+                torch._foreach_div_(gradients, self.loss_scale.value)
+        norms = [torch.nn.utils.get_total_norm(gradients) for gradients in by_device.values()]
         if len(norms) > 1:
             norms = [torch.nn.utils.get_total_norm([norm.to(self.device) for norm in norms])]
         norm = norms[0]
@@ -180,22 +200,17 @@ class Optimizers:
 
         In fp16 a step whose gradients overflowed anywhere is skipped as a whole.
         """
-        for part in self.parts:
-            for group in part.param_groups:
+        for optimizer in self.parts:
+            for group in optimizer.param_groups:
                 group["lr"] = lr
             if not self.loss_scale.overflowed:
-                part.step()
-            part.zero_grad(set_to_none=True)
+                optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
     def memory(self) -> dict[str, int]:
-        """Bytes of weights, their gradients and what the optimizers remember, on this rank."""
-        weights = sum(rows_here(parameter).nbytes for parameter in self.parameters)
-        moments = 0
-        for part in self.parts:
-            kept = 1 if isinstance(part, Muon) else 2  # AdamW's two
-            mine = [p for group in part.param_groups for p in group["params"]]
-            moments += kept * sum(rows_here(parameter).nbytes for parameter in mine)
-        return {"weights": weights, "gradients": weights, "optimizer": moments}
+        """`state_bytes` of this rank."""
+        rows = {name: rows_here(parameter) for name, parameter in self.named.items()}
+        return state_bytes(rows, muon=len(self.parts) > 1)
 
     def state_dict(self) -> dict:
         """What the optimizers remember, by the names of the parameters: {"state": {name: {...}}}.
@@ -204,7 +219,11 @@ class Optimizers:
         made from others (pseudo.py).
         """
         names = {parameter: name for name, parameter in self.named.items()}
-        state = {names[p]: dict(kept) for part in self.parts for p, kept in part.state.items()}
+        state = {
+            names[parameter]: dict(kept)
+            for optimizer in self.parts
+            for parameter, kept in optimizer.state.items()
+        }
         return {"state": state, "scaler": self.loss_scale.state_dict()}
 
     def load_state_dict(self, saved: dict) -> None:
@@ -213,31 +232,23 @@ class Optimizers:
         The tensors become the optimizers' own, without a copy where device and dtype are the same.
         """
         names = {parameter: name for name, parameter in self.named.items()}
-        for part in self.parts:
-            parameters = [p for group in part.param_groups for p in group["params"]]
+        for optimizer in self.parts:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
             state = {
                 number: saved["state"][names[parameter]]
                 for number, parameter in enumerate(parameters)
                 if names[parameter] in saved["state"]
             }
-            groups = part.state_dict()["param_groups"]
-            part.load_state_dict({"state": state, "param_groups": groups})
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.loss_scale.load_state_dict(saved["scaler"])
 
 
-def learning_rate(settings: Any, before: Clock, after: Clock) -> float:
+def learning_rate(settings: "Config", before: Clock, after: Clock) -> float:
     """The rate at the middle of a step, so that neither the first nor the last is wasted."""
-    o = settings.optim
     start, end = lr_clock(settings, before), lr_clock(settings, after)
-    return lr_at(
-        (start + min(end, o.tokens)) / 2,  # the last step may overshoot the budget
-        peak=o.lr,
-        floor=o.lr * o.min_lr,
-        schedule=o.schedule,
-        warmup_tokens=o.warmup_tokens,
-        budget=o.tokens,
-        decay_share=o.decay_share,
-    )
+    end = min(end, settings.optim.tokens)  # the last step may overshoot the budget
+    return lr_at(settings.optim, (start + end) / 2)
 
 
 def decay_start(optim: OptimConfig) -> float:
@@ -245,41 +256,31 @@ def decay_start(optim: OptimConfig) -> float:
     return max(optim.tokens * (1 - optim.decay_share), optim.warmup_tokens)
 
 
-def enters_decay(settings: Any, before: Clock, after: Clock) -> bool:
-    """Whether this step is the first one of wsd that goes into the decay."""
+def enters_decay(settings: "Config", before: Clock, after: Clock) -> bool:
+    """Whether this step is the first of wsd's decay."""
     start = decay_start(settings.optim)
-    is_there = lr_clock(settings, before) <= start < lr_clock(settings, after)
-    return settings.optim.schedule == "wsd" and is_there
+    begins = lr_clock(settings, before) <= start < lr_clock(settings, after)
+    return settings.optim.schedule == "wsd" and begins
 
 
-def lr_at(
-    consumed_tokens: float,
-    *,
-    peak: float,
-    floor: float,
-    schedule: str,
-    warmup_tokens: int,
-    budget: int,
-    decay_share: float,
-) -> float:
+def lr_at(optim: OptimConfig, tokens: float) -> float:
     """Learning rate at this point of the clock.
 
-    Linear from 0 to `peak` over `warmup_tokens`; from there to `floor` at `budget` along
-      cosine  half a cosine wave
-      linear  a straight line
-      wsd     `peak`, then a straight line over the last `decay_share` of the budget
+    Linear from 0 to `lr` over `warmup_tokens`; from there to `lr * min_lr` at the end of the budget
+      cosine  along half a cosine wave
+      linear  along a straight line
+      wsd     constant, then along a straight line over the last `decay_share` of the budget
               (warmup-stable-decay, arXiv 2404.06395)
 
-    Args:    consumed_tokens, warmup_tokens, budget   tokens of the one clock
-             peak, floor                              learning rates; after the budget it is floor
-    Example: peak 1, floor 0, cosine, warmup 10, budget 110: 0.5 at 5, 1 at 10, 0.5 at 60, 0 at 110
+    Example: lr 1, cosine, warmup 10, a budget of 110: 0.5 at 5, 1 at 10, 0.5 at 60, 0 at 110
     """
-    if consumed_tokens < warmup_tokens:
-        return peak * consumed_tokens / warmup_tokens
-    start = warmup_tokens
-    if schedule == "wsd":
-        start = max(budget * (1 - decay_share), warmup_tokens)
-    decayed = (consumed_tokens - start) / max(budget - start, 1)  # share of the decay, 0 to 1
+    if tokens < optim.warmup_tokens:
+        return optim.lr * tokens / optim.warmup_tokens
+    start = decay_start(optim) if optim.schedule == "wsd" else optim.warmup_tokens
+    decayed = (tokens - start) / max(optim.tokens - start, 1)  # share of the decay, 0 to 1
     decayed = min(max(decayed, 0.0), 1.0)
-    remaining = (1 + math.cos(math.pi * decayed)) / 2 if schedule == "cosine" else 1 - decayed
-    return floor + (peak - floor) * remaining
+    remaining = 1 - decayed
+    if optim.schedule == "cosine":
+        remaining = (1 + math.cos(math.pi * decayed)) / 2
+    floor = optim.lr * optim.min_lr
+    return floor + (optim.lr - floor) * remaining

@@ -1,6 +1,6 @@
-"""The settings of a model, the sizes by name, and what one costs: parameters, FLOPs of a row.
+"""The settings of a model, its sizes by name, the defaults that follow from them, and its cost.
 
-python -m support.sizes     # every size: its dimensions, parameters and cost of a token
+python -m support.step.sizes     # every size: its dimensions, parameters and cost of a token
 """
 
 from collections.abc import Sequence
@@ -13,26 +13,6 @@ from torch.overrides import TorchFunctionMode
 
 from model import Transformer, TransformerConfig
 from support.base.settings import flag
-
-# ---- empty model
-#
-# A model without memory: its names and shapes, for weights that are still to come.
-
-
-class NothingDrawn(TorchFunctionMode):
-    """Leaves normal random values out. On the meta device there are none to draw, and to find that
-    out torch imports its compiler, which takes a second.
-    """
-
-    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
-        if func is nn.init.normal_:
-            return kwargs["tensor"]
-        return func(*args, **(kwargs or {}))
-
-
-def empty_model(config: TransformerConfig) -> Transformer:
-    with torch.device("meta"), NothingDrawn():
-        return Transformer(config)
 
 
 class Size(NamedTuple):
@@ -54,6 +34,21 @@ SIZES = {
     "bert-large": Size(layers=24, heads=16, width=1024, seq_len=512),
 }
 
+# tokens, batch_tokens, lr. nano: measured here (CHANGELOG). GPT: GPT-3's batch and learning rate
+# (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT: arXiv 1810.04805.
+RECIPES = {
+    "nano": (800_000, 2_048, 2e-2),
+    "124M": (2_500_000_000, 524_288, 6e-4),
+    "350M": (7_000_000_000, 524_288, 3e-4),
+    "774M": (15_500_000_000, 524_288, 2.5e-4),
+    "1.3B": (26_000_000_000, 1_048_576, 2e-4),
+    "bert-base": (2_200_000_000, 131_072, 1e-4),
+    "bert-large": (6_800_000_000, 131_072, 1e-4),
+}
+
+
+# ---- settings
+
 
 @dataclass(frozen=True)
 class ModelConfig:
@@ -73,63 +68,6 @@ class ModelConfig:
     init: str | None = flag(
         None, "start from the weights of a run, or of a file in GPT-2's or BERT's published layout"
     )
-
-
-def parameter_count(config: TransformerConfig) -> int:
-    """Parameters of a model of this config, counted without taking memory for them."""
-    return sum(p.numel() for p in empty_model(config).parameters())
-
-
-def weights_of_block(config: TransformerConfig) -> int:
-    """Those that multiply: of the four matrices of a block."""
-    return config.width * (4 * config.width + 2 * config.mlp_width)
-
-
-def flops_of_row(config: TransformerConfig, tokens_by_layer: Sequence[int], T: int) -> int:
-    """Floating-point operations of one training row; the backward pass is 2/3.
-
-    6 per token and weight that multiplies (the tied head counts, the look-up of embeddings does
-    not), and 12 C K for the two products of attention of each of K tokens, halved where it is
-    causal. arXiv 2204.02311, appendix B, but for that half.
-
-    Args:    tokens_by_layer (L,) how many of the row's T tokens each layer sees
-    Example: 2 layers of width 4 and MLP 16, V 10, a causal row of 8, half of it in the second
-             layer: 6 * 192 * (8 + 4) + 6 * 4 * (8 * 8 + 4 * 4) + 6 * 10 * 4 * 8 == 17664
-    """
-    C, weights = config.width, weights_of_block(config)
-    attention = 6 * C if config.causal else 12 * C
-    blocks = sum(6 * weights * K + attention * K * K for K in tokens_by_layer)
-    return blocks + 6 * config.vocab_size * C * T
-
-
-if __name__ == "__main__":
-    for name, (layers, heads, width, T) in SIZES.items():
-        kind = "bert" if name.startswith("bert") else "gpt"
-        config = TransformerConfig(kind, layers, heads, width, 4 * width, T, vocab_size=50304)
-        millions = parameter_count(config) / 1e6
-        gflops = flops_of_row(config, [T] * layers, T) / T / 1e9
-        print(
-            f"{name:>10}: {layers} layers, {heads} heads, width {width}, rows of {T};"
-            f" {millions:.1f} M parameters, {gflops:.2f} GFLOP a training token"
-        )
-
-
-# ---- recipes
-#
-# Defaults: what --size decides, what follows from other settings, and which rows fit them.
-
-
-# tokens, batch_tokens, lr. nano: measured here (CHANGELOG). GPT: GPT-3's batch and learning rate
-# (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT: arXiv 1810.04805.
-RECIPES = {
-    "nano": (800_000, 2_048, 2e-2),
-    "124M": (2_500_000_000, 524_288, 6e-4),
-    "350M": (7_000_000_000, 524_288, 3e-4),
-    "774M": (15_500_000_000, 524_288, 2.5e-4),
-    "1.3B": (26_000_000_000, 1_048_576, 2e-4),
-    "bert-base": (2_200_000_000, 131_072, 1e-4),
-    "bert-large": (6_800_000_000, 131_072, 1e-4),
-}
 
 
 def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
@@ -158,12 +96,13 @@ def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
 def refusals_of_rows(
     size: str, seq_len: int, batch_tokens: int, learned: bool
 ) -> list[tuple[bool, str]]:
-    """Rows and batches that do not fit, as (condition, what to tell the user).
+    """Rows and batches that do not fit, as (condition, message).
 
-    Args: learned  whether positions are learned here, as many as --size says
+    Args: learned whether positions are learned, as many as --size says
     """
     longest = SIZES[size].seq_len
     below = batch_tokens // seq_len * seq_len
+    choices = f"{below} or {below + seq_len}" if below else f"{seq_len}"
     return [
         (
             seq_len > longest and learned,
@@ -173,6 +112,65 @@ def refusals_of_rows(
         (
             batch_tokens % seq_len != 0,
             f"--batch-tokens {batch_tokens} is not a multiple of --seq-len {seq_len}: choose"
-            f" {f'{below} or ' if below else ''}{below + seq_len}",
+            f" {choices}",
         ),
     ]
+
+
+# ---- parameters and cost
+
+
+class NothingDrawn(TorchFunctionMode):
+    """Skips drawing normal random values. The meta device draws none anyway, but to find that out
+    torch imports its compiler, which takes a second.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> Any:
+        if func is nn.init.normal_:
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def empty_model(config: TransformerConfig) -> Transformer:
+    """A model without memory: its names and shapes, for weights that are still to come."""
+    with torch.device("meta"), NothingDrawn():
+        return Transformer(config)
+
+
+def parameter_count(config: TransformerConfig) -> int:
+    """Parameters of a model of this config, counted without taking memory for them."""
+    return sum(p.numel() for p in empty_model(config).parameters())
+
+
+def weights_of_block(config: TransformerConfig) -> int:
+    """Weights in the matrices of a block: those that multiply."""
+    return config.width * (4 * config.width + 2 * config.mlp_width)
+
+
+def flops_of_row(config: TransformerConfig, tokens_by_layer: Sequence[int], T: int) -> int:
+    """Floating-point operations of one training row; the backward pass is 2/3.
+
+    6 per token and weight that multiplies (the tied head counts, looking up embeddings does not),
+    and 12 C K for the two products of attention of each of K tokens, halved for causal attention.
+    arXiv 2204.02311, appendix B, except for that half.
+
+    Args:    tokens_by_layer (L,) how many of the row's T tokens each layer sees
+    Example: 2 layers of width 4 and MLP 16, V 10, a causal row of 8, half of it in the second
+             layer: 6 * 192 * (8 + 4) + 6 * 4 * (8 * 8 + 4 * 4) + 6 * 10 * 4 * 8 == 17664
+    """
+    C, weights = config.width, weights_of_block(config)
+    attention = 6 * C if config.causal else 12 * C
+    blocks = sum(6 * weights * K + attention * K * K for K in tokens_by_layer)
+    return blocks + 6 * config.vocab_size * C * T
+
+
+if __name__ == "__main__":
+    for name, (layers, heads, width, T) in SIZES.items():
+        kind = "bert" if name.startswith("bert") else "gpt"
+        config = TransformerConfig(kind, layers, heads, width, 4 * width, T, vocab_size=50304)
+        millions = parameter_count(config) / 1e6
+        gflops = flops_of_row(config, [T] * layers, T) / T / 1e9
+        print(
+            f"{name:>10}: {layers} layers, {heads} heads, width {width}, rows of {T};"
+            f" {millions:.1f} M parameters, {gflops:.2f} GFLOP a training token"
+        )
