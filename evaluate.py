@@ -403,7 +403,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     by_document = "also write the result of each document, a JSON object a line"
     text.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
     by = f"also the result by {' or '.join(scoring.GROUPS)} of documents, or by both: source,length"
-    text.add_argument("--by", type=groups, metavar="scoring.GROUPS", help=by)
+    text.add_argument("--by", type=groups, metavar="GROUPS", help=by)
 
     task = parser.add_argument_group("questions, for a GPT without further training")
     files = "JSON lines: see support/evaluation/tasks.py"
@@ -467,13 +467,10 @@ def check_groups(args: argparse.Namespace, store: AnyStore) -> None:
 
 def check_file(file: Path) -> None:
     """Refuse a file that cannot be written, before the work of an evaluation."""
-    if file.is_dir():
-        raise ValueError(f"--by-document {file} is a folder: name a file in it")
     if file.exists() and not file.is_file():
-        raise ValueError(f"--by-document {file} is not a regular file: name another")
+        raise ValueError(f"--by-document {file} exists and is not a file: name another")
     if not os.access(file.parent, os.W_OK):
-        why = "cannot be written to" if file.parent.is_dir() else "does not exist"
-        raise ValueError(f"--by-document {file}: the folder {file.parent} {why}")
+        raise ValueError(f"--by-document {file}: there is no folder {file.parent} to write in")
 
 
 if __name__ == "__main__":

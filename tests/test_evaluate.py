@@ -549,7 +549,7 @@ def test_bad_flags_are_refused_before_a_run_is_opened(flags, named, monkeypatch,
 def test_a_folder_that_nobody_may_write_in_is_refused(tmp_path, monkeypatch):
     evaluate.check_file(tmp_path / "out.jsonl")
     monkeypatch.setattr("os.access", lambda path, mode: False)
-    with pytest.raises(ValueError, match=r"^--by-document .*out.jsonl: the folder .* written to$"):
+    with pytest.raises(ValueError, match=r"^--by-document .*out.jsonl: there is no folder"):
         evaluate.check_file(tmp_path / "out.jsonl")
 
 

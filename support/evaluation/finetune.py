@@ -25,6 +25,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import compress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -94,10 +95,10 @@ def read_examples(file: str | Path, dev_file: str | Path | None = None) -> Examp
     if dev_file is not None:
         dev = list(examples_of(dev_file))
     else:
-        parts: dict[bool, list[Example]] = {False: [], True: []}
-        for example in train:
-            parts[is_held_out(Document(None, "\n".join(example.texts)), DEV)].append(example)
-        train, dev = parts[False], parts[True]
+        texts = [Document(None, "\n".join(example.texts)) for example in train]
+        out = [is_held_out(text, DEV) for text in texts]
+        dev = [*compress(train, out)]
+        train = [example for example, is_out in zip(train, out, strict=True) if not is_out]
         if not train or not dev:
             raise ValueError(f"{file}: has too few examples to hold some out: name a --dev file")
     labels = sorted({example.label for example in train})

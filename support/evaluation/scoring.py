@@ -268,20 +268,16 @@ def table(groups: list[Group], by: str) -> str:
 
 
 def on_each_store(
-    evaluation: "type[Evaluation]",
-    store: AnyStore,
-    tokens: int | None,
-    *arguments: Any,
-    **options: Any,
+    evaluation: "type[Evaluation]", store: AnyStore, tokens: int | None, *args: Any, **options: Any
 ) -> "Evaluation | MixedEvaluation":
     """An evaluation of a store, or of every store of a mixture.
 
     Args: tokens in all, or None for all text; the rest goes to the evaluation
     """
     if not isinstance(store, Mixture):
-        return evaluation(store, *arguments, tokens=tokens, **options)
+        return evaluation(store, *args, tokens=tokens, **options)
     parts = [
-        evaluation(part, *arguments, tokens=count, **options)
+        evaluation(part, *args, tokens=count, **options)
         for part, count in zip(store.parts, tokens_of_each(store, tokens), strict=True)
     ]
     return MixedEvaluation(store, parts)

@@ -20,7 +20,7 @@ from support.base.settings import as_given
 from support.run.folder import ModelSize, started_with
 from support.text.tokenizer import fingerprint, vocab_size
 from support.weights import published
-from support.weights.trained import checkpoint_of, trained, weights_of
+from support.weights.trained import Trained, checkpoint_of, trained, weights_of
 
 if TYPE_CHECKING:
     from config import Config
@@ -37,15 +37,14 @@ def with_those_of_init(given: dict[str, Any]) -> dict[str, Any]:
     Raises: ValueError naming the flags that differ from that run, or --init
     """
     init = given.get("model.init")
-    path = of_init(init)
-    if path is None:
+    source = source_of(init)
+    if source is None:
         if init and given.get("model.pos") == "rope":
             raise ValueError(
                 "--init and --pos rope exclude each other: published weights have learned positions"
             )
         return given
-    with naming_init():
-        saved = trained(path).settings
+    saved, path = source.settings, source.path
     taken = {f"model.{name}": saved[f"model.{name}"] for name in OF_THE_MODEL}
     if given.get("model.nsp") is False:
         taken["model.nsp"] = False  # the weights for pairs can be left out
@@ -66,10 +65,13 @@ def as_flags(settings: dict[str, Any]) -> str:
     return " ".join(as_given(flag, value) for flag, value in flags.items())
 
 
-def of_init(init: str | None) -> Path | None:
-    """The checkpoint of train.py that --init names; None for published weights."""
+def source_of(init: str | None) -> Trained | None:
+    """What --init names, if it is a run or a checkpoint of train.py."""
+    if not init:
+        return None
     with naming_init():
-        return checkpoint_of(init) if init else None
+        path = checkpoint_of(init)
+        return trained(path) if path else None
 
 
 @contextmanager
@@ -82,31 +84,29 @@ def naming_init() -> Iterator[None]:
 
 
 def model_size(settings: "Config", encoding: tiktoken.Encoding, folder: Path | None) -> ModelSize:
-    """What settings do not say of a model; the folder of a run that goes on knows it."""
+    """What settings do not say of a model; the folder of a run that goes on knows it.
+
+    Raises: ValueError if the tokenizer or the rows do not suit what --init names
+    """
     init, seq_len = settings.model.init, settings.data.seq_len
     if folder:
         return ModelSize(**started_with(folder)["model_size"])
-    if path := of_init(init):
-        return size_of_trained(path, encoding, seq_len)
     needed = vocab_size(encoding, settings.model.model)
-    if init:
-        return published.size_for(init, needed, encoding.name, seq_len)
-    return ModelSize(-(-needed // 64) * 64)  # matrix units work in tiles
-
-
-def size_of_trained(path: Path, encoding: tiktoken.Encoding, seq_len: int) -> ModelSize:
-    """The size of a run's model, if the tokenizer and the rows suit it."""
-    with naming_init():
-        source = trained(path)
+    source = source_of(init)
+    if source is None:
+        if init:
+            return published.size_for(init, needed, encoding.name, seq_len)
+        return ModelSize(-(-needed // 64) * 64)  # matrix units work in tiles
     if source.tokenizer != fingerprint(encoding):
         name = source.settings["data.tokenizer"]
         raise ValueError(
-            f"--init {path} was trained with tokenizer {name}, and the store has"
+            f"--init {source.path} was trained with tokenizer {name}, and the store has"
             f" {encoding.name}: name a store that was prepared with {name}"
         )
-    if source.size.positions and seq_len > source.size.positions:
+    positions = source.size.positions
+    if positions and seq_len > positions:
         raise ValueError(
-            f"--init {path} has {source.size.positions} positions, --seq-len {seq_len} is more"
+            f"--init {source.path} has {positions} positions, --seq-len {seq_len} is more"
         )
     return source.size
 
@@ -118,12 +118,12 @@ def initial_model(
     torch.manual_seed(seed_of(settings.run.seed, "weights"))
     model, init = Transformer(config), settings.model.init
     left_out: list[str] = []
-    if path := of_init(init):
+    if source := source_of(init):
         with naming_init():
-            weights = weights_of(path)
+            weights = weights_of(source.path)
         left_out = [name for name in weights if name.startswith(PAIRS) and not config.nsp]
         model.load_state_dict({n: value for n, value in weights.items() if n not in left_out})
-        say(f"--init: the weights of {path}")
+        say(f"--init: the weights of {source.path}")
     elif init:
         left_out = published.load_published(model, init)
     for name in left_out:

@@ -163,8 +163,8 @@ def size_for(path: str | Path, needed: int, tokenizer: str, seq_len: int) -> Mod
         raise refusal(
             path,
             f"has a vocabulary of {size.vocab_size:,}, and --tokenizer {tokenizer} one of"
-            f" {needed:,} (padded: {padded:,}): name the .tiktoken file these weights were trained"
-            " with, or gpt2 for GPT-2; BERT's WordPiece is not supported",
+            f" {needed:,} (padded: {padded:,}): name the tokenizer that these weights were trained"
+            " with, such as gpt2; BERT's WordPiece is not supported",
         )
     if seq_len > size.positions:
         raise refusal(path, f"has {size.positions} positions, --seq-len {seq_len} is more")
@@ -316,32 +316,21 @@ def write_safetensors(out: BinaryIO, entries: dict[str, Tensor]) -> None:
 def transformers_config(run: Trained) -> dict[str, Any]:
     """Dimensions, activation and epsilon by the names that transformers has for them."""
     s = {name.removeprefix("model."): value for name, value in run.settings.items()}
+    dimensions = {"vocab_size": run.size.vocab_size, "positions": run.size.positions} | s
     if s["model"] == "gpt":
-        return {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "vocab_size": run.size.vocab_size,
-            "n_positions": run.size.positions,
-            "n_embd": s["width"],
-            "n_layer": s["layers"],
-            "n_head": s["heads"],
-            "n_inner": s["mlp_width"],
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-        }
-    return {
-        "model_type": "bert",
-        "architectures": ["BertForPreTraining" if s["nsp"] else "BertForMaskedLM"],
-        "vocab_size": run.size.vocab_size,
-        "max_position_embeddings": run.size.positions,
-        "hidden_size": s["width"],
-        "num_hidden_layers": s["layers"],
-        "num_attention_heads": s["heads"],
-        "intermediate_size": s["mlp_width"],
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,
-        "type_vocab_size": 2,
-    }
+        names = {"positions": "n_positions", "width": "n_embd", "layers": "n_layer"}
+        names |= {"heads": "n_head", "mlp_width": "n_inner"}
+        config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+        config |= {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+    else:
+        names = {"positions": "max_position_embeddings", "width": "hidden_size"}
+        names |= {"layers": "num_hidden_layers", "heads": "num_attention_heads"}
+        names |= {"mlp_width": "intermediate_size"}
+        head = "BertForPreTraining" if s["nsp"] else "BertForMaskedLM"
+        config = {"model_type": "bert", "architectures": [head], "type_vocab_size": 2}
+        config |= {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
+    names["vocab_size"] = "vocab_size"
+    return config | {theirs: dimensions[ours] for ours, theirs in names.items()}
 
 
 def main(argv: list[str] | None = None) -> None:

@@ -128,12 +128,11 @@ def tensor_at(mapped: mmap.mmap, start: int, entry: dict) -> Tensor:
     dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     if begin == end:
         return torch.empty(shape, dtype=dtype)
-    if (start + begin) % dtype.itemsize:  # nobody promised alignment: this one is copied
-        copied = bytearray(mapped[start + begin : start + end])
-        return torch.frombuffer(copied, dtype=dtype).view(shape)
+    data, offset = mapped, start + begin
+    if offset % dtype.itemsize:  # nobody promised alignment: this tensor is copied
+        data, offset = bytearray(mapped[offset : start + end]), 0
     count = (end - begin) // dtype.itemsize
-    flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=start + begin)
-    return flat.view(shape)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 def save(out: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterable[str]:
