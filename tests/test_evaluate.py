@@ -90,7 +90,7 @@ def sourced(tmp_path_factory):
 def trained(store_dir, tmp_path_factory):
     """The folder of a short run."""
     out = tmp_path_factory.mktemp("trained") / "run"
-    flags = f"{SMALL} --tokens 512 --final-eval-tokens 1M --data {store_dir} --out {out}"
+    flags = f"{SMALL} --layers 1 --tokens 512 --final-eval-tokens 1M --data {store_dir} --out {out}"
     assert train.main(flags.split()) == 0
     return out
 
@@ -436,7 +436,7 @@ def test_command_repeats_what_the_run_found(trained, said):
 
 def test_no_dropping_and_full_length_whatever_training_does(run):
     """A model that no longer moves is scored alike with every technique on and with none."""
-    still = "--lr 1e-30 --tokens 512"
+    still = "--lr 1e-30 --layers 3 --tokens 512"
     scores = [
         [line["val_bpb"] for line in run(f"{still} {flags}", out=f"r{number}") if line.get("last")]
         for number, flags in enumerate(("", "--ltd --ltd-start 8 --curriculum seqlen --pack"))

@@ -222,9 +222,9 @@ def test_the_learning_rate_goes_up_over_a_tenth_and_down_to_nothing():
 def test_what_can_be_learned_is_and_chance_is_not(tmp_path, kind, nsp, pairs):
     shares = []
     for says_label in (True, False):
-        lines = toy(160, says_label, pairs)
+        lines = toy(140, says_label, pairs)
         given = read_examples(
-            write(tmp_path / "train.jsonl", lines[:120]), write(tmp_path / "dev.jsonl", lines[120:])
+            write(tmp_path / "train.jsonl", lines[:100]), write(tmp_path / "dev.jsonl", lines[100:])
         )
         learned, dev = (
             encoded(part, given.labels, BYTES, ROW, kind == "bert")
@@ -283,7 +283,7 @@ def files_of(folder: Path) -> dict[str, str]:
 
 def test_command(store_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    train.main(f"{SMALL} --tokens 256 --data {store_dir} --out run --model bert".split())
+    train.main(f"{SMALL} --layers 1 --tokens 256 --data {store_dir} --out run --model bert".split())
     text = "".join(json.dumps(line) + "\n" for line in toy(200))
     (tmp_path / "toy.jsonl.gz").write_bytes(gzip.compress(text.encode()))
     before = files_of(tmp_path / "run")

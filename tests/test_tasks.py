@@ -276,7 +276,7 @@ def test_results_of_a_choice_worked_by_hand(tmp_path):
 def test_command(store_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     for flags in ("--out run", "--out bert --model bert"):
-        train.main(f"{SMALL} --tokens 256 --data {store_dir} {flags}".split())
+        train.main(f"{SMALL} --layers 1 --tokens 256 --data {store_dir} {flags}".split())
     write(tmp_path / "last.jsonl", LAST_WORDS)
     write(tmp_path / "choice.jsonl", CHOICES)
     ask = ["run", "--device", "cpu", "--task", "last.jsonl", "choice.jsonl"]
