@@ -1,7 +1,7 @@
 """Print text that a trained GPT writes, as it writes it. One text at a time, no batches.
 
-A text may be longer than a row: when the model's context, `seq_len` tokens, is full, the last half
-of it is kept and grows again (`context_start`).
+A text may be longer than a row: when the model's context, `seq_len` tokens, is full, its last half
+is kept and grows again (`context_start`).
 
     python sample.py runs/gpt-nano-1 --prompt "Call me" --tokens 200
 """
@@ -10,7 +10,9 @@ import codecs
 import math
 import os
 from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from itertools import chain
+from typing import Any
 
 import tiktoken
 
@@ -21,40 +23,145 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import config
-import pseudo
 from model import Block, TokenMeta, Transformer
 from support.base import rng, runtime
+from support.base.numbers import count
 from support.base.sharded import of_rank0
 from support.run import checkpoint, sharded_checkpoint
 from support.text.tokenizer import get_encoding, vocab_size
+from support.weights.trained import real_weights, running_layers
 
-# ---- kv cache
-#
-# The keys and values of a text so far, so that its next token costs one token's work.
-#
-# A causal layer makes the same of a token whatever follows it. So its keys and values stay right
-# while the text grows, and a token at position p, the cache's length, needs of each layer
-#
-#     q, k, v = rotated(c_attn(ln_1(x)))        (B, 1, H, D) each, of this token alone
-#     keys[p], values[p] = k, v                 (B, H, S, D) for a text of at most S tokens
-#     y = softmax(q keys[..p] / sqrt(D)) values[..p]
-#
-# Once the first tokens of a text are dropped the rest has other positions and has seen less:
-# nothing of the cache is right any more, and the caller sets its length back to 0 (sample.py).
-#
-# Only attention is another: `run_block` calls the block as the model's own does, so weights that
-# are compiled, offloaded or sharded are where the block wants them.
+SMALL = 256  # width up to which a model draws in one thread
+
+
+def write(
+    model: Transformer, encoding: tiktoken.Encoding, prompt: str, most: int, **options: Any
+) -> Iterator[str]:
+    """Yield a text that begins with `prompt`, piece by piece; the options go to `generate`.
+
+    The prompt is taken as the beginning of a document.
+
+    Raises: ValueError if the tokenizer has tokens that the model does not know
+    """
+    end, start = encoding.eot_token, encoding.encode_ordinary(prompt)
+    allowed = vocab_size(encoding, "gpt")
+    if allowed > model.config.vocab_size:
+        raise ValueError(
+            f"tokenizer {encoding.name} has {allowed} tokens, the model {model.config.vocab_size}:"
+            " put back the ranks that it was trained with"
+        )
+    drawn = generate(model, [end, *start], most, allowed=allowed, stop=end, **options)
+    return characters(encoding, chain(start, drawn))
+
+
+@torch.no_grad()
+def generate(
+    model: Transformer,
+    prompt: list[int],
+    most: int,
+    *,
+    allowed: int,
+    stop: int | None = None,
+    temperature: float = 0.8,
+    top_k: int = 50,
+    generator: torch.Generator | None = None,
+    cached: bool = True,
+) -> Iterator[int]:
+    """Draw up to `most` tokens after a prompt, one at a time.
+
+    Args:    prompt      at least one token
+             allowed     only ids below this are drawn; the others pad the vocabulary
+             stop        a token that ends the text, or None
+             temperature 0 takes the likeliest token; otherwise logits are divided by it
+             top_k       draw among this many likeliest tokens
+             generator   on the CPU, where tokens are drawn whatever device the model is on
+             cached      keep keys and values; else each token costs a forward pass over its context
+    Yields:  the tokens drawn, without `stop`
+    Raises:  ValueError for a prompt that is empty or has other ids
+    """
+    if not prompt or not all(0 <= token < allowed for token in prompt):
+        raise ValueError(f"a prompt needs at least one token, all of 0 to {allowed - 1}")
+    tokens, cache = list(prompt), KVCache(model) if cached else None
+    was_training = model.training
+    model.eval()
+    try:
+        for _ in range(most):
+            best = next_logits(model, tokens, cache)[:allowed].topk(min(top_k, allowed))
+            if temperature == 0:
+                drawn = best.indices[0]
+            else:
+                scores = best.values.cpu().double()
+                # less the best one's, so that no temperature is too low
+                probabilities = ((scores - scores[0]) / temperature).softmax(0)
+                drawn = best.indices[torch.multinomial(probabilities, 1, generator=generator)[0]]
+            tokens.append(int(of_rank0(model, drawn)))
+            if tokens[-1] == stop:
+                break
+            yield tokens[-1]
+    finally:
+        model.train(was_training)
+
+
+def next_logits(model: Transformer, tokens: list[int], cache: "KVCache | None") -> Tensor:
+    """(V,) scores of the token after these; a cache saves the work on tokens it has seen."""
+    context = tokens[context_start(len(tokens), model.config.seq_len) :]
+    device = model.wte.weight.device
+    if cache is None:
+        return model.logits(torch.tensor([context], device=device))[0, -1]
+    if len(context) <= cache.length:  # the first half was dropped
+        cache.length = 0
+    return cache.logits(torch.tensor([context[cache.length :]], device=device))[0]
+
+
+def context_start(tokens: int, seq_len: int) -> int:
+    """Where in a text of this many tokens the context of the next one begins.
+
+    It moves rarely and far, because positions count from it: whenever it moves, a cache of keys and
+    values has to be made anew. The context is at least half a row, once the text is that long.
+
+    Example: rows of 4 tokens: 0 for up to 4 tokens, 2 for 5 and 6, 4 for 7 and 8
+    """
+    step = seq_len - seq_len // 2
+    return -(-max(0, tokens - seq_len) // step) * step
+
+
+def characters(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> Iterator[str]:
+    """Decode token by token; the bytes of a character wait until it is whole.
+
+    Yields: strings that make up encoding.decode(tokens), with U+FFFD for what is not UTF-8
+    """
+    decoder = codecs.getincrementaldecoder("utf-8")("replace")
+    for token in tokens:
+        yield decoder.decode(encoding.decode_single_token_bytes(token))
+    yield decoder.decode(b"", final=True)
+
+
+# ---- keys and values
 
 
 class KVCache:
-    """What a GPT has seen: `length` tokens of each row, at positions 0 to length - 1."""
+    """The keys and values of a text so far, so that its next token costs one token's work.
+
+    A causal layer treats a token alike whatever follows it, so keys and values stay right while the
+    text grows. The token at position p, the cache's length, needs from each layer
+
+        q, k, v = rotated(c_attn(ln_1(x)))        (B, 1, H, D) each, of this token alone
+        keys[p], values[p] = k, v                 (B, H, S, D) for a text of at most S tokens
+        y = softmax(q keys[..p] / sqrt(D)) values[..p]
+
+    When the first tokens of a text are dropped the others get new positions and have seen less:
+    nothing in the cache is right any more, and the caller sets its length back to 0.
+
+    Only attention differs: `run_block` calls the block as the model's own does, so weights that are
+    compiled, offloaded or sharded are where the block wants them.
+    """
 
     def __init__(self, model: Transformer):
-        self.model, self.length = model, 0
+        self.model, self.length = model, 0  # of each row, positions 0 to length - 1 are here
         self.kept: dict[int, tuple[Tensor, Tensor]] = {}  # layer -> keys, values (B, H, S, D)
 
     def logits(self, tokens: Tensor) -> Tensor:
-        """Take in tokens that follow those of the cache.
+        """Take in the tokens that come next.
 
         Args:    tokens (B, T) int64
         Returns: (B, V) scores of the token after them
@@ -73,10 +180,10 @@ class KVCache:
     def run_block(self, layer: int, block: Block, x: Tensor, meta: TokenMeta) -> Tensor:
         x = self.model.run_block(layer, block, x, Following(meta, self, layer))
         is_last = layer + 1 == len(self.model.h)
-        return x[:, -1:] if is_last else x  # nobody asks what the tokens before it predict
+        return x[:, -1:] if is_last else x  # only the last token's prediction is wanted
 
     def append(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """A layer's keys and values with these (B, T, H, D) behind them; views, no copies."""
+        """A layer's keys and values followed by these (B, T, H, D); views, no copies."""
         B, T, H, D = k.shape
         if layer not in self.kept:
             size = (B, H, self.model.config.seq_len, D)
@@ -89,7 +196,7 @@ class KVCache:
 
 
 class Following(TokenMeta):
-    """Tokens that also see those in a layer's cache, and are put into it."""
+    """Tokens that also see those in a layer's cache, and are added to it."""
 
     def __init__(self, meta: TokenMeta, cache: KVCache, layer: int):
         super().__init__(meta.positions, None, meta.causal, meta.rotation)
@@ -99,140 +206,39 @@ class Following(TokenMeta):
         _, T, _, _ = q.shape
         before, sees = self.cache.length, None
         keys, values = self.cache.append(self.layer, k, v)  # (B, H, before + T, D) each
-        if T > 1:  # a token alone sees all there is
+        if T > 1:  # a single token sees everything
             sees = q.new_ones(T, before + T, dtype=torch.bool).tril(before)
         y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, sees, dropout)
         return y.transpose(1, 2)  # (B, T, H, D)
 
 
-SMALL = 256  # width of a model that is
-
-
-@torch.no_grad()
-def generate(
-    model: Transformer,
-    prompt: list[int],
-    count: int,
-    *,
-    allowed: int,
-    stop: int | None = None,
-    temperature: float = 0.8,
-    top_k: int = 50,
-    generator: torch.Generator | None = None,
-    cached: bool = True,
-) -> Iterator[int]:
-    """Draw up to `count` tokens after a prompt, one at a time.
-
-    Args:    prompt      at least one token
-             allowed     only ids below this are drawn; the others pad the vocabulary
-             stop        a token that ends the text, or None
-             temperature 0 takes the likeliest token; otherwise logits are divided by it
-             top_k       draw among this many likeliest tokens
-             generator   on the CPU, where tokens are drawn whatever the model is on
-             cached      keep keys and values; else each token costs a forward pass over its context
-    Yields:  the tokens that are drawn, without `stop`
-    Raises:  ValueError for a prompt that is empty or has other ids
-    """
-    if not prompt or not all(0 <= token < allowed for token in prompt):
-        raise ValueError(f"a prompt needs at least one token, all of 0 to {allowed - 1}")
-    tokens, cache = list(prompt), KVCache(model) if cached else None
-    was_training = model.training
-    model.eval()
-    try:
-        for _ in range(count):
-            best = next_logits(model, tokens, cache)[:allowed].topk(min(top_k, allowed))
-            if temperature == 0:
-                drawn = best.indices[0]
-            else:
-                scores = best.values.cpu().double()
-                # less the best one's, so that no temperature is too low
-                probabilities = ((scores - scores[0]) / temperature).softmax(0)
-                drawn = best.indices[torch.multinomial(probabilities, 1, generator=generator)[0]]
-            tokens.append(int(of_rank0(model, drawn)))
-            if tokens[-1] == stop:
-                break
-            yield tokens[-1]
-    finally:
-        model.train(was_training)
-
-
-def next_logits(model: Transformer, tokens: list[int], cache: KVCache | None) -> Tensor:
-    """(V,) scores of the token after these; a cache spares what it has of their context."""
-    context = tokens[context_start(len(tokens), model.config.seq_len) :]
-    device = model.wte.weight.device
-    if cache is None:
-        return model.logits(torch.tensor([context], device=device))[0, -1]
-    if len(context) <= cache.length:  # its first half was dropped
-        cache.length = 0
-    return cache.logits(torch.tensor([context[cache.length :]], device=device))[0]
-
-
-def context_start(count: int, seq_len: int) -> int:
-    """Where in a text of `count` tokens the context of its next token begins.
-
-    It moves rarely and far: a cache of keys and values is right only while it stands still, for
-    positions count from it. So a token's context is half a row at least, once there is as much.
-
-    Example: rows of 4 tokens: 0 for up to 4 tokens, 2 for 5 and 6, 4 for 7 and 8
-    """
-    step = seq_len - seq_len // 2
-    return -(-max(0, count - seq_len) // step) * step
-
-
-def write(
-    model: Transformer, encoding: tiktoken.Encoding, prompt: str, count: int, **how
-) -> Iterator[str]:
-    """Yield a text that begins with `prompt`, piece by piece; `how` goes to `generate`.
-
-    The prompt is taken for the beginning of a document.
-
-    Raises: ValueError if the tokenizer has tokens that the model does not know
-    """
-    end, start = encoding.eot_token, encoding.encode_ordinary(prompt)
-    allowed = vocab_size(encoding, "gpt")
-    if allowed > model.config.vocab_size:
-        raise ValueError(
-            f"tokenizer {encoding.name} has {allowed} tokens, the model {model.config.vocab_size}:"
-            " put back the ranks that it was trained with"
-        )
-    drawn = generate(model, [end, *start], count, allowed=allowed, stop=end, **how)
-    return characters(encoding, chain(start, drawn))
-
-
-def characters(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> Iterator[str]:
-    """Decode token by token; the bytes of a character wait until it is whole.
-
-    Yields: strings that make up encoding.decode(tokens), with U+FFFD for what is no UTF-8
-    """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in tokens:
-        yield decoder.decode(encoding.decode_single_token_bytes(token))
-    yield decoder.decode(b"", final=True)
-
-
-def use_few_threads(model: Transformer) -> None:
-    """Draw a small model's tokens in one thread, where a CPU draws them with a cache.
-
-    One token is too little work to share: threads would wait for each other some hundred times a
-    token, and much longer where another program has their core.
-    """
-    if model.wte.weight.device.type == "cpu" and model.config.width <= SMALL:
-        torch.set_num_threads(1)
+# ---- the command
 
 
 def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]:
     """Load a run: its settings, its model with the weights of a checkpoint, and that checkpoint.
+
+    Layers that share weights (--pseudo) get a copy each, layers that are not there yet none.
 
     Args:   which last | previous | best, or the path of a checkpoint
     Raises: ValueError if the folder holds no checkpoint, or a damaged one
     """
     state = sharded_checkpoint.load(checkpoint.find(folder, which))
     settings = config.build(state["config"])
-    model = Transformer(config.transformer_config(settings, **state["model_size"]))
-    if "pseudo" in state:
-        pseudo.share(model, state["pseudo"]["owners"])
-    model.load_state_dict(state["model"])
+    shape = config.transformer_config(settings, **state["model_size"])
+    model = Transformer(replace(shape, layers=len(running_layers(state))))
+    model.load_state_dict(real_weights(state))
     return settings, model.eval(), state
+
+
+def use_few_threads(model: Transformer) -> None:
+    """Draw a small model's tokens in one thread, if they are drawn on a CPU with a cache.
+
+    One token is too little work to share: threads would wait for each other a few hundred times a
+    token, and much longer when another program has their core.
+    """
+    if model.wte.weight.device.type == "cpu" and model.config.width <= SMALL:
+        torch.set_num_threads(1)
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -240,18 +246,14 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("run", help="folder of a run")
     parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
     parser.add_argument("--prompt", default="", help="text to continue")
-    parser.add_argument("--tokens", type=int, default=200, help="draw at most this many")
+    parser.add_argument("--tokens", type=count, default=200, help="draw at most this many")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
-    parser.add_argument("--top-k", type=int, default=50, help="draw among this many")
-    parser.add_argument("--samples", type=int, default=1, help="texts to print")
+    parser.add_argument("--top-k", type=count, default=50, help="draw among this many")
+    parser.add_argument("--samples", type=count, default=1, help="texts to print")
     parser.add_argument("--seed", type=int, default=1, help="decides the draws")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--dtype", default="auto", choices=("auto", *runtime.DTYPES))
     args = parser.parse_args(argv)
-    for name in ("tokens", "top_k", "samples"):
-        if getattr(args, name) < 1:
-            flag = name.replace("_", "-")
-            raise ValueError(f"--{flag} {getattr(args, name)}: choose 1 or more")
     if not 0 <= args.temperature < math.inf:
         raise ValueError(f"--temperature {args.temperature}: choose 0 or a positive number")
     here = runtime.start(args.device, args.dtype)
@@ -261,17 +263,24 @@ def main(argv: list[str] | None = None) -> None:
             f"{args.run} holds a BERT, which does not write text: evaluate.py scores it"
         )
     encoding = get_encoding(settings.data.tokenizer)
-    how = {"temperature": args.temperature, "top_k": args.top_k}
     use_few_threads(model.to(here.device))
     for number in range(args.samples):
         if number:
             print("-" * 40)
-        how["generator"] = rng.generator(torch.device("cpu"), args.seed, number)
+        text = write(
+            model,
+            encoding,
+            args.prompt,
+            args.tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            generator=rng.generator(torch.device("cpu"), args.seed, number),
+        )
         try:
             with torch.inference_mode(), here.autocast():
-                for piece in write(model, encoding, args.prompt, args.tokens, **how):
+                for piece in text:
                     print(piece, end="", flush=True)
-        finally:  # also of a text that is interrupted
+        finally:  # also after an interrupt
             print(flush=True)
 
 

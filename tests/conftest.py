@@ -124,7 +124,7 @@ def rank_of(
 
 def evaluate_into_file(flags: list[str]) -> None:
     """evaluate.py as a rank's work; what it prints, which pytest would not see, is in a file."""
-    with open(f"said-{os.environ.get('RANK', 0)}.json", "w") as out, redirect_stdout(out):
+    with open(f"said-{os.environ.get('RANK', 0)}.json", "a") as out, redirect_stdout(out):
         evaluate.main(flags)
 
 

@@ -13,10 +13,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, start_ranks
+from conftest import SMALL, TINY, evaluate_into_file, read_log, start_ranks
+from small_stores import ONE
 from torch import nn
 
 import evaluate
+import train
 from data import places
 from evaluate import Evaluation
 from kernels.cross_entropy import IGNORE
@@ -24,12 +26,15 @@ from model import Transformer, TransformerConfig
 from prepare import prepare
 from support.base.runtime import Runtime
 from support.evaluation import scoring
+from support.evaluation.scoring import Documents, HeldOut
 from support.rows.bert import SpecialIds
 from support.text.store import Store
 from support.text.tokenizer import byte_lengths, get_encoding
 
 BYTES = get_encoding("bytes")
 LENGTHS = byte_lengths(BYTES)
+SPECIAL_IDS = SpecialIds.of(BYTES)
+CPU = ["--device", "cpu"]
 
 
 class Ranks(Runtime):
@@ -39,7 +44,7 @@ class Ranks(Runtime):
         return values
 
 
-def one(rank=0, world_size=1):
+def one_of(rank: int, world_size: int) -> Ranks:
     return Ranks(rank, world_size, torch.device("cpu"), torch.float32, "")
 
 
@@ -50,50 +55,84 @@ class Even(nn.Module):
         return math.log(257.0) * (batch.targets >= 0).double()
 
 
+class Recency(nn.Module):
+    """Its loss on a token is the fewer nats, the more tokens of its document stand before it."""
+
+    def losses(self, batch):
+        return (batch.targets >= 0) / (1 + batch.with_documents().positions.double())
+
+
+def tiny(kind: str = "gpt", dtype: torch.dtype = torch.float64) -> Transformer:
+    """With weights so wide that a wrong mask or position shows."""
+    torch.manual_seed(0)
+    model = Transformer(TransformerConfig(kind, 1, 2, 16, 32, 64, 320))
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    return model.to(dtype)
+
+
 @pytest.fixture(scope="module")
 def store(store_dir):
     return Store.open(store_dir)
 
 
+@pytest.fixture(scope="module")
+def sourced(tmp_path_factory):
+    """A store of held-out documents of two sources; their texts are "abc " so many times."""
+    folder = tmp_path_factory.mktemp("sourced")
+    lines = [{"text": "abc " * n, "source": name} for n, name in ((40, "a"), (1, "b"), (7, "a"))]
+    (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
+    prepare([folder / "mine.jsonl"], folder / "store", BYTES, "bytes", 1)
+    return folder / "store"
+
+
+@pytest.fixture(scope="module")
+def trained(store_dir, tmp_path_factory):
+    """The folder of a short run."""
+    out = tmp_path_factory.mktemp("trained") / "run"
+    flags = f"{SMALL} --layers 1 --tokens 512 --final-eval-tokens 1M --data {store_dir} --out {out}"
+    assert train.main(flags.split()) == 0
+    return out
+
+
+@pytest.fixture
+def said(trained, capsys, monkeypatch, tmp_path):
+    """What evaluate.py says of the run with these flags, line by line."""
+    monkeypatch.chdir(tmp_path)
+
+    def ask(flags: str = "") -> list[str]:
+        capsys.readouterr()
+        evaluate.main([str(trained), *CPU, *flags.split()])
+        return capsys.readouterr().out.splitlines()
+
+    return ask
+
+
+# ---- all rows, for any number of ranks
+
+
 def test_worked_answer_and_whole_documents(store):
-    seen = Evaluation(store, 64, LENGTHS).run(Even(), one(), 8)
+    result = Evaluation(store, 64, LENGTHS).run(Even(), ONE, 8)
     documents = store.meta["documents"] - store.meta["train_documents"]
-    assert seen.bytes == store.meta["bytes"] - store.meta["train_bytes"]
-    assert seen.targets == seen.bytes + documents == store.meta["tokens"] - store.train_tokens
-    assert seen.val_loss == pytest.approx(math.log(257))
-    assert seen.val_bpb == pytest.approx(math.log2(257) * seen.targets / seen.bytes)
-
-
-def test_by_source_is_what_each_source_alone_has(tmp_path):
-    """Held-out documents of two sources, in one store and in a store each."""
-    texts = {name: [f"{name} {n} " * (n % 5 + 1) for n in range(60)] for name in ("wiki", "code")}
-    found = {}
-    for name, chosen in {"both": texts, **{n: {n: t} for n, t in texts.items()}}.items():
-        lines = [{"text": t, "source": n} for n, mine in chosen.items() for t in mine]
-        path = tmp_path / f"{name}.jsonl"
-        path.write_text("".join(json.dumps(line) + "\n" for line in lines))
-        prepare([path], tmp_path / name, BYTES, "bytes", holdout=4)
-        found[name] = Evaluation(Store.open(tmp_path / name), 64, LENGTHS).run(Even(), one(), 8)
-    both = found.pop("both")
-    assert both.by_source == pytest.approx({n: alone.val_bpb for n, alone in found.items()})
-    assert len({*both.by_source.values()}) == 2, "they differ"
-    assert found["wiki"].by_source == pytest.approx({"wiki": found["wiki"].val_bpb})
-
-
-def test_without_sources_nothing_is_said_by_source(store):
-    assert Evaluation(store, 64, LENGTHS).run(Even(), one(), 8).by_source is None
+    assert result.bytes == store.meta["bytes"] - store.meta["train_bytes"]
+    assert result.targets == result.bytes + documents == store.meta["tokens"] - store.train_tokens
+    assert result.val_loss == pytest.approx(math.log(257))
+    assert result.val_bpb == pytest.approx(math.log2(257) * result.targets / result.bytes)
+    assert result.by_source is None
 
 
 def test_rows_at_a_time_and_ranks_do_not_matter(store):
-    torch.manual_seed(0)
-    model = Transformer(TransformerConfig("gpt", 2, 2, 16, 32, 64, 320)).double()
-    evaluation = Evaluation(store, 64, LENGTHS, tokens=20_000)
-    whole = evaluation.run(model, one(), 8)
-    assert evaluation.run(model, one(), 3).val_bpb == pytest.approx(whole.val_bpb, abs=1e-9)
-    parts = [evaluation.run(model, one(rank, 3), 8) for rank in range(3)]
-    assert sum(part.targets for part in parts) == whole.targets
-    nats = sum(part.val_loss * part.targets for part in parts)
-    assert nats / whole.targets == pytest.approx(whole.val_loss, abs=1e-9)
+    evaluation, model = Evaluation(store, 64, LENGTHS, tokens=5_000), tiny()
+    whole = evaluation.documents(model, ONE, 8)
+    other = evaluation.documents(model, ONE, 3)
+    parts = [evaluation.documents(model, one_of(rank, 3), 8) for rank in range(3)]
+    for name in ("targets", "bytes"):
+        total = getattr(whole, name)
+        assert np.array_equal(sum(getattr(part, name) for part in parts), total)
+        assert np.array_equal(getattr(other, name), total)
+    for nats in (sum(part.nats for part in parts), other.nats):
+        np.testing.assert_allclose(nats, whole.nats, rtol=1e-12)
+    assert all(np.array_equal(part.numbers, whole.numbers) for part in (*parts, other))
     assert model.training, "the model's mode is kept"
 
 
@@ -103,22 +142,31 @@ def test_a_part_is_whole_pieces_in_a_fixed_order(store):
     assert np.array_equal(rows.start, again.start) and np.array_equal(rows.offsets, again.offsets)
     assert 5000 <= (rows.stop - rows.start).sum() < 5064
     assert rows.start.min() >= store.train_tokens
+    documents = part.documents(Even(), ONE, 8)
+    every = Evaluation(store, 64, LENGTHS).documents(Even(), ONE, 8)
+    assert 0 < len(documents.numbers) < len(every.numbers)
+    assert (np.diff(documents.numbers) > 0).all() and (documents.targets > 0).all()
+    assert (documents.targets <= every.targets[documents.numbers - every.numbers[0]]).all()
 
 
-def test_between_is_called_after_every_batch_alike_on_every_rank(store):
-    evaluation = Evaluation(store, 64, LENGTHS, tokens=2000)
-    total = len(evaluation.rows)
+@pytest.mark.parametrize("nsp", [False, True])
+def test_poll_is_called_after_every_batch_alike_on_every_rank(store, nsp):
+    evaluation = Evaluation(store, 64, LENGTHS, SPECIAL_IDS, tokens=2000, nsp=nsp)
+    model = Transformer(TransformerConfig("bert", 1, 2, 16, 32, 64, 320, nsp=True))
     for world_size in (1, 3):
         heard = []
         for rank in range(world_size):
             seen: list[int] = []
-            evaluation.run(Even(), one(rank, world_size), 8, seen.append)
+            evaluation.run(model, one_of(rank, world_size), 8, seen.append)
             heard.append(seen)
-        turns = range(8 * world_size, total + 8 * world_size, 8 * world_size)
-        assert heard == [[min(done, total) for done in turns]] * world_size
+        first, second = len(evaluation.rows), evaluation.rows_in_all
+        stride = 8 * world_size
+        turns = [min(n + stride, first) for n in range(0, first, stride)]
+        turns += [min(n + stride, second) for n in range(first, second, stride)]
+        assert heard == [turns] * world_size
 
 
-def test_what_between_raises_ends_an_evaluation(store):
+def test_what_poll_raises_ends_an_evaluation(store):
     evaluation, model, seen = Evaluation(store, 64, LENGTHS, tokens=2000), Even(), []
 
     def third(done: int) -> None:
@@ -127,44 +175,36 @@ def test_what_between_raises_ends_an_evaluation(store):
             raise KeyboardInterrupt
 
     with pytest.raises(KeyboardInterrupt):
-        evaluation.run(model, one(), 4, third)
+        evaluation.run(model, ONE, 4, third)
     assert len(seen) == 3 and model.training
 
 
-def test_an_evaluation_without_a_target_is_refused(store):
+def test_an_evaluation_without_a_target_or_a_document_is_refused(store):
     class Unmasked(Evaluation):
         def batch(self, rows):
             batch = super().batch(rows)
             return batch._replace(targets=torch.full_like(batch.targets, IGNORE))
 
     with pytest.raises(ValueError, match="no held-out token is a target: evaluate on more"):
-        Unmasked(store, 64, LENGTHS, tokens=100).run(Even(), one(), 8)
+        Unmasked(store, 64, LENGTHS, tokens=100).run(Even(), ONE, 8)
+    whole = replace(store, train_documents=store.meta["documents"])
+    with pytest.raises(ValueError, match=r"has no held-out document.*--holdout 20.*--split all"):
+        Evaluation(whole, 64, LENGTHS)
 
 
-def test_bert_is_asked_the_same_masked_tokens_each_time(store):
-    torch.manual_seed(0)
-    model = Transformer(TransformerConfig("bert", 2, 2, 16, 32, 64, 320)).double()
-    evaluation = Evaluation(store, 64, LENGTHS, SpecialIds.of(BYTES), tokens=20_000)
-    first, again, other = (evaluation.run(model, one(), rows) for rows in (8, 8, 5))
-    assert first == again and other.targets == first.targets
-    assert other.val_bpb == pytest.approx(first.val_bpb, abs=1e-9)
-    assert 0.13 < first.targets / 20_000 < 0.17
+# ---- BERT
 
 
 def test_masks_lie_on_the_same_tokens_whatever_is_evaluated_with_them(store):
     """A part of the text asks for what the whole asks for there, however rows are packed."""
-    special_ids = SpecialIds.of(BYTES)
 
     def asked(tokens):
-        evaluation, found = Evaluation(store, 64, LENGTHS, special_ids, tokens=tokens), set()
-        for row in range(len(evaluation.rows)):
-            rows = evaluation.rows.take(np.array([row]))
-            batch = evaluation.batch(rows)
-            at = batch.targets != IGNORE
-            found |= set(
-                zip(places(rows, batch)[at].tolist(), batch.tokens[at].tolist(), strict=True)
-            )
-        return found
+        evaluation = Evaluation(store, 64, LENGTHS, SPECIAL_IDS, tokens=tokens)
+        rows = evaluation.rows
+        batch = evaluation.batch(rows)
+        at = batch.targets != IGNORE
+        assert 0.13 < at.sum() / (rows.stop - rows.start).sum() < 0.17
+        return {*zip(places(rows, batch)[at].tolist(), batch.tokens[at].tolist(), strict=True)}
 
     assert asked(2_000) < asked(None)
 
@@ -173,7 +213,6 @@ def test_a_bert_is_asked_of_every_pair_whether_it_follows(store):
     """Right answers are counted: those of a model that reads them, of its opposite, of one that
     always says yes; and nothing else of the result changes.
     """
-    evaluation = Evaluation(store, 64, LENGTHS, SpecialIds.of(BYTES), tokens=20_000, nsp=True)
     shown = []
 
     class Oracle(Even):
@@ -190,104 +229,52 @@ def test_a_bert_is_asked_of_every_pair_whether_it_follows(store):
             shown.append(super().batch(rows).with_documents())
             return shown[-1]
 
-    evaluation.__class__ = Shown
-    model, found = Oracle(), {}
+    alone = Evaluation(store, 64, LENGTHS, SPECIAL_IDS, tokens=5_000)
+    evaluation = Shown(store, 64, LENGTHS, SPECIAL_IDS, tokens=5_000, nsp=True)
+    model, shares = Oracle(), {}
     for model.says in ("right", "wrong", "yes"):
-        result = evaluation.run(model, one(), 8)
-        found[model.says] = result.nsp_accuracy
-        alone = Evaluation(store, 64, LENGTHS, SpecialIds.of(BYTES), tokens=20_000)
-        assert result._replace(nsp_accuracy=None, nsp_pairs=None) == alone.run(model, one(), 8)
-    assert found["right"] == 1 and found["wrong"] == 0
-    assert 0.4 < found["yes"] < 0.6
+        result = evaluation.run(model, ONE, 8)
+        shares[model.says] = result.nsp_accuracy
+        assert result._replace(nsp_accuracy=None, nsp_pairs=None) == alone.run(model, ONE, 8)
+    assert shares["right"] == 1 and shares["wrong"] == 0 and 0.3 < shares["yes"] < 0.7
     answers = torch.cat([batch.targets[batch.positions == 0] for batch in shown])
     assert {0, 1} < set(answers.tolist()) <= {0, 1, IGNORE}
 
 
-def test_a_store_that_holds_nothing_out_is_refused(store):
-    whole = replace(store, train_documents=store.meta["documents"])
-    with pytest.raises(ValueError, match=r"has no held-out document, .* again with --holdout 20"):
-        Evaluation(whole, 64, LENGTHS)
-
-
-def test_command_repeats_what_the_run_found(run, store_dir, capsys):
-    lines = run("--final-eval-tokens 1M")
-    found = [line for line in lines if line["event"] == "eval"][-1]["val_bpb"]
-    capsys.readouterr()
-    evaluate.main(["run", "--device", "cpu"])
-    assert f"held-out {found:.4f} bits per byte" in capsys.readouterr().out
-    evaluate.main(["run", "--device", "cpu", "--tokens", "2K"])
-    (tokens,) = re.findall(r"of ([\d,]+) tokens", capsys.readouterr().out)
-    assert 2000 <= int(tokens.replace(",", "")) < 2032  # a row more at most
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        ("--rows 0", "--rows: 0 is not a whole number, 1 or more"),
-        ("--rows -3", "--rows: -3 is not a whole number, 1 or more"),
-        ("--rows nan", "--rows: nan is not a whole number"),
-        ("--tokens 0", "--tokens: 0 is not a whole number, 1 or more"),
-        ("--tokens nan", "--tokens: nan is not a whole number"),
-        ("--tokens -1", "--tokens: -1 is not a whole number"),
-    ],
-)
-def test_numbers_that_make_no_sense_are_refused_before_a_run_is_opened(flags, said):
-    with pytest.raises(ValueError) as refusal:
-        evaluate.main(["nowhere", *flags.split()])
-    assert said in str(refusal.value) and "\n" not in str(refusal.value)
-
-
-def test_no_dropping_and_full_length_whatever_training_does(run):
-    """A model that no longer moves is scored alike with every technique on and with none."""
-    still = "--lr 1e-30"
-    scores = [
-        [line["val_bpb"] for line in run(f"{still} {flags}", out=f"r{number}") if line.get("last")]
-        for number, flags in enumerate(("", "--ltd --ltd-start 8 --curriculum seqlen --pack"))
-    ]
-    assert scores[0] == scores[1]
-
-
-class Recency(nn.Module):
-    """Its loss on a token is the fewer nats, the more tokens of its document stand before it."""
-
-    def losses(self, batch):
-        return (batch.targets >= 0) / (1 + batch.with_documents().positions.double())
+# ---- a sliding context
 
 
 def test_a_stride_gives_each_target_more_context_and_changes_nothing_else(store):
     plain, slid, token_by_token = (
-        Evaluation(store, 64, LENGTHS, tokens=20_000, stride=stride).run(Recency(), one(), 8)
+        Evaluation(store, 64, LENGTHS, tokens=2_000, stride=stride).run(Recency(), ONE, 8)
         for stride in (None, 16, 1)
     )
     assert plain[2:] == slid[2:] == token_by_token[2:], "the same targets, the same bytes"
     assert token_by_token.val_loss < slid.val_loss < plain.val_loss
+    whole = [
+        Evaluation(store, 64, LENGTHS, stride=s).documents(Recency(), ONE, 8) for s in (None, 16)
+    ]
+    for plain, slid in zip(*(documents.groups("length") for documents in whole), strict=True):
+        fits = int(plain.name.split()[-1].replace(",", "")) <= 64
+        assert (plain.bpb == pytest.approx(slid.bpb, rel=1e-12)) == fits, plain.name
 
 
-@pytest.mark.parametrize("stride", [0, 65, -1])
-def test_a_stride_that_no_row_holds_is_refused(store, stride):
-    with pytest.raises(ValueError, match=f"--stride {stride}: choose 1 to 64, the tokens of a row"):
-        Evaluation(store, 64, LENGTHS, stride=stride)
+def test_a_stride_that_no_row_holds_is_refused(store):
+    for stride in (-1, 65):
+        with pytest.raises(ValueError, match=f"--stride {stride}: choose 1 to 64"):
+            Evaluation(store, 64, LENGTHS, stride=stride)
     with pytest.raises(ValueError, match="--stride is for a GPT"):
-        Evaluation(store, 64, LENGTHS, SpecialIds.of(BYTES), stride=8)
+        Evaluation(store, 64, LENGTHS, SPECIAL_IDS, stride=8)
 
 
-# By document
-
-
-def tiny(kind: str = "gpt", dtype: torch.dtype = torch.float64) -> Transformer:
-    """Of weights so wide that a wrong mask or position shows."""
-    torch.manual_seed(0)
-    model = Transformer(TransformerConfig(kind, 2, 2, 16, 32, 64, 320))
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.2)
-    return model.to(dtype)
+# ---- by document
 
 
 def by_definition(evaluation, model) -> np.ndarray:
     """(n, 3) nats, targets and bytes of each held-out document, a piece at a time and by itself."""
     store, rows = evaluation.store, evaluation.rows
     bounds = store.offsets[store.train_documents :].tolist()
-    found = np.zeros((len(bounds) - 1, 3))
+    sums = np.zeros((len(bounds) - 1, 3))
     for row in range(len(rows)):
         batch = evaluation.batch(rows.take(np.array([row]))).with_documents()
         for number, piece in enumerate(range(*rows.offsets[row : row + 2])):
@@ -297,14 +284,26 @@ def by_definition(evaluation, model) -> np.ndarray:
             start = rows.start[piece]
             document = next(n for n, stop in enumerate(bounds[1:]) if start < stop)
             nats = model((tokens, targets, None, None)).item()
-            found[document] += (nats, len(counted), LENGTHS[counted].sum())
-    return found
+            sums[document] += (nats, len(counted), LENGTHS[counted].sum())
+    return sums
 
 
 def agree(documents, expected: np.ndarray, tolerance: float) -> bool:
     counts = np.stack((documents.targets, documents.bytes), axis=1)
     error = np.abs(documents.nats - expected[:, 0])
     return np.array_equal(counts, expected[:, 1:]) and (error <= tolerance * expected[:, 0]).all()
+
+
+@pytest.fixture(scope="module")
+def few(tmp_path_factory):
+    """Three training and twelve held-out documents, some longer than a row, one of one byte."""
+    folder, draw = tmp_path_factory.mktemp("few"), np.random.default_rng(0)
+    sizes = [9, 30, 5, 200, 64, 63, 1, 17, 90, 40, 33, 65, 12, 150, 8]
+    tokens = [[*draw.integers(97, 123, size), BYTES.eot_token] for size in sizes]
+    offsets = np.cumsum([0, *map(len, tokens)])
+    meta = {"end_of_text": BYTES.eot_token, "vocab_size": 320}
+    flat = np.concatenate(tokens).astype(np.uint16)
+    return Store(folder, meta, flat, offsets, train_documents=3, train_tokens=int(offsets[3]))
 
 
 @pytest.mark.parametrize(
@@ -316,189 +315,64 @@ def agree(documents, expected: np.ndarray, tolerance: float) -> bool:
         ("gpt", None, torch.float32, 1e-6),
     ],
 )
-def test_packed_documents_have_the_nats_of_their_pieces_alone(
-    store, kind, stride, dtype, tolerance
-):
-    special_ids = SpecialIds.of(BYTES) if kind == "bert" else None
-    evaluation = Evaluation(store, 64, LENGTHS, special_ids, stride=stride)
+def test_packed_documents_have_the_nats_of_their_pieces_alone(few, kind, stride, dtype, tolerance):
+    special_ids = SPECIAL_IDS if kind == "bert" else None
+    evaluation = Evaluation(few, 64, LENGTHS, special_ids, stride=stride)
     model = tiny(kind, dtype).eval()
-    found, expected = evaluation.documents(model, one(), 8), by_definition(evaluation, model)
-    assert agree(found, expected, tolerance)
-    held_out = range(store.train_documents, store.meta["documents"])
-    assert found.numbers.tolist() == list(held_out)
+    documents, expected = evaluation.documents(model, ONE, 8), by_definition(evaluation, model)
+    assert agree(documents, expected, tolerance)
+    assert documents.numbers.tolist() == list(range(3, 15))
+    total = evaluation.run(model, ONE, 8)
+    assert total.val_loss * total.targets == pytest.approx(expected[:, 0].sum(), rel=tolerance)
     # The comparison sees a piece that is counted for another document.
-    shifted = np.concatenate(([0], store.offsets[1:-1] - 64, store.offsets[-1:]))
-    evaluation.store = replace(store, offsets=shifted)
-    assert not agree(evaluation.documents(model, one(), 8), expected, tolerance)
+    evaluation.store = replace(few, offsets=np.where(few.offsets, few.offsets - 64, 0))
+    assert not agree(evaluation.documents(model, ONE, 8), expected, tolerance)
 
 
-def test_documents_add_up_to_the_whole(store):
-    model = tiny()
-    for special_ids, scored in ((None, model), (SpecialIds.of(BYTES), tiny("bert"))):
-        evaluation = Evaluation(store, 64, LENGTHS, special_ids)
-        whole, documents = evaluation.run(scored, one(), 8), evaluation.documents(scored, one(), 8)
-        assert documents.total() == whole
-        scored.eval()
-        parts = np.array_split(np.arange(len(evaluation.rows)), 9)
-        nats = sum(scored(evaluation.batch(evaluation.rows.take(part))).item() for part in parts)
-        assert documents.nats.sum() == pytest.approx(nats, rel=1e-12)
-        assert documents.targets.sum() == whole.targets and documents.bytes.sum() == whole.bytes
-
-
-def test_documents_of_ranks_add_up(store):
-    evaluation, model = Evaluation(store, 64, LENGTHS), tiny()
-    whole = evaluation.documents(model, one(), 8)
-    parts = [evaluation.documents(model, one(rank, 3), 8) for rank in range(3)]
-    for name in ("targets", "bytes"):
-        assert np.array_equal(sum(getattr(part, name) for part in parts), getattr(whole, name))
-    np.testing.assert_allclose(sum(part.nats for part in parts), whole.nats, rtol=1e-12)
-    assert all(np.array_equal(part.numbers, whole.numbers) for part in parts)
-
-
-def by_hand(sizes: list[int], train_documents: int) -> Store:
+def by_hand(sizes: list[int], train_documents: int = 0, sources=None, names=()) -> Store:
     """Documents of so many bytes, each followed by end-of-text."""
     end = BYTES.eot_token
     tokens = np.concatenate([[*range(97, 97 + size), end] for size in sizes]).astype(np.uint16)
     offsets = np.cumsum([0, *(size + 1 for size in sizes)])
     meta = {"end_of_text": end, "vocab_size": 320}
-    return Store(
-        Path("by-hand"), meta, tokens, offsets, train_documents, int(offsets[train_documents])
-    )
+    seen = int(offsets[train_documents])
+    return Store(Path("x"), meta, tokens, offsets, train_documents, seen, sources, list(names))
 
 
 def test_long_and_empty_documents_worked_by_hand():
     store = by_hand([3, 0, 20, 0, 5], train_documents=1)
-    held_out = Evaluation(store, 8, LENGTHS).documents(Even(), one(), 2)
+    held_out = Evaluation(store, 8, LENGTHS).documents(Even(), ONE, 2)
     assert held_out.numbers.tolist() == [1, 2, 3, 4]
     assert held_out.targets.tolist() == [1, 21, 1, 6]
     assert held_out.bytes.tolist() == [0, 20, 0, 5]
     assert held_out.nats == pytest.approx(math.log(257) * held_out.targets)
     for split, numbers in (("train", [0]), ("all", [0, 1, 2, 3, 4])):
-        found = Evaluation(store, 8, LENGTHS, split=split).documents(Even(), one(), 2)
-        assert found.numbers.tolist() == numbers
-    bert = Evaluation(store, 8, LENGTHS, SpecialIds.of(BYTES)).documents(Even(), one(), 2)
+        documents = Evaluation(store, 8, LENGTHS, split=split).documents(Even(), ONE, 2)
+        assert documents.numbers.tolist() == numbers
+    bert = Evaluation(store, 8, LENGTHS, SPECIAL_IDS).documents(Even(), ONE, 2)
     assert bert.numbers.tolist() == [1, 2, 3, 4]
     assert bert.targets.tolist() == [0, 4, 0, 1], "one of each piece: of 6, 6, 6, 2 and of 5"
     assert bert.nats[[0, 2]].tolist() == [0, 0]
 
 
-def test_of_a_part_only_documents_with_a_chosen_piece_are_there(store):
-    part = Evaluation(store, 64, LENGTHS, tokens=500)
-    found = part.documents(Even(), one(), 8)
-    every = Evaluation(store, 64, LENGTHS).documents(Even(), one(), 8)
-    assert 0 < len(found.numbers) < len(every.numbers) and (np.diff(found.numbers) > 0).all()
-    assert (found.targets > 0).all()
-    assert (found.targets <= every.targets[found.numbers - every.numbers[0]]).all()
-    assert found.total() == part.run(Even(), one(), 8)
-
-
-def test_documents_on_the_command_line(run, store_dir, tmp_path, capsys):
-    run()
-    said = {}
-    for flags in ("", "--by-document out.jsonl", "--by-document part.jsonl --tokens 2K"):
-        capsys.readouterr()
-        evaluate.main(["run", "--device", "cpu", *flags.split()])
-        said[flags] = capsys.readouterr().out.splitlines()
-    plain, whole, part = said.values()
-    assert whole == [*plain, "out.jsonl: 27 of 27 documents"]
-    lines = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
-    assert [line["document"] for line in lines] == list(range(454, 481))
-    tokens, size, nats = (sum(line[n] for line in lines) for n in ("tokens", "bytes", "nats"))
-    assert plain[1] == f"{nats / tokens:.4f} nats per token, of {tokens:,} tokens, {size:,} bytes"
-    for line in lines:
-        assert line["bpb"] == pytest.approx(line["nats"] / math.log(2) / line["bytes"])
-    chosen = len((tmp_path / "part.jsonl").read_text().splitlines())
-    assert 0 < chosen < 27
-    assert part[2] == (
-        f"part.jsonl: {chosen} of 27 documents, those with a piece among these tokens"
-    )
-
-
-def test_all_documents_of_a_store_that_holds_nothing_out(run, store_dir, tmp_path, capsys):
-    run()
-    texts = [{"text": "abc " * n} for n in (40, 1, 7, 0, 30)]
-    Path("mine.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    for number, holdout in enumerate((0, 1)):  # nothing held out, everything
-        prepare(["mine.jsonl"], tmp_path / f"s{number}", BYTES, "bytes", holdout)
-    ask = ["run", "--device", "cpu", "--by-document", "out.jsonl", "--data"]
-    with pytest.raises(
-        ValueError, match=r"s0 has no held-out document.* --split all takes whatever"
-    ):
-        evaluate.main([*ask, "s0"])
-    with pytest.raises(ValueError, match=r"s1 has no training document"):
-        evaluate.main([*ask, "s1", "--split", "train"])
-    files = []
-    for flags in ("s0 --split all", "s0 --split train", "s1 --split val", "s1 --split all"):
-        capsys.readouterr()
-        evaluate.main([*ask, *flags.split()])
-        files.append((tmp_path / "out.jsonl").read_text())
-        of = {"all": "stored", "train": "training", "val": "held-out"}[flags.split()[-1]]
-        assert f": {of} " in (said := capsys.readouterr().out) and f"on all {of} tokens" in said
-        assert said.endswith("out.jsonl: 4 of 4 documents\n")
-    lines = [json.loads(line) for line in files[0].splitlines()]
-    assert [(line["document"], line["bytes"]) for line in lines] == [
-        (number, 4 * n) for number, n in enumerate((40, 1, 7, 30))
-    ]
-    assert files == [files[0]] * 4
-
-
-@pytest.mark.dist
-def test_documents_of_two_processes_are_those_of_one(run, store_dir, tmp_path):
-    run()
-    flags = ["run", "--device", "cpu", "--by-document"]
-    start_ranks(2, [*flags, "two.jsonl"], work=evaluate.main)
-    evaluate.main([*flags, "one.jsonl"])
-    assert (tmp_path / "two.jsonl").read_text() == (tmp_path / "one.jsonl").read_text()
-
-
-@pytest.mark.parametrize(
-    "file, said",
-    [
-        ("no/out.jsonl", "--by-document no/out.jsonl: the folder no does not exist"),
-        ("folder", "--by-document folder is a folder: name a file in it"),
-        ("", "--by-document . is a folder: name a file in it"),
-    ],
-)
-def test_a_file_that_cannot_be_written_is_refused_before_a_run_is_opened(
-    tmp_path, monkeypatch, capsys, file, said
-):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "folder").mkdir()
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "no-run", "--by-document", file])
-    with pytest.raises(SystemExit) as ended:
-        evaluate.exit_cleanly(evaluate.main)
-    assert ended.value.code == 2
-    assert capsys.readouterr().err == f"error: {said}\n"
-    assert [path.name for path in tmp_path.iterdir()] == ["folder"]
-
-
-# By source and by length
-
-
-def documents_by_hand(sizes, sources=None, names=()):
-    store = by_hand(sizes, train_documents=0)
-    return replace(store, sources=sources, source_names=list(names))
-
-
 def test_groups_worked_by_hand():
     """Documents of 1, 2, 3, 4 and 8 tokens, end-of-text counted; even chances for every token."""
-    sources = np.array([1, 0, 1, 0, 1], np.uint16)
-    store = documents_by_hand([0, 1, 2, 3, 7], sources, ["wiki", "code", "none of it"])
-    documents = Evaluation(store, 8, LENGTHS).documents(Even(), one(), 2)
-    groups = scoring.by_length(documents, store)
+    names = ["wiki", "code", "empty"]
+    store = by_hand([0, 1, 2, 3, 7], sources=np.array([1, 0, 1, 0, 1], np.uint16), names=names)
+    documents = Evaluation(store, 8, LENGTHS, split="all").documents(Even(), ONE, 2)
+    groups, bits = documents.groups("length"), math.log2(257)
     assert [group[:4] for group in groups] == [
         ("1 to 1", 1, 1, 0),
         ("2 to 3", 2, 5, 3),
         ("4 to 7", 1, 4, 3),
         ("8 to 15", 1, 8, 7),
     ]
-    bits = math.log2(257)
     assert groups[0].bpb is None, "a document without a byte"
-    assert [group.bpb for group in groups[1:]] == pytest.approx(
-        [bits * 5 / 3, bits * 4 / 3, bits * 8 / 7]
-    )
-    by_source = scoring.by_source(documents, store)
+    expected = [bits * 5 / 3, bits * 4 / 3, bits * 8 / 7]
+    assert [group.bpb for group in groups[1:]] == pytest.approx(expected)
+    by_source = documents.groups("source")
     assert [group[:4] for group in by_source] == [("wiki", 2, 6, 4), ("code", 3, 12, 9)]
+    assert documents.total().by_source == {group.name: group.bpb for group in by_source}
     assert by_source[1].bpb == pytest.approx(bits * 12 / 9)
     assert scoring.table(by_source, "source").splitlines() == [
         "source  documents       tokens        bytes  bits per byte",
@@ -507,88 +381,183 @@ def test_groups_worked_by_hand():
     ]
 
 
-def test_groups_add_up_and_see_the_stride(store):
-    model = tiny()
-    for stride in (None, 16):
-        documents = Evaluation(store, 64, LENGTHS, stride=stride).documents(model, one(), 8)
-        groups, total = scoring.by_length(documents, store), documents.total()
-        assert sum(group.tokens for group in groups) == total.targets
-        assert sum(group.bytes for group in groups) == total.bytes
-        assert sum(g.bpb * g.bytes for g in groups if g.bytes) / total.bytes == pytest.approx(
-            total.val_bpb
-        )
-    short = Evaluation(store, 64, LENGTHS).documents(model, one(), 8)
-    for plain, slid in zip(scoring.by_length(short, store), groups, strict=True):
-        fits = int(plain.name.split()[-1].replace(",", "")) <= 64
-        assert (plain.bpb == pytest.approx(slid.bpb, rel=1e-12)) == fits, plain.name
+# ---- results in files and words
+
+TWO = Documents(
+    store=by_hand([6, 0]),
+    numbers=np.array([0, 1]),
+    nats=np.array([3 * np.log(2), 0.0]),
+    targets=np.array([3, 0]),
+    bytes=np.array([6, 0]),
+)
 
 
-def test_groups_and_json_on_the_command_line(run, tmp_path, capsys):
-    run()
-    texts = [{"text": "abc " * n, "source": name} for n, name in ((40, "a"), (1, "b"), (7, "a"))]
+def test_a_file_is_worked_by_hand_and_whole_or_not_there(tmp_path):
+    TWO.write(tmp_path / "out.jsonl")
+    text = (tmp_path / "out.jsonl").read_text()
+    assert [json.loads(line) for line in text.splitlines()] == [
+        {"document": 0, "tokens": 3, "bytes": 6, "nats": 3 * np.log(2), "bpb": 0.5},
+        {"document": 1, "tokens": 0, "bytes": 0, "nats": 0.0, "bpb": None},
+    ]
+    assert TWO.total() == HeldOut(np.log(2), 0.5, 3, 6) and "by_source" not in TWO.total().logged()
+    with pytest.raises(ValueError, match="JSON"):
+        TWO._replace(nats=np.array([1, np.nan])).write(tmp_path / "out.jsonl")
+    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
+    assert (tmp_path / "out.jsonl").read_text() == text
+
+
+def test_a_few_sources_are_shown_and_many_or_a_single_one_only_logged():
+    result = HeldOut(1.0, 1.6134, 3, 6)
+    two = result._replace(by_source={"wiki": 1.5, "code": 2.1})
+    assert str(two) == "1.6134 bits per byte (wiki 1.500, code 2.100)"
+    for names in (["wiki"], map(str, range(7))):
+        shown = str(result._replace(by_source=dict.fromkeys(names, 1.0)))
+        assert shown == str(result) == "1.6134 bits per byte"
+
+
+# ---- the command
+
+
+def test_command_repeats_what_the_run_found(trained, said):
+    (last,) = (line["val_bpb"] for line in read_log(trained, "eval") if line["last"])
+    plain, whole = said(), said("--by-document out.jsonl")
+    assert f"held-out {last:.4f} bits per byte" in plain[0]
+    assert whole == [*plain, "out.jsonl: 27 of 27 documents"]
+    lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
+    assert [line["document"] for line in lines] == list(range(454, 481))
+    tokens, size, nats = (sum(line[n] for line in lines) for n in ("tokens", "bytes", "nats"))
+    assert plain[1] == f"{nats / tokens:.4f} nats per token, of {tokens:,} tokens, {size:,} bytes"
+    part = said("--by-document part.jsonl --tokens 2K")
+    (tokens,) = re.findall(r"of ([\d,]+) tokens", part[1])
+    assert 2000 <= int(tokens.replace(",", "")) < 2032, "a row more at most"
+    chosen = len(Path("part.jsonl").read_text().splitlines())
+    assert 0 < chosen < 27 and f": {chosen} of 27 documents, those with a piece" in part[2]
+
+
+def test_no_dropping_and_full_length_whatever_training_does(run):
+    """A model that no longer moves is scored alike with every technique on and with none."""
+    still = "--lr 1e-30 --layers 3 --tokens 512"
+    scores = [
+        [line["val_bpb"] for line in run(f"{still} {flags}", out=f"r{number}") if line.get("last")]
+        for number, flags in enumerate(("", "--ltd --ltd-start 8 --curriculum seqlen --pack"))
+    ]
+    assert scores[0] == scores[1]
+
+
+def test_all_documents_of_a_store_that_holds_nothing_out(said, tmp_path):
+    texts = [{"text": "abc " * n} for n in (40, 1, 7, 0, 30)]
     Path("mine.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    prepare(["mine.jsonl"], tmp_path / "s", BYTES, "bytes", 1)
-    ask = ["run", "--device", "cpu", "--data", "s"]
-    said = {}
-    for flags in ("", "--by source,length", "--by source --json", "--by length --stride 8 --json"):
-        capsys.readouterr()
-        evaluate.main([*ask, *flags.split()])
-        said[flags] = capsys.readouterr().out.splitlines()
-    plain, both, *as_json = said.values()
+    for number, holdout in enumerate((0, 1)):  # nothing held out, everything
+        prepare(["mine.jsonl"], tmp_path / f"s{number}", BYTES, "bytes", holdout)
+    for flags in ("--data s0", "--data s1 --split train"):
+        with pytest.raises(ValueError, match=r"s. has no (held-out|training) document"):
+            said(flags)
+    files = []
+    for flags in ("s0 --split all", "s0 --split train", "s1 --split val", "s1 --split all"):
+        lines = said(f"--by-document out.jsonl --data {flags}")
+        files.append(Path("out.jsonl").read_text())
+        name = {"all": "stored", "train": "training", "val": "held-out"}[flags.split()[-1]]
+        assert f": {name} " in lines[0] and f"on all {name} tokens" in lines[0]
+        assert lines[-1] == "out.jsonl: 4 of 4 documents"
+    sizes = [json.loads(line)["bytes"] for line in files[0].splitlines()]
+    assert sizes == [160, 4, 28, 120] and files == [files[0]] * 4
+
+
+@pytest.mark.dist
+def test_two_processes_find_what_one_finds(trained, sourced, tmp_path, monkeypatch):
+    """The text of a store, questions and fine-tuning, in one start."""
+    lines = [{"text": f"{n % 2} {n}", "label": n % 2} for n in range(60)]
+    asked = [{"context": f"{n} is", "continuations": ["a", " b"], "label": 1} for n in range(60)]
+    both = [str(trained), *CPU, "--json", "--rows", "2"]
+    found = []
+    for ranks in (1, 2):
+        (tmp_path / f"{ranks}").mkdir()
+        monkeypatch.chdir(tmp_path / f"{ranks}")
+        Path("labelled.jsonl").write_text("\n".join(map(json.dumps, lines)))
+        Path("asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
+        runs = (
+            [*both, "--data", str(sourced), "--by-document", "out.jsonl"],
+            [*both, "--task", "asked.jsonl"],
+            [*both, "--finetune", "labelled.jsonl", "--epochs", "1", "--lr", "5e-3"],
+        )
+        if ranks == 1:
+            for flags in runs:
+                evaluate_into_file(flags)
+        else:
+            start_ranks(2, *runs, work=evaluate_into_file)
+            assert Path("said-1.json").read_text() == ""
+        text, questions, tuned = map(json.loads, Path("said-0.json").read_text().splitlines())
+        del questions["tasks"][0]["items_per_s"]
+        found.append((text, questions, tuned, Path("out.jsonl").read_text()))
+    assert found[0] == found[1]
+
+
+def test_groups_and_json(said, sourced):
+    data = f"--data {sourced}"
+    plain, both = said(data), said(f"{data} --by source,length")
+    (by_source,) = map(json.loads, said(f"{data} --by source --json"))
+    (slid,) = map(json.loads, said(f"{data} --by length --stride 8 --json"))
     assert both[:2] == plain and len(plain) == 2
-    of_sources = [["a", "2", "190", "188"], ["b", "1", "5", "4"]]
-    assert [line.split()[:4] for line in both[3:5]] == of_sources
+    expected = [["a", "2", "190", "188"], ["b", "1", "5", "4"]]
+    assert [line.split()[:4] for line in both[3:5]] == expected
     assert both[5].split()[0] == "length" and len(both) == 9
-    found, slid = (json.loads(line) for (line,) in as_json)
-    assert slid["val_bpb"] != found["val_bpb"] and slid["targets"] == found["targets"]
+    assert slid["val_bpb"] != by_source["val_bpb"] and slid["targets"] == by_source["targets"]
     assert [group["documents"] for group in slid["groups_by_length"]] == [1, 1, 1]
-    assert f"{found['val_bpb']:.4f} bits per byte" in plain[0] and found["split"] == "val"
-    assert [group["name"] for group in found["groups_by_source"]] == ["a", "b"]
-    assert found["by_source"]["b"] == found["groups_by_source"][1]["bpb"]
+    assert f"{by_source['val_bpb']:.4f} bits per byte" in plain[0]
+    assert by_source["by_source"]["b"] == by_source["groups_by_source"][1]["bpb"]
 
 
-def test_a_store_without_sources_is_not_grouped_by_them(run, store_dir):
-    run()
-    with pytest.raises(ValueError, match=r"--by source: .* names no source of its documents"):
-        evaluate.main(["run", "--device", "cpu", "--by", "source"])
-
-
-def test_a_run_on_several_stores_is_evaluated_on_each(run, store_dir, tmp_path, capsys):
+def test_several_stores_are_evaluated_one_by_one(said, sourced, store_dir, tmp_path):
     prepare([TINY], tmp_path / "other", BYTES, "bytes", 10)
-    mixture = f"{store_dir}=0.75,other=0.25"
-    run(f"--data {mixture}")
-    capsys.readouterr()
-    results = []
-    for data in ([], ["--data", str(store_dir)], ["--data", "other"]):
-        evaluate.main(["run", "--device", "cpu", "--json", *data])
-        results.append(json.loads(capsys.readouterr().out)["val_bpb"])
+    mixture = f"{sourced}=0.75,other=0.25"
+    results = [
+        json.loads(said(f"--json --tokens 2K --data {data}")[0])["val_bpb"]
+        for data in (mixture, sourced, f"other --tokens {int(2000 * 0.375)}")
+    ]
     assert results[0] == pytest.approx(0.75 * results[1] + 0.25 * results[2])
-    for flags in (["--by", "length"], ["--by-document", "out.jsonl"]):
-        with pytest.raises(ValueError, match=f"{flags[0]} is of the documents of one store"):
-            evaluate.main(["run", "--device", "cpu", *flags])
+    for flags in ("--by length", "--by-document out.jsonl"):
+        with pytest.raises(ValueError, match=f"{flags.split()[0]} is for the documents of one"):
+            said(f"{flags} --data {mixture}")
+    with pytest.raises(ValueError, match=r"--by source: .* name no source"):
+        said("--by source")
 
 
 @pytest.mark.parametrize(
-    ("flags", "said"),
+    ("flags", "named"),
     [
-        ("--by words", "--by: words is unknown: choose source, length, or both with a comma"),
-        ("--task a --finetune b", "--task and --finetune: one at a time"),
-        ("--task a --stride 8", "--stride is of held-out text, and --task of a file"),
-        ("--finetune a --by-document b", "--by-document is of held-out text, and --finetune of"),
-        ("--dev a", "--dev has no effect without --finetune"),
-        ("--task a --lr 1", "--lr has no effect without --finetune"),
-        ("--finetune a --lr 0", "--lr: 0 is not a finite number above 0"),
+        ("--rows 0", "--rows: 0 "),
+        ("--tokens nan", "--tokens: nan "),
+        ("--by words", "--by: words "),
+        ("--task a --finetune b", "--task and --finetune"),
+        ("--task a --stride 8", "--stride "),
+        ("--finetune a --by-document b", "--by-document "),
+        ("--dev a", "--dev "),
+        ("--task a --lr 1", "--lr "),
+        ("--finetune a --lr 0", "--lr: 0 "),
+        ("--by-document no/out.jsonl", "--by-document no/out.jsonl: "),
+        ("--by-document .", "--by-document . "),
     ],
 )
-def test_flags_that_do_not_go_together_are_refused_before_a_run_is_opened(flags, said):
+def test_bad_flags_are_refused_before_a_run_is_opened(flags, named, monkeypatch, tmp_path):
+    monkeypatch.chdir(tmp_path)
     with pytest.raises(ValueError) as refusal:
-        evaluate.main(["nowhere", *flags.split()])
-    assert said in str(refusal.value) and "\n" not in str(refusal.value)
+        evaluate.main(["nowhere", *CPU, *flags.split()])
+    assert str(refusal.value).startswith(f"{named}") or f"argument {named}" in str(refusal.value)
+    assert "\n" not in str(refusal.value) and not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_nobody_may_write_in_is_refused(tmp_path, monkeypatch):
+    evaluate.check_file(tmp_path / "out.jsonl")
+    monkeypatch.setattr("os.access", lambda path, mode: False)
+    with pytest.raises(ValueError, match=r"^--by-document .*out.jsonl: there is no folder"):
+        evaluate.check_file(tmp_path / "out.jsonl")
 
 
 @pytest.mark.parametrize("flags", ["", "--task task.jsonl", "--finetune task.jsonl"])
-def test_an_interrupted_evaluation_ends_with_one_line(run, tmp_path, monkeypatch, capsys, flags):
-    run()
+def test_an_interrupted_evaluation_ends_with_one_line(
+    trained, tmp_path, monkeypatch, capsys, flags
+):
+    monkeypatch.chdir(tmp_path)
     both = {"context": "a", "continuation": "b"}
     lines = [{**both, "text": f"{n}", "label": n % 2} for n in range(40)]
     Path("task.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -597,10 +566,9 @@ def test_an_interrupted_evaluation_ends_with_one_line(run, tmp_path, monkeypatch
         raise KeyboardInterrupt
 
     monkeypatch.setattr(Transformer, "hidden_states", interrupted)
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", "run", "--device", "cpu", *flags.split()])
-    capsys.readouterr()
+    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(trained), *CPU, *flags.split()])
     with pytest.raises(SystemExit) as ended:
         evaluate.exit_cleanly(evaluate.main)
-    said = capsys.readouterr()
-    assert ended.value.code == 130 and said.out == ""
-    assert said.err == "interrupted: nothing is written, and run is as it was\n"
+    output = capsys.readouterr()
+    assert ended.value.code == 130 and output.out == ""
+    assert output.err == f"interrupted: nothing is written, and {trained} is as it was\n"

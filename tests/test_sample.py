@@ -5,10 +5,12 @@ import sys
 
 import pytest
 import torch
-from hypothesis import given
+from conftest import SMALL
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import sample
+import train
 from model import Transformer, TransformerConfig
 from offload import Offloaded
 from sample import KVCache
@@ -21,7 +23,7 @@ ROW = 8  # tokens of the longest row
 
 
 def model(pos="learned"):
-    """Weights far from their start, so that positions and every layer matter."""
+    """With weights far from their start, so that positions and every layer matter."""
     torch.manual_seed(0)
     gpt = Transformer(TransformerConfig("gpt", 3, 2, 16, 32, ROW, 320, pos)).eval()
     with torch.no_grad():
@@ -30,20 +32,29 @@ def model(pos="learned"):
     return gpt
 
 
-def draw(count=20, of=None, prompt=(5, 6), **how):
+def draw(count=20, of=None, prompt=(5, 6), **options):
     """The prompt and what is drawn."""
-    how = {"allowed": 257, "generator": torch.Generator().manual_seed(3)} | how
-    return [*prompt, *sample.generate(of or model(), list(prompt), count, **how)]
+    options = {"allowed": 257, "generator": torch.Generator().manual_seed(3)} | options
+    return [*prompt, *sample.generate(of or model(), list(prompt), count, **options)]
 
 
-def test_goes_on_from_the_prompt_beyond_the_context():
+@pytest.fixture(scope="module")
+def runs(store_dir, tmp_path_factory):
+    """A folder with a run of a GPT and one of a BERT."""
+    folder = tmp_path_factory.mktemp("runs")
+    for kind in ("gpt", "bert"):
+        flags = f"--layers 1 --tokens 256 --data {store_dir} --out {folder / kind} --model {kind}"
+        assert train.main(f"{SMALL} {flags}".split()) == 0
+    return folder
+
+
+# ---- what is drawn
+
+
+def test_a_seed_is_a_text_that_goes_on_from_the_prompt_beyond_the_context():
     tokens = draw()
     assert tokens[:2] == [5, 6] and len(tokens) == 22  # the context is 8
-
-
-def test_a_seed_is_a_text():
-    assert draw() == draw()
-    assert draw() != draw(generator=torch.Generator().manual_seed(4))
+    assert draw() == tokens != draw(generator=torch.Generator().manual_seed(4))
 
 
 def test_temperature_0_takes_the_likeliest():
@@ -52,19 +63,12 @@ def test_temperature_0_takes_the_likeliest():
         start = sample.context_start(at, ROW)
         logits = model().logits(torch.tensor([tokens[start:at]]))[0, -1, :257]
         assert tokens[at] == logits.argmax()
-
-
-def test_top_1_and_a_very_low_temperature_are_temperature_0():
-    assert draw(top_k=1) == draw(temperature=1e-320) == draw(temperature=0)
+    assert draw(top_k=1) == draw(temperature=1e-320) == tokens
+    assert draw(temperature=0, stop=tokens[2]) == [5, 6], "it ends before the stop token"
 
 
 def test_what_pads_the_vocabulary_is_never_drawn():
     assert max(draw(300, allowed=40, top_k=300)) < 40
-
-
-def test_stops_before_the_stop_token():
-    first = draw(temperature=0)[2]
-    assert draw(temperature=0, stop=first) == [5, 6]
 
 
 def test_what_the_model_was_doing_it_does_afterwards():
@@ -94,13 +98,13 @@ def test_a_context_stands_still_until_it_is_full_and_then_keeps_half():
         assert min(count, seq_len // 2 + 1) <= context <= seq_len
 
 
-@pytest.mark.parametrize("how", [{"temperature": 0}, {}, {"temperature": 2.0, "top_k": 257}])
+@pytest.mark.parametrize("options", [{"temperature": 0}, {"temperature": 2.0, "top_k": 257}])
 @pytest.mark.parametrize("prompt", [1, ROW - 1, ROW, ROW + 1, 3 * ROW + 1])
 @pytest.mark.parametrize("pos", ["learned", "rope"])
-def test_with_a_cache_the_same_tokens_are_drawn(pos, prompt, how):
+def test_with_a_cache_the_same_tokens_are_drawn(pos, prompt, options):
     prompt = [(7 * i + 5) % 257 for i in range(prompt)]
     cached, plain = (
-        draw(4 * ROW, model(pos), prompt, cached=cached, **how) for cached in (True, False)
+        draw(4 * ROW, model(pos), prompt, cached=cached, **options) for cached in (True, False)
     )
     assert cached == plain and len(cached) == len(prompt) + 4 * ROW
 
@@ -117,20 +121,15 @@ def largest_difference(gpt, rows=1, parts=(3, 1, 1, 2, 1)):
     return max(differences)
 
 
-@pytest.mark.parametrize("rows", [1, 3])
 @pytest.mark.parametrize("pos", ["learned", "rope"])
-def test_logits_of_a_cache_are_those_of_the_whole_row(pos, rows):
-    assert largest_difference(model(pos), rows) < 1e-5
-
-
-@pytest.mark.parametrize("pos", ["learned", "rope"])
-def test_a_cache_with_wrong_positions_is_found_out(pos):
+def test_logits_of_a_cache_are_those_of_the_whole_row(pos):
     gpt = model(pos)
+    assert largest_difference(gpt) < 1e-5 and largest_difference(gpt, rows=3) < 1e-5
 
     def logits_at_0(tokens, positions, run_block):
         return Transformer.logits(gpt, tokens, 0 * positions, run_block=run_block)
 
-    gpt.logits = logits_at_0
+    gpt.logits = logits_at_0  # the control: wrong positions are found out
     assert largest_difference(gpt) > 0.1
 
 
@@ -207,6 +206,7 @@ def test_compiled_blocks_run_as_they_are_written():
 # ---- how it is shown
 
 
+@settings(max_examples=30)
 @given(st.binary(max_size=12) | st.text(max_size=6).map(str.encode))
 def test_pieces_make_up_the_text(text):
     assert "".join(sample.characters(BYTES, text)) == BYTES.decode(list(text))
@@ -218,45 +218,38 @@ def test_a_character_is_shown_once_it_is_whole():
     assert list(sample.characters(BYTES, "é".encode()[:1])) == ["", "\ufffd"]  # it ends within one
 
 
-def test_shown_as_it_is_drawn(monkeypatch, run, capfd):
+def test_shown_as_it_is_drawn(monkeypatch, runs, capfd):
     """Every token is on the terminal before the next one is drawn; an interrupt ends the line."""
-    run()
-    capfd.readouterr()
     shown = []
 
-    def interrupted(model, prompt, count, **how):
-        assert prompt == [BYTES.eot_token, *b"x"] and how["stop"] == BYTES.eot_token
+    def interrupted(model, prompt, most, **options):
+        assert prompt == [BYTES.eot_token, *b"x"] and options["stop"] == BYTES.eot_token
         for token in "é🙂".encode():
             yield token
             shown.append(capfd.readouterr().out)
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sample, "generate", interrupted)
-    monkeypatch.setattr(sys, "argv", ["sample.py", "run", "--prompt", "x"])
+    monkeypatch.setattr(sys, "argv", ["sample.py", str(runs / "gpt"), "--prompt", "x"])
+    capfd.readouterr()
     with pytest.raises(SystemExit) as end:
         runtime.exit_cleanly(sample.main)
     assert end.value.code == 130
     assert shown == ["x", "é", "", "", "", "🙂"] and capfd.readouterr() == ("\n", "")
 
 
-def test_command(run, capsys):
-    run()
+def test_the_command_prints_what_is_drawn(runs, capsys):
+    run = str(runs / "gpt")
+    _, gpt, _ = sample.load_run(run, "last")
+    random = sample.rng.generator(torch.device("cpu"), 3, 0)
+    prompt = [BYTES.eot_token, *"é".encode()]
+    tokens = sample.generate(gpt, prompt, 30, allowed=257, stop=256, generator=random)
+    expected = BYTES.decode([*"é".encode(), *tokens])
     capsys.readouterr()
-    for extra in ([], ["--checkpoint", "best", "--samples", "2"], ["--dtype", "bf16"]):
-        sample.main(["run", "--prompt", "Call me", "--tokens", "9", "--device", "cpu", *extra])
-    out = capsys.readouterr().out
-    assert out.count("Call me") == 4 and out.count("-" * 40) == 1
-
-
-def test_the_command_prints_what_is_drawn(run, capsys):
-    run()
-    for cached in (True, False):
-        capsys.readouterr()
-        sample.main(["run", "--prompt", "é", "--tokens", "50", "--seed", "3"])
-        _, gpt, _ = sample.load_run("run", "last")
-        how = {"generator": sample.rng.generator(torch.device("cpu"), 3, 0), "cached": cached}
-        tokens = sample.generate(gpt, [256, *"é".encode()], 50, allowed=257, stop=256, **how)
-        assert capsys.readouterr().out == BYTES.decode([*"é".encode(), *tokens]) + "\n"
+    sample.main([run, "--prompt", "é", "--tokens", "30", "--seed", "3", "--samples", "2"])
+    first, second = capsys.readouterr().out.split("-" * 40 + "\n")
+    assert first == expected + "\n" and second.startswith("é") and second != first
+    sample.main([run, "--tokens", "3", "--checkpoint", "best", "--dtype", "bf16"])
 
 
 def test_a_small_model_draws_in_one_thread(monkeypatch):
@@ -267,29 +260,27 @@ def test_a_small_model_draws_in_one_thread(monkeypatch):
     assert numbers == [1]
 
 
-def test_refusals(run):
-    run("--model bert", out="bert")
-    for argv, message in (
-        (["bert"], "bert holds a BERT"),
-        (["nowhere"], "nowhere"),
-        (["bert", "--tokens", "0"], "--tokens 0: choose 1 or more"),
-        (["bert", "--samples", "-2"], "--samples -2: choose 1 or more"),
-        (["bert", "--top-k", "0"], "--top-k 0: choose 1 or more"),
-        (["bert", "--temperature", "-1"], "--temperature -1.0: choose 0 or a positive number"),
-        (["bert", "--temperature", "nan"], "--temperature nan: choose 0 or a positive number"),
-        (["bert", "--temperature", "inf"], "--temperature inf: choose 0 or a positive number"),
-        (["bert", "--device", "abacus"], "--device abacus is unknown: choose auto, cpu"),
-        (["bert", "--dtype", "fp16", "--device", "cpu"], "--dtype fp16 needs --device cuda"),
-        (["bert", "--dtype", "int3"], "--dtype: invalid choice: 'int3'"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            sample.main(argv)
-
-
-def test_a_device_that_is_not_there_is_refused(monkeypatch):
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        ("bert", "bert holds a BERT"),
+        ("nowhere", "nowhere"),
+        ("bert --tokens 0", "--tokens: 0 "),
+        ("bert --samples -2", "--samples: -2 "),
+        ("bert --top-k 0", "--top-k: 0 "),
+        ("bert --temperature -1", "--temperature -1.0: choose 0 or a positive number"),
+        ("bert --temperature inf", "--temperature inf: "),
+        ("bert --device abacus", "--device abacus is unknown"),
+        ("bert --device cuda", "--device cuda: torch .* finds none here: try auto"),
+        ("bert --dtype fp16 --device cpu", "--dtype fp16 needs --device cuda"),
+        ("bert --dtype int3", "--dtype: invalid choice: 'int3'"),
+    ],
+)
+def test_refusals(runs, monkeypatch, flags, message):
+    monkeypatch.chdir(runs)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=r"--device cuda: torch .* finds none here: try auto"):
-        sample.main(["run", "--device", "cuda"])
+    with pytest.raises(ValueError, match=message):
+        sample.main(flags.split())
 
 
 def test_a_tokenizer_that_has_grown_is_refused():

@@ -1,188 +1,91 @@
-"""What an evaluation found: of all its text, and of each document. No model is run here."""
+"""How an evaluation comes to its numbers: text in rows, sums by document, and what they amount to.
+
+    Laid             pieces of text in rows that are read when they are needed
+    sums_by_item     the one loop over batches: each rank takes its rows, every rank gets all sums
+    Documents        nats, targets and bytes by document; Group and HeldOut add them up
+    on_each_store    the same evaluation of every store of a mixture
+
+Which text lies in which row is decided in evaluate.py. Questions and labelled examples come from
+tasks.py and finetune.py beside this file, and go through the same loop.
+"""
 
 import json
 import math
-import os
-import sys
-from argparse import Namespace
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import tiktoken
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from tqdm import tqdm
 
-from kernels.cross_entropy import IGNORE, chunks, exact_dtype
-from model import Transformer, predicted_by_bert
+from kernels.cross_entropy import IGNORE
+from model import predicted_by_bert
 from support.base.atomic import atomic_write
 from support.base.runtime import Runtime, on_device
 from support.base.sharded import is_sharded
 from support.rows.batch import Batch
-from support.rows.bert import SpecialIds
 from support.rows.mixture import AnyStore, Mixture
 from support.text.store import Store
 
-# ---- subject
-#
-# What evaluate.py evaluates: a model with its tokenizer, and how it was asked to.
+if TYPE_CHECKING:
+    from evaluate import Evaluation
+
+Poll = Callable[[int], None]  # called after each batch with how many rows are done
 
 
-class Subject(NamedTuple):
-    args: Namespace
-    here: Runtime
-    settings: Any  # of the run
-    model: Transformer
-    encoding: tiktoken.Encoding
-    special_ids: SpecialIds | None  # a BERT's
-    where: str  # the run and its step
-
-    def say(self, line: str) -> None:
-        """Print a line on rank 0, unless one JSON object is all that is asked for."""
-        if not self.args.json:
-            self.here.say(line)
-
-    @contextmanager
-    def interruptible(self) -> Iterator[None]:
-        """Say in one line that Ctrl-C has ended the work, which has changed nothing."""
-        try:
-            yield
-        except KeyboardInterrupt:
-            if self.here.is_rank0:
-                line = f"interrupted: nothing is written, and {self.args.run} is as it was"
-                tqdm.write(line, file=sys.stderr)
-            raise
+# ---- the loop over batches
 
 
-SOURCES_SHOWN = 6  # on one line of the screen; the log has all
+class Laid(NamedTuple):
+    """Pieces of text in rows."""
+
+    offsets: np.ndarray  # (R + 1,) the pieces of each row, from left to right
+    item: np.ndarray  # (n,) what each piece is a part of, such as a document, from 0
+    read: Callable[[range], Batch] | None = None  # the rows with these numbers
+
+    @property
+    def rows(self) -> range:
+        return range(len(self.offsets) - 1)
 
 
-class HeldOut(NamedTuple):
-    """The result of an evaluation."""
+@torch.no_grad()
+def sums_by_item(
+    measure: Callable[[range], np.ndarray],
+    laid: Laid,
+    model: nn.Module,
+    runtime: Runtime,
+    *,
+    shape: tuple[int, int],
+    at_once: int,
+    poll: Poll = lambda done: None,
+) -> np.ndarray:
+    """(items, columns) float64: the sums of a measure, the same on every rank.
 
-    val_loss: float  # nats per target
-    val_bpb: float  # bits per byte of text; end-of-text is a target too, but has no bytes
-    targets: int
-    bytes: int
-    nsp_accuracy: float | None = None  # share of pairs told rightly, of a BERT with --nsp
-    nsp_pairs: int | None = None
-    by_source: dict[str, float] | None = None  # bits per byte of each that has any bytes
-
-    def logged(self) -> dict[str, float]:
-        """The fields that there are."""
-        return {name: value for name, value in self._asdict().items() if value is not None}
-
-    def __str__(self) -> str:
-        pairs = (
-            ""
-            if self.nsp_accuracy is None
-            else f", {self.nsp_accuracy:.1%} of {self.nsp_pairs:,} pairs right"
-        )
-        by_source = ", ".join(f"{name} {bpb:.3f}" for name, bpb in (self.by_source or {}).items())
-        shown = 1 < len(self.by_source or {}) <= SOURCES_SHOWN
-        return f"{self.val_bpb:.4f} bits per byte{f' ({by_source})' * shown}{pairs}"
-
-
-class Documents(NamedTuple):
-    """The result by document, in the store's order. Each array is (n,)."""
-
-    numbers: np.ndarray  # in the store, from 0
-    nats: np.ndarray  # summed over the targets
-    targets: np.ndarray
-    bytes: np.ndarray  # of the targets
-    sources: np.ndarray | None = None  # index into source_names
-    source_names: Sequence[str] = ()
-
-    def of_sources(self, store: Store) -> "Documents":
-        """With the sources of these documents, if the store has them."""
-        if store.sources is None:
-            return self
-        return self._replace(sources=store.sources[self.numbers], source_names=store.source_names)
-
-    def total(self) -> HeldOut:
-        nats, targets, size = (c.sum().item() for c in (self.nats, self.targets, self.bytes))
-        bpb = bits_per_byte(nats, max(size, 1))
-        return HeldOut(nats / targets, bpb, targets, size, by_source=self.by_source())
-
-    def by_source(self) -> dict[str, float] | None:
-        """Bits per byte of each source that has a byte; None where documents name no source."""
-        if self.sources is None:
-            return None
-        count = len(self.source_names)
-        nats, size = (np.bincount(self.sources, c, count) for c in (self.nats, self.bytes))
-        each = zip(self.source_names, nats.tolist(), size.tolist(), strict=True)
-        return {name: bits_per_byte(n, s) for name, n, s in each if s}
-
-    def write(self, file: Path) -> None:
-        """One JSON object a document and line; bits per byte are null where it has no byte."""
-        with atomic_write(file) as out:
-            columns = (self.numbers, self.nats, self.targets, self.bytes)
-            for number, nats, targets, size in zip(*map(np.ndarray.tolist, columns), strict=True):
-                bpb = bits_per_byte(nats, size) if size else None
-                line = {"document": number, "tokens": targets, "bytes": size, "nats": nats}
-                # NaN, which JSON does not have, is an error and leaves no file.
-                out.write(json.dumps(line | {"bpb": bpb}, allow_nan=False).encode() + b"\n")
-
-
-def bits_per_byte(nats: float, size: int) -> float:
-    return nats / math.log(2) / size
-
-
-def weighted(found: dict[str, HeldOut], weights: Sequence[float]) -> HeldOut:
-    """The results on several texts as one: their mean by weight, and each under its name.
-
-    A text of which no byte was a target has no bits per byte, and no weight.
-
-    Example: 2 bits per byte with weight 0.75 and 1 with 0.25 are 1.75, however large the texts are
+    Args: measure numbers of rows -> (n, columns) of each piece in them, by one pass of the model
+          shape   how many items and columns there are
+          at_once rows on each rank
+          poll    called equally often on every rank; what it raises ends the evaluation
     """
-    measured = {name: one for name, one in found.items() if one.bytes}
-    by_name = dict(zip(found, map(float, weights), strict=True))
-    total = sum(by_name[name] for name in measured)
-    if not total:
-        raise ValueError("no byte of a text with a weight is a target: evaluate on more tokens")
-    mean = {
-        field: sum(by_name[name] * getattr(one, field) for name, one in measured.items()) / total
-        for field in ("val_loss", "val_bpb")
-    }
-    return HeldOut(
-        **mean,
-        targets=sum(one.targets for one in found.values()),
-        bytes=sum(one.bytes for one in found.values()),
-        by_source={name: one.val_bpb for name, one in measured.items()},
-    )
-
-
-def check_file(file: Path) -> None:
-    """Refuse a file that cannot be written, before the work that it is for.
-
-    Raises: ValueError naming --by-document
-    """
-    if file.is_dir():
-        raise ValueError(f"--by-document {file} is a folder: name a file in it")
-    if file.exists() and not file.is_file():
-        raise ValueError(f"--by-document {file} is no file that can be replaced: name another")
-    if not os.access(file.parent, os.W_OK):
-        found = "cannot be written to" if file.parent.is_dir() else "does not exist"
-        raise ValueError(f"--by-document {file}: the folder {file.parent} {found}")
-
-
-# ---- evaluating
-#
-# What any evaluation does: the model in its mode, rows dealt to ranks, and sums by piece.
+    items, columns = shape
+    of_piece = np.zeros((len(laid.item), columns))
+    with evaluating(model):
+        for own in own_rows(model, len(laid.rows), at_once, runtime, poll):
+            of_piece[slice(*laid.offsets[[own.start, own.stop]])] = measure(own)
+    # by piece, so that any number of ranks adds up the same numbers in the same order
+    of_piece = runtime.reduce(torch.from_numpy(of_piece)).numpy()
+    return added_up(laid.item, items, *of_piece.T)
 
 
 def own_rows(
-    model: nn.Module, count: int, at_once: int, runtime: Runtime, between: Callable[[int], None]
+    model: nn.Module, count: int, at_once: int, runtime: Runtime, poll: Poll
 ) -> Iterator[range]:
-    """The numbers of this rank's rows, so many at once; calls `between` as often on every rank.
+    """The numbers of this rank's rows, `at_once` at a time.
 
-    The model is one that is run once on each of them. In the last turn there may be rows for some
-    ranks only. If the model is sharded the others run it on a token, because its weights are
-    gathered from all ranks.
+    In the last turn some ranks may have no row. If the model is sharded they run it on one token,
+    because its weights are gathered from all ranks.
     """
     for first in range(0, count, runtime.world_size * at_once):
         own = first + runtime.rank * at_once
@@ -192,12 +95,12 @@ def own_rows(
             token = torch.zeros(1, 1, dtype=torch.int64, device=runtime.device)
             with torch.no_grad(), runtime.autocast():
                 model.hidden_states(token)
-        between(min(first + runtime.world_size * at_once, count))
+        poll(min(first + runtime.world_size * at_once, count))
 
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """The model is in evaluation mode meanwhile, and afterwards in the mode it was in."""
+    """Put the model in evaluation mode, and afterwards back in the mode it was in."""
     was_training = model.training
     model.eval()
     try:
@@ -208,102 +111,182 @@ def evaluating(model: nn.Module) -> Iterator[None]:
             model.reshard()  # what stands outside the blocks is kept gathered for a backward pass
 
 
-def piece_of_targets(batch: Batch, offsets: np.ndarray) -> np.ndarray:
-    """(n,) the piece that each target of the batch belongs to, in reading order.
+# ---- measures
 
-    Args: offsets (B + 1,) which pieces each row has, from left to right
-    """
-    of_row = torch.from_numpy(offsets[:-1, None])  # (B, 1)
-    return (of_row + batch.with_documents().doc_ids)[batch.targets != IGNORE].numpy()
+
+def piece_of(batch: Batch, offsets: np.ndarray) -> Tensor:
+    """(B, T) the piece that each token belongs to; meaningless on padding."""
+    return torch.from_numpy(offsets[:-1, None]) + batch.with_documents().doc_ids
+
+
+def added_up(key: Tensor | np.ndarray, keys: int, *columns: np.ndarray | None) -> np.ndarray:
+    """(keys, columns) the sum of each column by key; None counts."""
+    return np.stack([np.bincount(key, column, keys) for column in columns], axis=1)
 
 
 def sums_of_pieces(
     model: nn.Module, batch: Batch, offsets: np.ndarray, lengths: np.ndarray, runtime: Runtime
 ) -> np.ndarray:
-    """(n, 3) nats, targets and bytes of each piece of the batch.
+    """(n, 3) nats, targets and bytes of each piece.
 
-    Args: offsets (B + 1,) of the pieces of each row, from 0
-          lengths (V,) bytes that each token stands for
+    Args: lengths (V,) bytes that each token stands for
     """
     with runtime.autocast():
         losses = model.losses(batch.to(runtime.device)).cpu()  # (B, T)
     counted = batch.targets != IGNORE
-    piece = piece_of_targets(batch, offsets)
-    columns = (losses[counted].double().numpy(), None, lengths[batch.targets[counted].numpy()])
-    return np.stack([np.bincount(piece, column, offsets[-1]) for column in columns], axis=1)
+    nats = losses[counted].double().numpy()
+    size = lengths[batch.targets[counted].numpy()]
+    return added_up(piece_of(batch, offsets)[counted], offsets[-1], nats, None, size)
 
 
-@torch.no_grad()
-def scores_of_targets(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What a GPT gives each target: its nats (n,), and whether no token is likelier (n,) bool.
-
-    Only the logits of targets are made, and only some of them at a time.
-    """
-    x = model.hidden_states(batch.tokens, batch.positions, batch.doc_ids)  # (B, T, C)
-    at = batch.targets != IGNORE
-    (features, bias), targets = model.features(x[at]), batch.targets[at]
-    nats = torch.zeros(len(targets), dtype=exact_dtype(x.dtype), device=x.device)
-    likeliest = torch.zeros_like(targets, dtype=torch.bool)
-    for rows in chunks(len(targets), len(model.wte.weight), x.device.type):
-        logits = F.linear(features[rows], model.wte.weight, bias).to(nats.dtype)  # (chunk, V)
-        nats[rows] = F.cross_entropy(logits, targets[rows], reduction="none")
-        likeliest[rows] = logits.argmax(1) == targets[rows]
-    return nats, likeliest
-
-
-@torch.no_grad()
 def right_answers(
-    model: nn.Module,
-    count: int,
-    read: Callable[[range], Batch],
-    at_once: int,
-    runtime: Runtime,
-    between: Callable[[int], None],
-) -> tuple[float, float]:
-    """Of how many pairs a BERT tells rightly whether the parts belong together, and of how many.
+    model: nn.Module, batch: Batch, offsets: np.ndarray, runtime: Runtime
+) -> np.ndarray:
+    """(n, 2) of each pair whether a BERT is right about it, and whether it was asked: 0 or 1."""
+    batch = batch.with_documents()
+    at = predicted_by_bert(batch.targets, batch.positions, nsp=True).answers
+    tokens, _, positions, doc_ids = batch.to(runtime.device)
+    with runtime.autocast():
+        x = model.hidden_states(tokens, positions, doc_ids).flatten(0, 1)  # (B T, C)
+        answers = model.follows(x, on_device(at, runtime.device)).argmax(1).cpu()
+    right = (answers == batch.targets.flatten()[at]).numpy()
+    return added_up(piece_of(batch, offsets).flatten()[at], offsets[-1], right, None)
 
-    Args: count, read  how many rows there are, and the rows of some numbers
+
+# ---- what the sums amount to
+
+GROUPS = ("source", "length")
+SOURCES_SHOWN = 6  # on one line of the screen; the log has all
+
+
+class HeldOut(NamedTuple):
+    """The result of an evaluation."""
+
+    val_loss: float  # nats per target
+    val_bpb: float  # bits per byte of text; end-of-text is a target too, but has no bytes
+    targets: int
+    bytes: int
+    nsp_accuracy: float | None = None  # share of pairs that a BERT with --nsp is right about
+    nsp_pairs: int | None = None
+    by_source: dict[str, float] | None = None  # bits per byte of each source with any bytes
+
+    def logged(self) -> dict[str, Any]:
+        """The fields that are not None."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+    def __str__(self) -> str:
+        text, sources = f"{self.val_bpb:.4f} bits per byte", self.by_source or {}
+        if 1 < len(sources) <= SOURCES_SHOWN:
+            text += f" ({', '.join(f'{name} {bpb:.3f}' for name, bpb in sources.items())})"
+        if self.nsp_accuracy is not None:
+            text += f", {self.nsp_accuracy:.1%} of {self.nsp_pairs:,} pairs right"
+        return text
+
+
+class Group(NamedTuple):
+    """Documents that have a property in common."""
+
+    name: str
+    documents: int
+    tokens: int  # that are targets
+    bytes: int
+    bpb: float | None  # bits per byte; None without a byte
+
+
+class Documents(NamedTuple):
+    """The result by document, in the store's order. Each array is (n,)."""
+
+    store: Store
+    numbers: np.ndarray  # in the store, from 0
+    nats: np.ndarray  # summed over the targets
+    targets: np.ndarray
+    bytes: np.ndarray  # of the targets
+    nsp_accuracy: float | None = None  # as in HeldOut
+    nsp_pairs: int | None = None
+
+    def total(self) -> HeldOut:
+        nats, targets, size = (x.sum().item() for x in (self.nats, self.targets, self.bytes))
+        by_source = None
+        if self.store.sources is not None:
+            by_source = {group.name: group.bpb for group in self.groups("source") if group.bytes}
+        bpb = bits_per_byte(nats, max(size, 1))
+        return HeldOut(
+            nats / targets, bpb, targets, size, self.nsp_accuracy, self.nsp_pairs, by_source
+        )
+
+    def groups(self, by: str) -> list[Group]:
+        """Add up by `source`, in the order of the store's names, or by `length`.
+
+        Lengths are those of whole documents in tokens, end-of-text included, between powers of two.
+        """
+        if by == "source":
+            key, name = self.store.sources[self.numbers], self.store.source_names.__getitem__
+        else:
+            length = self.store.offsets[self.numbers + 1] - self.store.offsets[self.numbers]
+            key = np.frexp(length)[1] - 1  # 2^key <= length
+
+            def name(key: int) -> str:
+                return f"{2**key:,} to {2 ** (key + 1) - 1:,}"
+
+        sums = added_up(key, key.max() + 1, None, self.nats, self.targets, self.bytes).tolist()
+        return [
+            Group(name(key), int(count), int(targets), int(size), bits_per_byte(nats, size))
+            for key, (count, nats, targets, size) in enumerate(sums)
+            if count
+        ]
+
+    def write(self, file: Path) -> None:
+        """One line and JSON object a document; bits per byte are null where it has no byte."""
+        columns = (self.numbers, self.nats, self.targets, self.bytes)
+        with atomic_write(file) as out:
+            for number, nats, targets, size in zip(*(x.tolist() for x in columns), strict=True):
+                line = {"document": number, "tokens": targets, "bytes": size, "nats": nats}
+                line["bpb"] = bits_per_byte(nats, size)
+                # NaN, which JSON does not have, is an error and leaves no file
+                out.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+
+
+def bits_per_byte(nats: float, size: float) -> float | None:
+    return nats / math.log(2) / size if size else None
+
+
+def table(groups: list[Group], by: str) -> str:
+    """The groups as lines of text.
+
+    Example: source      documents    tokens     bytes  bits per byte
+             wordnet            27     1,204     4,310         1.6134
     """
-    right = torch.zeros(2, dtype=torch.float64)
-    with evaluating(model):
-        for own in own_rows(model, count, at_once, runtime, between):
-            batch = read(own).with_documents()
-            at = predicted_by_bert(batch.targets, batch.positions, nsp=True).answers
-            tokens, _, positions, doc_ids = batch.to(runtime.device)
-            with runtime.autocast():
-                x = model.hidden_states(tokens, positions, doc_ids).flatten(0, 1)  # (B T, C)
-                found = model.follows(x, on_device(at, runtime.device)).argmax(1).cpu()
-            right += torch.tensor([(found == batch.targets.flatten()[at]).sum(), len(at)])
-    right, pairs = runtime.reduce(right).tolist()
-    return right, pairs
+    width = max(len(by), *(len(group.name) for group in groups))
+    lines = [f"{by:{width}}  documents       tokens        bytes  bits per byte"]
+    for name, documents, tokens, size, bpb in groups:
+        bits = "-" if bpb is None else f"{bpb:.4f}"
+        lines.append(f"{name:{width}}  {documents:9,} {tokens:12,} {size:12,} {bits:>14}")
+    return "\n".join(lines)
 
 
-# ---- mixed evaluation
-#
-# An evaluation of a mixture: one of each store, put together with the mixture's weights.
-#
-# What it finds for a store is what an evaluation on that store alone finds.
+# ---- mixtures
 
 
 def on_each_store(
-    evaluation: Callable, store: AnyStore, tokens: int | None, *how: Any, **more: Any
-) -> Any:
-    """An evaluation on a store: evaluation(store, *how, tokens, **more); of a mixture all of them.
+    evaluation: "type[Evaluation]", store: AnyStore, tokens: int | None, *args: Any, **options: Any
+) -> "Evaluation | MixedEvaluation":
+    """An evaluation of a store, or of every store of a mixture.
 
-    Args: tokens in all, or None for all there are
+    Args: tokens in all, or None for all text; the rest goes to the evaluation
     """
     if not isinstance(store, Mixture):
-        return evaluation(store, *how, tokens, **more)
-    counts = tokens_of_each(store, tokens)
-    each = zip(store.parts, counts, strict=True)
-    parts = [evaluation(part, *how, count, **more) for part, count in each]
+        return evaluation(store, *args, tokens=tokens, **options)
+    parts = [
+        evaluation(part, *args, tokens=count, **options)
+        for part, count in zip(store.parts, tokens_of_each(store, tokens), strict=True)
+    ]
     return MixedEvaluation(store, parts)
 
 
 def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
-    """How many tokens of each store to evaluate on: one half evenly, one half by weight.
+    """How many tokens of each store to evaluate on: half of them evenly, half by weight.
 
-    So that stores which weigh much are measured well, and those which weigh little are measured.
+    So stores with a large weight are measured well, and those with a small one are measured.
 
     Example: 1,000 tokens of stores that weigh 0.8 and 0.2 are 650 and 350
     """
@@ -314,128 +297,54 @@ def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
 
 
 class MixedEvaluation:
-    """Evaluations of the stores of a mixture, one after the other."""
+    """An evaluation of each store of a mixture, run one after the other."""
 
-    def __init__(self, mixture: Mixture, parts: list[Any]):
+    def __init__(self, mixture: Mixture, parts: "list[Evaluation]"):
         self.mixture, self.parts = mixture, parts
         self.rows_in_all = sum(part.rows_in_all for part in parts)
-        self.rows, self.sums = parts[0].rows, parts[0].sums  # of one, to see how long rows take
+        self.rows, self.sums = parts[0].rows, parts[0].sums  # one store's, to time a row
         self.name = parts[0].name
         named = zip(mixture.names, parts, strict=True)
         self.text = ", ".join(f"{part.text} of {name}" for name, part in named)
 
     def run(
-        self,
-        model: nn.Module,
-        runtime: Runtime,
-        rows: int,
-        between: Callable[[int], None] = lambda done: None,
+        self, model: nn.Module, runtime: Runtime, rows: int, poll: Poll = lambda done: None
     ) -> HeldOut:
-        """Evaluate the model on every store; `between` is called with the rows of all so far."""
-        found, done = {}, 0
+        results, done = {}, 0
         for name, part in zip(self.mixture.names, self.parts, strict=True):
-            found[name] = part.run(model, runtime, rows, lambda now, done=done: between(done + now))
+            results[name] = part.run(model, runtime, rows, lambda n, done=done: poll(done + n))
             done += part.rows_in_all
-        return weighted(found, self.mixture.weights)
+        return weighted(results, self.mixture.weights)
 
 
-# ---- text results
-#
-# What an evaluation of text prints: the result in all, by source and by length of its documents.
-#
-# No model is run here.
+def weighted(results: dict[str, HeldOut], weights: Sequence[float]) -> HeldOut:
+    """The results on several texts as one: their mean by weight, and each one's by its name.
 
+    A text in which no byte was a target has no bits per byte, and does not count.
 
-class Group(NamedTuple):
-    """The documents that have a property in common."""
-
-    name: str
-    documents: int
-    tokens: int  # that are targets
-    bytes: int
-    bpb: float | None  # bits per byte; None where the documents have no byte
-
-
-def by_source(documents: Documents, store: Store) -> list[Group]:
-    """In the order in which the store names its sources; check_groups comes before."""
-    return grouped(documents, documents.sources, documents.source_names.__getitem__)
-
-
-def by_length(documents: Documents, store: Store) -> list[Group]:
-    """By the tokens of the whole document, end-of-text included, between powers of two."""
-    length = np.diff(store.offsets)[documents.numbers]
-    exponent = np.frexp(length)[1] - 1  # 2^exponent <= length
-    return grouped(documents, exponent, lambda e: f"{2**e:,} to {2 ** (e + 1) - 1:,}")
-
-
-GROUPS = {"source": by_source, "length": by_length}
-
-
-def check_groups(args: Namespace, store: AnyStore) -> None:
-    """Refuse what cannot be told of this store, before the work of an evaluation.
-
-    Raises: ValueError naming --by or --by-document
+    Example: 2 bits per byte with weight 0.75 and 1 with 0.25 are 1.75, however large the texts are
     """
-    flag = "--by" if args.by else "--by-document"
-    if isinstance(store, Mixture) and (args.by or args.by_document):
-        raise ValueError(
-            f"{flag} is of the documents of one store, and {store.path} is several: name one of"
-            " them with --data"
-        )
-    if "source" in (args.by or []) and store.sources is None:
-        raise ValueError(
-            f"--by source: {store.path} names no source of its documents: prepare it again from"
-            " JSON lines that do, or choose --by length"
-        )
+    named = zip(results.items(), weights, strict=True)
+    weight_of = {name: float(weight) for (name, result), weight in named if result.bytes}
+    total = sum(weight_of.values())
+    if not total:
+        raise ValueError("no byte of a text with a weight is a target: evaluate on more tokens")
+
+    def mean(field: str) -> float:
+        return sum(w * getattr(results[name], field) for name, w in weight_of.items()) / total
+
+    return HeldOut(
+        mean("val_loss"),
+        mean("val_bpb"),
+        targets=sum(result.targets for result in results.values()),
+        bytes=sum(result.bytes for result in results.values()),
+        by_source={name: results[name].val_bpb for name in weight_of},
+    )
 
 
-def grouped(documents: Documents, key: np.ndarray, name: Callable[[int], str]) -> list[Group]:
-    """Sum by key (n,), a small number from 0; keys of no document are left out."""
-    columns = (None, documents.nats, documents.targets, documents.bytes)
-    count, nats, targets, size = (np.bincount(key, column) for column in columns)
-    return [
-        Group(name(k), *map(int, (count[k], targets[k], size[k])), mean_bits(nats[k], size[k]))
-        for k in np.flatnonzero(count).tolist()
-    ]
-
-
-def mean_bits(nats: float, size: float) -> float | None:
-    return bits_per_byte(float(nats), int(size)) if size else None
-
-
-def table(groups: list[Group], what: str) -> str:
-    """The groups as lines of text.
-
-    Example: source      documents    tokens     bytes  bits per byte
-             wordnet            27     1,204     4,310         1.6134
-    """
-    width = max(len(what), *(len(group.name) for group in groups))
-    lines = [f"{what:{width}}  documents       tokens        bytes  bits per byte"]
-    for name, documents, tokens, size, bpb in groups:
-        bits = "-" if bpb is None else f"{bpb:.4f}"
-        lines.append(f"{name:{width}}  {documents:9,} {tokens:12,} {size:12,} {bits:>14}")
-    return "\n".join(lines)
-
-
-def tell(
-    subject: Subject, evaluation: Any, result: HeldOut, documents: Documents | None = None
-) -> dict[str, Any]:
-    """Print the results of an evaluate.Evaluation, and return them as JSON has them.
-
-    Args: documents None for those of several stores
-    """
-    args = subject.args
-    subject.say(f"{subject.where}: {evaluation.name} {result}, on {evaluation.text}")
-    masked = "masked " if subject.special_ids else ""
-    size = f"{result.targets:,} {masked}tokens, {result.bytes:,} bytes"
-    subject.say(f"{result.val_loss:.4f} nats per token, of {size}")
-    found = {"split": args.split, **result.logged()}
-    for name in args.by or []:
-        groups = GROUPS[name](documents, evaluation.store)
-        subject.say(table(groups, name))
-        found[f"groups_by_{name}"] = [group._asdict() for group in groups]
-    if args.by_document:
-        part = "" if evaluation.is_whole else ", those with a piece among these tokens"
-        written = f"{len(documents.numbers):,} of {len(evaluation.split_documents):,}"
-        subject.say(f"{args.by_document}: {written} documents{part}")
-    return found
+def store_in_memory(name: str, texts: Sequence[list[int]], encoding: tiktoken.Encoding) -> Store:
+    """Texts of token ids, each with end-of-text at its end, as the documents of a store."""
+    tokens = np.fromiter((token for text in texts for token in text), np.uint32)
+    offsets = np.cumsum([0, *map(len, texts)])
+    meta = {"end_of_text": encoding.eot_token, "vocab_size": encoding.n_vocab}
+    return Store(Path(name), meta, tokens, offsets, train_documents=0, train_tokens=0)

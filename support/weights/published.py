@@ -1,13 +1,28 @@
-"""Start a model from published weights: GPT-2's or BERT's state dict, of torch or safetensors.
+"""GPT-2's and BERT's published weights: --init reads them, `export` writes a run's weights so.
 
-Which entry becomes which parameter stands in support/weights/published.py. The model then computes
-the published function (tests/test_published.py). BERT's token type 0 is added to every position,
-because a row here is one segment. Nothing is downloaded, guessed, cropped or padded: an entry that
-does not fit is an error. A state dict does not tell the number of heads, so that of the settings is
-taken as right. The way back, from a run to such a file, is support/weights/published.py.
+A file is a state dict, of torch.save or safetensors. Its model computes the published function here
+and a run's model computes its function in any library that reads these layouts, bit for bit
+(tests/test_published.py). Entries, with prefix `transformer.`, `bert.` or none, and what they are
+here (with h.N. before what is in a layer):
 
-    python -m support.published show gpt2.bin       # what the file holds, and the flags that fit it
-    python -m support.published export runs/a --out gpt2.safetensors
+    GPT-2  c_attn c_proj c_fc of attn and mlp, (in, out)   same name, turned to (out, in)
+           everything else                                 same name
+    BERT   embeddings.word_ | position_embeddings          wte | wpe + token type 0
+           embeddings.LayerNorm                            ln_f
+           attention.self.query, key, value                attn.c_attn, in this order
+           attention.output.dense | LayerNorm              attn.c_proj | ln_1
+           intermediate.dense, output.dense | LayerNorm    mlp.c_fc, mlp.c_proj | ln_2
+           cls.predictions.transform.dense | LayerNorm     mlm | mlm_ln
+           cls.predictions.bias                            mlm_bias
+           pooler.dense, cls.seq_relationship              pooler, nsp (with --nsp)
+
+BERT's token type 0 is added to every position, because a row here is one segment, and an export has
+token types of zero. Nothing is downloaded, guessed, cropped or padded: an entry that does not fit
+is an error. A state dict does not tell the number of heads, so the settings decide it. A model with
+rotary positions has no published layout.
+
+    python -m support.weights.published show gpt2.bin   # what a file holds, and the flags that fit
+    python -m support.weights.published export runs/a --out gpt2.safetensors
 """
 
 import json
@@ -21,35 +36,20 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
-from model import Transformer, TransformerConfig
+from model import Transformer
 from support.base.atomic import atomic_write
 from support.base.runtime import Parser, exit_cleanly
+from support.run.folder import ModelSize
 from support.step.sizes import SIZES
 from support.weights import safetensors
 from support.weights.trained import Trained, checkpoint_of, has_trailer, trained, weights_of
 
-# ---- published names
-#
-# Which entries of GPT-2's and BERT's published files are which parameters of ours.
-#
-# file, with prefix `transformer.`, `bert.` or none      model (h.N. before what is in a layer)
-# GPT-2  c_attn c_proj c_fc of attn and mlp, (in, out)   same name, turned to (out, in)
-#        everything else                                 same name
-# BERT   embeddings.word_ | position_embeddings          wte | wpe + token type 0
-#        embeddings.LayerNorm                            ln_f
-#        attention.self.query, key, value                attn.c_attn, in this order
-#        attention.output.dense | LayerNorm              attn.c_proj | ln_1
-#        intermediate.dense, output.dense | LayerNorm    mlp.c_fc, mlp.c_proj | ln_2
-#        cls.predictions.transform.dense | LayerNorm     mlm | mlm_ln
-#        cls.predictions.bias                            mlm_bias
-#        pooler.dense, cls.seq_relationship              pooler, nsp (with --nsp)
-
+# ---- names
 
 PREFIX = re.compile(r"^(transformer|bert)\.")
 LAYER = re.compile(r"(?:h|encoder\.layer)\.(\d+)\.")
 MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # GPT-2's causal mask, saved but not learned
-NSP = re.compile(r"(pooler\.dense|cls\.seq_relationship)\..+")  # of no use without --nsp
-LEFT_OUT = re.compile(r"embeddings\.position_ids")
+NSP = re.compile(r"(pooler\.dense|cls\.seq_relationship)\..+")  # nothing uses them without --nsp
 TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
 TIED = {  # second names of one tensor
     "lm_head.weight": "wte.weight",
@@ -72,10 +72,11 @@ BERT_MODULES = {
     "pooler": ["pooler.dense"],
     "nsp": ["cls.seq_relationship"],
 }
+RESAVE = "give a run, a .safetensors file, or a state dict that torch.save wrote"
 
 
 def published_names(name: str, kind: str) -> list[str]:
-    """The published entries that make one parameter of ours, when they are stacked in this order.
+    """The published entries that make one parameter of ours when they are stacked in this order.
 
     Example:  published_names("h.3.ln_1.bias", "bert") is
               ["encoder.layer.3.attention.output.LayerNorm.bias"]
@@ -92,141 +93,29 @@ def is_turned(name: str, kind: str, parameter: Tensor) -> bool:
     return kind == "gpt" and name.startswith("h.") and parameter.dim() == 2
 
 
-# ---- published export
-#
-# A trained model in GPT-2's or BERT's published layout: the way back of
-# support/weights/published.py.
-#
-# What is written computes the same function in any library that reads these layouts, rows of the
-# embedding that only fill it up included. Values are those of the checkpoint, bit for bit. BERT's
-# token types are zero: ours has one segment, and its positions hold what would be type 0. A model
-# with rotary positions has no such layout. transformers needs a config.json beside the file, which
-# `export` returns as well.
-
-
-def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Write the weights of a run, or of one checkpoint, as a .pt or .safetensors file.
-
-    Returns: what config.json has to hold for transformers
-    Raises:  ValueError for what cannot be read, has no published layout, or is there already;
-             nothing is written then
-    """
-    write = {".pt": write_state_dict, ".safetensors": write_safetensors}.get(out.suffix)
-    for refused, message in (
-        (write is None, f"--out {out}: end its name in .pt or .safetensors"),
-        (out.exists(), f"--out {out} exists: name another, or delete it"),
-        (not out.parent.is_dir(), f"--out {out}: there is no folder {out.parent}: make it first"),
-    ):
-        if refused:
-            raise ValueError(message)
-    path = checkpoint_of(source)
-    if path is None:
-        raise ValueError(f"{source} is neither the folder of a run nor one of its checkpoints")
-    of = trained(path)
-    if of.settings["model.pos"] == "rope":
-        raise ValueError(
-            f"{path} has rotary positions (--pos rope), and the published layouts have learned"
-            " ones: only a run with --pos learned can be exported"
-        )
-    say(f"reading {path}, step {of.step}")
-    entries = published_entries(weights_of(path), of.settings["model.model"])
-    say(f"writing {out}, {sum(tensor.nbytes for tensor in entries.values()):,} bytes")
-    with atomic_write(out) as file:
-        write(file, entries)
-    return transformers_config(of)
-
-
-def published_entries(weights: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
-    """Our parameters under their published names; the inverse of published.load_published.
-
-    Example: BERT's h.0.attn.c_attn.bias (3 C,) becomes query, key and value of (C,) each
-    """
-    base = {"gpt": "transformer.", "bert": "bert."}[kind]
-    entries = {}
-    for name, value in weights.items():
-        names = published_names(name, kind)
-        turned = value.T if is_turned(name, kind, value) else value
-        for entry, part in zip(names, turned.chunk(len(names)), strict=True):
-            entries[prefixed(entry, base)] = part.contiguous()
-    if kind == "bert":
-        width = weights["wte.weight"].shape[1]
-        entries[prefixed(TOKEN_TYPES, base)] = torch.zeros(2, width, dtype=torch.float32)
-    return entries
-
-
-def prefixed(entry: str, base: str) -> str:
-    """The heads stand beside the model, everything else is inside of it."""
-    return entry if entry.startswith("cls.") else base + entry
-
-
-def write_state_dict(out: BinaryIO, entries: dict[str, Tensor]) -> None:
-    """With the second names of tied tensors, as a state dict has them; they take no bytes."""
-    plain = {name.removeprefix("transformer.").removeprefix("bert."): name for name in entries}
-    tied = {twin: entries[plain[name]] for twin, name in TIED.items() if name in plain}
-    torch.save({**entries, **tied}, out)
-
-
-def write_safetensors(out: BinaryIO, entries: dict[str, Tensor]) -> None:
-    """Without them: this format has no tensors that share bytes, and its readers tie by name."""
-    written = safetensors.save(out, entries, {"format": "pt"})
-    for _ in tqdm(written, total=len(entries), unit="tensor", disable=None, leave=False):
-        pass
-
-
-def transformers_config(of: Trained) -> dict[str, Any]:
-    """Dimensions, activation and epsilon by the names that transformers has for them."""
-    s = {name.removeprefix("model."): value for name, value in of.settings.items()}
-    if s["model"] == "gpt":
-        return {
-            "model_type": "gpt2",
-            "architectures": ["GPT2LMHeadModel"],
-            "vocab_size": of.size.vocab_size,
-            "n_positions": of.size.positions,
-            "n_embd": s["width"],
-            "n_layer": s["layers"],
-            "n_head": s["heads"],
-            "n_inner": s["mlp_width"],
-            "activation_function": "gelu_new",
-            "layer_norm_epsilon": 1e-5,
-        }
-    return {
-        "model_type": "bert",
-        "architectures": ["BertForPreTraining" if s["nsp"] else "BertForMaskedLM"],
-        "vocab_size": of.size.vocab_size,
-        "max_position_embeddings": of.size.positions,
-        "hidden_size": s["width"],
-        "num_hidden_layers": s["layers"],
-        "num_attention_heads": s["heads"],
-        "intermediate_size": s["mlp_width"],
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,
-        "type_vocab_size": 2,
-    }
-
-
-AS_PUBLISHED = "give a language model as published: with its head, tied, GPT-2's matrices (in, out)"
-RESAVE = "give a run, a .safetensors file, or a state dict that torch.save wrote"
+# ---- in
 
 
 def load_published(model: Transformer, path: str | Path) -> list[str]:
     """Copy the file's weights into the model: all of them or, on any error, none.
 
-    Returns:  the entries that the model has no use for, without their prefix
-    Raises:   ValueError naming --init and the first entry that is absent or of another shape, with
-              the flags that make the model fit the file; or all entries that are to be removed
+    Returns:  the entries that the model does not use, without their prefix
+    Raises:   ValueError naming --init, the first entry that does not fit, and the flags that the
+              file needs
     Cost:     reads the file; some weights are in memory twice until they are copied
     Deviates: BERT's second token type is dropped; adding the first one rounds wpe once
     """
-    entries, left_out = _read(path)
-    fit = remedy(published_shape(path), model.config)
+    entries, left_out = read(path)
+    shape = shape_of(entries, path)
+    hint = f"the file is for {flags(shape)}, and has to be as published, with its head, tied"
     kind, taken = model.config.kind, set()
 
     def take(entry: str, *expected: int) -> Tensor:
         actual = tuple(entries[entry].shape) if entry in entries else "absent"
         if actual == "absent" and NSP.fullmatch(entry):
-            raise _refusal(path, f"has no {entry}, which --nsp needs: leave --nsp out")
+            raise refusal(path, f"has no {entry}, which --nsp needs: leave --nsp out")
         if actual != expected:
-            raise _refusal(path, f"{entry} must be {expected} but is {actual}: {fit}")
+            raise refusal(path, f"{entry} must be {expected} but is {actual}: {hint}")
         taken.add(entry)
         return entries[entry]
 
@@ -250,31 +139,50 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
         elif twin not in taken:
             strangers.append(entry)
         elif not torch.equal(entries[entry], entries[twin]):
-            shape = tuple(entries[entry].shape)
-            raise _refusal(path, f"{entry} {shape} must equal {twin}: {fit}")
-    if strangers and fit == AS_PUBLISHED:  # not what other flags would make room for
-        raise _refusal(path, f"remove these entries: {', '.join(strangers)}")
+            raise refusal(path, f"{entry} must equal {twin}: {hint}")
     if strangers:
-        shape = tuple(entries[strangers[0]].shape)
-        raise _refusal(path, f"{strangers[0]} {shape} must be absent: {fit}")
+        more = f" and {len(strangers) - 4} more" if len(strangers) > 4 else ""
+        raise refusal(path, f"remove these entries: {', '.join(strangers[:4])}{more}; {hint}")
     model.load_state_dict(values)
     return left_out
 
 
-def published_shape(path: str | Path) -> dict[str, str | int]:
-    """What a file tells of its model: what it is keyed by below; not the number of heads."""
-    entries, _ = _read(path)
+def size_for(path: str | Path, needed: int, tokenizer: str, seq_len: int) -> ModelSize:
+    """Rows of the file's embedding and how far its positions reach, if they suit a run.
+
+    A vocabulary suits where the file has a row for each id that the model needs, and no more than
+    fill it up to a multiple of 64, as embeddings are padded. Two vocabularies of one size cannot be
+    told apart.
+
+    Args:     needed ids of the tokenizer that the model uses
+    Raises:   ValueError naming --init, and --tokenizer or --seq-len
+    """
+    shape = shape_of(read(path)[0], path)
+    size, padded = ModelSize(shape["vocab_size"], shape["seq_len"]), -(-needed // 64) * 64
+    if not needed <= size.vocab_size <= padded:
+        raise refusal(
+            path,
+            f"has a vocabulary of {size.vocab_size:,}, and --tokenizer {tokenizer} one of"
+            f" {needed:,} (padded: {padded:,}): name the tokenizer that these weights were trained"
+            " with, such as gpt2; BERT's WordPiece is not supported",
+        )
+    if seq_len > size.positions:
+        raise refusal(path, f"has {size.positions} positions, --seq-len {seq_len} is more")
+    return size
+
+
+def shape_of(entries: dict[str, Tensor], path: str | Path) -> dict[str, str | int]:
+    """What a file tells of its model, by the names of TransformerConfig."""
     kind = "gpt" if "wte.weight" in entries else "bert"
     (wte,), (wpe,) = published_names("wte.weight", kind), published_names("wpe.weight", kind)
     for entry in (wte, wpe):
         if entry not in entries or entries[entry].dim() != 2:
-            raise _refusal(path, f"has no matrix {entry}, as GPT-2 and BERT have: {RESAVE}")
+            raise refusal(path, f"has no matrix {entry}, as GPT-2 and BERT have: {RESAVE}")
     (V, width), (T, _) = entries[wte].shape, entries[wpe].shape
-    layers = len({match[1] for match in map(LAYER.match, entries) if match})
     (inner,) = published_names("h.0.mlp.c_fc.bias", kind)
     return {
         "kind": kind,
-        "layers": layers,
+        "layers": len({match[1] for match in map(LAYER.match, entries) if match}),
         "width": width,
         "mlp_width": len(entries[inner]) if inner in entries else 4 * width,
         "vocab_size": V,
@@ -282,120 +190,167 @@ def published_shape(path: str | Path) -> dict[str, str | int]:
     }
 
 
-def size_for(path: str | Path, needed: int, tokenizer: str, seq_len: int) -> tuple[int, int]:
-    """Rows of the file's embedding and how far its positions reach, if they suit a run.
-
-    Args:     needed    ids of the tokenizer that the model uses
-    Raises:   ValueError naming --tokenizer or --seq-len
-    """
-    published = published_shape(path)
-    check_vocabulary(path, published["vocab_size"], needed, tokenizer)
-    if seq_len > published["seq_len"]:
-        raise _refusal(path, f"has {published['seq_len']} positions, --seq-len {seq_len} is more")
-    return published["vocab_size"], published["seq_len"]
-
-
-def check_vocabulary(path: str | Path, held: int, needed: int, tokenizer: str) -> None:
-    """Refuse weights of another vocabulary than the tokenizer's.
-
-    They fit where the file has a row for each id that the model needs, and no more than fill up to
-    a multiple of 64, as embeddings are padded. Two vocabularies of one size cannot be told apart.
-
-    Args:     held       rows of the file's embedding, published_shape's vocab_size
-              needed     the tokenizer's ids that this kind of model uses, tokenizer.vocab_size
-    Raises:   ValueError naming --init and --tokenizer
-    """
-    padded = -(-needed // 64) * 64
-    if not needed <= held <= padded:
-        raise _refusal(
-            path,
-            f"has a vocabulary of {held:,}, and --tokenizer {tokenizer} one of {needed:,} (padded:"
-            f" {padded:,}): name the .tiktoken file these weights were trained with, or gpt2 for"
-            " GPT-2; BERT's WordPiece is none of our tokenizers",
-        )
-
-
-def remedy(published: dict[str, str | int], config: TransformerConfig) -> str:
-    """What to change so that file and model fit: the model's flags or, if these fit, the file."""
-    if config.pos == "learned" and all(getattr(config, key) == published[key] for key in published):
-        return AS_PUBLISHED
-    return f"the file needs {flags(published)}"
-
-
-def flags(published: dict[str, str | int]) -> str:
-    """The flags that build the file's model, whose number of heads it does not tell."""
-    dimensions = published["layers"], published["width"], published["seq_len"]
-    size = f"--layers {published['layers']} --width {published['width']} and its --heads"
-    for name, (layers, _, width, seq_len) in SIZES.items():
-        if (layers, width, seq_len) == dimensions:
+def flags(shape: dict[str, str | int]) -> str:
+    """The flags that build a file's model, except the number of heads."""
+    layers, width, T = shape["layers"], shape["width"], shape["seq_len"]
+    size = f"--layers {layers} --width {width} and its --heads"
+    for name, (of_layers, _, of_width, seq_len) in SIZES.items():
+        if (of_layers, of_width, seq_len) == (layers, width, T):
             size = f"--size {name}"
-    if published["mlp_width"] != 4 * published["width"]:
-        size += f", --mlp-width {published['mlp_width']}"
-    vocabulary = f"{published['seq_len']} positions, a vocabulary of {published['vocab_size']}"
-    return f"--model {published['kind']}, {size}, --pos learned, {vocabulary}"
+    if shape["mlp_width"] != 4 * width:
+        size += f", --mlp-width {shape['mlp_width']}"
+    vocabulary = f"{T} positions, a vocabulary of {shape['vocab_size']}"
+    return f"--model {shape['kind']}, {size}, --pos learned, {vocabulary}"
 
 
-def _read(path: str | Path) -> tuple[dict[str, Tensor], list[str]]:
-    """The weights under their newer names, without prefix, and the names of what is left out."""
-    saved = _open(path)
-    if not isinstance(saved, dict):
-        raise _refusal(path, f"holds a {type(saved).__name__}, not a dict: {RESAVE}")
-    entries, left_out = {}, []
-    for key, value in saved.items():
-        name = PREFIX.sub("", str(key)).replace(".gamma", ".weight").replace(".beta", ".bias")
-        if LEFT_OUT.fullmatch(name):
-            left_out.append(name)
-        elif not MASKS.fullmatch(name):
-            if not (isinstance(value, Tensor) and value.is_floating_point()):
-                raise _refusal(path, f"{key} is not a tensor of floating-point numbers: {RESAVE}")
-            if name in entries:
-                raise _refusal(path, f"{key} is there under another name too: {RESAVE}")
-            entries[name] = value
-    return entries, left_out
+def read(path: str | Path) -> tuple[dict[str, Tensor], list[str]]:
+    """The entries under their newer names, without prefix, and the names of those left out.
 
-
-def _open(path: str | Path) -> object:
-    """What a file holds, mapped where possible; no code in the file runs."""
+    No code in the file runs.
+    """
     is_safetensors = False
     try:
         with open(path, "rb") as file:
             is_safetensors = file.read(9)[8:] == b"{"
         if is_safetensors:
-            return safetensors.load(path)
-        saved = torch.load(path, map_location="cpu", weights_only=True, mmap=is_zipfile(path))
+            saved = safetensors.load(path)
+        else:
+            saved = torch.load(path, "cpu", weights_only=True, mmap=is_zipfile(path))
     except (FileNotFoundError, IsADirectoryError, PermissionError) as error:
-        raise _refusal(path, f"cannot be read, {error.strerror}: {RESAVE}") from error
+        raise refusal(path, f"cannot be read, {error.strerror}: {RESAVE}") from error
     except Exception as error:  # torch.load raises half a dozen kinds
         if is_safetensors:
-            raise _refusal(path, f"is a broken safetensors file: it {error}") from error
-        raise _refusal(path, f"cannot be loaded, {type(error).__name__}: {RESAVE}") from error
+            raise refusal(path, f"is a broken safetensors file: it {error}") from error
+        raise refusal(path, f"cannot be loaded, {type(error).__name__}: {RESAVE}") from error
     if has_trailer(Path(path)):
-        raise _refusal(path, "is a checkpoint of train.py, whose layout is its own")
-    return saved
+        raise refusal(path, "is a checkpoint of train.py, which has a layout of its own")
+    if not isinstance(saved, dict):
+        raise refusal(path, f"holds a {type(saved).__name__}, not a dict: {RESAVE}")
+    entries, left_out = {}, []
+    for key, value in saved.items():
+        name = PREFIX.sub("", str(key)).replace(".gamma", ".weight").replace(".beta", ".bias")
+        if name == "embeddings.position_ids":
+            left_out.append(name)
+        elif not MASKS.fullmatch(name):
+            if not (isinstance(value, Tensor) and value.is_floating_point()):
+                raise refusal(path, f"{key} is not a tensor of floating-point numbers: {RESAVE}")
+            if name in entries:
+                raise refusal(path, f"{key} is there under another name too: {RESAVE}")
+            entries[name] = value
+    return entries, left_out
 
 
-def _refusal(path: str | Path, why: str) -> ValueError:
+def refusal(path: str | Path, why: str) -> ValueError:
     return ValueError(f"--init {path}: {why}")
+
+
+# ---- out
+
+
+def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
+    """Write the weights of a run, or of one checkpoint, as a .pt or .safetensors file.
+
+    Values are those of the checkpoint, including the rows that fill up the embedding.
+
+    Returns: what config.json has to hold for transformers
+    Raises:  ValueError for what cannot be read, has no published layout, or is there already;
+             nothing is written then
+    """
+    write = {".pt": write_state_dict, ".safetensors": write_safetensors}.get(out.suffix)
+    for refused, message in (
+        (write is None, f"--out {out}: end its name in .pt or .safetensors"),
+        (out.exists(), f"--out {out} exists: name another, or delete it"),
+        (not out.parent.is_dir(), f"--out {out}: there is no folder {out.parent}: make it first"),
+    ):
+        if refused:
+            raise ValueError(message)
+    path = checkpoint_of(source)
+    if path is None:
+        raise ValueError(f"{source} is neither the folder of a run nor one of its checkpoints")
+    run = trained(path)
+    if run.settings["model.pos"] == "rope":
+        raise ValueError(
+            f"{path} has rotary positions (--pos rope), and the published layouts have learned"
+            " ones: only a run with --pos learned can be exported"
+        )
+    say(f"reading {path}, step {run.step}")
+    entries = published_entries(weights_of(path), run.settings["model.model"])
+    say(f"writing {out}, {sum(tensor.nbytes for tensor in entries.values()):,} bytes")
+    with atomic_write(out) as file:
+        write(file, entries)
+    return transformers_config(run)
+
+
+def published_entries(weights: dict[str, Tensor], kind: str) -> dict[str, Tensor]:
+    """Our parameters under their published names; the inverse of `load_published`.
+
+    Example: BERT's h.0.attn.c_attn.bias (3 C,) becomes query, key and value of (C,) each
+    """
+    entries = {}
+    for name, value in weights.items():
+        names = published_names(name, kind)
+        turned = value.T if is_turned(name, kind, value) else value
+        for entry, part in zip(names, turned.chunk(len(names)), strict=True):
+            entries[entry] = part.contiguous()
+    if kind == "bert":
+        width = weights["wte.weight"].shape[1]
+        entries[TOKEN_TYPES] = torch.zeros(2, width, dtype=torch.float32)
+    base = {"gpt": "transformer.", "bert": "bert."}[kind]  # heads stand beside it
+    return {e if e.startswith("cls.") else base + e: tensor for e, tensor in entries.items()}
+
+
+def write_state_dict(out: BinaryIO, entries: dict[str, Tensor]) -> None:
+    """With the second names of tied tensors, as a state dict has them; they take no bytes."""
+    plain = {PREFIX.sub("", name): tensor for name, tensor in entries.items()}
+    tied = {twin: plain[name] for twin, name in TIED.items() if name in plain}
+    torch.save({**entries, **tied}, out)
+
+
+def write_safetensors(out: BinaryIO, entries: dict[str, Tensor]) -> None:
+    """Without them: this format has no tensors that share bytes, and its readers tie by name."""
+    written = safetensors.save(out, entries, {"format": "pt"})
+    for _ in tqdm(written, total=len(entries), unit="tensor", disable=None, leave=False):
+        pass
+
+
+def transformers_config(run: Trained) -> dict[str, Any]:
+    """Dimensions, activation and epsilon by the names that transformers has for them."""
+    s = {name.removeprefix("model."): value for name, value in run.settings.items()}
+    dimensions = {"vocab_size": run.size.vocab_size, "positions": run.size.positions} | s
+    if s["model"] == "gpt":
+        names = {"positions": "n_positions", "width": "n_embd", "layers": "n_layer"}
+        names |= {"heads": "n_head", "mlp_width": "n_inner"}
+        config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
+        config |= {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
+    else:
+        names = {"positions": "max_position_embeddings", "width": "hidden_size"}
+        names |= {"layers": "num_hidden_layers", "heads": "num_attention_heads"}
+        names |= {"mlp_width": "intermediate_size"}
+        head = "BertForPreTraining" if s["nsp"] else "BertForMaskedLM"
+        config = {"model_type": "bert", "architectures": [head], "type_vocab_size": 2}
+        config |= {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
+    names["vocab_size"] = "vocab_size"
+    return config | {theirs: dimensions[ours] for ours, theirs in names.items()}
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(
-        prog="python -m support.published",
+        prog="python -m support.weights.published",
         description="Published weights: what a file of them holds, and how to write one.",
     )
     verbs = parser.add_subparsers(required=True, dest="verb")
-    shown = verbs.add_parser("show", help="what a file holds, and which flags fit it")
-    shown.add_argument("path", type=Path, help="a state dict, of torch.save or safetensors")
-    written = verbs.add_parser("export", help="write a run's weights in the published layout")
-    written.add_argument("path", type=Path, metavar="run", help="folder of a run, or a checkpoint")
-    written.add_argument("--out", type=Path, required=True, help="new .pt or .safetensors file")
+    show = verbs.add_parser("show", help="what a file holds, and which flags fit it")
+    show.add_argument("path", type=Path, help="a state dict, of torch.save or safetensors")
+    export_ = verbs.add_parser("export", help="write a run's weights in the published layout")
+    export_.add_argument("path", type=Path, metavar="run", help="folder of a run, or a checkpoint")
+    export_.add_argument("--out", type=Path, required=True, help="new .pt or .safetensors file")
     args = parser.parse_args(argv)
     if args.verb == "show":
-        shape = published_shape(args.path)
+        shape = shape_of(read(args.path)[0], args.path)
         print(f"{args.path}: {shape}; as flags: {flags(shape)}")
         return
     config = export(args.path, args.out, print)
-    print(f"{args.out}: {published_shape(args.out)}")
+    print(f"{args.out}: {shape_of(read(args.out)[0], args.out)}")
     print("rows of its vocabulary beyond the tokenizer's ids fill it up to a multiple of 64")
     print(f"transformers reads it with this config.json beside it: {json.dumps(config)}")
 

@@ -69,12 +69,12 @@ def checked_header(text: bytes, data_bytes: int) -> dict[str, dict]:
         header = json.loads(text.decode(), object_pairs_hook=without_duplicates)
     except (ValueError, RecursionError) as error:
         why = str(error) or "nested too deep"
-        raise ValueError(f"has a header that is no JSON with each name once: {why}") from None
+        raise ValueError(f"has a header that is not JSON with each name once: {why}") from None
     if not isinstance(header, dict):
-        raise ValueError("has a header that is no dict")
+        raise ValueError("has a header that is not a dict")
     metadata = header.pop(METADATA, {})
     if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
-        raise ValueError(f"has a {METADATA} that is no dict of strings")
+        raise ValueError(f"has a {METADATA} that is not a dict of strings")
     for name, entry in header.items():
         check_entry(name, entry)
     entries = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
@@ -112,7 +112,7 @@ def check_entry(name: str, entry: Any) -> None:
     for numbers in (shape, offsets):
         is_short = isinstance(numbers, list) and len(numbers) <= MOST_DIMENSIONS
         if not (is_short and all(type(n) is int and 0 <= n < 2**48 for n in numbers)):
-            raise ValueError(f"{name} has a shape or data_offsets that are no list of counts")
+            raise ValueError(f"{name} has a shape or data_offsets that is not a list of counts")
     if math.prod(filter(None, shape)) >= 2**60:  # torch multiplies them, whatever the zeros
         raise ValueError(f"{name} has a shape that no memory holds: {shape!s:.60}")
     needed = math.prod(shape) * DTYPES[dtype].itemsize
@@ -128,12 +128,11 @@ def tensor_at(mapped: mmap.mmap, start: int, entry: dict) -> Tensor:
     dtype, shape, (begin, end) = DTYPES[entry["dtype"]], entry["shape"], entry["data_offsets"]
     if begin == end:
         return torch.empty(shape, dtype=dtype)
-    if (start + begin) % dtype.itemsize:  # nobody promised alignment: this one is copied
-        copied = bytearray(mapped[start + begin : start + end])
-        return torch.frombuffer(copied, dtype=dtype).view(shape)
+    data, offset = mapped, start + begin
+    if offset % dtype.itemsize:  # nobody promised alignment: this tensor is copied
+        data, offset = bytearray(mapped[offset : start + end]), 0
     count = (end - begin) // dtype.itemsize
-    flat = torch.frombuffer(mapped, dtype=dtype, count=count, offset=start + begin)
-    return flat.view(shape)
+    return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).view(shape)
 
 
 def save(out: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterable[str]:

@@ -1,29 +1,26 @@
 """What a run has learned, for another run (--init) or another library: its weights and their shape.
 
-Optimizer state, clock and everything else that only its own run needs are not touched.
+Optimizer state, clock and everything else that only its own run needs are left alone.
 """
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from support.run import checkpoint, sharded_checkpoint
-from support.run.checkpoint import MARK
 from support.run.folder import ModelSize
-from support.run.sharded_checkpoint import outlined
 from support.step.sizes import SIZES
 
 
 class Trained(NamedTuple):
-    """What a checkpoint says of itself, but for its tensors."""
+    """What a checkpoint says of its model, without the tensors."""
 
     path: Path
     step: int
     settings: dict[str, Any]  # {"group.field": value} of the run; model.layers are those that run
     size: ModelSize  # with the positions, where they are learned
-    tokenizer: str | None  # its fingerprint; None of a checkpoint that does not tell
+    tokenizer: str  # its fingerprint
 
 
 def checkpoint_of(path: str | Path) -> Path | None:
@@ -39,60 +36,53 @@ def checkpoint_of(path: str | Path) -> Path | None:
     if steps := checkpoint.steps_in(path):
         return steps[-1]
     bests = checkpoint.bests_in(path)
-    there = f" but {bests[-1].name}: name that file" if bests else ": name another"
-    raise ValueError(f"{path} is a folder, and holds no checkpoint of a step{there}")
+    hint = f" but {bests[-1].name}: name that file" if bests else ": name another"
+    raise ValueError(f"{path} is a folder, and holds no checkpoint of a step{hint}")
 
 
 def has_trailer(path: Path) -> bool:
     """Whether a file ends as checkpoint.save ends one."""
     with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, 2) - len(MARK) - 64))
-        return file.read().startswith(MARK.encode())
+        file.seek(max(0, file.seek(0, 2) - len(checkpoint.MARK) - 64))
+        return file.read().startswith(checkpoint.MARK.encode())
 
 
 def trained(path: Path) -> Trained:
-    """What a checkpoint is of. A shadow (--pseudo) counts as a model of the layers that run."""
-    state = outlined(path)
-    try:
-        settings, size = dict(state["config"]), ModelSize(**state["model_size"])
-        learned = settings["model.pos"] == "learned"
+    """Read a checkpoint's outline. Layers that share weights (--pseudo) count one by one."""
+    state = sharded_checkpoint.outlined(path)
+    settings, size = dict(state["config"]), ModelSize(**state["model_size"])
+    positions = None
+    if settings["model.pos"] == "learned":
         positions = size.positions or SIZES[settings["model.size"]].seq_len
-        if "pseudo" in state:
-            settings["model.layers"] = len(running(state["pseudo"]["owners"]))
-        return Trained(
-            path,
-            state["step"],
-            settings,
-            size._replace(positions=positions if learned else None),
-            state.get("tokenizer_fingerprint"),
-        )
-    except (LookupError, TypeError, AttributeError):
-        raise ValueError(f"{path} is of an older version of train.py: name another") from None
+    settings["model.layers"] = len(running_layers(state))
+    size = size._replace(positions=positions)
+    return Trained(path, state["step"], settings, size, state["tokenizer_fingerprint"])
 
 
 def weights_of(path: Path) -> dict[str, Tensor]:
-    """The weights of a checkpoint, verified; those that layers share are there for each of them."""
-    state = sharded_checkpoint.load(path)
-    if "pseudo" in state:
-        return real_layers(state["model"], state["pseudo"]["owners"])
-    return state["model"]
+    """The weights of a checkpoint, verified; see `real_weights`."""
+    return real_weights(sharded_checkpoint.load(path))
 
 
-def running(owners: Sequence[int]) -> list[int]:
-    """Of each layer that runs the layer whose weights it uses."""
-    return [owner for owner in owners if owner >= 0]
+def real_weights(state: dict) -> dict[str, Tensor]:
+    """The weights of the model that a training state is of, with a name for every layer that runs.
 
+    Layers of a shadow (--pseudo) that share weights get the same tensors; those that are not there
+    yet are left out.
 
-def real_layers(weights: dict[str, Tensor], owners: Sequence[int]) -> dict[str, Tensor]:
-    """The weights of the model that computes the same function, with none of them shared.
-
-    Every layer that runs has its own; layers that are not there yet are left out.
-
-    Example: owners (0, -1, 0): h.0.* for layers 0 and 1 of two, in tensors of their own
+    Example: owners (0, -1, 0): h.0.* of the state under h.0.* and h.1.*
     """
+    weights = state["model"]
     real = {name: value for name, value in weights.items() if not name.startswith("h.")}
-    for layer, owner in enumerate(running(owners)):
-        prefix = f"h.{owner}."
-        for name in [name for name in weights if name.startswith(prefix)]:
-            real[f"h.{layer}.{name.removeprefix(prefix)}"] = weights[name].clone()
+    for layer, owner in enumerate(running_layers(state)):
+        for name, value in weights.items():
+            if name.startswith(f"h.{owner}."):
+                real[f"h.{layer}.{name.removeprefix(f'h.{owner}.')}"] = value
     return real
+
+
+def running_layers(state: dict) -> list[int]:
+    """For each layer that runs, the layer whose weights it uses."""
+    if "pseudo" not in state:
+        return list(range(state["config"]["model.layers"]))
+    return [owner for owner in state["pseudo"]["owners"] if owner >= 0]
