@@ -75,7 +75,7 @@ def announce(run: Run, plan: Any, batches: str, memory: Memory) -> None:
         say(f"attention: {run.trainer.work.impl}, {IMPLS[run.trainer.work.impl]}")
     say(f"data: {store.train_tokens:,} training tokens in {store.path}; run: {run.folder}")
     if isinstance(samples, MixedSamples):
-        say(f"mixture of {samples.in_words(run.settings.optim.tokens)}")
+        say(f"mixture of {samples.passes(run.settings.optim.tokens)}")
     found = outlook(s, lambda c: plan.stage_at(c).max_piece_len, run.trainer.work, plan(run.clock))
     say(f"about {found.steps:,} steps, {epochs(found.real_tokens, store.train_tokens)}")
     work, peak = short(found.flops, "FLOP"), run.peak
