@@ -100,10 +100,7 @@ def metric(name: str) -> Metric:
         if known is not None:
             known.flags.writeable = False  # or the user's function could change what others get
         arguments = [] if known is None else [known]
-        values = ask_user(name, function, tokens, lengths, *arguments)
-        if values.shape != lengths.shape:
-            raise ValueError(f"{name}: returned shape {values.shape}, not {lengths.shape}")
-        return values
+        return ask_user(name, function, tokens, lengths, *arguments, shape=lengths.shape)
 
     def summed(tokens: np.ndarray, lengths: np.ndarray, _: int) -> np.ndarray:
         part = ask_user(f"{name}.accumulate", accumulate, tokens, lengths)
@@ -115,7 +112,12 @@ def metric(name: str) -> Metric:
 
 
 def ask_user(
-    name: str, function: Callable, tokens: np.ndarray, lengths: np.ndarray, *known: np.ndarray
+    name: str,
+    function: Callable,
+    tokens: np.ndarray,
+    lengths: np.ndarray,
+    *known: np.ndarray,
+    shape: tuple[int, ...] | None = None,
 ) -> np.ndarray:
     """What a user's function returns for padded rows; ValueError that names it and the batch."""
     T = int(lengths.max())
@@ -127,6 +129,8 @@ def ask_user(
         raise ValueError(f"{batch}: returned {values.dtype}, not numbers")
     if not np.isfinite(values).all():
         raise ValueError(f"{batch}: returned a value that is not finite")
+    if shape is not None and values.shape != shape:
+        raise ValueError(f"{batch}: returned shape {values.shape}, not {shape}")
     return values
 
 
