@@ -1,12 +1,14 @@
 """Analysis: values and order of a plain loop, that no shard, worker, rank or kill changes."""
 
+import contextlib
+import io
 import json
 import math
 import os
 import shlex
 import shutil
 import signal
-import tempfile
+import socket
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
@@ -17,7 +19,6 @@ from multiprocessing import get_context
 import numpy as np
 import pytest
 import torch.distributed as dist
-from conftest import start_ranks
 from small_stores import (
     ALL,
     ONE,
@@ -160,9 +161,18 @@ def test_no_more_runs_are_merged_than_can_be_open(store, tmp_path, monkeypatch):
     assert len(shards) == 4
 
 
-def analyzed_by_rank(rank, meet, open_samples, folder, names):
-    """One of two ranks, in a process of its own; returns the line it fails with."""
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+def on_two_ranks(work, *args):
+    """What a function (rank, port, *args) returns in a process for each rank."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        ranks = [pool.submit(work, rank, port, *args) for rank in range(2)]
+        return [rank.result(timeout=60) for rank in ranks]
+
+
+def analyzed_by_rank(rank, port, open_samples, folder, names):
+    """Returns the line it fails with."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         analyzed(folder, open_samples, names, replace(ONE, rank=rank, world_size=2))
     except ValueError as error:
@@ -171,11 +181,14 @@ def analyzed_by_rank(rank, meet, open_samples, folder, names):
         dist.destroy_process_group()
 
 
-def analyzed_by_two(tmp_path, *args):
-    meet = tempfile.mktemp(dir=tmp_path)
-    with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        ranks = [pool.submit(analyzed_by_rank, rank, meet, *args) for rank in range(2)]
-        return [rank.result(timeout=60) for rank in ranks]
+def command_by_rank(rank, port, argv):
+    """With the environment that torchrun gives it; returns what it prints."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        analyze.main(argv)
+    dist.destroy_process_group()
+    return out.getvalue()
 
 
 @pytest.mark.dist
@@ -186,7 +199,7 @@ def test_a_mistake_on_one_rank_is_said_on_both_and_costs_one_shard(tmp_path, mon
     fails = f"    assert 5 not in tokens or os.path.exists({str(mended)!r}), 'five'\n"
     name = users(tmp_path, f"def mine(tokens, lengths):\n{fails}    return tokens.sum(1)")
     args = opener(store), tmp_path / "two", [name, "rarity"]
-    one, other = analyzed_by_two(tmp_path, *args)
+    one, other = on_two_ranks(analyzed_by_rank, *args)
     assert one == other and one.endswith("raised AssertionError: five")
     assert not list((tmp_path / "two").rglob("index.json"))
 
@@ -196,7 +209,7 @@ def test_a_mistake_on_one_rank_is_said_on_both_and_costs_one_shard(tmp_path, mon
     shards = counted(monkeypatch, "sort_shard")
     assert analyzed(tmp_path / "left", opener(store), [name, "rarity"]) == whole
     assert shards == [(7, 14)]
-    assert analyzed_by_two(tmp_path, *args) == [None, None]
+    assert on_two_ranks(analyzed_by_rank, *args) == [None, None]
     assert contents(tmp_path / "two") == whole
 
 
@@ -206,7 +219,8 @@ def test_the_command_on_two_ranks(store_dir, tmp_path):
     rank_of = "def mine(tokens, lengths): return len(lengths) * [int(os.environ['RANK'])]"
     name = users(tmp_path, rank_of)
     flags = f"--samples rows --seq-len 1 --metric rarity,{name} --out {tmp_path / 'two'}"
-    start_ranks(2, [str(store_dir), *flags.split()], work=analyze.main)
+    first, second = on_two_ranks(command_by_rank, [str(store_dir), *flags.split()])
+    assert first.count("percentile") == 1 and second == ""
     open_samples, folder = opener(store_dir, "rows", 1), tmp_path / "two" / "rows-1"
     measured_by = opened(folder, open_samples, name).values
     assert (np.flatnonzero(np.diff(measured_by)) + 1).tolist() == [2**18, 2**19]
@@ -286,12 +300,9 @@ def killed(where, name, number, action):
 
 @pytest.mark.dist
 def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, small):
-    """While a shard is measured or written, while they are merged, and just after.
-
-    A shard whose file was cut short, as by a power failure, is done again.
-    """
+    """While a shard is measured or written, while they are merged, and just after."""
     whole = analyzed(tmp_path / "whole", opener(store), NAMES)
-    all_shards = len(range(0, len(opener(store)()), 7))
+    shards = len(range(0, len(opener(store)()), 7))
     moments = [(analyze, "sort_shard", 4), (np, "save", 20), (ranking, "split", 3)]
     for where, name, number in (*moments, (json, "dumps", 3)):
         folder = tmp_path / name
@@ -299,17 +310,24 @@ def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, s
         assert not (folder / "length").exists(), "it is merged first"
         unnamed = [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
         assert bool(unnamed) == (name != "sort_shard"), "what was being written"
-        done = sorted(folder.glob(".rarity.*/run-*.npy"))
-        assert len(done) >= 3
-        cut = 0
-        for kind in ("run", "total") if name == "split" else ():
-            for file, size in zip(sorted(folder.glob(f".rarity.*/{kind}-*")), (0, 100, -1)):  # noqa: B905
-                os.truncate(file, size if size >= 0 else file.stat().st_size - 1)
-                cut += kind == "run"
+        done = len(list(folder.glob(".rarity.*/run-*.npy")))
         with monkeypatch.context() as patch:
-            summed, measured = (counted(patch, name) for name in ("sum_shard", "sort_shard"))
+            measured = counted(patch, "sort_shard")
             assert analyzed(folder, opener(store), NAMES) == whole, "also nothing else is left"
-        assert len(measured) == all_shards - len(done) + cut and len(summed) == cut
+        assert done >= 3 and len(measured) == shards - done
+
+
+def test_a_shard_that_is_not_whole_is_done_again(store, tmp_path, monkeypatch, small):
+    """As after a power failure, on a disk that keeps a name before what it names."""
+    whole = analyzed(tmp_path / "whole", opener(store))
+    killed(ranking, "split", 3, partial(analyzed, tmp_path / "cut", opener(store)))
+    for kind in ("run", "total"):
+        empty, short, almost = sorted((tmp_path / "cut").glob(f".rarity.*/{kind}-*.npy"))[:3]
+        for file, size in ((empty, 0), (short, 100), (almost, almost.stat().st_size - 1)):
+            os.truncate(file, size)
+    summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
+    assert analyzed(tmp_path / "cut", opener(store)) == whole
+    assert len(summed) == len(measured) == 3
 
 
 def test_what_a_kill_left_beside_a_whole_index_is_removed(store, tmp_path):
