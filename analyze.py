@@ -1,12 +1,14 @@
 """Sort a store by how hard its samples are: measure shards, sort each, merge them into an index.
 
-Map-reduce: shards of samples are measured and sorted each by itself, in processes of this machine
-or on torchrun's ranks, and their sorted runs are merged. Shards that are done lie in files, so what
-was interrupted or killed goes on with those that are left; the index of a metric is a folder that
-appears whole or not at all. In reading order: measuring a shard, making an index, what training
-calls, the command.
+    samples ── shards ──> totals       what a metric sums over all samples, a file a shard
+                     └──> sorted runs  values and ids, a file a shard and metric
+                             └─ merge ──> index/<metric>: values.bin, order.bin, index.json
 
-Does not define metrics, nor what an index can be asked: that is difficulty.py.
+Shards are measured in processes of this machine or on torchrun's ranks. Shards that are done lie in
+files, so an analysis that was interrupted or killed goes on with the others; the index of a metric
+is a folder that appears whole or not at all. Metrics, and what an index can be asked, are in
+difficulty.py, runs and how they are merged in support/rows/ranking.py, files and processes in
+support/rows/shards.py.
 
 Paper: Li et al., arXiv 2212.03597.
 
@@ -17,7 +19,6 @@ Paper: Li et al., arXiv 2212.03597.
 import argparse
 import json
 import os
-import secrets
 import shutil
 import signal
 import sys
@@ -32,19 +33,19 @@ import difficulty
 import prepare
 from curriculum import LENGTHS
 from difficulty import label, metric
-from support.base import runtime
-from support.base.atomic import atomic_write, folder_lock
+from support.base import numbers, runtime
+from support.base.atomic import atomic_folder, folder_lock
 from support.base.runtime import Runtime
 from support.report import figures
 from support.report.figures import plotted
 from support.rows import ranking
-from support.rows.ranking import Ranking, Rankings, sorted_run
-from support.rows.samples import SPECIAL_TOKENS, Samples, add_flags, samples_of
+from support.rows.ranking import Rankings, sorted_run
+from support.rows.samples import KINDS, LONG, LONG_HELP, SPECIAL_TOKENS, Samples, samples_of
 from support.rows.shards import Shard, ShardFiles, in_processes
 from support.text.tokenizer import get_encoding
 
-SHARD = 1 << 18  # samples of a shard, unless that made more than MOST_SHARDS
-MOST_SHARDS = 512  # as many runs are open while they are merged
+SHARD = 1 << 18  # samples of a shard, unless that would make more than MOST_SHARDS
+MOST_SHARDS = 512  # all their runs are open while they are merged
 SMALL = 100_000_000  # tokens of a store that training analyzes by itself, in some ten seconds
 
 # ---- map: what is summed over a shard, and its samples sorted
@@ -54,22 +55,20 @@ def sum_shard(open_samples: Callable, names: list[str], shard: Shard) -> dict[st
     """The first pass over a shard: what each of these metrics sums over all samples."""
     samples = open_samples()
     vocab_size = samples.identity()["vocab_size"]
-    functions = {name: metric(name).summed for name in names}
-    users = {function: name for name, function in functions.items()}  # metrics share what they sum
+    summed = {name: metric(name).summed for name in names}
+    once = {function: name for name, function in summed.items()}  # metrics share what they sum
     sums: dict[Callable, np.ndarray] = {}
     for tokens, lengths in difficulty.blocks(samples, *shard):
-        for function, name in users.items():
+        for function, name in once.items():
             part = function(tokens, lengths, vocab_size)
             sums[function] = add(name, sums[function], part) if function in sums else part
-    return {name: sums[function] for name, function in functions.items()}
+    return {name: sums[function] for name, function in summed.items()}
 
 
 def add(name: str, total: np.ndarray, part: np.ndarray) -> np.ndarray:
     if total.shape != part.shape:
-        raise ValueError(
-            f"{name}.accumulate: returned shape {total.shape}, then {part.shape}: what is summed"
-            " over all samples has one shape"
-        )
+        shapes = f"{total.shape}, then {part.shape}: return one shape for every batch"
+        raise ValueError(f"{name}.accumulate: returned shape {shapes}")
     return total + part
 
 
@@ -82,18 +81,19 @@ def sort_shard(
     """
     samples = open_samples()
     id_dtype = np.dtype("uint32" if len(samples) < 2**32 else "int64")
-    known = {}
-    for name, total in totals.items():
-        known[name] = None if total is None else metric(name).known(total)
+    metrics = {name: metric(name) for name in totals}
+    known = {
+        name: None if total is None else metrics[name].known(total)
+        for name, total in totals.items()
+    }
     values: dict[str, list[np.ndarray]] = {name: [] for name in totals}
     for tokens, lengths in difficulty.blocks(samples, *shard):
         for name in totals:
-            values[name].append(metric(name).value(tokens, lengths, known[name]))
-    runs = {}
-    for name in totals:
-        of_shard = np.concatenate(values[name]).astype(metric(name).dtype)
-        runs[name] = sorted_run(of_shard, shard.first, id_dtype)
-    return runs
+            values[name].append(metrics[name].value(tokens, lengths, known[name]))
+    return {
+        name: sorted_run(np.concatenate(v).astype(metrics[name].dtype), shard.first, id_dtype)
+        for name, v in values.items()
+    }
 
 
 # ---- reduce: the index
@@ -118,8 +118,8 @@ def analyze(
     prints = {name: difficulty.fingerprint(samples, name) for name in names}
     size = max(SHARD, -(-len(samples) // MOST_SHARDS))
     shards = [Shard(a, min(a + size, len(samples))) for a in range(0, len(samples), size)]
-    work = {name: folder / f".{label(name)}-{prints[name][:16]}" for name in names}
-    sums, runs = ShardFiles(shards, work, "total"), ShardFiles(shards, work, "run")
+    unfinished = {name: folder / f".{label(name)}.{prints[name][:16]}" for name in names}
+    sums, runs = ShardFiles(shards, unfinished, "total"), ShardFiles(shards, unfinished, "run")
 
     ranks.on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
     with folder_lock(folder) if ranks.is_rank0 else nullcontext():
@@ -131,13 +131,12 @@ def analyze(
         if lacking:
             runs.fill(partial(sort_shard, open_samples, totals), lacking, workers, ranks)
 
-        def finish() -> None:  # on rank 0, where the runs are
+        def finish() -> None:
             processes = workers if ranks.world_size == 1 else 1
             list(in_processes(partial(write_index, folder, runs, prints), lacking, processes))
-            for name in prints:  # also what a kill just before this left of one that is whole
-                hexadecimal = "[0-9a-f]" * 16  # not *, which would take rarity-mean's for rarity's
-                for unfinished in folder.glob(f".{label(name)}-{hexadecimal}"):
-                    shutil.rmtree(unfinished)
+            for name in names:  # also what a killed analysis left
+                for left in folder.glob(f".{label(name)}.*"):
+                    shutil.rmtree(left)
 
         ranks.on_rank0(finish)
 
@@ -151,22 +150,10 @@ def total_of(name: str, sums: ShardFiles) -> np.ndarray | None:
 
 def write_index(folder: Path, runs: ShardFiles, prints: dict[str, str], name: str) -> None:
     """Merge the runs of a metric into its index, a folder that appears whole."""
-    files = runs.files(name)
-    # Beside the runs, so that what a kill leaves of it goes with them.
-    unfinished = files[0].with_name(f"index-{secrets.token_hex(4)}")
-    unfinished.mkdir()
-    try:
-        about = {
-            "fingerprint": prints[name],
-            "metric": name,
-            **ranking.write(unfinished, files),
-        }
-        with atomic_write(unfinished / "index.json") as out:
-            out.write(json.dumps(about, indent=1).encode())
-        unfinished.rename(folder / label(name))
-    except BaseException:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise
+    with atomic_folder(folder / label(name)) as index:
+        about = {"fingerprint": prints[name], "metric": name}
+        about |= ranking.write(index, runs.files(name))
+        (index / "index.json").write_text(json.dumps(about, indent=1))
 
 
 # ---- what training calls
@@ -182,31 +169,35 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
         return Rankings({})
     store, kind, seq_len, long = samples.store.path, samples.kind, samples.seq_len, samples.long
     prints = {name: difficulty.fingerprint(samples, name) for name in names}
-    at = difficulty.index_folder(folder, samples)
-    lacking = ranks.on_rank0(lambda: difficulty.lacking_in(at, prints))
+    indexes = difficulty.index_folder(folder, samples)
+    lacking = ranks.on_rank0(lambda: difficulty.lacking_in(indexes, prints))
+    by = ",".join(lacking)
     if lacking and samples.store.train_tokens > SMALL:
+        out = f" --out {folder}" if folder else ""
         raise ValueError(
-            f"{at} has no index by {', '.join(lacking)}: make it with python analyze.py {store}"
-            f" --metric {','.join(lacking)} --samples {kind} --seq-len {seq_len}"
-            f" --long {long}{f' --out {folder}' if folder else ''}"
+            f"{indexes} has no index by {by}: make it with python analyze.py {store} --metric {by}"
+            f" --samples {kind} --seq-len {seq_len} --long {long}{out}"
         )
     if lacking:
-        ranks.say(f"analyzing {store} by {', '.join(lacking)}, once: index in {at}")
-        analyze(partial(samples_of, str(store), kind, seq_len, long), lacking, at, ranks)
-    return difficulty.opened(at, prints)
+        ranks.say(f"analyzing {store} by {by}, once: index in {indexes}")
+        analyze(partial(samples_of, str(store), kind, seq_len, long), lacking, indexes, ranks)
+    return difficulty.opened(indexes, prints)
 
 
 # ---- command
+
+KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT, of one with --nsp"
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = runtime.Parser(prog="analyze.py", description=__doc__.split("\n")[0])
     parser.add_argument("store", nargs="?", help="of prepare.py (default: embedded corpus)")
-    parser.add_argument(
-        "--metric", required=True, help=f"{', '.join(difficulty.METRICS)} or path.py:name"
-    )
-    add_flags(parser)
-    parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
+    known = ", ".join(difficulty.METRICS)
+    parser.add_argument("--metric", required=True, help=f"{known} or path.py:name")
+    parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)
+    parser.add_argument("--seq-len", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--long", default="split", choices=LONG, help=LONG_HELP)
+    parser.add_argument("--workers", type=numbers.count, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
     parser.add_argument("--plot", help="file for a histogram")
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
@@ -223,15 +214,14 @@ def main(argv: list[str] | None = None) -> None:
     analyze(open_samples, names, folder, ranks, args.workers)
     if ranks.is_rank0:
         prints = {name: difficulty.fingerprint(samples, name) for name in names}
-        opened = difficulty.opened(folder, prints)
-        rankings = {label(name): index for name, index in opened.items()}
+        indexes = difficulty.opened(folder, prints)
         most = samples.max_piece_len
         print(f"{len(samples):,} samples of at most {most} tokens; index: {folder}")
-        show_percentiles(rankings)
+        show_percentiles(indexes)
         if args.examples:
-            show_examples(rankings, partial(text_of, samples))
+            show_examples(indexes, samples)
         if args.plot:
-            plot_histograms(rankings, args.plot)
+            plot_histograms(indexes, args.plot)
 
 
 def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
@@ -240,8 +230,6 @@ def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
         raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
     if args.samples == "rows" and args.long == "truncate":
         raise ValueError("--long truncate: --samples rows are cut across documents: take pieces")
-    if args.workers < 1:
-        raise ValueError(f"--workers {args.workers} must be at least 1")
     for name in set(names) & set(LENGTHS):
         raise ValueError(f"--metric {name} needs no analysis: it takes samples as they come")
     difficulty.check_metrics(names, args.seq_len, args.samples, flag="--metric")
@@ -249,45 +237,39 @@ def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
         figures.figure_for(args.plot)
 
 
-def text_of(samples: Samples, sample: int) -> str:
-    encoding = get_encoding(samples.store.meta["tokenizer"])
-    ((first, last),) = samples.spans(np.array([sample]))
-    return encoding.decode(samples.read_tokens(first, last).tolist())
-
-
-# ---- describe
-#
-# What a ranking looks like: its percentiles, what is easy and hard in it, a histogram.
-
+# ---- what a ranking looks like
 
 PERCENTS = (0, 1, 5, 25, 50, 75, 95, 99, 100)
 PLOTTED = 1 << 18  # values of a histogram at most
 
 
-def show_percentiles(rankings: dict[str, Ranking]) -> None:
+def show_percentiles(indexes: Rankings) -> None:
     print("percentile    " + "".join(f"{percent:>12}" for percent in PERCENTS))
-    for name, its in rankings.items():
-        counts = [max(its.at_percent(percent), 1) for percent in PERCENTS]
-        print(f"{name:14}" + "".join(f"{its.highest(count):12.6g}" for count in counts))
+    for name, index in indexes.items():
+        counts = [max(index.at_percent(percent), 1) for percent in PERCENTS]
+        print(f"{label(name):14}" + "".join(f"{index.highest(n):12.6g}" for n in counts))
 
 
-def show_examples(rankings: dict[str, Ranking], text_of: Callable[[int], str]) -> None:
-    """The median sample of the easiest and of the hardest percent, in each its."""
-    for name, its in rankings.items():
-        for which, share in (("easiest", 0.005), ("hardest", 0.995)):
-            sample = int(its.order[int(share * len(its))])
-            text = " ".join(text_of(sample).split())
-            print(f"\n{which} percent by {name}, {its.values[sample]:g}:\n{text[:400]}")
+def show_examples(indexes: Rankings, samples: Samples) -> None:
+    """The median sample of the easiest and of the hardest percent by each metric."""
+    encoding = get_encoding(samples.store.meta["tokenizer"])
+    for name, index in indexes.items():
+        for percent, share in (("easiest", 0.005), ("hardest", 0.995)):
+            sample = int(index.order[int(share * len(index))])
+            ((first, last),) = samples.spans(np.array([sample]))
+            text = " ".join(encoding.decode(samples.read_tokens(first, last).tolist()).split())
+            print(f"\n{percent} percent by {label(name)}, {index.values[sample]:g}:\n{text[:400]}")
 
 
-def plot_histograms(rankings: dict[str, Ranking], file: str) -> None:
-    """A figure of the values of each ranking; with several, its name goes into the file's."""
-    for name, its in rankings.items():
-        values = its.values[:: -(-len(its) // PLOTTED)]
+def plot_histograms(indexes: Rankings, file: str) -> None:
+    """A histogram of each metric's values; with several, the metric's name joins the file's."""
+    for name, index in indexes.items():
+        values = index.values[:: -(-len(index) // PLOTTED)]
         path = Path(file)
-        if len(rankings) > 1:
-            path = path.with_stem(f"{path.stem}-{name}")
-        plotted(str(path), lambda axes, v=values: axes.hist(v, 60), xlabel=name, ylabel="samples")
+        if len(indexes) > 1:
+            path = path.with_stem(f"{path.stem}-{label(name)}")
+        axis = {"xlabel": label(name), "ylabel": "samples"}
+        plotted(str(path), lambda axes, v=values: axes.hist(v, 60), **axis)
 
 
 if __name__ == "__main__":

@@ -1,10 +1,7 @@
 """How hard each sample of a store is: the metrics, and the index that sorts a store by one of them.
 
-An index is a folder: values by sample, sample ids by difficulty, and a fingerprint of everything
-that they rest on.
-
-Does not make indexes, which is analyze.py's work, and does not decide how hard a sample may be by
-now, which is curriculum.py's.
+An index is a folder with the samples' values, their ids by value, and a fingerprint of everything
+that these depend on. analyze.py makes indexes; curriculum.py decides how hard a sample may be.
 
 Paper: Li et al., arXiv 2212.03597.
 
@@ -15,8 +12,6 @@ import hashlib
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -29,8 +24,8 @@ from support.rows.samples import SPECIAL_TOKENS, Samples
 
 BLOCK = 1 << 18  # tokens measured at once: what a core's cache holds
 
-# ---- metrics: (tokens (n,) of N samples one after another, lengths (N,), what is known of all) ->
-# (N,) numbers, the easiest sample's the lowest
+# ---- metrics: (tokens (n,) of N samples one after another, lengths (N,), what the metric summed
+# over all samples) -> (N,) numbers, lowest for the easiest sample
 
 
 def length(tokens: np.ndarray, lengths: np.ndarray, _: None) -> np.ndarray:
@@ -49,14 +44,14 @@ def rarity(tokens: np.ndarray, lengths: np.ndarray, nats: np.ndarray) -> np.ndar
 
 
 def rarity_mean(tokens: np.ndarray, lengths: np.ndarray, nats: np.ndarray) -> np.ndarray:
-    """Nats a token: the sum is mostly the length."""
+    """Nats per token: the sum mostly measures the length."""
     return rarity(tokens, lengths, nats) / lengths
 
 
 def length_rarity(tokens: np.ndarray, lengths: np.ndarray, nats: np.ndarray) -> np.ndarray:
-    """By length, then by rarity, in one number: length + rarity / 2^k, where rarity never gets to.
+    """By length, then by rarity, in one number: length + rarity / 2^k, with rarity below 2^k.
 
-    A float64 tells samples of up to 2^17 tokens apart to 2^-9 nats, or closer.
+    In a float64 two samples of up to 2^17 tokens differ if their rarities do by 2^-9 nats.
     """
     longest = 2.0**17
     scale = 2.0 ** math.ceil(math.log2(longest * nats.max() + 1))
@@ -68,18 +63,18 @@ def token_counts(tokens: np.ndarray, lengths: np.ndarray, vocab_size: int) -> np
 
 
 def surprisal(counts: np.ndarray) -> np.ndarray:
-    """(V,) -log of each token's share of all, in nats; one that was never seen counts as one."""
+    """(V,) -log of each token's share of all, in nats; a token never seen counts as seen once."""
     counts = np.maximum(counts, 1)
     return -np.log(counts / counts.sum())
 
 
 class Metric(NamedTuple):
-    """How to measure, and what has to be known of all samples before."""
+    """How to measure samples, and what has to be summed over all of them before."""
 
     value: Callable  # (tokens, lengths, known) -> (N,)
     dtype: str = "float32"  # of the values in the index
     summed: Callable | None = None  # (tokens, lengths, vocab_size) -> what is summed over all
-    known: Callable | None = None  # (sum) -> what `value` gets
+    known: Callable | None = None  # (sum) -> the third argument of `value`
 
 
 METRICS = {
@@ -94,34 +89,26 @@ def metric(name: str) -> Metric:
     """A ranked metric by name. A user's function takes padded rows, (N, T), and lengths, (N,).
 
     It returns (N,) numbers. If it has an attribute `accumulate`, a function of the same arguments,
-    then what that returns is summed over all samples first and handed over as third argument.
+    what that returns is summed over all samples first and passed as third argument.
     """
     if name in METRICS:
         return METRICS[name]
-    value = partial(value_by_user, name)
-    if getattr(load_function(name), "accumulate", None) is None:
+    function = load_function(name)
+    accumulate = getattr(function, "accumulate", None)
+
+    def value(tokens: np.ndarray, lengths: np.ndarray, known: np.ndarray | None) -> np.ndarray:
+        if known is not None:
+            known.flags.writeable = False  # or the user's function could change what others get
+        arguments = [] if known is None else [known]
+        return ask_user(name, function, tokens, lengths, *arguments, shape=lengths.shape)
+
+    def summed(tokens: np.ndarray, lengths: np.ndarray, _: int) -> np.ndarray:
+        part = ask_user(f"{name}.accumulate", accumulate, tokens, lengths)
+        return part.astype(np.float64 if part.dtype.kind == "f" else np.int64)
+
+    if accumulate is None:
         return Metric(value, "float64")
-    return Metric(value, "float64", partial(sum_by_user, name), read_only)
-
-
-def value_by_user(
-    name: str, tokens: np.ndarray, lengths: np.ndarray, known: np.ndarray | None
-) -> np.ndarray:
-    more = () if known is None else (known,)
-    return ask_user(name, load_function(name), tokens, lengths, *more, shape=lengths.shape)
-
-
-def sum_by_user(name: str, tokens: np.ndarray, lengths: np.ndarray, _: int) -> np.ndarray:
-    accumulate = load_function(name).accumulate
-    part = ask_user(f"{name}.accumulate", accumulate, tokens, lengths)
-    return part.astype(np.float64 if part.dtype.kind == "f" else np.int64)
-
-
-def read_only(total: np.ndarray) -> np.ndarray:
-    """What was summed, so that no user's function changes what the next batch is measured by."""
-    total = np.asarray(total)
-    total.flags.writeable = False
-    return total
+    return Metric(value, "float64", summed, np.asarray)
 
 
 def ask_user(
@@ -219,49 +206,38 @@ def index_folder(given: str | None, samples: Samples) -> Path:
     return Path(given or samples.store.path / "curriculum") / kind
 
 
-@dataclass(frozen=True, eq=False)
-class DifficultyIndex(Ranking):
-    """What analyze.py wrote, mapped."""
-
-    @staticmethod
-    def exists(folder: Path, wanted: str) -> bool:
-        """Whether there is one; ValueError if it is of other samples, or of a changed metric."""
-        if not folder.exists():
-            return False
-        try:
-            stored = json.loads((folder / "index.json").read_text())["fingerprint"][:64]
-        except (FileNotFoundError, ValueError, LookupError, TypeError):
-            raise ValueError(f"{folder}: a damaged index: remove it and analyze again") from None
-        if stored != wanted:
-            raise ValueError(
-                f"{folder}: an index with fingerprint {stored[:16]}, but store, tokenizer, sample"
-                f" length and metric are {wanted[:16]}: remove it, or name another folder"
-            )
-        return True
-
-    @classmethod
-    def open(cls, folder: Path, wanted: str) -> "DifficultyIndex":
-        if not cls.exists(folder, wanted):
-            raise ValueError(f"{folder}: no index: make it with analyze.py")
-        try:
-            about = json.loads((folder / "index.json").read_text())
-            index = cls(*ranking.read(folder, about))
-            index.spot_check()
-        except (OSError, LookupError, TypeError, ValueError) as error:
-            message = f"{folder}: a damaged index ({error}): remove it and analyze again"
-            raise ValueError(message) from None
-        return index
+def has_index(folder: Path, wanted: str) -> bool:
+    """Whether there is one; ValueError if it is of other samples or of a metric that changed."""
+    if not folder.exists():
+        return False
+    try:
+        stored = json.loads((folder / "index.json").read_text())["fingerprint"][:64]
+    except (FileNotFoundError, ValueError, LookupError, TypeError):
+        raise ValueError(f"{folder}: a damaged index: remove it and analyze again") from None
+    if stored != wanted:
+        raise ValueError(
+            f"{folder}: an index with fingerprint {stored[:16]}, but store, tokenizer, sample"
+            f" length and metric are {wanted[:16]}: remove it, or name another folder"
+        )
+    return True
 
 
 def lacking_in(folder: Path, prints: dict[str, str]) -> list[str]:
-    """The metrics that have no index in this folder; ValueError for an index of other samples."""
-    lacking = []
-    for name, wanted in prints.items():
-        if not DifficultyIndex.exists(folder / label(name), wanted):
-            lacking.append(name)
-    return lacking
+    """The metrics without an index in this folder, of {name: fingerprint}."""
+    return [name for name in prints if not has_index(folder / label(name), prints[name])]
+
+
+def open_index(folder: Path, wanted: str) -> Ranking:
+    """What analyze.py wrote, mapped; ValueError if it is not of these samples and this metric."""
+    if not has_index(folder, wanted):
+        raise ValueError(f"{folder}: no index: make it with analyze.py")
+    try:
+        return ranking.read(folder, json.loads((folder / "index.json").read_text()))
+    except (OSError, LookupError, TypeError, ValueError) as error:
+        message = f"{folder}: a damaged index ({error}): remove it and analyze again"
+        raise ValueError(message) from None
 
 
 def opened(folder: Path, prints: dict[str, str]) -> Rankings:
-    """The index of each of these metrics, {name: fingerprint}."""
-    return Rankings({n: DifficultyIndex.open(folder / label(n), p) for n, p in prints.items()})
+    """The index of each metric, of {name: fingerprint}."""
+    return Rankings({n: open_index(folder / label(n), p) for n, p in prints.items()})

@@ -14,7 +14,7 @@ import torch
 
 import analyze
 import difficulty
-from difficulty import DifficultyIndex, fingerprint
+from difficulty import fingerprint
 from support.base.runtime import Runtime
 from support.rows.samples import samples_of
 from support.text.store import FORMAT, Store
@@ -74,7 +74,7 @@ def contents(folder):
 
 
 def opened(folder, open_samples, name):
-    return DifficultyIndex.open(folder / difficulty.label(name), fingerprint(open_samples(), name))
+    return difficulty.open_index(folder / difficulty.label(name), fingerprint(open_samples(), name))
 
 
 def users(folder, source, name="mine"):

@@ -5,20 +5,16 @@ import io
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
 import socket
-import sys
-import tempfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from multiprocessing import get_context
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -38,13 +34,11 @@ from small_stores import (
 
 import analyze
 import difficulty
-from difficulty import DifficultyIndex, fingerprint
 from support.rows import ranking
 from support.rows.samples import KINDS
 from support.text.store import Store
 
-ROOT = Path(__file__).parents[1]
-
+NAMES = ["length", "rarity"]
 
 pytestmark = pytest.mark.usefixtures("new_process")
 
@@ -62,13 +56,13 @@ def small(monkeypatch):
     monkeypatch.setattr(ranking.merged, "__defaults__", (10,))
 
 
-def counted(monkeypatch, name, fail_at=None, error=KeyboardInterrupt):
-    """Note the shards that `sum_shard` or `sort_shard` gets; raise instead of taking one."""
+def counted(monkeypatch, name, fail_at=None):
+    """The shards that `sum_shard` or `sort_shard` gets; it is interrupted at number `fail_at`."""
     real, shards = getattr(analyze, name), []
 
     def noted(*args):
         if len(shards) == fail_at:
-            raise error
+            raise KeyboardInterrupt
         shards.append(args[-1])
         return real(*args)
 
@@ -76,10 +70,7 @@ def counted(monkeypatch, name, fail_at=None, error=KeyboardInterrupt):
     return shards
 
 
-# ---- analysis: values and order
-
-
-CUTS = [*((kind, "split") for kind in KINDS), ("pieces", "truncate"), ("bert", "truncate")]
+# ---- values and order
 
 
 def texts_of(store, kind, seq_len, long="split"):
@@ -97,15 +88,21 @@ def texts_of(store, kind, seq_len, long="split"):
     return [text[i : i + seq_len] for text in documents for i in range(0, len(text), seq_len)]
 
 
-@pytest.mark.parametrize(("kind", "long"), CUTS)
-@pytest.mark.parametrize("corpus", ["by hand", "real"])
-def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, kind, long, corpus):
+@pytest.mark.parametrize(
+    ("corpus", "kind", "long"),
+    [
+        *(("by hand", kind, "split") for kind in KINDS),
+        ("by hand", "pieces", "truncate"),
+        ("by hand", "bert", "truncate"),
+        ("real", "bert", "split"),
+    ],
+)
+def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, corpus, kind, long):
     path, seq_len = (store, 8) if corpus == "by hand" else (store_dir, 256)
     open_samples = opener(path, kind, seq_len, long)
     samples, texts = open_samples(), texts_of(path, kind, seq_len, long)
     spans = samples.spans(np.arange(len(samples))).tolist()
     assert [samples.store.tokens[a:b].tolist() for a, b in spans] == texts
-    assert (kind in ("bert", "pairs")) == (samples.store.meta["end_of_text"] not in chain(*texts))
 
     counts = Counter(chain(*texts))
     shares = [max(counts[token], 1) for token in range(samples.store.meta["vocab_size"])]
@@ -115,33 +112,44 @@ def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, 
     expected = {"length": length, "rarity": rarity, "rarity-mean": rarity / length}
 
     analyzed(tmp_path / "out", open_samples, ALL)
-    found = {name: opened(tmp_path / "out", open_samples, name) for name in ALL}
-    for name, index in found.items():
+    indexes = {name: opened(tmp_path / "out", open_samples, name) for name in ALL}
+    for name, index in indexes.items():
         ids = np.arange(len(texts))
         assert index.order.tolist() == np.lexsort((ids, index.values)).tolist()
-        assert str(index.values.dtype) == difficulty.METRICS[name].dtype
+        assert index.values.dtype == difficulty.METRICS[name].dtype
     for name, values in expected.items():
-        np.testing.assert_array_max_ulp(found[name].values, values.astype(found[name].values.dtype))
-    order = found["length-rarity"].order
-    assert np.floor(found["length-rarity"].values).tolist() == length.tolist()
+        found = indexes[name].values
+        np.testing.assert_array_max_ulp(found, values.astype(found.dtype))
+    order = indexes["length-rarity"].order
+    assert np.floor(indexes["length-rarity"].values).tolist() == length.tolist()
     assert (np.diff(length[order] + (rarity / 2**30)[order]) > -1e-12).all()
-    assert (found["rarity"].values % 1 != 0).any(), "kept as they are: whole numbers would tie"
+    assert (indexes["rarity"].values % 1 != 0).any(), "kept as they are: whole numbers would tie"
 
 
-# ---- analysis: shards, workers and ranks do not matter
+# ---- shards, workers and ranks do not matter
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", ["pieces", "bert"])
 def test_shards_blocks_and_merges_do_not_matter(store, tmp_path, monkeypatch, request, kind):
     open_samples = opener(store, kind)
     whole = analyzed(tmp_path / "whole", open_samples, ALL)
     lengths = np.frombuffer(whole["length/values.bin"], np.uint32)
     assert len(set(lengths.tolist())) < len(lengths) / 5, "ties straddle shards and merges"
-    shards = counted(monkeypatch, "sort_shard")
     request.getfixturevalue("small")
+    shards = counted(monkeypatch, "sort_shard")
     assert analyzed(tmp_path / "parts", open_samples, ALL) == whole
-    assert len(shards) == -(-len(lengths) // 7) > 5
     assert [first for first, _ in shards] == list(range(0, len(lengths), 7))
+
+
+@pytest.mark.dist
+def test_workers_do_not_matter(store, tmp_path, small):
+    one = analyzed(tmp_path / "one", opener(store), NAMES)
+    pid = users(tmp_path, "def mine(tokens, lengths): return np.full(len(lengths), os.getpid())")
+    assert one.items() < analyzed(tmp_path / "two", opener(store), [*NAMES, pid], workers=2).items()
+    assert os.getpid() not in opened(tmp_path / "two", opener(store), pid).values
+    bad = users(tmp_path, "def bad(tokens, lengths): raise KeyError(3)", "bad")
+    with pytest.raises(ValueError, match=r"metrics\.py:bad, on a batch .* raised KeyError: 3"):
+        analyzed(tmp_path / "bad", opener(store), [bad], workers=2)
 
 
 def test_no_more_runs_are_merged_than_can_be_open(store, tmp_path, monkeypatch):
@@ -153,21 +161,18 @@ def test_no_more_runs_are_merged_than_can_be_open(store, tmp_path, monkeypatch):
     assert len(shards) == 4
 
 
-@pytest.mark.dist
-def test_workers_do_not_matter(store, tmp_path, small):
-    pid = users(tmp_path, "def mine(tokens, lengths): return np.full(len(lengths), os.getpid())")
-    one = analyzed(tmp_path / "one", opener(store), ALL)
-    assert analyzed(tmp_path / "two", opener(store), ALL, workers=2) == one
-    analyzed(tmp_path / "pid", opener(store), [pid], workers=2)
-    assert os.getpid() not in opened(tmp_path / "pid", opener(store), pid).values
-    bad = users(tmp_path, "def bad(tokens, lengths): raise KeyError(3)", "bad")
-    with pytest.raises(ValueError, match=r"metrics\.py:bad, on a batch .* raised KeyError: 3"):
-        analyzed(tmp_path / "bad", opener(store), [bad], workers=2)
+def on_two_ranks(work, *args):
+    """What a function (rank, port, *args) returns in a process for each rank."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        ranks = [pool.submit(work, rank, port, *args) for rank in range(2)]
+        return [rank.result(timeout=60) for rank in ranks]
 
 
-def analyzed_by_rank(rank, meet, open_samples, folder, names):
-    """One of two ranks, in a process of its own; returns the line it fails with."""
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=2)
+def analyzed_by_rank(rank, port, open_samples, folder, names):
+    """Returns the line it fails with."""
+    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
     try:
         analyzed(folder, open_samples, names, replace(ONE, rank=rank, world_size=2))
     except ValueError as error:
@@ -176,11 +181,14 @@ def analyzed_by_rank(rank, meet, open_samples, folder, names):
         dist.destroy_process_group()
 
 
-def analyzed_by_two(tmp_path, *args):
-    meet = tempfile.mktemp(dir=tmp_path)
-    with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        ranks = [pool.submit(analyzed_by_rank, rank, meet, *args) for rank in range(2)]
-        return [rank.result(timeout=60) for rank in ranks]
+def command_by_rank(rank, port, argv):
+    """With the environment that torchrun gives it; returns what it prints."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        analyze.main(argv)
+    dist.destroy_process_group()
+    return out.getvalue()
 
 
 @pytest.mark.dist
@@ -191,7 +199,7 @@ def test_a_mistake_on_one_rank_is_said_on_both_and_costs_one_shard(tmp_path, mon
     fails = f"    assert 5 not in tokens or os.path.exists({str(mended)!r}), 'five'\n"
     name = users(tmp_path, f"def mine(tokens, lengths):\n{fails}    return tokens.sum(1)")
     args = opener(store), tmp_path / "two", [name, "rarity"]
-    one, other = analyzed_by_two(tmp_path, *args)
+    one, other = on_two_ranks(analyzed_by_rank, *args)
     assert one == other and one.endswith("raised AssertionError: five")
     assert not list((tmp_path / "two").rglob("index.json"))
 
@@ -201,18 +209,8 @@ def test_a_mistake_on_one_rank_is_said_on_both_and_costs_one_shard(tmp_path, mon
     shards = counted(monkeypatch, "sort_shard")
     assert analyzed(tmp_path / "left", opener(store), [name, "rarity"]) == whole
     assert shards == [(7, 14)]
-    assert analyzed_by_two(tmp_path, *args) == [None, None]
+    assert on_two_ranks(analyzed_by_rank, *args) == [None, None]
     assert contents(tmp_path / "two") == whole
-
-
-def command_as_torchrun_starts_it(rank, port, argv):
-    """One of two ranks, with the environment that torchrun gives it; returns what it prints."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
-    with contextlib.redirect_stdout(io.StringIO()) as out:
-        analyze.main(argv)
-    dist.destroy_process_group()
-    return out.getvalue()
 
 
 @pytest.mark.dist
@@ -220,13 +218,8 @@ def test_the_command_on_two_ranks(store_dir, tmp_path):
     """Rows of one token: three shards of 2^18 samples or less, and nearly all of them ties."""
     rank_of = "def mine(tokens, lengths): return len(lengths) * [int(os.environ['RANK'])]"
     name = users(tmp_path, rank_of)
-    argv = [str(store_dir), "--samples", "rows", "--seq-len", "1", "--metric", f"rarity,{name}"]
-    argv += ["--out", str(tmp_path / "two")]
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        ranks = [pool.submit(command_as_torchrun_starts_it, r, port, argv) for r in range(2)]
-        first, second = (rank.result(timeout=60) for rank in ranks)
+    flags = f"--samples rows --seq-len 1 --metric rarity,{name} --out {tmp_path / 'two'}"
+    first, second = on_two_ranks(command_by_rank, [str(store_dir), *flags.split()])
     assert first.count("percentile") == 1 and second == ""
     open_samples, folder = opener(store_dir, "rows", 1), tmp_path / "two" / "rows-1"
     measured_by = opened(folder, open_samples, name).values
@@ -236,7 +229,7 @@ def test_the_command_on_two_ranks(store_dir, tmp_path):
     assert one.items() <= contents(folder).items()
 
 
-# ---- analysis: begun again
+# ---- begun again
 
 
 @pytest.mark.parametrize("stopped", ["sum_shard", "sort_shard"])
@@ -244,32 +237,27 @@ def test_an_interrupted_analysis_goes_on_where_it_was(store, tmp_path, monkeypat
     open_samples, folder = opener(store), tmp_path / "again"
     with monkeypatch.context() as patch:
         shards = counted(patch, "sort_shard")
-        whole = analyzed(tmp_path / "whole", open_samples, ALL)
+        whole = analyzed(tmp_path / "whole", open_samples, NAMES)
     with monkeypatch.context() as patch:
         counted(patch, stopped, fail_at=3)
         with pytest.raises(KeyboardInterrupt):
-            analyzed(folder, open_samples, ALL)
-    assert not list(folder.rglob("index.json"))
-    for name in ALL:
-        assert not DifficultyIndex.exists(folder / name, fingerprint(open_samples(), name))
+            analyzed(folder, open_samples, NAMES)
+    for name in NAMES:
         with pytest.raises(ValueError, match=f"{name}: no index: make it with analyze.py"):
             opened(folder, open_samples, name)
     summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
-    assert analyzed(folder, open_samples, ALL) == whole
-    assert (summed, measured) == {
-        "sum_shard": (shards[3:], shards),
-        "sort_shard": ([], shards[3:]),
-    }[stopped]
+    assert analyzed(folder, open_samples, NAMES) == whole
+    left = {"sum_shard": (shards[3:], shards), "sort_shard": ([], shards[3:])}
+    assert (summed, measured) == left[stopped]
 
 
-def test_a_users_function_that_fails_late_keeps_what_is_done(store, tmp_path, monkeypatch, small):
+def test_a_users_function_that_fails_late_keeps_what_is_done(tmp_path, monkeypatch, small):
     """Shard by shard: all metrics of the one that failed, none of the others."""
     fails = f"    assert os.path.exists({str(tmp_path / 'mended')!r}) or 1 not in tokens[:, :1]\n"
     store = write_store(tmp_path / "other", [*[[0]] * 30, [1], *[[0]] * 30])
     name = users(tmp_path, f"def mine(tokens, lengths):\n{fails}    return lengths")
     with pytest.raises(ValueError, match=r"metrics\.py:mine, on a batch .* AssertionError"):
         analyzed(tmp_path / "out", opener(store), [name, "rarity"])
-    assert not list((tmp_path / "out").rglob("index.json"))
     (tmp_path / "mended").touch()
     shards = counted(monkeypatch, "sort_shard")
     analyzed(tmp_path / "out", opener(store), [name, "rarity"])
@@ -311,94 +299,81 @@ def killed(where, name, number, action):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    ("where", "name", "number"),
-    [(analyze, "sort_shard", 4), (np, "save", 20), (ranking, "split", 3), (json, "dumps", 3)],
-)
-def test_killed_at_any_moment_and_analyzed_again(
-    store, tmp_path, monkeypatch, small, where, name, number
-):
+def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, small):
     """While a shard is measured or written, while they are merged, and just after."""
-    folder = tmp_path / "killed"
-    names = ["length", "rarity"]
-    whole = analyzed(tmp_path / "whole", opener(store), names)
-    killed(where, name, number, partial(analyzed, folder, opener(store), names))
-    assert not (folder / "length").exists(), "it is merged first"
-    left = set(contents(folder))
-    half = any(file.endswith(".tmp") for file in left)
-    assert half == (name != "sort_shard"), "what was being written has no name yet"
-    shards = counted(monkeypatch, "sort_shard")
-    assert analyzed(folder, opener(store), names) == whole, "also nothing else is left"
-    done = [file for file in left if re.fullmatch(r"\.rarity-\w+/run-\d+-\d+\.npy", file)]
-    assert len(done) >= 3 and len(done) + len(shards) == len(range(0, len(opener(store)()), 7))
+    whole = analyzed(tmp_path / "whole", opener(store), NAMES)
+    shards = len(range(0, len(opener(store)()), 7))
+    moments = [(analyze, "sort_shard", 4), (np, "save", 20), (ranking, "split", 3)]
+    for where, name, number in (*moments, (json, "dumps", 3)):
+        folder = tmp_path / name
+        killed(where, name, number, partial(analyzed, folder, opener(store), NAMES))
+        assert not (folder / "length").exists(), "it is merged first"
+        unnamed = [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
+        assert bool(unnamed) == (name != "sort_shard"), "what was being written"
+        done = len(list(folder.glob(".rarity.*/run-*.npy")))
+        with monkeypatch.context() as patch:
+            measured = counted(patch, "sort_shard")
+            assert analyzed(folder, opener(store), NAMES) == whole, "also nothing else is left"
+        assert done >= 3 and len(measured) == shards - done
 
 
-@pytest.mark.parametrize("cut", [0, 100, -1])
-@pytest.mark.parametrize("kind", ["run", "total"])
-def test_a_shard_that_is_not_whole_is_done_again(store, tmp_path, monkeypatch, small, kind, cut):
+def test_a_shard_that_is_not_whole_is_done_again(store, tmp_path, monkeypatch, small):
     """As after a power failure, on a disk that keeps a name before what it names."""
-    folder = tmp_path / "cut"
     whole = analyzed(tmp_path / "whole", opener(store))
-    killed(ranking, "split", 3, partial(analyzed, folder, opener(store)))
-    files = sorted(folder.glob(f".rarity-*/{kind}-*.npy"))
-    os.truncate(files[2], cut if cut >= 0 else files[2].stat().st_size - 1)
+    killed(ranking, "split", 3, partial(analyzed, tmp_path / "cut", opener(store)))
+    for kind in ("run", "total"):
+        empty, short, almost = sorted((tmp_path / "cut").glob(f".rarity.*/{kind}-*.npy"))[:3]
+        for file, size in ((empty, 0), (short, 100), (almost, almost.stat().st_size - 1)):
+            os.truncate(file, size)
     summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
-    assert analyzed(folder, opener(store)) == whole
-    assert (len(summed), len(measured)) == ((0, 1) if kind == "run" else (1, 0))
+    assert analyzed(tmp_path / "cut", opener(store)) == whole
+    assert len(summed) == len(measured) == 3
 
 
 def test_what_a_kill_left_beside_a_whole_index_is_removed(store, tmp_path):
-    before = analyzed(tmp_path / "out", opener(store))
-    left = tmp_path / "out" / f".rarity-{fingerprint(opener(store)(), 'rarity')[:16]}"
-    left.mkdir()
-    (left / "run-000000000000-000000000007.npy").write_bytes(b"left")
-    assert analyzed(tmp_path / "out", opener(store)) == before
-
-
-def test_a_token_outside_the_vocabulary_is_named(tmp_path):
-    store = write_store(tmp_path / "store", [[1, 2], [VOCABULARY, 3]])
-    message = rf"store: token {VOCABULARY} is outside its vocabulary of {VOCABULARY}: the store is"
-    for name in ("rarity", "length"):
-        with pytest.raises(ValueError, match=message):
-            analyzed(tmp_path / "out", opener(store), [name])
-
-
-def test_what_other_analyses_left_is_removed_with_the_next(store, tmp_path):
     """But no other metric's: rarity-mean begins as rarity does."""
     folder = tmp_path / "out"
-    stale, others = folder / f".rarity-{'0f' * 8}", folder / f".rarity-mean-{'0f' * 8}"
-    stale.mkdir(parents=True)
-    others.mkdir()
-    analyzed(folder, opener(store))
-    assert sorted(path.name for path in folder.iterdir()) == [others.name, "rarity"]
+    before = analyzed(folder, opener(store))
+    for left in (f".rarity.{'0f' * 8}", ".rarity.0123abcd.tmp", f".rarity-mean.{'0f' * 8}"):
+        (folder / left).mkdir()
+        (folder / left / "run-000000000000-000000000007.npy").write_bytes(b"left")
+    after = analyzed(folder, opener(store))
+    assert {file.split("/")[0] for file in after.keys() - before.keys()} == {
+        f".rarity-mean.{'0f' * 8}"
+    }
+
+
+def test_a_damaged_store_and_an_empty_one_are_refused(tmp_path):
+    store = write_store(tmp_path / "store", [[1, 2], [VOCABULARY, 3]])
+    message = rf"store: token {VOCABULARY} is outside its vocabulary of {VOCABULARY}: the store is"
+    for name in NAMES:
+        with pytest.raises(ValueError, match=message):
+            analyzed(tmp_path / "out", opener(store), [name])
+    empty = write_store(tmp_path / "empty", [])
+    with pytest.raises(ValueError, match="empty holds no training document: prepare more text"):
+        analyzed(tmp_path / "out", opener(empty))
 
 
 # ---- a user's functions
 
 
 def test_a_users_functions_get_rows_and_what_they_summed(store, tmp_path, small):
-    name = users(
-        tmp_path,
-        """
+    """What they sum does not overflow: 100 a block as int8."""
+    source = """
 def mine(tokens, lengths, total):
     assert tokens.shape == (len(lengths), lengths.max())
     assert (tokens[np.arange(tokens.shape[1]) >= lengths[:, None]] == 0).all()
     last = tokens[np.arange(len(lengths)), lengths - 1]
-    return 1000 * last + tokens.sum(1) + lengths - total[1] / total[0]
+    return 1000 * last + tokens.sum(1) + lengths - total[0] / total[1]
 
+def blocks(tokens, lengths): return np.array([100, 1], np.int8)
 
-def both(tokens, lengths):
-    return np.array([len(lengths), tokens.sum()])
-
-
-mine.accumulate = both
-""",
-    )
-    texts = texts_of(store, "pieces", 8)
-    mean = sum(map(sum, texts)) / len(texts)
+mine.accumulate = blocks
+"""
+    name, texts = users(tmp_path, source), texts_of(store, "pieces", 8)
     analyzed(tmp_path / "out", opener(store), [name])
     index = opened(tmp_path / "out", opener(store), name)
-    expected = [1000 * text[-1] + sum(text) + len(text) - mean for text in texts]
+    expected = [1000 * text[-1] + sum(text) + len(text) - 100 for text in texts]
     assert index.values.tolist() == expected
     assert index.order.tolist() == np.argsort(expected, kind="stable").tolist()
 
@@ -409,75 +384,46 @@ def test_what_a_user_sums_keeps_its_shape(store, tmp_path, small):
         analyzed(tmp_path / "out", opener(store), [users(tmp_path, mine)])
 
 
-def test_what_a_user_sums_does_not_overflow(store, tmp_path, small):
-    mine = "def mine(tokens, lengths, total): return lengths * 0 + total"
-    accumulate = "mine.accumulate = lambda tokens, lengths: np.int8(100)"
-    name = users(tmp_path, f"{mine}\n{accumulate}")
-    analyzed(tmp_path / "out", opener(store), [name])
-    samples = opener(store)()
-    shards = [*range(0, len(samples), 7), len(samples)]
-    blocks = sum(len(list(difficulty.blocks(samples, a, b))) for a, b in pairwise(shards))
-    assert blocks > 10
-    assert opened(tmp_path / "out", opener(store), name).highest(1) == 100 * blocks
-
-
 # ---- ready
 
 
 def test_ready_makes_once_what_a_small_store_lacks(store, monkeypatch, capsys):
-    samples, asked = opener(store)(), []
-    real = analyze.analyze
-
-    def noted(open_samples, names, *rest):
-        asked.append(names)
-        real(open_samples, names, *rest)
-
-    monkeypatch.setattr(analyze, "analyze", noted)
+    samples = opener(store)()
+    monkeypatch.setattr(analyze, "SMALL", samples.store.train_tokens)  # not a token too many
+    measured = counted(monkeypatch, "sort_shard")
     first = analyze.ready(samples, ["seqlen", "rarity"], None, ONE)
     folder = store / "curriculum" / "pieces-8"
     assert f"analyzing {store} by rarity, once: index in {folder}" in capsys.readouterr().out
     again = analyze.ready(samples, ["rarity"], None, ONE)
-    assert not capsys.readouterr().out
-    both = analyze.ready(samples, ["length", "rarity"], None, ONE)
-    assert asked == [["rarity"], ["length"]]
-    assert [list(found) for found in (first, again, both)] == [["rarity"]] * 2 + [
-        ["length", "rarity"]
-    ]
-    assert len({found["rarity"].order.tobytes() for found in (first, again, both)}) == 1
+    assert not capsys.readouterr().out and len(measured) == 1
+    both = analyze.ready(samples, NAMES, None, ONE)
+    assert [list(ready) for ready in (first, again, both)] == [["rarity"], ["rarity"], NAMES]
+    assert len(measured) == 2
+    assert len({ready["rarity"].order.tobytes() for ready in (first, again, both)}) == 1
 
 
 def test_truncated_samples_have_an_index_of_their_own(store):
-    """Beside that of all pieces; values and order are those of documents cut off at a row."""
-    found = {}
+    """Beside that of all pieces; its values are those of documents cut off at a row."""
+    lengths = {}
     for long in ("split", "truncate", "split"):
         samples = opener(store, long=long)()
-        index = analyze.ready(samples, ["length"], None, ONE)["length"]
-        found.setdefault(long, index.values.tobytes())
-        assert index.values.tobytes() == found[long] and len(index.values) == len(samples)
-    assert np.frombuffer(found["truncate"], "uint32").tolist() == [
-        min(len(ids) + 1, 8) for ids in many_documents()
-    ]
+        values = analyze.ready(samples, ["length"], None, ONE)["length"].values.tolist()
+        assert lengths.setdefault(long, values) == values
+    assert lengths["truncate"] == [min(len(ids) + 1, 8) for ids in many_documents()]
     folders = sorted(path.name for path in (store / "curriculum").iterdir() if path.is_dir())
     assert folders == ["pieces-8", "pieces-8-truncate"]
 
 
-@pytest.mark.parametrize("long", ["split", "truncate"])
-@pytest.mark.parametrize("kept", [None, "kept"])
+@pytest.mark.parametrize(("kept", "long"), [(None, "truncate"), ("kept", "split")])
 def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch, kept, long):
     samples, kept = opener(store, "bert", 16, long)(), kept and str(tmp_path / kept)
     monkeypatch.setattr(analyze, "SMALL", samples.store.train_tokens - 1)
-    with pytest.raises(ValueError, match="has no index by rarity, length: make it") as error:
-        analyze.ready(samples, ["rarity", "length"], kept, ONE)
+    with pytest.raises(ValueError, match="has no index by length,rarity: make it") as error:
+        analyze.ready(samples, NAMES, kept, ONE)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["store"], "nothing is analyzed"
     command = shlex.split(str(error.value).partition("python analyze.py ")[2])
     analyze.main(command)
-    assert list(analyze.ready(samples, ["rarity", "length"], kept, ONE)) == ["rarity", "length"]
-
-
-def test_ready_makes_a_store_of_just_that_size(store, monkeypatch):
-    samples = opener(store)()
-    monkeypatch.setattr(analyze, "SMALL", samples.store.train_tokens)
-    assert analyze.ready(samples, ["rarity"], None, ONE)
+    assert list(analyze.ready(samples, NAMES, kept, ONE)) == NAMES
 
 
 def test_a_length_needs_no_index_and_no_other_rank(store):
@@ -494,12 +440,14 @@ def hundred(tmp_path):
     return write_store(tmp_path / "hundred", [[0] * n for n in reversed(range(100))])
 
 
-def test_command_prints_percentiles(hundred, capsys):
-    analyze.main([str(hundred), "--metric", "rarity,length", "--seq-len", "128"])
+def test_command_prints_percentiles(hundred, tmp_path, capsys):
+    before = contents(hundred)
+    flags = f"--metric rarity,length --seq-len 128 --workers 1 --out {tmp_path / 'out'}"
+    analyze.main([str(hundred), *flags.split()])
+    assert contents(hundred) == before, "written where it is told"
     first, *table = capsys.readouterr().out.splitlines()
-    assert first == (
-        f"100 samples of at most 128 tokens; index: {hundred / 'curriculum' / 'pieces-128'}"
-    )
+    folder = tmp_path / "out" / "pieces-128"
+    assert first == f"100 samples of at most 128 tokens; index: {folder}"
     head, rarity, length = (line.split() for line in table)
     assert head == ["percentile", *map(str, analyze.PERCENTS)]
     assert length == ["length", *map(str, (1, *analyze.PERCENTS[1:]))]
@@ -510,43 +458,26 @@ def test_command_prints_percentiles(hundred, capsys):
     assert [float(value) for value in rarity[1:]] == pytest.approx(expected, rel=1e-5)
 
 
-def test_command_writes_where_it_is_told(hundred, tmp_path, capsys):
-    before = contents(hundred)
-    flags = f"--metric rarity --samples bert --seq-len 16 --workers 1 --out {tmp_path / 'out'}"
-    analyze.main([str(hundred), *flags.split()])
-    assert contents(hundred) == before
-    assert len(opened(tmp_path / "out/bert-16", opener(hundred, "bert", 16), "rarity")) > 100
-
-
-def test_command_says_what_its_plot_needs(hundred, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"^--plot needs its package: pip install"):
-        analyze.main([str(hundred), "--metric", "rarity", "--plot", "a.png"])
-
-
-def test_command_plots_a_figure_a_metric(hundred, tmp_path):
+def test_command_plots_a_figure_a_metric_and_prints_examples(store_dir, tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    metrics, file = "rarity,length", str(tmp_path / "a.png")
-    analyze.main([str(hundred), "--metric", metrics, "--plot", file])
+    file = str(tmp_path / "a.png")
+    flags = ["--metric", "rarity,length", "--workers", "1", "--out", str(tmp_path / "out")]
+    analyze.main([str(store_dir), *flags, "--plot", file, "--examples"])
     assert sorted(path.name for path in tmp_path.glob("*.png")) == ["a-length.png", "a-rarity.png"]
+    out = capsys.readouterr().out
+    assert out.index("easiest percent by rarity, ") < out.index("hardest percent by rarity, ")
 
 
 REFUSED = {
-    "--metric seqlen": "--metric seqlen needs no analysis: it takes samples as they come",
-    "--metric rarity,seqlen": "--metric seqlen needs no analysis",
-    "--metric length --samples rows": "length cannot tell rows apart that are all 256 tokens",
-    "--metric length-rarity --samples rows": "length-rarity cannot tell rows apart",
+    "--metric rarity,seqlen": "--metric seqlen needs no analysis: it takes samples as they come",
+    "--metric length --samples rows": "--metric length cannot tell rows apart that are all 256",
     "--metric rarity --samples rows --long truncate": "--long truncate: --samples rows are cut",
-    "--metric hard": "hard is unknown: choose from length, rarity",
-    "--metric rarity,rarity": "takes one length, and each name once",
-    "--metric rarity --workers 0": "--workers 0 must be at least 1",
+    "--metric hard": "--metric hard is unknown: choose from length, rarity",
+    "--metric rarity,rarity": "--metric rarity,rarity: takes one length, and each name once",
+    "--metric rarity --workers 0": "--workers: 0 is not a whole number, 1 or more",
     "--metric rarity --seq-len 0": r"--seq-len 0: a row has from 1 to 2\^31 tokens",
-    "--metric rarity --seq-len 99999999999999999999": "--seq-len 99999999999999999999: a row",
     "--metric rarity --plot nowhere/a.png": "--plot nowhere/a.png: give a file in a folder",
-    "--metric rarity --plot a.txt": "--plot a.txt: give a file in a folder, ending in .*png",
     "--metric nowhere.py:mine": r"nowhere\.py:mine: there is no Python file nowhere\.py",
-    "--metric metrics.py:yours": r"metrics\.py defines no function yours",
     "--metric metrics.py:np": r"metrics\.py defines no function np",
 }
 
@@ -558,9 +489,3 @@ def test_command_refuses(hundred, tmp_path, monkeypatch, flags):
     with pytest.raises(ValueError, match=REFUSED[flags]):
         analyze.main([str(hundred), *flags.split()])
     assert not (hundred / "curriculum").exists()
-
-
-def test_a_store_without_training_text_is_refused(tmp_path):
-    store = write_store(tmp_path / "store", [])
-    with pytest.raises(ValueError, match="store holds no training document: prepare more text"):
-        analyzed(tmp_path / "out", opener(store))

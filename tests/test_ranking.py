@@ -1,15 +1,16 @@
-"""Rankings: percentiles and values, membership, the pool that several share, their files."""
+"""Rankings: sorted runs merged into one, percentiles, values, and the pool that several share."""
 
-import math
-from fractions import Fraction
+import tempfile
+from itertools import accumulate, chain
+from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from support.rows import ranking
-from support.rows.ranking import Head, Pool, Ranking, intersection
+from support.rows.ranking import Head, Pool, Ranking, merged, sorted_run, split
 
 
 def ranking_of(values) -> Ranking:
@@ -17,49 +18,61 @@ def ranking_of(values) -> Ranking:
     return Ranking(values, np.argsort(values, kind="stable").astype(np.uint32))
 
 
+# ---- sorted runs
+
+lists_of_values = st.lists(st.lists(st.integers(-3, 3), max_size=12), min_size=1, max_size=6)
+
+
+def runs_of(lists):
+    """A run of each list, ids counted on from run to run, and the ids of all by value."""
+    first_ids = accumulate(map(len, lists[:-1]), initial=0)
+    runs = [
+        sorted_run(np.array(values, np.float32), first_id, np.dtype("uint32"))
+        for values, first_id in zip(lists, first_ids, strict=True)
+    ]
+    return runs, np.argsort(list(chain(*lists)), kind="stable").tolist()
+
+
+def test_runs_worked_by_hand():
+    run = sorted_run(np.array([5, 1, 3, 3], np.float32), 10, np.dtype("uint32"))
+    assert run.tolist() == [(1, 11), (3, 12), (3, 13), (5, 10)]
+    assert split(runs_of([[1, 3, 3], [2, 3, 4]])[0], 4) == [3, 1]
+
+
+@settings(deadline=None, max_examples=40)
+@given(lists_of_values, st.integers(1, 30))
+@example([[1, 3, 3], [2, 3, 4]], 4)
+def test_cut_at_any_rank_and_merged_runs_are_the_sorted_whole(lists, chunk):
+    runs, order = runs_of(lists)
+    for rank in range(1, len(order) + 1):
+        ids = [run["id"][:cut].tolist() for run, cut in zip(runs, split(runs, rank), strict=True)]
+        assert sorted(chain(*ids)) == sorted(order[:rank])
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{i}.npy" for i in range(len(runs))]
+        for file, run in zip(files, runs, strict=True):
+            np.save(file, run)
+        parts = [part.tolist() for part in merged(files, chunk)]
+    assert list(chain(*parts)) == order
+    assert all(len(part) == chunk for part in parts[:-1])
+
+
+# ---- a ranking; test_curriculum.py compares what is eligible with a plain sort
+
+
 def test_percent_is_the_nearest_rank():
-    for n in (1, 2, 99, 100, 101):
-        found = [ranking_of(range(n)).at_percent(percent) for percent in range(1, 101)]
-        assert found == [math.ceil(Fraction(n * percent, 100)) for percent in range(1, 101)]
-        assert found[0] >= 1 and found == sorted(found) and found[-1] == n
-    # by hand: 1 of 1; half of 2; 0.99 and 49.5 of 99 round up; so do 1.01 and 99.99 of 101
-    by_hand = {
-        (1, 1): 1,
-        (2, 50): 1,
-        (2, 51): 2,
-        (99, 1): 1,
-        (99, 50): 50,
-        (101, 1): 2,
-        (101, 99): 100,
-    }
+    """Half of 2; 0.99 and 49.5 of 99 round up; so do 1.01 and 99.99 of 101."""
+    by_hand = {(1, 1): 1, (2, 50): 1, (2, 51): 2, (99, 1): 1, (99, 50): 50, (101, 1): 2}
+    by_hand[101, 99] = 100
     assert {at: ranking_of(range(at[0])).at_percent(at[1]) for at in by_hand} == by_hand
 
 
 def test_ties_are_in_or_out_together():
-    five = ranking_of([5, 2, 5, 2.5, 5, 9])
-    counts = [five.at_value(value) for value in (-1, 1.9, 2, 2.4, 2.5, 4, 5, 8.9, 9, 99)]
+    six = ranking_of([5, 2, 5, 2.5, 5, 9])
+    counts = [six.at_value(value) for value in (-1, 1.9, 2, 2.4, 2.5, 4, 5, 8.9, 9, 99)]
     assert counts == [0, 0, 1, 1, 2, 2, 5, 5, 6, 6]
-    assert [five.highest(count) for count in range(1, 7)] == [2, 2.5, 5, 5, 5, 9]
-    assert five.last_value == 9
 
 
-ties = st.lists(st.integers(0, 4), min_size=1, max_size=40)
-
-
-@settings(deadline=None)
-@given(ties, st.integers(-1, 5))
-def test_at_value_counts(values, value):
-    assert ranking_of(values).at_value(value) == sum(other <= value for other in values)
-
-
-@settings(deadline=None)
-@given(ties, st.randoms())
-def test_holds_is_membership_among_the_first(values, random):
-    some, ids = ranking_of(values), list(range(len(values)))
-    random.shuffle(ids)
-    for count in range(1, len(ids) + 1):
-        first = set(some.order[:count].tolist())
-        assert some.holds(np.array(ids), count).tolist() == [i in first for i in ids]
+# ---- pools
 
 
 def test_the_size_of_a_wide_intersection_is_estimated(monkeypatch):
@@ -74,24 +87,18 @@ def test_the_size_of_a_wide_intersection_is_estimated(monkeypatch):
     assert Pool((Head(5, one), Head(1, ranking_of(-one.values)))).is_empty
 
 
-def test_an_intersection_grows_to_the_first_percent_at_which_there_is_one():
-    up, down = ranking_of([1, 2, 3, 4]), ranking_of([5, 4, 3, 2])
-    pool, percent = intersection((Head(1, up), Head(2, down)))
-    assert percent == 51, "two of each do not meet, three do"
-    assert sorted(id for id in pool.ids(np.arange(pool.reach)).tolist() if id >= 0) == [1, 2]
-    assert intersection((Head(4, up), Head(4, down))) == (None, 0), "every sample"
+# ---- files
 
 
-@pytest.mark.parametrize("size", [0, -1, 4])
 @pytest.mark.parametrize("file", ["values.bin", "order.bin"])
-def test_files_of_another_size_are_refused(tmp_path, file, size):
-    run = np.array([(1.0, 1), (2.0, 0)], [("value", "f4"), ("id", "u4")])
-    np.save(tmp_path / "run.npy", run)
+def test_files_that_do_not_belong_together_are_refused(tmp_path, file):
+    np.save(tmp_path / "run.npy", sorted_run(np.array([2, 1], "f4"), 0, np.dtype("u4")))
     about = ranking.write(tmp_path, [tmp_path / "run.npy"])
     assert about == {"samples": 2, "values": "float32", "order": "uint32"}
-    values, order = ranking.read(tmp_path, about)
-    assert (values.tolist(), order.tolist()) == ([2.0, 1.0], [1, 0])
+    read = ranking.read(tmp_path, about)
+    assert (read.values.tolist(), read.order.tolist()) == ([2.0, 1.0], [1, 0])
     whole = (tmp_path / file).read_bytes()
-    (tmp_path / file).write_bytes((whole + bytes(4))[: len(whole) + size if size else 0])
-    with pytest.raises(ValueError):
-        ranking.read(tmp_path, about)
+    for damaged in (b"", whole[:-1], whole + bytes(4), whole[4:] + whole[:4], b"\xff" * len(whole)):
+        (tmp_path / file).write_bytes(damaged)
+        with pytest.raises(ValueError):
+            ranking.read(tmp_path, about)

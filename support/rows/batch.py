@@ -1,4 +1,4 @@
-"""Rows as the model takes them, and what each of their targets counts."""
+"""Batch: rows as the model takes them; and how much each of their targets counts in the loss."""
 
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from support.base.runtime import on_device
 
 
 class Batch(NamedTuple):
-    """Rows as the model takes them, of a step or a micro-batch. Each field is (B, T) int64.
+    """The rows of a step or a micro-batch. Each field is (B, T) int64.
 
     `positions` and `doc_ids` are None where every row is one piece that fills it.
     """
@@ -31,7 +31,7 @@ class Batch(NamedTuple):
         return Batch(*(None if field is None else field[part] for field in self))
 
     def with_documents(self) -> "Batch":
-        """The same with positions and doc_ids, also where every row is one piece that fills it."""
+        """The same batch with positions and doc_ids, even where every row is one piece."""
         if self.doc_ids is not None:
             return self
         rows, T = self.tokens.shape
@@ -47,7 +47,7 @@ class Batch(NamedTuple):
 
 
 def with_answers(batch: Batch, answers: np.ndarray) -> Batch:
-    """The batch with what each [CLS] has to tell as its target.
+    """The batch with an answer as the target of each document's [CLS].
 
     Args: answers (n,) int64 of the documents in reading order, see support/rows/bert.py
     """
@@ -58,12 +58,11 @@ def with_answers(batch: Batch, answers: np.ndarray) -> Batch:
 
 
 def shares_of(batch: Batch, per_document: bool, of_answer: float | None) -> Tensor | None:
-    """What each target counts; None where each counts 1.
+    """How much each target counts in the loss; None if each counts 1.
 
-    Paper:   Krell et al., arXiv 2107.02027, section 3.2.3: without shares a document weighs the
-             more, the longer it is
-    Args:    per_document every document counts 1, each of its targets an equal share of that
-             of_answer    what the answer at a [CLS] counts, beside these; None: there are none
+    Paper:   Krell et al., arXiv 2107.02027, section 3.2.3: without shares long documents weigh more
+    Args:    per_document every document counts 1, shared equally by its targets
+             of_answer    what the answer at a [CLS] counts in addition; None: there are no answers
     Returns: (B, T) float32
     """
     if of_answer is None and not per_document:

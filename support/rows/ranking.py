@@ -1,21 +1,82 @@
-"""Samples by rank: their values and their order, easiest first, and the pools that are its heads.
+"""Samples sorted by a value, easiest first: how such a ranking is made, stored and asked.
 
-Knows arrays of numbers, mapped from disk or in memory, not what they measure. A pool takes no list
-of samples: it is how many of the first ranks are meant, in one ranking or in several at once.
+    sorted runs   a shard's (value, id) records, sorted; as many files as there are shards
+    merged        all ids by value, a chunk at a time: values.bin and order.bin
+    Ranking       those two arrays, mapped
+    Pool          the first so many samples of one ranking, or of several at once
+
+Does not know what the values measure (difficulty.py), nor how shards are shared out
+(support/rows/shards.py). Nothing here holds all samples in memory.
 """
 
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.base.atomic import atomic_write
-
+CHUNK = 1 << 22  # records merged at once
 SCAN = 1 << 18  # samples looked at at once
+
+# ---- sorted runs
+#
+# A run has all samples of one shard; the ids of a run come before those of the next.
+
+
+def sorted_run(values: np.ndarray, first_id: int, id_dtype: np.dtype) -> np.ndarray:
+    """Records (value, id) of samples first_id, first_id + 1, ..., sorted by value, then by id."""
+    order = np.argsort(values, kind="stable")
+    run = np.empty(len(values), [("value", values.dtype), ("id", id_dtype)])
+    run["value"], run["id"] = values[order], order + first_id
+    return run
+
+
+def merged(files: list[Path], chunk: int = CHUNK) -> Iterator[np.ndarray]:
+    """The ids of all runs by value, ties by id, `chunk` of them at a time.
+
+    Every run is cut at the same exact rank. What lies between two cuts belongs together, so only
+    one chunk is in memory, however long the runs are.
+    """
+    n = sum(len(np.load(file, mmap_mode="r")) for file in files)
+    before = [0] * len(files)
+    for rank in range(chunk, n + chunk, chunk):
+        # mapped again for each chunk, which gives the pages of the last one back
+        runs = [np.load(file, mmap_mode="r") for file in files]
+        after = split(runs, rank)
+        parts = [run[a:b] for run, a, b in zip(runs, before, after, strict=True)]
+        records = np.concatenate(parts)
+        yield records["id"][np.argsort(records["value"], kind="stable")]
+        before = after
+
+
+def split(runs: list[np.ndarray], rank: int) -> list[int]:
+    """Cut runs so that their first parts together are the `rank` lowest records; ties by run.
+
+    Cost:    a binary search in every run for each of about log2(n) pivots
+    Example: runs of values [1, 3, 3], [2, 3, 4] at rank 4 are cut at [3, 1]: 1, 3, 3 and 2
+    """
+    low, high = [0] * len(runs), [len(run) for run in runs]
+    if rank >= sum(high):
+        return high
+    while True:
+        widest = max(range(len(runs)), key=lambda i: high[i] - low[i])
+        pivot = runs[widest]["value"][(low[widest] + high[widest]) // 2]
+        left = [bisect_left(run["value"], pivot) for run in runs]
+        right = [bisect_right(run["value"], pivot) for run in runs]
+        if sum(left) > rank:
+            high = left
+        elif sum(right) < rank:
+            low = right
+        else:  # the cut goes through the ties of the pivot
+            for i in range(len(runs)):
+                left[i] += min(right[i] - left[i], rank - sum(left))
+            return left
+
+
+# ---- a ranking
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,10 +90,10 @@ class Ranking:
         return len(self.order)
 
     def at_percent(self, percent: int) -> int:
-        """How many samples the first percent are, by nearest rank: never 0, all at 100.
+        """How many samples the first percent are, rounded up: never 0, all at 100.
 
         Deviates: DeepSpeed (data_sampling/data_sampler.py) takes N // 100 samples for a percent,
-                  which is none at all below a hundred
+                  which is none below a hundred
         """
         return -(-len(self) * percent // 100)
 
@@ -54,39 +115,42 @@ class Ranking:
         values, bound = self.values[ids], self.values[last]
         return (values < bound) | ((values == bound) & (ids <= last))
 
-    def spot_check(self) -> None:
-        """ValueError for arrays that do not belong together, as far as both ends tell.
-
-        Four pages, whatever the size: more would take a cold disk longer than a run should wait.
-        """
-        first, last = ends = self.order[[0, -1]]
-        if ends.max() >= len(self) or (first == last and len(self) > 1):
-            raise ValueError("order.bin is no order of the samples")
-        if not self.values[first] <= self.values[last]:
-            raise ValueError("order.bin and values.bin disagree")
-
 
 def write(folder: Path, runs: list[Path]) -> dict[str, Any]:
     """Merge sorted runs into values.bin and order.bin; returns what `read` has to know of them."""
-    with atomic_write(folder / "values.bin") as out:
+    with (folder / "values.bin").open("wb") as out:
         for file in runs:
-            values = values_by_id(np.load(file))
+            run = np.load(file)
+            values = np.empty_like(run["value"])
+            values[run["id"] - run["id"].min()] = run["value"]
             out.write(values)
     samples = 0
-    with atomic_write(folder / "order.bin") as out:
+    with (folder / "order.bin").open("wb") as out:
         for ids in merged(runs):
             out.write(ids)
             samples += len(ids)
     return {"samples": samples, "values": str(values.dtype), "order": str(ids.dtype)}
 
 
-def read(folder: Path, about: dict[str, Any]) -> tuple[np.memmap, np.memmap]:
-    """values and order, mapped; ValueError for files of another size."""
+def read(folder: Path, about: dict[str, Any]) -> Ranking:
+    """What `write` wrote, mapped.
+
+    Raises: ValueError for files that do not belong together, as far as their sizes and both ends
+            tell: to check more would keep a run waiting for a cold disk
+    """
     values = np.memmap(folder / "values.bin", about["values"], "r")
     order = np.memmap(folder / "order.bin", about["order"], "r")
     if not len(values) == len(order) == about["samples"]:
         raise ValueError("files of another size")
-    return values, order
+    first, last = ends = order[[0, -1]]
+    if ends.max() >= len(order) or (first == last and len(order) > 1):
+        raise ValueError("order.bin is not an order of the samples")
+    if not values[first] <= values[last]:
+        raise ValueError("order.bin and values.bin disagree")
+    return Ranking(values, order)
+
+
+# ---- pools
 
 
 class Head(NamedTuple):
@@ -98,7 +162,7 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Pool:
-    """The samples that every one of these heads holds."""
+    """The samples that all of these heads have in common."""
 
     filters: tuple[Head, ...]  # the shortest first
 
@@ -108,7 +172,7 @@ class Pool:
         return self.filters[0].count
 
     def ids(self, ranks: np.ndarray) -> np.ndarray:
-        """The samples at these ranks, (n,) int64; -1 where another filter does not hold one."""
+        """The samples at these ranks, (n,) int64; -1 for one that another filter leaves out."""
         shortest, *others = self.filters
         ids = shortest.ranking.order[ranks].astype(np.int64)
         for count, ranking in others:
@@ -117,7 +181,7 @@ class Pool:
 
     @cached_property
     def size(self) -> int:
-        """How many samples; with several filters that reach further than a scan, an estimate."""
+        """How many samples; an estimate where several filters reach further than a scan."""
         if len(self.filters) == 1:
             return self.reach
         ranks = np.linspace(0, self.reach - 1, min(self.reach, SCAN)).astype(np.int64)
@@ -125,8 +189,6 @@ class Pool:
 
     @property
     def is_empty(self) -> bool:
-        if len(self.filters) == 1:
-            return False
         for first in range(0, self.reach, SCAN):
             ranks = np.arange(first, min(first + SCAN, self.reach))
             if (self.ids(ranks) >= 0).any():
@@ -134,22 +196,19 @@ class Pool:
         return True
 
 
-class Widened(NamedTuple):
-    pool: Pool | None  # None: every sample
-    percent: int  # to which every head was widened; 0 if there was no need
-
-
-def intersection(heads: tuple[Head, ...]) -> Widened:
+@lru_cache(maxsize=4)  # a curriculum asks for its last pools again and again
+def intersection(heads: tuple[Head, ...]) -> tuple[Pool | None, int]:
     """The pool that all heads share; if they share no sample, they grow until they do.
 
-    They grow to the first k % of each ranking, for the smallest k at which they share one.
+    Returns: the pool, None for every sample; and k: every head has grown to at least the first k %
+             of its ranking, for the smallest k at which they share a sample
     """
     for percent in range(101):
         grown = [Head(max(n, ranking.at_percent(percent)), ranking) for n, ranking in heads]
         filters = [head for head in grown if head.count < len(head.ranking)]
         pool = Pool(tuple(sorted(filters, key=lambda head: head.count))) if filters else None
         if pool is None or not pool.is_empty:
-            return Widened(pool, percent)
+            return pool, percent
     raise AssertionError("the first 100 % are all samples")
 
 
@@ -157,46 +216,33 @@ class Eligible(NamedTuple):
     """The samples up to a level of each ranking."""
 
     pool: Pool | None  # None: every sample
-    reached: dict[str, float]  # {name: level} where it had to be widened
+    reached: dict[str, float]  # {name: level} of the rankings that had to be widened
     note: str  # what was widened, for the user
 
 
 class Rankings(dict[str, Ranking]):
-    """Several rankings of the same samples by name: which come early enough in all."""
-
-    def __init__(self, rankings: dict[str, Ranking]):
-        super().__init__(rankings)
-        self.pools: dict[tuple[Head, ...], Widened] = {}
+    """Several rankings of the same samples, by name."""
 
     def eligible(self, levels: dict[str, float], units: dict[str, str]) -> Eligible:
         """The samples up to a level of each ranking.
 
-        Where there is none, the pool widens to the first that has some. By value, if nothing is so
-        easy: to the easiest value. With several rankings that share nothing: to the easiest k % of
-        each, for the smallest k at which they do.
+        A level that no sample is low enough for rises to the easiest sample's value. If the
+        rankings then share no sample, each widens to its easiest k %, for the smallest k at which
+        they do.
 
-        Args: units {name of a ranking: percentile | value}; levels of anything else are passed over
+        Args: units {name of a ranking: percentile | value}; other names in `levels` are ignored
         """
-        heads: dict[str, Head] = {}
+        counts: dict[str, int] = {}
         reached, note = {}, ""
         for name, unit in units.items():
             ranking, level = self[name], levels[name]
-            if unit == "percentile":
-                heads[name] = Head(ranking.at_percent(level), ranking)
-                continue
-            easiest = ranking.highest(1)
-            if level < easiest:
-                note = f"no sample has {name} {level} or less: widened to {easiest:g}"
-                level = reached[name] = easiest
-            heads[name] = Head(ranking.at_value(level), ranking)
-        key = tuple(heads.values())
-        if key not in self.pools:
-            while len(self.pools) > 3:  # levels only come once: the last ones are all that is asked
-                del self.pools[next(iter(self.pools))]
-            self.pools[key] = intersection(key)
-        pool, percent = self.pools[key]
+            if unit == "value" and level < ranking.highest(1):
+                level = reached[name] = ranking.highest(1)
+                note = f"no sample has {name} {levels[name]} or less: widened to {level:g}"
+            by_unit = ranking.at_value if unit == "value" else ranking.at_percent
+            counts[name] = by_unit(level)
+        pool, percent = intersection(tuple(Head(n, self[name]) for name, n in counts.items()))
         if percent:
-            counts = {name: head.count for name, head in heads.items()}
             note = f"no sample is in all of {counts}: widened to the easiest {percent} % of each"
             for name, unit in units.items():
                 ranking, grown = self[name], percent
@@ -204,69 +250,3 @@ class Rankings(dict[str, Ranking]):
                     grown = ranking.highest(ranking.at_percent(percent))
                 reached[name] = max(reached.get(name, levels[name]), grown)
         return Eligible(pool, reached, note)
-
-
-# ---- sorted runs
-#
-# Sorting more than memory holds: sorted runs in files, merged a chunk at a time.
-#
-# A run is an array of records (value, id), sorted by value and then by id, and all ids of a run
-# come before those of the next. Cutting every run at the same exact rank makes chunks that are
-# sorted each by itself, so what is in memory is one chunk, however long the runs are.
-
-
-CHUNK = 1 << 22  # records sorted at once
-
-
-def sorted_run(values: np.ndarray, first_id: int, id_dtype: np.dtype) -> np.ndarray:
-    """The run of consecutive ids, from `first_id` on, with these values."""
-    order = np.argsort(values, kind="stable")
-    run = np.empty(len(values), [("value", values.dtype), ("id", id_dtype)])
-    run["value"], run["id"] = values[order], order + first_id
-    return run
-
-
-def values_by_id(run: np.ndarray) -> np.ndarray:
-    """The values of a run in the order of its ids, which are consecutive."""
-    values = np.empty_like(run["value"])
-    values[run["id"] - run["id"].min()] = run["value"]
-    return values
-
-
-def merged(files: list[Path], chunk: int = CHUNK) -> Iterator[np.ndarray]:
-    """The ids of all runs by value, ties by id, `chunk` of them at a time."""
-    n = sum(len(np.load(file, mmap_mode="r")) for file in files)
-    before = [0] * len(files)
-    for rank in range(chunk, n + chunk, chunk):
-        # Mapped again for each chunk, which gives the pages of the last one back.
-        runs = [np.load(file, mmap_mode="r") for file in files]
-        after = split(runs, rank)
-        parts = [run[a:b] for run, a, b in zip(runs, before, after, strict=True)]
-        records = np.concatenate(parts)
-        yield records["id"][np.argsort(records["value"], kind="stable")]
-        before = after
-
-
-def split(runs: list[np.ndarray], rank: int) -> list[int]:
-    """Cut runs so that their first parts together are the `rank` lowest; ties by run.
-
-    Cost:    a binary search in every run for each of about log2(n) pivots
-    Example: runs of values [1, 3, 3], [2, 3, 4] at rank 4 are cut at [3, 1]: 1, 3, 3 and 2
-    """
-    low, high = [0] * len(runs), [len(run) for run in runs]
-    if rank >= sum(high):
-        return high
-    while True:
-        widest = max(range(len(runs)), key=lambda i: high[i] - low[i])
-        pivot = runs[widest]["value"][(low[widest] + high[widest]) // 2]
-        left = [bisect_left(run["value"], pivot) for run in runs]
-        right = [bisect_right(run["value"], pivot) for run in runs]
-        if sum(left) > rank:
-            high = left
-        elif sum(right) < rank:
-            low = right
-        else:  # the cut goes through the ties of the pivot
-            for i in range(len(runs)):
-                take = min(right[i] - left[i], rank - sum(left))
-                left[i] += take
-            return left

@@ -1,9 +1,8 @@
 """Samples: pieces of a store's text that fit one row, by number.
 
-Which of them are drawn, and how they share rows, is not decided here: see data.py and plan.py.
+Does not decide which samples are drawn or how they share rows: see data.py and plan.py.
 """
 
-import argparse
 import os
 from collections.abc import Iterator
 from functools import lru_cache
@@ -17,11 +16,10 @@ from support.base.rng import shuffled
 from support.text.store import Store
 
 KINDS = ("pieces", "rows", "bert", "pairs")
-SPLITS = {"train": "training", "val": "held-out", "all": "stored"}  # as text calls their tokens
-KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT, of one with --nsp"
+SPLITS = {"train": "training", "val": "held-out", "all": "stored"}  # what their tokens are called
 LONG = ("split", "truncate")
-LONG_HELP = "split documents longer than a row, or leave out what is beyond the first"
-SPECIAL_TOKENS = {"bert": 2, "pairs": 3}  # that collate puts around a piece: [CLS] and [SEP]s
+LONG_HELP = "split documents longer than a row, or drop what does not fit the first row"
+SPECIAL_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s that collate puts around a piece
 IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
 DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
 
@@ -37,19 +35,19 @@ class Samples:
     """Sample id -> span of the token store. A sample is a piece of text that fits one row.
 
     A document is cut at multiples of `max_piece_len` from its own start, so that each of its tokens
-    is a target exactly once a pass; truncated, it ends with its first piece. Of the kind `rows` the
-    whole split counts as one document: rows of equal length, cut across documents, which is how
+    is a target exactly once a pass; truncated, it ends with its first piece. For the kind `rows`
+    the whole split counts as one document: rows of equal length, cut across documents, which is how
     GPTs are commonly trained without packing.
 
     The spans of rows follow from arithmetic; those of pieces are a table of 16 bytes a sample. The
-    table of a large store is a file in it, made on first use and mapped into memory, so that a
-    billion samples open as fast as a thousand; where nobody may write, each process holds it.
+    table of a large store is a file in it, made on first use and mapped, so that a billion samples
+    open as fast as a thousand. In a folder that cannot be written each process holds its own table.
 
     Args: kind    pieces | rows | bert | pairs: a BERT's pieces leave out end-of-text and make room
                   for its special tokens
           seq_len tokens of a row
-          split   train | val | all: the documents that are held out are the last ones of the store
-          long    split | truncate: documents longer than a row; rows have none
+          split   train | val | all: the held-out documents are the last ones of the store
+          long    split | truncate: what happens to documents longer than a row; rows have none
     """
 
     def __init__(
@@ -86,12 +84,12 @@ class Samples:
         return np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
 
     def _parts(self) -> Iterator[np.ndarray]:
-        """The offsets of so many documents at a time as fit into memory; of no document once."""
+        """The offsets of the documents, DOCUMENTS_AT_ONCE at a time; once if there is none."""
         for first in range(0, max(len(self.offsets) - 1, 1), DOCUMENTS_AT_ONCE):
             yield self.offsets[first : first + DOCUMENTS_AT_ONCE + 1]
 
     def beyond_a_row(self) -> Beyond:
-        """How many documents are longer than a row, and how many of their tokens `truncate` drops.
+        """How many documents are longer than a row, and how many tokens `truncate` drops.
 
         Cost: reads where every document begins
         """
@@ -118,7 +116,7 @@ class Samples:
         return shuffled(draws, len(self), seed)
 
     def some(self, tokens: int | None = None) -> np.ndarray:
-        """(n, 2) spans of about so many tokens in all, chosen at random but always the same ones.
+        """(n, 2) spans of about this many tokens in all, a fixed random choice.
 
         Args: tokens None for all samples, in the order in which they would be chosen
         """
@@ -130,22 +128,21 @@ class Samples:
         return spans[: np.searchsorted(np.cumsum(spans[:, 1] - spans[:, 0]), tokens) + 1]
 
     def read_tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens of the store by reading its file.
+        """Tokens of the store, read from its file.
 
-        The mapped array would do, but its pages stay in this process's memory once they were
-        touched, and an analysis touches them all.
+        The pages of the mapped array would stay in this process's memory, and an analysis touches
+        all of them.
         """
         file, tokens = self.store.path / "tokens.bin", self.store.tokens
         return np.fromfile(file, tokens.dtype, stop - start, offset=start * tokens.itemsize)
 
     def identity(self) -> dict:
-        """What an index of these samples rests on: store, tokenizer, and how samples are cut."""
-        meta = self.store.meta
+        """What an index of these samples depends on: store, tokenizer, and how samples are cut."""
         names = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
-        made = (self.split, self.kind == "rows", self.without_eot)
-        truncated = {"long": self.long} if self.long == "truncate" else {}
-        made_of = {"made": made, "seq_len": self.max_piece_len, **truncated}
-        return made_of | {name: meta[name] for name in names}
+        made_of = {name: self.store.meta[name] for name in names}
+        made_of["made"] = (self.split, self.kind == "rows", self.without_eot)
+        made_of["seq_len"] = self.max_piece_len
+        return made_of | ({"long": self.long} if self.long == "truncate" else {})
 
 
 def spans_of_documents(
@@ -163,17 +160,19 @@ def spans_of_documents(
 
 
 def cut(spans: np.ndarray, max_piece_len: int) -> np.ndarray:
-    """Cut each span (N, 2) into pieces (n, 2) of at most so many tokens.
+    """Cut each span (N, 2) into pieces (n, 2) of at most this many tokens.
 
     Example: [[0, 5]] at 2 tokens a piece: [[0, 2], [2, 4], [4, 5]]
     """
     start, stop = spans[:, 0], spans[:, 1]
     counts = -(-(stop - start) // max_piece_len)
-    before = np.cumsum(counts) - counts
-    # the k-th piece of all, less the pieces before its span, says how far into it it starts
-    first = np.repeat(start - max_piece_len * before, counts)
-    first = first + max_piece_len * np.arange(counts.sum())  # (n,)
+    first = np.repeat(start, counts) + max_piece_len * numbered(counts)
     return np.stack((first, np.minimum(first + max_piece_len, np.repeat(stop, counts))), axis=1)
+
+
+def numbered(counts: np.ndarray) -> np.ndarray:
+    """Number the parts of each thing, given how many it has: [2, 0, 3] -> [0, 1, 0, 1, 2]"""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 def with_context(
@@ -186,17 +185,16 @@ def with_context(
 
     Args:    spans   (N, 2) of at most seq_len tokens
              offsets where documents begin, ascending
-    Returns: pieces (n, 2), and (n,) how many tokens at the start of each are context alone
-    Example: [[6, 10]] of a document that begins at 0, rows of 6 moved by 3: 3..9 which has seen 3
-             tokens, and 4..10 which has seen 5
+    Returns: pieces (n, 2), and (n,) how many tokens at the start of each are context only
+    Example: [[6, 10]] of a document that begins at 0, rows of 6 moved by 3: 3..9 with 3 tokens of
+             context, and 4..10 with 5
     """
     start, stop = spans[:, 0], spans[:, 1]
     begins = offsets[np.searchsorted(offsets, start, side="right") - 1]  # of the documents
     step = np.where(start == begins, seq_len, stride)
     counts = -(-(stop - start) // step)
     start, stop, begins, step = (np.repeat(x, counts) for x in (start, stop, begins, step))
-    number = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
-    first = start + number * step
+    first = start + numbered(counts) * step
     ends = np.minimum(first + step, stop)
     begins = np.maximum(ends - seq_len, begins)
     return np.stack((begins, ends), axis=1), first - begins
@@ -204,12 +202,5 @@ def with_context(
 
 @lru_cache(maxsize=1)
 def samples_of(path: str, kind: str, seq_len: int, long: str = "split") -> Samples:
-    """The training samples of a store, opened once a process: a worker is sent their names only."""
+    """The training samples of a store, opened once a process: a worker only gets their names."""
     return Samples(Store.open(path), kind, seq_len, long=long)
-
-
-def add_flags(parser: argparse.ArgumentParser) -> None:
-    """How a command is told which samples it is about."""
-    parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)
-    parser.add_argument("--seq-len", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--long", default="split", choices=LONG, help=LONG_HELP)

@@ -81,7 +81,7 @@ def announce(
         say(f"attention: {trainer.work.impl}, {IMPLS[trainer.work.impl]}")
     say(f"data: {store.train_tokens:,} training tokens in {store.path}; run: {run.folder}")
     if isinstance(samples, MixedSamples):
-        say(f"mixture of {samples.in_words(s.optim.tokens)}")
+        say(f"mixture of {samples.passes(s.optim.tokens)}")
     say(outlook)
     if samples.long == "truncate":
         documents, tokens = samples.beyond_a_row()

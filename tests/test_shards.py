@@ -11,36 +11,32 @@ from pathlib import Path
 import pytest
 
 from support.rows import shards
-from support.rows.shards import Outcome, in_processes
+from support.rows.shards import in_processes
 
 
 def pid_and_square(n):
     return os.getpid(), n * n
 
 
-def squares(outcomes):
-    return [(outcome.item, outcome.result[1]) for outcome in outcomes]
-
-
-def test_in_this_process():
-    outcomes = list(in_processes(pid_and_square, [3, 1, 2], 1))
-    assert outcomes == [Outcome(n, (os.getpid(), n * n)) for n in (3, 1, 2)]
-    (alone,) = in_processes(pid_and_square, [3], 8)
-    assert alone.result[0] == os.getpid(), "one item needs no process of its own"
+def test_one_worker_or_one_item_needs_no_process_of_its_own():
+    for items, workers in (([3, 1, 2], 1), ([3], 8)):
+        results = list(in_processes(pid_and_square, items, workers))
+        assert results == [(n, (os.getpid(), n * n)) for n in items]
 
 
 @pytest.mark.dist
 def test_in_no_more_processes_than_items(monkeypatch):
-    asked = []
+    started = []
 
     def recorded(number, **options):
-        asked.append(number)
+        started.append(number)
         return ProcessPoolExecutor(number, **options)
 
     monkeypatch.setattr(shards, "ProcessPoolExecutor", recorded)
-    outcomes = list(in_processes(pid_and_square, [3, 1, 2], 100_000))
-    assert asked == [3] and squares(outcomes) == [(3, 9), (1, 1), (2, 4)]
-    assert os.getpid() not in {outcome.result[0] for outcome in outcomes}
+    results = list(in_processes(pid_and_square, [3, 1, 2], 100_000))
+    assert started == [3]
+    assert [(item, square) for item, (_, square) in results] == [(3, 9), (1, 1), (2, 4)]
+    assert os.getpid() not in {pid for _, (pid, _) in results}
 
 
 def kill_worker(_):
@@ -60,7 +56,7 @@ def sleep_in(folder):
 
 @pytest.mark.dist
 def test_workers_end_with_the_process_that_is_killed(tmp_path):
-    """Else they would wait for ever, and with them what they inherited: a lock, say."""
+    """Otherwise they would wait forever, and with them what they inherited, such as a lock."""
 
     def start():
         list(in_processes(sleep_in, [tmp_path, tmp_path], 2))
