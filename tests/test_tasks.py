@@ -123,7 +123,7 @@ REFUSED = {
     "no file": (None, "No such file"),
     "an empty file": ([], "task.jsonl: has no question: write one a line"),
     "not JSON": ([LAST_WORDS[0], "mat\n"], "task.jsonl:2: is not JSON"),
-    "no object": (["[1]\n"], "task.jsonl:1: is no JSON object"),
+    "no object": (["[1]\n"], "task.jsonl:1: is not a JSON object"),
     "no context": ([{"continuation": "a"}], "task.jsonl:1: context is missing"),
     "no continuation": ([{"context": "a"}], "task.jsonl:1: continuation is missing"),
     "a number": ([{"context": "a", "continuation": 5}], "task.jsonl:1: continuation is 5: it must"),
