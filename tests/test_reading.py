@@ -238,20 +238,18 @@ def terminal(monkeypatch) -> io.StringIO:
     return shown
 
 
-def test_a_command_shows_how_far_it_is_in_both_of_its_passes(tmp_path, monkeypatch):
+def test_a_command_shows_on_a_terminal_how_far_both_of_its_passes_are(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "in.txt").write_text("some words of text\n" * 50_000)
+    prepare.main([str(tmp_path / "in.txt"), "--out", str(tmp_path / "quiet")])
+    assert capsys.readouterr().err == "", "there is no terminal"
     shown = terminal(monkeypatch)
     monkeypatch.setattr(reading, "TICK_S", -1)
-    (tmp_path / "in.txt").write_text("some words of text\n" * 50_000)
     prepare.main([str(tmp_path / "in.txt"), "--out", str(tmp_path / "store")])
     for title in ("what to hold out", "encoding"):
         assert re.search(rf"{title}: +\d+%.*\d+k/950k", shown.getvalue()), title
     assert "B/s" in shown.getvalue() and "documents]" in shown.getvalue()
-
-
-def test_without_a_terminal_nothing_is_drawn(tmp_path, capsys):
-    (tmp_path / "in.txt").write_text("some words of text\n")
-    prepare.main([str(tmp_path / "in.txt"), "--out", str(tmp_path / "store")])
-    assert capsys.readouterr().err == ""
 
 
 def test_a_bar_goes_on_while_one_task_takes_long(tmp_path, monkeypatch):
