@@ -222,7 +222,7 @@ def test_learn_refuses_before_it_reads(tmp_path):
     for out, flags, message in (
         ("ranks.txt", [], r"ends in \.tiktoken"),
         ("none/ranks.tiktoken", [], r"--out .*ranks\.tiktoken: there is no folder .*none"),
-        ("old.tiktoken", ["--holdout", "-1"], "--holdout -1: needs 0"),
+        ("old.tiktoken", ["--holdout", "-1"], "--holdout: -1 is not a whole number"),
         ("old.tiktoken", ["--split-on", ""], "--split-on '': needs blank-line"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
+from support.base.numbers import whole_number
 from support.text.reading import Document, InputBar, input_files, read_documents, separator
 
 
@@ -17,7 +18,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     inputs = "plain text, .jsonl, .jsonl.gz, .jsonl.zst, or folders of these"
     parser.add_argument("inputs", nargs="+", help=inputs)
     holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
-    parser.add_argument("--holdout", type=int, default=20, metavar="N", help=holdout)
+    parser.add_argument("--holdout", type=whole_number, default=20, metavar="N", help=holdout)
     split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
     parser.add_argument("--split-on", metavar="STRING", help=split_on)
 
@@ -53,8 +54,6 @@ class Corpus:
         split_on: str | None = None,
         source_field: str = "source",
     ):
-        if holdout < 0:
-            raise ValueError(f"--holdout {holdout}: needs 0 (hold nothing out) or more")
         self.paths, self.holdout, self.source_field = list(paths), holdout, source_field
         self.separator = None if split_on is None else separator(split_on)
         self.files = input_files(self.paths)

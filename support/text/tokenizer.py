@@ -30,6 +30,7 @@ from tqdm import tqdm
 
 from support.base import runtime
 from support.base.atomic import atomic_write
+from support.base.numbers import count
 from support.text.holdout import Corpus, add_flags
 
 PD4K = runtime.ROOT / "corpus" / "pd4k.tiktoken"
@@ -258,7 +259,7 @@ def main(argv: list[str] | None = None) -> None:
     show.add_argument("--tokenizer", default="pd4k", help=NAMES_HELP)
     learn = verbs.add_parser("learn", help="learn ranks from documents")
     add_flags(learn)
-    learn.add_argument("--ranks", type=int, default=4096, help="the 256 bytes included (4096)")
+    learn.add_argument("--ranks", type=count, default=4096, help="the 256 bytes included (4096)")
     learn.add_argument("--out", type=Path, required=True, help="the .tiktoken file to write")
     args = parser.parse_args(argv)
     if args.verb == "learn":
