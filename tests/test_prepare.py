@@ -288,25 +288,6 @@ def test_bad_input_leaves_nothing(tmp_path, content, said):
     assert names(tmp_path) == ["in.jsonl"]
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
-def test_an_interrupt_or_error_in_the_middle_leaves_nothing(tmp_path, monkeypatch, error):
-    encode, calls = encoding.encode, []
-
-    def fail_late(*args):
-        calls.append(args)
-        if len(calls) == 3:
-            # The folder is under way by now: without this the test would prove nothing.
-            assert len(list(tmp_path.glob(".store.*.tmp"))) == 1
-            raise error
-        return encode(*args)
-
-    monkeypatch.setattr(encoding, "encode", fail_late)
-    monkeypatch.setattr(encoding, "CHUNK_CHARACTERS", 50_000)
-    with pytest.raises(error):
-        make(TINY, tmp_path / "store")
-    assert len(calls) >= 3 and names(tmp_path) == []
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
     """A corpus that takes seconds."""

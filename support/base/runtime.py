@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -28,6 +28,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MISTAKES = (ValueError, OSError)  # of the user: one line and exit status 2
 RANK_IS_GONE = ("gloo/transport", "ncclRemoteError")  # in gloo's and NCCL's errors about lost ranks
 LINGER = 0.5  # seconds, so that torchrun, which polls ten times as often, sees the lost rank first
+Value = TypeVar("Value")
 
 # ---- ranks and device
 
@@ -62,21 +63,21 @@ class Runtime:
         return sums.to(values.device)
 
     def on_any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true on some rank, told to every rank, without waiting for a GPU."""
+        """Whether `flag` is true on any rank; the same answer everywhere, without a GPU's help."""
         if self.world_size == 1:
             return flag
         flags = torch.tensor(float(flag))
         dist.all_reduce(flags)
         return flags.item() > 0
 
-    def gather(self, value: Any) -> list:
+    def gather(self, value: Value) -> list[Value]:
         """The `value` of every rank, in rank order, on every rank."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
-    def collect(self, value: Any) -> Iterator[Any]:
+    def collect(self, value: Value) -> Iterator[Value]:
         """Yield every rank's `value` on rank 0, holding one at a time; nothing on other ranks."""
         if not self.is_rank0:
             dist.send_object_list([value], dst=0)
@@ -87,7 +88,7 @@ class Runtime:
             dist.recv_object_list(received, src=rank)
             yield received[0]
 
-    def on_rank0(self, action: Callable[[], Any]) -> Any:
+    def on_rank0(self, action: Callable[[], Value]) -> Value:
         """Run `action` on rank 0 only. Every rank gets its result, or its error as ValueError."""
         outcome: list = [None, None]
         if self.is_rank0:
@@ -150,7 +151,7 @@ def start(device: str, dtype: str) -> Runtime:
     )
 
 
-def group_of(device: torch.device) -> dict[str, Any]:
+def group_of(device: torch.device) -> dict[str, str | torch.device]:
     """The arguments of init_process_group for ranks on such devices.
 
     With GPUs gloo is there too, for tensors in host memory such as offloaded shards. Given this

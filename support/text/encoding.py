@@ -9,7 +9,7 @@ import os
 import re
 from collections import deque
 from collections.abc import Iterable, Iterator
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import NamedTuple
 
 import numpy as np
@@ -20,8 +20,8 @@ from support.text.reading import TICK_S, InputBar
 from support.text.store import Encoded
 
 CHUNK_CHARACTERS = 1 << 18  # of text, for one task of one thread
-# In the pattern by which all our tokenizers split (support/text/tokenizer.py) no alternative has a
-# character before a blank, and none looks back. These two blanks are such to every library.
+# No alternative in the pattern that all our tokenizers split by (support/text/tokenizer.py) has a
+# character before a blank, and none looks back. Every library agrees that these two are blanks.
 CUT = re.compile(r"(?<=\S)(?=[ \n])")
 
 
@@ -41,7 +41,7 @@ def encoded(
     Cost: memory for a few chunks, and for the longest document
     """
     threads = os.cpu_count() or 1
-    tasks: deque = deque()
+    tasks: deque[tuple[Chunk, Future]] = deque()
 
     def oldest() -> list[Encoded]:
         chunk, task = tasks.popleft()
@@ -66,7 +66,7 @@ def chunks(parts: Iterable[Part], bar: InputBar) -> Iterator[Chunk]:
         done, length = 0, len(part.text)
         for text in pieces_of(part.text):
             done += len(text)
-            ends = part.ends and done == length
+            ends = done == length
             gathered.append(part._replace(text=text, ends=ends))
             documents += ends
             characters += len(text) + 1  # + 1, so that empty documents fill a chunk too

@@ -14,7 +14,7 @@ import pickle
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -31,7 +31,7 @@ NO_SOURCE = "unnamed"  # for documents without a source in a store where others 
 class Encoded(NamedTuple):
     """A document, or a part of one."""
 
-    ids: np.ndarray  # its tokens, with end-of-text if the document ends here; none of an empty one
+    ids: np.ndarray  # its tokens, then end-of-text if it `ends`; nothing for an empty document
     held_out: bool
     source: str | None
     ends: bool
@@ -60,7 +60,7 @@ class StoreWriter:
         pickle.dump([part for part in parts if part.held_out], self.files[HELD_OUT])
         self.appended += 1
 
-    def finish(self, tick: Callable[[], None]) -> dict[str, Any]:
+    def finish(self, tick: Callable[[], None]) -> dict:
         """Write what is held out; return what meta.json says about the files."""
         meta = {f"train_{key}": count for key, count in self.counts.items()}
         self.files[HELD_OUT].seek(0)
