@@ -23,7 +23,7 @@ from record import append, min_median_max, surroundings
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
 
 from prepare import prepare
-from support.text.reading import read_documents
+from support.text.reading import input_files, read_documents
 from support.text.tokenizer import get_encoding
 
 
@@ -31,7 +31,7 @@ def time_both(path: Path, name: str, rounds: int) -> dict:
     """Time the yardstick and prepare.py in turns, so that a busy machine slows both alike."""
     encoding = get_encoding(name)
     threads = os.cpu_count() or 1
-    texts = [one.text for one in read_documents([path]) if one.text]
+    texts = [one.text for one in read_documents(input_files([path])) if one.text]
     seconds: dict[str, list[float]] = {"encode": [], "prepare": []}
     for _ in range(rounds + 1):
         started = time.perf_counter()

@@ -1,7 +1,4 @@
-"""A file or a folder has its name when it is whole; a lock keeps a second writer waiting.
-
-python -m pytest tests/test_atomic.py
-"""
+"""A file or a folder has its name when it is whole; a lock keeps a second writer waiting."""
 
 import errno
 import multiprocessing
@@ -23,38 +20,16 @@ def full(*_):
     raise OSError(errno.ENOSPC, "No space left on device")
 
 
-def test_a_file_has_its_name_when_it_is_whole(tmp_path):
-    file = tmp_path / "a.bin"
+def test_a_file_has_its_name_when_it_is_whole_and_replaces_what_a_kill_left(tmp_path):
+    file, left = tmp_path / "a.bin", tmp_path / ".a.bin.tmp"
     file.write_bytes(b"old")
+    left.write_bytes(b"much longer than the new one")
+    (tmp_path / "a.tmp").write_bytes(b"the user's")
     with atomic_write(file) as out:
         out.write(b"new")
-        assert file.read_bytes() == b"old"
-    assert file.read_bytes() == b"new" and names(tmp_path) == ["a.bin"]
-
-
-def test_what_a_killed_write_left_is_replaced(tmp_path):
-    left = tmp_path / ".a.bin.tmp"
-    left.write_bytes(b"much longer than the new one")
-    with atomic_write(tmp_path / "a.bin") as out:
-        assert left.exists()
-        out.write(b"new")
-    assert names(tmp_path) == ["a.bin"] and (tmp_path / "a.bin").read_bytes() == b"new"
-
-
-def test_a_users_file_that_ends_in_tmp_is_not_touched(tmp_path):
-    (tmp_path / "a.tmp").write_bytes(b"theirs")
-    with atomic_write(tmp_path / "a.bin") as out:
-        out.write(b"ours")
-    assert (tmp_path / "a.tmp").read_bytes() == b"theirs"
-
-
-def test_a_folder_has_its_name_when_it_is_whole(tmp_path):
-    with atomic_folder(tmp_path / "new" / "a") as unfinished:
-        (unfinished / "deeper").mkdir()
-        (unfinished / "deeper" / "b").write_bytes(b"b")
-        assert not (tmp_path / "new" / "a").exists()
-    assert names(tmp_path / "new") == ["a"]
-    assert (tmp_path / "new" / "a" / "deeper" / "b").read_bytes() == b"b"
+        assert file.read_bytes() == b"old" and left.exists()
+    assert file.read_bytes() == b"new" and names(tmp_path) == ["a.bin", "a.tmp"]
+    assert (tmp_path / "a.tmp").read_bytes() == b"the user's"
 
 
 def test_all_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
@@ -74,14 +49,17 @@ def test_all_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
         out.write(b"a")
     assert calls == [".a.bin.tmp", "rename to a.bin"]
     calls.clear()
-    with atomic_folder(tmp_path / "f") as unfinished:
+    with atomic_folder(tmp_path / "new" / "f") as unfinished:
         (unfinished / "deeper").mkdir()
         (unfinished / "deeper" / "b").write_bytes(b"b")
+        assert not (tmp_path / "new" / "f").exists()
     assert set(calls[:3]) == {"deeper", "b", unfinished.name}
-    assert calls[3:] == ["rename to f", tmp_path.name]
+    assert calls[3:] == ["rename to f", "new"]
+    assert names(tmp_path / "new") == ["f"]
+    assert (tmp_path / "new" / "f" / "deeper" / "b").read_bytes() == b"b"
 
 
-@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError, SystemExit])
+@pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_error_inside_leaves_nothing(tmp_path, error):
     with pytest.raises(error), atomic_write(tmp_path / "a.bin") as out:
         out.write(b"half")
@@ -98,16 +76,16 @@ def test_a_full_disk_names_what_was_being_written(tmp_path, monkeypatch, call):
         monkeypatch.setattr(os, "fsync", full)
     if call == "rename":
         monkeypatch.setattr(Path, "rename", full)
-    said = "^{}: not written: No space left on device$"
+    target = tmp_path / "a"
     for write in (atomic_write, atomic_folder):
-        target = tmp_path / "a"
-        with pytest.raises(ValueError, match=said.format(target)), write(target):
+        said = f"^{target}: not written: No space left on device$"
+        with pytest.raises(ValueError, match=said), write(target):
             if call == "write":
                 full()
     assert names(tmp_path) == []
 
 
-def test_the_users_name_is_said_not_the_temporary_one(tmp_path):
+def test_an_error_names_the_users_file_or_another_one_that_it_is_about(tmp_path):
     missing = tmp_path / "none" / "a.bin"
     said = f"^{missing}: not written: No such file or directory$"
     with pytest.raises(ValueError, match=said), atomic_write(missing):
@@ -119,9 +97,6 @@ def test_the_users_name_is_said_not_the_temporary_one(tmp_path):
     below = tmp_path / "file" / "a.bin"
     with pytest.raises(ValueError, match="not written: Not a directory"), atomic_write(below):
         pass
-
-
-def test_an_error_of_reading_another_file_names_that_file(tmp_path):
     for write in (atomic_write, atomic_folder):
         with pytest.raises(FileNotFoundError) as caught, write(tmp_path / "a"):
             (tmp_path / "input").read_bytes()
@@ -136,35 +111,30 @@ def test_a_folder_that_was_made_meanwhile_is_not_replaced(tmp_path):
     assert [path.name for path in tmp_path.rglob("*")] == ["f", "theirs"]
 
 
-def write_slowly(folder: str) -> None:
-    with folder_lock(Path(folder)), atomic_write(Path(folder) / "a.bin") as out:
-        out.write(b"half")
+def write_locked(folder: Path, content: bytes, seconds: float) -> None:
+    with folder_lock(folder), atomic_write(folder / "a.bin") as out:
+        out.write(content)
         out.flush()
-        (Path(folder) / "started").touch()
-        time.sleep(60)
+        (folder / "started").touch()
+        time.sleep(seconds)
 
 
 def test_a_lock_holds_until_its_process_is_gone(tmp_path, capfd):
     context = multiprocessing.get_context("fork")
-    process = context.Process(target=write_slowly, args=(str(tmp_path),))
-    process.start()
+    first = context.Process(target=write_locked, args=(tmp_path, b"half", 60))
+    second = context.Process(target=write_locked, args=(tmp_path, b"the second", 0))
+    first.start()
     deadline = time.monotonic() + 30
     while not (tmp_path / "started").exists():
         assert time.monotonic() < deadline
         time.sleep(0.005)
-    waiting = context.Process(target=try_and_say, args=(str(tmp_path),))
-    waiting.start()
-    waiting.join(0.3)
-    assert waiting.is_alive(), "the folder is held"
-    process.kill()
-    process.join()
-    waiting.join(30)
-    assert (process.exitcode, waiting.exitcode) == (-signal.SIGKILL, 0)
+    second.start()
+    second.join(0.3)
+    assert second.is_alive(), "the folder is held"
+    first.kill()
+    first.join()
+    second.join(30)
+    assert (first.exitcode, second.exitcode) == (-signal.SIGKILL, 0)
     assert f"waiting for another process that writes into {tmp_path}" in capfd.readouterr().err
     assert (tmp_path / "a.bin").read_bytes() == b"the second"
     assert names(tmp_path) == ["a.bin", "started"]
-
-
-def try_and_say(folder: str) -> None:
-    with folder_lock(Path(folder)), atomic_write(Path(folder) / "a.bin") as out:
-        out.write(b"the second")

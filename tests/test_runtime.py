@@ -1,77 +1,40 @@
-"""The log, devices, and how a command ends."""
+"""Devices, and how a command of one or several processes ends."""
 
 import importlib
 import json
-import subprocess
+import os
+import signal
 import sys
 import sysconfig
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses import FakeTensorMode
 
 from kernels import triton_here
 from kernels.packed_attention import chosen_impl
 from kernels.token_drop import checked_impl
 from kernels.triton_here import why_not
-from support.base import runtime
-from support.run import folder
-from support.run.folder import Log
+from support.base.runtime import exit_cleanly, start
+
+# --- devices
 
 
-def test_provenance_names_the_commit_from_wherever_it_is_asked(tmp_path, monkeypatch):
-    command = ["git", "describe", "--always", "--dirty"]
-    git = subprocess.run(command, cwd=runtime.ROOT, capture_output=True, text=True)
-    monkeypatch.chdir(tmp_path)
-    folder.commit.cache_clear()
-    assert folder.provenance()["commit"] == (git.stdout.strip() or "none")
-    assert (runtime.ROOT / "train.py").is_file()
-
-
-def test_an_unknown_device_is_refused():
-    with pytest.raises(ValueError, match=r"--device nope is unknown: choose auto, cpu, cuda, mps"):
-        runtime.start("nope", "auto")
-
-
-def test_provenance_without_git_is_none(monkeypatch):
-    monkeypatch.setenv("PATH", "")
-    folder.commit.cache_clear()
-    assert folder.provenance()["commit"] == "none"
-    folder.commit.cache_clear()
-
-
-def test_log_forgets_what_a_killed_run_wrote_behind_its_checkpoint(tmp_path):
-    log = Log(tmp_path, True, False)
-    log.write("train", step=1)
-    size = log.size()
-    log.write("train", step=2)
-    log.file.write(b'{"event": "tra')  # torn by the kill
-    log.file.close()
-    log = Log(tmp_path, True, False, size)
-    log.write("train", step=2, again=True)
-    lines = (tmp_path / "log.jsonl").read_text().splitlines()
-    assert [json.loads(line)["step"] for line in lines] == [1, 2]
-    assert log.size() == (tmp_path / "log.jsonl").stat().st_size
-
-
-def test_log_shorter_than_the_checkpoint_remembers_is_not_filled_up(tmp_path):
-    """After a power cut the log may have lost lines that the fsynced checkpoint counts."""
-    log = Log(tmp_path, True, False, 1000)
-    log.write("train", step=1)
-    assert json.loads((tmp_path / "log.jsonl").read_text())["step"] == 1
-
-
-def test_other_ranks_write_no_log(tmp_path):
-    Log(tmp_path, False, False).write("train", step=1)
-    assert not list(tmp_path.iterdir())
-
-
-def test_start_says_what_it_chose():
-    found = runtime.start("cpu", "auto")
-    assert found.dtype == torch.float32 and found.is_rank0 and "cpu (as asked), fp32" in found.why
-    assert not found.autocast()._enabled
-    assert runtime.start("cpu", "bf16").autocast()._enabled
+def test_start_says_what_it_chose_and_refuses_what_is_not_there():
+    chosen = start("cpu", "auto")
+    assert chosen.dtype == torch.float32 and chosen.is_rank0
+    assert "cpu (as asked), fp32" in chosen.why
+    assert not chosen.autocast()._enabled
+    assert start("cpu", "bf16").autocast()._enabled
+    for device, dtype, said in (
+        ("nope", "auto", r"--device nope is unknown: choose auto, cpu, cuda, mps"),
+        ("cpu", "fp16", "--dtype fp16 needs --device cuda"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            start(device, dtype)
 
 
 @pytest.fixture
@@ -92,12 +55,11 @@ def gpu(monkeypatch, tmp_path):
             monkeypatch.setattr(torch.cuda, name, lambda *_, answer=answer: answer)
         triton_here.looked_up.cache_clear()
 
-    compiler = tmp_path / "gcc"
-    compiler.touch(0o755)
+    (tmp_path / "gcc").touch(0o755)
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.setattr(triton_here, "triton", object())
-    monkeypatch.setattr(triton_here, "python_header", lambda: runtime.Path(__file__))
+    monkeypatch.setattr(triton_here, "python_header", lambda: Path(__file__))
     yield of
     triton_here.looked_up.cache_clear()
 
@@ -118,18 +80,23 @@ def assert_both_take(impl: str) -> None:
         ((7, 0), torch.float16, "fp16, one process, 1 threads; no Triton kernels: compute"),
         ((7, 5), torch.float16, "no Triton kernels: compute capability 7.5 is below 8.0"),
         ((8, 0), torch.bfloat16, "bf16, one process, 1 threads; Triton kernels"),
-        ((8, 9), torch.bfloat16, "; Triton kernels"),
-        ((9, 0), torch.bfloat16, "; Triton kernels"),
         ((12, 0), torch.bfloat16, "; Triton kernels"),
     ],
 )
-def test_a_gpu_gets_the_dtype_and_the_kernels_that_it_has_units_for(gpu, capability, dtype, said):
+def test_a_gpu_gets_the_dtype_and_the_kernels_that_it_has_units_for(
+    gpu, capability, dtype, said, monkeypatch, tmp_path
+):
     gpu(*capability)
+    if capability == (8, 0):  # any compiler that Triton takes will do
+        (tmp_path / "gcc").rename(tmp_path / "clang")
+    if capability == (12, 0):
+        (tmp_path / "gcc").rename(tmp_path / "icx")
+        monkeypatch.setenv("CC", str(tmp_path / "icx"))
     assert torch.cuda.is_bf16_supported(), "counting emulation"
-    found = runtime.start("cuda", "auto")
-    assert found.dtype == dtype and said in found.why
+    chosen = start("cuda", "auto")
+    assert chosen.dtype == dtype and said in chosen.why
     assert_both_take("torch" if capability < (8, 0) else "triton")
-    assert runtime.start("cuda", "bf16").dtype == torch.bfloat16, "as asked"
+    assert start("cuda", "bf16").dtype == torch.bfloat16, "as asked"
 
 
 WITHOUT = {  # what is missing -> what is said
@@ -149,23 +116,12 @@ def test_what_triton_misses_is_said_once_and_pytorch_takes_over(
     elif missing == "the compiler of CC":
         monkeypatch.setenv("CC", "nvc")  # which Triton takes, and no other
     elif missing == "headers":
-        header = runtime.Path("/nowhere/Python.h")
-        monkeypatch.setattr(triton_here, "python_header", lambda: header)
+        monkeypatch.setattr(triton_here, "python_header", lambda: Path("/nowhere/Python.h"))
     else:
         monkeypatch.setattr(triton_here, "triton", None)
     gpu(9, 0)
-    assert runtime.start("cuda", "auto").why.endswith(f"; no Triton kernels: {WITHOUT[missing]}")
+    assert start("cuda", "auto").why.endswith(f"; no Triton kernels: {WITHOUT[missing]}")
     assert_both_take("torch")
-
-
-def test_any_compiler_that_triton_takes_will_do(gpu, monkeypatch, tmp_path):
-    (tmp_path / "gcc").rename(tmp_path / "clang")
-    gpu(8, 0)
-    assert why_not("cuda") is None
-    (tmp_path / "clang").rename(tmp_path / "icx")
-    monkeypatch.setenv("CC", str(tmp_path / "icx"))
-    gpu(8, 0)
-    assert why_not("cuda") is None
 
 
 def test_torch_compile_takes_the_choice_as_a_constant():
@@ -182,6 +138,8 @@ def test_debians_python_has_its_headers_where_others_have_them(monkeypatch):
     assert header.name == "Python.h" and str(header.parent) == sysconfig.get_path("include")
 
 
+# --- how one process ends
+
 ENDS = {  # what main does -> status, and what is said
     "a mistake": (ValueError("--flag 3:\n too much"), 2, "error: --flag 3: too much\n"),
     "a file": (FileNotFoundError(2, "No such file", "/x/y"), 2, "error: /x/y: No such file\n"),
@@ -191,42 +149,37 @@ ENDS = {  # what main does -> status, and what is said
 }
 
 
-@pytest.mark.parametrize(("does", "status", "said"), list(ENDS.values()), ids=list(ENDS))
-def test_how_a_command_ends(does, status, said, capsys):
-    def main():
-        if isinstance(does, BaseException):
-            raise does
-        return does
-
+def ending_with(does: object) -> int:
     with pytest.raises(SystemExit) as end:
-        runtime.exit_cleanly(main)
-    assert (end.value.code, capsys.readouterr().err) == (status, said)
+        exit_cleanly(lambda: do(does))
+    return end.value.code
+
+
+def do(does: object) -> object:
+    if isinstance(does, BaseException):
+        raise does
+    return does
+
+
+@pytest.mark.parametrize(("does", "status", "said"), ENDS.values(), ids=ENDS)
+def test_how_a_command_ends(does, status, said, capsys):
+    assert (ending_with(does), capsys.readouterr().err) == (status, said)
+
+
+def test_a_bug_keeps_its_traceback():
+    with pytest.raises(ZeroDivisionError):
+        exit_cleanly(lambda: 1 / 0)
 
 
 def test_flags_that_no_rank_understands_are_said_by_rank_0(monkeypatch, capsys, tmp_path):
     for rank, said in ((0, "error: --flag 3\n"), (1, "")):
         monkeypatch.setenv("RANK", str(rank))
         monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / f"{rank}.json"))
-        with pytest.raises(SystemExit):
-            runtime.exit_cleanly(lambda: raise_(ValueError("--flag 3")))
+        ending_with(ValueError("--flag 3"))
         assert capsys.readouterr().err == said
-        found = json.loads((tmp_path / f"{rank}.json").read_text())
-        assert found["message"]["extraInfo"]["py_callstack"] == "error: --flag 3"
-
-
-def test_a_file_that_torchrun_has_lost_is_no_error(monkeypatch, tmp_path):
+        assert End(2, tmp_path, rank).quoted == "error: --flag 3"
     monkeypatch.setenv("TORCHELASTIC_ERROR_FILE", str(tmp_path / "gone" / "error.json"))
-    with pytest.raises(SystemExit):
-        runtime.exit_cleanly(lambda: raise_(ValueError("--flag 3")))
-
-
-def raise_(error: Exception) -> None:
-    raise error
-
-
-def test_a_bug_keeps_its_traceback():
-    with pytest.raises(ZeroDivisionError):
-        runtime.exit_cleanly(lambda: 1 / 0)
+    assert ending_with(ValueError("--flag 3")) == 2, "a file that torchrun has lost is no error"
 
 
 TOP_LEVEL = ("analyze", "curriculum", "evaluate", "ltd", "packing", "prepare", "sample", "train")
@@ -238,3 +191,103 @@ def test_a_flag_that_a_command_does_not_know_is_one_line(name, monkeypatch):
     monkeypatch.setattr(sys, "argv", [name, "--bogus"])
     with pytest.raises(ValueError, match=r"^[^\n]*\(see --help\)$"):
         importlib.import_module(name).main()
+
+
+# --- how several ranks end
+
+# What ranks 0 and 1 do; "wait" is for the other rank, in vain.
+MISTAKE = ValueError("--data nowhere:\n no store")
+BUG = AttributeError("no such thing")
+
+
+def end_on(rank: int, does: tuple, port: int, folder: Path) -> None:
+    """A rank as torchrun starts it, which writes its stderr into a file."""
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "RANK": str(rank)}
+    os.environ |= {"WORLD_SIZE": "2", "TORCHELASTIC_USE_AGENT_STORE": "True"}
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / f"{rank}.json")
+    os.dup2(os.open(folder / f"{rank}.txt", os.O_CREAT | os.O_WRONLY), 2)
+
+    def main() -> object:
+        ranks = start("cpu", "fp32")
+        dist.barrier()
+        if does[rank] == "wait":
+            ranks.gather(0)
+            ranks.gather(0)
+        if does[rank] == "is killed":
+            os.kill(os.getpid(), signal.SIGKILL)
+        return do(does[rank])
+
+    exit_cleanly(main)
+
+
+class End:
+    """Of a rank: its status, what it printed, and what torchrun will quote."""
+
+    def __init__(self, status: int, folder: Path, rank: int):
+        printed, quoted = folder / f"{rank}.txt", folder / f"{rank}.json"
+        self.status, self.said = status, printed.read_text() if printed.exists() else ""
+        message = json.loads(quoted.read_text())["message"] if quoted.exists() else {}
+        self.quoted = message.get("message", "")
+        if message:
+            assert message["extraInfo"]["py_callstack"] == self.quoted
+
+
+def ends(folder: Path, *does: object) -> list[End]:
+    store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's
+    context = torch.multiprocessing.get_context("forkserver")
+    ranks = [
+        context.Process(target=end_on, args=(rank, does, store.port, folder)) for rank in (0, 1)
+    ]
+    for process in ranks:
+        process.start()
+    for process in ranks:
+        process.join()
+    return [End(process.exitcode, folder, rank) for rank, process in enumerate(ranks)]
+
+
+LINE = "--data nowhere: no store"
+TOGETHER = {  # what ranks do -> (status, said) of each, and what torchrun quotes
+    "a mistake of both": ((MISTAKE, MISTAKE), ((2, f"error: {LINE}\n"), (2, "")), LINE),
+    "a mistake of 0": ((MISTAKE, "wait"), ((2, f"error: {LINE}\n"), (1, "")), LINE),
+    "a mistake of 1": (
+        ("wait", MISTAKE),
+        ((1, ""), (2, f"error: rank 1: {LINE}\n")),
+        f"rank 1: {LINE}",
+    ),
+    "stopped": ((143, 143), ((143, ""), (143, "")), "stopped by signal 15"),
+    "nothing": ((0, 0), ((0, ""), (0, "")), ""),
+}
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("case", TOGETHER)
+def test_how_two_ranks_end(tmp_path, case):
+    does, expected, quoted = TOGETHER[case]
+    for end, (status, said) in zip(ends(tmp_path, *does), expected, strict=True):
+        assert (end.status, end.said) == (status, said)
+        assert end.quoted.removeprefix("error: ") == quoted
+
+
+@pytest.mark.dist
+@pytest.mark.parametrize("does", [("wait", BUG), (BUG, BUG)])
+def test_a_bug_has_one_traceback(tmp_path, does):
+    other, own = ends(tmp_path, *does) if does[0] == "wait" else ends(tmp_path, *does)[::-1]
+    assert own.status == 1 and own.said.count("Traceback") == 1 and str(BUG) in own.said
+    assert (other.status, other.said) == (1, "")
+    who = "rank 1: " if does[0] == "wait" else ""
+    assert own.quoted == other.quoted == f"error: {who}AttributeError: no such thing"
+
+
+@pytest.mark.dist
+def test_bugs_of_two_ranks_have_two_tracebacks(tmp_path):
+    for end in ends(tmp_path, BUG, KeyError("another")):
+        assert end.said.count("Traceback") == 1
+
+
+@pytest.mark.dist
+def test_a_rank_that_is_killed_is_missed_in_one_line(tmp_path):
+    other, killed = ends(tmp_path, "wait", "is killed")
+    assert killed.status == -signal.SIGKILL
+    assert other.status == 1 and other.said.count("\n") == 1
+    assert other.said.startswith("error: another process of the run is gone: ")
+    assert not other.quoted, "torchrun knows about the signal"

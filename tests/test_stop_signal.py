@@ -9,31 +9,25 @@ import time
 from support.base.runtime import ROOT
 from support.base.stop_signal import TWICE, StopSignal
 
-BUSY = """
-import sys
-import torch
-from support.base.stop_signal import StopSignal
-stop = StopSignal(lambda line: print(line, flush=True))
-print("ready", flush=True)
-torch.linalg.eigvals(torch.randn(4000, 4000))  # one operation of a minute on a core
-sys.exit(1)
-"""
-WRITING = """
+READY = """
+import hashlib, sys, time
 from pathlib import Path
 from support.base.atomic import atomic_write
 from support.base.stop_signal import StopSignal
-stop = StopSignal()
+stop = StopSignal(lambda line: print(line, flush=True))
+print("ready", flush=True)
+"""
+BUSY = """
+hashlib.pbkdf2_hmac("sha256", b"", b"", 10**8)  # one operation of a minute on a core
+sys.exit(1)
+"""
+WRITING = """
 for number in range(10**6):
     with atomic_write(Path({file!r})) as out:
         for _ in range(64):
             out.write(bytes([number % 256]) * 65536)
-    print(number, flush=True)
 """
-ONE = """
-import sys, time
-from support.base.stop_signal import StopSignal
-stop = StopSignal()
-print("ready", flush=True)
+POLLING = """
 while not stop.number:
     time.sleep(0.01)
 time.sleep(0.2)
@@ -41,47 +35,41 @@ sys.exit(7)
 """
 
 
-def started(code: str) -> subprocess.Popen:
-    """Run a text of Python in a process of its own, until it says that it is ready."""
-    command = [sys.executable, "-c", code]
+def interrupt(code: str, pause: float) -> tuple[int, str]:
+    """Run Python code in a process and send SIGINT twice; its status and what it prints."""
+    command = [sys.executable, "-c", READY + code]
     process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, text=True)
-    process.stdout.readline()
-    return process
-
-
-def interrupt(process: subprocess.Popen, *pauses: float) -> int:
-    """Send SIGINT, and once more after each pause; the status in which it ends."""
     try:
+        process.stdout.readline()
         process.send_signal(signal.SIGINT)
-        for pause in pauses:
-            time.sleep(pause)
-            process.send_signal(signal.SIGINT)
-        return process.wait(timeout=10)
+        time.sleep(pause)
+        process.send_signal(signal.SIGINT)
+        return process.wait(timeout=10), process.stdout.read()
     finally:
         process.kill()
 
 
 def test_a_second_interrupt_quits_in_the_middle_of_an_operation():
-    process = started(BUSY)
-    assert interrupt(process, TWICE + 0.2) == 130
-    assert "interrupt once more to quit at once" in process.stdout.read()
+    status, printed = interrupt(BUSY, TWICE + 0.2)
+    assert status == 130 and "interrupt once more to quit at once" in printed
 
 
 def test_a_second_interrupt_leaves_nothing_half_written(tmp_path):
     file = tmp_path / "file"
-    assert interrupt(started(WRITING.format(file=str(file))), TWICE + 0.2) == 130
+    assert interrupt(WRITING.format(file=str(file)), TWICE + 0.2)[0] == 130
     assert len(file.read_bytes()) == 64 * 65536 and len(set(file.read_bytes())) == 1
 
 
 def test_an_interrupt_that_comes_twice_at_once_is_one():
-    assert interrupt(started(ONE), 0.05) == 7
+    assert interrupt(POLLING, 0.05)[0] == 7
 
 
-def test_signals_go_back_to_whoever_had_them():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+def test_signals_go_back_to_the_handlers_of_before():
+    numbers = (signal.SIGINT, signal.SIGTERM)
+    before = [signal.getsignal(number) for number in numbers]
     stop = StopSignal()
     os.kill(os.getpid(), signal.SIGTERM)
     assert stop.number == signal.SIGTERM
     stop.close()
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+    assert [signal.getsignal(number) for number in numbers] == before
     assert signal.set_wakeup_fd(-1) == -1

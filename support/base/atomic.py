@@ -1,8 +1,8 @@
 """Files and folders that appear whole or not at all, and a lock that keeps two writers apart.
 
-What is written stands under a temporary name (hidden, ending in .tmp) in the folder of the final
-one, every byte is forced to the disk, and only then it is renamed: whatever stops the process, a
-final name is never half a file. Only a kill or a power cut leaves a temporary name behind.
+Output is written under a temporary name (hidden, ending in .tmp) beside the final one, forced to
+the disk and only then renamed, so a final name never stands for half a file, however the process
+ends. Only a kill or a power failure leaves a temporary name behind.
 """
 
 import fcntl
@@ -18,59 +18,57 @@ from typing import BinaryIO
 
 @contextmanager
 def atomic_write(file: Path) -> Iterator[BinaryIO]:
-    """Give a file to write to; it gets its name when the block ends without an error.
+    """Open a file to write; it gets its name when the block ends without an error.
 
-    The temporary name is the same each time, so that the next write replaces what a killed one
-    left. Where two processes may write the same file, hold `folder_lock`.
+    The temporary name is always the same, so the next write replaces what a killed one left. If two
+    processes may write the same file, hold `folder_lock`.
 
-    Raises:   ValueError naming the file, where it cannot be written
-    Example:  with atomic_write(folder / "table.bin") as out: out.write(array)
+    Raises:  ValueError naming the file if it cannot be written
+    Example: with atomic_write(folder / "table.bin") as out: out.write(array)
     """
     unfinished = file.with_name(f".{file.name}.tmp")
-    try:
-        with unfinished.open("wb") as out:
-            yield out
-            out.flush()
-            os.fsync(out.fileno())
-        unfinished.rename(file)
-    except OSError as error:
-        raise _not_written(file, unfinished, error) from None
-    finally:
-        with suppress(OSError):
-            unfinished.unlink()
+    with _renamed(unfinished, file), unfinished.open("wb") as out:
+        yield out
+        out.flush()
+        os.fsync(out.fileno())
 
 
 @contextmanager
 def atomic_folder(folder: Path) -> Iterator[Path]:
-    """Give an empty folder to fill; it becomes `folder` when the block ends without an error.
+    """Make an empty folder to fill; it becomes `folder` when the block ends without an error.
 
-    Of two processes that make the same folder, the first to finish wins; the other one gets an
-    error and leaves nothing.
+    If two processes make the same folder, the first to finish wins; the other gets an error and
+    leaves nothing.
 
-    Raises:   ValueError naming the folder, where it cannot be written
+    Raises: ValueError naming the folder if it cannot be written
     """
     unfinished = folder.with_name(f".{folder.name}.{secrets.token_hex(4)}.tmp")
-    try:
+    with _renamed(unfinished, folder):
         unfinished.mkdir(parents=True)
         yield unfinished
         for path in (*unfinished.rglob("*"), unfinished):
             sync(path)
-        unfinished.rename(folder)
-        sync(folder.parent)  # the rename itself
+    sync(folder.parent)  # the rename itself
+
+
+@contextmanager
+def _renamed(unfinished: Path, final: Path) -> Iterator[None]:
+    """Rename `unfinished` at the end, or remove it and have the error name `final`.
+
+    An error about any other file, such as one that is read, is raised unchanged.
+    """
+    try:
+        yield
+        unfinished.rename(final)
     except OSError as error:
-        raise _not_written(folder, unfinished, error) from None
+        if error.filename is None or Path(str(error.filename)).is_relative_to(unfinished):
+            reason = error.strerror or error
+            raise ValueError(f"{final}: not written: {reason}") from None
+        raise
     finally:
         shutil.rmtree(unfinished, ignore_errors=True)
-
-
-def _not_written(path: Path, unfinished: Path, error: OSError) -> Exception:
-    """Name what was being written, where the error names nothing or the temporary name.
-
-    An error that names another file, as one of reading does, is returned as it is.
-    """
-    if error.filename is None or Path(str(error.filename)).is_relative_to(unfinished):
-        return ValueError(f"{path}: not written: {error.strerror or error}")
-    return error
+        with suppress(OSError):
+            unfinished.unlink()
 
 
 def sync(path: Path) -> None:
@@ -86,7 +84,7 @@ def sync(path: Path) -> None:
 def folder_lock(folder: Path) -> Iterator[None]:
     """Wait until no other process holds this folder, then hold it while the block runs.
 
-    The process waited for may have made what this one is about to make: look again inside.
+    The other process may have made what this one is about to make: look again inside the block.
     """
     directory = os.open(folder, os.O_RDONLY)
     try:

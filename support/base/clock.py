@@ -1,4 +1,4 @@
-"""The one clock of a run, and what a step costs on it.
+"""The clock of a run, what a step costs on it, and values that grow with it.
 
 A step consumes its real tokens, scaled by the share of layers that they ran through. The budget,
 the learning rate and every schedule read consumed tokens.
@@ -6,7 +6,7 @@ the learning rate and every schedule read consumed tokens.
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -26,16 +26,20 @@ class Position(NamedTuple):
     row: int = 0  # with --pack: rows of the window that steps have taken
 
 
+if TYPE_CHECKING:
+    from config import Config
+
+
 class Clock(NamedTuple):
-    """Where a run stands. Everything scheduled is a function of this, the settings and the seed."""
+    """Where a run stands. Every schedule is a function of this, the settings and the seed."""
 
     step: int = 0
     consumed_tokens: int = 0  # the budget's unit, see effective_tokens
-    real_tokens: int = 0  # tokens that were read, a BERT's [CLS] and [SEP] included, padding not
-    layer_tokens: int = 0  # positions times the layers they went through, padding included
-    positions: int = 0  # of all rows, padding included
-    pieces: int = 0  # of documents, laid into rows
-    flops: int = 0  # executed on all ranks, see support/step/flops.py; not known to the plan
+    real_tokens: int = 0  # tokens read, including a BERT's [CLS] and [SEP] but not padding
+    layer_tokens: int = 0  # positions times the layers they went through, including padding
+    positions: int = 0  # of all rows, including padding
+    pieces: int = 0  # of documents, placed in rows
+    flops: int = 0  # executed on all ranks, see support/step/flops.py; the plan leaves it alone
     position: Position = Position()
 
     def as_dict(self) -> dict:
@@ -48,14 +52,14 @@ class Clock(NamedTuple):
 
 
 class StepContext(NamedTuple):
-    """What the techniques that act on blocks may know of a step."""
+    """What a technique that acts on blocks may know about a step."""
 
     seed: int
     step: int  # counted from 1
     progress: float  # of the run when the step begins: consumed tokens as a share of the budget
 
-    def bits(self, technique: str, layers: Sequence[Any], rows: Tensor, T: int) -> Tensor:
-        """Random numbers of one technique in this step, for each position of each row and layer.
+    def bits(self, technique: str, layers: Sequence[int | str], rows: Tensor, T: int) -> Tensor:
+        """Random numbers for one technique in this step, one per layer, row and position.
 
         Args:    rows (B,) int64, numbers of rows among those of all ranks; their device is used
         Returns: (len(layers), B, T) int64 from 0 to 2^63 - 1
@@ -63,13 +67,13 @@ class StepContext(NamedTuple):
         seeds = [seed_of(self.seed, technique, self.step, layer) for layer in layers]
         return bits(on_device(torch.tensor(seeds), rows.device), rows, T)
 
-    def uniform(self, technique: str, *key: Any) -> float:
-        """One such number in [0, 1), for a choice that all rows share."""
+    def uniform(self, technique: str, *key: int | str) -> float:
+        """One random number in [0, 1), for a choice that all rows share."""
         return seed_of(self.seed, technique, self.step, *key) / 2**63
 
 
-def tokens_by_layer(settings: Any, context: StepContext, seq_len: int) -> list[int]:
-    """How many tokens of a full row each layer sees in this step, by all techniques that are on."""
+def tokens_by_layer(settings: "Config", context: StepContext, seq_len: int) -> list[int]:
+    """How many tokens of a full row each layer sees in this step, given the techniques in use."""
     tokens = [seq_len] * settings.model.layers
     for technique in techniques_on(settings):
         if technique.tokens_by_layer:
@@ -77,8 +81,8 @@ def tokens_by_layer(settings: Any, context: StepContext, seq_len: int) -> list[i
     return tokens
 
 
-def blocks_at(settings: Any, context: StepContext) -> int:
-    """How many blocks have weights of their own in this step."""
+def blocks_at(settings: "Config", context: StepContext) -> int:
+    """How many blocks have their own weights in this step."""
     for technique in techniques_on(settings):
         if technique.blocks:
             return technique.blocks(settings, context)
@@ -91,13 +95,13 @@ def effective_tokens(rows: np.ndarray, repeated: np.ndarray, tokens_by_layer: li
     Padding is dropped first, so a row of n tokens keeps min(n, K) of them in a layer that keeps K.
 
     Paper:   arXiv 2212.03597, section 3.3: a = floor((T (L - l) + r l) / L) for l dropped layers
-    Args:    rows            (B,) tokens of each row, padding not counted
-             repeated        (B,) how many of them are context, targets of an earlier row
+    Args:    rows            (B,) tokens of each row, without padding
+             repeated        (B,) how many of them are context: targets of an earlier row
              tokens_by_layer (L,) tokens of a full row that each layer sees
     Returns: sum over rows of floor((n - repeated) sum_l min(n, K_l) / (L n)), which is B a when
              rows are full
-    Example: two rows of 256 in layers that see [256, 128, 128, 128, 128, 256] of them consume
-             2 * floor(1024 / 6) == 340; a row of 100 tokens runs whole there and consumes 100
+    Example: two rows of 256 in layers that see [256, 128, 128, 128, 128, 256] tokens consume
+             2 * floor(1024 / 6) == 340; there a row of 100 tokens runs whole and consumes 100
     """
     layer_tokens = np.minimum(rows[:, None], np.array(tokens_by_layer)).sum(1)  # (B,)
     return int(
@@ -113,9 +117,9 @@ def advanced(
     positions: int,
     pieces: int,
 ) -> Clock:
-    """The clock after one more step; where the next samples come from is not touched.
+    """The clock after one more step; the position in the data stays as it is.
 
-    Args: filled, repeated, tokens_by_layer as of `effective_tokens`
+    Args: filled, repeated, tokens_by_layer as `effective_tokens` takes them
           positions, pieces                 of all rows together
     """
     return clock._replace(
@@ -129,24 +133,24 @@ def advanced(
 
 
 def due(every: int, before: Clock, after: Clock, last: bool = False) -> bool:
-    """Whether a step went past a multiple of `every` tokens, or is the last; never if it is 0."""
+    """Whether a step passed a multiple of `every` tokens or is the last; never if every is 0."""
     if every == 0:
         return False
     return last or before.consumed_tokens // every != after.consumed_tokens // every
 
 
-def lr_clock(settings: Any, clock: Clock) -> float:
-    """Where the learning rate stands, in tokens of the budget: by --lr-clock.
+def lr_clock(settings: "Config", clock: Clock) -> float:
+    """What --lr-clock selects for the learning rate to read, in tokens of the budget.
 
-    Layer-tokens are divided by the layers; they count padding, which consumed tokens do not.
+    Layer-tokens are divided by the layers; unlike consumed tokens they count padding.
     """
     if settings.optim.lr_clock == "layer-tokens":
         return clock.layer_tokens / settings.model.layers
     return clock.consumed_tokens
 
 
-def savings(settings: Any, clock: Clock) -> str:
-    """One line: what the techniques saved against the plain run over the same text."""
+def savings(settings: "Config", clock: Clock) -> str:
+    """One line: what the techniques saved compared with the plain run over the same text."""
     saved = []
     full = settings.model.layers * clock.positions
     if any(technique.tokens_by_layer for technique in techniques_on(settings)):
@@ -161,22 +165,17 @@ def savings(settings: Any, clock: Clock) -> str:
     return "saved: " + ("; ".join(saved) or "nothing (neither token dropping nor packing is on)")
 
 
-# ---- pacing
-#
-# A value that grows with the clock: the papers' pacing, for lengths, difficulties, kept tokens.
-#
-# One pure function that imports nothing of ours, so that techniques may share it.
-
-
 def pace(t: float, over: float, start: int, end: int, degree: float = 1, multiple: int = 1) -> int:
-    """Value at progress t of `over`, in any unit: from `start` along a root to `end`.
+    """Grow from `start` to `end` along a root as t goes to `over`, in any unit.
+
+    For lengths, difficulties and kept tokens.
 
     Paper:    arXiv 2212.03597; floor((t / T)^(1 / p) (end - start) + start)
     Args:     degree   p: 1 is linear, 2 the square root; above 1 it grows fast at first
-              multiple values on the way are rounded down to one of these
+              multiple values before `end` are rounded down to a multiple of this
     Returns:  a value in start..end, exactly `end` from t = over on
-    Deviates: by rounding, DeepSpeed (data_pipeline/curriculum_scheduler.py and
-              data_routing/scheduler.py) can fall below `start` and reach `end` late
+    Deviates: DeepSpeed (data_pipeline/curriculum_scheduler.py and data_routing/scheduler.py) can
+              round to a value below `start` and reach `end` late
     Example:  pace(1, 300, 64, 1024, degree=2, multiple=8) == 112, from 119.4;
               pace(27, 49, 1, 50) == 27, from 27.999999999999996: the order of operations is fixed
     """

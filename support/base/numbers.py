@@ -1,6 +1,6 @@
 """Numbers as people write them on a command line, and as messages and reports show them.
 
-Readers return the number; those that argparse calls raise its error, with an example in it.
+Functions that argparse calls raise its error, with an example of what is allowed.
 """
 
 import argparse
@@ -24,13 +24,15 @@ def number_of(text: str) -> float:
         return math.nan
 
 
+def _refusal(text: str, allowed: str) -> argparse.ArgumentTypeError:
+    return argparse.ArgumentTypeError(f"{text} is not {allowed}")
+
+
 def whole_number(text: str, least: int = 0) -> int:
     """A whole number: 2000000, 2e6, 2M, 1.5B."""
     number = number_of(text)
     if not least <= number < 2**63 or number != int(number):
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a whole number, {least} or more, such as 4096, 2e6, 1.5B"
-        )
+        raise _refusal(text, f"a whole number, {least} or more, such as 4096, 2e6, 1.5B")
     return int(number)
 
 
@@ -41,24 +43,17 @@ def count(text: str) -> int:
 
 def whole_numbers(text: str) -> tuple[int, ...]:
     """Several whole numbers: 1,5,10K."""
-    try:
-        numbers = tuple(whole_number(part) for part in text.split(","))
-    except argparse.ArgumentTypeError:
-        numbers = (-1,)
-    if not all(0 <= number < 2**53 for number in numbers):
-        raise argparse.ArgumentTypeError(
-            f"{text} is not whole numbers, such as 1,5,10, from 0 to 2^53"
-        )
-    return numbers
+    numbers = [number_of(part) for part in text.split(",")]
+    if not all(0 <= number < 2**53 and number == int(number) for number in numbers):
+        raise _refusal(text, "whole numbers, such as 1,5,10, from 0 to 2^53")
+    return tuple(map(int, numbers))
 
 
 def amount(text: str) -> float:
     """A finite number above 0: 0.5, 200K."""
     number = number_of(text)
     if not 0 < number < math.inf:
-        raise argparse.ArgumentTypeError(
-            f"{text} is not a finite number above 0, such as 0.5 or 200K"
-        )
+        raise _refusal(text, "a finite number above 0, such as 0.5 or 200K")
     return number
 
 
@@ -66,23 +61,23 @@ def share(text: str) -> float:
     """A number above 0 and at most 1."""
     number = number_of(text)
     if not 0 < number <= 1:
-        raise argparse.ArgumentTypeError(f"{text} is not a share, above 0 and at most 1")
+        raise _refusal(text, "a share, above 0 and at most 1")
     return number
 
 
 def real_number(text: str) -> float:
-    """A finite number: nan would pass every comparison below, and inf is nobody's intention."""
+    """A finite number without a unit: nan would pass every limit, and nobody means inf."""
     try:
         number = float(text)
     except ValueError:
         number = math.nan
     if not math.isfinite(number):
-        raise argparse.ArgumentTypeError(f"{text} is not a number such as 0.1 or 3e-4")
+        raise _refusal(text, "a number such as 0.1 or 3e-4")
     return number
 
 
 def bytes_of(flag: str, text: str) -> int:
-    """The bytes that a flag's value says, 6GiB or 800MB; ValueError names the flag."""
+    """The number of bytes in a flag's value, 6GiB or 800MB; ValueError names the flag."""
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text)
     if match is None or match[2] not in BYTES or float(match[1]) == 0:
         raise ValueError(f"{flag} {text}: write an amount such as 6GiB, 800MB or auto")
@@ -93,7 +88,7 @@ def bytes_of(flag: str, text: str) -> int:
 
 
 def short(value: float, unit: str = "", digits: int = 3) -> str:
-    """A number to three digits. A thousand million is B of tokens, and G of anything with a unit.
+    """A number to three digits. 10^9 is B for tokens, and G with a unit.
 
     Example:  61440 -> "61.4 K", 1.23e12 -> "1.23 T", 950 -> "950"; 2.5e9, "FLOP" -> "2.50 GFLOP"
     """

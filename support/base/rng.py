@@ -1,34 +1,33 @@
 """Random numbers as functions of a key: no state to save, and the same in every process.
 
 seed_of     a key such as (seed, "mask", step) -> 63 bits
-generator   the same as a torch generator
-bits        the same, a number for each position of each row, on any device
-shuffled    draw number -> sample id, in an order that nobody holds in memory
+generator   a torch generator seeded with them
+bits        a number for each position of each row, on any device
+shuffled    draw number -> sample id, in an order that is never held in memory
 """
 
 import hashlib
-from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 
-def seed_of(*key: Any) -> int:
-    """A seed for one purpose: (seed, purpose, step, layer) -> 63 bits, everywhere the same."""
+def seed_of(*key: object) -> int:
+    """A seed for one purpose: (seed, purpose, step, layer) -> 63 bits, the same everywhere."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
 
 
-def generator(device: torch.device, *key: Any) -> torch.Generator:
+def generator(device: torch.device, *key: object) -> torch.Generator:
     """A random generator that is a function of `key`: nothing to save, nothing to restore."""
     return torch.Generator(device).manual_seed(seed_of(*key))
 
 
 def bits(seeds: Tensor, rows: Tensor, T: int) -> Tensor:
-    """63 random bits for each position of each row, under each of some seeds.
+    """63 random bits for each seed, row and position.
 
-    A hash, not a stream: no number depends on how many others are asked for, so a rank asks for its
-    own rows alone and finds what one process with all the rows would have found.
+    A hash, not a stream: no number depends on how many others are computed, so a rank computes only
+    its own rows and gets what one process with all rows would get.
 
     Args:    seeds (n,) int64 from seed_of
              rows  (B,) int64, numbers of rows among those of all ranks
@@ -40,24 +39,24 @@ def bits(seeds: Tensor, rows: Tensor, T: int) -> Tensor:
 
 
 def _mixed(x: Tensor) -> Tensor:
-    """`_mix` for torch, whose shift copies the sign: the bits that come in are cut off again."""
+    """`_mix` for torch, whose shift copies the sign: the bits shifted in are masked off."""
     x = (x ^ (x >> 30 & 2**34 - 1)) * -4658895280553007687
     x = (x ^ (x >> 27 & 2**37 - 1)) * -7723592293110705685
     return x ^ (x >> 31 & 2**33 - 1)
 
 
 def shuffled(draws: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """The sample ids of the given draws: pass after pass over 0..n-1, each in an order of its own.
+    """The sample ids of the given draws: pass after pass over 0..n-1, each in its own order.
 
-    A keyed permutation of [0, n): a Feistel network over an even number of bits, applied again and
-    again until the result lies below n (Black & Rogaway 2002). So there is no list of samples in
-    memory, and any rank can say what draw 10^12 is without replaying those before it.
+    A keyed permutation of [0, n): a Feistel network over an even number of bits, applied until the
+    result is below n (Black & Rogaway 2002). So no list of samples is in memory, and any rank can
+    say what draw 10^12 is without replaying the draws before it.
 
     Args:    draws (m,) int64, counted from the start of training
     Returns: (m,) int64 sample ids; draws k n .. (k + 1) n - 1 hold every id once
     """
     passes, ids = np.divmod(draws.astype(np.uint64), np.uint64(n))
-    bits = max(1, -(-(n - 1).bit_length() // 2))  # of either half
+    bits = max(1, -(-(n - 1).bit_length() // 2))  # in each half
     half, low = np.uint64(bits), np.uint64((1 << bits) - 1)
     salts = [(seed * 8 + turn) * 0xD1342543DE82EF95 % 2**64 for turn in range(6)]
     keys = passes * np.uint64(0x9E3779B97F4A7C15) + np.array(salts, np.uint64)[:, None]  # (6, m)

@@ -1,6 +1,6 @@
-"""What every command stands on: ranks, device, dtype, and how a command ends.
+"""What every command needs: ranks, device, dtype, memory, and how a command ends.
 
-No training logic. What differs between one CPU and many GPUs is here and nowhere else.
+No training logic. One CPU and many GPUs differ here and nowhere else.
 """
 
 import argparse
@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -24,21 +24,25 @@ from tqdm import tqdm
 from kernels.triton_here import why_not
 
 ROOT = Path(__file__).resolve().parents[2]  # of the repository
-RANK_IS_GONE = ("gloo/transport", "ncclRemoteError")  # what gloo and NCCL say of one they lost
-LINGER = 0.5  # seconds, so that torchrun, which looks ten times as often, finds that one first
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MISTAKES = (ValueError, OSError)  # of the user: one line and exit status 2
+RANK_IS_GONE = ("gloo/transport", "ncclRemoteError")  # in gloo's and NCCL's errors about lost ranks
+LINGER = 0.5  # seconds, so that torchrun, which polls ten times as often, sees the lost rank first
+Value = TypeVar("Value")
+
+# ---- ranks and device
 
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process among all processes of a run, and what it computes on."""
+    """This process among all processes of a run, and the device that it computes on."""
 
     rank: int
     world_size: int
     device: torch.device
     dtype: torch.dtype
     why: str  # how device and dtype were chosen, for the user
-    # bytes that could be had at the start, when nothing of a run was there; None if nobody knows
+    # bytes available at the start, before anything of the run was loaded; None if unknown
     device_free: int | None = None
     host_free: int | None = None
 
@@ -51,7 +55,7 @@ class Runtime:
         return torch.autocast(self.device.type, self.dtype if mixed else None, enabled=mixed)
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks. One rank's values stay where they are: not every device has float64."""
+        """Sum over ranks. On one rank values stay where they are: not every device has float64."""
         if self.world_size == 1:
             return values
         sums = values.to(self.device, copy=True)
@@ -59,24 +63,21 @@ class Runtime:
         return sums.to(values.device)
 
     def on_any_rank(self, flag: bool) -> bool:
-        """Whether it holds on some rank; the answer is the same on every rank.
-
-        Ranks say it from host to host: no GPU is waited for.
-        """
+        """Whether `flag` is true on any rank; the same answer everywhere, without a GPU's help."""
         if self.world_size == 1:
             return flag
         flags = torch.tensor(float(flag))
         dist.all_reduce(flags)
         return flags.item() > 0
 
-    def gather(self, value: Any) -> list:
-        """`value` of every rank, in rank order, on every rank."""
+    def gather(self, value: Value) -> list[Value]:
+        """The `value` of every rank, in rank order, on every rank."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
-    def collect(self, value: Any) -> Iterator[Any]:
+    def collect(self, value: Value) -> Iterator[Value]:
         """Yield every rank's `value` on rank 0, holding one at a time; nothing on other ranks."""
         if not self.is_rank0:
             dist.send_object_list([value], dst=0)
@@ -87,13 +88,13 @@ class Runtime:
             dist.recv_object_list(received, src=rank)
             yield received[0]
 
-    def on_rank0(self, action: Callable[[], Any]) -> Any:
-        """Do something on rank 0 alone. Every rank gets its result, or its error as ValueError."""
+    def on_rank0(self, action: Callable[[], Value]) -> Value:
+        """Run `action` on rank 0 only. Every rank gets its result, or its error as ValueError."""
         outcome: list = [None, None]
         if self.is_rank0:
             try:
                 outcome[0] = action()
-            except (ValueError, OSError) as error:
+            except MISTAKES as error:
                 outcome[1] = one_line(error)
         if self.world_size > 1:
             dist.broadcast_object_list(outcome)
@@ -109,7 +110,7 @@ class Runtime:
 def start(device: str, dtype: str) -> Runtime:
     """Join the other ranks, if torchrun started any, and choose device and dtype.
 
-    Raises: ValueError naming --device or --dtype where the machine does not have it
+    Raises: ValueError naming --device or --dtype if the machine does not have it
     """
     world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
     has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
@@ -119,38 +120,49 @@ def start(device: str, dtype: str) -> Runtime:
     if not has[kind]:
         raise ValueError(f"--device {device}: torch {torch.__version__} finds none here: try auto")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
-    own = torch.device(kind, local_rank if kind == "cuda" else None)
+    chosen = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
-        torch.cuda.set_device(own)
-        torch.set_float32_matmul_precision("high")  # TF32 for what is not in half precision
+        torch.cuda.set_device(chosen)
+        torch.set_float32_matmul_precision("high")  # TF32 for products not in half precision
     if kind == "cpu":
         keep_freed_memory()
     if dtype == "auto" and kind == "cuda":
-        # a V100 or a T4 has bf16 only by emulation
+        # a V100 or a T4 only emulates bf16
         dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
     dtype = "fp32" if dtype == "auto" else dtype
     if dtype == "fp16" and kind != "cuda":
         raise ValueError(f"--dtype fp16 needs --device cuda, not {kind}: choose bf16 or fp32")
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(**group_of(own))
-    chosen = "as found" if device == "auto" else "as asked"
+        dist.init_process_group(**group_of(chosen))
+    asked = "as found" if device == "auto" else "as asked"
     ranks = f"{world_size} processes" if world_size > 1 else "one process"
-    why = f"{kind} ({chosen}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
+    why = f"{kind} ({asked}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
     if kind == "cuda":
         missing = why_not(kind)
         why += f"; no Triton kernels: {missing}" if missing else "; Triton kernels"
-    return Runtime(rank, world_size, own, DTYPES[dtype], why, device_free(own), host_free())
+    return Runtime(
+        rank=rank,
+        world_size=world_size,
+        device=chosen,
+        dtype=DTYPES[dtype],
+        why=why,
+        device_free=device_free(chosen),
+        host_free=host_free(),
+    )
 
 
-def group_of(device: torch.device) -> dict[str, Any]:
-    """How ranks on such devices talk: what init_process_group is to be told of it.
+def group_of(device: torch.device) -> dict[str, str | torch.device]:
+    """The arguments of init_process_group for ranks on such devices.
 
-    With a GPU also by gloo, for what is in host memory, as offloaded shards are. Told which GPU is
-    this rank's, NCCL connects at once, and a barrier does not have to guess.
+    With GPUs gloo is there too, for tensors in host memory such as offloaded shards. Given this
+    rank's GPU, NCCL connects at once and a barrier does not have to guess.
     """
     if device.type == "cuda":
         return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     return {"backend": "gloo"}
+
+
+# ---- how a command begins and ends
 
 
 class Parser(argparse.ArgumentParser):
@@ -172,71 +184,67 @@ def one_line(error: Exception) -> str:
 def exit_cleanly(main: Callable[[], int | None]) -> None:
     """Run a command: a user's mistake is one line on stderr and exit status 2, no traceback.
 
-    Of several ranks the first to meet an error says it, with its number unless that is 0. Others
-    that meet the same error, or only miss a rank that has left, end without a word.
+    Among several ranks the first to meet an error prints it, with its number unless that is 0.
+    Ranks that meet the same error, or only lost a rank that has exited, print nothing.
     """
-    rank, together = int(os.environ.get("RANK", 0)), False
+    rank, completed = int(os.environ.get("RANK", 0)), False
     try:
         status = main() or 0
-        together = True
+        completed = True
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
-        if not is_said(error, rank):
+        if not _is_reported(error, rank):
             raise
-        status = 2 if is_mistake(error) else 1
+        status = 2 if isinstance(error, MISTAKES) else 1
     if status > 128:
-        tell_torchrun(f"stopped by signal {status - 128}")
+        _tell_torchrun(f"stopped by signal {status - 128}")
     if dist.is_initialized():
-        if together:  # a rank that still talks to one that has left fails
+        if completed:  # else a rank that still communicates with this one would fail
             dist.barrier()
         dist.destroy_process_group()
         sys.stdout.flush()
-        os._exit(status)  # gloo's threads may abort the process when C++ is torn down around them
+        os._exit(status)  # during an ordinary exit gloo's threads may abort the process
     sys.exit(status)
 
 
-def is_mistake(error: Exception) -> bool:
-    return isinstance(error, (ValueError, OSError))
-
-
-def is_said(error: Exception, rank: int) -> bool:
-    """Say an error in one line, unless another rank has; False if it needs its traceback."""
-    what, ranks_talk = one_line(error), dist.is_initialized()
-    misses_another = any(words in what for words in RANK_IS_GONE)
-    if misses_another:
-        what = f"another process of the run is gone: {what}"
-    elif not is_mistake(error):
-        what = f"{type(error).__name__}: {what}"
-    mine = f"rank {rank}: {what}" if rank else what
-    # before ranks talk nothing but the flags was looked at, which every rank has alike
-    first = first_error(rank, mine) if ranks_talk else what
-    if first != mine or not misses_another:  # of a rank that was killed torchrun knows more
-        tell_torchrun(f"error: {first}")
-    if not (is_mistake(error) or misses_another):
-        return ranks_talk and first != mine and first.endswith(what)
-    if first == mine:
+def _is_reported(error: Exception, rank: int) -> bool:
+    """Print an error in one line, unless another rank has; False if it needs its traceback."""
+    line, connected = one_line(error), dist.is_initialized()
+    lost_a_rank = any(words in line for words in RANK_IS_GONE)
+    if lost_a_rank:
+        line = f"another process of the run is gone: {line}"
+    elif not isinstance(error, MISTAKES):
+        line = f"{type(error).__name__}: {line}"
+    with_rank = f"rank {rank}: {line}" if rank else line
+    # before ranks are connected only flags have been read, and every rank has the same
+    first = _first_error(rank, with_rank) if connected else line
+    if first != with_rank or not lost_a_rank:  # torchrun knows more about a rank that was killed
+        _tell_torchrun(f"error: {first}")
+    if not (isinstance(error, MISTAKES) or lost_a_rank):
+        return connected and first != with_rank and first.endswith(line)
+    if first == with_rank:
         # tqdm's write, so that the line does not run into a progress bar
-        tqdm.write(f"error: {mine}", file=sys.stderr)
-    if misses_another:
+        tqdm.write(f"error: {with_rank}", file=sys.stderr)
+    if lost_a_rank:
         time.sleep(LINGER)
     return True
 
 
-def first_error(rank: int, mine: str) -> str:
-    """The error that ends the run, which may be another rank's; rank 0's, if it has one as well."""
+def _first_error(rank: int, line: str) -> str:
+    """The error that ends the run, perhaps another rank's; rank 0's if it has one too."""
     store = dist.distributed_c10d._get_default_store()
-    patience = time.monotonic() + (1 if rank else 0)  # seconds for rank 0 to meet it as well
+    patience = time.monotonic() + (1 if rank else 0)  # seconds for rank 0 to meet it too
     try:
         while time.monotonic() < patience and not store.check(["error"]):
             time.sleep(0.02)
-        return store.compare_set("error", "", mine).decode()
-    except dist.DistError:  # it went with the process that had it
-        return mine
+        return store.compare_set("error", "", line).decode()
+    except dist.DistError:  # the store went with the process that had it
+        return line
 
 
-def tell_torchrun(line: str) -> None:
-    """Have torchrun's summary quote a line; it comes after everything that ranks print.
+def _tell_torchrun(line: str) -> None:
+    """Have torchrun's summary, which comes after everything that ranks print, quote a line.
 
     torchrun names a file for each rank (torch/distributed/elastic/multiprocessing/errors).
     """
@@ -247,14 +255,8 @@ def tell_torchrun(line: str) -> None:
 
 
 # ---- memory
-#
-# Memory: what a machine has free, and how a CPU gets again what the step before freed.
-#
-# A GPU's freed memory is torch's own to keep. On a CPU glibc hands much of what is freed back to
-# the kernel: large arrays at once, and the end of its heap when that grows long. The next step asks
-# for as much again, and gets every page zeroed, after a fault of its own: 6,800 faults a step of
-# nano, an eighth of its time (docs/step.md).
-
+# A GPU's freed memory stays with torch. On a CPU glibc returns much of it to the kernel, and the
+# next step gets it back zeroed, one page fault at a time: an eighth of a nano step (docs/step.md).
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
@@ -263,7 +265,7 @@ NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Tell glibc to keep what this process frees, up to its peak; elsewhere nothing happens."""
+    """Have glibc keep what this process frees, up to its peak; does nothing without glibc."""
     if platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt
@@ -273,32 +275,35 @@ def keep_freed_memory() -> None:
 
 
 def host_free(meminfo: str = "/proc/meminfo") -> int | None:
-    """Bytes that the host can give without swapping; None where it does not say."""
-    file = Path(meminfo)
-    found = re.search(r"MemAvailable: *(\d+) kB", file.read_text()) if file.exists() else None
-    return int(found[1]) * 1024 if found else None
+    """Bytes of host memory that are available without swapping; None if unknown."""
+    return _bytes_in(meminfo, "MemAvailable")
+
+
+def resident(key: str = "VmRSS") -> int:
+    """Bytes of memory that this process has now, or with VmHWM had at its peak; 0 if unknown."""
+    return _bytes_in("/proc/self/status", key) or 0
+
+
+def _bytes_in(file: str, key: str) -> int | None:
+    with suppress(FileNotFoundError):
+        if line := re.search(rf"{key}:\s*(\d+) kB", Path(file).read_text()):
+            return int(line[1]) * 1024
+    return None
 
 
 def device_free(device: torch.device) -> int | None:
-    """Bytes that the device can give; None where it does not say."""
+    """Bytes of memory available on the device; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return host_free() if device.type == "cpu" else None
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """A tensor of the host on a device; the host does not wait for a GPU to have it.
+    """Move a host tensor to a device without waiting for a GPU to receive it.
 
-    A GPU reads page-locked memory by itself. From other memory the driver copies first, behind
-    whatever the GPU has still to do.
+    A GPU reads page-locked memory by itself. Other memory is first copied by the driver, after
+    everything that the GPU still has to do.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
-
-
-def resident(key: str = "VmRSS", status: str = "/proc/self/status") -> int:
-    """Bytes of memory that this process has now; its peak with VmHWM; 0 where nobody says."""
-    file = Path(status)
-    found = re.search(rf"{key}:\s*(\d+) kB", file.read_text()) if file.exists() else None
-    return int(found[1]) * 1024 if found else 0

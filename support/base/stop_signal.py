@@ -1,6 +1,6 @@
 """SIGTERM and SIGINT in a run: the first one is remembered, a second SIGINT quits at once.
 
-Does not save anything: whoever asks `number` between two steps does.
+Saves nothing: the train loop reads `number` between two steps and saves.
 """
 
 import math
@@ -10,25 +10,25 @@ import socket
 import threading
 import time
 from collections.abc import Callable
-from typing import Any
+from types import FrameType
 
-TWICE = 0.5  # seconds within which a second SIGINT is the first: some launchers send it as well
+TWICE = 0.5  # seconds; a second SIGINT within them repeats the first: some launchers forward it
 
 
 class Stopped(Exception):
-    """Some rank was asked to stop; raised on all of them at the same place."""
+    """Some rank was asked to stop; raised on all ranks at the same place."""
 
 
 class StopSignal:
     """Remembers a SIGTERM or SIGINT until the step is over; `number` is 0 until one comes.
 
-    A second SIGINT ends the process at once, with status 130 and whatever it is computing: Python
-    runs a signal's handler only between two operations, and a whole backward pass is one, so a
-    thread waits for that. What is written as support/base/atomic.py does it stays whole.
+    A second SIGINT ends the process at once, with status 130. A thread watches for it, because
+    Python runs signal handlers only between two operations, and a whole backward pass is one.
+    Files written by support/base/atomic.py stay whole.
     """
 
     def __init__(self, notice: Callable[[str], None] = lambda line: None):
-        """`notice` is told, from another thread, what a first SIGINT leads to."""
+        """`notice` is called, from another thread, with a line for the user at the first SIGINT."""
         self.number, self.notice = 0, notice
         self.reader, self.writer = socket.socketpair()
         self.writer.setblocking(False)
@@ -38,11 +38,11 @@ class StopSignal:
         }
         threading.Thread(target=self._watch, daemon=True).start()
 
-    def _note(self, number: int, _frame: Any) -> None:
+    def _note(self, number: int, _frame: FrameType | None) -> None:
         self.number = number
 
     def _watch(self) -> None:
-        """Read the number of every signal as it comes in, whatever the main thread is at."""
+        """Read the number of every signal as it comes, whatever the main thread is doing."""
         first = math.inf
         while number := self.reader.recv(1):
             if number[0] != signal.SIGINT:
@@ -54,7 +54,7 @@ class StopSignal:
                 self.notice("stopping; interrupt once more to quit at once, without saving")
 
     def close(self) -> None:
-        """Leave signals to whoever had them before."""
+        """Restore the signal handlers of before."""
         for number, handler in self.handlers.items():
             signal.signal(number, handler)
         signal.set_wakeup_fd(self.wakeup)

@@ -1,40 +1,50 @@
-"""Which text is held out: a function of each document alone, or the end of a text that is all one.
+"""Which text is held out: some documents, chosen by hash, or the end of a single text.
 
-`prepare.py` and `support.tokenizer learn` read through `Corpus`, so that both hold out the same.
+`prepare.py` and `support.text.tokenizer learn` both read a `Corpus`, so they hold out the same.
 """
 
+import argparse
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from support.text.reading import Document, InputBar, input_files, read_files, separator
+from support.base.numbers import whole_number
+from support.text.reading import Document, InputBar, input_files, read_documents, separator
 
-HOLDOUT_HELP = "hold out one document in so many, or that part of a single text; 0: none (20)"
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a command that reads a corpus."""
+    inputs = "plain text, .jsonl, .jsonl.gz, .jsonl.zst, or folders of these"
+    parser.add_argument("inputs", nargs="+", help=inputs)
+    holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
+    parser.add_argument("--holdout", type=whole_number, default=20, metavar="N", help=holdout)
+    split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
+    parser.add_argument("--split-on", metavar="STRING", help=split_on)
 
 
 class Part(NamedTuple):
-    """A document, or what a cut left of one."""
+    """A document, or a part of one."""
 
     text: str
     held_out: bool
     source: str | None = None
+    ends: bool = True  # False if the same document goes on in the next part
 
 
 class Corpus:
-    """The text of files and folders, every part of it for training or held out.
+    """The text of files and folders, each part of it either for training or held out.
 
-    One document in `holdout` is held out, by the hash of its id, or of its text where it has no id:
-    it stays on its side when other documents come and go. Where the hashes leave one of the sides
-    without text, because documents are few, the last 1/holdout of all text is held out instead.
+    One document in `holdout` is held out, chosen by the hash of its id (of its text if it has no
+    id), so it stays held out when other documents are added or removed. If that leaves training or
+    the held-out side without text, because there are few documents, the last 1/holdout of all text
+    is held out instead. To find out, the constructor reads some of the files, and all of a single
+    text, behind a progress bar.
 
-    Iterating reads the files, and may be repeated. Looking for the rule reads some of them too, and
-    all of a text that is all one, with a bar of its own.
-
-    Args:     holdout   0 holds nothing out, 1 everything
-              split_on  what separates the documents of plain text, as --split-on takes it
-              source_field  what a JSON line has the name of its source under
-    Raises:   ValueError naming the flag, or the file and the line
+    Args:   holdout      0 holds nothing out, 1 everything
+            split_on     what separates documents in plain text, as --split-on takes it
+            source_field the field of a JSON line that names its source
+    Raises: ValueError naming the flag, or the file and the line
     """
 
     def __init__(
@@ -44,38 +54,40 @@ class Corpus:
         split_on: str | None = None,
         source_field: str = "source",
     ):
-        if holdout < 0:
-            raise ValueError(f"--holdout {holdout}: needs 0 (hold nothing out) or more")
         self.paths, self.holdout, self.source_field = list(paths), holdout, source_field
         self.separator = None if split_on is None else separator(split_on)
         self.files = input_files(self.paths)
-        self.skipped: list[Path] = []  # files of folders that are not text
+        self.skipped: list[Path] = []  # files in folders that are not text
         self.training_characters = self._before_the_tail() if holdout > 1 else None
 
     def __iter__(self) -> Iterator[Part]:
         return self.parts(lambda size: None)
 
     def parts(self, on_read: Callable[[int], None]) -> Iterator[Part]:
-        """All parts; `on_read` is called with the number of bytes of each block that is read."""
+        """Read all parts; `on_read` is called with the size of each block that is read."""
         self.skipped = []
-        documents = self._documents(self.skipped, on_read)
+        documents = self._documents(on_read)
         if self.training_characters is not None:
             return hold_out_tail(documents, self.training_characters, self.holdout)
-        return (Part(one.text, is_held_out(one, self.holdout), one.source) for one in documents)
+        return (Part(d.text, is_held_out(d, self.holdout), d.source) for d in documents)
 
-    def _documents(
-        self, skipped: list[Path] | None, on_read: Callable[[int], None]
-    ) -> Iterator[Document]:
-        return read_files(self.files, self.separator, skipped, self.source_field, on_read)
+    def _documents(self, on_read: Callable[[int], None]) -> Iterator[Document]:
+        return read_documents(
+            self.files,
+            split_on=self.separator,
+            source_field=self.source_field,
+            on_read=on_read,
+            on_skip=self.skipped.append,
+        )
 
     def _before_the_tail(self) -> int | None:
-        """How many characters come before the last 1/holdout; None where the hashes decide.
+        """Count the characters before the last 1/holdout; None if hashes choose.
 
-        Reads as far as the first text of the second side: of many documents only some.
+        Stops at the first document that gives the second side text.
         """
         characters, sides = 0, set()
         with InputBar(self.files, "what to hold out") as bar:
-            for number, document in enumerate(self._documents(None, bar.on_read), 1):
+            for number, document in enumerate(self._documents(bar.on_read), 1):
                 characters += len(document.text)
                 if document.text:
                     sides.add(is_held_out(document, self.holdout))
@@ -96,8 +108,8 @@ def is_held_out(document: Document, holdout: int) -> bool:
 
 
 def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) -> Iterator[Part]:
-    """Hold out all text after the first `training` characters; cut the document in between."""
-    reach = training // holdout // 2  # half of what is held out
+    """Hold out all text after the first `training` characters, cutting one document in two."""
+    reach = training // holdout // 2  # half of the text that is held out
     for document in documents:
         text = document.text
         if 0 < training < len(text):
@@ -110,9 +122,9 @@ def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) ->
 
 
 def find_cut(text: str, position: int, reach: int) -> int:
-    """Where to cut a text, at most `reach` from `position`: after a line, else a blank, else there.
+    """Choose where to cut a text: after a line or else a blank within `reach`, else at `position`.
 
-    A cut before the position is preferred, so that no less is held out than was asked for.
+    A cut before the position is preferred, so that at least the share asked for is held out.
 
     Example:  find_cut("one\\ntwo\\nthree", 10, 5) is 8, before "three"
     """

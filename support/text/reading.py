@@ -1,50 +1,57 @@
-"""Read documents from files and folders: JSON lines (plain, .gz, .zst) and plain text in UTF-8.
+"""Read documents, and other JSON lines, from files and folders.
 
-Keeps one document in memory at a time and changes no character of it. Which documents are held out
-is decided in support/text/holdout.py.
+JSON lines are plain or compressed (.jsonl, .jsonl.gz, .jsonl.zst); any other file is plain text in
+UTF-8. One document is in memory at a time, and no character of it is changed. What is held out is
+decided in support/text/holdout.py.
 """
 
-import codecs
 import gzip
 import io
 import json
+import os
 import re
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import count, groupby
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, AnyStr, BinaryIO, NamedTuple
 
 from tqdm import tqdm
 
-# ---- input files
-#
-# The files that text is read from: which ones, lines of compressed ones, and how far one is.
-#
-# What a line or a text means is the business of support/text/reading.py.
-
-
 BLOCK_BYTES = 1 << 20  # read at once
-TICK_S = 1.0  # a bar is drawn again after so long at most
+TICK_S = 1.0  # the longest that a bar stands still
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+BLANK_LINE = "blank-line"
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
+
+
+class Document(NamedTuple):
+    id: str | None  # None if the input has none: a line's number would change with the file
+    text: str
+    source: str | None = None  # the collection that it is from, if the input says so
 
 
 class InputFile(NamedTuple):
     path: Path
-    name: str  # below the folder that was given
+    name: str  # relative to the given folder
     in_folder: bool
     bytes: int
 
 
-def input_files(paths: Iterable[str | Path]) -> list[InputFile]:
-    """Find files and those of folders, at every depth, in sorted order and without hidden ones.
+# ---- which files, and how far they have been read
 
-    Raises: ValueError for what is neither a file nor a folder, and for a folder without files
+
+def input_files(paths: Iterable[str | Path]) -> list[InputFile]:
+    """List files, and the files in folders at any depth: sorted, without hidden ones.
+
+    Raises: ValueError for a path that is neither file nor folder, and for a folder without files
     """
     return [file for path in paths for file in _files(path)]
 
 
 def _files(given: str | Path) -> list[InputFile]:
     path = Path(given)
-    if given == "":  # of an empty variable in a shell; as a path it is the working folder
+    if given == "":  # an empty variable in a shell; Path("") would be the working folder
         raise ValueError("an input is the empty string: name a file or a folder")
     if path.is_file():
         return [InputFile(path, path.name, False, path.stat().st_size)]
@@ -62,72 +69,17 @@ def _files(given: str | Path) -> list[InputFile]:
     return sorted(files)
 
 
-class _Counted(io.FileIO):
-    """A file that says how many bytes have been read of it; all of them once it is closed."""
+class InputBar(tqdm):
+    """A progress bar over the bytes of input files, shown only on a terminal.
 
-    def __init__(self, path: Path, on_read: Callable[[int], None]):
-        super().__init__(path)
-        self.on_read, self.unread = on_read, path.stat().st_size
-
-    def readinto(self, buffer: memoryview) -> int:
-        size = super().readinto(buffer)
-        self._count(size)
-        return size
-
-    def _count(self, size: int) -> None:
-        self.unread -= size
-        self.on_read(size)
-
-    def close(self) -> None:
-        if not self.closed:
-            self._count(self.unread)
-        super().close()
-
-
-def open_counted(path: Path, on_read: Callable[[int], None]) -> BinaryIO:
-    """Open a file; on_read is called with the number of bytes of each block."""
-    return io.BufferedReader(_Counted(path, on_read), BLOCK_BYTES)
-
-
-def lines_of(path: Path, on_read: Callable[[int], None]) -> Iterator[bytes]:
-    """The lines of a file, which may be compressed (.gz, .zst)."""
-    with open_counted(path, on_read) as file:
-        if path.suffix == ".zst":
-            yield from _zstd_lines(file)
-        else:
-            yield from gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
-
-
-def _zstd_lines(file: BinaryIO) -> Iterator[bytes]:
-    """Decompress frame by frame: zstandard's own reader does not notice a file that was cut."""
-    try:
-        import zstandard
-    except ImportError:
-        raise ValueError("needs `pip install zstandard`") from None
-    decoder, rest = None, b""
-    while block := file.read(1 << 16):
-        while block:
-            decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
-            *lines, rest = (rest + decoder.decompress(block)).split(b"\n")
-            yield from lines
-            block = decoder.unused_data
-            decoder = None if decoder.eof else decoder
-    if decoder:
-        raise EOFError("the file ends inside a zstd frame")
-    yield rest
-
-
-class InputBar:
-    """A bar over the bytes of input files, shown where there is a terminal.
-
-    What was read moves it only when it is `done`, for reading is far ahead where one file is one
-    long text. While anything is read, or `tick` is called, the bar's clock goes on.
+    Reading runs far ahead of the work when a file is one long text, so bytes that were read move
+    the bar only when they are `done`. Its clock goes on with every read and every `tick`.
     """
 
-    def __init__(self, files: Iterable[InputFile], what: str):
+    def __init__(self, files: Iterable[InputFile], title: str):
         total = sum(file.bytes for file in files)
-        self.bar = tqdm(
-            desc=what, total=total, unit="B", unit_scale=True, disable=None, leave=False
+        super().__init__(
+            desc=title, total=total, unit="B", unit_scale=True, disable=None, leave=False
         )
         self.bytes_read = 0
 
@@ -136,40 +88,103 @@ class InputBar:
         self.tick()
 
     def done(self, bytes_read: int, documents: int) -> None:
-        """All that had been read by then is done, which was so many documents."""
-        self.bar.set_postfix_str(f"{documents:,} documents", refresh=False)
-        self.bar.update(bytes_read - self.bar.n)
+        """Say that the first `bytes_read` bytes, with so many documents, are done."""
+        self.set_postfix_str(f"{documents:,} documents", refresh=False)
+        self.update(bytes_read - self.n)
 
     def tick(self) -> None:
-        if not self.bar.disable and time.time() - self.bar.last_print_t > TICK_S:
-            self.bar.refresh()
-            self.bar.last_print_t = time.time()
-
-    def __enter__(self) -> "InputBar":
-        return self
-
-    def __exit__(self, *error: object) -> None:
-        self.bar.close()
+        if not self.disable and time.time() - self.last_print_t > TICK_S:
+            self.refresh()
+            self.last_print_t = time.time()
 
 
-INPUTS_HELP = "plain text, .jsonl, .jsonl.gz, .jsonl.zst, or folders of these"
-SOURCE_FIELD_HELP = "the field of a JSON line that names its source, '' for none (source)"
-SPLIT_ON_HELP = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
-JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-BLANK_LINE = "blank-line"
-ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
+class _Counted(io.FileIO):
+    """A file that reports how many bytes have been read; once closed, all of them."""
+
+    def __init__(self, path: Path, on_read: Callable[[int], None]):
+        super().__init__(path)
+        self.on_read = on_read
+
+    def readinto(self, buffer: memoryview) -> int:
+        size = super().readinto(buffer)
+        self.on_read(size)
+        return size
+
+    def close(self) -> None:
+        if not self.closed:
+            self.on_read(os.fstat(self.fileno()).st_size - self.tell())
+        super().close()
 
 
-class Document(NamedTuple):
-    id: str | None  # None where the input has none; a line's number would not last
-    text: str
-    source: str | None = None  # which of several collections of text it is of, where it says so
+def open_input(path: Path, on_read: Callable[[int], None]) -> BinaryIO:
+    """Open a file; on_read is called with the size of each block that is read."""
+    return io.BufferedReader(_Counted(path, on_read), BLOCK_BYTES)
+
+
+# ---- JSON lines
+
+
+def read_objects(
+    path: str | Path, on_read: Callable[[int], None] = lambda size: None
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place (FILE:LINE, for messages) and the object of each line that is not blank.
+
+    Raises: ValueError naming the file and the line that cannot be read
+    """
+    lines = _lines(Path(path), on_read)
+    for row in count(1):
+        try:
+            line = next(lines, None)
+            if line is None:
+                return
+            if not line.strip():
+                continue
+            value = json.loads(line.decode())
+        except json.JSONDecodeError as error:
+            message = f"is not JSON ({error.msg}, column {error.colno})"
+            raise ValueError(f"{path}:{row}: {message}") from None
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{path}:{row}: is not text in UTF-8: {error.reason}") from None
+        except Exception as error:  # each decompressor raises errors of its own
+            if isinstance(error, OSError) and error.filename is not None:
+                raise
+            raise ValueError(f"{path}:{row}: cannot be read: {error}") from None
+        if not isinstance(value, dict):
+            raise ValueError(f"{path}:{row}: is not a JSON object: write one per line")
+        yield f"{path}:{row}", value
+
+
+def _lines(path: Path, on_read: Callable[[int], None]) -> Iterator[bytes]:
+    with open_input(path, on_read) as file:
+        if path.suffix == ".zst":
+            yield from _cut(_zstd_blocks(file), b"\n")
+        else:
+            yield from gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+
+
+def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
+    """Decompress frame by frame: zstandard's own reader does not notice a truncated file."""
+    try:
+        import zstandard
+    except ImportError:
+        raise ValueError("needs `pip install zstandard`") from None
+    decoder, block = None, b""
+    while block := block or file.read(1 << 16):
+        decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
+        yield decoder.decompress(block)
+        block = decoder.unused_data
+        decoder = None if decoder.eof else decoder
+    if decoder:
+        raise EOFError("the file ends inside a zstd frame")
+
+
+# ---- documents
 
 
 def separator(split_on: str) -> str:
     """Read the value of --split-on: the word blank-line, or a string with \\n, \\r, \\t, \\f, \\\\.
 
-    Raises:   ValueError for an empty string or another escape
+    Raises: ValueError for an empty string or another escape
     """
 
     def character(escape: re.Match) -> str:
@@ -183,174 +198,100 @@ def separator(split_on: str) -> str:
 
 
 def read_documents(
-    paths: Iterable[str | Path],
-    split_on: str | None = None,
-    skipped: list[Path] | None = None,
-    source_field: str = "source",
-) -> Iterator[Document]:
-    """Stream documents from files and folders; see read_files."""
-    files = input_files(paths)
-    yield from read_files(files, split_on, skipped, source_field)
-
-
-def read_files(
     files: Sequence[InputFile],
     split_on: str | None = None,
-    skipped: list[Path] | None = None,
     source_field: str = "source",
     on_read: Callable[[int], None] = lambda size: None,
+    on_skip: Callable[[Path], None] = lambda path: None,
 ) -> Iterator[Document]:
-    """Stream documents from files of JSON lines or plain text.
+    """Stream documents from files.
 
-    A line of .jsonl, .jsonl.gz or .jsonl.zst is an object with "text", and with "id" and, under
-    `source_field`, the name of a source if it has them. Any other file is one document, and its
-    name is the id; with `split_on` it is as many documents as that cuts it into, without ids. The
-    names of files in a folder are relative to it; one that is not text is left out and added to
-    `skipped`.
+    A JSON line has the document under "text", and may have "id" and, under `source_field`, the name
+    of its source. Any other file is one document with its name as the id, unless `split_on` cuts it
+    into documents without ids. In a folder, files that are not text are skipped.
 
-    Args:     on_read is called with the number of bytes of each block that is read
-    Raises:   ValueError naming the file, and the line if there is one
+    Args:   split_on blank-line or a string, as `separator` returns it
+            on_read  called with the size of each block that is read
+            on_skip  called with the path of each file that is skipped
+    Raises: ValueError naming the file, and the line if there is one
     """
     if split_on is not None and all(file.name.endswith(JSON_LINES) for file in files):
         raise ValueError("--split-on: cuts plain text, and there are only JSON lines to read")
     for file in files:
         if file.name.endswith(JSON_LINES):
-            yield from _read_json_lines(file.path, source_field, on_read)
+            for place, fields in read_objects(file.path, on_read):
+                yield _document(place, fields, source_field)
             continue
         try:
             if file.in_folder and split_on is not None:
-                # all of it, before a document of it is given out
-                for _ in _decode(file.path, lambda size: on_read(0)):
+                # Read it through once, so that no document is used of a file that is not text.
+                for _ in _text_blocks(file.path, lambda size: on_read(0)):
                     pass
             yield from _read_plain(file, split_on, on_read)
-        except _NotText as error:
+        except _NotText:
             if not file.in_folder:
-                raise ValueError(str(error)) from None
-            if skipped is not None:
-                skipped.append(file.path)
+                raise
+            on_skip(file.path)
 
 
-class _NotText(Exception):
+def _document(place: str, fields: dict[str, Any], source_field: str) -> Document:
+    text, source, given_id = fields.get("text"), fields.get(source_field), fields.get("id")
+    if not isinstance(text, str):
+        raise ValueError(f'{place}: needs a string under "text"')
+    if isinstance(source, dict | list):
+        raise ValueError(
+            f"{place}: {source_field} is not the name of a source: name another --source-field,"
+            " or '' for none"
+        )
+    given_id, source = (None if x is None else str(x) for x in (given_id, source))
+    document = Document(given_id, text, source or None)
+    try:
+        "".join(map(str, document)).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{place}: has half of a surrogate pair, which is not text") from None
+    return document
+
+
+class _NotText(ValueError):
     """A file that is not UTF-8."""
 
 
-def _read_plain(
-    file: InputFile, split_on: str | None, on_read: Callable[[int], None]
-) -> Iterator[Document]:
-    blocks = _decode(file.path, on_read)
-    if split_on is None:
-        yield Document(file.name, "".join(blocks))
-        return
-    texts = _cut_at_blank_lines(blocks) if split_on == BLANK_LINE else _cut(blocks, split_on)
-    for text in texts:
-        yield Document(None, text)
-
-
-def _decode(path: Path, on_read: Callable[[int], None]) -> Iterator[str]:
+def _text_blocks(path: Path, on_read: Callable[[int], None]) -> Iterator[str]:
     """Decode block by block, so that a large file that is not text is refused at its start."""
-    decoder = codecs.getincrementaldecoder("utf-8")()
-    with open_counted(path, on_read) as file:
+    with open_input(path, on_read) as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
         try:
-            while block := file.read(BLOCK_BYTES):
-                yield decoder.decode(block)
-            yield decoder.decode(b"", final=True)
+            while block := text.read(BLOCK_BYTES):
+                yield block
         except UnicodeDecodeError as error:
             byte = file.tell() - len(error.object) + error.start
             raise _NotText(f"{path}: is not text in UTF-8: {error.reason} at byte {byte}") from None
 
 
-def _cut(blocks: Iterable[str], separator: str) -> Iterator[str]:
-    """The same as "".join(blocks).split(separator), with one piece in memory at a time."""
-    piece, edge = [], ""  # edge: what may be the beginning of a separator
+def _read_plain(
+    file: InputFile, split_on: str | None, on_read: Callable[[int], None]
+) -> Iterator[Document]:
+    blocks = _text_blocks(file.path, on_read)
+    if split_on is None:
+        yield Document(file.name, "".join(blocks))
+    elif split_on == BLANK_LINE:
+        for is_blank, lines in groupby(_cut(blocks, "\n"), lambda line: not line.strip()):
+            if not is_blank:
+                yield Document(None, "\n".join(lines))
+    else:
+        for text in _cut(blocks, split_on):
+            yield Document(None, text)
+
+
+def _cut(blocks: Iterable[AnyStr], mark: AnyStr) -> Iterator[AnyStr]:
+    """Yield what "".join(blocks).split(mark) gives, with one piece in memory at a time."""
+    empty = mark[:0]
+    piece, edge = [], empty  # edge: perhaps the beginning of a mark
     for block in blocks:
-        *complete, rest = (edge + block).split(separator)
+        *complete, rest = (edge + block).split(mark)
         for last in complete:
-            yield "".join([*piece, last])
+            yield empty.join([*piece, last])
             piece = []
-        certain = max(0, len(rest) - len(separator) + 1)
+        certain = max(0, len(rest) - len(mark) + 1)
         piece.append(rest[:certain])
         edge = rest[certain:]
-    yield "".join([*piece, edge])
-
-
-def _cut_at_blank_lines(blocks: Iterable[str]) -> Iterator[str]:
-    lines: list[str] = []
-    for line in _cut(blocks, "\n"):
-        if line.strip():
-            lines.append(line)
-        elif lines:
-            yield "\n".join(lines)
-            lines = []
-    if lines:
-        yield "\n".join(lines)
-
-
-def _read_json_lines(
-    path: Path, source_field: str, on_read: Callable[[int], None]
-) -> Iterator[Document]:
-    row = 0
-    try:
-        for line in lines_of(path, on_read):
-            row += 1
-            if not line.strip():
-                continue
-            document = json.loads(line.decode())
-            if not isinstance(document, dict) or not isinstance(document.get("text"), str):
-                raise ValueError('needs an object with a string under "text"')
-            given_id, source = document.get("id"), document.get(source_field)
-            if isinstance(source, dict | list):
-                raise ValueError(
-                    f"{source_field} is not the name of a source: name another --source-field,"
-                    " or '' for none"
-                )
-            given_id, source = (None if x is None else str(x) for x in (given_id, source))
-            document = Document(given_id, document["text"], source or None)
-            "".join(map(str, document)).encode()  # raises for half a surrogate pair
-            yield document
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{path}:{row}: is not JSON ({error.msg}, column {error.colno})") from None
-    except Exception as error:  # each decompressor raises errors of its own
-        if isinstance(error, OSError) and error.filename is not None:
-            raise
-        raise ValueError(f"{path}:{row}: {error}") from None
-
-
-# ---- json lines
-#
-# Files of JSON objects, one a line, each with where it stands for messages.
-#
-# What their fields mean is the business of who reads them. Documents to train on are read by
-# support/text/reading.py.
-
-
-def read_objects(file: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Each line's place, as FILE:LINE, and its object; a file may be compressed (.gz, .zst).
-
-    Blank lines are passed over.
-
-    Raises: ValueError naming the file and the line that cannot be read
-    """
-    path, row = Path(file), 0
-    lines = lines_of(path, lambda size: None)
-    while True:
-        try:
-            line = next(lines, None)
-        except Exception as error:  # each decompressor raises errors of its own
-            if isinstance(error, OSError) and error.filename is not None:
-                raise
-            raise ValueError(f"{path}:{row + 1}: cannot be read: {error}") from None
-        if line is None:
-            return
-        row += 1
-        if not line.strip():
-            continue
-        try:
-            value = json.loads(line.decode())
-        except json.JSONDecodeError as error:
-            message = f"is not JSON ({error.msg}, column {error.colno})"
-            raise ValueError(f"{path}:{row}: {message}") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}:{row}: is not text in UTF-8: {error.reason}") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}:{row}: is no JSON object: write one a line")
-        yield f"{path}:{row}", value
+    yield empty.join([*piece, edge])

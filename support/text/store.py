@@ -1,33 +1,115 @@
-"""A token store: a folder that prepare.py wrote, mapped into memory.
+"""A token store, the folder that training reads: how it is written, and how it is opened.
 
-tokens.bin      each document as its tokens and end-of-text, the held-out documents last
-documents.idx   where each document begins, and the end of the last, int64
-sources.idx     number of each document's source, uint16; only where some document names one
-meta.json       counts, the tokenizer's name and fingerprint, names of sources, sha256 of the others
+tokens.bin      each document as its tokens and end-of-text; held-out documents come last
+documents.idx   int64, where each document begins, and where the last one ends
+sources.idx     uint16, the source of each document; only if some document names one
+meta.json       counts, the tokenizer's name and fingerprint, names of sources, sha256 of the files
+
+prepare.py decides what is encoded and in which order, and writes meta.json.
 """
 
 import hashlib
 import json
+import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
 
 from support.text import tokenizer
 
+FORMAT = 1  # of the folder; a store of another format is refused
 SOURCE_DTYPE = np.dtype("uint16")
-FORMAT = 1  # of the folder that prepare writes; a store of another format is refused
+WRITTEN = ("tokens.bin", "documents.idx", "sources.idx")
+HELD_OUT = "held_out.tmp"  # lists of encoded parts, one per append
+NO_SOURCE = "unnamed"  # for documents without a source in a store where others have one
+
+
+class Encoded(NamedTuple):
+    """A document, or a part of one."""
+
+    ids: np.ndarray  # its tokens, then end-of-text if it `ends`; nothing for an empty document
+    held_out: bool
+    source: str | None
+    ends: bool
+
+
+class StoreWriter:
+    """Writes tokens.bin, documents.idx and sources.idx into a folder, then says what they hold."""
+
+    def __init__(self, folder: Path, encoding: tiktoken.Encoding):
+        self.folder = folder
+        self.dtype = np.dtype("uint16" if encoding.n_vocab <= 65_535 else "uint32")
+        self.byte_lengths = tokenizer.byte_lengths(encoding)
+        self.counts = {"documents": 0, "tokens": 0, "bytes": 0}
+        self.skipped = 0  # documents without text
+        self.sources: dict[str, int] = {}  # numbered in order of appearance
+        self.files = {name: (folder / name).open("w+b") for name in (*WRITTEN, HELD_OUT)}
+        self.sha256 = {name: hashlib.sha256() for name in WRITTEN}
+        self.appended = 0
+        self._write("documents.idx", np.zeros(1, np.int64))
+
+    def append(self, parts: list[Encoded]) -> None:
+        """Add parts, those of one document in their order; held-out ones are written at the end."""
+        self.skipped += sum(not len(part.ids) for part in parts)
+        parts = [part for part in parts if len(part.ids)]
+        self._write_parts([part for part in parts if not part.held_out])
+        pickle.dump([part for part in parts if part.held_out], self.files[HELD_OUT])
+        self.appended += 1
+
+    def finish(self, tick: Callable[[], None]) -> dict:
+        """Write what is held out; return what meta.json says about the files."""
+        meta = {f"train_{key}": count for key, count in self.counts.items()}
+        self.files[HELD_OUT].seek(0)
+        for _ in range(self.appended):
+            self._write_parts(pickle.load(self.files[HELD_OUT]))
+            tick()
+        for file in self.files.values():
+            file.close()
+        (self.folder / HELD_OUT).unlink()
+        if set(self.sources) <= {NO_SOURCE}:
+            (self.folder / "sources.idx").unlink()
+            del self.sha256["sources.idx"]
+        else:
+            meta["sources"] = list(self.sources)
+        meta |= self.counts | {"skipped": self.skipped, "dtype": self.dtype.name}
+        return meta | {"sha256": {name: sha.hexdigest() for name, sha in self.sha256.items()}}
+
+    def _write_parts(self, parts: list[Encoded]) -> None:
+        ids = np.concatenate([np.empty(0, self.dtype), *(part.ids for part in parts)])
+        ends = self.counts["tokens"] + np.cumsum([len(part.ids) for part in parts], dtype=np.int64)
+        sources = [self._number(part.source or NO_SOURCE) for part in parts if part.ends]
+        self._write("tokens.bin", ids)
+        self._write("documents.idx", ends[[part.ends for part in parts]])
+        self._write("sources.idx", np.array(sources, SOURCE_DTYPE))
+        self.counts["documents"] += len(sources)
+        self.counts["tokens"] += len(ids)
+        self.counts["bytes"] += int(self.byte_lengths[ids].sum())
+
+    def _number(self, source: str) -> int:
+        number = self.sources.setdefault(source, len(self.sources))
+        if number > np.iinfo(SOURCE_DTYPE).max:
+            raise ValueError(
+                f"--source-field: more than {number:,} different sources, too many to group"
+                " documents by: name another field, or '' for none"
+            )
+        return number
+
+    def _write(self, name: str, array: np.ndarray) -> None:
+        self.files[name].write(array)
+        self.sha256[name].update(array)
 
 
 @dataclass(frozen=True)
 class Store:
-    """A store, mapped. Document i is tokens[offsets[i]:offsets[i + 1]].
+    """A store, mapped into memory. Document i is tokens[offsets[i]:offsets[i + 1]].
 
-    tokens    (tokens,) uint16 or uint32; the training documents are the first train_tokens of them
+    tokens    (tokens,) uint16 or uint32; the first train_tokens are for training
     offsets   (documents + 1,) int64
-    sources   (documents,) uint16 index into source_names; None where no document names a source
+    sources   (documents,) uint16 index into source_names; None if no document names a source
     """
 
     path: Path
@@ -41,28 +123,29 @@ class Store:
 
     @classmethod
     def open(cls, path: str | Path) -> "Store":
-        """Map a store, after comparing the sizes of its files with what meta.json counts.
+        """Map a store, after comparing the sizes of its files with the counts in meta.json.
 
-        Raises:   ValueError for a folder that is no store, or a damaged one
+        Raises: ValueError for a folder that is not a store, or a damaged one
         """
-        path, arrays = Path(path), {}
+        path = Path(path)
         try:
             meta = json.loads((path / "meta.json").read_text())
-            store_format = meta["format"]
-            counts = {"tokens.bin": meta["tokens"], "documents.idx": meta["documents"] + 1}
-            dtypes = {"tokens.bin": np.dtype(meta["dtype"]), "documents.idx": np.dtype("int64")}
-            names = meta.get("sources", [])
+            store_format, names = meta["format"], meta.get("sources", [])
+            files = {
+                "tokens.bin": (meta["tokens"], np.dtype(meta["dtype"])),
+                "documents.idx": (meta["documents"] + 1, np.dtype("int64")),
+            }
             if names:
-                counts["sources.idx"], dtypes["sources.idx"] = meta["documents"], SOURCE_DTYPE
+                files["sources.idx"] = (meta["documents"], SOURCE_DTYPE)
         except (OSError, ValueError, KeyError, TypeError):
             raise ValueError(f"{path}: no token store: make one with prepare.py") from None
         if store_format != FORMAT:
             raise ValueError(
                 f"{path}: has store format {store_format}, not {FORMAT}: prepare it again"
             )
-        for name, dtype in dtypes.items():
-            size = counts[name] * dtype.itemsize
-            file = path / name
+        arrays = {}
+        for name, (count, dtype) in files.items():
+            file, size = path / name, count * dtype.itemsize
             if not file.exists() or file.stat().st_size != size:
                 raise ValueError(f"{file}: needs {size:,} bytes: prepare the store again")
             arrays[name] = np.memmap(file, dtype, mode="r")
@@ -86,87 +169,10 @@ class Store:
                 f"{encoding.name} ({given[:12]}): choose that one, or prepare the store again"
             )
 
-    def verify(self) -> None:
-        """Compare every file with the sha256 that meta.json records, which reads all of them."""
-        for name, recorded in self.meta["sha256"].items():
-            with (self.path / name).open("rb") as file:
-                if hashlib.file_digest(file, "sha256").hexdigest() != recorded:
-                    raise ValueError(f"{self.path / name}: sha256 differs: prepare the store again")
-
     def check_tokens(self, highest: int) -> None:
-        """Refuse a store that turns out to hold a token outside its vocabulary."""
+        """Refuse a store that holds a token outside its vocabulary."""
         if highest >= self.meta["vocab_size"]:
             raise ValueError(
                 f"{self.path}: token {highest} is outside its vocabulary of"
                 f" {self.meta['vocab_size']}: the store is damaged, prepare it again"
             )
-
-
-# ---- store writer
-#
-# Writes the files of a token store, a batch of documents at a time; support/text/store.py reads.
-#
-# Counts and hashes what it writes. What is encoded, and in which order, is decided in prepare.py.
-
-
-NO_SOURCE = "unnamed"  # the source of documents without one, in a store where others have one
-
-
-class Encoded(NamedTuple):
-    """A document, or a piece of one."""
-
-    ids: np.ndarray  # its tokens, and end-of-text where the document ends
-    source: str | None
-    ends: bool  # whether the document ends with it
-
-
-class StoreWriter:
-    """tokens.bin, documents.idx and sources.idx while they are written into a folder."""
-
-    def __init__(self, folder: Path, encoding: tiktoken.Encoding):
-        self.folder = folder
-        self.dtype = np.dtype("uint16" if encoding.n_vocab <= 65_535 else "uint32")
-        self.byte_lengths = tokenizer.byte_lengths(encoding)
-        self.counts = {"documents": 0, "tokens": 0, "bytes": 0}
-        self.sources: dict[str, int] = {}  # numbered as they come
-        names = ("tokens.bin", "documents.idx", "sources.idx")
-        self.files = {name: (folder / name).open("wb") for name in names}
-        self.sha256 = {name: hashlib.sha256() for name in names}
-        self._write("documents.idx", np.zeros(1, np.int64))
-
-    def append(self, pieces: list[Encoded]) -> None:
-        """Write pieces that follow those before: a document's come one after the other."""
-        ids = np.concatenate([np.empty(0, self.dtype), *(piece.ids for piece in pieces)])
-        lengths = np.array([len(piece.ids) for piece in pieces], np.int64)
-        ends = np.array([piece.ends for piece in pieces], bool)
-        self._write("tokens.bin", ids)
-        self._write("documents.idx", self.counts["tokens"] + np.cumsum(lengths)[ends])
-        numbers = [self._number(piece.source or NO_SOURCE) for piece in pieces if piece.ends]
-        self._write("sources.idx", np.array(numbers, SOURCE_DTYPE))
-        self.counts["documents"] += len(numbers)
-        self.counts["tokens"] += len(ids)
-        self.counts["bytes"] += int(self.byte_lengths[ids].sum())
-
-    def _number(self, source: str) -> int:
-        number = self.sources.setdefault(source, len(self.sources))
-        if number > np.iinfo(SOURCE_DTYPE).max:
-            raise ValueError(
-                f"--source-field: more than {number:,} different sources, which is no grouping of"
-                " documents: name another field, or '' for none"
-            )
-        return number
-
-    def close(self) -> dict[str, Any]:
-        """What meta.json says of the files; no file of sources is left where there are none."""
-        for file in self.files.values():
-            file.close()
-        sources = {"sources": list(self.sources)}
-        if set(self.sources) <= {NO_SOURCE}:
-            (self.folder / "sources.idx").unlink()
-            del self.sha256["sources.idx"]
-            sources = {}
-        return sources | {"sha256": {name: sha.hexdigest() for name, sha in self.sha256.items()}}
-
-    def _write(self, name: str, array: np.ndarray) -> None:
-        self.files[name].write(array)
-        self.sha256[name].update(array)

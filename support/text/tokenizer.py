@@ -1,15 +1,15 @@
-"""Text to token ids and back: tiktoken encodings, and the learning of their ranks.
+"""Text to token ids and back: tiktoken encodings, and how their ranks are learned.
 
-Four tokenizers, all with the same five special tokens: `pd4k` (4,096 ranks learnt from the embedded
-corpus, the default), `bytes` (no merges), `gpt2` (tiktoken's own), or any .tiktoken file of ranks.
-Text is encoded as it is, and text that spells a special token is only text: prepare.py and data.py
-put end-of-text, [CLS] and the others where they belong, by their ids.
+Four tokenizers, all with the same five special tokens: `pd4k` (4,096 ranks learned from the
+embedded corpus, the default), `bytes` (no merges), `gpt2` (tiktoken's), or any .tiktoken file of
+ranks. Text that spells a special token is encoded as plain text: prepare.py and data.py insert
+end-of-text, [CLS] and the others by their ids.
 
 Paper: Sennrich et al. 2016, arXiv 1508.07909, algorithm 1 (merge the most frequent pair); Radford
-et al. 2019 (GPT-2), section 2.2 (merge bytes, and only inside the pieces that a pattern splits off)
+et al. 2019 (GPT-2), section 2.2 (merge bytes, only inside the pieces that a pattern splits off)
 
-    python -m support.tokenizer show "Call me Ishmael."
-    python -m support.tokenizer learn corpus/pd-mix.jsonl.gz --ranks 4096 --out pd4k.tiktoken
+    python -m support.text.tokenizer show "Call me Ishmael."
+    python -m support.text.tokenizer learn corpus/pd-mix.jsonl.gz --ranks 4096 --out pd4k.tiktoken
 """
 
 import argparse
@@ -30,16 +30,16 @@ from tqdm import tqdm
 
 from support.base import runtime
 from support.base.atomic import atomic_write
-from support.text.holdout import HOLDOUT_HELP, Corpus
-from support.text.reading import INPUTS_HELP, SPLIT_ON_HELP
+from support.base.numbers import count
+from support.text.holdout import Corpus, add_flags
 
-PD4K = Path(__file__).resolve().parents[2] / "corpus" / "pd4k.tiktoken"
+PD4K = runtime.ROOT / "corpus" / "pd4k.tiktoken"
 NAMES_HELP = "pd4k, bytes, gpt2 or a .tiktoken file (pd4k)"
 SPECIAL_TOKENS = ("<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 
 # GPT-2's pattern as tiktoken writes it, with one bound added: tiktoken's regex engine overflows its
-# stack on about a million blanks in a row, so at most 100,000 of them make a piece. The pattern is
-# a part of the fingerprint; taken from tiktoken it would change with the next way of writing it.
+# stack on about a million blanks in a row, so a piece has at most 100,000. The pattern is part of
+# the fingerprint, so it is copied here: tiktoken may rewrite its own.
 SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s{1,100000}(?!\S)|\s"
 
 
@@ -49,7 +49,7 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
     The special tokens come after the ranks: first end-of-text (50256 for gpt2, as published), then
     [PAD], [CLS], [SEP], [MASK]. A GPT's vocabulary ends with end-of-text: see vocab_size.
 
-    Raises:   ValueError for an unknown name, a bad file (with its line), or gpt2 that cannot be had
+    Raises: ValueError for an unknown name, a bad file (with its line), or if gpt2 is out of reach
     """
     if name == "bytes":
         ranks = {bytes([byte]): byte for byte in range(256)}
@@ -66,21 +66,21 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
 def store_encoding(store: str | Path, meta: dict) -> tiktoken.Encoding:
     """Load the tokenizer that a token store was made with.
 
-    Args:     meta  the contents of its meta.json
-    Raises:   ValueError where its .tiktoken file is gone, or holds other ranks now
+    Args:   meta the contents of its meta.json
+    Raises: ValueError if its .tiktoken file is gone, or holds other ranks now
     """
     name = meta["tokenizer"]
     try:
         encoding = get_encoding(name)
     except (ValueError, OSError) as error:
-        why = runtime.one_line(error)
+        reason = runtime.one_line(error)
         raise ValueError(
-            f"{store}: its tokenizer is gone ({why}): name it by --tokenizer"
+            f"{store}: its tokenizer is gone ({reason}): name it with --tokenizer"
         ) from None
     if fingerprint(encoding) != meta["tokenizer_fingerprint"]:
         raise ValueError(
             f"{store}: {name} has changed since the store was made with it: name a file with the"
-            " ranks of then by --tokenizer, or prepare the store again"
+            " old ranks with --tokenizer, or prepare the store again"
         )
     return encoding
 
@@ -90,7 +90,7 @@ def vocab_size(encoding: tiktoken.Encoding, model: str) -> int:
     return {"gpt": encoding.eot_token + 1, "bert": encoding.n_vocab}[model]
 
 
-# tiktoken has no public way to an encoding's pattern and ranks: the next two functions read the
+# tiktoken has no public access to an encoding's pattern and ranks: the next two functions read the
 # attributes that it pickles.
 def fingerprint(encoding: tiktoken.Encoding) -> str:
     """Identify an encoding by its content: the sha256 of pattern, ranks and special tokens."""
@@ -104,8 +104,8 @@ def byte_lengths(encoding: tiktoken.Encoding) -> np.ndarray:
 
     The size of a text is the sum over its ids: bits per byte need no decoding.
 
-    Returns:  (n_vocab,) int64
-    Example:  with any tokenizer, byte_lengths[ids of 'the whale'].sum() is 9
+    Returns: (n_vocab,) int64
+    Example: with any tokenizer, byte_lengths[ids of 'the whale'].sum() is 9
     """
     lengths = np.zeros(encoding.n_vocab, np.int64)
     for token, rank in encoding._mergeable_ranks.items():
@@ -120,11 +120,12 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         try:
             encoded, rank = line.split()
             token = base64.b64decode(encoded, validate=True)
-            in_order = int(rank) == len(ranks) and token not in ranks
         except ValueError:
-            raise ValueError(f"{path}:{row}: needs a token in base64 and its rank") from None
-        if not in_order:
-            raise ValueError(f"{path}:{row}: needs a new token with rank {len(ranks)}")
+            token, rank = b"", ""
+        if rank != b"%d" % len(ranks) or token in ranks:
+            raise ValueError(
+                f"{path}:{row}: needs a new token in base64, and its rank {len(ranks)}"
+            )
         ranks[token] = len(ranks)
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(f"{path}:{len(ranks)}: ends without a rank for byte {missing[0]}")
@@ -142,7 +143,7 @@ def _gpt2_ranks(seconds: float = 60) -> dict[bytes, int]:
     """Load GPT-2's ranks from tiktoken's cache, or let tiktoken download them.
 
     The download has no time limit and hangs behind a firewall that drops packets. So it runs in a
-    thread of a pool, a daemon, which does not keep the process alive when it is given up.
+    pool's daemon thread, which does not keep the process alive once it is given up.
     """
     loading = ThreadPool(1).apply_async(tiktoken.get_encoding, ["gpt2"])
     try:
@@ -155,20 +156,20 @@ def _gpt2_ranks(seconds: float = 60) -> dict[bytes, int]:
 
 
 def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
-    """Learn a byte-pair vocabulary: again and again, make a token of the most frequent pair.
+    """Learn a byte-pair vocabulary: repeatedly make a token of the most frequent pair.
 
-    Pairs are counted inside the pieces of the split pattern; no token crosses their borders. Of
-    equally frequent pairs the one with the lowest ids is merged first, so the ranks depend on the
-    counts alone, not on the order of the documents.
+    Pairs are counted inside the pieces of the split pattern, so no token crosses their borders.
+    Among equally frequent pairs the one with the lowest ids is merged first, so the ranks do not
+    depend on the order of the documents.
 
     Paper:    arXiv 1508.07909, algorithm 1
     Returns:  {token: rank} in the order of the ranks; the 256 bytes come first
-    Raises:   ValueError for n_ranks below 256, or where no pair occurs twice any more
-    Cost:     a merge visits only the distinct pieces that hold its pair, and an outdated count in
-              the heap is mended when it comes up. pd-mix, 4,096 ranks: under 10 s on one core
-    Deviates: a pair whose bytes are a token already (aa+aaa after aaaa+a) takes that token's id
-    Example:  ['aaabdaaabac'] and 259 ranks give aa (4 times), then ab (2 times, as is aa+a, but
-              its ids are lower), then aa+ab
+    Raises:   ValueError for n_ranks below 256, or when no pair occurs twice
+    Cost:     a merge visits only the distinct pieces that contain its pair, and an outdated count
+              is corrected when it comes up in the heap. pd-mix, 4,096 ranks: under 10 s on one core
+    Deviates: a pair whose bytes are already a token (aa+aaa after aaaa+a) takes that token's id
+    Example:  ['aaabdaaabac'] and 259 ranks give aa (4 times), then ab (2 times, like aa+a, but its
+              ids are lower), then aa+ab
     """
     if n_ranks < 256:
         raise ValueError(f"--ranks {n_ranks}: needs at least 256, one for each byte")
@@ -176,13 +177,13 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     copies: Counter[str] = Counter()
     for text in texts:
         copies.update(split.findall(text))
-    # A word is a piece with one character a token, chr(rank). Strings compare as their ranks do,
+    # A word is a piece with one character per token, chr(rank). Strings compare as their ranks do,
     # and str.replace merges as an encoder does: from left to right, without overlap.
     words = {piece: piece.encode().decode("latin-1") for piece in copies}
     ranks = {bytes([byte]): byte for byte in range(256)}
     tokens = list(ranks)
     counts: Counter[str] = Counter()
-    holders = defaultdict(set)  # pair -> pieces that hold it, or held it once
+    holders = defaultdict(set)  # pair -> pieces that contain it, or once did
 
     def count_pairs(pieces: Iterable[str], sign: int) -> None:
         for piece in pieces:
@@ -219,7 +220,7 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
 def _learn(args: argparse.Namespace) -> None:
     if args.out.suffix != ".tiktoken":
         raise ValueError(f"--out {args.out}: name a file that ends in .tiktoken")
-    if not args.out.absolute().parent.is_dir():  # said now, not after the learning
+    if not args.out.absolute().parent.is_dir():  # before the ranks are learned, not after
         raise ValueError(f"--out {args.out}: there is no folder {args.out.parent}")
 
     corpus = Corpus(args.inputs, args.holdout, args.split_on)
@@ -233,11 +234,10 @@ def _learn(args: argparse.Namespace) -> None:
     held_out = list(texts(held_out=True))
     n_bytes = sum(len(text.encode()) for text in held_out)
     n_tokens = sum(len(encoding.encode_ordinary(text)) for text in held_out)
-    bytes_per_token = n_bytes / max(1, n_tokens)
     print(
-        f"{args.out}: {encoding.eot_token:,} ranks; {len(held_out):,} held-out documents:", end=" "
+        f"{args.out}: {encoding.eot_token:,} ranks; {len(held_out):,} held-out documents:"
+        f" {n_bytes:,} bytes, {n_tokens:,} tokens, {n_bytes / max(1, n_tokens):.3f} bytes per token"
     )
-    print(f"{n_bytes:,} bytes, {n_tokens:,} tokens, {bytes_per_token:.3f} bytes per token")
 
 
 def _show(args: argparse.Namespace) -> None:
@@ -250,18 +250,17 @@ def _show(args: argparse.Namespace) -> None:
 
 def main(argv: list[str] | None = None) -> None:
     parser = runtime.Parser(
-        prog="python -m support.tokenizer", description="Show the tokens of a text, or learn ranks."
+        prog="python -m support.text.tokenizer",
+        description="Show the tokens of a text, or learn ranks.",
     )
     verbs = parser.add_subparsers(dest="verb", metavar="show|learn", required=True)
     show = verbs.add_parser("show", help="print the tokens of a text")
     show.add_argument("text")
     show.add_argument("--tokenizer", default="pd4k", help=NAMES_HELP)
     learn = verbs.add_parser("learn", help="learn ranks from documents")
-    learn.add_argument("inputs", nargs="+", help=INPUTS_HELP)
-    learn.add_argument("--ranks", type=int, default=4096, help="the 256 bytes included (4096)")
+    add_flags(learn)
+    learn.add_argument("--ranks", type=count, default=4096, help="the 256 bytes included (4096)")
     learn.add_argument("--out", type=Path, required=True, help="the .tiktoken file to write")
-    learn.add_argument("--holdout", type=int, default=20, help=HOLDOUT_HELP)
-    learn.add_argument("--split-on", metavar="STRING", help=SPLIT_ON_HELP)
     args = parser.parse_args(argv)
     if args.verb == "learn":
         _learn(args)
