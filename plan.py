@@ -324,8 +324,10 @@ class Plan:
         stage = self.stage_at(start.window_tokens)
         drawn = self.draw_samples(start, stage.pool, self.window_steps * self.rows_per_step)
         alone = self.rows_of(cut(drawn.spans, stage.max_piece_len - self.extra), start)
-        lengths, most = alone.stop - alone.start + self.extra, self.settings.pack.max_per_row
-        packs = packing.pack_lengths(lengths, self.seq_len, max_per_pack=most)
+        lengths, pack = alone.stop - alone.start + self.extra, self.settings.pack
+        packs = packing.pack_lengths(
+            lengths, self.seq_len, packer=pack.packer, max_per_pack=pack.max_per_row
+        )
         by_first = np.argsort(packs.items[packs.offsets[:-1]])
         rows = alone.packed(packs).take(by_first)
         return Window(start, rows, stage, drawn.next_sample)
