@@ -67,7 +67,9 @@ class Config:
         tokens_by_layer=ltd.tokens_by_layer,
         shapes=ltd.shapes,
     )
-    pack: PackConfig = technique(PackConfig, with_defaults=packing.with_defaults)
+    pack: PackConfig = technique(
+        PackConfig, with_defaults=packing.with_defaults, refusals=packing.refusals
+    )
     pseudo: PseudoConfig = technique(
         PseudoConfig,
         with_defaults=pseudo.with_defaults,

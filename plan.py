@@ -294,8 +294,9 @@ class Plan:
         drawn = self.draw_samples(start, stage.pool, self.window_steps * self.rows_per_step)
         alone = self.rows_of(cut(drawn.spans, stage.max_piece_len - self.extra), start)
         lengths = alone.stop - alone.start + self.extra
+        pack = self.settings.pack
         packs = packing.pack_lengths(
-            lengths, self.seq_len, max_per_pack=self.settings.pack.max_per_row
+            lengths, self.seq_len, packer=pack.packer, max_per_pack=pack.max_per_row
         )
         by_first = np.argsort(packs.items[packs.offsets[:-1]])
         rows = alone.packed(packs).take(by_first)

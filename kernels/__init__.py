@@ -1,5 +1,5 @@
-"""One operation a file: its definition in plain PyTorch, faster forms, and the function to call.
+"""One operation per file: its definition in plain PyTorch, faster forms, and the function to call.
 
-Triton's kernels are compiled for GPUs (tests/test_ahead_of_time.py) and run in its interpreter;
-none of them has run on a GPU.
+The Triton kernels have been compiled for GPUs (tests/test_ahead_of_time.py) and have run in
+Triton's interpreter. None of them has run on a GPU.
 """

@@ -1,15 +1,17 @@
 """Packed attention on a GPU: tiles of queries against those tiles of keys that documents reach.
 
-Tiles lie fixed in the row, so that neither a launch nor a shape depends on the documents. A program
-has one tile; from `start` and `end`, the bounds of each token's document, it reads off which tiles
-of keys it must visit. Those that every query of its tile sees whole need no mask. In reading order:
-the sizes; what kernels share; the forward kernel; its launch. attention_tiles_backward.py has the
-gradients.
+Tiles have fixed places in the row, so neither a launch nor a shape depends on the documents. A
+program owns one tile. From `start` and `end`, the bounds of each token's document, it computes
+which tiles of the other side it must visit; a visited tile that every token of its own tile sees
+whole needs no mask. In reading order: the sizes; functions that kernels share; the forward kernel;
+two backward kernels, of queries and of keys and values; the launches.
 
-Scores are in units of log 2, for exp2 is what a GPU computes. Of a query that sees nothing the
-log-sum-exp is +inf, so that all its weights are 0.
+Scores are in units of log 2, because GPUs compute exp2. The log-sum-exp of a query that sees no key
+is +inf, which makes all its weights 0. Both backward kernels compute the scores again from the
+log-sum-exp. Nothing is summed across programs, so sums have the same order every time; atomic sums
+would save two products.
 
-Paper: Dao, arXiv 2307.08691 (FlashAttention-2), algorithm 1.
+Paper: Dao, arXiv 2307.08691 (FlashAttention-2), algorithms 1 and 2, without atomic sums.
 
     python bench/attention.py --device cuda
 """
@@ -21,18 +23,14 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # it has no build for this platform
-    triton = None
+from kernels.triton_here import check_asked, tl, triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_WIDTHS = (16, 32, 64, 128)
 
 
 class Tiles(NamedTuple):
-    """Sizes of a kernel: the tile that a program has, those that it visits, and its warps."""
+    """Sizes of a kernel: the tile that a program owns, the tiles that it visits, and its warps."""
 
     own: int
     visited: int
@@ -41,13 +39,13 @@ class Tiles(NamedTuple):
 
 
 def tiles(kernel: str, D: int, dtype: torch.dtype) -> Tiles:
-    """A table that was compiled and never timed.
+    """Tile sizes that were compiled and never timed.
 
-    In half precision no kernel spills a register on compute capability 8.0, 8.9 or 9.0, and each
-    fits into the shared memory of the smallest, 99 KiB, by Triton 3.6, 3.7 and 3.9
-    (tests/test_ahead_of_time.py). dkv holds two sums, so it visits half as many; at D 128 sums are
-    twice as wide. float32 takes twice the registers and has no matrix units; `chosen_impl` never
-    picks it.
+    In half precision no kernel spills registers on compute capability 8.0, 8.9 or 9.0, and each
+    fits the smallest of their shared memories, 99 KiB, with Triton 3.6, 3.7 and 3.9
+    (tests/test_ahead_of_time.py). dkv holds two sums, so its visited tiles are half as large; with
+    D 128 sums are twice as wide. float32 takes twice the registers and has no matrix units;
+    `chosen_impl` never picks it.
     """
     if dtype == torch.float32:
         return Tiles(own=32, visited=32, warps=4, stages=2)
@@ -57,34 +55,34 @@ def tiles(kernel: str, D: int, dtype: torch.dtype) -> Tiles:
 
 
 if triton is not None:
-    # Offsets within a batch are int64, for it may have more than 2**31 elements.
+    # Offsets are int64: a batch may have more than 2**31 elements.
 
     @triton.jit
     def head_of(x, strides, b, h):
-        """Where x[b, :, h] begins; x is (B, T, H, D) with such strides of B, T and H."""
+        """Where x[b, :, h] begins; x is (B, T, H, D), with the strides of B, T and H."""
         return x + b.to(tl.int64) * strides[0] + h.to(tl.int64) * strides[2]
 
     @triton.jit
     def load_rows(head, strides, t, T, D: tl.constexpr, MASKED: tl.constexpr):
         """x[b, t, h], (rows, D); positions from T on are zero."""
-        at = head + t.to(tl.int64)[:, None] * strides[1] + tl.arange(0, D)[None, :]
+        rows = head + t.to(tl.int64)[:, None] * strides[1] + tl.arange(0, D)[None, :]
         if MASKED:
-            return tl.load(at, mask=(t < T)[:, None], other=0.0)
-        return tl.load(at)
+            return tl.load(rows, mask=(t < T)[:, None], other=0.0)
+        return tl.load(rows)
 
     @triton.jit
     def store_rows(out, value, b, h, t, T, H, D: tl.constexpr):
         """out[b, t, h] = value, in a contiguous (B, T, H, D)"""
         row = (b.to(tl.int64) * T + t) * H + h
-        at = out + row[:, None] * D + tl.arange(0, D)[None, :]
-        tl.store(at, value.to(out.dtype.element_ty), mask=(t < T)[:, None])
+        rows = out + row[:, None] * D + tl.arange(0, D)[None, :]
+        tl.store(rows, value.to(out.dtype.element_ty), mask=(t < T)[:, None])
 
     @triton.jit
     def visits(bounds, TILE: tl.constexpr):
-        """Where to go through the other side's tiles: under a mask, without, and again under one.
+        """Which positions of the other side to visit with a mask, without, and with one again.
 
-        Each row of the program's tile sees bounds[0]..bounds[1], of which tiles in the middle may
-        lie within what every row sees.
+        Each row of the program's tile sees bounds[0]..bounds[1]. Tiles in the middle need no mask
+        if every row sees them whole.
         """
         start, end = bounds
         low = tl.min(start) // TILE * TILE
@@ -95,7 +93,7 @@ if triton is not None:
 
     @triton.jit
     def dot(a, b):
-        """A product in float32 arithmetic where a and b are float32, not in TF32."""
+        """A product whose arithmetic is float32, not TF32, if a and b are float32."""
         return tl.dot(a, b, input_precision="ieee")
 
     @triton.jit
@@ -105,10 +103,10 @@ if triton is not None:
         return (t[None, :] >= start[:, None]) & (t[None, :] < end[:, None])
 
     @triton.jit
-    def place(T, H, OWN: tl.constexpr):
-        """Row and head of a program, and its tile: first the last one, which is often the longest.
+    def tile_of_program(T, H, OWN: tl.constexpr):
+        """Row, head and tile of a program: last tiles first, which often take longest.
 
-        The tiles of a head run side by side, for they read the same keys. Programs are counted on
+        The tiles of a head run side by side, because they read the same keys. All programs lie on
         one axis: CUDA's second one ends at 65,535, and a batch may have more heads.
         """
         of_head = tl.cdiv(T, OWN)
@@ -117,10 +115,10 @@ if triton is not None:
 
     @triton.jit
     def seen_keys(start, end, b, t, T, CAUSAL: tl.constexpr):
-        """The first and one-past-last key that each query of t sees; T and 0: none."""
-        at = b.to(tl.int64) * T + t
-        first = tl.load(start + at, mask=t < T, other=T)
-        last = tl.load(end + at, mask=t < T, other=0)
+        """The first and one-past-last key that each query of t sees; T and 0 if none."""
+        token = b.to(tl.int64) * T + t
+        first = tl.load(start + token, mask=t < T, other=T)
+        last = tl.load(end + token, mask=t < T, other=0)
         return first, tl.minimum(last, t + 1) if CAUSAL else last
 
     @triton.jit
@@ -139,7 +137,7 @@ if triton is not None:
         TILE: tl.constexpr,
         MASKED: tl.constexpr,
     ):
-        """Take keys into a softmax: its sum of values, sum of weights and top score so far."""
+        """Add keys to a softmax; its state is the sum of values, sum of weights and top score."""
         acc, total, top = state
         for n in range(low, high, TILE):
             t = n + tl.arange(0, TILE)
@@ -174,7 +172,7 @@ if triton is not None:
         OWN: tl.constexpr,
         VISITED: tl.constexpr,
     ):
-        b, h, tile = place(T, H, OWN)
+        b, h, tile = tile_of_program(T, H, OWN)
         t = tile * OWN + tl.arange(0, OWN)
         bounds = seen_keys(start, end, b, t, T, CAUSAL)
         low, plain, masked_again, high = visits(bounds, VISITED)
@@ -196,19 +194,168 @@ if triton is not None:
         row_lse = tl.where(nothing, float("inf"), top + tl.log2(total))
         tl.store(lse + (b.to(tl.int64) * H + h) * T + t, row_lse, mask=t < T)
 
+    @triton.jit
+    def seeing_queries(start, end, b, t, T, CAUSAL: tl.constexpr):
+        """The first and one-past-last query that sees each key of t; T and 0 if none."""
+        token = b.to(tl.int64) * T + t
+        first = tl.load(start + token, mask=t < T, other=T)
+        last = tl.load(end + token, mask=t < T, other=0)
+        return tl.maximum(first, t) if CAUSAL else first, last
+
+    @triton.jit
+    def add_to_dq(
+        dq,
+        q,
+        dout,
+        row_lse,
+        delta,
+        keys,
+        values,
+        strides,
+        bounds,
+        low,
+        high,
+        T,
+        scale,
+        D: tl.constexpr,
+        TILE: tl.constexpr,
+        MASKED: tl.constexpr,
+    ):
+        for n in range(low, high, TILE):
+            t = n + tl.arange(0, TILE)
+            key = load_rows(keys, strides[1], t, T, D, MASKED)
+            value = load_rows(values, strides[2], t, T, D, MASKED)
+            weights = tl.exp2(scale * dot(q, tl.trans(key)) - row_lse[:, None])
+            if MASKED:
+                weights = tl.where(seen_by(t, bounds), weights, 0.0)
+            dscores = weights * (dot(dout, tl.trans(value)) - delta[:, None])
+            dq += dot(dscores.to(key.dtype), key)
+        return dq
+
+    @triton.jit(do_not_specialize=["T"])
+    def dq_kernel(
+        dq,
+        delta,
+        dout,
+        out,
+        lse,
+        q,
+        k,
+        v,
+        strides,
+        start,
+        end,
+        T,
+        H,
+        scale,
+        root,
+        CAUSAL: tl.constexpr,
+        D: tl.constexpr,
+        OWN: tl.constexpr,
+        VISITED: tl.constexpr,
+    ):
+        """dq, and delta: each query's sum of out * dout, which dkv_kernel needs as well."""
+        b, h, tile = tile_of_program(T, H, OWN)
+        t = tile * OWN + tl.arange(0, OWN)
+        bounds = seen_keys(start, end, b, t, T, CAUSAL)
+        low, plain, masked_again, high = visits(bounds, VISITED)
+        query = load_rows(head_of(q, strides[0], b, h), strides[0], t, T, D, True)
+        keys, values = head_of(k, strides[1], b, h), head_of(v, strides[2], b, h)
+        own_dout = load_rows(head_of(dout, strides[3], b, h), strides[3], t, T, D, True)
+        own_out = load_rows(head_of(out, strides[4], b, h), strides[4], t, T, D, True)
+        of_head = (b.to(tl.int64) * H + h) * T
+        row_lse = tl.load(lse + of_head + t, mask=t < T, other=float("inf"))
+        row_delta = tl.sum(own_out.to(tl.float32) * own_dout.to(tl.float32), 1)
+        tl.store(delta + of_head + t, row_delta, mask=t < T)
+
+        acc = tl.zeros((OWN, D), tl.float32)
+        args = (query, own_dout, row_lse, row_delta, keys, values, strides, bounds)
+        acc = add_to_dq(acc, *args, low, plain, T, scale, D, VISITED, True)
+        acc = add_to_dq(acc, *args, plain, masked_again, T, scale, D, VISITED, False)
+        acc = add_to_dq(acc, *args, masked_again, high, T, scale, D, VISITED, True)
+        store_rows(dq, acc * root, b, h, t, T, H, D)
+
+    @triton.jit
+    def add_to_dkv(
+        dkv,
+        key,
+        value,
+        queries,
+        douts,
+        lse,
+        delta,
+        strides,
+        bounds,
+        low,
+        high,
+        T,
+        scale,
+        D: tl.constexpr,
+        TILE: tl.constexpr,
+        MASKED: tl.constexpr,
+    ):
+        dk, dv = dkv
+        for n in range(low, high, TILE):
+            t = n + tl.arange(0, TILE)
+            query = load_rows(queries, strides[0], t, T, D, MASKED)
+            dout = load_rows(douts, strides[3], t, T, D, MASKED)
+            row_lse = tl.load(lse + t, mask=t < T, other=float("inf"))
+            row_delta = tl.load(delta + t, mask=t < T, other=0.0)
+            weights = tl.exp2(scale * dot(key, tl.trans(query)) - row_lse[None, :])  # transposed
+            if MASKED:
+                weights = tl.where(seen_by(t, bounds), weights, 0.0)
+            dv += dot(weights.to(dout.dtype), dout)
+            dscores = weights * (dot(value, tl.trans(dout)) - row_delta[None, :])
+            dk += dot(dscores.to(query.dtype), query)
+        return dk, dv
+
+    @triton.jit(do_not_specialize=["T"])
+    def dkv_kernel(
+        dk,
+        dv,
+        delta,
+        dout,
+        lse,
+        q,
+        k,
+        v,
+        strides,
+        start,
+        end,
+        T,
+        H,
+        scale,
+        root,
+        CAUSAL: tl.constexpr,
+        D: tl.constexpr,
+        OWN: tl.constexpr,
+        VISITED: tl.constexpr,
+    ):
+        b, h, tile = tile_of_program(T, H, OWN)
+        t = tile * OWN + tl.arange(0, OWN)
+        bounds = seeing_queries(start, end, b, t, T, CAUSAL)
+        low, plain, masked_again, high = visits(bounds, VISITED)
+        key = load_rows(head_of(k, strides[1], b, h), strides[1], t, T, D, True)
+        value = load_rows(head_of(v, strides[2], b, h), strides[2], t, T, D, True)
+        queries, douts = head_of(q, strides[0], b, h), head_of(dout, strides[3], b, h)
+        of_head = (b.to(tl.int64) * H + h) * T
+
+        acc = tl.zeros((OWN, D), tl.float32)
+        args = (key, value, queries, douts, lse + of_head, delta + of_head, strides, bounds)
+        dkv = add_to_dkv((acc, acc), *args, low, plain, T, scale, D, VISITED, True)
+        dkv = add_to_dkv(dkv, *args, plain, masked_again, T, scale, D, VISITED, False)
+        dkv = add_to_dkv(dkv, *args, masked_again, high, T, scale, D, VISITED, True)
+        store_rows(dk, dkv[0] * root, b, h, t, T, H, D)
+        store_rows(dv, dkv[1], b, h, t, T, H, D)
+
 
 def check(q: Tensor) -> None:
-    """Refuse what the kernels cannot take."""
-    if triton is None:
-        raise ValueError("impl 'triton': Triton is not installed here, choose dense")
+    """Refuse queries that the kernels do not take."""
+    check_asked(q.device.type, "dense")
     if q.shape[-1] not in HEAD_WIDTHS or q.dtype not in DTYPES:
         raise ValueError(
             f"impl 'triton' wants heads of {', '.join(map(str, HEAD_WIDTHS))} numbers in bfloat16,"
             f" float16 or float32, not {q.shape[-1]} in {q.dtype}: choose dense"
-        )
-    if not q.is_cuda and isinstance(forward_kernel, triton.JITFunction):
-        raise ValueError(
-            "impl 'triton' wants CUDA tensors, or TRITON_INTERPRET=1 set before Python starts"
         )
 
 
@@ -216,7 +363,7 @@ def check(q: Tensor) -> None:
 def launch(
     kernel: str, shape: torch.Size, dtype: torch.dtype, causal: bool
 ) -> tuple[tuple[int], dict]:
-    """The grid, and a kernel's constants: neither depends on the documents."""
+    """The grid and the constants of a kernel; neither depends on the documents."""
     B, T, H, D = shape
     own, visited, warps, stages = tiles(kernel, D, dtype)
     constants = {"CAUSAL": causal, "D": D, "OWN": own, "VISITED": visited}
@@ -224,7 +371,7 @@ def launch(
 
 
 def strides_of(*arrays: Tensor) -> tuple[tuple[int, int, int], ...]:
-    """Of rows, positions and heads; numbers of a head are adjacent."""
+    """The strides of rows, positions and heads; the numbers of a head are adjacent."""
     return tuple(x.stride()[:3] for x in arrays)
 
 
@@ -247,3 +394,30 @@ def forward(
             out, lse, q, k, v, strides_of(q, k, v), start, end, T, H, scale, **constants
         )
     return out, lse
+
+
+def backward(
+    dout: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    out: Tensor,
+    lse: Tensor,
+    start: Tensor,
+    end: Tensor,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, (B, T, H, D) each."""
+    B, T, H, D = q.shape
+    dout, q, k, v = with_adjacent_numbers(dout, q, k, v)
+    dq, dk, dv = (torch.empty(B, T, H, D, dtype=q.dtype, device=q.device) for _ in range(3))
+    delta = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
+    root = 1 / math.sqrt(D)
+    strides = strides_of(q, k, v, dout, out)
+    more = (strides, start, end, T, H, math.log2(math.e) * root, root)
+    with torch.cuda.device_of(q):
+        grid, constants = launch("dq", q.shape, q.dtype, causal)
+        dq_kernel[grid](dq, delta, dout, out, lse, q, k, v, *more, **constants)
+        grid, constants = launch("dkv", q.shape, q.dtype, causal)
+        dkv_kernel[grid](dk, dv, delta, dout, lse, q, k, v, *more, **constants)
+    return dq, dk, dv

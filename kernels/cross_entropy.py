@@ -3,10 +3,10 @@
 In reading order: the definition in plain PyTorch, which tests and benches compare with; the losses
 of some rows and their gradient by the logits, first in PyTorch, then as a Triton kernel; the three
 products around them, forward and backward in one pass; `token_losses`, the forward pass alone with
-the loss of each target; `linear_cross_entropy`, which is what a model calls.
+the loss of each target; `linear_cross_entropy`, which models call.
 
-    chunked  the logits of some rows at a time, in PyTorch: 50 bytes moved a logit of 16 bits
-    triton   the same on a GPU, where one kernel puts the gradient in the logits' place: 12 bytes
+    chunked  the logits of some rows at a time, in PyTorch: 50 bytes moved per 16-bit logit
+    triton   the same on a GPU, where one kernel overwrites the logits with their gradient: 12 bytes
 
 The ideas are Liger Kernel's (arXiv 2410.10989, FusedLinearCrossEntropy).
 
@@ -21,20 +21,14 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # it has no build for this platform
-    triton = None
+from kernels.triton_here import check_asked, tl, triton, why_not
 
-from kernels.triton_here import why_not
-
-IGNORE = -100  # a target that counts for nothing: padding, or a token that BERT did not mask
+IGNORE = -100  # a target without a loss: padding, or a token that BERT did not mask
 IMPLS = ("auto", "reference", "chunked", "triton")
-# What a program of the kernel reads at a time: 16 columns a thread, two accesses of 16 bytes.
+# A program of the kernel reads this many columns at a time: 16 per thread, two 16-byte accesses.
 COLS = 8192
 WARPS = 16
-ALIGNED = 16  # of so many columns: a row of logits begins where a wide access may
+ALIGNED = 16  # rows of logits are padded to a multiple of this, so that each allows wide accesses
 
 
 def reference(
@@ -52,10 +46,10 @@ def reference(
 
 
 class Losses(NamedTuple):
-    """Of some rows of logits, what the loss is and how it changes with them."""
+    """The losses of some rows, and their gradient by the logits."""
 
-    nats: Tensor  # (rows,) of each target, times what it counts; 0 where it is IGNORE
-    dlogits: Tensor | None  # (rows, V) the gradient of their sum, where it was asked for
+    nats: Tensor  # (rows,) loss of each target times its share; 0 where the target is IGNORE
+    dlogits: Tensor | None  # (rows, V) gradient of their sum; None if not wanted
 
 
 def losses_by_torch(
@@ -66,9 +60,9 @@ def losses_by_torch(
     shares: Tensor | None,
     wants_gradient: bool,
 ) -> Losses:
-    """Find the losses of some rows, and their gradient by the logits.
+    """The definition's losses of some rows, and their gradient by the logits.
 
-    Args:    x (rows, C) and matrix (V, C) of one dtype; others as of `linear_cross_entropy`
+    Args:    x (rows, C) and matrix (V, C) of one dtype; others as for `linear_cross_entropy`
     Returns: nats (rows,) and dlogits (rows, V) in `exact_dtype`
     """
     exact = exact_dtype(x.dtype)
@@ -92,17 +86,17 @@ if triton is not None:
 
     @triton.jit
     def logits_at(logits, bias, col, V, stride):
-        """These columns of a row in float32; -inf from V on, up to where the next row begins."""
+        """Some columns of a row in float32; -inf from column V to the end of the padded row."""
         value = tl.load(logits + col, mask=col < stride, other=0.0).to(tl.float32)
         if bias is not None:
             value += tl.load(bias + col, mask=col < stride, other=0.0)
         return tl.where(col < V, value, float("-inf"))
 
-    # What is not specialized is of another kind in every chunk, which would be compiled again.
+    # Arguments that differ between chunks are not specialized, or each kind would compile again.
     @triton.jit(do_not_specialize=["losses", "targets", "shares", "V"])
     def losses_kernel(
         losses,  # (rows,) float32
-        logits,  # (rows, V), of which the gradient takes the place
+        logits,  # (rows, V), overwritten by the gradient
         bias,  # (stride,) float32, or None: 0
         targets,  # (rows,) int64
         shares,  # (rows,), or None: 1
@@ -114,8 +108,8 @@ if triton is not None:
     ):
         """A row's loss, log(sum(exp(logits))) - logits[target], times its share; its gradient.
 
-        One pass finds the greatest logit and the sum (online: what was summed is scaled down when
-        a greater one comes), another writes the gradient. An ignored row is not read.
+        One pass finds the greatest logit and the sum (online: the sum so far is scaled down when a
+        greater logit comes), a second one writes the gradient. An ignored row is not read.
         """
         row = tl.program_id(0).to(tl.int64)  # a chunk may have more than 2**31 logits
         logits += row * stride
@@ -128,8 +122,9 @@ if triton is not None:
                     nothing = tl.zeros((COLS,), logits.dtype.element_ty)
                     tl.store(logits + col, nothing, mask=col < stride)
         else:
-            is_token = (target >= 0) & (target < V)  # of any other the loss is NaN
-            # Before a barrier, the first sum's: another warp writes here in the second pass.
+            is_token = (target >= 0) & (target < V)  # for any other target the loss is NaN
+            # Loaded before the barrier of the first sum: in the second pass another warp overwrites
+            # this logit.
             score = tl.load(logits + target, mask=is_token, other=float("nan")).to(tl.float32)
             if bias is not None:
                 score += tl.load(bias + target, mask=is_token, other=0.0)
@@ -162,10 +157,10 @@ def losses_by_triton(
     shares: Tensor | None,
     wants_gradient: bool,
 ) -> Losses:
-    """As `losses_by_torch`, but that dlogits is of the dtype of x, in the logits' own memory.
+    """Like `losses_by_torch`, but dlogits has the dtype of x and uses the logits' memory.
 
-    Cost: of a logit of 16 bits the kernel reads 2 bytes twice and writes 2; its three products
-          write 2 and read 2 twice. The row of an ignored target is only written
+    Cost: per 16-bit logit the kernel reads 2 bytes twice and writes 2; the three products write 2
+          bytes once and read them twice. The row of an ignored target is only written
     """
     rows, V = len(x), len(matrix)
     stride = -(-V // ALIGNED) * ALIGNED
@@ -185,10 +180,10 @@ LOSSES = {"chunked": losses_by_torch, "triton": losses_by_triton}
 
 
 def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
-    """out += a @ b, where out may be of more bits than a and b are.
+    """out += a @ b, where out may have more bits than a and b.
 
-    A GPU sums 16-bit products in float32 anyway: it adds them to out without making an array of
-    them, 8 bytes moved an element of out instead of 12. A CPU's torch has no such product.
+    A GPU sums 16-bit products in float32 anyway, and can add them to out without an array for the
+    product: 8 bytes moved per element of out instead of 12. torch has no such product on a CPU.
     """
     if out.dtype == a.dtype:
         out.addmm_(a, b)
@@ -201,11 +196,11 @@ def add_product(out: Tensor, a: Tensor, b: Tensor) -> None:
 class LinearCrossEntropy(torch.autograd.Function):
     """The logits of some rows at a time, made, used and dropped.
 
-    The gradient of a chunk follows from its own softmax, so it is taken in the forward pass, while
-    the logits are there; the backward pass only scales it, in place, because a copy would be one
-    more array of the weight's size. So there is one backward pass and no second derivative, and
-    asking for more (retain_graph, create_graph) is an error: the reference has them. With `grads`
-    False the forward pass leaves the gradients out.
+    The gradient of a chunk follows from its own softmax, so the forward pass computes it while the
+    logits exist. The backward pass only scales it, in place, because a copy would be one more array
+    of the weight's size. So there is a single backward pass and no second derivative: asking for
+    more (retain_graph, create_graph) is an error, and the reference has both. With `grads` False
+    the forward pass computes no gradients.
     """
 
     @staticmethod
@@ -245,8 +240,8 @@ class LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: FunctionCtx, dloss: Tensor) -> tuple[Tensor | None, ...]:
-        # torch's once_differentiable would let this pass wherever dloss is a constant, and what it
-        # returned would count as one.
+        # torch's once_differentiable would not notice this if dloss is a constant, and would treat
+        # the gradients as constants too.
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "the chunked cross-entropy has no second derivative, which create_graph asks for:"
@@ -267,9 +262,9 @@ class LinearCrossEntropy(torch.autograd.Function):
 
 @torch.no_grad()
 def token_losses(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor) -> Tensor:
-    """Find the cross-entropy of each target, in nats, as `linear_cross_entropy` sums it.
+    """The cross-entropy of each target, in nats, which `linear_cross_entropy` sums.
 
-    Args:    as of `linear_cross_entropy`
+    Args:    as for `linear_cross_entropy`
     Returns: (N,) float32, or float64 where x is; 0 where the target is IGNORE; without gradients
     """
     device, dtype = x.device.type, product_dtype(x)
@@ -284,13 +279,13 @@ def token_losses(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """What the logits are computed in: what autocast says where it is on, else x's own."""
+    """The dtype of the logits: autocast's if it is on, else that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 
 
 def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """What losses are computed in, from logits of `dtype`."""
+    """The dtype in which losses are computed from logits of `dtype`."""
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
@@ -301,12 +296,12 @@ def chunks(N: int, V: int, device: str) -> Iterator[slice]:
 
 
 def chunk_rows(V: int, device: str) -> int:
-    """Rows of logits at a time: what stays in a core's cache, or what keeps a GPU busy.
+    """Rows of logits at a time: as many as fit a core's cache, or enough to keep a GPU busy.
 
-    On a GPU 4,096 at least. A row moves 12 V bytes (`linear_cross_entropy`), and each chunk reads
-    and writes the weight's gradient besides, 8 V C bytes: with C = 768 an eighth of what 4,096 rows
-    move, a quarter of 2,048 rows'. The product for x has 4,096 / 128 * C / 128 tiles, 192 with
-    C = 768, for an H100's 132 multiprocessors. With V = 50,304 the chunk takes 412 MB.
+    On a GPU at least 4,096. A row moves 12 V bytes (`linear_cross_entropy`), and each chunk also
+    reads and writes the weight's gradient, 8 V C bytes: with C = 768 an eighth of what 4,096 rows
+    move, a quarter of what 2,048 rows move. The product for x has 4,096 / 128 * C / 128 tiles, 192
+    with C = 768, for an H100's 132 multiprocessors. With V = 50,304 the chunk takes 412 MB.
     """
     if device == "cpu":
         return max(256, (1 << 20) // V)
@@ -314,25 +309,20 @@ def chunk_rows(V: int, device: str) -> int:
 
 
 def chosen_impl(device: str, dtype: torch.dtype, impl: str = "auto") -> str:
-    """Which implementation computes losses: a function of its arguments and of what is installed.
+    """Choose the implementation that computes losses on this machine.
 
-    Args: device cpu | cuda | another type of torch's
+    Args: device cpu | cuda | another device type of torch
           dtype  of the products
-          impl   auto, or one of IMPLS: what is asked for
+          impl   one of IMPLS, as the caller asked
     """
     if impl not in IMPLS:
         raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
     if impl == "auto":
         return "triton" if dtype.itemsize == 2 and why_not(device) is None else "chunked"
     if impl == "triton":
-        if triton is None:
-            raise ValueError("impl 'triton': Triton is not installed here, choose auto or chunked")
+        check_asked(device, "auto or chunked")
         if dtype == torch.float64:
             raise ValueError("impl 'triton' computes in float32, x is float64: choose chunked")
-        if device != "cuda" and isinstance(losses_kernel, triton.JITFunction):
-            raise ValueError(
-                "impl 'triton' wants CUDA tensors, or TRITON_INTERPRET=1 set before Python starts"
-            )
     return impl
 
 
@@ -349,18 +339,18 @@ def linear_cross_entropy(
     Args:    x       (N, C) float
              weight  (V, C) float
              bias    (V,) float, or None
-             targets (N,) int64, 0 to V - 1; a row whose target is IGNORE counts for nothing
-             shares  (N,) float: what each target counts; None for 1
-             impl    auto | reference | chunked | triton; auto is triton for products of 16 bits on
-                     a GPU that Triton compiles for, else chunked, which needs less memory than the
+             targets (N,) int64, 0 to V - 1; a row whose target is IGNORE has no loss
+             shares  (N,) float: the weight of each target; None for 1
+             impl    auto | reference | chunked | triton; auto is triton for 16-bit products on a
+                     GPU that Triton compiles for, else chunked, which needs less memory than the
                      reference, and on a CPU less time (results/kernels.jsonl)
-    Returns: scalar; but for the reference float32, unless x is float64
-    Raises:  ValueError if impl is none of these, or has no such device or dtype
-    Cost:    three products of N C V each, forward and backward together. Bytes moved a logit, of
-             16 bits: chunked 50 (written 2, made float32 6, top 4, less it 8, exp 8, sum 4, scaled
-             8, made 16 bits 6, read by two products 4), triton 12 (written 2, kernel 6, read 4).
-             Memory: one chunk of logits, of 6 bytes and of 2, and the gradients; the reference
-             adds three arrays of N V
+    Returns: scalar, float32 unless x is float64; the reference's has the dtype of its logits
+    Raises:  ValueError for an unknown impl, or one that lacks this device or dtype
+    Cost:    three products of N C V each, forward and backward together. Bytes moved per 16-bit
+             logit: chunked 50 (write 2, to float32 6, maximum 4, subtract it 8, exp 8, sum 4, scale
+             8, to 16 bits 6, read by two products 4), triton 12 (write 2, kernel 6, read 4).
+             Memory: one chunk of logits, at 6 bytes (chunked) or 2 (triton) each, and the
+             gradients; the reference needs three arrays of N V besides
     """
     impl = chosen_impl(x.device.type, product_dtype(x), impl)
     if impl == "reference":

@@ -1,18 +1,19 @@
 """Attention in rows of several documents, at the cost of the documents, not of the rows.
 
-A token sees its own document alone, and no later token if causal; padding sees nothing, and its
-output and gradients are zero. In reading order: the definition; what all layers of a batch share;
-three Triton kernels; the operator, which compiled code takes as one; the public function.
+A token sees only its own document, and no later token if causal; padding sees nothing, and its
+output and gradients are zero. In reading order: the definition; the index that all layers of a
+batch share; the operator, which torch.compile does not trace into; the choice of an implementation;
+the public function.
 
-    documents = index_of(doc_ids, causal, impl)              # once a batch
+    documents = index_of(doc_ids, causal, impl)              # once per batch
     y = packed_attention(q, k, v, documents)                 # in every layer
 
-    dense   torch's attention under a mask of (T, T): every score of a row is computed
-    groups  a CPU: documents of like length at a time, see attention_groups.py
-    triton  a GPU: tiles of queries against those tiles of keys that their documents reach into.
-            Tiles lie fixed in the row, so no launch and no shape depends on the documents
+    dense   torch's attention under a (T, T) mask: every score of a row is computed
+    groups  on a CPU: documents of similar length at a time (attention_groups.py)
+    triton  on a GPU: tiles of queries against the tiles of keys that their documents reach
+            (attention_tiles.py)
 
-Does not know positions or heads that share keys. Dropout of scores is dense's alone.
+Does not handle positions, or heads that share keys. Only dense has dropout of scores.
 
 Papers: Dao, arXiv 2307.08691 (tiles, and a backward pass that computes scores again); packing
 without seeing each other: Krell et al., arXiv 2107.02027, section 3.2.
@@ -28,7 +29,7 @@ from torch import Tensor, nn
 from torch.autograd.function import FunctionCtx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from kernels import attention_groups, attention_tiles, attention_tiles_backward
+from kernels import attention_groups, attention_tiles
 from kernels.triton_here import why_not
 
 IMPLS = {
@@ -38,9 +39,8 @@ IMPLS = {
     "triton": "in tiles that end with their documents",
 }
 
-
-# Without cuDNN, which torch takes first on an H100: under a mask and with T % 128 = 64, as of kept
-# tokens, its gradients of queries may be NaN in torch 2.11 to 2.13 (pytorch/pytorch#196678).
+# Not cuDNN, which torch prefers on an H100: under a mask and with T % 128 = 64, which kept tokens
+# can have, its gradients of queries may be NaN in torch 2.11 to 2.13 (pytorch/pytorch#196678).
 UNDER_A_MASK = [SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
@@ -73,11 +73,11 @@ def reference(q: Tensor, k: Tensor, v: Tensor, doc_ids: Tensor, causal: bool) ->
 
 
 class Documents(NamedTuple):
-    """What the layers of a batch share: where its documents lie, as `impl` needs it."""
+    """Where the documents of a batch lie, in the form `impl` needs; all layers share it."""
 
     impl: str  # dense | groups | triton
     causal: bool
-    # dense: the mask and, but for a CPU, where padding is; groups: slots and calls; triton: start
+    # dense: the mask and, except on a CPU, where padding is; groups: slots and calls; triton: start
     # and end
     index: tuple[Tensor, ...]
 
@@ -85,11 +85,10 @@ class Documents(NamedTuple):
 def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
     """Find where the documents of a batch lie.
 
-    Args:    doc_ids (B, T) int64, equal within a document, whose tokens stand side by side; -1 on
-                     padding
-             impl    dense | groups | adaptive | triton, as `chosen_impl` has it
-    Cost:    dense writes B T T bytes, the others some arrays of B T; no loop over documents, and on
-             a GPU no synchronisation
+    Args:    doc_ids (B, T) int64, equal within a document, whose tokens are adjacent; -1 on padding
+             impl    dense | groups | adaptive | triton, from `chosen_impl`
+    Cost:    dense writes B T T bytes, the others a few arrays of B T; no loop over documents, and
+             on a GPU no synchronisation
     """
     if impl not in IMPLS:
         raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
@@ -104,7 +103,7 @@ def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
 
 
 def groups_of(doc_ids: Tensor, impl: str) -> tuple[Tensor, Tensor] | None:
-    """The layout of documents in groups, as `attention_groups.layout` has it; None for a mask."""
+    """The documents laid out in groups (`attention_groups.layout`), or None for a mask."""
     B, T = doc_ids.shape
     if impl == "groups" or (impl == "adaptive" and B * T * T > attention_groups.SMALL):
         slots, calls = attention_groups.layout(doc_ids)
@@ -114,10 +113,10 @@ def groups_of(doc_ids: Tensor, impl: str) -> tuple[Tensor, Tensor] | None:
 
 
 def added_mask(doc_ids: Tensor, causal: bool) -> Tensor:
-    """The mask as what is added to scores, 0 or -inf: (B, 1, T, T) float32.
+    """The mask as numbers to add to scores, 0 or -inf: (B, 1, T, T) float32.
 
-    A CPU's attention wants it so, and makes it from bools anew in every layer. Padding sees nothing
-    here: a CPU's output and gradients are zero then.
+    Attention on a CPU needs this form, and would convert bools again in every layer. Here padding
+    sees nothing, which makes its output and gradients zero on a CPU.
     """
     seen = doc_ids[:, :, None] == doc_ids[:, None, :]  # (B, T, T)
     seen &= (doc_ids >= 0)[:, None]
@@ -129,7 +128,7 @@ def added_mask(doc_ids: Tensor, causal: bool) -> Tensor:
 def bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     """The first and one-past-last position of each token's document, (B, T) int32 each.
 
-    Padding's are T and 0: nothing lies between.
+    For padding they are T and 0, an empty range.
 
     Example: [[7, 7, 9, -1]] -> [[0, 0, 2, 4]] and [[2, 2, 3, 0]]
     """
@@ -144,14 +143,14 @@ def bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
 
 
 FORWARD = {"groups": attention_groups.forward, "triton": attention_tiles.forward}
-BACKWARD = {"groups": attention_groups.backward, "triton": attention_tiles_backward.backward}
+BACKWARD = {"groups": attention_groups.backward, "triton": attention_tiles.backward}
 
 
 def attend(
-    q: Tensor, k: Tensor, v: Tensor, here: Tensor, there: Tensor, causal: bool, impl: str
+    q: Tensor, k: Tensor, v: Tensor, index_1: Tensor, index_2: Tensor, causal: bool, impl: str
 ) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of scores that the backward pass needs."""
-    return FORWARD[impl](q, k, v, here, there, causal)
+    """The output, and the log-sum-exp of the scores, which the backward pass needs."""
+    return FORWARD[impl](q, k, v, index_1, index_2, causal)
 
 
 def attend_backward(
@@ -161,16 +160,16 @@ def attend_backward(
     v: Tensor,
     out: Tensor,
     lse: Tensor,
-    here: Tensor,
-    there: Tensor,
+    index_1: Tensor,
+    index_2: Tensor,
     causal: bool,
     impl: str,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return BACKWARD[impl](dout, q, k, v, out, lse, here, there, causal)
+    return BACKWARD[impl](dout, q, k, v, out, lse, index_1, index_2, causal)
 
 
-# The same as operators, which a compiler takes as they are: without looking into them it knows the
-# shapes of what they return. Called by themselves they cost 0.1 ms more than the functions.
+# The same as operators, which torch.compile does not trace into: it only asks for the shapes of
+# their results. Outside compiled code they cost 0.1 ms more than the functions.
 attend_op = torch.library.custom_op("parsimony::packed_attention", attend, mutates_args=())
 attend_backward_op = torch.library.custom_op(
     "parsimony::packed_attention_backward", attend_backward, mutates_args=()
@@ -178,7 +177,7 @@ attend_backward_op = torch.library.custom_op(
 
 
 @attend_op.register_fake
-def _(q, k, v, here, there, causal, impl):
+def _(q, k, v, index_1, index_2, causal, impl):
     B, T, H, _ = q.shape
     shape = (B * T, H) if impl == "groups" else (B, H, T)
     lse = q.new_empty(shape, dtype=attention_groups.lse_dtype(q))
@@ -213,13 +212,13 @@ def chosen_impl(
     compiled: bool = False,
     impl: str = "auto",
 ) -> str:
-    """Which implementation packed rows take: a function of its arguments and of this machine.
+    """Choose the implementation for packed rows on this machine.
 
-    Args: device   cpu | cuda | another type of torch's
+    Args: device   cpu | cuda | another device type of torch
           dtype    of queries, keys and values
           dropout  of scores, in training
-          compiled whether blocks are: one of two implementations by batch would be compiled twice
-          impl     auto, or one of IMPLS: what is asked for
+          compiled whether blocks are: adaptive would compile both of its forms
+          impl     auto, or one of IMPLS, as the caller asked
     """
     if impl not in ("auto", *IMPLS):
         raise ValueError(f"impl {impl!r} is unknown: choose one of auto, {', '.join(IMPLS)}")
@@ -229,14 +228,14 @@ def chosen_impl(
         return "dense"
     if device == "cpu":
         return "groups" if compiled else "adaptive"
-    # float32 has no matrix units that keep its precision
+    # matrix units do not keep the precision of float32
     half = dtype in (torch.bfloat16, torch.float16)
     tiled = half and head_width in attention_tiles.HEAD_WIDTHS
     return "triton" if tiled and why_not(device) is None else "dense"
 
 
 def impl_for(block: nn.Module, x: Tensor, head_width: int, dropout: float = 0.0) -> str:
-    """`chosen_impl` for such blocks on hidden states like x, under autocast as it is now."""
+    """`chosen_impl` for blocks like this one, hidden states like x and the present autocast."""
     device, dtype = x.device.type, x.dtype
     if torch.is_autocast_enabled(device):
         dtype = torch.get_autocast_dtype(device)
@@ -251,12 +250,12 @@ def packed_attention(
 
     Args:    q, k, v   (B, T, H, D) float, of any strides
              documents of this batch, by `index_of`
-             dropout   probability to leave out a weight; above 0 only with impl dense
+             dropout   probability to drop a weight; above 0 only with impl dense
     Returns: (B, T, H, D), zero on padding
-    Raises:  ValueError for shapes that do not fit, and for dropout that is not dense's
-    Cost:    dense 12 H D T T FLOPs a row, forward and backward; the others 12 H D sum(l l) of its
-             documents' lengths l, with two products more in triton's backward pass; half if causal,
-             but for tiles on the diagonal
+    Raises:  ValueError for shapes that do not fit, and for dropout with another impl than dense
+    Cost:    dense 12 H D T T FLOPs per row, forward and backward; the others 12 H D sum(l l) over
+             its documents' lengths l, plus two products in triton's backward pass; half of that if
+             causal, except in tiles on the diagonal
     """
     if q.ndim != 4 or not q.shape == k.shape == v.shape:
         shapes = ", ".join(str(tuple(x.shape)) for x in (q, k, v))

@@ -1,4 +1,4 @@
-"""Rotary positions: queries and keys are turned by an angle, so that scores tell distances.
+"""Rotary positions: queries and keys are turned by an angle, so that scores depend on distances.
 
 Su et al., arXiv 2104.09864.
 """
@@ -19,12 +19,12 @@ def rotation(
 def rotate(x: Tensor, rotation: Tensor) -> Tensor:
     """Turn each pair (x[2i], x[2i + 1]) of a head by its position's angle.
 
-    A pair is a complex number, and its turn a complex product: uncompiled that is one operation,
-    and seven in real numbers. A compiler makes one kernel of those seven, with what stands before
-    and after them; inductor has no code for complex numbers.
+    A pair is a complex number, and the turn a complex product: one operation if uncompiled, where
+    real numbers take seven. A compiler fuses those seven with the operations around them, and
+    inductor does not generate code for complex numbers.
 
     Args:    x        (B, T, H, D) float
-             rotation (B, T, 1, D/2, 2) cos and sin, which everything is computed in
+             rotation (B, T, 1, D/2, 2) cos and sin; everything is computed in their dtype
     Returns: (B, T, H, D) of the dtype of x, rounded once
     """
     pairs = x.to(rotation.dtype).unflatten(-1, (-1, 2))  # (B, T, H, D/2, 2)

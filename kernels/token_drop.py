@@ -1,15 +1,15 @@
 """The data movement of random layerwise token dropping: take kept tokens out, put outputs back.
 
 In reading order: the definitions in plain PyTorch; two Triton kernels, one that takes the kept rows
-and one that writes every row from whichever of two sources has it; their launches, beside the same
-in PyTorch; the gradients; and four functions, of which a layer that drops tokens calls two:
+and one that writes every row from one of two sources; their launches, beside the same in PyTorch;
+the gradients; and four functions. A layer that drops tokens calls two of them:
 
     kept_states, rest = split(x, kept)
     x = merge(rest, kept, block(kept_states))
 
-On a GPU each is one launch forward and one backward, and a hidden state is read once and written
-once: nothing is filled with zeros first, and autograd adds nothing up. `gather` and `scatter` are
-for use alone. All four are exact copies, and so are their gradients, of any order.
+On a GPU each is one launch forward and one backward, and every hidden state is read once and
+written once: nothing is filled with zeros first, and autograd sums nothing. `gather` and `scatter`
+work alone. All four are exact copies, and so are their gradients of any order.
 
 Does not choose which tokens are kept, and knows nothing of positions and masks: see ltd.py.
 
@@ -27,38 +27,31 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.triton_here import why_not
-
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # it has no build for this platform
-    triton = None
+from kernels.triton_here import check_asked, tl, triton, why_not
 
 IMPLS = ("auto", "torch", "triton")
-# What one program copies, so that enough bytes are on their way to hide the latency of memory: each
-# of 4 warps' 32 threads has 4 accesses under way, of the widest kind there is.
+# A program copies enough bytes to hide the latency of memory: each of 32 threads in 4 warps has 4
+# accesses of the widest kind in flight.
 ACCESS_BYTES = 16
 WARPS = 4
 TILE_BYTES = WARPS * 32 * 4 * ACCESS_BYTES
 
 
 def reference_gather(x: Tensor, kept: Tensor) -> Tensor:
-    """The definition of the kept states, of gather and split alike."""
+    """The definition of the kept states, in gather and in split."""
     return x.gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))  # (B, K, C)
 
 
 def reference_scatter(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
-    """The definition of x with y in its kept rows, of scatter and, after a split, of merge."""
+    """The definition of x with y in its kept rows: scatter, and merge after a split."""
     return x.scatter(1, kept[:, :, None].expand(-1, -1, x.shape[2]), y)  # (B, T, C)
 
 
 if triton is not None:
     # A kernel's rows are those of the whole batch, one after the other. Offsets are int64: a batch
-    # may have more than 2**31 elements. Strides come in units of UNIT elements: multiplied by that
-    # constant, the compiler sees that accesses of as many elements at once are aligned. So nothing
-    # is gained by code of its own for numbers that are 1 or multiples of 16, which Triton would
-    # compile as T and K change over a run.
+    # may have more than 2**31 elements. Strides count UNIT elements: multiplied by that constant
+    # they tell the compiler that wide accesses are aligned. So no argument needs to be specialized
+    # for 1 or multiples of 16, which would compile again as T and K change over a run.
 
     @triton.jit(do_not_specialize=["rows", "K", "x_stride_b", "x_stride_t"])
     def take_kernel(
@@ -120,18 +113,18 @@ if triton is not None:
         inside = (row < rows)[:, None] & (col < C)[None, :]
         b, t = (row // T).to(tl.int64), (row % T).to(tl.int64)
 
-        # Binary search for the last k with kept[b, k] <= t, or 0. Its loads come from cache, and
-        # there is no second launch to invert `kept` first.
+        # Binary search for the last k with kept[b, k] <= t, or 0. Its loads hit the cache, and no
+        # second launch is needed to invert `kept`.
         k = tl.zeros((ROWS,), tl.int64)
         while reach > 0:
             probe = k + reach
-            at = tl.load(kept + b * K + probe, mask=(row < rows) & (probe < K), other=T)
-            k = tl.where(at <= t, probe, k)
+            position = tl.load(kept + b * K + probe, mask=(row < rows) & (probe < K), other=T)
+            k = tl.where(position <= t, probe, k)
             reach //= 2
         is_kept = tl.load(kept + b * K + k, mask=row < rows, other=-1) == t
 
-        # Each row is loaded and stored under the mask of its own source. Selecting between the two
-        # made Triton 3.9 search twice (values), or give up 16-byte accesses (addresses).
+        # Each row is loaded and stored under the mask of its source. Selecting between the sources'
+        # values made Triton 3.9 search twice; selecting addresses lost the 16-byte accesses.
         at_kept = inside & is_kept[:, None]
         at_dropped = inside & ~is_kept[:, None]
         from_x, from_y = 0.0, 0.0
@@ -147,20 +140,20 @@ if triton is not None:
 
 
 def flat_rows(kept: Tensor, T: int) -> Tensor:
-    """The kept positions as rows of x.view(B * T, C), of which a CPU copies each as a whole."""
+    """The kept positions as row numbers of x.view(B * T, C); a CPU copies whole rows."""
     starts = T * torch.arange(len(kept), device=kept.device)
     return (kept + starts[:, None]).flatten()  # (B * K,)
 
 
 class Launch(NamedTuple):
     grid: tuple[int, int]
-    strides: tuple[int, ...]  # of each source's rows and positions, in units
+    strides: tuple[int, ...]  # of each source's rows and positions, in UNIT elements
     constants: dict[str, int]
 
 
 @lru_cache
 def launch(rows: int, C: int, itemsize: int, *strides: int) -> Launch:
-    """How to launch a kernel that writes so many rows: a program has as many as TILE_BYTES hold.
+    """How to launch a kernel that writes this many rows; a program writes TILE_BYTES of them.
 
     Args: strides of each source's rows and positions, in elements
     """
@@ -211,11 +204,11 @@ def place(x: Tensor | None, kept: Tensor, y: Tensor | None, T: int, impl: str) -
     B, K, C = *kept.shape, given.shape[2]
     zeros = x is None
     out = given.new_zeros(B, T, C) if zeros else x.clone(memory_format=torch.contiguous_format)
-    at, rows = flat_rows(kept, T), out.view(B * T, C)
+    rows = out.view(B * T, C)
     if y is None:
-        rows.index_fill_(0, at, 0)
+        rows.index_fill_(0, flat_rows(kept, T), 0)
     else:
-        rows.index_copy_(0, at, y.reshape(B * K, C))
+        rows.index_copy_(0, flat_rows(kept, T), y.reshape(B * K, C))
     return out
 
 
@@ -233,7 +226,7 @@ def place_by_triton(x: Tensor | None, kept: Tensor, y: Tensor | None, T: int) ->
 
 
 if triton is not None:
-    # The same as operators, which a compiler takes as they are, without looking into them.
+    # The same as operators, which torch.compile does not trace into.
     take_op = torch.library.custom_op("parsimony::take", take_by_triton, mutates_args=())
     place_op = torch.library.custom_op("parsimony::place", place_by_triton, mutates_args=())
 
@@ -254,7 +247,7 @@ class Split(torch.autograd.Function):
     def forward(ctx: FunctionCtx, x: Tensor, kept: Tensor, impl: str) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(kept)
         ctx.T, ctx.impl = x.shape[1], impl
-        ctx.set_materialize_grads(False)  # the gradient of an output without use is None, not zeros
+        ctx.set_materialize_grads(False)  # an unused output's gradient is None, not zeros
         return take(x, kept, impl), x.view_as(x)
 
     @staticmethod
@@ -289,7 +282,7 @@ class Scatter(torch.autograd.Function):
 
 
 class Merge(torch.autograd.Function):
-    """As Scatter, for an x that came out of Split, which ignores the gradient of its kept rows."""
+    """Like Scatter, for an x from Split, which ignores the gradient of its kept rows."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, rest: Tensor, kept: Tensor, y: Tensor, impl: str) -> Tensor:
@@ -305,7 +298,7 @@ class Merge(torch.autograd.Function):
 
 
 def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) -> str:
-    """torch or triton, once the arguments are seen to fit together."""
+    """Check that the arguments fit together, and choose torch or triton."""
     if impl not in IMPLS:
         raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
     if x.ndim != 3 or kept.ndim != 2 or len(x) != len(kept):
@@ -323,12 +316,7 @@ def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) ->
         impl = "triton" if x.is_cuda and why_not("cuda") is None else "torch"
     if impl == "torch":
         return "torch"
-    if triton is None:
-        raise ValueError("impl 'triton': Triton is not installed here, choose auto or torch")
-    if not x.is_cuda and isinstance(take_kernel, triton.JITFunction):
-        raise ValueError(
-            "impl 'triton' wants CUDA tensors, or TRITON_INTERPRET=1 set before Python starts"
-        )
+    check_asked(x.device.type, "auto or torch")
     return "triton"
 
 
@@ -340,7 +328,7 @@ def gather(x: Tensor, kept: Tensor, impl: str = "auto") -> Tensor:
                   which is not checked, as a GPU would have to be waited for
              impl auto | torch | triton; auto is triton for CUDA tensors where `why_not` is None
     Returns: (B, K, C); its gradient by x is zero in the dropped rows
-    Raises:  ValueError for shapes, a dtype or an impl that do not fit
+    Raises:  ValueError for shapes, a dtype or an impl that does not fit
     Cost:    a GPU moves 2 K rows forward, K + T backward; no synchronisation
     Example: x = [[a, b, c, d]], kept = [[1, 3]] -> [[b, d]]
     """
@@ -362,13 +350,13 @@ def scatter(x: Tensor, kept: Tensor, y: Tensor, impl: str = "auto") -> Tensor:
 
 
 def split(x: Tensor, kept: Tensor, impl: str = "auto") -> tuple[Tensor, Tensor]:
-    """Part x into its kept rows, which go through a layer, and the rest, which goes around it.
+    """Split x into its kept rows, which go through a layer, and the rest, which goes around it.
 
     `rest` shares the memory of x: neither may be changed in place before the merge.
 
     Args:    as for gather
-    Returns: kept states (B, K, C), and rest (B, T, C): x, of which only the dropped rows pass a
-             gradient on, whatever the gradient of the kept ones
+    Returns: kept states (B, K, C), and rest (B, T, C): x, but only its dropped rows pass their
+             gradient on
     Raises:  ValueError, as gather
     Cost:    a GPU moves 2 K rows forward, 2 T backward; no synchronisation
     """
@@ -378,8 +366,8 @@ def split(x: Tensor, kept: Tensor, impl: str = "auto") -> tuple[Tensor, Tensor]:
 def merge(rest: Tensor, kept: Tensor, y: Tensor, impl: str = "auto") -> Tensor:
     """Put a layer's output back among the tokens that went around it.
 
-    Args:    rest what split returned for the same `kept`, itself and not a function of it: in the
-                  kept rows it is handed a gradient that split ignores, and nothing else would
+    Args:    rest the very tensor that split returned for the same `kept`, not a function of it:
+                  its kept rows receive a gradient that only split ignores
              kept (B, K) int64, as for gather
              y    (B, K, C) of the dtype of rest
     Returns: (B, T, C), the values of scatter(rest, kept, y)

@@ -1,4 +1,6 @@
-"""Whether operations run as Triton's kernels on this machine: one answer for all, with its reason.
+"""Triton, if it is installed, and whether operations run as its kernels on this machine.
+
+Every kernel file takes `triton` and `tl` from here. Both are None where Triton has no build.
 
 python -c "from kernels.triton_here import why_not; print(why_not('cuda'))"
 """
@@ -13,23 +15,24 @@ import torch
 
 try:
     import triton
+    import triton.language as tl
 except ImportError:  # it has no build for this platform
-    triton = None
+    triton = tl = None
 
 OLDEST = (8, 0)  # compute capability, Ampere's
 
 
 @torch.compiler.assume_constant_result
 def why_not(device: str) -> str | None:
-    """Say why operations on such a device are PyTorch's own; None if they are Triton's kernels.
+    """Say why operations on a device do not use Triton's kernels; None if they do.
 
-    Below compute capability 8.0 Triton compiles products of matrices without the matrix units.
-    As the first kernel runs, Triton builds a launcher in C: it takes $CC, or else gcc or clang, and
+    Below compute capability 8.0 Triton multiplies matrices without the matrix units. Before the
+    first kernel runs, Triton builds a launcher in C, for which it needs $CC, gcc or clang, and
     Python's headers (triton/runtime/build.py, the same from 3.6 to 3.9).
 
-    Args: device cpu | cuda | another type of torch's; of several GPUs the current one is asked
+    Args: device cpu | cuda | another device type of torch; of several GPUs the current one counts
     """
-    return looked_up(device)  # a compiler would look into a function with a cache
+    return looked_up(device)  # torch.compile would trace into a cached function
 
 
 @cache
@@ -40,14 +43,31 @@ def looked_up(device: str) -> str | None:
         return "Triton is not installed"
     capability = torch.cuda.get_device_capability()
     if capability < OLDEST:
-        found, oldest = (".".join(map(str, version)) for version in (capability, OLDEST))
-        return f"compute capability {found} is below {oldest}"
+        ours, oldest = (".".join(map(str, version)) for version in (capability, OLDEST))
+        return f"compute capability {ours} is below {oldest}"
     compilers = [os.environ["CC"]] if "CC" in os.environ else ["gcc", "clang"]
     if not any(map(shutil.which, compilers)):
         return f"Triton needs a C compiler, and there is no {' or '.join(compilers)}"
     if not python_header().is_file():
         return f"Triton needs Python's headers, and there is no {python_header()}"
     return None
+
+
+def check_asked(device: str, instead: str) -> None:
+    """Refuse impl 'triton' where its kernels cannot run; `instead` names the alternatives."""
+    if triton is None:
+        raise ValueError(f"impl 'triton': Triton is not installed here, choose {instead}")
+    if device != "cuda" and isinstance(nothing, triton.JITFunction):
+        raise ValueError(
+            "impl 'triton' wants CUDA tensors, or TRITON_INTERPRET=1 set before Python starts"
+        )
+
+
+if triton is not None:
+
+    @triton.jit
+    def nothing():
+        """Interpreted or compiled, as every kernel of this process."""
 
 
 def python_header() -> Path:

@@ -1,8 +1,9 @@
 """Triton's kernels compiled for GPUs that need not be there, as the project itself launches them.
 
-A driver that names an architecture stands in for CUDA's, and each launch ends with the compiled
-kernel. Read off that: whether it spills registers, what shared memory a block takes, whether
-products are on the matrix units, and how many kernels a run compiles whose rows grow. Time is not.
+A driver that names an architecture stands in for CUDA's, and every launch stops at the compiled
+kernel. The tests read whether it spills registers, how much shared memory a block takes, whether
+products run on the matrix units, how wide its accesses to memory are, and how many kernels a run
+with growing rows compiles. Nothing is timed.
 
     python -m pytest -n 0 -m slow tests/test_ahead_of_time.py
 """
@@ -21,7 +22,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from kernels import attention_tiles, attention_tiles_backward, cross_entropy, token_drop
+from kernels import attention_tiles, cross_entropy, token_drop
+from kernels.triton_here import triton
 
 ROOT = Path(__file__).parents[1]
 # KiB of shared memory that a block may have: CUDA C++ Programming Guide, compute capabilities
@@ -31,12 +33,12 @@ ATTENTION = ("forward_kernel", "dq_kernel", "dkv_kernel")
 
 
 def tools() -> Path | None:
-    """The folder of ptxas, cuobjdump and nvdisasm, which Triton brings along."""
-    if token_drop.triton is None:
+    """The folder of ptxas, cuobjdump and nvdisasm, which come with Triton."""
+    if triton is None:
         return None
-    folder = Path(token_drop.triton.__file__).parent / "backends" / "nvidia" / "bin"
-    found = all((folder / name).is_file() for name in ("ptxas", "cuobjdump", "nvdisasm"))
-    return folder if found else None
+    folder = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+    complete = all((folder / name).is_file() for name in ("ptxas", "cuobjdump", "nvdisasm"))
+    return folder if complete else None
 
 
 pytestmark = [
@@ -46,18 +48,20 @@ pytestmark = [
 
 
 class Compiled(NamedTuple):
-    """What a compiled kernel is made of."""
+    """What the tests read off a compiled kernel."""
 
     kernel: str
-    D: int | None  # of attention's heads
-    key: str  # two launches with the same run the same code
-    spilled: int  # loads and stores of registers that there were too few of, and bytes of stack
-    shared: int  # bytes of a block
-    matrix_units: str  # what products of matrices are computed with
+    D: int | None  # head width, in attention
+    key: str  # launches with equal keys run the same code
+    spilled: int  # loads and stores of spilled registers, and bytes of stack
+    shared: int  # bytes of shared memory per block
+    matrix_units: str  # instructions that multiply matrices
+    accesses: str  # kinds of accesses to memory in PTX
+    special: str  # asynchronous copies and atomic operations in PTX
 
 
 class NoDriver:
-    """What Triton asks of CUDA's driver until it launches."""
+    """Answers what Triton asks CUDA's driver before a launch."""
 
     launcher_cls = None
 
@@ -87,6 +91,10 @@ def inspect(compiled, constants: dict) -> Compiled:
 
         stack = int(re.search(r"STACK:(\d+)", read("cuobjdump", "--dump-resource-usage"))[1])
         operations = Counter(re.findall(r"\b(LDL|STL|HMMA|HGMMA)\b", read("nvdisasm", "-c")))
+
+    def words(pattern: str) -> str:
+        return " ".join(sorted(set(re.findall(pattern, compiled.asm["ptx"]))))
+
     return Compiled(
         kernel=compiled.metadata.name,
         D=constants.get("D"),
@@ -94,30 +102,29 @@ def inspect(compiled, constants: dict) -> Compiled:
         spilled=stack + operations["LDL"] + operations["STL"],
         shared=compiled.metadata.shared,
         matrix_units=" ".join(name for name in ("HMMA", "HGMMA") if operations[name]),
+        accesses=words(r"(?:ld|st)\.global[.\w]*"),
+        special=words(r"\b(cp\.async|atom|red)\."),
     )
 
 
 def tell(arch: int, work: Callable[[], None]) -> None:
-    """In a process that compiles: print what the launches of `work` come to for an architecture."""
+    """In a process that compiles: print what the launches of `work` compile to."""
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
-    found, run = [], JITFunction.run
+    kernels, run = [], JITFunction.run
 
     def compile_alone(self, *args, grid, warmup, **constants):
-        found.append(inspect(run(self, *args, grid=grid, warmup=True, **constants), constants))
+        kernels.append(inspect(run(self, *args, grid=grid, warmup=True, **constants), constants))
 
     driver.set_active(NoDriver(arch))
     JITFunction.run = compile_alone
     work()
-    print(json.dumps(found))
+    print(json.dumps(kernels))
 
 
 def compiled(arch: int, work: str) -> list[Compiled]:
-    """What launches come to, of a process where Triton does not interpret.
-
-    Args: work a call of one of the functions below
-    """
+    """What a call of one of the functions below launches, in a process that compiles."""
     script = f"from tests import test_ahead_of_time as t; t.tell({arch}, lambda: t.{work})"
     child = subprocess.run(
         [sys.executable, "-c", script],
@@ -146,11 +153,11 @@ def attention(
             q, k, v = torch.zeros(2, T, 3, 4, D, dtype=getattr(torch, dtype)).unbind(2)
             bounds = torch.zeros(2, T, dtype=torch.int32)
             out, lse = attention_tiles.forward(q, k, v, bounds, bounds, causal)
-            attention_tiles_backward.backward(out, q, k, v, out, lse, bounds, bounds, causal)
+            attention_tiles.backward(out, q, k, v, out, lse, bounds, bounds, causal)
 
 
 def copies(dtype: str, widths: tuple[int, ...], kept: tuple[tuple[int, int], ...]) -> None:
-    """Both kernels of token dropping, with either source left out too, of K of T tokens."""
+    """Both kernels of token dropping, with two sources and with either, keeping K of T tokens."""
     for C in widths:
         for K, T in kept:
             x, y = (torch.zeros(2, n, C, dtype=getattr(torch, dtype)) for n in (T, K))
@@ -189,6 +196,7 @@ def test_attention_spills_nothing_fits_and_multiplies_on_the_matrix_units(arch, 
     assert {(kernel.kernel, kernel.D) for kernel in kernels} == everyone
     assert not spilling(kernels) and not too_large(kernels, arch)
     assert {kernel.matrix_units for kernel in kernels} == {MATRIX_UNITS[arch]}
+    assert {kernel.special for kernel in kernels} == {"cp.async"}, "nothing is added atomically"
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
@@ -197,6 +205,8 @@ def test_copies_spill_nothing(arch, dtype):
     kernels = compiled(arch, f"copies({dtype!r}, (100, 768, 1600), ((64, 256),))")
     assert len(kernels) == 12 and not spilling(kernels)
     assert max(kernel.shared for kernel in kernels) <= 4 << 10
+    wide = "ld.global.b64 ld.global.v4.b32 st.global.v4.b32"  # positions are int64
+    assert [kernel.accesses == wide for kernel in kernels[4:]] == 8 * [True]
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -205,6 +215,10 @@ def test_losses_spill_nothing_and_are_one_code_for_every_vocabulary(arch, dtype)
     kernels = compiled(arch, f"losses({dtype!r}, (4160, 50_257))")
     assert len(kernels) == 16 and not spilling(kernels) and not too_large(kernels, arch)
     assert codes(kernels) == {"losses_kernel": 8}
+    # a row's target, the logit of it, and its loss are one number each
+    alone = {"ld.global.b64", "ld.global.b16", "st.global.b32"}
+    wide = {"ld.global.v4.b32", "st.global.v4.b32"}
+    assert set(kernels[0].accesses.split()) == alone | wide
 
 
 def test_a_tile_that_spills_is_seen():
@@ -222,7 +236,7 @@ def test_a_tile_that_does_not_fit_is_seen():
 
 def codes(kernels: list[Compiled]) -> Counter:
     """How often each kernel was compiled."""
-    return Counter(kernel for kernel, _ in {(found.kernel, found.key) for found in kernels})
+    return Counter(name for name, _ in {(kernel.kernel, kernel.key) for kernel in kernels})
 
 
 # Triton would tell apart 1, multiples of 16, and all others

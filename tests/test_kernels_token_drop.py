@@ -2,22 +2,19 @@
 
 A copy has no rounding: every result is bitwise that of the definition, in every dtype. The truth of
 a gradient is autograd's, through torch.where or the definitions. On a machine without a GPU the
-Triton kernels run under its interpreter (conftest.py); what they compile to is read off their PTX.
+Triton kernels run under its interpreter (conftest.py); what they compile to is read in
+test_ahead_of_time.py.
 
     python -m pytest -n 0 tests/test_kernels_token_drop.py
 """
 
 import importlib.util
 import itertools
-import os
-import re
-import subprocess
-import sys
 
 import pytest
 import torch
 
-from kernels import token_drop
+from kernels import token_drop, triton_here
 from kernels.token_drop import gather, merge, reference_gather, reference_scatter, scatter, split
 
 HAS_TRITON = token_drop.triton is not None
@@ -109,10 +106,12 @@ def assert_as_defined(impl: str, x, kept, y, d) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("shape", SHAPES)
 def test_every_operation_and_gradient_is_bitwise_the_definitions(impl, device, shape, dtype):
+    if impl == "triton" and device == "cpu" and dtype != torch.bfloat16 and shape[1] >= 500:
+        pytest.skip("takes the interpreter long")
     assert_as_defined(impl, *inputs(shape, dtype, device))
 
 
-@pytest.mark.parametrize("K", range(1, 8))
+@pytest.mark.parametrize("K", [1, 3, 4, 7])
 def test_every_subset_of_seven_positions(impl, device, K):
     kept = torch.tensor(list(itertools.combinations(range(7), K)), device=device)
     x, _, y, d = inputs((len(kept), 7, 3, K), torch.float32, device)
@@ -256,36 +255,17 @@ def test_a_layer_moves_its_states_once_each_way(impl, device, monkeypatch):
     assert moves == ["take", "place", "take", "place"]
 
 
-def adds_where_it_should_replace(out, x, kept, y):
-    return out if x is None or y is None else reference_scatter(x, kept, y + gather(x, kept))
+MISTAKES = {  # (the right output of place, its arguments) -> a wrong one
+    "adds where it should replace": lambda out, x, kept, y: (
+        out if x is None or y is None else reference_scatter(x, kept, y + gather(x, kept))
+    ),
+    "forgets the last row": lambda out, x, kept, y: torch.cat([out[:, :-1], out[:, -1:] / 0], 1),
+    "is one position late": lambda out, x, kept, y: out.roll(1, dims=1),
+    "lets a gradient through": lambda out, x, kept, y: x if y is None else out,
+}
 
 
-def forgets_the_last_column(out, x, kept, y):
-    return torch.cat([out[..., :-1], torch.full_like(out[..., -1:], torch.nan)], dim=-1)
-
-
-def forgets_the_last_row(out, x, kept, y):
-    return torch.cat([out[:, :-1], torch.full_like(out[:, -1:], torch.nan)], dim=1)
-
-
-def is_one_position_late(out, x, kept, y):
-    return out.roll(1, dims=1)
-
-
-def lets_a_gradient_through(out, x, kept, y):
-    return x if y is None else out
-
-
-@pytest.mark.parametrize(
-    "mistake",
-    [
-        adds_where_it_should_replace,
-        forgets_the_last_column,
-        forgets_the_last_row,
-        is_one_position_late,
-        lets_a_gradient_through,
-    ],
-)
+@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
 def test_these_tests_see_a_copy_that(mistake, monkeypatch):
     right = token_drop.place
 
@@ -353,17 +333,16 @@ def test_auto_is_triton_for_cuda_tensors():
     assert token_drop.checked_impl("auto", x, kept, y) == ("triton" if can else "torch")
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
+@wants_interpreter
 def test_compiled_kernels_refuse_cpu_tensors(monkeypatch):
     x, kept, _, _ = inputs(SMALL)
-    compiled = object.__new__(token_drop.triton.JITFunction)
-    monkeypatch.setattr(token_drop, "take_kernel", compiled)
+    monkeypatch.setattr(triton_here.triton, "JITFunction", object)  # as if compiled
     with pytest.raises(ValueError, match="wants CUDA tensors, or TRITON_INTERPRET=1 set before"):
         gather(x, kept, "triton")
 
 
 def test_it_works_without_triton(monkeypatch):
-    monkeypatch.setitem(sys.modules, "triton", None)  # importing it fails
+    monkeypatch.setattr(triton_here, "triton", None)
     spec = importlib.util.spec_from_file_location("without_triton", token_drop.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -374,12 +353,11 @@ def test_it_works_without_triton(monkeypatch):
         module.gather(x, kept, "triton")
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 @pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=wants_interpreter)])
-def test_torch_compile_takes_a_layer_whole(impl, backend):
+def test_torch_compile_takes_a_layer_whole(impl):
     x, kept, _, d = inputs(SMALL)
     torch.compiler.reset()
-    compiled = torch.compile(layer, backend=backend, fullgraph=True)
+    compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     found, expected = compiled(x, kept, impl), layer(x, kept, impl)
     assert_bitwise([found], [expected])
     assert_bitwise(torch.autograd.grad(found, x, d), torch.autograd.grad(expected, x, d))
@@ -426,50 +404,3 @@ def test_arrays_of_more_than_two_to_the_31_elements():
         row = slice(b, b + 1)
         assert y[row].equal(-reference_gather(x[row], kept[row]))
         assert out[row].equal(reference_scatter(x[row], kept[row], y[row]))
-
-
-def compiled_accesses() -> set[str]:
-    """What accesses to hidden states the kernels have in PTX, compiled for an H100, which need not
-    be there. Of bfloat16 and float32, of widths that are multiples of 16 bytes."""
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource, compile
-
-    accesses = set()
-    for kernel in (token_drop.take_kernel, token_drop.place_kernel):
-        for dtype, name in ((torch.bfloat16, "*bf16"), (torch.float32, "*fp32")):
-            for C in (1000, 1024):
-                x = torch.empty(2, 9, C, dtype=dtype, device="meta")
-                constants = dict(token_drop.launch(18, C, x.element_size(), 9 * C, C).constants)
-                warps = constants.pop("num_warps")
-                constants = {k: v for k, v in constants.items() if k in kernel.arg_names}
-                types = dict.fromkeys(kernel.arg_names, "i32") | {"kept": "*i64"}
-                types |= dict.fromkeys({"out", "x", "y"} & types.keys(), name)
-                types |= dict.fromkeys(constants, "constexpr")
-                aligned = [i for i, n in enumerate(types) if n in ("out", "x", "y", "kept")]
-                source = ASTSource(
-                    fn=kernel,
-                    signature=types,
-                    constexprs=constants,
-                    attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
-                )
-                options = {"num_warps": warps}
-                ptx = compile(source, target=GPUTarget("cuda", 90, 32), options=options).asm["ptx"]
-                accesses |= set(re.findall(r"(?:ld|st)\.global[.\w]*", ptx))
-    return accesses
-
-
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
-def test_for_a_gpu_hidden_states_are_accessed_16_bytes_at_a_time(tmp_path):
-    script = "from tests.test_kernels_token_drop import compiled_accesses as f; print(*f())"
-    child = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(tmp_path)},
-        cwd=token_drop.__file__.rsplit("kernels", 1)[0],
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert child.returncode == 0, child.stderr
-    # positions are int64, so their accesses have 8 bytes
-    wide = {"ld.global.v4.b32", "st.global.v4.b32"}
-    assert set(child.stdout.split()) == wide | {"ld.global.b64"}

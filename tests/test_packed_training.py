@@ -1,5 +1,6 @@
-"""Training on packed rows is training on the same documents, one to a row: 50 steps of either."""
+"""Training on packed rows is training on the same documents, one per row; with any packer."""
 
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -8,6 +9,7 @@ import torch
 from conftest import SMALL, refusal_of
 
 import config
+import packing
 import train
 from data import Rows, collate, counts, places
 from kernels.packed_attention import attention_mask
@@ -16,12 +18,13 @@ from packing import pack_lengths
 from support.base.rng import bits
 from support.rows.batch import shares_of, with_answers
 from support.rows.bert import SpecialIds, mask_tokens, sentence_pairs
+from support.rows.cutting_stock import NEED_SCIPY
 from support.rows.samples import SPECIAL_TOKENS, Samples
 from support.text.store import Store
 from support.text.tokenizer import get_encoding
 
 SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
-STEPS, DOCUMENTS, T = 50, 12, 32
+STEPS, DOCUMENTS, T = 20, 12, 32
 MODELS = [
     "--pos rope",
     "--pos learned",
@@ -36,20 +39,21 @@ def masked(batch, rows, step, special_ids):
     return mask_tokens(batch, drawn.view(2, *batch.tokens.shape), special_ids)
 
 
-def losses(store, packed, flags):
-    """A loss of each step: AdamW on so many documents a step, the same ones however they lie."""
-    nsp = "nsp" in flags
+@cache
+def losses(store_dir, packed, flags):
+    """The loss of each step: AdamW on DOCUMENTS per step, the same ones packed or not."""
+    store, nsp = Store.open(store_dir), "nsp" in flags
     settings = config.build(config.parse(f"{SMALL} {flags}".split()))
     special_ids = SPECIAL_IDS if "bert" in flags else None
     special_tokens = SPECIAL_TOKENS.get(config.samples_kind(settings), 0)
     torch.manual_seed(0)
     model = Transformer(config.transformer_config(settings, vocab_size=320))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
     samples = Samples(store, "bert" if special_ids else "pieces", T)
     spans = samples.spans(torch.randperm(len(samples))[: STEPS * DOCUMENTS].numpy())
     sizes = torch.randint(1, 20, (len(spans),)).numpy()
     spans = np.stack((spans[:, 0], np.minimum(spans[:, 1], spans[:, 0] + sizes)), axis=1)
-    found = []
+    curve = []
     for step in range(STEPS):
         pieces, pairs = spans[step * DOCUMENTS : (step + 1) * DOCUMENTS], None
         if nsp:
@@ -70,28 +74,48 @@ def losses(store, packed, flags):
         optimizer.zero_grad()
         loss.backward()
         optimizer.step()
-        found.append(loss.item())
-    return found
+        curve.append(loss.item())
+    return curve
 
 
 @pytest.mark.parametrize(
     ("model", "loss_per"),
     [*((model, "token") for model in MODELS), (MODELS[1], "document"), (MODELS[3], "document")],
 )
-def test_fifty_steps_are_the_same_packed_or_not(store_dir, model, loss_per):
-    store, flags = Store.open(store_dir), f"{model} --loss-per {loss_per}"
-    packed, alone = (losses(store, packed, flags) for packed in (True, False))
+def test_steps_are_the_same_packed_or_not(store_dir, model, loss_per):
+    flags = f"{model} --loss-per {loss_per}"
+    packed, alone = (losses(store_dir, packed, flags) for packed in (True, False))
     assert packed == pytest.approx(alone, rel=1e-4)
     assert packed[-1] < 0.8 * packed[0], "it learns"
 
 
 def test_negative_control_a_row_that_is_one_document_differs(store_dir, monkeypatch):
-    store = Store.open(store_dir)
-    alone = losses(store, False, "")
+    flags = f"{MODELS[0]} --loss-per token"
+    alone = losses(store_dir, False, flags)
     monkeypatch.setattr(
         Transformer, "forward", lambda self, batch, **more: FORWARD(self, contaminated(batch))
     )
-    assert losses(store, True, "") != pytest.approx(alone, rel=1e-2)
+    wrong = losses.__wrapped__(store_dir, True, flags)
+    assert wrong != pytest.approx(alone, rel=1e-2)
+
+
+@pytest.mark.parametrize("packer", [None, *packing.PACKERS])
+def test_a_run_packs_with_the_packer_it_is_told(run, monkeypatch, packer):
+    if packer in NEED_SCIPY:
+        pytest.importorskip("scipy", reason="SciPy is not installed")
+    used, pack = [], packing.pack
+
+    def noted(counts, packer, max_per_pack):
+        used.append((packer, max_per_pack))
+        return pack(counts, packer, max_per_pack)
+
+    monkeypatch.setattr(packing, "pack", noted)
+    chosen = f"--pack-packer {packer}" if packer else ""
+    log = run(f"--pack --pack-max-per-row 3 --tokens 1024 --eval-every 0 --lr 1e-2 {chosen}")
+    curve = [line["loss"] for line in log if line["event"] == "train"]
+    assert curve[-1] < curve[0]
+    windows = [packer for packer, most in used if most == 3]  # evaluation packs without a limit
+    assert set(windows) == {packer or "lpfhp"}
 
 
 def test_windows_of_more_tokens_than_are_counted_exactly_are_refused(

@@ -1,11 +1,19 @@
-"""Documents in packs: histograms, strategies, and which document goes where."""
+"""Packs: histograms, strategies, which document goes where, and rows in shares of similar work."""
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.rows.packs import Packing, Packs, assign, histogram
+from support.rows.packs import (
+    LONGEST_ROW,
+    MOST_TOKENS,
+    Packing,
+    Packs,
+    assign,
+    balanced,
+    histogram,
+)
 
 PACKING = Packing(  # two packs of 6 + 2 and one of 5 + 2 + 1, in rows of 8
     lengths=np.array([6, 2, 5, 2, 1]),
@@ -16,6 +24,15 @@ PACKING = Packing(  # two packs of 6 + 2 and one of 5 + 2 + 1, in rows of 8
 )
 
 
+def rows_of(packs):
+    return [row.tolist() for row in np.split(packs.items, packs.offsets[1:-1])]
+
+
+def test_histogram_by_hand():
+    assert histogram([3, 1, 3], 4).tolist() == [0, 1, 0, 2, 0]
+    assert histogram([], 2).tolist() == [0, 0, 0]
+
+
 def test_numbers_by_hand():
     assert PACKING.packs == 3
     assert PACKING.factor == 7 / 3
@@ -23,41 +40,103 @@ def test_numbers_by_hand():
     assert PACKING.attention == (2 * (36 + 4) + 25 + 4 + 1) / (3 * 64)
 
 
-def test_assign_by_hand():
+def test_squares_of_lengths_are_exact_where_int64_ends():
+    # 2^31 documents as long as the longest row: 2^53 tokens, whose squares are 2^75 in sum
+    documents = MOST_TOKENS // LONGEST_ROW
+    packing = Packing(
+        lengths=np.array([LONGEST_ROW]),
+        offsets=np.array([0, 1]),
+        counts=np.array([documents]),
+        max_len=LONGEST_ROW,
+        lower_bound=documents,
+    )
+    assert packing.efficiency == packing.attention == 1
+    assert np.int64(documents) * np.int64([LONGEST_ROW**2]) == 0  # what int64 makes of 2^75
+
+
+def test_assign_and_take_by_hand():
     #         0  1  2  3  4  5  6
     lengths = [2, 6, 1, 2, 5, 6, 2]
     packs = assign(PACKING, np.array(lengths))
-    assert packs.lists() == [[1, 0], [5, 3], [4, 6, 2]]
+    assert rows_of(packs) == [[1, 0], [5, 3], [4, 6, 2]]
     assert packs.items.dtype == np.int64 and packs.offsets.tolist() == [0, 2, 4, 7]
-
-
-def test_take_by_hand():
     packs = Packs(np.array([3, 1, 0, 2]), np.array([0, 2, 3, 4]))
-    assert packs.take(np.array([2, 0, 1])).lists() == [[2], [3, 1], [0]]
-    assert packs.take(np.array([1])).lists() == [[0]]
+    assert rows_of(packs.take(np.array([2, 0, 1]))) == [[2], [3, 1], [0]]
+    assert rows_of(packs.take(np.array([1]))) == [[0]]
 
 
 @given(st.permutations(list(range(7))))
 def test_assign_takes_equal_documents_in_order(order):
     lengths = np.array([2, 6, 1, 2, 5, 6, 2])[list(order)]
-    rows = assign(PACKING, lengths).lists()
+    rows = rows_of(assign(PACKING, lengths))
     assert [lengths[row].tolist() for row in rows] == [[6, 2], [6, 2], [5, 2, 1]]
     assert rows[0][0] < rows[1][0] and rows[0][1] < rows[1][1] < rows[2][1]
 
 
 def test_rows_longer_than_16_bits():
     packing = Packing(np.array([70_000]), np.array([0, 1]), np.array([2]), 70_001, 2)
-    assert assign(packing, np.array([70_000, 70_000])).lists() == [[0], [1]]
-
-
-def test_histogram_by_hand():
-    assert histogram([3, 1, 3], 4).tolist() == [0, 1, 0, 2, 0]
-    assert histogram([], 2).tolist() == [0, 0, 0]
-    with pytest.raises(ValueError, match="a document of 5 tokens does not fit a row of 1 to 4"):
-        histogram([3, 5], 4)
+    assert rows_of(assign(packing, np.array([70_000, 70_000]))) == [[0], [1]]
 
 
 @pytest.mark.parametrize("lengths", [[2, 6, 1, 2, 5, 6], [2, 6, 1, 2, 5, 6, 3], [6] * 7])
 def test_other_documents_are_refused(lengths):
-    with pytest.raises(ValueError, match="not those of the histogram that was packed"):
+    with pytest.raises(ValueError, match="do not have the histogram that was packed"):
         assign(PACKING, np.array(lengths))
+
+
+# ---- balance
+
+
+def most_over_mean(work, shares):
+    loads = work.reshape(shares, -1).sum(1)
+    return loads.max() / loads.mean()
+
+
+def squared_lengths(packs, seed, capacity=512):
+    """Attention work of full rows that were cut at random into documents."""
+    random = np.random.default_rng(seed)
+    rows = (np.diff(np.sort([0, *random.integers(0, capacity, 3), capacity])) for _ in range(packs))
+    return np.array([(row**2).sum() for row in rows])
+
+
+def test_balance_worked_example():
+    assert balanced(np.array([4, 3, 2, 1])).tolist() == [0, 3, 1, 2]
+
+
+@given(st.lists(st.integers(0, 1000), max_size=60), st.sampled_from([1, 8]))
+def test_balanced_is_an_order_of_all_rows(work, multiple):
+    assert sorted(balanced(np.array(work, np.int64), multiple)) == list(range(len(work)))
+
+
+def test_rows_of_equal_work_stay_as_they_are():
+    assert balanced(np.full(24, 7)).tolist() == list(range(24))
+    assert balanced(np.full(23, 7), 8).tolist() == list(range(23))
+
+
+@pytest.mark.parametrize("rows", [41, 127])
+def test_a_prime_number_of_rows_is_shared_by_any_number_of_ranks(rows):
+    work = squared_lengths(rows, 0)
+    for ranks in (2, 4, 8):
+        blanks = -rows % ranks
+        uneven = (rows + blanks) / rows  # the best that the busiest rank can do, over the mean
+        ours, by_work = (
+            most_over_mean(np.pad(work[order], (0, blanks)), ranks)
+            for order in (balanced(work, 8), balanced(work))
+        )
+        assert ours < min(1.15 * uneven, by_work)
+
+
+@pytest.mark.parametrize("ranks", [2, 4, 8])
+def test_ranks_share_the_work_evenly(ranks):
+    """8 packs a rank: without balance the busiest of 8 ranks has 1.1 to 1.3 times the mean."""
+    for seed in range(20):
+        work = squared_lengths(8 * ranks, seed)
+        assert most_over_mean(work[balanced(work)], ranks) < 1.01
+    assert most_over_mean(work, ranks) > 1.03, "as they came"
+
+
+def test_any_number_of_ranks_that_divides_the_rows_is_served():
+    work = squared_lengths(96, 0)
+    order = balanced(work)
+    for ranks in (2, 3, 4, 6, 8, 12):
+        assert most_over_mean(work[order], ranks) < 1.02

@@ -1,38 +1,49 @@
 """Packing as a cutting-stock problem: how many packs of each pattern, solved with SciPy.
 
-A pattern is the lengths of the documents of one pack, longest first. Everything works on
-histograms, counts[l] documents of length l, so its time does not depend on how many they are. What
-rounding leaves over is not packed here: packing.py does that with its greedy packer.
+A pattern is the lengths of the documents in one pack, longest first. Everything works on
+histograms, counts[l] documents of length l, so the time does not depend on their number. Documents
+that rounding leaves over are not packed here; packing.py does that with its greedy packer.
 
-    relax     column generation: fractional packs of each pattern, and a bound below all packings
-    regress   the least squares of the packing paper, over all patterns that fill a pack
-    fill      documents into whole packs of patterns
+    relax     column generation: fractional packs of each pattern, and a lower bound
+    regress   the packing paper's least squares over all patterns that fill a pack
+    fill      put documents into whole packs of patterns
 
 Papers: Gilmore & Gomory, Operations Research 9 (1961), column generation; Farley, Operations
 Research 38 (1990), the bound; Krell et al., arXiv 2107.02027, least squares.
 """
 
+from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import chain, repeat
-from typing import Any, NamedTuple
+from itertools import accumulate, chain, repeat
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
+
+if TYPE_CHECKING:
+    from scipy.sparse import csc_array
 
 Pattern = tuple[int, ...]
 
 NEED_SCIPY = ("nnlshp", "optimal")  # packers
-UNIT = 1 << 40  # prices are whole numbers, in this part of a pack, which makes the bound exact
-WORTH_IT = UNIT + 1024  # a pattern dearer than a pack by no more than the solver's rounding is not
-FEW = 30_000  # patterns that are handed to the solver all at once
-MOST = 100_000  # patterns for the least squares, 400 MB of matrix at length 512
-ROUNDS = 500  # of column generation; the bound holds after any of them
+UNIT = 1 << 40  # a pack costs this much: prices are whole numbers, which makes the bound exact
+WORTH_IT = UNIT + 1024  # what a pattern must exceed: 1024 is more than the solver's rounding error
+FEW = 30_000  # up to so many patterns go to the solver at once, without column generation
+MOST = 100_000  # patterns in a least-squares problem: 400 MB of matrix at length 512
+ROUNDS = 500  # of column generation at most; the bound holds after each of them
 
 
-def require_scipy(packer: str) -> None:
+class Filled(NamedTuple):
+    """Packs that hold the same lengths."""
+
+    packs: int
+    pattern: Pattern
+
+
+def require_scipy(packer: str, flag: str = "--packer") -> None:
     try:
         import scipy.optimize  # noqa: F401
     except ImportError:
-        raise ValueError(f"--packer {packer} needs SciPy: pip install -e '.[pack]'") from None
+        raise ValueError(f"{flag} {packer} needs SciPy: pip install -e '.[pack]'") from None
 
 
 def patterns_that_fill(space: int, most: int, longest: int) -> Iterator[Pattern]:
@@ -49,9 +60,9 @@ def patterns_that_fill(space: int, most: int, longest: int) -> Iterator[Pattern]
 
 
 def number_that_fill(space: int, most: int) -> int:
-    """How many patterns `patterns_that_fill` makes; counting stops somewhere above MOST.
+    """Count the patterns of `patterns_that_fill`; stops counting somewhere above MOST.
 
-    Sums of at most k lengths are as many as sums of lengths up to k.
+    There are as many sums of at most k lengths as sums of lengths up to k.
     """
     ways = [1] + [0] * space
     for part in range(1, min(most, space) + 1):
@@ -62,8 +73,8 @@ def number_that_fill(space: int, most: int) -> int:
     return ways[space]
 
 
-def matrix(patterns: list[Pattern], lengths: np.ndarray) -> Any:
-    """(lengths, patterns) how often each pattern has each length, sparse."""
+def matrix(patterns: list[Pattern], lengths: np.ndarray) -> "csc_array":
+    """(lengths, patterns) how often each length occurs in each pattern."""
     from scipy.sparse import coo_array
 
     places = np.searchsorted(lengths, np.fromiter(chain.from_iterable(patterns), np.int64))
@@ -76,11 +87,11 @@ def matrix(patterns: list[Pattern], lengths: np.ndarray) -> Any:
 
 
 def least_packs(counts: np.ndarray, max_per_pack: int) -> int:
-    """A number of packs that no packing can do without, read off the histogram.
+    """A lower bound on the number of packs, computed from the histogram alone.
 
-    For a length t: documents longer than max_len - t share a pack with none of t or more, and no
-    two that are longer than half a pack share one. What the latter leave free holds only so many
-    tokens of the others that are at least t long. The best t counts.
+    For any length t: a document longer than max_len - t shares its pack with none of t or more, and
+    no two documents longer than half a pack share one. Documents from t to half a pack can only use
+    the space that the latter leave; the rest of them need packs of their own. The best t counts.
 
     Paper:   Martello & Toth, Discrete Applied Mathematics 28 (1990), bound L2
     Example: three documents of 5 in packs of 8 need three, though 15 tokens are less than two packs
@@ -99,29 +110,29 @@ def least_packs(counts: np.ndarray, max_per_pack: int) -> int:
 class Relaxed(NamedTuple):
     patterns: list[Pattern]
     packs: np.ndarray  # (patterns,) float64
-    lower_bound: int  # packs that no packing can do without
+    lower_bound: int  # no packing has fewer packs
 
 
 class Solution(NamedTuple):
-    """Of the linear program over some patterns."""
+    """A solution of the linear program over some patterns."""
 
     packs: np.ndarray  # (patterns,) float64
-    prices: np.ndarray  # (lengths,) int64: what one more document costs, of UNIT to a pack
-    reduced_costs: np.ndarray  # (patterns,) float64: what a pattern costs above its documents
+    prices: np.ndarray  # (lengths,) int64: the cost of one more document; a pack costs UNIT
+    reduced_costs: np.ndarray  # (patterns,) float64: a pattern's cost less that of its documents
 
 
 def relax(counts: np.ndarray, max_per_pack: int, patterns: list[Pattern]) -> Relaxed:
-    """The fewest packs if a pattern could be used half a time, by column generation.
+    """Minimise the number of packs, allowing fractions of them, by column generation.
 
     The linear program over some patterns puts a price on every length. A pattern whose documents
-    are dearer than a pack would save something: a knapsack finds such patterns, they join the
-    others, and where there are none the solution is the one over all patterns there are. At any
-    time the price of all documents, over that of the dearest pack, is a lower bound.
+    cost more than a pack would lower the total. A knapsack finds such patterns and adds them; when
+    there is none left, the solution is optimal over all patterns. In every round, the price of all
+    documents divided by the price of the dearest pack is a lower bound.
 
     Args: counts   (max_len + 1,) documents of each length
-          patterns to begin with, which have every length; where few fill a pack, all are added
-    Cost: a linear program with a row for each length and a knapsack, max_len^2 max_per_pack, for
-          each of some tens of rounds
+          patterns to begin with, covering every length; if few fill a pack, all of those are added
+    Cost: some tens of rounds, each a linear program with one row per length and a knapsack of
+          max_len^2 max_per_pack steps
     """
     max_len, lengths = len(counts) - 1, np.flatnonzero(counts)
     if number_that_fill(max_len, max_per_pack) <= FEW:
@@ -146,9 +157,9 @@ def relax(counts: np.ndarray, max_per_pack: int, patterns: list[Pattern]) -> Rel
 
 
 def solve(patterns: list[Pattern], counts: np.ndarray, lengths: np.ndarray) -> Solution:
-    """The linear program over these patterns alone.
+    """Solve the linear program over these patterns alone.
 
-    A place may hold a shorter document than it is made for. So no length is cheaper than a shorter
+    A place may hold a shorter document than it was made for. So no length is cheaper than a shorter
     one, and column generation needs half as many rounds.
     """
     from scipy.optimize import linprog
@@ -156,9 +167,9 @@ def solve(patterns: list[Pattern], counts: np.ndarray, lengths: np.ndarray) -> S
 
     held = matrix(patterns, lengths)
     place_of = eye_array(len(lengths), format="csc")
-    shorter = place_of[:, :-1] - place_of[:, 1:]  # one place more for a length, one less for longer
+    shorter = place_of[:, :-1] - place_of[:, 1:]  # a place for a length, in exchange for a longer
     cost = np.concatenate((np.ones(len(patterns)), np.zeros(len(lengths) - 1)))
-    total = counts.sum()  # in shares of it, as the solver's tolerances are absolute
+    total = counts.sum()  # solve for shares of it, because the solver's tolerances are absolute
     solved = linprog(cost, -hstack((held, shorter)), -counts / total, method="highs-ipm")
     if solved.status != 0:
         raise ValueError(f"--packer optimal: SciPy's linear program failed: {solved.message}")
@@ -173,14 +184,14 @@ def solve(patterns: list[Pattern], counts: np.ndarray, lengths: np.ndarray) -> S
 def price(
     prices: np.ndarray, lengths: np.ndarray, max_len: int, max_per_pack: int
 ) -> tuple[int, list[Pattern]]:
-    """The price of the dearest pack, and for each length the dearest pattern that begins with it.
+    """Find the price of the dearest pack, and for each length the dearest pattern that starts so.
 
-    Returns: int64 price; of the patterns only those that cost more than a pack
+    Returns: int64 price; the patterns that cost more than a pack
     """
     endless = max_per_pack >= max_len // lengths[0]  # the limit never binds
     fitting = np.searchsorted(lengths, np.arange(max_len + 1), "right").tolist()
-    best = np.zeros(max_len + 1, np.int64)  # of all that fit a space
-    picks: list[list[int]] = []  # for each space, a length of the best; one list a document more
+    best = np.zeros(max_len + 1, np.int64)  # the highest price of what fits each space
+    picks: list[list[int]] = []  # a length of the best choice for each space, by documents in it
     for _ in range(1 if endless else max_per_pack - 1):
         fewer = best
         best = fewer if endless else np.zeros_like(fewer)
@@ -208,13 +219,13 @@ def price(
 
 
 def regress(counts: np.ndarray, max_per_pack: int) -> tuple[list[Pattern], np.ndarray]:
-    """Packs of every pattern that fills a pack, the nearest to the histogram in least squares.
+    """Fit packs of every pattern that fills a pack to the histogram, by least squares.
 
     Paper:   arXiv 2107.02027, section 3.1 (NNLSHP); lengths up to 8 weigh 0.09, as in Graphcore's
-             packedBERT/nnlshp.py, since short documents that are not there are little padding
-    Returns: patterns; (patterns,) int64 packs, which hold too many of some lengths, too few of
-             others
-    Raises:  ValueError if the patterns are too many
+             packedBERT/nnlshp.py: a short document that is missing leaves little padding
+    Returns: patterns; (patterns,) int64 packs, which have too many places for some lengths and too
+             few for others
+    Raises:  ValueError for too many patterns
     """
     from scipy.optimize import nnls
 
@@ -237,20 +248,19 @@ def regress(counts: np.ndarray, max_per_pack: int) -> tuple[list[Pattern], np.nd
 
 def fill(
     patterns: list[Pattern], packs: np.ndarray, counts: np.ndarray, shorter: bool = True
-) -> tuple[list[tuple[int, Pattern]], np.ndarray]:
+) -> tuple[list[Filled], np.ndarray]:
     """Put documents into packs of patterns, the longest places first.
 
     Args:    packs   (patterns,) whole numbers
-             shorter whether a place may hold a shorter document than it is made for; the longest
-                     that is left
-    Returns: (packs, the lengths in each of them), without empty packs; (max_len + 1,) the documents
-             that are left
+             shorter let a place hold a document shorter than it was made for, the longest left
+    Returns: the packs without empty ones; (max_len + 1,) the documents left over
     Example: two packs of (5, 3) and documents 5, 4, 3, 2: [(1, (5, 3)), (1, (4, 2))], none left
     """
     left = counts.tolist()
     used = [j for j, n in enumerate(packs) if n > 0]
     places = sorted((-length, j, k) for j in used for k, length in enumerate(patterns[j]))
-    held_in: dict[int, list[list[tuple[int, int]]]] = {j: [[] for _ in patterns[j]] for j in used}
+    # for each place of a pattern, what it holds in pack after pack: (packs, length), 0 for nothing
+    held: dict[int, list[list[tuple[int, int]]]] = {j: [[] for _ in patterns[j]] for j in used}
     longest = len(counts) - 1
     for negative, j, k in places:
         longest = min(longest, -negative) if shorter else -negative
@@ -260,29 +270,24 @@ def fill(
                 longest -= 1
             taken = min(empty, left[longest]) if longest else 0
             if not taken:
-                held_in[j][k].append((empty, 0))
+                held[j][k].append((empty, 0))
                 break
-            held_in[j][k].append((taken, longest))
+            held[j][k].append((taken, longest))
             left[longest] -= taken
             empty -= taken
-    groups = [group for j in used for group in side_by_side(held_in[j])]
-    return groups, np.array(left)
+    return [filled for j in used for filled in side_by_side(held[j])], np.array(left)
 
 
-def side_by_side(runs: list[list[tuple[int, int]]]) -> Iterator[tuple[int, Pattern]]:
-    """Equal packs, from what each place holds in pack after pack.
+def side_by_side(places: list[list[tuple[int, int]]]) -> Iterator[Filled]:
+    """Group equal packs, given what each place holds in pack after pack.
 
     Example: places [(2, 5)] and [(1, 3), (1, 0)]: (1, (5, 3)) and (1, (5,)), 0 is an empty place
     """
-    heads = [0] * len(runs)  # of each place, the run that the next pack takes from
-    left = [run[0][0] for run in runs]
-    while all(left):
-        packs = min(left)
-        held = [run[head][1] for run, head in zip(runs, heads, strict=True)]
-        if any(held):
-            yield packs, tuple(sorted((length for length in held if length), reverse=True))
-        for place, run in enumerate(runs):
-            left[place] -= packs
-            if not left[place] and heads[place] + 1 < len(run):
-                heads[place] += 1
-                left[place] = run[heads[place]][0]
+    ends = [list(accumulate(packs for packs, _ in runs)) for runs in places]
+    first = 0
+    for end in sorted(set(chain.from_iterable(ends))):
+        held = (runs[bisect_right(e, first)][1] for runs, e in zip(places, ends, strict=True))
+        pattern = tuple(sorted(filter(None, held), reverse=True))
+        if pattern:
+            yield Filled(end - first, pattern)
+        first = end
