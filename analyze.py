@@ -36,7 +36,7 @@ from support.base import runtime
 from support.base.atomic import atomic_write, folder_lock
 from support.base.runtime import Runtime
 from support.report import figures
-from support.report.figures import plotted
+from support.report.charts import histogram
 from support.rows import ranking
 from support.rows.ranking import Ranking, Rankings, sorted_run
 from support.rows.samples import SPECIAL_TOKENS, Samples, add_flags, samples_of
@@ -208,7 +208,7 @@ def main(argv: list[str] | None = None) -> None:
     add_flags(parser)
     parser.add_argument("--workers", type=int, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
-    parser.add_argument("--plot", help="file for a histogram")
+    parser.add_argument("--plot", help="SVG file for a histogram")
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
     args = parser.parse_args(argv)
     names = args.metric.split(",")
@@ -246,7 +246,7 @@ def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
         raise ValueError(f"--metric {name} needs no analysis: it takes samples as they come")
     difficulty.check_metrics(names, args.seq_len, args.samples, flag="--metric")
     if args.plot:
-        figures.figure_for(args.plot)
+        figures.check_file(args.plot)
 
 
 def text_of(samples: Samples, sample: int) -> str:
@@ -287,7 +287,7 @@ def plot_histograms(rankings: dict[str, Ranking], file: str) -> None:
         path = Path(file)
         if len(rankings) > 1:
             path = path.with_stem(f"{path.stem}-{name}")
-        plotted(str(path), lambda axes, v=values: axes.hist(v, 60), xlabel=name, ylabel="samples")
+        figures.save(path, histogram(values, "Samples", name))
 
 
 if __name__ == "__main__":

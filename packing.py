@@ -33,7 +33,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.report import figures
+from support.report import charts, figures
 from support.rows import cutting_stock
 from support.rows.packs import LONGEST_ROW, Packing, Packs, assign, checked, histogram
 from support.rows.samples import LONG, LONG_HELP, Samples
@@ -360,7 +360,7 @@ def main(argv: list[str] | None = None) -> None:
 #
 # Reads them, and shows numbers and rows. The packers are handed in.
 #
-#     python packing.py STORE --max-len 512 --plot rows.png
+#     python packing.py STORE --max-len 512 --plot rows.svg
 
 
 MAX_LEN = 256  # tokens of a row, as many as train.py has by default
@@ -388,7 +388,7 @@ def add_flags(parser: argparse.ArgumentParser, packers: tuple[str, ...], default
     parser.add_argument("--max-per-pack", type=int, help=depth)
     parser.add_argument("--long", choices=LONG, default="split", help=f"{LONG_HELP}; of a folder")
     parser.add_argument("--json", action="store_true", help="print a JSON object a packer")
-    parser.add_argument("--plot", help="file for a picture of some rows")
+    parser.add_argument("--plot", help="SVG file for a picture of some rows")
 
 
 # ---- reading
@@ -466,7 +466,7 @@ def show(
     Args: make (packer, documents in a row at most) -> Packing
     """
     if args.plot:
-        figures.figure_for(args.plot)
+        figures.check_file(args.plot)
     max_len, depths = len(documents.counts) - 1, (args.max_per_pack,)
     chosen = (args.packer or default,)
     if documents.kind == "store":
@@ -496,7 +496,8 @@ def show(
                 print(sentence(packer, packing, seconds))
     if args.plot:
         packing = make(args.packer or default, args.max_per_pack)
-        figures.plotted(args.plot, lambda axes: draw(axes, packing), xlabel="tokens of a row")
+        rows = charts.bars(some_rows(packing), "Rows", "tokens of a row")
+        figures.save(args.plot, rows)
 
 
 def left_out(packer: str, most: int, max_len: int) -> str:
@@ -557,16 +558,6 @@ def rows_as_text(packing: Packing) -> Iterator[str]:
         letters = "".join(chr(97 + i % 26) * n for i, n in enumerate(np.diff(ends, prepend=0)))
         terms = " + ".join(map(str, lengths[:8])) + " + ..." * (len(lengths) > 8)
         yield f"|{letters:.<{WIDTH}}| {terms} = {sum(lengths)} of {packing.max_len}"
-
-
-def draw(axes: Any, packing: Packing) -> None:
-    """Some rows as bars, a colour for each document."""
-    for row, lengths in enumerate(some_rows(packing)):
-        starts = np.cumsum([0, *lengths[:-1]])
-        colours = [f"C{i % 10}" for i in range(len(lengths))]
-        axes.barh([-row] * len(lengths), lengths, left=starts, color=colours, edgecolor="white")
-    axes.set_xlim(0, packing.max_len)
-    axes.set_yticks([])
 
 
 if __name__ == "__main__":

@@ -10,7 +10,6 @@ import shlex
 import shutil
 import signal
 import socket
-import sys
 import tempfile
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
@@ -518,18 +517,10 @@ def test_command_writes_where_it_is_told(hundred, tmp_path, capsys):
     assert len(opened(tmp_path / "out/bert-16", opener(hundred, "bert", 16), "rarity")) > 100
 
 
-def test_command_says_what_its_plot_needs(hundred, tmp_path, monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    with pytest.raises(ValueError, match=r"^--plot needs its package: pip install"):
-        analyze.main([str(hundred), "--metric", "rarity", "--plot", "a.png"])
-
-
 def test_command_plots_a_figure_a_metric(hundred, tmp_path):
-    pytest.importorskip("matplotlib")
-    metrics, file = "rarity,length", str(tmp_path / "a.png")
+    metrics, file = "rarity,length", str(tmp_path / "a.svg")
     analyze.main([str(hundred), "--metric", metrics, "--plot", file])
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["a-length.png", "a-rarity.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["a-length.svg", "a-rarity.svg"]
 
 
 REFUSED = {
@@ -543,8 +534,7 @@ REFUSED = {
     "--metric rarity --workers 0": "--workers 0 must be at least 1",
     "--metric rarity --seq-len 0": r"--seq-len 0: a row has from 1 to 2\^31 tokens",
     "--metric rarity --seq-len 99999999999999999999": "--seq-len 99999999999999999999: a row",
-    "--metric rarity --plot nowhere/a.png": "--plot nowhere/a.png: give a file in a folder",
-    "--metric rarity --plot a.txt": "--plot a.txt: give a file in a folder, ending in .*png",
+    "--metric rarity --plot a.png": "--plot a.png: write .svg",
     "--metric nowhere.py:mine": r"nowhere\.py:mine: there is no Python file nowhere\.py",
     "--metric metrics.py:yours": r"metrics\.py defines no function yours",
     "--metric metrics.py:np": r"metrics\.py defines no function np",

@@ -15,10 +15,7 @@ A run that was stopped before its first checkpoint starts over; one whose last e
 log has nothing left to do.
 """
 
-import json
 import math
-from collections.abc import Iterator
-from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -32,7 +29,14 @@ from support.base.settings import flattened, is_on
 from support.base.sharded import check_agreement, shard
 from support.rows.mixture import AnyStore
 from support.run import checkpoint, extension, sharded_checkpoint
-from support.run.folder import Log, ModelSize, create_run_folder, provenance, started_with
+from support.run.folder import (
+    Log,
+    ModelSize,
+    create_run_folder,
+    provenance,
+    read_log,
+    started_with,
+)
 from support.step import machine
 from support.step.flops import Flops, flops_of_step
 from support.step.optim import enters_decay
@@ -67,20 +71,12 @@ def checkpoint_to_resume(
             f"--resume: {folder} has lost its steps, and {bests[-1].name} is there: go on from it"
             " with --resume best"
         )
-    if any(line["event"] == "checkpoint" for line in logged(folder)):
+    if any(line["event"] == "checkpoint" for line in read_log(folder)):
         raise ValueError(
             f"--resume: {folder} has lost its checkpoints: put one back, or start a new run with"
             " another --out"
         )
     return None
-
-
-def logged(folder: Path) -> Iterator[dict]:
-    """The lines of a run's log; one that a kill tore off is left out."""
-    file = folder / "log.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else []:
-        with suppress(ValueError):
-            yield json.loads(line)
 
 
 def read(path: str, shape: TransformerConfig, settings: Any, runtime: Runtime) -> dict:
@@ -184,8 +180,9 @@ class Run:
 
     def is_complete(self) -> bool:
         """Whether the last evaluation is in the log as well."""
-        lasts = (line.get("last", False) for line in logged(self.folder) if line["event"] == "eval")
-        return self.is_finished and any(lasts)
+        return self.is_finished and any(
+            line.get("last") for line in read_log(self.folder) if line["event"] == "eval"
+        )
 
     @property
     def resume_command(self) -> str:
