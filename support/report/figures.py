@@ -10,7 +10,7 @@ import numpy as np
 
 from support.base.atomic import atomic_write
 from support.base.numbers import whole_numbers
-from support.report.charts import Chart, Series, picture
+from support.report.charts import Chart, picture, series
 
 
 def check_file(file: str | Path, flag: str = "--plot") -> None:
@@ -55,5 +55,5 @@ def show_curve(
             print(f"{t:>12} {value:10}")
     if args.plot:
         t = np.linspace(0, 1.1 * over, 1101)
-        curve = Series("", t, np.array([value_at(x) for x in t]))
+        curve = series("", t, np.array([value_at(x) for x in t]))
         save(args.plot, Chart(name.capitalize(), "", "t", [curve], from_zero=True))
