@@ -289,7 +289,7 @@ def test_a_comparison_has_all_four_costs_as_charts_and_columns(make, tmp_path, c
     text = seen((tmp_path / "c.html").read_text())
     for unit in ("consumed tokens", "raw tokens", "FLOPs", "seconds"):
         assert f"Loss against {unit}" in text
-    assert "Cost to reach 2.5000 bits per byte" in text and "3 recipes, 4 runs" in text
+    assert "Cost to reach 2.5000 bits per byte" in text and "Recipes: 3, runs: 4" in text
     assert "1.00 (1.00 to 1.00) 300" in text  # two seeds of the first recipe
     assert "≤ 0.67 200" in text and "at the first evaluation already" in text
     cost = json.loads(capsys.readouterr().out)["recipes"][2]["cost"]
@@ -392,4 +392,4 @@ def test_a_real_run(run, capsys):
     assert not {title for title in titles if title not in text}
     assert "--ltd-start 16" in text and "damaged" not in text
     assert report.main(["b", "a"]) == 0
-    assert "2 recipes, 2 runs" in seen(Path("report.html").read_text())
+    assert "Recipes: 2, runs: 2" in seen(Path("report.html").read_text())

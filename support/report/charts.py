@@ -16,12 +16,17 @@ import numpy as np
 
 STYLE = (Path(__file__).parent / "chart.css").read_text(encoding="utf-8").strip()
 SIZE = (420, 232)
-LEFT, RIGHT, TOP, BOTTOM = 48, 12, 18, 38  # around the plot: ticks, labels of marks, the x unit
+LEFT = 48  # units around the plot: the texts of ticks,
+RIGHT = 12
+TOP = 18  # the numbers of marks,
+BOTTOM = 38  # ticks and the unit of x
+LINE = 18  # units of a line above the plot
+LETTER = 7.5  # units of a letter, about
+EDGE = 12  # around the charts of a file
+CLOSE = 20  # units between marks that each have a number
 COLORS = 6  # of chart.css; further series are dashed
 POINTS = 400  # of a drawn series, about one for each pixel column of a phone
 BEYOND = 0.02  # the share of steps, the first ones, that `clip_first` may leave above the chart
-LINE, LETTER, EDGE = 18, 7.5, 8  # in a file: units of a line and a letter, and above the first
-CLOSE = 20  # units between marks that each have a label
 
 
 # ---- what a chart shows
@@ -228,84 +233,98 @@ def tick_texts(values: list[float], thousand_million: str = "B") -> list[str]:
 # ---- drawing
 
 
-def svg(chart: Chart, place: str = "") -> str:
-    """The chart without its title and legend.
+def picture(charts: Sequence[Chart]) -> str:
+    """An SVG file of these charts, two side by side.
 
-    Args: place  attributes that say where it is in a larger picture
+    Args: charts of one size
     """
+    width = charts[0].size[0]
+    height = max(height_of(chart) for chart in charts)
+    parts = []
+    for number, chart in enumerate(charts):
+        y = (number // 2 + 1) * height - height_of(chart)
+        parts.append(svg(chart, f'x="{number % 2 * width}" y="{y}" width="{width}"'))
+    right = min(len(charts), 2) * width + 2 * EDGE
+    bottom = -(-len(charts) // 2) * height + 2 * EDGE
+    size = f'width="{right}" height="{bottom}" viewBox="-{EDGE} -{EDGE} {right} {bottom}"'
+    begin = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>\n{STYLE}\n</style>'
+    paper = f'<rect class="paper" x="-{EDGE}" y="-{EDGE}" width="100%" height="100%"/>'
+    return "\n".join([begin, paper, *parts, "</svg>\n"])
+
+
+def svg(chart: Chart, place: str = "") -> str:
+    """The chart under its title, note and legend.
+
+    Args: place attributes that say where it is in a larger picture
+    """
+    above = heading(chart)
     x_axis, y_axis = chart.x_axis(), chart.y_axis()
-    width, height = chart.size
+    box = f'{place} height="{height_of(chart)}" viewBox="0 0 {chart.size[0]} {height_of(chart)}"'
+    return "\n".join(
+        [
+            f'<svg class="chart" role="img" aria-label="{escape(described(chart))}" {box}>',
+            *above,
+            f'<g class="plot" transform="translate(0 {LINE * len(above)})" data-x="{said(x_axis)}"'
+            f' data-y="{said(y_axis)}" data-x-unit="{escape(chart.x_unit)}">',
+            *plot(chart, x_axis, y_axis),
+            "</g></svg>",
+        ]
+    )
+
+
+def height_of(chart: Chart) -> int:
+    return LINE * len(heading(chart)) + chart.size[1]
+
+
+def heading(chart: Chart) -> list[str]:
+    """Title, note and legend as lines, LINE units apart."""
+    unit = f' <tspan class="y-unit">{escape(chart.unit)}</tspan>'
+    lines = [f'<text class="title" x="0" y="{LINE}">{escape(chart.title)}{unit}</text>']
+    legend = {(one.label, one.color, one.kind): None for one in chart.series if one.label}
+    many = len(legend) > 1 and not chart.labels
+    entries = [(label, key_of(*look)) for label, *look in legend] if many else []
+    for text, key in [(chart.note, ""), *entries]:
+        for number, line in enumerate(wrap(text.replace("`", ""), int(chart.size[0] / LETTER))):
+            y = LINE * (len(lines) + 1)
+            before = f'<g transform="translate(0 {y - 9})">{key}</g>' if number == 0 else ""
+            lines.append(before + words("", 30 if key else 0, y, line))
+    return lines
+
+
+def plot(chart: Chart, x_axis: Axis, y_axis: Axis) -> list[str]:
     left, right, bottom = x_axis.begin, x_axis.end, y_axis.begin
-    inner = f"{left} {TOP} {right - left} {bottom - TOP}"
-    parts = [
-        f'<svg class="chart" viewBox="0 0 {width} {height}" {place} role="img"'
-        f' aria-label="{escape(described(chart))}" data-x="{said(x_axis)}" data-y="{said(y_axis)}">'
-    ]
+    parts = []
     for tick, text in ticks_of(y_axis):
         y = y_axis.place(tick)
         parts += [rule("grid", left, y, right, y), words("y", left - 8, y + 4, text)]
     for tick, text in ticks_of(x_axis, "G" if chart.x_unit == "FLOPs" else "B"):
         parts.append(words("x", x_axis.place(tick), bottom + 16, text))
-    parts.append(rule("base", left, bottom, right, bottom))
-    parts.append(words("unit", right, bottom + 32, chart.x_unit))
+    parts += [rule("base", left, bottom, right, bottom)]
+    parts += [words("unit", right, bottom + 32, chart.x_unit)]
     if chart.level is not None:
         y = y_axis.place(chart.level)
         parts.append(rule("level", left, y, right, y))
-    labelled = -math.inf
+    numbered = -math.inf
     for mark in chart.marks:
         x = x_axis.place(mark.x)
         parts.append(rule("mark", x, bottom, x, TOP))
-        if x - labelled > CLOSE:
+        if x - numbered > CLOSE:
             parts.append(words("x", x, TOP - 4, mark.label))
-            labelled = x
-    clip = "x={} y={} width={} height={}".format(*(f'"{number}"' for number in inner.split()))
+            numbered = x
+    inside = f'width="{right - left}" height="{bottom - TOP}"'
+    view = f'viewBox="{left} {TOP} {right - left} {bottom - TOP}"'  # which clips
     curves = [curve(one, x_axis, y_axis) for one in chart.series]
-    parts += [f'<svg {clip} viewBox="{inner}">', *curves, "</svg>"]
+    parts += [f'<svg x="{left}" y="{TOP}" {inside} {view}>', *curves, "</svg>"]
     for one in chart.series:
         if one.kind == "dots" or len(one.x) == 1:  # a single point makes no line
-            inside = (one.y >= y_axis.low) & (one.y <= y_axis.high)
-            for x, y in zip(x_axis.place(one.x[inside]), y_axis.place(one.y[inside]), strict=True):
-                parts.append(dot(one.color, x, y))
+            shown = (one.y >= y_axis.low) & (one.y <= y_axis.high)
+            points = zip(x_axis.place(one.x[shown]), y_axis.place(one.y[shown]), strict=True)
+            parts += [dot(one.color, x, y) for x, y in points]
     for label in chart.labels:
-        x, y = x_axis.place(label.x) + label.dx, y_axis.place(label.y) + label.dy
         side = "left" if label.dx < 0 else "right"
+        x, y = x_axis.place(label.x) + label.dx, y_axis.place(label.y) + label.dy
         parts.append(words(f"label {side} {style_of(label.color)}", x, y, label.text))
-    return "\n".join([*parts, rule("cursor", 0, bottom, 0, TOP) + "</svg>"])
-
-
-def picture(charts: Sequence[Chart]) -> str:
-    """An SVG file of these charts, two side by side, each below its title and legend.
-
-    Args: charts of one size
-    """
-    headings = [heading(chart) for chart in charts]
-    lines = LINE * max(map(len, headings))
-    width, height = charts[0].size
-    parts = []
-    for number, (chart, above) in enumerate(zip(charts, headings, strict=True)):
-        x, y = number % 2 * width, number // 2 * (lines + height)
-        drawn = svg(chart, f'y="{lines}" width="{width}" height="{height}"')
-        parts += [f'<g transform="translate({x} {y})">', *above, drawn, "</g>"]
-    right, bottom = min(len(charts), 2) * width, -(-len(charts) // 2) * (lines + height)
-    size = f'width="{right}" height="{bottom + EDGE}" viewBox="0 -{EDGE} {right} {bottom + EDGE}"'
-    begin = f'<svg xmlns="http://www.w3.org/2000/svg" {size}>\n<style>\n{STYLE}\n</style>'
-    paper = f'<rect class="paper" y="-{EDGE}" width="100%" height="100%"/>'
-    return "\n".join([begin, paper, *parts, "</svg>\n"])
-
-
-def heading(chart: Chart) -> list[str]:
-    """Title, note and legend of a chart in a file, as lines LINE units apart."""
-    labelled = [one for one in chart.series if one.label]
-    legend = labelled if len(labelled) > 1 and not chart.labels else []
-    entries = [(one.label.replace("`", ""), key_of(one.color, one.kind)) for one in legend]
-    lines = [words("title", LEFT, LINE, ", ".join(filter(None, (chart.title, chart.unit))))]
-    for text, key in [(chart.note, ""), *entries]:
-        for line in wrap(text, int(chart.size[0] / LETTER)):
-            y = LINE * (len(lines) + 1)
-            drawn = words("", LEFT + 30 * bool(entries), y, line)
-            lines.append(f'<g transform="translate({LEFT} {y - 9})">{key}</g>{drawn}')
-            key = ""
-    return lines
+    return [*parts, rule("cursor", 0, bottom, 0, TOP)]
 
 
 def key_of(color: int, kind: str = "line") -> str:

@@ -19,7 +19,8 @@ from support.report.run_page import amount
 # Settings of the group "run" that make no other recipe. --data and --compile may differ when a run
 # goes on, too, but change losses and seconds by more than a seed does.
 ASIDE = ("seed", "out", "resume", "keep", "tensorboard", "eval_every", "checkpoint_every")
-HOURS, MINUTES = 3600.0, 60.0
+HOURS = 3600.0
+MINUTES = 60.0
 WIDE = 20.0  # where the longest run took so many times the shortest, the axis is logarithmic
 
 
@@ -66,19 +67,14 @@ def page(recipes: Sequence[Recipe], loss: float | None, asked: bool, changed: Ta
         Section(
             "Held-out loss against what it cost",
             charts=[chart for chart in charts if chart.series],
-            legend=[(recipe.label, color) for color, recipe in enumerate(recipes)],
         ),
         Section("What each recipe spent and reached", tables=[totals(recipes)]),
         Section("Settings that differ", tables=[changed]),
         Section("The runs", tables=[runs_table(recipes)], notes=cautions(logs)),
     ]
-    title = f"{counted(len(recipes), 'recipe')}, {counted(len(logs), 'run')}"
+    title = f"Recipes: {len(recipes)}, runs: {len(logs)}"
     lead = f"Ratios are to the first recipe, {recipes[0].label}."
     return Page(title, lead, facts(recipes), parts)
-
-
-def counted(number: int, noun: str) -> str:
-    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 # ---- recipes
@@ -266,8 +262,7 @@ def chart_against(unit: str, recipes: Sequence[Recipe], loss: float | None) -> C
         for log in recipe.runs:
             x = np.array([log.spent(line["step"])[unit] for line in log.on_the_way])
             y = np.array([line["val_bpb"] for line in log.on_the_way])
-            label = f"{recipe.label}, {log.name}" if len(recipe.runs) > 1 else recipe.label
-            curves.append(series(label, x, y, "dots", color))
+            curves.append(series(recipe.label, x, y, "dots", color))
     curves = [curve for curve in curves if len(curve.x)]
     ends = [float(curve.x[-1]) for curve in curves] or [0.0]
     name, log_x = UNITS[unit], False

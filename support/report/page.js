@@ -17,7 +17,7 @@ const short = (value) => {
 };
 
 for (const figure of document.querySelectorAll("figure")) {
-  const plot = figure.querySelector("svg.chart");
+  const plot = figure.querySelector(".plot");
   const readout = figure.querySelector(".readout");
   const cursor = plot.querySelector(".cursor");
   const [xAt, yAt] = [axisOf(plot.dataset.x), axisOf(plot.dataset.y)];
@@ -38,11 +38,12 @@ for (const figure of document.querySelectorAll("figure")) {
     cursor.setAttribute("x2", nearest.at[0]);
     cursor.style.visibility = "visible";
     const values = shown.map((curve) => `${curve.label} ${short(yAt(curve.at[1]))}`);
-    readout.textContent = `at ${short(xAt(nearest.at[0]))} ${figure.dataset.xUnit}: ${values.join(", ")}`;
+    readout.textContent = `at ${short(xAt(nearest.at[0]))} ${plot.dataset.xUnit}: ${values.join(", ")}`;
   };
-  plot.addEventListener("pointermove", show);
-  plot.addEventListener("pointerdown", show);
-  plot.addEventListener("pointerleave", () => {
+  const area = figure.querySelector("svg.chart");
+  area.addEventListener("pointermove", show);
+  area.addEventListener("pointerdown", show);
+  area.addEventListener("pointerleave", () => {
     cursor.style.visibility = "hidden";
     readout.textContent = "";
   });

@@ -38,7 +38,6 @@ class Section(NamedTuple):
     tables: Sequence[Table] = ()
     notes: Sequence[str] = ()
     blocks: Sequence[str] = ()  # text as it is: a sample, a command
-    legend: Sequence[tuple[str, int]] = ()  # label and colour, the same in all charts
 
 
 class Page(NamedTuple):
@@ -91,37 +90,18 @@ def section_html(section: Section) -> str:
     parts = [f"<section><h2>{text(section.heading)}</h2>"]
     parts += [f"<pre>{escape(block)}</pre>" for block in section.blocks]
     parts += [table_html(table) for table in section.tables if table.rows]
-    if section.legend:
-        entries = [(label, color, "line") for label, color in section.legend]
-        parts.append(legend_html(entries, "legend of-all"))
     if section.charts:
-        drawn = "\n".join(chart_html(chart, bool(section.legend)) for chart in section.charts)
+        drawn = "\n".join(
+            f'<figure>{charts.svg(chart)}<div class="readout"></div></figure>'
+            for chart in section.charts
+        )
         parts.append(f'<div class="charts">\n{drawn}\n</div>')
     parts += [f'<p class="note">{text(note)}</p>' for note in section.notes]
     return "\n".join([*parts, "</section>"])
 
 
-def chart_html(chart: Chart, has_legend: bool) -> str:
-    title = f'<b>{text(chart.title)}</b> <span class="unit">{text(chart.unit)}</span>'
-    entries = [(one.label, one.color, one.kind) for one in chart.series]
-    legend = "" if has_legend or len(entries) < 2 else legend_html(entries)
-    note = f'<p class="note">{text(chart.note)}</p>' if chart.note else ""
-    return (
-        f'<figure data-x-unit="{escape(chart.x_unit)}"><figcaption>{title}{legend}{note}'
-        f'</figcaption>{charts.svg(chart)}<div class="readout"></div></figure>'
-    )
-
-
-def legend_html(entries: Sequence[tuple[str, int, str]], name: str = "legend") -> str:
-    items = "".join(
-        f"<li>{key_html(color, kind)}<span>{text(label)}</span></li>"
-        for label, color, kind in entries
-    )
-    return f'<ul class="{name}">{items}</ul>'
-
-
-def key_html(color: int, kind: str = "line") -> str:
-    key = charts.key_of(color, kind)
+def key_html(color: int) -> str:
+    key = charts.key_of(color)
     return f'<svg class="key" viewBox="0 0 22 10" aria-hidden="true">{key}</svg>'
 
 

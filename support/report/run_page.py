@@ -10,7 +10,8 @@ from support.report.log import UNITS, RunLog
 from support.report.page import Fact, Page, Section, Table
 
 X_UNIT = "consumed tokens"
-PARTS, LEAST = 50, 5  # a smoothed curve has a point for a fiftieth of all steps, or for five
+PARTS = 50  # a smoothed curve has a point for a fiftieth of all steps,
+LEAST = 5  # or for five
 FEW = 25  # steps, which are not smoothed
 MANY_TIMES = 8.0  # a longest step of so many medians is drawn on a logarithmic axis
 SHOWN_EVALS = 24
@@ -39,7 +40,8 @@ def page(log: RunLog, changed: Table) -> Page:
 
 
 def lead(log: RunLog) -> str:
-    settings, steps = log.settings, f"{log.steps_done:,} steps"
+    settings = log.settings
+    steps = f"{log.steps_done:,} steps"
     if not log.steps_done:
         state = "no step is in its log yet"
     elif log.final:
@@ -52,28 +54,27 @@ def lead(log: RunLog) -> str:
 
 
 def facts(log: RunLog) -> list[Fact]:
-    spent, facts = log.spent(), []
+    spent = log.spent()
+    mfu = f"MFU {log.median('mfu'):.1%}" if log.has("mfu") else ""
+    budget = f"of {short(log.settings['optim.tokens'])} asked for"
+    passes = f"{log.last('epochs'):.3g} passes over the store"
+    computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
+    aside = "without evaluations and checkpoints"
+    rate = short(log.median("tokens_per_s"))
+    shown = [
+        Fact("Consumed tokens", short(spent["consumed_tokens"]), budget),
+        Fact("Raw tokens", short(spent["real_tokens"]), passes),
+        *([Fact("Dropped", f"{log.dropped():.1%}", computed)] if log.dropped() > 0 else []),
+        Fact("Time of all steps", duration(spent["seconds"]), aside),
+        Fact("Tokens per second", rate, "raw tokens, median of all steps"),
+        Fact("FLOPs", short(spent["flops"], unit="FLOP"), mfu),
+    ]
     if log.evals:
         last = log.final or log.evals[-1]
         when = "at the end" if log.final else "so far"
         detail = f"bits per byte, {when}, on {last['targets']:,} held-out tokens"
-        facts.append(Fact("Held-out loss", f"{last['val_bpb']:.4f}", detail))
-    if not log.steps_done:
-        return facts
-    budget = short(log.settings["optim.tokens"])
-    facts.append(Fact("Consumed tokens", short(spent["consumed_tokens"]), f"of {budget} asked for"))
-    passes = f"{log.last('epochs'):.3g} passes over the store"
-    facts.append(Fact("Raw tokens", short(spent["real_tokens"]), passes))
-    if log.dropped() > 0:
-        detail = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
-        facts.append(Fact("Dropped", f"{log.dropped():.1%}", detail))
-    aside = "without evaluations and checkpoints"
-    facts.append(Fact("Time of all steps", duration(spent["seconds"]), aside))
-    rate = short(log.median("tokens_per_s"))
-    facts.append(Fact("Tokens per second", rate, "raw tokens, median of all steps"))
-    mfu = f"MFU {log.median('mfu'):.1%}" if log.has("mfu") else ""
-    facts.append(Fact("FLOPs", short(spent["flops"], unit="FLOP"), mfu))
-    return facts
+        shown.insert(0, Fact("Held-out loss", f"{last['val_bpb']:.4f}", detail))
+    return shown if log.steps_done else []
 
 
 # ---- charts
@@ -156,7 +157,8 @@ def time_section(log: RunLog) -> Section:
     drawn = smoothed(x, log.column("ms"))
     if np.nansum(log.column("data_ms")) > 0:
         drawn.append(series("waiting for data", x, log.column("data_ms"), color=1))
-    log_y, note = times["longest"] > MANY_TIMES * times["median"], ""
+    log_y = times["longest"] > MANY_TIMES * times["median"]
+    note = ""
     if log_y:
         least = times["median"] / 100
         drawn = [one._replace(y=np.maximum(one.y, least)) for one in drawn]
