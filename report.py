@@ -78,12 +78,8 @@ def check(runs: Sequence[Path], out: Path | None, loss: float | None) -> None:
             raise ValueError(f"{folder} is named twice: name each run once")
     if loss is not None and len(runs) == 1:
         raise ValueError("--loss compares what several runs cost: name two runs or more")
-    if out is None:
-        return
-    if out.suffix not in (".html", ".md"):
+    if out and out.suffix not in (".html", ".md"):
         figures.check_file(out, "--out")
-    if not out.parent.is_dir():
-        raise ValueError(f"--out {out}: the folder {out.parent} does not exist: make it first")
 
 
 def save(page: Page, file: Path) -> None:

@@ -26,6 +26,7 @@ EDGE = 12  # around the charts of a file
 CLOSE = 20  # units between marks that each have a number
 COLORS = 6  # of chart.css; further series are dashed
 POINTS = 400  # of a drawn series, about one for each pixel column of a phone
+DECADES = 1e4  # that a logarithmic axis shows at most
 BEYOND = 0.02  # the share of steps, the first ones, that `clip_first` may leave above the chart
 
 
@@ -68,10 +69,12 @@ class Axis(NamedTuple):
     end: float = 1.0
 
     def place(self, values: np.ndarray | float) -> np.ndarray:
-        low, high = self.low, self.high
+        """Where they are in the picture; at its edge, where they are beyond the axis."""
+        ends = np.array([self.low, self.high])
+        values = np.clip(values, *ends)
         if self.log:
-            values, low, high = np.log10(values), math.log10(low), math.log10(high)
-        return self.begin + (np.asarray(values) - low) / (high - low) * (self.end - self.begin)
+            values, ends = np.log10(values), np.log10(ends)
+        return self.begin + (values - ends[0]) / (ends[1] - ends[0]) * (self.end - self.begin)
 
 
 class Chart(NamedTuple):
@@ -174,7 +177,8 @@ def limits(
     values: np.ndarray, from_zero: bool, log: bool, air: float = 0.06
 ) -> tuple[float, float]:
     """The ends of an axis that has room for these values, and some air."""
-    values = values[values > 0] if log else values
+    if log:
+        values = values[values > values.max() / DECADES]
     low, high = (float(values.min()), float(values.max())) if len(values) else (0.0, 1.0)
     if log:
         wide = (max(high, low * 1.5) / low) ** air
@@ -311,14 +315,12 @@ def plot(chart: Chart, x_axis: Axis, y_axis: Axis) -> list[str]:
         if x - numbered > CLOSE:
             parts.append(words("x", x, TOP - 4, mark.label))
             numbered = x
-    inside = f'width="{right - left}" height="{bottom - TOP}"'
-    view = f'viewBox="{left} {TOP} {right - left} {bottom - TOP}"'  # which clips
-    curves = [curve(one, x_axis, y_axis) for one in chart.series]
-    parts += [f'<svg x="{left}" y="{TOP}" {inside} {view}>', *curves, "</svg>"]
     for one in chart.series:
-        if one.kind == "dots" or len(one.x) == 1:  # a single point makes no line
-            shown = (one.y >= y_axis.low) & (one.y <= y_axis.high)
-            points = zip(x_axis.place(one.x[shown]), y_axis.place(one.y[shown]), strict=True)
+        points = list(zip(x_axis.place(one.x), y_axis.place(one.y), strict=True))
+        drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
+        look = f'class="{one.kind} {style_of(one.color)}" data-label="{escape(one.label)}"'
+        parts.append(f'<polyline {look} points="{drawn}"/>')
+        if one.kind == "dots" or len(points) == 1:  # a single point makes no line
             parts += [dot(one.color, x, y) for x, y in points]
     for label in chart.labels:
         side = "left" if label.dx < 0 else "right"
@@ -343,13 +345,6 @@ def words(kind: str, x: float, y: float, text: str) -> str:
 
 def dot(color: int, x: float, y: float) -> str:
     return f'<circle class="{style_of(color)}" cx="{x:.1f}" cy="{y:.1f}" r="3"/>'
-
-
-def curve(one: Series, x_axis: Axis, y_axis: Axis) -> str:
-    points = zip(x_axis.place(one.x), y_axis.place(one.y), strict=True)
-    drawn = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    look = f'class="{one.kind} {style_of(one.color)}"'
-    return f'<polyline {look} data-label="{escape(one.label)}" points="{drawn}"/>'
 
 
 def style_of(color: int) -> str:

@@ -13,7 +13,7 @@ import numpy as np
 
 from support.report.charts import Chart, series
 from support.report.log import UNITS, RunLog, summary
-from support.report.page import Fact, Page, Section, Table, spread
+from support.report.page import Page, Section, Table, spread
 from support.report.run_page import amount
 
 # Settings of the group "run" that make no other recipe. --data and --compile may differ when a run
@@ -74,7 +74,7 @@ def page(recipes: Sequence[Recipe], loss: float | None, asked: bool, changed: Ta
     ]
     title = f"Recipes: {len(recipes)}, runs: {len(logs)}"
     lead = f"Ratios are to the first recipe, {recipes[0].label}."
-    return Page(title, lead, facts(recipes), parts)
+    return Page(title, lead, [], parts)
 
 
 # ---- recipes
@@ -206,25 +206,14 @@ def cautions(logs: Sequence[RunLog]) -> list[str]:
 # ---- parts of the page
 
 
-def facts(recipes: Sequence[Recipe]) -> list[Fact]:
-    """The recipe that ends lowest, and the first one."""
-    ends = {r.label: statistics.mean(r.finals()) for r in recipes if r.finals()}
-    if not ends:
-        return []
-    best, first = min(ends, key=lambda label: ends[label]), recipes[0].label
-    shown = [Fact("Lowest bits per byte at the end", f"{ends[best]:.4f}", best)]
-    if first in ends and first != best:
-        shown.append(Fact("The first recipe", f"{ends[first]:.4f}", first))
-    return shown
-
-
 def cost_section(recipes: Sequence[Recipe], loss: float | None, asked: bool) -> Section:
     if loss is None:
         return Section("Cost to reach a loss")
-    rows = [
-        [recipe.label, *(cost_cell(cost, unit) for unit in UNITS), reached_cell(cost)]
-        for recipe, cost in zip(recipes, costs(recipes, loss), strict=True)
-    ]
+    rows = []
+    for recipe, cost in zip(recipes, costs(recipes, loss), strict=True):
+        at_most = "\nat the first evaluation already" if cost.at_most else ""
+        reached = f"{cost.reached} of {len(recipe.runs)}{at_most}"
+        rows.append([recipe.label, *(cost_cell(cost, unit) for unit in UNITS), reached])
     why = "where the first recipe's evaluations on the way end"
     why += ", the highest of its seeds" if len(recipes[0].runs) > 1 else ""
     notes = [
@@ -248,11 +237,6 @@ def cost_cell(cost: Costs, unit: str) -> str:
         return mean
     ratio = f"{ratios[0]:.2f}" if len(ratios) == 1 else spread(ratios, digits=2)
     return f"{'≤ ' if cost.at_most else ''}{ratio}\n{mean}"
-
-
-def reached_cell(cost: Costs) -> str:
-    at_most = "\nat the first evaluation already" if cost.at_most else ""
-    return f"{cost.reached} of {cost.of}{at_most}"
 
 
 def chart_against(unit: str, recipes: Sequence[Recipe], loss: float | None) -> Chart:

@@ -150,13 +150,13 @@ def read_run(folder: Path) -> RunLog:
             lines[event].append(line)
     if not lines["run"]:
         raise ValueError(f"{folder}/log.jsonl does not say how its run was started: no report")
-    found = {name: np.frombuffer(column) for name, column in columns.items()}
+    numbers = {name: np.frombuffer(column) for name, column in columns.items()}
     if steps:
-        found["seconds"] = np.nancumsum(found["ms"]) / 1e3
+        numbers["seconds"] = np.nancumsum(numbers["ms"]) / 1e3
     return RunLog(
         folder=folder,
         starts=lines["run"],
-        steps=found,
+        steps=numbers,
         evals=lines["eval"],
         stages=lines["stage"],
         sample=lines["sample"][-1]["text"] if lines["sample"] else None,

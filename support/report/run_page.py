@@ -158,13 +158,8 @@ def time_section(log: RunLog) -> Section:
     if np.nansum(log.column("data_ms")) > 0:
         drawn.append(series("waiting for data", x, log.column("data_ms"), color=1))
     log_y = times["longest"] > MANY_TIMES * times["median"]
-    note = ""
-    if log_y:
-        least = times["median"] / 100
-        drawn = [one._replace(y=np.maximum(one.y, least)) for one in drawn]
-        note = f"What took less than {least:.2g} ms is drawn there."
     shown = [
-        Chart("Step time", "ms", X_UNIT, drawn, from_zero=not log_y, log_y=log_y, note=note),
+        Chart("Step time", "ms", X_UNIT, drawn, from_zero=not log_y, log_y=log_y),
         rate_chart("Raw tokens per second", "", x, log.column("tokens_per_s")),
     ]
     if log.has("mfu"):
@@ -223,15 +218,8 @@ def evaluations(log: RunLog) -> Table:
     every = -(-len(log.evals) // SHOWN_EVALS) or 1
     rows = []
     for line in log.evals[::-1][::every][::-1]:
-        spent = log.spent(line["step"])
-        rows.append(
-            [
-                f"{line['step']:,}",
-                *(amount(spent[unit], unit) for unit in UNITS),
-                f"{line['targets']:,}",
-                f"{line['val_bpb']:.4f}",
-            ]
-        )
+        spent = [amount(value, unit) for unit, value in log.spent(line["step"]).items()]
+        rows.append([f"{line['step']:,}", *spent, f"{line['targets']:,}", f"{line['val_bpb']:.4f}"])
     return Table(["step", *UNITS.values(), "held-out tokens", "bits per byte"], rows)
 
 
