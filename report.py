@@ -42,7 +42,8 @@ def main(argv: list[str] | None = None) -> int:
         if log.unread:
             print(f"{log.folder}: {log.unread} lines of its log are damaged", file=sys.stderr)
     if len(logs) == 1:
-        page, numbers = page_of(logs[0]), summary(logs[0])
+        page = page_of(logs[0])
+        numbers = summary(logs[0])
     else:
         recipes = comparison.recipes_of(logs)
         loss = comparison.target_of(recipes[0]) if args.loss is None else args.loss
@@ -72,7 +73,7 @@ def write(folder: Path) -> Path:
 
 
 def check(runs: Sequence[Path], out: Path | None, loss: float | None) -> None:
-    """Refuse what would fail later, before logs are read."""
+    """Refuse bad arguments before any log is read."""
     for folder in runs:
         if [other.resolve() for other in runs].count(folder.resolve()) > 1:
             raise ValueError(f"{folder} is named twice: name each run once")
@@ -118,7 +119,7 @@ def shown(value: Any) -> str:
 
 
 def without_nan(value: Any) -> Any:
-    """The same with null for what is not a finite number, which JSON does not have."""
+    """The same with null for infinity and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {name: without_nan(part) for name, part in value.items()}
     if isinstance(value, list | tuple):

@@ -16,6 +16,8 @@ import argparse
 import json
 import math
 import statistics
+import sys
+from collections.abc import Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import NamedTuple
@@ -198,8 +200,10 @@ CURVES = [
 
 def figure(trainer: str) -> str:
     """The README's picture: held-out loss against seconds, at the ends of runs."""
-    losses, cost = measured("val_bpb", trainer), costs_of(trainer)
-    drawn, labels = [], []
+    losses = measured("val_bpb", trainer)
+    cost = costs_of(trainer)
+    drawn = []
+    labels = []
     for curve in CURVES:
         x = np.array([cost[recipe] for recipe in curve.recipes])
         ends = [[max(seed.items())[1] for seed in losses[r].values()] for r in curve.recipes]
@@ -222,10 +226,10 @@ def figure(trainer: str) -> str:
     return picture([chart])
 
 
-def main() -> None:
+def main(argv: Sequence[str] = ()) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--figure", type=Path, help="write the README's picture here instead")
-    args = parser.parse_args()
+    args = parser.parse_args(argv)
     if args.figure:
         args.figure.write_text(figure("split"))
         return
@@ -248,4 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -30,7 +30,7 @@ DECADES = 1e4  # that a logarithmic axis shows at most
 BEYOND = 0.02  # the share of steps, the first ones, that `clip_first` may leave above the chart
 
 
-# ---- what a chart shows
+# ---- charts and their parts
 
 
 class Series(NamedTuple):
@@ -73,7 +73,8 @@ class Axis(NamedTuple):
         ends = np.array([self.low, self.high])
         values = np.clip(values, *ends)
         if self.log:
-            values, ends = np.log10(values), np.log10(ends)
+            values = np.log10(values)
+            ends = np.log10(ends)
         return self.begin + (values - ends[0]) / (ends[1] - ends[0]) * (self.end - self.begin)
 
 
@@ -117,7 +118,7 @@ class Chart(NamedTuple):
 
 
 def series(label: str, x: np.ndarray, y: np.ndarray, kind: str = "line", color: int = 0) -> Series:
-    """Points for a chart: those that are numbers, thinned to what can be seen."""
+    """The points whose coordinates are finite, thinned to what can be seen."""
     numbers = np.isfinite(x) & np.isfinite(y)
     return Series(label, *thinned(x[numbers], y[numbers]), kind, color)
 
@@ -152,7 +153,7 @@ def medians(x: np.ndarray, y: np.ndarray, window: int) -> tuple[np.ndarray, np.n
 
 
 def histogram(values: np.ndarray, title: str, x_unit: str, bins: int = 60) -> Chart:
-    """How many values lie in each of so many equal parts of their range."""
+    """How many values lie in each of `bins` equal parts of their range."""
     counts, edges = np.histogram(values, bins)
     x = np.repeat(edges, 2)
     y = np.concatenate([[0], np.repeat(counts, 2), [0]])
@@ -189,7 +190,7 @@ def limits(
 
 
 def ticks(axis: Axis, about: int = 5) -> list[float]:
-    """Round numbers on the axis, about so many.
+    """Round numbers on the axis, about `about` of them.
 
     Example: 0 to 61440 -> 0, 20000, 40000, 60000
     """
@@ -204,7 +205,8 @@ def ticks(axis: Axis, about: int = 5) -> list[float]:
     rough = (axis.high - axis.low) / about
     power = 10.0 ** math.floor(math.log10(rough))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
-    first, last = math.ceil(axis.low / step - 1e-9), math.floor(axis.high / step + 1e-9)
+    first = math.ceil(axis.low / step - 1e-9)
+    last = math.floor(axis.high / step + 1e-9)
     return [number * step for number in range(first, last + 1)]
 
 
@@ -262,18 +264,10 @@ def svg(chart: Chart, place: str = "") -> str:
     Args: place attributes that say where it is in a larger picture
     """
     above = heading(chart)
-    x_axis, y_axis = chart.x_axis(), chart.y_axis()
     box = f'{place} height="{height_of(chart)}" viewBox="0 0 {chart.size[0]} {height_of(chart)}"'
-    return "\n".join(
-        [
-            f'<svg class="chart" role="img" aria-label="{escape(described(chart))}" {box}>',
-            *above,
-            f'<g class="plot" transform="translate(0 {LINE * len(above)})" data-x="{said(x_axis)}"'
-            f' data-y="{said(y_axis)}" data-x-unit="{escape(chart.x_unit)}">',
-            *plot(chart, x_axis, y_axis),
-            "</g></svg>",
-        ]
-    )
+    begin = f'<svg class="chart" role="img" aria-label="{escape(described(chart))}" {box}>'
+    below = f'<g class="plot" transform="translate(0 {LINE * len(above)})" {for_script(chart)}>'
+    return "\n".join([begin, *above, below, *plot(chart), "</g></svg>"])
 
 
 def height_of(chart: Chart) -> int:
@@ -295,19 +289,22 @@ def heading(chart: Chart) -> list[str]:
     return lines
 
 
-def plot(chart: Chart, x_axis: Axis, y_axis: Axis) -> list[str]:
-    left, right, bottom = x_axis.begin, x_axis.end, y_axis.begin
+def plot(chart: Chart) -> list[str]:
+    x_axis = chart.x_axis()
+    y_axis = chart.y_axis()
+    bottom = chart.size[1] - BOTTOM
+    right = chart.size[0] - RIGHT
     parts = []
     for tick, text in ticks_of(y_axis):
         y = y_axis.place(tick)
-        parts += [rule("grid", left, y, right, y), words("y", left - 8, y + 4, text)]
+        parts += [rule("grid", LEFT, y, right, y), words("y", LEFT - 8, y + 4, text)]
     for tick, text in ticks_of(x_axis, "G" if chart.x_unit == "FLOPs" else "B"):
         parts.append(words("x", x_axis.place(tick), bottom + 16, text))
-    parts += [rule("base", left, bottom, right, bottom)]
+    parts += [rule("base", LEFT, bottom, right, bottom)]
     parts += [words("unit", right, bottom + 32, chart.x_unit)]
     if chart.level is not None:
         y = y_axis.place(chart.level)
-        parts.append(rule("level", left, y, right, y))
+        parts.append(rule("level", LEFT, y, right, y))
     numbered = -math.inf
     for mark in chart.marks:
         x = x_axis.place(mark.x)
@@ -324,7 +321,8 @@ def plot(chart: Chart, x_axis: Axis, y_axis: Axis) -> list[str]:
             parts += [dot(one.color, x, y) for x, y in points]
     for label in chart.labels:
         side = "left" if label.dx < 0 else "right"
-        x, y = x_axis.place(label.x) + label.dx, y_axis.place(label.y) + label.dy
+        x = x_axis.place(label.x) + label.dx
+        y = y_axis.place(label.y) + label.dy
         parts.append(words(f"label {side} {style_of(label.color)}", x, y, label.text))
     return [*parts, rule("cursor", 0, bottom, 0, TOP)]
 
@@ -359,6 +357,10 @@ def described(chart: Chart) -> str:
     return f"{chart.title} against {chart.x_unit}: {'; '.join(ends) or 'nothing yet'}"
 
 
-def said(axis: Axis) -> str:
-    """The axis for page.js."""
-    return f"{axis.low:.7g} {axis.high:.7g} {int(axis.log)} {axis.begin} {axis.end}"
+def for_script(chart: Chart) -> str:
+    """The axes as attributes that page.js reads."""
+    texts = [
+        f"{axis.low:.7g} {axis.high:.7g} {int(axis.log)} {axis.begin} {axis.end}"
+        for axis in (chart.x_axis(), chart.y_axis())
+    ]
+    return f'data-x="{texts[0]}" data-y="{texts[1]}" data-x-unit="{escape(chart.x_unit)}"'

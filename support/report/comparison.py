@@ -21,7 +21,7 @@ from support.report.run_page import amount
 ASIDE = ("seed", "out", "resume", "keep", "tensorboard", "eval_every", "checkpoint_every")
 HOURS = 3600.0
 MINUTES = 60.0
-WIDE = 20.0  # where the longest run took so many times the shortest, the axis is logarithmic
+WIDE = 20.0  # the axis is logarithmic if the longest run took more times the shortest one's time
 
 
 class Recipe(NamedTuple):
@@ -64,10 +64,7 @@ def page(recipes: Sequence[Recipe], loss: float | None, asked: bool, changed: Ta
     charts = [chart_against(unit, recipes, loss) for unit in UNITS]
     parts = [
         cost_section(recipes, loss, asked),
-        Section(
-            "Held-out loss against what it cost",
-            charts=[chart for chart in charts if chart.series],
-        ),
+        Section("Held-out loss against its cost", [chart for chart in charts if chart.series]),
         Section("What each recipe spent and reached", tables=[totals(recipes)]),
         Section("Settings that differ", tables=[changed]),
         Section("The runs", tables=[runs_table(recipes)], notes=cautions(logs)),
@@ -126,14 +123,15 @@ def target_of(first: Recipe) -> float | None:
 
 
 def cost_to_reach(log: RunLog, loss: float) -> Cost | None:
-    """What a run spent until its held-out loss was so low; None if it never was.
+    """What a run spent until its held-out loss fell to `loss`; None if it never did.
 
     Args:    loss in bits per byte
     Example: 3.0 after 100 tokens and 2.0 after 200: 2.5 is reached after 150
     """
     before: tuple[float, dict[str, float]] | None = None
     for line in log.on_the_way:
-        bpb, spent = line["val_bpb"], log.spent(line["step"])
+        bpb = line["val_bpb"]
+        spent = log.spent(line["step"])
         if bpb <= loss:
             if before is None:
                 return Cost(spent, at_most=bpb < loss)
@@ -165,7 +163,7 @@ def costs(recipes: Sequence[Recipe], loss: float) -> list[Costs]:
 
 def comparison_summary(recipes: Sequence[Recipe], loss: float | None) -> dict[str, Any]:
     """Every number of the page, for --json."""
-    found = costs(recipes, loss) if loss is not None else [None] * len(recipes)
+    each = costs(recipes, loss) if loss is not None else [None] * len(recipes)
     return {
         "loss": loss,
         "recipes": [
@@ -175,7 +173,7 @@ def comparison_summary(recipes: Sequence[Recipe], loss: float | None) -> dict[st
                 "cost": cost._asdict() if cost else None,
                 "runs": [summary(log) for log in recipe.runs],
             }
-            for recipe, cost in zip(recipes, found, strict=True)
+            for recipe, cost in zip(recipes, each, strict=True)
         ],
         "cautions": cautions([log for recipe in recipes for log in recipe.runs]),
     }
@@ -232,7 +230,8 @@ def cost_cell(cost: Costs, unit: str) -> str:
     """The ratio with its spread; below it the mean of what was spent."""
     if not cost.reached:
         return "not reached"
-    mean, ratios = amount(statistics.mean(cost.spent[unit]), unit), cost.ratios[unit]
+    mean = amount(statistics.mean(cost.spent[unit]), unit)
+    ratios = cost.ratios[unit]
     if not ratios:
         return mean
     ratio = f"{ratios[0]:.2f}" if len(ratios) == 1 else spread(ratios, digits=2)
@@ -249,7 +248,8 @@ def chart_against(unit: str, recipes: Sequence[Recipe], loss: float | None) -> C
             curves.append(series(recipe.label, x, y, "dots", color))
     curves = [curve for curve in curves if len(curve.x)]
     ends = [float(curve.x[-1]) for curve in curves] or [0.0]
-    name, log_x = UNITS[unit], False
+    name = UNITS[unit]
+    log_x = False
     if unit == "seconds":
         scale = HOURS if max(ends) > 4 * HOURS else MINUTES if max(ends) > 10 * MINUTES else 1.0
         name = {HOURS: "hours", MINUTES: "minutes", 1.0: "seconds"}[scale] + " of training steps"
@@ -275,7 +275,8 @@ def totals(recipes: Sequence[Recipe]) -> Table:
 
 def runs_table(recipes: Sequence[Recipe]) -> Table:
     made_with = ("commit", "torch", "machine", "threads")
-    rows, colors = [], []
+    rows = []
+    colors = []
     for color, recipe in enumerate(recipes):
         for log in recipe.runs:
             end = f"{log.final['val_bpb']:.4f}" if log.final else "not finished"

@@ -1,7 +1,7 @@
 """A run's log.jsonl read back: how it was started, a column for each number of its steps, and sums.
 
-support/run/folder.py writes the log and reads its lines. A line that is damaged, or lacks what
-every report needs, is left out and counted.
+support/run/folder.py writes the log and reads its lines. Lines that are damaged, or lack a
+field that every report needs, are left out and counted.
 """
 
 import math
@@ -32,7 +32,7 @@ NEEDED = {
 
 @dataclass(frozen=True)
 class RunLog:
-    """What a log says about its run. Its methods add up what the lines say one by one."""
+    """The log of one run, and the sums and shares that follow from it."""
 
     folder: Path
     starts: list[dict]  # the "run" lines: one for each time the run was started or resumed
@@ -102,7 +102,7 @@ class RunLog:
         return float(np.nansum(self.column("data_ms"))) / 1e3 / seconds if seconds else math.nan
 
     def full_layer_tokens(self) -> np.ndarray:
-        """(n,) what each step would compute if every layer computed every position."""
+        """(n,) the layer-tokens of each step if every layer computed every position."""
         real = np.diff(self.column("real_tokens"), prepend=0.0)
         return self.settings["model.layers"] * real / (1 - self.column("padding_share"))
 
@@ -119,7 +119,7 @@ class RunLog:
         return max(1 - self.last("layer_tokens") / float(np.nansum(self.full_layer_tokens())), 0.0)
 
     def provenance(self) -> dict[str, Any]:
-        """Commit, versions, hardware: what the last start logged besides settings."""
+        """Commit, versions, hardware: the fields of the last start besides its settings."""
         left_out = ("config", "bytes", "model_size", "resumed_at")
         return {name: value for name, value in self.starts[-1].items() if name not in left_out}
 

@@ -28,7 +28,7 @@ class Fact(NamedTuple):
 
 class Table(NamedTuple):
     columns: Sequence[str]
-    rows: Sequence[Sequence[str]]  # what follows a newline in a cell is set smaller
+    rows: Sequence[Sequence[str]]  # the second line of a cell is set smaller
     colors: Sequence[int] = ()  # of the series that each row is about
 
 

@@ -10,11 +10,11 @@ from support.report.log import UNITS, RunLog
 from support.report.page import Fact, Page, Section, Table
 
 X_UNIT = "consumed tokens"
-PARTS = 50  # a smoothed curve has a point for a fiftieth of all steps,
-LEAST = 5  # or for five
-FEW = 25  # steps, which are not smoothed
-MANY_TIMES = 8.0  # a longest step of so many medians is drawn on a logarithmic axis
-SHOWN_EVALS = 24
+PARTS = 50  # points of a smoothed curve at most,
+LEAST = 5  # each the median of at least five steps
+FEW = 25  # fewer steps are not smoothed
+MANY_TIMES = 8.0  # the axis is logarithmic if the longest step took more times the median
+SHOWN_EVALS = 24  # rows of the table at most
 
 
 def page(log: RunLog, changed: Table) -> Page:
@@ -22,17 +22,16 @@ def page(log: RunLog, changed: Table) -> Page:
 
     Args: changed its settings that differ from the defaults
     """
-    marks, happened = stops_and_stages(log)
+    marks, events = stops_and_stages(log)
+    commands = dict.fromkeys(start["argv"] for start in log.starts)
     parts = [
-        Section("Loss", loss_charts(log), [happened]),
+        Section("Loss", loss_charts(log), [events]),
         schedules(log),
         time_section(log),
         by_source(log),
         Section("Evaluations", tables=[evaluations(log)]),
         Section("A sample", blocks=[log.sample] if log.sample else []),
-        Section(
-            "Recipe", blocks=["\n".join(start["argv"] for start in log.starts)], tables=[changed]
-        ),
+        Section("Recipe", blocks=["\n".join(commands)], tables=[changed]),
         Section("Made with", tables=[made_with(log)]),
     ]
     parts = [s._replace(charts=[chart._replace(marks=marks) for chart in s.charts]) for s in parts]
@@ -81,9 +80,10 @@ def facts(log: RunLog) -> list[Fact]:
 
 
 def smoothed(x: np.ndarray, y: np.ndarray) -> list[Series]:
-    """Each step faintly, and the medians of some steps together."""
+    """Each step faintly, and the median of every few steps."""
     numbers = np.isfinite(y)
-    x, y = x[numbers], y[numbers]
+    x = x[numbers]
+    y = y[numbers]
     if len(x) < FEW:
         return [series("each step", x, y)]
     window = max(len(x) // PARTS, LEAST) | 1  # odd, so that it has a middle
@@ -94,7 +94,8 @@ def smoothed(x: np.ndarray, y: np.ndarray) -> list[Series]:
 def loss_charts(log: RunLog) -> list[Chart]:
     if not log.steps_done:
         return []
-    x, loss = log.column("consumed_tokens"), log.column("loss")
+    x = log.column("consumed_tokens")
+    loss = log.column("loss")
     drawn = smoothed(x, loss)
     training = Chart("Training loss", "nats per target", X_UNIT, drawn, clip_first=True)
     if training.highest() < np.nanmax(loss):
@@ -120,7 +121,7 @@ def evaluated(label: str, lines: list[dict]) -> Series:
 
 
 def schedules(log: RunLog) -> Section:
-    """What follows a schedule; what stays the same is said in words."""
+    """A chart for each value that changes over the run; constant values in a sentence."""
     curves = [
         ("Learning rate", "", log.column("lr")),
         ("Longest piece", "tokens", log.column("max_piece_len")),
@@ -135,7 +136,9 @@ def schedules(log: RunLog) -> Section:
         ("Padding", "% of positions", 100 * log.column("padding_share")),
         ("Dropped", "% of layer-tokens", 100 * log.dropped_shares()),
     ]
-    x, shown, constant = log.column("consumed_tokens"), [], []
+    x = log.column("consumed_tokens")
+    shown = []
+    constant = []
     for title, unit, values in curves:
         finite = values[np.isfinite(values)]
         if not len(finite):
@@ -153,7 +156,8 @@ def schedules(log: RunLog) -> Section:
 def time_section(log: RunLog) -> Section:
     if not log.steps_done:
         return Section("Time")
-    x, times = log.column("consumed_tokens"), log.step_times()
+    x = log.column("consumed_tokens")
+    times = log.step_times()
     drawn = smoothed(x, log.column("ms"))
     if np.nansum(log.column("data_ms")) > 0:
         drawn.append(series("waiting for data", x, log.column("data_ms"), color=1))
@@ -179,7 +183,8 @@ def by_source(log: RunLog) -> Section:
     lines = [line for line in log.evals if line.get("by_source")]
     if not lines:
         return Section(heading)
-    last, on_the_way = lines[-1]["by_source"], [line for line in lines if not line["last"]]
+    last = lines[-1]["by_source"]
+    on_the_way = [line for line in lines if not line["last"]]
     names = sorted(last, key=lambda name: last[name])
     x = np.array([line["consumed_tokens"] for line in on_the_way], dtype=float)
     drawn = []
@@ -205,7 +210,8 @@ def stops_and_stages(log: RunLog) -> tuple[tuple[Mark, ...], Table]:
         number = len({owner for owner in owners if owner >= 0})
         have = f"--pseudo: {number} of {log.settings['model.layers']} layers have their own weights"
         events.append((line["step"], f"{have}\nof layer: {used}"))
-    rows, marks = [], []
+    rows = []
+    marks = []
     for number, (step, event) in enumerate(sorted(events), 1):
         at = log.spent(step)["consumed_tokens"]
         marks.append(Mark(at, str(number)))
@@ -214,7 +220,7 @@ def stops_and_stages(log: RunLog) -> tuple[tuple[Mark, ...], Table]:
 
 
 def evaluations(log: RunLog) -> Table:
-    """Each evaluation; of very many some, the last among them."""
+    """Each evaluation, or every few of them, the last one included."""
     every = -(-len(log.evals) // SHOWN_EVALS) or 1
     rows = []
     for line in log.evals[::-1][::every][::-1]:
