@@ -322,7 +322,10 @@ def test_charts_become_one_svg_file(make, tmp_path):
     for runs, number in ([run], 7), ([run, other], 4):
         assert report.main([*runs, "--out", str(out)]) == 0
         drawn = ElementTree.parse(out).getroot()
-        assert len(drawn.findall(".//*[@class='chart']")) == number
+        shown = drawn.findall(".//*[@class='chart']")
+        places = [(int(chart.get("x")), int(chart.get("y"))) for chart in shown]
+        assert len(shown) == len(set(places)) == number, "none is drawn over another"
+        assert {x for x, _ in places} == {0, charts.SIZE[0]}
         assert "prefers-color-scheme: dark" in out.read_text()
     legend = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert legend.count("--ltd") == legend.count("the defaults") == 4
