@@ -37,7 +37,7 @@ from support.base import numbers, runtime
 from support.base.atomic import atomic_folder, folder_lock
 from support.base.runtime import Runtime
 from support.report import figures
-from support.report.figures import plotted
+from support.report.charts import histogram
 from support.rows import ranking
 from support.rows.ranking import Rankings, sorted_run
 from support.rows.samples import KINDS, LONG, LONG_HELP, SPECIAL_TOKENS, Samples, samples_of
@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--long", default="split", choices=LONG, help=LONG_HELP)
     parser.add_argument("--workers", type=numbers.count, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
-    parser.add_argument("--plot", help="file for a histogram")
+    parser.add_argument("--plot", help="SVG file for a histogram")
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
     args = parser.parse_args(argv)
     names = args.metric.split(",")
@@ -234,7 +234,7 @@ def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
         raise ValueError(f"--metric {name} needs no analysis: it takes samples as they come")
     difficulty.check_metrics(names, args.seq_len, args.samples, flag="--metric")
     if args.plot:
-        figures.figure_for(args.plot)
+        figures.check_file(args.plot)
 
 
 # ---- what a ranking looks like
@@ -268,8 +268,7 @@ def plot_histograms(indexes: Rankings, file: str) -> None:
         path = Path(file)
         if len(indexes) > 1:
             path = path.with_stem(f"{path.stem}-{label(name)}")
-        axis = {"xlabel": label(name), "ylabel": "samples"}
-        plotted(str(path), lambda axes, v=values: axes.hist(v, 60), **axis)
+        figures.save(path, histogram(values, "Samples", label(name)))
 
 
 if __name__ == "__main__":

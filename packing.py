@@ -27,7 +27,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
@@ -281,7 +281,7 @@ ROWS, WIDTH = 12, 64  # rows that are drawn, and characters of each
 
 def main(argv: list[str] | None = None) -> None:
     from support.base import runtime
-    from support.report import figures
+    from support.report import charts, figures
     from support.rows.samples import LONG, LONG_HELP, Samples
     from support.text.store import Store
 
@@ -296,12 +296,12 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--max-per-pack", type=int, help=depth)
     parser.add_argument("--long", choices=LONG, default="split", help=f"{LONG_HELP}; for a folder")
     parser.add_argument("--json", action="store_true", help="print one JSON object per packer")
-    parser.add_argument("--plot", help="file for a picture of some rows")
+    parser.add_argument("--plot", help="SVG file for a picture of some rows")
     args = parser.parse_args(argv)
     if args.max_len is not None:
         check_row(args.max_len, "--max-len")
     if args.plot:
-        figures.figure_for(args.plot)
+        figures.check_file(args.plot)
 
     path, max_len = Path(args.source[0]), args.max_len or MAX_LEN
     packers, depths = (args.packer or DEFAULT,), (args.max_per_pack,)
@@ -320,7 +320,7 @@ def main(argv: list[str] | None = None) -> None:
     show(counts, packers, depths, args.json)
     if args.plot:
         packing = pack(counts, args.packer or DEFAULT, args.max_per_pack)
-        figures.plotted(args.plot, lambda axes: draw(axes, packing), xlabel="tokens of a row")
+        figures.save(args.plot, charts.bars(some_rows(packing), "Rows", "tokens of a row"))
 
 
 def check_row(max_len: int, source: str) -> None:
@@ -439,16 +439,6 @@ def rows_as_text(packing: Packing) -> Iterator[str]:
         letters = "".join(chr(97 + i % 26) * n for i, n in enumerate(np.diff(ends, prepend=0)))
         terms = " + ".join(map(str, lengths[:8])) + " + ..." * (len(lengths) > 8)
         yield f"|{letters:.<{WIDTH}}| {terms} = {sum(lengths)} of {packing.max_len}"
-
-
-def draw(axes: Any, packing: Packing) -> None:
-    """Some rows as bars, one colour per document."""
-    for row, lengths in enumerate(some_rows(packing)):
-        starts = np.cumsum([0, *lengths[:-1]])
-        colours = [f"C{i % 10}" for i in range(len(lengths))]
-        axes.barh([-row] * len(lengths), lengths, left=starts, color=colours, edgecolor="white")
-    axes.set_xlim(0, packing.max_len)
-    axes.set_yticks([])
 
 
 if __name__ == "__main__":

@@ -9,16 +9,24 @@ steps of a packed run cost the same, so where none was timed the cost is the rat
 steps. Runs of different trainers (bench/ablate.py) are not compared with each other.
 
     python bench/tables.py                                        # markdown, to paste
+    python bench/tables.py --figure docs/loss-against-seconds.svg # the README's picture
 """
 
+import argparse
 import json
 import math
 import statistics
+import sys
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
 
+import numpy as np
 from ablate import BERT, GROWN, LTD, PIECES, RATES, RECIPES, ROWS, SHARE, SMALL
 from record import ROOT
 
+from support.report.charts import Chart, Label, Series, picture
 from support.report.page import markdown_table, spread
 
 BUDGET = 800_000  # tokens of nano's recipe
@@ -164,7 +172,67 @@ def time_table(recipes: list[str], trainer: str) -> str:
     )
 
 
-def main() -> None:
+class Curve(NamedTuple):
+    """Recipes of the README's picture that differ in their budgets, and where their name stands."""
+
+    label: str
+    recipes: list[str]
+    color: int
+    at: int  # the recipe that the name stands beside
+    dx: float
+    dy: float = 4
+
+
+BASE = 4  # the colour of what techniques are compared with
+CURVES = [
+    Curve("plain", ["plain half", "plain short", "plain"], BASE, at=0, dx=10),
+    Curve("plain, padded", ["padded"], BASE, at=0, dx=-10),
+    Curve("plain, --layers 3", ["3 layers"], BASE, at=0, dx=-6, dy=18),
+    Curve("--ltd", ["ltd half", "ltd 310K", "constant 16"], 1, at=2, dx=10),
+    Curve(
+        "--curriculum seqlen --ltd --pack", ["all half", "all 300K", "all short"], 0, at=0, dx=-10
+    ),
+    Curve("--pseudo, from 3 layers", ["grow 3 until 0.75 450K"], 3, at=0, dx=10),
+    Curve("--pack", ["pack short"], 2, at=0, dx=-6, dy=18),
+    Curve("--curriculum seqlen", ["curriculum short"], 5, at=0, dx=10, dy=-2),
+]
+
+
+def figure(trainer: str) -> str:
+    """The README's picture: held-out loss against seconds, at the ends of runs."""
+    losses = measured("val_bpb", trainer)
+    cost = costs_of(trainer)
+    drawn = []
+    labels = []
+    for curve in CURVES:
+        x = np.array([cost[recipe] for recipe in curve.recipes])
+        ends = [[max(seed.items())[1] for seed in losses[r].values()] for r in curve.recipes]
+        y = np.array([statistics.mean(of_seeds) for of_seeds in ends])
+        drawn.append(Series(curve.label, x, y, "dots", curve.color))
+        for share, of_seeds in zip(x, ends, strict=True):
+            bar = np.array([min(of_seeds), max(of_seeds)])
+            drawn.append(Series("", np.full(2, share), bar, color=curve.color))
+        labels.append(Label(x[curve.at], y[curve.at], curve.label, curve.color, curve.dx, curve.dy))
+    chart = Chart(
+        title="Held-out loss",
+        unit="bits per byte",
+        x_unit="seconds of all steps, as a share of the plain run's",
+        series=drawn,
+        labels=tuple(labels),
+        note="GPT nano, 1.7 M parameters, two CPU cores. A dot is the end of a run, the mean of"
+        " three seeds; its bar goes from the least to the most. Lines join different --tokens.",
+        size=(780, 420),
+    )
+    return picture([chart])
+
+
+def main(argv: Sequence[str] = ()) -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--figure", type=Path, help="write the README's picture here instead")
+    args = parser.parse_args(argv)
+    if args.figure:
+        args.figure.write_text(figure("split"))
+        return
     print("docs/curriculum.md\n")
     print(recipes_table(["plain", "curriculum", *ROWS], "plain", "end"), "\n")
     print(recipes_table(["pack", *PIECES], "pack", "end"), "\n")
@@ -184,4 +252,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

@@ -459,11 +459,10 @@ def test_command_prints_percentiles(hundred, tmp_path, capsys):
 
 
 def test_command_plots_a_figure_a_metric_and_prints_examples(store_dir, tmp_path, capsys):
-    pytest.importorskip("matplotlib")
-    file = str(tmp_path / "a.png")
+    file = str(tmp_path / "a.svg")
     flags = ["--metric", "rarity,length", "--workers", "1", "--out", str(tmp_path / "out")]
     analyze.main([str(store_dir), *flags, "--plot", file, "--examples"])
-    assert sorted(path.name for path in tmp_path.glob("*.png")) == ["a-length.png", "a-rarity.png"]
+    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["a-length.svg", "a-rarity.svg"]
     out = capsys.readouterr().out
     assert out.index("easiest percent by rarity, ") < out.index("hardest percent by rarity, ")
 
@@ -476,7 +475,7 @@ REFUSED = {
     "--metric rarity,rarity": "--metric rarity,rarity: takes one length, and each name once",
     "--metric rarity --workers 0": "--workers: 0 is not a whole number, 1 or more",
     "--metric rarity --seq-len 0": r"--seq-len 0: a row has from 1 to 2\^31 tokens",
-    "--metric rarity --plot nowhere/a.png": "--plot nowhere/a.png: give a file in a folder",
+    "--metric rarity --plot nowhere/a.svg": "the folder nowhere does not exist",
     "--metric nowhere.py:mine": r"nowhere\.py:mine: there is no Python file nowhere\.py",
     "--metric metrics.py:np": r"metrics\.py defines no function np",
 }

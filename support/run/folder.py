@@ -9,6 +9,7 @@ import json
 import platform
 import subprocess
 import sys
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -155,3 +156,17 @@ class Log:
 
     def size(self) -> int:
         return 0 if self.file is None else self.file.tell()
+
+
+def read_log(folder: Path) -> Iterator[dict]:
+    """The lines of a run's log; one that is damaged, as by a kill, has the event "torn"."""
+    file = folder / "log.jsonl"
+    if not file.exists():
+        return
+    with file.open(encoding="utf-8", errors="replace") as lines:
+        for text in lines:
+            try:
+                line = json.loads(text)
+            except ValueError:
+                line = None
+            yield line if isinstance(line, dict) and "event" in line else {"event": "torn"}

@@ -16,10 +16,7 @@ A run that was stopped before its first checkpoint starts over; one whose last e
 log has nothing left to do.
 """
 
-import json
 import math
-from collections.abc import Iterator
-from contextlib import suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -33,7 +30,14 @@ from support.base.sharded import check_agreement, shard
 from support.base.technique import is_on, techniques_of
 from support.rows.mixture import AnyStore
 from support.run import checkpoint, extension, sharded_checkpoint
-from support.run.folder import Log, ModelSize, create_run_folder, provenance, started_with
+from support.run.folder import (
+    Log,
+    ModelSize,
+    create_run_folder,
+    provenance,
+    read_log,
+    started_with,
+)
 from support.step import machine
 from support.step.flops import Flops, flops_of_step
 from support.step.optim import enters_decay
@@ -136,7 +140,7 @@ class Run:
                 f"--resume: {folder} has lost its steps, and {bests[-1].name} is there: go on from"
                 " it with --resume best"
             )
-        if any(line["event"] == "checkpoint" for line in logged(folder)):
+        if any(line["event"] == "checkpoint" for line in read_log(folder)):
             raise ValueError(
                 f"--resume: {folder} has lost its checkpoints: put one back, or start a new run"
                 " with another --out"
@@ -231,8 +235,8 @@ class Run:
 
     def is_complete(self) -> bool:
         """Whether the last evaluation is in the log as well."""
-        lasts = (line.get("last", False) for line in logged(self.folder) if line["event"] == "eval")
-        return self.is_finished and any(lasts)
+        evaluations = (line for line in read_log(self.folder) if line["event"] == "eval")
+        return self.is_finished and any(line.get("last") for line in evaluations)
 
     @property
     def resume_command(self) -> str:
@@ -283,11 +287,3 @@ class Run:
 
     def log_checkpoint(self) -> None:
         self.log.write("checkpoint", step=self.clock.step, file=Path(self.saved_path).name)
-
-
-def logged(folder: Path) -> Iterator[dict]:
-    """The lines of a run's log; one that a kill tore off is left out."""
-    file = folder / "log.jsonl"
-    for line in file.read_text().splitlines() if file.exists() else []:
-        with suppress(ValueError):
-            yield json.loads(line)
