@@ -96,7 +96,8 @@ def short(value: float, unit: str = "", digits: int = 3) -> str:
         return ""
     power = 0
     while abs(value) >= 999.5 and power < len(PREFIXES) - 1:
-        value, power = value / 1000, power + 1
+        value /= 1000
+        power += 1
     whole = len(str(int(abs(value))))
     text = f"{value:.{max(digits - whole, 0) if power else 0}f}"
     prefix = "G" if unit and PREFIXES[power] == "B" else PREFIXES[power]

@@ -112,7 +112,8 @@ def start(device: str, dtype: str) -> Runtime:
 
     Raises: ValueError naming --device or --dtype if the machine does not have it
     """
-    world_size, rank = int(os.environ.get("WORLD_SIZE", 1)), int(os.environ.get("RANK", 0))
+    world_size = int(os.environ.get("WORLD_SIZE", 1))
+    rank = int(os.environ.get("RANK", 0))
     has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
     if device not in ("auto", *has):
         raise ValueError(f"--device {device} is unknown: choose auto, {', '.join(has)}")
@@ -187,7 +188,8 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     Among several ranks the first to meet an error prints it, with its number unless that is 0.
     Ranks that meet the same error, or only lost a rank that has exited, print nothing.
     """
-    rank, completed = int(os.environ.get("RANK", 0)), False
+    rank = int(os.environ.get("RANK", 0))
+    completed = False
     try:
         status = main() or 0
         completed = True
@@ -210,7 +212,8 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
 
 def _is_reported(error: Exception, rank: int) -> bool:
     """Print an error in one line, unless another rank has; False if it needs its traceback."""
-    line, connected = one_line(error), dist.is_initialized()
+    line = one_line(error)
+    connected = dist.is_initialized()
     lost_a_rank = any(words in line for words in RANK_IS_GONE)
     if lost_a_rank:
         line = f"another process of the run is gone: {line}"

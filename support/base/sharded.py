@@ -218,7 +218,8 @@ def check_agreement(runtime: Runtime, named: dict[str, Tensor]) -> None:
         return
     # some may be on the host, but perhaps ranks can reduce only on their devices
     sums = torch.stack([sum_of_bits(t).to(runtime.device) for t in named.values()])  # (n,)
-    least, most = sums.clone(), sums.clone()
+    least = sums.clone()
+    most = sums.clone()
     dist.all_reduce(least, dist.ReduceOp.MIN)
     dist.all_reduce(most, dist.ReduceOp.MAX)
     agree = (least == most).tolist()

@@ -29,7 +29,8 @@ class StopSignal:
 
     def __init__(self, notice: Callable[[str], None] = lambda line: None):
         """`notice` is called, from another thread, with a line for the user at the first SIGINT."""
-        self.number, self.notice = 0, notice
+        self.number = 0
+        self.notice = notice
         self.reader, self.writer = socket.socketpair()
         self.writer.setblocking(False)
         self.wakeup = signal.set_wakeup_fd(self.writer.fileno())

@@ -63,7 +63,8 @@ def chunks(parts: Iterable[Part], bar: InputBar) -> Iterator[Chunk]:
     gathered: list[Part] = []
     characters = documents = read_before = 0
     for part in parts:
-        done, length = 0, len(part.text)
+        done = 0
+        length = len(part.text)
         for text in pieces_of(part.text):
             done += len(text)
             ends = done == length
@@ -73,7 +74,8 @@ def chunks(parts: Iterable[Part], bar: InputBar) -> Iterator[Chunk]:
             if characters >= CHUNK_CHARACTERS:
                 of_part = (bar.bytes_read - read_before) * done // max(length, 1)
                 yield Chunk(gathered, documents, read_before + of_part)
-                gathered, characters = [], 0
+                gathered = []
+                characters = 0
         read_before = bar.bytes_read
     yield Chunk(gathered, documents, read_before)
 

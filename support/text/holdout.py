@@ -54,7 +54,9 @@ class Corpus:
         split_on: str | None = None,
         source_field: str = "source",
     ):
-        self.paths, self.holdout, self.source_field = list(paths), holdout, source_field
+        self.paths = list(paths)
+        self.holdout = holdout
+        self.source_field = source_field
         self.separator = None if split_on is None else separator(split_on)
         self.files = input_files(self.paths)
         self.skipped: list[Path] = []  # files in folders that are not text
@@ -85,7 +87,8 @@ class Corpus:
 
         Stops at the first document that gives the second side text.
         """
-        characters, sides = 0, set()
+        characters = 0
+        sides = set()
         with InputBar(self.files, "what to hold out") as bar:
             for number, document in enumerate(self._documents(bar.on_read), 1):
                 characters += len(document.text)

@@ -168,7 +168,8 @@ def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
         import zstandard
     except ImportError:
         raise ValueError("needs `pip install zstandard`") from None
-    decoder, block = None, b""
+    decoder = None
+    block = b""
     while block := block or file.read(1 << 16):
         decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
         yield decoder.decompress(block)
@@ -235,7 +236,9 @@ def read_documents(
 
 
 def _document(place: str, fields: dict[str, Any], source_field: str) -> Document:
-    text, source, given_id = fields.get("text"), fields.get(source_field), fields.get("id")
+    text = fields.get("text")
+    source = fields.get(source_field)
+    given_id = fields.get("id")
     if not isinstance(text, str):
         raise ValueError(f'{place}: needs a string under "text"')
     if isinstance(source, dict | list):
@@ -285,7 +288,8 @@ def _read_plain(
 def _cut(blocks: Iterable[AnyStr], mark: AnyStr) -> Iterator[AnyStr]:
     """Yield what "".join(blocks).split(mark) gives, with one piece in memory at a time."""
     empty = mark[:0]
-    piece, edge = [], empty  # edge: perhaps the beginning of a mark
+    piece = []
+    edge = empty  # edge: perhaps the beginning of a mark
     for block in blocks:
         *complete, rest = (edge + block).split(mark)
         for last in complete:

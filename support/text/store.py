@@ -130,7 +130,8 @@ class Store:
         path = Path(path)
         try:
             meta = json.loads((path / "meta.json").read_text())
-            store_format, names = meta["format"], meta.get("sources", [])
+            store_format = meta["format"]
+            names = meta.get("sources", [])
             files = {
                 "tokens.bin": (meta["tokens"], np.dtype(meta["dtype"])),
                 "documents.idx": (meta["documents"] + 1, np.dtype("int64")),
@@ -145,7 +146,8 @@ class Store:
             )
         arrays = {}
         for name, (count, dtype) in files.items():
-            file, size = path / name, count * dtype.itemsize
+            file = path / name
+            size = count * dtype.itemsize
             if not file.exists() or file.stat().st_size != size:
                 raise ValueError(f"{file}: needs {size:,} bytes: prepare the store again")
             arrays[name] = np.memmap(file, dtype, mode="r")
@@ -162,7 +164,8 @@ class Store:
 
     def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
         """Refuse a tokenizer other than the one the store was made with."""
-        stored, given = self.meta["tokenizer_fingerprint"], tokenizer.fingerprint(encoding)
+        stored = self.meta["tokenizer_fingerprint"]
+        given = tokenizer.fingerprint(encoding)
         if given != stored:
             raise ValueError(
                 f"{self.path}: made with tokenizer {self.meta['tokenizer']} ({stored[:12]}), not "

@@ -121,7 +121,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
             encoded, rank = line.split()
             token = base64.b64decode(encoded, validate=True)
         except ValueError:
-            token, rank = b"", ""
+            token = rank = b""
         if rank != b"%d" % len(ranks) or token in ranks:
             raise ValueError(
                 f"{path}:{row}: needs a new token in base64, and its rank {len(ranks)}"
