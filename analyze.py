@@ -31,7 +31,6 @@ import numpy as np
 
 import difficulty
 import prepare
-from curriculum import LENGTHS
 from difficulty import label, metric
 from support.base import numbers, runtime
 from support.base.atomic import atomic_folder, folder_lock
@@ -39,7 +38,7 @@ from support.base.runtime import Runtime
 from support.report import figures
 from support.report.charts import histogram
 from support.rows import ranking
-from support.rows.ranking import Rankings, sorted_run
+from support.rows.ranking import LENGTHS, Rankings, sorted_run
 from support.rows.samples import KINDS, LONG, LONG_HELP, SPECIAL_TOKENS, Samples, samples_of
 from support.rows.shards import Shard, ShardFiles, in_processes
 from support.text.tokenizer import get_encoding

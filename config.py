@@ -38,6 +38,7 @@ from support.base.settings import (
 from support.base.technique import is_on, technique, techniques_of, techniques_on
 from support.rows.bert import refusals_of_pairs
 from support.rows.mixture import refusals_of_mixture
+from support.rows.ranking import LENGTHS
 from support.run.extension import with_budget
 from support.run.folder import newest_run, started_with
 from support.step.optim import OptimConfig
@@ -58,7 +59,13 @@ class Config:
     data: DataConfig = field(default_factory=DataConfig)
     model: ModelConfig = field(default_factory=ModelConfig)
     optim: OptimConfig = field(default_factory=OptimConfig)
-    curriculum: CurriculumConfig = technique(CurriculumConfig)
+    curriculum: CurriculumConfig = technique(
+        CurriculumConfig,
+        refusals=curriculum.refusals,
+        shapes=curriculum.shapes,
+        metrics=curriculum.metrics,
+        stages=curriculum.stages,
+    )
     ltd: LtdConfig = technique(
         LtdConfig,
         with_defaults=ltd.with_defaults,
@@ -68,7 +75,10 @@ class Config:
         shapes=ltd.shapes,
     )
     pack: PackConfig = technique(
-        PackConfig, with_defaults=packing.with_defaults, refusals=packing.refusals
+        PackConfig,
+        with_defaults=packing.with_defaults,
+        refusals=packing.refusals,
+        shapes=packing.shapes,
     )
     pseudo: PseudoConfig = technique(
         PseudoConfig,
@@ -102,8 +112,6 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Path | None]:
         raise ValueError("--init and --resume exclude each other: a resumed run has its weights")
     folder = Path(given["run.out"]) if "run.out" in given else newest_run()
     saved = with_budget(folder, started_with(folder)["config"], given.get("optim.tokens"))
-    if saved["pack.on"]:  # a run from before --pack-batch goes on as it began
-        saved.setdefault("pack.batch", "rows")
     return build(resumed(Config, saved, given)), folder
 
 
@@ -127,19 +135,15 @@ def samples_kind(config: Config) -> str:
 def shapes(config: Config) -> list[Config]:
     """Every shape that blocks may get in a run, as a configuration whose first step has it.
 
-    Empty where nobody can list them: where rows grow with a curriculum, or, a BERT's, are as long
-    as the longest sample of an easy pool; and where documents make as many rows as they need.
+    Empty if a technique cannot list its own.
     """
-    if config.pack.batch == "documents":
-        return []
-    if is_on(config, "curriculum") and not config.pack.on:
-        metrics = curriculum.parse_metrics(config.curriculum, config.data.seq_len)
-        if config.model.model == "bert" or any(metric.is_length for metric in metrics):
-            return []
     found = [config]
     for entry in techniques_on(config):
         if entry.shapes:
-            found = [shape for one in found for shape in entry.shapes(one)]
+            each = [entry.shapes(shape) for shape in found]
+            if None in each:
+                return []
+            found = [shape for shapes in each for shape in shapes]
     return found
 
 
@@ -171,11 +175,11 @@ def check(config: Config) -> None:
     for refused, message in refusals(config):
         if refused:
             raise ValueError(message)
-    if is_on(config, "curriculum"):
-        seq_len = config.data.seq_len
-        metrics = curriculum.parse_metrics(config.curriculum, seq_len)
-        names = [metric.name for metric in metrics]
-        difficulty.check_metrics(names, seq_len, samples_kind(config))
+    for entry in techniques_on(config):
+        if entry.metrics:
+            difficulty.check_metrics(
+                entry.metrics(config), config.data.seq_len, samples_kind(config)
+            )
     transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width
 
 
@@ -188,9 +192,8 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
     learned = model.pos == "learned" and model.init is None
     pairs += refusals_of_rows(model.size, config.data.seq_len, optim.batch_tokens, learned)
     pairs += refusals_of_pairs(config)
-    metrics = [metric for metric in config.curriculum.metric.split(",") if metric != "none"]
-    ranked = [metric for metric in metrics if metric not in curriculum.LENGTHS]
-    pairs += refusals_of_mixture(config, ranked)
+    metrics = [name for e in techniques_on(config) if e.metrics for name in e.metrics(config)]
+    pairs += refusals_of_mixture(config, [name for name in metrics if name not in LENGTHS])
     pairs += [
         (
             model.size.startswith("bert") and model.model != "bert",

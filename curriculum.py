@@ -16,27 +16,24 @@ Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 """
 
 import math
-import runpy
 from bisect import bisect_left
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
 from itertools import pairwise
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
-
-import numpy as np
 
 from support.base.clock import pace
 from support.base.settings import flag
+from support.base.technique import Refusal
+from support.base.user_code import call, load_function
+from support.rows.ranking import LENGTHS, Rankings, Stage
+from support.rows.samples import MULTIPLE
 
 if TYPE_CHECKING:
-    from support.rows.ranking import Pool, Rankings
+    from config import Config
 
-LENGTHS = ("seqlen", "seqlen-reshape")
 METRICS = "seqlen, seqlen-reshape, length, rarity, rarity-mean, length-rarity, path.py:name"
 PACES = "linear, root:DEGREE, discrete:LEVEL@SHARE:...:LEVEL, path.py:name"
-MULTIPLE = 8  # lengths move in steps of 8: few shapes, and matrix units work in eights
 
 
 @dataclass(frozen=True)
@@ -99,69 +96,6 @@ class Pacing(NamedTuple):
         return self._replace(over=self.over * factor, until=until)
 
 
-@lru_cache
-def load_function(name: str) -> Callable:
-    """The function that `path.py:name` names."""
-    path, _, function = name.rpartition(":")
-    if not (path.endswith(".py") and Path(path).is_file()):
-        raise ValueError(f"{name}: there is no Python file {path}")
-    value = call(name, runpy.run_path, path).get(function)
-    if not callable(value):
-        raise ValueError(f"{name}: {path} defines no function {function}")
-    return value
-
-
-def call(described: str, function: Callable, *args: Any) -> Any:
-    """Run a user's code; whatever it raises becomes one line that begins with `described`."""
-    try:
-        return function(*args)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{described}: raised {type(error).__name__}: {error}") from None
-
-
-# ---- reshape: full rows shown in parts
-
-
-class Reshaped(NamedTuple):
-    """Parts of samples, each in a row of its own."""
-
-    seq_len: int  # tokens of a row
-    spans: np.ndarray  # (n, 2) first and one-past-last token of each part
-    offsets: np.ndarray  # (R + 1,) row r has the parts offsets[r] to offsets[r + 1], one or none
-    seen: np.ndarray  # (n,) tokens at the start of a part that are context only
-
-
-def reshape(spans: np.ndarray, seq_len: int, limit: int) -> Reshaped:
-    """Cut full rows of `seq_len` tokens into shorter ones without losing any text.
-
-    Every sample gets the same number of rows, of at most `limit` tokens. Its last part reaches
-    back into the part before to be as long as the others. The last sample of the stream may be
-    short: it then ends in rows without a part.
-
-    Paper:    arXiv 2212.03597 (seqres)
-    Args:     spans (N, 2) first and one-past-last token of samples, at most seq_len tokens each
-    Deviates: DeepSpeed (Megatron-DeepSpeed's pretrain_gpt.py, data_post_process) drops most of the
-              tails. Keeping them at a limit just below seq_len would double the work, so rows are
-              as short as their number allows (in multiples of 8). The limit grows smoothly, row
-              length in stairs: rows of 1,024 are cut to 512 at every limit from 512 to 1,016
-    Example:  reshape([[0, 10]], 10, 4) has rows of 4 with the parts 0..4, 4..8 and 6..10; the last
-              part has 2 tokens that the one before predicted
-    """
-    rows_each = -(-seq_len // limit)
-    length = min(-(-seq_len // rows_each // MULTIPLE) * MULTIPLE, limit)
-    start, stop = spans[:, :1], spans[:, 1:]  # (N, 1)
-    begins = start + np.arange(0, seq_len, length)  # (N, rows_each)
-    ends = np.minimum(begins + length, stop)
-    reaching_back = np.maximum(np.minimum(begins, ends - length), start)
-    has_text = begins < stop
-    return Reshaped(
-        seq_len=length,
-        spans=np.stack((reaching_back[has_text], ends[has_text]), axis=1),
-        offsets=np.concatenate(([0], np.cumsum(has_text))),
-        seen=(begins - reaching_back)[has_text],
-    )
-
-
 # ---- the curriculum: all metrics together
 
 
@@ -177,15 +111,6 @@ class MetricSettings(NamedTuple):
         return self.name in LENGTHS
 
 
-class Stage(NamedTuple):
-    """What a curriculum allows at one point of a run."""
-
-    difficulty: dict[str, float]  # of each metric
-    max_piece_len: int  # tokens of a sample that are shown
-    pool: "Pool | None"  # None: every sample may be drawn
-    note: str  # for the user: how an empty pool was widened
-
-
 class Curriculum:
     """All metrics of a run together: a pure function from consumed tokens to a Stage.
 
@@ -196,10 +121,11 @@ class Curriculum:
     """
 
     def __init__(
-        self, metrics: Sequence[MetricSettings], budget: int, seq_len: int, indexes: "Rankings"
+        self, metrics: Sequence[MetricSettings], budget: int, seq_len: int, indexes: Rankings
     ):
         self.seq_len, self.indexes = seq_len, indexes
         self.lengths = [metric.name for metric in metrics if metric.is_length]
+        self.reshapes = "seqlen-reshape" in self.lengths
         self.units = {metric.name: metric.by for metric in metrics if not metric.is_length}
         self.pacings: dict[str, Pacing] = {}
         for name, _, pacing in metrics:
@@ -333,6 +259,35 @@ def check_pacing(pacing: Pacing, prefix: str) -> None:
     if ".py:" in pacing.kind and pacing.end < math.inf:  # fails now rather than in mid-run
         for thousandth in range(1001):
             pacing.at(thousandth / 1000 * pacing.over)
+
+
+def metrics(config: "Config") -> list[str]:
+    """The metrics that a run's samples are chosen by."""
+    return config.curriculum.metric.split(",")
+
+
+def stages(
+    config: "Config", rankings: Callable[[Sequence[str], str | None], Rankings]
+) -> Curriculum:
+    """The curriculum of a run.
+
+    Args: rankings (metrics, folder of the indexes) -> the index of each that has one
+    """
+    settings, seq_len = config.curriculum, config.data.seq_len
+    indexes = rankings(metrics(config), settings.index)
+    budget = config.optim.schedule_tokens
+    return Curriculum(parse_metrics(settings, seq_len), budget, seq_len, indexes)
+
+
+def refusals(config: "Config") -> list[Refusal]:
+    parse_metrics(config.curriculum, config.data.seq_len)  # raises for what cannot work
+    return []
+
+
+def shapes(config: "Config") -> "list[Config] | None":
+    """None where rows grow, or, a BERT's, are as long as the longest sample of an easy pool."""
+    grows = config.model.model == "bert" or bool({*metrics(config)} & {*LENGTHS})
+    return None if grows and not config.pack.on else [config]
 
 
 # ---- command

@@ -17,9 +17,9 @@ from typing import NamedTuple
 
 import numpy as np
 
-from curriculum import LENGTHS, call, load_function
+from support.base.user_code import call, load_function
 from support.rows import ranking
-from support.rows.ranking import Ranking, Rankings
+from support.rows.ranking import LENGTHS, Ranking, Rankings
 from support.rows.samples import SPECIAL_TOKENS, Samples
 
 BLOCK = 1 << 18  # tokens measured at once: what a core's cache holds

@@ -253,6 +253,11 @@ def pack(counts: np.ndarray, packer: str = DEFAULT, max_per_pack: int | None = N
     )
 
 
+def shapes(config: "Config") -> "list[Config] | None":
+    """None where a step has as many rows as its documents need."""
+    return None if config.pack.batch == "documents" else [config]
+
+
 def pack_lengths(
     lengths: Sequence[int] | np.ndarray,
     max_len: int,

@@ -27,30 +27,28 @@ position says at which draw the window begins, and how many of its rows were tak
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
-import curriculum
 import packing
 from analyze import ready
 from config import Config, samples_kind
-from curriculum import Curriculum, Stage
 from data import Drawn, Rows, collate, counts, draw, places
 from difficulty import label
 from model import Predicted, predicted_by_bert
 from support.base.clock import Clock, Position, StepContext, advanced, tokens_by_layer
 from support.base.runtime import Runtime
-from support.base.technique import is_on
+from support.base.technique import techniques_on
 from support.rows.batch import Batch, with_answers
 from support.rows.bert import SpecialIds, check_pairs, mask_tokens, sentence_pairs
 from support.rows.mixture import AnyStore, samples_in
 from support.rows.packs import balanced
-from support.rows.ranking import Pool
-from support.rows.samples import cut
+from support.rows.ranking import Pool, Rankings, Stage
+from support.rows.samples import MULTIPLE, cut, reshape
 from support.step.flops import Laid
 
 
@@ -121,22 +119,19 @@ class Plan:
         self.extra = self.samples.special_tokens  # of every piece
         if settings.model.nsp:
             check_pairs(self.samples)
-        self.curriculum: Curriculum | None = None
-        self.reshapes = False
-        if is_on(settings, "curriculum"):
-            metrics = curriculum.parse_metrics(settings.curriculum, self.seq_len)
-            names = [metric.name for metric in metrics]
-            indexes = ready(self.samples, names, settings.curriculum.index, runtime)
-            budget = settings.optim.schedule_tokens
-            self.curriculum = Curriculum(metrics, budget, self.seq_len, indexes)
-            self.reshapes = "seqlen-reshape" in names
+        stages = [
+            technique.stages(settings, self.rankings)
+            for technique in techniques_on(settings)
+            if technique.stages
+        ]
+        self.curriculum = stages[0] if stages else None
 
     def __call__(self, clock: Clock) -> Step:
         s = self.settings
         stage = self.stage_at(clock.consumed_tokens)
         if s.pack.on:
             chosen = self.packed_rows(clock)
-        elif self.reshapes and stage.max_piece_len < self.seq_len:
+        elif stage.max_piece_len < self.seq_len and self.curriculum.reshapes:
             chosen = self.reshaped_rows(clock, stage)
         else:
             chosen = self.truncated_rows(clock, stage)
@@ -176,6 +171,10 @@ class Plan:
         )
 
     # ---- which samples
+
+    def rankings(self, metrics: Sequence[str], folder: str | None) -> Rankings:
+        """The index of each metric that ranks samples, made if it is not there."""
+        return ready(self.samples, metrics, folder, self.runtime)
 
     def stage_at(self, consumed_tokens: int) -> Stage:
         """How long a piece may be and which samples may be drawn, at one point of the run."""
@@ -224,7 +223,7 @@ class Plan:
         stop = np.minimum(stop, start + seq_len - self.extra)
         if self.special_ids and stage.pool:
             longest = int((stop - start).max()) + self.extra
-            seq_len = min(-(-longest // curriculum.MULTIPLE) * curriculum.MULTIPLE, seq_len)
+            seq_len = min(-(-longest // MULTIPLE) * MULTIPLE, seq_len)
         rows = self.rows_of(np.stack((start, stop), axis=1), position)
         return Chosen(rows, seq_len, stage, position._replace(first_draw=drawn.next_sample))
 
@@ -232,7 +231,7 @@ class Plan:
         """Samples cut into as many rows as they fill, all of about the stage's length."""
         position = self.position_at(clock, stage)
         drawn = self.draw_samples(position, stage.pool, self.rows_per_step)
-        parts = curriculum.reshape(drawn.spans, self.seq_len, stage.max_piece_len)
+        parts = reshape(drawn.spans, self.seq_len, stage.max_piece_len)
         return Chosen(
             rows=Rows.of(parts.spans, parts.offsets, parts.seen),
             seq_len=parts.seq_len,

@@ -30,10 +30,10 @@ try:
 except ImportError:  # it has no build for this platform
     triton = None
 
-import curriculum
 import evaluate
 import train
 from prepare import prepare
+from support.base import user_code
 from support.base.clock import Clock
 from support.base.runtime import exit_cleanly
 from support.rows.samples import samples_of
@@ -61,7 +61,7 @@ def store_dir(tmp_path_factory):
 def new_process():
     """A process opens a store and a user's file once; here one path may hold several."""
     samples_of.cache_clear()
-    curriculum.load_function.cache_clear()
+    user_code.load_function.cache_clear()
 
 
 @pytest.fixture

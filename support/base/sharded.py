@@ -130,22 +130,6 @@ def rows_here(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_shard(tensor) else tensor
 
 
-def shard_of(whole: Tensor, like: Tensor, device: torch.device) -> Tensor:
-    """This rank's rows of a whole tensor, a DTensor as `like` is; nothing is communicated."""
-    mesh = like.device_mesh
-    chunks = (*whole.chunk(mesh.size()), *[whole[:0]] * mesh.size())  # the last ranks may get none
-    return of_rows(chunks[mesh.get_local_rank()].to(device, copy=True), like)
-
-
-def space_for(outlined: Tensor, like: Tensor | None, device: torch.device) -> Tensor:
-    """Memory for a tensor on the meta device: all of it on the host, or this rank's rows, as
-    `like` has them, on `device`.
-    """
-    if like is None:
-        return torch.empty_like(outlined, device="cpu")
-    return of_rows(torch.empty_like(like.to_local(), dtype=outlined.dtype, device=device), like)
-
-
 def of_rows(rows: Tensor, like: Tensor) -> Tensor:
     """A DTensor of this rank's rows, sharded as `like` is."""
     from torch.distributed.tensor import DTensor

@@ -16,10 +16,12 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from config import Config
+    from curriculum import Curriculum
     from model import RunBlock, Transformer
     from support.base.clock import Clock, StepContext
     from support.base.runtime import Runtime
     from support.rows.batch import Batch
+    from support.rows.ranking import Rankings
     from support.step.placement import Placement
 
 Refusal = tuple[bool, str]  # whether it applies, and what the user is told
@@ -31,7 +33,9 @@ class Technique:
 
     with_defaults    fills in what the user left open
     refusals         values and combinations that cannot work
-    stages           plan.py: which samples may be drawn, and how long a piece of them may be
+    metrics          names of the metrics that samples are chosen by
+    stages           which samples may be drawn, and how long a piece of them may be; `rankings`
+                     opens the index of each metric
     tokens_by_layer  of the given tokens of a row, how many each layer sees in a step
     run_block        wraps the run_block `inner` for the micro-batch that begins at a row
     shapes           for every shape that blocks may get, a configuration that begins with it; None
@@ -46,7 +50,8 @@ class Technique:
     settings: type
     with_defaults: "Callable[[Config], Any] | None" = None
     refusals: "Callable[[Config], list[Refusal]] | None" = None
-    stages: Callable | None = None
+    metrics: "Callable[[Config], list[str]] | None" = None
+    stages: "Callable[[Config, Callable[..., Rankings]], Curriculum] | None" = None
     tokens_by_layer: "Callable[[Config, StepContext, list[int]], list[int]] | None" = None
     run_block: "Callable[[Config, StepContext, int, Batch, RunBlock], RunBlock] | None" = None
     shapes: "Callable[[Config], list[Config] | None] | None" = None

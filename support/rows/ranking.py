@@ -18,6 +18,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+LENGTHS = ("seqlen", "seqlen-reshape")  # metrics of a curriculum that rank nothing
 CHUNK = 1 << 22  # records merged at once
 SCAN = 1 << 18  # samples looked at at once
 
@@ -250,3 +251,12 @@ class Rankings(dict[str, Ranking]):
                     grown = ranking.highest(ranking.at_percent(percent))
                 reached[name] = max(reached.get(name, levels[name]), grown)
         return Eligible(pool, reached, note)
+
+
+class Stage(NamedTuple):
+    """What a curriculum allows at one point of a run."""
+
+    difficulty: dict[str, float]  # of each metric
+    max_piece_len: int  # tokens of a sample that are shown
+    pool: Pool | None  # None: every sample may be drawn
+    note: str  # for the user: how an empty pool was widened

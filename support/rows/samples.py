@@ -15,6 +15,7 @@ from support.base.atomic import atomic_write, folder_lock
 from support.base.rng import shuffled
 from support.text.store import Store
 
+MULTIPLE = 8  # lengths move in steps of 8: few shapes, and matrix units work in eights
 KINDS = ("pieces", "rows", "bert", "pairs")
 SPLITS = {"train": "training", "val": "held-out", "all": "stored"}  # what their tokens are called
 LONG = ("split", "truncate")
@@ -204,3 +205,46 @@ def with_context(
 def samples_of(path: str, kind: str, seq_len: int, long: str = "split") -> Samples:
     """The training samples of a store, opened once a process: a worker only gets their names."""
     return Samples(Store.open(path), kind, seq_len, long=long)
+
+
+# ---- reshape: full rows shown in parts
+
+
+class Reshaped(NamedTuple):
+    """Parts of samples, each in a row of its own."""
+
+    seq_len: int  # tokens of a row
+    spans: np.ndarray  # (n, 2) first and one-past-last token of each part
+    offsets: np.ndarray  # (R + 1,) row r has the parts offsets[r] to offsets[r + 1], one or none
+    seen: np.ndarray  # (n,) tokens at the start of a part that are context only
+
+
+def reshape(spans: np.ndarray, seq_len: int, limit: int) -> Reshaped:
+    """Cut full rows of `seq_len` tokens into shorter ones without losing any text.
+
+    Every sample gets the same number of rows, of at most `limit` tokens. Its last part reaches
+    back into the part before to be as long as the others. The last sample of the stream may be
+    short: it then ends in rows without a part.
+
+    Paper:    arXiv 2212.03597 (seqres)
+    Args:     spans (N, 2) first and one-past-last token of samples, at most seq_len tokens each
+    Deviates: DeepSpeed (Megatron-DeepSpeed's pretrain_gpt.py, data_post_process) drops most of the
+              tails. Keeping them at a limit just below seq_len would double the work, so rows are
+              as short as their number allows (in multiples of 8). The limit grows smoothly, row
+              length in stairs: rows of 1,024 are cut to 512 at every limit from 512 to 1,016
+    Example:  reshape([[0, 10]], 10, 4) has rows of 4 with the parts 0..4, 4..8 and 6..10; the last
+              part has 2 tokens that the one before predicted
+    """
+    rows_each = -(-seq_len // limit)
+    length = min(-(-seq_len // rows_each // MULTIPLE) * MULTIPLE, limit)
+    start, stop = spans[:, :1], spans[:, 1:]  # (N, 1)
+    begins = start + np.arange(0, seq_len, length)  # (N, rows_each)
+    ends = np.minimum(begins + length, stop)
+    reaching_back = np.maximum(np.minimum(begins, ends - length), start)
+    has_text = begins < stop
+    return Reshaped(
+        seq_len=length,
+        spans=np.stack((reaching_back[has_text], ends[has_text]), axis=1),
+        offsets=np.concatenate(([0], np.cumsum(has_text))),
+        seen=(begins - reaching_back)[has_text],
+    )
