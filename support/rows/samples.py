@@ -18,7 +18,7 @@ from support.text.store import Store
 KINDS = ("pieces", "rows", "bert", "pairs")
 SPLITS = {"train": "training", "val": "held-out", "all": "stored"}  # what their tokens are called
 LONG = ("split", "truncate")
-LONG_HELP = "split documents longer than a row, or drop what does not fit the first row"
+LONG_HELP = "split documents longer than a row, or leave out what is beyond the first"
 SPECIAL_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s that collate puts around a piece
 IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
 DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
