@@ -82,7 +82,7 @@ REFUSED = {
     "--curriculum seqlen --curriculum-start 8.5": r"--curriculum-start 8.5 is not a whole number",
     "--curriculum rarity --curriculum-start 101": r"--curriculum-start 101 must lie in 1..100",
     "--curriculum rarity --curriculum-start 0": r"-start 0 is not a whole number above 0",
-    "--curriculum rarity,seqlen --curriculum-start 8": r"8 needs a value for each of rarity, seqlen",
+    "--curriculum rarity,seqlen --curriculum-start 8": r"8 needs a value for each of",
     "--curriculum rarity,rarity": r"takes one length, and each name once",
     "--curriculum seqlen,seqlen-reshape": r"takes one length, and each name once",
     "--curriculum length": r"cannot tell rows apart that are all 256 tokens.*\(--pack\)",
