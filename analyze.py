@@ -81,18 +81,16 @@ def sort_shard(
     samples = open_samples()
     id_dtype = np.dtype("uint32" if len(samples) < 2**32 else "int64")
     metrics = {name: metric(name) for name in totals}
-    known = {
-        name: None if total is None else metrics[name].known(total)
-        for name, total in totals.items()
-    }
+    known = {n: None if total is None else metrics[n].known(total) for n, total in totals.items()}
     values: dict[str, list[np.ndarray]] = {name: [] for name in totals}
     for tokens, lengths in difficulty.blocks(samples, *shard):
         for name in totals:
             values[name].append(metrics[name].value(tokens, lengths, known[name]))
-    return {
-        name: sorted_run(np.concatenate(v).astype(metrics[name].dtype), shard.first, id_dtype)
-        for name, v in values.items()
-    }
+    runs = {}
+    for name in totals:
+        of_shard = np.concatenate(values[name]).astype(metrics[name].dtype)
+        runs[name] = sorted_run(of_shard, shard.first, id_dtype)
+    return runs
 
 
 # ---- reduce: the index

@@ -45,7 +45,7 @@ def test_counts(text, number):
 
 
 REFUSED = {
-    "--data a=1,b": r"^--data a=1,b: 'b' is no PATH=WEIGHT",
+    "--data a=1,b": r"^--data a=1,b: 'b' is not PATH=WEIGHT",
     "--data a=1,b=1 --curriculum length": r"^--curriculum length sorts the samples of one store",
     "--data a=1,b=1 --model bert --nsp": r"^--nsp exchanges texts among the documents of one",
     "--tokens many": r"argument --tokens: many is not a whole number",
@@ -80,7 +80,7 @@ REFUSED = {
     "--curriculum seqlen --curriculum-start 8.5": r"--curriculum-start 8.5 is not a whole number",
     "--curriculum rarity --curriculum-start 101": r"--curriculum-start 101 must lie in 1..100",
     "--curriculum rarity --curriculum-start 0": r"-start 0 is not a whole number above 0",
-    "--curriculum rarity,seqlen --curriculum-start 8": r"8 needs a part for each of rarity, seqlen",
+    "--curriculum rarity,seqlen --curriculum-start 8": r"8 needs a value for each of",
     "--curriculum rarity,rarity": r"takes one length, and each name once",
     "--curriculum seqlen,seqlen-reshape": r"takes one length, and each name once",
     "--curriculum length": r"cannot tell rows apart that are all 256 tokens.*\(--pack\)",
@@ -88,13 +88,13 @@ REFUSED = {
     "--curriculum seqlen-reshape --pack": r"is for full rows.*take seqlen, which cuts pieces",
     "--curriculum seqlen-reshape --model bert": r"take seqlen and --pack, which cuts pieces",
     "--curriculum none.py:hard": r"there is no Python file none.py",
-    "--curriculum rarity --curriculum-pace cubic": r"pacing cubic is unknown: choose one of linear",
+    "--curriculum rarity --curriculum-pace cubic": r"pace cubic is unknown: choose one of linear",
     "--curriculum rarity --curriculum-pace root:0": r"--curriculum-pace 0 is not a number above 0",
     "--curriculum seqlen --curriculum-pace discrete:64@0.1:128@0.2": r"each level but the last",
     "--curriculum seqlen --curriculum-pace discrete:64:128@0.2:256": r"each level but the last",
     "--curriculum seqlen --curriculum-pace discrete:64@5:256": r"5 is not a number above 0",
     "--curriculum seqlen --curriculum-pace discrete:64@nan:256": r"nan is not a number",
-    "--curriculum seqlen --curriculum-pace discrete": r"0 levels and 0 ends",
+    "--curriculum seqlen --curriculum-pace discrete": r"each level but the last",
     "--curriculum rarity --curriculum-by value": r"--curriculum-by value needs --curriculum-start",
     "--curriculum rarity --curriculum-by rank": r"-by rank is unknown: choose percentile",
     "--ltd --ltd-start 0": r"--ltd-start 0 must be at least 1",
