@@ -70,13 +70,9 @@ def impl(request, empty_is_full_of_nan, bfloat16_products):
 
 
 @pytest.fixture(params=("cpu", pytest.param("cuda", marks=pytest.mark.gpu)))
-def device(request, impl, interpreter_lacks_loops):
-    if impl == "triton" and not HAS_TRITON:
-        pytest.skip("Triton is not installed")
-    if impl == "triton" and request.param == "cpu" and not interpreted():
-        pytest.skip("the kernels are compiled for the GPU of this machine: see the cuda tests")
-    if impl == "triton" and request.param == "cpu" and interpreter_lacks_loops:
-        pytest.skip(interpreter_lacks_loops)
+def device(request, impl, needs_triton):
+    if impl == "triton":
+        needs_triton(request.param)
     if impl == "groups" and request.param == "cuda":
         pytest.skip("this one is a CPU's")
     return request.param
@@ -116,17 +112,17 @@ def assert_as_defined(impl, device, dtype, doc_ids, qkv, d, causal) -> None:
     def defined(q, k, v):
         return reference(q, k, v, doc_ids, causal)
 
-    def found(q, k, v):
+    def computed(q, k, v):
         return attention(q, k, v, index_of(doc_ids.to(device), causal, impl))
 
     truth = results(defined, qkv, d)
-    own = results(defined, qkv.to(dtype), d.to(dtype))
-    got = results(found, qkv.to(device, dtype), d.to(device, dtype))
+    plain = results(defined, qkv.to(dtype), d.to(dtype))
+    ours = results(computed, qkv.to(device, dtype), d.to(device, dtype))
     padding = doc_ids < 0
-    for one, same_dtype, exact in zip(got, own, truth, strict=True):
+    for result, same_dtype, exact in zip(ours, plain, truth, strict=True):
         allowed = 2 * (same_dtype - exact).norm() + torch.finfo(dtype).eps * exact.norm()
-        assert (one - exact).norm() <= allowed
-        assert not one[padding].any()
+        assert (result - exact).norm() <= allowed
+        assert not result[padding].any()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -276,14 +272,13 @@ def assert_small_case(impl):
     assert_as_defined(impl, "cpu", torch.float16, doc_ids, *inputs(doc_ids, H=1), True)
 
 
-@pytest.mark.skipif(not HAS_TRITON or not interpreted(), reason="wants Triton's interpreter")
 @pytest.mark.parametrize("kernel", ["forward", "dq", "dkv"])
 def test_these_tests_see_a_tile_that_is_never_written(
-    monkeypatch, empty_is_full_of_nan, interpreter_lacks_loops, kernel
+    monkeypatch, empty_is_full_of_nan, bfloat16_products, needs_triton, kernel
 ):
-    if interpreter_lacks_loops:
-        pytest.skip(interpreter_lacks_loops)
-    assert_small_case("triton")
+    needs_triton()
+    if kernel == "forward":
+        assert_small_case("triton")
     right = attention_tiles.launch
 
     def one_program_too_few(name, *args):
@@ -429,8 +424,10 @@ def test_what_does_not_fit_is_refused():
         chosen_impl("cpu", q.dtype, 32, impl="flash")
 
 
-@pytest.mark.skipif(not HAS_TRITON or not interpreted(), reason="wants Triton's interpreter")
-def test_the_kernels_refuse_other_heads_and_cpu_tensors_unless_interpreted(monkeypatch):
+def test_the_kernels_refuse_other_heads_and_cpu_tensors_unless_interpreted(
+    monkeypatch, needs_triton
+):
+    needs_triton()
     q = torch.zeros(1, 4, 1, 31)
     with pytest.raises(ValueError, match="impl 'triton' wants heads"):
         attention(q, q, q, index_of(torch.zeros(1, 4, dtype=torch.int64), True, "triton"))
@@ -454,9 +451,9 @@ def as_on_a_gpu(doc_ids: Tensor, causal: bool) -> Documents:
 
 
 @pytest.mark.parametrize("of", ["dense", "groups", "triton", "dense on a GPU"])
-def test_torch_compile_takes_it_whole(of):
-    if of == "triton" and not (HAS_TRITON and interpreted()):
-        pytest.skip("wants Triton's interpreter")
+def test_torch_compile_takes_it_whole(of, needs_triton):
+    if of == "triton":
+        needs_triton()
     doc_ids = documents_of(*TINY)
     qkv, d = inputs(doc_ids)
     dtype = torch.float32 if of == "triton" else torch.float64
