@@ -1,11 +1,10 @@
 """Held-out loss in bits per byte, which compares runs with different tokenizers.
 
-However a run was trained, an evaluation is of whole documents at full length, in a fixed order and
-with nothing dropped: the pieces of the held-out documents are packed once, isolated from each
-other, and every token is a target (of a BERT, every masked one). A document longer than a row is
-cut into pieces that begin without context, as in training; with --stride every target except those
-of a document's first piece sees nearly a whole row before it. Results are added up by document, in
-the order of the store.
+However a run was trained, it is evaluated on whole documents at full length, in a fixed order and
+with nothing dropped. Held-out documents are cut into pieces, packed into rows once and isolated
+from each other, and every token is a target (for a BERT, every masked one). A piece that continues
+a document begins without context, as in training; with --stride its targets see nearly a whole row
+before them. Results are added up by document, in the order of the store.
 
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
     python evaluate.py runs/gpt-nano-1 --tokens 100K   # on a part of the held-out text
@@ -131,11 +130,13 @@ def score_text(subject: Subject) -> dict[str, Any]:
         split=args.split,
         nsp=settings.model.nsp,
     )
-    is_one = not isinstance(store, Mixture)
-    evaluate = evaluation.documents if is_one else evaluation.run
     bar = evaluation_bar(evaluation.rows_in_all, subject.runtime)
-    documents = evaluate(subject.model, subject.runtime, args.rows, bar)
-    result = documents.total() if is_one else documents
+    documents = None
+    if isinstance(store, Mixture):
+        result = evaluation.run(subject.model, subject.runtime, args.rows, bar)
+    else:
+        documents = evaluation.documents(subject.model, subject.runtime, args.rows, bar)
+        result = documents.total()
     subject.report(f"{evaluation.name} {result}, on {evaluation.text}")
     masked = "masked " if subject.special_ids else ""
     size = f"{result.targets:,} {masked}tokens, {result.bytes:,} bytes"
@@ -272,7 +273,7 @@ class Evaluation:
         return scoring.right_answers(model, self.batch(rows), rows.offsets, runtime)
 
     def batch(self, rows: Rows) -> Batch:
-        """These rows; of a BERT with the masks that their tokens always have, and its answers."""
+        """These rows; for a BERT with the masks that their tokens always have, and the answers."""
         batch = collate(self.store, rows, self.seq_len, self.special_ids)
         if self.special_ids:
             seeds = torch.tensor([seed_of("mask", what) for what in ("which", "what")])

@@ -9,8 +9,9 @@ pair of texts that one of these fields holds:
 
 A BERT reads [CLS] text [SEP], or [CLS] a [SEP] b [SEP], and is asked at [CLS], through its pooler
 if it was trained with one. A GPT reads end-of-text and the text, or a pair a line each, and is
-asked at the last token. What is longer than a row loses its end, a pair that of its longer part
-first, as BERT's authors did. The examples of a step are packed into rows, isolated from each other.
+asked at the last token. A text longer than a row is cut at its end; the longer part of a pair is
+cut first, as BERT's authors did. The examples of a step are packed into rows, isolated from each
+other.
 
 Paper: Devlin et al., arXiv 1810.04805, section 4.1 and appendix A.3: steps of 32 examples, 3
 epochs, Adam at 2e-5 to 5e-5 with weight decay of 0.01, a linear warmup over a tenth of the steps, a

@@ -1,9 +1,9 @@
-"""GPT-2's and BERT's published weights: --init reads them, `export` writes a run's weights so.
+"""Weights in the published layouts of GPT-2 and BERT: --init reads them, `export` writes them.
 
-A file is a state dict, of torch.save or safetensors. Its model computes the published function here
-and a run's model computes its function in any library that reads these layouts, bit for bit
-(tests/test_published.py). Entries, with prefix `transformer.`, `bert.` or none, and what they are
-here (with h.N. before what is in a layer):
+A file is a state dict, of torch.save or safetensors. The model computes the published function, and
+an exported run's model computes its own in any library that reads these layouts
+(tests/test_published.py). These are the entries, with prefix `transformer.`, `bert.` or none, and
+our parameters (with h.N. before what is in a layer):
 
     GPT-2  c_attn c_proj c_fc of attn and mlp, (in, out)   same name, turned to (out, in)
            everything else                                 same name

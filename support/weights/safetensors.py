@@ -90,10 +90,10 @@ def checked_header(text: bytes, data_bytes: int) -> dict[str, dict]:
 
 
 def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    header = dict(pairs)
+    if len(header) < len(pairs):
         raise ValueError("a name is there twice")
-    return found
+    return header
 
 
 def shown(name: str) -> str:

@@ -1,4 +1,4 @@
-"""What a run has learned, for another run (--init) or another library: its weights and their shape.
+"""What a run has learned, for another run (--init) or another library: weights and their shapes.
 
 Optimizer state, clock and everything else that only its own run needs are left alone.
 """
@@ -65,10 +65,10 @@ def weights_of(path: Path) -> dict[str, Tensor]:
 
 
 def real_weights(state: dict) -> dict[str, Tensor]:
-    """The weights of the model that a training state is of, with a name for every layer that runs.
+    """The weights in a training state, under a name for every layer that runs.
 
-    Layers of a shadow (--pseudo) that share weights get the same tensors; those that are not there
-    yet are left out.
+    With --pseudo, layers that share weights get the same tensors, and layers that are not there yet
+    are left out.
 
     Example: owners (0, -1, 0): h.0.* of the state under h.0.* and h.1.*
     """
