@@ -65,7 +65,7 @@ def write(folder: Path) -> Path:
     """Write report.html into the folder of a run.
 
     Raises: ValueError if there is no log, or the file cannot be written
-    Cost:   0.03 s for a log of 1,000 steps, 2 s for one of 200,000, on one core
+    Cost:   0.03 s for a log of 1,000 steps, 3 s for one of 200,000, on one core
     """
     file = folder / "report.html"
     save(page_of(read_run(folder)), file)
