@@ -12,7 +12,6 @@ config files and no environment variables: a recipe is a shell line.
 
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
 
 import curriculum
 import difficulty
@@ -28,6 +27,7 @@ from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
 from support.base.settings import (
+    Flat,
     RunConfig,
     out_of_limits,
     parser_of,
@@ -98,7 +98,7 @@ class Config:
     )
 
 
-def parse(argv: list[str]) -> dict[str, Any]:
+def parse(argv: list[str]) -> Flat:
     """The settings given on the command line, {"group.field": value}; ValueError for a bad one."""
     return vars(parser_of(Config, "train.py", "Pretrain a GPT or a BERT.").parse_args(argv))
 
@@ -115,7 +115,7 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Path | None]:
     return build(resumed(Config, saved, given)), folder
 
 
-def build(settings: dict[str, Any]) -> Config:
+def build(settings: Flat) -> Config:
     """Settings {"group.field": value} -> Config with every default filled in, checked."""
     config = unflattened(Config, with_defaults(settings))
     for name, entry in techniques_of(config).items():

@@ -16,12 +16,11 @@ import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import config
 from support.base.atomic import atomic_write
 from support.base.runtime import Parser, exit_cleanly
-from support.base.settings import flag_of, flattened, real_number
+from support.base.settings import Flat, flag_of, flattened, real_number
 from support.report import comparison, figures, run_page
 from support.report.charts import picture
 from support.report.log import RunLog, read_run, summary
@@ -97,7 +96,7 @@ def page_of(log: RunLog) -> Page:
     return run_page.page(log, differing({"this run": log.settings, "default": defaults}))
 
 
-def differing(columns: dict[str, dict[str, Any]]) -> Table:
+def differing(columns: dict[str, Flat]) -> Table:
     """The settings that are not the same in all columns, by their flags."""
     rows = []
     for name in dict.fromkeys(name for settings in columns.values() for name in settings):
@@ -110,7 +109,7 @@ def differing(columns: dict[str, dict[str, Any]]) -> Table:
     return Table(["", *columns], rows)
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     if value is None:
         return "–"
     if isinstance(value, bool):
@@ -118,7 +117,7 @@ def shown(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
-def without_nan(value: Any) -> Any:
+def without_nan(value: object) -> object:
     """The same with null for infinity and NaN, which JSON does not have."""
     if isinstance(value, dict):
         return {name: without_nan(part) for name, part in value.items()}

@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
-from typing import Any
 
 import tiktoken
 
@@ -35,7 +34,7 @@ SMALL = 256  # width up to which a model draws in one thread
 
 
 def write(
-    model: Transformer, encoding: tiktoken.Encoding, prompt: str, most: int, **options: Any
+    model: Transformer, encoding: tiktoken.Encoding, prompt: str, most: int, **options: object
 ) -> Iterator[str]:
     """Yield a text that begins with `prompt`, piece by piece; the options go to `generate`.
 

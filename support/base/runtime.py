@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
@@ -169,7 +169,7 @@ def group_of(device: torch.device) -> dict[str, str | torch.device]:
 class Parser(argparse.ArgumentParser):
     """A command line whose errors are one line for `exit_cleanly`, without argparse's usage."""
 
-    def __init__(self, **options: Any):
+    def __init__(self, **options: object):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> None:

@@ -13,11 +13,17 @@ A field is a setting and a flag. Its metadata say what it means and what it may 
 import argparse
 import types
 from dataclasses import Field, asdict, dataclass, field, fields
-from typing import Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from support.base.numbers import real_number, whole_number
 from support.base.runtime import Parser
 from support.base.technique import is_on, techniques_of
+
+if TYPE_CHECKING:
+    from config import Config
+
+Value = str | int | float | bool | None  # of a setting
+Flat = dict[str, Value]  # {"group.field": value}
 
 LIMITS = {
     "least": ("at least", lambda value, limit: value >= limit),
@@ -27,12 +33,12 @@ LIMITS = {
 }
 
 
-def flag(default: Any, help: str, choices: tuple | None = None, **more: Any) -> Any:
+def flag(default: Value, help: str, choices: tuple | None = None, **more: object) -> Any:
     """A field of a group; `more` is any other of the metadata above."""
     return field(default=default, metadata={"help": help, "choices": choices, **more})
 
 
-def flag_of(config: Any, group: str, name: str) -> str:
+def flag_of(config: "Config | type[Config]", group: str, name: str) -> str:
     """The flag of a setting: --seq-len; a technique's --ltd-start, and --ltd for its switch."""
     techniques = techniques_of(config)
     if group in techniques:
@@ -41,7 +47,7 @@ def flag_of(config: Any, group: str, name: str) -> str:
     return "--" + name.replace("_", "-")
 
 
-def unflattened(config_class: type, flat: dict[str, Any]) -> Any:
+def unflattened(config_class: type, flat: Flat) -> "Config":
     """{"group.field": value} -> a configuration; what is not given keeps its default.
 
     Raises: ValueError for a setting of a technique that is off
@@ -64,7 +70,7 @@ def unflattened(config_class: type, flat: dict[str, Any]) -> Any:
     return config
 
 
-def as_given(flag: str, value: Any) -> str:
+def as_given(flag: str, value: Value) -> str:
     """A setting as one would write it: --seed 5, --ltd, --no-ltd; no --ltd-steps if it is open."""
     if value is None:
         return f"no {flag}"
@@ -73,12 +79,12 @@ def as_given(flag: str, value: Any) -> str:
     return f"{flag} {value}"
 
 
-def flattened(config: Any) -> dict[str, Any]:
+def flattened(config: "Config") -> Flat:
     """A configuration as {"group.field": value}."""
     return {f"{g}.{name}": v for g, part in asdict(config).items() for name, v in part.items()}
 
 
-def resumed(config_class: type, saved: dict[str, Any], given: dict[str, Any]) -> dict[str, Any]:
+def resumed(config_class: type, saved: Flat, given: Flat) -> Flat:
     """The settings of a run that goes on: those it was started with, and the free ones given.
 
     Raises: ValueError for another value of a setting that is not free
@@ -99,7 +105,7 @@ def resumed(config_class: type, saved: dict[str, Any], given: dict[str, Any]) ->
     return {**saved, **{name: value for name, value in given.items() if name in free}}
 
 
-def out_of_limits(config: Any) -> list[tuple[bool, str]]:
+def out_of_limits(config: "Config") -> list[tuple[bool, str]]:
     """Every limit of every setting, as (condition of refusal, what to tell the user)."""
     pairs = []
     for part in fields(config):
@@ -174,7 +180,7 @@ def shown_fields(settings: type) -> list[Field]:
     return [item for item in fields(settings) if not item.metadata.get("hidden")]
 
 
-def shown_default(default: Any) -> str:
+def shown_default(default: Value) -> str:
     if default is None:
         return ""
     if isinstance(default, bool):  # not by a table of {True: "on"}: 1.0 == True

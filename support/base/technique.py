@@ -134,12 +134,12 @@ class Edit:
 # ---- the registry
 
 
-def technique(settings: type, **hooks: Any) -> Any:
+def technique(settings: type, **hooks: object) -> Any:
     """A field of the whole configuration that registers a technique."""
     return field(default_factory=settings, metadata={"technique": Technique(settings, **hooks)})
 
 
-def techniques_of(config: Any) -> dict[str, Technique]:
+def techniques_of(config: "Config | type[Config]") -> dict[str, Technique]:
     """The registered techniques of a configuration or its class, by name."""
     return {
         part.name: part.metadata["technique"]

@@ -19,7 +19,7 @@ def load_function(name: str) -> Callable:
     return value
 
 
-def call(described: str, function: Callable, *args: Any) -> Any:
+def call(described: str, function: Callable, *args: object) -> Any:
     """Run a user's code; whatever it raises becomes one line that begins with `described`."""
     try:
         return function(*args)

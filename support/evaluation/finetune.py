@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import compress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -261,7 +261,7 @@ class Tuning(NamedTuple):
             of_seed |= part
         return [of_seed[seed] for seed in seeds]
 
-    def classifier(self, seed: int, stepped: Callable[[], Any] = lambda: None) -> Classifier:
+    def classifier(self, seed: int, stepped: Callable[[], object] = lambda: None) -> Classifier:
         """A copy of the model after all steps; `seed` decides its head, its order, its dropout.
 
         Raises: ValueError if a loss is not finite

@@ -268,7 +268,11 @@ def table(groups: list[Group], by: str) -> str:
 
 
 def on_each_store(
-    evaluation: "type[Evaluation]", store: AnyStore, tokens: int | None, *args: Any, **options: Any
+    evaluation: "type[Evaluation]",
+    store: AnyStore,
+    tokens: int | None,
+    *args: object,
+    **options: object,
 ) -> "Evaluation | MixedEvaluation":
     """An evaluation of a store, or of every store of a mixture.
 

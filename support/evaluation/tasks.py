@@ -131,7 +131,7 @@ def as_ours(lines: list[tuple[str, dict]]) -> dict[str, Any]:
     return {"context": texts["context"], "continuations": texts["continuation"], "label": label}
 
 
-def checked(where: str, line: dict[str, Any]) -> Question:
+def checked(where: str, line: dict[str, object]) -> Question:
     """The question of a line of our own, if it can be asked."""
     if "continuations" in line:
         continuations = field(line, "continuations", list, where)
@@ -155,7 +155,7 @@ def checked(where: str, line: dict[str, Any]) -> Question:
     return Question(where, contexts, continuations, label)
 
 
-def field(line: dict[str, Any], name: str, kind: type, where: str) -> Any:
+def field(line: dict[str, object], name: str, kind: type, where: str) -> Any:
     """line[name]; ValueError if it is missing or of another type."""
     value = line.get(name)
     if not isinstance(value, kind):
@@ -306,7 +306,7 @@ def share_of(name: str, right: np.ndarray) -> dict[str, float | None]:
     return {name: share, f"{name}_error": error}
 
 
-def in_words(result: dict[str, Any]) -> str:
+def in_words(result: dict[str, object]) -> str:
     def share(name: str) -> str:
         error = result[f"{name}_error"]
         of_error = "" if error is None else f" (standard error {100 * error:.1f})"
@@ -320,7 +320,7 @@ def in_words(result: dict[str, Any]) -> str:
     return f"{result['task']}: accuracy {share('accuracy')}, {rest}; {n:,} questions"
 
 
-def notes_on(result: dict[str, Any]) -> str:
+def notes_on(result: dict[str, object]) -> str:
     """What did not fit a row, and what was not read; empty if all was asked."""
     meanings = {
         "cut": "contexts lose their beginning",

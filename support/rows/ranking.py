@@ -133,7 +133,7 @@ def write(folder: Path, runs: list[Path]) -> dict[str, Any]:
     return {"samples": samples, "values": str(values.dtype), "order": str(ids.dtype)}
 
 
-def read(folder: Path, about: dict[str, Any]) -> Ranking:
+def read(folder: Path, about: dict[str, object]) -> Ranking:
     """What `write` wrote, mapped.
 
     Raises: ValueError for files that do not belong together, as far as their sizes and both ends

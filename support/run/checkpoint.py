@@ -30,7 +30,7 @@ import os
 import shutil
 import sys
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 
@@ -322,7 +322,7 @@ def reason_of(error: Exception) -> str:
     return text.rpartition("WeightsUnpickler error: ")[2].partition(". ")[0].splitlines()[0].strip()
 
 
-def tensor_bytes(value: Any) -> int:
+def tensor_bytes(value: object) -> int:
     """The bytes of all tensors under a value; a tied tensor counts once for each of its names."""
     if isinstance(value, torch.Tensor):
         return value.nbytes

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from support.base.atomic import atomic_write, sync
 from support.base.clock import Clock, lr_clock
+from support.base.settings import Flat
 from support.run import checkpoint
 from support.run.sharded_checkpoint import outlined
 from support.step.optim import decay_start, learning_rate
@@ -54,7 +55,7 @@ def recorded(folder: Path) -> Extension | None:
         ) from None
 
 
-def with_budget(folder: Path, saved: dict[str, Any], tokens: int | None) -> dict[str, Any]:
+def with_budget(folder: Path, saved: Flat, tokens: int | None) -> Flat:
     """The settings that a run goes on with: those it was started with, and the present budget.
 
     Args:   saved  settings in config.json
@@ -147,7 +148,7 @@ def change(settings: "Config", extension: Extension, clock: Clock) -> dict[str, 
     }
 
 
-def in_words(changed: dict[str, Any], schedule: str) -> str:
+def in_words(changed: dict[str, float], schedule: str) -> str:
     """Example: learning rate stretched from 4,096 to 8,192 tokens at step 16, lr 0 -> 0.0101"""
     what = "decay of the learning rate moved" if schedule == "wsd" else "learning rate stretched"
     return (

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -139,7 +139,7 @@ class Log:
                 ) from error
             self.board = SummaryWriter(str(folder / "tensorboard"))
 
-    def write(self, event: str, **values: Any) -> None:
+    def write(self, event: str, **values: object) -> None:
         if self.file is None:
             return
         self.file.write(json.dumps({"event": event, **values}).encode() + b"\n")

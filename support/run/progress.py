@@ -2,7 +2,7 @@
 
 import time
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from tqdm import tqdm
 
@@ -214,7 +214,7 @@ def log_step(run: Run, step: "Step", done: Done, took: Took, bar: tqdm) -> None:
     show_step(bar, step, done.loss, speed)
 
 
-def log_evaluation(run: Run, result: dict[str, Any], seconds: float, last: bool) -> None:
+def log_evaluation(run: Run, result: dict[str, object], seconds: float, last: bool) -> None:
     """Log the result of an evaluation (HeldOut.logged)."""
     run.log.write(
         "eval",

@@ -204,7 +204,9 @@ def opened(paths: list[Path]) -> list[dict]:
 # ---- the tensors of a state
 
 
-def mapped(value: Any, change: Callable[[str, Tensor], Any], path: tuple[str, ...] = ()) -> Any:
+def mapped(
+    value: object, change: Callable[[str, Tensor], object], path: tuple[str, ...] = ()
+) -> object:
     """The same dicts in dicts, with `change(name, tensor)` in place of each tensor.
 
     A name consists of the keys on the way, model/wte.weight. Lists stay as they are.

@@ -1,10 +1,11 @@
 """How a step runs blocks, apart from the techniques: weights rounded together, compiled or not."""
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.autograd.function import FunctionCtx
 from torch.func import functional_call
 
 from kernels.triton_here import why_not
@@ -42,12 +43,12 @@ class Rounded(torch.autograd.Function):
     """Cast tensors by one operator, and their gradients back by another."""
 
     @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+    def forward(ctx: FunctionCtx, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.dtype = tensors[0].dtype
         return tuple(copied(tensors, dtype))
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
+    def backward(ctx: FunctionCtx, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         return None, *copied(gradients, ctx.dtype)
 
 

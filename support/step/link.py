@@ -9,10 +9,11 @@ import sys
 import weakref
 from collections.abc import Hashable, Iterable
 from contextlib import suppress
-from typing import Any, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.function import FunctionCtx
 
 from support.step.placement import shown
 
@@ -169,9 +170,9 @@ class Lent(torch.autograd.Function):
     """A fetched weight, whose gradient goes to the parameter that it stands for."""
 
     @staticmethod
-    def forward(ctx: Any, parameter: Tensor, fetched: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, parameter: Tensor, fetched: Tensor) -> Tensor:
         return fetched.view_as(fetched)
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None

@@ -12,7 +12,7 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from model import Transformer, TransformerConfig
-from support.base.settings import flag
+from support.base.settings import Flat, flag
 
 
 class Size(NamedTuple):
@@ -70,7 +70,7 @@ class ModelConfig:
     )
 
 
-def with_defaults(settings: dict[str, Any]) -> dict[str, Any]:
+def with_defaults(settings: Flat) -> Flat:
     """Fill in what was left to --size, and what follows from other settings."""
     s = {name: value for name, value in settings.items() if value is not None}
     size = s.setdefault("model.size", "nano")

@@ -235,7 +235,7 @@ def read_documents(
             on_skip(file.path)
 
 
-def _document(place: str, fields: dict[str, Any], source_field: str) -> Document:
+def _document(place: str, fields: dict[str, object], source_field: str) -> Document:
     text = fields.get("text")
     source = fields.get(source_field)
     given_id = fields.get("id")

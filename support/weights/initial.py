@@ -9,14 +9,14 @@ be given again.
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import tiktoken
 import torch
 
 from model import Transformer, TransformerConfig
 from support.base.rng import seed_of
-from support.base.settings import as_given
+from support.base.settings import Flat, as_given
 from support.run.folder import ModelSize, started_with
 from support.text.tokenizer import fingerprint, vocab_size
 from support.weights import published
@@ -29,7 +29,7 @@ OF_THE_MODEL = ("model", "size", "layers", "heads", "width", "mlp_width", "pos",
 PAIRS = ("pooler.", "nsp.")  # weights that nothing uses without --nsp
 
 
-def with_those_of_init(given: dict[str, Any]) -> dict[str, Any]:
+def with_those_of_init(given: Flat) -> Flat:
     """The settings given, and those that follow from the run that --init names.
 
     --init becomes the checkpoint itself, so that it stays the same if that run goes on.
@@ -60,7 +60,7 @@ def with_those_of_init(given: dict[str, Any]) -> dict[str, Any]:
     return {**taken, **given, "model.init": str(path)}
 
 
-def as_flags(settings: dict[str, Any]) -> str:
+def as_flags(settings: Flat) -> str:
     flags = {"--" + name.partition(".")[2].replace("_", "-"): v for name, v in settings.items()}
     return " ".join(as_given(flag, value) for flag, value in flags.items())
 

@@ -89,7 +89,7 @@ def checked_header(text: bytes, data_bytes: int) -> dict[str, dict]:
     return entries
 
 
-def without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     header = dict(pairs)
     if len(header) < len(pairs):
         raise ValueError("a name is there twice")
@@ -101,7 +101,7 @@ def shown(name: str) -> str:
     return repr(name)[:60]
 
 
-def check_entry(name: str, entry: Any) -> None:
+def check_entry(name: str, entry: object) -> None:
     """Refuse what the header says of one tensor, if this contradicts itself."""
     name = shown(name)
     if not (isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}):
