@@ -11,7 +11,7 @@ Calls are to be few, because each makes threads wait for each other: 43 of them,
 length of a nano batch, took 1.15 of the dense mask's time on two threads, and 13 take as long as
 it does (not recorded).
 
-    OMP_NUM_THREADS=2 python bench/attention.py
+    OMP_NUM_THREADS=2 python bench/operators.py attention
 """
 
 from collections.abc import Sequence

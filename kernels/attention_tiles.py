@@ -11,7 +11,7 @@ log-sum-exp is +inf, so that all its weights are 0.
 
 Paper: Dao, arXiv 2307.08691 (FlashAttention-2), algorithm 1.
 
-    python bench/attention.py --device cuda
+    python bench/operators.py attention --device cuda
 """
 
 import math

@@ -1,6 +1,6 @@
 """What a run costs in steps, tokens and FLOPs when some layers see fewer tokens, without making it.
 
-Rows are taken to be full, time to follow FLOPs (bench/cost.py measures it), the optimizer to be
+Rows are taken to be full, time to follow FLOPs (bench/runs.py measures it), the optimizer to be
 Muon: for nano as on a CPU, in fp32, for the larger sizes as on a GPU, in bf16.
 
     python ltd.py plan --size 1.3B --tokens 300B --start 128 --share 0.7
