@@ -17,8 +17,8 @@ from conftest import read_log
 from tests import fake_cuda
 
 SMALL = (
-    "--tokenizer bytes --layers 3 --heads 2 --width 32 --seq-len 32 --batch-tokens 128"
-    " --micro-batch-size 2 --tokens 256 --eval-tokens 64 --final-eval-tokens 64 --compile off"
+    "--tokenizer bytes --layers 3 --heads 2 --width 32 --seq-len 32 --batch-tokens 64"
+    " --micro-batch-size 1 --tokens 128 --eval-tokens 64 --final-eval-tokens 64 --compile off"
 )
 IN_FP32 = "--dtype fp32 --optimizer adamw"
 # Left out: products that time the machine.
@@ -66,7 +66,7 @@ MORE = {
     "growth": "--pseudo --pseudo-layers 2 --ltd",
     "adaptive": f"--pseudo --pseudo-until adaptive:0.5 {IN_FP32}",
     "dropout": "--dropout 0.1 --pack",
-    "offload of all": "--offload --offload-budget 300KB --pack --ltd",
+    "offload of all": "--offload --offload-budget 400KB --pack --ltd",
 }
 # Mistakes made on purpose: a patch, and the problem that it leads to.
 MISTAKES = {
@@ -147,9 +147,9 @@ def reports(library, store_dir, tmp_path_factory):
     runs.train("together", "--ltd --pack --layers 4")
     runs.train("apart", "--ltd --pack --layers 4", STEPS_ALONE | APART)
     for name, (patch, _) in MISTAKES.items():
-        runs.train(name, IN_FP32, STEPS_ALONE | patch)
-    runs.train("whole", "--ltd --tokens 384", UNTIMED)
-    runs.train("stopped", "--ltd --tokens 384", UNTIMED, stop=2)
+        runs.train(name, f"{IN_FP32} --tokens 64", STEPS_ALONE | patch)
+    runs.train("whole", "--ltd --tokens 192", UNTIMED)
+    runs.train("stopped", "--ltd --tokens 192", UNTIMED, stop=2)
     again = ["--resume", "--out", str(runs.folder / "stopped")]
     runs.runs["resumed"] = {"flags": again, "patch": UNTIMED}
     for command in ("evaluate", "sample"):
@@ -230,7 +230,7 @@ def test_more_recipes_on_the_device(library, store_dir, tmp_path):
     runs = Runs(tmp_path, store_dir)
     for name, flags in MORE.items():
         runs.recipe(name, flags)
-    shape = "--layers 12 --pos learned --batch-tokens 64"
+    shape = "--layers 12 --pos learned --micro-batch-size 2"
     for name, (flags, _, _) in LAUNCHES.items():
         runs.train(name, f"{flags} {shape}")
     reports = runs.reports(library)
