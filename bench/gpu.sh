@@ -121,19 +121,21 @@ bench() { # SECONDS NAME FILE FLAGS...
 on=(--device cuda --record)
 toy=() gpt=124M larger=350M kernels=() copies=(--size 350M) tests=() of_124M=(--size 124M)
 texts=(--tokens 400 --turns 5) reading=(--tokens 200000 --turns 5) cases=()
+beside=("AdamW, exact GELU") kept=("keep 1/2") eager=("short pieces" "keep 3/4" "keep 1/4")
 if [ -n "$fake" ]; then
     export TORCHDYNAMO_DISABLE=1 # a compiler for the CPU would take minutes
     on=(--device cpu --record)
     toy=(--toy) gpt=toy larger=toy kernels=(--size toy --turns 2) copies=("${kernels[@]}")
     tests=(--workers 2 tests/test_sizes.py) of_124M=(--size nano)
     texts=(--tokens 5 --turns 2) reading=(--tokens 2000 --turns 2) cases=(--cases toy)
+    beside=() kept=() eager=() # each variant is a process, which takes seconds to start
 fi
 
 stage_A() {
     bench 30 machine first_look machine "${toy[@]}"
     [ -z "$fake" ] || bench 100 curves first_look curves --toy # those of results/ are no toys'
     OMP_NUM_THREADS=1 bench 100 losses first_look losses "${toy[@]}"
-    local step=(--size "$gpt" "${nanogpt[@]}" --variants plain "AdamW, exact GELU")
+    local step=(--size "$gpt" "${nanogpt[@]}" --variants plain "${beside[@]}")
     bench 45 "step, eager" step "${step[@]}"
     bench 25 "profile, eager" first_look profile "${toy[@]}"
     bench 70 "step, compiled" step --compile "${step[@]}"
@@ -145,8 +147,8 @@ stage_B() {
 }
 
 stage_C() {
-    local step=(--size "$larger" --optimizer adamw --variants plain packed "keep 1/2")
-    bench 110 "step, eager" step "${step[@]}" "short pieces" "keep 3/4" "keep 1/4"
+    local step=(--size "$larger" --optimizer adamw --variants plain packed "${kept[@]}")
+    bench 110 "step, eager" step "${step[@]}" "${eager[@]}"
     bench 110 attention operators attention "${kernels[@]}"
     bench 60 loss operators loss "${kernels[@]}"
     bench 70 copies operators copies "${copies[@]}"
