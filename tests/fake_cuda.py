@@ -26,7 +26,9 @@ which reads commands and writes what it counted:
 import collections
 import contextlib
 import ctypes
+import functools
 import importlib.util
+import inspect
 import io
 import json
 import math
@@ -36,6 +38,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -399,8 +402,12 @@ class Kernel:
 
 def patch_kernels() -> None:
     """Every kernel of the folder `kernels` takes the device's tensors."""
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction
 
+    # it lists the members of triton.language anew in every call, half of a kernel's time
+    members = {"getmembers": functools.cache(inspect.getmembers)}
+    interpreter.inspect = types.SimpleNamespace(**vars(inspect) | members)
     for file in sorted((ROOT / "kernels").glob("*.py")):
         module = importlib.import_module(f"kernels.{file.stem}")
         for name, value in list(vars(module).items()):
