@@ -2,7 +2,6 @@
 
 PYTHON ?= python
 STAGE ?= A
-STRUCTURE = tests/test_budget.py tests/test_architecture.py tests/test_readme.py
 
 .DEFAULT_GOAL := help
 .PHONY: help train test check bench gpu
@@ -16,17 +15,16 @@ train:  ## the first command of the README: minutes on a laptop
 test:  ## everything that is not slow and needs no GPU
 	$(PYTHON) -m pytest
 
-check:  ## what a change must pass besides its tests: lint, format, size, imports, documents
+check:  ## what a change must pass besides the tests: lint, format, size, imports, documents
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
-	$(PYTHON) -m pytest $(STRUCTURE)
+	$(PYTHON) -m pytest -m structure
 
-bench:  ## rates of prepare, analysis and sampling; kernels; training steps (NANOGPT=its clone, HISTOGRAM=lengths)
-	$(PYTHON) bench/prepare_rate.py corpus/pd-mix.jsonl.gz
-	$(PYTHON) bench/analysis.py
-	$(PYTHON) bench/sampling.py
-	$(PYTHON) bench/loss.py
-	$(PYTHON) bench/gather_scatter.py
+bench:  ## rates of data, kernels, training steps (NANOGPT=its clone, HISTOGRAM=lengths)
+	$(PYTHON) bench/rates.py prepare
+	$(PYTHON) bench/rates.py analysis
+	$(PYTHON) bench/rates.py sampling
+	$(PYTHON) bench/operators.py
 	$(if $(HISTOGRAM),$(PYTHON) bench/packers.py $(HISTOGRAM))
 	$(PYTHON) bench/step.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 	$(PYTHON) bench/scale.py

@@ -1,7 +1,7 @@
 """The first minutes on a GPU: what machine it is, whether it learns as a CPU does, what it runs.
 
     machine   versions, and measured ceilings: a copy on the device, matrix products, the link to
-              the host, what one launch of a kernel and one wait for the device take
+              the host, the time of one launch of a kernel and of one wait for the device
     losses    train.py for 30 steps on the embedded corpus, once for each way to run that has code
               of its own on a GPU, all at once; each loss beside that of a CPU in fp32
     profile   the kernels that a step of 124M spends its time in
@@ -9,13 +9,12 @@
 A CPU's losses stand in results/first-look.jsonl, in fp32: as they are, and with what goes into each
 linear layer, comes out and comes back rounded to bf16. A GPU's may be FACTOR times as far from the
 former as the latter are, at the worst step; in TF32, whose rounding is 8 times finer, an eighth of
-that. The run that is killed and goes on is held to the same.
+that. The run that is killed and resumed has the same tolerance.
 
     OMP_NUM_THREADS=1 python bench/first_look.py curves --record     # the CPU's, some minutes
     python bench/first_look.py machine losses profile --device cuda --record
 """
 
-import argparse
 import json
 import os
 import platform
@@ -34,12 +33,12 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from record import RESULTS, ROOT, append, quartiles, significant, surroundings
+from record import RESULTS, ROOT, command_line, quartiles, recorder, significant
 from step import VARIANTS, build_ours, on_device
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from turns import measured, timed_in_turns
+from turns import in_turns, measured, timed
 
 import train
 from prepare import embedded_store
@@ -68,13 +67,13 @@ def versions() -> dict[str, str]:
 
 
 def ceilings(setup: Setup) -> Iterator[tuple[str, dict]]:
-    """What nothing on this machine exceeds; each the median of some calls."""
+    """What nothing on this machine exceeds; each the median of a few calls."""
     device = setup.device
     n, numel = (256, 2**16) if setup.toy else (8192, 2**28)
 
     def ms(call: Callable[[], object]) -> float:
-        (calls,) = timed_in_turns({"": [call]}, 5, device).values()
-        return quartiles([one.ms for one in calls])[1]
+        calls = in_turns({"call": partial(timed, [call], device)}, 5)["call"]
+        return quartiles([each.ms for each in calls])[1]
 
     here, there = torch.ones(2, numel, device=device)
     host = torch.ones(numel, pin_memory=device == "cuda")
@@ -223,7 +222,7 @@ def train_rounded(argv: list[str]) -> int:
 
 
 def runs(jobs: dict[str, str], at_once: int) -> Iterator[tuple[str, list[float] | str]]:
-    """Train them, so many at once; yield each one's losses, or what went wrong, as it ends.
+    """Train `at_once` of them side by side; yield the losses of each, or its error, as it ends.
 
     Args: jobs name -> flags
     """
@@ -281,8 +280,8 @@ def look_at_losses(setup: Setup) -> None:
             figures |= compared(WAYS[name], losses, curves)
         if "error" in figures or (WAYS[name].is_held and not figures["follows"]):
             wrong.append(name)
-        told = ("error", "worst_difference", "at_step", "tolerance", "like", "follows")
-        words = [f"{key} {figures[key]}" for key in told if key in figures]
+        shown = ("error", "worst_difference", "at_step", "tolerance", "like", "follows")
+        words = [f"{key} {figures[key]}" for key in shown if key in figures]
         print(f"{name:>20}", *words, flush=True)
         setup.keep(figures)
     if wrong:
@@ -298,46 +297,48 @@ MOST_KERNELS = 25
 def look_at_profile(setup: Setup) -> None:
     """Kernels by the time they take in a step, in all and as a share of the step's."""
     size, device = "toy" if setup.toy else "124M", setup.device
-    case, on_gpu = on_device(size, device), device == "cuda"
-    step = build_ours(case, VARIANTS["plain"], device, setup.compiled)
+    on_gpu = device == "cuda"
+    flags = "--compile on" if setup.compiled else ""
+    step = build_ours(on_device(size, device), VARIANTS["plain"], device, flags)
     for _ in range(3):
         step()
     activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
+    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
     with profile(activities=[activity]) as profiled:
         seconds = [measured(step).seconds for _ in range(PROFILED)]
-    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    taken = {
-        kernel.key: (
-            (kernel.self_device_time_total if on_gpu else kernel.self_cpu_time_total)
-            / (1e3 * PROFILED),
-            kernel.count / PROFILED,
-        )
-        for kernel in profiled.key_averages()
-        if kernel.device_type == kind
-    }
     step_ms = 1e3 * sum(seconds) / PROFILED
-    busy_ms = sum(ms for ms, _ in taken.values())
-    largest = sorted(taken.items(), key=lambda item: -item[1][0])[:MOST_KERNELS]
-    kernels = [
-        {
-            "name": name[:120],
-            "ms": significant(ms, 4),
-            "share": round(ms / step_ms, 4),
-            "calls": significant(calls, 4),
-        }
-        for name, (ms, calls) in largest
-    ]
+    kernels = []
+    for event in profiled.key_averages():
+        if event.device_type == kind:
+            us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+            ms = us / 1e3 / PROFILED
+            kernels.append(
+                {
+                    "name": event.key[:120],
+                    "ms": significant(ms, 4),
+                    "share": round(ms / step_ms, 4),
+                    "calls": significant(event.count / PROFILED, 4),
+                }
+            )
+    busy_ms = sum(kernel["ms"] for kernel in kernels)
+    kernels.sort(key=lambda kernel: -kernel["ms"])
     print(
-        f"\n{size}, {case.rows} x {case.shape.seq_len} tokens, compiled: {setup.compiled};"
-        f" a step of {step_ms:.1f} ms under the profiler, kernels {busy_ms:.1f} ms of it\n"
-        "| of the step | ms | calls | kernel |\n|---|---|---|---|"
+        f"\n{size}, compiled: {setup.compiled}; a step of {step_ms:.1f} ms under the profiler,"
+        f" kernels {busy_ms:.1f} ms of it\n| of the step | ms | calls | kernel |\n|---|---|---|---|"
     )
-    for kernel in kernels:
+    for kernel in kernels[:MOST_KERNELS]:
         share, ms, calls = (kernel[key] for key in ("share", "ms", "calls"))
         print(f"| {share:.1%} | {ms:.3f} | {calls:g} | `{kernel['name']}` |", flush=True)
-    about = {"part": "profile", "size": size, "rows": case.rows, "compile": setup.compiled}
-    ms = {"step_ms": significant(step_ms, 4), "busy_ms": significant(busy_ms, 4)}
-    setup.keep(about | ms | {"kernels": kernels})
+    setup.keep(
+        {
+            "part": "profile",
+            "size": size,
+            "compile": setup.compiled,
+            "step_ms": significant(step_ms, 4),
+            "busy_ms": significant(busy_ms, 4),
+            "kernels": kernels[:MOST_KERNELS],
+        }
+    )
 
 
 PARTS = {
@@ -349,21 +350,14 @@ PARTS = {
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = command_line(__doc__)
     parser.add_argument("parts", nargs="+", choices=PARTS)
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--compile", action="store_true", help="of profile, as train.py's")
     parser.add_argument("--toy", action="store_true", help="tiny: to see whether it works")
-    parser.add_argument("--record", action="store_true", help="append to results/first-look.jsonl")
-    flags = parser.parse_args()
-    about = surroundings(flags.device) | {"bench": "first-look"}
-
-    def keep(figures: dict) -> None:
-        if flags.record:
-            append("first-look", about | figures)
-
-    for part in flags.parts:
-        PARTS[part](Setup(flags.device, keep, flags.compile, flags.toy))
+    args = parser.parse_args()
+    keep = recorder("first-look", args)
+    for part in args.parts:
+        PARTS[part](Setup(args.device, keep, args.compile, args.toy))
 
 
 if __name__ == "__main__":

@@ -12,10 +12,10 @@
 #     E  100 M tokens with all techniques, without, and without for as many seconds; of FILE (text
 #        or JSON lines), which should hold more than the 2.9 M tokens of the embedded corpus
 #
-# Everything it finds is in $OUT (default: results): a record as soon as a variant is done, in
-# gpu-NAME.jsonl, and all that is said in gpu-STAGE.log. Nothing is installed or fetched. A part that
+# Its results are in $OUT (default: results): a record as soon as a variant is done, in
+# gpu-NAME.jsonl, and all output in gpu-STAGE.log. Nothing is installed or fetched. A part that
 # fails or runs out of time does not end the others. A SIGTERM, or the stage's last second, ends the
-# part that runs; what was left out is said then. $PYTHON is the interpreter (python3). The commit is
+# part that runs; what was left out is named then. $PYTHON is the interpreter (python3). The commit is
 # HASH, or git's, or what stands in a file COMMIT.
 #
 # GPU_FAKE=1 walks through a stage on a CPU, with toys: does the script work?
@@ -120,20 +120,22 @@ bench() { # SECONDS NAME FILE FLAGS...
 # what is run, and what in its place if it is only to be seen whether it works
 on=(--device cuda --record)
 toy=() gpt=124M larger=350M kernels=() copies=(--size 350M) tests=() of_124M=(--size 124M)
-texts=(--tokens 400 --turns 5) reading=(--tokens 200K --turns 5) runs=() cases=()
+texts=(--tokens 400 --turns 5) reading=(--tokens 200000 --turns 5) cases=()
+beside=("AdamW, exact GELU") kept=("keep 1/2") eager=("short pieces" "keep 3/4" "keep 1/4")
 if [ -n "$fake" ]; then
     export TORCHDYNAMO_DISABLE=1 # a compiler for the CPU would take minutes
     on=(--device cpu --record)
     toy=(--toy) gpt=toy larger=toy kernels=(--size toy --turns 2) copies=("${kernels[@]}")
     tests=(--workers 2 tests/test_sizes.py) of_124M=(--size nano)
-    texts=(--tokens 5 --turns 2) reading=(--tokens 2K --rows 4 --turns 2) cases=(--cases toy)
+    texts=(--tokens 5 --turns 2) reading=(--tokens 2000 --turns 2) cases=(--cases toy)
+    beside=() kept=() eager=() # each variant is a process, which takes seconds to start
 fi
 
 stage_A() {
     bench 30 machine first_look machine "${toy[@]}"
     [ -z "$fake" ] || bench 100 curves first_look curves --toy # those of results/ are no toys'
     OMP_NUM_THREADS=1 bench 100 losses first_look losses "${toy[@]}"
-    local step=(--size "$gpt" "${nanogpt[@]}" --variants plain "AdamW, exact GELU")
+    local step=(--size "$gpt" "${nanogpt[@]}" --variants plain "${beside[@]}")
     bench 45 "step, eager" step "${step[@]}"
     bench 25 "profile, eager" first_look profile "${toy[@]}"
     bench 70 "step, compiled" step --compile "${step[@]}"
@@ -145,11 +147,11 @@ stage_B() {
 }
 
 stage_C() {
-    local step=(--size "$larger" --optimizer adamw --variants plain packed "keep 1/2")
-    bench 110 "step, eager" step "${step[@]}" "packed, 64" "keep 3/4" "keep 1/4"
-    bench 110 attention attention "${kernels[@]}"
-    bench 60 loss loss "${kernels[@]}"
-    bench 70 copies gather_scatter "${copies[@]}"
+    local step=(--size "$larger" --optimizer adamw --variants plain packed "${kept[@]}")
+    bench 110 "step, eager" step "${step[@]}" "${eager[@]}"
+    bench 110 attention operators attention "${kernels[@]}"
+    bench 60 loss operators loss "${kernels[@]}"
+    bench 70 copies operators copies "${copies[@]}"
     bench 190 "step, compiled" step --compile "${step[@]}"
 }
 
@@ -158,9 +160,9 @@ stage_D() {
     [ -n "$fake" ] || bench 90 "1.3B in 16 GiB" scale capped
     bench 40 FSDP scale fsdp --size "$gpt"
     [ -n "$fake" ] || bench 70 "peaks of memory" scale peaks --size "$gpt"
-    bench 70 generation generation "${of_124M[@]}" "${texts[@]}"
-    bench 60 evaluation evaluation "${of_124M[@]}" "${reading[@]}"
-    bench 90 forecasts forecast "${cases[@]}"
+    bench 70 generation inference generation "${of_124M[@]}" "${texts[@]}"
+    bench 60 evaluation inference evaluation "${of_124M[@]}" "${reading[@]}"
+    bench 90 forecasts runs forecast "${cases[@]}"
 }
 
 # 12 layers of width 512 in rows of 512 take 0.26 GFLOP a token: at 35 % of 990 TFLOP/s 100 M tokens

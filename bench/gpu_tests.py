@@ -8,52 +8,50 @@ its own kernels, so that compilations go on side by side; without pytest-xdist t
     python bench/gpu_tests.py --device cpu tests/test_sizes.py       # does it work?
 """
 
-import argparse
 import signal
 import sys
+from collections.abc import Callable
 from importlib.util import find_spec
 
 import pytest
-from record import RESULTS, ROOT, append, significant, surroundings
+from record import RESULTS, ROOT, command_line, recorder, significant
 
 FIRST = ("tests/test_offload.py", "tests/test_several_ranks.py")
 WORKERS = 12  # of 16 cores: some tests start processes of their own
 
 
 class Recorder:
-    """A plugin: what became of each test, as it ends."""
+    """A plugin: the outcome of each test, kept as it ends."""
 
-    def __init__(self, about: dict | None):
-        self.about, self.outcomes = about, {}
+    def __init__(self, keep: Callable[[dict], None]):
+        self.keep = keep
+        self.outcomes: dict[str, str] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.when != "call" and report.passed:
-            return  # of what stands around a test only a failure counts, or that it is skipped
+            return  # outside the test itself only failures and skips count
         self.outcomes[report.nodeid] = report.outcome
-        if self.about:
-            why = {} if report.passed else {"why": str(report.longrepr)[-2000:]}
-            figures = {"test": report.nodeid, "outcome": report.outcome, **why}
-            append("tests", self.about | figures | {"seconds": significant(report.duration, 3)})
+        why = {} if report.passed else {"why": str(report.longrepr)[-2000:]}
+        figures = {"test": report.nodeid, "outcome": report.outcome, **why}
+        self.keep(figures | {"seconds": significant(report.duration, 3)})
 
 
 def files() -> list[str]:
     """Those with a test marked gpu."""
-    found = [
+    marked = [
         path.relative_to(ROOT).as_posix()
         for path in sorted((ROOT / "tests").glob("test_*.py"))
         if "mark.gpu" in path.read_text()
     ]
-    return [*(name for name in FIRST if name in found), *(n for n in found if n not in FIRST)]
+    return sorted(marked, key=lambda name: name not in FIRST)
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0], allow_abbrev=False)
+    parser = command_line(__doc__)
     parser.add_argument("files", nargs="*", help="(default: all with a test marked gpu)")
     parser.add_argument("--workers", type=int, default=WORKERS, help=f"({WORKERS})")
-    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
-    parser.add_argument("--record", action="store_true", help="append to results/tests.jsonl")
     args = parser.parse_args()
-    about = surroundings(args.device) | {"bench": "tests"}
+    plugin = Recorder(recorder("tests", args))
     # pytest writes what it knows when it is interrupted, and nothing when it is terminated
     signal.signal(signal.SIGTERM, signal.default_int_handler)
     mark = "gpu" if args.device == "cuda" else "not gpu and not slow"
@@ -63,9 +61,8 @@ def main() -> int:
         flags += ["-n", str(args.workers), "--dist", "load", "--maxschedchunk", "1"]
     if args.record:
         flags.append(f"--junit-xml={RESULTS / 'gpu-tests.xml'}")
-    recorder = Recorder(about if args.record else None)
-    status = pytest.main([*flags, *(args.files or files())], plugins=[recorder])
-    outcomes = list(recorder.outcomes.values())
+    status = pytest.main([*flags, *(args.files or files())], plugins=[plugin])
+    outcomes = list(plugin.outcomes.values())
     counts = {outcome: outcomes.count(outcome) for outcome in sorted(set(outcomes))}
     print(f"{len(outcomes)} tests: {counts}, status {int(status)}", flush=True)
     return int(status) and 1

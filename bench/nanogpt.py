@@ -9,12 +9,16 @@ import io
 from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
 
+if TYPE_CHECKING:
+    from config import Config
+
 PREFIX = "transformer."  # of its parameter names
-WEIGHT_DECAY, BETAS, LR, GRAD_CLIP = 0.1, (0.9, 0.95), 1e-4, 1.0  # its train.py's, but for LR
+WEIGHT_DECAY, BETAS, LR, GRAD_CLIP = 0.1, (0.9, 0.95), 1e-4, 1.0  # its train.py's, except LR
 
 
 def load(folder: Path) -> ModuleType:
@@ -31,37 +35,38 @@ def load(folder: Path) -> ModuleType:
     return module
 
 
-def build(folder: Path, shape: tuple, vocab_size: int, device: str) -> nn.Module:
-    """Its model of a shape (layers, heads, width, seq_len)."""
-    nanogpt = load(folder)
-    layers, heads, width, seq_len = shape
+def build(folder: Path, settings: "Config", vocab_size: int, device: str) -> nn.Module:
+    """Its model with the dimensions of a run of ours."""
+    nanogpt, m = load(folder), settings.model
+    shape = nanogpt.GPTConfig(settings.data.seq_len, vocab_size, m.layers, m.heads, m.width)
     with contextlib.redirect_stdout(io.StringIO()):  # it reports its parameters
-        return nanogpt.GPT(nanogpt.GPTConfig(seq_len, vocab_size, layers, heads, width)).to(device)
+        return nanogpt.GPT(shape).to(device)
 
 
-def step_of(model: nn.Module, tokens: Tensor, targets: Tensor, compiled: bool) -> Callable:
-    """A step as its train.py makes it: forward, backward, clip, fused AdamW."""
-    device = tokens.device.type
+def step_of(model: nn.Module, batches: list[tuple[Tensor, Tensor]], compiled: bool) -> Callable:
+    """Steps as its train.py makes them: forward, backward, clip, fused AdamW."""
+    device = batches[0][0].device.type
     with contextlib.redirect_stdout(io.StringIO()):
         # "cuda" on every device: the word only asks for the fused AdamW, which CPUs have by now
         optimizer = model.configure_optimizers(WEIGHT_DECAY, LR, BETAS, "cuda")
     run = torch.compile(model) if compiled else model
 
-    def step() -> None:
-        with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
-            loss = run(tokens, targets)[1]
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
-        optimizer.step()
-        optimizer.zero_grad(set_to_none=True)
+    def make() -> None:
+        for tokens, targets in batches:
+            with torch.autocast(device, torch.bfloat16, enabled=device == "cuda"):
+                loss = run(tokens, targets)[1]
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), GRAD_CLIP)
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
 
-    return step
+    return make
 
 
 def check_same_function(ours: nn.Module, theirs: nn.Module, batch: tuple) -> None:
     """Refuse to time two different functions: with their weights, loss and all gradients agree.
 
-    Args: ours with the exact GELU, which nanoGPT has; batch (tokens, targets, None, None)
+    Args: ours with the exact GELU, which nanoGPT has; batch of full rows without documents
     """
     with torch.no_grad():  # as initialised every logit is near 0, and any two losses are close
         for parameter in theirs.parameters():
@@ -72,8 +77,8 @@ def check_same_function(ours: nn.Module, theirs: nn.Module, batch: tuple) -> Non
     errors = {"the loss": (loss - expected_loss).norm() / expected_loss.norm()}
     gradients = torch.autograd.grad(loss, [ours.get_parameter(name) for name in weights])
     expected = torch.autograd.grad(expected_loss, list(theirs.parameters()))
-    for name, one, other in zip(weights, gradients, expected, strict=True):
-        errors[f"the gradient of {name}"] = (one - other).norm() / other.norm()
+    for name, value, other in zip(weights, gradients, expected, strict=True):
+        errors[f"the gradient of {name}"] = (value - other).norm() / other.norm()
     worst = max(errors, key=errors.get)
     if not errors[worst] < 1e-4:  # fp32; tanh GELU in place of the exact one errs by 7e-4
         raise ValueError(f"--nanogpt: {worst} differs by {errors[worst]:.1e} of its norm from ours")

@@ -1,12 +1,13 @@
-"""What every bench says of its machine, how it sums up its numbers, and where its records go.
+"""What all benches share: the machine they describe, their flags, their records and summaries.
 
-A record is one JSON line in results/: what was measured, and what it was measured with. Records are
-added, never edited. Those of a GPU are kept apart, in results/gpu-NAME.jsonl. bench/gpu.sh has them
-written elsewhere (OUT), and says which commit this is (COMMIT) where there is no git.
+A record is one JSON line in results/: what was measured, and on what. Records are added, never
+edited. Those of a GPU are kept apart, in results/gpu-NAME.jsonl. bench/gpu.sh sends records to
+another folder (OUT) and names the commit (COMMIT) where there is no git.
 
     python bench/record.py                              # this machine, as a record describes it
 """
 
+import argparse
 import datetime
 import json
 import os
@@ -14,13 +15,13 @@ import platform
 import re
 import statistics
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 import torch
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # what is measured
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for every bench: what is measured
 
 from support.base.runtime import ROOT
 from support.run.folder import provenance
@@ -29,7 +30,7 @@ RESULTS = Path(os.environ.get("OUT") or ROOT / "results")
 
 
 def surroundings(device: str = "cpu") -> dict:
-    """When, on what and with what a bench ran. `hardware` is the device's name, a CPU's with cores.
+    """When, on what and with what a bench ran.
 
     Raises: ValueError for cuda where torch sees no GPU
     """
@@ -49,30 +50,66 @@ def surroundings(device: str = "cpu") -> dict:
 
 def cpu_name() -> str:
     cpuinfo = Path("/proc/cpuinfo")
-    listed = (
-        re.findall(r"^model name\s*: (.*)", cpuinfo.read_text(), re.M) if cpuinfo.exists() else []
-    )
-    name = listed[0] if listed else platform.processor() or platform.machine()
+    text = cpuinfo.read_text() if cpuinfo.exists() else ""
+    model = re.search(r"^model name\s*: (.*)", text, re.M)
+    name = model[1] if model else platform.processor() or platform.machine()
     return f"{name}, {os.cpu_count()} cores, {platform.system()} {platform.machine()}"
+
+
+def command_line(docstring: str, *, turns: int | None = None) -> argparse.ArgumentParser:
+    """The flags that all benches have.
+
+    Args: turns  the default of --turns; None where a bench has no such flag
+    """
+    parser = argparse.ArgumentParser(description=docstring.splitlines()[0], allow_abbrev=False)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    if turns:
+        parser.add_argument("--turns", type=int, default=turns, help=f"of each variant ({turns})")
+    parser.add_argument("--record", action="store_true", help="add to results/")
+    return parser
+
+
+def recorder(
+    name: str, args: argparse.Namespace, device: str | None = None, **about: object
+) -> Callable[[dict], None]:
+    """A function that adds figures to results/NAME.jsonl if --record is given.
+
+    The commit is read now: the first record makes the working tree dirty.
+
+    Args: device  what is measured, if not what --device says
+    """
+    machine = surroundings(device or args.device) | {"bench": name} | about
+    print(f"{machine['hardware']}, {machine['threads']} threads")
+
+    def keep(figures: dict) -> None:
+        if args.record:
+            append(name, machine | figures)
+
+    return keep
 
 
 def append(name: str, record: dict) -> None:
     """Add a record to results/NAME.jsonl, or to results/gpu-NAME.jsonl if a GPU was measured."""
     on_gpu = record.get("device") == "cuda"
     path = RESULTS / f"{'gpu-' if on_gpu else ''}{name}.jsonl"
-    with path.open("a") as file:  # closed at once: what comes next may be killed
+    with path.open("a") as file:  # closed at once, as the next variant may be killed
         file.write(json.dumps(record) + "\n")
     print(f"recorded in {path}", file=sys.stderr, flush=True)
 
 
 def min_median_max(values: Sequence[float], digits: int = 4) -> list[float]:
-    """The spread of a few numbers, rounded to so many significant digits."""
     return [significant(f(values), digits) for f in (min, statistics.median, max)]
 
 
 def quartiles(values: Sequence[float], digits: int = 4) -> list[float]:
-    """First quartile, median, third quartile, rounded to so many significant digits."""
+    """First quartile, median, third quartile; three times the value if there is only one."""
+    values = values if len(values) > 1 else [*values, *values]
     return [significant(q, digits) for q in statistics.quantiles(values, n=4, method="inclusive")]
+
+
+def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
+    """Turn by turn."""
+    return [value / other for value, other in zip(values, others, strict=True)]
 
 
 def significant(value: float, digits: int) -> float:
@@ -80,10 +117,10 @@ def significant(value: float, digits: int) -> float:
 
 
 class Figures(dict):
-    """The figures of one record, each printed as it comes in."""
+    """The figures of one record, printed as they are added."""
 
     def add(self, name: str, value: object, target: str = "") -> None:
-        """Keep a value, of several the spread; `target` is what it is hoped to be."""
+        """Keep a value, or the spread of several."""
         if isinstance(value, (list, np.ndarray)):
             value = min_median_max(value)
         self[name] = value

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-from ablate import BERT, GROWN, LTD, PIECES, RATES, RECIPES, ROWS, SHARE, SMALL
+from ablate import GROUPS, RECIPES
 from record import ROOT
 
 from support.report.charts import Chart, Label, Series, picture
@@ -118,7 +118,7 @@ def budgets_table(recipes: list[str], trainer: str) -> str:
         for seed in sorted(set(losses.get(recipe, {})) & set(losses["plain"])):
             budget, loss = max(losses[recipe][seed].items())
             plain = {}
-            for budgets in ("plain", "plain short", "plain half", "plain long"):
+            for budgets in ("plain", "plain short", "plain half"):
                 plain |= losses.get(budgets, {}).get(seed, {})
             at_seconds, at_tokens = (
                 at_budget(plain, BUDGET * cost[recipe]),
@@ -234,17 +234,17 @@ def main(argv: Sequence[str] = ()) -> None:
         args.figure.write_text(figure("split"))
         return
     print("docs/curriculum.md\n")
-    print(recipes_table(["plain", "curriculum", *ROWS], "plain", "end"), "\n")
-    print(recipes_table(["pack", *PIECES], "pack", "end"), "\n")
-    print(recipes_table(list(BERT), "bert", "end"), "\n")
+    print(recipes_table(["plain", "curriculum", *GROUPS["rows"]], "plain", "end"), "\n")
+    print(recipes_table(["pack", *GROUPS["pieces"]], "pack", "end"), "\n")
+    print(recipes_table(list(GROUPS["bert"]), "bert", "end"), "\n")
     timed = costs_of("split")
     print("docs/ltd.md\n")
-    print(budgets_table([recipe for recipe in LTD if recipe in timed], "split"), "\n")
-    print(rates_table(["plain", "constant 16", *RATES], "split"), "\n")
+    print(budgets_table([recipe for recipe in GROUPS["ltd"] if recipe in timed], "split"), "\n")
+    print(rates_table(["plain", "constant 16", *GROUPS["rates"]], "split"), "\n")
     print("docs/scale.md\n")
     print(share_table("split"), "\n")
-    for recipes in (SHARE, SMALL, GROWN):
-        print(budgets_table([recipe for recipe in recipes if recipe in timed], "split"), "\n")
+    for group in ("share", "small", "grown"):
+        print(budgets_table([r for r in GROUPS[group] if r in timed], "split"), "\n")
     print("README.md\n")
     print(time_table([recipe for recipe in README if recipe in timed], "split"), "\n")
     print("CHANGELOG.md: what a step's learning rate in its middle did to two rows\n")

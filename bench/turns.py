@@ -1,16 +1,16 @@
-"""How benches take time: whole steps, each variant in a process of its own, and calls of kernels.
+"""How benches take time: variants in turns, steps in processes of their own, calls of kernels.
 
-A process of its own, for a program's memory and threads are part of what is compared: nothing that
-one sets up is there for another. Only one works at a time. The first step of a turn is not timed:
-it finds the caches full of another's arrays, as no step of a run does. Then steps are timed back to
-back, as a run makes them, for half a second and at least one; their median is what the turn took.
+On a noisy machine variants alternate and the order is reversed after each turn, so that noise slows
+all of them alike; ratios are taken within a turn. A turn that is not counted comes first.
 
-On a CPU variants alternate, and the order is reversed after each turn, so that a noisy machine
-slows all alike. A GPU's clock is steady, but its memory may not hold what all of them need in a
-step: there each makes all its turns and leaves before the next begins.
+Whole steps are made in a process for each variant, because a program's memory and threads are part
+of what is compared. Only one process works at a time. The first step of its turn is not timed: it
+finds the caches full of another variant's arrays. Then steps are timed back to back for half a
+second, one at least, and their median is what the turn took.
 
-Calls of kernels take turns within one process. On a GPU their time is the GPU's own, between two
-events: it sleeps first, so that the host is ahead.
+A GPU's clock is steady, but its memory may not hold what all variants need in a step: there each
+makes all its turns and leaves before the next one begins. Calls of kernels take turns within one
+process. On a GPU they are timed between two events, and it sleeps first, so that the host is ahead.
 """
 
 import statistics
@@ -21,14 +21,32 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from multiprocessing import get_context
 from multiprocessing.connection import Connection
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 
-WAIT_SECONDS = 0.02  # until the threads of the program before have stopped spinning
+T = TypeVar("T")
+
+WAIT_SECONDS = 0.02  # until the threads of the previous program have stopped spinning
 TIMED_SECONDS = 0.5  # of a turn
 ASLEEP = 30_000_000  # cycles, some 17 ms: longer than the host takes for a round of calls
 PEAK_SIZE = {"cpu": 2048, "cuda": 8192}  # rows and columns of the product that measures the peak
+
+
+def in_turns(variants: dict[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
+    """Call all variants in each turn; what each returned, without the first turn."""
+    taken: dict[str, list[T]] = {name: [] for name in variants}
+    order = list(variants)
+    for turn in range(turns + 1):
+        for name in order:
+            result = variants[name]()
+            if turn:
+                taken[name].append(result)
+        order.reverse()
+    return taken
+
+
+# ---- steps
 
 
 class Taken(NamedTuple):
@@ -39,15 +57,37 @@ class Taken(NamedTuple):
     resident_bytes: int = 0  # before the step: weights and the optimizer's state
 
 
-# ---- steps, each variant in a process of its own
+def measured(step: Callable[[], object]) -> Taken:
+    on_gpu = torch.cuda.is_initialized()
+    resident = 0
+    if on_gpu:  # wait until it has done what it was given, here and after the step
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        resident = torch.cuda.memory_allocated()
+    began = time.perf_counter()
+    step()
+    if on_gpu:
+        torch.cuda.synchronize()
+    seconds = time.perf_counter() - began
+    return Taken(seconds, torch.cuda.max_memory_allocated() if on_gpu else 0, resident)
+
+
+def turn_of(step: Callable[[], object]) -> Taken:
+    """One step that is not timed, then the median of the steps of half a second."""
+    time.sleep(WAIT_SECONDS)
+    step()
+    taken = [measured(step)]
+    while sum(each.seconds for each in taken) < TIMED_SECONDS:
+        taken.append(measured(step))
+    return taken[-1]._replace(seconds=statistics.median(each.seconds for each in taken))
 
 
 def take_turns(
     variants: dict[str, tuple], turns: int, device: str
 ) -> Iterator[tuple[list[str], dict[str, list[Taken]]]]:
-    """Yield which variants are done since the last time, and what all that are done took.
+    """Yield the variants that are done since the last time, and what all that are done took.
 
-    A turn comes before that does not count. On a GPU a variant that fails does not end the others.
+    On a GPU a variant that fails does not end the others.
 
     Args:   variants name -> (build, *arguments): what a fresh process calls to get the function
                      that makes a step
@@ -56,12 +96,12 @@ def take_turns(
     with processes(variants) as programs:
         if device == "cpu":
             turn_of_each = {name: program.turn for name, program in programs.items()}
-            yield list(programs), alternated(turn_of_each, turns)
+            yield list(programs), in_turns(turn_of_each, turns)
             return
         taken, failed = {}, []
         for name, program in programs.items():
             try:
-                taken |= alternated({name: program.turn}, turns)
+                taken |= in_turns({name: program.turn}, turns)
             except ValueError as error:
                 print(f"failed: {error}", file=sys.stderr, flush=True)
                 failed.append(str(error))
@@ -72,50 +112,32 @@ def take_turns(
             raise ValueError("; ".join(failed))
 
 
-def alternated(turn_of_each: dict[str, Callable[[], Taken]], turns: int) -> dict[str, list[Taken]]:
-    """What each took in each turn, after one that does not count."""
-    for turn in turn_of_each.values():
-        turn()
-    taken = {name: [] for name in turn_of_each}
-    order = list(turn_of_each)
-    for _ in range(turns):
-        for name in order:
-            time.sleep(WAIT_SECONDS)
-            taken[name].append(turn_of_each[name]())
-        order.reverse()
-    return taken
-
-
-def ratios(steps: list[Taken], others: list[Taken]) -> list[float]:
-    """Of seconds, within each turn."""
-    return [one.seconds / other.seconds for one, other in zip(steps, others, strict=True)]
-
-
 class Program:
     """A process that builds a variant and makes its steps."""
 
-    def __init__(self, name: str, build: Callable, arguments: list[Any]):
+    def __init__(self, name: str, build: Callable, arguments: list):
         context = get_context("spawn")
-        self.name, self.refused = name, None
-        self.pipe, there = context.Pipe()
-        self.process = context.Process(target=work, args=(there, build, arguments), daemon=True)
+        self.name = name
+        self.refused: str | None = None
+        self.pipe, its_end = context.Pipe()
+        self.process = context.Process(target=work, args=(its_end, build, arguments), daemon=True)
         self.process.start()
-        there.close()
+        its_end.close()
 
     def answer(self) -> Taken | str | None:
-        """Its next message: None once it is built, then what each turn took; else what is wrong."""
+        """Its next message: None once it is built, then what each turn took; text if it failed."""
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
             return "its process was killed, perhaps for want of memory"
 
     def turn(self) -> Taken:
-        with suppress(OSError):  # of one that is gone, which its answer says
+        with suppress(OSError):  # if the process is gone, its answer says so
             self.pipe.send(None)
-        found = self.refused or self.answer()
-        if isinstance(found, str):
-            raise ValueError(f"{self.name}: {found}")
-        return found
+        answer = self.refused or self.answer()
+        if isinstance(answer, str):
+            raise ValueError(f"{self.name}: {answer}")
+        return answer
 
     def close(self) -> None:
         self.pipe.close()
@@ -124,21 +146,21 @@ class Program:
 
 @contextmanager
 def processes(variants: dict[str, tuple]) -> Iterator[dict[str, Program]]:
-    """A program for each variant, all built by then: to build one disturbs one that is timed."""
-    started = {
+    """A program for each variant, all built before the first turn, which building would disturb."""
+    programs = {
         name: Program(name, build, arguments) for name, (build, *arguments) in variants.items()
     }
     try:
-        for program in started.values():
+        for program in programs.values():
             program.refused = program.answer()
-        yield started
+        yield programs
     finally:
-        for program in started.values():
+        for program in programs.values():
             program.close()
 
 
-def work(pipe: Connection, build: Callable, arguments: list[Any]) -> None:
-    """In the process: build once, then a turn whenever asked, until the pipe is closed."""
+def work(pipe: Connection, build: Callable, arguments: list) -> None:
+    """In the process: build once, then make a turn whenever asked, until the pipe is closed."""
     try:
         step = build(*arguments)
         pipe.send(None)
@@ -154,29 +176,6 @@ def work(pipe: Connection, build: Callable, arguments: list[Any]) -> None:
         pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
 
 
-def turn_of(step: Callable[[], Any]) -> Taken:
-    step()
-    taken = [measured(step)]
-    while sum(one.seconds for one in taken) < TIMED_SECONDS:
-        taken.append(measured(step))
-    return taken[-1]._replace(seconds=statistics.median(one.seconds for one in taken))
-
-
-def measured(step: Callable[[], Any]) -> Taken:
-    """What one step takes."""
-    on_gpu, resident = torch.cuda.is_initialized(), 0
-    if on_gpu:  # wait until it has done what it was given, here and after the step
-        torch.cuda.synchronize()
-        torch.cuda.reset_peak_memory_stats()
-        resident = torch.cuda.memory_allocated()
-    began = time.perf_counter()
-    step()
-    if on_gpu:
-        torch.cuda.synchronize()
-    seconds = time.perf_counter() - began
-    return Taken(seconds, torch.cuda.max_memory_allocated() if on_gpu else 0, resident)
-
-
 # ---- calls of kernels
 
 
@@ -189,38 +188,20 @@ class Call(NamedTuple):
 
 def timed(calls: list[Callable[[], object]], device: str) -> Call:
     """The mean of one round of calls."""
-    if device == "cpu":
-        began = time.perf_counter()
-        for call in calls:
-            call()
-        ms = 1e3 * (time.perf_counter() - began) / len(calls)
-        return Call(ms, ms)
-    start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    torch.cuda.synchronize()
-    torch.cuda._sleep(ASLEEP)
-    start.record()
+    if device == "cuda":
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        torch.cuda.synchronize()
+        torch.cuda._sleep(ASLEEP)
+        start.record()
     began = time.perf_counter()
     for call in calls:
         call()
-    host = time.perf_counter() - began
+    host_ms = 1e3 * (time.perf_counter() - began) / len(calls)
+    if device == "cpu":
+        return Call(host_ms, host_ms)
     end.record()
     torch.cuda.synchronize()
-    return Call(start.elapsed_time(end) / len(calls), 1e3 * host / len(calls))
-
-
-def timed_in_turns(
-    forms: dict[str, list[Callable[[], object]]], turns: int, device: str
-) -> dict[str, list[Call]]:
-    """What each form's round took in each turn, after one that does not count."""
-    took: dict[str, list[Call]] = {form: [] for form in forms}
-    order = list(forms)
-    for turn in range(turns + 1):
-        for form in order:
-            one = timed(forms[form], device)
-            if turn:
-                took[form].append(one)
-        order.reverse()
-    return took
+    return Call(start.elapsed_time(end) / len(calls), host_ms)
 
 
 def peak_flops(device: str) -> float:
@@ -228,5 +209,5 @@ def peak_flops(device: str) -> float:
     n = PEAK_SIZE[device]
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     left, right = torch.randn(2, n, n, device=device).to(dtype)
-    (calls,) = timed_in_turns({"product": [lambda: left @ right]}, 5, device).values()
-    return 2e3 * n**3 / min(one.ms for one in calls)
+    calls = in_turns({"product": lambda: timed([lambda: left @ right], device)}, 5)["product"]
+    return 2e3 * n**3 / min(call.ms for call in calls)

@@ -11,7 +11,7 @@ Calls should be few, because threads wait for each other in every one: 43 of the
 length in a nano batch, took 1.15 of the dense mask's time on two threads; 13 take as long as the
 mask (not recorded).
 
-    OMP_NUM_THREADS=2 python bench/attention.py
+    OMP_NUM_THREADS=2 python bench/operators.py attention
 """
 
 from collections.abc import Sequence

@@ -13,7 +13,7 @@ would save two products.
 
 Paper: Dao, arXiv 2307.08691 (FlashAttention-2), algorithms 1 and 2, without atomic sums.
 
-    python bench/attention.py --device cuda
+    python bench/operators.py attention --device cuda
 """
 
 import math

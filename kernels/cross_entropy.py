@@ -10,7 +10,7 @@ the loss of each target; `linear_cross_entropy`, which models call.
 
 The ideas are Liger Kernel's (arXiv 2410.10989, FusedLinearCrossEntropy).
 
-    python bench/loss.py                               # all forms: time, spread, bytes, memory
+    python bench/operators.py loss    # all forms: time, spread, bytes, memory
 """
 
 from collections.abc import Iterator

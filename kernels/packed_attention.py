@@ -18,7 +18,7 @@ Does not handle positions, or heads that share keys. Only dense has dropout of s
 Papers: Dao, arXiv 2307.08691 (tiles, and a backward pass that computes scores again); packing
 without seeing each other: Krell et al., arXiv 2107.02027, section 3.2.
 
-    python bench/attention.py
+    python bench/operators.py attention
 """
 
 from typing import NamedTuple

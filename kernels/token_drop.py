@@ -16,7 +16,7 @@ Does not choose which tokens are kept, and knows nothing of positions and masks:
 Paper: Yao et al., arXiv 2211.11586, section 3. DeepSpeed's CUDA kernels for this, csrc/random_ltd,
 stop at rows of 2,048 tokens (token_sort.cu); these take rows of any length.
 
-    python bench/gather_scatter.py                     # time, spread, bytes, percent of the peak
+    python bench/operators.py copies    # time, spread, bytes, percent of the peak
 """
 
 import math

@@ -1,21 +1,19 @@
-"""A CUDA device that is not there: train.py runs on it, and what would cost time there is counted.
+"""A pretended CUDA device: train.py runs on it, and what would cost time on a GPU is counted.
 
-torch's CPU build is told that there is a device `cuda:0` (fake_cuda.cpp). A tensor on it is a
+torch's CPU build is told that there is a device `cuda:0` (fake_cuda.cpp). A tensor on it is an
 `OnDevice`, which holds its numbers in a tensor of the host, computes with them there, and refuses
 what a GPU refuses: to mix devices. So whole runs take every path that asks for CUDA, Triton's
-kernels in its interpreter included, and their losses are real. Counted are, by line of this
-repository,
+kernels in its interpreter included, and their losses are real. Counted by file of this repository:
 
     syncs     where the host waits for the device: .item(), a copy to the host, a boolean index
     copies    from the host, pageable or page-locked, waited for or not
-    launches  of kernels, by phase: an operator of torch is one, but for those over lists of
+    launches  of kernels, by phase: an operator of torch is one, except those over lists of
               tensors, which take as many at once as a launch has room for
     doubles   operators that make float64 on the device
-    peak      bytes of the device's tensors, alive at once
 
-Not modelled: time, streams' order (tests/test_offload.py has that), cuBLAS's workspaces, several
-devices, torch's own compiler. The library has to be loaded before torch is, so this is a process of
-its own, which reads what to do and writes what it saw:
+Not modelled: time, memory, the order of streams (tests/test_offload.py has that), several devices,
+torch's own compiler. The library has to be loaded before torch is, so this is a process of its own,
+which reads commands and writes what it counted:
 
     python -m tests.fake_cuda LIBRARY.so REPORT.json < runs.json      # see tests/test_fake_cuda.py
 
@@ -28,7 +26,9 @@ its own, which reads what to do and writes what it saw:
 import collections
 import contextlib
 import ctypes
+import functools
 import importlib.util
+import inspect
 import io
 import json
 import math
@@ -38,6 +38,7 @@ import subprocess
 import sys
 import threading
 import traceback
+import types
 import weakref
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -87,39 +88,30 @@ VIEWS = {
     *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
     *("view_as_complex", "view_as_real"),
 }
-WAITS = frozenset(
-    {
-        "_local_scalar_dense",
-        "_unique2",
-        "bincount",
-        "equal",
-        "is_nonzero",
-        "masked_select",
-        "nonzero",
-    }
-)
+WAITS = {
+    *("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select"),
+    "nonzero",
+}
 # torch/aten/src/ATen/native/cuda/MultiTensorApply.cuh: tensors in a launch by lists that it has,
 # and blocks in a launch, of so many elements each.
 TENSORS_IN_A_LAUNCH, BLOCKS_IN_A_LAUNCH, ELEMENTS_OF_A_BLOCK = (110, 64, 48, 36, 30), 320, 65_536
 
 
 def where() -> str:
-    """The innermost line of this repository, its tests left out."""
+    """The innermost file of this repository on the stack, its tests left out."""
     for frame in reversed(traceback.extract_stack()):
         path = Path(frame.filename)
         place = path.relative_to(ROOT) if path.is_relative_to(ROOT) else None
         if place and not {"tests", "site-packages"} & {*place.parts}:
-            return f"{place}:{frame.name}"
+            return place.as_posix()
     return "torch"
 
 
 class Counts:
-    """What was seen since `clear`; `phase` names what goes on."""
+    """The costs since `clear`; `phase` names the part of a step."""
 
     def __init__(self) -> None:
         self.phase = ""
-        self.alive: collections.Counter[int] = collections.Counter()  # storage -> tensors of it
-        self.bytes = self.peak = 0
         self.locked: dict[int, int] = {}  # addresses of the host, and where each piece ends
         self.clear()
 
@@ -127,31 +119,10 @@ class Counts:
         self.syncs: collections.Counter[str] = collections.Counter()
         self.copies: collections.Counter[str] = collections.Counter()
         self.launches: collections.Counter[str] = collections.Counter()
-        self.operators: collections.Counter[str] = collections.Counter()
         self.doubles: collections.Counter[str] = collections.Counter()
-        self.peak = self.bytes
 
-    def sync(self, what: str) -> None:
-        self.syncs[f"{self.phase}: {what} in {where()}"] += 1
-
-    def launch(self, name: str, times: int = 1) -> None:
-        self.launches[self.phase] += times
-        self.operators[f"{self.phase}: {name} in {where()}"] += times
-
-    def born(self, inner: torch.Tensor) -> None:
-        storage = inner.untyped_storage()
-        key, size = storage._cdata, storage.nbytes()
-        if not self.alive[key]:
-            self.bytes += size
-            self.peak = max(self.peak, self.bytes)
-        self.alive[key] += 1
-        weakref.finalize(inner, self.died, key, size)
-
-    def died(self, key: int, size: int) -> None:
-        self.alive[key] -= 1
-        if not self.alive[key]:
-            del self.alive[key]
-            self.bytes -= size
+    def sync(self, kind: str) -> None:
+        self.syncs[f"{self.phase}: {kind} in {where()}"] += 1
 
     def lock(self, tensor: torch.Tensor) -> torch.Tensor:
         """Make the host's memory of a tensor page-locked, until the tensor is gone."""
@@ -164,9 +135,9 @@ class Counts:
         address = tensor.data_ptr()
         return any(start <= address < stop for start, stop in list(self.locked.items()))
 
-    def report(self) -> dict[str, Any]:
-        names = ("syncs", "copies", "launches", "operators", "doubles")
-        return {name: dict(getattr(self, name)) for name in names} | {"peak": self.peak}
+    def report(self) -> dict[str, dict]:
+        names = ("syncs", "copies", "launches", "doubles")
+        return {name: dict(getattr(self, name)) for name in names}
 
 
 COUNTS = Counts()
@@ -189,7 +160,6 @@ class OnDevice(torch.Tensor):
             device=CUDA,
         )
         self.inner = inner
-        COUNTS.born(inner)
         return self
 
     @classmethod
@@ -242,7 +212,7 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
     if name in ("index", "index_put", "index_put_", "_index_put_impl_"):
         count_index(name, args)
     if name not in VIEWS and name not in WAITS:
-        COUNTS.launch(name, launches_of(name, args))
+        COUNTS.launches[COUNTS.phase] += launches_of(name, args)
 
     inner = tree_map_only(OnDevice, lambda tensor: tensor.inner, (args, kwargs))
     if to is not None:
@@ -320,37 +290,26 @@ def launches_of(name: str, args: tuple) -> int:
 
 
 class Event:
-    def __init__(self, **options: Any):
+    """Also a stream: whatever is asked of either is done at once, and only waiting is counted."""
+
+    device = CUDA
+
+    def __init__(self, *args: Any, **options: Any):
         pass
 
-    def record(self, stream: Any = None) -> None:
-        pass
-
-    def wait(self, stream: Any = None) -> None:
-        pass
+    def record_event(self, event: Any = None) -> "Event":
+        return Event()
 
     def query(self) -> bool:
         return True
 
     def synchronize(self) -> None:
-        COUNTS.sync("Event.synchronize")
+        COUNTS.sync("synchronize")
 
-
-class Stream:
-    def __init__(self, *args: Any, **options: Any):
-        self.device = CUDA
-
-    def wait_stream(self, stream: Any) -> None:
-        pass
-
-    def wait_event(self, event: Any) -> None:
-        pass
-
-    def record_event(self, event: Any = None) -> Event:
-        return Event()
-
-    def synchronize(self) -> None:
-        COUNTS.sync("Stream.synchronize")
+    def __getattr__(self, name: str) -> Callable:
+        if name not in ("record", "wait", "wait_stream", "wait_event"):
+            raise AttributeError(name)
+        return lambda *args: None
 
 
 class Cudart:
@@ -384,13 +343,13 @@ class Attention(torch.autograd.Function):
         mask = None if attn_mask is None else attn_mask.inner
         ctx.save_for_backward(q, k, v)
         ctx.more = {"attn_mask": mask, "dropout_p": dropout_p, "is_causal": causal}
-        COUNTS.launch("attention")
+        COUNTS.launches[COUNTS.phase] += 1
         q, k, v = (x.inner for x in (q, k, v))
         return OnDevice(HOST_ATTENTION(q, k, v, **ctx.more))
 
     @staticmethod
     def backward(ctx: Any, dout: OnDevice) -> tuple:
-        COUNTS.launch("attention backward")
+        COUNTS.launches[COUNTS.phase] += 1
         q, k, v = (x.inner.detach().requires_grad_() for x in ctx.saved_tensors)
         # the engine's thread for the device runs this without the mode
         with torch.enable_grad():
@@ -430,7 +389,7 @@ class Kernel:
             for arg in args:
                 if isinstance(arg, torch.Tensor) and not isinstance(arg, OnDevice):
                     raise RuntimeError(f"Pointer argument of {self.name} is on the cpu")
-            COUNTS.launch(f"triton {self.name}")
+            COUNTS.launches[COUNTS.phase] += 1
             inner = tree_map_only(OnDevice, in_fp32, args)
             with torch.utils._python_dispatch._disable_current_modes():
                 self.kernel[grid](*inner, **constants)
@@ -443,8 +402,12 @@ class Kernel:
 
 def patch_kernels() -> None:
     """Every kernel of the folder `kernels` takes the device's tensors."""
+    from triton.runtime import interpreter
     from triton.runtime.interpreter import InterpretedFunction
 
+    # it lists the members of triton.language anew in every call, half of a kernel's time
+    members = {"getmembers": functools.cache(inspect.getmembers)}
+    interpreter.inspect = types.SimpleNamespace(**vars(inspect) | members)
     for file in sorted((ROOT / "kernels").glob("*.py")):
         module = importlib.import_module(f"kernels.{file.stem}")
         for name, value in list(vars(module).items()):
@@ -465,8 +428,8 @@ def patch_torch() -> None:
         "get_device_capability": (Properties.major, Properties.minor),
         "get_device_properties": Properties,
         "is_current_stream_capturing": False,
-        "current_stream": Stream(),
-        "default_stream": Stream(),
+        "current_stream": Event(),
+        "default_stream": Event(),
         "cudart": Cudart,
     }
     for name, answer in answers.items():
@@ -474,12 +437,11 @@ def patch_torch() -> None:
     for name in ("init", "_lazy_init", "set_device", "manual_seed", "manual_seed_all"):
         setattr(cuda, name, nothing)
     cuda.reset_peak_memory_stats = nothing
-    cuda.Stream, cuda.Event = Stream, Event
+    cuda.Stream = cuda.Event = Event
     cuda.stream = cuda.device_of = cuda.device = lambda *args: contextlib.nullcontext()
     cuda.synchronize = lambda *args: COUNTS.sync("torch.cuda.synchronize")
-    cuda.mem_get_info = lambda *args: (139 * 10**9 - COUNTS.bytes, Properties.total_memory)
-    cuda.memory_allocated = lambda *args: COUNTS.bytes
-    cuda.max_memory_allocated = lambda *args: COUNTS.peak
+    cuda.mem_get_info = lambda *args: (139 * 10**9, Properties.total_memory)
+    cuda.memory_allocated = cuda.max_memory_allocated = lambda *args: 10**9
     cuda.amp.common.amp_definitely_not_available = lambda: False
     cuda.graphs.is_current_stream_capturing = lambda: False
     torch.nn.functional.scaled_dot_product_attention = attention
@@ -535,7 +497,7 @@ def patch_torch() -> None:
 
 @contextlib.contextmanager
 def steps_of_train(stop: int | None) -> Iterator[list[dict]]:
-    """What each step of a run of train.py does, by phase; a SIGTERM comes in step number `stop`."""
+    """The costs of each step of a run of train.py; a SIGTERM comes in step number `stop`."""
     trainer, steps = importlib.import_module("train").Trainer, []
     gradients, update, step = trainer.gradients, trainer.update, trainer.step
 
@@ -554,8 +516,7 @@ def steps_of_train(stop: int | None) -> Iterator[list[dict]]:
             os.kill(os.getpid(), signal.SIGTERM)
         COUNTS.clear()
         done = step(self, todo)
-        micro_batches = -(-len(todo.batch.tokens) // self.rows_together(todo))
-        steps.append(COUNTS.report() | {"loss": done.loss, "micro_batches": micro_batches})
+        steps.append(COUNTS.report() | {"loss": done.loss})
         return done
 
     with (
@@ -569,7 +530,7 @@ def steps_of_train(stop: int | None) -> Iterator[list[dict]]:
 def run_command(
     flags: list[str], command: str = "train", stop: int | None = None, patch: dict | None = None
 ) -> dict[str, Any]:
-    """A command of this repository: its status, and what each step of training did."""
+    """A command of this repository: its status, its output, and the costs of each step."""
     COUNTS.phase, error, said = "run", "", io.StringIO()
     with contextlib.ExitStack() as around:
         around.enter_context(contextlib.redirect_stdout(said))

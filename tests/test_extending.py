@@ -1,4 +1,4 @@
-"""docs/extending.md does what it says: its example is applied to a copy of this repository."""
+"""docs/extending.md is right: its example is applied to a copy of this repository."""
 
 import json
 import re
@@ -67,14 +67,55 @@ def train(copy: Path, store: Path, out: str, ranks: int) -> tuple[list[dict], st
     return [line for line in lines if line["event"] == "train"], done.stdout
 
 
-def test_the_example_is_three_files():
+TEST_OF_FLAGS = """
+import pytest
+
+import train
+from support.base.runtime import exit_cleanly
+
+
+def test_help_and_refusals_follow_from_the_line(capsys):
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    assert "--skip" in capsys.readouterr().out
+    with pytest.raises(SystemExit) as ended:
+        exit_cleanly(lambda: train.main(["--skip", "1.5"]))
+    assert ended.value.code == 2
+    assert capsys.readouterr().err.startswith("error: --skip 1.5 must be at least 0 and below 1")
+"""
+
+
+def pytest_there(copy: Path, *files: str) -> str:
+    """What pytest says in the copy, where these files have to pass."""
+    pytest_command = [sys.executable, "-m", "pytest", "-q", "-rp", "-o", "addopts="]
+    command = [*pytest_command, "-p", "no:cacheprovider", *files]
+    done = subprocess.run(command, cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
+    return done.stdout
+
+
+def test_the_examples_own_test_passes_there_and_flags_follow_from_the_line(extended):
     files = {file for file, _ in [*blocks("python"), *blocks("diff")]}
     assert files == {"skip.py", "config.py", "tests/test_skip.py"}
+    (extended / "tests/test_flags.py").write_text(TEST_OF_FLAGS)
+    said = pytest_there(extended, "tests/test_skip.py", "tests/test_flags.py")
+    (extended / "tests/test_flags.py").unlink()
+    assert said.count("PASSED tests/test_skip.py") == 3
+
+
+@pytest.mark.structure
+def test_the_checks_pass_with_the_example(extended):
+    pytest_there(extended, "tests/test_budget.py", "tests/test_architecture.py")
+    for command in (["check"], ["format", "--check"]):
+        ruff = [sys.executable, "-m", "ruff", *command]
+        files = ["skip.py", "config.py", "tests/test_skip.py"]
+        done = subprocess.run([*ruff, *files], cwd=extended, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_the_example_trains_on_two_ranks_as_on_one(extended, store_dir):
+def test_the_example_trains_on_two_ranks_as_on_one(extended, store_dir, tmp_path):
     one, out = train(extended, store_dir, "one", ranks=1)
     two, _ = train(extended, store_dir, "two", ranks=2)
     assert len(one) == len(two) >= 3
@@ -83,40 +124,7 @@ def test_the_example_trains_on_two_ranks_as_on_one(extended, store_dir):
         assert a["layer_tokens"] == b["layer_tokens"]
     assert any(step["kept_tokens"] == 0 for step in one), "a layer was skipped"
     assert re.search(r"saved: \d+\.\d% of layer-tokens", out)
-
-
-def test_the_examples_own_test_passes_there_and_so_do_the_checks(extended):
-    pytest_there = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider"]
-    tests = [f"tests/test_{name}.py" for name in ("skip", "budget", "architecture")]
-    done = subprocess.run(
-        [*pytest_there, "-rp", *tests], cwd=extended, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stdout
-    assert done.stdout.count("PASSED tests/test_skip.py") == 3
-    files = ["skip.py", "config.py", "tests/test_skip.py"]
-    ruff = [sys.executable, "-m", "ruff"]
-    checks = [
-        [*ruff, "check", *files],
-        [*ruff, "format", "--check", *files],
-    ]
-    for command in checks:
-        done = subprocess.run(command, cwd=extended, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout
-
-
-def test_help_and_refusals_follow_from_the_line(extended):
-    def run(*flags: str) -> subprocess.CompletedProcess:
-        command = [sys.executable, "train.py", *flags]
-        return subprocess.run(command, cwd=extended, capture_output=True, text=True)
-
-    assert "--skip" in run("--help").stdout
-    refused = run("--skip", "1.5")
-    assert refused.returncode == 2
-    assert refused.stderr.startswith("error: --skip 1.5 must be at least 0 and below 1")
-
-
-def test_negative_control_without_the_flag_for_absent_gradients(extended, tmp_path, store_dir):
-    """What the page says of skips_layers: without it DDP waits for gradients that never come."""
+    # without skips_layers, as the page has it, DDP waits for gradients that never come
     broken = shutil.copytree(extended, tmp_path / "broken")
     text = (broken / "config.py").read_text().replace("        skips_layers=True,\n", "")
     (broken / "config.py").write_text(text)

@@ -1,6 +1,6 @@
 """What a run would cost in steps, tokens and FLOPs if some layers see fewer tokens.
 
-Assumed are full rows, time proportional to FLOPs (bench/cost.py measures it), and Muon: for nano as
+Assumed are full rows, time proportional to FLOPs (bench/runs.py measures it), and Muon: for nano as
 on a CPU, in fp32, for the larger sizes as on a GPU, in bf16. Nothing is run.
 
     python ltd.py plan --size 1.3B --tokens 300B --start 128 --share 0.7

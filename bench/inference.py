@@ -1,0 +1,164 @@
+"""What a cache saves of writing a text, and packed rows of an evaluation.
+
+    generation  the time to write --tokens as sample.py writes them, with a cache of keys and values
+                and without, each in a process of its own. With the cache a small model writes in
+                one thread on a CPU, as the command does. Checked first: on a CPU both write the
+                same tokens. On a GPU, in bf16, two scores may be closer than their rounding, so
+                there it is recorded how many tokens are the same
+    evaluation  the time to score a task by evaluate.py's own functions: the last word of each
+                held-out paragraph of the embedded corpus, with items side by side in rows and with
+                one a row. Checked first: both find the same nats
+
+Models have random weights, on which time does not depend. Loading and printing are not timed.
+
+    OMP_NUM_THREADS=2 python bench/inference.py generation --record    # nano, 400 tokens
+    python bench/inference.py evaluation --size 124M --device cuda
+"""
+
+import re
+from collections.abc import Callable
+
+import tiktoken
+import torch
+from record import command_line, quartiles, ratios, recorder
+from turns import in_turns, take_turns, turn_of
+
+import config
+import evaluate
+import sample
+from model import Transformer
+from prepare import embedded_store
+from support.base import runtime
+from support.base.rng import generator
+from support.evaluation.tasks import Question, Task, answers_of, items_of
+from support.rows.samples import Samples
+from support.step.sizes import SIZES
+from support.text.store import Store
+from support.text.tokenizer import get_encoding
+
+SEQ_LEN = 512  # of an evaluation
+ROWS = 16  # of an evaluation at once
+TOLERANCE = {"cpu": 1e-5, "cuda": 2e-3}  # of the nats in all: fp32, and bf16 on a GPU
+CACHED, UNCACHED, PACKED, ALONE = "cached", "uncached", "packed", "alone"
+
+
+def model_of(flags: str, vocab_size: int, device: str) -> Transformer:
+    torch.manual_seed(0)
+    settings = config.build(config.parse(flags.split()))
+    padded = -(-vocab_size // 64) * 64
+    model = Transformer(config.transformer_config(settings, padded))
+    return model.to(runtime.start(device, "auto").device).eval()
+
+
+def same_tokens(first: list[int], second: list[int]) -> int:
+    """How many are equal before the first that is not.
+
+    Example:  same_tokens([3, 1, 4], [3, 1, 5]) is 2
+    """
+    differ = (i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
+    return next(differ, len(first))
+
+
+def build(size: str, count: int, device: str, cached: bool) -> Callable[[], list[int]]:
+    """In a process of its own: a function that writes the text."""
+    words = 4097 if size == "nano" else 50257  # pd4k's or GPT-2's
+    model, here = model_of(f"--size {size}", words, device), runtime.start(device, "auto")
+    if cached:
+        sample.use_few_threads(model)  # as the command does; whole rows are worth sharing
+
+    def draw() -> list[int]:
+        random = generator(torch.device("cpu"), 1)
+        with torch.inference_mode(), here.autocast():
+            tokens = sample.generate(
+                model, [words - 1], count, allowed=words, generator=random, cached=cached
+            )
+            return list(tokens)
+
+    return draw
+
+
+def measure_generation(size: str, count: int, device: str, turns: int, keep: Callable) -> None:
+    """Keep figures of both, on a GPU of each as it is done; ValueError where texts differ."""
+    threads = torch.get_num_threads()
+    texts = [build(size, count, device, cached)() for cached in (True, False)]
+    torch.set_num_threads(threads)
+    same = same_tokens(*texts)
+    if same < count and device == "cpu":
+        raise ValueError(f"with a cache token {same + 1} is another: nothing is timed")
+    jobs = {name: (build, size, count, device, name == CACHED) for name in (CACHED, UNCACHED)}
+    for _, taken in take_turns(jobs, turns, device):
+        seconds = {name: [turn.seconds for turn in turns] for name, turns in taken.items()}
+        ms = {name: quartiles([1e3 * s / count for s in spent]) for name, spent in seconds.items()}
+        figures = {"tokens": count, "same_tokens": same, "ms_of_a_token": ms}
+        if len(seconds) == 2:
+            figures["cached_to_uncached"] = quartiles(ratios(seconds[CACHED], seconds[UNCACHED]))
+        print(figures, flush=True)
+        keep(figures)
+
+
+def last_words(store: Store, samples: Samples, encoding: tiktoken.Encoding, tokens: float) -> Task:
+    """The held-out paragraphs of two words and more, of so many tokens in all, as questions."""
+    questions, read = [], 0
+    for number in samples.documents:
+        first, end = store.offsets[number : number + 2]
+        text = encoding.decode(store.tokens[first : end - 1].tolist())
+        for paragraph in text.split("\n\n"):
+            cut = re.fullmatch(r"(.*\S)(\s\S+)\s*", paragraph, re.DOTALL)
+            if cut and read < tokens:
+                read += len(encoding.encode_ordinary(paragraph))
+                questions.append(Question("held-out", [cut[1]], [cut[2]], 0))
+    return Task("last words", "last word", questions, 0)
+
+
+def check_nats(nats: dict[str, float], tolerance: float) -> None:
+    for name, value in nats.items():
+        if not abs(value / nats[PACKED] - 1) < tolerance:
+            raise ValueError(f"{name} finds {value} nats, {PACKED} {nats[PACKED]}: not timed")
+
+
+def measure_evaluation(size: str, tokens: float, device: str, turns: int, keep: Callable) -> None:
+    encoding, store = get_encoding("pd4k"), Store.open(embedded_store("pd4k"))
+    model = model_of(f"--size {size} --seq-len {SEQ_LEN} --pos rope", encoding.n_vocab, device)
+    here = runtime.start(device, "auto")
+    samples = Samples(store, "pieces", SEQ_LEN, "val")
+    items = items_of(last_words(store, samples, encoding, tokens), encoding, SEQ_LEN, show=True)
+
+    def nats(is_packed: bool) -> float:
+        laid = evaluate.lay(items, SEQ_LEN, pack=is_packed)
+        return answers_of(laid, model, here, ROWS).nats.sum()
+
+    variants = {PACKED: lambda: nats(True), ALONE: lambda: nats(False)}
+    check_nats({name: score() for name, score in variants.items()}, TOLERANCE[device])
+    taken = in_turns(
+        {n: lambda score=score: turn_of(score) for n, score in variants.items()}, turns
+    )
+    seconds = {name: [turn.seconds for turn in turns] for name, turns in taken.items()}
+    length = items.spans[:, 1] - items.spans[:, 0]
+    figures = {
+        "items": len(length),
+        "tokens": int(length.sum()),
+        "seq_len": SEQ_LEN,
+        "rows": ROWS,
+        "items_per_s": {n: quartiles([len(length) / s for s in t]) for n, t in seconds.items()},
+        "times_as_fast": quartiles(ratios(seconds[ALONE], seconds[PACKED])),
+    }
+    print(figures)
+    keep(figures)
+
+
+def main() -> None:
+    parser = command_line(__doc__, turns=9)
+    parser.add_argument("what", choices=("generation", "evaluation"))
+    parser.add_argument("--size", choices=[s for s in SIZES if "bert" not in s], default="nano")
+    parser.add_argument("--tokens", type=int, help="to write (400), or to score (all)")
+    args = parser.parse_args()
+    keep = recorder(args.what, args, size=args.size, turns=args.turns)
+    if args.what == "generation":
+        measure_generation(args.size, args.tokens or 400, args.device, args.turns, keep)
+    else:
+        tokens = args.tokens or float("inf")
+        measure_evaluation(args.size, tokens, args.device, args.turns, keep)
+
+
+if __name__ == "__main__":
+    runtime.exit_cleanly(main)

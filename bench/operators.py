@@ -1,0 +1,504 @@
+"""The project's kernels against their definitions: time, spread, share of the measured peak.
+
+    attention  packed rows, forward and backward, documents of real lengths or of 64 tokens:
+               plain    torch's causal attention without a mask, as if each row were one document
+               dense    the same under a mask of each row's documents: the definition
+               groups   kernels/packed_attention.py on a CPU
+               triton   the same on a GPU; beside it torch's varlen_attn and flex_attention
+    loss       cross-entropy of a linear head, forward and backward, in float32, on a GPU under
+               autocast to bfloat16
+    copies     of token dropping: gather and scatter forward, and "layer", both around a layer that
+               does nothing, forward and backward
+
+The forms take turns in one process; a ratio is the median of the ratios within a turn. A form is
+timed only if it agrees with the definition: copies bitwise, the others up to the rounding of their
+dtype. A form that does not, or that this torch lacks, is named at the end, and the others go on.
+
+The peak of attention and loss is the rate of a large matrix product, measured here and now, against
+the operations that every form needs. That of copies is a form as well, `copy`: a plain copy of as
+many bytes as the operation must move, each kept or written state once in and once out. "real" are
+the rows that `train.py --pack` begins with, on the embedded corpus; what is left of a row counts as
+a document. "work" is the sum of the squares of the documents' lengths against that of the rows'.
+"index_ms" is the time to find where documents lie, once a step and not once a layer. "gb_moved"
+counts the passes of a form over its logits; "memory_gb" is what a form takes beyond its inputs and
+gradients, on a CPU in a process of its own.
+
+On a GPU copies get cold inputs, out of sets that exceed the cache together, and `ms` is the GPU's
+own time; `host_ms` is the time that the host takes to call.
+
+    OMP_NUM_THREADS=2 python bench/operators.py                     # all three
+    OMP_NUM_THREADS=2 python bench/operators.py loss --record       # and a line for each case
+    python bench/operators.py attention --device cuda --record
+"""
+
+import inspect
+import multiprocessing
+import re
+import statistics
+from collections.abc import Callable, Iterator
+from functools import cache, partial
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from record import command_line, quartiles, ratios, recorder
+from step import CASES, Variant, steps_of
+from torch import Tensor
+from turns import in_turns, peak_flops, timed
+
+from kernels import token_drop
+from kernels.cross_entropy import IGNORE, linear_cross_entropy
+from kernels.packed_attention import bounds, index_of, packed_attention
+from kernels.token_drop import gather, merge, reference_gather, reference_scatter, scatter, split
+from support.base.runtime import exit_cleanly
+
+
+class Operation(NamedTuple):
+    """An operator on one batch of inputs."""
+
+    about: dict[str, object]  # for the record
+    forms: dict[str, Callable[[], list[Callable]]]  # name -> the calls of a round, each -> tensors
+    definition: str
+    bitwise: bool = False
+    unchecked: tuple[str, ...] = ()  # forms that compute something else
+    flops: Callable[[str], float] | None = None  # of a call of a form; None: the peak is `copy`'s
+    more: Callable[[str], dict] = lambda form: {}  # figures of a form that are not of its calls
+
+
+def dtype_of(device: str) -> torch.dtype:
+    return torch.bfloat16 if device == "cuda" else torch.float32
+
+
+def check(found: list[Tensor], expected: list[Tensor], bitwise: bool, dtype: torch.dtype) -> None:
+    """Refuse to time a form that computes something else."""
+    for value, other in zip(found, expected, strict=True):
+        error = ((value.double() - other.double()).norm() / other.double().norm()).item()
+        if not (value.equal(other) if bitwise else error < 4 * torch.finfo(dtype).eps ** 0.75):
+            raise ValueError(f"it differs by {error:.1e} of the norm: not timed")
+
+
+def measure(operation: Operation, device: str, turns: int, peak: float) -> dict[str, dict]:
+    """Figures of each form, or its error."""
+    figures: dict[str, dict] = {}
+    rounds: dict[str, list[Callable]] = {}
+    expected = operation.forms[operation.definition]()[-1]()
+    for form, make in operation.forms.items():
+        try:
+            calls = make()
+            if form not in (*operation.unchecked, operation.definition):
+                check(calls[-1](), expected, operation.bitwise, dtype_of(device))
+        except Exception as error:  # whatever a torch of another version says
+            figures[form] = {"error": str(error).splitlines()[0]}
+        else:
+            rounds[form] = calls
+    taken = in_turns({form: partial(timed, rounds[form], device) for form in rounds}, turns)
+    ms = {form: [call.ms for call in calls] for form, calls in taken.items()}
+    for form, calls in taken.items():
+        median = statistics.median(ms[form])
+        if operation.flops:
+            least_ms = 1e3 * operation.flops(form) / peak
+        else:
+            least_ms = statistics.median(ms["copy"])
+        figures[form] = {
+            "ms": quartiles(ms[form]),
+            "host_ms": quartiles([call.host_ms for call in calls]),
+            "ratio": quartiles(ratios(ms[form], ms[operation.definition])),
+            "percent_of_peak": round(100 * least_ms / median, 1),
+            **operation.more(form),
+        }
+    return figures
+
+
+# ---- attention
+
+
+class Heads(NamedTuple):
+    """A micro-batch of one size of model."""
+
+    B: int
+    T: int
+    H: int
+    D: int
+
+
+HEADS = {
+    "nano": Heads(B=8, T=256, H=4, D=32),
+    "12x256": Heads(B=4, T=512, H=8, D=32),
+    "124M": Heads(B=2, T=1024, H=12, D=64),
+    "1.3B": Heads(B=16, T=2048, H=16, D=128),
+    "toy": Heads(B=2, T=64, H=2, D=16),
+}
+ATTENTIONS = {
+    "cpu": ("dense", "plain", "groups"),
+    "cuda": ("dense", "plain", "triton", "varlen", "flex"),
+}
+BATCHES = 4  # in a round
+TOKENS_ON_GPU = 32_768  # of a batch: with fewer the host would be measured
+
+
+def real_documents(shape: Heads) -> list[Tensor]:
+    """doc_ids (B, T) of the first batches of a packed run."""
+    case = CASES["nano"]._replace(batch_tokens=shape.B * shape.T)
+    settings = Variant(f"--pack --seq-len {shape.T}").settings(case, "cpu")
+    batches = [step.batch.with_documents().doc_ids for step in steps_of(settings, "cpu", BATCHES)]
+    return [torch.where(doc_ids < 0, shape.T, doc_ids) for doc_ids in batches]
+
+
+def pieces_of_64(shape: Heads) -> list[Tensor]:
+    return BATCHES * [(torch.arange(shape.T) // 64).repeat(shape.B, 1)]
+
+
+@cache
+def compiled(function: Callable) -> Callable:
+    """Once for all batches, and only where it is asked for."""
+    return torch.compile(function, dynamic=False)
+
+
+def attention_of(form: str, doc_ids: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
+    """A function of q, k and v (B, T, H, D) each, for these documents; causal."""
+    if form in ("dense", "groups", "triton"):
+        documents = index_of(doc_ids, True, form)
+        return lambda q, k, v: packed_attention(q, k, v, documents)
+    start, end = bounds(doc_ids)
+    B, T = doc_ids.shape
+    if form == "varlen":
+        from torch.nn.attention.varlen import varlen_attn
+
+        # torch 2.10 has a flag, later ones have a window
+        has_window = "window_size" in inspect.signature(varlen_attn).parameters
+        causal = {"window_size": (-1, 0)} if has_window else {"is_causal": True}
+        first = (start == torch.arange(T, device=start.device)).flatten().nonzero()[:, 0]
+        ends = F.pad(first, (0, 1), value=B * T).int()
+        longest = int((end - start).max())
+
+        def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+            flat = (x.flatten(0, 1) for x in (q, k, v))
+            y = varlen_attn(*flat, ends, ends, longest, longest, **causal)
+            return y.view(q.shape)
+
+        return varlen
+    attention, options = F.scaled_dot_product_attention, {"is_causal": True}
+    if form == "flex":
+        from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+
+        def visible(b: Tensor, h: Tensor, q: Tensor, k: Tensor) -> Tensor:
+            return (start[b, q] <= k) & (k <= q)
+
+        mask = create_block_mask(visible, B, None, T, T, device=doc_ids.device)
+        attention, options = compiled(flex_attention), {"block_mask": mask}
+
+    def heads_first(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return attention(*(x.transpose(1, 2) for x in (q, k, v)), **options).transpose(1, 2)
+
+    return heads_first
+
+
+def attentions(size: str, device: str, turns: int) -> Iterator[Operation]:
+    shape = HEADS[size]
+    if device == "cuda":
+        shape = shape._replace(B=TOKENS_ON_GPU // shape.T)
+    B, T, H, D = shape
+    qkv = torch.randn(B, T, 3, H, D, device=device, dtype=dtype_of(device))
+    q, k, v = (x.requires_grad_() for x in qkv.unbind(2))
+    d = torch.randn(B, T, H, D, device=device, dtype=dtype_of(device))
+
+    def both_ways(function: Callable) -> list[Tensor]:
+        out = function(q, k, v)
+        return [out, *torch.autograd.grad(out, (q, k, v), d)]
+
+    for name, make in {"real": real_documents, "pieces of 64": pieces_of_64}.items():
+        documents = [doc_ids.to(device) for doc_ids in make(shape)]
+        squares = [(end - start).sum().item() for start, end in map(bounds, documents)]
+        work = statistics.mean(squares) / (B * T * T)
+
+        def calls_of(form: str, documents: list[Tensor] = documents) -> list[Callable]:
+            return [partial(both_ways, attention_of(form, doc_ids)) for doc_ids in documents]
+
+        def flops(form: str, work: float = work) -> float:
+            """Of the seven products forward and backward, of the scores that are seen."""
+            return 3.5 * 2 * B * H * D * T * T * (1 if form == "plain" else work)
+
+        def index_ms(form: str, documents: list[Tensor] = documents) -> dict:
+            if form not in ("dense", "groups", "triton"):
+                return {}
+            index = partial(timed, [partial(index_of, documents[0], True, form)], device)
+            calls = in_turns({form: index}, turns)[form]
+            return {"index_ms": quartiles([max(call) for call in calls])}  # some is the host's
+
+        yield Operation(
+            {"kernel": "packed_attention", **shape._asdict(), "documents": name, "work": work},
+            {form: partial(calls_of, form) for form in ATTENTIONS[device]},
+            definition="dense",
+            unchecked=("plain",),
+            flops=flops,
+            more=index_ms,
+        )
+
+
+# ---- loss
+
+
+class Head(NamedTuple):
+    """A micro-batch of one size of model."""
+
+    N: int  # rows of x: tokens at once
+    C: int
+    V: int
+
+
+HEAD = {
+    "nano": Head(N=4096, C=128, V=4160),
+    "124M": Head(N=4096, C=768, V=50304),
+    "350M": Head(N=4096, C=1024, V=50304),
+    "1.3B": Head(N=4096, C=2048, V=50304),
+    "toy": Head(N=64, C=8, V=96),
+}
+LOSSES = {"cpu": ("reference", "chunked"), "cuda": ("reference", "chunked", "triton", "compiled")}
+# Bytes that pass for each of N V logits, counted in the code. On a CPU the reference goes 9 times
+# over them in float32, the chunked form 11 times. On a GPU all write them in bfloat16, and two
+# products read their gradients so: 6 bytes. The reference makes them float32 (6) and their
+# logarithms (8), goes back through these (4 + 12) and to bfloat16 (6); the chunked form reads or
+# writes them 10 times in float32 and twice more in bfloat16; the kernel reads them twice and writes
+# once. What a compiler fuses is not counted.
+LOGIT_BYTES = {
+    "cpu": {"reference": 36, "chunked": 44},
+    "cuda": {"reference": 42, "chunked": 50, "triton": 12},
+}
+
+
+def inputs_of_head(head: Head, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x (N, C) and weight (V, C), which want gradients, and targets (N,), a tenth ignored."""
+    torch.manual_seed(0)
+    x = torch.randn(head.N, head.C, device=device)
+    weight = torch.randn(head.V, head.C, device=device) / head.C**0.5
+    targets = torch.randint(head.V, (head.N,), device=device)
+    targets[torch.rand(head.N, device=device) < 0.1] = IGNORE
+    return x.requires_grad_(), weight.requires_grad_(), targets
+
+
+def loss_both_ways(form: str, x: Tensor, weight: Tensor, targets: Tensor) -> list[Tensor]:
+    function, impl = linear_cross_entropy, form
+    if form == "compiled":
+        function, impl = compiled(linear_cross_entropy), "reference"
+    with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
+        loss = function(x, weight, None, targets, impl=impl)
+    return [loss, *torch.autograd.grad(loss, (x, weight))]
+
+
+def peak_bytes(head: Head, form: str, device: str) -> int:
+    """Memory of one call beyond its inputs and gradients; on a CPU resident pages, to a few MB."""
+    loss_both_ways(form, *inputs_of_head(Head(N=8, C=8, V=8), device))  # what torch loads late
+    x, weight, targets = inputs_of_head(head, device)
+
+    def high_water() -> int:
+        if device == "cuda":
+            return torch.cuda.max_memory_allocated()
+        status = Path("/proc/self/status").read_text()
+        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
+
+    if device == "cuda":
+        torch.cuda.reset_peak_memory_stats()
+    before = high_water()
+    loss_both_ways(form, x, weight, targets)
+    return max(high_water() - before - x.nbytes - weight.nbytes, 0)
+
+
+def losses(size: str, device: str, turns: int) -> Iterator[Operation]:
+    head = HEAD[size]
+    if device == "cuda":
+        head = head._replace(N=TOKENS_ON_GPU)
+    inputs = inputs_of_head(head, device)
+
+    def memory(form: str) -> dict:
+        if device == "cuda":
+            taken = peak_bytes(head, form, device)
+        else:
+            with multiprocessing.get_context("spawn").Pool(1) as pool:
+                taken = pool.apply(peak_bytes, (head, form, device))
+        figures = {"memory_gb": round(taken / 1e9, 3)}
+        if form in LOGIT_BYTES[device]:
+            matrices = 3 * (head.N + head.V) * head.C * inputs[0].element_size()
+            moved = LOGIT_BYTES[device][form] * head.N * head.V + matrices
+            figures["gb_moved"] = round(moved / 1e9, 3)
+        return figures
+
+    yield Operation(
+        {"kernel": "cross_entropy", **head._asdict()},
+        {
+            form: lambda form=form: [partial(loss_both_ways, form, *inputs)]
+            for form in LOSSES[device]
+        },
+        definition="reference",
+        flops=lambda form: 6 * head.N * head.C * head.V,
+        more=memory,
+    )
+
+
+# ---- copies
+
+
+class States(NamedTuple):
+    """A batch of hidden states."""
+
+    B: int
+    T: int
+    C: int
+
+
+STATES = {
+    "nano": States(B=8, T=256, C=128),
+    "12x256": States(B=8, T=512, C=256),
+    "124M": States(B=32, T=1024, C=768),
+    "350M": States(B=32, T=1024, C=1024),
+    "1.3B": States(B=16, T=2048, C=2048),
+    "toy": States(B=2, T=16, C=8),
+}
+COLD_BYTES = 256 << 20  # of the sets together: five times the 50 MB of cache that an H100 has
+MOST_SETS = 32
+
+
+class Inputs(NamedTuple):
+    x: Tensor  # (B, T, C), wants a gradient
+    kept: Tensor  # (B, K)
+    y: Tensor  # (B, K, C)
+    d: Tensor  # (B, T, C), the gradient from above
+
+
+def inputs_of_copies(states: States, K: int, device: str) -> Inputs:
+    B, T, C = states
+    x, y, d = (torch.randn(B, n, C, device=device, dtype=dtype_of(device)) for n in (T, K, T))
+    kept = torch.rand(B, T, device=device).topk(K, dim=1).indices.sort(dim=1).values
+    return Inputs(x.requires_grad_(), kept, y, d)
+
+
+def states_moved(operation: str, states: States, K: int) -> int:
+    """How many states an operation must read and write: what it takes in, and what it gives out.
+
+    Example:  of 4 positions 1 is kept: gather 2, scatter 8, layer (2 + 8) forward and as many back
+    """
+    moves = {"gather": 2 * K, "scatter": 2 * states.T, "layer": 4 * (K + states.T)}
+    return states.B * moves[operation]
+
+
+def row_numbers(x: Tensor, kept: Tensor) -> Tensor:
+    """Of kept positions (B, K) among all B T."""
+    B, T, _ = x.shape
+    return (kept + T * torch.arange(B, device=x.device)[:, None]).flatten()
+
+
+def take_rows(x: Tensor, kept: Tensor) -> Tensor:
+    return x.flatten(0, 1).index_select(0, row_numbers(x, kept)).view(*kept.shape, -1)
+
+
+def put_rows(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
+    return x.flatten(0, 1).index_copy(0, row_numbers(x, kept), y.flatten(0, 1)).view(x.shape)
+
+
+def copying(form: str, operation: str) -> Callable[[Inputs], list[Tensor]]:
+    take, put = partial(gather, impl=form), partial(scatter, impl=form)
+    if form == "reference":
+        take, put = reference_gather, reference_scatter
+    elif form == "compiled":  # each by itself, as a layer stands between them
+        take, put = compiled(take_rows), compiled(put_rows)
+
+    def layer(one: Inputs) -> Tensor:
+        if form in ("reference", "compiled"):
+            out = put(one.x, one.kept, take(one.x, one.kept))
+        else:
+            kept_states, rest = split(one.x, one.kept, form)
+            out = merge(rest, one.kept, kept_states, form)
+        return torch.autograd.grad(out, one.x, one.d)[0]
+
+    functions = {
+        "gather": lambda one: take(one.x.detach(), one.kept),
+        "scatter": lambda one: put(one.x.detach(), one.kept, one.y),
+        "layer": layer,
+    }
+    return lambda one: [functions[operation](one)]
+
+
+def copies(size: str, device: str, turns: int) -> Iterator[Operation]:
+    states, forms = STATES[size], ["reference", "torch"]
+    if device == "cuda" and token_drop.triton is not None:
+        forms += ["triton", "compiled"]
+    for K in (states.T // 4, states.T // 2, 3 * states.T // 4):
+        for operation in ("gather", "scatter", "layer"):
+            one = inputs_of_copies(states, K, device)
+            moved = states_moved(operation, states, K) * states.C * one.x.element_size()
+            sets = min(MOST_SETS, 1 + COLD_BYTES // moved) if device == "cuda" else 1
+            inputs = [*(inputs_of_copies(states, K, device) for _ in range(sets - 1)), one]
+            target = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+            sources = [torch.ones_like(target) for _ in range(sets)]
+
+            def calls_of(form: str, operation: str = operation, inputs=inputs) -> list[Callable]:
+                function = copying(form, operation)
+                return [partial(function, each) for each in inputs]
+
+            def plain_copies(target: Tensor = target, sources=sources) -> list[Callable]:
+                return [partial(target.copy_, source) for source in sources]
+
+            about = {"kernel": "token_drop", **states._asdict(), "K": K, "operation": operation}
+            yield Operation(
+                about | {"bytes_moved": moved},
+                {form: partial(calls_of, form) for form in forms} | {"copy": plain_copies},
+                definition="reference",
+                bitwise=True,
+                unchecked=("copy",),
+            )
+
+
+OPERATORS = {"attention": (attentions, HEADS), "loss": (losses, HEAD), "copies": (copies, STATES)}
+SIZES = {"cpu": ("nano", "12x256", "124M"), "cuda": ("124M", "350M", "1.3B")}
+
+
+def main() -> None:
+    parser = command_line(__doc__, turns=11)
+    parser.add_argument("operators", nargs="*", help=f"of {', '.join(OPERATORS)} (default: all)")
+    parser.add_argument("--size", choices=HEADS | STATES, nargs="+", help="(default: by --device)")
+    args = parser.parse_args()
+    for name in args.operators:
+        if name not in OPERATORS:
+            raise ValueError(f"there is no operator {name}: choose from {', '.join(OPERATORS)}")
+    peak = peak_flops(args.device)
+    keep = recorder("kernels", args, turns=args.turns, peak_tflops=round(peak / 1e12, 3))
+    wrong = []
+    for name in args.operators or OPERATORS:
+        operations, sizes = OPERATORS[name]
+        for size in args.size or SIZES[args.device]:
+            torch.manual_seed(0)
+            for operation in operations(size, args.device, args.turns) if size in sizes else ():
+                if args.device == "cuda":
+                    torch.compiler.reset()  # else the ninth shape would run uncompiled
+                figures = measure(operation, args.device, args.turns, peak)
+                about = {"size": size} | operation.about
+                keep(about | {"forms": figures})  # a record a case: what is cut off leaves others
+                print("\n" + ", ".join(f"{key} {value}" for key, value in about.items()))
+                wrong += show(figures, operation.definition)
+    if wrong:
+        raise ValueError(f"not all forms were timed: {wrong[0]}")
+
+
+def show(figures: dict[str, dict], definition: str) -> list[str]:
+    """Print the figures of an operation; the forms that are wrong, with what is wrong."""
+    wrong = []
+    for form, figure in figures.items():
+        if "error" in figure:
+            wrong.append(f"{form}: {figure['error']}")
+            print(f"{form:>10} {figure['error']}", flush=True)
+            continue
+        (low, median, high), ratio = figure["ms"], figure["ratio"][1]
+        rest = {
+            name: figure[name] for name in ("index_ms", "memory_gb", "gb_moved") if name in figure
+        }
+        print(
+            f"{form:>10} {median:9.4f} ms [{low:.4f}, {high:.4f}]  {ratio:.3f} of {definition},"
+            f" {figure['percent_of_peak']} % of peak, host {figure['host_ms'][1]:.4f} ms"
+            + "".join(f", {name} {value}" for name, value in rest.items()),
+            flush=True,
+        )
+    return wrong
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)

@@ -1,0 +1,387 @@
+"""How fast data is prepared, analysed and chosen.
+
+    prepare    documents a second of prepare.py beside tiktoken's encode_ordinary_batch on the same
+               texts, which are in memory then, with as many threads. A ratio of 1 means that
+               reading, parsing, splitting off held-out documents, hashing and writing cost no time
+    analysis   analyze.py on the embedded corpus repeated to --tokens, with 1 and 2 workers in
+               turns, each a fresh process; its memory is the resident pages of it and its workers.
+               Then what these rates mean for 300 G and 15 T tokens on many cores
+    sampling   opening a finished index of --samples samples, drawing 10,000 batches from half and
+               all of it and from where two metrics meet, and the memory that they leave behind;
+               rows of the stream first, then as many documents, whose table is made once
+
+The index has an order that is a multiplication modulo the number of samples: a true permutation of
+which no list is ever in memory. The tokens of its stores are a hole in a file, since drawing reads
+none. All lies in a temporary folder (analysis 2 GB, sampling 40 GB by default, where TMPDIR says)
+and in the page cache when the clock starts, unless a figure says cold. Not measured: a slower disk,
+torchrun over several machines, a user's own metric.
+
+    python bench/rates.py prepare --corpus corpus/pd-mix.jsonl.gz --tokenizer gpt2 --record
+    python bench/rates.py analysis --record                           # some minutes
+    python bench/rates.py sampling --samples 1e6                      # does it work?
+"""
+
+import argparse
+import gc
+import json
+import math
+import os
+import re
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+import tiktoken
+from record import ROOT, Figures, command_line, ratios, recorder, significant
+from turns import in_turns
+
+import plan
+from analyze import MOST_SHARDS, SHARD
+from curriculum import Curriculum, CurriculumConfig, Stage, parse_metrics
+from difficulty import fingerprint, opened
+from prepare import embedded_store, prepare
+from support.base.runtime import exit_cleanly
+from support.rows.samples import Samples
+from support.text.reading import read_documents
+from support.text.store import Store
+from support.text.tokenizer import get_encoding
+
+
+def seconds_of(action: Callable[[], object]) -> float:
+    began = time.perf_counter()
+    action()
+    return time.perf_counter() - began
+
+
+# ---- prepare
+
+
+def measure_prepare(args: argparse.Namespace, folder: Path) -> dict:
+    path, name = args.corpus, args.tokenizer
+    encoding, threads = get_encoding(name), os.cpu_count() or 1
+    texts = [document.text for document in read_documents([path]) if document.text]
+
+    def prepared() -> None:
+        shutil.rmtree(folder / "store", ignore_errors=True)
+        prepare([path], folder / "store", encoding, name)
+
+    encode = partial(encoding.encode_ordinary_batch, texts, num_threads=threads)
+    variants = {"encode": partial(seconds_of, encode), "prepare": partial(seconds_of, prepared)}
+    taken = in_turns(variants, args.turns)
+    figures = Figures(
+        tiktoken=tiktoken.__version__,
+        corpus=path.name,
+        tokenizer=name,
+        encoding_threads=threads,
+        bytes=sum(len(text.encode()) for text in texts),
+    )
+    figures.add("documents", len(texts))
+    for what, seconds in taken.items():
+        figures.add(f"{what}_documents_per_s", [len(texts) / s for s in seconds])
+    figures.add("ratio", ratios(taken["encode"], taken["prepare"]))
+    return figures
+
+
+# ---- made-up stores
+
+SEQ_LEN, METRICS = 2048, ("rarity", "length")
+CHUNK = 1 << 24  # numbers written at once
+
+
+def write_meta(folder: Path, tokens: int, documents: int) -> None:
+    """The embedded corpus's meta.json with these counts; its sha256 sums are not those of files."""
+    counts = {"tokens": tokens, "documents": documents}
+    counts |= {f"train_{name}": count for name, count in counts.items()}
+    meta = Store.open(embedded_store("pd4k")).meta | counts
+    meta.pop("sources", None)
+    (folder / "meta.json").write_text(json.dumps(meta))
+
+
+def write_repeated(folder: Path, tokens: int) -> int:
+    """The training documents of the embedded corpus, again and again; how many tokens that is."""
+    store = Store.open(embedded_store("pd4k"))
+    part, starts = store.tokens[: store.train_tokens], store.offsets[: store.train_documents]
+    times = math.ceil(tokens / len(part))
+    folder.mkdir()
+    with open(folder / "tokens.bin", "wb") as text, open(folder / "documents.idx", "wb") as index:
+        for i in range(times):
+            text.write(part)
+            index.write(starts + i * len(part))
+        index.write(np.array([times * len(part)]))
+    write_meta(folder, times * len(part), times * len(starts))
+    return times * len(part)
+
+
+def write_hollow(folder: Path, offsets: Iterable[np.ndarray]) -> None:
+    """A store with these offsets, whose tokens are all 0 and take no room on the disk."""
+    folder.mkdir()
+    written = 0
+    with open(folder / "documents.idx", "wb") as file:
+        for part in offsets:
+            file.write(part)
+            written += len(part)
+            tokens = int(part[-1])
+    with open(folder / "tokens.bin", "wb") as file:
+        file.truncate(2 * tokens)
+    write_meta(folder, tokens, written - 1)
+
+
+# ---- analysis
+
+PLANNED, CORES = (300e9, 15e12), (1, 2, 16, 64, 1024)
+
+
+class Run(NamedTuple):
+    """One analysis."""
+
+    seconds: float
+    merge_seconds: float  # of it, to the length of a poll or two
+    peak_bytes: int
+
+
+def resident_bytes(pid: int) -> int:
+    """Resident memory of a process and of all that it started."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        children = " ".join((thread / "children").read_text() for thread in threads)
+    except OSError:  # it has ended meanwhile
+        return 0
+    own = re.search(r"VmRSS:\s+(\d+) kB", status)
+    return (1024 * int(own[1]) if own else 0) + sum(map(resident_bytes, map(int, children.split())))
+
+
+def is_merging(out: Path) -> bool:
+    """Whether the files of some index were begun and not all indexes are whole."""
+    begun = any(out.rglob("*values.bin*"))
+    return begun and len(list(out.glob("*/*/index.json"))) < len(METRICS)
+
+
+def analyze(store: Path, out: Path, workers: int) -> Run:
+    """Run analyze.py in a fresh process and watch it."""
+    command = [sys.executable, str(ROOT / "analyze.py"), str(store), "--out", str(out)]
+    command += ["--metric", ",".join(METRICS), "--samples", "pieces", "--seq-len", str(SEQ_LEN)]
+    command += ["--workers", str(workers)]
+    peak, merging = 0, []
+    with tempfile.TemporaryFile("w+") as log:
+        began = time.perf_counter()
+        process = subprocess.Popen(command, stdout=log, stderr=log)
+        while process.poll() is None:
+            peak = max(peak, resident_bytes(process.pid))
+            if is_merging(out):
+                merging.append(time.perf_counter())
+            time.sleep(0.03 if workers == 1 else 0.2)  # on two cores this would be a third load
+        seconds = time.perf_counter() - began
+        if process.returncode:
+            log.seek(0)
+            raise ValueError(f"{' '.join(command)}: {log.read()[-1000:]}")
+    shutil.rmtree(out)
+    return Run(seconds, merging[-1] - merging[0] if merging else 0.0, peak)
+
+
+def measure_analysis(args: argparse.Namespace, folder: Path) -> dict:
+    tokens = write_repeated(folder / "store", int(args.tokens))
+    write_repeated(folder / "few", 1)
+    samples = len(Samples(Store.open(folder / "store"), "pieces", SEQ_LEN))
+    one, two, few = (
+        partial(analyze, folder / store, folder / "out", workers)
+        for store, workers in (("store", 1), ("store", 2), ("few", 1))
+    )
+    runs = in_turns({"1": one, "2": two, "few": few}, args.turns)
+    seconds = {name: [run.seconds for run in taken] for name, taken in runs.items()}
+    start = statistics.median(seconds["few"])
+    work = {name: [max(s - start, 1e-3) for s in taken] for name, taken in seconds.items()}
+    merge = [max(run.merge_seconds, 1e-3) for run in runs["1"]]
+    figures = Figures(tokens=tokens, samples=samples)
+    figures.add("start_s", seconds["few"])
+    figures.add("tokens_per_s", [tokens / s for s in seconds["1"]], ">= 30e6")
+    figures.add("tokens_per_s_2_workers", [tokens / s for s in seconds["2"]])
+    figures.add("ratio_2_to_1", ratios(work["1"], work["2"]), ">= 1.7")  # without the start
+    figures.add("ratio_2_to_1_with_start", ratios(seconds["1"], seconds["2"]))
+    for workers, name in (("1", "peak_resident_gb"), ("2", "peak_resident_gb_2_workers")):
+        figures.add(name, [run.peak_bytes / 1e9 for run in runs[workers]], "<= 1.5")
+    mapping = [max(s - m, 1e-3) for s, m in zip(work["1"], merge, strict=True)]
+    figures.add("map_tokens_per_s", [tokens / s for s in mapping])
+    figures.add("merge_samples_per_s", [len(METRICS) * samples / s for s in merge])
+    return {"analysis": figures, "plan": planned(figures)}
+
+
+def planned(rates: Figures) -> dict:
+    """Hours and bytes at sizes that were not measured: one metric whose values have 4 bytes.
+
+    Assumed: the measured rate on a core, twice-over what 2 workers make of it on more cores, as far
+    as there are shards; then the merge by one thread; disks that keep up with all of it.
+    """
+    names = ("map_tokens_per_s", "ratio_2_to_1", "merge_samples_per_s")
+    map_rate, ratio, merge_rate = (rates[name][1] for name in names)
+    plans = {}
+    for tokens in PLANNED:
+        samples = -(-int(tokens) // SEQ_LEN)
+        shards = -(-samples // max(SHARD, -(-samples // MOST_SHARDS)))
+        merge_hours = samples / merge_rate / 3600
+        values_gb = samples * 4 / 1e9
+        order_gb = samples * (4 if samples < 2**32 else 8) / 1e9  # as analyze.py chooses ids
+        figures = {"merge_hours": merge_hours, "values_gb": values_gb, "order_gb": order_gb}
+        for cores in CORES:
+            at_once = shards / -(-shards // cores)  # the last round of shards leaves cores idle
+            map_hours = tokens / (map_rate * max(at_once * ratio / 2, 1)) / 3600
+            figures[f"hours_on_{cores}"] = map_hours + merge_hours
+        plans[f"{tokens:g}"] = {name: significant(value, 3) for name, value in figures.items()}
+        print(f"  {tokens:g} tokens: {plans[f'{tokens:g}']}")
+    return plans
+
+
+# ---- sampling
+
+BATCH = 1024  # samples of a global batch
+BATCHES = 10_000
+SHARES = (0.618034, 0.414214)  # of all samples, from one rank to the next: far by either metric
+BUDGET = 1000  # tokens of the run whose curriculum is asked; the number does not matter
+SEED = 1337
+
+
+def write_index(folder: Path, share: float, n: int, print_of_samples: str) -> None:
+    """An index with the order i -> (a i + c) mod n, and values that ascend along it.
+
+    Values of float32 tie up to 64 samples in a billion; these are not ordered by id.
+    """
+    a, c = max(int(share * n), 1), n // 3
+    while math.gcd(a, n) > 1:
+        a += 1
+    back = pow(a, -1, n)  # the rank of sample s is back (s - c) mod n
+    folder.mkdir(parents=True)
+    files = {"order": (a, c, np.uint32), "values": (back, -c * back, np.float32)}
+    for name, (factor, shift, dtype) in files.items():
+        steps = np.arange(min(CHUNK, n), dtype=np.uint64) * np.uint64(factor) % np.uint64(n)
+        with open(folder / f"{name}.bin", "wb") as file:
+            for first in range(0, n, CHUNK):
+                numbers = steps[: n - first] + np.uint64((first * factor + shift) % n)
+                numbers -= (numbers >= n) * np.uint64(n)
+                file.write(numbers.astype(dtype))
+            os.fsync(file.fileno())
+    about = {"fingerprint": print_of_samples, "samples": n, "values": "float32", "order": "uint32"}
+    (folder / "index.json").write_text(json.dumps(about))
+
+
+def offsets_of_documents(n: int) -> Iterator[np.ndarray]:
+    """Documents of random lengths, each of which is one sample."""
+    random, last = np.random.default_rng(0), 0
+    yield np.zeros(1, np.int64)
+    for first in range(0, n, CHUNK):
+        lengths = random.integers(2, SEQ_LEN, min(CHUNK, n - first), np.int64)
+        yield last + np.cumsum(lengths)
+        last += int(lengths.sum())
+
+
+def open_samples(folder: Path, kind: str) -> Samples:
+    return Samples(Store.open(folder), kind, SEQ_LEN)
+
+
+def open_curriculum(samples: Samples, folder: Path, names: tuple[str, ...], percent: int) -> Stage:
+    """What a run does before its first step: open indexes, check the pacings, size the pool.
+
+    Returns: the stage in which the easiest `percent` by each metric may be drawn
+    """
+    indexes = opened(folder, {name: fingerprint(samples, name) for name in names})
+    pace = f"discrete:{percent}@1:100"
+    config = CurriculumConfig(metric=",".join(names), pace=",".join([pace] * len(names)))
+    return Curriculum(parse_metrics(config, SEQ_LEN), BUDGET, SEQ_LEN, indexes).at(0)
+
+
+def milliseconds(action: Callable[[], object], times: int) -> np.ndarray:
+    """Of each call; the array is touched first, so that memory does not grow."""
+    taken = np.ones(times)
+    for i in range(times):
+        taken[i] = 1e3 * seconds_of(action)
+    return taken
+
+
+def own_megabytes() -> float:
+    """Of this process, without the mapped pages of files, which are the page cache's."""
+    text = Path("/proc/self/smaps_rollup").read_text()
+    return int(re.search(r"Anonymous:\s+(\d+) kB", text)[1]) / 1e3
+
+
+def measure_draws(samples: Samples, pool, where: str, batches: int, figures: Figures) -> None:
+    """Draw batch after batch; the time of each, and what memory they left behind."""
+    first = 0
+
+    def draw_next() -> None:
+        nonlocal first
+        drawn = plan.draw(samples, pool, first=first, count=BATCH, stage_start=0, seed=SEED)
+        first = drawn.next_sample
+
+    draw_next()
+    before = own_megabytes()
+    taken = milliseconds(draw_next, batches)
+    after = own_megabytes()
+    figures.add(f"batch_ms_{where}", taken, "" if where.startswith("of_two") else "<= 1")
+    figures.add(f"own_mb_grown_{where}", round(after - before, 1), "0, about")
+
+
+def measure_sampling(args: argparse.Namespace, folder: Path) -> dict:
+    n = int(args.samples)
+    if not 100 <= n < 2**32:
+        raise ValueError(f"--samples {n:,}: choose 100 to 2^32 - 1, since ids are uint32")
+    figures, index = Figures(samples=n, batch=BATCH), folder / "index"
+    write_hollow(folder / "stream", [np.array([0, n * SEQ_LEN])])
+    rows = open_samples(folder / "stream", "rows")
+    for name, share in zip(METRICS, SHARES, strict=True):
+        write_index(index / name, share, n, fingerprint(rows, name))
+    one, two = (
+        partial(open_curriculum, rows, index, METRICS[:1]),
+        partial(open_curriculum, rows, index, METRICS),
+    )
+    figures.add("open_ms", milliseconds(partial(one, 50), 20), "<= 50")
+    figures.add("open_two_metrics_ms", milliseconds(partial(two, 50), 5))
+    for percent in (50, 100):  # at 100 percent a run draws without the index
+        measure_draws(rows, one(percent).pool, f"at_{percent}", BATCHES, figures)
+    for percent in (50, 10):
+        measure_draws(rows, two(percent).pool, f"of_two_at_{percent}", BATCHES // 10, figures)
+
+    write_hollow(folder / "documents", offsets_of_documents(n))
+    opening = partial(open_samples, folder / "documents", "pieces")
+    figures.add("table_made_s", round(seconds_of(opening), 1))  # once a store and sample length
+    figures.add("open_documents_ms", milliseconds(opening, 20), "<= 50")
+    measure_draws(opening(), one(50).pool, "documents_at_50", BATCHES, figures)
+
+    gc.collect()  # what is mapped stays in the page cache
+    for path in index.glob("*/*.bin"):
+        with open(path) as file:
+            os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
+    figures.add("open_cold_ms", milliseconds(partial(one, 50), 1))
+    return {"sampling": figures}
+
+
+MEASURES = {  # and the file of its records
+    "prepare": (measure_prepare, "prepare"),
+    "analysis": (measure_analysis, "curriculum"),
+    "sampling": (measure_sampling, "curriculum"),
+}
+
+
+def main() -> None:
+    parser = command_line(__doc__, turns=5)
+    parser.add_argument("what", choices=MEASURES)
+    parser.add_argument("--corpus", type=Path, default=ROOT / "corpus/pd-mix.jsonl.gz")
+    parser.add_argument("--tokenizer", default="pd4k", help="of prepare (pd4k)")
+    parser.add_argument("--tokens", type=float, default=1e9, help="to analyse (1e9)")
+    parser.add_argument("--samples", type=float, default=1e9, help="of the index (1e9)")
+    args = parser.parse_args()
+    measure, file = MEASURES[args.what]
+    keep = recorder(file, args, turns=args.turns)
+    print(args.what)
+    with tempfile.TemporaryDirectory() as folder:
+        keep(measure(args, Path(folder)))
+
+
+if __name__ == "__main__":
+    exit_cleanly(main)
