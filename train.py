@@ -255,7 +255,7 @@ def assemble(
     model: Transformer,
     runtime: Runtime,
     rows_at_once: int,
-    poll: Callable[[str, int, int], None],
+    poll: Callable[[str, int, int], None] = lambda what, done, of: None,
     state: dict | None = None,
 ) -> "Trainer":
     """Put a model together with all that acts on it. The order matters, line by line.

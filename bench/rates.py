@@ -45,12 +45,13 @@ from turns import in_turns
 
 import plan
 from analyze import MOST_SHARDS, SHARD
-from curriculum import Curriculum, CurriculumConfig, Stage, parse_metrics
+from curriculum import Curriculum, CurriculumConfig, parse_metrics
 from difficulty import fingerprint, opened
 from prepare import embedded_store, prepare
 from support.base.runtime import exit_cleanly
+from support.rows.ranking import Stage
 from support.rows.samples import Samples
-from support.text.reading import read_documents
+from support.text.reading import input_files, read_documents
 from support.text.store import Store
 from support.text.tokenizer import get_encoding
 
@@ -67,7 +68,7 @@ def seconds_of(action: Callable[[], object]) -> float:
 def measure_prepare(args: argparse.Namespace, folder: Path) -> dict:
     path, name = args.corpus, args.tokenizer
     encoding, threads = get_encoding(name), os.cpu_count() or 1
-    texts = [document.text for document in read_documents([path]) if document.text]
+    texts = [document.text for document in read_documents(input_files([path])) if document.text]
 
     def prepared() -> None:
         shutil.rmtree(folder / "store", ignore_errors=True)

@@ -163,7 +163,13 @@ def trainer_of(
     """A model assembled as train.py does it; all rows at once unless --micro-batch-size is set."""
     rows = settings.optim.batch_tokens // settings.data.seq_len
     at_once = settings.optim.micro_batch_size or rows
-    return assemble(settings, model, runtime.start(device, "auto"), at_once, state)
+    return assemble(
+        settings,
+        model=model,
+        runtime=runtime.start(device, "auto"),
+        rows_at_once=at_once,
+        state=state,
+    )
 
 
 def build_ours(case: Case, variant: Variant, device: str, flags: str = "") -> Callable:

@@ -55,7 +55,7 @@ def counted(line: str):
     at_once = (
         settings.optim.micro_batch_size or settings.optim.batch_tokens // settings.data.seq_len
     )
-    trainer = assemble(settings, Transformer(shape), ONE, at_once)
+    trainer = assemble(settings, model=Transformer(shape), runtime=ONE, rows_at_once=at_once)
     with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter:
         trainer.step(step)
     return flops_of_step(settings, trainer.work, step), counter.get_total_flops(), trainer, step

@@ -187,7 +187,7 @@ def test_activations_are_those_that_autograd_keeps():
             return tensor
 
         rerun = settings.run.checkpoint_activations
-        run_block = train.run_block_of(settings, None, None, 0, Batch.blank(3, T))
+        run_block = train.run_block_of(settings, {}, None, 0, Batch.blank(3, T))
         tokens = torch.randint(300, (3, T))
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
             x = model.hidden_states(tokens, run_block=run_block)
