@@ -22,9 +22,9 @@ from curriculum import (
     one_each,
     pace,
     parse_pace,
-    reshape,
 )
 from support.rows.ranking import Ranking, Rankings
+from support.rows.samples import reshape
 
 FEW = settings(max_examples=40, deadline=None)
 

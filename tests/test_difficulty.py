@@ -25,6 +25,7 @@ import analyze
 import curriculum
 import difficulty
 from difficulty import fingerprint
+from support.rows.ranking import LENGTHS
 from support.rows.samples import KINDS
 
 pytestmark = pytest.mark.usefixtures("new_process")
@@ -82,7 +83,7 @@ def test_length_rarity_of_the_longest_samples():
 
 
 def test_the_help_names_every_metric():
-    names = [*curriculum.LENGTHS, *difficulty.METRICS, "path.py:name"]
+    names = [*LENGTHS, *difficulty.METRICS, "path.py:name"]
     assert curriculum.METRICS.split(", ") == names
 
 
@@ -90,7 +91,7 @@ def test_the_help_names_every_metric():
 def test_a_metric_is_refused_where_it_says_nothing(kind):
     """Rows all have one length, and only rows can be reshaped."""
     refused = ["length", "length-rarity"] if kind == "rows" else ["seqlen-reshape"]
-    for name in (*curriculum.LENGTHS, *difficulty.METRICS):
+    for name in (*LENGTHS, *difficulty.METRICS):
         if name not in refused:
             difficulty.check_metrics([name], 256, kind)
             continue

@@ -81,8 +81,8 @@ def test_off_is_absent(run, log_of, monkeypatch):
     for module, names in (
         (ltd, ["kept_tokens", "draw", "run_kept", "token_dropping"]),
         (model, ["checkpoint"]),
-        (curriculum, ["pace", "discrete", "parse_metrics", "reshape", "Curriculum"]),
-        (plan, ["ready", "Curriculum"]),
+        (curriculum, ["pace", "discrete", "parse_metrics", "Curriculum"]),
+        (plan, ["ready", "reshape"]),
         (packing, ["pack_lengths"]),
         (plan, ["balanced"]),  # evaluation packs with its own import
     ):
@@ -272,20 +272,6 @@ def test_a_run_that_truncates_says_what_it_leaves_out(run, store_dir, flags, cap
     assert "--long" not in capsys.readouterr().out
     evals = [[line for line in run if line["event"] == "eval"] for run in (truncated, split)]
     assert evals[0][-1]["targets"] == evals[1][-1]["targets"], "held-out text is whole either way"
-
-
-def test_a_packed_run_from_before_pack_batch_goes_on_as_it_began(run, tmp_path):
-    """In full rows, also a BERT's, which would take documents today."""
-    flags = "--model bert --pack --pack-batch rows"
-    whole = metrics(run(flags, out="whole"))
-    run(flags, out="old")
-    about = json.loads((tmp_path / "old/config.json").read_text())
-    for name in ("data.long", "pack.batch"):
-        del about["config"][name]
-    (tmp_path / "old/config.json").write_text(json.dumps(about))
-    sorted((tmp_path / "old").glob("step-*.pt"))[-1].unlink()
-    assert train.main(["--resume", "--out", "old"]) == 0
-    assert metrics(read_log(tmp_path / "old")) == whole
 
 
 @pytest.mark.parametrize(
