@@ -24,7 +24,7 @@ from dry_run import Point, Times, evaluations, picks, saves, steps_of, total, wa
 from kernels import cross_entropy
 from model import TransformerConfig
 from plan import Plan
-from support.base.clock import Clock, blocks_at, due
+from support.base.clock import Clock, Position, blocks_at, due
 from support.base.runtime import Runtime
 from support.rows.batch import Batch
 from support.step import machine, memory
@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_is_forecast_from_where_it_stands(log_of, store_dir):
     lines = [line for line in log_of("") if line["event"] == "train"]
     middle = lines[4]
     fields = {name: middle[name] for name in ("step", "consumed_tokens", "real_tokens", "flops")}
-    rest = planned("", store_dir, clock=Clock(**fields, samples_drawn=5))
+    rest = planned("", store_dir, clock=Clock(**fields, position=Position(first_draw=5)))
     assert rest[0].clock.step == 5 and steps_of(rest) == len(lines) - 5
     assert total(rest, lambda p: p.flops) == lines[-1]["flops"] - middle["flops"]
     assert planned("", store_dir, clock=Clock(consumed_tokens=4096)) == []
@@ -135,7 +135,11 @@ def test_what_does_not_fit_is_said_and_not_tried(store_dir, tmp_path, monkeypatc
     monkeypatch.chdir(tmp_path)
     begin = train.start
     monkeypatch.setattr(train, "start", lambda *a: replace(begin(*a), device_free=1_000_000))
-    monkeypatch.setattr(train, "assemble", None)  # which a call would find out
+
+    def never(*_, **__):
+        raise AssertionError("a trainer was put together")
+
+    monkeypatch.setattr(train, "assemble", never)
     out = dry("", store_dir, capsys)
     assert "time: unknown" in out and "1 at once a rank (of 8, what 0.0 GB free have" in out
 

@@ -223,8 +223,10 @@ def test_ranks_share_the_rows_of_one_process(store, flags, world):
     ):
         assert {part.after for part in parts} == {whole.after}
         assert {part.targets for part in parts} == {whole.targets}
-        logged = {"batch": None, "predicted": None}
+        logged = {"batch": None, "predicted": None, "laid": None}
         assert parts[0]._replace(**logged) == whole._replace(**logged), "what is logged"
+        assert np.array_equal(parts[0].laid.lengths, whole.laid.lengths)
+        assert np.array_equal(parts[0].laid.offsets, whole.laid.offsets)
         assert len({part.batch.tokens.shape for part in parts}) == 1, "as many rows on each rank"
         R = len(whole.batch.tokens)
         for field in ("tokens", "targets"):

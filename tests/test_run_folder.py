@@ -109,7 +109,7 @@ def test_a_run_goes_on_with_its_own_text_only(folder, store_dir, tmp_path):
 def test_settings_and_checkpoints_of_another_version_are_one_line(folder):
     newest = checkpoint.find(folder, "last")
     state = checkpoint.load(newest)
-    state["clock"]["draws"] = state["clock"].pop("samples_drawn")
+    state["clock"]["draws"] = state["clock"].pop("real_tokens")
     checkpoint.save(folder, state, step=state["step"])
     refused(folder, r"is of another version of train\.py: start a new run")
     file = folder / "config.json"

@@ -349,7 +349,7 @@ def check_compiled_ahead(runtime: Runtime) -> Iterator[tuple[str, float, float]]
     """The step that --compile makes in advance leaves neither weights nor gradients changed."""
     ours = Trained(gpt(), runtime)
     before = {name: whole(p).clone() for name, p in ours.optimizers.parameters.items()}
-    trainer = SimpleNamespace(model=ours.model, runtime=runtime, held=None)
+    trainer = SimpleNamespace(model=ours.model, runtime=runtime, edits={})
     run_once(trainer, Config(), rows_of(ours.model, 0, 1))
     yield "run once", distance(ours.optimizers.parameters, before), 0.0
     assert all(p.grad is None for p in ours.optimizers.parameters.values())
