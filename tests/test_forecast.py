@@ -141,7 +141,7 @@ def test_what_does_not_fit_is_said_and_not_tried(store_dir, tmp_path, monkeypatc
 
     monkeypatch.setattr(train, "assemble", never)
     out = dry("", store_dir, capsys)
-    assert "time: unknown" in out and "1 at once a rank (of 8, what 0.0 GB free have" in out
+    assert "time: unknown" in out and "1 at once a rank (of 8, by estimate 0.0 GB free have" in out
 
 
 def said_by_rank(flags: list[str]) -> int:
