@@ -64,6 +64,8 @@ from support.step.placement import Placement
 from support.step.sizes import empty_model
 from support.weights.initial import initial_model, model_size
 
+SAMPLE_TOKENS = 100  # written at the end of a run
+
 
 def main(argv: list[str] | None = None) -> int:
     settings, folder = config.parse_or_resume(sys.argv[1:] if argv is None else argv)
@@ -218,7 +220,9 @@ def finish(run: Run, data: Data, poll: Poll) -> None:
         random = generator(torch.device("cpu"), s.run.seed, "sample")
         # a row that grows would compile each time
         with runtime.autocast(), torch.compiler.set_stance("force_eager"):
-            pieces = sample.write(run.trainer.model, data.encoding, "", 100, generator=random)
+            pieces = sample.write(
+                run.trainer.model, data.encoding, "", SAMPLE_TOKENS, generator=random
+            )
             text = "".join(pieces)
         run.log.write("sample", step=run.clock.step, text=text)
         runtime.say(f"a sample:\n{textwrap.indent(text, '    ')}")

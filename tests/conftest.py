@@ -39,6 +39,8 @@ from support.base.runtime import exit_cleanly
 from support.rows.samples import samples_of
 from support.text.tokenizer import get_encoding
 
+train.SAMPLE_TOKENS = 3  # the whole one takes half of the time of a tiny run
+
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
 SMALL = (

@@ -23,15 +23,6 @@ FEW = (
 )
 
 
-@pytest.fixture(scope="module", autouse=True)
-def short_sample():
-    """A run ends with a text of three tokens: one of a hundred takes as long as its steps."""
-    write = sample.write
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sample, "write", lambda *given, **o: write(*given[:3], min(given[3], 3), **o))
-        yield
-
-
 @pytest.fixture(scope="module")
 def run_of(store_dir, tmp_path_factory):
     """The folder of a run of four steps that others begin with: run_of("--pos learned")"""
