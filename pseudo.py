@@ -51,9 +51,9 @@ STATES, BEGINNINGS = ("reset", "rescale", "copy"), ("copy", "identity")
 
 @dataclass(frozen=True)
 class PseudoConfig:
-    on: bool = flag(False, "begin with a shadow of the model, whose layers share weights")
+    on: bool = flag(False, "start with a smaller model, whose layers share weights")
     group: int | None = flag(
-        None, "layers of the unit that is used again and again (default: up to 4)", least=1
+        None, "layers of the unit that is repeated (default: up to 4)", least=1
     )
     until: str | None = flag(
         None,
@@ -61,12 +61,12 @@ class PseudoConfig:
         " 0.75); 0.05,0.1: units double on the way; adaptive: when a weight's uses disagree",
     )
     state: str = flag(
-        "reset", "what the optimizers know of a layer that gets its own weights", choices=STATES
+        "reset", "optimizer state of a layer that gets its own weights", choices=STATES
     )
     layers: int | None = flag(
-        None, "begin with so many of the layers (default: all; then no unit is shared)", least=1
+        None, "start with only this many layers (default: all; then no unit is shared)", least=1
     )
-    new: str = flag("copy", "what a layer that was not there begins as", choices=BEGINNINGS)
+    new: str = flag("copy", "how an added layer starts", choices=BEGINNINGS)
 
 
 # ---- stages
