@@ -7,10 +7,12 @@
     collate       Rows -> Batch                                             support/rows/batch.py
     mask_tokens   Batch -> Batch, with what a BERT has to guess             support/rows/bert.py
 
-Which samples are drawn and how pieces share a row is decided in plan.py:
+train.main opens the store (`open_data`). plan.py decides the rest for every step: the curriculum's
+`Stage` says how long a piece may be and which pool is drawn from, and one of three ways makes rows:
 
-    Plan.__call__ ── plain_rows ──── draw ── a piece a row ───────────────┬── Plan.batch ── collate
-                 └── packed_rows ─── draw ── cut ── packing.pack_lengths ─┘   of this rank's rows
+    Plan.__call__ ── truncated_rows ── draw ── a piece a row ──────────────────┬── Plan.batch
+                 ├── reshaped_rows ─── draw ── reshape ────────────────────────┤   collate, for
+                 └── packed_rows ───── draw ── cut ── pack_lengths ── balanced ┘   this rank's rows
 
 A GPT reads a piece of the store like this:
 

@@ -283,7 +283,8 @@ class Offloaded:
     def step(self, update: Callable[[], None]) -> None:
         """Move what stays on the device, then part by part what is on the host.
 
-        A part's new weights travel to the device while the host moves the next part.
+        A part's new weights travel to the device while the host moves the next part. Gradients
+        were clipped in place, so what is taken from the optimizers here is given back clipped.
 
         Args: update moves every tensor that has a gradient, and frees the gradient
         """

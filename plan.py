@@ -29,7 +29,7 @@ position says at which draw the window begins, and how many of its rows were tak
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 import torch
@@ -50,6 +50,9 @@ from support.rows.packs import balanced
 from support.rows.ranking import Pool, Rankings, Stage
 from support.rows.samples import MULTIPLE, cut, reshape
 from support.step.flops import Laid
+
+if TYPE_CHECKING:
+    from curriculum import Curriculum
 
 
 class Step(NamedTuple):
@@ -119,22 +122,21 @@ class Plan:
         self.extra = self.samples.special_tokens  # of every piece
         if settings.model.nsp:
             check_pairs(self.samples)
-        stages = [
-            technique.stages(settings, self.rankings)
-            for technique in techniques_on(settings)
-            if technique.stages
-        ]
-        self.curriculum = stages[0] if stages else None
+        self.curriculum: Curriculum | None = None  # the one technique that has stages
+        for technique in techniques_on(settings):
+            if technique.stages:
+                self.curriculum = technique.stages(settings, self.rankings)
 
     def __call__(self, clock: Clock) -> Step:
         s = self.settings
-        stage = self.stage_at(clock.consumed_tokens)
-        if s.pack.on:
+        if s.pack.on:  # a window keeps the stage that it began with
             chosen = self.packed_rows(clock)
-        elif stage.max_piece_len < self.seq_len and self.curriculum.reshapes:
-            chosen = self.reshaped_rows(clock, stage)
         else:
-            chosen = self.truncated_rows(clock, stage)
+            stage = self.stage_at(clock.consumed_tokens)
+            if stage.max_piece_len < self.seq_len and self.curriculum.reshapes:
+                chosen = self.reshaped_rows(clock, stage)
+            else:
+                chosen = self.truncated_rows(clock, stage)
         context = StepContext(
             seed=s.run.seed,
             step=clock.step + 1,

@@ -4,8 +4,10 @@
     python report.py runs/a runs/b runs/c --out compared.html
     python report.py runs/a runs/b --loss 2.0 --markdown     # costs to reach a loss, as tables
 
-A log is read (support/report/log.py), becomes a page of charts and tables (run_page.py for one run,
-comparison.py for several) and is written as HTML (page.py; charts.py draws). Runs that differ only
+From a step to a chart: support/run/progress.py `log_step` writes a line of log.jsonl; `read_run` in
+support/report/log.py makes each of its fields a column; run_page.py (comparison.py for several
+runs) turns the columns it names into charts; page.py `html` has charts.py `svg` draw them. A field
+that run_page.py does not name gets no chart, except difficulties. Runs that differ only
 in their seed are one recipe. A page is one file, without scripts or fonts from elsewhere. --out
 with another ending makes markdown, or an SVG of the charts. Only logs are read: no model, data or
 checkpoint.
