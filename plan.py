@@ -29,7 +29,7 @@ position says at which draw the window begins, and how many of its rows were tak
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -47,12 +47,9 @@ from support.rows.batch import Batch, with_answers
 from support.rows.bert import SpecialIds, check_pairs, mask_tokens, sentence_pairs
 from support.rows.mixture import AnyStore, samples_in
 from support.rows.packs import balanced
-from support.rows.ranking import Pool, Rankings, Stage
+from support.rows.ranking import Pool, Rankings, Stage, Stages
 from support.rows.samples import MULTIPLE, cut, reshape
 from support.step.flops import Laid
-
-if TYPE_CHECKING:
-    from curriculum import Curriculum
 
 
 class Step(NamedTuple):
@@ -122,7 +119,7 @@ class Plan:
         self.extra = self.samples.special_tokens  # of every piece
         if settings.model.nsp:
             check_pairs(self.samples)
-        self.curriculum: Curriculum | None = None  # the one technique that has stages
+        self.curriculum: Stages | None = None  # the one technique that has stages
         for technique in techniques_on(settings):
             if technique.stages:
                 self.curriculum = technique.stages(settings, self.rankings)

@@ -80,6 +80,15 @@ def run(store_dir, tmp_path, monkeypatch):
     return start
 
 
+@pytest.fixture(scope="module")
+def short_ends():
+    """Runs end without a sample and a report, which take longer than their steps."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.sample, "write", lambda *_, **more: "")
+        patch.setattr(train.report, "write", lambda folder: folder)
+        yield
+
+
 @pytest.fixture(scope="session")
 def log_of(store_dir, tmp_path_factory):
     """The log of a run that other runs are compared with: log_of("--ltd"), made once."""

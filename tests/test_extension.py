@@ -24,13 +24,7 @@ MORE = ["--resume", "--tokens", "8192", "--out"]
 WSD = "--schedule wsd --warmup-tokens 512 --decay-share 0.25"  # of 16 steps the last 4 decay
 
 
-@pytest.fixture(scope="module", autouse=True)
-def short_ends():
-    """Runs end without a sample and a report, which take longer than their steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.sample, "write", lambda *_, **more: "")
-        patch.setattr(train.report, "write", lambda folder: folder)
-        yield
+pytestmark = pytest.mark.usefixtures("short_ends")
 
 
 @pytest.fixture(scope="module")

@@ -12,14 +12,7 @@ from support.run import checkpoint
 from support.run.folder import newest_run, started_with
 from support.text.tokenizer import get_encoding
 
-
-@pytest.fixture(scope="module", autouse=True)
-def short_ends():
-    """Runs end without a sample and a report, which take longer than their steps."""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.sample, "write", lambda *_, **more: "")
-        patch.setattr(train.report, "write", lambda folder: folder)
-        yield
+pytestmark = pytest.mark.usefixtures("short_ends")
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,11 @@ from torch import Tensor, nn
 
 if TYPE_CHECKING:
     from config import Config
-    from curriculum import Curriculum
     from model import RunBlock, Transformer
     from support.base.clock import Clock, StepContext
     from support.base.runtime import Runtime
     from support.rows.batch import Batch
-    from support.rows.ranking import Rankings
+    from support.rows.ranking import Rankings, Stages
     from support.step.placement import Placement
 
 Refusal = tuple[bool, str]  # whether it applies, and what the user is told
@@ -51,7 +50,7 @@ class Technique:
     with_defaults: "Callable[[Config], Any] | None" = None
     refusals: "Callable[[Config], list[Refusal]] | None" = None
     metrics: "Callable[[Config], list[str]] | None" = None
-    stages: "Callable[[Config, Callable[..., Rankings]], Curriculum] | None" = None
+    stages: "Callable[[Config, Callable[..., Rankings]], Stages] | None" = None
     tokens_by_layer: "Callable[[Config, StepContext, list[int]], list[int]] | None" = None
     run_block: "Callable[[Config, StepContext, int, Batch, RunBlock], RunBlock] | None" = None
     shapes: "Callable[[Config], list[Config] | None] | None" = None

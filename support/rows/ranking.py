@@ -14,7 +14,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
@@ -260,3 +260,11 @@ class Stage(NamedTuple):
     max_piece_len: int  # tokens of a sample that are shown
     pool: Pool | None  # None: every sample may be drawn
     note: str  # for the user: how an empty pool was widened
+
+
+class Stages(Protocol):
+    """What plan.py asks of a curriculum."""
+
+    reshapes: bool  # rows are cut into shorter ones, not truncated
+
+    def at(self, consumed_tokens: float) -> Stage: ...
