@@ -1,25 +1,31 @@
-"""How a batch comes about: store -> samples -> rows -> Batch. No technique, no training loop.
+"""How text becomes a Batch: store -> samples -> rows -> Batch. No technique, no training loop.
 
-    token store   one long array of token ids, document after document      support/text/store.py
-    Samples       sample id -> span, the first and one-past-last token      support/rows/samples.py
-    draw          number of the draw -> sample id, pass after pass over a shuffled pool
-    Rows          which pieces lie in which row
-    collate       Rows -> Batch                                             support/rows/batch.py
-    mask_tokens   Batch -> Batch, with what a BERT has to guess             support/rows/bert.py
+A walk with one example, which tests/test_data.py checks. Three documents of letters, in rows of 8
+tokens; a dot is end-of-text:
 
-train.main opens the store (`open_data`). plan.py decides the rest for every step: the curriculum's
-`Stage` says how long a piece may be and which pool is drawn from, and one of three ways makes rows:
+    1  documents    "parsimony" "is" "less"                    prepare.prepare
+    2  store        p a r s i m o n y . i s . l e s s .        support/text/store.py, Store
+                    0               8   10    13      17       18 tokens, documents at 0, 10, 13
+    3  samples      id      0         1        2        3      support/rows/samples.py, Samples
+                    span    0..8      8..10    10..13   13..18
+                    text    parsimon  y.       is.      less.
 
-    Plan.__call__ ── truncated_rows ── draw ── a piece a row ──────────────────┬── Plan.batch
-                 ├── reshaped_rows ─── draw ── reshape ────────────────────────┤   collate, for
-                 └── packed_rows ───── draw ── cut ── pack_lengths ── balanced ┘   this rank's rows
+Then plan.py takes over for each step: `Plan.__call__` says which samples are drawn (4) and which
+share a row (5), and hands those rows back to this file:
 
-A GPT reads a piece of the store like this:
+    4  draw         samples 3, 0, 2, 1                         plan.draw
+    5  Rows         parsimon    less. is.    y.                packing.pack_lengths
+    6  Batch        tokens    .parsimo  .less.is  ny......     batch_of, which calls collate
+                    targets   parsimon  less.is.  y.______     _ is IGNORE
+                    positions 01234567  01234012  01000000     from 0 in every piece
+                    doc_ids   00000000  00000111  00------     - is -1, padding
 
-    store     ... the  end  Call  me  Ishmael  .  end  Some ...
-    piece                  [Call  me  Ishmael  .  end]
-    tokens            end   Call  me  Ishmael  .              the token before each target
-    targets                 Call  me  Ishmael  .  end         every token of the piece, once
+A GPT's inputs are the token before each target: end-of-text where a document begins, the n of
+"parsimony" where its second piece begins. So every token of the store is a target once a pass. A
+BERT reads pieces between [CLS] and [SEP], and guesses those that support/rows/bert.py hides.
+
+train.main opens the store with `open_data`. The walk goes on in plan.py, with two ranks and several
+steps.
 """
 
 from dataclasses import dataclass, replace
@@ -32,15 +38,14 @@ from torch import Tensor
 
 from kernels.cross_entropy import IGNORE
 from prepare import embedded_store
-from support.base.rng import seed_of, shuffled
+from support.base.rng import bits
 from support.base.runtime import Runtime
 from support.base.settings import flag
 from support.rows.batch import Batch
-from support.rows.bert import Pairs, SpecialIds, masked_tokens
-from support.rows.mixture import AnyStore, MixedSamples, open_store
+from support.rows.bert import Pairs, SpecialIds, mask_tokens, masked_tokens
+from support.rows.mixture import AnyStore, open_store
 from support.rows.packs import Packs
-from support.rows.ranking import SCAN, Pool
-from support.rows.samples import LONG, LONG_HELP, SPECIAL_TOKENS, Samples
+from support.rows.samples import LONG, LONG_HELP, MULTIPLE, SPECIAL_TOKENS, numbered
 from support.text.tokenizer import byte_lengths, get_encoding, store_encoding
 
 if TYPE_CHECKING:
@@ -83,55 +88,7 @@ def open_data(settings: "Config", runtime: Runtime) -> tuple["Config", Data]:
     return settings, Data(encoding, store, special_ids, byte_lengths(encoding))
 
 
-class Drawn(NamedTuple):
-    spans: np.ndarray  # (n, 2)
-    next_sample: int  # the number of the draw that comes after these
-
-
-def draw(
-    samples: Samples | MixedSamples,
-    pool: Pool | None,
-    *,
-    first: int,
-    count: int,
-    stage_start: int,
-    seed: int,
-) -> Drawn:
-    """`count` samples of the pool, from draw number `first` on.
-
-    A stage shuffles the ranks of its pool pass after pass, so no sample comes again before all of
-    them came. Where several filters meet, a draw that one of them refuses is passed over.
-
-    Args:    pool        a curriculum's pool of samples, sorted by difficulty; None: every sample
-             stage_start the number of the draw at which the pool became what it is
-             seed        of the run
-    """
-    key = seed_of(seed, "stage", stage_start) if stage_start else seed
-    ids = np.empty(0, np.int64)
-    while len(ids) < count:
-        wanted = count - len(ids)
-        asked = draws_for(wanted, pool)
-        numbers = np.arange(first - stage_start, first - stage_start + asked)
-        if pool:
-            candidates = pool.ids(shuffled(numbers, pool.reach, key))
-        else:
-            candidates = samples.shuffled(numbers, key)
-        accepted = np.flatnonzero(candidates >= 0)[:wanted]
-        ids = np.concatenate((ids, candidates[accepted]))
-        enough = len(accepted) == wanted
-        first += int(accepted[-1]) + 1 if enough else asked
-    return Drawn(spans=samples.spans(ids), next_sample=first)
-
-
-def draws_for(samples: int, pool: Pool | None) -> int:
-    """How many draws to look at for so many samples: some more than a pool refuses on average.
-
-    Example: 10 samples of a pool that holds a quarter of what it reaches: 1.1 * 4 * 10 + 64 = 108
-    """
-    draws_per_sample = pool.reach / max(pool.size, 1) if pool else 1  # 1 with a single filter
-    if draws_per_sample == 1:
-        return samples
-    return min(int(1.1 * draws_per_sample * samples) + 64, SCAN)
+# ---- rows
 
 
 @dataclass(frozen=True, eq=False)
@@ -141,6 +98,9 @@ class Rows:
     Piece i is the tokens start[i] to stop[i] of the store, and row r has the pieces
     offsets[r] to offsets[r + 1]; a row without any is all padding. With `pairs` only the first part
     of a piece is read there, and the second part where `pairs` says.
+
+    Example: in the head of this file start is [0, 13, 10, 8], stop [8, 18, 13, 10], offsets
+             [0, 1, 3, 4]
     """
 
     start: np.ndarray  # (n,) int64
@@ -164,27 +124,31 @@ class Rows:
     @classmethod
     def join(cls, parts: "list[Rows]") -> "Rows":
         """The rows of all parts, one part after the other."""
-        before = np.cumsum([0, *(len(part.start) for part in parts)])
-        offsets = [part.offsets[:-1] + n for part, n in zip(parts, before, strict=False)]
-        columns = zip(*((part.start, part.stop, part.seen) for part in parts), strict=True)
-        start, stop, seen = map(np.concatenate, columns)
+        pieces = np.concatenate([np.diff(part.offsets) for part in parts])
         pairs = [part.pairs for part in parts if part.pairs is not None]
-        joined = Pairs(*map(np.concatenate, zip(*pairs, strict=True))) if pairs else None
-        return cls(start, stop, np.concatenate((*offsets, before[-1:])), seen, joined)
+        return cls(
+            start=np.concatenate([part.start for part in parts]),
+            stop=np.concatenate([part.stop for part in parts]),
+            offsets=np.concatenate(([0], np.cumsum(pieces))),
+            seen=np.concatenate([part.seen for part in parts]),
+            pairs=Pairs(*map(np.concatenate, zip(*pairs, strict=True))) if pairs else None,
+        )
 
     def __len__(self) -> int:
         return len(self.offsets) - 1
-
-    def with_blanks(self, rows: int) -> "Rows":
-        """So many rows in all: the last ones have no piece."""
-        offsets = np.pad(self.offsets, (0, rows - len(self)), mode="edge")
-        return Rows(self.start, self.stop, offsets, self.seen, self.pairs)
 
     def take(self, numbers: np.ndarray) -> "Rows":
         """The rows of these numbers, in this order."""
         pieces, offsets = Packs(np.arange(len(self.start)), self.offsets).take(numbers)
         pairs = self.pairs and self.pairs.take(pieces)
         return Rows(self.start[pieces], self.stop[pieces], offsets, self.seen[pieces], pairs)
+
+    def of_rank(self, rank: int, ranks: int) -> "Rows":
+        """One of the equal shares of these rows; blank rows fill up those of the last ranks."""
+        share = -(-len(self) // ranks)
+        filled = np.pad(self.offsets, (0, share * ranks - len(self)), mode="edge")
+        own = np.arange(rank * share, (rank + 1) * share)
+        return replace(self, offsets=filled).take(own)
 
     def packed(self, packs: Packs) -> "Rows":
         """Rows of one piece each, laid together as a packer says."""
@@ -193,6 +157,68 @@ class Rows:
     def sums(self, of_piece: np.ndarray) -> np.ndarray:
         """(R,) the sum over the pieces of each row."""
         return np.diff(np.concatenate(([0], np.cumsum(of_piece)))[self.offsets])
+
+
+def reshaped_len(seq_len: int, limit: int) -> int:
+    """The length of the rows that `reshape` cuts rows of `seq_len` into, at most `limit`.
+
+    As short as their number allows, in multiples of 8: the limit grows smoothly, and row length in
+    stairs. Rows of 1,024 are cut to 512 at every limit from 512 to 1,016.
+    """
+    rows_each = -(-seq_len // limit)
+    return min(-(-seq_len // rows_each // MULTIPLE) * MULTIPLE, limit)
+
+
+def reshape(spans: np.ndarray, seq_len: int, length: int) -> Rows:
+    """Cut full rows of `seq_len` tokens into shorter ones without losing any text.
+
+    Every sample gets the same number of rows, of `length` tokens. Its last part reaches back into
+    the part before to be as long as the others. The last sample of the stream may be short: it then
+    ends in rows without a part.
+
+    Paper:    arXiv 2212.03597 (seqres)
+    Args:     spans  (N, 2) first and one-past-last token of samples, at most seq_len tokens each
+              length from `reshaped_len`
+    Deviates: DeepSpeed (Megatron-DeepSpeed's pretrain_gpt.py, data_post_process) drops most of the
+              tails. Keeping them at a length just below seq_len would double the work
+    Example:  reshape([[0, 10]], 10, 4) has rows of 4 with the parts 0..4, 4..8 and 6..10; the last
+              part has 2 tokens that the one before predicted
+    """
+    start, stop = spans[:, :1], spans[:, 1:]  # (N, 1)
+    begins = start + np.arange(0, seq_len, length)  # (N, rows of a sample)
+    ends = np.minimum(begins + length, stop)
+    reaching_back = np.maximum(np.minimum(begins, ends - length), start)
+    has_text = begins < stop
+    return Rows.of(
+        np.stack((reaching_back[has_text], ends[has_text]), axis=1),
+        offsets=np.concatenate(([0], np.cumsum(has_text))),
+        seen=(begins - reaching_back)[has_text],
+    )
+
+
+# ---- rows -> Batch
+
+
+def batch_of(
+    store: AnyStore, rows: Rows, seq_len: int, special_ids: SpecialIds | None, seeds: Tensor
+) -> Batch:
+    """These rows as the model takes them; a BERT's with masks, and with the answers of pairs.
+
+    Args:    seeds (2,) int64 of the masks: which tokens are chosen, and what becomes of each
+    Returns: Batch of (B, seq_len)
+    """
+    batch = collate(store, rows, seq_len, special_ids)
+    if special_ids is None:
+        return batch
+    drawn = bits(seeds, places(rows, batch).flatten(), 1).view(2, *batch.tokens.shape)
+    batch = mask_tokens(batch, drawn, special_ids)
+    if rows.pairs is None:
+        return batch
+    _, _, positions, doc_ids = batch.with_documents()
+    targets = batch.targets.clone()
+    answers = rows.pairs.answers(rows.start, rows.stop)
+    targets[(positions == 0) & (doc_ids >= 0)] = torch.from_numpy(answers)  # at each [CLS]
+    return batch._replace(targets=targets)
 
 
 def collate(
@@ -210,87 +236,52 @@ def collate(
     Cost:    a few passes over B T numbers, however many pieces there are
     """
     B, T = len(rows), seq_len
-    end_of_text = store.meta["end_of_text"]
     special_tokens = SPECIAL_TOKENS["pairs" if rows.pairs else "bert"] if special_ids else 0
-    at = laid(rows, T, special_tokens)
-    text = store.tokens.take(at.place, mode="clip").astype(np.int64)  # (B T,)
+    length = rows.stop - rows.start + special_tokens  # (n,)
+    # What is left of each row counts as one more piece, so that pieces lie without a gap.
+    ends = rows.offsets[1:]
+    lengths = np.insert(length, ends, T - rows.sums(length))  # (n + B,)
+    begins = np.cumsum(lengths) - lengths
+    is_piece = np.insert(np.ones(len(length), bool), ends, False)
+    heads = begins[is_piece]  # (n,)
+
+    def of_tokens(of_piece: np.ndarray, of_rest: int = 0) -> np.ndarray:
+        """(n,) values of pieces -> (B T,) of their tokens."""
+        return np.repeat(np.insert(of_piece, ends, of_rest), lengths)
+
+    positions = np.arange(B * T) - np.repeat(begins, lengths)
+    doc_ids = of_tokens(numbered(np.diff(rows.offsets)), of_rest=-1)
+    place = positions + of_tokens(rows.start - (special_tokens > 0))  # in the store
+    if rows.pairs:
+        first = of_tokens(rows.pairs.first)
+        second = of_tokens(rows.pairs.second - rows.start) - first - 1  # how far ahead it is
+        place += np.where(positions > first + 1, second, 0)  # after the [SEP] in the middle
+    text = store.tokens.take(place, mode="clip").astype(np.int64)  # (B T,)
+
+    end_of_text = store.meta["end_of_text"]
     if special_ids:
-        tokens, targets = between_special_tokens(text, rows, at, special_ids)
+        tokens, targets = text, text.copy()
+        seps = heads + length - 1
+        if rows.pairs:
+            seps = np.concatenate((seps, heads + rows.pairs.first + 1))
+        tokens[heads], tokens[seps] = special_ids.cls, special_ids.sep
+        targets[heads] = targets[seps] = IGNORE
     else:
         tokens, targets = np.empty_like(text), text
         tokens[1:] = text[:-1]
         before = store.tokens.take(rows.start - 1, mode="clip")
-        tokens[at.heads] = np.where(rows.start > 0, before, end_of_text)
-    positions, padding = at.positions, at.doc_ids < 0
+        tokens[heads] = np.where(rows.start > 0, before, end_of_text)
+    padding = doc_ids < 0
     is_full = not padding.any()
     if not is_full:
         tokens[padding], targets[padding], positions[padding] = end_of_text, IGNORE, 0
     if rows.seen.any():
-        targets[positions < np.repeat(np.insert(rows.seen, rows.offsets[1:], 0), at.lengths)] = (
-            IGNORE
-        )
+        targets[positions < of_tokens(rows.seen)] = IGNORE
     store.check_tokens(max(tokens.max(), targets.max()))
-    fields = [torch.from_numpy(f.reshape(B, T)) for f in (tokens, targets, positions, at.doc_ids)]
+    fields = [torch.from_numpy(f.reshape(B, T)) for f in (tokens, targets, positions, doc_ids)]
     if len(rows.start) == B and is_full:
         fields[2:] = None, None
     return Batch(*fields)
-
-
-class Layout(NamedTuple):
-    """Which token of the store stands where in some rows; (B T,) each, unless said otherwise."""
-
-    place: np.ndarray  # in the store; anything on padding
-    positions: np.ndarray  # from 0 in every piece
-    doc_ids: np.ndarray  # the number of the piece in its row, -1 on padding
-    lengths: np.ndarray  # (n + B,) of the pieces, after those of each row what is left of it
-    heads: np.ndarray  # (n,) where the pieces begin
-    stops: np.ndarray  # (n,) where they end
-
-
-def laid(rows: Rows, T: int, special_tokens: int) -> Layout:
-    """Lay the pieces of each row side by side.
-
-    What is left of a row counts as one more piece, so that pieces lie without a gap. A BERT's piece
-    has [CLS] in front, so it begins one place before its text.
-
-    Example: a row of 6 with the pieces 20 to 23 and 7 to 9: place 20 21 22 7 8 -, positions
-             0 1 2 0 1 -, doc_ids 0 0 0 1 1 -1, lengths 3 2 1, heads 0 3, stops 3 5
-    """
-    length = rows.stop - rows.start + special_tokens  # (n,)
-    ends = rows.offsets[1:]
-    number = np.arange(len(length)) - np.repeat(rows.offsets[:-1], np.diff(rows.offsets))
-    number = np.insert(number, ends, -1)  # (n + B,)
-    start = np.insert(rows.start - (special_tokens > 0), ends, 0)
-    lengths = np.insert(length, ends, T - rows.sums(length))
-    begins = np.cumsum(lengths) - lengths
-    index = np.arange(len(rows) * T)
-    positions = index - np.repeat(begins, lengths)  # (B T,)
-    place = index + np.repeat(start - begins, lengths)
-    if rows.pairs:
-        first, second = (np.insert(x, ends, 0) for x in rows.pairs)
-        is_second = positions > np.repeat(first + 1, lengths)  # after the [SEP] in the middle
-        place += np.where(is_second, np.repeat(second - start - first - 2, lengths), 0)
-    return Layout(
-        place=place,
-        positions=positions,
-        doc_ids=np.repeat(number, lengths),
-        lengths=lengths,
-        heads=begins[number >= 0],
-        stops=(begins + lengths)[number >= 0],
-    )
-
-
-def between_special_tokens(
-    text: np.ndarray, rows: Rows, at: Layout, special_ids: SpecialIds
-) -> tuple[np.ndarray, np.ndarray]:
-    """A BERT's tokens and targets (B T,): [CLS] piece [SEP], or [CLS] first [SEP] second [SEP]."""
-    tokens, targets = text, text.copy()
-    seps = at.stops - 1
-    if rows.pairs:
-        seps = np.concatenate((seps, at.heads + rows.pairs.first + 1))
-    tokens[at.heads], tokens[seps] = special_ids.cls, special_ids.sep
-    targets[at.heads] = targets[seps] = IGNORE
-    return tokens, targets
 
 
 def places(rows: Rows, batch: Batch) -> Tensor:

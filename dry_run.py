@@ -96,7 +96,7 @@ def point_of(settings: Config, step: Step, stands_for: float, work: Work) -> Poi
         seq_len=T,
         kept_tokens=step.kept_tokens,
         max_piece_len=step.max_piece_len,
-        difficulty=step.stage,
+        difficulty=step.difficulty,
         lr=learning_rate(settings, step.before, step.after),
         parts=parts,
         part_flops=(flops - work.optimizer) / work.world_size / parts,
@@ -124,8 +124,8 @@ def walk(
                 clock = start._replace(
                     step=start.step + int(steps),
                     consumed_tokens=consumed,
-                    position=start.position._replace(
-                        first_draw=start.position.first_draw + int(pieces),
+                    cursor=start.cursor._replace(
+                        first_draw=start.cursor.first_draw + int(pieces),
                         drawn_at_tokens=consumed,
                         row=0,
                     ),

@@ -38,18 +38,18 @@ from torch import nn
 from tqdm import tqdm
 
 from config import Config
-from data import Rows, collate, places
+from data import Rows, batch_of, collate
 from model import Transformer
 from packing import pack_lengths
 from prepare import embedded_store
 from sample import load_run
 from support.base.numbers import amount, count
-from support.base.rng import bits, seed_of
+from support.base.rng import seed_of
 from support.base.runtime import Parser, Runtime, exit_cleanly, start
 from support.evaluation import finetune, scoring, tasks
 from support.evaluation.scoring import Documents, HeldOut, Laid, Poll
-from support.rows.batch import Batch, with_answers
-from support.rows.bert import SpecialIds, mask_tokens, sentence_pairs
+from support.rows.batch import Batch
+from support.rows.bert import SpecialIds, sentence_pairs
 from support.rows.mixture import AnyStore, Mixture, open_store
 from support.rows.samples import SPECIAL_TOKENS, SPLITS, Samples, cut, with_context
 from support.run.progress import evaluation_bar
@@ -274,14 +274,13 @@ class Evaluation:
 
     def batch(self, rows: Rows) -> Batch:
         """These rows; for a BERT with the masks that their tokens always have, and the answers."""
-        batch = collate(self.store, rows, self.seq_len, self.special_ids)
-        if self.special_ids:
-            seeds = torch.tensor([seed_of("mask", what) for what in ("which", "what")])
-            drawn = bits(seeds, places(rows, batch).flatten(), 1).view(2, *batch.tokens.shape)
-            batch = mask_tokens(batch, drawn, self.special_ids)
-        if rows.pairs:
-            batch = with_answers(batch, rows.pairs.answers(rows.start, rows.stop))
-        return batch
+        return batch_of(
+            self.store,
+            rows,
+            seq_len=self.seq_len,
+            special_ids=self.special_ids,
+            seeds=torch.tensor([seed_of("mask", use) for use in ("which", "what")]),
+        )
 
 
 def packed(alone: Rows, seq_len: int, special_tokens: int) -> Rows:

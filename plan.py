@@ -1,23 +1,35 @@
-"""From the clock to the next step: where the techniques that choose data meet.
+"""Decides what the next step reads: which samples, in which rows, and which of them on this rank.
 
-The order matters: the curriculum says which samples may be drawn and how long a piece of them may
-be, then packing lays pieces into rows. Of the techniques that act on blocks only the cost is
-settled here, how many tokens each layer sees, because the clock needs it.
+The walk that begins in data.py (documents, store, samples) goes on here; its example is this step:
+3 documents, 4 samples, rows of 8 tokens, 4 draws a step, --pack --pack-batch documents, two ranks.
 
-    clock ── stage ── draw ──> spans ── truncate, reshape or pack ──> rows ── collate ──> Step
+    clock    the run stands at step 0, 0 tokens consumed, the next draw is number 0
+    stage    how long a piece may be, and the pool of samples     Plan.stage_at, curriculum.py
+             that may be drawn: 8 tokens and all four
+    draw     draws 0 to 3 are samples 3, 0, 2, 1                  draw, support/base/rng.py
+    rows     of all ranks: parsimon | less.is. | y.               Plan.packed_rows, packing.py
+    Batch    rank 0 reads the first two, rank 1 the third and     Plan.batch, data.py: batch_of
+             a blank one
+    Step     18 targets on all ranks; the next clock: step 1,     Plan.__call__
+             18 tokens consumed, the next draw is number 4
+
+`Plan.__call__` is this walk. Curriculum comes before packing: pieces get shorter, rows do not.
+Without --pack a piece has a row to itself, cut off at the length that the stage allows
+(`unpacked_rows`). Of the techniques that act on blocks only the cost is settled here, how many
+tokens each layer sees, because the clock needs it.
 
 A plan is a pure function of (settings, store, clock): every rank plans the rows of all ranks, from
-lengths alone, and reads its own. A run that was killed goes on with the rows it would have seen.
+lengths alone, and reads its own. The sample of a draw is a keyed permutation of its number, so
+nobody replays the steps before, and a run that was killed goes on with the rows it would have seen.
 Three steps of two ranks, with 4 rows of 64 tokens a step:
 
-    step    position                  rows of all ranks         rank 0 reads    rank 1 reads
+    step    cursor                    rows of all ranks         rank 0 reads    rank 1 reads
     1       first_draw 0              draws 0 to 3              0, 1            2, 3
     2       first_draw 4              draws 4 to 7              4, 5            6, 7
     3       first_draw 8              draws 8 to 11             8, 9            10, 11
 
-The sample of a draw is a keyed permutation of its number, so nobody replays the steps before. With
---pack the samples of 16 steps, 64 draws, are packed together into a window of, say, 10 rows. The
-position says at which draw the window begins, and how many of its rows were taken:
+With --pack the samples of 16 steps, 64 draws, are packed together into a window of, say, 10 rows.
+The cursor says at which draw the window begins, and how many of its rows were taken:
 
     1       first_draw 0, row 0       0 to 3 of the window      two of these    the other two
     2       first_draw 0, row 4       4 to 7                    two             two
@@ -37,19 +49,22 @@ import torch
 import packing
 from analyze import ready
 from config import Config, samples_kind
-from data import Drawn, Rows, collate, counts, draw, places
+from data import Rows, batch_of, counts, reshape, reshaped_len
 from difficulty import label
 from model import Predicted, predicted_by_bert
-from support.base.clock import Clock, Position, StepContext, advanced, tokens_by_layer
+from support.base.clock import Clock, Cursor, StepContext, advanced, tokens_by_layer
+from support.base.rng import seed_of, shuffled
 from support.base.runtime import Runtime
 from support.base.technique import techniques_on
-from support.rows.batch import Batch, with_answers
-from support.rows.bert import SpecialIds, check_pairs, mask_tokens, sentence_pairs
-from support.rows.mixture import AnyStore, samples_in
+from support.rows.batch import Batch
+from support.rows.bert import SpecialIds, check_pairs, sentence_pairs
+from support.rows.mixture import AnyStore, MixedSamples, samples_in
 from support.rows.packs import balanced
-from support.rows.ranking import Pool, Rankings, Stage, Stages
-from support.rows.samples import MULTIPLE, cut, reshape
+from support.rows.ranking import SCAN, Pool, Rankings, Stage, Stages
+from support.rows.samples import MULTIPLE, Samples, cut
 from support.step.flops import Laid
+
+WINDOW_STEPS = 16  # whose samples are packed together; they make some ten steps' rows
 
 
 class Step(NamedTuple):
@@ -65,7 +80,7 @@ class Step(NamedTuple):
     pieces: int  # of documents, on all ranks
     attention_share: float  # sum of their squared lengths, of what rows without padding could have
     laid: Laid  # how these pieces lie in rows, on all ranks
-    stage: dict[str, float]  # for the log: difficulty of each metric, and the samples in the pool
+    difficulty: dict[str, float]  # for the log: of each metric, and the samples in the pool
     note: str  # for the user: what the curriculum could not do as asked
     before: Clock
     after: Clock
@@ -79,27 +94,13 @@ class Step(NamedTuple):
 
 
 class Chosen(NamedTuple):
-    """The rows of a step on all ranks, and what governed their choice."""
+    """Rows of all ranks, for one step or a whole window, and what governed their choice."""
 
     rows: Rows
     seq_len: int  # tokens of a row
-    stage: Stage
-    after: Position  # where the next rows begin
-
-
-class Window(NamedTuple):
-    """Samples that were packed together: a function of where it begins.
-
-    Nothing is carried over between windows: a sample lies in the rows of the window that drew it.
-    """
-
-    start: Position
-    rows: Rows
-    stage: Stage  # that all of its samples were drawn under
-    next_draw: int
-
-
-WINDOW_STEPS = 16  # whose samples are packed together; they make some ten steps' rows
+    stage: Stage  # under which their samples were drawn
+    before: Cursor
+    after: Cursor  # where the next rows begin
 
 
 class Plan:
@@ -113,7 +114,7 @@ class Plan:
         self.seq_len = settings.data.seq_len
         self.rows_per_step = settings.optim.batch_tokens // self.seq_len
         self.window_steps = 1 if settings.pack.batch == "documents" else WINDOW_STEPS
-        self.window: Window | None = None  # the last one, kept because steps come in order
+        self.window: Chosen | None = None  # the last one, kept because steps come in order
         kind = samples_kind(settings)
         self.samples = samples_in(store, kind, self.seq_len, settings.data.long)
         self.extra = self.samples.special_tokens  # of every piece
@@ -126,34 +127,34 @@ class Plan:
 
     def __call__(self, clock: Clock) -> Step:
         s = self.settings
-        if s.pack.on:  # a window keeps the stage that it began with
-            chosen = self.packed_rows(clock)
-        else:
-            stage = self.stage_at(clock.consumed_tokens)
-            if stage.max_piece_len < self.seq_len and self.curriculum.reshapes:
-                chosen = self.reshaped_rows(clock, stage)
-            else:
-                chosen = self.truncated_rows(clock, stage)
+        chosen = self.packed_rows(clock) if s.pack.on else self.unpacked_rows(clock)
+        rows, stage = chosen.rows, chosen.stage
         context = StepContext(
             seed=s.run.seed,
             step=clock.step + 1,
             progress=min(clock.consumed_tokens / s.optim.schedule_tokens, 1.0),
         )
-        rows, stage = chosen.rows, chosen.stage
-        length = rows.stop - rows.start + self.extra  # of every piece
-        filled, seen = rows.sums(length), rows.sums(rows.seen)
-        positions = len(rows) * chosen.seq_len
+        batch = self.batch(context, rows, chosen.seq_len)
+        predicted = None
+        if self.special_ids:
+            predicted = predicted_by_bert(batch.targets, batch.positions, s.model.nsp)
+
+        # What the step costs, from the lengths of all ranks' pieces.
+        length = rows.stop - rows.start + self.extra
+        filled, positions = rows.sums(length), len(rows) * chosen.seq_len
         tokens = tokens_by_layer(s, context, chosen.seq_len)
+        after = advanced(clock, filled, rows.sums(rows.seen), tokens, positions, len(length))
         counted = counts(
             rows,
             masked=self.special_ids is not None,
             per_document=s.optim.loss_per == "document",
         )
-        batch = self.batch(context, rows, chosen.seq_len)
-        after = advanced(clock, filled, seen, tokens, positions, len(length))
+        difficulty = {f"difficulty_{label(name)}": d for name, d in stage.difficulty.items()}
+        if self.curriculum:
+            difficulty["pool"] = stage.pool.size if stage.pool else len(self.samples)
         return Step(
             batch=batch,
-            predicted=self.predicted_in(batch),
+            predicted=predicted,
             targets=counted.targets,
             of_answer=counted.of_answer,
             context=context,
@@ -163,10 +164,10 @@ class Plan:
             pieces=len(length),
             attention_share=int((length**2).sum()) / (positions * chosen.seq_len),
             laid=Laid(length, rows.offsets),
-            stage=self.logged(stage),
+            difficulty=difficulty,
             note=stage.note,
             before=clock,
-            after=after._replace(position=chosen.after),
+            after=after._replace(cursor=chosen.after),
         )
 
     # ---- which samples
@@ -181,148 +182,173 @@ class Plan:
             return Stage(difficulty={}, max_piece_len=self.seq_len, pool=None, note="")
         return self.curriculum.at(consumed_tokens)
 
-    def logged(self, stage: Stage) -> dict[str, float]:
-        fields = {f"difficulty_{label(name)}": d for name, d in stage.difficulty.items()}
-        if self.curriculum:
-            fields["pool"] = stage.pool.size if stage.pool else len(self.samples)
-        return fields
-
-    def position_at(self, clock: Clock, stage: Stage) -> Position:
-        """Where the next samples are drawn: a stage with another pool shuffles it from there on."""
-        at = clock.position
-        same = stage.pool == self.stage_at(at.drawn_at_tokens).pool
-        return Position(
-            first_draw=at.first_draw,
-            stage_first_draw=at.stage_first_draw if same else at.first_draw,
-            drawn_at_tokens=clock.consumed_tokens,
+    def cursor_at(self, consumed_tokens: int, last: Cursor) -> Cursor:
+        """Where samples are drawn now: a stage with another pool shuffles it from there on."""
+        pool = self.stage_at(consumed_tokens).pool
+        same = pool == self.stage_at(last.drawn_at_tokens).pool
+        return Cursor(
+            first_draw=last.first_draw,
+            stage_first_draw=last.stage_first_draw if same else last.first_draw,
+            drawn_at_tokens=consumed_tokens,
         )
 
-    def draw_samples(self, position: Position, pool: Pool | None, count: int) -> Drawn:
+    def draw(self, cursor: Cursor, pool: Pool | None, steps: int = 1) -> "Drawn":
         return draw(
             self.samples,
             pool,
-            first=position.first_draw,
-            count=count,
-            stage_start=position.stage_first_draw,
+            first=cursor.first_draw,
+            count=steps * self.rows_per_step,
+            stage_start=cursor.stage_first_draw,
             seed=self.settings.run.seed,
         )
 
-    # ---- rows of one piece each
+    # ---- which rows
 
-    def truncated_rows(self, clock: Clock, stage: Stage) -> Chosen:
-        """Samples cut off at the length that the stage allows (the papers' truncation).
+    def unpacked_rows(self, clock: Clock) -> Chosen:
+        """A row for each sample, cut off at the length that the stage allows (truncation).
 
         A BERT's rows are only as long as the longest of them where a filter makes short samples
-        likely.
+        likely. With seqlen-reshape nothing is cut off: a sample makes as many rows as it fills.
         """
-        position = self.position_at(clock, stage)
-        drawn = self.draw_samples(position, stage.pool, self.rows_per_step)
+        stage = self.stage_at(clock.consumed_tokens)
+        cursor = self.cursor_at(clock.consumed_tokens, clock.cursor)
+        drawn = self.draw(cursor, stage.pool)
         seq_len = stage.max_piece_len
-        start, stop = drawn.spans.T
-        stop = np.minimum(stop, start + seq_len - self.extra)
-        if self.special_ids and stage.pool:
-            longest = int((stop - start).max()) + self.extra
-            seq_len = min(-(-longest // MULTIPLE) * MULTIPLE, seq_len)
-        rows = self.rows_of(np.stack((start, stop), axis=1), position)
-        return Chosen(rows, seq_len, stage, position._replace(first_draw=drawn.next_sample))
+        if seq_len < self.seq_len and self.curriculum.reshapes:
+            seq_len = reshaped_len(self.seq_len, limit=seq_len)
+            stage = stage._replace(max_piece_len=seq_len)
+            rows = reshape(drawn.spans, self.seq_len, seq_len)
+        else:
+            start, stop = drawn.spans.T
+            stop = np.minimum(stop, start + seq_len - self.extra)
+            if self.special_ids and stage.pool:
+                longest = int((stop - start).max()) + self.extra
+                seq_len = min(-(-longest // MULTIPLE) * MULTIPLE, seq_len)
+            rows = self.rows_of(np.stack((start, stop), axis=1), cursor)
+        after = cursor._replace(first_draw=drawn.next_sample)
+        return Chosen(rows, seq_len=seq_len, stage=stage, before=cursor, after=after)
 
-    def reshaped_rows(self, clock: Clock, stage: Stage) -> Chosen:
-        """Samples cut into as many rows as they fill, all of about the stage's length."""
-        position = self.position_at(clock, stage)
-        drawn = self.draw_samples(position, stage.pool, self.rows_per_step)
-        parts = reshape(drawn.spans, self.seq_len, stage.max_piece_len)
-        return Chosen(
-            rows=Rows.of(parts.spans, parts.offsets, parts.seen),
-            seq_len=parts.seq_len,
-            stage=stage._replace(max_piece_len=parts.seq_len),
-            after=position._replace(first_draw=drawn.next_sample),
-        )
-
-    def rows_of(self, pieces: np.ndarray, position: Position) -> Rows:
-        """Pieces drawn at this position, a row each; with --nsp they are pairs."""
+    def rows_of(self, pieces: np.ndarray, cursor: Cursor) -> Rows:
+        """Pieces drawn at this cursor, a row each; with --nsp they are pairs."""
         if not self.settings.model.nsp:
             return Rows.of(pieces)
-        spans, pairs = sentence_pairs(pieces, self.settings.run.seed, "nsp", position.first_draw)
+        spans, pairs = sentence_pairs(pieces, self.settings.run.seed, "nsp", cursor.first_draw)
         return Rows.of(spans, pairs=pairs)
-
-    # ---- packed rows
 
     def packed_rows(self, clock: Clock) -> Chosen:
         """Rows of packed pieces: as many as a step has unpacked, or those of its documents.
 
         The rows of a step come in an order in which equal shares of them are equal work.
         """
-        if self.settings.pack.batch == "documents":  # a window is one step's, which takes it whole
-            window = self.window_from(self.position_at(clock, self.stage_at(clock.consumed_tokens)))
-            rows_left, multiple = len(window.rows), 8
-        else:
-            rows_left, multiple = self.rows_per_step, 1
-        position, parts, longest = clock.position, [], 0
+        by_document = self.settings.pack.batch == "documents"
+        cursor, parts, longest, rows_left = clock.cursor, [], 0, self.rows_per_step
         while rows_left:  # from as many windows as that takes
-            if position.row == 0:
-                now = clock._replace(position=position)
-                position = self.position_at(now, self.stage_at(clock.consumed_tokens))
-            window = self.window_from(position._replace(row=0))
-            stop = min(position.row + rows_left, len(window.rows))
-            parts.append(window.rows.take(np.arange(position.row, stop)))
+            if cursor.row == 0:  # a window keeps the stage that it begins with
+                cursor = self.cursor_at(clock.consumed_tokens, cursor)
+            window = self.window_from(cursor._replace(row=0))
+            if by_document:  # a window is one step's, which takes it whole
+                rows_left = len(window.rows)
+            stop = min(cursor.row + rows_left, len(window.rows))
+            parts.append(window.rows.take(np.arange(cursor.row, stop)))
             longest = max(longest, window.stage.max_piece_len)
-            rows_left -= stop - position.row
-            position = position._replace(row=stop)
-            if stop == len(window.rows):
-                position = position._replace(first_draw=window.next_draw, row=0)
+            rows_left -= stop - cursor.row
+            cursor = cursor._replace(row=stop) if stop < len(window.rows) else window.after
         rows = Rows.join(parts)
         work = rows.sums((rows.stop - rows.start + self.extra) ** 2)  # of attention
+        rows = rows.take(balanced(work, multiple=8 if by_document else 1))
         stage = window.stage._replace(max_piece_len=longest)
-        return Chosen(rows.take(balanced(work, multiple)), self.seq_len, stage, position)
+        return window._replace(rows=rows, stage=stage, before=clock.cursor, after=cursor)
 
-    def window_from(self, start: Position) -> Window:
-        if self.window is None or self.window.start != start:
-            self.window = self.packed_window(start)
+    def window_from(self, cursor: Cursor) -> Chosen:
+        if self.window is None or self.window.before != cursor:
+            self.window = self.packed_window(cursor)
         return self.window
 
-    def packed_window(self, start: Position) -> Window:
+    def packed_window(self, cursor: Cursor) -> Chosen:
         """Pack the samples of one window together, and put the rows back into random order.
 
-        Packed step by step, rows of 256 leave 4 % padding at 16 rows a step; packed 16 steps at a
-        time, 0.5 %. The packer's rows come longest piece first, which would sort the steps by
-        length; by the draw of their first piece they are as shuffled as the samples, and full rows
-        keep their order.
+        A function of where the window begins: nothing is carried over between windows, so a sample
+        lies in the rows of the window that drew it. Packed step by step, rows of 256 leave 4 %
+        padding at 16 rows a step; packed 16 steps at a time, 0.5 %. The packer's rows come longest
+        piece first, which would sort the steps by length; by the draw of their first piece they are
+        as shuffled as the samples, and full rows keep their order.
         """
-        stage = self.stage_at(start.drawn_at_tokens)
-        drawn = self.draw_samples(start, stage.pool, self.window_steps * self.rows_per_step)
-        alone = self.rows_of(cut(drawn.spans, stage.max_piece_len - self.extra), start)
-        lengths = alone.stop - alone.start + self.extra
-        pack = self.settings.pack
+        stage = self.stage_at(cursor.drawn_at_tokens)
+        drawn = self.draw(cursor, stage.pool, steps=self.window_steps)
+        alone = self.rows_of(cut(drawn.spans, stage.max_piece_len - self.extra), cursor)
         packs = packing.pack_lengths(
-            lengths, self.seq_len, packer=pack.packer, max_per_pack=pack.max_per_row
+            alone.stop - alone.start + self.extra,
+            self.seq_len,
+            packer=self.settings.pack.packer,
+            max_per_pack=self.settings.pack.max_per_row,
         )
         by_first = np.argsort(packs.items[packs.offsets[:-1]])
-        rows = alone.packed(packs).take(by_first)
-        return Window(start, rows, stage, drawn.next_sample)
+        return Chosen(
+            rows=alone.packed(packs).take(by_first),
+            seq_len=self.seq_len,
+            stage=stage,
+            before=cursor,
+            after=cursor._replace(first_draw=drawn.next_sample),
+        )
 
     # ---- this rank's rows
-
-    def predicted_in(self, batch: Batch) -> Predicted | None:
-        if self.special_ids is None:
-            return None
-        return predicted_by_bert(batch.targets, batch.positions, self.settings.model.nsp)
 
     def batch(self, context: StepContext, rows: Rows, seq_len: int) -> Batch:
         """This rank's rows as a Batch.
 
         Where ranks cannot share rows evenly, the last ones get blank rows, which nothing counts.
         """
-        share = -(-len(rows) // self.runtime.world_size)
-        of_all = rows.with_blanks(share * self.runtime.world_size)
-        mine = of_all.take(np.arange(self.runtime.rank * share, (self.runtime.rank + 1) * share))
-        batch = collate(self.store, mine, seq_len, self.special_ids)
-        if self.special_ids:
-            where = places(mine, batch).flatten()
-            bits = context.bits("mask", ("which", "what"), where, 1).view(2, *batch.tokens.shape)
-            batch = mask_tokens(batch, bits, self.special_ids)
-        if mine.pairs:
-            batch = with_answers(batch, mine.pairs.answers(mine.start, mine.stop))
-        return batch
+        own = rows.of_rank(self.runtime.rank, self.runtime.world_size)
+        seeds = [seed_of(context.seed, "mask", context.step, use) for use in ("which", "what")]
+        return batch_of(
+            self.store,
+            own,
+            seq_len=seq_len,
+            special_ids=self.special_ids,
+            seeds=torch.tensor(seeds),
+        )
+
+
+class Drawn(NamedTuple):
+    spans: np.ndarray  # (n, 2)
+    next_sample: int  # the number of the draw that comes after these
+
+
+def draw(
+    samples: Samples | MixedSamples,
+    pool: Pool | None,
+    *,
+    first: int,
+    count: int,
+    stage_start: int,
+    seed: int,
+) -> Drawn:
+    """`count` samples of the pool, from draw number `first` on.
+
+    A stage shuffles the ranks of its pool pass after pass, so no sample comes again before all of
+    them came. Where several filters meet, a draw that one of them refuses is passed over.
+
+    Args:    pool        a curriculum's pool of samples, sorted by difficulty; None: every sample
+             stage_start the number of the draw at which the pool became what it is
+             seed        of the run
+    """
+    key = seed_of(seed, "stage", stage_start) if stage_start else seed
+    draws_per_sample = pool.reach / max(pool.size, 1) if pool else 1  # 1 with a single filter
+    ids = np.empty(0, np.int64)
+    while len(ids) < count:
+        wanted = asked = count - len(ids)
+        if draws_per_sample > 1:  # look at some more than the filters refuse on average
+            asked = min(int(1.1 * draws_per_sample * wanted) + 64, SCAN)
+        numbers = np.arange(first - stage_start, first - stage_start + asked)
+        if pool:
+            candidates = pool.ids(shuffled(numbers, pool.reach, key))
+        else:
+            candidates = samples.shuffled(numbers, key)
+        accepted = np.flatnonzero(candidates >= 0)[:wanted]
+        ids = np.concatenate((ids, candidates[accepted]))
+        enough = len(accepted) == wanted
+        first += int(accepted[-1]) + 1 if enough else asked
+    return Drawn(spans=samples.spans(ids), next_sample=first)
 
 
 def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple[Step, float]]:

@@ -193,7 +193,7 @@ def test_a_batch_of_another_layout_makes_no_graph(run, graphs, monkeypatch, kind
         return batch._replace(positions=None, doc_ids=None) if kind else batch.with_documents()
 
     seen = graphs_by_step(graphs, monkeypatch)
-    monkeypatch.setattr("plan.collate", odd)
+    monkeypatch.setattr("data.collate", odd)
     monkeypatch.setattr(train, "laid_out", lambda settings, batch: batch)
     run(f"{LTD} {kind} --compile")
     assert set(seen) == {3} and len(calls) > 3

@@ -1,10 +1,9 @@
-"""Pacing digit for digit, settings and refusals, what may be drawn, reshaped rows, the command."""
+"""Pacing digit for digit, settings and refusals, what may be drawn, the command."""
 
 import json
 import math
 import re
 from fractions import Fraction
-from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -24,7 +23,6 @@ from curriculum import (
     parse_pace,
 )
 from support.rows.ranking import Ranking, Rankings
-from support.rows.samples import reshape
 
 FEW = settings(max_examples=40, deadline=None)
 
@@ -303,52 +301,6 @@ def test_a_curriculum_only_widens_and_ends_with_everything():
         before = now
     assert len(before) == 997 and course.at(399).pool is not None
     assert [course.at(t).max_piece_len for t in (399, 400)] == [248, 256]
-
-
-# ---- reshape
-
-
-def parts_of(reshaped):
-    """Of each row, the parts in it: (start, stop, seen)."""
-    parts = [(*span, seen) for span, seen in zip(reshaped.spans, reshaped.seen, strict=True)]
-    return [parts[a:b] for a, b in pairwise(reshaped.offsets)]
-
-
-def test_reshape_worked_examples():
-    tail = reshape(np.array([[0, 10]]), 10, 4)
-    assert tail.seq_len == 4 and parts_of(tail) == [[(0, 4, 0)], [(4, 8, 0)], [(6, 10, 2)]]
-    even = reshape(np.array([[0, 256], [300, 556]]), 256, 128)
-    assert parts_of(even) == [[(0, 128, 0)], [(128, 256, 0)], [(300, 428, 0)], [(428, 556, 0)]]
-    short = reshape(np.array([[0, 5]]), 16, 8)  # the stream's last sample
-    assert short.seq_len == 8 and parts_of(short) == [[(0, 5, 0)], []]
-
-
-def test_reshaped_rows_get_longer_in_stairs():
-    """As short as their number allows: two rows of 512 at every limit from 512 to 1,016."""
-
-    def lengths(seq_len, limits):
-        return [reshape(np.array([[0, seq_len]]), seq_len, limit).seq_len for limit in limits]
-
-    assert set(lengths(1024, range(512, 1017, 8))) == {512}
-    assert lengths(1024, (504, 1024)) == [344, 1024]
-    steps = dict.fromkeys(lengths(256, range(64, 257, 8)))
-    assert list(steps) == [64, 88, 128, 256], "the whole curriculum of a row of 256"
-
-
-@FEW
-@given(st.integers(8, 600), st.integers(1, 600), st.integers(1, 600))
-def test_reshape_loses_nothing_and_predicts_nothing_twice(seq_len, limit, size):
-    limit, size = min(limit, seq_len), min(size, seq_len)
-    reshaped = reshape(np.array([[1000, 1000 + size]]), seq_len, limit)
-    length, rows = reshaped.seq_len, parts_of(reshaped)
-    assert length <= limit
-    predicted = [t for row in rows for start, stop, seen in row for t in range(start + seen, stop)]
-    assert predicted == list(range(1000, 1000 + size))
-    assert all(1000 <= start and stop - start <= length for row in rows for start, stop, _ in row)
-    assert len(rows) == len(reshape(np.array([[0, seq_len]]), seq_len, limit).offsets) - 1
-    if size == seq_len:
-        assert all(stop - start == length for row in rows for start, stop, _ in row)
-        assert len(rows) * length < seq_len + 8 * len(rows) or length == limit
 
 
 # ---- command

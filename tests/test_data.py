@@ -1,22 +1,82 @@
-"""How a batch comes about: rows laid out, BERT's masks."""
+"""How a batch comes about: the walk in the heads of data.py and plan.py, rows, BERT's masks."""
 
 from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_stores import BYTES_END as END
 from small_stores import TOY
 
-from data import Rows, collate, places
+import config
+from data import Rows, batch_of, collate, places, reshape, reshaped_len
 from kernels.cross_entropy import IGNORE
-from support.rows.batch import Batch, shares_of, with_answers
+from plan import Plan
+from support.base.clock import Clock, Cursor
+from support.base.runtime import Runtime
+from support.rows.batch import Batch, shares_of
 from support.rows.bert import Pairs, SpecialIds, mask_tokens, masked_tokens
+from support.text.store import Store
 from support.text.tokenizer import get_encoding
 
 SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
+FEW = settings(max_examples=40, deadline=None)
+
+
+def letters(tokens):
+    return "".join({END: ".", IGNORE: "_"}.get(token) or chr(token) for token in tokens)
+
+
+def test_the_walk_in_the_heads_of_data_and_plan():
+    """From three documents to the batches of two ranks."""
+    text = [[*document, END] for document in (b"parsimony", b"is", b"less")]
+    store = Store(
+        path=Path("walk"),
+        meta={"end_of_text": END, "vocab_size": 261},
+        tokens=np.concatenate(text).astype(np.uint16),
+        offsets=np.cumsum([0, *map(len, text)]),
+        train_documents=3,
+        train_tokens=18,
+    )
+    assert letters(store.tokens.tolist()) == "parsimony.is.less."
+    assert store.offsets.tolist() == [0, 10, 13, 18]
+    flags = "--tokenizer bytes --seq-len 8 --batch-tokens 32 --pack --pack-batch documents"
+    first, second = (
+        Plan(
+            config.build(config.parse(flags.split())),
+            store,
+            special_ids=None,
+            runtime=Runtime(rank, 2, torch.device("cpu"), torch.float32, ""),
+        )
+        for rank in range(2)
+    )
+    spans = first.samples.spans(np.arange(4)).tolist()
+    assert spans == [[0, 8], [8, 10], [10, 13], [13, 18]]
+    assert first.samples.shuffled(np.arange(4), seed=1337).tolist() == [3, 0, 2, 1]
+    rows = first.packed_rows(Clock()).rows
+    assert (rows.start.tolist(), rows.stop.tolist()) == ([0, 13, 10, 8], [8, 18, 13, 10])
+    assert rows.offsets.tolist() == [0, 1, 3, 4]
+
+    step = first(Clock())
+    batch = step.batch
+    assert [letters(row) for row in batch.tokens.tolist()] == [".parsimo", ".less.is"]
+    assert [letters(row) for row in batch.targets.tolist()] == ["parsimon", "less.is."]
+    assert batch.positions.tolist() == [[*range(8)], [0, 1, 2, 3, 4, 0, 1, 2]]
+    assert batch.doc_ids.tolist() == [[0] * 8, [0] * 5 + [1] * 3]
+    batch = second(Clock()).batch
+    assert [letters(row) for row in batch.tokens.tolist()] == ["ny......", "........"]
+    assert [letters(row) for row in batch.targets.tolist()] == ["y.______", "________"]
+    assert batch.positions.tolist() == [[0, 1, 0, 0, 0, 0, 0, 0], [0] * 8]
+    assert batch.doc_ids.tolist() == [[0] * 2 + [-1] * 6, [-1] * 8]
+    assert (step.targets, step.after.step, step.after.consumed_tokens) == (18, 1, 18)
+    assert step.after.cursor == Cursor(first_draw=4)
+
+
+# ---- rows
 
 
 def rows_of(*rows):
@@ -25,32 +85,16 @@ def rows_of(*rows):
     return Rows.of(np.array(pieces, np.int64).reshape(-1, 2), np.cumsum([0, *map(len, rows)]))
 
 
-def test_collate_worked_example():
-    batch = collate(TOY, rows_of([(0, 2), (5, 6)], [(2, 5)]), 4)
-    assert batch.tokens.tolist() == [[END, 1, END, END], [2, 3, 4, END]]
-    assert batch.targets.tolist() == [[1, 2, END, IGNORE], [3, 4, END, IGNORE]]
-    assert batch.positions.tolist() == [[0, 1, 0, 0], [0, 1, 2, 0]]
-    assert batch.doc_ids.tolist() == [[0, 0, 1, -1], [0, 0, 0, -1]]
+def pieces_of(rows):
+    spans = list(zip(rows.start.tolist(), rows.stop.tolist(), strict=True))
+    return [spans[a:b] for a, b in pairwise(rows.offsets)]
 
 
 def test_what_was_a_target_before_is_context_only():
     batch = collate(TOY, Rows.of(np.array([[1, 5]]), seen=3), 4)
     assert batch.tokens.tolist() == [[1, 2, 3, 4]]
     assert batch.targets.tolist() == [[IGNORE, IGNORE, IGNORE, END]]
-
-
-def test_collated_whole_rows_need_no_metadata():
-    batch = collate(TOY, rows_of([(0, 4)]), 4)
-    assert batch.positions is None and batch.doc_ids is None
-
-
-def test_collate_for_a_bert_puts_each_piece_between_cls_and_sep():
-    batch = collate(TOY, rows_of([(0, 2), (6, 7)]), 8, SPECIAL_IDS)
-    cls, sep = SPECIAL_IDS.cls, SPECIAL_IDS.sep
-    assert batch.tokens.tolist() == [[cls, 1, 2, sep, cls, 7, sep, END]]
-    ignore = IGNORE
-    assert batch.targets.tolist() == [[ignore, 1, 2, ignore, ignore, 7, ignore, ignore]]
-    assert batch.positions.tolist() == [[0, 1, 2, 3, 0, 1, 2, 0]]
+    assert batch.positions is None and batch.doc_ids is None, "whole rows need no metadata"
 
 
 def test_collate_refuses_a_token_outside_the_vocabulary():
@@ -62,6 +106,7 @@ def test_collate_refuses_a_token_outside_the_vocabulary():
 rows = st.lists(st.lists(st.tuples(st.integers(0, 8), st.integers(1, 4)), max_size=3), min_size=1)
 
 
+@FEW
 @given(rows, st.booleans())
 def test_rows_are_laid_out_piece_by_piece(drawn, bert):
     """Against the definition, token by token; rows without a piece and short rows among them."""
@@ -85,6 +130,7 @@ def test_rows_are_laid_out_piece_by_piece(drawn, bert):
         )
 
 
+@FEW
 @given(rows)
 def test_rows_are_taken_and_joined(drawn):
     drawn = [[(a, a + n) for a, n in row] for row in drawn]
@@ -100,21 +146,53 @@ def test_rows_are_taken_and_joined(drawn):
 @pytest.mark.parametrize("special_ids", [None, SPECIAL_IDS])
 def test_blank_rows_are_all_padding(special_ids):
     """With others, or alone as the share of a rank: no document, no target, nothing masked."""
-    rows = rows_of([(0, 5)], [(5, 6)]).with_blanks(4)
-    assert len(rows) == 4 and rows.sums(rows.stop - rows.start).tolist() == [5, 1, 0, 0]
-    for numbers in ([0, 1, 2, 3], [2, 3]):
-        batch = collate(TOY, rows.take(np.array(numbers)), 8, special_ids)
-        if special_ids:
-            batch = mask_tokens(batch, random_bits(2, len(numbers), 8), special_ids)
-        assert (batch.doc_ids[-2:] == -1).all() and (batch.positions[-2:] == 0).all()
-        assert (batch.targets[-2:] == IGNORE).all()
-        assert (batch.tokens[-2:] == END).all()
-        assert (shares_of(batch, True, None)[-2:] == 0).all()
+    rows = rows_of([(0, 5)], [(2, 5)], [(5, 6)])
+    assert [len(rows.of_rank(rank, 2)) for rank in range(2)] == [2, 2]
+    for own in (rows.of_rank(1, 2), rows.of_rank(3, 4)):
+        batch = batch_of(TOY, own, seq_len=8, special_ids=special_ids, seeds=torch.tensor([1, 2]))
+        assert (batch.doc_ids[-1] == -1).all() and (batch.positions[-1] == 0).all()
+        assert (batch.targets[-1] == IGNORE).all()
+        assert (batch.tokens[-1] == END).all()
+        assert (shares_of(batch, True, None)[-1] == 0).all()
 
 
-def pieces_of(rows):
-    spans = list(zip(rows.start.tolist(), rows.stop.tolist(), strict=True))
-    return [spans[a:b] for a, b in zip(rows.offsets, rows.offsets[1:], strict=False)]
+def parts_of(reshaped):
+    """Of each row, the parts in it: (start, stop, seen)."""
+    parts = list(zip(reshaped.start.tolist(), reshaped.stop.tolist(), reshaped.seen, strict=True))
+    return [parts[a:b] for a, b in pairwise(reshaped.offsets)]
+
+
+def test_reshape_worked_examples():
+    tail = reshape(np.array([[0, 10]]), 10, 4)
+    assert parts_of(tail) == [[(0, 4, 0)], [(4, 8, 0)], [(6, 10, 2)]]
+    even = reshape(np.array([[0, 256], [300, 556]]), 256, 128)
+    assert parts_of(even) == [[(0, 128, 0)], [(128, 256, 0)], [(300, 428, 0)], [(428, 556, 0)]]
+    short = reshape(np.array([[0, 5]]), 16, 8)  # the stream's last sample
+    assert parts_of(short) == [[(0, 5, 0)], []]
+    # Rows are as short as their number allows, so they get longer in stairs.
+    assert {reshaped_len(1024, limit) for limit in range(512, 1017, 8)} == {512}
+    assert [reshaped_len(1024, limit) for limit in (504, 1024)] == [344, 1024]
+    stairs = dict.fromkeys(reshaped_len(256, limit) for limit in range(64, 257, 8))
+    assert list(stairs) == [64, 88, 128, 256], "the whole curriculum of a row of 256"
+
+
+@FEW
+@given(st.integers(8, 600), st.integers(1, 600), st.integers(1, 600))
+def test_reshape_loses_nothing_and_predicts_nothing_twice(seq_len, limit, size):
+    limit, size = min(limit, seq_len), min(size, seq_len)
+    length = reshaped_len(seq_len, limit)
+    rows = parts_of(reshape(np.array([[1000, 1000 + size]]), seq_len, length))
+    assert length <= limit
+    predicted = [t for row in rows for start, stop, seen in row for t in range(start + seen, stop)]
+    assert predicted == list(range(1000, 1000 + size))
+    assert all(1000 <= start and stop - start <= length for row in rows for start, stop, _ in row)
+    assert len(rows) == -(-seq_len // length)
+    if size == seq_len:
+        assert all(stop - start == length for row in rows for start, stop, _ in row)
+        assert len(rows) * length < seq_len + 8 * len(rows) or length == limit
+
+
+# ---- masks, and how targets count
 
 
 def random_bits(*shape):
@@ -171,7 +249,7 @@ def test_every_document_counts_as_one():
     assert shares_of(whole, False, None) is None
 
 
-# Pairs
+# ---- pairs
 
 
 def test_collate_of_pairs_worked_example():
@@ -192,9 +270,8 @@ def test_collate_of_pairs_worked_example():
     ]
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0]
     assert batch.doc_ids[0].tolist() == [0] * 6 + [1] * 5 + [-1]
-    answered = with_answers(batch, pairs.answers(*spans.T))
+    answered = batch_of(TOY, rows, 12, SPECIAL_IDS, torch.tensor([1, 2]))
     assert answered.targets[:, [0, 6]].tolist() == [[1, 0], [no, no]]
-    assert answered.targets[answered.targets != batch.targets].tolist() == [1, 0]
 
 
 def test_an_answer_counts_beside_the_tokens():

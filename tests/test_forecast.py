@@ -24,7 +24,7 @@ from dry_run import Point, Times, evaluations, picks, saves, steps_of, total, wa
 from kernels import cross_entropy
 from model import TransformerConfig
 from plan import Plan
-from support.base.clock import Clock, Position, blocks_at, due
+from support.base.clock import Clock, Cursor, blocks_at, due
 from support.base.runtime import Runtime
 from support.rows.batch import Batch
 from support.step import machine, memory
@@ -79,7 +79,7 @@ def test_a_run_that_goes_on_is_forecast_from_where_it_stands(log_of, store_dir):
     lines = [line for line in log_of("") if line["event"] == "train"]
     middle = lines[4]
     fields = {name: middle[name] for name in ("step", "consumed_tokens", "real_tokens", "flops")}
-    rest = planned("", store_dir, clock=Clock(**fields, position=Position(first_draw=5)))
+    rest = planned("", store_dir, clock=Clock(**fields, cursor=Cursor(first_draw=5)))
     assert rest[0].clock.step == 5 and steps_of(rest) == len(lines) - 5
     assert total(rest, lambda p: p.flops) == lines[-1]["flops"] - middle["flops"]
     assert planned("", store_dir, clock=Clock(consumed_tokens=4096)) == []

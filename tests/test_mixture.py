@@ -223,13 +223,10 @@ def share_read(stores, flags):
     p = plan(mixed(stores, 0.3, 0.7), f"{flags} {size}")
     border, read, clock = p.store.tokens.starts[1], np.zeros(2), Clock()
     for _ in range(60):
-        if p.settings.pack.on:
-            chosen = p.packed_rows(clock)
-        else:
-            chosen = p.truncated_rows(clock, p.stage_at(0))
+        chosen = p.packed_rows(clock) if p.settings.pack.on else p.unpacked_rows(clock)
         length = chosen.rows.stop - chosen.rows.start + p.extra
         read += np.bincount(chosen.rows.start >= border, length)
-        clock = clock._replace(position=chosen.after)
+        clock = clock._replace(cursor=chosen.after)
     return read[0] / read.sum()
 
 

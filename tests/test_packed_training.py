@@ -11,13 +11,12 @@ from conftest import SMALL, refusal_of
 import config
 import packing
 import train
-from data import Rows, collate, counts, places
+from data import Rows, batch_of, counts
 from kernels.packed_attention import attention_mask
 from model import Transformer
 from packing import pack_lengths
-from support.base.rng import bits
-from support.rows.batch import shares_of, with_answers
-from support.rows.bert import SpecialIds, mask_tokens, sentence_pairs
+from support.rows.batch import shares_of
+from support.rows.bert import SpecialIds, sentence_pairs
 from support.rows.cutting_stock import NEED_SCIPY
 from support.rows.samples import SPECIAL_TOKENS, Samples
 from support.text.store import Store
@@ -31,12 +30,6 @@ MODELS = [
     "--model bert --pos learned",
     "--model bert --nsp --pos rope",
 ]
-
-
-def masked(batch, rows, step, special_ids):
-    """With masks that are a function of where a token lies in the store, not in a row."""
-    drawn = bits(torch.tensor([2 * step, 2 * step + 1]), places(rows, batch).flatten(), 1)
-    return mask_tokens(batch, drawn.view(2, *batch.tokens.shape), special_ids)
 
 
 @cache
@@ -63,12 +56,9 @@ def losses(store_dir, packed, flags):
             lengths = pieces[:, 1] - pieces[:, 0] + special_tokens
             rows = rows.packed(pack_lengths(lengths, T))
             assert len(rows) < DOCUMENTS
-        batch = collate(store, rows, T, special_ids)
-        if special_ids:
-            batch = masked(batch, rows, step, special_ids)
+        seeds = torch.tensor([2 * step, 2 * step + 1])
+        batch = batch_of(store, rows, seq_len=T, special_ids=special_ids, seeds=seeds)
         counted = counts(rows, special_ids is not None, per_document="document" in flags)
-        if nsp:
-            batch = with_answers(batch, rows.pairs.answers(rows.start, rows.stop))
         shares = shares_of(batch, "document" in flags, counted.of_answer)
         loss = model(batch, shares=shares) / counted.targets
         optimizer.zero_grad()

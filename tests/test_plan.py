@@ -10,10 +10,10 @@ from conftest import SMALL, walk
 from small_stores import BYTES_END
 
 import config
-from data import Rows, draw
+from data import Rows
 from kernels.cross_entropy import IGNORE
-from plan import Plan
-from support.base.clock import Clock, Position
+from plan import Plan, draw
+from support.base.clock import Clock, Cursor
 from support.base.runtime import Runtime
 from support.rows.bert import SpecialIds
 from support.rows.samples import cut
@@ -56,13 +56,12 @@ def indexed(store, tmp_path_factory):
 
 def clock_at(first_draw, consumed_tokens=0):
     """Between two windows or steps, with the next sample that of this draw."""
-    position = Position(first_draw=first_draw, drawn_at_tokens=consumed_tokens)
-    return Clock(consumed_tokens=consumed_tokens, position=position)
+    cursor = Cursor(first_draw=first_draw, drawn_at_tokens=consumed_tokens)
+    return Clock(consumed_tokens=consumed_tokens, cursor=cursor)
 
 
 def rows_of_step(p, clock):
-    stage = p.stage_at(clock.consumed_tokens)
-    return (p.packed_rows(clock) if p.settings.pack.on else p.truncated_rows(clock, stage)).rows
+    return (p.packed_rows(clock) if p.settings.pack.on else p.unpacked_rows(clock)).rows
 
 
 def drawn(plan, first, count, stage_start=0, pool=None, seed=1337):
@@ -81,7 +80,7 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
     window = (16 if p.settings.pack.on else 1) * p.rows_per_step
     for first in range(0, passes, window):
         clock = clock_at(first)
-        rows = p.packed_window(clock.position).rows if flags else rows_of_step(p, clock)
+        rows = p.packed_window(clock.cursor).rows if flags else rows_of_step(p, clock)
         assert rows.sums(rows.stop - rows.start).max() <= 32
         assert rows.stop.max() <= store.train_tokens, "held-out documents are never trained on"
         for start, stop in zip(rows.start, rows.stop, strict=True):
@@ -102,13 +101,13 @@ def test_the_steps_in_the_header(store):
     """
     size = "--seq-len 64 --batch-tokens 256 --tokens 20000"
     plain = walk(plan(store, size), 3)
-    assert [step.before.position.first_draw for step in plain] == [0, 4, 8]
+    assert [step.before.cursor.first_draw for step in plain] == [0, 4, 8]
     p = plan(store, f"{size} --pack")
     packed = walk(p, 45)
-    positions = [(s.before.position.first_draw, s.before.position.row) for s in packed]
+    positions = [(s.before.cursor.first_draw, s.before.cursor.row) for s in packed]
     assert positions[:3] == [(0, 0), (0, 4), (0, 8)]
     assert {first for first, _ in positions} >= {0, 64, 128}
-    windows = Rows.join([p.packed_window(clock_at(first).position).rows for first in (0, 64, 128)])
+    windows = Rows.join([p.packed_window(clock_at(first).cursor).rows for first in (0, 64, 128)])
     for number, step in enumerate(packed[: len(windows) // 4]):
         of_step = windows.take(np.arange(4 * number, 4 * number + 4))
         assert rows_as_pieces(p.packed_rows(step.before).rows) == rows_as_pieces(of_step)
@@ -136,7 +135,7 @@ def test_a_step_of_documents_has_those_of_the_unpacked_one(indexed, alone, packe
         counts = ("step", "consumed_tokens", "real_tokens", "pieces")
         assert [getattr(a.after, n) for n in counts] == [getattr(b.after, n) for n in counts]
         targets = b.pieces if "--loss-per" in packed else a.targets
-        assert (a.pieces, a.stage, targets) == (b.pieces, b.stage, b.targets)
+        assert (a.pieces, a.difficulty, targets) == (b.pieces, b.difficulty, b.targets)
         assert len(b.batch.tokens) <= len(a.batch.tokens)
         assert (b.batch.targets != IGNORE).sum() == (a.batch.targets != IGNORE).sum()
     assert b.after.positions < a.after.positions
@@ -156,7 +155,7 @@ def test_every_sample_of_a_window_lies_in_exactly_one_of_its_rows(store, flags):
     p = plan(store, f"--pack {flags}")
     first = 0
     for _ in range(4):
-        window = p.packed_window(clock_at(first).position)
+        window = p.packed_window(clock_at(first).cursor)
         spans, after = drawn(p, first, p.window_steps * p.rows_per_step)
         pieces = cut(spans, window.stage.max_piece_len - p.extra)
         laid = np.stack((window.rows.start, window.rows.stop), axis=1)
@@ -166,7 +165,7 @@ def test_every_sample_of_a_window_lies_in_exactly_one_of_its_rows(store, flags):
         assert sorted(laid.tolist()) == sorted(pieces.tolist())
         if "truncate" in flags:
             assert set(laid[:, 0]) <= set(store.offsets), "nothing beyond a document's first row"
-        assert window.next_draw == after == first + len(spans)
+        assert window.after.first_draw == after == first + len(spans)
         first = after
 
 
@@ -206,7 +205,7 @@ def test_a_step_follows_from_the_clock_alone_on_any_number_of_ranks(indexed, fla
     steps, again = walk(indexed(f"{flags} --tokens 5000"), 40), indexed(f"{flags} --tokens 5000")
     for whole in reversed(steps):
         alone = again(whole.before)
-        assert alone.after == whole.after and alone.stage == whole.stage
+        assert alone.after == whole.after and alone.difficulty == whole.difficulty
         assert torch.equal(alone.batch.tokens, whole.batch.tokens)
         assert torch.equal(alone.batch.targets, whole.batch.targets)
     for world, some in ((2, steps[::8]), (3, steps[4::8]), (16, steps[-1:])):
@@ -303,20 +302,20 @@ def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
     p = indexed("--curriculum rarity --tokens 40000")
     stage_ids, since, steps = [], 0, walk(p, 150)
     for step in steps:
-        if step.after.position.stage_first_draw != since:
-            since, stage_ids = step.after.position.stage_first_draw, []
+        if step.after.cursor.stage_first_draw != since:
+            since, stage_ids = step.after.cursor.stage_first_draw, []
         pool = p.stage_at(step.before.consumed_tokens).pool
-        spans = drawn(p, step.before.position.first_draw, p.rows_per_step, since, pool).spans
+        spans = drawn(p, step.before.cursor.first_draw, p.rows_per_step, since, pool).spans
         ids = ((spans[:, 0] - p.samples.start) // 32).tolist()
         reach = pool.reach if pool else len(p.samples)
-        assert step.stage["pool"] == reach
+        assert step.difficulty["pool"] == reach
         assert pool is None or set(ids) <= set(pool.filters[0][1].order[:reach].tolist())
         stage_ids += ids
         for first in range(0, len(stage_ids), reach):
             part = stage_ids[first : first + reach]
             assert len(set(part)) == len(part)
-    stages = {step.after.position.stage_first_draw for step in steps}
-    assert len(stages) == len({step.stage["pool"] for step in steps}) > 30, "one a pool"
+    stages = {step.after.cursor.stage_first_draw for step in steps}
+    assert len(stages) == len({step.difficulty["pool"] for step in steps}) > 30, "one a pool"
     assert reach == len(p.samples)
     for number in range(2):
         assert len({*drawn(p, since + number * reach, reach, since).spans[:, 0].tolist()}) == reach
@@ -359,10 +358,10 @@ def test_the_stage_travels_with_its_batch(indexed):
     steps = walk(p, 50)  # all drawn before any is looked at
     for step in steps:
         fresh = p.curriculum.at(step.before.consumed_tokens)
-        assert step.stage["difficulty_seqlen"] == fresh.difficulty["seqlen"]
-        assert step.stage["difficulty_rarity"] == fresh.difficulty["rarity"]
+        assert step.difficulty["difficulty_seqlen"] == fresh.difficulty["seqlen"]
+        assert step.difficulty["difficulty_rarity"] == fresh.difficulty["rarity"]
         assert step.batch.tokens.shape[1] == step.max_piece_len == fresh.max_piece_len
-    assert len({step.stage["difficulty_rarity"] for step in steps}) > 20
+    assert len({step.difficulty["difficulty_rarity"] for step in steps}) > 20
     flags = "--pack --curriculum seqlen --curriculum-start 8 --curriculum-share 1 --tokens 10000"
     steps = walk(indexed(flags), 35)
     assert len({step.max_piece_len for step in steps}) > 2
@@ -374,7 +373,7 @@ def test_no_sample_so_easy_widens_and_says_so(indexed):
     """DeepSpeed's data_sampler.py ends in a crash when its first cluster is empty."""
     step = indexed("--curriculum rarity --curriculum-by value --curriculum-start 1")(Clock())
     assert step.note.startswith("no sample has rarity 1 or less: widened to")
-    assert step.stage["pool"] >= 1 and step.stage["difficulty_rarity"] > 1
+    assert step.difficulty["pool"] >= 1 and step.difficulty["difficulty_rarity"] > 1
 
 
 def test_reshaped_rows_show_the_same_tokens(store, indexed):
@@ -386,7 +385,7 @@ def test_reshaped_rows_show_the_same_tokens(store, indexed):
         clock = clock_at(8 * number, consumed_tokens=400 * number)
         step, whole = p(clock), plain(clock)
         widths.add(step.batch.tokens.shape[1])
-        assert step.batch.tokens.shape[1] <= step.stage["difficulty_seqlen-reshape"] < 40
+        assert step.batch.tokens.shape[1] <= step.difficulty["difficulty_seqlen-reshape"] < 40
         targets = step.batch.targets[step.batch.targets != IGNORE]
         assert sorted(targets.tolist()) == sorted(whole.batch.targets.flatten().tolist())
         assert step.targets == whole.targets == 320 and step.after.real_tokens == 320

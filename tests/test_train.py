@@ -222,7 +222,8 @@ def test_negative_control_masks_drawn_by_row_are_another_curve(run, log_of, monk
     flags = DOCUMENTS.replace("--pack", "--model bert")
     alone = losses(log_of(flags))
     monkeypatch.setattr(
-        plan, "places", lambda rows, batch: torch.arange(batch.tokens.numel()).view_as(batch.tokens)
+        "data.places",
+        lambda rows, batch: torch.arange(batch.tokens.numel()).view_as(batch.tokens),
     )
     packed = losses(run(f"{flags} --pack", out="packed"))
     assert max(abs(a - b) for a, b in zip(alone, packed, strict=True)) > 1e-3

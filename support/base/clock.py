@@ -16,18 +16,17 @@ from support.base.rng import bits, seed_of
 from support.base.runtime import on_device
 from support.base.technique import techniques_on
 
+if TYPE_CHECKING:
+    from config import Config
 
-class Position(NamedTuple):
+
+class Cursor(NamedTuple):
     """Where in the text the next rows come from; plan.py's header walks through three steps."""
 
     first_draw: int = 0  # of the next row; with --pack, of the window that the next row is in
     stage_first_draw: int = 0  # the draw at which the pool of samples became what it is
     drawn_at_tokens: int = 0  # consumed tokens when that window, or the last step, was drawn
     row: int = 0  # with --pack: rows of the window that steps have taken
-
-
-if TYPE_CHECKING:
-    from config import Config
 
 
 class Clock(NamedTuple):
@@ -40,15 +39,18 @@ class Clock(NamedTuple):
     positions: int = 0  # of all rows, including padding
     pieces: int = 0  # of documents, placed in rows
     flops: int = 0  # executed on all ranks, see support/step/flops.py; the plan leaves it alone
-    position: Position = Position()
+    cursor: Cursor = Cursor()
 
     def as_dict(self) -> dict:
-        """For a checkpoint; `Clock.of` reads it."""
-        return {**self._asdict(), "position": self.position._asdict()}
+        """For a checkpoint, which calls the cursor a position; `Clock.of` reads it."""
+        fields = self._asdict()
+        del fields["cursor"]
+        return {**fields, "position": self.cursor._asdict()}
 
     @classmethod
     def of(cls, saved: dict) -> "Clock":
-        return cls(**{**saved, "position": Position(**saved["position"])})
+        fields = dict(saved)
+        return cls(cursor=Cursor(**fields.pop("position")), **fields)
 
 
 class StepContext(NamedTuple):
@@ -117,7 +119,7 @@ def advanced(
     positions: int,
     pieces: int,
 ) -> Clock:
-    """The clock after one more step; the position in the data stays as it is.
+    """The clock after one more step; the cursor stays as it is.
 
     Args: filled, repeated, tokens_by_layer as `effective_tokens` takes them
           positions, pieces                 of all rows together

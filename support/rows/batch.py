@@ -2,7 +2,6 @@
 
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
@@ -44,17 +43,6 @@ class Batch(NamedTuple):
             return self
         fields = on_device(torch.stack([f for f in self if f is not None]), device)  # (n, B, T)
         return Batch(*fields, *[None] * (len(self) - len(fields)))
-
-
-def with_answers(batch: Batch, answers: np.ndarray) -> Batch:
-    """The batch with an answer as the target of each document's [CLS].
-
-    Args: answers (n,) int64 of the documents in reading order, see support/rows/bert.py
-    """
-    documents = batch.with_documents()
-    targets = batch.targets.clone()
-    targets[(documents.positions == 0) & (documents.doc_ids >= 0)] = torch.from_numpy(answers)
-    return batch._replace(targets=targets)
 
 
 def shares_of(batch: Batch, per_document: bool, of_answer: float | None) -> Tensor | None:

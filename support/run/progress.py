@@ -210,7 +210,7 @@ def log_step(run: Run, step: "Step", done: Done, took: Took, bar: tqdm) -> None:
         padding_share=round(step.padding_share, 6),
         pieces=step.pieces,
         attention_share=round(step.attention_share, 6),
-        **step.stage,
+        **step.difficulty,
         ms=round(took.ms, 2),
         data_ms=round(took.data_ms, 2),
     )
