@@ -74,8 +74,10 @@ def test_stays_in_range_and_never_falls(start, more, degree, early, late):
     assert start <= first <= second <= start + more
 
 
-def test_levels_that_go_down_again_are_followed():
+def test_levels_are_stretched_over_the_budget_and_may_go_down_again():
     """DeepSpeed's update_difficulty asks its schedule only while it is below the maximum."""
+    course = course_of("seqlen", budget=1000, share="0.5", start="8")
+    assert [course.at(t).max_piece_len for t in (0, 250, 499, 500)] == [8, 128, 248, 256]
     course = course_of("seqlen", pace="discrete:64@0.1:256@0.2:128")
     assert [course.at(t).max_piece_len for t in (10, 11, 20, 21, 100)] == [64, 256, 256, 128, 128]
     course = course_of(
@@ -167,45 +169,34 @@ def test_every_number_is_above_0_and_finite(metric, words):
             parse(metric, **given)
 
 
-@pytest.mark.parametrize(
-    ("metric", "words"),
-    [
-        ("rarity", {"by": "rank"}),
-        ("rarity,length", {"by": "value,"}),
-        ("rarity,length", {"share": "1,1,1"}),
-        ("seqlen,rarity", {"start": "8"}),
-        ("seqlen", {"start": "12"}),
-        ("seqlen", {"start": "8.5"}),
-        ("seqlen", {"start": "300"}),
-        ("rarity", {"start": "101"}),
-        ("rarity", {"share": "1.5"}),
-        ("rarity", {"pace": "cubic"}),
-        ("rarity", {"pace": "none.py:f"}),
-        ("seqlen", {"pace": "discrete:64@0.1:128@0.2"}),
-        ("seqlen", {"pace": "discrete:64:128@0.2:256"}),
-        ("seqlen", {"pace": "discrete"}),
-        ("seqlen", {"pace": "discrete:64@0.3:128@0.2:256"}),
-        ("seqlen", {"pace": "discrete:64@0.1:512"}),
-        ("seqlen", {"start": "64", "pace": "discrete:64@0.1:256"}),
-        ("rarity,seqlen", {"share": ",1", "pace": "linear,discrete:64@0.1:256"}),
-    ],
-)
-def test_flags_that_make_no_sense_are_refused(metric, words):
-    setting = next(iter(words))
-    with pytest.raises(ValueError, match=f"--curriculum-{setting}|none.py:f|level"):
-        parse(metric, **words)
+SENSELESS = {  # metric, other settings, and the one that each of the values is refused for
+    "rarity by": "rank",
+    "rarity,length by": "value,",
+    "rarity share": "1.5",
+    "rarity,length share": "1,1,1",
+    "rarity,seqlen pace=linear,discrete:64@0.1:256 share": ",1",
+    "rarity start": "101",
+    "seqlen,rarity start": "8",
+    "seqlen start": "12 8.5 300",
+    "seqlen pace=discrete:64@0.1:256 start": "64",
+    "rarity pace": "cubic none.py:f",
+    "seqlen pace": "discrete discrete:64@0.1:128@0.2 discrete:64:128@0.2:256",
+    "seqlen,rarity pace": "discrete:64@0.3:128@0.2:256, discrete:64@0.1:512,",
+}
+
+
+@pytest.mark.parametrize("setting", SENSELESS)
+def test_flags_that_make_no_sense_are_refused(setting):
+    metric, *others, name = setting.split()
+    for value in SENSELESS[setting].split():
+        words = dict(other.split("=") for other in others) | {name: value}
+        with pytest.raises(ValueError, match=f"--curriculum-{name}|none.py:f|level"):
+            parse(metric, **words)
 
 
 def course_of(metric="rarity", indexes=None, budget=100, seq_len=256, **words):
     metrics = parse(metric, seq_len, **words)
     return Curriculum(metrics, budget, seq_len, Rankings(indexes or {}))
-
-
-def test_the_budget_stretches_the_pacing():
-    course = course_of("seqlen", budget=1000, pace="discrete:64@0.1:256")
-    assert [course.at(t).max_piece_len for t in (0, 100, 101, 999)] == [64, 64, 256, 256]
-    course = course_of("seqlen", budget=1000, share="0.5", start="8")
-    assert [course.at(t).max_piece_len for t in (0, 250, 499, 500)] == [8, 128, 248, 256]
 
 
 # ---- what may be drawn
