@@ -175,11 +175,10 @@ def check(config: Config) -> None:
     for refused, message in refusals(config):
         if refused:
             raise ValueError(message)
+    kind = samples_kind(config)
     for entry in techniques_on(config):
         if entry.metrics:
-            difficulty.check_metrics(
-                entry.metrics(config), config.data.seq_len, samples_kind(config)
-            )
+            difficulty.check_metrics(entry.metrics(config), config.data.seq_len, kind)
     transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width
 
 
@@ -201,8 +200,7 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
         ),
         (
             config.data.long == "truncate" and samples_kind(config) == "rows",
-            "--long truncate needs documents, and without --pack a GPT is trained on rows cut from"
-            " the stream, which have none: add --pack, or leave out --long",
+            "--long truncate needs documents: add --pack, or leave it out (a GPT's rows have none)",
         ),
         (
             optim.warmup_tokens >= optim.tokens,

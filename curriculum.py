@@ -7,8 +7,8 @@ metrics a sample has to be easy enough by each of them.
 
 Everything here is a pure function of the tokens consumed so far: this file reads no data and draws
 no random numbers. difficulty.py measures samples; support/rows/ranking.py turns a difficulty into
-the pool of samples up to it. In reading order: configuration, pacing, reshape, the curriculum, what
-the flags mean, the command.
+the pool of samples up to it. In reading order: configuration, pacing, the curriculum, what the
+flags mean, the command. plan.py asks `Curriculum.at` before each step.
 
 Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 
@@ -51,17 +51,6 @@ class CurriculumConfig:
 # ---- pacing: difficulty as a pure function of progress
 
 
-def discrete(t: float, levels: tuple[int, ...], until: tuple[float, ...]) -> int:
-    """Difficulty by levels: level i up to and including t = until[i], then the last one.
-
-    Deviates: levels may fall again, and the last one need not be the highest. DeepSpeed
-              (data_pipeline/curriculum_scheduler.py, update_difficulty) stops at its maximum, so a
-              lower level after it is never used
-    Example:  [discrete(t, (64, 128, 256), (10, 25)) for t in (10, 11, 26)] == [64, 128, 256]
-    """
-    return levels[bisect_left(until, t)]
-
-
 def custom(name: str, progress: float, start: int, end: float, multiple: int) -> int:
     """Difficulty by a user's function of progress, 0..1; rounded down as `pace` does."""
     at_progress = f"{name} at progress {progress}"
@@ -72,7 +61,13 @@ def custom(name: str, progress: float, start: int, end: float, multiple: int) ->
 
 
 class Pacing(NamedTuple):
-    """How the difficulty of one metric goes from start to end."""
+    """How the difficulty of one metric goes from start to end.
+
+    Deviates: discrete levels may fall again, and the last one need not be the highest. DeepSpeed
+              (data_pipeline/curriculum_scheduler.py, update_difficulty) stops at its maximum, so a
+              lower level after it is never used
+    Example:  the levels (64, 128, 256) until (10, 25) are 64 at t = 10, 128 at 11, 256 at 26
+    """
 
     kind: str  # linear | root | discrete | path.py:name
     start: int = 1
@@ -85,7 +80,7 @@ class Pacing(NamedTuple):
 
     def at(self, t: float) -> int:
         if self.kind == "discrete":
-            return discrete(t, self.levels, self.until)
+            return self.levels[bisect_left(self.until, t)]
         if self.kind in ("linear", "root"):
             return pace(t, self.over, self.start, self.end, self.degree, self.multiple)
         return custom(self.kind, min(t / self.over, 1.0), self.start, self.end, self.multiple)
@@ -162,10 +157,8 @@ def parse_metrics(config: CurriculumConfig, seq_len: int) -> tuple[MetricSetting
         return ()
     names = config.metric.split(",")
     columns = [one_each(s, getattr(config, s), names) for s in ("start", "share", "pace", "by")]
-    return tuple(
-        parse_metric(CurriculumConfig(name, start, share, pace, by), seq_len)
-        for name, start, share, pace, by in zip(names, *columns, strict=True)
-    )
+    of_each = zip(names, *columns, strict=True)  # in the order of the fields
+    return tuple(parse_metric(CurriculumConfig(*of_one), seq_len) for of_one in of_each)
 
 
 def one_each(setting: str, text: str | None, names: list[str]) -> list[str | None]:
@@ -179,8 +172,9 @@ def one_each(setting: str, text: str | None, names: list[str]) -> list[str | Non
     if len(values) == 1 and not (text and setting == "start"):
         values = values * len(names)
     if len(values) != len(names):
-        each = ", ".join(names)
-        raise ValueError(f"--curriculum-{setting} {text} needs a value for each of {each}")
+        raise ValueError(
+            f"--curriculum-{setting} {text} needs a value for each of {', '.join(names)}"
+        )
     return values
 
 

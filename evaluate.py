@@ -205,8 +205,7 @@ class Evaluation:
             self.pairs = packed(Rows.of(halves, pairs=pairs), seq_len, SPECIAL_TOKENS["pairs"])
         self.rows_in_all = len(self.rows) + (len(self.pairs) if self.pairs else 0)
         self.is_whole, self.name = len(spans) == len(samples), SPLITS[split]
-        text_tokens = samples.stop - samples.start - samples.without_eot * len(samples.documents)
-        part = f"{(spans[:, 1] - spans[:, 0]).sum():,} of {text_tokens:,}"
+        part = f"{(spans[:, 1] - spans[:, 0]).sum():,} of {samples.tokens:,}"
         self.text = f"{'all' if self.is_whole else part} {self.name} tokens"
 
     def run(

@@ -16,7 +16,6 @@ from curriculum import (
     CurriculumConfig,
     Pacing,
     check_pacing,
-    discrete,
     main,
     one_each,
     pace,
@@ -40,8 +39,8 @@ def deepspeed(t, over, start, end, degree, multiple):
 def test_worked_examples():
     assert [pace(t, 300, 64, 1024, 2, 8) for t in (1, 5, 10, 300)] == [112, 184, 232, 1024]
     assert [pace(t, 100, 64, 256) for t in (0, 50)] == [64, 160]
-    levels = [discrete(t, (64, 128, 256), (10, 25)) for t in (0, 10, 11, 25, 26, 9999)]
-    assert levels == [64, 64, 128, 128, 256, 256]
+    levels = Pacing("discrete", levels=(64, 128, 256), until=(10, 25))
+    assert [levels.at(t) for t in (0, 10, 11, 25, 26, 9999)] == [64, 64, 128, 128, 256, 256]
     assert {pace(t / 10, 0.5, 256, 256, 2, 8) for t in range(11)} == {256}, "neutral"
     # 27 / 49 * 49 is 26.999999999999996: exact arithmetic would say 28
     assert pace(27, 49, 1, 50) == deepspeed(27, 49, 1, 50, 1, 1) == 27

@@ -81,7 +81,7 @@ def test_off_is_absent(run, log_of, monkeypatch):
     for module, names in (
         (ltd, ["kept_tokens", "draw", "run_kept", "token_dropping"]),
         (model, ["checkpoint"]),
-        (curriculum, ["pace", "discrete", "parse_metrics", "Curriculum"]),
+        (curriculum, ["pace", "parse_metrics", "Curriculum"]),
         (plan, ["ready", "reshape"]),
         (packing, ["pack_lengths"]),
         (plan, ["balanced"]),  # evaluation packs with its own import

@@ -11,6 +11,7 @@ A field is a setting and a flag. Its metadata say what it means and what it may 
 """
 
 import argparse
+import operator
 import types
 from dataclasses import Field, asdict, dataclass, field, fields
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
@@ -26,10 +27,10 @@ Value = str | int | float | bool | None  # of a setting
 Flat = dict[str, Value]  # {"group.field": value}
 
 LIMITS = {
-    "least": ("at least", lambda value, limit: value >= limit),
-    "above": ("above", lambda value, limit: value > limit),
-    "most": ("at most", lambda value, limit: value <= limit),
-    "below": ("below", lambda value, limit: value < limit),
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
 }
 
 

@@ -165,10 +165,8 @@ def check_pairs(samples: Samples) -> None:
     """
     spans = samples.spans(np.arange(min(len(samples), 1 << 20)))
     if (spans[:, 1] - spans[:, 0] >= 2).sum() < 2:
-        raise ValueError(
-            "--nsp makes pairs of pieces of two tokens or more, and there are not two in"
-            f" {samples.store.path}: leave out --nsp, or name another store with --data"
-        )
+        lacks = f"{samples.store.path} has fewer than two pieces of two tokens or more to pair"
+        raise ValueError(f"--nsp: {lacks}: leave out --nsp, or name another store with --data")
 
 
 def refusals_of_pairs(settings: "Config") -> list[tuple[bool, str]]:
@@ -176,14 +174,8 @@ def refusals_of_pairs(settings: "Config") -> list[tuple[bool, str]]:
     nsp, batch_tokens = settings.model.nsp, settings.optim.batch_tokens
     by_step = settings.pack.batch != "rows"  # rows are drawn for one step, not for a window
     least = 2 * settings.data.seq_len
+    pairs = f"--nsp pairs texts of a step's rows, and --batch-tokens {batch_tokens} is one row"
     return [
-        (
-            nsp and settings.model.model != "bert",
-            "--nsp asks a BERT whether one text follows another: add --model bert",
-        ),
-        (
-            nsp and by_step and batch_tokens < least,
-            f"--nsp exchanges texts among the rows of a step, and --batch-tokens {batch_tokens} is"
-            f" one row: choose {least} or more",
-        ),
+        (nsp and settings.model.model != "bert", "--nsp is for a BERT: add --model bert"),
+        (nsp and by_step and batch_tokens < least, f"{pairs}: choose {least} or more"),
     ]

@@ -89,17 +89,11 @@ def refusals_of_mixture(settings: "Config", ranked: Sequence[str]) -> list[tuple
     """
     if settings.data.data is None or not entries_of(settings.data.data):
         return []
-    mixed = "and --data names a mixture: prepare their texts together, as one store, or"
+    instead = "and --data names a mixture: prepare their texts together, as one store, or"
+    sorts = f"--curriculum {','.join(ranked)} sorts the samples of one store"
     return [
-        (
-            bool(ranked),
-            f"--curriculum {','.join(ranked)} sorts the samples of one store, {mixed} use"
-            " --curriculum seqlen",
-        ),
-        (
-            settings.model.nsp,
-            f"--nsp exchanges texts among the documents of one store, {mixed} leave out --nsp",
-        ),
+        (bool(ranked), f"{sorts}, {instead} use --curriculum seqlen"),
+        (settings.model.nsp, f"--nsp pairs texts of one store, {instead} leave out --nsp"),
     ]
 
 
@@ -143,25 +137,24 @@ class Mixture:
         for part in parts:
             meta = part.meta
             if meta["tokenizer_fingerprint"] != first["tokenizer_fingerprint"]:
-                raise ValueError(
-                    f"--data {given}: {part.path} was made with tokenizer {meta['tokenizer']} and"
-                    f" {parts[0].path} with {first['tokenizer']}: prepare one of them again"
-                )
+                others = f"{parts[0].path} with {first['tokenizer']}: prepare one of them again"
+                made_with = f"{part.path} was made with tokenizer {meta['tokenizer']}"
+                raise ValueError(f"--data {given}: {made_with} and {others}")
             if meta["sha256"] in seen:
-                raise ValueError(
-                    f"--data {given}: {part.path} has the same text as another store: name each"
-                    " store once, with the sum of its weights"
-                )
+                same = f"{part.path} has the same text as another store"
+                raise ValueError(f"--data {given}: {same}: give one of them both weights")
             seen.append(meta["sha256"])
         # --resume compares this: stores may move, but text, order and weights have to be the same
         sha256 = [[float(entry.weight), text] for entry, text in zip(entries, seen, strict=True)]
+        names = tuple(part.path.name for part in parts)
         counts = {name: sum(part.meta.get(name, 0) for part in parts) for name in SUMMED}
         return cls(
             path=given,
             meta={**first, **counts, "sha256": {"mixture": sha256}},
             parts=parts,
             weights=tuple(entry.weight for entry in entries),
-            names=names_of(parts),
+            # folders' names; their paths where two folders have the same name
+            names=names if len({*names}) == len(names) else tuple(str(p.path) for p in parts),
             tokens=MixedTokens([part.tokens for part in parts]),
             train_documents=counts["train_documents"],
             train_tokens=counts["train_tokens"],
@@ -169,12 +162,6 @@ class Mixture:
 
 
 AnyStore = Store | Mixture
-
-
-def names_of(parts: Sequence[Store]) -> tuple[str, ...]:
-    """The folders' names; their paths where two folders have the same name."""
-    names = tuple(part.path.name for part in parts)
-    return names if len({*names}) == len(names) else tuple(str(part.path) for part in parts)
 
 
 class MixedTokens:
@@ -286,10 +273,7 @@ class MixedSamples:
 
 def mean_length(samples: Samples) -> Fraction:
     """Mean tokens of a sample, as the clock counts them: with a BERT's special tokens."""
-    tokens = samples.stop - samples.start - samples.without_eot * len(samples.documents)
-    if samples.long == "truncate":
-        tokens -= samples.beyond_a_row().tokens
-    return Fraction(tokens, len(samples)) + samples.special_tokens
+    return Fraction(samples.tokens, len(samples)) + samples.special_tokens
 
 
 # ---- which store a draw is from

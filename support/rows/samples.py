@@ -1,6 +1,7 @@
 """Samples: pieces of a store's text that fit one row, by number.
 
-Does not decide which samples are drawn or how they share rows: see data.py and plan.py.
+The third stop of the walk in data.py's head. Does not decide which samples are drawn or how they
+share rows: that is plan.py, the next stop.
 """
 
 import os
@@ -100,6 +101,12 @@ class Samples:
             documents += int((beyond > 0).sum())
             tokens += int(beyond[beyond > 0].sum())
         return Beyond(documents, tokens)
+
+    @property
+    def tokens(self) -> int:
+        """In all samples; a BERT's special tokens are not among them."""
+        tokens = self.stop - self.start - self.without_eot * len(self.documents)
+        return tokens - (self.beyond_a_row().tokens if self.long == "truncate" else 0)
 
     def __len__(self) -> int:
         rows = -(-(self.stop - self.start) // self.max_piece_len)
