@@ -52,7 +52,7 @@ from config import Config, samples_kind
 from data import Rows, batch_of, counts, reshape, reshaped_len
 from difficulty import label
 from model import Predicted, predicted_by_bert
-from support.base.clock import Clock, Cursor, StepContext, advanced, tokens_by_layer
+from support.base.clock import Clock, Cursor, StepContext, effective_tokens, tokens_by_layer
 from support.base.rng import seed_of, shuffled
 from support.base.runtime import Runtime
 from support.base.technique import techniques_on
@@ -127,8 +127,11 @@ class Plan:
 
     def __call__(self, clock: Clock) -> Step:
         s = self.settings
+        # stage, draw, rows: of all ranks, from lengths alone
         chosen = self.packed_rows(clock) if s.pack.on else self.unpacked_rows(clock)
         rows, stage = chosen.rows, chosen.stage
+
+        # Batch: this rank's
         context = StepContext(
             seed=s.run.seed,
             step=clock.step + 1,
@@ -139,11 +142,21 @@ class Plan:
         if self.special_ids:
             predicted = predicted_by_bert(batch.targets, batch.positions, s.model.nsp)
 
-        # What the step costs, from the lengths of all ranks' pieces.
+        # Step: what it costs, and what the loss is divided by, again of all ranks
         length = rows.stop - rows.start + self.extra
-        filled, positions = rows.sums(length), len(rows) * chosen.seq_len
+        filled, seen = rows.sums(length), rows.sums(rows.seen)
+        positions = len(rows) * chosen.seq_len
         tokens = tokens_by_layer(s, context, chosen.seq_len)
-        after = advanced(clock, filled, rows.sums(rows.seen), tokens, positions, len(length))
+        after = Clock(
+            step=context.step,
+            consumed_tokens=clock.consumed_tokens + effective_tokens(filled, seen, tokens),
+            real_tokens=clock.real_tokens + int(filled.sum() - seen.sum()),
+            layer_tokens=clock.layer_tokens + len(rows) * sum(tokens),
+            positions=clock.positions + positions,
+            pieces=clock.pieces + len(length),
+            flops=clock.flops,
+            cursor=chosen.after,
+        )
         counted = counts(
             rows,
             masked=self.special_ids is not None,
@@ -167,7 +180,7 @@ class Plan:
             difficulty=difficulty,
             note=stage.note,
             before=clock,
-            after=after._replace(cursor=chosen.after),
+            after=after,
         )
 
     # ---- which samples
@@ -184,23 +197,15 @@ class Plan:
 
     def cursor_at(self, consumed_tokens: int, last: Cursor) -> Cursor:
         """Where samples are drawn now: a stage with another pool shuffles it from there on."""
-        pool = self.stage_at(consumed_tokens).pool
-        same = pool == self.stage_at(last.drawn_at_tokens).pool
-        return Cursor(
-            first_draw=last.first_draw,
-            stage_first_draw=last.stage_first_draw if same else last.first_draw,
-            drawn_at_tokens=consumed_tokens,
-        )
+        if self.stage_at(consumed_tokens).pool != self.stage_at(last.drawn_at_tokens).pool:
+            last = last._replace(stage_first_draw=last.first_draw)
+        return last._replace(drawn_at_tokens=consumed_tokens)
 
-    def draw(self, cursor: Cursor, pool: Pool | None, steps: int = 1) -> "Drawn":
-        return draw(
-            self.samples,
-            pool,
-            first=cursor.first_draw,
-            count=steps * self.rows_per_step,
-            stage_start=cursor.stage_first_draw,
-            seed=self.settings.run.seed,
-        )
+    def draw(self, cursor: Cursor, steps: int = 1) -> "Drawn":
+        """The samples of some steps, under the stage that the cursor stands in."""
+        pool = self.stage_at(cursor.drawn_at_tokens).pool
+        count = steps * self.rows_per_step
+        return draw(self.samples, pool, cursor, count=count, seed=self.settings.run.seed)
 
     # ---- which rows
 
@@ -212,7 +217,7 @@ class Plan:
         """
         stage = self.stage_at(clock.consumed_tokens)
         cursor = self.cursor_at(clock.consumed_tokens, clock.cursor)
-        drawn = self.draw(cursor, stage.pool)
+        drawn = self.draw(cursor)
         seq_len = stage.max_piece_len
         if seq_len < self.seq_len and self.curriculum.reshapes:
             seq_len = reshaped_len(self.seq_len, limit=seq_len)
@@ -225,8 +230,7 @@ class Plan:
                 longest = int((stop - start).max()) + self.extra
                 seq_len = min(-(-longest // MULTIPLE) * MULTIPLE, seq_len)
             rows = self.rows_of(np.stack((start, stop), axis=1), cursor)
-        after = cursor._replace(first_draw=drawn.next_sample)
-        return Chosen(rows, seq_len=seq_len, stage=stage, before=cursor, after=after)
+        return Chosen(rows, seq_len=seq_len, stage=stage, before=cursor, after=drawn.after)
 
     def rows_of(self, pieces: np.ndarray, cursor: Cursor) -> Rows:
         """Pieces drawn at this cursor, a row each; with --nsp they are pairs."""
@@ -274,7 +278,7 @@ class Plan:
         as shuffled as the samples, and full rows keep their order.
         """
         stage = self.stage_at(cursor.drawn_at_tokens)
-        drawn = self.draw(cursor, stage.pool, steps=self.window_steps)
+        drawn = self.draw(cursor, steps=self.window_steps)
         alone = self.rows_of(cut(drawn.spans, stage.max_piece_len - self.extra), cursor)
         packs = packing.pack_lengths(
             alone.stop - alone.start + self.extra,
@@ -288,7 +292,7 @@ class Plan:
             seq_len=self.seq_len,
             stage=stage,
             before=cursor,
-            after=cursor._replace(first_draw=drawn.next_sample),
+            after=drawn.after,
         )
 
     # ---- this rank's rows
@@ -311,27 +315,21 @@ class Plan:
 
 class Drawn(NamedTuple):
     spans: np.ndarray  # (n, 2)
-    next_sample: int  # the number of the draw that comes after these
+    after: Cursor  # at the draw that comes after these
 
 
 def draw(
-    samples: Samples | MixedSamples,
-    pool: Pool | None,
-    *,
-    first: int,
-    count: int,
-    stage_start: int,
-    seed: int,
+    samples: Samples | MixedSamples, pool: Pool | None, cursor: Cursor, *, count: int, seed: int
 ) -> Drawn:
-    """`count` samples of the pool, from draw number `first` on.
+    """`count` samples of the pool, from the cursor on.
 
     A stage shuffles the ranks of its pool pass after pass, so no sample comes again before all of
     them came. Where several filters meet, a draw that one of them refuses is passed over.
 
-    Args:    pool        a curriculum's pool of samples, sorted by difficulty; None: every sample
-             stage_start the number of the draw at which the pool became what it is
-             seed        of the run
+    Args:    pool a curriculum's pool of samples, sorted by difficulty; None: every sample
+             seed of the run
     """
+    first, stage_start = cursor.first_draw, cursor.stage_first_draw
     key = seed_of(seed, "stage", stage_start) if stage_start else seed
     draws_per_sample = pool.reach / max(pool.size, 1) if pool else 1  # 1 with a single filter
     ids = np.empty(0, np.int64)
@@ -348,7 +346,7 @@ def draw(
         ids = np.concatenate((ids, candidates[accepted]))
         enough = len(accepted) == wanted
         first += int(accepted[-1]) + 1 if enough else asked
-    return Drawn(spans=samples.spans(ids), next_sample=first)
+    return Drawn(samples.spans(ids), cursor._replace(first_draw=first))
 
 
 def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple[Step, float]]:

@@ -48,6 +48,7 @@ from analyze import MOST_SHARDS, SHARD
 from curriculum import Curriculum, CurriculumConfig, parse_metrics
 from difficulty import fingerprint, opened
 from prepare import embedded_store, prepare
+from support.base.clock import Cursor
 from support.base.runtime import exit_cleanly
 from support.rows.ranking import Stage
 from support.rows.samples import Samples
@@ -313,12 +314,11 @@ def own_megabytes() -> float:
 
 def measure_draws(samples: Samples, pool, where: str, batches: int, figures: Figures) -> None:
     """Draw batch after batch; the time of each, and what memory they left behind."""
-    first = 0
+    cursor = Cursor()
 
     def draw_next() -> None:
-        nonlocal first
-        drawn = plan.draw(samples, pool, first=first, count=BATCH, stage_start=0, seed=SEED)
-        first = drawn.next_sample
+        nonlocal cursor
+        cursor = plan.draw(samples, pool, cursor, count=BATCH, seed=SEED).after
 
     draw_next()
     before = own_megabytes()

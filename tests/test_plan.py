@@ -65,7 +65,7 @@ def rows_of_step(p, clock):
 
 
 def drawn(plan, first, count, stage_start=0, pool=None, seed=1337):
-    return draw(plan.samples, pool, first=first, count=count, stage_start=stage_start, seed=seed)
+    return draw(plan.samples, pool, Cursor(first, stage_start), count=count, seed=seed)
 
 
 # ---- what is read
@@ -165,8 +165,8 @@ def test_every_sample_of_a_window_lies_in_exactly_one_of_its_rows(store, flags):
         assert sorted(laid.tolist()) == sorted(pieces.tolist())
         if "truncate" in flags:
             assert set(laid[:, 0]) <= set(store.offsets), "nothing beyond a document's first row"
-        assert window.after.first_draw == after == first + len(spans)
-        first = after
+        assert window.after == after == Cursor(first + len(spans))
+        first = after.first_draw
 
 
 def test_pairs_need_two_pieces_of_two_tokens():
@@ -327,7 +327,7 @@ def test_a_pool_smaller_than_a_batch_fills_it(indexed):
     small = p.stage_at(0).pool
     assert small.reach < 16 * p.rows_per_step, "it takes several passes"
     spans, after = drawn(p, 0, 16 * p.rows_per_step, 0, small)
-    assert len(spans) == after == 16 * p.rows_per_step
+    assert len(spans) == after.first_draw == 16 * p.rows_per_step
     counts = np.unique(spans[:, 0], return_counts=True)[1]
     assert len(counts) == small.reach and counts.max() - counts.min() <= 1
 

@@ -111,29 +111,6 @@ def effective_tokens(rows: np.ndarray, repeated: np.ndarray, tokens_by_layer: li
     )
 
 
-def advanced(
-    clock: Clock,
-    filled: np.ndarray,
-    repeated: np.ndarray,
-    tokens_by_layer: list[int],
-    positions: int,
-    pieces: int,
-) -> Clock:
-    """The clock after one more step; the cursor stays as it is.
-
-    Args: filled, repeated, tokens_by_layer as `effective_tokens` takes them
-          positions, pieces                 of all rows together
-    """
-    return clock._replace(
-        step=clock.step + 1,
-        consumed_tokens=clock.consumed_tokens + effective_tokens(filled, repeated, tokens_by_layer),
-        real_tokens=clock.real_tokens + int(filled.sum() - repeated.sum()),
-        layer_tokens=clock.layer_tokens + len(filled) * sum(tokens_by_layer),
-        positions=clock.positions + positions,
-        pieces=clock.pieces + pieces,
-    )
-
-
 def due(every: int, before: Clock, after: Clock, last: bool = False) -> bool:
     """Whether a step passed a multiple of `every` tokens or is the last; never if every is 0."""
     if every == 0:
