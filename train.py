@@ -205,8 +205,15 @@ def evaluate(run: Run, evaluation: Evaluation, poll: Poll, last: bool = False) -
 
 
 def held_out(settings: config.Config, data: Data, tokens: int | None) -> Evaluation:
-    how = (settings.data.seq_len, data.byte_lengths, data.special_ids)
-    return on_each_store(Evaluation, data.store, tokens, *how, nsp=settings.model.nsp)
+    return on_each_store(
+        Evaluation,
+        data.store,
+        tokens,
+        seq_len=settings.data.seq_len,
+        lengths=data.byte_lengths,
+        special_ids=data.special_ids,
+        nsp=settings.model.nsp,
+    )
 
 
 def finish(run: Run, data: Data, poll: Poll) -> None:
@@ -376,8 +383,8 @@ class Trainer:
             last = stop == rows
             part = step.part(slice(first, stop))
             if s.model.dropout:
-                key = (s.run.seed, "dropout", step.context.step, runtime.rank, first)
-                torch.manual_seed(seed_of(*key))
+                seed = seed_of(s.run.seed, "dropout", step.context.step, runtime.rank, first)
+                torch.manual_seed(seed)
             sync_gradients(self.wrapped, last)  # over ranks once, with the last part
             batch = laid_out(self, part.batch).to(runtime.device)
             predicted = part.predicted and Predicted(
