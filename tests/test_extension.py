@@ -14,7 +14,7 @@ from conftest import metrics, read_log, start_ranks
 
 import config
 import train
-from support.run import checkpoint, extension, sharded_checkpoint
+from support.run import checkpoint, extension
 from support.step.optim import OptimConfig, lr_at
 
 SMALL = f"{LARGER} --layers 2 --eval-tokens 100 --final-eval-tokens 100"
@@ -68,7 +68,7 @@ def assert_same_run(one: Path, other: Path) -> None:
 
 def tensors_of(state: dict) -> dict[str, torch.Tensor]:
     found = {}
-    sharded_checkpoint.mapped(state, found.setdefault)
+    checkpoint.mapped(state, found.setdefault)
     return found
 
 
@@ -303,7 +303,7 @@ def test_a_trunk_of_shards(tmp_path, store_dir):
     )
     folder = tmp_path / "run"
     assert [path.name for path in folder.glob("trunk*")] == ["trunk-00000024.sharded"]
-    assert sharded_checkpoint.load(folder / "trunk-00000024.sharded")["step"] == 24
+    assert checkpoint.load(folder / "trunk-00000024.sharded")["step"] == 24
     assert (folder / "abandoned-step-00000016.sharded").exists()
     start_ranks(2, [*flags.split(), "--tokens", "8192", "--out", str(tmp_path / "whole")])
     rates = [

@@ -25,7 +25,7 @@ from support.base.atomic import atomic_write, sync
 from support.base.clock import Clock, lr_clock
 from support.base.settings import Flat
 from support.run import checkpoint
-from support.run.sharded_checkpoint import outlined
+from support.run.checkpoint import outlined
 from support.step.optim import decay_start, learning_rate
 
 if TYPE_CHECKING:

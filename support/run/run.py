@@ -17,6 +17,7 @@ log has nothing left to do.
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +30,7 @@ from support.base.settings import flattened
 from support.base.sharded import check_agreement, shard
 from support.base.technique import is_on, techniques_of
 from support.rows.mixture import AnyStore
-from support.run import checkpoint, extension, sharded_checkpoint
+from support.run import checkpoint, extension
 from support.run.folder import (
     Log,
     ModelSize,
@@ -150,13 +151,13 @@ class Run:
     def read(self, path: str, shape: TransformerConfig) -> dict:
         """A checkpoint of a model of this shape; with --fsdp each rank reads its own rows of it."""
         if not self.settings.run.fsdp:
-            return sharded_checkpoint.load(path)
+            return checkpoint.load(path)
         like = empty_model(shape)
         shard(like, self.runtime)
         # with --offload to the host: the device may not have room for everything
         is_away = is_on(self.settings, "offload")
         device = torch.device("cpu") if is_away else self.runtime.device
-        return sharded_checkpoint.load_shards(path, like.state_dict(), self.runtime, device)
+        return checkpoint.load(path, like.state_dict(), self.runtime, device)
 
     def make_folder(self) -> None:
         """Make the folder, unless the run goes on in its own."""
@@ -274,14 +275,8 @@ class Run:
             "tokenizer_fingerprint": self.store.meta["tokenizer_fingerprint"],
             **self.about(),
         }
-        if self.settings.run.fsdp:
-            path = sharded_checkpoint.save(
-                folder, state, self.runtime, step=step, keep=keep, best=is_best
-            )
-        else:
-            path = self.runtime.on_rank0(
-                lambda: checkpoint.save(folder, state, step=step, keep=keep, best=is_best)
-            )
+        save = partial(checkpoint.save, folder, state, step=step, keep=keep, best=is_best)
+        path = save(self.runtime) if self.settings.run.fsdp else self.runtime.on_rank0(save)
         self.saved_path, self.saved_step = str(path), step
         self.log_checkpoint()
 
