@@ -124,7 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped:
         poll.bar.close()
         run.save()
-        runtime.say(f"stopped at step {run.clock.step}; go on with: {run.resume_command}")
+        resume = f"python train.py --resume --out {run.folder}"
+        runtime.say(f"stopped at step {run.clock.step}; go on with: {resume}")
         return 128 + (poll.stop.number or signal.SIGTERM)
     finally:
         poll.end()
@@ -173,7 +174,9 @@ def train(run: Run, plan: Plan, evaluation: Evaluation, poll: Poll) -> None:
         done = run.trainer.step(step)
         ms = (time.perf_counter() - began) * 1e3 + waited_ms
         flops = run.advance(step)
-        progress.log_step(run, step, done, progress.Took(ms, waited_ms, flops.model), poll.bar)
+        progress.log_step(
+            run, step, done, poll.bar, ms=ms, waited_ms=waited_ms, model_flops=flops.model
+        )
         every = run.settings.run.checkpoint_every
         checkpoint_due = run.is_finished or due(every, step.before, step.after)
         evaluate_and_save(run, evaluation, poll, checkpoint_due)
