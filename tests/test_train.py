@@ -70,12 +70,6 @@ def test_what_a_run_leaves(run, tmp_path, capsys):
     assert best["best"] == min(line["val_bpb"] for line in evals[:-1])
 
 
-def test_zero_means_never(run, tmp_path):
-    lines = run(SHORT)
-    assert [line["last"] for line in lines if line["event"] == "eval"] == [True]
-    assert len(list((tmp_path / "run").glob("*.pt"))) == 1, "the last, and no best"
-
-
 def test_learns(log_of):
     first, *_, before, _ = losses(log_of())
     assert first > 5.7 and before < 3.2  # ln 320 = 5.77 nats knows nothing
@@ -127,8 +121,11 @@ def test_neutral_is_identity(run, log_of, base):
         f"{ALL_ON} --pack-batch documents --long truncate --schedule cosine",
     ],
 )
-def test_every_combination_runs(run, flags):
-    assert all(0 < loss < 7 for loss in losses(run(f"{flags} {SHORT}")))
+def test_every_combination_runs(run, tmp_path, flags):
+    lines = run(f"{flags} {SHORT}")
+    assert all(0 < loss < 7 for loss in losses(lines))
+    assert [line["last"] for line in lines if line["event"] == "eval"] == [True], "0 is never"
+    assert len(list((tmp_path / "run").glob("*.pt"))) == 1 or "wsd" in flags, "the last, no best"
 
 
 # At the default learning rate so small a model multiplies a last bit of rounding by 30 in 20 steps.

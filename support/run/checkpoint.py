@@ -376,9 +376,7 @@ def link(source: Path, target: Path) -> None:
     unfinished = hidden(target)
     remove(unfinished)
     if source.is_dir():
-        unfinished.mkdir()
-        for file in source.iterdir():
-            link_or_copy(file, unfinished / file.name)
+        shutil.copytree(source, unfinished, copy_function=link_or_copy)
         sync(unfinished)
     else:
         link_or_copy(source, unfinished)
