@@ -3,11 +3,11 @@
     python train.py --curriculum seqlen --pack --dry-run
 
 The plan is walked without training: step by step, or for a run that reads much text in some steps
-spread evenly over it, each of which stands for its neighbours. Then a few real micro-batches are
-timed, from the cheapest to the dearest by their FLOPs; the seconds of the others are read off the
-line through these. An update of the weights, a few held-out rows and a part of a checkpoint are
-timed besides, and a run is the sum. Not counted: what comes before the first step, compiling, and
-the sample at the end.
+spread evenly over it, each of which stands for its neighbours. Then three real micro-batches are
+timed, the cheapest, the middle and the dearest by their FLOPs; the seconds of the others are read
+off the line through these. An update of the weights, a few held-out rows and a part of a checkpoint
+are timed besides, and a run is the sum. Not counted: what comes before the first step, compiling,
+and the sample at the end.
 
 train.main calls `DryRun.show` in place of training, and `outlook` where a run starts. Steps come
 from plan.py, their FLOPs from support/step/flops.py, memory from support/step/memory.py.
@@ -56,10 +56,8 @@ PLAIN_STEPS = 16  # of the same run without techniques
 OUTLOOK_STEPS = 8  # of a run that starts
 MANY_EPOCHS = 4  # arXiv 2305.16264: up to these, repeated text is about as good as new text
 
-PICKS = 6  # micro-batches of different cost that are timed
-TURNS = 20  # each is timed so often at most,
-SECONDS = 10.0  # and all of them together for about so long
-ALIKE = 1.02  # micro-batches whose FLOPs differ less count as one
+TURNS = 20  # a micro-batch is timed so often at most,
+SECONDS = 10.0  # and all three together for about so long
 SAVED_BYTES = 1 << 28  # written to time a checkpoint
 
 
@@ -220,13 +218,11 @@ def seconds_in_words(seconds: dict[str, float], plain: dict[str, float]) -> str:
 
 
 def picks(points: list[Point]) -> list[Point]:
-    """Some steps between the cheapest and the dearest micro-batch, in the order of the run."""
-    by_cost: list[Point] = []
-    for point in sorted(points, key=lambda p: p.part_flops):
-        if not by_cost or point.part_flops > ALIKE * by_cost[-1].part_flops:
-            by_cost.append(point)
-    places = np.linspace(0, len(by_cost) - 1, min(PICKS, len(by_cost))).round().astype(int)
-    return sorted((by_cost[place] for place in places), key=lambda p: p.step.before)
+    """Steps of the cheapest, the middle and the dearest micro-batch, in the order of the run."""
+    by_cost = sorted(points, key=lambda p: p.part_flops)
+    picked = (by_cost[0], by_cost[len(by_cost) // 2], by_cost[-1])
+    differing = {p.part_flops: p for p in picked}
+    return sorted(differing.values(), key=lambda p: p.step.before)
 
 
 def seconds_of_steps(points: list[Point], parts: dict[float, float], update: float) -> float:
