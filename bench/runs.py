@@ -42,7 +42,7 @@ from prepare import embedded_store
 from support.base import runtime
 from support.base.clock import Clock, tokens_by_layer
 from support.text.store import Store
-from train import Trainer, next_stage
+from train import Trainer, next_trainer
 
 # ---- cost
 
@@ -72,7 +72,7 @@ def shapes_of(plan: Plan, trainer: Trainer, examples: dict[Shape, Example]) -> C
     settings, counts, clock = trainer.settings, Counter(), Clock()
     while clock.consumed_tokens < settings.optim.tokens:
         step = plan(clock)
-        trainer = next_stage(trainer, step)
+        trainer = next_trainer(trainer, step)
         rows, seq_len = step.batch.tokens.shape
         tokens = tuple(tokens_by_layer(settings, step.context, seq_len))
         parameters = sum(p.numel() for p in trainer.model.parameters())

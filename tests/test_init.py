@@ -13,7 +13,7 @@ import sample
 import train
 from model import Transformer, TransformerConfig
 from prepare import prepare
-from support.run import checkpoint, sharded_checkpoint
+from support.run import checkpoint
 from support.text.tokenizer import get_encoding
 from support.weights.trained import real_weights
 
@@ -187,7 +187,7 @@ def test_real_weights_compute_what_the_shadow_computes(owners):
 def test_a_folder_of_shards_is_a_checkpoint_too(begin, run_of, tmp_path):
     state = checkpoint.load(newest(run_of()))
     folder = tmp_path / "step-00000004.sharded"
-    sharded_checkpoint.write(folder, state, sharded_checkpoint.ALONE)
+    checkpoint.write(folder, state, checkpoint.ALONE)
     assert_same(begin(folder), state["model"])
     (folder / "rank-0-of-1.pt").write_text("{}")
     with pytest.raises(ValueError, match=r"--init .*sharded"):

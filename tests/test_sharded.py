@@ -32,7 +32,7 @@ from support.base.runtime import Runtime
 from support.base.sharded import rows_here
 from support.evaluation.scoring import own_rows
 from support.rows.batch import Batch
-from support.run import checkpoint, sharded_checkpoint
+from support.run import checkpoint
 from support.step.muon import Muon
 from support.text.store import Store
 from support.text.tokenizer import byte_lengths, get_encoding
@@ -339,7 +339,7 @@ def check_evaluation_of_a_store(runtime: Runtime, store: str) -> Iterator[tuple[
     at_once = next(n for n in (4, 5, 7) if -(-len(evaluation.rows) // n) % runtime.world_size)
     ours, alone = Trained(gpt(320, 32), runtime).model, gpt(320, 32)
     found = evaluation.run(ours, runtime, at_once)
-    wanted = evaluation.run(alone, sharded_checkpoint.ALONE, at_once)
+    wanted = evaluation.run(alone, checkpoint.ALONE, at_once)
     yield "bits per byte", abs(found.val_bpb - wanted.val_bpb), 1e-6
     assert found.targets == wanted.targets
     assert hasattr(ours.wte.weight, "to_local"), "freed behind the evaluation"
@@ -373,7 +373,7 @@ def check_failing_saves(runtime: Runtime, folder: Path) -> Iterator[tuple[str, f
     """A save that fails on one rank fails on all, soon, and the older ones are as they were."""
     folder = folder / "failing"
     ours = Trained(gpt(), runtime)
-    sharded_checkpoint.save(folder, ours.state(), runtime, step=1, best=True)
+    checkpoint.save(folder, ours.state(), runtime, step=1, best=True)
     before = {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
 
     def full_disk(*_, **more):
@@ -385,7 +385,7 @@ def check_failing_saves(runtime: Runtime, folder: Path) -> Iterator[tuple[str, f
             setattr(checkpoint, name, full_disk)
         try:
             with pytest.raises(ValueError, match="No space left") as error:
-                sharded_checkpoint.save(folder, ours.state(), runtime, step=2, keep=1)
+                checkpoint.save(folder, ours.state(), runtime, step=2, keep=1)
         finally:
             setattr(checkpoint, name, working)
         assert "step-00000002.sharded: not written" in str(error.value)
@@ -397,7 +397,7 @@ def check_failing_saves(runtime: Runtime, folder: Path) -> Iterator[tuple[str, f
     if runtime.rank == 1:
         rows_here(ours.model.wte.weight.detach())[0] = math.nan
     with pytest.raises(ValueError, match=r"not finite: wte\.weight"):
-        sharded_checkpoint.save(folder, ours.state(), runtime, step=2)
+        checkpoint.save(folder, ours.state(), runtime, step=2)
     yield from ()
 
 
@@ -407,9 +407,9 @@ def check_damage_is_said_by_all(
     """Each file is verified by one rank only, yet no rank reads from a damaged folder, or file."""
     folder = folder / "damaged"
     ours = Trained(gpt(), runtime)
-    path = sharded_checkpoint.save(folder, ours.state(), runtime, step=1)
+    path = checkpoint.save(folder, ours.state(), runtime, step=1)
     if runtime.is_rank0:
-        checkpoint.save(folder, sharded_checkpoint.load(path), step=2)
+        checkpoint.save(folder, checkpoint.load(path), step=2)
     dist.barrier()
     files = [*sorted(path.iterdir()), folder / "step-00000002.pt"]
     assert [file.name for file in files] == [
@@ -427,13 +427,13 @@ def check_damage_is_said_by_all(
         dist.barrier()
         with pytest.raises(ValueError, match=f"{file.name} is damaged"):
             named = file if file.parent == folder else path
-            sharded_checkpoint.load_shards(named, ours.model.state_dict(), runtime, CPU)
+            checkpoint.load(named, ours.model.state_dict(), runtime, CPU)
         dist.barrier()
         if runtime.is_rank0:
             file.write_bytes(intact)
         dist.barrier()
     for named in (path, files[-1]):
-        state = sharded_checkpoint.load_shards(named, ours.model.state_dict(), runtime, CPU)
+        state = checkpoint.load(named, ours.model.state_dict(), runtime, CPU)
         for name, tensor in ours.model.state_dict().items():  # bit for bit what was saved
             assert torch.equal(rows_here(state["model"][name]), rows_here(tensor))
     yield from ()
@@ -449,18 +449,18 @@ def go_on(runtime: Runtime, folder: Path, write: bool) -> Iterator[tuple[str, fl
         if write:
             ours = Trained(build(), runtime, offloaded)
             ours.step(0, ROWS)
-            sharded_checkpoint.save(folder / name, ours.state(), runtime, step=1)
+            checkpoint.save(folder / name, ours.state(), runtime, step=1)
         else:  # also a file of whole tensors, which each rank cuts
-            state = sharded_checkpoint.load(paths[0])
+            state = checkpoint.load(paths[0])
             paths.append(checkpoint.save(folder / f"{name}-{runtime.rank}", state, step=1))
         for path in paths:
             ours = Trained(build(), runtime, offloaded)
-            state = sharded_checkpoint.load_shards(path, ours.model.state_dict(), runtime, CPU)
+            state = checkpoint.load(path, ours.model.state_dict(), runtime, CPU)
             assert state["best"] == math.inf and state["config"]["layers"] == (1, 2)
             for tensor in state["optimizers"]["state"]["wte.weight"].values():
                 assert rows_here(tensor).shape in (rows_here(ours.model.wte.weight).shape, ())
             yield from same_losses(name, path, ours, state, losses)
-        whole_again = sharded_checkpoint.load(paths[0])
+        whole_again = checkpoint.load(paths[0])
         yield from same_losses(name, "one process", Trained(build(), None), whole_again, losses)
 
 
