@@ -237,6 +237,17 @@ def test_control_without_the_digest_a_flipped_weight_loads_in_silence(tmp_path, 
     assert load(path)["weight"][4:7].tolist() == [4, -5, 6]
 
 
+def test_what_is_read_is_what_was_verified(tmp_path, monkeypatch):
+    path, verify = save(tmp_path, state_of(), step=7), checkpoint.verify
+
+    def verify_and_replace(file):
+        verify(file)
+        save(tmp_path, state_of(8), step=7)
+
+    monkeypatch.setattr(checkpoint, "verify", verify_and_replace)
+    refused(lambda: load(path), "was replaced while it was read")
+
+
 def test_any_damaged_or_missing_file_of_a_folder_is_named(tmp_path):
     """Also one of another save, of other ranks, and a rank's file in place of another's."""
     path = written_by(2, tmp_path / "a.sharded", {"model": {"w": torch.randn(9, 9)}})

@@ -181,10 +181,17 @@ def load(
             made[key] = joined(parts, shard_like(name, tensor, shards or {}), device)
         return made[key]
 
+    def as_verified() -> list[dict]:
+        files = opened(paths)
+        if written != [file.stat().st_mtime_ns for file in paths]:
+            raise ValueError("was replaced while it was read: read it again")
+        return files
+
     try:
         paths = agreed(runtime, lambda: files_of(path))
+        written = [file.stat().st_mtime_ns for file in paths if file.exists()]
         agreed(runtime, lambda: [*map(verify, paths[runtime.rank :: runtime.world_size])])
-        files = agreed(runtime, lambda: opened(paths))
+        files = agreed(runtime, as_verified)
         return agreed(runtime, lambda: mapped(files[0]["state"], fill))
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {others(path)}") from None
