@@ -308,7 +308,9 @@ class ShardedPlacement(Placement):
 # ---- the decision
 
 
-def moves(parts: tuple[Part, ...], kinds: Sequence[Away] = KINDS) -> list[tuple[int, Away]]:
+def order_of_leaving(
+    parts: tuple[Part, ...], kinds: Sequence[Away] = KINDS
+) -> list[tuple[int, Away]]:
     """The order of leaving, as (number of the part, what of it is away then).
 
     Example: the outside (part 0) and three blocks: parts 2 1 3 with STATE, with GRADIENTS, with
@@ -358,7 +360,7 @@ def place(
         )
         start = ShardedPlacement(parts, tuple(away), dtype, budget, ranks=shards)
     options = [start]
-    for number, kind in moves(parts, kinds):
+    for number, kind in order_of_leaving(parts, kinds):
         away[number] = kind
         options.append(replace(start, away=tuple(away)))
     placement = next((option for option in options if option.device_bytes <= budget), None)
