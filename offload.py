@@ -316,7 +316,7 @@ class Offload(Edit):
         if layer not in self.fetched:
             # memory of the computing stream, which is the one that may use it again
             sent = [matrix.sent for matrix in self.streamed[layer]]
-            weights = [torch.empty_like(w, device=self.device) for w in sent]
+            weights = [torch.empty(w.shape, dtype=w.dtype, device=self.device) for w in sent]
             event = self.link.copy(self.link.up, zip(weights, sent, strict=True))
             self.fetched[layer] = Fetched(weights, event)
         return self.fetched[layer]
