@@ -98,7 +98,7 @@ class OffloadConfig:
 
 def refusals(settings: "Config") -> list[tuple[bool, str]]:
     budget_bytes(settings.offload.budget, free=0)  # raises for anything but bytes or auto
-    host_bytes(settings, free=0)
+    host_bytes(settings.offload.host_memory, free=0)
     return []
 
 
@@ -119,9 +119,8 @@ def budget_bytes(text: str, free: int | None = None) -> int:
     return free // 2
 
 
-def host_bytes(settings: "Config", free: int | None) -> int | None:
+def host_bytes(text: str, free: int | None) -> int | None:
     """What a run may take of this machine's memory; None if unknown."""
-    text = settings.offload.host_memory
     return free if text == "auto" else bytes_of("--offload-host-memory", text)
 
 
@@ -136,7 +135,7 @@ def placement_for(settings: "Config", model: nn.Module, runtime: "Runtime") -> P
         budget_bytes(settings.offload.budget, runtime.device_free),
         DTYPES[runtime.dtype],
         kinds=KINDS if runtime.world_size == 1 else (Away.STATE,),
-        host_bytes=host_bytes(settings, runtime.host_free),
+        host_bytes=host_bytes(settings.offload.host_memory, runtime.host_free),
         ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
         shards=runtime.world_size if settings.run.fsdp else None,
     )
@@ -526,8 +525,8 @@ class Landing:
         slot.copies.clear()
 
     def settle_all(self) -> None:
-        self.settle(self.other)
-        self.settle(self.current)
+        for slot in (self.other, self.current):
+            self.settle(slot)
 
 
 class Lent(torch.autograd.Function):

@@ -6,8 +6,8 @@ marked so.
 
 import weakref
 from collections import Counter, defaultdict
-from contextlib import contextmanager, nullcontext
-from functools import cache
+from contextlib import contextmanager
+from functools import cache, partial
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -30,6 +30,7 @@ from kernels import packed_attention
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Copy, Landing, Link, Offload
 from support.base import runtime
+from support.base.technique import Edit
 from support.rows.batch import Batch
 from support.step.optim import LossScale, Optimizers
 from support.step.placement import (
@@ -69,20 +70,17 @@ class Run:
         self.model, self.dtype, self.device = model, dtype, device
         self.losses, self.norms, self.number = [], [], 0
         self.gradients: list[dict] = []  # of each step, before they are clipped
-        self.offloaded = None
-        tensors = dict(model.named_parameters())
+        self.offloaded = Edit()  # which does nothing
         if away is not None:
             parts = parts_of(model, kind == "muon")
-            placement = Placement(parts, away[: len(parts)], dtype, budget=0)
-            self.offloaded = Offload(placement, early)
-            self.offloaded.move(model, device)
-            tensors = self.offloaded.parameters(tensors)
+            self.offloaded = Offload(Placement(parts, away[: len(parts)], dtype, budget=0), early)
+        self.offloaded.move(model, device)
+        tensors = self.offloaded.parameters(dict(model.named_parameters()))
         self.optimizers = Optimizers(tensors, kind, 0.1, (0.9, 0.95), dtype == "fp16")
 
     def run_block(self, dropping=False, recomputed=False):
-        run_block = run_recomputed if recomputed else run_plain
-        if self.offloaded:
-            run_block = self.offloaded.run_block(run_block, recomputed)
+        plainly = run_recomputed if recomputed else run_plain
+        run_block = self.offloaded.run_block(plainly, recomputed)
         if not dropping:
             return run_block
         random = torch.Generator().manual_seed(self.number)
@@ -95,17 +93,14 @@ class Run:
         inputs = batch(packed=self.device == CPU, seed=self.number).to(self.device)
         with torch.autocast(self.device.type, dtype, enabled=self.dtype != "fp32"):
             loss = self.model(inputs, run_block=self.run_block(**how)) / 63
-        with self.offloaded.around_backward(last) if self.offloaded else nullcontext():
+        with self.offloaded.around_backward(last):
             (loss * self.optimizers.loss_scale.value).backward()
         self.losses.append(loss.detach())  # whose item() would wait for the device
         self.number += 1
 
     def update(self):
-        def move():
-            self.optimizers.step(1e-2 / (1 + self.number))
-
         self.norms.append(self.optimizers.clip_gradients(0.5).item())
-        self.offloaded.around_step(move) if self.offloaded else move()
+        self.offloaded.around_step(partial(self.optimizers.step, 1e-2 / (1 + self.number)))
 
     def steps(self, count, micro_batches=3, **how):
         for _ in range(count):
@@ -117,8 +112,7 @@ class Run:
         return self
 
     def weights(self):
-        weights = self.model.state_dict()
-        return self.offloaded.weights(weights) if self.offloaded else weights
+        return self.offloaded.weights(self.model.state_dict())
 
     def state(self):
         return {p: s for part in self.optimizers.parts for p, s in part.state.items()}
@@ -137,19 +131,15 @@ def assert_same(run, other):
     for gradients, others in zip(run.gradients, other.gradients, strict=True):
         assert_equal(gradients, others)
     assert_equal(run.weights(), other.weights())
-    assert_equal_states(run, other)
+    saved, others = run.optimizers.state_dict()["state"], other.optimizers.state_dict()["state"]
+    assert saved.keys() == others.keys() and saved
+    for name, state in saved.items():
+        assert all(torch.equal(state[key], others[name][key]) for key in state), name
 
 
 def assert_equal(weights, others):
     assert list(weights) == list(others)
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
-
-
-def assert_equal_states(run, other):
-    saved, others = run.optimizers.state_dict()["state"], other.optimizers.state_dict()["state"]
-    assert saved.keys() == others.keys() and saved
-    for name, state in saved.items():
-        assert all(torch.equal(state[key], others[name][key]) for key in state), name
 
 
 # ---- bitwise

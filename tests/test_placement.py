@@ -141,7 +141,7 @@ def placed(parts, budget, dtype):
     try:
         return place(parts, budget, dtype)
     except ValueError as error:
-        return int(re.search(r"need (\d+)MiB", str(error))[1])
+        return int(re.search(r"works is (\d+)MiB", str(error))[1])
 
 
 @given(sizes(), DTYPE, st.floats(0, 1.1), st.floats(0, 1.1))

@@ -218,7 +218,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def refuse_step(runtime: Runtime, step: int, quantity: str, value: float) -> NoReturn:
-    """Stop every rank before the weights move; name the step and the ranks with a bad value."""
+    """Stop every rank before an update; name the step and the ranks with a bad value."""
     values = runtime.gather(value)
     ranks = [str(rank) for rank, seen in enumerate(values) if not math.isfinite(seen)]
     raise ValueError(

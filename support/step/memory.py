@@ -209,9 +209,9 @@ def micro_batch(
     of_documents = settings.pack.batch == "documents"  # in as many rows as they need
     if rows % (most * world_size) and not of_documents:
         raise ValueError(
-            f"--batch-tokens {settings.optim.batch_tokens} makes {rows} rows of {seq_len}, which"
-            f" {world_size} process(es) cannot share, --micro-batch-size {most} at once: choose a"
-            f" multiple of {most * world_size * seq_len}"
+            f"--batch-tokens {settings.optim.batch_tokens} is not a multiple of"
+            f" {most * world_size * seq_len}, for {world_size} process(es) with {most} rows of"
+            f" {seq_len} at once: change it or --micro-batch-size"
         )
     documents = "the documents of " if of_documents else ""
     step = f"{documents}{rows} rows of {seq_len} a step"
