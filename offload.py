@@ -387,8 +387,8 @@ class Link:
     """Both directions between the host and one device; `up` is to the device.
 
     A GPU copies on two streams, one for each direction, while it computes. Memory that is copied
-    stays allocated until the copy is done, so nothing depends on when a stream gets to it. Other
-    devices copy at once, by the same calls.
+    stays allocated until the copy is done, however late a stream is. On other devices the same
+    calls copy at once.
     """
 
     PIECE = 2**30  # bytes that are page-locked together
@@ -444,7 +444,7 @@ class Link:
     def copy(
         self, stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]
     ) -> torch.cuda.Event | None:
-        """Begin to copy (to, from) pairs, after all that the device was told to do.
+        """Begin to copy (to, from) pairs, after all work that the device was given before.
 
         Args: stream `up` or `down`
         """
@@ -456,13 +456,13 @@ class Link:
         return stream.record_event() if stream else None
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Let the device compute whatever comes next after a copy; the host does not wait."""
+        """Have what the device computes next wait for a copy; the host does not wait."""
         if event:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
 def shaped(memory: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The first of these bytes as a tensor."""
+    """The leading bytes of `memory` as a tensor."""
     return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
 
 

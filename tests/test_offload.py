@@ -233,7 +233,7 @@ def test_an_evaluation_fetches_weights_and_a_block_without_them_cannot_run_by_mi
 
 
 class Race(AssertionError):
-    """Two accesses to one memory, one of them a write, of which either may come first."""
+    """Two accesses to the same memory in no fixed order, and one of them writes."""
 
 
 class Stream:
@@ -270,7 +270,7 @@ class Access(NamedTuple):
 
 
 class Gpu(TorchDispatchMode):
-    """Runs what a CPU does as if copies were a GPU's, on streams, and finds races among them.
+    """Runs on the CPU as if copies were on a GPU's streams, and finds races between them.
 
     What touches the link's memory is the host's, or a copy's if a stream of the link is current;
     everything else is on the device. Its memory goes back to the stream that asked for it, which
@@ -499,7 +499,7 @@ def test_attention_is_chosen_where_the_rows_are_and_not_where_the_first_block_is
 
 
 class Driver:
-    """CUDA's, which locks so many bytes and no more."""
+    """CUDA's, if it can lock `most` bytes."""
 
     def __init__(self, most):
         self.most, self.locked = most, {}

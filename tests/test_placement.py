@@ -42,14 +42,14 @@ THREE = (Part("outside", (), 500, 4000, 5), *blocks(3))
 
 
 def away(budget, **more):
-    """Of what is outside, then of the three blocks."""
+    """A letter each for the outside and the three blocks."""
     return "".join("NSGW"[kind] for kind in place(THREE, budget, "fp32", **more).away)
 
 
 def test_worked_example():
     """16 bytes for each of 3,535 parameters; 8,000 of state, 4,000 of gradients in a block.
 
-    Two more gradients of what is outside are 4,000. The first gradients that leave put 8,000 on
+    Two more gradients of the outside are 4,000. The first gradients that leave put 8,000 on
     their way, and so do the first weights.
     """
     assert away(60_560) == "NNNN"
@@ -120,7 +120,7 @@ def test_the_order_of_leaving():
 
 @st.composite
 def sizes(draw):
-    """Any model: blocks of several sizes, some shared, and what is outside."""
+    """Any model: blocks of several sizes, some shared, and the outside."""
     parts, layer = [], 0
     for number in range(draw(st.integers(1, 7))):
         uses = draw(st.sampled_from([1, 1, 1, 2, 3]))
@@ -175,7 +175,7 @@ def test_with_several_ranks_only_state_leaves():
 
 
 def test_shards_leave_by_blocks():
-    """Two ranks. Of 1,010 parameters of a block a rank has 8,080 bytes, and of what is outside
+    """Two ranks. Of 1,010 parameters of a block a rank has 8,080 bytes, and of the outside
     4,040. Besides, 5 x 4 bytes of a whole block's and 3 x 4 of the outside's: 26,260."""
     here = {"host_bytes": 20_000, "ranks_here": 2, "shards": 2}
     assert away(54_540, **here) == "NNNN"

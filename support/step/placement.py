@@ -144,7 +144,7 @@ class Placement:
     def host_bytes(self) -> int:
         return sum(map(self.on_host, self.parts, self.away)) + 2 * self.slot_bytes
 
-    # what stands where
+    # device and host
 
     def itemsize(self, part: Part, away: Away) -> int:
         """Bytes of one of the device's weights, and of its gradient."""
@@ -173,7 +173,7 @@ class Placement:
         """Norms and biases, and AdamW's state of them."""
         return sum(part.small * (self.bytes_each(part, Away.NOTHING) + 8) for part in self.parts)
 
-    # what comes and goes
+    # copies
 
     def matrix_bytes(self, part: Part, away: Away) -> int:
         """One copy of a part's matrices, or of their gradients, as it travels."""
@@ -260,7 +260,7 @@ class ShardedPlacement(Placement):
     every micro-batch. What is outside of blocks stays.
 
     Bytes are those of one rank. Counted besides its rows: two gathered blocks and the buffer they
-    are gathered in, one block's gradients and their fp32 sum, and what is outside of blocks with
+    are gathered in, one block's gradients and their fp32 sum, and all outside the blocks with
     its gradients and their sum.
 
     Args: ranks that share each parameter
@@ -268,7 +268,7 @@ class ShardedPlacement(Placement):
 
     ranks: int
 
-    what_passes = "what is whole: two blocks, and all outside"
+    what_passes = "whole: two blocks, and all outside"
     small_bytes = 0  # parts have none left
     slot_bytes = 0
     embedding_gradients = 0  # they are counted with all that is outside of blocks
@@ -404,7 +404,7 @@ HEAD = ("", "parameters", "weights", "gradients", "state", "on device", "on host
 
 
 def table(placement: Placement) -> str:
-    """One line for neighbours that fare alike, then what stays, the copies and the sum."""
+    """One line for neighbours with the same on the host; then norms, copies and the total."""
     rows = [HEAD]
     alike = groupby(placement.pairs, key=lambda pair: (pair[1], bool(pair[0].layers)))
     for (away, is_block), pairs in alike:
