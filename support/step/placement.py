@@ -208,9 +208,9 @@ class Placement:
         """Gradients go to the host once a step, or once a micro-batch if they are away; weights
         come back once a step, or as often as `fetches` says.
 
-        Not counted: Muon on a GPU orthogonalises there what the host has (support/step/muon.py). Of
-        each parameter of a block with anything away, 4 bytes more go to the device once a step, and
-        2 come back.
+        Not counted: a GPU orthogonalises Muon's updates of the host's matrices (`Muon.step` in
+        support/step/muon.py). Once a step 4 bytes of each parameter go there in fp32, and 2 come
+        back in bf16.
 
         Example: a block of 100 parameters in fp32, 2 micro-batches of 10 tokens. STATE: 400 bytes
                  each way. GRADIENTS: 800 to the host, 400 back. WEIGHTS: the same, and 4,000 FLOPs;
