@@ -94,7 +94,7 @@ class Config:
         OffloadConfig,
         refusals=offload.refusals,
         edit=offload.edit,
-        placement=offload.planned,
+        placement=offload.placement_for,
     )
 
 

@@ -61,7 +61,7 @@ from support.base import runtime
 from support.base.runtime import host_free
 from support.base.sharded import join
 from support.step.optim import split_parameters
-from support.step.placement import Away, Placement, parts_of, shown
+from support.step.placement import Away, Placement, parts_of, place, shown
 from support.step.sizes import empty_model
 from train import Trainer
 
@@ -108,7 +108,7 @@ def build(case: Case, variant: Variant, device: str, mode: str | None = None) ->
     """
     if "--fsdp" in variant.flags:
         join(runtime.start(device, "auto"))
-    with patch.object(offload, "plan", partial(planned, mode)) if mode else nullcontext():
+    with patch.object(offload, "placement_for", partial(planned, mode)) if mode else nullcontext():
         return build_ours(case, variant, device)
 
 
@@ -216,13 +216,13 @@ HERE = "no offload"
 
 
 def planned(
-    mode: str, model: nn.Module, budget: str, muon: bool, dtype: torch.dtype, **free: object
+    mode: str, settings: config.Config, model: nn.Module, here: runtime.Runtime
 ) -> Placement:
-    """In place of offload.plan."""
-    parts = parts_of(model, muon)
+    """In place of offload.placement_for."""
+    parts = parts_of(model, settings.optim.optimizer == "muon")
     inside, outside = MODES.get(mode, (Away.NOTHING, Away.NOTHING))
     away = tuple(inside if part.layers else outside for part in parts)
-    return Placement(parts, away, offload.DTYPES[dtype], budget=0)
+    return Placement(parts, away, offload.DTYPES[here.dtype], budget=0)
 
 
 def offloaded(device: str, case: Case, more: str = "") -> tuple[dict[str, Variant], dict]:
@@ -255,14 +255,14 @@ def measure_peaks(setup: Setup) -> dict:
     lean = case._replace(flags=f"{case.flags} --seq-len 64", batch_tokens=128)
     variants, jobs = offloaded(setup.device, lean, "--micro-batch-size 1")
     peaks: dict[str, dict] = {}
-    dtype = runtime.start(setup.device, "auto").dtype
+    here = runtime.start(setup.device, "auto")
     print(f"\npeaks, {size}: the goal is the planned one within 5 %")
     for new, taken in take_turns(jobs, 1, setup.device):
         for name in new:
             found = peaks[name] = {"lean_peak_gb": significant(taken[name][0].peak_bytes / 1e9, 4)}
             if name != "torchao":
-                model = like(variants[name].settings(lean, setup.device), lean)
-                placement = planned(name, model, "", muon=False, dtype=dtype)
+                settings = variants[name].settings(lean, setup.device)
+                placement = planned(name, settings, like(settings, lean), here)
                 found["planned_gb"] = significant(placement.device_bytes / 1e9, 4)
             print(f"{name:>18} {found}", flush=True)
             setup.keep({"size": size, "variant": name, **found})
@@ -334,8 +334,8 @@ def train_capped(case: Case, flags: str, device: str, cap_bytes: int) -> dict:
     """
     here = runtime.start(device, "auto")
     settings = ADAMW.settings(case, device, flags)
-    small, budget = like(settings, case), settings.offload.budget
-    placement = offload.plan(small, budget, False, here.dtype, device_free=None, host_free=None)
+    small, budget = like(settings, case), offload.budget_bytes(settings.offload.budget)
+    placement = place(parts_of(small, muon=False), budget, offload.DTYPES[here.dtype])
     # the initial weights are on the host as well, until they are where they belong
     needed, free = placement.host_bytes + sum(p.nbytes for p in small.parameters()), host_free()
     if free is not None and needed > free:

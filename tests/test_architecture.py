@@ -37,7 +37,6 @@ FOR_TECHNIQUES = (
     "support.rows.packs",
     "support.rows.ranking",
     "support.rows.samples",
-    "support.step.link",
     "support.step.placement",
 )
 REPLACED = {"transformers", "datasets", "accelerate", "tokenizers", "safetensors"}

@@ -343,9 +343,9 @@ def test_wherever_the_state_is_a_step_is_the_same(scale, toy):
     plain = scale.build(toy, scale.ADAMW, "cpu")
     for _ in range(3):
         assert {mode: step() for mode, step in steps.items()} == dict.fromkeys(steps, plain())
-    by_budget = scale.offload.plan
+    by_budget = scale.offload.placement_for
     scale.build(toy, away, "cpu", "weights")
-    assert scale.offload.plan is by_budget, "each mode is a process's own"
+    assert scale.offload.placement_for is by_budget, "each mode is a process's own"
 
 
 def test_the_planned_peak_counts_sixteen_bytes_a_parameter(scale, toy, monkeypatch):

@@ -37,7 +37,7 @@ ALSO = {
 }
 # Gradients that come home, and the norm of those that are there: one number each way.
 ALSO["offload"] = {
-    "gradients: synchronize in support/step/link.py",
+    "gradients: synchronize in offload.py",
     "update: a copy from the host in support/step/optim.py",
     "update: a copy to the host in support/step/optim.py",
     "update: from pageable memory in support/step/optim.py",

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import sample
 import train
 from model import Transformer, TransformerConfig
-from offload import Offloaded
+from offload import Offload
 from sample import KVCache
 from support.base import runtime
 from support.step.placement import Away, Placement, parts_of
@@ -168,8 +168,8 @@ def test_an_offloaded_model_writes_the_same(away):
     wanted, gpt = draw(3 * ROW), model()
     parts = parts_of(gpt, False)
     everything = (Away.NOTHING, *[away] * (len(parts) - 1))
-    held = Offloaded(gpt, Placement(parts, everything, "fp32", budget=0), torch.device("cpu"))
-    gpt.run_block = held.run_block(gpt.run_block)
+    placement = Placement(parts, everything, "fp32", budget=0)
+    Offload(placement).move(gpt, torch.device("cpu"))
     assert draw(3 * ROW, gpt) == wanted
 
 
