@@ -15,7 +15,7 @@ import platform
 import re
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -69,32 +69,51 @@ def command_line(docstring: str, *, turns: int | None = None) -> argparse.Argume
     return parser
 
 
-def recorder(
-    name: str, args: argparse.Namespace, device: str | None = None, **about: object
-) -> Callable[[dict], None]:
-    """A function that adds figures to results/NAME.jsonl if --record is given.
+def chosen_of(names: list[str], known: Collection[str]) -> list[str]:
+    """The names that an argument of any number gave, or all.
+
+    Raises: ValueError for one that is not known: argparse cannot have choices where none is named
+    """
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{name} is unknown: choose from {', '.join(known)}")
+    return names or list(known)
+
+
+def recorder(name: str, args: argparse.Namespace, **about: object) -> Callable[[dict], None]:
+    """A function that prints figures, and adds them to results/NAME.jsonl if --record is given.
 
     The commit is read now: the first record makes the working tree dirty.
-
-    Args: device  what is measured, if not what --device says
     """
-    machine = surroundings(device or args.device) | {"bench": name} | about
+    machine = surroundings(args.device) | {"bench": name} | about
     print(f"{machine['hardware']}, {machine['threads']} threads")
 
     def keep(figures: dict) -> None:
+        print(in_words(figures), flush=True)
         if args.record:
-            append(name, machine | figures)
+            path = RESULTS / f"{'gpu-' if machine['device'] == 'cuda' else ''}{name}.jsonl"
+            with path.open("a") as file:  # closed at once, as the next variant may be killed
+                file.write(json.dumps(machine | figures) + "\n")
+            print(f"recorded in {path}", file=sys.stderr, flush=True)
 
     return keep
 
 
-def append(name: str, record: dict) -> None:
-    """Add a record to results/NAME.jsonl, or to results/gpu-NAME.jsonl if a GPU was measured."""
-    on_gpu = record.get("device") == "cuda"
-    path = RESULTS / f"{'gpu-' if on_gpu else ''}{name}.jsonl"
-    with path.open("a") as file:  # closed at once, as the next variant may be killed
-        file.write(json.dumps(record) + "\n")
-    print(f"recorded in {path}", file=sys.stderr, flush=True)
+def in_words(figures: dict) -> str:
+    """Figures side by side; those that belong together indented, on lines of their own.
+
+    Example: {"size": "nano", "plain": {"ms": 2, "gb": 3}} -> "size nano\\n  plain: ms 2, gb 3"
+    """
+    side_by_side, below = [], []
+    for name, value in figures.items():
+        if isinstance(value, dict):
+            below.append(f"{name}: {in_words(value)}")
+        elif isinstance(value, list) and value and isinstance(value[0], dict):
+            below += [f"{name}: {in_words(part)}" for part in value]
+        else:
+            side_by_side.append(f"{name} {value}")
+    below = [part.replace("\n", "\n  ") for part in below]
+    return "\n  ".join([", ".join(side_by_side), *below])
 
 
 def min_median_max(values: Sequence[float], digits: int = 4) -> list[float]:
@@ -114,17 +133,6 @@ def ratios(values: Sequence[float], others: Sequence[float]) -> list[float]:
 
 def significant(value: float, digits: int) -> float:
     return float(f"{value:.{digits}g}")
-
-
-class Figures(dict):
-    """The figures of one record, printed as they are added."""
-
-    def add(self, name: str, value: object, target: str = "") -> None:
-        """Keep a value, or the spread of several."""
-        if isinstance(value, (list, np.ndarray)):
-            value = min_median_max(value)
-        self[name] = value
-        print(f"  {name:32} {value}" + (f"   target {target}" if target else ""), flush=True)
 
 
 if __name__ == "__main__":

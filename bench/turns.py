@@ -16,11 +16,11 @@ process. On a GPU they are timed between two events, and it sleeps first, so tha
 import statistics
 import sys
 import time
-import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from concurrent.futures import ProcessPoolExecutor, wait
+from contextlib import ExitStack
+from functools import partial
 from multiprocessing import get_context
-from multiprocessing.connection import Connection
 from typing import NamedTuple, TypeVar
 
 import torch
@@ -82,6 +82,19 @@ def turn_of(step: Callable[[], object]) -> Taken:
     return taken[-1]._replace(seconds=statistics.median(each.seconds for each in taken))
 
 
+def seconds_in_turns(
+    variants: dict[str, Callable[[], object]],
+    turns: int,
+    measure: Callable[[Callable], Taken] = measured,
+) -> dict[str, list[float]]:
+    """Seconds of each variant in each turn, all in this process.
+
+    Args: measure  `measured` for one call, `turn_of` for the median of half a second
+    """
+    calls = {name: partial(measure, action) for name, action in variants.items()}
+    return {name: [t.seconds for t in taken] for name, taken in in_turns(calls, turns).items()}
+
+
 def take_turns(
     variants: dict[str, tuple], turns: int, device: str
 ) -> Iterator[tuple[list[str], dict[str, list[Taken]]]]:
@@ -93,87 +106,47 @@ def take_turns(
                      that makes a step
     Raises: ValueError naming a variant and what is wrong with it
     """
-    with processes(variants) as programs:
+    with ExitStack() as stack:
+        programs, building = {}, {}
+        for name, job in variants.items():
+            alone = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+            programs[name] = stack.enter_context(alone)
+            building[name] = alone.submit(build_step, *job)
+        wait(building.values())  # before the first turn, which building would disturb
+
+        def turn(name: str) -> Taken:
+            try:
+                building[name].result()
+                return programs[name].submit(turn_of_built).result()
+            except Exception as error:  # a GPU's memory is full, or a kernel does not compile
+                kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
+                raise ValueError(f"{name}: {kind}{str(error).splitlines()[0]}") from error
+
         if device == "cpu":
-            turn_of_each = {name: program.turn for name, program in programs.items()}
-            yield list(programs), in_turns(turn_of_each, turns)
+            yield list(variants), in_turns({name: partial(turn, name) for name in variants}, turns)
             return
         taken, failed = {}, []
-        for name, program in programs.items():
+        for name in variants:
             try:
-                taken |= in_turns({name: program.turn}, turns)
+                taken |= in_turns({name: partial(turn, name)}, turns)
             except ValueError as error:
                 print(f"failed: {error}", file=sys.stderr, flush=True)
                 failed.append(str(error))
             else:
                 yield [name], taken
-            program.close()
+            programs[name].shutdown()
         if failed:
             raise ValueError("; ".join(failed))
 
 
-class Program:
-    """A process that builds a variant and makes its steps."""
-
-    def __init__(self, name: str, build: Callable, arguments: list):
-        context = get_context("spawn")
-        self.name = name
-        self.refused: str | None = None
-        self.pipe, its_end = context.Pipe()
-        self.process = context.Process(target=work, args=(its_end, build, arguments), daemon=True)
-        self.process.start()
-        its_end.close()
-
-    def answer(self) -> Taken | str | None:
-        """Its next message: None once it is built, then what each turn took; text if it failed."""
-        try:
-            return self.pipe.recv()
-        except (EOFError, OSError):
-            return "its process was killed, perhaps for want of memory"
-
-    def turn(self) -> Taken:
-        with suppress(OSError):  # if the process is gone, its answer says so
-            self.pipe.send(None)
-        answer = self.refused or self.answer()
-        if isinstance(answer, str):
-            raise ValueError(f"{self.name}: {answer}")
-        return answer
-
-    def close(self) -> None:
-        self.pipe.close()
-        self.process.join()
+def build_step(build: Callable[..., Callable], *arguments: object) -> None:
+    """In a process of its own: keep the step that later calls make."""
+    global built
+    built = build(*arguments)
 
 
-@contextmanager
-def processes(variants: dict[str, tuple]) -> Iterator[dict[str, Program]]:
-    """A program for each variant, all built before the first turn, which building would disturb."""
-    programs = {
-        name: Program(name, build, arguments) for name, (build, *arguments) in variants.items()
-    }
-    try:
-        for program in programs.values():
-            program.refused = program.answer()
-        yield programs
-    finally:
-        for program in programs.values():
-            program.close()
-
-
-def work(pipe: Connection, build: Callable, arguments: list) -> None:
-    """In the process: build once, then make a turn whenever asked, until the pipe is closed."""
-    try:
-        step = build(*arguments)
-        pipe.send(None)
-        while True:
-            pipe.recv()
-            pipe.send(turn_of(step))
-    except (EOFError, KeyboardInterrupt):
-        return
-    except ValueError as error:
-        pipe.send(str(error))
-    except Exception as error:  # a GPU's memory is full, or a kernel does not compile
-        traceback.print_exc()
-        pipe.send(f"{type(error).__name__}: {str(error).splitlines()[0]}")
+def turn_of_built() -> Taken:
+    return turn_of(built)
 
 
 # ---- calls of kernels
