@@ -18,7 +18,7 @@ from support.base.runtime import exit_cleanly
 from support.base.settings import flattened
 from support.report import charts, comparison, page
 from support.report.comparison import Recipe
-from support.report.log import RunLog, read_run
+from support.report.run_page import RunLog, read_run
 
 OUTSIDE = re.compile(r"""(?:src|href|action)\s*=|url\(|@import|https?:|//[a-z0-9-]+\.[a-z]""")
 

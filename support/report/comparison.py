@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from support.report.charts import Chart, series
-from support.report.log import UNITS, RunLog, summary
 from support.report.page import Page, Section, Table, spread
-from support.report.run_page import amount
+from support.report.run_page import UNITS, RunLog, amount, summary
 
 # Settings of the group "run" that make no other recipe. --data and --compile may differ when a run
 # goes on, too, but change losses and seconds by more than a seed does.

@@ -191,7 +191,7 @@ def bytes_in_words(memory: dict[str, int]) -> str:
 def log_step(run: Run, step: "Step", done: Done, took: Took, bar: tqdm) -> None:
     """Log what a step consisted of and its result; move the bar past it.
 
-    Each field becomes a column of support/report/log.py; run_page.py draws those that it names.
+    Each field becomes a column in support/report/run_page.py, which draws those that it names.
     """
     speed = speed_of(run, step, took)
     if note := run.first_note(step.note):
