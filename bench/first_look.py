@@ -46,6 +46,7 @@ from turns import in_turns, measured, timed
 import train
 from prepare import embedded_store
 from support.base.runtime import exit_cleanly
+from support.step import machine
 
 
 class Setup(NamedTuple):
@@ -70,27 +71,21 @@ def versions() -> dict[str, str]:
 
 
 def ceilings(setup: Setup) -> Iterator[tuple[str, dict]]:
-    """What nothing on this machine exceeds; each the median of a few calls."""
+    """What nothing on this machine exceeds."""
     device = setup.device
-    n, numel = (256, 2**16) if setup.toy else (8192, 2**28)
-
-    def ms(call: Callable[[], object]) -> float:
-        calls = in_turns({"call": partial(timed, [call], device)}, 5)["call"]
-        return statistics.median(each.ms for each in calls)
-
-    here, there = torch.ones(2, numel, device=device)
-    host = torch.ones(numel, pin_memory=device == "cuda")
+    here, there = torch.ones(2, 2**16 if setup.toy else 2**28, device=device)
+    host = torch.ones(len(here), pin_memory=device == "cuda")
     copies = {"copy": (there, here), "to the device": (here, host), "to the host": (host, here)}
     for name, (to, origin) in copies.items():
         moved = host.nbytes * (2 if name == "copy" else 1)  # read and written
-        gb_per_s = moved / 1e6 / ms(partial(to.copy_, origin, non_blocking=True))
-        yield name, {"gb_per_s": significant(gb_per_s, 4), "mb": host.nbytes / 1e6}
-    del here, there, host, copies, to, origin
+        copy = partial(timed, [partial(to.copy_, origin, non_blocking=True)], device)
+        ms = statistics.median(call.ms for call in in_turns({"": copy}, 5)[""])
+        yield name, {"gb_per_s": significant(moved / 1e6 / ms, 4), "mb": host.nbytes / 1e6}
+    del here, there, host, copies, copy, to, origin
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        left, right = torch.randn(2, n, n, device=device).to(dtype)
-        tflops = 2 * n**3 / 1e9 / ms(partial(torch.matmul, left, right))
+        rate = machine.measured(torch.device(device), dtype).flops
         name = f"product, {str(dtype).removeprefix('torch.')}"
-        yield name, {"tflops": significant(tflops, 4), "n": n}
+        yield name, {"tflops": significant(rate / 1e12, 4)}
     one = torch.zeros(1, device=device)
     for name, call, calls in (("launch", partial(one.add_, 1), 2000), ("wait", one.item, 200)):
         one.item()  # until nothing is under way

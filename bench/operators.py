@@ -291,9 +291,8 @@ def loss_both_ways(form: str, x: Tensor, weight: Tensor, targets: Tensor) -> lis
 
 def peak_bytes(shape: Shape, form: str, device: str) -> int:
     """Memory of one call beyond its inputs and gradients; on a CPU resident pages, to a few MB."""
-    loss_both_ways(
-        form, *inputs_of_head(Shape(B=1, T=8, H=1, D=8, V=8), device)
-    )  # what torch loads late
+    small = Shape(B=1, T=8, H=1, D=8, V=8)
+    loss_both_ways(form, *inputs_of_head(small, device))  # what torch loads late
     x, weight, targets = inputs_of_head(shape, device)
 
     def high_water() -> int:

@@ -24,13 +24,15 @@ from multiprocessing import get_context
 from typing import NamedTuple, TypeVar
 
 import torch
+from record import ROOT  # noqa: F401, which makes the project's modules importable
+
+from support.step import machine
 
 T = TypeVar("T")
 
 WAIT_SECONDS = 0.02  # until the threads of the previous program have stopped spinning
 TIMED_SECONDS = 0.5  # of a turn
 ASLEEP = 30_000_000  # cycles, some 17 ms: longer than the host takes for a round of calls
-PEAK_SIZE = {"cpu": 2048, "cuda": 8192}  # rows and columns of the product that measures the peak
 
 
 def in_turns(variants: dict[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
@@ -178,9 +180,7 @@ def timed(calls: list[Callable[[], object]], device: str) -> Call:
 
 
 def peak_flops(device: str) -> float:
-    """Operations a second of a large matrix product here and now, the best of five."""
-    n = PEAK_SIZE[device]
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
-    left, right = torch.randn(2, n, n, device=device).to(dtype)
-    calls = in_turns({"product": lambda: timed([lambda: left @ right], device)}, 5)["product"]
-    return 2e3 * n**3 / min(call.ms for call in calls)
+    """Operations a second of a large matrix product, measured here and now."""
+    if device == "cpu":
+        return machine.measured_peak(torch.float32)
+    return machine.measured(torch.device(device), torch.bfloat16).flops
