@@ -22,7 +22,7 @@ import tempfile
 from configparser import ConfigParser
 from pathlib import Path
 
-from record import ROOT, command_line, recorder
+from measure import ROOT, command_line, recorder
 
 from support.base.runtime import exit_cleanly
 

@@ -36,12 +36,11 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from record import RESULTS, ROOT, command_line, recorder, significant
+from measure import RESULTS, ROOT, command_line, in_turns, measured, recorder, significant, timed
 from step import VARIANTS, build_ours, on_device
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from turns import in_turns, measured, timed
 
 import train
 from prepare import embedded_store
@@ -145,34 +144,32 @@ WAYS = {name: Way(flags, name) for name, flags in CURVES.items()} | {
 NEEDS_GPU = ("fp16",)
 
 
-def losses_of(name: str, flags: str) -> list[float]:
-    """Step by step, of a run in a process of its own.
-
-    Raises: ValueError where it fails, with the end of what it said
-    """
+def losses_of(name: str, flags: str) -> list[float] | str:
+    """Step by step, of a run in a process of its own; where it fails, the end of what it said."""
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "run"
         program = [__file__, "rounded"] if "rounded" in name else [ROOT / "train.py"]
         command = [sys.executable, *map(str, program), "--out", str(out)]
         start = [*command, *COMMON.split(), *flags.split()]
         if "killed" in name:
-            kill_after_a_checkpoint(start, out)
+            status = kill_after_a_checkpoint(start, out)
+            if status >= 0:
+                return f"ended with status {status} before it could be killed"
             start = [*command, "--resume"]
         done = subprocess.run(start, capture_output=True, text=True)
         if done.returncode:
             said = " / ".join(done.stderr.strip().splitlines()[-3:])
-            raise ValueError(f"ended with status {done.returncode}: {said}")
+            return f"ended with status {done.returncode}: {said}"
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["event"] == "train"]
 
 
-def kill_after_a_checkpoint(command: list[str], out: Path) -> None:
+def kill_after_a_checkpoint(command: list[str], out: Path) -> int:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         while run.poll() is None and not list(out.glob("step-*.pt")):
             time.sleep(0.002)
         run.kill()
-    if run.returncode >= 0:
-        raise ValueError(f"ended with status {run.returncode} before it could be killed")
+    return run.returncode
 
 
 def compared(way: Way, losses: list[float], curves: dict[str, list[float]]) -> dict:
@@ -216,10 +213,7 @@ def runs(jobs: dict[str, str], at_once: int) -> Iterator[tuple[str, list[float] 
     with ThreadPoolExecutor(at_once) as pool:
         running = {pool.submit(losses_of, name, flags): name for name, flags in jobs.items()}
         for ended in as_completed(running):
-            error = ended.exception()
-            if error and not isinstance(error, ValueError):
-                raise error
-            yield running[ended], str(error) if error else ended.result()
+            yield running[ended], ended.result()
 
 
 def flags_for(setup: Setup, flags: str) -> str:

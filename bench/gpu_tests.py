@@ -13,7 +13,7 @@ import sys
 from importlib.util import find_spec
 
 import pytest
-from record import RESULTS, ROOT, command_line
+from measure import RESULTS, ROOT, command_line
 
 FIRST = ["tests/test_offload.py", "tests/test_several_ranks.py"]
 WORKERS = 12  # of 16 cores: some tests start processes of their own

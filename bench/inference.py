@@ -21,8 +21,7 @@ from functools import partial
 
 import tiktoken
 import torch
-from record import command_line, quartiles, ratios, recorder
-from turns import seconds_in_turns, take_turns, turn_of
+from measure import command_line, quartiles, ratios, recorder, seconds_in_turns, take_turns, turn_of
 
 import config
 import evaluate

@@ -42,10 +42,9 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from record import chosen_of, command_line, quartiles, ratios, recorder
+from measure import command_line, in_turns, peak_flops, pick, quartiles, ratios, recorder, timed
 from step import CASES, Variant, steps_of
 from torch import Tensor
-from turns import in_turns, peak_flops, timed
 
 from kernels import token_drop
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
@@ -444,7 +443,7 @@ def main() -> None:
     parser.add_argument("operators", nargs="*", help=f"of {', '.join(OPERATORS)} (default: all)")
     parser.add_argument("--size", choices=SHAPES, nargs="+", help="(default: by --device)")
     args = parser.parse_args()
-    chosen = chosen_of(args.operators, OPERATORS)
+    chosen = pick(args.operators, OPERATORS)
     peak = peak_flops(args.device)
     keep = recorder("kernels", args, turns=args.turns, peak_tflops=round(peak / 1e12, 3))
     wrong = []

@@ -21,8 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from record import command_line, min_median_max, recorder
-from turns import seconds_in_turns
+from measure import command_line, min_median_max, recorder, seconds_in_turns
 
 from packing import pack, pack_lengths, read_histogram
 from support.base.runtime import exit_cleanly

@@ -14,10 +14,9 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
-from record import command_line, quartiles, recorder, significant
+from measure import command_line, peak_flops, quartiles, recorder, seconds_in_turns, significant
 from step import CASES, Case, Variant, model_of, steps_of, trainer_of
 from torch import Tensor
-from turns import peak_flops, seconds_in_turns
 
 from kernels.cross_entropy import linear_cross_entropy
 from kernels.rotary import rotation

@@ -38,14 +38,13 @@ from typing import NamedTuple
 
 import numpy as np
 import tiktoken
-from record import ROOT, command_line, min_median_max, ratios, recorder
-from turns import in_turns, measured, seconds_in_turns
+from measure import command_line, in_turns, measured, min_median_max, recorder, seconds_in_turns
 
 import plan
 from curriculum import Curriculum, CurriculumConfig, parse_metrics
 from difficulty import fingerprint, opened
 from prepare import embedded_store, prepare
-from support.base.runtime import exit_cleanly
+from support.base.runtime import ROOT, exit_cleanly
 from support.rows.ranking import Stage
 from support.rows.samples import Samples
 from support.text.reading import input_files, read_documents
@@ -76,7 +75,7 @@ def measure_prepare(args: argparse.Namespace, folder: Path) -> dict:
         "documents": len(texts),
         "encode_documents_per_s": min_median_max(rates["encode"]),
         "prepare_documents_per_s": min_median_max(rates["prepare"]),
-        "ratio": min_median_max(ratios(taken["encode"], taken["prepare"])),
+        "ratio": min_median_max(np.divide(taken["encode"], taken["prepare"])),
     }
 
 

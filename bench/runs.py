@@ -33,9 +33,8 @@ from typing import NamedTuple
 import numpy as np
 import torch
 from ablate import RECIPES, TRAINER
-from record import ROOT, chosen_of, command_line, min_median_max, recorder
+from measure import ROOT, command_line, min_median_max, pick, recorder, seconds_in_turns
 from step import CASES, model_of, trainer_of
-from turns import seconds_in_turns
 
 import config
 from plan import Plan
@@ -190,7 +189,7 @@ def main() -> None:
     parser.add_argument("what", choices=("cost", "forecast"))
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="recipes or runs (default: all)")
     args = parser.parse_args()
-    chosen_of(args.cases or [], RECIPES if args.what == "cost" else FORECASTS)
+    pick(args.cases or [], RECIPES if args.what == "cost" else FORECASTS)
     if args.what == "cost":
         measure_cost(args)
     else:

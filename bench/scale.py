@@ -37,7 +37,7 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-from record import chosen_of, command_line, quartiles, recorder, significant
+from measure import command_line, measured, pick, quartiles, recorder, significant, take_turns
 from step import (
     CASES,
     Case,
@@ -50,7 +50,6 @@ from step import (
     trainer_of,
 )
 from torch import nn
-from turns import measured, take_turns
 
 import config
 import offload
@@ -337,7 +336,7 @@ def main() -> None:
     parser.add_argument("--size", choices=CASES, help="of all parts but capped (default: by part)")
     parser.add_argument("--turns", type=int, help="(default: by size)")
     args = parser.parse_args()
-    for name in chosen_of(args.parts, PARTS):
+    for name in pick(args.parts, PARTS):
         if name in NEEDS_GPU and args.device == "cpu":
             print(f"{name}: skipped, it needs --device cuda", file=sys.stderr)
             continue

@@ -2,7 +2,7 @@
 
 A step is forward, backward, clipping and the optimizer, on rows of the embedded corpus that were
 read before. Each variant is a few flags of train.py in a process of its own, in turns with the
-others (bench/turns.py), and makes the first --steps steps of its run again and again. A ratio is
+others (bench/measure.py), and makes the first --steps steps of its run again and again. A ratio is
 the median of the ratios within a turn. Beside it stands the ratio that FLOPs predict, in which a
 token attends to its own document alone, and the share of that saving which was realised.
 
@@ -36,9 +36,8 @@ from typing import NamedTuple
 
 import nanogpt
 import torch
-from record import command_line, quartiles, ratios, recorder, significant
+from measure import Taken, command_line, quartiles, ratios, recorder, significant, take_turns
 from torch import nn
-from turns import Taken, take_turns
 
 import config
 from model import Transformer
@@ -280,7 +279,7 @@ def compare(
 ) -> dict[str, dict]:
     """Time the steps of all jobs; `keep` gets each variant's figures as they come.
 
-    Args: jobs name -> what turns.take_turns starts
+    Args: jobs name -> what measure.take_turns starts
           flags of all variants
     """
     known = {name: predicted(case, variants[name], device, flags) for name in jobs}

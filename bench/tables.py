@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import numpy as np
 from ablate import GROUPS, RECIPES
-from record import ROOT
+from measure import ROOT
 
 from support.report.charts import Chart, Label, Series, picture
 from support.report.page import markdown_table, spread

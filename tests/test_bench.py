@@ -32,7 +32,7 @@ ABOUT = {"date", "hardware", "device", "torch", "python", "commit", "bench"}
 
 
 def test_a_record_says_where_it_was_taken_and_a_gpus_are_kept_apart(tmp_path, monkeypatch, capsys):
-    record = import_module("record")
+    record = import_module("measure")
     monkeypatch.setenv("COMMIT", "1234abc")
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     parse = record.command_line("A bench.\nMore.", turns=2).parse_args
@@ -71,7 +71,7 @@ def test_a_recipe_is_a_name_or_given_with_its_flags():
 
 def test_variants_take_turns_in_an_order_that_is_reversed():
     called = []
-    taken = import_module("turns").in_turns(
+    taken = import_module("measure").in_turns(
         {name: lambda name=name: called.append(name) or len(called) for name in "ab"}, turns=2
     )
     assert "".join(called) == "abbaab"
@@ -98,7 +98,7 @@ def test_on_a_gpu_a_variant_that_fails_does_not_end_the_others(monkeypatch, capf
     variants = {"full": (fails_in_a_step,), "last": (sleeper, 0.1)}
     done = []
     with pytest.raises(ValueError) as failed:
-        for finished in import_module("turns").take_turns(variants, 2, "cuda"):
+        for finished in import_module("measure").take_turns(variants, 2, "cuda"):
             done.append(finished)
     ((new, taken),) = done
     assert new == ["last"] and [turn.seconds > 0.1 for turn in taken["last"]] == [True, True]
@@ -184,9 +184,9 @@ def test_a_run_with_other_losses_or_one_that_fails_is_named(monkeypatch):
     look, kept = import_module("first_look"), []
     recorded = look.recorded_curves(ROOT / "results")
 
-    def losses_of(name: str, flags: str) -> list[float]:
+    def losses_of(name: str, flags: str) -> list[float] | str:
         if name == "fsdp":
-            raise ValueError("ended with status 1: no NCCL")
+            return "ended with status 1: no NCCL"
         return [loss + (name != "plain") for loss in recorded[look.WAYS[name].like]]
 
     monkeypatch.setattr(look, "embedded_store", lambda name: None)
