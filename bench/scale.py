@@ -85,7 +85,7 @@ class Setup(NamedTuple):
         case = on_device(size, self.device, TOKENS_ON_GPU)
         return size, case._replace(turns=self.turns or case.turns)
 
-    def compare(self, on_cpu: str, variants: dict[str, Variant], jobs: dict | None = None) -> dict:
+    def compare(self, on_cpu: str, variants: dict[str, Variant], jobs: dict | None = None) -> None:
         """Steps of each variant against the one that it names, kept as they come."""
         size, case = self.case(on_cpu)
         if jobs is None:
@@ -94,7 +94,7 @@ class Setup(NamedTuple):
         def keep(figures: dict) -> None:
             self.keep({"size": size, **figures})
 
-        return compare(jobs, case, self.device, variants, keep)
+        compare(jobs, case, self.device, variants, keep)
 
 
 def build(case: Case, variant: Variant, device: str, mode: str | None = None) -> Callable:
@@ -116,13 +116,11 @@ def like(settings: config.Config, case: Case) -> nn.Module:
 # ---- shared
 
 
-def measure_shared(setup: Setup) -> dict:
+def measure_shared(setup: Setup) -> None:
     size, case = setup.case("124M")
     shared = beside("own weights", "--pseudo --pseudo-group 1 --pseudo-until 0.5")
-    stages = stages_of(case, shared)
-    setup.keep({"size": size, "bytes": stages})
-    steps = setup.compare("124M", {"own weights": ADAMW, "shared": shared})
-    return {"steps": steps, "bytes": stages}
+    setup.keep({"size": size, "bytes": stages_of(case, shared)})
+    setup.compare("124M", {"own weights": ADAMW, "shared": shared})
 
 
 def stages_of(case: Case, variant: Variant) -> dict:
@@ -157,14 +155,14 @@ def bytes_of(trainer: Trainer) -> dict[str, int]:
 # ---- growth
 
 
-def measure_growth(setup: Setup) -> dict:
+def measure_growth(setup: Setup) -> None:
     _, case = setup.case("12x256")
     layers = case.settings("cpu").model.layers
     variants = {"all layers": ADAMW}
     for few in (layers // 2, layers // 4):
         flags = f"--pseudo --pseudo-layers {few} --pseudo-until 0.5"
         variants[f"{few} of {layers}"] = beside("all layers", flags)
-    return {"steps": setup.compare("12x256", variants)}
+    setup.compare("12x256", variants)
 
 
 # ---- offload
@@ -211,7 +209,7 @@ def measure_offload(setup: Setup) -> None:
     setup.compare("12x256", *offloaded(setup.device, case))
 
 
-def measure_peaks(setup: Setup) -> dict:
+def measure_peaks(setup: Setup) -> None:
     """The peak of a step on a GPU with next to no activations, in GB, beside the planned one.
 
     The goal is the planned one within 5 %.
@@ -219,7 +217,6 @@ def measure_peaks(setup: Setup) -> dict:
     size, case = setup.case("12x256")
     lean = case._replace(flags=f"{case.flags} --seq-len 64", batch_tokens=128)
     variants, jobs = offloaded(setup.device, lean, "--micro-batch-size 1")
-    peaks: dict[str, dict] = {}
     dtype = runtime.start(setup.device, "auto").dtype
     for new, taken in take_turns(jobs, 1, setup.device):
         for name in new:
@@ -228,9 +225,7 @@ def measure_peaks(setup: Setup) -> dict:
                 model = like(variants[name].settings(lean, setup.device), lean)
                 placement = planned(name, model, "", muon=False, dtype=dtype)
                 figures["planned_gb"] = significant(placement.device_bytes / 1e9, 4)
-            peaks[name] = figures
             setup.keep({"size": size, "variant": name, **figures})
-    return peaks
 
 
 def build_torchao(case: Case, variant: Variant, device: str) -> Callable:
@@ -270,8 +265,8 @@ def build_torchao(case: Case, variant: Variant, device: str) -> Callable:
 # ---- fsdp
 
 
-def measure_fsdp(setup: Setup) -> dict:
-    return {"steps": setup.compare("nano", {"plain": ADAMW, "--fsdp": beside("plain", "--fsdp")})}
+def measure_fsdp(setup: Setup) -> None:
+    setup.compare("nano", {"plain": ADAMW, "--fsdp": beside("plain", "--fsdp")})
 
 
 # ---- capped

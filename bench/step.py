@@ -276,18 +276,16 @@ def compare(
     keep: Callable[[dict], None],
     *,
     flags: str = "",
-) -> dict[str, dict]:
+) -> None:
     """Time the steps of all jobs; `keep` gets each variant's figures as they come.
 
     Args: jobs name -> what measure.take_turns starts
           flags of all variants
     """
     known = {name: predicted(case, variants[name], device, flags) for name in jobs}
-    figures = {}
     for new, taken in take_turns(jobs, case.turns, device):
         figures = summarise(taken, case, variants, known)
         keep(case._asdict() | {"steps": {name: figures[name] for name in new}})
-    return figures
 
 
 def main() -> None:
