@@ -161,7 +161,7 @@ def log_step(
 ) -> None:
     """Log what a step consisted of and its result; move the bar past it.
 
-    Each field becomes a column of support/report/log.py; run_page.py draws those that it names.
+    Each field becomes a column in support/report/run_page.py, which draws those that it names.
 
     Args: ms          of the step, with the `waited_ms` until its batch was there
           model_flops see support/step/flops.py; MFU is their rate as a share of the peak
