@@ -24,15 +24,14 @@ from hypothesis import strategies as st
 
 from support.base.runtime import ROOT
 from support.text import tokenizer
-from support.text.holdout import is_held_out
-from support.text.reading import Document, input_files, read_documents
+from support.text.corpus import Corpus, Document, is_held_out
 
 TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
 SPECIAL = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 PD4K = tokenizer.get_encoding()
 BYTES = tokenizer.get_encoding("bytes")
 PD4K_RANKS = {PD4K.decode_single_token_bytes(rank): rank for rank in range(PD4K.eot_token)}
-DOCUMENTS = list(read_documents(input_files([TINY])))
+DOCUMENTS = list(Corpus([TINY]).documents())
 TEXTS = [document.text for document in DOCUMENTS]
 
 # Letters, numbers, marks, blanks and controls of several alphabets, and what GPT-2's pattern

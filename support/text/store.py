@@ -11,7 +11,6 @@ prepare.py decides what is encoded and in which order, and writes meta.json.
 import hashlib
 import json
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -60,13 +59,12 @@ class StoreWriter:
         pickle.dump([part for part in parts if part.held_out], self.files[HELD_OUT])
         self.appended += 1
 
-    def finish(self, tick: Callable[[], None]) -> dict:
+    def finish(self) -> dict:
         """Write what is held out; return what meta.json says about the files."""
         meta = {f"train_{key}": count for key, count in self.counts.items()}
         self.files[HELD_OUT].seek(0)
         for _ in range(self.appended):
             self._write_parts(pickle.load(self.files[HELD_OUT]))
-            tick()
         for file in self.files.values():
             file.close()
         (self.folder / HELD_OUT).unlink()

@@ -31,7 +31,7 @@ from tqdm import tqdm
 from support.base import runtime
 from support.base.atomic import atomic_write
 from support.base.numbers import count
-from support.text.holdout import Corpus, add_flags
+from support.text.corpus import Corpus, add_flags
 
 PD4K = runtime.ROOT / "corpus" / "pd4k.tiktoken"
 NAMES_HELP = "pd4k, bytes, gpt2 or a .tiktoken file (pd4k)"
@@ -226,7 +226,7 @@ def _learn(args: argparse.Namespace) -> None:
     corpus = Corpus(args.inputs, args.holdout, args.split_on)
 
     def texts(held_out: bool) -> Iterable[str]:
-        parts = tqdm(corpus, "documents", disable=None, leave=False)
+        parts = tqdm(corpus.parts(), "documents", disable=None, leave=False)
         return (part.text for part in parts if part.held_out == held_out)
 
     write_ranks(args.out, learn_ranks(texts(held_out=False), args.ranks))

@@ -1,16 +1,31 @@
-"""Which text is held out: some documents, chosen by hash, or the end of a single text.
+"""Documents, and what is held out of them: some, chosen by hash, or the end of a single text.
 
-`prepare.py` and `support.text.tokenizer learn` both read a `Corpus`, so they hold out the same.
+JSON lines (.jsonl, .jsonl.gz, .jsonl.zst) hold a document each; any other file is plain text. One
+document is in memory at a time. `prepare.py` and `support.text.tokenizer learn` both read a
+`Corpus`, so they hold out the same; bytes are read in support/text/reading.py.
 """
 
 import argparse
+import re
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
+from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
 from support.base.numbers import whole_number
-from support.text.reading import Document, InputBar, input_files, read_documents, separator
+from support.text import reading
+from support.text.reading import InputBar, OpenFile, open_input
+
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+BLANK_LINE = "blank-line"
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
+
+
+class Document(NamedTuple):
+    id: str | None  # None if the input has none: a line's number would change with the file
+    text: str
+    source: str | None = None  # the collection that it is from, if the input says so
 
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
@@ -35,6 +50,10 @@ class Part(NamedTuple):
 class Corpus:
     """The text of files and folders, each part of it either for training or held out.
 
+    A JSON line has the document under "text", and may have "id" and, under `source_field`, the name
+    of its source. Any other file is one document with its name as the id, unless `split_on` cuts it
+    into documents without ids. In a folder, files that are not text are skipped.
+
     One document in `holdout` is held out, chosen by the hash of its id (of its text if it has no
     id), so it stays held out when other documents are added or removed. If that leaves training or
     the held-out side without text, because there are few documents, the last 1/holdout of all text
@@ -54,33 +73,47 @@ class Corpus:
         split_on: str | None = None,
         source_field: str = "source",
     ):
-        self.paths = list(paths)
         self.holdout = holdout
         self.source_field = source_field
         self.separator = None if split_on is None else separator(split_on)
-        self.files = input_files(self.paths)
+        self.files = reading.input_files(paths)
+        if self.separator and all(file.name.endswith(JSON_LINES) for file in self.files):
+            raise ValueError("--split-on: cuts plain text, and there are only JSON lines to read")
         self.skipped: list[Path] = []  # files in folders that are not text
         self.training_characters = self._before_the_tail() if holdout > 1 else None
 
-    def __iter__(self) -> Iterator[Part]:
-        return self.parts(lambda size: None)
+    def parts(self, open_file: OpenFile = open_input) -> Iterator[Part]:
+        """Read all parts, from the beginning each time.
 
-    def parts(self, on_read: Callable[[int], None]) -> Iterator[Part]:
-        """Read all parts; `on_read` is called with the size of each block that is read."""
-        self.skipped = []
-        documents = self._documents(on_read)
+        Args: open_file the `open` of a progress bar, which then knows how far the files were read
+        """
+        documents = self.documents(open_file)
         if self.training_characters is not None:
             return hold_out_tail(documents, self.training_characters, self.holdout)
         return (Part(d.text, is_held_out(d, self.holdout), d.source) for d in documents)
 
-    def _documents(self, on_read: Callable[[int], None]) -> Iterator[Document]:
-        return read_documents(
-            self.files,
-            split_on=self.separator,
-            source_field=self.source_field,
-            on_read=on_read,
-            on_skip=self.skipped.append,
-        )
+    def documents(self, open_file: OpenFile = open_input) -> Iterator[Document]:
+        """Read all documents, whichever side they are on."""
+        self.skipped = []
+        for file in self.files:
+            if file.name.endswith(JSON_LINES):
+                for place, fields in reading.read_objects(file.path, open_file):
+                    yield _document(place, fields, self.source_field)
+                continue
+            try:
+                if file.in_folder and self.separator:
+                    # Read it through once, so that no document is used of a file that is not text.
+                    for _ in reading.text_blocks(file.path):
+                        pass
+                blocks = reading.text_blocks(file.path, open_file)
+                if self.separator is None:
+                    yield Document(file.name, "".join(blocks))
+                else:
+                    yield from (Document(None, text) for text in _split(blocks, self.separator))
+            except reading.NotText:
+                if not file.in_folder:
+                    raise
+                self.skipped.append(file.path)
 
     def _before_the_tail(self) -> int | None:
         """Count the characters before the last 1/holdout; None if hashes choose.
@@ -90,7 +123,7 @@ class Corpus:
         characters = 0
         sides = set()
         with InputBar(self.files, "what to hold out") as bar:
-            for number, document in enumerate(self._documents(bar.on_read), 1):
+            for number, document in enumerate(self.documents(bar.open), 1):
                 characters += len(document.text)
                 if document.text:
                     sides.add(is_held_out(document, self.holdout))
@@ -102,6 +135,58 @@ class Corpus:
                 f"--holdout {self.holdout}: needs two characters of text; 0 holds nothing out"
             )
         return characters - -(-characters // self.holdout)
+
+
+# ---- documents
+
+
+def separator(split_on: str) -> str:
+    """Read the value of --split-on: the word blank-line, or a string with \\n, \\r, \\t, \\f, \\\\.
+
+    Raises: ValueError for an empty string or another escape
+    """
+
+    def character(escape: re.Match) -> str:
+        if escape[1] not in ESCAPES:
+            raise ValueError(rf"--split-on {split_on!r}: after \ needs one of n, r, t, f, \ ")
+        return ESCAPES[escape[1]]
+
+    if not split_on:
+        raise ValueError("--split-on '': needs blank-line or a string that is not empty")
+    return re.sub(r"\\(.?)", character, split_on, flags=re.DOTALL)
+
+
+def _document(place: str, fields: dict[str, object], source_field: str) -> Document:
+    text = fields.get("text")
+    source = fields.get(source_field)
+    given_id = fields.get("id")
+    if not isinstance(text, str):
+        raise ValueError(f'{place}: needs a string under "text"')
+    if isinstance(source, dict | list):
+        raise ValueError(
+            f"{place}: {source_field} is not the name of a source: name another --source-field,"
+            " or '' for none"
+        )
+    given_id, source = (None if x is None else str(x) for x in (given_id, source))
+    document = Document(given_id, text, source or None)
+    try:
+        "".join(map(str, document)).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{place}: has half of a surrogate pair, which is not text") from None
+    return document
+
+
+def _split(blocks: Iterable[str], mark: str) -> Iterator[str]:
+    """Cut text at a mark or, with BLANK_LINE, at blank lines."""
+    if mark != BLANK_LINE:
+        yield from reading.cut(blocks, mark)
+        return
+    for is_blank, lines in groupby(reading.cut(blocks, "\n"), lambda line: not line.strip()):
+        if not is_blank:
+            yield "\n".join(lines)
+
+
+# ---- what is held out
 
 
 def is_held_out(document: Document, holdout: int) -> bool:
