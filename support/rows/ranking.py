@@ -5,8 +5,8 @@
     Ranking       those two arrays, mapped
     Pool          the first so many samples of one ranking, or of several at once
 
-Does not know what the values measure (difficulty.py), nor how shards are shared out
-(support/rows/shards.py). Nothing here holds all samples in memory.
+Does not know what the values measure (difficulty.py), nor how shards are shared
+out (analyze.py). Nothing here holds all samples in memory.
 """
 
 from bisect import bisect_left, bisect_right
