@@ -81,22 +81,22 @@ def add(name: str, total: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 def sort_shard(
-    open_samples: Callable, totals: dict[str, np.ndarray | None], shard: range
+    open_samples: Callable, names: list[str], totals: dict[str, np.ndarray], shard: range
 ) -> dict[str, np.ndarray]:
     """The second pass: a shard's samples measured and sorted by each metric, as runs to merge.
 
-    Args: totals {metric: what it summed over all samples, None if nothing}
+    Args: totals {metric: what it summed over all samples}, of those that need it
     """
     samples = open_samples()
     id_dtype = np.dtype("uint32" if len(samples) < 2**32 else "int64")
-    metrics = {name: metric(name) for name in totals}
-    known = {n: None if total is None else metrics[n].known(total) for n, total in totals.items()}
-    values: dict[str, list[np.ndarray]] = {name: [] for name in totals}
+    metrics = {name: metric(name) for name in names}
+    known = {name: metrics[name].known(total) for name, total in totals.items()}
+    values: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for tokens, lengths in difficulty.blocks(samples, shard.start, shard.stop):
-        for name in totals:
-            values[name].append(metrics[name].value(tokens, lengths, known[name]))
+        for name in names:
+            values[name].append(metrics[name].value(tokens, lengths, known.get(name)))
     runs = {}
-    for name in totals:
+    for name in names:
         of_shard = np.concatenate(values[name]).astype(metrics[name].dtype)
         runs[name] = sorted_run(of_shard, shard.start, id_dtype)
     return runs
@@ -131,6 +131,8 @@ class Pass(NamedTuple):
             return not all(is_whole(self.file(name, shard)) for name in names)
 
         missing = ranks.on_rank0(lambda: list(filter(is_missing, self.shards)))
+        if not missing:
+            return
         if ranks.world_size > 1:
             results = on_ranks(task, missing, ranks)
         else:
@@ -194,10 +196,7 @@ def in_processes(task: Callable, items: list, workers: int) -> Iterator[tuple]:
         try:
             yield from zip(items, pool.map(task, items), strict=True)
         except BrokenProcessPool:
-            raise ValueError(
-                "a worker was killed, perhaps for lack of memory: what is done is kept, start again"
-                " with fewer --workers"
-            ) from None
+            raise ValueError("a worker was killed: try again with fewer --workers") from None
         finally:
             pool.shutdown(cancel_futures=True)
 
@@ -244,11 +243,9 @@ def analyze(
     with folder_lock(folder) if ranks.is_rank0 else nullcontext():
         lacking = ranks.on_rank0(lambda: difficulty.lacking_in(folder, prints))
         to_sum = [name for name in lacking if metric(name).summed]
-        if to_sum:
-            sums.run(partial(sum_shard, open_samples, to_sum), to_sum, workers, ranks)
-        totals = ranks.on_rank0(lambda: {name: total_of(name, sums) for name in lacking})
-        if lacking:
-            runs.run(partial(sort_shard, open_samples, totals), lacking, workers, ranks)
+        sums.run(partial(sum_shard, open_samples, to_sum), to_sum, workers, ranks)
+        totals = ranks.on_rank0(lambda: {name: total_of(name, sums) for name in to_sum})
+        runs.run(partial(sort_shard, open_samples, lacking, totals), lacking, workers, ranks)
 
         def finish() -> None:
             processes = workers if ranks.world_size == 1 else 1
@@ -260,10 +257,7 @@ def analyze(
         ranks.on_rank0(finish)
 
 
-def total_of(name: str, sums: Pass) -> np.ndarray | None:
-    """What a metric summed over all samples, if it needs that."""
-    if metric(name).summed is None:
-        return None
+def total_of(name: str, sums: Pass) -> np.ndarray:
     return reduce(partial(add, name), map(np.load, sums.files(name)))
 
 

@@ -151,20 +151,15 @@ def check_metrics(
             raise ValueError(f"{flag} {name} is unknown: choose from {known}")
         if name in ("length", "length-rarity") and samples_kind == "rows":
             raise ValueError(
-                f"{flag} {name} cannot tell rows apart that are all {seq_len} tokens, cut from the"
-                " stream: take pieces of documents (--pack), or choose rarity"
+                f"{flag} {name}: rows all have {seq_len} tokens: take pieces of documents (--pack),"
+                " or choose rarity"
             )
         if name == "seqlen-reshape" and samples_kind != "rows":
             instead = "seqlen and --pack" if samples_kind in SPECIAL_TOKENS else "seqlen"
-            raise ValueError(
-                f"{flag} {name} is for full rows, cut from the stream: take {instead}, which cuts"
-                " pieces and loses nothing"
-            )
+            raise ValueError(f"{flag} {name} is for full rows of the stream: take {instead}")
     labels = {label(name) for name in names}
     if len(labels) < len(names) or set(LENGTHS) <= set(names):
-        raise ValueError(
-            f"{flag} {','.join(names)}: takes one length, and each name once (rename functions)"
-        )
+        raise ValueError(f"{flag} {','.join(names)}: takes one length, and each name once")
 
 
 def label(name: str) -> str:

@@ -230,7 +230,7 @@ def killed(where, name, number, action):
 def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, small):
     """While a shard is measured or written, while they are merged, and just after."""
     whole = analyzed(tmp_path / "whole", opener(store), NAMES)
-    shards = len(range(0, len(opener(store)()), 7))
+    n_shards = len(range(0, len(opener(store)()), 7))
     moments = {
         "sum_shard": (analyze, 4),
         "sort_shard": (analyze, 4),
@@ -246,24 +246,18 @@ def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, s
                 opened(folder, opener(store), metric)
         unnamed = [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
         assert bool(unnamed) == ("shard" not in name), "what was being written"
-        done = [len(list(folder.glob(f".rarity.*/{kind}-*.npy"))) for kind in ("total", "run")]
+        done = []
+        for kind in ("total", "run"):
+            files = sorted(folder.glob(f".rarity.*/{kind}-*.npy"))
+            done.append(len(files))
+            if name == "split":  # a power failure may keep a name and lose what it names
+                for file, size in zip(files, (0, 100, files[2].stat().st_size - 1), strict=False):
+                    os.truncate(file, size)
+                done[-1] -= 3
         with monkeypatch.context() as patch:
             again = [counted(patch, name) for name in ("sum_shard", "sort_shard")]
             assert analyzed(folder, opener(store), NAMES) == whole, "also nothing else is left"
-        assert sum(done) >= 3 and [len(shards) for shards in again] == [shards - n for n in done]
-
-
-def test_a_shard_that_is_not_whole_is_done_again(store, tmp_path, monkeypatch, small):
-    """As after a power failure, on a disk that keeps a name before what it names."""
-    whole = analyzed(tmp_path / "whole", opener(store))
-    killed(ranking, "split", 3, partial(analyzed, tmp_path / "cut", opener(store)))
-    for kind in ("run", "total"):
-        empty, short, almost = sorted((tmp_path / "cut").glob(f".rarity.*/{kind}-*.npy"))[:3]
-        for file, size in ((empty, 0), (short, 100), (almost, almost.stat().st_size - 1)):
-            os.truncate(file, size)
-    summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
-    assert analyzed(tmp_path / "cut", opener(store)) == whole
-    assert len(summed) == len(measured) == 3
+        assert sum(done) >= 3 and [len(shards) for shards in again] == [n_shards - n for n in done]
 
 
 def test_what_a_kill_left_beside_a_whole_index_is_removed(store, tmp_path):
@@ -281,7 +275,7 @@ def test_what_a_kill_left_beside_a_whole_index_is_removed(store, tmp_path):
 
 def test_a_damaged_store_and_an_empty_one_are_refused(tmp_path):
     store = write_store(tmp_path / "store", [[1, 2], [VOCABULARY, 3]])
-    message = rf"store: token {VOCABULARY} is outside its vocabulary of {VOCABULARY}: the store is"
+    message = f"store: token {VOCABULARY} is not in its vocabulary"
     for name in NAMES:
         with pytest.raises(ValueError, match=message):
             analyzed(tmp_path / "out", opener(store), [name])

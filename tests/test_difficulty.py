@@ -95,7 +95,7 @@ def test_a_metric_is_refused_where_it_says_nothing(kind):
         if name not in refused:
             difficulty.check_metrics([name], 256, kind)
             continue
-        with pytest.raises(ValueError, match=f"--curriculum {name} .*(choose rarity|take seqlen)"):
+        with pytest.raises(ValueError, match=f"--curriculum {name}.*(choose rarity|take seqlen)"):
             difficulty.check_metrics([name], 256, kind)
 
 

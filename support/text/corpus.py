@@ -131,9 +131,7 @@ class Corpus:
                 if len(sides) == 2:
                     return None
         if characters == 1:
-            raise ValueError(
-                f"--holdout {self.holdout}: needs two characters of text; 0 holds nothing out"
-            )
+            raise ValueError(f"--holdout {self.holdout}: one character is too short: choose 0")
         return characters - -(-characters // self.holdout)
 
 
@@ -163,10 +161,7 @@ def _document(place: str, fields: dict[str, object], source_field: str) -> Docum
     if not isinstance(text, str):
         raise ValueError(f'{place}: needs a string under "text"')
     if isinstance(source, dict | list):
-        raise ValueError(
-            f"{place}: {source_field} is not the name of a source: name another --source-field,"
-            " or '' for none"
-        )
+        raise ValueError(f"{place}: {source_field} is no name: try another --source-field, or ''")
     given_id, source = (None if x is None else str(x) for x in (given_id, source))
     document = Document(given_id, text, source or None)
     try:

@@ -90,10 +90,7 @@ class StoreWriter:
     def _number(self, source: str) -> int:
         number = self.sources.setdefault(source, len(self.sources))
         if number > np.iinfo(SOURCE_DTYPE).max:
-            raise ValueError(
-                f"--source-field: more than {number:,} different sources, too many to group"
-                " documents by: name another field, or '' for none"
-            )
+            raise ValueError(f"--source-field: over {number:,} sources: name another, or ''")
         return number
 
     def _write(self, name: str, array: np.ndarray) -> None:
@@ -139,9 +136,7 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError):
             raise ValueError(f"{path}: no token store: make one with prepare.py") from None
         if store_format != FORMAT:
-            raise ValueError(
-                f"{path}: has store format {store_format}, not {FORMAT}: prepare it again"
-            )
+            raise ValueError(f"{path}: store format {store_format}, not {FORMAT}: prepare it again")
         arrays = {}
         for name, (count, dtype) in files.items():
             file = path / name
@@ -174,6 +169,5 @@ class Store:
         """Refuse a store that holds a token outside its vocabulary."""
         if highest >= self.meta["vocab_size"]:
             raise ValueError(
-                f"{self.path}: token {highest} is outside its vocabulary of"
-                f" {self.meta['vocab_size']}: the store is damaged, prepare it again"
+                f"{self.path}: token {highest} is not in its vocabulary: prepare again"
             )

@@ -74,13 +74,10 @@ def store_encoding(store: str | Path, meta: dict) -> tiktoken.Encoding:
         encoding = get_encoding(name)
     except (ValueError, OSError) as error:
         reason = runtime.one_line(error)
-        raise ValueError(
-            f"{store}: its tokenizer is gone ({reason}): name it with --tokenizer"
-        ) from None
+        raise ValueError(f"{store}: {reason}: name its tokenizer with --tokenizer") from None
     if fingerprint(encoding) != meta["tokenizer_fingerprint"]:
         raise ValueError(
-            f"{store}: {name} has changed since the store was made with it: name a file with the"
-            " old ranks with --tokenizer, or prepare the store again"
+            f"{store}: {name} has changed: name the old ranks with --tokenizer, or prepare it again"
         )
     return encoding
 
@@ -123,9 +120,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         except ValueError:
             token = rank = b""
         if rank != b"%d" % len(ranks) or token in ranks:
-            raise ValueError(
-                f"{path}:{row}: needs a new token in base64, and its rank {len(ranks)}"
-            )
+            raise ValueError(f"{path}:{row}: needs a new token in base64 and rank {len(ranks)}")
         ranks[token] = len(ranks)
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(f"{path}:{len(ranks)}: ends without a rank for byte {missing[0]}")
