@@ -262,26 +262,21 @@ def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, s
 
 def test_what_a_kill_left_beside_a_whole_index_is_removed(store, tmp_path):
     """But no other metric's: rarity-mean begins as rarity does."""
-    folder = tmp_path / "out"
-    before = analyzed(folder, opener(store))
-    for left in (f".rarity.{'0f' * 8}", ".rarity.0123abcd.tmp", f".rarity-mean.{'0f' * 8}"):
-        (folder / left).mkdir()
-        (folder / left / "run-000000000000-000000000007.npy").write_bytes(b"left")
-    after = analyzed(folder, opener(store))
-    assert {file.split("/")[0] for file in after.keys() - before.keys()} == {
-        f".rarity-mean.{'0f' * 8}"
-    }
+    analyzed(tmp_path / "out", opener(store))
+    for left in ("rarity.0f0f0f0f0f0f0f0f", "rarity.0123abcd.tmp", "rarity-mean.0f0f0f0f0f0f0f0f"):
+        (tmp_path / "out" / f".{left}").mkdir()
+    analyzed(tmp_path / "out", opener(store))
+    left = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
+    assert left == [".rarity-mean.0f0f0f0f0f0f0f0f", "rarity"]
 
 
 def test_a_damaged_store_and_an_empty_one_are_refused(tmp_path):
-    store = write_store(tmp_path / "store", [[1, 2], [VOCABULARY, 3]])
-    message = f"store: token {VOCABULARY} is not in its vocabulary"
-    for name in NAMES:
-        with pytest.raises(ValueError, match=message):
-            analyzed(tmp_path / "out", opener(store), [name])
+    damaged = write_store(tmp_path / "damaged", [[1, 2], [VOCABULARY, 3]])
     empty = write_store(tmp_path / "empty", [])
-    with pytest.raises(ValueError, match="empty holds no training document: prepare more text"):
-        analyzed(tmp_path / "out", opener(empty))
+    for store, message in ((damaged, f"token {VOCABULARY}"), (empty, "no training document")):
+        for name in NAMES:
+            with pytest.raises(ValueError, match=message):
+                analyzed(tmp_path / "out", opener(store), [name])
 
 
 # ---- a user's functions
@@ -343,18 +338,6 @@ def test_ready_makes_once_what_a_small_store_lacks(store, monkeypatch, capsys):
     assert before.items() < contents(folder).items()
 
 
-def test_truncated_samples_have_an_index_of_their_own(store):
-    """Beside that of all pieces; its values are those of documents cut off at a row."""
-    lengths = {}
-    for long in ("split", "truncate", "split"):
-        samples = opener(store, long=long)()
-        values = analyze.ready(samples, ["length"], None, ONE)["length"].values.tolist()
-        assert lengths.setdefault(long, values) == values
-    assert lengths["truncate"] == [min(len(ids) + 1, 8) for ids in many_documents()]
-    folders = sorted(path.name for path in (store / "curriculum").iterdir() if path.is_dir())
-    assert folders == ["pieces-8", "pieces-8-truncate"]
-
-
 def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch):
     samples, kept = opener(store, "bert", 16, "truncate")(), str(tmp_path / "kept")
     monkeypatch.setattr(analyze, "SMALL", samples.store.train_tokens - 1)
@@ -364,6 +347,7 @@ def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch):
     command = shlex.split(str(error.value).partition("python analyze.py ")[2])
     analyze.main(command)
     assert list(analyze.ready(samples, NAMES, kept, ONE)) == NAMES
+    assert (tmp_path / "kept" / "bert-16-truncate" / "rarity").is_dir()
     no_rank_waits = replace(ONE, world_size=2)
     assert analyze.ready(samples, ["seqlen"], None, no_rank_waits) == {}, "a length needs no index"
     assert not (store / "curriculum").exists()

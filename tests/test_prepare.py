@@ -16,11 +16,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from conftest import refusal_of
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import prepare
-from support.base.runtime import ROOT, exit_cleanly
+from support.base.runtime import ROOT
 from support.text import store, tokenizer
 from support.text.corpus import Corpus, Part
 from support.text.store import Store
@@ -163,19 +164,19 @@ def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
 CHARACTERS = "ab1.'st \n\t\r\x1c\x85\xa0\u2003é世🙂"
 
 
-def encoded(texts: list[str], ends: list[bool], encoding=BYTES) -> list[int]:
-    parts = [Part(text, False, ends=end) for text, end in zip(texts, ends, strict=True)]
+def tokens_in_pieces(text: str, encoding) -> list[int]:
+    parts = [Part(piece, False, ends=False) for piece in prepare.pieces_of(text)]
     return [token for done in prepare.encode(parts, encoding, np.dtype("u2")) for token in done.ids]
 
 
 @settings(max_examples=100, deadline=None)
 @given(st.sampled_from([PD4K, BYTES]), st.text(CHARACTERS, max_size=60), st.integers(1, 9))
+@example(PD4K, "one      two", 3)
 def test_pieces_have_the_tokens_of_the_whole(encoding, text, characters):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "CHUNK_CHARACTERS", characters)
-        pieces = list(prepare.pieces_of(text))
-    assert "".join(pieces) == text
-    assert encoded(pieces, [False] * len(pieces), encoding) == encoding.encode_ordinary(text)
+        assert "".join(prepare.pieces_of(text)) == text
+        assert tokens_in_pieces(text, encoding) == encoding.encode_ordinary(text)
 
 
 def test_where_a_text_is_cut_worked_by_hand_and_cut_elsewhere(monkeypatch):
@@ -184,14 +185,7 @@ def test_where_a_text_is_cut_worked_by_hand_and_cut_elsewhere(monkeypatch):
     assert list(prepare.pieces_of("onelongword" * 3)) == ["onelongword" * 3]
     monkeypatch.setattr(prepare, "CUT", re.compile(r"(?=.)", re.DOTALL))
     text = "one two  three\n\n  four " * 3
-    pieces = list(prepare.pieces_of(text))
-    assert encoded(pieces, [False] * len(pieces), PD4K) != PD4K.encode_ordinary(text)
-
-
-def test_only_the_last_piece_of_a_document_ends_it():
-    end = BYTES.eot_token
-    ids = encoded(["a b", " c", "", "d"], [False, True, True, True])
-    assert ids == [*b"a b", *b" c", end, *b"d", end]
+    assert tokens_in_pieces(text, PD4K) != PD4K.encode_ordinary(text)
 
 
 # --- sources
@@ -277,13 +271,6 @@ def test_a_folder_that_is_not_a_store_a_damaged_one_and_another_tokenizer_are_re
 # --- whole or not at all
 
 
-def test_bad_input_leaves_nothing(tmp_path):
-    (tmp_path / "in.jsonl").write_bytes(b'{"text": "x"}\n' * 1000 + b"nonsense")
-    with pytest.raises(ValueError, match=r"in\.jsonl:1001: "):
-        make(tmp_path / "in.jsonl", tmp_path / "store")
-    assert names(tmp_path) == ["in.jsonl"]
-
-
 @pytest.fixture(scope="module")
 def large(tmp_path_factory) -> Path:
     """A corpus that takes seconds."""
@@ -349,21 +336,20 @@ def test_memory_does_not_grow_with_the_corpus(tmp_path, flags):
     [
         (["{in}/a.txt", ""], "an input is the empty string"),
         (["{in}/empty.txt"], "empty.txt: no document has any text"),
+        (["{in}/bad.jsonl"], "bad.jsonl:1001: "),
         (["{in}/a.txt", "--holdout", "-1"], "--holdout"),
         (["{in}/a.txt", "--tokenizer", "gpt3"], "gpt3"),
         (["{in}/a.txt", "--tokenizer", "{in}/x.tiktoken"], "x.tiktoken"),
         ([], "inputs"),
     ],
 )
-def test_a_mistake_is_one_line_and_exit_2(tmp_path, capsys, arguments, named):
+def test_a_mistake_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys, arguments, named):
     folder = tmp_path / "in"
     folder.mkdir()
     (folder / "empty.txt").touch()
+    (folder / "bad.jsonl").write_text('{"text": "x"}\n' * 1000 + "nonsense")
     (folder / "a.txt").write_text("some text")
     argv = [argument.replace("{in}", str(folder)) for argument in arguments]
-    with pytest.raises(SystemExit) as ended:
-        exit_cleanly(lambda: prepare.main([*argv, "--out", str(tmp_path / "store")]))
-    out, err = capsys.readouterr()
-    assert (ended.value.code, out, err.count("\n")) == (2, "", 1)
-    assert named in err
+    argv = ["prepare.py", *argv, "--out", str(tmp_path / "store")]
+    assert named in refusal_of(prepare.main, argv, monkeypatch, capsys)
     assert names(tmp_path) == ["in"]

@@ -140,10 +140,11 @@ def test_zst_without_zstandard_names_the_package(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("split_on", [None, "blank-line"])
-def test_in_a_folder_files_that_are_not_text_are_skipped(tmp_path, split_on):
+def test_in_a_folder_files_that_are_not_text_are_skipped(tmp_path, monkeypatch, split_on):
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 16)
     (tmp_path / "a.txt").write_text("one")
     (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n" + bytes(1 << 20))
-    (tmp_path / "c.txt").write_bytes(b"text\n\n" * 10 + b"\xff")  # not text, but only at its end
+    (tmp_path / "c.txt").write_bytes(b"text\n\n" * 5000 + b"\xff")  # not text, but only at its end
     (tmp_path / "d.txt").write_text("two")
     corpus = Corpus([tmp_path], 0, split_on)
     for _ in range(2):  # and are counted once
@@ -225,12 +226,16 @@ def test_a_terminal_shows_how_far_both_passes_are_and_a_clock_that_goes_on(
     assert "B/s" in shown.getvalue() and "documents]" in shown.getvalue()
 
 
-def test_a_bar_moves_as_parts_of_a_long_text_are_handed_out(tmp_path, monkeypatch):
+def test_a_bar_moves_as_parts_of_a_text_and_documents_are_handed_out(tmp_path, monkeypatch):
     (tmp_path / "a.txt").write_text("some text\n" * 70)
+    (tmp_path / "b.jsonl").write_text('{"text": "some words of text"}\n' * 70)
     monkeypatch.setattr(prepare, "CHUNK_CHARACTERS", 100)
-    corpus = Corpus([tmp_path / "a.txt"], 0)
+    monkeypatch.setattr(reading, "BLOCK_BYTES", 10)
+    corpus = Corpus([tmp_path], 0)
     with InputBar(corpus.files, "encoding") as bar:
         done = []
         monkeypatch.setattr(bar, "done", lambda *now: done.append(now))
         list(prepare.chunks(corpus.parts(bar.open), bar))
-    assert done == [(n, 0) for n in range(104, 700, 100)] + [(700, 1)]
+    assert done[:6] == [(n, 0) for n in range(104, 700, 100)]
+    assert len({size for size, _ in done}) == len(done) > 15 and done == sorted(done)
+    assert done[-1] == (bar.total, 71)
