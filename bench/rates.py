@@ -47,7 +47,7 @@ from prepare import embedded_store, prepare
 from support.base.runtime import ROOT, exit_cleanly
 from support.rows.ranking import Stage
 from support.rows.samples import Samples
-from support.text.reading import input_files, read_documents
+from support.text.corpus import Corpus
 from support.text.store import Store
 from support.text.tokenizer import get_encoding
 
@@ -57,7 +57,8 @@ from support.text.tokenizer import get_encoding
 def measure_prepare(args: argparse.Namespace, folder: Path) -> dict:
     path, name = args.corpus, args.tokenizer
     encoding, threads = get_encoding(name), os.cpu_count() or 1
-    texts = [document.text for document in read_documents(input_files([path])) if document.text]
+    documents = Corpus([path], holdout=0).documents()
+    texts = [document.text for document in documents if document.text]
 
     def prepared() -> None:
         shutil.rmtree(folder / "store", ignore_errors=True)

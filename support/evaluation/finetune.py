@@ -45,8 +45,8 @@ from support.rows.batch import Batch
 from support.rows.bert import Pairs
 from support.rows.samples import SPECIAL_TOKENS
 from support.step.optim import OptimConfig, Optimizers, lr_at
-from support.text.holdout import is_held_out
-from support.text.reading import Document, read_objects
+from support.text.corpus import Document, is_held_out
+from support.text.reading import read_objects
 from support.text.store import Store
 
 FIELDS = (
