@@ -18,9 +18,10 @@ from tests import fake_cuda
 
 SMALL = (
     "--tokenizer bytes --layers 3 --heads 1 --width 32 --seq-len 16 --batch-tokens 32"
-    " --micro-batch-size 1 --tokens 64 --eval-every 0 --final-eval-tokens 16 --compile off"
+    " --micro-batch-size 1 --tokens 64 --lr 1e-3"
+    " --eval-every 0 --final-eval-tokens 16 --compile off"
 )
-IN_FP32 = "--dtype fp32 --optimizer adamw --lr 1e-3"  # so that rounding is not amplified
+IN_FP32 = "--dtype fp32 --optimizer adamw"  # so that rounding is not amplified
 # Left out: products that time the machine, and most of the sample. Triton's interpreter is faster
 # with the head's columns in small blocks.
 UNTIMED = {
@@ -51,7 +52,7 @@ ALSO = {  # what a step waits for besides
 
 QUICK = {
     "everything": "--curriculum seqlen --ltd --pack --layers 4 --tokens 32",
-    "bert": "--model bert --nsp --pack --loss-per document --layers 2 --lr 1e-4",
+    "bert": "--model bert --nsp --pack --loss-per document --layers 2",
     "recomputed": f"--checkpoint-activations --pseudo --pseudo-until 0.5 {IN_FP32}",
     "in fp32": IN_FP32,
     "offload": f"--offload --offload-budget 400KB {IN_FP32}",

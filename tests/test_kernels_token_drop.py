@@ -20,16 +20,15 @@ from kernels.token_drop import gather, merge, reference_gather, reference_scatte
 HAS_TRITON = token_drop.triton is not None
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-SHAPES = (  # B, T, C, K
-    (3, 1, 1, 1),
-    (2, 63, 6, 20),
-    (2, 63, 100, 63),
-    (2, 500, 64, 1),
-    (3, 512, 6, 200),
-    (2, 512, 1, 511),
-    (1, 63, 1000, 17),
+SMALL = (2, 63, 6, 20)  # B, T, C, K
+SHAPES = (  # several programs, also side by side; all kept, all but one, one
+    *((SMALL, dtype) for dtype in DTYPES),
+    ((3, 1, 1, 1), torch.bfloat16),
+    ((2, 63, 100, 63), torch.bfloat16),
+    ((2, 130, 64, 1), torch.bfloat16),
+    ((2, 512, 1, 511), torch.bfloat16),
+    ((1, 5, 3000, 2), torch.float32),
 )
-SMALL = (2, 63, 6, 20)
 
 
 @pytest.fixture(params=["torch", "triton"])
@@ -103,15 +102,12 @@ def assert_as_defined(impl: str, x, kept, y, d) -> None:
     assert_bitwise((x, kept, y, d), before)
 
 
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(("shape", "dtype"), SHAPES)
 def test_every_operation_and_gradient_is_bitwise_the_definitions(impl, device, shape, dtype):
-    if impl == "triton" and device == "cpu" and dtype != torch.bfloat16 and shape[1] >= 500:
-        pytest.skip("takes the interpreter long")
     assert_as_defined(impl, *inputs(shape, dtype, device))
 
 
-@pytest.mark.parametrize("K", [1, 3, 4, 7])
+@pytest.mark.parametrize("K", [1, 3, 4])
 def test_every_subset_of_seven_positions(impl, device, K):
     kept = torch.tensor(list(itertools.combinations(range(7), K)), device=device)
     x, _, y, d = inputs((len(kept), 7, 3, K), torch.float32, device)
@@ -119,7 +115,6 @@ def test_every_subset_of_seven_positions(impl, device, K):
 
 
 STRIDES = {
-    "rows of a longer batch": lambda t: torch.cat([t, t], dim=1)[:, : t.shape[1]],
     "columns of a wider one": lambda t: torch.cat([t, t], dim=2)[:, :, 3 : 3 + t.shape[2]],
     "positions before rows": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
     "columns before positions": lambda t: t.mT.contiguous().mT,
@@ -190,13 +185,6 @@ def test_either_part_of_a_split_may_be_left_unused(impl, device):
     assert dx.equal(reference_scatter(d, kept, torch.zeros_like(y)))
 
 
-def test_nothing_wants_a_gradient(impl, device):
-    x, kept, _, _ = inputs(SMALL, device=device)
-    with torch.no_grad():
-        alone = layer(x, kept, impl)
-    assert alone.equal(layer(x, kept, impl)) and not alone.requires_grad
-
-
 def test_x_and_rest_share_memory_and_changing_either_before_the_merge_is_an_error(impl, device):
     leaf, kept, _, _ = inputs(SMALL, device=device)
     for changed in (0, 1):
@@ -231,15 +219,6 @@ def test_gradients_and_their_gradients_pass_the_numerical_check():
         assert torch.autograd.gradgradcheck(operation, leaves)
 
 
-def test_second_derivatives_are_the_definitions(impl, device):
-    x, kept, _, d = inputs(SMALL, device=device)
-    second = []
-    for out in (layer(x, kept, impl), layer_by_definition(x, kept)):
-        (dx,) = torch.autograd.grad(out, x, d, create_graph=True)
-        second.append(torch.autograd.grad(dx.square().sum(), x)[0])
-    torch.testing.assert_close(*second)
-
-
 def test_a_layer_moves_its_states_once_each_way(impl, device, monkeypatch):
     x, kept, _, d = inputs(SMALL, device=device)
     moves = []
@@ -259,7 +238,6 @@ MISTAKES = {  # (the right output of place, its arguments) -> a wrong one
     "adds where it should replace": lambda out, x, kept, y: (
         out if x is None or y is None else reference_scatter(x, kept, y + gather(x, kept))
     ),
-    "forgets the last row": lambda out, x, kept, y: torch.cat([out[:, :-1], out[:, -1:] / 0], 1),
     "is one position late": lambda out, x, kept, y: out.roll(1, dims=1),
     "lets a gradient through": lambda out, x, kept, y: x if y is None else out,
 }
@@ -294,21 +272,24 @@ def test_these_tests_see_a_row_that_is_never_written(monkeypatch, device, impl):
         assert_as_defined(impl, *args)
 
 
-REFUSED = {
-    "an unknown impl": (dict(impl="cuda"), "impl 'cuda' is unknown: choose one of auto, torch"),
-    "x without rows": (dict(x=torch.zeros(5, 2)), r"must be \(B, T, C\) and \(B, K\)"),
-    "kept of another batch": (dict(kept=torch.zeros(3, 2, dtype=torch.int64)), "must be"),
-    "kept of one dimension": (dict(kept=torch.zeros(2, dtype=torch.int64)), "must be"),
-    "positions in int32": (dict(kept=torch.zeros(2, 2, dtype=torch.int32)), "are torch.int64"),
-    "nothing kept": (dict(kept=torch.zeros(2, 0, dtype=torch.int64)), "K = 0 of T = 5.* 1 to 5 "),
-    "more than a row": (dict(kept=torch.zeros(2, 6, dtype=torch.int64)), "K = 6 .* 1 to 5 are"),
-    "y of another length": (dict(y=torch.zeros(2, 3, 4)), r"y \(2, 3, 4\) .* must be \(2, 2, 4\)"),
-    "y of another dtype": (dict(y=torch.zeros(2, 2, 4).half()), "float16 must be .*float32"),
-}
+def positions(*shape: int, dtype: torch.dtype = torch.int64) -> torch.Tensor:
+    return torch.zeros(shape, dtype=dtype)
 
 
-@pytest.mark.parametrize(("changed", "message"), REFUSED.values(), ids=REFUSED)
-def test_what_does_not_fit_is_refused_in_one_line(changed, message):
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"impl": "cuda"}, "impl 'cuda' is unknown: choose one of auto, torch"),
+        ({"x": torch.zeros(5, 2)}, r"must be \(B, T, C\) and \(B, K\)"),
+        ({"kept": positions(3, 2)}, r"must be \(B, T, C\)"),
+        ({"kept": positions(2, 2, dtype=torch.int32)}, "are torch.int64"),
+        ({"kept": positions(2, 0)}, "K = 0 of T = 5.* 1 to 5 "),
+        ({"kept": positions(2, 6)}, "K = 6 .* 1 to 5 are"),
+        ({"y": torch.zeros(2, 3, 4)}, r"y \(2, 3, 4\) .* must be \(2, 2, 4\)"),
+        ({"y": torch.zeros(2, 2, 4).half()}, "float16 must be .*float32"),
+    ],
+)
+def test_what_does_not_fit_is_refused(changed, message):
     right = dict(x=torch.zeros(2, 5, 4), kept=torch.tensor([[0, 1], [0, 4]]), impl="torch")
     args = right | {"y": torch.zeros(2, 2, 4)} | changed
     y = args.pop("y")
@@ -316,21 +297,15 @@ def test_what_does_not_fit_is_refused_in_one_line(changed, message):
     if "y" not in changed:
         calls += [lambda: gather(**args), lambda: split(**args)]
     for call in calls:
-        with pytest.raises(ValueError, match=message) as refusal:
+        with pytest.raises(ValueError, match=message):
             call()
-        assert "\n" not in str(refusal.value)
 
 
-def test_auto_is_torch_for_cpu_tensors():
-    x, kept, y, _ = inputs(SMALL)
-    assert token_drop.checked_impl("auto", x, kept, y) == "torch"
-
-
-@pytest.mark.gpu
-def test_auto_is_triton_for_cuda_tensors():
-    x, kept, y, _ = inputs(SMALL, device="cuda")
-    can = token_drop.why_not("cuda") is None
-    assert token_drop.checked_impl("auto", x, kept, y) == ("triton" if can else "torch")
+@pytest.mark.parametrize("device", DEVICES)
+def test_auto_is_triton_for_cuda_tensors(device):
+    x, kept, y, _ = inputs(SMALL, device=device)
+    wanted = "torch" if token_drop.why_not(device) else "triton"
+    assert token_drop.checked_impl("auto", x, kept, y) == wanted
 
 
 @wants_interpreter
