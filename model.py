@@ -198,7 +198,7 @@ class Transformer(nn.Module):
         if config.pos == "learned":
             x = x + self.wpe(positions)
         else:
-            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            dtype = torch.promote_types(x.dtype, torch.float32)
             turns = rotation(positions, config.head_width, dtype)
         meta = TokenMeta(positions, doc_ids, config.causal, turns, self.attention_impl(x))
         if config.kind == "bert":

@@ -168,14 +168,10 @@ def forward(
             call_out, call_lse = attention(*parts, 0.0, causal, attn_mask=mask)
         else:
             call_out = parts[0].new_zeros(parts[0].shape)
-            call_lse = call_out[..., 0].to(lse_dtype(q))
+            call_lse = call_out[..., 0].to(torch.promote_types(q.dtype, torch.float32))
         out.append(call_out)
         lse.append(call_lse)
     return batch.put_back(out).view(q.shape), batch.put_back(lse)
-
-
-def lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
 
 
 def backward(
