@@ -174,18 +174,12 @@ def forward(
     return batch.put_back(out).view(q.shape), batch.put_back(lse)
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    slots: Tensor,
-    calls: Tensor,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, (B, T, H, D) each."""
+def backward(dout: Tensor, saved: Sequence[Tensor], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, (B, T, H, D) each.
+
+    Args: saved q, k, v, output and log-sum-exp of the forward pass, slots, calls
+    """
+    q, k, v, out, lse, slots, calls = saved
     batch = Calls.of(slots, calls, q.shape[0] * q.shape[1])
     gradients = []
     inputs = (batch.laid(x) for x in (q, k, v, out, lse))

@@ -21,6 +21,7 @@ without seeing each other: Krell et al., arXiv 2107.02027, section 3.2.
     python bench/operators.py attention
 """
 
+from collections.abc import Sequence
 from contextlib import nullcontext
 from typing import NamedTuple
 
@@ -147,18 +148,10 @@ def attend(
 
 
 def attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    index_1: Tensor,
-    index_2: Tensor,
-    causal: bool,
-    impl: str,
+    dout: Tensor, saved: Sequence[Tensor], causal: bool, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return BACKWARD[impl](dout, q, k, v, out, lse, index_1, index_2, causal)
+    """The gradients of q, k and v; `saved` is these, the results of `attend`, and the index."""
+    return BACKWARD[impl](dout, saved, causal)
 
 
 # The same as operators, which torch.compile does not trace into: it only asks for the shapes of
@@ -178,8 +171,8 @@ def _(q, k, v, index_1, index_2, causal, impl):
 
 
 @attend_backward_op.register_fake
-def _(dout, q, k, v, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(dout, saved, causal, impl):
+    return tuple(x.new_empty(x.shape) for x in saved[:3])
 
 
 class PackedAttention(torch.autograd.Function):
@@ -194,7 +187,7 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, dout: Tensor) -> tuple[Tensor | None, ...]:
         run = attend_backward_op if torch.compiler.is_compiling() else attend_backward
-        return *run(dout, *ctx.saved_tensors, ctx.causal, ctx.impl), None
+        return *run(dout, ctx.saved_tensors, ctx.causal, ctx.impl), None
 
 
 def chosen_impl(

@@ -153,7 +153,7 @@ def attention(
             q, k, v = torch.zeros(2, T, 3, 4, D, dtype=getattr(torch, dtype)).unbind(2)
             bounds = torch.zeros(2, T, dtype=torch.int32)
             out, lse = attention_tiles.forward(q, k, v, bounds, bounds, causal)
-            attention_tiles.backward(out, q, k, v, out, lse, bounds, bounds, causal)
+            attention_tiles.backward(out, (q, k, v, out, lse, bounds, bounds), causal)
 
 
 def copies(dtype: str, widths: tuple[int, ...], kept: tuple[tuple[int, int], ...]) -> None:

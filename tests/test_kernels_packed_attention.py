@@ -238,10 +238,11 @@ def test_these_tests_see_a_tile_that_is_never_written(monkeypatch, can_run):
 def test_these_tests_see_a_wrong_input_of_the_backward_pass(monkeypatch, part):
     right = attention_groups.backward
 
-    def wrong(dout, q, k, v, out, lse, *more):
-        if part == "lse":
-            return right(dout, q, k, v, out, lse + 0.1, *more)
-        return right(dout.roll(1, 1), q, k, v, out, lse, *more)
+    def wrong(dout, saved, causal):
+        if part == "dout":
+            return right(dout.roll(1, 1), saved, causal)
+        q, k, v, out, lse, *index = saved
+        return right(dout, (q, k, v, out, lse + 0.1, *index), causal)
 
     monkeypatch.setitem(packed_attention.BACKWARD, "groups", wrong)
     with pytest.raises(AssertionError):
@@ -422,13 +423,13 @@ def test_a_grid_has_the_programs_of_any_batch():
 def test_the_operators_are_what_they_tell_the_compiler():
     qkv, d = inputs(TINY)
     q, k, v = qkv.float().unbind(2)
-    args = (*index_of(TINY, True, "groups").index, True, "groups")
-    out, lse = attend_op(q, k, v, *args)
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(attend_op, (q, k, v, *args), test_utils=tests)
-    torch.library.opcheck(
-        attend_backward_op, (d.float(), q, k, v, out, lse, *args), test_utils=tests
-    )
+    index = index_of(TINY, True, "groups").index
+    saved = [q, k, v, *attend_op(q, k, v, *index, True, "groups"), *index]
+    for operator, args in (
+        (attend_op, (q, k, v, *index, True, "groups")),
+        (attend_backward_op, (d.float(), saved, True, "groups")),
+    ):
+        torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
 
 
 @pytest.mark.gpu
