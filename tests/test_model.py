@@ -356,20 +356,8 @@ def test_run_block_meets_every_layer_in_order():
 
 # Names, sizes, refusals
 
-BLOCK_NAMES = [
-    "h.0.ln_1.weight",
-    "h.0.ln_1.bias",
-    "h.0.attn.c_attn.weight",
-    "h.0.attn.c_attn.bias",
-    "h.0.attn.c_proj.weight",
-    "h.0.attn.c_proj.bias",
-    "h.0.ln_2.weight",
-    "h.0.ln_2.bias",
-    "h.0.mlp.c_fc.weight",
-    "h.0.mlp.c_fc.bias",
-    "h.0.mlp.c_proj.weight",
-    "h.0.mlp.c_proj.bias",
-]
+LAYERS = ("ln_1", "attn.c_attn", "attn.c_proj", "ln_2", "mlp.c_fc", "mlp.c_proj")
+BLOCK_NAMES = [f"h.0.{name}" for layer in LAYERS for name in (f"{layer}.weight", f"{layer}.bias")]
 GPT_NAMES = ["wte.weight", "wpe.weight", *BLOCK_NAMES, "ln_f.weight", "ln_f.bias"]
 BERT_NAMES = [*GPT_NAMES, "mlm.weight", "mlm.bias", "mlm_ln.weight", "mlm_ln.bias", "mlm_bias"]
 
