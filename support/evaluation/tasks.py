@@ -41,7 +41,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from kernels.cross_entropy import IGNORE, chunks, exact_dtype
+from kernels.cross_entropy import IGNORE, chunks
 from support.base.runtime import Runtime
 from support.evaluation.scoring import (
     Laid,
@@ -266,7 +266,9 @@ def scores_of_targets(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
     x = model.hidden_states(batch.tokens, batch.positions, batch.doc_ids)  # (B, T, C)
     at = batch.targets != IGNORE
     (features, bias), targets = model.features(x[at]), batch.targets[at]
-    nats = torch.zeros(len(targets), dtype=exact_dtype(x.dtype), device=x.device)
+    nats = torch.zeros(
+        len(targets), dtype=torch.promote_types(x.dtype, torch.float32), device=x.device
+    )
     likeliest = torch.zeros_like(targets, dtype=torch.bool)
     for rows in chunks(len(targets), len(model.wte.weight), x.device.type):
         logits = F.linear(features[rows], model.wte.weight, bias).to(nats.dtype)  # (chunk, V)
