@@ -35,7 +35,7 @@ from support.base.settings import (
     table_of,
     unflattened,
 )
-from support.base.technique import is_on, technique, techniques_of, techniques_on
+from support.base.technique import is_on, refuse, technique, techniques_of, techniques_on
 from support.rows.bert import refusals_of_pairs
 from support.rows.mixture import refusals_of_mixture
 from support.rows.ranking import LENGTHS
@@ -172,9 +172,7 @@ def transformer_config(
 
 def check(config: Config) -> None:
     """Raise ValueError with the first refusal that applies, before any memory is taken."""
-    for refused, message in refusals(config):
-        if refused:
-            raise ValueError(message)
+    refuse(refusals(config))
     for entry in techniques_on(config):
         if entry.metrics:
             difficulty.check_metrics(
