@@ -459,23 +459,18 @@ def refusals(settings: "Config") -> list[Refusal]:
 def refusals_of_stages(config: PseudoConfig, layers: int) -> list[Refusal]:
     """Stages that cannot be."""
     until = parse_until(config.until)  # raises for what it cannot be
-    few, group = config.layers or layers, config.group
-    units, at_once = units_of(few, until), units_of(few, Until(()))
-    fewer = f", or --pseudo-group {' or '.join(map(str, units))}" if units else ""
+    few, units = config.layers or layers, units_of(config.layers or layers, until)
+    remedies = [f"choose {', '.join(map(str, units))}"] if units else []
+    remedies += ["give fewer shares"] if len(until.shares) > 1 else []
     return [
         (
             few > layers,
             f"--pseudo-layers {few} is more than the model's {layers} layers: choose 1 to {layers}",
         ),
         (
-            group not in at_once,
-            f"--pseudo-group {group} does not divide {few} layers: choose"
-            f" {', '.join(map(str, at_once))}",
-        ),
-        (
-            group not in units,
-            f"--pseudo-until {config.until} has {len(until.shares)} shares, more than units of"
-            f" {group} can be doubled in {few} layers: give fewer{fewer}",
+            config.group not in units,
+            f"--pseudo-group {config.group} with --pseudo-until {config.until}: units must divide"
+            f" {few} layers, also after each doubling: {', or '.join(remedies)}",
         ),
         (
             not until.shares and few < layers,
