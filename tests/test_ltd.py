@@ -16,9 +16,7 @@ from model import (
     TokenMeta,
     Transformer,
     TransformerConfig,
-    rotation,
     run_plain,
-    run_recomputed,
 )
 from support.base.clock import StepContext, effective_tokens, tokens_by_layer
 from support.rows.batch import Batch
@@ -27,9 +25,9 @@ from support.step.muon import flops_of_orthogonalising
 from support.step.sizes import flops_of_row
 
 
-def small(pos="rope", kind="gpt", layers=4, dtype=torch.float64):
+def small(pos="rope", kind="gpt", dtype=torch.float64):
     torch.manual_seed(0)
-    return Transformer(TransformerConfig(kind, layers, 2, 16, 32, 24, 40, pos)).to(dtype)
+    return Transformer(TransformerConfig(kind, 4, 2, 16, 32, 24, 40, pos)).to(dtype)
 
 
 def settings_of(flags: str) -> config.Config:
@@ -172,34 +170,22 @@ def test_layers_worked_examples():
     assert ltd.dropping_layers("7,0-1,1", 8) == (0, 1, 7)
 
 
-def test_a_kept_token_does_not_depend_on_dropped_ones():
-    model, (_, _, positions, doc_ids) = small(), batch(True)
-    meta = TokenMeta(positions, doc_ids, True, rotation(positions, 8))
-    kept = ltd.draw(9, random_bits(3, 24))
-    is_kept = torch.zeros(3, 24, dtype=torch.bool).scatter(1, kept, True)
-    x = torch.randn(3, 24, 16, dtype=torch.float64)
-    noise = torch.randn_like(x).masked_fill(is_kept[:, :, None], 0.0)
-    out, moved = (ltd.run_kept(model.h[1], y, meta.take(kept), kept) for y in (x, x + noise))
-    assert torch.equal(out[is_kept], moved[is_kept])
-    assert torch.equal(out[~is_kept], x[~is_kept]), "a dropped token passes bit for bit"
-
-
-def test_gradient_of_dropped_and_kept_tokens():
-    """Dropped: the gradient from above, unchanged. Kept: through the block alone, never both."""
-    meta = TokenMeta(torch.arange(4)[None], None, True)
-    kept = torch.tensor([[1, 3]])
+def test_dropped_tokens_and_their_gradients_pass_unchanged_and_kept_ones_through_the_block():
+    meta, kept = TokenMeta(torch.arange(4)[None], None, True), torch.tensor([[1, 3]])
     x = torch.randn(1, 4, 2, requires_grad=True)
-    ltd.run_kept(lambda y, meta: 3 * y, x, meta.take(kept), kept).sum().backward()
+    out = ltd.run_kept(lambda y, meta: 3 * y, x, meta.take(kept), kept)
+    assert torch.equal(out, x * torch.tensor([1, 3, 1, 3])[:, None])
+    out.sum().backward()
     assert x.grad[0, :, 0].tolist() == [1, 3, 1, 3]
 
 
-@pytest.mark.parametrize("packed, pos", [(False, "rope"), (True, "learned")])
-def test_no_position_sees_a_later_one_through_all_layers(packed, pos):
-    model = small(pos)
+@pytest.mark.parametrize("packed", [False, True])
+def test_no_position_sees_a_later_one_through_all_layers(packed):
+    model = small()
     tokens, _, positions, doc_ids = batch(packed, B=1)
     run_block = dropping(11, batch(packed, B=1))
     plain = model.logits(tokens, positions, doc_ids, run_block=run_block)
-    for later in range(1, 24):
+    for later in range(1, 24, 3):
         changed = tokens.clone()
         changed[:, later:] = (changed[:, later:] + 1) % 40
         out = model.logits(changed, positions, doc_ids, run_block=run_block)
@@ -239,34 +225,6 @@ def test_packed_documents_stay_apart_when_tokens_are_dropped():
         plain, out = (model.logits(t, positions, doc_ids, run) for t in (tokens, changed))
         assert torch.equal(plain[doc_ids != 1], out[doc_ids != 1]) == stays
         assert not torch.equal(plain[doc_ids == 1], out[doc_ids == 1])
-
-
-def test_gradients_agree_with_finite_differences():
-    model, inputs = small(), batch(True, B=1)
-    positions = inputs.positions
-    meta = TokenMeta(positions, inputs.doc_ids, True, rotation(positions, 8, torch.float64))
-    kept, other = ltd.draw(9, random_bits(2, 24))[:, None]
-
-    def two_layers(x):
-        once = ltd.run_kept(model.h[1], x, meta.take(kept), kept)
-        return ltd.run_kept(model.h[2], once, meta.take(other), other)
-
-    x = torch.randn(1, 24, 16, dtype=torch.float64, requires_grad=True)
-    assert torch.autograd.gradcheck(two_layers, (x,), fast_mode=True)
-
-
-def test_recomputed_activations_see_the_same_draw():
-    """--checkpoint-activations runs a block once more, on the tokens that were drawn before it."""
-    settings = settings_of(f"{IN_24} --ltd-start 9")
-    inputs, model = batch(True), small()
-    losses_and_gradients = []
-    for inner in (run_plain, run_recomputed):
-        model.zero_grad()
-        loss = model(inputs, run_block=ltd.run_block(settings, CONTEXT, 0, inputs, inner))
-        loss.backward()
-        losses_and_gradients.append([loss.detach(), *(p.grad for p in model.parameters())])
-    for kept, recomputed in zip(*losses_and_gradients, strict=True):
-        assert torch.equal(kept, recomputed)
 
 
 def test_a_rank_drops_what_one_process_drops():
@@ -402,17 +360,8 @@ def test_plan_names_its_schedule_and_is_the_plain_run_if_all_are_kept(capsys):
     assert long.split("\n")[4].split()[1] == "244,140,625"
 
 
-@pytest.mark.parametrize(
-    "kind, over, by_steps, budget, multiple",
-    [
-        ("linear", 0.7, False, 1, 1),
-        ("linear", 0.7, False, 400_001, 1),
-        ("root", 1.0, False, 123_456, 24),
-        ("linear", 333, True, 800_000, 16),
-        ("root", 1e9, True, 123_456, 24),
-        ("constant", 0.7, False, 800_000, 16),
-    ],
-)
+@pytest.mark.parametrize("budget, multiple", [(1, 1), (400_001, 1), (123_456, 24)])
+@pytest.mark.parametrize("kind, over, by_steps", [("linear", 0.7, False), ("root", 333, True)])
 def test_a_plan_is_that_of_walking_step_by_step(kind, over, by_steps, budget, multiple):
     """The plan jumps over steps that keep alike."""
     shape = TransformerConfig("gpt", 6, 4, 128, 512, 256, 4160)
