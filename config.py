@@ -3,9 +3,8 @@
 Settings stand beside the code that obeys them: a technique's in its module, the data's in data.py,
 the model's in support/step/sizes.py, the optimizer's in support/step/optim.py, the run's in
 support/base/settings.py. `Config` puts them together. A technique's first setting is its switch and
-takes its name (`--ltd`), the others take it as prefix (`--ltd-start`). Techniques import next to
-nothing of ours, so they write the metadata of a setting (see support/base/settings.py) by hand. No
-config files and no environment variables: a recipe is a shell line.
+takes its name (`--ltd`), the others take it as prefix (`--ltd-start`). support/base/settings.py
+makes flags of settings. No config files and no environment variables: a recipe is a shell line.
 
     python config.py                    # the table of flags, as the README shows it
 """

@@ -275,11 +275,9 @@ def shapes(settings: "Config") -> list["Config"]:
 
 def with_defaults(settings: "Config") -> LtdConfig:
     ltd = settings.ltd
-    if ltd.start is None:
-        ltd = replace(ltd, start=max(settings.data.seq_len // 16, 1))
-    if ltd.share is None and ltd.steps is None:
-        ltd = replace(ltd, share=0.9)
-    return ltd
+    start = max(settings.data.seq_len // 16, 1) if ltd.start is None else ltd.start
+    share = 0.9 if ltd.share is None and ltd.steps is None else ltd.share
+    return replace(ltd, start=start, share=share)
 
 
 def refusals(settings: "Config") -> list[Refusal]:

@@ -374,9 +374,15 @@ def show(
         seconds = time.perf_counter() - start
         efficiency, factor, bound = packing.efficiency, packing.factor, packing.lower_bound
         if as_json:
-            numbers = {"packs": packing.packs, "efficiency": efficiency, "factor": factor}
-            rest = {"lower_bound": bound, "seconds": round(seconds, 6)}
-            print(json.dumps({"packer": packer, **numbers, **rest}))
+            numbers = {
+                "packer": packer,
+                "packs": packing.packs,
+                "efficiency": efficiency,
+                "factor": factor,
+                "lower_bound": bound,
+                "seconds": round(seconds, 6),
+            }
+            print(json.dumps(numbers))
         elif is_table:
             print(
                 f"{packer:9} {depth or 'all':>4} {packing.packs:10,} {bound:10,} {efficiency:10.3%}"

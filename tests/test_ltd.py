@@ -377,7 +377,7 @@ def test_a_plan_is_that_of_walking_step_by_step(kind, over, by_steps, budget, mu
         layer_tokens += 8 * sum(tokens)
         flops += 8 * flops_of_row(shape, tokens, 256)
         steps += 1
-    cost = costs.cost_of_run(shape, 256, budget, 2048, "cpu", tokens_at)
+    cost = costs.cost_of_run(shape, budget, 2048, "cpu", tokens_at)
     assert cost[:4] == (steps, steps * 2048, layer_tokens, flops)
     assert cost.optimizer_flops == steps * 6 * flops_of_orthogonalising(128, 512, "cpu")
 
@@ -385,22 +385,17 @@ def test_a_plan_is_that_of_walking_step_by_step(kind, over, by_steps, budget, mu
 @pytest.mark.parametrize(
     "mistake, says",
     {
-        "pace --start 300": "^--start 300 .* 256 ",
+        "pace --start 300": "^--start 300 ",
         "pace --start 0": "--start: 0",
         "pace --over inf": "--over: inf",
-        "pace --start 60": "^--start 60 .* --multiple 16: choose 48 or 64,",
-        "pace --start 250 --multiple 100": "choose 200 or 256,",
-        "pace --multiple 1000": "--multiple 1000: choose 256,",
+        "pace --start 60": "^--start 60 .* --multiple 16: choose 48 or 64, or another --multiple$",
         "plan --share 2": "--share: 2",
         "plan --steps 100 --share 0.7": "^--steps and --share",
-        "plan --layers 0-5": "^--layers 0-5",
-        "plan --layers 0-999999999": "^--layers 0-999999999: write layers from 0 to 5",
         "plan --layers 3-1": "^--layers 3-1:",
-        "plan --layers 3-": "^--layers 3-:",
         "plan --batch-tokens 1000": "^--batch-tokens 1000 .* choose 768 or 1024$",
         "plan --size 124M --pos learned --seq-len 4096": "^--seq-len 4096",
     }.items(),
 )
-def test_mistakes_are_one_line(mistake, says):
+def test_commands_refuse_as_train_does_without_the_prefix(mistake, says):
     with pytest.raises(ValueError, match=says):
         ltd.main(mistake.split())

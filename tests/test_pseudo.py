@@ -338,6 +338,10 @@ def test_off_is_absent(folder_of, monkeypatch):
     for name in ("stage", "shadow_at", "share", "handed_over", "parse_until", "average"):
         monkeypatch.setattr(pseudo, name, None)  # a call would fail
     assert metrics(read_log(folder_of("--seed 1337"))) == plain
+    monkeypatch.undo()
+    monkeypatch.setattr(pseudo, "average", None)
+    with pytest.raises(TypeError):  # a run that shares weights does call it
+        folder_of(SHARED)
 
 
 @pytest.mark.parametrize("base, neutral", [("", "--pseudo-group 4"), (ALL_ON, "--pseudo-layers 4")])

@@ -23,6 +23,13 @@ from support.step.sizes import SIZES, empty_model, flops_of_row, refusals_of_row
 # Vocabularies of GPT-2's tokenizer and of the embedded corpus, rounded up to multiples of 64.
 V_GPT2 = 50_304
 V_PD4K = 4_160
+SETTINGS = {  # of train.py, by the flags that ask for them
+    "size": "model.size",
+    "pos": "model.pos",
+    "seq_len": "data.seq_len",
+    "tokens": "optim.tokens",
+    "batch_tokens": "optim.batch_tokens",
+}
 
 # (steps before, progress 0..1) -> the tokens of a row that each layer sees
 TokensAt = Callable[[int, float], Sequence[int]]
@@ -44,7 +51,6 @@ class Cost(NamedTuple):
 
 def cost_of_run(
     config: TransformerConfig,
-    seq_len: int,
     budget: int,
     batch_tokens: int,
     device: str,
@@ -55,7 +61,7 @@ def cost_of_run(
     Args: device    of the optimizer, cpu or cuda
           tokens_at never falls, so steps that see the same numbers are counted together
     """
-    rows = batch_tokens // seq_len
+    rows = batch_tokens // config.seq_len
 
     steps, consumed, layer_tokens, flops = 0, 0, 0, 0
 
@@ -71,11 +77,11 @@ def cost_of_run(
         steps += alike
         consumed += alike * of_step
         layer_tokens += alike * rows * sum(now)
-        flops += alike * rows * flops_of_row(config, now, seq_len)
+        flops += alike * rows * flops_of_row(config, now, config.seq_len)
     optimizer = config.layers * flops_of_orthogonalising(config.width, config.mlp_width, device)
     return Cost(
         steps=steps,
-        tokens=steps * rows * seq_len,
+        tokens=steps * rows * config.seq_len,
         layer_tokens=layer_tokens,
         flops=flops,
         optimizer_flops=steps * optimizer,
@@ -102,11 +108,9 @@ def fill_in(args: argparse.Namespace) -> None:
     """
     if args.pos is None and (args.seq_len or 0) > SIZES[args.size].seq_len:
         args.pos = "rope"  # --size says how many positions can be learned
-    names = {name: f"optim.{name}" for name in ("tokens", "batch_tokens")}
-    names |= {"size": "model.size", "pos": "model.pos", "seq_len": "data.seq_len"}
-    settings = with_defaults({names[name]: getattr(args, name) for name in names})
-    for name in names:
-        setattr(args, name, settings[names[name]])
+    settings = with_defaults({SETTINGS[flag]: getattr(args, flag) for flag in SETTINGS})
+    for flag in SETTINGS:
+        setattr(args, flag, settings[SETTINGS[flag]])
     learned = args.pos == "learned"
     refuse(refusals_of_rows(args.size, args.seq_len, args.batch_tokens, learned))
 
@@ -120,7 +124,6 @@ def show_plan(args: argparse.Namespace, schedule: str, tokens_at: TokensAt) -> N
     cost = partial(
         cost_of_run,
         config,
-        args.seq_len,
         budget=args.tokens,
         batch_tokens=args.batch_tokens,
         device="cpu" if args.size == "nano" else "cuda",
