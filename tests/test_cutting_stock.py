@@ -32,14 +32,13 @@ def test_patterns_by_hand():
     assert list(patterns_that_fill(5, 3, 2)) == [(2, 2, 1)]
 
 
-@pytest.mark.parametrize("space", [1, 5, 12])
-@pytest.mark.parametrize("most", [1, 2, 3, 12])
+@pytest.mark.parametrize("space, most", [(1, 2), (5, 1), (12, 3), (12, 12)])
 def test_patterns_are_all_sums_and_are_counted_right(space, most):
     sums = {
         tuple(sorted(parts, reverse=True))
-        for k in range(1, most + 1)
+        for k in range(1, min(most, 5) + 1)
         for parts in combinations_with_replacement(range(1, space + 1), k)
-        if k < 6 and sum(parts) == space
+        if sum(parts) == space
     }
     patterns = list(patterns_that_fill(space, most, space))
     assert len(patterns) == len(set(patterns)) == number_that_fill(space, most)
@@ -51,6 +50,7 @@ def test_as_many_patterns_as_the_paper_has():
     assert number_that_fill(512, 4) == 959_631
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 99), min_size=3, max_size=12), st.integers(1, 4))
 def test_price_is_that_of_the_dearest_pack(prices, max_per_pack):
     lengths = np.flatnonzero(np.arange(len(prices)) % 3 != 1) + 1  # some lengths do not occur
@@ -107,7 +107,7 @@ def test_relaxation_by_hand():
 
 
 @needs_scipy
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(counts_of_lengths, st.integers(1, 5))
 def test_relaxation_has_a_place_for_everything_and_is_at_its_bound(counts, max_per_pack):
     assume(any(counts))
@@ -125,7 +125,7 @@ def test_relaxation_has_a_place_for_everything_and_is_at_its_bound(counts, max_p
 
 
 @needs_scipy
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=20, deadline=None)
 @given(counts_of_lengths, st.integers(1, 16))
 def test_column_generation_finds_what_all_patterns_together_give(counts, max_per_pack):
     assume(any(counts))
@@ -149,6 +149,7 @@ def test_fill_by_hand():
     assert groups == [(1, (3,))] and np.flatnonzero(left).tolist() == [5]
 
 
+@settings(max_examples=50)
 @given(counts_of_lengths, st.lists(st.integers(0, 5), min_size=6, max_size=6), st.booleans())
 def test_fill_loses_nothing_and_keeps_to_the_places(counts, packs, shorter):
     counts = np.array([0, *counts, *[0] * 16])[:17]
