@@ -311,16 +311,21 @@ def calibrated(
             if is_enough or point.parts == 1:  # else gradients add up, as in the run
                 updates.append(timed(partial(trainer.update, cut, loss))[0])
         measured.append((point.part_flops, statistics.median(seconds) / parts))
-    rows = range(min(trainer.rows_at_once, len(evaluation.rows)))
-    with evaluating(trainer.model):
-        evaluation.sums(trainer.model, runtime, rows[:1])
-        held_out = timed(partial(evaluation.sums, trainer.model, runtime, rows))[0]
+    text = evaluation.parts[0].pieces
+
+    def score(rows: int) -> None:
+        evaluation.nats(trainer.model, runtime, text.read(range(rows)))
+
+    rows = min(trainer.rows_at_once, len(text.rows))
+    with evaluating(trainer.model), torch.no_grad(), runtime.autocast():
+        score(1)
+        held_out, _ = timed(partial(score, rows))
     peak = torch.cuda.max_memory_allocated(runtime.device) if is_cuda else resident("VmHWM")
     is_whole = runtime.is_rank0 and not plan.settings.run.fsdp
     return Times(
         parts=sorted(measured),
         update=statistics.median(updates),
-        held_out_row=held_out / len(rows),
+        held_out_row=held_out / rows,
         checkpoint=saving_seconds(trainer.state(), folder) if is_whole else 0.0,
         peak_bytes=max(runtime.gather(peak)),
     )

@@ -124,7 +124,7 @@ def measure_evaluation(size: str, tokens: float, device: str, turns: int, keep: 
     items = items_of(last_words(store, samples, encoding, tokens), encoding, SEQ_LEN, show=True)
 
     def nats(is_packed: bool) -> float:
-        laid = evaluate.lay(items, SEQ_LEN, pack=is_packed)
+        laid = evaluate.lay_texts(items.texts, SEQ_LEN, pack=is_packed)
         return answers_of(laid, model, here, ROWS).nats.sum()
 
     variants = {PACKED: lambda: nats(True), ALONE: lambda: nats(False)}
@@ -133,7 +133,7 @@ def measure_evaluation(size: str, tokens: float, device: str, turns: int, keep: 
         {n: lambda score=score: turn_of(score) for n, score in variants.items()}, turns
     )
     seconds = {name: [turn.seconds for turn in turns] for name, turns in taken.items()}
-    length = items.spans[:, 1] - items.spans[:, 0]
+    length = items.texts.spans[:, 1] - items.texts.spans[:, 0]
     figures = {
         "items": len(length),
         "tokens": int(length.sum()),

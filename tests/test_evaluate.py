@@ -14,19 +14,22 @@ import numpy as np
 import pytest
 import torch
 from conftest import SMALL, TINY, evaluate_into_file, read_log, start_ranks
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_stores import ONE
 from torch import nn
 
 import evaluate
 import train
-from data import places
-from evaluate import Evaluation
+from data import Data, places
+from evaluate import Evaluation, with_context
 from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
 from prepare import prepare
 from support.base.runtime import Runtime
 from support.evaluation.scoring import Documents, HeldOut
 from support.rows.bert import SpecialIds
+from support.rows.samples import cut
 from support.text.store import Store
 from support.text.tokenizer import byte_lengths, get_encoding
 
@@ -45,6 +48,15 @@ class Ranks(Runtime):
 
 def one_of(rank: int, world_size: int) -> Ranks:
     return Ranks(rank, world_size, torch.device("cpu"), torch.float32, "")
+
+
+def of(store: Store, special_ids: SpecialIds | None = None) -> Data:
+    return Data(BYTES, store, special_ids, LENGTHS)
+
+
+def documents_of(evaluation, model, rows: int, runtime: Runtime = ONE) -> Documents:
+    """The result by document, of the one store that is evaluated."""
+    return evaluation.documents(model, runtime, rows)[0]
 
 
 class Even(nn.Module):
@@ -111,7 +123,7 @@ def said(trained, capsys, monkeypatch, tmp_path):
 
 
 def test_worked_answer_and_whole_documents(store):
-    result = Evaluation(store, 64, LENGTHS).run(Even(), ONE, 8)
+    result = Evaluation(of(store), 64).run(Even(), ONE, 8)
     documents = store.meta["documents"] - store.meta["train_documents"]
     assert result.bytes == store.meta["bytes"] - store.meta["train_bytes"]
     assert result.targets == result.bytes + documents == store.meta["tokens"] - store.train_tokens
@@ -120,9 +132,9 @@ def test_worked_answer_and_whole_documents(store):
 
 
 def test_rows_at_a_time_and_ranks_do_not_matter(store):
-    evaluation, model = Evaluation(store, 64, LENGTHS, tokens=5_000), tiny()
-    whole, other = (evaluation.documents(model, ONE, rows) for rows in (8, 3))
-    parts = [evaluation.documents(model, one_of(rank, 3), 8) for rank in range(3)]
+    evaluation, model = Evaluation(of(store), 64, tokens=5_000), tiny()
+    whole, other = (documents_of(evaluation, model, rows) for rows in (8, 3))
+    parts = [documents_of(evaluation, model, 8, one_of(rank, 3)) for rank in range(3)]
     for name in ("nats", "targets", "bytes"):
         total = pytest.approx(getattr(whole, name), rel=1e-12)
         assert sum(getattr(part, name) for part in parts) == total == getattr(other, name)
@@ -131,22 +143,21 @@ def test_rows_at_a_time_and_ranks_do_not_matter(store):
 
 
 def test_a_part_is_whole_pieces_in_a_fixed_order(store):
-    part = Evaluation(store, 64, LENGTHS, tokens=5000)
-    rows, again = part.rows, Evaluation(store, 64, LENGTHS, tokens=5000).rows
-    assert np.array_equal(rows.start, again.start) and np.array_equal(rows.offsets, again.offsets)
-    assert 5000 <= (rows.stop - rows.start).sum() < 5064
-    assert rows.start.min() >= store.train_tokens
-    documents = part.documents(Even(), ONE, 8)
-    every = Evaluation(store, 64, LENGTHS).documents(Even(), ONE, 8)
+    part = Evaluation(of(store), 64, tokens=5000)
+    pieces, again = (Evaluation(of(store), 64, tokens=5000).parts[0].pieces for _ in "ab")
+    assert np.array_equal(pieces.item, again.item) and np.array_equal(pieces.offsets, again.offsets)
+    assert 5000 <= (pieces.read(pieces.rows).targets != IGNORE).sum() < 5064
+    documents = documents_of(part, Even(), 8)
+    every = documents_of(Evaluation(of(store), 64), Even(), 8)
     assert 0 < len(documents.numbers) < len(every.numbers)
     assert (np.diff(documents.numbers) > 0).all() and (documents.targets > 0).all()
     assert (documents.targets <= every.targets[documents.numbers - every.numbers[0]]).all()
 
 
 def test_poll_is_called_after_every_batch_alike_on_every_rank_and_may_end_it(store):
-    evaluation = Evaluation(store, 64, LENGTHS, SPECIAL_IDS, tokens=2000, nsp=True)
+    evaluation = Evaluation(of(store, SPECIAL_IDS), 64, tokens=2000, nsp=True)
     model = Transformer(TransformerConfig("bert", 1, 2, 16, 32, 64, 320, nsp=True))
-    first, second = len(evaluation.rows), evaluation.rows_in_all
+    first, second = len(evaluation.parts[0].pieces.rows), evaluation.rows_in_all
     for world_size in (1, 3):
         stride = 8 * world_size
         turns = [min(n + stride, first) for n in range(0, first, stride)]
@@ -169,27 +180,36 @@ def test_poll_is_called_after_every_batch_alike_on_every_rank_and_may_end_it(sto
 
 def test_an_evaluation_without_a_target_or_a_document_is_refused(store):
     class Unmasked(Evaluation):
-        def batch(self, rows):
-            batch = super().batch(rows)
+        def batch(self, store, rows):
+            batch = super().batch(store, rows)
             return batch._replace(targets=torch.full_like(batch.targets, IGNORE))
 
-    with pytest.raises(ValueError, match="no held-out token is a target"):
-        Unmasked(store, 64, LENGTHS, tokens=100).run(Even(), ONE, 8)
+    with pytest.raises(ValueError, match="held-out tokens, but no target"):
+        Unmasked(of(store), 64, tokens=100).run(Even(), ONE, 8)
     whole = replace(store, train_documents=store.meta["documents"])
     with pytest.raises(ValueError, match=r"no held-out document.*--holdout 20.*--split all"):
-        Evaluation(whole, 64, LENGTHS)
+        Evaluation(of(whole), 64)
 
 
 # ---- BERT
+
+
+shown = []  # rows and batches that were read
+
+
+class Shown(Evaluation):
+    def batch(self, store, rows):
+        shown.append((rows, super().batch(store, rows)))
+        return shown[-1][1]
 
 
 def test_masks_lie_on_the_same_tokens_whatever_is_evaluated_with_them(store):
     """A part of the text asks for what the whole asks for there, however rows are packed."""
 
     def asked(tokens):
-        evaluation = Evaluation(store, 64, LENGTHS, SPECIAL_IDS, tokens=tokens)
-        rows = evaluation.rows
-        batch = evaluation.batch(rows)
+        pieces = Shown(of(store, SPECIAL_IDS), 64, tokens=tokens).parts[0].pieces
+        pieces.read(pieces.rows)
+        rows, batch = shown.pop()
         at = batch.targets != IGNORE
         assert 0.13 < at.sum() / (rows.stop - rows.start).sum() < 0.17
         return {*zip(places(rows, batch)[at].tolist(), batch.tokens[at].tolist(), strict=True)}
@@ -201,31 +221,27 @@ def test_a_bert_is_asked_of_every_pair_whether_it_follows(store):
     """Right answers are counted: those of a model that reads them, of its opposite, of one that
     always says yes; and nothing else of the result changes.
     """
-    shown = []
+    shown.clear()
 
     class Oracle(Even):
         def follows(self, x, cls):
-            answers = shown[-1].targets.flatten()[cls]
+            answers = shown[-1][1].targets.flatten()[cls]
             says = {"right": answers, "wrong": 1 - answers, "yes": answers * 0}[self.says]
             return torch.nn.functional.one_hot(says, 2).double()
 
         def hidden_states(self, tokens, positions, doc_ids):
             return tokens
 
-    class Shown(Evaluation):
-        def batch(self, rows):
-            shown.append(super().batch(rows).with_documents())
-            return shown[-1]
-
-    alone = Evaluation(store, 64, LENGTHS, SPECIAL_IDS, tokens=5_000)
-    evaluation = Shown(store, 64, LENGTHS, SPECIAL_IDS, tokens=5_000, nsp=True)
+    alone = Evaluation(of(store, SPECIAL_IDS), 64, tokens=5_000)
+    evaluation = Shown(of(store, SPECIAL_IDS), 64, tokens=5_000, nsp=True)
     model, shares = Oracle(), {}
     for model.says in ("right", "wrong", "yes"):
         result = evaluation.run(model, ONE, 8)
         shares[model.says] = result.nsp_accuracy
         assert result._replace(nsp_accuracy=None, nsp_pairs=None) == alone.run(model, ONE, 8)
     assert shares["right"] == 1 and shares["wrong"] == 0 and 0.3 < shares["yes"] < 0.7
-    answers = torch.cat([batch.targets[batch.positions == 0] for batch in shown])
+    batches = [batch.with_documents() for _, batch in shown]
+    answers = torch.cat([batch.targets[batch.positions == 0] for batch in batches])
     assert {0, 1} < set(answers.tolist()) <= {0, 1, IGNORE}
 
 
@@ -234,40 +250,58 @@ def test_a_bert_is_asked_of_every_pair_whether_it_follows(store):
 
 def test_a_stride_gives_each_target_more_context_and_changes_nothing_else(store):
     plain, slid, token_by_token = (
-        Evaluation(store, 64, LENGTHS, tokens=2_000, stride=stride).run(Recency(), ONE, 8)
+        Evaluation(of(store), 64, tokens=2_000, stride=stride).run(Recency(), ONE, 8)
         for stride in (None, 16, 1)
     )
     assert plain[2:] == slid[2:] == token_by_token[2:], "the same targets, the same bytes"
     assert token_by_token.val_loss < slid.val_loss < plain.val_loss
-    whole = [
-        Evaluation(store, 64, LENGTHS, stride=s).documents(Recency(), ONE, 8) for s in (None, 16)
-    ]
+    whole = [documents_of(Evaluation(of(store), 64, stride=s), Recency(), 8) for s in (None, 16)]
     for plain, slid in zip(*(documents.groups("length") for documents in whole), strict=True):
         fits = int(plain.name.split()[-1].replace(",", "")) <= 64
         assert (plain.bpb == pytest.approx(slid.bpb, rel=1e-12)) == fits, plain.name
 
 
+def test_context_before_a_piece_worked_example():
+    pieces, seen = with_context(np.array([[0, 6], [6, 10]]), np.array([0, 10]), 6, 3)
+    assert pieces.tolist() == [[0, 6], [3, 9], [4, 10]] and seen.tolist() == [0, 3, 5]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 40), min_size=1), st.integers(1, 16), st.integers(1, 16))
+def test_every_token_is_a_target_once_and_sees_what_a_row_holds(sizes, seq_len, stride):
+    stride = min(stride, seq_len)
+    offsets = np.cumsum([0, *sizes])
+    spans = cut(np.stack((offsets[:-1], offsets[1:]), axis=1), seq_len)
+    targets = []
+    pieces, seen = with_context(spans, offsets, seq_len, stride)
+    for (start, stop), context in zip(pieces.tolist(), seen.tolist(), strict=True):
+        begins = max(offset for offset in offsets.tolist() if offset <= start)
+        assert stop <= min(offset for offset in offsets.tolist() if offset > start), "one document"
+        assert stop - start <= seq_len
+        assert start == begins or stop - start == seq_len, "as much context as fits"
+        targets += range(start + context, stop)
+    assert targets == list(range(offsets[-1]))
+
+
 def test_a_stride_that_no_row_holds_is_refused(store):
     for stride, special_ids in ((0, None), (65, None), (8, SPECIAL_IDS)):
         with pytest.raises(ValueError, match="--stride"):
-            Evaluation(store, 64, LENGTHS, special_ids, stride=stride)
+            Evaluation(of(store, special_ids), 64, stride=stride)
 
 
 # ---- by document
 
 
-def by_definition(evaluation, model) -> np.ndarray:
+def by_definition(store, pieces, model) -> np.ndarray:
     """(n, 3) nats, targets and bytes of each held-out document, a piece at a time and by itself."""
-    store, rows = evaluation.store, evaluation.rows
     bounds = store.offsets[store.train_documents :].tolist()
     sums = np.zeros((len(bounds) - 1, 3))
-    for row in range(len(rows)):
-        batch = evaluation.batch(rows.take(np.array([row]))).with_documents()
-        for number, piece in enumerate(range(*rows.offsets[row : row + 2])):
-            here = batch.doc_ids[0] == number
-            tokens, targets = batch.tokens[:, here], batch.targets[:, here]
+    for row in pieces.rows:
+        batch = pieces.read(range(row, row + 1)).with_documents()
+        for number, start in enumerate(shown.pop()[0].start):
+            own = batch.doc_ids[0] == number
+            tokens, targets = batch.tokens[:, own], batch.targets[:, own]
             counted = targets[targets >= 0]
-            start = rows.start[piece]
             document = next(n for n, stop in enumerate(bounds[1:]) if start < stop)
             nats = model((tokens, targets, None, None)).item()
             sums[document] += (nats, len(counted), LENGTHS[counted].sum())
@@ -290,15 +324,17 @@ def few():
 
 @pytest.mark.parametrize("kind, stride", [("gpt", None), ("gpt", 32), ("bert", None)])
 def test_packed_documents_have_the_nats_of_their_pieces_alone(few, kind, stride):
-    special_ids = SPECIAL_IDS if kind == "bert" else None
-    evaluation = Evaluation(few, 64, LENGTHS, special_ids, stride=stride)
-    model, tolerance = tiny(kind).eval(), 1e-12
-    documents, expected = evaluation.documents(model, ONE, 8), by_definition(evaluation, model)
+    data = of(few, SPECIAL_IDS if kind == "bert" else None)
+    evaluation, model, tolerance = Shown(data, 64, stride=stride), tiny(kind).eval(), 1e-12
+    (part,) = evaluation.parts
+    expected = by_definition(few, part.pieces, model)
+    documents = documents_of(evaluation, model, 8)
     assert agree(documents, expected, tolerance)
     assert documents.numbers.tolist() == list(range(3, 15))
     # The comparison sees a piece that is counted for another document.
-    evaluation.store = replace(few, offsets=np.where(few.offsets, few.offsets - 64, 0))
-    assert not agree(evaluation.documents(model, ONE, 8), expected, tolerance)
+    exchanged = part.pieces._replace(item=np.roll(part.pieces.item, 1))
+    evaluation.parts = [part._replace(pieces=exchanged)]
+    assert not agree(documents_of(evaluation, model, 8), expected, tolerance)
 
 
 def by_hand(texts, train_documents: int = 0, sources=None, names=()) -> Store:
@@ -317,15 +353,15 @@ def letters(*sizes: int) -> list[range]:
 
 def test_long_and_empty_documents_worked_by_hand():
     store = by_hand(letters(3, 0, 20, 0, 5), train_documents=1)
-    held_out = Evaluation(store, 8, LENGTHS).documents(Even(), ONE, 2)
+    held_out = documents_of(Evaluation(of(store), 8), Even(), 2)
     assert held_out.numbers.tolist() == [1, 2, 3, 4]
     assert held_out.targets.tolist() == [1, 21, 1, 6]
     assert held_out.bytes.tolist() == [0, 20, 0, 5]
     assert held_out.nats == pytest.approx(math.log(257) * held_out.targets)
     for split, numbers in (("train", [0]), ("all", [0, 1, 2, 3, 4])):
-        documents = Evaluation(store, 8, LENGTHS, split=split).documents(Even(), ONE, 2)
+        documents = documents_of(Evaluation(of(store), 8, split=split), Even(), 2)
         assert documents.numbers.tolist() == numbers
-    bert = Evaluation(store, 8, LENGTHS, SPECIAL_IDS).documents(Even(), ONE, 2)
+    bert = documents_of(Evaluation(of(store, SPECIAL_IDS), 8), Even(), 2)
     assert bert.numbers.tolist() == [1, 2, 3, 4]
     assert bert.targets.tolist() == [0, 4, 0, 1], "one of each piece: of 6, 6, 6, 2 and of 5"
     assert bert.nats[[0, 2]].tolist() == [0, 0]
@@ -336,7 +372,7 @@ def test_groups_worked_by_hand():
     names = ["wiki", "code", "empty"]
     sources = np.array([1, 0, 1, 0, 1], np.uint16)
     store = by_hand(letters(0, 1, 2, 3, 7), sources=sources, names=names)
-    documents = Evaluation(store, 8, LENGTHS, split="all").documents(Even(), ONE, 2)
+    documents = documents_of(Evaluation(of(store), 8, split="all"), Even(), 2)
     groups, bits = documents.groups("length"), math.log2(257)
     assert [group[:4] for group in groups] == [
         ("1 to 1", 1, 1, 0),

@@ -13,7 +13,6 @@ from small_stores import ONE
 
 import evaluate
 import train
-from data import Rows
 from model import Transformer, TransformerConfig
 from support.base.runtime import Runtime
 from support.evaluation.finetune import (
@@ -43,12 +42,9 @@ def tiny(kind, nsp=False, dtype=torch.float32):
     return Transformer(TransformerConfig(kind, 1, 2, 32, 64, ROW, 320, nsp=nsp)).to(dtype)
 
 
-def lay(part, numbers):
-    """Examples packed into rows, a BERT's if they have special tokens."""
-    pairs = part.pairs and part.pairs.take(numbers)
-    rows = Rows.of(part.spans[numbers], pairs=pairs)
-    rows = evaluate.packed(rows, ROW, part.special_tokens)
-    return evaluate.laid_in(rows, part.store, ROW, SPECIAL_IDS if part.special_tokens else None)
+def lay(texts, numbers=None):
+    """Packed into rows; a BERT's if they have special tokens."""
+    return evaluate.lay_texts(texts, ROW, SPECIAL_IDS if texts.special_tokens else None, numbers)
 
 
 def tokens_of(kind, *texts):
@@ -139,7 +135,7 @@ def test_bad_files_are_one_line_before_a_run_is_opened(tmp_path, monkeypatch):
 
 def test_what_a_model_reads_worked_by_hand():
     def reads(kind, *texts):
-        laid = lay(tokens_of(kind, *texts), np.arange(len(texts)))
+        laid = lay(tokens_of(kind, *texts).texts)
         batch = laid.read(laid.rows)
         return [
             batch.tokens[0][batch.with_documents().doc_ids[0] == place].tolist()
@@ -158,9 +154,9 @@ def test_the_longer_part_is_cut_first():
     assert lengths_within(8, 3, 9) == (3, 5) and lengths_within(8, 9, 3) == (5, 3)
     assert lengths_within(7, 9, 9) == (4, 3) and lengths_within(8, 20, 0) == (8, 0)
     part = tokens_of("bert", ("a" * 40, "b" * 5), ("a", "b"))
-    assert part.cut == 1 and part.spans[0, 1] - part.spans[0, 0] == ROW - 3
+    assert part.cut == 1 and part.texts.spans[0, 1] - part.texts.spans[0, 0] == ROW - 3
     part = tokens_of("gpt", ("a" * 40,), ("a" * 31,))
-    assert part.cut == 1 and np.diff(part.spans).ravel().tolist() == [ROW, ROW]
+    assert part.cut == 1 and np.diff(part.texts.spans).ravel().tolist() == [ROW, ROW]
 
 
 def test_where_a_document_is_asked_worked_by_hand():
@@ -181,7 +177,7 @@ def test_packed_examples_score_as_they_do_alone(kind, pairs):
         return "".join(draw.choices("abcdef", k=draw.randint(1, 12)))
 
     def scores(numbers):
-        laid = lay(part, numbers)
+        laid = lay(part.texts, numbers)
         return classifier(laid.read(laid.rows)), laid
 
     part = tokens_of(kind, *[(text(), text())[: 1 + pairs] for _ in range(9)])

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 
 import sample
 from config import Config
+from data import Data
 from evaluate import Evaluation
 from kernels.cross_entropy import IGNORE
 from ltd import token_dropping
@@ -334,9 +335,10 @@ def check_text(runtime: Runtime) -> Iterator[tuple[str, float, float]]:
 
 def check_evaluation_of_a_store(runtime: Runtime, store: str) -> Iterator[tuple[str, float, float]]:
     """In the last turn there are rows for some ranks only."""
-    lengths = byte_lengths(get_encoding("bytes"))
-    evaluation = Evaluation(Store.open(store), 32, lengths, tokens=1000)
-    at_once = next(n for n in (4, 5, 7) if -(-len(evaluation.rows) // n) % runtime.world_size)
+    encoding = get_encoding("bytes")
+    data = Data(encoding, Store.open(store), None, byte_lengths(encoding))
+    evaluation = Evaluation(data, 32, tokens=1000)
+    at_once = next(n for n in (4, 5, 7) if -(-evaluation.rows_in_all // n) % runtime.world_size)
     ours, alone = Trained(gpt(320, 32), runtime).model, gpt(320, 32)
     found = evaluation.run(ours, runtime, at_once)
     wanted = evaluation.run(alone, sharded_checkpoint.ALONE, at_once)

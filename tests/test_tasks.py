@@ -130,12 +130,17 @@ def test_blanks_at_the_border_and_merges_across_it(tmp_path):
     _, items = items_from(tmp_path, questions, pd4k)
 
     def asked(number):
-        start, stop = items.spans[number]
-        return [pd4k.decode([t]) for t in items.store.tokens[start + items.seen[number] : stop]]
+        start, stop = items.texts.spans[number]
+        return [
+            pd4k.decode([t])
+            for t in items.texts.store.tokens[start + items.texts.seen[number] : stop]
+        ]
 
     assert asked(0) == asked(1) == [" house"]
     merged = pd4k.encode_ordinary("It was winter")
-    assert items.store.tokens[slice(*items.spans[2])].tolist() == merged, "encoded as one text"
+    assert items.texts.store.tokens[slice(*items.texts.spans[2])].tolist() == merged, (
+        "encoded as one text"
+    )
     assert len(asked(2)) >= 1
 
 
@@ -143,11 +148,11 @@ def test_a_long_context_keeps_its_end_and_a_long_continuation_is_left_out(tmp_pa
     too_long = {"context": "a", "continuations": [" b", "c" * (ROW + 1)], "label": 1}
     _, items = items_from(tmp_path, [*CHOICES, too_long])
     assert (items.too_long, items.cut) == (1, 0) and len(items.questions) == len(CHOICES)
-    assert len(items.spans) == 7, "and nothing of it is asked"
+    assert len(items.texts.spans) == 7, "and nothing of it is asked"
     _, items = items_from(tmp_path, LAST_WORDS)
-    assert items.cut == 1 and items.spans[1, 1] - items.spans[1, 0] == ROW
-    text = items.store.tokens[slice(*items.spans[1])].tolist()
-    assert bytes(text).endswith(b"for. It ends") and items.seen[1] == ROW - 5
+    assert items.cut == 1 and items.texts.spans[1, 1] - items.texts.spans[1, 0] == ROW
+    text = items.texts.store.tokens[slice(*items.texts.spans[1])].tolist()
+    assert bytes(text).endswith(b"for. It ends") and items.texts.seen[1] == ROW - 5
     with pytest.raises(ValueError, match=r"task\.jsonl: no question fits"):
         items_from(tmp_path, [too_long])
 
@@ -176,7 +181,7 @@ def test_answers_are_those_of_each_item_alone(tmp_path, questions):
     expected = [by_definition(model, *pair) for one in questions for pair in pairs_of(one)]
     nats, likeliest = (list(column) for column in zip(*expected, strict=True))
     for pack in (False, True):
-        laid = evaluate.lay(items, ROW, pack)
+        laid = evaluate.lay_texts(items.texts, ROW, pack=pack)
         answers = answers_of(laid, model, ONE, 2)
         np.testing.assert_allclose(answers.nats, nats, rtol=tolerance)
         assert answers.likeliest.tolist() == likeliest
@@ -208,7 +213,7 @@ def test_a_model_that_spells_is_right_where_the_text_is_its_own(tmp_path):
     texts = [("The cat", " sat."), ("The cat", " sat!"), ("The dog", " sat."), ("Then a", " cat.")]
     questions = [{"context": context, "continuation": after} for context, after in texts]
     task, items = items_from(tmp_path, questions)
-    answers = answers_of(evaluate.lay(items, ROW), Spells("The cat sat."), ONE, 8)
+    answers = answers_of(evaluate.lay_texts(items.texts, ROW), Spells("The cat sat."), ONE, 8)
     assert answers.likeliest.tolist() == [True, False, True, False]
     assert answers.nats[:3] == pytest.approx([0, 50, 0], abs=1e-4), "one token of five is another"
     result = result_of(task, items, answers)
