@@ -206,7 +206,7 @@ class Evaluation:
 
         def laid(rows: Rows, special_tokens: int) -> Laid:
             rows = packed(rows, seq_len, special_tokens)
-            return lay(rows, store, partial(self.batch, store), samples.documents.start)
+            return lay(rows, store, partial(self.batch, store), samples.documents)
 
         spans = pieces = samples.some(tokens)
         seen, pairs = 0, None
@@ -256,14 +256,14 @@ class Evaluation:
         """
         of_each, done = [], 0
 
-        def by_document(measure: Callable, part: Part, laid: Laid, columns: int) -> np.ndarray:
+        def by_document(measure: Callable, laid: Laid, columns: int) -> np.ndarray:
             nonlocal done
             sums = scoring.sums_by_item(
                 partial(measure, model, runtime),
                 laid,
                 model,
                 runtime,
-                shape=(len(part.documents), columns),
+                columns=columns,
                 at_once=at_once,
                 poll=lambda n: poll(done + n),
             )
@@ -271,12 +271,12 @@ class Evaluation:
             return sums
 
         for part in self.parts:
-            sums = by_document(self.nats, part, part.pieces, 3)
+            sums = by_document(self.nats, part.pieces, 3)
             if not sums[:, 1].any():
                 raise ValueError(f"{part.store.path}: {part.text}, but no target: evaluate on more")
             right = pairs = 0
             if part.pairs:
-                right, pairs = by_document(right_answers, part, part.pairs, 2).sum(axis=0)
+                right, pairs = by_document(right_answers, part.pairs, 2).sum(axis=0)
             chosen = np.arange(len(sums)) if part.is_whole else np.unique(part.pieces.item)
             nats, targets, size = sums[chosen].T
             documents = Documents(
@@ -326,14 +326,14 @@ def packed(alone: Rows, seq_len: int, special_tokens: int) -> Rows:
     return alone.packed(pack_lengths(alone.stop - alone.start + special_tokens, seq_len))
 
 
-def lay(rows: Rows, store: Store, batch: Callable[[Rows], Batch], first: int = 0) -> Laid:
-    """Rows whose items are the documents of a store from number `first` on."""
+def lay(rows: Rows, store: Store, batch: Callable[[Rows], Batch], documents: range) -> Laid:
+    """Rows whose items are these documents of a store."""
 
     def read(own: range) -> Batch:
         return batch(rows.take(np.array(own)))
 
-    documents = np.searchsorted(store.offsets, rows.start, side="right") - 1
-    return Laid(rows.offsets, documents - first, read)
+    document = np.searchsorted(store.offsets, rows.start, side="right") - 1
+    return Laid(rows.offsets, document - documents.start, len(documents), read)
 
 
 def with_context(
@@ -419,7 +419,7 @@ def lay_texts(
     def batch(rows: Rows) -> Batch:
         return collate(texts.store, rows, seq_len, special_ids)
 
-    return lay(rows, texts.store, batch)
+    return lay(rows, texts.store, batch, range(len(texts.spans)))
 
 
 # ---- fine-tuning
@@ -488,7 +488,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     text.add_argument("--split", choices=SPLITS, help="which documents (default: val, held out)")
     by_document = "also write the result of each document, a JSON object a line"
     text.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
-    by = f"also the result by {' or '.join(scoring.GROUPS)} of documents, or by both: source,length"
+    by = "also the result by source or length of documents, or by both: source,length"
     text.add_argument("--by", type=groups, metavar="GROUPS", help=by)
 
     task = parser.add_argument_group("questions, for a GPT without further training")
@@ -499,38 +499,31 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     labelled = "JSON lines: see support/evaluation/finetune.py"
     tuned.add_argument("--finetune", metavar="FILE", help=labelled)
     tuned.add_argument("--dev", metavar="FILE", help="examples to test on (default: a fifth)")
-    for name, (kind, meaning) in {
-        "seeds": (count, "how often to train"),
-        "epochs": (count, "passes over the examples"),
-        "lr": (amount, "peak learning rate; a small model wants more"),
-        "batch": (count, "examples of a step"),
-    }.items():
-        default = finetune.Recipe._field_defaults[name]
-        tuned.add_argument(f"--{name}", type=kind, help=f"{meaning} ({default})")
+    tuned.add_argument("--seeds", type=count, help="how often to train (3)")
+    tuned.add_argument("--epochs", type=count, help="passes over the examples (3)")
+    tuned.add_argument("--lr", type=amount, help="peak, a small model wants more (3e-05)")
+    tuned.add_argument("--batch", type=count, help="examples of a step (32)")
 
     args = parser.parse_args(argv)
 
-    def given(names: tuple[str, ...]) -> list[str]:
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
+    def given(names: tuple[str, ...]) -> str | None:
+        names = (name for name in names if getattr(args, name) is not None)
+        return next((f"--{name.replace('_', '-')}" for name in names), None)
 
     if args.task and args.finetune:
         raise ValueError("--task and --finetune: one at a time, leave one of them out")
-    leader = "--task" if args.task else "--finetune" if args.finetune else None
-    if leader and given(OF_TEXT):
-        raise ValueError(
-            f"{given(OF_TEXT)[0]} is for held-out text, and {leader} for a file: leave one out"
-        )
-    if not args.finetune and given(OF_FINETUNE):
-        raise ValueError(f"{given(OF_FINETUNE)[0]} has no effect without --finetune: add it")
+    if (args.task or args.finetune) and (flag := given(OF_TEXT)):
+        raise ValueError(f"{flag} is for held-out text: leave it out, or --task and --finetune")
+    if not args.finetune and (flag := given(OF_FINETUNE)):
+        raise ValueError(f"{flag} has no effect without --finetune: add it")
     args.split = args.split or "val"
     return args
 
 
 def groups(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= set(scoring.GROUPS):
+    if not set(text.split(",")) <= set(scoring.GROUPS):
         raise argparse.ArgumentTypeError(f"{text} is unknown: choose source, length or both")
-    return names
+    return text.split(",")
 
 
 def check_groups(args: argparse.Namespace, store: AnyStore) -> None:
@@ -547,7 +540,7 @@ def check_file(file: Path) -> None:
     if file.exists() and not file.is_file():
         raise ValueError(f"--by-document {file} exists and is not a file: name another")
     if not os.access(file.parent, os.W_OK):
-        raise ValueError(f"--by-document {file}: there is no folder {file.parent} to write in")
+        raise ValueError(f"--by-document {file}: {file.parent} is no folder to write in")
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ TENSORS = {"a": torch.tensor([[1], [2], [3]], dtype=torch.uint8), "b": torch.ten
 
 def written(tensors) -> bytes:
     out = io.BytesIO()
-    assert sorted(safetensors.save(out, tensors, {"format": "pt"})) == sorted(tensors)
+    safetensors.save(out, tensors, {"format": "pt"})
     return out.getvalue()
 
 
@@ -83,7 +83,7 @@ def test_every_dtype_comes_back_and_so_does_what_is_turned_or_not_aligned(tmp_pa
 def test_what_the_format_does_not_have_is_not_begun():
     out = io.BytesIO()
     with pytest.raises(ValueError, match=r"a of torch\.complex64"):
-        list(safetensors.save(out, {"a": torch.zeros(2, dtype=torch.complex64)}, {}))
+        safetensors.save(out, {"a": torch.zeros(2, dtype=torch.complex64)}, {})
     assert out.getvalue() == b""
 
 

@@ -301,5 +301,5 @@ def answers_of(classifier: Classifier, laid: Laid, runtime: Runtime, at_once: in
         scores = classifier(batch.to(runtime.device))  # (n, labels)
         return asked_at(batch, classifier.model.config.kind).flatten(), scores.argmax(1).cpu()
 
-    alone, shape = replace(runtime, rank=0, world_size=1), (len(laid.item), 1)
-    return sums_by_item(measure, laid, classifier, alone, shape=shape, at_once=at_once)[:, 0]
+    alone = replace(runtime, rank=0, world_size=1)
+    return sums_by_item(measure, laid, classifier, alone, columns=1, at_once=at_once)[:, 0]

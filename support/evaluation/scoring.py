@@ -60,6 +60,7 @@ class Laid(NamedTuple):
 
     offsets: np.ndarray  # (R + 1,) the pieces of each row, from left to right
     item: np.ndarray  # (n,) what each piece is a part of, such as a document, from 0
+    items: int  # how many there are, also those without a piece
     read: Callable[[range], Batch]  # the rows with these numbers
 
     @property
@@ -77,18 +78,16 @@ def sums_by_item(
     model: nn.Module,
     runtime: Runtime,
     *,
-    shape: tuple[int, int],
+    columns: int,
     at_once: int,
     poll: Poll = lambda done: None,
 ) -> np.ndarray:
     """(items, columns) float64: the sums of a measure, the same on every rank.
 
     Args: measure runs the model once, under autocast
-          shape   how many items and columns there are
           at_once rows on each rank
           poll    called equally often on every rank; what it raises ends the evaluation
     """
-    items, columns = shape
     of_piece = np.zeros((len(laid.item), columns))
     with evaluating(model):
         for own in own_rows(model, len(laid.rows), at_once, runtime, poll):
@@ -101,7 +100,7 @@ def sums_by_item(
             of_piece[offsets[0] : offsets[-1]] = sums
     # by piece, so that any number of ranks adds up the same numbers in the same order
     of_piece = runtime.reduce(torch.from_numpy(of_piece)).numpy()
-    return added_up(laid.item, items, *of_piece.T)
+    return added_up(laid.item, laid.items, *of_piece.T)
 
 
 def added_up(

@@ -243,8 +243,7 @@ def answers_of(
             others[some] = logits.argmax(1) != targets[some]
         return asked.flatten().cpu(), nats.cpu().double(), others.cpu()
 
-    shape = (len(laid.item), 2)
-    sums = sums_by_item(measure, laid, model, runtime, shape=shape, at_once=rows, poll=poll)
+    sums = sums_by_item(measure, laid, model, runtime, columns=2, at_once=rows, poll=poll)
     return Answers(nats=sums[:, 0], likeliest=sums[:, 1] == 0)
 
 
