@@ -6,6 +6,13 @@ from each other, and every token is a target (for a BERT, every masked one). A p
 a document begins without context, as in training; with --stride its targets see nearly a whole row
 before them. Results are added up by document, in the order of the store.
 
+    main ── score_text ── Evaluation.documents ─┐
+         ├─ ask ──────── tasks.answers_of ──────┼─ sums_by_item     support/evaluation/scoring.py
+         └─ fine_tune ── Tuning.accuracies ─────┘
+
+`Evaluation` says which text lies in which row, `sums_by_item` reads the rows and adds up what the
+model makes of them. train.py evaluates by `Evaluation.run` on the way.
+
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
     python evaluate.py runs/gpt-nano-1 --tokens 100K   # on a part of the held-out text
     python evaluate.py runs/gpt-nano-1 --stride 64     # long documents with a sliding context
@@ -499,10 +506,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     labelled = "JSON lines: see support/evaluation/finetune.py"
     tuned.add_argument("--finetune", metavar="FILE", help=labelled)
     tuned.add_argument("--dev", metavar="FILE", help="examples to test on (default: a fifth)")
-    tuned.add_argument("--seeds", type=count, help="how often to train (3)")
-    tuned.add_argument("--epochs", type=count, help="passes over the examples (3)")
-    tuned.add_argument("--lr", type=amount, help="peak, a small model wants more (3e-05)")
-    tuned.add_argument("--batch", type=count, help="examples of a step (32)")
+    default = finetune.Recipe()
+    tuned.add_argument("--seeds", type=count, help=f"how often to train ({default.seeds})")
+    tuned.add_argument("--epochs", type=count, help=f"passes over the examples ({default.epochs})")
+    lr = f"peak learning rate; a small model wants more ({default.lr})"
+    tuned.add_argument("--lr", type=amount, help=lr)
+    tuned.add_argument("--batch", type=count, help=f"examples of a step ({default.batch})")
 
     args = parser.parse_args(argv)
 
@@ -513,7 +522,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.task and args.finetune:
         raise ValueError("--task and --finetune: one at a time, leave one of them out")
     if (args.task or args.finetune) and (flag := given(OF_TEXT)):
-        raise ValueError(f"{flag} is for held-out text: leave it out, or --task and --finetune")
+        raise ValueError(f"{flag} is for held-out text: leave out either it or --task, --finetune")
     if not args.finetune and (flag := given(OF_FINETUNE)):
         raise ValueError(f"{flag} has no effect without --finetune: add it")
     args.split = args.split or "val"

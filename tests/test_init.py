@@ -168,7 +168,8 @@ def test_a_shadow_begins_as_the_model_that_runs(begin, run_of, flags, owners):
     assert_same(begin(path), real_weights(state))
 
 
-def test_real_weights_compute_what_the_shadow_computes(owners=(0, -1, 0, 3)):
+def test_real_weights_compute_what_the_shadow_computes():
+    owners = (0, -1, 0, 3)
     torch.manual_seed(0)
     shape = dict(heads=2, width=16, mlp_width=32, seq_len=8, vocab_size=40)
     shadow = pseudo.share(Transformer(TransformerConfig("gpt", layers=4, **shape)), owners)
