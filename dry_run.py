@@ -366,11 +366,12 @@ class DryRun:
                 is_long = sum(taken) > SECONDS / len(picked) or len(taken) == TURNS
                 is_enough = runtime.on_any_rank(is_long)
             parts[point.part_flops] = statistics.median(taken) / together
-        rows = range(min(trainer.rows_at_once, len(self.evaluation.rows)))
-        with evaluating(trainer.model):
-            self.evaluation.sums(trainer.model, runtime, rows[:1])
+        text = self.evaluation.parts[0].pieces
+        rows = range(min(trainer.rows_at_once, len(text.rows)))
+        with evaluating(trainer.model), torch.no_grad(), runtime.autocast():
+            self.evaluation.nats(trainer.model, runtime, text.read(rows[:1]))
             began = now()
-            self.evaluation.sums(trainer.model, runtime, rows)
+            self.evaluation.nats(trainer.model, runtime, text.read(rows))
             of_row = (now() - began) / len(rows) / runtime.world_size
         peak = torch.cuda.max_memory_allocated(runtime.device) if is_cuda else resident("VmHWM")
         start, every = self.run.clock.consumed_tokens, s.run.eval_every

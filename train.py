@@ -52,7 +52,7 @@ from support.base.sharded import (
 )
 from support.base.stop_signal import Stopped, StopSignal
 from support.base.technique import Edit, is_on, techniques_of, techniques_on
-from support.evaluation.scoring import HeldOut, on_each_store
+from support.evaluation.scoring import HeldOut
 from support.rows.batch import Batch, shares_of
 from support.run import progress
 from support.run.run import Run
@@ -208,15 +208,7 @@ def evaluate(run: Run, evaluation: Evaluation, poll: Poll, last: bool = False) -
 
 
 def held_out(settings: config.Config, data: Data, tokens: int | None) -> Evaluation:
-    return on_each_store(
-        Evaluation,
-        data.store,
-        tokens,
-        seq_len=settings.data.seq_len,
-        lengths=data.byte_lengths,
-        special_ids=data.special_ids,
-        nsp=settings.model.nsp,
-    )
+    return Evaluation(data, settings.data.seq_len, nsp=settings.model.nsp, tokens=tokens)
 
 
 def finish(run: Run, data: Data, poll: Poll) -> None:

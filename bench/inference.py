@@ -122,13 +122,13 @@ def measure_evaluation(size: str, tokens: float, device: str, turns: int, keep: 
     items = items_of(last_words(store, samples, encoding, tokens), encoding, SEQ_LEN, show=True)
 
     def nats(is_packed: bool) -> float:
-        laid = evaluate.lay(items, SEQ_LEN, pack=is_packed)
+        laid = evaluate.lay_texts(items.texts, SEQ_LEN, pack=is_packed)
         return answers_of(laid, model, here, ROWS).nats.sum()
 
     check_nats(nats(True), nats(False), TOLERANCE[device])
     variants = {"packed": partial(nats, True), "alone": partial(nats, False)}
     seconds = seconds_in_turns(variants, turns, turn_of)
-    length = items.spans[:, 1] - items.spans[:, 0]
+    length = items.texts.spans[:, 1] - items.texts.spans[:, 0]
     keep(
         {
             "items": len(length),

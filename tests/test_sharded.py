@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 import sample
 from config import Config
+from data import Data
 from evaluate import Evaluation
 from kernels.cross_entropy import IGNORE
 from ltd import token_dropping
@@ -281,8 +282,9 @@ def check_text_and_evaluation(runtime: Runtime, store: str) -> None:
         random = torch.Generator().manual_seed(number)
         texts.append("".join(sample.write(model, encoding, "a", 6, generator=random)))
     assert texts[0] == texts[1]
-    evaluation = Evaluation(Store.open(store), 32, byte_lengths(encoding), tokens=300)
-    at_once = next(n for n in (4, 5, 7) if -(-len(evaluation.rows) // n) % runtime.world_size)
+    data = Data(encoding, Store.open(store), None, byte_lengths(encoding))
+    evaluation = Evaluation(data, 32, tokens=300)
+    at_once = next(n for n in (4, 5, 7) if -(-evaluation.rows_in_all // n) % runtime.world_size)
     found = evaluation.run(ours, runtime, at_once)
     wanted = evaluation.run(alone, checkpoint.ALONE, at_once)
     assert close(found.val_bpb, wanted.val_bpb) and found.targets == wanted.targets
