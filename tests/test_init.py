@@ -230,7 +230,7 @@ def test_what_does_not_fit_is_one_line(begin, run_of, tmp_path):
         ("alone", "", "but best.pt"),
         ("gone", "", "gone: cannot be read, No such file"),
         ("x.sharded", "", "x.sharded: cannot be read, No such file"),
-        ("damaged.pt", "", "damaged.pt: is damaged"),
+        ("damaged.pt", "", "damaged.pt is damaged"),
         ("cut.pt", "", "cut.pt: cannot be loaded"),
     ):
         with pytest.raises(ValueError) as refusal:
