@@ -8,8 +8,10 @@ Does not touch the model, which calls each of its blocks through a `run_block`: 
 tokens keep their original positions and doc_ids (`meta.take`), so rotary angles, causality and
 packed documents stay right.
 
-In reading order: configuration, the schedule, the draw, the layer, what a run makes of them, the
-commands. docs/ltd.md has the picture and the numbers.
+In reading order: configuration, the schedule, the draw, the layer, the hooks that its line in
+config.py names, the commands. train.py's `run_block_of` calls `run_block` for each micro-batch;
+the clock (support/base/clock.py) asks `tokens_by_layer`. docs/ltd.md has the picture and the
+numbers.
 
 Papers: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597, section 3.2.
 
@@ -78,7 +80,7 @@ def kept_tokens(
     Paper:   arXiv 2211.11586, section 3.2 (MSLG); root and constant are its alternatives
     Args:    t, over  steps or tokens, counted from 0; from t = over on all `seq_len` are kept
              kind     linear | root | constant, which stays at `start`
-             multiple values on the way are `start` and so many more
+             multiple values on the way are `start` plus multiples of this
     Returns: tokens, start..seq_len
     Example: kept_tokens(0.35, 0.7, 64, 256) == 160, half-way; in multiples of 64 it is 128
     """
@@ -136,7 +138,7 @@ def dropping_layers(text: str | None, layers: int) -> tuple[int, ...]:
 
 
 def refusals_of_schedule(config: LtdConfig, seq_len: int) -> list[Refusal]:
-    """Schedules that cannot be, of numbers that are each within their own limits."""
+    """Numbers that do not fit together, each within its own limits."""
     start, multiple = config.start, config.multiple or 1
     below = start // multiple * multiple
     choices = f"{below} or " if below else ""
@@ -222,9 +224,7 @@ def token_dropping(kept_in: dict[int, Tensor], inner: "RunBlock") -> "RunBlock":
     meta_of: dict[int, TokenMeta] = {}  # of the kept tokens of each layer
 
     def run_layer(layer: int, block: "Block", x: Tensor, meta: "TokenMeta") -> Tensor:
-        def run(x: Tensor, meta: "TokenMeta") -> Tensor:
-            return inner(layer, block, x, meta)
-
+        run = partial(inner, layer, block)
         if layer not in kept_in:
             return run(x, meta)
         if not meta_of:
@@ -235,7 +235,7 @@ def token_dropping(kept_in: dict[int, Tensor], inner: "RunBlock") -> "RunBlock":
     return run_layer
 
 
-# ---- what a run makes of them
+# ---- the hooks
 
 
 def run_block(
@@ -283,7 +283,7 @@ def with_defaults(settings: "Config") -> LtdConfig:
 def refusals(settings: "Config") -> list[Refusal]:
     ltd, T, layers = settings.ltd, settings.data.seq_len, settings.model.layers
     if ltd.layers is not None:
-        dropping_layers(ltd.layers, layers)  # raises for what it cannot be
+        dropping_layers(ltd.layers, layers)  # raises if the list is wrong
     n_shapes = len(kept_values(ltd, T))
     return [
         *refusals_of_schedule(ltd, T),
@@ -327,7 +327,9 @@ def main(argv: list[str] | None = None) -> None:
     for verb in (pacing, plan):
         verb.add_argument("--start", type=numbers.count, default=64, help="tokens kept at first")
         verb.add_argument("--kind", choices=PACES, default="linear", help="how they grow")
-        verb.add_argument("--multiple", type=numbers.count, default=16, help="they grow by so many")
+        verb.add_argument(
+            "--multiple", type=numbers.count, default=16, help="they grow by multiples of it"
+        )
     args = parser.parse_args(argv)
     config = LtdConfig(start=args.start, pace=args.kind, multiple=args.multiple)
     if args.verb == "pace":

@@ -1,7 +1,8 @@
 """Sequence packing: documents side by side in rows of equal length, with little padding.
 
 Decides which document goes into which row. It does not isolate the documents of a row from each
-other: attention does that, from `doc_ids` and `positions` (model.TokenMeta).
+other: attention does that, from `doc_ids` and `positions` (model.TokenMeta). plan.py calls
+`pack_lengths` for a window of samples, and support/rows/packs.py shares rows among ranks.
 
 Documents of equal length are interchangeable, so a packer needs only a histogram, and takes as long
 for a billion documents as for a million. It returns a Packing: which lengths share a pack (a
@@ -244,7 +245,7 @@ def pack_lengths(
     packer: str = DEFAULT,
     max_per_pack: int | None = None,
 ) -> Packs:
-    """Pack documents: which of them, by number, share a pack.
+    """Pack documents: the numbers of those that share a pack.
 
     Documents of equal length are taken in the order given; packs come longest document first,
     until `take` reorders them.

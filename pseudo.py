@@ -10,10 +10,10 @@ At a share of the budget every layer gets weights of its own, copies of those th
 and the optimizers' state goes with them. Sharing saves memory, no FLOPs; fewer layers save both.
 While weights are shared, their gradient is the mean over their uses, where autograd has the sum.
 
-A stage of a run is its `Owners`: for every layer the layer whose weights it uses. Everything here
-is a function of these: `share` edits a model to be like that, `handed_over` turns the state of one
-stage into that of another. Parameters keep their names throughout. Knows nothing of the loop: the
-rebuilding of compiled blocks, DDP and optimizers is train.py's.
+A stage of a run is its `Owners`: for every layer the layer whose weights it uses. `share` gives a
+new model the owners of a stage, `handed_over` turns the state of one stage into that of the next.
+Parameters keep their names throughout. When a stage ends (`Sharing.has_ended`), train.py takes the
+state, hands it over and builds model, optimizers and DDP anew; nothing of that is done here.
 
 In reading order: configuration, stages, the model, the state, the gradients, the command.
 
@@ -76,7 +76,7 @@ ABSENT = -1
 
 
 def stage(layers: int, present: int, group: int) -> Owners:
-    """A model of which `present` layers run, in units of `group` layers.
+    """The owners of a model where `present` layers run, in units of `group` layers.
 
     Those that run are spread evenly, the first and the last among them.
 
@@ -95,7 +95,7 @@ def stage(layers: int, present: int, group: int) -> Owners:
 def origin(owners: Owners, layer: int) -> int:
     """The layer whose weights a layer takes over when it gets its own.
 
-    If it is absent, one that runs stands in for it: each does so for as many layers.
+    A layer that runs stands in for an absent one; each stands in for about equally many.
 
     Example: with owners (0, -1, 2, -1, -1, 5) those of layers 0, 0, 2, 2, 5, 5
     """
@@ -228,8 +228,8 @@ def handed_over(state: dict, owners: Owners, policy: str, beginning: str = "copy
                                   are independent has 1/n of the variance of one
                          reset    none: it begins anew, with AdamW's correction for that
              beginning of a layer that was absent: copy of the one that stood in for it, or
-                       identity: what it adds to the residual stream is zero at first, by weights
-                       of which the optimizers know nothing
+                       identity: at first it adds zero to the residual stream, and the optimizers
+                       have no state for the weights that make it so
     Example: owners (0, 0) -> (0, 1): h.1.* are copies of h.0.*, exp_avg_sq of both doubles
     """
     before: Owners = tuple(state["pseudo"]["owners"])
@@ -457,8 +457,8 @@ def refusals(settings: "Config") -> list[Refusal]:
 
 
 def refusals_of_stages(config: PseudoConfig, layers: int) -> list[Refusal]:
-    """Stages that cannot be."""
-    until = parse_until(config.until)  # raises for what it cannot be
+    """Units, layers and shares that do not fit together."""
+    until = parse_until(config.until)  # raises if the text is wrong
     few, units = config.layers or layers, units_of(config.layers or layers, until)
     remedies = [f"choose {', '.join(map(str, units))}"] if units else []
     remedies += ["give fewer shares"] if len(until.shares) > 1 else []

@@ -75,8 +75,7 @@ from support.base.runtime import exit_cleanly
 
 
 def test_without_{technique}_the_rest_trains_samples_and_evaluates(run, capsys):
-    run(out="plain")
-    run("{flags}")
+    run("--tokens 1024 {flags}")
     sample.main(["run", "--tokens", "3"])
     evaluate.main(["run", "--device", "cpu", "--tokens", "500"])
     capsys.readouterr()

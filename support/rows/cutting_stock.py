@@ -90,7 +90,7 @@ def least_packs(counts: np.ndarray, max_per_pack: int) -> int:
 
     For any length t: a document longer than max_len - t shares its pack with none of t or more, and
     no two documents longer than half a pack share one. Documents from t to half a pack can only use
-    the space that the latter leave; the rest of them need packs of their own. The best t counts.
+    the space that the latter leave; the rest needs packs of its own. The best t counts.
 
     Paper:   Martello & Toth, Discrete Applied Mathematics 28 (1990), bound L2
     Example: three documents of 5 in packs of 8 need three, though 15 tokens are less than two packs
