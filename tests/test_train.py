@@ -439,7 +439,7 @@ BAD = {
     "--data nowhere": "nowhere: no token store",
     "--tokenizer pd4k": "made with tokenizer bytes",
     "--tokenizer klingon": "choose pd4k, bytes, gpt2",
-    "--micro-batch-size 3": "--micro-batch-size",
+    "--micro-batch-size 3": "--micro-batch-size 3",
     "--device cuda": "--device cuda",
     "--dtype fp16": "--dtype fp16",
     "--init nowhere.pt --pos learned --tokenizer bytes": "nowhere.pt",
@@ -483,7 +483,7 @@ def test_a_mistake_on_two_ranks_is_said_once_and_quoted_last(store_dir, tmp_path
         elastic_launch(config, train_as_command)(str(tmp_path / "said"), flags)
     lines = (tmp_path / "said").read_text().splitlines()
     (said,) = [line for line in lines if line.startswith("error: ")]
-    assert "--micro-batch-size" in said
+    assert "--micro-batch-size 3" in said
     assert str(summary.value).splitlines()[-2] == f"  traceback : {said}"
     assert "exitcode  : 2" in str(summary.value), "the status of the ranks"
 

@@ -210,8 +210,8 @@ def micro_batch(
     if rows % (most * world_size) and not of_documents:
         raise ValueError(
             f"--batch-tokens {settings.optim.batch_tokens} is not a multiple of"
-            f" {most * world_size * seq_len}, for {world_size} process(es) with {most} rows of"
-            f" {seq_len} at once: change it or --micro-batch-size"
+            f" {most * world_size * seq_len}: ranks {world_size} x --micro-batch-size {most} x"
+            f" --seq-len {seq_len}"
         )
     documents = "the documents of " if of_documents else ""
     step = f"{documents}{rows} rows of {seq_len} a step"
