@@ -16,24 +16,29 @@ their optimizer state. A device that holds everything needs 25.84 MiB.
        25.5 MiB    the state of h.2 leaves; 25.09 MiB stay
        18 MiB      all blocks' state and gradients, and the weights of h.1, h.2, h.3; 17.59 MiB stay
 4. What is created: `Offload.move`. For each matrix with anything away the host gets an fp32 master,
-   which the optimizer updates, and an fp32 gradient, both page-locked (`Link.memory`). Optimizer
-   state will join them: 2.25 MiB in all for h.2, at either budget. Gradients land in two slots of
+   which the optimizer updates, and an fp32 gradient, both page-locked (`Link.memory`). With the
+   optimizer's state these are 2.25 MiB for h.2, at either budget. Gradients land in two slots of
    768 KiB. On the device h.2 is a copy of its masters at 25.5 MiB; at 18 MiB its parameters have
    no storage.
 5. A step: `Trainer.gradients` and `Trainer.update` in train.py call these methods.
-   forward     `Offload.run_block` fetches a block's weights while the block before it runs, by
-               `Link.copy`. At 18 MiB: h.1, h.2, h.3
+   forward     `Offload.run_block` begins to copy a block's weights (`Link.copy`) when the block
+               fetched before it begins to run; the device waits for them, the host does not. At
+               18 MiB: h.1, h.2, h.3
    backward    the same in the other direction. Only weights that run twice in a row stay
-   gradients   `Offload.gradient_ready` sends them to the host, and `Landing` adds up those of
-               several micro-batches there. At 25.5 MiB the device adds up h.2's gradients, and
-               they leave once a step; at 18 MiB every micro-batch sends those of all blocks
+   gradients   each calls `Offload.gradient_ready` (a hook, without DDP) as it is complete, which
+               sends it to the host; `Landing` adds up those of several micro-batches there, and
+               the host waits for a part's when their slot is needed again. At 25.5 MiB the
+               device adds up h.2's gradients, and they leave once a step; at 18 MiB every
+               micro-batch sends those of all blocks
    update      `Optimizers.clip_gradients` (support/step/optim.py), then `Offload.around_step`:
                first what is on the device is updated, then the masters, part by part
    weights     `Offload.send` copies a part's new weights to the device while the host updates the
-               next part; at 18 MiB those of h.1 to h.3 wait until the next forward pass
+               next part; at 18 MiB h.1 is fetched at the end of the step, h.2 and h.3 as the next
+               forward pass comes to them
    In bytes (`Placement.traffic`): at 25.5 MiB 768 KiB each way. At 18 MiB 9 MiB to the host, for
    2 x 6 blocks' gradients, and 9 MiB to the device: h.0, h.4, h.5 once, h.1 three times, h.2 four
-   times, h.3 twice.
+   times, h.3 twice. Not counted: Muon on a GPU orthogonalises there, for which 4 bytes a parameter
+   go to the device in a step and 2 come back; the host waits for these.
 6. A checkpoint has the masters, under the model's names (`Offload.weights`), and so it is that of a
    run without offload: names, and in fp32 every bit.
 

@@ -1,19 +1,31 @@
 """An open run: its settings, its folder and log, its checkpoints, and how it goes on from one.
 
 On --resume, in this order (train.main calls each):
-  1. config.parse_or_resume: the folder (--out, or folder.newest_run) and its config.json
-     (folder.started_with). settings.resumed takes the settings from there; flags given besides may
-     change only those that are `free`, and extension.with_budget may raise --tokens
-  2. initial.model_size: the model's size is in config.json too; --init is not read again
-  3. Run.restore: `checkpoint_to_resume` checks that the store holds the same text and finds the
-     checkpoint, `read` verifies its sha256; clock and best loss are as they were then
-  4. Run.is_complete: if the last evaluation is in the log, nothing is left to do
-  5. train.assemble: the model, weights and optimizers from the checkpoint
-  6. Run.open_log: the log is cut where it was at the checkpoint, and checkpoints of later steps are
-     set aside
-  7. train.train: an evaluation that was interrupted is made first; then the plan goes on from the
-     clock, which decides every step, so nothing else has to be restored
-A run that was stopped before its first checkpoint starts over.
+  1. config.parse_or_resume: the folder (--out, or folder.newest_run), its config.json
+     (folder.started_with) and extended.json (extension.with_budget). settings.resumed takes the
+     settings from there; flags given besides may change only those that are `free` (where and how
+     fast), for this start alone, and raise --tokens
+  2. data.open_data and Plan: the store and its tokenizer, and the indexes of a curriculum
+  3. initial.model_size: the model's size is in config.json too
+  4. Run.restore: `checkpoint_to_resume` compares the digests in the store's meta.json with those in
+     config.json and finds the checkpoint, `read` verifies its sha256
+  5. Run.is_complete: if the last evaluation is in the log, nothing is left to do
+  6. train.assemble: model and optimizers from the checkpoint. No random state: every draw has a key
+  7. Run.open_log: a larger --tokens is written to the disk (`extend`), the log is cut where it was
+     at the checkpoint, and checkpoints of later steps are set aside
+  8. train.train: an evaluation that was interrupted is made first; then the plan goes on from the
+     clock, which decides every step
+
+What is read            compared with                        refused if
+config.json             the flags given                      a setting that is not free differs
+the store's meta.json   "store" in config.json               the text, or a mixture's weights differ
+step-*.pt, best.pt      the sha256 at its end                damaged; of a run with other techniques
+log.jsonl               nothing: it is cut at "log_size"     it names checkpoints and none is there
+
+What a checkpoint holds: "model" and "optimizers", and "pseudo" if that is on, for `assemble`;
+"clock", "best", "log_size", "evaluation_due" for `restore`; the rest says what made it.
+
+A run that was stopped before its first checkpoint starts over, and reads --init again.
 """
 
 import math
@@ -98,6 +110,7 @@ class Run:
             self.runtime.say(f"{folder} was stopped before its first checkpoint: starting over")
             return None
         state = self.read(path, shape)
+        # what is restored fits the settings, or it is refused
         try:
             self.clock = Clock.of(state["clock"])
         except (TypeError, LookupError):
