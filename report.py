@@ -4,10 +4,12 @@
     python report.py runs/a runs/b runs/c --out compared.html
     python report.py runs/a runs/b --loss 2.0 --markdown     # costs to reach a loss, as tables
 
-From a step to a chart: support/run/progress.py `log_step` writes a line of log.jsonl; `read_run` in
-support/report/run_page.py makes each of its fields a column, and `page` there turns the columns it
-names into charts (comparison.py for several runs); page.py `html` has charts.py `svg` draw them. A
-field that run_page.py does not name gets no chart, except difficulties.
+From a step to a chart: a number arises in plan.py (a field of `Step`) or in train.py's
+`Trainer.update` (a field of `Done`). support/run/progress.py `log_step` writes both to a line of
+log.jsonl; `read_run` in support/report/run_page.py makes each field of a line a column, and `page`
+there turns the columns it names into charts (comparison.py for several runs); page.py `html` has
+charts.py `svg` draw them. A field that run_page.py does not name gets no chart, except
+difficulties.
 
 Runs that differ only in their seed are one recipe. A page is one file, without scripts or fonts
 from elsewhere. --out with another ending makes markdown, or an SVG of the charts. Only logs are

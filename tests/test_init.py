@@ -89,7 +89,7 @@ def test_a_run_begins_with_the_weights_of_another(begin, run_of, tmp_path, monke
     weights = checkpoint.load(last)["model"]
     assert_same(begin(run_of(), out="newest"), weights)
     (ours, our_size), (theirs, their_size) = map(made_of, (tmp_path / "newest", run_of()))
-    names = [f"model.{name}" for name in initial.OF_THE_MODEL] + ["data.seq_len", "data.tokenizer"]
+    names = [*initial.OF_THE_MODEL, "data.seq_len", "data.tokenizer"]
     assert our_size == their_size and all(ours[name] == theirs[name] for name in names)
     # Control: without the weights of --init they are those of the seed.
     monkeypatch.setattr(train, "initial_model", lambda shape, *_: Transformer(shape))
@@ -193,10 +193,13 @@ def test_a_folder_of_shards_is_a_checkpoint_too(begin, run_of, tmp_path):
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_two_ranks_begin_as_one_does(begin, run_of, store_dir, tmp_path):
-    begin(run_of())
-    start_ranks(2, f"--init {run_of()} --data {store_dir} --out two --fsdp {FEW}".split())
-    alone, two = (read_log(tmp_path / name, "train") for name in ("next", "two"))
+def test_two_ranks_begin_as_one_does(run_of, store_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = f"--init {run_of()} --data {store_dir} {FEW} --out".split()
+    train.main([*flags, "alone"])
+    start_ranks(2, [*flags, "two", "--fsdp"])
+    alone, two = (read_log(tmp_path / name, "train") for name in ("alone", "two"))
+    assert alone
     for a, b in zip(alone, two, strict=True):
         assert abs(a["loss"] - b["loss"]) < 1e-5
 

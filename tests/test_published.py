@@ -217,6 +217,8 @@ def test_the_command_shows_what_the_file_holds(tmp_path, capsys, kind, file):
     assert printed.count("\n") == 1 and f"'kind': '{kind}', 'layers': 2" in printed
     assert "'width': 16, 'mlp_width': 64, 'vocab_size': 50, 'seq_len': 12" in printed
     assert f"--model {kind}, --layers 2 --width 16 and its --heads, --pos learned" in printed
+    with pytest.raises(ValueError, match=r"h\.0\.attn\.q_norm\.weight has no place"):
+        published_names("h.0.attn.q_norm.weight", "gpt")
     names = published_names("h.3.ln_1.bias", "bert")
     assert names == ["encoder.layer.3.attention.output.LayerNorm.bias"], "the docstring's example"
 

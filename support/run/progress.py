@@ -23,9 +23,13 @@ if TYPE_CHECKING:
 
 
 class Done(NamedTuple):
-    """The result of a step: mean loss in nats, norm of the gradient, learning rate."""
+    """The result of a step; each field is logged.
 
-    loss: float
+    A further number of the device joins those that `Trainer.update` reads together, summed over
+    ranks.
+    """
+
+    loss: float  # mean, in nats
     grad_norm: float
     lr: float
 

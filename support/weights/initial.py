@@ -7,6 +7,7 @@ be given again.
 """
 
 from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from model import Transformer, TransformerConfig
 from support.base.rng import seed_of
 from support.base.settings import Flat, as_given
 from support.run.folder import ModelSize, started_with
+from support.step.sizes import ModelConfig
 from support.text.tokenizer import fingerprint, vocab_size
 from support.weights import published
 from support.weights.trained import Trained, checkpoint_of, trained, weights_of
@@ -24,7 +26,12 @@ from support.weights.trained import Trained, checkpoint_of, trained, weights_of
 if TYPE_CHECKING:
     from config import Config
 
-OF_THE_MODEL = ("model", "size", "layers", "heads", "width", "mlp_width", "pos", "nsp")
+# Settings of the model that its weights are for, with what a run before the setting existed had.
+OF_THE_MODEL = {
+    f"model.{item.name}": item.default
+    for item in fields(ModelConfig)
+    if item.name not in ("dropout", "init")
+}
 PAIRS = ("pooler.", "nsp.")  # weights that nothing uses without --nsp
 
 
@@ -42,7 +49,7 @@ def with_those_of_init(given: Flat) -> Flat:
             raise ValueError("--init and --pos rope exclude each other: leave one of them out")
         return given
     saved, path = source.settings, source.path
-    taken = {f"model.{name}": saved[f"model.{name}"] for name in OF_THE_MODEL}
+    taken = {name: saved.get(name, default) for name, default in OF_THE_MODEL.items()}
     if given.get("model.nsp") is False:
         taken["model.nsp"] = False  # the weights for pairs can be left out
     others = [name for name in taken if given.get(name, taken[name]) != taken[name]]

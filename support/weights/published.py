@@ -79,10 +79,13 @@ def published_names(name: str, kind: str) -> list[str]:
 
     Example:  published_names("h.3.ln_1.bias", "bert") is
               ["encoder.layer.3.attention.output.LayerNorm.bias"]
+    Raises:   ValueError for a parameter that neither layout has
     """
+    layer, module, leaf = re.fullmatch(r"(h\.\d+\.)?(.+?)(\.weight|\.bias)?", name).groups("")
+    if module not in BERT_MODULES:
+        raise ValueError(f"{name} has no place in the published layouts of GPT-2 and BERT")
     if kind == "gpt":
         return [name]
-    layer, module, leaf = re.fullmatch(r"(h\.\d+\.)?(.+?)(\.weight|\.bias)?", name).groups("")
     layer = layer.replace("h.", "encoder.layer.")
     return [f"{layer}{published}{leaf}" for published in BERT_MODULES[module]]
 
