@@ -4,11 +4,14 @@
                      └──> sorted runs  values and ids, a file a shard and metric
                              └─ merge ──> index/<metric>: values.bin, order.bin, index.json
 
-Shards are measured in processes of this machine or on torchrun's ranks. Shards that are done lie in
-files, so an analysis that was interrupted or killed goes on with the others; the index of a metric
-is a folder that appears whole or not at all. Metrics, and what an index can be asked, are in
-difficulty.py, runs and how they are merged in support/rows/ranking.py, files and processes in
-support/rows/shards.py.
+A pass does one task for every shard, in processes of this machine or on torchrun's ranks, and keeps
+what it returns in files that appear whole or not at all. An analysis that was interrupted or killed
+does the shards whose files are missing or cut short, and no others. Metrics are in difficulty.py;
+runs, how they are merged and what an index can be asked in support/rows/ranking.py.
+
+    analyze.py's two passes over three shards
+    total-...00-...07.npy   total-...07-...14.npy   total-...14-...20.npy
+    run-...00-...07.npy     run-...07-...14.npy     run-...14-...20.npy
 
 Paper: Li et al., arXiv 2212.03597.
 
@@ -22,25 +25,31 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Callable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from contextlib import nullcontext, suppress
 from functools import partial, reduce
+from itertools import chain
+from multiprocessing import parent_process
 from pathlib import Path
+from threading import Thread
+from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 import difficulty
 import prepare
 from difficulty import label, metric
 from support.base import numbers, runtime
-from support.base.atomic import atomic_folder, folder_lock
+from support.base.atomic import atomic_folder, atomic_write, folder_lock
 from support.base.runtime import Runtime
 from support.report import figures
 from support.report.charts import histogram
 from support.rows import ranking
 from support.rows.ranking import LENGTHS, Rankings, sorted_run
 from support.rows.samples import KINDS, LONG, LONG_HELP, SPECIAL_TOKENS, Samples, samples_of
-from support.rows.shards import Shard, ShardFiles, in_processes
 from support.text.tokenizer import get_encoding
 
 SHARD = 1 << 18  # samples of a shard, unless that would make more than MOST_SHARDS
@@ -50,14 +59,14 @@ SMALL = 100_000_000  # tokens of a store that training analyzes by itself, in so
 # ---- map: what is summed over a shard, and its samples sorted
 
 
-def sum_shard(open_samples: Callable, names: list[str], shard: Shard) -> dict[str, np.ndarray]:
+def sum_shard(open_samples: Callable, names: list[str], shard: range) -> dict[str, np.ndarray]:
     """The first pass over a shard: what each of these metrics sums over all samples."""
     samples = open_samples()
     vocab_size = samples.identity()["vocab_size"]
     summed = {name: metric(name).summed for name in names}
     once = {function: name for name, function in summed.items()}  # metrics share what they sum
     sums: dict[Callable, np.ndarray] = {}
-    for tokens, lengths in difficulty.blocks(samples, *shard):
+    for tokens, lengths in difficulty.blocks(samples, shard.start, shard.stop):
         for function, name in once.items():
             part = function(tokens, lengths, vocab_size)
             sums[function] = add(name, sums[function], part) if function in sums else part
@@ -72,25 +81,136 @@ def add(name: str, total: np.ndarray, part: np.ndarray) -> np.ndarray:
 
 
 def sort_shard(
-    open_samples: Callable, totals: dict[str, np.ndarray | None], shard: Shard
+    open_samples: Callable, names: list[str], totals: dict[str, np.ndarray], shard: range
 ) -> dict[str, np.ndarray]:
     """The second pass: a shard's samples measured and sorted by each metric, as runs to merge.
 
-    Args: totals {metric: what it summed over all samples, None if nothing}
+    Args: totals {metric: what it summed over all samples}, of those that need it
     """
     samples = open_samples()
     id_dtype = np.dtype("uint32" if len(samples) < 2**32 else "int64")
-    metrics = {name: metric(name) for name in totals}
-    known = {n: None if total is None else metrics[n].known(total) for n, total in totals.items()}
-    values: dict[str, list[np.ndarray]] = {name: [] for name in totals}
-    for tokens, lengths in difficulty.blocks(samples, *shard):
-        for name in totals:
-            values[name].append(metrics[name].value(tokens, lengths, known[name]))
+    metrics = {name: metric(name) for name in names}
+    known = {name: metrics[name].known(total) for name, total in totals.items()}
+    values: dict[str, list[np.ndarray]] = {name: [] for name in names}
+    for tokens, lengths in difficulty.blocks(samples, shard.start, shard.stop):
+        for name in names:
+            values[name].append(metrics[name].value(tokens, lengths, known.get(name)))
     runs = {}
-    for name in totals:
+    for name in names:
         of_shard = np.concatenate(values[name]).astype(metrics[name].dtype)
-        runs[name] = sorted_run(of_shard, shard.first, id_dtype)
+        runs[name] = sorted_run(of_shard, shard.start, id_dtype)
     return runs
+
+
+# ---- a pass over the shards
+
+
+class Pass(NamedTuple):
+    """The files of one pass."""
+
+    kind: str  # what the pass makes: the names of its files begin with it
+    shards: list[range]  # of ids of samples
+    folders: dict[str, Path]  # of each metric
+
+    def file(self, name: str, shard: range) -> Path:
+        return self.folders[name] / f"{self.kind}-{shard.start:012}-{shard.stop:012}.npy"
+
+    def files(self, name: str) -> list[Path]:
+        return [self.file(name, shard) for shard in self.shards]
+
+    def run(self, task: Callable, names: Sequence[str], workers: int, ranks: Runtime) -> None:
+        """Do the task for every missing shard and write what it returns: {name: array}.
+
+        Results arrive in order and one at a time, so rank 0, which writes them, needs memory for
+        one.
+
+        Raises: ValueError on every rank for an error on any, after the other ranks' shards are done
+        """
+
+        def is_missing(shard: range) -> bool:
+            return not all(is_whole(self.file(name, shard)) for name in names)
+
+        missing = ranks.on_rank0(lambda: list(filter(is_missing, self.shards)))
+        if not missing:
+            return
+        if ranks.world_size > 1:
+            results = on_ranks(task, missing, ranks)
+        else:
+            results = in_processes(task, missing, workers)
+        n = len(self.shards)
+        hidden = not ranks.is_rank0 or None  # None: where there is no terminal
+        with tqdm(total=n, initial=n - len(missing), desc=self.kind, disable=hidden) as bar:
+            for shard, arrays in results:
+                for name, array in arrays.items():
+                    file = self.file(name, shard)
+                    file.parent.mkdir(parents=True, exist_ok=True)
+                    with atomic_write(file) as out:
+                        np.save(out, array)
+                bar.update()
+
+
+def is_whole(file: Path) -> bool:
+    """Whether it is an array with everything that its header announces."""
+    with suppress(OSError, ValueError, EOFError):
+        return np.load(file, mmap_mode="r") is not None
+    return False
+
+
+def on_ranks(task: Callable, items: list, ranks: Runtime) -> Iterator[tuple]:
+    """Yield (item, result) on rank 0, and nothing on other ranks.
+
+    In rounds of one item a rank: rank r does items r, r + world_size, ... An error is kept until
+    the last round, so that no rank waits for another, and is then raised on all of them.
+    """
+    errors: list[Exception] = []
+
+    def raise_first() -> None:
+        if errors:
+            raise errors[0]
+
+    for first in range(0, len(items), ranks.world_size):
+        outcomes = []
+        for item in items[first + ranks.rank : first + ranks.rank + 1]:  # none at the end, perhaps
+            try:
+                outcomes.append((item, task(item)))
+            except (ValueError, OSError) as error:
+                outcomes.append((item, error))
+        for item, result in chain.from_iterable(ranks.collect(outcomes)):
+            if isinstance(result, Exception):
+                errors.append(result)
+            else:
+                yield item, result
+    ranks.on_rank0(raise_first)
+
+
+def in_processes(task: Callable, items: list, workers: int) -> Iterator[tuple]:
+    """Yield (item, result), from `workers` processes, or from this one if a single one is enough.
+
+    Workers die with the process that started them.
+    """
+    if workers == 1 or len(items) <= 1:
+        for item in items:
+            yield item, task(item)
+        return
+    with ProcessPoolExecutor(min(workers, len(items)), initializer=_live_with_parent) as pool:
+        try:
+            yield from zip(items, pool.map(task, items), strict=True)
+        except BrokenProcessPool:
+            raise ValueError("a worker was killed: try again with fewer --workers") from None
+        finally:
+            pool.shutdown(cancel_futures=True)
+
+
+def _live_with_parent() -> None:
+    """In a worker: leave interrupts to the parent, and end when it ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler would raise in a task
+
+    def watch() -> None:
+        parent_process().join()
+        os._exit(1)
+
+    Thread(target=watch, daemon=True).start()
 
 
 # ---- reduce: the index
@@ -109,24 +229,23 @@ def analyze(
     Raises:  ValueError for a user's function that fails, for other samples' index in `folder`
     Cost:    8 to 16 bytes a sample of temporary files; rates in results/curriculum.jsonl
     """
-    samples, folder = open_samples(), Path(folder)
+    samples = open_samples()
     if len(samples) == 0:
         raise ValueError(f"{samples.store.path} holds no training document: prepare more text")
     prints = {name: difficulty.fingerprint(samples, name) for name in names}
     size = max(SHARD, -(-len(samples) // MOST_SHARDS))
-    shards = [Shard(a, min(a + size, len(samples))) for a in range(0, len(samples), size)]
+    shards = [range(a, min(a + size, len(samples))) for a in range(0, len(samples), size)]
     unfinished = {name: folder / f".{label(name)}.{prints[name][:16]}" for name in names}
-    sums, runs = ShardFiles(shards, unfinished, "total"), ShardFiles(shards, unfinished, "run")
+    sums = Pass("total", shards, unfinished)
+    runs = Pass("run", shards, unfinished)
 
     ranks.on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
     with folder_lock(folder) if ranks.is_rank0 else nullcontext():
         lacking = ranks.on_rank0(lambda: difficulty.lacking_in(folder, prints))
         to_sum = [name for name in lacking if metric(name).summed]
-        if to_sum:
-            sums.fill(partial(sum_shard, open_samples, to_sum), to_sum, workers, ranks)
-        totals = ranks.on_rank0(lambda: {name: total_of(name, sums) for name in lacking})
-        if lacking:
-            runs.fill(partial(sort_shard, open_samples, totals), lacking, workers, ranks)
+        sums.run(partial(sum_shard, open_samples, to_sum), to_sum, workers, ranks)
+        totals = ranks.on_rank0(lambda: {name: total_of(name, sums) for name in to_sum})
+        runs.run(partial(sort_shard, open_samples, lacking, totals), lacking, workers, ranks)
 
         def finish() -> None:
             processes = workers if ranks.world_size == 1 else 1
@@ -138,14 +257,11 @@ def analyze(
         ranks.on_rank0(finish)
 
 
-def total_of(name: str, sums: ShardFiles) -> np.ndarray | None:
-    """What a metric summed over all samples, if it needs that."""
-    if metric(name).summed is None:
-        return None
+def total_of(name: str, sums: Pass) -> np.ndarray:
     return reduce(partial(add, name), map(np.load, sums.files(name)))
 
 
-def write_index(folder: Path, runs: ShardFiles, prints: dict[str, str], name: str) -> None:
+def write_index(folder: Path, runs: Pass, prints: dict[str, str], name: str) -> None:
     """Merge the runs of a metric into its index, a folder that appears whole."""
     with atomic_folder(folder / label(name)) as index:
         about = {"fingerprint": prints[name], "metric": name}
@@ -164,7 +280,8 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
     names = [name for name in names if name not in LENGTHS]
     if not names:
         return Rankings({})
-    store, kind, seq_len, long = samples.store.path, samples.kind, samples.seq_len, samples.long
+    store = str(samples.store.path)
+    kind = samples.kind
     prints = {name: difficulty.fingerprint(samples, name) for name in names}
     indexes = difficulty.index_folder(folder, samples)
     lacking = ranks.on_rank0(lambda: difficulty.lacking_in(indexes, prints))
@@ -173,11 +290,12 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
         out = f" --out {folder}" if folder else ""
         raise ValueError(
             f"{indexes} has no index by {by}: make it with python analyze.py {store} --metric {by}"
-            f" --samples {kind} --seq-len {seq_len} --long {long}{out}"
+            f" --samples {kind} --seq-len {samples.seq_len} --long {samples.long}{out}"
         )
     if lacking:
         ranks.say(f"analyzing {store} by {by}, once: index in {indexes}")
-        analyze(partial(samples_of, str(store), kind, seq_len, long), lacking, indexes, ranks)
+        open_samples = partial(samples_of, store, kind, samples.seq_len, samples.long)
+        analyze(open_samples, lacking, indexes, ranks)
     return difficulty.opened(indexes, prints)
 
 

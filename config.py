@@ -3,9 +3,8 @@
 Settings stand beside the code that obeys them: a technique's in its module, the data's in data.py,
 the model's in support/step/sizes.py, the optimizer's in support/step/optim.py, the run's in
 support/base/settings.py. `Config` puts them together. A technique's first setting is its switch and
-takes its name (`--ltd`), the others take it as prefix (`--ltd-start`). Techniques import next to
-nothing of ours, so they write the metadata of a setting (see support/base/settings.py) by hand. No
-config files and no environment variables: a recipe is a shell line.
+takes its name (`--ltd`), the others take it as prefix (`--ltd-start`). support/base/settings.py
+makes flags of settings. No config files and no environment variables: a recipe is a shell line.
 
     python config.py                    # the table of flags, as the README shows it
 """
@@ -35,7 +34,7 @@ from support.base.settings import (
     table_of,
     unflattened,
 )
-from support.base.technique import is_on, technique, techniques_of, techniques_on
+from support.base.technique import is_on, refuse, technique, techniques_of, techniques_on
 from support.rows.bert import refusals_of_pairs
 from support.rows.mixture import refusals_of_mixture
 from support.rows.ranking import LENGTHS
@@ -94,7 +93,7 @@ class Config:
         OffloadConfig,
         refusals=offload.refusals,
         edit=offload.edit,
-        placement=offload.planned,
+        placement=offload.placement_for,
     )
 
 
@@ -172,9 +171,7 @@ def transformer_config(
 
 def check(config: Config) -> None:
     """Raise ValueError with the first refusal that applies, before any memory is taken."""
-    for refused, message in refusals(config):
-        if refused:
-            raise ValueError(message)
+    refuse(refusals(config))
     kind = samples_kind(config)
     for entry in techniques_on(config):
         if entry.metrics:

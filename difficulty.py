@@ -19,7 +19,7 @@ import numpy as np
 
 from support.base.user_code import call, load_function
 from support.rows import ranking
-from support.rows.ranking import LENGTHS, Ranking, Rankings
+from support.rows.ranking import LENGTHS, Rankings
 from support.rows.samples import SPECIAL_TOKENS, Samples
 
 BLOCK = 1 << 18  # tokens measured at once: what a core's cache holds
@@ -151,20 +151,15 @@ def check_metrics(
             raise ValueError(f"{flag} {name} is unknown: choose from {known}")
         if name in ("length", "length-rarity") and samples_kind == "rows":
             raise ValueError(
-                f"{flag} {name} cannot tell rows apart that are all {seq_len} tokens, cut from the"
-                " stream: take pieces of documents (--pack), or choose rarity"
+                f"{flag} {name}: rows all have {seq_len} tokens: take pieces of documents (--pack),"
+                " or choose rarity"
             )
         if name == "seqlen-reshape" and samples_kind != "rows":
             instead = "seqlen and --pack" if samples_kind in SPECIAL_TOKENS else "seqlen"
-            raise ValueError(
-                f"{flag} {name} is for full rows, cut from the stream: take {instead}, which cuts"
-                " pieces and loses nothing"
-            )
+            raise ValueError(f"{flag} {name} is for full rows of the stream: take {instead}")
     labels = {label(name) for name in names}
     if len(labels) < len(names) or set(LENGTHS) <= set(names):
-        raise ValueError(
-            f"{flag} {','.join(names)}: takes one length, and each name once (rename functions)"
-        )
+        raise ValueError(f"{flag} {','.join(names)}: takes one length, and each name once")
 
 
 def label(name: str) -> str:
@@ -213,7 +208,7 @@ def has_index(folder: Path, wanted: str) -> bool:
     try:
         stored = json.loads((folder / "index.json").read_text())["fingerprint"][:64]
     except (FileNotFoundError, ValueError, LookupError, TypeError):
-        raise ValueError(f"{folder}: a damaged index: remove it and analyze again") from None
+        raise ValueError(f"{folder}: damaged: remove it, analyze again") from None
     if stored != wanted:
         raise ValueError(
             f"{folder}: an index with fingerprint {stored[:16]}, but store, tokenizer, sample"
@@ -227,17 +222,18 @@ def lacking_in(folder: Path, prints: dict[str, str]) -> list[str]:
     return [name for name in prints if not has_index(folder / label(name), prints[name])]
 
 
-def open_index(folder: Path, wanted: str) -> Ranking:
-    """What analyze.py wrote, mapped; ValueError if it is not of these samples and this metric."""
-    if not has_index(folder, wanted):
-        raise ValueError(f"{folder}: no index: make it with analyze.py")
-    try:
-        return ranking.read(folder, json.loads((folder / "index.json").read_text()))
-    except (OSError, LookupError, TypeError, ValueError) as error:
-        message = f"{folder}: a damaged index ({error}): remove it and analyze again"
-        raise ValueError(message) from None
-
-
 def opened(folder: Path, prints: dict[str, str]) -> Rankings:
-    """The index of each metric, of {name: fingerprint}."""
-    return Rankings({n: open_index(folder / label(n), p) for n, p in prints.items()})
+    """Map the index of each metric, of {name: fingerprint}.
+
+    Raises: ValueError for an index that is damaged, or of other samples or another metric
+    """
+    rankings = Rankings()
+    for name, wanted in prints.items():
+        index = folder / label(name)
+        if not has_index(index, wanted):
+            raise ValueError(f"{index}: no index: make it with analyze.py")
+        try:
+            rankings[name] = ranking.read(index, json.loads((index / "index.json").read_text()))
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{index}: damaged ({error}): remove it, analyze again") from None
+    return rankings

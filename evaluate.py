@@ -6,6 +6,13 @@ from each other, and every token is a target (for a BERT, every masked one). A p
 a document begins without context, as in training; with --stride its targets see nearly a whole row
 before them. Results are added up by document, in the order of the store.
 
+    main ── score_text ── Evaluation.documents ─┐
+         ├─ ask ──────── tasks.answers_of ──────┼─ sums_by_item     support/evaluation/scoring.py
+         └─ fine_tune ── Tuning.accuracies ─────┘
+
+`Evaluation` says which text lies in which row, `sums_by_item` reads the rows and adds up what the
+model makes of them. train.py evaluates by `Evaluation.run` on the way.
+
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
     python evaluate.py runs/gpt-nano-1 --tokens 100K   # on a part of the held-out text
     python evaluate.py runs/gpt-nano-1 --stride 64     # long documents with a sliding context
@@ -27,6 +34,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -38,23 +46,23 @@ from torch import nn
 from tqdm import tqdm
 
 from config import Config
-from data import Rows, batch_of, collate
-from model import Transformer
+from data import Data, Rows, batch_of, collate, open_data
+from kernels.cross_entropy import IGNORE
+from model import Transformer, predicted_by_bert
 from packing import pack_lengths
-from prepare import embedded_store
 from sample import load_run
 from support.base.numbers import amount, count
 from support.base.rng import seed_of
-from support.base.runtime import Parser, Runtime, exit_cleanly, start
+from support.base.runtime import Parser, Runtime, exit_cleanly, on_device, start
 from support.evaluation import finetune, scoring, tasks
-from support.evaluation.scoring import Documents, HeldOut, Laid, Poll
+from support.evaluation.scoring import Documents, HeldOut, Laid, Poll, Texts
 from support.rows.batch import Batch
 from support.rows.bert import SpecialIds, sentence_pairs
-from support.rows.mixture import AnyStore, Mixture, open_store
-from support.rows.samples import SPECIAL_TOKENS, SPLITS, Samples, cut, with_context
+from support.rows.mixture import AnyStore, Mixture
+from support.rows.samples import SPECIAL_TOKENS, SPLITS, Samples, cut, numbered
 from support.run.progress import evaluation_bar
 from support.text.store import Store
-from support.text.tokenizer import byte_lengths, get_encoding
+from support.text.tokenizer import get_encoding
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -65,7 +73,17 @@ def main(argv: list[str] | None = None) -> None:
         runtime.on_rank0(lambda: check_file(args.by_document))
     questions = [tasks.read_task(file) for file in args.task or []]
     examples = finetune.read_examples(args.finetune, args.dev) if args.finetune else None
-    subject = Subject.load(args, runtime)
+    settings, model, state = load_run(args.run, args.checkpoint)
+    encoding = get_encoding(settings.data.tokenizer)
+    subject = Subject(
+        args,
+        runtime,
+        settings,
+        model.to(runtime.device),
+        encoding,
+        special_ids=SpecialIds.of(encoding) if settings.model.model == "bert" else None,
+        step=state["step"],
+    )
     try:
         if questions:
             result = ask(subject, questions)
@@ -93,14 +111,6 @@ class Subject(NamedTuple):
     special_ids: SpecialIds | None  # a BERT's
     step: int
 
-    @classmethod
-    def load(cls, args: argparse.Namespace, runtime: Runtime) -> "Subject":
-        settings, model, state = load_run(args.run, args.checkpoint)
-        encoding = get_encoding(settings.data.tokenizer)
-        special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
-        model = model.to(runtime.device)
-        return cls(args, runtime, settings, model, encoding, special_ids, state["step"])
-
     def say(self, line: str) -> None:
         """Print a line on rank 0, unless one JSON object is all that is asked for."""
         if not self.args.json:
@@ -115,171 +125,206 @@ class Subject(NamedTuple):
 
 def score_text(subject: Subject) -> dict[str, Any]:
     """Print the result on a store's text, and return it as JSON has it."""
-    args, settings = subject.args, subject.settings
-    store = open_store(args.data or settings.data.data or embedded_store(settings.data.tokenizer))
-    store.check_tokenizer(subject.encoding)
-    check_groups(args, store)
-    evaluation = scoring.on_each_store(
-        Evaluation,
-        store,
-        args.tokens,
-        seq_len=settings.data.seq_len,
-        lengths=byte_lengths(subject.encoding),
-        special_ids=subject.special_ids,
+    args, s, runtime = subject.args, subject.settings, subject.runtime
+    s = replace(s, data=replace(s.data, data=args.data or s.data.data))
+    _, data = open_data(s, runtime)
+    check_groups(args, data.store)
+    evaluation = Evaluation(
+        data,
+        s.data.seq_len,
+        nsp=s.model.nsp,
+        tokens=args.tokens,
         stride=args.stride,
         split=args.split,
-        nsp=settings.model.nsp,
     )
-    bar = evaluation_bar(evaluation.rows_in_all, subject.runtime)
-    documents = None
-    if isinstance(store, Mixture):
-        result = evaluation.run(subject.model, subject.runtime, args.rows, bar)
-    else:
-        documents = evaluation.documents(subject.model, subject.runtime, args.rows, bar)
-        result = documents.total()
-    subject.report(f"{evaluation.name} {result}, on {evaluation.text}")
+    bar = evaluation_bar(evaluation.rows_in_all, runtime)
+    of_each = evaluation.documents(subject.model, runtime, args.rows, bar)
+    result = evaluation.total(of_each)
+    subject.report(f"{SPLITS[args.split]} {result}, on {evaluation.text}")
     masked = "masked " if subject.special_ids else ""
     size = f"{result.targets:,} {masked}tokens, {result.bytes:,} bytes"
     subject.say(f"{result.val_loss:.4f} nats per token, of {size}")
     logged = {"split": args.split, **result.logged()}
+    documents, (part, *_) = of_each[0], evaluation.parts
     for by in args.by or []:
         groups = documents.groups(by)
         subject.say(scoring.table(groups, by))
         logged[f"groups_by_{by}"] = [group._asdict() for group in groups]
     if args.by_document:
-        subject.runtime.on_rank0(lambda: documents.write(args.by_document))
-        part = "" if evaluation.is_whole else ", those with a piece among these tokens"
-        written = f"{len(documents.numbers):,} of {len(evaluation.split_documents):,}"
-        subject.say(f"{args.by_document}: {written} documents{part}")
+        runtime.on_rank0(lambda: documents.write(args.by_document))
+        which = "" if part.is_whole else ", those with a piece among these tokens"
+        written = f"{len(documents.numbers):,} of {len(part.documents):,}"
+        subject.say(f"{args.by_document}: {written} documents{which}")
     return logged
 
 
-class Evaluation:
-    """The held-out pieces of a store, packed into rows once and in a fixed order.
+class Part(NamedTuple):
+    """The text of one store, packed into rows once and in a fixed order."""
 
-    Args:   seq_len     tokens of a row
-            lengths     (V,) bytes that each token stands for
-            special_ids a BERT's, whose masks are the same each time; None for a GPT
-            tokens      evaluate on about this many tokens: pieces chosen at random, but always the
-                        same ones; None for all
-            stride      targets of a piece that continues a document, which has as many tokens of
-                        context as fit; None for pieces without context
-            split       val | train | all, to evaluate on other documents than those held out
-            nsp         also ask a BERT about pairs: does the second part follow the first?
+    store: Store
+    documents: range  # of the split
+    pieces: Laid  # an item is a document of the split
+    pairs: Laid | None  # the same text as pairs
+    is_whole: bool
+    text: str  # says how much it is
+
+
+@dataclass(eq=False)
+class Evaluation:
+    """The held-out text of a store, or of each store of a mixture.
+
     Raises: ValueError if the split has no document, or for a stride longer than a row
     """
 
-    def __init__(
-        self,
-        store: Store,
-        seq_len: int,
-        lengths: np.ndarray,
-        special_ids: SpecialIds | None = None,
-        tokens: int | None = None,
-        stride: int | None = None,
-        split: str = "val",
-        nsp: bool = False,
-    ):
-        samples = Samples(store, "bert" if special_ids else "pieces", seq_len, split)
+    data: Data  # a BERT's masks are the same each time
+    seq_len: int  # tokens of a row
+    nsp: bool = False  # also ask a BERT about pairs: does the second part follow the first?
+    tokens: int | None = None  # about how many: pieces drawn at random, always the same; None: all
+    stride: int | None = None  # targets of a piece that continues a document; None: no context
+    split: str = "val"  # val | train | all
+
+    def __post_init__(self):
+        store, stride = self.data.store, self.stride
+        if stride is not None and (self.data.special_ids or not 1 <= stride <= self.seq_len):
+            raise ValueError(
+                f"--stride {stride}: choose 1 to {self.seq_len}, the tokens of a row; for a BERT,"
+                " which sees its whole piece, leave it out"
+            )
+        if isinstance(store, Mixture):
+            tokens_each = zip(store.parts, tokens_of_each(store, self.tokens), strict=True)
+            self.parts = [self.part(part, tokens) for part, tokens in tokens_each]
+            named = zip(self.parts, store.names, strict=True)
+            self.text = ", ".join(f"{part.text} of {name}" for part, name in named)
+        else:
+            self.parts = [self.part(store, self.tokens)]
+            self.text = self.parts[0].text
+        laid = [laid for part in self.parts for laid in (part.pieces, part.pairs) if laid]
+        self.rows_in_all = sum(len(rows.rows) for rows in laid)
+
+    def part(self, store: Store, tokens: int | None) -> Part:
+        seq_len, name = self.seq_len, SPLITS[self.split]
+        kind = "bert" if self.data.special_ids else "pieces"
+        samples = Samples(store, kind, seq_len, self.split)
         if len(samples) == 0:
             raise ValueError(
-                f"{store.path} has no {SPLITS[split]} document, so there is nothing to evaluate"
-                " on: prepare it again with --holdout 20, name another store with --data, or take"
-                " all documents with evaluate.py --split all"
+                f"{store.path} has no {name} document: prepare it with --holdout 20, name another"
+                " store with --data, or take all documents with evaluate.py --split all"
             )
-        if stride is not None and special_ids:
-            raise ValueError("--stride is for a GPT: a BERT sees its whole piece, leave it out")
-        if stride is not None and not 1 <= stride <= seq_len:
-            raise ValueError(f"--stride {stride}: choose 1 to {seq_len}, the tokens of a row")
-        self.store, self.seq_len, self.split_documents = store, seq_len, samples.documents
-        self.lengths, self.special_ids = lengths, special_ids
+
+        def laid(rows: Rows, special_tokens: int) -> Laid:
+            rows = packed(rows, seq_len, special_tokens)
+            return lay(rows, store, partial(self.batch, store), samples.documents)
+
         spans = pieces = samples.some(tokens)
-        seen = 0
-        if stride:
-            pieces, seen = with_context(spans, store.offsets, seq_len, stride)
-        self.rows = packed(Rows.of(pieces, seen=seen), seq_len, samples.special_tokens)
-        self.pairs: Rows | None = None
-        if nsp:
-            halves = cut(spans, seq_len - SPECIAL_TOKENS["pairs"])
-            halves, pairs = sentence_pairs(halves, "evaluation")
-            self.pairs = packed(Rows.of(halves, pairs=pairs), seq_len, SPECIAL_TOKENS["pairs"])
-        self.rows_in_all = len(self.rows) + (len(self.pairs) if self.pairs else 0)
-        self.is_whole, self.name = len(spans) == len(samples), SPLITS[split]
-        part = f"{(spans[:, 1] - spans[:, 0]).sum():,} of {samples.tokens:,}"
-        self.text = f"{'all' if self.is_whole else part} {self.name} tokens"
+        seen, pairs = 0, None
+        if self.stride:
+            pieces, seen = with_context(spans, store.offsets, seq_len, self.stride)
+        if self.nsp:
+            special_tokens = SPECIAL_TOKENS["pairs"]
+            halves, second = sentence_pairs(cut(spans, seq_len - special_tokens), "evaluation")
+            pairs = laid(Rows.of(halves, pairs=second), special_tokens)
+        is_whole = len(spans) == len(samples)
+        share = (
+            "all" if is_whole else f"{(spans[:, 1] - spans[:, 0]).sum():,} of {samples.tokens:,}"
+        )
+        return Part(
+            store,
+            samples.documents,
+            pieces=laid(Rows.of(pieces, seen=seen), samples.special_tokens),
+            pairs=pairs,
+            is_whole=is_whole,
+            text=f"{share} {name} tokens",
+        )
 
     def run(
         self, model: nn.Module, runtime: Runtime, at_once: int, poll: Poll = lambda done: None
     ) -> HeldOut:
         """The result on all rows; arguments as for `documents`."""
-        return self.documents(model, runtime, at_once, poll).total()
+        return self.total(self.documents(model, runtime, at_once, poll))
+
+    def total(self, of_each: list[Documents]) -> HeldOut:
+        """The result of all stores as one: by weight, however large their texts are."""
+        totals = [documents.total() for documents in of_each]
+        if not isinstance(self.data.store, Mixture):
+            return totals[0]
+        by_name = dict(zip(self.data.store.names, totals, strict=True))
+        return scoring.weighted(by_name, self.data.store.weights)
 
     def documents(
         self, model: nn.Module, runtime: Runtime, at_once: int, poll: Poll = lambda done: None
-    ) -> Documents:
-        """Evaluate the model on all rows and add up by document.
+    ) -> list[Documents]:
+        """Evaluate the model on all rows and add up by document, store after store.
 
         Args:    at_once rows on each rank
                  poll    called after every batch with how many of rows_in_all are done, equally
                          often on every rank; what it raises ends the evaluation
         Returns: on every rank, all documents of the split, also those without a target; of a part
-                 (`tokens`), those with a chosen piece
+                 of the text (`tokens`), those with a chosen piece
         Raises:  ValueError if nothing is predicted, as when a BERT has few tokens and none masked
         """
+        of_each, done = [], 0
 
-        def by_document(measure: Callable, rows: Rows, columns: int, poll: Poll) -> np.ndarray:
-            return scoring.sums_by_item(
+        def by_document(measure: Callable, laid: Laid, columns: int) -> np.ndarray:
+            nonlocal done
+            sums = scoring.sums_by_item(
                 partial(measure, model, runtime),
-                Laid(rows.offsets, documents_of(rows, self.store) - self.split_documents.start),
+                laid,
                 model,
                 runtime,
-                shape=(len(self.split_documents), columns),
+                columns=columns,
                 at_once=at_once,
-                poll=poll,
+                poll=lambda n: poll(done + n),
             )
+            done += len(laid.rows)
+            return sums
 
-        sums = by_document(self.sums, self.rows, 3, poll)
-        if not sums[:, 1].any():
-            raise ValueError(
-                f"{self.store.path}: no {self.name} token is a target: evaluate on more"
+        for part in self.parts:
+            sums = by_document(self.nats, part.pieces, 3)
+            if not sums[:, 1].any():
+                raise ValueError(f"{part.store.path}: {part.text}, but no target: evaluate on more")
+            right = pairs = 0
+            if part.pairs:
+                right, pairs = by_document(right_answers, part.pairs, 2).sum(axis=0)
+            chosen = np.arange(len(sums)) if part.is_whole else np.unique(part.pieces.item)
+            nats, targets, size = sums[chosen].T
+            documents = Documents(
+                part.store,
+                numbers=chosen + part.documents.start,
+                nats=nats,
+                targets=targets.astype(np.int64),
+                bytes=size.astype(np.int64),
+                nsp_accuracy=right / pairs if pairs else None,
+                nsp_pairs=int(pairs) or None,
             )
-        right = pairs = 0
-        if self.pairs:
-            answers = by_document(self.answers, self.pairs, 2, lambda n: poll(len(self.rows) + n))
-            right, pairs = answers.sum(axis=0)
-        numbers = np.array(self.split_documents)
-        if not self.is_whole:
-            numbers = np.unique(documents_of(self.rows, self.store))
-        nats, targets, size = sums[numbers - self.split_documents.start].T
-        return Documents(
-            self.store,
-            numbers,
-            nats=nats,
-            targets=targets.astype(np.int64),
-            bytes=size.astype(np.int64),
-            nsp_accuracy=right / pairs if pairs else None,
-            nsp_pairs=int(pairs) or None,
-        )
+            of_each.append(documents)
+        return of_each
 
-    def sums(self, model: nn.Module, runtime: Runtime, own: range) -> np.ndarray:
-        """(n, 3) nats, targets and bytes of each piece in some rows."""
-        rows = self.rows.take(np.array(own))
-        return scoring.sums_of_pieces(model, self.batch(rows), rows.offsets, self.lengths, runtime)
+    def nats(self, model: nn.Module, runtime: Runtime, batch: Batch) -> tuple:
+        """Nats and bytes of each target."""
+        losses = model.losses(batch.to(runtime.device)).cpu()  # (B, T)
+        asked = batch.targets != IGNORE
+        size = self.data.byte_lengths[batch.targets[asked].numpy()]
+        return asked.flatten(), losses[asked].double(), None, size
 
-    def answers(self, model: nn.Module, runtime: Runtime, own: range) -> np.ndarray:
-        """(n, 2) how many answers to each pair in some rows are right, and how many there are."""
-        rows = self.pairs.take(np.array(own))
-        return scoring.right_answers(model, self.batch(rows), rows.offsets, runtime)
-
-    def batch(self, rows: Rows) -> Batch:
+    def batch(self, store: Store, rows: Rows) -> Batch:
         """These rows; for a BERT with the masks that their tokens always have, and the answers."""
         return batch_of(
-            self.store,
+            store,
             rows,
             seq_len=self.seq_len,
-            special_ids=self.special_ids,
+            special_ids=self.data.special_ids,
             seeds=torch.tensor([seed_of("mask", use) for use in ("which", "what")]),
         )
+
+
+def right_answers(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple:
+    """Of each pair whether a BERT is right about it: 0 or 1."""
+    batch = batch.with_documents()
+    at = predicted_by_bert(batch.targets, batch.positions, nsp=True).answers
+    tokens, _, positions, doc_ids = batch.to(runtime.device)
+    x = model.hidden_states(tokens, positions, doc_ids).flatten(0, 1)  # (B T, C)
+    answers = model.follows(x, on_device(at, runtime.device)).argmax(1).cpu()
+    return at, answers == batch.targets.flatten()[at], None
 
 
 def packed(alone: Rows, seq_len: int, special_tokens: int) -> Rows:
@@ -287,9 +332,52 @@ def packed(alone: Rows, seq_len: int, special_tokens: int) -> Rows:
     return alone.packed(pack_lengths(alone.stop - alone.start + special_tokens, seq_len))
 
 
-def documents_of(rows: Rows, store: Store) -> np.ndarray:
-    """(n,) the document of the store that each piece is from."""
-    return np.searchsorted(store.offsets, rows.start, side="right") - 1
+def lay(rows: Rows, store: Store, batch: Callable[[Rows], Batch], documents: range) -> Laid:
+    """Rows whose items are these documents of a store."""
+
+    def read(own: range) -> Batch:
+        return batch(rows.take(np.array(own)))
+
+    document = np.searchsorted(store.offsets, rows.start, side="right") - 1
+    return Laid(rows.offsets, document - documents.start, len(documents), read)
+
+
+def with_context(
+    spans: np.ndarray, offsets: np.ndarray, seq_len: int, stride: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Cut spans into smaller ones, each preceded by as much of its document as a row has room for.
+
+    A span that begins its document stays whole. Any other is cut at multiples of `stride`, and each
+    part reaches back to be seq_len tokens long, or to where the document begins.
+
+    Args:    spans   (N, 2) of at most seq_len tokens
+             offsets where documents begin, ascending
+    Returns: pieces (n, 2), and (n,) how many tokens at the start of each are context only
+    Example: [[6, 10]] of a document that begins at 0, rows of 6 moved by 3: 3..9 with 3 tokens of
+             context, and 4..10 with 5
+    """
+    start, stop = spans[:, 0], spans[:, 1]
+    begins = offsets[np.searchsorted(offsets, start, side="right") - 1]  # of the documents
+    step = np.where(start == begins, seq_len, stride)
+    counts = -(-(stop - start) // step)
+    start, stop, begins, step = (np.repeat(x, counts) for x in (start, stop, begins, step))
+    first = start + numbered(counts) * step
+    ends = np.minimum(first + step, stop)
+    begins = np.maximum(ends - seq_len, begins)
+    return np.stack((begins, ends), axis=1), first - begins
+
+
+def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
+    """How many tokens of each store to evaluate on: half of them evenly, half by weight.
+
+    So stores with a large weight are measured well, and those with a small one are measured.
+
+    Example: 1,000 tokens of stores that weigh 0.8 and 0.2 are 650 and 350
+    """
+    if tokens is None:
+        return [None] * len(mixture.parts)
+    evenly = 1 / len(mixture.parts)
+    return [max(1, int(tokens * (float(w) + evenly) / 2)) for w in mixture.weights]
 
 
 # ---- questions
@@ -300,19 +388,18 @@ def ask(subject: Subject, questions: list[tasks.Task]) -> dict[str, list[dict]]:
     args, runtime, seq_len = subject.args, subject.runtime, subject.settings.data.seq_len
     if subject.special_ids:
         raise ValueError(
-            f"--task: {args.run} holds a BERT, which does not say how likely a text is: name a GPT,"
-            " or fine-tune with --finetune"
+            f"--task: {args.run} holds a BERT, which cannot answer: name a GPT, or use --finetune"
         )
     prepared = [
         tasks.items_of(task, subject.encoding, seq_len, runtime.is_rank0) for task in questions
     ]
     results = []
     for task, items in zip(questions, prepared, strict=True):
-        laid = lay(items, seq_len)
+        laid = lay_texts(items.texts, seq_len)
         bar = evaluation_bar(len(laid.rows), runtime)
         began = time.perf_counter()
         answers = tasks.answers_of(laid, subject.model, runtime, args.rows, bar)
-        rate = len(items.spans) / (time.perf_counter() - began)
+        rate = len(items.texts.spans) / (time.perf_counter() - began)
         result = tasks.result_of(task, items, answers)
         subject.report(f"{tasks.in_words(result)}, {rate:,.0f} items/s")
         if notes := tasks.notes_on(result):
@@ -321,17 +408,24 @@ def ask(subject: Subject, questions: list[tasks.Task]) -> dict[str, list[dict]]:
     return {"tasks": results}
 
 
-def lay(items: tasks.Items, seq_len: int, pack: bool = True) -> Laid:
-    """Items side by side in rows; without `pack` one a row."""
-    rows = Rows.of(items.spans, seen=items.seen)
-    return laid_in(packed(rows, seq_len, 0) if pack else rows, items.store, seq_len, None)
+def lay_texts(
+    texts: Texts,
+    seq_len: int,
+    special_ids: SpecialIds | None = None,
+    numbers: np.ndarray | None = None,
+    pack: bool = True,
+) -> Laid:
+    """Texts side by side in rows: all, or those with these numbers; without `pack` one a row."""
+    rows = Rows.of(texts.spans, seen=texts.seen, pairs=texts.pairs)
+    if numbers is not None:
+        rows = rows.take(numbers)
+    if pack:
+        rows = packed(rows, seq_len, texts.special_tokens)
 
+    def batch(rows: Rows) -> Batch:
+        return collate(texts.store, rows, seq_len, special_ids)
 
-def laid_in(rows: Rows, store: Store, seq_len: int, special_ids: SpecialIds | None) -> Laid:
-    def read(own: range) -> Batch:
-        return collate(store, rows.take(np.array(own)), seq_len, special_ids)
-
-    return Laid(rows.offsets, documents_of(rows, store), read)
+    return lay(rows, texts.store, batch, range(len(texts.spans)))
 
 
 # ---- fine-tuning
@@ -344,16 +438,15 @@ def fine_tune(subject: Subject, given: finetune.Examples) -> dict[str, Any]:
         finetune.encoded(part, given.labels, subject.encoding, seq_len, is_bert=bool(special_ids))
         for part in (given.train, given.dev)
     )
-
-    def lay_examples(part: finetune.Encoded, numbers: np.ndarray) -> Laid:
-        pairs = part.pairs and part.pairs.take(numbers)
-        rows = packed(Rows.of(part.spans[numbers], pairs=pairs), seq_len, part.special_tokens)
-        return laid_in(rows, part.store, seq_len, special_ids)
-
     flags = {name: getattr(args, name) for name in finetune.Recipe._fields}
     recipe = finetune.Recipe(**{name: value for name, value in flags.items() if value is not None})
     tuning = finetune.Tuning(
-        subject.model, train, len(given.labels), recipe, lay_examples, subject.runtime
+        subject.model,
+        train,
+        labels=len(given.labels),
+        recipe=recipe,
+        lay=lambda texts, numbers: lay_texts(texts, seq_len, special_ids, numbers),
+        runtime=subject.runtime,
     )
     shares = tuning.accuracies(dev, args.rows)
     mean, least, most = sum(shares) / len(shares), min(shares), max(shares)
@@ -401,7 +494,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     text.add_argument("--split", choices=SPLITS, help="which documents (default: val, held out)")
     by_document = "also write the result of each document, a JSON object a line"
     text.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
-    by = f"also the result by {' or '.join(scoring.GROUPS)} of documents, or by both: source,length"
+    by = "also the result by source or length of documents, or by both: source,length"
     text.add_argument("--by", type=groups, metavar="GROUPS", help=by)
 
     task = parser.add_argument_group("questions, for a GPT without further training")
@@ -412,56 +505,42 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     labelled = "JSON lines: see support/evaluation/finetune.py"
     tuned.add_argument("--finetune", metavar="FILE", help=labelled)
     tuned.add_argument("--dev", metavar="FILE", help="examples to test on (default: a fifth)")
-    for name, (kind, meaning) in {
-        "seeds": (count, "how often to train"),
-        "epochs": (count, "passes over the examples"),
-        "lr": (amount, "peak learning rate; a small model wants more"),
-        "batch": (count, "examples of a step"),
-    }.items():
-        default = finetune.Recipe._field_defaults[name]
-        tuned.add_argument(f"--{name}", type=kind, help=f"{meaning} ({default})")
+    default = finetune.Recipe()
+    tuned.add_argument("--seeds", type=count, help=f"how often to train ({default.seeds})")
+    tuned.add_argument("--epochs", type=count, help=f"passes over the examples ({default.epochs})")
+    lr = f"peak learning rate; a small model wants more ({default.lr})"
+    tuned.add_argument("--lr", type=amount, help=lr)
+    tuned.add_argument("--batch", type=count, help=f"examples of a step ({default.batch})")
 
     args = parser.parse_args(argv)
 
-    def given(names: tuple[str, ...]) -> list[str]:
-        return [f"--{name.replace('_', '-')}" for name in names if getattr(args, name) is not None]
+    def given(names: tuple[str, ...]) -> str | None:
+        names = (name for name in names if getattr(args, name) is not None)
+        return next((f"--{name.replace('_', '-')}" for name in names), None)
 
     if args.task and args.finetune:
         raise ValueError("--task and --finetune: one at a time, leave one of them out")
-    leader = "--task" if args.task else "--finetune" if args.finetune else None
-    if leader and given(OF_TEXT):
-        raise ValueError(
-            f"{given(OF_TEXT)[0]} is for held-out text, and {leader} for a file: leave one out"
-        )
-    if not args.finetune and given(OF_FINETUNE):
-        raise ValueError(f"{given(OF_FINETUNE)[0]} has no effect without --finetune: add it")
+    if (args.task or args.finetune) and (flag := given(OF_TEXT)):
+        raise ValueError(f"{flag} is for held-out text: leave out either it or --task, --finetune")
+    if not args.finetune and (flag := given(OF_FINETUNE)):
+        raise ValueError(f"{flag} has no effect without --finetune: add it")
     args.split = args.split or "val"
     return args
 
 
 def groups(text: str) -> list[str]:
-    names = text.split(",")
-    if not set(names) <= set(scoring.GROUPS):
-        message = (
-            f"{text} is unknown: choose {', '.join(scoring.GROUPS)}, or both with a comma between"
-        )
-        raise argparse.ArgumentTypeError(message)
-    return names
+    if not set(text.split(",")) <= set(scoring.GROUPS):
+        raise argparse.ArgumentTypeError(f"{text} is unknown: choose source, length or both")
+    return text.split(",")
 
 
 def check_groups(args: argparse.Namespace, store: AnyStore) -> None:
     """Refuse what this store cannot tell, before the work of an evaluation."""
     flag = "--by" if args.by else "--by-document"
     if isinstance(store, Mixture) and (args.by or args.by_document):
-        raise ValueError(
-            f"{flag} is for the documents of one store, and {store.path} is several: name one of"
-            " them with --data"
-        )
+        raise ValueError(f"{flag} is for one store, {store.path} is several: name one with --data")
     if "source" in (args.by or []) and store.sources is None:
-        raise ValueError(
-            f"--by source: the documents of {store.path} name no source: prepare it again from"
-            " JSON lines that do, or choose --by length"
-        )
+        raise ValueError(f"--by source: documents of {store.path} have no source: use --by length")
 
 
 def check_file(file: Path) -> None:
@@ -469,7 +548,7 @@ def check_file(file: Path) -> None:
     if file.exists() and not file.is_file():
         raise ValueError(f"--by-document {file} exists and is not a file: name another")
     if not os.access(file.parent, os.W_OK):
-        raise ValueError(f"--by-document {file}: there is no folder {file.parent} to write in")
+        raise ValueError(f"--by-document {file}: {file.parent} is no folder to write in")
 
 
 if __name__ == "__main__":

@@ -8,8 +8,10 @@ Does not touch the model, which calls each of its blocks through a `run_block`: 
 tokens keep their original positions and doc_ids (`meta.take`), so rotary angles, causality and
 packed documents stay right.
 
-In reading order: configuration, the schedule, the draw, the layer, what a run makes of them, the
-commands. docs/ltd.md has the picture and the numbers.
+In reading order: configuration, the schedule, the draw, the layer, the hooks that its line in
+config.py names, the commands. train.py's `run_block_of` calls `run_block` for each micro-batch;
+the clock (support/base/clock.py) asks `tokens_by_layer`. docs/ltd.md has the picture and the
+numbers.
 
 Papers: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597, section 3.2.
 
@@ -21,7 +23,8 @@ import math
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import partial
+from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -30,7 +33,7 @@ from torch import Tensor
 from kernels.token_drop import merge, split
 from support.base.clock import StepContext, pace
 from support.base.settings import flag
-from support.base.technique import Refusal
+from support.base.technique import Refusal, refuse
 from support.rows.batch import Batch
 
 if TYPE_CHECKING:
@@ -77,7 +80,7 @@ def kept_tokens(
     Paper:   arXiv 2211.11586, section 3.2 (MSLG); root and constant are its alternatives
     Args:    t, over  steps or tokens, counted from 0; from t = over on all `seq_len` are kept
              kind     linear | root | constant, which stays at `start`
-             multiple values on the way are `start` and so many more
+             multiple values on the way are `start` plus multiples of this
     Returns: tokens, start..seq_len
     Example: kept_tokens(0.35, 0.7, 64, 256) == 160, half-way; in multiples of 64 it is 128
     """
@@ -111,56 +114,44 @@ def kept_values(config: LtdConfig, seq_len: int) -> list[int]:
     return [*range(config.start, seq_len, step), seq_len]
 
 
-def dropping_layers(
-    text: str | None, layers: int, named_by: str = "--ltd-layers"
-) -> tuple[int, ...]:
+def dropping_layers(text: str | None, layers: int) -> tuple[int, ...]:
     """The layers that --ltd-layers names, ascending; without it all but the first and the last.
 
     Example: dropping_layers("1-3,5", 8) == (1, 2, 3, 5)
-    Raises:  ValueError for what is no such list, for a layer that the model does not have, and if
-             no layer is left that sees every token
+    Raises:  ValueError for what is no list of the model's layers, and if no layer is left that sees
+             every token
     """
     if text is None:
         return tuple(range(1, layers - 1))
     named: set[int] = set()
     for part in text.split(","):
-        found = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
-        if found is None:
-            raise ValueError(f"{named_by} {text}: write layers like 1-10,12")
-        first, last = int(found[1]), int(found[2] or found[1])
-        if first > last:
-            raise ValueError(f"{named_by} {text} runs backwards: write {last}-{first}")
-        if last >= layers:
-            raise ValueError(f"{named_by} {text}: the layers are 0 to {layers - 1}")
+        match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
+        first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
+        if not first <= last < layers:
+            raise ValueError(
+                f"--ltd-layers {text}: write layers from 0 to {layers - 1}, such as 1-10,12"
+            )
         named.update(range(first, last + 1))
     if len(named) == layers:
-        raise ValueError(f"{named_by} {text} names all layers: leave one that sees every token")
+        raise ValueError(f"--ltd-layers {text} names all layers: leave one that sees every token")
     return tuple(sorted(named))
 
 
-def refusals_of_schedule(config: LtdConfig, seq_len: int, prefix: str = "--ltd-") -> list[Refusal]:
-    """Schedules that cannot be, as (condition, what to tell the user).
-
-    Args: config of which each number is within its own limits
-          prefix what the user's flags begin with
-    """
-    start, multiple, T = config.start, config.multiple or 1, seq_len
+def refusals_of_schedule(config: LtdConfig, seq_len: int) -> list[Refusal]:
+    """Numbers that do not fit together, each within its own limits."""
+    start, multiple = config.start, config.multiple or 1
     below = start // multiple * multiple
-    is_no_multiple = start % multiple != 0 and start != T
+    choices = f"{below} or " if below else ""
     return [
-        (start > T, f"{prefix}start {start} is more than a row holds: choose 1 to {T}"),
+        (start > seq_len, f"--ltd-start {start} is above the {seq_len} tokens of a row: lower it"),
         (
-            is_no_multiple and multiple > T,
-            f"{prefix}multiple {multiple} is more than a row holds: choose 1 to {T}",
-        ),
-        (
-            is_no_multiple,
-            f"{prefix}start {start} is no multiple of {prefix}multiple {multiple}: choose"
-            f" {f'{below} or ' if below else ''}{min(below + multiple, T)}",
+            start % multiple != 0 and start != seq_len,
+            f"--ltd-start {start} is not a multiple of --ltd-multiple {multiple}: choose"
+            f" {choices}{min(below + multiple, seq_len)}, or another --ltd-multiple",
         ),
         (
             config.steps is not None and config.share is not None,
-            f"{prefix}steps and {prefix}share both say when all tokens are kept: give one of them",
+            "--ltd-steps and --ltd-share both say when all tokens are kept: give one of them",
         ),
     ]
 
@@ -233,9 +224,7 @@ def token_dropping(kept_in: dict[int, Tensor], inner: "RunBlock") -> "RunBlock":
     meta_of: dict[int, TokenMeta] = {}  # of the kept tokens of each layer
 
     def run_layer(layer: int, block: "Block", x: Tensor, meta: "TokenMeta") -> Tensor:
-        def run(x: Tensor, meta: "TokenMeta") -> Tensor:
-            return inner(layer, block, x, meta)
-
+        run = partial(inner, layer, block)
         if layer not in kept_in:
             return run(x, meta)
         if not meta_of:
@@ -246,7 +235,7 @@ def token_dropping(kept_in: dict[int, Tensor], inner: "RunBlock") -> "RunBlock":
     return run_layer
 
 
-# ---- what a run makes of them
+# ---- the hooks
 
 
 def run_block(
@@ -286,17 +275,15 @@ def shapes(settings: "Config") -> list["Config"]:
 
 def with_defaults(settings: "Config") -> LtdConfig:
     ltd = settings.ltd
-    if ltd.start is None:
-        ltd = replace(ltd, start=max(settings.data.seq_len // 16, 1))
-    if ltd.share is None and ltd.steps is None:
-        ltd = replace(ltd, share=0.9)
-    return ltd
+    start = max(settings.data.seq_len // 16, 1) if ltd.start is None else ltd.start
+    share = 0.9 if ltd.share is None and ltd.steps is None else ltd.share
+    return replace(ltd, start=start, share=share)
 
 
 def refusals(settings: "Config") -> list[Refusal]:
     ltd, T, layers = settings.ltd, settings.data.seq_len, settings.model.layers
     if ltd.layers is not None:
-        dropping_layers(ltd.layers, layers)  # raises for what it cannot be
+        dropping_layers(ltd.layers, layers)  # raises if the list is wrong
     n_shapes = len(kept_values(ltd, T))
     return [
         *refusals_of_schedule(ltd, T),
@@ -340,46 +327,40 @@ def main(argv: list[str] | None = None) -> None:
     for verb in (pacing, plan):
         verb.add_argument("--start", type=numbers.count, default=64, help="tokens kept at first")
         verb.add_argument("--kind", choices=PACES, default="linear", help="how they grow")
-        verb.add_argument("--multiple", type=numbers.count, default=16, help="they grow by so many")
+        verb.add_argument(
+            "--multiple", type=numbers.count, default=16, help="they grow by multiples of it"
+        )
     args = parser.parse_args(argv)
-    if args.verb == "plan":
-        costs.fill_in(args)
-    else:
-        args.seq_len, args.share, args.steps = args.end, None, None
-    asked = LtdConfig(start=args.start, multiple=args.multiple, share=args.share, steps=args.steps)
-    for refused, message in refusals_of_schedule(asked, args.seq_len, "--"):
-        if refused:
-            raise ValueError(message)
+    config = LtdConfig(start=args.start, pace=args.kind, multiple=args.multiple)
     if args.verb == "pace":
-
-        def kept_at(t: float) -> int:
-            return kept_tokens(t, args.over, args.start, args.end, args.kind, args.multiple)
-
-        figures.show_curve(args, kept_at, "kept tokens", args.over, tenths=10)
-        return
-    over = args.steps or args.share or 0.7
-    layers = costs.SIZES[args.size].layers
-    dropping = dropping_layers(args.layers, layers, "--layers")
-
-    @cache
-    def tokens_by_layer(keep: int) -> tuple[int, ...]:
-        return tuple(keep if i in dropping else args.seq_len for i in range(layers))
-
-    def tokens_at(steps: int, progress: float) -> tuple[int, ...]:
-        t = steps if args.steps else progress
-        kept = kept_tokens(
-            t,
-            over=over,
+        with runtime.without_prefix("--ltd-"):
+            refuse(refusals_of_schedule(config, args.end))
+        schedule = partial(
+            kept_tokens,
+            over=args.over,
             start=args.start,
-            seq_len=args.seq_len,
+            seq_len=args.end,
             kind=args.kind,
             multiple=args.multiple,
         )
-        return tokens_by_layer(kept)
+        figures.show_curve(args, schedule, "kept tokens", args.over, tenths=10)
+        return
+    costs.fill_in(args)
+    T, model = args.seq_len, costs.SIZES[args.size]
+    config = replace(config, share=args.share, steps=args.steps, layers=args.layers)
+    with runtime.without_prefix("--ltd-"):
+        refuse(refusals_of_schedule(config, T))
+        dropping = len(dropping_layers(config.layers, model.layers))
+    config = replace(config, share=config.share or 0.7)
+    settings = SimpleNamespace(ltd=config, model=model, data=SimpleNamespace(seq_len=T))
 
-    by = "" if args.kind == "constant" else f", in multiples of {args.multiple}"
-    end = f"{over:,} steps" if args.steps else f"{over:g} of the budget"
-    kept = f"{args.start} tokens kept in {len(dropping)} of {layers} layers ({args.kind}{by})"
+    def tokens_at(steps: int, progress: float) -> list[int]:
+        context = StepContext(seed=0, step=steps + 1, progress=progress)
+        return tokens_by_layer(settings, context, [T] * model.layers)
+
+    by = "" if config.pace == "constant" else f", in multiples of {config.multiple}"
+    kept = f"{config.start} tokens kept in {dropping} of {model.layers} layers ({config.pace}{by})"
+    end = f"{config.steps:,} steps" if config.steps else f"{config.share:g} of the budget"
     costs.show_plan(args, f"{kept}, all after {end}", tokens_at)
 
 

@@ -198,7 +198,7 @@ class Transformer(nn.Module):
         if config.pos == "learned":
             x = x + self.wpe(positions)
         else:
-            dtype = torch.float64 if x.dtype == torch.float64 else torch.float32
+            dtype = torch.promote_types(x.dtype, torch.float32)
             turns = rotation(positions, config.head_width, dtype)
         meta = TokenMeta(positions, doc_ids, config.causal, turns, self.attention_impl(x))
         if config.kind == "bert":
@@ -317,31 +317,21 @@ def rows_at(x: Tensor | None, at: Tensor | None) -> Tensor | None:
     return x if x is None or at is None else x.index_select(0, at)
 
 
+@dataclass(eq=False)
 class TokenMeta:
-    """What attention must know of each token: its position and the document it belongs to.
+    """What attention must know of each token: its position and the document it belongs to."""
 
-    Args:  positions (B, T) or (1, T) int64  counted from the start of the token's own document
-           doc_ids   (B, T) int64            equal within a document, -1 on padding; None says that
-                                             every row is one whole document
-           causal    bool                    a token sees no later one
-           rotation  (B, T, 1, D/2, 2) float cos and sin of angles (--pos rope), or None
-           impl      str                     of kernels.packed_attention
-           documents where these lie, if that is known; None finds them by doc_ids
-    """
+    positions: Tensor  # (B, T) or (1, T) int64, counted from the start of the token's own document
+    # (B, T) int64, equal within a document, -1 on padding; None: every row is one whole document
+    doc_ids: Tensor | None
+    causal: bool  # a token sees no later one
+    rotation: Tensor | None = None  # (B, T, 1, D/2, 2) cos and sin of angles, with --pos rope
+    impl: str = "dense"  # of kernels.packed_attention
+    documents: Documents | None = None  # where these lie; None finds them by doc_ids
 
-    def __init__(
-        self,
-        positions: Tensor,
-        doc_ids: Tensor | None,
-        causal: bool,
-        rotation: Tensor | None = None,
-        impl: str = "dense",
-        documents: Documents | None = None,
-    ):
-        self.positions, self.doc_ids, self.causal = positions, doc_ids, causal
-        self.rotation, self.impl, self.documents = rotation, impl, documents
-        if doc_ids is not None and documents is None:
-            self.documents = index_of(doc_ids, causal, impl)
+    def __post_init__(self) -> None:
+        if self.doc_ids is not None and self.documents is None:
+            self.documents = index_of(self.doc_ids, self.causal, self.impl)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         """What each token sees of the others: (B, T, H, D), as q, k and v are."""

@@ -1,7 +1,8 @@
 """Sequence packing: documents side by side in rows of equal length, with little padding.
 
 Decides which document goes into which row. It does not isolate the documents of a row from each
-other: attention does that, from `doc_ids` and `positions` (model.TokenMeta).
+other: attention does that, from `doc_ids` and `positions` (model.TokenMeta). plan.py calls
+`pack_lengths` for a window of samples, and support/rows/packs.py shares rows among ranks.
 
 Documents of equal length are interchangeable, so a packer needs only a histogram, and takes as long
 for a billion documents as for a million. It returns a Packing: which lengths share a pack (a
@@ -25,9 +26,9 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain
+from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -82,7 +83,7 @@ def refusals(config: "Config") -> list[tuple[bool, str]]:
         cutting_stock.require_scipy(packer, "--pack-packer")
     return [
         (
-            packer == "nnlshp" and cutting_stock.number_that_fill(T, most) > PATTERNS,
+            weighs_too_many(packer, T, most),
             f"--pack-packer nnlshp weighs every way to fill a row of {T} with {most} pieces at"
             f" most, and more than {PATTERNS:,} take too long: lower --pack-max-per-row, or choose"
             " another packer",
@@ -90,35 +91,17 @@ def refusals(config: "Config") -> list[tuple[bool, str]]:
     ]
 
 
+def weighs_too_many(packer: str, max_len: int, max_per_pack: int) -> bool:
+    """Whether a packer takes more than seconds, for it weighs every way to fill a row."""
+    return packer == "nnlshp" and cutting_stock.number_that_fill(max_len, max_per_pack) > PATTERNS
+
+
+def shapes(config: "Config") -> "list[Config] | None":
+    """None where a step has as many rows as its documents need."""
+    return None if config.pack.batch == "documents" else [config]
+
+
 # ---- greedy packers
-
-
-class Group(NamedTuple):
-    """Packs that hold the same lengths."""
-
-    packs: int
-    space: int  # tokens left in each
-    slots: int  # documents that each may still take
-    pattern: Pattern
-
-    def holding(self, packs: int, length: int, times: int) -> "Group":
-        """Some of these packs, once each holds `times` more documents of a length."""
-        pattern = self.pattern + (length,) * times
-        return Group(packs, self.space - times * length, self.slots - times, pattern)
-
-    def add(self, length: int, times: int, left: int) -> list["Group"]:
-        """Put in up to `left` documents, `times` per pack; the group splits into at most three.
-
-        Example: 5 documents, twice into each of 4 packs: 2 packs with two, 1 with one, 1 as it was
-        """
-        full = min(self.packs, left // times)
-        rest = left % times if full < self.packs else 0
-        parts = (
-            self.holding(full, length, times),
-            self.holding(min(rest, 1), length, rest),
-            self._replace(packs=self.packs - full - min(rest, 1)),
-        )
-        return [part for part in parts if part.packs]
 
 
 def greedy(
@@ -136,37 +119,40 @@ def greedy(
     """
     max_len, lengths = len(counts) - 1, np.flatnonzero(counts)[::-1].tolist()
     shortest = lengths[-1] if lengths else max_len + 1
-    closed: list[Group] = []
-    open_with: list[list[Group]] = [[] for _ in range(max_len + 1)]  # by space
+    closed: list[Filled] = []
+    open_with: list[list[Filled]] = [[] for _ in range(max_len + 1)]  # by space
     spaces = 0  # bit s is set if open_with[s] is not empty
 
-    def keep(group: Group) -> None:
+    def keep(packs: int, pattern: Pattern) -> None:
         nonlocal spaces
-        if group.slots and group.space >= shortest:
-            open_with[group.space].append(group)
-            spaces |= 1 << group.space
+        space = max_len - sum(pattern)
+        if len(pattern) < max_per_pack and space >= shortest:
+            open_with[space].append(Filled(packs, pattern))
+            spaces |= 1 << space
         else:
-            closed.append(group)
+            closed.append(Filled(packs, pattern))
 
     for packs, pattern in begun:
-        keep(Group(packs, max_len - sum(pattern), max_per_pack - len(pattern), pattern))
+        keep(packs, pattern)
     for length in lengths:
         left = int(counts[length])
         while left:
             fitting = spaces >> length
             if fitting:
                 space = length + (fitting & -fitting if tightest else fitting).bit_length() - 1
-                group = open_with[space].pop()
+                packs, pattern = open_with[space].pop()
                 if not open_with[space]:
                     spaces ^= 1 << space
-                times = min(group.space // length, group.slots) if tightest else 1
             else:
-                times = min(max_len // length, max_per_pack) if tightest else 1
-                group = Group(-(-left // times), max_len, max_per_pack, ())
-            for part in group.add(length, times, left):
-                keep(part)
-            left -= min(left, group.packs * times)
-    return [Filled(group.packs, group.pattern) for group in chain(closed, *open_with)]
+                space, packs, pattern = max_len, left, ()
+            slots = max_per_pack - len(pattern)
+            times = min(space // length, slots, left) if tightest else 1  # in each pack
+            changed = min(packs, left // times)
+            keep(changed, pattern + (length,) * times)
+            if fitting and packs > changed:
+                keep(packs - changed, pattern)
+            left -= changed * times
+    return closed + [group for groups in open_with for group in groups]
 
 
 # ---- packers that need SciPy
@@ -253,18 +239,13 @@ def pack(counts: np.ndarray, packer: str = DEFAULT, max_per_pack: int | None = N
     )
 
 
-def shapes(config: "Config") -> "list[Config] | None":
-    """None where a step has as many rows as its documents need."""
-    return None if config.pack.batch == "documents" else [config]
-
-
 def pack_lengths(
     lengths: Sequence[int] | np.ndarray,
     max_len: int,
     packer: str = DEFAULT,
     max_per_pack: int | None = None,
 ) -> Packs:
-    """Pack documents: which of them, by number, share a pack.
+    """Pack documents: the numbers of those that share a pack.
 
     Documents of equal length are taken in the order given; packs come longest document first,
     until `take` reorders them.
@@ -371,59 +352,51 @@ def show(
     counts: np.ndarray, packers: Sequence[str], depths: Sequence[int | None], as_json: bool
 ) -> None:
     """Print a table of several packings, or one packing's numbers and some of its rows."""
-    as_table = len(packers) * len(depths) > 1
-    if as_table and not as_json:
+    max_len, is_table = len(counts) - 1, len(packers) * len(depths) > 1
+    if is_table and not as_json:
         columns = ("rows", "at least", "full", "a row", "attention", "seconds")
         print(f"{'packer':9} {'most':>4} " + " ".join(f"{column:>10}" for column in columns))
-    for depth in depths:
-        for packer in packers:
-            if as_table and (reason := left_out(packer, depth, len(counts) - 1)):
-                print(f"{packer}: {reason}", file=sys.stderr)
-                continue
+    for depth, packer in product(depths, packers):
+        most = min(depth or max_len, max_len)
+        try:
             if packer in cutting_stock.NEED_SCIPY:
                 cutting_stock.require_scipy(packer)  # importing it is not the packer's time
-            start = time.perf_counter()
-            packing = pack(counts, packer, depth)
-            seconds = time.perf_counter() - start
+            if is_table and weighs_too_many(packer, max_len, most):
+                raise ValueError(
+                    f"more than {PATTERNS:,} ways to fill a row with {most}: ask for it by --packer"
+                )
+        except ValueError as error:
+            if not is_table:
+                raise
+            print(f"{packer}: {error}", file=sys.stderr)
+            continue
+        start = time.perf_counter()
+        packing = pack(counts, packer, depth)
+        seconds = time.perf_counter() - start
+        efficiency, factor, bound = packing.efficiency, packing.factor, packing.lower_bound
+        if as_json:
             numbers = {
                 "packer": packer,
                 "packs": packing.packs,
-                "efficiency": packing.efficiency,
-                "factor": packing.factor,
-                "lower_bound": packing.lower_bound,
+                "efficiency": efficiency,
+                "factor": factor,
+                "lower_bound": bound,
                 "seconds": round(seconds, 6),
             }
-            if as_json:
-                print(json.dumps(numbers))
-            elif as_table:
-                print(
-                    f"{packer:9} {depth or 'all':>4} {packing.packs:10,} {packing.lower_bound:10,}"
-                    f" {packing.efficiency:10.3%} {packing.factor:10.3f}"
-                    f" {packing.attention:10.1%} {seconds:10.4f}",
-                    flush=True,
-                )
-            else:
-                print("\n".join(rows_as_text(packing)))
-                alone = packing.efficiency / packing.factor
-                print(
-                    f"{packer}: {packing.packs:,} rows, no packer needs fewer than"
-                    f" {packing.lower_bound:,}; padding: {1 - packing.efficiency:.1%},"
-                    f" {1 - alone:.1%} with one document a row; {seconds:.4f} s"
-                )
-
-
-def left_out(packer: str, depth: int | None, max_len: int) -> str:
-    """Why a table leaves out a packer, or nothing."""
-    if packer in cutting_stock.NEED_SCIPY:
-        try:
-            cutting_stock.require_scipy(packer)
-        except ValueError as error:
-            return str(error)
-    if packer == "nnlshp":
-        most = min(depth or max_len, max_len)
-        if cutting_stock.number_that_fill(max_len, most) > PATTERNS:
-            return f"more than {PATTERNS:,} ways to fill a row with {most}: ask for it by --packer"
-    return ""
+            print(json.dumps(numbers))
+        elif is_table:
+            print(
+                f"{packer:9} {depth or 'all':>4} {packing.packs:10,} {bound:10,} {efficiency:10.3%}"
+                f" {factor:10.3f} {packing.attention:10.1%} {seconds:10.4f}",
+                flush=True,
+            )
+        else:
+            print("\n".join(rows_as_text(packing)))
+            print(
+                f"{packer}: {packing.packs:,} rows, no packer needs fewer than {bound:,}; padding:"
+                f" {1 - efficiency:.1%}, {1 - efficiency / factor:.1%} with one document a row;"
+                f" {seconds:.4f} s"
+            )
 
 
 def some_rows(packing: Packing) -> list[list[int]]:

@@ -1,14 +1,22 @@
 """Encode documents into a token store: the folder that training reads (support/text/store.py).
 
-Does not shuffle, filter, deduplicate or change text.
+    files ── Corpus ──> parts, held out or not ── chunks ──> threads encode ── StoreWriter ──> store
+
+Short documents are gathered into chunks and long ones are cut, so that a thread's task is neither
+all overhead nor a whole corpus. Does not shuffle, filter, deduplicate or change text. Files are
+read in support/text/reading.py, and documents held out in support/text/corpus.py.
 
     python prepare.py corpus/pd-mix.jsonl.gz --out runs/pd-mix
 """
 
 import json
+import os
+import re
 import signal
 import sys
-from collections.abc import Iterable
+from collections import deque
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -17,16 +25,19 @@ import tiktoken
 from support.base import runtime
 from support.base.atomic import atomic_folder
 from support.text import tokenizer
-from support.text.encoding import encoded
-from support.text.holdout import Corpus, add_flags
+from support.text.corpus import Corpus, Part, add_flags
 from support.text.reading import InputBar
-from support.text.store import FORMAT, Store, StoreWriter
+from support.text.store import FORMAT, Encoded, Store, StoreWriter
 
+CHUNK_CHARACTERS = 1 << 18  # of text, for one task of one thread
+# No alternative in the pattern that all our tokenizers split by (support/text/tokenizer.py) has a
+# character before a blank, and none looks back. Every library agrees that these two are blanks.
+CUT = re.compile(r"(?<=\S)(?=[ \n])")
 SOURCES_SHOWN = 20  # in the summary, those with the most tokens
 
 
 def prepare(
-    inputs: Iterable[str | Path],
+    inputs: Sequence[str | Path],
     out: str | Path,
     encoding: tiktoken.Encoding,
     name: str,
@@ -49,17 +60,21 @@ def prepare(
     if out.exists():
         raise ValueError(f"--out {out}: exists already: remove it or name another folder")
     corpus = Corpus(inputs, holdout, split_on, source_field)
+    threads = os.cpu_count() or 1
+    tasks: deque[Future[list[Encoded]]] = deque()  # this thread reads and writes meanwhile
     with atomic_folder(out) as unfinished:
         writer = StoreWriter(unfinished, encoding)
-        with InputBar(corpus.files, "encoding") as bar:
-            for parts in encoded(corpus.parts(bar.on_read), encoding, writer.dtype, bar):
-                writer.append(parts)
-            meta = writer.finish(bar.tick)
+        with InputBar(corpus.files, "encoding") as bar, ThreadPoolExecutor(threads) as pool:
+            for chunk in chunks(corpus.parts(bar.open), bar):
+                tasks.append(pool.submit(encode, chunk, encoding, writer.dtype))
+                if len(tasks) > 2 * threads:
+                    writer.append(tasks.popleft().result())
+            for task in tasks:
+                writer.append(task.result())
+            meta = writer.finish()
         if not meta["documents"]:
             skipped = f"; files that are not text: {len(corpus.skipped)}" if corpus.skipped else ""
-            raise ValueError(
-                f"{', '.join(map(str, corpus.paths))}: no document has any text{skipped}"
-            )
+            raise ValueError(f"{', '.join(map(str, inputs))}: no document has any text{skipped}")
         meta |= {
             "format": FORMAT,
             "holdout": holdout,
@@ -73,6 +88,57 @@ def prepare(
         }
         (unfinished / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
     return meta
+
+
+def chunks(parts: Iterable[Part], bar: InputBar) -> Iterator[list[Part]]:
+    """Gather short parts and cut long ones; the bar counts what was handed out as done."""
+    chunk: list[Part] = []
+    characters = documents = read_before = 0
+    for part in parts:
+        done = 0
+        length = len(part.text)
+        for text in pieces_of(part.text):
+            done += len(text)
+            ends = done == length
+            chunk.append(part._replace(text=text, ends=ends))
+            documents += ends
+            characters += len(text) + 1  # + 1, so that empty documents fill a chunk too
+            if characters >= CHUNK_CHARACTERS:
+                of_part = (bar.bytes_read - read_before) * done // max(length, 1)
+                bar.done(read_before + of_part, documents)
+                yield chunk
+                chunk = []
+                characters = 0
+        read_before = bar.bytes_read
+    bar.done(read_before, documents)
+    yield chunk
+
+
+def pieces_of(text: str) -> Iterator[str]:
+    """Cut a long text into pieces whose tokens are those of the whole.
+
+    Example: with pieces of 5 characters or more, "one two\\n\\nend" is "one two" and "\\n\\nend"
+    """
+    begin = 0
+    while len(text) - begin > CHUNK_CHARACTERS:
+        cut = CUT.search(text, begin + CHUNK_CHARACTERS)
+        if not cut:
+            break
+        yield text[begin : cut.start()]
+        begin = cut.start()
+    yield text[begin:]
+
+
+def encode(parts: list[Part], encoding: tiktoken.Encoding, dtype: np.dtype) -> list[Encoded]:
+    end = np.array([encoding.eot_token], dtype)
+    done = []
+    for part in parts:
+        # encode_ordinary would hold the GIL while it makes a list of ints; this does not.
+        ids = encoding.encode_to_numpy(part.text, disallowed_special=())
+        if part.ends and part.text:
+            ids = np.concatenate((ids, end))
+        done.append(Encoded(ids.astype(dtype), part.held_out, part.source, part.ends))
+    return done
 
 
 def embedded_store(name: str) -> Path:

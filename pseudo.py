@@ -10,10 +10,10 @@ At a share of the budget every layer gets weights of its own, copies of those th
 and the optimizers' state goes with them. Sharing saves memory, no FLOPs; fewer layers save both.
 While weights are shared, their gradient is the mean over their uses, where autograd has the sum.
 
-A stage of a run is its `Owners`: for every layer the layer whose weights it uses. Everything here
-is a function of these: `share` edits a model to be like that, `handed_over` turns the state of one
-stage into that of another. Parameters keep their names throughout. Knows nothing of the loop: the
-rebuilding of compiled blocks, DDP and optimizers is train.py's.
+A stage of a run is its `Owners`: for every layer the layer whose weights it uses. `share` gives a
+new model the owners of a stage, `handed_over` turns the state of one stage into that of the next.
+Parameters keep their names throughout. When a stage ends (`Sharing.has_ended`), train.py takes the
+state, hands it over and builds model, optimizers and DDP anew; nothing of that is done here.
 
 In reading order: configuration, stages, the model, the state, the gradients, the command.
 
@@ -37,7 +37,7 @@ from torch.func import functional_call
 
 from support.base.clock import StepContext
 from support.base.settings import flag
-from support.base.technique import Edit, Refusal, is_on
+from support.base.technique import Edit, Refusal, is_on, refuse
 
 if TYPE_CHECKING:
     from config import Config
@@ -76,7 +76,7 @@ ABSENT = -1
 
 
 def stage(layers: int, present: int, group: int) -> Owners:
-    """A model of which `present` layers run, in units of `group` layers.
+    """The owners of a model where `present` layers run, in units of `group` layers.
 
     Those that run are spread evenly, the first and the last among them.
 
@@ -95,13 +95,23 @@ def stage(layers: int, present: int, group: int) -> Owners:
 def origin(owners: Owners, layer: int) -> int:
     """The layer whose weights a layer takes over when it gets its own.
 
-    If it is absent, one that runs stands in for it: each does so for as many layers.
+    A layer that runs stands in for an absent one; each stands in for about equally many.
 
     Example: with owners (0, -1, 2, -1, -1, 5) those of layers 0, 0, 2, 2, 5, 5
     """
     places = [place for place, owner in enumerate(owners) if owner != ABSENT]
     stand_in = places[layer * len(places) // len(owners)]
     return owners[layer if owners[layer] != ABSENT else stand_in]
+
+
+def own_blocks(owners: Owners) -> int:
+    """Layers that have weights of their own."""
+    return len({*owners} - {ABSENT})
+
+
+def in_words(owners: Owners) -> str:
+    """Example: (0, -1, 0) -> "0 . 0" """
+    return " ".join("." if owner == ABSENT else str(owner) for owner in owners)
 
 
 class Until(NamedTuple):
@@ -218,15 +228,18 @@ def handed_over(state: dict, owners: Owners, policy: str, beginning: str = "copy
                                   are independent has 1/n of the variance of one
                          reset    none: it begins anew, with AdamW's correction for that
              beginning of a layer that was absent: copy of the one that stood in for it, or
-                       identity: what it adds to the residual stream is zero at first, by weights
-                       of which the optimizers know nothing
+                       identity: at first it adds zero to the residual stream, and the optimizers
+                       have no state for the weights that make it so
     Example: owners (0, 0) -> (0, 1): h.1.* are copies of h.0.*, exp_avg_sq of both doubles
     """
     before: Owners = tuple(state["pseudo"]["owners"])
     weights, moments = state["model"], state["optimizers"]["state"]
-    new_weights, new_moments = outside_blocks(weights), outside_blocks(moments)
+    new_weights, new_moments = (
+        {name: value for name, value in named.items() if not name.startswith("h.")}
+        for named in (weights, moments)
+    )
     uses_before, uses_after = Counter(before), Counter(owners)
-    taken: set[int] = set()  # layers of the old stage whose weights one of the new has already
+    taken: set[int] = set()  # layers of the old stage whose weights a layer of the new one has
     for layer, owner in enumerate(owners):
         if owner == ABSENT:
             continue
@@ -247,7 +260,10 @@ def handed_over(state: dict, owners: Owners, policy: str, beginning: str = "copy
                 continue
             new_weights[new] = weights[old].clone() if is_copy else weights[old]
             if old in moments and not (policy == "reset" and changes):
-                new_moments[new] = moments_of(moments[old], scale, is_copy)
+                kept = {key: t.clone() if is_copy else t for key, t in moments[old].items()}
+                if scale != 1 and "exp_avg_sq" in kept:
+                    kept["exp_avg_sq"] = kept["exp_avg_sq"] * scale
+                new_moments[new] = kept
     return {
         **state,
         "model": new_weights,
@@ -265,18 +281,6 @@ def names_of_block(weights: dict[str, Tensor], layer: int) -> list[str]:
     return [name.removeprefix(prefix) for name in weights if name.startswith(prefix)]
 
 
-def outside_blocks(named: dict) -> dict:
-    return {name: value for name, value in named.items() if not name.startswith("h.")}
-
-
-def moments_of(kept: dict[str, Tensor], scale: float, is_copy: bool) -> dict[str, Tensor]:
-    """What an optimizer knows of a parameter, with AdamW's second moment times `scale`."""
-    moments = {what: value.clone() if is_copy else value for what, value in kept.items()}
-    if scale != 1 and "exp_avg_sq" in moments:
-        moments["exp_avg_sq"] = moments["exp_avg_sq"] * scale
-    return moments
-
-
 # ---- the gradients
 
 
@@ -289,8 +293,8 @@ def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
     """
     for owner, uses in Counter(owners).items():
         if uses > 1 and owner >= 0:
-            mine = [p.grad for name, p in named.items() if name.startswith(f"h.{owner}.")]
-            torch._foreach_div_([gradient for gradient in mine if gradient is not None], uses)
+            shared = [p.grad for name, p in named.items() if name.startswith(f"h.{owner}.")]
+            torch._foreach_div_([gradient for gradient in shared if gradient is not None], uses)
 
 
 class Uses:
@@ -329,16 +333,12 @@ class Uses:
         sums = {key: reduce(gradient).flatten() for key, gradient in self.gradients.items()}
         low = []
         for (layer, name), gradient in sums.items():
-            following = self.following(layer)
-            if following is not None:
-                other = sums[following, name]
+            later = range(layer + 1, len(self.owners))
+            uses = [i for i in later if self.owners[i] == self.owners[layer]]
+            if uses:
+                other = sums[uses[0], name]
                 low.append(torch.cosine_similarity(gradient, other, dim=0).item() < threshold)
         return sum(low) * 2 > len(low)
-
-    def following(self, layer: int) -> int | None:
-        """The next layer that uses the same weights."""
-        later = range(layer + 1, len(self.owners))
-        return next((i for i in later if self.owners[i] == self.owners[layer]), None)
 
 
 # ---- at work
@@ -351,7 +351,7 @@ class Sharing(Edit):
         self.settings, self.shadow = settings, shadow
         self.until = parse_until(settings.pseudo.until)
         self.uses: Uses | None = None  # in a step that is watched (--pseudo-until adaptive)
-        self.blocks = len({*shadow.owners} - {ABSENT})
+        self.blocks = own_blocks(shadow.owners)
         share(model, shadow.owners)
 
     def before_step(self, before: "Clock", after: "Clock") -> None:
@@ -387,8 +387,7 @@ class Sharing(Edit):
         return handed_over(state, self.owners_at(context), config.state, config.new)
 
     def in_words(self) -> str:
-        used = " ".join("." if owner == ABSENT else str(owner) for owner in self.shadow.owners)
-        return f"--pseudo: layers use the weights of {used}"
+        return f"--pseudo: layers use the weights of {in_words(self.shadow.owners)}"
 
     def logged(self) -> dict:
         return {"owners": list(self.shadow.owners)}
@@ -409,7 +408,7 @@ def edit(
 
 def blocks(settings: "Config", context: StepContext) -> int:
     """Blocks with weights of their own; with --pseudo-until adaptive as at the beginning."""
-    return len({*shadow_at(settings, context.progress, None).owners} - {ABSENT})
+    return own_blocks(shadow_at(settings, context.progress, None).owners)
 
 
 # ---- settings
@@ -438,7 +437,7 @@ def units_of(layers: int, until: Until) -> list[int]:
 
 def refusals(settings: "Config") -> list[Refusal]:
     return [
-        *refusals_of_stages(settings.pseudo, settings.model.layers, "--pseudo-"),
+        *refusals_of_stages(settings.pseudo, settings.model.layers),
         (
             settings.model.init is not None,
             "--init and --pseudo exclude each other: a shadow has not the weights of all layers",
@@ -457,34 +456,26 @@ def refusals(settings: "Config") -> list[Refusal]:
     ]
 
 
-def refusals_of_stages(config: PseudoConfig, layers: int, prefix: str) -> list[Refusal]:
-    """Stages that cannot be, as (condition, what to tell the user).
-
-    Args: prefix what the user's flags begin with
-    """
-    until = parse_until(config.until)  # raises for what it cannot be
-    few, group = config.layers or layers, config.group
-    units, at_once = units_of(few, until), units_of(few, Until(()))
-    fewer = f", or {prefix}group {' or '.join(map(str, units))}" if units else ""
+def refusals_of_stages(config: PseudoConfig, layers: int) -> list[Refusal]:
+    """Units, layers and shares that do not fit together."""
+    until = parse_until(config.until)  # raises if the text is wrong
+    few, units = config.layers or layers, units_of(config.layers or layers, until)
+    remedies = [f"choose {', '.join(map(str, units))}"] if units else []
+    remedies += ["give fewer shares"] if len(until.shares) > 1 else []
     return [
         (
             few > layers,
-            f"{prefix}layers {few} is more than the model's {layers} layers: choose 1 to {layers}",
+            f"--pseudo-layers {few} is more than the model's {layers} layers: choose 1 to {layers}",
         ),
         (
-            group not in at_once,
-            f"{prefix}group {group} does not divide {few} layers: choose"
-            f" {', '.join(map(str, at_once))}",
-        ),
-        (
-            group not in units,
-            f"{prefix}until {config.until} has {len(until.shares)} shares, more than units of"
-            f" {group} can be doubled in {few} layers: give fewer{fewer}",
+            config.group not in units,
+            f"--pseudo-group {config.group} with --pseudo-until {config.until}: units must divide"
+            f" {few} layers, also after each doubling: {', or '.join(remedies)}",
         ),
         (
             not until.shares and few < layers,
-            f"{prefix}until {config.until} is about shared weights: layers are added at a share of"
-            f" the budget, such as {prefix}until 0.5",
+            f"--pseudo-until {config.until} is about shared weights: add layers at a share of the"
+            " budget, such as --pseudo-until 0.5",
         ),
     ]
 
@@ -495,6 +486,7 @@ def refusals_of_stages(config: PseudoConfig, layers: int, prefix: str) -> list[R
 def main(argv: list[str] | None = None) -> None:
     from support.base import numbers, runtime
     from support.step import costs
+    from support.step.optim import state_bytes
 
     parser = runtime.Parser(prog="pseudo.py", description=__doc__.split("\n")[0])
     parser.add_argument("--size", choices=costs.SIZES, default="nano")
@@ -504,13 +496,26 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     config = PseudoConfig(group=args.group, layers=args.layers, until=args.until)
     settings = SimpleNamespace(model=costs.SIZES[args.size], pseudo=config)
-    settings.pseudo = with_defaults(settings)
-    for refused, message in refusals_of_stages(settings.pseudo, settings.model.layers, "--"):
-        if refused:
-            raise ValueError(message)
-    starts = (0.0, *parse_until(settings.pseudo.until).shares)
-    stages = {start: shadow_at(settings, start, None).owners for start in starts}
-    costs.show_stages(args.size, stages)
+    layers = settings.model.layers
+    with runtime.without_prefix("--pseudo-"):
+        settings.pseudo = with_defaults(settings)
+        refuse(refusals_of_stages(settings.pseudo, layers))
+
+    model = costs.empty_model(costs.config_of(args.size, settings.model.seq_len))
+    whole, block = (
+        state_bytes(dict(module.named_parameters()), muon=False) for module in (model, model.h[0])
+    )
+    print(
+        f"{args.size}: {whole['weights'] / 4e6:.2f} M parameters, {block['weights'] / 4e6:.2f} M in"
+        f" each of {layers} layers;\nmemory counts fp32 weights, gradients and AdamW's two"
+        f" moments\n\n{'from':>6} {'parameters':>12} {'memory':>10}   weights of each layer"
+    )
+    for start in (0.0, *parse_until(settings.pseudo.until).shares):
+        owners = shadow_at(settings, start, None).owners
+        missing = layers - own_blocks(owners)
+        held = {kind: whole[kind] - missing * block[kind] for kind in whole}
+        millions, gigabytes = held["weights"] / 4e6, sum(held.values()) / 1e9
+        print(f"{start:6g} {millions:10.2f} M {gigabytes:7.3f} GB   {in_words(owners)}")
 
 
 if __name__ == "__main__":

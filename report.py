@@ -4,13 +4,16 @@
     python report.py runs/a runs/b runs/c --out compared.html
     python report.py runs/a runs/b --loss 2.0 --markdown     # costs to reach a loss, as tables
 
-From a step to a chart: support/run/progress.py `log_step` writes a line of log.jsonl; `read_run` in
-support/report/log.py makes each of its fields a column; run_page.py (comparison.py for several
-runs) turns the columns it names into charts; page.py `html` has charts.py `svg` draw them. A field
-that run_page.py does not name gets no chart, except difficulties. Runs that differ only
-in their seed are one recipe. A page is one file, without scripts or fonts from elsewhere. --out
-with another ending makes markdown, or an SVG of the charts. Only logs are read: no model, data or
-checkpoint.
+From a step to a chart: a number arises in plan.py (a field of `Step`) or in train.py's
+`Trainer.update` (a field of `Done`). support/run/progress.py `log_step` writes both to a line of
+log.jsonl; `read_run` in support/report/run_page.py makes each field of a line a column, and `page`
+there turns the columns it names into charts (comparison.py for several runs); page.py `html` has
+charts.py `svg` draw them. A field that run_page.py does not name gets no chart, except
+difficulties.
+
+Runs that differ only in their seed are one recipe. A page is one file, without scripts or fonts
+from elsewhere. --out with another ending makes markdown, or an SVG of the charts. Only logs are
+read: no model, data or checkpoint.
 """
 
 import json
@@ -25,8 +28,8 @@ from support.base.runtime import Parser, exit_cleanly
 from support.base.settings import Flat, flag_of, flattened, real_number
 from support.report import comparison, figures, run_page
 from support.report.charts import picture
-from support.report.log import RunLog, read_run, summary
 from support.report.page import Page, Table, html, markdown
+from support.report.run_page import RunLog, read_run, summary
 
 
 def main(argv: list[str] | None = None) -> int:

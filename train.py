@@ -52,7 +52,7 @@ from support.base.sharded import (
 )
 from support.base.stop_signal import Stopped, StopSignal
 from support.base.technique import Edit, is_on, techniques_of, techniques_on
-from support.evaluation.scoring import HeldOut, on_each_store
+from support.evaluation.scoring import HeldOut
 from support.rows.batch import Batch, shares_of
 from support.run import progress
 from support.run.run import Run
@@ -91,18 +91,18 @@ def main(argv: list[str] | None = None) -> int:
     poll = Poll(runtime)
     assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count, poll=poll)
     if settings.run.dry_run:
-        last = held_out(settings, data, settings.run.final_eval_tokens)
-        dry_run.show(
-            run,
-            data,
-            (evaluation, last),
+        dry_run.DryRun(
+            run=run,
+            data=data,
+            evaluation=evaluation,
+            last=held_out(settings, data, settings.run.final_eval_tokens),
             shape=shape,
             placement=placement,
             batches=rows_at_once,
             memory=memory,
             assemble=assembled,
-            next_stage=next_stage,
-        )
+            next_trainer=next_trainer,
+        ).show()
         return 0
     model = empty_model(shape) if saved else initial_model(shape, settings, runtime.say)
     run.use(assembled(settings, model=model, state=saved))
@@ -124,7 +124,8 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped:
         poll.bar.close()
         run.save()
-        runtime.say(f"stopped at step {run.clock.step}; go on with: {run.resume_command}")
+        resume = f"python train.py --resume --out {run.folder}"
+        runtime.say(f"stopped at step {run.clock.step}; go on with: {resume}")
         return 128 + (poll.stop.number or signal.SIGTERM)
     finally:
         poll.end()
@@ -169,11 +170,13 @@ def train(run: Run, plan: Plan, evaluation: Evaluation, poll: Poll) -> None:
             return
         run.keep_trunk(step.before, step.after)
         began = time.perf_counter()
-        progress.change_trainer(run, next_stage(run.trainer, step), poll.bar)
+        progress.change_trainer(run, next_trainer(run.trainer, step), poll.bar)
         done = run.trainer.step(step)
         ms = (time.perf_counter() - began) * 1e3 + waited_ms
         flops = run.advance(step)
-        progress.log_step(run, step, done, progress.Took(ms, waited_ms, flops.model), poll.bar)
+        progress.log_step(
+            run, step, done, poll.bar, ms=ms, waited_ms=waited_ms, model_flops=flops.model
+        )
         every = run.settings.run.checkpoint_every
         checkpoint_due = run.is_finished or due(every, step.before, step.after)
         evaluate_and_save(run, evaluation, poll, checkpoint_due)
@@ -205,8 +208,7 @@ def evaluate(run: Run, evaluation: Evaluation, poll: Poll, last: bool = False) -
 
 
 def held_out(settings: config.Config, data: Data, tokens: int | None) -> Evaluation:
-    how = (settings.data.seq_len, data.byte_lengths, data.special_ids)
-    return on_each_store(Evaluation, data.store, tokens, *how, nsp=settings.model.nsp)
+    return Evaluation(data, settings.data.seq_len, nsp=settings.model.nsp, tokens=tokens)
 
 
 def finish(run: Run, data: Data, poll: Poll) -> None:
@@ -233,7 +235,7 @@ def finish(run: Run, data: Data, poll: Poll) -> None:
 # ---- assembly
 
 
-def next_stage(trainer: "Trainer", step: Step) -> "Trainer":
+def next_trainer(trainer: "Trainer", step: Step) -> "Trainer":
     """Who makes this step: where a technique's stage ended before it, a trainer of the next one."""
     ended = [edit for edit in trainer.edits.values() if edit.has_ended(step.context)]
     if not ended:
@@ -376,8 +378,8 @@ class Trainer:
             last = stop == rows
             part = step.part(slice(first, stop))
             if s.model.dropout:
-                key = (s.run.seed, "dropout", step.context.step, runtime.rank, first)
-                torch.manual_seed(seed_of(*key))
+                seed = seed_of(s.run.seed, "dropout", step.context.step, runtime.rank, first)
+                torch.manual_seed(seed)
             sync_gradients(self.wrapped, last)  # over ranks once, with the last part
             batch = laid_out(self, part.batch).to(runtime.device)
             predicted = part.predicted and Predicted(

@@ -22,7 +22,7 @@ import tempfile
 from configparser import ConfigParser
 from pathlib import Path
 
-from record import ROOT, command_line, recorder
+from measure import ROOT, command_line, recorder
 
 from support.base.runtime import exit_cleanly
 
@@ -105,17 +105,10 @@ def main() -> None:
     keep = recorder("ablate", args)
     # a run that is told to stop saves and ends; what it did is still to be recorded
     signal.signal(signal.SIGTERM, lambda *_: None)
-    print("recipe                    seed  bits/byte  seconds  consumed M  raw M  layer-tokens M")
 
     def run(recipe: str, flags: str, seed: int, *more: str) -> dict:
         every = ["--device", args.device, *args.extra, *more]
         figures = measure(recipe, [*flags.split(), *every], seed, Path(folder))
-        print(
-            f"{recipe:24} {seed:5} {figures['val_bpb']:10.4f} {figures['train_seconds']:8.1f}"
-            f" {figures['consumed_tokens'] / 1e6:11.2f} {figures['real_tokens'] / 1e6:6.2f}"
-            f" {figures['layer_tokens'] / 1e6:15.2f}",
-            flush=True,
-        )
         keep(figures)
         if "stopped" in figures:
             raise ValueError(f"{recipe}: ended with status {figures['stopped']}, so none follows")

@@ -16,13 +16,16 @@ that. The run that is killed and resumed has the same tolerance.
 """
 
 import json
+import math
 import os
 import platform
 import shutil
+import statistics
 import subprocess
 import sys
 import tempfile
 import time
+import timeit
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
@@ -33,21 +36,21 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from record import RESULTS, ROOT, command_line, quartiles, recorder, significant
+from measure import RESULTS, ROOT, command_line, in_turns, measured, recorder, significant, timed
 from step import VARIANTS, build_ours, on_device
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
-from turns import in_turns, measured, timed
 
 import train
 from prepare import embedded_store
 from support.base.runtime import exit_cleanly
+from support.step import machine
 
 
 class Setup(NamedTuple):
     device: str
-    keep: Callable[[dict], None]  # a record, as soon as it is there
+    keep: Callable[[dict], None]  # prints and records figures
     compiled: bool = False
     toy: bool = False  # does it work? Then it takes seconds on a CPU, and its numbers say nothing
 
@@ -67,53 +70,40 @@ def versions() -> dict[str, str]:
 
 
 def ceilings(setup: Setup) -> Iterator[tuple[str, dict]]:
-    """What nothing on this machine exceeds; each the median of a few calls."""
+    """What nothing on this machine exceeds."""
     device = setup.device
-    n, numel = (256, 2**16) if setup.toy else (8192, 2**28)
-
-    def ms(call: Callable[[], object]) -> float:
-        calls = in_turns({"call": partial(timed, [call], device)}, 5)["call"]
-        return quartiles([each.ms for each in calls])[1]
-
-    here, there = torch.ones(2, numel, device=device)
-    host = torch.ones(numel, pin_memory=device == "cuda")
-    for name, to, origin in (
-        ("copy", there, here),
-        ("to the device", here, host),
-        ("to the host", host, here),
-    ):
+    here, there = torch.ones(2, 2**16 if setup.toy else 2**28, device=device)
+    host = torch.ones(len(here), pin_memory=device == "cuda")
+    copies = {"copy": (there, here), "to the device": (here, host), "to the host": (host, here)}
+    for name, (to, origin) in copies.items():
         moved = host.nbytes * (2 if name == "copy" else 1)  # read and written
-        gb_per_s = moved / 1e6 / ms(partial(to.copy_, origin, non_blocking=True))
-        yield name, {"gb_per_s": significant(gb_per_s, 4), "mb": host.nbytes / 1e6}
-    del here, there, host
+        copy = partial(timed, [partial(to.copy_, origin, non_blocking=True)], device)
+        ms = statistics.median(call.ms for call in in_turns({"": copy}, 5)[""])
+        yield name, {"gb_per_s": significant(moved / 1e6 / ms, 4), "mb": host.nbytes / 1e6}
+    del here, there, host, copies, copy, to, origin
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        left, right = torch.randn(2, n, n, device=device).to(dtype)
-        tflops = 2 * n**3 / 1e9 / ms(partial(torch.matmul, left, right))
+        rate = machine.measured(torch.device(device), dtype).flops
         name = f"product, {str(dtype).removeprefix('torch.')}"
-        yield name, {"tflops": significant(tflops, 4), "n": n}
+        yield name, {"tflops": significant(rate / 1e12, 4)}
     one = torch.zeros(1, device=device)
     for name, call, calls in (("launch", partial(one.add_, 1), 2000), ("wait", one.item, 200)):
         one.item()  # until nothing is under way
-        began = time.perf_counter()
-        for _ in range(calls):
-            call()
-        yield name, {"us": significant((time.perf_counter() - began) / calls * 1e6, 3)}
+        seconds = timeit.timeit(call, number=calls)
+        yield name, {"us": significant(seconds / calls * 1e6, 3)}
 
 
 def look_at_machine(setup: Setup) -> None:
     if command := shutil.which("nvidia-smi"):
         print(subprocess.run([command], capture_output=True, text=True).stdout)
-    found = {"part": "machine", "versions": versions(), "cores": os.cpu_count()}
+    about = {"part": "machine", "versions": versions(), "cores": os.cpu_count()}
     if setup.device == "cuda":
         torch.set_float32_matmul_precision("high")  # as train.py does
         properties = torch.cuda.get_device_properties(0)
-        found["capability"] = f"{properties.major}.{properties.minor}"
-        found["processors"] = properties.multi_processor_count
-        found["memory_gb"] = round(properties.total_memory / 1e9, 1)
-    print(json.dumps(found, indent=1), flush=True)
-    setup.keep(found)
+        about["capability"] = f"{properties.major}.{properties.minor}"
+        about["processors"] = properties.multi_processor_count
+        about["memory_gb"] = round(properties.total_memory / 1e9, 1)
+    setup.keep(about)
     for name, figure in ceilings(setup):
-        print(f"{name:>18} {figure}", flush=True)
         setup.keep({"part": "ceiling", "what": name, **figure})
 
 
@@ -154,56 +144,50 @@ WAYS = {name: Way(flags, name) for name, flags in CURVES.items()} | {
 NEEDS_GPU = ("fp16",)
 
 
-def losses_of(name: str, flags: str) -> list[float]:
-    """Step by step, of a run in a process of its own.
-
-    Raises: ValueError where it fails, with the end of what it said
-    """
+def losses_of(name: str, flags: str) -> list[float] | str:
+    """Step by step, of a run in a process of its own; where it fails, the end of what it said."""
     with tempfile.TemporaryDirectory() as place:
         out = Path(place) / "run"
         program = [__file__, "rounded"] if "rounded" in name else [ROOT / "train.py"]
         command = [sys.executable, *map(str, program), "--out", str(out)]
         start = [*command, *COMMON.split(), *flags.split()]
         if "killed" in name:
-            kill_after_a_checkpoint(start, out)
+            status = kill_after_a_checkpoint(start, out)
+            if status >= 0:
+                return f"ended with status {status} before it could be killed"
             start = [*command, "--resume"]
         done = subprocess.run(start, capture_output=True, text=True)
         if done.returncode:
             said = " / ".join(done.stderr.strip().splitlines()[-3:])
-            raise ValueError(f"ended with status {done.returncode}: {said}")
+            return f"ended with status {done.returncode}: {said}"
         lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
     return [line["loss"] for line in lines if line["event"] == "train"]
 
 
-def kill_after_a_checkpoint(command: list[str], out: Path) -> None:
+def kill_after_a_checkpoint(command: list[str], out: Path) -> int:
     with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as run:
         while run.poll() is None and not list(out.glob("step-*.pt")):
             time.sleep(0.002)
         run.kill()
-    if run.returncode >= 0:
-        raise ValueError(f"ended with status {run.returncode} before it could be killed")
-
-
-def differences(losses: list[float], wanted: list[float]) -> list[float]:
-    """Step by step; a run of another length differs by infinity."""
-    if len(losses) != len(wanted):
-        return [float("inf")]
-    return [abs(one - other) for one, other in zip(losses, wanted, strict=True)]
+    return run.returncode
 
 
 def compared(way: Way, losses: list[float], curves: dict[str, list[float]]) -> dict:
-    """A way's losses beside the curve that it should follow."""
+    """A way's losses beside the curve that it should follow, step by step."""
     exact = curves[way.like]
-    found, rounded = differences(losses, exact), differences(curves[f"{way.like}, rounded"], exact)
+    rounded = [abs(a - b) for a, b in zip(curves[f"{way.like}, rounded"], exact, strict=True)]
+    differences = [math.inf]  # of a run of another length
+    if len(losses) == len(exact):
+        differences = [abs(a - b) for a, b in zip(losses, exact, strict=True)]
     tolerance = FACTOR / way.finer * max(rounded)
     return {
         "like": way.like,
-        "worst_difference": significant(max(found), 3),
-        "at_step": 1 + found.index(max(found)),
+        "worst_difference": significant(max(differences), 3),
+        "at_step": 1 + differences.index(max(differences)),
         "tolerance": significant(tolerance, 3),
-        "follows": max(found) <= tolerance,
+        "follows": max(differences) <= tolerance,
         "losses": [round(loss, 5) for loss in losses],
-        "differences": [round(one, 5) for one in found],
+        "differences": [round(difference, 5) for difference in differences],
     }
 
 
@@ -229,10 +213,7 @@ def runs(jobs: dict[str, str], at_once: int) -> Iterator[tuple[str, list[float] 
     with ThreadPoolExecutor(at_once) as pool:
         running = {pool.submit(losses_of, name, flags): name for name, flags in jobs.items()}
         for ended in as_completed(running):
-            error = ended.exception()
-            if error and not isinstance(error, ValueError):
-                raise error
-            yield running[ended], str(error) if error else ended.result()
+            yield running[ended], ended.result()
 
 
 def flags_for(setup: Setup, flags: str) -> str:
@@ -250,7 +231,6 @@ def take_curves(setup: Setup) -> None:
     for name, losses in runs(jobs, at_once=2):
         if isinstance(losses, str):
             raise ValueError(f"{name}: {losses}")
-        print(f"{name:>20} {losses[0]:.4f} to {losses[-1]:.4f}", flush=True)
         setup.keep({"part": "curve", "run": name, "losses": [round(loss, 6) for loss in losses]})
 
 
@@ -270,7 +250,6 @@ def look_at_losses(setup: Setup) -> None:
     names = [name for name in names if not (on_cpu and name in NEEDS_GPU)]
     curves = recorded_curves(RESULTS if setup.toy else ROOT / "results")
     embedded_store("pd4k")  # once, before all of them want it
-    print(f"losses of {', '.join(names)}; at the worst step:", flush=True)
     jobs = {name: flags_for(setup, WAYS[name].flags) for name in names}
     for name, losses in runs(jobs, at_once=2 if on_cpu else len(jobs)):
         figures = {"part": "way", "run": name, "flags": WAYS[name].flags}
@@ -280,9 +259,6 @@ def look_at_losses(setup: Setup) -> None:
             figures |= compared(WAYS[name], losses, curves)
         if "error" in figures or (WAYS[name].is_held and not figures["follows"]):
             wrong.append(name)
-        shown = ("error", "worst_difference", "at_step", "tolerance", "like", "follows")
-        words = [f"{key} {figures[key]}" for key in shown if key in figures]
-        print(f"{name:>20}", *words, flush=True)
         setup.keep(figures)
     if wrong:
         raise ValueError(f"losses of {', '.join(wrong)}: not those of a CPU, see above")
@@ -297,45 +273,30 @@ MOST_KERNELS = 25
 def look_at_profile(setup: Setup) -> None:
     """Kernels by the time they take in a step, in all and as a share of the step's."""
     size, device = "toy" if setup.toy else "124M", setup.device
-    on_gpu = device == "cuda"
+    side = "CUDA" if device == "cuda" else "CPU"
     flags = "--compile on" if setup.compiled else ""
     step = build_ours(on_device(size, device), VARIANTS["plain"], device, flags)
     for _ in range(3):
         step()
-    activity = ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU
-    kind = DeviceType.CUDA if on_gpu else DeviceType.CPU
-    with profile(activities=[activity]) as profiled:
+    with profile(activities=[getattr(ProfilerActivity, side)]) as profiled:
         seconds = [measured(step).seconds for _ in range(PROFILED)]
     step_ms = 1e3 * sum(seconds) / PROFILED
     kernels = []
     for event in profiled.key_averages():
-        if event.device_type == kind:
-            us = event.self_device_time_total if on_gpu else event.self_cpu_time_total
+        if event.device_type == getattr(DeviceType, side):
+            us = event.self_device_time_total if side == "CUDA" else event.self_cpu_time_total
             ms = us / 1e3 / PROFILED
-            kernels.append(
-                {
-                    "name": event.key[:120],
-                    "ms": significant(ms, 4),
-                    "share": round(ms / step_ms, 4),
-                    "calls": significant(event.count / PROFILED, 4),
-                }
-            )
-    busy_ms = sum(kernel["ms"] for kernel in kernels)
+            figures = {"ms": significant(ms, 4), "share": round(ms / step_ms, 4)}
+            calls = significant(event.count / PROFILED, 4)
+            kernels.append({"name": event.key[:120], **figures, "calls": calls})
     kernels.sort(key=lambda kernel: -kernel["ms"])
-    print(
-        f"\n{size}, compiled: {setup.compiled}; a step of {step_ms:.1f} ms under the profiler,"
-        f" kernels {busy_ms:.1f} ms of it\n| of the step | ms | calls | kernel |\n|---|---|---|---|"
-    )
-    for kernel in kernels[:MOST_KERNELS]:
-        share, ms, calls = (kernel[key] for key in ("share", "ms", "calls"))
-        print(f"| {share:.1%} | {ms:.3f} | {calls:g} | `{kernel['name']}` |", flush=True)
     setup.keep(
         {
             "part": "profile",
             "size": size,
             "compile": setup.compiled,
             "step_ms": significant(step_ms, 4),
-            "busy_ms": significant(busy_ms, 4),
+            "busy_ms": significant(sum(kernel["ms"] for kernel in kernels), 4),
             "kernels": kernels[:MOST_KERNELS],
         }
     )

@@ -17,11 +17,11 @@ Models have random weights, on which time does not depend. Loading and printing 
 
 import re
 from collections.abc import Callable
+from functools import partial
 
 import tiktoken
 import torch
-from record import command_line, quartiles, ratios, recorder
-from turns import in_turns, take_turns, turn_of
+from measure import command_line, quartiles, ratios, recorder, seconds_in_turns, take_turns, turn_of
 
 import config
 import evaluate
@@ -39,7 +39,6 @@ from support.text.tokenizer import get_encoding
 SEQ_LEN = 512  # of an evaluation
 ROWS = 16  # of an evaluation at once
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-3}  # of the nats in all: fp32, and bf16 on a GPU
-CACHED, UNCACHED, PACKED, ALONE = "cached", "uncached", "packed", "alone"
 
 
 def model_of(flags: str, vocab_size: int, device: str) -> Transformer:
@@ -85,14 +84,14 @@ def measure_generation(size: str, count: int, device: str, turns: int, keep: Cal
     same = same_tokens(*texts)
     if same < count and device == "cpu":
         raise ValueError(f"with a cache token {same + 1} is another: nothing is timed")
-    jobs = {name: (build, size, count, device, name == CACHED) for name in (CACHED, UNCACHED)}
+    jobs = {name: (build, size, count, device, name == "cached") for name in ("cached", "uncached")}
     for _, taken in take_turns(jobs, turns, device):
         seconds = {name: [turn.seconds for turn in turns] for name, turns in taken.items()}
         ms = {name: quartiles([1e3 * s / count for s in spent]) for name, spent in seconds.items()}
         figures = {"tokens": count, "same_tokens": same, "ms_of_a_token": ms}
         if len(seconds) == 2:
-            figures["cached_to_uncached"] = quartiles(ratios(seconds[CACHED], seconds[UNCACHED]))
-        print(figures, flush=True)
+            ratio = quartiles(ratios(seconds["cached"], seconds["uncached"]))
+            figures["cached_to_uncached"] = ratio
         keep(figures)
 
 
@@ -110,10 +109,9 @@ def last_words(store: Store, samples: Samples, encoding: tiktoken.Encoding, toke
     return Task("last words", "last word", questions, 0)
 
 
-def check_nats(nats: dict[str, float], tolerance: float) -> None:
-    for name, value in nats.items():
-        if not abs(value / nats[PACKED] - 1) < tolerance:
-            raise ValueError(f"{name} finds {value} nats, {PACKED} {nats[PACKED]}: not timed")
+def check_nats(packed: float, alone: float, tolerance: float) -> None:
+    if not abs(alone / packed - 1) < tolerance:
+        raise ValueError(f"alone finds {alone} nats, packed {packed}: not timed")
 
 
 def measure_evaluation(size: str, tokens: float, device: str, turns: int, keep: Callable) -> None:
@@ -124,26 +122,23 @@ def measure_evaluation(size: str, tokens: float, device: str, turns: int, keep: 
     items = items_of(last_words(store, samples, encoding, tokens), encoding, SEQ_LEN, show=True)
 
     def nats(is_packed: bool) -> float:
-        laid = evaluate.lay(items, SEQ_LEN, pack=is_packed)
+        laid = evaluate.lay_texts(items.texts, SEQ_LEN, pack=is_packed)
         return answers_of(laid, model, here, ROWS).nats.sum()
 
-    variants = {PACKED: lambda: nats(True), ALONE: lambda: nats(False)}
-    check_nats({name: score() for name, score in variants.items()}, TOLERANCE[device])
-    taken = in_turns(
-        {n: lambda score=score: turn_of(score) for n, score in variants.items()}, turns
+    check_nats(nats(True), nats(False), TOLERANCE[device])
+    variants = {"packed": partial(nats, True), "alone": partial(nats, False)}
+    seconds = seconds_in_turns(variants, turns, turn_of)
+    length = items.texts.spans[:, 1] - items.texts.spans[:, 0]
+    keep(
+        {
+            "items": len(length),
+            "tokens": int(length.sum()),
+            "seq_len": SEQ_LEN,
+            "rows": ROWS,
+            "items_per_s": {n: quartiles([len(length) / s for s in t]) for n, t in seconds.items()},
+            "times_as_fast": quartiles(ratios(seconds["alone"], seconds["packed"])),
+        }
     )
-    seconds = {name: [turn.seconds for turn in turns] for name, turns in taken.items()}
-    length = items.spans[:, 1] - items.spans[:, 0]
-    figures = {
-        "items": len(length),
-        "tokens": int(length.sum()),
-        "seq_len": SEQ_LEN,
-        "rows": ROWS,
-        "items_per_s": {n: quartiles([len(length) / s for s in t]) for n, t in seconds.items()},
-        "times_as_fast": quartiles(ratios(seconds[ALONE], seconds[PACKED])),
-    }
-    print(figures)
-    keep(figures)
 
 
 def main() -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
-    from config import Config
+    from model import TransformerConfig
 
 PREFIX = "transformer."  # of its parameter names
 WEIGHT_DECAY, BETAS, LR, GRAD_CLIP = 0.1, (0.9, 0.95), 1e-4, 1.0  # its train.py's, except LR
@@ -35,10 +35,16 @@ def load(folder: Path) -> ModuleType:
     return module
 
 
-def build(folder: Path, settings: "Config", vocab_size: int, device: str) -> nn.Module:
-    """Its model with the dimensions of a run of ours."""
-    nanogpt, m = load(folder), settings.model
-    shape = nanogpt.GPTConfig(settings.data.seq_len, vocab_size, m.layers, m.heads, m.width)
+def build(folder: Path, like: "TransformerConfig", device: str) -> nn.Module:
+    """Its model with the dimensions of one of ours."""
+    nanogpt = load(folder)
+    shape = nanogpt.GPTConfig(
+        block_size=like.seq_len,
+        vocab_size=like.vocab_size,
+        n_layer=like.layers,
+        n_head=like.heads,
+        n_embd=like.width,
+    )
     with contextlib.redirect_stdout(io.StringIO()):  # it reports its parameters
         return nanogpt.GPT(shape).to(device)
 

@@ -42,16 +42,47 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from record import command_line, quartiles, ratios, recorder
+from measure import command_line, in_turns, peak_flops, pick, quartiles, ratios, recorder, timed
 from step import CASES, Variant, steps_of
 from torch import Tensor
-from turns import in_turns, peak_flops, timed
 
 from kernels import token_drop
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
 from kernels.packed_attention import bounds, index_of, packed_attention
 from kernels.token_drop import gather, merge, reference_gather, reference_scatter, scatter, split
 from support.base.runtime import exit_cleanly
+
+
+class Shape(NamedTuple):
+    """A batch of one size of model."""
+
+    B: int
+    T: int
+    H: int
+    D: int
+    V: int
+
+    @property
+    def C(self) -> int:
+        return self.H * self.D
+
+
+SHAPES = {  # of one row
+    "nano": Shape(B=1, T=256, H=4, D=32, V=4160),
+    "12x256": Shape(B=1, T=512, H=8, D=32, V=4160),
+    "124M": Shape(B=1, T=1024, H=12, D=64, V=50304),
+    "350M": Shape(B=1, T=1024, H=16, D=64, V=50304),
+    "1.3B": Shape(B=1, T=2048, H=16, D=128, V=50304),
+    "toy": Shape(B=1, T=64, H=2, D=16, V=96),
+}
+SIZES = {"cpu": ("nano", "12x256", "124M"), "cuda": ("124M", "350M", "1.3B")}
+TOKENS = {"cpu": 4096, "cuda": 32_768}  # of a batch: with fewer a GPU's host would be measured
+
+
+def shape_of(size: str, device: str) -> Shape:
+    row = SHAPES[size]
+    tokens = 2 * row.T if size == "toy" else TOKENS[device]
+    return row._replace(B=tokens // row.T)
 
 
 class Operation(NamedTuple):
@@ -113,31 +144,15 @@ def measure(operation: Operation, device: str, turns: int, peak: float) -> dict[
 # ---- attention
 
 
-class Heads(NamedTuple):
-    """A micro-batch of one size of model."""
-
-    B: int
-    T: int
-    H: int
-    D: int
-
-
-HEADS = {
-    "nano": Heads(B=8, T=256, H=4, D=32),
-    "12x256": Heads(B=4, T=512, H=8, D=32),
-    "124M": Heads(B=2, T=1024, H=12, D=64),
-    "1.3B": Heads(B=16, T=2048, H=16, D=128),
-    "toy": Heads(B=2, T=64, H=2, D=16),
-}
 ATTENTIONS = {
     "cpu": ("dense", "plain", "groups"),
     "cuda": ("dense", "plain", "triton", "varlen", "flex"),
 }
+INDEXED = ("dense", "groups", "triton")  # forms of ours: the others find documents in another way
 BATCHES = 4  # in a round
-TOKENS_ON_GPU = 32_768  # of a batch: with fewer the host would be measured
 
 
-def real_documents(shape: Heads) -> list[Tensor]:
+def real_documents(shape: Shape) -> list[Tensor]:
     """doc_ids (B, T) of the first batches of a packed run."""
     case = CASES["nano"]._replace(batch_tokens=shape.B * shape.T)
     settings = Variant(f"--pack --seq-len {shape.T}").settings(case, "cpu")
@@ -145,7 +160,7 @@ def real_documents(shape: Heads) -> list[Tensor]:
     return [torch.where(doc_ids < 0, shape.T, doc_ids) for doc_ids in batches]
 
 
-def pieces_of_64(shape: Heads) -> list[Tensor]:
+def pieces_of_64(shape: Shape) -> list[Tensor]:
     return BATCHES * [(torch.arange(shape.T) // 64).repeat(shape.B, 1)]
 
 
@@ -157,7 +172,7 @@ def compiled(function: Callable) -> Callable:
 
 def attention_of(form: str, doc_ids: Tensor) -> Callable[[Tensor, Tensor, Tensor], Tensor]:
     """A function of q, k and v (B, T, H, D) each, for these documents; causal."""
-    if form in ("dense", "groups", "triton"):
+    if form in INDEXED:
         documents = index_of(doc_ids, True, form)
         return lambda q, k, v: packed_attention(q, k, v, documents)
     start, end = bounds(doc_ids)
@@ -194,66 +209,52 @@ def attention_of(form: str, doc_ids: Tensor) -> Callable[[Tensor, Tensor, Tensor
     return heads_first
 
 
-def attentions(size: str, device: str, turns: int) -> Iterator[Operation]:
-    shape = HEADS[size]
-    if device == "cuda":
-        shape = shape._replace(B=TOKENS_ON_GPU // shape.T)
-    B, T, H, D = shape
+def attentions(shape: Shape, device: str, turns: int) -> Iterator[Operation]:
+    for name, make in {"real": real_documents, "pieces of 64": pieces_of_64}.items():
+        yield attention(shape, device, turns, name, [ids.to(device) for ids in make(shape)])
+
+
+def attention(
+    shape: Shape, device: str, turns: int, name: str, documents: list[Tensor]
+) -> Operation:
+    B, T, H, D, _ = shape
     qkv = torch.randn(B, T, 3, H, D, device=device, dtype=dtype_of(device))
     q, k, v = (x.requires_grad_() for x in qkv.unbind(2))
     d = torch.randn(B, T, H, D, device=device, dtype=dtype_of(device))
+    squares = [(end - start).sum().item() for start, end in map(bounds, documents)]
+    work = statistics.mean(squares) / (B * T * T)
 
     def both_ways(function: Callable) -> list[Tensor]:
         out = function(q, k, v)
         return [out, *torch.autograd.grad(out, (q, k, v), d)]
 
-    for name, make in {"real": real_documents, "pieces of 64": pieces_of_64}.items():
-        documents = [doc_ids.to(device) for doc_ids in make(shape)]
-        squares = [(end - start).sum().item() for start, end in map(bounds, documents)]
-        work = statistics.mean(squares) / (B * T * T)
+    def calls_of(form: str) -> list[Callable]:
+        return [partial(both_ways, attention_of(form, doc_ids)) for doc_ids in documents]
 
-        def calls_of(form: str, documents: list[Tensor] = documents) -> list[Callable]:
-            return [partial(both_ways, attention_of(form, doc_ids)) for doc_ids in documents]
+    def flops(form: str) -> float:
+        """Of the seven products forward and backward, of the scores that are seen."""
+        return 3.5 * 2 * B * H * D * T * T * (1 if form == "plain" else work)
 
-        def flops(form: str, work: float = work) -> float:
-            """Of the seven products forward and backward, of the scores that are seen."""
-            return 3.5 * 2 * B * H * D * T * T * (1 if form == "plain" else work)
+    def index_ms(form: str) -> dict:
+        if form not in INDEXED:
+            return {}
+        index = partial(timed, [partial(index_of, documents[0], True, form)], device)
+        calls = in_turns({form: index}, turns)[form]
+        return {"index_ms": quartiles([max(call) for call in calls])}  # some is the host's
 
-        def index_ms(form: str, documents: list[Tensor] = documents) -> dict:
-            if form not in ("dense", "groups", "triton"):
-                return {}
-            index = partial(timed, [partial(index_of, documents[0], True, form)], device)
-            calls = in_turns({form: index}, turns)[form]
-            return {"index_ms": quartiles([max(call) for call in calls])}  # some is the host's
-
-        yield Operation(
-            {"kernel": "packed_attention", **shape._asdict(), "documents": name, "work": work},
-            {form: partial(calls_of, form) for form in ATTENTIONS[device]},
-            definition="dense",
-            unchecked=("plain",),
-            flops=flops,
-            more=index_ms,
-        )
+    return Operation(
+        {"kernel": "packed_attention", "documents": name, "work": work},
+        {form: partial(calls_of, form) for form in ATTENTIONS[device]},
+        definition="dense",
+        unchecked=("plain",),
+        flops=flops,
+        more=index_ms,
+    )
 
 
 # ---- loss
 
 
-class Head(NamedTuple):
-    """A micro-batch of one size of model."""
-
-    N: int  # rows of x: tokens at once
-    C: int
-    V: int
-
-
-HEAD = {
-    "nano": Head(N=4096, C=128, V=4160),
-    "124M": Head(N=4096, C=768, V=50304),
-    "350M": Head(N=4096, C=1024, V=50304),
-    "1.3B": Head(N=4096, C=2048, V=50304),
-    "toy": Head(N=64, C=8, V=96),
-}
 LOSSES = {"cpu": ("reference", "chunked"), "cuda": ("reference", "chunked", "triton", "compiled")}
 # Bytes that pass for each of N V logits, counted in the code. On a CPU the reference goes 9 times
 # over them in float32, the chunked form 11 times. On a GPU all write them in bfloat16, and two
@@ -267,13 +268,14 @@ LOGIT_BYTES = {
 }
 
 
-def inputs_of_head(head: Head, device: str) -> tuple[Tensor, Tensor, Tensor]:
-    """x (N, C) and weight (V, C), which want gradients, and targets (N,), a tenth ignored."""
+def inputs_of_head(shape: Shape, device: str) -> tuple[Tensor, Tensor, Tensor]:
+    """x (B T, C) and weight (V, C), which want gradients, and targets (B T,), a tenth ignored."""
     torch.manual_seed(0)
-    x = torch.randn(head.N, head.C, device=device)
-    weight = torch.randn(head.V, head.C, device=device) / head.C**0.5
-    targets = torch.randint(head.V, (head.N,), device=device)
-    targets[torch.rand(head.N, device=device) < 0.1] = IGNORE
+    tokens = shape.B * shape.T
+    x = torch.randn(tokens, shape.C, device=device)
+    weight = torch.randn(shape.V, shape.C, device=device) / shape.C**0.5
+    targets = torch.randint(shape.V, (tokens,), device=device)
+    targets[torch.rand(tokens, device=device) < 0.1] = IGNORE
     return x.requires_grad_(), weight.requires_grad_(), targets
 
 
@@ -286,10 +288,11 @@ def loss_both_ways(form: str, x: Tensor, weight: Tensor, targets: Tensor) -> lis
     return [loss, *torch.autograd.grad(loss, (x, weight))]
 
 
-def peak_bytes(head: Head, form: str, device: str) -> int:
+def peak_bytes(shape: Shape, form: str, device: str) -> int:
     """Memory of one call beyond its inputs and gradients; on a CPU resident pages, to a few MB."""
-    loss_both_ways(form, *inputs_of_head(Head(N=8, C=8, V=8), device))  # what torch loads late
-    x, weight, targets = inputs_of_head(head, device)
+    small = Shape(B=1, T=8, H=1, D=8, V=8)
+    loss_both_ways(form, *inputs_of_head(small, device))  # what torch loads late
+    x, weight, targets = inputs_of_head(shape, device)
 
     def high_water() -> int:
         if device == "cuda":
@@ -304,33 +307,31 @@ def peak_bytes(head: Head, form: str, device: str) -> int:
     return max(high_water() - before - x.nbytes - weight.nbytes, 0)
 
 
-def losses(size: str, device: str, turns: int) -> Iterator[Operation]:
-    head = HEAD[size]
-    if device == "cuda":
-        head = head._replace(N=TOKENS_ON_GPU)
-    inputs = inputs_of_head(head, device)
+def losses(shape: Shape, device: str, turns: int) -> Iterator[Operation]:
+    inputs = inputs_of_head(shape, device)
+    tokens = shape.B * shape.T
 
     def memory(form: str) -> dict:
         if device == "cuda":
-            taken = peak_bytes(head, form, device)
+            taken = peak_bytes(shape, form, device)
         else:
             with multiprocessing.get_context("spawn").Pool(1) as pool:
-                taken = pool.apply(peak_bytes, (head, form, device))
+                taken = pool.apply(peak_bytes, (shape, form, device))
         figures = {"memory_gb": round(taken / 1e9, 3)}
         if form in LOGIT_BYTES[device]:
-            matrices = 3 * (head.N + head.V) * head.C * inputs[0].element_size()
-            moved = LOGIT_BYTES[device][form] * head.N * head.V + matrices
+            matrices = 3 * (tokens + shape.V) * shape.C * inputs[0].element_size()
+            moved = LOGIT_BYTES[device][form] * tokens * shape.V + matrices
             figures["gb_moved"] = round(moved / 1e9, 3)
         return figures
 
+    def calls_of(form: str) -> list[Callable]:
+        return [partial(loss_both_ways, form, *inputs)]
+
     yield Operation(
-        {"kernel": "cross_entropy", **head._asdict()},
-        {
-            form: lambda form=form: [partial(loss_both_ways, form, *inputs)]
-            for form in LOSSES[device]
-        },
+        {"kernel": "cross_entropy"},
+        {form: partial(calls_of, form) for form in LOSSES[device]},
         definition="reference",
-        flops=lambda form: 6 * head.N * head.C * head.V,
+        flops=lambda form: 6 * tokens * shape.C * shape.V,
         more=memory,
     )
 
@@ -338,22 +339,6 @@ def losses(size: str, device: str, turns: int) -> Iterator[Operation]:
 # ---- copies
 
 
-class States(NamedTuple):
-    """A batch of hidden states."""
-
-    B: int
-    T: int
-    C: int
-
-
-STATES = {
-    "nano": States(B=8, T=256, C=128),
-    "12x256": States(B=8, T=512, C=256),
-    "124M": States(B=32, T=1024, C=768),
-    "350M": States(B=32, T=1024, C=1024),
-    "1.3B": States(B=16, T=2048, C=2048),
-    "toy": States(B=2, T=16, C=8),
-}
 COLD_BYTES = 256 << 20  # of the sets together: five times the 50 MB of cache that an H100 has
 MOST_SETS = 32
 
@@ -365,20 +350,19 @@ class Inputs(NamedTuple):
     d: Tensor  # (B, T, C), the gradient from above
 
 
-def inputs_of_copies(states: States, K: int, device: str) -> Inputs:
-    B, T, C = states
+def inputs_of_copies(shape: Shape, K: int, device: str) -> Inputs:
+    B, T, C = shape.B, shape.T, shape.C
     x, y, d = (torch.randn(B, n, C, device=device, dtype=dtype_of(device)) for n in (T, K, T))
     kept = torch.rand(B, T, device=device).topk(K, dim=1).indices.sort(dim=1).values
     return Inputs(x.requires_grad_(), kept, y, d)
 
 
-def states_moved(operation: str, states: States, K: int) -> int:
-    """How many states an operation must read and write: what it takes in, and what it gives out.
+def states_moved(operation: str, T: int, K: int) -> int:
+    """How many states of a row an operation must read and write: what it takes in and gives out.
 
     Example:  of 4 positions 1 is kept: gather 2, scatter 8, layer (2 + 8) forward and as many back
     """
-    moves = {"gather": 2 * K, "scatter": 2 * states.T, "layer": 4 * (K + states.T)}
-    return states.B * moves[operation]
+    return {"gather": 2 * K, "scatter": 2 * T, "layer": 4 * (K + T)}[operation]
 
 
 def row_numbers(x: Tensor, kept: Tensor) -> Tensor:
@@ -418,86 +402,64 @@ def copying(form: str, operation: str) -> Callable[[Inputs], list[Tensor]]:
     return lambda one: [functions[operation](one)]
 
 
-def copies(size: str, device: str, turns: int) -> Iterator[Operation]:
-    states, forms = STATES[size], ["reference", "torch"]
+def copies(shape: Shape, device: str, turns: int) -> Iterator[Operation]:
+    for quarters in (1, 2, 3):
+        for operation in ("gather", "scatter", "layer"):
+            yield copy(shape, device, operation, K=quarters * shape.T // 4)
+
+
+def copy(shape: Shape, device: str, operation: str, K: int) -> Operation:
+    one = inputs_of_copies(shape, K, device)
+    moved = shape.B * states_moved(operation, shape.T, K) * shape.C * one.x.element_size()
+    sets = min(MOST_SETS, 1 + COLD_BYTES // moved) if device == "cuda" else 1
+    inputs = [*(inputs_of_copies(shape, K, device) for _ in range(sets - 1)), one]
+    target = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+    sources = [torch.ones_like(target) for _ in range(sets)]
+    forms = ["reference", "torch"]
     if device == "cuda" and token_drop.triton is not None:
         forms += ["triton", "compiled"]
-    for K in (states.T // 4, states.T // 2, 3 * states.T // 4):
-        for operation in ("gather", "scatter", "layer"):
-            one = inputs_of_copies(states, K, device)
-            moved = states_moved(operation, states, K) * states.C * one.x.element_size()
-            sets = min(MOST_SETS, 1 + COLD_BYTES // moved) if device == "cuda" else 1
-            inputs = [*(inputs_of_copies(states, K, device) for _ in range(sets - 1)), one]
-            target = torch.empty(moved // 2, dtype=torch.uint8, device=device)
-            sources = [torch.ones_like(target) for _ in range(sets)]
 
-            def calls_of(form: str, operation: str = operation, inputs=inputs) -> list[Callable]:
-                function = copying(form, operation)
-                return [partial(function, each) for each in inputs]
+    def calls_of(form: str) -> list[Callable]:
+        function = copying(form, operation)
+        return [partial(function, each) for each in inputs]
 
-            def plain_copies(target: Tensor = target, sources=sources) -> list[Callable]:
-                return [partial(target.copy_, source) for source in sources]
+    def plain_copies() -> list[Callable]:
+        return [partial(target.copy_, source) for source in sources]
 
-            about = {"kernel": "token_drop", **states._asdict(), "K": K, "operation": operation}
-            yield Operation(
-                about | {"bytes_moved": moved},
-                {form: partial(calls_of, form) for form in forms} | {"copy": plain_copies},
-                definition="reference",
-                bitwise=True,
-                unchecked=("copy",),
-            )
+    return Operation(
+        {"kernel": "token_drop", "K": K, "operation": operation, "bytes_moved": moved},
+        {form: partial(calls_of, form) for form in forms} | {"copy": plain_copies},
+        definition="reference",
+        bitwise=True,
+        unchecked=("copy",),
+    )
 
 
-OPERATORS = {"attention": (attentions, HEADS), "loss": (losses, HEAD), "copies": (copies, STATES)}
-SIZES = {"cpu": ("nano", "12x256", "124M"), "cuda": ("124M", "350M", "1.3B")}
+OPERATORS = {"attention": attentions, "loss": losses, "copies": copies}
 
 
 def main() -> None:
     parser = command_line(__doc__, turns=11)
     parser.add_argument("operators", nargs="*", help=f"of {', '.join(OPERATORS)} (default: all)")
-    parser.add_argument("--size", choices=HEADS | STATES, nargs="+", help="(default: by --device)")
+    parser.add_argument("--size", choices=SHAPES, nargs="+", help="(default: by --device)")
     args = parser.parse_args()
-    for name in args.operators:
-        if name not in OPERATORS:
-            raise ValueError(f"there is no operator {name}: choose from {', '.join(OPERATORS)}")
+    chosen = pick(args.operators, OPERATORS)
     peak = peak_flops(args.device)
     keep = recorder("kernels", args, turns=args.turns, peak_tflops=round(peak / 1e12, 3))
     wrong = []
-    for name in args.operators or OPERATORS:
-        operations, sizes = OPERATORS[name]
+    for name in chosen:
         for size in args.size or SIZES[args.device]:
             torch.manual_seed(0)
-            for operation in operations(size, args.device, args.turns) if size in sizes else ():
+            shape = shape_of(size, args.device)
+            for operation in OPERATORS[name](shape, args.device, args.turns):
                 if args.device == "cuda":
                     torch.compiler.reset()  # else the ninth shape would run uncompiled
                 figures = measure(operation, args.device, args.turns, peak)
-                about = {"size": size} | operation.about
+                about = {"size": size, **shape._asdict(), "C": shape.C, **operation.about}
                 keep(about | {"forms": figures})  # a record a case: what is cut off leaves others
-                print("\n" + ", ".join(f"{key} {value}" for key, value in about.items()))
-                wrong += show(figures, operation.definition)
+                wrong += [f"{form}: {f['error']}" for form, f in figures.items() if "error" in f]
     if wrong:
         raise ValueError(f"not all forms were timed: {wrong[0]}")
-
-
-def show(figures: dict[str, dict], definition: str) -> list[str]:
-    """Print the figures of an operation; the forms that are wrong, with what is wrong."""
-    wrong = []
-    for form, figure in figures.items():
-        if "error" in figure:
-            wrong.append(f"{form}: {figure['error']}")
-            print(f"{form:>10} {figure['error']}", flush=True)
-            continue
-        (low, median, high), ratio = figure["ms"], figure["ratio"][1]
-        rest = {
-            name: figure[name] for name in ("index_ms", "memory_gb", "gb_moved") if name in figure
-        }
-        print(
-            f"{form:>10} {median:9.4f} ms [{low:.4f}, {high:.4f}]  {ratio:.3f} of {definition},"
-            f" {figure['percent_of_peak']} % of peak, host {figure['host_ms'][1]:.4f} ms"
-            + "".join(f", {name} {value}" for name, value in rest.items()),
-            flush=True,
-        )
-    return wrong
 
 
 if __name__ == "__main__":

@@ -4,8 +4,7 @@
                texts, which are in memory then, with as many threads. A ratio of 1 means that
                reading, parsing, splitting off held-out documents, hashing and writing cost no time
     analysis   analyze.py on the embedded corpus repeated to --tokens, with 1 and 2 workers in
-               turns, each a fresh process; its memory is the resident pages of it and its workers.
-               Then what these rates mean for 300 G and 15 T tokens on many cores
+               turns, each a fresh process; its memory is the resident pages of it and its workers
     sampling   opening a finished index of --samples samples, drawing 10,000 batches from half and
                all of it and from where two metrics meet, and the memory that they leave behind;
                rows of the stream first, then as many documents, whose table is made once
@@ -28,7 +27,6 @@ import math
 import os
 import re
 import shutil
-import statistics
 import subprocess
 import sys
 import tempfile
@@ -40,28 +38,19 @@ from typing import NamedTuple
 
 import numpy as np
 import tiktoken
-from record import ROOT, Figures, command_line, ratios, recorder, significant
-from turns import in_turns
+from measure import command_line, in_turns, measured, min_median_max, recorder, seconds_in_turns
 
 import plan
-from analyze import MOST_SHARDS, SHARD
 from curriculum import Curriculum, CurriculumConfig, parse_metrics
 from difficulty import fingerprint, opened
 from prepare import embedded_store, prepare
 from support.base.clock import Cursor
-from support.base.runtime import exit_cleanly
+from support.base.runtime import ROOT, exit_cleanly
 from support.rows.ranking import Stage
 from support.rows.samples import Samples
-from support.text.reading import input_files, read_documents
+from support.text.corpus import Corpus
 from support.text.store import Store
 from support.text.tokenizer import get_encoding
-
-
-def seconds_of(action: Callable[[], object]) -> float:
-    began = time.perf_counter()
-    action()
-    return time.perf_counter() - began
-
 
 # ---- prepare
 
@@ -69,27 +58,27 @@ def seconds_of(action: Callable[[], object]) -> float:
 def measure_prepare(args: argparse.Namespace, folder: Path) -> dict:
     path, name = args.corpus, args.tokenizer
     encoding, threads = get_encoding(name), os.cpu_count() or 1
-    texts = [document.text for document in read_documents(input_files([path])) if document.text]
+    documents = Corpus([path], holdout=0).documents()
+    texts = [document.text for document in documents if document.text]
 
     def prepared() -> None:
         shutil.rmtree(folder / "store", ignore_errors=True)
         prepare([path], folder / "store", encoding, name)
 
     encode = partial(encoding.encode_ordinary_batch, texts, num_threads=threads)
-    variants = {"encode": partial(seconds_of, encode), "prepare": partial(seconds_of, prepared)}
-    taken = in_turns(variants, args.turns)
-    figures = Figures(
-        tiktoken=tiktoken.__version__,
-        corpus=path.name,
-        tokenizer=name,
-        encoding_threads=threads,
-        bytes=sum(len(text.encode()) for text in texts),
-    )
-    figures.add("documents", len(texts))
-    for what, seconds in taken.items():
-        figures.add(f"{what}_documents_per_s", [len(texts) / s for s in seconds])
-    figures.add("ratio", ratios(taken["encode"], taken["prepare"]))
-    return figures
+    taken = seconds_in_turns({"encode": encode, "prepare": prepared}, args.turns)
+    rates = {variant: [len(texts) / s for s in seconds] for variant, seconds in taken.items()}
+    return {
+        "tiktoken": tiktoken.__version__,
+        "corpus": path.name,
+        "tokenizer": name,
+        "encoding_threads": threads,
+        "bytes": sum(len(text.encode()) for text in texts),
+        "documents": len(texts),
+        "encode_documents_per_s": min_median_max(rates["encode"]),
+        "prepare_documents_per_s": min_median_max(rates["prepare"]),
+        "ratio": min_median_max(np.divide(taken["encode"], taken["prepare"])),
+    }
 
 
 # ---- made-up stores
@@ -138,14 +127,11 @@ def write_hollow(folder: Path, offsets: Iterable[np.ndarray]) -> None:
 
 # ---- analysis
 
-PLANNED, CORES = (300e9, 15e12), (1, 2, 16, 64, 1024)
-
 
 class Run(NamedTuple):
     """One analysis."""
 
     seconds: float
-    merge_seconds: float  # of it, to the length of a poll or two
     peak_bytes: int
 
 
@@ -161,84 +147,48 @@ def resident_bytes(pid: int) -> int:
     return (1024 * int(own[1]) if own else 0) + sum(map(resident_bytes, map(int, children.split())))
 
 
-def is_merging(out: Path) -> bool:
-    """Whether the files of some index were begun and not all indexes are whole."""
-    begun = any(out.rglob("*values.bin*"))
-    return begun and len(list(out.glob("*/*/index.json"))) < len(METRICS)
-
-
 def analyze(store: Path, out: Path, workers: int) -> Run:
-    """Run analyze.py in a fresh process and watch it."""
+    """Run analyze.py in a fresh process and watch its memory."""
     command = [sys.executable, str(ROOT / "analyze.py"), str(store), "--out", str(out)]
     command += ["--metric", ",".join(METRICS), "--samples", "pieces", "--seq-len", str(SEQ_LEN)]
     command += ["--workers", str(workers)]
-    peak, merging = 0, []
+    peak = 0
     with tempfile.TemporaryFile("w+") as log:
         began = time.perf_counter()
         process = subprocess.Popen(command, stdout=log, stderr=log)
         while process.poll() is None:
             peak = max(peak, resident_bytes(process.pid))
-            if is_merging(out):
-                merging.append(time.perf_counter())
             time.sleep(0.03 if workers == 1 else 0.2)  # on two cores this would be a third load
         seconds = time.perf_counter() - began
         if process.returncode:
             log.seek(0)
             raise ValueError(f"{' '.join(command)}: {log.read()[-1000:]}")
     shutil.rmtree(out)
-    return Run(seconds, merging[-1] - merging[0] if merging else 0.0, peak)
+    return Run(seconds, peak)
 
 
 def measure_analysis(args: argparse.Namespace, folder: Path) -> dict:
     tokens = write_repeated(folder / "store", int(args.tokens))
     write_repeated(folder / "few", 1)
-    samples = len(Samples(Store.open(folder / "store"), "pieces", SEQ_LEN))
-    one, two, few = (
-        partial(analyze, folder / store, folder / "out", workers)
-        for store, workers in (("store", 1), ("store", 2), ("few", 1))
-    )
-    runs = in_turns({"1": one, "2": two, "few": few}, args.turns)
-    seconds = {name: [run.seconds for run in taken] for name, taken in runs.items()}
-    start = statistics.median(seconds["few"])
-    work = {name: [max(s - start, 1e-3) for s in taken] for name, taken in seconds.items()}
-    merge = [max(run.merge_seconds, 1e-3) for run in runs["1"]]
-    figures = Figures(tokens=tokens, samples=samples)
-    figures.add("start_s", seconds["few"])
-    figures.add("tokens_per_s", [tokens / s for s in seconds["1"]], ">= 30e6")
-    figures.add("tokens_per_s_2_workers", [tokens / s for s in seconds["2"]])
-    figures.add("ratio_2_to_1", ratios(work["1"], work["2"]), ">= 1.7")  # without the start
-    figures.add("ratio_2_to_1_with_start", ratios(seconds["1"], seconds["2"]))
-    for workers, name in (("1", "peak_resident_gb"), ("2", "peak_resident_gb_2_workers")):
-        figures.add(name, [run.peak_bytes / 1e9 for run in runs[workers]], "<= 1.5")
-    mapping = [max(s - m, 1e-3) for s, m in zip(work["1"], merge, strict=True)]
-    figures.add("map_tokens_per_s", [tokens / s for s in mapping])
-    figures.add("merge_samples_per_s", [len(METRICS) * samples / s for s in merge])
-    return {"analysis": figures, "plan": planned(figures)}
-
-
-def planned(rates: Figures) -> dict:
-    """Hours and bytes at sizes that were not measured: one metric whose values have 4 bytes.
-
-    Assumed: the measured rate on a core, twice-over what 2 workers make of it on more cores, as far
-    as there are shards; then the merge by one thread; disks that keep up with all of it.
-    """
-    names = ("map_tokens_per_s", "ratio_2_to_1", "merge_samples_per_s")
-    map_rate, ratio, merge_rate = (rates[name][1] for name in names)
-    plans = {}
-    for tokens in PLANNED:
-        samples = -(-int(tokens) // SEQ_LEN)
-        shards = -(-samples // max(SHARD, -(-samples // MOST_SHARDS)))
-        merge_hours = samples / merge_rate / 3600
-        values_gb = samples * 4 / 1e9
-        order_gb = samples * (4 if samples < 2**32 else 8) / 1e9  # as analyze.py chooses ids
-        figures = {"merge_hours": merge_hours, "values_gb": values_gb, "order_gb": order_gb}
-        for cores in CORES:
-            at_once = shards / -(-shards // cores)  # the last round of shards leaves cores idle
-            map_hours = tokens / (map_rate * max(at_once * ratio / 2, 1)) / 3600
-            figures[f"hours_on_{cores}"] = map_hours + merge_hours
-        plans[f"{tokens:g}"] = {name: significant(value, 3) for name, value in figures.items()}
-        print(f"  {tokens:g} tokens: {plans[f'{tokens:g}']}")
-    return plans
+    variants = {
+        name: partial(analyze, folder / store, folder / "out", workers)
+        for name, store, workers in (("few", "few", 1), ("1", "store", 1), ("2", "store", 2))
+    }
+    runs = in_turns(variants, args.turns)
+    start, one, two = (np.array([run.seconds for run in runs[name]]) for name in variants)
+    work_of_one, work_of_two = (np.maximum(s - np.median(start), 1e-3) for s in (one, two))
+    figures = {
+        "tokens": tokens,
+        "samples": len(open_samples(folder / "store", "pieces")),
+        "start_s": min_median_max(start),
+        "tokens_per_s": min_median_max(tokens / one),
+        "tokens_per_s_2_workers": min_median_max(tokens / two),
+        "ratio_2_to_1": min_median_max(work_of_one / work_of_two),  # without the start
+        "ratio_2_to_1_with_start": min_median_max(one / two),
+        "peak_resident_gb": min_median_max([run.peak_bytes / 1e9 for run in runs["1"]]),
+        "peak_resident_gb_2_workers": min_median_max([run.peak_bytes / 1e9 for run in runs["2"]]),
+    }
+    return {"analysis": figures}
 
 
 # ---- sampling
@@ -302,7 +252,7 @@ def milliseconds(action: Callable[[], object], times: int) -> np.ndarray:
     """Of each call; the array is touched first, so that memory does not grow."""
     taken = np.ones(times)
     for i in range(times):
-        taken[i] = 1e3 * seconds_of(action)
+        taken[i] = 1e3 * measured(action).seconds
     return taken
 
 
@@ -312,7 +262,7 @@ def own_megabytes() -> float:
     return int(re.search(r"Anonymous:\s+(\d+) kB", text)[1]) / 1e3
 
 
-def measure_draws(samples: Samples, pool, where: str, batches: int, figures: Figures) -> None:
+def measure_draws(samples: Samples, pool, where: str, batches: int) -> dict:
     """Draw batch after batch; the time of each, and what memory they left behind."""
     cursor = Cursor()
 
@@ -323,42 +273,45 @@ def measure_draws(samples: Samples, pool, where: str, batches: int, figures: Fig
     draw_next()
     before = own_megabytes()
     taken = milliseconds(draw_next, batches)
-    after = own_megabytes()
-    figures.add(f"batch_ms_{where}", taken, "" if where.startswith("of_two") else "<= 1")
-    figures.add(f"own_mb_grown_{where}", round(after - before, 1), "0, about")
+    grown = round(own_megabytes() - before, 1)
+    return {f"batch_ms_{where}": min_median_max(taken), f"own_mb_grown_{where}": grown}
 
 
 def measure_sampling(args: argparse.Namespace, folder: Path) -> dict:
+    """Goals: 50 ms to open, 1 ms for a batch where one metric chooses, no memory that grows."""
     n = int(args.samples)
     if not 100 <= n < 2**32:
         raise ValueError(f"--samples {n:,}: choose 100 to 2^32 - 1, since ids are uint32")
-    figures, index = Figures(samples=n, batch=BATCH), folder / "index"
+    index = folder / "index"
     write_hollow(folder / "stream", [np.array([0, n * SEQ_LEN])])
     rows = open_samples(folder / "stream", "rows")
     for name, share in zip(METRICS, SHARES, strict=True):
         write_index(index / name, share, n, fingerprint(rows, name))
-    one, two = (
-        partial(open_curriculum, rows, index, METRICS[:1]),
-        partial(open_curriculum, rows, index, METRICS),
-    )
-    figures.add("open_ms", milliseconds(partial(one, 50), 20), "<= 50")
-    figures.add("open_two_metrics_ms", milliseconds(partial(two, 50), 5))
+    one = partial(open_curriculum, rows, index, METRICS[:1])
+    two = partial(open_curriculum, rows, index, METRICS)
+    figures = {
+        "samples": n,
+        "batch": BATCH,
+        "open_ms": min_median_max(milliseconds(partial(one, 50), 20)),
+        "open_two_metrics_ms": min_median_max(milliseconds(partial(two, 50), 5)),
+    }
     for percent in (50, 100):  # at 100 percent a run draws without the index
-        measure_draws(rows, one(percent).pool, f"at_{percent}", BATCHES, figures)
+        figures |= measure_draws(rows, one(percent).pool, f"at_{percent}", BATCHES)
     for percent in (50, 10):
-        measure_draws(rows, two(percent).pool, f"of_two_at_{percent}", BATCHES // 10, figures)
+        pool = two(percent).pool
+        figures |= measure_draws(rows, pool, f"of_two_at_{percent}", BATCHES // 10)
 
     write_hollow(folder / "documents", offsets_of_documents(n))
     opening = partial(open_samples, folder / "documents", "pieces")
-    figures.add("table_made_s", round(seconds_of(opening), 1))  # once a store and sample length
-    figures.add("open_documents_ms", milliseconds(opening, 20), "<= 50")
-    measure_draws(opening(), one(50).pool, "documents_at_50", BATCHES, figures)
+    figures["table_made_s"] = round(measured(opening).seconds, 1)  # once a store and sample length
+    figures["open_documents_ms"] = min_median_max(milliseconds(opening, 20))
+    figures |= measure_draws(opening(), one(50).pool, "documents_at_50", BATCHES)
 
     gc.collect()  # what is mapped stays in the page cache
     for path in index.glob("*/*.bin"):
         with open(path) as file:
             os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
-    figures.add("open_cold_ms", milliseconds(partial(one, 50), 1))
+    figures["open_cold_ms"] = min_median_max(milliseconds(partial(one, 50), 1))
     return {"sampling": figures}
 
 
@@ -379,7 +332,6 @@ def main() -> None:
     args = parser.parse_args()
     measure, file = MEASURES[args.what]
     keep = recorder(file, args, turns=args.turns)
-    print(args.what)
     with tempfile.TemporaryDirectory() as folder:
         keep(measure(args, Path(folder)))
 

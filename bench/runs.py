@@ -20,29 +20,29 @@ import argparse
 import json
 import os
 import re
-import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from ablate import RECIPES, TRAINER
-from record import ROOT, command_line, min_median_max, ratios, recorder
+from measure import ROOT, command_line, min_median_max, pick, recorder, seconds_in_turns
 from step import CASES, model_of, trainer_of
-from turns import in_turns, measured
 
 import config
-from plan import Plan, Step
+from plan import Plan
 from prepare import embedded_store
 from support.base import runtime
 from support.base.clock import Clock, tokens_by_layer
 from support.text.store import Store
-from train import Trainer, next_stage
+from train import Trainer, next_trainer
 
 # ---- cost
 
@@ -57,28 +57,18 @@ class Shape(NamedTuple):
     parameters: int  # fewer while --pseudo shares layers or leaves some out
 
 
-class Example(NamedTuple):
-    """A step of some shape, and who makes it."""
-
-    trainer: Trainer
-    step: Step
-
-    def seconds(self) -> float:
-        return measured(partial(self.trainer.step, self.step)).seconds
-
-
-def shapes_of(plan: Plan, trainer: Trainer, examples: dict[Shape, Example]) -> Counter:
-    """How often a run has a step of each shape; the first step of each is put into `examples`."""
+def shapes_of(plan: Plan, trainer: Trainer, steps: dict[Shape, Callable]) -> Counter:
+    """How often a run has a step of each shape; how the first of each is made goes into `steps`."""
     settings, counts, clock = trainer.settings, Counter(), Clock()
     while clock.consumed_tokens < settings.optim.tokens:
         step = plan(clock)
-        trainer = next_stage(trainer, step)
+        trainer = next_trainer(trainer, step)
         rows, seq_len = step.batch.tokens.shape
         tokens = tuple(tokens_by_layer(settings, step.context, seq_len))
         parameters = sum(p.numel() for p in trainer.model.parameters())
         shape = Shape(rows, seq_len, step.batch.doc_ids is not None, tokens, parameters)
         counts[shape] += 1
-        examples.setdefault(shape, Example(trainer, step))
+        steps.setdefault(shape, partial(trainer.step, step))
         clock = step.after
     return counts
 
@@ -86,47 +76,44 @@ def shapes_of(plan: Plan, trainer: Trainer, examples: dict[Shape, Example]) -> C
 def measure_cost(args: argparse.Namespace) -> None:
     here, store = runtime.start("cpu", "fp32"), Store.open(embedded_store("pd4k"))
     counts: dict[str, Counter] = {}
-    examples: dict[Shape, Example] = {}
+    steps: dict[Shape, Callable] = {}
     recipes = args.cases or [
         name for name, flags in RECIPES.items() if not re.search("bert|adaptive", flags)
     ]  # not another model, nor what only gradients decide
     for recipe in dict.fromkeys(["plain", *recipes]):
         settings = config.build(config.parse(RECIPES[recipe].split()))
         trainer = trainer_of(settings, model_of(settings, CASES["nano"]), "cpu")
-        counts[recipe] = shapes_of(Plan(settings, store, None, here), trainer, examples)
-    taken = in_turns({shape: examples[shape].seconds for shape in sorted(examples)}, args.turns)
+        counts[recipe] = shapes_of(Plan(settings, store, None, here), trainer, steps)
+    taken = seconds_in_turns({shape: steps[shape] for shape in sorted(steps)}, args.turns)
     totals = {
-        recipe: [
-            sum(n * taken[shape][turn] for shape, n in count.items()) for turn in range(args.turns)
-        ]
+        recipe: sum(n * np.array(taken[shape]) for shape, n in count.items())
         for recipe, count in counts.items()
     }
     keep = recorder("cost", args, trainer=TRAINER, turns=args.turns)
-    print("recipe                     seconds   against plain (least, most)   steps")
     for recipe in recipes:
-        ratio = min_median_max(ratios(totals[recipe], totals["plain"]))
-        seconds, steps = statistics.median(totals[recipe]), sum(counts[recipe].values())
-        low, median, high = ratio
-        print(f"{recipe:24} {seconds:9.1f} {median:15.3f} ({low:.3f}, {high:.3f}) {steps:7}")
-        figures = {"recipe": recipe, "flags": RECIPES[recipe], "steps": steps}
-        figures |= {"shapes": len(counts[recipe]), "seconds": round(seconds, 1)}
-        keep(figures | {"to_plain_min_median_max": ratio})
+        keep(
+            {
+                "recipe": recipe,
+                "flags": RECIPES[recipe],
+                "steps": sum(counts[recipe].values()),
+                "shapes": len(counts[recipe]),
+                "seconds": round(float(np.median(totals[recipe])), 1),
+                "to_plain_min_median_max": min_median_max(totals[recipe] / totals["plain"]),
+            }
+        )
 
 
 # ---- forecast
 
+NO_STOPS = "--eval-every 0 --checkpoint-every 0 --final-eval-tokens"
+EVALUATED = "--eval-tokens 8192 --final-eval-tokens"
 FORECASTS = {
-    "nano": "--tokens 200000 --eval-tokens 8192 --final-eval-tokens 32768",
-    "12 x 256": "--layers 12 --width 256 --tokens 100000 --eval-tokens 8192"
-    " --final-eval-tokens 16384",
-    "124M": "--size 124M --batch-tokens 8192 --tokens 40960 --eval-every 0 --checkpoint-every 0"
-    " --final-eval-tokens 4096",
-    "nano, all techniques": "--tokens 100000 --eval-tokens 8192 --final-eval-tokens 32768"
-    " --curriculum seqlen --ltd --pack",
-    "124M on a GPU": "--size 124M --batch-tokens 65536 --tokens 3276800 --eval-every 0"
-    " --checkpoint-every 0 --final-eval-tokens 65536",
-    "toy": "--layers 1 --width 16 --heads 1 --tokens 8192 --eval-every 0 --checkpoint-every 0"
-    " --final-eval-tokens 2048",
+    "nano": f"--tokens 200000 {EVALUATED} 32768",
+    "12 x 256": f"--layers 12 --width 256 --tokens 100000 {EVALUATED} 16384",
+    "124M": f"--size 124M --batch-tokens 8192 --tokens 40960 {NO_STOPS} 4096",
+    "nano, all techniques": f"--tokens 100000 {EVALUATED} 32768 --curriculum seqlen --ltd --pack",
+    "124M on a GPU": f"--size 124M --batch-tokens 65536 --tokens 3276800 {NO_STOPS} 65536",
+    "toy": f"--layers 1 --width 16 --heads 1 --tokens 8192 {NO_STOPS} 2048",
 }
 ON = {
     "cpu": ("nano", "12 x 256", "124M", "nano, all techniques"),
@@ -177,19 +164,13 @@ def device_bytes() -> int:
 
 def measure_forecast(args: argparse.Namespace) -> None:
     keep = recorder("forecast", args)
-    print(f"{'':22} {'seconds: said':>14} {'made':>8} {'ratio':>6}   {'GB: said':>9} made   ratio")
     for name in args.cases or ON[args.device]:
-        with tempfile.TemporaryDirectory() as place:
-            out = Path(place) / "run"
+        with tempfile.TemporaryDirectory() as folder:
+            out = Path(folder) / "run"
             flags = [*FORECASTS[name].split(), "--device", args.device, "--out", out]
             command = [sys.executable, ROOT / "train.py", *flags]
             said, run = forecast(command), made(command, out / "log.jsonl", args.device)
             lines = (out / "log.jsonl").read_text().splitlines()
-        print(
-            f"{name:22} {said.seconds:14.1f} {run.seconds:8.1f} {said.seconds / run.seconds:6.2f}"
-            f"   {said.bytes / 1e9:9.2f} {run.bytes / 1e9:5.2f} {said.bytes / run.bytes:6.2f}",
-            flush=True,
-        )
         keep(
             {
                 "case": name,
@@ -208,11 +189,11 @@ def main() -> None:
     parser.add_argument("what", choices=("cost", "forecast"))
     parser.add_argument("--cases", nargs="+", metavar="CASE", help="recipes or runs (default: all)")
     args = parser.parse_args()
-    known = RECIPES if args.what == "cost" else FORECASTS
-    for name in args.cases or ():
-        if name not in known:
-            raise ValueError(f"--cases {name}: choose from {', '.join(known)}")
-    (measure_cost if args.what == "cost" else measure_forecast)(args)
+    pick(args.cases or [], RECIPES if args.what == "cost" else FORECASTS)
+    if args.what == "cost":
+        measure_cost(args)
+    else:
+        measure_forecast(args)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,5 @@
 """Models larger than memory: what sharing, growth, offload and shards save, and cost a step.
 
-    adamw    torch's fused AdamW on the host against its loop over tensors, on 124M's parameters
     shared   bytes of a model whose layers share one block, and when each has its own; both steps
     growth   a step of some of the layers against one of all, beside the ratio of their FLOPs
     offload  a step with state, gradients or weights on the host against one without; on a GPU
@@ -22,7 +21,7 @@ torchao copies a gradient to the host in every micro-batch, and cannot clip: its
 clipping, ours has.
 
     OMP_NUM_THREADS=2 python bench/scale.py                  # all parts that a CPU can do
-    OMP_NUM_THREADS=2 python bench/scale.py adamw shared offload --record
+    OMP_NUM_THREADS=2 python bench/scale.py shared offload --record
     python bench/scale.py capped --device cuda --record      # 40 GB of the host's memory
 """
 
@@ -38,21 +37,19 @@ from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
-from record import command_line, quartiles, ratios, recorder, significant
+from measure import command_line, measured, pick, quartiles, recorder, significant, take_turns
 from step import (
     CASES,
     Case,
     Variant,
     build_ours,
     compare,
-    headline,
     model_of,
     on_device,
     steps_of,
     trainer_of,
 )
 from torch import nn
-from turns import in_turns, measured, take_turns, turn_of
 
 import config
 import offload
@@ -61,7 +58,7 @@ from support.base import runtime
 from support.base.runtime import host_free
 from support.base.sharded import join
 from support.step.optim import split_parameters
-from support.step.placement import Away, Placement, parts_of, shown
+from support.step.placement import Away, Placement, parts_of, place, shown
 from support.step.sizes import empty_model
 from train import Trainer
 
@@ -80,7 +77,7 @@ class Setup(NamedTuple):
     device: str
     size: str | None = None
     turns: int | None = None
-    keep: Callable[[dict], None] = lambda figures: None  # a record, as soon as it is there
+    keep: Callable[[dict], None] = print  # figures, as soon as they are there
 
     def case(self, on_cpu: str) -> tuple[str, Case]:
         """The model and its batch: a part's own, unless --size names another."""
@@ -88,17 +85,16 @@ class Setup(NamedTuple):
         case = on_device(size, self.device, TOKENS_ON_GPU)
         return size, case._replace(turns=self.turns or case.turns)
 
-    def compare(self, on_cpu: str, variants: dict[str, Variant], jobs: dict | None = None) -> dict:
-        """Steps of each variant against the one that it names; printed and kept as they come."""
+    def compare(self, on_cpu: str, variants: dict[str, Variant], jobs: dict | None = None) -> None:
+        """Steps of each variant against the one that it names, kept as they come."""
         size, case = self.case(on_cpu)
         if jobs is None:
             jobs = {name: (build, case, variants[name], self.device) for name in variants}
-        print(headline(size, case))
 
         def keep(figures: dict) -> None:
-            self.keep({"size": size, **case._asdict(), **figures})
+            self.keep({"size": size, **figures})
 
-        return compare(jobs, case, self.device, variants, keep)
+        compare(jobs, case, self.device, variants, keep)
 
 
 def build(case: Case, variant: Variant, device: str, mode: str | None = None) -> Callable:
@@ -108,7 +104,7 @@ def build(case: Case, variant: Variant, device: str, mode: str | None = None) ->
     """
     if "--fsdp" in variant.flags:
         join(runtime.start(device, "auto"))
-    with patch.object(offload, "plan", partial(planned, mode)) if mode else nullcontext():
+    with patch.object(offload, "placement_for", partial(planned, mode)) if mode else nullcontext():
         return build_ours(case, variant, device)
 
 
@@ -117,49 +113,14 @@ def like(settings: config.Config, case: Case) -> nn.Module:
     return empty_model(config.transformer_config(settings, case.vocab_size))
 
 
-# ---- adamw
-
-
-def measure_adamw(setup: Setup) -> dict:
-    size = setup.size or "124M"
-    case = CASES[size]
-    torch.manual_seed(0)
-    shapes = [p.shape for p in like(case.settings("cpu"), case).parameters()]
-    parameters = [nn.Parameter(torch.randn(shape)) for shape in shapes]
-    for p in parameters:
-        p.grad = torch.randn_like(p)
-    optimizers = {
-        "fused": torch.optim.AdamW(parameters, lr=1e-4, fused=True),
-        "for-loop": torch.optim.AdamW(parameters, lr=1e-4, foreach=False, fused=False),
-    }
-    taken = in_turns(
-        {name: partial(turn_of, optimizer.step) for name, optimizer in optimizers.items()},
-        setup.turns or case.turns,
-    )
-    numel = sum(p.numel() for p in parameters)
-    seconds = {name: [turn.seconds for turn in turns] for name, turns in taken.items()}
-    figures: dict = {"size": size, "parameters": numel}
-    for name, values in seconds.items():
-        ms = quartiles([1e3 * value for value in values])
-        # reads weight, gradient, two moments; writes all but the gradient
-        figures[name] = {"ms": ms, "gb_s": significant(28 * numel / ms[1] / 1e6, 3)}
-    figures["faster"] = quartiles(ratios(seconds["for-loop"], seconds["fused"]))
-    print(f"\nadamw: {figures}; the goal is 3.5 times as fast")
-    setup.keep(figures)
-    return figures
-
-
 # ---- shared
 
 
-def measure_shared(setup: Setup) -> dict:
+def measure_shared(setup: Setup) -> None:
     size, case = setup.case("124M")
     shared = beside("own weights", "--pseudo --pseudo-group 1 --pseudo-until 0.5")
-    stages = stages_of(case, shared)
-    print(f"\nshared, {size}: {stages}")
-    setup.keep({"size": size, "bytes": stages})
-    steps = setup.compare("124M", {"own weights": ADAMW, "shared": shared})
-    return {"steps": steps, "bytes": stages}
+    setup.keep({"size": size, "bytes": stages_of(case, shared)})
+    setup.compare("124M", {"own weights": ADAMW, "shared": shared})
 
 
 def stages_of(case: Case, variant: Variant) -> dict:
@@ -194,14 +155,14 @@ def bytes_of(trainer: Trainer) -> dict[str, int]:
 # ---- growth
 
 
-def measure_growth(setup: Setup) -> dict:
+def measure_growth(setup: Setup) -> None:
     _, case = setup.case("12x256")
     layers = case.settings("cpu").model.layers
     variants = {"all layers": ADAMW}
     for few in (layers // 2, layers // 4):
         flags = f"--pseudo --pseudo-layers {few} --pseudo-until 0.5"
         variants[f"{few} of {layers}"] = beside("all layers", flags)
-    return {"steps": setup.compare("12x256", variants)}
+    setup.compare("12x256", variants)
 
 
 # ---- offload
@@ -213,60 +174,58 @@ MODES = {  # what leaves of the blocks, and of what is outside them
     "weights": (Away.WEIGHTS, Away.GRADIENTS),
 }
 HERE = "no offload"
+TORCHAO = "torchao"
 
 
 def planned(
-    mode: str, model: nn.Module, budget: str, muon: bool, dtype: torch.dtype, **free: object
+    mode: str, settings: config.Config, model: nn.Module, here: runtime.Runtime
 ) -> Placement:
-    """In place of offload.plan."""
-    parts = parts_of(model, muon)
+    """In place of offload.placement_for."""
+    parts = parts_of(model, settings.optim.optimizer == "muon")
     inside, outside = MODES.get(mode, (Away.NOTHING, Away.NOTHING))
     away = tuple(inside if part.layers else outside for part in parts)
-    return Placement(parts, away, offload.DTYPES[dtype], budget=0)
+    return Placement(parts, away, offload.DTYPES[here.dtype], budget=0)
 
 
 def offloaded(device: str, case: Case, more: str = "") -> tuple[dict[str, Variant], dict]:
     """The variants by name, and how each is built."""
     variants = {HERE: Variant(f"--optimizer adamw {more}")}
     variants |= {mode: beside(HERE, f"--offload {more}") for mode in MODES}
-    jobs: dict[str, tuple] = {HERE: (build, case, variants[HERE], device)}
-    jobs |= {mode: (build, case, variants[mode], device, mode) for mode in MODES}
+    jobs: dict[str, tuple] = {
+        name: (build, case, variant, device, name if name in MODES else None)
+        for name, variant in variants.items()
+    }
     if device == "cuda" and find_spec("torchao"):
-        variants["torchao"] = beside(HERE, more)
-        jobs["torchao"] = (build_torchao, case, variants["torchao"], device)
+        variants[TORCHAO] = beside(HERE, more)
+        jobs[TORCHAO] = (build_torchao, case, variants[TORCHAO], device)
     else:
-        why = "it needs --device cuda" if device == "cpu" else "it is not installed"
-        print(f"torchao: skipped, {why}")
+        print("torchao: skipped, it needs --device cuda and to be installed")
     return variants, jobs
 
 
-def measure_offload(setup: Setup) -> dict:
+def measure_offload(setup: Setup) -> None:
+    """The goal is that a step with the state on the host takes as long as torchao's."""
     _, case = setup.case("12x256")
-    steps = setup.compare("12x256", *offloaded(setup.device, case))
-    if "torchao" in steps:
-        ratio = steps["state"]["ms"][1] / steps["torchao"]["ms"][1]
-        print(f"state on the host: {ratio:.3f} of torchao's step; the goal is 1")
-    return {"steps": steps}
+    setup.compare("12x256", *offloaded(setup.device, case))
 
 
-def measure_peaks(setup: Setup) -> dict:
-    """The peak in GB of a step on a GPU with next to no activations, beside the planned bytes."""
+def measure_peaks(setup: Setup) -> None:
+    """The peak of a step on a GPU with next to no activations, in GB, beside the planned one.
+
+    The goal is the planned one within 5 %.
+    """
     size, case = setup.case("12x256")
     lean = case._replace(flags=f"{case.flags} --seq-len 64", batch_tokens=128)
     variants, jobs = offloaded(setup.device, lean, "--micro-batch-size 1")
-    peaks: dict[str, dict] = {}
-    dtype = runtime.start(setup.device, "auto").dtype
-    print(f"\npeaks, {size}: the goal is the planned one within 5 %")
+    ranks = runtime.start(setup.device, "auto")
     for new, taken in take_turns(jobs, 1, setup.device):
         for name in new:
-            found = peaks[name] = {"lean_peak_gb": significant(taken[name][0].peak_bytes / 1e9, 4)}
-            if name != "torchao":
-                model = like(variants[name].settings(lean, setup.device), lean)
-                placement = planned(name, model, "", muon=False, dtype=dtype)
-                found["planned_gb"] = significant(placement.device_bytes / 1e9, 4)
-            print(f"{name:>18} {found}", flush=True)
-            setup.keep({"size": size, "variant": name, **found})
-    return peaks
+            figures = {"lean_peak_gb": significant(taken[name][0].peak_bytes / 1e9, 4)}
+            if name != TORCHAO:
+                settings = variants[name].settings(lean, setup.device)
+                placement = planned(name, settings, like(settings, lean), ranks)
+                figures["planned_gb"] = significant(placement.device_bytes / 1e9, 4)
+            setup.keep({"size": size, "variant": name, **figures})
 
 
 def build_torchao(case: Case, variant: Variant, device: str) -> Callable:
@@ -306,8 +265,8 @@ def build_torchao(case: Case, variant: Variant, device: str) -> Callable:
 # ---- fsdp
 
 
-def measure_fsdp(setup: Setup) -> dict:
-    return {"steps": setup.compare("nano", {"plain": ADAMW, "--fsdp": beside("plain", "--fsdp")})}
+def measure_fsdp(setup: Setup) -> None:
+    setup.compare("nano", {"plain": ADAMW, "--fsdp": beside("plain", "--fsdp")})
 
 
 # ---- capped
@@ -316,15 +275,12 @@ CAP_BYTES = 16 * 2**30
 TIGHT = "--offload --offload-budget 8GiB --checkpoint-activations --micro-batch-size 4"
 
 
-def measure_capped(setup: Setup) -> dict:
+def measure_capped(setup: Setup) -> None:
     case = CASES["1.3B"]._replace(turns=setup.turns or CASES["1.3B"].turns)
-    print(f"\ncapped, 1.3B in {shown(CAP_BYTES)}: {TIGHT}")
     with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as alone:
-        found = alone.submit(train_capped, case, TIGHT, setup.device, CAP_BYTES).result()
-    print(found)
+        figures = alone.submit(train_capped, case, TIGHT, setup.device, CAP_BYTES).result()
     about = {"size": "1.3B", "flags": TIGHT, "cap_bytes": CAP_BYTES}
-    setup.keep(case._asdict() | about | found)
-    return found
+    setup.keep(case._asdict() | about | figures)
 
 
 def train_capped(case: Case, flags: str, device: str, cap_bytes: int) -> dict:
@@ -334,20 +290,16 @@ def train_capped(case: Case, flags: str, device: str, cap_bytes: int) -> dict:
     """
     here = runtime.start(device, "auto")
     settings = ADAMW.settings(case, device, flags)
-    small, budget = like(settings, case), settings.offload.budget
-    placement = offload.plan(small, budget, False, here.dtype, device_free=None, host_free=None)
+    small, budget = like(settings, case), offload.budget_bytes(settings.offload.budget)
+    placement = place(parts_of(small, muon=False), budget, offload.DTYPES[here.dtype])
     # the initial weights are on the host as well, until they are where they belong
     needed, free = placement.host_bytes + sum(p.nbytes for p in small.parameters()), host_free()
     if free is not None and needed > free:
-        raise ValueError(
-            f"capped needs {shown(needed)} of host memory and {shown(free)} are free: leave it out"
-        )
+        raise ValueError(f"capped: needs {shown(needed)} of the host, {shown(free)} are free")
     if device == "cuda":
         total = torch.cuda.get_device_properties(here.device).total_memory
         if total < cap_bytes:
-            raise ValueError(
-                f"capped needs {shown(cap_bytes)} of a GPU, and this has {shown(total)}"
-            )
+            raise ValueError(f"capped: needs {shown(cap_bytes)} of a GPU, this has {shown(total)}")
         torch.cuda.set_per_process_memory_fraction(cap_bytes / total)
     make = build_ours(case, ADAMW, device, flags)
     losses: list[float] = []
@@ -364,7 +316,6 @@ def train_capped(case: Case, flags: str, device: str, cap_bytes: int) -> dict:
 
 
 PARTS = {
-    "adamw": measure_adamw,
     "shared": measure_shared,
     "growth": measure_growth,
     "offload": measure_offload,
@@ -380,16 +331,12 @@ def main() -> None:
     parser.add_argument("--size", choices=CASES, help="of all parts but capped (default: by part)")
     parser.add_argument("--turns", type=int, help="(default: by size)")
     args = parser.parse_args()
-    for name in args.parts:
-        if name not in PARTS:
-            raise ValueError(f"there is no part {name}: choose from {', '.join(PARTS)}")
-    for name in args.parts or PARTS:
+    for name in pick(args.parts, PARTS):
         if name in NEEDS_GPU and args.device == "cpu":
             print(f"{name}: skipped, it needs --device cuda", file=sys.stderr)
             continue
-        device = "cpu" if name == "adamw" else args.device  # the host's, wherever the rest is
-        dtype = "bf16 autocast" if device == "cuda" else "fp32"
-        keep = recorder("scale", args, device, part=name, dtype=dtype)
+        dtype = "bf16 autocast" if args.device == "cuda" else "fp32"
+        keep = recorder("scale", args, part=name, dtype=dtype)
         PARTS[name](Setup(args.device, args.size, args.turns, keep))
 
 

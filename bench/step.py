@@ -2,7 +2,7 @@
 
 A step is forward, backward, clipping and the optimizer, on rows of the embedded corpus that were
 read before. Each variant is a few flags of train.py in a process of its own, in turns with the
-others (bench/turns.py), and makes the first --steps steps of its run again and again. A ratio is
+others (bench/measure.py), and makes the first --steps steps of its run again and again. A ratio is
 the median of the ratios within a turn. Beside it stands the ratio that FLOPs predict, in which a
 token attends to its own document alone, and the share of that saving which was realised.
 
@@ -36,9 +36,8 @@ from typing import NamedTuple
 
 import nanogpt
 import torch
-from record import command_line, quartiles, ratios, recorder, significant
+from measure import Taken, command_line, quartiles, ratios, recorder, significant, take_turns
 from torch import nn
-from turns import Taken, take_turns
 
 import config
 from model import Transformer
@@ -71,20 +70,14 @@ class Case(NamedTuple):
 
 
 CASES = {  # by --size
-    "nano": Case("", 2048, vocab_size=4160, turns=15),
-    "nano-512": Case("--seq-len 512", 4096, vocab_size=4160, turns=15),
-    "12x256": Case(
-        "--layers 12 --heads 8 --width 256 --seq-len 512", 2048, vocab_size=4160, turns=9
-    ),
-    "124M": Case("--size 124M", 1024, vocab_size=50304, turns=5),
-    "350M": Case("--size 350M", 16384, vocab_size=50304, turns=5),
-    "350M-2048": Case(
-        "--size 1.3B --width 1024 --seq-len 2048 --pos rope", 16384, vocab_size=50304, turns=5
-    ),
-    "1.3B": Case("--size 1.3B", 16384, vocab_size=50304, turns=6),
-    "toy": Case(
-        "--layers 4 --heads 2 --width 16 --seq-len 32", 64, vocab_size=4160, turns=2
-    ),  # does it work?
+    "nano": Case("", 2048, 4160, turns=15),
+    "nano-512": Case("--seq-len 512", 4096, 4160, turns=15),
+    "12x256": Case("--layers 12 --heads 8 --width 256 --seq-len 512", 2048, 4160, turns=9),
+    "124M": Case("--size 124M", 1024, 50304, turns=5),
+    "350M": Case("--size 350M", 16384, 50304, turns=5),
+    "350M-2048": Case("--size 1.3B --width 1024 --seq-len 2048 --pos rope", 16384, 50304, turns=5),
+    "1.3B": Case("--size 1.3B", 16384, 50304, turns=6),
+    "toy": Case("--layers 4 --heads 2 --width 16 --seq-len 32", 64, 4160, turns=2),  # is it whole?
 }
 TOKENS_ON_GPU = 32_768  # of a step
 DEFAULT_CASES = {"cpu": ("nano", "12x256", "124M"), "cuda": ("124M", "350M", "350M-2048")}
@@ -112,11 +105,13 @@ class Variant(NamedTuple):
 
 
 LIKE_NANOGPT = "--pos learned --optimizer"
+THEIRS = "nanoGPT"
 VARIANTS = {
+    THEIRS: Variant(f"{LIKE_NANOGPT} adamw", exact_gelu=True),
     "plain": Variant(),
-    "AdamW": Variant(f"{LIKE_NANOGPT} adamw", to="nanoGPT"),
-    "AdamW, exact GELU": Variant(f"{LIKE_NANOGPT} adamw", to="nanoGPT", exact_gelu=True),
-    "Muon": Variant(f"{LIKE_NANOGPT} muon", to="nanoGPT", exact_gelu=True),
+    "AdamW": Variant(f"{LIKE_NANOGPT} adamw", to=THEIRS),
+    "AdamW, exact GELU": Variant(f"{LIKE_NANOGPT} adamw", to=THEIRS, exact_gelu=True),
+    "Muon": Variant(f"{LIKE_NANOGPT} muon", to=THEIRS, exact_gelu=True),
     "packed": Variant("--pack", to="plain"),
     "short pieces": Variant("--pack --curriculum seqlen", to="packed"),
     "padded": Variant("--pack --pack-max-per-row 1", to="packed"),
@@ -125,7 +120,8 @@ VARIANTS = {
     "keep 1/2": Variant(to="plain", kept_share=1 / 2),
     "keep 1/4": Variant(to="plain", kept_share=1 / 4),
 }
-DEFAULT_VARIANTS = [name for name in VARIANTS if "padded" not in name]
+OURS = [name for name in VARIANTS if name != THEIRS]
+DEFAULT_VARIANTS = [name for name in OURS if "padded" not in name]
 
 
 # ---- a variant: its steps, and what makes them
@@ -161,13 +157,12 @@ def trainer_of(
     settings: config.Config, model: Transformer, device: str, state: dict | None = None
 ) -> Trainer:
     """A model assembled as train.py does it; all rows at once unless --micro-batch-size is set."""
-    rows = settings.optim.batch_tokens // settings.data.seq_len
-    at_once = settings.optim.micro_batch_size or rows
     return assemble(
         settings,
         model=model,
         runtime=runtime.start(device, "auto"),
-        rows_at_once=at_once,
+        rows_at_once=settings.optim.micro_batch_size
+        or settings.optim.batch_tokens // settings.data.seq_len,
         state=state,
     )
 
@@ -193,10 +188,9 @@ def build_theirs(folder: Path, case: Case, device: str, compiled: bool) -> Calla
     if device == "cuda":
         torch.set_float32_matmul_precision("high")
     settings = case.settings(device)
-    model = nanogpt.build(folder, settings, case.vocab_size, device)
-    batches = [
-        step.batch.to(torch.device(device)) for step in steps_of(settings, device, case.steps)
-    ]
+    model = nanogpt.build(folder, config.transformer_config(settings, case.vocab_size), device)
+    steps = steps_of(settings, device, case.steps)
+    batches = [step.batch.to(torch.device(device)) for step in steps]
     return nanogpt.step_of(model, [batch[:2] for batch in batches], compiled)
 
 
@@ -204,44 +198,39 @@ def check_same_function(folder: Path, case: Case) -> None:
     """On two layers and one row."""
     row = case.settings("cpu").data.seq_len
     settings = case._replace(batch_tokens=row).settings("cpu", "--layers 2 --pos learned")
-    theirs = nanogpt.build(folder, settings, case.vocab_size, "cpu")
     ours = model_of(settings, case, exact_gelu=True)
+    theirs = nanogpt.build(folder, ours.config, "cpu")
     nanogpt.check_same_function(ours, theirs, steps_of(settings, "cpu", 1)[0].batch)
 
 
 # ---- figures
 
 
-def flops_of(settings: config.Config, vocab_size: int, steps: list[Step], device: str) -> int:
-    """Of these steps: a token attends to its own document, and Muon multiplies matrices too."""
-    shape, T = config.transformer_config(settings, vocab_size), settings.data.seq_len
-    flops = 0
-    for step in steps:
-        tokens = tokens_by_layer(settings, step.context, T)
-        masked_scores = int((1 - step.attention_share) * T * T)
-        row = flops_of_row(shape, tokens, T) - shape.layers * 6 * shape.width * masked_scores
-        flops += len(step.batch.tokens) * row
-        if settings.optim.optimizer == "muon":
-            flops += shape.layers * flops_of_orthogonalising(shape.width, shape.mlp_width, device)
-    return flops
-
-
 class Predicted(NamedTuple):
     """What is known of a variant without timing it, of one step."""
 
-    flops: float
+    flops: float  # a token attends to its own document, and Muon multiplies matrices too
     real_tokens: float
     seen_share: float  # of the tokens, over all layers
 
 
 def predicted(case: Case, variant: Variant, device: str, flags: str = "") -> Predicted:
     settings = variant.settings(case, device, flags)
+    shape = config.transformer_config(settings, case.vocab_size)
+    T, width, layers = settings.data.seq_len, shape.width, shape.layers
     steps = steps_of(settings, device, case.steps)
-    tokens = tokens_by_layer(settings, steps[0].context, settings.data.seq_len)
+    tokens = tokens_by_layer(settings, steps[0].context, T)
+    flops = 0
+    for step in steps:
+        row = flops_of_row(shape, tokens_by_layer(settings, step.context, T), T)
+        masked_scores = int((1 - step.attention_share) * T * T)
+        flops += len(step.batch.tokens) * (row - layers * 6 * width * masked_scores)
+        if settings.optim.optimizer == "muon":
+            flops += layers * flops_of_orthogonalising(width, shape.mlp_width, device)
     return Predicted(
-        flops_of(settings, case.vocab_size, steps, device) / len(steps),
-        steps[-1].after.real_tokens / len(steps),
-        sum(tokens) / len(tokens) / settings.data.seq_len,
+        flops=flops / len(steps),
+        real_tokens=steps[-1].after.real_tokens / len(steps),
+        seen_share=sum(tokens) / len(tokens) / T,
     )
 
 
@@ -255,15 +244,15 @@ def summarise(
     figures = {}
     for name, turns in taken.items():
         seconds = [turn.seconds for turn in turns]
-        figure = figures[name] = {"ms": quartiles([1e3 * s / case.steps for s in seconds])}
-        reference = variants[name].to if name in variants else None
-        if name in known:
-            figure["gflop"] = round(known[name].flops / 1e9, 2)
-            figure["real_tokens"] = round(known[name].real_tokens, 1)
+        figure = figures[name] = {
+            "ms": quartiles([1e3 * s / case.steps for s in seconds]),
+            "gflop": round(known[name].flops / 1e9, 2),
+            "real_tokens": round(known[name].real_tokens, 1),
+        }
+        reference = variants[name].to
         if reference in taken:
             others = [turn.seconds for turn in taken[reference]]
             figure |= {"ratio": quartiles(ratios(seconds, others)), "to": reference}
-        if name in known and reference in known and reference in taken:
             expected = known[name].flops / known[reference].flops
             if expected < 1:
                 figure["predicted"] = round(expected, 4)
@@ -279,21 +268,6 @@ def summarise(
     return figures
 
 
-def show(name: str, figure: dict) -> str:
-    low, median, high = figure["ms"]
-    line = f"{name:>18} {median:9.1f} ms [{low:.1f}, {high:.1f}]"
-    if "ratio" in figure:
-        low, median, high = figure["ratio"]
-        line += f"   {median:.3f} [{low:.3f}, {high:.3f}] of {figure['to']}"
-    if "predicted" in figure:
-        line += f"   FLOPs say {figure['predicted']:.3f}: {figure['saving_had']:.0%} of the saving"
-    if "peak_gb" in figure:
-        line += f"   peak {figure['peak_gb']:.2f} GB"
-    if "predicted_peak_gb" in figure:
-        line += f", {figure['predicted_peak_gb']:.2f} predicted"
-    return line
-
-
 def compare(
     jobs: dict[str, tuple],
     case: Case,
@@ -302,46 +276,29 @@ def compare(
     keep: Callable[[dict], None],
     *,
     flags: str = "",
-) -> dict[str, dict]:
-    """Time the steps of all jobs and print them; `keep` gets each variant's figures as they come.
+) -> None:
+    """Time the steps of all jobs; `keep` gets each variant's figures as they come.
 
-    Args: jobs name -> what turns.take_turns starts
+    Args: jobs name -> what measure.take_turns starts
           flags of all variants
     """
-    known = {
-        name: predicted(case, variants[name], device, flags) for name in jobs if name in variants
-    }
-    figures = {}
+    known = {name: predicted(case, variants[name], device, flags) for name in jobs}
     for new, taken in take_turns(jobs, case.turns, device):
         figures = summarise(taken, case, variants, known)
-        for name in new:
-            print(show(name, figures[name]), flush=True)
-        keep({"steps": {name: figures[name] for name in new}})
-    return figures
-
-
-def headline(size: str, case: Case) -> str:
-    return (
-        f"\n{size}: {case.batch_tokens:,} tokens a step, V {case.vocab_size:,};"
-        f" medians of {case.turns} [quartiles]"
-    )
+        keep(case._asdict() | {"steps": {name: figures[name] for name in new}})
 
 
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("--nanogpt", type=Path, help="folder of a nanoGPT clone (default: none)")
     parser.add_argument("--size", choices=CASES, nargs="+", help="(default: by --device)")
-    parser.add_argument("--variants", choices=VARIANTS, nargs="+", default=DEFAULT_VARIANTS)
+    parser.add_argument("--variants", choices=OURS, nargs="+", default=DEFAULT_VARIANTS)
     parser.add_argument("--steps", type=int, default=1, help="of the run in a turn (1)")
-    parser.add_argument(
-        "--optimizer",
-        choices=("muon", "adamw"),
-        default="muon",
-        help="of variants that are not compared with nanoGPT",
-    )
+    others = "of variants that are not compared with nanoGPT"
+    parser.add_argument("--optimizer", choices=("muon", "adamw"), default="muon", help=others)
     parser.add_argument("--compile", action="store_true", help="as --compile of train.py")
     args = parser.parse_args()
-    device, compiled = args.device, args.compile
+    device = args.device
     if args.nanogpt:
         nanogpt.load(args.nanogpt)
     keep = recorder(
@@ -349,25 +306,22 @@ def main() -> None:
         args,
         wait_policy=os.environ.get("OMP_WAIT_POLICY", "default"),
         dtype="bf16 autocast" if device == "cuda" else "fp32",
-        compile=compiled,
+        compile=args.compile,
         optimizer=args.optimizer,
     )
-    flags = f"--optimizer {args.optimizer}" + " --compile on" * compiled
-    variants = {name: VARIANTS[name] for name in args.variants}
+    names = [THEIRS] * bool(args.nanogpt) + args.variants
+    flags = f"--optimizer {args.optimizer}" + " --compile on" * args.compile
     for size in args.size or DEFAULT_CASES[device]:
         case = on_device(size, device)._replace(steps=args.steps)
-        jobs = {
-            name: (build_ours, case, variant, device, flags) for name, variant in variants.items()
-        }
+        jobs = {name: (build_ours, case, VARIANTS[name], device, flags) for name in names}
         if args.nanogpt:
             check_same_function(args.nanogpt, case)
-            jobs = {"nanoGPT": (build_theirs, args.nanogpt, case, device, compiled), **jobs}
-        print(headline(size, case))
+            jobs[THEIRS] = (build_theirs, args.nanogpt, case, device, args.compile)
 
-        def keep_size(figures: dict, size: str = size, case: Case = case) -> None:
-            keep({"sizes": {size: case._asdict() | figures}})
+        def keep_size(figures: dict, size: str = size) -> None:
+            keep({"sizes": {size: figures}})
 
-        compare(jobs, case, device, variants, keep_size, flags=flags)
+        compare(jobs, case, device, VARIANTS, keep_size, flags=flags)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,12 @@ from typing import NamedTuple
 
 import numpy as np
 from ablate import GROUPS, RECIPES
-from record import ROOT
+from measure import ROOT
 
 from support.report.charts import Chart, Label, Series, picture
 from support.report.page import markdown_table, spread
 
+SHARE = "share of the plain run's time"
 BUDGET = 800_000  # tokens of nano's recipe
 README = ["padded", "plain", "plain short", "curriculum short", "pack short", "constant 16"]
 README += ["all short", "grow 3 until 0.75 450K", "3 layers", "ltd 310K", "all 300K", "plain half"]
@@ -46,19 +47,18 @@ def trainer_of(record: dict) -> str:
 
 def costs_of(trainer: str) -> dict[str, float]:
     """recipe -> seconds of its run, as a share of the plain run's."""
-    found = [record for record in records("cost.jsonl") if trainer_of(record) == trainer]
-    return {record["recipe"]: record["to_plain_min_median_max"][1] for record in found}
+    timed = [record for record in records("cost.jsonl") if trainer_of(record) == trainer]
+    return {record["recipe"]: record["to_plain_min_median_max"][1] for record in timed}
 
 
-def measured(what: str, trainer: str) -> dict[str, dict[int, dict[int, float]]]:
+def measured(name: str, trainer: str) -> dict[str, dict[int, dict[int, float]]]:
     """recipe -> seed -> budget -> a number of its record; of several records the newest counts."""
     values: dict[str, dict[int, dict[int, float]]] = {}
     for record in records("ablate.jsonl"):
-        if trainer_of(record) != trainer:
-            continue
-        budget = round(record["consumed_tokens"], -4)  # the last step goes a little past it
-        seeds = values.setdefault(record["recipe"], {})
-        seeds.setdefault(record["seed"], {})[budget] = record[what]
+        if trainer_of(record) == trainer:
+            budget = round(record["consumed_tokens"], -4)  # the last step goes a little past it
+            seeds = values.setdefault(record["recipe"], {})
+            seeds.setdefault(record["seed"], {})[budget] = record[name]
     return values
 
 
@@ -73,6 +73,12 @@ def at_budget(losses: dict[int, float], tokens: float) -> float | None:
     return None
 
 
+def differences(values: Sequence[float], others: Sequence[float | None]) -> str:
+    """Of seeds that the baseline has too."""
+    pairs = zip(values, others, strict=True)
+    return spread([value - other for value, other in pairs if other], "+")
+
+
 def recipes_table(recipes: list[str], base: str, trainer: str) -> str:
     """A row for each recipe: the mean over seeds, with the least and the most.
 
@@ -80,28 +86,35 @@ def recipes_table(recipes: list[str], base: str, trainer: str) -> str:
     """
     losses, steps = measured("val_bpb", trainer), measured("steps", trainer)
     cost = costs_of("end" if trainer == "middle" else trainer)  # whose steps cost the same
-    equal = [f"to {base}, equal tokens", "cost", "equal seconds"]
     rows = []
     for recipe in recipes:
-        seeds = sorted(set(losses.get(recipe, {})) & set(losses[base]))
-        mine = {seed: losses[recipe][seed].get(BUDGET) for seed in seeds}
-        seeds = [seed for seed in seeds if mine[seed] and BUDGET in losses[base][seed]]
-        same_tokens = [mine[seed] - losses[base][seed][BUDGET] for seed in seeds]
+        both = losses[recipe].keys() & losses[base].keys()
+        seeds = [seed for seed in sorted(both) if BUDGET in losses[recipe][seed]]
+        seeds = [seed for seed in seeds if BUDGET in losses[base][seed]]
+        reached = [losses[recipe][seed][BUDGET] for seed in seeds]
         ratio = cost.get(recipe, math.nan) / cost.get(base, math.nan)
         if recipe not in cost and "--pack" in RECIPES[recipe]:
             ratio = statistics.mean(
                 steps[recipe][seed][BUDGET] / steps[base][seed][BUDGET] for seed in seeds
             )
         tokens = BUDGET if abs(ratio - 1) < 0.005 else BUDGET * ratio
-        theirs = {seed: at_budget(losses[base][seed], tokens) for seed in seeds}
-        same_seconds = [mine[seed] - theirs[seed] for seed in seeds if theirs[seed]]
-        differences = ["", ""] if recipe == base else [same_tokens, same_seconds]
-        same, seconds = (spread(values, "+") if values else "" for values in differences)
+        same_tokens = differences(reached, [losses[base][seed][BUDGET] for seed in seeds])
+        same_seconds = differences(
+            reached, [at_budget(losses[base][seed], tokens) for seed in seeds]
+        )
+        if recipe == base:
+            same_tokens = same_seconds = ""
         cost_shown = "" if math.isnan(ratio) else f"{ratio:.2f}"
-        reached = spread([mine[seed] for seed in seeds])
         flags = f"`{RECIPES[recipe] or 'none'}`"
-        rows.append([flags, reached, same, cost_shown, seconds, str(len(seeds))])
+        row = [flags, spread(reached), same_tokens, cost_shown, same_seconds, str(len(seeds))]
+        rows.append(row)
+    equal = [f"to {base}, equal tokens", "cost", "equal seconds"]
     return markdown_table(["flags", "bits per byte", *equal, "seeds"], rows)
+
+
+def ends_of(losses: dict[int, dict[int, float]]) -> list[float]:
+    """Of each seed, at its largest budget."""
+    return [losses[seed][max(losses[seed])] for seed in sorted(losses)]
 
 
 def budgets_table(recipes: list[str], trainer: str) -> str:
@@ -111,25 +124,20 @@ def budgets_table(recipes: list[str], trainer: str) -> str:
     A plain run's seconds are in proportion to its tokens, and some budgets of it were measured.
     """
     losses, cost = measured("val_bpb", trainer), costs_of(trainer)
-    equal = ["to plain, equal seconds", "to plain, equal consumed tokens"]
+    plain: dict[int, dict[int, float]] = {seed: {} for seed in losses["plain"]}
+    for budget in ("plain", "plain short", "plain half"):
+        for seed in plain:
+            plain[seed] |= losses.get(budget, {}).get(seed, {})
     rows = []
     for recipe in recipes:
-        mine, same_seconds, same_tokens = [], [], []
-        for seed in sorted(set(losses.get(recipe, {})) & set(losses["plain"])):
-            budget, loss = max(losses[recipe][seed].items())
-            plain = {}
-            for budgets in ("plain", "plain short", "plain half"):
-                plain |= losses.get(budgets, {}).get(seed, {})
-            at_seconds, at_tokens = (
-                at_budget(plain, BUDGET * cost[recipe]),
-                at_budget(plain, budget),
-            )
-            mine.append(loss)
-            same_seconds += [loss - at_seconds] if at_seconds else []
-            same_tokens += [loss - at_tokens] if at_tokens else []
-        differences = [spread(same_seconds, "+"), spread(same_tokens, "+")]
-        rows.append([f"`{RECIPES[recipe]}`", spread(mine), f"{cost[recipe]:.2f}", *differences])
-    return markdown_table(["flags", "bits per byte", "seconds of the plain run's", *equal], rows)
+        seeds = {s: by_budget for s, by_budget in losses[recipe].items() if s in plain}
+        reached, tokens = ends_of(seeds), BUDGET * cost[recipe]
+        same_seconds = [at_budget(plain[seed], tokens) for seed in sorted(seeds)]
+        same_tokens = [at_budget(plain[seed], max(seeds[seed])) for seed in sorted(seeds)]
+        compared = [differences(reached, others) for others in (same_seconds, same_tokens)]
+        rows.append([f"`{RECIPES[recipe]}`", spread(reached), f"{cost[recipe]:.2f}", *compared])
+    equal = ["to plain, equal seconds", "to plain, equal consumed tokens"]
+    return markdown_table(["flags", "bits per byte", SHARE, *equal], rows)
 
 
 def rates_table(recipes: list[str], trainer: str) -> str:
@@ -137,8 +145,8 @@ def rates_table(recipes: list[str], trainer: str) -> str:
     losses = measured("val_bpb", trainer)
     rows = []
     for recipe in recipes:
-        mine = [loss for by_budget in losses[recipe].values() for loss in by_budget.values()]
-        rows.append([f"`{RECIPES[recipe] or 'none'}`", spread(mine)])
+        reached = [loss for by_budget in losses[recipe].values() for loss in by_budget.values()]
+        rows.append([f"`{RECIPES[recipe] or 'none'}`", spread(reached)])
     return markdown_table(["flags", "bits per byte"], rows)
 
 
@@ -150,26 +158,23 @@ def share_table(trainer: str) -> str:
         cells = []
         for group in (1, 2, 3):
             by_seed = losses.get(f"share {group} until {until}", {})
-            found = [by_seed[seed][BUDGET] for seed in by_seed if seed in losses["plain"]]
-            cells.append(spread(found) if len(found) != 1 else f"{found[0]:.3f}, one seed")
+            reached = [by_seed[seed][BUDGET] for seed in by_seed if seed in losses["plain"]]
+            cells.append(spread(reached) if len(reached) != 1 else f"{reached[0]:.3f}, one seed")
         rows.append([str(until), *cells])
     return markdown_table(["until", "one layer", "units of two", "of three"], rows)
 
 
 def time_table(recipes: list[str], trainer: str) -> str:
-    """What each recipe reaches in which share of the plain run's seconds."""
+    """What each recipe reaches in which share of the plain run's time."""
     losses, cost = measured("val_bpb", trainer), costs_of(trainer)
     raw = measured("real_tokens", trainer)
     rows = []
     for recipe in recipes:
-        seeds = sorted(losses.get(recipe, {}))
-        mine = [max(losses[recipe][seed].items())[1] for seed in seeds]
-        read = statistics.mean(max(raw[recipe][seed].items())[1] for seed in seeds) / 1e6
+        read = statistics.mean(ends_of(raw[recipe])) / 1e6
         flags = f"`{RECIPES[recipe]}`" if RECIPES[recipe] else "plain, 0.8 M tokens"
-        rows.append([flags, f"{cost[recipe]:.2f}", spread(mine), f"{read:.2f} M"])
-    return markdown_table(
-        ["run", "seconds of the plain run's", "bits per byte", "raw tokens"], rows
-    )
+        reached = spread(ends_of(losses[recipe]))
+        rows.append([flags, f"{cost[recipe]:.2f}", reached, f"{read:.2f} M"])
+    return markdown_table(["run", SHARE, "bits per byte", "raw tokens"], rows)
 
 
 class Curve(NamedTuple):

@@ -168,28 +168,18 @@ def forward(
             call_out, call_lse = attention(*parts, 0.0, causal, attn_mask=mask)
         else:
             call_out = parts[0].new_zeros(parts[0].shape)
-            call_lse = call_out[..., 0].to(lse_dtype(q))
+            call_lse = call_out[..., 0].to(torch.promote_types(q.dtype, torch.float32))
         out.append(call_out)
         lse.append(call_lse)
     return batch.put_back(out).view(q.shape), batch.put_back(lse)
 
 
-def lse_dtype(q: Tensor) -> torch.dtype:
-    return torch.float64 if q.dtype == torch.float64 else torch.float32
+def backward(dout: Tensor, saved: Sequence[Tensor], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, (B, T, H, D) each.
 
-
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    slots: Tensor,
-    calls: Tensor,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, (B, T, H, D) each."""
+    Args: saved q, k, v, output and log-sum-exp of the forward pass, slots, calls
+    """
+    q, k, v, out, lse, slots, calls = saved
     batch = Calls.of(slots, calls, q.shape[0] * q.shape[1])
     gradients = []
     inputs = (batch.laid(x) for x in (q, k, v, out, lse))

@@ -17,6 +17,7 @@ Paper: Dao, arXiv 2307.08691 (FlashAttention-2), algorithms 1 and 2, without ato
 """
 
 import math
+from collections.abc import Sequence
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -396,18 +397,12 @@ def forward(
     return out, lse
 
 
-def backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    start: Tensor,
-    end: Tensor,
-    causal: bool,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """The gradients of q, k and v, (B, T, H, D) each."""
+def backward(dout: Tensor, saved: Sequence[Tensor], causal: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of q, k and v, (B, T, H, D) each.
+
+    Args: saved q, k, v, output and log-sum-exp of the forward pass, start, end
+    """
+    q, k, v, out, lse, start, end = saved
     B, T, H, D = q.shape
     dout, q, k, v = with_adjacent_numbers(dout, q, k, v)
     dq, dk, dv = (torch.empty(B, T, H, D, dtype=q.dtype, device=q.device) for _ in range(3))

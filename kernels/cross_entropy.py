@@ -14,7 +14,6 @@ The ideas are Liger Kernel's (arXiv 2410.10989, FusedLinearCrossEntropy).
 """
 
 from collections.abc import Iterator
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -45,13 +44,6 @@ def reference(
     return F.cross_entropy(logits, targets, ignore_index=IGNORE, reduction="none") @ shares
 
 
-class Losses(NamedTuple):
-    """The losses of some rows, and their gradient by the logits."""
-
-    nats: Tensor  # (rows,) loss of each target times its share; 0 where the target is IGNORE
-    dlogits: Tensor | None  # (rows, V) gradient of their sum; None if not wanted
-
-
 def losses_by_torch(
     x: Tensor,
     matrix: Tensor,
@@ -59,13 +51,14 @@ def losses_by_torch(
     targets: Tensor,
     shares: Tensor | None,
     wants_gradient: bool,
-) -> Losses:
+) -> tuple[Tensor, Tensor | None]:
     """The definition's losses of some rows, and their gradient by the logits.
 
     Args:    x (rows, C) and matrix (V, C) of one dtype; others as for `linear_cross_entropy`
-    Returns: nats (rows,) and dlogits (rows, V) in `exact_dtype`
+    Returns: nats    (rows,) loss of each target times its share; 0 where the target is IGNORE
+             dlogits (rows, V) gradient of their sum, or None if not wanted; both at least float32
     """
-    exact = exact_dtype(x.dtype)
+    exact = torch.promote_types(x.dtype, torch.float32)
     is_ignored, target = (targets == IGNORE)[:, None], targets.clamp(min=0)[:, None]
     counts = ~is_ignored if shares is None else ~is_ignored * shares[:, None].to(exact)
     logits = F.linear(x, matrix).to(exact)  # (rows, V)
@@ -77,9 +70,9 @@ def losses_by_torch(
     norm = powers.sum(1, keepdim=True)
     nats = ((norm.log() - score) * counts).masked_fill(is_ignored, 0).squeeze(1)
     if not wants_gradient:
-        return Losses(nats, None)
+        return nats, None
     dlogits = powers.mul_(counts / norm)  # softmax, zero where ignored
-    return Losses(nats, dlogits.scatter_add_(1, target, -counts.to(exact)))
+    return nats, dlogits.scatter_add_(1, target, -counts.to(exact))
 
 
 if triton is not None:
@@ -156,7 +149,7 @@ def losses_by_triton(
     targets: Tensor,
     shares: Tensor | None,
     wants_gradient: bool,
-) -> Losses:
+) -> tuple[Tensor, Tensor | None]:
     """Like `losses_by_torch`, but dlogits has the dtype of x and uses the logits' memory.
 
     Cost: per 16-bit logit the kernel reads 2 bytes twice and writes 2; the three products write 2
@@ -173,7 +166,7 @@ def losses_by_triton(
     constants = {"IGNORED": IGNORE, "GRADIENT": wants_gradient, "COLS": COLS, "num_warps": WARPS}
     with torch.cuda.device_of(x):
         losses_kernel[(rows,)](nats, logits, bias, targets, shares, V, stride, **constants)
-    return Losses(nats, logits if wants_gradient else None)
+    return nats, logits if wants_gradient else None
 
 
 LOSSES = {"chunked": losses_by_torch, "triton": losses_by_triton}
@@ -215,7 +208,7 @@ class LinearCrossEntropy(torch.autograd.Function):
         impl: str,
     ) -> Tensor:
         device, dtype = x.device.type, product_dtype(x)
-        exact = exact_dtype(dtype)
+        exact = torch.promote_types(dtype, torch.float32)
         matrix = weight.to(dtype)
         loss = torch.zeros((), dtype=exact, device=x.device)
         dx, dweight = (torch.zeros_like(x), torch.zeros_like(weight)) if grads else (None, None)
@@ -270,11 +263,11 @@ def token_losses(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
     device, dtype = x.device.type, product_dtype(x)
     losses_of = LOSSES[chosen_impl(device, dtype)]
     matrix = weight.to(dtype)
-    losses = torch.zeros(len(x), dtype=exact_dtype(dtype), device=x.device)
+    losses = x.new_zeros(len(x), dtype=torch.promote_types(dtype, torch.float32))
     with torch.autocast(device, enabled=False):
         for rows in chunks(len(x), len(weight), device):
             x_rows = x[rows].to(dtype)
-            losses[rows] = losses_of(x_rows, matrix, bias, targets[rows], None, False).nats
+            losses[rows], _ = losses_of(x_rows, matrix, bias, targets[rows], None, False)
     return losses
 
 
@@ -282,11 +275,6 @@ def product_dtype(x: Tensor) -> torch.dtype:
     """The dtype of the logits: autocast's if it is on, else that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-
-
-def exact_dtype(dtype: torch.dtype) -> torch.dtype:
-    """The dtype in which losses are computed from logits of `dtype`."""
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def chunks(N: int, V: int, device: str) -> Iterator[slice]:

@@ -21,6 +21,8 @@ without seeing each other: Krell et al., arXiv 2107.02027, section 3.2.
     python bench/operators.py attention
 """
 
+from collections.abc import Sequence
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -94,22 +96,14 @@ def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
         raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
     if impl == "triton":
         return Documents(impl, causal, bounds(doc_ids))
-    groups = groups_of(doc_ids, impl)
-    if groups:
-        return Documents("groups", causal, groups)
-    if doc_ids.device.type == "cpu":
-        return Documents("dense", causal, (added_mask(doc_ids, causal),))
-    return Documents("dense", causal, (attention_mask(doc_ids, causal), doc_ids < 0))
-
-
-def groups_of(doc_ids: Tensor, impl: str) -> tuple[Tensor, Tensor] | None:
-    """The documents laid out in groups (`attention_groups.layout`), or None for a mask."""
     B, T = doc_ids.shape
     if impl == "groups" or (impl == "adaptive" and B * T * T > attention_groups.SMALL):
         slots, calls = attention_groups.layout(doc_ids)
         if impl == "groups" or attention_groups.saves(doc_ids, calls):
-            return slots, calls
-    return None
+            return Documents("groups", causal, (slots, calls))
+    if doc_ids.device.type == "cpu":
+        return Documents("dense", causal, (added_mask(doc_ids, causal),))
+    return Documents("dense", causal, (attention_mask(doc_ids, causal), doc_ids < 0))
 
 
 def added_mask(doc_ids: Tensor, causal: bool) -> Tensor:
@@ -154,18 +148,10 @@ def attend(
 
 
 def attend_backward(
-    dout: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    out: Tensor,
-    lse: Tensor,
-    index_1: Tensor,
-    index_2: Tensor,
-    causal: bool,
-    impl: str,
+    dout: Tensor, saved: Sequence[Tensor], causal: bool, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
-    return BACKWARD[impl](dout, q, k, v, out, lse, index_1, index_2, causal)
+    """The gradients of q, k and v; `saved` is these, the results of `attend`, and the index."""
+    return BACKWARD[impl](dout, saved, causal)
 
 
 # The same as operators, which torch.compile does not trace into: it only asks for the shapes of
@@ -180,13 +166,13 @@ attend_backward_op = torch.library.custom_op(
 def _(q, k, v, index_1, index_2, causal, impl):
     B, T, H, _ = q.shape
     shape = (B * T, H) if impl == "groups" else (B, H, T)
-    lse = q.new_empty(shape, dtype=attention_groups.lse_dtype(q))
+    lse = q.new_empty(shape, dtype=torch.promote_types(q.dtype, torch.float32))
     return q.new_empty(q.shape), lse
 
 
 @attend_backward_op.register_fake
-def _(dout, q, k, v, *_):
-    return q.new_empty(q.shape), k.new_empty(k.shape), v.new_empty(v.shape)
+def _(dout, saved, causal, impl):
+    return tuple(x.new_empty(x.shape) for x in saved[:3])
 
 
 class PackedAttention(torch.autograd.Function):
@@ -201,7 +187,7 @@ class PackedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, dout: Tensor) -> tuple[Tensor | None, ...]:
         run = attend_backward_op if torch.compiler.is_compiling() else attend_backward
-        return *run(dout, *ctx.saved_tensors, ctx.causal, ctx.impl), None
+        return *run(dout, ctx.saved_tensors, ctx.causal, ctx.impl), None
 
 
 def chosen_impl(
@@ -267,11 +253,10 @@ def packed_attention(
             attention_tiles.check(q)
         return PackedAttention.apply(q, k, v, documents)
     mask, *padding = documents.index
-    heads_first = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) each
     if not padding:  # a CPU's mask, which is added
         mask = mask.to(q.dtype)
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) each
+    with sdpa_kernel(UNDER_A_MASK) if padding else nullcontext():
         y = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, dropout_p=dropout)
-        return y.transpose(1, 2)  # (B, T, H, D)
-    with sdpa_kernel(UNDER_A_MASK):
-        y = F.scaled_dot_product_attention(*heads_first, attn_mask=mask, dropout_p=dropout)
-    return y.transpose(1, 2).masked_fill(padding[0][:, :, None, None], 0)
+    y = y.transpose(1, 2)  # (B, T, H, D)
+    return y.masked_fill(padding[0][:, :, None, None], 0) if padding else y

@@ -21,7 +21,6 @@ stop at rows of 2,048 tokens (token_sort.cu); these take rows of any length.
 
 import math
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -145,26 +144,19 @@ def flat_rows(kept: Tensor, T: int) -> Tensor:
     return (kept + starts[:, None]).flatten()  # (B * K,)
 
 
-class Launch(NamedTuple):
-    grid: tuple[int, int]
-    strides: tuple[int, ...]  # of each source's rows and positions, in UNIT elements
-    constants: dict[str, int]
-
-
 @lru_cache
-def launch(rows: int, C: int, itemsize: int, *strides: int) -> Launch:
+def launch(rows: int, C: int, itemsize: int, *strides: int) -> tuple[tuple, tuple, dict[str, int]]:
     """How to launch a kernel that writes this many rows; a program writes TILE_BYTES of them.
 
-    Args: strides of each source's rows and positions, in elements
+    Args:    strides of each source's rows and positions, in elements
+    Returns: the grid, the strides in UNIT elements, and the kernel's constants
     """
     unit = math.gcd(C, ACCESS_BYTES // itemsize, *strides)
     cols = min(1 << (C - 1).bit_length(), TILE_BYTES // itemsize)
     tile_rows = TILE_BYTES // itemsize // cols
-    return Launch(
-        grid=(-(-rows // tile_rows), -(-C // cols)),
-        strides=tuple(stride // unit for stride in strides),
-        constants={"C": C, "UNIT": unit, "ROWS": tile_rows, "COLS": cols, "num_warps": WARPS},
-    )
+    grid = (-(-rows // tile_rows), -(-C // cols))
+    constants = {"C": C, "UNIT": unit, "ROWS": tile_rows, "COLS": cols, "num_warps": WARPS}
+    return grid, tuple(stride // unit for stride in strides), constants
 
 
 def with_adjacent_columns(x: Tensor) -> Tensor:
@@ -176,11 +168,8 @@ def take(x: Tensor, kept: Tensor, impl: str) -> Tensor:
     if impl == "triton":
         run = take_op if torch.compiler.is_compiling() else take_by_triton
         return run(x, kept)
-    B, T, C = x.shape
-    K = kept.shape[1]
-    out = torch.empty(B, K, C, dtype=x.dtype, device=x.device)
-    rows = x.reshape(B * T, C)
-    torch.index_select(rows, 0, flat_rows(kept, T), out=out.view(B * K, C))
+    out = x.new_empty(*kept.shape, x.shape[2])
+    torch.index_select(x.flatten(0, 1), 0, flat_rows(kept, x.shape[1]), out=out.flatten(0, 1))
     return out
 
 
@@ -200,15 +189,15 @@ def place(x: Tensor | None, kept: Tensor, y: Tensor | None, T: int, impl: str) -
     if impl == "triton":
         run = place_op if torch.compiler.is_compiling() else place_by_triton
         return run(x, kept, y, T)
-    given = y if x is None else x
-    B, K, C = *kept.shape, given.shape[2]
-    zeros = x is None
-    out = given.new_zeros(B, T, C) if zeros else x.clone(memory_format=torch.contiguous_format)
-    rows = out.view(B * T, C)
+    if x is None:
+        out = y.new_zeros(len(y), T, y.shape[2])
+    else:
+        out = x.clone(memory_format=torch.contiguous_format)
+    rows = out.flatten(0, 1)  # a view (B * T, C)
     if y is None:
         rows.index_fill_(0, flat_rows(kept, T), 0)
     else:
-        rows.index_copy_(0, flat_rows(kept, T), y.reshape(B * K, C))
+        rows.index_copy_(0, flat_rows(kept, T), y.flatten(0, 1))
     return out
 
 
@@ -261,40 +250,33 @@ class Split(torch.autograd.Function):
 class Scatter(torch.autograd.Function):
     """x or zeros, with y or zeros in the kept rows.
 
-    The backward pass launches twice, and moves as many bytes as one launch would.
+    The backward pass launches twice, and moves as many bytes as one launch would. If x is the rest
+    of a split, which ignores the gradient of its kept rows, that one is passed on as it is.
     """
 
     @staticmethod
     def forward(
-        ctx: FunctionCtx, x: Tensor | None, kept: Tensor, y: Tensor | None, T: int, impl: str
+        ctx: FunctionCtx,
+        x: Tensor | None,
+        kept: Tensor,
+        y: Tensor | None,
+        T: int,
+        impl: str,
+        is_rest: bool = False,
     ) -> Tensor:
         ctx.save_for_backward(kept)
-        ctx.T, ctx.impl = T, impl
+        ctx.T, ctx.impl, ctx.is_rest = T, impl, is_rest
         return place(x, kept, y, T, impl)
 
     @staticmethod
     def backward(ctx: FunctionCtx, d: Tensor) -> tuple[Tensor | None, ...]:
         (kept,) = ctx.saved_tensors
         wants_dx, _, wants_dy, *_ = ctx.needs_input_grad
-        dx = Scatter.apply(d, kept, None, ctx.T, ctx.impl) if wants_dx else None
+        dx = d if wants_dx else None
+        if wants_dx and not ctx.is_rest:
+            dx = Scatter.apply(d, kept, None, ctx.T, ctx.impl)
         dy = Split.apply(d, kept, ctx.impl)[0] if wants_dy else None
-        return dx, None, dy, None, None
-
-
-class Merge(torch.autograd.Function):
-    """Like Scatter, for an x from Split, which ignores the gradient of its kept rows."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, rest: Tensor, kept: Tensor, y: Tensor, impl: str) -> Tensor:
-        ctx.save_for_backward(kept)
-        ctx.impl = impl
-        return place(rest, kept, y, rest.shape[1], impl)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, d: Tensor) -> tuple[Tensor | None, ...]:
-        (kept,) = ctx.saved_tensors
-        dy = Split.apply(d, kept, ctx.impl)[0] if ctx.needs_input_grad[2] else None
-        return d, None, dy, None
+        return dx, None, dy, None, None, None
 
 
 def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) -> str:
@@ -374,4 +356,4 @@ def merge(rest: Tensor, kept: Tensor, y: Tensor, impl: str = "auto") -> Tensor:
     Raises:  ValueError, as gather
     Cost:    a GPU moves 2 T rows forward, 2 K backward; no synchronisation
     """
-    return Merge.apply(rest, kept, y, checked_impl(impl, rest, kept, y))
+    return Scatter.apply(rest, kept, y, rest.shape[1], checked_impl(impl, rest, kept, y), True)

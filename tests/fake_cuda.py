@@ -116,10 +116,8 @@ class Counts:
         self.clear()
 
     def clear(self) -> None:
-        self.syncs: collections.Counter[str] = collections.Counter()
-        self.copies: collections.Counter[str] = collections.Counter()
-        self.launches: collections.Counter[str] = collections.Counter()
-        self.doubles: collections.Counter[str] = collections.Counter()
+        for name in ("syncs", "copies", "launches", "doubles"):
+            setattr(self, name, collections.Counter())
 
     def sync(self, kind: str) -> None:
         self.syncs[f"{self.phase}: {kind} in {where()}"] += 1
@@ -136,8 +134,7 @@ class Counts:
         return any(start <= address < stop for start, stop in list(self.locked.items()))
 
     def report(self) -> dict[str, dict]:
-        names = ("syncs", "copies", "launches", "doubles")
-        return {name: dict(getattr(self, name)) for name in names}
+        return {name: dict(n) for name, n in vars(self).items() if name not in ("phase", "locked")}
 
 
 COUNTS = Counts()
@@ -176,10 +173,7 @@ class OnDevice(torch.Tensor):
 class Device(TorchDispatchMode):
     """Makes tensors on the device where an operator without any asks for it."""
 
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple = (), kwargs: Any = None
-    ) -> Any:
-        return run(func, args, kwargs or {})
+    __torch_dispatch__ = OnDevice.__torch_dispatch__.__func__
 
 
 def run(func: Any, args: tuple, kwargs: dict) -> Any:
@@ -197,10 +191,10 @@ def run(func: Any, args: tuple, kwargs: dict) -> Any:
         made = func(*args, **kwargs)
         return COUNTS.lock(made) if is_pinned else made
     makes_on_device = to.type == "cuda" if to else inputs_on_device
+    non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
     if name == "_to_copy":
-        count_copy(args[0], makes_on_device, kwargs.get("non_blocking", False))
+        count_copy(args[0], makes_on_device, non_blocking)
     elif name == "copy_":
-        non_blocking = args[2] if len(args) > 2 else kwargs.get("non_blocking", False)
         makes_on_device = isinstance(args[0], OnDevice)
         count_copy(args[1], makes_on_device, non_blocking)
     else:
@@ -320,8 +314,7 @@ class Cudart:
 
     @staticmethod
     def cudaHostUnregister(address: int) -> int:
-        del COUNTS.locked[address]
-        return 0
+        return COUNTS.locked.pop(address) and 0
 
 
 class Properties:
@@ -417,7 +410,7 @@ def patch_kernels() -> None:
 
 def patch_torch() -> None:
     """Answers of torch.cuda, and what reaches memory without an operator."""
-    cuda, nothing = torch.cuda, lambda *args, **more: None
+    cuda = torch.cuda
     answers = {
         "is_available": True,
         "is_initialized": True,
@@ -435,8 +428,8 @@ def patch_torch() -> None:
     for name, answer in answers.items():
         setattr(cuda, name, lambda *args, answer=answer, **more: answer)
     for name in ("init", "_lazy_init", "set_device", "manual_seed", "manual_seed_all"):
-        setattr(cuda, name, nothing)
-    cuda.reset_peak_memory_stats = nothing
+        setattr(cuda, name, lambda *args: None)
+    cuda.reset_peak_memory_stats = lambda *args: None
     cuda.Stream = cuda.Event = Event
     cuda.stream = cuda.device_of = cuda.device = lambda *args: contextlib.nullcontext()
     cuda.synchronize = lambda *args: COUNTS.sync("torch.cuda.synchronize")
@@ -449,18 +442,13 @@ def patch_torch() -> None:
     torch.utils._foreach_utils._has_foreach_support = lambda tensors, device: True
     torch.nn.utils.clip_grad._has_foreach_support = lambda tensors, device: True
 
-    def pin_memory(tensor: torch.Tensor, *args: Any) -> torch.Tensor:
-        return COUNTS.lock(tensor.clone())
-
-    torch.Tensor.pin_memory = pin_memory
+    torch.Tensor.pin_memory = lambda tensor, *args: COUNTS.lock(tensor.clone())
     torch.Tensor.is_pinned = lambda tensor, *args: COUNTS.is_pinned(tensor)
 
     def made(make: Callable) -> Callable:
         def call(data: Any, *args: Any, device: Any = None, **more: Any) -> torch.Tensor:
             tensor = make(data, *args, **more)
-            if device is None or torch.device(device).type != "cuda":
-                return tensor if device is None else tensor.to(device)
-            return tensor.to(device)  # a copy that is waited for
+            return tensor if device is None else tensor.to(device)  # a copy that is waited for
 
         return call
 
@@ -503,11 +491,8 @@ def steps_of_train(stop: int | None) -> Iterator[list[dict]]:
 
     def named(phase: str, method: Callable) -> Callable:
         def call(self: Any, *args: Any, **more: Any) -> Any:
-            outer, COUNTS.phase = COUNTS.phase, phase
-            try:
+            with mock.patch.object(COUNTS, "phase", phase):
                 return method(self, *args, **more)
-            finally:
-                COUNTS.phase = outer
 
         return call
 

@@ -74,7 +74,7 @@ def contents(folder):
 
 
 def opened(folder, open_samples, name):
-    return difficulty.open_index(folder / difficulty.label(name), fingerprint(open_samples(), name))
+    return difficulty.opened(folder, {name: fingerprint(open_samples(), name)})[name]
 
 
 def users(folder, source, name="mine"):

@@ -5,16 +5,18 @@ import io
 import json
 import math
 import os
+import re
 import shlex
-import shutil
 import signal
 import socket
+import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -56,13 +58,11 @@ def small(monkeypatch):
     monkeypatch.setattr(ranking.merged, "__defaults__", (10,))
 
 
-def counted(monkeypatch, name, fail_at=None):
-    """The shards that `sum_shard` or `sort_shard` gets; it is interrupted at number `fail_at`."""
+def counted(monkeypatch, name):
+    """The shards that `sum_shard` or `sort_shard` gets."""
     real, shards = getattr(analyze, name), []
 
     def noted(*args):
-        if len(shards) == fail_at:
-            raise KeyboardInterrupt
         shards.append(args[-1])
         return real(*args)
 
@@ -92,7 +92,6 @@ def texts_of(store, kind, seq_len, long="split"):
     ("corpus", "kind", "long"),
     [
         *(("by hand", kind, "split") for kind in KINDS),
-        ("by hand", "pieces", "truncate"),
         ("by hand", "bert", "truncate"),
         ("real", "bert", "split"),
     ],
@@ -138,7 +137,11 @@ def test_shards_blocks_and_merges_do_not_matter(store, tmp_path, monkeypatch, re
     request.getfixturevalue("small")
     shards = counted(monkeypatch, "sort_shard")
     assert analyzed(tmp_path / "parts", open_samples, ALL) == whole
-    assert [first for first, _ in shards] == list(range(0, len(lengths), 7))
+    assert [shard.start for shard in shards] == list(range(0, len(lengths), 7))
+    shards.clear()
+    monkeypatch.setattr(analyze, "MOST_SHARDS", 4)  # all runs are open while they are merged
+    assert analyzed(tmp_path / "four", open_samples, ALL) == whole
+    assert len(shards) == 4
 
 
 @pytest.mark.dist
@@ -152,126 +155,51 @@ def test_workers_do_not_matter(store, tmp_path, small):
         analyzed(tmp_path / "bad", opener(store), [bad], workers=2)
 
 
-def test_no_more_runs_are_merged_than_can_be_open(store, tmp_path, monkeypatch):
-    whole = analyzed(tmp_path / "whole", opener(store))
-    monkeypatch.setattr(analyze, "SHARD", 1)
-    monkeypatch.setattr(analyze, "MOST_SHARDS", 4)
-    shards = counted(monkeypatch, "sort_shard")
-    assert analyzed(tmp_path / "parts", opener(store)) == whole
-    assert len(shards) == 4
-
-
-def on_two_ranks(work, *args):
-    """What a function (rank, port, *args) returns in a process for each rank."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
-    with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        ranks = [pool.submit(work, rank, port, *args) for rank in range(2)]
-        return [rank.result(timeout=60) for rank in ranks]
-
-
-def analyzed_by_rank(rank, port, open_samples, folder, names):
-    """Returns the line it fails with."""
-    dist.init_process_group("gloo", init_method=f"tcp://127.0.0.1:{port}", rank=rank, world_size=2)
-    try:
-        analyzed(folder, open_samples, names, replace(ONE, rank=rank, world_size=2))
-    except ValueError as error:
-        return str(error)
-    finally:
-        dist.destroy_process_group()
-
-
 def command_by_rank(rank, port, argv):
-    """With the environment that torchrun gives it; returns what it prints."""
+    """With the environment that torchrun gives it; returns what it prints, or its error."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     with contextlib.redirect_stdout(io.StringIO()) as out:
-        analyze.main(argv)
-    dist.destroy_process_group()
+        try:
+            analyze.main(argv)
+        except ValueError as error:
+            return str(error)
+        finally:
+            dist.destroy_process_group()
     return out.getvalue()
 
 
+def on_two_ranks(argv):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    with ProcessPoolExecutor(2, get_context("fork")) as pool:
+        ranks = [pool.submit(command_by_rank, rank, port, argv) for rank in range(2)]
+        return [rank.result(timeout=60) for rank in ranks]
+
+
 @pytest.mark.dist
-def test_a_mistake_on_one_rank_is_said_on_both_and_costs_one_shard(tmp_path, monkeypatch, small):
+def test_a_mistake_on_one_of_two_ranks_is_said_on_both_and_costs_one_shard(tmp_path, small):
     """Only rank 1 meets token 5, in shard 1; nobody waits for it, and the others' work is kept."""
     store = write_store(tmp_path / "store", [*[[1, 2]] * 10, [5], *[[2, 0, 1]] * 30])
     mended = tmp_path / "mended"
     fails = f"    assert 5 not in tokens or os.path.exists({str(mended)!r}), 'five'\n"
-    name = users(tmp_path, f"def mine(tokens, lengths):\n{fails}    return tokens.sum(1)")
-    args = opener(store), tmp_path / "two", [name, "rarity"]
-    one, other = on_two_ranks(analyzed_by_rank, *args)
+    measured_by = "    return len(lengths) * [int(os.environ['RANK'])]"
+    name = users(tmp_path, f"def mine(tokens, lengths):\n{fails}{measured_by}")
+    flags = f"--seq-len 8 --metric {name},rarity --out {tmp_path / 'two'}"
+    one, other = on_two_ranks([str(store), *flags.split()])
     assert one == other and one.endswith("raised AssertionError: five")
     assert not list((tmp_path / "two").rglob("index.json"))
-
     mended.touch()
-    whole = analyzed(tmp_path / "one", opener(store), [name, "rarity"])
-    shutil.copytree(tmp_path / "two", tmp_path / "left")
-    shards = counted(monkeypatch, "sort_shard")
-    assert analyzed(tmp_path / "left", opener(store), [name, "rarity"]) == whole
-    assert shards == [(7, 14)]
-    assert on_two_ranks(analyzed_by_rank, *args) == [None, None]
-    assert contents(tmp_path / "two") == whole
-
-
-@pytest.mark.dist
-def test_the_command_on_two_ranks(store_dir, tmp_path):
-    """Rows of one token: three shards of 2^18 samples or less, and nearly all of them ties."""
-    rank_of = "def mine(tokens, lengths): return len(lengths) * [int(os.environ['RANK'])]"
-    name = users(tmp_path, rank_of)
-    flags = f"--samples rows --seq-len 1 --metric rarity,{name} --out {tmp_path / 'two'}"
-    first, second = on_two_ranks(command_by_rank, [str(store_dir), *flags.split()])
-    assert first.count("percentile") == 1 and second == ""
-    open_samples, folder = opener(store_dir, "rows", 1), tmp_path / "two" / "rows-1"
-    measured_by = opened(folder, open_samples, name).values
-    assert (np.flatnonzero(np.diff(measured_by)) + 1).tolist() == [2**18, 2**19]
-    assert measured_by[:: 2**18].tolist() == [0, 1, 0]
-    one = analyzed(tmp_path / "one", open_samples)
-    assert one.items() <= contents(folder).items()
+    one, other = on_two_ranks([str(store), *flags.split()])
+    assert one.count("percentile") == 1 and other == ""
+    folder = tmp_path / "two" / "pieces-8"
+    ranks = np.arange(41) // 7 % 2
+    ranks[7:14] = 0  # the only shard of the second attempt
+    assert opened(folder, opener(store), name).values.tolist() == ranks.tolist()
+    assert analyzed(tmp_path / "one", opener(store)).items() <= contents(folder).items()
 
 
 # ---- begun again
-
-
-@pytest.mark.parametrize("stopped", ["sum_shard", "sort_shard"])
-def test_an_interrupted_analysis_goes_on_where_it_was(store, tmp_path, monkeypatch, small, stopped):
-    open_samples, folder = opener(store), tmp_path / "again"
-    with monkeypatch.context() as patch:
-        shards = counted(patch, "sort_shard")
-        whole = analyzed(tmp_path / "whole", open_samples, NAMES)
-    with monkeypatch.context() as patch:
-        counted(patch, stopped, fail_at=3)
-        with pytest.raises(KeyboardInterrupt):
-            analyzed(folder, open_samples, NAMES)
-    for name in NAMES:
-        with pytest.raises(ValueError, match=f"{name}: no index: make it with analyze.py"):
-            opened(folder, open_samples, name)
-    summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
-    assert analyzed(folder, open_samples, NAMES) == whole
-    left = {"sum_shard": (shards[3:], shards), "sort_shard": ([], shards[3:])}
-    assert (summed, measured) == left[stopped]
-
-
-def test_a_users_function_that_fails_late_keeps_what_is_done(tmp_path, monkeypatch, small):
-    """Shard by shard: all metrics of the one that failed, none of the others."""
-    fails = f"    assert os.path.exists({str(tmp_path / 'mended')!r}) or 1 not in tokens[:, :1]\n"
-    store = write_store(tmp_path / "other", [*[[0]] * 30, [1], *[[0]] * 30])
-    name = users(tmp_path, f"def mine(tokens, lengths):\n{fails}    return lengths")
-    with pytest.raises(ValueError, match=r"metrics\.py:mine, on a batch .* AssertionError"):
-        analyzed(tmp_path / "out", opener(store), [name, "rarity"])
-    (tmp_path / "mended").touch()
-    shards = counted(monkeypatch, "sort_shard")
-    analyzed(tmp_path / "out", opener(store), [name, "rarity"])
-    assert shards[0] == (28, 35) and len(shards) == 5
-
-
-def test_only_what_is_lacking_is_analyzed(store, tmp_path, monkeypatch):
-    before = analyzed(tmp_path / "out", opener(store), ["rarity"])
-    summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
-    after = analyzed(tmp_path / "out", opener(store), ["rarity", "length"])
-    assert before.items() < after.items()
-    assert (len(summed), len(measured)) == (0, 1), "length needs no sum, and rarity nothing"
-    assert analyzed(tmp_path / "out", opener(store), ["rarity", "length"]) == after
-    assert len(measured) == 1
 
 
 def killed(where, name, number, action):
@@ -302,56 +230,53 @@ def killed(where, name, number, action):
 def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, small):
     """While a shard is measured or written, while they are merged, and just after."""
     whole = analyzed(tmp_path / "whole", opener(store), NAMES)
-    shards = len(range(0, len(opener(store)()), 7))
-    moments = [(analyze, "sort_shard", 4), (np, "save", 20), (ranking, "split", 3)]
-    for where, name, number in (*moments, (json, "dumps", 3)):
+    n_shards = len(range(0, len(opener(store)()), 7))
+    moments = {
+        "sum_shard": (analyze, 4),
+        "sort_shard": (analyze, 4),
+        "save": (np, 20),
+        "split": (ranking, 3),
+        "dumps": (json, 3),
+    }
+    for name, (where, number) in moments.items():
         folder = tmp_path / name
         killed(where, name, number, partial(analyzed, folder, opener(store), NAMES))
-        assert not (folder / "length").exists(), "it is merged first"
+        for metric in NAMES:
+            with pytest.raises(ValueError, match=f"{metric}: no index"):
+                opened(folder, opener(store), metric)
         unnamed = [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
-        assert bool(unnamed) == (name != "sort_shard"), "what was being written"
-        done = len(list(folder.glob(".rarity.*/run-*.npy")))
+        assert bool(unnamed) == ("shard" not in name), "what was being written"
+        done = []
+        for kind in ("total", "run"):
+            files = sorted(folder.glob(f".rarity.*/{kind}-*.npy"))
+            done.append(len(files))
+            if name == "split":  # a power failure may keep a name and lose what it names
+                for file, size in zip(files, (0, 100, files[2].stat().st_size - 1), strict=False):
+                    os.truncate(file, size)
+                done[-1] -= 3
         with monkeypatch.context() as patch:
-            measured = counted(patch, "sort_shard")
+            again = [counted(patch, name) for name in ("sum_shard", "sort_shard")]
             assert analyzed(folder, opener(store), NAMES) == whole, "also nothing else is left"
-        assert done >= 3 and len(measured) == shards - done
-
-
-def test_a_shard_that_is_not_whole_is_done_again(store, tmp_path, monkeypatch, small):
-    """As after a power failure, on a disk that keeps a name before what it names."""
-    whole = analyzed(tmp_path / "whole", opener(store))
-    killed(ranking, "split", 3, partial(analyzed, tmp_path / "cut", opener(store)))
-    for kind in ("run", "total"):
-        empty, short, almost = sorted((tmp_path / "cut").glob(f".rarity.*/{kind}-*.npy"))[:3]
-        for file, size in ((empty, 0), (short, 100), (almost, almost.stat().st_size - 1)):
-            os.truncate(file, size)
-    summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
-    assert analyzed(tmp_path / "cut", opener(store)) == whole
-    assert len(summed) == len(measured) == 3
+        assert sum(done) >= 3 and [len(shards) for shards in again] == [n_shards - n for n in done]
 
 
 def test_what_a_kill_left_beside_a_whole_index_is_removed(store, tmp_path):
     """But no other metric's: rarity-mean begins as rarity does."""
-    folder = tmp_path / "out"
-    before = analyzed(folder, opener(store))
-    for left in (f".rarity.{'0f' * 8}", ".rarity.0123abcd.tmp", f".rarity-mean.{'0f' * 8}"):
-        (folder / left).mkdir()
-        (folder / left / "run-000000000000-000000000007.npy").write_bytes(b"left")
-    after = analyzed(folder, opener(store))
-    assert {file.split("/")[0] for file in after.keys() - before.keys()} == {
-        f".rarity-mean.{'0f' * 8}"
-    }
+    analyzed(tmp_path / "out", opener(store))
+    for left in ("rarity.0f0f0f0f0f0f0f0f", "rarity.0123abcd.tmp", "rarity-mean.0f0f0f0f0f0f0f0f"):
+        (tmp_path / "out" / f".{left}").mkdir()
+    analyzed(tmp_path / "out", opener(store))
+    left = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
+    assert left == [".rarity-mean.0f0f0f0f0f0f0f0f", "rarity"]
 
 
 def test_a_damaged_store_and_an_empty_one_are_refused(tmp_path):
-    store = write_store(tmp_path / "store", [[1, 2], [VOCABULARY, 3]])
-    message = rf"store: token {VOCABULARY} is outside its vocabulary of {VOCABULARY}: the store is"
-    for name in NAMES:
-        with pytest.raises(ValueError, match=message):
-            analyzed(tmp_path / "out", opener(store), [name])
+    damaged = write_store(tmp_path / "damaged", [[1, 2], [VOCABULARY, 3]])
     empty = write_store(tmp_path / "empty", [])
-    with pytest.raises(ValueError, match="empty holds no training document: prepare more text"):
-        analyzed(tmp_path / "out", opener(empty))
+    for store, message in ((damaged, f"token {VOCABULARY}"), (empty, "no training document")):
+        for name in NAMES:
+            with pytest.raises(ValueError, match=message):
+                analyzed(tmp_path / "out", opener(store), [name])
 
 
 # ---- a user's functions
@@ -378,9 +303,19 @@ mine.accumulate = blocks
     assert index.order.tolist() == np.argsort(expected, kind="stable").tolist()
 
 
-def test_what_a_user_sums_keeps_its_shape(store, tmp_path, small):
-    mine = "def mine(*args): pass\nmine.accumulate = lambda tokens, lengths: lengths * 0"
-    with pytest.raises(ValueError, match=r"mine\.accumulate: returned shape \(\d,\), then \(\d,\)"):
+@pytest.mark.parametrize(
+    ("accumulate", "refused"),
+    [
+        ("[np.nan]", r"mine\.accumulate, on a batch of .* is not finite"),
+        ("lengths * 0", r"mine\.accumulate: returned shape \(\d,\), then \(\d,\)"),
+        ("[1]", "mine, on a batch .*: raised ValueError: .* read-only"),
+    ],
+)
+def test_a_mistake_with_what_a_user_sums_is_one_line(store, tmp_path, small, accumulate, refused):
+    """What was summed is the same for every batch: no function may change it."""
+    mine = "def mine(tokens, lengths, total):\n    total += 1\n    return lengths\n"
+    mine += f"mine.accumulate = lambda tokens, lengths: {accumulate}"
+    with pytest.raises(ValueError, match=refused):
         analyzed(tmp_path / "out", opener(store), [users(tmp_path, mine)])
 
 
@@ -390,61 +325,44 @@ def test_what_a_user_sums_keeps_its_shape(store, tmp_path, small):
 def test_ready_makes_once_what_a_small_store_lacks(store, monkeypatch, capsys):
     samples = opener(store)()
     monkeypatch.setattr(analyze, "SMALL", samples.store.train_tokens)  # not a token too many
-    measured = counted(monkeypatch, "sort_shard")
+    summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
     first = analyze.ready(samples, ["seqlen", "rarity"], None, ONE)
     folder = store / "curriculum" / "pieces-8"
     assert f"analyzing {store} by rarity, once: index in {folder}" in capsys.readouterr().out
+    before = contents(folder)
     again = analyze.ready(samples, ["rarity"], None, ONE)
     assert not capsys.readouterr().out and len(measured) == 1
     both = analyze.ready(samples, NAMES, None, ONE)
     assert [list(ready) for ready in (first, again, both)] == [["rarity"], ["rarity"], NAMES]
-    assert len(measured) == 2
-    assert len({ready["rarity"].order.tobytes() for ready in (first, again, both)}) == 1
+    assert (len(summed), len(measured)) == (1, 2), "length needs no sum, and rarity nothing"
+    assert before.items() < contents(folder).items()
 
 
-def test_truncated_samples_have_an_index_of_their_own(store):
-    """Beside that of all pieces; its values are those of documents cut off at a row."""
-    lengths = {}
-    for long in ("split", "truncate", "split"):
-        samples = opener(store, long=long)()
-        values = analyze.ready(samples, ["length"], None, ONE)["length"].values.tolist()
-        assert lengths.setdefault(long, values) == values
-    assert lengths["truncate"] == [min(len(ids) + 1, 8) for ids in many_documents()]
-    folders = sorted(path.name for path in (store / "curriculum").iterdir() if path.is_dir())
-    assert folders == ["pieces-8", "pieces-8-truncate"]
-
-
-@pytest.mark.parametrize(("kept", "long"), [(None, "truncate"), ("kept", "split")])
-def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch, kept, long):
-    samples, kept = opener(store, "bert", 16, long)(), kept and str(tmp_path / kept)
+def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch):
+    samples, kept = opener(store, "bert", 16, "truncate")(), str(tmp_path / "kept")
     monkeypatch.setattr(analyze, "SMALL", samples.store.train_tokens - 1)
-    with pytest.raises(ValueError, match="has no index by length,rarity: make it") as error:
+    with pytest.raises(ValueError, match="has no index by length,rarity") as error:
         analyze.ready(samples, NAMES, kept, ONE)
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["store"], "nothing is analyzed"
+    assert [path.name for path in tmp_path.iterdir()] == ["store"], "nothing is analyzed"
     command = shlex.split(str(error.value).partition("python analyze.py ")[2])
     analyze.main(command)
     assert list(analyze.ready(samples, NAMES, kept, ONE)) == NAMES
-
-
-def test_a_length_needs_no_index_and_no_other_rank(store):
-    assert analyze.ready(opener(store)(), ["seqlen"], None, replace(ONE, world_size=2)) == {}
+    assert (tmp_path / "kept" / "bert-16-truncate" / "rarity").is_dir()
+    no_rank_waits = replace(ONE, world_size=2)
+    assert analyze.ready(samples, ["seqlen"], None, no_rank_waits) == {}, "a length needs no index"
     assert not (store / "curriculum").exists()
 
 
 # ---- command
 
 
-@pytest.fixture
-def hundred(tmp_path):
-    """Samples of 1 to 100 tokens, the longest first: n - 1 times token 0, then end-of-text."""
-    return write_store(tmp_path / "hundred", [[0] * n for n in reversed(range(100))])
-
-
-def test_command_prints_percentiles(hundred, tmp_path, capsys):
-    before = contents(hundred)
+def test_command_prints_percentiles(tmp_path, capsys):
+    """Of samples of 1 to 100 tokens, the longest first: n - 1 times token 0, then end-of-text."""
+    store = write_store(tmp_path / "hundred", [[0] * n for n in reversed(range(100))])
+    before = contents(store)
     flags = f"--metric rarity,length --seq-len 128 --workers 1 --out {tmp_path / 'out'}"
-    analyze.main([str(hundred), *flags.split()])
-    assert contents(hundred) == before, "written where it is told"
+    analyze.main([str(store), *flags.split()])
+    assert contents(store) == before, "written where it is told"
     first, *table = capsys.readouterr().out.splitlines()
     folder = tmp_path / "out" / "pieces-128"
     assert first == f"100 samples of at most 128 tokens; index: {folder}"
@@ -454,37 +372,106 @@ def test_command_prints_percentiles(hundred, tmp_path, capsys):
     total = 99 * 100 / 2 + 100 + 8  # of token 0, of end-of-text, and eight never seen
     text, end = -math.log(4950 / total), -math.log(100 / total)
     expected = [(n - 1) * text + end for n in map(int, length[1:])]
-    assert rarity[0] == "rarity"
     assert [float(value) for value in rarity[1:]] == pytest.approx(expected, rel=1e-5)
 
 
 def test_command_plots_a_figure_a_metric_and_prints_examples(store_dir, tmp_path, capsys):
-    file = str(tmp_path / "a.svg")
-    flags = ["--metric", "rarity,length", "--workers", "1", "--out", str(tmp_path / "out")]
-    analyze.main([str(store_dir), *flags, "--plot", file, "--examples"])
+    flags = f"--metric rarity,length --workers 1 --out {tmp_path} --plot {tmp_path}/a.svg"
+    analyze.main([str(store_dir), *flags.split(), "--examples"])
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["a-length.svg", "a-rarity.svg"]
     out = capsys.readouterr().out
     assert out.index("easiest percent by rarity, ") < out.index("hardest percent by rarity, ")
 
 
 REFUSED = {
-    "--metric rarity,seqlen": "--metric seqlen needs no analysis: it takes samples as they come",
-    "--metric length --samples rows": "--metric length cannot tell rows apart that are all 256",
-    "--metric rarity --samples rows --long truncate": "--long truncate: --samples rows are cut",
-    "--metric hard": "--metric hard is unknown: choose from length, rarity",
-    "--metric rarity,rarity": "--metric rarity,rarity: takes one length, and each name once",
-    "--metric rarity --workers 0": "--workers: 0 is not a whole number, 1 or more",
-    "--metric rarity --seq-len 0": r"--seq-len 0: a row has from 1 to 2\^31 tokens",
+    "--metric rarity,seqlen": "--metric seqlen",
+    "--metric rarity --samples rows --long truncate": "--long truncate",
+    "--metric hard": "--metric hard",
+    "--metric rarity,rarity": "--metric rarity,rarity",
+    "--metric rarity --workers 0": "--workers",
+    "--metric rarity --seq-len 0": "--seq-len 0",
     "--metric rarity --plot nowhere/a.svg": "the folder nowhere does not exist",
-    "--metric nowhere.py:mine": r"nowhere\.py:mine: there is no Python file nowhere\.py",
-    "--metric metrics.py:np": r"metrics\.py defines no function np",
+    "--metric nowhere.py:mine": "there is no Python file nowhere.py",
+    "--metric metrics.py:np": "metrics.py defines no function np",
 }
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_command_refuses(hundred, tmp_path, monkeypatch, flags):
+def test_command_refuses(store, tmp_path, monkeypatch, flags):
     monkeypatch.chdir(tmp_path)
     users(tmp_path, "def mine(tokens, lengths): return lengths")
     with pytest.raises(ValueError, match=REFUSED[flags]):
-        analyze.main([str(hundred), *flags.split()])
-    assert not (hundred / "curriculum").exists()
+        analyze.main([str(store), *flags.split()])
+    assert not (store / "curriculum").exists()
+
+
+# ---- processes
+
+
+def pid_and_square(n):
+    return os.getpid(), n * n
+
+
+@pytest.mark.dist
+def test_in_no_more_processes_than_it_takes(monkeypatch):
+    started = []
+
+    def recorded(number, **options):
+        started.append(number)
+        return ProcessPoolExecutor(number, **options)
+
+    monkeypatch.setattr(analyze, "ProcessPoolExecutor", recorded)
+    for items, workers in (([3, 1, 2], 1), ([3], 8), ([3, 1, 2], 100_000)):
+        results = list(analyze.in_processes(pid_and_square, items, workers))
+        assert [(item, square) for item, (_, square) in results] == [(n, n * n) for n in items]
+        pids = {pid for _, (pid, _) in results}
+        assert (os.getpid() in pids) == (workers < 100_000)
+    assert started == [3]
+
+
+def kill_worker(_):
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+@pytest.mark.dist
+def test_a_worker_that_is_killed_is_one_line():
+    with pytest.raises(ValueError, match="--workers"):
+        list(analyze.in_processes(kill_worker, [1, 2], 2))
+
+
+def sleep_in(folder):
+    (folder / str(os.getpid())).touch()
+    time.sleep(100)
+
+
+def running(file):
+    try:
+        return not re.search(r"^State:\s+Z", Path(f"/proc/{file.name}/status").read_text(), re.M)
+    except OSError:
+        return False
+
+
+@pytest.mark.dist
+def test_workers_end_with_the_process_that_is_killed(tmp_path):
+    """Otherwise they would wait forever, and with them what they inherited, such as a lock."""
+
+    def start():
+        list(analyze.in_processes(sleep_in, [tmp_path, tmp_path], 2))
+
+    def running_workers():
+        return sum(map(running, tmp_path.iterdir()))
+
+    parent = get_context("fork").Process(target=start)
+    parent.start()
+    deadline = time.monotonic() + 20
+    try:
+        while running_workers() < 2:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        parent.kill()
+        while running_workers():
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    finally:
+        for worker in filter(running, tmp_path.iterdir()):
+            os.kill(int(worker.name), signal.SIGKILL)

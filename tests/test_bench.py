@@ -1,11 +1,10 @@
-"""The benches: what is refused before it is timed, what figures follow, what gpu.sh starts."""
+"""The benches: what they refuse to time, what figures follow, what gpu.sh starts and leaves."""
 
 import argparse
 import json
 import os
 import re
 import shlex
-import signal
 import subprocess
 import sys
 import time
@@ -20,9 +19,6 @@ from support.base.runtime import ROOT
 
 sys.path.append(str(ROOT / "bench"))
 
-NAMES = sorted(path.stem for path in (ROOT / "bench").glob("*.py"))
-COMMANDS = [name for name in NAMES if name not in ("nanogpt", "record", "tables", "turns")]
-
 
 @pytest.fixture
 def on_tiny_text(monkeypatch, store_dir):
@@ -30,16 +26,13 @@ def on_tiny_text(monkeypatch, store_dir):
     monkeypatch.setattr(import_module("step"), "embedded_store", lambda name: store_dir)
 
 
-def test_no_bench_has_the_name_of_a_module():
-    products = {path.stem for path in (*ROOT.glob("*.py"), *ROOT.glob("support/**/*.py"))}
-    assert not products & set(NAMES)
+# ---- records and turns
+
+ABOUT = {"date", "hardware", "device", "torch", "python", "commit", "bench"}
 
 
-# ---- records
-
-
-def test_a_record_says_where_it_was_taken_and_a_gpus_are_kept_apart(tmp_path, monkeypatch):
-    record = import_module("record")
+def test_a_record_says_where_it_was_taken_and_a_gpus_are_kept_apart(tmp_path, monkeypatch, capsys):
+    record = import_module("measure")
     monkeypatch.setenv("COMMIT", "1234abc")
     monkeypatch.setattr(record, "RESULTS", tmp_path)
     parse = record.command_line("A bench.\nMore.", turns=2).parse_args
@@ -48,24 +41,23 @@ def test_a_record_says_where_it_was_taken_and_a_gpus_are_kept_apart(tmp_path, mo
     keep = record.recorder("step", parse(["--record"]), size="nano")
     keep({"ms": record.quartiles([1, 2, 3, 4, 5])})
     keep({"ms": record.quartiles([2])})
-    record.append("step", {"device": "cuda"})
     first, second = map(json.loads, (tmp_path / "step.jsonl").read_text().splitlines())
     assert (first["ms"], second["ms"]) == ([2, 3, 4], [2, 2, 2])
     assert ABOUT | {"threads", "size"} <= set(first) and first["commit"] == "1234abc"
     assert first["threads"] == torch.get_num_threads() and "cores" in first["hardware"]
-    assert (tmp_path / "gpu-step.jsonl").exists()
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    assert "ms [2.0, 3.0, 4.0]" in capsys.readouterr().out
     with pytest.raises(ValueError, match="--device cuda"):
         record.recorder("step", parse(["--device", "cuda"]))
-
-
-ABOUT = {"date", "hardware", "device", "torch", "python", "commit", "bench"}
+    monkeypatch.setattr(record, "surroundings", lambda device: {"hardware": 0, "threads": 1} | on)
+    on = {"device": "cuda"}
+    record.recorder("step", parse(["--record"]))({})
+    assert (tmp_path / "gpu-step.jsonl").exists()
 
 
 def test_the_tables_follow_from_the_records(capsys):
     import_module("tables").main()
     out = capsys.readouterr().out
-    assert out.count("| flags | bits per byte |") == 9 and out.count("| run | seconds") == 1
+    assert out.count("| flags | bits per byte |") == 9 and out.count("| run | share") == 1
     assert "| `--pack` | 1.789 (1.787 to 1.793)" in out
 
 
@@ -77,12 +69,9 @@ def test_a_recipe_is_a_name_or_given_with_its_flags():
         chosen("mine")
 
 
-# ---- turns
-
-
 def test_variants_take_turns_in_an_order_that_is_reversed():
     called = []
-    taken = import_module("turns").in_turns(
+    taken = import_module("measure").in_turns(
         {name: lambda name=name: called.append(name) or len(called) for name in "ab"}, turns=2
     )
     assert "".join(called) == "abbaab"
@@ -109,7 +98,7 @@ def test_on_a_gpu_a_variant_that_fails_does_not_end_the_others(monkeypatch, capf
     variants = {"full": (fails_in_a_step,), "last": (sleeper, 0.1)}
     done = []
     with pytest.raises(ValueError) as failed:
-        for finished in import_module("turns").take_turns(variants, 2, "cuda"):
+        for finished in import_module("measure").take_turns(variants, 2, "cuda"):
             done.append(finished)
     ((new, taken),) = done
     assert new == ["last"] and [turn.seconds > 0.1 for turn in taken["last"]] == [True, True]
@@ -120,70 +109,30 @@ def test_on_a_gpu_a_variant_that_fails_does_not_end_the_others(monkeypatch, capf
 # ---- steps
 
 
-def predictions(size: str, device: str = "cpu") -> dict:
-    step = import_module("step")
-    case = step.on_device(size, device)
-    return {name: step.predicted(case, step.VARIANTS[name], "cpu") for name in step.VARIANTS}
-
-
 def test_a_step_has_the_flops_of_its_layers_and_documents(on_tiny_text):
     step = import_module("step")
-    assert step.on_device("124M", "cuda").batch_tokens == 32_768 > step.CASES["124M"].batch_tokens
-    known = predictions("nano")
+    case = step.CASES["nano"]
+    known = {name: step.predicted(case, step.VARIANTS[name], "cpu") for name in step.OURS}
     flops = {name: variant.flops for name, variant in known.items()}
     quarter, half = (flops["plain"] - flops[f"keep {name}"] for name in ("1/4", "1/2"))
     assert 0 < half < quarter < 2 * half, "attention falls with the square"
     assert known["keep 1/2"].seen_share == (2 + 4 / 2) / 6
     assert max(flops["AdamW"], flops["packed"]) < flops["plain"]
-    assert flops["short pieces"] < flops["packed"]
-    assert 0.9 * 2048 < known["packed"].real_tokens <= 2048
     # a layer's causal scores of one document are 6 C T^2 FLOPs, forward and back
-    settings = step.VARIANTS["packed"].settings(step.CASES["nano"], "cpu")
-    (packed,) = step.steps_of(settings, "cpu", 1)
+    (packed,) = step.steps_of(step.VARIANTS["packed"].settings(case, "cpu"), "cpu", 1)
     unseen = (1 - packed.attention_share) * 8 * 256**2
     assert flops["plain"] - flops["packed"] == pytest.approx(6 * 6 * 128 * unseen, rel=0.01)
-
-
-def test_a_steps_peak_of_memory_stands_beside_the_one_that_kept_tokens_predict(on_tiny_text):
-    """6 layers, of which 4 keep half: 4/6 of the 6 GB above weights and optimizer."""
-    step = import_module("step")
-    known = predictions("nano")
-    taken = {
-        "plain": [step.Taken(0.2, peak_bytes=8 * 10**9, resident_bytes=2 * 10**9)],
-        "keep 1/2": [step.Taken(0.1, peak_bytes=6 * 10**9, resident_bytes=2 * 10**9)],
-    }
-    figures = step.summarise(taken, step.CASES["nano"], step.VARIANTS, known)
-    assert "predicted_peak_gb" not in figures["plain"]
-    assert figures["keep 1/2"]["peak_gb"] == 6
-    assert figures["keep 1/2"]["predicted_peak_gb"] == 2 + 6 * 4 / 6
-    assert figures["keep 1/2"]["ratio"] == [0.5] * 3 and figures["keep 1/2"]["saving_had"] > 1
-    assert "peak 6.00 GB, 6.00 predicted" in step.show("keep 1/2", figures["keep 1/2"])
 
 
 # ---- operators
 
 
-@pytest.mark.parametrize("operation", ["gather", "scatter", "layer"])
-def test_copies_are_measured_against_a_plain_copy_of_as_many_bytes(operation):
-    operators = import_module("operators")
-    moved = {"gather": 16, "scatter": 64, "layer": 160}[operation]  # states of 8 float32
-    (copying, *_) = (
-        case for case in operators.copies("toy", "cpu", 2) if case.about["operation"] == operation
-    )
-    assert copying.about["bytes_moved"] == moved * 8 * 4 and copying.about["K"] == 4
-    figures = operators.measure(copying, "cpu", turns=2, peak=1e9)
-    assert figures["copy"]["percent_of_peak"] == 100
-    assert figures["reference"]["ratio"] == [1, 1, 1]
-    for figure in figures.values():
-        low, median, high = figure["ms"]
-        assert 0 < low <= median <= high
-
-
 @pytest.mark.parametrize("operator", ["attention", "loss", "copies"])
 def test_a_form_that_differs_from_the_definition_is_not_timed(operator, on_tiny_text):
     operators = import_module("operators")
-    make, _ = operators.OPERATORS[operator]
-    operation = next(make("toy", "cpu", 2))._replace(more=lambda form: {})
+    toy = operators.shape_of("toy", "cpu")
+    operation = next(operators.OPERATORS[operator](toy, "cpu", 2))
+    operation = operation._replace(more=lambda form: {})
     torch.manual_seed(0)
 
     def wrong() -> list:
@@ -208,107 +157,53 @@ def test_a_text_that_a_cache_changes_is_not_timed(monkeypatch):
         inference.measure_generation("nano", 2, "cpu", 2, keep=None)
 
 
-def test_an_evaluation_is_timed_only_where_both_ways_find_the_same(store_dir):
-    inference = import_module("inference")
-    inference.check_nats({"packed": 100.0, "alone": 100.0005}, 1e-5)
-    with pytest.raises(ValueError, match="alone finds"):
-        inference.check_nats({"packed": 100.0, "alone": 101.0}, 1e-5)
-    store, encoding = inference.Store.open(store_dir), inference.get_encoding("bytes")
-    samples = inference.Samples(store, "pieces", 512, "val")
-    task = inference.last_words(store, samples, encoding, 2000)
-    words = [question.continuations[0] for question in task.questions]
-    assert len(words) > 10 and all(re.fullmatch(r"\s\S+", word) for word in words)
-
-
 # ---- first_look
 
 
 def test_a_run_follows_a_cpus_losses_within_its_dtypes_rounding():
     look = import_module("first_look")
     curves = {"plain": [3.0, 2.0, 1.0], "plain, rounded": [3.0, 2.01, 1.0]}
-    near, far = look.FACTOR * 0.009, look.FACTOR * 0.011
-    found = look.compared(look.Way("", "plain"), [3.0, 2.0, 1.0 - near], curves)
-    assert found["follows"] and found["at_step"] == 3
-    assert found["tolerance"] == pytest.approx(look.FACTOR * 0.01)
-    assert not look.compared(look.Way("", "plain"), [3.0 + far, 2.0, 1.0], curves)["follows"]
-    finer = look.compared(look.Way("", "plain", finer=8), [3.0, 2.0, 1.0 - near], curves)
-    assert not finer["follows"], "what TF32 rounds is less"
-    assert not look.compared(look.Way("", "plain"), [3.0, 2.0], curves)["follows"], "too short"
+    plain, near = look.Way("", "plain"), look.FACTOR * 0.009
+    figures = look.compared(plain, [3.0, 2.0, 1.0 - near], curves)
+    assert figures["follows"] and figures["at_step"] == 3
+    assert figures["tolerance"] == pytest.approx(look.FACTOR * 0.01)
+    for way, losses in {
+        plain: [3.0 + look.FACTOR * 0.011, 2.0, 1.0],
+        plain._replace(is_held=False): [3.0, 2.0],  # too short
+        plain._replace(finer=8): [3.0, 2.0, 1.0 - near],  # what TF32 rounds is less
+    }.items():
+        assert not look.compared(way, losses, curves)["follows"]
     recorded = look.recorded_curves(ROOT / "results")
-    for name, way in look.WAYS.items():
-        exact, rounded = recorded[way.like], recorded[f"{way.like}, rounded"]
-        assert len(exact) == len(rounded) >= 30, name
-        assert 0 < max(look.differences(exact, rounded)) < 0.1
-    another = look.compared(look.Way("", "plain"), recorded["AdamW"], recorded)
-    assert not another["follows"], "another optimizer is no rounding"
+    for way in look.WAYS.values():
+        figures = look.compared(way, recorded[way.like], recorded)
+        assert figures["worst_difference"] == 0 < figures["tolerance"] < 0.1 * look.FACTOR
+    assert not look.compared(plain, recorded["AdamW"], recorded)["follows"], "another optimizer"
 
 
 def test_a_run_with_other_losses_or_one_that_fails_is_named(monkeypatch):
     look, kept = import_module("first_look"), []
-    monkeypatch.setattr(look, "embedded_store", lambda name: None)
-    ways = {name: look.WAYS[name] for name in ("plain", "ltd", "fsdp", "fp16")}
-    monkeypatch.setattr(look, "WAYS", ways)
     recorded = look.recorded_curves(ROOT / "results")
 
-    def losses_of(name: str, flags: str) -> list[float]:
-        assert "--device cuda" in flags
+    def losses_of(name: str, flags: str) -> list[float] | str:
         if name == "fsdp":
-            raise ValueError("ended with status 1: no NCCL")
+            return "ended with status 1: no NCCL"
         return [loss + (name != "plain") for loss in recorded[look.WAYS[name].like]]
 
+    monkeypatch.setattr(look, "embedded_store", lambda name: None)
     monkeypatch.setattr(look, "losses_of", losses_of)
+    monkeypatch.setattr(look, "WAYS", {n: look.WAYS[n] for n in ("plain", "ltd", "fsdp", "fp16")})
     with pytest.raises(ValueError, match=r"^losses of (ltd, fsdp|fsdp, ltd): not those of a CPU"):
         look.look_at_losses(look.Setup("cuda", kept.append))
     follows = {record["run"]: record["follows"] for record in kept}
     assert follows == {"plain": True, "ltd": False, "fsdp": False, "fp16": False}
-    errors = [record["error"] for record in kept if "error" in record]
-    assert errors == ["ended with status 1: no NCCL"]
-
-
-# ---- gpu_tests
-
-
-def test_the_outcome_of_a_test_is_recorded_as_it_ends():
-    gpu_tests, records = import_module("gpu_tests"), []
-    plugin = gpu_tests.Recorder(records.append)
-
-    def report(when: str, outcome: str, why: str | None = None) -> None:
-        where = ("tests/test_x.py", 1, "test_x")
-        plugin.pytest_runtest_logreport(
-            pytest.TestReport("x::test_x", where, {}, outcome, why, when, duration=1.25)
-        )
-
-    report("setup", "passed")
-    assert records == []
-    report("call", "failed", "E   assert 1 == 2")
-    report("teardown", "passed")
-    expected = {"test": "x::test_x", "outcome": "failed", "why": "E   assert 1 == 2"}
-    assert records == [expected | {"seconds": 1.25}]
-    report("setup", "failed", "no GPU")
-    assert records[1]["outcome"] == "failed", "what fails before the test is no pass"
-    files = gpu_tests.files()
-    assert set(files[:2]) == set(gpu_tests.FIRST) and "tests/test_kernels_token_drop.py" in files
-    assert len(files) == len(set(files)) and "tests/test_sizes.py" not in files
 
 
 # ---- scale, at the size of a toy
 
-BLOCK = 12 * 16 * 16 + 9 * 16 + 4 * 16  # parameters: matrices, their biases, two norms
-
 
 @pytest.fixture
-def scale(on_tiny_text, monkeypatch):
-    """The bench with its turns in this process."""
-    module, step, turns = map(import_module, ("scale", "step", "turns"))
-
-    def take_turns(variants: dict[str, tuple], number: int, device: str):
-        steps = {name: build(*arguments) for name, (build, *arguments) in variants.items()}
-        each = {name: lambda step=step: turns.turn_of(step) for name, step in steps.items()}
-        yield list(steps), turns.in_turns(each, number)
-
-    monkeypatch.setattr(turns, "TIMED_SECONDS", 0)
-    monkeypatch.setattr(step, "take_turns", take_turns)
-    return module
+def scale(on_tiny_text):
+    return import_module("scale")
 
 
 @pytest.fixture
@@ -316,25 +211,15 @@ def toy(scale):
     return scale.CASES["toy"]
 
 
-def test_bytes_before_and_after_layers_get_weights_of_their_own(scale):
-    found = scale.measure_shared(scale.Setup("cpu", "toy"))
-    assert found["steps"]["shared"]["to"] == "own weights"
-    shared, own = (found["bytes"][stage] for stage in ("shared", "own weights"))
-    assert own["parameters"] - shared["parameters"] == 3 * BLOCK
+def test_layers_that_share_a_block_hold_its_bytes_once(scale, toy):
+    shared = scale.beside("", "--pseudo --pseudo-group 1 --pseudo-until 0.5")
+    stages = scale.stages_of(toy, shared)
+    block = 12 * 16 * 16 + 9 * 16 + 4 * 16  # parameters: matrices, their biases, two norms
+    shared, own = stages["shared"], stages["own weights"]
+    assert own["parameters"] - shared["parameters"] == 3 * block
     for stage in (shared, own):
         assert stage["weights"] == stage["gradients"] == 4 * stage["parameters"]
         assert stage["optimizer"] == stage["moments_held"] == 8 * stage["parameters"]
-
-
-def test_fewer_layers_stand_beside_the_ratio_of_their_flops(scale):
-    """A row of 32: a layer's matrices are 12 C^2 and its attention C T, the head's V C."""
-    kept = []
-    found = scale.measure_growth(scale.Setup("cpu", "toy", keep=kept.append))["steps"]
-    layer, head = 12 * 16 * 16 + 16 * 32, 4160 * 16
-    assert list(found) == list(kept[0]["steps"]) == ["all layers", "2 of 4", "1 of 4"]
-    for few, name in ((2, "2 of 4"), (1, "1 of 4")):
-        assert found[name]["predicted"] == round((few * layer + head) / (4 * layer + head), 4)
-    assert "predicted" not in found["all layers"]
 
 
 def test_wherever_the_state_is_a_step_is_the_same(scale, toy):
@@ -343,42 +228,6 @@ def test_wherever_the_state_is_a_step_is_the_same(scale, toy):
     plain = scale.build(toy, scale.ADAMW, "cpu")
     for _ in range(3):
         assert {mode: step() for mode, step in steps.items()} == dict.fromkeys(steps, plain())
-    by_budget = scale.offload.plan
-    scale.build(toy, away, "cpu", "weights")
-    assert scale.offload.plan is by_budget, "each mode is a process's own"
-
-
-def test_the_planned_peak_counts_sixteen_bytes_a_parameter(scale, toy, monkeypatch):
-    """Weight, gradient and two moments in fp32, and two gradients more of the embeddings at the
-    end of a backward pass; on the host is the state of the blocks' matrices.
-    """
-    turns, asked = import_module("turns"), {}
-
-    def take_turns(jobs: dict[str, tuple], number: int, device: str):
-        asked.update(jobs)
-        for done in range(1, 1 + len(jobs)):
-            taken = {name: [turns.Taken(1.0, peak_bytes=100_000)] for name in list(jobs)[:done]}
-            yield [list(taken)[-1]], taken
-
-    start = scale.runtime.start
-    monkeypatch.setattr(scale.runtime, "start", lambda *_: start("cpu", "fp32"))
-    monkeypatch.setattr(scale, "take_turns", take_turns)
-    monkeypatch.setattr(scale, "find_spec", lambda name: True)
-    kept = []
-    peaks = scale.measure_peaks(scale.Setup("cuda", "toy", keep=kept.append))
-    parameters = list(scale.like(scale.ADAMW.settings(toy, "cpu"), toy).parameters())
-    matrices = 4 * 12 * 16 * 16
-    embeddings = sum(p.numel() for p in parameters if p.ndim > 1) - matrices
-    stays = 16 * sum(p.numel() for p in parameters) + 8 * embeddings
-    assert peaks["torchao"] == {"lean_peak_gb": 0.0001}
-    assert peaks[scale.HERE]["planned_gb"] == pytest.approx(stays / 1e9, rel=3e-3)
-    without = (stays - 8 * matrices) / 1e9
-    assert peaks["blocks' state"]["planned_gb"] == pytest.approx(without, rel=3e-3)
-    assert [record["variant"] for record in kept] == list(peaks) and len(kept) == 6
-    for _, lean, variant, *_ in asked.values():
-        assert lean.batch_tokens == 2 * 64 == 2 * lean.settings("cpu").data.seq_len
-        assert "--micro-batch-size 1" in variant.flags
-    assert asked["blocks' state"][-1] == "blocks' state"
 
 
 def test_torchaos_step_is_of_the_same_model_and_batch(scale, toy, monkeypatch):
@@ -411,7 +260,7 @@ def test_a_model_that_is_larger_than_its_budget_trains_or_is_refused(scale, toy,
     with pytest.raises(ValueError, match="capped: the loss does not fall"):
         scale.train_capped(case, f"{budget} --lr 1e-30", "cpu", cap_bytes=0)
     monkeypatch.setattr(scale, "host_free", lambda: 1000)
-    with pytest.raises(ValueError, match=r"^capped needs .* MiB of host memory and 1000 bytes are"):
+    with pytest.raises(ValueError, match="capped: needs"):
         scale.train_capped(case, budget, "cpu", cap_bytes=0)
 
 
@@ -461,7 +310,6 @@ def ended(process: subprocess.Popen, tmp_path: Path) -> tuple[int, str, list[str
         (["F"], {}, "'F': choose A, B, C, D or E"),
         (["A", "--nanogpt", "/nowhere"], {}, "--nanogpt /nowhere"),
         (["E", "--corpus", "/nowhere"], {}, "--corpus /nowhere"),
-        (["A", "--commit"], {}, "--commit needs a value"),
         (["A", "--size", "nano"], {}, "--size is unknown"),
         (["A"], {"GPU_FAKE": "1", "OUT": ""}, "GPU_FAKE: set OUT"),
     ],
@@ -476,22 +324,19 @@ def test_without_a_gpu_or_with_a_wrong_argument_one_line_and_status_2(
 
 
 def accepts(module: ModuleType, arguments: list[str], monkeypatch) -> bool:
-    class AcceptedError(Exception):
-        pass
+    parsed = []
+    parse = argparse.ArgumentParser.parse_args
 
     def parse_args(self, *args):
-        parse(self, *args)
-        raise AcceptedError
+        parsed.append(parse(self, *args))
+        raise KeyboardInterrupt
 
-    parse = argparse.ArgumentParser.parse_args
     with monkeypatch.context() as patch:
         patch.setattr(argparse.ArgumentParser, "parse_args", parse_args)
         patch.setattr(sys, "argv", ["bench.py", *arguments])
-        try:
+        with pytest.raises((KeyboardInterrupt, SystemExit)):
             module.main()
-        except AcceptedError:
-            return True
-    return False
+    return bool(parsed)
 
 
 @pytest.mark.parametrize("stage", "ABCDE")
@@ -511,14 +356,11 @@ def test_a_stage_fits_nine_minutes_and_its_commands_have_flags_that_exist(
         assert "--device cuda --record" in " ".join(arguments)
         module = import_module(Path(path).stem)
         assert accepts(module, arguments, monkeypatch)
-        with pytest.raises(SystemExit):
-            accepts(module, ["--no-such-flag", *arguments], monkeypatch)
+        assert not accepts(module, ["--no-such-flag", *arguments], monkeypatch)
+        assert path != "bench/step.py" or stage != "A" or str(tmp_path) in arguments
 
 
-def test_nanogpt_and_a_corpus_go_to_their_users(gpu_sh, tmp_path):
-    _, _, ran = ended(gpu_sh("A", "--nanogpt", str(tmp_path)), tmp_path)
-    steps = [line for line in ran if "bench/step.py" in line]
-    assert len(steps) == 2 and all(f"--nanogpt {tmp_path} " in line for line in steps)
+def test_a_corpus_is_prepared_and_trained_on(gpu_sh, tmp_path):
     status, _, ran = ended(gpu_sh("E", "--corpus", str(tmp_path / "model.py")), tmp_path)
     assert status == 0 and ran[0].startswith(f"prepare.py {tmp_path / 'model.py'} --out ")
     store = ran[0].split()[-1]
@@ -552,24 +394,10 @@ def test_a_sigterm_leaves_the_records_so_far_and_says_what_is_missing(gpu_sh, tm
     assert len((tmp_path / "out/gpu-fake.jsonl").read_text().splitlines()) == 2
 
 
-@pytest.mark.slow
-@pytest.mark.dist
-def test_a_bench_that_is_terminated_leaves_its_records(tmp_path):
-    command = [sys.executable, str(ROOT / "bench/operators.py"), "copies", "--size", "nano"]
-    bench = subprocess.Popen([*command, "--record"], env=os.environ | {"OUT": str(tmp_path)})
-    kernels = tmp_path / "kernels.jsonl"
-    while bench.poll() is None and not kernels.exists():
-        time.sleep(0.1)
-    bench.send_signal(signal.SIGTERM)
-    assert bench.wait() == -signal.SIGTERM
-    records = [json.loads(line) for line in kernels.read_text().splitlines()]
-    assert records and set(records[0]) >= ABOUT
-
-
 RECORDS = {  # of a stage on a CPU: file -> keys that its records have, between them
     "A": {"first-look.jsonl": "versions gb_per_s tflops us losses tolerance follows kernels",
           "step.jsonl": "optimizer sizes compile"},
-    "B": {"tests.jsonl": "test outcome seconds", "gpu-tests.xml": ""},
+    "B": {"gpu-tests.xml": ""},
     "C": {"step.jsonl": "sizes", "kernels.jsonl": "peak_tflops forms size kernel"},
     "D": {"scale.jsonl": "part steps", "generation.jsonl": "ms_of_a_token",
           "evaluation.jsonl": "items_per_s", "forecast.jsonl": "seconds_said seconds"},
@@ -596,11 +424,3 @@ def test_every_stage_works_with_toys_on_a_cpu(stage, gpu_sh, tmp_path):
             for record in records:
                 assert set(record) >= ABOUT and record["commit"] == "1234abc"
     assert results == {path: path.stat().st_mtime_ns for path in (ROOT / "results").iterdir()}
-
-
-@pytest.mark.parametrize("name", COMMANDS)
-def test_every_bench_starts_and_records(name, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [f"{name}.py", "--help"])
-    with pytest.raises(SystemExit) as end:
-        import_module(name).main()
-    assert end.value.code == 0 and "--record" in capsys.readouterr().out

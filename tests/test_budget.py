@@ -19,8 +19,8 @@ pytestmark = pytest.mark.structure
 ROOT = Path(__file__).resolve().parent.parent
 # Raising a number is a commit of its own that says why. The goals are 9,500 lines in 75 files,
 # 2,000 and 11,500: what is added from here on makes something else simpler.
-MOST = {"product": 12_150, "bench": 2_650, "tests": 15_700}
-MOST_FILES = 78  # of the product
+MOST = {"product": 11_750, "bench": 2_260, "tests": 13_400}
+MOST_FILES = 73  # of the product
 LONG = 450  # code lines, above which a file's docstring says "one subject" and why
 CODELESS = {
     tokenize.COMMENT,

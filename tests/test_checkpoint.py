@@ -1,17 +1,17 @@
-"""A checkpoint is whole or absent, and a damaged one is never believed.
+"""A checkpoint, file or folder, is whole or absent, and a damaged one is never believed.
 
-Faults here are real where that is possible in seconds: bits flipped, files cut, processes killed by
-SIGKILL, writes refused by the kernel. Each has a control that shows the fault would bite. Killed or
-failing saves are tried for both forms of a checkpoint, a file and a folder of shards.
+Faults are real where that is possible in seconds: bits flipped, files cut, processes killed by
+SIGKILL, writes refused by the kernel. Each has a control that shows the fault would bite. What
+several ranks do together is in tests/test_sharded.py.
 """
 
 import errno
 import hashlib
+import io
 import itertools
 import multiprocessing
 import os
 import pickle
-import random
 import resource
 import shutil
 import signal
@@ -19,116 +19,161 @@ import stat
 import subprocess
 import sys
 from collections.abc import Callable
-from contextlib import contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 
+import hypothesis
 import pytest
 import torch
+from conftest import refusal_of
+from hypothesis import given
+from hypothesis import strategies as st
 
-from support.base.runtime import exit_cleanly
-from support.run import checkpoint, sharded_checkpoint
+from support.run import checkpoint
+from support.run.checkpoint import ALONE, find, joined, load, main, outlined, save, split
 
 TRAILER_BYTES = 72
 DAMAGE = r"is damaged|no sha256 trailer"
+FORMS = pytest.mark.parametrize("form", [None, ALONE], ids=["file", "folder"])
 
 
 def names(folder: Path) -> list[str]:
     return sorted(file.name for file in folder.iterdir())
 
 
-def assert_one_line(error: pytest.ExceptionInfo, *parts: str) -> None:
-    message = str(error.value)
-    assert "\n" not in message
-    for part in parts:
-        assert part in message, message
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {file: file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+def refused(action: Callable, *parts: str) -> str:
+    with pytest.raises(ValueError) as error:
+        action()
+    assert "\n" not in str(error.value) and all(part in str(error.value) for part in parts)
+    return str(error.value)
+
+
+def state_of(step: int = 7) -> dict:
+    generator = torch.Generator().manual_seed(step)
+    embedding, raw = torch.randn(65, 8, generator=generator), torch.ones(5, 4) * step
+    names = "float64 bfloat16 float16 float8_e4m3fn int64 int32 int16 uint8 uint16 bool"
+    return {
+        "model": {"wte": embedding, "head": embedding, "again": embedding[:], "empty": raw[:0]},
+        "optimizers": {"wte": {"step": torch.tensor(3.0), "exp_avg": embedding * 2}, "scaler": {}},
+        "dtypes": {name: raw.to(getattr(torch, name)) for name in names.split()},
+        "transposed": torch.arange(60.0).view(3, 4, 5).transpose(0, 2),
+        "strided": torch.arange(60.0).view(3, 4, 5)[:, ::2, 1:],
+        "step": step,
+        "best": float("inf"),
+        "config": {"layers": (1, [2.0, ()]), "argv": ["--fsdp"], 5: None, "big": 2**70},
+        "text": "ä\n\0" * 3,
+        "bytes": b"\x00\xff",
+        "yes": True,
+    }
+
+
+def flattened(value: object, name: str = "") -> dict[str, object]:
+    if not isinstance(value, dict):
+        return {name: value}
+    inner = [flattened(more, f"{name}/{key!r}") for key, more in value.items()]
+    return {key: leaf for part in inner for key, leaf in part.items()}
+
+
+def assert_equal(loaded: dict, wanted: dict) -> None:
+    ours, theirs = flattened(loaded), flattened(wanted)
+    assert list(ours) == list(theirs), "also in this order"
+    for name, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert ours[name].dtype == value.dtype and ours[name].shape == value.shape, name
+            bits = [
+                tensor.contiguous().view(torch.uint8)
+                for tensor in (ours[name], value)
+                if value.ndim
+            ]
+            assert torch.equal(*bits) if value.ndim else ours[name] == value, name
+        else:
+            assert ours[name] == value and type(ours[name]) is type(value), name
+
+
+def written_by(ranks: int, folder: Path, state: dict, save_id: str = "one") -> Path:
+    """A checkpoint as FSDP2's ranks write it: each has its chunk of every tensor's rows."""
+    folder.mkdir()
+    outline, rows = split(state, is_rank0=True)
+    for rank in range(ranks):
+        own = {}
+        for name, tensor in rows.items():
+            own[name] = (*tensor.chunk(ranks), *[tensor[:0]] * ranks)[rank].clone()
+        name = checkpoint.name_of(rank, ranks)
+        content = {"save": save_id, "file": name, "state": outline if rank == 0 else None}
+        checkpoint.write_file(folder / name, content | {"rows": own})
+    return folder
 
 
 @pytest.fixture
 def saved(tmp_path):
-    """One small checkpoint: 4,000 bytes of weights, a few hundred of everything else."""
-    state = {"weight": torch.arange(1000, dtype=torch.float32), "step": 7}
-    return checkpoint.save(tmp_path, state, step=7)
+    """One small file: 4,000 bytes of weights, a few hundred of everything else."""
+    return save(tmp_path, {"weight": torch.arange(1000, dtype=torch.float32), "step": 7}, step=7)
 
 
-def test_every_plain_kind_of_value_returns(tmp_path):
-    state = {
-        "step": 12,
-        "big": 2**70,
-        "loss": 3.5,
-        "nan": float("nan"),
-        "none": None,
-        "yes": True,
-        "argv": ["train.py", "--ltd"],
-        "nested": {"a": [1, [2.0, (3, "vier", None)], {}], 5: "int key", "": []},
-        "text": "ä\n\0" * 3,
-        "bytes": b"\x00\xff",
-    }
-    loaded = checkpoint.load(checkpoint.save(tmp_path, state, step=12))
-    assert loaded.pop("nan") != state.pop("nan")  # nan differs from itself
-    assert loaded == state
-    assert list(loaded) == list(state)
-    assert type(loaded["yes"]) is bool and type(loaded["nested"]["a"][1][1]) is tuple
+@pytest.mark.parametrize("ranks", [0, 1, 3, 7])
+def test_what_was_saved_returns(tmp_path, ranks):
+    """From a file, or a folder: of 5 rows seven ranks have one or none, of none all have none."""
+    if ranks:
+        path = written_by(ranks, tmp_path / "a.sharded", state_of())
+    else:
+        path = save(tmp_path, state_of(), step=7)
+    outline = outlined(path)
+    assert outline["step"] == 7 and outline["model"]["wte"].shape == (65, 8)
+    state = load(path)
+    shutil.rmtree(tmp_path)
+    assert_equal(state, state_of())  # nothing is left in the files
+    state["model"]["wte"][0, 0] = 5
+    assert state["model"]["head"][0, 0] == state["model"]["again"][0, 0] == 5, "tied"
+    assert state["optimizers"]["wte"]["exp_avg"][0, 0] != 5
 
 
-def test_every_dtype_returns_bitwise(tmp_path):
-    raw = torch.randint(0, 2, (8, 6), generator=torch.Generator().manual_seed(0))
-    names = "float64 float32 bfloat16 float16 float8_e4m3fn int64 int32 int16 uint8 uint16 bool"
-    tensors = {name: raw.to(getattr(torch, name)) for name in names.split()}
-    loaded = checkpoint.load(checkpoint.save(tmp_path, tensors, step=0))
-    for name, tensor in tensors.items():
-        assert loaded[name].dtype == tensor.dtype and loaded[name].shape == (8, 6)
-        assert torch.equal(loaded[name].view(torch.uint8), tensor.view(torch.uint8))
+def test_tied_tensors_and_padding_are_not_written(tmp_path):
+    padded = torch.randn(1000, 8)
+    (file,) = save(tmp_path, {"model": {"w": padded[:5], "v": padded[:5]}}, ALONE, step=1).iterdir()
+    assert list(torch.load(file, weights_only=True)["rows"]) == ["model/w"]
+    assert file.stat().st_size < 4000
 
 
-def test_shapes_and_strides_return(tmp_path):
-    base = torch.arange(60.0).view(3, 4, 5)
-    state = {
-        "transposed": base.transpose(0, 2),
-        "strided": base[:, ::2, 1:],
-        "expanded": torch.ones(1).expand(4, 4),
-        "scalar": torch.tensor(2.5),
-        "empty": torch.empty(0, 3),
-        "parameter": torch.nn.Parameter(base.clone()),
-    }
-    loaded = checkpoint.load(checkpoint.save(tmp_path, state, step=0))
-    for name, tensor in state.items():
-        assert torch.equal(loaded[name], tensor), name
-        assert loaded[name].shape == tensor.shape, name
-    assert not loaded["transposed"].is_contiguous()
-    assert isinstance(loaded["parameter"], torch.nn.Parameter)
+@FORMS
+def test_what_could_not_be_loaded_again_is_refused_at_the_save(tmp_path, form):
+    first = save(tmp_path, {"step": 1}, form, step=1, best=True)
+    before = contents(tmp_path)
+    bad = {"out": Path("runs/a")}
+    refused(lambda: save(tmp_path, bad, form, step=2, best=True), "not written", "pathlib")
+    torch.save(bad, io.BytesIO())  # torch alone writes it gladly
+    good = {"wte": torch.full((9,), 1e38), "empty": torch.zeros(0), "ids": torch.arange(3)}
+    for value, dtype in itertools.product(
+        (float("nan"), -float("inf")), ("float32", "bfloat16", "float64", "float8_e5m2")
+    ):
+        bad = torch.ones(3, 100).to(getattr(torch, dtype))
+        bad[1, 50] = value
+        weights = good | {f"h.{layer}": bad for layer in range(12)}
+        refused(
+            lambda weights=weights: save(tmp_path, {"model": weights}, form, step=2, best=True),
+            "00000002.",
+            "not finite: h.0, h.1, h.2 and 9 more;",
+        )
+    assert contents(tmp_path) == before and first.exists()
+    assert save(tmp_path, {"model": good, "best": value}, form, step=2).exists()
+    for step in (-1, 10**8):
+        refused(lambda step=step: save(tmp_path / "run", {}, form, step=step), f"step={step}")
+    assert not (tmp_path / "run").exists()
 
 
-def test_tied_tensors_stay_tied(tmp_path):
-    embedding = torch.zeros(4, 3)
-    state = {"model": {"wte": embedding, "head": embedding, "apart": torch.zeros(4, 3)}}
-    model = checkpoint.load(checkpoint.save(tmp_path, state, step=0))["model"]
-    model["wte"][0, 0] = 1
-    assert model["head"][0, 0] == 1
-    assert model["apart"][0, 0] == 0
-
-
-def test_what_could_not_be_loaded_again_is_refused_at_the_save(tmp_path):
-    first = checkpoint.save(tmp_path, {"out": "runs/a"}, step=1)
-    with pytest.raises(pickle.UnpicklingError, match="pathlib"):
-        checkpoint.save(tmp_path, {"out": Path("runs/a")}, step=2, best=True)
-    assert names(tmp_path) == [first.name]
-    torch.save({"out": Path("runs/a")}, tmp_path / "control.pt")  # torch alone writes it gladly
-
-
-def test_plain_torch_load_opens_it_and_the_trailer_is_its_digest(saved):
+@pytest.mark.skipif(sys.platform == "darwin", reason="head -c -N is GNU's")
+def test_plain_torch_load_opens_it_and_the_shell_verifies_it(saved):
     for mmap in (False, True):
         state = torch.load(saved, weights_only=True, mmap=mmap)
         assert torch.equal(state["weight"], torch.arange(1000.0)) and state["step"] == 7
     whole = saved.read_bytes()
     body, trailer = whole[:-TRAILER_BYTES], whole[-TRAILER_BYTES:]
     assert trailer == b"\nsha256:" + hashlib.sha256(body).hexdigest().encode()
-
-
-@pytest.mark.skipif(sys.platform == "darwin", reason="head -c -N is GNU's")
-def test_the_shell_command_of_the_header_agrees(saved):
     command = f"head -c -72 {saved} | sha256sum;  tail -c 64 {saved}"
-    quoted = command.replace(str(saved), "runs/a/step-00001234.pt")
-    assert quoted in checkpoint.__doc__
+    assert command.replace(str(saved), "runs/a/step-00001234.pt") in checkpoint.__doc__
     first, second = subprocess.check_output(command, shell=True, text=True).splitlines()
     assert first.split()[0] == second
 
@@ -142,124 +187,101 @@ def test_bytes_reach_the_disk_before_names_and_best_before_its_step(tmp_path, mo
         calls.append("folder" if stat.S_ISDIR(status.st_mode) else status.st_size)
         fsync(descriptor)
 
-    def record_replace(source, target):
-        calls.append(Path(target).name)
-        replace(source, target)
+    def record(rename):
+        def recorded(source, target):
+            calls.append(Path(target).name)
+            return rename(source, target)
 
-    def record_rename(source, target):
-        calls.append(Path(target).name)
-        return rename(source, target)
+        return recorded
 
     monkeypatch.setattr(os, "fsync", record_sync)
-    monkeypatch.setattr(os, "replace", record_replace)
-    monkeypatch.setattr(Path, "rename", record_rename)
-    path = checkpoint.save(tmp_path, {"weight": torch.ones(10)}, step=1, best=True)
+    monkeypatch.setattr(os, "replace", record(replace))
+    monkeypatch.setattr(Path, "rename", record(rename))
+    path = save(tmp_path, {"weight": torch.ones(10)}, step=1, best=True)
     names_and_files = [call for call in calls if call != "folder"]
     assert names_and_files == [path.stat().st_size, "best.pt", path.name]
     assert calls[-1] == "folder"
 
 
-def flip(path: Path, position: int, bit: int) -> None:
-    with open(path, "r+b") as file:
-        file.seek(position)
-        byte = file.read(1)[0]
-        file.seek(position)
-        file.write(bytes([byte ^ (1 << bit)]))
+# ---- damage
 
 
-def weight_position(path: Path) -> int:
-    """Where in the file the weight's bytes begin."""
-    return path.read_bytes().index(torch.arange(1000.0).numpy().tobytes())
-
-
-def test_one_flipped_bit_anywhere_is_found(saved):
-    size = saved.stat().st_size
-    generator = random.Random(0)
-    data = weight_position(saved)
-    positions = {
-        *range(40),  # the archive's first header
-        *range(data, data + 40),  # the first weights
-        *range(size - TRAILER_BYTES - 40, size),  # the archive's end, and the whole trailer
-        *(generator.randrange(size) for _ in range(200)),
-    }
-    for position in sorted(positions):
-        bit = generator.randrange(8)
-        flip(saved, position, bit)
-        with pytest.raises(ValueError, match=DAMAGE) as error:
-            checkpoint.load(saved)
-        assert_one_line(error, str(saved))
-        flip(saved, position, bit)
-    assert checkpoint.load(saved)["step"] == 7
-
-
-def test_control_without_the_digest_a_flipped_weight_loads_in_silence(saved, monkeypatch):
-    flip(saved, weight_position(saved) + 4 * 5 + 3, 7)  # the sign of the sixth weight, 5
-    for mmap in (False, True):
-        weight = torch.load(saved, weights_only=True, mmap=mmap)["weight"]
-        assert weight[4:7].tolist() == [4, -5, 6]
-    with pytest.raises(ValueError, match="damaged"):
-        checkpoint.load(saved)
-    monkeypatch.setattr(checkpoint, "verify", lambda file: None)
-    assert checkpoint.load(saved)["weight"][5] == -5
-
-
-def test_the_message_shows_both_digests_and_the_previous_file(tmp_path):
-    checkpoint.save(tmp_path, {"a": 1}, step=1)
-    path = checkpoint.save(tmp_path, {"a": 2}, step=2)
-    expected = path.read_bytes()[-64:].decode()
-    flip(path, 100, 0)
-    found = hashlib.sha256(path.read_bytes()[:-TRAILER_BYTES]).hexdigest()
-    with pytest.raises(ValueError) as error:
-        checkpoint.load(path)
-    assert_one_line(error, str(path), expected[:12], found[:12], "use previous")
-    assert checkpoint.load(checkpoint.find(tmp_path, "previous")) == {"a": 1}
-
-
-def test_the_remedy_leaves_out_the_other_name_of_the_same_bytes(tmp_path):
-    path = checkpoint.save(tmp_path, {"a": 1}, step=1, best=True)
-    flip(path, 100, 0)
-    with pytest.raises(ValueError) as error:
-        checkpoint.load(path)
-    assert_one_line(error, "no other checkpoint")
-    checkpoint.save(tmp_path, {"a": 2}, step=2)
-    with pytest.raises(ValueError) as error:
-        checkpoint.load(tmp_path / "best.pt")
-    assert_one_line(error, "best.pt: is damaged", "use last")
-    assert "previous" not in str(error.value)
-
-
-def test_every_truncation_is_found(saved):
+def test_a_flipped_bit_or_a_cut_anywhere_is_noticed(saved):
     whole = saved.read_bytes()
-    size = len(whole)
-    near_ends = [*range(0, 80), *range(size - 80, size)]
-    for length in [*near_ends, *range(80, size - 80, 97)]:
-        saved.write_bytes(whole[:length])
-        with pytest.raises(ValueError, match=rf"no sha256 trailer: {length:,} bytes") as error:
-            checkpoint.load(saved)
-        assert_one_line(error, str(saved))
-
-
-def test_a_zeroed_or_a_lengthened_tail_is_found(saved):
-    whole = saved.read_bytes()
+    size, data = len(whole), whole.index(torch.arange(1000.0).numpy().tobytes())
+    ends = {*range(40), *range(data, data + 40), *range(size - TRAILER_BYTES - 40, size)}
+    damages = []
+    for position in sorted(ends | set(range(0, size, 97))):
+        flipped = bytearray(whole)
+        flipped[position] ^= 1 << position % 8
+        damages += [flipped, whole[:position]]
     for zeros in (1, 64, 72, 500, 4096):
-        for damaged in (whole[:-zeros] + bytes(zeros), whole + bytes(zeros), bytes(len(whole))):
-            saved.write_bytes(damaged)
-            with pytest.raises(ValueError, match=DAMAGE):
-                checkpoint.load(saved)
+        damages += [whole[:-zeros] + bytes(zeros), whole + bytes(zeros)]
+    for damaged in [*damages, bytes(size)]:
+        saved.write_bytes(damaged)
+        with pytest.raises(ValueError, match=DAMAGE) as error:
+            load(saved)
+        assert str(saved) in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_foreign_or_a_missing_file_is_named(tmp_path):
-    torch.save({"a": 1}, tmp_path / "foreign.pt")
-    for name, said in (("foreign.pt", "no sha256 trailer"), ("gone.pt", "No such file")):
-        with pytest.raises(ValueError) as error:
-            checkpoint.load(tmp_path / name)
-        assert_one_line(error, str(tmp_path / name), said)
+@FORMS
+def test_control_without_the_digest_a_flipped_weight_loads_in_silence(tmp_path, monkeypatch, form):
+    path = save(tmp_path, {"weight": torch.arange(1000.0)}, form, step=7)
+    (file,) = checkpoint.files_of(path)
+    damaged = bytearray(file.read_bytes())
+    damaged[damaged.index(torch.arange(1000.0).numpy().tobytes()) + 4 * 5 + 3] ^= 128  # a sign
+    file.write_bytes(damaged)
+    torch.load(file, weights_only=True)
+    refused(lambda: load(path), "damaged")
+    monkeypatch.setattr(checkpoint, "verify", lambda file: None)
+    assert load(path)["weight"][4:7].tolist() == [4, -5, 6]
 
 
-def sign(path: Path, body: bytes) -> Path:
-    """Give any bytes a correct trailer, as one who means harm can."""
-    path.write_bytes(body + b"\nsha256:" + hashlib.sha256(body).hexdigest().encode())
-    return path
+def test_what_is_read_is_what_was_verified(tmp_path, monkeypatch):
+    path, verify = save(tmp_path, state_of(), step=7), checkpoint.verify
+
+    def verify_and_replace(file):
+        verify(file)
+        save(tmp_path, state_of(8), step=7)
+
+    monkeypatch.setattr(checkpoint, "verify", verify_and_replace)
+    refused(lambda: load(path), "was replaced while it was read")
+
+
+def test_any_damaged_or_missing_file_of_a_folder_is_named(tmp_path):
+    """Also one of another save, of other ranks, and a rank's file in place of another's."""
+    path = written_by(2, tmp_path / "a.sharded", {"model": {"w": torch.randn(9, 9)}})
+    other = written_by(2, tmp_path / "other.sharded", state_of(8), "other")
+    three = written_by(3, tmp_path / "three.sharded", state_of(8), "three")
+    before = contents(path)
+    for file, whole in before.items():
+        flipped = bytearray(whole)
+        flipped[len(whole) // 2] ^= 4
+        for damaged, said in ((flipped, "is damaged"), (whole[:-1], "has no sha256 trailer")):
+            file.write_bytes(damaged)
+            refused(lambda: load(path), str(path), f"{file.name} {said}", "start a new run")
+        file.unlink()
+        refused(lambda: load(path), f"{file.name} is missing")
+        file.write_bytes(whole)
+    shutil.copy(three / "rank-2-of-3.pt", path)
+    refused(lambda: load(path), "rank-0-of-3.pt is missing")
+    (path / "rank-2-of-3.pt").unlink()
+    for source in (other / "rank-1-of-2.pt", path / "rank-0-of-2.pt"):
+        shutil.copy(source, path / "rank-1-of-2.pt")
+        refused(lambda: load(path), "rank-1-of-2.pt is not of the same save as rank-0")
+
+
+@FORMS
+def test_the_remedy_names_what_has_other_bytes(tmp_path, form):
+    path = save(tmp_path, {"a": 1}, form, step=1, best=True)
+    (file,) = checkpoint.files_of(path)
+    digest = file.read_bytes()[-64:].decode()
+    with file.open("r+b") as damaged:
+        damaged.write(b"damaged")
+    refused(lambda: load(path), digest[:12], "no other checkpoint")
+    save(tmp_path, {"a": 2}, step=2)
+    best = find(tmp_path, "best")
+    assert refused(lambda: load(best), best.name, "is damaged").endswith("use last")
 
 
 class Canary:
@@ -272,73 +294,70 @@ class Canary:
         return (open, (str(self.path), "w"))
 
 
-@pytest.mark.parametrize("form", ["zip", "legacy", "pickle"])
+@pytest.mark.parametrize("form", ["zip", "folder", "legacy", "pickle"])
 def test_a_malicious_pickle_is_refused_and_never_runs(tmp_path, form, monkeypatch):
+    """Also with a correct trailer, which one who means harm can write."""
     monkeypatch.setenv("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", "1")  # must not weaken us either
-    canary, raw = tmp_path / "canary", tmp_path / "raw"
-    state = {"model": Canary(canary)}
+    canary, raw = tmp_path / "canary", io.BytesIO()
+    state = {"rows": Canary(canary)}
     if form == "pickle":
-        raw.write_bytes(pickle.dumps(state, protocol=2))
+        raw.write(pickle.dumps(state, protocol=2))
     else:
-        torch.save(state, raw, _use_new_zipfile_serialization=form == "zip")
-    path = sign(tmp_path / "step-00000001.pt", raw.read_bytes())
-    with pytest.raises(ValueError) as error:
-        checkpoint.load(path)
-    assert_one_line(error, str(path))
-    assert "weights_only" not in str(error.value)  # no advice to switch the guard off
-    if form == "zip":
-        assert "open" in str(error.value)
+        torch.save(state, raw, _use_new_zipfile_serialization=form != "legacy")
+    path = save(tmp_path, {"a": 1}, ALONE if form == "folder" else None, step=1)
+    body = raw.getvalue()
+    checkpoint.files_of(path)[0].write_bytes(
+        body + b"\nsha256:" + hashlib.sha256(body).hexdigest().encode()
+    )
+    for read in (load, outlined):  # without advice to switch the guard off
+        assert "weights_only" not in refused(lambda read=read: read(path), str(path))
     assert not canary.exists()
-    # Control: the payload is live.
-    if form == "pickle":
-        pickle.loads(raw.read_bytes())
-    else:
-        torch.load(raw, weights_only=False)
+    # control: the payload is live
+    pickle.loads(body) if form == "pickle" else torch.load(io.BytesIO(body), weights_only=False)
     assert canary.exists()
 
 
-def test_signed_rubbish_is_one_line(tmp_path):
+def test_a_foreign_or_a_missing_file_and_signed_rubbish_are_one_line(tmp_path):
+    torch.save({"a": 1}, tmp_path / "foreign.pt")
+    signed = tmp_path / "signed.pt"
+    for name, said in (("foreign.pt", "no sha256 trailer"), ("gone.pt", "No such file")):
+        refused(lambda name=name: load(tmp_path / name), str(tmp_path / name), said)
     for body in (b"", b"PK\x03\x04", b"not a checkpoint at all", bytes(5000)):
-        path = sign(tmp_path / "step-00000001.pt", body)
-        with pytest.raises(ValueError) as error:
-            checkpoint.load(path)
-        assert_one_line(error, str(path), "start a new run")
+        signed.write_bytes(body + b"\nsha256:" + hashlib.sha256(body).hexdigest().encode())
+        refused(lambda: load(signed), str(signed), "start a new run")
 
 
-def test_pruning_keeps_the_newest_and_the_best(tmp_path):
-    for step in range(0, 60, 10):
-        checkpoint.save(tmp_path, {"step": step}, step=step, keep=2, best=step == 10)
-    assert names(tmp_path) == ["best.pt", "step-00000040.pt", "step-00000050.pt"]
-    assert checkpoint.load(tmp_path / "best.pt") == {"step": 10}
-    checkpoint.save(tmp_path, {"step": 60}, step=60, keep=1)
-    assert names(tmp_path) == ["best.pt", "step-00000060.pt"]
-    assert not (tmp_path / "best.pt").samefile(tmp_path / "step-00000060.pt")
+# ---- beside others
 
 
-def test_order_is_by_step_not_by_time_or_text(tmp_path):
-    for step in (9, 10, 99_999_999):
-        checkpoint.save(tmp_path, {"step": step}, step=step, keep=3)
-    os.utime(tmp_path / "step-00000009.pt", (2**31, 2**31))
-    assert checkpoint.find(tmp_path, "last").name == "step-99999999.pt"
-    assert checkpoint.find(tmp_path, "previous").name == "step-00000010.pt"
+def test_the_newest_and_the_best_are_kept_whichever_form_they_have(tmp_path):
+    for step in range(1, 9):
+        form = ALONE if step % 2 else None
+        save(tmp_path, {"step": step}, form, step=step, best=step in (2, 5))
+        steps = [f"step-{n:08d}{'.sharded' if n % 2 else '.pt'}" for n in (step - 1, step) if n]
+        best = ["best-00000005.sharded" if step >= 5 else "best.pt"] if step > 1 else []
+        assert names(tmp_path) == [*best, *steps]
+    os.utime(tmp_path / steps[0], (2**31, 2**31))  # the order is that of steps, not of times
+    assert find(tmp_path, "last").name == steps[1] and find(tmp_path, "previous").name == steps[0]
+    assert load(find(tmp_path, "best")) == {"step": 5} and load(find(tmp_path, "last"))["step"] == 8
+    assert find(tmp_path, str(tmp_path / steps[0])) == tmp_path / steps[0]
+    save(tmp_path, {"step": 9}, step=9, keep=1)
+    assert names(tmp_path) == ["best-00000005.sharded", "step-00000009.pt"]
 
 
 def test_a_save_after_resuming_from_far_back_is_not_pruned(tmp_path):
     for step in (100, 200, 300):
-        checkpoint.save(tmp_path, {"step": step}, step=step, keep=3)
-    path = checkpoint.save(tmp_path, {"step": 150}, step=150, keep=1)
-    assert checkpoint.load(path) == {"step": 150}
+        save(tmp_path, {"step": step}, step=step, keep=3)
+    save(tmp_path, {"step": 150}, step=150, keep=1)
     assert names(tmp_path) == ["step-00000150.pt", "step-00000200.pt", "step-00000300.pt"]
     for step in (200, 300):  # the run passes its former self, and the rule of keep=1 is back
-        checkpoint.save(tmp_path, {"step": step, "again": True}, step=step, keep=1)
+        save(tmp_path, {"step": step, "again": True}, step=step, keep=1)
     assert names(tmp_path) == ["step-00000300.pt"]
 
 
-def test_best_shares_the_bytes_on_disk_or_is_a_copy_where_links_are_not_supported(
-    tmp_path, monkeypatch
-):
-    path = checkpoint.save(tmp_path / "links", {"a": 1}, step=1, best=True)
-    assert path.samefile(path.with_name("best.pt"))
+@pytest.mark.parametrize("has_links", [True, False])
+@FORMS
+def test_best_shares_the_bytes_or_is_a_copy_on_the_disk(tmp_path, monkeypatch, form, has_links):
     synced, fsync = [], os.fsync
 
     def no_links(source, target):
@@ -348,86 +367,39 @@ def test_best_shares_the_bytes_on_disk_or_is_a_copy_where_links_are_not_supporte
         synced.append(os.fstat(descriptor).st_ino)
         fsync(descriptor)
 
-    monkeypatch.setattr(os, "link", no_links)
+    monkeypatch.setattr(os, "link", os.link if has_links else no_links)
     monkeypatch.setattr(os, "fsync", record_sync)
-    path = checkpoint.save(tmp_path / "copies", {"a": 1}, step=1, best=True)
-    best = path.with_name("best.pt")
-    assert {path.stat().st_ino, best.stat().st_ino} <= set(synced)
-    assert best.read_bytes() == path.read_bytes() and not best.samefile(path)
-    assert names(path.parent) == ["best.pt", path.name]
+    path = save(tmp_path, {"a": 1}, form, step=1, best=True)
+    ours, best = (checkpoint.files_of(p)[0] for p in (path, checkpoint.best_path(path)))
+    assert ours.samefile(best) == has_links and ours.read_bytes() == best.read_bytes()
+    assert {ours.stat().st_ino, best.stat().st_ino} <= set(synced) and len(names(tmp_path)) == 2
 
 
-def test_a_second_save_of_a_step_replaces_the_first_and_not_the_best(tmp_path):
-    checkpoint.save(tmp_path, {"try": 1}, step=5, best=True)
-    with open(tmp_path / "step-00000005.pt", "rb") as reader:  # someone who is reading the first
-        path = checkpoint.save(tmp_path, {"try": 2}, step=5)
-        assert torch.load(reader, weights_only=True) == {"try": 1}
-    assert checkpoint.load(path) == {"try": 2}
-    assert checkpoint.load(tmp_path / "best.pt") == {"try": 1}
-    assert names(tmp_path) == ["best.pt", path.name]
+@FORMS
+def test_a_second_save_of_a_step_replaces_the_first_and_not_the_best(tmp_path, form):
+    path = save(tmp_path, {"try": 1}, form, step=5, best=True)
+    with checkpoint.files_of(path)[0].open("rb") as reader:  # someone who is reading the first
+        save(tmp_path, {"try": 2}, form, step=5)
+        assert torch.load(reader, weights_only=True).get("state", {"try": 1}) == {"try": 1}
+    assert load(path) == {"try": 2} and load(find(tmp_path, "best")) == {"try": 1}
+    save(tmp_path, {"try": 3}, form, step=5, best=True)
+    assert load(path) == load(find(tmp_path, "best")) == {"try": 3}
+    assert len(names(tmp_path)) == 2
 
 
-def test_a_checkpoint_in_place_of_its_run_is_said_to_be_none(tmp_path):
-    file, folder = checkpoint.save(tmp_path, {"a": 1}, step=1), tmp_path / "step-00000002.sharded"
-    folder.mkdir()
-    for path in (file, folder):
-        with pytest.raises(ValueError, match="is a checkpoint, not the folder of a run"):
-            checkpoint.find(path, "last")
-
-
-def test_find_never_takes_another_file(tmp_path):
-    for which in ("last", "previous", "best", str(tmp_path / "x.pt")):
-        with pytest.raises(ValueError, match="new: no such folder: name the folder of a run"):
-            checkpoint.find(tmp_path / "new", which)
-        with pytest.raises(ValueError) as error:
-            checkpoint.find(tmp_path, which)
-        assert_one_line(error, which, str(tmp_path), "has none", "last, previous, best")
-    path = checkpoint.save(str(tmp_path), {}, step=1)
-    assert checkpoint.find(str(tmp_path), "last") == path
-    assert checkpoint.load(str(path)) == {}
-    assert checkpoint.find(tmp_path / "elsewhere", str(path)) == path
-    for which in ("previous", "best", str(tmp_path)):
-        with pytest.raises(ValueError) as error:
-            checkpoint.find(tmp_path, which)
-        assert_one_line(error, which, "last (step-00000001.pt)")
-    checkpoint.save(tmp_path, {}, step=2, best=True)
-    assert checkpoint.find(tmp_path, "previous") == path
-    assert checkpoint.find(tmp_path, "best") == tmp_path / "best.pt"
-
-
-def test_a_word_is_a_word_even_beside_a_file_of_that_name(tmp_path, monkeypatch):
+def test_find_never_takes_another_checkpoint(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("last").write_text("a stray file")
-    with pytest.raises(ValueError, match="has none"):
-        checkpoint.find(tmp_path, "last")
-
-
-def test_an_impossible_step_is_refused_before_anything_is_written(tmp_path):
-    for step in (-1, 10**8):
-        with pytest.raises(ValueError, match=f"step={step}: allowed are 0 to 99999999"):
-            checkpoint.save(tmp_path / "run", {}, step=step)
-    assert not (tmp_path / "run").exists()
-
-
-def test_weights_that_are_not_finite_are_not_saved(folder_with_one):
-    folder, before = folder_with_one
-    good = {"wte": torch.full((9,), 1e38), "empty": torch.zeros(0), "ids": torch.arange(3)}
-    for value in (float("nan"), float("inf"), -float("inf")):
-        for dtype in ("float32", "bfloat16", "float16", "float64", "float8_e5m2"):
-            bad = torch.ones(3, 100).to(getattr(torch, dtype))
-            bad[1, 50] = value
-            with pytest.raises(ValueError) as error:
-                checkpoint.save(folder, {"model": good | {"h.0.w": bad}}, step=2, best=True)
-            assert_one_line(error, "step-00000002.pt: not written: weights are not finite: h.0.w;")
-            assert_nothing_changed(folder, before)
-    assert checkpoint.save(folder, {"model": good, "best": value}, step=2).exists()
-
-
-def test_of_many_bad_tensors_three_are_named(tmp_path):
-    weights = {f"h.{layer}": torch.full((2,), float("nan")) for layer in range(12)}
-    with pytest.raises(ValueError, match=r"not finite: h\.0, h\.1, h\.2 and 9 more;"):
-        checkpoint.save(tmp_path / "run", {"model": weights}, step=1)
-    assert not (tmp_path / "run").exists()
+    folder = tmp_path / "run"
+    Path("last").write_text("a stray file, and last is a word")
+    for which in ("last", "previous", "best", "x.pt"):
+        refused(lambda which=which: find(folder, which), "run: no such folder")
+    path = save(str(folder), {}, step=1)
+    assert find(str(folder), "last") == path and find(tmp_path / "else", str(path)) == path
+    for which in ("previous", "best", str(tmp_path)):
+        refused(lambda which=which: find(folder, which), which, "last (step-00000001.pt)")
+    assert find(folder, "last") == path
+    for of_run in (path, save(folder, {}, ALONE, step=2)):
+        refused(lambda of_run=of_run: find(of_run, "last"), "is a checkpoint, not the folder")
 
 
 def test_leftovers_give_their_room_back_before_the_next_write_and_nothing_else_goes(
@@ -437,16 +409,12 @@ def test_leftovers_give_their_room_back_before_the_next_write_and_nothing_else_g
     for name in (*others, ".step-00000001.pt.tmp", ".best.pt.tmp", ".trunk.pt.tmp"):
         (tmp_path / name).write_bytes(b"half")
     (tmp_path / ".step-00000001.sharded.tmp").mkdir()
-    found, write = [], checkpoint.write_file
-
-    def watching(path, state):
-        found.extend(names(tmp_path))
-        write(path, state)
-
-    monkeypatch.setattr(checkpoint, "write_file", watching)
-    path = checkpoint.save(tmp_path, {}, step=2, keep=1)
-    assert found == sorted(others)
-    assert names(tmp_path) == sorted([*others, path.name])
+    left, write = [], checkpoint.write_file
+    monkeypatch.setattr(
+        checkpoint, "write_file", lambda *args: left.extend(names(tmp_path)) or write(*args)
+    )
+    path = save(tmp_path, {}, step=2, keep=1)
+    assert left == sorted(others) and names(tmp_path) == sorted([*others, path.name])
 
 
 def test_a_failed_delete_is_a_warning_and_the_run_goes_on(tmp_path, monkeypatch, capsys):
@@ -459,94 +427,109 @@ def test_a_failed_delete_is_a_warning_and_the_run_goes_on(tmp_path, monkeypatch,
 
     monkeypatch.setattr(Path, "unlink", refuse_old)
     for step in (1, 2, 3):
-        path = checkpoint.save(tmp_path, {"step": step}, step=step, keep=1)
-        assert checkpoint.load(path) == {"step": step}
+        assert load(save(tmp_path, {"step": step}, step=step, keep=1)) == {"step": step}
     warnings = capsys.readouterr().err.splitlines()
     assert len(warnings) == 2  # once for each save that tried
     assert all("step-00000001.pt cannot be deleted: Operation not" in line for line in warnings)
     assert names(tmp_path) == ["step-00000001.pt", "step-00000003.pt"]
 
 
-STATE = {"weight": torch.zeros(50_000), "more": [torch.ones(50_000)]}  # 400,000 bytes
+# ---- commands
 
 
-def assert_nothing_changed(folder: Path, before: dict[str, bytes]) -> None:
-    assert {file.name: file.read_bytes() for file in folder.iterdir()} == before
-
-
-@pytest.fixture
-def folder_with_one(tmp_path):
-    checkpoint.save(tmp_path, {"step": 1}, step=1, best=True)
-    return tmp_path, {file.name: file.read_bytes() for file in tmp_path.iterdir()}
-
-
-@contextmanager
-def file_size_limit(size: int):
-    """Let the kernel refuse (EFBIG) all that goes beyond so many bytes in one file."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
-
-
-def test_a_write_that_the_kernel_refuses_changes_nothing(folder_with_one):
-    folder, before = folder_with_one
-    whole = checkpoint.save(folder / "measure", STATE, step=2).stat().st_size
-    shutil.rmtree(folder / "measure")
-    for size in (0, 5000, 200_500, 400_500, whole - 1):
-        with file_size_limit(size), pytest.raises(ValueError) as error:
-            checkpoint.save(folder, STATE, step=2, keep=1, best=True)
-        assert_one_line(error, "step-00000002.pt: not written: File too large")
-        assert_one_line(error, "(needs 400,000 bytes,", " free); older ones are untouched")
-        assert_nothing_changed(folder, before)
-
-
-def test_the_command_verifies_and_lists(tmp_path, capsys):
+def test_the_command_verifies_and_lists(tmp_path, capsys, monkeypatch):
     state = {"model": {"w": torch.zeros(500_000)}, "optimizer": [(torch.ones(10**6),)], "step": 34}
-    path = checkpoint.save(tmp_path, state, step=34)
-    checkpoint.main([str(path)])
-    first, *lines = capsys.readouterr().out.splitlines()
-    assert first.startswith(f"{path}: verified, 6.0") and first.endswith("step 34")
-    assert [line.split() for line in lines] == [
-        ["2.000", "MB", "model"],
-        ["4.000", "MB", "optimizer"],
-        ["0.000", "MB", "step"],
-    ]
+    for form in (None, ALONE):
+        path = save(tmp_path, state, form, step=34)
+        main([str(path)])
+        first, *lines = capsys.readouterr().out.splitlines()
+        assert first.startswith(f"{path}: verified, 6.0") and first.endswith("step 34")
+        listed = [line.split() for line in lines]
+        assert listed == [
+            ["2.000", "MB", "model"],
+            ["4.000", "MB", "optimizer"],
+            ["0.000", "MB", "step"],
+        ]
+    (path / "rank-0-of-1.pt").write_bytes(b"")
+    assert "no sha256" in refusal_of(main, ["checkpoint", str(path)], monkeypatch, capsys)
 
 
-def test_the_command_on_a_damaged_file_is_one_line_and_exit_2(saved, capsys):
-    flip(saved, 200, 3)
-    with pytest.raises(SystemExit) as ended:
-        exit_cleanly(lambda: checkpoint.main([str(saved)]))
-    out, err = capsys.readouterr()
-    assert ended.value.code == 2 and out == ""
-    assert len(err.splitlines()) == 1 and "is damaged" in err
+def test_to_folder_and_back_is_the_same_file(tmp_path, capsys):
+    file, folder = save(tmp_path / "run", state_of(), step=7), tmp_path / "a.sharded"
+    main(["to-folder", str(file), "--out", str(folder)])
+    main(["--out", str(tmp_path / "a.pt"), "to-file", str(folder)])
+    assert_equal(load(tmp_path / "a.pt"), state_of())
+    assert names(tmp_path) == ["a.pt", "a.sharded", "run"]
+    assert capsys.readouterr().out.count("step 7") == 2
+    main(["to-folder", str(tmp_path / "a.pt"), "--out", str(tmp_path / "b.sharded")])
+    main(["to-file", str(tmp_path / "b.sharded"), "--out", str(tmp_path / "b.pt")])
+    assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
+    for argv, said in (
+        (["to-file", str(file), "--out", "x.pt"], "use to-folder"),
+        (["to-folder", str(folder), "--out", "x.sharded"], "use to-file"),
+        (["to-file", "nowhere", "--out", "x.pt"], "nowhere: No such file"),
+        (["to-file", str(folder), "--out", str(file)], "--out"),
+        (["to-file", str(tmp_path), "--out", "x.pt"], "has no file of any rank"),
+        (["to-file", str(folder), "--out", "no/x.pt"], "no/x.pt: not written"),
+        (["to-file", str(folder)], "--out"),
+    ):
+        refused(lambda argv=argv: main(argv), said)
+
+
+# ---- rows of ranks
+
+
+@given(st.lists(st.integers(0, 4), min_size=1, max_size=6), st.integers(1, 7))
+@hypothesis.settings(max_examples=50, deadline=None)
+def test_ranks_together_take_every_row_once(counts, ranks):
+    """By whatever numbers of rows the ranks before had; each takes as many as torch.chunk says."""
+    whole = torch.arange(2 * sum(counts)).view(-1, 2)
+    taken = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "of_rows", lambda rows, like: rows)
+        for rank in range(ranks):
+            mesh = SimpleNamespace(size=lambda: ranks, get_local_rank=lambda rank=rank: rank)
+            like = type("Like", (), {"device_mesh": mesh, "__len__": lambda self: len(whole)})()
+            taken.append(joined(list(whole.split(counts)), like, torch.device("cpu")))
+    assert torch.equal(torch.cat(taken), whole)
+    chunks = (*whole.chunk(ranks), *[whole[:0]] * ranks)
+    assert all(torch.equal(*pair) for pair in zip(taken, chunks, strict=False))
 
 
 # ---- faults between any two calls that change the disk
 
 
-def save_file(folder: Path, step: int) -> Path:
-    return checkpoint.save(folder, faulty_state(step), step=step, keep=1, best=True)
+def test_a_write_that_the_kernel_refuses_changes_nothing(tmp_path):
+    """All that goes beyond so many bytes in one file (EFBIG)."""
+    state = {"weight": torch.zeros(50_000), "more": [torch.ones(50_000)]}  # 400,000 bytes
+    whole = save(tmp_path / "measure", state, step=2).stat().st_size
+    folder = save(tmp_path / "run", {"step": 1}, step=1, best=True).parent
+    before, limits = contents(folder), resource.getrlimit(resource.RLIMIT_FSIZE)
+    for size in (0, 5000, 200_500, 400_500, whole - 1):
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, limits[1]))
+        try:
+            refused(
+                lambda: save(folder, state, step=2, keep=1, best=True),
+                "step-00000002.pt: not written: File too large (needs 400,000 bytes,",
+                " free); older ones are untouched",
+            )
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+        assert contents(folder) == before
 
 
-def save_folder(folder: Path, step: int) -> Path:
-    alone = sharded_checkpoint.ALONE
-    return sharded_checkpoint.save(folder, faulty_state(step), alone, step=step, keep=1, best=True)
+def save_faulty(folder: Path, form: object, step: int) -> Path:
+    return save(folder, faulty_state(step), form, step=step, keep=1, best=True)
 
 
 def faulty_state(step: int) -> dict:
     return {"step": step, "model": {"weight": torch.full((100,), float(step))}}
 
 
-CALLS = [(os, "fsync"), (os, "replace"), (os, "link"), (os, "mkdir"), (shutil, "rmtree")]
-CALLS += [
-    (os, "rmdir"),
-    (Path, "rename"),
-    (Path, "unlink"),
-    (Path, "open"),
+CALLS = [
+    *((os, name) for name in ("fsync", "replace", "link", "mkdir", "rmdir")),
+    *((Path, name) for name in ("rename", "unlink", "open")),
+    (shutil, "rmtree"),
     (checkpoint.Hashing, "write"),
 ]
 
@@ -569,65 +552,64 @@ def count_calls(patch, fault: Callable[[int], None]) -> None:
         counted(place, name)
 
 
-def kill_at(number: int, save: Callable, folder: Path) -> None:
+def kill_at(number: int, action: Callable, *args: object) -> int:
+    """In a process of its own; its exit status."""
+
     def kill(call: int) -> None:
         if call == number:
             os.kill(os.getpid(), signal.SIGKILL)
 
-    count_calls(setattr, kill)
-    save(folder, 8)
-    os._exit(0)
+    def act() -> None:
+        count_calls(setattr, kill)
+        action(*args)
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=act)  # need not import torch again
+    process.start()
+    process.join()
+    return process.exitcode
 
 
 def assert_whole(folder: Path) -> None:
     """Every checkpoint can be read, and together they are those of the old save or of the new."""
-    steps = {}
-    for word, path in checkpoint.words_in(folder).items():
-        state = sharded_checkpoint.load(path)
-        assert torch.equal(state["model"]["weight"], faulty_state(state["step"])["model"]["weight"])
-        steps[word] = state["step"]
     for path in folder.glob("[!.]*"):
-        sharded_checkpoint.load(path)
+        state = load(path)
+        assert torch.equal(state["model"]["weight"], faulty_state(state["step"])["model"]["weight"])
+    last, best = (load(find(folder, word))["step"] for word in ("last", "best"))
     # a run that resumes from step 7 comes by best 8 again; one from step 8 would not
-    assert steps["last"] in (7, 8) and steps["last"] <= steps["best"] <= 8
+    assert last in (7, 8) and last <= best <= 8
 
 
-@pytest.mark.parametrize("save", [save_file, save_folder])
-def test_killed_at_any_change_every_checkpoint_is_whole(tmp_path, save):
-    save(tmp_path / "old", 7)
-    context = multiprocessing.get_context("fork")  # it need not import torch again
+@FORMS
+def test_killed_at_any_change_every_checkpoint_is_whole(tmp_path, form):
+    save_faulty(tmp_path / "old", form, 7)
     for number in range(1, 100):
         folder = shutil.copytree(tmp_path / "old", tmp_path / str(number))
-        process = context.Process(target=kill_at, args=(number, save, folder))
-        process.start()
-        process.join()
+        status = kill_at(number, save_faulty, folder, form, 8)
         assert_whole(folder)
-        last = save(folder, 9)
-        assert len(names(folder)) == 2 and checkpoint.find(folder, "last") == last
-        if process.exitcode == 0:
+        last = save_faulty(folder, form, 9)
+        assert len(names(folder)) == 2 and find(folder, "last") == last
+        if status == 0:
             break
-        assert process.exitcode == -signal.SIGKILL
+        assert status == -signal.SIGKILL
     assert number > 9
 
 
 def test_control_written_in_place_the_same_kills_tear_the_file(tmp_path):
     path = tmp_path / "last.pt"
 
-    def save_in_place(folder: Path, step: int) -> None:
+    def save_in_place() -> None:
         with path.open("wb") as file:
-            torch.save(faulty_state(step), checkpoint.Hashing(file))
+            torch.save(faulty_state(8), checkpoint.Hashing(file))
 
-    context = multiprocessing.get_context("fork")
-    process = context.Process(target=kill_at, args=(2, save_in_place, tmp_path))
-    process.start()
-    process.join()
+    assert kill_at(2, save_in_place) == -signal.SIGKILL
     with pytest.raises((RuntimeError, EOFError)):
         torch.load(path, weights_only=True)
 
 
-@pytest.mark.parametrize("save", [save_file, save_folder])
-def test_a_save_that_fails_at_any_change_leaves_the_older(tmp_path, save, monkeypatch):
-    save(tmp_path / "old", 7)
+@FORMS
+def test_a_save_that_fails_at_any_change_leaves_the_older(tmp_path, form, monkeypatch):
+    save_faulty(tmp_path / "old", form, 7)
     refusals = 0
     for number in range(1, 100):
         folder, calls = shutil.copytree(tmp_path / "old", tmp_path / str(number)), []
@@ -640,7 +622,7 @@ def test_a_save_that_fails_at_any_change_leaves_the_older(tmp_path, save, monkey
         with monkeypatch.context() as patch:
             count_calls(patch.setattr, fail)
             try:
-                save(folder, 8)
+                save_faulty(folder, form, 8)
             except ValueError as error:
                 assert "Input/output error" in str(error) and "\n" not in str(error)
                 refusals += 1

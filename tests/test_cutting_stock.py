@@ -9,16 +9,7 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from support.rows import cutting_stock
-from support.rows.cutting_stock import (
-    UNIT,
-    fill,
-    least_packs,
-    number_that_fill,
-    patterns_that_fill,
-    price,
-    regress,
-    relax,
-)
+from support.rows.cutting_stock import UNIT, fill, least_packs, number_that_fill, price, relax
 from support.rows.packs import MOST_TOKENS
 
 needs_scipy = pytest.mark.skipif(
@@ -28,20 +19,19 @@ counts_of_lengths = st.lists(st.integers(0, 20), min_size=2, max_size=16)
 
 
 def test_patterns_by_hand():
-    assert list(patterns_that_fill(4, 2, 4)) == [(4,), (3, 1), (2, 2)]
-    assert list(patterns_that_fill(5, 3, 2)) == [(2, 2, 1)]
+    assert list(cutting_stock.patterns_that_fill(4, 2, 4)) == [(4,), (3, 1), (2, 2)]
+    assert list(cutting_stock.patterns_that_fill(5, 3, 2)) == [(2, 2, 1)]
 
 
-@pytest.mark.parametrize("space", [1, 5, 12])
-@pytest.mark.parametrize("most", [1, 2, 3, 12])
+@pytest.mark.parametrize("space, most", [(1, 2), (5, 1), (12, 3), (12, 12)])
 def test_patterns_are_all_sums_and_are_counted_right(space, most):
     sums = {
         tuple(sorted(parts, reverse=True))
-        for k in range(1, most + 1)
+        for k in range(1, min(most, 5) + 1)
         for parts in combinations_with_replacement(range(1, space + 1), k)
-        if k < 6 and sum(parts) == space
+        if sum(parts) == space
     }
-    patterns = list(patterns_that_fill(space, most, space))
+    patterns = list(cutting_stock.patterns_that_fill(space, most, space))
     assert len(patterns) == len(set(patterns)) == number_that_fill(space, most)
     assert {pattern for pattern in patterns if len(pattern) < 6} == sums
 
@@ -51,6 +41,7 @@ def test_as_many_patterns_as_the_paper_has():
     assert number_that_fill(512, 4) == 959_631
 
 
+@settings(max_examples=50)
 @given(st.lists(st.integers(0, 99), min_size=3, max_size=12), st.integers(1, 4))
 def test_price_is_that_of_the_dearest_pack(prices, max_per_pack):
     lengths = np.flatnonzero(np.arange(len(prices)) % 3 != 1) + 1  # some lengths do not occur
@@ -107,36 +98,25 @@ def test_relaxation_by_hand():
 
 
 @needs_scipy
-@settings(max_examples=30, deadline=None)
-@given(counts_of_lengths, st.integers(1, 5))
+@settings(max_examples=20, deadline=None)
+@given(counts_of_lengths.filter(any), st.integers(1, 16))
 def test_relaxation_has_a_place_for_everything_and_is_at_its_bound(counts, max_per_pack):
-    assume(any(counts))
-    counts = np.array([0, *counts])
-    start = [(length,) for length in np.flatnonzero(counts).tolist()]
-    patterns, packs, bound = relax(counts, max_per_pack, start)
-    assert all(sum(pattern) < len(counts) for pattern in patterns)
-    assert all(len(pattern) <= max_per_pack for pattern in patterns)
-    assert bound == pytest.approx(np.ceil(packs.sum() - 1e-6))
-    places = np.zeros(len(counts))
-    for pattern, n in zip(patterns, packs, strict=True):
-        np.add.at(places, list(pattern), n)
-    longer = np.cumsum((places - counts)[::-1])  # at least as many places as documents so long
-    assert (longer > -1e-5).all()
-
-
-@needs_scipy
-@settings(max_examples=40, deadline=None)
-@given(counts_of_lengths, st.integers(1, 16))
-def test_column_generation_finds_what_all_patterns_together_give(counts, max_per_pack):
-    assume(any(counts))
     counts = np.array([0, *counts])
     start = [(length,) for length in np.flatnonzero(counts).tolist()]
     together = relax(counts, max_per_pack, start)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(cutting_stock, "FEW", 0)
-        one_by_one = relax(counts, max_per_pack, start)
+        one_by_one = relax(counts, max_per_pack, start)  # column generation
     assert one_by_one.lower_bound == together.lower_bound
-    assert np.ceil(one_by_one.packs.sum() - 1e-6) == one_by_one.lower_bound
+    for patterns, packs, bound in (together, one_by_one):
+        assert all(sum(pattern) < len(counts) for pattern in patterns)
+        assert all(len(pattern) <= max_per_pack for pattern in patterns)
+        assert bound == np.ceil(packs.sum() - 1e-6)
+        places = np.zeros(len(counts))
+        for pattern, n in zip(patterns, packs, strict=True):
+            np.add.at(places, list(pattern), n)
+        longer = np.cumsum((places - counts)[::-1])  # at least as many places as documents so long
+        assert (longer > -1e-5).all()
 
 
 def test_fill_by_hand():
@@ -149,6 +129,7 @@ def test_fill_by_hand():
     assert groups == [(1, (3,))] and np.flatnonzero(left).tolist() == [5]
 
 
+@settings(max_examples=50)
 @given(counts_of_lengths, st.lists(st.integers(0, 5), min_size=6, max_size=6), st.booleans())
 def test_fill_loses_nothing_and_keeps_to_the_places(counts, packs, shorter):
     counts = np.array([0, *counts, *[0] * 16])[:17]
@@ -166,6 +147,6 @@ def test_fill_loses_nothing_and_keeps_to_the_places(counts, packs, shorter):
 def test_least_squares_finds_a_histogram_that_patterns_make():
     counts = np.zeros(13, int)
     counts[[12, 9, 3, 5, 7]] = 4, 6, 6, 10, 10
-    patterns, packs = regress(counts, 2)
+    patterns, packs = cutting_stock.regress(counts, 2)
     made = {patterns[i]: int(packs[i]) for i in np.flatnonzero(packs)}
     assert made == {(12,): 4, (9, 3): 6, (7, 5): 10}

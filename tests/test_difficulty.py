@@ -95,7 +95,7 @@ def test_a_metric_is_refused_where_it_says_nothing(kind):
         if name not in refused:
             difficulty.check_metrics([name], 256, kind)
             continue
-        with pytest.raises(ValueError, match=f"--curriculum {name} .*(choose rarity|take seqlen)"):
+        with pytest.raises(ValueError, match=f"--curriculum {name}.*(choose rarity|take seqlen)"):
             difficulty.check_metrics([name], 256, kind)
 
 
@@ -167,7 +167,7 @@ def test_a_damaged_index_is_refused(store, tmp_path, file):
         if text is not None:
             path.write_bytes(text)
         assert text != whole
-        with pytest.raises(ValueError, match=r"rarity: a damaged index.*: remove it and analyze"):
+        with pytest.raises(ValueError, match=r"rarity: damaged.*: remove it"):
             opened(tmp_path, opener(store), "rarity")
 
 
@@ -192,23 +192,3 @@ def test_a_mistake_in_a_users_function_is_one_line(tmp_path, returned, refused):
         mine.value(np.array([1, 2, END, 3, END]), np.array([3, 2]), None)
     where = r".*metrics\.py:mine, on a batch of shape \(2, 3\)"
     assert re.fullmatch(rf"{where}: {refused}.*", str(error.value))
-
-
-@pytest.mark.parametrize(
-    ("source", "refused"),
-    [
-        (
-            "def mine(*args): pass\nmine.accumulate = lambda *args: [np.nan]",
-            r"py:mine\.accumulate, on a batch of .* is not finite",
-        ),
-        (
-            "def mine(tokens, lengths, total):\n    total += 1\n    return lengths\n"
-            "mine.accumulate = lambda tokens, lengths: [1]",
-            r"mine, on a batch .*: raised ValueError: .* read-only",
-        ),
-    ],
-)
-def test_a_mistake_with_what_a_user_sums_is_one_line(store, tmp_path, source, refused):
-    """What was summed is the same for every batch: no function may change it."""
-    with pytest.raises(ValueError, match=refused):
-        analyzed(tmp_path / "out", opener(store), [users(tmp_path, source)])

@@ -20,7 +20,7 @@ import config
 import dry_run
 import train
 from data import open_data
-from dry_run import Point, Times, evaluations, picks, saves, steps_of, total, walk
+from dry_run import Point, due_at, picks, real_tokens, seconds_of_steps, total, walk
 from kernels import cross_entropy
 from model import TransformerConfig
 from plan import Plan
@@ -37,10 +37,10 @@ ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 SETS = {
     "plain": "",
     "all on": ALL_ON,
-    "rows that grow": "--curriculum seqlen --curriculum-start 8",
-    "documents": "--pack --pack-batch documents --micro-batch-size 2",
-    "bert": "--model bert --ltd --ltd-start 16",
-    "fewer layers": "--pseudo --pseudo-layers 2 --pseudo-until 0.5",
+    "rows that grow": "--curriculum seqlen --curriculum-start 8 --tokens 2048",
+    "documents": "--pack --pack-batch documents --micro-batch-size 2 --tokens 2048",
+    "bert": "--model bert --ltd --ltd-start 16 --tokens 2048",
+    "fewer layers": "--pseudo --pseudo-layers 2 --pseudo-until 0.5 --tokens 2048",
 }
 
 
@@ -57,9 +57,9 @@ def planned(flags: str, store_dir, samples: int | None = None, clock: Clock | No
     return walk(plan, work_at, clock or Clock(), samples)
 
 
-def totals(points: list[Point]) -> list[int]:
-    names = ("real_tokens", "flops", "pieces")
-    return [steps_of(points), *(total(points, lambda p, n=n: getattr(p, n)) for n in names)]
+def totals(points: list[Point]) -> list[float]:
+    sums = [total(points, of) for of in (lambda p: p.flops, lambda p: p.step.pieces)]
+    return [total(points), real_tokens(points), *sums]
 
 
 @pytest.mark.parametrize("name", SETS)
@@ -68,8 +68,8 @@ def test_the_steps_planned_are_those_of_the_run(name, log_of, store_dir):
     points, last = planned(SETS[name], store_dir), lines[-1]
     pieces = sum(line["pieces"] for line in lines)
     assert totals(points) == [last["step"], last["real_tokens"], last["flops"], pieces]
-    assert [point.lr for point in points] == [line["lr"] for line in lines]
-    assert [point.kept_tokens for point in points] == [line["kept_tokens"] for line in lines]
+    kept = [point.step.kept_tokens for point in points]
+    assert kept == [line["kept_tokens"] for line in lines]
     few = planned(SETS[name], store_dir, dry_run.OUTLOOK_STEPS)
     assert len(few) == dry_run.OUTLOOK_STEPS, "what a start says without planning all"
     assert totals(few)[:3] == pytest.approx(totals(points)[:3], rel=0.15)
@@ -80,13 +80,12 @@ def test_a_run_that_goes_on_is_forecast_from_where_it_stands(log_of, store_dir):
     middle = lines[4]
     fields = {name: middle[name] for name in ("step", "consumed_tokens", "real_tokens", "flops")}
     rest = planned("", store_dir, clock=Clock(**fields, cursor=Cursor(first_draw=5)))
-    assert rest[0].clock.step == 5 and steps_of(rest) == len(lines) - 5
+    assert rest[0].step.before.step == 5 and total(rest) == len(lines) - 5
     assert total(rest, lambda p: p.flops) == lines[-1]["flops"] - middle["flops"]
     assert planned("", store_dir, clock=Clock(consumed_tokens=4096)) == []
 
 
 def dry(flags: str, store_dir, capsys) -> str:
-    capsys.readouterr()
     assert train.main(f"{SMALL} --data {store_dir} {flags} --dry-run".split()) == 0
     return capsys.readouterr().out
 
@@ -96,7 +95,8 @@ def dry(flags: str, store_dir, capsys) -> str:
 )
 def test_a_dry_run_says_it_and_leaves_nothing(flags, store_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    out = dry(flags, store_dir, capsys)
+    monkeypatch.setattr(dry_run, "TURNS", 2)
+    out = dry(f"{flags} --tokens 2048", store_dir, capsys)
     assert not list(tmp_path.iterdir())
     assert "M parameters, cpu" in out and "weights" in out and "GB free" in out
     assert re.search(r"steps: \d+; [\d,]+ pieces of text, [\d,]+ tokens, [\d.]+ epochs", out)
@@ -104,11 +104,11 @@ def test_a_dry_run_says_it_and_leaves_nothing(flags, store_dir, tmp_path, monkey
     assert re.search(r"work: about [\d.]+ [MG]FLOP .* without techniques", out)
     assert re.search(r"time: about [\d.]+ s: steps .* s, evaluations .* s, checkpoints", out)
     schedule = out[out.index("progress") :].split("\n\n")[0].splitlines()
-    assert 10 <= len(schedule) <= 12 and schedule[1].split()[1] == "0"
+    assert 8 <= len(schedule) <= 12 and schedule[1].split()[1] == "0"
 
 
 def test_a_dry_run_of_a_run_that_is_there_leaves_it_as_it_is(run, tmp_path, store_dir, capsys):
-    run("--tokens 2048 --checkpoint-every 512")
+    run("--tokens 1024 --checkpoint-every 512 --eval-every 512")
     folder = tmp_path / "run"
     sorted(folder.glob("step-*.pt"))[-1].unlink()
     (folder / "best.pt").unlink()
@@ -251,37 +251,34 @@ def test_more_rows_are_taken_at_once_where_there_is_room(monkeypatch):
 # ---- time
 
 
-def point(consumed: int, part_flops: float, parts: int = 1, stands_for: float = 1.0) -> Point:
-    numbers = dict.fromkeys(("real_tokens", "pieces", "flops", "rows", "seq_len"), 1)
-    rest = dict(kept_tokens=32, max_piece_len=32, difficulty={}, lr=0.1, parts=parts)
-    clock = Clock(consumed_tokens=consumed)
-    return Point(clock=clock, stands_for=stands_for, part_flops=part_flops, **numbers, **rest)
+def point(number: int, part_flops: float, parts: int = 1, stands_for: float = 1.0) -> Point:
+    step = SimpleNamespace(before=Clock(step=number))
+    return Point(step, stands_for, 1, 1, 1, parts, part_flops)
 
 
 def test_steps_take_the_sum_of_their_parts():
     """Micro-batches of 10, 20 and 40 FLOPs take 1, 3 and 4 s."""
-    times = Times([(10, 1), (20, 3), (40, 4)], update=0.5, held_out_row=0.1, checkpoint=2.0)
-    assert [times.of_part(flops) for flops in (10, 15, 30, 80, 5)] == [1, 2, 3.5, 8, 0.5]
+    parts = {10: 1, 40: 4, 20: 3}
+    for flops, seconds in ((10, 1), (15, 2), (30, 3.5), (40, 4)):
+        assert seconds_of_steps([point(0, flops)], parts, update=0.5) == seconds + 0.5
     points = [point(0, 10, parts=3), point(50, 20, stands_for=2)]
-    assert times.of_steps(points) == 3 * 1 + 0.5 + 2 * 3.5
+    assert seconds_of_steps(points, parts, update=0.5) == 3 * 1 + 0.5 + 2 * 3.5
 
 
-def test_micro_batches_to_time_lie_between_the_cheapest_and_the_dearest():
-    assert len(picks([point(n, 100 + n / 100) for n in range(50)])) == 1
-    chosen = picks([point(n, 100.0 * 1.1**n) for n in range(50)])
-    assert len(chosen) == dry_run.PICKS
-    assert chosen[0].part_flops == 100 and chosen[-1].part_flops == 100 * 1.1**49
+def test_micro_batches_to_time_are_the_cheapest_the_middle_and_the_dearest():
+    assert len(picks([point(n, 100) for n in range(50)])) == 1
+    costs = [7, 3, 5, 1, 9]
+    chosen = picks([point(n, cost) for n, cost in enumerate(costs)])
+    assert [p.part_flops for p in chosen] == [5, 1, 9], "in the order of the run"
 
 
-@pytest.mark.parametrize("flags", ["", "--eval-every 700 --checkpoint-every 0", "--eval-every 0"])
-def test_evaluations_and_checkpoints_are_counted_as_they_are_due(flags):
-    settings = config.build(config.parse(f"{SMALL} {flags}".split()))
-    run, clocks = settings.run, [Clock(consumed_tokens=n) for n in range(0, 4097, 64)]
-    steps = list(pairwise(clocks))
-    evaluated = [due(run.eval_every, a, b, b is clocks[-1]) for a, b in steps]
-    saved = [due(run.checkpoint_every, a, b) or b is clocks[-1] for a, b in steps]
-    assert evaluations(settings, 0) == sum(evaluated)
-    assert saves(settings, 0) == sum(e or c for e, c in zip(evaluated, saved, strict=True))
+@pytest.mark.parametrize("every", [(2048, 1024), (700, 0), (0, 1024)])
+def test_evaluations_and_checkpoints_are_counted_as_they_are_due(every):
+    settings = config.build(config.parse(SMALL.split()))
+    steps = list(pairwise(Clock(consumed_tokens=n) for n in range(0, 4097, 64)))
+    for chosen in (every[:1], every):
+        due_in = [any(due(n, a, b) for n in chosen) or b is steps[-1][1] for a, b in steps]
+        assert len(due_at(settings, 0, *chosen)) == sum(due_in)
 
 
 # ---- the peak

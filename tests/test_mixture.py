@@ -17,13 +17,14 @@ from small_stores import write_store
 import config
 import data
 import train
-from evaluate import Evaluation
+from data import Data
+from evaluate import Evaluation, tokens_of_each
 from plan import Plan
 from prepare import prepare
 from support.base.clock import Clock
 from support.base.rng import shuffled
 from support.base.runtime import Runtime
-from support.evaluation.scoring import HeldOut, on_each_store, tokens_of_each, weighted
+from support.evaluation.scoring import HeldOut, weighted
 from support.rows import mixture
 from support.rows.bert import SpecialIds
 from support.rows.mixture import (
@@ -356,11 +357,12 @@ class ByByte(torch.nn.Module):
 
 
 def test_an_evaluation_of_a_mixture_is_that_of_each_store(stores):
-    two, how = open_store(mixed(stores, 0.7, 0.3)), (64, byte_lengths(BYTES), None)
+    two = open_store(mixed(stores, 0.7, 0.3))
+    data = Data(BYTES, two, special_ids=None, byte_lengths=byte_lengths(BYTES))
     heard = []
-    evaluation = on_each_store(Evaluation, two, None, *how)
+    evaluation = Evaluation(data, 64)
     found = evaluation.run(ByByte(), ALONE, 8, heard.append)
-    parts = [Evaluation(part, *how).run(ByByte(), ALONE, 8) for part in two.parts]
+    parts = [Evaluation(data._replace(store=p), 64).run(ByByte(), ALONE, 8) for p in two.parts]
     assert found.by_source == {"words": parts[0].val_bpb, "books": parts[1].val_bpb}
     assert parts[0].val_bpb != parts[1].val_bpb
     assert found.val_bpb == pytest.approx(0.7 * parts[0].val_bpb + 0.3 * parts[1].val_bpb)

@@ -3,16 +3,16 @@
 python -m pytest tests/test_muon.py
 """
 
-from multiprocessing import get_context
-
 import pytest
 import torch
 import torch.distributed as dist
+from conftest import start_ranks
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from support.base.runtime import start
 from support.step import muon
 from support.step.muon import (
     POLYNOMIALS,
@@ -55,17 +55,9 @@ def test_orthogonalised_is_the_definition(shape):
     assert error(orthogonalised(matrices.float()), truth) < 1e-3
     rounded = torch.stack([definition(matrix) for matrix in matrices.bfloat16()])
     assert error(orthogonalised(matrices.bfloat16()), truth) < 2 * error(rounded, truth)
-
-
-@pytest.mark.parametrize("shape", SHAPES)
-def test_singular_values_come_out_around_one(shape):
-    matrices = matrices_of(shape, smallest=0.02)
-    values = torch.linalg.svdvals(orthogonalised(matrices))
+    values = torch.linalg.svdvals(orthogonalised(matrices_of(shape, smallest=0.02)))
     assert 0.6 < values.min() and values.max() < 1.3
-
-
-def test_a_matrix_of_zeros_stays_one():
-    assert orthogonalised(torch.zeros(2, 4, 8)).count_nonzero() == 0
+    assert orthogonalised(torch.zeros(2, *shape)).count_nonzero() == 0
 
 
 def test_small_singular_values_are_safe_on_the_gram_matrix():
@@ -189,74 +181,47 @@ def test_a_matrix_without_gradient_stays_as_it_is():
         assert torch.equal(now, before) == (number > 0)
 
 
-def share_of(rank: int, world_size: int, meet: str, results) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{meet}", rank=rank, world_size=world_size)
-    counts = []
+def check_shares(flags: list[str]) -> None:
+    """Five matrices a shape: of 4 ranks the last has none of its own, sharded or not."""
+    ranks, counts = start("cpu", "fp32").world_size, []
 
     def counted(matrices: Tensor) -> Tensor:
         counts.append(len(matrices))
         return orthogonalised(matrices)
 
     muon.orthogonalised = counted
-    found = [orthogonalised_by_all(matrices_of(shape, 5).float()) for shape in SHAPES]
-    by_all = counts.copy()
-    sharded, whole = moved_in_shards(world_size, counts)
-    results.put((rank, by_all, [update.numpy() for update in found], sharded, whole))
-    dist.destroy_process_group()
+    for shape in SHAPES:
+        matrices = matrices_of(shape, 5).float()
+        assert torch.equal(orthogonalised_by_all(matrices), orthogonalised(matrices))
+    assert counts == [-(-5 // ranks)] * len(SHAPES)
 
-
-def moved_in_shards(world_size: int, counts: list[int]) -> tuple[float, float]:
-    """How far matrices whose rows are spread over the ranks end from whole ones, at most.
-
-    The second number is how many matrices, at most, a rank had at once for each of its share.
-    """
-    mesh = init_device_mesh("cpu", (world_size,))
-    whole = parameters_of()
+    # matrices whose rows are spread over the ranks end where whole ones do
+    mesh, whole = init_device_mesh("cpu", (ranks,)), parameters_of()
 
     def shards_of(tensor: Tensor) -> Tensor:
         return distribute_tensor(tensor.detach().clone(), mesh, [Shard(0)], src_data_rank=None)
 
     shards = [shards_of(parameter).requires_grad_() for parameter in whole]
-    fused = [number for number, shape in enumerate(SHAPES * 2) if shape == (144, 48)]
 
-    def groups(parameters: list[Tensor]) -> list[dict]:
-        others = [p for number, p in enumerate(parameters) if number not in fused]
-        return [{"params": [parameters[n] for n in fused], "fused": 3}, {"params": others}]
+    def muon_of(parameters: list[Tensor]) -> Muon:
+        fused = [p for p in parameters if p.shape == (144, 48)]
+        others = [p for p in parameters if p.shape != (144, 48)]
+        return Muon([{"params": fused, "fused": 3}, {"params": others}], 0.1, 0.3)
 
-    one, other = Muon(groups(shards), 0.1, 0.3), Muon(groups(whole), 0.1, 0.3)
-    share = 0.0
+    sharded, plain = muon_of(shards), muon_of(whole)
     for step in range(3):
-        steps_of(other, whole, range(step, step + 1))
+        steps_of(plain, whole, range(step, step + 1))
         for parameter, its in zip(shards, whole, strict=True):
             parameter.grad = shards_of(its.grad)
         counts.clear()
-        one.step()
-        n = [2 * 3, *[2] * (len(SHAPES) - 1)]  # matrices of each shape, the fused ones first
-        share = max(share, *(c / -(-of // world_size) for c, of in zip(counts, n, strict=True)))
-    pairs = zip(shards, whole, strict=True)
-    return max((p.full_tensor() - its).abs().max().item() for p, its in pairs), share
+        sharded.step()
+        of_each = [2 * 3, *[2] * (len(SHAPES) - 1)]  # matrices of each shape, the fused ones first
+        assert all(c <= -(-n // ranks) for c, n in zip(counts, of_each, strict=True))
+    for parameter, its in zip(shards, whole, strict=True):
+        assert (parameter.full_tensor() - its).abs().max() < 1e-6
+    dist.destroy_process_group()
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("world_size", [2, 4])
-def test_ranks_share_the_work_and_all_get_the_whole(tmp_path, world_size):
-    """Five matrices a shape: with 4 ranks the last one has none of its own, sharded or not."""
-    context = get_context("forkserver")
-    results = context.SimpleQueue()
-    ranks = [
-        context.Process(target=share_of, args=(rank, world_size, str(tmp_path / "meet"), results))
-        for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    outcomes = [results.get() for _ in ranks]
-    for process in ranks:
-        process.join()
-    alone = [orthogonalised(matrices_of(shape, 5).float()) for shape in SHAPES]
-    for _, counts, found, error_of_shards, share in outcomes:
-        assert error_of_shards < 1e-6
-        assert share <= 1
-        assert counts == [-(-5 // world_size)] * len(SHAPES)
-        for mine, wanted in zip(found, alone, strict=True):
-            assert torch.equal(torch.from_numpy(mine), wanted)
+def test_ranks_share_the_work_and_all_get_the_whole():
+    start_ranks(4, [], work=check_shares)

@@ -82,40 +82,29 @@ def advance(m, optimizers, steps):
         torch.manual_seed(step)
         tokens = torch.randint(0, 40, (2, 8))
         (m((tokens, tokens.roll(-1, 1), None, None)) / 16).backward()
-        optimizers.clip_gradients(1.0)
+        optimizers.clip_gradients(0)  # else the norm would depend on the order of parameters
         optimizers.step(0.01)
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_state_goes_on_bitwise(kind):
+def test_state_goes_on_bitwise_by_name(kind):
+    """Whatever the order of the parameters; one that a state does not name begins anew."""
     straight, stopped, resumed = model(), model(), model()
-    one, two, three = (optimizers_of(m, kind) for m in (straight, stopped, resumed))
-    advance(straight, one, range(6))
-    advance(stopped, two, range(3))
+    advance(straight, optimizers_of(straight, kind), range(6))
+    optimizers = optimizers_of(stopped, kind)
+    advance(stopped, optimizers, range(3))
     resumed.load_state_dict(stopped.state_dict())
-    three.load_state_dict(two.state_dict())
-    advance(resumed, three, range(3, 6))
-    for wanted, found in zip(straight.parameters(), resumed.parameters(), strict=True):
-        assert torch.equal(wanted, found)
-    assert not torch.equal(straight.wte.weight, model().wte.weight)
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_state_is_kept_by_name(kind):
-    """It loads whatever the order of the parameters; one that it does not name begins anew."""
-    m = model()
-    optimizers = optimizers_of(m, kind)
-    advance(m, optimizers, range(3))
+    backwards = Optimizers(dict(reversed(list(resumed.named_parameters()))), kind, 0.1, (0.9, 0.95))
     saved = optimizers.state_dict()
-    assert saved["state"].keys() == dict(m.named_parameters()).keys()
-    backwards = dict(reversed(list(model().named_parameters())))
-    loaded = Optimizers(backwards, kind, 0.1, (0.9, 0.95))
+    assert saved["state"].keys() == dict(stopped.named_parameters()).keys()
+    backwards.load_state_dict(saved)
+    advance(resumed, backwards, range(3, 6))
+    for wanted, parameter in zip(straight.parameters(), resumed.parameters(), strict=True):
+        assert torch.equal(wanted, parameter)
+    assert not torch.equal(straight.wte.weight, model().wte.weight)
     del saved["state"]["wte.weight"]
-    loaded.load_state_dict(saved)
-    state = loaded.state_dict()["state"]
-    assert state.keys() == saved["state"].keys()
-    for name, kept in saved["state"].items():
-        assert all(torch.equal(kept[key], state[name][key]) for key in kept), name
+    backwards.load_state_dict(saved)
+    assert backwards.state_dict()["state"].keys() == saved["state"].keys()
 
 
 def test_clipping():
@@ -147,40 +136,26 @@ def test_decay_touches_matrices_alone():
     [
         ("wte.weight", "muon", 0.0),
         ("h.1.mlp.c_fc.weight", "muon", 1.0),
-        ("h.1.mlp.c_fc.weight", "adamw", 0.0),
         ("ln_f.bias", "adamw", 1.0),
     ],
 )
 def test_one_overflow_skips_one_step_of_every_parameter(kind, clip, overflowed):
     m = model()
     optimizers = optimizers_of(m, kind, fp16=True)
-
-    def gradients() -> None:
+    weights, scale = [], optimizers.loss_scale.value
+    for step in range(3):  # momentum from the first on; the second overflows
         for seed, parameter in enumerate(m.parameters()):
             torch.manual_seed(seed)
             parameter.grad = optimizers.loss_scale.value * torch.randn_like(parameter)
-
-    def weights() -> list[torch.Tensor]:
-        return [parameter.detach().clone() for parameter in m.parameters()]
-
-    gradients()
-    optimizers.clip_gradients(clip)
-    optimizers.step(0.01)
-    moved, scale = weights(), optimizers.loss_scale.value  # there is momentum from here on
-
-    gradients()
-    m.get_parameter(overflowed).grad[0] = torch.inf
-    assert not torch.isfinite(optimizers.clip_gradients(clip))
-    optimizers.step(0.01)
-    for before, after in zip(moved, weights(), strict=True):
-        assert torch.equal(before, after)
+        if step == 1:
+            m.get_parameter(overflowed).grad[0] = torch.inf
+        assert optimizers.clip_gradients(clip).isfinite() == (step != 1)
+        optimizers.step(0.01)
+        weights.append([parameter.detach().clone() for parameter in m.parameters()])
+    for first, second, third in zip(*weights, strict=True):
+        assert torch.equal(first, second)
+        assert third.isfinite().all() and not torch.equal(second, third)
     assert optimizers.loss_scale.value == scale / 2, "one overflow halves the scale once"
-
-    gradients()
-    optimizers.clip_gradients(clip)
-    optimizers.step(0.01)
-    for before, after in zip(moved, weights(), strict=True):
-        assert after.isfinite().all() and not torch.equal(before, after)
 
 
 def test_the_loss_scale_moves_as_torchs():
@@ -188,19 +163,18 @@ def test_the_loss_scale_moves_as_torchs():
     ours, torchs = LossScale(True), torch.amp.GradScaler("cpu")
     parameter = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([parameter])
-    assert ours.state_dict() == torchs.state_dict()
-    for step in range(6100):
-        overflows = step in (0, 1, 3001, 6050)
+    for step in range(2050):
+        overflows = step in (0, 1, 2040)
         torchs.scale(torch.zeros(()))
         parameter.grad = torch.full((1,), torch.inf if overflows else 1.0)
         torchs.step(optimizer)
         torchs.update()
         ours.update(torch.inf if overflows else 1.0)
-        if step == 4000:  # a checkpoint of either goes on as the other
+        if step == 1000:  # a checkpoint of either goes on as the other
             torchs.load_state_dict(ours.state_dict())
             ours.load_state_dict(torchs.state_dict())
         assert ours.state_dict() == torchs.state_dict(), step
-    assert ours.value == 65536 / 4 * 2 / 2 * 2 / 2
+    assert ours.value == 65536 / 4 * 2 / 2
 
 
 def test_a_run_in_another_dtype_goes_on_without_a_loss_scale_or_with_a_new_one():

@@ -23,13 +23,7 @@ from support.text.store import Store
 from support.text.tokenizer import get_encoding
 
 SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
-STEPS, DOCUMENTS, T = 20, 12, 32
-MODELS = [
-    "--pos rope",
-    "--pos learned",
-    "--model bert --pos learned",
-    "--model bert --nsp --pos rope",
-]
+STEPS, DOCUMENTS, T = 12, 12, 32
 
 
 @cache
@@ -69,28 +63,36 @@ def losses(store_dir, packed, flags):
 
 
 @pytest.mark.parametrize(
-    ("model", "loss_per"),
-    [*((model, "token") for model in MODELS), (MODELS[1], "document"), (MODELS[3], "document")],
+    "flags",
+    [
+        "--pos rope",
+        "--pos learned --loss-per document",
+        "--model bert --pos learned",
+        "--model bert --nsp --pos rope --loss-per document",
+    ],
 )
-def test_steps_are_the_same_packed_or_not(store_dir, model, loss_per):
-    flags = f"{model} --loss-per {loss_per}"
+def test_steps_are_the_same_packed_or_not(store_dir, flags):
     packed, alone = (losses(store_dir, packed, flags) for packed in (True, False))
     assert packed == pytest.approx(alone, rel=1e-4)
-    assert packed[-1] < 0.8 * packed[0], "it learns"
+    assert packed[-1] < 0.9 * packed[0], "it learns"
 
 
 def test_negative_control_a_row_that_is_one_document_differs(store_dir, monkeypatch):
-    flags = f"{MODELS[0]} --loss-per token"
-    alone = losses(store_dir, False, flags)
-    monkeypatch.setattr(
-        Transformer, "forward", lambda self, batch, **more: FORWARD(self, contaminated(batch))
-    )
-    wrong = losses.__wrapped__(store_dir, True, flags)
-    assert wrong != pytest.approx(alone, rel=1e-2)
+    """Positions start again, but attention is not told of the documents."""
+    forward = Transformer.forward
+
+    def contaminated(self, batch, **more):
+        one_document = torch.where(batch.with_documents().doc_ids < 0, -1, 0)
+        return forward(self, batch._replace(doc_ids=one_document), **more)
+
+    alone = losses(store_dir, False, "--pos rope")
+    monkeypatch.setattr(Transformer, "forward", contaminated)
+    wrong = losses.__wrapped__(store_dir, True, "--pos rope")
+    assert wrong != pytest.approx(alone, rel=1e-3)
 
 
 @pytest.mark.parametrize("packer", [None, *packing.PACKERS])
-def test_a_run_packs_with_the_packer_it_is_told(run, monkeypatch, packer):
+def test_a_run_packs_with_the_packer_it_is_told(run, short_ends, monkeypatch, packer):
     if packer in NEED_SCIPY:
         pytest.importorskip("scipy", reason="SciPy is not installed")
     used, pack = [], packing.pack
@@ -101,9 +103,7 @@ def test_a_run_packs_with_the_packer_it_is_told(run, monkeypatch, packer):
 
     monkeypatch.setattr(packing, "pack", noted)
     chosen = f"--pack-packer {packer}" if packer else ""
-    log = run(f"--pack --pack-max-per-row 3 --tokens 1024 --eval-every 0 --lr 1e-2 {chosen}")
-    curve = [line["loss"] for line in log if line["event"] == "train"]
-    assert curve[-1] < curve[0]
+    run(f"--pack --pack-max-per-row 3 --tokens 256 --eval-every 0 --final-eval-tokens 32 {chosen}")
     windows = [packer for packer, most in used if most == 3]  # evaluation packs without a limit
     assert set(windows) == {packer or "lpfhp"}
 
@@ -126,11 +126,3 @@ def test_the_mask_in_the_docs_is_the_models():
     page = (Path(__file__).parents[1] / "docs" / "packing.md").read_text()
     shown = page.split("<!-- mask -->")[1].split("<!-- /mask -->")[0]
     assert shown == "\n```text\ndoc pos\n" + "\n".join(lines) + "\n```\n"
-
-
-FORWARD = Transformer.forward
-
-
-def contaminated(batch):
-    """Positions start again, but attention is not told of the documents."""
-    return batch._replace(doc_ids=torch.where(batch.with_documents().doc_ids < 0, -1, 0))

@@ -1,6 +1,7 @@
 """What leaves the device for a byte budget: worked by hand, and as properties of any sizes."""
 
 import re
+from dataclasses import replace
 
 import pytest
 import torch
@@ -10,7 +11,7 @@ from hypothesis import strategies as st
 import config
 import offload
 from model import Transformer, TransformerConfig
-from offload import budget_bytes
+from offload import budget_bytes, placement_for
 from support.base import runtime
 from support.base.runtime import Runtime
 from support.step import machine
@@ -22,12 +23,13 @@ from support.step.placement import (
     Placement,
     ShardedPlacement,
     describe,
-    moves,
+    order_of_leaving,
     parts_of,
     place,
     shown,
     table,
 )
+from support.step.sizes import SIZES, empty_model
 
 NOTHING, STATE, GRADIENTS, WEIGHTS = Away
 
@@ -40,14 +42,14 @@ THREE = (Part("outside", (), 500, 4000, 5), *blocks(3))
 
 
 def away(budget, **more):
-    """Of what is outside, then of the three blocks."""
+    """A letter each for the outside and the three blocks."""
     return "".join("NSGW"[kind] for kind in place(THREE, budget, "fp32", **more).away)
 
 
 def test_worked_example():
     """16 bytes for each of 3,535 parameters; 8,000 of state, 4,000 of gradients in a block.
 
-    Two more gradients of what is outside are 4,000. The first gradients that leave put 8,000 on
+    Two more gradients of the outside are 4,000. The first gradients that leave put 8,000 on
     their way, and so do the first weights.
     """
     assert away(60_560) == "NNNN"
@@ -58,10 +60,30 @@ def test_worked_example():
     assert away(32_559) == away(28_560) == "NWWW"
     assert away(28_559) == away(24_560) == "SWWW"
     assert away(24_559) == away(22_560) == "GWWW"
-    with pytest.raises(
-        ValueError, match=r"--offload-budget 22.03 KiB is too small: what stays.*1MiB"
-    ):
+    with pytest.raises(ValueError, match=r"--offload-budget 22\.03 KiB.* 1MiB"):
         place(THREE, 22_559, "fp32")
+
+
+def test_the_walk_at_the_head_of_offload_py():
+    """Every number of it."""
+    model = empty_model(TransformerConfig("gpt", *SIZES["nano"][:3], 512, 256, 4160, "rope"))
+    parts = parts_of(model, muon=True)
+    whole, state, weights = (place(parts, b, "fp32") for b in (2**30, 25.5 * MIB, 18 * MIB))
+    kib = 2**10
+    assert parts[3].numel == 196_608 and parts[3].numel * 4 == parts[3].state_bytes == 768 * kib
+    assert [shown(p.device_bytes) for p in (whole, state, weights)] == [
+        "25.84 MiB",
+        "25.09 MiB",
+        "17.59 MiB",
+    ]
+    assert state.away == (NOTHING, NOTHING, NOTHING, STATE, NOTHING, NOTHING, NOTHING)
+    assert weights.away == (NOTHING, GRADIENTS, WEIGHTS, WEIGHTS, WEIGHTS, GRADIENTS, GRADIENTS)
+    for placement in (state, weights):
+        assert placement.on_host(parts[3], placement.away[3]) == 2.25 * MIB
+        assert placement.slot_bytes == 768 * kib
+    assert state.traffic(1024, 2)[:2] == (768 * kib, 768 * kib)
+    assert weights.traffic(1024, 2)[:2] == (9 * MIB, 9 * MIB)
+    assert [weights.fetches(part, 2) for part in parts[2:5]] == [3, 4, 2]
 
 
 @pytest.mark.parametrize(
@@ -73,17 +95,12 @@ def test_worked_example():
     ],
 )
 def test_bytes_of_a_parameter(dtype, on_device, outside, narrow):
-    block, rest = Part("h.0", (0,), 1000, 8000, 0), Part("outside", (), 1000, 8000, 0)
+    block, rest = Part("h.0", (0,), 1, 8, 0), Part("outside", (), 1, 8, 0)
     placement = Placement((block,), (NOTHING,), dtype, 0)
-    assert tuple(placement.on_device(block, kind) for kind in Away) == tuple(
-        1000 * size for size in on_device
-    )
-    found = tuple(placement.on_device(rest, kind) for kind in (NOTHING, STATE, GRADIENTS))
-    assert found == tuple(1000 * size for size in outside)
+    assert tuple(placement.on_device(block, kind) for kind in Away) == on_device
+    assert tuple(placement.on_device(rest, kind) for kind in Away if kind < WEIGHTS) == outside
     on_host = (0, 4 + 4 + 8, 4 + 4 + 8 + narrow, 4 + 4 + 8 + narrow)
-    assert tuple(placement.on_host(block, kind) for kind in Away) == tuple(
-        1000 * size for size in on_host
-    )
+    assert tuple(placement.on_host(block, kind) for kind in Away) == on_host
 
 
 def test_gradients_of_a_shared_block_stay_until_its_last_use():
@@ -92,9 +109,9 @@ def test_gradients_of_a_shared_block_stay_until_its_last_use():
 
 
 def test_the_order_of_leaving():
-    numbers = [number for number, kind in moves(blocks(5)) if kind == STATE]
+    numbers = [number for number, kind in order_of_leaving(blocks(5)) if kind == STATE]
     assert numbers == [2, 1, 3, 0, 4]
-    assert moves(THREE) == [
+    assert order_of_leaving(THREE) == [
         *((number, kind) for kind in (STATE, GRADIENTS, WEIGHTS) for number in (2, 1, 3)),
         (0, STATE),
         (0, GRADIENTS),
@@ -103,7 +120,7 @@ def test_the_order_of_leaving():
 
 @st.composite
 def sizes(draw):
-    """Any model: blocks of several sizes, some shared, and what is outside."""
+    """Any model: blocks of several sizes, some shared, and the outside."""
     parts, layer = [], 0
     for number in range(draw(st.integers(1, 7))):
         uses = draw(st.sampled_from([1, 1, 1, 2, 3]))
@@ -124,7 +141,7 @@ def placed(parts, budget, dtype):
     try:
         return place(parts, budget, dtype)
     except ValueError as error:
-        return int(re.search(r"need (\d+)MiB", str(error))[1])
+        return int(re.search(r"works is (\d+)MiB", str(error))[1])
 
 
 @given(sizes(), DTYPE, st.floats(0, 1.1), st.floats(0, 1.1))
@@ -158,14 +175,14 @@ def test_with_several_ranks_only_state_leaves():
 
 
 def test_shards_leave_by_blocks():
-    """Two ranks. Of 1,010 parameters of a block a rank has 8,080 bytes, and of what is outside
+    """Two ranks. Of 1,010 parameters of a block a rank has 8,080 bytes, and of the outside
     4,040. Besides, 5 x 4 bytes of a whole block's and 3 x 4 of the outside's: 26,260."""
     here = {"host_bytes": 20_000, "ranks_here": 2, "shards": 2}
     assert away(54_540, **here) == "NNNN"
     assert away(54_539, **here) == away(46_460, **here) == "NNWN"
     with pytest.raises(ValueError, match=r"needs 31\.56 KiB of host memory"):
         away(46_459, **here)
-    with pytest.raises(ValueError, match=r"is too small: what stays.* 1MiB"):
+    with pytest.raises(ValueError, match=r"is too small.* 1MiB"):
         away(30_299, **here)
 
 
@@ -182,35 +199,38 @@ def test_two_ranks_hold_half_of_each_shard_and_the_same_whole_blocks():
 def test_a_host_that_is_too_small_is_refused():
     """One block of 1,000 parameters away: 16,000 bytes, and two slots for its gradients."""
     assert away(52_560, host_bytes=24_000) == "NNSN"
-    with pytest.raises(ValueError, match=r"needs 23.44 KiB of host.*, 1 bytes too few"):
-        away(52_560, host_bytes=23_999)
-    with pytest.raises(ValueError, match=r"needs 46.88 KiB"):
-        away(52_560, host_bytes=24_000, ranks_here=2)
+    for more in ({"host_bytes": 23_999}, {"host_bytes": 24_000, "ranks_here": 2}):
+        with pytest.raises(ValueError, match=r"--offload-budget .* of host memory"):
+            away(52_560, **more)
     assert away(60_560, host_bytes=0) == "NNNN"
 
 
-def settings_with(flags):
-    return config.build(config.parse(["--offload", *flags.split()]))
-
-
-def test_a_host_whose_memory_grows_may_be_said_to_have_more(monkeypatch):
-    """Of 100 MB that were free when the run began, or of as much as the flag says."""
+def test_a_run_is_placed_by_its_flags_and_by_what_is_free(monkeypatch):
+    """Before its model takes memory. A flag may give the host more than is free now."""
     with torch.device("meta"):
         model = Transformer(TransformerConfig("gpt", 4, 2, 64, 2048, 24, 40))
-    here = Runtime(0, 1, torch.device("cpu"), torch.float32, "", 10**9, host_free=10**6)
-    budget = "--offload-budget 12MB"
-    with pytest.raises(ValueError, match=r"MiB of host.*give the limit with --offload-host-memory"):
-        offload.planned(settings_with(budget), model, here)
-    placement = offload.planned(settings_with(f"{budget} --offload-host-memory 20MB"), model, here)
-    assert 10**6 < placement.host_bytes < 20 * 10**6
-    with pytest.raises(ValueError, match=r"976\.56 KiB are free"):
-        offload.planned(settings_with(f"{budget} --offload-host-memory 1MB"), model, here)
+    here = Runtime(0, 1, torch.device("cpu"), torch.float32, "", 24 * 10**6, host_free=10**6)
+
+    def placement(flags, runtime=here):
+        return placement_for(
+            config.build(config.parse(["--offload", *flags.split()])), model, runtime
+        )
+
+    budget, given = "--offload-budget 12MB", "--offload-host-memory"
+    with pytest.raises(ValueError, match=given):
+        placement(budget)
+    placed = placement(f"{budget} {given} 20MB")
+    assert 10**6 < placed.host_bytes < 20 * 10**6 and any(placed.away)
+    assert placement(f"{given} 20MB").away == placed.away, "auto: half of what is free"
+    assert not any(placement("--offload-budget 1GiB").away)
+    with pytest.raises(ValueError, match="several ranks"):
+        placement(f"--offload-budget 3MB {given} 20MB", replace(here, world_size=2))
+    with pytest.raises(ValueError, match=f"{given} lots"):
+        placement(f"{given} lots")
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    both = f"{placement.host_bytes * 2}B"
-    settings = settings_with(f"{budget} --offload-host-memory {both}")
-    assert offload.planned(settings, model, here) == placement
-    with pytest.raises(ValueError, match="--offload-host-memory lots: write an amount such as"):
-        settings_with(f"{budget} --offload-host-memory lots")
+    assert placement(f"{budget} {given} {placed.host_bytes * 2}B") == placed
+    with pytest.raises(ValueError, match="host memory"):
+        placement(f"{budget} {given} {placed.host_bytes * 2 - 1}B")
 
 
 def test_memory_of_the_host_is_read(tmp_path):
@@ -248,34 +268,11 @@ def test_sizes_of_a_model_count_a_shared_block_once():
     assert total == sum(p.numel() for p in model.parameters())
 
 
-def test_a_plan_of_a_model_is_made_before_it_takes_memory():
-    with torch.device("meta"):
-        model = Transformer(TransformerConfig("gpt", 4, 2, 16, 32, 24, 40))
-
-    def planned(budget, free=None, **more):
-        return any(offload.plan(model, budget, True, torch.float32, free, None, **more).away)
-
-    assert not planned("1GiB")
-    assert planned("100KiB") and planned("auto", free=200 * 1024)
-    with pytest.raises(ValueError, match="several ranks"):
-        planned("30KiB", world_size=2)
-
-
-# What it costs
-
-
-@pytest.mark.parametrize(
-    ("kind", "cost"),
-    [
-        (NOTHING, (0, 0, 0, 0)),
-        (STATE, (400, 400, 0, 100)),
-        (GRADIENTS, (800, 400, 0, 100)),
-        (WEIGHTS, (800, 400, 4000, 100)),
-    ],
-)
-def test_traffic_worked_example(kind, cost):
-    placement = Placement((Part("h.0", (0,), 100, 800, 0),), (kind,), "fp32", 0)
-    assert placement.traffic(micro_batch_tokens=10, micro_batches=2) == cost
+def test_traffic_worked_example():
+    costs = [(0, 0, 0, 0), (400, 400, 0, 100), (800, 400, 0, 100), (800, 400, 4000, 100)]
+    for kind, cost in zip(Away, costs, strict=True):
+        placement = Placement((Part("h.0", (0,), 100, 800, 0),), (kind,), "fp32", 0)
+        assert placement.traffic(micro_batch_tokens=10, micro_batches=2) == cost
 
 
 def test_blocks_stay_where_a_pass_begins_with_the_one_that_the_last_pass_ended_with():
@@ -299,20 +296,15 @@ def test_break_even():
     assert ShardedPlacement((), (), "bf16", 0, ranks=8).break_even_tokens(rates) == 1400
 
 
-def test_the_table_says_where_everything_is():
+def test_the_table_says_where_everything_is_and_whether_copies_hide():
     lines = table(place(THREE, 52_560, "fp32")).splitlines()
     names = "outside h.0 h.1 h.2 norms, copies in"
     assert " ".join(line.split()[0] for line in lines[1:]) == names
     assert lines[3].split()[:5] == ["h.1", "1,000", "device", "device", "host"]
-    assert shown(8000) in lines[3] and shown(16_000) in lines[3]
-    assert "3,535" in lines[-1] and "budget: 51.33 KiB" in lines[-1]
+    assert shown(8000) in lines[3] and shown(16_000) in lines[3] and "3,535" in lines[-1]
     assert "h.0 to h.2" in table(place(THREE, 2**30, "fp32"))
-
-
-def test_the_price_says_whether_copies_hide():
     placement, rates = place(THREE, 28_560, "fp32"), Rates(link=1e3, flops=1e6, adamw=1e3)
-    said = describe(placement, 2_000, 1, rates)
-    assert "break-even is 2,000" in said and "is hidden behind" in said
+    assert "is hidden behind" in describe(placement, 2_000, 1, rates)
     assert "takes longer than" in describe(placement, 1_999, 1, rates)
     assert "11.72 KiB (12 s) to the host and 19.53 KiB (20 s)" in describe(placement, 1, 1, rates)
 

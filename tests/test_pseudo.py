@@ -1,27 +1,27 @@
 """Pseudo-to-Real: stages, the state that is handed over, and runs that change their model."""
 
 import copy
+import shutil
+from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
-from conftest import ALL_ON, metrics, read_log
+from conftest import ALL_ON, SMALL, metrics, read_log
 from hypothesis import given
 from hypothesis import strategies as st
+from torch.utils._pytree import tree_leaves
 
 import config
+import evaluate
 import pseudo
+import sample
 import train
 from model import Transformer, TransformerConfig
 from pseudo import ABSENT, Uses, average, handed_over, origin, parse_until, shadow_at, stage
 from support.step.optim import Optimizers
 
-SHARED = "--pseudo --pseudo-group 2 --pseudo-until 0.5"
-GROWING = "--pseudo --pseudo-layers 2 --pseudo-until 0.5"
-
-
-def losses(lines):
-    return [line["loss"] for line in lines if line["event"] == "train"]
+REAL = tuple(range(8))
 
 
 # ---- stages
@@ -64,72 +64,69 @@ def test_gpt2_with_one_shared_block_has_a_good_third_of_its_parameters():
     assert counts == [124_475_904, 124_475_904 - 11 * 7_087_872] == [124_475_904, 46_509_312]
 
 
-def settings_of(flags, layers=8):
-    return config.build(config.parse(f"--layers {layers} --pseudo {flags}".split()))
+def settings_of(flags):
+    return config.build(config.parse(f"--layers 8 --pseudo {flags}".split()))
 
 
 def test_shared_weights_part_early_and_new_layers_come_late():
     assert settings_of("").pseudo.until == "0.05"
     assert settings_of("--pseudo-layers 4").pseudo.until == "0.75"
-    with pytest.raises(ValueError, match="--pseudo-until : give a share"):
-        config.build(config.parse(["--pseudo", "--pseudo-until", ""]))
 
 
 def test_units_double_on_the_way():
     settings = settings_of("--pseudo-group 1 --pseudo-until 0.1,0.2,0.4")
-    seen = [shadow_at(settings, at, None).owners for at in (0, 0.05, 0.1, 0.3, 0.4, 1)]
-    real = tuple(range(8))
-    assert seen == [stage(8, 8, 1)] * 2 + [stage(8, 8, 2), stage(8, 8, 4), real, real]
-
-
-@given(st.floats(0, 1), st.floats(0, 1), st.sampled_from(["0.1", "0.1,0.2", "0.3,0.5,0.9"]))
-def test_weights_are_never_fewer_than_before(one, other, until):
-    settings = settings_of(f"--pseudo-group 1 --pseudo-until {until}")
-    before, after = sorted((one, other))
-    earlier, later = (len({*shadow_at(settings, at, None).owners}) for at in (before, after))
-    assert earlier <= later
+    seen = [shadow_at(settings, at / 20, None).owners for at in range(21)]
+    stages = [stage(8, 8, 1), stage(8, 8, 2), stage(8, 8, 4), REAL]
+    assert seen == stages[:1] * 2 + stages[1:2] * 2 + stages[2:3] * 4 + stages[3:] * 13
 
 
 @pytest.mark.parametrize(
     "text", ["0", "1", "0.5,0.2", "0.1,0.1", "x", "", "nan", "adaptive:2", "adaptive:"]
 )
 def test_when_must_make_sense(text):
-    with pytest.raises(ValueError, match=r"--pseudo-until .*: give a share between 0 and 1"):
+    with pytest.raises(ValueError, match="--pseudo-until"):
         parse_until(text)
 
 
-REFUSED = {
-    "--pseudo-group 3": "--pseudo-group 3 does not divide 8 layers: choose 1, 2, 4, 8",
-    "--pseudo-layers 9": "--pseudo-layers 9 is more than the model's 8 layers: choose 1 to 8",
-    "--pseudo-layers 4 --pseudo-group 3": "does not divide 4 layers: choose 1, 2, 4",
-    "--pseudo-group 4 --pseudo-until 0.1,0.2,0.3": "0.3 has 3 shares, more than units of 4 can be"
-    " doubled in 8 layers: give fewer, or --pseudo-group 1",
-    "--pseudo-layers 4 --pseudo-until 0.1,0.2": "more than units of 4 can be doubled in 4 layers",
-    "--pseudo-group 4 --pseudo-until 0.1,0.2": "8 layers: give fewer, or --pseudo-group 1 or 2",
-    "--pseudo-until 0.1,0.2,0.3,0.4": "more than units of 1 can be doubled in 8 layers: give fewer",
-    "--pseudo-layers 4 --pseudo-until adaptive": "layers are added at a share of the budget",
-    "--pseudo-until 1.5": "--pseudo-until 1.5: give a share between 0 and 1",
-    "--fsdp --pseudo-until adaptive": "adaptive needs whole gradients in one place",
-    "--offload --pseudo-until adaptive": "adaptive needs whole gradients in one place",
-    "--offload --offload-budget much": "--offload-budget much: write an amount such as 6GiB",
-    "--init x.pt --size 124M": "--init and --pseudo exclude each other",
-    "--model bert --pseudo-new identity": "--pseudo-new identity needs a GPT",
-}
-
-
-@pytest.mark.parametrize("flags", list(REFUSED))
-def test_what_cannot_be_is_refused(flags):
-    with pytest.raises(ValueError) as error:
+@pytest.mark.parametrize(
+    "flags, says",
+    {
+        "--pseudo-group 3": "--pseudo-group 3 .*: choose 1, 2, 4, 8$",
+        "--pseudo-layers 9": "--pseudo-layers 9",
+        "--pseudo-layers 4 --pseudo-group 3": "--pseudo-group 3 .*: choose 1, 2, 4$",
+        "--pseudo-group 4 --pseudo-until 0.1,0.2": "--pseudo-until .*: choose 1, 2, or give fewer",
+        "--pseudo-layers 4 --pseudo-until 0.1,0.2": "--pseudo-until",
+        "--pseudo-until 0.1,0.2,0.3,0.4": "--pseudo-until .*: give fewer shares$",
+        "--pseudo-layers 4 --pseudo-until adaptive": "--pseudo-until adaptive",
+        "--fsdp --pseudo-until adaptive": "--fsdp",
+        "--offload --pseudo-until adaptive": "--offload",
+        "--model bert --pseudo-new identity": "--pseudo-new identity",
+    }.items(),
+)
+def test_what_cannot_be_is_refused(flags, says):
+    with pytest.raises(ValueError, match=says):
         settings_of(flags)
-    assert REFUSED[flags] in str(error.value)
+
+
+def test_command_prints_what_each_stage_holds(capsys):
+    pseudo.main(["--size", "124M", "--group", "1", "--until", "0.02,0.1"])
+    said = capsys.readouterr().out.split("\n")
+    assert [line.split()[:2] for line in said[-4:-1]] == [
+        ["0", "46.51"],
+        ["0.02", "53.60"],
+        ["0.1", "124.48"],
+    ]
+    assert said[-3].endswith(" 0 1" * 6)
+    with pytest.raises(ValueError, match=r"^--group 5 .*: choose 1, 2, 3, 4, 6, 12$"):
+        pseudo.main(["--size", "124M", "--group", "5"])
 
 
 # ---- the state that is handed over
 
 
-def model_of(owners, seed=0, kind="gpt"):
+def model_of(owners, seed=0):
     torch.manual_seed(seed)
-    model = Transformer(TransformerConfig(kind, len(owners), 2, 16, 32, 8, 40))
+    model = Transformer(TransformerConfig("gpt", len(owners), 2, 16, 32, 8, 40))
     pseudo.share(model, owners)
     return model
 
@@ -160,47 +157,26 @@ def logits_of(model):
     return model.logits(torch.arange(16).view(2, 8))
 
 
-def model_from(state, kind="gpt"):
+def model_from(state):
     owners = tuple(state["pseudo"]["owners"])
-    model = model_of(owners, seed=1, kind=kind)
+    model = model_of(owners, seed=1)
     model.load_state_dict(state["model"])
     return model
 
 
-STAGES = {"full": stage(8, 8, 1), "units": stage(8, 8, 2), "both": stage(8, 4, 2)}
-
-
-@pytest.mark.parametrize("owners", [stage(8, 8, 1), stage(8, 8, 4)], ids=["one", "four"])
 @pytest.mark.parametrize("policy", pseudo.STATES)
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_delinking_preserves_the_function_bitwise(owners, policy, kind):
-    model, state = trained(owners, kind)
-    real = handed_over(state, tuple(range(8)), policy)
+def test_delinking_preserves_the_function_bitwise(policy, kind):
+    model, state = trained(stage(8, 8, 4), kind)
+    before = copy.deepcopy(state)
+    real = handed_over(state, REAL, policy)
     assert torch.equal(logits_of(model_from(real)), logits_of(model))
     assert real["step"] == state["step"], "what it does not know of stays"
-    assert sum(p.numel() for p in model_from(real).parameters()) > sum(
-        p.numel() for p in model.parameters()
-    )
-
-
-@pytest.mark.parametrize("owners", list(STAGES.values()), ids=list(STAGES))
-def test_no_two_layers_share_memory_afterwards(owners):
-    _, state = trained(owners)
-    real = handed_over(state, tuple(range(8)), "copy")
     tensors = [t for name, t in real["model"].items() if name.startswith("h.")]
     tensors += [t for kept in real["optimizers"]["state"].values() for t in kept.values()]
-    places = [tensor.data_ptr() for tensor in tensors]
-    assert len(set(places)) == len(places)
-
-
-def test_it_is_pure():
-    _, state = trained(stage(4, 4, 2))
-    before = copy.deepcopy(state)
-    handed_over(state, (0, 1, 2, 3), "rescale")
-    flat = [torch.utils._pytree.tree_leaves(each) for each in (state, before)]
-    assert all(
-        torch.equal(torch.as_tensor(a), torch.as_tensor(b)) for a, b in zip(*flat, strict=True)
-    )
+    assert len({tensor.data_ptr() for tensor in tensors}) == len(tensors), "none is shared"
+    for a, b in zip(tree_leaves(state), tree_leaves(before), strict=True):
+        assert torch.equal(torch.as_tensor(a), torch.as_tensor(b)), "it is pure"
 
 
 def test_the_worked_example_of_the_state():
@@ -209,11 +185,11 @@ def test_the_worked_example_of_the_state():
     kept = state["optimizers"]["state"]
     name, copied = "h.0.ln_1.weight", "h.1.ln_1.weight"
     for policy, scale in (("copy", 1), ("rescale", 2)):
-        found = handed_over(state, (0, 1), policy)["optimizers"]["state"]
-        for mine in (found[name], found[copied]):
-            assert torch.equal(mine["exp_avg"], kept[name]["exp_avg"])
-            assert torch.equal(mine["exp_avg_sq"], kept[name]["exp_avg_sq"] * scale)
-            assert mine["step"] == 3
+        after = handed_over(state, (0, 1), policy)["optimizers"]["state"]
+        for moments in (after[name], after[copied]):
+            assert torch.equal(moments["exp_avg"], kept[name]["exp_avg"])
+            assert torch.equal(moments["exp_avg_sq"], kept[name]["exp_avg_sq"] * scale)
+            assert moments["step"] == 3
     reset = handed_over(state, (0, 1), "reset")["optimizers"]["state"]
     assert not any(name.startswith("h.") for name in reset)
     assert all(torch.equal(reset["wte.weight"][k], v) for k, v in kept["wte.weight"].items())
@@ -264,31 +240,14 @@ def test_new_layers_are_copies_of_their_neighbours_or_the_identity(kind):
 # ---- the gradients
 
 
-@pytest.mark.parametrize("parts", [1, 2])
-def test_the_update_of_shared_weights_is_that_of_the_mean_gradient(parts):
-    """Worked out by hand on the same model without sharing: its layers' gradients, averaged."""
+def test_the_update_of_shared_weights_is_that_of_the_mean_gradient():
+    """Worked out on the same model without sharing: the gradients of its layers, averaged.
+
+    In two micro-batches; the gradient of each use is heard on the way, and changes nothing.
+    """
     owners = stage(4, 4, 2)
     shared = model_of(owners)
     apart = model_of(tuple(range(4)))
-    apart.load_state_dict(shared.state_dict())
-    tokens = torch.arange(32).view(4, 8) % 40
-    for model in (shared, apart):
-        for rows in tokens.chunk(parts):
-            model((rows, rows.roll(-1, 1), None, None)).backward()
-    summed = shared.h[1].mlp.c_fc.weight.grad.clone()
-    average(dict(shared.named_parameters()), owners)
-    for name, parameter in shared.named_parameters():
-        gradient = apart.get_parameter(name).grad
-        if name.startswith("h."):
-            other = apart.get_parameter(name.replace("h.0.", "h.2.").replace("h.1.", "h.3."))
-            gradient = (gradient + other.grad) / 2
-        assert torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-6), name
-    assert torch.allclose(shared.h[1].mlp.c_fc.weight.grad * 2, summed)
-
-
-def test_the_gradient_of_each_use_is_heard_and_changes_nothing():
-    owners = stage(4, 4, 2)
-    shared, apart = model_of(owners), model_of(tuple(range(4)))
     apart.load_state_dict(shared.state_dict())
     tokens = torch.arange(32).view(4, 8) % 40
     uses = Uses(owners)
@@ -303,10 +262,15 @@ def test_the_gradient_of_each_use_is_heard_and_changes_nothing():
     for (layer, name), gradient in uses.gradients.items():
         assert torch.allclose(gradient, apart.h[layer].get_parameter(name).grad, atol=1e-6)
     assert len(uses.gradients) == 4 * 4, "four matrices in each of four layers"
-    heard = shared.h[0].mlp.c_fc.weight.grad
-    assert torch.allclose(
-        heard, sum(uses.gradients[i, "mlp.c_fc.weight"] for i in (0, 2)), atol=1e-6
-    )
+    summed = shared.h[1].mlp.c_fc.weight.grad.clone()
+    average(dict(shared.named_parameters()), owners)
+    assert torch.allclose(shared.h[1].mlp.c_fc.weight.grad * 2, summed)
+    for name, parameter in shared.named_parameters():
+        gradient = apart.get_parameter(name).grad
+        if name.startswith("h."):
+            other = apart.get_parameter(name.replace("h.0.", "h.2.").replace("h.1.", "h.3."))
+            gradient = (gradient + other.grad) / 2
+        assert torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-6), name
 
 
 def test_gradients_are_calm_when_most_correlate_little():
@@ -324,151 +288,167 @@ def test_gradients_are_calm_when_most_correlate_little():
 
 # ---- runs
 
+SHORT = f"{SMALL} --eval-every 0 --tokens 2560"
+SAVED = "--checkpoint-every 256 --keep 20"
+SHARED = f"--pseudo --pseudo-group 2 {ALL_ON} --checkpoint-activations --dropout 0.1"
+PARTING = f"{SHARED} --pseudo-until 0.5 {SAVED}"
+GROWING = f"--pseudo --pseudo-layers 2 --pseudo-until 0.5 --ltd --ltd-start 16 {SAVED}"
+ADAPTIVE = "--pseudo --pseudo-group 2 --lr 1e-3 --pseudo-until adaptive"
+write_sample = sample.write
 
-def owners_seen(lines):
-    return [tuple(line["owners"]) for line in lines if line["event"] == "stage"]
+
+@pytest.fixture(scope="module")
+def folder_of(short_ends, store_dir, tmp_path_factory):
+    """The folder of a run of ten plain steps, each made once: folder_of("--ltd")"""
+
+    @cache
+    def finished(flags=""):
+        out = tmp_path_factory.mktemp("run") / "run"
+        assert (
+            train.main(
+                f"{SHORT} --data {store_dir} --out {out} --checkpoint-every 0 {flags}".split()
+            )
+            == 0
+        )
+        return out
+
+    return finished
 
 
-def test_off_is_absent(run, log_of, monkeypatch):
-    plain = metrics(log_of())
+def steps_of(folder):
+    return read_log(folder, "train")
+
+
+def stages_of(folder):
+    """The step at which each later stage begins, and its owners."""
+    return [(line["step"], tuple(line["owners"])) for line in read_log(folder, "stage")]
+
+
+def resumed(folder, checkpoint, to):
+    """The run as it goes on from one of its checkpoints."""
+    to.mkdir()
+    for name in ("config.json", "log.jsonl", checkpoint):
+        shutil.copy(folder / name, to)
+    assert train.main(["--resume", "--out", str(to)]) == 0
+    return to
+
+
+def test_off_is_absent(folder_of, monkeypatch):
+    plain = metrics(read_log(folder_of()))
     for name in ("stage", "shadow_at", "share", "handed_over", "parse_until", "average"):
         monkeypatch.setattr(pseudo, name, None)  # a call would fail
-    assert metrics(run(out="poisoned")) == plain
+    assert metrics(read_log(folder_of("--seed 1337"))) == plain
+    monkeypatch.undo()
+    monkeypatch.setattr(pseudo, "average", None)
+    with pytest.raises(TypeError):  # a run that shares weights does call it
+        folder_of(SHARED)
 
 
-@pytest.mark.parametrize("base", ["", ALL_ON])
-@pytest.mark.parametrize("neutral", ["--pseudo-group 4", "--pseudo-layers 4"])
-def test_neutral_is_identity(run, log_of, base, neutral):
+@pytest.mark.parametrize("base, neutral", [("", "--pseudo-group 4"), (ALL_ON, "--pseudo-layers 4")])
+def test_neutral_is_identity(folder_of, base, neutral):
     """A unit of all layers, or all layers from the start."""
-    assert metrics(run(f"{base} --pseudo {neutral}")) == metrics(log_of(base))
+    run = folder_of(f"{base} --pseudo {neutral}")
+    assert metrics(read_log(run)) == metrics(read_log(folder_of(base)))
 
 
 @pytest.mark.parametrize(
-    "flags",
+    "flags, places",
     [
-        f"{SHARED} {ALL_ON} --checkpoint-activations --dropout 0.1",
-        f"{GROWING} {ALL_ON}",
-        "--pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 --optimizer adamw",
-        f"{SHARED} --model bert --nsp",
+        (PARTING, (-1, 0, 1)),
+        (GROWING, (0,)),
+        (f"--pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 --optimizer adamw {SAVED}", (-1, 0)),
+        (f"--pseudo --pseudo-group 2 --pseudo-until 0.5 --model bert --nsp {SAVED}", (0,)),
     ],
+    ids=["shared", "growing", "doubling", "bert"],
 )
-def test_resume_before_at_and_after_the_switch_is_exact(run, tmp_path, flags):
-    flags = f"{flags} --keep 20 --checkpoint-every 256 --eval-every 0 --tokens 2560"
-    whole = run(flags, out="whole")
-    assert owners_seen(whole)[-1] == (0, 1, 2, 3)
-    switch = [line["step"] for line in whole if line["event"] == "stage"][-1]
-    files = sorted((tmp_path / "whole").glob("step-*.pt"))
-    steps = [int(file.stem[5:]) for file in files]
-    assert {switch} <= {*steps}, "a checkpoint stands right at the switch"
-    for last in (steps[steps.index(switch) - 1], switch, steps[steps.index(switch) + 1]):
-        folder = tmp_path / f"from-{last}"
-        folder.mkdir()
-        for name in ("config.json", "log.jsonl"):
-            (folder / name).write_bytes((tmp_path / "whole" / name).read_bytes())
-        name = f"step-{last:08d}.pt"
-        (folder / name).write_bytes((tmp_path / "whole" / name).read_bytes())
-        assert train.main(["--resume", "--out", str(folder)]) == 0
-        assert metrics(read_log(folder)) == metrics(whole)
+def test_resume_before_at_and_after_the_switch_is_exact(folder_of, tmp_path, flags, places):
+    whole = folder_of(flags)
+    switch, owners = stages_of(whole)[-1]
+    assert owners == (0, 1, 2, 3)
+    files = sorted(file.name for file in whole.glob("step-*.pt"))
+    at = files.index(f"step-{switch:08d}.pt")  # a checkpoint stands right at the switch
+    for place in places:
+        again = resumed(whole, files[at + place], tmp_path / f"from{place}")
+        assert metrics(read_log(again)) == metrics(read_log(whole))
 
 
-def test_the_curve_goes_on_where_layers_get_their_own_weights(run):
-    """The first loss of the real model is that of the shadow: nothing jumps."""
-    steps = [line for line in run(f"{SHARED} --tokens 20000") if line["event"] == "train"]
-    at = next(i for i, line in enumerate(steps) if line["consumed_tokens"] >= 10000)
-    jumps = [abs(b["loss"] - a["loss"]) for a, b in pairwise(steps)]
-    assert jumps[at] <= max(jumps[at - 10 : at])
+def test_the_curve_goes_on_where_layers_get_their_own_weights(folder_of):
+    """The first loss of the real model is, to the bit, that of a shadow that goes on."""
+    real, shadow = folder_of(PARTING), folder_of(f"{SHARED} --pseudo-until 0.75")
+    ((switch, _),) = stages_of(real)
+    losses, wanted = ([step["loss"] for step in steps_of(run)] for run in (real, shadow))
+    assert losses[: switch + 1] == wanted[: switch + 1] and losses[switch + 1] != wanted[switch + 1]
 
 
-def test_what_the_log_says_of_memory(run, capsys):
-    lines = run(SHARED)
+def test_what_the_log_says_of_memory(folder_of):
+    lines = read_log(folder_of(PARTING))
     (stage_line,) = [line for line in lines if line["event"] == "stage"]
     before, now = stage_line["bytes_before"], stage_line["bytes"]
     block = 4 * (12 * 32 * 32 + 13 * 32)
     assert now["weights"] - before["weights"] == 2 * block
     assert before == lines[0]["bytes"] and before["gradients"] == before["weights"]
-    out = capsys.readouterr().out
-    assert "layers use the weights of 0 1 2 3" in out and "memory: weights" in out
 
 
-def test_optimizers_hold_what_they_say(store_dir):
+def test_optimizers_hold_what_they_say():
     model = model_of(stage(4, 4, 2))
     for kind in ("adamw", "muon"):
         optimizers = optimizers_of(model, kind)
         a_step(model, optimizers, stage(4, 4, 2), 0)
         state = optimizers.state_dict()["state"].values()
-        held = sum(t.nbytes for kept in state for what, t in kept.items() if what != "step")
+        held = sum(t.nbytes for kept in state for name, t in kept.items() if name != "step")
         assert held == optimizers.memory()["optimizer"]
 
 
-def test_growing_consumes_the_clock_by_the_layers_that_run(run):
-    """Half of the layers, half of the tokens: the budget is reached by as much work as without."""
-    steps = [line for line in run(GROWING) if line["event"] == "train"]
-    consumed = [b["consumed_tokens"] - a["consumed_tokens"] for a, b in pairwise(steps)]
-    assert consumed[0] == 128 and consumed[-1] == 256
-    assert steps[-1]["layer_tokens"] == pytest.approx(4 * steps[-1]["consumed_tokens"])
+def test_growing_consumes_the_clock_by_the_layers_that_run(folder_of):
+    """Half of the layers, half of the tokens: the budget is reached by as much work as without.
 
-
-def test_growing_and_dropping_meet(run):
-    """Layers 0 and 3 are there at first; neither drops, whatever is dropped later."""
-    steps = [line for line in run(f"{GROWING} --ltd --ltd-start 16") if line["event"] == "train"]
-    layer_tokens = [b["layer_tokens"] - a["layer_tokens"] for a, b in pairwise(steps)]
-    assert layer_tokens[0] == 8 * 2 * 32 and 8 * (2 * 32 + 2 * 16) in layer_tokens
-
-
-@pytest.mark.parametrize("threshold, ends", [(0.999, True), (-0.999, False)])
-def test_adaptive_ends_after_three_calm_checks(run, threshold, ends):
-    lines = run(f"--pseudo --pseudo-group 2 --pseudo-until adaptive:{threshold}")
-    assert owners_seen(lines) == ([(0, 1, 2, 3)] if ends else [])
-    if ends:
-        (line,) = [line for line in lines if line["event"] == "stage"]
-        assert line["step"] == pseudo.CALM
-
-
-def test_adaptive_goes_on_where_it_was(run, tmp_path):
-    flags = (
-        "--pseudo --pseudo-group 2 --pseudo-until adaptive:0.999 --keep 20 --checkpoint-every 256"
+    Layers 0 and 3 are there at first; neither drops, whatever is dropped later.
+    """
+    steps = steps_of(folder_of(GROWING))
+    consumed, worked = (
+        [after[name] - before[name] for before, after in pairwise(steps)]
+        for name in ("consumed_tokens", "layer_tokens")
     )
-    whole = run(flags, out="whole")
-    for file in sorted((tmp_path / "whole").glob("step-*.pt"))[2:]:
-        file.unlink()  # two checks of three were made
-    (tmp_path / "whole/best.pt").unlink(missing_ok=True)
-    assert train.main(["--resume", "--out", "whole"]) == 0
-    assert metrics(read_log(tmp_path / "whole")) == metrics(whole)
+    assert consumed[0] == 128 and consumed[-1] == 256
+    assert worked[0] == 8 * 2 * 32 and 8 * (2 * 32 + 2 * 16) in worked
+    assert steps[-1]["layer_tokens"] == 4 * steps[-1]["consumed_tokens"]
 
 
-def test_adaptive_does_not_depend_on_micro_batches(run):
-    flags = "--pseudo --pseudo-group 2 --pseudo-until adaptive:0.6 --lr 1e-3"
-    whole, parts = run(flags, out="whole"), run(f"{flags} --micro-batch-size 2", out="parts")
-    assert owners_seen(whole) == owners_seen(parts)
-    assert losses(parts) == pytest.approx(losses(whole), abs=1e-4)
+def test_adaptive_ends_after_three_calm_checks_also_when_resumed(folder_of, tmp_path):
+    whole = folder_of(f"{ADAPTIVE}:0.999 {SAVED}")
+    assert stages_of(whole) == [(pseudo.CALM, (0, 1, 2, 3))]
+    two_checks_made = sorted(file.name for file in whole.glob("step-*.pt"))[1]
+    again = resumed(whole, two_checks_made, tmp_path / "again")
+    assert metrics(read_log(again)) == metrics(read_log(whole))
 
 
-def test_a_shadow_is_evaluated_and_sampled_like_any_run(run, tmp_path, capsys):
-    import evaluate
-    import sample
+def test_adaptive_does_not_depend_on_micro_batches(folder_of):
+    whole, parts = (folder_of(f"{ADAPTIVE}:0.6 {more}") for more in ("", "--micro-batch-size 2"))
+    assert stages_of(whole) == stages_of(parts)
+    losses, wanted = ([step["loss"] for step in steps_of(run)] for run in (parts, whole))
+    assert losses == pytest.approx(wanted, abs=1e-4)
+    assert stages_of(folder_of(f"{ADAPTIVE}:-0.999")) == []
 
-    for flags in (SHARED, GROWING):
-        out = flags.split()[1][9:]
-        run(f"{flags} --keep 20", out=out)
-        first = sorted((tmp_path / out).glob("step-*.pt"))[0]
-        for path in (str(first), "last"):
-            evaluate.main([out, "--checkpoint", path, "--device", "cpu"])
-            sample.main([out, "--checkpoint", path, "--tokens", "5"])
+
+@pytest.mark.parametrize("flags", [PARTING, GROWING])
+def test_a_shadow_is_evaluated_and_sampled_like_any_run(folder_of, flags, capsys, monkeypatch):
+    monkeypatch.setattr(sample, "write", write_sample)
+    run = folder_of(flags)
+    shadow = str(min(run.glob("step-*.pt")))
+    evaluate.main([str(run), "--checkpoint", shadow, "--device", "cpu", "--tokens", "500"])
     assert "bits per byte" in capsys.readouterr().out
+    sample.main([str(run), "--checkpoint", shadow, "--tokens", "5"])
 
 
-def test_a_checkpoint_of_another_kind_of_run_is_refused(run, tmp_path):
-    for mine, other, was in (("plain", "shared", "with"), ("shared", "plain", "without")):
-        if not (tmp_path / "plain").exists():
-            run(out="plain")
-            run(SHARED, out="shared")
-        folder = tmp_path / f"mixed-{mine}"
-        folder.mkdir()
+def test_a_checkpoint_of_another_kind_of_run_is_refused(folder_of, tmp_path):
+    runs = {"with": folder_of(PARTING), "without": folder_of(ALL_ON)}
+    for was, other in (("with", "without"), ("without", "with")):
+        mixed = tmp_path / was
+        mixed.mkdir()
+        shutil.copy(min(runs[was].glob("step-*.pt")), mixed)
         for name in ("config.json", "log.jsonl"):
-            (folder / name).write_bytes((tmp_path / mine / name).read_bytes())
-        for file in (tmp_path / other).glob("step-*.pt"):
-            (folder / file.name).write_bytes(file.read_bytes())
+            shutil.copy(runs[other] / name, mixed)
         with pytest.raises(ValueError, match=f"is of a run {was} --pseudo"):
-            train.main(["--resume", "--out", str(folder)])
-    with pytest.raises(ValueError, match="--pseudo differs from --no-pseudo, with which the run"):
-        train.main(["--resume", "--out", str(tmp_path / "plain"), "--pseudo"])
+            train.main(["--resume", "--out", str(mixed)])
+    with pytest.raises(ValueError, match="--pseudo differs from --no-pseudo"):
+        train.main(["--resume", "--out", str(runs["without"]), "--pseudo"])

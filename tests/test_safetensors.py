@@ -25,16 +25,12 @@ EXAMPLE = (
     + b"\x00\x00\x80\x3f\x00\x00\x00\xc0"  # 1.0, -2.0
     + b"\x01\x02\x03"
 )
+TENSORS = {"a": torch.tensor([[1], [2], [3]], dtype=torch.uint8), "b": torch.tensor([1.0, -2.0])}
 
 
-def tensors() -> dict[str, torch.Tensor]:
-    return {"a": torch.tensor([[1], [2], [3]], dtype=torch.uint8), "b": torch.tensor([1.0, -2.0])}
-
-
-def written(tensors, metadata=None) -> bytes:
+def written(tensors) -> bytes:
     out = io.BytesIO()
-    names = list(safetensors.save(out, tensors, metadata or {"format": "pt"}))
-    assert sorted(names) == sorted(tensors)
+    safetensors.save(out, tensors, {"format": "pt"})
     return out.getvalue()
 
 
@@ -44,22 +40,17 @@ def file_of(header: object, data: bytes = b"") -> bytes:
 
 
 def entry(dtype="F32", shape=(2,), offsets=(0, 8)) -> dict:
-    return {"dtype": dtype, "shape": list(shape), "data_offsets": list(offsets)}
+    return {"dtype": dtype, "shape": shape, "data_offsets": offsets}
 
 
 def of_every_dtype() -> dict[str, torch.Tensor]:
     random = torch.Generator().manual_seed(0)
-    drawn = {}
+    drawn = {"none": torch.empty(0, 4), "one": torch.tensor(3.5), '"é"': torch.tensor([1.0])}
     for name, dtype in safetensors.DTYPES.items():
         small = torch.randint(0, 2, (3, 5), generator=random)
         wide = torch.randn(3, 5, generator=random)
         drawn[f"of {name}"] = (wide if dtype.is_floating_point else small).to(dtype)
-    return drawn | {
-        "none": torch.empty(0, 4),
-        "one": torch.tensor(3.5),
-        "turned": torch.randn(4, 3, generator=random).T,
-        'quoted "é" name': torch.tensor([1.0]),
-    }
+    return drawn
 
 
 def assert_same(found, wanted):
@@ -68,40 +59,31 @@ def assert_same(found, wanted):
         assert found[name].dtype == tensor.dtype and found[name].equal(tensor), name
 
 
-def test_the_worked_example(tmp_path):
-    assert len(HEADER) == 140 and written(tensors()) == EXAMPLE
+def test_the_worked_example_is_mapped_and_its_file_never_written(tmp_path):
+    assert len(HEADER) == 140 and written(TENSORS) == EXAMPLE
     path = tmp_path / "example.safetensors"
     path.write_bytes(EXAMPLE)
-    assert_same(safetensors.load(path), tensors())
+    found = safetensors.load(path)
+    assert_same(found, TENSORS)
+    found["b"].fill_(5)
+    assert path.read_bytes() == EXAMPLE and found["b"].tolist() == [5, 5]
 
 
-def test_every_dtype_comes_back(tmp_path):
+def test_every_dtype_comes_back_and_so_does_what_is_turned_or_not_aligned(tmp_path):
     path = tmp_path / "all.safetensors"
-    path.write_bytes(written(of_every_dtype()))
-    assert_same(safetensors.load(path), of_every_dtype())
-
-
-def test_a_tensor_that_is_not_aligned_is_read_all_the_same(tmp_path):
-    path = tmp_path / "odd.safetensors"
+    wanted = of_every_dtype() | {"turned": torch.randn(4, 3).T}
+    path.write_bytes(written(wanted))
+    assert_same(safetensors.load(path), wanted)
     header = {"a": entry("U8", (1,), (0, 1)), "b": entry("F32", (2,), (1, 9))}
     path.write_bytes(file_of(header, b"\x07" + EXAMPLE[152:160]))
     found = safetensors.load(path)
     assert found["b"].tolist() == [1.0, -2.0] and found["a"].item() == 7
 
 
-def test_tensors_are_mapped_and_the_file_is_never_written(tmp_path):
-    path = tmp_path / "example.safetensors"
-    path.write_bytes(EXAMPLE)
-    found = safetensors.load(path)["b"]
-    found.fill_(5)
-    assert path.read_bytes() == EXAMPLE and found.tolist() == [5, 5]
-
-
-@pytest.mark.parametrize("dtype", [torch.complex64, torch.float8_e4m3fn])
-def test_what_the_format_does_not_have_is_not_begun(dtype):
+def test_what_the_format_does_not_have_is_not_begun():
     out = io.BytesIO()
-    with pytest.raises(ValueError, match=r"a of torch\..* cannot be in a safetensors file"):
-        list(safetensors.save(out, {"a": torch.zeros(2).to(dtype)}, {}))
+    with pytest.raises(ValueError, match=r"a of torch\.complex64"):
+        safetensors.save(out, {"a": torch.zeros(2, dtype=torch.complex64)}, {})
     assert out.getvalue() == b""
 
 
@@ -118,73 +100,72 @@ def two(begin: int, stop: int, data_bytes: int) -> bytes:
     return file_of({"a": entry(), "b": entry(offsets=(begin, stop))}, bytes(data_bytes))
 
 
-@pytest.mark.parametrize(
-    ("content", "problem"),
-    [
-        (b"", "has 0 bytes"),
-        (b"\x02\x00\x00\x00", "has 4 bytes, fewer than the 8"),
-        (struct.pack("<Q", 999) + b"{}", "header has 999 bytes: there are 2"),
-        (b"\xff" * 8 + b"{}", "header has 18,446,744,073,709,551,615 bytes"),
-        (file_of(b"{'a': 1}"), "a header that is not JSON"),
-        (file_of(b'{"\xff": 1}'), "a header that is not JSON"),
-        (file_of([1]), "a header that is not a dict"),
-        (file_of(b"[" * 100_000), "not JSON with each name once"),
-        (file_of(b'{"a": ' + b"9" * 9999 + b"}"), "not JSON with each name once"),
-        (file_of(TWICE, ZEROS), "a name is there twice"),
-        (file_of({"__metadata__": {"a": 1}}), "not a dict of strings"),
-        (file_of({"a": 3}), "'a' needs dtype, shape and data_offsets"),
-        (file_of({"a": entry() | {"b": 1}}, ZEROS), "and nothing else"),
-        (one(dtype="F8_E4M3", shape=(8,)), "dtype 'F8_E4M3': readable"),
-        (one(dtype=["F32"]), "has dtype ['F32']"),
-        (one(shape=(-2,)), "not a list of counts"),
-        (one(shape=(2.0,)), "not a list of counts"),
-        (one(shape=(True, 2)), "not a list of counts"),
-        (one(offsets="08"), "not a list of counts"),
-        (one(shape=[1] * 65), "not a list of counts"),
-        (one(b"", shape=[0, 2**47, 2**47], offsets=(0, 0)), "a shape that no memory holds"),
-        (one(bytes(4), offsets=(0, 4)), "are not the bytes that F32"),
-        (one(bytes(12), offsets=(0, 12)), "are not the bytes"),
-        (one(offsets=(8, 0)), "are not the bytes"),
-        (one(offsets=(0, 8, 8)), "are not the bytes"),
-        (one(bytes(7)), "has 7 bytes of data, and its tensors have 8"),
-        (one(bytes(9)), "has 9 bytes of data, and its tensors have 8"),
-        (two(9, 17, 17), "'b' begins at byte 9 of the data, and 8 is next"),
-        (two(4, 12, 12), "'b' begins at byte 4 of the data, and 8 is next"),
-        (two(0, 8, 8), "'b' begins at byte 0"),
-        (file_of({"a\n" * 99: 3}), "needs dtype"),
-    ],
-)
-def test_a_header_is_not_believed(tmp_path, content, problem):
+HOSTILE = [
+    (b"", "has 0 bytes"),
+    (b"\x02\x00\x00\x00", "has 4 bytes"),
+    (struct.pack("<Q", 999) + b"{}", "header has 999 bytes"),
+    (b"\xff" * 8 + b"{}", "header has 18,446,744,073,709,551,615 bytes"),
+    (file_of(b"{'a': 1}"), "JSON"),
+    (file_of(b'{"\xff": 1}'), "JSON"),
+    (file_of([1]), "a header that is not a dict"),
+    (file_of(b"[" * 100_000), "JSON"),
+    (file_of(b'{"a": ' + b"9" * 9999 + b"}"), "JSON"),
+    (file_of(TWICE, ZEROS), "twice"),
+    (file_of({"__metadata__": {"a": 1}}), "dict of strings"),
+    (file_of({"a": 3}), "'a' needs dtype, shape and data_offsets"),
+    (file_of({"a\n" * 99: 3}), "needs dtype"),
+    (file_of({"a": entry() | {"b": 1}}, ZEROS), "nothing else"),
+    (one(dtype="F8_E4M3", shape=(8,)), "dtype 'F8_E4M3'"),
+    (one(dtype=["F32"]), "dtype ['F32']"),
+    (one(shape=(-2,)), "list of counts"),
+    (one(shape=(2.0,)), "list of counts"),
+    (one(shape=(True, 2)), "list of counts"),
+    (one(offsets="08"), "list of counts"),
+    (one(shape=[1] * 65), "list of counts"),
+    (one(b"", shape=[0, 2**47, 2**47], offsets=(0, 0)), "no memory holds"),
+    (one(bytes(4), offsets=(0, 4)), "not the bytes that F32"),
+    (one(bytes(12), offsets=(0, 12)), "not the bytes"),
+    (one(offsets=(8, 0)), "not the bytes"),
+    (one(offsets=(0, 8, 8)), "not the bytes"),
+    (one(bytes(7)), "has 7 bytes of data"),
+    (one(bytes(9)), "has 9 bytes of data"),
+    (two(9, 17, 17), "'b' begins at byte 9"),
+    (two(4, 12, 12), "'b' begins at byte 4"),
+    (two(0, 8, 8), "'b' begins at byte 0"),
+]
+
+
+def test_a_header_is_not_believed(tmp_path):
     path = tmp_path / "bad.safetensors"
-    path.write_bytes(content)
-    with pytest.raises(ValueError) as refusal:
-        safetensors.load(path)
-    message = str(refusal.value)
-    assert problem in message and "\n" not in message and len(message) < 300
+    for content, problem in HOSTILE:
+        path.write_bytes(content)
+        with pytest.raises(ValueError) as refusal:
+            safetensors.load(path)
+        message = str(refusal.value)
+        assert problem in message and "\n" not in message and len(message) < 300, problem
     # The control: with nothing wrong the file is read.
     path.write_bytes(file_of({"__metadata__": {"a": "1"}, "a": entry()}, ZEROS))
     assert safetensors.load(path)["a"].tolist() == [0, 0]
 
 
-@pytest.mark.parametrize("byte", [0, 34, 57, 91, 123, 255])
-def test_a_header_with_a_byte_changed_never_ends_in_anything_but_one_line(tmp_path, byte):
+def test_a_header_with_a_byte_changed_never_ends_in_anything_but_one_line(tmp_path):
     path = tmp_path / "changed.safetensors"
-    for at in range(8, 152, 7):
-        path.write_bytes(EXAMPLE[:at] + bytes([byte]) + EXAMPLE[at + 1 :])
-        try:
-            loaded = safetensors.load(path)
-        except ValueError as error:
-            assert "\n" not in str(error)
-        else:
-            assert sum(tensor.nbytes for tensor in loaded.values()) == 11
+    for byte in (0, 34, 57, 91, 123, 255):
+        for at in range(8, 152, 13):
+            path.write_bytes(EXAMPLE[:at] + bytes([byte]) + EXAMPLE[at + 1 :])
+            try:
+                loaded = safetensors.load(path)
+            except ValueError as error:
+                assert "\n" not in str(error)
+            else:
+                assert sum(tensor.nbytes for tensor in loaded.values()) == 11
 
 
 def test_the_formats_own_library_writes_and_reads_the_same_bytes(tmp_path):
     library = pytest.importorskip("safetensors.torch")
     theirs, ours = tmp_path / "theirs.safetensors", tmp_path / "ours.safetensors"
-    drawn = {name: tensor.contiguous() for name, tensor in of_every_dtype().items()}
-    library.save_file(drawn, theirs, metadata={"format": "pt"})
-    ours.write_bytes(written(drawn))
+    library.save_file(of_every_dtype(), theirs, metadata={"format": "pt"})
+    ours.write_bytes(written(of_every_dtype()))
     assert ours.read_bytes() == theirs.read_bytes()
-    assert_same(safetensors.load(theirs), drawn)
-    assert_same(library.load_file(ours), drawn)
+    assert_same(safetensors.load(theirs), of_every_dtype())
+    assert_same(library.load_file(ours), of_every_dtype())

@@ -12,7 +12,7 @@ from small_stores import TOY
 
 from support.base import atomic
 from support.rows import samples as samples_module
-from support.rows.samples import Samples, cut, spans_of_documents, with_context
+from support.rows.samples import Samples, cut, spans_of_documents
 from support.text.store import Store
 
 
@@ -106,25 +106,3 @@ def test_a_table_that_cannot_be_written_is_held_in_memory_or_leaves_nothing(larg
     with pytest.raises(ValueError, match=rf"{large.path}/train-30-\w+\.spans: .*No space left"):
         Samples(large, "pieces", 30)
     assert len(list(large.path.iterdir())) == 3
-
-
-def test_context_before_a_piece_worked_example():
-    pieces, seen = with_context(np.array([[0, 6], [6, 10]]), np.array([0, 10]), 6, 3)
-    assert pieces.tolist() == [[0, 6], [3, 9], [4, 10]] and seen.tolist() == [0, 3, 5]
-
-
-@settings(max_examples=50)
-@given(sizes_of_documents, st.integers(1, 16), st.integers(1, 16))
-def test_every_token_is_a_target_once_and_sees_what_a_row_holds(sizes, seq_len, stride):
-    stride = min(stride, seq_len)
-    offsets = np.cumsum([0, *sizes])
-    spans = cut(np.stack((offsets[:-1], offsets[1:]), axis=1), seq_len)
-    targets = []
-    pieces, seen = with_context(spans, offsets, seq_len, stride)
-    for (start, stop), context in zip(pieces.tolist(), seen.tolist(), strict=True):
-        begins = max(offset for offset in offsets.tolist() if offset <= start)
-        assert stop <= min(offset for offset in offsets.tolist() if offset > start), "one document"
-        assert stop - start <= seq_len
-        assert start == begins or stop - start == seq_len, "as much context as fits"
-        targets += range(start + context, stop)
-    assert targets == list(range(offsets[-1]))

@@ -1,5 +1,9 @@
-"""A technique can be deleted: its module, its line in `Config`, its tests; the rest goes on."""
+"""A technique can be added as docs/extending.md says, and deleted; tried on copies of the project.
 
+To delete one means: its module, its line in `Config`, its tests.
+"""
+
+import json
 import re
 import shutil
 import subprocess
@@ -7,15 +11,38 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import SMALL
+from conftest import ROOT, SMALL
 
-ROOT = Path(__file__).resolve().parents[1]
+PAGE = (ROOT / "docs" / "extending.md").read_text()
 
 
-def without(technique: str, copy: Path) -> Path:
-    """A copy of the repository in which a technique's module, line and tests are deleted."""
-    ignored = shutil.ignore_patterns(".*", "__pycache__", "results", "runs", "*.egg-info")
-    shutil.copytree(ROOT, copy, ignore=ignored)
+def copied(to: Path) -> Path:
+    """A copy of what a run and its tests need."""
+    skip = shutil.ignore_patterns(".*", "__pycache__", "results", "runs", "*.egg-info", "bench")
+    return Path(shutil.copytree(ROOT, to, ignore=skip))
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(file, text) of every block fenced as ```language file."""
+    return re.findall(rf"^```{language} (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def add_example(copy: Path) -> None:
+    if (ROOT / "skip.py").exists():
+        pytest.skip("the example is part of this project already")
+    for file, text in blocks("python"):
+        (copy / file).write_text(text)
+    for file, hunk in blocks("diff"):
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if not line.startswith("+"))
+        text = (copy / file).read_text()
+        assert text.count(before) == 1, f"{file} does not hold once:\n{before}"
+        (copy / file).write_text(text.replace(before, "".join(line[1:] for line in lines)))
+
+
+def delete(technique: str, copy: Path) -> None:
+    if not (copy / f"{technique}.py").exists():
+        pytest.skip(f"{technique} is deleted already")
     (copy / f"{technique}.py").unlink()
     (copy / "tests" / f"test_{technique}.py").unlink()
     config = (copy / "config.py").read_text()
@@ -25,33 +52,110 @@ def without(technique: str, copy: Path) -> Path:
         config, count = re.subn(pattern, "", config, flags=re.MULTILINE)
         assert count, pattern
     (copy / "config.py").write_text(config)
-    return copy
 
 
+def succeeds(copy: Path, *command: str) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pytest_passes(copy: Path, *arguments: str) -> str:
+    options = ("-q", "-rp", "-o", "addopts=", "-p", "no:cacheprovider")
+    return succeeds(copy, "-m", "pytest", *options, *arguments)
+
+
+TEST_OF_THE_REST = """
+import pytest
+
+import evaluate
+import sample
+import train
+from support.base.runtime import exit_cleanly
+
+
+def test_without_{technique}_the_rest_trains_samples_and_evaluates(run, capsys):
+    run("--tokens 1024 {flags}")
+    sample.main(["run", "--tokens", "3"])
+    evaluate.main(["run", "--device", "cpu", "--tokens", "500"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    helped = capsys.readouterr().out
+    assert "--{technique}" not in helped
+    if "--skip" in helped:
+        with pytest.raises(SystemExit) as ended:
+            exit_cleanly(lambda: train.main(["--skip", "1.5"]))
+        assert ended.value.code == 2 and "error: --skip 1.5" in capsys.readouterr().err
+"""
+
+
+def test_a_technique_is_added_and_another_one_deleted(tmp_path):
+    """One copy for both: the example of the page goes in, Pseudo-to-Real goes out."""
+    copy = copied(tmp_path / "copy")
+    add_example(copy)
+    delete("pseudo", copy)
+    flags = "--ltd --pack --curriculum seqlen --skip 0.2"
+    rest = TEST_OF_THE_REST.format(technique="pseudo", flags=flags)
+    (copy / "tests/test_rest.py").write_text(rest)
+    said = pytest_passes(copy, "tests/test_rest.py", "tests/test_skip.py", "tests/test_clock.py")
+    assert said.count("PASSED tests/test_skip.py") == 3
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("technique", "flags"),
     [
         ("pseudo", "--ltd --pack --curriculum seqlen"),
-        pytest.param("ltd", "--pack --pseudo --offload", marks=pytest.mark.slow),
-        pytest.param("offload", "--ltd --pack --pseudo", marks=pytest.mark.slow),
-        pytest.param("curriculum", "--ltd --pack --pseudo", marks=pytest.mark.slow),
+        ("ltd", "--pack --pseudo --offload"),
+        ("offload", "--ltd --pack --pseudo"),
+        ("curriculum", "--ltd --pack --pseudo"),
     ],
 )
-def test_without_a_technique_the_rest_trains_samples_and_passes_its_tests(
-    technique, flags, tmp_path, store_dir
-):
-    copy = without(technique, tmp_path / "copy")
+def test_without_a_technique_the_tests_of_the_rest_pass(technique, flags, tmp_path):
+    copy = copied(tmp_path / "copy")
+    delete(technique, copy)
+    rest = TEST_OF_THE_REST.format(technique=technique, flags=flags)
+    (copy / "tests/test_rest.py").write_text(rest)
+    files = ("test_rest", "test_model", "test_data")
+    pytest_passes(copy, *(f"tests/{file}.py" for file in files))
 
-    def succeeds(*command: str) -> str:
-        done = subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, text=True)
-        assert done.returncode == 0, done.stdout + done.stderr
-        return done.stdout
 
-    train = ["train.py", *SMALL.split(), "--data", str(store_dir), "--tokens", "1024"]
-    succeeds(*train, "--out", "plain")
-    succeeds(*train, *flags.split(), "--out", "run")
-    assert f"--{technique}" not in succeeds("train.py", "--help")
-    succeeds("sample.py", "run", "--tokens", "3")
-    succeeds("evaluate.py", "run", "--device", "cpu", "--tokens", "500")
-    tests = ["tests/test_model.py", "tests/test_data.py", "tests/test_checkpoint.py"]
-    succeeds("-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", *tests[:2])
+@pytest.mark.structure
+def test_the_checks_pass_with_the_example(tmp_path):
+    copy = copied(tmp_path / "copy")
+    shutil.copytree(ROOT / "bench", copy / "bench")
+    add_example(copy)
+    pytest_passes(copy, "tests/test_budget.py", "tests/test_architecture.py")
+    files = {file for file, _ in [*blocks("python"), *blocks("diff")]}
+    assert files == {"skip.py", "config.py", "tests/test_skip.py"}
+    succeeds(copy, "-m", "ruff", "check", *files)
+    succeeds(copy, "-m", "ruff", "format", "--check", *files)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_example_trains_on_two_ranks_as_on_one(store_dir, tmp_path):
+    copy = copied(tmp_path / "copy")
+    add_example(copy)
+    small = SMALL.replace("--tokens 4096", "--tokens 400 --lr 1e-3")
+    flags = f"{small} --data {store_dir} --skip 0.6 --ltd --ltd-start 16 --pack".split()
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+
+    def steps(out: str) -> list[dict]:
+        lines = [json.loads(line) for line in (copy / out / "log.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["event"] == "train"]
+
+    said = succeeds(copy, "train.py", *flags, "--out", "one")
+    succeeds(copy, *torchrun, "train.py", *flags, "--out", "two")
+    assert len(steps("one")) >= 3
+    for a, b in zip(steps("one"), steps("two"), strict=True):
+        assert abs(a["loss"] - b["loss"]) < 1e-5
+        assert a["layer_tokens"] == b["layer_tokens"]
+    assert any(step["kept_tokens"] == 0 for step in steps("one")), "a layer was skipped"
+    assert re.search(r"saved: \d+\.\d% of layer-tokens", said)
+    # without skips_layers, as the page has it, DDP waits for gradients that never come
+    config = copy / "config.py"
+    config.write_text(config.read_text().replace("        skips_layers=True,\n", ""))
+    with pytest.raises(AssertionError, match="Expected to have finished reduction"):
+        succeeds(copy, *torchrun, "train.py", *flags, "--out", "waiting")

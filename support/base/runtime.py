@@ -12,7 +12,7 @@ import re
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
@@ -180,6 +180,15 @@ def one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
         return f"{error.filename}: {error.strerror}"
     return " ".join(str(error).split())
+
+
+@contextmanager
+def without_prefix(prefix: str) -> Iterator[None]:
+    """In a technique's own command, refusals name its flags: --start for --ltd-start."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(str(error).replace(prefix, "--")) from None
 
 
 def exit_cleanly(main: Callable[[], int | None]) -> None:

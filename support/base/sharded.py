@@ -59,12 +59,10 @@ def shard(model: nn.Module, runtime: Runtime, offloaded: Collection[int] = ()) -
         raise ValueError(f"--fsdp needs --device cpu or cuda, not {kind}: leave out --fsdp")
     mesh = init_device_mesh(kind, (runtime.world_size,))
     in_host = CPUOffloadPolicy(pin_memory=kind == "cuda")
-    layers_of: dict[nn.Module, list[int]] = {}
-    for layer, block in enumerate(model.h):
-        layers_of.setdefault(block, []).append(layer)
-    for block, layers in layers_of.items():
+    for block in dict.fromkeys(model.h):
+        layers = {layer for layer, other in enumerate(model.h) if other is block}
         if next(block.parameters(), None) is not None:
-            policy = in_host if set(layers) <= set(offloaded) else OffloadPolicy()
+            policy = in_host if layers <= set(offloaded) else OffloadPolicy()
             fully_shard(block, mesh=mesh, mp_policy=precision(runtime), offload_policy=policy)
     fully_shard(model, mesh=mesh)
     model.offloaded = frozenset(offloaded)
@@ -218,7 +216,7 @@ def sum_of_bits(tensor: Tensor) -> Tensor:
 
 
 def refuse_step(runtime: Runtime, step: int, quantity: str, value: float) -> NoReturn:
-    """Stop every rank before the weights move; name the step and the ranks with a bad value."""
+    """Stop every rank before an update; name the step and the ranks with a bad value."""
     values = runtime.gather(value)
     ranks = [str(rank) for rank, seen in enumerate(values) if not math.isfinite(seen)]
     raise ValueError(

@@ -130,6 +130,13 @@ class Edit:
         return ""
 
 
+def refuse(refusals: list[Refusal]) -> None:
+    """Raise ValueError with the first message that applies."""
+    for refused, message in refusals:
+        if refused:
+            raise ValueError(message)
+
+
 # ---- the registry
 
 

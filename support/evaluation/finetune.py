@@ -27,6 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from itertools import compress
+from operator import not_
 from pathlib import Path
 from typing import NamedTuple
 
@@ -40,14 +41,13 @@ from tqdm import tqdm
 from model import Transformer
 from support.base.rng import seed_of, shuffled
 from support.base.runtime import Runtime
-from support.evaluation.scoring import Laid, store_in_memory, sums_by_item
+from support.evaluation.scoring import Laid, Texts, store_in_memory, sums_by_item
 from support.rows.batch import Batch
 from support.rows.bert import Pairs
 from support.rows.samples import SPECIAL_TOKENS
 from support.step.optim import OptimConfig, Optimizers, lr_at
-from support.text.holdout import is_held_out
-from support.text.reading import Document, read_objects
-from support.text.store import Store
+from support.text.corpus import Document, is_held_out
+from support.text.reading import read_objects
 
 FIELDS = (
     ("text_a", "text_b"),
@@ -96,10 +96,10 @@ def read_examples(file: str | Path, dev_file: str | Path | None = None) -> Examp
     if dev_file is not None:
         dev = list(examples_of(dev_file))
     else:
-        texts = [Document(None, "\n".join(example.texts)) for example in train]
-        out = [is_held_out(text, DEV) for text in texts]
+        texts = ["\n".join(example.texts) for example in train]
+        out = [is_held_out(Document(None, text), DEV) for text in texts]
         dev = [*compress(train, out)]
-        train = [example for example, is_out in zip(train, out, strict=True) if not is_out]
+        train = [*compress(train, map(not_, out))]
         if not train or not dev:
             raise ValueError(f"{file}: has too few examples to hold some out: name a --dev file")
     labels = sorted({example.label for example in train})
@@ -107,8 +107,7 @@ def read_examples(file: str | Path, dev_file: str | Path | None = None) -> Examp
         raise ValueError(f"{file}: all examples to train on have label {labels[0]}: add others")
     for where, texts, label in dev:
         if label not in labels:
-            known = ", ".join(labels[:8])
-            raise ValueError(f"{where}: label {label} is not among training's: {known}")
+            raise ValueError(f"{where}: label {label} is not one of training's: {labels[:8]}")
         if len(texts) != len(train[0].texts):
             raise ValueError(f"{where}: pairs and single texts do not mix: choose one of them")
     return Examples(train, dev, labels, held_out=dev_file is None)
@@ -119,12 +118,10 @@ def examples_of(file: str | Path) -> Iterator[Example]:
     for where, line in read_objects(file):
         names = names or next((names for names in FIELDS if set(names) <= set(line)), ())
         if not names:
-            known = "; ".join(", ".join(names) for names in FIELDS)
-            raise ValueError(f"{where}: has no text: it needs one of these: {known}")
+            raise ValueError(f"{where}: has no text: name fields as support/evaluation/finetune.py")
         texts = tuple(line.get(name) for name in names)
         if not all(isinstance(text, str) for text in texts):
-            wanted = " and ".join(names)
-            raise ValueError(f"{where}: needs text in quotes as {wanted}, as the first line has it")
+            raise ValueError(f"{where}: needs text in quotes as {' and '.join(names)}")
         if not isinstance(line.get("label"), str | int):
             raise ValueError(f"{where}: label is missing, or neither text nor a whole number")
         yield Example(where, texts, str(line["label"]))
@@ -136,12 +133,9 @@ def examples_of(file: str | Path) -> Iterator[Example]:
 
 
 class Encoded(NamedTuple):
-    """Examples as documents of a store in memory."""
+    """Examples as tokens; a GPT's end with end-of-text."""
 
-    store: Store
-    spans: np.ndarray  # (n, 2) the tokens read from each; a GPT's end with end-of-text
-    pairs: Pairs | None  # where the parts of a BERT's pairs begin
-    special_tokens: int  # of each example in a row, besides those
+    texts: Texts
     labels: np.ndarray  # (n,) int64
     cut: int  # how many were longer than a row
 
@@ -159,9 +153,7 @@ def encoded(
     special_tokens = SPECIAL_TOKENS["pairs" if are_pairs else "bert"] if is_bert else 0
     room = seq_len - max(special_tokens, 1) - len(middle)  # a GPT's for end-of-text
     first = encoding.encode_ordinary_batch([example.texts[0] for example in examples])
-    second = [[]] * len(examples)
-    if are_pairs:
-        second = encoding.encode_ordinary_batch([example.texts[1] for example in examples])
+    second = encoding.encode_ordinary_batch([" ".join(e.texts[1:]) for e in examples])
     texts, sizes, cut = [], [], 0
     for a, b in zip(first, second, strict=True):
         of_a, of_b = lengths_within(room, len(a), len(b))
@@ -171,10 +163,12 @@ def encoded(
     store = store_in_memory(examples[0].where.rpartition(":")[0], texts, encoding)
     start = store.offsets[:-1]
     return Encoded(
-        store=store,
-        spans=np.stack((start, store.offsets[1:] - is_bert), axis=1),
-        pairs=Pairs(np.array(sizes), start + sizes) if is_bert and are_pairs else None,
-        special_tokens=special_tokens,
+        texts=Texts(
+            store,
+            spans=np.stack((start, store.offsets[1:] - is_bert), axis=1),
+            pairs=Pairs(np.array(sizes), start + sizes) if is_bert and are_pairs else None,
+            special_tokens=special_tokens,
+        ),
         labels=np.array([labels.index(example.label) for example in examples]),
         cut=cut,
     )
@@ -234,7 +228,7 @@ class Tuning(NamedTuple):
     train: Encoded
     labels: int
     recipe: Recipe
-    lay: Callable[[Encoded, np.ndarray], Laid]  # examples with these numbers, in rows
+    lay: Callable[[Texts, np.ndarray | None], Laid]  # those with these numbers, in rows; None: all
     runtime: Runtime
 
     @property
@@ -251,7 +245,7 @@ class Tuning(NamedTuple):
         runtime, seeds = self.runtime, range(1, self.recipe.seeds + 1)
         own = seeds[runtime.rank :: runtime.world_size]
         hidden = not runtime.is_rank0 or None  # None: shown where there is a terminal
-        laid, of_seed = self.lay(dev, np.arange(len(dev.labels))), {}
+        laid, of_seed = self.lay(dev.texts, None), {}
         with tqdm(total=len(own) * self.steps, unit="step", disable=hidden, leave=False) as bar:
             for seed in own:
                 bar.set_description(f"seed {seed} of {len(seeds)}")
@@ -276,7 +270,7 @@ class Tuning(NamedTuple):
             for epoch in range(recipe.epochs):
                 order = shuffled(epoch * n + np.arange(n), n, seed_of(seed, "order"))
                 for first in range(0, n, recipe.batch):
-                    laid = self.lay(self.train, order[first : first + recipe.batch])
+                    laid = self.lay(self.train.texts, order[first : first + recipe.batch])
                     targets = torch.from_numpy(self.train.labels[laid.item]).to(device)
                     with self.runtime.autocast():
                         scores = classifier(laid.read(laid.rows).to(device)).float()  # (n, labels)
@@ -303,10 +297,9 @@ def rate(step: int, steps: int, peak: float) -> float:
 def answers_of(classifier: Classifier, laid: Laid, runtime: Runtime, at_once: int) -> np.ndarray:
     """(n,) the label with the highest score for each example, found by this rank alone."""
 
-    def measure(own: range) -> np.ndarray:
-        with runtime.autocast():
-            scores = classifier(laid.read(own).to(runtime.device))  # (n, labels)
-        return scores.argmax(1, keepdim=True).cpu().numpy()
+    def measure(batch: Batch) -> tuple[Tensor, Tensor]:
+        scores = classifier(batch.to(runtime.device))  # (n, labels)
+        return asked_at(batch, classifier.model.config.kind).flatten(), scores.argmax(1).cpu()
 
-    alone, shape = replace(runtime, rank=0, world_size=1), (len(laid.item), 1)
-    return sums_by_item(measure, laid, classifier, alone, shape=shape, at_once=at_once)[:, 0]
+    alone = replace(runtime, rank=0, world_size=1)
+    return sums_by_item(measure, laid, classifier, alone, columns=1, at_once=at_once)[:, 0]

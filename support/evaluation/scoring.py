@@ -1,12 +1,12 @@
-"""How an evaluation comes to its numbers: text in rows, sums by document, and what they amount to.
+"""How an evaluation comes to its numbers: pieces of text in rows, sums by item, and results.
 
-    Laid             pieces of text in rows that are read when they are needed
+    Texts            documents in memory, such as questions
+    Laid             pieces of text in rows, which are read when they are needed
     sums_by_item     the one loop over batches: each rank takes its rows, every rank gets all sums
     Documents        nats, targets and bytes by document; Group and HeldOut add them up
-    on_each_store    the same evaluation of every store of a mixture
 
-Which text lies in which row is decided in evaluate.py. Questions and labelled examples come from
-tasks.py and finetune.py beside this file, and go through the same loop.
+Does not read a store, decide which text lies in which row or print: see `Evaluation` and `lay` in
+evaluate.py. Questions and labelled examples (tasks.py, finetune.py) go through the same loop.
 """
 
 import json
@@ -14,29 +14,45 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
 import torch
 from torch import Tensor, nn
 
-from kernels.cross_entropy import IGNORE
-from model import predicted_by_bert
 from support.base.atomic import atomic_write
-from support.base.runtime import Runtime, on_device
+from support.base.runtime import Runtime
 from support.base.sharded import is_sharded
 from support.rows.batch import Batch
-from support.rows.mixture import AnyStore, Mixture
+from support.rows.bert import Pairs
 from support.text.store import Store
 
-if TYPE_CHECKING:
-    from evaluate import Evaluation
-
 Poll = Callable[[int], None]  # called after each batch with how many rows are done
+# Of a batch on the CPU: which of its B T tokens are asked, and columns (n,) of numbers about them;
+# a column that is None counts them.
+Measure = Callable[[Batch], tuple[Tensor | np.ndarray | None, ...]]
 
 
-# ---- the loop over batches
+# ---- text in rows
+
+
+class Texts(NamedTuple):
+    """Documents in memory, and what a model reads of each."""
+
+    store: Store
+    spans: np.ndarray  # (n, 2)
+    seen: np.ndarray | int = 0  # (n,) tokens of them that are context
+    pairs: Pairs | None = None  # where the parts of a BERT's pairs begin
+    special_tokens: int = 0  # of each in a row, besides those
+
+
+def store_in_memory(name: str, texts: Sequence[list[int]], encoding: tiktoken.Encoding) -> Store:
+    """Texts of token ids, each with end-of-text at its end, as documents that are all held out."""
+    tokens = np.fromiter((token for text in texts for token in text), np.uint32)
+    offsets = np.cumsum([0, *map(len, texts)])
+    meta = {"end_of_text": encoding.eot_token, "vocab_size": encoding.n_vocab}
+    return Store(Path(name), meta, tokens, offsets, train_documents=0, train_tokens=0)
 
 
 class Laid(NamedTuple):
@@ -44,39 +60,54 @@ class Laid(NamedTuple):
 
     offsets: np.ndarray  # (R + 1,) the pieces of each row, from left to right
     item: np.ndarray  # (n,) what each piece is a part of, such as a document, from 0
-    read: Callable[[range], Batch] | None = None  # the rows with these numbers
+    items: int  # how many there are, also those without a piece
+    read: Callable[[range], Batch]  # the rows with these numbers
 
     @property
     def rows(self) -> range:
         return range(len(self.offsets) - 1)
 
 
+# ---- the loop over batches
+
+
 @torch.no_grad()
 def sums_by_item(
-    measure: Callable[[range], np.ndarray],
+    measure: Measure,
     laid: Laid,
     model: nn.Module,
     runtime: Runtime,
     *,
-    shape: tuple[int, int],
+    columns: int,
     at_once: int,
     poll: Poll = lambda done: None,
 ) -> np.ndarray:
     """(items, columns) float64: the sums of a measure, the same on every rank.
 
-    Args: measure numbers of rows -> (n, columns) of each piece in them, by one pass of the model
-          shape   how many items and columns there are
+    Args: measure runs the model once, under autocast
           at_once rows on each rank
           poll    called equally often on every rank; what it raises ends the evaluation
     """
-    items, columns = shape
     of_piece = np.zeros((len(laid.item), columns))
     with evaluating(model):
         for own in own_rows(model, len(laid.rows), at_once, runtime, poll):
-            of_piece[slice(*laid.offsets[[own.start, own.stop]])] = measure(own)
+            batch, offsets = laid.read(own), laid.offsets[own.start : own.stop + 1]
+            with runtime.autocast():
+                asked, *values = measure(batch)
+            doc_ids = batch.with_documents().doc_ids  # (B, T)
+            piece = (torch.from_numpy(offsets[:-1, None] - offsets[0]) + doc_ids).flatten()[asked]
+            sums = added_up(piece, offsets[-1] - offsets[0], *values)
+            of_piece[offsets[0] : offsets[-1]] = sums
     # by piece, so that any number of ranks adds up the same numbers in the same order
     of_piece = runtime.reduce(torch.from_numpy(of_piece)).numpy()
-    return added_up(laid.item, items, *of_piece.T)
+    return added_up(laid.item, laid.items, *of_piece.T)
+
+
+def added_up(
+    key: Tensor | np.ndarray, keys: int, *columns: Tensor | np.ndarray | None
+) -> np.ndarray:
+    """(keys, columns) the sum of each column by key; None counts."""
+    return np.stack([np.bincount(key, column, keys) for column in columns], axis=1)
 
 
 def own_rows(
@@ -109,48 +140,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
         model.train(was_training)
         if is_sharded(model):
             model.reshard()  # what stands outside the blocks is kept gathered for a backward pass
-
-
-# ---- measures
-
-
-def piece_of(batch: Batch, offsets: np.ndarray) -> Tensor:
-    """(B, T) the piece that each token belongs to; meaningless on padding."""
-    return torch.from_numpy(offsets[:-1, None]) + batch.with_documents().doc_ids
-
-
-def added_up(key: Tensor | np.ndarray, keys: int, *columns: np.ndarray | None) -> np.ndarray:
-    """(keys, columns) the sum of each column by key; None counts."""
-    return np.stack([np.bincount(key, column, keys) for column in columns], axis=1)
-
-
-def sums_of_pieces(
-    model: nn.Module, batch: Batch, offsets: np.ndarray, lengths: np.ndarray, runtime: Runtime
-) -> np.ndarray:
-    """(n, 3) nats, targets and bytes of each piece.
-
-    Args: lengths (V,) bytes that each token stands for
-    """
-    with runtime.autocast():
-        losses = model.losses(batch.to(runtime.device)).cpu()  # (B, T)
-    counted = batch.targets != IGNORE
-    nats = losses[counted].double().numpy()
-    size = lengths[batch.targets[counted].numpy()]
-    return added_up(piece_of(batch, offsets)[counted], offsets[-1], nats, None, size)
-
-
-def right_answers(
-    model: nn.Module, batch: Batch, offsets: np.ndarray, runtime: Runtime
-) -> np.ndarray:
-    """(n, 2) of each pair whether a BERT is right about it, and whether it was asked: 0 or 1."""
-    batch = batch.with_documents()
-    at = predicted_by_bert(batch.targets, batch.positions, nsp=True).answers
-    tokens, _, positions, doc_ids = batch.to(runtime.device)
-    with runtime.autocast():
-        x = model.hidden_states(tokens, positions, doc_ids).flatten(0, 1)  # (B T, C)
-        answers = model.follows(x, on_device(at, runtime.device)).argmax(1).cpu()
-    right = (answers == batch.targets.flatten()[at]).numpy()
-    return added_up(piece_of(batch, offsets).flatten()[at], offsets[-1], right, None)
 
 
 # ---- what the sums amount to
@@ -264,63 +253,6 @@ def table(groups: list[Group], by: str) -> str:
     return "\n".join(lines)
 
 
-# ---- mixtures
-
-
-def on_each_store(
-    evaluation: "type[Evaluation]",
-    store: AnyStore,
-    tokens: int | None,
-    *args: object,
-    **options: object,
-) -> "Evaluation | MixedEvaluation":
-    """An evaluation of a store, or of every store of a mixture.
-
-    Args: tokens in all, or None for all text; the rest goes to the evaluation
-    """
-    if not isinstance(store, Mixture):
-        return evaluation(store, *args, tokens=tokens, **options)
-    parts = [
-        evaluation(part, *args, tokens=count, **options)
-        for part, count in zip(store.parts, tokens_of_each(store, tokens), strict=True)
-    ]
-    return MixedEvaluation(store, parts)
-
-
-def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
-    """How many tokens of each store to evaluate on: half of them evenly, half by weight.
-
-    So stores with a large weight are measured well, and those with a small one are measured.
-
-    Example: 1,000 tokens of stores that weigh 0.8 and 0.2 are 650 and 350
-    """
-    if tokens is None:
-        return [None] * len(mixture.parts)
-    evenly = 1 / len(mixture.parts)
-    return [max(1, int(tokens * (float(w) + evenly) / 2)) for w in mixture.weights]
-
-
-class MixedEvaluation:
-    """An evaluation of each store of a mixture, run one after the other."""
-
-    def __init__(self, mixture: Mixture, parts: "list[Evaluation]"):
-        self.mixture, self.parts = mixture, parts
-        self.rows_in_all = sum(part.rows_in_all for part in parts)
-        self.rows, self.sums = parts[0].rows, parts[0].sums  # one store's, to time a row
-        self.name = parts[0].name
-        named = zip(mixture.names, parts, strict=True)
-        self.text = ", ".join(f"{part.text} of {name}" for name, part in named)
-
-    def run(
-        self, model: nn.Module, runtime: Runtime, rows: int, poll: Poll = lambda done: None
-    ) -> HeldOut:
-        results, done = {}, 0
-        for name, part in zip(self.mixture.names, self.parts, strict=True):
-            results[name] = part.run(model, runtime, rows, lambda n, done=done: poll(done + n))
-            done += part.rows_in_all
-        return weighted(results, self.mixture.weights)
-
-
 def weighted(results: dict[str, HeldOut], weights: Sequence[float]) -> HeldOut:
     """The results on several texts as one: their mean by weight, and each one's by its name.
 
@@ -344,11 +276,3 @@ def weighted(results: dict[str, HeldOut], weights: Sequence[float]) -> HeldOut:
         bytes=sum(result.bytes for result in results.values()),
         by_source={name: results[name].val_bpb for name in weight_of},
     )
-
-
-def store_in_memory(name: str, texts: Sequence[list[int]], encoding: tiktoken.Encoding) -> Store:
-    """Texts of token ids, each with end-of-text at its end, as the documents of a store."""
-    tokens = np.fromiter((token for text in texts for token in text), np.uint32)
-    offsets = np.cumsum([0, *map(len, texts)])
-    meta = {"end_of_text": encoding.eot_token, "vocab_size": encoding.n_vocab}
-    return Store(Path(name), meta, tokens, offsets, train_documents=0, train_tokens=0)

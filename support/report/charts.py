@@ -43,13 +43,6 @@ class Series(NamedTuple):
     color: int = 0
 
 
-class Mark(NamedTuple):
-    """A place on the horizontal axis where something happened."""
-
-    x: float
-    label: str
-
-
 class Label(NamedTuple):
     """Words beside a point, `dx` and `dy` units away."""
 
@@ -70,12 +63,10 @@ class Axis(NamedTuple):
 
     def place(self, values: np.ndarray | float) -> np.ndarray:
         """Where they are in the picture; at its edge, where they are beyond the axis."""
-        ends = np.array([self.low, self.high])
-        values = np.clip(values, *ends)
-        if self.log:
-            values = np.log10(values)
-            ends = np.log10(ends)
-        return self.begin + (values - ends[0]) / (ends[1] - ends[0]) * (self.end - self.begin)
+        scale = np.log10 if self.log else np.asarray
+        low, high = scale([self.low, self.high])
+        share = (scale(np.clip(values, self.low, self.high)) - low) / (high - low)
+        return self.begin + share * (self.end - self.begin)
 
 
 class Chart(NamedTuple):
@@ -83,7 +74,7 @@ class Chart(NamedTuple):
     unit: str  # of the vertical axis
     x_unit: str
     series: list[Series]
-    marks: tuple[Mark, ...] = ()
+    marks: Sequence[float] = ()  # numbered places on the horizontal axis
     labels: tuple[Label, ...] = ()
     level: float | None = None  # a horizontal line
     from_zero: bool = False
@@ -306,11 +297,11 @@ def plot(chart: Chart) -> list[str]:
         y = y_axis.place(chart.level)
         parts.append(rule("level", LEFT, y, right, y))
     numbered = -math.inf
-    for mark in chart.marks:
-        x = x_axis.place(mark.x)
+    for number, mark in enumerate(chart.marks, 1):
+        x = x_axis.place(mark)
         parts.append(rule("mark", x, bottom, x, TOP))
         if x - numbered > CLOSE:
-            parts.append(words("x", x, TOP - 4, mark.label))
+            parts.append(words("x", x, TOP - 4, str(number)))
             numbered = x
     for one in chart.series:
         points = list(zip(x_axis.place(one.x), y_axis.place(one.y), strict=True))

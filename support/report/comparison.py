@@ -12,9 +12,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from support.report.charts import Chart, series
-from support.report.log import UNITS, RunLog, summary
 from support.report.page import Page, Section, Table, spread
-from support.report.run_page import amount
+from support.report.run_page import UNITS, RunLog, amount, summary
 
 # Settings of the group "run" that make no other recipe. --data and --compile may differ when a run
 # goes on, too, but change losses and seconds by more than a seed does.
@@ -36,19 +35,12 @@ class Recipe(NamedTuple):
         return [log.final["val_bpb"] for log in self.runs if log.final]
 
 
-class Cost(NamedTuple):
-    """What one run spent until it reached a loss."""
-
-    spent: dict[str, float]  # by the names of UNITS
-    at_most: bool = False  # its first evaluation was there already
-
-
 class Costs(NamedTuple):
     """What a recipe's runs spent until they reached a loss; the first recipe's mean is 1."""
 
     reached: int  # runs
     of: int
-    at_most: bool
+    at_most: bool  # a run's first evaluation was below the loss already
     spent: dict[str, list[float]]
     ratios: dict[str, list[float]]  # empty where the first recipe never reached the loss
 
@@ -122,24 +114,21 @@ def target_of(first: Recipe) -> float | None:
     return max(ends, default=None)
 
 
-def cost_to_reach(log: RunLog, loss: float) -> Cost | None:
-    """What a run spent until its held-out loss fell to `loss`; None if it never did.
+def cost_to_reach(log: RunLog, loss: float) -> dict[str, float] | None:
+    """What a run spent, by the names of UNITS, until its held-out loss fell to `loss`.
 
     Args:    loss in bits per byte
+    Returns: None if it never did; what its first evaluation took if that was there already
     Example: 3.0 after 100 tokens and 2.0 after 200: 2.5 is reached after 150
     """
-    before: tuple[float, dict[str, float]] | None = None
-    for line in log.on_the_way:
-        bpb = line["val_bpb"]
-        spent = log.spent(line["step"])
-        if bpb <= loss:
-            if before is None:
-                return Cost(spent, at_most=bpb < loss)
-            bpb_before, spent_before = before
-            share = (bpb_before - loss) / (bpb_before - bpb)
-            return Cost({u: spent_before[u] + share * (spent[u] - spent_before[u]) for u in UNITS})
-        before = (bpb, spent)
-    return None
+    losses = [line["val_bpb"] for line in log.on_the_way]
+    spent = [log.spent(line["step"]) for line in log.on_the_way]
+    first = next((number for number, bpb in enumerate(losses) if bpb <= loss), None)
+    if not first:
+        return None if first is None else spent[0]
+    before = spent[first - 1]
+    share = (losses[first - 1] - loss) / (losses[first - 1] - losses[first])
+    return {unit: before[unit] + share * (spent[first][unit] - before[unit]) for unit in UNITS}
 
 
 def costs(recipes: Sequence[Recipe], loss: float) -> list[Costs]:
@@ -150,13 +139,14 @@ def costs(recipes: Sequence[Recipe], loss: float) -> list[Costs]:
     result: list[Costs] = []
     for recipe in recipes:
         reached = [cost for cost in (cost_to_reach(log, loss) for log in recipe.runs) if cost]
-        spent = {unit: [cost.spent[unit] for cost in reached] for unit in UNITS}
+        spent = {unit: [cost[unit] for cost in reached] for unit in UNITS}
         first = result[0].spent if result else spent
         ratios = {
             unit: [value / statistics.mean(first[unit]) for value in spent[unit] if first[unit]]
             for unit in UNITS
         }
-        at_most = any(cost.at_most for cost in reached)
+        begun = [log.on_the_way[0]["val_bpb"] for log in recipe.runs if log.evals]
+        at_most = any(bpb < loss for bpb in begun)
         result.append(Costs(len(reached), len(recipe.runs), at_most, spent, ratios))
     return result
 

@@ -18,14 +18,6 @@ from support.report.charts import Chart
 FOLDER = Path(__file__).parent
 
 
-class Fact(NamedTuple):
-    """One number worth seeing first."""
-
-    label: str
-    value: str
-    detail: str = ""
-
-
 class Table(NamedTuple):
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]  # the second line of a cell is set smaller
@@ -43,7 +35,7 @@ class Section(NamedTuple):
 class Page(NamedTuple):
     title: str
     lead: str
-    facts: Sequence[Fact]
+    facts: Sequence[Sequence[str]]  # label, value, detail: numbers worth seeing first
     parts: Sequence[Section]
 
     @property
@@ -57,9 +49,8 @@ class Page(NamedTuple):
 
 def html(page: Page) -> str:
     facts = "".join(
-        f"<div><dt>{text(fact.label)}</dt><dd>{text(fact.value)}"
-        f"<small>{text(fact.detail)}</small></dd></div>"
-        for fact in page.facts
+        f"<div><dt>{text(label)}</dt><dd>{text(value)}<small>{text(detail)}</small></dd></div>"
+        for label, value, detail in page.facts
     )
     parts = [f'<header><h1>{text(page.title)}</h1><p class="lead">{text(page.lead)}</p></header>']
     parts += [f'<dl class="facts">{facts}</dl>'] if facts else []

@@ -1,20 +1,206 @@
-"""The page about one run: its charts against consumed tokens, and its tables."""
+"""One run: its log.jsonl read back, and the page with its charts and tables.
+
+A line of the log comes from support/run/progress.py `log_step`. `read_run` makes each of its fields
+a column; `loss_charts`, `schedules` and `time_section` say which columns become charts, all against
+consumed tokens. page.py makes HTML of the page, and charts.py draws.
+
+Lines that are damaged, or lack a field that every report needs, are left out and counted.
+"""
 
 import math
+from array import array
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 
 from support.base.numbers import duration, short
-from support.report.charts import Chart, Mark, Series, medians, series
-from support.report.log import UNITS, RunLog
-from support.report.page import Fact, Page, Section, Table
+from support.report.charts import Chart, Series, medians, series
+from support.report.page import Page, Section, Table
+from support.run.folder import read_log
 
+# What a run spends, and a comparison may hold fixed
+UNITS = {
+    "consumed_tokens": "consumed tokens",
+    "real_tokens": "raw tokens",
+    "flops": "FLOPs",
+    "seconds": "seconds",
+}
+NEEDED = {
+    "run": {"config", "argv"},
+    "train": {"step", "loss", "ms", "consumed_tokens", "real_tokens", "layer_tokens", "flops"},
+    "eval": {"step", "consumed_tokens", "val_bpb", "targets", "last"},
+    "stage": {"step", "owners"},
+    "sample": {"text"},
+}
 X_UNIT = "consumed tokens"
 PARTS = 50  # points of a smoothed curve at most,
 LEAST = 5  # each the median of at least five steps
 FEW = 25  # fewer steps are not smoothed
 MANY_TIMES = 8.0  # the axis is logarithmic if the longest step took more times the median
 SHOWN_EVALS = 24  # rows of the table at most
+
+
+# ---- the log
+
+
+@dataclass(frozen=True)
+class RunLog:
+    """The log of one run, and the sums and shares that follow from it."""
+
+    folder: Path
+    starts: list[dict]  # the "run" lines: one for each time the run was started or resumed
+    steps: dict[str, np.ndarray]  # of the "train" lines: name -> (n,) float64; and "seconds" so far
+    evals: list[dict]
+    stages: list[dict]  # of --pseudo
+    sample: str | None
+    unread: int  # damaged lines
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    @property
+    def settings(self) -> dict[str, Any]:
+        """{"group.field": value}, as of the last start."""
+        return self.starts[-1]["config"]
+
+    @property
+    def steps_done(self) -> int:
+        return len(self.column("step"))
+
+    @property
+    def final(self) -> dict | None:
+        """The last evaluation, on as much held-out text as --final-eval-tokens says."""
+        return next((line for line in reversed(self.evals) if line["last"]), None)
+
+    @property
+    def on_the_way(self) -> list[dict]:
+        """The evaluations before it, all on the same text; without any, the last one."""
+        return [line for line in self.evals if not line["last"]] or self.evals
+
+    def column(self, name: str) -> np.ndarray:
+        """(n,) a number of each step; NaN where the step did not log it."""
+        return self.steps.get(name, np.full(len(self.steps.get("step", ())), math.nan))
+
+    def has(self, name: str) -> bool:
+        return bool(np.isfinite(self.column(name)).any())
+
+    def last(self, name: str) -> float:
+        return float(self.column(name)[-1]) if self.steps_done else math.nan
+
+    def median(self, name: str) -> float:
+        values = self.column(name)
+        return float(np.nanmedian(values)) if self.has(name) else math.nan
+
+    def spent(self, step: float = math.inf) -> dict[str, float]:
+        """What the run spent until a step, or in all, by the names of UNITS."""
+        done = int(np.searchsorted(self.column("step"), step, side="right"))
+        if done == 0:
+            return dict.fromkeys(UNITS, 0.0)
+        return {name: float(self.column(name)[done - 1]) for name in UNITS}
+
+    def step_times(self) -> dict[str, float]:
+        """In ms: the bounds of the fastest and the slowest tenth, the median, the longest."""
+        ms = self.column("ms") if self.steps_done else [math.nan]
+        quantiles = {"p10": 0.1, "median": 0.5, "p90": 0.9, "longest": 1.0}
+        return {name: float(np.quantile(ms, q)) for name, q in quantiles.items()}
+
+    def waiting_share(self) -> float:
+        """The share of the steps' time in which they waited for data."""
+        seconds = self.spent()["seconds"]
+        return float(np.nansum(self.column("data_ms"))) / 1e3 / seconds if seconds else math.nan
+
+    def full_layer_tokens(self) -> np.ndarray:
+        """(n,) the layer-tokens of each step if every layer computed every position."""
+        real = np.diff(self.column("real_tokens"), prepend=0.0)
+        return self.settings["model.layers"] * real / (1 - self.column("padding_share"))
+
+    def dropped_shares(self) -> np.ndarray:
+        """(n,) the share of its positions in all layers that a step did not compute."""
+        computed = np.diff(self.column("layer_tokens"), prepend=0.0)
+        shares = 1 - computed / self.full_layer_tokens()
+        return shares.clip(min=0).round(4)  # repeated context counts as computed, not as tokens
+
+    def dropped(self) -> float:
+        """The same of the whole run."""
+        if not self.steps_done:
+            return math.nan
+        return max(1 - self.last("layer_tokens") / float(np.nansum(self.full_layer_tokens())), 0.0)
+
+    def provenance(self) -> dict[str, Any]:
+        """Commit, versions, hardware: the fields of the last start besides its settings."""
+        left_out = ("config", "bytes", "model_size", "resumed_at")
+        return {name: value for name, value in self.starts[-1].items() if name not in left_out}
+
+
+def read_run(folder: Path) -> RunLog:
+    """Read the log in the folder of a run.
+
+    Raises: ValueError for a folder without one
+    Cost:   13 µs a step on one core
+    """
+    if not (folder / "log.jsonl").is_file():
+        raise ValueError(f"{folder} holds no log.jsonl: name the folder of a run")
+    lines: dict[str, list[dict]] = {event: [] for event in NEEDED}
+    columns: dict[str, array] = {}
+    steps = unread = 0
+    for line in read_log(folder):
+        event = line.pop("event")
+        if event == "torn" or not NEEDED.get(event, set()) <= line.keys():
+            unread += 1
+        elif event == "train":
+            for name in line.keys() - columns.keys():
+                columns[name] = array("d", [math.nan]) * steps
+            for name, column in columns.items():
+                value = line.get(name)
+                column.append(value if isinstance(value, int | float) else math.nan)
+            steps += 1
+        elif event in NEEDED:
+            lines[event].append(line)
+    if not lines["run"]:
+        raise ValueError(f"{folder}/log.jsonl does not say how its run was started: no report")
+    numbers = {name: np.frombuffer(column) for name, column in columns.items()}
+    if steps:
+        numbers["seconds"] = np.nancumsum(numbers["ms"]) / 1e3
+    return RunLog(
+        folder=folder,
+        starts=lines["run"],
+        steps=numbers,
+        evals=lines["eval"],
+        stages=lines["stage"],
+        sample=lines["sample"][-1]["text"] if lines["sample"] else None,
+        unread=unread,
+    )
+
+
+def summary(log: RunLog) -> dict[str, Any]:
+    """Every number of a run's page, for --json."""
+    return {
+        "folder": str(log.folder),
+        "commands": [start["argv"] for start in log.starts],
+        "finished": log.final is not None,
+        "steps": log.steps_done,
+        "spent": log.spent(),
+        "layer_tokens": log.last("layer_tokens"),
+        "dropped_share": log.dropped(),
+        "final": log.final,
+        "evaluations": [{**log.spent(line["step"]), **line} for line in log.evals],
+        "step_ms": log.step_times(),
+        "waiting_share": log.waiting_share(),
+        "tokens_per_s": log.median("tokens_per_s"),
+        "mfu": log.median("mfu"),
+        "stages": log.stages,
+        "resumed_at_steps": [start["resumed_at"] for start in log.starts[1:]],
+        "lines_left_out": log.unread,
+        "sample": log.sample,
+        "settings": log.settings,
+        "provenance": log.provenance(),
+    }
+
+
+# ---- the page
 
 
 def page(log: RunLog, changed: Table) -> Page:
@@ -52,28 +238,33 @@ def lead(log: RunLog) -> str:
     return f"{settings['model.model']} {settings['model.size']}, {state}{damaged} · {log.folder}"
 
 
-def facts(log: RunLog) -> list[Fact]:
+def facts(log: RunLog) -> list[list[str]]:
+    """Numbers worth seeing first."""
+    if not log.steps_done:
+        return []
     spent = log.spent()
-    mfu = f"MFU {log.median('mfu'):.1%}" if log.has("mfu") else ""
-    budget = f"of {short(log.settings['optim.tokens'])} asked for"
-    passes = f"{log.last('epochs'):.3g} passes over the store"
-    computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
-    aside = "without evaluations and checkpoints"
-    rate = short(log.median("tokens_per_s"))
-    shown = [
-        Fact("Consumed tokens", short(spent["consumed_tokens"]), budget),
-        Fact("Raw tokens", short(spent["real_tokens"]), passes),
-        *([Fact("Dropped", f"{log.dropped():.1%}", computed)] if log.dropped() > 0 else []),
-        Fact("Time of all steps", duration(spent["seconds"]), aside),
-        Fact("Tokens per second", rate, "raw tokens, median of all steps"),
-        Fact("FLOPs", short(spent["flops"], unit="FLOP"), mfu),
-    ]
+    shown = []
     if log.evals:
         last = log.final or log.evals[-1]
         when = "at the end" if log.final else "so far"
         detail = f"bits per byte, {when}, on {last['targets']:,} held-out tokens"
-        shown.insert(0, Fact("Held-out loss", f"{last['val_bpb']:.4f}", detail))
-    return shown if log.steps_done else []
+        shown.append(["Held-out loss", f"{last['val_bpb']:.4f}", detail])
+    budget = f"of {short(log.settings['optim.tokens'])} asked for"
+    passes = f"{log.last('epochs'):.3g} passes over the store"
+    shown.append(["Consumed tokens", short(spent["consumed_tokens"]), budget])
+    shown.append(["Raw tokens", short(spent["real_tokens"]), passes])
+    if log.dropped() > 0:
+        computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
+        shown.append(["Dropped", f"{log.dropped():.1%}", computed])
+    aside = "without evaluations and checkpoints"
+    mfu = f"MFU {log.median('mfu'):.1%}" if log.has("mfu") else ""
+    rate = short(log.median("tokens_per_s"))
+    return [
+        *shown,
+        ["Time of all steps", duration(spent["seconds"]), aside],
+        ["Tokens per second", rate, "raw tokens, median of all steps"],
+        ["FLOPs", short(spent["flops"], unit="FLOP"), mfu],
+    ]
 
 
 # ---- charts
@@ -107,7 +298,7 @@ def loss_charts(log: RunLog) -> list[Chart]:
         held_out.append(evaluated("on the way", evals))
     if log.final and log.final not in evals:
         at_the_end = f"at the end, on {log.final['targets']:,} tokens"
-        held_out.append(evaluated(at_the_end, [log.final])._replace(color=1))
+        held_out.append(evaluated(at_the_end, [log.final], color=1))
     shown = [training]
     if held_out:
         shown.append(Chart("Held-out loss", "bits per byte", X_UNIT, held_out))
@@ -115,9 +306,10 @@ def loss_charts(log: RunLog) -> list[Chart]:
     return [*shown, Chart("Gradient norm", "", X_UNIT, norms, clip_first=True)]
 
 
-def evaluated(label: str, lines: list[dict]) -> Series:
+def evaluated(label: str, lines: list[dict], color: int = 0) -> Series:
     x = np.array([line["consumed_tokens"] for line in lines], dtype=float)
-    return series(label, x, np.array([line["val_bpb"] for line in lines]), "dots")
+    y = np.array([line["val_bpb"] for line in lines])
+    return series(label, x, y, "dots", color)
 
 
 def schedules(log: RunLog) -> Section:
@@ -162,19 +354,15 @@ def time_section(log: RunLog) -> Section:
     if np.nansum(log.column("data_ms")) > 0:
         drawn.append(series("waiting for data", x, log.column("data_ms"), color=1))
     log_y = times["longest"] > MANY_TIMES * times["median"]
-    shown = [
-        Chart("Step time", "ms", X_UNIT, drawn, from_zero=not log_y, log_y=log_y),
-        rate_chart("Raw tokens per second", "", x, log.column("tokens_per_s")),
-    ]
+    shown = [Chart("Step time", "ms", X_UNIT, drawn, from_zero=not log_y, log_y=log_y)]
+    rates = [("Raw tokens per second", "", log.column("tokens_per_s"))]
     if log.has("mfu"):
-        shown.append(rate_chart("MFU", "% of the peak", x, 100 * log.column("mfu")))
+        rates.append(("MFU", "% of the peak", 100 * log.column("mfu")))
+    for title, unit, y in rates:
+        shown.append(Chart(title, unit, X_UNIT, smoothed(x, y), from_zero=True))
     columns = ["fastest tenth below", "median step", "slowest tenth above", "longest"]
     row = [*(f"{ms:,.1f} ms" for ms in times.values()), f"{log.waiting_share():.1%}"]
     return Section("Time", shown, [Table([*columns, "of all time, waiting for data"], [row])])
-
-
-def rate_chart(title: str, unit: str, x: np.ndarray, y: np.ndarray) -> Chart:
-    return Chart(title, unit, X_UNIT, smoothed(x, y), from_zero=True)
 
 
 def by_source(log: RunLog) -> Section:
@@ -199,8 +387,11 @@ def by_source(log: RunLog) -> Section:
 # ---- tables
 
 
-def stops_and_stages(log: RunLog) -> tuple[tuple[Mark, ...], Table]:
-    """Where the run went on after a stop, and where --pseudo changed its model."""
+def stops_and_stages(log: RunLog) -> tuple[list[float], Table]:
+    """Where the run went on after a stop, and where --pseudo changed its model.
+
+    Returns: consumed tokens there, and what happened
+    """
     events = [
         (start["resumed_at"], f"resumed, with commit {start['commit']}") for start in log.starts[1:]
     ]
@@ -210,13 +401,13 @@ def stops_and_stages(log: RunLog) -> tuple[tuple[Mark, ...], Table]:
         number = len({owner for owner in owners if owner >= 0})
         have = f"--pseudo: {number} of {log.settings['model.layers']} layers have their own weights"
         events.append((line["step"], f"{have}\nof layer: {used}"))
-    rows = []
-    marks = []
-    for number, (step, event) in enumerate(sorted(events), 1):
-        at = log.spent(step)["consumed_tokens"]
-        marks.append(Mark(at, str(number)))
-        rows.append([str(number), f"{step:,}", short(at), event])
-    return tuple(marks), Table(["mark", "after step", X_UNIT, "event"], rows)
+    events.sort()
+    marks = [log.spent(step)["consumed_tokens"] for step, _ in events]
+    rows = [
+        [str(number), f"{step:,}", short(mark), event]
+        for number, (mark, (step, event)) in enumerate(zip(marks, events, strict=True), 1)
+    ]
+    return marks, Table(["mark", "after step", X_UNIT, "event"], rows)
 
 
 def evaluations(log: RunLog) -> Table:

@@ -12,9 +12,8 @@ Papers: Gilmore & Gomory, Operations Research 9 (1961), column generation; Farle
 Research 38 (1990), the bound; Krell et al., arXiv 2107.02027, least squares.
 """
 
-from bisect import bisect_right
 from collections.abc import Iterator
-from itertools import accumulate, chain, repeat
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
@@ -91,7 +90,7 @@ def least_packs(counts: np.ndarray, max_per_pack: int) -> int:
 
     For any length t: a document longer than max_len - t shares its pack with none of t or more, and
     no two documents longer than half a pack share one. Documents from t to half a pack can only use
-    the space that the latter leave; the rest of them need packs of their own. The best t counts.
+    the space that the latter leave; the rest needs packs of its own. The best t counts.
 
     Paper:   Martello & Toth, Discrete Applied Mathematics 28 (1990), bound L2
     Example: three documents of 5 in packs of 8 need three, though 15 tokens are less than two packs
@@ -113,14 +112,6 @@ class Relaxed(NamedTuple):
     lower_bound: int  # no packing has fewer packs
 
 
-class Solution(NamedTuple):
-    """A solution of the linear program over some patterns."""
-
-    packs: np.ndarray  # (patterns,) float64
-    prices: np.ndarray  # (lengths,) int64: the cost of one more document; a pack costs UNIT
-    reduced_costs: np.ndarray  # (patterns,) float64: a pattern's cost less that of its documents
-
-
 def relax(counts: np.ndarray, max_per_pack: int, patterns: list[Pattern]) -> Relaxed:
     """Minimise the number of packs, allowing fractions of them, by column generation.
 
@@ -129,56 +120,49 @@ def relax(counts: np.ndarray, max_per_pack: int, patterns: list[Pattern]) -> Rel
     there is none left, the solution is optimal over all patterns. In every round, the price of all
     documents divided by the price of the dearest pack is a lower bound.
 
+    A place may hold a shorter document than it was made for. So no length is cheaper than a shorter
+    one, and column generation needs half as many rounds.
+
     Args: counts   (max_len + 1,) documents of each length
           patterns to begin with, covering every length; if few fill a pack, all of those are added
     Cost: some tens of rounds, each a linear program with one row per length and a knapsack of
           max_len^2 max_per_pack steps
     """
+    from scipy.optimize import linprog
+    from scipy.sparse import eye_array, hstack
+
     max_len, lengths = len(counts) - 1, np.flatnonzero(counts)
+    counts = counts[lengths]
     if number_that_fill(max_len, max_per_pack) <= FEW:
         present = set(lengths.tolist())
         more = patterns_that_fill(max_len, max_per_pack, max_len)
         patterns = patterns + [pattern for pattern in more if present.issuperset(pattern)]
     patterns, bound = list(dict.fromkeys(patterns)), 0
+    place_of = eye_array(len(lengths), format="csc")
+    shorter = place_of[:, :-1] - place_of[:, 1:]  # a place for a length, in exchange for a longer
+    total = counts.sum()  # solve for shares of it, because the solver's tolerances are absolute
     for _ in range(ROUNDS):
-        packs, prices, reduced_costs = solve(patterns, counts[lengths], lengths)
-        dearest, dear = price(prices, lengths, max_len, max_per_pack)
-        worth = sum(int(n) * int(p) for n, p in zip(counts[lengths], prices, strict=True))
+        held = matrix(patterns, lengths)
+        cost = np.concatenate((np.ones(len(patterns)), np.zeros(len(lengths) - 1)))
+        solved = linprog(cost, -hstack((held, shorter)), -counts / total, method="highs-ipm")
+        if solved.status != 0:
+            raise ValueError(f"--packer optimal: SciPy's linear program failed: {solved.message}")
+        packs = solved.x[: len(patterns)] * total
+        prices = np.maximum(-solved.ineqlin.marginals, 0)  # of one more document of each length
+        units = (prices * UNIT).astype(np.int64)
+        dearest, dear = price(units, lengths, max_len, max_per_pack)
+        worth = sum(int(n) * int(p) for n, p in zip(counts, units, strict=True))
         bound = max(bound, -(-worth // dearest))
         if not dear or bound >= packs.sum():
             break
         if len(patterns) > 6 * len(lengths):
+            reduced_costs = 1 - held.T @ prices  # a pattern's cost less that of its documents
             order = np.argsort(np.where(packs > 0, -1, reduced_costs), kind="stable")
             cheapest = order[: 3 * len(lengths)]
             patterns = [patterns[i] for i in cheapest]
             packs = packs[cheapest]
         patterns = list(dict.fromkeys(patterns + dear))
     return Relaxed(patterns[: len(packs)], packs, bound)
-
-
-def solve(patterns: list[Pattern], counts: np.ndarray, lengths: np.ndarray) -> Solution:
-    """Solve the linear program over these patterns alone.
-
-    A place may hold a shorter document than it was made for. So no length is cheaper than a shorter
-    one, and column generation needs half as many rounds.
-    """
-    from scipy.optimize import linprog
-    from scipy.sparse import eye_array, hstack
-
-    held = matrix(patterns, lengths)
-    place_of = eye_array(len(lengths), format="csc")
-    shorter = place_of[:, :-1] - place_of[:, 1:]  # a place for a length, in exchange for a longer
-    cost = np.concatenate((np.ones(len(patterns)), np.zeros(len(lengths) - 1)))
-    total = counts.sum()  # solve for shares of it, because the solver's tolerances are absolute
-    solved = linprog(cost, -hstack((held, shorter)), -counts / total, method="highs-ipm")
-    if solved.status != 0:
-        raise ValueError(f"--packer optimal: SciPy's linear program failed: {solved.message}")
-    prices = np.maximum(-solved.ineqlin.marginals, 0)
-    return Solution(
-        packs=solved.x[: len(patterns)] * total,
-        prices=(prices * UNIT).astype(np.int64),
-        reduced_costs=1 - held.T @ prices,
-    )
 
 
 def price(
@@ -258,36 +242,22 @@ def fill(
     """
     left = counts.tolist()
     used = [j for j, n in enumerate(packs) if n > 0]
-    places = sorted((-length, j, k) for j in used for k, length in enumerate(patterns[j]))
-    # for each place of a pattern, what it holds in pack after pack: (packs, length), 0 for nothing
-    held: dict[int, list[list[tuple[int, int]]]] = {j: [[] for _ in patterns[j]] for j in used}
+    filled = {j: [Filled(int(packs[j]), ())] for j in used}  # packs of each pattern, so far
     longest = len(counts) - 1
-    for negative, j, k in places:
+    places = sorted((-length, j) for j in used for length in patterns[j])
+    for negative, j in places:
         longest = min(longest, -negative) if shorter else -negative
-        empty = int(packs[j])
-        while empty:
-            while shorter and longest and not left[longest]:
-                longest -= 1
-            taken = min(empty, left[longest]) if longest else 0
-            if not taken:
-                held[j][k].append((empty, 0))
-                break
-            held[j][k].append((taken, longest))
-            left[longest] -= taken
-            empty -= taken
-    return [filled for j in used for filled in side_by_side(held[j])], np.array(left)
-
-
-def side_by_side(places: list[list[tuple[int, int]]]) -> Iterator[Filled]:
-    """Group equal packs, given what each place holds in pack after pack.
-
-    Example: places [(2, 5)] and [(1, 3), (1, 0)]: (1, (5, 3)) and (1, (5,)), 0 is an empty place
-    """
-    ends = [list(accumulate(packs for packs, _ in runs)) for runs in places]
-    first = 0
-    for end in sorted(set(chain.from_iterable(ends))):
-        held = (runs[bisect_right(e, first)][1] for runs, e in zip(places, ends, strict=True))
-        pattern = tuple(sorted(filter(None, held), reverse=True))
-        if pattern:
-            yield Filled(end - first, pattern)
-        first = end
+        before = filled[j]
+        filled[j] = []
+        for empty, pattern in before:
+            while empty:
+                while shorter and longest and not left[longest]:
+                    longest -= 1
+                taken = min(empty, left[longest]) if longest else 0
+                if not taken:
+                    filled[j].append(Filled(empty, pattern))
+                    break
+                filled[j].append(Filled(taken, (*pattern, longest)))
+                left[longest] -= taken
+                empty -= taken
+    return [group for j in used for group in filled[j] if group.pattern], np.array(left)

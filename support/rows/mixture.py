@@ -13,7 +13,7 @@ store its share of every stretch of a run and needs only the number of the draw 
                                         store  c  a  b  a  c  a  b  a
 
 Lengths are those of whole samples: where --curriculum seqlen cuts off a BERT's unpacked samples,
-stores of longer ones lose more. Does not evaluate a mixture: see support/evaluation/scoring.py.
+stores of longer ones lose more. Does not evaluate a mixture: see `Evaluation` in evaluate.py.
 """
 
 import math

@@ -5,8 +5,8 @@
     Ranking       those two arrays, mapped
     Pool          the first so many samples of one ranking, or of several at once
 
-Does not know what the values measure (difficulty.py), nor how shards are shared out
-(support/rows/shards.py). Nothing here holds all samples in memory.
+Does not know what the values measure (difficulty.py), nor how shards are shared
+out (analyze.py). Nothing here holds all samples in memory.
 """
 
 from bisect import bisect_left, bisect_right
@@ -190,11 +190,9 @@ class Pool:
 
     @property
     def is_empty(self) -> bool:
-        for first in range(0, self.reach, SCAN):
-            ranks = np.arange(first, min(first + SCAN, self.reach))
-            if (self.ids(ranks) >= 0).any():
-                return False
-        return True
+        starts = range(0, self.reach, SCAN)
+        blocks = (np.arange(first, min(first + SCAN, self.reach)) for first in starts)
+        return not any((self.ids(ranks) >= 0).any() for ranks in blocks)
 
 
 @lru_cache(maxsize=4)  # a curriculum asks for its last pools again and again

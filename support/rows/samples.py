@@ -183,31 +183,6 @@ def numbered(counts: np.ndarray) -> np.ndarray:
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
-def with_context(
-    spans: np.ndarray, offsets: np.ndarray, seq_len: int, stride: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Cut spans into smaller ones, each preceded by as much of its document as a row has room for.
-
-    A span that begins its document stays whole. Any other is cut at multiples of `stride`, and each
-    part reaches back to be seq_len tokens long, or to where the document begins.
-
-    Args:    spans   (N, 2) of at most seq_len tokens
-             offsets where documents begin, ascending
-    Returns: pieces (n, 2), and (n,) how many tokens at the start of each are context only
-    Example: [[6, 10]] of a document that begins at 0, rows of 6 moved by 3: 3..9 with 3 tokens of
-             context, and 4..10 with 5
-    """
-    start, stop = spans[:, 0], spans[:, 1]
-    begins = offsets[np.searchsorted(offsets, start, side="right") - 1]  # of the documents
-    step = np.where(start == begins, seq_len, stride)
-    counts = -(-(stop - start) // step)
-    start, stop, begins, step = (np.repeat(x, counts) for x in (start, stop, begins, step))
-    first = start + numbered(counts) * step
-    ends = np.minimum(first + step, stop)
-    begins = np.maximum(ends - seq_len, begins)
-    return np.stack((begins, ends), axis=1), first - begins
-
-
 @lru_cache(maxsize=1)
 def samples_of(path: str, kind: str, seq_len: int, long: str = "split") -> Samples:
     """The training samples of a store, opened once a process: a worker only gets their names."""

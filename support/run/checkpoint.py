@@ -1,4 +1,14 @@
-"""Checkpoints: one dictionary in one file, written whole or not at all, verified when it is read.
+"""Checkpoints: one dictionary, written whole or not at all, verified when it is read.
+
+    step-00001234.pt          a file: the dictionary
+    step-00001234.sharded/    with --fsdp a folder, with a file for each rank that wrote it
+        rank-0-of-2.pt        {"save": "5f2c...", "file": "rank-0-of-2.pt", "state":, "rows":}
+        rank-1-of-2.pt        the same "save", no state, the rows that rank 1 held
+
+`state` is the dictionary, but each tensor in it is only a shape and a dtype (a tensor on torch's
+meta device). `rows` has the values by name, model/wte.weight: FSDP2 shards by rows, so a tensor is
+the concatenation of its rows in all files. A tensor that is not sharded is among the rows of rank
+0. Any number of ranks can read either form, whatever number wrote it. Every file looks like this:
 
     byte 0                                    n           n + 8          n + 72
     +-----------------------------------------+------------+---------------+
@@ -13,82 +23,202 @@ word (tests/test_checkpoint.py shows it). To verify in a shell, compare the two 
 
     head -c -72 runs/a/step-00001234.pt | sha256sum;  tail -c 64 runs/a/step-00001234.pt
 
-A run's folder holds the newest `keep` step files and best.pt, a second name (hard link) of the step
-file that was best. Hidden names ending in .tmp are unfinished writes. With --fsdp a checkpoint is a
-folder instead, step-00001234.sharded, with such a file for each rank
-(support/run/sharded_checkpoint.py); finding, linking and deleting treat both alike.
+A run's folder holds the newest `keep` checkpoints and the best, best.pt or best-00001234.sharded, a
+second name (hard links) of the step that was best. Hidden names ending in .tmp are unfinished
+writes. Nothing is locked: only one run may write to a folder.
 
-train.py decides what the dictionary holds; only the tensors under "model" are looked at: they must
-be finite. Nothing is locked: only one process may write to a folder. To verify a file and list what
-it holds:
+What the dictionary holds is decided in support/run/run.py (`Run.save`); only the tensors under
+"model" are looked at: they must be finite. To verify a checkpoint and list what it holds, or to
+turn one form into the other:
 
     python -m support.run.checkpoint runs/a/step-00001234.pt
+    python -m support.run.checkpoint to-file runs/a/step-00001234.sharded --out a.pt
+    python -m support.run.checkpoint to-folder a.pt --out a.sharded
 """
 
 import hashlib
 import os
+import secrets
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import torch
+from torch import Tensor
 
 from support.base.atomic import atomic_write, sync
-from support.base.runtime import Parser, exit_cleanly
+from support.base.runtime import Parser, Runtime, exit_cleanly
+from support.base.sharded import is_shard, of_rows, rows_here
 
 MARK = "\nsha256:"
 SUFFIX = ".sharded"
 WORDS = ("last", "previous", "best")  # the values of --resume
 CHUNK_BYTES = 1 << 20
+ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
+Value = TypeVar("Value")
 
 
-def save(folder: str | Path, state: dict, *, step: int, keep: int = 2, best: bool = False) -> Path:
-    """Write the state as this step's file, then delete all but the newest `keep` step files.
+# ---- write and read
 
-    Args:     state  what torch.load(weights_only=True) can read: tensors, numbers, strings, None
-                     and dicts, lists, tuples of these; anything else is refused now, not on resume
-              keep   how many step files to leave, including this one and not counting best.pt
-              best   also make this file best.pt
-    Returns:  the path of the step file, which is on the disk (fsync) when this returns
-    Raises:   ValueError if the file cannot be written or a weight is not finite,
-              pickle.UnpicklingError if the state holds anything else; older step files are then
-              unchanged. A file that cannot be deleted is a warning on stderr, and the run goes on
-    Cost:     one pass over the bytes, hashed as they are written; disk space for keep + 1 files,
-              and for one more while best.pt is older than the step files kept
+
+def save(
+    folder: str | Path,
+    state: dict,
+    runtime: Runtime | None = None,
+    *,
+    step: int,
+    keep: int = 2,
+    best: bool = False,
+) -> Path:
+    """Write the state as this step's checkpoint, then delete all but the newest `keep`.
+
+    Args:     state   what torch.load(weights_only=True) can read: tensors, numbers, strings, None
+                      and dicts, lists, tuples of these; anything else is refused now, not on resume
+              runtime of the ranks that write a folder together, each its own rows of DTensors; the
+                      rest of the state is the same on all. None: this process writes a file
+              keep    how many checkpoints of steps to leave, including this one, besides the best
+              best    also make this one the best
+    Returns:  its path; its bytes are on the disk (fsync) when this returns
+    Raises:   ValueError, on every rank, if one cannot write or if a weight is not finite; older
+              checkpoints are then unchanged. One that cannot be deleted is a warning on stderr, and
+              the run goes on
+    Cost:     one pass over the bytes, hashed as they are written; disk space for keep + 1
+              checkpoints, and for one more while the best is older than the steps kept
     """
-    path = step_path(folder, step, ".pt")
-    check_finite(state.get("model", {}), path)
-    try:
+    ranks, path = runtime or ALONE, step_path(folder, step, SUFFIX if runtime else ".pt")
+    weights = {name: rows_here(tensor) for name, tensor in state.get("model", {}).items()}
+    agreed(ranks, lambda: check_finite(weights, path))
+
+    def make_room() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        clean(path.parent)
-        # best.pt first: a run killed before the step has its name resumes one save back and reaches
-        # this best again. In the other order it would resume here and never write best.pt.
-        write_file(best_path(path) if best else path, state)
+        for name in (".step-", ".best", ".trunk"):  # unfinished writes of killed runs
+            remove(*path.parent.glob(f"{name}*.tmp"))
+
+    def forget_older() -> None:
+        # later steps are left by a run that was ahead of where this one resumed; if they counted, a
+        # run that resumed from far back could delete the file it has just written
+        remove(*[other for other in steps_in(path.parent) if other.name <= path.name][:-keep])
         if best:
-            link(best_path(path), path)
-        sync(path.parent)
-    except (OSError, ValueError) as error:
-        raise not_written(path, error, state) from error
-    forget_older(path, keep, best)
+            remove(*[other for other in bests_in(path.parent) if other != best_path(path)])
+
+    ranks.on_rank0(make_room)
+    write(path, state, runtime, best)
+    ranks.on_rank0(forget_older)
     return path
 
 
-def load(path: str | Path) -> dict:
-    """Verify the file's sha256, then read it with weights_only=True: no code in it can run.
+def write(path: Path, state: dict, runtime: Runtime | None = None, best: bool = False) -> None:
+    """Write a checkpoint of any name, and under the name of the best if it is; see `save`."""
+    # The best first: a run killed before the step has its name resumes one save back and reaches
+    # this best again. In the other order it would resume here and never write the best.
+    ranks, target = runtime or ALONE, best_path(path) if best else path
+    unfinished = hidden(target)
+    file = unfinished / name_of(ranks.rank, ranks.world_size) if runtime else target
 
-    Raises:   ValueError naming the file, what is wrong with it and what else can be resumed from;
-              another file is never read instead
-    Cost:     two passes over the file, the second from the page cache if the file fits there
+    def begin() -> str:
+        remove(unfinished)
+        if runtime:
+            unfinished.mkdir()
+        return secrets.token_hex(8)
+
+    def publish() -> None:
+        if runtime:
+            sync(unfinished)
+            put(unfinished, target)
+        if best:
+            link(target, path)
+        sync(path.parent)
+
+    try:
+        content, number = state, ranks.on_rank0(begin)
+        if runtime:
+            outline, rows = split(state, ranks.is_rank0)
+            kept = outline if ranks.is_rank0 else None
+            content = {"save": number, "file": file.name, "state": kept, "rows": rows}
+        agreed(ranks, lambda: write_file(file, content))
+        ranks.on_rank0(publish)
+    except ValueError as error:
+        reason = str(error).rpartition("not written: ")[2]
+        free = shutil.disk_usage(next(filter(os.path.exists, path.absolute().parents))).free
+        raise ValueError(
+            f"{path}: not written: {reason} (needs {tensor_bytes(state):,} bytes, {free:,} free);"
+            " older ones are untouched: free space or make the folder writable, then resume"
+        ) from None
+    finally:
+        if ranks.is_rank0:
+            remove(unfinished)
+
+
+def load(
+    path: str | Path,
+    shards: dict[str, Tensor] | None = None,
+    runtime: Runtime = ALONE,
+    device: torch.device = ALONE.device,
+) -> dict:
+    """Verify a checkpoint, file or folder, and read it with weights_only=True: no code in it runs.
+
+    Args:     shards  DTensors by name, of which each rank reads only its own rows:
+                      model.state_dict(), which may be on the meta device
+              runtime of the ranks that read together
+              device  for the rows that are read
+    Returns:  the state. A tensor with a name in `shards`, or in a dict with such a name, becomes a
+              DTensor like that one, if it has the same shape; any other tensor is whole
+    Raises:   ValueError, on every rank, that names the file, what is wrong with it and what else
+              can be resumed from; another checkpoint is never read instead
+    Cost:     two passes over the files: one for their sha256, shared out among the ranks, and one
+              by each rank over the rows it takes (mmap)
+    """
+    path = Path(path)
+    made: dict[tuple, Tensor] = {}  # tied tensors stay tied
+
+    def fill(name: str, tensor: Tensor) -> Tensor:
+        key = place_of(tensor)
+        if key not in made:
+            held = [file["rows"][name] for file in files if name in file["rows"]]
+            parts = held if tensor.is_meta else [tensor]
+            made[key] = joined(parts, shard_like(name, tensor, shards or {}), device)
+        return made[key]
+
+    def as_verified() -> list[dict]:
+        files = opened(paths)
+        if written != [file.stat().st_mtime_ns for file in paths]:
+            raise ValueError("was replaced while it was read: read it again")
+        return files
+
+    try:
+        paths = agreed(runtime, lambda: files_of(path))
+        written = [file.stat().st_mtime_ns for file in paths if file.exists()]
+        agreed(runtime, lambda: [*map(verify, paths[runtime.rank :: runtime.world_size])])
+        files = agreed(runtime, as_verified)
+        return agreed(runtime, lambda: mapped(files[0]["state"], fill))
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}; {others(path)}") from None
+
+
+def outlined(path: Path) -> dict:
+    """A checkpoint whose tensors are not read yet; it is not verified either.
+
+    Raises: ValueError for one that cannot be read
     """
     try:
-        # The file is opened once for both passes: what is read is what was verified, even if a
-        # save gives the name to another file in between.
-        with open(path, "rb") as file:
-            verify(file)
-            return torch.load(file, map_location="cpu", weights_only=True)
+        return opened(files_of(path)[:1])[0]["state"]
     except Exception as error:  # torch.load raises half a dozen kinds
-        raise ValueError(f"{path}: {reason_of(error)}; {others(Path(path))}") from error
+        raise ValueError(f"{path}: {reason_of(error)}") from error
+
+
+def agreed(runtime: Runtime, action: Callable[[], Value]) -> Value:
+    """Do something on every rank; if it fails on one, all raise the same ValueError."""
+    result, failure = None, None
+    try:
+        result = action()
+    except Exception as error:
+        failure = reason_of(error)
+    failure = next(filter(None, runtime.gather(failure)), None)
+    if failure:
+        raise ValueError(failure)
+    return result
 
 
 # ---- names
@@ -149,6 +279,24 @@ def find(folder: str | Path, which: str) -> Path:
     )
 
 
+def name_of(rank: int, world_size: int) -> str:
+    return f"rank-{rank}-of-{world_size}.pt"
+
+
+def files_of(path: Path) -> list[Path]:
+    """The files of a checkpoint: itself, or one for each rank that wrote the folder."""
+    if not path.is_dir():
+        return [path]
+    counts = [int(file.stem.rpartition("-")[2]) for file in path.glob("rank-*-of-*.pt")]
+    files = [path / name_of(rank, max(counts)) for rank in range(max(counts, default=0))]
+    if not files:
+        raise ValueError("has no file of any rank: not a checkpoint, or not all of one")
+    for file in files:
+        if not file.is_file():
+            raise ValueError(f"{file.name} is missing")
+    return files
+
+
 def others(path: Path) -> str:
     """The remedy for a damaged checkpoint: resume from one that does not have the same bytes."""
 
@@ -191,22 +339,38 @@ def write_file(path: Path, state: dict) -> None:
         torch.load(file.name, map_location="cpu", mmap=True, weights_only=True)
 
 
-def verify(file: BinaryIO) -> None:
-    """Compare the body's digest with the one in the trailer, and go back to the file's start."""
-    body_bytes = max(0, file.seek(0, os.SEEK_END) - len(MARK) - 64)
-    file.seek(0)
+def verify(file: Path) -> None:
+    """Compare the digest of a file's body with the one in its trailer."""
+    body_bytes = max(0, file.stat().st_size - len(MARK) - 64)
     digest = hashlib.sha256()
-    for start in range(0, body_bytes, CHUNK_BYTES):
-        digest.update(file.read(min(CHUNK_BYTES, body_bytes - start)))
-    trailer = file.read().decode("ascii", errors="replace")
+    with file.open("rb") as source:
+        for start in range(0, body_bytes, CHUNK_BYTES):
+            digest.update(source.read(min(CHUNK_BYTES, body_bytes - start)))
+        trailer = source.read().decode("ascii", errors="replace")
+        size = source.tell()
     if not trailer.startswith(MARK):
         raise ValueError(
-            f"has no sha256 trailer: {file.tell():,} bytes, cut short, or not a checkpoint"
+            f"{file.name} has no sha256 trailer: {size:,} bytes, cut short, or not a checkpoint"
         )
     expected, actual = trailer.removeprefix(MARK), digest.hexdigest()
     if actual != expected:
-        raise ValueError(f"is damaged: sha256 is {actual[:12]}..., not {expected[:12]}...")
-    file.seek(0)
+        raise ValueError(
+            f"{file.name} is damaged: sha256 is {actual[:12]}..., not {expected[:12]}..."
+        )
+
+
+def opened(paths: list[Path]) -> list[dict]:
+    """What each file holds, mapped into memory; a plain checkpoint is a state without rows.
+
+    Raises: ValueError unless all files are of one save
+    """
+    files = [torch.load(p, map_location="cpu", mmap=True, weights_only=True) for p in paths]
+    if len(paths) == 1 and "rows" not in files[0]:
+        return [{"state": files[0], "rows": {}}]
+    for path, file in zip(paths, files, strict=True):
+        if (file.get("file"), file.get("save")) != (path.name, files[0].get("save")):
+            raise ValueError(f"{path.name} is not of the same save as {paths[0].name}")
+    return files
 
 
 def link(source: Path, target: Path) -> None:
@@ -219,9 +383,7 @@ def link(source: Path, target: Path) -> None:
     unfinished = hidden(target)
     remove(unfinished)
     if source.is_dir():
-        unfinished.mkdir()
-        for file in source.iterdir():
-            link_or_copy(file, unfinished / file.name)
+        shutil.copytree(source, unfinished, copy_function=link_or_copy)
         sync(unfinished)
     else:
         link_or_copy(source, unfinished)
@@ -265,21 +427,75 @@ def remove(*paths: Path) -> None:
             print(f"warning: {path} cannot be deleted: {reason_of(error)}", file=sys.stderr)
 
 
-def clean(folder: Path) -> None:
-    """Delete the unfinished writes of killed runs."""
-    for name in (".step-", ".best", ".trunk"):
-        remove(*folder.glob(f"{name}*.tmp"))
+# ---- the tensors of a state
 
 
-def forget_older(path: Path, keep: int, best: bool) -> None:
-    """Delete all but the newest `keep` steps up to this one, and a best that it has replaced.
+def mapped(
+    value: object, change: Callable[[str, Tensor], object], path: tuple[str, ...] = ()
+) -> object:
+    """The same dicts in dicts, with `change(name, tensor)` in place of each tensor.
 
-    Later steps are left by a run that was ahead of where this one resumed. They do not count, or a
-    run that resumed from far back could delete the file it has just written.
+    A name consists of the keys on the way, model/wte.weight. Lists stay as they are.
     """
-    remove(*[step for step in steps_in(path.parent) if step.name <= path.name][:-keep])
-    if best:
-        remove(*[other for other in bests_in(path.parent) if other != best_path(path)])
+    if isinstance(value, dict):
+        return {key: mapped(inner, change, (*path, str(key))) for key, inner in value.items()}
+    return change("/".join(path), value) if isinstance(value, Tensor) else value
+
+
+def place_of(tensor: Tensor) -> tuple:
+    """What tied tensors have in common: where their values are."""
+    held = rows_here(tensor)
+    place = held.data_ptr() or id(tensor)  # an empty one has no place
+    return place, held.device, tensor.shape, tensor.stride(), tensor.dtype
+
+
+def split(state: dict, is_rank0: bool) -> tuple[dict, dict[str, Tensor]]:
+    """The state with meta tensors in place of its tensors, and the rows that this rank writes.
+
+    A tied tensor is one in both, under its first name. A number (0 dimensions) stays as it is.
+    """
+    outlines: dict[tuple, Tensor] = {}
+    rows: dict[str, Tensor] = {}
+
+    def outline(name: str, tensor: Tensor) -> Tensor:
+        if not tensor.ndim:
+            return tensor
+        held, key = rows_here(tensor).detach(), place_of(tensor)
+        if key not in outlines:
+            outlines[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
+            if is_rank0 or is_shard(tensor):
+                # torch.save would write all of a storage, of which FSDP2 pads those of uneven rows
+                is_padded = held.untyped_storage().nbytes() != held.nbytes
+                rows[name] = held.clone() if is_padded else held
+        return outlines[key]
+
+    return mapped(state, outline), rows
+
+
+def shard_like(name: str, tensor: Tensor, shards: dict[str, Tensor]) -> Tensor | None:
+    """The DTensor that a tensor of this name is sharded like: the parameter that it belongs to."""
+    named = (shards[key] for key in name.split("/") if key in shards)
+    return next((like for like in named if like.shape == tensor.shape), None)
+
+
+def joined(parts: list[Tensor], like: Tensor | None, device: torch.device) -> Tensor:
+    """A tensor from the parts of its rows: all of it or, with `like`, this rank's rows.
+
+    Every rank holds ceil(rows / ranks), the last ones fewer or none, as torch.chunk deals them out.
+
+    Example: of parts with 3, 3 and 1 rows rank 1 of 2 takes rows 4 to 6: 2 of the second part, 1 of
+             the third
+    """
+    if like is None:
+        return torch.cat(parts) if len(parts) > 1 else parts[0].detach().clone()
+    mesh = like.device_mesh
+    share = -(-len(like) // mesh.size())
+    first = mesh.get_local_rank() * share
+    pieces, begin = [], 0
+    for part in parts:
+        pieces.append(part[max(first - begin, 0) : max(first + share - begin, 0)])
+        begin += len(part)
+    return of_rows(torch.cat(pieces).to(device), like)
 
 
 # ---- what is refused
@@ -306,16 +522,6 @@ def check_finite(weights: dict[str, torch.Tensor], path: Path) -> None:
         )
 
 
-def not_written(path: Path, error: Exception, state: dict) -> ValueError:
-    """The error of a save that failed; the reason may come from `atomic_write`."""
-    reason = reason_of(error).rpartition("not written: ")[2]
-    free = shutil.disk_usage(next(filter(os.path.exists, path.parents))).free
-    return ValueError(
-        f"{path}: not written: {reason} (needs {tensor_bytes(state):,} bytes, {free:,} free); older"
-        " ones are untouched: free space or make the folder writable, then resume"
-    )
-
-
 def reason_of(error: Exception) -> str:
     """One sentence that says why, without torch's advice to load the file with its checks off."""
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
@@ -333,14 +539,28 @@ def tensor_bytes(value: object) -> int:
 def main(argv: list[str] | None = None) -> None:
     parser = Parser(
         prog="python -m support.run.checkpoint",
-        description="Verify a checkpoint and list what it holds.",
+        description="Verify a checkpoint and list what it holds, or write it in the other form.",
     )
-    parser.add_argument("path", type=Path, help="a file that train.py saved")
-    path = parser.parse_args(argv).path
+    verbs = ("verify", "to-file", "to-folder")
+    parser.add_argument("verb", nargs="?", choices=verbs, default="verify", help="what to do")
+    parser.add_argument("path", type=Path, help="a checkpoint that train.py saved")
+    parser.add_argument("--out", type=Path, help="the file or folder to write")
+    args = parser.parse_intermixed_args(argv)
+    path, out = args.path, args.out
+    if args.verb == "verify":
+        state, size = load(path), sum(file.stat().st_size for file in files_of(path))
+        print(f"{path}: verified, {size / 1e6:.3f} MB, step {state.get('step', '?')}")
+        for key, value in state.items():
+            print(f"{tensor_bytes(value) / 1e6:12.3f} MB  {key}")
+        return
+    verb = "to-file" if path.is_dir() else "to-folder"
+    if path.exists() and args.verb != verb:
+        raise ValueError(f"{path} is not what {args.verb} takes: use {verb}")
+    if out is None or out.exists():
+        raise ValueError(f"--out {out}: name a new {args.verb.removeprefix('to-')}")
     state = load(path)
-    print(f"{path}: verified, {path.stat().st_size / 1e6:.3f} MB, step {state.get('step', '?')}")
-    for key, value in state.items():
-        print(f"{tensor_bytes(value) / 1e6:12.3f} MB  {key}")
+    write(out, state, ALONE if args.verb == "to-folder" else None)
+    print(f"{out}: written from {path}, step {state.get('step', '?')}")
 
 
 if __name__ == "__main__":

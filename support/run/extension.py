@@ -25,7 +25,7 @@ from support.base.atomic import atomic_write, sync
 from support.base.clock import Clock, lr_clock
 from support.base.settings import Flat
 from support.run import checkpoint
-from support.run.sharded_checkpoint import outlined
+from support.run.checkpoint import outlined
 from support.step.optim import decay_start, learning_rate
 
 if TYPE_CHECKING:
@@ -97,7 +97,9 @@ def with_tokens(settings: "Config", tokens: int) -> "Config":
     return replace(settings, optim=replace(settings.optim, tokens=tokens))
 
 
-def begin(folder: Path, path: Path | None, extension: Extension, say: Callable[[str], None]) -> str:
+def begin(
+    folder: Path, path: Path | None, extension: Extension, say: Callable[[str], None]
+) -> Path | None:
     """Extend a run on the disk, in the order given above.
 
     Args:    path the checkpoint that it goes on from; None if it was stopped before its first one
@@ -120,7 +122,7 @@ def begin(folder: Path, path: Path | None, extension: Extension, say: Callable[[
     with atomic_write(folder / RECORD) as file:
         file.write(json.dumps(extension._asdict()).encode() + b"\n")
     sync(folder)
-    return str(path or "")
+    return path
 
 
 def set_later_aside(folder: Path, step: int, say: Callable[[str], None]) -> None:

@@ -23,37 +23,15 @@ if TYPE_CHECKING:
 
 
 class Done(NamedTuple):
-    """The result of a step: mean loss in nats, norm of the gradient, learning rate."""
+    """The result of a step; each field is logged.
 
-    loss: float
+    A further number of the device joins those that `Trainer.update` reads together, summed over
+    ranks.
+    """
+
+    loss: float  # mean, in nats
     grad_norm: float
     lr: float
-
-
-class Took(NamedTuple):
-    """What a step took."""
-
-    ms: float  # in all
-    data_ms: float  # waiting for its batch
-    model_flops: int  # support/step/flops.py
-
-
-class Speed(NamedTuple):
-    """How fast a step was, and how far the run is through its text."""
-
-    tokens_per_s: float  # real ones
-    mfu: float | None  # model FLOPs a second as a share of the peak; None where that is unknown
-    epochs: float  # passes over the store's training tokens
-
-
-def speed_of(run: Run, step: "Step", took: Took) -> Speed:
-    tokens = step.after.real_tokens - step.before.real_tokens
-    peak, seconds = run.peak.flops, took.ms / 1e3
-    return Speed(
-        tokens_per_s=round(tokens / seconds, 1),
-        mfu=round(took.model_flops / seconds / peak, 4) if peak else None,
-        epochs=round(step.after.real_tokens / run.store.train_tokens, 4),
-    )
 
 
 # ---- the first lines
@@ -69,8 +47,8 @@ def announce(
           outlook how many steps, epochs and FLOPs are ahead (dry_run.outlook)
     """
     s, say, store, trainer = run.settings, run.runtime.say, samples.store, run.trainer
-    parameters = sum(p.numel() for p in trainer.model.parameters())
-    say(f"{s.model.model} {s.model.size}: {parameters / 1e6:.2f} M parameters, {run.runtime.why}")
+    millions = sum(p.numel() for p in trainer.model.parameters()) / 1e6
+    say(f"{s.model.model} {s.model.size}: {millions:.2f} M parameters, {run.runtime.why}")
     say(f"memory: {memory_in_words(memory, bytes_free(run.runtime))}")
     for line in placements_in_words(run):
         say(line)
@@ -124,19 +102,6 @@ def progress_bar(run: Run) -> tqdm:
     )
 
 
-def show_step(bar: tqdm, step: "Step", loss: float, speed: Speed) -> None:
-    """Move the bar past a step; its rate and the time left are in consumed tokens."""
-    shown = [f"loss {loss:.3f}"]
-    if speed.epochs > 1:
-        shown.append(f"epochs {speed.epochs:.1f}")
-    if speed.mfu is not None:
-        shown.append(f"MFU {speed.mfu:.0%}")
-    bar.set_postfix_str(", ".join(shown), refresh=False)
-    # the last step goes a little past the budget, and a bar beyond its end shows no time left
-    now = min(step.after.consumed_tokens, bar.total)
-    bar.update(now - step.before.consumed_tokens)
-
-
 def write(bar: tqdm, line: str) -> None:
     """Print a line above the bar, on rank 0."""
     if not bar.disable:
@@ -188,12 +153,26 @@ def bytes_in_words(memory: dict[str, int]) -> str:
     return ", ".join(f"{what} {size / 1e6:,.1f} MB" for what, size in memory.items())
 
 
-def log_step(run: Run, step: "Step", done: Done, took: Took, bar: tqdm) -> None:
+def log_step(
+    run: Run,
+    step: "Step",
+    done: Done,
+    bar: tqdm,
+    *,
+    ms: float,
+    waited_ms: float,
+    model_flops: int,
+) -> None:
     """Log what a step consisted of and its result; move the bar past it.
 
-    Each field becomes a column of support/report/log.py; run_page.py draws those that it names.
+    Each field becomes a column in support/report/run_page.py, which draws those that it names.
+
+    Args: ms          of the step, with the `waited_ms` until its batch was there
+          model_flops see support/step/flops.py; MFU is their rate as a share of the peak
     """
-    speed = speed_of(run, step, took)
+    after, peak = step.after, run.peak.flops
+    epochs = after.real_tokens / run.store.train_tokens
+    mfu = model_flops / ms * 1e3 / peak if peak else None
     if note := run.first_note(step.note):
         write(bar, f"--curriculum: {note}; see difficulty in log.jsonl")
     run.log.write(
@@ -204,17 +183,26 @@ def log_step(run: Run, step: "Step", done: Done, took: Took, bar: tqdm) -> None:
         layer_tokens=run.clock.layer_tokens,
         **done._asdict(),
         flops=run.clock.flops,
-        **speed._asdict(),
+        tokens_per_s=round((after.real_tokens - step.before.real_tokens) / ms * 1e3, 1),
+        mfu=mfu if mfu is None else round(mfu, 4),
+        epochs=round(epochs, 4),
         max_piece_len=step.max_piece_len,
         kept_tokens=step.kept_tokens,
         padding_share=round(step.padding_share, 6),
         pieces=step.pieces,
         attention_share=round(step.attention_share, 6),
         **step.difficulty,
-        ms=round(took.ms, 2),
-        data_ms=round(took.data_ms, 2),
+        ms=round(ms, 2),
+        data_ms=round(waited_ms, 2),
     )
-    show_step(bar, step, done.loss, speed)
+    shown = f"loss {done.loss:.3f}"
+    if epochs > 1:
+        shown += f", epochs {epochs:.1f}"
+    if mfu is not None:
+        shown += f", MFU {mfu:.0%}"
+    bar.set_postfix_str(shown, refresh=False)
+    # the last step goes a little past the budget, and a bar beyond its end shows no time left
+    bar.update(min(after.consumed_tokens, bar.total) - step.before.consumed_tokens)
 
 
 def log_evaluation(run: Run, result: dict[str, object], seconds: float, last: bool) -> None:

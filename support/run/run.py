@@ -1,22 +1,35 @@
 """An open run: its settings, its folder and log, its checkpoints, and how it goes on from one.
 
-On --resume, in this order:
-  1. config.parse_or_resume: the folder (--out, or the newest in runs/) and the settings in its
-     config.json; flags given besides may change only settings that are `free`, and raise --tokens
-     (support/run/extension.py)
-  2. Run.restore: the store must hold the same text; the checkpoint's sha256 is verified, then
-     clock and best loss are those of the checkpoint
-  3. train.assemble: a model of the size in config.json, weights and optimizers from the checkpoint;
-     --init is not read again
-  4. Run.open_log: the log is cut where it was at the checkpoint, and checkpoints of later steps are
-     set aside
-  5. train.train: an evaluation that was interrupted is made first; then the plan goes on from the
-     clock, which decides every step, so nothing else has to be restored
-A run that was stopped before its first checkpoint starts over; one whose last evaluation is in the
-log has nothing left to do.
+On --resume, in this order (train.main calls each):
+  1. config.parse_or_resume: the folder (--out, or folder.newest_run), its config.json
+     (folder.started_with) and extended.json (extension.with_budget). settings.resumed takes the
+     settings from there; flags given besides may change only those that are `free` (where and how
+     fast), for this start alone, and raise --tokens
+  2. data.open_data and Plan: the store and its tokenizer, and the indexes of a curriculum
+  3. initial.model_size: the model's size is in config.json too
+  4. Run.restore: `checkpoint_to_resume` compares the digests in the store's meta.json with those in
+     config.json and finds the checkpoint, `read` verifies its sha256
+  5. Run.is_complete: if the last evaluation is in the log, nothing is left to do
+  6. train.assemble: model and optimizers from the checkpoint. No random state: every draw has a key
+  7. Run.open_log: a larger --tokens is written to the disk (`extend`), the log is cut where it was
+     at the checkpoint, and checkpoints of later steps are set aside
+  8. train.train: an evaluation that was interrupted is made first; then the plan goes on from the
+     clock, which decides every step
+
+What is read            compared with                        refused if
+config.json             the flags given                      a setting that is not free differs
+the store's meta.json   "store" in config.json               the text, or a mixture's weights differ
+step-*.pt, best.pt      the sha256 at its end                damaged; of a run with other techniques
+log.jsonl               nothing: it is cut at "log_size"     it names checkpoints and none is there
+
+What a checkpoint holds: "model" and "optimizers", and "pseudo" if that is on, for `assemble`;
+"clock", "best", "log_size", "evaluation_due" for `restore`; the rest says what made it.
+
+A run that was stopped before its first checkpoint starts over, and reads --init again.
 """
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -29,7 +42,7 @@ from support.base.settings import flattened
 from support.base.sharded import check_agreement, shard
 from support.base.technique import is_on, techniques_of
 from support.rows.mixture import AnyStore
-from support.run import checkpoint, extension, sharded_checkpoint
+from support.run import checkpoint, extension
 from support.run.folder import (
     Log,
     ModelSize,
@@ -73,12 +86,13 @@ class Run:
         self.clock, self.best = Clock(), math.inf
         self.evaluation_due = False  # an evaluation at this clock, not made yet
         self.has_noted = False
-        self.resumed_from: str | None = None
-        self.saved_path, self.saved_step = "", -1
+        self.resumed_from: Path | None = None
+        self.saved_path: Path | None = None
+        self.saved_step = -1
         self.log_size: int | None = None  # bytes to keep of a log that goes on
         self.tokens_before: int | None = None  # the budget until now, if --tokens extends it
 
-    # ---- start, or go on
+    # ---- start, or go on: in the order given above
 
     def restore(self, shape: TransformerConfig) -> dict | None:
         """Go on from the checkpoint that --resume names: clock, best loss and log are as then.
@@ -96,6 +110,7 @@ class Run:
             self.runtime.say(f"{folder} was stopped before its first checkpoint: starting over")
             return None
         state = self.read(path, shape)
+        # what is restored fits the settings, or it is refused
         try:
             self.clock = Clock.of(state["clock"])
         except (TypeError, LookupError):
@@ -113,13 +128,14 @@ class Run:
                 f"--tokens {tokens}: the run in {folder} has consumed"
                 f" {self.clock.consumed_tokens} already: give more"
             )
-        self.best, self.log_size, self.resumed_from = state["best"], state["log_size"], path
+        self.best, self.log_size = state["best"], state["log_size"]
         self.evaluation_due = state["evaluation_due"]
-        self.saved_path, self.saved_step = path, self.clock.step
+        self.resumed_from = self.saved_path = path
+        self.saved_step = self.clock.step
         return state
 
-    def checkpoint_to_resume(self) -> str | None:
-        """The path that --resume means; None if the run was stopped before its first checkpoint.
+    def checkpoint_to_resume(self) -> Path | None:
+        """The checkpoint that --resume means; None if the run was stopped before its first one.
 
         Raises: ValueError if checkpoints are gone, or if the run began with another store
         """
@@ -127,14 +143,13 @@ class Run:
         if started_with(folder)["store"] != self.store.meta["sha256"]:
             raise ValueError(
                 f"--data: the run in {folder} began with another store, or with other weights of"
-                " its stores: name what it began with, wherever that is now, or start a new run"
-                " with another --out"
+                " its stores: name that, wherever it is now, or start a new run with another --out"
             )
         if which == "best" or checkpoint.steps_in(folder):
             path = checkpoint.find(folder, which)
             if self.tokens_before:
                 path = extension.starting_point(path, self.settings, self.tokens_before)
-            return str(path)
+            return path
         if bests := checkpoint.bests_in(folder):
             raise ValueError(
                 f"--resume: {folder} has lost its steps, and {bests[-1].name} is there: go on from"
@@ -147,59 +162,63 @@ class Run:
             )
         return None
 
-    def read(self, path: str, shape: TransformerConfig) -> dict:
+    def read(self, path: Path, shape: TransformerConfig) -> dict:
         """A checkpoint of a model of this shape; with --fsdp each rank reads its own rows of it."""
         if not self.settings.run.fsdp:
-            return sharded_checkpoint.load(path)
+            return checkpoint.load(path)
         like = empty_model(shape)
         shard(like, self.runtime)
         # with --offload to the host: the device may not have room for everything
         is_away = is_on(self.settings, "offload")
         device = torch.device("cpu") if is_away else self.runtime.device
-        return sharded_checkpoint.load_shards(path, like.state_dict(), self.runtime, device)
+        return checkpoint.load(path, like.state_dict(), self.runtime, device)
+
+    def is_complete(self) -> bool:
+        """Whether the budget is consumed, and the last evaluation is in the log."""
+        return self.is_finished and any(line.get("last") for line in read_log(self.folder))
 
     def make_folder(self) -> None:
         """Make the folder, unless the run goes on in its own."""
         if self.folder is None:
-            self.folder = Path(self.runtime.on_rank0(self.create_folder))
-
-    def create_folder(self) -> str:
-        s, sha256 = self.settings, self.store.meta["sha256"]
-        stem = f"runs/{s.model.model}-{s.model.size}"
-        return create_run_folder(s.run.out, stem, flattened(s), self.size, sha256)
+            s = self.settings
+            make = partial(
+                create_run_folder,
+                s.run.out,
+                stem=f"runs/{s.model.model}-{s.model.size}",
+                settings=flattened(s),
+                size=self.size,
+                sha256=self.store.meta["sha256"],
+            )
+            self.folder = Path(self.runtime.on_rank0(make))
 
     def open_log(self) -> None:
-        """Begin the log, or go on with it."""
-        run, is_rank0 = self.settings.run, self.runtime.is_rank0
+        """Begin the log, or go on with it; with a larger budget on the disk first."""
+        runtime, step, extended = self.runtime, self.clock.step, None
         if self.tokens_before:
-            self.saved_path = self.runtime.on_rank0(self.extend)
-        self.log = Log(self.folder, is_rank0, run.tensorboard, self.log_size)
-        self.peak = machine.peak(self.runtime)
+            extended = extension.Extension(self.settings.optim.tokens, self.tokens_before, step)
+            self.saved_path = runtime.on_rank0(
+                lambda: extension.begin(self.folder, self.resumed_from, extended, runtime.say)
+            )
+        tensorboard = self.settings.run.tensorboard
+        self.log = Log(self.folder, runtime.is_rank0, tensorboard, self.log_size)
+        self.peak = machine.peak(runtime)
         self.log.write(
             "run",
             **self.about(),
-            resumed_at=self.clock.step,
+            resumed_at=step,
             bytes=self.trainer.optimizers.memory(),
             train_tokens=self.store.train_tokens,
             peak_flops=self.peak.flops,
             peak_why=self.peak.why,
         )
         if self.resumed_from:
-            say, step = self.runtime.say, self.clock.step
-            self.runtime.on_rank0(lambda: extension.set_later_aside(self.folder, step, say))
+            runtime.on_rank0(lambda: extension.set_later_aside(self.folder, step, runtime.say))
             self.log_checkpoint()  # the saved size of the log does not include its line
-        extended = extension.recorded(self.folder)
-        if extended and self.clock.step <= extended.step:  # later checkpoints have it in their log
+        extended = extended or extension.recorded(self.folder)
+        if extended and step <= extended.step:  # later checkpoints have it in their log
             changed = extension.change(self.settings, extended, self.clock)
-            self.runtime.say(extension.in_words(changed, self.settings.optim.schedule))
+            runtime.say(extension.in_words(changed, self.settings.optim.schedule))
             self.log.write("extended", **changed)
-
-    def extend(self) -> str:
-        """Give the run its new budget on the disk; returns the checkpoint it goes on from."""
-        path = Path(self.resumed_from) if self.resumed_from else None
-        tokens, step = self.settings.optim.tokens, self.clock.step
-        extended = extension.Extension(tokens, self.tokens_before, step)
-        return extension.begin(self.folder, path, extended, self.runtime.say)
 
     # ---- where it stands
 
@@ -233,15 +252,6 @@ class Run:
         """Whether the budget is consumed; the last evaluation may still be to do."""
         return self.clock.consumed_tokens >= self.settings.optim.tokens
 
-    def is_complete(self) -> bool:
-        """Whether the last evaluation is in the log as well."""
-        evaluations = (line for line in read_log(self.folder) if line["event"] == "eval")
-        return self.is_finished and any(line.get("last") for line in evaluations)
-
-    @property
-    def resume_command(self) -> str:
-        return f"python train.py --resume --out {self.folder}"
-
     def about(self) -> dict:
         """Settings, size and provenance: the first line of the log, and part of a checkpoint."""
         size = self.size._asdict()
@@ -253,7 +263,7 @@ class Run:
         """Keep a checkpoint of now if the step that comes is the first in the decay of wsd."""
         if enters_decay(self.settings, before, after):
             self.save()
-            self.runtime.on_rank0(lambda: extension.keep_trunk(Path(self.saved_path)))
+            self.runtime.on_rank0(lambda: extension.keep_trunk(self.saved_path))
 
     def save(self, is_best: bool = False) -> None:
         """Write a checkpoint, on rank 0 or with --fsdp on all, unless this step has one already.
@@ -274,16 +284,10 @@ class Run:
             "tokenizer_fingerprint": self.store.meta["tokenizer_fingerprint"],
             **self.about(),
         }
-        if self.settings.run.fsdp:
-            path = sharded_checkpoint.save(
-                folder, state, self.runtime, step=step, keep=keep, best=is_best
-            )
-        else:
-            path = self.runtime.on_rank0(
-                lambda: checkpoint.save(folder, state, step=step, keep=keep, best=is_best)
-            )
-        self.saved_path, self.saved_step = str(path), step
+        save = partial(checkpoint.save, folder, state, step=step, keep=keep, best=is_best)
+        path = save(self.runtime) if self.settings.run.fsdp else self.runtime.on_rank0(save)
+        self.saved_path, self.saved_step = path, step
         self.log_checkpoint()
 
     def log_checkpoint(self) -> None:
-        self.log.write("checkpoint", step=self.clock.step, file=Path(self.saved_path).name)
+        self.log.write("checkpoint", step=self.clock.step, file=self.saved_path.name)

@@ -3,33 +3,40 @@
 Assumed are full rows, time proportional to FLOPs (bench/runs.py measures it), and Muon: for nano as
 on a CPU, in fp32, for the larger sizes as on a GPU, in bf16. Nothing is run.
 
+Used by `ltd.py plan` and, for its flags and model, by the commands of pseudo.py and offload.py.
+
     python ltd.py plan --size 1.3B --tokens 300B --start 128 --share 0.7
 """
 
 import argparse
 from bisect import bisect_left
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import NamedTuple
 
 from model import Transformer, TransformerConfig
 from support.base.numbers import count
+from support.base.technique import refuse
 from support.step.muon import flops_of_orthogonalising
-from support.step.optim import state_bytes
-from support.step.sizes import (
-    SIZES,
-    empty_model,
-    flops_of_row,
-    refusals_of_rows,
-    with_defaults,
-)
+from support.step.sizes import SIZES, empty_model, flops_of_row, refusals_of_rows, with_defaults
 
 # Vocabularies of GPT-2's tokenizer and of the embedded corpus, rounded up to multiples of 64.
 V_GPT2 = 50_304
 V_PD4K = 4_160
+SETTINGS = {  # of train.py, by the flags that ask for them
+    "size": "model.size",
+    "pos": "model.pos",
+    "seq_len": "data.seq_len",
+    "tokens": "optim.tokens",
+    "batch_tokens": "optim.batch_tokens",
+}
+
+# (steps before, progress 0..1) -> the tokens of a row that each layer sees
+TokensAt = Callable[[int, float], Sequence[int]]
 
 
 class Cost(NamedTuple):
-    """The sum over all steps until the budget is consumed, in full rows."""
+    """Of all steps until the budget is consumed, in full rows."""
 
     steps: int
     tokens: int  # read
@@ -44,43 +51,37 @@ class Cost(NamedTuple):
 
 def cost_of_run(
     config: TransformerConfig,
-    seq_len: int,
     budget: int,
     batch_tokens: int,
-    tokens_at: Callable[[int, float], tuple[int, ...]],
     device: str,
+    tokens_at: TokensAt,
 ) -> Cost:
     """The steps that a budget of consumed tokens allows (support/base/clock.py), added up.
 
-    Args: tokens_at (steps before, progress 0..1) -> how many tokens of a row each layer sees; these
-                    never fall, so steps with the same numbers are counted together
-          device    of the optimizer, cpu or cuda
+    Args: device    of the optimizer, cpu or cuda
+          tokens_at never falls, so steps that see the same numbers are counted together
     """
-    rows = batch_tokens // seq_len
-
-    def steps_alike(steps: int, consumed: int, of_step: int) -> int:
-        """The number of steps from here that see what the first one sees."""
-        now = tokens_at(steps, consumed / budget)
-
-        def differs(n: int) -> bool:
-            return tokens_at(steps + n, (consumed + n * of_step) / budget) != now
-
-        left = -(-(budget - consumed) // of_step)
-        return 1 + bisect_left(range(1, left), True, key=differs)
+    rows = batch_tokens // config.seq_len
 
     steps, consumed, layer_tokens, flops = 0, 0, 0, 0
+
+    def differs(n: int) -> bool:
+        """Whether the layers see other numbers n steps after this one."""
+        return tokens_at(steps + n, (consumed + n * of_step) / budget) != now
+
     while consumed < budget:
-        tokens_by_layer = tokens_at(steps, consumed / budget)
-        of_step = rows * (sum(tokens_by_layer) // config.layers)
-        alike = steps_alike(steps, consumed, of_step)
+        now = tokens_at(steps, consumed / budget)
+        of_step = rows * (sum(now) // config.layers)
+        left = -(-(budget - consumed) // of_step)
+        alike = 1 + bisect_left(range(1, left), True, key=differs)  # steps like this one
         steps += alike
         consumed += alike * of_step
-        layer_tokens += alike * rows * sum(tokens_by_layer)
-        flops += alike * rows * flops_of_row(config, tokens_by_layer, seq_len)
+        layer_tokens += alike * rows * sum(now)
+        flops += alike * rows * flops_of_row(config, now, config.seq_len)
     optimizer = config.layers * flops_of_orthogonalising(config.width, config.mlp_width, device)
     return Cost(
         steps=steps,
-        tokens=steps * rows * seq_len,
+        tokens=steps * rows * config.seq_len,
         layer_tokens=layer_tokens,
         flops=flops,
         optimizer_flops=steps * optimizer,
@@ -107,40 +108,32 @@ def fill_in(args: argparse.Namespace) -> None:
     """
     if args.pos is None and (args.seq_len or 0) > SIZES[args.size].seq_len:
         args.pos = "rope"  # --size says how many positions can be learned
-    names = {name: f"optim.{name}" for name in ("tokens", "batch_tokens")}
-    names |= {"size": "model.size", "pos": "model.pos", "seq_len": "data.seq_len"}
-    settings = with_defaults({names[name]: getattr(args, name) for name in names})
-    for name in names:
-        setattr(args, name, settings[names[name]])
+    settings = with_defaults({SETTINGS[flag]: getattr(args, flag) for flag in SETTINGS})
+    for flag in SETTINGS:
+        setattr(args, flag, settings[SETTINGS[flag]])
     learned = args.pos == "learned"
-    for refused, message in refusals_of_rows(args.size, args.seq_len, args.batch_tokens, learned):
-        if refused:
-            raise ValueError(message)
+    refuse(refusals_of_rows(args.size, args.seq_len, args.batch_tokens, learned))
 
 
-def show_plan(
-    args: argparse.Namespace, schedule: str, tokens_at: Callable[[int, float], tuple[int, ...]]
-) -> None:
+def show_plan(args: argparse.Namespace, schedule: str, tokens_at: TokensAt) -> None:
     """Print what the run costs with `tokens_at`, and with every token in every layer.
 
     Args: schedule what `tokens_at` does, in words
     """
     config = config_of(args.size, args.seq_len, args.pos)
-
-    def cost(tokens_at: Callable[[int, float], tuple[int, ...]]) -> Cost:
-        return cost_of_run(
-            config,
-            args.seq_len,
-            budget=args.tokens,
-            batch_tokens=args.batch_tokens,
-            tokens_at=tokens_at,
-            device="cpu" if args.size == "nano" else "cuda",
-        )
-
-    plain = cost(lambda *_: (args.seq_len,) * config.layers)
-    dropping = cost(tokens_at)
-    print(f"{args.size}, {args.pos} positions, rows of {args.seq_len}, ", end="")
-    print(f"{args.tokens:,} consumed tokens\n{schedule}\n")
+    cost = partial(
+        cost_of_run,
+        config,
+        budget=args.tokens,
+        batch_tokens=args.batch_tokens,
+        device="cpu" if args.size == "nano" else "cuda",
+    )
+    plain = cost(tokens_at=lambda steps, progress: [args.seq_len] * config.layers)
+    dropping = cost(tokens_at=tokens_at)
+    print(
+        f"{args.size}, {args.pos} positions, rows of {args.seq_len}, {args.tokens:,} consumed"
+        f" tokens\n{schedule}\n"
+    )
     print(f"{'':15} {'plain':>12} {'dropping':>12} {'ratio':>8}")
     for name, full, less in zip(Cost._fields, plain, dropping, strict=True):
         form = ",d" if name == "steps" else ".4g"
@@ -152,30 +145,6 @@ def show_plan(
         f"time saved, if it follows FLOPs: {1 - same_text:.1%} for the same text,"
         f" {1 - same_tokens:.1%} for the same consumed tokens"
     )
-
-
-def show_stages(size: str, stages: Mapping[float, Sequence[int]]) -> None:
-    """Print what a model holds from each share of the budget on.
-
-    Args: stages share -> for each layer the layer whose weights it uses, -1 for a layer that is not
-                 there
-    """
-    model = empty_model(config_of(size, SIZES[size].seq_len))
-    layers = len(model.h)
-    whole, block = (
-        state_bytes(dict(module.named_parameters()), muon=False) for module in (model, model.h[0])
-    )
-    print(
-        f"{size}: {whole['weights'] / 4e6:.2f} M parameters, {block['weights'] / 4e6:.2f} M in each"
-        f" of {layers} layers;\nmemory counts fp32 weights, gradients and AdamW's two moments\n"
-    )
-    print(f"{'from':>6} {'parameters':>12} {'memory':>10}   weights of each layer")
-    for start, owners in stages.items():
-        missing = layers - len({*owners} - {-1})
-        held = {kind: whole[kind] - missing * block[kind] for kind in whole}
-        listed = " ".join("." if owner < 0 else str(owner) for owner in owners)
-        millions, gigabytes = held["weights"] / 4e6, sum(held.values()) / 1e9
-        print(f"{start:6g} {millions:10.2f} M {gigabytes:7.3f} GB   {listed}")
 
 
 def model_of(args: argparse.Namespace) -> Transformer:

@@ -16,7 +16,7 @@ class Rates(NamedTuple):
 
     link: float  # bytes from the host to the device
     flops: float  # of matrix products on the device
-    adamw: float  # parameters that the host's AdamW moves
+    adamw: float  # parameters that the host's AdamW updates
 
 
 class Peak(NamedTuple):

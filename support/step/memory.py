@@ -58,7 +58,7 @@ def memory_of(
     config: TransformerConfig,
     placement: Placement | None = None,
 ) -> Memory:
-    """What a run takes with so many full rows at once, if no layer drops or shares anything.
+    """What a run takes with `rows` full rows at once, if no layer drops tokens or shares weights.
 
     Args: placement of --offload
     """
@@ -145,7 +145,7 @@ def logits_bytes(config: TransformerConfig, tokens: int, runtime: Runtime) -> in
 def temporary_bytes(
     config: TransformerConfig, tokens: int, runtime: Runtime, is_muon: bool, logits: int
 ) -> int:
-    """What a step needs beyond the loss for a while: a block's gradients, or Muon's products.
+    """What a step needs for a short time besides the loss: a block's gradients, or Muon's products.
 
     On a CPU these add up, because the allocator does not use the memory of one for the next; a GPU
     needs the larger one, and Muon's products may take the place of the logits.
@@ -209,9 +209,9 @@ def micro_batch(
     of_documents = settings.pack.batch == "documents"  # in as many rows as they need
     if rows % (most * world_size) and not of_documents:
         raise ValueError(
-            f"--batch-tokens {settings.optim.batch_tokens} makes {rows} rows of {seq_len}, which"
-            f" {world_size} process(es) cannot share, --micro-batch-size {most} at once: choose a"
-            f" multiple of {most * world_size * seq_len}"
+            f"--batch-tokens {settings.optim.batch_tokens} is not a multiple of"
+            f" {most * world_size * seq_len}: ranks {world_size} x --micro-batch-size {most} x"
+            f" --seq-len {seq_len}"
         )
     documents = "the documents of " if of_documents else ""
     step = f"{documents}{rows} rows of {seq_len} a step"

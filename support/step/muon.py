@@ -1,6 +1,6 @@
-"""Muon: momentum with orthogonalised matrices, many at a time. It moves matrices only.
+"""Muon: momentum with orthogonalised matrices, many at a time. For matrices only.
 
-Jordan et al. 2024 (kellerjordan.github.io/posts/muon). Every matrix moves along U V^T, where
+Jordan et al. 2024 (kellerjordan.github.io/posts/muon). Every matrix goes along U V^T, where
 U S V^T is its momentum: in all directions by the same amount, however unequal the gradient was.
 U V^T comes from a few matrix products, by odd polynomials that push every singular value towards 1.
 The update has the size of AdamW's (arXiv 2502.16982, eq. 4), so that both share one learning rate.
@@ -31,7 +31,7 @@ POLYNOMIALS = ((3.4445, -4.7750, 2.0315),) * 5
 
 
 class Muon(torch.optim.Optimizer):
-    """Moves matrices; one without a gradient stays as it is.
+    """Updates matrices; one without a gradient stays as it is.
 
     Args: matrices tensors of two dimensions, or torch's groups of them; a group's `fused` is the
                    number of matrices stacked in each of its tensors, row below row

@@ -45,7 +45,7 @@ class OptimConfig:
     micro_batch_size: int | None = flag(
         None, "rows a rank takes at once (default: what fits the device)", least=1, free=True
     )
-    optimizer: str = flag("muon", "muon moves the blocks' matrices, adamw all", ("adamw", "muon"))
+    optimizer: str = flag("muon", "muon updates the blocks' matrices, adamw all", ("adamw", "muon"))
     lr: float | None = flag(None, "peak learning rate (default: by --size)", above=0)
     min_lr: float = flag(0.0, "learning rate at the end, as a share of --lr", least=0, most=1)
     schedule: str = flag("linear", "decay of the learning rate", SCHEDULES)

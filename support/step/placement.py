@@ -1,8 +1,9 @@
-"""Which parts of a training state stay on the device and which move to the host, by a byte budget.
+"""Which parts of a training state stay on the device and which go to the host, by a byte budget.
 
 Pure arithmetic on sizes: `parts_of` reads them off a model, `place` decides, `describe` prints the
-decision and its price. Nothing is moved here: offload.py does that, and FSDP2 if the ranks share
-each parameter (support/base/sharded.py). Counted are weights, their copies in half precision,
+decision and its price. A decision is a `Placement`. It is carried out elsewhere: by `Offload.move`
+in offload.py, whose head walks through an example, or by FSDP2 if the ranks share each parameter
+(support/base/sharded.py). Counted are weights, their copies in half precision,
 gradients, optimizer state, and copies on their way. Not counted are activations, and what an
 optimizer needs during its step.
 
@@ -88,7 +89,7 @@ def grouped(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
 def parts_of(model: nn.Module, muon: bool) -> tuple[Part, ...]:
     """The sizes of a model, which may be on the meta device.
 
-    Args: muon whether Muon moves the blocks' matrices
+    Args: muon whether Muon updates the blocks' matrices
     """
     parts = []
     for name, parameters in grouped(model).items():
@@ -112,7 +113,7 @@ class Traffic(NamedTuple):
     to_host: int  # bytes
     to_device: int  # bytes
     flops: int  # of the forward passes that fetched blocks repeat
-    on_host: int  # parameters that the host's optimizer moves
+    on_host: int  # parameters that the host's optimizer updates
 
 
 @dataclass(frozen=True)
@@ -143,7 +144,7 @@ class Placement:
     def host_bytes(self) -> int:
         return sum(map(self.on_host, self.parts, self.away)) + 2 * self.slot_bytes
 
-    # what stands where
+    # device and host
 
     def itemsize(self, part: Part, away: Away) -> int:
         """Bytes of one of the device's weights, and of its gradient."""
@@ -172,7 +173,7 @@ class Placement:
         """Norms and biases, and AdamW's state of them."""
         return sum(part.small * (self.bytes_each(part, Away.NOTHING) + 8) for part in self.parts)
 
-    # what comes and goes
+    # copies
 
     def matrix_bytes(self, part: Part, away: Away) -> int:
         """One copy of a part's matrices, or of their gradients, as it travels."""
@@ -204,11 +205,15 @@ class Placement:
     # what it costs
 
     def traffic(self, micro_batch_tokens: int, micro_batches: int) -> Traffic:
-        """Gradients go home once a step, or once a micro-batch if they are away; weights come back
-        once a step, or as often as `fetches` says.
+        """Gradients go to the host once a step, or once a micro-batch if they are away; weights
+        come back once a step, or as often as `fetches` says.
+
+        Not counted: a GPU orthogonalises Muon's updates of the host's matrices (`Muon.step` in
+        support/step/muon.py). Once a step 4 bytes of each parameter go there in fp32, and 2 come
+        back in bf16.
 
         Example: a block of 100 parameters in fp32, 2 micro-batches of 10 tokens. STATE: 400 bytes
-                 each way. GRADIENTS: 800 home, 400 back. WEIGHTS: 800 home, 400 back, 4,000 FLOPs;
+                 each way. GRADIENTS: 800 to the host, 400 back. WEIGHTS: the same, and 4,000 FLOPs;
                  with three such blocks 3,600 back
         """
         to_host = to_device = flops = on_host = 0
@@ -255,7 +260,7 @@ class ShardedPlacement(Placement):
     every micro-batch. What is outside of blocks stays.
 
     Bytes are those of one rank. Counted besides its rows: two gathered blocks and the buffer they
-    are gathered in, one block's gradients and their fp32 sum, and what is outside of blocks with
+    are gathered in, one block's gradients and their fp32 sum, and all outside the blocks with
     its gradients and their sum.
 
     Args: ranks that share each parameter
@@ -263,7 +268,7 @@ class ShardedPlacement(Placement):
 
     ranks: int
 
-    what_passes = "what is whole: two blocks, and all outside"
+    what_passes = "whole: two blocks, and all outside"
     small_bytes = 0  # parts have none left
     slot_bytes = 0
     embedding_gradients = 0  # they are counted with all that is outside of blocks
@@ -308,7 +313,9 @@ class ShardedPlacement(Placement):
 # ---- the decision
 
 
-def moves(parts: tuple[Part, ...], kinds: Sequence[Away] = KINDS) -> list[tuple[int, Away]]:
+def order_of_leaving(
+    parts: tuple[Part, ...], kinds: Sequence[Away] = KINDS
+) -> list[tuple[int, Away]]:
     """The order of leaving, as (number of the part, what of it is away then).
 
     Example: the outside (part 0) and three blocks: parts 2 1 3 with STATE, with GRADIENTS, with
@@ -358,26 +365,23 @@ def place(
         )
         start = ShardedPlacement(parts, tuple(away), dtype, budget, ranks=shards)
     options = [start]
-    for number, kind in moves(parts, kinds):
+    for number, kind in order_of_leaving(parts, kinds):
         away[number] = kind
         options.append(replace(start, away=tuple(away)))
     placement = next((option for option in options if option.device_bytes <= budget), None)
     if placement is None:
         least = min(option.device_bytes for option in options)
-        largest = max((part for part in parts if part.layers), key=lambda part: part.numel)
-        only = "with several ranks only optimizer state leaves; " * (Away.WEIGHTS not in kinds)
+        only = "" if Away.WEIGHTS in kinds else "with several ranks only optimizer state leaves; "
         raise ValueError(
-            f"--offload-budget {shown(budget)} is too small: {only}what stays, and the largest"
-            f" block ({largest.name}, {largest.numel + largest.small:,} parameters) as it passes"
-            f" through, need {math.ceil(least / MIB)}MiB: the smallest that works"
+            f"--offload-budget {shown(budget)} is too small: {only}the smallest that works is"
+            f" {math.ceil(least / MIB)}MiB, for what stays and two blocks as they pass through"
         )
     needed = placement.host_bytes * ranks_here
     if host_bytes is not None and needed > host_bytes:
         raise ValueError(
             f"--offload-budget {shown(budget)} needs {shown(needed)} of host memory and"
-            f" {shown(host_bytes)} are free, {shown(needed - host_bytes)} too few: choose a larger"
-            " budget, fewer ranks on this machine, or a machine with more memory; if its memory"
-            " grows on demand, give the limit with --offload-host-memory"
+            f" {shown(host_bytes)} are free: choose a larger budget or fewer ranks on this machine;"
+            " if its memory grows on demand, give the limit with --offload-host-memory"
         )
     return placement
 
@@ -400,7 +404,7 @@ HEAD = ("", "parameters", "weights", "gradients", "state", "on device", "on host
 
 
 def table(placement: Placement) -> str:
-    """One line for neighbours that fare alike, then what stays, the copies and the sum."""
+    """One line for neighbours with the same on the host; then norms, copies and the total."""
     rows = [HEAD]
     alike = groupby(placement.pairs, key=lambda pair: (pair[1], bool(pair[0].layers)))
     for (away, is_block), pairs in alike:
@@ -446,7 +450,7 @@ def describe(
     text = (
         f"{table(placement)}\n\n"
         f"a step of {micro_batches:,} micro-batches copies {copied(traffic.to_host)} to the host"
-        f" and {copied(traffic.to_device)} to the device,\n  and moves {traffic.on_host:,}"
+        f" and {copied(traffic.to_device)} to the device,\n  and updates {traffic.on_host:,}"
         f" parameters ({traffic.on_host / rates.adamw:.3g} s of AdamW) on the host"
     )
     if Away.WEIGHTS not in placement.away:

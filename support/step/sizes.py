@@ -52,6 +52,11 @@ RECIPES = {
 
 @dataclass(frozen=True)
 class ModelConfig:
+    """What decides a model. A new option goes on through config.py's `transformer_config` to
+    model.py's `TransformerConfig`; what a block keeps for the backward pass is counted in
+    support/step/memory.py, `activation_bytes`.
+    """
+
     model: str = flag(
         "gpt", "gpt reads from left to right, bert fills in masked tokens", ("gpt", "bert")
     )

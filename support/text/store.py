@@ -11,7 +11,6 @@ prepare.py decides what is encoded and in which order, and writes meta.json.
 import hashlib
 import json
 import pickle
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -60,13 +59,12 @@ class StoreWriter:
         pickle.dump([part for part in parts if part.held_out], self.files[HELD_OUT])
         self.appended += 1
 
-    def finish(self, tick: Callable[[], None]) -> dict:
+    def finish(self) -> dict:
         """Write what is held out; return what meta.json says about the files."""
         meta = {f"train_{key}": count for key, count in self.counts.items()}
         self.files[HELD_OUT].seek(0)
         for _ in range(self.appended):
             self._write_parts(pickle.load(self.files[HELD_OUT]))
-            tick()
         for file in self.files.values():
             file.close()
         (self.folder / HELD_OUT).unlink()
@@ -92,10 +90,7 @@ class StoreWriter:
     def _number(self, source: str) -> int:
         number = self.sources.setdefault(source, len(self.sources))
         if number > np.iinfo(SOURCE_DTYPE).max:
-            raise ValueError(
-                f"--source-field: more than {number:,} different sources, too many to group"
-                " documents by: name another field, or '' for none"
-            )
+            raise ValueError(f"--source-field: over {number:,} sources: name another, or ''")
         return number
 
     def _write(self, name: str, array: np.ndarray) -> None:
@@ -141,9 +136,7 @@ class Store:
         except (OSError, ValueError, KeyError, TypeError):
             raise ValueError(f"{path}: no token store: make one with prepare.py") from None
         if store_format != FORMAT:
-            raise ValueError(
-                f"{path}: has store format {store_format}, not {FORMAT}: prepare it again"
-            )
+            raise ValueError(f"{path}: store format {store_format}, not {FORMAT}: prepare it again")
         arrays = {}
         for name, (count, dtype) in files.items():
             file = path / name
@@ -176,6 +169,5 @@ class Store:
         """Refuse a store that holds a token outside its vocabulary."""
         if highest >= self.meta["vocab_size"]:
             raise ValueError(
-                f"{self.path}: token {highest} is outside its vocabulary of"
-                f" {self.meta['vocab_size']}: the store is damaged, prepare it again"
+                f"{self.path}: token {highest} is not in its vocabulary: prepare again"
             )

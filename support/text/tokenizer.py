@@ -31,7 +31,7 @@ from tqdm import tqdm
 from support.base import runtime
 from support.base.atomic import atomic_write
 from support.base.numbers import count
-from support.text.holdout import Corpus, add_flags
+from support.text.corpus import Corpus, add_flags
 
 PD4K = runtime.ROOT / "corpus" / "pd4k.tiktoken"
 NAMES_HELP = "pd4k, bytes, gpt2 or a .tiktoken file (pd4k)"
@@ -74,13 +74,10 @@ def store_encoding(store: str | Path, meta: dict) -> tiktoken.Encoding:
         encoding = get_encoding(name)
     except (ValueError, OSError) as error:
         reason = runtime.one_line(error)
-        raise ValueError(
-            f"{store}: its tokenizer is gone ({reason}): name it with --tokenizer"
-        ) from None
+        raise ValueError(f"{store}: {reason}: name its tokenizer with --tokenizer") from None
     if fingerprint(encoding) != meta["tokenizer_fingerprint"]:
         raise ValueError(
-            f"{store}: {name} has changed since the store was made with it: name a file with the"
-            " old ranks with --tokenizer, or prepare the store again"
+            f"{store}: {name} has changed: name the old ranks with --tokenizer, or prepare it again"
         )
     return encoding
 
@@ -123,9 +120,7 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         except ValueError:
             token = rank = b""
         if rank != b"%d" % len(ranks) or token in ranks:
-            raise ValueError(
-                f"{path}:{row}: needs a new token in base64, and its rank {len(ranks)}"
-            )
+            raise ValueError(f"{path}:{row}: needs a new token in base64 and rank {len(ranks)}")
         ranks[token] = len(ranks)
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(f"{path}:{len(ranks)}: ends without a rank for byte {missing[0]}")
@@ -226,7 +221,7 @@ def _learn(args: argparse.Namespace) -> None:
     corpus = Corpus(args.inputs, args.holdout, args.split_on)
 
     def texts(held_out: bool) -> Iterable[str]:
-        parts = tqdm(corpus, "documents", disable=None, leave=False)
+        parts = tqdm(corpus.parts(), "documents", disable=None, leave=False)
         return (part.text for part in parts if part.held_out == held_out)
 
     write_ranks(args.out, learn_ranks(texts(held_out=False), args.ranks))

@@ -6,10 +6,10 @@ tells how large the model is, how long rows are and which tokenizer it has, so n
 be given again.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import tiktoken
 import torch
@@ -18,6 +18,7 @@ from model import Transformer, TransformerConfig
 from support.base.rng import seed_of
 from support.base.settings import Flat, as_given
 from support.run.folder import ModelSize, started_with
+from support.step.sizes import ModelConfig
 from support.text.tokenizer import fingerprint, vocab_size
 from support.weights import published
 from support.weights.trained import Trained, checkpoint_of, trained, weights_of
@@ -25,7 +26,12 @@ from support.weights.trained import Trained, checkpoint_of, trained, weights_of
 if TYPE_CHECKING:
     from config import Config
 
-OF_THE_MODEL = ("model", "size", "layers", "heads", "width", "mlp_width", "pos", "nsp")
+# Settings of the model that its weights are for, with what a run before the setting existed had.
+OF_THE_MODEL = {
+    f"model.{item.name}": item.default
+    for item in fields(ModelConfig)
+    if item.name not in ("dropout", "init")
+}
 PAIRS = ("pooler.", "nsp.")  # weights that nothing uses without --nsp
 
 
@@ -40,20 +46,16 @@ def with_those_of_init(given: Flat) -> Flat:
     source = source_of(init)
     if source is None:
         if init and given.get("model.pos") == "rope":
-            raise ValueError(
-                "--init and --pos rope exclude each other: published weights have learned positions"
-            )
+            raise ValueError("--init and --pos rope exclude each other: leave one of them out")
         return given
     saved, path = source.settings, source.path
-    taken = {f"model.{name}": saved[f"model.{name}"] for name in OF_THE_MODEL}
+    taken = {name: saved.get(name, default) for name, default in OF_THE_MODEL.items()}
     if given.get("model.nsp") is False:
         taken["model.nsp"] = False  # the weights for pairs can be left out
     others = [name for name in taken if given.get(name, taken[name]) != taken[name]]
     if others:
         was, asked = (as_flags({name: of[name] for name in others}) for of in (taken, given))
-        raise ValueError(
-            f"--init {path} was trained with {was}, not {asked}: leave that out, or name another"
-        )
+        raise ValueError(f"--init {path} was trained with {was}, not {asked}: leave that out")
     taken["data.seq_len"] = saved["data.seq_len"]
     if "data.data" not in given:  # a store has its tokenizer
         taken["data.tokenizer"] = saved["data.tokenizer"]
@@ -69,16 +71,14 @@ def source_of(init: str | None) -> Trained | None:
     """What --init names, if it is a run or a checkpoint of train.py."""
     if not init:
         return None
-    with naming_init():
-        path = checkpoint_of(init)
-        return trained(path) if path else None
+    path = naming_init(checkpoint_of, init)
+    return naming_init(trained, path) if path else None
 
 
-@contextmanager
-def naming_init() -> Iterator[None]:
-    """Errors that begin with a path name the flag as well."""
+def naming_init(read: Callable, path: str | Path) -> Any:
+    """Read; errors, which begin with the path, name the flag as well."""
     try:
-        yield
+        return read(path)
     except ValueError as error:
         raise ValueError(f"--init {error}") from error
 
@@ -101,13 +101,12 @@ def model_size(settings: "Config", encoding: tiktoken.Encoding, folder: Path | N
         name = source.settings["data.tokenizer"]
         raise ValueError(
             f"--init {source.path} was trained with tokenizer {name}, and the store has"
-            f" {encoding.name}: name a store that was prepared with {name}"
+            f" {encoding.name}: prepare one with {name}"
         )
     positions = source.size.positions
     if positions and seq_len > positions:
-        raise ValueError(
-            f"--init {source.path} has {positions} positions, --seq-len {seq_len} is more"
-        )
+        message = f"has {positions} positions, --seq-len {seq_len} is more"
+        raise ValueError(f"--init {source.path} {message}")
     return source.size
 
 
@@ -119,8 +118,7 @@ def initial_model(
     model, init = Transformer(config), settings.model.init
     left_out: list[str] = []
     if source := source_of(init):
-        with naming_init():
-            weights = weights_of(source.path)
+        weights = naming_init(weights_of, source.path)
         left_out = [name for name in weights if name.startswith(PAIRS) and not config.nsp]
         model.load_state_dict({n: value for n, value in weights.items() if n not in left_out})
         say(f"--init: the weights of {source.path}")

@@ -29,12 +29,11 @@ import json
 import re
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 from zipfile import is_zipfile
 
 import torch
 from torch import Tensor
-from tqdm import tqdm
 
 from model import Transformer
 from support.base.atomic import atomic_write
@@ -80,10 +79,13 @@ def published_names(name: str, kind: str) -> list[str]:
 
     Example:  published_names("h.3.ln_1.bias", "bert") is
               ["encoder.layer.3.attention.output.LayerNorm.bias"]
+    Raises:   ValueError for a parameter that neither layout has
     """
+    layer, module, leaf = re.fullmatch(r"(h\.\d+\.)?(.+?)(\.weight|\.bias)?", name).groups("")
+    if module not in BERT_MODULES:
+        raise ValueError(f"{name} has no place in the published layouts of GPT-2 and BERT")
     if kind == "gpt":
         return [name]
-    layer, module, leaf = re.fullmatch(r"(h\.\d+\.)?(.+?)(\.weight|\.bias)?", name).groups("")
     layer = layer.replace("h.", "encoder.layer.")
     return [f"{layer}{published}{leaf}" for published in BERT_MODULES[module]]
 
@@ -160,11 +162,11 @@ def size_for(path: str | Path, needed: int, tokenizer: str, seq_len: int) -> Mod
     shape = shape_of(read(path)[0], path)
     size, padded = ModelSize(shape["vocab_size"], shape["seq_len"]), -(-needed // 64) * 64
     if not needed <= size.vocab_size <= padded:
+        needs = f"--tokenizer {tokenizer} one of {needed:,} (padded: {padded:,})"
         raise refusal(
             path,
-            f"has a vocabulary of {size.vocab_size:,}, and --tokenizer {tokenizer} one of"
-            f" {needed:,} (padded: {padded:,}): name the tokenizer that these weights were trained"
-            " with, such as gpt2; BERT's WordPiece is not supported",
+            f"has a vocabulary of {size.vocab_size:,}, and {needs}: name that of these weights,"
+            " such as gpt2; BERT's WordPiece is not supported",
         )
     if seq_len > size.positions:
         raise refusal(path, f"has {size.positions} positions, --seq-len {seq_len} is more")
@@ -193,10 +195,10 @@ def shape_of(entries: dict[str, Tensor], path: str | Path) -> dict[str, str | in
 def flags(shape: dict[str, str | int]) -> str:
     """The flags that build a file's model, except the number of heads."""
     layers, width, T = shape["layers"], shape["width"], shape["seq_len"]
+    named = {(s.layers, s.width, s.seq_len): name for name, s in SIZES.items()}
     size = f"--layers {layers} --width {width} and its --heads"
-    for name, (of_layers, _, of_width, seq_len) in SIZES.items():
-        if (of_layers, of_width, seq_len) == (layers, width, T):
-            size = f"--size {name}"
+    if (layers, width, T) in named:
+        size = f"--size {named[layers, width, T]}"
     if shape["mlp_width"] != 4 * width:
         size += f", --mlp-width {shape['mlp_width']}"
     vocabulary = f"{T} positions, a vocabulary of {shape['vocab_size']}"
@@ -256,28 +258,30 @@ def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[st
     Raises:  ValueError for what cannot be read, has no published layout, or is there already;
              nothing is written then
     """
-    write = {".pt": write_state_dict, ".safetensors": write_safetensors}.get(out.suffix)
-    for refused, message in (
-        (write is None, f"--out {out}: end its name in .pt or .safetensors"),
-        (out.exists(), f"--out {out} exists: name another, or delete it"),
-        (not out.parent.is_dir(), f"--out {out}: there is no folder {out.parent}: make it first"),
+    is_safetensors = out.suffix == ".safetensors"
+    for refused, problem in (
+        (not is_safetensors and out.suffix != ".pt", ": end its name in .pt or .safetensors"),
+        (out.exists(), " exists: name another, or delete it"),
+        (not out.parent.is_dir(), f": there is no folder {out.parent}: make it first"),
     ):
         if refused:
-            raise ValueError(message)
+            raise ValueError(f"--out {out}{problem}")
     path = checkpoint_of(source)
     if path is None:
         raise ValueError(f"{source} is neither the folder of a run nor one of its checkpoints")
     run = trained(path)
     if run.settings["model.pos"] == "rope":
-        raise ValueError(
-            f"{path} has rotary positions (--pos rope), and the published layouts have learned"
-            " ones: only a run with --pos learned can be exported"
-        )
+        raise ValueError(f"{path} has --pos rope: published layouts only have learned positions")
     say(f"reading {path}, step {run.step}")
     entries = published_entries(weights_of(path), run.settings["model.model"])
     say(f"writing {out}, {sum(tensor.nbytes for tensor in entries.values()):,} bytes")
     with atomic_write(out) as file:
-        write(file, entries)
+        if is_safetensors:  # which has no tensors that share bytes: its readers tie by name
+            safetensors.save(file, entries, {"format": "pt"})
+        else:  # with the second names of tied tensors, which take no bytes
+            plain = {PREFIX.sub("", name): tensor for name, tensor in entries.items()}
+            tied = {twin: plain[name] for twin, name in TIED.items() if name in plain}
+            torch.save({**entries, **tied}, file)
     return transformers_config(run)
 
 
@@ -299,38 +303,21 @@ def published_entries(weights: dict[str, Tensor], kind: str) -> dict[str, Tensor
     return {e if e.startswith("cls.") else base + e: tensor for e, tensor in entries.items()}
 
 
-def write_state_dict(out: BinaryIO, entries: dict[str, Tensor]) -> None:
-    """With the second names of tied tensors, as a state dict has them; they take no bytes."""
-    plain = {PREFIX.sub("", name): tensor for name, tensor in entries.items()}
-    tied = {twin: plain[name] for twin, name in TIED.items() if name in plain}
-    torch.save({**entries, **tied}, out)
-
-
-def write_safetensors(out: BinaryIO, entries: dict[str, Tensor]) -> None:
-    """Without them: this format has no tensors that share bytes, and its readers tie by name."""
-    written = safetensors.save(out, entries, {"format": "pt"})
-    for _ in tqdm(written, total=len(entries), unit="tensor", disable=None, leave=False):
-        pass
-
-
 def transformers_config(run: Trained) -> dict[str, Any]:
     """Dimensions, activation and epsilon by the names that transformers has for them."""
     s = {name.removeprefix("model."): value for name, value in run.settings.items()}
-    dimensions = {"vocab_size": run.size.vocab_size, "positions": run.size.positions} | s
     if s["model"] == "gpt":
-        names = {"positions": "n_positions", "width": "n_embd", "layers": "n_layer"}
-        names |= {"heads": "n_head", "mlp_width": "n_inner"}
+        names = ("n_positions", "n_embd", "n_layer", "n_head", "n_inner")
         config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
         config |= {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
     else:
-        names = {"positions": "max_position_embeddings", "width": "hidden_size"}
-        names |= {"layers": "num_hidden_layers", "heads": "num_attention_heads"}
-        names |= {"mlp_width": "intermediate_size"}
+        names = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
+        names += ("num_attention_heads", "intermediate_size")
         head = "BertForPreTraining" if s["nsp"] else "BertForMaskedLM"
         config = {"model_type": "bert", "architectures": [head], "type_vocab_size": 2}
         config |= {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
-    names["vocab_size"] = "vocab_size"
-    return config | {theirs: dimensions[ours] for ours, theirs in names.items()}
+    sizes = [run.size.positions, *(s[name] for name in ("width", "layers", "heads", "mlp_width"))]
+    return config | dict(zip(names, sizes, strict=True)) | {"vocab_size": run.size.vocab_size}
 
 
 def main(argv: list[str] | None = None) -> None:

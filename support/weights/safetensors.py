@@ -15,12 +15,12 @@ and four-bit floats are not read. Format: github.com/huggingface/safetensors, RE
 import json
 import math
 import mmap
-from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
 DTYPES = {  # widest first, in the order in which the format's own library writes them
     "I64": torch.int64,
@@ -55,10 +55,8 @@ def load(path: str | Path) -> dict[str, Tensor]:
         mapped = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
     start = 8 + int.from_bytes(mapped[:8], "little")
     if start - 8 > min(MOST_HEADER_BYTES, size - 8):
-        raise ValueError(
-            f"says that its header has {start - 8:,} bytes: there are {size - 8:,}, and"
-            f" {MOST_HEADER_BYTES:,} are allowed"
-        )
+        most = f"{size - 8:,} bytes follow, {MOST_HEADER_BYTES:,} are allowed"
+        raise ValueError(f"says that its header has {start - 8:,} bytes: {most}")
     entries = checked_header(mapped[8:start], size - start)
     return {name: tensor_at(mapped, start, entry) for name, entry in entries.items()}
 
@@ -117,10 +115,8 @@ def check_entry(name: str, entry: object) -> None:
         raise ValueError(f"{name} has a shape that no memory holds: {shape!s:.60}")
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != needed:
-        raise ValueError(
-            f"{name} has data_offsets {offsets!s:.60}, which are not the bytes that {dtype} of"
-            f" shape {shape!s:.60} takes"
-        )
+        wanted = f"are not the bytes that {dtype} of shape {shape!s:.60} takes"
+        raise ValueError(f"{name} has data_offsets {offsets!s:.60}, which {wanted}")
 
 
 def tensor_at(mapped: mmap.mmap, start: int, entry: dict) -> Tensor:
@@ -135,8 +131,8 @@ def tensor_at(mapped: mmap.mmap, start: int, entry: dict) -> Tensor:
     return torch.frombuffer(data, dtype=dtype, count=count, offset=offset).view(shape)
 
 
-def save(out: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) -> Iterable[str]:
-    """Write a file's bytes to `out`, and yield each tensor's name once it is written.
+def save(out: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) -> None:
+    """Write a file's bytes to `out`, with a progress bar where there is a terminal.
 
     The order is that of the format's own library: widest dtype first, then by name, so that every
     tensor is aligned.
@@ -148,17 +144,16 @@ def save(out: BinaryIO, tensors: dict[str, Tensor], metadata: dict[str, str]) ->
             raise ValueError(f"{name} of {tensor.dtype} cannot be in a safetensors file")
     order = list(NAMES)  # of dtypes
     names = sorted(tensors, key=lambda name: (order.index(tensors[name].dtype), name))
-    header: dict[str, Any] = {METADATA: metadata}
+    header: dict[str, object] = {METADATA: metadata}
     end = 0
     for name in names:
-        begin, end = end, end + tensors[name].numel() * tensors[name].itemsize
-        shape = list(tensors[name].shape)
-        entry = {"dtype": NAMES[tensors[name].dtype], "shape": shape, "data_offsets": [begin, end]}
-        header[name] = entry
+        tensor, begin = tensors[name], end
+        end += tensor.nbytes
+        shape, offsets = list(tensor.shape), [begin, end]
+        header[name] = {"dtype": NAMES[tensor.dtype], "shape": shape, "data_offsets": offsets}
     text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
     text += b" " * (-len(text) % 8)
     out.write(len(text).to_bytes(8, "little") + text)
-    for name in names:
+    for name in tqdm(names, unit="tensor", disable=None, leave=False):
         flat = tensors[name].detach().cpu().contiguous().flatten()
         out.write(flat.view(torch.uint8).numpy().data if flat.numel() else b"")
-        yield name

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from support.run import checkpoint, sharded_checkpoint
+from support.run import checkpoint
 from support.run.folder import ModelSize
 from support.step.sizes import SIZES
 
@@ -31,7 +31,7 @@ def checkpoint_of(path: str | Path) -> Path | None:
     path = Path(path)
     if path.is_file():
         return path if has_trailer(path) else None
-    if not path.is_dir() or path.suffix == sharded_checkpoint.SUFFIX:
+    if not path.is_dir() or path.suffix == checkpoint.SUFFIX:
         return path if path.is_dir() else None
     if steps := checkpoint.steps_in(path):
         return steps[-1]
@@ -49,7 +49,7 @@ def has_trailer(path: Path) -> bool:
 
 def trained(path: Path) -> Trained:
     """Read a checkpoint's outline. Layers that share weights (--pseudo) count one by one."""
-    state = sharded_checkpoint.outlined(path)
+    state = checkpoint.outlined(path)
     settings, size = dict(state["config"]), ModelSize(**state["model_size"])
     positions = None
     if settings["model.pos"] == "learned":
@@ -61,7 +61,7 @@ def trained(path: Path) -> Trained:
 
 def weights_of(path: Path) -> dict[str, Tensor]:
     """The weights of a checkpoint, verified; see `real_weights`."""
-    return real_weights(sharded_checkpoint.load(path))
+    return real_weights(checkpoint.load(path))
 
 
 def real_weights(state: dict) -> dict[str, Tensor]:

@@ -1,0 +1,221 @@
+"""Documents, and what is held out of them: some, chosen by hash, or the end of a single text.
+
+JSON lines (.jsonl, .jsonl.gz, .jsonl.zst) hold a document each; any other file is plain text. One
+document is in memory at a time. `prepare.py` and `support.text.tokenizer learn` both read a
+`Corpus`, so they hold out the same; bytes are read in support/text/reading.py.
+"""
+
+import argparse
+import re
+import zlib
+from collections.abc import Iterable, Iterator
+from itertools import groupby
+from pathlib import Path
+from typing import NamedTuple
+
+from support.base.numbers import whole_number
+from support.text import reading
+from support.text.reading import InputBar, OpenFile, open_input
+
+JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+BLANK_LINE = "blank-line"
+ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
+
+
+class Document(NamedTuple):
+    id: str | None  # None if the input has none: a line's number would change with the file
+    text: str
+    source: str | None = None  # the collection that it is from, if the input says so
+
+
+def add_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags of a command that reads a corpus."""
+    inputs = "plain text, .jsonl, .jsonl.gz, .jsonl.zst, or folders of these"
+    parser.add_argument("inputs", nargs="+", help=inputs)
+    holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
+    parser.add_argument("--holdout", type=whole_number, default=20, metavar="N", help=holdout)
+    split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
+    parser.add_argument("--split-on", metavar="STRING", help=split_on)
+
+
+class Part(NamedTuple):
+    """A document, or a part of one."""
+
+    text: str
+    held_out: bool
+    source: str | None = None
+    ends: bool = True  # False if the same document goes on in the next part
+
+
+class Corpus:
+    """The text of files and folders, each part of it either for training or held out.
+
+    A JSON line has the document under "text", and may have "id" and, under `source_field`, the name
+    of its source. Any other file is one document with its name as the id, unless `split_on` cuts it
+    into documents without ids. In a folder, files that are not text are skipped.
+
+    One document in `holdout` is held out, chosen by the hash of its id (of its text if it has no
+    id), so it stays held out when other documents are added or removed. If that leaves training or
+    the held-out side without text, because there are few documents, the last 1/holdout of all text
+    is held out instead. To find out, the constructor reads some of the files, and all of a single
+    text, behind a progress bar.
+
+    Args:   holdout      0 holds nothing out, 1 everything
+            split_on     what separates documents in plain text, as --split-on takes it
+            source_field the field of a JSON line that names its source
+    Raises: ValueError naming the flag, or the file and the line
+    """
+
+    def __init__(
+        self,
+        paths: Iterable[str | Path],
+        holdout: int = 20,
+        split_on: str | None = None,
+        source_field: str = "source",
+    ):
+        self.holdout = holdout
+        self.source_field = source_field
+        self.separator = None if split_on is None else separator(split_on)
+        self.files = reading.input_files(paths)
+        if self.separator and all(file.name.endswith(JSON_LINES) for file in self.files):
+            raise ValueError("--split-on: cuts plain text, and there are only JSON lines to read")
+        self.skipped: list[Path] = []  # files in folders that are not text
+        self.training_characters = self._before_the_tail() if holdout > 1 else None
+
+    def parts(self, open_file: OpenFile = open_input) -> Iterator[Part]:
+        """Read all parts, from the beginning each time.
+
+        Args: open_file the `open` of a progress bar, which then knows how far the files were read
+        """
+        documents = self.documents(open_file)
+        if self.training_characters is not None:
+            return hold_out_tail(documents, self.training_characters, self.holdout)
+        return (Part(d.text, is_held_out(d, self.holdout), d.source) for d in documents)
+
+    def documents(self, open_file: OpenFile = open_input) -> Iterator[Document]:
+        """Read all documents, whichever side they are on."""
+        self.skipped = []
+        for file in self.files:
+            if file.name.endswith(JSON_LINES):
+                for place, fields in reading.read_objects(file.path, open_file):
+                    yield _document(place, fields, self.source_field)
+                continue
+            try:
+                if file.in_folder and self.separator:
+                    # Read it through once, so that no document is used of a file that is not text.
+                    for _ in reading.text_blocks(file.path):
+                        pass
+                blocks = reading.text_blocks(file.path, open_file)
+                if self.separator is None:
+                    yield Document(file.name, "".join(blocks))
+                else:
+                    yield from (Document(None, text) for text in _split(blocks, self.separator))
+            except reading.NotText:
+                if not file.in_folder:
+                    raise
+                self.skipped.append(file.path)
+
+    def _before_the_tail(self) -> int | None:
+        """Count the characters before the last 1/holdout; None if hashes choose.
+
+        Stops at the first document that gives the second side text.
+        """
+        characters = 0
+        sides = set()
+        with InputBar(self.files, "what to hold out") as bar:
+            for number, document in enumerate(self.documents(bar.open), 1):
+                characters += len(document.text)
+                if document.text:
+                    sides.add(is_held_out(document, self.holdout))
+                bar.done(bar.bytes_read, number)
+                if len(sides) == 2:
+                    return None
+        if characters == 1:
+            raise ValueError(f"--holdout {self.holdout}: one character is too short: choose 0")
+        return characters - -(-characters // self.holdout)
+
+
+# ---- documents
+
+
+def separator(split_on: str) -> str:
+    """Read the value of --split-on: the word blank-line, or a string with \\n, \\r, \\t, \\f, \\\\.
+
+    Raises: ValueError for an empty string or another escape
+    """
+
+    def character(escape: re.Match) -> str:
+        if escape[1] not in ESCAPES:
+            raise ValueError(rf"--split-on {split_on!r}: after \ needs one of n, r, t, f, \ ")
+        return ESCAPES[escape[1]]
+
+    if not split_on:
+        raise ValueError("--split-on '': needs blank-line or a string that is not empty")
+    return re.sub(r"\\(.?)", character, split_on, flags=re.DOTALL)
+
+
+def _document(place: str, fields: dict[str, object], source_field: str) -> Document:
+    text = fields.get("text")
+    source = fields.get(source_field)
+    given_id = fields.get("id")
+    if not isinstance(text, str):
+        raise ValueError(f'{place}: needs a string under "text"')
+    if isinstance(source, dict | list):
+        raise ValueError(f"{place}: {source_field} is no name: try another --source-field, or ''")
+    given_id, source = (None if x is None else str(x) for x in (given_id, source))
+    document = Document(given_id, text, source or None)
+    try:
+        "".join(map(str, document)).encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{place}: has half of a surrogate pair, which is not text") from None
+    return document
+
+
+def _split(blocks: Iterable[str], mark: str) -> Iterator[str]:
+    """Cut text at a mark or, with BLANK_LINE, at blank lines."""
+    if mark != BLANK_LINE:
+        yield from reading.cut(blocks, mark)
+        return
+    for is_blank, lines in groupby(reading.cut(blocks, "\n"), lambda line: not line.strip()):
+        if not is_blank:
+            yield "\n".join(lines)
+
+
+# ---- what is held out
+
+
+def is_held_out(document: Document, holdout: int) -> bool:
+    """Decide by the hash of this document alone."""
+    key = document.text if document.id is None else document.id
+    return holdout > 0 and zlib.crc32(key.encode()) % holdout == 0
+
+
+def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) -> Iterator[Part]:
+    """Hold out all text after the first `training` characters, cutting one document in two."""
+    reach = training // holdout // 2  # half of the text that is held out
+    for document in documents:
+        text = document.text
+        if 0 < training < len(text):
+            cut = find_cut(text, training, reach)
+            yield Part(text[:cut], False, document.source)
+            yield Part(text[cut:], True, document.source)
+        else:
+            yield Part(text, training <= 0, document.source)
+        training -= len(text)
+
+
+def find_cut(text: str, position: int, reach: int) -> int:
+    """Choose where to cut a text: after a line or else a blank within `reach`, else at `position`.
+
+    A cut before the position is preferred, so that at least the share asked for is held out.
+
+    Example:  find_cut("one\\ntwo\\nthree", 10, 5) is 8, before "three"
+    """
+    for end in ("\n", " "):
+        before = text.rfind(end, max(0, position - reach - 1), position) + 1
+        if before:
+            return before
+        after = text.find(end, position, position + reach) + 1
+        if 0 < after < len(text):
+            return after
+    return position
