@@ -24,7 +24,7 @@ A GPT's inputs are the token before each target: end-of-text where a document be
 "parsimony" where its second piece begins. So every token of the store is a target once a pass. A
 BERT reads pieces between [CLS] and [SEP], and guesses those that support/rows/bert.py hides.
 
-train.main opens the store with `open_data`. The walk goes on in plan.py, with two ranks and several
+train.main opens the store with `open_data`. The head of plan.py goes on with two ranks and several
 steps.
 """
 

@@ -12,6 +12,7 @@ The walk that begins in data.py (documents, store, samples) goes on here; its ex
              a blank one
     Step     18 targets on all ranks; the next clock: step 1,     Plan.__call__
              18 tokens consumed, the next draw is number 4
+    train    takes the Step while the next one is planned         read_ahead, train.py: Trainer.step
 
 `Plan.__call__` is this walk. Curriculum comes before packing: pieces get shorter, rows do not.
 Without --pack a piece has a row to itself, cut off at the length that the stage allows

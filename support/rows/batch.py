@@ -1,4 +1,7 @@
-"""Batch: rows as the model takes them; and how much each of their targets counts in the loss."""
+"""Batch: rows as the model takes them; and how much each of their targets counts in the loss.
+
+Made by data.batch_of, where the head of data.py shows one; taken by Trainer.step in train.py.
+"""
 
 from typing import NamedTuple
 

@@ -18,6 +18,9 @@ piece if their number is odd. Two copies of the same piece never trade.
 Paper: Devlin et al., arXiv 1810.04805, section 3.1. There a part of a pair is some sentences, and
 segment embeddings tell the parts apart; here it is cut at any token, and [SEP] does.
 
+plan.py makes pairs before it packs (`Plan.rows_of`); data.py hides tokens once it has read a rank's
+rows (`batch_of`).
+
     python train.py --model bert --nsp --pack
 """
 
