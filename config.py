@@ -136,14 +136,14 @@ def shapes(config: Config) -> list[Config]:
 
     Empty if a technique cannot list its own.
     """
-    found = [config]
+    listed = [config]
     for entry in techniques_on(config):
         if entry.shapes:
-            each = [entry.shapes(shape) for shape in found]
+            each = [entry.shapes(shape) for shape in listed]
             if None in each:
                 return []
-            found = [shape for shapes in each for shape in shapes]
-    return found
+            listed = [shape for shapes in each for shape in shapes]
+    return listed
 
 
 def transformer_config(
@@ -170,25 +170,14 @@ def transformer_config(
 
 
 def check(config: Config) -> None:
-    """Raise ValueError with the first refusal that applies, before any memory is taken."""
-    refuse(refusals(config))
-    kind = samples_kind(config)
-    for entry in techniques_on(config):
-        if entry.metrics:
-            difficulty.check_metrics(entry.metrics(config), config.data.seq_len, kind)
-    transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width
-
-
-def refusals(config: Config) -> list[tuple[bool, str]]:
-    """Every value and combination that is refused, as (condition, what to tell the user)."""
-    pairs = out_of_limits(config)
-    if any(refused for refused, _ in pairs):
-        return pairs  # what follows takes every number to be within its limits
+    """Raise ValueError for a value or combination that cannot work, before any memory is taken."""
+    refuse(out_of_limits(config))  # what follows takes every number to be within its limits
     model, optim = config.model, config.optim
     learned = model.pos == "learned" and model.init is None
-    pairs += refusals_of_rows(model.size, config.data.seq_len, optim.batch_tokens, learned)
-    pairs += refusals_of_pairs(config)
+    kind = samples_kind(config)
     metrics = [name for e in techniques_on(config) if e.metrics for name in e.metrics(config)]
+    pairs = refusals_of_rows(model.size, config.data.seq_len, optim.batch_tokens, learned)
+    pairs += refusals_of_pairs(config)
     pairs += refusals_of_mixture(config, [name for name in metrics if name not in LENGTHS])
     pairs += [
         (
@@ -196,7 +185,7 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
             f"--size {model.size} is a BERT: add --model bert, or choose a GPT's size",
         ),
         (
-            config.data.long == "truncate" and samples_kind(config) == "rows",
+            config.data.long == "truncate" and kind == "rows",
             "--long truncate needs documents: add --pack, or leave it out (a GPT's rows have none)",
         ),
         (
@@ -207,7 +196,10 @@ def refusals(config: Config) -> list[tuple[bool, str]]:
     for entry in techniques_on(config):
         if entry.refusals:
             pairs += entry.refusals(config)
-    return pairs
+    refuse(pairs)
+    if metrics:
+        difficulty.check_metrics(metrics, config.data.seq_len, kind)
+    transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width
 
 
 def flags_table() -> str:
