@@ -77,6 +77,7 @@ class Pacing(NamedTuple):
     multiple: int = 1
     levels: tuple[int, ...] = ()  # of discrete, which ignores start, end and over
     until: tuple[float, ...] = ()  # the last t of each level but the last
+    by: str = "percentile"  # percentile | value: the unit of a ranked metric's difficulty
 
     def at(self, t: float) -> int:
         if self.kind == "discrete":
@@ -94,36 +95,22 @@ class Pacing(NamedTuple):
 # ---- the curriculum: all metrics together
 
 
-class MetricSettings(NamedTuple):
-    """One metric of a run; made by `parse_metric`."""
-
-    name: str
-    by: str  # percentile | value: the unit of a ranked metric's difficulty
-    pacing: Pacing  # over the share of the budget that is consumed
-
-    @property
-    def is_length(self) -> bool:
-        return self.name in LENGTHS
-
-
 class Curriculum:
     """All metrics of a run together: a pure function from consumed tokens to a Stage.
 
-    Args:   metrics from `parse_metrics`
+    Args:   pacings of each metric, over the share of the budget that is consumed
             budget  tokens of the run
             indexes the ranking of the samples by each ranked metric
     Raises: ValueError naming the flag of a setting that an index does not allow
     """
 
-    def __init__(
-        self, metrics: Sequence[MetricSettings], budget: int, seq_len: int, indexes: Rankings
-    ):
+    def __init__(self, pacings: dict[str, Pacing], budget: int, seq_len: int, indexes: Rankings):
         self.seq_len, self.indexes = seq_len, indexes
-        self.lengths = [metric.name for metric in metrics if metric.is_length]
+        self.lengths = [name for name in pacings if name in LENGTHS]
         self.reshapes = "seqlen-reshape" in self.lengths
-        self.units = {metric.name: metric.by for metric in metrics if not metric.is_length}
+        self.units = {name: pacings[name].by for name in pacings if name not in LENGTHS}
         self.pacings: dict[str, Pacing] = {}
-        for name, _, pacing in metrics:
+        for name, pacing in pacings.items():
             if pacing.end == math.inf:
                 hardest = indexes[name].last_value
                 if hardest <= 1:
@@ -147,18 +134,16 @@ class Curriculum:
 # ---- settings: what the flags mean, and what is refused
 
 
-def parse_metrics(config: CurriculumConfig, seq_len: int) -> tuple[MetricSettings, ...]:
-    """The metrics that the flags ask for, defaults filled in; () without a curriculum.
+def parse_metrics(config: CurriculumConfig, seq_len: int) -> dict[str, Pacing]:
+    """The pacing of each metric that the flags ask for, defaults filled in.
 
     Raises: ValueError naming the flag of a setting that cannot work; difficulty.check_metrics says
             whether a metric exists and suits the samples
     """
-    if config.metric == "none":
-        return ()
     names = config.metric.split(",")
     columns = [one_each(s, getattr(config, s), names) for s in ("start", "share", "pace", "by")]
-    of_each = zip(names, *columns, strict=True)  # in the order of the fields
-    return tuple(parse_metric(CurriculumConfig(*of_one), seq_len) for of_one in of_each)
+    settings = (CurriculumConfig(*values) for values in zip(names, *columns, strict=True))
+    return {setting.metric: parse_metric(setting, seq_len) for setting in settings}
 
 
 def one_each(setting: str, text: str | None, names: list[str]) -> list[str | None]:
@@ -178,7 +163,7 @@ def one_each(setting: str, text: str | None, names: list[str]) -> list[str | Non
     return values
 
 
-def parse_metric(config: CurriculumConfig, seq_len: int) -> MetricSettings:
+def parse_metric(config: CurriculumConfig, seq_len: int) -> Pacing:
     """One metric from its own flags. The defaults are the papers' pacings.
 
     Example: "seqlen" in rows of 256 goes linearly from 64 to 256, in multiples of 8, "rarity" as a
@@ -200,9 +185,9 @@ def parse_metric(config: CurriculumConfig, seq_len: int) -> MetricSettings:
         raise ValueError(f"--curriculum-{given} has no effect beside {config.pace}: leave it out")
     start = number(config.start or pacing.start, "--curriculum-start", int)
     over = number(config.share or 0.4, "--curriculum-share", high=1)
-    pacing = pacing._replace(start=start, over=over)
+    pacing = pacing._replace(start=start, over=over, by=by)
     check_pacing(pacing, "--curriculum-")
-    return MetricSettings(config.metric, by, pacing)
+    return pacing
 
 
 def parse_pace(text: str, flag: str = "--curriculum-pace") -> Pacing:

@@ -111,16 +111,14 @@ def parse(metric, seq_len=256, **words):
 
 
 def test_the_defaults():
-    assert parse("none") == ()
-    length, ranked = parse("seqlen,rarity")
-    assert length.pacing == Pacing("linear", start=64, end=256, over=0.4, multiple=8)
-    assert ranked.pacing == Pacing("root", start=1, end=100, over=0.4, degree=2.0)
-    assert (length.is_length, ranked.is_length, ranked.by) == (True, False, "percentile")
-    assert parse("seqlen", 12)[0].pacing.start == 8
+    length, ranked = parse("seqlen,rarity").values()
+    assert length == Pacing("linear", start=64, end=256, over=0.4, multiple=8)
+    assert ranked == Pacing("root", start=1, end=100, over=0.4, degree=2.0)
+    assert ranked.by == "percentile" and parse("seqlen", 12)["seqlen"].start == 8
     pacing = parse_pace("discrete:64@0.1:128@0.25:256")
     assert pacing == Pacing("discrete", levels=(64, 128, 256), until=(0.1, 0.25))
     assert pacing.stretched(100).until == (10, 25)
-    assert parse("seqlen", pace="root")[0].pacing.degree == 2
+    assert parse("seqlen", pace="root")["seqlen"].degree == 2
 
 
 def test_each_metric_has_its_own_values():
@@ -128,15 +126,16 @@ def test_each_metric_has_its_own_values():
     assert one_each("share", "0.5", names) == ["0.5", "0.5"], "one for all"
     assert one_each("pace", ",root:3", names) == [None, "root:3"], "an empty one is the default"
     words = {"start": ",5", "share": ",0.2", "pace": "discrete:64@0.1:256,root:3"}
-    length, ranked = parse("seqlen,rarity", **words)
-    assert (length.pacing.levels, length.pacing.until) == ((64, 256), (0.1,))
-    assert ranked.pacing == Pacing("root", start=5, end=100, over=0.2, degree=3.0)
+    length, ranked = parse("seqlen,rarity", **words).values()
+    assert (length.levels, length.until) == ((64, 256), (0.1,))
+    assert ranked == Pacing("root", start=5, end=100, over=0.2, degree=3.0)
 
 
 def test_each_metric_has_its_own_unit():
-    assert [m.by for m in parse("seqlen,rarity", by="value", start="8,1")] == ["value"] * 2
-    (levels,) = parse("length", pace="discrete:32@0.1:256", by="value")
-    assert levels.pacing.levels == (32, 256), "the levels say where it starts"
+    parsed = parse("seqlen,rarity", by="value", start="8,1")
+    assert [pacing.by for pacing in parsed.values()] == ["value"] * 2
+    levels = parse("length", pace="discrete:32@0.1:256", by="value")["length"].levels
+    assert levels == (32, 256), "the levels say where it starts"
     indexes = {"rarity": index_of([40, 10, 20, 30]), "length": index_of([1, 2, 3, 4])}
     words = {"start": "30,25", "share": "1", "pace": "linear"}
     course = course_of("rarity,length", indexes, by="value,percentile", **words)
