@@ -35,8 +35,7 @@ from support.base.settings import (
     unflattened,
 )
 from support.base.technique import is_on, refuse, technique, techniques_of, techniques_on
-from support.rows.bert import refusals_of_pairs
-from support.rows.mixture import refusals_of_mixture
+from support.rows.mixture import entries_of
 from support.rows.ranking import LENGTHS
 from support.run.extension import with_budget
 from support.run.folder import newest_run, started_with
@@ -172,14 +171,28 @@ def transformer_config(
 def check(config: Config) -> None:
     """Raise ValueError for a value or combination that cannot work, before any memory is taken."""
     refuse(out_of_limits(config))  # what follows takes every number to be within its limits
-    model, optim = config.model, config.optim
+    model = config.model
+    seq_len = config.data.seq_len
+    batch_tokens = config.optim.batch_tokens
     learned = model.pos == "learned" and model.init is None
     kind = samples_kind(config)
     metrics = [name for e in techniques_on(config) if e.metrics for name in e.metrics(config)]
-    pairs = refusals_of_rows(model.size, config.data.seq_len, optim.batch_tokens, learned)
-    pairs += refusals_of_pairs(config)
-    pairs += refusals_of_mixture(config, [name for name in metrics if name not in LENGTHS])
+    ranked = ",".join(name for name in metrics if name not in LENGTHS)
+    mixes = bool(config.data.data and entries_of(config.data.data))
+    instead = "and --data names a mixture: prepare its texts as one store, or"
+    pairs = refusals_of_rows(model.size, seq_len, batch_tokens, learned)
     pairs += [
+        (
+            mixes and bool(ranked),
+            f"--curriculum {ranked} sorts one store's samples, {instead} use --curriculum seqlen",
+        ),
+        (mixes and model.nsp, f"--nsp pairs the texts of one store, {instead} leave out --nsp"),
+        (model.nsp and model.model != "bert", "--nsp is for a BERT: add --model bert"),
+        (
+            model.nsp and config.pack.batch != "rows" and batch_tokens < 2 * seq_len,
+            f"--nsp pairs texts of a step's rows, and --batch-tokens {batch_tokens} is one row:"
+            f" choose {2 * seq_len} or more",
+        ),
         (
             model.size.startswith("bert") and model.model != "bert",
             f"--size {model.size} is a BERT: add --model bert, or choose a GPT's size",
@@ -189,8 +202,9 @@ def check(config: Config) -> None:
             "--long truncate needs documents: add --pack, or leave it out (a GPT's rows have none)",
         ),
         (
-            optim.warmup_tokens >= optim.tokens,
-            f"--warmup-tokens {optim.warmup_tokens} must be below --tokens {optim.tokens}",
+            config.optim.warmup_tokens >= config.optim.tokens,
+            f"--warmup-tokens {config.optim.warmup_tokens} must be below --tokens"
+            f" {config.optim.tokens}",
         ),
     ]
     for entry in techniques_on(config):
@@ -198,7 +212,7 @@ def check(config: Config) -> None:
             pairs += entry.refusals(config)
     refuse(pairs)
     if metrics:
-        difficulty.check_metrics(metrics, config.data.seq_len, kind)
+        difficulty.check_metrics(metrics, seq_len, kind)
     transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width
 
 

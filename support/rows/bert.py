@@ -24,7 +24,7 @@ rows (`batch_of`).
     python train.py --model bert --nsp --pack
 """
 
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
@@ -35,9 +35,6 @@ from kernels.cross_entropy import IGNORE
 from support.base.rng import bits, seed_of
 from support.rows.batch import Batch
 from support.rows.samples import Samples
-
-if TYPE_CHECKING:
-    from config import Config
 
 MASKED = 0.15  # of a document's tokens
 
@@ -170,15 +167,3 @@ def check_pairs(samples: Samples) -> None:
     if (spans[:, 1] - spans[:, 0] >= 2).sum() < 2:
         lacks = f"{samples.store.path} has fewer than two pieces of two tokens or more to pair"
         raise ValueError(f"--nsp: {lacks}: leave out --nsp, or name another store with --data")
-
-
-def refusals_of_pairs(settings: "Config") -> list[tuple[bool, str]]:
-    """Settings that make no pairs, as (condition, what to tell the user)."""
-    nsp, batch_tokens = settings.model.nsp, settings.optim.batch_tokens
-    by_step = settings.pack.batch != "rows"  # rows are drawn for one step, not for a window
-    least = 2 * settings.data.seq_len
-    pairs = f"--nsp pairs texts of a step's rows, and --batch-tokens {batch_tokens} is one row"
-    return [
-        (nsp and settings.model.model != "bert", "--nsp is for a BERT: add --model bert"),
-        (nsp and by_step and batch_tokens < least, f"{pairs}: choose {least} or more"),
-    ]

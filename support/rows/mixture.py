@@ -21,16 +21,13 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from support.base.rng import seed_of, shuffled
 from support.rows.samples import Beyond, Samples
 from support.text.store import Store
-
-if TYPE_CHECKING:
-    from config import Config
 
 EXAMPLE = "as in --data wiki=0.7,code=0.3"
 SUMMED = ("documents", "tokens", "bytes", "train_documents", "train_tokens", "train_bytes")
@@ -79,22 +76,6 @@ def weight_of(text: str, given: str) -> Fraction:
     if not 0 <= number < math.inf:
         raise ValueError(f"--data {given}: the weight {text} is not a number of 0 or more")
     return Fraction(text) if number else Fraction(0)
-
-
-def refusals_of_mixture(settings: "Config", ranked: Sequence[str]) -> list[tuple[bool, str]]:
-    """What a mixture cannot be combined with, as (condition, what to tell the user).
-
-    Args:   ranked metrics of a curriculum that sort the samples of a store
-    Raises: ValueError for a --data that is neither a store nor a mixture
-    """
-    if settings.data.data is None or not entries_of(settings.data.data):
-        return []
-    instead = "and --data names a mixture: prepare their texts together, as one store, or"
-    sorts = f"--curriculum {','.join(ranked)} sorts the samples of one store"
-    return [
-        (bool(ranked), f"{sorts}, {instead} use --curriculum seqlen"),
-        (settings.model.nsp, f"--nsp pairs texts of one store, {instead} leave out --nsp"),
-    ]
 
 
 # ---- stores side by side
