@@ -3,7 +3,8 @@
 import numpy as np
 
 import config
-from support.base.clock import Clock, due, effective_tokens, savings
+from support.base.clock import Clock, due, effective_tokens
+from support.run.progress import savings
 
 
 def dropping(layers, keep, seq_len):

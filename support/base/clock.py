@@ -128,22 +128,6 @@ def lr_clock(settings: "Config", clock: Clock) -> float:
     return clock.consumed_tokens
 
 
-def savings(settings: "Config", clock: Clock) -> str:
-    """One line: what the techniques saved compared with the plain run over the same text."""
-    saved = []
-    full = settings.model.layers * clock.positions
-    if any(technique.tokens_by_layer for technique in techniques_on(settings)):
-        saved.append(
-            f"{1 - clock.layer_tokens / full:.1%} of layer-tokens"
-            f" ({clock.layer_tokens / 1e6:.2f} M, plain {full / 1e6:.2f} M)"
-        )
-    if settings.pack.on:
-        padding = 1 - clock.real_tokens / clock.positions
-        alone = 1 - clock.real_tokens / (clock.pieces * settings.data.seq_len)
-        saved.append(f"padding: {padding:.1%} of all positions, {alone:.1%} with one piece a row")
-    return "saved: " + ("; ".join(saved) or "nothing (neither token dropping nor packing is on)")
-
-
 def pace(t: float, over: float, start: int, end: int, degree: float = 1, multiple: int = 1) -> int:
     """Grow from `start` to `end` along a root as t goes to `over`, in any unit.
 

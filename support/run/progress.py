@@ -7,8 +7,9 @@ from typing import TYPE_CHECKING, NamedTuple
 from tqdm import tqdm
 
 from kernels.packed_attention import IMPLS
-from support.base.clock import savings
+from support.base.clock import Clock
 from support.base.runtime import Runtime
+from support.base.technique import techniques_on
 from support.rows.mixture import MixedSamples
 from support.rows.samples import Samples
 from support.run.run import Run
@@ -18,6 +19,7 @@ from support.step.memory import in_words as memory_in_words
 from support.step.placement import describe
 
 if TYPE_CHECKING:
+    from config import Config
     from plan import Step
     from train import Trainer
 
@@ -225,3 +227,19 @@ def conclude(run: Run, result: str, text: str) -> None:
     for edit in run.trainer.edits.values():
         if edit.unfinished():
             say(edit.unfinished())
+
+
+def savings(settings: "Config", clock: Clock) -> str:
+    """One line: what the techniques saved compared with the plain run over the same text."""
+    saved = []
+    full = settings.model.layers * clock.positions
+    if any(technique.tokens_by_layer for technique in techniques_on(settings)):
+        saved.append(
+            f"{1 - clock.layer_tokens / full:.1%} of layer-tokens"
+            f" ({clock.layer_tokens / 1e6:.2f} M, plain {full / 1e6:.2f} M)"
+        )
+    if settings.pack.on:
+        padding = 1 - clock.real_tokens / clock.positions
+        alone = 1 - clock.real_tokens / (clock.pieces * settings.data.seq_len)
+        saved.append(f"padding: {padding:.1%} of all positions, {alone:.1%} with one piece a row")
+    return "saved: " + ("; ".join(saved) or "nothing (neither token dropping nor packing is on)")
