@@ -1,14 +1,16 @@
-"""Curriculum learning: which samples a run may draw, and how much of each, as training goes on.
+"""Curriculum learning: which samples a run may draw, and how long pieces of them, as it goes on.
 
-A length metric (`seqlen`, `seqlen-reshape`) decides how much of a sample is shown. A ranked metric
-(`length`, `rarity`, ..., or a function of yours) decides which samples may be drawn: the easiest
-ones, in the order that analyze.py wrote. Each metric has a pacing of its own. With several ranked
-metrics a sample has to be easy enough by each of them.
+A length metric (`seqlen`, `seqlen-reshape`) decides how long a piece of a sample may be: the rest
+is cut off, or with --pack makes further pieces. A ranked metric (`length`, `rarity`, ..., or a
+function of yours) decides which samples may be drawn: the easiest ones, in the order that
+analyze.py wrote. Each metric has a pacing of its own. With several ranked metrics a sample has to
+be easy enough by each of them.
 
 Everything here is a pure function of the tokens consumed so far: this file reads no data and draws
 no random numbers. difficulty.py measures samples; support/rows/ranking.py turns a difficulty into
 the pool of samples up to it. In reading order: configuration, pacing, the curriculum, what the
-flags mean, the command. plan.py asks `Curriculum.at` before each step.
+flags mean, the command. plan.py asks `Curriculum.at` before each step, or with --pack where a
+window of rows begins.
 
 Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 

@@ -1,7 +1,8 @@
 """How text becomes a Batch: store -> samples -> rows -> Batch. No technique, no training loop.
 
 A walk with one example, which tests/test_data.py checks. Three documents of letters, in rows of 8
-tokens; a dot is end-of-text:
+tokens, with --pack; a dot is end-of-text. (A GPT without it reads 0..8, 8..16 and 16..18, cut
+across documents.)
 
     1  documents    "parsimony" "is" "less"                    prepare.prepare
     2  store        p a r s i m o n y . i s . l e s s .        support/text/store.py, Store

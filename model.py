@@ -319,10 +319,10 @@ def rows_at(x: Tensor | None, at: Tensor | None) -> Tensor | None:
 
 @dataclass(eq=False)
 class TokenMeta:
-    """What attention must know of each token: its position and the document it belongs to."""
+    """What attention must know of each token: its position, and the piece of text that it is in."""
 
-    positions: Tensor  # (B, T) or (1, T) int64, counted from the start of the token's own document
-    # (B, T) int64, equal within a document, -1 on padding; None: every row is one whole document
+    positions: Tensor  # (B, T) or (1, T) int64, counted from the start of the token's own piece
+    # (B, T) int64, equal within a piece, -1 on padding; None: every row is one whole document
     doc_ids: Tensor | None
     causal: bool  # a token sees no later one
     rotation: Tensor | None = None  # (B, T, 1, D/2, 2) cos and sin of angles, with --pos rope

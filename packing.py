@@ -2,7 +2,8 @@
 
 Decides which document goes into which row. It does not isolate the documents of a row from each
 other: attention does that, from `doc_ids` and `positions` (model.TokenMeta). plan.py calls
-`pack_lengths` for a window of samples, and support/rows/packs.py shares rows among ranks.
+`pack_lengths` for a window of samples; support/rows/packs.py orders the rows so that equal shares
+are equal work, and `Rows.of_rank` in data.py gives each rank its share.
 
 Documents of equal length are interchangeable, so a packer needs only a histogram, and takes as long
 for a billion documents as for a million. It returns a Packing: which lengths share a pack (a

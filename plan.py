@@ -7,6 +7,8 @@ The walk that begins in data.py (documents, store, samples) goes on here; its ex
     stage    how long a piece may be, and the pool of samples     Plan.stage_at, curriculum.py
              that may be drawn: 8 tokens and all four
     draw     draws 0 to 3 are samples 3, 0, 2, 1                  draw, support/base/rng.py
+    cut      into pieces of the stage's length: all fit 8; at     Plan.packed_window, samples.cut
+             4 tokens less. would be less and .
     rows     of all ranks: parsimon | less.is. | y.               Plan.packed_rows, packing.py
     Batch    rank 0 reads the first two, rank 1 the third and     Plan.batch, data.py: batch_of
              a blank one
@@ -29,8 +31,9 @@ Three steps of two ranks, with 4 rows of 64 tokens a step:
     2       first_draw 4              draws 4 to 7              4, 5            6, 7
     3       first_draw 8              draws 8 to 11             8, 9            10, 11
 
-With --pack the samples of 16 steps, 64 draws, are packed together into a window of, say, 10 rows.
-The cursor says at which draw the window begins, and how many of its rows were taken:
+With --pack-batch rows, a packed GPT's default, the samples of 16 steps, 64 draws, are packed
+together into a window of, say, 10 rows, under the stage in which it begins. The cursor says at
+which draw the window begins, and how many of its rows were taken:
 
     1       first_draw 0, row 0       0 to 3 of the window      two of these    the other two
     2       first_draw 0, row 4       4 to 7                    two             two
@@ -75,7 +78,7 @@ class Step(NamedTuple):
     targets: int  # on all ranks, or documents: what the sum of losses is divided by
     of_answer: float | None  # --nsp: what the answer of a pair counts in that sum
     context: StepContext
-    max_piece_len: int  # tokens, what the curriculum allows
+    max_piece_len: int  # tokens, the longest that the curriculum allows in this step's rows
     kept_tokens: int  # of a row, in the layer that sees the fewest
     padding_share: float
     pieces: int  # of documents, on all ranks
@@ -113,7 +116,7 @@ class Plan:
         self.settings, self.store, self.runtime = settings, store, runtime
         self.special_ids = special_ids
         self.seq_len = settings.data.seq_len
-        self.rows_per_step = settings.optim.batch_tokens // self.seq_len
+        self.draws_per_step = settings.optim.batch_tokens // self.seq_len
         self.window_steps = 1 if settings.pack.batch == "documents" else WINDOW_STEPS
         self.window: Chosen | None = None  # the last one, kept because steps come in order
         kind = samples_kind(settings)
@@ -202,10 +205,10 @@ class Plan:
             last = last._replace(stage_first_draw=last.first_draw)
         return last._replace(drawn_at_tokens=consumed_tokens)
 
-    def draw(self, cursor: Cursor, steps: int = 1) -> "Drawn":
+    def samples_of(self, cursor: Cursor, steps: int = 1) -> "Drawn":
         """The samples of some steps, under the stage that the cursor stands in."""
         pool = self.stage_at(cursor.drawn_at_tokens).pool
-        count = steps * self.rows_per_step
+        count = steps * self.draws_per_step
         return draw(self.samples, pool, cursor, count=count, seed=self.settings.run.seed)
 
     # ---- which rows
@@ -218,7 +221,7 @@ class Plan:
         """
         stage = self.stage_at(clock.consumed_tokens)
         cursor = self.cursor_at(clock.consumed_tokens, clock.cursor)
-        drawn = self.draw(cursor)
+        drawn = self.samples_of(cursor)
         seq_len = stage.max_piece_len
         if seq_len < self.seq_len and self.curriculum.reshapes:
             seq_len = reshaped_len(self.seq_len, limit=seq_len)
@@ -246,11 +249,14 @@ class Plan:
         The rows of a step come in an order in which equal shares of them are equal work.
         """
         by_document = self.settings.pack.batch == "documents"
-        cursor, parts, longest, rows_left = clock.cursor, [], 0, self.rows_per_step
+        cursor, parts, longest, rows_left = clock.cursor, [], 0, self.draws_per_step
         while rows_left:  # from as many windows as that takes
             if cursor.row == 0:  # a window keeps the stage that it begins with
                 cursor = self.cursor_at(clock.consumed_tokens, cursor)
-            window = self.window_from(cursor._replace(row=0))
+            begin = cursor._replace(row=0)
+            if self.window is None or self.window.before != begin:
+                self.window = self.packed_window(begin)
+            window = self.window
             if by_document:  # a window is one step's, which takes it whole
                 rows_left = len(window.rows)
             stop = min(cursor.row + rows_left, len(window.rows))
@@ -264,11 +270,6 @@ class Plan:
         stage = window.stage._replace(max_piece_len=longest)
         return window._replace(rows=rows, stage=stage, before=clock.cursor, after=cursor)
 
-    def window_from(self, cursor: Cursor) -> Chosen:
-        if self.window is None or self.window.before != cursor:
-            self.window = self.packed_window(cursor)
-        return self.window
-
     def packed_window(self, cursor: Cursor) -> Chosen:
         """Pack the samples of one window together, and put the rows back into random order.
 
@@ -279,7 +280,7 @@ class Plan:
         as shuffled as the samples, and full rows keep their order.
         """
         stage = self.stage_at(cursor.drawn_at_tokens)
-        drawn = self.draw(cursor, steps=self.window_steps)
+        drawn = self.samples_of(cursor, steps=self.window_steps)
         alone = self.rows_of(cut(drawn.spans, stage.max_piece_len - self.extra), cursor)
         packs = packing.pack_lengths(
             alone.stop - alone.start + self.extra,

@@ -381,6 +381,7 @@ class Trainer:
                 seed = seed_of(s.run.seed, "dropout", step.context.step, runtime.rank, first)
                 torch.manual_seed(seed)
             sync_gradients(self.wrapped, last)  # over ranks once, with the last part
+            # there already if it was read ahead; a dry run's is not
             batch = laid_out(self, part.batch).to(runtime.device)
             predicted = part.predicted and Predicted(
                 *(at if at is None else on_device(at, runtime.device) for at in part.predicted)

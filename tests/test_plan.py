@@ -77,7 +77,7 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
     p = plan(store, flags + " --tokens 1e9 --batch-tokens 65536")
     passes = 2 * len(p.samples)
     seen = np.zeros(store.train_tokens, dtype=int)
-    window = (16 if p.settings.pack.on else 1) * p.rows_per_step
+    window = (16 if p.settings.pack.on else 1) * p.draws_per_step
     for first in range(0, passes, window):
         clock = clock_at(first)
         rows = p.packed_window(clock.cursor).rows if flags else rows_of_step(p, clock)
@@ -156,7 +156,7 @@ def test_every_sample_of_a_window_lies_in_exactly_one_of_its_rows(store, flags):
     first = 0
     for _ in range(4):
         window = p.packed_window(clock_at(first).cursor)
-        spans, after = drawn(p, first, p.window_steps * p.rows_per_step)
+        spans, after = drawn(p, first, p.window_steps * p.draws_per_step)
         pieces = cut(spans, window.stage.max_piece_len - p.extra)
         laid = np.stack((window.rows.start, window.rows.stop), axis=1)
         if p.settings.model.nsp:  # of a pair the end is cut off
@@ -305,7 +305,7 @@ def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
         if step.after.cursor.stage_first_draw != since:
             since, stage_ids = step.after.cursor.stage_first_draw, []
         pool = p.stage_at(step.before.consumed_tokens).pool
-        spans = drawn(p, step.before.cursor.first_draw, p.rows_per_step, since, pool).spans
+        spans = drawn(p, step.before.cursor.first_draw, p.draws_per_step, since, pool).spans
         ids = ((spans[:, 0] - p.samples.start) // 32).tolist()
         reach = pool.reach if pool else len(p.samples)
         assert step.difficulty["pool"] == reach
@@ -325,9 +325,9 @@ def test_a_pool_smaller_than_a_batch_fills_it(indexed):
     """DeepSpeed's data_sampler.py wraps once, and yields short batches after that."""
     p = indexed("--curriculum length --pack --curriculum-by value --curriculum-start 1")
     small = p.stage_at(0).pool
-    assert small.reach < 16 * p.rows_per_step, "it takes several passes"
-    spans, after = drawn(p, 0, 16 * p.rows_per_step, 0, small)
-    assert len(spans) == after.first_draw == 16 * p.rows_per_step
+    assert small.reach < 16 * p.draws_per_step, "it takes several passes"
+    spans, after = drawn(p, 0, 16 * p.draws_per_step, 0, small)
+    assert len(spans) == after.first_draw == 16 * p.draws_per_step
     counts = np.unique(spans[:, 0], return_counts=True)[1]
     assert len(counts) == small.reach and counts.max() - counts.min() <= 1
 

@@ -255,7 +255,8 @@ class Stage(NamedTuple):
     """What a curriculum allows at one point of a run."""
 
     difficulty: dict[str, float]  # of each metric
-    max_piece_len: int  # tokens of a sample that are shown
+    # tokens, with special ones: what is longer is cut off there or, with --pack, cut into pieces
+    max_piece_len: int
     pool: Pool | None  # None: every sample may be drawn
     note: str  # for the user: how an empty pool was widened
 
