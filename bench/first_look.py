@@ -4,7 +4,7 @@
               the host, the time of one launch of a kernel and of one wait for the device
     losses    train.py for 30 steps on the embedded corpus, once for each way to run that has code
               of its own on a GPU, all at once; each loss beside that of a CPU in fp32
-    profile   the kernels that a step of 124M spends its time in
+    profile   the kernels that a step spends its time in; on a CPU, torch's operators
 
 A CPU's losses stand in results/first-look.jsonl, in fp32: as they are, and with what goes into each
 linear layer, comes out and comes back rounded to bf16. A GPU's may be FACTOR times as far from the
@@ -13,6 +13,7 @@ that. The run that is killed and resumed has the same tolerance.
 
     OMP_NUM_THREADS=1 python bench/first_look.py curves --record     # the CPU's, some minutes
     python bench/first_look.py machine losses profile --device cuda --record
+    OMP_NUM_THREADS=2 python bench/first_look.py profile --size nano
 """
 
 import json
@@ -37,7 +38,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from measure import RESULTS, ROOT, command_line, in_turns, measured, recorder, significant, timed
-from step import VARIANTS, build_ours, on_device
+from step import CASES, VARIANTS, build_ours, on_device
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -51,6 +52,7 @@ from support.step import machine
 class Setup(NamedTuple):
     device: str
     keep: Callable[[dict], None]  # prints and records figures
+    size: str = "124M"
     compiled: bool = False
     toy: bool = False  # does it work? Then it takes seconds on a CPU, and its numbers say nothing
 
@@ -272,7 +274,7 @@ MOST_KERNELS = 25
 
 def look_at_profile(setup: Setup) -> None:
     """Kernels by the time they take in a step, in all and as a share of the step's."""
-    size, device = "toy" if setup.toy else "124M", setup.device
+    size, device = "toy" if setup.toy else setup.size, setup.device
     side = "CUDA" if device == "cuda" else "CPU"
     flags = "--compile on" if setup.compiled else ""
     step = build_ours(on_device(size, device), VARIANTS["plain"], device, flags)
@@ -313,12 +315,13 @@ PARTS = {
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("--size", choices=CASES, default="124M", help="of profile (124M)")
     parser.add_argument("--compile", action="store_true", help="of profile, as train.py's")
     parser.add_argument("--toy", action="store_true", help="tiny: to see whether it works")
     args = parser.parse_args()
     keep = recorder("first-look", args)
     for part in args.parts:
-        PARTS[part](Setup(args.device, keep, args.compile, args.toy))
+        PARTS[part](Setup(args.device, keep, args.size, args.compile, args.toy))
 
 
 if __name__ == "__main__":

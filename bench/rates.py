@@ -1,4 +1,4 @@
-"""How fast data is prepared, analysed and chosen.
+"""How fast data is prepared, analysed, chosen and packed.
 
     prepare    documents a second of prepare.py beside tiktoken's encode_ordinary_batch on the same
                texts, which are in memory then, with as many threads. A ratio of 1 means that
@@ -8,6 +8,8 @@
     sampling   opening a finished index of --samples samples, drawing 10,000 batches from half and
                all of it and from where two metrics meet, and the memory that they leave behind;
                rows of the stream first, then as many documents, whose table is made once
+    packing    the windows that a trainer packs, from lengths to shuffled packs: of one rank in rows
+               of 256, and of 8 ranks in rows of 2,048; lengths are lognormal, cut off at a row
 
 The index has an order that is a multiplication modulo the number of samples: a true permutation of
 which no list is ever in memory. The tokens of its stores are a hole in a file, since drawing reads
@@ -43,6 +45,7 @@ from measure import command_line, in_turns, measured, min_median_max, recorder, 
 import plan
 from curriculum import Curriculum, CurriculumConfig, parse_metrics
 from difficulty import fingerprint, opened
+from packing import pack_lengths
 from prepare import embedded_store, prepare
 from support.base.clock import Cursor
 from support.base.runtime import ROOT, exit_cleanly
@@ -315,10 +318,40 @@ def measure_sampling(args: argparse.Namespace, folder: Path) -> dict:
     return {"sampling": figures}
 
 
+# ---- packing
+
+WINDOWS = {"nano": (16 * 8, 256, 60), "8 ranks": (16 * 8 * 512, 2048, 300)}  # rows, T, median
+
+
+def lognormal(count: int, median: int, longest: int) -> np.ndarray:
+    drawn = np.random.default_rng(0).lognormal(np.log(median), 1, count).astype(np.int64) + 1
+    return np.minimum(drawn, longest)
+
+
+def pack_shuffled(lengths: np.ndarray, max_len: int) -> int:
+    """As the plan does for a window; how many rows that are."""
+    packs = pack_lengths(lengths, max_len)
+    rows = len(packs.offsets) - 1
+    packs.take(np.random.default_rng(0).permutation(rows))
+    return rows
+
+
+def measure_packing(args: argparse.Namespace, folder: Path) -> dict:
+    found = []
+    for name, (rows, max_len, median) in WINDOWS.items():
+        mean = lognormal(100_000, median, max_len).mean()
+        lengths = lognormal(int(rows * max_len / mean), median, max_len)
+        action = partial(pack_shuffled, lengths, max_len)
+        about = {"window": name, "max_len": max_len, "documents": len(lengths), "rows": action()}
+        found.append(about | {"ms": min_median_max(milliseconds(action, args.turns))})
+    return {"case": "windows", "found": found}
+
+
 MEASURES = {  # and the file of its records
     "prepare": (measure_prepare, "prepare"),
     "analysis": (measure_analysis, "curriculum"),
     "sampling": (measure_sampling, "curriculum"),
+    "packing": (measure_packing, "packers"),
 }
 
 
