@@ -21,7 +21,6 @@ check:  ## what a change must pass besides the tests: lint, format, size, import
 	$(PYTHON) -m pytest -m structure
 
 bench:  ## rates of data, kernels, training steps (NANOGPT=its clone)
-	$(PYTHON) bench/rates.py prepare
 	$(PYTHON) bench/rates.py analysis
 	$(PYTHON) bench/rates.py sampling
 	$(PYTHON) bench/rates.py packing

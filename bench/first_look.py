@@ -46,6 +46,7 @@ from torch.profiler import ProfilerActivity, profile
 import train
 from prepare import embedded_store
 from support.base.runtime import exit_cleanly
+from support.run.folder import read_log
 from support.step import machine
 
 
@@ -162,8 +163,7 @@ def losses_of(name: str, flags: str) -> list[float] | str:
         if done.returncode:
             said = " / ".join(done.stderr.strip().splitlines()[-3:])
             return f"ended with status {done.returncode}: {said}"
-        lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["event"] == "train"]
+        return [line["loss"] for line in read_log(out) if line["event"] == "train"]
 
 
 def kill_after_a_checkpoint(command: list[str], out: Path) -> int:

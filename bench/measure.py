@@ -26,7 +26,9 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -43,7 +45,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for every bench:
 
 from support.base.runtime import ROOT
 from support.run.folder import provenance
-from support.step import machine
 
 T = TypeVar("T")
 
@@ -281,6 +282,58 @@ def turn_of_built() -> Taken:
     return turn_of(built)
 
 
+# ---- commands
+
+
+class Run(NamedTuple):
+    """What a command took."""
+
+    seconds: float
+    peak_bytes: int  # resident, with what it started; on a GPU what the device lost to it
+
+
+def watched(
+    command: Sequence, *, device: str = "cpu", has_begun: Callable[[], bool] = lambda: True
+) -> Run:
+    """Run a command in a fresh process; its seconds are those since `has_begun`.
+
+    Raises: ValueError with what it printed last, if it fails
+    """
+    before = device_bytes() if device == "cuda" else 0
+    began, peak = None, 0
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said)
+        while process.poll() is None:
+            if began is None and has_begun():
+                began = time.perf_counter()
+            used = device_bytes() - before if device == "cuda" else resident_bytes(process.pid)
+            peak = max(peak, used)
+            time.sleep(0.03)
+        ended = time.perf_counter()
+        if process.returncode:
+            said.seek(0)
+            raise ValueError(f"{' '.join(map(str, command))}: {said.read()[-1000:]}")
+    return Run(ended - began, peak)
+
+
+def device_bytes() -> int:
+    """In use on the GPU, by all processes."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """The most that a process has been resident with so far, and all that it started."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        children = " ".join((thread / "children").read_text() for thread in threads)
+    except OSError:  # it has ended meanwhile
+        return 0
+    most = re.search(r"VmHWM:\s+(\d+) kB", status)  # a process that has ended has none
+    return (1024 * int(most[1]) if most else 0) + sum(map(resident_bytes, children.split()))
+
+
 # ---- calls of kernels
 
 
@@ -307,13 +360,6 @@ def timed(calls: list[Callable[[], object]], device: str) -> Call:
     end.record()
     torch.cuda.synchronize()
     return Call(start.elapsed_time(end) / len(calls), host_ms)
-
-
-def peak_flops(device: str) -> float:
-    """Operations a second of a large matrix product, measured here and now."""
-    if device == "cpu":
-        return machine.measured_peak(torch.float32)
-    return machine.measured(torch.device(device), torch.bfloat16).flops
 
 
 if __name__ == "__main__":

@@ -85,7 +85,7 @@ def recipes_table(recipes: list[str], base: str, trainer: str) -> str:
     Args: trainer of the records
     """
     losses, steps = measured("val_bpb", trainer), measured("steps", trainer)
-    cost = costs_of("end" if trainer == "middle" else trainer)  # whose steps cost the same
+    cost = costs_of(trainer)
     rows = []
     for recipe in recipes:
         both = losses[recipe].keys() & losses[base].keys()
@@ -251,9 +251,7 @@ def main(argv: Sequence[str] = ()) -> None:
     for group in ("share", "small", "grown"):
         print(budgets_table([r for r in GROUPS[group] if r in timed], "split"), "\n")
     print("README.md\n")
-    print(time_table([recipe for recipe in README if recipe in timed], "split"), "\n")
-    print("CHANGELOG.md: what a step's learning rate in its middle did to two rows\n")
-    print(recipes_table(["plain", "all"], "plain", "middle"))
+    print(time_table([recipe for recipe in README if recipe in timed], "split"))
 
 
 if __name__ == "__main__":
