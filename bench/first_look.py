@@ -38,7 +38,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from measure import RESULTS, ROOT, command_line, in_turns, measured, recorder, significant, timed
-from step import CASES, VARIANTS, build_ours, on_device
+from step import CASES, VARIANTS, build_ours
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -277,7 +277,7 @@ def look_at_profile(setup: Setup) -> None:
     size, device = "toy" if setup.toy else setup.size, setup.device
     side = "CUDA" if device == "cuda" else "CPU"
     flags = "--compile on" if setup.compiled else ""
-    step = build_ours(on_device(size, device), VARIANTS["plain"], device, flags)
+    step = build_ours(CASES[size].on(device), VARIANTS["plain"], device, flags)
     for _ in range(3):
         step()
     with profile(activities=[getattr(ProfilerActivity, side)]) as profiled:
@@ -288,9 +288,8 @@ def look_at_profile(setup: Setup) -> None:
         if event.device_type == getattr(DeviceType, side):
             us = event.self_device_time_total if side == "CUDA" else event.self_cpu_time_total
             ms = us / 1e3 / PROFILED
-            figures = {"ms": significant(ms, 4), "share": round(ms / step_ms, 4)}
-            calls = significant(event.count / PROFILED, 4)
-            kernels.append({"name": event.key[:120], **figures, "calls": calls})
+            about = {"name": event.key[:120], "calls": significant(event.count / PROFILED, 4)}
+            kernels.append(about | {"ms": significant(ms, 4), "share": round(ms / step_ms, 4)})
     kernels.sort(key=lambda kernel: -kernel["ms"])
     setup.keep(
         {

@@ -396,9 +396,9 @@ def test_a_sigterm_leaves_the_records_so_far_and_says_what_is_missing(gpu_sh, tm
 
 RECORDS = {  # of a stage on a CPU: file -> keys that its records have, between them
     "A": {"first-look.jsonl": "versions gb_per_s tflops us losses tolerance follows kernels",
-          "step.jsonl": "optimizer sizes compile"},
+          "step.jsonl": "optimizer size steps compile"},
     "B": {"gpu-tests.xml": ""},
-    "C": {"step.jsonl": "sizes", "kernels.jsonl": "peak_tflops forms size kernel"},
+    "C": {"step.jsonl": "size steps", "kernels.jsonl": "peak_tflops forms size kernel"},
     "D": {"scale.jsonl": "part steps", "generation.jsonl": "ms_of_a_token",
           "evaluation.jsonl": "items_per_s", "forecast.jsonl": "seconds_said seconds"},
     "E": {"ablate.jsonl": "curve val_bpb mfu recipe"},
