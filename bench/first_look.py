@@ -254,14 +254,12 @@ def look_at_losses(setup: Setup) -> None:
     embedded_store("pd4k")  # once, before all of them want it
     jobs = {name: flags_for(setup, WAYS[name].flags) for name in names}
     for name, losses in runs(jobs, at_once=2 if on_cpu else len(jobs)):
-        figures = {"part": "way", "run": name, "flags": WAYS[name].flags}
-        if isinstance(losses, str):
-            figures |= {"error": losses, "follows": False}
-        else:
-            figures |= compared(WAYS[name], losses, curves)
-        if "error" in figures or (WAYS[name].is_held and not figures["follows"]):
+        way = WAYS[name]
+        failed = isinstance(losses, str)
+        found = {"error": losses, "follows": False} if failed else compared(way, losses, curves)
+        if failed or (way.is_held and not found["follows"]):
             wrong.append(name)
-        setup.keep(figures)
+        setup.keep({"part": "way", "run": name, "flags": way.flags, **found})
     if wrong:
         raise ValueError(f"losses of {', '.join(wrong)}: not those of a CPU, see above")
 

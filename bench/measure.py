@@ -15,8 +15,6 @@ process. On a GPU they are timed between two events, and it sleeps first, so tha
 A record is one JSON line in results/: what was measured, and on what. Records are added, never
 edited. Those of a GPU are kept apart, in results/gpu-NAME.jsonl. bench/gpu.sh sends records to
 another folder (OUT) and names the commit (COMMIT) where there is no git.
-
-    python bench/measure.py                             # this machine, as a record describes it
 """
 
 import argparse
@@ -297,7 +295,7 @@ def watched(
 ) -> Run:
     """Run a command in a fresh process; its seconds are those since `has_begun`.
 
-    Raises: ValueError with what it printed last, if it fails
+    Raises: ValueError with what it printed last, if it fails; where memory cannot be read
     """
     before = device_bytes() if device == "cuda" else 0
     began, peak = None, 0
@@ -313,6 +311,8 @@ def watched(
         if process.returncode:
             said.seek(0)
             raise ValueError(f"{' '.join(map(str, command))}: {said.read()[-1000:]}")
+    if not peak:
+        raise ValueError("the memory of a command is read from /proc, which Linux has")
     return Run(ended - began, peak)
 
 
@@ -360,7 +360,3 @@ def timed(calls: list[Callable[[], object]], device: str) -> Call:
     end.record()
     torch.cuda.synchronize()
     return Call(start.elapsed_time(end) / len(calls), host_ms)
-
-
-if __name__ == "__main__":
-    print(json.dumps(surroundings("cuda" if torch.cuda.is_available() else "cpu"), indent=1))
