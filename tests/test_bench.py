@@ -328,6 +328,7 @@ def test_a_part_that_fails_or_takes_too_long_does_not_end_the_others(gpu_sh):
     assert status == 1 and len(ran) == 5 and said.count(": passed in") == 3
     assert "attention: failed with status 1" in said and "loss: stopped after" in said
     assert "left out: the rest of loss; \n" in said
+    assert gpu_sh("C", FAKE_FAILS="py attention")[0] == 1
 
 
 def test_a_sigterm_ends_the_part_that_runs_and_says_what_is_missing(gpu_sh, tmp_path):
