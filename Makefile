@@ -20,12 +20,11 @@ check:  ## what a change must pass besides the tests: lint, format, size, import
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pytest -m structure
 
-bench:  ## rates of data, kernels, training steps (NANOGPT=its clone, HISTOGRAM=lengths)
-	$(PYTHON) bench/rates.py prepare
+bench:  ## rates of data, kernels, training steps (NANOGPT=its clone)
 	$(PYTHON) bench/rates.py analysis
 	$(PYTHON) bench/rates.py sampling
+	$(PYTHON) bench/rates.py packing
 	$(PYTHON) bench/operators.py
-	$(if $(HISTOGRAM),$(PYTHON) bench/packers.py $(HISTOGRAM))
 	$(PYTHON) bench/step.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
 	$(PYTHON) bench/scale.py
 

@@ -13,7 +13,6 @@ seconds of the last one. A run that is stopped is recorded as far as it came, an
     python bench/ablate.py --recipes plain all "mine = --ltd --pack" --seeds 1 2 3 -- --tokens 500K
 """
 
-import json
 import signal
 import statistics
 import subprocess
@@ -25,6 +24,7 @@ from pathlib import Path
 from measure import ROOT, command_line, recorder
 
 from support.base.runtime import exit_cleanly
+from support.run.folder import read_log
 
 
 def recipes() -> dict[str, dict[str, str]]:
@@ -59,10 +59,8 @@ def measure(recipe: str, flags: list[str], seed: int, folder: Path) -> dict:
     out = folder / f"{recipe}-{seed}-{len(list(folder.iterdir()))}".replace(" ", "-")
     command = [sys.executable, str(ROOT / "train.py"), *flags, "--seed", str(seed)]
     done = subprocess.run([*command, "--out", str(out)], stdout=subprocess.DEVNULL)
-    log = out / "log.jsonl"
-    lines = [json.loads(line) for line in log.read_text().splitlines()] if log.exists() else []
     steps, curve, seconds = [], [], 0.0
-    for line in lines:
+    for line in read_log(out):
         if line["event"] == "train":
             steps.append(line)
             seconds += line["ms"] / 1e3

@@ -4,7 +4,7 @@
               the host, the time of one launch of a kernel and of one wait for the device
     losses    train.py for 30 steps on the embedded corpus, once for each way to run that has code
               of its own on a GPU, all at once; each loss beside that of a CPU in fp32
-    profile   the kernels that a step of 124M spends its time in
+    profile   the kernels that a step spends its time in; on a CPU, torch's operators
 
 A CPU's losses stand in results/first-look.jsonl, in fp32: as they are, and with what goes into each
 linear layer, comes out and comes back rounded to bf16. A GPU's may be FACTOR times as far from the
@@ -13,6 +13,7 @@ that. The run that is killed and resumed has the same tolerance.
 
     OMP_NUM_THREADS=1 python bench/first_look.py curves --record     # the CPU's, some minutes
     python bench/first_look.py machine losses profile --device cuda --record
+    OMP_NUM_THREADS=2 python bench/first_look.py profile --size nano
 """
 
 import json
@@ -37,7 +38,7 @@ from unittest.mock import patch
 import torch
 import torch.nn.functional as F
 from measure import RESULTS, ROOT, command_line, in_turns, measured, recorder, significant, timed
-from step import VARIANTS, build_ours, on_device
+from step import CASES, VARIANTS, build_ours
 from torch import Tensor
 from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
@@ -45,12 +46,14 @@ from torch.profiler import ProfilerActivity, profile
 import train
 from prepare import embedded_store
 from support.base.runtime import exit_cleanly
+from support.run.folder import read_log
 from support.step import machine
 
 
 class Setup(NamedTuple):
     device: str
     keep: Callable[[dict], None]  # prints and records figures
+    size: str = "124M"
     compiled: bool = False
     toy: bool = False  # does it work? Then it takes seconds on a CPU, and its numbers say nothing
 
@@ -160,8 +163,7 @@ def losses_of(name: str, flags: str) -> list[float] | str:
         if done.returncode:
             said = " / ".join(done.stderr.strip().splitlines()[-3:])
             return f"ended with status {done.returncode}: {said}"
-        lines = [json.loads(line) for line in (out / "log.jsonl").read_text().splitlines()]
-    return [line["loss"] for line in lines if line["event"] == "train"]
+        return [line["loss"] for line in read_log(out) if line["event"] == "train"]
 
 
 def kill_after_a_checkpoint(command: list[str], out: Path) -> int:
@@ -252,14 +254,12 @@ def look_at_losses(setup: Setup) -> None:
     embedded_store("pd4k")  # once, before all of them want it
     jobs = {name: flags_for(setup, WAYS[name].flags) for name in names}
     for name, losses in runs(jobs, at_once=2 if on_cpu else len(jobs)):
-        figures = {"part": "way", "run": name, "flags": WAYS[name].flags}
-        if isinstance(losses, str):
-            figures |= {"error": losses, "follows": False}
-        else:
-            figures |= compared(WAYS[name], losses, curves)
-        if "error" in figures or (WAYS[name].is_held and not figures["follows"]):
+        way = WAYS[name]
+        failed = isinstance(losses, str)
+        found = {"error": losses, "follows": False} if failed else compared(way, losses, curves)
+        if failed or (way.is_held and not found["follows"]):
             wrong.append(name)
-        setup.keep(figures)
+        setup.keep({"part": "way", "run": name, "flags": way.flags, **found})
     if wrong:
         raise ValueError(f"losses of {', '.join(wrong)}: not those of a CPU, see above")
 
@@ -272,10 +272,10 @@ MOST_KERNELS = 25
 
 def look_at_profile(setup: Setup) -> None:
     """Kernels by the time they take in a step, in all and as a share of the step's."""
-    size, device = "toy" if setup.toy else "124M", setup.device
+    size, device = "toy" if setup.toy else setup.size, setup.device
     side = "CUDA" if device == "cuda" else "CPU"
     flags = "--compile on" if setup.compiled else ""
-    step = build_ours(on_device(size, device), VARIANTS["plain"], device, flags)
+    step = build_ours(CASES[size].on(device), VARIANTS["plain"], device, flags)
     for _ in range(3):
         step()
     with profile(activities=[getattr(ProfilerActivity, side)]) as profiled:
@@ -286,9 +286,8 @@ def look_at_profile(setup: Setup) -> None:
         if event.device_type == getattr(DeviceType, side):
             us = event.self_device_time_total if side == "CUDA" else event.self_cpu_time_total
             ms = us / 1e3 / PROFILED
-            figures = {"ms": significant(ms, 4), "share": round(ms / step_ms, 4)}
-            calls = significant(event.count / PROFILED, 4)
-            kernels.append({"name": event.key[:120], **figures, "calls": calls})
+            about = {"name": event.key[:120], "calls": significant(event.count / PROFILED, 4)}
+            kernels.append(about | {"ms": significant(ms, 4), "share": round(ms / step_ms, 4)})
     kernels.sort(key=lambda kernel: -kernel["ms"])
     setup.keep(
         {
@@ -313,12 +312,13 @@ PARTS = {
 def main() -> None:
     parser = command_line(__doc__)
     parser.add_argument("parts", nargs="+", choices=PARTS)
+    parser.add_argument("--size", choices=CASES, default="124M", help="of profile (124M)")
     parser.add_argument("--compile", action="store_true", help="of profile, as train.py's")
     parser.add_argument("--toy", action="store_true", help="tiny: to see whether it works")
     args = parser.parse_args()
     keep = recorder("first-look", args)
     for part in args.parts:
-        PARTS[part](Setup(args.device, keep, args.compile, args.toy))
+        PARTS[part](Setup(args.device, keep, args.size, args.compile, args.toy))
 
 
 if __name__ == "__main__":

@@ -109,11 +109,6 @@ def last_words(store: Store, samples: Samples, encoding: tiktoken.Encoding, toke
     return Task("last words", "last word", questions, 0)
 
 
-def check_nats(packed: float, alone: float, tolerance: float) -> None:
-    if not abs(alone / packed - 1) < tolerance:
-        raise ValueError(f"alone finds {alone} nats, packed {packed}: not timed")
-
-
 def measure_evaluation(size: str, tokens: float, device: str, turns: int, keep: Callable) -> None:
     encoding, store = get_encoding("pd4k"), Store.open(embedded_store("pd4k"))
     model = model_of(f"--size {size} --seq-len {SEQ_LEN} --pos rope", encoding.n_vocab, device)
@@ -125,7 +120,10 @@ def measure_evaluation(size: str, tokens: float, device: str, turns: int, keep: 
         laid = evaluate.lay_texts(items.texts, SEQ_LEN, pack=is_packed)
         return answers_of(laid, model, here, ROWS).nats.sum()
 
-    check_nats(nats(True), nats(False), TOLERANCE[device])
+    packed = nats(True)
+    alone = nats(False)
+    if not abs(alone / packed - 1) < TOLERANCE[device]:
+        raise ValueError(f"alone finds {alone} nats, packed {packed}: not timed")
     variants = {"packed": partial(nats, True), "alone": partial(nats, False)}
     seconds = seconds_in_turns(variants, turns, turn_of)
     length = items.texts.spans[:, 1] - items.texts.spans[:, 0]

@@ -15,8 +15,6 @@ process. On a GPU they are timed between two events, and it sleeps first, so tha
 A record is one JSON line in results/: what was measured, and on what. Records are added, never
 edited. Those of a GPU are kept apart, in results/gpu-NAME.jsonl. bench/gpu.sh sends records to
 another folder (OUT) and names the commit (COMMIT) where there is no git.
-
-    python bench/measure.py                             # this machine, as a record describes it
 """
 
 import argparse
@@ -26,7 +24,9 @@ import os
 import platform
 import re
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -43,7 +43,6 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for every bench:
 
 from support.base.runtime import ROOT
 from support.run.folder import provenance
-from support.step import machine
 
 T = TypeVar("T")
 
@@ -281,6 +280,60 @@ def turn_of_built() -> Taken:
     return turn_of(built)
 
 
+# ---- commands
+
+
+class Run(NamedTuple):
+    """What a command took."""
+
+    seconds: float
+    peak_bytes: int  # resident, with what it started; on a GPU what the device lost to it
+
+
+def watched(
+    command: Sequence, *, device: str = "cpu", has_begun: Callable[[], bool] = lambda: True
+) -> Run:
+    """Run a command in a fresh process; its seconds are those since `has_begun`.
+
+    Raises: ValueError with what it printed last, if it fails; where memory cannot be read
+    """
+    before = device_bytes() if device == "cuda" else 0
+    began, peak = None, 0
+    with tempfile.TemporaryFile("w+") as said:
+        process = subprocess.Popen(command, stdout=said, stderr=said)
+        while process.poll() is None:
+            if began is None and has_begun():
+                began = time.perf_counter()
+            used = device_bytes() - before if device == "cuda" else resident_bytes(process.pid)
+            peak = max(peak, used)
+            time.sleep(0.03)
+        ended = time.perf_counter()
+        if process.returncode:
+            said.seek(0)
+            raise ValueError(f"{' '.join(map(str, command))}: {said.read()[-1000:]}")
+    if not peak:
+        raise ValueError("the memory of a command is read from /proc, which Linux has")
+    return Run(ended - began, peak)
+
+
+def device_bytes() -> int:
+    """In use on the GPU, by all processes."""
+    free, total = torch.cuda.mem_get_info()
+    return total - free
+
+
+def resident_bytes(pid: int | str = "self") -> int:
+    """The most that a process has been resident with so far, and all that it started."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+        threads = Path(f"/proc/{pid}/task").iterdir()
+        children = " ".join((thread / "children").read_text() for thread in threads)
+    except OSError:  # it has ended meanwhile
+        return 0
+    most = re.search(r"VmHWM:\s+(\d+) kB", status)  # a process that has ended has none
+    return (1024 * int(most[1]) if most else 0) + sum(map(resident_bytes, children.split()))
+
+
 # ---- calls of kernels
 
 
@@ -307,14 +360,3 @@ def timed(calls: list[Callable[[], object]], device: str) -> Call:
     end.record()
     torch.cuda.synchronize()
     return Call(start.elapsed_time(end) / len(calls), host_ms)
-
-
-def peak_flops(device: str) -> float:
-    """Operations a second of a large matrix product, measured here and now."""
-    if device == "cpu":
-        return machine.measured_peak(torch.float32)
-    return machine.measured(torch.device(device), torch.bfloat16).flops
-
-
-if __name__ == "__main__":
-    print(json.dumps(surroundings("cuda" if torch.cuda.is_available() else "cpu"), indent=1))

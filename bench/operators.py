@@ -31,18 +31,15 @@ own time; `host_ms` is the time that the host takes to call.
     python bench/operators.py attention --device cuda --record
 """
 
-import inspect
 import multiprocessing
-import re
 import statistics
 from collections.abc import Callable, Iterator
 from functools import cache, partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measure import command_line, in_turns, peak_flops, pick, quartiles, ratios, recorder, timed
+from measure import command_line, in_turns, pick, quartiles, ratios, recorder, resident_bytes, timed
 from step import CASES, Variant, steps_of
 from torch import Tensor
 
@@ -51,6 +48,7 @@ from kernels.cross_entropy import IGNORE, linear_cross_entropy
 from kernels.packed_attention import bounds, index_of, packed_attention
 from kernels.token_drop import gather, merge, reference_gather, reference_scatter, scatter, split
 from support.base.runtime import exit_cleanly
+from support.step import machine
 
 
 class Shape(NamedTuple):
@@ -180,16 +178,13 @@ def attention_of(form: str, doc_ids: Tensor) -> Callable[[Tensor, Tensor, Tensor
     if form == "varlen":
         from torch.nn.attention.varlen import varlen_attn
 
-        # torch 2.10 has a flag, later ones have a window
-        has_window = "window_size" in inspect.signature(varlen_attn).parameters
-        causal = {"window_size": (-1, 0)} if has_window else {"is_causal": True}
         first = (start == torch.arange(T, device=start.device)).flatten().nonzero()[:, 0]
         ends = F.pad(first, (0, 1), value=B * T).int()
         longest = int((end - start).max())
 
         def varlen(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             flat = (x.flatten(0, 1) for x in (q, k, v))
-            y = varlen_attn(*flat, ends, ends, longest, longest, **causal)
+            y = varlen_attn(*flat, ends, ends, longest, longest, window_size=(-1, 0))
             return y.view(q.shape)
 
         return varlen
@@ -294,13 +289,9 @@ def peak_bytes(shape: Shape, form: str, device: str) -> int:
     loss_both_ways(form, *inputs_of_head(small, device))  # what torch loads late
     x, weight, targets = inputs_of_head(shape, device)
 
-    def high_water() -> int:
-        if device == "cuda":
-            return torch.cuda.max_memory_allocated()
-        status = Path("/proc/self/status").read_text()
-        return 1024 * int(re.search(r"VmHWM:\s+(\d+) kB", status)[1])
-
+    high_water = resident_bytes
     if device == "cuda":
+        high_water = torch.cuda.max_memory_allocated
         torch.cuda.reset_peak_memory_stats()
     before = high_water()
     loss_both_ways(form, x, weight, targets)
@@ -444,7 +435,10 @@ def main() -> None:
     parser.add_argument("--size", choices=SHAPES, nargs="+", help="(default: by --device)")
     args = parser.parse_args()
     chosen = pick(args.operators, OPERATORS)
-    peak = peak_flops(args.device)
+    if args.device == "cuda":
+        peak = machine.measured(torch.device("cuda"), torch.bfloat16).flops
+    else:
+        peak = machine.measured_peak(torch.float32)
     keep = recorder("kernels", args, turns=args.turns, peak_tflops=round(peak / 1e12, 3))
     wrong = []
     for name in chosen:

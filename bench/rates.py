@@ -1,13 +1,13 @@
-"""How fast data is prepared, analysed and chosen.
+"""How fast data is analysed, chosen and packed.
 
-    prepare    documents a second of prepare.py beside tiktoken's encode_ordinary_batch on the same
-               texts, which are in memory then, with as many threads. A ratio of 1 means that
-               reading, parsing, splitting off held-out documents, hashing and writing cost no time
     analysis   analyze.py on the embedded corpus repeated to --tokens, with 1 and 2 workers in
-               turns, each a fresh process; its memory is the resident pages of it and its workers
+               turns, each a fresh process; its memory is the sum of the highest resident sets of it
+               and its workers
     sampling   opening a finished index of --samples samples, drawing 10,000 batches from half and
                all of it and from where two metrics meet, and the memory that they leave behind;
                rows of the stream first, then as many documents, whose table is made once
+    packing    the windows that a trainer packs, from lengths to shuffled packs: of one rank in rows
+               of 256, and of 8 ranks in rows of 2,048; lengths are lognormal, cut off at a row
 
 The index has an order that is a multiplication modulo the number of samples: a true permutation of
 which no list is ever in memory. The tokens of its stores are a hole in a file, since drawing reads
@@ -15,7 +15,6 @@ none. All lies in a temporary folder (analysis 2 GB, sampling 40 GB by default, 
 and in the page cache when the clock starts, unless a figure says cold. Not measured: a slower disk,
 torchrun over several machines, a user's own metric.
 
-    python bench/rates.py prepare --corpus corpus/pd-mix.jsonl.gz --tokenizer gpt2 --record
     python bench/rates.py analysis --record                           # some minutes
     python bench/rates.py sampling --samples 1e6                      # does it work?
 """
@@ -27,59 +26,25 @@ import math
 import os
 import re
 import shutil
-import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-import tiktoken
-from measure import command_line, in_turns, measured, min_median_max, recorder, seconds_in_turns
+from measure import Run, command_line, in_turns, measured, min_median_max, recorder, watched
 
 import plan
 from curriculum import Curriculum, CurriculumConfig, parse_metrics
 from difficulty import fingerprint, opened
-from prepare import embedded_store, prepare
+from packing import pack_lengths
+from prepare import embedded_store
 from support.base.clock import Cursor
 from support.base.runtime import ROOT, exit_cleanly
 from support.rows.ranking import Stage
 from support.rows.samples import Samples
-from support.text.corpus import Corpus
 from support.text.store import Store
-from support.text.tokenizer import get_encoding
-
-# ---- prepare
-
-
-def measure_prepare(args: argparse.Namespace, folder: Path) -> dict:
-    path, name = args.corpus, args.tokenizer
-    encoding, threads = get_encoding(name), os.cpu_count() or 1
-    documents = Corpus([path], holdout=0).documents()
-    texts = [document.text for document in documents if document.text]
-
-    def prepared() -> None:
-        shutil.rmtree(folder / "store", ignore_errors=True)
-        prepare([path], folder / "store", encoding, name)
-
-    encode = partial(encoding.encode_ordinary_batch, texts, num_threads=threads)
-    taken = seconds_in_turns({"encode": encode, "prepare": prepared}, args.turns)
-    rates = {variant: [len(texts) / s for s in seconds] for variant, seconds in taken.items()}
-    return {
-        "tiktoken": tiktoken.__version__,
-        "corpus": path.name,
-        "tokenizer": name,
-        "encoding_threads": threads,
-        "bytes": sum(len(text.encode()) for text in texts),
-        "documents": len(texts),
-        "encode_documents_per_s": min_median_max(rates["encode"]),
-        "prepare_documents_per_s": min_median_max(rates["prepare"]),
-        "ratio": min_median_max(np.divide(taken["encode"], taken["prepare"])),
-    }
-
 
 # ---- made-up stores
 
@@ -128,43 +93,13 @@ def write_hollow(folder: Path, offsets: Iterable[np.ndarray]) -> None:
 # ---- analysis
 
 
-class Run(NamedTuple):
-    """One analysis."""
-
-    seconds: float
-    peak_bytes: int
-
-
-def resident_bytes(pid: int) -> int:
-    """Resident memory of a process and of all that it started."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        threads = Path(f"/proc/{pid}/task").iterdir()
-        children = " ".join((thread / "children").read_text() for thread in threads)
-    except OSError:  # it has ended meanwhile
-        return 0
-    own = re.search(r"VmRSS:\s+(\d+) kB", status)
-    return (1024 * int(own[1]) if own else 0) + sum(map(resident_bytes, map(int, children.split())))
-
-
 def analyze(store: Path, out: Path, workers: int) -> Run:
-    """Run analyze.py in a fresh process and watch its memory."""
     command = [sys.executable, str(ROOT / "analyze.py"), str(store), "--out", str(out)]
     command += ["--metric", ",".join(METRICS), "--samples", "pieces", "--seq-len", str(SEQ_LEN)]
     command += ["--workers", str(workers)]
-    peak = 0
-    with tempfile.TemporaryFile("w+") as log:
-        began = time.perf_counter()
-        process = subprocess.Popen(command, stdout=log, stderr=log)
-        while process.poll() is None:
-            peak = max(peak, resident_bytes(process.pid))
-            time.sleep(0.03 if workers == 1 else 0.2)  # on two cores this would be a third load
-        seconds = time.perf_counter() - began
-        if process.returncode:
-            log.seek(0)
-            raise ValueError(f"{' '.join(command)}: {log.read()[-1000:]}")
+    run = watched(command)
     shutil.rmtree(out)
-    return Run(seconds, peak)
+    return run
 
 
 def measure_analysis(args: argparse.Namespace, folder: Path) -> dict:
@@ -315,18 +250,45 @@ def measure_sampling(args: argparse.Namespace, folder: Path) -> dict:
     return {"sampling": figures}
 
 
+# ---- packing
+
+WINDOWS = {"nano": (16 * 8, 256, 60), "8 ranks": (16 * 8 * 512, 2048, 300)}  # rows, T, median
+
+
+def lognormal(count: int, median: int, longest: int) -> np.ndarray:
+    drawn = np.random.default_rng(0).lognormal(np.log(median), 1, count).astype(np.int64) + 1
+    return np.minimum(drawn, longest)
+
+
+def pack_shuffled(lengths: np.ndarray, max_len: int) -> int:
+    """As the plan does for a window; how many rows that are."""
+    packs = pack_lengths(lengths, max_len)
+    rows = len(packs.offsets) - 1
+    packs.take(np.random.default_rng(0).permutation(rows))
+    return rows
+
+
+def measure_packing(args: argparse.Namespace, folder: Path) -> dict:
+    found = []
+    for name, (rows, max_len, median) in WINDOWS.items():
+        mean = lognormal(100_000, median, max_len).mean()
+        lengths = lognormal(int(rows * max_len / mean), median, max_len)
+        action = partial(pack_shuffled, lengths, max_len)
+        about = {"window": name, "max_len": max_len, "documents": len(lengths), "rows": action()}
+        found.append(about | {"ms": min_median_max(milliseconds(action, args.turns))})
+    return {"case": "windows", "found": found}
+
+
 MEASURES = {  # and the file of its records
-    "prepare": (measure_prepare, "prepare"),
     "analysis": (measure_analysis, "curriculum"),
     "sampling": (measure_sampling, "curriculum"),
+    "packing": (measure_packing, "packers"),
 }
 
 
 def main() -> None:
     parser = command_line(__doc__, turns=5)
     parser.add_argument("what", choices=MEASURES)
-    parser.add_argument("--corpus", type=Path, default=ROOT / "corpus/pd-mix.jsonl.gz")
-    parser.add_argument("--tokenizer", default="pd4k", help="of prepare (pd4k)")
     parser.add_argument("--tokens", type=float, default=1e9, help="to analyse (1e9)")
     parser.add_argument("--samples", type=float, default=1e9, help="of the index (1e9)")
     args = parser.parse_args()

@@ -9,21 +9,18 @@ cost      seconds of a recipe's run, against the plain run of nano's recipe. Its
           hidden behind the step
 forecast  seconds and peak of memory that --dry-run says against those of the run, both in
           processes of their own. The run's seconds are those from its log's first line to its
-          end; its memory is the highest resident set, as the kernel has it, and on a GPU the
-          most that the device lost to it (CUDA's context too, some 0.5 GB)
+          end; its memory is the highest resident set, as Linux has it, and on a GPU the most
+          that the device lost to it (CUDA's context too, some 0.5 GB)
 
 OMP_NUM_THREADS=2 python bench/runs.py cost --record              # a line for each recipe
 OMP_NUM_THREADS=2 python bench/runs.py forecast --cases nano
 """
 
 import argparse
-import json
-import os
 import re
 import subprocess
 import sys
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Callable
 from functools import partial
@@ -31,9 +28,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
-import torch
 from ablate import RECIPES, TRAINER
-from measure import ROOT, command_line, min_median_max, pick, recorder, seconds_in_turns
+from measure import Run, command_line, min_median_max, pick, recorder, seconds_in_turns, watched
 from step import CASES, model_of, trainer_of
 
 import config
@@ -41,6 +37,7 @@ from plan import Plan
 from prepare import embedded_store
 from support.base import runtime
 from support.base.clock import Clock, tokens_by_layer
+from support.run.folder import read_log
 from support.text.store import Store
 from train import Trainer, next_trainer
 
@@ -121,45 +118,13 @@ ON = {
 }
 
 
-class Taken(NamedTuple):
-    seconds: float
-    bytes: int
-
-
-def forecast(command: list) -> Taken:
+def forecast(command: list) -> Run:
     """What the dry run says."""
     dry = [*command, "--dry-run"]
     out = subprocess.run(dry, capture_output=True, text=True, check=True).stdout
     seconds = re.search(r"time: about ([\d,.]+) s", out)[1]
     peak = re.search(r"at most ([\d,.]+) GB", out)[1]
-    return Taken(float(seconds.replace(",", "")), round(float(peak.replace(",", "")) * 1e9))
-
-
-def made(command: list, log: Path, device: str) -> Taken:
-    """What the run takes, from its log's first line on."""
-    before = device_bytes() if device == "cuda" else 0
-    most, began = 0, None
-    with subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL) as child:
-        while child.returncode is None:
-            done, status, usage = os.wait4(child.pid, os.WNOHANG)
-            if done:
-                child.returncode = os.waitstatus_to_exitcode(status)
-            elif began is None and log.exists():
-                began = time.perf_counter()
-            if device == "cuda":
-                most = max(most, device_bytes() - before)
-            time.sleep(0.01)
-        ended = time.perf_counter()
-    if child.returncode:
-        raise ValueError(f"{' '.join(map(str, command))} ended with status {child.returncode}")
-    unit = 1 if sys.platform == "darwin" else 1024  # of ru_maxrss
-    return Taken(ended - began, most or usage.ru_maxrss * unit)
-
-
-def device_bytes() -> int:
-    """In use on the GPU, by all processes."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    return Run(float(seconds.replace(",", "")), round(float(peak.replace(",", "")) * 1e9))
 
 
 def measure_forecast(args: argparse.Namespace) -> None:
@@ -168,18 +133,20 @@ def measure_forecast(args: argparse.Namespace) -> None:
         with tempfile.TemporaryDirectory() as folder:
             out = Path(folder) / "run"
             flags = [*FORECASTS[name].split(), "--device", args.device, "--out", out]
-            command = [sys.executable, ROOT / "train.py", *flags]
-            said, run = forecast(command), made(command, out / "log.jsonl", args.device)
-            lines = (out / "log.jsonl").read_text().splitlines()
+            command = [sys.executable, runtime.ROOT / "train.py", *flags]
+            said = forecast(command)
+            has_begun = (out / "log.jsonl").exists
+            run = watched(command, device=args.device, has_begun=has_begun)
+            steps = [line for line in read_log(out) if line["event"] == "train"]
         keep(
             {
                 "case": name,
                 "flags": FORECASTS[name],
-                "steps": sum(json.loads(line)["event"] == "train" for line in lines),
+                "steps": len(steps),
                 "seconds_said": said.seconds,
                 "seconds": round(run.seconds, 1),
-                "bytes_said": said.bytes,
-                "bytes": run.bytes,
+                "bytes_said": said.peak_bytes,
+                "bytes": run.peak_bytes,
             }
         )
 

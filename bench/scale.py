@@ -38,17 +38,7 @@ from unittest.mock import patch
 
 import torch
 from measure import command_line, measured, pick, quartiles, recorder, significant, take_turns
-from step import (
-    CASES,
-    Case,
-    Variant,
-    build_ours,
-    compare,
-    model_of,
-    on_device,
-    steps_of,
-    trainer_of,
-)
+from step import CASES, Case, Variant, build_ours, compare, model_of, steps_of, trainer_of
 from torch import nn
 
 import config
@@ -82,7 +72,7 @@ class Setup(NamedTuple):
     def case(self, on_cpu: str) -> tuple[str, Case]:
         """The model and its batch: a part's own, unless --size names another."""
         size = self.size or ("124M" if self.device == "cuda" else on_cpu)
-        case = on_device(size, self.device, TOKENS_ON_GPU)
+        case = CASES[size].on(self.device, TOKENS_ON_GPU)
         return size, case._replace(turns=self.turns or case.turns)
 
     def compare(self, on_cpu: str, variants: dict[str, Variant], jobs: dict | None = None) -> None:
@@ -90,11 +80,7 @@ class Setup(NamedTuple):
         size, case = self.case(on_cpu)
         if jobs is None:
             jobs = {name: (build, case, variants[name], self.device) for name in variants}
-
-        def keep(figures: dict) -> None:
-            self.keep({"size": size, **figures})
-
-        compare(jobs, case, self.device, variants, keep)
+        compare(jobs, size, case, self.device, variants, self.keep)
 
 
 def build(case: Case, variant: Variant, device: str, mode: str | None = None) -> Callable:

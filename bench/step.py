@@ -50,6 +50,8 @@ from support.step.sizes import flops_of_row
 from support.text.store import Store
 from train import Trainer, assemble
 
+TOKENS_ON_GPU = 32_768  # of a step
+
 
 class Case(NamedTuple):
     """A model, as flags of train.py, and its batch."""
@@ -58,7 +60,7 @@ class Case(NamedTuple):
     batch_tokens: int
     vocab_size: int
     turns: int
-    steps: int = 1  # of the run, which a turn goes through
+    steps_in_turn: int = 1  # the first of the run
 
     def settings(self, device: str, more: str = "") -> config.Config:
         """A run whose first steps are timed.
@@ -67,6 +69,10 @@ class Case(NamedTuple):
         """
         flags = f"{self.flags} --batch-tokens {self.batch_tokens} --tokens 1B --lr 1e-4"
         return config.build(config.parse(f"--device {device} {flags} {more}".split()))
+
+    def on(self, device: str, tokens: int = TOKENS_ON_GPU) -> "Case":
+        """With as many tokens in a step as the device wants."""
+        return self._replace(batch_tokens=tokens) if device == "cuda" else self
 
 
 CASES = {  # by --size
@@ -79,14 +85,7 @@ CASES = {  # by --size
     "1.3B": Case("--size 1.3B", 16384, 50304, turns=6),
     "toy": Case("--layers 4 --heads 2 --width 16 --seq-len 32", 64, 4160, turns=2),  # is it whole?
 }
-TOKENS_ON_GPU = 32_768  # of a step
 DEFAULT_CASES = {"cpu": ("nano", "12x256", "124M"), "cuda": ("124M", "350M", "350M-2048")}
-
-
-def on_device(size: str, device: str, tokens: int = TOKENS_ON_GPU) -> Case:
-    """A case with as many tokens in a step as the device wants."""
-    case = CASES[size]
-    return case._replace(batch_tokens=tokens) if device == "cuda" else case
 
 
 class Variant(NamedTuple):
@@ -173,7 +172,7 @@ def build_ours(case: Case, variant: Variant, device: str, flags: str = "") -> Ca
     if variant.dense:
         Transformer.attention_impl = lambda self, x: "dense"
     trainer = trainer_of(settings, model_of(settings, case, variant.exact_gelu), device)
-    steps = steps_of(settings, device, case.steps)
+    steps = steps_of(settings, device, case.steps_in_turn)
 
     def make() -> float:
         for step in steps:
@@ -189,7 +188,7 @@ def build_theirs(folder: Path, case: Case, device: str, compiled: bool) -> Calla
         torch.set_float32_matmul_precision("high")
     settings = case.settings(device)
     model = nanogpt.build(folder, config.transformer_config(settings, case.vocab_size), device)
-    steps = steps_of(settings, device, case.steps)
+    steps = steps_of(settings, device, case.steps_in_turn)
     batches = [step.batch.to(torch.device(device)) for step in steps]
     return nanogpt.step_of(model, [batch[:2] for batch in batches], compiled)
 
@@ -218,7 +217,7 @@ def predicted(case: Case, variant: Variant, device: str, flags: str = "") -> Pre
     settings = variant.settings(case, device, flags)
     shape = config.transformer_config(settings, case.vocab_size)
     T, width, layers = settings.data.seq_len, shape.width, shape.layers
-    steps = steps_of(settings, device, case.steps)
+    steps = steps_of(settings, device, case.steps_in_turn)
     tokens = tokens_by_layer(settings, steps[0].context, T)
     flops = 0
     for step in steps:
@@ -245,7 +244,7 @@ def summarise(
     for name, turns in taken.items():
         seconds = [turn.seconds for turn in turns]
         figure = figures[name] = {
-            "ms": quartiles([1e3 * s / case.steps for s in seconds]),
+            "ms": quartiles([1e3 * s / case.steps_in_turn for s in seconds]),
             "gflop": round(known[name].flops / 1e9, 2),
             "real_tokens": round(known[name].real_tokens, 1),
         }
@@ -270,6 +269,7 @@ def summarise(
 
 def compare(
     jobs: dict[str, tuple],
+    size: str,
     case: Case,
     device: str,
     variants: dict[str, Variant],
@@ -280,12 +280,14 @@ def compare(
     """Time the steps of all jobs; `keep` gets each variant's figures as they come.
 
     Args: jobs name -> what measure.take_turns starts
+          size the name of `case`, for the record
           flags of all variants
     """
     known = {name: predicted(case, variants[name], device, flags) for name in jobs}
     for new, taken in take_turns(jobs, case.turns, device):
         figures = summarise(taken, case, variants, known)
-        keep(case._asdict() | {"steps": {name: figures[name] for name in new}})
+        steps = {name: figures[name] for name in new}
+        keep({"size": size, **case._asdict(), "steps": steps})
 
 
 def main() -> None:
@@ -312,16 +314,12 @@ def main() -> None:
     names = [THEIRS] * bool(args.nanogpt) + args.variants
     flags = f"--optimizer {args.optimizer}" + " --compile on" * args.compile
     for size in args.size or DEFAULT_CASES[device]:
-        case = on_device(size, device)._replace(steps=args.steps)
+        case = CASES[size].on(device)._replace(steps_in_turn=args.steps)
         jobs = {name: (build_ours, case, VARIANTS[name], device, flags) for name in names}
         if args.nanogpt:
             check_same_function(args.nanogpt, case)
             jobs[THEIRS] = (build_theirs, args.nanogpt, case, device, args.compile)
-
-        def keep_size(figures: dict, size: str = size) -> None:
-            keep({"sizes": {size: figures}})
-
-        compare(jobs, case, device, VARIANTS, keep_size, flags=flags)
+        compare(jobs, size, case, device, VARIANTS, keep, flags=flags)
 
 
 if __name__ == "__main__":

@@ -85,12 +85,11 @@ def recipes_table(recipes: list[str], base: str, trainer: str) -> str:
     Args: trainer of the records
     """
     losses, steps = measured("val_bpb", trainer), measured("steps", trainer)
-    cost = costs_of("end" if trainer == "middle" else trainer)  # whose steps cost the same
+    cost = costs_of(trainer)
     rows = []
     for recipe in recipes:
-        both = losses[recipe].keys() & losses[base].keys()
-        seeds = [seed for seed in sorted(both) if BUDGET in losses[recipe][seed]]
-        seeds = [seed for seed in seeds if BUDGET in losses[base][seed]]
+        both = sorted(losses[recipe].keys() & losses[base].keys())
+        seeds = [s for s in both if BUDGET in losses[recipe][s] and BUDGET in losses[base][s]]
         reached = [losses[recipe][seed][BUDGET] for seed in seeds]
         ratio = cost.get(recipe, math.nan) / cost.get(base, math.nan)
         if recipe not in cost and "--pack" in RECIPES[recipe]:
@@ -98,12 +97,11 @@ def recipes_table(recipes: list[str], base: str, trainer: str) -> str:
                 steps[recipe][seed][BUDGET] / steps[base][seed][BUDGET] for seed in seeds
             )
         tokens = BUDGET if abs(ratio - 1) < 0.005 else BUDGET * ratio
-        same_tokens = differences(reached, [losses[base][seed][BUDGET] for seed in seeds])
-        same_seconds = differences(
-            reached, [at_budget(losses[base][seed], tokens) for seed in seeds]
-        )
-        if recipe == base:
-            same_tokens = same_seconds = ""
+        same_tokens = same_seconds = ""
+        if recipe != base:
+            by_budget = [losses[base][seed] for seed in seeds]
+            same_tokens = differences(reached, [at_budget(of, BUDGET) for of in by_budget])
+            same_seconds = differences(reached, [at_budget(of, tokens) for of in by_budget])
         cost_shown = "" if math.isnan(ratio) else f"{ratio:.2f}"
         flags = f"`{RECIPES[recipe] or 'none'}`"
         row = [flags, spread(reached), same_tokens, cost_shown, same_seconds, str(len(seeds))]
@@ -143,10 +141,7 @@ def budgets_table(recipes: list[str], trainer: str) -> str:
 def rates_table(recipes: list[str], trainer: str) -> str:
     """What a run reaches with other learning rates than the recipe's."""
     losses = measured("val_bpb", trainer)
-    rows = []
-    for recipe in recipes:
-        reached = [loss for by_budget in losses[recipe].values() for loss in by_budget.values()]
-        rows.append([f"`{RECIPES[recipe] or 'none'}`", spread(reached)])
+    rows = [[f"`{RECIPES[r] or 'none'}`", spread(ends_of(losses[r]))] for r in recipes]
     return markdown_table(["flags", "bits per byte"], rows)
 
 
@@ -211,7 +206,7 @@ def figure(trainer: str) -> str:
     labels = []
     for curve in CURVES:
         x = np.array([cost[recipe] for recipe in curve.recipes])
-        ends = [[max(seed.items())[1] for seed in losses[r].values()] for r in curve.recipes]
+        ends = [ends_of(losses[recipe]) for recipe in curve.recipes]
         y = np.array([statistics.mean(of_seeds) for of_seeds in ends])
         drawn.append(Series(curve.label, x, y, "dots", curve.color))
         for share, of_seeds in zip(x, ends, strict=True):
@@ -251,9 +246,7 @@ def main(argv: Sequence[str] = ()) -> None:
     for group in ("share", "small", "grown"):
         print(budgets_table([r for r in GROUPS[group] if r in timed], "split"), "\n")
     print("README.md\n")
-    print(time_table([recipe for recipe in README if recipe in timed], "split"), "\n")
-    print("CHANGELOG.md: what a step's learning rate in its middle did to two rows\n")
-    print(recipes_table(["plain", "all"], "plain", "middle"))
+    print(time_table([recipe for recipe in README if recipe in timed], "split"))
 
 
 if __name__ == "__main__":
