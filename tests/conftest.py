@@ -144,6 +144,14 @@ def read_log(folder: Path, event: str | None = None) -> list[dict]:
     return [line for line in lines if event in (None, line["event"])]
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def walk(plan: Callable, steps: int) -> list:
     """The first so many steps of a run."""
     taken, clock = [], Clock()
