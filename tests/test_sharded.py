@@ -19,8 +19,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import contents, start_ranks
 from small_batches import batch
-from torch import Tensor, nn
+from torch import Tensor
 
+import pseudo
 import sample
 from config import Config
 from data import Data
@@ -31,6 +32,7 @@ from support.base import runtime as runtimes
 from support.base import sharded
 from support.base.runtime import Runtime
 from support.base.sharded import rows_here
+from support.evaluation import scoring
 from support.rows.batch import Batch
 from support.run import checkpoint
 from support.step.optim import Optimizers
@@ -44,22 +46,14 @@ CPU = torch.device("cpu")
 T, V = 24, 65  # 65 rows of the embedding, which neither 2 nor 3 ranks share evenly
 
 
-class Skipped(nn.Module):
-    """A layer without parameters of its own."""
-
-    def forward(self, x: Tensor, meta: object) -> Tensor:
-        return x
-
-
 def gpt(vocab_size: int = V, seq_len: int = T) -> Transformer:
     return started(TransformerConfig("gpt", 4, 2, 16, 64, seq_len, vocab_size, "rope"))
 
 
 def gpt_with_shared_block() -> Transformer:
+    """The last layer has no parameters of its own."""
     model = started(TransformerConfig("gpt", 5, 2, 16, 64, T, V, "learned"))
-    model.h[2] = model.h[3] = model.h[1]
-    model.h[4] = Skipped()
-    return model
+    return pseudo.share(model, (0, 1, 1, 1, pseudo.ABSENT))
 
 
 def bert() -> Transformer:
@@ -130,13 +124,9 @@ class Trained:
         return {name: p.grad for name, p in self.optimizers.named.items()}
 
     def state(self) -> dict:
-        return {
-            "model": self.model.state_dict(),
-            "optimizers": self.optimizers.state_dict(),
-            "step": 1,
-            "best": math.inf,
-            "config": {"layers": (1, 2), "argv": ["--fsdp"]},
-        }
+        more = {"step": 1, "best": math.inf, "config": {"layers": (1, 2), "argv": ["--fsdp"]}}
+        weights, optimizers = self.model.state_dict(), self.optimizers.state_dict()
+        return {"model": weights, "optimizers": optimizers} | more
 
 
 def close(numbers, wanted) -> bool:
@@ -393,6 +383,17 @@ def test_ranks_together_do_what_one_process_does(tmp_path, store_dir):
         start_ranks(ranks, [str(tmp_path), str(store_dir)], work=check_all)
 
 
+def test_ranks_without_rows_run_a_sharded_model_as_often_as_the_others(monkeypatch):
+    """Ten rows on four ranks, two at once: in the second turn there are rows for one rank only."""
+    blank, model = [], SimpleNamespace(hidden_states=lambda tokens: blank.append(tokens))
+    monkeypatch.setattr(scoring, "is_sharded", lambda model: True)
+    for rank, rows in enumerate((2, 1, 1, 1)):
+        runtime = Runtime(rank, 4, CPU, torch.float32, "")
+        assert len([*scoring.own_rows(model, 10, 2, runtime, poll=print)]) == rows
+        assert len(blank) == 2 - rows
+        blank.clear()
+
+
 def test_a_device_that_fsdp_does_not_know_is_refused():
     mps = Runtime(0, 1, torch.device("mps"), torch.float32, "")
     with pytest.raises(ValueError, match="--fsdp"):
@@ -401,13 +402,14 @@ def test_a_device_that_fsdp_does_not_know_is_refused():
 
 def test_ranks_on_gpus_say_which_one_is_theirs(monkeypatch):
     """To both backends; on CPUs gloo, which takes no device."""
-    groups, devices = [], []
+    groups, devices, gpu = [], [], torch.device("cuda", 3)
+    of_gpu = {"backend": "cpu:gloo,cuda:nccl", "device_id": gpu}
     monkeypatch.setattr(dist, "init_process_group", lambda **how: groups.append(how))
-    gpu = torch.device("cuda", 3)
-    for device in (gpu, CPU):
+    for device, backend in ((gpu, of_gpu), (CPU, {"backend": "gloo"})):
         sharded.join(Runtime(0, 1, device, torch.float32, ""))
-    assert all(isinstance(how.pop("store"), dist.HashStore) for how in groups)
-    assert all((how.pop("rank"), how.pop("world_size")) == (0, 1) for how in groups)
+        alone = groups.pop()
+        assert isinstance(alone.pop("store"), dist.HashStore)
+        assert alone == backend | {"rank": 0, "world_size": 1}
     for name, value in {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -418,5 +420,4 @@ def test_ranks_on_gpus_say_which_one_is_theirs(monkeypatch):
     runtimes.start("cuda", "bf16")
     runtimes.start("cpu", "fp32")
     torch.set_float32_matmul_precision(precision)
-    of_gpu = {"backend": "cpu:gloo,cuda:nccl", "device_id": gpu}
-    assert groups == 2 * [of_gpu, {"backend": "gloo"}] and devices == [gpu]
+    assert groups == [of_gpu, {"backend": "gloo"}] and devices == [gpu]
