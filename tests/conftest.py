@@ -173,6 +173,29 @@ def stop_in_step(number: int, patch: pytest.MonkeyPatch) -> None:
     patch.setattr(train.Trainer, "step", interrupted)
 
 
+def killed_at(number: int, argv: list[str]) -> None:
+    """Train until this step begins."""
+    step = train.Trainer.step
+
+    def until(self, of):
+        if of.context.step == number:
+            raise KeyboardInterrupt
+        return step(self, of)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Trainer, "step", until)
+        with pytest.raises(KeyboardInterrupt):
+            train.main(argv)
+
+
+def resume_refused(folder: Path, said: str, flags: str = "") -> None:
+    """--resume ends with this one line, and leaves the run as it is."""
+    before = contents(folder)
+    with pytest.raises(ValueError, match=said) as refusal:
+        train.main(["--resume", "--out", str(folder), *flags.split()])
+    assert "\n" not in str(refusal.value) and contents(folder) == before
+
+
 def refusal_of(main: Callable, argv: list[str], monkeypatch, capsys) -> str:
     """What a command says that ends as every refusal does: one line, and exit status 2."""
     monkeypatch.setattr(sys, "argv", argv)
