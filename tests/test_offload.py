@@ -525,17 +525,6 @@ def test_memory_is_page_locked_piece_by_piece_and_no_tensor_is_cut(most, monkeyp
 # ---- what is where
 
 
-def test_neutral_is_identity():
-    model, updates = small(), []
-    run = Run(model, MIXTURES["nothing"])
-    assert all(run.optimizers.named[name] is p for name, p in model.named_parameters())
-    assert run.offloaded.run_block(run_plain) is run_plain
-    assert not any(p._post_accumulate_grad_hooks for p in model.parameters())
-    assert host_bytes(run.offloaded) == 0
-    run.offloaded.around_step(lambda: updates.append(1))
-    assert updates == [1]
-
-
 def host_bytes(offloaded):
     return sum(piece.nbytes for piece in offloaded.link.pieces)
 

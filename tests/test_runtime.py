@@ -236,10 +236,8 @@ class End:
 
 def ends(folder: Path, *does: object) -> list[End]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's
-    context = torch.multiprocessing.get_context("forkserver")
-    ranks = [
-        context.Process(target=end_on, args=(rank, does, store.port, folder)) for rank in (0, 1)
-    ]
+    process_of = torch.multiprocessing.get_context("forkserver").Process
+    ranks = [process_of(target=end_on, args=(rank, does, store.port, folder)) for rank in (0, 1)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -248,18 +246,14 @@ def ends(folder: Path, *does: object) -> list[End]:
 
 
 LINE = "--data nowhere: no store"
+OF_1 = "error: rank 1: "
 TRACEBACK = r"(?s)Process [^\n]*\nTraceback(?!.*Traceback).*no such thing.*"
 GONE = r"error: another process of the run is gone: .*\n"
 TOGETHER = {  # what ranks do; status of each and a pattern for what it says; what torchrun quotes
     "a mistake of both": ((MISTAKE, MISTAKE), (2, f"error: {LINE}\n"), (2, ""), f"error: {LINE}"),
     "a mistake of 0": ((MISTAKE, "wait"), (2, f"error: {LINE}\n"), (1, ""), f"error: {LINE}"),
-    "a mistake of 1": (
-        ("wait", MISTAKE),
-        (1, ""),
-        (2, f"error: rank 1: {LINE}\n"),
-        f"error: rank 1: {LINE}",
-    ),
-    "a bug of 1": (("wait", BUG), (1, ""), (1, TRACEBACK), f"error: rank 1: {BUG_LINE}"),
+    "a mistake of 1": (("wait", MISTAKE), (1, ""), (2, f"{OF_1}{LINE}\n"), f"{OF_1}{LINE}"),
+    "a bug of 1": (("wait", BUG), (1, ""), (1, TRACEBACK), f"{OF_1}{BUG_LINE}"),
     "a bug of both": ((BUG, BUG), (1, TRACEBACK), (1, ""), f"error: {BUG_LINE}"),
     "two bugs": ((BUG, OTHER_BUG), (1, TRACEBACK), (1, TRACEBACK), f"error: {BUG_LINE}"),
     "stopped": ((143, 143), (143, ""), (143, ""), "stopped by signal 15"),

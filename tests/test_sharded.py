@@ -186,6 +186,16 @@ def check_refusals(runtime: Runtime) -> None:
     assert all(gradient is None for gradient in ours.all_gradients().values())
 
 
+def check_drift(runtime: Runtime) -> None:
+    """Ranks that drifted apart, of which torch says nothing, are noticed on every one."""
+    named = dict(gpt().named_parameters())
+    sharded.check_agreement(runtime, named)
+    with torch.no_grad():
+        named["h.1.mlp.c_fc.weight"][0, 0] += runtime.rank
+    with pytest.raises(ValueError, match=r"differ between ranks: h\.1\.mlp\.c_fc\.weight$"):
+        sharded.check_agreement(runtime, named)
+
+
 def check_places(runtime: Runtime) -> None:
     """Offloaded rows are on the host wherever they came from; the meta device stands for a GPU."""
     model = gpt()
@@ -367,6 +377,7 @@ def check_all(arguments: list[str]) -> None:
         for name in MODELS:
             check_steps(runtime, name)
         check_refusals(runtime)
+        check_drift(runtime)
         check_places(runtime)
         check_skipped_layer(runtime)
         check_rounded(runtime)

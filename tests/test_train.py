@@ -19,7 +19,6 @@ from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 import curriculum
-import data
 import ltd
 import model
 import packing
@@ -163,54 +162,6 @@ def test_documents_may_count_alike_whatever_their_length(log_of, flags):
     assert parts == pytest.approx(by_document, rel=1e-5)
     assert by_document != pytest.approx(by_token, rel=1e-3)
     assert by_document[-1] < by_document[0]
-
-
-# Documents one a row, or packed; six steps or so.
-DOCUMENTS = (
-    "--seq-len 512 --batch-tokens 2048 --tokens 10000 --lr 1e-3 --eval-every 0 --checkpoint-every 0"
-)
-GPT = f"{DOCUMENTS} --long truncate --loss-per document --pack"
-BERT = f"{DOCUMENTS} --model bert --nsp --pos rope"
-ALONE_AND_PACKED = [
-    (f"{GPT} --pack-max-per-row 1 --pack-batch rows", f"{GPT} --pack-batch documents"),
-    (BERT, f"{BERT} --pack"),
-]
-
-
-@pytest.mark.parametrize(("alone", "packed"), ALONE_AND_PACKED)
-def test_a_packed_run_learns_what_the_unpacked_one_does(run, log_of, alone, packed):
-    """The same curve on the same clock in fewer rows; a BERT's masks and pairs are the same too.
-
-    They are drawn by where text lies in the store, not by row.
-    """
-    both = (log_of(alone), run(packed))
-    alone, packed = ([line for line in lines if line["event"] == "train"] for lines in both)
-    assert len(alone) >= 5
-    for a, b in zip(alone, packed, strict=True):
-        assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
-        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
-        for name in ("step", "consumed_tokens", "real_tokens", "lr", "pieces", "max_piece_len"):
-            assert b[name] == a[name]
-    assert packed[-1]["layer_tokens"] < 0.96 * alone[-1]["layer_tokens"]
-
-
-def test_negative_control_with_a_sample_more_or_masks_by_row_it_is_another_curve(
-    run, log_of, monkeypatch
-):
-    draw = plan.draw
-
-    def one_more(*args, count, seed):
-        return draw(*args, count=count + 1, seed=seed)
-
-    def by_row(rows, batch):
-        return torch.arange(batch.tokens.numel()).view_as(batch.tokens)
-
-    faults = ((plan, "draw", one_more), (data, "places", by_row))
-    for (alone, packed), fault in zip(ALONE_AND_PACKED, faults, strict=True):
-        with monkeypatch.context() as patch:
-            patch.setattr(*fault)
-            curve = losses(run(packed, out=fault[1]))
-        assert max(abs(a - b) for a, b in zip(losses(log_of(alone)), curve, strict=False)) > 1e-3
 
 
 def test_answers_begin_as_those_of_a_coin(run, monkeypatch):
@@ -399,8 +350,6 @@ def test_published_weights_of_a_size_of_their_own_start_a_run_that_resumes(run, 
     assert train.main(["--resume", "--out", "whole"]) == 0
     assert metrics(read_log(tmp_path / "whole")) == whole
     sample.main([str(tmp_path / "whole"), "--tokens", "3"])
-    with pytest.raises(ValueError, match="has 48 positions, --seq-len 64 is more"):
-        run(f"--init {published_file(file, 257)} --seq-len 64", out="long")
     for rows in (256, 321):
         with pytest.raises(ValueError, match=f"has a vocabulary of {rows}"):
             run(f"--init {published_file(file, rows)}", out="other")
@@ -413,12 +362,9 @@ BAD = {
     "--tokenizer klingon": "choose pd4k, bytes, gpt2",
     "--micro-batch-size 3": "--micro-batch-size 3",
     "--device cuda": "--device cuda",
-    "--dtype fp16": "--dtype fp16",
     "--init nowhere.pt --pos learned --tokenizer bytes": "nowhere.pt",
     "--resume": "--resume: ",
     "--resume sideways": "--resume: ",
-    "--curriculum hard": "hard",
-    "--long truncate": "--long truncate",
 }
 
 
@@ -459,17 +405,6 @@ def test_a_mistake_on_two_ranks_is_said_once_and_quoted_last(store_dir, tmp_path
 def test_recomputing_activations_changes_no_bit(run, log_of, flags):
     flags = f"{flags} {SHORT}"
     assert metrics(run(f"{flags} --checkpoint-activations")) == metrics(log_of(flags))
-
-
-def test_the_learning_rate_is_that_of_the_middle_of_a_step(run):
-    """Linear: the mean is half the peak. Three steps of 256 for 520 tokens: the last one's middle
-    is taken within the budget."""
-    for name, flags, middles in (
-        ("over", "--tokens 520 --warmup-tokens 0", [1 - 128 / 520, 1 - 384 / 520, 4 / 520]),
-        ("warmup", "--tokens 512 --warmup-tokens 256", [0.5, 0.5]),
-    ):
-        rates = [line["lr"] for line in run(f"{flags} --lr 0.01", out=name) if "lr" in line]
-        assert rates == pytest.approx([0.01 * share for share in middles])
 
 
 def test_the_learning_rate_may_follow_layer_tokens(run):
