@@ -57,12 +57,10 @@ def test_all_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, ValueError])
 def test_an_error_inside_leaves_nothing(tmp_path, error):
-    with pytest.raises(error), atomic_write(tmp_path / "a.bin") as out:
-        out.write(b"half")
-        raise error
-    with pytest.raises(error), atomic_folder(tmp_path / "f") as unfinished:
-        (unfinished / "b").write_bytes(b"b")
-        raise error
+    for write in (atomic_write, atomic_folder):
+        with pytest.raises(error), write(tmp_path / "a") as out:
+            out.write(b"half") if write is atomic_write else (out / "b").write_bytes(b"b")
+            raise error
     assert names(tmp_path) == []
 
 

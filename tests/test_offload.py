@@ -328,10 +328,7 @@ class Gpu(TorchDispatchMode):
 
     def free(self, key, end, owner):
         if self.offloaded:
-            try:
-                self.access(key, key, end, owner, True)
-            except Race as race:  # nobody sees a finalizer's error
-                self.race = race
+            self.access(key, key, end, owner, True)
         self.accesses.pop(key, None)
 
     def access(self, key, begin, end, stream, writes):
@@ -340,8 +337,8 @@ class Gpu(TorchDispatchMode):
         later = []
         for other in self.accesses[key]:
             if other.begin < end and begin < other.end and (writes or other.writes):
-                if stream.after[other.stream.name] < other.time:
-                    raise Race(f"{stream.name} and {other.stream.name}: {end - begin} bytes")
+                if stream.after[other.stream.name] < other.time:  # raised at the end
+                    self.race = Race(f"{stream.name} and {other.stream.name}: {end - begin} bytes")
                 if begin <= other.begin and other.end <= end and writes:
                     continue  # who comes after this comes after that
             later.append(other)
@@ -514,10 +511,9 @@ def test_memory_is_page_locked_piece_by_piece_and_no_tensor_is_cut(most, monkeyp
         assert tensor.shape == (size,)
         assert not size or any(at <= begin and end <= at + n for at, n in pieces.items())
     lines = capsys.readouterr().err.count("\n")
-    if most == 10_000:
-        assert driver.locked == pieces and asked == [] and lines == 0
-    else:
-        assert sum(driver.locked.values()) == 960 + 256 and asked == [CPU] and lines == 1
+    refused = most == 1300
+    assert driver.locked == (dict([*pieces.items()][:2]) if refused else pieces)
+    assert asked == [CPU] * refused and lines == refused
     del link
     assert driver.locked == {}, "given back with the link"
 
