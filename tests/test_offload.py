@@ -13,10 +13,9 @@ from typing import NamedTuple
 
 import pytest
 import torch
-from conftest import ALL_ON, metrics, read_log, start_ranks
+from conftest import ALL_ON, SMALL, metrics, read_log, start_ranks
 from small_batches import batch
 from torch._dynamo.testing import CompileCounter
-from torch.nn.parallel import DistributedDataParallel
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -27,8 +26,6 @@ import train
 from kernels import packed_attention
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Copy, Landing, Link, Offload
-from support.base import runtime
-from support.base.sharded import check_agreement
 from support.base.technique import Edit
 from support.rows.batch import Batch
 from support.step.optim import LossScale, Optimizers
@@ -642,33 +639,6 @@ def test_autocast_keeps_a_copy_of_each_fp32_matrix_and_none_of_bf16_ones(mixture
     assert casts == (2 * sum(p.numel() for p in matrices) if is_cast else 0)
 
 
-# ---- ranks
-
-
-def check_two_ranks(flags):
-    """DDP with nothing and with the state away: the same weights on both ranks."""
-    weights, ranks = [], runtime.start("cpu", "fp32")
-    for mixture in ("nothing", "state"):
-        run = Run(small(), MIXTURES[mixture], early=False)
-        wrapped = DistributedDataParallel(run.model, gradient_as_bucket_view=True)
-        for number in range(2):
-            for last in (False, True):
-                wrapped.require_backward_grad_sync = last
-                loss = wrapped(batch(seed=10 * number + 2 * last + ranks.rank)) / 63
-                with run.offloaded.around_backward(last):
-                    loss.backward()
-            run.update()
-        weights.append(run.weights())
-    assert_equal(*weights)
-    check_agreement(ranks, run.optimizers.named)
-    assert not torch.equal(run.weights()["h.1.mlp.c_fc.weight"], small().h[1].mlp.c_fc.weight)
-
-
-@pytest.mark.dist
-def test_two_ranks_update_alike_and_as_without():
-    start_ranks(2, [], work=check_two_ranks)
-
-
 # ---- a GPU
 
 
@@ -727,6 +697,16 @@ def test_off_is_absent_and_room_for_all_is_neutral(run, log_of, monkeypatch):
     for name in ("placement_for", "Offload", "budget_bytes"):
         monkeypatch.setattr(offload, name, None)  # a call would fail
     assert metrics(run(SHORT, out="poisoned")) == plainly
+
+
+@pytest.mark.dist
+def test_two_ranks_train_as_without_though_state_is_away(store_dir, tmp_path):
+    """And their weights agree, which a run checks as it saves."""
+    flags = [*f"{SMALL} {SHORT} --micro-batch-size 2 --data {store_dir} --out".split()]
+    without, away = ([*flags, str(tmp_path / name)] for name in ("without", "away"))
+    start_ranks(2, without, [*away, "--offload", "--offload-budget", "700KB"])
+    wanted, found = (metrics(read_log(tmp_path / name)) for name in ("without", "away"))
+    assert found == wanted
 
 
 def test_a_pretraining_of_pairs_is_bitwise_the_same_with_part_of_it_away(run, log_of):

@@ -5,8 +5,6 @@ import math
 import os
 import random
 import signal
-import subprocess
-import sys
 import threading
 from multiprocessing import get_context
 from pathlib import Path
@@ -30,7 +28,6 @@ from support.text.store import Store
 from support.text.tokenizer import get_encoding
 from support.weights.published import published_entries
 
-ROOT = Path(__file__).parents[1]
 LINE = (
     "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens padding_share"
     " pieces attention_share ms data_ms difficulty_seqlen difficulty_rarity pool"
@@ -412,21 +409,16 @@ def test_the_learning_rate_may_follow_layer_tokens(run):
 
 @pytest.mark.slow
 @pytest.mark.dist
-def test_a_run_of_one_process_goes_on_with_two(store_dir, tmp_path, log_of):
-    """As commands of their own."""
+def test_a_run_of_one_process_goes_on_with_two(run, tmp_path, log_of):
     flags = f"{CURVE} --tokens 6000 --checkpoint-every 1024"
-    whole, folder = losses(log_of(flags)), tmp_path / "moved"
-    command = str(ROOT / "train.py")
-    subprocess.run([sys.executable, command, *flags_for(store_dir, folder, flags)], check=True)
-    checkpoints = sorted(folder.glob("step-*.pt"))
-    assert len(checkpoints) == 2
-    checkpoints[-1].unlink()  # as if it had been killed after the one before
-    launch = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone"]
-    subprocess.run([*launch, command, "--resume", "--out", str(folder)], check=True)
-    moved = read_log(folder)
-    resumed_at = [line["resumed_at"] for line in moved if line["event"] == "run"]
-    assert resumed_at == [0, int(checkpoints[0].stem.removeprefix("step-"))]
-    assert max(abs(a - b) for a, b in zip(whole, losses(moved), strict=True)) < 1e-5
+    run(flags)
+    before, last = sorted((tmp_path / "run").glob("step-*.pt"))
+    last.unlink()  # as if it had been killed after the one before
+    start_ranks(2, ["--resume", "--out", str(tmp_path / "run")])
+    starts = [line["resumed_at"] for line in read_log(tmp_path / "run", "run")]
+    assert starts == [0, int(before.stem.removeprefix("step-"))]
+    moved = losses(read_log(tmp_path / "run"))
+    assert moved == pytest.approx(losses(log_of(flags)), rel=0, abs=1e-5)
 
 
 @pytest.mark.slow
