@@ -76,12 +76,10 @@ def test_the_learning_rate_is_stretched_from_there_on(finished, tmp_path, capsys
     before = read_log(folder)
     assert train.main([*MORE, str(folder)]) == 0
     steps = read_log(folder, "train")
-    assert len(steps) == 16
-    for number, step in enumerate(steps):
-        budget = 2048 if number < 8 else 4096
-        assert step["lr"] == pytest.approx(rate(256 * number, "cosine", budget), rel=1e-12)
-    said = capsys.readouterr().out
-    assert "learning rate stretched from 2,048 to 4,096 tokens at step 8, lr 0 -> 0.01" in said
+    rates = [rate(256 * n, "cosine", 2048 if n < 8 else 4096) for n in range(16)]
+    assert [step["lr"] for step in steps] == pytest.approx(rates, rel=1e-12)
+    said = "learning rate stretched from 2,048 to 4,096 tokens at step 8, lr 0 -> 0.01"
+    assert said in capsys.readouterr().out
     (line,) = read_log(folder, "extended")
     assert (line["tokens_before"], line["tokens"], line["step"]) == (2048, 4096, 8)
     assert line["lr_before"] == 0 and line["lr"] > 0.009

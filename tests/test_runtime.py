@@ -100,28 +100,26 @@ def test_a_gpu_gets_the_dtype_and_the_kernels_that_it_has_units_for(
     assert start("cuda", "bf16").dtype == torch.bfloat16, "as asked"
 
 
-WITHOUT = {  # what is missing -> what is said
-    "a compiler": "Triton needs a C compiler, and there is no gcc or clang",
-    "the compiler of CC": "Triton needs a C compiler, and there is no nvc",
-    "headers": "Triton needs Python's headers, and there is no /nowhere/Python.h",
-    "Triton": "Triton is not installed",
+WITHOUT = {  # what is said, and what is missing
+    "Triton needs a C compiler, and there is no gcc or clang": lambda patch, programs: (
+        programs / "gcc"
+    ).unlink(),
+    # which Triton takes, and no other
+    "Triton needs a C compiler, and there is no nvc": lambda patch, _: patch.setenv("CC", "nvc"),
+    "Triton needs Python's headers, and there is no /nowhere/Python.h": lambda patch, _: (
+        patch.setattr(triton_here, "python_header", lambda: Path("/nowhere/Python.h"))
+    ),
+    "Triton is not installed": lambda patch, _: patch.setattr(triton_here, "triton", None),
 }
 
 
-@pytest.mark.parametrize("missing", WITHOUT)
+@pytest.mark.parametrize(("said", "take_away"), WITHOUT.items(), ids=range(4))
 def test_what_triton_misses_is_said_once_and_pytorch_takes_over(
-    gpu, missing, monkeypatch, tmp_path
+    gpu, said, take_away, monkeypatch, tmp_path
 ):
-    if missing == "a compiler":
-        (tmp_path / "gcc").unlink()
-    elif missing == "the compiler of CC":
-        monkeypatch.setenv("CC", "nvc")  # which Triton takes, and no other
-    elif missing == "headers":
-        monkeypatch.setattr(triton_here, "python_header", lambda: Path("/nowhere/Python.h"))
-    else:
-        monkeypatch.setattr(triton_here, "triton", None)
+    take_away(monkeypatch, tmp_path)
     gpu(9, 0)
-    assert start("cuda", "auto").why.endswith(f"; no Triton kernels: {WITHOUT[missing]}")
+    assert start("cuda", "auto").why.endswith(f"; no Triton kernels: {said}")
     assert_both_take("torch")
 
 
