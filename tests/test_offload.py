@@ -9,6 +9,7 @@ from collections import Counter, defaultdict
 from contextlib import contextmanager
 from functools import cache, partial
 from itertools import accumulate
+from types import SimpleNamespace
 from typing import NamedTuple
 
 import pytest
@@ -462,25 +463,6 @@ def test_attention_is_chosen_where_the_rows_are_and_not_where_the_first_block_is
 # ---- page-locked memory
 
 
-class Driver:
-    """CUDA's, if it can lock `most` bytes."""
-
-    def __init__(self, most):
-        self.most, self.locked = most, {}
-
-    def cudaHostRegister(self, address, size, flags):
-        if sum(self.locked.values()) + size > self.most:
-            return 2
-        self.locked[address] = size
-        return 0
-
-    def cudaHostUnregister(self, address):
-        del self.locked[address]
-
-    def cudaGetErrorString(self, error):
-        return "out of memory"
-
-
 @pytest.mark.parametrize("most", [10_000, 1300])
 def test_memory_is_page_locked_piece_by_piece_and_no_tensor_is_cut(most, monkeypatch, capsys):
     """Pieces of 1,024 bytes: 640 + 320, 256, 2,048 which is more than a piece may have, and 128.
@@ -489,13 +471,21 @@ def test_memory_is_page_locked_piece_by_piece_and_no_tensor_is_cut(most, monkeyp
     once more to who asks next, which must not be a kernel.
     """
     wanted = {n: (torch.Size([n]), torch.uint8) for n in (600, 300, 200, 2000, 64, 0, 63)}
-    driver, link, asked = Driver(most), Link(CPU), []
+    link, locked, asked = Link(CPU), {}, []
+
+    def register(address, size, flags):
+        if sum(locked.values()) + size > most:
+            return 2
+        locked[address] = size
+        return 0
 
     def zeros(*shape, device):
         asked.append(device)
         raise RuntimeError("CUDA error: out of memory")
 
     with monkeypatch.context() as patch:
+        driver = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=locked.pop)
+        driver.cudaGetErrorString = {2: "out of memory"}.get
         patch.setattr(torch.cuda, "cudart", lambda: driver)
         patch.setattr(Link, "PIECE", 1024)
         patch.setattr(torch, "zeros", zeros)
@@ -509,10 +499,10 @@ def test_memory_is_page_locked_piece_by_piece_and_no_tensor_is_cut(most, monkeyp
         assert not size or any(at <= begin and end <= at + n for at, n in pieces.items())
     lines = capsys.readouterr().err.count("\n")
     refused = most == 1300
-    assert driver.locked == (dict([*pieces.items()][:2]) if refused else pieces)
+    assert locked == (dict([*pieces.items()][:2]) if refused else pieces)
     assert asked == [CPU] * refused and lines == refused
     del link
-    assert driver.locked == {}, "given back with the link"
+    assert locked == {}, "given back with the link"
 
 
 # ---- what is where
