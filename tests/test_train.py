@@ -419,13 +419,6 @@ def test_a_run_of_one_process_goes_on_with_two(run, tmp_path, log_of):
     assert moved == pytest.approx(losses(log_of(flags)), rel=0, abs=1e-5)
 
 
-@pytest.mark.slow
-def test_compiled_blocks_draw_the_same_curve(run):
-    flags = f"{ALL_ON} --tokens 3000 --lr 1e-3"
-    plain, compiled = losses(run(flags, out="a")), losses(run(f"{flags} --compile", out="b"))
-    assert max(abs(a - b) for a, b in zip(plain, compiled, strict=True)) < 1e-4
-
-
 def test_tensorboard_gets_the_same_numbers(run, tmp_path):
     events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     lines = [line for line in run("--tensorboard") if line["event"] == "train"]
