@@ -144,6 +144,14 @@ def read_log(folder: Path, event: str | None = None) -> list[dict]:
     return [line for line in lines if event in (None, line["event"])]
 
 
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def contents(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+
+
 def walk(plan: Callable, steps: int) -> list:
     """The first so many steps of a run."""
     taken, clock = [], Clock()
@@ -163,6 +171,29 @@ def stop_in_step(number: int, patch: pytest.MonkeyPatch) -> None:
         return real_step(self, step)
 
     patch.setattr(train.Trainer, "step", interrupted)
+
+
+def killed_at(number: int, argv: list[str]) -> None:
+    """Train until this step begins."""
+    step = train.Trainer.step
+
+    def until(self, of):
+        if of.context.step == number:
+            raise KeyboardInterrupt
+        return step(self, of)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Trainer, "step", until)
+        with pytest.raises(KeyboardInterrupt):
+            train.main(argv)
+
+
+def resume_refused(folder: Path, said: str, flags: str = "") -> None:
+    """--resume ends with this one line, and leaves the run as it is."""
+    before = contents(folder)
+    with pytest.raises(ValueError, match=said) as refusal:
+        train.main(["--resume", "--out", str(folder), *flags.split()])
+    assert "\n" not in str(refusal.value) and contents(folder) == before
 
 
 def refusal_of(main: Callable, argv: list[str], monkeypatch, capsys) -> str:

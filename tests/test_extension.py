@@ -10,7 +10,7 @@ import pytest
 import torch
 from conftest import ALL_ON as ALL
 from conftest import SMALL as LARGER
-from conftest import metrics, read_log, start_ranks
+from conftest import killed_at, metrics, read_log, resume_refused, start_ranks
 
 import config
 import train
@@ -46,28 +46,17 @@ def finished(store_dir, tmp_path_factory):
     return copy
 
 
-def killed_at(monkeypatch, number: int, argv: list[str]) -> None:
-    """Train until this step begins."""
-    step = train.Trainer.step
-
-    def until(self, of):
-        if of.context.step == number:
-            raise KeyboardInterrupt
-        return step(self, of)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "step", until)
-        with pytest.raises(KeyboardInterrupt):
-            train.main(argv)
-
-
-def assert_same_run(one: Path, other: Path) -> None:
-    """The same log, but for times, and the same weights bit for bit."""
-    assert metrics(read_log(one)) == metrics(read_log(other))
-    states = [checkpoint.load(checkpoint.find(folder, "last")) for folder in (one, other)]
+def assert_same_run(one: Path, other: Path, which: str = "last") -> None:
+    """The same log, but for times and extensions, and the same weights bit for bit."""
+    assert log_without_extension(one) == log_without_extension(other)
+    states = [checkpoint.load(checkpoint.find(folder, which)) for folder in (one, other)]
     a, b = map(tensors_of, states)
     assert a.keys() == b.keys() and all(tensor.equal(b[name]) for name, tensor in a.items())
-    assert states[0]["clock"] == states[1]["clock"]
+    assert all(states[0][key] == states[1][key] for key in ("clock", "best"))
+
+
+def log_without_extension(folder: Path) -> list[dict]:
+    return [line for line in metrics(read_log(folder)) if line["event"] != "extended"]
 
 
 def tensors_of(state: dict) -> dict[str, torch.Tensor]:
@@ -87,12 +76,10 @@ def test_the_learning_rate_is_stretched_from_there_on(finished, tmp_path, capsys
     before = read_log(folder)
     assert train.main([*MORE, str(folder)]) == 0
     steps = read_log(folder, "train")
-    assert len(steps) == 16
-    for number, step in enumerate(steps):
-        budget = 2048 if number < 8 else 4096
-        assert step["lr"] == pytest.approx(rate(256 * number, "cosine", budget), rel=1e-12)
-    said = capsys.readouterr().out
-    assert "learning rate stretched from 2,048 to 4,096 tokens at step 8, lr 0 -> 0.01" in said
+    rates = [rate(256 * n, "cosine", 2048 if n < 8 else 4096) for n in range(16)]
+    assert [step["lr"] for step in steps] == pytest.approx(rates, rel=1e-12)
+    said = "learning rate stretched from 2,048 to 4,096 tokens at step 8, lr 0 -> 0.01"
+    assert said in capsys.readouterr().out
     (line,) = read_log(folder, "extended")
     assert (line["tokens_before"], line["tokens"], line["step"]) == (2048, 4096, 8)
     assert line["lr_before"] == 0 and line["lr"] > 0.009
@@ -110,14 +97,12 @@ def test_the_learning_rate_is_stretched_from_there_on(finished, tmp_path, capsys
 @pytest.mark.parametrize(
     ("flags", "later"), [(f"{ALL_ON} --schedule cosine", 1), (f"{WSD} {PSEUDO}", 5)]
 )
-def test_an_extended_run_that_was_killed_is_one_that_was_not(
-    finished, tmp_path, monkeypatch, flags, later
-):
+def test_an_extended_run_that_was_killed_is_one_that_was_not(finished, tmp_path, flags, later):
     """Killed before its first new checkpoint, and later; then resumed without --tokens."""
     one, two = (finished(flags, tmp_path / name) for name in ("one", "two"))
     began = len(read_log(one, "train"))
     assert train.main([*MORE, str(one)]) == 0
-    killed_at(monkeypatch, began + later, [*MORE, str(two)])
+    killed_at(began + later, [*MORE, str(two)])
     control = shutil.copytree(two, tmp_path / "control")
     assert train.main(["--resume", "--out", str(two)]) == 0
     assert_same_run(one, two)
@@ -129,25 +114,18 @@ def test_an_extended_run_that_was_killed_is_one_that_was_not(
         assert_same_run(one, control)
 
 
-def test_a_run_that_is_not_finished_is_extended_where_it_was_stopped(
-    tmp_path, monkeypatch, store_dir
+@pytest.mark.parametrize(("killed", "saved"), [(6, 4), (2, 0)])
+def test_a_run_that_is_not_finished_is_extended_from_its_checkpoint_or_its_start(
+    tmp_path, store_dir, killed, saved
 ):
-    monkeypatch.chdir(tmp_path)
-    killed_at(monkeypatch, 6, f"{SMALL} --data {store_dir} --out run".split())
-    assert train.main([*MORE, "run"]) == 0
-    rates = [line["lr"] for line in read_log(tmp_path / "run", "train")]
-    assert rates[3] == pytest.approx(rate(256 * 3, "linear", 2048))
-    assert rates[4] == pytest.approx(rate(256 * 4, "linear", 4096)), "its checkpoint is of step 4"
-    assert len(rates) == 16
-
-
-def test_a_run_without_a_checkpoint_starts_over_with_more(tmp_path, monkeypatch, store_dir):
-    monkeypatch.chdir(tmp_path)
-    killed_at(monkeypatch, 2, f"{SMALL} --data {store_dir} --out run".split())
-    killed_at(monkeypatch, 2, [*MORE, "run"])
-    assert train.main(["--resume", "--out", "run"]) == 0
-    rates = [line["lr"] for line in read_log(tmp_path / "run", "train")]
-    assert rates[1] == pytest.approx(rate(256, "linear", 4096)) and len(rates) == 16
+    """Also if the extended one is killed before it saves."""
+    folder = tmp_path / "run"
+    killed_at(killed, f"{SMALL} --data {store_dir} --out {folder}".split())
+    killed_at(saved + 2, [*MORE, str(folder)])
+    assert train.main(["--resume", "--out", str(folder)]) == 0
+    budgets = [2048] * saved + [4096] * (16 - saved)
+    rates = [rate(256 * step, "linear", budget) for step, budget in enumerate(budgets)]
+    assert [line["lr"] for line in read_log(folder, "train")] == pytest.approx(rates)
 
 
 def test_a_run_is_extended_twice(finished, tmp_path):
@@ -176,17 +154,13 @@ def never_shrinks(found: list[tuple]) -> bool:
     return all(a <= b for one, after in steps for a, b in zip(one, after, strict=True))
 
 
-def test_no_technique_goes_back(finished, tmp_path):
-    folder = finished(ALL_ON, tmp_path / "run")
+def test_no_technique_goes_back_as_with_the_new_budget_they_would(finished, tmp_path, monkeypatch):
+    folder, control = (finished(ALL_ON, tmp_path / name) for name in ("run", "control"))
     number = len(read_log(folder, "train"))
     assert train.main([*MORE, str(folder)]) == 0
     found = stages(folder)
     assert len(found) > number + 5 and never_shrinks(found)
     assert all(kept == 32 for _, kept, _ in found[number:])
-
-
-def test_negative_control_with_the_new_budget_they_do(finished, tmp_path, monkeypatch):
-    folder = finished(ALL_ON, tmp_path / "run")
     with_budget = config.with_budget
 
     def forgetful(*args):
@@ -194,8 +168,8 @@ def test_negative_control_with_the_new_budget_they_do(finished, tmp_path, monkey
         return saved | {"optim.schedule_tokens": saved["optim.tokens"]}
 
     monkeypatch.setattr(config, "with_budget", forgetful)
-    assert train.main([*MORE, str(folder)]) == 0
-    assert not never_shrinks(stages(folder))
+    assert train.main([*MORE, str(control)]) == 0
+    assert not never_shrinks(stages(control))
 
 
 def test_layers_with_weights_of_their_own_keep_them(finished, tmp_path):
@@ -220,20 +194,13 @@ def test_a_decayed_run_goes_on_from_its_trunk_as_if_it_had_never_decayed(
     said = capsys.readouterr().out
     assert "decay of the learning rate moved from 2,048 to 4,096 tokens at step 6" in said
     assert "resumed from" in said and "trunk.pt at step 6" in said
-    assert without_extension(folder) == metrics(read_log(whole))
     for which in ("last", "best"):
-        ours, theirs = (checkpoint.load(checkpoint.find(f, which)) for f in (folder, whole))
-        assert all(value.equal(theirs["model"][n]) for n, value in ours["model"].items())
-        assert ours["best"] == theirs["best"]
+        assert_same_run(folder, whole, which)
     assert checkpoint.load(folder / "trunk.pt")["step"] == 12, "that of the new budget"
     # control: from the decayed weights it is another run
     monkeypatch.setattr(extension, "starting_point", lambda path, *_: path)
     assert train.main([*MORE, str(control)]) == 0
-    assert without_extension(control) != metrics(read_log(whole))
-
-
-def without_extension(folder: Path) -> list[dict]:
-    return [line for line in metrics(read_log(folder)) if line["event"] != "extended"]
+    assert log_without_extension(control) != log_without_extension(whole)
 
 
 def test_a_trunk_outlives_every_step_that_is_kept_and_only_wsd_has_one(finished, tmp_path):
@@ -247,13 +214,11 @@ def test_a_trunk_outlives_every_step_that_is_kept_and_only_wsd_has_one(finished,
     assert not list(finished("", tmp_path / "plain").glob("trunk*"))
 
 
-def test_best_of_the_decay_is_set_aside_and_the_best_of_the_trunk_counts(
-    finished, tmp_path, monkeypatch
-):
+def test_best_of_the_decay_is_set_aside_and_the_best_of_the_trunk_counts(finished, tmp_path):
     folder = finished(WSD, tmp_path / "run")
     decayed, trunk = checkpoint.load(folder / "best.pt"), checkpoint.load(folder / "trunk.pt")
     assert decayed["step"] > 6 and decayed["best"] < trunk["best"]
-    killed_at(monkeypatch, 7, [*MORE, str(folder)])
+    killed_at(7, [*MORE, str(folder)])
     assert not (folder / "best.pt").exists()
     assert checkpoint.load(folder / "abandoned-best.pt")["best"] == decayed["best"]
     assert train.main(["--resume", "--out", str(folder)]) == 0
@@ -275,10 +240,8 @@ def test_a_trunk_is_made_again_from_the_step_it_is_of(finished, tmp_path, monkey
     assert (tmp_path / "two" / "trunk.pt").exists()
 
 
-def test_a_run_that_does_not_decay_yet_goes_on_from_its_last_step(
-    tmp_path, monkeypatch, store_dir, capsys
-):
-    killed_at(monkeypatch, 6, f"{SMALL} --data {store_dir} --out {tmp_path / 'run'} {WSD}".split())
+def test_a_run_that_does_not_decay_yet_goes_on_from_its_last_step(tmp_path, store_dir, capsys):
+    killed_at(6, f"{SMALL} --data {store_dir} --out {tmp_path / 'run'} {WSD}".split())
     assert train.main([*MORE, str(tmp_path / "run")]) == 0
     assert "step-00000004.pt at step 4" in capsys.readouterr().out
     assert checkpoint.load(tmp_path / "run" / "trunk.pt")["step"] == 12
@@ -288,12 +251,8 @@ def test_a_run_that_does_not_decay_yet_goes_on_from_its_last_step(
 @pytest.mark.dist
 def test_a_trunk_of_shards(tmp_path, store_dir):
     flags = f"{SMALL} --data {store_dir} {WSD} --fsdp --optimizer adamw"
-    start_ranks(
-        2,
-        [*flags.split(), "--out", str(tmp_path / "run")],
-        [*MORE, str(tmp_path / "run")],
-    )
     folder = tmp_path / "run"
+    start_ranks(2, [*flags.split(), "--out", str(folder)], [*MORE, str(folder)])
     assert [path.name for path in folder.glob("trunk*")] == ["trunk-00000012.sharded"]
     assert checkpoint.load(folder / "trunk-00000012.sharded")["step"] == 12
     assert (folder / "abandoned-step-00000008.sharded").exists()
@@ -317,21 +276,20 @@ def killed_in_its_renames(monkeypatch, number: int, argv: list[str]) -> int:
     All that begins an extension takes effect by a rename.
     """
     made, begin = [], extension.begin
-    renames = {"os": os.replace, "path": Path.rename}
 
-    def counted(which):
-        def rename(*names):
+    def counted(rename):
+        def call(*names):
             if len(made) + 1 == number:
                 raise Killed
             made.append(names)
-            return renames[which](*names)
+            return rename(*names)
 
-        return rename
+        return call
 
     def begin_and_die(*args):
         with monkeypatch.context() as patch:
-            patch.setattr(os, "replace", counted("os"))
-            patch.setattr(Path, "rename", counted("path"))
+            patch.setattr(os, "replace", counted(os.replace))
+            patch.setattr(Path, "rename", counted(Path.rename))
             begin(*args)
         raise Killed
 
@@ -360,48 +318,33 @@ def test_a_kill_leaves_the_old_run_or_the_extended_one(finished, tmp_path, monke
     assert train.main(["--resume", *again, "--out", str(folder)]) == 0
     more = flags.replace("--keep 1", "--keep 1 --tokens 4096")
     wanted = finished(more if was_extended or again else flags, tmp_path / "wanted")
-    assert without_extension(folder) == metrics(read_log(wanted))
-    ours, theirs = (checkpoint.load(checkpoint.find(f, "last")) for f in (folder, wanted))
-    assert all(value.equal(theirs["model"][n]) for n, value in ours["model"].items())
+    assert_same_run(folder, wanted)
 
 
 # ---- what is refused
 
 
 def test_what_cannot_be_is_one_line_and_changes_nothing(finished, tmp_path):
-    folder = finished("", tmp_path / "run")
-    before = {path.name: path.read_bytes() for path in folder.iterdir()}
+    """8 steps of 256 end at 2,048, past a budget of 2,000."""
+    folder = finished("--tokens 2000", tmp_path / "run")
     for flags, said in (
-        ("--tokens 2000", "--tokens 2000 is less than the 2048 tokens of the run in"),
-        ("--tokens 0", "--tokens 0 is less than the 2048 tokens of the run in"),
-        ("--tokens 4096 --lr 1e-3", "--lr 0.001 differs from --lr 0.02"),
+        ("--tokens 1999", "--tokens 1999 is less than the 2000 tokens of the run in"),
+        ("--tokens 0", "--tokens 0 is less than the 2000 tokens of the run in"),
+        ("--tokens 2048", r"--tokens 2048: the run in .* has consumed 2048 already"),
+        ("--tokens 4096 --lr 1e-3", r"--lr 0\.001 differs from --lr 0\.02"),
         ("--tokens 4096 --warmup-tokens 9", "--warmup-tokens 9 differs from --warmup-tokens 40"),
         ("--tokens 4096 --micro-batch-size 3", "--micro-batch-size 3"),
         ("--schedule-tokens 9", "unrecognized arguments: --schedule-tokens"),
     ):
-        with pytest.raises(ValueError) as refusal:
-            train.main(["--resume", "--out", str(folder), *flags.split()])
-        assert said in str(refusal.value) and "\n" not in str(refusal.value)
-        assert {path.name: path.read_bytes() for path in folder.iterdir()} == before
+        resume_refused(folder, said, flags)
     for text in ("{", "[1]", '{"tokens": 5}'):
         (folder / "extended.json").write_text(text)
-        with pytest.raises(ValueError, match=r"extended\.json is damaged .*: put it back"):
-            train.main(["--resume", "--out", str(folder)])
-
-
-def test_what_is_consumed_already_is_no_budget(finished, tmp_path):
-    """8 steps of 256 end at 2,048, past a budget of 2,000."""
-    folder = finished("--tokens 2000", tmp_path / "run")
-    with pytest.raises(ValueError, match=r"--tokens 2048: the run in .* has consumed 2048 already"):
-        train.main(["--resume", "--tokens", "2048", "--out", str(folder)])
-    assert not (folder / "extended.json").exists()
+        resume_refused(folder, r"extended\.json is damaged .*: put it back")
 
 
 def test_no_other_checkpoint_is_taken_for_the_trunk(finished, tmp_path):
-    folder = finished(WSD, tmp_path / "run")
-    with pytest.raises(ValueError, match=r"--resume best: at step 8 .* decays already.*leave that"):
-        train.main(["--resume", "best", "--tokens", "4096", "--out", str(folder)])
+    folder, more = finished(WSD, tmp_path / "run"), "--tokens 4096"
+    said = r"--resume best: at step 8 .* decays already.*leave that"
+    resume_refused(folder, said, f"--resume best {more}")
     (folder / "trunk.pt").unlink()
-    with pytest.raises(ValueError, match=r"--resume last: at step 8 .* decays already.*a new run"):
-        train.main([*MORE, str(folder)])
-    assert not (folder / "extended.json").exists()
+    resume_refused(folder, r"--resume last: at step 8 .* decays already.*a new run", more)

@@ -29,10 +29,7 @@ def test_a_micro_batch_shares_rows_evenly_and_says_why():
     assert cut("--size 124M") == (4, why)
     assert cut("--size 124M", device="cuda").count == 32
     assert cut("--seq-len 8192 --batch-tokens 8192").count == 1, "at least a row"
-
-
-def test_documents_make_as_many_rows_as_they_need_which_any_ranks_can_share():
-    documents = "--pack --pack-batch documents --batch-tokens"
+    documents = "--pack --pack-batch documents --batch-tokens"  # in as many rows as they need
     count, why = cut(f"{documents} 4096", 3)
     assert count == 5 and why.startswith("the documents of 16 rows of 256 a step")
     assert cut(f"{documents} 256", 2).count == 1

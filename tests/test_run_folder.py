@@ -5,7 +5,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import SMALL, metrics, read_log
+from conftest import SMALL, killed_at, metrics, read_log, resume_refused
 
 import train
 from prepare import prepare
@@ -34,40 +34,21 @@ def folder(made, tmp_path, monkeypatch):
     return shutil.copytree(made[0], tmp_path / "run")
 
 
-def refused(folder, said):
-    """--resume ends with this message, and leaves the log as it is."""
-    before = (folder / "log.jsonl").read_bytes()
-    with pytest.raises(ValueError, match=said):
-        train.main(["--resume", "--out", str(folder)])
-    assert (folder / "log.jsonl").read_bytes() == before
-
-
 def test_a_run_that_lost_its_steps_is_not_started_over(folder, made):
     """best.pt is taken when it is named, and said when it is not; the log stays either way."""
     for file in folder.glob("step-*.pt"):
         file.unlink()
-    refused(folder, r"run has lost its steps, and best\.pt is there: .*--resume best")
+    resume_refused(folder, r"run has lost its steps, and best\.pt is there: .*--resume best")
     assert train.main(["--resume", "best", "--out", "run"]) == 0
     assert metrics(read_log(folder)) == made[1]
     for file in folder.glob("*.pt"):
         file.unlink()
-    refused(folder, r"run has lost its checkpoints: put one back")
+    resume_refused(folder, r"run has lost its checkpoints: put one back")
 
 
-def test_a_run_that_never_saved_starts_over_and_says_so(
-    made, store_dir, tmp_path, monkeypatch, capsys
-):
-    folder, step = tmp_path / "run", train.Trainer.step
-    with monkeypatch.context() as patch:
-
-        def killed(self, of):
-            if of.context.step == 2:  # before the first checkpoint
-                raise KeyboardInterrupt
-            return step(self, of)
-
-        patch.setattr(train.Trainer, "step", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train.main(f"{FLAGS} --data {store_dir} --out {folder}".split())
+def test_a_run_that_never_saved_starts_over_and_says_so(made, store_dir, tmp_path, capsys):
+    folder = tmp_path / "run"
+    killed_at(2, f"{FLAGS} --data {store_dir} --out {folder}".split())
     assert len(read_log(folder, "train")) == 1 and not list(folder.glob("*.pt"))
     assert train.main(["--resume", "--out", str(folder)]) == 0
     assert "was stopped before its first checkpoint: starting over" in capsys.readouterr().out
@@ -82,7 +63,7 @@ def test_of_a_damaged_checkpoint_the_previous_is_taken_on_request(folder, made, 
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    refused(folder, rf"{newest.name}.*use previous")
+    resume_refused(folder, rf"{newest.name}.*use previous")
     assert train.main(["--resume", "previous", "--out", "run"]) == 0
     assert f"renamed to abandoned-{newest.name}" in capsys.readouterr().out
     assert (folder / f"abandoned-{newest.name}").read_bytes() == content
@@ -103,15 +84,15 @@ def test_settings_and_checkpoints_of_another_version_are_one_line(folder):
     state = checkpoint.load(checkpoint.find(folder, "last"))
     state["clock"]["draws"] = state["clock"].pop("real_tokens")
     checkpoint.save(folder, state, step=state["step"])
-    refused(folder, r"is of another version of train\.py: start a new run")
+    resume_refused(folder, r"is of another version of train\.py: start a new run")
     file = folder / "config.json"
     about = json.loads(file.read_text())
     about["config"]["run.gone"] = 1
     file.write_text(json.dumps(about))
-    refused(folder, r"the setting run\.gone is of another version")
+    resume_refused(folder, r"the setting run\.gone is of another version")
     for text in ("{", "[]", json.dumps({"other": 1}), json.dumps({"config": {}})):
         file.write_text(text)
-        refused(folder, r"config\.json is damaged")
+        resume_refused(folder, r"config\.json is damaged")
 
 
 def test_no_other_folder_is_written_into_or_taken_for_a_run(run, folder, tmp_path, monkeypatch):

@@ -100,28 +100,26 @@ def test_a_gpu_gets_the_dtype_and_the_kernels_that_it_has_units_for(
     assert start("cuda", "bf16").dtype == torch.bfloat16, "as asked"
 
 
-WITHOUT = {  # what is missing -> what is said
-    "a compiler": "Triton needs a C compiler, and there is no gcc or clang",
-    "the compiler of CC": "Triton needs a C compiler, and there is no nvc",
-    "headers": "Triton needs Python's headers, and there is no /nowhere/Python.h",
-    "Triton": "Triton is not installed",
+WITHOUT = {  # what is said, and what is missing
+    "Triton needs a C compiler, and there is no gcc or clang": lambda patch, programs: (
+        programs / "gcc"
+    ).unlink(),
+    # which Triton takes, and no other
+    "Triton needs a C compiler, and there is no nvc": lambda patch, _: patch.setenv("CC", "nvc"),
+    "Triton needs Python's headers, and there is no /nowhere/Python.h": lambda patch, _: (
+        patch.setattr(triton_here, "python_header", lambda: Path("/nowhere/Python.h"))
+    ),
+    "Triton is not installed": lambda patch, _: patch.setattr(triton_here, "triton", None),
 }
 
 
-@pytest.mark.parametrize("missing", WITHOUT)
+@pytest.mark.parametrize(("said", "take_away"), WITHOUT.items(), ids=range(4))
 def test_what_triton_misses_is_said_once_and_pytorch_takes_over(
-    gpu, missing, monkeypatch, tmp_path
+    gpu, said, take_away, monkeypatch, tmp_path
 ):
-    if missing == "a compiler":
-        (tmp_path / "gcc").unlink()
-    elif missing == "the compiler of CC":
-        monkeypatch.setenv("CC", "nvc")  # which Triton takes, and no other
-    elif missing == "headers":
-        monkeypatch.setattr(triton_here, "python_header", lambda: Path("/nowhere/Python.h"))
-    else:
-        monkeypatch.setattr(triton_here, "triton", None)
+    take_away(monkeypatch, tmp_path)
     gpu(9, 0)
-    assert start("cuda", "auto").why.endswith(f"; no Triton kernels: {WITHOUT[missing]}")
+    assert start("cuda", "auto").why.endswith(f"; no Triton kernels: {said}")
     assert_both_take("torch")
 
 
@@ -236,10 +234,8 @@ class End:
 
 def ends(folder: Path, *does: object) -> list[End]:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)  # as torchrun's
-    context = torch.multiprocessing.get_context("forkserver")
-    ranks = [
-        context.Process(target=end_on, args=(rank, does, store.port, folder)) for rank in (0, 1)
-    ]
+    process_of = torch.multiprocessing.get_context("forkserver").Process
+    ranks = [process_of(target=end_on, args=(rank, does, store.port, folder)) for rank in (0, 1)]
     for process in ranks:
         process.start()
     for process in ranks:
@@ -248,18 +244,14 @@ def ends(folder: Path, *does: object) -> list[End]:
 
 
 LINE = "--data nowhere: no store"
+OF_1 = "error: rank 1: "
 TRACEBACK = r"(?s)Process [^\n]*\nTraceback(?!.*Traceback).*no such thing.*"
 GONE = r"error: another process of the run is gone: .*\n"
 TOGETHER = {  # what ranks do; status of each and a pattern for what it says; what torchrun quotes
     "a mistake of both": ((MISTAKE, MISTAKE), (2, f"error: {LINE}\n"), (2, ""), f"error: {LINE}"),
     "a mistake of 0": ((MISTAKE, "wait"), (2, f"error: {LINE}\n"), (1, ""), f"error: {LINE}"),
-    "a mistake of 1": (
-        ("wait", MISTAKE),
-        (1, ""),
-        (2, f"error: rank 1: {LINE}\n"),
-        f"error: rank 1: {LINE}",
-    ),
-    "a bug of 1": (("wait", BUG), (1, ""), (1, TRACEBACK), f"error: rank 1: {BUG_LINE}"),
+    "a mistake of 1": (("wait", MISTAKE), (1, ""), (2, f"{OF_1}{LINE}\n"), f"{OF_1}{LINE}"),
+    "a bug of 1": (("wait", BUG), (1, ""), (1, TRACEBACK), f"{OF_1}{BUG_LINE}"),
     "a bug of both": ((BUG, BUG), (1, TRACEBACK), (1, ""), f"error: {BUG_LINE}"),
     "two bugs": ((BUG, OTHER_BUG), (1, TRACEBACK), (1, TRACEBACK), f"error: {BUG_LINE}"),
     "stopped": ((143, 143), (143, ""), (143, ""), "stopped by signal 15"),

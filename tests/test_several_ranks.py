@@ -1,20 +1,15 @@
 """Runs on several ranks whose model changes on the way, or is sharded: the curve is that of one."""
 
-import os
 import shutil
-from copy import deepcopy
 from pathlib import Path
 
 import pytest
-import torch
-import torch.distributed as dist
 from conftest import ALL_ON, SMALL, read_log, start_ranks
-from torch.nn.parallel import DistributedDataParallel
 
 import train
-from model import Transformer, TransformerConfig
-from support.base.runtime import Runtime, start
-from support.base.sharded import check_agreement, shard
+from model import Transformer
+from support.base.runtime import Runtime
+from support.base.sharded import shard
 
 pytestmark = pytest.mark.dist
 # 12 rows a step, so that 1, 2 and 3 ranks share them; at this rate rounding is not amplified
@@ -90,32 +85,3 @@ def test_a_process_alone_trains_sharded_and_goes_on_without(store_dir, tmp_path,
     assert train.main(["--resume", "--out", str(tmp_path / "sharded"), "--no-fsdp"]) == 0
     assert losses(tmp_path / "sharded") == wanted
     assert len(read_log(tmp_path / "sharded", "run")) == 2
-
-
-def drift(flags: list[str]) -> None:
-    """Delink in place under a wrapper that was made before: layer 0 stays, layer 1 is a copy."""
-    runtime = start("cpu", "fp32")
-    torch.manual_seed(0)
-    model = Transformer(TransformerConfig("gpt", 2, 2, 16, 32, 8, 40))
-    model.h[1] = model.h[0]
-    wrapped = DistributedDataParallel(model)
-    for step in range(4):
-        if step == 2:
-            check_agreement(runtime, dict(model.named_parameters()))
-            model.h[1] = deepcopy(model.h[0])
-        torch.manual_seed(10 * step + runtime.rank)  # each rank has its own rows
-        tokens = torch.randint(0, 40, (2, 8))
-        wrapped((tokens, tokens.roll(-1, 1), None, None)).backward()
-        with torch.no_grad():
-            for parameter in model.parameters():
-                parameter -= 1e-3 * parameter.grad
-                parameter.grad = None
-    with pytest.raises(ValueError, match=r"weights differ between ranks: h\.1\..* more"):
-        check_agreement(runtime, dict(model.named_parameters()))
-    dist.barrier()
-    os._exit(0)  # gloo's threads may abort a process that is torn down around them
-
-
-def test_ranks_that_drift_apart_in_silence_are_noticed():
-    """Why a run is assembled anew: torch raises nothing, and layer 1 differs from rank to rank."""
-    start_ranks(2, [], work=drift)
