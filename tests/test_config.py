@@ -7,14 +7,8 @@ import pytest
 
 import config
 from config import Config
-from support.base.settings import (
-    flag_of,
-    flattened,
-    resumed,
-    shown_default,
-    shown_fields,
-)
-from support.base.technique import is_on, techniques_of, techniques_on
+from support.base.settings import flag_of, flattened, resumed, shown_fields
+from support.base.technique import techniques_of
 
 
 def build(line: str) -> config.Config:
@@ -89,15 +83,9 @@ REFUSED = {
     "--ltd --ltd-mode": "first",
     "--ltd --ltd-pace": "slow",
     "--ltd --ltd-pace linear --ltd-multiple 16 --ltd-start 16 --compile": "",
-    "--micro-batch-size": "0",
-    "--layers": "0",
-    "--width": "0",
-    "--mlp-width": "0",
-    "--keep": "0",
-    "--lr": "0",
-    "--eval-tokens": "0",
-    "--final-eval-tokens": "0",
 }
+NOT_0 = "--micro-batch-size --layers --width --mlp-width --keep --lr --eval-tokens"
+REFUSED |= dict.fromkeys([*NOT_0.split(), "--final-eval-tokens"], "0")
 
 
 @pytest.mark.parametrize("flags", REFUSED)
@@ -186,18 +174,6 @@ def test_no_more_flags_than_a_reader_can_hold():
     groups = {part.name: shown_fields(part.default_factory) for part in fields(Config)}
     assert sum(map(len, groups.values())) <= 72  # five techniques, and what any trainer has
     assert all(len(groups[technique]) <= 8 for technique in techniques_of(Config))
-
-
-def test_defaults_are_shown_as_they_are():
-    """A clip of 1.0 is not "on", a dropout of 0.0 not "off", though 1.0 == True."""
-    shown = [shown_default(value) for value in (1.0, 0.0, True, False, None, 20)]
-    assert shown == ["1.0", "0.0", "on", "off", "", "20"]
-
-
-def test_a_technique_is_registered_by_one_line():
-    assert list(techniques_of(Config)) == ["curriculum", "ltd", "pack", "pseudo", "offload"]
-    on = [name for name in techniques_of(Config) if is_on(build("--ltd"), name)]
-    assert on == ["ltd"] and techniques_on(build("")) == []
 
 
 def test_init_is_for_a_start_and_has_learned_positions():

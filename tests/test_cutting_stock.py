@@ -1,26 +1,24 @@
 """Cutting stock: patterns, the relaxation and its bound, documents in whole packs."""
 
-import importlib.util
 from itertools import combinations_with_replacement
 
 import numpy as np
 import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
+from test_packing import histograms_of_most_tokens, needs_scipy
 
 from support.rows import cutting_stock
 from support.rows.cutting_stock import UNIT, fill, least_packs, number_that_fill, price, relax
-from support.rows.packs import MOST_TOKENS
 
-needs_scipy = pytest.mark.skipif(
-    importlib.util.find_spec("scipy") is None, reason="SciPy is not installed"
-)
 counts_of_lengths = st.lists(st.integers(0, 20), min_size=2, max_size=16)
 
 
 def test_patterns_by_hand():
     assert list(cutting_stock.patterns_that_fill(4, 2, 4)) == [(4,), (3, 1), (2, 2)]
     assert list(cutting_stock.patterns_that_fill(5, 3, 2)) == [(2, 2, 1)]
+    counts = [number_that_fill(512, most) for most in (3, 4)]
+    assert counts == [22_102, 959_631], "as many as the paper has"
 
 
 @pytest.mark.parametrize("space, most", [(1, 2), (5, 1), (12, 3), (12, 12)])
@@ -34,11 +32,6 @@ def test_patterns_are_all_sums_and_are_counted_right(space, most):
     patterns = list(cutting_stock.patterns_that_fill(space, most, space))
     assert len(patterns) == len(set(patterns)) == number_that_fill(space, most)
     assert {pattern for pattern in patterns if len(pattern) < 6} == sums
-
-
-def test_as_many_patterns_as_the_paper_has():
-    assert number_that_fill(512, 3) == 22_102
-    assert number_that_fill(512, 4) == 959_631
 
 
 @settings(max_examples=50)
@@ -81,10 +74,8 @@ def least_packs_by_definition(counts, max_per_pack):
     return best
 
 
-@given(st.lists(st.integers(0, 2**53 // 16**2), min_size=2, max_size=16), st.integers(1, 16))
+@given(histograms_of_most_tokens(), st.integers(1, 16))
 def test_bound_is_exact_up_to_the_most_tokens(counts, max_per_pack):
-    counts = [0, *counts]
-    counts[1] += MOST_TOKENS - sum(length * count for length, count in enumerate(counts))
     bound = least_packs(np.array(counts), max_per_pack)
     assert bound == least_packs_by_definition(counts, max_per_pack)
 
