@@ -186,8 +186,6 @@ def test_few_types_are_any():
         f"{module}:{node.lineno}"
         for module, source in product().items()
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.arg)
-        and node.annotation is not None
-        and re.search(r"\bAny\b", ast.unparse(node.annotation))
+        if isinstance(node, ast.arg) and re.search(r"\bAny\b", ast.unparse(node))
     ]
     assert len(hidden) < 20, "\n".join(hidden)

@@ -116,19 +116,14 @@ def test_a_resumed_run_keeps_its_settings():
     saved = flattened(build("--seed 5 --ltd"))
     assert config.build(resumed(Config, saved, {"run.resume": "last"})).run.seed == 5
     resumed(Config, saved, {"run.seed": 5, "run.keep": 9})
-    with pytest.raises(ValueError, match=r"--seed 6 differs from --seed 5, .*another --out"):
-        resumed(Config, saved, {"run.seed": 6})
-
-
-def test_a_changed_setting_is_shown_as_its_flag():
-    saved = flattened(build("--ltd"))
     for given, began in {
+        "--seed 6": "--seed 5",
         "--no-ltd": "--ltd",
         "--pack": "--no-pack",
         "--ltd-start 32": "--ltd-start 16",
         "--ltd-steps 3": "no --ltd-steps",
     }.items():
-        with pytest.raises(ValueError, match=f"^{given} differs from {began}, "):
+        with pytest.raises(ValueError, match=f"^{given} differs from {began}, .*another --out"):
             resumed(Config, saved, config.parse(given.split()))
 
 

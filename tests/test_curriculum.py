@@ -11,16 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import curriculum
-from curriculum import (
-    Curriculum,
-    CurriculumConfig,
-    Pacing,
-    check_pacing,
-    main,
-    one_each,
-    pace,
-    parse_pace,
-)
+from curriculum import Curriculum, CurriculumConfig, Pacing, check_pacing, pace
 from support.rows.ranking import Ranking, Rankings
 
 FEW = settings(max_examples=40, deadline=None)
@@ -106,7 +97,7 @@ def test_the_defaults():
     assert length == Pacing("linear", start=64, end=256, over=0.4, multiple=8)
     assert ranked == Pacing("root", start=1, end=100, over=0.4, degree=2.0)
     assert ranked.by == "percentile" and parse("seqlen", 12)["seqlen"].start == 8
-    pacing = parse_pace("discrete:64@0.1:128@0.25:256")
+    pacing = curriculum.parse_pace("discrete:64@0.1:128@0.25:256")
     assert pacing == Pacing("discrete", levels=(64, 128, 256), until=(0.1, 0.25))
     assert pacing.stretched(100).until == (10, 25)
     assert parse("seqlen", pace="root")["seqlen"].degree == 2
@@ -114,8 +105,10 @@ def test_the_defaults():
 
 def test_each_metric_has_its_own_values():
     names = ["seqlen", "rarity"]
-    assert one_each("share", "0.5", names) == ["0.5", "0.5"], "one for all"
-    assert one_each("pace", ",root:3", names) == [None, "root:3"], "an empty one is the default"
+    assert curriculum.one_each("share", "0.5", names) == ["0.5", "0.5"], "one for all"
+    assert curriculum.one_each("pace", ",root:3", names) == [None, "root:3"], (
+        "an empty one is the default"
+    )
     words = {"start": ",5", "share": ",0.2", "pace": "discrete:64@0.1:256,root:3"}
     length, ranked = parse("seqlen,rarity", **words).values()
     assert (length.levels, length.until) == ((64, 256), (0.1,))
@@ -286,7 +279,7 @@ def test_a_curriculum_only_widens_and_ends_with_everything():
 
 def test_command_prints_json_and_tables_and_plots(tmp_path, capsys):
     def printed(flags):
-        main(["pace", *flags.split()])
+        curriculum.main(["pace", *flags.split()])
         return capsys.readouterr().out
 
     root = "--kind root --degree 2 --start 64 --end 1024 --over 300 --multiple 8"
@@ -307,4 +300,4 @@ REFUSED = "--start 300 --end 256; --kind root:nan; --over inf; --until 5 --level
 @pytest.mark.parametrize("flags", REFUSED.split("; "))
 def test_command_refuses(flags):
     with pytest.raises(ValueError, match=flags.split()[0]):
-        main(["pace", *flags.split()])
+        curriculum.main(["pace", *flags.split()])

@@ -26,17 +26,7 @@ from support.base.clock import Clock
 from support.base.rng import shuffled
 from support.evaluation.scoring import HeldOut, weighted
 from support.rows import mixture
-from support.rows.mixture import (
-    ONE,
-    MixedSamples,
-    MixedTokens,
-    Mixture,
-    apportioned,
-    entries_of,
-    nested_shares,
-    open_store,
-    share_of,
-)
+from support.rows.mixture import ONE, apportioned, entries_of, nested_shares, open_store
 from support.text.store import Store
 from support.text.tokenizer import byte_lengths, get_encoding
 
@@ -122,7 +112,7 @@ def test_parts_have_names_and_training_text(several, tmp_path):
     assert open_store("a=1,b=1").names == ("a", "b")
     assert open_store("a=1,deeper/a=1").names == ("a", "deeper/a")
     with pytest.raises(ValueError, match="held holds no text"):
-        MixedSamples(open_store("a=1,held=1"), "rows", 8)
+        mixture.MixedSamples(open_store("a=1,held=1"), "rows", 8)
 
 
 # ---- stores side by side
@@ -134,7 +124,7 @@ def test_taken_tokens_are_those_of_the_arrays_one_after_the_other(lengths, drawn
     whole = np.arange(sum(lengths), dtype=np.uint16)
     arrays = np.split(whole, np.cumsum(lengths)[:-1])
     places = np.array(drawn.draw(st.lists(st.integers(-3, sum(lengths) + 3))), np.int64)
-    taken = MixedTokens(arrays).take(places, mode="clip")
+    taken = mixture.MixedTokens(arrays).take(places, mode="clip")
     assert taken.tolist() == whole.take(places, mode="clip").tolist()
     assert taken.dtype == np.uint16
 
@@ -146,7 +136,7 @@ def test_stores_lie_side_by_side(stores):
     batch = data.collate(two, data.Rows.of(np.stack((starts, starts + 16), axis=1)), 16)
     assert batch.tokens[:, 0].tolist() == [BYTES.eot_token] * 2
     assert batch.targets.tolist() == [part.tokens[:16].tolist() for part in two.parts]
-    samples = MixedSamples(two, "pieces", 32)
+    samples = mixture.MixedSamples(two, "pieces", 32)
     spans = samples.spans(np.arange(len(samples))[::-1])[::-1]
     for n, part in enumerate(samples.parts):
         expected = part.spans(np.arange(len(part))) + two.tokens.starts[n]
@@ -204,7 +194,7 @@ def test_negative_control_random_draws_are_further_from_their_shares():
 @FEW
 @given(st.integers(0, 2**63 - 2), st.integers(0, ONE))
 def test_a_share_is_exact_as_far_as_draws_are_numbered(n, share):
-    assert int(share_of(np.array([n], np.uint64), share)[0]) == n * share // ONE
+    assert int(mixture.share_of(np.array([n], np.uint64), share)[0]) == n * share // ONE
     n = np.array([2**40 + 3], np.uint64)  # negative control: the plain product is not
     assert int((n * np.uint64(ONE - 1) >> np.uint64(32))[0]) != (2**40 + 3) * (ONE - 1) // ONE
 
@@ -278,8 +268,8 @@ def test_off_is_absent_and_one_store_with_all_the_weight_is_the_plain_run(
         raise AssertionError("a mixture was made")
 
     with monkeypatch.context() as patch:
-        patch.setattr(Mixture, "open", poison)
-        patch.setattr(MixedTokens, "take", poison)
+        patch.setattr(mixture.Mixture, "open", poison)
+        patch.setattr(mixture.MixedTokens, "take", poison)
         patch.setattr(mixture, "apportioned", poison)
         with pytest.raises(AssertionError, match="a mixture was made"):
             run(f"{SMALLER} --data {mixed(stores, 1, 1)}", out="mixed")

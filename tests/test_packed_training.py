@@ -1,7 +1,6 @@
 """Training on packed rows is training on the same documents, one per row; with any packer."""
 
 from functools import cache
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +11,6 @@ import config
 import packing
 import train
 from data import Rows, batch_of, counts
-from kernels.packed_attention import attention_mask
 from model import Transformer
 from packing import pack_lengths
 from support.rows.batch import shares_of
@@ -115,14 +113,3 @@ def test_windows_of_more_tokens_than_are_counted_exactly_are_refused(
     monkeypatch.setattr("support.rows.packs.MOST_TOKENS", 1000)  # a window has 16 steps of 256
     said = refusal_of(train.main, argv, monkeypatch, capsys)
     assert "tokens, and packers count exactly up to 1,000" in said
-
-
-def test_the_mask_in_the_docs_is_the_models():
-    doc_ids = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, -1]])
-    positions = (0, 1, 2, 0, 1, 0, 1, 2, 0)
-    mask = attention_mask(doc_ids, causal=True)[0, 0] & (doc_ids[0] >= 0)
-    rows = zip(doc_ids[0].tolist(), positions, mask.tolist(), strict=True)
-    lines = [f"{d:2}{p:4}   {' '.join('█' if s else '·' for s in seen)}" for d, p, seen in rows]
-    page = (Path(__file__).parents[1] / "docs" / "packing.md").read_text()
-    shown = page.split("<!-- mask -->")[1].split("<!-- /mask -->")[0]
-    assert shown == "\n```text\ndoc pos\n" + "\n".join(lines) + "\n```\n"

@@ -16,7 +16,6 @@ from plan import Plan, draw
 from support.base.clock import Clock, Cursor
 from support.base.runtime import Runtime
 from support.rows.bert import SpecialIds
-from support.rows.samples import cut
 from support.text.store import Store
 from support.text.tokenizer import get_encoding
 
@@ -139,34 +138,6 @@ def test_a_step_of_documents_has_those_of_the_unpacked_one(indexed, alone, packe
         assert len(b.batch.tokens) <= len(a.batch.tokens)
         assert (b.batch.targets != IGNORE).sum() == (a.batch.targets != IGNORE).sum()
     assert b.after.positions < a.after.positions
-
-
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "",
-        "--pack-batch documents --curriculum seqlen --curriculum-start 16",
-        "--pack-max-per-row 2 --model bert --long truncate",
-        "--model bert --nsp --curriculum seqlen --curriculum-start 16",
-    ],
-)
-def test_every_sample_of_a_window_lies_in_exactly_one_of_its_rows(store, flags):
-    """And no other: nothing is carried over into the next window."""
-    p = plan(store, f"--pack {flags}")
-    first = 0
-    for _ in range(4):
-        window = p.packed_window(clock_at(first).cursor)
-        spans, after = drawn(p, first, p.window_steps * p.rows_per_step)
-        pieces = cut(spans, window.stage.max_piece_len - p.extra)
-        laid = np.stack((window.rows.start, window.rows.stop), axis=1)
-        if p.settings.model.nsp:  # of a pair the end is cut off
-            assert (laid[:, 1] - laid[:, 0] <= p.samples.max_piece_len).all()
-            laid, pieces = laid[:, :1], pieces[:, :1]
-        assert sorted(laid.tolist()) == sorted(pieces.tolist())
-        if "truncate" in flags:
-            assert set(laid[:, 0]) <= set(store.offsets), "nothing beyond a document's first row"
-        assert window.after == after == Cursor(first + len(spans))
-        first = after.first_draw
 
 
 def test_ranks_share_the_work_of_documents_whose_rows_they_need_not_divide(store):
