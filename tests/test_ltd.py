@@ -233,16 +233,6 @@ def test_schedule_stays_in_range_and_never_falls(start, more, over, times, kind,
     assert (first - start) % multiple == 0 or first == end
 
 
-@given(st.integers(1, 4096), st.integers(0, 4096), st.sampled_from(ltd.PACES))
-def test_a_run_has_at_most_eight_numbers_of_kept_tokens_by_default(start, more, kind):
-    config = ltd.LtdConfig(start=start, pace=kind)
-    values = ltd.kept_values(config, start + more)
-    assert len(values) <= ltd.MOST_SHAPES and values == sorted(set(values))
-    multiple = ltd.multiple_of(config, start + more)
-    seen = {ltd.kept_tokens(t, 1000, start, start + more, kind, multiple) for t in range(1001)}
-    assert seen <= set(values)
-
-
 def test_the_schedule_follows_steps_or_the_clock():
     by_clock, by_steps = (
         settings_of(f"--ltd --ltd-start 64 --ltd-pace linear --ltd-multiple 64 {flags}")

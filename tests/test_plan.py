@@ -325,10 +325,12 @@ def test_the_stage_travels_with_its_batch(indexed):
         assert step.batch.tokens.shape[1] == step.max_piece_len == fresh.max_piece_len
     assert len({step.difficulty["difficulty_rarity"] for step in steps}) > 20
     flags = "--pack --curriculum seqlen --curriculum-start 8 --curriculum-share 1 --tokens 10000"
-    steps = walk(indexed(flags), 35)
-    assert len({step.max_piece_len for step in steps}) > 2
-    for step in steps:
-        assert step.batch.positions is None or step.batch.positions.max() + 1 == step.max_piece_len
+    for model in ("", "--model bert"):  # whose pieces make room for [CLS] and [SEP]
+        steps = walk(indexed(f"{flags} {model}"), 35)
+        assert len({step.max_piece_len for step in steps}) > 2
+        for step in steps:
+            positions = step.batch.positions
+            assert positions is None or positions.max() + 1 == step.max_piece_len
 
 
 def test_no_sample_so_easy_widens_and_says_so(indexed):
