@@ -6,13 +6,15 @@ from importlib.util import find_spec
 
 import numpy as np
 import pytest
-from conftest import refusal_of
+from conftest import SMALL, refusal_of
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_stores import write_store
 from test_packs import rows_of
 
 import config
+import packing
+import train
 from packing import PACKERS, main, pack, pack_lengths
 from support.rows.cutting_stock import NEED_SCIPY
 from support.rows.packs import MOST_TOKENS, histogram
@@ -358,3 +360,32 @@ def test_table_has_every_packer_at_every_depth_or_says_why_not(store, capsys, mo
     out, err = capsys.readouterr()
     assert "optimal: --packer optimal needs SciPy" in err and "optimal" not in out
     assert len(out.splitlines()) == 1 + len(PACKERS) - 2
+
+
+# ---- runs; that packed rows train as documents one a row do is in test_train.py
+
+
+@pytest.mark.parametrize("packer", [None, *PACKERS])
+def test_a_run_packs_with_the_packer_it_is_told(run, short_ends, monkeypatch, packer):
+    if packer in NEED_SCIPY:
+        pytest.importorskip("scipy", reason="SciPy is not installed")
+    used, pack = [], packing.pack
+
+    def noted(counts, packer, max_per_pack):
+        used.append((packer, max_per_pack))
+        return pack(counts, packer, max_per_pack)
+
+    monkeypatch.setattr(packing, "pack", noted)
+    chosen = f"--pack-packer {packer}" if packer else ""
+    run(f"--pack --pack-max-per-row 3 --tokens 256 --eval-every 0 --final-eval-tokens 32 {chosen}")
+    windows = [packer for packer, most in used if most == 3]  # evaluation packs without a limit
+    assert set(windows) == {packer or "lpfhp"}
+
+
+def test_windows_of_more_tokens_than_are_counted_exactly_are_refused(
+    store_dir, tmp_path, monkeypatch, capsys
+):
+    argv = f"train.py {SMALL} --data {store_dir} --out {tmp_path / 'run'} --pack".split()
+    monkeypatch.setattr("support.rows.packs.MOST_TOKENS", 1000)  # a window has 16 steps of 256
+    said = refusal_of(train.main, argv, monkeypatch, capsys)
+    assert "tokens, and packers count exactly up to 1,000" in said
