@@ -120,17 +120,13 @@ def a_step(model, optimizers, owners, seed):
     optimizers.step(0.01)
 
 
-def optimizers_of(model, kind):
-    return Optimizers(dict(model.named_parameters()), kind, 0.1, (0.9, 0.95))
-
-
-def trained(owners, kind="adamw", steps=3):
+def trained(owners, kind="adamw"):
     model = model_of(owners)
-    optimizers = optimizers_of(model, kind)
-    for step in range(steps):
+    optimizers = Optimizers(dict(model.named_parameters()), kind, 0.1, (0.9, 0.95))
+    for step in range(3):
         a_step(model, optimizers, owners, step)
     state = {"model": model.state_dict(), "optimizers": optimizers.state_dict()}
-    return model, {**state, "pseudo": pseudo.Shadow(owners)._asdict(), "step": steps}
+    return model, {**state, "pseudo": pseudo.Shadow(owners)._asdict(), "step": 3}
 
 
 def logits_of(model):
