@@ -53,7 +53,8 @@ def write_store(path, documents, tokenizer="by hand", held_out=1):
     meta = {"format": FORMAT, "tokens": len(tokens), "documents": len(ended)}
     meta |= {"train_documents": len(documents), "train_tokens": int(offsets[len(documents)])}
     meta |= {"dtype": "uint16", "vocab_size": VOCABULARY, "end_of_text": END}
-    meta |= {"tokenizer_fingerprint": tokenizer, "sha256": str([tokens.tolist(), offsets.tolist()])}
+    meta |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer, "skipped": 3}
+    meta |= {"sha256": str([tokens.tolist(), offsets.tolist()])}
     (path / "meta.json").write_text(json.dumps(meta))
     return path
 

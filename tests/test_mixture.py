@@ -82,8 +82,6 @@ def several(tmp_path, monkeypatch):
     for name, documents in {"a": [[1, 2]], "b": [[1, 2, 3]], "other": [[1]], "held": []}.items():
         tokenizer = "another" if name == "other" else "by hand"
         write_store(tmp_path / name, documents, tokenizer)
-        meta = json.loads((tmp_path / name / "meta.json").read_text())
-        (tmp_path / name / "meta.json").write_text(json.dumps(meta | {"tokenizer": tokenizer}))
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
 
 
