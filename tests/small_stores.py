@@ -24,15 +24,22 @@ ALL = ["length", "rarity", "rarity-mean", "length-rarity"]
 VOCABULARY, END = 10, 9
 BYTES_END = 256
 
-# Documents of 5, 1 and 3 tokens (end-of-text counted), the last one held out.
-TOY = Store(
-    path=Path("toy"),
-    meta={"end_of_text": BYTES_END, "vocab_size": 261},
-    tokens=np.array([1, 2, 3, 4, BYTES_END, BYTES_END, 7, 8, BYTES_END], dtype=np.uint16),
-    offsets=np.array([0, 5, 6, 9]),
-    train_documents=2,
-    train_tokens=6,
-)
+
+def in_memory(*documents, held_out=0):
+    """A store of these documents of bytes, of which the last ones are held out."""
+    ended = [[*document, BYTES_END] for document in documents]
+    offsets = np.array([0, *accumulate(map(len, ended))])
+    return Store(
+        path=Path("in memory"),
+        meta={"end_of_text": BYTES_END, "vocab_size": 261},
+        tokens=np.array([*chain(*ended)], np.uint16),
+        offsets=offsets,
+        train_documents=len(ended) - held_out,
+        train_tokens=int(offsets[len(ended) - held_out]),
+    )
+
+
+TOY = in_memory([1, 2, 3, 4], [], [7, 8], held_out=1)
 
 
 def write_store(path, documents, tokenizer="by hand", held_out=1):
@@ -46,7 +53,8 @@ def write_store(path, documents, tokenizer="by hand", held_out=1):
     meta = {"format": FORMAT, "tokens": len(tokens), "documents": len(ended)}
     meta |= {"train_documents": len(documents), "train_tokens": int(offsets[len(documents)])}
     meta |= {"dtype": "uint16", "vocab_size": VOCABULARY, "end_of_text": END}
-    meta |= {"tokenizer_fingerprint": tokenizer, "sha256": str([tokens.tolist(), offsets.tolist()])}
+    meta |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer, "skipped": 3}
+    meta |= {"sha256": str([tokens.tolist(), offsets.tolist()])}
     (path / "meta.json").write_text(json.dumps(meta))
     return path
 

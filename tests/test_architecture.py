@@ -123,10 +123,8 @@ def test_negative_control_forbidden_imports_are_found():
     for module, source in {
         "ltd": "import packing",
         "pseudo": "def f():\n    from model import Block",
-        "packing": "from support.step import optim",
         "support.base.rng": "from support.run import checkpoint",
         "support.step.optim": "import config",
-        "kernels.token_drop": "from model import Block",
         "sample": "from train import assemble",
         "evaluate": "import transformers",
     }.items():
@@ -186,8 +184,6 @@ def test_few_types_are_any():
         f"{module}:{node.lineno}"
         for module, source in product().items()
         for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.arg)
-        and node.annotation is not None
-        and re.search(r"\bAny\b", ast.unparse(node.annotation))
+        if isinstance(node, ast.arg) and re.search(r"\bAny\b", ast.unparse(node))
     ]
     assert len(hidden) < 20, "\n".join(hidden)

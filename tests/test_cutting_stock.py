@@ -1,26 +1,24 @@
 """Cutting stock: patterns, the relaxation and its bound, documents in whole packs."""
 
-import importlib.util
 from itertools import combinations_with_replacement
 
 import numpy as np
 import pytest
-from hypothesis import assume, given, settings
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_packing import histograms_of_most_tokens, needs_scipy
 
 from support.rows import cutting_stock
-from support.rows.cutting_stock import UNIT, fill, least_packs, number_that_fill, price, relax
-from support.rows.packs import MOST_TOKENS
+from support.rows.cutting_stock import fill, least_packs, number_that_fill, relax
 
-needs_scipy = pytest.mark.skipif(
-    importlib.util.find_spec("scipy") is None, reason="SciPy is not installed"
-)
 counts_of_lengths = st.lists(st.integers(0, 20), min_size=2, max_size=16)
 
 
 def test_patterns_by_hand():
     assert list(cutting_stock.patterns_that_fill(4, 2, 4)) == [(4,), (3, 1), (2, 2)]
     assert list(cutting_stock.patterns_that_fill(5, 3, 2)) == [(2, 2, 1)]
+    counts = [number_that_fill(512, most) for most in (3, 4)]
+    assert counts == [22_102, 959_631], "as many as the paper has"
 
 
 @pytest.mark.parametrize("space, most", [(1, 2), (5, 1), (12, 3), (12, 12)])
@@ -34,31 +32,6 @@ def test_patterns_are_all_sums_and_are_counted_right(space, most):
     patterns = list(cutting_stock.patterns_that_fill(space, most, space))
     assert len(patterns) == len(set(patterns)) == number_that_fill(space, most)
     assert {pattern for pattern in patterns if len(pattern) < 6} == sums
-
-
-def test_as_many_patterns_as_the_paper_has():
-    assert number_that_fill(512, 3) == 22_102
-    assert number_that_fill(512, 4) == 959_631
-
-
-@settings(max_examples=50)
-@given(st.lists(st.integers(0, 99), min_size=3, max_size=12), st.integers(1, 4))
-def test_price_is_that_of_the_dearest_pack(prices, max_per_pack):
-    lengths = np.flatnonzero(np.arange(len(prices)) % 3 != 1) + 1  # some lengths do not occur
-    max_len = len(prices)
-    priced = np.array(prices)[lengths - 1] * UNIT // 60
-    packs = [
-        pack
-        for k in range(1, max_per_pack + 1)
-        for pack in combinations_with_replacement(range(len(lengths)), k)
-        if sum(lengths[list(pack)]) <= max_len
-    ]
-    assume(max_per_pack < max_len // lengths[0] or lengths[0] == 1)
-    dearest, patterns = price(priced, lengths, max_len, max_per_pack)
-    assert dearest == max(sum(priced[list(pack)]) for pack in packs)
-    for pattern in patterns:
-        assert sum(pattern) <= max_len and len(pattern) <= max_per_pack
-        assert sum(priced[np.searchsorted(lengths, pattern)]) > UNIT
 
 
 def test_bound_by_hand():
@@ -81,10 +54,8 @@ def least_packs_by_definition(counts, max_per_pack):
     return best
 
 
-@given(st.lists(st.integers(0, 2**53 // 16**2), min_size=2, max_size=16), st.integers(1, 16))
+@given(histograms_of_most_tokens(), st.integers(1, 16))
 def test_bound_is_exact_up_to_the_most_tokens(counts, max_per_pack):
-    counts = [0, *counts]
-    counts[1] += MOST_TOKENS - sum(length * count for length, count in enumerate(counts))
     bound = least_packs(np.array(counts), max_per_pack)
     assert bound == least_packs_by_definition(counts, max_per_pack)
 
@@ -127,20 +98,6 @@ def test_fill_by_hand():
     assert groups == [(1, (5, 3))] and np.flatnonzero(left).tolist() == [2, 4]
     groups, left = fill([(3,)], np.array([3]), np.bincount([5, 3], minlength=9))
     assert groups == [(1, (3,))] and np.flatnonzero(left).tolist() == [5]
-
-
-@settings(max_examples=50)
-@given(counts_of_lengths, st.lists(st.integers(0, 5), min_size=6, max_size=6), st.booleans())
-def test_fill_loses_nothing_and_keeps_to_the_places(counts, packs, shorter):
-    counts = np.array([0, *counts, *[0] * 16])[:17]
-    patterns = [(16,), (9, 7), (8, 8), (5, 5, 3, 3), (4, 1), (2,) * 8]
-    groups, left = fill(patterns, np.array(packs), counts, shorter)
-    held = np.zeros(17, int)
-    for n, lengths in groups:
-        np.add.at(held, list(lengths), n)
-        assert sum(lengths) <= 16 and n > 0 and lengths
-    assert (held + left == counts).all() and (left >= 0).all()
-    assert sum(n for n, _ in groups) <= sum(packs)
 
 
 @needs_scipy

@@ -2,7 +2,6 @@
 
 from dataclasses import replace
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -10,20 +9,15 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_stores import BYTES_END as END
-from small_stores import TOY
+from small_stores import TOY, in_memory
+from test_plan import SPECIAL_IDS, plan
 
-import config
 from data import Rows, batch_of, collate, places, reshape, reshaped_len
 from kernels.cross_entropy import IGNORE
-from plan import Plan
 from support.base.clock import Clock, Cursor
-from support.base.runtime import Runtime
 from support.rows.batch import Batch, shares_of
-from support.rows.bert import Pairs, SpecialIds, mask_tokens, masked_tokens
-from support.text.store import Store
-from support.text.tokenizer import get_encoding
+from support.rows.bert import Pairs, mask_tokens, masked_tokens
 
-SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
 FEW = settings(max_examples=40, deadline=None)
 
 
@@ -33,27 +27,11 @@ def letters(tokens):
 
 def test_the_walk_in_the_heads_of_data_and_plan():
     """From three documents to the batches of two ranks."""
-    text = [[*document, END] for document in (b"parsimony", b"is", b"less")]
-    store = Store(
-        path=Path("walk"),
-        meta={"end_of_text": END, "vocab_size": 261},
-        tokens=np.concatenate(text).astype(np.uint16),
-        offsets=np.cumsum([0, *map(len, text)]),
-        train_documents=3,
-        train_tokens=18,
-    )
+    store = in_memory(b"parsimony", b"is", b"less")
     assert letters(store.tokens.tolist()) == "parsimony.is.less."
     assert store.offsets.tolist() == [0, 10, 13, 18]
-    flags = "--tokenizer bytes --seq-len 8 --batch-tokens 32 --pack --pack-batch documents"
-    first, second = (
-        Plan(
-            config.build(config.parse(flags.split())),
-            store,
-            special_ids=None,
-            runtime=Runtime(rank, 2, torch.device("cpu"), torch.float32, ""),
-        )
-        for rank in range(2)
-    )
+    flags = "--seq-len 8 --batch-tokens 32 --pack --pack-batch documents"
+    first, second = (plan(store, flags, rank, world=2) for rank in range(2))
     spans = first.samples.spans(np.arange(4)).tolist()
     assert spans == [[0, 8], [8, 10], [10, 13], [13, 18]]
     assert first.samples.shuffled(np.arange(4), seed=1337).tolist() == [3, 0, 2, 1]
@@ -86,8 +64,7 @@ def rows_of(*rows):
 
 
 def pieces_of(rows):
-    spans = list(zip(rows.start.tolist(), rows.stop.tolist(), strict=True))
-    return [spans[a:b] for a, b in pairwise(rows.offsets)]
+    return [[part[:2] for part in parts] for parts in parts_of(rows)]
 
 
 def test_what_was_a_target_before_is_context_only():
@@ -125,9 +102,8 @@ def test_rows_are_laid_out_piece_by_piece(drawn, bert):
                 targets = text
             expected += zip(tokens, targets, range(len(tokens)), [number] * 6, strict=False)
         expected += [(END, IGNORE, 0, -1)] * (18 - len(expected))
-        assert [tuple(column) for column in zip(*(f[r].tolist() for f in batch), strict=True)] == (
-            expected
-        )
+        columns = zip(*(field[r].tolist() for field in batch), strict=True)
+        assert [tuple(column) for column in columns] == expected
 
 
 @FEW
@@ -156,10 +132,10 @@ def test_blank_rows_are_all_padding(special_ids):
         assert (shares_of(batch, True, None)[-1] == 0).all()
 
 
-def parts_of(reshaped):
+def parts_of(rows):
     """Of each row, the parts in it: (start, stop, seen)."""
-    parts = list(zip(reshaped.start.tolist(), reshaped.stop.tolist(), reshaped.seen, strict=True))
-    return [parts[a:b] for a, b in pairwise(reshaped.offsets)]
+    parts = list(zip(rows.start.tolist(), rows.stop.tolist(), rows.seen, strict=True))
+    return [parts[a:b] for a, b in pairwise(rows.offsets)]
 
 
 def test_reshape_worked_examples():
@@ -220,8 +196,8 @@ def test_masking_of_bert():
 def test_every_document_of_a_row_is_masked_for_itself():
     """As many tokens of each as if it were alone, and the very same ones for the same bits."""
     lengths = [1, 3, 4, 17, 40]
-    doc_ids = torch.tensor(
-        [n for n, length in enumerate(lengths) for _ in range(length)] + [-1] * 3
+    doc_ids = torch.repeat_interleave(
+        torch.tensor([0, 1, 2, 3, 4, -1]), torch.tensor([*lengths, 3])
     )
     tokens = torch.arange(len(doc_ids)) % 256
     targets = torch.where(doc_ids < 0, IGNORE, tokens)

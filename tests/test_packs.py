@@ -5,15 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.rows.packs import (
-    LONGEST_ROW,
-    MOST_TOKENS,
-    Packing,
-    Packs,
-    assign,
-    balanced,
-    histogram,
-)
+from support.rows.packs import LONGEST_ROW, MOST_TOKENS, Packing, Packs, assign, balanced, histogram
 
 PACKING = Packing(  # two packs of 6 + 2 and one of 5 + 2 + 1, in rows of 8
     lengths=np.array([6, 2, 5, 2, 1]),

@@ -59,13 +59,6 @@ def test_cut_at_any_rank_and_merged_runs_are_the_sorted_whole(lists, chunk):
 # ---- a ranking; test_curriculum.py compares what is eligible with a plain sort
 
 
-def test_percent_is_the_nearest_rank():
-    """Half of 2; 0.99 and 49.5 of 99 round up; so do 1.01 and 99.99 of 101."""
-    by_hand = {(1, 1): 1, (2, 50): 1, (2, 51): 2, (99, 1): 1, (99, 50): 50, (101, 1): 2}
-    by_hand[101, 99] = 100
-    assert {at: ranking_of(range(at[0])).at_percent(at[1]) for at in by_hand} == by_hand
-
-
 def test_ties_are_in_or_out_together():
     six = ranking_of([5, 2, 5, 2.5, 5, 9])
     counts = [six.at_value(value) for value in (-1, 1.9, 2, 2.4, 2.5, 4, 5, 8.9, 9, 99)]

@@ -6,13 +6,11 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small_stores import TOY
 
 from support.base import atomic
 from support.rows import samples as samples_module
-from support.rows.samples import Samples, cut, spans_of_documents
+from support.rows.samples import Samples, cut
 from support.text.store import Store
 
 
@@ -34,18 +32,6 @@ def test_samples_worked_example():
     assert spans_of(bert) == [(0, 3)] and bert.beyond_a_row() == (1, 1)
     assert Samples(TOY, "pieces", 5, long="truncate").beyond_a_row() == (0, 0)
     assert cut(np.array([[0, 5], [7, 8]]), 2).tolist() == [[0, 2], [2, 4], [4, 5], [7, 8]]
-
-
-sizes_of_documents = st.lists(st.integers(1, 40), min_size=1)
-
-
-@settings(max_examples=50)
-@given(sizes_of_documents, st.integers(1, 16), st.booleans())
-def test_truncated_each_document_keeps_its_first_row(sizes, seq_len, without_eot):
-    offsets = np.cumsum([0, *sizes])
-    kept = spans_of_documents(offsets, seq_len, without_eot, "truncate").tolist()
-    whole = spans_of_documents(offsets, seq_len, without_eot).tolist()
-    assert kept == [span for span in whole if span[0] in offsets]
 
 
 @pytest.fixture

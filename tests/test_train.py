@@ -16,6 +16,8 @@ from conftest import ALL_ON, SMALL, metrics, read_log, refusal_of, start_ranks
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
+import data
+import plan
 import sample
 import train
 from evaluate import Evaluation
@@ -147,6 +149,56 @@ def test_documents_may_count_alike_whatever_their_length(log_of, flags):
     assert parts == pytest.approx(by_document, rel=1e-5)
     assert by_document != pytest.approx(by_token, rel=1e-3)
     assert by_document[-1] < by_document[0]
+
+
+# Documents one a row, or packed; six steps or so.
+DOCUMENTS = (
+    "--seq-len 512 --batch-tokens 2048 --tokens 10000 --lr 1e-3 --eval-every 0 --checkpoint-every 0"
+)
+GPT = f"{DOCUMENTS} --long truncate --loss-per document --pack"
+BERT = f"{DOCUMENTS} --model bert --nsp --pos rope"
+ALONE_AND_PACKED = [
+    (f"{GPT} --pack-max-per-row 1 --pack-batch rows", f"{GPT} --pack-batch documents"),
+    (BERT, f"{BERT} --pack"),
+]
+
+
+@pytest.mark.parametrize(("alone", "packed"), ALONE_AND_PACKED)
+def test_a_packed_run_learns_what_the_unpacked_one_does(run, log_of, alone, packed):
+    """The same curve on the same clock in fewer rows; a BERT's masks and pairs are the same too.
+
+    They are drawn by where text lies in the store, not by row.
+    """
+    alone, packed = (
+        [line for line in lines if line["event"] == "train"]
+        for lines in (log_of(alone), run(packed))
+    )
+    assert len(alone) >= 5
+    for a, b in zip(alone, packed, strict=True):
+        assert b["loss"] == pytest.approx(a["loss"], abs=1e-4)
+        assert b["grad_norm"] == pytest.approx(a["grad_norm"], rel=1e-3)
+        for name in ("step", "consumed_tokens", "real_tokens", "lr", "pieces", "max_piece_len"):
+            assert b[name] == a[name]
+    assert packed[-1]["layer_tokens"] < 0.96 * alone[-1]["layer_tokens"]
+
+
+def test_negative_control_with_a_sample_more_or_masks_by_row_it_is_another_curve(
+    run, log_of, monkeypatch
+):
+    draw = plan.draw
+    faults = [
+        (plan, "draw", lambda *args, count, seed: draw(*args, count=count + 1, seed=seed)),
+        (
+            data,
+            "places",
+            lambda rows, batch: torch.arange(batch.tokens.numel()).view_as(batch.tokens),
+        ),
+    ]
+    for (alone, packed), fault in zip(ALONE_AND_PACKED, faults, strict=True):
+        with monkeypatch.context() as patch:
+            patch.setattr(*fault)
+            curve = losses(run(packed, out=fault[1]))
+        assert max(abs(a - b) for a, b in zip(losses(log_of(alone)), curve, strict=False)) > 1e-3
 
 
 def test_answers_begin_as_those_of_a_coin(run, monkeypatch):
