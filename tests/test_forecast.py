@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, start_ranks
+from conftest import ALL_ON, SMALL, needs_triton, start_ranks
 from test_kernels_cross_entropy import bytes_taken
 
 import config
@@ -205,7 +205,7 @@ def test_activations_are_those_that_autograd_keeps():
 
 
 @pytest.mark.parametrize("form", ["float32", "chunked", "triton"])
-def test_what_the_loss_needs_is_what_it_takes(form, monkeypatch, needs_triton):
+def test_what_the_loss_needs_is_what_it_takes(form, monkeypatch):
     """Its chunk of logits, in 16 bits as either form has them, and its gradients; no copy of any
     in the backward pass."""
     half = form != "float32"

@@ -11,12 +11,13 @@ import itertools
 
 import pytest
 import torch
+from conftest import needs_triton, why_no_triton
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 from torch._dynamo.testing import CompileCounterWithBackend
 
-from kernels import attention_groups, attention_tiles, packed_attention, triton_here
+from kernels import attention_groups, attention_tiles, packed_attention
 from kernels.packed_attention import (
     Documents,
     attend_backward_op,
@@ -28,8 +29,6 @@ from kernels.packed_attention import (
     reference,
 )
 from kernels.packed_attention import packed_attention as attention
-
-HAS_TRITON = triton_here.triton is not None
 
 
 def documents_of(T: int, rows: list[list[int]]) -> Tensor:
@@ -61,7 +60,7 @@ SEVERAL_TILES = documents_of(40, [[15, 16, 4]])  # in float32
 @pytest.fixture
 def bfloat16_products(monkeypatch):
     """Triton 3.9's interpreter multiplies the bits of bfloat16 as integers: hand it the values."""
-    if not HAS_TRITON or not interpreted():
+    if why_no_triton("cpu", loops=False):
         return
     from triton.language import float32
     from triton.runtime.interpreter import InterpreterBuilder
@@ -74,12 +73,8 @@ def bfloat16_products(monkeypatch):
     monkeypatch.setattr(InterpreterBuilder, "create_dot", of_values)
 
 
-def interpreted() -> bool:
-    return not isinstance(attention_tiles.forward_kernel, attention_tiles.triton.JITFunction)
-
-
 @pytest.fixture
-def can_run(empty_is_full_of_nan, bfloat16_products, needs_triton):
+def can_run(empty_is_full_of_nan, bfloat16_products):
     return lambda impl, device="cpu": impl != "triton" or needs_triton(device)
 
 
@@ -145,8 +140,8 @@ def test_output_and_gradients_are_the_definitions(can_run, impl, device, case, c
     assert_as_defined(impl, dtype, CASES[case], causal, device)
 
 
-def test_tiles_between_others_need_no_mask(can_run):
-    """A document of several of the kernels' own tiles."""
+def test_a_document_of_several_of_the_kernels_own_tiles(can_run):
+    """Those between others need no mask."""
     can_run("triton")
     assert_as_defined("triton", torch.bfloat16, CASES["500"])
 
@@ -223,15 +218,12 @@ def test_these_tests_see_a_tile_that_is_never_written(monkeypatch, can_run):
             assert_as_defined("triton", torch.float32, SEVERAL_TILES)
 
 
-@pytest.mark.parametrize("part", ["dout", "lse"])
-def test_these_tests_see_a_wrong_input_of_the_backward_pass(monkeypatch, part):
-    right = attention_groups.backward
+def test_these_tests_see_a_wrong_backward_pass(monkeypatch):
+    """Of a log-sum-exp that is a little off."""
 
     def wrong(dout, saved, causal):
-        if part == "dout":
-            return right(dout.roll(1, 1), saved, causal)
         q, k, v, out, lse, *index = saved
-        return right(dout, (q, k, v, out, lse + 0.1, *index), causal)
+        return attention_groups.backward(dout, (q, k, v, out, lse + 0.1, *index), causal)
 
     monkeypatch.setitem(packed_attention.BACKWARD, "groups", wrong)
     with pytest.raises(AssertionError):
@@ -245,16 +237,12 @@ ROWS = st.lists(st.lists(st.integers(1, 9), max_size=4), min_size=1, max_size=4)
 
 @settings(max_examples=30, deadline=None)
 @given(ROWS)
-def test_bounds_are_those_of_a_loop_over_documents(rows):
-    start, end = bounds(documents_of(40, rows))
+def test_bounds_are_those_of_the_mask(rows):
+    doc_ids, key = documents_of(40, rows), torch.arange(40)
+    start, end = bounds(doc_ids)
     assert start.dtype == end.dtype == torch.int32
-    for row, lengths in enumerate(rows):
-        first = 0
-        for length in lengths:
-            own = slice(first, first + length)
-            assert (start[row, own] == first).all() and (end[row, own] == first + length).all()
-            first += length
-        assert (start[row, first:] == 40).all() and (end[row, first:] == 0).all()
+    within = (start[:, :, None] <= key) & (key < end[:, :, None])  # (B, T, T)
+    assert within.equal(attention_mask(doc_ids, False)[:, 0] & (doc_ids >= 0)[:, :, None])
 
 
 def test_examples_of_bounds_and_of_a_layout():
@@ -295,42 +283,34 @@ def test_a_layout_takes_every_token_once_and_every_document_whole(rows, tokens_o
 # How it is chosen and called
 
 
-@pytest.mark.parametrize(
-    ("device", "dtype", "D", "dropout", "impl"),
-    [
-        ("cpu", torch.bfloat16, 24, 0.0, "adaptive"),
-        ("cpu", torch.float32, 32, 0.1, "dense"),
-        ("cuda", torch.bfloat16, 64, 0.0, "triton"),
-        ("cuda", torch.bfloat16, 64, 0.1, "dense"),
-        ("cuda", torch.bfloat16, 80, 0.0, "dense"),
-        ("cuda", torch.float32, 64, 0.0, "dense"),
-        ("mps", torch.float32, 64, 0.0, "dense"),
-    ],
-)
-def test_the_choice_is_a_table(monkeypatch, device, dtype, D, dropout, impl):
+def test_the_choice_is_a_table(monkeypatch):
     here = {"cuda": None}
     monkeypatch.setattr(packed_attention, "why_not", lambda device: here.get(device, "no CUDA"))
-    assert chosen_impl(device, dtype, D, dropout) == impl
-    here.clear()
-    without = "dense" if impl == "triton" else impl
-    assert chosen_impl(device, dtype, D, dropout) == without
-    one_form = "groups" if impl == "adaptive" else without
-    assert chosen_impl(device, dtype, D, dropout, compiled=True) == one_form
+    for device, dtype, D, dropout, impl, without, compiled in (
+        ("cpu", torch.bfloat16, 24, 0.0, "adaptive", "adaptive", "groups"),
+        ("cpu", torch.float32, 32, 0.1, "dense", "dense", "dense"),
+        ("cuda", torch.bfloat16, 64, 0.0, "triton", "dense", "triton"),
+        ("cuda", torch.bfloat16, 64, 0.1, "dense", "dense", "dense"),
+        ("cuda", torch.bfloat16, 80, 0.0, "dense", "dense", "dense"),
+        ("cuda", torch.float32, 64, 0.0, "dense", "dense", "dense"),
+        ("mps", torch.float32, 64, 0.0, "dense", "dense", "dense"),
+    ):
+        assert chosen_impl(device, dtype, D, dropout) == impl
+        assert chosen_impl(device, dtype, D, dropout, compiled=True) == compiled
+        with monkeypatch.context() as patch:
+            patch.delitem(here, "cuda")
+            assert chosen_impl(device, dtype, D, dropout) == without
 
 
-@pytest.mark.parametrize(
-    ("T", "row", "impl"),
-    [
-        (256, [64] * 4, "groups"),
-        (512, [300, 90, 70, 52], "groups"),
-        (256, [90, 71, 50, 30, 10, 5], "dense"),  # many calls for few scores
-        (32, [16, 16], "dense"),  # as of kept tokens: not worth looking
-    ],
-)
-def test_a_batch_goes_the_way_that_is_less_work(T, row, impl):
-    ever_others = [[n + i * (-1) ** k for k, n in enumerate(row)] for i in range(4)]
-    doc_ids = documents_of(T, ever_others if len(row) == 6 else [row] * 8)
-    assert index_of(doc_ids, True, "adaptive").impl == impl
+def test_a_batch_goes_the_way_that_is_less_work():
+    ever_others = [[90 + i, 71 - i, 50 + i, 30 - i, 10 + i, 5 - i] for i in range(4)]
+    for T, rows, impl in (
+        (256, [[64] * 4] * 8, "groups"),
+        (512, [[300, 90, 70, 52]] * 8, "groups"),
+        (256, ever_others, "dense"),  # many calls for few scores
+        (32, [[16, 16]] * 8, "dense"),  # as of kept tokens: not worth looking
+    ):
+        assert index_of(documents_of(T, rows), True, "adaptive").impl == impl
 
 
 def test_what_does_not_fit_is_refused():
@@ -384,7 +364,6 @@ def test_under_a_mask_a_gpu_does_without_cudnn(monkeypatch):
     assert used == [False, True] and torch.backends.cuda.cudnn_sdp_enabled()
 
 
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_a_grid_has_the_programs_of_any_batch():
     """CUDA takes 2**31 - 1 of them on the first axis, and 65,535 on each of the others."""
     for B, T, H in ((4096, 64, 32), (1, 1 << 20, 16), (8192, 129, 25)):
@@ -407,8 +386,8 @@ def test_the_operators_are_what_they_tell_the_compiler():
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not HAS_TRITON, reason="Triton is not installed")
 def test_arrays_of_more_than_two_to_the_31_elements():
+    needs_triton("cuda")
     if torch.cuda.mem_get_info()[0] < 45e9:
         pytest.skip("takes 45 GB of the GPU's memory")
     doc_ids = (torch.arange(1 << 20, device="cuda") // 100)[None].expand(3, -1)
