@@ -88,10 +88,8 @@ VIEWS = {
     *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
     *("view_as_complex", "view_as_real"),
 }
-WAITS = {
-    *("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select"),
-    "nonzero",
-}
+WAITS = {"nonzero", "_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero"}
+WAITS |= {"masked_select"}
 # torch/aten/src/ATen/native/cuda/MultiTensorApply.cuh: tensors in a launch by lists that it has,
 # and blocks in a launch, of so many elements each.
 TENSORS_IN_A_LAUNCH, BLOCKS_IN_A_LAUNCH, ELEMENTS_OF_A_BLOCK = (110, 64, 48, 36, 30), 320, 65_536
@@ -165,9 +163,6 @@ class OnDevice(torch.Tensor):
 
     def tolist(self) -> Any:
         return self.cpu().tolist()
-
-    def __repr__(self) -> str:
-        return f"OnDevice({self.inner!r})"
 
 
 class Device(TorchDispatchMode):
@@ -248,15 +243,11 @@ def count_copy(source: torch.Tensor, to_device: bool, non_blocking: bool) -> Non
     from_device = isinstance(source, OnDevice)
     if from_device == to_device:
         return
-    if from_device:
-        COUNTS.copies[f"{COUNTS.phase}: to the host in {where()}"] += 1
-        if not non_blocking:
-            COUNTS.sync("a copy to the host")
-        return
     kind = "page-locked" if COUNTS.is_pinned(source) else "pageable"
-    COUNTS.copies[f"{COUNTS.phase}: from {kind} memory in {where()}"] += 1
+    way = "to the host" if from_device else f"from {kind} memory"
+    COUNTS.copies[f"{COUNTS.phase}: {way} in {where()}"] += 1
     if not non_blocking:
-        COUNTS.sync("a copy from the host")
+        COUNTS.sync(f"a copy {'to' if from_device else 'from'} the host")
 
 
 def count_index(name: str, args: tuple) -> None:
@@ -396,7 +387,6 @@ class Kernel:
 def patch_kernels() -> None:
     """Every kernel of the folder `kernels` takes the device's tensors."""
     from triton.runtime import interpreter
-    from triton.runtime.interpreter import InterpretedFunction
 
     # it lists the members of triton.language anew in every call, half of a kernel's time
     members = {"getmembers": functools.cache(inspect.getmembers)}
@@ -404,7 +394,7 @@ def patch_kernels() -> None:
     for file in sorted((ROOT / "kernels").glob("*.py")):
         module = importlib.import_module(f"kernels.{file.stem}")
         for name, value in list(vars(module).items()):
-            if isinstance(value, InterpretedFunction) and name.endswith("kernel"):
+            if isinstance(value, interpreter.InterpretedFunction) and name.endswith("kernel"):
                 setattr(module, name, Kernel(value, name))
 
 
@@ -412,29 +402,23 @@ def patch_torch() -> None:
     """Answers of torch.cuda, and what reaches memory without an operator."""
     cuda = torch.cuda
     answers = {
-        "is_available": True,
-        "is_initialized": True,
-        "is_bf16_supported": True,
-        "device_count": 1,
-        "current_device": 0,
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        **dict.fromkeys(("current_stream", "default_stream"), Event()),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated"), 10**9),
+        **dict.fromkeys(("init", "_lazy_init", "set_device", "reset_peak_memory_stats"), None),
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), None),
+        **{"device_count": 1, "current_device": 0, "is_current_stream_capturing": False},
         "get_device_name": Properties.name,
         "get_device_capability": (Properties.major, Properties.minor),
         "get_device_properties": Properties,
-        "is_current_stream_capturing": False,
-        "current_stream": Event(),
-        "default_stream": Event(),
+        "mem_get_info": (139 * 10**9, Properties.total_memory),
         "cudart": Cudart,
     }
     for name, answer in answers.items():
         setattr(cuda, name, lambda *args, answer=answer, **more: answer)
-    for name in ("init", "_lazy_init", "set_device", "manual_seed", "manual_seed_all"):
-        setattr(cuda, name, lambda *args: None)
-    cuda.reset_peak_memory_stats = lambda *args: None
     cuda.Stream = cuda.Event = Event
     cuda.stream = cuda.device_of = cuda.device = lambda *args: contextlib.nullcontext()
     cuda.synchronize = lambda *args: COUNTS.sync("torch.cuda.synchronize")
-    cuda.mem_get_info = lambda *args: (139 * 10**9, Properties.total_memory)
-    cuda.memory_allocated = cuda.max_memory_allocated = lambda *args: 10**9
     cuda.amp.common.amp_definitely_not_available = lambda: False
     cuda.graphs.is_current_stream_capturing = lambda: False
     torch.nn.functional.scaled_dot_product_attention = attention
