@@ -18,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import pytest
 import torch
+from torch.profiler import ProfilerActivity, profile
 
 # Triton's kernels run on CPU tensors, slowly, where they are defined under its interpreter. Set
 # before anything imports Triton.
@@ -186,6 +187,19 @@ if triton is not None:
     def count_up(out, n):
         for i in range(0, n):
             tl.store(out + i, i)
+
+
+def bytes_taken(run) -> int:
+    """The most that `run` has at once of what it allocates on the CPU."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = profiled.profiler.kineto_results.events()
+    memory = [event for event in events if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(memory, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
 
 
 @cache

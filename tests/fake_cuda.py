@@ -88,8 +88,7 @@ VIEWS = {
     *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
     *("view_as_complex", "view_as_real"),
 }
-WAITS = {"nonzero", "_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero"}
-WAITS |= {"masked_select"}
+WAITS = {"_local_scalar_dense", "_unique2", "bincount", "equal", "masked_select", "nonzero"}
 # torch/aten/src/ATen/native/cuda/MultiTensorApply.cuh: tensors in a launch by lists that it has,
 # and blocks in a launch, of so many elements each.
 TENSORS_IN_A_LAUNCH, BLOCKS_IN_A_LAUNCH, ELEMENTS_OF_A_BLOCK = (110, 64, 48, 36, 30), 320, 65_536

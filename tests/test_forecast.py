@@ -13,8 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, needs_triton, start_ranks
-from test_kernels_cross_entropy import bytes_taken
+from conftest import ALL_ON, SMALL, bytes_taken, needs_triton, start_ranks
 
 import config
 import dry_run

@@ -16,13 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from support.base.runtime import start
 from support.step import muon
-from support.step.muon import (
-    POLYNOMIALS,
-    Muon,
-    flops_of_orthogonalising,
-    orthogonalised,
-    orthogonalised_by_all,
-)
+from support.step.muon import Muon, orthogonalised, orthogonalised_by_all
 
 SHAPES = ((48, 48), (144, 48), (48, 192), (192, 48), (1, 5), (7, 1))
 
@@ -39,7 +33,7 @@ def matrices_of(shape: tuple, n: int = 3, smallest: float = 1e-4) -> Tensor:
 def definition(matrix: Tensor) -> Tensor:
     """Newton-Schulz as it is written in Jordan's article, in the matrix's own dtype."""
     X = matrix / matrix.norm()
-    for a, b, c in POLYNOMIALS:
+    for a, b, c in muon.POLYNOMIALS:
         A = X @ X.mT
         X = a * X + b * A @ X + c * A @ A @ X
     return X
@@ -75,7 +69,7 @@ def test_flops_are_those_that_torch_counts(mlp_width):
             for shape in shapes:
                 orthogonalised(torch.randn(1, *shape).to(dtype))
         counted = counter.get_total_flops()
-        assert flops_of_orthogonalising(64, mlp_width, device) == counted
+        assert muon.flops_of_orthogonalising(64, mlp_width, device) == counted
 
 
 def steps_of(optimizer: torch.optim.Optimizer, parameters: list[Tensor], steps: range) -> None:

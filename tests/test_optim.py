@@ -6,15 +6,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import Transformer, TransformerConfig
-from support.step.optim import (
-    SCHEDULES,
-    LossScale,
-    OptimConfig,
-    Optimizers,
-    lr_at,
-    split_parameters,
-    state_bytes,
-)
+from support.step import optim
+from support.step.optim import LossScale, OptimConfig, Optimizers, lr_at, split_parameters
 
 
 def lr(t, schedule="cosine", floor=0.0, warmup=10):
@@ -33,7 +26,7 @@ def test_worked_examples():
     assert lr(0, warmup=0) == 1
 
 
-@given(st.integers(0, 200), st.sampled_from(SCHEDULES), st.floats(0, 1))
+@given(st.integers(0, 200), st.sampled_from(optim.SCHEDULES), st.floats(0, 1))
 def test_stays_between_floor_and_peak_and_falls_after_warmup(t, schedule, floor):
     now, later = lr(t, schedule, floor=floor), lr(t + 1, schedule, floor=floor)
     assert 0 <= now <= 1 + 1e-12
@@ -59,7 +52,7 @@ def test_every_parameter_is_moved_once():
         assert all(p.ndim == 1 for p in parts.plain)
         assert len(parts.matrices) == (9 if muon else 0)  # 3 matrices in each of 3 blocks
         assert len(parts.fused) == (3 if muon else 0)  # and one that is three
-    halves = state_bytes({"h.0.a": torch.zeros(5, 3), "b": torch.zeros(1)}, True, shards=2)
+    halves = optim.state_bytes({"h.0.a": torch.zeros(5, 3), "b": torch.zeros(1)}, True, shards=2)
     assert halves == {"weights": 40, "gradients": 40, "optimizer": 3 * 12 + 2 * 4}
 
 
@@ -86,7 +79,7 @@ def test_state_goes_on_bitwise_by_name_and_its_bytes_are_known(kind):
     moments = sum(t.nbytes for kept in saved["state"].values() for t in kept.values() if t.ndim)
     weights = sum(p.nbytes for p in named.values())
     wanted = {"weights": weights, "gradients": weights, "optimizer": moments}
-    assert state_bytes(named, kind == "muon") == optimizers.memory() == wanted
+    assert optim.state_bytes(named, kind == "muon") == optimizers.memory() == wanted
     backwards.load_state_dict(saved)
     advance(resumed, backwards, range(3, 6))
     for wanted, parameter in zip(straight.parameters(), resumed.parameters(), strict=True):
