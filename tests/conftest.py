@@ -18,6 +18,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing import start_processes
 from torch.profiler import ProfilerActivity, profile
 
 # Triton's kernels run on CPU tensors, slowly, where they are defined under its interpreter. Set
@@ -105,9 +106,7 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def start_ranks(
-    ranks: int, *runs: list[str], work: Callable[[list[str]], None] = train.main
-) -> None:
+def start_ranks(ranks: int, *runs: list[str], work: Callable = train.main) -> None:
     """Start ranks as torchrun does, which train with these flags, then with the next ones.
 
     Args: work what a rank does with the flags of a run; a function that another process can import
@@ -115,14 +114,10 @@ def start_ranks(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     arguments = (ranks, port, Path.cwd(), work, runs)
-    torch.multiprocessing.start_processes(
-        rank_of, arguments, nprocs=ranks, start_method="forkserver"
-    )
+    start_processes(rank_of, arguments, nprocs=ranks, start_method="forkserver")
 
 
-def rank_of(
-    rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: list[list[str]]
-) -> None:
+def rank_of(rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: tuple) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.chdir(cwd)

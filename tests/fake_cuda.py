@@ -231,10 +231,7 @@ def refuse_mix(name: str, args: tuple, tensors: list[torch.Tensor]) -> None:
     allowed = {id(index) for index in tree_leaves(indices)}
     for tensor in tensors:
         if not isinstance(tensor, OnDevice) and tensor.ndim and id(tensor) not in allowed:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but {name} has some on cuda:0 and"
-                f" some on the cpu, in {where()}"
-            )
+            raise RuntimeError(f"Expected all tensors on the same device: {name} in {where()}")
 
 
 def count_copy(source: torch.Tensor, to_device: bool, non_blocking: bool) -> None:
@@ -470,7 +467,7 @@ def patch_torch() -> None:
 def steps_of_train(stop: int | None) -> Iterator[list[dict]]:
     """The costs of each step of a run of train.py; a SIGTERM comes in step number `stop`."""
     trainer, steps = importlib.import_module("train").Trainer, []
-    gradients, update, step = trainer.gradients, trainer.update, trainer.step
+    step = trainer.step
 
     def named(phase: str, method: Callable) -> Callable:
         def call(self: Any, *args: Any, **more: Any) -> Any:
@@ -487,17 +484,12 @@ def steps_of_train(stop: int | None) -> Iterator[list[dict]]:
         steps.append(COUNTS.report() | {"loss": done.loss})
         return done
 
-    with (
-        mock.patch.object(trainer, "gradients", named("gradients", gradients)),
-        mock.patch.object(trainer, "update", named("update", update)),
-        mock.patch.object(trainer, "step", counted),
-    ):
+    phases = {phase: named(phase, getattr(trainer, phase)) for phase in ("gradients", "update")}
+    with mock.patch.multiple(trainer, step=counted, **phases):
         yield steps
 
 
-def run_command(
-    flags: list[str], command: str = "train", stop: int | None = None, patch: dict | None = None
-) -> dict[str, Any]:
+def run_command(flags: list[str], command="train", stop=None, patch=None) -> dict[str, Any]:
     """A command of this repository: its status, its output, and the costs of each step."""
     COUNTS.phase, error, said = "run", "", io.StringIO()
     with contextlib.ExitStack() as around:

@@ -116,24 +116,14 @@ def tell(arch: int, work: Callable[[], None]) -> None:
 def compiled(arch: int, work: str) -> list[SimpleNamespace]:
     """What a call of one of the functions below launches, in a process that compiles."""
     script = f"from tests import test_ahead_of_time as t; t.tell({arch}, lambda: t.{work})"
-    child = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-    )
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", script]
+    child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
     return [SimpleNamespace(**kernel) for kernel in json.loads(child.stdout)]
 
 
-def attention(
-    dtype: str,
-    causal: bool,
-    widths: tuple[int, ...] = attention_tiles.HEAD_WIDTHS,
-    lengths: tuple[int, ...] = (256,),
-    tiles: tuple[int, ...] | None = None,
-) -> None:
+def attention(dtype, causal, widths=attention_tiles.HEAD_WIDTHS, lengths=(256,), tiles=None):
     """Forward and backward of packed attention in rows of these lengths, in tiles of other sizes"""
     if tiles:
         attention_tiles.tiles = lambda *_: attention_tiles.Tiles(*tiles)

@@ -147,9 +147,7 @@ SHAPES_UNKNOWN = {
 
 
 @pytest.mark.parametrize(("flags", "why"), SHAPES_UNKNOWN.items())
-def test_rows_that_change_compile_as_they_come_and_that_is_said(
-    run, graphs, capsys, monkeypatch, flags, why
-):
+def test_rows_that_change_compile_as_they_come(run, graphs, capsys, monkeypatch, flags, why):
     seen = graphs_by_step(graphs, monkeypatch)
     compiled = metrics(run(f"{flags} --compile", out="compiled"))
     assert f"--compile: {why}" in "".join(capsys.readouterr())
@@ -196,9 +194,8 @@ def test_without_the_warm_up_graphs_are_made_in_mid_run(run, graphs, monkeypatch
     assert seen[:2] == [0, 2] and seen[-1] > 2, "layers that drop and those that do not; the rest"
 
 
-def test_a_signal_between_two_shapes_stops_the_run_which_goes_on_the_same(
-    run, graphs, tmp_path, monkeypatch, log_of
-):
+def test_a_signal_between_two_shapes_stops_the_run(run, graphs, tmp_path, monkeypatch, log_of):
+    """Which goes on the same."""
     flags = f"{LTD} --compile"
     real, calls = train.run_once, []
 

@@ -74,18 +74,12 @@ MORE = {
 }
 # Problems that mistakes made on purpose lead to.
 MISTAKES = {
-    "Expected all tensors to be on the same device": {
-        "support.rows.batch.Batch.to": "lambda self, device: self"
-    },
-    "from pageable memory": {
-        "support.rows.batch.on_device": "lambda tensor, device: tensor.to(device)"
-    },
+    "on the same device": {"support.rows.batch.Batch.to": "lambda self, device: self"},
+    "from pageable memory": {"support.rows.batch.on_device": "lambda t, device: t.to(device)"},
     "waits: gradients: _local_scalar_dense": {
         "train.shares_of": "lambda batch, *_: batch.tokens.sum().item() and None"
     },
-    "computes in float64: ones_like": {
-        "train.shares_of": "lambda batch, *_: torch.ones_like(batch.tokens, dtype=torch.float64)"
-    },
+    "computes in float64": {"train.shares_of": "lambda batch, *_: batch.tokens.double()"},
 }
 # Weights rounded one by one, and kept tokens looked at layer by layer.
 APART = {
@@ -126,14 +120,10 @@ class Runs:
         self.train(f"{name} on the host", on_host)
 
     def reports(self, library: Path) -> dict[str, dict]:
-        done = subprocess.run(
-            [sys.executable, "-m", "tests.fake_cuda", str(library), str(self.folder / "r.json")],
-            input=json.dumps(self.runs),
-            text=True,
-            capture_output=True,
-            cwd=fake_cuda.ROOT,
-            env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
-        )
+        command = [sys.executable, "-m", "tests.fake_cuda", library, self.folder / "r.json"]
+        inputs = {"input": json.dumps(self.runs), "cwd": fake_cuda.ROOT}
+        env = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+        done = subprocess.run(command, **inputs, env=env, text=True, capture_output=True)
         assert done.returncode == 0, done.stderr
         return json.loads((self.folder / "r.json").read_text())
 

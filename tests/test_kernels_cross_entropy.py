@@ -7,7 +7,7 @@ interpreter (conftest.py), which rounds to bfloat16 by cutting bits off; that, t
     python -m pytest -n 0 tests/test_kernels_cross_entropy.py
 """
 
-import itertools
+from itertools import product
 
 import pytest
 import torch
@@ -78,10 +78,7 @@ CASES = {  # x, weight, bias, targets, shares
     "tokens that cannot come": without(slice(20, 29)),
     "a block of columns that cannot come": without(slice(0, 17)),
 }
-WAYS = [
-    *itertools.product(CASES, [torch.float32, torch.bfloat16]),
-    ("several chunks", torch.float16),
-]
+WAYS = [*product(CASES, [torch.float32, torch.bfloat16]), ("several chunks", torch.float16)]
 
 
 def placed(dtype: torch.dtype, device: str, x, weight, bias, targets, shares=None) -> list:

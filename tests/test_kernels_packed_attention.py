@@ -35,13 +35,12 @@ CASES = {
     "one token": documents_of(1, [[1], []]),
     "63": documents_of(63, [[63], [20, 1, 1, 30], []]),
     "no document at all": documents_of(64, [[], []]),
+    # in float16 one has several of the kernels' tiles: those between others need no mask
     "500": documents_of(500, [[150, 300, 7]]),
     "one-token documents": documents_of(40, [[1] * 40, [1] * 7 + [30]]),
     "equal lengths": documents_of(128, [[32] * 4, [32] * 3]),
     "lengths that alternate": documents_of(600, [[40, 20] * 10]),
-    "many lengths": documents_of(
-        600, [[9, 75, 40, 1, 21, 60, 33, 74, 76, 17, 2, 52, 39, 19, 41, 10]]
-    ),
+    "many lengths": documents_of(600, [[9, 75, 40, 1, 21, 60, 33, 74, 76, 17, 2, 52, 39, 19, 41]]),
     "kept tokens": documents_of(50, [[20, 1, 17, 5], [3, 4]])[:, [0, 3, 4, 19, 20, 21, 29, 42, 49]],
 }
 SMALL, TINY = CASES["63"], documents_of(20, [[9, 1, 7], [20], []])  # one tile
@@ -72,9 +71,7 @@ def results(function, qkv: Tensor, d: Tensor) -> tuple[Tensor, Tensor]:
     return out.detach().double().cpu(), gradient.double().cpu()
 
 
-def assert_as_defined(
-    impl, dtype, doc_ids, causal=True, device="cpu", D=32, strided=lambda x: x
-) -> None:
+def assert_as_defined(impl, dtype, doc_ids, causal=True, device="cpu", D=32, strided=torch.clone):
     def defined(q, k, v):
         return packed_attention.reference(q, k, v, doc_ids, causal)
 
@@ -97,7 +94,7 @@ WAYS = [  # impl, device, case, dtype; the interpreter takes a second for some c
     *itertools.product(["dense"], ["cpu"], ["63", "kept tokens"], [torch.float64, torch.bfloat16]),
     *itertools.product(["dense", "groups"], ["cpu"], ["63"], [torch.float32, torch.float16]),
     *itertools.product(["triton"], ["cpu"], ["one token", "63", "kept tokens"], [torch.float32]),
-    *itertools.product(["triton"], ["cpu"], ["63", "no document at all"], [torch.float16]),
+    *itertools.product(["triton"], ["cpu"], ["no document at all", "500"], [torch.float16]),
     ("triton", "cpu", "one-token documents", torch.float16),
 ]
 ON_GPUS = itertools.product(["dense", "triton"], ["cuda"], CASES, attention_tiles.DTYPES)
@@ -110,12 +107,6 @@ def test_results_are_the_definitions(empty_is_full_of_nan, impl, device, case, c
     if impl == "triton":
         needs_triton(device)
     assert_as_defined(impl, dtype, CASES[case], causal, device)
-
-
-def test_a_document_of_several_of_the_kernels_own_tiles(empty_is_full_of_nan):
-    """Those between others need no mask."""
-    needs_triton()
-    assert_as_defined("triton", torch.float16, CASES["500"])
 
 
 @pytest.mark.parametrize("D", [16, 64, 128])
@@ -168,11 +159,8 @@ def test_no_bit_leaks_from_a_document_or_from_padding(impl):
 def test_the_leak_test_sees():
     """Documents that begin one token late, a row that is one document, padding that is one."""
     padding = SEVERAL_TILES < 0
-    for wrong in (
-        SEVERAL_TILES.roll(1, 1),
-        torch.where(padding, -1, 0),
-        torch.where(padding, 2, SEVERAL_TILES),
-    ):
+    late = SEVERAL_TILES.roll(1, 1)
+    for wrong in (late, torch.where(padding, -1, 0), torch.where(padding, 2, SEVERAL_TILES)):
         assert leak("groups", wrong, causal=False)
 
 

@@ -137,21 +137,6 @@ def test_orthogonalises_on_the_device_named(monkeypatch):
     assert seen == ["cpu", "meta"]
 
 
-def test_stacks_that_go_to_a_gpu_are_page_locked(monkeypatch):
-    empty, asked = torch.empty, []
-
-    def unlocked(*shape, pin_memory=False, **options):
-        asked.append(pin_memory)
-        return empty(*shape, **options)
-
-    monkeypatch.setattr(torch, "empty", unlocked)
-    matrices = [torch.full((2, 3), float(number)) for number in range(4)]
-    for on, locked in (("cuda", [True]), ("cpu", []), ("meta", []), (None, [])):
-        asked.clear()
-        stack = muon.together(matrices, on and torch.device(on))
-        assert asked == locked and torch.equal(stack, torch.stack(matrices))
-
-
 def test_a_matrix_without_gradient_stays_as_it_is():
     parameters = parameters_of()
     optimizer = Muon(parameters, 0.1, 0.3)
