@@ -207,10 +207,10 @@ def test_the_definition_worked_by_hand():
     expected = torch.tensor(1 + 1 / torch.e).log()  # -log softmax([1, 0])[0]
     for impl in cross_entropy.IMPLS:
         loss = linear_cross_entropy(x, weight, None, torch.tensor([0, IGNORE]), impl)
-        torch.testing.assert_close(loss, expected.to(loss.dtype))
+        torch.testing.assert_close(loss, expected)
         shares = torch.tensor([0.4, 0])
         loss = linear_cross_entropy(x, weight, None, torch.tensor([0, 0]), impl, shares)
-        torch.testing.assert_close(loss, 0.4 * expected.to(loss.dtype))
+        torch.testing.assert_close(loss, 0.4 * expected)
 
 
 def test_auto_is_the_kernel_for_16_bits_on_a_gpu_that_triton_compiles_for(monkeypatch):
@@ -227,13 +227,9 @@ def test_auto_is_the_kernel_for_16_bits_on_a_gpu_that_triton_compiles_for(monkey
 
 
 def test_second_derivatives_and_second_backward_passes_are_refused(impl, device):
-    """Gradients would be scaled twice. The definition has both."""
-    inputs = placed(torch.float32, device, *head())
-    x, weight, *_ = inputs
-    loss = linear_cross_entropy(*inputs[:4], "reference")
-    (gradient,) = torch.autograd.grad(loss, x, create_graph=True)
-    assert torch.autograd.grad(gradient.square().sum(), weight)[0].any()
-    loss = linear_cross_entropy(*inputs[:4], impl)
+    """Gradients would be scaled twice."""
+    x, *others = placed(torch.float32, device, *head())
+    loss = linear_cross_entropy(x, *others[:3], impl)
     with pytest.raises(RuntimeError, match=r"no second derivative.*impl='reference'"):
         torch.autograd.grad(loss, x, create_graph=True)
     torch.autograd.grad(loss, x, retain_graph=True)

@@ -185,13 +185,13 @@ def test_gradients_and_their_gradients_pass_the_numerical_check():
 
 def test_a_layer_moves_its_states_once_each_way(impl, device, monkeypatch):
     x, kept, _, d = inputs(SMALL, device=device)
-    moves = [Mock(wraps=token_drop.take), Mock(wraps=token_drop.place)]
-    monkeypatch.setattr(token_drop, "take", moves[0])
-    monkeypatch.setattr(token_drop, "place", moves[1])
+    take, place = Mock(wraps=token_drop.take), Mock(wraps=token_drop.place)
+    monkeypatch.setattr(token_drop, "take", take)
+    monkeypatch.setattr(token_drop, "place", place)
     out = layer(x, kept, impl)
-    assert [move.call_count for move in moves] == [1, 1]
+    assert take.call_count == place.call_count == 1
     torch.autograd.grad(out, x, d)
-    assert [move.call_count for move in moves] == [2, 2]
+    assert take.call_count == place.call_count == 2
 
 
 MISTAKES = {  # (the right output of place, its arguments) -> a wrong one
@@ -231,29 +231,29 @@ def test_these_tests_see_a_row_that_is_never_written(monkeypatch, device, impl):
         assert_as_defined(impl, *args)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"impl": "cuda"}, "impl 'cuda' is unknown"),
-        ({"x": torch.zeros(5, 2)}, r"must be \(B, T, C\) and \(B, K\)"),
-        ({"kept": torch.zeros(3, 2).long()}, r"must be \(B, T, C\)"),
-        ({"kept": torch.zeros(2, 2).int()}, "are torch.int64"),
-        ({"kept": torch.zeros(2, 0).long()}, "K = 0 of T = 5"),
-        ({"kept": torch.zeros(2, 6).long()}, "K = 6 of T = 5"),
-        ({"y": torch.zeros(2, 3, 4)}, r"y \(2, 3, 4\) .* must be \(2, 2, 4\)"),
-        ({"y": torch.zeros(2, 2, 4).half()}, "float16 must be .*float32"),
-    ],
-)
-def test_what_does_not_fit_is_refused(changed, message):
+REFUSED = {
+    "impl 'cuda' is unknown": {"impl": "cuda"},
+    r"must be \(B, T, C\) and \(B, K\)": {"x": torch.zeros(5, 2)},
+    r"kept \(3, 2\) must be \(B, T, C\)": {"kept": torch.zeros(3, 2).long()},
+    "are torch.int64": {"kept": torch.zeros(2, 2).int()},
+    "K = 0 of T = 5": {"kept": torch.zeros(2, 0).long()},
+    "K = 6 of T = 5": {"kept": torch.zeros(2, 6).long()},
+    r"y \(2, 3, 4\) .* must be \(2, 2, 4\)": {"y": torch.zeros(2, 3, 4)},
+    "float16 must be .*float32": {"y": torch.zeros(2, 2, 4).half()},
+}
+
+
+@pytest.mark.parametrize(("message", "changed"), REFUSED.items())
+def test_what_does_not_fit_is_refused(message, changed):
     x, kept = torch.zeros(2, 5, 4), torch.tensor([[0, 1], [0, 4]])
     args = {"x": x, "kept": kept, "y": torch.zeros(2, 2, 4), "impl": "torch"} | changed
     x, kept, y, impl = args.values()
-    calls = [lambda: scatter(x, kept, y, impl), lambda: merge(x, kept, y, impl)]
+    calls = [partial(scatter, x, kept, y), partial(merge, x, kept, y)]
     if "y" not in changed:
-        calls += [lambda: gather(x, kept, impl), lambda: split(x, kept, impl)]
+        calls += [partial(gather, x, kept), partial(split, x, kept)]
     for call in calls:
         with pytest.raises(ValueError, match=message):
-            call()
+            call(impl=impl)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -267,10 +267,9 @@ def test_auto_is_triton_for_cuda_tensors(device):
 def test_kernels_are_refused_where_they_cannot_run(monkeypatch, kernels):
     """Compiled, on CPU tensors; and without Triton, where a file is imported all the same."""
     if triton_here.triton is not None:
-        with monkeypatch.context() as patch:
-            patch.setattr(triton_here.triton, "JITFunction", object)  # as if compiled
-            with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-                kernels.check_asked("cpu", "torch")
+        monkeypatch.setattr(triton_here.triton, "JITFunction", object)  # as if compiled
+        with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+            kernels.check_asked("cpu", "torch")
     monkeypatch.setattr(triton_here, "triton", None)
     spec = importlib.util.spec_from_file_location("without_triton", kernels.__file__)
     module = importlib.util.module_from_spec(spec)

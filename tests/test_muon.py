@@ -4,6 +4,7 @@ python -m pytest tests/test_muon.py
 """
 
 from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -80,10 +81,9 @@ def steps_of(optimizer: torch.optim.Optimizer, parameters: list[Tensor], steps: 
         optimizer.step()
 
 
-def parameters_of(dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def parameters_of() -> list[Tensor]:
     generator = torch.Generator().manual_seed(0)
-    shapes = [*SHAPES, *SHAPES]
-    return [torch.randn(shape, generator=generator).to(dtype).requires_grad_() for shape in shapes]
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in 2 * SHAPES]
 
 
 def test_moves_as_torchs_muon_within_its_dtype(monkeypatch):
@@ -120,12 +120,7 @@ def test_matrices_below_each_other_move_as_if_apart():
 
 
 def test_orthogonalises_on_the_device_named(monkeypatch):
-    seen = []
-
-    def elsewhere(matrices):
-        seen.append(matrices.device.type)
-        return torch.ones(matrices.shape)
-
+    elsewhere = Mock(side_effect=lambda matrices: torch.ones(matrices.shape))
     monkeypatch.setattr(muon, "orthogonalised_by_all", elsewhere)
     for on in (None, torch.device("meta")):
         matrix = torch.nn.Parameter(torch.zeros(4, 4))
@@ -134,7 +129,7 @@ def test_orthogonalises_on_the_device_named(monkeypatch):
         optimizer.step()
         assert optimizer.state[matrix]["momentum_buffer"].device.type == "cpu"
         assert torch.equal(matrix, torch.full((4, 4), -0.4))  # 0.2 times the root of 4
-    assert seen == ["cpu", "meta"]
+    assert [call.args[0].device.type for call in elsewhere.mock_calls] == ["cpu", "meta"]
 
 
 def test_a_matrix_without_gradient_stays_as_it_is():
