@@ -18,20 +18,17 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import pytest
 import torch
+from torch.multiprocessing import start_processes
+from torch.profiler import ProfilerActivity, profile
 
 # Triton's kernels run on CPU tensors, slowly, where they are defined under its interpreter. Set
 # before anything imports Triton.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
-try:
-    import triton
-    import triton.language as tl
-except ImportError:  # it has no build for this platform
-    triton = None
-
 import evaluate
 import train
+from kernels.triton_here import tl, triton
 from prepare import prepare
 from support.base import user_code
 from support.base.clock import Clock
@@ -109,9 +106,7 @@ multiprocessing.set_forkserver_preload(
 )
 
 
-def start_ranks(
-    ranks: int, *runs: list[str], work: Callable[[list[str]], None] = train.main
-) -> None:
+def start_ranks(ranks: int, *runs: list[str], work: Callable = train.main) -> None:
     """Start ranks as torchrun does, which train with these flags, then with the next ones.
 
     Args: work what a rank does with the flags of a run; a function that another process can import
@@ -119,14 +114,10 @@ def start_ranks(
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     arguments = (ranks, port, Path.cwd(), work, runs)
-    torch.multiprocessing.start_processes(
-        rank_of, arguments, nprocs=ranks, start_method="forkserver"
-    )
+    start_processes(rank_of, arguments, nprocs=ranks, start_method="forkserver")
 
 
-def rank_of(
-    rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: list[list[str]]
-) -> None:
+def rank_of(rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: tuple) -> None:
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "WORLD_SIZE": str(ranks)}
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
     os.chdir(cwd)
@@ -224,38 +215,46 @@ if triton is not None:
             tl.store(out + i, i)
 
 
-@pytest.fixture(scope="session")
-def interpreter_lacks_loops() -> str:
-    """Why Triton's interpreter cannot run a loop whose end a kernel is told, or nothing.
+def bytes_taken(run) -> int:
+    """The most that `run` has at once of what it allocates on the CPU."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
+        run()
+    events = profiled.profiler.kineto_results.events()
+    memory = [event for event in events if event.name() == "[memory]"]
+    now = most = 0
+    for event in sorted(memory, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        most = max(most, now)
+    return most
 
-    Triton 3.6's makes an integer of an array of one element, which NumPy refuses from 2.4 on.
+
+@cache
+def why_no_triton(device: str, loops: bool) -> str:
+    """Why kernels, and those with loops, cannot run: compiled on a GPU or interpreted on a CPU.
+
+    Triton 3.6's interpreter makes an integer of an array of one element, the end of a loop that a
+    kernel is told, which NumPy refuses from 2.4 on.
     """
-    if triton is None or isinstance(count_up, triton.JITFunction):  # nothing is interpreted
+    if triton is None:
+        return "Triton is not installed"
+    if device != "cpu":
         return ""
-    counted = torch.zeros(3)
+    if isinstance(count_up, triton.JITFunction):
+        return "kernels are compiled for the GPU of this machine: see the cuda tests"
+    if not loops:
+        return ""
     try:
-        count_up[1,](counted, 3)
+        count_up[1,](torch.zeros(3), 3)
     except Exception as error:
         if "only 0-dimensional arrays can be converted to Python scalars" not in str(error):
             raise
         return f"Triton {triton.__version__}'s interpreter runs no loop with NumPy {np.__version__}"
-    assert counted.tolist() == [0, 1, 2]
     return ""
 
 
-@pytest.fixture
-def needs_triton(interpreter_lacks_loops) -> Callable[[str], None]:
-    """Skip where kernels with loops cannot run, compiled on a GPU or interpreted on a CPU."""
-
-    def check(device: str = "cpu") -> None:
-        if triton is None:
-            pytest.skip("Triton is not installed")
-        if device == "cpu" and isinstance(count_up, triton.JITFunction):
-            pytest.skip("kernels are compiled for the GPU of this machine: see the cuda tests")
-        if device == "cpu" and interpreter_lacks_loops:
-            pytest.skip(interpreter_lacks_loops)
-
-    return check
+def needs_triton(device: str = "cpu", loops: bool = True) -> None:
+    if why := why_no_triton(device, loops):
+        pytest.skip(why)
 
 
 @pytest.fixture

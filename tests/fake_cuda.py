@@ -88,10 +88,7 @@ VIEWS = {
     *("split_with_sizes", "squeeze", "t", "transpose", "unbind", "unfold", "unsqueeze", "view"),
     *("view_as_complex", "view_as_real"),
 }
-WAITS = {
-    *("_local_scalar_dense", "_unique2", "bincount", "equal", "is_nonzero", "masked_select"),
-    "nonzero",
-}
+WAITS = {"_local_scalar_dense", "_unique2", "bincount", "equal", "masked_select", "nonzero"}
 # torch/aten/src/ATen/native/cuda/MultiTensorApply.cuh: tensors in a launch by lists that it has,
 # and blocks in a launch, of so many elements each.
 TENSORS_IN_A_LAUNCH, BLOCKS_IN_A_LAUNCH, ELEMENTS_OF_A_BLOCK = (110, 64, 48, 36, 30), 320, 65_536
@@ -166,9 +163,6 @@ class OnDevice(torch.Tensor):
     def tolist(self) -> Any:
         return self.cpu().tolist()
 
-    def __repr__(self) -> str:
-        return f"OnDevice({self.inner!r})"
-
 
 class Device(TorchDispatchMode):
     """Makes tensors on the device where an operator without any asks for it."""
@@ -237,10 +231,7 @@ def refuse_mix(name: str, args: tuple, tensors: list[torch.Tensor]) -> None:
     allowed = {id(index) for index in tree_leaves(indices)}
     for tensor in tensors:
         if not isinstance(tensor, OnDevice) and tensor.ndim and id(tensor) not in allowed:
-            raise RuntimeError(
-                f"Expected all tensors to be on the same device, but {name} has some on cuda:0 and"
-                f" some on the cpu, in {where()}"
-            )
+            raise RuntimeError(f"Expected all tensors on the same device: {name} in {where()}")
 
 
 def count_copy(source: torch.Tensor, to_device: bool, non_blocking: bool) -> None:
@@ -248,15 +239,11 @@ def count_copy(source: torch.Tensor, to_device: bool, non_blocking: bool) -> Non
     from_device = isinstance(source, OnDevice)
     if from_device == to_device:
         return
-    if from_device:
-        COUNTS.copies[f"{COUNTS.phase}: to the host in {where()}"] += 1
-        if not non_blocking:
-            COUNTS.sync("a copy to the host")
-        return
     kind = "page-locked" if COUNTS.is_pinned(source) else "pageable"
-    COUNTS.copies[f"{COUNTS.phase}: from {kind} memory in {where()}"] += 1
+    way = "to the host" if from_device else f"from {kind} memory"
+    COUNTS.copies[f"{COUNTS.phase}: {way} in {where()}"] += 1
     if not non_blocking:
-        COUNTS.sync("a copy from the host")
+        COUNTS.sync(f"a copy {'to' if from_device else 'from'} the host")
 
 
 def count_index(name: str, args: tuple) -> None:
@@ -396,7 +383,6 @@ class Kernel:
 def patch_kernels() -> None:
     """Every kernel of the folder `kernels` takes the device's tensors."""
     from triton.runtime import interpreter
-    from triton.runtime.interpreter import InterpretedFunction
 
     # it lists the members of triton.language anew in every call, half of a kernel's time
     members = {"getmembers": functools.cache(inspect.getmembers)}
@@ -404,7 +390,7 @@ def patch_kernels() -> None:
     for file in sorted((ROOT / "kernels").glob("*.py")):
         module = importlib.import_module(f"kernels.{file.stem}")
         for name, value in list(vars(module).items()):
-            if isinstance(value, InterpretedFunction) and name.endswith("kernel"):
+            if isinstance(value, interpreter.InterpretedFunction) and name.endswith("kernel"):
                 setattr(module, name, Kernel(value, name))
 
 
@@ -412,29 +398,23 @@ def patch_torch() -> None:
     """Answers of torch.cuda, and what reaches memory without an operator."""
     cuda = torch.cuda
     answers = {
-        "is_available": True,
-        "is_initialized": True,
-        "is_bf16_supported": True,
-        "device_count": 1,
-        "current_device": 0,
+        **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), True),
+        **dict.fromkeys(("current_stream", "default_stream"), Event()),
+        **dict.fromkeys(("memory_allocated", "max_memory_allocated"), 10**9),
+        **dict.fromkeys(("init", "_lazy_init", "set_device", "reset_peak_memory_stats"), None),
+        **dict.fromkeys(("manual_seed", "manual_seed_all"), None),
+        **{"device_count": 1, "current_device": 0, "is_current_stream_capturing": False},
         "get_device_name": Properties.name,
         "get_device_capability": (Properties.major, Properties.minor),
         "get_device_properties": Properties,
-        "is_current_stream_capturing": False,
-        "current_stream": Event(),
-        "default_stream": Event(),
+        "mem_get_info": (139 * 10**9, Properties.total_memory),
         "cudart": Cudart,
     }
     for name, answer in answers.items():
         setattr(cuda, name, lambda *args, answer=answer, **more: answer)
-    for name in ("init", "_lazy_init", "set_device", "manual_seed", "manual_seed_all"):
-        setattr(cuda, name, lambda *args: None)
-    cuda.reset_peak_memory_stats = lambda *args: None
     cuda.Stream = cuda.Event = Event
     cuda.stream = cuda.device_of = cuda.device = lambda *args: contextlib.nullcontext()
     cuda.synchronize = lambda *args: COUNTS.sync("torch.cuda.synchronize")
-    cuda.mem_get_info = lambda *args: (139 * 10**9, Properties.total_memory)
-    cuda.memory_allocated = cuda.max_memory_allocated = lambda *args: 10**9
     cuda.amp.common.amp_definitely_not_available = lambda: False
     cuda.graphs.is_current_stream_capturing = lambda: False
     torch.nn.functional.scaled_dot_product_attention = attention
@@ -487,7 +467,7 @@ def patch_torch() -> None:
 def steps_of_train(stop: int | None) -> Iterator[list[dict]]:
     """The costs of each step of a run of train.py; a SIGTERM comes in step number `stop`."""
     trainer, steps = importlib.import_module("train").Trainer, []
-    gradients, update, step = trainer.gradients, trainer.update, trainer.step
+    step = trainer.step
 
     def named(phase: str, method: Callable) -> Callable:
         def call(self: Any, *args: Any, **more: Any) -> Any:
@@ -504,17 +484,12 @@ def steps_of_train(stop: int | None) -> Iterator[list[dict]]:
         steps.append(COUNTS.report() | {"loss": done.loss})
         return done
 
-    with (
-        mock.patch.object(trainer, "gradients", named("gradients", gradients)),
-        mock.patch.object(trainer, "update", named("update", update)),
-        mock.patch.object(trainer, "step", counted),
-    ):
+    phases = {phase: named(phase, getattr(trainer, phase)) for phase in ("gradients", "update")}
+    with mock.patch.multiple(trainer, step=counted, **phases):
         yield steps
 
 
-def run_command(
-    flags: list[str], command: str = "train", stop: int | None = None, patch: dict | None = None
-) -> dict[str, Any]:
+def run_command(flags: list[str], command="train", stop=None, patch=None) -> dict[str, Any]:
     """A command of this repository: its status, its output, and the costs of each step."""
     COUNTS.phase, error, said = "run", "", io.StringIO()
     with contextlib.ExitStack() as around:

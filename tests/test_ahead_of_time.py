@@ -17,7 +17,7 @@ import tempfile
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -47,19 +47,6 @@ pytestmark = [
 ]
 
 
-class Compiled(NamedTuple):
-    """What the tests read off a compiled kernel."""
-
-    kernel: str
-    D: int | None  # head width, in attention
-    key: str  # launches with equal keys run the same code
-    spilled: int  # loads and stores of spilled registers, and bytes of stack
-    shared: int  # bytes of shared memory per block
-    matrix_units: str  # instructions that multiply matrices
-    accesses: str  # kinds of accesses to memory in PTX
-    special: str  # asynchronous copies and atomic operations in PTX
-
-
 class NoDriver:
     """Answers what Triton asks CUDA's driver before a launch."""
 
@@ -80,7 +67,8 @@ class NoDriver:
         return 0
 
 
-def inspect(compiled, constants: dict) -> Compiled:
+def inspect(compiled, constants: dict) -> dict:
+    """What the tests read off a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(compiled.asm["cubin"])
         file.flush()
@@ -95,16 +83,18 @@ def inspect(compiled, constants: dict) -> Compiled:
     def words(pattern: str) -> str:
         return " ".join(sorted(set(re.findall(pattern, compiled.asm["ptx"]))))
 
-    return Compiled(
-        kernel=compiled.metadata.name,
-        D=constants.get("D"),
-        key=compiled.hash,
-        spilled=stack + operations["LDL"] + operations["STL"],
-        shared=compiled.metadata.shared,
-        matrix_units=" ".join(name for name in ("HMMA", "HGMMA") if operations[name]),
-        accesses=words(r"(?:ld|st)\.global[.\w]*"),
-        special=words(r"\b(cp\.async|atom|red)\."),
-    )
+    return {
+        "kernel": compiled.metadata.name,
+        "D": constants.get("D"),  # head width, in attention
+        "key": compiled.hash,  # launches with equal keys run the same code
+        # loads and stores of spilled registers, and bytes of stack
+        "spilled": stack + operations["LDL"] + operations["STL"],
+        "shared": compiled.metadata.shared,  # bytes of shared memory per block
+        # instructions that multiply matrices
+        "matrix_units": " ".join(name for name in ("HMMA", "HGMMA") if operations[name]),
+        "accesses": words(r"(?:ld|st)\.global[.\w]*"),  # to memory, in PTX
+        "special": words(r"\b(cp\.async|atom|red)\."),  # asynchronous copies, atomic operations
+    }
 
 
 def tell(arch: int, work: Callable[[], None]) -> None:
@@ -123,28 +113,17 @@ def tell(arch: int, work: Callable[[], None]) -> None:
     print(json.dumps(kernels))
 
 
-def compiled(arch: int, work: str) -> list[Compiled]:
+def compiled(arch: int, work: str) -> list[SimpleNamespace]:
     """What a call of one of the functions below launches, in a process that compiles."""
     script = f"from tests import test_ahead_of_time as t; t.tell({arch}, lambda: t.{work})"
-    child = subprocess.run(
-        [sys.executable, "-c", script],
-        env=os.environ | {"TRITON_INTERPRET": "0"},
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    env = os.environ | {"TRITON_INTERPRET": "0"}
+    command = [sys.executable, "-c", script]
+    child = subprocess.run(command, env=env, cwd=ROOT, capture_output=True, text=True)
     assert child.returncode == 0, child.stderr
-    return [Compiled(*kernel) for kernel in json.loads(child.stdout)]
+    return [SimpleNamespace(**kernel) for kernel in json.loads(child.stdout)]
 
 
-def attention(
-    dtype: str,
-    causal: bool,
-    widths: tuple[int, ...] = attention_tiles.HEAD_WIDTHS,
-    lengths: tuple[int, ...] = (256,),
-    tiles: tuple[int, ...] | None = None,
-) -> None:
+def attention(dtype, causal, widths=attention_tiles.HEAD_WIDTHS, lengths=(256,), tiles=None):
     """Forward and backward of packed attention in rows of these lengths, in tiles of other sizes"""
     if tiles:
         attention_tiles.tiles = lambda *_: attention_tiles.Tiles(*tiles)
@@ -178,12 +157,12 @@ def losses(dtype: str, vocabularies: tuple[int, ...]) -> None:
                     cross_entropy.losses_by_triton(x, matrix, bias, targets, shares, wants_gradient)
 
 
-def spilling(kernels: list[Compiled]) -> list[Compiled]:
-    return [kernel for kernel in kernels if kernel.spilled]
+def spilling(kernels: list) -> set[str]:
+    return {kernel.kernel for kernel in kernels if kernel.spilled}
 
 
-def too_large(kernels: list[Compiled], arch: int) -> list[Compiled]:
-    return [kernel for kernel in kernels if kernel.shared > SHARED_KIB[arch] << 10]
+def too_large(kernels: list, arch: int) -> set[str]:
+    return {kernel.kernel for kernel in kernels if kernel.shared > SHARED_KIB[arch] << 10}
 
 
 @pytest.mark.parametrize(("dtype", "causal"), [("bfloat16", True), ("float16", False)])
@@ -223,13 +202,13 @@ def test_tiles_that_spill_or_do_not_fit_are_seen():
     """128 sums of 128 numbers are 128 registers in each thread of four warps, beside all else; four
     stages of keys and values, 64 of each, of 128 numbers are 128 KiB."""
     kernels = compiled(90, "attention('bfloat16', True, (128,), tiles=(128, 64, 4, 2))")
-    assert {kernel.kernel for kernel in spilling(kernels)} == set(ATTENTION)
+    assert spilling(kernels) == set(ATTENTION)
     kernels = compiled(89, "attention('bfloat16', True, (128,), tiles=(64, 64, 8, 4))")
-    assert "forward_kernel" in {kernel.kernel for kernel in too_large(kernels, 89)}
+    assert "forward_kernel" in too_large(kernels, 89)
     assert not too_large(kernels, 90)
 
 
-def codes(kernels: list[Compiled]) -> Counter:
+def codes(kernels: list) -> Counter:
     """How often each kernel was compiled."""
     return Counter(name for name, _ in {(kernel.kernel, kernel.key) for kernel in kernels})
 

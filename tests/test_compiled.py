@@ -6,6 +6,7 @@ Graphs are counted with a backend that runs them as they are, so that a test tak
 import json
 import os
 import signal
+from collections.abc import Callable
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
@@ -34,52 +35,52 @@ pytestmark = pytest.mark.usefixtures("short_ends")
 LTD = "--tokens 1024 --ltd --ltd-pace linear --ltd-start 16 --ltd-multiple 8"
 
 
-@pytest.fixture
-def graphs(monkeypatch):
-    """A counter of the graphs that were made, instead of a compiler that makes code of them.
-
-    Blocks that are not compiled attend as the compiled ones, or they would differ in a last bit.
-    """
+def count_graphs(patch: pytest.MonkeyPatch) -> CompileCounter:
+    """Count the graphs of blocks, instead of making code of them. A break in one is an error."""
     torch.compiler.reset()
-    chosen = packed_attention.chosen_impl
-    as_compiled = partial(chosen, compiled=True)
-    monkeypatch.setattr(packed_attention, "chosen_impl", lambda *args: as_compiled(*args[:4]))
     counter, compile_module = CompileCounter(), nn.Module.compile
 
     def count(module, **options):
-        compile_module(module, backend=counter, **options)
+        compile_module(module, backend=counter, fullgraph=True, **options)
 
-    monkeypatch.setattr(nn.Module, "compile", count)
-    yield counter
+    patch.setattr(nn.Module, "compile", count)
+    return counter
+
+
+@pytest.fixture
+def graphs(monkeypatch):
+    """Blocks that are not compiled attend as the compiled ones, or would differ in a last bit."""
+    chosen = packed_attention.chosen_impl
+    as_compiled = partial(chosen, compiled=True)
+    monkeypatch.setattr(packed_attention, "chosen_impl", lambda *args: as_compiled(*args[:4]))
+    yield count_graphs(monkeypatch)
     torch.compiler.reset()
+    if dist.is_initialized():  # by --fsdp, and a command that ends would take it for its own
+        dist.destroy_process_group()
 
 
-def graphs_by_step(graphs, monkeypatch) -> list[int]:
-    """How many graphs there are before each step of the runs that follow, and at their ends."""
+def seen_by_step(look: Callable[[], object], patch: pytest.MonkeyPatch) -> list:
+    """What a look tells before each step of the runs that follow, and at their ends."""
     seen, step, finish = [], train.Trainer.step, train.finish
-
-    def counted_step(*args):
-        seen.append(graphs.frame_count)
-        return step(*args)
-
-    def counted_finish(*args):
-        finish(*args)
-        seen.append(graphs.frame_count)
-
-    monkeypatch.setattr(train.Trainer, "step", counted_step)
-    monkeypatch.setattr(train, "finish", counted_finish)
+    patch.setattr(train.Trainer, "step", lambda *args: seen.append(look()) or step(*args))
+    patch.setattr(train, "finish", lambda *args: finish(*args) or seen.append(look()))
     return seen
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        f"{LTD} --pack --curriculum seqlen,rarity --curriculum-start 8,1 --dropout 0.1",
-        f"{LTD} --model bert --micro-batch-size 2 --checkpoint-activations --dtype bf16",
-    ],
+def graphs_by_step(graphs: CompileCounter, patch: pytest.MonkeyPatch) -> list[int]:
+    return seen_by_step(lambda: graphs.frame_count, patch)
+
+
+SHAPES_KNOWN = (
+    f"{LTD} --pack --curriculum seqlen,rarity --curriculum-start 8,1 --dropout 0.1",
+    f"{LTD} --model bert --micro-batch-size 2 --checkpoint-activations --dtype bf16",
 )
+
+
+@pytest.mark.parametrize("flags", SHAPES_KNOWN)
 def test_every_graph_is_made_before_the_first_step(run, graphs, monkeypatch, capsys, flags):
-    """Also if the compiler keeps fewer by itself, and would run others as they are."""
+    """Also if the compiler keeps fewer by itself, and would run others as they are. Making them
+    leaves no trace: the run is the same without."""
     seen = graphs_by_step(graphs, monkeypatch)
     with torch._dynamo.config.patch(recompile_limit=1):
         ahead = metrics(run(f"{flags} --compile", out="compiled"))
@@ -89,32 +90,20 @@ def test_every_graph_is_made_before_the_first_step(run, graphs, monkeypatch, cap
     assert metrics(run(flags, out="plain")) == ahead
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        f"{LTD} --model bert --nsp --pack --pack-batch rows",
-        "--pseudo --pseudo-layers 2 --pseudo-until 0.5",
-        "--offload --offload-budget 450KB --pack",
-        "--fsdp",
-    ],
+TECHNIQUES = (
+    f"{LTD} --model bert --nsp --pack --pack-batch rows",
+    "--pseudo --pseudo-layers 2 --pseudo-until 0.5",
+    "--offload --offload-budget 450KB --pack",
+    "--fsdp",
 )
-def test_no_technique_breaks_the_graph_of_a_block(run, monkeypatch, flags):
-    torch.compiler.reset()
-    compile_module = nn.Module.compile
-
-    def whole(module, **options):
-        compile_module(module, backend="eager", fullgraph=True, **options)
-
-    monkeypatch.setattr(nn.Module, "compile", whole)
-    try:
-        assert run(f"{flags} --tokens 512 --compile")
-    finally:
-        torch.compiler.reset()
-        if dist.is_initialized():  # by --fsdp, and a command that ends would take it for its own
-            dist.destroy_process_group()
 
 
-def test_a_break_in_the_graph_of_a_block_is_seen(run, monkeypatch):
+@pytest.mark.parametrize("flags", TECHNIQUES)
+def test_no_technique_breaks_the_graph_of_a_block(run, graphs, flags):
+    assert run(f"{flags} --tokens 512 --compile") and graphs.frame_count
+
+
+def test_a_break_in_the_graph_of_a_block_is_seen(run, graphs, monkeypatch):
     attend = model.TokenMeta.attend
 
     def broken(*args):
@@ -123,18 +112,20 @@ def test_a_break_in_the_graph_of_a_block_is_seen(run, monkeypatch):
 
     monkeypatch.setattr(model.TokenMeta, "attend", broken)
     with pytest.raises(torch._dynamo.exc.Unsupported):
-        test_no_technique_breaks_the_graph_of_a_block(run, monkeypatch, "")
+        run("--tokens 512 --compile")
+
+
+def built(flags: str) -> config.Config:
+    return config.build(config.parse(flags.split()))
 
 
 @pytest.mark.parametrize("more", ["", "--ltd-pace root", "--ltd-steps 50"])
 @pytest.mark.parametrize("start", [16, 500])
 def test_the_shapes_are_those_that_the_schedule_goes_through(start, more):
-    flags = f"--size 124M --ltd --ltd-start {start} {more} --tokens 1000000"
-    settings = config.build(config.parse(flags.split()))
+    settings = built(f"--size 124M --ltd --ltd-start {start} {more} --tokens 1000000")
 
     def kept(settings, step, progress):
-        context = StepContext(seed=0, step=step, progress=progress)
-        return ltd.kept_now(settings, context)
+        return ltd.kept_now(settings, StepContext(seed=0, step=step, progress=progress))
 
     first = [kept(shape, 1, 0.0) for shape in config.shapes(settings)]
     met = {kept(settings, 1 + i // 10, i / 1000) for i in range(1000)}
@@ -142,28 +133,21 @@ def test_the_shapes_are_those_that_the_schedule_goes_through(start, more):
     assert {start, 1024} <= set(first)
 
 
-def shapes(flags: str) -> list[config.Config]:
-    return config.shapes(config.build(config.parse(flags.split())))
-
-
 def test_shapes_are_known_of_packed_rows_and_not_of_rows_that_grow():
     for flags in ("--curriculum length", "--curriculum seqlen,rarity"):
-        assert len(shapes(f"{flags} --pack")) == 1
+        assert len(config.shapes(built(f"{flags} --pack"))) == 1
     for flags in ("seqlen", "seqlen-reshape", "rarity --model bert"):
-        assert shapes(f"--curriculum {flags}") == []
+        assert config.shapes(built(f"--curriculum {flags}")) == []
 
 
-@pytest.mark.parametrize(
-    ("flags", "why"),
-    [
-        ("--curriculum seqlen --tokens 1024", "rows grow"),
-        ("--pack --pack-batch documents --tokens 3000", "steps differ in rows"),
-    ],
-)
-def test_rows_that_change_compile_as_they_come_and_that_is_said(
-    run, graphs, capsys, monkeypatch, flags, why
-):
-    assert shapes(flags) == []
+SHAPES_UNKNOWN = {
+    "--curriculum seqlen --tokens 1024": "rows grow",
+    "--pack --pack-batch documents --tokens 3000": "steps differ in rows",
+}
+
+
+@pytest.mark.parametrize(("flags", "why"), SHAPES_UNKNOWN.items())
+def test_rows_that_change_compile_as_they_come(run, graphs, capsys, monkeypatch, flags, why):
     seen = graphs_by_step(graphs, monkeypatch)
     compiled = metrics(run(f"{flags} --compile", out="compiled"))
     assert f"--compile: {why}" in "".join(capsys.readouterr())
@@ -189,7 +173,7 @@ def test_a_batch_of_another_layout_makes_no_graph(run, graphs, monkeypatch):
 
 def test_full_rows_have_the_layout_of_the_others():
     def laid_out(flags, batch):
-        settings = config.build(config.parse(flags.split()))
+        settings = built(flags)
         on = blocks.Choice(settings.run.compile == "on", "")
         return train.laid_out(SimpleNamespace(settings=settings, compiled=on), batch)
 
@@ -203,34 +187,15 @@ def test_full_rows_have_the_layout_of_the_others():
         assert laid_out(flags, batch) is batch
 
 
-def test_the_warm_up_leaves_no_trace_and_without_it_graphs_are_made_in_mid_run(
-    run, graphs, monkeypatch
-):
-    """No gradient, no number drawn from torch's generator, no technique's flag left in place."""
-    before = []
-
-    def look(trainer, step, real=train.Trainer.step):
-        if step.context.step == 1:
-            before.append((torch.random.get_rng_state(), trainer.settings.ltd))
-            assert all(weight.grad is None for weight in trainer.model.parameters())
-            assert trainer.model.training
-        return real(trainer, step)
-
-    monkeypatch.setattr(train.Trainer, "step", look)
-    ahead = metrics(run(f"{LTD} --pack --compile", out="ahead"))
-    torch.compiler.reset()
-    graphs.clear()
+def test_without_the_warm_up_graphs_are_made_in_mid_run(run, graphs, monkeypatch):
     seen = graphs_by_step(graphs, monkeypatch)
     monkeypatch.setattr(train, "compiled_ahead", lambda *_: nullcontext())
-    assert metrics(run(f"{LTD} --pack --compile", out="met")) == ahead
-    (state, ltd_then), (state_without, ltd_without) = before
-    assert state.equal(state_without) and ltd_then == ltd_without
+    run(f"{LTD} --pack --compile")
     assert seen[:2] == [0, 2] and seen[-1] > 2, "layers that drop and those that do not; the rest"
 
 
-def test_a_signal_between_two_shapes_stops_the_run_which_goes_on_the_same(
-    run, graphs, tmp_path, monkeypatch, log_of
-):
+def test_a_signal_between_two_shapes_stops_the_run(run, graphs, tmp_path, monkeypatch, log_of):
+    """Which goes on the same."""
     flags = f"{LTD} --compile"
     real, calls = train.run_once, []
 
@@ -251,23 +216,11 @@ def test_a_signal_between_two_shapes_stops_the_run_which_goes_on_the_same(
 
 def train_and_note_graphs(flags: list[str]) -> int:
     """In a rank: train, and leave how many graphs there were before each step and at the end."""
-    torch.compiler.reset()
-    graphs, seen, compile_module = CompileCounter(), [], nn.Module.compile
-    step = train.Trainer.step
-
-    def counted(*args):
-        seen.append(graphs.frame_count)
-        return step(*args)
-
     with pytest.MonkeyPatch.context() as patch:
-        with_counter = partial(compile_module, backend=graphs)
-        patch.setattr(nn.Module, "compile", lambda module, **more: with_counter(module, **more))
-        patch.setattr(train.Trainer, "step", counted)
+        seen = graphs_by_step(count_graphs(patch), patch)
         status = train.main(flags)
     folder = Path(flags[flags.index("--out") + 1])
-    (folder / f"graphs-{os.environ['RANK']}.json").write_text(
-        json.dumps([*seen, graphs.frame_count])
-    )
+    (folder / f"graphs-{os.environ['RANK']}.json").write_text(json.dumps(seen))
     return status
 
 
@@ -295,16 +248,10 @@ def test_compiled_code_computes_the_same(run, monkeypatch):
     torch.compiler.reset()
     counters = torch._dynamo.utils.counters
     counters.clear()
-    seen, step = [], train.Trainer.step
-
-    def counted(*args):
-        seen.append((counters["stats"]["unique_graphs"], counters["aot_autograd"]["ok"]))
-        return step(*args)
-
     flags = f"{LTD} --pack --tokens 3000 --lr 1e-3"
     plain = losses(run(flags, out="plain"))
-    with monkeypatch.context() as patch:
-        patch.setattr(train.Trainer, "step", counted)
-        coded = losses(run(f"{flags} --compile", out="compiled"))
-    assert set(seen) == {(3, 3)}
+    made = (("stats", "unique_graphs"), ("aot_autograd", "ok"))
+    seen = seen_by_step(lambda: [counters[kind][name] for kind, name in made], monkeypatch)
+    coded = losses(run(f"{flags} --compile", out="compiled"))
+    assert all(counts == [3, 3] for counts in seen)
     assert max(abs(a - b) for a, b in zip(plain, coded, strict=True)) < 1e-4

@@ -10,8 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, contents, names, start_ranks
-from test_kernels_cross_entropy import bytes_taken
+from conftest import ALL_ON, SMALL, bytes_taken, contents, names, needs_triton, start_ranks
 
 import config
 import dry_run
@@ -189,7 +188,7 @@ def test_activations_are_those_that_autograd_keeps():
 
 
 @pytest.mark.parametrize("form", ["float32", "chunked", "triton"])
-def test_what_the_loss_needs_is_what_it_takes(form, monkeypatch, needs_triton):
+def test_what_the_loss_needs_is_what_it_takes(form, monkeypatch):
     """Its chunk of logits, in 16 bits as either form has them, and its gradients; no copy of any
     in the backward pass."""
     half = form != "float32"

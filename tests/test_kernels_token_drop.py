@@ -10,14 +10,17 @@ test_ahead_of_time.py.
 
 import importlib.util
 import itertools
+from functools import partial
+from unittest.mock import Mock
 
 import pytest
 import torch
+from conftest import needs_triton
 
 from kernels import attention_tiles, cross_entropy, token_drop, triton_here
 from kernels.token_drop import gather, merge, reference_gather, reference_scatter, scatter, split
 
-HAS_TRITON = token_drop.triton is not None
+assert_bitwise = partial(torch.testing.assert_close, rtol=0, atol=0)
 DEVICES = ("cpu", pytest.param("cuda", marks=pytest.mark.gpu))
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 SMALL = (2, 63, 6, 20)  # B, T, C, K
@@ -38,20 +41,9 @@ def impl(request, empty_is_full_of_nan):
 
 @pytest.fixture(params=DEVICES)
 def device(request, impl):
-    if impl == "triton" and not HAS_TRITON:
-        pytest.skip("Triton is not installed")
-    if impl == "triton" and request.param == "cpu" and not interpreted():
-        pytest.skip("the kernels are compiled for the GPU of this machine: see the cuda tests")
+    if impl == "triton":
+        needs_triton(request.param, loops=False)
     return request.param
-
-
-def interpreted() -> bool:
-    return not isinstance(token_drop.take_kernel, token_drop.triton.JITFunction)
-
-
-wants_interpreter = pytest.mark.skipif(
-    not HAS_TRITON or not interpreted(), reason="wants Triton's interpreter"
-)
 
 
 def inputs(shape, dtype=torch.float32, device="cpu") -> tuple[torch.Tensor, ...]:
@@ -78,12 +70,6 @@ def layer_by_definition(x: torch.Tensor, kept: torch.Tensor) -> torch.Tensor:
     return reference_scatter(x, kept, block(reference_gather(x, kept)))
 
 
-def assert_bitwise(found, expected) -> None:
-    for one, other in zip(found, expected, strict=True):
-        assert one.dtype == other.dtype and one.shape == other.shape
-        assert one.equal(other)
-
-
 def assert_as_defined(impl: str, x, kept, y, d) -> None:
     """Each operation and all of its gradients, and that no input was changed."""
     before = [t.detach().clone() for t in (x, kept, y, d)]
@@ -95,11 +81,10 @@ def assert_as_defined(impl: str, x, kept, y, d) -> None:
     )
     for found, expected, leaves, above in cases:
         assert found.is_contiguous()
-        assert_bitwise([found], [expected])
-        assert_bitwise(
-            torch.autograd.grad(found, leaves, above), torch.autograd.grad(expected, leaves, above)
-        )
-    assert_bitwise((x, kept, y, d), before)
+        assert_bitwise(found, expected)
+        gradients = [torch.autograd.grad(out, leaves, above) for out in (found, expected)]
+        assert_bitwise(*gradients)
+    assert_bitwise([x, kept, y, d], before)
 
 
 @pytest.mark.parametrize(("shape", "dtype"), SHAPES)
@@ -136,44 +121,32 @@ def test_worked_by_hand(impl, device):
     kept = torch.tensor([[1, 3]], device=device)
     kept_states, rest = split(x, kept, impl)
     out = merge(rest, kept, 10 * kept_states, impl)
+    (dx,) = torch.autograd.grad(out, x, x.detach())
     assert kept_states.flatten().tolist() == gather(x, kept, impl).flatten().tolist() == [2, 4]
-    assert rest.equal(x) and out.flatten().tolist() == [1, 20, 3, 40]
-    (dx,) = torch.autograd.grad(out, x, torch.tensor([[[1.0], [2.0], [3.0], [4.0]]], device=device))
-    assert dx.flatten().tolist() == [1, 20, 3, 40]
+    assert rest.equal(x) and out.flatten().tolist() == dx.flatten().tolist() == [1, 20, 3, 40]
 
 
-def test_gradients_are_exact_where_x_and_its_parts_have_other_uses(impl, device):
-    """A merge, x itself and each part in one loss. In float64, against torch.where."""
-    x, kept, _, d = inputs(SMALL, torch.float64, device)
+def test_gradients_are_exact_whichever_parts_are_used(impl, device):
+    """x, a merge and each part of a split, alone and all in one loss. In float64, by torch.where"""
+    x, kept, y, d = inputs(SMALL, torch.float64, device)
+    is_kept = reference_scatter(torch.zeros_like(x), kept, torch.ones_like(y)).bool()
     kept_states, rest = split(x, kept, impl)
-    found = ((merge(rest, kept, block(kept_states), impl) + 2 * x + rest.cos()) * d).sum()
-    found = found + kept_states.sin().sum()
-
-    is_kept = torch.zeros(x.shape[:2], dtype=torch.bool, device=device).scatter(1, kept, True)
-    is_kept = is_kept[:, :, None]
     alone = torch.where(is_kept, x.detach(), x)  # x without a gradient in its kept rows
-    expected = ((torch.where(is_kept, block(x), x) + 2 * x + alone.cos()) * d).sum()
-    expected = expected + torch.where(is_kept, x.sin(), 0).sum()
-
-    torch.testing.assert_close(found, expected)
-    (dx,), (truth,) = (torch.autograd.grad(loss, x) for loss in (found, expected))
-    torch.testing.assert_close(dx, truth, rtol=1e-12, atol=1e-12)
-
-
-def test_either_part_of_a_split_may_be_left_unused(impl, device):
-    x, kept, y, d = inputs(SMALL, device=device)
-    above = d[:, : kept.shape[1]]
-    of_dropped = reference_scatter(d, kept, torch.zeros_like(y))
-    kept_states, rest = split(x, kept, impl)
-    (dx,) = torch.autograd.grad(kept_states, x, above, retain_graph=True)
-    assert dx.equal(reference_scatter(torch.zeros_like(x), kept, above))
-    assert torch.autograd.grad(rest, x, d)[0].equal(of_dropped)
-
-    merged = merge(split(x, kept, impl)[1], kept, y, impl)
-    dx, dy = torch.autograd.grad(merged, (x, y), d)
-    assert dx.equal(of_dropped) and dy.equal(reference_gather(d, kept))
-    merged = merge(split(x, kept, impl)[1], kept, y.detach(), impl)
-    assert torch.autograd.grad(merged, x, d)[0].equal(of_dropped)
+    spread = reference_scatter(torch.zeros_like(x), kept, y)
+    losses = [  # and by the definition
+        (merge(rest, kept, block(kept_states), impl) * d, torch.where(is_kept, block(x), x) * d),
+        (merge(rest, kept, y, impl) * d, torch.where(is_kept, spread, x) * d),
+        (merge(rest, kept, y.detach(), impl) * d, torch.where(is_kept, spread.detach(), x) * d),
+        (kept_states.sin(), torch.where(is_kept, x.sin(), 0)),
+        (rest.cos(), alone.cos()),
+        (x * x, x * x),
+    ]
+    losses = [(found.sum(), expected.sum()) for found, expected in losses]
+    losses.append(tuple(map(sum, zip(*losses, strict=True))))
+    grad = partial(torch.autograd.grad, inputs=(x, y), retain_graph=True, materialize_grads=True)
+    for found, expected in losses:
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(grad(found), grad(expected), rtol=1e-12, atol=1e-12)
 
 
 def test_x_and_rest_share_memory_and_changing_either_before_the_merge_is_an_error(impl, device):
@@ -194,7 +167,7 @@ def test_kept_states_and_the_merged_may_be_changed_in_place(impl, device):
     out = merge(rest, kept, kept_states.mul_(2), impl).mul_(3)
     x.add_(1)  # after the merge nothing needs it
     expected = 3 * reference_scatter(leaf, kept, 2 * reference_gather(leaf, kept))
-    assert_bitwise([out], [expected])
+    assert_bitwise(out, expected)
     assert_bitwise(torch.autograd.grad(out, leaf, d), torch.autograd.grad(expected, leaf, d))
 
 
@@ -212,17 +185,13 @@ def test_gradients_and_their_gradients_pass_the_numerical_check():
 
 def test_a_layer_moves_its_states_once_each_way(impl, device, monkeypatch):
     x, kept, _, d = inputs(SMALL, device=device)
-    moves = []
-
-    def counted(name, move):
-        return lambda *args: moves.append(name) or move(*args)
-
-    for name in ("take", "place"):
-        monkeypatch.setattr(token_drop, name, counted(name, getattr(token_drop, name)))
+    take, place = Mock(wraps=token_drop.take), Mock(wraps=token_drop.place)
+    monkeypatch.setattr(token_drop, "take", take)
+    monkeypatch.setattr(token_drop, "place", place)
     out = layer(x, kept, impl)
-    assert moves == ["take", "place"]
+    assert take.call_count == place.call_count == 1
     torch.autograd.grad(out, x, d)
-    assert moves == ["take", "place", "take", "place"]
+    assert take.call_count == place.call_count == 2
 
 
 MISTAKES = {  # (the right output of place, its arguments) -> a wrong one
@@ -262,29 +231,29 @@ def test_these_tests_see_a_row_that_is_never_written(monkeypatch, device, impl):
         assert_as_defined(impl, *args)
 
 
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"impl": "cuda"}, "impl 'cuda' is unknown"),
-        ({"x": torch.zeros(5, 2)}, r"must be \(B, T, C\) and \(B, K\)"),
-        ({"kept": torch.zeros(3, 2).long()}, r"must be \(B, T, C\)"),
-        ({"kept": torch.zeros(2, 2).int()}, "are torch.int64"),
-        ({"kept": torch.zeros(2, 0).long()}, "K = 0 of T = 5"),
-        ({"kept": torch.zeros(2, 6).long()}, "K = 6 of T = 5"),
-        ({"y": torch.zeros(2, 3, 4)}, r"y \(2, 3, 4\) .* must be \(2, 2, 4\)"),
-        ({"y": torch.zeros(2, 2, 4).half()}, "float16 must be .*float32"),
-    ],
-)
-def test_what_does_not_fit_is_refused(changed, message):
+REFUSED = {
+    "impl 'cuda' is unknown": {"impl": "cuda"},
+    r"must be \(B, T, C\) and \(B, K\)": {"x": torch.zeros(5, 2)},
+    r"kept \(3, 2\) must be \(B, T, C\)": {"kept": torch.zeros(3, 2).long()},
+    "are torch.int64": {"kept": torch.zeros(2, 2).int()},
+    "K = 0 of T = 5": {"kept": torch.zeros(2, 0).long()},
+    "K = 6 of T = 5": {"kept": torch.zeros(2, 6).long()},
+    r"y \(2, 3, 4\) .* must be \(2, 2, 4\)": {"y": torch.zeros(2, 3, 4)},
+    "float16 must be .*float32": {"y": torch.zeros(2, 2, 4).half()},
+}
+
+
+@pytest.mark.parametrize(("message", "changed"), REFUSED.items())
+def test_what_does_not_fit_is_refused(message, changed):
     x, kept = torch.zeros(2, 5, 4), torch.tensor([[0, 1], [0, 4]])
     args = {"x": x, "kept": kept, "y": torch.zeros(2, 2, 4), "impl": "torch"} | changed
     x, kept, y, impl = args.values()
-    calls = [lambda: scatter(x, kept, y, impl), lambda: merge(x, kept, y, impl)]
+    calls = [partial(scatter, x, kept, y), partial(merge, x, kept, y)]
     if "y" not in changed:
-        calls += [lambda: gather(x, kept, impl), lambda: split(x, kept, impl)]
+        calls += [partial(gather, x, kept), partial(split, x, kept)]
     for call in calls:
         with pytest.raises(ValueError, match=message):
-            call()
+            call(impl=impl)
 
 
 @pytest.mark.parametrize("device", DEVICES)
@@ -297,11 +266,10 @@ def test_auto_is_triton_for_cuda_tensors(device):
 @pytest.mark.parametrize("kernels", [attention_tiles, cross_entropy, token_drop])
 def test_kernels_are_refused_where_they_cannot_run(monkeypatch, kernels):
     """Compiled, on CPU tensors; and without Triton, where a file is imported all the same."""
-    if HAS_TRITON:
-        with monkeypatch.context() as patch:
-            patch.setattr(triton_here.triton, "JITFunction", object)  # as if compiled
-            with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-                kernels.check_asked("cpu", "torch")
+    if triton_here.triton is not None:
+        monkeypatch.setattr(triton_here.triton, "JITFunction", object)  # as if compiled
+        with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
+            kernels.check_asked("cpu", "torch")
     monkeypatch.setattr(triton_here, "triton", None)
     spec = importlib.util.spec_from_file_location("without_triton", kernels.__file__)
     module = importlib.util.module_from_spec(spec)
@@ -314,41 +282,26 @@ def test_kernels_are_refused_where_they_cannot_run(monkeypatch, kernels):
         assert module.gather(x, kept).equal(reference_gather(x, kept))
 
 
-@pytest.mark.parametrize("impl", ["torch", pytest.param("triton", marks=wants_interpreter)])
+@pytest.mark.parametrize("impl", ["torch", "triton"])
 def test_torch_compile_takes_a_layer_whole(impl):
+    if impl == "triton":
+        needs_triton(loops=False)
     x, kept, _, d = inputs(SMALL)
     torch.compiler.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)
     found, expected = compiled(x, kept, impl), layer(x, kept, impl)
-    assert_bitwise([found], [expected])
+    assert_bitwise(found, expected)
     assert_bitwise(torch.autograd.grad(found, x, d), torch.autograd.grad(expected, x, d))
 
 
-@wants_interpreter
 def test_the_operators_are_what_they_tell_the_compiler():
+    needs_triton(loops=False)
     x, kept, y, _ = (t.detach() for t in inputs(SMALL, torch.bfloat16))
     tests = ("test_schema", "test_faketensor")
     torch.library.opcheck(token_drop.take_op, (x.mT.contiguous().mT, kept), test_utils=tests)
     for sources in ((x, y), (x, None), (None, y)):
         args = (sources[0], kept, sources[1], x.shape[1])
         torch.library.opcheck(token_drop.place_op, args, test_utils=tests)
-
-
-def test_one_code_searches_among_any_number_of_kept_tokens(monkeypatch):
-    """The steps of the search are an argument: K decides none of a kernel's constants."""
-    calls = []
-
-    class Kernel:
-        def __getitem__(self, grid):
-            return lambda *args, **constants: calls.append((args, constants))
-
-    monkeypatch.setattr(token_drop, "place_kernel", Kernel())
-    for K in range(1, 66):
-        x, kept, y, _ = inputs((1, 70, 8, K))
-        token_drop.place_by_triton(x.detach(), kept, y.detach(), 70)
-        reach = calls[-1][0][7]
-        assert reach == max((2**i for i in range(7) if 2**i < K), default=0)
-    assert all(constants == calls[0][1] for _, constants in calls)
 
 
 @pytest.mark.gpu

@@ -6,22 +6,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from model import Transformer, TransformerConfig
-from support.step.optim import (
-    SCHEDULES,
-    LossScale,
-    OptimConfig,
-    Optimizers,
-    lr_at,
-    split_parameters,
-    state_bytes,
-)
+from support.step import optim
+from support.step.optim import LossScale, OptimConfig, Optimizers, lr_at, split_parameters
 
 
 def lr(t, schedule="cosine", floor=0.0, warmup=10):
-    optim = OptimConfig(
-        tokens=110, lr=1.0, min_lr=floor, schedule=schedule, warmup_tokens=warmup, decay_share=0.2
-    )
-    return lr_at(optim, t)
+    more = {"schedule": schedule, "warmup_tokens": warmup, "decay_share": 0.2}
+    return lr_at(OptimConfig(tokens=110, lr=1.0, min_lr=floor, **more), t)
 
 
 def test_worked_examples():
@@ -35,7 +26,7 @@ def test_worked_examples():
     assert lr(0, warmup=0) == 1
 
 
-@given(st.integers(0, 200), st.sampled_from(SCHEDULES), st.floats(0, 1))
+@given(st.integers(0, 200), st.sampled_from(optim.SCHEDULES), st.floats(0, 1))
 def test_stays_between_floor_and_peak_and_falls_after_warmup(t, schedule, floor):
     now, later = lr(t, schedule, floor=floor), lr(t + 1, schedule, floor=floor)
     assert 0 <= now <= 1 + 1e-12
@@ -61,19 +52,7 @@ def test_every_parameter_is_moved_once():
         assert all(p.ndim == 1 for p in parts.plain)
         assert len(parts.matrices) == (9 if muon else 0)  # 3 matrices in each of 3 blocks
         assert len(parts.fused) == (3 if muon else 0)  # and one that is three
-
-
-@pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_bytes_of_the_state_are_counted_as_they_come(kind):
-    m = model()
-    optimizers = optimizers_of(m, kind)
-    advance(m, optimizers, range(1))
-    state = optimizers.state_dict()["state"].values()
-    moments = sum(t.nbytes for kept in state for t in kept.values() if t.ndim)
-    weights = sum(p.nbytes for p in m.parameters())
-    wanted = {"weights": weights, "gradients": weights, "optimizer": moments}
-    assert state_bytes(dict(m.named_parameters()), kind == "muon") == optimizers.memory() == wanted
-    halves = state_bytes({"h.0.a": torch.zeros(5, 3), "b": torch.zeros(1)}, True, shards=2)
+    halves = optim.state_bytes({"h.0.a": torch.zeros(5, 3), "b": torch.zeros(1)}, True, shards=2)
     assert halves == {"weights": 40, "gradients": 40, "optimizer": 3 * 12 + 2 * 4}
 
 
@@ -87,7 +66,7 @@ def advance(m, optimizers, steps):
 
 
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
-def test_state_goes_on_bitwise_by_name(kind):
+def test_state_goes_on_bitwise_by_name_and_its_bytes_are_known(kind):
     """Whatever the order of the parameters; one that a state does not name begins anew."""
     straight, stopped, resumed = model(), model(), model()
     advance(straight, optimizers_of(straight, kind), range(6))
@@ -95,8 +74,12 @@ def test_state_goes_on_bitwise_by_name(kind):
     advance(stopped, optimizers, range(3))
     resumed.load_state_dict(stopped.state_dict())
     backwards = Optimizers(dict(reversed(list(resumed.named_parameters()))), kind, 0.1, (0.9, 0.95))
-    saved = optimizers.state_dict()
-    assert saved["state"].keys() == dict(stopped.named_parameters()).keys()
+    saved, named = optimizers.state_dict(), dict(stopped.named_parameters())
+    assert saved["state"].keys() == named.keys()
+    moments = sum(t.nbytes for kept in saved["state"].values() for t in kept.values() if t.ndim)
+    weights = sum(p.nbytes for p in named.values())
+    wanted = {"weights": weights, "gradients": weights, "optimizer": moments}
+    assert optim.state_bytes(named, kind == "muon") == optimizers.memory() == wanted
     backwards.load_state_dict(saved)
     advance(resumed, backwards, range(3, 6))
     for wanted, parameter in zip(straight.parameters(), resumed.parameters(), strict=True):
@@ -133,11 +116,7 @@ def test_decay_touches_matrices_alone():
 
 @pytest.mark.parametrize(
     ("overflowed", "kind", "clip"),
-    [
-        ("wte.weight", "muon", 0.0),
-        ("h.1.mlp.c_fc.weight", "muon", 1.0),
-        ("ln_f.bias", "adamw", 1.0),
-    ],
+    [("wte.weight", "muon", 0), ("h.1.mlp.c_fc.weight", "muon", 1), ("ln_f.bias", "adamw", 1)],
 )
 def test_one_overflow_skips_one_step_of_every_parameter(kind, clip, overflowed):
     m = model()

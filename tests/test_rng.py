@@ -59,15 +59,14 @@ def test_passes_and_seeds_differ_and_the_order_is_spread():
     n = 4096
     first, second = shuffled(np.arange(n), n, 1), shuffled(np.arange(n, 2 * n), n, 1)
     other = shuffled(np.arange(n), n, 2)
-    for a, b in ((first, second), (first, other), (first, np.arange(n))):
-        assert (a == b).sum() < 10, "a random permutation agrees in about one place"
+    for unlike in (second, other, np.arange(n)):
+        assert (first == unlike).sum() < 10, "a random permutation agrees in about one place"
     assert abs(np.corrcoef(first, np.arange(n))[0, 1]) < 0.06  # 4 standard deviations
     steps = np.abs(np.diff(first))
     assert abs(steps.mean() / n - 1 / 3) < 0.02  # mean distance of two uniform draws
 
 
 def test_order_is_known_without_replaying():
-    n = 10**12
-    assert shuffled(np.array([5 * 10**12 + 3]), n, 0)[0] < n
+    assert shuffled(np.array([5 * 10**12 + 3]), 10**12, 0)[0] < 10**12
     whole = shuffled(np.arange(1000), 777, 3)
     assert (shuffled(np.arange(400, 500), 777, 3) == whole[400:500]).all()
