@@ -58,15 +58,16 @@ def small(monkeypatch):
     monkeypatch.setattr(ranking.merged, "__defaults__", (10,))
 
 
+def noted(calls, real, *args, **options):
+    """Call a function, and note its last argument."""
+    calls.append(args[-1])
+    return real(*args, **options)
+
+
 def counted(monkeypatch, name):
     """The shards that `sum_shard` or `sort_shard` gets."""
-    real, shards = getattr(analyze, name), []
-
-    def noted(*args):
-        shards.append(args[-1])
-        return real(*args)
-
-    monkeypatch.setattr(analyze, name, noted)
+    shards = []
+    monkeypatch.setattr(analyze, name, partial(noted, shards, getattr(analyze, name)))
     return shards
 
 
@@ -155,10 +156,10 @@ def test_workers_do_not_matter(store, tmp_path, small):
         analyzed(tmp_path / "bad", opener(store), [bad], workers=2)
 
 
-def command_by_rank(rank, port, argv):
+def command_by_rank(argv, port, rank):
     """With the environment that torchrun gives it; returns what it prints, or its error."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             analyze.main(argv)
@@ -170,11 +171,11 @@ def command_by_rank(rank, port, argv):
 
 
 def on_two_ranks(argv):
+    """In processes that are forked: they have this one's small shards."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+        port = str(server.getsockname()[1])
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        ranks = [pool.submit(command_by_rank, rank, port, argv) for rank in range(2)]
-        return [rank.result(timeout=60) for rank in ranks]
+        return list(pool.map(partial(command_by_rank, argv, port), range(2), timeout=60))
 
 
 @pytest.mark.dist
@@ -246,14 +247,14 @@ def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, s
                 opened(folder, opener(store), metric)
         unnamed = [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
         assert bool(unnamed) == ("shard" not in name), "what was being written"
-        done = []
-        for kind in ("total", "run"):
-            files = sorted(folder.glob(f".rarity.*/{kind}-*.npy"))
-            done.append(len(files))
-            if name == "split":  # a power failure may keep a name and lose what it names
-                for file, size in zip(files, (0, 100, files[2].stat().st_size - 1), strict=False):
-                    os.truncate(file, size)
-                done[-1] -= 3
+        left = [sorted(folder.glob(f".rarity.*/{kind}-*.npy")) for kind in ("total", "run")]
+        done = [len(files) for files in left]
+        if name == "split":  # a power failure may keep a name and lose what it names
+            done = [count - 3 for count in done]
+            for empty, short, cut in (files[:3] for files in left):
+                os.truncate(empty, 0)
+                os.truncate(short, 100)
+                os.truncate(cut, cut.stat().st_size - 1)
         with monkeypatch.context() as patch:
             again = [counted(patch, name) for name in ("sum_shard", "sort_shard")]
             assert analyzed(folder, opener(store), NAMES) == whole, "also nothing else is left"
@@ -326,14 +327,13 @@ def test_ready_makes_once_what_a_small_store_lacks(store, monkeypatch, capsys):
     samples = opener(store)()
     monkeypatch.setattr(analyze, "SMALL", samples.store.train_tokens)  # not a token too many
     summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
-    first = analyze.ready(samples, ["seqlen", "rarity"], None, ONE)
+    assert list(analyze.ready(samples, ["seqlen", "rarity"], None, ONE)) == ["rarity"]
     folder = store / "curriculum" / "pieces-8"
     assert f"analyzing {store} by rarity, once: index in {folder}" in capsys.readouterr().out
     before = contents(folder)
-    again = analyze.ready(samples, ["rarity"], None, ONE)
+    assert list(analyze.ready(samples, ["rarity"], None, ONE)) == ["rarity"]
     assert not capsys.readouterr().out and len(measured) == 1
-    both = analyze.ready(samples, NAMES, None, ONE)
-    assert [list(ready) for ready in (first, again, both)] == [["rarity"], ["rarity"], NAMES]
+    assert list(analyze.ready(samples, NAMES, None, ONE)) == NAMES
     assert (len(summed), len(measured)) == (1, 2), "length needs no sum, and rarity nothing"
     assert before.items() < contents(folder).items()
 
@@ -356,29 +356,26 @@ def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch):
 # ---- command
 
 
-def test_command_prints_percentiles(tmp_path, capsys):
+def test_command_prints_percentiles_and_plots_a_figure_a_metric(tmp_path, capsys):
     """Of samples of 1 to 100 tokens, the longest first: n - 1 times token 0, then end-of-text."""
     store = write_store(tmp_path / "hundred", [[0] * n for n in reversed(range(100))])
     before = contents(store)
     flags = f"--metric rarity,length --seq-len 128 --workers 1 --out {tmp_path / 'out'}"
-    analyze.main([str(store), *flags.split()])
+    analyze.main([str(store), *flags.split(), "--plot", f"{tmp_path}/a.svg"])
     assert contents(store) == before, "written where it is told"
-    first, *table = capsys.readouterr().out.splitlines()
-    folder = tmp_path / "out" / "pieces-128"
-    assert first == f"100 samples of at most 128 tokens; index: {folder}"
-    head, rarity, length = (line.split() for line in table)
+    _, head, rarity, length, *_ = (line.split() for line in capsys.readouterr().out.splitlines())
     assert head == ["percentile", *map(str, analyze.PERCENTS)]
     assert length == ["length", *map(str, (1, *analyze.PERCENTS[1:]))]
     total = 99 * 100 / 2 + 100 + 8  # of token 0, of end-of-text, and eight never seen
     text, end = -math.log(4950 / total), -math.log(100 / total)
     expected = [(n - 1) * text + end for n in map(int, length[1:])]
     assert [float(value) for value in rarity[1:]] == pytest.approx(expected, rel=1e-5)
-
-
-def test_command_plots_a_figure_a_metric_and_prints_examples(store_dir, tmp_path, capsys):
-    flags = f"--metric rarity,length --workers 1 --out {tmp_path} --plot {tmp_path}/a.svg"
-    analyze.main([str(store_dir), *flags.split(), "--examples"])
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["a-length.svg", "a-rarity.svg"]
+
+
+def test_command_prints_examples(store_dir, tmp_path, capsys):
+    flags = f"--metric rarity --workers 1 --out {tmp_path} --examples"
+    analyze.main([str(store_dir), *flags.split()])
     out = capsys.readouterr().out
     assert out.index("easiest percent by rarity, ") < out.index("hardest percent by rarity, ")
 
@@ -415,17 +412,12 @@ def pid_and_square(n):
 @pytest.mark.dist
 def test_in_no_more_processes_than_it_takes(monkeypatch):
     started = []
-
-    def recorded(number, **options):
-        started.append(number)
-        return ProcessPoolExecutor(number, **options)
-
-    monkeypatch.setattr(analyze, "ProcessPoolExecutor", recorded)
+    pool = partial(noted, started, ProcessPoolExecutor)
+    monkeypatch.setattr(analyze, "ProcessPoolExecutor", pool)
     for items, workers in (([3, 1, 2], 1), ([3], 8), ([3, 1, 2], 100_000)):
         results = list(analyze.in_processes(pid_and_square, items, workers))
         assert [(item, square) for item, (_, square) in results] == [(n, n * n) for n in items]
-        pids = {pid for _, (pid, _) in results}
-        assert (os.getpid() in pids) == (workers < 100_000)
+        assert (os.getpid() in {pid for _, (pid, _) in results}) == (workers < 100_000)
     assert started == [3]
 
 
@@ -455,23 +447,19 @@ def running(file):
 def test_workers_end_with_the_process_that_is_killed(tmp_path):
     """Otherwise they would wait forever, and with them what they inherited, such as a lock."""
 
-    def start():
-        list(analyze.in_processes(sleep_in, [tmp_path, tmp_path], 2))
+    def wait_for(workers):
+        while sum(map(running, tmp_path.iterdir())) != workers:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
-    def running_workers():
-        return sum(map(running, tmp_path.iterdir()))
-
-    parent = get_context("fork").Process(target=start)
+    work = partial(analyze.in_processes, sleep_in, [tmp_path, tmp_path], 2)
+    parent = get_context("fork").Process(target=lambda: list(work()))
     parent.start()
     deadline = time.monotonic() + 20
     try:
-        while running_workers() < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(2)
         parent.kill()
-        while running_workers():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(0)
     finally:
         for worker in filter(running, tmp_path.iterdir()):
             os.kill(int(worker.name), signal.SIGKILL)
