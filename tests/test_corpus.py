@@ -1,9 +1,9 @@
 """What is held out: by the hash of a document, or the end of a text that has no documents."""
 
-import json
 from pathlib import Path
 
 import pytest
+from conftest import write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -14,11 +14,6 @@ def sides(path: Path, *options, **more) -> tuple[list[str], list[str]]:
     """Training texts and held-out texts."""
     parts = list(Corpus([path], *options, **more).parts())
     return [p.text for p in parts if not p.held_out], [p.text for p in parts if p.held_out]
-
-
-def write_lines(path: Path, texts: list[str]) -> Path:
-    path.write_text("".join(json.dumps({"text": text}) + "\n" for text in texts))
-    return path
 
 
 # --- by the hash
@@ -37,17 +32,19 @@ def test_a_document_is_held_out_by_its_id_or_else_by_its_text():
 
 def test_a_line_added_on_top_moves_no_document_to_the_other_side(tmp_path):
     texts = [f"document {number}" for number in range(200)]
-    before = sides(write_lines(tmp_path / "a.jsonl", texts))
-    after = sides(write_lines(tmp_path / "b.jsonl", ["a new one", *texts]))
+    lines = [{"text": text} for text in ("a new one", *texts)]
+    before = sides(write_lines(tmp_path / "a.jsonl", lines[1:]))
+    after = sides(write_lines(tmp_path / "b.jsonl", lines))
     assert len(before[1]) > 3
     assert set(before[0]) < {*after[0], *after[1]} and set(before[1]) <= set(after[1])
     assert {*after[0], *after[1]} - {*before[0], *before[1]} == {"a new one"}
 
 
 def test_of_many_documents_only_some_are_read_to_find_the_rule(tmp_path):
-    source = write_lines(tmp_path / "a.jsonl", [f"document {i}" for i in range(1000)])
-    source.write_text(source.read_text() + "nonsense")
-    corpus = Corpus([source])  # reads until both sides have a text, long before the end
+    lines = [{"text": f"document {i}"} for i in range(1000)]
+    corpus = Corpus(
+        [write_lines(tmp_path / "a.jsonl", [*lines, "nonsense"])]
+    )  # reads until both sides have a text, long before the end
     with pytest.raises(ValueError, match=r"a\.jsonl:1001: "):
         list(corpus.parts())
 
@@ -78,10 +75,7 @@ def test_a_single_text_holds_out_its_end_cut_at_a_line(tmp_path):
         assert sides(path, 1) == ([], [text])
 
 
-@given(
-    st.lists(st.text("ab \n", max_size=40), max_size=6),
-    st.integers(2, 30),
-)
+@given(st.lists(st.text("ab \n", max_size=40), max_size=6), st.integers(2, 30))
 def test_the_tail_of_any_documents_is_all_text_in_order_and_on_both_sides(texts, holdout):
     characters = sum(map(len, texts))
     if characters < 2:
@@ -109,7 +103,7 @@ def test_a_few_documents_hold_out_the_last_ones(tmp_path):
     texts = [letter * 99 + "\n" for letter in "abcdefghij"]
     names = [i for i in map(str, range(100)) if not is_held_out(Document(i, ""), 5)]
     lines = [{"id": i, "text": text} for i, text in zip(names, texts, strict=False)]
-    (tmp_path / "a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    write_lines(tmp_path / "a.jsonl", lines)
     assert sides(tmp_path / "a.jsonl", 5) == (texts[:8], texts[8:])
 
 

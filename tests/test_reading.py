@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import TINY
 
 import prepare
 from support.base.runtime import one_line
@@ -21,8 +22,6 @@ try:
     import zstandard
 except ImportError:  # an extra
     zstandard = None
-
-TINY = Path(__file__).resolve().parents[1] / "corpus" / "pd-tiny.jsonl.gz"
 
 
 def read(*paths, **options):
@@ -81,6 +80,7 @@ BAD_INPUTS = [
     ("x.jsonl", GOOD + b'{"id": "\\ud83d", "text": ""}', ":2"),  # half of a surrogate pair
     ("x.jsonl", b"[" * 200_000, ":1"),
     ("x.jsonl.gz", PACKED[:-8] + bytes(8), ":2001"),  # a checksum that fails
+    ("x.jsonl.gz", PACKED[:-20], r":\d+"),
     ("x.jsonl.gz", GOOD, ":1"),
     ("x.txt", b"abc\xff", ""),
 ]
@@ -96,19 +96,10 @@ if zstandard:
 @pytest.mark.parametrize(("name", "content", "line"), BAD_INPUTS)
 def test_bad_input_is_one_line_that_names_the_file_and_its_line(tmp_path, name, content, line):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"^{tmp_path / name}{line}: .*$"):
-        read(tmp_path / name)
-
-
-def test_the_line_at_which_a_compressed_file_is_truncated(tmp_path):
-    rows = [b'{"text": "%d"}\n' % random.Random(i).getrandbits(4000) for i in range(1000)]
-    path = tmp_path / "x.jsonl.gz"
-    path.write_bytes(gzip.compress(b"".join(rows))[:-1000])
     documents = []
-    with pytest.raises(ValueError, match="ended before") as caught:
-        documents.extend(Corpus([path], 0).documents())
-    assert len(documents) > 900
-    assert str(caught.value).startswith(f"{path}:{len(documents) + 1}: ")
+    with pytest.raises(ValueError, match=f"^{tmp_path / name}{line}: .*$") as refused:
+        documents.extend(Corpus([tmp_path / name], 0).documents())
+    assert not line or f":{len(documents) + 1}: " in str(refused.value)
 
 
 def test_missing_input_is_named_before_anything_is_read(tmp_path):
@@ -205,9 +196,7 @@ def test_cutting_is_refused_unless_there_is_plain_text(tmp_path):
 # --- the bar
 
 
-def test_a_terminal_shows_how_far_both_passes_are_and_a_clock_that_goes_on(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_terminal_shows_both_passes_and_a_clock_that_goes_on(tmp_path, monkeypatch, capsys):
     source = tmp_path / "in.txt"
     source.write_text("some words of text\n" * 50_000)
     bytes_only = tokenizer.get_encoding("bytes")
@@ -220,10 +209,8 @@ def test_a_terminal_shows_how_far_both_passes_are_and_a_clock_that_goes_on(
     encode = prepare.encode
     monkeypatch.setattr(prepare, "encode", lambda *args: time.sleep(0.1) or encode(*args))
     prepare.prepare([source], tmp_path / "store", bytes_only, "bytes")
-    for title in ("what to hold out", "encoding"):
-        assert re.search(rf"{title}: +\d+%.*\d+k/950k", shown.getvalue()), title
-    assert shown.getvalue().count("encoding: ") >= 5
-    assert "B/s" in shown.getvalue() and "documents]" in shown.getvalue()
+    for title, least in (("what to hold out", 1), ("encoding", 5)):
+        assert len(re.findall(rf"{title}: +\d+%.*?\d+k/950k", shown.getvalue())) >= least
 
 
 def test_a_bar_moves_as_parts_of_a_text_and_documents_are_handed_out(tmp_path, monkeypatch):
