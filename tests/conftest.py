@@ -193,8 +193,9 @@ def write_lines(path: Path, lines: list) -> Path:
 def widened(model: torch.nn.Module) -> torch.nn.Module:
     """With weights so wide that a wrong mask or position shows, in every entry."""
     torch.manual_seed(0)
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, 0.1, 0.2)
+    for name, weight in model.named_parameters():
+        is_norm_scale = "ln" in name and name.endswith("weight")
+        torch.nn.init.normal_(weight, mean=1.0 if is_norm_scale else 0.0, std=0.2)
     return model
 
 

@@ -42,9 +42,8 @@ def test_a_line_added_on_top_moves_no_document_to_the_other_side(tmp_path):
 
 def test_of_many_documents_only_some_are_read_to_find_the_rule(tmp_path):
     lines = [{"text": f"document {i}"} for i in range(1000)]
-    corpus = Corpus(
-        [write_lines(tmp_path / "a.jsonl", [*lines, "nonsense"])]
-    )  # reads until both sides have a text, long before the end
+    source = write_lines(tmp_path / "a.jsonl", [*lines, "nonsense"])
+    corpus = Corpus([source])  # reads until both sides have a text, long before the end
     with pytest.raises(ValueError, match=r"a\.jsonl:1001: "):
         list(corpus.parts())
 

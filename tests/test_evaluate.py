@@ -13,16 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import (
-    SMALL,
-    TINY,
-    evaluate_into_file,
-    read_log,
-    refusal,
-    start_ranks,
-    widened,
-    write_lines,
-)
+from conftest import SMALL, evaluate_into_file, read_log, refusal, start_ranks, widened, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_stores import ONE
@@ -120,8 +111,9 @@ def said(run_of, capsys, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
 
     def ask(flags: str = "", kind: str = "gpt") -> list[str]:
+        argv = [str(run_of(kind)), *CPU, *flags.split()]
         capsys.readouterr()
-        evaluate.main([str(run_of(kind)), *CPU, *flags.split()])
+        evaluate.main(argv)
         return capsys.readouterr().out.splitlines()
 
     return ask
@@ -474,7 +466,7 @@ def test_two_processes_find_what_one_finds(run_of, sourced, tmp_path, monkeypatc
     assert {path: path.read_bytes() for path in run_of("bert").iterdir()} == before
 
 
-def test_groups_stores_and_json(said, sourced, tmp_path):
+def test_groups_stores_and_json(said, sourced, store_dir):
     """By source and length; and several stores are evaluated one by one."""
     data = f"--data {sourced} --split all"
     plain, both = said(data), said(f"{data} --by source,length")
@@ -486,11 +478,10 @@ def test_groups_stores_and_json(said, sourced, tmp_path):
     assert [group["documents"] for group in slid["groups_by_length"]] == [1, 1, 1]
     assert f"{by_source['val_bpb']:.4f} bits per byte" in plain[0]
     assert by_source["by_source"]["b"] == by_source["groups_by_source"][1]["bpb"]
-    prepare([TINY], tmp_path / "other", BYTES, "bytes", 10)
-    mixture = f"{sourced}=0.75,other=0.25"
+    mixture = f"{sourced}=0.75,{store_dir}=0.25"
     results = [
         json.loads(said(f"--json --tokens 2K --data {data}")[0])["val_bpb"]
-        for data in (mixture, sourced, f"other --tokens {int(2000 * 0.375)}")
+        for data in (mixture, sourced, f"{store_dir} --tokens {int(2000 * 0.375)}")
     ]
     assert results[0] == pytest.approx(0.75 * results[1] + 0.25 * results[2])
     for flags in (f"--data {mixture} --by length", f"--data {mixture} --by-document out.jsonl"):

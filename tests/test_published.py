@@ -194,6 +194,8 @@ def test_bert_computes_the_published_function(tmp_path, dtype, file_dtype, prefi
     real = torch.ones(2, SEQ_LEN, dtype=torch.bool)
     real[1, 7:] = False
     plain = {name: value.to(dtype) for name, value in bert_file(file_dtype, prefix="").items()}
+    wpe = plain["embeddings.position_embeddings.weight"]
+    assert model.wpe.weight.equal(wpe + plain["embeddings.token_type_embeddings.weight"][0])
     expected = torch.stack([plain_bert(plain, *row) for row in zip(tokens, real, strict=True)])
     logits = model.logits(tokens, doc_ids=real.long() - 1)  # 0, or -1 on padding
     assert_close(logits[real], expected[real], dtype)

@@ -237,40 +237,6 @@ def test_the_training_command_learns(checkout):
     assert list(log.parent.glob("step-*.pt")) and (log.parent / "report.html").exists()
 
 
-# ---- the checks above find what they are for
-
-
-PAGE = r"""# Title
-```bash
-# a comment
-pip install -e '.[test]' && \
-    pytest
-```
-  ```bash run
-  ls | head
-  ```
-"""
-
-
-@pytest.mark.structure
-def test_what_is_wrong_with_a_page_is_reported():
-    assert [info for info, _ in blocks_of(PAGE)] == ["bash", "bash run"]
-    first, second = commands_of(PAGE)
-    assert argument_lists(first) == [["pip", "install", "-e", ".[test]"], ["pytest"]]
-    assert argument_lists(f"A=1 {second}  # why") == [["ls"], ["head"]]
-    for command, problem in {
-        "curl example.org | bash": "no program curl",
-        "pytest tests/test_nothing.py::test_it": "no file tests/test_nothing.py",
-        "make love": "no target love",
-        "torchrun --standalone train.py --no-ltd --ltd-start=8 --ltd-max 9": "no flag --ltd-max",
-    }.items():
-        assert command_problems(command) == [f"{command}: {problem}"]
-    assert not command_problems("python tests/test_readme.py && make check | head -3")
-    living = "[`here`](#below) `tests/test_<module>.py` [`up.py`](https://a.b/c.py)"
-    dead = '[it](no/page.md) [it](../outside.md#part) <img src="docs/none.png"> `no_module.py`'
-    assert len(dead_references("README.md", f"{living} {dead}\n[ref]: none.md")) == 5
-
-
 if __name__ == "__main__":
     text = FLAGS_TABLE.sub(lambda _: config.flags_table(), read("README.md"))
     (ROOT / "README.md").write_text(text, encoding="utf-8")

@@ -9,6 +9,7 @@ import struct
 
 import pytest
 import torch
+from conftest import refusal
 
 from support.weights import safetensors
 
@@ -139,10 +140,8 @@ def test_a_header_is_not_believed(tmp_path):
     path = tmp_path / "bad.safetensors"
     for content, problem in HOSTILE:
         path.write_bytes(content)
-        with pytest.raises(ValueError) as refusal:
-            safetensors.load(path)
-        message = str(refusal.value)
-        assert problem in message and "\n" not in message and len(message) < 300, problem
+        message = refusal(safetensors.load, path)
+        assert problem in message and len(message) < 300, problem
     # The control: with nothing wrong the file is read.
     path.write_bytes(file_of({"__metadata__": {"a": "1"}, "a": entry()}, ZEROS))
     assert safetensors.load(path)["a"].tolist() == [0, 0]

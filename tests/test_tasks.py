@@ -4,7 +4,6 @@ The definition is one continuation after its context alone, through `model.logit
 """
 
 import gzip
-import json
 import math
 import os
 from pathlib import Path
@@ -12,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import refusal, widened, write_lines
 from small_stores import ONE
 from torch import nn
 
@@ -40,12 +40,6 @@ CHOICES = [
 ]
 
 
-def write(path, lines):
-    text = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
-    path.write_text("".join(text))
-    return path
-
-
 def pairs_of(question):
     """Its contexts and continuations."""
     several = question.get("continuations", [question.get("continuation")])
@@ -64,7 +58,7 @@ def requests(questions):
 
 
 def items_from(tmp_path, questions, encoding=BYTES):
-    task = read_task(write(tmp_path / "task.jsonl", questions))
+    task = read_task(write_lines(tmp_path / "task.jsonl", questions))
     return task, items_of(task, encoding, ROW, show=False)
 
 
@@ -74,11 +68,11 @@ def items_from(tmp_path, questions, encoding=BYTES):
 def test_both_forms_of_a_file_are_the_same_questions(tmp_path):
     """In the published form answers without a question are left out."""
     for questions, kind in ((LAST_WORDS, "last word"), (CHOICES, "multiple choice")):
-        plain = read_task(write(tmp_path / "plain.jsonl", questions))
+        plain = read_task(write_lines(tmp_path / "plain.jsonl", questions))
         lines = list(requests(questions))
         bare = [{**line, "doc_id": 1_000_000 + line["doc_id"]} for line in lines]
-        text = "\n".join(map(json.dumps, lines + bare))
-        (tmp_path / "requests.jsonl.gz").write_bytes(gzip.compress(text.encode()))
+        text = write_lines(tmp_path / "requests.jsonl", lines + bare).read_bytes()
+        (tmp_path / "requests.jsonl.gz").write_bytes(gzip.compress(text))
         published = read_task(tmp_path / "requests.jsonl.gz")
         assert plain.kind == published.kind == kind and published.left_out == len(bare)
         assert [q[1:] for q in plain.questions] == [q[1:] for q in published.questions]
@@ -111,10 +105,9 @@ def test_a_bad_file_is_one_line_before_a_run_is_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for lines, problem in REFUSED:
         if lines is not None:
-            write(tmp_path / "task.jsonl", lines)
-        with pytest.raises((ValueError, OSError)) as refusal:
-            evaluate.main(["no-run", "--device", "cpu", "--task", "task.jsonl"])
-        assert problem in str(refusal.value) and "\n" not in str(refusal.value)
+            write_lines(tmp_path / "task.jsonl", lines)
+        argv = ["no-run", "--device", "cpu", "--task", "task.jsonl"]
+        assert problem in refusal(evaluate.main, argv)
 
 
 # ---- tokens
@@ -127,19 +120,11 @@ def test_blanks_at_the_border_and_merges_across_it(tmp_path):
     questions = [{"context": context, "continuation": after} for context, after in texts]
     _, items = items_from(tmp_path, questions, pd4k)
 
-    def asked(number):
-        start, stop = items.texts.spans[number]
-        return [
-            pd4k.decode([t])
-            for t in items.texts.store.tokens[start + items.texts.seen[number] : stop]
-        ]
-
-    assert asked(0) == asked(1) == [" house"]
-    merged = pd4k.encode_ordinary("It was winter")
-    assert items.texts.store.tokens[slice(*items.texts.spans[2])].tolist() == merged, (
-        "encoded as one text"
-    )
-    assert len(asked(2)) >= 1
+    tokens = [items.texts.store.tokens[slice(*span)].tolist() for span in items.texts.spans]
+    asked = [text[seen:] for text, seen in zip(tokens, items.texts.seen, strict=True)]
+    assert asked[0] == asked[1] == pd4k.encode_ordinary(" house") and len(asked[0]) == 1
+    assert tokens[2] == pd4k.encode_ordinary("It was winter"), "encoded as one text"
+    assert asked[2]
 
 
 def test_a_long_context_keeps_its_end_and_a_long_continuation_is_left_out(tmp_path):
@@ -171,10 +156,8 @@ def by_definition(model, context: str, continuation: str) -> tuple[float, bool]:
 
 @pytest.mark.parametrize("questions", [LAST_WORDS, CHOICES])
 def test_answers_are_those_of_each_item_alone(tmp_path, questions):
-    torch.manual_seed(0)
-    model, tolerance = Transformer(TransformerConfig("gpt", 2, 2, 16, 32, ROW, 320)).double(), 1e-12
-    for weight in model.parameters():  # so wide that a wrong mask or position shows
-        torch.nn.init.normal_(weight, std=0.2)
+    model = widened(Transformer(TransformerConfig("gpt", 2, 2, 16, 32, ROW, 320)).double())
+    tolerance = 1e-12
     _, items = items_from(tmp_path, questions)
     expected = [by_definition(model, *pair) for one in questions for pair in pairs_of(one)]
     nats, likeliest = (list(column) for column in zip(*expected, strict=True))
