@@ -146,7 +146,7 @@ def test_shards_blocks_and_merges_do_not_matter(store, tmp_path, monkeypatch, re
 
 
 @pytest.mark.dist
-def test_workers_do_not_matter(store, tmp_path, small):
+def test_workers_do_not_matter(store, tmp_path, monkeypatch, small):
     one = analyzed(tmp_path / "one", opener(store), NAMES)
     pid = users(tmp_path, "def mine(tokens, lengths): return np.full(len(lengths), os.getpid())")
     assert one.items() < analyzed(tmp_path / "two", opener(store), [*NAMES, pid], workers=2).items()
@@ -154,6 +154,13 @@ def test_workers_do_not_matter(store, tmp_path, small):
     bad = users(tmp_path, "def bad(tokens, lengths): raise KeyError(3)", "bad")
     with pytest.raises(ValueError, match=r"metrics\.py:bad, on a batch .* raised KeyError: 3"):
         analyzed(tmp_path / "bad", opener(store), [bad], workers=2)
+    started = []
+    pool = partial(noted, started, ProcessPoolExecutor)
+    monkeypatch.setattr(analyze, "ProcessPoolExecutor", pool)
+    for items, workers in (([-3, 1, -2], 1), ([3], 8), ([-3, 1, 2], 100_000)):
+        results = list(analyze.in_processes(abs, items, workers))
+        assert results == [(item, abs(item)) for item in items]
+    assert started == [3], "processes, where there is work for three"
 
 
 def command_by_rank(argv, port, rank):
@@ -403,22 +410,6 @@ def test_command_refuses(store, tmp_path, monkeypatch, flags):
 
 
 # ---- processes
-
-
-def pid_and_square(n):
-    return os.getpid(), n * n
-
-
-@pytest.mark.dist
-def test_in_no_more_processes_than_it_takes(monkeypatch):
-    started = []
-    pool = partial(noted, started, ProcessPoolExecutor)
-    monkeypatch.setattr(analyze, "ProcessPoolExecutor", pool)
-    for items, workers in (([3, 1, 2], 1), ([3], 8), ([3, 1, 2], 100_000)):
-        results = list(analyze.in_processes(pid_and_square, items, workers))
-        assert [(item, square) for item, (_, square) in results] == [(n, n * n) for n in items]
-        assert (os.getpid() in {pid for _, (pid, _) in results}) == (workers < 100_000)
-    assert started == [3]
 
 
 def kill_worker(_):

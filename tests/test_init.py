@@ -11,7 +11,6 @@ import torch
 from conftest import SMALL, metrics, read_log, refusal, start_ranks
 
 import config
-import pseudo
 import sample
 import train
 from model import Transformer, TransformerConfig
@@ -163,19 +162,6 @@ def test_a_shadow_begins_as_the_model_that_runs(begin, run_of, flags, owners):
     state = checkpoint.load(path)
     assert tuple(state["pseudo"]["owners"]) == owners
     assert_same(begin(path), real_weights(state))
-
-
-def test_real_weights_compute_what_the_shadow_computes():
-    owners = (0, -1, 0, 3)
-    torch.manual_seed(0)
-    shape = dict(heads=2, width=16, mlp_width=32, seq_len=8, vocab_size=40)
-    shadow = pseudo.share(Transformer(TransformerConfig("gpt", layers=4, **shape)), owners)
-    running = sum(owner >= 0 for owner in owners)
-    real = Transformer(TransformerConfig("gpt", layers=running, **shape))
-    real.load_state_dict(real_weights({"model": shadow.state_dict(), "pseudo": {"owners": owners}}))
-    tokens = torch.randint(40, (2, 8))
-    assert real.logits(tokens).equal(shadow.logits(tokens))
-    assert len({p.data_ptr() for p in real.parameters()}) == len(list(real.parameters()))
 
 
 def test_a_folder_of_shards_is_a_checkpoint_too(begin, run_of, tmp_path):

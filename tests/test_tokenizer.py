@@ -107,11 +107,7 @@ def test_what_learn_writes_and_prints_is_always_the_same(tmp_path, capsys):
     out = tmp_path / "a.tiktoken"
     sha256 = hashlib.sha256(learn(TINY, out)).hexdigest()
     assert sha256 == "4dae60ded8d1ef0d04544fda514a8b555c40e60e137a9b294aa95bda9c8cad40"
-    encoding = tokenizer.get_encoding(str(out))
-    held_out = [document.text for document in DOCUMENTS if is_held_out(document, 20)]
-    n_tokens = sum(len(encoding.encode_ordinary(text)) for text in held_out)
-    report = capsys.readouterr().out
-    assert "320 ranks; 27 held-out documents" in report and f"{n_tokens:,} tokens" in report
+    assert "320 ranks; 27 held-out documents" in capsys.readouterr().out
 
 
 def test_held_out_documents_do_not_influence_the_ranks(tmp_path):
@@ -256,11 +252,3 @@ def test_a_store_opens_the_tokenizer_it_was_made_with_known_by_its_content(tmp_p
         damage()
         with pytest.raises(ValueError, match=rf"a store: .*{path}.*--tokenizer"):
             tokenizer.store_encoding("a store", meta)
-
-
-def test_show_prints_tokens_with_their_ids(capsys):
-    tokenizer.main(["show", "the the", "--tokenizer", "pd4k"])
-    lines = capsys.readouterr().out.splitlines()
-    ids = PD4K.encode_ordinary("the the")
-    assert lines[: len(ids)] == [f"{i:>8}  {PD4K.decode_single_token_bytes(i)!r}" for i in ids]
-    assert lines[-1] == f"{len(ids)} tokens, 7 bytes"
