@@ -274,15 +274,6 @@ def test_of_many_documents_only_some_are_read_to_find_the_rule(tmp_path):
         list(corpus.parts())
 
 
-def test_documents_cut_from_plain_text_are_held_out_by_their_hashes(tmp_path):
-    texts = [f"document {number}" for number in range(100)]
-    for name, split_on, mark in (("a.txt", "blank-line", "\n\n"), ("b.txt", r"\n---\n", "\n---\n")):
-        (tmp_path / name).write_text(mark.join(texts))
-        training, held_out = sides(tmp_path / name, split_on=split_on)
-        assert held_out == [text for text in texts if is_held_out(Document(None, text), 20)]
-        assert sorted(training + held_out) == sorted(texts)
-
-
 # --- held out: the tail
 
 

@@ -136,12 +136,6 @@ def inside(path: Path) -> bool:
     return full.is_relative_to(ROOT) and full.exists()
 
 
-def records_linked(text: str) -> list[str]:
-    """The files under results/ that the rows of tables link to."""
-    rows = [line for line in text.splitlines() if line.lstrip().startswith("|")]
-    return [name for row in rows for name in re.findall(r"\]\((?:\./)?(results/[^)#\s]+)", row)]
-
-
 def run_line(command: str, cwd: Path, timeout: int = FAST_TIMEOUT_S, **environment: str) -> str:
     """What a command line prints, run with this interpreter's programs first."""
     path = f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"

@@ -230,24 +230,24 @@ def test_the_command_prints_what_is_drawn(runs, capsys):
     sample.main([run, "--tokens", "3", "--checkpoint", "best", "--dtype", "bf16"])
 
 
-@pytest.mark.parametrize(
-    ("flags", "message"),
-    [
-        ("bert", "bert holds a BERT"),
-        ("nowhere", "nowhere"),
-        ("bert --tokens 0", "--tokens"),
-        ("bert --samples -2", "--samples"),
-        ("bert --top-k 0", "--top-k"),
-        ("bert --temperature -1", "--temperature"),
-        ("bert --temperature inf", "--temperature"),
-        ("bert --device cuda", "--device cuda"),
-        ("bert --dtype int3", "--dtype"),
-    ],
-)
-def test_refusals(runs, monkeypatch, flags, message):
+REFUSED = {
+    "bert": "bert holds a BERT",
+    "nowhere": "nowhere",
+    "bert --tokens 0": "--tokens",
+    "bert --samples -2": "--samples",
+    "bert --top-k 0": "--top-k",
+    "bert --temperature -1": "--temperature",
+    "bert --temperature inf": "--temperature",
+    "bert --device cuda": "--device cuda",
+    "bert --dtype int3": "--dtype",
+}
+
+
+@pytest.mark.parametrize("flags", REFUSED)
+def test_refusals(runs, monkeypatch, flags):
     monkeypatch.chdir(runs)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ValueError, match=REFUSED[flags]):
         sample.main(flags.split())
 
 

@@ -86,7 +86,7 @@ def test_both_forms_of_a_file_are_the_same_questions(tmp_path):
 
 REQUEST = next(requests(CHOICES))
 TWO = {"context": "a", "continuations": ["b", "c"], "label": 0}
-REFUSED = [
+BAD_QUESTIONS = [
     (None, "No such file"),
     ([], "task.jsonl: has no question"),
     ([LAST_WORDS[0], "mat\n"], "task.jsonl:2: is not JSON"),
@@ -102,15 +102,6 @@ REFUSED = [
     ([LAST_WORDS[0], TWO], ":2: is a multiple choice"),
     ([{**REQUEST, "idx": 1}, REQUEST], ":1: has idx 1"),
 ]
-
-
-def test_a_bad_file_is_one_line_before_a_run_is_opened(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for lines, problem in REFUSED:
-        if lines is not None:
-            write_lines(tmp_path / "task.jsonl", lines)
-        argv = ["no-run", "--device", "cpu", "--task", "task.jsonl"]
-        assert problem in refusal(evaluate.main, argv)
 
 
 # ---- tokens
@@ -160,6 +151,10 @@ def by_definition(model, context: str, continuation: str) -> tuple[float, bool]:
 @pytest.mark.parametrize("questions", [LAST_WORDS, CHOICES])
 def test_answers_are_those_of_each_item_alone(tmp_path, questions):
     model = widened(Transformer(TransformerConfig("gpt", 2, 2, 16, 32, ROW, 320)).double())
+    model.wte.weight.data[128:] = 0  # so that letters are the likeliest
+    spelled = chr(model.logits(torch.tensor([[END, *b"Ann"]]))[0, -1].argmax())
+    if questions is LAST_WORDS:
+        questions = [*questions, {"context": "Ann", "continuation": spelled}]
     tolerance = 1e-12
     _, items = items_from(tmp_path, questions)
     expected = [by_definition(model, *pair) for one in questions for pair in pairs_of(one)]
@@ -169,44 +164,19 @@ def test_answers_are_those_of_each_item_alone(tmp_path, questions):
         answers = answers_of(laid, model, ONE, 2)
         np.testing.assert_allclose(answers.nats, nats, rtol=tolerance)
         assert answers.likeliest.tolist() == likeliest
-    assert len(laid.rows) < len(nats)
+    assert len(laid.rows) < len(nats) and likeliest[-1] == ("Ann" in questions[-1]["context"])
     # The comparison sees items that attend to their neighbours.
     alone = model.hidden_states
     model.hidden_states = lambda tokens, positions, doc_ids: alone(tokens, positions, 0 * doc_ids)
     assert np.abs(answers_of(laid, model, ONE, 2).nats / nats - 1).max() > 100 * tolerance
 
 
-class Spells(nn.Module):
-    """Is sure of `text` at every position: the next byte after this many bytes."""
-
-    def __init__(self, text: str):
-        super().__init__()
-        self.text = torch.tensor([*text.encode(), END])
-        self.wte = nn.Embedding(320, 320)
-        self.wte.weight.data = torch.eye(320)
-
-    def hidden_states(self, tokens, positions, doc_ids):
-        next_token = self.text[positions.clamp(max=len(self.text) - 1)]
-        return 50.0 * nn.functional.one_hot(next_token, 320)
-
-    def features(self, x):
-        return x, None
-
-
-def test_a_model_that_spells_is_right_where_the_text_is_its_own(tmp_path):
-    texts = [("The cat", " sat."), ("The cat", " sat!"), ("The dog", " sat."), ("Then a", " cat.")]
-    questions = [{"context": context, "continuation": after} for context, after in texts]
-    task, items = items_from(tmp_path, questions)
-    answers = answers_of(evaluate.lay_texts(items.texts, ROW), Spells("The cat sat."), ONE, 8)
-    assert answers.likeliest.tolist() == [True, False, True, False]
-    assert answers.nats[:3] == pytest.approx([0, 50, 0], abs=1e-4), "one token of five is another"
+def test_results_worked_by_hand(tmp_path):
+    task, items = items_from(tmp_path, LAST_WORDS)
+    answers = Answers(np.array([1.0, 2.0, 3.0, 2.0]), np.array([True, False, False, True]))
     result = result_of(task, items, answers)
-    assert result["accuracy"] == 0.5
+    assert result["accuracy"] == 0.5 and result["perplexity"] == pytest.approx(math.exp(2))
     assert result["accuracy_error"] == pytest.approx(math.sqrt(0.25 / 3))
-    assert result["perplexity"] == pytest.approx(math.exp(answers.nats.mean()))
-
-
-def test_results_of_a_choice_worked_by_hand(tmp_path):
     questions = [
         {"context": "q", "continuations": [" ab", " abcd"], "label": 1},
         {"context": "q", "continuations": [" ab", " abcd"], "label": 0},
@@ -287,29 +257,29 @@ GOOD = [{"text": f"t{n}", "label": n % 2} for n in range(40)]
 PAIR = {"text_a": "a", "text_b": "b", "label": 1}
 BAD_EXAMPLES = [
     (None, None, "No such file"),
-    ([], None, "train.jsonl: has no example"),
-    ([*GOOD, "x\n"], None, "train.jsonl:41: is not JSON"),
-    ([{"txt": "a", "label": 0}], None, "train.jsonl:1: has no text"),
-    ([*GOOD, {"text": "a"}], None, "train.jsonl:41: label"),
-    ([{"text": "a", "label": [1]}], None, "train.jsonl:1: label"),
-    ([*GOOD, {"sentence": "a", "label": 0}], None, "train.jsonl:41: "),
-    ([{**one, "label": 1} for one in GOOD], None, "train.jsonl: all examples"),
-    (GOOD[:1], None, "train.jsonl: has too few examples"),
+    ([], None, "finetune.jsonl: has no example"),
+    ([*GOOD, "x\n"], None, "finetune.jsonl:41: is not JSON"),
+    ([{"txt": "a", "label": 0}], None, "finetune.jsonl:1: has no text"),
+    ([*GOOD, {"text": "a"}], None, "finetune.jsonl:41: label"),
+    ([{"text": "a", "label": [1]}], None, "finetune.jsonl:1: label"),
+    ([*GOOD, {"sentence": "a", "label": 0}], None, "finetune.jsonl:41: "),
+    ([{**one, "label": 1} for one in GOOD], None, "finetune.jsonl: all examples"),
+    (GOOD[:1], None, "finetune.jsonl: has too few examples"),
     (GOOD, [{"text": "a", "label": 2}], "dev.jsonl:1: label 2 is not"),
     (GOOD, [PAIR], "dev.jsonl:1: pairs and single texts"),
     (GOOD, [], "dev.jsonl: has no example"),
 ]
 
 
-def test_bad_examples_are_one_line_before_a_run_is_opened(tmp_path, monkeypatch):
+def test_a_bad_file_is_one_line_before_a_run_is_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for lines, dev, problem in BAD_EXAMPLES:
-        argv = ["no-run", "--device", "cpu", "--finetune", "train.jsonl"]
+    questions = [("--task", lines, None, problem) for lines, problem in BAD_QUESTIONS]
+    for flag, lines, dev, problem in [*questions, *(("--finetune", *row) for row in BAD_EXAMPLES)]:
+        argv = ["no-run", "--device", "cpu", flag, f"{flag[2:]}.jsonl"]
         if lines is not None:
-            write_lines(tmp_path / "train.jsonl", lines)
+            write_lines(tmp_path / argv[-1], lines)
         if dev is not None:
-            write_lines(tmp_path / "dev.jsonl", dev)
-            argv += ["--dev", "dev.jsonl"]
+            argv += ["--dev", str(write_lines(tmp_path / "dev.jsonl", dev))]
         assert problem in refusal(evaluate.main, argv)
 
 
@@ -333,12 +303,9 @@ def test_what_a_model_reads_worked_by_hand():
 
 
 def test_the_longer_part_is_cut_first():
-    assert finetune.lengths_within(8, 3, 5) == (3, 5)
-    assert finetune.lengths_within(8, 3, 9) == (3, 5) and finetune.lengths_within(8, 9, 3) == (5, 3)
-    assert finetune.lengths_within(7, 9, 9) == (4, 3) and finetune.lengths_within(8, 20, 0) == (
-        8,
-        0,
-    )
+    wanted = {(8, 3, 5): (3, 5), (8, 3, 9): (3, 5), (8, 9, 3): (5, 3), (8, 20, 0): (8, 0)}
+    for lengths, kept in (wanted | {(7, 9, 9): (4, 3)}).items():
+        assert finetune.lengths_within(*lengths) == kept
     part = tokens_of("bert", ("a" * 40, "b" * 5), ("a", "b"))
     assert part.cut == 1 and part.texts.spans[0, 1] - part.texts.spans[0, 0] == ROW - 3
     part = tokens_of("gpt", ("a" * 40,), ("a" * 31,))
@@ -396,10 +363,8 @@ def test_what_can_be_learned_is_and_chance_is_not(tmp_path, kind, says_label):
     lines = toy(100, says_label, pairs=kind == "bert")
     train, dev = tmp_path / "train.jsonl", tmp_path / "dev.jsonl"
     given = finetune.read_examples(write_lines(train, lines[:70]), write_lines(dev, lines[70:]))
-    learned, dev = (
-        finetune.encoded(part, given.labels, BYTES, ROW, kind == "bert")
-        for part in (given.train, given.dev)
-    )
+    parts = (given.train, given.dev)
+    learned, dev = (finetune.encoded(p, given.labels, BYTES, ROW, kind == "bert") for p in parts)
     model = tiny(kind, nsp=kind == "bert")
     before = {name: weight.clone() for name, weight in model.state_dict().items()}
     recipe = finetune.Recipe(seeds=1, epochs=12, lr=1e-2, batch=16)
