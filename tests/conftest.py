@@ -197,6 +197,30 @@ def refusal_of(main: Callable, argv: list[str], monkeypatch, capsys) -> str:
     return error
 
 
+def refusal(action: Callable, *arguments, **options) -> str:
+    """What an action says that is refused: one line."""
+    with pytest.raises((ValueError, OSError)) as refused:
+        action(*arguments, **options)
+    assert "\n" not in str(refused.value)
+    return str(refused.value)
+
+
+def write_lines(path: Path, lines: list) -> Path:
+    """A file of JSON lines; text stays as it is."""
+    texts = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
+    path.write_text("".join(texts))
+    return path
+
+
+def widened(model: torch.nn.Module) -> torch.nn.Module:
+    """With weights so wide that a wrong mask or position shows, in every entry."""
+    torch.manual_seed(0)
+    for name, weight in model.named_parameters():
+        is_norm_scale = "ln" in name and name.endswith("weight")
+        torch.nn.init.normal_(weight, mean=1.0 if is_norm_scale else 0.0, std=0.2)
+    return model
+
+
 def metrics(lines: list[dict]) -> list[dict]:
     """What a run computed: each train and eval line without times, cost and the stage it names."""
     left_out = ("ms", "data_ms", "tokens_per_s", "mfu", "flops", "pool", "difficulty")

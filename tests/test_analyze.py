@@ -1,4 +1,7 @@
-"""Analysis: values and order of a plain loop, that no shard, worker, rank or kill changes."""
+"""Analysis: values and order of a plain loop, that no shard, worker, rank or kill changes.
+
+Metrics of difficulty are worked by hand; an index of something else, or a damaged one, is refused.
+"""
 
 import contextlib
 import io
@@ -7,6 +10,7 @@ import math
 import os
 import re
 import shlex
+import shutil
 import signal
 import socket
 import time
@@ -21,8 +25,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
+from conftest import refusal
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from small_stores import (
     ALL,
+    END,
     ONE,
     VOCABULARY,
     analyzed,
@@ -36,7 +44,9 @@ from small_stores import (
 
 import analyze
 import difficulty
+from difficulty import fingerprint
 from support.rows import ranking
+from support.rows.ranking import LENGTHS
 from support.rows.samples import KINDS
 from support.text.store import Store
 
@@ -58,15 +68,16 @@ def small(monkeypatch):
     monkeypatch.setattr(ranking.merged, "__defaults__", (10,))
 
 
+def noted(calls, real, *args, **options):
+    """Call a function, and note its last argument."""
+    calls.append(args[-1])
+    return real(*args, **options)
+
+
 def counted(monkeypatch, name):
     """The shards that `sum_shard` or `sort_shard` gets."""
-    real, shards = getattr(analyze, name), []
-
-    def noted(*args):
-        shards.append(args[-1])
-        return real(*args)
-
-    monkeypatch.setattr(analyze, name, noted)
+    shards = []
+    monkeypatch.setattr(analyze, name, partial(noted, shards, getattr(analyze, name)))
     return shards
 
 
@@ -145,7 +156,7 @@ def test_shards_blocks_and_merges_do_not_matter(store, tmp_path, monkeypatch, re
 
 
 @pytest.mark.dist
-def test_workers_do_not_matter(store, tmp_path, small):
+def test_workers_do_not_matter(store, tmp_path, monkeypatch, small):
     one = analyzed(tmp_path / "one", opener(store), NAMES)
     pid = users(tmp_path, "def mine(tokens, lengths): return np.full(len(lengths), os.getpid())")
     assert one.items() < analyzed(tmp_path / "two", opener(store), [*NAMES, pid], workers=2).items()
@@ -153,12 +164,19 @@ def test_workers_do_not_matter(store, tmp_path, small):
     bad = users(tmp_path, "def bad(tokens, lengths): raise KeyError(3)", "bad")
     with pytest.raises(ValueError, match=r"metrics\.py:bad, on a batch .* raised KeyError: 3"):
         analyzed(tmp_path / "bad", opener(store), [bad], workers=2)
+    started = []
+    pool = partial(noted, started, ProcessPoolExecutor)
+    monkeypatch.setattr(analyze, "ProcessPoolExecutor", pool)
+    for items, workers in (([-3, 1, -2], 1), ([3], 8), ([-3, 1, 2], 100_000)):
+        results = list(analyze.in_processes(abs, items, workers))
+        assert results == [(item, abs(item)) for item in items]
+    assert started == [3], "processes, where there is work for three"
 
 
-def command_by_rank(rank, port, argv):
+def command_by_rank(argv, port, rank):
     """With the environment that torchrun gives it; returns what it prints, or its error."""
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
     with contextlib.redirect_stdout(io.StringIO()) as out:
         try:
             analyze.main(argv)
@@ -170,11 +188,11 @@ def command_by_rank(rank, port, argv):
 
 
 def on_two_ranks(argv):
+    """In processes that are forked: they have this one's small shards."""
     with socket.create_server(("127.0.0.1", 0)) as server:
-        port = server.getsockname()[1]
+        port = str(server.getsockname()[1])
     with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        ranks = [pool.submit(command_by_rank, rank, port, argv) for rank in range(2)]
-        return [rank.result(timeout=60) for rank in ranks]
+        return list(pool.map(partial(command_by_rank, argv, port), range(2), timeout=60))
 
 
 @pytest.mark.dist
@@ -246,14 +264,14 @@ def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, s
                 opened(folder, opener(store), metric)
         unnamed = [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
         assert bool(unnamed) == ("shard" not in name), "what was being written"
-        done = []
-        for kind in ("total", "run"):
-            files = sorted(folder.glob(f".rarity.*/{kind}-*.npy"))
-            done.append(len(files))
-            if name == "split":  # a power failure may keep a name and lose what it names
-                for file, size in zip(files, (0, 100, files[2].stat().st_size - 1), strict=False):
-                    os.truncate(file, size)
-                done[-1] -= 3
+        left = [sorted(folder.glob(f".rarity.*/{kind}-*.npy")) for kind in ("total", "run")]
+        done = [len(files) for files in left]
+        if name == "split":  # a power failure may keep a name and lose what it names
+            done = [count - 3 for count in done]
+            for empty, short, cut in (files[:3] for files in left):
+                os.truncate(empty, 0)
+                os.truncate(short, 100)
+                os.truncate(cut, cut.stat().st_size - 1)
         with monkeypatch.context() as patch:
             again = [counted(patch, name) for name in ("sum_shard", "sort_shard")]
             assert analyzed(folder, opener(store), NAMES) == whole, "also nothing else is left"
@@ -326,14 +344,13 @@ def test_ready_makes_once_what_a_small_store_lacks(store, monkeypatch, capsys):
     samples = opener(store)()
     monkeypatch.setattr(analyze, "SMALL", samples.store.train_tokens)  # not a token too many
     summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
-    first = analyze.ready(samples, ["seqlen", "rarity"], None, ONE)
+    assert list(analyze.ready(samples, ["seqlen", "rarity"], None, ONE)) == ["rarity"]
     folder = store / "curriculum" / "pieces-8"
     assert f"analyzing {store} by rarity, once: index in {folder}" in capsys.readouterr().out
     before = contents(folder)
-    again = analyze.ready(samples, ["rarity"], None, ONE)
+    assert list(analyze.ready(samples, ["rarity"], None, ONE)) == ["rarity"]
     assert not capsys.readouterr().out and len(measured) == 1
-    both = analyze.ready(samples, NAMES, None, ONE)
-    assert [list(ready) for ready in (first, again, both)] == [["rarity"], ["rarity"], NAMES]
+    assert list(analyze.ready(samples, NAMES, None, ONE)) == NAMES
     assert (len(summed), len(measured)) == (1, 2), "length needs no sum, and rarity nothing"
     assert before.items() < contents(folder).items()
 
@@ -356,29 +373,22 @@ def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch):
 # ---- command
 
 
-def test_command_prints_percentiles(tmp_path, capsys):
+def test_command_prints_percentiles_and_plots_a_figure_a_metric(tmp_path, capsys):
     """Of samples of 1 to 100 tokens, the longest first: n - 1 times token 0, then end-of-text."""
     store = write_store(tmp_path / "hundred", [[0] * n for n in reversed(range(100))])
     before = contents(store)
     flags = f"--metric rarity,length --seq-len 128 --workers 1 --out {tmp_path / 'out'}"
-    analyze.main([str(store), *flags.split()])
+    analyze.main([str(store), *flags.split(), "--plot", f"{tmp_path}/a.svg"])
     assert contents(store) == before, "written where it is told"
-    first, *table = capsys.readouterr().out.splitlines()
-    folder = tmp_path / "out" / "pieces-128"
-    assert first == f"100 samples of at most 128 tokens; index: {folder}"
-    head, rarity, length = (line.split() for line in table)
+    _, head, _, length, *_ = (line.split() for line in capsys.readouterr().out.splitlines())
     assert head == ["percentile", *map(str, analyze.PERCENTS)]
     assert length == ["length", *map(str, (1, *analyze.PERCENTS[1:]))]
-    total = 99 * 100 / 2 + 100 + 8  # of token 0, of end-of-text, and eight never seen
-    text, end = -math.log(4950 / total), -math.log(100 / total)
-    expected = [(n - 1) * text + end for n in map(int, length[1:])]
-    assert [float(value) for value in rarity[1:]] == pytest.approx(expected, rel=1e-5)
-
-
-def test_command_plots_a_figure_a_metric_and_prints_examples(store_dir, tmp_path, capsys):
-    flags = f"--metric rarity,length --workers 1 --out {tmp_path} --plot {tmp_path}/a.svg"
-    analyze.main([str(store_dir), *flags.split(), "--examples"])
     assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["a-length.svg", "a-rarity.svg"]
+
+
+def test_command_prints_examples(store_dir, tmp_path, capsys):
+    flags = f"--metric rarity --workers 1 --out {tmp_path} --examples"
+    analyze.main([str(store_dir), *flags.split()])
     out = capsys.readouterr().out
     assert out.index("easiest percent by rarity, ") < out.index("hardest percent by rarity, ")
 
@@ -408,27 +418,6 @@ def test_command_refuses(store, tmp_path, monkeypatch, flags):
 # ---- processes
 
 
-def pid_and_square(n):
-    return os.getpid(), n * n
-
-
-@pytest.mark.dist
-def test_in_no_more_processes_than_it_takes(monkeypatch):
-    started = []
-
-    def recorded(number, **options):
-        started.append(number)
-        return ProcessPoolExecutor(number, **options)
-
-    monkeypatch.setattr(analyze, "ProcessPoolExecutor", recorded)
-    for items, workers in (([3, 1, 2], 1), ([3], 8), ([3, 1, 2], 100_000)):
-        results = list(analyze.in_processes(pid_and_square, items, workers))
-        assert [(item, square) for item, (_, square) in results] == [(n, n * n) for n in items]
-        pids = {pid for _, (pid, _) in results}
-        assert (os.getpid() in pids) == (workers < 100_000)
-    assert started == [3]
-
-
 def kill_worker(_):
     os.kill(os.getpid(), signal.SIGKILL)
 
@@ -455,23 +444,166 @@ def running(file):
 def test_workers_end_with_the_process_that_is_killed(tmp_path):
     """Otherwise they would wait forever, and with them what they inherited, such as a lock."""
 
-    def start():
-        list(analyze.in_processes(sleep_in, [tmp_path, tmp_path], 2))
+    def wait_for(workers):
+        while sum(map(running, tmp_path.iterdir())) != workers:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
 
-    def running_workers():
-        return sum(map(running, tmp_path.iterdir()))
-
-    parent = get_context("fork").Process(target=start)
+    work = partial(analyze.in_processes, sleep_in, [tmp_path, tmp_path], 2)
+    parent = get_context("fork").Process(target=lambda: list(work()))
     parent.start()
     deadline = time.monotonic() + 20
     try:
-        while running_workers() < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(2)
         parent.kill()
-        while running_workers():
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
+        wait_for(0)
     finally:
         for worker in filter(running, tmp_path.iterdir()):
             os.kill(int(worker.name), signal.SIGKILL)
+
+
+# ---- metrics
+
+
+def test_metrics_worked_by_hand():
+    tokens, lengths = np.array([0, 0, 1], np.uint16), np.array([2, 1])
+    assert difficulty.token_counts(tokens, lengths, 4).tolist() == [2, 1, 0, 0]
+    # an unseen token counts as one, also in the sum: 2 + 1 + 1 + 1
+    nats = difficulty.surprisal(np.array([2, 1, 0, 0]))
+    assert nats == pytest.approx([math.log(5 / 2), math.log(5), math.log(5), math.log(5)])
+
+    nats, ln2 = difficulty.surprisal(np.array([2, 1, 1])), math.log(2)
+    values = {name: difficulty.METRICS[name].value(tokens, lengths, nats) for name in ALL}
+    assert values["length"].tolist() == [2, 1]
+    assert values["rarity"] == pytest.approx([2 * ln2, math.log(4)], rel=1e-15)
+    assert values["rarity-mean"] == pytest.approx([ln2, 2 * ln2], rel=1e-15)
+    # 2^17 tokens of ln 4 nats are 181704 nats, which 2^18 is above
+    expected = [2 + 2 * ln2 / 2**18, 1 + 2 * ln2 / 2**18]
+    assert values["length-rarity"] == pytest.approx(expected, rel=1e-15)
+
+
+# Counts whose shares are powers of two: a token's rarity is a whole number of bits.
+BITS = np.array([1, 2, 3, 4, 6, 6, 6, 6])
+COUNTS = 2 ** (6 - BITS)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=9), min_size=1, max_size=40))
+def test_length_rarity_sorts_as_the_pair_does(texts):
+    assert COUNTS.sum() == 64
+    lengths = np.array([len(text) for text in texts])
+    values = difficulty.length_rarity(np.concatenate(texts), lengths, difficulty.surprisal(COUNTS))
+    pairs = [(len(text), int(BITS[text].sum())) for text in texts]
+    assert [pairs[i] for i in np.argsort(values)] == sorted(pairs)
+
+
+def test_length_rarity_of_the_longest_samples():
+    """All of the rarest token stays below one token more; 2^-9 nats still tell two apart."""
+    counts = np.array([2**40, 1, 2**20, round(2**20 * math.exp(2**-9))])
+    most = 2**17
+    tokens = np.repeat([1, 0, 0, 2, 0, 3], [most - 1, most, most - 1, 1, most - 1, 1])
+    lengths = np.array([most - 1, most, most, most])
+    rarest, *longest = difficulty.length_rarity(tokens, lengths, difficulty.surprisal(counts))
+    assert rarest < min(longest)
+    assert longest[1] > longest[2], "token 3 is less rare than token 2"
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_metric_is_refused_where_it_says_nothing(kind):
+    """Rows all have one length, and only rows can be reshaped."""
+    refused = ["length", "length-rarity"] if kind == "rows" else ["seqlen-reshape"]
+    for name in (*LENGTHS, *difficulty.METRICS):
+        if name not in refused:
+            difficulty.check_metrics([name], 256, kind)
+            continue
+        with pytest.raises(ValueError, match=f"--curriculum {name}.*(choose rarity|take seqlen)"):
+            difficulty.check_metrics([name], 256, kind)
+
+
+# ---- fingerprint
+
+
+def changed(store, path):
+    """Samples that differ from those of many_documents() in one thing each."""
+    empty, also_empty, first, *rest = many_documents()
+    text = [empty, also_empty, [2 if first[0] != 2 else 1, *first[1:]], *rest]
+    edges = [empty, [END, *first], *rest]  # the same stream of tokens, cut elsewhere
+    return [
+        opener(write_store(path / "text", text)),
+        opener(write_store(path / "edges", edges)),
+        opener(write_store(path / "held-out share", [*many_documents(), [7, 7]], held_out=0)),
+        opener(write_store(path / "tokenizer", many_documents(), "other")),
+        opener(store, seq_len=9),
+        opener(store, kind="rows"),
+        opener(store, long="truncate"),
+    ]
+
+
+def test_an_index_of_something_else_is_refused(store, tmp_path):
+    """DeepSpeed's data_sampler.py takes any index that lies in the folder."""
+    before = analyzed(tmp_path / "out", opener(store))
+    old = fingerprint(opener(store)(), "rarity")
+    for other in changed(store, tmp_path):
+        new = fingerprint(other(), "rarity")
+        refused = rf"rarity: an index with fingerprint {old[:16]}, .* are {new[:16]}: remove it"
+        with pytest.raises(ValueError, match=refused):
+            opened(tmp_path / "out", other, "rarity")
+        with pytest.raises(ValueError, match=refused):
+            analyzed(tmp_path / "out", other)
+    assert contents(tmp_path / "out") == before
+
+
+def test_an_index_goes_with_a_store_that_moves(store, tmp_path):
+    analyze.ready(opener(store)(), ["rarity"], None, ONE)
+    moved = opener(shutil.move(store, tmp_path / "moved"))
+    assert len(opened(tmp_path / "moved" / "curriculum" / "pieces-8", moved, "rarity"))
+
+
+def test_a_users_function_that_changed_is_refused(store, tmp_path):
+    name = users(tmp_path, "def mine(tokens, lengths): return lengths")
+    analyzed(tmp_path / "out", opener(store), [name])
+    old = fingerprint(opener(store)(), name)
+    users(tmp_path, "def mine(tokens, lengths): return -lengths")
+    new = fingerprint(opener(store)(), name)
+    with pytest.raises(ValueError, match=rf"fingerprint {old[:16]}, .* are {new[:16]}"):
+        analyzed(tmp_path / "out", opener(store), [name])
+
+
+@pytest.mark.parametrize("file", ["index.json", "order.bin", "values.bin"])
+def test_a_damaged_index_is_refused(store, tmp_path, file):
+    """Missing, cut short or changed; test_ranking.py has more of what can be wrong with arrays."""
+    analyzed(tmp_path, opener(store))
+    path = tmp_path / "rarity" / file
+    whole = path.read_bytes()
+    damaged = [None, b"", whole[:-1], b"\xff" * len(whole)]
+    if file == "index.json":
+        damaged += [b"[]", b"{}", b"3", b'{"fingerprint": 5}']
+        damaged += [whole.replace(old, b"order") for old in (b"samples", b"float32", b"uint32")]
+    for text in damaged:
+        path.unlink(missing_ok=True)
+        if text is not None:
+            path.write_bytes(text)
+        assert text != whole
+        with pytest.raises(ValueError, match=r"rarity: damaged.*: remove it"):
+            opened(tmp_path, opener(store), "rarity")
+
+
+# ---- mistakes in a user's function
+
+
+@pytest.mark.parametrize(
+    ("returned", "refused"),
+    [
+        ("1 / 0", "raised ZeroDivisionError: division by zero"),
+        ("lengths[:-1]", r"returned shape \(1,\), not \(2,\)"),
+        ("0", r"returned shape \(\), not \(2,\)"),
+        ("['a', 'b']", "returned <U1, not numbers"),
+        ("None", "returned object, not numbers"),
+        ("lengths * np.inf", "returned a value that is not finite"),
+        ("exit(3)", "raised SystemExit: 3"),
+    ],
+)
+def test_a_mistake_in_a_users_function_is_one_line(tmp_path, returned, refused):
+    mine = difficulty.metric(users(tmp_path, f"def mine(tokens, lengths): return {returned}"))
+    message = refusal(mine.value, np.array([1, 2, END, 3, END]), np.array([3, 2]), None)
+    assert re.search(rf"metrics\.py:mine, on a batch of shape \(2, 3\): {refused}", message)

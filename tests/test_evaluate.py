@@ -3,10 +3,8 @@
 By document too, held to its definition: every piece of text alone through the model.
 """
 
-import gzip
 import json
 import math
-import re
 import sys
 from dataclasses import replace
 from functools import cache
@@ -15,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, TINY, evaluate_into_file, read_log, start_ranks
+from conftest import SMALL, evaluate_into_file, read_log, refusal, start_ranks, widened, write_lines
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_stores import ONE
@@ -76,12 +74,7 @@ class Recency(nn.Module):
 
 
 def tiny(kind: str = "gpt") -> Transformer:
-    """With weights so wide that a wrong mask or position shows."""
-    torch.manual_seed(0)
-    model = Transformer(TransformerConfig(kind, 1, 2, 16, 32, 64, 320))
-    for weight in model.parameters():
-        torch.nn.init.normal_(weight, std=0.2)
-    return model.double()
+    return widened(Transformer(TransformerConfig(kind, 1, 2, 16, 32, 64, 320))).double()
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +87,7 @@ def sourced(tmp_path_factory):
     """A store of held-out documents of two sources; their texts are "abc " so many times."""
     folder = tmp_path_factory.mktemp("sourced")
     lines = [{"text": "abc " * n, "source": name} for n, name in ((40, "a"), (1, "b"), (7, "a"))]
-    (folder / "mine.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    prepare([folder / "mine.jsonl"], folder / "store", BYTES, "bytes", 1)
+    prepare([write_lines(folder / "mine.jsonl", lines)], folder / "store", BYTES, "bytes", 1)
     return folder / "store"
 
 
@@ -113,19 +105,15 @@ def run_of(store_dir, tmp_path_factory, short_ends):
     return trained
 
 
-@pytest.fixture(scope="module")
-def trained(run_of):
-    return run_of("gpt")
-
-
 @pytest.fixture
-def said(trained, capsys, monkeypatch, tmp_path):
-    """What evaluate.py says of the run with these flags, line by line."""
+def said(run_of, capsys, monkeypatch, tmp_path):
+    """What evaluate.py says of a run with these flags, line by line."""
     monkeypatch.chdir(tmp_path)
 
-    def ask(flags: str = "", folder: Path = trained) -> list[str]:
+    def ask(flags: str = "", kind: str = "gpt") -> list[str]:
+        argv = [str(run_of(kind)), *CPU, *flags.split()]
         capsys.readouterr()
-        evaluate.main([str(folder), *CPU, *flags.split()])
+        evaluate.main(argv)
         return capsys.readouterr().out.splitlines()
 
     return ask
@@ -171,17 +159,15 @@ def test_poll_is_called_after_every_batch_alike_on_every_rank_and_may_end_it(sto
             assert heard == turns
 
     def third(done: int) -> None:
-        heard.append(done)
-        if len(heard) == 3:
+        if done == 12:
             raise KeyboardInterrupt
 
-    heard = []
     with pytest.raises(KeyboardInterrupt):
         evaluation.run(model, ONE, 4, third)
-    assert len(heard) == 3 and model.training
+    assert model.training
 
 
-def test_an_evaluation_without_a_target_or_a_document_is_refused(store):
+def test_no_target_no_document_and_a_stride_that_no_row_holds_are_refused(store):
     class Unmasked(Evaluation):
         def batch(self, store, rows):
             batch = super().batch(store, rows)
@@ -192,6 +178,9 @@ def test_an_evaluation_without_a_target_or_a_document_is_refused(store):
     whole = replace(store, train_documents=store.meta["documents"])
     with pytest.raises(ValueError, match=r"no held-out document.*--holdout 20.*--split all"):
         Evaluation(of(whole), 64)
+    for stride, special_ids in ((0, None), (65, None), (8, SPECIAL_IDS)):
+        with pytest.raises(ValueError, match="--stride"):
+            Evaluation(of(store, special_ids), 64, stride=stride)
 
 
 # ---- BERT
@@ -286,12 +275,6 @@ def test_every_token_is_a_target_once_and_sees_what_a_row_holds(sizes, seq_len, 
     assert targets == list(range(offsets[-1]))
 
 
-def test_a_stride_that_no_row_holds_is_refused(store):
-    for stride, special_ids in ((0, None), (65, None), (8, SPECIAL_IDS)):
-        with pytest.raises(ValueError, match="--stride"):
-            Evaluation(of(store, special_ids), 64, stride=stride)
-
-
 # ---- by document
 
 
@@ -362,10 +345,8 @@ def test_long_and_empty_documents_worked_by_hand():
     assert held_out.bytes.tolist() == [0, 20, 0, 5]
     assert held_out.nats == pytest.approx(math.log(257) * held_out.targets)
     total = held_out.total()
-    assert total.val_loss == pytest.approx(math.log(257)) and (total.targets, total.bytes) == (
-        29,
-        25,
-    )
+    assert total.val_loss == pytest.approx(math.log(257))
+    assert (total.targets, total.bytes) == (29, 25)
     assert total.val_bpb == pytest.approx(math.log2(257) * 29 / 25)
     for split, numbers in (("train", [0]), ("all", [0, 1, 2, 3, 4])):
         documents = documents_of(Evaluation(of(store), 8, split=split), Even(), 2)
@@ -420,8 +401,8 @@ def test_a_file_is_worked_by_hand_and_whole_or_not_there(tmp_path):
 # ---- the command
 
 
-def test_command_repeats_what_the_run_found(trained, said):
-    (last,) = (line["val_bpb"] for line in read_log(trained, "eval") if line["last"])
+def test_command_repeats_what_the_run_found(run_of, said):
+    (last,) = (line["val_bpb"] for line in read_log(run_of("gpt"), "eval") if line["last"])
     plain, whole = said(), said("--by-document out.jsonl")
     assert f"held-out {last:.4f} bits per byte" in plain[0]
     assert whole == [*plain, "out.jsonl: 27 of 27 documents"]
@@ -430,8 +411,6 @@ def test_command_repeats_what_the_run_found(trained, said):
     tokens, size, nats = (sum(line[n] for line in lines) for n in ("tokens", "bytes", "nats"))
     assert plain[1] == f"{nats / tokens:.4f} nats per token, of {tokens:,} tokens, {size:,} bytes"
     part = said("--by-document part.jsonl --tokens 2K")
-    (tokens,) = re.findall(r"of ([\d,]+) tokens", part[1])
-    assert 2000 <= int(tokens.replace(",", "")) < 2032, "a row more at most"
     chosen = len(Path("part.jsonl").read_text().splitlines())
     assert 0 < chosen < 27 and f": {chosen} of 27 documents, those with a piece" in part[2]
 
@@ -446,68 +425,26 @@ def test_no_dropping_and_full_length_whatever_training_does(run):
     assert scores[0] == scores[1]
 
 
-def test_all_documents_of_a_store_that_holds_nothing_out(said, tmp_path):
-    Path("a.jsonl").write_text("\n".join(json.dumps({"text": "abc " * n}) for n in (40, 1, 0, 30)))
-    for name, holdout in (("none", 0), ("every", 1)):
-        prepare(["a.jsonl"], tmp_path / name, BYTES, "bytes", holdout)
-    for flags in ("--data none", "--data every --split train"):
-        with pytest.raises(ValueError, match=r"has no (held-out|training) document"):
-            said(flags)
-    for flags in ("none --split all", "none --split train", "every --split val"):
-        assert said(f"--by-document out.jsonl --data {flags}")[-1] == "out.jsonl: 3 of 3 documents"
-        lines = map(json.loads, Path("out.jsonl").read_text().splitlines())
-        assert [line["bytes"] for line in lines] == [160, 4, 120]
-
-
-def test_questions(said, run_of):
-    last = {"context": "no row has room for this " * 9, "continuation": " end"}
-    choice = {"context": "The sun", "continuations": [" rises", " barks"], "label": 0}
-    files = {"last.jsonl": [last] * 3, "choice.jsonl": [choice, choice]}
-    for name, lines in files.items():
-        Path(name).write_text("".join(json.dumps(line) + "\n" for line in lines))
-    lines = said("--task last.jsonl choice.jsonl")
-    assert "last.jsonl: accuracy 0.0% (standard error 0.0), perplexity" in lines[0]
-    assert lines[1] == "last.jsonl: 3 contexts lose their beginning"
-    assert "choice.jsonl: accuracy" in lines[2] and "chance 50.0%" in lines[2]
-    result = json.loads(said("--task last.jsonl choice.jsonl --json")[0])
-    assert result["run"] and [task["questions"] for task in result["tasks"]] == [3, 2]
+def test_a_bert_cannot_answer(said):
+    write_lines(Path("asked.jsonl"), [{"context": "one", "continuation": " two"}])
     with pytest.raises(ValueError, match=r"--task: .* BERT"):
-        said("--task last.jsonl", run_of("bert"))
-
-
-def test_fine_tuning_learns_and_the_run_stays_as_it_is(said, run_of):
-    """Whether a word has an x or a y in it."""
-    draw, bert = np.random.default_rng(0), run_of("bert")
-    lines = []
-    for label in draw.integers(0, 2, 200).tolist():
-        word = draw.permutation([*draw.choice([*"abcdefgh"], 5), "xy"[label]])
-        lines.append(json.dumps({"text": "".join(word), "label": label}))
-    Path("toy.jsonl.gz").write_bytes(gzip.compress("\n".join(lines).encode()))
-    before = {path: path.read_bytes() for path in bert.iterdir()}
-    flags = "--finetune toy.jsonl.gz --lr 5e-3 --epochs 4 --batch 16 --seeds 1"
-    said_lines, (result,) = said(flags, bert), map(json.loads, said(f"{flags} --json", bert))
-    assert {path: path.read_bytes() for path in bert.iterdir()} == before
-    tuned = result["finetune"]
-    (share,) = tuned["accuracy"]["of_seed"]
-    assert share > 0.9 > tuned["majority"] and tuned["train"] + tuned["dev"] == 200
-    assert f"dev accuracy {share:.1%} " in said_lines[0]
-    assert f"{tuned['dev']} held out" in said_lines[1]
+        said("--task asked.jsonl", "bert")
 
 
 @pytest.mark.dist
-def test_two_processes_find_what_one_finds(trained, sourced, tmp_path, monkeypatch):
-    """The text of a store, questions and fine-tuning, in one start."""
+def test_two_processes_find_what_one_finds(run_of, sourced, tmp_path, monkeypatch):
+    """The text of a store, questions, and fine-tuning, which leaves the run as it is."""
     lines = [{"text": f"{n % 2} {n}", "label": n % 2} for n in range(20)]
     asked = [{"context": f"{n} is", "continuations": ["a", " b"], "label": 1} for n in range(20)]
-    (tmp_path / "labelled.jsonl").write_text("\n".join(map(json.dumps, lines)))
-    (tmp_path / "asked.jsonl").write_text("\n".join(map(json.dumps, asked)))
-    both = [str(trained), *CPU, "--json", "--rows", "2"]
+    write_lines(tmp_path / "labelled.jsonl", lines)
+    write_lines(tmp_path / "asked.jsonl", asked)
+    gpt, bert = ([str(run_of(kind)), *CPU, "--json", "--rows", "2"] for kind in ("gpt", "bert"))
     runs = (
-        [*both, "--data", str(sourced), "--by-document", "out.jsonl"],
-        [*both, "--task", "../asked.jsonl"],
-        [*both, "--finetune", "../labelled.jsonl", "--epochs", "1", "--lr", "5e-3"],
+        [*gpt, "--data", str(sourced), "--by-document", "out.jsonl"],
+        [*gpt, "--task", "../asked.jsonl"],
+        [*bert, "--finetune", "../labelled.jsonl", "--epochs", "1", "--lr", "5e-3"],
     )
-    said = []
+    before, said = {path: path.read_bytes() for path in run_of("bert").iterdir()}, []
     for ranks in (1, 2):
         (tmp_path / f"{ranks}").mkdir()
         monkeypatch.chdir(tmp_path / f"{ranks}")
@@ -517,37 +454,38 @@ def test_two_processes_find_what_one_finds(trained, sourced, tmp_path, monkeypat
         else:
             start_ranks(2, *runs, work=evaluate_into_file)
             assert Path("said-1.json").read_text() == ""
-        lines = [json.loads(line) for line in Path("said-0.json").read_text().splitlines()]
-        del lines[1]["tasks"][0]["items_per_s"]
-        said.append((lines, Path("out.jsonl").read_text()))
-    assert said[0] == said[1]
+        text, answers, tuned = map(json.loads, Path("said-0.json").read_text().splitlines())
+        del answers["tasks"][0]["items_per_s"]
+        said.append((text, answers, tuned, Path("out.jsonl").read_text()))
+    assert said[0] == said[1] and answers["tasks"][0]["questions"] == 20
+    assert tuned["finetune"]["train"] + tuned["finetune"]["dev"] == 20
+    assert {path: path.read_bytes() for path in run_of("bert").iterdir()} == before
 
 
-def test_groups_stores_and_json(said, sourced, tmp_path):
+def test_groups_stores_and_json(said, sourced, store_dir):
     """By source and length; and several stores are evaluated one by one."""
-    data = f"--data {sourced}"
+    data = f"--data {sourced} --split all"
     plain, both = said(data), said(f"{data} --by source,length")
     (by_source,) = map(json.loads, said(f"{data} --by source --json"))
     (slid,) = map(json.loads, said(f"{data} --by length --stride 8 --json"))
     expected = [["a", "2", "190", "188"], ["b", "1", "5", "4"]]
     assert both[:2] == plain and [line.split()[:4] for line in both[3:5]] == expected
-    assert both[5].split()[0] == "length" and len(both) == 9
     assert slid["val_bpb"] != by_source["val_bpb"] and slid["targets"] == by_source["targets"]
     assert [group["documents"] for group in slid["groups_by_length"]] == [1, 1, 1]
     assert f"{by_source['val_bpb']:.4f} bits per byte" in plain[0]
     assert by_source["by_source"]["b"] == by_source["groups_by_source"][1]["bpb"]
-    prepare([TINY], tmp_path / "other", BYTES, "bytes", 10)
-    mixture = f"{sourced}=0.75,other=0.25"
+    mixture = f"{sourced}=0.75,{store_dir}=0.25"
     results = [
         json.loads(said(f"--json --tokens 2K --data {data}")[0])["val_bpb"]
-        for data in (mixture, sourced, f"other --tokens {int(2000 * 0.375)}")
+        for data in (mixture, sourced, f"{store_dir} --tokens {int(2000 * 0.375)}")
     ]
     assert results[0] == pytest.approx(0.75 * results[1] + 0.25 * results[2])
     for flags in (f"--data {mixture} --by length", f"--data {mixture} --by-document out.jsonl"):
         with pytest.raises(ValueError, match=flags.split()[2]):
             said(flags)
-    with pytest.raises(ValueError, match="--by source"):
-        said("--by source")
+    for flags in ("--by source", f"--data {sourced} --split train"):
+        with pytest.raises(ValueError, match=r"--by source|no training document"):
+            said(flags)
 
 
 @pytest.mark.parametrize(
@@ -567,13 +505,13 @@ def test_groups_stores_and_json(said, sourced, tmp_path):
 )
 def test_bad_flags_are_refused_before_a_run_is_opened(flags, named, monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(ValueError) as refusal:
-        evaluate.main(["nowhere", *CPU, *flags.split()])
-    assert str(refusal.value).startswith(f"{named}") or f"argument {named}" in str(refusal.value)
-    assert "\n" not in str(refusal.value) and not list(tmp_path.iterdir())
+    message = refusal(evaluate.main, ["nowhere", *CPU, *flags.split()])
+    assert message.removeprefix("argument ").startswith(named) and not list(tmp_path.iterdir())
 
 
-def test_an_interrupted_evaluation_ends_with_one_line(trained, monkeypatch, capsys):
+def test_an_interrupted_evaluation_ends_with_one_line(run_of, monkeypatch, capsys):
+    trained = run_of("gpt")
+
     def interrupted(*_):
         raise KeyboardInterrupt
 

@@ -1,4 +1,7 @@
-"""What is read from files and folders, what damaged files lead to, and how far a bar says it is."""
+"""What is read from files and folders, what damaged files lead to, and how far a bar says it is.
+
+And what is held out: by the hash of a document, or the end of a text that has no documents.
+"""
 
 import gzip
 import io
@@ -10,19 +13,20 @@ import time
 from pathlib import Path
 
 import pytest
+from conftest import TINY, write_lines
+from hypothesis import given
+from hypothesis import strategies as st
 
 import prepare
 from support.base.runtime import one_line
 from support.text import reading, tokenizer
-from support.text.corpus import Corpus, Document, separator
+from support.text.corpus import Corpus, Document, find_cut, hold_out_tail, is_held_out, separator
 from support.text.reading import InputBar
 
 try:
     import zstandard
 except ImportError:  # an extra
     zstandard = None
-
-TINY = Path(__file__).resolve().parents[1] / "corpus" / "pd-tiny.jsonl.gz"
 
 
 def read(*paths, **options):
@@ -81,6 +85,7 @@ BAD_INPUTS = [
     ("x.jsonl", GOOD + b'{"id": "\\ud83d", "text": ""}', ":2"),  # half of a surrogate pair
     ("x.jsonl", b"[" * 200_000, ":1"),
     ("x.jsonl.gz", PACKED[:-8] + bytes(8), ":2001"),  # a checksum that fails
+    ("x.jsonl.gz", PACKED[:-20], r":\d+"),
     ("x.jsonl.gz", GOOD, ":1"),
     ("x.txt", b"abc\xff", ""),
 ]
@@ -96,19 +101,10 @@ if zstandard:
 @pytest.mark.parametrize(("name", "content", "line"), BAD_INPUTS)
 def test_bad_input_is_one_line_that_names_the_file_and_its_line(tmp_path, name, content, line):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"^{tmp_path / name}{line}: .*$"):
-        read(tmp_path / name)
-
-
-def test_the_line_at_which_a_compressed_file_is_truncated(tmp_path):
-    rows = [b'{"text": "%d"}\n' % random.Random(i).getrandbits(4000) for i in range(1000)]
-    path = tmp_path / "x.jsonl.gz"
-    path.write_bytes(gzip.compress(b"".join(rows))[:-1000])
     documents = []
-    with pytest.raises(ValueError, match="ended before") as caught:
-        documents.extend(Corpus([path], 0).documents())
-    assert len(documents) > 900
-    assert str(caught.value).startswith(f"{path}:{len(documents) + 1}: ")
+    with pytest.raises(ValueError, match=f"^{tmp_path / name}{line}: .*$") as refused:
+        documents.extend(Corpus([tmp_path / name], 0).documents())
+    assert not line or f":{len(documents) + 1}: " in str(refused.value)
 
 
 def test_missing_input_is_named_before_anything_is_read(tmp_path):
@@ -205,9 +201,7 @@ def test_cutting_is_refused_unless_there_is_plain_text(tmp_path):
 # --- the bar
 
 
-def test_a_terminal_shows_how_far_both_passes_are_and_a_clock_that_goes_on(
-    tmp_path, monkeypatch, capsys
-):
+def test_a_terminal_shows_both_passes_and_a_clock_that_goes_on(tmp_path, monkeypatch, capsys):
     source = tmp_path / "in.txt"
     source.write_text("some words of text\n" * 50_000)
     bytes_only = tokenizer.get_encoding("bytes")
@@ -220,10 +214,8 @@ def test_a_terminal_shows_how_far_both_passes_are_and_a_clock_that_goes_on(
     encode = prepare.encode
     monkeypatch.setattr(prepare, "encode", lambda *args: time.sleep(0.1) or encode(*args))
     prepare.prepare([source], tmp_path / "store", bytes_only, "bytes")
-    for title in ("what to hold out", "encoding"):
-        assert re.search(rf"{title}: +\d+%.*\d+k/950k", shown.getvalue()), title
-    assert shown.getvalue().count("encoding: ") >= 5
-    assert "B/s" in shown.getvalue() and "documents]" in shown.getvalue()
+    for title, least in (("what to hold out", 1), ("encoding", 5)):
+        assert len(re.findall(rf"{title}: +\d+%.*?\d+k/950k", shown.getvalue())) >= least
 
 
 def test_a_bar_moves_as_parts_of_a_text_and_documents_are_handed_out(tmp_path, monkeypatch):
@@ -239,3 +231,102 @@ def test_a_bar_moves_as_parts_of_a_text_and_documents_are_handed_out(tmp_path, m
     assert done[:6] == [(n, 0) for n in range(104, 700, 100)]
     assert len({size for size, _ in done}) == len(done) > 15 and done == sorted(done)
     assert done[-1] == (bar.total, 71)
+
+
+# --- held out
+
+
+def sides(path: Path, *options, **more) -> tuple[list[str], list[str]]:
+    """Training texts and held-out texts."""
+    parts = list(Corpus([path], *options, **more).parts())
+    return [p.text for p in parts if not p.held_out], [p.text for p in parts if p.held_out]
+
+
+# --- held out by the hash
+
+
+def test_a_document_is_held_out_by_its_id_or_else_by_its_text():
+    # crc32("a") = 3904355907, "b" 1908338681 and "c" 112844655 are odd, "d" 2564639436 is even.
+    for documents in (
+        [Document(letter, "the same text") for letter in "abcd"],
+        [Document(None, letter) for letter in "abcd"],
+    ):
+        assert [is_held_out(d, 2) for d in documents] == [False, False, False, True]
+        assert not any(is_held_out(d, 0) for d in documents)
+        assert all(is_held_out(d, 1) for d in documents)
+
+
+def test_a_line_added_on_top_moves_no_document_to_the_other_side(tmp_path):
+    texts = [f"document {number}" for number in range(200)]
+    lines = [{"text": text} for text in ("a new one", *texts)]
+    before = sides(write_lines(tmp_path / "a.jsonl", lines[1:]))
+    after = sides(write_lines(tmp_path / "b.jsonl", lines))
+    assert len(before[1]) > 3
+    assert set(before[0]) < {*after[0], *after[1]} and set(before[1]) <= set(after[1])
+    assert {*after[0], *after[1]} - {*before[0], *before[1]} == {"a new one"}
+
+
+def test_of_many_documents_only_some_are_read_to_find_the_rule(tmp_path):
+    lines = [{"text": f"document {i}"} for i in range(1000)]
+    source = write_lines(tmp_path / "a.jsonl", [*lines, "nonsense"])
+    corpus = Corpus([source])  # reads until both sides have a text, long before the end
+    with pytest.raises(ValueError, match=r"a\.jsonl:1001: "):
+        list(corpus.parts())
+
+
+# --- held out: the tail
+
+
+def test_a_single_text_holds_out_its_end_cut_at_a_line(tmp_path):
+    """Also with a name whose hash is held out, as one in 20 is: training would get nothing."""
+    name = next(f"{i}.txt" for i in range(1000) if is_held_out(Document(f"{i}.txt", ""), 20))
+    text = "".join(f"line {number}\n" for number in range(1000))
+    for path in (tmp_path / "input.txt", tmp_path / name):
+        path.write_text(text)
+        (training,), (held_out,) = sides(path)
+        assert training + held_out == text
+        assert training.endswith("\n") and held_out.startswith("line ")
+        assert len(held_out) == pytest.approx(len(text) / 20, abs=12)
+        assert sides(path, 0) == ([text], [])
+        assert sides(path, 1) == ([], [text])
+
+
+@given(st.lists(st.text("ab \n", max_size=40), max_size=6), st.integers(2, 30))
+def test_the_tail_of_any_documents_is_all_text_in_order_and_on_both_sides(texts, holdout):
+    characters = sum(map(len, texts))
+    if characters < 2:
+        return
+    tail = -(-characters // holdout)
+    documents = [Document(None, text) for text in texts]
+    parts = list(hold_out_tail(documents, characters - tail, holdout))
+    assert "".join(part.text for part in parts) == "".join(texts)
+    held_out = [part.held_out for part in parts if part.text]
+    assert held_out == sorted(held_out) and set(held_out) == {False, True}
+    size = sum(len(part.text) for part in parts if part.held_out)
+    assert tail / 2 <= size <= tail * 1.5 + 1
+
+
+def test_where_a_text_is_cut():
+    assert find_cut("one\ntwo\nthree", 10, 5) == 8, "the example"
+    assert find_cut("one\ntwo\nthree", 4, 5) == 4, "a line begins just there"
+    assert find_cut("xxxxxx\nthree", 4, 5) == 7, "no line ends before: the next one"
+    assert find_cut("title\n" + "word " * 100, 300, 20) == 296, "no line within reach: a blank"
+    assert find_cut("title\n" + "x" * 100, 50, 20) == 50, "nor a blank: just there"
+    assert find_cut("x" * 9 + "\n", 5, 9) == 5, "never behind the last character"
+
+
+def test_a_few_documents_hold_out_the_last_ones(tmp_path):
+    texts = [letter * 99 + "\n" for letter in "abcdefghij"]
+    names = [i for i in map(str, range(100)) if not is_held_out(Document(i, ""), 5)]
+    lines = [{"id": i, "text": text} for i, text in zip(names, texts, strict=False)]
+    write_lines(tmp_path / "a.jsonl", lines)
+    assert sides(tmp_path / "a.jsonl", 5) == (texts[:8], texts[8:])
+
+
+@pytest.mark.parametrize("holdout", [2, 10**9])
+def test_no_text_is_too_short_but_one_character(tmp_path, holdout):
+    (tmp_path / "a.txt").write_text("ab")
+    assert sides(tmp_path / "a.txt", holdout) == (["a"], ["b"])
+    (tmp_path / "a.txt").write_text("a")
+    with pytest.raises(ValueError, match=f"--holdout {holdout}"):
+        Corpus([tmp_path / "a.txt"], holdout)

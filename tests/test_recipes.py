@@ -6,13 +6,13 @@ downloaded, is that of bytes.
 """
 
 import importlib
-import json
 import shlex
 from pathlib import Path
 
 import pytest
 import torch
-from test_readme import bash_blocks, read
+from conftest import write_lines
+from test_readme import commands_of, read
 
 from model import Transformer, TransformerConfig
 from support.text.tokenizer import get_encoding, vocab_size
@@ -20,22 +20,10 @@ from support.weights import safetensors
 from support.weights.published import published_entries
 
 PAGE = "docs/recipes.md"
-TINY = {
-    "--layers": "3",
-    "--heads": "2",
-    "--width": "32",
-    "--seq-len": "32",
-    "--batch-tokens": "256",
-    "--eval-tokens": "200",
-    "--final-eval-tokens": "200",
-    "--device": "cpu",
-}
+TINY = {"--layers": "3", "--heads": "2", "--width": "32", "--seq-len": "32"}
+TINY |= {"--batch-tokens": "256", "--eval-tokens": "200", "--final-eval-tokens": "200"}
+TINY |= {"--device": "cpu"}
 DIMENSIONS = ("--layers", "--heads", "--width", "--seq-len")
-
-
-def commands() -> list[list[str]]:
-    lines = [line for block in bash_blocks(PAGE, read(PAGE)) for line in block.commands]
-    return [shlex.split(line, comments=True) for line in lines]
 
 
 def at_toy_size(module: str, arguments: list[str]) -> list[str]:
@@ -69,7 +57,7 @@ def make_what_is_named() -> None:
     sides = [{"text": f"{word} {n}", "label": word} for n in range(12) for word in ("up", "down")]
     question = {"context": "one two", "continuations": [" three", " four"], "label": 0}
     for name, lines in (("labelled.jsonl", sides), ("questions.jsonl", [question])):
-        (Path() / name).write_text("".join(json.dumps(line) + "\n" for line in lines))
+        write_lines(Path(name), lines)
     V = -(-vocab_size(get_encoding("bytes"), "gpt") // 64) * 64
     torch.manual_seed(0)
     model = Transformer(TransformerConfig("gpt", 3, 2, 32, 128, 32, V))
@@ -87,8 +75,8 @@ def test_every_command_runs(short_ends, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_what_is_named()
     ran = []
-    for words in commands():
-        module, arguments = started(words)
+    for line in commands_of(read(PAGE)):
+        module, arguments = started(shlex.split(line, comments=True))
         arguments = at_toy_size(module, arguments)
         ran.append(f"{module} {shlex.join(arguments)}")
         try:

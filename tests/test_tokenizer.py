@@ -5,7 +5,6 @@ Does not judge whether pd4k is a good vocabulary: corpus/SOURCE.md has its bytes
 
 import base64
 import hashlib
-import json
 import os
 import re
 import socket
@@ -19,6 +18,7 @@ import numpy as np
 import pytest
 import regex
 import tiktoken
+from conftest import TINY, refusal, write_lines
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -26,7 +26,6 @@ from support.base.runtime import ROOT
 from support.text import tokenizer
 from support.text.corpus import Corpus, Document, is_held_out
 
-TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
 SPECIAL = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 PD4K = tokenizer.get_encoding()
 BYTES = tokenizer.get_encoding("bytes")
@@ -84,10 +83,7 @@ def test_the_worked_example_learned_and_encoded(tmp_path):
 
 
 @settings(max_examples=40, deadline=None)
-@given(
-    st.lists(st.text("ab-", min_size=1, max_size=30), min_size=1, max_size=6),
-    st.integers(256, 264),
-)
+@given(st.lists(st.text("ab-", min_size=1, max_size=30), min_size=1), st.integers(256, 264))
 @example(["a" * n for n in range(1, 40)], 266)  # aaaa+a and aa+aaa spell one token
 @example(TEXTS[:20], 290)
 def test_learning_equals_counting_every_pair_anew_in_any_order(texts, n_ranks):
@@ -111,11 +107,7 @@ def test_what_learn_writes_and_prints_is_always_the_same(tmp_path, capsys):
     out = tmp_path / "a.tiktoken"
     sha256 = hashlib.sha256(learn(TINY, out)).hexdigest()
     assert sha256 == "4dae60ded8d1ef0d04544fda514a8b555c40e60e137a9b294aa95bda9c8cad40"
-    encoding = tokenizer.get_encoding(str(out))
-    held_out = [document.text for document in DOCUMENTS if is_held_out(document, 20)]
-    n_tokens = sum(len(encoding.encode_ordinary(text)) for text in held_out)
-    report = capsys.readouterr().out
-    assert "320 ranks; 27 held-out documents" in report and f"{n_tokens:,} tokens" in report
+    assert "320 ranks; 27 held-out documents" in capsys.readouterr().out
 
 
 def test_held_out_documents_do_not_influence_the_ranks(tmp_path):
@@ -126,9 +118,9 @@ def test_held_out_documents_do_not_influence_the_ranks(tmp_path):
 
     def learned(changed, *flags):
         texts = documents | dict.fromkeys(changed, "qzqzqzqz " * 50)
-        lines = [json.dumps({"id": i, "text": text}) + "\n" for i, text in texts.items()]
-        (tmp_path / "a.jsonl").write_text("".join(lines))
-        return learn(tmp_path / "a.jsonl", tmp_path / "a.tiktoken", "--ranks", "260", *flags)
+        lines = [{"id": i, "text": text} for i, text in texts.items()]
+        path = write_lines(tmp_path / "a.jsonl", lines)
+        return learn(path, tmp_path / "a.tiktoken", "--ranks", "260", *flags)
 
     ranks = learned([])
     assert learned(held_out) == ranks != learned([training])
@@ -193,9 +185,7 @@ def test_special_tokens_follow_the_ranks_and_are_never_found_in_text(encoding):
     assert tokenizer.vocab_size(encoding, "gpt") == n_ranks + 1
     assert tokenizer.vocab_size(encoding, "bert") == n_ranks + 5
     assert max(encoding.encode_ordinary("".join(SPECIAL))) < n_ranks
-    lengths = tokenizer.byte_lengths(encoding)
-    assert lengths.dtype == np.int64 and lengths.shape == (encoding.n_vocab,)
-    assert (lengths[n_ranks:] == 0).all() and (lengths[:n_ranks] > 0).all()
+    assert np.array_equal(tokenizer.byte_lengths(encoding) > 0, np.arange(n_ranks + 5) < n_ranks)
 
 
 # --- loading
@@ -218,9 +208,7 @@ BYTE_LINES = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in ran
 def test_a_bad_file_of_ranks_is_refused_with_its_line(tmp_path, lines, row):
     path = tmp_path / "bad.tiktoken"
     path.write_bytes(b"\n".join(lines))
-    with pytest.raises(ValueError, match=f"{re.escape(str(path))}:{row}: ") as caught:
-        tokenizer.get_encoding(str(path))
-    assert "\n" not in str(caught.value)
+    assert refusal(tokenizer.get_encoding, str(path)).startswith(f"{path}:{row}: ")
 
 
 @pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="gpt2's files are not here")
@@ -264,11 +252,3 @@ def test_a_store_opens_the_tokenizer_it_was_made_with_known_by_its_content(tmp_p
         damage()
         with pytest.raises(ValueError, match=rf"a store: .*{path}.*--tokenizer"):
             tokenizer.store_encoding("a store", meta)
-
-
-def test_show_prints_tokens_with_their_ids(capsys):
-    tokenizer.main(["show", "the the", "--tokenizer", "pd4k"])
-    lines = capsys.readouterr().out.splitlines()
-    ids = PD4K.encode_ordinary("the the")
-    assert lines[: len(ids)] == [f"{i:>8}  {PD4K.decode_single_token_bytes(i)!r}" for i in ids]
-    assert lines[-1] == f"{len(ids)} tokens, 7 bytes"
