@@ -28,19 +28,7 @@ import torch.distributed as dist
 from conftest import refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_stores import (
-    ALL,
-    END,
-    ONE,
-    VOCABULARY,
-    analyzed,
-    contents,
-    many_documents,
-    opened,
-    opener,
-    users,
-    write_store,
-)
+from small_stores import ONE, analyzed, contents, many_documents, opened, opener, users, write_store
 
 import analyze
 import difficulty
@@ -51,6 +39,8 @@ from support.rows.samples import KINDS
 from support.text.store import Store
 
 NAMES = ["length", "rarity"]
+ALL = [*difficulty.METRICS]
+END = 9  # of a text in stores that are written by hand: the last of ten tokens
 
 pytestmark = pytest.mark.usefixtures("new_process")
 
@@ -289,9 +279,9 @@ def test_what_a_kill_left_beside_a_whole_index_is_removed(store, tmp_path):
 
 
 def test_a_damaged_store_and_an_empty_one_are_refused(tmp_path):
-    damaged = write_store(tmp_path / "damaged", [[1, 2], [VOCABULARY, 3]])
+    damaged = write_store(tmp_path / "damaged", [[1, 2], [END + 1, 3]])
     empty = write_store(tmp_path / "empty", [])
-    for store, message in ((damaged, f"token {VOCABULARY}"), (empty, "no training document")):
+    for store, message in ((damaged, f"token {END + 1}"), (empty, "no training document")):
         for name in NAMES:
             with pytest.raises(ValueError, match=message):
                 analyzed(tmp_path / "out", opener(store), [name])

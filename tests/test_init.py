@@ -3,12 +3,11 @@
 import json
 import shutil
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, metrics, read_log, refusal, start_ranks
+from conftest import FEW, metrics, read_log, refusal, start_ranks
 
 import config
 import sample
@@ -22,22 +21,6 @@ from support.weights.trained import real_weights
 
 BYTES = get_encoding("bytes")
 pytestmark = pytest.mark.usefixtures("short_ends")
-FEW = "--tokens 512 --batch-tokens 256 --device cpu --checkpoint-every 256"
-FEW += " --eval-every 256 --eval-tokens 99 --final-eval-tokens 99"
-
-
-@pytest.fixture(scope="module")
-def run_of(store_dir, tmp_path_factory, short_ends):
-    """The folder of a run of two steps that others begin with: run_of("--pos learned")"""
-
-    @cache
-    def source(flags: str = "") -> Path:
-        out = tmp_path_factory.mktemp("source") / "run"
-        argv = f"{SMALL} --data {store_dir} --out {out} {FEW} {flags}"
-        assert train.main(argv.split()) == 0
-        return out
-
-    return source
 
 
 class Begun(Exception):
