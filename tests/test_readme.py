@@ -198,14 +198,6 @@ def test_the_flags_table_is_what_config_generates():
     assert FLAGS_TABLE.findall(read("README.md")) == [config.flags_table()], message
 
 
-@pytest.mark.structure
-def test_the_results_table_rests_on_records():
-    records = re.findall(r"^ *\|.*\]\((results/[^)#\s]+)", read("README.md"), re.MULTILINE)
-    assert records, "README.md: no table row links to a record under results/"
-    for record in records:
-        assert [json.loads(line) for line in read(record).splitlines()], record
-
-
 @pytest.mark.filterwarnings("ignore:.* found in sys.modules")
 @pytest.mark.parametrize("trains", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_the_commands_run(trains, checkout, monkeypatch):
