@@ -90,14 +90,10 @@ def texts_of(store, kind, seq_len, long="split"):
     return [text[i : i + seq_len] for text in documents for i in range(0, len(text), seq_len)]
 
 
-@pytest.mark.parametrize(
-    ("corpus", "kind", "long"),
-    [
-        *(("by hand", kind, "split") for kind in KINDS),
-        ("by hand", "bert", "truncate"),
-        ("real", "bert", "split"),
-    ],
-)
+CASES = [*(("by hand", kind, "split") for kind in KINDS), ("by hand", "bert", "truncate")]
+
+
+@pytest.mark.parametrize(("corpus", "kind", "long"), [*CASES, ("real", "bert", "split")])
 def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, corpus, kind, long):
     path, seq_len = (store, 8) if corpus == "by hand" else (store_dir, 256)
     open_samples = opener(path, kind, seq_len, long)

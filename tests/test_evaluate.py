@@ -476,25 +476,22 @@ def test_groups_stores_and_json(said, sourced, store_dir):
             said(flags)
 
 
-@pytest.mark.parametrize(
-    ("flags", "named"),
-    [
-        ("--rows 0", "--rows: 0 "),
-        ("--tokens nan", "--tokens: nan "),
-        ("--by words", "--by: words "),
-        ("--task a --finetune b", "--task and --finetune"),
-        ("--task a --stride 8", "--stride "),
-        ("--finetune a --by-document b", "--by-document "),
-        ("--task a --lr 1", "--lr "),
-        ("--finetune a --lr 0", "--lr: 0 "),
-        ("--by-document no/out.jsonl", "--by-document no/out.jsonl: "),
-        ("--by-document .", "--by-document . "),
-    ],
-)
-def test_bad_flags_are_refused_before_a_run_is_opened(flags, named, monkeypatch, tmp_path):
+def test_bad_flags_are_refused_before_a_run_is_opened(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
-    message = refusal(evaluate.main, ["nowhere", *CPU, *flags.split()])
-    assert message.removeprefix("argument ").startswith(named) and not list(tmp_path.iterdir())
+    for flags, named in {
+        "--rows 0": "--rows: 0 ",
+        "--tokens nan": "--tokens: nan ",
+        "--by words": "--by: words ",
+        "--task a --finetune b": "--task and --finetune",
+        "--task a --stride 8": "--stride ",
+        "--finetune a --by-document b": "--by-document ",
+        "--task a --lr 1": "--lr ",
+        "--finetune a --lr 0": "--lr: 0 ",
+        "--by-document no/out.jsonl": "--by-document no/out.jsonl: ",
+        "--by-document .": "--by-document . ",
+    }.items():
+        message = refusal(evaluate.main, ["nowhere", *CPU, *flags.split()])
+        assert message.removeprefix("argument ").startswith(named) and not list(tmp_path.iterdir())
 
 
 def test_an_interrupted_evaluation_ends_with_one_line(run_of, monkeypatch, capsys):

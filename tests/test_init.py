@@ -132,19 +132,14 @@ def test_the_tokenizer_is_compared_by_its_content(begin, run_of, tmp_path):
         begin(tmp_path / "changed", out="second")
 
 
-@pytest.mark.parametrize(
-    ("flags", "owners"),
-    [
-        ("--pseudo-group 2 --pseudo-until 0.99", (0, 1, 0, 1)),
-        ("--pseudo-layers 2 --pseudo-until 0.9", (0, -1, -1, 3)),
-    ],
-)
-def test_a_shadow_begins_as_the_model_that_runs(begin, run_of, flags, owners):
+def test_a_shadow_begins_as_the_model_that_runs(begin, run_of):
     """Shared weights are there for each layer; layers that are not there yet are left out."""
-    path = newest(run_of(f"--pseudo {flags}"))
-    state = checkpoint.load(path)
-    assert tuple(state["pseudo"]["owners"]) == owners
-    assert_same(begin(path), real_weights(state))
+    group, layers = "--pseudo-group 2 --pseudo-until 0.99", "--pseudo-layers 2 --pseudo-until 0.9"
+    for flags, owners in (group, (0, 1, 0, 1)), (layers, (0, -1, -1, 3)):
+        path = newest(run_of(f"--pseudo {flags}"))
+        state = checkpoint.load(path)
+        assert tuple(state["pseudo"]["owners"]) == owners
+        assert_same(begin(path, out=f"next{owners[1]}"), real_weights(state))
 
 
 def test_a_folder_of_shards_is_a_checkpoint_too(begin, run_of, tmp_path):
