@@ -244,7 +244,7 @@ EXPORTS = [("gpt", {"mlp_width": 24}, ".pt"), ("gpt", {}, ".safetensors"), ("ber
 
 
 @pytest.mark.parametrize(
-    "kind, changes, suffix", [*EXPORTS, ("bert", dict(nsp=True), ".safetensors")]
+    "kind, changes, suffix", [*EXPORTS, ("bert", {"nsp": True}, ".safetensors")]
 )
 def test_what_is_exported_loads_as_it_was(tmp_path, capsys, kind, changes, suffix):
     """Bit for bit, with nothing left out but BERT's token type 1, under the published names."""
