@@ -99,6 +99,24 @@ def log_of(store_dir, tmp_path_factory):
     return finished
 
 
+FEW = "--tokens 512 --batch-tokens 256 --device cpu --checkpoint-every 256"
+FEW += " --eval-every 256 --eval-tokens 99 --final-eval-tokens 99"
+
+
+@pytest.fixture(scope="session")
+def run_of(store_dir, tmp_path_factory):
+    """The folder of a run of two steps, made once: run_of("--model bert")"""
+
+    @cache
+    def folder(flags: str = "") -> Path:
+        out = tmp_path_factory.mktemp("source") / "run"
+        argv = f"{SMALL} --data {store_dir} --out {out} {FEW} {flags}"
+        assert train.main(argv.split()) == 0
+        return out
+
+    return folder
+
+
 # Processes that tests start by `get_context("forkserver")` have these loaded as they begin, which
 # takes each process of "spawn" or of torchrun seconds.
 multiprocessing.set_forkserver_preload(

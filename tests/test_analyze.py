@@ -28,29 +28,20 @@ import torch.distributed as dist
 from conftest import refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_stores import (
-    ALL,
-    END,
-    ONE,
-    VOCABULARY,
-    analyzed,
-    contents,
-    many_documents,
-    opened,
-    opener,
-    users,
-    write_store,
-)
+from small_stores import ONE, analyzed, contents, many_documents, opened, opener, users, write_store
 
 import analyze
 import difficulty
 from difficulty import fingerprint
+from support.base import user_code
 from support.rows import ranking
 from support.rows.ranking import LENGTHS
 from support.rows.samples import KINDS
 from support.text.store import Store
 
 NAMES = ["length", "rarity"]
+ALL = [*difficulty.METRICS]
+END = 9  # of a text in stores that are written by hand: the last of ten tokens
 
 pytestmark = pytest.mark.usefixtures("new_process")
 
@@ -99,14 +90,10 @@ def texts_of(store, kind, seq_len, long="split"):
     return [text[i : i + seq_len] for text in documents for i in range(0, len(text), seq_len)]
 
 
-@pytest.mark.parametrize(
-    ("corpus", "kind", "long"),
-    [
-        *(("by hand", kind, "split") for kind in KINDS),
-        ("by hand", "bert", "truncate"),
-        ("real", "bert", "split"),
-    ],
-)
+CASES = [*(("by hand", kind, "split") for kind in KINDS), ("by hand", "bert", "truncate")]
+
+
+@pytest.mark.parametrize(("corpus", "kind", "long"), [*CASES, ("real", "bert", "split")])
 def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, corpus, kind, long):
     path, seq_len = (store, 8) if corpus == "by hand" else (store_dir, 256)
     open_samples = opener(path, kind, seq_len, long)
@@ -289,9 +276,9 @@ def test_what_a_kill_left_beside_a_whole_index_is_removed(store, tmp_path):
 
 
 def test_a_damaged_store_and_an_empty_one_are_refused(tmp_path):
-    damaged = write_store(tmp_path / "damaged", [[1, 2], [VOCABULARY, 3]])
+    damaged = write_store(tmp_path / "damaged", [[1, 2], [END + 1, 3]])
     empty = write_store(tmp_path / "empty", [])
-    for store, message in ((damaged, f"token {VOCABULARY}"), (empty, "no training document")):
+    for store, message in ((damaged, f"token {END + 1}"), (empty, "no training document")):
         for name in NAMES:
             with pytest.raises(ValueError, match=message):
                 analyzed(tmp_path / "out", opener(store), [name])
@@ -319,22 +306,6 @@ mine.accumulate = blocks
     expected = [1000 * text[-1] + sum(text) + len(text) - 100 for text in texts]
     assert index.values.tolist() == expected
     assert index.order.tolist() == np.argsort(expected, kind="stable").tolist()
-
-
-@pytest.mark.parametrize(
-    ("accumulate", "refused"),
-    [
-        ("[np.nan]", r"mine\.accumulate, on a batch of .* is not finite"),
-        ("lengths * 0", r"mine\.accumulate: returned shape \(\d,\), then \(\d,\)"),
-        ("[1]", "mine, on a batch .*: raised ValueError: .* read-only"),
-    ],
-)
-def test_a_mistake_with_what_a_user_sums_is_one_line(store, tmp_path, small, accumulate, refused):
-    """What was summed is the same for every batch: no function may change it."""
-    mine = "def mine(tokens, lengths, total):\n    total += 1\n    return lengths\n"
-    mine += f"mine.accumulate = lambda tokens, lengths: {accumulate}"
-    with pytest.raises(ValueError, match=refused):
-        analyzed(tmp_path / "out", opener(store), [users(tmp_path, mine)])
 
 
 # ---- ready
@@ -551,22 +522,17 @@ def test_an_index_of_something_else_is_refused(store, tmp_path):
         with pytest.raises(ValueError, match=refused):
             analyzed(tmp_path / "out", other)
     assert contents(tmp_path / "out") == before
+    name = users(tmp_path, "def mine(tokens, lengths): return lengths")
+    analyzed(tmp_path / "out", opener(store), [name])
+    users(tmp_path, "def mine(tokens, lengths): return -lengths")
+    with pytest.raises(ValueError, match="an index with fingerprint"):
+        analyzed(tmp_path / "out", opener(store), [name])
 
 
 def test_an_index_goes_with_a_store_that_moves(store, tmp_path):
     analyze.ready(opener(store)(), ["rarity"], None, ONE)
     moved = opener(shutil.move(store, tmp_path / "moved"))
     assert len(opened(tmp_path / "moved" / "curriculum" / "pieces-8", moved, "rarity"))
-
-
-def test_a_users_function_that_changed_is_refused(store, tmp_path):
-    name = users(tmp_path, "def mine(tokens, lengths): return lengths")
-    analyzed(tmp_path / "out", opener(store), [name])
-    old = fingerprint(opener(store)(), name)
-    users(tmp_path, "def mine(tokens, lengths): return -lengths")
-    new = fingerprint(opener(store)(), name)
-    with pytest.raises(ValueError, match=rf"fingerprint {old[:16]}, .* are {new[:16]}"):
-        analyzed(tmp_path / "out", opener(store), [name])
 
 
 @pytest.mark.parametrize("file", ["index.json", "order.bin", "values.bin"])
@@ -591,19 +557,32 @@ def test_a_damaged_index_is_refused(store, tmp_path, file):
 # ---- mistakes in a user's function
 
 
-@pytest.mark.parametrize(
-    ("returned", "refused"),
-    [
-        ("1 / 0", "raised ZeroDivisionError: division by zero"),
-        ("lengths[:-1]", r"returned shape \(1,\), not \(2,\)"),
-        ("0", r"returned shape \(\), not \(2,\)"),
-        ("['a', 'b']", "returned <U1, not numbers"),
-        ("None", "returned object, not numbers"),
-        ("lengths * np.inf", "returned a value that is not finite"),
-        ("exit(3)", "raised SystemExit: 3"),
-    ],
-)
-def test_a_mistake_in_a_users_function_is_one_line(tmp_path, returned, refused):
-    mine = difficulty.metric(users(tmp_path, f"def mine(tokens, lengths): return {returned}"))
-    message = refusal(mine.value, np.array([1, 2, END, 3, END]), np.array([3, 2]), None)
-    assert re.search(rf"metrics\.py:mine, on a batch of shape \(2, 3\): {refused}", message)
+RETURNED = {
+    "1 / 0": "raised ZeroDivisionError: division by zero",
+    "lengths[:-1]": r"returned shape \(1,\), not \(2,\)",
+    "0": r"returned shape \(\), not \(2,\)",
+    "['a', 'b']": "returned <U1, not numbers",
+    "None": "returned object, not numbers",
+    "lengths * np.inf": "returned a value that is not finite",
+    "exit(3)": "raised SystemExit: 3",
+}
+SUMMED = {  # the sum is the same for every batch: no function may change it
+    "[np.nan]": r"mine\.accumulate, on a batch of .* is not finite",
+    "lengths * 0": r"mine\.accumulate: returned shape \(\d,\), then \(\d,\)",
+    "[1]": "mine, on a batch .*: raised ValueError: .* read-only",
+}
+
+
+def test_a_mistake_in_a_users_function_is_one_line(store, tmp_path, small):
+    batch, lengths = np.array([1, 2, END, 3, END]), np.array([3, 2])
+    for returned, problem in RETURNED.items():
+        mine = difficulty.metric(users(tmp_path, f"def mine(tokens, lengths): return {returned}"))
+        where = r"metrics\.py:mine, on a batch of shape \(2, 3\)"
+        assert re.search(f"{where}: {problem}", refusal(mine.value, batch, lengths, None))
+        user_code.load_function.cache_clear()
+    for summed, problem in SUMMED.items():
+        mine = "def mine(tokens, lengths, total):\n    total += 1\n    return lengths\n"
+        mine += f"mine.accumulate = lambda tokens, lengths: {summed}"
+        name = users(tmp_path, mine)
+        assert re.search(problem, refusal(analyzed, tmp_path / "out", opener(store), [name]))
+        user_code.load_function.cache_clear()

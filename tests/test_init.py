@@ -3,12 +3,11 @@
 import json
 import shutil
 from contextlib import suppress
-from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import SMALL, metrics, read_log, refusal, start_ranks
+from conftest import FEW, metrics, read_log, refusal, start_ranks
 
 import config
 import sample
@@ -22,22 +21,6 @@ from support.weights.trained import real_weights
 
 BYTES = get_encoding("bytes")
 pytestmark = pytest.mark.usefixtures("short_ends")
-FEW = "--tokens 512 --batch-tokens 256 --device cpu --checkpoint-every 256"
-FEW += " --eval-every 256 --eval-tokens 99 --final-eval-tokens 99"
-
-
-@pytest.fixture(scope="module")
-def run_of(store_dir, tmp_path_factory, short_ends):
-    """The folder of a run of two steps that others begin with: run_of("--pos learned")"""
-
-    @cache
-    def source(flags: str = "") -> Path:
-        out = tmp_path_factory.mktemp("source") / "run"
-        argv = f"{SMALL} --data {store_dir} --out {out} {FEW} {flags}"
-        assert train.main(argv.split()) == 0
-        return out
-
-    return source
 
 
 class Begun(Exception):
@@ -149,19 +132,14 @@ def test_the_tokenizer_is_compared_by_its_content(begin, run_of, tmp_path):
         begin(tmp_path / "changed", out="second")
 
 
-@pytest.mark.parametrize(
-    ("flags", "owners"),
-    [
-        ("--pseudo-group 2 --pseudo-until 0.99", (0, 1, 0, 1)),
-        ("--pseudo-layers 2 --pseudo-until 0.9", (0, -1, -1, 3)),
-    ],
-)
-def test_a_shadow_begins_as_the_model_that_runs(begin, run_of, flags, owners):
+def test_a_shadow_begins_as_the_model_that_runs(begin, run_of):
     """Shared weights are there for each layer; layers that are not there yet are left out."""
-    path = newest(run_of(f"--pseudo {flags}"))
-    state = checkpoint.load(path)
-    assert tuple(state["pseudo"]["owners"]) == owners
-    assert_same(begin(path), real_weights(state))
+    group, layers = "--pseudo-group 2 --pseudo-until 0.99", "--pseudo-layers 2 --pseudo-until 0.9"
+    for flags, owners in (group, (0, 1, 0, 1)), (layers, (0, -1, -1, 3)):
+        path = newest(run_of(f"--pseudo {flags}"))
+        state = checkpoint.load(path)
+        assert tuple(state["pseudo"]["owners"]) == owners
+        assert_same(begin(path, out=f"next{owners[1]}"), real_weights(state))
 
 
 def test_a_folder_of_shards_is_a_checkpoint_too(begin, run_of, tmp_path):

@@ -65,18 +65,14 @@ def make_what_is_named() -> None:
         safetensors.save(file, published_entries(model.state_dict(), "gpt"), {})
 
 
-def started(words: list[str]) -> tuple[str, list[str]]:
-    """The module that a command line starts, and its arguments."""
-    words = [word for word in words if word not in ("python", "torchrun", "-m")]
-    return words[0].removesuffix(".py"), words[1:]
-
-
 def test_every_command_runs(short_ends, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     make_what_is_named()
     ran = []
     for line in commands_of(read(PAGE)):
-        module, arguments = started(shlex.split(line, comments=True))
+        words = shlex.split(line, comments=True)
+        name, *arguments = (word for word in words if word not in ("python", "torchrun", "-m"))
+        module = name.removesuffix(".py")
         arguments = at_toy_size(module, arguments)
         ran.append(f"{module} {shlex.join(arguments)}")
         try:

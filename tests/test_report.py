@@ -121,13 +121,6 @@ def test_known_answers(log):
     assert times == ["8.2 s", "12 min 34 s", "2 h 5 min"]
 
 
-def test_ticks_are_round_few_and_told_apart():
-    for low, high in [(0, 1), (2.3, 2.4), (0, 6.1e17), (1e-7, 3e-4), (-2, 5)]:
-        ticks, texts = zip(*charts.ticks_of(charts.Axis(low, high)), strict=True)
-        assert 2 <= len(set(texts)) == len(ticks) <= 7
-        assert ticks[0] >= low and ticks[-1] <= high * (1 + 1e-9)
-
-
 # Which runs are one recipe
 
 
@@ -183,7 +176,6 @@ def test_damaged_lines_are_left_out_and_counted_and_absent_fields_are_nan(make, 
     assert np.isnan(damaged.column("pool")).all() and damaged.median("mfu") == 0.25
     for name in log.steps.keys() - {"mfu"}:
         assert np.array_equal(damaged.steps[name], log.steps[name])
-    assert "damaged lines of the log, left out: 9" in seen(html_of(folder))
 
 
 def test_a_run_that_has_hardly_begun(make, capsys):

@@ -97,9 +97,8 @@ def one(data: bytes = ZEROS, **changes) -> bytes:
     return file_of({"a": entry(**changes)}, data)
 
 
-def two(begin: int, stop: int, data_bytes: int) -> bytes:
-    return file_of({"a": entry(), "b": entry(offsets=(begin, stop))}, bytes(data_bytes))
-
+GAP = {"a": entry(), "b": entry(offsets=(9, 17))}
+OVER = {"a": entry(), "b": entry(offsets=(4, 12))}
 
 HOSTILE = [
     (b"", "has 0 bytes"),
@@ -128,8 +127,8 @@ HOSTILE = [
     (one(offsets=(0, 8, 8)), "not the bytes"),
     (one(bytes(7)), "has 7 bytes of data"),
     (one(bytes(9)), "has 9 bytes of data"),
-    (two(9, 17, 17), "'b' begins at byte 9"),
-    (two(4, 12, 12), "'b' begins at byte 4"),
+    (file_of(GAP, bytes(17)), "'b' begins at byte 9"),
+    (file_of(OVER, bytes(12)), "'b' begins at byte 4"),
 ]
 
 

@@ -5,12 +5,11 @@ import sys
 
 import pytest
 import torch
-from conftest import SMALL, widened
+from conftest import widened
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import sample
-import train
 from model import Transformer, TransformerConfig
 from offload import Offload
 from sample import KVCache
@@ -31,16 +30,6 @@ def draw(count=20, of=None, prompt=(5, 6), **options):
     """The prompt and what is drawn."""
     options = {"allowed": 257, "generator": torch.Generator().manual_seed(3)} | options
     return [*prompt, *sample.generate(of or model(), list(prompt), count, **options)]
-
-
-@pytest.fixture(scope="module")
-def runs(store_dir, tmp_path_factory):
-    """A folder with a run of a GPT and one of a BERT."""
-    folder = tmp_path_factory.mktemp("runs")
-    for kind in ("gpt", "bert"):
-        flags = f"--layers 1 --tokens 256 --data {store_dir} --out {folder / kind} --model {kind}"
-        assert train.main(f"{SMALL} {flags}".split()) == 0
-    return folder
 
 
 # ---- what is drawn
@@ -196,9 +185,10 @@ def test_a_character_is_shown_once_it_is_whole():
     assert pieces == ["a", "", "é", "", "", "", "🙂", "b", ""]
 
 
-def test_shown_as_it_is_drawn(monkeypatch, runs, capfd):
+def test_shown_as_it_is_drawn(monkeypatch, run_of, capfd):
     """Every token is on the terminal before the next one is drawn; an interrupt ends the line."""
     shown = []
+    monkeypatch.setattr(sys, "argv", ["sample.py", str(run_of()), "--prompt", "x"])
 
     def interrupted(model, prompt, most, **options):
         assert prompt == [BYTES.eot_token, *b"x"] and options["stop"] == BYTES.eot_token
@@ -208,7 +198,6 @@ def test_shown_as_it_is_drawn(monkeypatch, runs, capfd):
         raise KeyboardInterrupt
 
     monkeypatch.setattr(sample, "generate", interrupted)
-    monkeypatch.setattr(sys, "argv", ["sample.py", str(runs / "gpt"), "--prompt", "x"])
     capfd.readouterr()
     with pytest.raises(SystemExit) as end:
         runtime.exit_cleanly(sample.main)
@@ -216,8 +205,8 @@ def test_shown_as_it_is_drawn(monkeypatch, runs, capfd):
     assert shown == ["x", "é", "", "", "", "🙂"] and capfd.readouterr() == ("\n", "")
 
 
-def test_the_command_prints_what_is_drawn(runs, capsys):
-    run = str(runs / "gpt")
+def test_the_command_prints_what_is_drawn(run_of, capsys):
+    run = str(run_of())
     _, gpt, _ = sample.load_run(run, "last")
     random = sample.rng.generator(torch.device("cpu"), 3, 0)
     prompt = [BYTES.eot_token, *"é".encode()]
@@ -230,25 +219,21 @@ def test_the_command_prints_what_is_drawn(runs, capsys):
     sample.main([run, "--tokens", "3", "--checkpoint", "best", "--dtype", "bf16"])
 
 
-REFUSED = {
-    "bert": "bert holds a BERT",
-    "nowhere": "nowhere",
-    "bert --tokens 0": "--tokens",
-    "bert --samples -2": "--samples",
-    "bert --top-k 0": "--top-k",
-    "bert --temperature -1": "--temperature",
-    "bert --temperature inf": "--temperature",
-    "bert --device cuda": "--device cuda",
-    "bert --dtype int3": "--dtype",
-}
-
-
-@pytest.mark.parametrize("flags", REFUSED)
-def test_refusals(runs, monkeypatch, flags):
-    monkeypatch.chdir(runs)
+def test_refusals(run_of, monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    with pytest.raises(ValueError, match=REFUSED[flags]):
-        sample.main(flags.split())
+    for flags, problem in {
+        "bert": "holds a BERT",
+        "nowhere": "nowhere",
+        "bert --tokens 0": "--tokens",
+        "bert --samples -2": "--samples",
+        "bert --top-k 0": "--top-k",
+        "bert --temperature -1": "--temperature",
+        "bert --temperature inf": "--temperature",
+        "bert --device cuda": "--device cuda",
+        "bert --dtype int3": "--dtype",
+    }.items():
+        with pytest.raises(ValueError, match=problem):
+            sample.main(flags.replace("bert", str(run_of("--model bert"))).split())
 
 
 def test_a_prompt_of_no_or_unknown_tokens_and_a_tokenizer_that_has_grown_are_refused():
