@@ -4,7 +4,7 @@ PYTHON ?= python
 STAGE ?= A
 
 .DEFAULT_GOAL := help
-.PHONY: help train test check bench gpu
+.PHONY: help train test check faults bench gpu
 
 help:  ## this list
 	@awk -F ':  ## ' '/^[a-z]+:  ## / { printf "%-7s%s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -19,6 +19,9 @@ check:  ## what a change must pass besides the tests: lint, format, size, import
 	$(PYTHON) -m ruff check .
 	$(PYTHON) -m ruff format --check .
 	$(PYTHON) -m pytest -m structure
+
+faults:  ## break things on purpose, for minutes: docs/reliability.md
+	$(PYTHON) -m pytest -m faults
 
 bench:  ## rates of data, kernels, training steps (NANOGPT=its clone)
 	$(PYTHON) bench/rates.py analysis

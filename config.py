@@ -25,9 +25,14 @@ from model import TransformerConfig
 from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
+from support.base.runtime import before_start
 from support.base.settings import (
     Flat,
     RunConfig,
+    check_code,
+    check_types,
+    flag_of,
+    flattened,
     out_of_limits,
     parser_of,
     resumed,
@@ -37,10 +42,10 @@ from support.base.settings import (
 from support.base.technique import is_on, refuse, technique, techniques_of, techniques_on
 from support.rows.mixture import entries_of
 from support.rows.ranking import LENGTHS
-from support.run.extension import with_budget
-from support.run.folder import newest_run, started_with
+from support.run.extension import with_changes
+from support.run.folder import Started, newest_run, started_with
 from support.step.optim import OptimConfig
-from support.step.sizes import SIZES, ModelConfig, refusals_of_rows, with_defaults
+from support.step.sizes import RECIPES, SIZES, ModelConfig, refusals_of_rows, with_defaults
 from support.weights.initial import with_those_of_init
 
 
@@ -101,26 +106,65 @@ def parse(argv: list[str]) -> Flat:
     return vars(parser_of(Config, "train.py", "Pretrain a GPT or a BERT.").parse_args(argv))
 
 
-def parse_or_resume(argv: list[str]) -> tuple[Config, Path | None]:
-    """The settings of the run, and its folder if it exists already and is to go on."""
+def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
+    """The settings of the run; if it exists already and is to go on, what it was started with."""
     given = parse(argv)
+    which = given.get("run.resume")
+    if which == "auto" and "run.out" not in given:
+        raise ValueError(
+            "--resume auto begins a run or goes on with it: name its folder with --out"
+        )
+    if which == "auto" and not before_start((Path(given["run.out"]) / "config.json").exists):
+        del given["run.resume"]
+    elif which == "auto":
+        given = {**given, "run.resume": "last"}
+        given.pop("model.init", None)
     if "run.resume" not in given:
-        return build(with_those_of_init(given)), None
+        settings = with_those_of_init(given)
+        if "model.init" in given:
+            check_types(Config, settings, file=given["model.init"])
+        return build(settings), None
     if "model.init" in given:
         raise ValueError("--init and --resume exclude each other: a resumed run has its weights")
-    folder = Path(given["run.out"]) if "run.out" in given else newest_run()
-    saved = with_budget(folder, started_with(folder)["config"], given.get("optim.tokens"))
-    return build(resumed(Config, saved, given)), folder
+
+    def recorded() -> tuple[Started, Flat]:
+        folder = Path(given["run.out"]) if "run.out" in given else newest_run()
+        started = started_with(folder)
+        check_types(Config, started.config, f"{folder}/config.json")
+        until_now = with_changes(folder, started.config, {})
+        check_code(started.config, folder, trusted=given.get("run.trust_code", False))
+        started = started._replace(tokens=until_now["optim.tokens"])
+        return started, with_changes(folder, started.config, given)
+
+    started, saved = before_start(recorded)
+    return build(resumed(Config, saved, given)), started
 
 
-def build(settings: Flat) -> Config:
-    """Settings {"group.field": value} -> Config with every default filled in, checked."""
+def build(settings: Flat, will_run: bool = True) -> Config:
+    """Settings {"group.field": value} -> Config with every default filled in, checked.
+
+    Args: will_run False to read the settings of a run that was made: combinations are not checked
+                   again, and no function that they name is loaded
+    """
+    if not will_run:
+        check_types(Config, settings)
     config = unflattened(Config, with_defaults(settings))
     for name, entry in techniques_of(config).items():
         if entry.with_defaults and is_on(config, name):
             config = replace(config, **{name: entry.with_defaults(config)})
-    check(config)
+    refuse(out_of_limits(config))
+    if will_run:
+        check(config)
     return config
+
+
+def shared_by_ranks(config: Config) -> Flat:
+    """The settings that all ranks must have alike, by their flags; paths may differ."""
+    return {
+        flag_of(Config, *name.split(".")): value
+        for name, value in flattened(config).items()
+        if name not in ("data.data", "data.tokenizer", "run.out")
+    }
 
 
 def samples_kind(config: Config) -> str:
@@ -170,7 +214,6 @@ def transformer_config(
 
 def check(config: Config) -> None:
     """Raise ValueError for a value or combination that cannot work, before any memory is taken."""
-    refuse(out_of_limits(config))  # what follows takes every number to be within its limits
     model = config.model
     seq_len = config.data.seq_len
     batch_tokens = config.optim.batch_tokens
@@ -200,6 +243,11 @@ def check(config: Config) -> None:
         (
             config.data.long == "truncate" and kind == "rows",
             "--long truncate needs documents: add --pack, or leave it out (a GPT's rows have none)",
+        ),
+        (
+            batch_tokens > max(config.optim.tokens, RECIPES[model.size][1]),
+            f"--batch-tokens {batch_tokens} is more than the budget: choose at most --tokens"
+            f" {config.optim.tokens}",
         ),
         (
             config.optim.warmup_tokens >= config.optim.tokens,

@@ -25,9 +25,8 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from support.base.clock import pace
-from support.base.settings import flag
+from support.base.settings import call, flag, load_function
 from support.base.technique import Refusal
-from support.base.user_code import call, load_function
 from support.rows.ranking import LENGTHS, Rankings, Stage
 from support.rows.samples import MULTIPLE
 

@@ -63,6 +63,9 @@ class DataConfig:
     tokenizer: str | None = flag(
         None, "pd4k, bytes, gpt2 or a .tiktoken file of ranks (default: the store's, else pd4k)"
     )
+    verify_data: bool = flag(
+        False, "compare all of --data with its sha256 before the first step", free=True
+    )
     seq_len: int | None = flag(None, "tokens of a row (default: by --size)", least=8, below=2**31)
     long: str = flag("split", LONG_HELP, LONG)
 
@@ -80,10 +83,14 @@ def open_data(settings: "Config", runtime: Runtime) -> tuple["Config", Data]:
     """The store and its tokenizer, and the settings with the tokenizer's name in them."""
     d = settings.data
     name = d.tokenizer or "pd4k"
-    path = d.data or runtime.on_rank0(lambda: str(embedded_store(name)))
+    if d.data is None:  # each machine has its own
+        runtime.on_each_machine(lambda: embedded_store(name))
+    path = d.data or str(embedded_store(name))
     store = open_store(path)
     encoding = get_encoding(d.tokenizer) if d.tokenizer else store_encoding(path, store.meta)
     store.check_tokenizer(encoding)
+    if d.verify_data:
+        runtime.on_each_machine(store.verify)
     settings = replace(settings, data=replace(d, tokenizer=encoding.name))
     special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
     return settings, Data(encoding, store, special_ids, byte_lengths(encoding))

@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from support.base.user_code import call, load_function
+from support.base.settings import call, load_function
 from support.rows import ranking
 from support.rows.ranking import LENGTHS, Rankings
 from support.rows.samples import SPECIAL_TOKENS, Samples

@@ -96,8 +96,12 @@ def main(argv: list[str] | None = None) -> None:
             line = f"interrupted: nothing is written, and {args.run} is as it was"
             tqdm.write(line, file=sys.stderr)
         raise
+    try:
+        line = json.dumps({"run": args.run, "step": subject.step, **result}, allow_nan=False)
+    except ValueError:
+        raise ValueError(f"{args.run}: the model's loss on this text is not finite") from None
     if args.json:
-        runtime.say(json.dumps({"run": args.run, "step": subject.step, **result}))
+        runtime.say(line)
 
 
 class Subject(NamedTuple):

@@ -7,6 +7,7 @@ all overhead nor a whole corpus. Does not shuffle, filter, deduplicate or change
 read in support/text/reading.py, and documents held out in support/text/corpus.py.
 
     python prepare.py corpus/pd-mix.jsonl.gz --out runs/pd-mix
+    python prepare.py verify runs/pd-mix           # compare all of it with its sha256
 """
 
 import json
@@ -81,6 +82,7 @@ def prepare(
             "held_out_by": "hash" if corpus.training_characters is None else "tail",
             "split_on": split_on,
             "skipped_files": len(corpus.skipped),
+            "repeated_ids": corpus.repeated_ids(),
             "tokenizer": name,
             "tokenizer_fingerprint": tokenizer.fingerprint(encoding),
             "vocab_size": encoding.n_vocab,
@@ -144,8 +146,13 @@ def encode(parts: list[Part], encoding: tiktoken.Encoding, dtype: np.dtype) -> l
 def embedded_store(name: str) -> Path:
     """The embedded corpus as a store in tokenizer `name`, prepared on first use and then kept."""
     encoding = tokenizer.get_encoding(name)
-    store = runtime.ROOT / ".cache" / f"pd-mix-{tokenizer.fingerprint(encoding)[:12]}"
+    cache = runtime.ROOT / ".cache"
+    if not os.access(cache if cache.exists() else runtime.ROOT, os.W_OK):
+        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
+        cache = home / "parsimony"
+    store = cache / f"pd-mix-{tokenizer.fingerprint(encoding)[:12]}"
     if not (store / "meta.json").exists():
+        print(f"preparing the embedded corpus in {store}", file=sys.stderr)
         try:
             prepare([runtime.ROOT / "corpus" / "pd-mix.jsonl.gz"], store, encoding, name)
         except (ValueError, OSError):
@@ -169,9 +176,12 @@ def _print_summary(store: Store) -> None:
         tokens = np.bincount(store.sources, lengths, len(documents)).astype(int)
         print(f"sources   {len(documents):>14,}   documents and tokens of each:")
         for number in np.argsort(-tokens, kind="stable")[:SOURCES_SHOWN]:
-            print(f"{documents[number]:>24,} {tokens[number]:>15,}   {store.source_names[number]}")
+            name = runtime.printable(store.source_names[number])
+            print(f"{documents[number]:>24,} {tokens[number]:>15,}   {name}")
         if len(documents) > SOURCES_SHOWN:
             print(f"{len(documents) - SOURCES_SHOWN:>24,} more")
+    if meta["repeated_ids"]:
+        print(f"repeated  {meta['repeated_ids']:>14,}   documents with the id of an earlier one")
     if meta["skipped_files"]:
         print(f"skipped   {meta['skipped_files']:>14,}   files that are not text in UTF-8")
     histogram = np.bincount(np.frexp(lengths)[1])
@@ -181,8 +191,14 @@ def _print_summary(store: Store) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
+    argv = sys.argv[1:] if argv is None else argv
+    if argv[:1] == ["verify"] and len(argv) == 2:
+        Store.open(argv[1]).verify()
+        print(f"{argv[1]}: verified")
+        return
     parser = runtime.Parser(
-        prog="prepare.py", description="Encode documents into a token store, which training reads."
+        prog="prepare.py",
+        description="Encode documents into a token store, which training reads; or verify STORE.",
     )
     add_flags(parser)
     parser.add_argument("--out", required=True, help="the store, a folder to make")

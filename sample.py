@@ -27,6 +27,7 @@ from support.base import rng, runtime
 from support.base.numbers import count
 from support.base.sharded import of_rank0
 from support.run import checkpoint
+from support.run.run import check_types
 from support.text.tokenizer import get_encoding, vocab_size
 from support.weights.trained import real_weights, running_layers
 
@@ -222,8 +223,10 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
     Args:   which last | previous | best, or the path of a checkpoint
     Raises: ValueError if the folder holds no checkpoint, or a damaged one
     """
-    state = checkpoint.load(checkpoint.find(folder, which))
-    settings = config.build(state["config"])
+    path = checkpoint.find(folder, which)
+    state = checkpoint.load(path)
+    check_types(path, state)
+    settings = config.build(state["config"], will_run=False)
     shape = config.transformer_config(settings, **state["model_size"])
     model = Transformer(replace(shape, layers=len(running_layers(state))))
     model.load_state_dict(real_weights(state))

@@ -40,7 +40,7 @@ from model import Predicted, RunBlock, Transformer, run_plain, run_recomputed
 from plan import Plan, Step, read_ahead
 from support.base.clock import StepContext, due, tokens_by_layer
 from support.base.rng import generator, seed_of
-from support.base.runtime import Runtime, exit_cleanly, on_device, start
+from support.base.runtime import Runtime, exit_cleanly, made_by, on_device, start
 from support.base.sharded import (
     assign,
     check_agreement,
@@ -55,6 +55,7 @@ from support.base.technique import Edit, is_on, techniques_of, techniques_on
 from support.evaluation.scoring import HeldOut
 from support.rows.batch import Batch, shares_of
 from support.run import progress
+from support.run.folder import commit
 from support.run.run import Run
 from support.step.blocks import Choice, choice, with_rounded_weights
 from support.step.flops import Work, work_of
@@ -68,18 +69,27 @@ SAMPLE_TOKENS = 100  # written at the end of a run
 
 
 def main(argv: list[str] | None = None) -> int:
-    settings, folder = config.parse_or_resume(sys.argv[1:] if argv is None else argv)
-    runtime = start(settings.run.device, settings.run.dtype)
+    settings, started = config.parse_or_resume(sys.argv[1:] if argv is None else argv)
+    runtime = start(settings.run.device, settings.run.dtype, settings.run.rank_timeout)
+    same = {"commit": commit(), **made_by(runtime), **config.shared_by_ranks(settings)}
+    runtime.check_same(same)
     if settings.run.fsdp:
         join(runtime)
     micro_batch(settings, runtime)  # refused before anything is read
     settings, data = open_data(settings, runtime)
+    runtime.check_same({"the text of --data": data.store.meta["sha256"]})
+    size = model_size(settings, data.encoding, started)
+    with Run(settings, runtime, started, size, data.store) as run:
+        return go(run, data)
+
+
+def go(run: Run, data: Data) -> int:
+    """Begin a run or go on with it, to its end or until a signal; the exit status."""
+    settings, runtime = run.settings, run.runtime
     plan = Plan(settings, data.store, data.special_ids, runtime)
     evaluation = held_out(settings, data, settings.run.eval_tokens)
-    size = model_size(settings, data.encoding, folder)
-    shape = config.transformer_config(settings, *size)
-    run = Run(settings, runtime, folder, size, data.store)
-    saved = run.restore(shape) if folder else None
+    shape = config.transformer_config(settings, *run.size)
+    saved = run.restore(shape) if run.started else None
     if runtime.on_rank0(run.is_complete):
         consumed = f"{run.folder} is finished: its {settings.optim.tokens:,} tokens are consumed"
         runtime.say(f"{consumed}; a larger --tokens extends it")
@@ -105,7 +115,12 @@ def main(argv: list[str] | None = None) -> int:
         ).show()
         return 0
     model = empty_model(shape) if saved else initial_model(shape, settings, runtime.say)
-    run.use(assembled(settings, model=model, state=saved))
+    try:
+        run.use(assembled(settings, model=model, state=saved))
+    except ValueError as error:
+        if saved is None:
+            raise
+        raise ValueError(f"{run.resumed_from}: {error}") from None
     del saved  # so that its memory is free
     run.make_folder()
     run.open_log()
@@ -116,7 +131,7 @@ def main(argv: list[str] | None = None) -> int:
         memory=memory,
         outlook=dry_run.outlook(run, plan),
     )
-    poll.begin(progress.progress_bar(run))
+    poll.begin(run, progress.progress_bar(run))
     try:
         with compiled_ahead(run.trainer, poll):
             train(run, plan, evaluation, poll)
@@ -124,12 +139,15 @@ def main(argv: list[str] | None = None) -> int:
     except Stopped:
         poll.bar.close()
         run.save()
+        run.finish_saving()
         resume = f"python train.py --resume --out {run.folder}"
         runtime.say(f"stopped at step {run.clock.step}; go on with: {resume}")
         return 128 + (poll.stop.number or signal.SIGTERM)
+    except RuntimeError as error:
+        error.add_note(poll.where)
+        raise
     finally:
         poll.end()
-        run.log.close()
     return 0
 
 
@@ -138,18 +156,22 @@ class Poll:
 
     def __init__(self, runtime: Runtime):
         self.runtime = runtime
+        self.run: Run | None = None
         self.bar: tqdm | None = None
         self.stop: StopSignal | None = None
+        self.where = "start"
 
-    def begin(self, bar: tqdm) -> None:
+    def begin(self, run: Run, bar: tqdm) -> None:
         """From here on a signal waits until the run can be saved; before, nothing would be lost."""
-        self.bar = bar
+        self.run, self.bar = run, bar
         self.stop = StopSignal(tqdm.write if self.runtime.is_rank0 else lambda line: None)
 
     def __call__(self, what: str, done: int, of: int) -> None:
         """`what` is row, step, "evaluation: row" or "compile: shape"; as often on each rank."""
         if self.stop is None:  # a dry run
             return
+        self.where = f"after step {self.run.clock.step}, {what} {done} of {of}"
+        self.run.log.beat(self.where)
         progress.show_part(self.bar, what, done, of)
         if what == "row" and self.runtime.world_size > 1:
             return  # ranks ask each other once a step, for who asks waits for the slowest
@@ -216,6 +238,7 @@ def finish(run: Run, data: Data, poll: Poll) -> None:
     s, runtime = run.settings, run.runtime
     evaluation = held_out(s, data, s.run.final_eval_tokens)
     found = evaluate(run, evaluation, poll, last=True)
+    run.finish_saving()
     poll.bar.close()
     progress.conclude(run, str(found), evaluation.text)
     if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):  # which needs all ranks
@@ -229,6 +252,7 @@ def finish(run: Run, data: Data, poll: Poll) -> None:
         run.log.write("sample", step=run.clock.step, text=text)
         runtime.say(f"a sample:\n{textwrap.indent(text, '    ')}")
     page = runtime.on_rank0(lambda: str(report.write(run.folder)))
+    run.log.write("finished", step=run.clock.step)
     runtime.say(f"checkpoint: {run.saved_path}\nlog: {run.folder / 'log.jsonl'}\nreport: {page}")
 
 
@@ -411,16 +435,39 @@ class Trainer:
         # read together: a GPU is waited for once a step
         mean, norm = torch.stack((runtime.reduce(total), norm.to(runtime.device))).tolist()
         mean /= max(step.targets, 1)
-        if not math.isfinite(mean):
+        why = self.skips(step, mean, norm)
+        if not why and not math.isfinite(mean):
             refuse_step(runtime, step.context.step, "loss", total.item())
-        if not math.isfinite(norm) and runtime.dtype != torch.float16:
+        if not why and not math.isfinite(norm) and runtime.dtype != torch.float16:
             refuse_step(runtime, step.context.step, "gradient", norm)
         lr = learning_rate(s, step.before, step.after)
         update = partial(self.optimizers.step, lr)
         for edit in self.edits.values():
             update = partial(edit.around_step, update)
         update()
-        return progress.Done(loss=mean, grad_norm=norm, lr=lr)
+        skipped = self.optimizers.guard.skipped
+        return progress.Done(
+            loss=mean, grad_norm=norm, lr=lr, skipped=skipped, why_skipped=why or None
+        )
+
+    def skips(self, step: Step, loss: float, norm: float) -> str:
+        """Why no rank may move its weights after this step, if --skip-bad-steps says so.
+
+        Raises: ValueError after as many such steps in a row as that flag allows
+        """
+        guard, allowed = self.optimizers.guard, self.settings.optim.skip_bad_steps
+        if not allowed:
+            return ""
+        overflowed = self.optimizers.loss_scale.overflowed  # fp16 deals with that itself
+        why = "" if overflowed and math.isfinite(loss) else guard.why(loss, norm)
+        is_bad = self.runtime.on_any_rank(bool(why))
+        guard.note(norm, is_bad)
+        if guard.in_row > allowed:
+            raise ValueError(
+                f"step {step.context.step}: {why}, as in the {allowed} steps before: go on with"
+                " --resume previous and a lower --lr"
+            )
+        return (why or "a bad step on another rank") if is_bad else ""
 
     def state(self) -> dict:
         """All that `assemble` needs to go on from here."""

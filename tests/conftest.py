@@ -30,7 +30,7 @@ import evaluate
 import train
 from kernels.triton_here import tl, triton
 from prepare import prepare
-from support.base import user_code
+from support.base import settings
 from support.base.clock import Clock
 from support.base.runtime import exit_cleanly
 from support.rows.samples import samples_of
@@ -60,7 +60,7 @@ def store_dir(tmp_path_factory):
 def new_process():
     """A process opens a store and a user's file once; here one path may hold several."""
     samples_of.cache_clear()
-    user_code.load_function.cache_clear()
+    settings.load_function.cache_clear()
 
 
 @pytest.fixture

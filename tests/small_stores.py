@@ -6,6 +6,7 @@ occur.
 
 import json
 from functools import partial
+from hashlib import sha256
 from itertools import accumulate, chain
 from pathlib import Path
 
@@ -54,7 +55,9 @@ def write_store(path, documents, tokenizer="by hand", held_out=1):
     meta |= {"train_documents": len(documents), "train_tokens": int(offsets[len(documents)])}
     meta |= {"dtype": "uint16", "vocab_size": VOCABULARY, "end_of_text": END}
     meta |= {"tokenizer": tokenizer, "tokenizer_fingerprint": tokenizer, "skipped": 3}
-    meta |= {"sha256": str([tokens.tolist(), offsets.tolist()])}
+    meta |= {"bytes": len(tokens), "train_bytes": meta["train_tokens"]}
+    files = {"tokens.bin": tokens, "documents.idx": offsets}
+    meta["sha256"] = {name: sha256(array).hexdigest() for name, array in files.items()}
     (path / "meta.json").write_text(json.dumps(meta))
     return path
 

@@ -33,7 +33,7 @@ from small_stores import ONE, analyzed, contents, many_documents, opened, opener
 import analyze
 import difficulty
 from difficulty import fingerprint
-from support.base import user_code
+from support.base.settings import load_function
 from support.rows import ranking
 from support.rows.ranking import LENGTHS
 from support.rows.samples import KINDS
@@ -579,10 +579,10 @@ def test_a_mistake_in_a_users_function_is_one_line(store, tmp_path, small):
         mine = difficulty.metric(users(tmp_path, f"def mine(tokens, lengths): return {returned}"))
         where = r"metrics\.py:mine, on a batch of shape \(2, 3\)"
         assert re.search(f"{where}: {problem}", refusal(mine.value, batch, lengths, None))
-        user_code.load_function.cache_clear()
+        load_function.cache_clear()
     for summed, problem in SUMMED.items():
         mine = "def mine(tokens, lengths, total):\n    total += 1\n    return lengths\n"
         mine += f"mine.accumulate = lambda tokens, lengths: {summed}"
         name = users(tmp_path, mine)
         assert re.search(problem, refusal(analyzed, tmp_path / "out", opener(store), [name]))
-        user_code.load_function.cache_clear()
+        load_function.cache_clear()

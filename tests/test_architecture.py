@@ -33,7 +33,7 @@ FOR_TECHNIQUES = (
     "support.base.numbers",
     "support.base.settings",
     "support.base.technique",
-    "support.base.user_code",
+    "support.base.typed_json",
     "support.rows.batch",
     "support.rows.cutting_stock",
     "support.rows.packs",

@@ -92,7 +92,7 @@ def test_an_error_names_the_users_file_or_another_one_that_it_is_about(tmp_path)
 
 
 def test_a_folder_that_was_made_meanwhile_is_not_replaced(tmp_path):
-    said = "f: not written: Directory not empty"
+    said = "f: another process has made it meanwhile"
     with pytest.raises(ValueError, match=said), atomic_folder(tmp_path / "f"):
         (tmp_path / "f").mkdir()
         (tmp_path / "f" / "theirs").touch()

@@ -142,8 +142,8 @@ def test_a_step_of_documents_has_those_of_the_unpacked_one(indexed, alone, packe
 
 def test_ranks_share_the_work_of_documents_whose_rows_they_need_not_divide(store):
     """The busier of two ranks: sorted by work, as a prime number of rows alone would be, 1.3 up."""
-    flags = "--pack --pack-batch documents --long truncate --seq-len 1024 --batch-tokens 32768"
-    p = plan(store, flags)
+    rows = "--seq-len 1024 --batch-tokens 32768 --tokens 1M"
+    p = plan(store, f"--pack --pack-batch documents --long truncate {rows}")
     steps = [p.packed_rows(clock_at(first)).rows for first in range(0, 1500, 32)]
     prime = [rows for rows in steps if len(rows) in (11, 13, 17, 19, 23)]
     assert len(prime) > 9
@@ -249,7 +249,7 @@ def test_packing_pads_little_and_a_row_may_have_so_many_pieces(store):
     """With one piece a row it is the padded run that packing is compared with."""
     padding = {}
     for most in (1, 2, None):
-        flags = f"--pack-max-per-row {most}" if most else ""
+        flags = f"--tokens 8192 --pack-max-per-row {most}" if most else "--tokens 8192"
         steps = walk(plan(store, f"--pack {flags} --seq-len 512 --batch-tokens 8192"), 10)
         padding[most] = sum(step.padding_share for step in steps) / 10
         pieces = max(int(step.batch.with_documents().doc_ids.max()) + 1 for step in steps)

@@ -224,7 +224,7 @@ def test_no_store_a_damaged_one_and_another_tokenizer_are_refused(tmp_path, sour
     other = meta.read_text().replace('"format": 1', '"format": 2')
     for content in (other, "{", "[]", "{}", '{"format": 1, "tokens": "x"}'):
         meta.write_text(content)
-        with pytest.raises(ValueError, match="format 2" if content == other else "no token store"):
+        with pytest.raises(ValueError, match=r"format 2|damaged"):
             Store.open(opened.path)
     meta.unlink()
     with pytest.raises(ValueError, match="no token store"):

@@ -10,6 +10,7 @@ import errno
 import math
 from collections.abc import Callable
 from contextlib import nullcontext
+from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -421,6 +422,7 @@ def test_ranks_on_gpus_say_which_one_is_theirs(monkeypatch):
         alone = groups.pop()
         assert isinstance(alone.pop("store"), dist.HashStore)
         assert alone == backend | {"rank": 0, "world_size": 1}
+    monkeypatch.setattr(runtimes, "meeting_place", lambda: None)
     for name, value in {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -431,4 +433,5 @@ def test_ranks_on_gpus_say_which_one_is_theirs(monkeypatch):
     runtimes.start("cuda", "bf16")
     runtimes.start("cpu", "fp32")
     torch.set_float32_matmul_precision(precision)
-    assert groups == [of_gpu, {"backend": "gloo"}] and devices == [gpu]
+    where = {"store": None, "rank": 3, "world_size": 8, "timeout": timedelta(seconds=1800)}
+    assert groups == [of_gpu | where, {"backend": "gloo"} | where] and devices == [gpu]

@@ -5,8 +5,10 @@ No training logic. One CPU and many GPUs differ here and nowhere else.
 
 import argparse
 import ctypes
+import itertools
 import json
 import os
+import pickle
 import platform
 import re
 import sys
@@ -14,7 +16,10 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from datetime import timedelta
+from functools import cache
 from pathlib import Path
+from threading import Thread
 from typing import TypeVar
 
 import torch
@@ -27,6 +32,7 @@ ROOT = Path(__file__).resolve().parents[2]  # of the repository
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MISTAKES = (ValueError, OSError)  # of the user: one line and exit status 2
 RANK_IS_GONE = ("gloo/transport", "ncclRemoteError")  # in gloo's and NCCL's errors about lost ranks
+PATIENCE = 1800  # seconds that ranks wait for each other
 LINGER = 0.5  # seconds, so that torchrun, which polls ten times as often, sees the lost rank first
 Value = TypeVar("Value")
 
@@ -102,14 +108,77 @@ class Runtime:
             raise ValueError(outcome[1])
         return outcome[0]
 
+    def on_each_machine(self, action: Callable[[], None]) -> None:
+        """Run `action` on one rank of each machine; its error there is every rank's ValueError."""
+        failure = None
+        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
+            try:
+                action()
+            except MISTAKES as error:
+                failure = one_line(error)
+        if failures := [line for line in self.gather(failure) if line]:
+            raise ValueError(failures[0])
+
+    def check_same(self, values: dict[str, object]) -> None:
+        """Refuse ranks that would not compute the same; ValueError names what differs, and where.
+
+        Cost: one message from each rank to each, before the first step
+        """
+        every = self.gather(values)
+        for name, value in every[0].items():
+            for rank, others in enumerate(every):
+                if others.get(name) != value:
+                    raise ValueError(
+                        f"ranks differ in {name}: rank 0 has {value}, rank {rank} has"
+                        f" {others.get(name)}: start all with the same command, code and text"
+                    )
+
     def say(self, line: str) -> None:
         if self.is_rank0:
             print(line, flush=True)
 
 
-def start(device: str, dtype: str) -> Runtime:
+def before_start(action: Callable[[], Value]) -> Value:
+    """As `Runtime.on_rank0`, for what a rank has to know before it can choose its device.
+
+    A file that is read here has to lie on one machine only.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+        return action()
+    rank, store, key = int(os.environ["RANK"]), meeting_place(), f"first {next(_questions)}"
+    if rank == 0:
+        outcome: list = [None, None]
+        try:
+            outcome[0] = action()
+        except MISTAKES as error:
+            outcome[1] = one_line(error)
+        store.set(key, pickle.dumps(outcome))
+    result, failure = pickle.loads(store.get(key))  # waits; written by rank 0 of this very run
+    if failure is not None:
+        raise ValueError(failure)
+    return result
+
+
+_questions = itertools.count()  # every rank asks the same ones in the same order
+
+
+@cache
+def meeting_place() -> dist.Store:
+    """The key-value store through which ranks find each other, before they are connected.
+
+    torchrun keeps it when it restarts its processes, so each attempt has keys of its own.
+    """
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    store, _, _ = next(
+        dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=PATIENCE))
+    )
+    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def start(device: str, dtype: str, patience: int = PATIENCE) -> Runtime:
     """Join the other ranks, if torchrun started any, and choose device and dtype.
 
+    Args:   patience seconds that ranks wait for one that does not answer
     Raises: ValueError naming --device or --dtype if the machine does not have it
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -134,7 +203,13 @@ def start(device: str, dtype: str) -> Runtime:
     if dtype == "fp16" and kind != "cuda":
         raise ValueError(f"--dtype fp16 needs --device cuda, not {kind}: choose bf16 or fp32")
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(**group_of(chosen))
+        dist.init_process_group(
+            store=meeting_place(),
+            rank=rank,
+            world_size=world_size,
+            timeout=timedelta(seconds=patience),
+            **group_of(chosen),
+        )
     asked = "as found" if device == "auto" else "as asked"
     ranks = f"{world_size} processes" if world_size > 1 else "one process"
     why = f"{kind} ({asked}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
@@ -150,6 +225,15 @@ def start(device: str, dtype: str) -> Runtime:
         device_free=device_free(chosen),
         host_free=host_free(),
     )
+
+
+def made_by(runtime: Runtime) -> dict[str, str]:
+    """What the last bits of a result depend on, besides settings and data."""
+    device = runtime.device
+    kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    threads = {} if device.type == "cuda" else {"threads": str(torch.get_num_threads())}
+    dtype = str(runtime.dtype).removeprefix("torch.")
+    return {"torch": str(torch.__version__), "device": kind, "dtype": dtype, **threads}
 
 
 def group_of(device: torch.device) -> dict[str, str | torch.device]:
@@ -178,8 +262,13 @@ class Parser(argparse.ArgumentParser):
 
 def one_line(error: Exception) -> str:
     if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}"
-    return " ".join(str(error).split())
+        return printable(f"{error.filename}: {error.strerror}")
+    return printable(" ".join(str(error).split()))
+
+
+def printable(text: str) -> str:
+    """Text that may come from a stranger's file, with what would steer a terminal escaped."""
+    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
 
 
 @contextmanager
@@ -213,7 +302,7 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     if dist.is_initialized():
         if completed:  # else a rank that still communicates with this one would fail
             dist.barrier()
-        dist.destroy_process_group()
+            dist.destroy_process_group()
         sys.stdout.flush()
         os._exit(status)  # during an ordinary exit gloo's threads may abort the process
     sys.exit(status)
@@ -221,16 +310,22 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
 
 def _is_reported(error: Exception, rank: int) -> bool:
     """Print an error in one line, unless another rank has; False if it needs its traceback."""
-    line = one_line(error)
+    line = "; ".join([one_line(error), *getattr(error, "__notes__", [])])
     connected = dist.is_initialized()
     lost_a_rank = any(words in line for words in RANK_IS_GONE)
-    if lost_a_rank:
+    if (
+        lost_a_rank
+        and "Timed out" in line
+        and (silent := _in_time(lambda: _silent_ranks(rank), "0"))
+    ):
+        line = f"no answer from rank {silent}, stopped or stuck: {line}"
+    elif lost_a_rank:
         line = f"another process of the run is gone: {line}"
     elif not isinstance(error, MISTAKES):
         line = f"{type(error).__name__}: {line}"
     with_rank = f"rank {rank}: {line}" if rank else line
     # before ranks are connected only flags have been read, and every rank has the same
-    first = _first_error(rank, with_rank) if connected else line
+    first = _in_time(lambda: _first_error(rank, with_rank), with_rank) if connected else line
     if first != with_rank or not lost_a_rank:  # torchrun knows more about a rank that was killed
         _tell_torchrun(f"error: {first}")
     if not (isinstance(error, MISTAKES) or lost_a_rank):
@@ -238,7 +333,7 @@ def _is_reported(error: Exception, rank: int) -> bool:
     if first == with_rank:
         # tqdm's write, so that the line does not run into a progress bar
         tqdm.write(f"error: {with_rank}", file=sys.stderr)
-    if lost_a_rank:
+    if lost_a_rank or (connected and rank == 0):  # rank 0 may keep the store that others ask
         time.sleep(LINGER)
     return True
 
@@ -253,6 +348,24 @@ def _first_error(rank: int, line: str) -> str:
         return store.compare_set("error", "", line).decode()
     except dist.DistError:  # the store went with the process that had it
         return line
+
+
+def _silent_ranks(rank: int) -> str:
+    """The ranks that have not noticed that all wait, as the others do within a second."""
+    store = dist.distributed_c10d._get_default_store()
+    store.set(f"alive {rank}", "")
+    time.sleep(2)
+    others = range(dist.get_world_size())
+    return ", ".join(str(r) for r in others if not store.check([f"alive {r}"]))
+
+
+def _in_time(ask: Callable[[], str], otherwise: str) -> str:
+    """What the store of ranks answers; `otherwise` if it does not, as that of a stopped process."""
+    answers: list[str] = []
+    thread = Thread(target=lambda: answers.append(ask()), daemon=True)
+    thread.start()
+    thread.join(4)
+    return answers[0] if answers else otherwise
 
 
 def _tell_torchrun(line: str) -> None:

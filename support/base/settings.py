@@ -12,13 +12,19 @@ A field is a setting and a flag. Its metadata say what it means and what it may 
 
 import argparse
 import operator
+import runpy
+import sys
 import types
+from collections.abc import Callable, Mapping
 from dataclasses import Field, asdict, dataclass, field, fields
+from functools import lru_cache
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, get_args, get_type_hints
 
 from support.base.numbers import real_number, whole_number
 from support.base.runtime import Parser
 from support.base.technique import is_on, techniques_of
+from support.base.typed_json import dotted, is_not, mismatch
 
 if TYPE_CHECKING:
     from config import Config
@@ -57,8 +63,6 @@ def unflattened(config_class: type, flat: Flat) -> "Config":
     for part in fields(config_class):
         mine = {key.split(".")[1]: flat[key] for key in flat if key.split(".")[0] == part.name}
         settings = get_type_hints(config_class)[part.name]
-        for name in mine.keys() - {item.name for item in fields(settings)}:
-            raise ValueError(f"the setting {part.name}.{name} is of another version of train.py")
         groups[part.name] = settings(**mine)
     config = config_class(**groups)
     for name in techniques_of(config):
@@ -69,6 +73,32 @@ def unflattened(config_class: type, flat: Flat) -> "Config":
                 given = as_given(flag, value)
                 raise ValueError(f"{given} has no effect without --{name}: add it")
     return config
+
+
+def check_types(config_class: type, flat: Flat, file: str = "") -> None:
+    """Refuse a setting that its flag could not have; the file that it is from may hold anything.
+
+    Raises: ValueError naming the file and the setting
+    """
+    where = file and f"{file}: "
+    known = {
+        f"{part.name}.{item.name}": (get_type_hints(kind)[item.name], item.metadata)
+        for part in fields(config_class)
+        for kind in [get_type_hints(config_class)[part.name]]
+        for item in fields(kind)
+    }
+    for name, value in flat.items():
+        if name not in known:
+            raise ValueError(f"{where}{dotted('', name)} is of another version of train.py")
+        kind, metadata = known[name]
+        choices = metadata["choices"]
+        wrong = "" if value is None else mismatch(value, kind, name)
+        if not wrong and value is not None and choices and value not in choices:
+            wrong = is_not(value, name, f"one of {', '.join(choices)}")
+        if not wrong and not is_within(value, metadata):
+            wrong = is_not(value, name, allowed_by(metadata))
+        if wrong:
+            raise ValueError(where + wrong)
 
 
 def as_given(flag: str, value: Value) -> str:
@@ -85,17 +115,22 @@ def flattened(config: "Config") -> Flat:
     return {f"{g}.{name}": v for g, part in asdict(config).items() for name, v in part.items()}
 
 
-def resumed(config_class: type, saved: Flat, given: Flat) -> Flat:
-    """The settings of a run that goes on: those it was started with, and the free ones given.
-
-    Raises: ValueError for another value of a setting that is not free
-    """
-    free = {
+def free_settings(config_class: type) -> set[str]:
+    """Those that may differ when a run goes on."""
+    return {
         f"{part.name}.{item.name}"
         for part in fields(config_class)
         for item in fields(get_type_hints(config_class)[part.name])
         if item.metadata.get("free")
     }
+
+
+def resumed(config_class: type, saved: Flat, given: Flat) -> Flat:
+    """The settings of a run that goes on: those it was started with, and the free ones given.
+
+    Raises: ValueError for another value of a setting that is not free
+    """
+    free = free_settings(config_class)
     for name, value in given.items():
         if name not in free and saved.get(name) != value:
             flag = flag_of(config_class, *name.split("."))
@@ -113,15 +148,64 @@ def out_of_limits(config: "Config") -> list[tuple[bool, str]]:
         settings = getattr(config, part.name)
         for item in fields(settings):
             value = getattr(settings, item.name)
-            limits = {name: item.metadata[name] for name in LIMITS if name in item.metadata}
-            if value is None or not limits:
-                continue
-            allowed = " and ".join(f"{LIMITS[name][0]} {limit:,}" for name, limit in limits.items())
-            name = flag_of(config, part.name, item.name)
+            name, allowed = flag_of(config, part.name, item.name), allowed_by(item.metadata)
             message = f"{name} {value} must be {allowed} ({item.metadata['help']})"
-            refused = not all(LIMITS[name][1](value, limit) for name, limit in limits.items())
-            pairs.append((refused, message))
+            pairs.append((not is_within(value, item.metadata), message))
     return pairs
+
+
+def is_within(value: Value, metadata: Mapping[str, Any]) -> bool:
+    """Whether a setting is within its limits; one that is open has none."""
+    limits = [] if value is None else [name for name in LIMITS if name in metadata]
+    return all(LIMITS[name][1](value, metadata[name]) for name in limits)
+
+
+def allowed_by(metadata: Mapping[str, Any]) -> str:
+    """Example: at least 0 and below 1"""
+    return " and ".join(
+        f"{word} {metadata[name]:,}" for name, (word, _) in LIMITS.items() if name in metadata
+    )
+
+
+# ---- functions that a setting names, as path.py:name
+
+
+@lru_cache
+def load_function(name: str) -> Callable:
+    """The function that `path.py:name` names."""
+    path, _, function = name.rpartition(":")
+    if not (path.endswith(".py") and Path(path).is_file()):
+        raise ValueError(f"{name}: there is no Python file {path}")
+    value = call(name, runpy.run_path, path).get(function)
+    if not callable(value):
+        raise ValueError(f"{name}: {path} defines no function {function}")
+    return value
+
+
+def call(described: str, function: Callable, *args: object) -> Any:
+    """Run a user's code; whatever it raises becomes one line that begins with `described`."""
+    try:
+        return function(*args)
+    except (Exception, SystemExit) as error:
+        raise ValueError(f"{described}: raised {type(error).__name__}: {error}") from None
+
+
+def check_code(settings: Flat, folder: Path, trusted: bool) -> None:
+    """Name the code that the settings of a run are about to run.
+
+    Raises: ValueError for a file in the run's own folder, which may come from a stranger
+    """
+    values = [part for v in settings.values() if isinstance(v, str) for part in v.split(",")]
+    for value in values:
+        path = Path(value.rpartition(":")[0])
+        if path.suffix != ".py":
+            continue
+        if path.resolve().is_relative_to(folder.resolve()) and not trusted:
+            raise ValueError(
+                f"--resume: the settings of {folder} run code that lies in it, {str(path)!a}:"
+                " read that file, then add --trust-code"
+            )
+        print(f"the settings of {folder} run code of {str(path)!a}", file=sys.stderr)
 
 
 # ---- flags
@@ -201,8 +285,8 @@ class RunConfig:
     )
     resume: str | None = flag(
         None,
-        "go on from a checkpoint of --out",
-        ("last", "previous", "best"),
+        "go on from a checkpoint of --out, or with auto begin the run if there is none",
+        ("last", "previous", "best", "auto"),
         without_value="last",
         free=True,
     )
@@ -236,6 +320,12 @@ class RunConfig:
         None, "tokens between checkpoints, 0 for the last only (default: a tenth)", free=True
     )
     keep: int = flag(2, "newest checkpoints to keep; the best is kept besides", least=1, free=True)
+    rank_timeout: int = flag(
+        1800, "seconds that ranks wait for one that does not answer", least=1, free=True
+    )
+    trust_code: bool = flag(
+        False, "--resume a run whose folder holds Python code that its settings name", free=True
+    )
     tensorboard: bool = flag(False, "write the log for TensorBoard too", free=True)
     dry_run: bool = flag(
         False, "say what the run would take of steps, memory and time, and stop", free=True

@@ -154,6 +154,10 @@ def assign(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -
             name: rows.to("cpu" if name.startswith(on_host) else device)
             for name, rows in weights.items()
         }
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name in expected.keys() | weights.keys():
+        if name not in weights or weights[name].shape != expected.get(name):
+            raise ValueError(f"the checkpoint's weight {name} does not fit the model")
     model.load_state_dict(weights, assign=True)
 
 
@@ -221,5 +225,5 @@ def refuse_step(runtime: Runtime, step: int, quantity: str, value: float) -> NoR
     ranks = [str(rank) for rank, seen in enumerate(values) if not math.isfinite(seen)]
     raise ValueError(
         f"the {quantity} is not finite at step {step} on rank {', '.join(ranks)}: the weights were"
-        " not updated; start a new run with a lower --lr"
+        " not updated; go on with --resume and a lower --lr, or --skip-bad-steps"
     )

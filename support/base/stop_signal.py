@@ -1,4 +1,7 @@
-"""SIGTERM and SIGINT in a run: the first one is remembered, a second SIGINT quits at once.
+"""Signals in a run: the first is remembered until it can stop; a second SIGINT quits at once.
+
+SIGTERM comes from schedulers, SIGINT from Ctrl-C, SIGHUP from a terminal that closes, SIGUSR1 from
+Slurm before the time is over, SIGQUIT from Ctrl-\\. A run under nohup goes on at SIGHUP.
 
 Saves nothing: the train loop reads `number` between two steps and saves.
 """
@@ -15,12 +18,15 @@ from types import FrameType
 TWICE = 0.5  # seconds; a second SIGINT within them repeats the first: some launchers forward it
 
 
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+
+
 class Stopped(Exception):
     """Some rank was asked to stop; raised on all ranks at the same place."""
 
 
 class StopSignal:
-    """Remembers a SIGTERM or SIGINT until the step is over; `number` is 0 until one comes.
+    """Remembers one of these signals until the step is over; `number` is 0 until one comes.
 
     A second SIGINT ends the process at once, with status 130. A thread watches for it, because
     Python runs signal handlers only between two operations, and a whole backward pass is one.
@@ -35,7 +41,9 @@ class StopSignal:
         self.writer.setblocking(False)
         self.wakeup = signal.set_wakeup_fd(self.writer.fileno())
         self.handlers = {
-            number: signal.signal(number, self._note) for number in (signal.SIGTERM, signal.SIGINT)
+            number: signal.signal(number, self._note)
+            for number in STOPPING
+            if signal.getsignal(number) != signal.SIG_IGN
         }
         threading.Thread(target=self._watch, daemon=True).start()
 

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from support.base.atomic import atomic_write
-from support.base.runtime import Runtime
+from support.base.runtime import Runtime, printable
 from support.base.sharded import is_sharded
 from support.rows.batch import Batch
 from support.rows.bert import Pairs
@@ -166,7 +166,8 @@ class HeldOut(NamedTuple):
     def __str__(self) -> str:
         text, sources = f"{self.val_bpb:.4f} bits per byte", self.by_source or {}
         if 1 < len(sources) <= SOURCES_SHOWN:
-            text += f" ({', '.join(f'{name} {bpb:.3f}' for name, bpb in sources.items())})"
+            shown = [f"{printable(name)} {bpb:.3f}" for name, bpb in sources.items()]
+            text += f" ({', '.join(shown)})"
         if self.nsp_accuracy is not None:
             text += f", {self.nsp_accuracy:.1%} of {self.nsp_pairs:,} pairs right"
         return text

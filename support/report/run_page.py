@@ -16,6 +16,7 @@ from typing import Any
 import numpy as np
 
 from support.base.numbers import duration, short
+from support.base.typed_json import At, mismatch
 from support.report.charts import Chart, Series, medians, series
 from support.report.page import Page, Section, Table
 from support.run.folder import read_log
@@ -27,12 +28,19 @@ UNITS = {
     "flops": "FLOPs",
     "seconds": "seconds",
 }
+SPENT = ("step", "ms", "consumed_tokens", "real_tokens", "layer_tokens", "flops")
+EVALUATED = ("step", "consumed_tokens", "targets")
 NEEDED = {
-    "run": {"config", "argv"},
-    "train": {"step", "loss", "ms", "consumed_tokens", "real_tokens", "layer_tokens", "flops"},
-    "eval": {"step", "consumed_tokens", "val_bpb", "targets", "last"},
-    "stage": {"step", "owners"},
-    "sample": {"text"},
+    "run": {
+        "config": {"model.layers": At(1), "optim.tokens": At(1), "model.size": str},
+        "argv": str,
+        "commit": str,
+        "resumed_at": int,
+    },
+    "train": dict.fromkeys(SPENT, float) | {"loss": float | None},
+    "eval": dict.fromkeys(EVALUATED, float) | {"val_bpb": float, "last": bool},
+    "stage": {"step": int, "owners": [int]},
+    "sample": {"text": str},
 }
 X_UNIT = "consumed tokens"
 PARTS = 50  # points of a smoothed curve at most,
@@ -69,6 +77,11 @@ class RunLog:
     @property
     def steps_done(self) -> int:
         return len(self.column("step"))
+
+    @property
+    def missing_steps(self) -> int:
+        """Steps that were made, and whose lines are gone."""
+        return int(self.column("step").max()) - self.steps_done if self.steps_done else 0
 
     @property
     def final(self) -> dict | None:
@@ -148,7 +161,7 @@ def read_run(folder: Path) -> RunLog:
     steps = unread = 0
     for line in read_log(folder):
         event = line.pop("event")
-        if event == "torn" or not NEEDED.get(event, set()) <= line.keys():
+        if event == "torn" or mismatch(line, NEEDED.get(event, {})):
             unread += 1
         elif event == "train":
             for name in line.keys() - columns.keys():
@@ -235,6 +248,8 @@ def lead(log: RunLog) -> str:
         done = log.last("consumed_tokens") / settings["optim.tokens"]
         state = f"not finished: {steps}, {min(done, 1):.0%} of its budget"
     damaged = f"; damaged lines of the log, left out: {log.unread}" if log.unread else ""
+    if log.missing_steps:
+        damaged += f"; steps that are missing in the log: {log.missing_steps:,}"
     return f"{settings['model.model']} {settings['model.size']}, {state}{damaged} · {log.folder}"
 
 
@@ -256,6 +271,11 @@ def facts(log: RunLog) -> list[list[str]]:
     if log.dropped() > 0:
         computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
         shown.append(["Dropped", f"{log.dropped():.1%}", computed])
+    if log.has("skipped") and log.last("skipped") > 0:
+        detail = "whose loss or gradient was not finite or far too large"
+        shown.append(["Steps that moved no weight", f"{log.last('skipped'):,.0f}", detail])
+    if len(log.starts) > 1:
+        shown.append(["Starts", str(len(log.starts)), "the first, and those that went on"])
     aside = "without evaluations and checkpoints"
     mfu = f"MFU {log.median('mfu'):.1%}" if log.has("mfu") else ""
     rate = short(log.median("tokens_per_s"))

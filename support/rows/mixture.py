@@ -27,10 +27,9 @@ import numpy as np
 
 from support.base.rng import seed_of, shuffled
 from support.rows.samples import Beyond, Samples
-from support.text.store import Store
+from support.text.store import COUNTS, Store
 
 EXAMPLE = "as in --data wiki=0.7,code=0.3"
-SUMMED = ("documents", "tokens", "bytes", "train_documents", "train_tokens", "train_bytes")
 ONE = 1 << 32  # a share of 1: shares are whole numbers of 2^-32
 
 # ---- the flag
@@ -111,6 +110,10 @@ class Mixture:
     check_tokenizer = Store.check_tokenizer
     check_tokens = Store.check_tokens
 
+    def verify(self) -> None:
+        for part in self.parts:
+            part.verify()
+
     @classmethod
     def open(cls, given: str, entries: Sequence[Entry]) -> "Mixture":
         parts = tuple(Store.open(entry.path) for entry in entries)
@@ -128,7 +131,7 @@ class Mixture:
         # --resume compares this: stores may move, but text, order and weights have to be the same
         sha256 = [[float(entry.weight), text] for entry, text in zip(entries, seen, strict=True)]
         names = tuple(part.path.name for part in parts)
-        counts = {name: sum(part.meta.get(name, 0) for part in parts) for name in SUMMED}
+        counts = {name: sum(part.meta.get(name, 0) for part in parts) for name in COUNTS}
         return cls(
             path=given,
             meta={**first, **counts, "sha256": {"mixture": sha256}},

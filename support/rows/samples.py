@@ -23,6 +23,7 @@ LONG = ("split", "truncate")
 LONG_HELP = "split documents longer than a row, or leave out what is beyond the first"
 SPECIAL_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s that collate puts around a piece
 IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
+SPANS_CHECKED = 1 << 16  # of a table that is opened, evenly spread
 DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
 
 
@@ -83,7 +84,18 @@ class Samples:
                 with atomic_write(file) as out:
                     for part in tqdm(parts, file.name, count, disable=None, leave=False):
                         out.write(part)
-        return np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
+        table = np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
+        some = table[:: max(len(table) // SPANS_CHECKED, 1)]
+        last = spans_of_documents(
+            self.offsets[-2:], self.max_piece_len, self.without_eot, self.long
+        )[-1]
+        if not (
+            (table[-1] == last).all()
+            and (some[:, 0] < some[:, 1]).all()
+            and (np.diff(some[:, 0]) > 0).all()
+        ):
+            raise ValueError(f"{file} is damaged: delete it, and it is made again")
+        return table
 
     def _parts(self) -> Iterator[np.ndarray]:
         """The offsets of the documents, DOCUMENTS_AT_ONCE at a time; once if there is none."""

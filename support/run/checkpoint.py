@@ -46,6 +46,7 @@ from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from support.base.atomic import atomic_write, sync
@@ -89,7 +90,13 @@ def save(
     """
     ranks, path = runtime or ALONE, step_path(folder, step, SUFFIX if runtime else ".pt")
     weights = {name: rows_here(tensor) for name, tensor in state.get("model", {}).items()}
-    agreed(ranks, lambda: check_finite(weights, path))
+    try:
+        agreed(ranks, lambda: check_finite(weights, "it"))
+    except ValueError as error:
+        raise ValueError(
+            f"{path}: not written: {error}; older ones are untouched: resume from one of them, with"
+            " a lower --lr or --skip-bad-steps"
+        ) from None
 
     def make_room() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -125,6 +132,9 @@ def write(path: Path, state: dict, runtime: Runtime | None = None, best: bool = 
 
     def publish() -> None:
         if runtime:
+            names = [name_of(rank, ranks.world_size) for rank in range(ranks.world_size)]
+            if absent := [name for name in names if not (unfinished / name).is_file()]:
+                raise ValueError(f"not written: rank 0 sees no {absent[0]}: is the disk shared?")
             sync(unfinished)
             put(unfinished, target)
         if best:
@@ -178,6 +188,8 @@ def load(
         if key not in made:
             held = [file["rows"][name] for file in files if name in file["rows"]]
             parts = held if tensor.is_meta else [tensor]
+            if any(part.nbytes > part.untyped_storage().nbytes() for part in parts):
+                raise ValueError(f"{name} claims more numbers than the file has")
             made[key] = joined(parts, shard_like(name, tensor, shards or {}), device)
         return made[key]
 
@@ -192,9 +204,36 @@ def load(
         written = [file.stat().st_mtime_ns for file in paths if file.exists()]
         agreed(runtime, lambda: [*map(verify, paths[runtime.rank :: runtime.world_size])])
         files = agreed(runtime, as_verified)
-        return agreed(runtime, lambda: mapped(files[0]["state"], fill))
+        state = agreed(runtime, lambda: mapped(files[0]["state"], fill))
+        agreed(runtime, lambda: check_finite(state.get("model"), "it"))
+        return state
     except ValueError as error:
         raise ValueError(f"{path}: {error}; {others(path)}") from None
+
+
+def load_on_rank0(path: Path, runtime: Runtime) -> dict:
+    """As `load`, but only rank 0 needs to have the file: the others get its tensors from there."""
+    if runtime.world_size == 1:
+        return load(path)
+    rows: dict[str, Tensor] = {}
+    made: dict[int, Tensor] = {}  # tied tensors stay tied
+
+    def read() -> dict:
+        outline, whole = split(load(path), is_rank0=True)
+        rows.update(whole)
+        return outline
+
+    def received(name: str, outline: Tensor) -> Tensor:
+        if not outline.is_meta:
+            return outline
+        if id(outline) not in made:
+            made[id(outline)] = rows.get(name, torch.empty_like(outline, device="cpu"))
+            dist.broadcast(made[id(outline)], src=0)
+        return made[id(outline)]
+
+    # `outline` is held while its tensors are numbered by id
+    outline = runtime.on_rank0(read)
+    return mapped(outline, received)
 
 
 def outlined(path: Path) -> dict:
@@ -442,6 +481,26 @@ def mapped(
     return change("/".join(path), value) if isinstance(value, Tensor) else value
 
 
+def copied(state: dict, buffers: dict[str, Tensor] | None = None) -> dict:
+    """The same state in host memory of its own, which a step that follows does not change.
+
+    Args: buffers of the copy before, by name, to be written over: new memory takes ten times as
+                  long as the copy, because the kernel hands it out page by page
+    """
+    made: dict[tuple, Tensor] = {}  # tied tensors stay tied
+    buffers = {} if buffers is None else buffers
+
+    def copy(name: str, tensor: Tensor) -> Tensor:
+        key, buffer = place_of(tensor), buffers.get(name)
+        if key not in made:
+            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+                buffers[name] = torch.empty_like(tensor, device="cpu")
+            made[key] = buffers[name].copy_(tensor.detach())
+        return made[key]
+
+    return mapped(state, copy)
+
+
 def place_of(tensor: Tensor) -> tuple:
     """What tied tensors have in common: where their values are."""
     held = rows_here(tensor)
@@ -501,14 +560,16 @@ def joined(parts: list[Tensor], like: Tensor | None, device: torch.device) -> Te
 # ---- what is refused
 
 
-def check_finite(weights: dict[str, torch.Tensor], path: Path) -> None:
-    """Refuse to save weights with NaN or infinity: no run could go on from them.
+def check_finite(weights: object, where: object) -> None:
+    """Refuse weights with NaN or infinity: no run could go on from them.
 
     Raises:   ValueError naming the tensors
     Cost:     one pass over the weights: 0.28 s for 124 M, where hashing them takes 0.36 s
     """
     bad = []
-    for name, tensor in weights.items():
+    named = weights.items() if isinstance(weights, dict) else ()
+    for name, tensor in named:
+        tensor = rows_here(tensor) if isinstance(tensor, Tensor) else torch.empty(0)
         if tensor.is_floating_point() and tensor.numel():
             tensor = tensor.float() if tensor.itemsize == 1 else tensor  # float8 knows no minimum
             # isfinite on all values would take seven times as long; a minimum keeps NaN.
@@ -516,10 +577,7 @@ def check_finite(weights: dict[str, torch.Tensor], path: Path) -> None:
                 bad.append(name)
     if bad:
         more = f" and {len(bad) - 3} more" if len(bad) > 3 else ""
-        raise ValueError(
-            f"{path}: not written: weights are not finite: {', '.join(bad[:3])}{more};"
-            " older ones are untouched: resume from one of them, or start again with a lower --lr"
-        )
+        raise ValueError(f"{where} has weights that are not finite: {', '.join(bad[:3])}{more}")
 
 
 def reason_of(error: Exception) -> str:

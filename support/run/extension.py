@@ -1,4 +1,7 @@
-"""A run that goes on past its budget: --resume --tokens N.
+"""A run that goes on with other settings: --resume --tokens N past its budget, --lr and others.
+
+--lr, --grad-clip and --skip-bad-steps may change at any resume, to get past a step that is not
+finite; changed.json lists the values that they have had. A larger budget takes more.
 
 From there on the learning rate follows the schedule of the new budget. The techniques' schedules
 keep the budget that the run was started with (schedule_tokens), so that none of them goes back.
@@ -17,13 +20,15 @@ else is in place, so a kill at any moment leaves the old run or the extended one
 import json
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from support.base.atomic import atomic_write, sync
 from support.base.clock import Clock, lr_clock
-from support.base.settings import Flat
+from support.base.settings import Flat, flattened
+from support.base.typed_json import At, read_json
 from support.run import checkpoint
 from support.run.checkpoint import outlined
 from support.step.optim import decay_start, learning_rate
@@ -32,6 +37,13 @@ if TYPE_CHECKING:
     from config import Config
 
 RECORD = "extended.json"
+CHANGED = "changed.json"
+CHANGEABLE = (
+    "optim.lr",
+    "optim.grad_clip",
+    "optim.skip_bad_steps",
+)  # settings that may change when a run goes on
+REMEDY = "put it back, or start a new run with another --out"
 
 
 class Extension(NamedTuple):
@@ -45,31 +57,53 @@ class Extension(NamedTuple):
 def recorded(folder: Path) -> Extension | None:
     """The last extension, if there was one; ValueError for a damaged record."""
     try:
-        return Extension(**json.loads((folder / RECORD).read_text()))
+        record = read_json(folder / RECORD, dict.fromkeys(Extension._fields, At()), REMEDY)
     except FileNotFoundError:
         return None
-    except (ValueError, TypeError) as error:
-        raise ValueError(
-            f"--resume: {folder / RECORD} is damaged ({error}): put it back, or start a new run"
-            " with another --out"
-        ) from None
+    return Extension(**{name: record[name] for name in Extension._fields})
 
 
-def with_budget(folder: Path, saved: Flat, tokens: int | None) -> Flat:
-    """The settings that a run goes on with: those it was started with, and the present budget.
+def values_until_now(folder: Path, saved: Flat) -> dict[str, list[float]]:
+    """The values that each changeable setting has had, the present one last."""
+    changed = {}
+    with suppress(FileNotFoundError):
+        changed = read_json(folder / CHANGED, {key: [float] for key in CHANGEABLE}, REMEDY)
+    return {name: changed.get(name) or [saved[name]] for name in CHANGEABLE}
 
-    Args:   saved  settings in config.json
-            tokens given by --tokens, if any
+
+def with_changes(folder: Path, saved: Flat, given: Flat) -> Flat:
+    """The settings that a run goes on with: those it was started with, and what changed since.
+
+    Args:   saved settings in config.json
+            given on the command line: of these --tokens and the changeable ones may differ
     Raises: ValueError for a budget that is smaller than the run's
     """
-    extended = recorded(folder)
+    extended, tokens = recorded(folder), given.get("optim.tokens")
     now = extended.tokens if extended else saved["optim.tokens"]
     if tokens is not None and tokens < now:
         raise ValueError(
             f"--tokens {tokens} is less than the {now} tokens of the run in {folder}: a run that"
             " goes on can be given more, not less"
         )
-    return {**saved, "optim.tokens": tokens or now, "optim.schedule_tokens": saved["optim.tokens"]}
+    present = {name: values[-1] for name, values in values_until_now(folder, saved).items()}
+    present |= {name: given[name] for name in CHANGEABLE if name in given}
+    budgets = {"optim.tokens": tokens or now, "optim.schedule_tokens": saved["optim.tokens"]}
+    return saved | present | budgets
+
+
+def record_changes(folder: Path, saved: Flat, settings: "Config") -> dict[str, list[float]]:
+    """Write the present values of changeable settings into the folder if they are others.
+
+    Returns: before and after, by the name of the setting
+    """
+    values, now = values_until_now(folder, saved), flattened(settings)
+    changes = {n: [had[-1], now[n]] for n, had in values.items() if had[-1] != now[n]}
+    if changes:
+        later = {name: [*had, now[name]] for name, had in values.items()}
+        with atomic_write(folder / CHANGED) as file:
+            file.write(json.dumps(later).encode() + b"\n")
+        sync(folder)
+    return changes
 
 
 def starting_point(path: Path, settings: "Config", before: int) -> Path:

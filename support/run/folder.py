@@ -6,17 +6,23 @@ holds a run is never given to another one.
 
 import itertools
 import json
+import os
 import platform
+import secrets
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
+from support.base.atomic import atomic_write, sync
 from support.base.runtime import ROOT
+from support.base.settings import Flat
+from support.base.typed_json import MOST_VOCABULARY, At, Each, parsed, read_json
 
 
 class ModelSize(NamedTuple):
@@ -26,21 +32,38 @@ class ModelSize(NamedTuple):
     positions: int | None = None  # that published weights reach to
 
 
+MODEL_SIZE = {"vocab_size": At(1, MOST_VOCABULARY), "positions": int | None}
+
+
+class Started(NamedTuple):
+    """What a run was started with, as its config.json has it."""
+
+    folder: Path
+    id: str  # also in its checkpoints, whatever folder they are in
+    config: Flat
+    size: ModelSize
+    store: dict[str, Any]  # sha256 of its files
+    tokens: int  # its budget until now
+
+
 # ---- config.json
 
 
 def create_run_folder(
-    out: str | None, stem: str, settings: dict, size: ModelSize, sha256: dict[str, str]
-) -> str:
+    out: str | None, stem: str, settings: Flat, size: ModelSize, sha256: dict[str, str]
+) -> tuple[str, str]:
     """Make the folder `out`, or else the first of stem-1, stem-2, ... that is free.
 
-    Args:   sha256 of the store's files
-    Raises: ValueError if `out` holds a run already
+    Args:    sha256 of the store's files
+    Returns: the folder, and the id of the run
+    Raises:  ValueError if `out` holds a run already
     """
     folder = named_folder(Path(out)) if out else first_free(stem)
-    about = {"config": settings, "model_size": size._asdict(), "store": sha256, **provenance()}
-    (folder / "config.json").write_text(json.dumps(about, indent=2))
-    return str(folder)
+    run = {"id": secrets.token_hex(8), "config": settings, "model_size": size._asdict()}
+    with atomic_write(folder / "config.json") as file:
+        file.write(json.dumps({**run, "store": sha256, **provenance()}, indent=2).encode())
+    sync(folder)
+    return str(folder), run["id"]
 
 
 def named_folder(folder: Path) -> Path:
@@ -71,23 +94,27 @@ def newest_run() -> Path:
     return starts[-1].parent
 
 
-def started_with(folder: Path) -> dict:
+def started_with(folder: Path) -> Started:
     """What a run was started with, from its config.json.
 
-    Returns: config {"group.field": value}, model_size (of ModelSize), store (sha256 of its files)
-    Raises:  ValueError for a folder without a run, and for a damaged file
+    Raises: ValueError for a folder without a run, and for a damaged file
     """
+    numbers = {
+        "optim.tokens": At(1),
+        "optim.lr": float,
+        "optim.grad_clip": float,
+        "optim.skip_bad_steps": At(),
+    }
+    shape = {"id": str, "config": numbers, "model_size": MODEL_SIZE, "store": Each(object)}
+    remedy = "put it back, or start a new run with another --out"
     try:
-        about = json.loads((folder / "config.json").read_text())
-        return {name: about[name] for name in ("config", "model_size", "store")}
+        about = read_json(folder / "config.json", shape, remedy)
     except FileNotFoundError:
         message = f"--resume: {folder} holds no run; name the folder of one with --out"
         raise ValueError(message) from None
-    except (ValueError, LookupError, TypeError) as error:
-        raise ValueError(
-            f"--resume: {folder}/config.json is damaged ({type(error).__name__}: {error}): put it"
-            " back, or start a new run with another --out"
-        ) from None
+    size = ModelSize(about["model_size"]["vocab_size"], about["model_size"]["positions"])
+    config = about["config"]
+    return Started(folder, about["id"], config, size, about["store"], tokens=config["optim.tokens"])
 
 
 def provenance() -> dict[str, str]:
@@ -116,28 +143,43 @@ def commit() -> str:
 # ---- log.jsonl
 
 
+def board_class() -> type:
+    """TensorBoard's writer; ValueError without its package."""
+    try:
+        from torch.utils.tensorboard import SummaryWriter
+    except ImportError as error:
+        missing = "--tensorboard needs its package: pip install -e '.[tensorboard]'"
+        raise ValueError(missing) from error
+    return SummaryWriter
+
+
+BEAT_S = 10.0  # seconds between two heartbeats
+LONGEST_LINE = 1 << 20  # bytes
+
+
 class Log:
     """log.jsonl, one JSON object a line, written by rank 0; for TensorBoard too, if asked."""
 
     def __init__(self, folder: Path, active: bool, tensorboard: bool, size: int | None = None):
         """Append to the log; with `size`, cut it to that many bytes first.
 
-        What a killed run logged after its last checkpoint is computed and written again.
+        What a killed run logged after its last checkpoint is computed and written again. If the log
+        is shorter than `size`, its `lost` bytes are gone.
         """
-        self.file, self.board = None, None
+        self.folder, self.file, self.board = folder, None, None
+        self.lost, self.beaten = 0, 0.0
         if not active:
             return
-        self.file = open(folder / "log.jsonl", "ab")  # noqa: SIM115, open as long as the run
-        if size is not None:
-            self.file.truncate(min(size, self.file.tell()))
         if tensorboard:
-            try:
-                from torch.utils.tensorboard import SummaryWriter
-            except ImportError as error:
-                raise ValueError(
-                    "--tensorboard needs its package: pip install -e '.[tensorboard]'"
-                ) from error
-            self.board = SummaryWriter(str(folder / "tensorboard"))
+            self.board = board_class()(str(folder / "tensorboard"))
+        self.file = open(folder / "log.jsonl", "a+b")  # noqa: SIM115, open as long as the run
+        if size is not None:
+            there = self.file.seek(0, os.SEEK_END)
+            whole = min(size, there)
+            self.file.seek(max(whole - LONGEST_LINE, 0))
+            torn = self.file.read(min(LONGEST_LINE, whole)).rpartition(b"\n")[2]
+            self.file.truncate(whole - len(torn))  # so that the next line is not glued to it
+            self.lost = size - whole + len(torn)
 
     def write(self, event: str, **values: object) -> None:
         if self.file is None:
@@ -148,6 +190,21 @@ class Log:
             for name, value in values.items():
                 if isinstance(value, (int, float)):
                     self.board.add_scalar(f"{event}/{name}", value, values["consumed_tokens"])
+
+    def beat(self, where: str) -> None:
+        """Tell whoever watches the folder, every few seconds, that the run goes on, and where."""
+        if self.file is None or time.time() - self.beaten < BEAT_S:
+            return
+        self.beaten = time.time()
+        now = {"time": round(self.beaten, 1), "where": where, "rank": 0, "pid": os.getpid()}
+        unfinished = self.folder / ".heartbeat.json.tmp"
+        unfinished.write_text(json.dumps(now) + "\n")
+        unfinished.replace(self.folder / "heartbeat.json")
+
+    def sync(self) -> None:
+        """Have what was written on the disk: a checkpoint names the bytes of the log before it."""
+        if self.file is not None:
+            os.fsync(self.file.fileno())
 
     def close(self) -> None:
         for output in (self.file, self.board):
@@ -166,7 +223,8 @@ def read_log(folder: Path) -> Iterator[dict]:
     with file.open(encoding="utf-8", errors="replace") as lines:
         for text in lines:
             try:
-                line = json.loads(text)
+                line = parsed(text)
             except ValueError:
                 line = None
-            yield line if isinstance(line, dict) and "event" in line else {"event": "torn"}
+            is_event = isinstance(line, dict) and isinstance(line.get("event"), str)
+            yield line if is_event else {"event": "torn"}

@@ -1,5 +1,6 @@
 """What a run says while it goes on: its first lines, the bar, and the log's line of a step."""
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
@@ -34,6 +35,8 @@ class Done(NamedTuple):
     loss: float  # mean, in nats
     grad_norm: float
     lr: float
+    skipped: int  # steps of the run until now that moved no weight
+    why_skipped: str | None  # if this one is among them
 
 
 # ---- the first lines
@@ -183,7 +186,7 @@ def log_step(
         consumed_tokens=run.clock.consumed_tokens,
         real_tokens=run.clock.real_tokens,
         layer_tokens=run.clock.layer_tokens,
-        **done._asdict(),
+        **{name: finite(value) for name, value in done._asdict().items()},
         flops=run.clock.flops,
         tokens_per_s=round((after.real_tokens - step.before.real_tokens) / ms * 1e3, 1),
         mfu=mfu if mfu is None else round(mfu, 4),
@@ -197,6 +200,9 @@ def log_step(
         ms=round(ms, 2),
         data_ms=round(waited_ms, 2),
     )
+    if done.why_skipped:
+        line = f"step {after.step} moved no weight: {done.why_skipped}"
+        write(bar, f"{line}; {done.skipped} of {after.step} until now")
     shown = f"loss {done.loss:.3f}"
     if epochs > 1:
         shown += f", epochs {epochs:.1f}"
@@ -205,6 +211,11 @@ def log_step(
     bar.set_postfix_str(shown, refresh=False)
     # the last step goes a little past the budget, and a bar beyond its end shows no time left
     bar.update(min(after.consumed_tokens, bar.total) - step.before.consumed_tokens)
+
+
+def finite(value: object) -> object:
+    """JSON has no NaN and no infinity: null."""
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def log_evaluation(run: Run, result: dict[str, object], seconds: float, last: bool) -> None:

@@ -1,15 +1,17 @@
 """An open run: its settings, its folder and log, its checkpoints, and how it goes on from one.
 
-On --resume, in this order (train.main calls each):
+On --resume, in this order (train.main calls each, then train.go). Rank 0 reads the folder for all:
   1. config.parse_or_resume: the folder (--out, or folder.newest_run), its config.json
-     (folder.started_with) and extended.json (extension.with_budget). settings.resumed takes the
-     settings from there; flags given besides may change only those that are `free` (where and how
-     fast), for this start alone, and raise --tokens
-  2. data.open_data and Plan: the store and its tokenizer, and the indexes of a curriculum
-  3. initial.model_size: the model's size is in config.json too
-  4. Run.restore: `checkpoint_to_resume` compares the digests in the store's meta.json with those in
-     config.json and finds the checkpoint, `read` verifies its sha256
-  5. Run.is_complete: if the last evaluation is in the log, nothing is left to do
+     (folder.started_with), extended.json and changed.json (extension.with_changes).
+     settings.resumed takes the settings from there; flags given besides may change only those that
+     are `free` (where and how fast), for this start alone, raise --tokens, or change --lr and the
+     others of extension.CHANGEABLE from here on
+  2. Runtime.check_same: ranks have the same settings, code, torch and threads
+  3. data.open_data and Plan: the store and its tokenizer, and the indexes of a curriculum
+  4. Run.restore: locks the folder; `checkpoint_to_resume` compares the digests in the store's
+     meta.json with those in config.json and finds the checkpoint, `read` verifies its sha256,
+     `check` compares what it says with the folder
+  5. Run.is_complete: if the log says "finished", nothing is left to do
   6. train.assemble: model and optimizers from the checkpoint. No random state: every draw has a key
   7. Run.open_log: a larger --tokens is written to the disk (`extend`), the log is cut where it was
      at the checkpoint, and checkpoints of later steps are set aside
@@ -19,8 +21,10 @@ On --resume, in this order (train.main calls each):
 What is read            compared with                        refused if
 config.json             the flags given                      a setting that is not free differs
 the store's meta.json   "store" in config.json               the text, or a mixture's weights differ
-step-*.pt, best.pt      the sha256 at its end                damaged; of a run with other techniques
-log.jsonl               nothing: it is cut at "log_size"     it names checkpoints and none is there
+step-*.pt, best.pt      the sha256 at its end; CHECKPOINT;   damaged; of other types, another run,
+                        config.json; its line in the log     other settings, another clock
+log.jsonl               "log_size" in the checkpoint         it names checkpoints and none is there;
+                                                             a shorter one is said, and goes on
 
 What a checkpoint holds: "model" and "optimizers", and "pseudo" if that is on, for `assemble`;
 "clock", "best", "log_size", "evaluation_due" for `restore`; the rest says what made it.
@@ -29,6 +33,9 @@ A run that was stopped before its first checkpoint starts over, and reads --init
 """
 
 import math
+import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -36,16 +43,21 @@ from typing import TYPE_CHECKING
 import torch
 
 from model import TransformerConfig
-from support.base.clock import Clock, due
-from support.base.runtime import Runtime
-from support.base.settings import flattened
+from support.base.atomic import folder_lock
+from support.base.clock import Clock, Cursor, due
+from support.base.runtime import Runtime, made_by
+from support.base.settings import flattened, free_settings
 from support.base.sharded import check_agreement, shard
 from support.base.technique import is_on, techniques_of
+from support.base.typed_json import At, Each, mismatch
 from support.rows.mixture import AnyStore
 from support.run import checkpoint, extension
 from support.run.folder import (
+    MODEL_SIZE,
     Log,
     ModelSize,
+    Started,
+    board_class,
     create_run_folder,
     provenance,
     read_log,
@@ -62,35 +74,88 @@ if TYPE_CHECKING:
     from train import Trainer
 
 
+COUNT = At(0, 10**30)
+CLOCK = dict.fromkeys(Clock().as_dict(), COUNT)
+TRAINED = {  # what the weights of a checkpoint need to be used
+    "config": {"model.layers": At(1), "model.size": str, "model.pos": str},
+    "model_size": MODEL_SIZE,
+    "model": Each(torch.Tensor),
+    "step": At(),
+    "tokenizer_fingerprint": str,
+}
+CHECKPOINT = TRAINED | {
+    "run": str,
+    "optimizers": {
+        "state": Each(Each(torch.Tensor)),
+        "scaler": Each(int | float),
+        "guard": {"norms": [float], "in_row": At(), "skipped": At()},
+    },
+    "clock": CLOCK | {"position": dict.fromkeys(Cursor._fields, COUNT)},
+    "best": float,
+    "log_size": At(),
+    "evaluation_due": bool,
+    "made_by": Each(str),
+}
+
+
+def check_types(path: Path, state: dict, shape: dict = TRAINED) -> None:
+    """Refuse a checkpoint whose entries are not those of `Run.save`; it may be a stranger's."""
+    if wrong := mismatch(state, shape):
+        raise ValueError(f"{path}: {wrong}: {checkpoint.others(path)}")
+
+
 class Run:
     """A run that is open: its folder, its log, its checkpoints, and where it stands.
 
-    Args: folder of a run that goes on; None makes a new one
-          size   of the model
+    Args: started of a run that goes on; None makes a new one
+          size    of the model
     """
 
     trainer: "Trainer"  # the present model and optimizers, see `use`
-    log: Log
     peak: machine.Peak  # of the ranks' devices, for MFU
 
     def __init__(
         self,
         settings: "Config",
         runtime: Runtime,
-        folder: Path | None,
+        started: Started | None,
         size: ModelSize,
         store: AnyStore,
     ):
-        self.settings, self.runtime, self.folder = settings, runtime, folder
+        self.settings, self.runtime, self.started = settings, runtime, started
         self.size, self.store = size, store
+        self.folder = started.folder if started else None
+        self.id = started.id if started else ""
         self.clock, self.best = Clock(), math.inf
         self.evaluation_due = False  # an evaluation at this clock, not made yet
         self.has_noted = False
         self.resumed_from: Path | None = None
         self.saved_path: Path | None = None
         self.saved_step = -1
+        self.writer = ThreadPoolExecutor(1)
+        self.buffers: dict[str, torch.Tensor] = {}  # that a state is copied into
+        self.saving: tuple[Future, dict] | None = None  # a write under way, and its clock
+        self.log: Log | None = None
         self.log_size: int | None = None  # bytes to keep of a log that goes on
-        self.tokens_before: int | None = None  # the budget until now, if --tokens extends it
+        # the budget until now, if --tokens extends it
+        extends = started is not None and settings.optim.tokens > started.tokens
+        self.tokens_before = started.tokens if extends else None
+        self.ending = ExitStack()  # what is held until the end
+
+    def __enter__(self) -> "Run":
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.writer.shutdown()  # waits for a write under way
+        if self.log:
+            self.log.close()
+        self.ending.close()
+
+    def hold_folder(self) -> None:
+        """Keep every other process from writing into the folder until this run ends."""
+        instead = "wait for its end, or stop it"
+        lock = folder_lock(self.folder, instead)
+        self.runtime.on_rank0(lambda: self.ending.enter_context(lock))
 
     # ---- start, or go on: in the order given above
 
@@ -101,28 +166,17 @@ class Run:
         Returns: that checkpoint; None if none was ever written, so that the run starts over
         Raises:  ValueError if checkpoints are gone or of another run, or if the store is another
         """
-        tokens, folder = self.settings.optim.tokens, self.folder
-        budget = extension.with_budget(folder, started_with(folder)["config"], None)["optim.tokens"]
-        self.tokens_before = budget if tokens > budget else None
-        path = self.runtime.on_rank0(self.checkpoint_to_resume)  # one choice for all ranks
+        tokens, folder, runtime = self.settings.optim.tokens, self.folder, self.runtime
+        if not self.settings.run.dry_run:
+            self.hold_folder()
+        path = runtime.on_rank0(self.checkpoint_to_resume)  # one choice for all ranks
         if path is None:
             self.log_size = 0
-            self.runtime.say(f"{folder} was stopped before its first checkpoint: starting over")
+            runtime.say(f"{folder} was stopped before its first checkpoint: starting over")
             return None
         state = self.read(path, shape)
-        # what is restored fits the settings, or it is refused
-        try:
-            self.clock = Clock.of(state["clock"])
-        except (TypeError, LookupError):
-            message = f"{path} is of another version of train.py: start a new run"
-            raise ValueError(message) from None
-        for name, entry in techniques_of(self.settings).items():
-            if entry.keeps_state and (name in state) != is_on(self.settings, name):
-                was = "with" if name in state else "without"
-                raise ValueError(
-                    f"{path} is of a run {was} --{name}, and {folder} is not: put its own back, or"
-                    " name another with --resume previous or best"
-                )
+        runtime.on_rank0(lambda: self.check(path, state))
+        self.clock = Clock.of(state["clock"])
         if self.tokens_before and self.is_finished:
             raise ValueError(
                 f"--tokens {tokens}: the run in {folder} has consumed"
@@ -132,7 +186,40 @@ class Run:
         self.evaluation_due = state["evaluation_due"]
         self.resumed_from = self.saved_path = path
         self.saved_step = self.clock.step
+        now = made_by(runtime)
+        for name, before in state["made_by"].items():
+            if now.get(name, before) != before:
+                line = f"{name} was {before} and is {now[name]}: losses will be close, not bitwise"
+                runtime.say(f"{line} those of a run that was never stopped")
         return state
+
+    def check(self, path: Path, state: dict) -> None:
+        """Refuse a checkpoint that is not of this run, or does not agree with itself or the log."""
+        other = "put the run's own back, or name another with --resume previous or best"
+        check_types(path, state, CHECKPOINT)
+        for name, entry in techniques_of(self.settings).items():
+            if entry.keeps_state and (name in state) != is_on(self.settings, name):
+                was = "with" if name in state else "without"
+                message = f"{path} is of a run {was} --{name}, and {self.folder} is not"
+                raise ValueError(f"{message}: {other}")
+        if state["run"] != self.id:
+            raise ValueError(f"{path} is of another run than {self.folder}: {other}")
+        may_differ = free_settings(type(self.settings)) | {"optim.tokens"}
+        changed = extension.values_until_now(self.folder, self.started.config)
+        for name, value in flattened(self.settings).items():
+            saved = state["config"].get(name)
+            if name not in may_differ and saved not in changed.get(name, [value]):
+                raise ValueError(
+                    f"{path} was saved with {name} {saved}, which {self.folder} never had: put back"
+                    " what was there"
+                )
+        clock, step = state["clock"], state["step"]
+        lines = [line for line in read_log(self.folder) if line["event"] == "checkpoint"]
+        logged = [line.get("clock") for line in lines if line.get("step") == step]
+        if clock["step"] != step or (logged and logged[-1] != clock):
+            raise ValueError(f"{path}: its clock is not that of step {step} in the log: {other}")
+        if step and not state["optimizers"]["state"]:
+            raise ValueError(f"{path} has lost the optimizers' state: {other}")
 
     def checkpoint_to_resume(self) -> Path | None:
         """The checkpoint that --resume means; None if the run was stopped before its first one.
@@ -140,7 +227,7 @@ class Run:
         Raises: ValueError if checkpoints are gone, or if the run began with another store
         """
         folder, which = self.folder, self.settings.run.resume
-        if started_with(folder)["store"] != self.store.meta["sha256"]:
+        if self.started.store != self.store.meta["sha256"]:
             raise ValueError(
                 f"--data: the run in {folder} began with another store, or with other weights of"
                 " its stores: name that, wherever it is now, or start a new run with another --out"
@@ -165,7 +252,7 @@ class Run:
     def read(self, path: Path, shape: TransformerConfig) -> dict:
         """A checkpoint of a model of this shape; with --fsdp each rank reads its own rows of it."""
         if not self.settings.run.fsdp:
-            return checkpoint.load(path)
+            return checkpoint.load_on_rank0(path, self.runtime)
         like = empty_model(shape)
         shard(like, self.runtime)
         # with --offload to the host: the device may not have room for everything
@@ -174,11 +261,14 @@ class Run:
         return checkpoint.load(path, like.state_dict(), self.runtime, device)
 
     def is_complete(self) -> bool:
-        """Whether the budget is consumed, and the last evaluation is in the log."""
-        return self.is_finished and any(line.get("last") for line in read_log(self.folder))
+        """Whether the budget is consumed, and all that comes after the last step is done."""
+        ended = (line["event"] == "finished" for line in read_log(self.folder))
+        return self.is_finished and any(ended)
 
     def make_folder(self) -> None:
         """Make the folder, unless the run goes on in its own."""
+        if self.settings.run.tensorboard:  # refused before anything is made
+            self.runtime.on_rank0(lambda: board_class() and None)
         if self.folder is None:
             s = self.settings
             make = partial(
@@ -189,7 +279,26 @@ class Run:
                 size=self.size,
                 sha256=self.store.meta["sha256"],
             )
-            self.folder = Path(self.runtime.on_rank0(make))
+            folder, self.id = self.runtime.on_rank0(make)
+            self.folder = Path(folder)
+            self.hold_folder()
+        if self.settings.run.fsdp:
+            self.check_shared()
+
+    def check_shared(self) -> None:
+        """Refuse a folder that some rank cannot see: with --fsdp each writes into it."""
+        try:
+            seen = started_with(self.folder).id == self.id
+        except ValueError:
+            seen = False
+        absent = [str(rank) for rank, sees in enumerate(self.runtime.gather(seen)) if not sees]
+        if absent:
+            if self.started is None and self.runtime.is_rank0:
+                shutil.rmtree(self.folder)
+            raise ValueError(
+                f"--fsdp: rank {', '.join(absent)} does not see {self.folder} of rank 0, and every"
+                " rank saves its own part: put --out on a disk that all machines share"
+            )
 
     def open_log(self) -> None:
         """Begin the log, or go on with it; with a larger budget on the disk first."""
@@ -201,6 +310,9 @@ class Run:
             )
         tensorboard = self.settings.run.tensorboard
         self.log = Log(self.folder, runtime.is_rank0, tensorboard, self.log_size)
+        if self.log.lost:
+            lost = f"{self.folder}/log.jsonl has lost {self.log.lost:,} bytes that were there"
+            runtime.say(f"{lost} when {self.resumed_from.name} was saved; the run itself is whole")
         self.peak = machine.peak(runtime)
         self.log.write(
             "run",
@@ -210,10 +322,20 @@ class Run:
             train_tokens=self.store.train_tokens,
             peak_flops=self.peak.flops,
             peak_why=self.peak.why,
+            lost_bytes=self.log.lost,
         )
+        if self.started:
+            saved = self.started.config
+            changes = runtime.on_rank0(
+                lambda: extension.record_changes(self.folder, saved, self.settings)
+            )
+            for name, (before, now) in changes.items():
+                runtime.say(f"{name} changes from {before} to {now} after step {step}")
+                self.log.write("changed", step=step, setting=name, before=before, now=now)
         if self.resumed_from:
             runtime.on_rank0(lambda: extension.set_later_aside(self.folder, step, runtime.say))
-            self.log_checkpoint()  # the saved size of the log does not include its line
+            # the saved size of the log does not include its line
+            self.log_checkpoint(self.clock.as_dict())
         extended = extended or extension.recorded(self.folder)
         if extended and step <= extended.step:  # later checkpoints have it in their log
             changed = extension.change(self.settings, extended, self.clock)
@@ -238,7 +360,7 @@ class Run:
         """Note the result of the evaluation that was due; whether it is the best so far."""
         self.evaluation_due = False
         is_best = bits_per_byte < self.best
-        self.best = min(bits_per_byte, self.best)
+        self.best = min(self.best, bits_per_byte)  # in this order NaN is never the best
         return is_best
 
     def first_note(self, note: str) -> str:
@@ -255,7 +377,13 @@ class Run:
     def about(self) -> dict:
         """Settings, size and provenance: the first line of the log, and part of a checkpoint."""
         size = self.size._asdict()
-        return {"config": flattened(self.settings), "model_size": size, **provenance()}
+        return {
+            "run": self.id,
+            "config": flattened(self.settings),
+            "model_size": size,
+            "made_by": made_by(self.runtime),
+            **provenance(),
+        }
 
     # ---- checkpoints
 
@@ -263,17 +391,23 @@ class Run:
         """Keep a checkpoint of now if the step that comes is the first in the decay of wsd."""
         if enters_decay(self.settings, before, after):
             self.save()
+            self.finish_saving()
             self.runtime.on_rank0(lambda: extension.keep_trunk(self.saved_path))
 
     def save(self, is_best: bool = False) -> None:
-        """Write a checkpoint, on rank 0 or with --fsdp on all, unless this step has one already.
+        """Save a checkpoint, on rank 0 or with --fsdp on all, unless this step has one already.
 
-        Raises: ValueError if it cannot be written, if a weight is not finite, or if ranks differ
+        Rank 0 copies the state, and a thread writes it while the run goes on: a kill meanwhile
+        leaves the one before. With --fsdp the run waits, because ranks agree while they write.
+
+        Raises: ValueError if ranks differ, or if the save before could not be written
         """
+        self.finish_saving()
         step, keep, folder = self.clock.step, self.settings.run.keep, self.folder
         if self.saved_step == step and not is_best:
             return
         check_agreement(self.runtime, self.trainer.optimizers.named)
+        self.log.sync()
         state = {
             **self.trainer.state(),
             "step": step,
@@ -284,10 +418,24 @@ class Run:
             "tokenizer_fingerprint": self.store.meta["tokenizer_fingerprint"],
             **self.about(),
         }
-        save = partial(checkpoint.save, folder, state, step=step, keep=keep, best=is_best)
-        path = save(self.runtime) if self.settings.run.fsdp else self.runtime.on_rank0(save)
-        self.saved_path, self.saved_step = path, step
-        self.log_checkpoint()
+        save = partial(checkpoint.save, folder, step=step, keep=keep, best=is_best)
+        if self.settings.run.fsdp:
+            self.saved_path = save(state, self.runtime)
+            self.log_checkpoint(state["clock"])
+        else:
+            self.saved_path = checkpoint.step_path(folder, step, ".pt")
+            if self.runtime.is_rank0:
+                work = partial(save, checkpoint.copied(state, self.buffers))
+                self.saving = self.writer.submit(work), state["clock"]
+        self.saved_step = step
 
-    def log_checkpoint(self) -> None:
-        self.log.write("checkpoint", step=self.clock.step, file=self.saved_path.name)
+    def finish_saving(self) -> None:
+        """Wait until the last checkpoint is on the disk; ValueError on every rank if it is not."""
+        saving, self.saving = self.saving, None
+        if not self.settings.run.fsdp:
+            self.runtime.on_rank0(lambda: saving and saving[0].result() and None)
+        if saving:
+            self.log_checkpoint(saving[1])
+
+    def log_checkpoint(self, clock: dict) -> None:
+        self.log.write("checkpoint", step=clock["step"], file=self.saved_path.name, clock=clock)

@@ -1,19 +1,26 @@
 """Documents, and what is held out of them: some, chosen by hash, or the end of a single text.
 
-JSON lines (.jsonl, .jsonl.gz, .jsonl.zst) hold a document each; any other file is plain text. One
-document is in memory at a time. `prepare.py` and `support.text.tokenizer learn` both read a
-`Corpus`, so they hold out the same; bytes are read in support/text/reading.py.
+JSON lines (.jsonl, .jsonl.gz, .jsonl.zst, and .json or .ndjson that begin with an object) hold a
+document each; any other file is plain text. One document is in memory at a time. `prepare.py` and
+`support.text.tokenizer learn` both read a `Corpus`, so they hold out the same; bytes are read in
+support/text/reading.py.
 """
 
 import argparse
 import re
 import zlib
+from array import array
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
+from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
 from typing import NamedTuple
 
+import numpy as np
+
 from support.base.numbers import whole_number
+from support.base.typed_json import parsed
 from support.text import reading
 from support.text.reading import InputBar, OpenFile, open_input
 
@@ -36,6 +43,17 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--holdout", type=whole_number, default=20, metavar="N", help=holdout)
     split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
     parser.add_argument("--split-on", metavar="STRING", help=split_on)
+
+
+def is_json_lines(path: Path) -> bool:
+    """By the name, in either case; of a .json or an .ndjson by what its first line is."""
+    name = path.name.lower()
+    if name.endswith((".json", ".ndjson")):
+        with path.open("rb") as file:
+            first = file.readline(reading.MOST_LINE_BYTES)
+        with suppress(ValueError):
+            return isinstance(parsed(first), dict)
+    return name.endswith(JSON_LINES)
 
 
 class Part(NamedTuple):
@@ -77,9 +95,10 @@ class Corpus:
         self.source_field = source_field
         self.separator = None if split_on is None else separator(split_on)
         self.files = reading.input_files(paths)
-        if self.separator and all(file.name.endswith(JSON_LINES) for file in self.files):
+        if self.separator and all(is_json_lines(file.path) for file in self.files):
             raise ValueError("--split-on: cuts plain text, and there are only JSON lines to read")
         self.skipped: list[Path] = []  # files in folders that are not text
+        self.ids = array("Q")  # hashes of the ids that JSON lines give
         self.training_characters = self._before_the_tail() if holdout > 1 else None
 
     def parts(self, open_file: OpenFile = open_input) -> Iterator[Part]:
@@ -94,11 +113,15 @@ class Corpus:
 
     def documents(self, open_file: OpenFile = open_input) -> Iterator[Document]:
         """Read all documents, whichever side they are on."""
-        self.skipped = []
+        self.skipped, self.ids = [], array("Q")
         for file in self.files:
-            if file.name.endswith(JSON_LINES):
+            if is_json_lines(file.path):
                 for place, fields in reading.read_objects(file.path, open_file):
-                    yield _document(place, fields, self.source_field)
+                    document = _document(place, fields, self.source_field)
+                    if document.id is not None:
+                        digest = blake2b(document.id.encode(), digest_size=8).digest()
+                        self.ids.frombytes(digest)
+                    yield document
                 continue
             try:
                 if file.in_folder and self.separator:
@@ -114,6 +137,10 @@ class Corpus:
                 if not file.in_folder:
                     raise
                 self.skipped.append(file.path)
+
+    def repeated_ids(self) -> int:
+        """How many documents that were read have the id of an earlier one."""
+        return len(self.ids) - len(np.unique(np.frombuffer(self.ids, np.uint64)))
 
     def _before_the_tail(self) -> int | None:
         """Count the characters before the last 1/holdout; None if hashes choose.

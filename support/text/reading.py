@@ -7,6 +7,8 @@ become documents is in support/text/corpus.py.
 import gzip
 import io
 import json
+import os
+import sys
 from collections.abc import Callable, Iterable, Iterator
 from itertools import count
 from pathlib import Path
@@ -15,7 +17,10 @@ from typing import Any, AnyStr, BinaryIO, NamedTuple
 
 from tqdm import tqdm
 
+from support.base.typed_json import parsed
+
 BLOCK_BYTES = 1 << 20  # read at once
+MOST_LINE_BYTES = 64 << 20  # of a line of JSON; a compressed file can promise more than memory
 TICK_S = 1.0  # the longest that a bar stands still
 
 
@@ -48,13 +53,29 @@ def _files(given: str | Path) -> list[InputFile]:
     if not path.is_dir():
         raise ValueError(f"{path}: a pipe cannot be read twice: write the text to a file")
     files = []
-    for file in tqdm(path.rglob("*"), "files", unit="", disable=None, leave=False):
+    for file in tqdm(_walk(path), "files", unit="", disable=None, leave=False):
+        if not file.is_file():  # else it would be left out without a word, or waited for
+            kind = "a link to nothing" if file.is_symlink() else "a pipe or a device"
+            raise ValueError(f"{file}: is {kind}: remove it, or name the files one by one")
         below = file.relative_to(path)
-        if file.is_file() and not any(part.startswith(".") for part in below.parts):
-            files.append(InputFile(file, below.as_posix(), True, file.stat().st_size))
+        files.append(InputFile(file, below.as_posix(), True, file.stat().st_size))
     if not files:
         raise ValueError(f"{path}: a folder without documents (hidden files are not read)")
     return sorted(files)
+
+
+def _walk(folder: Path) -> Iterator[Path]:
+    """All that a folder and its folders hold, without what is hidden.
+
+    Raises: OSError for a folder that cannot be read
+    """
+
+    def refuse(error: OSError) -> None:
+        raise error
+
+    for below, folders, names in os.walk(folder, onerror=refuse):
+        folders[:] = [name for name in folders if not name.startswith(".")]
+        yield from (Path(below) / name for name in names if not name.startswith("."))
 
 
 def open_input(path: Path) -> BinaryIO:
@@ -128,7 +149,7 @@ def read_objects(
                 return
             if not line.strip():
                 continue
-            value = json.loads(line.decode())
+            value = parsed(line.decode())
         except json.JSONDecodeError as error:
             message = f"is not JSON ({error.msg}, column {error.colno})"
             raise ValueError(f"{path}:{row}: {message}") from None
@@ -145,10 +166,18 @@ def read_objects(
 
 def _lines(path: Path, open_file: OpenFile) -> Iterator[bytes]:
     with open_file(path) as file:
-        if path.suffix == ".zst":
-            yield from cut(_zstd_blocks(file), b"\n")
+        if path.suffix.lower() == ".zst":
+            yield from cut(_zstd_blocks(file), b"\n", MOST_LINE_BYTES)
         else:
-            yield from gzip.GzipFile(fileobj=file) if path.suffix == ".gz" else file
+            plain = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
+            while line := plain.readline(MOST_LINE_BYTES + 1):
+                check_length(len(line), MOST_LINE_BYTES)
+                yield line
+
+
+def check_length(length: int, most: int) -> None:
+    if length > most:
+        raise ValueError(f"is longer than {most:,} bytes, which is the most for a line")
 
 
 def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
@@ -159,7 +188,7 @@ def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
         raise ValueError("needs `pip install zstandard`") from None
     decoder = None
     block = b""
-    while block := block or file.read(1 << 16):
+    while block := block or file.read(1 << 12):  # which a hostile file can make 2^15 times larger
         decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
         yield decoder.decompress(block)
         block = decoder.unused_data
@@ -186,17 +215,24 @@ def text_blocks(path: Path, open_file: OpenFile = open_input) -> Iterator[str]:
             raise NotText(f"{path}: is not text in UTF-8: {error.reason} at byte {byte}") from None
 
 
-def cut(blocks: Iterable[AnyStr], mark: AnyStr) -> Iterator[AnyStr]:
-    """Yield what "".join(blocks).split(mark) gives, with one piece in memory at a time."""
+def cut(blocks: Iterable[AnyStr], mark: AnyStr, most: int = sys.maxsize) -> Iterator[AnyStr]:
+    """Yield what "".join(blocks).split(mark) gives, with one piece in memory at a time.
+
+    Raises: ValueError for a piece of more than about `most` characters or bytes
+    """
     empty = mark[:0]
     piece = []
+    length = 0  # of the piece until now
     edge = empty  # edge: perhaps the beginning of a mark
     for block in blocks:
         *complete, rest = (edge + block).split(mark)
         for last in complete:
             yield empty.join([*piece, last])
             piece = []
+            length = 0
         certain = max(0, len(rest) - len(mark) + 1)
         piece.append(rest[:certain])
+        length += certain
+        check_length(length, most)
         edge = rest[certain:]
     yield empty.join([*piece, edge])

@@ -9,22 +9,39 @@ prepare.py decides what is encoded and in which order, and writes meta.json.
 """
 
 import hashlib
-import json
+import os
 import pickle
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import pairwise
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import tiktoken
 
+from support.base.typed_json import MOST_VOCABULARY, At, mismatch, read_json
 from support.text import tokenizer
 
 FORMAT = 1  # of the folder; a store of another format is refused
 SOURCE_DTYPE = np.dtype("uint16")
 WRITTEN = ("tokens.bin", "documents.idx", "sources.idx")
 HELD_OUT = "held_out.tmp"  # lists of encoded parts, one per append
+COUNTS = ("documents", "tokens", "bytes", "train_documents", "train_tokens", "train_bytes")
+META = {
+    "format": int,
+    **dict.fromkeys(COUNTS, At()),
+    "vocab_size": At(2, MOST_VOCABULARY),
+    "end_of_text": At(),
+    **dict.fromkeys(("dtype", "tokenizer", "tokenizer_fingerprint"), str),
+    "sha256": {"tokens.bin": str, "documents.idx": str},
+}
+CHECKED_DOCUMENTS = 1 << 20  # when a store is opened; `verify` looks at all of them
 NO_SOURCE = "unnamed"  # for documents without a source in a store where others have one
+
+
+def token_dtype(vocab_size: int) -> np.dtype:
+    return np.dtype("uint16" if vocab_size <= 65_535 else "uint32")
 
 
 class Encoded(NamedTuple):
@@ -41,7 +58,7 @@ class StoreWriter:
 
     def __init__(self, folder: Path, encoding: tiktoken.Encoding):
         self.folder = folder
-        self.dtype = np.dtype("uint16" if encoding.n_vocab <= 65_535 else "uint32")
+        self.dtype = token_dtype(encoding.n_vocab)
         self.byte_lengths = tokenizer.byte_lengths(encoding)
         self.counts = {"documents": 0, "tokens": 0, "bytes": 0}
         self.skipped = 0  # documents without text
@@ -98,6 +115,27 @@ class StoreWriter:
         self.sha256[name].update(array)
 
 
+class MappedTokens(np.memmap):
+    """tokens.bin as an array. What is taken from it is read, not mapped: if somebody cuts the file
+    while a run reads it, that is an error in one line, where a missing page would end the process.
+    """
+
+    @cached_property
+    def file(self) -> BinaryIO:
+        return open(self.filename, "rb", buffering=0)
+
+    def take(self, places: np.ndarray, mode: str = "clip") -> np.ndarray:
+        """As ndarray.take; ValueError if the file has become shorter."""
+        places = np.clip(places, 0, len(self) - 1)
+        taken = np.empty(len(places), self.dtype)
+        starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)  # of stretches in the file
+        for start, stop in pairwise([*starts.tolist(), len(places)]):
+            part, offset = taken[start:stop], int(places[start]) * self.itemsize
+            if os.preadv(self.file.fileno(), [part], offset) < part.nbytes:
+                raise ValueError(f"{self.filename} has become shorter since it was opened")
+        return taken
+
+
 @dataclass(frozen=True)
 class Store:
     """A store, mapped into memory. Document i is tokens[offsets[i]:offsets[i + 1]].
@@ -124,27 +162,31 @@ class Store:
         """
         path = Path(path)
         try:
-            meta = json.loads((path / "meta.json").read_text())
-            store_format = meta["format"]
-            names = meta.get("sources", [])
-            files = {
-                "tokens.bin": (meta["tokens"], np.dtype(meta["dtype"])),
-                "documents.idx": (meta["documents"] + 1, np.dtype("int64")),
-            }
-            if names:
-                files["sources.idx"] = (meta["documents"], SOURCE_DTYPE)
-        except (OSError, ValueError, KeyError, TypeError):
+            meta = read_json(path / "meta.json", META, "prepare the store again")
+        except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{path}: no token store: make one with prepare.py") from None
-        if store_format != FORMAT:
-            raise ValueError(f"{path}: store format {store_format}, not {FORMAT}: prepare it again")
+        if meta["format"] != FORMAT:
+            raise ValueError(
+                f"{path}: store format {meta['format']}, not {FORMAT}: prepare it again"
+            )
+        names = meta.get("sources", [])
+        if wrong := mismatch(names, [str], "sources"):
+            raise ValueError(f"{path}/meta.json is damaged ({wrong}): prepare the store again")
+        files = {
+            "tokens.bin": (meta["tokens"], token_dtype(meta["vocab_size"])),
+            "documents.idx": (meta["documents"] + 1, np.dtype("int64")),
+        }
+        if names:
+            files["sources.idx"] = (meta["documents"], SOURCE_DTYPE)
         arrays = {}
         for name, (count, dtype) in files.items():
             file = path / name
             size = count * dtype.itemsize
             if not file.exists() or file.stat().st_size != size:
                 raise ValueError(f"{file}: needs {size:,} bytes: prepare the store again")
-            arrays[name] = np.memmap(file, dtype, mode="r")
-        return cls(
+            kind = MappedTokens if name == "tokens.bin" else np.memmap
+            arrays[name] = kind(file, dtype, mode="r")
+        store = cls(
             path=path,
             meta=meta,
             tokens=arrays["tokens.bin"],
@@ -154,11 +196,47 @@ class Store:
             sources=arrays.get("sources.idx"),
             source_names=names,
         )
+        store.check_offsets(CHECKED_DOCUMENTS)
+        return store
+
+    def check_offsets(self, documents: int) -> None:
+        """Refuse documents that do not follow each other; looks at the first ones, and the ends."""
+        meta, offsets, trained = self.meta, self.offsets, self.train_documents
+        ends = {0: 0, trained: self.train_tokens, meta["documents"]: meta["tokens"]}
+        fits = trained <= meta["documents"] and meta["end_of_text"] < meta["vocab_size"]
+        if not (
+            fits
+            and self.meta["dtype"] == self.tokens.dtype.name
+            and all(offsets[number] == token for number, token in ends.items())
+            and (np.diff(offsets[: documents + 1]) > 0).all()
+        ):
+            raise ValueError(
+                f"{self.path}: documents.idx and meta.json do not agree: prepare the store again"
+            )
+
+    def verify(self) -> None:
+        """Read everything: ValueError unless each file is as prepare.py wrote it."""
+        for name, expected in self.meta["sha256"].items():
+            if name not in WRITTEN:
+                continue
+            with (self.path / name).open("rb") as file:
+                actual = hashlib.file_digest(file, "sha256").hexdigest()
+            if actual != expected:
+                raise ValueError(
+                    f"{self.path / name} is damaged: its sha256 is {actual[:12]}..., and meta.json"
+                    f" has {expected[:12]}...: prepare the store again"
+                )
+        self.check_offsets(self.meta["documents"])
 
     def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
         """Refuse a tokenizer other than the one the store was made with."""
         stored = self.meta["tokenizer_fingerprint"]
         given = tokenizer.fingerprint(encoding)
+        if given == stored and encoding.n_vocab != self.meta["vocab_size"]:
+            raise ValueError(
+                f"{self.path}/meta.json has a vocabulary of {self.meta['vocab_size']:,}, and"
+                f" {encoding.name} has {encoding.n_vocab:,}: prepare the store again"
+            )
         if given != stored:
             raise ValueError(
                 f"{self.path}: made with tokenizer {self.meta['tokenizer']} ({stored[:12]}), not "

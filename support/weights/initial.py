@@ -17,7 +17,8 @@ import torch
 from model import Transformer, TransformerConfig
 from support.base.rng import seed_of
 from support.base.settings import Flat, as_given
-from support.run.folder import ModelSize, started_with
+from support.run import checkpoint
+from support.run.folder import ModelSize, Started
 from support.step.sizes import ModelConfig
 from support.text.tokenizer import fingerprint, vocab_size
 from support.weights import published
@@ -83,14 +84,16 @@ def naming_init(read: Callable, path: str | Path) -> Any:
         raise ValueError(f"--init {error}") from error
 
 
-def model_size(settings: "Config", encoding: tiktoken.Encoding, folder: Path | None) -> ModelSize:
+def model_size(
+    settings: "Config", encoding: tiktoken.Encoding, started: Started | None
+) -> ModelSize:
     """What settings do not say of a model; the folder of a run that goes on knows it.
 
     Raises: ValueError if the tokenizer or the rows do not suit what --init names
     """
     init, seq_len = settings.model.init, settings.data.seq_len
-    if folder:
-        return ModelSize(**started_with(folder)["model_size"])
+    if started:
+        return started.size
     needed = vocab_size(encoding, settings.model.model)
     source = source_of(init)
     if source is None:
@@ -124,6 +127,8 @@ def initial_model(
         say(f"--init: the weights of {source.path}")
     elif init:
         left_out = published.load_published(model, init)
+    if init:
+        naming_init(lambda path: checkpoint.check_finite(model.state_dict(), path), init)
     for name in left_out:
         say(f"--init left out {name}")
     return model

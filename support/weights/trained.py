@@ -10,6 +10,7 @@ from torch import Tensor
 
 from support.run import checkpoint
 from support.run.folder import ModelSize
+from support.run.run import check_types
 from support.step.sizes import SIZES
 
 
@@ -50,6 +51,7 @@ def has_trailer(path: Path) -> bool:
 def trained(path: Path) -> Trained:
     """Read a checkpoint's outline. Layers that share weights (--pseudo) count one by one."""
     state = checkpoint.outlined(path)
+    check_types(path, state)
     settings, size = dict(state["config"]), ModelSize(**state["model_size"])
     positions = None
     if settings["model.pos"] == "learned":
