@@ -137,7 +137,7 @@ def test_what_could_not_be_loaded_again_is_refused_at_the_save(tmp_path, form):
     for value, dtype in ((math.nan, torch.bfloat16), (-math.inf, torch.float8_e5m2)):
         bad = torch.ones(3, 100).to(dtype)
         bad[1, 50] = value
-        state = {"model": good | {f"h.{layer}": bad for layer in range(12)}}
+        state = {"model": good | {f"h.{layer}": bad.clone() for layer in range(12)}}
         refused(lambda state=state: save(tmp_path, state, form, step=2, best=True), said)
     assert contents(tmp_path) == before and first.exists()
     assert save(tmp_path, {"model": good, "best": value}, form, step=2).exists()

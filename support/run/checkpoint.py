@@ -37,11 +37,15 @@ turn one form into the other:
 """
 
 import hashlib
+import math
 import os
 import secrets
 import shutil
 import sys
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import BinaryIO, TypeVar
 
@@ -57,11 +61,150 @@ MARK = "\nsha256:"
 SUFFIX = ".sharded"
 WORDS = ("last", "previous", "best")  # the values of --resume
 CHUNK_BYTES = 1 << 20
+SEEN_S = 60  # seconds after which a shared disk shows rank 0 a file that another rank has written
 ALONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 Value = TypeVar("Value")
 
 
 # ---- write and read
+
+
+class Saver:
+    """Writes the checkpoints of a run, one at a time, while the run goes on.
+
+        begin    all ranks together: copy the state
+        write    each rank, in a thread: what it has to write, without a word to the others
+        publish  rank 0, in that thread: the name; then older checkpoints are deleted
+        finish   all ranks together: wait, and learn what went wrong on any
+
+    Args: sharded each rank writes its rows into a folder, and rank 0 gives that its name when it
+                  sees the files of all; else rank 0 writes a file
+          copies  whether the state may change before `finish`, as it does while a run goes on
+    """
+
+    def __init__(self, runtime: Runtime = ALONE, sharded: bool = False, copies: bool = True):
+        self.runtime, self.sharded, self.copies = runtime, sharded, copies
+        self.buffers: dict[str, Tensor] = {}  # that a state is copied into
+        self.thread = ThreadPoolExecutor(1)
+        self.path: Path | None = None  # of the checkpoint under way
+        self.bytes = 0  # of its tensors
+        self.written: Future  # on each rank
+        self.published: Future  # on rank 0
+        self.give_up_at = math.inf  # when rank 0 no longer waits for the files of other ranks
+
+    def begin(
+        self, path: Path, state: dict, *, keep: int | None = None, best: bool = False
+    ) -> None:
+        """Copy a state and begin to write it; see `save`. With neither `keep` nor `best` any name
+        will do.
+
+        Raises: ValueError, on every rank, if rank 0 can write nothing there
+        """
+        # The best first: a run killed before the step has its name resumes one save back and
+        # reaches this best again. In the other order it would resume here and never write the best.
+        runtime, target = self.runtime, best_path(path) if best else path
+        unfinished, files = hidden(target), []
+        if self.sharded:
+            names = [name_of(rank, runtime.world_size) for rank in range(runtime.world_size)]
+            files = [unfinished / name for name in names]
+
+        def make_room() -> str:
+            if keep:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                for name in (".step-", ".best", ".trunk"):  # unfinished writes of killed runs
+                    remove(*path.parent.glob(f"{name}*.tmp"))
+            remove(unfinished)
+            if files:
+                unfinished.mkdir()
+            return secrets.token_hex(8)
+
+        self.bytes = tensor_bytes(state)
+        with refusing(path, self.bytes):
+            number = runtime.on_rank0(make_room)
+        content, file = state, target
+        if files:
+            file = files[runtime.rank]
+            outline, rows = split(state, runtime.is_rank0)
+            kept = outline if runtime.is_rank0 else None
+            content = {"save": number, "file": file.name, "state": kept, "rows": rows}
+        if runtime.is_rank0 or files:
+            content = copied(content, self.buffers) if self.copies else content
+            self.written = self.thread.submit(write_part, file, content)
+        if runtime.is_rank0:
+            self.published = self.thread.submit(self.publish, path, target, files, best, keep)
+        self.path, self.give_up_at = path, math.inf
+
+    def publish(
+        self, path: Path, target: Path, files: list[Path], best: bool, keep: int | None
+    ) -> None:
+        """Give what was written its name, or names; on rank 0."""
+        try:
+            self.written.result()
+            while absent := [file.name for file in files if not file.is_file()]:
+                if time.monotonic() > self.give_up_at:
+                    raise ValueError(f"rank 0 sees no {absent[0]}: is the disk shared?")
+                time.sleep(0.02)
+            if files:
+                sync(hidden(target))
+                put(hidden(target), target)
+            if best:
+                link(target, path)
+            sync(path.parent)
+            if keep:
+                # later steps are left by a run that was ahead of where this one resumed; if they
+                # counted, a run that resumed from far back could delete what it has just written
+                remove(*[p for p in steps_in(path.parent) if p.name <= path.name][:-keep])
+            if keep and best:
+                remove(*[p for p in bests_in(path.parent) if p != target])
+        finally:
+            remove(hidden(target))
+
+    def finish(self) -> Path | None:
+        """Wait until the checkpoint under way is on the disk; its path, or None if there is none.
+
+        Raises: ValueError, on every rank, if one could not write; older checkpoints are unchanged
+        """
+        path, self.path = self.path, None
+        if path is None:
+            return None
+        writes = self.sharded or self.runtime.is_rank0
+        try:
+            with refusing(path, self.bytes):
+                agreed(self.runtime, lambda: writes and self.written.result())
+                self.give_up_at = time.monotonic() + SEEN_S
+                self.runtime.on_rank0(lambda: self.published.result())
+        finally:
+            self.give_up_at = 0.0
+        return path
+
+    def close(self) -> None:
+        """Wait for what this rank writes, not for others: they may be gone."""
+        self.give_up_at = 0.0
+        self.thread.shutdown()
+
+
+def write_part(file: Path, content: dict) -> None:
+    """Write a file of a checkpoint; ValueError for weights that are not finite."""
+    rows = content.get("rows", {}).items()
+    of_model = {n.removeprefix("model/"): part for n, part in rows if n.startswith("model/")}
+    check_finite(content.get("model", of_model), "it")
+    write_file(file, content)
+
+
+@contextmanager
+def refusing(path: Path, needs: int) -> Iterator[None]:
+    """Say what a checkpoint of so many bytes that could not be written means for the run."""
+    try:
+        yield
+    except ValueError as error:
+        reason = str(error).rpartition("not written: ")[2]
+        remedy = "resume from one of them, with a lower --lr or --skip-bad-steps"
+        if "not finite" not in reason:
+            free = shutil.disk_usage(next(filter(os.path.exists, path.absolute().parents))).free
+            reason += f" (needs {needs:,} bytes, {free:,} free)"
+            remedy = "free space or make the folder writable, then resume"
+        message = f"{path}: not written: {reason}; older ones are untouched: {remedy}"
+        raise ValueError(message) from None
 
 
 def save(
@@ -88,77 +231,21 @@ def save(
     Cost:     one pass over the bytes, hashed as they are written; disk space for keep + 1
               checkpoints, and for one more while the best is older than the steps kept
     """
-    ranks, path = runtime or ALONE, step_path(folder, step, SUFFIX if runtime else ".pt")
-    weights = {name: rows_here(tensor) for name, tensor in state.get("model", {}).items()}
-    try:
-        agreed(ranks, lambda: check_finite(weights, "it"))
-    except ValueError as error:
-        raise ValueError(
-            f"{path}: not written: {error}; older ones are untouched: resume from one of them, with"
-            " a lower --lr or --skip-bad-steps"
-        ) from None
-
-    def make_room() -> None:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        for name in (".step-", ".best", ".trunk"):  # unfinished writes of killed runs
-            remove(*path.parent.glob(f"{name}*.tmp"))
-
-    def forget_older() -> None:
-        # later steps are left by a run that was ahead of where this one resumed; if they counted, a
-        # run that resumed from far back could delete the file it has just written
-        remove(*[other for other in steps_in(path.parent) if other.name <= path.name][:-keep])
-        if best:
-            remove(*[other for other in bests_in(path.parent) if other != best_path(path)])
-
-    ranks.on_rank0(make_room)
-    write(path, state, runtime, best)
-    ranks.on_rank0(forget_older)
+    path = step_path(folder, step, SUFFIX if runtime else ".pt")
+    write(path, state, runtime, keep=keep, best=best)
     return path
 
 
-def write(path: Path, state: dict, runtime: Runtime | None = None, best: bool = False) -> None:
-    """Write a checkpoint of any name, and under the name of the best if it is; see `save`."""
-    # The best first: a run killed before the step has its name resumes one save back and reaches
-    # this best again. In the other order it would resume here and never write the best.
-    ranks, target = runtime or ALONE, best_path(path) if best else path
-    unfinished = hidden(target)
-    file = unfinished / name_of(ranks.rank, ranks.world_size) if runtime else target
-
-    def begin() -> str:
-        remove(unfinished)
-        if runtime:
-            unfinished.mkdir()
-        return secrets.token_hex(8)
-
-    def publish() -> None:
-        if runtime:
-            names = [name_of(rank, ranks.world_size) for rank in range(ranks.world_size)]
-            if absent := [name for name in names if not (unfinished / name).is_file()]:
-                raise ValueError(f"not written: rank 0 sees no {absent[0]}: is the disk shared?")
-            sync(unfinished)
-            put(unfinished, target)
-        if best:
-            link(target, path)
-        sync(path.parent)
-
+def write(
+    path: Path, state: dict, runtime: Runtime | None = None, **how: int | bool | None
+) -> None:
+    """Write a checkpoint of any name; `how` as `Saver.begin` takes it."""
+    saver = Saver(runtime or ALONE, sharded=runtime is not None, copies=False)
     try:
-        content, number = state, ranks.on_rank0(begin)
-        if runtime:
-            outline, rows = split(state, ranks.is_rank0)
-            kept = outline if ranks.is_rank0 else None
-            content = {"save": number, "file": file.name, "state": kept, "rows": rows}
-        agreed(ranks, lambda: write_file(file, content))
-        ranks.on_rank0(publish)
-    except ValueError as error:
-        reason = str(error).rpartition("not written: ")[2]
-        free = shutil.disk_usage(next(filter(os.path.exists, path.absolute().parents))).free
-        raise ValueError(
-            f"{path}: not written: {reason} (needs {tensor_bytes(state):,} bytes, {free:,} free);"
-            " older ones are untouched: free space or make the folder writable, then resume"
-        ) from None
+        saver.begin(path, state, **how)
+        saver.finish()
     finally:
-        if ranks.is_rank0:
-            remove(unfinished)
+        saver.close()
 
 
 def load(
@@ -491,6 +578,8 @@ def copied(state: dict, buffers: dict[str, Tensor] | None = None) -> dict:
     buffers = {} if buffers is None else buffers
 
     def copy(name: str, tensor: Tensor) -> Tensor:
+        if tensor.is_meta:
+            return tensor
         key, buffer = place_of(tensor), buffers.get(name)
         if key not in made:
             if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):

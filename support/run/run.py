@@ -34,7 +34,6 @@ A run that was stopped before its first checkpoint starts over, and reads --init
 
 import math
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
@@ -48,7 +47,7 @@ from support.base.clock import Clock, Cursor, due
 from support.base.runtime import Runtime, made_by
 from support.base.settings import flattened, free_settings
 from support.base.sharded import check_agreement, shard
-from support.base.technique import is_on, techniques_of
+from support.base.technique import is_on, refuse, techniques_of
 from support.base.typed_json import At, Each, mismatch
 from support.rows.mixture import AnyStore
 from support.run import checkpoint, extension
@@ -130,11 +129,9 @@ class Run:
         self.evaluation_due = False  # an evaluation at this clock, not made yet
         self.has_noted = False
         self.resumed_from: Path | None = None
-        self.saved_path: Path | None = None
-        self.saved_step = -1
-        self.writer = ThreadPoolExecutor(1)
-        self.buffers: dict[str, torch.Tensor] = {}  # that a state is copied into
-        self.saving: tuple[Future, dict] | None = None  # a write under way, and its clock
+        self.saved_path: Path | None = None  # the last checkpoint, perhaps under way
+        self.saved_clock: Clock | None = None
+        self.saver = checkpoint.Saver(runtime, sharded=settings.run.fsdp)
         self.log: Log | None = None
         self.log_size: int | None = None  # bytes to keep of a log that goes on
         # the budget until now, if --tokens extends it
@@ -146,7 +143,7 @@ class Run:
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.writer.shutdown()  # waits for a write under way
+        self.saver.close()
         if self.log:
             self.log.close()
         self.ending.close()
@@ -185,7 +182,7 @@ class Run:
         self.best, self.log_size = state["best"], state["log_size"]
         self.evaluation_due = state["evaluation_due"]
         self.resumed_from = self.saved_path = path
-        self.saved_step = self.clock.step
+        self.saved_clock = self.clock
         now = made_by(runtime)
         for name, before in state["made_by"].items():
             if now.get(name, before) != before:
@@ -195,31 +192,27 @@ class Run:
 
     def check(self, path: Path, state: dict) -> None:
         """Refuse a checkpoint that is not of this run, or does not agree with itself or the log."""
-        other = "put the run's own back, or name another with --resume previous or best"
         check_types(path, state, CHECKPOINT)
-        for name, entry in techniques_of(self.settings).items():
-            if entry.keeps_state and (name in state) != is_on(self.settings, name):
-                was = "with" if name in state else "without"
-                message = f"{path} is of a run {was} --{name}, and {self.folder} is not"
-                raise ValueError(f"{message}: {other}")
-        if state["run"] != self.id:
-            raise ValueError(f"{path} is of another run than {self.folder}: {other}")
-        may_differ = free_settings(type(self.settings)) | {"optim.tokens"}
-        changed = extension.values_until_now(self.folder, self.started.config)
-        for name, value in flattened(self.settings).items():
-            saved = state["config"].get(name)
-            if name not in may_differ and saved not in changed.get(name, [value]):
-                raise ValueError(
-                    f"{path} was saved with {name} {saved}, which {self.folder} never had: put back"
-                    " what was there"
-                )
-        clock, step = state["clock"], state["step"]
+        step, clock, config = state["step"], state["clock"], state["config"]
         lines = [line for line in read_log(self.folder) if line["event"] == "checkpoint"]
-        logged = [line.get("clock") for line in lines if line.get("step") == step]
-        if clock["step"] != step or (logged and logged[-1] != clock):
-            raise ValueError(f"{path}: its clock is not that of step {step} in the log: {other}")
-        if step and not state["optimizers"]["state"]:
-            raise ValueError(f"{path} has lost the optimizers' state: {other}")
+        logged = {line.get("step"): line.get("clock") for line in lines}
+        refusals = [
+            (state["run"] != self.id, f"is of another run than {self.folder}"),
+            (clock["step"] != step, f"has the clock of step {clock['step']}, and is of {step}"),
+            (logged.get(step, clock) != clock, f"has another clock than step {step} in the log"),
+            (step and not state["optimizers"]["state"], "has lost the optimizers' state"),
+        ]
+        for name, entry in techniques_of(self.settings).items():
+            was, now = name in state, is_on(self.settings, name)
+            refusals.append((entry.keeps_state and was != now, f"disagrees about --{name}"))
+        may_differ = free_settings(type(self.settings)) | {"optim.tokens"}
+        had = extension.values_until_now(self.folder, self.started.config)
+        for name, value in flattened(self.settings).items():
+            is_other = config.get(name) not in had.get(name, [value])
+            said = f"was saved with {name} {config.get(name)}, which {self.folder} never had"
+            refusals.append((is_other and name not in may_differ, said))
+        other = "put the run's own back, or name another with --resume previous or best"
+        refuse([(condition, f"{path} {what}: {other}") for condition, what in refusals])
 
     def checkpoint_to_resume(self) -> Path | None:
         """The checkpoint that --resume means; None if the run was stopped before its first one.
@@ -335,7 +328,7 @@ class Run:
         if self.resumed_from:
             runtime.on_rank0(lambda: extension.set_later_aside(self.folder, step, runtime.say))
             # the saved size of the log does not include its line
-            self.log_checkpoint(self.clock.as_dict())
+            self.log_checkpoint()
         extended = extended or extension.recorded(self.folder)
         if extended and step <= extended.step:  # later checkpoints have it in their log
             changed = extension.change(self.settings, extended, self.clock)
@@ -395,22 +388,18 @@ class Run:
             self.runtime.on_rank0(lambda: extension.keep_trunk(self.saved_path))
 
     def save(self, is_best: bool = False) -> None:
-        """Save a checkpoint, on rank 0 or with --fsdp on all, unless this step has one already.
+        """Save a checkpoint, unless this step has one already; see checkpoint.Saver.
 
-        Rank 0 copies the state, and a thread writes it while the run goes on: a kill meanwhile
-        leaves the one before. With --fsdp the run waits, because ranks agree while they write.
-
-        Raises: ValueError if ranks differ, or if the save before could not be written
+        Raises: ValueError if ranks differ, or if the checkpoint before could not be written
         """
         self.finish_saving()
-        step, keep, folder = self.clock.step, self.settings.run.keep, self.folder
-        if self.saved_step == step and not is_best:
+        if self.saved_clock == self.clock and not is_best:
             return
         check_agreement(self.runtime, self.trainer.optimizers.named)
         self.log.sync()
         state = {
             **self.trainer.state(),
-            "step": step,
+            "step": self.clock.step,
             "clock": self.clock.as_dict(),
             "best": self.best,
             "evaluation_due": self.evaluation_due,
@@ -418,24 +407,16 @@ class Run:
             "tokenizer_fingerprint": self.store.meta["tokenizer_fingerprint"],
             **self.about(),
         }
-        save = partial(checkpoint.save, folder, step=step, keep=keep, best=is_best)
-        if self.settings.run.fsdp:
-            self.saved_path = save(state, self.runtime)
-            self.log_checkpoint(state["clock"])
-        else:
-            self.saved_path = checkpoint.step_path(folder, step, ".pt")
-            if self.runtime.is_rank0:
-                work = partial(save, checkpoint.copied(state, self.buffers))
-                self.saving = self.writer.submit(work), state["clock"]
-        self.saved_step = step
+        suffix = checkpoint.SUFFIX if self.settings.run.fsdp else ".pt"
+        path = checkpoint.step_path(self.folder, self.clock.step, suffix)
+        self.saver.begin(path, state, keep=self.settings.run.keep, best=is_best)
+        self.saved_path, self.saved_clock = path, self.clock
 
     def finish_saving(self) -> None:
         """Wait until the last checkpoint is on the disk; ValueError on every rank if it is not."""
-        saving, self.saving = self.saving, None
-        if not self.settings.run.fsdp:
-            self.runtime.on_rank0(lambda: saving and saving[0].result() and None)
-        if saving:
-            self.log_checkpoint(saving[1])
+        if self.saver.finish():
+            self.log_checkpoint()
 
-    def log_checkpoint(self, clock: dict) -> None:
+    def log_checkpoint(self) -> None:
+        clock = self.saved_clock.as_dict()
         self.log.write("checkpoint", step=clock["step"], file=self.saved_path.name, clock=clock)

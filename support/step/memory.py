@@ -91,7 +91,7 @@ def memory_of(
         ),
         logits=logits,
         temporary=temporary,
-        saving=0 if settings.run.fsdp or device != "cpu" else state["weights"] + state["optimizer"],
+        saving=state["weights"] + state["optimizer"] if device == "cpu" else 0,
         torch=CODE_OF_A_STEP if device == "cpu" else 0,
         away=max(away, 0),
     )
