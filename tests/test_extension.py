@@ -56,7 +56,7 @@ def assert_same_run(one: Path, other: Path, which: str = "last") -> None:
 
 
 def log_without_extension(folder: Path) -> list[dict]:
-    return [line for line in metrics(read_log(folder)) if line["event"] != "extended"]
+    return [line for line in metrics(read_log(folder)) if line["event"] != "changed"]
 
 
 def tensors_of(state: dict) -> dict[str, torch.Tensor]:
@@ -78,10 +78,10 @@ def test_the_learning_rate_is_stretched_from_there_on(finished, tmp_path, capsys
     steps = read_log(folder, "train")
     rates = [rate(256 * n, "cosine", 2048 if n < 8 else 4096) for n in range(16)]
     assert [step["lr"] for step in steps] == pytest.approx(rates, rel=1e-12)
-    said = "learning rate stretched from 2,048 to 4,096 tokens at step 8, lr 0 -> 0.01"
+    said = "optim.tokens changes from 2048 to 4096 after step 8, the learning rate from 0 to 0.01"
     assert said in capsys.readouterr().out
-    (line,) = read_log(folder, "extended")
-    assert (line["tokens_before"], line["tokens"], line["step"]) == (2048, 4096, 8)
+    (line,) = read_log(folder, "changed")
+    assert (line["before"], line["now"], line["step"]) == (2048, 4096, 8)
     assert line["lr_before"] == 0 and line["lr"] > 0.009
     kept = [json.loads(line) for line in (folder / "log-2048.jsonl").read_text().splitlines()]
     assert kept == before, "with the last evaluation at the old budget"
@@ -106,9 +106,9 @@ def test_an_extended_run_that_was_killed_is_one_that_was_not(finished, tmp_path,
     control = shutil.copytree(two, tmp_path / "control")
     assert train.main(["--resume", "--out", str(two)]) == 0
     assert_same_run(one, two)
-    assert len(read_log(two, "extended")) == 1
+    assert len(read_log(two, "changed")) == 1
     assert read_log(one, "train")[-1]["consumed_tokens"] >= 4096
-    (control / "extended.json").unlink()
+    (control / "changed.json").unlink()
     assert train.main(["--resume", "--out", str(control)]) == 0
     with pytest.raises(AssertionError):  # without its record it stops where it was
         assert_same_run(one, control)
@@ -135,7 +135,7 @@ def test_a_run_is_extended_twice(finished, tmp_path):
         assert train.main(["--resume", "--tokens", tokens, "--out", str(folder)]) == 0
     saved = checkpoint.load(checkpoint.find(folder, "last"))["config"]
     assert (saved["optim.tokens"], saved["optim.schedule_tokens"]) == (3072, 2048)
-    assert [line["tokens"] for line in read_log(folder, "extended")] == [2560, 3072]
+    assert [line["now"] for line in read_log(folder, "changed")] == [2560, 3072]
     assert {"log-2048.jsonl", "log-2560.jsonl"} <= {path.name for path in folder.iterdir()}
     assert len(read_log(folder, "train")) == 12
 
@@ -193,7 +193,7 @@ def test_a_decayed_run_goes_on_from_its_trunk_as_if_it_had_never_decayed(
     capsys.readouterr()
     assert train.main([*MORE, str(folder)]) == 0
     said = capsys.readouterr().out
-    assert "decay of the learning rate moved from 2,048 to 4,096 tokens at step 6" in said
+    assert "optim.tokens changes from 2048 to 4096 after step 6" in said
     assert "resumed from" in said and "trunk.pt at step 6" in said
     for which in ("last", "best"):
         assert_same_run(folder, whole, which)
@@ -315,7 +315,7 @@ def test_a_kill_leaves_the_old_run_or_the_extended_one(finished, tmp_path, monke
     made = killed_in_its_renames(monkeypatch, number, [*MORE, str(folder)])
     assert made == number - 1
     was_extended = made == RENAMES
-    assert (folder / "extended.json").exists() == was_extended
+    assert (folder / "changed.json").exists() == was_extended
     assert train.main(["--resume", *again, "--out", str(folder)]) == 0
     more = flags.replace("--keep 1", "--keep 1 --tokens 4096")
     wanted = finished(more if was_extended or again else flags, tmp_path / "wanted")
@@ -339,8 +339,8 @@ def test_what_cannot_be_is_one_line_and_changes_nothing(finished, tmp_path):
     ):
         resume_refused(folder, said, flags)
     for text in ("{", "[1]", '{"tokens": 5}'):
-        (folder / "extended.json").write_text(text)
-        resume_refused(folder, r"extended\.json is damaged .*: put it back")
+        (folder / "changed.json").write_text(text)
+        resume_refused(folder, r"changed\.json is damaged .*: put it back")
 
 
 def test_no_other_checkpoint_is_taken_for_the_trunk(finished, tmp_path):

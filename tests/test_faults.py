@@ -146,6 +146,10 @@ def of_another_run() -> None:
 
 config = "run/config.json"
 DEEP = "[" * 100_000
+changed = json.dumps(
+    {name: [] for name in ("optim.lr", "optim.grad_clip", "optim.skip_bad_steps")}
+    | {"optim.tokens": [{"step": 1, "before": 4096, "now": 9000}]}
+)
 EDITED = {
     "another learning rate": edit(config, "config", "optim.lr", value=0.5),
     "another clipping": edit(config, "config", "optim.grad_clip", value=0.5),
@@ -171,10 +175,10 @@ EDITED = {
     "a list": text(config, "[]"),
     "empty": text(config, ""),
     "nested deep": text(config, DEEP),
-    "a budget of a list": text("run/extended.json", "[]"),
-    "a budget nested deep": text("run/extended.json", DEEP),
-    "a budget of text": text("run/extended.json", '{"tokens": "x", "before": 4096, "step": 1}'),
-    "changes of text": text("run/changed.json", '{"optim.lr": ["x"]}'),
+    "changes as a list": text("run/changed.json", "[]"),
+    "changes nested deep": text("run/changed.json", DEEP),
+    "a budget of text": text("run/changed.json", changed.replace("9000", '"x"')),
+    "a budget of a half": text("run/changed.json", changed.replace("9000", "9000.5")),
 }
 RESIGNED = {
     "of another run": of_another_run,

@@ -1,29 +1,28 @@
 """A run that goes on with other settings: --resume --tokens N past its budget, --lr and others.
 
---lr, --grad-clip and --skip-bad-steps may change at any resume, to get past a step that is not
-finite; changed.json lists the values that they have had. A larger budget takes more.
+config.json never changes; changed.json beside it lists what did. --lr, --grad-clip and
+--skip-bad-steps may change at any resume, to get past a step that is not finite. A larger budget
+takes more: from there on the learning rate follows the schedule of the new budget. The techniques'
+schedules keep the budget that the run was started with (schedule_tokens), so that none of them goes
+back. Cosine and linear go on from the checkpoint that --resume names. With wsd (warmup, stable,
+decay, arXiv 2404.06395) a run keeps the last step before its decay as trunk.pt, or in the folder
+trunk-00001234.sharded, and goes on from there if it has begun to decay: one trunk serves the decays
+of many budgets.
 
-From there on the learning rate follows the schedule of the new budget. The techniques' schedules
-keep the budget that the run was started with (schedule_tokens), so that none of them goes back.
-Cosine and linear go on from the checkpoint that --resume names. With wsd (warmup-stable-decay,
-arXiv 2404.06395) a run keeps the last step before its decay as trunk.pt, or trunk-00001234.sharded,
-and goes on from there if it has begun to decay: one trunk serves the decays of many budgets.
-
-config.json never changes; extended.json beside it holds the present budget. It is written when all
-else is in place, so a kill at any moment leaves the old run or the extended one:
+changed.json is written when all else is in place, so a kill at any moment leaves the old run or the
+extended one:
   1. log.jsonl is copied to log-<old budget>.jsonl
   2. the trunk, if the run goes on from it, becomes the file of its step again
   3. checkpoints of later steps, and a best one among them, are renamed to abandoned-*
-  4. extended.json is written
+  4. changed.json is written
 """
 
 import json
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any
 
 from support.base.atomic import atomic_write, sync
 from support.base.clock import Clock, lr_clock
@@ -31,79 +30,51 @@ from support.base.settings import Flat, flattened
 from support.base.typed_json import At, read_json
 from support.run import checkpoint
 from support.run.checkpoint import outlined
+from support.run.folder import CHANGEABLE, REMEDY
 from support.step.optim import decay_start, learning_rate
 
 if TYPE_CHECKING:
     from config import Config
 
-RECORD = "extended.json"
-CHANGED = "changed.json"
-CHANGEABLE = (
-    "optim.lr",
-    "optim.grad_clip",
-    "optim.skip_bad_steps",
-)  # settings that may change when a run goes on
-REMEDY = "put it back, or start a new run with another --out"
+RECORD = "changed.json"
+BUDGET = "optim.tokens"
 
 
-class Extension(NamedTuple):
-    """The last extension of a run, as extended.json has it."""
+def changes_in(folder: Path) -> dict[str, list[dict]]:
+    """The changes of each changeable setting, the last one last; ValueError for a damaged record.
 
-    tokens: int  # the present budget
-    before: int  # the budget until then
-    step: int  # after which it changed
-
-
-def recorded(folder: Path) -> Extension | None:
-    """The last extension, if there was one; ValueError for a damaged record."""
+    Example: {"optim.lr": [{"step": 8, "before": 0.02, "now": 0.01}], "optim.tokens": [], ...}
+    """
+    shape = {
+        name: [{"step": At(), "before": value, "now": value}] for name, value in CHANGEABLE.items()
+    }
     try:
-        record = read_json(folder / RECORD, dict.fromkeys(Extension._fields, At()), REMEDY)
+        return read_json(folder / RECORD, shape, REMEDY)
     except FileNotFoundError:
-        return None
-    return Extension(**{name: record[name] for name in Extension._fields})
+        return {name: [] for name in CHANGEABLE}
 
 
 def values_until_now(folder: Path, saved: Flat) -> dict[str, list[float]]:
     """The values that each changeable setting has had, the present one last."""
-    changed = {}
-    with suppress(FileNotFoundError):
-        changed = read_json(folder / CHANGED, {key: [float] for key in CHANGEABLE}, REMEDY)
-    return {name: changed.get(name) or [saved[name]] for name in CHANGEABLE}
+    changes = changes_in(folder)
+    return {n: [saved[n], *(change["now"] for change in changes[n])] for n in CHANGEABLE}
 
 
 def with_changes(folder: Path, saved: Flat, given: Flat) -> Flat:
     """The settings that a run goes on with: those it was started with, and what changed since.
 
     Args:   saved settings in config.json
-            given on the command line: of these --tokens and the changeable ones may differ
+            given on the command line: of these the changeable ones may differ
     Raises: ValueError for a budget that is smaller than the run's
     """
-    extended, tokens = recorded(folder), given.get("optim.tokens")
-    now = extended.tokens if extended else saved["optim.tokens"]
-    if tokens is not None and tokens < now:
-        raise ValueError(
-            f"--tokens {tokens} is less than the {now} tokens of the run in {folder}: a run that"
-            " goes on can be given more, not less"
-        )
     present = {name: values[-1] for name, values in values_until_now(folder, saved).items()}
-    present |= {name: given[name] for name in CHANGEABLE if name in given}
-    budgets = {"optim.tokens": tokens or now, "optim.schedule_tokens": saved["optim.tokens"]}
-    return saved | present | budgets
-
-
-def record_changes(folder: Path, saved: Flat, settings: "Config") -> dict[str, list[float]]:
-    """Write the present values of changeable settings into the folder if they are others.
-
-    Returns: before and after, by the name of the setting
-    """
-    values, now = values_until_now(folder, saved), flattened(settings)
-    changes = {n: [had[-1], now[n]] for n, had in values.items() if had[-1] != now[n]}
-    if changes:
-        later = {name: [*had, now[name]] for name, had in values.items()}
-        with atomic_write(folder / CHANGED) as file:
-            file.write(json.dumps(later).encode() + b"\n")
-        sync(folder)
-    return changes
+    now = present | {name: given[name] for name in CHANGEABLE if name in given}
+    if now[BUDGET] < present[BUDGET]:
+        raise ValueError(
+            f"--tokens {now[BUDGET]} is less than the {present[BUDGET]} tokens of the run in"
+            f" {folder}: a run that goes on can be given more, not less"
+        )
+    return saved | now | {"optim.schedule_tokens": saved[BUDGET]}
 
 
 def starting_point(path: Path, settings: "Config", before: int) -> Path:
@@ -114,7 +85,7 @@ def starting_point(path: Path, settings: "Config", before: int) -> Path:
     Raises: ValueError if that checkpoint is in the decay, and there is no trunk or --resume asked
             for a particular checkpoint
     """
-    old, clock = with_tokens(settings, before), Clock.of(outlined(path)["clock"])
+    old, clock = with_setting(settings, BUDGET, before), Clock.of(outlined(path)["clock"])
     if old.optim.schedule != "wsd" or lr_clock(settings, clock) <= decay_start(old.optim):
         return path
     trunks, which = trunks_in(path.parent), settings.run.resume
@@ -127,36 +98,63 @@ def starting_point(path: Path, settings: "Config", before: int) -> Path:
     return trunks[-1]
 
 
-def with_tokens(settings: "Config", tokens: int) -> "Config":
-    return replace(settings, optim=replace(settings.optim, tokens=tokens))
+def with_setting(settings: "Config", name: str, value: float) -> "Config":
+    """The same settings but for one of the optimizer's."""
+    changed = {name.removeprefix("optim."): value}
+    return replace(settings, optim=replace(settings.optim, **changed))
 
 
 def begin(
-    folder: Path, path: Path | None, extension: Extension, say: Callable[[str], None]
+    folder: Path,
+    path: Path | None,
+    saved: Flat,
+    settings: "Config",
+    step: int,
+    say: Callable[[str], None],
 ) -> Path | None:
-    """Extend a run on the disk, in the order given above.
+    """Write down what changes after this step; extend the run, if the budget does, as above.
 
-    Args:    path the checkpoint that it goes on from; None if it was stopped before its first one
-    Returns: that checkpoint, under the name of its step
+    Args:    path  the checkpoint that it goes on from; None if it was stopped before its first one
+             saved settings in config.json
+    Returns: that checkpoint; of an extended run under the name of its step
     """
+    changes, now = changes_in(folder), flattened(settings)
+    before = {name: had[-1] for name, had in values_until_now(folder, saved).items()}
     log = folder / "log.jsonl"
-    if log.exists():
-        with log.open("rb") as source, atomic_write(folder / f"log-{extension.before}.jsonl") as to:
-            shutil.copyfileobj(source, to)
-    if path:
-        step_file = checkpoint.step_path(folder, extension.step, path.suffix)
-        if not step_file.exists():
-            checkpoint.link(path, step_file)
-        path = step_file
-        set_later_aside(folder, extension.step, say)
-        for best in checkpoint.bests_in(folder):
-            if outlined(best)["step"] > extension.step:
-                set_aside(best, say)
-    sync(folder)  # all of these names before the record, even if the power fails
-    with atomic_write(folder / RECORD) as file:
-        file.write(json.dumps(extension._asdict()).encode() + b"\n")
-    sync(folder)
+    if now[BUDGET] > before[BUDGET]:
+        if log.exists():
+            copy = folder / f"log-{before[BUDGET]}.jsonl"
+            with log.open("rb") as source, atomic_write(copy) as to:
+                shutil.copyfileobj(source, to)
+        if path:
+            step_file = checkpoint.step_path(folder, step, path.suffix)
+            if not step_file.exists():
+                checkpoint.link(path, step_file)
+            path = step_file
+            set_later_aside(folder, step, say)
+            for best in checkpoint.bests_in(folder):
+                if outlined(best)["step"] > step:
+                    set_aside(best, say)
+        sync(folder)  # all of these names before the record, even if the power fails
+    changed = [name for name in CHANGEABLE if now[name] != before[name]]
+    for name in changed:
+        changes[name].append({"step": step, "before": before[name], "now": now[name]})
+    if changed:
+        with atomic_write(folder / RECORD) as file:
+            file.write(json.dumps(changes).encode() + b"\n")
+        sync(folder)
     return path
+
+
+def since(folder: Path, settings: "Config", clock: Clock) -> Iterator[dict[str, Any]]:
+    """The changes at this clock, which are to be logged, with the learning rate there."""
+    changes = changes_in(folder)
+    for name in CHANGEABLE:
+        for change in changes[name]:
+            if change["step"] >= clock.step:  # a log that was cut here does not have it
+                old = with_setting(settings, name, change["before"])
+                rates = [learning_rate(config, clock, clock) for config in (old, settings)]
+                yield {"setting": name, **change, "lr_before": rates[0], "lr": rates[1]}
 
 
 def set_later_aside(folder: Path, step: int, say: Callable[[str], None]) -> None:
@@ -170,27 +168,6 @@ def set_aside(file: Path, say: Callable[[str], None]) -> None:
     target = file.with_name(f"abandoned-{file.name}")
     checkpoint.put(file, target)
     say(f"{file} is of a later step: renamed to {target.name}")
-
-
-def change(settings: "Config", extension: Extension, clock: Clock) -> dict[str, Any]:
-    """What the extension changes at this point of the run: fields of the log."""
-    return {
-        "step": clock.step,
-        "consumed_tokens": clock.consumed_tokens,
-        "tokens_before": extension.before,
-        "tokens": extension.tokens,
-        "lr_before": learning_rate(with_tokens(settings, extension.before), clock, clock),
-        "lr": learning_rate(settings, clock, clock),
-    }
-
-
-def in_words(changed: dict[str, float], schedule: str) -> str:
-    """Example: learning rate stretched from 4,096 to 8,192 tokens at step 16, lr 0 -> 0.0101"""
-    what = "decay of the learning rate moved" if schedule == "wsd" else "learning rate stretched"
-    return (
-        f"{what} from {changed['tokens_before']:,} to {changed['tokens']:,} tokens at step"
-        f" {changed['step']:,}, lr {changed['lr_before']:.3g} -> {changed['lr']:.3g}"
-    )
 
 
 # ---- the trunk

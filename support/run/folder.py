@@ -1,6 +1,6 @@
 """The folder of a run: its config.json, which never changes, its log, and what made both.
 
-What --resume --tokens changes stands in extended.json (support/run/extension.py). A folder that
+What changes when the run goes on stands in changed.json (support/run/extension.py). A folder that
 holds a run is never given to another one.
 """
 
@@ -32,6 +32,14 @@ class ModelSize(NamedTuple):
     positions: int | None = None  # that published weights reach to
 
 
+# settings that may change when a run goes on, see support/run/extension.py
+CHANGEABLE = {
+    "optim.tokens": At(1),
+    "optim.lr": float,
+    "optim.grad_clip": float,
+    "optim.skip_bad_steps": At(),
+}
+REMEDY = "put it back, or start a new run with another --out"
 MODEL_SIZE = {"vocab_size": At(1, MOST_VOCABULARY), "positions": int | None}
 
 
@@ -99,16 +107,9 @@ def started_with(folder: Path) -> Started:
 
     Raises: ValueError for a folder without a run, and for a damaged file
     """
-    numbers = {
-        "optim.tokens": At(1),
-        "optim.lr": float,
-        "optim.grad_clip": float,
-        "optim.skip_bad_steps": At(),
-    }
-    shape = {"id": str, "config": numbers, "model_size": MODEL_SIZE, "store": Each(object)}
-    remedy = "put it back, or start a new run with another --out"
+    shape = {"id": str, "config": CHANGEABLE, "model_size": MODEL_SIZE, "store": Each(object)}
     try:
-        about = read_json(folder / "config.json", shape, remedy)
+        about = read_json(folder / "config.json", shape, REMEDY)
     except FileNotFoundError:
         message = f"--resume: {folder} holds no run; name the folder of one with --out"
         raise ValueError(message) from None

@@ -2,10 +2,10 @@
 
 On --resume, in this order (train.main calls each, then train.go). Rank 0 reads the folder for all:
   1. config.parse_or_resume: the folder (--out, or folder.newest_run), its config.json
-     (folder.started_with), extended.json and changed.json (extension.with_changes).
+     (folder.started_with) and changed.json (extension.with_changes).
      settings.resumed takes the settings from there; flags given besides may change only those that
      are `free` (where and how fast), for this start alone, raise --tokens, or change --lr and the
-     others of extension.CHANGEABLE from here on
+     others of folder.CHANGEABLE from here on
   2. Runtime.check_same: ranks have the same settings, code, torch and threads
   3. data.open_data and Plan: the store and its tokenizer, and the indexes of a curriculum
   4. Run.restore: locks the folder; `checkpoint_to_resume` compares the digests in the store's
@@ -295,12 +295,18 @@ class Run:
 
     def open_log(self) -> None:
         """Begin the log, or go on with it; with a larger budget on the disk first."""
-        runtime, step, extended = self.runtime, self.clock.step, None
-        if self.tokens_before:
-            extended = extension.Extension(self.settings.optim.tokens, self.tokens_before, step)
-            self.saved_path = runtime.on_rank0(
-                lambda: extension.begin(self.folder, self.resumed_from, extended, runtime.say)
+        runtime, step = self.runtime, self.clock.step
+        if self.started:
+            begin = partial(
+                extension.begin,
+                self.folder,
+                self.resumed_from,
+                self.started.config,
+                self.settings,
+                step,
+                runtime.say,
             )
+            self.saved_path = runtime.on_rank0(begin)
         tensorboard = self.settings.run.tensorboard
         self.log = Log(self.folder, runtime.is_rank0, tensorboard, self.log_size)
         if self.log.lost:
@@ -317,23 +323,16 @@ class Run:
             peak_why=self.peak.why,
             lost_bytes=self.log.lost,
         )
-        if self.started:
-            saved = self.started.config
-            changes = runtime.on_rank0(
-                lambda: extension.record_changes(self.folder, saved, self.settings)
-            )
-            for name, (before, now) in changes.items():
-                runtime.say(f"{name} changes from {before} to {now} after step {step}")
-                self.log.write("changed", step=step, setting=name, before=before, now=now)
         if self.resumed_from:
             runtime.on_rank0(lambda: extension.set_later_aside(self.folder, step, runtime.say))
             # the saved size of the log does not include its line
             self.log_checkpoint()
-        extended = extended or extension.recorded(self.folder)
-        if extended and step <= extended.step:  # later checkpoints have it in their log
-            changed = extension.change(self.settings, extended, self.clock)
-            runtime.say(extension.in_words(changed, self.settings.optim.schedule))
-            self.log.write("extended", **changed)
+        changes = partial(extension.since, self.folder, self.settings, self.clock)
+        for change in runtime.on_rank0(lambda: list(changes())):
+            rates = f"the learning rate from {change['lr_before']:.3g} to {change['lr']:.3g}"
+            values = f"{change['setting']} changes from {change['before']} to {change['now']}"
+            runtime.say(f"{values} after step {change['step']}, {rates}")
+            self.log.write("changed", **change)
 
     # ---- where it stands
 
