@@ -8,10 +8,12 @@ python -m pytest tests/test_sharded.py
 
 import errno
 import math
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -315,6 +317,49 @@ def check_failing_saves(runtime: Runtime, folder: Path) -> None:
         checkpoint.save(folder, ours.state(), runtime, step=2)
 
 
+def check_saves_while_the_run_goes_on(runtime: Runtime, folder: Path) -> None:
+    """A step that is made before any rank writes is not in the checkpoint; nor if rank 1 is late."""
+    ours = Trained(gpt(), runtime)
+    ours.step(0)
+    saved = {name: rows_here(t).clone() for name, t in ours.model.state_dict().items()}
+    write_file, may_write = checkpoint.write_file, Event()
+
+    def late(*args):
+        assert may_write.wait(60)
+        time.sleep(0.3 * runtime.rank)
+        write_file(*args)
+
+    same = {}
+    for copies in (True, False):
+        saver = checkpoint.Saver(runtime, sharded=True, copies=copies)
+        path = checkpoint.step_path(folder, copies, checkpoint.SUFFIX)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(checkpoint, "write_file", late)
+            saver.begin(path, ours.state(), keep=2)
+            ours.step(1)
+            assert not path.exists()
+            may_write.set()
+            assert saver.finish() == path and saver.finish() is None
+        state = checkpoint.load(path, ours.model.state_dict(), runtime, CPU)["model"]
+        same[copies] = all(torch.equal(rows_here(state[name]), saved[name]) for name in saved)
+        saver.close()
+        may_write.clear()
+    assert same == {True: True, False: False}
+
+
+def check_a_disk_that_is_not_shared(runtime: Runtime, folder: Path) -> None:
+    """Each rank writes into a folder of its own name: rank 0 waits for a while and says so."""
+    hidden, own = checkpoint.hidden, folder / str(runtime.rank)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpoint, "hidden", lambda path: own / hidden(path).name)
+        patch.setattr(checkpoint, "SEEN_S", 0.5)
+        (own / ".step-00000003.sharded.tmp").mkdir(parents=True)
+        with pytest.raises(ValueError, match=r"rank 0 sees no rank-1-of-\d.pt: is the disk shared"):
+            checkpoint.save(folder, Trained(gpt(), runtime).state(), runtime, step=3)
+    dist.barrier()
+    assert not checkpoint.steps_in(folder)
+
+
 def check_damage_is_said_by_all(runtime: Runtime, folder: Path) -> None:
     """Each file is verified by one rank only, yet no rank reads from a damaged folder, or file."""
     ours = Trained(gpt(), runtime)
@@ -385,6 +430,8 @@ def check_all(arguments: list[str]) -> None:
         check_compiled_block(runtime)
         check_failing_saves(runtime, folder / "failing")
         check_damage_is_said_by_all(runtime, folder / "damaged")
+        check_saves_while_the_run_goes_on(runtime, folder / "while")
+        check_a_disk_that_is_not_shared(runtime, folder / "apart")
     dist.destroy_process_group()
 
 
