@@ -318,7 +318,7 @@ def check_failing_saves(runtime: Runtime, folder: Path) -> None:
 
 
 def check_saves_while_the_run_goes_on(runtime: Runtime, folder: Path) -> None:
-    """A step that is made before any rank writes is not in the checkpoint; nor if rank 1 is late."""
+    """A step made before any rank writes is not in the checkpoint. Rank 1 is late, too."""
     ours = Trained(gpt(), runtime)
     ours.step(0)
     saved = {name: rows_here(t).clone() for name, t in ours.model.state_dict().items()}

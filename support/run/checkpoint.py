@@ -268,17 +268,13 @@ def load(
               by each rank over the rows it takes (mmap)
     """
     path = Path(path)
-    made: dict[tuple, Tensor] = {}  # tied tensors stay tied
 
     def fill(name: str, tensor: Tensor) -> Tensor:
-        key = place_of(tensor)
-        if key not in made:
-            held = [file["rows"][name] for file in files if name in file["rows"]]
-            parts = held if tensor.is_meta else [tensor]
-            if any(part.nbytes > part.untyped_storage().nbytes() for part in parts):
-                raise ValueError(f"{name} claims more numbers than the file has")
-            made[key] = joined(parts, shard_like(name, tensor, shards or {}), device)
-        return made[key]
+        held = [file["rows"][name] for file in files if name in file["rows"]]
+        parts = held if tensor.is_meta else [tensor]
+        if any(part.nbytes > part.untyped_storage().nbytes() for part in parts):
+            raise ValueError(f"{name} claims more numbers than the file has")
+        return joined(parts, shard_like(name, tensor, shards or {}), device)
 
     def as_verified() -> list[dict]:
         files = opened(paths)
@@ -303,7 +299,6 @@ def load_on_rank0(path: Path, runtime: Runtime) -> dict:
     if runtime.world_size == 1:
         return load(path)
     rows: dict[str, Tensor] = {}
-    made: dict[int, Tensor] = {}  # tied tensors stay tied
 
     def read() -> dict:
         outline, whole = split(load(path), is_rank0=True)
@@ -313,14 +308,11 @@ def load_on_rank0(path: Path, runtime: Runtime) -> dict:
     def received(name: str, outline: Tensor) -> Tensor:
         if not outline.is_meta:
             return outline
-        if id(outline) not in made:
-            made[id(outline)] = rows.get(name, torch.empty_like(outline, device="cpu"))
-            dist.broadcast(made[id(outline)], src=0)
-        return made[id(outline)]
+        tensor = rows.get(name, torch.empty_like(outline, device="cpu"))
+        dist.broadcast(tensor, src=0)
+        return tensor
 
-    # `outline` is held while its tensors are numbered by id
-    outline = runtime.on_rank0(read)
-    return mapped(outline, received)
+    return mapped(runtime.on_rank0(read), received)
 
 
 def outlined(path: Path) -> dict:
@@ -557,15 +549,27 @@ def remove(*paths: Path) -> None:
 
 
 def mapped(
-    value: object, change: Callable[[str, Tensor], object], path: tuple[str, ...] = ()
+    value: object,
+    change: Callable[[str, Tensor], object],
+    path: tuple[str, ...] = (),
+    made: dict[tuple, object] | None = None,
 ) -> object:
     """The same dicts in dicts, with `change(name, tensor)` in place of each tensor.
 
-    A name consists of the keys on the way, model/wte.weight. Lists stay as they are.
+    A name consists of the keys on the way, model/wte.weight. Tied tensors are changed once, under
+    the first of their names, and stay tied. Lists stay as they are.
+
+    Args: made by `change` until now
     """
+    made = {} if made is None else made
     if isinstance(value, dict):
-        return {key: mapped(inner, change, (*path, str(key))) for key, inner in value.items()}
-    return change("/".join(path), value) if isinstance(value, Tensor) else value
+        return {key: mapped(v, change, (*path, str(key)), made) for key, v in value.items()}
+    if not isinstance(value, Tensor):
+        return value
+    place = place_of(value)
+    if place not in made:
+        made[place] = change("/".join(path), value)
+    return made[place]
 
 
 def copied(state: dict, buffers: dict[str, Tensor] | None = None) -> dict:
@@ -574,18 +578,15 @@ def copied(state: dict, buffers: dict[str, Tensor] | None = None) -> dict:
     Args: buffers of the copy before, by name, to be written over: new memory takes ten times as
                   long as the copy, because the kernel hands it out page by page
     """
-    made: dict[tuple, Tensor] = {}  # tied tensors stay tied
     buffers = {} if buffers is None else buffers
 
     def copy(name: str, tensor: Tensor) -> Tensor:
         if tensor.is_meta:
             return tensor
-        key, buffer = place_of(tensor), buffers.get(name)
-        if key not in made:
-            if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
-                buffers[name] = torch.empty_like(tensor, device="cpu")
-            made[key] = buffers[name].copy_(tensor.detach())
-        return made[key]
+        buffer = buffers.get(name)
+        if buffer is None or (buffer.shape, buffer.dtype) != (tensor.shape, tensor.dtype):
+            buffers[name] = torch.empty_like(tensor, device="cpu")
+        return buffers[name].copy_(tensor.detach())
 
     return mapped(state, copy)
 
@@ -602,20 +603,17 @@ def split(state: dict, is_rank0: bool) -> tuple[dict, dict[str, Tensor]]:
 
     A tied tensor is one in both, under its first name. A number (0 dimensions) stays as it is.
     """
-    outlines: dict[tuple, Tensor] = {}
     rows: dict[str, Tensor] = {}
 
     def outline(name: str, tensor: Tensor) -> Tensor:
         if not tensor.ndim:
             return tensor
-        held, key = rows_here(tensor).detach(), place_of(tensor)
-        if key not in outlines:
-            outlines[key] = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
-            if is_rank0 or is_shard(tensor):
-                # torch.save would write all of a storage, of which FSDP2 pads those of uneven rows
-                is_padded = held.untyped_storage().nbytes() != held.nbytes
-                rows[name] = held.clone() if is_padded else held
-        return outlines[key]
+        if is_rank0 or is_shard(tensor):
+            held = rows_here(tensor).detach()
+            # torch.save would write all of a storage, of which FSDP2 pads those of uneven rows
+            is_padded = held.untyped_storage().nbytes() != held.nbytes
+            rows[name] = held.clone() if is_padded else held
+        return torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
 
     return mapped(state, outline), rows
 

@@ -196,15 +196,17 @@ class Run:
         step, clock, config = state["step"], state["clock"], state["config"]
         lines = [line for line in read_log(self.folder) if line["event"] == "checkpoint"]
         logged = {line.get("step"): line.get("clock") for line in lines}
-        refusals = [
+        refusals = []
+        for name, entry in techniques_of(self.settings).items():
+            was = name in state
+            differs = entry.keeps_state and was != is_on(self.settings, name)
+            refusals.append((differs, f"is of a run {'with' if was else 'without'} --{name}"))
+        refusals += [
             (state["run"] != self.id, f"is of another run than {self.folder}"),
             (clock["step"] != step, f"has the clock of step {clock['step']}, and is of {step}"),
             (logged.get(step, clock) != clock, f"has another clock than step {step} in the log"),
             (step and not state["optimizers"]["state"], "has lost the optimizers' state"),
         ]
-        for name, entry in techniques_of(self.settings).items():
-            was, now = name in state, is_on(self.settings, name)
-            refusals.append((entry.keeps_state and was != now, f"disagrees about --{name}"))
         may_differ = free_settings(type(self.settings)) | {"optim.tokens"}
         had = extension.values_until_now(self.folder, self.started.config)
         for name, value in flattened(self.settings).items():
