@@ -502,9 +502,11 @@ def end_of(processes: list[multiprocessing.Process], seconds: float) -> list[int
     return statuses
 
 
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("ranks", "more", "seconds"), [(1, "", 0.3), (2, "", 0.3), (2, "--fsdp", 2)]
+)
 def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
-    ranks, stopped, tmp_path, monkeypatch
+    ranks, more, seconds, stopped, tmp_path, monkeypatch
 ):
     """The one command, again and again, until it ends by itself."""
     losses = uninterrupted(stopped, monkeypatch)
@@ -512,10 +514,10 @@ def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
     shutil.copytree(stopped / "store", "store")
     draw, kills, runs = random.Random(4), 0, 0
     while kills < TIMES:
-        line, runs, ended = f"{BEGIN} --out run-{runs} --resume auto", runs + 1, False
+        line, runs, ended = f"{BEGIN} --out run-{runs} --resume auto {more}", runs + 1, False
         while not ended:
             number = str(draw.randrange(ranks))
-            strike = [number, str(draw.uniform(0, 0.3)), str(int(signal.SIGKILL))]
+            strike = [number, str(draw.uniform(0, seconds)), str(int(signal.SIGKILL))]
             statuses = end_of(started(ranks, [*strike, *line.split()]), 60)
             assert None not in statuses
             ended = not any(statuses)
