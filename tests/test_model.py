@@ -119,7 +119,7 @@ def test_a_bert_of_pairs_starts_with_the_weights_of_a_bert():
 @pytest.mark.parametrize("kind, pos", WITH_PAIRS)
 def test_a_batch_without_targets_costs_nothing(monkeypatch, kind, pos, impl):
     """Also blank rows, as a rank gets where rows are fewer than ranks: no NaN."""
-    monkeypatch.setattr("model.impl_for", lambda *_: impl)
+    monkeypatch.setattr("model.chosen_impl", lambda *_: impl)
     model = tiny(kind, pos)
     tokens, nothing = torch.randint(VOCAB, (2, SEQ_LEN)), torch.full((2, SEQ_LEN), IGNORE)
     blank = (tokens, nothing, torch.zeros_like(tokens), torch.full_like(tokens, -1))
@@ -202,7 +202,7 @@ def is_unpacked(model: Transformer, batch: tuple, places: dict) -> bool:
 @pytest.mark.parametrize("impl", ["dense", "groups"])
 @pytest.mark.parametrize("kind, pos", WITH_PAIRS)
 def test_packed_equals_unpacked(monkeypatch, kind, pos, impl):
-    monkeypatch.setattr("model.impl_for", lambda *_: impl)
+    monkeypatch.setattr("model.chosen_impl", lambda *_: impl)
     model, docs = tiny(kind, pos), documents()
     batch, places = lay(docs, ROWS)
     assert is_unpacked(model, batch, places)

@@ -453,7 +453,7 @@ def test_attention_is_chosen_where_the_rows_are_and_not_where_the_first_block_is
         asked.append(device)
         return chosen_impl(device, *more)
 
-    monkeypatch.setattr(packed_attention, "chosen_impl", noted)
+    monkeypatch.setattr("model.chosen_impl", noted)
     model = small()
     model.h[0].to("meta")
     loss = model(batch(), run_block=lambda layer, block, x, meta: block(x, meta) if layer else x)
