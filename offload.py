@@ -554,6 +554,7 @@ def main(argv: list[str] | None = None) -> None:
     from support.base.numbers import amount, count
     from support.step import costs, machine
     from support.step.placement import describe
+    from support.step.sizes import config_of, empty_model
 
     parser = runtime.Parser(prog="offload.py", description=__doc__.split("\n")[0])
     command = parser.add_subparsers(required=True).add_parser("plan", help="what would leave")
@@ -568,7 +569,8 @@ def main(argv: list[str] | None = None) -> None:
     costs.fill_in(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     budget = budget_bytes(args.budget, runtime.device_free(device))
-    placement = place(parts_of(costs.model_of(args), args.optimizer == "muon"), budget, args.dtype)
+    model = empty_model(config_of(args.size, args.seq_len, args.pos))
+    placement = place(parts_of(model, args.optimizer == "muon"), budget, args.dtype)
     rates = machine.measured(device, runtime.DTYPES[args.dtype])
     rates = rates._replace(link=args.link or rates.link, flops=args.flops or rates.flops)
     tokens = args.micro_batch_tokens or args.seq_len

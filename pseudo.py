@@ -485,23 +485,23 @@ def refusals_of_stages(config: PseudoConfig, layers: int) -> list[Refusal]:
 
 def main(argv: list[str] | None = None) -> None:
     from support.base import numbers, runtime
-    from support.step import costs
     from support.step.optim import state_bytes
+    from support.step.sizes import SIZES, config_of, empty_model
 
     parser = runtime.Parser(prog="pseudo.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=costs.SIZES, default="nano")
+    parser.add_argument("--size", choices=SIZES, default="nano")
     parser.add_argument("--group", type=numbers.count, help="as --pseudo-group")
     parser.add_argument("--layers", type=numbers.count, help="as --pseudo-layers")
     parser.add_argument("--until", help="as --pseudo-until")
     args = parser.parse_args(argv)
     config = PseudoConfig(group=args.group, layers=args.layers, until=args.until)
-    settings = SimpleNamespace(model=costs.SIZES[args.size], pseudo=config)
+    settings = SimpleNamespace(model=SIZES[args.size], pseudo=config)
     layers = settings.model.layers
     with runtime.without_prefix("--pseudo-"):
         settings.pseudo = with_defaults(settings)
         refuse(refusals_of_stages(settings.pseudo, layers))
 
-    model = costs.empty_model(costs.config_of(args.size, settings.model.seq_len))
+    model = empty_model(config_of(args.size))
     whole, block = (
         state_bytes(dict(module.named_parameters()), muon=False) for module in (model, model.h[0])
     )
