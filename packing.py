@@ -352,9 +352,9 @@ def counts_of(samples: "Samples") -> np.ndarray:
 def show(
     counts: np.ndarray, packers: Sequence[str], depths: Sequence[int | None], as_json: bool
 ) -> None:
-    """Print a table of several packings, or one packing's numbers and some of its rows."""
-    max_len, is_table = len(counts) - 1, len(packers) * len(depths) > 1
-    if is_table and not as_json:
+    """Print a line for each packing, and some rows of one that is alone."""
+    max_len, is_alone = len(counts) - 1, len(packers) * len(depths) == 1
+    if not as_json:
         columns = ("rows", "at least", "full", "a row", "attention", "seconds")
         print(f"{'packer':9} {'most':>4} " + " ".join(f"{column:>10}" for column in columns))
     for depth, packer in product(depths, packers):
@@ -362,42 +362,37 @@ def show(
         try:
             if packer in cutting_stock.NEED_SCIPY:
                 cutting_stock.require_scipy(packer)  # importing it is not the packer's time
-            if is_table and weighs_too_many(packer, max_len, most):
+            if not is_alone and weighs_too_many(packer, max_len, most):
                 raise ValueError(
                     f"more than {PATTERNS:,} ways to fill a row with {most}: ask for it by --packer"
                 )
         except ValueError as error:
-            if not is_table:
+            if is_alone:
                 raise
             print(f"{packer}: {error}", file=sys.stderr)
             continue
         start = time.perf_counter()
         packing = pack(counts, packer, depth)
         seconds = time.perf_counter() - start
-        efficiency, factor, bound = packing.efficiency, packing.factor, packing.lower_bound
         if as_json:
             numbers = {
                 "packer": packer,
                 "packs": packing.packs,
-                "efficiency": efficiency,
-                "factor": factor,
-                "lower_bound": bound,
+                "efficiency": packing.efficiency,
+                "factor": packing.factor,
+                "lower_bound": packing.lower_bound,
                 "seconds": round(seconds, 6),
             }
             print(json.dumps(numbers))
-        elif is_table:
-            print(
-                f"{packer:9} {depth or 'all':>4} {packing.packs:10,} {bound:10,} {efficiency:10.3%}"
-                f" {factor:10.3f} {packing.attention:10.1%} {seconds:10.4f}",
-                flush=True,
-            )
-        else:
+            continue
+        print(
+            f"{packer:9} {depth or 'all':>4} {packing.packs:10,} {packing.lower_bound:10,}"
+            f" {packing.efficiency:10.3%} {packing.factor:10.3f} {packing.attention:10.1%}"
+            f" {seconds:10.4f}",
+            flush=True,
+        )
+        if is_alone:
             print("\n".join(rows_as_text(packing)))
-            print(
-                f"{packer}: {packing.packs:,} rows, no packer needs fewer than {bound:,}; padding:"
-                f" {1 - efficiency:.1%}, {1 - efficiency / factor:.1%} with one document a row;"
-                f" {seconds:.4f} s"
-            )
 
 
 def some_rows(packing: Packing) -> list[list[int]]:
