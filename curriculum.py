@@ -288,7 +288,7 @@ def main(argv: list[str] | None = None) -> None:
     end = max(pacing.levels, default=args.end)
     pacing = pacing._replace(start=args.start, end=end, multiple=args.multiple)
     check_pacing(pacing, "--")
-    figures.show_curve(args, pacing.at, "difficulty", over=args.over, tenths=10)
+    figures.show_curve(args, pacing.at, "difficulty", args.over)
 
 
 if __name__ == "__main__":

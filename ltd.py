@@ -344,7 +344,7 @@ def main(argv: list[str] | None = None) -> None:
             kind=args.kind,
             multiple=args.multiple,
         )
-        figures.show_curve(args, schedule, "kept tokens", args.over, tenths=10)
+        figures.show_curve(args, schedule, "kept tokens", args.over)
         return
     costs.fill_in(args)
     T, model = args.seq_len, SIZES[args.size]

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from support.base.settings import flag
+from support.base.typed_json import At, read_json
 from support.rows import cutting_stock
 from support.rows.cutting_stock import Filled, Pattern
 from support.rows.packs import LONGEST_ROW, Packing, Packs, assign, checked, histogram
@@ -285,8 +286,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object per packer")
     parser.add_argument("--plot", help="SVG file for a picture of some rows")
     args = parser.parse_args(argv)
-    if args.max_len is not None:
-        check_row(args.max_len, "--max-len")
+    if args.max_len is not None and not 1 <= args.max_len <= LONGEST_ROW:
+        raise ValueError(f"--max-len {args.max_len}: choose 1 to {LONGEST_ROW:,} tokens")
     if args.plot:
         figures.check_file(args.plot)
 
@@ -310,22 +311,12 @@ def main(argv: list[str] | None = None) -> None:
         figures.save(args.plot, charts.bars(some_rows(packing), "Rows", "tokens of a row"))
 
 
-def check_row(max_len: int, source: str) -> None:
-    if not 1 <= max_len <= LONGEST_ROW:
-        raise ValueError(f"{source} {max_len}: choose 1 to {LONGEST_ROW:,} tokens")
-
-
 def read_histogram(path: Path, max_len: int | None) -> np.ndarray:
     """(max_len + 1,) documents of each length, from {"max_len": M, "counts": [of 1, of 2, ...]}."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        row, counts = max_len or content["max_len"], content["counts"]
-        if not all(type(number) is int for number in (row, *counts)):
-            raise TypeError
-    except (ValueError, KeyError, TypeError):
-        wanted = '{"max_len": M, "counts": [documents of length 1, of length 2, ...]}'
-        raise ValueError(f"{path} is not a histogram: it has to be {wanted}") from None
-    check_row(row, f"{path}: max_len")
+    shape = {"max_len": At(1, LONGEST_ROW), "counts": [int]}
+    wanted = 'a histogram is {"max_len": M, "counts": [documents of length 1, of length 2, ...]}'
+    content = read_json(path, shape, remedy=wanted)
+    row, counts = max_len or content["max_len"], content["counts"]
     longest = max((length for length, n in enumerate(counts, 1) if n), default=0)
     if longest > row:
         raise ValueError(

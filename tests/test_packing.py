@@ -312,11 +312,16 @@ def test_command_prints_json(tmp_path, capsys):
     [
         ('{"max_len": 2, "counts": [1, 1, 1]}', "", "document of 3 tokens"),
         ('{"max_len": 3, "counts": [1, 1, 1]}', "--max-len 2", "--max-len"),
-        ('{"max_len": 2, "counts": [1, 0.5]}', "", "lengths.json is not a histogram"),
-        ('{"max_len": 2}', "", "lengths.json is not a histogram"),
-        ("counts: 1", "", "lengths.json is not a histogram"),
+        ('{"max_len": 2, "counts": [1, 0.5]}', "", "lengths.json is damaged (counts.1 is 0.5,"),
+        ('{"max_len": 2}', "", "lengths.json is damaged (counts is missing): a histogram is {"),
+        ("counts: 1", "", "lengths.json is damaged (Expecting value"),
+        ("[" * 100_000, "", "lengths.json is damaged (nested too deep)"),
         ('{"max_len": 2, "counts": [1]}', "--max-len 4194305", "--max-len 4194305: choose 1 to"),
-        ('{"max_len": 4194305, "counts": [1]}', "", "lengths.json: max_len 4194305: choose 1 to"),
+        (
+            '{"max_len": 4194305, "counts": [1]}',
+            "",
+            "max_len is 4194305, not a whole number from 1 to",
+        ),
         ('{"max_len": 2, "counts": [1]}', "7", "give one folder, one file, or only lengths"),
     ],
 )
