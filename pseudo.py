@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from support.base.clock import StepContext
+from support.base.clock import StepContext, due
 from support.base.settings import flag
 from support.base.technique import Edit, Refusal, is_on, refuse
 
@@ -356,8 +356,7 @@ class Sharing(Edit):
 
     def before_step(self, before: "Clock", after: "Clock") -> None:
         """Watch the step if a check is due and something is shared."""
-        tokens = self.settings.optim.schedule_tokens / CHECKS
-        is_due = before.consumed_tokens // tokens != after.consumed_tokens // tokens
+        is_due = due(self.settings.optim.schedule_tokens / CHECKS, before, after)
         is_shared = max(Counter(self.shadow.owners).values()) > 1
         watches = is_due and is_shared and not self.until.shares
         self.uses = Uses(self.shadow.owners) if watches else None

@@ -136,22 +136,21 @@ def bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     return start.masked_fill(padding, T).int(), end.masked_fill(padding, 0).int()
 
 
-FORWARD = {"groups": attention_groups.forward, "triton": attention_tiles.forward}
-BACKWARD = {"groups": attention_groups.backward, "triton": attention_tiles.backward}
+FILES = {"groups": attention_groups, "triton": attention_tiles}
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, index_1: Tensor, index_2: Tensor, causal: bool, impl: str
 ) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of the scores, which the backward pass needs."""
-    return FORWARD[impl](q, k, v, index_1, index_2, causal)
+    return FILES[impl].forward(q, k, v, index_1, index_2, causal)
 
 
 def attend_backward(
     dout: Tensor, saved: Sequence[Tensor], causal: bool, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; `saved` is these, the results of `attend`, and the index."""
-    return BACKWARD[impl](dout, saved, causal)
+    return FILES[impl].backward(dout, saved, causal)
 
 
 # The same as operators, which torch.compile does not trace into: it only asks for the shapes of

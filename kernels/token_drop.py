@@ -287,10 +287,9 @@ def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) ->
         raise ValueError(f"y {tuple(y.shape)} {y.dtype} must be {(B, K, C)} {x.dtype}, as x is")
     if impl == "auto":
         impl = "triton" if x.is_cuda and why_not("cuda") is None else "torch"
-    if impl == "torch":
-        return "torch"
-    check_asked(x.device.type, "auto or torch")
-    return "triton"
+    if impl == "triton":
+        check_asked(x.device.type, "auto or torch")
+    return impl
 
 
 def gather(x: Tensor, kept: Tensor, impl: str = "auto") -> Tensor:

@@ -20,13 +20,8 @@ from support.base.technique import refuse
 from support.step.muon import flops_of_orthogonalising
 from support.step.sizes import SIZES, config_of, flops_of_row, refusals_of_rows, with_defaults
 
-SETTINGS = {  # of train.py, by the flags that ask for them
-    "size": "model.size",
-    "pos": "model.pos",
-    "seq_len": "data.seq_len",
-    "tokens": "optim.tokens",
-    "batch_tokens": "optim.batch_tokens",
-}
+# Of train.py; behind the dot stands the flag that asks for it.
+SETTINGS = ("model.size", "model.pos", "data.seq_len", "optim.tokens", "optim.batch_tokens")
 
 # (steps before, progress 0..1) -> the tokens of a row that each layer sees
 TokensAt = Callable[[int, float], Sequence[int]]
@@ -105,9 +100,10 @@ def fill_in(args: argparse.Namespace) -> None:
     """
     if args.pos is None and (args.seq_len or 0) > SIZES[args.size].seq_len:
         args.pos = "rope"  # --size says how many positions can be learned
-    settings = with_defaults({SETTINGS[flag]: getattr(args, flag) for flag in SETTINGS})
-    for flag in SETTINGS:
-        setattr(args, flag, settings[SETTINGS[flag]])
+    flags = {setting: setting.split(".")[1] for setting in SETTINGS}
+    settings = with_defaults({setting: getattr(args, flags[setting]) for setting in SETTINGS})
+    for setting in SETTINGS:
+        setattr(args, flags[setting], settings[setting])
     learned = args.pos == "learned"
     refuse(refusals_of_rows(args.size, args.seq_len, args.batch_tokens, learned))
 
