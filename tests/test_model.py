@@ -219,6 +219,16 @@ def test_packed_rows_are_dense_while_attention_drops(dropout, impl):
     assert is_unpacked(model, batch, places)
 
 
+def test_compiled_blocks_group_documents_and_autocast_counts(monkeypatch):
+    model, asked = tiny(), []
+    model.h[0]._compiled_call_impl = model.h[0].forward  # as Module.compile leaves it
+    assert model.attention_impl(model.wte.weight) == "groups"
+    monkeypatch.setattr("model.chosen_impl", lambda _, dtype, *more: asked.append(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model.attention_impl(model.wte.weight)
+    assert asked == [torch.bfloat16]
+
+
 @pytest.mark.parametrize("kind, pos", KINDS)
 def test_without_the_mask_or_the_restart_packed_is_not_unpacked(kind, pos):
     """Rotary positions, which tell distances alone, need no restart."""
