@@ -45,7 +45,7 @@ from support.rows.ranking import LENGTHS
 from support.run.extension import with_changes
 from support.run.folder import Started, newest_run, started_with
 from support.step.optim import OptimConfig
-from support.step.sizes import RECIPES, SIZES, ModelConfig, refusals_of_rows, with_defaults
+from support.step.sizes import SIZES, ModelConfig, refusals_of_rows, with_defaults
 from support.weights.initial import with_those_of_init
 
 
@@ -197,7 +197,7 @@ def transformer_config(
     Args: positions where published weights say how far theirs reach
     """
     m = config.model
-    longest = config.data.seq_len if m.pos == "rope" else SIZES[m.size][3]
+    longest = config.data.seq_len if m.pos == "rope" else SIZES[m.size].seq_len
     return TransformerConfig(
         kind=m.model,
         layers=m.layers,
@@ -245,7 +245,7 @@ def check(config: Config) -> None:
             "--long truncate needs documents: add --pack, or leave it out (a GPT's rows have none)",
         ),
         (
-            batch_tokens > max(config.optim.tokens, RECIPES[model.size][1]),
+            batch_tokens > max(config.optim.tokens, SIZES[model.size].batch_tokens),
             f"--batch-tokens {batch_tokens} is more than the budget: choose at most --tokens"
             f" {config.optim.tokens}",
         ),

@@ -14,7 +14,7 @@ window of rows begins.
 
 Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 
-    python curriculum.py pace --kind root --degree 2 --start 64 --end 1024 --over 300 --multiple 8
+    python curriculum.py pace --kind root:2 --start 64 --end 1024 --over 300 --multiple 8
 """
 
 import math
@@ -25,6 +25,7 @@ from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from support.base.clock import pace
+from support.base.numbers import number_of
 from support.base.settings import call, flag, load_function
 from support.base.technique import Refusal
 from support.rows.ranking import LENGTHS, Rankings, Stage
@@ -215,14 +216,11 @@ def parse_pace(text: str, flag: str = "--curriculum-pace") -> Pacing:
 
 def number(text: str | float, flag: str, kind: type = float, high: int = 2**53) -> Any:
     """A number above 0; ValueError that names the flag. Up to 2^53 a float64 has no gaps."""
-    try:
-        value = kind(text)
-    except ValueError:
-        value = math.nan
-    if not 0 < value <= high:
+    value = number_of(str(text))
+    if not 0 < value <= high or kind(value) != value:
         wanted = "number" if kind is float else "whole number"
         raise ValueError(f"{flag} {text} is not a {wanted} above 0, at most {high:,}")
-    return value
+    return kind(value)
 
 
 def check_pacing(pacing: Pacing, prefix: str) -> None:
@@ -279,32 +277,18 @@ def main(argv: list[str] | None = None) -> None:
 
     parser = runtime.Parser(prog="curriculum.py", description=__doc__.split("\n")[0])
     verb = parser.add_subparsers(required=True).add_parser("pace", help="difficulty over a run")
-    verb.add_argument("--kind", default="linear", help=f"root, or {PACES}")
-    verb.add_argument("--degree", default="2", help="of --kind root: 2 is the square root")
+    verb.add_argument("--kind", default="linear", help=PACES)
     verb.add_argument("--start", type=numbers.count, default=64)
     verb.add_argument("--end", type=numbers.count, default=256)
     verb.add_argument("--over", type=numbers.amount, default=100.0, help="t at which --end begins")
     verb.add_argument("--multiple", type=numbers.count, default=1, help="round down to one")
-    verb.add_argument("--levels", type=numbers.whole_numbers, help="of --kind discrete: 64,128,256")
-    verb.add_argument("--until", type=numbers.whole_numbers, help="end of each but the last: 10,25")
     figures.add_curve_flags(verb)
     args = parser.parse_args(argv)
-    kind = f"root:{args.degree}" if args.kind == "root" else args.kind
-    if args.levels:
-        pacing = Pacing("discrete", levels=args.levels, until=args.until or ())
-        if len(pacing.until) != len(pacing.levels) - 1:
-            raise ValueError("--until: give one end for each of the --levels but the last")
-    else:
-        pacing = parse_pace(kind, "--kind").stretched(args.over)
-    pacing = pacing._replace(
-        start=args.start,
-        end=max(pacing.levels, default=args.end),
-        over=max(pacing.until, default=args.over),
-        multiple=args.multiple,
-    )
+    pacing = parse_pace(args.kind, "--kind").stretched(args.over)
+    end = max(pacing.levels, default=args.end)
+    pacing = pacing._replace(start=args.start, end=end, multiple=args.multiple)
     check_pacing(pacing, "--")
-    tenths = 11 if pacing.levels else 10  # the last level comes only after the last end
-    figures.show_curve(args, pacing.at, "difficulty", over=pacing.over, tenths=tenths)
+    figures.show_curve(args, pacing.at, "difficulty", args.over)
 
 
 if __name__ == "__main__":

@@ -321,8 +321,8 @@ class DryRun:
     def walked(self, settings: Config, samples: int | None = None) -> list[Point]:
         streamed = []
         if self.placement and not settings.run.fsdp:
-            for part, away in self.placement.pairs:
-                streamed += part.layers if away == Away.WEIGHTS else []
+            for part in self.placement.parts:
+                streamed += part.layers if part.away == Away.WEIGHTS else []
 
         def work_at(step: Step) -> Work:
             blocks, rows_at_once = blocks_at(settings, step.context), self.batches.count

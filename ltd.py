@@ -307,6 +307,7 @@ def main(argv: list[str] | None = None) -> None:
     from support.base import numbers, runtime
     from support.report import figures
     from support.step import costs
+    from support.step.sizes import SIZES
 
     defaults = (
         "By default as in the papers. train.py's defaults: --kind constant, --share 0.9, --start a"
@@ -343,10 +344,10 @@ def main(argv: list[str] | None = None) -> None:
             kind=args.kind,
             multiple=args.multiple,
         )
-        figures.show_curve(args, schedule, "kept tokens", args.over, tenths=10)
+        figures.show_curve(args, schedule, "kept tokens", args.over)
         return
     costs.fill_in(args)
-    T, model = args.seq_len, costs.SIZES[args.size]
+    T, model = args.seq_len, SIZES[args.size]
     config = replace(config, share=args.share, steps=args.steps, layers=args.layers)
     with runtime.without_prefix("--ltd-"):
         refuse(refusals_of_schedule(config, T))

@@ -28,8 +28,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from kernels.cross_entropy import IGNORE, linear_cross_entropy, token_losses
-from kernels.packed_attention import Documents, impl_for, index_of, packed_attention
+from kernels.cross_entropy import IGNORE, linear_cross_entropy, product_dtype, token_losses
+from kernels.packed_attention import Documents, chosen_impl, index_of, packed_attention
 from kernels.rotary import rotate, rotation
 
 
@@ -215,7 +215,9 @@ class Transformer(nn.Module):
         Not where a block's weights are: offloaded ones are on the host until their block runs.
         """
         dropout = self.config.dropout if self.training else 0.0
-        return impl_for(self.h[0], x, self.config.head_width, dropout)
+        compiled = self.h[0]._compiled_call_impl is not None  # by Module.compile
+        dtype = product_dtype(x)
+        return chosen_impl(x.device.type, dtype, self.config.head_width, dropout, compiled)
 
     def logits(self, *inputs, **more) -> Tensor:
         """(B, T, V) scores of every next token, or masked one; arguments as of `hidden_states`."""

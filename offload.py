@@ -168,7 +168,6 @@ class HostMatrix(NamedTuple):
 
     name: str
     part: Part
-    away: Away
     parameter: nn.Parameter  # the model's, in the device's dtype
     master: nn.Parameter  # fp32: the optimizer's
     sent: Tensor  # what is copied to the device: the master or, in bf16, a copy of it
@@ -202,25 +201,24 @@ class Offload(Edit):
         self.model, self.device, self.link = model, torch.device(device), Link(device)
         groups = grouped(model)
         leaving = [
-            (part, away, name, parameter)
-            for part, away in self.placement.pairs
+            (part, name, parameter)
+            for part in self.placement.parts
             for name, parameter in groups[part.name].items()
-            if away and parameter.ndim > 1
+            if part.away and parameter.ndim > 1
         ]
         slot = torch.Size([self.placement.slot_bytes]), torch.uint8
         wanted = {("slot", 0): slot, ("slot", 1): slot}
-        for part, away, name, parameter in leaving:
+        for part, name, parameter in leaving:
             wanted[name, "master"] = wanted[name, "gradient"] = parameter.shape, torch.float32
-            if self.dtype_of(part, away) != torch.float32:
-                wanted[name, "sent"] = parameter.shape, self.dtype_of(part, away)
+            if self.dtype_of(part) != torch.float32:
+                wanted[name, "sent"] = parameter.shape, self.dtype_of(part)
         memory = self.link.memory(wanted)
-        for part, away, name, parameter in leaving:
-            dtype, shape = self.dtype_of(part, away), parameter.shape
+        for part, name, parameter in leaving:
+            dtype, shape = self.dtype_of(part), parameter.shape
             master = nn.Parameter(memory[name, "master"].copy_(parameter))
             matrix = HostMatrix(
                 name=name,
                 part=part,
-                away=away,
                 parameter=parameter,
                 master=master,
                 sent=memory.get((name, "sent"), master.data),
@@ -228,13 +226,13 @@ class Offload(Edit):
             )
             self.hosted.setdefault(part, []).append(matrix)
             # without storage it is one NaN: run by mistake, it makes a loss that stops the run
-            stored = shape if away < Away.WEIGHTS else [1] * len(shape)
+            stored = shape if part.away < Away.WEIGHTS else [1] * len(shape)
             placeholder = torch.full(stored, torch.nan, dtype=dtype, device=device)
             parameter.data = placeholder.expand(shape)
             if self.early:
                 leave = partial(self.gradient_ready, matrix)
                 parameter.register_post_accumulate_grad_hook(leave)
-            if away == Away.WEIGHTS:
+            if part.away == Away.WEIGHTS:
                 for layer in part.layers:
                     self.streamed[layer] = self.hosted[part]
         for tensor in (*model.parameters(), *model.buffers()):
@@ -245,8 +243,8 @@ class Offload(Edit):
         model.run_block = self.run_block(model.run_block)  # of evaluations
         return True
 
-    def dtype_of(self, part: Part, away: Away) -> torch.dtype:
-        return torch.bfloat16 if self.placement.itemsize(part, away) == 2 else torch.float32
+    def dtype_of(self, part: Part) -> torch.dtype:
+        return torch.bfloat16 if self.placement.itemsize(part) == 2 else torch.float32
 
     def matrices(self) -> list[HostMatrix]:
         return [matrix for matrices in self.hosted.values() for matrix in matrices]
@@ -341,7 +339,7 @@ class Offload(Edit):
 
     def gradient_ready(self, matrix: HostMatrix, parameter: nn.Parameter) -> None:
         """Let a gradient leave, unless it is still to grow on the device."""
-        if self.is_last or matrix.away >= Away.GRADIENTS:
+        if self.is_last or matrix.part.away >= Away.GRADIENTS:
             gradient, parameter.grad = parameter.grad, None
             self.landing.begin(matrix.name, matrix.part.name, gradient)
 
@@ -379,7 +377,7 @@ class Offload(Edit):
         for matrix in matrices:
             if matrix.sent.dtype != torch.float32:
                 matrix.sent.copy_(matrix.master)
-        copied = [matrix for matrix in matrices if matrix.away < Away.WEIGHTS]
+        copied = [matrix for matrix in matrices if matrix.part.away < Away.WEIGHTS]
         pairs = [(matrix.parameter.data, matrix.sent) for matrix in copied]
         self.link.wait(self.link.copy(self.link.up, pairs))
         self.fetched.clear()  # after that wait: copies into their memory have ended
@@ -554,6 +552,7 @@ def main(argv: list[str] | None = None) -> None:
     from support.base.numbers import amount, count
     from support.step import costs, machine
     from support.step.placement import describe
+    from support.step.sizes import config_of, empty_model
 
     parser = runtime.Parser(prog="offload.py", description=__doc__.split("\n")[0])
     command = parser.add_subparsers(required=True).add_parser("plan", help="what would leave")
@@ -568,7 +567,8 @@ def main(argv: list[str] | None = None) -> None:
     costs.fill_in(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     budget = budget_bytes(args.budget, runtime.device_free(device))
-    placement = place(parts_of(costs.model_of(args), args.optimizer == "muon"), budget, args.dtype)
+    model = empty_model(config_of(args.size, args.seq_len, args.pos))
+    placement = place(parts_of(model, args.optimizer == "muon"), budget, args.dtype)
     rates = machine.measured(device, runtime.DTYPES[args.dtype])
     rates = rates._replace(link=args.link or rates.link, flops=args.flops or rates.flops)
     tokens = args.micro_batch_tokens or args.seq_len

@@ -34,6 +34,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from support.base.settings import flag
+from support.base.typed_json import At, read_json
 from support.rows import cutting_stock
 from support.rows.cutting_stock import Filled, Pattern
 from support.rows.packs import LONGEST_ROW, Packing, Packs, assign, checked, histogram
@@ -285,8 +286,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object per packer")
     parser.add_argument("--plot", help="SVG file for a picture of some rows")
     args = parser.parse_args(argv)
-    if args.max_len is not None:
-        check_row(args.max_len, "--max-len")
+    if args.max_len is not None and not 1 <= args.max_len <= LONGEST_ROW:
+        raise ValueError(f"--max-len {args.max_len}: choose 1 to {LONGEST_ROW:,} tokens")
     if args.plot:
         figures.check_file(args.plot)
 
@@ -310,22 +311,12 @@ def main(argv: list[str] | None = None) -> None:
         figures.save(args.plot, charts.bars(some_rows(packing), "Rows", "tokens of a row"))
 
 
-def check_row(max_len: int, source: str) -> None:
-    if not 1 <= max_len <= LONGEST_ROW:
-        raise ValueError(f"{source} {max_len}: choose 1 to {LONGEST_ROW:,} tokens")
-
-
 def read_histogram(path: Path, max_len: int | None) -> np.ndarray:
     """(max_len + 1,) documents of each length, from {"max_len": M, "counts": [of 1, of 2, ...]}."""
-    try:
-        content = json.loads(path.read_text("utf-8"))
-        row, counts = max_len or content["max_len"], content["counts"]
-        if not all(type(number) is int for number in (row, *counts)):
-            raise TypeError
-    except (ValueError, KeyError, TypeError):
-        wanted = '{"max_len": M, "counts": [documents of length 1, of length 2, ...]}'
-        raise ValueError(f"{path} is not a histogram: it has to be {wanted}") from None
-    check_row(row, f"{path}: max_len")
+    shape = {"max_len": At(1, LONGEST_ROW), "counts": [int]}
+    wanted = 'a histogram is {"max_len": M, "counts": [documents of length 1, of length 2, ...]}'
+    content = read_json(path, shape, remedy=wanted)
+    row, counts = max_len or content["max_len"], content["counts"]
     longest = max((length for length, n in enumerate(counts, 1) if n), default=0)
     if longest > row:
         raise ValueError(
@@ -352,9 +343,9 @@ def counts_of(samples: "Samples") -> np.ndarray:
 def show(
     counts: np.ndarray, packers: Sequence[str], depths: Sequence[int | None], as_json: bool
 ) -> None:
-    """Print a table of several packings, or one packing's numbers and some of its rows."""
-    max_len, is_table = len(counts) - 1, len(packers) * len(depths) > 1
-    if is_table and not as_json:
+    """Print a line for each packing, and some rows of one that is alone."""
+    max_len, is_alone = len(counts) - 1, len(packers) * len(depths) == 1
+    if not as_json:
         columns = ("rows", "at least", "full", "a row", "attention", "seconds")
         print(f"{'packer':9} {'most':>4} " + " ".join(f"{column:>10}" for column in columns))
     for depth, packer in product(depths, packers):
@@ -362,42 +353,37 @@ def show(
         try:
             if packer in cutting_stock.NEED_SCIPY:
                 cutting_stock.require_scipy(packer)  # importing it is not the packer's time
-            if is_table and weighs_too_many(packer, max_len, most):
+            if not is_alone and weighs_too_many(packer, max_len, most):
                 raise ValueError(
                     f"more than {PATTERNS:,} ways to fill a row with {most}: ask for it by --packer"
                 )
         except ValueError as error:
-            if not is_table:
+            if is_alone:
                 raise
             print(f"{packer}: {error}", file=sys.stderr)
             continue
         start = time.perf_counter()
         packing = pack(counts, packer, depth)
         seconds = time.perf_counter() - start
-        efficiency, factor, bound = packing.efficiency, packing.factor, packing.lower_bound
         if as_json:
             numbers = {
                 "packer": packer,
                 "packs": packing.packs,
-                "efficiency": efficiency,
-                "factor": factor,
-                "lower_bound": bound,
+                "efficiency": packing.efficiency,
+                "factor": packing.factor,
+                "lower_bound": packing.lower_bound,
                 "seconds": round(seconds, 6),
             }
             print(json.dumps(numbers))
-        elif is_table:
-            print(
-                f"{packer:9} {depth or 'all':>4} {packing.packs:10,} {bound:10,} {efficiency:10.3%}"
-                f" {factor:10.3f} {packing.attention:10.1%} {seconds:10.4f}",
-                flush=True,
-            )
-        else:
+            continue
+        print(
+            f"{packer:9} {depth or 'all':>4} {packing.packs:10,} {packing.lower_bound:10,}"
+            f" {packing.efficiency:10.3%} {packing.factor:10.3f} {packing.attention:10.1%}"
+            f" {seconds:10.4f}",
+            flush=True,
+        )
+        if is_alone:
             print("\n".join(rows_as_text(packing)))
-            print(
-                f"{packer}: {packing.packs:,} rows, no packer needs fewer than {bound:,}; padding:"
-                f" {1 - efficiency:.1%}, {1 - efficiency / factor:.1%} with one document a row;"
-                f" {seconds:.4f} s"
-            )
 
 
 def some_rows(packing: Packing) -> list[list[int]]:

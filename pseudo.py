@@ -35,7 +35,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call
 
-from support.base.clock import StepContext
+from support.base.clock import StepContext, due
 from support.base.settings import flag
 from support.base.technique import Edit, Refusal, is_on, refuse
 
@@ -356,8 +356,7 @@ class Sharing(Edit):
 
     def before_step(self, before: "Clock", after: "Clock") -> None:
         """Watch the step if a check is due and something is shared."""
-        tokens = self.settings.optim.schedule_tokens / CHECKS
-        is_due = before.consumed_tokens // tokens != after.consumed_tokens // tokens
+        is_due = due(self.settings.optim.schedule_tokens / CHECKS, before, after)
         is_shared = max(Counter(self.shadow.owners).values()) > 1
         watches = is_due and is_shared and not self.until.shares
         self.uses = Uses(self.shadow.owners) if watches else None
@@ -485,23 +484,23 @@ def refusals_of_stages(config: PseudoConfig, layers: int) -> list[Refusal]:
 
 def main(argv: list[str] | None = None) -> None:
     from support.base import numbers, runtime
-    from support.step import costs
     from support.step.optim import state_bytes
+    from support.step.sizes import SIZES, config_of, empty_model
 
     parser = runtime.Parser(prog="pseudo.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=costs.SIZES, default="nano")
+    parser.add_argument("--size", choices=SIZES, default="nano")
     parser.add_argument("--group", type=numbers.count, help="as --pseudo-group")
     parser.add_argument("--layers", type=numbers.count, help="as --pseudo-layers")
     parser.add_argument("--until", help="as --pseudo-until")
     args = parser.parse_args(argv)
     config = PseudoConfig(group=args.group, layers=args.layers, until=args.until)
-    settings = SimpleNamespace(model=costs.SIZES[args.size], pseudo=config)
+    settings = SimpleNamespace(model=SIZES[args.size], pseudo=config)
     layers = settings.model.layers
     with runtime.without_prefix("--pseudo-"):
         settings.pseudo = with_defaults(settings)
         refuse(refusals_of_stages(settings.pseudo, layers))
 
-    model = costs.empty_model(costs.config_of(args.size, settings.model.seq_len))
+    model = empty_model(config_of(args.size))
     whole, block = (
         state_bytes(dict(module.named_parameters()), muon=False) for module in (model, model.h[0])
     )

@@ -169,8 +169,8 @@ def planned(
     """In place of offload.placement_for."""
     parts = parts_of(model, settings.optim.optimizer == "muon")
     inside, outside = MODES.get(mode, (Away.NOTHING, Away.NOTHING))
-    away = tuple(inside if part.layers else outside for part in parts)
-    return Placement(parts, away, offload.DTYPES[here.dtype], budget=0)
+    parts = tuple(part._replace(away=inside if part.layers else outside) for part in parts)
+    return Placement(parts, offload.DTYPES[here.dtype], budget=0)
 
 
 def offloaded(device: str, case: Case, more: str = "") -> tuple[dict[str, Variant], dict]:

@@ -124,22 +124,11 @@ if triton is not None:
 
     @triton.jit
     def attend(
-        state,
-        q,
-        keys,
-        values,
-        strides,
-        bounds,
-        low,
-        high,
-        T,
-        scale,
-        D: tl.constexpr,
-        TILE: tl.constexpr,
-        MASKED: tl.constexpr,
+        state, given, low, high, T, scale, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
     ):
         """Add keys to a softmax; its state is the sum of values, sum of weights and top score."""
         acc, total, top = state
+        q, keys, values, strides, bounds = given
         for n in range(low, high, TILE):
             t = n + tl.arange(0, TILE)
             scores = scale * dot(q, tl.trans(load_rows(keys, strides[1], t, T, D, MASKED)))
@@ -183,10 +172,10 @@ if triton is not None:
         acc = tl.zeros((OWN, D), tl.float32)
         total = tl.zeros((OWN,), tl.float32)
         state = (acc, total, total - float("inf"))
-        args = (query, keys, values, strides, bounds)
-        state = attend(state, *args, low, plain, T, scale, D, VISITED, True)
-        state = attend(state, *args, plain, masked_again, T, scale, D, VISITED, False)
-        state = attend(state, *args, masked_again, high, T, scale, D, VISITED, True)
+        given = (query, keys, values, strides, bounds)
+        state = attend(state, given, low, plain, T, scale, D, VISITED, True)
+        state = attend(state, given, plain, masked_again, T, scale, D, VISITED, False)
+        state = attend(state, given, masked_again, high, T, scale, D, VISITED, True)
 
         acc, total, top = state
         nothing = total == 0
@@ -205,23 +194,9 @@ if triton is not None:
 
     @triton.jit
     def add_to_dq(
-        dq,
-        q,
-        dout,
-        row_lse,
-        delta,
-        keys,
-        values,
-        strides,
-        bounds,
-        low,
-        high,
-        T,
-        scale,
-        D: tl.constexpr,
-        TILE: tl.constexpr,
-        MASKED: tl.constexpr,
+        dq, given, low, high, T, scale, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
     ):
+        q, dout, row_lse, delta, keys, values, strides, bounds = given
         for n in range(low, high, TILE):
             t = n + tl.arange(0, TILE)
             key = load_rows(keys, strides[1], t, T, D, MASKED)
@@ -270,32 +245,18 @@ if triton is not None:
         tl.store(delta + of_head + t, row_delta, mask=t < T)
 
         acc = tl.zeros((OWN, D), tl.float32)
-        args = (query, own_dout, row_lse, row_delta, keys, values, strides, bounds)
-        acc = add_to_dq(acc, *args, low, plain, T, scale, D, VISITED, True)
-        acc = add_to_dq(acc, *args, plain, masked_again, T, scale, D, VISITED, False)
-        acc = add_to_dq(acc, *args, masked_again, high, T, scale, D, VISITED, True)
+        given = (query, own_dout, row_lse, row_delta, keys, values, strides, bounds)
+        acc = add_to_dq(acc, given, low, plain, T, scale, D, VISITED, True)
+        acc = add_to_dq(acc, given, plain, masked_again, T, scale, D, VISITED, False)
+        acc = add_to_dq(acc, given, masked_again, high, T, scale, D, VISITED, True)
         store_rows(dq, acc * root, b, h, t, T, H, D)
 
     @triton.jit
     def add_to_dkv(
-        dkv,
-        key,
-        value,
-        queries,
-        douts,
-        lse,
-        delta,
-        strides,
-        bounds,
-        low,
-        high,
-        T,
-        scale,
-        D: tl.constexpr,
-        TILE: tl.constexpr,
-        MASKED: tl.constexpr,
+        dkv, given, low, high, T, scale, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
     ):
         dk, dv = dkv
+        key, value, queries, douts, lse, delta, strides, bounds = given
         for n in range(low, high, TILE):
             t = n + tl.arange(0, TILE)
             query = load_rows(queries, strides[0], t, T, D, MASKED)
@@ -342,10 +303,10 @@ if triton is not None:
         of_head = (b.to(tl.int64) * H + h) * T
 
         acc = tl.zeros((OWN, D), tl.float32)
-        args = (key, value, queries, douts, lse + of_head, delta + of_head, strides, bounds)
-        dkv = add_to_dkv((acc, acc), *args, low, plain, T, scale, D, VISITED, True)
-        dkv = add_to_dkv(dkv, *args, plain, masked_again, T, scale, D, VISITED, False)
-        dkv = add_to_dkv(dkv, *args, masked_again, high, T, scale, D, VISITED, True)
+        given = (key, value, queries, douts, lse + of_head, delta + of_head, strides, bounds)
+        dkv = add_to_dkv((acc, acc), given, low, plain, T, scale, D, VISITED, True)
+        dkv = add_to_dkv(dkv, given, plain, masked_again, T, scale, D, VISITED, False)
+        dkv = add_to_dkv(dkv, given, masked_again, high, T, scale, D, VISITED, True)
         store_rows(dk, dkv[0] * root, b, h, t, T, H, D)
         store_rows(dv, dkv[1], b, h, t, T, H, D)
 

@@ -272,7 +272,7 @@ def token_losses(x: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor
 
 
 def product_dtype(x: Tensor) -> torch.dtype:
-    """The dtype of the logits: autocast's if it is on, else that of x."""
+    """The dtype of products with x: autocast's if it is on, else that of x."""
     device = x.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
 

@@ -27,7 +27,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import Tensor
 from torch.autograd.function import FunctionCtx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -136,22 +136,21 @@ def bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:
     return start.masked_fill(padding, T).int(), end.masked_fill(padding, 0).int()
 
 
-FORWARD = {"groups": attention_groups.forward, "triton": attention_tiles.forward}
-BACKWARD = {"groups": attention_groups.backward, "triton": attention_tiles.backward}
+FILES = {"groups": attention_groups, "triton": attention_tiles}
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, index_1: Tensor, index_2: Tensor, causal: bool, impl: str
 ) -> tuple[Tensor, Tensor]:
     """The output, and the log-sum-exp of the scores, which the backward pass needs."""
-    return FORWARD[impl](q, k, v, index_1, index_2, causal)
+    return FILES[impl].forward(q, k, v, index_1, index_2, causal)
 
 
 def attend_backward(
     dout: Tensor, saved: Sequence[Tensor], causal: bool, impl: str
 ) -> tuple[Tensor, Tensor, Tensor]:
     """The gradients of q, k and v; `saved` is these, the results of `attend`, and the index."""
-    return BACKWARD[impl](dout, saved, causal)
+    return FILES[impl].backward(dout, saved, causal)
 
 
 # The same as operators, which torch.compile does not trace into: it only asks for the shapes of
@@ -191,12 +190,7 @@ class PackedAttention(torch.autograd.Function):
 
 
 def chosen_impl(
-    device: str,
-    dtype: torch.dtype,
-    head_width: int,
-    dropout: float = 0.0,
-    compiled: bool = False,
-    impl: str = "auto",
+    device: str, dtype: torch.dtype, head_width: int, dropout: float = 0.0, compiled: bool = False
 ) -> str:
     """Choose the implementation for packed rows on this machine.
 
@@ -204,12 +198,7 @@ def chosen_impl(
           dtype    of queries, keys and values
           dropout  of scores, in training
           compiled whether blocks are: adaptive would compile both of its forms
-          impl     auto, or one of IMPLS, as the caller asked
     """
-    if impl not in ("auto", *IMPLS):
-        raise ValueError(f"impl {impl!r} is unknown: choose one of auto, {', '.join(IMPLS)}")
-    if impl != "auto":
-        return impl
     if dropout:
         return "dense"
     if device == "cpu":
@@ -218,15 +207,6 @@ def chosen_impl(
     half = dtype in (torch.bfloat16, torch.float16)
     tiled = half and head_width in attention_tiles.HEAD_WIDTHS
     return "triton" if tiled and why_not(device) is None else "dense"
-
-
-def impl_for(block: nn.Module, x: Tensor, head_width: int, dropout: float = 0.0) -> str:
-    """`chosen_impl` for blocks like this one, hidden states like x and the present autocast."""
-    device, dtype = x.device.type, x.dtype
-    if torch.is_autocast_enabled(device):
-        dtype = torch.get_autocast_dtype(device)
-    compiled = block._compiled_call_impl is not None  # by Module.compile
-    return chosen_impl(device, dtype, head_width, dropout, compiled)
 
 
 def packed_attention(

@@ -52,7 +52,9 @@ if triton is not None:
     # they tell the compiler that wide accesses are aligned. So no argument needs to be specialized
     # for 1 or multiples of 16, which would compile again as T and K change over a run.
 
-    @triton.jit(do_not_specialize=["rows", "K", "x_stride_b", "x_stride_t"])
+    OF_A_BATCH = ["rows", "T", "K", "reach", "x_stride_b", "x_stride_t", "y_stride_b", "y_stride_k"]
+
+    @triton.jit(do_not_specialize=OF_A_BATCH)
     def take_kernel(
         out,  # (B, K, C), contiguous
         x,  # (B, T, C)
@@ -76,18 +78,7 @@ if triton is not None:
         value = tl.load(x + start[:, None] + col[None, :], mask=inside)
         tl.store(out + row.to(tl.int64)[:, None] * C + col[None, :], value, mask=inside)
 
-    @triton.jit(
-        do_not_specialize=[
-            "rows",
-            "T",
-            "K",
-            "reach",
-            "x_stride_b",
-            "x_stride_t",
-            "y_stride_b",
-            "y_stride_k",
-        ]
-    )
+    @triton.jit(do_not_specialize=OF_A_BATCH)
     def place_kernel(
         out,  # (B, T, C), contiguous
         x,  # (B, T, C), or None: zeros
@@ -296,10 +287,9 @@ def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) ->
         raise ValueError(f"y {tuple(y.shape)} {y.dtype} must be {(B, K, C)} {x.dtype}, as x is")
     if impl == "auto":
         impl = "triton" if x.is_cuda and why_not("cuda") is None else "torch"
-    if impl == "torch":
-        return "torch"
-    check_asked(x.device.type, "auto or torch")
-    return "triton"
+    if impl == "triton":
+        check_asked(x.device.type, "auto or torch")
+    return impl
 
 
 def gather(x: Tensor, kept: Tensor, impl: str = "auto") -> Tensor:

@@ -282,19 +282,19 @@ def test_command_prints_json_and_tables_and_plots(tmp_path, capsys):
         curriculum.main(["pace", *flags.split()])
         return capsys.readouterr().out
 
-    root = "--kind root --degree 2 --start 64 --end 1024 --over 300 --multiple 8"
+    root = "--kind root:2 --start 64 --end 1024 --over 300 --multiple 8"
     values = json.loads(printed(f"{root} --at 1,5,10,300 --json"))
     assert values == {"1": 112, "5": 184, "10": 232, "300": 1024}
     lines = printed("--start 64 --end 256 --over 50").splitlines()
     assert lines[1].split() == ["0", "64"] and lines[11].split() == ["50", "256"]
-    assert printed("--kind root:3") == printed("--kind root --degree 3"), "as train.py takes it"
-    levels = printed(f"--levels 64,256 --until 10 --plot {tmp_path / 'curve.svg'}")
-    assert printed("--kind discrete:64@0.1:256") in levels
+    assert printed("--kind root") == printed("--kind root:2"), "as train.py takes it"
+    levels = printed(f"--kind discrete:64@0.1:256 --plot {tmp_path / 'curve.svg'}").splitlines()
+    assert [line.split() for line in levels[2:4]] == [["10", "64"], ["20", "256"]]
     points = re.search(r'points="(.*?)"', (tmp_path / "curve.svg").read_text())[1].split()
     assert len(points) == 4 and len({point.split(",")[1] for point in points}) == 2, "a step"
 
 
-REFUSED = "--start 300 --end 256; --kind root:nan; --over inf; --until 5 --levels 1,2,3"
+REFUSED = "--start 300 --end 256; --kind root:nan; --over inf; --kind discrete:1@0.05:2:3"
 
 
 @pytest.mark.parametrize("flags", REFUSED.split("; "))

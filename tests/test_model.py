@@ -119,7 +119,7 @@ def test_a_bert_of_pairs_starts_with_the_weights_of_a_bert():
 @pytest.mark.parametrize("kind, pos", WITH_PAIRS)
 def test_a_batch_without_targets_costs_nothing(monkeypatch, kind, pos, impl):
     """Also blank rows, as a rank gets where rows are fewer than ranks: no NaN."""
-    monkeypatch.setattr("model.impl_for", lambda *_: impl)
+    monkeypatch.setattr("model.chosen_impl", lambda *_: impl)
     model = tiny(kind, pos)
     tokens, nothing = torch.randint(VOCAB, (2, SEQ_LEN)), torch.full((2, SEQ_LEN), IGNORE)
     blank = (tokens, nothing, torch.zeros_like(tokens), torch.full_like(tokens, -1))
@@ -202,7 +202,7 @@ def is_unpacked(model: Transformer, batch: tuple, places: dict) -> bool:
 @pytest.mark.parametrize("impl", ["dense", "groups"])
 @pytest.mark.parametrize("kind, pos", WITH_PAIRS)
 def test_packed_equals_unpacked(monkeypatch, kind, pos, impl):
-    monkeypatch.setattr("model.impl_for", lambda *_: impl)
+    monkeypatch.setattr("model.chosen_impl", lambda *_: impl)
     model, docs = tiny(kind, pos), documents()
     batch, places = lay(docs, ROWS)
     assert is_unpacked(model, batch, places)
@@ -217,6 +217,16 @@ def test_packed_rows_are_dense_while_attention_drops(dropout, impl):
     assert model.attention_impl(model.wte.weight) == impl and model(batch).isfinite()
     assert model.eval().attention_impl(model.wte.weight) == "adaptive"
     assert is_unpacked(model, batch, places)
+
+
+def test_compiled_blocks_group_documents_and_autocast_counts(monkeypatch):
+    model, asked = tiny(), []
+    model.h[0]._compiled_call_impl = model.h[0].forward  # as Module.compile leaves it
+    assert model.attention_impl(model.wte.weight) == "groups"
+    monkeypatch.setattr("model.chosen_impl", lambda _, dtype, *more: asked.append(dtype))
+    with torch.autocast("cpu", torch.bfloat16):
+        model.attention_impl(model.wte.weight)
+    assert asked == [torch.bfloat16]
 
 
 @pytest.mark.parametrize("kind, pos", KINDS)

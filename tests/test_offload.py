@@ -30,7 +30,7 @@ from offload import Copy, Landing, Link, Offload
 from support.base.technique import Edit
 from support.rows.batch import Batch
 from support.step.optim import LossScale, Optimizers
-from support.step.placement import WHERE, Away, Placement, order_of_leaving, part_of, parts_of
+from support.step.placement import Away, Placement, order_of_leaving, part_of, parts_of, places
 
 pytestmark = pytest.mark.usefixtures("short_ends")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
@@ -62,8 +62,9 @@ class Run:
         self.gradients: list[dict] = []  # of each step, before they are clipped
         self.offloaded = Edit()  # which does nothing
         if away is not None:
-            parts = parts_of(model, kind == "muon")
-            self.offloaded = Offload(Placement(parts, away[: len(parts)], dtype, budget=0), early)
+            pairs = zip(parts_of(model, kind == "muon"), away, strict=False)
+            parts = tuple(part._replace(away=of_part) for part, of_part in pairs)
+            self.offloaded = Offload(Placement(parts, dtype, budget=0), early)
         self.offloaded.move(model, device)
         tensors = self.offloaded.parameters(dict(model.named_parameters()))
         self.optimizers = Optimizers(tensors, kind, 0.1, (0.9, 0.95), dtype == "fp16")
@@ -453,7 +454,7 @@ def test_attention_is_chosen_where_the_rows_are_and_not_where_the_first_block_is
         asked.append(device)
         return chosen_impl(device, *more)
 
-    monkeypatch.setattr(packed_attention, "chosen_impl", noted)
+    monkeypatch.setattr("model.chosen_impl", noted)
     model = small()
     model.h[0].to("meta")
     loss = model(batch(), run_block=lambda layer, block, x, meta: block(x, meta) if layer else x)
@@ -545,9 +546,9 @@ def residence(run):
 def test_every_tensor_lives_where_the_placement_says_and_has_its_bytes(mixture, dtype, device):
     run = Run(small(), MIXTURES[mixture], "muon", dtype, device=device)
     placement, offloaded = run.offloaded.placement, run.offloaded
-    away = {part.name: kind for part, kind in placement.pairs}
+    away = {part.name: part.away for part in placement.parts}
     planned = {
-        name: WHERE[away[part_of(name)] if p.ndim > 1 else NOTHING]
+        name: places(away[part_of(name)] if p.ndim > 1 else NOTHING)
         for name, p in run.model.named_parameters()
     }
     run.backward(last=False)  # a sum on the host is not the optimizer's yet

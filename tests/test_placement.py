@@ -30,9 +30,17 @@ def blocks(n, numel=1000, state=8):
 THREE = (Part("outside", (), 500, 4000, 5), *blocks(3))
 
 
+def kinds_of(placement):
+    return [part.away for part in placement.parts]
+
+
 def away(budget, **more):
     """A letter each for the outside and the three blocks."""
-    return "".join("NSGW"[kind] for kind in place(THREE, budget, "fp32", **more).away)
+    return "".join("NSGW"[kind] for kind in kinds_of(place(THREE, budget, "fp32", **more)))
+
+
+def block(away, layers=(0,), numel=1):
+    return Part("h.0", layers, numel, 8 * numel, 0, away)
 
 
 def test_worked_example():
@@ -61,10 +69,10 @@ def test_the_walk_at_the_head_of_offload_py():
     held = [round(placement.device_bytes / MIB, 2) for placement in (whole, state, weights)]
     assert held == [25.84, 25.09, 17.59]
     assert parts[3].numel == 196_608 and parts[3].numel * 4 == parts[3].state_bytes == 0.75 * MIB
-    assert state.away == (NOTHING, NOTHING, NOTHING, STATE, NOTHING, NOTHING, NOTHING)
-    assert weights.away == (NOTHING, GRADIENTS, WEIGHTS, WEIGHTS, WEIGHTS, GRADIENTS, GRADIENTS)
+    assert kinds_of(state) == [NOTHING] * 3 + [STATE] + [NOTHING] * 3
+    assert kinds_of(weights) == [NOTHING, GRADIENTS, *[WEIGHTS] * 3, GRADIENTS, GRADIENTS]
     for placement in (state, weights):
-        assert placement.on_host(parts[3], placement.away[3]) == 2.25 * MIB
+        assert placement.on_host(placement.parts[3]) == 2.25 * MIB
         assert placement.slot_bytes == 0.75 * MIB
     assert state.traffic(1024, 2)[:2] == (0.75 * MIB, 0.75 * MIB)
     assert weights.traffic(1024, 2)[:2] == (9 * MIB, 9 * MIB)
@@ -80,17 +88,18 @@ def test_the_walk_at_the_head_of_offload_py():
     ],
 )
 def test_bytes_of_a_parameter(dtype, on_device, outside, narrow):
-    block, rest = Part("h.0", (0,), 1, 8, 0), Part("outside", (), 1, 8, 0)
-    placement = Placement((block,), (NOTHING,), dtype, 0)
-    assert tuple(placement.on_device(block, kind) for kind in Away) == on_device
-    assert tuple(placement.on_device(rest, kind) for kind in Away if kind < WEIGHTS) == outside
+    blocks = [block(kind) for kind in Away]
+    rest = [Part("outside", (), 1, 8, 0, kind) for kind in Away if kind < WEIGHTS]
+    placement = Placement((), dtype, 0)
+    assert tuple(map(placement.on_device, blocks)) == on_device
+    assert tuple(map(placement.on_device, rest)) == outside
     on_host = (0, 4 + 4 + 8, 4 + 4 + 8 + narrow, 4 + 4 + 8 + narrow)
-    assert tuple(placement.on_host(block, kind) for kind in Away) == on_host
+    assert tuple(map(placement.on_host, blocks)) == on_host
 
 
 def test_gradients_of_a_shared_block_stay_until_its_last_use():
-    shared = Part("h.0", (0, 3), 1000, 8000, 0)
-    assert Placement((shared,), (WEIGHTS,), "fp32", 0).device_bytes == 4000 + 4 * 4000
+    shared = block(WEIGHTS, (0, 3), 1000)
+    assert Placement((shared,), "fp32", 0).device_bytes == 4000 + 4 * 4000
 
 
 @st.composite
@@ -129,9 +138,9 @@ def test_any_placement_holds_its_budget_in_the_order_of_leaving(parts, dtype, sh
         assert least == 1 or placed(parts, (least - 1) * MIB, dtype) == least
         return
     assert placement.device_bytes <= share * whole
-    assert share < 1 or not any(placement.away)
-    assert all(b <= a for a, b in zip(placement.away, roomier.away, strict=True))
-    outside, *kinds = placement.away
+    assert share < 1 or not any(kinds_of(placement))
+    assert all(b <= a for a, b in zip(kinds_of(placement), kinds_of(roomier), strict=True))
+    outside, *kinds = kinds_of(placement)
     assert max(kinds) - min(kinds) <= 1, "gradients leave when no state is left, and so on"
     assert outside == NOTHING or set(kinds) == {WEIGHTS}
     assert outside < WEIGHTS
@@ -192,9 +201,9 @@ def test_a_run_is_placed_by_its_flags_and_by_what_is_free(monkeypatch):
     with pytest.raises(ValueError, match=given):
         placement(budget)
     placed = placement(f"{budget} {given} 20MB")
-    assert 10**6 < placed.host_bytes < 20 * 10**6 and any(placed.away)
-    assert placement(f"{given} 20MB").away == placed.away, "auto: half of what is free"
-    assert not any(placement("--offload-budget 1GiB").away)
+    assert 10**6 < placed.host_bytes < 20 * 10**6 and any(kinds_of(placed))
+    assert placement(f"{given} 20MB") == placed, "auto: half of what is free"
+    assert not any(kinds_of(placement("--offload-budget 1GiB")))
     with pytest.raises(ValueError, match="several ranks"):
         placement(f"--offload-budget 3MB {given} 20MB", replace(here, world_size=2))
     with pytest.raises(ValueError, match=f"{given} lots"):
@@ -242,7 +251,7 @@ def test_sizes_of_a_model_count_a_shared_block_once():
 def test_traffic_worked_example():
     costs = [(0, 0, 0, 0), (400, 400, 0, 100), (800, 400, 0, 100), (800, 400, 4000, 100)]
     for kind, cost in zip(Away, costs, strict=True):
-        placement = Placement((Part("h.0", (0,), 100, 800, 0),), (kind,), "fp32", 0)
+        placement = Placement((block(kind, numel=100),), "fp32", 0)
         assert placement.traffic(micro_batch_tokens=10, micro_batches=2) == cost
 
 
@@ -252,18 +261,18 @@ def test_blocks_stay_where_a_pass_begins_with_the_one_that_the_last_pass_ended_w
     A shared block is fetched for each of its layers: of 8 uses 2 follow on one of the last layer,
     and 1 on one of the first.
     """
-    three = tuple(Part(f"h.{number}", (number,), 100, 800, 0) for number in range(3))
-    placement = Placement(three, (WEIGHTS,) * 3, "fp32", 0)
+    three = tuple(block(WEIGHTS, (layer,), 100) for layer in range(3))
+    placement = Placement(three, "fp32", 0)
     assert [placement.fetches(part, 2) for part in three] == [3, 4, 2]
     assert placement.traffic(10, 2).to_device == 3600
-    shared = Placement((Part("h.0", (0, 2), 100, 800, 0),), (WEIGHTS,), "bf16", 0)
+    shared = Placement((block(WEIGHTS, (0, 2), 100),), "bf16", 0)
     assert shared.traffic(10, 2) == (400, 1000, 8000, 100)
 
 
 def test_break_even():
     rates = Rates(25e9, 140e12, 1)
-    assert Placement((), (), "bf16", 0).break_even_tokens(rates) == 5600
-    assert Placement((), (), "fp32", 0).break_even_tokens(rates) == 11_200
+    assert Placement((), "bf16", 0).break_even_tokens(rates) == 5600
+    assert Placement((), "fp32", 0).break_even_tokens(rates) == 11_200
     assert place(THREE, 2**60, "bf16", shards=8).break_even_tokens(rates) == 1400
 
 

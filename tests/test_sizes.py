@@ -10,12 +10,12 @@ from support.step.sizes import SIZES, flops_of_row, parameter_count
 
 
 def test_published_parameter_counts():
-    layers, heads, width, T = SIZES["124M"]
+    layers, heads, width, T, *_ = SIZES["124M"]
     gpt2 = TransformerConfig("gpt", layers, heads, width, 4 * width, T, 50257)
     assert parameter_count(gpt2) == 124_439_808
     # BERT-base as published with its masked-token head: 109,514,298; less the two rows of token
     # types, of which the model keeps one, inside its positions.
-    layers, heads, width, T = SIZES["bert-base"]
+    layers, heads, width, T, *_ = SIZES["bert-base"]
     shape = TransformerConfig("bert", layers, heads, width, 4 * width, T, 30522)
     assert parameter_count(shape) == 109_514_298 - 2 * width
 

@@ -36,16 +36,12 @@ def add_curve_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def show_curve(
-    args: argparse.Namespace,
-    value_at: Callable[[float], float],
-    name: str,
-    over: float,
-    tenths: int,
+    args: argparse.Namespace, value_at: Callable[[float], float], name: str, over: float
 ) -> None:
     """Print a function of t at --at, or at tenths of the way to `over`; plot it on request."""
     if args.plot:
         check_file(args.plot)
-    at = args.at or [over * tenth / 10 for tenth in range(tenths + 1)]
+    at = args.at or [over * tenth / 10 for tenth in range(11)]
     values = {f"{t:.12g}": value_at(t) for t in at}
     if args.json:
         print(json.dumps(values))

@@ -3,7 +3,7 @@
 Assumed are full rows, time proportional to FLOPs (bench/runs.py measures it), and Muon: for nano as
 on a CPU, in fp32, for the larger sizes as on a GPU, in bf16. Nothing is run.
 
-Used by `ltd.py plan` and, for its flags and model, by the commands of pseudo.py and offload.py.
+Used by `ltd.py plan` and, for its flags, by the commands of pseudo.py and offload.py.
 
     python ltd.py plan --size 1.3B --tokens 300B --start 128 --share 0.7
 """
@@ -14,22 +14,14 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import NamedTuple
 
-from model import Transformer, TransformerConfig
+from model import TransformerConfig
 from support.base.numbers import count
 from support.base.technique import refuse
 from support.step.muon import flops_of_orthogonalising
-from support.step.sizes import SIZES, empty_model, flops_of_row, refusals_of_rows, with_defaults
+from support.step.sizes import SIZES, config_of, flops_of_row, refusals_of_rows, with_defaults
 
-# Vocabularies of GPT-2's tokenizer and of the embedded corpus, rounded up to multiples of 64.
-V_GPT2 = 50_304
-V_PD4K = 4_160
-SETTINGS = {  # of train.py, by the flags that ask for them
-    "size": "model.size",
-    "pos": "model.pos",
-    "seq_len": "data.seq_len",
-    "tokens": "optim.tokens",
-    "batch_tokens": "optim.batch_tokens",
-}
+# Of train.py; behind the dot stands the flag that asks for it.
+SETTINGS = ("model.size", "model.pos", "data.seq_len", "optim.tokens", "optim.batch_tokens")
 
 # (steps before, progress 0..1) -> the tokens of a row that each layer sees
 TokensAt = Callable[[int, float], Sequence[int]]
@@ -108,9 +100,10 @@ def fill_in(args: argparse.Namespace) -> None:
     """
     if args.pos is None and (args.seq_len or 0) > SIZES[args.size].seq_len:
         args.pos = "rope"  # --size says how many positions can be learned
-    settings = with_defaults({SETTINGS[flag]: getattr(args, flag) for flag in SETTINGS})
-    for flag in SETTINGS:
-        setattr(args, flag, settings[SETTINGS[flag]])
+    flags = {setting: setting.split(".")[1] for setting in SETTINGS}
+    settings = with_defaults({setting: getattr(args, flags[setting]) for setting in SETTINGS})
+    for setting in SETTINGS:
+        setattr(args, flags[setting], settings[setting])
     learned = args.pos == "learned"
     refuse(refusals_of_rows(args.size, args.seq_len, args.batch_tokens, learned))
 
@@ -145,16 +138,3 @@ def show_plan(args: argparse.Namespace, schedule: str, tokens_at: TokensAt) -> N
         f"time saved, if it follows FLOPs: {1 - same_text:.1%} for the same text,"
         f" {1 - same_tokens:.1%} for the same consumed tokens"
     )
-
-
-def model_of(args: argparse.Namespace) -> Transformer:
-    """The model without its weights, on the meta device."""
-    return empty_model(config_of(args.size, args.seq_len, args.pos))
-
-
-def config_of(size: str, seq_len: int, pos: str | None = None) -> TransformerConfig:
-    layers, heads, width, _ = SIZES[size]
-    kind = "bert" if size.startswith("bert") else "gpt"
-    V = V_PD4K if size == "nano" else V_GPT2
-    pos = pos or ("rope" if size == "nano" else "learned")
-    return TransformerConfig(kind, layers, heads, width, 4 * width, seq_len, V, pos)

@@ -2,6 +2,7 @@
 
 import re
 import time
+import timeit
 from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
@@ -109,14 +110,12 @@ def measured(device: torch.device, dtype: torch.dtype) -> Rates:
     adamw = torch.optim.AdamW([weights], fused=True)
 
     def seconds(action: Callable[[], object]) -> float:
-        tries = []
-        for _ in range(3):
-            began = time.perf_counter()
+        def once() -> None:
             action()
             if is_cuda:
                 torch.cuda.synchronize(device)
-            tries.append(time.perf_counter() - began)
-        return min(tries)
+
+        return min(timeit.repeat(once, number=1, repeat=3))
 
     return Rates(
         link=here.nbytes / seconds(lambda: there.copy_(here, non_blocking=True)),

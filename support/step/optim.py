@@ -211,6 +211,7 @@ class Optimizers:
             {"params": split.plain, "weight_decay": 0.0},
         ]
         self.named = named
+        self.names = {parameter: name for name, parameter in named.items()}
         self.parameters = [parameter for group in split for parameter in group]
         self.parts = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
         if split.matrices:
@@ -265,9 +266,8 @@ class Optimizers:
         So a state fits a model whose parameters stand in another order, on another device, or were
         made from others (pseudo.py).
         """
-        names = {parameter: name for name, parameter in self.named.items()}
         state = {
-            names[parameter]: dict(kept)
+            self.names[parameter]: dict(kept)
             for optimizer in self.parts
             for parameter, kept in optimizer.state.items()
         }
@@ -286,13 +286,12 @@ class Optimizers:
             shape = self.named[name].shape if name in self.named else None
             if any(tensor.ndim and tensor.shape != shape for tensor in kept.values()):
                 raise ValueError(f"the optimizer's state of {name} does not fit the model")
-        names = {parameter: name for name, parameter in self.named.items()}
         for optimizer in self.parts:
             parameters = [p for group in optimizer.param_groups for p in group["params"]]
             state = {
-                number: saved["state"][names[parameter]]
+                number: saved["state"][self.names[parameter]]
                 for number, parameter in enumerate(parameters)
-                if names[parameter] in saved["state"]
+                if self.names[parameter] in saved["state"]
             }
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})

@@ -71,6 +71,7 @@ class Part(NamedTuple):
     numel: int  # parameters of its matrices, which may leave
     state_bytes: int  # of the matrices' optimizer
     small: int  # parameters of norms and biases, which stay
+    away: Away = Away.NOTHING  # what of its matrices is on the host
 
 
 def part_of(name: str) -> str:
@@ -118,54 +119,49 @@ class Traffic(NamedTuple):
 
 @dataclass(frozen=True)
 class Placement:
-    """For each part, how much of it is away."""
+    """All parts, each with what of it is away."""
 
     parts: tuple[Part, ...]
-    away: tuple[Away, ...]
     dtype: str  # of the arithmetic: fp32 | bf16 | fp16
     budget: int
 
     what_passes = "of two blocks at a time, two gradients of the embeddings"
 
     @property
-    def pairs(self) -> list[tuple[Part, Away]]:
-        return list(zip(self.parts, self.away, strict=True))
-
-    @property
     def layers_away(self) -> list[int]:
         """Layers whose blocks have anything on the host."""
-        return [layer for part, away in self.pairs if away for layer in part.layers]
+        return [layer for part in self.parts if part.away for layer in part.layers]
 
     @property
     def device_bytes(self) -> int:
-        return sum(map(self.on_device, self.parts, self.away)) + self.small_bytes + self.in_passing
+        return sum(map(self.on_device, self.parts)) + self.small_bytes + self.in_passing
 
     @property
     def host_bytes(self) -> int:
-        return sum(map(self.on_host, self.parts, self.away)) + 2 * self.slot_bytes
+        return sum(map(self.on_host, self.parts)) + 2 * self.slot_bytes
 
     # device and host
 
-    def itemsize(self, part: Part, away: Away) -> int:
+    def itemsize(self, part: Part) -> int:
         """Bytes of one of the device's weights, and of its gradient."""
-        narrow = self.dtype == "bf16" and part.layers and away >= Away.GRADIENTS
+        narrow = self.dtype == "bf16" and part.layers and part.away >= Away.GRADIENTS
         return 2 if narrow else 4
 
     def bytes_each(self, part: Part, away: Away) -> int:
         return (BLOCK_BYTES if part.layers else OUTSIDE_BYTES)[self.dtype][away]
 
-    def on_device(self, part: Part, away: Away) -> int:
+    def on_device(self, part: Part) -> int:
         """Bytes of a part's matrices that stay on the device."""
-        each = self.bytes_each(part, away)
-        if away >= Away.GRADIENTS and len(part.layers) > 1:
-            each += self.itemsize(part, away)  # layers that share a block add up gradients here
-        return part.numel * each + (0 if away else part.state_bytes)
+        each = self.bytes_each(part, part.away)
+        if part.away >= Away.GRADIENTS and len(part.layers) > 1:
+            each += self.itemsize(part)  # layers that share a block add up gradients here
+        return part.numel * each + (0 if part.away else part.state_bytes)
 
-    def on_host(self, part: Part, away: Away) -> int:
+    def on_host(self, part: Part) -> int:
         """fp32 weights and gradients, optimizer state, and a bf16 copy of weights to send."""
-        if away == Away.NOTHING:
+        if not part.away:
             return 0
-        narrow = 2 if self.itemsize(part, away) == 2 else 0
+        narrow = 2 if self.itemsize(part) == 2 else 0
         return part.numel * (8 + narrow) + part.state_bytes
 
     @property
@@ -175,22 +171,22 @@ class Placement:
 
     # copies
 
-    def matrix_bytes(self, part: Part, away: Away) -> int:
+    def matrix_bytes(self, part: Part) -> int:
         """One copy of a part's matrices, or of their gradients, as it travels."""
-        return part.numel * self.itemsize(part, away)
+        return part.numel * self.itemsize(part)
 
     @property
     def slot_bytes(self) -> int:
         """Host memory where the gradients of any part can land."""
-        return max((self.matrix_bytes(part, away) for part, away in self.pairs if away), default=0)
+        return max((self.matrix_bytes(part) for part in self.parts if part.away), default=0)
 
     @property
     def in_passing(self) -> int:
         """Gradients that leave and weights that arrive, of two blocks at a time each."""
-        blocks = [(part, away) for part, away in self.pairs if part.layers]
-        gradients = [self.matrix_bytes(p, away) for p, away in blocks if away >= Away.GRADIENTS]
+        blocks = [part for part in self.parts if part.layers]
+        gradients = [self.matrix_bytes(part) for part in blocks if part.away >= Away.GRADIENTS]
         weight = BLOCK_BYTES[self.dtype][Away.GRADIENTS]  # and its cast
-        weights = [part.numel * weight for part, away in blocks if away == Away.WEIGHTS]
+        weights = [part.numel * weight for part in blocks if part.away == Away.WEIGHTS]
         two_blocks = 2 * max(gradients, default=0) + 2 * max(weights, default=0)
         return two_blocks + self.embedding_gradients
 
@@ -217,13 +213,13 @@ class Placement:
                  with three such blocks 3,600 back
         """
         to_host = to_device = flops = on_host = 0
-        for part, away in self.pairs:
-            if away == Away.NOTHING:
+        for part in self.parts:
+            if not part.away:
                 continue
-            size = self.matrix_bytes(part, away)
-            to_host += size * (micro_batches if away >= Away.GRADIENTS else 1)
+            size = self.matrix_bytes(part)
+            to_host += size * (micro_batches if part.away >= Away.GRADIENTS else 1)
             on_host += part.numel
-            if away == Away.WEIGHTS:
+            if part.away == Away.WEIGHTS:
                 to_device += size * self.fetches(part, micro_batches)
                 flops += 2 * part.numel * micro_batch_tokens * len(part.layers) * micro_batches
             else:
@@ -236,7 +232,7 @@ class Placement:
         Twice a micro-batch for each layer; but the last layer's weights stay there from the
         forward to the backward pass, and the first layer's until the next micro-batch.
         """
-        layers = [n for other, away in self.pairs if away == Away.WEIGHTS for n in other.layers]
+        layers = [n for other in self.parts if other.away == Away.WEIGHTS for n in other.layers]
         is_last, is_first = max(layers) in part.layers, min(layers) in part.layers
         return (2 * len(part.layers) - is_last - is_first) * micro_batches + is_first
 
@@ -276,14 +272,14 @@ class ShardedPlacement(Placement):
     def of_rank(self, count: int) -> int:
         return -(-count // self.ranks)
 
-    def itemsize(self, part: Part, away: Away) -> int:
+    def itemsize(self, part: Part) -> int:
         return 4
 
-    def on_device(self, part: Part, away: Away) -> int:
-        return 0 if away else self.of_rank(8 * part.numel + part.state_bytes)
+    def on_device(self, part: Part) -> int:
+        return 0 if part.away else self.of_rank(8 * part.numel + part.state_bytes)
 
-    def on_host(self, part: Part, away: Away) -> int:
-        return self.of_rank(8 * part.numel + part.state_bytes) if away else 0
+    def on_host(self, part: Part) -> int:
+        return self.of_rank(8 * part.numel + part.state_bytes) if part.away else 0
 
     @property
     def in_passing(self) -> int:
@@ -350,9 +346,8 @@ def place(
              host that is too small
     Cost:    for L blocks, L^2 sums
     """
-    away = [Away.NOTHING] * len(parts)
     if shards is None:
-        start = Placement(parts, tuple(away), dtype, budget)
+        start = Placement(parts, dtype, budget)
     else:  # blocks leave whole
         kinds = (Away.WEIGHTS,)
         parts = tuple(
@@ -363,11 +358,11 @@ def place(
             )
             for part in parts
         )
-        start = ShardedPlacement(parts, tuple(away), dtype, budget, ranks=shards)
-    options = [start]
+        start = ShardedPlacement(parts, dtype, budget, ranks=shards)
+    options, placed = [start], list(parts)
     for number, kind in order_of_leaving(parts, kinds):
-        away[number] = kind
-        options.append(replace(start, away=tuple(away)))
+        placed[number] = parts[number]._replace(away=kind)
+        options.append(replace(start, parts=tuple(placed)))
     placement = next((option for option in options if option.device_bytes <= budget), None)
     if placement is None:
         least = min(option.device_bytes for option in options)
@@ -388,12 +383,6 @@ def place(
 
 # ---- in words
 
-WHERE = {  # weights, gradients and optimizer state live
-    Away.NOTHING: ("device", "device", "device"),
-    Away.STATE: ("device", "device", "host"),
-    Away.GRADIENTS: ("device", "host", "host"),
-    Away.WEIGHTS: ("host", "host", "host"),
-}
 WHY = {
     Away.NOTHING: "the budget has room for it",
     Away.STATE: "state leaves first: touched once a step",
@@ -403,22 +392,27 @@ WHY = {
 HEAD = ("", "parameters", "weights", "gradients", "state", "on device", "on host", "why")
 
 
+def places(away: Away) -> list[str]:
+    """Where weights, gradients and optimizer state live."""
+    return ["host" if away >= kind else "device" for kind in reversed(KINDS)]
+
+
 def table(placement: Placement) -> str:
     """One line for neighbours with the same on the host; then norms, copies and the total."""
     rows = [HEAD]
-    alike = groupby(placement.pairs, key=lambda pair: (pair[1], bool(pair[0].layers)))
-    for (away, is_block), pairs in alike:
-        parts = [part for part, _ in pairs]
+    alike = groupby(placement.parts, key=lambda part: (part.away, bool(part.layers)))
+    for (away, is_block), group in alike:
+        parts = list(group)
         numel = sum(part.numel for part in parts)
-        on_device = shown(sum(placement.on_device(part, away) for part in parts))
-        on_host = shown(sum(placement.on_host(part, away) for part in parts))
+        on_device = shown(sum(map(placement.on_device, parts)))
+        on_host = shown(sum(map(placement.on_host, parts)))
         why = WHY[away] if is_block or not away else "embeddings, heads: after all blocks"
-        rows.append((span_of(parts), f"{numel:,}", *WHERE[away], on_device, on_host, why))
+        rows.append((span_of(parts), f"{numel:,}", *places(away), on_device, on_host, why))
     small = sum(part.small for part in placement.parts)
     if small:
         sizes = shown(placement.small_bytes), shown(0)
         why = "small, and used all the time"
-        rows.append(("norms, biases", f"{small:,}", *WHERE[Away.NOTHING], *sizes, why))
+        rows.append(("norms, biases", f"{small:,}", *places(Away.NOTHING), *sizes, why))
     passing, slots = shown(placement.in_passing), shown(2 * placement.slot_bytes)
     rows.append(("copies on the way", "", "", "", "", passing, slots, placement.what_passes))
     total = small + sum(part.numel for part in placement.parts)
@@ -453,7 +447,7 @@ def describe(
         f" and {copied(traffic.to_device)} to the device,\n  and updates {traffic.on_host:,}"
         f" parameters ({traffic.on_host / rates.adamw:.3g} s of AdamW) on the host"
     )
-    if Away.WEIGHTS not in placement.away:
+    if all(part.away < Away.WEIGHTS for part in placement.parts):
         return text
     least = placement.break_even_tokens(rates)
     hides = "is hidden behind" if micro_batch_tokens >= least else "takes longer than"

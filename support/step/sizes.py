@@ -20,30 +20,24 @@ class Size(NamedTuple):
     heads: int
     width: int
     seq_len: int  # tokens of the longest row
+    tokens: int  # of the budget
+    batch_tokens: int
+    lr: float
 
 
-# nano: ours. 1.3B: arXiv 2005.14165, table 2.1, with 16 heads as in the Data Efficiency paper's
-# GPT-3. The others are as published with GPT-2 and BERT.
-SIZES = {
-    "nano": Size(layers=6, heads=4, width=128, seq_len=256),
-    "124M": Size(layers=12, heads=12, width=768, seq_len=1024),
-    "350M": Size(layers=24, heads=16, width=1024, seq_len=1024),
-    "774M": Size(layers=36, heads=20, width=1280, seq_len=1024),
-    "1.3B": Size(layers=24, heads=16, width=2048, seq_len=2048),
-    "bert-base": Size(layers=12, heads=12, width=768, seq_len=512),
-    "bert-large": Size(layers=24, heads=16, width=1024, seq_len=512),
-}
-
-# tokens, batch_tokens, lr. nano: measured here (CHANGELOG). GPT: GPT-3's batch and learning rate
-# (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT: arXiv 1810.04805.
-RECIPES = {
-    "nano": (800_000, 2_048, 2e-2),
-    "124M": (2_500_000_000, 524_288, 6e-4),
-    "350M": (7_000_000_000, 524_288, 3e-4),
-    "774M": (15_500_000_000, 524_288, 2.5e-4),
-    "1.3B": (26_000_000_000, 1_048_576, 2e-4),
-    "bert-base": (2_200_000_000, 131_072, 1e-4),
-    "bert-large": (6_800_000_000, 131_072, 1e-4),
+# Dimensions. nano: ours. 1.3B: arXiv 2005.14165, table 2.1, with 16 heads as in the Data Efficiency
+# paper's GPT-3. The others are as published with GPT-2 and BERT.
+# Budget, batch and learning rate. nano: measured here (CHANGELOG). GPT: GPT-3's batch and learning
+# rate (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT: arXiv
+# 1810.04805.
+SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
+    "nano": Size(6, 4, 128, 256, 800_000, 2_048, 2e-2),
+    "124M": Size(12, 12, 768, 1024, 2_500_000_000, 524_288, 6e-4),
+    "350M": Size(24, 16, 1024, 1024, 7_000_000_000, 524_288, 3e-4),
+    "774M": Size(36, 20, 1280, 1024, 15_500_000_000, 524_288, 2.5e-4),
+    "1.3B": Size(24, 16, 2048, 2048, 26_000_000_000, 1_048_576, 2e-4),
+    "bert-base": Size(12, 12, 768, 512, 2_200_000_000, 131_072, 1e-4),
+    "bert-large": Size(24, 16, 1024, 512, 6_800_000_000, 131_072, 1e-4),
 }
 
 
@@ -82,20 +76,19 @@ class ModelConfig:
 def with_defaults(settings: Flat) -> Flat:
     """Fill in what was left to --size, and what follows from other settings."""
     s = {name: value for name, value in settings.items() if value is not None}
-    size = s.setdefault("model.size", "nano")
-    layers, heads, width, seq_len = SIZES[size]
-    tokens, batch_tokens, lr = RECIPES[size]
-    s.setdefault("model.layers", layers)
-    s.setdefault("model.heads", heads)
-    s.setdefault("model.width", width)
+    name = s.setdefault("model.size", "nano")
+    size = SIZES[name]
+    s.setdefault("model.layers", size.layers)
+    s.setdefault("model.heads", size.heads)
+    s.setdefault("model.width", size.width)
     s.setdefault("model.mlp_width", 4 * s["model.width"])
-    rope = size == "nano" and "model.init" not in s
+    rope = name == "nano" and "model.init" not in s
     s.setdefault("model.pos", "rope" if rope else "learned")
-    s.setdefault("data.seq_len", seq_len)
-    s.setdefault("optim.tokens", tokens)
+    s.setdefault("data.seq_len", size.seq_len)
+    s.setdefault("optim.tokens", size.tokens)
     s.setdefault("optim.schedule_tokens", s["optim.tokens"])
-    s.setdefault("optim.batch_tokens", max(batch_tokens, s["data.seq_len"]))
-    s.setdefault("optim.lr", lr)
+    s.setdefault("optim.batch_tokens", max(size.batch_tokens, s["data.seq_len"]))
+    s.setdefault("optim.lr", size.lr)
     s.setdefault("optim.warmup_tokens", s["optim.tokens"] // 50)
     s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))
     s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
@@ -146,6 +139,20 @@ def empty_model(config: TransformerConfig) -> Transformer:
         return Transformer(config)
 
 
+# Vocabularies of GPT-2's tokenizer and of the embedded corpus, rounded up to multiples of 64.
+V_GPT2 = 50_304
+V_PD4K = 4_160
+
+
+def config_of(size: str, seq_len: int | None = None, pos: str | None = None) -> TransformerConfig:
+    """A model by name; rows and positions are its own unless given."""
+    layers, heads, width, longest, *_ = SIZES[size]
+    kind = "bert" if size.startswith("bert") else "gpt"
+    V = V_PD4K if size == "nano" else V_GPT2
+    pos = pos or ("rope" if size == "nano" else "learned")
+    return TransformerConfig(kind, layers, heads, width, 4 * width, seq_len or longest, V, pos)
+
+
 def parameter_count(config: TransformerConfig) -> int:
     """Parameters of a model of this config, counted without taking memory for them."""
     return sum(p.numel() for p in empty_model(config).parameters())
@@ -174,12 +181,11 @@ def flops_of_row(config: TransformerConfig, tokens_by_layer: Sequence[int], T: i
 
 
 if __name__ == "__main__":
-    for name, (layers, heads, width, T) in SIZES.items():
-        kind = "bert" if name.startswith("bert") else "gpt"
-        config = TransformerConfig(kind, layers, heads, width, 4 * width, T, vocab_size=50304)
+    for name, size in SIZES.items():
+        config, T = config_of(name), size.seq_len
         millions = parameter_count(config) / 1e6
-        gflops = flops_of_row(config, [T] * layers, T) / T / 1e9
+        gflops = flops_of_row(config, [T] * size.layers, T) / T / 1e9
         print(
-            f"{name:>10}: {layers} layers, {heads} heads, width {width}, rows of {T};"
-            f" {millions:.1f} M parameters, {gflops:.2f} GFLOP a training token"
+            f"{name:>10}: {size.layers} layers, {size.heads} heads, width {size.width}, rows of"
+            f" {T}; {millions:.1f} M parameters, {gflops:.2f} GFLOP a training token"
         )
