@@ -372,7 +372,7 @@ def show_examples(indexes: Rankings, samples: Samples) -> None:
         for percent, share in (("easiest", 0.005), ("hardest", 0.995)):
             sample = int(index.order[int(share * len(index))])
             ((first, last),) = samples.spans(np.array([sample]))
-            text = " ".join(encoding.decode(samples.read_tokens(first, last).tolist()).split())
+            text = " ".join(encoding.decode(samples.store.tokens[first:last].tolist()).split())
             print(f"\n{percent} percent by {label(name)}, {index.values[sample]:g}:\n{text[:400]}")
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 import zlib
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 import pytest
@@ -23,6 +24,7 @@ from small_stores import contents
 
 import prepare
 from support.base.runtime import ROOT
+from support.rows.samples import Samples
 from support.text import store, tokenizer
 from support.text.corpus import Corpus, Part
 from support.text.store import Store
@@ -42,7 +44,7 @@ def make(source: Path, out: Path, encoding=BYTES, **options) -> Store:
 
 
 def texts_of(made: Store, encoding=BYTES) -> list[str]:
-    pieces = np.split(made.tokens, made.offsets[1:-1])
+    pieces = np.split(made.tokens[:], made.offsets[1:-1])
     assert all(ids[-1] == encoding.eot_token for ids in pieces)
     return [encoding.decode(ids[:-1].tolist(), errors="strict") for ids in pieces]
 
@@ -65,8 +67,8 @@ def test_a_store_worked_by_hand(tmp_path):
     lines = [{"id": name, "text": text} for name, text in documents.items()]
     made = make(write_lines(tmp_path / "in.jsonl", lines), tmp_path / "s", holdout=2)
     end = BYTES.eot_token
-    assert made.tokens.tolist() == [*"é".encode(), end, *b"[PAD]", end, *b"held", end]
-    assert made.offsets.tolist() == [0, 3, 9, 14]
+    assert made.tokens[:].tolist() == [*"é".encode(), end, *b"[PAD]", end, *b"held", end]
+    assert made.offsets[:].tolist() == [0, 3, 9, 14]
     assert (made.train_documents, made.train_tokens) == (2, 9)
     expected = {"documents": 3, "tokens": 14, "bytes": 11, "train_bytes": 7, "skipped": 1}
     assert expected.items() <= made.meta.items()
@@ -133,7 +135,7 @@ def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [{"text": text} for text in texts])
     made = make(source, tmp_path / "store", large, holdout=0)
     assert made.tokens.dtype == np.uint32 and made.meta["dtype"] == "uint32"
-    assert made.tokens.max() == large.eot_token == 65_656
+    assert made.tokens[:].max() == large.eot_token == 65_656
     assert texts_of(made, large) == texts
 
 
@@ -177,7 +179,7 @@ def test_each_document_keeps_its_source_in_chunks_of_any_size(tmp_path, sourced,
         made = make(sourced, tmp_path / str(chunk), holdout=5)
         assert 0 < made.train_documents < 90
         assert made.sources.dtype == np.uint16 and len(made.sources) == 90
-        of_text = zip(texts_of(made), made.sources, strict=True)
+        of_text = zip(texts_of(made), made.sources[:], strict=True)
         named = {text: made.source_names[number] for text, number in of_text}
         assert named == {line["text"]: line["source"] or "unnamed" for line in lines}
         for name, recorded in made.meta["sha256"].items():
@@ -193,11 +195,11 @@ def test_a_store_has_as_many_sources_as_documents_name(tmp_path, sourced, monkey
     assert sorted(os.listdir(made.path)) == ["documents.idx", "meta.json", "tokens.bin"]
     lines = [{"text": "one line\n" * 100, "source": str(number)} for number in range(257)]
     made = make(write_lines(tmp_path / "in.jsonl", lines[:1]), tmp_path / "cut")
-    assert made.sources.tolist() == [0, 0] and made.source_names == ["0"], "on both sides"
+    assert made.sources[:].tolist() == [0, 0] and made.source_names == ["0"], "on both sides"
 
     monkeypatch.setattr(store, "SOURCE_DTYPE", np.dtype("uint8"))  # which has 256 numbers
     made = make(write_lines(tmp_path / "in.jsonl", lines[:256]), tmp_path / "most")
-    assert made.sources.max() == 255
+    assert made.sources[:].max() == 255
     with pytest.raises(ValueError, match="--source-field"):
         make(write_lines(tmp_path / "in.jsonl", lines), tmp_path / "more")
     assert not (tmp_path / "more").exists()
@@ -229,6 +231,37 @@ def test_no_store_a_damaged_one_and_another_tokenizer_are_refused(tmp_path, sour
     meta.unlink()
     with pytest.raises(ValueError, match="no token store"):
         Store.open(opened.path)
+
+
+@given(st.integers(1, 9), st.lists(st.integers(-3, 12), max_size=6), st.data())
+def test_what_is_taken_from_a_file_is_what_an_array_gives(length, places, drawn):
+    array = np.arange(length, dtype=np.uint16) * 3
+    with NamedTemporaryFile() as file, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "BYTES_PER_READ", drawn.draw(st.sampled_from([0, 10**6])))
+        array.tofile(file.name)
+        given = store.FileArray(Path(file.name), np.uint16)
+        part = slice(*drawn.draw(st.tuples(*[st.none() | st.integers(-12, 12).filter(bool)] * 3)))
+        places = np.array(places, np.int64)
+        for taken, expected in (
+            (given[part], array[part]),
+            (given.take(places), array.take(places, mode="clip")),
+            (np.searchsorted(given, places, side="right"), array.searchsorted(places, "right")),
+            (np.asarray(given), array),
+        ):
+            assert taken.dtype == expected.dtype and np.array_equal(taken, expected)
+        assert given[-1] == array[-1] and given[np.int64(0)] == 0
+
+
+@pytest.mark.parametrize("share", [0, 0.4, 0.99])
+def test_a_file_that_is_cut_while_it_is_read_is_one_line(tmp_path, sourced, monkeypatch, share):
+    made = make(sourced, tmp_path / "store")
+    monkeypatch.setattr("support.rows.samples.IN_MEMORY", 0)
+    samples = Samples(made, "pieces", 5)
+    for array in (samples.table, made.sources, made.offsets, made.tokens):
+        os.truncate(array.path, int(array.path.stat().st_size * share))
+        for read in (lambda array: array.take(np.array([10**6])), lambda array: array[-1], np.diff):
+            with pytest.raises(ValueError, match=f"{array.path} has become shorter"):
+                read(array)
 
 
 # --- whole or not at all

@@ -199,9 +199,9 @@ def _document(place: str, fields: dict[str, object], source_field: str) -> Docum
 
 
 def _split(blocks: Iterable[str], mark: str) -> Iterator[str]:
-    """Cut text at a mark or, with BLANK_LINE, at blank lines."""
+    """Cut text at a mark or, with BLANK_LINE, at blank lines; between two marks may be nothing."""
     if mark != BLANK_LINE:
-        yield from reading.cut(blocks, mark)
+        yield from filter(None, reading.cut(blocks, mark))
         return
     for is_blank, lines in groupby(reading.cut(blocks, "\n"), lambda line: not line.strip()):
         if not is_blank:
