@@ -322,7 +322,9 @@ def main(argv: list[str] | None = None) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are told to end
     ranks = runtime.start("cpu", "fp32")
-    store = args.store or ranks.on_rank0(lambda: str(prepare.embedded_store("pd4k")))
+    if args.store is None:  # each machine has its own
+        ranks.on_each_machine(lambda: prepare.embedded_store("pd4k"))
+    store = args.store or str(prepare.embedded_store("pd4k"))
     open_samples = partial(samples_of, store, args.samples, args.seq_len, args.long)
     samples = open_samples()
     folder = difficulty.index_folder(args.out, samples)

@@ -6,6 +6,7 @@ docs/reliability.md lists these classes of faults and what is promised for each.
     pytest -m faults
 """
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -32,6 +33,8 @@ import train
 from support.base.atomic import folder_lock
 from support.base.runtime import one_line
 from support.run import checkpoint
+from support.text import tokenizer
+from support.weights import published
 
 pytestmark = pytest.mark.faults
 NEWLINE = b"\n"
@@ -810,3 +813,74 @@ def test_sizes_beyond_all_reason_are_refused_at_once(flags, place):
     began = time.monotonic()
     assert flags.split()[0] in said_by(train.main, f"{BEGIN} --out new {flags}")
     assert time.monotonic() - began < 5 and not Path("new").exists()
+
+
+# ---- leftovers, and folders that cannot be written
+
+WRITERS = {
+    "prepare": (prepare.main, "words.txt --out new"),
+    "learn": (tokenizer.main, "learn words.txt --ranks 260 --out new.tiktoken"),
+    "export": (published.main, "export RUN --out new.safetensors"),
+    "export for torch": (published.main, "export RUN --out new.pt"),
+    "report": (report.main, "RUN --out new.html"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_a_killed_command_leaves_goes_when_run_again(writer, run_of, tmp_path, monkeypatch):
+    (main, line), run = WRITERS[writer], run_of("--pos learned")
+    monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_text("all the words there are " * 99)
+    argv = line.replace("RUN", str(run)).split()
+
+    def die_before_the_name() -> None:
+        os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+        main(argv)
+
+    for _ in range(TIMES // len(WRITERS)):
+        process = multiprocessing.get_context("fork").Process(target=die_before_the_name)
+        process.start()
+        assert end_of([process], 60) == [-signal.SIGKILL]
+        (left,) = Path().glob(".*")
+        assert left.suffix == ".tmp"
+    main(argv)
+    assert {path.stem for path in Path().iterdir()} == {"words", "new"}
+
+
+def on_machines_of_their_own(argv: list[str]) -> None:
+    """A rank's work: train on the embedded corpus, on a machine whose folders have each fault."""
+    rank, places = os.environ["RANK"], Path.cwd()
+    os.environ["LOCAL_RANK"] = "0"
+    said = []
+    for number in range(TIMES):
+        machine = places / f"{number}-{rank}"
+        prepare.runtime.ROOT, os.environ["XDG_CACHE_HOME"] = machine, str(machine / "home")
+        os.chdir(machine)
+        said.append(said_by(train.main, " ".join(argv)))
+        os.chdir(places)
+    (places / f"said-{rank}.json").write_text(json.dumps(said))
+
+
+CLONES = ["empty", "read-only", "no place at all", "another text"]  # the second machine's
+
+
+def test_each_machine_prepares_the_embedded_corpus_where_it_can(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for number in range(TIMES):
+        for rank in "01":
+            machine, clone = Path(f"{number}-{rank}"), CLONES[number % len(CLONES)] * int(rank)
+            (machine / "corpus").mkdir(parents=True)
+            words = f"{number + (clone == 'another text')} words of the text. " * 99
+            with gzip.open(machine / "corpus" / "pd-mix.jsonl.gz", "wt") as file:
+                file.writelines(f'{{"text": "{n} {words}"}}\n' for n in range(9))
+            if clone in ("read-only", "no place at all"):
+                (machine / ".cache").touch()
+            if clone == "no place at all":
+                (machine / "home").touch()
+    start_ranks(2, f"{SMALL} --tokens 256 --out new".split(), work=on_machines_of_their_own)
+    named = {"no place at all": "not written", "another text": "the text of --data"}
+    for said in said_at(tmp_path):
+        for number, line in enumerate(said):
+            expected = named.get(CLONES[number % len(CLONES)], "")
+            assert (expected in line) if expected else line == "", (number, line)
+    assert len(list(tmp_path.glob("*/home/parsimony/pd-mix-*"))) == TIMES // len(CLONES)

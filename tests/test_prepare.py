@@ -7,6 +7,7 @@ import multiprocessing
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
@@ -299,11 +300,54 @@ def test_stopped_in_the_middle_no_store_appears(tmp_path, large, capfd, stop):
     assert process.exitcode not in (None, 0)
     assert not (tmp_path / "store").exists()
     if stop == signal.SIGKILL:
-        make(TINY, tmp_path / "store")  # what the killed one left is not in the way
+        assert len(os.listdir(tmp_path)) == 1, "what it has left"
+        make(TINY, tmp_path / "store")
+        assert os.listdir(tmp_path) == ["store"]
     else:
         assert process.exitcode > 0 and os.listdir(tmp_path) == []
     if stop == "full disk":
         assert f"{tmp_path}/store: not written: File too large" in capfd.readouterr().err
+
+
+def test_of_two_that_make_one_store_the_first_to_finish_has_it(tmp_path, sourced, monkeypatch):
+    real = prepare.StoreWriter.finish
+
+    def late(self):
+        monkeypatch.undo()
+        make(sourced, tmp_path / "store")
+        return real(self)
+
+    monkeypatch.setattr(prepare.StoreWriter, "finish", late)
+    with pytest.raises(ValueError, match=r"store: another process has made it meanwhile$"):
+        make(TINY, tmp_path / "store")
+    Store.open(tmp_path / "store").verify()
+    assert len(texts_of(Store.open(tmp_path / "store"))) == 90
+    assert os.listdir(tmp_path) == ["store"]
+
+
+@pytest.mark.parametrize("in_the_way", [None, "a file", "access"])
+def test_the_embedded_corpus_of_a_clone_that_cannot_be_written(
+    tmp_path, monkeypatch, capsys, in_the_way
+):
+    clone, home = tmp_path / "clone", tmp_path / "home"
+    (clone / "corpus").mkdir(parents=True)
+    shutil.copy(TINY, clone / "corpus" / "pd-mix.jsonl.gz")
+    monkeypatch.setattr(prepare.runtime, "ROOT", clone)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
+    if in_the_way == "a file":
+        (clone / ".cache").touch()
+    with monkeypatch.context() as patch:
+        if in_the_way == "access":
+            patch.setattr(prepare, "can_write", lambda folder: folder.is_relative_to(home))
+        made = prepare.embedded_store("bytes")
+        assert prepare.embedded_store("bytes") == made
+    (said,) = capsys.readouterr().err.splitlines()
+    assert made.parent == (home / "parsimony" if in_the_way else clone / ".cache")
+    assert str(made) in said and ("cannot be written" in said) == bool(in_the_way)
+    Store.open(made).verify()
+    (home / "parsimony").mkdir(parents=True, exist_ok=True)
+    monkeypatch.setattr(prepare, "can_write", lambda folder: False)
+    assert prepare.embedded_store("bytes") == made, "a store that is there is only read"
 
 
 @pytest.mark.slow
