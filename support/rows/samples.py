@@ -86,8 +86,7 @@ class Samples:
         some = table[:: max(len(table) // SPANS_CHECKED, 1)]
         last = self._spans_of(self.store.offsets[self.documents.stop - 1 : self.documents.stop + 1])
         if not (
-            len(table)
-            and (table[-1] == last[-1]).all()
+            np.array_equal(table[-1:], last[-1:])
             and (some[:, 0] < some[:, 1]).all()
             and (np.diff(some[:, 0]) > 0).all()
         ):

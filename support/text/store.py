@@ -214,27 +214,22 @@ class Store:
         names = meta.get("sources", [])
         if wrong := mismatch(names, [str], "sources"):
             raise ValueError(f"{path}/meta.json is damaged ({wrong}): prepare the store again")
-        files = {
-            "tokens.bin": (meta["tokens"], token_dtype(meta["vocab_size"])),
-            "documents.idx": (meta["documents"] + 1, np.dtype("int64")),
-        }
-        if names:
-            files["sources.idx"] = (meta["documents"], SOURCE_DTYPE)
-        arrays = {}
-        for name, (count, dtype) in files.items():
+
+        def array(name: str, count: int, dtype: np.dtype) -> FileArray:
             file = path / name
             size = count * dtype.itemsize
             if not file.exists() or file.stat().st_size != size:
                 raise ValueError(f"{file}: needs {size:,} bytes: prepare the store again")
-            arrays[name] = FileArray(file, dtype)
+            return FileArray(file, dtype)
+
         store = cls(
             path=path,
             meta=meta,
-            tokens=arrays["tokens.bin"],
-            offsets=arrays["documents.idx"],
+            tokens=array("tokens.bin", meta["tokens"], token_dtype(meta["vocab_size"])),
+            offsets=array("documents.idx", meta["documents"] + 1, np.dtype("int64")),
             train_documents=meta["train_documents"],
             train_tokens=meta["train_tokens"],
-            sources=arrays.get("sources.idx"),
+            sources=array("sources.idx", meta["documents"], SOURCE_DTYPE) if names else None,
             source_names=names,
         )
         store.check_offsets(CHECKED_DOCUMENTS)
@@ -242,17 +237,17 @@ class Store:
 
     def check_offsets(self, documents: int) -> None:
         """Refuse documents that do not follow each other; looks at the first ones, and the ends."""
-        meta, offsets, trained = self.meta, self.offsets, self.train_documents
-        ends = {0: 0, trained: self.train_tokens, meta["documents"]: meta["tokens"]}
+        meta, trained = self.meta, self.train_documents
+        ends = np.array([0, trained, meta["documents"]])
         blocks = (
-            offsets[first : min(first + CHECKED_DOCUMENTS, documents) + 1]
+            self.offsets[first : min(first + CHECKED_DOCUMENTS, documents) + 1]
             for first in range(0, documents, CHECKED_DOCUMENTS)
         )
-        fits = trained <= meta["documents"] and meta["end_of_text"] < meta["vocab_size"]
         if not (
-            fits
-            and self.meta["dtype"] == self.tokens.dtype.name
-            and all(offsets[number] == token for number, token in ends.items())
+            trained <= meta["documents"]
+            and meta["end_of_text"] < meta["vocab_size"]
+            and meta["dtype"] == self.tokens.dtype.name
+            and self.offsets.take(ends).tolist() == [0, self.train_tokens, meta["tokens"]]
             and all((np.diff(block) > 0).all() for block in blocks)
         ):
             raise ValueError(
@@ -261,31 +256,23 @@ class Store:
 
     def verify(self) -> None:
         """Read everything: ValueError unless each file is as prepare.py wrote it."""
-        for name, expected in self.meta["sha256"].items():
-            if name not in WRITTEN:
-                continue
+        for name in filter(self.meta["sha256"].get, WRITTEN):
             with (self.path / name).open("rb") as file:
-                actual = hashlib.file_digest(file, "sha256").hexdigest()
-            if actual != expected:
-                raise ValueError(
-                    f"{self.path / name} is damaged: its sha256 is {actual[:12]}..., and meta.json"
-                    f" has {expected[:12]}...: prepare the store again"
-                )
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != self.meta["sha256"][name]:
+                expected = "its sha256 is not that in meta.json: prepare the store again"
+                raise ValueError(f"{self.path / name} is damaged: {expected}")
         self.check_offsets(self.meta["documents"])
 
     def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
         """Refuse a tokenizer other than the one the store was made with."""
-        stored = self.meta["tokenizer_fingerprint"]
-        given = tokenizer.fingerprint(encoding)
-        if given == stored and encoding.n_vocab != self.meta["vocab_size"]:
+        meta, given = self.meta, tokenizer.fingerprint(encoding)
+        stored = meta["tokenizer_fingerprint"]
+        if (given, encoding.n_vocab) != (stored, meta["vocab_size"]):
             raise ValueError(
-                f"{self.path}/meta.json has a vocabulary of {self.meta['vocab_size']:,}, and"
-                f" {encoding.name} has {encoding.n_vocab:,}: prepare the store again"
-            )
-        if given != stored:
-            raise ValueError(
-                f"{self.path}: made with tokenizer {self.meta['tokenizer']} ({stored[:12]}), not "
-                f"{encoding.name} ({given[:12]}): choose that one, or prepare the store again"
+                f"{self.path}: made with tokenizer {meta['tokenizer']} ({stored[:12]}, of"
+                f" {meta['vocab_size']:,} tokens), not {encoding.name} ({given[:12]}, of"
+                f" {encoding.n_vocab:,}): choose that one, or prepare the store again"
             )
 
     def check_tokens(self, highest: int) -> None:
