@@ -716,7 +716,8 @@ def test_reading_a_run_runs_none_of_its_code_and_resuming_asks(with_code, new_pr
 
 INPUT = {
     "a line that never ends": ("a.jsonl.gz", "longer than"),
-    "a dangling link": ("folder", "a link to nothing"),
+    "a dangling link": ("folder", "b.txt: is a link to a folder or to nothing"),
+    "a link to a folder below": ("folder", "b.txt: is a link to a folder or to nothing"),
     "a pipe in a folder": ("folder", "a pipe or a device"),
     "a folder that may not be read": ("folder", "Permission denied"),
     "JSON nested deep": ("a.jsonl", "nested too deep"),
@@ -725,8 +726,6 @@ INPUT = {
 
 @pytest.mark.parametrize("fault", INPUT)
 def test_input_that_would_be_skipped_or_fill_memory_is_refused(fault, tmp_path, monkeypatch):
-    import gzip
-
     if "read" in fault and os.geteuid() == 0:
         pytest.skip("root may read every folder")
     monkeypatch.chdir(tmp_path)
@@ -740,7 +739,7 @@ def test_input_that_would_be_skipped_or_fill_memory_is_refused(fault, tmp_path, 
             for _ in range(80):
                 file.write(b" " * (1 << 20))
     elif "link" in fault:
-        Path("folder/b.txt").symlink_to("nowhere")
+        Path("folder/b.txt").symlink_to("nowhere" if "dangling" in fault else "below")
     elif "pipe" in fault:
         os.mkfifo("folder/b.txt")
     elif "folder" in fault:

@@ -11,7 +11,7 @@ prepare.py decides what is encoded and in which order, and writes meta.json.
 import hashlib
 import os
 import pickle
-from bisect import bisect_left, bisect_right
+from bisect import bisect_right
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
@@ -153,11 +153,10 @@ class FileArray:
         return self._read(places[begins].tolist(), counts.tolist())
 
     def searchsorted(self, values: np.ndarray, side: str, sorter: None = None) -> np.ndarray:
-        """As ndarray.searchsorted; np.searchsorted calls this."""
+        """As ndarray.searchsorted, and called by np.searchsorted; `side` is always "right"."""
         if self._is_short_for(len(values) * self.length.bit_length()):
             return self[:].searchsorted(values, side)
-        find = {"left": bisect_left, "right": bisect_right}[side]
-        return np.array([find(self, value) for value in values], np.int64)
+        return np.array([bisect_right(self, value) for value in values], np.int64)
 
     def _is_short_for(self, reads: int) -> bool:
         """Whether it takes less time to read all of it than so many places."""
