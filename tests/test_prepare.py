@@ -227,7 +227,7 @@ def test_no_store_a_damaged_one_and_another_tokenizer_are_refused(tmp_path, sour
     other = meta.read_text().replace('"format": 1', '"format": 2')
     for content in (other, "{", "[]", "{}", '{"format": 1, "tokens": "x"}'):
         meta.write_text(content)
-        with pytest.raises(ValueError, match=r"format 2|damaged"):
+        with pytest.raises(ValueError, match=r"meta.json is damaged \("):
             Store.open(opened.path)
     meta.unlink()
     with pytest.raises(ValueError, match="no token store"):
@@ -243,22 +243,18 @@ def test_what_is_taken_from_a_file_is_what_an_array_gives(length, places, drawn)
         given = store.FileArray(Path(file.name), np.uint16)
         part = slice(*drawn.draw(st.tuples(*[st.none() | st.integers(-12, 12).filter(bool)] * 3)))
         places = np.array(places, np.int64)
-        for taken, expected in (
-            (given[part], array[part]),
-            (given.take(places), array.take(places, mode="clip")),
-            (np.searchsorted(given, places, side="right"), array.searchsorted(places, "right")),
-            (np.asarray(given), array),
-        ):
-            assert taken.dtype == expected.dtype and np.array_equal(taken, expected)
-        assert given[-1] == array[-1] and given[np.int64(0)] == 0
+        assert np.array_equal(given[part], array[part]) and given[-1] == array[-1]
+        assert np.array_equal(given.take(places), array.take(places, mode="clip"))
+        found = np.searchsorted(given, places, side="right")
+        assert np.array_equal(found, array.searchsorted(places, "right"))
+        assert np.asarray(given).dtype == array.dtype and np.array_equal(given, array)
 
 
 @pytest.mark.parametrize("share", [0, 0.4, 0.99])
 def test_a_file_that_is_cut_while_it_is_read_is_one_line(tmp_path, sourced, monkeypatch, share):
     made = make(sourced, tmp_path / "store")
     monkeypatch.setattr("support.rows.samples.IN_MEMORY", 0)
-    samples = Samples(made, "pieces", 5)
-    for array in (samples.table, made.sources, made.offsets, made.tokens):
+    for array in (Samples(made, "pieces", 5).table, made.sources, made.offsets, made.tokens):
         os.truncate(array.path, int(array.path.stat().st_size * share))
         for read in (lambda array: array.take(np.array([10**6])), lambda array: array[-1], np.diff):
             with pytest.raises(ValueError, match=f"{array.path} has become shorter"):
@@ -310,44 +306,34 @@ def test_stopped_in_the_middle_no_store_appears(tmp_path, large, capfd, stop):
 
 
 def test_of_two_that_make_one_store_the_first_to_finish_has_it(tmp_path, sourced, monkeypatch):
-    real = prepare.StoreWriter.finish
-
     def late(self):
         monkeypatch.undo()
         make(sourced, tmp_path / "store")
-        return real(self)
+        return self.finish()
 
     monkeypatch.setattr(prepare.StoreWriter, "finish", late)
     with pytest.raises(ValueError, match=r"store: another process has made it meanwhile$"):
         make(TINY, tmp_path / "store")
     Store.open(tmp_path / "store").verify()
-    assert len(texts_of(Store.open(tmp_path / "store"))) == 90
     assert os.listdir(tmp_path) == ["store"]
 
 
-@pytest.mark.parametrize("in_the_way", [None, "a file", "access"])
-def test_the_embedded_corpus_of_a_clone_that_cannot_be_written(
-    tmp_path, monkeypatch, capsys, in_the_way
+def test_a_clone_that_cannot_be_written_has_its_corpus_in_the_users_cache(
+    tmp_path, monkeypatch, capsys
 ):
-    clone, home = tmp_path / "clone", tmp_path / "home"
-    (clone / "corpus").mkdir(parents=True)
-    shutil.copy(TINY, clone / "corpus" / "pd-mix.jsonl.gz")
-    monkeypatch.setattr(prepare.runtime, "ROOT", clone)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(home))
-    if in_the_way == "a file":
-        (clone / ".cache").touch()
-    with monkeypatch.context() as patch:
-        if in_the_way == "access":
-            patch.setattr(prepare, "can_write", lambda folder: folder.is_relative_to(home))
-        made = prepare.embedded_store("bytes")
-        assert prepare.embedded_store("bytes") == made
-    (said,) = capsys.readouterr().err.splitlines()
-    assert made.parent == (home / "parsimony" if in_the_way else clone / ".cache")
-    assert str(made) in said and ("cannot be written" in said) == bool(in_the_way)
-    Store.open(made).verify()
-    (home / "parsimony").mkdir(parents=True, exist_ok=True)
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / ".cache").touch()  # a file in the way
+    shutil.copy(TINY, tmp_path / "corpus" / "pd-mix.jsonl.gz")
+    monkeypatch.setattr(prepare.runtime, "ROOT", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    made = prepare.embedded_store("bytes")
+    assert prepare.embedded_store("bytes") == made and made.parent == tmp_path / "home/parsimony"
+    said = f"preparing the embedded corpus in {made}: {tmp_path}/.cache cannot be written\n"
+    assert capsys.readouterr().err == said
+    (tmp_path / ".cache").unlink()
+    (tmp_path / "home/parsimony").rename(tmp_path / ".cache")
     monkeypatch.setattr(prepare, "can_write", lambda folder: False)
-    assert prepare.embedded_store("bytes") == made, "a store that is there is only read"
+    assert prepare.embedded_store("bytes").parent == tmp_path / ".cache", "it may be read"
 
 
 @pytest.mark.slow

@@ -137,8 +137,7 @@ class Corpus:
 
     def repeated_ids(self) -> int:
         """How many documents that were read have the id of an earlier one."""
-        hashes = np.frombuffer(self.hashes, np.uint64)
-        return len(hashes) - len(np.unique(hashes))
+        return len(self.hashes) // 8 - len(np.unique(np.frombuffer(self.hashes, np.uint64)))
 
     def _before_the_tail(self) -> int | None:
         """Count the characters before the last 1/holdout; None if hashes choose.

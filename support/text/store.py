@@ -29,7 +29,7 @@ WRITTEN = ("tokens.bin", "documents.idx", "sources.idx")
 HELD_OUT = "held_out.tmp"  # lists of encoded parts, one per append
 COUNTS = ("documents", "tokens", "bytes", "train_documents", "train_tokens", "train_bytes")
 META = {
-    "format": int,
+    "format": At(FORMAT, FORMAT),
     **dict.fromkeys(COUNTS, At()),
     "vocab_size": At(2, MOST_VOCABULARY),
     "end_of_text": At(),
@@ -206,10 +206,6 @@ class Store:
             meta = read_json(path / "meta.json", META, "prepare the store again")
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{path}: no token store: make one with prepare.py") from None
-        if meta["format"] != FORMAT:
-            raise ValueError(
-                f"{path}: store format {meta['format']}, not {FORMAT}: prepare it again"
-            )
         names = meta.get("sources", [])
         if wrong := mismatch(names, [str], "sources"):
             raise ValueError(f"{path}/meta.json is damaged ({wrong}): prepare the store again")
