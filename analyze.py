@@ -322,7 +322,9 @@ def main(argv: list[str] | None = None) -> None:
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are told to end
     ranks = runtime.start("cpu", "fp32")
-    store = args.store or ranks.on_rank0(lambda: str(prepare.embedded_store("pd4k")))
+    if args.store is None:  # each machine has its own
+        ranks.on_each_machine(lambda: prepare.embedded_store("pd4k"))
+    store = args.store or str(prepare.embedded_store("pd4k"))
     open_samples = partial(samples_of, store, args.samples, args.seq_len, args.long)
     samples = open_samples()
     folder = difficulty.index_folder(args.out, samples)
@@ -372,7 +374,7 @@ def show_examples(indexes: Rankings, samples: Samples) -> None:
         for percent, share in (("easiest", 0.005), ("hardest", 0.995)):
             sample = int(index.order[int(share * len(index))])
             ((first, last),) = samples.spans(np.array([sample]))
-            text = " ".join(encoding.decode(samples.read_tokens(first, last).tolist()).split())
+            text = " ".join(encoding.decode(samples.store.tokens[first:last].tolist()).split())
             print(f"\n{percent} percent by {label(name)}, {index.values[sample]:g}:\n{text[:400]}")
 
 

@@ -174,7 +174,7 @@ def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray
     step = max(int(BLOCK / mean), 1)
     for start_id in range(first, last, step):
         start, stop = samples.spans(np.arange(start_id, min(start_id + step, last))).T
-        tokens, lengths = samples.read_tokens(start[0], stop[-1]), stop - start
+        tokens, lengths = samples.store.tokens[start[0] : stop[-1]], stop - start
         # between samples may lie the ends of a BERT's documents, and what was truncated
         if lengths.sum() < len(tokens):
             edge = np.zeros(len(tokens) + 1, np.int8)

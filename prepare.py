@@ -18,7 +18,9 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from pathlib import Path
+from tempfile import TemporaryFile
 
 import numpy as np
 import tiktoken
@@ -144,21 +146,36 @@ def encode(parts: list[Part], encoding: tiktoken.Encoding, dtype: np.dtype) -> l
 
 
 def embedded_store(name: str) -> Path:
-    """The embedded corpus as a store in tokenizer `name`, prepared on first use and then kept."""
+    """The embedded corpus as a store in tokenizer `name`, prepared on first use and then kept.
+
+    It lies in the clone or, if that cannot be written, in the user's cache folder.
+    """
     encoding = tokenizer.get_encoding(name)
+    name_of_store = f"pd-mix-{tokenizer.fingerprint(encoding)[:12]}"
     cache = runtime.ROOT / ".cache"
-    if not os.access(cache if cache.exists() else runtime.ROOT, os.W_OK):
-        home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
-        cache = home / "parsimony"
-    store = cache / f"pd-mix-{tokenizer.fingerprint(encoding)[:12]}"
+    why = ""
+    if not (cache / name_of_store / "meta.json").exists() and not can_write(cache):
+        why = f": {cache} cannot be written"
+        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+        cache = Path(home) / "parsimony"
+    store = cache / name_of_store
     if not (store / "meta.json").exists():
-        print(f"preparing the embedded corpus in {store}", file=sys.stderr)
+        print(f"preparing the embedded corpus in {store}{why}", file=sys.stderr)
         try:
             prepare([runtime.ROOT / "corpus" / "pd-mix.jsonl.gz"], store, encoding, name)
         except (ValueError, OSError):
             if not (store / "meta.json").exists():  # else another process has just made it
                 raise
     return store
+
+
+def can_write(folder: Path) -> bool:
+    """Whether a file can be made in it; the folder itself is made if need be."""
+    with suppress(OSError):
+        folder.mkdir(exist_ok=True)
+        with TemporaryFile(dir=folder):
+            return True
+    return False
 
 
 def _print_summary(store: Store) -> None:

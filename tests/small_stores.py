@@ -17,6 +17,7 @@ import analyze
 import difficulty
 from difficulty import fingerprint
 from support.base.runtime import Runtime
+from support.rows.ranking import Ranking
 from support.rows.samples import samples_of
 from support.text.store import FORMAT, Store
 
@@ -85,7 +86,9 @@ def contents(folder):
 
 
 def opened(folder, open_samples, name):
-    return difficulty.opened(folder, {name: fingerprint(open_samples(), name)})[name]
+    """The index of a metric, all of it in memory."""
+    index = difficulty.opened(folder, {name: fingerprint(open_samples(), name)})[name]
+    return Ranking(index.values[:], index.order[:])
 
 
 def users(folder, source, name="mine"):

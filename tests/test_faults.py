@@ -6,6 +6,7 @@ docs/reliability.md lists these classes of faults and what is promised for each.
     pytest -m faults
 """
 
+import gzip
 import json
 import multiprocessing
 import os
@@ -32,6 +33,8 @@ import train
 from support.base.atomic import folder_lock
 from support.base.runtime import one_line
 from support.run import checkpoint
+from support.text import tokenizer
+from support.weights import published
 
 pytestmark = pytest.mark.faults
 NEWLINE = b"\n"
@@ -719,7 +722,8 @@ def test_reading_a_run_runs_none_of_its_code_and_resuming_asks(with_code, new_pr
 
 INPUT = {
     "a line that never ends": ("a.jsonl.gz", "longer than"),
-    "a dangling link": ("folder", "a link to nothing"),
+    "a dangling link": ("folder", "b.txt: is a link to a folder or to nothing"),
+    "a link to a folder below": ("folder", "b.txt: is a link to a folder or to nothing"),
     "a pipe in a folder": ("folder", "a pipe or a device"),
     "a folder that may not be read": ("folder", "Permission denied"),
     "JSON nested deep": ("a.jsonl", "nested too deep"),
@@ -728,8 +732,6 @@ INPUT = {
 
 @pytest.mark.parametrize("fault", INPUT)
 def test_input_that_would_be_skipped_or_fill_memory_is_refused(fault, tmp_path, monkeypatch):
-    import gzip
-
     if "read" in fault and os.geteuid() == 0:
         pytest.skip("root may read every folder")
     monkeypatch.chdir(tmp_path)
@@ -743,7 +745,7 @@ def test_input_that_would_be_skipped_or_fill_memory_is_refused(fault, tmp_path, 
             for _ in range(80):
                 file.write(b" " * (1 << 20))
     elif "link" in fault:
-        Path("folder/b.txt").symlink_to("nowhere")
+        Path("folder/b.txt").symlink_to("nowhere" if "dangling" in fault else "below")
     elif "pipe" in fault:
         os.mkfifo("folder/b.txt")
     elif "folder" in fault:
@@ -816,3 +818,61 @@ def test_sizes_beyond_all_reason_are_refused_at_once(flags, place):
     began = time.monotonic()
     assert flags.split()[0] in said_by(train.main, f"{BEGIN} --out new {flags}")
     assert time.monotonic() - began < 5 and not Path("new").exists()
+
+
+# ---- leftovers, and folders that cannot be written
+
+WRITERS = {
+    "learn": (tokenizer.main, "learn words.txt --ranks 260 --out new.tiktoken"),
+    "export": (published.main, "export RUN --out new.safetensors"),
+    "export for torch": (published.main, "export RUN --out new.pt"),
+    "report": (report.main, "RUN --out new.html"),
+}
+
+
+@pytest.mark.parametrize("writer", WRITERS)
+def test_what_a_killed_command_leaves_goes_when_run_again(writer, run_of, tmp_path, monkeypatch):
+    (main, line), run = WRITERS[writer], run_of("--pos learned")
+    monkeypatch.chdir(tmp_path)
+    Path("words.txt").write_text("all the words there are " * 99)
+    argv = line.replace("RUN", str(run)).split()
+
+    def die_before_the_name() -> None:
+        os.fsync = lambda descriptor: os.kill(os.getpid(), signal.SIGKILL)
+        main(argv)
+
+    for _ in range(TIMES // len(WRITERS)):
+        process = multiprocessing.get_context("fork").Process(target=die_before_the_name)
+        process.start()
+        assert end_of([process], 60) == [-signal.SIGKILL]
+        assert len(list(Path().glob(".*.tmp"))) == 1
+    main(argv)
+    assert {path.stem for path in Path().iterdir()} == {"words", "new"}
+
+
+def on_clones(argv: list[str]) -> None:
+    """As `on_machines`; each folder is the clone of a machine, with its user's cache folder."""
+    prepare.runtime.ROOT, os.environ["XDG_CACHE_HOME"] = Path(), "home"
+    on_machines(argv)
+
+
+CLONES = {"": "", ".cache": "", ".cache home": "not written"}  # files in the way: what is said
+
+
+def test_each_machine_prepares_the_embedded_corpus_where_it_can(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("corpus").mkdir()
+    with gzip.open("corpus/pd-mix.jsonl.gz", "wt") as file:
+        file.writelines(f'{{"text": "{n} {"some words " * 99}"}}\n' for n in range(9))
+    faults = random.Random(4).choices([*CLONES], k=TIMES)
+    for number, in_the_way in enumerate(faults):
+        for rank in range(2):
+            shutil.copytree("corpus", f"{number}-{rank}/corpus")
+        for name in in_the_way.split():
+            Path(f"{number}-1", name).touch()
+    lines = (f"{number}-RANK={SMALL} --tokens 256 --out new" for number in range(TIMES))
+    start_ranks(2, " ; ".join(lines).split(), work=on_clones)
+    for said in said_at(tmp_path):
+        for fault, line in zip(faults, said, strict=True):
+            assert CLONES[fault] in line and bool(CLONES[fault]) == bool(line), (fault, line)
+    assert len(list(tmp_path.glob("*/home/parsimony/pd-mix-*"))) == faults.count(".cache")

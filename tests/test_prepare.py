@@ -7,12 +7,14 @@ import multiprocessing
 import os
 import re
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 import zlib
 from pathlib import Path
+from tempfile import NamedTemporaryFile
 
 import numpy as np
 import pytest
@@ -23,6 +25,7 @@ from small_stores import contents
 
 import prepare
 from support.base.runtime import ROOT
+from support.rows.samples import Samples
 from support.text import store, tokenizer
 from support.text.corpus import Corpus, Part
 from support.text.store import Store
@@ -42,7 +45,7 @@ def make(source: Path, out: Path, encoding=BYTES, **options) -> Store:
 
 
 def texts_of(made: Store, encoding=BYTES) -> list[str]:
-    pieces = np.split(made.tokens, made.offsets[1:-1])
+    pieces = np.split(made.tokens[:], made.offsets[1:-1])
     assert all(ids[-1] == encoding.eot_token for ids in pieces)
     return [encoding.decode(ids[:-1].tolist(), errors="strict") for ids in pieces]
 
@@ -65,8 +68,8 @@ def test_a_store_worked_by_hand(tmp_path):
     lines = [{"id": name, "text": text} for name, text in documents.items()]
     made = make(write_lines(tmp_path / "in.jsonl", lines), tmp_path / "s", holdout=2)
     end = BYTES.eot_token
-    assert made.tokens.tolist() == [*"é".encode(), end, *b"[PAD]", end, *b"held", end]
-    assert made.offsets.tolist() == [0, 3, 9, 14]
+    assert made.tokens[:].tolist() == [*"é".encode(), end, *b"[PAD]", end, *b"held", end]
+    assert made.offsets[:].tolist() == [0, 3, 9, 14]
     assert (made.train_documents, made.train_tokens) == (2, 9)
     expected = {"documents": 3, "tokens": 14, "bytes": 11, "train_bytes": 7, "skipped": 1}
     assert expected.items() <= made.meta.items()
@@ -133,7 +136,7 @@ def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
     source = write_lines(tmp_path / "in.jsonl", [{"text": text} for text in texts])
     made = make(source, tmp_path / "store", large, holdout=0)
     assert made.tokens.dtype == np.uint32 and made.meta["dtype"] == "uint32"
-    assert made.tokens.max() == large.eot_token == 65_656
+    assert made.tokens[:].max() == large.eot_token == 65_656
     assert texts_of(made, large) == texts
 
 
@@ -177,7 +180,7 @@ def test_each_document_keeps_its_source_in_chunks_of_any_size(tmp_path, sourced,
         made = make(sourced, tmp_path / str(chunk), holdout=5)
         assert 0 < made.train_documents < 90
         assert made.sources.dtype == np.uint16 and len(made.sources) == 90
-        of_text = zip(texts_of(made), made.sources, strict=True)
+        of_text = zip(texts_of(made), made.sources[:], strict=True)
         named = {text: made.source_names[number] for text, number in of_text}
         assert named == {line["text"]: line["source"] or "unnamed" for line in lines}
         for name, recorded in made.meta["sha256"].items():
@@ -193,11 +196,11 @@ def test_a_store_has_as_many_sources_as_documents_name(tmp_path, sourced, monkey
     assert sorted(os.listdir(made.path)) == ["documents.idx", "meta.json", "tokens.bin"]
     lines = [{"text": "one line\n" * 100, "source": str(number)} for number in range(257)]
     made = make(write_lines(tmp_path / "in.jsonl", lines[:1]), tmp_path / "cut")
-    assert made.sources.tolist() == [0, 0] and made.source_names == ["0"], "on both sides"
+    assert made.sources[:].tolist() == [0, 0] and made.source_names == ["0"], "on both sides"
 
     monkeypatch.setattr(store, "SOURCE_DTYPE", np.dtype("uint8"))  # which has 256 numbers
     made = make(write_lines(tmp_path / "in.jsonl", lines[:256]), tmp_path / "most")
-    assert made.sources.max() == 255
+    assert made.sources[:].max() == 255
     with pytest.raises(ValueError, match="--source-field"):
         make(write_lines(tmp_path / "in.jsonl", lines), tmp_path / "more")
     assert not (tmp_path / "more").exists()
@@ -224,11 +227,38 @@ def test_no_store_a_damaged_one_and_another_tokenizer_are_refused(tmp_path, sour
     other = meta.read_text().replace('"format": 1', '"format": 2')
     for content in (other, "{", "[]", "{}", '{"format": 1, "tokens": "x"}'):
         meta.write_text(content)
-        with pytest.raises(ValueError, match=r"format 2|damaged"):
+        with pytest.raises(ValueError, match=r"meta.json is damaged \("):
             Store.open(opened.path)
     meta.unlink()
     with pytest.raises(ValueError, match="no token store"):
         Store.open(opened.path)
+
+
+@given(st.integers(1, 9), st.lists(st.integers(-3, 12), max_size=6), st.data())
+def test_what_is_taken_from_a_file_is_what_an_array_gives(length, places, drawn):
+    array = np.arange(length, dtype=np.uint16) * 3
+    with NamedTemporaryFile() as file, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(store, "BYTES_PER_READ", drawn.draw(st.sampled_from([0, 10**6])))
+        array.tofile(file.name)
+        given = store.FileArray(Path(file.name), np.uint16)
+        part = slice(*drawn.draw(st.tuples(*[st.none() | st.integers(-12, 12).filter(bool)] * 3)))
+        places = np.array(places, np.int64)
+        assert np.array_equal(given[part], array[part]) and given[-1] == array[-1]
+        assert np.array_equal(given.take(places), array.take(places, mode="clip"))
+        found = np.searchsorted(given, places, side="right")
+        assert np.array_equal(found, array.searchsorted(places, "right"))
+        assert np.asarray(given).dtype == array.dtype and np.array_equal(given, array)
+
+
+@pytest.mark.parametrize("share", [0, 0.4, 0.99])
+def test_a_file_that_is_cut_while_it_is_read_is_one_line(tmp_path, sourced, monkeypatch, share):
+    made = make(sourced, tmp_path / "store")
+    monkeypatch.setattr("support.rows.samples.IN_MEMORY", 0)
+    for array in (Samples(made, "pieces", 5).table, made.sources, made.offsets, made.tokens):
+        os.truncate(array.path, int(array.path.stat().st_size * share))
+        for read in (lambda array: array.take(np.array([10**6])), lambda array: array[-1], np.diff):
+            with pytest.raises(ValueError, match=f"{array.path} has become shorter"):
+                read(array)
 
 
 # --- whole or not at all
@@ -266,11 +296,44 @@ def test_stopped_in_the_middle_no_store_appears(tmp_path, large, capfd, stop):
     assert process.exitcode not in (None, 0)
     assert not (tmp_path / "store").exists()
     if stop == signal.SIGKILL:
-        make(TINY, tmp_path / "store")  # what the killed one left is not in the way
+        assert len(os.listdir(tmp_path)) == 1, "what it has left"
+        make(TINY, tmp_path / "store")
+        assert os.listdir(tmp_path) == ["store"]
     else:
         assert process.exitcode > 0 and os.listdir(tmp_path) == []
     if stop == "full disk":
         assert f"{tmp_path}/store: not written: File too large" in capfd.readouterr().err
+
+
+def test_of_two_that_make_one_store_the_first_to_finish_has_it(tmp_path, sourced, monkeypatch):
+    def late(self):
+        monkeypatch.undo()
+        make(sourced, tmp_path / "store")
+        return self.finish()
+
+    monkeypatch.setattr(prepare.StoreWriter, "finish", late)
+    with pytest.raises(ValueError, match=r"store: another process has made it meanwhile$"):
+        make(TINY, tmp_path / "store")
+    Store.open(tmp_path / "store").verify()
+    assert os.listdir(tmp_path) == ["store"]
+
+
+def test_a_clone_that_cannot_be_written_has_its_corpus_in_the_users_cache(
+    tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "corpus").mkdir()
+    (tmp_path / ".cache").touch()  # a file in the way
+    shutil.copy(TINY, tmp_path / "corpus" / "pd-mix.jsonl.gz")
+    monkeypatch.setattr(prepare.runtime, "ROOT", tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
+    made = prepare.embedded_store("bytes")
+    assert prepare.embedded_store("bytes") == made and made.parent == tmp_path / "home/parsimony"
+    said = f"preparing the embedded corpus in {made}: {tmp_path}/.cache cannot be written\n"
+    assert capsys.readouterr().err == said
+    (tmp_path / ".cache").unlink()
+    (tmp_path / "home/parsimony").rename(tmp_path / ".cache")
+    monkeypatch.setattr(prepare, "can_write", lambda folder: False)
+    assert prepare.embedded_store("bytes").parent == tmp_path / ".cache", "it may be read"
 
 
 @pytest.mark.slow

@@ -89,7 +89,7 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path, file):
     about = ranking.write(tmp_path, [tmp_path / "run.npy"])
     assert about == {"samples": 2, "values": "float32", "order": "uint32"}
     read = ranking.read(tmp_path, about)
-    assert (read.values.tolist(), read.order.tolist()) == ([2.0, 1.0], [1, 0])
+    assert (read.values[:].tolist(), read.order[:].tolist()) == ([2.0, 1.0], [1, 0])
     whole = (tmp_path / file).read_bytes()
     for damaged in (b"", whole[:-1], whole + bytes(4), whole[4:] + whole[:4], b"\xff" * len(whole)):
         (tmp_path / file).write_bytes(damaged)

@@ -193,7 +193,7 @@ def test_a_separator_is_read_with_its_escapes():
 def test_cutting_is_refused_unless_there_is_plain_text(tmp_path):
     with pytest.raises(ValueError, match="--split-on"):
         read(TINY, split_on="blank-line")
-    (tmp_path / "a.txt").write_text("one|two")
+    (tmp_path / "a.txt").write_text("one||two|")
     documents = read(TINY, tmp_path / "a.txt", split_on="|")
     assert documents[481:] == [(None, "one", None), (None, "two", None)]
 

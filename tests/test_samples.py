@@ -11,7 +11,7 @@ from small_stores import TOY
 from support.base import atomic
 from support.rows import samples as samples_module
 from support.rows.samples import Samples, cut
-from support.text.store import Store
+from support.text.store import FileArray, Store
 
 
 def spans_of(samples):
@@ -47,7 +47,7 @@ KINDS = [(kind, long) for kind in ("pieces", "bert") for long in ("split", "trun
 
 
 def test_samples_of_a_large_store_are_those_of_a_small_one(store_dir, large, monkeypatch):
-    """Each kind of samples has a table of its own, which is made once and mapped."""
+    """Each kind of samples has a table of its own, which is made once and read."""
     store = Store.open(store_dir)
     edges, made = store.offsets[store.train_documents :].tolist(), set()
     for kind, long in KINDS:
@@ -68,16 +68,14 @@ def test_samples_of_a_large_store_are_those_of_a_small_one(store_dir, large, mon
     assert len(list(large.path.iterdir())) == 3 + len(KINDS), "three files of the store"
 
 
-def test_the_table_of_a_large_store_is_made_once_and_mapped(large):
+def test_the_table_of_a_large_store_is_made_once_and_read(large):
     file = large.path / f"train-30-{large.meta['sha256']['documents.idx'][:16]}.spans"
     file.with_name(f".{file.name}.tmp").write_bytes(b"of a process that was killed")
     Samples(large, "pieces", 30)
     made = file.stat().st_mtime_ns
     table = Samples(large, "pieces", 30).table
     assert file.stat().st_mtime_ns == made and not list(large.path.glob(".*.tmp"))
-    while not isinstance(table, np.memmap):
-        table = table.base
-    assert table.filename == file
+    assert isinstance(table, FileArray) and table.path == file
 
 
 def test_a_table_that_cannot_be_written_is_held_in_memory_or_leaves_nothing(large, monkeypatch):

@@ -2,7 +2,7 @@
 
     sorted runs   a shard's (value, id) records, sorted; as many files as there are shards
     merged        all ids by value, a chunk at a time: values.bin and order.bin
-    Ranking       those two arrays, mapped
+    Ranking       those two arrays, of which little is read
     Pool          the first so many samples of one ranking, or of several at once
 
 Does not know what the values measure (difficulty.py), nor how shards are shared
@@ -17,6 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
 import numpy as np
+
+from support.text.store import FileArray
 
 LENGTHS = ("seqlen", "seqlen-reshape")  # metrics of a curriculum that rank nothing
 CHUNK = 1 << 22  # records merged at once
@@ -84,8 +86,8 @@ def split(runs: list[np.ndarray], rank: int) -> list[int]:
 class Ranking:
     """values (N,) by sample id; order (N,) sample ids by value, ties by id."""
 
-    values: np.ndarray
-    order: np.ndarray
+    values: np.ndarray | FileArray
+    order: np.ndarray | FileArray
 
     def __len__(self) -> int:
         return len(self.order)
@@ -134,17 +136,17 @@ def write(folder: Path, runs: list[Path]) -> dict[str, Any]:
 
 
 def read(folder: Path, about: dict[str, object]) -> Ranking:
-    """What `write` wrote, mapped.
+    """What `write` wrote.
 
     Raises: ValueError for files that do not belong together, as far as their sizes and both ends
             tell: to check more would keep a run waiting for a cold disk
     """
-    values = np.memmap(folder / "values.bin", about["values"], "r")
-    order = np.memmap(folder / "order.bin", about["order"], "r")
+    values = FileArray(folder / "values.bin", about["values"])
+    order = FileArray(folder / "order.bin", about["order"])
     if not len(values) == len(order) == about["samples"]:
         raise ValueError("files of another size")
-    first, last = ends = order[[0, -1]]
-    if ends.max() >= len(order) or (first == last and len(order) > 1):
+    first, last = order[0], order[-1]
+    if max(first, last) >= len(order) or (first == last and len(order) > 1):
         raise ValueError("order.bin is not an order of the samples")
     if not values[first] <= values[last]:
         raise ValueError("order.bin and values.bin disagree")

@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from support.base.atomic import atomic_write, folder_lock
 from support.base.rng import shuffled
-from support.text.store import Store
+from support.text.store import FileArray, Store
 
 MULTIPLE = 8  # lengths move in steps of 8: few shapes, and matrix units work in eights
 KINDS = ("pieces", "rows", "bert", "pairs")
@@ -43,8 +43,9 @@ class Samples:
     GPTs are commonly trained without packing.
 
     The spans of rows follow from arithmetic; those of pieces are a table of 16 bytes a sample. The
-    table of a large store is a file in it, made on first use and mapped, so that a billion samples
-    open as fast as a thousand. In a folder that cannot be written each process holds its own table.
+    table of a large store is a file in it, made on first use, of which only what is asked for is
+    read: a billion samples open as fast as a million. In a folder that cannot be written each
+    process holds its own table.
 
     Args: kind    pieces | rows | bert | pairs: a BERT's pieces leave out end-of-text and make room
                   for its special tokens
@@ -62,35 +63,30 @@ class Samples:
         self.max_piece_len = seq_len - self.special_tokens
         n, N = store.train_documents, len(store.offsets) - 1
         self.documents = {"train": range(n), "val": range(n, N), "all": range(N)}[split]
-        self.offsets = store.offsets[self.documents.start : self.documents.stop + 1]
-        self.start, self.stop = int(self.offsets[0]), int(self.offsets[-1])
+        ends = store.offsets[np.array([self.documents.start, self.documents.stop])]
+        self.start, self.stop = ends.tolist()
         self.table = None if kind == "rows" else self._table()
 
-    def _table(self) -> np.ndarray:
+    def _table(self) -> np.ndarray | FileArray:
         """(N, 2) int64: the spans of all samples."""
-        parts = (
-            spans_of_documents(offsets, self.max_piece_len, self.without_eot, self.long)
-            for offsets in self._parts()
-        )
-        at_most = len(self.offsets) + (self.stop - self.start) // self.max_piece_len
+        parts = (self._spans_of(offsets) for offsets in self._parts())
+        at_most = len(self.documents) + (self.stop - self.start) // self.max_piece_len
         if at_most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
             return np.concatenate(list(parts))
         name = f"{'bare-' * self.without_eot}{'first-' * (self.long == 'truncate')}{self.split}"
         text = self.store.meta["sha256"]["documents.idx"][:16]
         file = self.store.path / f"{name}-{self.max_piece_len}-{text}.spans"
-        count = -(-len(self.offsets) // DOCUMENTS_AT_ONCE)
+        count = -(-len(self.documents) // DOCUMENTS_AT_ONCE)
         with folder_lock(self.store.path):
             if not file.exists():
                 with atomic_write(file) as out:
                     for part in tqdm(parts, file.name, count, disable=None, leave=False):
                         out.write(part)
-        table = np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
+        table = FileArray(file, np.dtype((np.int64, 2)))
         some = table[:: max(len(table) // SPANS_CHECKED, 1)]
-        last = spans_of_documents(
-            self.offsets[-2:], self.max_piece_len, self.without_eot, self.long
-        )[-1]
+        last = self._spans_of(self.store.offsets[self.documents.stop - 1 : self.documents.stop + 1])
         if not (
-            (table[-1] == last).all()
+            np.array_equal(table[-1:], last[-1:])
             and (some[:, 0] < some[:, 1]).all()
             and (np.diff(some[:, 0]) > 0).all()
         ):
@@ -99,8 +95,12 @@ class Samples:
 
     def _parts(self) -> Iterator[np.ndarray]:
         """The offsets of the documents, DOCUMENTS_AT_ONCE at a time; once if there is none."""
-        for first in range(0, max(len(self.offsets) - 1, 1), DOCUMENTS_AT_ONCE):
-            yield self.offsets[first : first + DOCUMENTS_AT_ONCE + 1]
+        begin, end = self.documents.start, self.documents.stop
+        for first in range(begin, max(end, begin + 1), DOCUMENTS_AT_ONCE):
+            yield self.store.offsets[first : min(first + DOCUMENTS_AT_ONCE, end) + 1]
+
+    def _spans_of(self, offsets: np.ndarray) -> np.ndarray:
+        return spans_of_documents(offsets, self.max_piece_len, self.without_eot, self.long)
 
     def beyond_a_row(self) -> Beyond:
         """How many documents are longer than a row, and how many tokens `truncate` drops.
@@ -146,15 +146,6 @@ class Samples:
         if tokens is None:
             return spans
         return spans[: np.searchsorted(np.cumsum(spans[:, 1] - spans[:, 0]), tokens) + 1]
-
-    def read_tokens(self, start: int, stop: int) -> np.ndarray:
-        """Tokens of the store, read from its file.
-
-        The pages of the mapped array would stay in this process's memory, and an analysis touches
-        all of them.
-        """
-        file, tokens = self.store.path / "tokens.bin", self.store.tokens
-        return np.fromfile(file, tokens.dtype, stop - start, offset=start * tokens.itemsize)
 
     def identity(self) -> dict:
         """What an index of these samples depends on: store, tokenizer, and how samples are cut."""

@@ -9,7 +9,6 @@ support/text/reading.py.
 import argparse
 import re
 import zlib
-from array import array
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from hashlib import blake2b
@@ -97,8 +96,6 @@ class Corpus:
         self.files = reading.input_files(paths)
         if self.separator and all(is_json_lines(file.path) for file in self.files):
             raise ValueError("--split-on: cuts plain text, and there are only JSON lines to read")
-        self.skipped: list[Path] = []  # files in folders that are not text
-        self.ids = array("Q")  # hashes of the ids that JSON lines give
         self.training_characters = self._before_the_tail() if holdout > 1 else None
 
     def parts(self, open_file: OpenFile = open_input) -> Iterator[Part]:
@@ -113,14 +110,14 @@ class Corpus:
 
     def documents(self, open_file: OpenFile = open_input) -> Iterator[Document]:
         """Read all documents, whichever side they are on."""
-        self.skipped, self.ids = [], array("Q")
+        self.skipped: list[Path] = []  # files in folders that are not text
+        self.hashes = bytearray()  # of the ids that JSON lines give
         for file in self.files:
             if is_json_lines(file.path):
                 for place, fields in reading.read_objects(file.path, open_file):
                     document = _document(place, fields, self.source_field)
                     if document.id is not None:
-                        digest = blake2b(document.id.encode(), digest_size=8).digest()
-                        self.ids.frombytes(digest)
+                        self.hashes += blake2b(document.id.encode(), digest_size=8).digest()
                     yield document
                 continue
             try:
@@ -140,7 +137,7 @@ class Corpus:
 
     def repeated_ids(self) -> int:
         """How many documents that were read have the id of an earlier one."""
-        return len(self.ids) - len(np.unique(np.frombuffer(self.ids, np.uint64)))
+        return len(self.hashes) // 8 - len(np.unique(np.frombuffer(self.hashes, np.uint64)))
 
     def _before_the_tail(self) -> int | None:
         """Count the characters before the last 1/holdout; None if hashes choose.
@@ -199,9 +196,9 @@ def _document(place: str, fields: dict[str, object], source_field: str) -> Docum
 
 
 def _split(blocks: Iterable[str], mark: str) -> Iterator[str]:
-    """Cut text at a mark or, with BLANK_LINE, at blank lines."""
+    """Cut text at a mark or, with BLANK_LINE, at blank lines; between two marks may be nothing."""
     if mark != BLANK_LINE:
-        yield from reading.cut(blocks, mark)
+        yield from filter(None, reading.cut(blocks, mark))
         return
     for is_blank, lines in groupby(reading.cut(blocks, "\n"), lambda line: not line.strip()):
         if not is_blank:

@@ -10,6 +10,7 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from itertools import count
 from pathlib import Path
 from threading import Event, Thread
@@ -20,6 +21,7 @@ from tqdm import tqdm
 from support.base.typed_json import parsed
 
 BLOCK_BYTES = 1 << 20  # read at once
+SMALL_BYTES = 1 << 12  # of JSON lines at once: a hostile file can make 2^15 times as much of them
 MOST_LINE_BYTES = 64 << 20  # of a line of JSON; a compressed file can promise more than memory
 TICK_S = 1.0  # the longest that a bar stands still
 
@@ -55,7 +57,7 @@ def _files(given: str | Path) -> list[InputFile]:
     files = []
     for file in tqdm(_walk(path), "files", unit="", disable=None, leave=False):
         if not file.is_file():  # else it would be left out without a word, or waited for
-            kind = "a link to nothing" if file.is_symlink() else "a pipe or a device"
+            kind = "a link to a folder or to nothing" if file.is_symlink() else "a pipe or a device"
             raise ValueError(f"{file}: is {kind}: remove it, or name the files one by one")
         below = file.relative_to(path)
         files.append(InputFile(file, below.as_posix(), True, file.stat().st_size))
@@ -75,7 +77,8 @@ def _walk(folder: Path) -> Iterator[Path]:
 
     for below, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(below) / name for name in names if not name.startswith("."))
+        links = [name for name in folders if Path(below, name).is_symlink()]  # to folders
+        yield from (Path(below, name) for name in names + links if not name.startswith("."))
 
 
 def open_input(path: Path) -> BinaryIO:
@@ -166,33 +169,27 @@ def read_objects(
 
 def _lines(path: Path, open_file: OpenFile) -> Iterator[bytes]:
     with open_file(path) as file:
-        if path.suffix.lower() == ".zst":
-            yield from cut(_zstd_blocks(file), b"\n", MOST_LINE_BYTES)
-        else:
-            plain = gzip.GzipFile(fileobj=file) if path.suffix.lower() == ".gz" else file
-            while line := plain.readline(MOST_LINE_BYTES + 1):
-                check_length(len(line), MOST_LINE_BYTES)
-                yield line
+        suffix = path.suffix.lower()
+        plain = gzip.GzipFile(fileobj=file) if suffix == ".gz" else file
+        blocks = iter(partial(plain.readline, SMALL_BYTES), b"")
+        if suffix == ".zst":
+            blocks = _zstd_blocks(blocks)
+        yield from cut(blocks, b"\n", MOST_LINE_BYTES)
 
 
-def check_length(length: int, most: int) -> None:
-    if length > most:
-        raise ValueError(f"is longer than {most:,} bytes, which is the most for a line")
-
-
-def _zstd_blocks(file: BinaryIO) -> Iterator[bytes]:
+def _zstd_blocks(blocks: Iterable[bytes]) -> Iterator[bytes]:
     """Decompress frame by frame: zstandard's own reader does not notice a truncated file."""
     try:
         import zstandard
     except ImportError:
         raise ValueError("needs `pip install zstandard`") from None
     decoder = None
-    block = b""
-    while block := block or file.read(1 << 12):  # which a hostile file can make 2^15 times larger
-        decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
-        yield decoder.decompress(block)
-        block = decoder.unused_data
-        decoder = None if decoder.eof else decoder
+    for block in blocks:
+        while block:
+            decoder = decoder or zstandard.ZstdDecompressor().decompressobj()
+            yield decoder.decompress(block)
+            block = decoder.unused_data
+            decoder = None if decoder.eof else decoder
     if decoder:
         raise EOFError("the file ends inside a zstd frame")
 
@@ -233,6 +230,7 @@ def cut(blocks: Iterable[AnyStr], mark: AnyStr, most: int = sys.maxsize) -> Iter
         certain = max(0, len(rest) - len(mark) + 1)
         piece.append(rest[:certain])
         length += certain
-        check_length(length, most)
+        if length > most:
+            raise ValueError(f"is longer than {most:,} bytes, which is the most for a line")
         edge = rest[certain:]
     yield empty.join([*piece, edge])

@@ -11,13 +11,13 @@ prepare.py decides what is encoded and in which order, and writes meta.json.
 import hashlib
 import os
 import pickle
+from bisect import bisect_right
 from dataclasses import dataclass, field
-from functools import cached_property
-from itertools import pairwise
 from pathlib import Path
-from typing import BinaryIO, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import tiktoken
 
 from support.base.typed_json import MOST_VOCABULARY, At, mismatch, read_json
@@ -29,7 +29,7 @@ WRITTEN = ("tokens.bin", "documents.idx", "sources.idx")
 HELD_OUT = "held_out.tmp"  # lists of encoded parts, one per append
 COUNTS = ("documents", "tokens", "bytes", "train_documents", "train_tokens", "train_bytes")
 META = {
-    "format": int,
+    "format": At(FORMAT, FORMAT),
     **dict.fromkeys(COUNTS, At()),
     "vocab_size": At(2, MOST_VOCABULARY),
     "end_of_text": At(),
@@ -37,6 +37,7 @@ META = {
     "sha256": {"tokens.bin": str, "documents.idx": str},
 }
 CHECKED_DOCUMENTS = 1 << 20  # when a store is opened; `verify` looks at all of them
+BYTES_PER_READ = 256  # that are read at once in the time that one more read takes
 NO_SOURCE = "unnamed"  # for documents without a source in a store where others have one
 
 
@@ -115,30 +116,70 @@ class StoreWriter:
         self.sha256[name].update(array)
 
 
-class MappedTokens(np.memmap):
-    """tokens.bin as an array. What is taken from it is read, not mapped: if somebody cuts the file
-    while a run reads it, that is an error in one line, where a missing page would end the process.
+class FileArray:
+    """An array in a file. What is taken from it is read, and is an ndarray.
+
+    Opening reads nothing, however long the file is, and ranks share what the system keeps of it. It
+    is not mapped: if somebody cuts the file meanwhile, that is an error in one line, where a page
+    that is missing would end the process (SIGBUS).
     """
 
-    @cached_property
-    def file(self) -> BinaryIO:
-        return open(self.filename, "rb", buffering=0)
+    def __init__(self, path: Path, dtype: npt.DTypeLike):
+        self.path, self.dtype = path, np.dtype(dtype)
+        self.file = path.open("rb", buffering=0)
+        self.length = os.fstat(self.file.fileno()).st_size // self.dtype.itemsize
+
+    def __len__(self) -> int:
+        return self.length
+
+    def __getitem__(self, at: int | slice | np.ndarray) -> np.ndarray:
+        if isinstance(at, np.ndarray):
+            return self.take(at)
+        at = range(len(self))[at]
+        if not isinstance(at, range):
+            return self._read([at], [1])[0]
+        return self._read([at.start], [len(at)]) if at.step == 1 else self.take(np.array(at))
+
+    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> np.ndarray:
+        return self[:].astype(dtype or self.dtype)
 
     def take(self, places: np.ndarray, mode: str = "clip") -> np.ndarray:
-        """As ndarray.take; ValueError if the file has become shorter."""
+        """As ndarray.take; `mode` is always "clip"."""
         places = np.clip(places, 0, len(self) - 1)
-        taken = np.empty(len(places), self.dtype)
-        starts = np.flatnonzero(np.diff(places, prepend=-2) != 1)  # of stretches in the file
-        for start, stop in pairwise([*starts.tolist(), len(places)]):
-            part, offset = taken[start:stop], int(places[start]) * self.itemsize
-            if os.preadv(self.file.fileno(), [part], offset) < part.nbytes:
-                raise ValueError(f"{self.filename} has become shorter since it was opened")
+        begins = np.flatnonzero(np.diff(places, prepend=-2) != 1)  # of stretches in the file
+        if self._is_short_for(len(begins)):
+            return self[:][places]
+        counts = np.diff(begins, append=len(places))
+        return self._read(places[begins].tolist(), counts.tolist())
+
+    def searchsorted(self, values: np.ndarray, side: str, sorter: None = None) -> np.ndarray:
+        """As ndarray.searchsorted, and called by np.searchsorted; `side` is always "right"."""
+        if self._is_short_for(len(values) * self.length.bit_length()):
+            return self[:].searchsorted(values, side)
+        return np.array([bisect_right(self, value) for value in values], np.int64)
+
+    def _is_short_for(self, reads: int) -> bool:
+        """Whether it takes less time to read all of it than so many places."""
+        return self.length * self.dtype.itemsize < reads * BYTES_PER_READ
+
+    def _read(self, starts: list[int], counts: list[int]) -> np.ndarray:
+        """The numbers at starts[0], starts[0] + 1, ..., counts[0] of them, then the next ones."""
+        taken = np.empty(sum(counts), self.dtype)
+        left = memoryview(taken.reshape(-1).view(np.uint8))
+        for start, count in zip(starts, counts, strict=True):
+            at, end = start * self.dtype.itemsize, (start + count) * self.dtype.itemsize
+            while at < end:
+                size = os.preadv(self.file.fileno(), [left[: end - at]], at)  # at most 2 GB
+                if not size:
+                    raise ValueError(f"{self.path} has become shorter since it was opened")
+                left = left[size:]
+                at += size
         return taken
 
 
 @dataclass(frozen=True)
 class Store:
-    """A store, mapped into memory. Document i is tokens[offsets[i]:offsets[i + 1]].
+    """A store that is open to be read. Document i is tokens[offsets[i]:offsets[i + 1]].
 
     tokens    (tokens,) uint16 or uint32; the first train_tokens are for training
     offsets   (documents + 1,) int64
@@ -147,16 +188,16 @@ class Store:
 
     path: Path
     meta: dict
-    tokens: np.memmap
-    offsets: np.memmap
+    tokens: FileArray
+    offsets: FileArray
     train_documents: int
     train_tokens: int
-    sources: np.ndarray | None = None
+    sources: FileArray | None = None
     source_names: list[str] = field(default_factory=list)
 
     @classmethod
     def open(cls, path: str | Path) -> "Store":
-        """Map a store, after comparing the sizes of its files with the counts in meta.json.
+        """Open a store, after comparing the sizes of its files with the counts in meta.json.
 
         Raises: ValueError for a folder that is not a store, or a damaged one
         """
@@ -165,35 +206,25 @@ class Store:
             meta = read_json(path / "meta.json", META, "prepare the store again")
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{path}: no token store: make one with prepare.py") from None
-        if meta["format"] != FORMAT:
-            raise ValueError(
-                f"{path}: store format {meta['format']}, not {FORMAT}: prepare it again"
-            )
         names = meta.get("sources", [])
         if wrong := mismatch(names, [str], "sources"):
             raise ValueError(f"{path}/meta.json is damaged ({wrong}): prepare the store again")
-        files = {
-            "tokens.bin": (meta["tokens"], token_dtype(meta["vocab_size"])),
-            "documents.idx": (meta["documents"] + 1, np.dtype("int64")),
-        }
-        if names:
-            files["sources.idx"] = (meta["documents"], SOURCE_DTYPE)
-        arrays = {}
-        for name, (count, dtype) in files.items():
+
+        def array(name: str, count: int, dtype: np.dtype) -> FileArray:
             file = path / name
             size = count * dtype.itemsize
             if not file.exists() or file.stat().st_size != size:
                 raise ValueError(f"{file}: needs {size:,} bytes: prepare the store again")
-            kind = MappedTokens if name == "tokens.bin" else np.memmap
-            arrays[name] = kind(file, dtype, mode="r")
+            return FileArray(file, dtype)
+
         store = cls(
             path=path,
             meta=meta,
-            tokens=arrays["tokens.bin"],
-            offsets=arrays["documents.idx"],
+            tokens=array("tokens.bin", meta["tokens"], token_dtype(meta["vocab_size"])),
+            offsets=array("documents.idx", meta["documents"] + 1, np.dtype("int64")),
             train_documents=meta["train_documents"],
             train_tokens=meta["train_tokens"],
-            sources=arrays.get("sources.idx"),
+            sources=array("sources.idx", meta["documents"], SOURCE_DTYPE) if names else None,
             source_names=names,
         )
         store.check_offsets(CHECKED_DOCUMENTS)
@@ -201,14 +232,18 @@ class Store:
 
     def check_offsets(self, documents: int) -> None:
         """Refuse documents that do not follow each other; looks at the first ones, and the ends."""
-        meta, offsets, trained = self.meta, self.offsets, self.train_documents
-        ends = {0: 0, trained: self.train_tokens, meta["documents"]: meta["tokens"]}
-        fits = trained <= meta["documents"] and meta["end_of_text"] < meta["vocab_size"]
+        meta, trained = self.meta, self.train_documents
+        ends = np.array([0, trained, meta["documents"]])
+        blocks = (
+            self.offsets[first : min(first + CHECKED_DOCUMENTS, documents) + 1]
+            for first in range(0, documents, CHECKED_DOCUMENTS)
+        )
         if not (
-            fits
-            and self.meta["dtype"] == self.tokens.dtype.name
-            and all(offsets[number] == token for number, token in ends.items())
-            and (np.diff(offsets[: documents + 1]) > 0).all()
+            trained <= meta["documents"]
+            and meta["end_of_text"] < meta["vocab_size"]
+            and meta["dtype"] == self.tokens.dtype.name
+            and self.offsets.take(ends).tolist() == [0, self.train_tokens, meta["tokens"]]
+            and all((np.diff(block) > 0).all() for block in blocks)
         ):
             raise ValueError(
                 f"{self.path}: documents.idx and meta.json do not agree: prepare the store again"
@@ -216,31 +251,23 @@ class Store:
 
     def verify(self) -> None:
         """Read everything: ValueError unless each file is as prepare.py wrote it."""
-        for name, expected in self.meta["sha256"].items():
-            if name not in WRITTEN:
-                continue
+        for name in filter(self.meta["sha256"].get, WRITTEN):
             with (self.path / name).open("rb") as file:
-                actual = hashlib.file_digest(file, "sha256").hexdigest()
-            if actual != expected:
-                raise ValueError(
-                    f"{self.path / name} is damaged: its sha256 is {actual[:12]}..., and meta.json"
-                    f" has {expected[:12]}...: prepare the store again"
-                )
+                digest = hashlib.file_digest(file, "sha256").hexdigest()
+            if digest != self.meta["sha256"][name]:
+                expected = "its sha256 is not that in meta.json: prepare the store again"
+                raise ValueError(f"{self.path / name} is damaged: {expected}")
         self.check_offsets(self.meta["documents"])
 
     def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
         """Refuse a tokenizer other than the one the store was made with."""
-        stored = self.meta["tokenizer_fingerprint"]
-        given = tokenizer.fingerprint(encoding)
-        if given == stored and encoding.n_vocab != self.meta["vocab_size"]:
+        meta, given = self.meta, tokenizer.fingerprint(encoding)
+        stored = meta["tokenizer_fingerprint"]
+        if (given, encoding.n_vocab) != (stored, meta["vocab_size"]):
             raise ValueError(
-                f"{self.path}/meta.json has a vocabulary of {self.meta['vocab_size']:,}, and"
-                f" {encoding.name} has {encoding.n_vocab:,}: prepare the store again"
-            )
-        if given != stored:
-            raise ValueError(
-                f"{self.path}: made with tokenizer {self.meta['tokenizer']} ({stored[:12]}), not "
-                f"{encoding.name} ({given[:12]}): choose that one, or prepare the store again"
+                f"{self.path}: made with tokenizer {meta['tokenizer']} ({stored[:12]}, of"
+                f" {meta['vocab_size']:,} tokens), not {encoding.name} ({given[:12]}, of"
+                f" {encoding.n_vocab:,}): choose that one, or prepare the store again"
             )
 
     def check_tokens(self, highest: int) -> None:
