@@ -70,7 +70,6 @@ def measure(recipe: str, flags: list[str], seed: int, folder: Path) -> dict:
     if not curve:
         raise ValueError(f"{recipe}: status {done.returncode} before its first evaluation")
     last = steps[-1]
-    ended = {"stopped": done.returncode} if done.returncode else {}
     return {
         "recipe": recipe,
         "flags": " ".join(flags),
@@ -79,15 +78,13 @@ def measure(recipe: str, flags: list[str], seed: int, folder: Path) -> dict:
         "val_bpb": round(final["val_bpb"], 4),
         "held_out_bytes": final["bytes"],
         "steps": last["step"],
-        "consumed_tokens": last["consumed_tokens"],
-        "real_tokens": last["real_tokens"],
-        "layer_tokens": last["layer_tokens"],
+        **{f"{kind}_tokens": last[f"{kind}_tokens"] for kind in ("consumed", "real", "layer")},
         "padding_share": round(statistics.mean(step["padding_share"] for step in steps), 4),
         "train_seconds": round(seconds, 1),
         "data_share": round(sum(step["data_ms"] for step in steps) / 1e3 / seconds, 5),
         "mfu": round(statistics.median(step["mfu"] for step in steps), 4),
         "curve": curve,  # seconds, consumed tokens, bits per byte
-        **ended,
+        **({"stopped": done.returncode} if done.returncode else {}),
     }
 
 

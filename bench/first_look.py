@@ -16,7 +16,7 @@ that. The run that is killed and resumed has the same tolerance.
     OMP_NUM_THREADS=2 python bench/first_look.py profile --size nano
 """
 
-import json
+import argparse
 import math
 import os
 import platform
@@ -26,18 +26,17 @@ import subprocess
 import sys
 import tempfile
 import time
-import timeit
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from functools import partial
-from importlib.metadata import PackageNotFoundError, version
+from importlib.metadata import distributions
 from pathlib import Path
 from typing import NamedTuple
 from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from measure import RESULTS, ROOT, command_line, in_turns, measured, recorder, significant, timed
+from measure import RESULTS, ROOT, command_line, measured, recorder, records, significant, timed
 from step import CASES, VARIANTS, build_ours
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -49,39 +48,22 @@ from support.base.runtime import exit_cleanly
 from support.run.folder import read_log
 from support.step import machine
 
-
-class Setup(NamedTuple):
-    device: str
-    keep: Callable[[dict], None]  # prints and records figures
-    size: str = "124M"
-    compiled: bool = False
-    toy: bool = False  # does it work? Then it takes seconds on a CPU, and its numbers say nothing
-
-
 # ---- machine
 
 
-def versions() -> dict[str, str]:
-    found = {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
-    for package in ("triton", "torchao", "pytest", "pytest-xdist", "hypothesis", "tiktoken"):
-        try:
-            found[package] = version(package)
-        except PackageNotFoundError:
-            found[package] = "missing"
-    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
-    return found | {"C compiler": compiler or "missing", "system": platform.platform()}
+PACKAGES = ("triton", "torchao", "pytest", "pytest-xdist", "hypothesis", "tiktoken")
 
 
-def ceilings(setup: Setup) -> Iterator[tuple[str, dict]]:
+def ceilings(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
     """What nothing on this machine exceeds."""
-    device = setup.device
-    here, there = torch.ones(2, 2**16 if setup.toy else 2**28, device=device)
+    device = args.device
+    here, there = torch.ones(2, 2**16 if args.toy else 2**28, device=device)
     host = torch.ones(len(here), pin_memory=device == "cuda")
     copies = {"copy": (there, here), "to the device": (here, host), "to the host": (host, here)}
     for name, (to, origin) in copies.items():
         moved = host.nbytes * (2 if name == "copy" else 1)  # read and written
-        copy = partial(timed, [partial(to.copy_, origin, non_blocking=True)], device)
-        ms = statistics.median(call.ms for call in in_turns({"": copy}, 5)[""])
+        copy = partial(to.copy_, origin, non_blocking=True)
+        ms = statistics.median([timed([copy], device).ms for _ in range(6)][1:])
         yield name, {"gb_per_s": significant(moved / 1e6 / ms, 4), "mb": host.nbytes / 1e6}
     del here, there, host, copies, copy, to, origin
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
@@ -91,23 +73,27 @@ def ceilings(setup: Setup) -> Iterator[tuple[str, dict]]:
     one = torch.zeros(1, device=device)
     for name, call, calls in (("launch", partial(one.add_, 1), 2000), ("wait", one.item, 200)):
         one.item()  # until nothing is under way
-        seconds = timeit.timeit(call, number=calls)
-        yield name, {"us": significant(seconds / calls * 1e6, 3)}
+        yield name, {"us": significant(1e3 * timed(calls * [call], "cpu").ms, 3)}
 
 
-def look_at_machine(setup: Setup) -> None:
+def look_at_machine(args: argparse.Namespace) -> None:
     if command := shutil.which("nvidia-smi"):
         print(subprocess.run([command], capture_output=True, text=True).stdout)
-    about = {"part": "machine", "versions": versions(), "cores": os.cpu_count()}
-    if setup.device == "cuda":
+    compiler = shutil.which(os.environ.get("CC", "cc")) or shutil.which("gcc")
+    versions = {"cuda": str(torch.version.cuda), "cudnn": str(torch.backends.cudnn.version())}
+    versions |= {"C compiler": compiler or "missing", "system": platform.platform()}
+    versions |= dict.fromkeys(PACKAGES, "missing")
+    versions |= {each.name: each.version for each in distributions() if each.name in PACKAGES}
+    about = {"part": "machine", "versions": versions, "cores": os.cpu_count()}
+    if args.device == "cuda":
         torch.set_float32_matmul_precision("high")  # as train.py does
         properties = torch.cuda.get_device_properties(0)
         about["capability"] = f"{properties.major}.{properties.minor}"
         about["processors"] = properties.multi_processor_count
         about["memory_gb"] = round(properties.total_memory / 1e9, 1)
-    setup.keep(about)
-    for name, figure in ceilings(setup):
-        setup.keep({"part": "ceiling", "what": name, **figure})
+    args.keep(about)
+    for name, figure in ceilings(args):
+        args.keep({"part": "ceiling", "what": name, **figure})
 
 
 # ---- losses
@@ -144,7 +130,6 @@ WAYS = {name: Way(flags, name) for name, flags in CURVES.items()} | {
     "fsdp": Way("--fsdp"),
     "killed and resumed": Way("--checkpoint-every 6144"),
 }
-NEEDS_GPU = ("fp16",)
 
 
 def losses_of(name: str, flags: str) -> list[float] | str:
@@ -218,48 +203,47 @@ def runs(jobs: dict[str, str], at_once: int) -> Iterator[tuple[str, list[float] 
             yield running[ended], ended.result()
 
 
-def flags_for(setup: Setup, flags: str) -> str:
+def flags_for(args: argparse.Namespace, flags: str) -> str:
     eager = "" if "--compile" in flags else " --compile off"
-    return f"{flags}{eager} --device {setup.device}" + f" {TOY}" * setup.toy
+    return f"{flags}{eager} --device {args.device}" + f" {TOY}" * args.toy
 
 
-def take_curves(setup: Setup) -> None:
+def take_curves(args: argparse.Namespace) -> None:
     """A CPU's losses, as the runs of a GPU are compared with."""
-    if setup.device != "cpu":
+    if args.device != "cpu":
         raise ValueError("curves: they are a CPU's, leave out --device")
-    curves = {"plain": CURVES["plain"]} if setup.toy else CURVES
-    jobs = {name: flags_for(setup, flags) for name, flags in curves.items()}
+    curves = {"plain": CURVES["plain"]} if args.toy else CURVES
+    jobs = {name: flags_for(args, flags) for name, flags in curves.items()}
     jobs |= {f"{name}, rounded": flags for name, flags in jobs.items()}
     for name, losses in runs(jobs, at_once=2):
         if isinstance(losses, str):
             raise ValueError(f"{name}: {losses}")
-        setup.keep({"part": "curve", "run": name, "losses": [round(loss, 6) for loss in losses]})
+        args.keep({"part": "curve", "run": name, "losses": [round(loss, 6) for loss in losses]})
 
 
 def recorded_curves(folder: Path) -> dict[str, list[float]]:
-    lines = (folder / "first-look.jsonl").read_text().splitlines()
-    records = [record for record in map(json.loads, lines) if record["part"] == "curve"]
-    return {record["run"]: record["losses"] for record in records}
+    found = [record for record in records("first-look", folder) if record["part"] == "curve"]
+    return {record["run"]: record["losses"] for record in found}
 
 
-def look_at_losses(setup: Setup) -> None:
+def look_at_losses(args: argparse.Namespace) -> None:
     """Every way to run beside its curve.
 
     Raises: ValueError naming the ways that end with an error, or that do not follow
     """
-    on_cpu, wrong = setup.device == "cpu", []
-    names = ["plain", "killed and resumed"] if setup.toy else list(WAYS)
-    names = [name for name in names if not (on_cpu and name in NEEDS_GPU)]
-    curves = recorded_curves(RESULTS if setup.toy else ROOT / "results")
+    on_cpu, wrong = args.device == "cpu", []
+    names = ["plain", "killed and resumed"] if args.toy else list(WAYS)
+    names = [name for name in names if not (on_cpu and name == "fp16")]
+    curves = recorded_curves(RESULTS if args.toy else ROOT / "results")
     embedded_store("pd4k")  # once, before all of them want it
-    jobs = {name: flags_for(setup, WAYS[name].flags) for name in names}
+    jobs = {name: flags_for(args, WAYS[name].flags) for name in names}
     for name, losses in runs(jobs, at_once=2 if on_cpu else len(jobs)):
         way = WAYS[name]
         failed = isinstance(losses, str)
         found = {"error": losses, "follows": False} if failed else compared(way, losses, curves)
         if failed or (way.is_held and not found["follows"]):
             wrong.append(name)
-        setup.keep({"part": "way", "run": name, "flags": way.flags, **found})
+        args.keep({"part": "way", "run": name, "flags": way.flags, **found})
     if wrong:
         raise ValueError(f"losses of {', '.join(wrong)}: not those of a CPU, see above")
 
@@ -270,11 +254,11 @@ PROFILED = 3  # steps
 MOST_KERNELS = 25
 
 
-def look_at_profile(setup: Setup) -> None:
+def look_at_profile(args: argparse.Namespace) -> None:
     """Kernels by the time they take in a step, in all and as a share of the step's."""
-    size, device = "toy" if setup.toy else setup.size, setup.device
+    size, device = "toy" if args.toy else args.size, args.device
     side = "CUDA" if device == "cuda" else "CPU"
-    flags = "--compile on" if setup.compiled else ""
+    flags = "--compile on" if args.compile else ""
     step = build_ours(CASES[size].on(device), VARIANTS["plain"], device, flags)
     for _ in range(3):
         step()
@@ -289,11 +273,11 @@ def look_at_profile(setup: Setup) -> None:
             about = {"name": event.key[:120], "calls": significant(event.count / PROFILED, 4)}
             kernels.append(about | {"ms": significant(ms, 4), "share": round(ms / step_ms, 4)})
     kernels.sort(key=lambda kernel: -kernel["ms"])
-    setup.keep(
+    args.keep(
         {
             "part": "profile",
             "size": size,
-            "compile": setup.compiled,
+            "compile": args.compile,
             "step_ms": significant(step_ms, 4),
             "busy_ms": significant(sum(kernel["ms"] for kernel in kernels), 4),
             "kernels": kernels[:MOST_KERNELS],
@@ -316,9 +300,9 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="of profile, as train.py's")
     parser.add_argument("--toy", action="store_true", help="tiny: to see whether it works")
     args = parser.parse_args()
-    keep = recorder("first-look", args)
+    args.keep = recorder("first-look", args)
     for part in args.parts:
-        PARTS[part](Setup(args.device, keep, args.size, args.compile, args.toy))
+        PARTS[part](args)
 
 
 if __name__ == "__main__":

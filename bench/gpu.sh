@@ -6,7 +6,7 @@
 #
 #     A  what machine it is and its ceilings; does every way to train learn what a CPU learns;
 #        124M, eager and compiled, beside nanoGPT's model where DIR is a clone of it; its kernels
-#     B  the tests marked gpu, on many workers
+#     B  the tests marked gpu, on many workers; gpu-tests.xml has those that ended, even after a SIGTERM
 #     C  steps of 350M with dropped tokens and packed rows; attention, loss and copies by themselves
 #     D  offload mode by mode, 1.3B in 16 GiB, FSDP; generation, evaluation, forecasts
 #     E  100 M tokens with all techniques, without, and without for as many seconds; of FILE (text
@@ -119,14 +119,17 @@ bench() { # SECONDS NAME FILE FLAGS...
 
 # what is run, and what in its place if it is only to be seen whether it works
 on=(--device cuda --record)
-toy=() gpt=124M larger=350M kernels=() copies=(--size 350M) tests=() of_124M=(--size 124M)
+toy=() gpt=124M larger=350M kernels=() copies=(--size 350M) of_124M=(--size 124M)
+# the tests that take longest first; of 16 cores 12, as some start processes of their own
+tests=(gpu tests/test_offload.py tests/test_several_ranks.py $(grep -l mark.gpu tests/test_*.py))
+workers=12
 texts=(--tokens 400 --turns 5) reading=(--tokens 200000 --turns 5) cases=()
 beside=("AdamW, exact GELU") kept=("keep 1/2") eager=("short pieces" "keep 3/4" "keep 1/4")
 if [ -n "$fake" ]; then
     export TORCHDYNAMO_DISABLE=1 # a compiler for the CPU would take minutes
     on=(--device cpu --record)
     toy=(--toy) gpt=toy larger=toy kernels=(--size toy --turns 2) copies=("${kernels[@]}")
-    tests=(--workers 2 tests/test_sizes.py) of_124M=(--size nano)
+    tests=("not gpu and not slow" tests/test_sizes.py) workers=2 of_124M=(--size nano)
     texts=(--tokens 5 --turns 2) reading=(--tokens 2000 --turns 2) cases=(--cases toy)
     beside=() kept=() eager=() # each variant is a process, which takes seconds to start
 fi
@@ -142,8 +145,13 @@ stage_A() {
     bench 30 "profile, compiled" first_look profile --compile "${toy[@]}"
 }
 
+# Each worker compiles its own kernels, so that compilations go on side by side. addopts of
+# pyproject.toml leave out the tests marked gpu.
 stage_B() {
-    bench 470 tests gpu_tests "${tests[@]}"
+    local flags=(-v -o addopts= -p no:cacheprovider "--junit-xml=$OUT/gpu-tests.xml")
+    ! "$python" -c 'import xdist' 2>/dev/null ||
+        flags+=(-n "$workers" --dist load --maxschedchunk 1)
+    part 470 tests "$python" -m pytest "${flags[@]}" -m "${tests[@]}"
 }
 
 stage_C() {

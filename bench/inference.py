@@ -15,13 +15,15 @@ Models have random weights, on which time does not depend. Loading and printing 
     python bench/inference.py evaluation --size 124M --device cuda
 """
 
+import math
 import re
 from collections.abc import Callable
 from functools import partial
 
 import tiktoken
 import torch
-from measure import command_line, quartiles, ratios, recorder, seconds_in_turns, take_turns, turn_of
+from measure import command_line, in_turns, quartiles, ratios, recorder, take_turns, turn_of
+from step import model_of
 
 import config
 import evaluate
@@ -41,11 +43,9 @@ ROWS = 16  # of an evaluation at once
 TOLERANCE = {"cpu": 1e-5, "cuda": 2e-3}  # of the nats in all: fp32, and bf16 on a GPU
 
 
-def model_of(flags: str, vocab_size: int, device: str) -> Transformer:
-    torch.manual_seed(0)
-    settings = config.build(config.parse(flags.split()))
-    padded = -(-vocab_size // 64) * 64
-    model = Transformer(config.transformer_config(settings, padded))
+def model_for(flags: str, words: int, device: str) -> Transformer:
+    """A model for a tokenizer of so many words."""
+    model = model_of(config.build(config.parse(flags.split())), -(-words // 64) * 64)
     return model.to(runtime.start(device, "auto").device).eval()
 
 
@@ -61,7 +61,7 @@ def same_tokens(first: list[int], second: list[int]) -> int:
 def build(size: str, count: int, device: str, cached: bool) -> Callable[[], list[int]]:
     """In a process of its own: a function that writes the text."""
     words = 4097 if size == "nano" else 50257  # pd4k's or GPT-2's
-    model, here = model_of(f"--size {size}", words, device), runtime.start(device, "auto")
+    model, here = model_for(f"--size {size}", words, device), runtime.start(device, "auto")
     if cached:
         sample.use_few_threads(model)  # as the command does; whole rows are worth sharing
 
@@ -111,7 +111,7 @@ def last_words(store: Store, samples: Samples, encoding: tiktoken.Encoding, toke
 
 def measure_evaluation(size: str, tokens: float, device: str, turns: int, keep: Callable) -> None:
     encoding, store = get_encoding("pd4k"), Store.open(embedded_store("pd4k"))
-    model = model_of(f"--size {size} --seq-len {SEQ_LEN} --pos rope", encoding.n_vocab, device)
+    model = model_for(f"--size {size} --seq-len {SEQ_LEN} --pos rope", encoding.n_vocab, device)
     here = runtime.start(device, "auto")
     samples = Samples(store, "pieces", SEQ_LEN, "val")
     items = items_of(last_words(store, samples, encoding, tokens), encoding, SEQ_LEN, show=True)
@@ -125,7 +125,7 @@ def measure_evaluation(size: str, tokens: float, device: str, turns: int, keep: 
     if not abs(alone / packed - 1) < TOLERANCE[device]:
         raise ValueError(f"alone finds {alone} nats, packed {packed}: not timed")
     variants = {"packed": partial(nats, True), "alone": partial(nats, False)}
-    seconds = seconds_in_turns(variants, turns, turn_of)
+    seconds = in_turns(variants, turns, lambda read: turn_of(read).seconds)
     length = items.texts.spans[:, 1] - items.texts.spans[:, 0]
     keep(
         {
@@ -149,8 +149,7 @@ def main() -> None:
     if args.what == "generation":
         measure_generation(args.size, args.tokens or 400, args.device, args.turns, keep)
     else:
-        tokens = args.tokens or float("inf")
-        measure_evaluation(args.size, tokens, args.device, args.turns, keep)
+        measure_evaluation(args.size, args.tokens or math.inf, args.device, args.turns, keep)
 
 
 if __name__ == "__main__":

@@ -31,9 +31,9 @@ import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
 from contextlib import ExitStack
-from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from pprint import pformat
 from typing import NamedTuple, TypeVar
 
 import numpy as np
@@ -41,10 +41,11 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for every bench: what is measured
 
-from support.base.runtime import ROOT
-from support.run.folder import provenance
+from support.base.runtime import ROOT, device_free
+from support.run.folder import commit, provenance
 
 T = TypeVar("T")
+V = TypeVar("V")
 
 WAIT_SECONDS = 0.02  # until the threads of the previous program have stopped spinning
 TIMED_SECONDS = 0.5  # of a turn
@@ -53,25 +54,6 @@ RESULTS = Path(os.environ.get("OUT") or ROOT / "results")
 
 
 # ---- records
-
-
-def surroundings(device: str = "cpu") -> dict:
-    """When, on what and with what a bench ran.
-
-    Raises: ValueError for cuda where torch sees no GPU
-    """
-    if device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("--device cuda: torch sees no GPU here, choose --device cpu")
-    return {
-        "date": datetime.date.today().isoformat(),
-        "hardware": torch.cuda.get_device_name() if device == "cuda" else cpu_name(),
-        "device": device,
-        "threads": torch.get_num_threads(),
-        "python": platform.python_version(),
-        "torch": str(torch.__version__),
-        "numpy": np.__version__,
-        "commit": os.environ.get("COMMIT") or provenance()["commit"],
-    }
 
 
 def cpu_name() -> str:
@@ -110,14 +92,28 @@ def recorder(name: str, args: argparse.Namespace, **more: object) -> Callable[[d
     """A function that prints figures, and adds them to results/NAME.jsonl if --record is given.
 
     The commit is read now: the first record makes the working tree dirty.
+
+    Raises: ValueError for cuda where torch sees no GPU
     """
-    about = surroundings(args.device) | {"bench": name} | more
+    on_gpu = args.device == "cuda"
+    if on_gpu and not torch.cuda.is_available():
+        raise ValueError("--device cuda: torch sees no GPU here, choose --device cpu")
+    about = {
+        "date": datetime.date.today().isoformat(),
+        "hardware": torch.cuda.get_device_name() if on_gpu else cpu_name(),
+        "device": args.device,
+        **provenance(),
+        "numpy": np.__version__,
+        "commit": os.environ.get("COMMIT") or commit(),
+        "bench": name,
+        **more,
+    }
     print(f"{about['hardware']}, {about['threads']} threads")
 
     def keep(figures: dict) -> None:
-        print(in_words(figures), flush=True)
+        print(pformat(figures, width=100, compact=True, sort_dicts=False), flush=True)
         if args.record:
-            path = RESULTS / f"{'gpu-' if about['device'] == 'cuda' else ''}{name}.jsonl"
+            path = RESULTS / f"{'gpu-' * on_gpu}{name}.jsonl"
             with path.open("a") as file:  # closed at once, as the next variant may be killed
                 file.write(json.dumps(about | figures) + "\n")
             print(f"recorded in {path}", file=sys.stderr, flush=True)
@@ -125,21 +121,8 @@ def recorder(name: str, args: argparse.Namespace, **more: object) -> Callable[[d
     return keep
 
 
-def in_words(figures: dict) -> str:
-    """Figures side by side; those that belong together indented, on lines of their own.
-
-    Example: {"size": "nano", "plain": {"ms": 2, "gb": 3}} -> "size nano\\n  plain: ms 2, gb 3"
-    """
-    side_by_side, below = [], []
-    for name, value in figures.items():
-        if isinstance(value, dict):
-            below.append(f"{name}: {in_words(value)}")
-        elif isinstance(value, list) and value and isinstance(value[0], dict):
-            below += [f"{name}: {in_words(part)}" for part in value]
-        else:
-            side_by_side.append(f"{name} {value}")
-    below = [part.replace("\n", "\n  ") for part in below]
-    return "\n  ".join([", ".join(side_by_side), *below])
+def records(name: str, folder: Path = ROOT / "results") -> list[dict]:
+    return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
 
 
 def min_median_max(values: Sequence[float], digits: int = 4) -> list[float]:
@@ -164,13 +147,18 @@ def significant(value: float, digits: int) -> float:
 # ---- turns
 
 
-def in_turns(variants: dict[str, Callable[[], T]], turns: int) -> dict[str, list[T]]:
-    """Call all variants in each turn; what each returned, without the first turn."""
+def in_turns(
+    variants: dict[str, V], turns: int, measure: Callable[[V], T] = lambda call: call()
+) -> dict[str, list[T]]:
+    """Measure all variants in each turn; what each gave, without the first turn.
+
+    Args: measure  a variant: by default what a call of it returns
+    """
     taken: dict[str, list[T]] = {name: [] for name in variants}
     order = list(variants)
     for turn in range(turns + 1):
         for name in order:
-            result = variants[name]()
+            result = measure(variants[name])
             if turn:
                 taken[name].append(result)
         order.reverse()
@@ -181,7 +169,11 @@ def in_turns(variants: dict[str, Callable[[], T]], turns: int) -> dict[str, list
 
 
 class Taken(NamedTuple):
-    """What one step took. Bytes are torch's on a GPU, without the context; 0 on a CPU."""
+    """What one step took, or a command.
+
+    Bytes of a step are torch's on a GPU, without the context; 0 on a CPU. Those of a command are
+    resident, with all that it started; on a GPU what the device lost to it.
+    """
 
     seconds: float
     peak_bytes: int = 0
@@ -213,19 +205,6 @@ def turn_of(step: Callable[[], object]) -> Taken:
     return taken[-1]._replace(seconds=statistics.median(each.seconds for each in taken))
 
 
-def seconds_in_turns(
-    variants: dict[str, Callable[[], object]],
-    turns: int,
-    measure: Callable[[Callable], Taken] = measured,
-) -> dict[str, list[float]]:
-    """Seconds of each variant in each turn, all in this process.
-
-    Args: measure  `measured` for one call, `turn_of` for the median of half a second
-    """
-    calls = {name: partial(measure, action) for name, action in variants.items()}
-    return {name: [t.seconds for t in taken] for name, taken in in_turns(calls, turns).items()}
-
-
 def take_turns(
     variants: dict[str, tuple], turns: int, device: str
 ) -> Iterator[tuple[list[str], dict[str, list[Taken]]]]:
@@ -253,19 +232,18 @@ def take_turns(
                 kind = "" if isinstance(error, ValueError) else f"{type(error).__name__}: "
                 raise ValueError(f"{name}: {kind}{str(error).splitlines()[0]}") from error
 
-        if device == "cpu":
-            yield list(variants), in_turns({name: partial(turn, name) for name in variants}, turns)
-            return
+        together = [list(variants)] if device == "cpu" else [[name] for name in variants]
         taken, failed = {}, []
-        for name in variants:
+        for names in together:
             try:
-                taken |= in_turns({name: partial(turn, name)}, turns)
+                taken |= in_turns({name: name for name in names}, turns, turn)
             except ValueError as error:
                 print(f"failed: {error}", file=sys.stderr, flush=True)
                 failed.append(str(error))
             else:
-                yield [name], taken
-            programs[name].shutdown()
+                yield names, taken
+            for name in names:
+                programs[name].shutdown()
         if failed:
             raise ValueError("; ".join(failed))
 
@@ -283,28 +261,22 @@ def turn_of_built() -> Taken:
 # ---- commands
 
 
-class Run(NamedTuple):
-    """What a command took."""
-
-    seconds: float
-    peak_bytes: int  # resident, with what it started; on a GPU what the device lost to it
-
-
 def watched(
     command: Sequence, *, device: str = "cpu", has_begun: Callable[[], bool] = lambda: True
-) -> Run:
+) -> Taken:
     """Run a command in a fresh process; its seconds are those since `has_begun`.
 
     Raises: ValueError with what it printed last, if it fails; where memory cannot be read
     """
-    before = device_bytes() if device == "cuda" else 0
+    gpu = torch.device("cuda")
+    before = device_free(gpu) if device == "cuda" else 0
     began, peak = None, 0
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said)
         while process.poll() is None:
             if began is None and has_begun():
                 began = time.perf_counter()
-            used = device_bytes() - before if device == "cuda" else resident_bytes(process.pid)
+            used = before - device_free(gpu) if device == "cuda" else resident_bytes(process.pid)
             peak = max(peak, used)
             time.sleep(0.03)
         ended = time.perf_counter()
@@ -313,13 +285,7 @@ def watched(
             raise ValueError(f"{' '.join(map(str, command))}: {said.read()[-1000:]}")
     if not peak:
         raise ValueError("the memory of a command is read from /proc, which Linux has")
-    return Run(ended - began, peak)
-
-
-def device_bytes() -> int:
-    """In use on the GPU, by all processes."""
-    free, total = torch.cuda.mem_get_info()
-    return total - free
+    return Taken(ended - began, peak)
 
 
 def resident_bytes(pid: int | str = "self") -> int:

@@ -43,6 +43,7 @@ from measure import command_line, in_turns, pick, quartiles, ratios, recorder, r
 from step import CASES, Variant, steps_of
 from torch import Tensor
 
+import config
 from kernels import token_drop
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
 from kernels.packed_attention import bounds, index_of, packed_attention
@@ -65,22 +66,16 @@ class Shape(NamedTuple):
         return self.H * self.D
 
 
-SHAPES = {  # of one row
-    "nano": Shape(B=1, T=256, H=4, D=32, V=4160),
-    "12x256": Shape(B=1, T=512, H=8, D=32, V=4160),
-    "124M": Shape(B=1, T=1024, H=12, D=64, V=50304),
-    "350M": Shape(B=1, T=1024, H=16, D=64, V=50304),
-    "1.3B": Shape(B=1, T=2048, H=16, D=128, V=50304),
-    "toy": Shape(B=1, T=64, H=2, D=16, V=96),
-}
 SIZES = {"cpu": ("nano", "12x256", "124M"), "cuda": ("124M", "350M", "1.3B")}
 TOKENS = {"cpu": 4096, "cuda": 32_768}  # of a batch: with fewer a GPU's host would be measured
 
 
 def shape_of(size: str, device: str) -> Shape:
-    row = SHAPES[size]
-    tokens = 2 * row.T if size == "toy" else TOKENS[device]
-    return row._replace(B=tokens // row.T)
+    model = config.transformer_config(CASES[size].settings("cpu"), CASES[size].vocab_size)
+    T = model.seq_len
+    tokens = 2 * T if size == "toy" else TOKENS[device]
+    H = model.heads
+    return Shape(B=tokens // T, T=T, H=H, D=model.width // H, V=model.vocab_size)
 
 
 class Operation(NamedTuple):
@@ -121,7 +116,7 @@ def measure(operation: Operation, device: str, turns: int, peak: float) -> dict[
             figures[form] = {"error": str(error).splitlines()[0]}
         else:
             rounds[form] = calls
-    taken = in_turns({form: partial(timed, rounds[form], device) for form in rounds}, turns)
+    taken = in_turns(rounds, turns, partial(timed, device=device))
     ms = {form: [call.ms for call in calls] for form, calls in taken.items()}
     for form, calls in taken.items():
         median = statistics.median(ms[form])
@@ -233,8 +228,8 @@ def attention(
     def index_ms(form: str) -> dict:
         if form not in INDEXED:
             return {}
-        index = partial(timed, [partial(index_of, documents[0], True, form)], device)
-        calls = in_turns({form: index}, turns)[form]
+        index = {form: [partial(index_of, documents[0], True, form)]}
+        calls = in_turns(index, turns, partial(timed, device=device))[form]
         return {"index_ms": quartiles([max(call) for call in calls])}  # some is the host's
 
     return Operation(
@@ -432,7 +427,7 @@ OPERATORS = {"attention": attentions, "loss": losses, "copies": copies}
 def main() -> None:
     parser = command_line(__doc__, turns=11)
     parser.add_argument("operators", nargs="*", help=f"of {', '.join(OPERATORS)} (default: all)")
-    parser.add_argument("--size", choices=SHAPES, nargs="+", help="(default: by --device)")
+    parser.add_argument("--size", choices=CASES, nargs="+", help="(default: by --device)")
     args = parser.parse_args()
     chosen = pick(args.operators, OPERATORS)
     if args.device == "cuda":

@@ -24,7 +24,6 @@ import gc
 import json
 import math
 import os
-import re
 import shutil
 import sys
 import tempfile
@@ -33,7 +32,7 @@ from functools import partial
 from pathlib import Path
 
 import numpy as np
-from measure import Run, command_line, in_turns, measured, min_median_max, recorder, watched
+from measure import Taken, command_line, in_turns, measured, min_median_max, recorder, watched
 
 import plan
 from curriculum import Curriculum, CurriculumConfig, parse_metrics
@@ -41,7 +40,7 @@ from difficulty import fingerprint, opened
 from packing import pack_lengths
 from prepare import embedded_store
 from support.base.clock import Cursor
-from support.base.runtime import ROOT, exit_cleanly
+from support.base.runtime import ROOT, exit_cleanly, resident
 from support.rows.ranking import Stage
 from support.rows.samples import Samples
 from support.text.store import Store
@@ -93,7 +92,7 @@ def write_hollow(folder: Path, offsets: Iterable[np.ndarray]) -> None:
 # ---- analysis
 
 
-def analyze(store: Path, out: Path, workers: int) -> Run:
+def analyze(store: Path, out: Path, workers: int) -> Taken:
     command = [sys.executable, str(ROOT / "analyze.py"), str(store), "--out", str(out)]
     command += ["--metric", ",".join(METRICS), "--samples", "pieces", "--seq-len", str(SEQ_LEN)]
     command += ["--workers", str(workers)]
@@ -184,17 +183,8 @@ def open_curriculum(samples: Samples, folder: Path, names: tuple[str, ...], perc
 
 
 def milliseconds(action: Callable[[], object], times: int) -> np.ndarray:
-    """Of each call; the array is touched first, so that memory does not grow."""
-    taken = np.ones(times)
-    for i in range(times):
-        taken[i] = 1e3 * measured(action).seconds
-    return taken
-
-
-def own_megabytes() -> float:
-    """Of this process, without the mapped pages of files, which are the page cache's."""
-    text = Path("/proc/self/smaps_rollup").read_text()
-    return int(re.search(r"Anonymous:\s+(\d+) kB", text)[1]) / 1e3
+    """Of each call, in memory that does not grow."""
+    return np.fromiter((1e3 * measured(action).seconds for _ in range(times)), float, times)
 
 
 def measure_draws(samples: Samples, pool, where: str, batches: int) -> dict:
@@ -206,9 +196,9 @@ def measure_draws(samples: Samples, pool, where: str, batches: int) -> dict:
         cursor = plan.draw(samples, pool, cursor, count=BATCH, seed=SEED).after
 
     draw_next()
-    before = own_megabytes()
+    before = resident("RssAnon")  # without pages of files, which are the page cache's
     taken = milliseconds(draw_next, batches)
-    grown = round(own_megabytes() - before, 1)
+    grown = round((resident("RssAnon") - before) / 1e6, 1)
     return {f"batch_ms_{where}": min_median_max(taken), f"own_mb_grown_{where}": grown}
 
 

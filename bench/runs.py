@@ -1,4 +1,4 @@
-"""What whole runs take: of each recipe against the plain one, and against what --dry-run says.
+"""What whole runs take: each recipe's, what --dry-run says of it, and what is promised besides.
 
 cost      seconds of a recipe's run, against the plain run of nano's recipe. Its steps differ
           only in their shape: rows, tokens in a row, with or without documents to isolate, how
@@ -11,12 +11,24 @@ forecast  seconds and peak of memory that --dry-run says against those of the ru
           processes of their own. The run's seconds are those from its log's first line to its
           end; its memory is the highest resident set, as Linux has it, and on a GPU the most
           that the device lost to it (CUDA's context too, some 0.5 GB)
+saving    what a checkpoint costs: seconds that Run.save holds the loop, seconds until all is on the
+          disk, and a step of bench/step.py that is made meanwhile, in turns with one that is not.
+          The first save stands apart, as its copy takes new memory
+promises  microseconds of each call that docs/reliability.md makes necessary, and of what would be
+          called without it, in turns; also in percent of nano's step in the same turn. In each
+          step: a heartbeat, which is written every ten seconds; the guard of --skip-bad-steps; a
+          flag that ranks reduce, and another with that guard; a line of the log; tokens that are
+          read, while the step before computes. Once in a run: check_same; the store opened, and
+          verified if --verify-data says so
 
 OMP_NUM_THREADS=2 python bench/runs.py cost --record              # a line for each recipe
 OMP_NUM_THREADS=2 python bench/runs.py forecast --cases nano
+OMP_NUM_THREADS=2 python bench/runs.py saving --cases 124M --turns 6
+OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 bench/runs.py promises --turns 15
 """
 
 import argparse
+import math
 import re
 import subprocess
 import sys
@@ -29,15 +41,28 @@ from typing import NamedTuple
 
 import numpy as np
 from ablate import RECIPES, TRAINER
-from measure import Run, command_line, min_median_max, pick, recorder, seconds_in_turns, watched
-from step import CASES, model_of, trainer_of
+from measure import (
+    Taken,
+    command_line,
+    in_turns,
+    measured,
+    min_median_max,
+    pick,
+    quartiles,
+    recorder,
+    timed,
+    watched,
+)
+from step import CASES, model_of, steps_of, trainer_of
 
 import config
 from plan import Plan
 from prepare import embedded_store
 from support.base import runtime
 from support.base.clock import Clock, tokens_by_layer
-from support.run.folder import read_log
+from support.run.folder import ModelSize, read_log
+from support.run.run import Run
+from support.step.optim import NORMS_KEPT, StepGuard
 from support.text.store import Store
 from train import Trainer, next_trainer
 
@@ -65,7 +90,7 @@ def shapes_of(plan: Plan, trainer: Trainer, steps: dict[Shape, Callable]) -> Cou
         parameters = sum(p.numel() for p in trainer.model.parameters())
         shape = Shape(rows, seq_len, step.batch.doc_ids is not None, tokens, parameters)
         counts[shape] += 1
-        steps.setdefault(shape, partial(trainer.step, step))
+        steps.setdefault(shape, partial(measured, partial(trainer.step, step)))
         clock = step.after
     return counts
 
@@ -79,11 +104,11 @@ def measure_cost(args: argparse.Namespace) -> None:
     ]  # not another model, nor what only gradients decide
     for recipe in dict.fromkeys(["plain", *recipes]):
         settings = config.build(config.parse(RECIPES[recipe].split()))
-        trainer = trainer_of(settings, model_of(settings, CASES["nano"]), "cpu")
+        trainer = trainer_of(settings, model_of(settings, CASES["nano"].vocab_size), "cpu")
         counts[recipe] = shapes_of(Plan(settings, store, None, here), trainer, steps)
-    taken = seconds_in_turns({shape: steps[shape] for shape in sorted(steps)}, args.turns)
+    taken = in_turns({shape: steps[shape] for shape in sorted(steps)}, args.turns)
     totals = {
-        recipe: sum(n * np.array(taken[shape]) for shape, n in count.items())
+        recipe: sum(n * np.array(taken[shape])[:, 0] for shape, n in count.items())
         for recipe, count in counts.items()
     }
     keep = recorder("cost", args, trainer=TRAINER, turns=args.turns)
@@ -118,13 +143,13 @@ ON = {
 }
 
 
-def forecast(command: list) -> Run:
+def forecast(command: list) -> Taken:
     """What the dry run says."""
     dry = [*command, "--dry-run"]
     out = subprocess.run(dry, capture_output=True, text=True, check=True).stdout
     seconds = re.search(r"time: about ([\d,.]+) s", out)[1]
     peak = re.search(r"at most ([\d,.]+) GB", out)[1]
-    return Run(float(seconds.replace(",", "")), round(float(peak.replace(",", "")) * 1e9))
+    return Taken(float(seconds.replace(",", "")), round(float(peak.replace(",", "")) * 1e9))
 
 
 def measure_forecast(args: argparse.Namespace) -> None:
@@ -151,16 +176,115 @@ def measure_forecast(args: argparse.Namespace) -> None:
         )
 
 
+# ---- saving
+
+
+def begun(size: str, folder: str) -> Run:
+    """A run on the embedded corpus as train.py begins it."""
+    settings = CASES[size].settings("cpu", f"--compile off --out {folder}/run")
+    here = runtime.start("cpu", "fp32")
+    store = Store.open(embedded_store("pd4k"))
+    run = Run(settings, here, None, ModelSize(CASES[size].vocab_size), store)
+    run.use(trainer_of(settings, model_of(settings, run.size.vocab_size), "cpu"))
+    run.make_folder()
+    run.open_log()
+    return run
+
+
+def measure_saving(args: argparse.Namespace) -> None:
+    keep = recorder("saving", args, turns=args.turns)
+    for size in args.cases or ("nano", "124M"):
+        with tempfile.TemporaryDirectory() as folder, begun(size, folder) as run:
+            keep({"size": size, **saving(run, args.turns)})
+
+
+def saving(run: Run, turns: int) -> dict[str, list[float]]:
+    train = partial(run.trainer.step, *steps_of(run.settings, "cpu", 1))
+
+    def save(meanwhile: Callable = int) -> list[float]:
+        """Seconds of Run.save, of `meanwhile`, and then of the rest of the write."""
+        run.clock = run.clock._replace(step=run.clock.step + 1)  # a step is saved once
+        return [measured(part).seconds for part in (run.save, meanwhile, run.finish_saving)]
+
+    train()
+    first = save()
+    calls = {"step": lambda: measured(train).seconds, "save": save, "both": partial(save, train)}
+    step_s, saves, both = (np.array(seconds) for seconds in in_turns(calls, turns).values())
+    held, on_disk = np.concatenate([saves, both])[:, 0], saves.sum(axis=1)
+    return {
+        "first_held_and_on_disk_s": [round(first[0], 4), round(sum(first), 4)],
+        "held_s": min_median_max(held),
+        "on_disk_s": min_median_max(on_disk),
+        "held_percent": min_median_max(100 * held / np.tile(on_disk, 2)),
+        "step_s": min_median_max(step_s),
+        "step_meanwhile_s": min_median_max(both[:, 1]),
+        "step_ratio": min_median_max(both[:, 1] / step_s),
+    }
+
+
+# ---- promises
+
+CALLS = 100  # in a turn
+
+
+def promises(run: Run) -> dict[str, Callable]:
+    """What each calls; beside it, after a comma, what would be called without it."""
+    here, log, guard, tokens = run.runtime, run.log, StepGuard(), run.store.tokens
+    guard.norms = NORMS_KEPT * [1.0]
+    line = dict.fromkeys("abcdefghijklmnopqrstu", 1 / 3)  # as long as that of a step
+
+    def beat(beaten: float = math.inf) -> None:
+        log.beaten = beaten
+        log.beat(f"after step {run.clock.step}, step 1 of 1")
+
+    calls: dict[str, Callable] = {
+        "heartbeat": beat,
+        "heartbeat written": partial(beat, 0.0),
+        "step guard": lambda: guard.note(1.0, bool(guard.why(1.0, 1.0))),
+        "flag": partial(here.on_any_rank, False),
+        "log": partial(log.write, "train", **line),
+        "check_same": partial(here.check_same, config.shared_by_ranks(run.settings)),
+        "store opened": partial(Store.open, run.store.path),
+        "store verified": run.store.verify,
+    }
+    for name, length in {"tokens": 256, "packed tokens": 64}.items():  # that lie side by side
+        starts = np.random.default_rng(0).integers(tokens.size - length, size=2048 // length)
+        places = (starts[:, None] + np.arange(length)).flatten()
+        mapped = partial(tokens.view(np.memmap).take, places, mode="clip")
+        calls |= {name: partial(tokens.take, places), f"{name}, mapped": mapped}
+    return calls
+
+
+def measure_promises(args: argparse.Namespace) -> None:
+    keep = recorder("promises", args, turns=args.turns)
+    with tempfile.TemporaryDirectory() as folder, begun("nano", folder) as run:
+        (step,) = steps_of(run.settings, "cpu", 1)
+        rounds = {name: CALLS * [call] for name, call in promises(run).items()}
+        rounds["step"] = [partial(run.trainer.step, step)]
+        taken = in_turns(rounds, args.turns, partial(timed, device="cpu"))
+        us = {name: np.array([1e3 * call.ms for call in calls]) for name, calls in taken.items()}
+        if run.runtime.is_rank0:
+            percent = {name: quartiles(100 * us[name] / us["step"]) for name in us}
+            us = {name: quartiles(us[name]) for name in us}
+            keep({"size": "nano", "ranks": run.runtime.world_size, "us": us, "percent": percent})
+
+
+MEASURES = {  # and the cases that they know
+    "cost": (measure_cost, RECIPES),
+    "forecast": (measure_forecast, FORECASTS),
+    "saving": (measure_saving, CASES),
+    "promises": (measure_promises, ()),
+}
+
+
 def main() -> None:
     parser = command_line(__doc__, turns=5)
-    parser.add_argument("what", choices=("cost", "forecast"))
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help="recipes or runs (default: all)")
+    parser.add_argument("what", choices=MEASURES)
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="of cost, forecast and saving")
     args = parser.parse_args()
-    pick(args.cases or [], RECIPES if args.what == "cost" else FORECASTS)
-    if args.what == "cost":
-        measure_cost(args)
-    else:
-        measure_forecast(args)
+    measure, cases = MEASURES[args.what]
+    pick(args.cases or [], cases)
+    measure(args)
 
 
 if __name__ == "__main__":

@@ -115,7 +115,7 @@ def stages_of(case: Case, variant: Variant) -> dict:
     `moments_held` is counted tensor by tensor, after a step of each.
     """
     settings = variant.settings(case, "cpu", "--micro-batch-size 1")
-    trainer = trainer_of(settings, model_of(settings, case), "cpu")
+    trainer = trainer_of(settings, model_of(settings, case.vocab_size), "cpu")
     (step,) = steps_of(settings, "cpu", 1)
     trainer.step(step)
     stages: dict = {"shared": bytes_of(trainer)}
@@ -220,7 +220,7 @@ def build_torchao(case: Case, variant: Variant, device: str) -> Callable:
 
     here = runtime.start(device, "auto")
     settings = variant.settings(case, device)
-    model = model_of(settings, case).to(here.device)
+    model = model_of(settings, case.vocab_size).to(here.device)
     parts, o = split_parameters(dict(model.named_parameters()), muon=False), settings.optim
     groups = [
         {"params": parts.decayed, "weight_decay": o.weight_decay},

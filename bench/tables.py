@@ -13,7 +13,6 @@ steps. Runs of different trainers (bench/ablate.py) are not compared with each o
 """
 
 import argparse
-import json
 import math
 import statistics
 import sys
@@ -24,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 from ablate import GROUPS, RECIPES
-from measure import ROOT
+from measure import records
 
 from support.report.charts import Chart, Label, Series, picture
 from support.report.page import markdown_table, spread
@@ -36,10 +35,6 @@ README += ["all short", "grow 3 until 0.75 450K", "3 layers", "ltd 310K", "all 3
 README += ["ltd half", "all half"]
 
 
-def records(name: str) -> list[dict]:
-    return [json.loads(line) for line in (ROOT / "results" / name).read_text().splitlines()]
-
-
 def trainer_of(record: dict) -> str:
     """Which trainer made a record, see bench/ablate.py; the first ones said it less plainly."""
     return record.get("trainer", record.get("lr_of", "end"))
@@ -47,14 +42,14 @@ def trainer_of(record: dict) -> str:
 
 def costs_of(trainer: str) -> dict[str, float]:
     """recipe -> seconds of its run, as a share of the plain run's."""
-    timed = [record for record in records("cost.jsonl") if trainer_of(record) == trainer]
+    timed = [record for record in records("cost") if trainer_of(record) == trainer]
     return {record["recipe"]: record["to_plain_min_median_max"][1] for record in timed}
 
 
 def measured(name: str, trainer: str) -> dict[str, dict[int, dict[int, float]]]:
     """recipe -> seed -> budget -> a number of its record; of several records the newest counts."""
     values: dict[str, dict[int, dict[int, float]]] = {}
-    for record in records("ablate.jsonl"):
+    for record in records("ablate"):
         if trainer_of(record) == trainer:
             budget = round(record["consumed_tokens"], -4)  # the last step goes a little past it
             seeds = values.setdefault(record["recipe"], {})

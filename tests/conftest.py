@@ -48,6 +48,12 @@ SMALL = (
 ALL_ON = "--curriculum seqlen,rarity --curriculum-start 8,1 --ltd --ltd-start 16 --pack"
 
 
+def pytest_configure(config):
+    """A SIGTERM ends the tests as Ctrl-C does, so that bench/gpu.sh gets those that were made."""
+    if config.option.xmlpath and not hasattr(config, "workerinput"):
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
 @pytest.fixture(scope="session")
 def store_dir(tmp_path_factory):
     """The small corpus as bytes: 481 documents, of which 27 are held out."""

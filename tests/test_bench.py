@@ -181,7 +181,7 @@ def test_a_run_with_other_losses_or_one_that_fails_is_named(monkeypatch):
     monkeypatch.setattr(look, "embedded_store", lambda name: None)
     monkeypatch.setattr(look, "losses_of", losses_of)
     with pytest.raises(ValueError, match=r"^losses of (ltd, fsdp|fsdp, ltd): not those of a CPU"):
-        look.look_at_losses(look.Setup("cuda", kept.append))
+        look.look_at_losses(SimpleNamespace(device="cuda", keep=kept.append, toy=False))
     assert {record["run"]: record["follows"] for record in kept} == {
         name: name not in wrong for name in look.WAYS
     }
@@ -230,6 +230,38 @@ def test_a_model_that_is_larger_than_its_budget_trains_or_is_refused(scale, monk
     monkeypatch.setattr(scale, "host_free", lambda: 1000)
     with pytest.raises(ValueError, match="capped: needs"):
         scale.train_capped(case, budget, "cpu", cap_bytes=0)
+
+
+# ---- runs
+
+
+@pytest.fixture
+def small_run(on_tiny_text, monkeypatch, store_dir, tmp_path):
+    runs = import_module("runs")
+    monkeypatch.setattr(runs, "embedded_store", lambda name: store_dir)
+    with runs.begun("toy", tmp_path) as run:
+        yield runs, run
+
+
+def test_a_save_holds_the_loop_only_while_it_copies(small_run, monkeypatch):
+    runs, run = small_run
+    save, hold = runs.Run.save, 0.3
+    monkeypatch.setattr(runs.Run, "save", lambda run: time.sleep(hold) or save(run))
+    found = runs.saving(run, turns=1)
+    least, _, most = found["held_s"]
+    assert hold <= least <= most < found["on_disk_s"][0] and found["held_percent"][0] > 50
+    assert found["first_held_and_on_disk_s"][0] >= hold > found["step_meanwhile_s"][2]
+    assert run.clock.step == 5, "a first save, one that is not counted and one that is, of each way"
+
+
+def test_promises_are_calls_that_a_step_makes(small_run):
+    runs, run = small_run
+    calls = runs.promises(run)
+    results = {name: call() for name, call in calls.items()}
+    for name in ("tokens", "packed tokens"):
+        assert (results[name] == results[f"{name}, mapped"]).all() and len(results[name]) == 2048
+    assert json.loads((run.folder / "heartbeat.json").read_text())["where"].startswith("after step")
+    assert list(runs.read_log(run.folder))[-1]["event"] == "train" and not results["flag"]
 
 
 # ---- gpu.sh
@@ -309,6 +341,9 @@ def test_a_stage_fits_nine_minutes_with_flags_that_exist(stage, gpu_sh, tmp_path
     assert len(parts) == len(ran) > 0 and sum(int(seconds) for seconds, _ in parts) <= 540
     for _, command in parts:
         argv = shlex.split(command)[1:]
+        if argv[:2] == ["-m", "pytest"]:
+            assert argv[argv.index("gpu") - 1] == "-m" and len(argv) > 10
+            continue
         assert "--device cuda --record" in " ".join(argv)
         assert argv[0] != "bench/step.py" or stage != "A" or str(tmp_path) in argv
         monkeypatch.setattr(sys, "argv", argv)
