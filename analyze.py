@@ -29,6 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
+from dataclasses import replace
 from functools import partial, reduce
 from itertools import chain
 from multiprocessing import parent_process
@@ -284,18 +285,22 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
     kind = samples.kind
     prints = {name: difficulty.fingerprint(samples, name) for name in names}
     indexes = difficulty.index_folder(folder, samples)
-    lacking = ranks.on_rank0(lambda: difficulty.lacking_in(indexes, prints))
-    by = ",".join(lacking)
-    if lacking and samples.store.train_tokens > SMALL:
-        out = f" --out {folder}" if folder else ""
-        raise ValueError(
-            f"{indexes} has no index by {by}: make it with python analyze.py {store} --metric {by}"
-            f" --samples {kind} --seq-len {samples.seq_len} --long {samples.long}{out}"
-        )
-    if lacking:
-        ranks.say(f"analyzing {store} by {by}, once: index in {indexes}")
-        open_samples = partial(samples_of, store, kind, samples.seq_len, samples.long)
-        analyze(open_samples, lacking, indexes, ranks)
+
+    def make() -> None:
+        lacking = difficulty.lacking_in(indexes, prints)
+        by = ",".join(lacking)
+        if lacking and samples.store.train_tokens > SMALL:
+            out = f" --out {folder}" if folder else ""
+            raise ValueError(
+                f"{indexes} has no index by {by}: make it with python analyze.py {store} --metric"
+                f" {by} --samples {kind} --seq-len {samples.seq_len} --long {samples.long}{out}"
+            )
+        if lacking:
+            print(f"analyzing {store} by {by}, once: index in {indexes}", flush=True)
+            open_samples = partial(samples_of, store, kind, samples.seq_len, samples.long)
+            analyze(open_samples, lacking, indexes, replace(ranks, rank=0, world_size=1))
+
+    ranks.on_each_machine(make)  # each may have a store of its own
     return difficulty.opened(indexes, prints)
 
 
