@@ -4,6 +4,7 @@ A shape says what a value has to be:
 
     int, float, str, int | None     of this type; a float may be a whole number, an int no bool
     At(1, 2**31)                    a whole number within these bounds, the last one included
+    Limited(float, {"above": 0})    of this type and within these limits
     {"step": int, "best": float}    an object with these keys at least
     Each(int)                       an object with any keys, whose values all have a shape
     [int]                           a list whose values all have a shape
@@ -12,20 +13,38 @@ A shape does not say what the values mean, nor whether they agree with each othe
 """
 
 import json
+import operator
+from collections.abc import Mapping
 from pathlib import Path
-from types import UnionType
+from types import NoneType
 from typing import Any, NamedTuple, get_args
 
 MOST_BYTES = 64 << 20  # of a file; a run's config.json has some 3,000
 MOST_VOCABULARY = 1 << 24  # tokens; the largest published ones have some 2^18
+ALSO = {float: (float, int), list: (list, tuple)}  # what else is of a type here
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+WORDS |= {dict: "an object", list: "a list", NoneType: "null"}
 
 
-class At(NamedTuple):
+LIMITS = {  # what a value within one is, and whether one is
+    "choices": ("one of", lambda value, choices: value in choices),
+    "least": ("at least", operator.ge),
+    "above": ("above", operator.gt),
+    "most": ("at most", operator.le),
+    "below": ("below", operator.lt),
+}
+
+
+class Limited(NamedTuple):
+    """A value of one type, within those of the limits above that are given."""
+
+    kind: type
+    limits: Mapping[str, Any]
+
+
+def At(least: int = 0, most: int = 2**62) -> Limited:
     """A whole number from `least` to `most`."""
-
-    least: int = 0
-    most: int = 2**62
+    return Limited(int, {"least": least, "most": most})
 
 
 class Each(NamedTuple):
@@ -41,14 +60,14 @@ def read_json(path: Path, shape: object, remedy: str) -> Any:
     Raises: FileNotFoundError; ValueError, in one line, for anything but JSON of this shape
     """
     size = path.stat().st_size
-    if size > MOST_BYTES:
-        raise ValueError(f"{path} has {size:,} bytes, {MOST_BYTES:,} are allowed: {remedy}")
     try:
+        if size > MOST_BYTES:
+            raise ValueError(f"{size:,} bytes, {MOST_BYTES:,} are allowed")
         value = parsed(path.read_bytes())
+        if wrong := mismatch(value, shape):
+            raise ValueError(wrong)
     except ValueError as error:
         raise ValueError(f"{path} is damaged ({error}): {remedy}") from None
-    if wrong := mismatch(value, shape):
-        raise ValueError(f"{path} is damaged ({wrong}): {remedy}")
     return value
 
 
@@ -66,40 +85,35 @@ def mismatch(value: object, shape: object, name: str = "") -> str:
     Example: mismatch({"clock": {"step": "x"}}, {"clock": {"step": int}}) is
              "clock.step is 'x', not a whole number"
     """
-    if isinstance(shape, dict | Each):
-        if not isinstance(value, dict):
-            return is_not(value, name, "an object")
-        shapes = dict.fromkeys(value, shape.shape) if isinstance(shape, Each) else shape
-        for key, inner in shapes.items():
-            if key not in value:
+    kinds = get_args(shape) or (shape,)
+    limits: list[tuple] = []
+    if isinstance(shape, Limited):
+        kinds = (shape.kind,)
+        limits = [(*LIMITS[k], shape.limits[k]) for k in LIMITS if shape.limits.get(k) is not None]
+    elif isinstance(shape, dict | list | Each):
+        kinds = (list if isinstance(shape, list) else dict,)
+    fits = any(is_of(value, kind) for kind in kinds)
+    if not fits or not all(holds(value, limit) for _, holds, limit in limits):
+        wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in kinds)
+        wanted = ", ".join([wanted, *(f"{word} {limit}" for word, _, limit in limits)])
+        return f"{name or 'the content'} is {shortened(value)}, not {wanted}"
+    values = dict(enumerate(value)) if isinstance(shape, list) else value
+    if isinstance(shape, Each | list):
+        shape = dict.fromkeys(values, shape[0])
+    if isinstance(shape, dict):
+        for key, inner in shape.items():
+            if key not in values:
                 return f"{dotted(name, key)} is missing"
-            if wrong := mismatch(value[key], inner, dotted(name, key)):
+            if wrong := mismatch(values[key], inner, dotted(name, key)):
                 return wrong
-        return ""
-    if isinstance(shape, list):
-        if not isinstance(value, list | tuple):
-            return is_not(value, name, "a list")
-        wrongs = (mismatch(item, shape[0], dotted(name, n)) for n, item in enumerate(value))
-        return next(filter(None, wrongs), "")
-    if isinstance(shape, At):
-        if is_of(value, int) and shape.least <= value <= shape.most:
-            return ""
-        return is_not(value, name, f"a whole number from {shape.least:,} to {shape.most:,}")
-    kinds = get_args(shape) if isinstance(shape, UnionType) else (shape,)
-    if any(is_of(value, kind) for kind in kinds):
-        return ""
-    return is_not(value, name, " or ".join(WORDS.get(k, k.__name__) for k in kinds))
+    return ""
 
 
 def is_of(value: object, kind: type) -> bool:
     """Whether a value is of a type; a bool is not a number here."""
     if isinstance(value, bool):
         return kind in (bool, object)
-    return isinstance(value, (int, float) if kind is float else kind)
-
-
-def is_not(value: object, name: str, wanted: str) -> str:
-    return f"{name or 'the content'} is {shortened(value)}, not {wanted}"
+    return isinstance(value, ALSO.get(kind, kind))
 
 
 def shortened(value: object) -> str:
