@@ -175,12 +175,13 @@ def start(device: str, dtype: str, patience: int = PATIENCE) -> Runtime:
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
-    has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
-    if device not in ("auto", *has):
-        raise ValueError(f"--device {device} is unknown: choose auto, {', '.join(has)}")
-    kind = device if device != "auto" else next(d for d in ("cuda", "mps", "cpu") if has[d])
-    if not has[kind]:
-        raise ValueError(f"--device {device}: torch {torch.__version__} finds none here: try auto")
+    is_there = {"cuda": torch.cuda.is_available(), "mps": torch.mps.is_available(), "cpu": True}
+    found = [name for name, is_here in is_there.items() if is_here]
+    kind = found[0] if device == "auto" else device
+    if kind not in found:
+        raise ValueError(
+            f"--device {device}: torch finds no such here: try auto, {', '.join(found)}"
+        )
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     chosen = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":

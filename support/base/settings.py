@@ -36,6 +36,11 @@ def flag(default: Value, help: str, choices: tuple | None = None, **more: object
     return field(default=default, metadata={"help": help, "choices": choices, **more})
 
 
+def free(default: Value, help: str, choices: tuple | None = None, **more: object) -> Any:
+    """A flag that may differ when a run goes on."""
+    return flag(default, help, choices, free=True, **more)
+
+
 class Setting(NamedTuple):
     """A field of a group."""
 
@@ -240,53 +245,41 @@ def shown_default(default: Value) -> str:
 
 @dataclass(frozen=True)
 class RunConfig:
-    out: str | None = flag(
-        None, "folder of the run: log, checkpoints, config (default: a new one)", free=True
-    )
-    resume: str | None = flag(
+    out: str | None = free(None, "folder of the run: log, checkpoints, config (default: a new one)")
+    resume: str | None = free(
         None,
         "go on from a checkpoint of --out, or with auto begin the run if there is none",
         ("last", "previous", "best", "auto"),
         without_value="last",
-        free=True,
     )
     seed: int = flag(1337, "decides the weights at the start, the order of data and every draw")
-    device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda", "mps"), free=True)
+    device: str = free("auto", "where to compute", ("auto", "cpu", "cuda", "mps"))
     dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
-    compile: str = flag(
+    compile: str = free(
         "auto",
         "compile each block before the first step, for every shape that will come; auto: on a GPU,"
         " where these can be listed",
         ("auto", "on", "off"),
         without_value="on",
-        free=True,
     )
-    checkpoint_activations: bool = flag(
-        False, "keep a block's input alone and recompute the rest in the backward pass", free=True
+    checkpoint_activations: bool = free(
+        False, "keep a block's input alone and recompute the rest in the backward pass"
     )
-    fsdp: bool = flag(
-        False, "each rank holds a part of every weight, gradient and optimizer state", free=True
+    fsdp: bool = free(False, "each rank holds a part of every weight, gradient and optimizer state")
+    eval_every: int | None = free(
+        None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)"
     )
-    eval_every: int | None = flag(
-        None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)", free=True
+    eval_tokens: int = free(32_768, "held-out tokens of an evaluation on the way", least=1)
+    final_eval_tokens: int = free(
+        1_000_000, "held-out tokens of the last evaluation, at most", least=1
     )
-    eval_tokens: int = flag(
-        32_768, "held-out tokens of an evaluation on the way", least=1, free=True
+    checkpoint_every: int | None = free(
+        None, "tokens between checkpoints, 0 for the last only (default: a tenth)"
     )
-    final_eval_tokens: int = flag(
-        1_000_000, "held-out tokens of the last evaluation, at most", least=1, free=True
+    keep: int = free(2, "newest checkpoints to keep; the best is kept besides", least=1)
+    rank_timeout: int = free(1800, "seconds that ranks wait for one that does not answer", least=1)
+    trust_code: bool = free(
+        False, "--resume a run whose folder holds Python code that its settings name"
     )
-    checkpoint_every: int | None = flag(
-        None, "tokens between checkpoints, 0 for the last only (default: a tenth)", free=True
-    )
-    keep: int = flag(2, "newest checkpoints to keep; the best is kept besides", least=1, free=True)
-    rank_timeout: int = flag(
-        1800, "seconds that ranks wait for one that does not answer", least=1, free=True
-    )
-    trust_code: bool = flag(
-        False, "--resume a run whose folder holds Python code that its settings name", free=True
-    )
-    tensorboard: bool = flag(False, "write the log for TensorBoard too", free=True)
-    dry_run: bool = flag(
-        False, "say what the run would take of steps, memory and time, and stop", free=True
-    )
+    tensorboard: bool = free(False, "write the log for TensorBoard too")
+    dry_run: bool = free(False, "say what the run would take of steps, memory and time, and stop")

@@ -154,11 +154,10 @@ def assign(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -
             name: rows.to("cpu" if name.startswith(on_host) else device)
             for name, rows in weights.items()
         }
-    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
-    for name in expected.keys() | weights.keys():
-        if name not in weights or weights[name].shape != expected.get(name):
-            raise ValueError(f"the checkpoint's weight {name} does not fit the model")
-    model.load_state_dict(weights, assign=True)
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise ValueError(f"the checkpoint's weights do not fit the model: {error}") from None
 
 
 def norm_over_ranks(norm: Tensor) -> Tensor:
@@ -197,19 +196,14 @@ def check_agreement(runtime: Runtime, named: dict[str, Tensor]) -> None:
 
     Sharded tensors are left out: no two ranks hold the same rows.
 
-    Cost: one pass over the tensors, and two reductions of one number per tensor
+    Cost: one pass over the tensors, and one message with a number per tensor from each rank to each
     """
     named = {name: tensor for name, tensor in named.items() if rows_here(tensor) is tensor}
     if runtime.world_size == 1 or not named:
         return
-    # some may be on the host, but perhaps ranks can reduce only on their devices
-    sums = torch.stack([sum_of_bits(t).to(runtime.device) for t in named.values()])  # (n,)
-    least = sums.clone()
-    most = sums.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    agree = (least == most).tolist()
-    if differ := [name for name, same in zip(named, agree, strict=True) if not same]:
+    sums = {name: sum_of_bits(tensor).item() for name, tensor in named.items()}
+    every = runtime.gather(sums)
+    if differ := [name for name in named if any(other[name] != sums[name] for other in every)]:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise ValueError(f"weights differ between ranks: {', '.join(differ[:3])}{more}")
 

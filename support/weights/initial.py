@@ -108,8 +108,7 @@ def model_size(
         )
     positions = source.size.positions
     if positions and seq_len > positions:
-        message = f"has {positions} positions, --seq-len {seq_len} is more"
-        raise ValueError(f"--init {source.path} {message}")
+        raise ValueError(f"--seq-len {seq_len} is above the {positions} positions of --init {init}")
     return source.size
 
 
