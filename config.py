@@ -120,10 +120,9 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
             return None
         started = started_with(folder)
         check_settings(Config, started.config, f"{folder}/config.json")
-        until_now = with_changes(folder, started.config, {})
+        budget = with_changes(folder, started.config, {})["optim.tokens"]
         check_code(started.config, folder, trusted=given.get("run.trust_code", False))
-        started = started._replace(tokens=until_now["optim.tokens"])
-        return started, with_changes(folder, started.config, given)
+        return started._replace(tokens=budget), with_changes(folder, started.config, given)
 
     found = before_start(recorded) if which else None
     if found is None:

@@ -179,9 +179,7 @@ def start(device: str, dtype: str, patience: int = PATIENCE) -> Runtime:
     found = [name for name, is_here in is_there.items() if is_here]
     kind = found[0] if device == "auto" else device
     if kind not in found:
-        raise ValueError(
-            f"--device {device}: torch finds no such here: try auto, {', '.join(found)}"
-        )
+        raise ValueError(f"--device {device}: torch finds {', '.join(found)} here: try auto")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     chosen = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":

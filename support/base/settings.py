@@ -133,15 +133,14 @@ def resumed(config_class: "type[Config]", saved: Flat, given: Flat) -> Flat:
 
     Raises: ValueError for another value of a setting that is not free
     """
-    free = free_settings(config_class)
     for name, value in given.items():
-        if name not in free and saved.get(name) != value:
+        if name not in free_settings(config_class) and saved.get(name) != value:
             flag = settings_of(config_class)[name].flag
             raise ValueError(
                 f"{as_given(flag, value)} differs from {as_given(flag, saved.get(name))}, with"
                 " which the run was started: leave it out, or start a new run with another --out"
             )
-    return {**saved, **{name: value for name, value in given.items() if name in free}}
+    return saved | given
 
 
 # ---- functions that a setting names, as path.py:name
@@ -270,16 +269,12 @@ class RunConfig:
         None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)"
     )
     eval_tokens: int = free(32_768, "held-out tokens of an evaluation on the way", least=1)
-    final_eval_tokens: int = free(
-        1_000_000, "held-out tokens of the last evaluation, at most", least=1
-    )
+    final_eval_tokens: int = free(1_000_000, "most held-out tokens of the last evaluation", least=1)
     checkpoint_every: int | None = free(
         None, "tokens between checkpoints, 0 for the last only (default: a tenth)"
     )
     keep: int = free(2, "newest checkpoints to keep; the best is kept besides", least=1)
     rank_timeout: int = free(1800, "seconds that ranks wait for one that does not answer", least=1)
-    trust_code: bool = free(
-        False, "--resume a run whose folder holds Python code that its settings name"
-    )
+    trust_code: bool = free(False, "--resume a run whose settings name Python code in its folder")
     tensorboard: bool = free(False, "write the log for TensorBoard too")
     dry_run: bool = free(False, "say what the run would take of steps, memory and time, and stop")

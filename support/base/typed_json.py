@@ -85,13 +85,11 @@ def mismatch(value: object, shape: object, name: str = "") -> str:
     Example: mismatch({"clock": {"step": "x"}}, {"clock": {"step": int}}) is
              "clock.step is 'x', not a whole number"
     """
-    kinds = get_args(shape) or (shape,)
-    limits: list[tuple] = []
-    if isinstance(shape, Limited):
-        kinds = (shape.kind,)
-        limits = [(*LIMITS[k], shape.limits[k]) for k in LIMITS if shape.limits.get(k) is not None]
-    elif isinstance(shape, dict | list | Each):
-        kinds = (list if isinstance(shape, list) else dict,)
+    kind, given = shape if isinstance(shape, Limited) else Limited(shape, {})
+    if isinstance(shape, dict | list | Each):
+        kind = list if isinstance(shape, list) else dict
+    kinds = get_args(kind) or (kind,)
+    limits = [(*LIMITS[name], given[name]) for name in LIMITS if given.get(name) is not None]
     fits = any(is_of(value, kind) for kind in kinds)
     if not fits or not all(holds(value, limit) for _, holds, limit in limits):
         wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in kinds)
@@ -124,5 +122,4 @@ def shortened(value: object) -> str:
 
 def dotted(name: str, key: object) -> str:
     """Example: clock.step, optim.lr"""
-    key = key if isinstance(key, str) and key.isprintable() and len(key) < 80 else shortened(key)
-    return f"{name}.{key}" if name else str(key)
+    return f"{name}.{str(key)[:80]}".removeprefix(".")
