@@ -148,7 +148,8 @@ def before_start(action: Callable[[], Value]) -> Value:
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return action()
-    store, key = meeting_place(), f"first {next(_questions)}"
+    store = meeting_place()
+    key = f"first {next(_questions)}"
     if int(os.environ["RANK"]) == 0:
         store.set(key, pickle.dumps(outcome_of(action)))
     return taken(pickle.loads(store.get(key)))  # waits; written by rank 0 of this very run

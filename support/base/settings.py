@@ -44,6 +44,7 @@ def free(default: Value, help: str, choices: tuple | None = None, **more: object
 class Setting(NamedTuple):
     """A field of a group."""
 
+    group: str
     flag: str  # --seq-len; a technique's --ltd-start, and --ltd for its switch
     kind: type  # of its value, which may also be None: left open
     default: Value
@@ -61,6 +62,7 @@ def settings_of(config_class: "type[Config]") -> dict[str, Setting]:
             flag = prefix + item.name if number or not prefix else part.name
             kind = get_type_hints(group)[item.name]
             found[f"{part.name}.{item.name}"] = Setting(
+                group=part.name,
                 flag="--" + flag.replace("_", "-"),
                 kind=(get_args(kind) or (kind,))[0],
                 default=item.default,
@@ -81,16 +83,16 @@ def unflattened(config_class: "type[Config]", flat: Flat) -> "Config":
     """
     groups: dict[str, Flat] = {part.name: {} for part in fields(config_class)}
     for name, value in flat.items():
-        group, _, field_name = name.partition(".")
-        groups[group][field_name] = value
+        group, _, setting_name = name.partition(".")
+        groups[group][setting_name] = value
     kinds = get_type_hints(config_class)
     config = config_class(**{group: kinds[group](**values) for group, values in groups.items()})
     off = {name for name in techniques_of(config) if not is_on(config, name)}
     for name, value in flat.items():
-        group, setting = name.partition(".")[0], settings_of(config_class)[name]
-        if group in off and value != setting.default:
+        setting = settings_of(config_class)[name]
+        if setting.group in off and value != setting.default:
             given = as_given(setting.flag, value)
-            raise ValueError(f"{given} has no effect without --{group}: add it")
+            raise ValueError(f"{given} has no effect without --{setting.group}: add it")
     return config
 
 
@@ -104,9 +106,10 @@ def check_settings(config_class: "type[Config]", flat: Flat, file: str = "") -> 
         setting = settings_of(config_class).get(name)
         if setting is None:
             raise ValueError(f"{where}{dotted('', name)} is of another version of train.py")
-        shown, shape = name if file else setting.flag, Limited(setting.kind, setting.about)
-        if value is not None and (wrong := mismatch(value, shape, shown)):
-            raise ValueError(f"{where}{wrong} ({setting.about['help']})")
+        allowed = Limited(setting.kind, setting.about)
+        wrong = mismatch(value, allowed, name if file else setting.flag)
+        if wrong and value is not None:
+            raise ValueError(f"{where}{wrong}: {setting.about['help']}")
 
 
 def as_given(flag: str, value: Value) -> str:
@@ -198,7 +201,8 @@ def parser_of(config_class: "type[Config]", prog: str, description: str) -> argp
     parser = Parser(prog=prog, description=description)
     groups = {part.name: parser.add_argument_group(part.name) for part in fields(config_class)}
     for name, setting in shown_settings(config_class).items():
-        about, kind = setting.about, setting.kind
+        about = setting.about
+        kind = setting.kind
         default = shown_default(setting.default)
         options = {
             "dest": name,
@@ -216,16 +220,18 @@ def parser_of(config_class: "type[Config]", prog: str, description: str) -> argp
             options["metavar"] = "|".join(choices) if choices else kind.__name__.upper()
         if "without_value" in about:
             options |= {"nargs": "?", "const": about["without_value"]}
-        groups[name.partition(".")[0]].add_argument(setting.flag, **options)
+        groups[setting.group].add_argument(setting.flag, **options)
     return parser
 
 
 def table_of(config_class: "type[Config]") -> str:
     """Every flag as a row of a markdown table, in the order of --help."""
     rows = ["| flag | default | what it does |", "|---|---|---|"]
-    for flag, _, default, about in shown_settings(config_class).values():
-        allowed = f": {', '.join(about['choices'])}" if about["choices"] else ""
-        rows.append(f"| `{flag}` | {shown_default(default)} | {about['help']}{allowed} |")
+    for setting in shown_settings(config_class).values():
+        choices = setting.about["choices"]
+        default = shown_default(setting.default)
+        allowed = f": {', '.join(choices)}" if choices else ""
+        rows.append(f"| `{setting.flag}` | {default} | {setting.about['help']}{allowed} |")
     return "\n".join(rows)
 
 

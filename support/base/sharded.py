@@ -201,9 +201,8 @@ def check_agreement(runtime: Runtime, named: dict[str, Tensor]) -> None:
     named = {name: tensor for name, tensor in named.items() if rows_here(tensor) is tensor}
     if runtime.world_size == 1 or not named:
         return
-    sums = {name: sum_of_bits(tensor).item() for name, tensor in named.items()}
-    every = runtime.gather(sums)
-    if differ := [name for name in named if any(other[name] != sums[name] for other in every)]:
+    every = runtime.gather({name: sum_of_bits(t).item() for name, t in named.items()})
+    if differ := [name for name in named if len({sums[name] for sums in every}) > 1]:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise ValueError(f"weights differ between ranks: {', '.join(differ[:3])}{more}")
 

@@ -13,8 +13,8 @@ A shape does not say what the values mean, nor whether they agree with each othe
 """
 
 import json
-import operator
 from collections.abc import Mapping
+from operator import contains, ge, gt, le, lt
 from pathlib import Path
 from types import NoneType
 from typing import Any, NamedTuple, get_args
@@ -26,13 +26,7 @@ WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 WORDS |= {dict: "an object", list: "a list", NoneType: "null"}
 
 
-LIMITS = {  # what a value within one is, and whether one is
-    "choices": ("one of", lambda value, choices: value in choices),
-    "least": ("at least", operator.ge),
-    "above": ("above", operator.gt),
-    "most": ("at most", operator.le),
-    "below": ("below", operator.lt),
-}
+LIMITS = {"choices": contains, "least": le, "above": lt, "most": ge, "below": gt}  # (limit, value)
 
 
 class Limited(NamedTuple):
@@ -89,11 +83,12 @@ def mismatch(value: object, shape: object, name: str = "") -> str:
     if isinstance(shape, dict | list | Each):
         kind = list if isinstance(shape, list) else dict
     kinds = get_args(kind) or (kind,)
-    limits = [(*LIMITS[name], given[name]) for name in LIMITS if given.get(name) is not None]
+    limits = {name: given[name] for name in LIMITS if given.get(name) is not None}
     fits = any(is_of(value, kind) for kind in kinds)
-    if not fits or not all(holds(value, limit) for _, holds, limit in limits):
+    if not fits or not all(LIMITS[name](limit, value) for name, limit in limits.items()):
         wanted = " or ".join(WORDS.get(kind, kind.__name__) for kind in kinds)
-        wanted = ", ".join([wanted, *(f"{word} {limit}" for word, _, limit in limits)])
+        if limits:
+            wanted += f" ({', '.join(f'{name} {limit}' for name, limit in limits.items())})"
         return f"{name or 'the content'} is {shortened(value)}, not {wanted}"
     values = dict(enumerate(value)) if isinstance(shape, list) else value
     if isinstance(shape, Each | list):
