@@ -6,7 +6,7 @@ import pytest
 
 import config
 from config import Config
-from support.base.settings import flattened, resumed, shown_settings
+from support.base.settings import check_code, flattened, resumed, shown_settings
 from support.base.technique import techniques_of
 
 
@@ -166,3 +166,13 @@ def test_no_more_flags_than_a_reader_can_hold():
 def test_published_weights_have_learned_positions():
     with pytest.raises(ValueError, match="--init and --pos rope exclude each other"):
         config.parse_or_resume(["--init", "w.pt", "--pos", "rope"])
+
+
+@pytest.mark.parametrize("file", ["pace.py", ".py", "in/two words.py"])
+def test_no_name_hides_the_code_of_a_run_from_the_question(file, tmp_path, capsys):
+    settings = {"curriculum.pace": f"linear,{tmp_path / file}:pace", "run.seed": 5}
+    with pytest.raises(ValueError, match=r"add --trust-code$"):
+        check_code(settings, tmp_path, trusted=False)
+    for folder, trusted in ((tmp_path, True), (tmp_path / "other", False)):
+        check_code(settings, folder, trusted)
+        assert str(tmp_path / file) in capsys.readouterr().err

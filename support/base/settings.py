@@ -11,10 +11,11 @@ A field is a setting and a flag. Its metadata say what it means and what it may 
 """
 
 import argparse
+import re
 import runpy
 import sys
-from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass, field, fields
+from collections.abc import Callable
+from dataclasses import Field, asdict, dataclass, field, fields
 from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
@@ -44,11 +45,13 @@ def free(default: Value, help: str, choices: tuple | None = None, **more: object
 class Setting(NamedTuple):
     """A field of a group."""
 
-    group: str
     flag: str  # --seq-len; a technique's --ltd-start, and --ltd for its switch
     kind: type  # of its value, which may also be None: left open
-    default: Value
-    about: Mapping[str, Any]  # the metadata above
+    field: Field
+
+    def says(self, name: str) -> Any:
+        """One of the metadata above; None without it."""
+        return self.field.metadata.get(name)
 
 
 @cache
@@ -59,21 +62,17 @@ def settings_of(config_class: "type[Config]") -> dict[str, Setting]:
         group = get_type_hints(config_class)[part.name]
         prefix = f"{part.name}_" if part.name in techniques_of(config_class) else ""
         for number, item in enumerate(fields(group)):
-            flag = prefix + item.name if number or not prefix else part.name
-            kind = get_type_hints(group)[item.name]
-            found[f"{part.name}.{item.name}"] = Setting(
-                group=part.name,
-                flag="--" + flag.replace("_", "-"),
-                kind=(get_args(kind) or (kind,))[0],
-                default=item.default,
-                about=item.metadata,
-            )
+            words = prefix + item.name if number or not prefix else part.name
+            written = "--" + words.replace("_", "-")
+            hint = get_type_hints(group)[item.name]
+            kind = (get_args(hint) or (hint,))[0]
+            found[f"{part.name}.{item.name}"] = Setting(written, kind, item)
     return found
 
 
 def shown_settings(config_class: "type[Config]") -> dict[str, Setting]:
     """Those that are flags."""
-    return {n: s for n, s in settings_of(config_class).items() if not s.about.get("hidden")}
+    return {n: s for n, s in settings_of(config_class).items() if not s.says("hidden")}
 
 
 def unflattened(config_class: "type[Config]", flat: Flat) -> "Config":
@@ -89,10 +88,11 @@ def unflattened(config_class: "type[Config]", flat: Flat) -> "Config":
     config = config_class(**{group: kinds[group](**values) for group, values in groups.items()})
     off = {name for name in techniques_of(config) if not is_on(config, name)}
     for name, value in flat.items():
+        group = name.partition(".")[0]
         setting = settings_of(config_class)[name]
-        if setting.group in off and value != setting.default:
+        if group in off and value != setting.field.default:
             given = as_given(setting.flag, value)
-            raise ValueError(f"{given} has no effect without --{setting.group}: add it")
+            raise ValueError(f"{given} has no effect without --{group}: add it")
     return config
 
 
@@ -106,10 +106,10 @@ def check_settings(config_class: "type[Config]", flat: Flat, file: str = "") -> 
         setting = settings_of(config_class).get(name)
         if setting is None:
             raise ValueError(f"{where}{dotted('', name)} is of another version of train.py")
-        allowed = Limited(setting.kind, setting.about)
+        allowed = Limited(setting.kind, setting.field.metadata)
         wrong = mismatch(value, allowed, name if file else setting.flag)
         if wrong and value is not None:
-            raise ValueError(f"{where}{wrong}: {setting.about['help']}")
+            raise ValueError(f"{where}{wrong}: {setting.says('help')}")
 
 
 def as_given(flag: str, value: Value) -> str:
@@ -128,7 +128,7 @@ def flattened(config: "Config") -> Flat:
 
 def free_settings(config_class: "type[Config]") -> set[str]:
     """Those that may differ when a run goes on."""
-    return {name for name, s in settings_of(config_class).items() if s.about.get("free")}
+    return {name for name, s in settings_of(config_class).items() if s.says("free")}
 
 
 def resumed(config_class: "type[Config]", saved: Flat, given: Flat) -> Flat:
@@ -174,11 +174,8 @@ def check_code(settings: Flat, folder: Path, trusted: bool) -> None:
 
     Raises: ValueError for a file in the run's own folder, which may come from a stranger
     """
-    values = [part for v in settings.values() if isinstance(v, str) for part in v.split(",")]
-    for value in values:
-        path = Path(value.rpartition(":")[0])
-        if path.suffix != ".py":
-            continue
+    text = ",".join(value for value in settings.values() if isinstance(value, str))
+    for path in map(Path, re.findall(r"([^,]*\.py):", text)):
         if path.resolve().is_relative_to(folder.resolve()) and not trusted:
             raise ValueError(
                 f"--resume: the settings of {folder} run code that lies in it, {str(path)!a}:"
@@ -201,26 +198,25 @@ def parser_of(config_class: "type[Config]", prog: str, description: str) -> argp
     parser = Parser(prog=prog, description=description)
     groups = {part.name: parser.add_argument_group(part.name) for part in fields(config_class)}
     for name, setting in shown_settings(config_class).items():
-        about = setting.about
         kind = setting.kind
-        default = shown_default(setting.default)
+        default = shown_default(setting.field.default)
         options = {
             "dest": name,
             "default": argparse.SUPPRESS,
-            "help": about["help"].replace("%", "%%"),
+            "help": setting.says("help").replace("%", "%%"),
         }
         if default:
             options["help"] += f" (default: {default})"
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:
-            choices = about["choices"]
+            choices = setting.says("choices")
             options["type"] = {int: whole_number, float: real_number}.get(kind, kind)
             options["choices"] = choices
             options["metavar"] = "|".join(choices) if choices else kind.__name__.upper()
-        if "without_value" in about:
-            options |= {"nargs": "?", "const": about["without_value"]}
-        groups[setting.group].add_argument(setting.flag, **options)
+        if const := setting.says("without_value"):
+            options |= {"nargs": "?", "const": const}
+        groups[name.partition(".")[0]].add_argument(setting.flag, **options)
     return parser
 
 
@@ -228,10 +224,9 @@ def table_of(config_class: "type[Config]") -> str:
     """Every flag as a row of a markdown table, in the order of --help."""
     rows = ["| flag | default | what it does |", "|---|---|---|"]
     for setting in shown_settings(config_class).values():
-        choices = setting.about["choices"]
-        default = shown_default(setting.default)
-        allowed = f": {', '.join(choices)}" if choices else ""
-        rows.append(f"| `{setting.flag}` | {default} | {setting.about['help']}{allowed} |")
+        choices = setting.says("choices")
+        about = f"{setting.says('help')}: {', '.join(choices)}" if choices else setting.says("help")
+        rows.append(f"| `{setting.flag}` | {shown_default(setting.field.default)} | {about} |")
     return "\n".join(rows)
 
 
