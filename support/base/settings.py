@@ -84,8 +84,8 @@ def unflattened(config_class: "type[Config]", flat: Flat) -> "Config":
     for name, value in flat.items():
         group, _, setting_name = name.partition(".")
         groups[group][setting_name] = value
-    kinds = get_type_hints(config_class)
-    config = config_class(**{group: kinds[group](**values) for group, values in groups.items()})
+    parts = {part.name: part.default_factory(**groups[part.name]) for part in fields(config_class)}
+    config = config_class(**parts)
     off = {name for name in techniques_of(config) if not is_on(config, name)}
     for name, value in flat.items():
         group = name.partition(".")[0]

@@ -154,10 +154,11 @@ def assign(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -
             name: rows.to("cpu" if name.startswith(on_host) else device)
             for name, rows in weights.items()
         }
-    try:
-        model.load_state_dict(weights, assign=True)
-    except RuntimeError as error:
-        raise ValueError(f"the checkpoint's weights do not fit the model: {error}") from None
+    expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
+    for name in expected.keys() | weights.keys():
+        if name not in weights or weights[name].shape != expected.get(name):
+            raise ValueError(f"the checkpoint's weight {name} does not fit the model")
+    model.load_state_dict(weights, assign=True)
 
 
 def norm_over_ranks(norm: Tensor) -> Tensor:
