@@ -59,12 +59,11 @@ def settings_of(config_class: "type[Config]") -> dict[str, Setting]:
     """Every setting by its name, group.field, in the order of the fields."""
     found = {}
     for part in fields(config_class):
-        group = get_type_hints(config_class)[part.name]
         prefix = f"{part.name}_" if part.name in techniques_of(config_class) else ""
-        for number, item in enumerate(fields(group)):
+        for number, item in enumerate(fields(part.default_factory)):
             words = prefix + item.name if number or not prefix else part.name
             written = "--" + words.replace("_", "-")
-            hint = get_type_hints(group)[item.name]
+            hint = get_type_hints(part.default_factory)[item.name]
             kind = (get_args(hint) or (hint,))[0]
             found[f"{part.name}.{item.name}"] = Setting(written, kind, item)
     return found

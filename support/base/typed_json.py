@@ -16,14 +16,13 @@ import json
 from collections.abc import Mapping
 from operator import contains, ge, gt, le, lt
 from pathlib import Path
-from types import NoneType
 from typing import Any, NamedTuple, get_args
 
 MOST_BYTES = 64 << 20  # of a file; a run's config.json has some 3,000
 MOST_VOCABULARY = 1 << 24  # tokens; the largest published ones have some 2^18
 ALSO = {float: (float, int), list: (list, tuple)}  # what else is of a type here
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-WORDS |= {dict: "an object", list: "a list", NoneType: "null"}
+WORDS |= {dict: "an object", list: "a list", type(None): "null"}
 
 
 LIMITS = {"choices": contains, "least": le, "above": lt, "most": ge, "below": gt}  # (limit, value)
