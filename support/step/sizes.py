@@ -69,7 +69,9 @@ class ModelConfig:
     width: int | None = flag(
         None, "width of the residual stream (default: by --size)", least=1, most=2**17
     )
-    mlp_width: int | None = flag(None, "MLP's inner width (default: 4 x --width)", least=1, most=2**19)
+    mlp_width: int | None = flag(
+        None, "inner width of the MLP (default: 4 x --width)", least=1, most=2**19
+    )
     dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
     nsp: bool = flag(False, "a BERT is trained on pairs: does the second text follow the first?")
     init: str | None = flag(
