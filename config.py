@@ -30,12 +30,11 @@ from support.base.settings import (
     Flat,
     RunConfig,
     check_code,
-    check_types,
-    flag_of,
+    check_settings,
     flattened,
-    out_of_limits,
     parser_of,
     resumed,
+    settings_of,
     table_of,
     unflattened,
 )
@@ -103,7 +102,9 @@ class Config:
 
 def parse(argv: list[str]) -> Flat:
     """The settings given on the command line, {"group.field": value}; ValueError for a bad one."""
-    return vars(parser_of(Config, "train.py", "Pretrain a GPT or a BERT.").parse_args(argv))
+    given = vars(parser_of(Config, "train.py", "Pretrain a GPT or a BERT.").parse_args(argv))
+    check_settings(Config, given)
+    return given
 
 
 def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
@@ -111,48 +112,41 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
     given = parse(argv)
     which = given.get("run.resume")
     if which == "auto" and "run.out" not in given:
-        raise ValueError(
-            "--resume auto begins a run or goes on with it: name its folder with --out"
-        )
-    if which == "auto" and not before_start((Path(given["run.out"]) / "config.json").exists):
-        del given["run.resume"]
-    elif which == "auto":
-        given = {**given, "run.resume": "last"}
-        given.pop("model.init", None)
-    if "run.resume" not in given:
-        settings = with_those_of_init(given)
-        if "model.init" in given:
-            check_types(Config, settings, file=given["model.init"])
-        return build(settings), None
-    if "model.init" in given:
-        raise ValueError("--init and --resume exclude each other: a resumed run has its weights")
+        raise ValueError("--resume auto: add --out with the folder to begin a run or go on in")
 
-    def recorded() -> tuple[Started, Flat]:
+    def recorded() -> tuple[Started, Flat] | None:
         folder = Path(given["run.out"]) if "run.out" in given else newest_run()
+        if which == "auto" and not (folder / "config.json").exists():
+            return None
         started = started_with(folder)
-        check_types(Config, started.config, f"{folder}/config.json")
-        until_now = with_changes(folder, started.config, {})
+        check_settings(Config, started.config, f"{folder}/config.json")
+        budget = with_changes(folder, started.config, {})["optim.tokens"]
         check_code(started.config, folder, trusted=given.get("run.trust_code", False))
-        started = started._replace(tokens=until_now["optim.tokens"])
-        return started, with_changes(folder, started.config, given)
+        return started._replace(tokens=budget), with_changes(folder, started.config, given)
 
-    started, saved = before_start(recorded)
+    found = before_start(recorded) if which else None
+    if found is None:
+        given.pop("run.resume", None)
+        return build(with_those_of_init(given), file=given.get("model.init", "")), None
+    if which == "auto":
+        given["run.resume"] = "last"
+        given.pop("model.init", None)  # of the command that began the run
+    started, saved = found
     return build(resumed(Config, saved, given)), started
 
 
-def build(settings: Flat, will_run: bool = True) -> Config:
+def build(settings: Flat, will_run: bool = True, file: str = "") -> Config:
     """Settings {"group.field": value} -> Config with every default filled in, checked.
 
     Args: will_run False to read the settings of a run that was made: combinations are not checked
                    again, and no function that they name is loaded
+          file     that the settings are from, for messages
     """
-    if not will_run:
-        check_types(Config, settings)
+    check_settings(Config, settings, file)
     config = unflattened(Config, with_defaults(settings))
     for name, entry in techniques_of(config).items():
         if entry.with_defaults and is_on(config, name):
             config = replace(config, **{name: entry.with_defaults(config)})
-    refuse(out_of_limits(config))
     if will_run:
         check(config)
     return config
@@ -160,11 +154,10 @@ def build(settings: Flat, will_run: bool = True) -> Config:
 
 def shared_by_ranks(config: Config) -> Flat:
     """The settings that all ranks must have alike, by their flags; paths may differ."""
-    return {
-        flag_of(Config, *name.split(".")): value
-        for name, value in flattened(config).items()
-        if name not in ("data.data", "data.tokenizer", "run.out")
-    }
+    shared = flattened(config)
+    for path in ("data.data", "data.tokenizer", "run.out"):
+        del shared[path]
+    return {settings_of(Config)[name].flag: value for name, value in shared.items()}
 
 
 def samples_kind(config: Config) -> str:
@@ -216,7 +209,8 @@ def check(config: Config) -> None:
     """Raise ValueError for a value or combination that cannot work, before any memory is taken."""
     model = config.model
     seq_len = config.data.seq_len
-    batch_tokens = config.optim.batch_tokens
+    optim = config.optim
+    batch_tokens = optim.batch_tokens
     learned = model.pos == "learned" and model.init is None
     kind = samples_kind(config)
     metrics = [name for e in techniques_on(config) if e.metrics for name in e.metrics(config)]
@@ -245,14 +239,13 @@ def check(config: Config) -> None:
             "--long truncate needs documents: add --pack, or leave it out (a GPT's rows have none)",
         ),
         (
-            batch_tokens > max(config.optim.tokens, SIZES[model.size].batch_tokens),
-            f"--batch-tokens {batch_tokens} is more than the budget: choose at most --tokens"
-            f" {config.optim.tokens}",
+            batch_tokens > max(optim.tokens, SIZES[model.size].batch_tokens),
+            f"--batch-tokens {batch_tokens} is more than the whole run: choose at most --tokens"
+            f" {optim.tokens}",
         ),
         (
-            config.optim.warmup_tokens >= config.optim.tokens,
-            f"--warmup-tokens {config.optim.warmup_tokens} must be below --tokens"
-            f" {config.optim.tokens}",
+            optim.warmup_tokens >= optim.tokens,
+            f"--warmup-tokens {optim.warmup_tokens} must be below --tokens {optim.tokens}",
         ),
     ]
     for entry in techniques_on(config):
@@ -264,10 +257,5 @@ def check(config: Config) -> None:
     transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width
 
 
-def flags_table() -> str:
-    """Every flag as a row of a markdown table, grouped as in --help."""
-    return table_of(Config)
-
-
 if __name__ == "__main__":
-    print(flags_table())
+    print(table_of(Config))

@@ -25,7 +25,7 @@ from pathlib import Path
 import config
 from support.base.atomic import atomic_write
 from support.base.runtime import Parser, exit_cleanly
-from support.base.settings import Flat, flag_of, flattened, real_number
+from support.base.settings import Flat, flattened, real_number, settings_of
 from support.report import comparison, figures, run_page
 from support.report.charts import picture
 from support.report.page import Page, Table, html, markdown
@@ -107,7 +107,8 @@ def differing(columns: dict[str, Flat]) -> Table:
     for name in dict.fromkeys(name for settings in columns.values() for name in settings):
         values = [settings.get(name) for settings in columns.values()]
         if any(value != values[0] for value in values):
-            flag = f"`{flag_of(config.Config, *name.split('.'))}`"
+            setting = settings_of(config.Config).get(name)
+            flag = f"`{setting.flag if setting else name}`"
             if name == "optim.schedule_tokens":  # no flag: --resume --tokens does not change it
                 flag = "`--tokens` at the start"
             rows.append([flag, *map(shown, values)])

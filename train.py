@@ -78,7 +78,7 @@ def main(argv: list[str] | None = None) -> int:
     micro_batch(settings, runtime)  # refused before anything is read
     settings, data = open_data(settings, runtime)
     runtime.check_same({"the text of --data": data.store.meta["sha256"]})
-    size = model_size(settings, data.encoding, started)
+    size = started.size if started else model_size(settings, data.encoding)
     with Run(settings, runtime, started, size, data.store) as run:
         return go(run, data)
 

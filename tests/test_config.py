@@ -1,13 +1,12 @@
 """The command line: types, refusals, resumed settings, and its limits in number."""
 
-from dataclasses import fields
-from typing import get_args, get_type_hints
+from collections import Counter
 
 import pytest
 
 import config
 from config import Config
-from support.base.settings import flag_of, flattened, resumed, shown_fields
+from support.base.settings import check_code, flattened, resumed, shown_settings
 from support.base.technique import techniques_of
 
 
@@ -94,17 +93,11 @@ def test_refusals(flags):
         assert "\n" not in str(error.value)
 
 
-NUMBERS = [
-    (part.name, item.name)
-    for part in fields(Config)
-    for item in shown_fields(get_type_hints(Config)[part.name])
-    if {int, float} & {*get_args(kind := get_type_hints(part.default_factory)[item.name]), kind}
-]
+NUMBERS = [s.flag for s in shown_settings(Config).values() if s.kind in (int, float)]
 
 
-@pytest.mark.parametrize(("group", "name"), NUMBERS)
-def test_no_number_may_be_infinite_or_none(group, name):
-    flag = flag_of(Config, group, name)
+@pytest.mark.parametrize("flag", NUMBERS)
+def test_no_number_may_be_infinite_or_none(flag):
     for value in ("nan", "inf", "-inf"):
         with pytest.raises(ValueError, match=rf"argument {flag}: {value}"):
             build(f"{flag}={value}")
@@ -120,6 +113,7 @@ def test_a_resumed_run_keeps_its_settings():
         "--pack": "--no-pack",
         "--ltd-start 32": "--ltd-start 16",
         "--ltd-steps 3": "no --ltd-steps",
+        "--init w.pt": "no --init",
     }.items():
         with pytest.raises(ValueError, match=f"^{given} differs from {began}, .*another --out"):
             resumed(Config, saved, config.parse(given.split()))
@@ -164,13 +158,21 @@ def test_a_run_is_resumed_with_the_words_it_was_started_with():
 
 @pytest.mark.structure
 def test_no_more_flags_than_a_reader_can_hold():
-    groups = {part.name: shown_fields(part.default_factory) for part in fields(Config)}
-    assert sum(map(len, groups.values())) <= 76  # five techniques, and what any trainer has
-    assert all(len(groups[technique]) <= 8 for technique in techniques_of(Config))
+    flags = Counter(name.partition(".")[0] for name in shown_settings(Config))
+    assert flags.total() <= 76  # five techniques, and what any trainer has
+    assert all(flags[technique] <= 8 for technique in techniques_of(Config))
 
 
-def test_init_is_for_a_start_and_has_learned_positions():
+def test_published_weights_have_learned_positions():
     with pytest.raises(ValueError, match="--init and --pos rope exclude each other"):
         config.parse_or_resume(["--init", "w.pt", "--pos", "rope"])
-    with pytest.raises(ValueError, match="--init and --resume exclude each other"):
-        config.parse_or_resume(["--init", "w.pt", "--resume"])
+
+
+@pytest.mark.parametrize("file", ["pace.py", ".py", "in/two words.py"])
+def test_no_name_hides_the_code_of_a_run_from_the_question(file, tmp_path, capsys):
+    settings = {"curriculum.pace": f"linear,{tmp_path / file}:pace", "run.seed": 5}
+    with pytest.raises(ValueError, match=r"add --trust-code$"):
+        check_code(settings, tmp_path, trusted=False)
+    for folder, trusted in ((tmp_path, True), (tmp_path / "other", False)):
+        check_code(settings, folder, trusted)
+        assert str(tmp_path / file) in capsys.readouterr().err

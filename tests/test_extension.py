@@ -330,7 +330,7 @@ def test_what_cannot_be_is_one_line_and_changes_nothing(finished, tmp_path):
     folder = finished("--tokens 2000", tmp_path / "run")
     for flags, said in (
         ("--tokens 1999", "--tokens 1999 is less than the 2000 tokens of the run in"),
-        ("--tokens 0", "--tokens 0 is less than the 2000 tokens of the run in"),
+        ("--tokens 0", r"--tokens is 0, allowed is a whole number, at least 1"),
         ("--tokens 2048", r"--tokens 2048: the run in .* has consumed 2048 already"),
         ("--tokens 4096 --seed 7", r"--seed 7 differs from --seed 1337"),
         ("--tokens 4096 --warmup-tokens 9", "--warmup-tokens 9 differs from --warmup-tokens 40"),

@@ -285,6 +285,7 @@ def test_commands_that_read_a_run_refuse_an_odd_checkpoint_in_one_line(
         "no step": put("step", gone=True),
         "no fingerprint": put("tokenizer_fingerprint", gone=True),
         "layers of text": put("config", "model.layers", value="x"),
+        "an MLP of text": put("config", "model.mlp_width", value="x"),
         "a vocabulary of 10^9": put("model_size", "vocab_size", value=10**9),
     }
     for number, change in enumerate(odd.values()):

@@ -53,7 +53,7 @@ def counted(line: str):
     settings, data = open_data(config.build(config.parse(line.split())), ONE)
     plan = Plan(settings, data.store, data.special_ids, ONE)
     step = plan(Clock())
-    shape = config.transformer_config(settings, *model_size(settings, data.encoding, None))
+    shape = config.transformer_config(settings, *model_size(settings, data.encoding))
     at_once = settings.optim.micro_batch_size or len(step.batch.tokens)
     trainer = assemble(settings, model=Transformer(shape), runtime=ONE, rows_at_once=at_once)
     with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter:

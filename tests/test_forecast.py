@@ -44,7 +44,7 @@ def planned(flags: str, store_dir, samples: int | None = None, clock: Clock | No
     line = f"{SMALL} --data {store_dir} {flags}"
     settings, data = open_data(config.build(config.parse(line.split())), ONE)
     plan = Plan(settings, data.store, data.special_ids, ONE)
-    shape = config.transformer_config(settings, *model_size(settings, data.encoding, None))
+    shape = config.transformer_config(settings, *model_size(settings, data.encoding))
     at_once = settings.optim.micro_batch_size or 8
 
     def work_at(step):

@@ -320,7 +320,7 @@ def test_command_prints_json(tmp_path, capsys):
         (
             '{"max_len": 4194305, "counts": [1]}',
             "",
-            "max_len is 4194305, not a whole number from 1 to",
+            "max_len is 4194305, allowed is a whole number, at least 1, at most",
         ),
         ('{"max_len": 2, "counts": [1]}', "7", "give one folder, one file, or only lengths"),
     ],

@@ -24,6 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # when this file is the command
 
 import config  # noqa: E402
+from support.base.settings import table_of  # noqa: E402
 
 FOLDERS = ("bench", "corpus", "docs", "kernels", "results", "support", "tests")
 
@@ -105,7 +106,7 @@ def command_problems(command: str) -> list[str]:
         if "train.py" in arguments:
             ours = arguments[arguments.index("train.py") :]
             given = {word.split("=")[0].replace("--no-", "--") for word in ours}
-            known = re.findall(r"--[a-z0-9-]+", config.flags_table().replace("--[no-]", "--"))
+            known = re.findall(r"--[a-z0-9-]+", table_of(config.Config).replace("--[no-]", "--"))
             found += [f"no flag {word}" for word in given - {*known} if word.startswith("--")]
     return [f"{command}: {problem}" for problem in found]
 
@@ -191,7 +192,7 @@ def test_a_document_names_programs_flags_and_files_that_exist(document):
 @pytest.mark.structure
 def test_the_flags_table_is_what_config_generates():
     message = f"the flags table is not that of config.py: refresh it with `{REFRESH}`"
-    assert FLAGS_TABLE.findall(read("README.md")) == [config.flags_table()], message
+    assert FLAGS_TABLE.findall(read("README.md")) == [table_of(config.Config)], message
 
 
 @pytest.mark.filterwarnings("ignore:.* found in sys.modules")
@@ -220,5 +221,5 @@ def test_the_training_command_learns(checkout):
 
 
 if __name__ == "__main__":
-    text = FLAGS_TABLE.sub(lambda _: config.flags_table(), read("README.md"))
+    text = FLAGS_TABLE.sub(lambda _: table_of(config.Config), read("README.md"))
     (ROOT / "README.md").write_text(text, encoding="utf-8")

@@ -24,15 +24,16 @@ def number_of(text: str) -> float:
         return math.nan
 
 
-def _refusal(text: str, allowed: str) -> argparse.ArgumentTypeError:
-    return argparse.ArgumentTypeError(f"{text} is not {allowed}")
+def _require(allows: bool, text: str, allowed: str) -> None:
+    if not allows:
+        raise argparse.ArgumentTypeError(f"{text} is not {allowed}")
 
 
 def whole_number(text: str, least: int = 0) -> int:
     """A whole number: 2000000, 2e6, 2M, 1.5B."""
     number = number_of(text)
-    if not least <= number < 2**63 or number != int(number):
-        raise _refusal(text, f"a whole number, {least} or more, such as 4096, 2e6, 1.5B")
+    is_whole = least <= number < 2**63 and number == int(number)
+    _require(is_whole, text, f"a whole number, {least} or more, such as 4096, 2e6, 1.5B")
     return int(number)
 
 
@@ -44,24 +45,22 @@ def count(text: str) -> int:
 def whole_numbers(text: str) -> tuple[int, ...]:
     """Several whole numbers: 1,5,10K."""
     numbers = [number_of(part) for part in text.split(",")]
-    if not all(0 <= number < 2**53 and number == int(number) for number in numbers):
-        raise _refusal(text, "whole numbers, such as 1,5,10, from 0 to 2^53")
+    are_whole = all(0 <= number < 2**53 and number == int(number) for number in numbers)
+    _require(are_whole, text, "whole numbers, such as 1,5,10, from 0 to 2^53")
     return tuple(map(int, numbers))
 
 
 def amount(text: str) -> float:
     """A finite number above 0: 0.5, 200K."""
     number = number_of(text)
-    if not 0 < number < math.inf:
-        raise _refusal(text, "a finite number above 0, such as 0.5 or 200K")
+    _require(0 < number < math.inf, text, "a finite number above 0, such as 0.5 or 200K")
     return number
 
 
 def share(text: str) -> float:
     """A number above 0 and at most 1."""
     number = number_of(text)
-    if not 0 < number <= 1:
-        raise _refusal(text, "a share, above 0 and at most 1")
+    _require(0 < number <= 1, text, "a share, above 0 and at most 1")
     return number
 
 
@@ -71,8 +70,7 @@ def real_number(text: str) -> float:
         number = float(text)
     except ValueError:
         number = math.nan
-    if not math.isfinite(number):
-        raise _refusal(text, "a number such as 0.1 or 3e-4")
+    _require(math.isfinite(number), text, "a number such as 0.1 or 3e-4")
     return number
 
 

@@ -96,28 +96,16 @@ class Runtime:
 
     def on_rank0(self, action: Callable[[], Value]) -> Value:
         """Run `action` on rank 0 only. Every rank gets its result, or its error as ValueError."""
-        outcome: list = [None, None]
-        if self.is_rank0:
-            try:
-                outcome[0] = action()
-            except MISTAKES as error:
-                outcome[1] = one_line(error)
+        outcome = [outcome_of(action) if self.is_rank0 else None]
         if self.world_size > 1:
             dist.broadcast_object_list(outcome)
-        if outcome[1] is not None:
-            raise ValueError(outcome[1])
-        return outcome[0]
+        return taken(outcome[0])
 
     def on_each_machine(self, action: Callable[[], None]) -> None:
         """Run `action` on one rank of each machine; its error there is every rank's ValueError."""
-        failure = None
-        if int(os.environ.get("LOCAL_RANK", 0)) == 0:
-            try:
-                action()
-            except MISTAKES as error:
-                failure = one_line(error)
-        if failures := [line for line in self.gather(failure) if line]:
-            raise ValueError(failures[0])
+        is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        for outcome in self.gather(outcome_of(action) if is_first_here else None):
+            taken(outcome)
 
     def check_same(self, values: dict[str, object]) -> None:
         """Refuse ranks that would not compute the same; ValueError names what differs, and where.
@@ -138,6 +126,21 @@ class Runtime:
             print(line, flush=True)
 
 
+def outcome_of(action: Callable[[], Value]) -> Value | ValueError:
+    """What an action returns, or the user's mistake that it meets: something to send to ranks."""
+    try:
+        return action()
+    except MISTAKES as error:
+        return ValueError(one_line(error))
+
+
+def taken(outcome: Value | ValueError) -> Value:
+    """The result in an outcome; a mistake is raised, on every rank that it was sent to."""
+    if isinstance(outcome, ValueError):
+        raise outcome
+    return outcome
+
+
 def before_start(action: Callable[[], Value]) -> Value:
     """As `Runtime.on_rank0`, for what a rank has to know before it can choose its device.
 
@@ -145,18 +148,11 @@ def before_start(action: Callable[[], Value]) -> Value:
     """
     if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         return action()
-    rank, store, key = int(os.environ["RANK"]), meeting_place(), f"first {next(_questions)}"
-    if rank == 0:
-        outcome: list = [None, None]
-        try:
-            outcome[0] = action()
-        except MISTAKES as error:
-            outcome[1] = one_line(error)
-        store.set(key, pickle.dumps(outcome))
-    result, failure = pickle.loads(store.get(key))  # waits; written by rank 0 of this very run
-    if failure is not None:
-        raise ValueError(failure)
-    return result
+    store = meeting_place()
+    key = f"first {next(_questions)}"
+    if int(os.environ["RANK"]) == 0:
+        store.set(key, pickle.dumps(outcome_of(action)))
+    return taken(pickle.loads(store.get(key)))  # waits; written by rank 0 of this very run
 
 
 _questions = itertools.count()  # every rank asks the same ones in the same order
@@ -168,10 +164,7 @@ def meeting_place() -> dist.Store:
 
     torchrun keeps it when it restarts its processes, so each attempt has keys of its own.
     """
-    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-    store, _, _ = next(
-        dist.rendezvous("env://", rank, world_size, timeout=timedelta(seconds=PATIENCE))
-    )
+    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
     return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
@@ -183,12 +176,11 @@ def start(device: str, dtype: str, patience: int = PATIENCE) -> Runtime:
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
-    has = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.mps.is_available()}
-    if device not in ("auto", *has):
-        raise ValueError(f"--device {device} is unknown: choose auto, {', '.join(has)}")
-    kind = device if device != "auto" else next(d for d in ("cuda", "mps", "cpu") if has[d])
-    if not has[kind]:
-        raise ValueError(f"--device {device}: torch {torch.__version__} finds none here: try auto")
+    is_there = {"cuda": torch.cuda.is_available(), "mps": torch.mps.is_available(), "cpu": True}
+    found = [name for name, is_here in is_there.items() if is_here]
+    kind = found[0] if device == "auto" else device
+    if kind not in found:
+        raise ValueError(f"--device {device}: torch finds {', '.join(found)} here: try auto")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     chosen = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
@@ -313,22 +305,20 @@ def _is_reported(error: Exception, rank: int) -> bool:
     line = "; ".join([one_line(error), *getattr(error, "__notes__", [])])
     connected = dist.is_initialized()
     lost_a_rank = any(words in line for words in RANK_IS_GONE)
-    if (
-        lost_a_rank
-        and "Timed out" in line
-        and (silent := _in_time(lambda: _silent_ranks(rank), "0"))
-    ):
-        line = f"no answer from rank {silent}, stopped or stuck: {line}"
-    elif lost_a_rank:
-        line = f"another process of the run is gone: {line}"
-    elif not isinstance(error, MISTAKES):
+    is_expected = lost_a_rank or isinstance(error, MISTAKES)
+    if lost_a_rank:
+        why = "another process of the run is gone"
+        if "Timed out" in line and (silent := _answer(_silent_ranks, rank, otherwise="0")):
+            why = f"no answer from rank {silent}, stopped or stuck"
+        line = f"{why}: {line}"
+    elif not is_expected:
         line = f"{type(error).__name__}: {line}"
     with_rank = f"rank {rank}: {line}" if rank else line
     # before ranks are connected only flags have been read, and every rank has the same
-    first = _in_time(lambda: _first_error(rank, with_rank), with_rank) if connected else line
+    first = _answer(_first_error, rank, with_rank, otherwise=with_rank) if connected else line
     if first != with_rank or not lost_a_rank:  # torchrun knows more about a rank that was killed
         _tell_torchrun(f"error: {first}")
-    if not (isinstance(error, MISTAKES) or lost_a_rank):
+    if not is_expected:
         return connected and first != with_rank and first.endswith(line)
     if first == with_rank:
         # tqdm's write, so that the line does not run into a progress bar
@@ -338,34 +328,34 @@ def _is_reported(error: Exception, rank: int) -> bool:
     return True
 
 
-def _first_error(rank: int, line: str) -> str:
+def _first_error(store: dist.Store, rank: int, line: str) -> str:
     """The error that ends the run, perhaps another rank's; rank 0's if it has one too."""
-    store = dist.distributed_c10d._get_default_store()
     patience = time.monotonic() + (1 if rank else 0)  # seconds for rank 0 to meet it too
-    try:
-        while time.monotonic() < patience and not store.check(["error"]):
-            time.sleep(0.02)
-        return store.compare_set("error", "", line).decode()
-    except dist.DistError:  # the store went with the process that had it
-        return line
+    while time.monotonic() < patience and not store.check(["error"]):
+        time.sleep(0.02)
+    return store.compare_set("error", "", line).decode()
 
 
-def _silent_ranks(rank: int) -> str:
+def _silent_ranks(store: dist.Store, rank: int) -> str:
     """The ranks that have not noticed that all wait, as the others do within a second."""
-    store = dist.distributed_c10d._get_default_store()
     store.set(f"alive {rank}", "")
     time.sleep(2)
     others = range(dist.get_world_size())
     return ", ".join(str(r) for r in others if not store.check([f"alive {r}"]))
 
 
-def _in_time(ask: Callable[[], str], otherwise: str) -> str:
-    """What the store of ranks answers; `otherwise` if it does not, as that of a stopped process."""
-    answers: list[str] = []
-    thread = Thread(target=lambda: answers.append(ask()), daemon=True)
+def _answer(ask: Callable[..., str], *about: object, otherwise: str) -> str:
+    """What the store of ranks answers; `otherwise` if its process is stopped or gone."""
+    answers = [otherwise]
+
+    def wait() -> None:
+        with suppress(dist.DistError):
+            answers.append(ask(dist.distributed_c10d._get_default_store(), *about))
+
+    thread = Thread(target=wait, daemon=True)
     thread.start()
     thread.join(4)
-    return answers[0] if answers else otherwise
+    return answers[-1]
 
 
 def _tell_torchrun(line: str) -> None:

@@ -11,20 +11,19 @@ A field is a setting and a flag. Its metadata say what it means and what it may 
 """
 
 import argparse
-import operator
+import re
 import runpy
 import sys
-import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, field, fields
-from functools import lru_cache
+from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, get_args, get_type_hints
+from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
 from support.base.numbers import real_number, whole_number
 from support.base.runtime import Parser
 from support.base.technique import is_on, techniques_of
-from support.base.typed_json import dotted, is_not, mismatch
+from support.base.typed_json import Limited, dotted, mismatch
 
 if TYPE_CHECKING:
     from config import Config
@@ -32,73 +31,84 @@ if TYPE_CHECKING:
 Value = str | int | float | bool | None  # of a setting
 Flat = dict[str, Value]  # {"group.field": value}
 
-LIMITS = {
-    "least": ("at least", operator.ge),
-    "above": ("above", operator.gt),
-    "most": ("at most", operator.le),
-    "below": ("below", operator.lt),
-}
-
 
 def flag(default: Value, help: str, choices: tuple | None = None, **more: object) -> Any:
     """A field of a group; `more` is any other of the metadata above."""
     return field(default=default, metadata={"help": help, "choices": choices, **more})
 
 
-def flag_of(config: "Config | type[Config]", group: str, name: str) -> str:
-    """The flag of a setting: --seq-len; a technique's --ltd-start, and --ltd for its switch."""
-    techniques = techniques_of(config)
-    if group in techniques:
-        switch = fields(techniques[group].settings)[0].name
-        name = group if name == switch else f"{group}_{name}"
-    return "--" + name.replace("_", "-")
+def free(default: Value, help: str, choices: tuple | None = None, **more: object) -> Any:
+    """A flag that may differ when a run goes on."""
+    return flag(default, help, choices, free=True, **more)
 
 
-def unflattened(config_class: type, flat: Flat) -> "Config":
+class Setting(NamedTuple):
+    """A field of a group."""
+
+    flag: str  # --seq-len; a technique's --ltd-start, and --ltd for its switch
+    kind: type  # of its value, which may also be None: left open
+    field: Field
+
+    def says(self, name: str) -> Any:
+        """One of the metadata above; None without it."""
+        return self.field.metadata.get(name)
+
+
+@cache
+def settings_of(config_class: "type[Config]") -> dict[str, Setting]:
+    """Every setting by its name, group.field, in the order of the fields."""
+    found = {}
+    for part in fields(config_class):
+        prefix = f"{part.name}_" if part.name in techniques_of(config_class) else ""
+        for number, item in enumerate(fields(part.default_factory)):
+            words = prefix + item.name if number or not prefix else part.name
+            written = "--" + words.replace("_", "-")
+            hint = get_type_hints(part.default_factory)[item.name]
+            kind = (get_args(hint) or (hint,))[0]
+            found[f"{part.name}.{item.name}"] = Setting(written, kind, item)
+    return found
+
+
+def shown_settings(config_class: "type[Config]") -> dict[str, Setting]:
+    """Those that are flags."""
+    return {n: s for n, s in settings_of(config_class).items() if not s.says("hidden")}
+
+
+def unflattened(config_class: "type[Config]", flat: Flat) -> "Config":
     """{"group.field": value} -> a configuration; what is not given keeps its default.
 
     Raises: ValueError for a setting of a technique that is off
     """
-    groups = {}
-    for part in fields(config_class):
-        mine = {key.split(".")[1]: flat[key] for key in flat if key.split(".")[0] == part.name}
-        settings = get_type_hints(config_class)[part.name]
-        groups[part.name] = settings(**mine)
-    config = config_class(**groups)
-    for name in techniques_of(config):
-        for item in fields(getattr(config, name))[1:]:
-            value = getattr(getattr(config, name), item.name)
-            if value != item.default and not is_on(config, name):
-                flag = flag_of(config, name, item.name)
-                given = as_given(flag, value)
-                raise ValueError(f"{given} has no effect without --{name}: add it")
+    groups: dict[str, Flat] = {part.name: {} for part in fields(config_class)}
+    for name, value in flat.items():
+        group, _, setting_name = name.partition(".")
+        groups[group][setting_name] = value
+    parts = {part.name: part.default_factory(**groups[part.name]) for part in fields(config_class)}
+    config = config_class(**parts)
+    off = {name for name in techniques_of(config) if not is_on(config, name)}
+    for name, value in flat.items():
+        group = name.partition(".")[0]
+        setting = settings_of(config_class)[name]
+        if group in off and value != setting.field.default:
+            given = as_given(setting.flag, value)
+            raise ValueError(f"{given} has no effect without --{group}: add it")
     return config
 
 
-def check_types(config_class: type, flat: Flat, file: str = "") -> None:
-    """Refuse a setting that its flag could not have; the file that it is from may hold anything.
+def check_settings(config_class: "type[Config]", flat: Flat, file: str = "") -> None:
+    """Refuse what no flag can set: from the command line, or a file, which may hold anything.
 
-    Raises: ValueError naming the file and the setting
+    Raises: ValueError naming the flag, or the file and its entry
     """
     where = file and f"{file}: "
-    known = {
-        f"{part.name}.{item.name}": (get_type_hints(kind)[item.name], item.metadata)
-        for part in fields(config_class)
-        for kind in [get_type_hints(config_class)[part.name]]
-        for item in fields(kind)
-    }
     for name, value in flat.items():
-        if name not in known:
+        setting = settings_of(config_class).get(name)
+        if setting is None:
             raise ValueError(f"{where}{dotted('', name)} is of another version of train.py")
-        kind, metadata = known[name]
-        choices = metadata["choices"]
-        wrong = "" if value is None else mismatch(value, kind, name)
-        if not wrong and value is not None and choices and value not in choices:
-            wrong = is_not(value, name, f"one of {', '.join(choices)}")
-        if not wrong and not is_within(value, metadata):
-            wrong = is_not(value, name, allowed_by(metadata))
-        if wrong:
-            raise ValueError(where + wrong)
+        allowed = Limited(setting.kind, setting.field.metadata)
+        wrong = mismatch(value, allowed, name if file else setting.flag)
+        if wrong and value is not None:
+            raise ValueError(f"{where}{wrong}: {setting.says('help')}")
 
 
 def as_given(flag: str, value: Value) -> str:
@@ -115,62 +125,30 @@ def flattened(config: "Config") -> Flat:
     return {f"{g}.{name}": v for g, part in asdict(config).items() for name, v in part.items()}
 
 
-def free_settings(config_class: type) -> set[str]:
+def free_settings(config_class: "type[Config]") -> set[str]:
     """Those that may differ when a run goes on."""
-    return {
-        f"{part.name}.{item.name}"
-        for part in fields(config_class)
-        for item in fields(get_type_hints(config_class)[part.name])
-        if item.metadata.get("free")
-    }
+    return {name for name, s in settings_of(config_class).items() if s.says("free")}
 
 
-def resumed(config_class: type, saved: Flat, given: Flat) -> Flat:
+def resumed(config_class: "type[Config]", saved: Flat, given: Flat) -> Flat:
     """The settings of a run that goes on: those it was started with, and the free ones given.
 
     Raises: ValueError for another value of a setting that is not free
     """
-    free = free_settings(config_class)
     for name, value in given.items():
-        if name not in free and saved.get(name) != value:
-            flag = flag_of(config_class, *name.split("."))
+        if name not in free_settings(config_class) and saved.get(name) != value:
+            flag = settings_of(config_class)[name].flag
             raise ValueError(
                 f"{as_given(flag, value)} differs from {as_given(flag, saved.get(name))}, with"
                 " which the run was started: leave it out, or start a new run with another --out"
             )
-    return {**saved, **{name: value for name, value in given.items() if name in free}}
-
-
-def out_of_limits(config: "Config") -> list[tuple[bool, str]]:
-    """Every limit of every setting, as (condition of refusal, what to tell the user)."""
-    pairs = []
-    for part in fields(config):
-        settings = getattr(config, part.name)
-        for item in fields(settings):
-            value = getattr(settings, item.name)
-            name, allowed = flag_of(config, part.name, item.name), allowed_by(item.metadata)
-            message = f"{name} {value} must be {allowed} ({item.metadata['help']})"
-            pairs.append((not is_within(value, item.metadata), message))
-    return pairs
-
-
-def is_within(value: Value, metadata: Mapping[str, Any]) -> bool:
-    """Whether a setting is within its limits; one that is open has none."""
-    limits = [] if value is None else [name for name in LIMITS if name in metadata]
-    return all(LIMITS[name][1](value, metadata[name]) for name in limits)
-
-
-def allowed_by(metadata: Mapping[str, Any]) -> str:
-    """Example: at least 0 and below 1"""
-    return " and ".join(
-        f"{word} {metadata[name]:,}" for name, (word, _) in LIMITS.items() if name in metadata
-    )
+    return saved | given
 
 
 # ---- functions that a setting names, as path.py:name
 
 
-@lru_cache
+@cache
 def load_function(name: str) -> Callable:
     """The function that `path.py:name` names."""
     path, _, function = name.rpartition(":")
@@ -195,11 +173,8 @@ def check_code(settings: Flat, folder: Path, trusted: bool) -> None:
 
     Raises: ValueError for a file in the run's own folder, which may come from a stranger
     """
-    values = [part for v in settings.values() if isinstance(v, str) for part in v.split(",")]
-    for value in values:
-        path = Path(value.rpartition(":")[0])
-        if path.suffix != ".py":
-            continue
+    text = ",".join(value for value in settings.values() if isinstance(value, str))
+    for path in map(Path, re.findall(r"([^,]*\.py):", text)):
         if path.resolve().is_relative_to(folder.resolve()) and not trusted:
             raise ValueError(
                 f"--resume: the settings of {folder} run code that lies in it, {str(path)!a}:"
@@ -213,56 +188,45 @@ def check_code(settings: Flat, folder: Path, trusted: bool) -> None:
 # A configuration -> its command line, and the README's table of it.
 
 
-def parser_of(config_class: type, prog: str, description: str) -> argparse.ArgumentParser:
+def parser_of(config_class: "type[Config]", prog: str, description: str) -> argparse.ArgumentParser:
     """The command line: a group of flags for each part, a flag for each setting.
 
     What is not given is absent from what it parses, {"group.field": value}; defaults are the
     dataclasses' business.
     """
     parser = Parser(prog=prog, description=description)
-    for part in fields(config_class):
-        settings = get_type_hints(config_class)[part.name]
-        group = parser.add_argument_group(part.name)
-        for item in shown_fields(settings):
-            default = shown_default(item.default)
-            options = {
-                "dest": f"{part.name}.{item.name}",
-                "default": argparse.SUPPRESS,
-                "help": item.metadata["help"].replace("%", "%%")
-                + (f" (default: {default})" if default else ""),
-            }
-            kind = get_type_hints(settings)[item.name]
-            kind = get_args(kind)[0] if isinstance(kind, types.UnionType) else kind
-            if kind is bool:
-                options["action"] = argparse.BooleanOptionalAction
-            else:
-                choices = item.metadata.get("choices")
-                options["type"] = {int: whole_number, float: real_number}.get(kind, kind)
-                options["choices"] = choices
-                options["metavar"] = "|".join(choices) if choices else kind.__name__.upper()
-            if "without_value" in item.metadata:
-                options |= {"nargs": "?", "const": item.metadata["without_value"]}
-            group.add_argument(flag_of(config_class, part.name, item.name), **options)
+    groups = {part.name: parser.add_argument_group(part.name) for part in fields(config_class)}
+    for name, setting in shown_settings(config_class).items():
+        kind = setting.kind
+        default = shown_default(setting.field.default)
+        options = {
+            "dest": name,
+            "default": argparse.SUPPRESS,
+            "help": setting.says("help").replace("%", "%%"),
+        }
+        if default:
+            options["help"] += f" (default: {default})"
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            choices = setting.says("choices")
+            options["type"] = {int: whole_number, float: real_number}.get(kind, kind)
+            options["choices"] = choices
+            options["metavar"] = "|".join(choices) if choices else kind.__name__.upper()
+        if const := setting.says("without_value"):
+            options |= {"nargs": "?", "const": const}
+        groups[name.partition(".")[0]].add_argument(setting.flag, **options)
     return parser
 
 
-def table_of(config_class: type) -> str:
+def table_of(config_class: "type[Config]") -> str:
     """Every flag as a row of a markdown table, in the order of --help."""
     rows = ["| flag | default | what it does |", "|---|---|---|"]
-    for part in fields(config_class):
-        for item in shown_fields(get_type_hints(config_class)[part.name]):
-            name = flag_of(config_class, part.name, item.name)
-            choices = item.metadata.get("choices")
-            allowed = f": {', '.join(choices)}" if choices else ""
-            rows.append(
-                f"| `{name}` | {shown_default(item.default)} | {item.metadata['help']}{allowed} |"
-            )
+    for setting in shown_settings(config_class).values():
+        choices = setting.says("choices")
+        about = f"{setting.says('help')}: {', '.join(choices)}" if choices else setting.says("help")
+        rows.append(f"| `{setting.flag}` | {shown_default(setting.field.default)} | {about} |")
     return "\n".join(rows)
-
-
-def shown_fields(settings: type) -> list[Field]:
-    """The settings of a group that are flags."""
-    return [item for item in fields(settings) if not item.metadata.get("hidden")]
 
 
 def shown_default(default: Value) -> str:
@@ -280,53 +244,37 @@ def shown_default(default: Value) -> str:
 
 @dataclass(frozen=True)
 class RunConfig:
-    out: str | None = flag(
-        None, "folder of the run: log, checkpoints, config (default: a new one)", free=True
-    )
-    resume: str | None = flag(
+    out: str | None = free(None, "folder of the run: log, checkpoints, config (default: a new one)")
+    resume: str | None = free(
         None,
         "go on from a checkpoint of --out, or with auto begin the run if there is none",
         ("last", "previous", "best", "auto"),
         without_value="last",
-        free=True,
     )
     seed: int = flag(1337, "decides the weights at the start, the order of data and every draw")
-    device: str = flag("auto", "where to compute", ("auto", "cpu", "cuda", "mps"), free=True)
+    device: str = free("auto", "where to compute", ("auto", "cpu", "cuda", "mps"))
     dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
-    compile: str = flag(
+    compile: str = free(
         "auto",
         "compile each block before the first step, for every shape that will come; auto: on a GPU,"
         " where these can be listed",
         ("auto", "on", "off"),
         without_value="on",
-        free=True,
     )
-    checkpoint_activations: bool = flag(
-        False, "keep a block's input alone and recompute the rest in the backward pass", free=True
+    checkpoint_activations: bool = free(
+        False, "keep a block's input alone and recompute the rest in the backward pass"
     )
-    fsdp: bool = flag(
-        False, "each rank holds a part of every weight, gradient and optimizer state", free=True
+    fsdp: bool = free(False, "each rank holds a part of every weight, gradient and optimizer state")
+    eval_every: int | None = free(
+        None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)"
     )
-    eval_every: int | None = flag(
-        None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)", free=True
+    eval_tokens: int = free(32_768, "held-out tokens of an evaluation on the way", least=1)
+    final_eval_tokens: int = free(1_000_000, "most held-out tokens of the last evaluation", least=1)
+    checkpoint_every: int | None = free(
+        None, "tokens between checkpoints, 0 for the last only (default: a tenth)"
     )
-    eval_tokens: int = flag(
-        32_768, "held-out tokens of an evaluation on the way", least=1, free=True
-    )
-    final_eval_tokens: int = flag(
-        1_000_000, "held-out tokens of the last evaluation, at most", least=1, free=True
-    )
-    checkpoint_every: int | None = flag(
-        None, "tokens between checkpoints, 0 for the last only (default: a tenth)", free=True
-    )
-    keep: int = flag(2, "newest checkpoints to keep; the best is kept besides", least=1, free=True)
-    rank_timeout: int = flag(
-        1800, "seconds that ranks wait for one that does not answer", least=1, free=True
-    )
-    trust_code: bool = flag(
-        False, "--resume a run whose folder holds Python code that its settings name", free=True
-    )
-    tensorboard: bool = flag(False, "write the log for TensorBoard too", free=True)
-    dry_run: bool = flag(
-        False, "say what the run would take of steps, memory and time, and stop", free=True
-    )
+    keep: int = free(2, "newest checkpoints to keep; the best is kept besides", least=1)
+    rank_timeout: int = free(1800, "seconds that ranks wait for one that does not answer", least=1)
+    trust_code: bool = free(False, "--resume a run whose settings name Python code in its folder")
+    tensorboard: bool = free(False, "write the log for TensorBoard too")
+    dry_run: bool = free(False, "say what the run would take of steps, memory and time, and stop")

@@ -197,18 +197,16 @@ def check_agreement(runtime: Runtime, named: dict[str, Tensor]) -> None:
 
     Sharded tensors are left out: no two ranks hold the same rows.
 
-    Cost: one pass over the tensors, and two reductions of one number per tensor
+    Cost: one pass over the tensors, and one reduction of two numbers per tensor
     """
     named = {name: tensor for name, tensor in named.items() if rows_here(tensor) is tensor}
     if runtime.world_size == 1 or not named:
         return
     # some may be on the host, but perhaps ranks can reduce only on their devices
     sums = torch.stack([sum_of_bits(t).to(runtime.device) for t in named.values()])  # (n,)
-    least = sums.clone()
-    most = sums.clone()
-    dist.all_reduce(least, dist.ReduceOp.MIN)
+    most = torch.stack([sums, -sums])
     dist.all_reduce(most, dist.ReduceOp.MAX)
-    agree = (least == most).tolist()
+    agree = (most[0] == -most[1]).tolist()
     if differ := [name for name, same in zip(named, agree, strict=True) if not same]:
         more = f" and {len(differ) - 3} more" if len(differ) > 3 else ""
         raise ValueError(f"weights differ between ranks: {', '.join(differ[:3])}{more}")

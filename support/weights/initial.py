@@ -18,7 +18,7 @@ from model import Transformer, TransformerConfig
 from support.base.rng import seed_of
 from support.base.settings import Flat, as_given
 from support.run import checkpoint
-from support.run.folder import ModelSize, Started
+from support.run.folder import ModelSize
 from support.step.sizes import ModelConfig
 from support.text.tokenizer import fingerprint, vocab_size
 from support.weights import published
@@ -84,16 +84,12 @@ def naming_init(read: Callable, path: str | Path) -> Any:
         raise ValueError(f"--init {error}") from error
 
 
-def model_size(
-    settings: "Config", encoding: tiktoken.Encoding, started: Started | None
-) -> ModelSize:
-    """What settings do not say of a model; the folder of a run that goes on knows it.
+def model_size(settings: "Config", encoding: tiktoken.Encoding) -> ModelSize:
+    """What settings do not say of a model that begins.
 
     Raises: ValueError if the tokenizer or the rows do not suit what --init names
     """
     init, seq_len = settings.model.init, settings.data.seq_len
-    if started:
-        return started.size
     needed = vocab_size(encoding, settings.model.model)
     source = source_of(init)
     if source is None:
@@ -108,8 +104,7 @@ def model_size(
         )
     positions = source.size.positions
     if positions and seq_len > positions:
-        message = f"has {positions} positions, --seq-len {seq_len} is more"
-        raise ValueError(f"--init {source.path} {message}")
+        raise ValueError(f"--seq-len {seq_len} is above the {positions} positions of --init {init}")
     return source.size
 
 
