@@ -121,6 +121,8 @@ class Saver:
         self.bytes = tensor_bytes(state)
         with refusing(path, self.bytes):
             number = runtime.on_rank0(make_room)
+        self.path = path
+        self.give_up_at = math.inf
         content, file = state, target
         if files:
             file = files[runtime.rank]
@@ -132,7 +134,6 @@ class Saver:
             self.written = self.thread.submit(write_part, file, content)
         if runtime.is_rank0:
             self.published = self.thread.submit(self.publish, path, target, files, best, keep)
-        self.path, self.give_up_at = path, math.inf
 
     def publish(
         self, path: Path, target: Path, files: list[Path], best: bool, keep: int | None
