@@ -458,7 +458,7 @@ def fine_tune(subject: Subject, given: finetune.Examples) -> dict[str, Any]:
         f"{args.finetune}: dev accuracy {mean:.1%} ({least:.1%} to {most:.1%}, {len(shares)}"
         f" seeds); majority-class baseline {given.majority:.1%}"
     )
-    dev_is = "held out by a hash of the text" if given.held_out else f"of {args.dev}"
+    dev_is = f"of {args.dev}" if args.dev else "held out by a hash of the text"
     subject.say(
         f"{len(given.train):,} examples to train on, {len(given.dev):,} {dev_is},"
         f" {len(given.labels)} labels; {recipe.epochs} epochs in steps of {recipe.batch} at"

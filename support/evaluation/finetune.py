@@ -41,6 +41,7 @@ from tqdm import tqdm
 from model import Transformer
 from support.base.rng import seed_of, shuffled
 from support.base.runtime import Runtime
+from support.base.typed_json import mismatch
 from support.evaluation.scoring import Laid, Texts, store_in_memory, sums_by_item
 from support.rows.batch import Batch
 from support.rows.bert import Pairs
@@ -77,7 +78,6 @@ class Examples(NamedTuple):
     train: list[Example]
     dev: list[Example]
     labels: list[str]  # those in train, in order
-    held_out: bool  # dev is a part of the same file
 
     @property
     def majority(self) -> float:
@@ -110,7 +110,7 @@ def read_examples(file: str | Path, dev_file: str | Path | None = None) -> Examp
             raise ValueError(f"{where}: label {label} is not one of training's: {labels[:8]}")
         if len(texts) != len(train[0].texts):
             raise ValueError(f"{where}: pairs and single texts do not mix: choose one of them")
-    return Examples(train, dev, labels, held_out=dev_file is None)
+    return Examples(train, dev, labels)
 
 
 def examples_of(file: str | Path) -> Iterator[Example]:
@@ -119,12 +119,9 @@ def examples_of(file: str | Path) -> Iterator[Example]:
         names = names or next((names for names in FIELDS if set(names) <= set(line)), ())
         if not names:
             raise ValueError(f"{where}: has no text: name fields as support/evaluation/finetune.py")
-        texts = tuple(line.get(name) for name in names)
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{where}: needs text in quotes as {' and '.join(names)}")
-        if not isinstance(line.get("label"), str | int):
-            raise ValueError(f"{where}: label is missing, or neither text nor a whole number")
-        yield Example(where, texts, str(line["label"]))
+        if wrong := mismatch(line, dict.fromkeys(names, str) | {"label": str | int | bool}):
+            raise ValueError(f"{where}: {wrong}")
+        yield Example(where, tuple(line[name] for name in names), str(line["label"]))
     if not names:
         raise ValueError(f"{file}: has no example: write one a line, as a JSON object")
 
