@@ -105,6 +105,12 @@ class Chart(NamedTuple):
         return max((float(y.max()) for y in later if len(y)), default=math.inf)
 
 
+def with_points(charts: Sequence[Chart]) -> list[Chart]:
+    """The charts that have something to draw, without the series that do not."""
+    drawn = [c._replace(series=[one for one in c.series if len(one.x)]) for c in charts]
+    return [chart for chart in drawn if chart.series]
+
+
 # ---- points
 
 

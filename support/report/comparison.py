@@ -56,7 +56,7 @@ def page(recipes: Sequence[Recipe], loss: float | None, asked: bool, changed: Ta
     charts = [chart_against(unit, recipes, loss) for unit in UNITS]
     parts = [
         cost_section(recipes, loss, asked),
-        Section("Held-out loss against its cost", [chart for chart in charts if chart.series]),
+        Section("Held-out loss against its cost", charts),
         Section("What each recipe spent and reached", tables=[totals(recipes)]),
         Section("Settings that differ", tables=[changed]),
         Section("The runs", tables=[runs_table(recipes)], notes=cautions(logs)),
@@ -236,8 +236,7 @@ def chart_against(unit: str, recipes: Sequence[Recipe], loss: float | None) -> C
             x = np.array([log.spent(line["step"])[unit] for line in log.on_the_way])
             y = np.array([line["val_bpb"] for line in log.on_the_way])
             curves.append(series(recipe.label, x, y, "dots", color))
-    curves = [curve for curve in curves if len(curve.x)]
-    ends = [float(curve.x[-1]) for curve in curves] or [0.0]
+    ends = [float(curve.x[-1]) for curve in curves if len(curve.x)] or [0.0]
     name = UNITS[unit]
     log_x = False
     if unit == "seconds":

@@ -40,8 +40,9 @@ class Page(NamedTuple):
 
     @property
     def sections(self) -> list[Section]:
-        """Those that have something to show."""
-        return [s for s in self.parts if s.charts or s.blocks or any(t.rows for t in s.tables)]
+        """Those that have something to show, without what has not."""
+        parts = [s._replace(charts=charts.with_points(s.charts)) for s in self.parts]
+        return [s for s in parts if s.charts or s.blocks or any(t.rows for t in s.tables)]
 
 
 # ---- HTML
