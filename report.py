@@ -25,7 +25,7 @@ from pathlib import Path
 import config
 from support.base.atomic import atomic_write
 from support.base.runtime import Parser, exit_cleanly
-from support.base.settings import Flat, flag_of, flattened, real_number
+from support.base.settings import Flat, Value, flag_of, flattened, real_number, shown_default
 from support.report import comparison, figures, run_page
 from support.report.charts import picture
 from support.report.page import Page, Table, html, markdown
@@ -114,12 +114,9 @@ def differing(columns: dict[str, Flat]) -> Table:
     return Table(["", *columns], rows)
 
 
-def shown(value: object) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:,}" if isinstance(value, int) else str(value)
+def shown(value: Value) -> str:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return f"{value:,}" if is_number else shown_default(value) or "–"
 
 
 def without_nan(value: object) -> object:

@@ -30,10 +30,6 @@ class Recipe(NamedTuple):
     settings: dict[str, Any]
     runs: list[RunLog]
 
-    def finals(self) -> list[float]:
-        """Bits per byte at the end of each run that finished."""
-        return [log.final["val_bpb"] for log in self.runs if log.final]
-
 
 class Costs(NamedTuple):
     """What a recipe's runs spent until they reached a loss; the first recipe's mean is 1."""
@@ -145,8 +141,7 @@ def costs(recipes: Sequence[Recipe], loss: float) -> list[Costs]:
             unit: [value / statistics.mean(first[unit]) for value in spent[unit] if first[unit]]
             for unit in UNITS
         }
-        begun = [log.on_the_way[0]["val_bpb"] for log in recipe.runs if log.evals]
-        at_most = any(bpb < loss for bpb in begun)
+        at_most = any(log.on_the_way[0]["val_bpb"] < loss for log in recipe.runs if log.evals)
         result.append(Costs(len(reached), len(recipe.runs), at_most, spent, ratios))
     return result
 
@@ -221,10 +216,9 @@ def cost_cell(cost: Costs, unit: str) -> str:
     if not cost.reached:
         return "not reached"
     mean = amount(statistics.mean(cost.spent[unit]), unit)
-    ratios = cost.ratios[unit]
-    if not ratios:
+    ratio = spread(cost.ratios[unit], digits=2)
+    if not ratio:
         return mean
-    ratio = f"{ratios[0]:.2f}" if len(ratios) == 1 else spread(ratios, digits=2)
     return f"{'≤ ' if cost.at_most else ''}{ratio}\n{mean}"
 
 
@@ -253,8 +247,7 @@ def totals(recipes: Sequence[Recipe]) -> Table:
     for recipe in recipes:
         ended = [log for log in recipe.runs if log.final]
         spent = [log.spent() for log in ended or recipe.runs]
-        finals = recipe.finals()
-        reached = f"{finals[0]:.4f}" if len(finals) == 1 else spread(finals, digits=4)
+        reached = spread([log.final["val_bpb"] for log in ended], digits=4)
         means = [amount(statistics.mean(run[unit] for run in spent), unit) for unit in UNITS]
         number = f"{len(ended)} of {len(recipe.runs)}"
         rows.append([recipe.label, reached or "not finished", *means, number])
@@ -265,12 +258,11 @@ def totals(recipes: Sequence[Recipe]) -> Table:
 def runs_table(recipes: Sequence[Recipe]) -> Table:
     made_with = ("commit", "torch", "machine", "threads")
     rows = []
-    colors = []
-    for color, recipe in enumerate(recipes):
+    for recipe in recipes:
         for log in recipe.runs:
             end = f"{log.final['val_bpb']:.4f}" if log.final else "not finished"
             made = [str(log.starts[-1].get(name, "")) for name in made_with]
             seed = str(log.settings["run.seed"])
             rows.append([str(log.folder), seed, end, f"{log.steps_done:,}", *made])
-            colors.append(color)
+    colors = [color for color, recipe in enumerate(recipes) for _ in recipe.runs]
     return Table(["run", "seed", "bits per byte", "steps", *made_with], rows, colors)

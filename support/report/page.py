@@ -156,12 +156,12 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def spread(values: Sequence[float], sign: str = "", digits: int = 3) -> str:
-    """The mean with the least and the most, as over seeds; "" for no values.
+    """The mean with the least and the most, as over seeds; a single value alone, "" for none.
 
     Example: [1.0, 1.2] -> "1.100 (1.000 to 1.200)"
     """
-    if not values:
-        return ""
     form = f"{sign}.{digits}f"
+    if len(values) < 2:
+        return "".join(f"{value:{form}}" for value in values)
     mean = f"{statistics.mean(values):{form}}"
     return f"{mean} ({min(values):{form}} to {max(values):{form}})"
