@@ -92,11 +92,6 @@ def section_html(section: Section) -> str:
     return "\n".join([*parts, "</section>"])
 
 
-def key_html(color: int) -> str:
-    key = charts.key_of(color)
-    return f'<svg class="key" viewBox="0 0 22 10" aria-hidden="true">{key}</svg>'
-
-
 def table_html(table: Table) -> str:
     columns = range(len(table.columns))
     numbers = [is_numbers([row[column] for row in table.rows]) for column in columns]
@@ -108,7 +103,10 @@ def table_html(table: Table) -> str:
     for number, row in enumerate(table.rows):
         cells = [cell_html(cell) for cell in row]
         if table.colors:
-            cells[0] = key_html(table.colors[number]) + cells[0]
+            key = charts.key_of(table.colors[number])
+            cells[0] = (
+                f'<svg class="key" viewBox="0 0 22 10" aria-hidden="true">{key}</svg>{cells[0]}'
+            )
         rows.append("".join(f"<td{m}>{c}</td>" for c, m in zip(cells, marks, strict=True)))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     shown = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"

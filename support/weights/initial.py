@@ -95,22 +95,20 @@ def model_size(
     if started:
         return started.size
     needed = vocab_size(encoding, settings.model.model)
-    source = source_of(init)
-    if source is None:
-        if init:
-            return published.size_for(init, needed, encoding.name, seq_len)
+    if not init:
         return ModelSize(-(-needed // 64) * 64)  # matrix units work in tiles
-    if source.tokenizer != fingerprint(encoding):
+    source = source_of(init)
+    size = source.size if source else published.size_for(init, needed, encoding.name)
+    if source and source.tokenizer != fingerprint(encoding):
         name = source.settings["data.tokenizer"]
         raise ValueError(
             f"--init {source.path} was trained with tokenizer {name}, and the store has"
             f" {encoding.name}: prepare one with {name}"
         )
-    positions = source.size.positions
-    if positions and seq_len > positions:
-        message = f"has {positions} positions, --seq-len {seq_len} is more"
-        raise ValueError(f"--init {source.path} {message}")
-    return source.size
+    if size.positions and seq_len > size.positions:
+        message = f"has {size.positions} positions, --seq-len {seq_len} is more"
+        raise ValueError(f"--init {init} {message}")
+    return size
 
 
 def initial_model(

@@ -149,15 +149,15 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     return left_out
 
 
-def size_for(path: str | Path, needed: int, tokenizer: str, seq_len: int) -> ModelSize:
-    """Rows of the file's embedding and how far its positions reach, if they suit a run.
+def size_for(path: str | Path, needed: int, tokenizer: str) -> ModelSize:
+    """Rows of the file's embedding, if they suit a tokenizer, and how far its positions reach.
 
     A vocabulary suits where the file has a row for each id that the model needs, and no more than
     fill it up to a multiple of 64, as embeddings are padded. Two vocabularies of one size cannot be
     told apart.
 
     Args:     needed ids of the tokenizer that the model uses
-    Raises:   ValueError naming --init, and --tokenizer or --seq-len
+    Raises:   ValueError naming --init and --tokenizer
     """
     shape = shape_of(read(path)[0], path)
     size, padded = ModelSize(shape["vocab_size"], shape["seq_len"]), -(-needed // 64) * 64
@@ -168,8 +168,6 @@ def size_for(path: str | Path, needed: int, tokenizer: str, seq_len: int) -> Mod
             f"has a vocabulary of {size.vocab_size:,}, and {needs}: name that of these weights,"
             " such as gpt2; BERT's WordPiece is not supported",
         )
-    if seq_len > size.positions:
-        raise refusal(path, f"has {size.positions} positions, --seq-len {seq_len} is more")
     return size
 
 
