@@ -298,7 +298,7 @@ def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
     for source, to, problem in (
         ("run", "out.bin", "--out .*out.bin: "),
         ("run", "there.pt", "--out .*there.pt exists"),
-        ("run", "nowhere/out.pt", "--out .*no folder"),
+        ("run", "nowhere/out.pt", "--out .*its folder does not"),
         ("nowhere", "out.pt", "nowhere is neither"),
         ("text.txt", "out.pt", "text.txt is neither"),
         ("rope", "out.pt", "--pos rope"),

@@ -26,8 +26,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import compress
-from operator import not_
 from pathlib import Path
 from typing import NamedTuple
 
@@ -73,6 +71,10 @@ class Example(NamedTuple):
     texts: tuple[str, ...]  # one, or the two of a pair
     label: str
 
+    def is_for_dev(self) -> bool:
+        """Whether it is held out if no file of others is named, by a hash of the text."""
+        return is_held_out(Document(None, "\n".join(self.texts)), DEV)
+
 
 class Examples(NamedTuple):
     train: list[Example]
@@ -96,10 +98,8 @@ def read_examples(file: str | Path, dev_file: str | Path | None = None) -> Examp
     if dev_file is not None:
         dev = list(examples_of(dev_file))
     else:
-        texts = ["\n".join(example.texts) for example in train]
-        out = [is_held_out(Document(None, text), DEV) for text in texts]
-        dev = [*compress(train, out)]
-        train = [*compress(train, map(not_, out))]
+        dev = [example for example in train if example.is_for_dev()]
+        train = [example for example in train if not example.is_for_dev()]
         if not train or not dev:
             raise ValueError(f"{file}: has too few examples to hold some out: name a --dev file")
     labels = sorted({example.label for example in train})

@@ -110,35 +110,29 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     entries, left_out = read(path)
     shape = shape_of(entries, path)
     hint = f"the file is for {flags(shape)}, and has to be as published, with its head, tied"
-    kind, taken = model.config.kind, set()
-
-    def take(entry: str, *expected: int) -> Tensor:
+    kind = model.config.kind
+    outline = {name: parameter.to("meta") for name, parameter in model.named_parameters()}
+    expected = {PREFIX.sub("", e): like for e, like in published_entries(outline, kind).items()}
+    for entry, like in expected.items():
         actual = tuple(entries[entry].shape) if entry in entries else "absent"
         if actual == "absent" and NSP.fullmatch(entry):
             raise refusal(path, f"has no {entry}, which --nsp needs: leave --nsp out")
-        if actual != expected:
-            raise refusal(path, f"{entry} must be {expected} but is {actual}: {hint}")
-        taken.add(entry)
-        return entries[entry]
-
+        if actual != like.shape:
+            raise refusal(path, f"{entry} must be {tuple(like.shape)} but is {actual}: {hint}")
     values = {}
-    for name, parameter in model.named_parameters():
-        rows, *columns = parameter.shape
-        sources = published_names(name, kind)
-        if is_turned(name, kind, parameter):
-            values[name] = take(name, *columns, rows).T
-        else:
-            values[name] = torch.cat([take(one, rows // len(sources), *columns) for one in sources])
+    for name in outline:
+        parts = [entries[entry] for entry in published_names(name, kind)]
+        value = torch.cat(parts) if len(parts) > 1 else parts[0]
+        values[name] = value.T if is_turned(name, kind, value) else value
     if kind == "bert" and "wpe.weight" in values:
-        token_types = take(TOKEN_TYPES, 2, model.config.width)
-        values["wpe.weight"] = values["wpe.weight"].double() + token_types[0]
+        values["wpe.weight"] = values["wpe.weight"].double() + entries[TOKEN_TYPES][0]
         left_out.append(f"{TOKEN_TYPES}[1]")
     strangers = []
-    for entry in sorted(entries.keys() - taken):
+    for entry in sorted(entries.keys() - expected.keys()):
         twin = TIED.get(entry)
         if NSP.fullmatch(entry):
             left_out.append(entry)
-        elif twin not in taken:
+        elif twin not in expected:
             strangers.append(entry)
         elif not torch.equal(entries[entry], entries[twin]):
             raise refusal(path, f"{entry} must equal {twin}: {hint}")
@@ -257,13 +251,10 @@ def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[st
              nothing is written then
     """
     is_safetensors = out.suffix == ".safetensors"
-    for refused, problem in (
-        (not is_safetensors and out.suffix != ".pt", ": end its name in .pt or .safetensors"),
-        (out.exists(), " exists: name another, or delete it"),
-        (not out.parent.is_dir(), f": there is no folder {out.parent}: make it first"),
-    ):
-        if refused:
-            raise ValueError(f"--out {out}{problem}")
+    if not is_safetensors and out.suffix != ".pt":
+        raise ValueError(f"--out {out}: end its name in .pt or .safetensors")
+    if out.exists() or not out.parent.is_dir():
+        raise ValueError(f"--out {out} exists, or its folder does not: name another")
     path = checkpoint_of(source)
     if path is None:
         raise ValueError(f"{source} is neither the folder of a run nor one of its checkpoints")
