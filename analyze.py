@@ -272,7 +272,6 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
     if not names:
         return Rankings({})
     store = str(samples.store.path)
-    kind = samples.kind
     prints = {name: difficulty.fingerprint(samples, name) for name in names}
     indexes = difficulty.index_folder(folder, samples)
     lacking = ranks.on_rank0(lambda: difficulty.lacking_in(indexes, prints))
@@ -281,11 +280,11 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
         out = f" --out {folder}" if folder else ""
         raise ValueError(
             f"{indexes} has no index by {by}: make it with python analyze.py {store} --metric {by}"
-            f" --samples {kind} --seq-len {samples.seq_len} --long {samples.long}{out}"
+            f" --samples {samples.kind} --seq-len {samples.seq_len} --long {samples.long}{out}"
         )
     if lacking:
         ranks.say(f"analyzing {store} by {by}, once: index in {indexes}")
-        open_samples = partial(samples_of, store, kind, samples.seq_len, samples.long)
+        open_samples = partial(samples_of, store, samples.kind, samples.seq_len, samples.long)
         analyze(open_samples, lacking, indexes, ranks)
     return difficulty.opened(indexes, prints)
 

@@ -125,12 +125,9 @@ def context_start(tokens: int, seq_len: int) -> int:
 def characters(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> Iterator[str]:
     """Decode token by token; the bytes of a character wait until it is whole.
 
-    Yields: strings that make up encoding.decode(tokens), with U+FFFD for what is not UTF-8
+    Returns: strings that make up encoding.decode(tokens), with U+FFFD for what is not UTF-8
     """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in tokens:
-        yield decoder.decode(encoding.decode_single_token_bytes(token))
-    yield decoder.decode(b"", final=True)
+    return codecs.iterdecode(map(encoding.decode_single_token_bytes, tokens), "utf-8", "replace")
 
 
 # ---- keys and values

@@ -181,9 +181,7 @@ def items_of(task: Task, encoding: tiktoken.Encoding, seq_len: int, show: bool) 
         questions = task.questions[first : first + ENCODED_AT_ONCE]
         before = [*chain(*(question.contexts for question in questions))]
         after = chain(*(question.continuations for question in questions))
-        texts = [
-            context + continuation for context, continuation in zip(before, after, strict=True)
-        ]
+        texts = [text + more for text, more in zip(before, after, strict=True)]
         whole += encoding.encode_ordinary_batch(texts)
         contexts += map(len, encoding.encode_ordinary_batch([text.rstrip() for text in before]))
     length = np.array([len(tokens) for tokens in whole], np.int64)  # (n,)

@@ -93,9 +93,8 @@ def section_html(section: Section) -> str:
 
 
 def table_html(table: Table) -> str:
-    columns = range(len(table.columns))
-    numbers = [is_numbers([row[column] for row in table.rows]) for column in columns]
-    marks = [' class="number"' if number else "" for number in numbers]
+    columns = zip(*table.rows, strict=True)
+    marks = [' class="number"' if is_numbers(cells) else "" for cells in columns]
     head = "".join(
         f"<th{mark}>{text(name)}</th>" for name, mark in zip(table.columns, marks, strict=True)
     )

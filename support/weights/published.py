@@ -157,11 +157,8 @@ def size_for(path: str | Path, needed: int, tokenizer: str) -> ModelSize:
     size, padded = ModelSize(shape["vocab_size"], shape["seq_len"]), -(-needed // 64) * 64
     if not needed <= size.vocab_size <= padded:
         needs = f"--tokenizer {tokenizer} one of {needed:,} (padded: {padded:,})"
-        raise refusal(
-            path,
-            f"has a vocabulary of {size.vocab_size:,}, and {needs}: name that of these weights,"
-            " such as gpt2; BERT's WordPiece is not supported",
-        )
+        remedy = "name that of these weights, such as gpt2; BERT's WordPiece is not supported"
+        raise refusal(path, f"has a vocabulary of {size.vocab_size:,}, and {needs}: {remedy}")
     return size
 
 
