@@ -228,9 +228,7 @@ class Evaluation:
             halves, second = sentence_pairs(cut(spans, seq_len - special_tokens), "evaluation")
             pairs = laid(Rows.of(halves, pairs=second), special_tokens)
         is_whole = len(spans) == len(samples)
-        share = (
-            "all" if is_whole else f"{(spans[:, 1] - spans[:, 0]).sum():,} of {samples.tokens:,}"
-        )
+        share = "all" if is_whole else f"{np.diff(spans).sum():,} of {samples.tokens:,}"
         return Part(
             store,
             samples.documents,

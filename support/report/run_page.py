@@ -9,9 +9,8 @@ Lines that are damaged, or lack a field that every report needs, are left out an
 
 import math
 from array import array
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,8 +52,7 @@ SHOWN_EVALS = 24  # rows of the table at most
 # ---- the log
 
 
-@dataclass(frozen=True)
-class RunLog:
+class RunLog(NamedTuple):
     """The log of one run, and the sums and shares that follow from it."""
 
     folder: Path
@@ -104,8 +102,7 @@ class RunLog:
         return float(self.column(name)[-1]) if self.steps_done else math.nan
 
     def median(self, name: str) -> float:
-        values = self.column(name)
-        return float(np.nanmedian(values)) if self.has(name) else math.nan
+        return float(np.nanmedian(self.column(name))) if self.has(name) else math.nan
 
     def spent(self, step: float = math.inf) -> dict[str, float]:
         """What the run spent until a step, or in all, by the names of UNITS."""
@@ -271,17 +268,16 @@ def facts(log: RunLog) -> list[list[str]]:
     if log.dropped() > 0:
         computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
         shown.append(["Dropped", f"{log.dropped():.1%}", computed])
-    if log.has("skipped") and log.last("skipped") > 0:
+    if log.last("skipped") > 0:
         detail = "whose loss or gradient was not finite or far too large"
         shown.append(["Steps that moved no weight", f"{log.last('skipped'):,.0f}", detail])
     if len(log.starts) > 1:
         shown.append(["Starts", str(len(log.starts)), "the first, and those that went on"])
-    aside = "without evaluations and checkpoints"
     mfu = f"MFU {log.median('mfu'):.1%}" if log.has("mfu") else ""
     rate = short(log.median("tokens_per_s"))
     return [
         *shown,
-        ["Time of all steps", duration(spent["seconds"]), aside],
+        ["Time of all steps", duration(spent["seconds"]), "without evaluations and checkpoints"],
         ["Tokens per second", rate, "raw tokens, median of all steps"],
         ["FLOPs", short(spent["flops"], unit="FLOP"), mfu],
     ]
@@ -305,8 +301,7 @@ def smoothed(x: np.ndarray, y: np.ndarray) -> list[Series]:
 def loss_charts(log: RunLog) -> list[Chart]:
     x = log.column("consumed_tokens")
     loss = log.column("loss")
-    drawn = smoothed(x, loss)
-    training = Chart("Training loss", "nats per target", X_UNIT, drawn, clip_first=True)
+    training = Chart("Training loss", "nats per target", X_UNIT, smoothed(x, loss), clip_first=True)
     most = np.nanmax(loss, initial=-math.inf)
     if training.highest() < most:
         training = training._replace(note=f"The first steps, from {most:.3g}, are above the chart.")
@@ -391,8 +386,7 @@ def by_source(log: RunLog) -> Section:
         drawn.append(evaluated(name, of_it, color))
         rows.append([name, f"{last[name]:.4f}"])
     shown = [Chart("By source", "bits per byte", X_UNIT, drawn)]
-    tables = [Table(["source", "bits per byte"], rows)]
-    return Section("Held-out loss by source", shown, tables)
+    return Section("Held-out loss by source", shown, [Table(["source", "bits per byte"], rows)])
 
 
 # ---- tables

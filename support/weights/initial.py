@@ -70,9 +70,7 @@ def as_flags(settings: Flat) -> str:
 
 def source_of(init: str | None) -> Trained | None:
     """What --init names, if it is a run or a checkpoint of train.py."""
-    if not init:
-        return None
-    path = naming_init(checkpoint_of, init)
+    path = naming_init(checkpoint_of, init) if init else None
     return naming_init(trained, path) if path else None
 
 
@@ -105,9 +103,8 @@ def model_size(
             f"--init {source.path} was trained with tokenizer {name}, and the store has"
             f" {encoding.name}: prepare one with {name}"
         )
-    if size.positions and seq_len > size.positions:
-        message = f"has {size.positions} positions, --seq-len {seq_len} is more"
-        raise ValueError(f"--init {init} {message}")
+    if (most := size.positions) and seq_len > most:
+        raise ValueError(f"--init {init} has {most} positions, --seq-len {seq_len} is more")
     return size
 
 

@@ -283,8 +283,7 @@ def published_entries(weights: dict[str, Tensor], kind: str) -> dict[str, Tensor
         for entry, part in zip(names, turned.chunk(len(names)), strict=True):
             entries[entry] = part.contiguous()
     if kind == "bert":
-        width = weights["wte.weight"].shape[1]
-        entries[TOKEN_TYPES] = torch.zeros(2, width, dtype=torch.float32)
+        entries[TOKEN_TYPES] = torch.zeros(2, weights["wte.weight"].shape[1], dtype=torch.float32)
     base = {"gpt": "transformer.", "bert": "bert."}[kind]  # heads stand beside it
     return {e if e.startswith("cls.") else base + e: tensor for e, tensor in entries.items()}
 
