@@ -163,25 +163,17 @@ def on_ranks(task: Callable, items: list, ranks: Runtime) -> Iterator[tuple]:
     In rounds of one item a rank: rank r does items r, r + world_size, ... An error is kept until
     the last round, so that no rank waits for another, and is then raised on all of them.
     """
-    errors: list[Exception] = []
-
-    def raise_first() -> None:
-        if errors:
-            raise errors[0]
-
+    errors: list[str] = []
     for first in range(0, len(items), ranks.world_size):
         outcomes = []
         for item in items[first + ranks.rank : first + ranks.rank + 1]:  # none at the end, perhaps
             try:
                 outcomes.append((item, task(item)))
             except (ValueError, OSError) as error:
-                outcomes.append((item, error))
-        for item, result in chain.from_iterable(ranks.collect(outcomes)):
-            if isinstance(result, Exception):
-                errors.append(result)
-            else:
-                yield item, result
-    ranks.on_rank0(raise_first)
+                errors.append(runtime.one_line(error))
+        yield from chain.from_iterable(ranks.collect(outcomes))
+    for error in chain.from_iterable(ranks.gather(errors)):
+        raise ValueError(error)
 
 
 def in_processes(task: Callable, items: list, workers: int) -> Iterator[tuple]:
@@ -190,8 +182,7 @@ def in_processes(task: Callable, items: list, workers: int) -> Iterator[tuple]:
     Workers die with the process that started them.
     """
     if workers == 1 or len(items) <= 1:
-        for item in items:
-            yield item, task(item)
+        yield from zip(items, map(task, items), strict=True)
         return
     with ProcessPoolExecutor(min(workers, len(items)), initializer=_live_with_parent) as pool:
         try:
@@ -282,7 +273,6 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
     if not names:
         return Rankings({})
     store = str(samples.store.path)
-    kind = samples.kind
     prints = {name: difficulty.fingerprint(samples, name) for name in names}
     indexes = difficulty.index_folder(folder, samples)
 
@@ -293,11 +283,12 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
             out = f" --out {folder}" if folder else ""
             raise ValueError(
                 f"{indexes} has no index by {by}: make it with python analyze.py {store} --metric"
-                f" {by} --samples {kind} --seq-len {samples.seq_len} --long {samples.long}{out}"
+                f" {by} --samples {samples.kind} --seq-len {samples.seq_len} --long"
+                f" {samples.long}{out}"
             )
         if lacking:
             print(f"analyzing {store} by {by}, once: index in {indexes}", flush=True)
-            open_samples = partial(samples_of, store, kind, samples.seq_len, samples.long)
+            open_samples = partial(samples_of, store, samples.kind, samples.seq_len, samples.long)
             analyze(open_samples, lacking, indexes, replace(ranks, rank=0, world_size=1))
 
     ranks.on_each_machine(make)  # each may have a store of its own

@@ -20,7 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -222,8 +222,7 @@ def seconds_in_words(seconds: dict[str, float], plain: dict[str, float]) -> str:
 def picks(points: list[Point]) -> list[Point]:
     """Steps of the cheapest, the middle and the dearest micro-batch, in the order of the run."""
     by_cost = sorted(points, key=lambda p: p.part_flops)
-    picked = (by_cost[0], by_cost[len(by_cost) // 2], by_cost[-1])
-    differing = {p.part_flops: p for p in picked}
+    differing = {p.part_flops: p for p in (by_cost[0], by_cost[len(by_cost) // 2], by_cost[-1])}
     return sorted(differing.values(), key=lambda p: p.step.before)
 
 
@@ -257,8 +256,7 @@ def saving_seconds(state: dict, folder: Path) -> float:
 # ---- all together
 
 
-@dataclass
-class DryRun:
+class DryRun(NamedTuple):
     """What a run would take from where it stands; `assemble` and `next_trainer` as in train.py."""
 
     run: Run
@@ -319,10 +317,9 @@ class DryRun:
         return Plan(settings, self.data.store, self.data.special_ids, self.run.runtime)
 
     def walked(self, settings: Config, samples: int | None = None) -> list[Point]:
-        streamed = []
-        if self.placement and not settings.run.fsdp:
-            for part in self.placement.parts:
-                streamed += part.layers if part.away == Away.WEIGHTS else []
+        parts = self.placement.parts if self.placement and not settings.run.fsdp else ()
+        away = (part.layers for part in parts if part.away == Away.WEIGHTS)
+        streamed = [layer for layers in away for layer in layers]
 
         def work_at(step: Step) -> Work:
             blocks, rows_at_once = blocks_at(settings, step.context), self.batches.count

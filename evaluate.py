@@ -30,7 +30,6 @@ Two other evaluations read files: questions that a GPT answers without further t
 
 import argparse
 import json
-import os
 import sys
 import time
 from collections.abc import Callable
@@ -56,6 +55,7 @@ from support.base.rng import seed_of
 from support.base.runtime import Parser, Runtime, exit_cleanly, on_device, start
 from support.evaluation import finetune, scoring, tasks
 from support.evaluation.scoring import Documents, HeldOut, Laid, Poll, Texts
+from support.report.figures import check_file
 from support.rows.batch import Batch
 from support.rows.bert import SpecialIds, sentence_pairs
 from support.rows.mixture import AnyStore, Mixture
@@ -70,7 +70,7 @@ def main(argv: list[str] | None = None) -> None:
     runtime = start(args.device, "auto")
     # what is wrong with a file is said before the run is opened
     if args.by_document:
-        runtime.on_rank0(lambda: check_file(args.by_document))
+        runtime.on_rank0(lambda: check_file(args.by_document, "--by-document", ending=""))
     questions = [tasks.read_task(file) for file in args.task or []]
     examples = finetune.read_examples(args.finetune, args.dev) if args.finetune else None
     settings, model, state = load_run(args.run, args.checkpoint)
@@ -228,9 +228,7 @@ class Evaluation:
             halves, second = sentence_pairs(cut(spans, seq_len - special_tokens), "evaluation")
             pairs = laid(Rows.of(halves, pairs=second), special_tokens)
         is_whole = len(spans) == len(samples)
-        share = (
-            "all" if is_whole else f"{(spans[:, 1] - spans[:, 0]).sum():,} of {samples.tokens:,}"
-        )
+        share = "all" if is_whole else f"{np.diff(spans).sum():,} of {samples.tokens:,}"
         return Part(
             store,
             samples.documents,
@@ -426,9 +424,7 @@ def lay_texts(
     if pack:
         rows = packed(rows, seq_len, texts.special_tokens)
 
-    def batch(rows: Rows) -> Batch:
-        return collate(texts.store, rows, seq_len, special_ids)
-
+    batch = partial(collate, texts.store, seq_len=seq_len, special_ids=special_ids)
     return lay(rows, texts.store, batch, range(len(texts.spans)))
 
 
@@ -458,7 +454,7 @@ def fine_tune(subject: Subject, given: finetune.Examples) -> dict[str, Any]:
         f"{args.finetune}: dev accuracy {mean:.1%} ({least:.1%} to {most:.1%}, {len(shares)}"
         f" seeds); majority-class baseline {given.majority:.1%}"
     )
-    dev_is = "held out by a hash of the text" if given.held_out else f"of {args.dev}"
+    dev_is = f"of {args.dev}" if args.dev else "held out by a hash of the text"
     subject.say(
         f"{len(given.train):,} examples to train on, {len(given.dev):,} {dev_is},"
         f" {len(given.labels)} labels; {recipe.epochs} epochs in steps of {recipe.batch} at"
@@ -545,14 +541,6 @@ def check_groups(args: argparse.Namespace, store: AnyStore) -> None:
         raise ValueError(f"{flag} is for one store, {store.path} is several: name one with --data")
     if "source" in (args.by or []) and store.sources is None:
         raise ValueError(f"--by source: documents of {store.path} have no source: use --by length")
-
-
-def check_file(file: Path) -> None:
-    """Refuse a file that cannot be written, before the work of an evaluation."""
-    if file.exists() and not file.is_file():
-        raise ValueError(f"--by-document {file} exists and is not a file: name another")
-    if not os.access(file.parent, os.W_OK):
-        raise ValueError(f"--by-document {file}: {file.parent} is no folder to write in")
 
 
 if __name__ == "__main__":

@@ -17,7 +17,6 @@ read: no model, data or checkpoint.
 """
 
 import json
-import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -25,7 +24,7 @@ from pathlib import Path
 import config
 from support.base.atomic import atomic_write
 from support.base.runtime import Parser, exit_cleanly
-from support.base.settings import Flat, flattened, real_number, settings_of
+from support.base.settings import Flat, Value, flattened, real_number, settings_of, shown_default
 from support.report import comparison, figures, run_page
 from support.report.charts import picture
 from support.report.page import Page, Table, html, markdown
@@ -55,7 +54,8 @@ def main(argv: list[str] | None = None) -> int:
         page = comparison.page(recipes, loss, asked=args.loss is not None, changed=changed)
         numbers = comparison.comparison_summary(recipes, loss)
     if args.json:
-        print(json.dumps(without_nan(numbers)))
+        # null for infinity and NaN, which JSON does not have
+        print(json.dumps(json.loads(json.dumps(numbers), parse_constant=lambda _: None)))
     if args.markdown:
         print(markdown(page), end="")
     if args.out or not (args.json or args.markdown):
@@ -115,21 +115,9 @@ def differing(columns: dict[str, Flat]) -> Table:
     return Table(["", *columns], rows)
 
 
-def shown(value: object) -> str:
-    if value is None:
-        return "–"
-    if isinstance(value, bool):
-        return "on" if value else "off"
-    return f"{value:,}" if isinstance(value, int) else str(value)
-
-
-def without_nan(value: object) -> object:
-    """The same with null for infinity and NaN, which JSON does not have."""
-    if isinstance(value, dict):
-        return {name: without_nan(part) for name, part in value.items()}
-    if isinstance(value, list | tuple):
-        return [without_nan(part) for part in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+def shown(value: Value) -> str:
+    is_number = isinstance(value, int) and not isinstance(value, bool)
+    return f"{value:,}" if is_number else shown_default(value) or "–"
 
 
 if __name__ == "__main__":

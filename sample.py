@@ -26,6 +26,7 @@ from model import Block, TokenMeta, Transformer
 from support.base import rng, runtime
 from support.base.numbers import count
 from support.base.sharded import of_rank0
+from support.evaluation.scoring import evaluating
 from support.run import checkpoint
 from support.run.run import check_types
 from support.text.tokenizer import get_encoding, vocab_size
@@ -82,9 +83,7 @@ def generate(
     if not prompt or not all(0 <= token < allowed for token in prompt):
         raise ValueError(f"a prompt needs at least one token, all of 0 to {allowed - 1}")
     tokens, cache = list(prompt), KVCache(model) if cached else None
-    was_training = model.training
-    model.eval()
-    try:
+    with evaluating(model):
         for _ in range(most):
             best = next_logits(model, tokens, cache)[:allowed].topk(min(top_k, allowed))
             if temperature == 0:
@@ -98,8 +97,6 @@ def generate(
             if tokens[-1] == stop:
                 break
             yield tokens[-1]
-    finally:
-        model.train(was_training)
 
 
 def next_logits(model: Transformer, tokens: list[int], cache: "KVCache | None") -> Tensor:
@@ -128,12 +125,9 @@ def context_start(tokens: int, seq_len: int) -> int:
 def characters(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> Iterator[str]:
     """Decode token by token; the bytes of a character wait until it is whole.
 
-    Yields: strings that make up encoding.decode(tokens), with U+FFFD for what is not UTF-8
+    Returns: strings that make up encoding.decode(tokens), with U+FFFD for what is not UTF-8
     """
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    for token in tokens:
-        yield decoder.decode(encoding.decode_single_token_bytes(token))
-    yield decoder.decode(b"", final=True)
+    return codecs.iterdecode(map(encoding.decode_single_token_bytes, tokens), "utf-8", "replace")
 
 
 # ---- keys and values

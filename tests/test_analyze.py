@@ -371,7 +371,7 @@ REFUSED = {
     "--metric rarity,rarity": "--metric rarity,rarity",
     "--metric rarity --workers 0": "--workers",
     "--metric rarity --seq-len 0": "--seq-len 0",
-    "--metric rarity --plot nowhere/a.svg": "the folder nowhere does not exist",
+    "--metric rarity --plot nowhere/a.svg": "nowhere is no folder to write in",
     "--metric nowhere.py:mine": "there is no Python file nowhere.py",
     "--metric metrics.py:np": "metrics.py defines no function np",
 }

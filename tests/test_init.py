@@ -96,6 +96,8 @@ def test_positions_of_a_published_start_are_handed_on(begin, tmp_path):
     torch.save(turned, tmp_path / "gpt.pt")
     first = begin(tmp_path / "gpt.pt", "--layers 1 --heads 2 --width 32 --seq-len 32", out="first")
     assert_same(first, state)
+    with pytest.raises(ValueError, match=r"--seq-len 64 is above the 48 positions of --init"):
+        begin(tmp_path / "gpt.pt", "--layers 1 --heads 2 --width 32 --seq-len 64", out="long")
     path = tmp_path / "step-00000001.pt"
     settings, size = made_of(tmp_path / "first")
     state = {"model": first, "step": 1, "config": settings, "model_size": size}

@@ -93,7 +93,7 @@ BAD_QUESTIONS = [
     ([{"continuation": "a"}], ":1: context is missing"),
     ([{"context": "a", "continuation": 5}], ":1: continuation is 5"),
     ([LAST_WORDS[0], {"context": "a", "continuation": ""}], ":2: "),
-    ([{**TWO, "continuations": ["b", 3]}], "not text in quotes"),
+    ([{**TWO, "continuations": ["b", 3]}], ":1: continuations.1 is 3, allowed is text"),
     ([{**TWO, "label": None}], ":1: label is None"),
     ([CHOICES[0], {**TWO, "label": 2}], ":2: has label 2"),
     ([{**TWO, "label": -1}], ":1: has label -1"),
@@ -101,6 +101,8 @@ BAD_QUESTIONS = [
     ([{**TWO, "context": ["a"]}], ":1: has 1 contexts for 2 continuations"),
     ([LAST_WORDS[0], TWO], ":2: is a multiple choice"),
     ([{**REQUEST, "idx": 1}, REQUEST], ":1: has idx 1"),
+    ([{**REQUEST, "request": {"context": "a"}}], ":1: request.continuation is missing"),
+    ([{**REQUEST, "doc_id": "7"}], ":1: doc_id is '7', allowed is a whole number"),
 ]
 
 
@@ -241,7 +243,7 @@ def test_published_names_of_fields(tmp_path):
         path = write_lines(tmp_path / "a.jsonl", lines)
         given = finetune.read_examples(path, path)
         assert [one.texts for one in given.dev] == [(f"t{n}",) * len(names) for n in range(9)]
-        assert given.labels == ["0", "1"] and not given.held_out and given.majority == 5 / 9
+        assert given.labels == ["0", "1"] and given.majority == 5 / 9
 
 
 def test_a_fifth_is_held_out_by_the_text_alone(tmp_path):
@@ -260,7 +262,7 @@ BAD_EXAMPLES = [
     ([], None, "finetune.jsonl: has no example"),
     ([*GOOD, "x\n"], None, "finetune.jsonl:41: is not JSON"),
     ([{"txt": "a", "label": 0}], None, "finetune.jsonl:1: has no text"),
-    ([*GOOD, {"text": "a"}], None, "finetune.jsonl:41: label"),
+    ([*GOOD, {"text": "a"}], None, "finetune.jsonl:41: label is missing"),
     ([{"text": "a", "label": [1]}], None, "finetune.jsonl:1: label"),
     ([*GOOD, {"sentence": "a", "label": 0}], None, "finetune.jsonl:41: "),
     ([{**one, "label": 1} for one in GOOD], None, "finetune.jsonl: all examples"),

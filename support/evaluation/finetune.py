@@ -26,8 +26,6 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from itertools import compress
-from operator import not_
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +39,7 @@ from tqdm import tqdm
 from model import Transformer
 from support.base.rng import seed_of, shuffled
 from support.base.runtime import Runtime
+from support.base.typed_json import mismatch
 from support.evaluation.scoring import Laid, Texts, store_in_memory, sums_by_item
 from support.rows.batch import Batch
 from support.rows.bert import Pairs
@@ -72,12 +71,15 @@ class Example(NamedTuple):
     texts: tuple[str, ...]  # one, or the two of a pair
     label: str
 
+    def is_for_dev(self) -> bool:
+        """Whether it is held out if no file of others is named, by a hash of the text."""
+        return is_held_out(Document(None, "\n".join(self.texts)), DEV)
+
 
 class Examples(NamedTuple):
     train: list[Example]
     dev: list[Example]
     labels: list[str]  # those in train, in order
-    held_out: bool  # dev is a part of the same file
 
     @property
     def majority(self) -> float:
@@ -96,10 +98,8 @@ def read_examples(file: str | Path, dev_file: str | Path | None = None) -> Examp
     if dev_file is not None:
         dev = list(examples_of(dev_file))
     else:
-        texts = ["\n".join(example.texts) for example in train]
-        out = [is_held_out(Document(None, text), DEV) for text in texts]
-        dev = [*compress(train, out)]
-        train = [*compress(train, map(not_, out))]
+        dev = [example for example in train if example.is_for_dev()]
+        train = [example for example in train if not example.is_for_dev()]
         if not train or not dev:
             raise ValueError(f"{file}: has too few examples to hold some out: name a --dev file")
     labels = sorted({example.label for example in train})
@@ -110,7 +110,7 @@ def read_examples(file: str | Path, dev_file: str | Path | None = None) -> Examp
             raise ValueError(f"{where}: label {label} is not one of training's: {labels[:8]}")
         if len(texts) != len(train[0].texts):
             raise ValueError(f"{where}: pairs and single texts do not mix: choose one of them")
-    return Examples(train, dev, labels, held_out=dev_file is None)
+    return Examples(train, dev, labels)
 
 
 def examples_of(file: str | Path) -> Iterator[Example]:
@@ -119,12 +119,9 @@ def examples_of(file: str | Path) -> Iterator[Example]:
         names = names or next((names for names in FIELDS if set(names) <= set(line)), ())
         if not names:
             raise ValueError(f"{where}: has no text: name fields as support/evaluation/finetune.py")
-        texts = tuple(line.get(name) for name in names)
-        if not all(isinstance(text, str) for text in texts):
-            raise ValueError(f"{where}: needs text in quotes as {' and '.join(names)}")
-        if not isinstance(line.get("label"), str | int):
-            raise ValueError(f"{where}: label is missing, or neither text nor a whole number")
-        yield Example(where, texts, str(line["label"]))
+        if wrong := mismatch(line, dict.fromkeys(names, str) | {"label": str | int | bool}):
+            raise ValueError(f"{where}: {wrong}")
+        yield Example(where, tuple(line[name] for name in names), str(line["label"]))
     if not names:
         raise ValueError(f"{file}: has no example: write one a line, as a JSON object")
 

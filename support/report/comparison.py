@@ -30,10 +30,6 @@ class Recipe(NamedTuple):
     settings: dict[str, Any]
     runs: list[RunLog]
 
-    def finals(self) -> list[float]:
-        """Bits per byte at the end of each run that finished."""
-        return [log.final["val_bpb"] for log in self.runs if log.final]
-
 
 class Costs(NamedTuple):
     """What a recipe's runs spent until they reached a loss; the first recipe's mean is 1."""
@@ -56,14 +52,13 @@ def page(recipes: Sequence[Recipe], loss: float | None, asked: bool, changed: Ta
     charts = [chart_against(unit, recipes, loss) for unit in UNITS]
     parts = [
         cost_section(recipes, loss, asked),
-        Section("Held-out loss against its cost", [chart for chart in charts if chart.series]),
+        Section("Held-out loss against its cost", charts),
         Section("What each recipe spent and reached", tables=[totals(recipes)]),
         Section("Settings that differ", tables=[changed]),
         Section("The runs", tables=[runs_table(recipes)], notes=cautions(logs)),
     ]
     title = f"Recipes: {len(recipes)}, runs: {len(logs)}"
-    lead = f"Ratios are to the first recipe, {recipes[0].label}."
-    return Page(title, lead, [], parts)
+    return Page(title, f"Ratios are to the first recipe, {recipes[0].label}.", [], parts)
 
 
 # ---- recipes
@@ -110,8 +105,7 @@ def target_of(first: Recipe) -> float | None:
 
     Taken from the evaluations on the way, on whose text the other runs are compared.
     """
-    ends = [log.on_the_way[-1]["val_bpb"] for log in first.runs if log.evals]
-    return max(ends, default=None)
+    return max((log.on_the_way[-1]["val_bpb"] for log in first.runs if log.evals), default=None)
 
 
 def cost_to_reach(log: RunLog, loss: float) -> dict[str, float] | None:
@@ -145,8 +139,7 @@ def costs(recipes: Sequence[Recipe], loss: float) -> list[Costs]:
             unit: [value / statistics.mean(first[unit]) for value in spent[unit] if first[unit]]
             for unit in UNITS
         }
-        begun = [log.on_the_way[0]["val_bpb"] for log in recipe.runs if log.evals]
-        at_most = any(bpb < loss for bpb in begun)
+        at_most = any(log.on_the_way[0]["val_bpb"] < loss for log in recipe.runs if log.evals)
         result.append(Costs(len(reached), len(recipe.runs), at_most, spent, ratios))
     return result
 
@@ -221,10 +214,9 @@ def cost_cell(cost: Costs, unit: str) -> str:
     if not cost.reached:
         return "not reached"
     mean = amount(statistics.mean(cost.spent[unit]), unit)
-    ratios = cost.ratios[unit]
-    if not ratios:
+    ratio = spread(cost.ratios[unit], digits=2)
+    if not ratio:
         return mean
-    ratio = f"{ratios[0]:.2f}" if len(ratios) == 1 else spread(ratios, digits=2)
     return f"{'≤ ' if cost.at_most else ''}{ratio}\n{mean}"
 
 
@@ -236,8 +228,7 @@ def chart_against(unit: str, recipes: Sequence[Recipe], loss: float | None) -> C
             x = np.array([log.spent(line["step"])[unit] for line in log.on_the_way])
             y = np.array([line["val_bpb"] for line in log.on_the_way])
             curves.append(series(recipe.label, x, y, "dots", color))
-    curves = [curve for curve in curves if len(curve.x)]
-    ends = [float(curve.x[-1]) for curve in curves] or [0.0]
+    ends = [float(curve.x[-1]) for curve in curves if len(curve.x)] or [0.0]
     name = UNITS[unit]
     log_x = False
     if unit == "seconds":
@@ -254,8 +245,7 @@ def totals(recipes: Sequence[Recipe]) -> Table:
     for recipe in recipes:
         ended = [log for log in recipe.runs if log.final]
         spent = [log.spent() for log in ended or recipe.runs]
-        finals = recipe.finals()
-        reached = f"{finals[0]:.4f}" if len(finals) == 1 else spread(finals, digits=4)
+        reached = spread([log.final["val_bpb"] for log in ended], digits=4)
         means = [amount(statistics.mean(run[unit] for run in spent), unit) for unit in UNITS]
         number = f"{len(ended)} of {len(recipe.runs)}"
         rows.append([recipe.label, reached or "not finished", *means, number])
@@ -266,12 +256,11 @@ def totals(recipes: Sequence[Recipe]) -> Table:
 def runs_table(recipes: Sequence[Recipe]) -> Table:
     made_with = ("commit", "torch", "machine", "threads")
     rows = []
-    colors = []
-    for color, recipe in enumerate(recipes):
+    for recipe in recipes:
         for log in recipe.runs:
             end = f"{log.final['val_bpb']:.4f}" if log.final else "not finished"
             made = [str(log.starts[-1].get(name, "")) for name in made_with]
             seed = str(log.settings["run.seed"])
             rows.append([str(log.folder), seed, end, f"{log.steps_done:,}", *made])
-            colors.append(color)
+    colors = [color for color, recipe in enumerate(recipes) for _ in recipe.runs]
     return Table(["run", "seed", "bits per byte", "steps", *made_with], rows, colors)

@@ -2,6 +2,7 @@
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -13,13 +14,15 @@ from support.base.numbers import whole_numbers
 from support.report.charts import Chart, picture, series
 
 
-def check_file(file: str | Path, flag: str = "--plot") -> None:
-    """Refuse a file for charts that could not be written later."""
+def check_file(file: str | Path, flag: str = "--plot", ending: str = ".svg") -> None:
+    """Refuse a file that could not be written later, before the work for it."""
     path = Path(file)
-    if path.suffix != ".svg":
-        raise ValueError(f"{flag} {file}: write .svg, and convert it with any tool")
-    if not path.parent.is_dir():
-        raise ValueError(f"{flag} {file}: the folder {path.parent} does not exist: make it first")
+    if not path.name.endswith(ending):
+        raise ValueError(f"{flag} {file}: write {ending}, and convert it with any tool")
+    if path.exists() and not path.is_file():
+        raise ValueError(f"{flag} {file} exists and is not a file: name another")
+    if not os.access(path.parent, os.W_OK):
+        raise ValueError(f"{flag} {file}: {path.parent} is no folder to write in")
 
 
 def save(file: str | Path, chart: Chart) -> None:

@@ -40,8 +40,9 @@ class Page(NamedTuple):
 
     @property
     def sections(self) -> list[Section]:
-        """Those that have something to show."""
-        return [s for s in self.parts if s.charts or s.blocks or any(t.rows for t in s.tables)]
+        """Those that have something to show, without what has not."""
+        parts = [s._replace(charts=charts.with_points(s.charts)) for s in self.parts]
+        return [s for s in parts if s.charts or s.blocks or any(t.rows for t in s.tables)]
 
 
 # ---- HTML
@@ -91,15 +92,9 @@ def section_html(section: Section) -> str:
     return "\n".join([*parts, "</section>"])
 
 
-def key_html(color: int) -> str:
-    key = charts.key_of(color)
-    return f'<svg class="key" viewBox="0 0 22 10" aria-hidden="true">{key}</svg>'
-
-
 def table_html(table: Table) -> str:
-    columns = range(len(table.columns))
-    numbers = [is_numbers([row[column] for row in table.rows]) for column in columns]
-    marks = [' class="number"' if number else "" for number in numbers]
+    columns = zip(*table.rows, strict=True)
+    marks = [' class="number"' if is_numbers(cells) else "" for cells in columns]
     head = "".join(
         f"<th{mark}>{text(name)}</th>" for name, mark in zip(table.columns, marks, strict=True)
     )
@@ -107,7 +102,10 @@ def table_html(table: Table) -> str:
     for number, row in enumerate(table.rows):
         cells = [cell_html(cell) for cell in row]
         if table.colors:
-            cells[0] = key_html(table.colors[number]) + cells[0]
+            key = charts.key_of(table.colors[number])
+            cells[0] = (
+                f'<svg class="key" viewBox="0 0 22 10" aria-hidden="true">{key}</svg>{cells[0]}'
+            )
         rows.append("".join(f"<td{m}>{c}</td>" for c, m in zip(cells, marks, strict=True)))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     shown = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -155,12 +153,11 @@ def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str
 
 
 def spread(values: Sequence[float], sign: str = "", digits: int = 3) -> str:
-    """The mean with the least and the most, as over seeds; "" for no values.
+    """The mean with the least and the most, as over seeds; a single value alone, "" for none.
 
     Example: [1.0, 1.2] -> "1.100 (1.000 to 1.200)"
     """
-    if not values:
-        return ""
     form = f"{sign}.{digits}f"
-    mean = f"{statistics.mean(values):{form}}"
-    return f"{mean} ({min(values):{form}} to {max(values):{form}})"
+    if len(values) < 2:
+        return "".join(f"{value:{form}}" for value in values)
+    return f"{statistics.mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"

@@ -9,9 +9,8 @@ Lines that are damaged, or lack a field that every report needs, are left out an
 
 import math
 from array import array
-from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -53,8 +52,7 @@ SHOWN_EVALS = 24  # rows of the table at most
 # ---- the log
 
 
-@dataclass(frozen=True)
-class RunLog:
+class RunLog(NamedTuple):
     """The log of one run, and the sums and shares that follow from it."""
 
     folder: Path
@@ -104,8 +102,7 @@ class RunLog:
         return float(self.column(name)[-1]) if self.steps_done else math.nan
 
     def median(self, name: str) -> float:
-        values = self.column(name)
-        return float(np.nanmedian(values)) if self.has(name) else math.nan
+        return float(np.nanmedian(self.column(name))) if self.has(name) else math.nan
 
     def spent(self, step: float = math.inf) -> dict[str, float]:
         """What the run spent until a step, or in all, by the names of UNITS."""
@@ -271,17 +268,16 @@ def facts(log: RunLog) -> list[list[str]]:
     if log.dropped() > 0:
         computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
         shown.append(["Dropped", f"{log.dropped():.1%}", computed])
-    if log.has("skipped") and log.last("skipped") > 0:
+    if log.last("skipped") > 0:
         detail = "whose loss or gradient was not finite or far too large"
         shown.append(["Steps that moved no weight", f"{log.last('skipped'):,.0f}", detail])
     if len(log.starts) > 1:
         shown.append(["Starts", str(len(log.starts)), "the first, and those that went on"])
-    aside = "without evaluations and checkpoints"
     mfu = f"MFU {log.median('mfu'):.1%}" if log.has("mfu") else ""
     rate = short(log.median("tokens_per_s"))
     return [
         *shown,
-        ["Time of all steps", duration(spent["seconds"]), aside],
+        ["Time of all steps", duration(spent["seconds"]), "without evaluations and checkpoints"],
         ["Tokens per second", rate, "raw tokens, median of all steps"],
         ["FLOPs", short(spent["flops"], unit="FLOP"), mfu],
     ]
@@ -303,32 +299,28 @@ def smoothed(x: np.ndarray, y: np.ndarray) -> list[Series]:
 
 
 def loss_charts(log: RunLog) -> list[Chart]:
-    if not log.steps_done:
-        return []
     x = log.column("consumed_tokens")
     loss = log.column("loss")
-    drawn = smoothed(x, loss)
-    training = Chart("Training loss", "nats per target", X_UNIT, drawn, clip_first=True)
-    if training.highest() < np.nanmax(loss):
-        above = f"The first steps, from {np.nanmax(loss):.3g}, are above the chart."
-        training = training._replace(note=above)
-    held_out = []
+    training = Chart("Training loss", "nats per target", X_UNIT, smoothed(x, loss), clip_first=True)
+    most = np.nanmax(loss, initial=-math.inf)
+    if training.highest() < most:
+        training = training._replace(note=f"The first steps, from {most:.3g}, are above the chart.")
     evals = [line for line in log.on_the_way if line["step"]]
-    if evals:
-        held_out.append(evaluated("on the way", evals))
+    held_out = [evaluated("on the way", evals)]
     if log.final and log.final not in evals:
         at_the_end = f"at the end, on {log.final['targets']:,} tokens"
         held_out.append(evaluated(at_the_end, [log.final], color=1))
-    shown = [training]
-    if held_out:
-        shown.append(Chart("Held-out loss", "bits per byte", X_UNIT, held_out))
     norms = smoothed(x, log.column("grad_norm"))
-    return [*shown, Chart("Gradient norm", "", X_UNIT, norms, clip_first=True)]
+    return [
+        training,
+        Chart("Held-out loss", "bits per byte", X_UNIT, held_out),
+        Chart("Gradient norm", "", X_UNIT, norms, clip_first=True),
+    ]
 
 
 def evaluated(label: str, lines: list[dict], color: int = 0) -> Series:
     x = np.array([line["consumed_tokens"] for line in lines], dtype=float)
-    y = np.array([line["val_bpb"] for line in lines])
+    y = np.array([line["val_bpb"] for line in lines], dtype=float)
     return series(label, x, y, "dots", color)
 
 
@@ -353,9 +345,7 @@ def schedules(log: RunLog) -> Section:
     constant = []
     for title, unit, values in curves:
         finite = values[np.isfinite(values)]
-        if not len(finite):
-            continue
-        if finite.min() == finite.max():
+        if len(finite) and finite.min() == finite.max():
             constant.append(f"{title.lower()} {short(float(finite[0]), digits=4)} {unit}".strip())
             continue
         # only padding is smoothed: a median would slope where a schedule jumps
@@ -366,8 +356,6 @@ def schedules(log: RunLog) -> Section:
 
 
 def time_section(log: RunLog) -> Section:
-    if not log.steps_done:
-        return Section("Time")
     x = log.column("consumed_tokens")
     times = log.step_times()
     drawn = smoothed(x, log.column("ms"))
@@ -375,33 +363,30 @@ def time_section(log: RunLog) -> Section:
         drawn.append(series("waiting for data", x, log.column("data_ms"), color=1))
     log_y = times["longest"] > MANY_TIMES * times["median"]
     shown = [Chart("Step time", "ms", X_UNIT, drawn, from_zero=not log_y, log_y=log_y)]
-    rates = [("Raw tokens per second", "", log.column("tokens_per_s"))]
-    if log.has("mfu"):
-        rates.append(("MFU", "% of the peak", 100 * log.column("mfu")))
-    for title, unit, y in rates:
+    for title, unit, y in (
+        ("Raw tokens per second", "", log.column("tokens_per_s")),
+        ("MFU", "% of the peak", 100 * log.column("mfu")),
+    ):
         shown.append(Chart(title, unit, X_UNIT, smoothed(x, y), from_zero=True))
     columns = ["fastest tenth below", "median step", "slowest tenth above", "longest"]
     row = [*(f"{ms:,.1f} ms" for ms in times.values()), f"{log.waiting_share():.1%}"]
-    return Section("Time", shown, [Table([*columns, "of all time, waiting for data"], [row])])
+    rows = [row] if log.steps_done else []
+    return Section("Time", shown, [Table([*columns, "of all time, waiting for data"], rows)])
 
 
 def by_source(log: RunLog) -> Section:
     """Held-out bits per byte of each source that evaluations tell apart."""
-    heading = "Held-out loss by source"
     lines = [line for line in log.evals if line.get("by_source")]
-    if not lines:
-        return Section(heading)
-    last = lines[-1]["by_source"]
+    last = lines[-1]["by_source"] if lines else {}
     on_the_way = [line for line in lines if not line["last"]]
-    names = sorted(last, key=lambda name: last[name])
-    x = np.array([line["consumed_tokens"] for line in on_the_way], dtype=float)
     drawn = []
-    for color, name in enumerate(names):
-        y = [line["by_source"].get(name, math.nan) for line in on_the_way]
-        drawn.append(series(name, x, np.array(y, dtype=float), "dots", color))
-    shown = [Chart("By source", "bits per byte", X_UNIT, drawn)] if on_the_way else []
-    rows = [[name, f"{last[name]:.4f}"] for name in names]
-    return Section(heading, shown, [Table(["source", "bits per byte"], rows)])
+    rows = []
+    for color, name in enumerate(sorted(last, key=last.get)):
+        of_it = [line | {"val_bpb": line["by_source"].get(name)} for line in on_the_way]
+        drawn.append(evaluated(name, of_it, color))
+        rows.append([name, f"{last[name]:.4f}"])
+    shown = [Chart("By source", "bits per byte", X_UNIT, drawn)]
+    return Section("Held-out loss by source", shown, [Table(["source", "bits per byte"], rows)])
 
 
 # ---- tables

@@ -70,9 +70,7 @@ def as_flags(settings: Flat) -> str:
 
 def source_of(init: str | None) -> Trained | None:
     """What --init names, if it is a run or a checkpoint of train.py."""
-    if not init:
-        return None
-    path = naming_init(checkpoint_of, init)
+    path = naming_init(checkpoint_of, init) if init else None
     return naming_init(trained, path) if path else None
 
 
@@ -91,21 +89,20 @@ def model_size(settings: "Config", encoding: tiktoken.Encoding) -> ModelSize:
     """
     init, seq_len = settings.model.init, settings.data.seq_len
     needed = vocab_size(encoding, settings.model.model)
-    source = source_of(init)
-    if source is None:
-        if init:
-            return published.size_for(init, needed, encoding.name, seq_len)
+    if not init:
         return ModelSize(-(-needed // 64) * 64)  # matrix units work in tiles
-    if source.tokenizer != fingerprint(encoding):
+    source = source_of(init)
+    size = source.size if source else published.size_for(init, needed, encoding.name)
+    if source and source.tokenizer != fingerprint(encoding):
         name = source.settings["data.tokenizer"]
         raise ValueError(
             f"--init {source.path} was trained with tokenizer {name}, and the store has"
             f" {encoding.name}: prepare one with {name}"
         )
-    positions = source.size.positions
-    if positions and seq_len > positions:
-        raise ValueError(f"--seq-len {seq_len} is above the {positions} positions of --init {init}")
-    return source.size
+    if size.positions and seq_len > size.positions:
+        positions = f"the {size.positions} positions of --init {init}"
+        raise ValueError(f"--seq-len {seq_len} is above {positions}")
+    return size
 
 
 def initial_model(

@@ -110,35 +110,29 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     entries, left_out = read(path)
     shape = shape_of(entries, path)
     hint = f"the file is for {flags(shape)}, and has to be as published, with its head, tied"
-    kind, taken = model.config.kind, set()
-
-    def take(entry: str, *expected: int) -> Tensor:
+    kind = model.config.kind
+    outline = {name: parameter.to("meta") for name, parameter in model.named_parameters()}
+    expected = {PREFIX.sub("", e): like for e, like in published_entries(outline, kind).items()}
+    for entry, like in expected.items():
         actual = tuple(entries[entry].shape) if entry in entries else "absent"
         if actual == "absent" and NSP.fullmatch(entry):
             raise refusal(path, f"has no {entry}, which --nsp needs: leave --nsp out")
-        if actual != expected:
-            raise refusal(path, f"{entry} must be {expected} but is {actual}: {hint}")
-        taken.add(entry)
-        return entries[entry]
-
+        if actual != like.shape:
+            raise refusal(path, f"{entry} must be {tuple(like.shape)} but is {actual}: {hint}")
     values = {}
-    for name, parameter in model.named_parameters():
-        rows, *columns = parameter.shape
-        sources = published_names(name, kind)
-        if is_turned(name, kind, parameter):
-            values[name] = take(name, *columns, rows).T
-        else:
-            values[name] = torch.cat([take(one, rows // len(sources), *columns) for one in sources])
+    for name in outline:
+        parts = [entries[entry] for entry in published_names(name, kind)]
+        value = torch.cat(parts) if len(parts) > 1 else parts[0]
+        values[name] = value.T if is_turned(name, kind, value) else value
     if kind == "bert" and "wpe.weight" in values:
-        token_types = take(TOKEN_TYPES, 2, model.config.width)
-        values["wpe.weight"] = values["wpe.weight"].double() + token_types[0]
+        values["wpe.weight"] = values["wpe.weight"].double() + entries[TOKEN_TYPES][0]
         left_out.append(f"{TOKEN_TYPES}[1]")
     strangers = []
-    for entry in sorted(entries.keys() - taken):
+    for entry in sorted(entries.keys() - expected.keys()):
         twin = TIED.get(entry)
         if NSP.fullmatch(entry):
             left_out.append(entry)
-        elif twin not in taken:
+        elif twin not in expected:
             strangers.append(entry)
         elif not torch.equal(entries[entry], entries[twin]):
             raise refusal(path, f"{entry} must equal {twin}: {hint}")
@@ -149,27 +143,22 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     return left_out
 
 
-def size_for(path: str | Path, needed: int, tokenizer: str, seq_len: int) -> ModelSize:
-    """Rows of the file's embedding and how far its positions reach, if they suit a run.
+def size_for(path: str | Path, needed: int, tokenizer: str) -> ModelSize:
+    """Rows of the file's embedding, if they suit a tokenizer, and how far its positions reach.
 
     A vocabulary suits where the file has a row for each id that the model needs, and no more than
     fill it up to a multiple of 64, as embeddings are padded. Two vocabularies of one size cannot be
     told apart.
 
     Args:     needed ids of the tokenizer that the model uses
-    Raises:   ValueError naming --init, and --tokenizer or --seq-len
+    Raises:   ValueError naming --init and --tokenizer
     """
     shape = shape_of(read(path)[0], path)
     size, padded = ModelSize(shape["vocab_size"], shape["seq_len"]), -(-needed // 64) * 64
     if not needed <= size.vocab_size <= padded:
         needs = f"--tokenizer {tokenizer} one of {needed:,} (padded: {padded:,})"
-        raise refusal(
-            path,
-            f"has a vocabulary of {size.vocab_size:,}, and {needs}: name that of these weights,"
-            " such as gpt2; BERT's WordPiece is not supported",
-        )
-    if seq_len > size.positions:
-        raise refusal(path, f"has {size.positions} positions, --seq-len {seq_len} is more")
+        remedy = "name that of these weights, such as gpt2; BERT's WordPiece is not supported"
+        raise refusal(path, f"has a vocabulary of {size.vocab_size:,}, and {needs}: {remedy}")
     return size
 
 
@@ -259,13 +248,10 @@ def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[st
              nothing is written then
     """
     is_safetensors = out.suffix == ".safetensors"
-    for refused, problem in (
-        (not is_safetensors and out.suffix != ".pt", ": end its name in .pt or .safetensors"),
-        (out.exists(), " exists: name another, or delete it"),
-        (not out.parent.is_dir(), f": there is no folder {out.parent}: make it first"),
-    ):
-        if refused:
-            raise ValueError(f"--out {out}{problem}")
+    if not is_safetensors and out.suffix != ".pt":
+        raise ValueError(f"--out {out}: end its name in .pt or .safetensors")
+    if out.exists() or not out.parent.is_dir():
+        raise ValueError(f"--out {out} exists, or its folder does not: name another")
     path = checkpoint_of(source)
     if path is None:
         raise ValueError(f"{source} is neither the folder of a run nor one of its checkpoints")
@@ -297,8 +283,7 @@ def published_entries(weights: dict[str, Tensor], kind: str) -> dict[str, Tensor
         for entry, part in zip(names, turned.chunk(len(names)), strict=True):
             entries[entry] = part.contiguous()
     if kind == "bert":
-        width = weights["wte.weight"].shape[1]
-        entries[TOKEN_TYPES] = torch.zeros(2, width, dtype=torch.float32)
+        entries[TOKEN_TYPES] = torch.zeros(2, weights["wte.weight"].shape[1], dtype=torch.float32)
     base = {"gpt": "transformer.", "bert": "bert."}[kind]  # heads stand beside it
     return {e if e.startswith("cls.") else base + e: tensor for e, tensor in entries.items()}
 

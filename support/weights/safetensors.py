@@ -22,6 +22,8 @@ import torch
 from torch import Tensor
 from tqdm import tqdm
 
+from support.base.typed_json import At, Each, mismatch, shortened
+
 DTYPES = {  # widest first, in the order in which the format's own library writes them
     "I64": torch.int64,
     "F64": torch.float64,
@@ -38,6 +40,8 @@ NAMES = {dtype: name for name, dtype in DTYPES.items()}
 MOST_HEADER_BYTES = 100_000_000  # what the format's own library reads
 MOST_DIMENSIONS = 64  # of a tensor, in torch
 METADATA = "__metadata__"
+COUNTS = [At(0, 2**48 - 1)]
+ENTRY = {"dtype": str, "shape": COUNTS, "data_offsets": COUNTS}
 
 
 def load(path: str | Path) -> dict[str, Tensor]:
@@ -68,19 +72,19 @@ def checked_header(text: bytes, data_bytes: int) -> dict[str, dict]:
     except (ValueError, RecursionError) as error:
         why = str(error) or "nested too deep"
         raise ValueError(f"has a header that is not JSON with each name once: {why}") from None
-    if not isinstance(header, dict):
-        raise ValueError("has a header that is not a dict")
-    metadata = header.pop(METADATA, {})
-    if not (isinstance(metadata, dict) and all(isinstance(v, str) for v in metadata.values())):
-        raise ValueError(f"has a {METADATA} that is not a dict of strings")
+    metadata = header.pop(METADATA, {}) if isinstance(header, dict) else {}
+    if wrong := mismatch(header, Each(ENTRY)) or mismatch(metadata, Each(str), METADATA):
+        raise ValueError(f"has a header in which {wrong}")
     for name, entry in header.items():
-        check_entry(name, entry)
+        check_entry(shortened(name), entry)
     entries = dict(sorted(header.items(), key=lambda item: item[1]["data_offsets"]))
     end = 0
     for name, entry in entries.items():
         begin, stop = entry["data_offsets"]
         if begin != end:
-            raise ValueError(f"{shown(name)} begins at byte {begin} of the data, and {end} is next")
+            raise ValueError(
+                f"{shortened(name)} begins at byte {begin} of the data, and {end} is next"
+            )
         end = stop
     if end != data_bytes:
         raise ValueError(f"has {data_bytes:,} bytes of data, and its tensors have {end:,}")
@@ -94,24 +98,15 @@ def without_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
     return header
 
 
-def shown(name: str) -> str:
-    """A name that a stranger chose, short and on one line."""
-    return repr(name)[:60]
-
-
-def check_entry(name: str, entry: object) -> None:
+def check_entry(name: str, entry: dict) -> None:
     """Refuse what the header says of one tensor, if this contradicts itself."""
-    name = shown(name)
-    if not (isinstance(entry, dict) and entry.keys() == {"dtype", "shape", "data_offsets"}):
-        raise ValueError(f"{name} needs dtype, shape and data_offsets, and nothing else")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
-    if not (isinstance(dtype, str) and dtype in DTYPES):
+    if entry.keys() != ENTRY.keys():
+        raise ValueError(f"{name} has more than {', '.join(ENTRY)}")
+    if dtype not in DTYPES:
         raise ValueError(f"{name} has dtype {dtype!r:.40}: readable are {', '.join(DTYPES)}")
-    for numbers in (shape, offsets):
-        is_short = isinstance(numbers, list) and len(numbers) <= MOST_DIMENSIONS
-        if not (is_short and all(type(n) is int and 0 <= n < 2**48 for n in numbers)):
-            raise ValueError(f"{name} has a shape or data_offsets that is not a list of counts")
-    if math.prod(filter(None, shape)) >= 2**60:  # torch multiplies them, whatever the zeros
+    # torch multiplies the dimensions, whatever the zeros
+    if len(shape) > MOST_DIMENSIONS or math.prod(filter(None, shape)) >= 2**60:
         raise ValueError(f"{name} has a shape that no memory holds: {shape!s:.60}")
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if len(offsets) != 2 or offsets[1] - offsets[0] != needed:

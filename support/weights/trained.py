@@ -53,11 +53,9 @@ def trained(path: Path) -> Trained:
     state = checkpoint.outlined(path)
     check_types(path, state)
     settings, size = dict(state["config"]), ModelSize(**state["model_size"])
-    positions = None
-    if settings["model.pos"] == "learned":
-        positions = size.positions or SIZES[settings["model.size"]].seq_len
+    if settings["model.pos"] == "learned" and not size.positions:
+        size = size._replace(positions=SIZES[settings["model.size"]].seq_len)
     settings["model.layers"] = len(running_layers(state))
-    size = size._replace(positions=positions)
     return Trained(path, state["step"], settings, size, state["tokenizer_fingerprint"])
 
 
