@@ -121,4 +121,5 @@ def shortened(value: object) -> str:
 
 def dotted(name: str, key: object) -> str:
     """Example: clock.step, optim.lr"""
-    return f"{name}.{str(key)[:80]}".removeprefix(".")
+    key = key if isinstance(key, str) and key.isprintable() and len(key) < 80 else shortened(key)
+    return f"{name}.{key}" if name else str(key)
