@@ -6,7 +6,10 @@ docs/reliability.md lists these classes of faults and what is promised for each.
     pytest -m faults
 """
 
+import gzip
+import io
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -16,8 +19,12 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
@@ -30,8 +37,10 @@ import report
 import sample
 import train
 from support.base.atomic import folder_lock
-from support.base.runtime import one_line
+from support.base.runtime import Runtime, one_line, resident, start
 from support.run import checkpoint
+from support.run.folder import Log
+from support.run.run import Run
 
 pytestmark = pytest.mark.faults
 NEWLINE = b"\n"
@@ -125,11 +134,11 @@ def text(file: str, content: str) -> Callable[[], object]:
     return lambda: Path(file).write_text(content)
 
 
-def resigned(change: Callable[[dict], object]) -> Callable[[], None]:
+def resigned(change: Callable[[dict], object], folder: Path = Path("run")) -> Callable[[], None]:
     """The newest checkpoint with other contents, and a digest that is right."""
 
     def damage() -> None:
-        path = checkpoint.steps_in(Path("run"))[-1]
+        path = checkpoint.steps_in(folder)[-1]
         state = checkpoint.load(path)
         change(state)
         checkpoint.write_file(path, state)
@@ -295,26 +304,6 @@ def test_control_an_undamaged_run_is_not_refused(place, monkeypatch):
     assert by_two_ranks(place.parent, {"place": RESUME}, monkeypatch) == [[""], [""]]
 
 
-def test_a_log_that_lost_its_end_is_said_and_mended(stopped, tmp_path, monkeypatch, capsys):
-    whole = (stopped / "run" / "log.jsonl").read_bytes()
-    known = checkpoint.load(checkpoint.find(stopped / "run", "last"))["log_size"]
-    draw = random.Random(1)
-    for number in range(TIMES):
-        monkeypatch.chdir(shutil.copytree(stopped, tmp_path / str(number)))
-        kept = draw.choice([0, draw.randrange(known)])
-        Path("run/log.jsonl").write_bytes(whole[:kept])
-        assert train.main(RESUME.split()) == 0
-        assert f"log.jsonl has lost {known - whole.rfind(NEWLINE, 0, kept) - 1:,} bytes" in (
-            capsys.readouterr().out
-        )
-        lines = read_log(Path("run"))  # every line is whole
-        steps = [line["step"] for line in lines if line["event"] == "train"]
-        assert steps[-8:] == list(range(9, 17)) or steps[-7:] == list(range(10, 17))
-        report.main(["run", "--markdown"])
-        missing = 16 - len(steps)
-        assert f"missing in the log: {missing}" in capsys.readouterr().out or not missing
-
-
 LINES = ["5", "[]", '"x"', "{}", '{"event": 5}', DEEP, "\x00", '{"event":"train","step":"x"}']
 LINES += ['{"event":"eval","step":1,"consumed_tokens":"x","val_bpb":[],"targets":1,"last":0}']
 LINES += ['{"event":"run","config":3,"argv":"x"}', '{"event":"stage"}', '{"event":"checkpoint"}']
@@ -335,38 +324,24 @@ def test_what_the_last_bits_depend_on_is_said_when_it_changes(place, capsys):
     assert "threads was 64 and is 1: losses will be close, not bitwise" in said
 
 
-def test_a_store_that_changed_under_its_digests_is_what_verify_data_and_verify_find(place, capsys):
-    size, draw = os.path.getsize("store/tokens.bin"), random.Random(2)
-    prepare.main(["verify", "store"])
-    assert "verified" in capsys.readouterr().out
-    for _ in range(TIMES):
-        with open("store/tokens.bin", "r+b") as file:
-            at = draw.randrange(size)
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1]))
-        assert "tokens.bin is damaged" in said_by(train.main, f"{RESUME} --verify-data")
-        assert "tokens.bin is damaged" in said_by(prepare.main, "verify store")
-        with open("store/tokens.bin", "r+b") as file:
-            file.seek(at)
-            file.write(bytes([byte]))
-
-
-def test_a_store_that_is_cut_while_it_is_read_is_a_sentence(place, monkeypatch):
-    draw, real_step = random.Random(3), train.Trainer.step
+def test_spans_that_were_cut_or_zeroed_are_refused(place, monkeypatch):
+    monkeypatch.setattr("support.rows.samples.IN_MEMORY", 0)
+    line = f"{SMALL} --data store --pack --tokens 512"
+    assert said_by(train.main, f"{line} --out first") == ""
+    (table,) = Path("store").glob("train-*.spans")
+    whole = table.read_bytes()
+    draw = random.Random(8)
     for number in range(TIMES):
-        shutil.copytree("store", f"store-{number}")
-        last, share = draw.randrange(1, 12), draw.random()
-
-        def cutting(self, step, last=last, share=share, number=number):
-            if step.after.step == last:
-                cut(f"store-{number}/tokens.bin", share)()
-            return real_step(self, step)
-
-        monkeypatch.setattr(train.Trainer, "step", cutting)
-        line = f"{SMALL} --data store-{number} --out new-{number}"
-        assert "has become shorter" in said_by(train.main, line)
+        content = bytearray(whole)
+        if number % 2:
+            del content[draw.randrange(len(whole) // 16) * 16 :]
+        else:
+            first = draw.randrange(len(whole) // 16 - 64) * 16
+            content[first : first + 64 * 16] = bytes(64 * 16)
+        table.write_bytes(content)
+        assert f"{table.name} is damaged" in said_by(train.main, f"{line} --out more")
+    table.unlink()
+    assert said_by(train.main, f"{line} --out more") == ""
 
 
 # ---- ranks that differ, and machines that share no folder
@@ -453,23 +428,28 @@ def uninterrupted(stopped: Path, patch: pytest.MonkeyPatch, more: str = "") -> l
     return [line["loss"] for line in read_log(Path(out), "train")]
 
 
-# ---- kills, signals, and ranks that do not answer
+# ---- kills, and ranks that do not answer
 
 
-def kill_soon(argv: list[str]) -> int:
-    """A rank's work: train, and be killed if this rank is the one, some time after the start."""
-    number, seconds, how, *argv = argv
+def struck_soon(argv: list[str]) -> int:
+    """A rank's work: train; some time after a moment something strikes, if this is the rank."""
+    rank, moment, seconds, what, *argv = argv
     sys.stderr = open("said", "a", buffering=1)  # noqa: SIM115, what the last words are written to
-    if os.environ.get("RANK", "0") == number:
-        real = train.Poll.begin
+    if what == "cut":
+        strike = cut("store/tokens.bin", float(seconds))
+    else:
+        strike = partial(os.kill, os.getpid(), getattr(signal, what))
+    if os.environ["RANK"] == rank:
+        owner, name = (train.Poll, "begin") if moment == "start" else (train, "finish")
+        real = getattr(owner, name)
 
-        def begin(self, run, bar):
-            real(self, run, bar)
-            strike = threading.Timer(float(seconds), os.kill, (os.getpid(), int(how)))
-            strike.daemon = True
-            strike.start()
+        def begin(*args):
+            timer = threading.Timer(float(seconds), strike)
+            timer.daemon = True
+            timer.start()
+            return real(*args)
 
-        train.Poll.begin = begin
+        setattr(owner, name, begin)
     return train.main(argv)
 
 
@@ -479,7 +459,7 @@ def started(ranks: int, argv: list[str]) -> list[multiprocessing.Process]:
         port = str(free.getsockname()[1])
     context, given = multiprocessing.get_context("forkserver"), (ranks, port, Path.cwd())
     processes = [
-        context.Process(target=rank_of, args=(rank, *given, kill_soon, [argv]))
+        context.Process(target=rank_of, args=(rank, *given, struck_soon, [argv]))
         for rank in range(ranks)
     ]
     for process in processes:
@@ -498,254 +478,502 @@ def end_of(processes: list[multiprocessing.Process], seconds: float) -> list[int
     return statuses
 
 
+@pytest.mark.parametrize(("moment", "times"), [("start", TIMES), ("finish", TIMES // 2)])
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
-    ranks, stopped, tmp_path, monkeypatch
+    ranks, moment, times, stopped, tmp_path, monkeypatch
 ):
     """The one command, again and again, until it ends by itself."""
     losses = uninterrupted(stopped, monkeypatch)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(stopped / "store", "store")
     draw, kills, runs = random.Random(4), 0, 0
-    while kills < TIMES:
+    while kills < times:
         line, runs, ended = f"{BEGIN} --out run-{runs} --resume auto", runs + 1, False
         while not ended:
-            number = str(draw.randrange(ranks))
-            strike = [number, str(draw.uniform(0, 0.3)), str(int(signal.SIGKILL))]
-            statuses = end_of(started(ranks, [*strike, *line.split()]), 60)
+            strike = f"{draw.randrange(ranks)} {moment} {draw.uniform(0, 0.3)} SIGKILL {line}"
+            statuses = end_of(started(ranks, strike.split()), 60)
             assert None not in statuses
             ended = not any(statuses)
             kills += -signal.SIGKILL in statuses
-        lines = read_log(Path(f"run-{runs - 1}"))
-        seen = [line["loss"] for line in lines if line["event"] == "train"]
+        folder = Path(f"run-{runs - 1}")
+        seen = losses_of(folder)
         assert seen == (losses if ranks == 1 else pytest.approx(losses, rel=1e-4))
-        assert lines[-1]["event"] == "finished"
+        check_end(folder)
 
 
-def test_a_rank_that_is_stopped_is_named_and_the_others_end(stopped, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("ranks", "what"), [(2, "SIGSTOP"), (1, "cut"), (2, "cut")])
+def test_a_rank_that_stops_or_a_store_that_is_cut_ends_all_ranks(
+    ranks, what, stopped, tmp_path, monkeypatch
+):
+    """With the reason, and in time."""
     draw = random.Random(5)
     for number in range(0, TIMES, AT_ONCE):  # they mostly wait
         runs = []
-        for _ in range(AT_ONCE):
-            number += 1
-            place = shutil.copytree(stopped, tmp_path / str(number))
+        for more in range(AT_ONCE):
+            place = shutil.copytree(stopped, tmp_path / str(number + more))
             monkeypatch.chdir(place)
-            rank = draw.randrange(2)
-            strike = [str(rank), str(draw.uniform(0, 0.2)), str(int(signal.SIGSTOP))]
-            line = f"{BEGIN} --out new --tokens 400K --rank-timeout 2"
-            runs.append((place, rank, started(2, [*strike, *line.split()])))
+            rank = draw.randrange(ranks)
+            strike = f"{rank} start {draw.uniform(0, 0.2)} {what} {BEGIN} --out new"
+            line = f"{strike} --tokens 400K --rank-timeout 2"
+            runs.append((place, rank, started(ranks, line.split())))
         for place, rank, processes in runs:
-            statuses = end_of([processes[1 - rank]], 60)
+            waits = [processes[1 - rank]] if what == "SIGSTOP" else processes
+            statuses = end_of(waits, 60)
             processes[rank].kill()
-            assert statuses == [1]
-            assert f"no answer from rank {rank}, stopped or stuck" in (place / "said").read_text()
+            said = (place / "said").read_text()
+            if what == "SIGSTOP":
+                assert statuses == [1]
+                assert f"no answer from rank {rank}, stopped or stuck" in said
+            else:
+                assert 2 in statuses and not {0, None} & {*statuses}
+                assert "has become shorter" in said
+
+
+# ---- the same on one process and on two ranks
+
+
+@contextmanager
+def in_step(number: int, do: Callable[[], object], rank: int = 0) -> Iterator[None]:
+    """Have one rank do something as this step begins."""
+    real = train.Trainer.step
+
+    def struck(self, step):
+        if (step.after.step, self.runtime.rank) == (number, rank):
+            do()
+        return real(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Trainer, "step", struck)
+        yield
+
+
+def by_rank0(runtime: Runtime, action: Callable, *arguments: object) -> object:
+    """Rank 0 does this, when all have done what comes before; the others wait for it."""
+    runtime.gather(None)
+    return runtime.on_rank0(partial(action, *arguments))
+
+
+def printed(main: Callable, line: str) -> str:
+    with redirect_stdout(io.StringIO()) as out:
+        assert not main(line.split())
+    return out.getvalue()
+
+
+def losses_of(folder: str) -> list[float]:
+    return [line["loss"] for line in read_log(Path(folder), "train")]
 
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
 
 
-def test_every_signal_saves_the_step_and_resume_goes_on(stopped, tmp_path, monkeypatch):
-    losses, real_step, draw = (
-        uninterrupted(stopped, monkeypatch),
-        train.Trainer.step,
-        random.Random(6),
-    )
-    monkeypatch.chdir(tmp_path)
-    # nohup may have started the tests, and then a run rightly goes on at SIGHUP
-    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
+def signals(runtime: Runtime) -> None:
+    """The step is saved, the status says which signal, the losses are those of a whole run."""
+    draw = random.Random(6)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
+    assert train.main(BEGIN.replace("run", "whole").split()) == 0
     for number in range(TIMES):
         chosen, last = SIGNALS[number % len(SIGNALS)], draw.randrange(1, 16)
-
-        def struck(self, step, chosen=chosen, last=last):
-            if step.after.step == last:
-                os.kill(os.getpid(), chosen)
-            return real_step(self, step)
-
-        monkeypatch.setattr(train.Trainer, "step", struck)
-        line = f"{SMALL} --data {stopped}/store --out run-{number} --resume auto"
-        assert train.main(line.split()) == 128 + chosen
-        assert checkpoint.steps_in(Path(f"run-{number}"))[-1].stem == f"step-{last:08d}"
-        monkeypatch.setattr(train.Trainer, "step", real_step)
-        assert train.main(line.split()) == 0
-        assert [line["loss"] for line in read_log(Path(f"run-{number}"), "train")] == losses
+        rank, out = draw.randrange(runtime.world_size), f"signal-{number}"
+        line = f"{SMALL} --data store --out {out} --resume auto".split()
+        with in_step(last, partial(os.kill, os.getpid(), chosen), rank):
+            status = train.main(line)
+        assert status == 128 + (chosen if runtime.rank == rank else signal.SIGTERM)
+        saved = by_rank0(runtime, checkpoint.steps_in, Path(out))
+        assert saved[-1].stem == f"step-{last:08d}"
+        assert train.main(line) == 0
+        assert by_rank0(runtime, losses_of, out) == losses_of("whole")
 
 
-# ---- steps that are not finite
+def logs_that_lost_their_end(runtime: Runtime) -> None:
+    """It is said with the bytes, the torn line goes, and the report counts the missing steps."""
+    whole, draw = Path("run/log.jsonl").read_bytes(), random.Random(1)
+    known = checkpoint.load(checkpoint.find("run", "last"))["log_size"]
+    for number in range(TIMES):
+        out, kept = Path(f"run-{number}"), draw.choice([0, draw.randrange(known)])
+        by_rank0(runtime, shutil.copytree, "run", out)
+        by_rank0(runtime, os.truncate, out / "log.jsonl", kept)
+        said = printed(train.main, f"--resume --out {out}")
+        if not runtime.is_rank0:
+            continue
+        lost = known - whole.rfind(NEWLINE, 0, kept) - 1
+        assert f"log.jsonl has lost {lost:,} bytes" in said
+        steps = [line["step"] for line in read_log(out, "train")]  # every line is whole
+        assert steps[-7:] == list(range(10, 17))
+        missing = f"missing in the log: {16 - len(steps)}"
+        assert len(steps) == 16 or missing in printed(report.main, f"{out} --markdown")
 
 
-def strike_gradients(patch: pytest.MonkeyPatch, steps: dict[int, float], rank: int) -> None:
-    """Multiply this rank's gradients, which are those of all by then, in some steps."""
-    real = train.Trainer.gradients
-
-    def struck(self, step):
-        total = real(self, step)
-        if step.after.step in steps and self.runtime.rank == rank:
-            for weight in self.model.parameters():
-                weight.grad.mul_(steps[step.after.step])
-        return total
-
-    patch.setattr(train.Trainer, "gradients", struck)
+def flip(file: str, place: int, bit: int) -> None:
+    with open(file, "r+b") as opened:
+        opened.seek(place)
+        byte = opened.read(1)[0]
+        opened.seek(place)
+        opened.write(bytes([byte ^ bit]))
 
 
-def skip_on_two(argv: list[str]) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        strike_gradients(patch, {4: torch.nan, 9: torch.inf}, rank=1)
-        return train.main(argv)
-
-
-def test_bad_steps_move_no_weight_on_any_rank(stopped, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    line = f"{SMALL} --data {stopped}/store --skip-bad-steps 1"
-    for number in range(TIMES // 4):
-        start_ranks(2, f"{line} --out run-{number} --seed {number}".split(), work=skip_on_two)
-        lines = read_log(Path(f"run-{number}"), "train")
-        assert [line["skipped"] for line in lines] == [0] * 3 + [1] * 5 + [2] * 8
-    state = checkpoint.load(checkpoint.find("run-0", "last"))
-    assert state["optimizers"]["guard"]["skipped"] == 2
-
-
-def test_a_skipped_step_is_as_if_the_weights_were_not_asked(stopped, tmp_path, monkeypatch):
-    """Same weights and moments after as before; then a spike; then too many in a row."""
-    monkeypatch.chdir(tmp_path)
-    seen, real = {}, train.Trainer.step
-
-    def watched(self, step):
-        done = real(self, step)
-        seen[step.after.step] = checkpoint.copied(self.state())
-        return done
-
-    monkeypatch.setattr(train.Trainer, "step", watched)
-    line = f"{SMALL} --data {stopped}/store --tokens 8K"
-    draw = random.Random(7)
-    bad = {draw.randrange(2, 16): torch.nan, draw.randrange(18, 24): 1e6, 26: torch.inf}
-    strike_gradients(monkeypatch, bad, rank=0)
-    assert train.main(f"{line} --out run --skip-bad-steps 1".split()) == 0
-    for step in bad:
-        for part in ("model", "state"):
-            before, after = (
-                s["model"] if part == "model" else s["optimizers"]["state"]
-                for s in (seen[step - 1], seen[step])
-            )
-            torch.testing.assert_close(after, before, rtol=0, atol=0)
-        assert not torch.equal(
-            seen[step + 1]["model"]["wte.weight"], seen[step]["model"]["wte.weight"]
-        )
-    strike_gradients(monkeypatch, {5: torch.nan, 6: torch.nan}, rank=0)
-    assert "step 6" in said_by(train.main, f"{line} --out other --skip-bad-steps 1")
-    assert "--skip-bad-steps" in said_by(train.main, f"{line} --out third")
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    resume = "--resume --out third --lr 0.001 --skip-bad-steps 2"
-    assert train.main(resume.split()) == 0, "from before the step, by another learning rate"
-    changed = read_log(Path("third"), "changed")
-    assert {line["setting"]: line["now"] for line in changed} == {
-        "optim.lr": 0.001,
-        "optim.skip_bad_steps": 2,
-    }
-
-
-# ---- one folder, one process
-
-
-def test_a_second_process_is_refused_while_the_first_has_the_folder(place):
+def flipped_bits(runtime: Runtime) -> None:
+    """What --verify-data and `prepare.py verify` find, for they read all of the store."""
+    size, draw = os.path.getsize("store/tokens.bin"), random.Random(2)
     for _ in range(TIMES):
-        with folder_lock(Path("run")):
+        flipped = partial(flip, "store/tokens.bin", draw.randrange(size), 1 << draw.randrange(8))
+        by_rank0(runtime, flipped)
+        assert "tokens.bin is damaged" in said_by(train.main, f"{RESUME} --verify-data")
+        assert "tokens.bin is damaged" in said_by(prepare.main, "verify store")
+        by_rank0(runtime, flipped)
+    assert "verified" in printed(prepare.main, "verify store")
+
+
+def two_processes_in_a_folder(runtime: Runtime) -> None:
+    """The second is refused."""
+    for _ in range(TIMES):
+        with folder_lock(Path("run")) if runtime.is_rank0 else nullcontext():
             assert "is held by another process" in said_by(train.main, RESUME)
     assert said_by(train.main, RESUME) == ""
 
 
-def test_what_comes_after_the_last_step_is_made_up_for(place, monkeypatch):
-    """Killed between the last evaluation and the report, a run is not finished."""
-
-    def killed(*_, **more):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.report, "write", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train.main(RESUME.split())
-    assert not Path("run/report.html").exists()
-    assert train.main(RESUME.split()) == 0
-    assert Path("run/report.html").exists()
-    lines = read_log(Path("run"))
-    assert [line["event"] for line in lines].count("finished") == 1
-    assert sum(line.get("last", False) for line in lines) == 1
+# what every rank comes through after the last step
+ENDING = [(train, "evaluate"), (Run, "finish_saving"), (train.progress, "conclude")]
+ENDING += [(Log, "write"), (Runtime, "on_rank0")]
 
 
-# ---- code and bombs of strangers
+def killed_at_the_end(runtime: Runtime) -> None:
+    """Between the last step and the report, before and after each part: it is made up for."""
+    real_finish, stop = train.finish, pytest.raises(KeyboardInterrupt)
+    for number in range(TIMES):
+        owner, name = ENDING[number % len(ENDING)]
+        real, before, out = getattr(owner, name), number % 2, Path(f"run-{number}")
+        by_rank0(runtime, shutil.copytree, "run", out)
+        with pytest.MonkeyPatch.context() as patch, stop:
+
+            def killed(*args, real=real, before=before, **more):
+                if not before:
+                    real(*args, **more)
+                raise KeyboardInterrupt
+
+            def finish(*args, patch=patch, owner=owner, name=name, killed=killed):
+                patch.setattr(owner, name, killed)
+                real_finish(*args)
+
+            patch.setattr(train, "finish", finish)
+            train.main(f"--resume --out {out}".split())
+        assert train.main(f"--resume --out {out}".split()) == 0
+        if runtime.is_rank0:
+            check_end(out)
 
 
-@pytest.fixture
-def with_code(store_dir, tmp_path, monkeypatch):
-    """A stopped run with a pacing of its own, whose file leaves a mark when it runs."""
-    monkeypatch.chdir(tmp_path)
-    code = "open('ran', 'a').close()\ndef pace(progress):\n    return 8 + 24 * (progress >= 0.5)\n"
-    Path("pace.py").write_text(code)
-    stop_in_step(9, monkeypatch)
-    flags = f"{SMALL} --data {store_dir} --curriculum seqlen --curriculum-pace"
-    assert train.main(f"{flags} pace.py:pace --out run".split()) > 128
-    shutil.move("pace.py", "run/pace.py")
-    for name in ("run/config.json", "run/log.jsonl"):
-        Path(name).write_text(Path(name).read_text().replace("pace.py:pace", "run/pace.py:pace"))
-    path = checkpoint.steps_in(Path("run"))[-1]
-    state = checkpoint.load(path)
-    state["config"]["curriculum.pace"] = "run/pace.py:pace"
-    checkpoint.write_file(path, state)
-    Path("ran").unlink()
-    return tmp_path
+def check_end(folder: Path) -> None:
+    """One last evaluation, one sample, one end, and the report."""
+    lines = read_log(folder)
+    last = sum(line.get("last", False) for line in lines)
+    counts = [[line["event"] for line in lines].count(event) for event in ("sample", "finished")]
+    assert [last, *counts] == [1, 1, 1] and (folder / "report.html").exists()
 
 
-def test_reading_a_run_runs_none_of_its_code_and_resuming_asks(with_code, new_process):
-    evaluate.main(["run", "--tokens", "100", "--device", "cpu"])
-    sample.main(["run", "--tokens", "3", "--device", "cpu"])
-    report.main(["run", "--markdown"])
-    for more in ("", "--dry-run"):
-        assert "--trust-code" in said_by(train.main, f"{RESUME} {more}")
-    assert not Path("ran").exists()
-    log = json.loads(Path("run/config.json").read_text())
-    log["config"]["run.trust_code"] = True  # a stranger cannot trust for us
-    Path("run/config.json").write_text(json.dumps(log))
-    assert "--trust-code" in said_by(train.main, RESUME)
-    assert not Path("ran").exists()
-    assert said_by(train.main, f"{RESUME} --trust-code") == ""
+NOT_FINITE = [("loss", math.nan), ("gradient", math.nan), ("gradient", math.inf)]
+SPIKE = ("gradient", 1e6)
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        return [tensor for inner in value.values() for tensor in tensors_of(inner)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+@contextmanager
+def struck(bad: dict[int, tuple[str, float]], ranks: Collection[int]) -> Iterator[None]:
+    """Make the loss or the summed gradients of these ranks bad in some steps.
+
+    On every rank such a step leaves all weights and moments as they are, and every other one moves
+    them.
+    """
+    gradients, step_of = train.Trainer.gradients, train.Trainer.step
+
+    def spoiled(self, step):
+        total = gradients(self, step)
+        what, factor = bad.get(step.after.step, ("", 1.0))
+        if self.runtime.rank not in ranks:
+            return total
+        for weight in self.model.parameters() if what == "gradient" else ():
+            weight.grad.mul_(factor)
+        return total * factor if what == "loss" else total
+
+    def watched(self, step):
+        before = tensors_of(checkpoint.copied(self.state()))
+        try:
+            return step_of(self, step)
+        finally:
+            after = tensors_of(self.state())
+            same = len(before) == len(after) and all(map(torch.equal, before, after))
+            assert same == (step.after.step in bad)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Trainer, "gradients", spoiled)
+        patch.setattr(train.Trainer, "step", watched)
+        yield
+
+
+def bad_steps_skipped(runtime: Runtime) -> None:
+    """They are counted in log, checkpoint and report; one too many in a row ends the run."""
+    draw = random.Random(7)
+    for number in range(2):
+        out, ranks = f"skips-{number}", [draw.randrange(runtime.world_size)]
+        bad = dict.fromkeys(draw.sample(range(30, 64), 6), SPIKE)  # a median is there by then
+        bad |= {step: draw.choice(NOT_FINITE) for step in draw.sample(range(2, 64), 8)}
+        assert len(bad) >= TIMES / 2
+        with struck(bad, ranks):
+            line = f"{SMALL} --data store --tokens 16K --skip-bad-steps 14 --out {out}"
+            assert train.main(line.split()) == 0
+        if runtime.is_rank0:
+            counts = [line["skipped"] for line in read_log(Path(out), "train")]
+            assert counts == [sum(at <= step for at in bad) for step in range(1, len(counts) + 1)]
+            assert f"moved no weight | {len(bad)} |" in printed(report.main, f"{out} --markdown")
+    with struck({5: NOT_FINITE[0], 6: NOT_FINITE[2]}, ranks):
+        line = f"{SMALL} --data store --skip-bad-steps 1 --out too-many"
+        assert "step 6" in said_by(train.main, line)
+
+
+def bad_steps_refused(runtime: Runtime) -> None:
+    """Without the flag the run stops; it goes on past them with it, or at another rate."""
+    draw = random.Random(8)
+    for number in range(TIMES):
+        step, out = draw.randrange(2, 9), f"stops-{number}"
+        bad = struck({step: NOT_FINITE[number % 3]}, range(runtime.world_size))
+        with bad:
+            said = said_by(train.main, f"{SMALL} --data store --tokens 2048 --out {out}")
+        assert f"is not finite at step {step} on rank 0" in said and "--skip-bad-steps" in said
+        with struck({step: NOT_FINITE[number % 3]}, [0]) if number % 2 else nullcontext():
+            more = "--skip-bad-steps 1" if number % 2 else "--lr 0.001"
+            assert train.main(f"--resume --out {out} {more}".split()) == 0
+        changed = by_rank0(runtime, read_log, Path(out), "changed")
+        assert [line["setting"] for line in changed] == [
+            "optim.skip_bad_steps" if number % 2 else "optim.lr"
+        ]
+
+
+CODE = "open('ran', 'a').close()\ndef pace(progress):\n    return 8 + 24 * (progress >= 0.5)\n"
+NAMES = ["pace.py", "./pace.py", "../code/pace.py", "/pace.py", "deep/pace.py", "a b.py", ".py"]
+NAMES += ["a:b.py", "deep/../pace.py", "\x1b[31m.py"]
+
+
+def set_in_run(folder: Path, setting: str, value: object) -> None:
+    """A setting in all that says what it is: config.json, log and checkpoint."""
+    edit(str(folder / "config.json"), "config", setting, value=value)()
+    first, rest = (folder / "log.jsonl").read_text().split("\n", 1)
+    line = json.loads(first)
+    line["config"][setting] = value
+    (folder / "log.jsonl").write_text(f"{json.dumps(line)}\n{rest}")
+    resigned(put("config", setting, value=value), folder)()
+
+
+def code_of_strangers(runtime: Runtime) -> None:
+    """Reading a run runs none of the code that its settings name; --resume asks first."""
+    folder = Path("code")
+    by_rank0(runtime, Path("pace.py").write_text, CODE)
+    with in_step(9, partial(os.kill, os.getpid(), signal.SIGTERM)):
+        flags = f"{SMALL} --data store --curriculum seqlen --curriculum-pace pace.py:pace"
+        assert train.main(f"{flags} --out code".split()) > 128
+    by_rank0(runtime, (folder / "deep").mkdir)
+    for name in {Path(name).name for name in NAMES} | {"deep/pace.py", "a,b.py"}:
+        by_rank0(runtime, (folder / name).write_text, CODE)
+    by_rank0(runtime, Path("link").symlink_to, "code")
+    by_rank0(runtime, Path("pace.py").unlink)
+    by_rank0(runtime, Path("pace.py").symlink_to, "code/pace.py")
+    by_rank0(runtime, Path("ran").unlink)
+    files = [f"code/{name}" for name in NAMES] + ["link/pace.py", "pace.py"]
+    forms = [("metric", f"{more}{file}:pace") for file in files for more in ("", "seqlen,")]
+    forms += [("pace", f"{file}:pace") for file in [*files, f"{folder.resolve()}/pace.py"]]
+    forms += [("pace", "code/a,b.py:pace")]
+    for setting, value in forms:
+        by_rank0(runtime, shutil.copytree, "code", "kept", True)
+        by_rank0(runtime, set_in_run, folder, f"curriculum.{setting}", value)
+        by_rank0(runtime, set_in_run, folder, "run.trust_code", True)  # not theirs to give
+        printed(evaluate.main, "code --tokens 100 --device cpu")
+        printed(sample.main, "code --tokens 3 --device cpu")
+        by_rank0(runtime, printed, report.main, "code --markdown")
+        for more in ("", "--dry-run"):
+            said = said_by(train.main, f"--resume --out code {more}")
+            assert "--trust-code" in said and said.isprintable(), (value, said)
+        assert not Path("ran").exists(), value
+        by_rank0(runtime, shutil.rmtree, folder)
+        by_rank0(runtime, Path("kept").rename, folder)
+    by_rank0(runtime, set_in_run, folder, "curriculum.pace", "code/pace.py:pace")
+    assert said_by(train.main, "--resume --out code --trust-code") == ""
     assert Path("ran").exists()
 
 
-INPUT = {
-    "a line that never ends": ("a.jsonl.gz", "longer than"),
-    "a dangling link": ("folder", "a link to nothing"),
-    "a pipe in a folder": ("folder", "a pipe or a device"),
-    "a folder that may not be read": ("folder", "Permission denied"),
-    "JSON nested deep": ("a.jsonl", "nested too deep"),
+SOON = 10  # seconds, on a busy machine
+LITTLE = 400 << 20  # bytes; a line may have 64 MiB, as bytes, as text, and while it grows
+
+
+@contextmanager
+def cheaply(what: str) -> Iterator[None]:
+    """This takes seconds, and this process never has much more memory than before."""
+    began, before = time.monotonic(), resident()
+    yield
+    seconds, grown = time.monotonic() - began, resident("VmHWM") - before
+    assert seconds < SOON and grown < LITTLE, f"{what}: {seconds:.1f} s, {grown >> 20} MiB"
+
+
+def sparse(file: str, size: int = 1 << 40) -> Callable[[], None]:
+    """A file that has a terabyte, and takes no room."""
+
+    def make() -> None:
+        with open(file, "ab") as opened:
+            opened.truncate(size)
+
+    return make
+
+
+def claims(shape: list[int], offsets: list[int], header_bytes: int = 0) -> Callable[[], object]:
+    """A safetensors file whose header says this of its one tensor."""
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+    header = json.dumps({"transformer.wte.weight": entry}).encode()
+    content = (header_bytes or len(header)).to_bytes(8, "little") + header
+    return lambda: Path("huge.safetensors").write_bytes(content)
+
+
+def expanded(state: dict) -> None:
+    state["model"]["ln_f.bias"] = torch.zeros(1).expand(1 << 34)  # 64 GB, of 4 bytes
+
+
+NEW = f"{BEGIN} --out new"
+FLAGS = ["--layers 1000000000", "--width 2147483648", "--heads 100000", "--batch-tokens 1000M"]
+FLAGS += ["--seq-len 4294967296", "--tokens 1e30", "--seed 1e30", "--keep 1e30"]
+READ = {  # by what
+    "run/config.json": (train.main, RESUME),
+    "run/extended.json": (train.main, RESUME),
+    "store/meta.json": (train.main, NEW),
+    "task.jsonl": (evaluate.main, "run --task task.jsonl --device cpu"),
+    "labelled.jsonl": (evaluate.main, "run --finetune labelled.jsonl --device cpu"),
+}
+PUBLISHED = {
+    "64 GB": claims([1 << 34], [0, 1 << 36]),
+    "2^62 numbers": claims([1 << 31, 1 << 31], [0, 1 << 64]),
+    "a header of 2^60 bytes": claims([1], [0, 4], 1 << 60),
 }
 
 
-@pytest.mark.parametrize("fault", INPUT)
-def test_input_that_would_be_skipped_or_fill_memory_is_refused(fault, tmp_path, monkeypatch):
-    import gzip
+class Huge(NamedTuple):
+    make: Callable[[], object]
+    main: Callable
+    line: str
+    named: str  # in the refusal
 
-    if "read" in fault and os.geteuid() == 0:
-        pytest.skip("root may read every folder")
-    monkeypatch.chdir(tmp_path)
-    name, said = INPUT[fault]
-    if name == "folder":
-        Path("folder/below").mkdir(parents=True)
-        Path("folder/a.txt").write_text("text " * 100)
-    if "line" in fault:
-        with gzip.open(name, "wb") as file:
-            file.write(b'{"text": "')
-            for _ in range(80):
-                file.write(b" " * (1 << 20))
-    elif "link" in fault:
-        Path("folder/b.txt").symlink_to("nowhere")
-    elif "pipe" in fault:
-        os.mkfifo("folder/b.txt")
-    elif "folder" in fault:
-        Path("folder/below").chmod(0)
-    else:
-        Path(name).write_text(DEEP)
-    assert said in said_by(prepare.main, f"{name} --out s --tokenizer bytes")
-    assert not [path for path in Path().iterdir() if path.name.startswith((".s", "s"))]
+
+def huge() -> dict[str, Huge]:
+    """Sizes beyond all reason."""
+    sizes = {f: Huge(lambda: None, train.main, f"{NEW} {f}", f.split()[0]) for f in FLAGS}
+    for file, (main, line) in READ.items():
+        sizes[f"{file} nested deep"] = Huge(text(file, DEEP), main, line, Path(file).name)
+        sizes[f"{file} of a terabyte"] = Huge(sparse(file), main, line, Path(file).name)
+    for what, make in PUBLISHED.items():
+        line = f"{NEW} --init huge.safetensors"
+        sizes[f"safetensors of {what}"] = Huge(make, train.main, line, "huge.safetensors")
+    vocabulary = edit("store/meta.json", "vocab_size", value=10**9)
+    sizes["a vocabulary of 10^9"] = Huge(vocabulary, train.main, NEW, "vocab_size")
+    layers = edit("run/config.json", "config", "model.layers", value=10**9)
+    sizes["10^9 layers in a run"] = Huge(layers, train.main, RESUME, "config.json")
+    named = "claims more numbers than the file has"
+    sizes["64 GB in a checkpoint"] = Huge(resigned(expanded), train.main, RESUME, named)
+    return sizes
+
+
+def sizes_beyond_all_reason(runtime: Runtime) -> None:
+    """Refused at once, naming flag or file; memory stays as it is."""
+    start, sizes = Path.cwd(), huge()
+    assert len(sizes) >= TIMES
+    for number, (name, size) in enumerate(sizes.items()):
+        place = start.parent / f"huge-{number}"
+        by_rank0(runtime, shutil.copytree, start, place)
+        os.chdir(place)
+        by_rank0(runtime, lambda size=size: size.make() and None)
+        with cheaply(name):
+            said = said_by(size.main, size.line)
+        assert size.named in said and not Path("new").exists(), (name, said)
+
+
+BOMBS = {  # how a line begins that goes on with this byte, for longer than memory has room
+    "text": (b'{"text": "', b" "),
+    "blanks": (b"", b" "),
+    "number": (b'{"text": ', b"9"),
+    "depth": (b"", b"["),
+    "key": (b'{"', b"k"),
+}
+ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+
+
+def bomb(name: str, begins: bytes, byte: bytes) -> None:
+    open_file = {".gz": partial(gzip.open, compresslevel=1), ".jsonl": open}.get(Path(name).suffix)
+    with (open_file or pytest.importorskip("zstandard").open)(name, "wb") as file:
+        file.write(b'{"text": "one"}\n' + begins)
+        for _ in range(300):
+            file.write(byte * (1 << 20))
+
+
+def a_socket(name: str) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(name)
+
+
+IN_FOLDER = {  # what is beside a text, and what is said of it
+    "a link to nothing": (lambda name: Path(name).symlink_to("nowhere"), "a link, but not"),
+    "a link to itself": (lambda name: Path(name).symlink_to("b"), "a link, but not"),
+    "a link to a folder": (lambda name: Path(name).symlink_to("../other"), "a link, but not"),
+    "a link upwards": (lambda name: Path(name).symlink_to(".."), "a link, but not"),
+    "a link to a device": (lambda name: Path(name).symlink_to("/dev/zero"), "a link, but not"),
+    "a pipe": (os.mkfifo, "a pipe or a device"),
+    "a socket": (a_socket, "a pipe or a device"),
+    "a folder that may not be read": (lambda name: Path(name).mkdir(0), "Permission denied"),
+}
+
+
+def texts_of_strangers(runtime: Runtime) -> None:
+    """Refused, naming the file, within seconds and little memory; nothing is left behind."""
+    given = {f"{what}{end}": f"{what}{end}" for what in BOMBS for end in ENDINGS}
+    if not find_spec("zstandard"):
+        given = {name: said for name, said in given.items() if not name.endswith(".zst")}
+    for name in given:
+        bomb(name, *BOMBS[name.partition(".")[0]])
+    for end in (".jsonl", ".jsonl.gz"):
+        opened = gzip.open if end.endswith("gz") else open
+        with opened(f"deep{end}", "wb") as file:
+            file.write(DEEP.encode())
+        given[f"deep{end}"] = "nested too deep"
+    os.mkfifo("given")
+    given |= {"given": "a pipe cannot be read", "/dev/zero": "a pipe cannot be read"}
+    for what, (make, said) in IN_FOLDER.items():
+        if "read" not in what or os.geteuid():  # root may read every folder
+            folder = Path(what.replace(" ", "-"))
+            folder.mkdir()
+            (folder / "a.txt").write_text("text " * 100)
+            make(f"{folder}/b")
+            given[str(folder)] = said
+    assert len(given) >= TIMES
+    for name, said in given.items():
+        with cheaply(name):
+            heard = said_by(prepare.main, f"{name} --out s --tokenizer bytes")
+        assert said in heard, (name, heard)
+        assert not [path for path in Path().iterdir() if path.name.startswith((".s.", "s"))], name
+
+
+EVERYWHERE = [signals, logs_that_lost_their_end, flipped_bits, two_processes_in_a_folder]
+EVERYWHERE += [killed_at_the_end, bad_steps_skipped, bad_steps_refused, code_of_strangers]
+EVERYWHERE += [sizes_beyond_all_reason]
+WORKS = {work.__name__: work for work in (*EVERYWHERE, texts_of_strangers)}
+RUNS = [(work.__name__, ranks) for work in EVERYWHERE for ranks in (1, 2)]
+
+
+def by_name(argv: list[str]) -> None:
+    WORKS[argv[0]](start("cpu", "auto"))
+
+
+@pytest.mark.parametrize(("work", "ranks"), [*RUNS, ("texts_of_strangers", 1)])
+def test_on_one_process_and_on_two_ranks(work, ranks, place):
+    start_ranks(ranks, [work], work=by_name)
+
+
+# ---- what else strangers write
 
 
 def test_json_lines_are_read_as_such_whatever_their_name(tmp_path, monkeypatch):
@@ -769,44 +997,3 @@ def test_repeated_ids_are_counted_and_names_cannot_steer_a_terminal(tmp_path, mo
     assert "\x1b" not in said and r"\x1b[31mred" in said
     refused = said_by(prepare.main, "\x1b[31m --out t --tokenizer bytes")
     assert "\x1b" not in one_line(ValueError(refused))
-
-
-def test_a_tensor_that_claims_more_than_its_file_has_is_refused(place):
-    def claim(state: dict) -> None:
-        state["model"]["ln_f.bias"] = torch.zeros(1).expand(1 << 34)  # 64 GB, of 4 bytes
-
-    path = checkpoint.steps_in(Path("run"))[-1]
-    state = checkpoint.load(path)
-    claim(state)
-    checkpoint.write_file(path, state)
-    assert "claims more numbers than the file has" in said_by(train.main, RESUME)
-
-
-def test_spans_that_were_cut_or_zeroed_are_refused(place, monkeypatch):
-    monkeypatch.setattr("support.rows.samples.IN_MEMORY", 0)
-    line = f"{SMALL} --data store --pack --tokens 512"
-    assert said_by(train.main, f"{line} --out first") == ""
-    (table,) = Path("store").glob("train-*.spans")
-    whole = table.read_bytes()
-    draw = random.Random(8)
-    for number in range(TIMES):
-        content = bytearray(whole)
-        if number % 2:
-            del content[draw.randrange(len(whole) // 16) * 16 :]
-        else:
-            first = draw.randrange(len(whole) // 16 - 64) * 16
-            content[first : first + 64 * 16] = bytes(64 * 16)
-        table.write_bytes(content)
-        assert f"{table.name} is damaged" in said_by(train.main, f"{line} --out more")
-    table.unlink()
-    assert said_by(train.main, f"{line} --out more") == ""
-
-
-BOUNDS = ["--layers 1000000000", "--width 2147483648", "--heads 100000", "--batch-tokens 1000M"]
-
-
-@pytest.mark.parametrize("flags", BOUNDS)
-def test_sizes_beyond_all_reason_are_refused_at_once(flags, place):
-    began = time.monotonic()
-    assert flags.split()[0] in said_by(train.main, f"{BEGIN} --out new {flags}")
-    assert time.monotonic() - began < 5 and not Path("new").exists()

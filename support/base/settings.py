@@ -195,10 +195,10 @@ def check_code(settings: Flat, folder: Path, trusted: bool) -> None:
 
     Raises: ValueError for a file in the run's own folder, which may come from a stranger
     """
-    values = [part for v in settings.values() if isinstance(v, str) for part in v.split(",")]
-    for value in values:
+    texts = [value for value in settings.values() if isinstance(value, str)]
+    for value in dict.fromkeys(part for text in texts for part in (text, *text.split(","))):
         path = Path(value.rpartition(":")[0])
-        if path.suffix != ".py":
+        if not (path.name.endswith(".py") and path.is_file()):
             continue
         if path.resolve().is_relative_to(folder.resolve()) and not trusted:
             raise ValueError(

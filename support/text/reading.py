@@ -55,7 +55,7 @@ def _files(given: str | Path) -> list[InputFile]:
     files = []
     for file in tqdm(_walk(path), "files", unit="", disable=None, leave=False):
         if not file.is_file():  # else it would be left out without a word, or waited for
-            kind = "a link to nothing" if file.is_symlink() else "a pipe or a device"
+            kind = "a link, but not to a file" if file.is_symlink() else "a pipe or a device"
             raise ValueError(f"{file}: is {kind}: remove it, or name the files one by one")
         below = file.relative_to(path)
         files.append(InputFile(file, below.as_posix(), True, file.stat().st_size))
@@ -75,7 +75,8 @@ def _walk(folder: Path) -> Iterator[Path]:
 
     for below, folders, names in os.walk(folder, onerror=refuse):
         folders[:] = [name for name in folders if not name.startswith(".")]
-        yield from (Path(below) / name for name in names if not name.startswith("."))
+        links = [name for name in folders if os.path.islink(os.path.join(below, name))]
+        yield from (Path(below) / name for name in names + links if not name.startswith("."))
 
 
 def open_input(path: Path) -> BinaryIO:
