@@ -24,7 +24,7 @@ from pathlib import Path
 
 import config
 from support.base.atomic import atomic_write
-from support.base.runtime import Parser, exit_cleanly
+from support.base.runtime import Parser, exit_cleanly, printable
 from support.base.settings import Flat, flag_of, flattened, real_number
 from support.report import comparison, figures, run_page
 from support.report.charts import picture
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
     if args.json:
         print(json.dumps(without_nan(numbers)))
     if args.markdown:
-        print(markdown(page), end="")
+        print("\n".join(map(printable, markdown(page).splitlines())))
     if args.out or not (args.json or args.markdown):
         file = args.out or (args.runs[0] if len(logs) == 1 else Path()) / "report.html"
         save(page, file)

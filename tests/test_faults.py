@@ -16,6 +16,7 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
@@ -29,13 +30,14 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, rank_of, read_log, start_ranks, stop_in_step
+from conftest import ROOT, SMALL, rank_of, read_log, start_ranks, stop_in_step, write_lines
 
 import evaluate
 import prepare
 import report
 import sample
 import train
+from model import Transformer, TransformerConfig
 from support.base.atomic import folder_lock
 from support.base.runtime import Runtime, one_line, resident, start
 from support.run import checkpoint
@@ -530,6 +532,47 @@ def test_a_rank_that_stops_or_a_store_that_is_cut_ends_all_ranks(
                 assert "has become shorter" in said
 
 
+def test_torchrun_on_two_machines_goes_on_after_a_kill(tmp_path):
+    """Two agents, each in a clone of its own with its own corpus; docs/reliability.md has them."""
+    aside = shutil.ignore_patterns(".*", "results", "docs", "tests", "bench", "runs", "shared")
+    machines = [shutil.copytree(ROOT, tmp_path / f"machine-{n}", ignore=aside) for n in range(2)]
+    try:
+        with socket.create_server(("localhost", 0)) as free:
+            end = f"localhost:{free.getsockname()[1]}"
+    except OSError as error:
+        pytest.skip(f"torchrun cannot bind a port: {error}")
+    line = f"train.py {SMALL} --tokens 40K --checkpoint-every 2048 --eval-every 20K"
+    alone = run_in(machines[0], f"{line} --out alone")
+    assert alone.wait(SECONDS) == 0
+    torchrun = "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --max-restarts 3"
+    torchrun += f" --rdzv-backend c10d --rdzv-endpoint {end}"
+    agents = [run_in(at, f"{torchrun} {line} --out runs/a --resume auto") for at in machines]
+    try:
+        out, until = machines[0] / "runs/a", time.monotonic() + SECONDS
+        while not list(out.glob("step-*.pt")):
+            assert time.monotonic() < until and agents[0].poll() is None
+            time.sleep(0.1)
+        pid = agents[1].pid
+        (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(worker), signal.SIGKILL)
+        assert [agent.wait(SECONDS) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert losses_of(out) == pytest.approx(losses_of(machines[0] / "alone"), rel=1e-4)
+    assert len(read_log(out, "run")) == 2 and not (machines[1] / "runs").exists()
+    check_end(out)
+
+
+SECONDS = 180  # for an agent; 20 on a quiet machine
+
+
+def run_in(folder: Path, line: str) -> subprocess.Popen:
+    with (folder / "said").open("w") as said:
+        command = [sys.executable, *line.split()]
+        return subprocess.Popen(command, cwd=folder, stdout=said, stderr=subprocess.STDOUT)
+
+
 # ---- the same on one process and on two ranks
 
 
@@ -634,7 +677,7 @@ def two_processes_in_a_folder(runtime: Runtime) -> None:
 
 # what every rank comes through after the last step
 ENDING = [(train, "evaluate"), (Run, "finish_saving"), (train.progress, "conclude")]
-ENDING += [(Log, "write"), (Runtime, "on_rank0")]
+ENDING += [(Runtime, "say"), (Log, "write")]
 
 
 def killed_at_the_end(runtime: Runtime) -> None:
@@ -646,10 +689,13 @@ def killed_at_the_end(runtime: Runtime) -> None:
         by_rank0(runtime, shutil.copytree, "run", out)
         with pytest.MonkeyPatch.context() as patch, stop:
 
-            def killed(*args, real=real, before=before, **more):
-                if not before:
-                    real(*args, **more)
-                raise KeyboardInterrupt
+            def killed(*args, real=real, before=before, name=name, **more):
+                is_here = name != "write" or "finished" in args  # the last line of the log
+                if not (is_here and before):
+                    done = real(*args, **more)
+                if is_here:
+                    raise KeyboardInterrupt
+                return done
 
             def finish(*args, patch=patch, owner=owner, name=name, killed=killed):
                 patch.setattr(owner, name, killed)
@@ -987,13 +1033,62 @@ def test_json_lines_are_read_as_such_whatever_their_name(tmp_path, monkeypatch):
     assert counts == [30] * 4
 
 
-def test_repeated_ids_are_counted_and_names_cannot_steer_a_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
+def test_repeated_ids_are_counted_and_names_cannot_steer_a_terminal(place, capsys):
     lines = [{"id": n % 25, "text": f"document {n}", "source": "\x1b[31mred"} for n in range(30)]
     Path("a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     prepare.main(["a.jsonl", "--out", "s", "--tokenizer", "bytes"])
+    evaluate.main(["run", "--data", "s", "--split", "all", "--by", "source", "--device", "cpu"])
     said = capsys.readouterr().out
     assert "5   documents with the id of an earlier one" in said
     assert "\x1b" not in said and r"\x1b[31mred" in said
     refused = said_by(prepare.main, "\x1b[31m --out t --tokenizer bytes")
     assert "\x1b" not in one_line(ValueError(refused))
+
+
+def test_numbers_that_are_not_finite_are_blamed_on_their_file(place):
+    """NaN in published weights; weights so large that a model's results are NaN."""
+    model = Transformer(TransformerConfig("gpt", 4, 2, 32, 128, 1024, 320))
+    weights = {  # published matrices are (in, out)
+        name: weight.detach().mT.contiguous()
+        if ".c_" in name and weight.ndim > 1
+        else weight.detach()
+        for name, weight in model.state_dict().items()
+    }
+    weights["wte.weight"][3, 3] = math.nan
+    torch.save(weights, "bad.pt")
+    said = said_by(train.main, f"{SMALL} --data store --init bad.pt --out new")
+    assert "bad.pt" in said and "not finite" in said
+    resigned(lambda state: state["model"]["ln_f.weight"].fill_(3e38))()
+    write_lines(Path("task.jsonl"), [{"context": "a", "continuations": ["b", "c"], "label": 0}])
+    for line in ("--tokens 100", "--json --tokens 100", "--task task.jsonl"):
+        assert "not finite" in said_by(evaluate.main, f"run --device cpu {line}"), line
+
+
+def test_tensorboard_without_its_package_claims_no_folder(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as an import that fails
+    assert "needs its package" in said_by(train.main, f"{NEW} --tensorboard")
+    assert not Path("new").exists()
+
+
+def test_what_strangers_write_cannot_steer_a_terminal(place, capsys):
+    """Names of files, and texts in settings, logs and stores, are printed escaped."""
+    red = "\x1b[31mred"
+    shutil.copytree("run", red)
+    set_in_run(Path(red), "model.size", red)
+    shutil.copytree("store", f"{red}-store")
+    edit(f"{red}-store/meta.json", "tokenizer", value=red)()
+    Path(f"{red}.jsonl").write_text("5")
+    for main, line in (
+        (evaluate.main, f"{red} --tokens 100"),
+        (sample.main, red),
+        (train.main, f"--resume --out {red}"),
+        (train.main, f"--data {red}-store --out new --device cpu"),
+        (prepare.main, f"{red}.jsonl --out s --tokenizer bytes"),
+        (evaluate.main, f"run --task {red}.jsonl"),
+    ):
+        with pytest.raises((ValueError, OSError)) as refused:
+            main(line.split())
+        assert one_line(refused.value).isprintable()
+    report.main([red, "--markdown"])
+    heard = capsys.readouterr()
+    assert "\x1b[31m" not in heard.out + heard.err
