@@ -23,7 +23,7 @@ from pathlib import Path
 
 import config
 from support.base.atomic import atomic_write
-from support.base.runtime import Parser, exit_cleanly
+from support.base.runtime import Parser, exit_cleanly, printable
 from support.base.settings import Flat, Value, flattened, real_number, settings_of, shown_default
 from support.report import comparison, figures, run_page
 from support.report.charts import picture
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         # null for infinity and NaN, which JSON does not have
         print(json.dumps(json.loads(json.dumps(numbers), parse_constant=lambda _: None)))
     if args.markdown:
-        print(markdown(page), end="")
+        print("\n".join(map(printable, markdown(page).splitlines())))
     if args.out or not (args.json or args.markdown):
         file = args.out or (args.runs[0] if len(logs) == 1 else Path()) / "report.html"
         save(page, file)

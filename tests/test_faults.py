@@ -7,32 +7,42 @@ docs/reliability.md lists these classes of faults and what is promised for each.
 """
 
 import gzip
+import io
 import json
+import math
 import multiprocessing
 import os
 import random
 import shutil
 import signal
 import socket
+import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager, nullcontext, redirect_stdout
+from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, rank_of, read_log, start_ranks, stop_in_step
+from conftest import ROOT, SMALL, rank_of, read_log, start_ranks, stop_in_step, write_lines
 
 import evaluate
 import prepare
 import report
 import sample
 import train
+from model import Transformer, TransformerConfig
 from support.base.atomic import folder_lock
-from support.base.runtime import one_line
+from support.base.runtime import Runtime, one_line, resident, start
 from support.run import checkpoint
+from support.run.folder import Log
+from support.run.run import Run
 from support.text import tokenizer
 from support.weights import published
 
@@ -76,26 +86,32 @@ def said_by(main: Callable[[list[str]], object], line: str) -> str:
 
 
 def say_all(argv: list[str]) -> None:
-    """A rank's work: in each folder FOLDER=COMMAND names, train; write down what was said."""
-    said, places = [], Path.cwd()
+    """A rank's work: in each folder FOLDER=COMMAND names, train; write down what was said.
+
+    What follows " | " in a command is for rank 1 alone.
+    """
+    said, places, rank = [], Path.cwd(), os.environ["RANK"]
     for entry in " ".join(argv).split(" ; "):
         folder, _, line = entry.partition("=")
-        os.chdir(places / folder.replace("RANK", os.environ["RANK"]))
-        said.append(said_by(train.main, line))
-    (places / f"said-{os.environ['RANK']}.json").write_text(json.dumps(said))
+        line, _, more = line.partition(" | ")
+        os.chdir(places / folder.replace("RANK", rank))
+        said.append(said_by(train.main, f"{line} {more if rank == '1' else ''}"))
+    (places / f"said-{rank}.json").write_text(json.dumps(said))
 
 
-def said_at(places: Path) -> list[list[str]]:
-    """What each rank has written down."""
-    return [json.loads((places / f"said-{rank}.json").read_text()) for rank in range(2)]
-
-
-def by_two_ranks(places: Path, lines: dict[str, str], patch: pytest.MonkeyPatch) -> list[list[str]]:
-    """What each of two ranks says to each command, {folder: command}, RANK in a folder's name."""
+def by_ranks(
+    ranks: int, lines: dict[str, str], places: Path, patch: pytest.MonkeyPatch
+) -> list[list[str]]:
+    """What each of these ranks says to each command, {folder: command}."""
     patch.chdir(places)
     entries = " ; ".join(f"{folder}={line}" for folder, line in lines.items())
-    start_ranks(2, entries.split(), work=say_all)
-    return said_at(places)
+    start_ranks(ranks, entries.split(), work=say_all)
+    return said_at(places, ranks)
+
+
+def said_at(places: Path, ranks: int = 2) -> list[list[str]]:
+    """What each rank has written down."""
+    return [json.loads((places / f"said-{rank}.json").read_text()) for rank in range(ranks)]
 
 
 # ---- files that are edited, damaged, or of another run
@@ -128,11 +144,11 @@ def text(file: str, content: str) -> Callable[[], object]:
     return lambda: Path(file).write_text(content)
 
 
-def resigned(change: Callable[[dict], object]) -> Callable[[], None]:
+def resigned(change: Callable[[dict], object], folder: Path = Path("run")) -> Callable[[], None]:
     """The newest checkpoint with other contents, and a digest that is right."""
 
     def damage() -> None:
-        path = checkpoint.steps_in(Path("run"))[-1]
+        path = checkpoint.steps_in(folder)[-1]
         state = checkpoint.load(path)
         change(state)
         checkpoint.write_file(path, state)
@@ -266,12 +282,8 @@ def test_damaged_files_are_refused_in_one_line_that_names_them(
         damage()
         lines[str(number)] = line
     log = (stopped / "run" / "log.jsonl").read_bytes()
-    alone = []
-    for folder in lines:
-        monkeypatch.chdir(tmp_path / folder)
-        alone.append(said_by(train.main, line))
-    ranks = by_two_ranks(tmp_path, lines, monkeypatch)
-    for name, *said in zip(damages, alone, *ranks, strict=True):
+    alone, both = (by_ranks(ranks, lines, tmp_path, monkeypatch) for ranks in (1, 2))
+    for name, *said in zip(damages, *alone, *both, strict=True):
         assert all(named in line for line in said), (name, said)
     for folder in lines:
         assert (tmp_path / folder / "run" / "log.jsonl").read_bytes() == log
@@ -300,27 +312,7 @@ def test_commands_that_read_a_run_refuse_an_odd_checkpoint_in_one_line(
 
 
 def test_control_an_undamaged_run_is_not_refused(place, monkeypatch):
-    assert by_two_ranks(place.parent, {"place": RESUME}, monkeypatch) == [[""], [""]]
-
-
-def test_a_log_that_lost_its_end_is_said_and_mended(stopped, tmp_path, monkeypatch, capsys):
-    whole = (stopped / "run" / "log.jsonl").read_bytes()
-    known = checkpoint.load(checkpoint.find(stopped / "run", "last"))["log_size"]
-    draw = random.Random(1)
-    for number in range(TIMES):
-        monkeypatch.chdir(shutil.copytree(stopped, tmp_path / str(number)))
-        kept = draw.choice([0, draw.randrange(known)])
-        Path("run/log.jsonl").write_bytes(whole[:kept])
-        assert train.main(RESUME.split()) == 0
-        assert f"log.jsonl has lost {known - whole.rfind(NEWLINE, 0, kept) - 1:,} bytes" in (
-            capsys.readouterr().out
-        )
-        lines = read_log(Path("run"))  # every line is whole
-        steps = [line["step"] for line in lines if line["event"] == "train"]
-        assert steps[-8:] == list(range(9, 17)) or steps[-7:] == list(range(10, 17))
-        report.main(["run", "--markdown"])
-        missing = 16 - len(steps)
-        assert f"missing in the log: {missing}" in capsys.readouterr().out or not missing
+    assert by_ranks(2, {"place": RESUME}, place.parent, monkeypatch) == [[""], [""]]
 
 
 LINES = ["5", "[]", '"x"', "{}", '{"event": 5}', DEEP, "\x00", '{"event":"train","step":"x"}']
@@ -343,454 +335,6 @@ def test_what_the_last_bits_depend_on_is_said_when_it_changes(place, capsys):
     assert "threads was 64 and is 1: losses will be close, not bitwise" in said
 
 
-def test_a_store_that_changed_under_its_digests_is_what_verify_data_and_verify_find(place, capsys):
-    size, draw = os.path.getsize("store/tokens.bin"), random.Random(2)
-    prepare.main(["verify", "store"])
-    assert "verified" in capsys.readouterr().out
-    for _ in range(TIMES):
-        with open("store/tokens.bin", "r+b") as file:
-            at = draw.randrange(size)
-            file.seek(at)
-            byte = file.read(1)[0]
-            file.seek(at)
-            file.write(bytes([byte ^ 1]))
-        assert "tokens.bin is damaged" in said_by(train.main, f"{RESUME} --verify-data")
-        assert "tokens.bin is damaged" in said_by(prepare.main, "verify store")
-        with open("store/tokens.bin", "r+b") as file:
-            file.seek(at)
-            file.write(bytes([byte]))
-
-
-def test_a_store_that_is_cut_while_it_is_read_is_a_sentence(place, monkeypatch):
-    draw, real_step = random.Random(3), train.Trainer.step
-    for number in range(TIMES):
-        shutil.copytree("store", f"store-{number}")
-        last, share = draw.randrange(1, 12), draw.random()
-
-        def cutting(self, step, last=last, share=share, number=number):
-            if step.after.step == last:
-                cut(f"store-{number}/tokens.bin", share)()
-            return real_step(self, step)
-
-        monkeypatch.setattr(train.Trainer, "step", cutting)
-        line = f"{SMALL} --data store-{number} --out new-{number}"
-        assert "has become shorter" in said_by(train.main, line)
-
-
-# ---- ranks that differ, and machines that share no folder
-
-DIFFER = ["--dtype bf16", "--lr 0.5", "--seed 5", "--tokens 2048", "--layers 2", "--width 64"]
-DIFFER += ["--batch-tokens 512", "--eval-every 512", "--eval-tokens 100", "--fsdp", "--offload"]
-DIFFER += ["--checkpoint-every 512", "--seq-len 64", "--optimizer adamw", "--pack", "--ltd"]
-DIFFER += ["--dropout 0.1", "--schedule wsd", "--micro-batch-size 1", "--model bert"]
-
-
-def differ(argv: list[str]) -> None:
-    """A rank's work: rank 1 has one more flag."""
-    os.environ["LOCAL_RANK"] = "0"
-    said, rank, places = [], int(os.environ["RANK"]), Path.cwd()
-    os.chdir(places / f"machine-{rank}")
-    for more in DIFFER:
-        said.append(said_by(train.main, f"{BEGIN} --out new {more if rank else ''}"))
-    (places / f"said-{rank}.json").write_text(json.dumps(said))
-
-
-def test_ranks_with_other_flags_are_refused_before_the_first_step(stopped, tmp_path, monkeypatch):
-    assert len(DIFFER) >= TIMES
-    machines = two_machines(stopped, tmp_path, monkeypatch)
-    start_ranks(2, [], work=differ)
-    for by_rank in said_at(tmp_path):
-        for more, said in zip(DIFFER, by_rank, strict=True):
-            assert "ranks differ in" in said and more.split()[0].lstrip("-")[:5] in said, (
-                more,
-                said,
-            )
-    assert not any((machine / "new").exists() for machine in machines)
-
-
-def two_machines(stopped: Path, places: Path, patch: pytest.MonkeyPatch) -> list[Path]:
-    patch.chdir(places)
-    return [shutil.copytree(stopped, places / f"machine-{rank}") for rank in range(2)]
-
-
-def on_machines(argv: list[str]) -> None:
-    """As `say_all`, but this rank is the first of its machine."""
-    os.environ["LOCAL_RANK"] = "0"
-    say_all(argv)
-
-
-@pytest.mark.parametrize("fault", ["another text", "no shared folder", "the run on one machine"])
-def test_two_machines(fault, stopped, tmp_path, monkeypatch):
-    """Two folders as two machines, TIMES in a row."""
-    machines = two_machines(stopped, tmp_path, monkeypatch)
-    line, lines = f"{BEGIN} --out new", []
-    if fault == "another text":
-        words = Path("words.txt")
-        words.write_text("other words " * 9000)
-        prepare.main(f"{words} --out {machines[1]}/text --tokenizer bytes".split())
-        shutil.rmtree(machines[1] / "store")
-        (machines[1] / "text").rename(machines[1] / "store")
-    elif fault == "no shared folder":
-        line += " --fsdp"
-    else:
-        shutil.rmtree(machines[1] / "run")
-        shutil.copytree(machines[0] / "run", machines[0] / "again")
-    for number in range(TIMES):
-        if fault == "the run on one machine":
-            shutil.copytree(machines[0] / "again", machines[0] / f"run-{number}")
-            line = f"--resume --out run-{number}"
-        lines.append(f"machine-RANK={line}")
-    start_ranks(2, " ; ".join(lines).split(), work=on_machines)
-    first, second = said_at(tmp_path)
-    if fault == "the run on one machine":  # it goes on: rank 0 reads for both
-        assert first == second == [""] * TIMES
-        log = read_log(machines[0] / "run-0", "train")
-        losses = uninterrupted(stopped, monkeypatch)
-        assert [line["loss"] for line in log] == pytest.approx(losses, rel=1e-4)
-        return
-    named = {"another text": "the text of --data", "no shared folder": "rank 1 does not see new"}
-    assert all(named[fault] in said for said in first + second), (first, second)
-
-
-def uninterrupted(stopped: Path, patch: pytest.MonkeyPatch, more: str = "") -> list[float]:
-    """The losses of the run that nobody stopped."""
-    patch.chdir(stopped)
-    out = f"whole{more.replace(' ', '')}"
-    if not Path(out).exists():
-        assert train.main(f"{BEGIN} --out {out} {more}".split()) == 0
-    return [line["loss"] for line in read_log(Path(out), "train")]
-
-
-# ---- kills, signals, and ranks that do not answer
-
-
-def kill_soon(argv: list[str]) -> int:
-    """A rank's work: train, and be killed if this rank is the one, some time after the start."""
-    number, seconds, how, *argv = argv
-    sys.stderr = open("said", "a", buffering=1)  # noqa: SIM115, what the last words are written to
-    if os.environ.get("RANK", "0") == number:
-        real = train.Poll.begin
-
-        def begin(self, run, bar):
-            real(self, run, bar)
-            strike = threading.Timer(float(seconds), os.kill, (os.getpid(), int(how)))
-            strike.daemon = True
-            strike.start()
-
-        train.Poll.begin = begin
-    return train.main(argv)
-
-
-def started(ranks: int, argv: list[str]) -> list[multiprocessing.Process]:
-    """The processes of a command on so many ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    context, given = multiprocessing.get_context("forkserver"), (ranks, port, Path.cwd())
-    processes = [
-        context.Process(target=rank_of, args=(rank, *given, kill_soon, [argv]))
-        for rank in range(ranks)
-    ]
-    for process in processes:
-        process.start()
-    return processes
-
-
-def end_of(processes: list[multiprocessing.Process], seconds: float) -> list[int | None]:
-    """The exit status of each; None for one that has not ended in time, and is killed."""
-    end = time.monotonic() + seconds
-    for process in processes:
-        process.join(max(end - time.monotonic(), 0))
-    statuses = [process.exitcode for process in processes]
-    for process in processes:
-        process.kill()
-    return statuses
-
-
-@pytest.mark.parametrize(
-    ("ranks", "more", "seconds"), [(1, "", 0.3), (2, "", 0.3), (2, "--fsdp", 2)]
-)
-def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
-    ranks, more, seconds, stopped, tmp_path, monkeypatch
-):
-    """The one command, again and again, until it ends by itself."""
-    losses = uninterrupted(stopped, monkeypatch)
-    monkeypatch.chdir(tmp_path)
-    shutil.copytree(stopped / "store", "store")
-    draw, kills, runs = random.Random(4), 0, 0
-    while kills < TIMES:
-        line, runs, ended = f"{BEGIN} --out run-{runs} --resume auto {more}", runs + 1, False
-        while not ended:
-            number = str(draw.randrange(ranks))
-            strike = [number, str(draw.uniform(0, seconds)), str(int(signal.SIGKILL))]
-            statuses = end_of(started(ranks, [*strike, *line.split()]), 60)
-            assert None not in statuses
-            ended = not any(statuses)
-            kills += -signal.SIGKILL in statuses
-        lines = read_log(Path(f"run-{runs - 1}"))
-        seen = [line["loss"] for line in lines if line["event"] == "train"]
-        assert seen == (losses if ranks == 1 else pytest.approx(losses, rel=1e-4))
-        assert lines[-1]["event"] == "finished"
-
-
-def test_a_rank_that_is_stopped_is_named_and_the_others_end(stopped, tmp_path, monkeypatch):
-    draw = random.Random(5)
-    for number in range(0, TIMES, AT_ONCE):  # they mostly wait
-        runs = []
-        for _ in range(AT_ONCE):
-            number += 1
-            place = shutil.copytree(stopped, tmp_path / str(number))
-            monkeypatch.chdir(place)
-            rank = draw.randrange(2)
-            strike = [str(rank), str(draw.uniform(0, 0.2)), str(int(signal.SIGSTOP))]
-            line = f"{BEGIN} --out new --tokens 400K --rank-timeout 2"
-            runs.append((place, rank, started(2, [*strike, *line.split()])))
-        for place, rank, processes in runs:
-            statuses = end_of([processes[1 - rank]], 60)
-            processes[rank].kill()
-            assert statuses == [1]
-            assert f"no answer from rank {rank}, stopped or stuck" in (place / "said").read_text()
-
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
-
-
-def test_every_signal_saves_the_step_and_resume_goes_on(stopped, tmp_path, monkeypatch):
-    losses, real_step, draw = (
-        uninterrupted(stopped, monkeypatch),
-        train.Trainer.step,
-        random.Random(6),
-    )
-    monkeypatch.chdir(tmp_path)
-    # nohup may have started the tests, and then a run rightly goes on at SIGHUP
-    monkeypatch.setattr(signal, "getsignal", lambda number: signal.SIG_DFL)
-    for number in range(TIMES):
-        chosen, last = SIGNALS[number % len(SIGNALS)], draw.randrange(1, 16)
-
-        def struck(self, step, chosen=chosen, last=last):
-            if step.after.step == last:
-                os.kill(os.getpid(), chosen)
-            return real_step(self, step)
-
-        monkeypatch.setattr(train.Trainer, "step", struck)
-        line = f"{SMALL} --data {stopped}/store --out run-{number} --resume auto"
-        assert train.main(line.split()) == 128 + chosen
-        assert checkpoint.steps_in(Path(f"run-{number}"))[-1].stem == f"step-{last:08d}"
-        monkeypatch.setattr(train.Trainer, "step", real_step)
-        assert train.main(line.split()) == 0
-        assert [line["loss"] for line in read_log(Path(f"run-{number}"), "train")] == losses
-
-
-# ---- steps that are not finite
-
-
-def strike_gradients(patch: pytest.MonkeyPatch, steps: dict[int, float], rank: int) -> None:
-    """Multiply this rank's gradients, which are those of all by then, in some steps."""
-    real = train.Trainer.gradients
-
-    def struck(self, step):
-        total = real(self, step)
-        if step.after.step in steps and self.runtime.rank == rank:
-            for weight in self.model.parameters():
-                weight.grad.mul_(steps[step.after.step])
-        return total
-
-    patch.setattr(train.Trainer, "gradients", struck)
-
-
-def skip_on_two(argv: list[str]) -> int:
-    with pytest.MonkeyPatch.context() as patch:
-        strike_gradients(patch, {4: torch.nan, 9: torch.inf}, rank=1)
-        return train.main(argv)
-
-
-def test_bad_steps_move_no_weight_on_any_rank(stopped, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    line = f"{SMALL} --data {stopped}/store --skip-bad-steps 1"
-    for number in range(TIMES // 4):
-        start_ranks(2, f"{line} --out run-{number} --seed {number}".split(), work=skip_on_two)
-        lines = read_log(Path(f"run-{number}"), "train")
-        assert [line["skipped"] for line in lines] == [0] * 3 + [1] * 5 + [2] * 8
-    state = checkpoint.load(checkpoint.find("run-0", "last"))
-    assert state["optimizers"]["guard"]["skipped"] == 2
-
-
-def test_a_skipped_step_is_as_if_the_weights_were_not_asked(stopped, tmp_path, monkeypatch):
-    """Same weights and moments after as before; then a spike; then too many in a row."""
-    monkeypatch.chdir(tmp_path)
-    seen, real = {}, train.Trainer.step
-
-    def watched(self, step):
-        done = real(self, step)
-        seen[step.after.step] = checkpoint.copied(self.state())
-        return done
-
-    monkeypatch.setattr(train.Trainer, "step", watched)
-    line = f"{SMALL} --data {stopped}/store --tokens 8K"
-    draw = random.Random(7)
-    bad = {draw.randrange(2, 16): torch.nan, draw.randrange(18, 24): 1e6, 26: torch.inf}
-    strike_gradients(monkeypatch, bad, rank=0)
-    assert train.main(f"{line} --out run --skip-bad-steps 1".split()) == 0
-    for step in bad:
-        for part in ("model", "state"):
-            before, after = (
-                s["model"] if part == "model" else s["optimizers"]["state"]
-                for s in (seen[step - 1], seen[step])
-            )
-            torch.testing.assert_close(after, before, rtol=0, atol=0)
-        assert not torch.equal(
-            seen[step + 1]["model"]["wte.weight"], seen[step]["model"]["wte.weight"]
-        )
-    strike_gradients(monkeypatch, {5: torch.nan, 6: torch.nan}, rank=0)
-    assert "step 6" in said_by(train.main, f"{line} --out other --skip-bad-steps 1")
-    assert "--skip-bad-steps" in said_by(train.main, f"{line} --out third")
-    monkeypatch.undo()
-    monkeypatch.chdir(tmp_path)
-    resume = "--resume --out third --lr 0.001 --skip-bad-steps 2"
-    assert train.main(resume.split()) == 0, "from before the step, by another learning rate"
-    changed = read_log(Path("third"), "changed")
-    assert {line["setting"]: line["now"] for line in changed} == {
-        "optim.lr": 0.001,
-        "optim.skip_bad_steps": 2,
-    }
-
-
-# ---- one folder, one process
-
-
-def test_a_second_process_is_refused_while_the_first_has_the_folder(place):
-    for _ in range(TIMES):
-        with folder_lock(Path("run")):
-            assert "is held by another process" in said_by(train.main, RESUME)
-    assert said_by(train.main, RESUME) == ""
-
-
-def test_what_comes_after_the_last_step_is_made_up_for(place, monkeypatch):
-    """Killed between the last evaluation and the report, a run is not finished."""
-
-    def killed(*_, **more):
-        raise KeyboardInterrupt
-
-    with monkeypatch.context() as patch:
-        patch.setattr(train.report, "write", killed)
-        with pytest.raises(KeyboardInterrupt):
-            train.main(RESUME.split())
-    assert not Path("run/report.html").exists()
-    assert train.main(RESUME.split()) == 0
-    assert Path("run/report.html").exists()
-    lines = read_log(Path("run"))
-    assert [line["event"] for line in lines].count("finished") == 1
-    assert sum(line.get("last", False) for line in lines) == 1
-
-
-# ---- code and bombs of strangers
-
-
-@pytest.fixture
-def with_code(store_dir, tmp_path, monkeypatch):
-    """A stopped run with a pacing of its own, whose file leaves a mark when it runs."""
-    monkeypatch.chdir(tmp_path)
-    code = "open('ran', 'a').close()\ndef pace(progress):\n    return 8 + 24 * (progress >= 0.5)\n"
-    Path("pace.py").write_text(code)
-    stop_in_step(9, monkeypatch)
-    flags = f"{SMALL} --data {store_dir} --curriculum seqlen --curriculum-pace"
-    assert train.main(f"{flags} pace.py:pace --out run".split()) > 128
-    shutil.move("pace.py", "run/pace.py")
-    for name in ("run/config.json", "run/log.jsonl"):
-        Path(name).write_text(Path(name).read_text().replace("pace.py:pace", "run/pace.py:pace"))
-    path = checkpoint.steps_in(Path("run"))[-1]
-    state = checkpoint.load(path)
-    state["config"]["curriculum.pace"] = "run/pace.py:pace"
-    checkpoint.write_file(path, state)
-    Path("ran").unlink()
-    return tmp_path
-
-
-def test_reading_a_run_runs_none_of_its_code_and_resuming_asks(with_code, new_process):
-    evaluate.main(["run", "--tokens", "100", "--device", "cpu"])
-    sample.main(["run", "--tokens", "3", "--device", "cpu"])
-    report.main(["run", "--markdown"])
-    for more in ("", "--dry-run"):
-        assert "--trust-code" in said_by(train.main, f"{RESUME} {more}")
-    assert not Path("ran").exists()
-    log = json.loads(Path("run/config.json").read_text())
-    log["config"]["run.trust_code"] = True  # a stranger cannot trust for us
-    Path("run/config.json").write_text(json.dumps(log))
-    assert "--trust-code" in said_by(train.main, RESUME)
-    assert not Path("ran").exists()
-    assert said_by(train.main, f"{RESUME} --trust-code") == ""
-    assert Path("ran").exists()
-
-
-INPUT = {
-    "a line that never ends": ("a.jsonl.gz", "longer than"),
-    "a dangling link": ("folder", "b.txt: is a link to a folder or to nothing"),
-    "a link to a folder below": ("folder", "b.txt: is a link to a folder or to nothing"),
-    "a pipe in a folder": ("folder", "a pipe or a device"),
-    "a folder that may not be read": ("folder", "Permission denied"),
-    "JSON nested deep": ("a.jsonl", "nested too deep"),
-}
-
-
-@pytest.mark.parametrize("fault", INPUT)
-def test_input_that_would_be_skipped_or_fill_memory_is_refused(fault, tmp_path, monkeypatch):
-    if "read" in fault and os.geteuid() == 0:
-        pytest.skip("root may read every folder")
-    monkeypatch.chdir(tmp_path)
-    name, said = INPUT[fault]
-    if name == "folder":
-        Path("folder/below").mkdir(parents=True)
-        Path("folder/a.txt").write_text("text " * 100)
-    if "line" in fault:
-        with gzip.open(name, "wb") as file:
-            file.write(b'{"text": "')
-            for _ in range(80):
-                file.write(b" " * (1 << 20))
-    elif "link" in fault:
-        Path("folder/b.txt").symlink_to("nowhere" if "dangling" in fault else "below")
-    elif "pipe" in fault:
-        os.mkfifo("folder/b.txt")
-    elif "folder" in fault:
-        Path("folder/below").chmod(0)
-    else:
-        Path(name).write_text(DEEP)
-    assert said in said_by(prepare.main, f"{name} --out s --tokenizer bytes")
-    assert not [path for path in Path().iterdir() if path.name.startswith((".s", "s"))]
-
-
-def test_json_lines_are_read_as_such_whatever_their_name(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    content = "".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(30))
-    counts = []
-    for name in ("a.jsonl", "a.JSONL", "a.json", "a.ndjson"):
-        Path(name).write_text(content)
-        prepare.main(f"{name} --out {name}-store --tokenizer bytes --holdout 0".split())
-        counts.append(json.loads(Path(f"{name}-store/meta.json").read_text())["documents"])
-    assert counts == [30] * 4
-
-
-def test_repeated_ids_are_counted_and_names_cannot_steer_a_terminal(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    lines = [{"id": n % 25, "text": f"document {n}", "source": "\x1b[31mred"} for n in range(30)]
-    Path("a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-    prepare.main(["a.jsonl", "--out", "s", "--tokenizer", "bytes"])
-    said = capsys.readouterr().out
-    assert "5   documents with the id of an earlier one" in said
-    assert "\x1b" not in said and r"\x1b[31mred" in said
-    refused = said_by(prepare.main, "\x1b[31m --out t --tokenizer bytes")
-    assert "\x1b" not in one_line(ValueError(refused))
-
-
-def test_a_tensor_that_claims_more_than_its_file_has_is_refused(place):
-    def claim(state: dict) -> None:
-        state["model"]["ln_f.bias"] = torch.zeros(1).expand(1 << 34)  # 64 GB, of 4 bytes
-
-    path = checkpoint.steps_in(Path("run"))[-1]
-    state = checkpoint.load(path)
-    claim(state)
-    checkpoint.write_file(path, state)
-    assert "claims more numbers than the file has" in said_by(train.main, RESUME)
-
-
 def test_spans_that_were_cut_or_zeroed_are_refused(place, monkeypatch):
     monkeypatch.setattr("support.rows.samples.IN_MEMORY", 0)
     line = f"{SMALL} --data store --pack --tokens 512"
@@ -811,14 +355,730 @@ def test_spans_that_were_cut_or_zeroed_are_refused(place, monkeypatch):
     assert said_by(train.main, f"{line} --out more") == ""
 
 
-BOUNDS = ["--layers 1000000000", "--width 2147483648", "--heads 100000", "--batch-tokens 1000M"]
+# ---- ranks that differ, and machines that share no folder
+
+DIFFER = ["--dtype bf16", "--lr 0.5", "--seed 5", "--tokens 2048", "--layers 2", "--width 64"]
+DIFFER += ["--batch-tokens 512", "--eval-every 512", "--eval-tokens 100", "--fsdp", "--offload"]
+DIFFER += ["--checkpoint-every 512", "--seq-len 64", "--optimizer adamw", "--pack", "--ltd"]
+DIFFER += ["--dropout 0.1", "--schedule wsd", "--micro-batch-size 1", "--model bert"]
 
 
-@pytest.mark.parametrize("flags", BOUNDS)
-def test_sizes_beyond_all_reason_are_refused_at_once(flags, place):
-    began = time.monotonic()
-    assert flags.split()[0] in said_by(train.main, f"{BEGIN} --out new {flags}")
-    assert time.monotonic() - began < 5 and not Path("new").exists()
+def test_ranks_with_other_flags_are_refused_before_the_first_step(stopped, tmp_path, monkeypatch):
+    assert len(DIFFER) >= TIMES
+    machines = two_machines(stopped, tmp_path, monkeypatch)
+    lines = " ; ".join(f"machine-RANK={BEGIN} --out new | {more}" for more in DIFFER)
+    start_ranks(2, lines.split(), work=on_machines)
+    for by_rank in said_at(tmp_path):
+        for more, said in zip(DIFFER, by_rank, strict=True):
+            flag = more.split()[0].lstrip("-")[:5]
+            assert "ranks differ in" in said and flag in said, (more, said)
+    assert not any((machine / "new").exists() for machine in machines)
+
+
+def two_machines(stopped: Path, places: Path, patch: pytest.MonkeyPatch) -> list[Path]:
+    patch.chdir(places)
+    return [shutil.copytree(stopped, places / f"machine-{rank}") for rank in range(2)]
+
+
+def on_machines(argv: list[str]) -> None:
+    """As `say_all`, but this rank is the first of its machine."""
+    os.environ["LOCAL_RANK"] = "0"
+    say_all(argv)
+
+
+@pytest.mark.parametrize("fault", ["another text", "no shared folder", "the run on one machine"])
+def test_two_machines(fault, stopped, tmp_path, monkeypatch):
+    """Two folders as two machines, TIMES in a row."""
+    machines = two_machines(stopped, tmp_path, monkeypatch)
+    line, lines = f"{BEGIN} --out new", []
+    if fault == "another text":
+        shutil.rmtree(machines[1] / "store")
+        Path("words.txt").write_text("other words " * 9000)
+        prepare.main(f"words.txt --out {machines[1]}/store --tokenizer bytes".split())
+    elif fault == "no shared folder":
+        line += " --fsdp"
+    else:
+        shutil.rmtree(machines[1] / "run")
+        shutil.copytree(machines[0] / "run", machines[0] / "again")
+    for number in range(TIMES):
+        if fault == "the run on one machine":
+            shutil.copytree(machines[0] / "again", machines[0] / f"run-{number}")
+            line = f"--resume --out run-{number}"
+        lines.append(f"machine-RANK={line}")
+    start_ranks(2, " ; ".join(lines).split(), work=on_machines)
+    first, second = said_at(tmp_path)
+    if fault == "the run on one machine":  # it goes on: rank 0 reads for both
+        assert first == second == [""] * TIMES
+        losses = uninterrupted(stopped, monkeypatch)
+        assert losses_of(machines[0] / "run-0") == pytest.approx(losses, rel=1e-4)
+        return
+    named = {"another text": "the text of --data", "no shared folder": "rank 1 does not see new"}
+    assert all(named[fault] in said for said in first + second), (first, second)
+
+
+def uninterrupted(stopped: Path, patch: pytest.MonkeyPatch) -> list[float]:
+    """The losses of the run that nobody stopped."""
+    patch.chdir(stopped)
+    if not Path("whole").exists():
+        assert train.main(f"{BEGIN} --out whole".split()) == 0
+    return losses_of("whole")
+
+
+# ---- kills, and ranks that do not answer
+
+
+def struck_soon(argv: list[str]) -> int:
+    """A rank's work: train; some time after a moment something strikes, if this is the rank."""
+    rank, moment, seconds, what, *argv = argv
+    sys.stderr = open("said", "a", buffering=1)  # noqa: SIM115, what the last words are written to
+    if what == "cut":
+        strike = cut("store/tokens.bin", float(seconds))
+    else:
+        strike = partial(os.kill, os.getpid(), getattr(signal, what))
+    if os.environ["RANK"] == rank:
+        owner, name = (train.Poll, "begin") if moment == "start" else (train, "finish")
+        real = getattr(owner, name)
+
+        def begin(*args):
+            timer = threading.Timer(float(seconds), strike)
+            timer.daemon = True
+            timer.start()
+            return real(*args)
+
+        setattr(owner, name, begin)
+    return train.main(argv)
+
+
+def started(ranks: int, argv: list[str]) -> list[multiprocessing.Process]:
+    """The processes of a command on so many ranks."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    context, given = multiprocessing.get_context("forkserver"), (ranks, port, Path.cwd())
+    processes = [
+        context.Process(target=rank_of, args=(rank, *given, struck_soon, [argv]))
+        for rank in range(ranks)
+    ]
+    for process in processes:
+        process.start()
+    return processes
+
+
+def end_of(processes: list[multiprocessing.Process], seconds: float) -> list[int | None]:
+    """The exit status of each; None for one that has not ended in time, and is killed."""
+    end = time.monotonic() + seconds
+    for process in processes:
+        process.join(max(end - time.monotonic(), 0))
+    statuses = [process.exitcode for process in processes]
+    for process in processes:
+        process.kill()
+    return statuses
+
+
+@pytest.mark.parametrize(("moment", "times"), [("start", TIMES), ("finish", TIMES // 2)])
+@pytest.mark.parametrize(
+    ("ranks", "more", "seconds"), [(1, "", 0.3), (2, "", 0.3), (2, "--fsdp", 2)]
+)
+    ("ranks", "more", "seconds"), [(1, "", 0.3), (2, "", 0.3), (2, "--fsdp", 2)]
+)
+def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
+    ranks, more, seconds, moment, times, stopped, tmp_path, monkeypatch
+):
+    """The one command, again and again, until it ends by itself."""
+    losses = uninterrupted(stopped, monkeypatch)
+    monkeypatch.chdir(tmp_path)
+    shutil.copytree(stopped / "store", "store")
+    draw, kills, runs = random.Random(4), 0, 0
+    while kills < times:
+        line, runs, ended = f"{BEGIN} --out run-{runs} --resume auto {more}", runs + 1, False
+        while not ended:
+            after = draw.uniform(0, seconds)
+            strike = f"{draw.randrange(ranks)} {moment} {after} SIGKILL {line}"
+            statuses = end_of(started(ranks, strike.split()), 60)
+            assert None not in statuses
+            ended = not any(statuses)
+            kills += -signal.SIGKILL in statuses
+        folder = Path(f"run-{runs - 1}")
+        seen = losses_of(folder)
+        assert seen == (losses if ranks == 1 else pytest.approx(losses, rel=1e-4))
+        check_end(folder)
+
+
+@pytest.mark.parametrize(("ranks", "what"), [(2, "SIGSTOP"), (1, "cut"), (2, "cut")])
+def test_a_rank_that_stops_or_a_store_that_is_cut_ends_all_ranks(
+    ranks, what, stopped, tmp_path, monkeypatch
+):
+    """With the reason, and in time."""
+    draw = random.Random(5)
+    for number in range(0, TIMES, AT_ONCE):  # they mostly wait
+        runs = []
+        for more in range(AT_ONCE):
+            place = shutil.copytree(stopped, tmp_path / str(number + more))
+            monkeypatch.chdir(place)
+            rank = draw.randrange(ranks)
+            strike = f"{rank} start {draw.uniform(0, 0.2)} {what} {BEGIN} --out new"
+            line = f"{strike} --tokens 400K --rank-timeout {2 if what == 'SIGSTOP' else 60}"
+            runs.append((place, rank, started(ranks, line.split())))
+        for place, rank, processes in runs:
+            waits = [processes[1 - rank]] if what == "SIGSTOP" else processes
+            statuses = end_of(waits, 60)
+            processes[rank].kill()
+            said = (place / "said").read_text()
+            if what == "SIGSTOP":
+                assert statuses == [1]
+                assert f"no answer from rank {rank}, stopped or stuck" in said
+            else:
+                assert 2 in statuses and not {0, None} & {*statuses}
+                assert "has become shorter" in said
+
+
+def test_torchrun_on_two_machines_goes_on_after_a_kill(tmp_path):
+    """Two agents, each in a clone of its own with its own corpus; docs/reliability.md has them."""
+    aside = shutil.ignore_patterns(".*", "results", "docs", "tests", "bench", "runs", "shared")
+    machines = [shutil.copytree(ROOT, tmp_path / f"machine-{n}", ignore=aside) for n in range(2)]
+    try:
+        with socket.create_server(("localhost", 0)) as free:
+            end = f"localhost:{free.getsockname()[1]}"
+    except OSError as error:
+        pytest.skip(f"torchrun cannot bind a port: {error}")
+    line = f"train.py {SMALL} --tokens 40K --checkpoint-every 2048 --eval-every 20K"
+    alone = run_in(machines[0], f"{line} --out alone")
+    assert alone.wait(SECONDS) == 0
+    torchrun = "-m torch.distributed.run --nnodes 2 --nproc-per-node 1 --max-restarts 3"
+    torchrun += f" --rdzv-backend c10d --rdzv-endpoint {end}"
+    lingers = machines[1] / "support/base/runtime.py"  # its torchrun only sees a node that waits
+    lingers.write_text(lingers.read_text().replace("LINGER = 0.5", "LINGER = 20"))
+    agents = [run_in(at, f"{torchrun} {line} --out runs/a --resume auto") for at in machines]
+    try:
+        out, until = machines[0] / "runs/a", time.monotonic() + SECONDS
+        while not list(out.glob("step-*.pt")):
+            assert time.monotonic() < until and agents[0].poll() is None
+            time.sleep(0.1)
+        pid = agents[0].pid
+        (worker,) = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        os.kill(int(worker), signal.SIGKILL)
+        assert [agent.wait(SECONDS) for agent in agents] == [0, 0]
+    finally:
+        for agent in agents:
+            agent.kill()
+    assert losses_of(out) == pytest.approx(losses_of(machines[0] / "alone"), rel=1e-4)
+    assert len(read_log(out, "run")) == 2 and not (machines[1] / "runs").exists()
+    check_end(out)
+
+
+SECONDS = 180  # for an agent; 20 on a quiet machine
+
+
+def run_in(folder: Path, line: str) -> subprocess.Popen:
+    with (folder / "said").open("w") as said:
+        command = [sys.executable, *line.split()]
+        return subprocess.Popen(command, cwd=folder, stdout=said, stderr=subprocess.STDOUT)
+
+
+# ---- the same on one process and on two ranks
+
+
+@contextmanager
+def in_step(number: int, do: Callable[[], object], rank: int = 0) -> Iterator[None]:
+    """Have one rank do something as this step begins."""
+    real = train.Trainer.step
+
+    def struck(self, step):
+        if (step.after.step, self.runtime.rank) == (number, rank):
+            do()
+        return real(self, step)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Trainer, "step", struck)
+        yield
+
+
+def by_rank0(runtime: Runtime, action: Callable, *arguments: object) -> object:
+    """Rank 0 does this, when all have done what comes before; the others wait for it."""
+    runtime.gather(None)
+    return runtime.on_rank0(partial(action, *arguments))
+
+
+def printed(main: Callable, line: str) -> str:
+    with redirect_stdout(io.StringIO()) as out:
+        assert not main(line.split())
+    return out.getvalue()
+
+
+def losses_of(folder: str | Path) -> list[float]:
+    return [line["loss"] for line in read_log(Path(folder), "train")]
+
+
+SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGQUIT)
+
+
+def signals(runtime: Runtime) -> None:
+    """The step is saved, the status says which signal, the losses are those of a whole run."""
+    draw = random.Random(6)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
+    assert train.main(BEGIN.replace("run", "whole").split()) == 0
+    for number in range(TIMES):
+        chosen, last = SIGNALS[number % len(SIGNALS)], draw.randrange(1, 16)
+        rank, out = draw.randrange(runtime.world_size), f"signal-{number}"
+        line = f"{SMALL} --data store --out {out} --resume auto".split()
+        with in_step(last, partial(os.kill, os.getpid(), chosen), rank):
+            status = train.main(line)
+        assert status == 128 + (chosen if runtime.rank == rank else signal.SIGTERM)
+        saved = by_rank0(runtime, checkpoint.steps_in, Path(out))
+        assert saved[-1].stem == f"step-{last:08d}"
+        assert train.main(line) == 0
+        assert by_rank0(runtime, losses_of, out) == losses_of("whole")
+
+
+def logs_that_lost_their_end(runtime: Runtime) -> None:
+    """It is said with the bytes, the torn line goes, and the report counts the missing steps."""
+    whole, draw = Path("run/log.jsonl").read_bytes(), random.Random(1)
+    known = checkpoint.load(checkpoint.find("run", "last"))["log_size"]
+    for number in range(TIMES):
+        out, kept = Path(f"run-{number}"), draw.choice([0, draw.randrange(known)])
+        by_rank0(runtime, shutil.copytree, "run", out)
+        by_rank0(runtime, os.truncate, out / "log.jsonl", kept)
+        said = printed(train.main, f"--resume --out {out}")
+        if not runtime.is_rank0:
+            continue
+        lost = known - whole.rfind(NEWLINE, 0, kept) - 1
+        assert f"log.jsonl has lost {lost:,} bytes" in said
+        steps = [line["step"] for line in read_log(out, "train")]  # every line is whole
+        assert steps[-7:] == list(range(10, 17))
+        missing = f"missing in the log: {16 - len(steps)}"
+        assert len(steps) == 16 or missing in printed(report.main, f"{out} --markdown")
+
+
+def flip(file: str, place: int, bit: int) -> None:
+    np.memmap(file, np.uint8, "r+")[place] ^= bit
+
+
+def flipped_bits(runtime: Runtime) -> None:
+    """What --verify-data and `prepare.py verify` find, for they read all of the store."""
+    size, draw = os.path.getsize("store/tokens.bin"), random.Random(2)
+    for _ in range(TIMES):
+        flipped = partial(flip, "store/tokens.bin", draw.randrange(size), 1 << draw.randrange(8))
+        by_rank0(runtime, flipped)
+        assert "tokens.bin is damaged" in said_by(train.main, f"{RESUME} --verify-data")
+        assert "tokens.bin is damaged" in said_by(prepare.main, "verify store")
+        by_rank0(runtime, flipped)
+    assert "verified" in printed(prepare.main, "verify store")
+
+
+def two_processes_in_a_folder(runtime: Runtime) -> None:
+    """The second is refused."""
+    for _ in range(TIMES):
+        with folder_lock(Path("run")) if runtime.is_rank0 else nullcontext():
+            assert "is held by another process" in said_by(train.main, RESUME)
+    assert said_by(train.main, RESUME) == ""
+
+
+# what every rank comes through after the last step
+ENDING = [(train, "evaluate"), (Run, "finish_saving"), (train.progress, "conclude")]
+ENDING += [(Runtime, "say"), (Log, "write")]
+
+
+def killed_at_the_end(runtime: Runtime) -> None:
+    """Between the last step and the report, before and after each part: it is made up for."""
+    real_finish, stop = train.finish, pytest.raises(KeyboardInterrupt)
+    for number in range(TIMES):
+        owner, name = ENDING[number % len(ENDING)]
+        real, before, out = getattr(owner, name), number % 2, Path(f"run-{number}")
+        by_rank0(runtime, shutil.copytree, "run", out)
+        with pytest.MonkeyPatch.context() as patch, stop:
+
+            def killed(*args, real=real, before=before, name=name, **more):
+                is_here = name != "write" or "finished" in args  # the last line of the log
+                if not (is_here and before):
+                    done = real(*args, **more)
+                if is_here:
+                    raise KeyboardInterrupt
+                return done
+
+            def finish(*args, patch=patch, owner=owner, name=name, killed=killed):
+                patch.setattr(owner, name, killed)
+                real_finish(*args)
+
+            patch.setattr(train, "finish", finish)
+            train.main(f"--resume --out {out}".split())
+        assert train.main(f"--resume --out {out}".split()) == 0
+        if runtime.is_rank0:
+            check_end(out)
+
+
+def check_end(folder: Path) -> None:
+    """One last evaluation, one sample, one end, and the report."""
+    lines = read_log(folder)
+    last = sum(line.get("last", False) for line in lines)
+    counts = [[line["event"] for line in lines].count(event) for event in ("sample", "finished")]
+    assert [last, *counts] == [1, 1, 1] and (folder / "report.html").exists()
+
+
+NOT_FINITE = [("loss", math.nan), ("gradient", math.nan), ("gradient", math.inf)]
+SPIKE = ("gradient", 1e6)
+
+
+def tensors_of(value: object) -> list[torch.Tensor]:
+    if isinstance(value, dict):
+        return [tensor for inner in value.values() for tensor in tensors_of(inner)]
+    return [value] if isinstance(value, torch.Tensor) else []
+
+
+@contextmanager
+def struck(bad: dict[int, tuple[str, float]], ranks: Collection[int]) -> Iterator[None]:
+    """Make the loss or the summed gradients of these ranks bad in some steps.
+
+    On every rank such a step leaves all weights and moments as they are, and every other one moves
+    them.
+    """
+    gradients, step_of = train.Trainer.gradients, train.Trainer.step
+
+    def spoiled(self, step):
+        total = gradients(self, step)
+        what, factor = bad.get(step.after.step, ("", 1.0))
+        if self.runtime.rank not in ranks:
+            return total
+        for weight in self.model.parameters() if what == "gradient" else ():
+            weight.grad.mul_(factor)
+        return total * factor if what == "loss" else total
+
+    def watched(self, step):
+        before = tensors_of(checkpoint.copied(self.state()))
+        try:
+            return step_of(self, step)
+        finally:
+            after = tensors_of(self.state())
+            same = len(before) == len(after) and all(map(torch.equal, before, after))
+            assert same == (step.after.step in bad)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train.Trainer, "gradients", spoiled)
+        patch.setattr(train.Trainer, "step", watched)
+        yield
+
+
+def bad_steps_skipped(runtime: Runtime) -> None:
+    """They are counted in log, checkpoint and report; one too many in a row ends the run."""
+    draw = random.Random(7)
+    for number in range(2):
+        out, ranks = f"skips-{number}", [draw.randrange(runtime.world_size)]
+        bad = dict.fromkeys(draw.sample(range(30, 64), 6), SPIKE)  # a median is there by then
+        bad |= {step: draw.choice(NOT_FINITE) for step in draw.sample(range(2, 64), 8)}
+        assert len(bad) >= TIMES / 2
+        with struck(bad, ranks):
+            line = f"{SMALL} --data store --tokens 16K --skip-bad-steps 14 --out {out}"
+            assert train.main(line.split()) == 0
+        if runtime.is_rank0:
+            counts = [line["skipped"] for line in read_log(Path(out), "train")]
+            assert counts == [sum(at <= step for at in bad) for step in range(1, len(counts) + 1)]
+            assert f"moved no weight | {len(bad)} |" in printed(report.main, f"{out} --markdown")
+    with struck({5: NOT_FINITE[0], 6: NOT_FINITE[2]}, ranks):
+        line = f"{SMALL} --data store --skip-bad-steps 1 --out too-many"
+        assert "step 6" in said_by(train.main, line)
+
+
+def bad_steps_refused(runtime: Runtime) -> None:
+    """Without the flag the run stops; it goes on past them with it, or at another rate."""
+    draw = random.Random(8)
+    for number in range(TIMES):
+        step, out = draw.randrange(2, 9), f"stops-{number}"
+        bad = {step: NOT_FINITE[number % 3]}
+        with struck(bad, range(runtime.world_size)):
+            said = said_by(train.main, f"{SMALL} --data store --tokens 2048 --out {out}")
+        assert f"is not finite at step {step} on rank 0" in said and "--skip-bad-steps" in said
+        flag = "--skip-bad-steps 1" if number % 2 else "--lr 0.001"
+        with struck(bad, [0]) if number % 2 else nullcontext():
+            assert train.main(f"--resume --out {out} {flag}".split()) == 0
+        changed = by_rank0(runtime, read_log, Path(out), "changed")
+        (name,) = [line["setting"].partition(".")[2].replace("_", "-") for line in changed]
+        assert name in flag
+
+
+CODE = "open('ran', 'a').close()\ndef pace(progress):\n    return 8 + 24 * (progress >= 0.5)\n"
+NAMES = ["pace.py", "./pace.py", "../code/pace.py", "/pace.py", "deep/pace.py", "a b.py", ".py"]
+NAMES += ["a:b.py", "deep/../pace.py", "\x1b[31m.py"]
+
+
+def set_in_run(folder: Path, setting: str, value: object) -> None:
+    """A setting in all that says what it is: config.json, log and checkpoint."""
+    edit(str(folder / "config.json"), "config", setting, value=value)()
+    first, rest = (folder / "log.jsonl").read_text().split("\n", 1)
+    line = json.loads(first)
+    line["config"][setting] = value
+    (folder / "log.jsonl").write_text(f"{json.dumps(line)}\n{rest}")
+    resigned(put("config", setting, value=value), folder)()
+
+
+def code_of_strangers(runtime: Runtime) -> None:
+    """Reading a run runs none of the code that its settings name; --resume asks first."""
+    folder = Path("code")
+    by_rank0(runtime, Path("pace.py").write_text, CODE)
+    with in_step(9, partial(os.kill, os.getpid(), signal.SIGTERM)):
+        flags = f"{SMALL} --data store --curriculum seqlen --curriculum-pace pace.py:pace"
+        assert train.main(f"{flags} --out code".split()) > 128
+    by_rank0(runtime, (folder / "deep").mkdir)
+    for name in {Path(name).name for name in NAMES} | {"deep/pace.py", "a,b.py"}:
+        by_rank0(runtime, (folder / name).write_text, CODE)
+    by_rank0(runtime, Path("link").symlink_to, "code")
+    by_rank0(runtime, Path("pace.py").unlink)
+    by_rank0(runtime, Path("pace.py").symlink_to, "code/pace.py")
+    by_rank0(runtime, Path("ran").unlink)
+    files = [f"code/{name}" for name in NAMES] + ["link/pace.py", "pace.py"]
+    forms = [("metric", f"{more}{file}:pace") for file in files for more in ("", "seqlen,")]
+    forms += [("pace", f"{file}:pace") for file in [*files, f"{folder.resolve()}/pace.py"]]
+    forms += [("pace", "code/a,b.py:pace")]
+    for setting, value in forms:
+        by_rank0(runtime, shutil.copytree, "code", "kept", True)
+        by_rank0(runtime, set_in_run, folder, f"curriculum.{setting}", value)
+        by_rank0(runtime, set_in_run, folder, "run.trust_code", True)  # not theirs to give
+        printed(evaluate.main, "code --tokens 100 --device cpu")
+        printed(sample.main, "code --tokens 3 --device cpu")
+        by_rank0(runtime, printed, report.main, "code --markdown")
+        for more in ("", "--dry-run"):
+            said = said_by(train.main, f"--resume --out code {more}")
+            assert "--trust-code" in said and said.isprintable(), (value, said)
+        assert not Path("ran").exists(), value
+        by_rank0(runtime, shutil.rmtree, folder)
+        by_rank0(runtime, Path("kept").rename, folder)
+    by_rank0(runtime, set_in_run, folder, "curriculum.pace", "code/pace.py:pace")
+    assert said_by(train.main, "--resume --out code --trust-code") == ""
+    assert Path("ran").exists()
+
+
+SOON = 10  # seconds, on a busy machine
+LITTLE = 400 << 20  # bytes; a line may have 64 MiB, as bytes, as text, and while it grows
+
+
+@contextmanager
+def cheaply(what: str) -> Iterator[None]:
+    """This takes seconds, and this process never has much more memory than before."""
+    began, before = time.monotonic(), resident()
+    yield
+    seconds, grown = time.monotonic() - began, resident("VmHWM") - before
+    assert seconds < SOON and grown < LITTLE, f"{what}: {seconds:.1f} s, {grown >> 20} MiB"
+
+
+def sparse(file: str) -> None:
+    """A file that has a terabyte, and takes no room."""
+    with open(file, "ab") as opened:
+        opened.truncate(1 << 40)
+
+
+def claims(shape: list[int], offsets: list[int], header_bytes: int = 0) -> Callable[[], object]:
+    """A safetensors file whose header says this of its one tensor."""
+    entry = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
+    header = json.dumps({"transformer.wte.weight": entry}).encode()
+    content = (header_bytes or len(header)).to_bytes(8, "little") + header
+    return lambda: Path("huge.safetensors").write_bytes(content)
+
+
+def expanded(state: dict) -> None:
+    state["model"]["ln_f.bias"] = torch.zeros(1).expand(1 << 34)  # 64 GB, of 4 bytes
+
+
+NEW = f"{BEGIN} --out new"
+FLAGS = ["--layers 1000000000", "--width 2147483648", "--heads 100000", "--batch-tokens 1000M"]
+FLAGS += ["--seq-len 4294967296", "--tokens 1e30", "--seed 1e30", "--keep 1e30"]
+READ = {  # by what
+    "run/config.json": (train.main, RESUME),
+    "run/changed.json": (train.main, RESUME),
+    "store/meta.json": (train.main, NEW),
+    "task.jsonl": (evaluate.main, "run --task task.jsonl --device cpu"),
+    "labelled.jsonl": (evaluate.main, "run --finetune labelled.jsonl --device cpu"),
+}
+PUBLISHED = {
+    "64 GB": claims([1 << 34], [0, 1 << 36]),
+    "2^62 numbers": claims([1 << 31, 1 << 31], [0, 1 << 64]),
+    "a header of 2^60 bytes": claims([1], [0, 4], 1 << 60),
+}
+
+
+class Huge(NamedTuple):
+    make: Callable[[], object]
+    main: Callable
+    line: str
+    named: str  # in the refusal
+
+
+def huge() -> dict[str, Huge]:
+    """Sizes beyond all reason."""
+    sizes = {f: Huge(lambda: None, train.main, f"{NEW} {f}", f.split()[0]) for f in FLAGS}
+    for file, (main, line) in READ.items():
+        sizes[f"{file} nested deep"] = Huge(text(file, DEEP), main, line, Path(file).name)
+        sizes[f"{file} of a terabyte"] = Huge(partial(sparse, file), main, line, Path(file).name)
+    for what, make in PUBLISHED.items():
+        line = f"{NEW} --init huge.safetensors"
+        sizes[f"safetensors of {what}"] = Huge(make, train.main, line, "huge.safetensors")
+    vocabulary = edit("store/meta.json", "vocab_size", value=10**9)
+    sizes["a vocabulary of 10^9"] = Huge(vocabulary, train.main, NEW, "vocab_size")
+    layers = edit("run/config.json", "config", "model.layers", value=10**9)
+    sizes["10^9 layers in a run"] = Huge(layers, train.main, RESUME, "config.json")
+    named = "claims more numbers than the file has"
+    sizes["64 GB in a checkpoint"] = Huge(resigned(expanded), train.main, RESUME, named)
+    return sizes
+
+
+def sizes_beyond_all_reason(runtime: Runtime) -> None:
+    """Refused at once, naming flag or file; memory stays as it is."""
+    start, sizes = Path.cwd(), huge()
+    assert len(sizes) >= TIMES
+    for number, (name, size) in enumerate(sizes.items()):
+        place = start.parent / f"huge-{number}"
+        by_rank0(runtime, shutil.copytree, start, place)
+        os.chdir(place)
+        by_rank0(runtime, lambda size=size: size.make() and None)
+        with cheaply(name):
+            said = said_by(size.main, size.line)
+        assert size.named in said and not Path("new").exists(), (name, said)
+
+
+BOMBS = {  # how a line begins that goes on with this byte, for longer than memory has room
+    "text": (b'{"text": "', b" "),
+    "blanks": (b"", b" "),
+    "number": (b'{"text": ', b"9"),
+    "depth": (b"", b"["),
+    "key": (b'{"', b"k"),
+}
+ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
+
+
+def bomb(name: str, begins: bytes, byte: bytes) -> None:
+    open_file = {".gz": partial(gzip.open, compresslevel=1), ".jsonl": open}.get(Path(name).suffix)
+    with (open_file or pytest.importorskip("zstandard").open)(name, "wb") as file:
+        file.write(b'{"text": "one"}\n' + begins)
+        for _ in range(300):
+            file.write(byte * (1 << 20))
+
+
+def a_socket(name: str) -> None:
+    with socket.socket(socket.AF_UNIX) as server:
+        server.bind(name)
+
+
+LINKS = ["nowhere", "b", "../other", "..", "/dev/zero"]  # that beside a text is called b
+IN_FOLDER = {  # what is beside a text, and what is said of it
+    "a pipe": (os.mkfifo, "a pipe or a device"),
+    "a socket": (a_socket, "a pipe or a device"),
+    "a folder that may not be read": (lambda name: Path(name).mkdir(0), "Permission denied"),
+}
+
+
+def texts_of_strangers(runtime: Runtime) -> None:
+    """Refused, naming the file, within seconds and little memory; nothing is left behind."""
+    given = {f"{what}{end}": f"{what}{end}" for what in BOMBS for end in ENDINGS}
+    if not find_spec("zstandard"):
+        given = {name: said for name, said in given.items() if not name.endswith(".zst")}
+    for name in given:
+        bomb(name, *BOMBS[name.partition(".")[0]])
+    Path("deep.jsonl").write_text(DEEP)
+    Path("deep.jsonl.gz").write_bytes(gzip.compress(DEEP.encode()))
+    given |= dict.fromkeys(("deep.jsonl", "deep.jsonl.gz"), "nested too deep")
+    os.mkfifo("given")
+    given |= {"given": "a pipe cannot be read", "/dev/zero": "a pipe cannot be read"}
+    linked = {f"link {n}": (partial(os.symlink, to), "but not") for n, to in enumerate(LINKS)}
+    for what, (make, said) in (IN_FOLDER | linked).items():
+        if "read" not in what or os.geteuid():  # root may read every folder
+            folder = Path(what.replace(" ", "-"))
+            folder.mkdir()
+            (folder / "a.txt").write_text("text " * 100)
+            make(f"{folder}/b")
+            given[str(folder)] = said
+    assert len(given) >= TIMES
+    for name, said in given.items():
+        with cheaply(name):
+            heard = said_by(prepare.main, f"{name} --out made --tokenizer bytes")
+        assert said in heard, (name, heard)
+        assert not [*Path().glob("made*"), *Path().glob(".made*")], name
+
+
+EVERYWHERE = [signals, logs_that_lost_their_end, flipped_bits, two_processes_in_a_folder]
+EVERYWHERE += [killed_at_the_end, bad_steps_skipped, bad_steps_refused, code_of_strangers]
+EVERYWHERE += [sizes_beyond_all_reason]
+WORKS = {work.__name__: work for work in (*EVERYWHERE, texts_of_strangers)}
+RUNS = [(work.__name__, ranks) for work in EVERYWHERE for ranks in (1, 2)]
+
+
+def by_name(argv: list[str]) -> None:
+    WORKS[argv[0]](start("cpu", "auto"))
+
+
+@pytest.mark.parametrize(("work", "ranks"), [*RUNS, ("texts_of_strangers", 1)])
+def test_on_one_process_and_on_two_ranks(work, ranks, place):
+    start_ranks(ranks, [work], work=by_name)
+
+
+# ---- what else strangers write
+
+
+def test_json_lines_are_read_as_such_whatever_their_name(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    content = "".join(json.dumps({"text": f"document {n}"}) + "\n" for n in range(30))
+    counts = []
+    for name in ("a.jsonl", "a.JSONL", "a.json", "a.ndjson"):
+        Path(name).write_text(content)
+        prepare.main(f"{name} --out {name}-store --tokenizer bytes --holdout 0".split())
+        counts.append(json.loads(Path(f"{name}-store/meta.json").read_text())["documents"])
+    assert counts == [30] * 4
+
+
+def test_repeated_ids_are_counted_and_names_cannot_steer_a_terminal(place, capsys):
+    lines = [{"id": n % 25, "text": f"document {n}", "source": "\x1b[31mred"} for n in range(30)]
+    Path("a.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    prepare.main(["a.jsonl", "--out", "s", "--tokenizer", "bytes"])
+    evaluate.main(["run", "--data", "s", "--split", "all", "--by", "source", "--device", "cpu"])
+    said = capsys.readouterr().out
+    assert "5   documents with the id of an earlier one" in said
+    assert "\x1b" not in said and r"\x1b[31mred" in said
+    refused = said_by(prepare.main, "\x1b[31m --out t --tokenizer bytes")
+    assert "\x1b" not in one_line(ValueError(refused))
+
+
+def test_numbers_that_are_not_finite_are_blamed_on_their_file(place):
+    """NaN in published weights; weights so large that a model's results are NaN."""
+    model = Transformer(TransformerConfig("gpt", 4, 2, 32, 128, 1024, 320))
+    weights = {  # published matrices are (in, out)
+        name: weight.detach().mT.contiguous()
+        if ".c_" in name and weight.ndim > 1
+        else weight.detach()
+        for name, weight in model.state_dict().items()
+    }
+    weights["wte.weight"][3, 3] = math.nan
+    torch.save(weights, "bad.pt")
+    said = said_by(train.main, f"{SMALL} --data store --init bad.pt --out new")
+    assert "bad.pt" in said and "not finite" in said
+    resigned(lambda state: state["model"]["ln_f.weight"].fill_(3e38))()
+    write_lines(Path("task.jsonl"), [{"context": "a", "continuations": ["b", "c"], "label": 0}])
+    for line in ("--tokens 100", "--json --tokens 100", "--task task.jsonl"):
+        assert "not finite" in said_by(evaluate.main, f"run --device cpu {line}"), line
+
+
+def test_tensorboard_without_its_package_claims_no_folder(place, monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as an import that fails
+    assert "needs its package" in said_by(train.main, f"{NEW} --tensorboard")
+    assert not Path("new").exists()
+
+
+def test_what_strangers_write_cannot_steer_a_terminal(place, capsys):
+    """Names of files, and texts in settings, logs and stores, are printed escaped."""
+    red = "\x1b[31mred"
+    shutil.copytree("run", red)
+    set_in_run(Path(red), "model.size", red)
+    shutil.copytree("store", f"{red}-store")
+    edit(f"{red}-store/meta.json", "tokenizer", value=red)()
+    Path(f"{red}.jsonl").write_text("5")
+    for main, line in (
+        (evaluate.main, f"{red} --tokens 100"),
+        (sample.main, red),
+        (train.main, f"--resume --out {red}"),
+        (train.main, f"--data {red}-store --out new --device cpu"),
+        (prepare.main, f"{red}.jsonl --out s --tokenizer bytes"),
+        (evaluate.main, f"run --task {red}.jsonl"),
+    ):
+        with pytest.raises((ValueError, OSError)) as refused:
+            main(line.split())
+        assert one_line(refused.value).isprintable()
+    report.main([red, "--markdown"])
+    heard = capsys.readouterr()
+    assert "\x1b[31m" not in heard.out + heard.err
 
 
 # ---- leftovers, and folders that cannot be written

@@ -162,10 +162,24 @@ _questions = itertools.count()  # every rank asks the same ones in the same orde
 def meeting_place() -> dist.Store:
     """The key-value store through which ranks find each other, before they are connected.
 
-    torchrun keeps it when it restarts its processes, so each attempt has keys of its own.
+    torchrun keeps it when it restarts its processes, so each start has keys of its own: rank 0
+    names the start to all who ask. torchrun's count of restarts may differ between machines.
     """
-    store, _, _ = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
-    return dist.PrefixStore(f"attempt {os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
+    if rank:
+        number = store.add("asked", 1)
+        name = store.get(f"start of {number}").decode()  # waits for rank 0 of this very start
+        store.add(f"heard {name}", 1)
+        return dist.PrefixStore(name, store)
+    name, answered = f"start {store.add('starts', 1)}", 0
+    end = time.monotonic() + PATIENCE
+    while store.add(f"heard {name}", 0) < world_size - 1 and time.monotonic() < end:
+        asked = store.add("asked", 0)
+        for number in range(answered, asked):
+            store.set(f"start of {number + 1}", name)
+        answered = asked
+        time.sleep(0.01)
+    return dist.PrefixStore(name, store)
 
 
 def start(device: str, dtype: str, patience: int = PATIENCE) -> Runtime:

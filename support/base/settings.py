@@ -11,7 +11,6 @@ A field is a setting and a flag. Its metadata say what it means and what it may 
 """
 
 import argparse
-import re
 import runpy
 import sys
 from collections.abc import Callable
@@ -173,8 +172,11 @@ def check_code(settings: Flat, folder: Path, trusted: bool) -> None:
 
     Raises: ValueError for a file in the run's own folder, which may come from a stranger
     """
-    text = ",".join(value for value in settings.values() if isinstance(value, str))
-    for path in map(Path, re.findall(r"([^,]*\.py):", text)):
+    texts = [value for value in settings.values() if isinstance(value, str)]
+    names = [part for text in texts for part in (text, *text.split(","))]
+    for path in dict.fromkeys(Path(name.rpartition(":")[0]) for name in names):
+        if not (path.name.endswith(".py") and path.is_file()):
+            continue
         if path.resolve().is_relative_to(folder.resolve()) and not trusted:
             raise ValueError(
                 f"--resume: the settings of {folder} run code that lies in it, {str(path)!a}:"

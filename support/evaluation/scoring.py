@@ -245,7 +245,9 @@ def table(groups: list[Group], by: str) -> str:
     lines = [f"{by:{width}}  documents       tokens        bytes  bits per byte"]
     for name, documents, tokens, size, bpb in groups:
         bits = "-" if bpb is None else f"{bpb:.4f}"
-        lines.append(f"{name:{width}}  {documents:9,} {tokens:12,} {size:12,} {bits:>14}")
+        lines.append(
+            f"{printable(name):{width}}  {documents:9,} {tokens:12,} {size:12,} {bits:>14}"
+        )
     return "\n".join(lines)
 
 

@@ -236,6 +236,8 @@ def answers_of(
         return asked.flatten().cpu(), nats.cpu().double(), others.cpu()
 
     sums = sums_by_item(measure, laid, model, runtime, columns=2, at_once=rows, poll=poll)
+    if not np.isfinite(sums).all():  # every comparison with NaN has an answer, and none is true
+        raise ValueError("the model's loss on these questions is not finite")
     return Answers(nats=sums[:, 0], likeliest=sums[:, 1] == 0)
 
 

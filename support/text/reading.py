@@ -57,7 +57,7 @@ def _files(given: str | Path) -> list[InputFile]:
     files = []
     for file in tqdm(_walk(path), "files", unit="", disable=None, leave=False):
         if not file.is_file():  # else it would be left out without a word, or waited for
-            kind = "a link to a folder or to nothing" if file.is_symlink() else "a pipe or a device"
+            kind = "a link, but not to a file" if file.is_symlink() else "a pipe or a device"
             raise ValueError(f"{file}: is {kind}: remove it, or name the files one by one")
         below = file.relative_to(path)
         files.append(InputFile(file, below.as_posix(), True, file.stat().st_size))
