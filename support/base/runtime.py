@@ -167,17 +167,13 @@ def meeting_place() -> dist.Store:
     """
     store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
     if rank:
-        number = store.add("asked", 1)
-        name = store.get(f"start of {number}").decode()  # waits for rank 0 of this very start
+        name = store.get(f"start of {store.add('asked', 1)}").decode()  # waits for rank 0
         store.add(f"heard {name}", 1)
         return dist.PrefixStore(name, store)
-    name, answered = f"start {store.add('starts', 1)}", 0
-    end = time.monotonic() + PATIENCE
+    name, end = f"start {store.add('starts', 1)}", time.monotonic() + PATIENCE
     while store.add(f"heard {name}", 0) < world_size - 1 and time.monotonic() < end:
-        asked = store.add("asked", 0)
-        for number in range(answered, asked):
+        for number in range(store.add("asked", 0)):  # also those of starts before, who are gone
             store.set(f"start of {number + 1}", name)
-        answered = asked
         time.sleep(0.01)
     return dist.PrefixStore(name, store)
 
