@@ -52,7 +52,7 @@ def graphs(monkeypatch):
     """Blocks that are not compiled attend as the compiled ones, or would differ in a last bit."""
     chosen = packed_attention.chosen_impl
     as_compiled = partial(chosen, compiled=True)
-    monkeypatch.setattr(packed_attention, "chosen_impl", lambda *args: as_compiled(*args[:4]))
+    monkeypatch.setattr("model.chosen_impl", lambda *args: as_compiled(*args[:4]))
     yield count_graphs(monkeypatch)
     torch.compiler.reset()
     if dist.is_initialized():  # by --fsdp, and a command that ends would take it for its own

@@ -478,8 +478,6 @@ def end_of(processes: list[multiprocessing.Process], seconds: float) -> list[int
 @pytest.mark.parametrize(
     ("ranks", "more", "seconds"), [(1, "", 0.3), (2, "", 0.3), (2, "--fsdp", 2)]
 )
-    ("ranks", "more", "seconds"), [(1, "", 0.3), (2, "", 0.3), (2, "--fsdp", 2)]
-)
 def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
     ranks, more, seconds, moment, times, stopped, tmp_path, monkeypatch
 ):

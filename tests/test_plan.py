@@ -25,7 +25,7 @@ SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
 class Alone(Runtime):
     """A rank of several that never talks to the others: what it plans must not need them to."""
 
-    def on_rank0(self, action):
+    def on_each_machine(self, action):
         return action()
 
 

@@ -175,7 +175,7 @@ def check_code(settings: Flat, folder: Path, trusted: bool) -> None:
     texts = [value for value in settings.values() if isinstance(value, str)]
     names = [part for text in texts for part in (text, *text.split(","))]
     for path in dict.fromkeys(Path(name.rpartition(":")[0]) for name in names):
-        if not (path.name.endswith(".py") and path.is_file()):
+        if not path.name.endswith(".py"):
             continue
         if path.resolve().is_relative_to(folder.resolve()) and not trusted:
             raise ValueError(
