@@ -1129,7 +1129,8 @@ def test_each_machine_prepares_the_embedded_corpus_where_it_can(tmp_path, monkey
             shutil.copytree("corpus", f"{number}-{rank}/corpus")
         for name in in_the_way.split():
             Path(f"{number}-1", name).touch()
-    lines = (f"{number}-RANK={SMALL} --tokens 256 --out new" for number in range(TIMES))
+    flags = f"{SMALL} --curriculum rarity --tokens 256 --out new"  # an index of its own
+    lines = (f"{number}-RANK={flags}" for number in range(TIMES))
     start_ranks(2, " ; ".join(lines).split(), work=on_clones)
     for said in said_at(tmp_path):
         for fault, line in zip(faults, said, strict=True):
