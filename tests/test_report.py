@@ -199,6 +199,9 @@ def test_a_run_tells_its_stops_stages_and_sources(make):
     assert f"{stage} 2 12 1.20 K resumed, with commit def" in seen(text)
     assert text.count('class="mark"') == 2 * text.count('class="chart"') > 6
     assert "bible 1.5000 jargon 2.2500" in seen(text)
+    for odd in (5, [1], {"bible": "x"}):  # another's log
+        lines[-1]["by_source"] = odd
+        assert "bible" not in seen(html_of(written(make(), lines)))
 
 
 # The page

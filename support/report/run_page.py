@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from support.base.numbers import duration, short
-from support.base.typed_json import At, mismatch
+from support.base.typed_json import At, Each, mismatch
 from support.report.charts import Chart, Series, medians, series
 from support.report.page import Page, Section, Table
 from support.run.folder import read_log
@@ -31,7 +31,8 @@ SPENT = ("step", "ms", "consumed_tokens", "real_tokens", "layer_tokens", "flops"
 EVALUATED = ("step", "consumed_tokens", "targets")
 NEEDED = {
     "run": {
-        "config": {"model.layers": At(1), "optim.tokens": At(1), "model.size": str},
+        "config": dict.fromkeys(("model.layers", "optim.tokens"), At(1))
+        | dict.fromkeys(("model.model", "model.size"), str),
         "argv": str,
         "commit": str,
         "resumed_at": int,
@@ -376,7 +377,7 @@ def time_section(log: RunLog) -> Section:
 
 def by_source(log: RunLog) -> Section:
     """Held-out bits per byte of each source that evaluations tell apart."""
-    lines = [line for line in log.evals if line.get("by_source")]
+    lines = [line for line in log.evals if not mismatch(line.get("by_source"), Each(float))]
     last = lines[-1]["by_source"] if lines else {}
     on_the_way = [line for line in lines if not line["last"]]
     drawn = []
