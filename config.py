@@ -112,7 +112,7 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
     given = parse(argv)
     which = given.get("run.resume")
     if which == "auto" and "run.out" not in given:
-        raise ValueError("--resume auto: add --out with the folder to begin a run or go on in")
+        raise ValueError("--resume auto needs the folder of the run: add --out")
 
     def recorded() -> tuple[Started, Flat] | None:
         folder = Path(given["run.out"]) if "run.out" in given else newest_run()
