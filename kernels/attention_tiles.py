@@ -19,28 +19,18 @@ Paper: Dao, arXiv 2307.08691 (FlashAttention-2), algorithms 1 and 2, without ato
 import math
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.triton_here import check_asked, tl, triton
+from kernels.triton_here import tl, triton
 
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 HEAD_WIDTHS = (16, 32, 64, 128)
 
 
-class Tiles(NamedTuple):
-    """Sizes of a kernel: the tile that a program owns, the tiles that it visits, and its warps."""
-
-    own: int
-    visited: int
-    warps: int
-    stages: int
-
-
-def tiles(kernel: str, D: int, dtype: torch.dtype) -> Tiles:
-    """Tile sizes that were compiled and never timed.
+def tiles(kernel: str, D: int, dtype: torch.dtype) -> dict[str, int]:
+    """The tile that a program owns, the tiles that it visits, and its warps: never timed.
 
     In half precision no kernel spills registers on compute capability 8.0, 8.9 or 9.0, and each
     fits the smallest of their shared memories, 99 KiB, with Triton 3.6, 3.7 and 3.9
@@ -49,10 +39,10 @@ def tiles(kernel: str, D: int, dtype: torch.dtype) -> Tiles:
     `chosen_impl` never picks it.
     """
     if dtype == torch.float32:
-        return Tiles(own=32, visited=32, warps=4, stages=2)
+        return {"OWN": 32, "VISITED": 32, "num_warps": 4, "num_stages": 2}
     own = 64 if D == 128 and kernel != "forward" else 128
     visited = 32 if kernel == "dkv" else 64
-    return Tiles(own, visited, warps=8, stages=2)
+    return {"OWN": own, "VISITED": visited, "num_warps": 8, "num_stages": 2}
 
 
 if triton is not None:
@@ -80,7 +70,7 @@ if triton is not None:
 
     @triton.jit
     def visits(bounds, TILE: tl.constexpr):
-        """Which positions of the other side to visit with a mask, without, and with one again.
+        """The ends of three stretches of the other side, visited with a mask, without, and with.
 
         Each row of the program's tile sees bounds[0]..bounds[1]. Tiles in the middle need no mask
         if every row sees them whole.
@@ -115,11 +105,16 @@ if triton is not None:
         return b_h // H, b_h % H, of_head - 1 - tl.program_id(0) % of_head
 
     @triton.jit
-    def seen_keys(start, end, b, t, T, CAUSAL: tl.constexpr):
-        """The first and one-past-last key that each query of t sees; T and 0 if none."""
+    def document_of(start, end, b, t, T):
+        """The first and one-past-last position of each token's document; T and 0 if none."""
         token = b.to(tl.int64) * T + t
         first = tl.load(start + token, mask=t < T, other=T)
-        last = tl.load(end + token, mask=t < T, other=0)
+        return first, tl.load(end + token, mask=t < T, other=0)
+
+    @triton.jit
+    def seen_keys(start, end, b, t, T, CAUSAL: tl.constexpr):
+        """The first and one-past-last key that each query of t sees; T and 0 if none."""
+        first, last = document_of(start, end, b, t, T)
         return first, tl.minimum(last, t + 1) if CAUSAL else last
 
     @triton.jit
@@ -165,7 +160,7 @@ if triton is not None:
         b, h, tile = tile_of_program(T, H, OWN)
         t = tile * OWN + tl.arange(0, OWN)
         bounds = seen_keys(start, end, b, t, T, CAUSAL)
-        low, plain, masked_again, high = visits(bounds, VISITED)
+        ends = visits(bounds, VISITED)
         query = load_rows(head_of(q, strides[0], b, h), strides[0], t, T, D, True)
         keys, values = head_of(k, strides[1], b, h), head_of(v, strides[2], b, h)
 
@@ -173,9 +168,8 @@ if triton is not None:
         total = tl.zeros((OWN,), tl.float32)
         state = (acc, total, total - float("inf"))
         given = (query, keys, values, strides, bounds)
-        state = attend(state, given, low, plain, T, scale, D, VISITED, True)
-        state = attend(state, given, plain, masked_again, T, scale, D, VISITED, False)
-        state = attend(state, given, masked_again, high, T, scale, D, VISITED, True)
+        for i in tl.static_range(3):
+            state = attend(state, given, ends[i], ends[i + 1], T, scale, D, VISITED, i != 1)
 
         acc, total, top = state
         nothing = total == 0
@@ -183,14 +177,6 @@ if triton is not None:
         store_rows(out, acc / total[:, None], b, h, t, T, H, D)
         row_lse = tl.where(nothing, float("inf"), top + tl.log2(total))
         tl.store(lse + (b.to(tl.int64) * H + h) * T + t, row_lse, mask=t < T)
-
-    @triton.jit
-    def seeing_queries(start, end, b, t, T, CAUSAL: tl.constexpr):
-        """The first and one-past-last query that sees each key of t; T and 0 if none."""
-        token = b.to(tl.int64) * T + t
-        first = tl.load(start + token, mask=t < T, other=T)
-        last = tl.load(end + token, mask=t < T, other=0)
-        return tl.maximum(first, t) if CAUSAL else first, last
 
     @triton.jit
     def add_to_dq(
@@ -234,7 +220,7 @@ if triton is not None:
         b, h, tile = tile_of_program(T, H, OWN)
         t = tile * OWN + tl.arange(0, OWN)
         bounds = seen_keys(start, end, b, t, T, CAUSAL)
-        low, plain, masked_again, high = visits(bounds, VISITED)
+        ends = visits(bounds, VISITED)
         query = load_rows(head_of(q, strides[0], b, h), strides[0], t, T, D, True)
         keys, values = head_of(k, strides[1], b, h), head_of(v, strides[2], b, h)
         own_dout = load_rows(head_of(dout, strides[3], b, h), strides[3], t, T, D, True)
@@ -246,9 +232,8 @@ if triton is not None:
 
         acc = tl.zeros((OWN, D), tl.float32)
         given = (query, own_dout, row_lse, row_delta, keys, values, strides, bounds)
-        acc = add_to_dq(acc, given, low, plain, T, scale, D, VISITED, True)
-        acc = add_to_dq(acc, given, plain, masked_again, T, scale, D, VISITED, False)
-        acc = add_to_dq(acc, given, masked_again, high, T, scale, D, VISITED, True)
+        for i in tl.static_range(3):
+            acc = add_to_dq(acc, given, ends[i], ends[i + 1], T, scale, D, VISITED, i != 1)
         store_rows(dq, acc * root, b, h, t, T, H, D)
 
     @triton.jit
@@ -295,8 +280,9 @@ if triton is not None:
     ):
         b, h, tile = tile_of_program(T, H, OWN)
         t = tile * OWN + tl.arange(0, OWN)
-        bounds = seeing_queries(start, end, b, t, T, CAUSAL)
-        low, plain, masked_again, high = visits(bounds, VISITED)
+        first, last = document_of(start, end, b, t, T)
+        bounds = (tl.maximum(first, t) if CAUSAL else first), last  # queries that see a key
+        ends = visits(bounds, VISITED)
         key = load_rows(head_of(k, strides[1], b, h), strides[1], t, T, D, True)
         value = load_rows(head_of(v, strides[2], b, h), strides[2], t, T, D, True)
         queries, douts = head_of(q, strides[0], b, h), head_of(dout, strides[3], b, h)
@@ -304,16 +290,15 @@ if triton is not None:
 
         acc = tl.zeros((OWN, D), tl.float32)
         given = (key, value, queries, douts, lse + of_head, delta + of_head, strides, bounds)
-        dkv = add_to_dkv((acc, acc), given, low, plain, T, scale, D, VISITED, True)
-        dkv = add_to_dkv(dkv, given, plain, masked_again, T, scale, D, VISITED, False)
-        dkv = add_to_dkv(dkv, given, masked_again, high, T, scale, D, VISITED, True)
+        dkv = (acc, acc)
+        for i in tl.static_range(3):
+            dkv = add_to_dkv(dkv, given, ends[i], ends[i + 1], T, scale, D, VISITED, i != 1)
         store_rows(dk, dkv[0] * root, b, h, t, T, H, D)
         store_rows(dv, dkv[1], b, h, t, T, H, D)
 
 
 def check(q: Tensor) -> None:
     """Refuse queries that the kernels do not take."""
-    check_asked(q.device.type, "dense")
     if q.shape[-1] not in HEAD_WIDTHS or q.dtype not in DTYPES:
         raise ValueError(
             f"impl 'triton' wants heads of {', '.join(map(str, HEAD_WIDTHS))} numbers in bfloat16,"
@@ -327,9 +312,8 @@ def launch(
 ) -> tuple[tuple[int], dict]:
     """The grid and the constants of a kernel; neither depends on the documents."""
     B, T, H, D = shape
-    own, visited, warps, stages = tiles(kernel, D, dtype)
-    constants = {"CAUSAL": causal, "D": D, "OWN": own, "VISITED": visited}
-    return (-(-T // own) * B * H,), constants | {"num_warps": warps, "num_stages": stages}
+    constants = {"CAUSAL": causal, "D": D} | tiles(kernel, D, dtype)
+    return (-(-T // constants["OWN"]) * B * H,), constants
 
 
 def strides_of(*arrays: Tensor) -> tuple[tuple[int, int, int], ...]:

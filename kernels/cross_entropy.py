@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.triton_here import check_asked, tl, triton, why_not
+from kernels.triton_here import check_impl, tl, triton, why_not
 
 IGNORE = -100  # a target without a loss: padding, or a token that BERT did not mask
 IMPLS = ("auto", "reference", "chunked", "triton")
@@ -303,14 +303,11 @@ def chosen_impl(device: str, dtype: torch.dtype, impl: str = "auto") -> str:
           dtype  of the products
           impl   one of IMPLS, as the caller asked
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
+    check_impl(impl, IMPLS, device)
     if impl == "auto":
         return "triton" if dtype.itemsize == 2 and why_not(device) is None else "chunked"
-    if impl == "triton":
-        check_asked(device, "auto or chunked")
-        if dtype == torch.float64:
-            raise ValueError("impl 'triton' computes in float32, x is float64: choose chunked")
+    if impl == "triton" and dtype == torch.float64:
+        raise ValueError("impl 'triton' computes in float32, x is float64: choose chunked")
     return impl
 
 

@@ -32,7 +32,7 @@ from torch.autograd.function import FunctionCtx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from kernels import attention_groups, attention_tiles
-from kernels.triton_here import why_not
+from kernels.triton_here import check_impl, why_not
 
 IMPLS = {
     "dense": "under a mask of each row's documents",
@@ -92,8 +92,7 @@ def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
     Cost:    dense writes B T T bytes, the others a few arrays of B T; no loop over documents, and
              on a GPU no synchronisation
     """
-    if impl not in IMPLS:
-        raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
+    check_impl(impl, IMPLS, doc_ids.device.type)
     if impl == "triton":
         return Documents(impl, causal, bounds(doc_ids))
     B, T = doc_ids.shape
@@ -101,22 +100,14 @@ def index_of(doc_ids: Tensor, causal: bool, impl: str) -> Documents:
         slots, calls = attention_groups.layout(doc_ids)
         if impl == "groups" or attention_groups.saves(doc_ids, calls):
             return Documents("groups", causal, (slots, calls))
+    mask = attention_mask(doc_ids, causal)  # (B, 1, T, T)
+    padding = doc_ids < 0  # (B, T)
     if doc_ids.device.type == "cpu":
-        return Documents("dense", causal, (added_mask(doc_ids, causal),))
-    return Documents("dense", causal, (attention_mask(doc_ids, causal), doc_ids < 0))
-
-
-def added_mask(doc_ids: Tensor, causal: bool) -> Tensor:
-    """The mask as numbers to add to scores, 0 or -inf: (B, 1, T, T) float32.
-
-    Attention on a CPU needs this form, and would convert bools again in every layer. Here padding
-    sees nothing, which makes its output and gradients zero on a CPU.
-    """
-    seen = doc_ids[:, :, None] == doc_ids[:, None, :]  # (B, T, T)
-    seen &= (doc_ids >= 0)[:, None]
-    if causal:
-        seen.tril_()
-    return torch.where(seen, 0.0, -torch.inf)[:, None]
+        # Attention there adds numbers to scores, and would convert bools again in every layer.
+        # Padding may see nothing, which makes its output and gradients zero.
+        seen = mask & ~padding[:, None, None]
+        return Documents("dense", causal, (torch.where(seen, 0.0, -torch.inf),))
+    return Documents("dense", causal, (mask, padding))
 
 
 def bounds(doc_ids: Tensor) -> tuple[Tensor, Tensor]:

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 from torch.autograd.function import FunctionCtx
 
-from kernels.triton_here import check_asked, tl, triton, why_not
+from kernels.triton_here import check_impl, tl, triton, why_not
 
 IMPLS = ("auto", "torch", "triton")
 # A program copies enough bytes to hide the latency of memory: each of 32 threads in 4 warps has 4
@@ -272,8 +272,7 @@ class Scatter(torch.autograd.Function):
 
 def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) -> str:
     """Check that the arguments fit together, and choose torch or triton."""
-    if impl not in IMPLS:
-        raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(IMPLS)}")
+    check_impl(impl, IMPLS, x.device.type)
     if x.ndim != 3 or kept.ndim != 2 or len(x) != len(kept):
         raise ValueError(
             f"x {tuple(x.shape)} and kept {tuple(kept.shape)} must be (B, T, C) and (B, K)"
@@ -286,9 +285,7 @@ def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) ->
     if y is not None and (y.shape != (B, K, C) or y.dtype != x.dtype):
         raise ValueError(f"y {tuple(y.shape)} {y.dtype} must be {(B, K, C)} {x.dtype}, as x is")
     if impl == "auto":
-        impl = "triton" if x.is_cuda and why_not("cuda") is None else "torch"
-    if impl == "triton":
-        check_asked(x.device.type, "auto or torch")
+        return "triton" if x.is_cuda and why_not("cuda") is None else "torch"
     return impl
 
 

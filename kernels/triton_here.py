@@ -8,6 +8,7 @@ python -c "from kernels.triton_here import why_not; print(why_not('cuda'))"
 import os
 import shutil
 import sysconfig
+from collections.abc import Collection
 from functools import cache
 from pathlib import Path
 
@@ -53,10 +54,14 @@ def looked_up(device: str) -> str | None:
     return None
 
 
-def check_asked(device: str, instead: str) -> None:
-    """Refuse impl 'triton' where its kernels cannot run; `instead` names the alternatives."""
+def check_impl(impl: str, impls: Collection[str], device: str) -> None:
+    """Refuse an implementation that is none of `impls`, and Triton's where it cannot run."""
+    if impl not in impls:
+        raise ValueError(f"impl {impl!r} is unknown: choose one of {', '.join(impls)}")
+    if impl != "triton":
+        return
     if triton is None:
-        raise ValueError(f"impl 'triton': Triton is not installed here, choose {instead}")
+        raise ValueError("impl 'triton': Triton is not installed here, choose another")
     if device != "cuda" and isinstance(nothing, triton.JITFunction):
         raise ValueError(
             "impl 'triton' wants CUDA tensors, or TRITON_INTERPRET=1 set before Python starts"

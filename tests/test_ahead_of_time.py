@@ -126,7 +126,8 @@ def compiled(arch: int, work: str) -> list[SimpleNamespace]:
 def attention(dtype, causal, widths=attention_tiles.HEAD_WIDTHS, lengths=(256,), tiles=None):
     """Forward and backward of packed attention in rows of these lengths, in tiles of other sizes"""
     if tiles:
-        attention_tiles.tiles = lambda *_: attention_tiles.Tiles(*tiles)
+        names = ("OWN", "VISITED", "num_warps", "num_stages")
+        attention_tiles.tiles = lambda *_: dict(zip(names, tiles, strict=True))
     for D in widths:
         for T in lengths:
             q, k, v = torch.zeros(2, T, 3, 4, D, dtype=getattr(torch, dtype)).unbind(2)

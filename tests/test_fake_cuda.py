@@ -27,8 +27,8 @@ IN_FP32 = "--dtype fp32 --optimizer adamw"  # so that rounding is not amplified
 UNTIMED = {
     "train.SAMPLE_TOKENS": "3",
     "kernels.cross_entropy.COLS": "256",
-    "kernels.attention_tiles.tiles": "lambda *_: importlib.import_module("
-    "'kernels.attention_tiles').Tiles(own=16, visited=16, warps=4, stages=2)",
+    "kernels.attention_tiles.tiles": "lambda *_: dict(OWN=16, VISITED=16, num_warps=4,"
+    " num_stages=2)",
     "support.step.machine.measured": "lambda *_: importlib.import_module('support.step.machine')"
     ".Rates(link=25e9, flops=1e14, adamw=1e9)",
     "support.step.machine.measured_peak": "lambda *_: 1e14",

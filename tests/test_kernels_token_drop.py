@@ -269,14 +269,14 @@ def test_kernels_are_refused_where_they_cannot_run(monkeypatch, kernels):
     if triton_here.triton is not None:
         monkeypatch.setattr(triton_here.triton, "JITFunction", object)  # as if compiled
         with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-            kernels.check_asked("cpu", "torch")
+            triton_here.check_impl("triton", token_drop.IMPLS, "cpu")
     monkeypatch.setattr(triton_here, "triton", None)
     spec = importlib.util.spec_from_file_location("without_triton", kernels.__file__)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     assert module.triton is None
-    with pytest.raises(ValueError, match="Triton is not installed here, choose torch"):
-        module.check_asked("cuda", "torch")
+    with pytest.raises(ValueError, match="Triton is not installed here, choose another"):
+        triton_here.check_impl("triton", token_drop.IMPLS, "cuda")
     x, kept, _, _ = inputs(SMALL)
     if kernels is token_drop:
         assert module.gather(x, kept).equal(reference_gather(x, kept))
