@@ -38,8 +38,11 @@ def bits(seeds: Tensor, rows: Tensor, T: int) -> Tensor:
     return _mixed(by_row[:, :, None] + positions * -7046029254386353131) & 2**63 - 1  # (n, B, T)
 
 
-def _mixed(x: Tensor) -> Tensor:
-    """`_mix` for torch, whose shift copies the sign: the bits shifted in are masked off."""
+def _mixed(x: Tensor | np.ndarray) -> Tensor | np.ndarray:
+    """Hash 64-bit integers to 64 well-mixed bits (the finaliser of splitmix64).
+
+    A shift of int64 copies the sign: the bits shifted in are masked off.
+    """
     x = (x ^ (x >> 30 & 2**34 - 1)) * -4658895280553007687
     x = (x ^ (x >> 27 & 2**37 - 1)) * -7723592293110705685
     return x ^ (x >> 31 & 2**33 - 1)
@@ -55,24 +58,18 @@ def shuffled(draws: np.ndarray, n: int, seed: int) -> np.ndarray:
     Args:    draws (m,) int64, counted from the start of training
     Returns: (m,) int64 sample ids; draws k n .. (k + 1) n - 1 hold every id once
     """
-    passes, ids = np.divmod(draws.astype(np.uint64), np.uint64(n))
-    bits = max(1, -(-(n - 1).bit_length() // 2))  # in each half
-    half, low = np.uint64(bits), np.uint64((1 << bits) - 1)
+    passes, ids = np.divmod(draws, n)
+    half = max(1, -(-(n - 1).bit_length() // 2))  # bits
+    low = (1 << half) - 1
     salts = [(seed * 8 + turn) * 0xD1342543DE82EF95 % 2**64 for turn in range(6)]
-    keys = passes * np.uint64(0x9E3779B97F4A7C15) + np.array(salts, np.uint64)[:, None]  # (6, m)
+    salts = np.array(salts, np.uint64).view(np.int64)
+    keys = passes * -7046029254386353131 + salts[:, None]  # (6, m)
     outside = np.arange(len(ids))
     while len(outside):
         x, key = ids[outside], keys[:, outside]
         left, right = x >> half, x & low
         for turn in range(6):
-            left, right = right, left ^ (_mix(right + key[turn]) & low)
+            left, right = right, left ^ (_mixed(right + key[turn]) & low)
         ids[outside] = x = left << half | right
         outside = outside[x >= n]
-    return ids.astype(np.int64)
-
-
-def _mix(x: np.ndarray) -> np.ndarray:
-    """Hash 64-bit integers to 64 well-mixed bits (the finaliser of splitmix64)."""
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
+    return ids
