@@ -96,25 +96,19 @@ def walk(
         while clock.consumed_tokens < budget:
             step = plan(clock)
             consumed = step.after.consumed_tokens - clock.consumed_tokens
-            points.append(
-                point_of(plan.settings, step, gap / consumed if gap else 1, work_at(step))
-            )
+            stands_for = gap / consumed if gap else 1
+            points.append(point_of(plan.settings, step, stands_for, work_at(step)))
             bar.update(min(gap or consumed, left - bar.n))
-            clock = ahead(clock, gap, points[-1]) if gap else step.after
+            clock = ahead(clock, gap, stands_for, step.pieces) if gap else step.after
     return points
 
 
-def ahead(clock: Clock, tokens: int, point: Point | None = None) -> Clock:
-    """The clock so many consumed tokens later, past the steps that this point stands for."""
-    cursor = clock.cursor._replace(row=0, drawn_at_tokens=clock.consumed_tokens + tokens)
-    steps = 0
-    if point:
-        steps = round(point.stands_for)
-        drawn = cursor.first_draw + round(point.stands_for * point.step.pieces)
-        cursor = cursor._replace(first_draw=drawn)
-    return clock._replace(
-        step=clock.step + steps, consumed_tokens=cursor.drawn_at_tokens, cursor=cursor
-    )
+def ahead(clock: Clock, tokens: int, steps: float = 0, pieces: int = 0) -> Clock:
+    """The clock so many consumed tokens later, past so many steps of so many pieces each."""
+    consumed = clock.consumed_tokens + tokens
+    first_draw = clock.cursor.first_draw + round(steps * pieces)
+    cursor = clock.cursor._replace(row=0, drawn_at_tokens=consumed, first_draw=first_draw)
+    return clock._replace(step=clock.step + round(steps), consumed_tokens=consumed, cursor=cursor)
 
 
 def point_of(settings: Config, step: Step, stands_for: float, work: Work) -> Point:
