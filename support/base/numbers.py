@@ -44,10 +44,7 @@ def count(text: str) -> int:
 
 def whole_numbers(text: str) -> tuple[int, ...]:
     """Several whole numbers: 1,5,10K."""
-    numbers = [number_of(part) for part in text.split(",")]
-    are_whole = all(0 <= number < 2**53 and number == int(number) for number in numbers)
-    _require(are_whole, text, "whole numbers, such as 1,5,10, from 0 to 2^53")
-    return tuple(map(int, numbers))
+    return tuple(map(whole_number, text.split(",")))
 
 
 def amount(text: str) -> float:

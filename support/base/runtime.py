@@ -96,16 +96,16 @@ class Runtime:
 
     def on_rank0(self, action: Callable[[], Value]) -> Value:
         """Run `action` on rank 0 only. Every rank gets its result, or its error as ValueError."""
-        outcome = [outcome_of(action) if self.is_rank0 else None]
-        if self.world_size > 1:
-            dist.broadcast_object_list(outcome)
-        return taken(outcome[0])
+        return self.on_some(self.is_rank0, action)[0]
 
     def on_each_machine(self, action: Callable[[], None]) -> None:
         """Run `action` on one rank of each machine; its error there is every rank's ValueError."""
-        is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        for outcome in self.gather(outcome_of(action) if is_first_here else None):
-            taken(outcome)
+        self.on_some(int(os.environ.get("LOCAL_RANK", 0)) == 0, action)
+
+    def on_some(self, acts: bool, action: Callable[[], Value]) -> list[Value | None]:
+        """Run `action` on the ranks that act. All get the results of all, or the first error."""
+        outcomes = self.gather(outcome_of(action) if acts else None)
+        return [taken(outcome) for outcome in outcomes]
 
     def check_same(self, values: dict[str, object]) -> None:
         """Refuse ranks that would not compute the same; ValueError names what differs, and where.
@@ -289,10 +289,10 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     Ranks that meet the same error, or only lost a rank that has exited, print nothing.
     """
     rank = int(os.environ.get("RANK", 0))
-    completed = False
     try:
         status = main() or 0
-        completed = True
+        if dist.is_initialized():
+            dist.barrier()  # else a rank that still communicates with this one would fail
     except KeyboardInterrupt:
         status = 130
     except Exception as error:
@@ -302,9 +302,6 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     if status > 128:
         _tell_torchrun(f"stopped by signal {status - 128}")
     if dist.is_initialized():
-        if completed:  # else a rank that still communicates with this one would fail
-            dist.barrier()
-            dist.destroy_process_group()
         sys.stdout.flush()
         os._exit(status)  # during an ordinary exit gloo's threads may abort the process
     sys.exit(status)

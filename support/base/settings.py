@@ -200,14 +200,10 @@ def parser_of(config_class: "type[Config]", prog: str, description: str) -> argp
     groups = {part.name: parser.add_argument_group(part.name) for part in fields(config_class)}
     for name, setting in shown_settings(config_class).items():
         kind = setting.kind
-        default = shown_default(setting.field.default)
-        options = {
-            "dest": name,
-            "default": argparse.SUPPRESS,
-            "help": setting.says("help").replace("%", "%%"),
-        }
-        if default:
-            options["help"] += f" (default: {default})"
+        about = setting.says("help").replace("%", "%%")
+        if default := shown_default(setting.field.default):
+            about += f" (default: {default})"
+        options = {"dest": name, "default": argparse.SUPPRESS, "help": about}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
         else:

@@ -252,7 +252,7 @@ def lead(log: RunLog) -> str:
 
 
 def facts(log: RunLog) -> list[list[str]]:
-    """Numbers worth seeing first."""
+    """Numbers worth seeing first; one that is unknown, or nothing special, is left out."""
     if not log.steps_done:
         return []
     spent = log.spent()
@@ -264,24 +264,22 @@ def facts(log: RunLog) -> list[list[str]]:
         shown.append(["Held-out loss", f"{last['val_bpb']:.4f}", detail])
     budget = f"of {short(log.settings['optim.tokens'])} asked for"
     passes = f"{log.last('epochs'):.3g} passes over the store"
-    shown.append(["Consumed tokens", short(spent["consumed_tokens"]), budget])
-    shown.append(["Raw tokens", short(spent["real_tokens"]), passes])
-    if log.dropped() > 0:
-        computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
-        shown.append(["Dropped", f"{log.dropped():.1%}", computed])
-    if log.last("skipped") > 0:
-        detail = "whose loss or gradient was not finite or far too large"
-        shown.append(["Steps that moved no weight", f"{log.last('skipped'):,.0f}", detail])
-    if len(log.starts) > 1:
-        shown.append(["Starts", str(len(log.starts)), "the first, and those that went on"])
+    dropped = f"{log.dropped():.1%}" if log.dropped() > 0 else ""
+    computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
+    skipped = f"{log.last('skipped'):,.0f}" if log.last("skipped") > 0 else ""
+    starts = str(len(log.starts)) if len(log.starts) > 1 else ""
     mfu = f"MFU {log.median('mfu'):.1%}" if log.has("mfu") else ""
-    rate = short(log.median("tokens_per_s"))
-    return [
-        *shown,
+    shown += [
+        ["Consumed tokens", short(spent["consumed_tokens"]), budget],
+        ["Raw tokens", short(spent["real_tokens"]), passes],
+        ["Dropped", dropped, computed],
+        ["Steps that moved no weight", skipped, "loss or gradient not finite or far too large"],
+        ["Starts", starts, "the first, and those that went on"],
         ["Time of all steps", duration(spent["seconds"]), "without evaluations and checkpoints"],
-        ["Tokens per second", rate, "raw tokens, median of all steps"],
+        ["Tokens per second", short(log.median("tokens_per_s")), "raw tokens, median of all steps"],
         ["FLOPs", short(spent["flops"], unit="FLOP"), mfu],
     ]
+    return [fact for fact in shown if fact[1]]
 
 
 # ---- charts

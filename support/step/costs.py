@@ -3,7 +3,7 @@
 Assumed are full rows, time proportional to FLOPs (bench/runs.py measures it), and Muon: for nano as
 on a CPU, in fp32, for the larger sizes as on a GPU, in bf16. Nothing is run.
 
-Used by `ltd.py plan` and, for its flags, by the commands of pseudo.py and offload.py.
+Used by `ltd.py plan` and, for its flags, by `offload.py plan`.
 
     python ltd.py plan --size 1.3B --tokens 300B --start 128 --share 0.7
 """
@@ -100,10 +100,9 @@ def fill_in(args: argparse.Namespace) -> None:
     """
     if args.pos is None and (args.seq_len or 0) > SIZES[args.size].seq_len:
         args.pos = "rope"  # --size says how many positions can be learned
-    flags = {setting: setting.split(".")[1] for setting in SETTINGS}
-    settings = with_defaults({setting: getattr(args, flags[setting]) for setting in SETTINGS})
-    for setting in SETTINGS:
-        setattr(args, flags[setting], settings[setting])
+    settings = with_defaults({name: getattr(args, name.split(".")[1]) for name in SETTINGS})
+    for name in SETTINGS:
+        setattr(args, name.split(".")[1], settings[name])
     learned = args.pos == "learned"
     refuse(refusals_of_rows(args.size, args.seq_len, args.batch_tokens, learned))
 
