@@ -116,8 +116,7 @@ def differing(columns: dict[str, Flat]) -> Table:
 
 
 def shown(value: Value) -> str:
-    is_number = isinstance(value, int) and not isinstance(value, bool)
-    return f"{value:,}" if is_number else shown_default(value) or "–"
+    return f"{value:,}" if type(value) is int else shown_default(value) or "–"
 
 
 if __name__ == "__main__":

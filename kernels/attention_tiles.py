@@ -316,11 +316,6 @@ def launch(
     return (-(-T // constants["OWN"]) * B * H,), constants
 
 
-def strides_of(*arrays: Tensor) -> tuple[tuple[int, int, int], ...]:
-    """The strides of rows, positions and heads; the numbers of a head are adjacent."""
-    return tuple(x.stride()[:3] for x in arrays)
-
-
 def with_adjacent_numbers(*arrays: Tensor) -> list[Tensor]:
     return [x if x.stride(3) == 1 else x.contiguous() for x in arrays]
 
@@ -335,10 +330,9 @@ def forward(
     lse = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     grid, constants = launch("forward", q.shape, q.dtype, causal)
     scale = math.log2(math.e) / math.sqrt(D)
+    strides = tuple(x.stride()[:3] for x in (q, k, v))  # of rows, positions and heads
     with torch.cuda.device_of(q):
-        forward_kernel[grid](
-            out, lse, q, k, v, strides_of(q, k, v), start, end, T, H, scale, **constants
-        )
+        forward_kernel[grid](out, lse, q, k, v, strides, start, end, T, H, scale, **constants)
     return out, lse
 
 
@@ -353,7 +347,7 @@ def backward(dout: Tensor, saved: Sequence[Tensor], causal: bool) -> tuple[Tenso
     dq, dk, dv = (torch.empty(B, T, H, D, dtype=q.dtype, device=q.device) for _ in range(3))
     delta = torch.empty(B, H, T, dtype=torch.float32, device=q.device)
     root = 1 / math.sqrt(D)
-    strides = strides_of(q, k, v, dout, out)
+    strides = tuple(x.stride()[:3] for x in (q, k, v, dout, out))
     more = (strides, start, end, T, H, math.log2(math.e) * root, root)
     with torch.cuda.device_of(q):
         grid, constants = launch("dq", q.shape, q.dtype, causal)

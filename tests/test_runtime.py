@@ -251,6 +251,7 @@ TOGETHER = {  # what ranks do; status of each and a pattern for what it says; wh
     "a mistake of both": ((MISTAKE, MISTAKE), (2, f"error: {LINE}\n"), (2, ""), f"error: {LINE}"),
     "a mistake of 0": ((MISTAKE, "wait"), (2, f"error: {LINE}\n"), (1, ""), f"error: {LINE}"),
     "a mistake of 1": (("wait", MISTAKE), (1, ""), (2, f"{OF_1}{LINE}\n"), f"{OF_1}{LINE}"),
+    "a mistake of 1 when 0 is done": ((0, MISTAKE), (1, ""), (2, f"{OF_1}{LINE}\n"), OF_1 + LINE),
     "a bug of 1": (("wait", BUG), (1, ""), (1, TRACEBACK), f"{OF_1}{BUG_LINE}"),
     "a bug of both": ((BUG, BUG), (1, TRACEBACK), (1, ""), f"error: {BUG_LINE}"),
     "two bugs": ((BUG, OTHER_BUG), (1, TRACEBACK), (1, TRACEBACK), f"error: {BUG_LINE}"),

@@ -78,8 +78,7 @@ def precision(runtime: Runtime):  # -> MixedPrecisionPolicy
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
-    rounds = runtime.device.type == "cuda" and runtime.dtype != torch.float32
-    if not rounds:
+    if runtime.device.type == "cpu" or runtime.dtype == torch.float32:
         return MixedPrecisionPolicy()
     return MixedPrecisionPolicy(runtime.dtype, torch.float32, cast_forward_inputs=False)
 

@@ -118,9 +118,7 @@ def activation_bytes(
     """
     C, size = config.width, 2 if half else 4
     is_rope = config.pos == "rope"
-    numbers = 6 * C + 2 * config.mlp_width
-    if is_rope:
-        numbers += 2 * C  # queries and keys once more
+    numbers = (8 if is_rope else 6) * C + 2 * config.mlp_width  # queries and keys twice with rope
     block = 2 * 4 * C + size * numbers + 4 * config.heads
     blocks = config.layers * 4 * C + block if recomputed else config.layers * block
     angles = 4 * config.head_width if is_rope and isolated else 0
