@@ -279,7 +279,7 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
     def make() -> None:
         lacking = difficulty.lacking_in(indexes, prints)
         by = ",".join(lacking)
-        if lacking and samples.store.train_tokens > SMALL:
+        if lacking and samples.store.meta["train_tokens"] > SMALL:
             out = f" --out {folder}" if folder else ""
             raise ValueError(
                 f"{indexes} has no index by {by}: make it with python analyze.py {store} --metric"

@@ -187,13 +187,14 @@ def _print_summary(store: Store) -> None:
     print(f"documents {meta['documents']:>14,}{skipped}")
     print(f"tokens    {meta['tokens']:>14,}   {meta['bytes'] / n_text_tokens:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
-    lengths = np.diff(store.offsets)
+    lengths = np.diff(store.offsets[:])
     if store.sources is not None:
-        documents = np.bincount(store.sources, minlength=len(store.source_names))
-        tokens = np.bincount(store.sources, lengths, len(documents)).astype(int)
+        sources, names = store.sources[:], meta["sources"]
+        documents = np.bincount(sources, minlength=len(names))
+        tokens = np.bincount(sources, lengths, len(names)).astype(int)
         print(f"sources   {len(documents):>14,}   documents and tokens of each:")
         for number in np.argsort(-tokens, kind="stable")[:SOURCES_SHOWN]:
-            name = runtime.printable(store.source_names[number])
+            name = runtime.printable(names[number])
             print(f"{documents[number]:>24,} {tokens[number]:>15,}   {name}")
         if len(documents) > SOURCES_SHOWN:
             print(f"{len(documents) - SOURCES_SHOWN:>24,} more")

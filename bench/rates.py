@@ -63,7 +63,8 @@ def write_meta(folder: Path, tokens: int, documents: int) -> None:
 def write_repeated(folder: Path, tokens: int) -> int:
     """The training documents of the embedded corpus, again and again; how many tokens that is."""
     store = Store.open(embedded_store("pd4k"))
-    part, starts = store.tokens[: store.train_tokens], store.offsets[: store.train_documents]
+    part = store.tokens[: store.meta["train_tokens"]]
+    starts = store.offsets[: store.meta["train_documents"]]
     times = math.ceil(tokens / len(part))
     folder.mkdir()
     with open(folder / "tokens.bin", "wb") as text, open(folder / "documents.idx", "wb") as index:

@@ -31,13 +31,13 @@ def in_memory(*documents, held_out=0):
     """A store of these documents of bytes, of which the last ones are held out."""
     ended = [[*document, BYTES_END] for document in documents]
     offsets = np.array([0, *accumulate(map(len, ended))])
+    documents = len(ended) - held_out
+    trained = {"train_documents": documents, "train_tokens": int(offsets[documents])}
     return Store(
         path=Path("in memory"),
-        meta={"end_of_text": BYTES_END, "vocab_size": 261},
+        meta={"end_of_text": BYTES_END, "vocab_size": 261, **trained},
         tokens=np.array([*chain(*ended)], np.uint16),
         offsets=offsets,
-        train_documents=len(ended) - held_out,
-        train_tokens=int(offsets[len(ended) - held_out]),
     )
 
 

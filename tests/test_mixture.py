@@ -300,7 +300,7 @@ def test_a_run_resumed_where_its_stores_have_moved_is_the_same(run, stores, tmp_
 
 def test_how_often_a_run_reads_each_store(stores):
     samples = plan(mixed(stores, 1, 3)).samples
-    words, books = (Store.open(stores / name).train_tokens for name in ("words", "books"))
+    words, books = (Store.open(stores / name).meta["train_tokens"] for name in ("words", "books"))
     passes = f"words 25.0%, {1024 / words:.2f} passes; books 75.0%, {3072 / books:.2f} passes"
     assert samples.passes(4096) == passes
 

@@ -104,8 +104,6 @@ class Mixture:
     weights: tuple[Fraction, ...]  # their sum is 1
     names: tuple[str, ...]
     tokens: "MixedTokens"
-    train_documents: int
-    train_tokens: int
 
     check_tokenizer = Store.check_tokenizer
     check_tokens = Store.check_tokens
@@ -140,8 +138,6 @@ class Mixture:
             # folders' names; their paths where two folders have the same name
             names=names if len({*names}) == len(names) else tuple(str(p.path) for p in parts),
             tokens=MixedTokens([part.tokens for part in parts]),
-            train_documents=counts["train_documents"],
-            train_tokens=counts["train_tokens"],
         )
 
 

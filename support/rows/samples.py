@@ -61,7 +61,7 @@ class Samples:
         self.long, self.without_eot = long, kind in SPECIAL_TOKENS
         self.special_tokens = SPECIAL_TOKENS.get(kind, 0)
         self.max_piece_len = seq_len - self.special_tokens
-        n, N = store.train_documents, len(store.offsets) - 1
+        n, N = store.meta["train_documents"], len(store.offsets) - 1
         self.documents = {"train": range(n), "val": range(n, N), "all": range(N)}[split]
         ends = store.offsets[np.array([self.documents.start, self.documents.stop])]
         self.start, self.stop = ends.tolist()
