@@ -224,10 +224,15 @@ def test_no_store_a_damaged_one_and_another_tokenizer_are_refused(tmp_path, sour
                 Store.open(opened.path)
         path.write_bytes(content)
     meta = opened.path / "meta.json"
-    other = meta.read_text().replace('"format": 1', '"format": 2')
+    whole = meta.read_text()
+    other = whole.replace('"format": 1', '"format": 2')
     for content in (other, "{", "[]", "{}", '{"format": 1, "tokens": "x"}'):
         meta.write_text(content)
         with pytest.raises(ValueError, match=r"meta.json is damaged \("):
+            Store.open(opened.path)
+    for old, new in (('"wiki"', "1"), ('"train_tokens": ', '"train_tokens": 1')):
+        meta.write_text(whole.replace(old, new))
+        with pytest.raises(ValueError, match=r"its files and meta\.json do not agree"):
             Store.open(opened.path)
     meta.unlink()
     with pytest.raises(ValueError, match="no token store"):
@@ -326,11 +331,12 @@ def test_a_clone_that_cannot_be_written_has_its_corpus_in_the_users_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     made = prepare.embedded_store("bytes")
     assert prepare.embedded_store("bytes") == made and made.parent == tmp_path / "home/parsimony"
-    said = f"preparing the embedded corpus in {made}: {tmp_path}/.cache cannot be written\n"
-    assert capsys.readouterr().err == said
+    *_, said = capsys.readouterr().err.splitlines()
+    instead = f"{tmp_path}/.cache/{made.name}: not written: Not a directory"
+    assert said == f"preparing the embedded corpus in {made}: {instead}"
     (tmp_path / ".cache").unlink()
     (tmp_path / "home/parsimony").rename(tmp_path / ".cache")
-    monkeypatch.setattr(prepare, "can_write", lambda folder: False)
+    monkeypatch.setattr(prepare, "prepare", None)
     assert prepare.embedded_store("bytes").parent == tmp_path / ".cache", "it may be read"
 
 
