@@ -222,8 +222,6 @@ def analyze(
     Cost:    8 to 16 bytes a sample of temporary files; rates in results/curriculum.jsonl
     """
     samples = open_samples()
-    if len(samples) == 0:
-        raise ValueError(f"{samples.store.path} holds no training document: prepare more text")
     prints = {name: difficulty.fingerprint(samples, name) for name in names}
     size = max(SHARD, -(-len(samples) // MOST_SHARDS))
     shards = [range(a, min(a + size, len(samples))) for a in range(0, len(samples), size)]
@@ -343,8 +341,6 @@ def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
         raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
     if args.samples == "rows" and args.long == "truncate":
         raise ValueError("--long truncate: --samples rows are cut across documents: take pieces")
-    for name in set(names) & set(LENGTHS):
-        raise ValueError(f"--metric {name} needs no analysis: it takes samples as they come")
     difficulty.check_metrics(names, args.seq_len, args.samples, flag="--metric")
     if args.plot:
         figures.check_file(args.plot)

@@ -109,7 +109,7 @@ def test_parts_have_names_and_training_text(several, tmp_path):
     write_store(tmp_path / "deeper" / "a", [[3, 3]])
     assert open_store("a=1,b=1").names == ("a", "b")
     assert open_store("a=1,deeper/a=1").names == ("a", "deeper/a")
-    with pytest.raises(ValueError, match="held holds no text"):
+    with pytest.raises(ValueError, match="held has no training document"):
         mixture.MixedSamples(open_store("a=1,held=1"), "rows", 8)
 
 

@@ -178,18 +178,10 @@ def by_part(starts: np.ndarray, places: np.ndarray) -> Iterator[tuple[int, np.nd
 def samples_in(
     store: AnyStore, kind: str, seq_len: int, long: str = "split"
 ) -> "Samples | MixedSamples":
-    """The training samples of a store, or of a mixture.
-
-    Raises: ValueError for a store without any
-    """
+    """The training samples of a store, or of a mixture."""
     if isinstance(store, Mixture):
         return MixedSamples(store, kind, seq_len, long)
-    samples = Samples(store, kind, seq_len, long=long)
-    if len(samples) == 0:
-        raise ValueError(
-            f"{store.path} holds no text to train on: prepare it with another --holdout"
-        )
-    return samples
+    return Samples(store, kind, seq_len, long=long)
 
 
 class MixedSamples:
