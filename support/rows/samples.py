@@ -103,7 +103,15 @@ class Samples:
             yield self.store.offsets[first : min(first + DOCUMENTS_AT_ONCE, end) + 1]
 
     def _spans_of(self, offsets: np.ndarray) -> np.ndarray:
-        return spans_of_documents(offsets, self.max_piece_len, self.without_eot, self.long)
+        """(n, 2) spans of documents cut at multiples of max_piece_len from their own starts.
+
+        Example:  offsets [0, 5, 6] at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6);
+                  truncated: (0, 2), (5, 6)
+        """
+        spans = np.stack((offsets[:-1], offsets[1:] - self.without_eot), axis=1)
+        if self.long == "truncate":
+            spans[:, 1] = np.minimum(spans[:, 1], spans[:, 0] + self.max_piece_len)
+        return cut(spans, self.max_piece_len)
 
     def beyond_a_row(self) -> Beyond:
         """How many documents are longer than a row, and how many tokens `truncate` drops.
@@ -157,20 +165,6 @@ class Samples:
         made_of["made"] = (self.split, self.kind == "rows", self.without_eot)
         made_of["seq_len"] = self.max_piece_len
         return made_of | ({"long": self.long} if self.long == "truncate" else {})
-
-
-def spans_of_documents(
-    offsets: np.ndarray, max_piece_len: int, without_eot: bool, long: str = "split"
-) -> np.ndarray:
-    """(n, 2) spans of documents cut at multiples of max_piece_len from their own starts.
-
-    Example:  offsets [0, 5, 6] at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6);
-              truncated: (0, 2), (5, 6)
-    """
-    spans = np.stack((offsets[:-1], offsets[1:] - without_eot), axis=1)
-    if long == "truncate":
-        spans[:, 1] = np.minimum(spans[:, 1], spans[:, 0] + max_piece_len)
-    return cut(spans, max_piece_len)
 
 
 def cut(spans: np.ndarray, max_piece_len: int) -> np.ndarray:

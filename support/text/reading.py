@@ -37,15 +37,11 @@ class InputFile(NamedTuple):
 # ---- which files, and how far they have been read
 
 
-def input_files(paths: Iterable[str | Path]) -> list[InputFile]:
-    """List files, and the files in folders at any depth: sorted, without hidden ones.
+def input_files(given: str | Path) -> list[InputFile]:
+    """A file, or the files in a folder at any depth: sorted, without hidden ones.
 
     Raises: ValueError for a path that is neither file nor folder, and for a folder without files
     """
-    return [file for path in paths for file in _files(path)]
-
-
-def _files(given: str | Path) -> list[InputFile]:
     path = Path(given)
     if given == "":  # an empty variable in a shell; Path("") would be the working folder
         raise ValueError("an input is the empty string: name a file or a folder")
