@@ -231,7 +231,7 @@ def analyze(
 
     ranks.on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
     with folder_lock(folder) if ranks.is_rank0 else nullcontext():
-        lacking = ranks.on_rank0(lambda: difficulty.lacking_in(folder, prints))
+        lacking = ranks.on_rank0(lambda: difficulty.lacking_in(folder, samples, names))
         to_sum = [name for name in lacking if metric(name).summed]
         sums.run(partial(sum_shard, open_samples, to_sum), to_sum, workers, ranks)
         totals = ranks.on_rank0(lambda: {name: total_of(name, sums) for name in to_sum})
@@ -271,11 +271,10 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
     if not names:
         return Rankings({})
     store = str(samples.store.path)
-    prints = {name: difficulty.fingerprint(samples, name) for name in names}
     indexes = difficulty.index_folder(folder, samples)
 
     def make() -> None:
-        lacking = difficulty.lacking_in(indexes, prints)
+        lacking = difficulty.lacking_in(indexes, samples, names)
         by = ",".join(lacking)
         if lacking and samples.store.meta["train_tokens"] > SMALL:
             out = f" --out {folder}" if folder else ""
@@ -290,7 +289,7 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
             analyze(open_samples, lacking, indexes, replace(ranks, rank=0, world_size=1))
 
     ranks.on_each_machine(make)  # each may have a store of its own
-    return difficulty.opened(indexes, prints)
+    return difficulty.opened(indexes, samples, names)
 
 
 # ---- command
@@ -324,8 +323,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = difficulty.index_folder(args.out, samples)
     analyze(open_samples, names, folder, ranks, args.workers)
     if ranks.is_rank0:
-        prints = {name: difficulty.fingerprint(samples, name) for name in names}
-        indexes = difficulty.opened(folder, prints)
+        indexes = difficulty.opened(folder, samples, names)
         most = samples.max_piece_len
         print(f"{len(samples):,} samples of at most {most} tokens; index: {folder}")
         show_percentiles(indexes)

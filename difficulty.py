@@ -201,23 +201,23 @@ def index_folder(given: str | None, samples: Samples) -> Path:
     return Path(given or samples.store.path / "curriculum") / kind
 
 
-def lacking_in(folder: Path, prints: dict[str, str]) -> list[str]:
-    """The metrics without an index in this folder, of {name: fingerprint}.
+def lacking_in(folder: Path, samples: Samples, names: Sequence[str]) -> list[str]:
+    """The metrics without an index in this folder.
 
     Raises: as `opened`, for those that have one
     """
-    lacking = [name for name in prints if not (folder / label(name)).exists()]
-    opened(folder, {name: prints[name] for name in prints if name not in lacking})
+    lacking = [name for name in names if not (folder / label(name)).exists()]
+    opened(folder, samples, [name for name in names if name not in lacking])
     return lacking
 
 
-def opened(folder: Path, prints: dict[str, str]) -> Rankings:
-    """Open the index of each metric, of {name: fingerprint}.
+def opened(folder: Path, samples: Samples, names: Sequence[str]) -> Rankings:
+    """Open the index of each metric.
 
     Raises: ValueError for an index that is damaged, or of other samples or another metric
     """
     rankings = Rankings()
-    for name, wanted in prints.items():
+    for name in names:
         index = folder / label(name)
         try:
             about = json.loads((index / "index.json").read_text())
@@ -225,7 +225,7 @@ def opened(folder: Path, prints: dict[str, str]) -> Rankings:
             rankings[name] = ranking.read(index, about)
         except (OSError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{index}: damaged ({error}): remove it, analyze again") from None
-        if stored != wanted:
+        if stored != (wanted := fingerprint(samples, name)):
             raise ValueError(
                 f"{index}: an index with fingerprint {stored[:16]}, but store, tokenizer, sample"
                 f" length and metric are {wanted[:16]}: remove it, or name another folder"

@@ -177,7 +177,7 @@ def open_curriculum(samples: Samples, folder: Path, names: tuple[str, ...], perc
 
     Returns: the stage in which the easiest `percent` by each metric may be drawn
     """
-    indexes = opened(folder, {name: fingerprint(samples, name) for name in names})
+    indexes = opened(folder, samples, names)
     pace = f"discrete:{percent}@1:100"
     config = CurriculumConfig(metric=",".join(names), pace=",".join([pace] * len(names)))
     return Curriculum(parse_metrics(config, SEQ_LEN), BUDGET, SEQ_LEN, indexes).at(0)

@@ -15,7 +15,6 @@ import torch
 
 import analyze
 import difficulty
-from difficulty import fingerprint
 from support.base.runtime import Runtime
 from support.rows.ranking import Ranking
 from support.rows.samples import samples_of
@@ -87,7 +86,7 @@ def contents(folder):
 
 def opened(folder, open_samples, name):
     """The index of a metric, all of it in memory."""
-    index = difficulty.opened(folder, {name: fingerprint(open_samples(), name)})[name]
+    index = difficulty.opened(folder, open_samples(), [name])[name]
     return Ranking(index.values[:], index.order[:])
 
 
