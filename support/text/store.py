@@ -65,7 +65,6 @@ class StoreWriter:
         self.sources: dict[str, int] = {}  # numbered in order of appearance
         self.files = {name: (folder / name).open("w+b") for name in (*WRITTEN, HELD_OUT)}
         self.sha256 = {name: hashlib.sha256() for name in WRITTEN}
-        self.appended = 0
         self._write("documents.idx", np.zeros(1, np.int64))
 
     def append(self, parts: list[Encoded]) -> None:
@@ -74,14 +73,14 @@ class StoreWriter:
         parts = [part for part in parts if len(part.ids)]
         self._write_parts([part for part in parts if not part.held_out])
         pickle.dump([part for part in parts if part.held_out], self.files[HELD_OUT])
-        self.appended += 1
 
     def finish(self) -> dict:
         """Write what is held out; return what meta.json says about the files."""
         meta = {f"train_{key}": count for key, count in self.counts.items()}
-        self.files[HELD_OUT].seek(0)
-        for _ in range(self.appended):
-            self._write_parts(pickle.load(self.files[HELD_OUT]))
+        held_out = self.files[HELD_OUT]
+        held_out.seek(0)
+        while held_out.peek(1):
+            self._write_parts(pickle.load(held_out))
         for file in self.files.values():
             file.close()
         (self.folder / HELD_OUT).unlink()
