@@ -178,7 +178,8 @@ def _print_summary(store: Store) -> None:
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
     lengths = np.diff(store.offsets[:])
     if store.sources is not None:
-        sources, names = store.sources[:], meta["sources"]
+        sources = store.sources[:]
+        names = meta["sources"]
         documents = np.bincount(sources, minlength=len(names))
         tokens = np.bincount(sources, lengths, len(names)).astype(int)
         print(f"sources   {len(documents):>14,}   documents and tokens of each:")
