@@ -222,8 +222,6 @@ def analyze(
     Cost:    8 to 16 bytes a sample of temporary files; rates in results/curriculum.jsonl
     """
     samples = open_samples()
-    if len(samples) == 0:
-        raise ValueError(f"{samples.store.path} holds no training document: prepare more text")
     prints = {name: difficulty.fingerprint(samples, name) for name in names}
     size = max(SHARD, -(-len(samples) // MOST_SHARDS))
     shards = [range(a, min(a + size, len(samples))) for a in range(0, len(samples), size)]
@@ -233,7 +231,7 @@ def analyze(
 
     ranks.on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
     with folder_lock(folder) if ranks.is_rank0 else nullcontext():
-        lacking = ranks.on_rank0(lambda: difficulty.lacking_in(folder, prints))
+        lacking = ranks.on_rank0(lambda: difficulty.lacking_in(folder, samples, names))
         to_sum = [name for name in lacking if metric(name).summed]
         sums.run(partial(sum_shard, open_samples, to_sum), to_sum, workers, ranks)
         totals = ranks.on_rank0(lambda: {name: total_of(name, sums) for name in to_sum})
@@ -273,13 +271,12 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
     if not names:
         return Rankings({})
     store = str(samples.store.path)
-    prints = {name: difficulty.fingerprint(samples, name) for name in names}
     indexes = difficulty.index_folder(folder, samples)
 
     def make() -> None:
-        lacking = difficulty.lacking_in(indexes, prints)
+        lacking = difficulty.lacking_in(indexes, samples, names)
         by = ",".join(lacking)
-        if lacking and samples.store.train_tokens > SMALL:
+        if lacking and samples.store.meta["train_tokens"] > SMALL:
             out = f" --out {folder}" if folder else ""
             raise ValueError(
                 f"{indexes} has no index by {by}: make it with python analyze.py {store} --metric"
@@ -292,7 +289,7 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
             analyze(open_samples, lacking, indexes, replace(ranks, rank=0, world_size=1))
 
     ranks.on_each_machine(make)  # each may have a store of its own
-    return difficulty.opened(indexes, prints)
+    return difficulty.opened(indexes, samples, names)
 
 
 # ---- command
@@ -326,8 +323,7 @@ def main(argv: list[str] | None = None) -> None:
     folder = difficulty.index_folder(args.out, samples)
     analyze(open_samples, names, folder, ranks, args.workers)
     if ranks.is_rank0:
-        prints = {name: difficulty.fingerprint(samples, name) for name in names}
-        indexes = difficulty.opened(folder, prints)
+        indexes = difficulty.opened(folder, samples, names)
         most = samples.max_piece_len
         print(f"{len(samples):,} samples of at most {most} tokens; index: {folder}")
         show_percentiles(indexes)
@@ -343,8 +339,6 @@ def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
         raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
     if args.samples == "rows" and args.long == "truncate":
         raise ValueError("--long truncate: --samples rows are cut across documents: take pieces")
-    for name in set(names) & set(LENGTHS):
-        raise ValueError(f"--metric {name} needs no analysis: it takes samples as they come")
     difficulty.check_metrics(names, args.seq_len, args.samples, flag="--metric")
     if args.plot:
         figures.check_file(args.plot)

@@ -114,7 +114,7 @@ class Curriculum:
         self.pacings: dict[str, Pacing] = {}
         for name, pacing in pacings.items():
             if pacing.end == math.inf:
-                hardest = indexes[name].last_value
+                hardest = indexes[name].highest(len(indexes[name]))
                 if hardest <= 1:
                     ends = f"{name} ends at {hardest:g}: scale it up"
                     raise ValueError(f"--curriculum-by value goes up from 1, but {ends}")

@@ -142,13 +142,13 @@ def check_metrics(
     Args: samples_kind rows | pieces | bert | pairs
           flag         how the user named them, for messages
     """
+    lengths = LENGTHS if flag == "--curriculum" else ()  # which need no analysis
+    known = (*lengths, *METRICS, "path.py:name")
     for name in names:
         if ":" in name:
             load_function(name)
-        elif name not in (*LENGTHS, *METRICS):
-            lengths = LENGTHS if flag == "--curriculum" else ()  # which need no analysis
-            known = ", ".join((*lengths, *METRICS, "path.py:name"))
-            raise ValueError(f"{flag} {name} is unknown: choose from {known}")
+        elif name not in known:
+            raise ValueError(f"{flag} {name} is unknown: choose from {', '.join(known)}")
         if name in ("length", "length-rarity") and samples_kind == "rows":
             raise ValueError(
                 f"{flag} {name}: rows all have {seq_len} tokens: take pieces of documents (--pack),"
@@ -201,39 +201,33 @@ def index_folder(given: str | None, samples: Samples) -> Path:
     return Path(given or samples.store.path / "curriculum") / kind
 
 
-def has_index(folder: Path, wanted: str) -> bool:
-    """Whether there is one; ValueError if it is of other samples or of a metric that changed."""
-    if not folder.exists():
-        return False
-    try:
-        stored = json.loads((folder / "index.json").read_text())["fingerprint"][:64]
-    except (FileNotFoundError, ValueError, LookupError, TypeError):
-        raise ValueError(f"{folder}: damaged: remove it, analyze again") from None
-    if stored != wanted:
-        raise ValueError(
-            f"{folder}: an index with fingerprint {stored[:16]}, but store, tokenizer, sample"
-            f" length and metric are {wanted[:16]}: remove it, or name another folder"
-        )
-    return True
+def lacking_in(folder: Path, samples: Samples, names: Sequence[str]) -> list[str]:
+    """The metrics without an index in this folder.
+
+    Raises: as `opened`, for those that have one
+    """
+    lacking = [name for name in names if not (folder / label(name)).exists()]
+    opened(folder, samples, [name for name in names if name not in lacking])
+    return lacking
 
 
-def lacking_in(folder: Path, prints: dict[str, str]) -> list[str]:
-    """The metrics without an index in this folder, of {name: fingerprint}."""
-    return [name for name in prints if not has_index(folder / label(name), prints[name])]
-
-
-def opened(folder: Path, prints: dict[str, str]) -> Rankings:
-    """Map the index of each metric, of {name: fingerprint}.
+def opened(folder: Path, samples: Samples, names: Sequence[str]) -> Rankings:
+    """Open the index of each metric.
 
     Raises: ValueError for an index that is damaged, or of other samples or another metric
     """
     rankings = Rankings()
-    for name, wanted in prints.items():
+    for name in names:
         index = folder / label(name)
-        if not has_index(index, wanted):
-            raise ValueError(f"{index}: no index: make it with analyze.py")
         try:
-            rankings[name] = ranking.read(index, json.loads((index / "index.json").read_text()))
+            about = json.loads((index / "index.json").read_text())
+            stored = about["fingerprint"][:64]
+            rankings[name] = ranking.read(index, about)
         except (OSError, LookupError, TypeError, ValueError) as error:
             raise ValueError(f"{index}: damaged ({error}): remove it, analyze again") from None
+        if stored != (wanted := fingerprint(samples, name)):
+            raise ValueError(
+                f"{index}: an index with fingerprint {stored[:16]}, but store, tokenizer, sample"
+                f" length and metric are {wanted[:16]}: remove it, or name another folder"
+            )
     return rankings

@@ -143,16 +143,16 @@ def outlook(run: Run, plan: Plan) -> str:
     points = walk(plan, lambda step: run.trainer.work, run.clock, OUTLOOK_STEPS)
     rate = f" of {short(run.peak.flops, 'FLOP/s')}" if run.peak.flops else ""
     return (
-        f"about {math.ceil(total(points)):,} steps, {epochs(points, run.store.train_tokens)}\n"
+        f"about {math.ceil(total(points)):,} steps, {epochs(points, run.store.meta)}\n"
         f"{work_in_words(points, [])}; peak{rate}: {run.peak.why}"
     )
 
 
-def epochs(points: list[Point], train_tokens: int) -> str:
+def epochs(points: list[Point], meta: dict) -> str:
     """Example: 0.29 epochs of 2,744,745 training tokens"""
-    passes = real_tokens(points) / max(train_tokens, 1)
+    passes = real_tokens(points) / max(meta["train_tokens"], 1)
     shown = f"{passes:.2f}" if passes > 0.1 else f"{passes:.1g}"
-    words = f"{shown} epochs of {train_tokens:,} training tokens"
+    words = f"{shown} epochs of {meta['train_tokens']:,} training tokens"
     if passes <= MANY_EPOCHS:
         return words
     return (
@@ -281,7 +281,7 @@ class DryRun(NamedTuple):
         pieces = round(total(points, lambda p: p.step.pieces))
         say(
             f"steps: {math.ceil(total(points)):,}{about}; {pieces:,} pieces of text,"
-            f" {real_tokens(points):,} tokens, {epochs(points, run.store.train_tokens)}"
+            f" {real_tokens(points):,} tokens, {epochs(points, run.store.meta)}"
         )
         say(shapes(points))
         without = replace(s, **{name: entry.settings() for name, entry in techniques_of(s).items()})

@@ -209,20 +209,17 @@ class Evaluation:
         seq_len, name = self.seq_len, SPLITS[self.split]
         kind = "bert" if self.data.special_ids else "pieces"
         samples = Samples(store, kind, seq_len, self.split)
-        if len(samples) == 0:
-            raise ValueError(
-                f"{store.path} has no {name} document: prepare it with --holdout 20, name another"
-                " store with --data, or take all documents with evaluate.py --split all"
-            )
+
+        offsets = store.offsets[samples.documents.start : samples.documents.stop + 1]
 
         def laid(rows: Rows, special_tokens: int) -> Laid:
             rows = packed(rows, seq_len, special_tokens)
-            return lay(rows, store, partial(self.batch, store), samples.documents)
+            return lay(rows, offsets, partial(self.batch, store))
 
         spans = pieces = samples.some(tokens)
         seen, pairs = 0, None
         if self.stride:
-            pieces, seen = with_context(spans, store.offsets, seq_len, self.stride)
+            pieces, seen = with_context(spans, offsets, seq_len, self.stride)
         if self.nsp:
             special_tokens = SPECIAL_TOKENS["pairs"]
             halves, second = sentence_pairs(cut(spans, seq_len - special_tokens), "evaluation")
@@ -334,14 +331,14 @@ def packed(alone: Rows, seq_len: int, special_tokens: int) -> Rows:
     return alone.packed(pack_lengths(alone.stop - alone.start + special_tokens, seq_len))
 
 
-def lay(rows: Rows, store: Store, batch: Callable[[Rows], Batch], documents: range) -> Laid:
-    """Rows whose items are these documents of a store."""
+def lay(rows: Rows, offsets: np.ndarray, batch: Callable[[Rows], Batch]) -> Laid:
+    """Rows whose items are the documents that begin and end at these offsets of a store."""
 
     def read(own: range) -> Batch:
         return batch(rows.take(np.array(own)))
 
-    document = np.searchsorted(store.offsets, rows.start, side="right") - 1
-    return Laid(rows.offsets, document - documents.start, len(documents), read)
+    document = np.searchsorted(offsets, rows.start, side="right") - 1
+    return Laid(rows.offsets, document, len(offsets) - 1, read)
 
 
 def with_context(
@@ -425,7 +422,7 @@ def lay_texts(
         rows = packed(rows, seq_len, texts.special_tokens)
 
     batch = partial(collate, texts.store, seq_len=seq_len, special_ids=special_ids)
-    return lay(rows, texts.store, batch, range(len(texts.spans)))
+    return lay(rows, texts.store.offsets, batch)
 
 
 # ---- fine-tuning

@@ -331,8 +331,8 @@ def counts_of(samples: "Samples") -> np.ndarray:
     store, (longer, tokens) = samples.store, samples.beyond_a_row()
     left_out = f", leaving out {tokens:,} tokens" if samples.long == "truncate" else ""
     print(
-        f"{store.train_documents:,} documents for training, {store.meta['skipped']:,} empty ones"
-        f" were skipped; {longer:,} longer than a row: --long {samples.long} makes"
+        f"{store.meta['train_documents']:,} documents for training, {store.meta['skipped']:,} empty"
+        f" ones were skipped; {longer:,} longer than a row: --long {samples.long} makes"
         f" {len(samples):,} in all{left_out}",
         file=sys.stderr,
     )

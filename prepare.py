@@ -18,9 +18,7 @@ import sys
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import suppress
 from pathlib import Path
-from tempfile import TemporaryFile
 
 import numpy as np
 import tiktoken
@@ -151,31 +149,22 @@ def embedded_store(name: str) -> Path:
     It lies in the clone or, if that cannot be written, in the user's cache folder.
     """
     encoding = tokenizer.get_encoding(name)
-    name_of_store = f"pd-mix-{tokenizer.fingerprint(encoding)[:12]}"
-    cache = runtime.ROOT / ".cache"
+    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    caches = (runtime.ROOT / ".cache", home / "parsimony")
+    stores = [cache / f"pd-mix-{tokenizer.fingerprint(encoding)[:12]}" for cache in caches]
+    for store in stores:
+        if (store / "meta.json").exists():
+            return store
     why = ""
-    if not (cache / name_of_store / "meta.json").exists() and not can_write(cache):
-        why = f": {cache} cannot be written"
-        home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
-        cache = Path(home) / "parsimony"
-    store = cache / name_of_store
-    if not (store / "meta.json").exists():
+    for store in stores:
         print(f"preparing the embedded corpus in {store}{why}", file=sys.stderr)
         try:
             prepare([runtime.ROOT / "corpus" / "pd-mix.jsonl.gz"], store, encoding, name)
-        except (ValueError, OSError):
-            if not (store / "meta.json").exists():  # else another process has just made it
-                raise
-    return store
-
-
-def can_write(folder: Path) -> bool:
-    """Whether a file can be made in it; the folder itself is made if need be."""
-    with suppress(OSError):
-        folder.mkdir(exist_ok=True)
-        with TemporaryFile(dir=folder):
-            return True
-    return False
+        except (ValueError, OSError) as error:
+            why = f": {runtime.one_line(error)}"
+        if (store / "meta.json").exists():  # by whichever process was faster
+            return store
+    raise ValueError(f"the embedded corpus cannot be prepared{why}")
 
 
 def _print_summary(store: Store) -> None:
@@ -187,13 +176,15 @@ def _print_summary(store: Store) -> None:
     print(f"documents {meta['documents']:>14,}{skipped}")
     print(f"tokens    {meta['tokens']:>14,}   {meta['bytes'] / n_text_tokens:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
-    lengths = np.diff(store.offsets)
+    lengths = np.diff(store.offsets[:])
     if store.sources is not None:
-        documents = np.bincount(store.sources, minlength=len(store.source_names))
-        tokens = np.bincount(store.sources, lengths, len(documents)).astype(int)
+        sources = store.sources[:]
+        names = meta["sources"]
+        documents = np.bincount(sources, minlength=len(names))
+        tokens = np.bincount(sources, lengths, len(names)).astype(int)
         print(f"sources   {len(documents):>14,}   documents and tokens of each:")
         for number in np.argsort(-tokens, kind="stable")[:SOURCES_SHOWN]:
-            name = runtime.printable(store.source_names[number])
+            name = runtime.printable(names[number])
             print(f"{documents[number]:>24,} {tokens[number]:>15,}   {name}")
         if len(documents) > SOURCES_SHOWN:
             print(f"{len(documents) - SOURCES_SHOWN:>24,} more")

@@ -55,15 +55,15 @@ def write_meta(folder: Path, tokens: int, documents: int) -> None:
     """The embedded corpus's meta.json with these counts; its sha256 sums are not those of files."""
     counts = {"tokens": tokens, "documents": documents}
     counts |= {f"train_{name}": count for name, count in counts.items()}
-    meta = Store.open(embedded_store("pd4k")).meta | counts
-    meta.pop("sources", None)
+    meta = Store.open(embedded_store("pd4k")).meta | counts | {"sources": []}
     (folder / "meta.json").write_text(json.dumps(meta))
 
 
 def write_repeated(folder: Path, tokens: int) -> int:
     """The training documents of the embedded corpus, again and again; how many tokens that is."""
     store = Store.open(embedded_store("pd4k"))
-    part, starts = store.tokens[: store.train_tokens], store.offsets[: store.train_documents]
+    part = store.tokens[: store.meta["train_tokens"]]
+    starts = store.offsets[: store.meta["train_documents"]]
     times = math.ceil(tokens / len(part))
     folder.mkdir()
     with open(folder / "tokens.bin", "wb") as text, open(folder / "documents.idx", "wb") as index:
@@ -176,7 +176,7 @@ def open_curriculum(samples: Samples, folder: Path, names: tuple[str, ...], perc
 
     Returns: the stage in which the easiest `percent` by each metric may be drawn
     """
-    indexes = opened(folder, {name: fingerprint(samples, name) for name in names})
+    indexes = opened(folder, samples, names)
     pace = f"discrete:{percent}@1:100"
     config = CurriculumConfig(metric=",".join(names), pace=",".join([pace] * len(names)))
     return Curriculum(parse_metrics(config, SEQ_LEN), BUDGET, SEQ_LEN, indexes).at(0)

@@ -15,7 +15,6 @@ import torch
 
 import analyze
 import difficulty
-from difficulty import fingerprint
 from support.base.runtime import Runtime
 from support.rows.ranking import Ranking
 from support.rows.samples import samples_of
@@ -31,13 +30,13 @@ def in_memory(*documents, held_out=0):
     """A store of these documents of bytes, of which the last ones are held out."""
     ended = [[*document, BYTES_END] for document in documents]
     offsets = np.array([0, *accumulate(map(len, ended))])
+    documents = len(ended) - held_out
+    trained = {"train_documents": documents, "train_tokens": int(offsets[documents])}
     return Store(
         path=Path("in memory"),
-        meta={"end_of_text": BYTES_END, "vocab_size": 261},
+        meta={"end_of_text": BYTES_END, "vocab_size": 261, **trained},
         tokens=np.array([*chain(*ended)], np.uint16),
         offsets=offsets,
-        train_documents=len(ended) - held_out,
-        train_tokens=int(offsets[len(ended) - held_out]),
     )
 
 
@@ -87,7 +86,7 @@ def contents(folder):
 
 def opened(folder, open_samples, name):
     """The index of a metric, all of it in memory."""
-    index = difficulty.opened(folder, {name: fingerprint(open_samples(), name)})[name]
+    index = difficulty.opened(folder, open_samples(), [name])[name]
     return Ranking(index.values[:], index.order[:])
 
 

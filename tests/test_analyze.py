@@ -78,7 +78,7 @@ def counted(monkeypatch, name):
 def texts_of(store, kind, seq_len, long="split"):
     """The tokens of every sample in plain Python, from the documents alone."""
     store = Store.open(store)
-    edges = store.offsets[: store.train_documents + 1].tolist()
+    edges = store.offsets[: store.meta["train_documents"] + 1].tolist()
     documents = [store.tokens[a:b].tolist() for a, b in pairwise(edges)]
     if kind == "rows":
         documents = [list(chain(*documents))]
@@ -247,7 +247,7 @@ def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, s
         folder = tmp_path / name
         killed(where, name, number, partial(analyzed, folder, opener(store), NAMES))
         for metric in NAMES:
-            with pytest.raises(ValueError, match=f"{metric}: no index"):
+            with pytest.raises(ValueError, match=f"{metric}: damaged .*No such file"):
                 opened(folder, opener(store), metric)
         unnamed = [path for path in folder.rglob("*") if path.name.endswith(".tmp")]
         assert bool(unnamed) == ("shard" not in name), "what was being written"
@@ -313,7 +313,9 @@ mine.accumulate = blocks
 
 def test_ready_makes_once_what_a_small_store_lacks(store, monkeypatch, capsys):
     samples = opener(store)()
-    monkeypatch.setattr(analyze, "SMALL", samples.store.train_tokens)  # not a token too many
+    monkeypatch.setattr(
+        analyze, "SMALL", samples.store.meta["train_tokens"]
+    )  # not a token too many
     summed, measured = (counted(monkeypatch, name) for name in ("sum_shard", "sort_shard"))
     assert list(analyze.ready(samples, ["seqlen", "rarity"], None, ONE)) == ["rarity"]
     folder = store / "curriculum" / "pieces-8"
@@ -328,7 +330,7 @@ def test_ready_makes_once_what_a_small_store_lacks(store, monkeypatch, capsys):
 
 def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch):
     samples, kept = opener(store, "bert", 16, "truncate")(), str(tmp_path / "kept")
-    monkeypatch.setattr(analyze, "SMALL", samples.store.train_tokens - 1)
+    monkeypatch.setattr(analyze, "SMALL", samples.store.meta["train_tokens"] - 1)
     with pytest.raises(ValueError, match="has no index by length,rarity") as error:
         analyze.ready(samples, NAMES, kept, ONE)
     assert [path.name for path in tmp_path.iterdir()] == ["store"], "nothing is analyzed"

@@ -163,8 +163,8 @@ def test_no_target_no_document_and_a_stride_that_no_row_holds_are_refused(store)
 
     with pytest.raises(ValueError, match="held-out tokens, but no target"):
         Unmasked(of(store), 64, tokens=100).run(Even(), ONE, 8)
-    whole = replace(store, train_documents=store.meta["documents"])
-    with pytest.raises(ValueError, match=r"no held-out document.*--holdout 20.*--split all"):
+    whole = replace(store, meta=store.meta | {"train_documents": store.meta["documents"]})
+    with pytest.raises(ValueError, match=r"no held-out document.*--holdout.*--split all"):
         Evaluation(of(whole), 64)
     for stride, special_ids in ((0, None), (65, None), (8, SPECIAL_IDS)):
         with pytest.raises(ValueError, match="--stride"):
@@ -268,7 +268,7 @@ def test_every_token_is_a_target_once_and_sees_what_a_row_holds(sizes, seq_len, 
 
 def by_definition(store, pieces, model) -> np.ndarray:
     """(n, 3) nats, targets and bytes of each held-out document, a piece at a time and by itself."""
-    bounds = store.offsets[store.train_documents :].tolist()
+    bounds = store.offsets[store.meta["train_documents"] :].tolist()
     sums = np.zeros((len(bounds) - 1, 3))
     for row in pieces.rows:
         batch = pieces.read(range(row, row + 1)).with_documents()
@@ -316,9 +316,9 @@ def by_hand(texts, train_documents: int = 0, sources=None, names=()) -> Store:
     end = BYTES.eot_token
     tokens = np.concatenate([[*text, end] for text in texts]).astype(np.uint16)
     offsets = np.cumsum([0, *(len(text) + 1 for text in texts)])
-    meta = {"end_of_text": end, "vocab_size": 320}
-    seen = int(offsets[train_documents])
-    return Store(Path("x"), meta, tokens, offsets, train_documents, seen, sources, list(names))
+    meta = {"end_of_text": end, "vocab_size": 320, "sources": list(names)}
+    meta |= {"train_documents": train_documents, "train_tokens": int(offsets[train_documents])}
+    return Store(Path("x"), meta, tokens, offsets, sources)
 
 
 def letters(*sizes: int) -> list[range]:

@@ -109,7 +109,7 @@ def test_parts_have_names_and_training_text(several, tmp_path):
     write_store(tmp_path / "deeper" / "a", [[3, 3]])
     assert open_store("a=1,b=1").names == ("a", "b")
     assert open_store("a=1,deeper/a=1").names == ("a", "deeper/a")
-    with pytest.raises(ValueError, match="held holds no text"):
+    with pytest.raises(ValueError, match="held has no training document"):
         mixture.MixedSamples(open_store("a=1,held=1"), "rows", 8)
 
 
@@ -300,7 +300,7 @@ def test_a_run_resumed_where_its_stores_have_moved_is_the_same(run, stores, tmp_
 
 def test_how_often_a_run_reads_each_store(stores):
     samples = plan(mixed(stores, 1, 3)).samples
-    words, books = (Store.open(stores / name).train_tokens for name in ("words", "books"))
+    words, books = (Store.open(stores / name).meta["train_tokens"] for name in ("words", "books"))
     passes = f"words 25.0%, {1024 / words:.2f} passes; books 75.0%, {3072 / books:.2f} passes"
     assert samples.passes(4096) == passes
 

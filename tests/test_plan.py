@@ -75,13 +75,15 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
     """Streamed, or packed in short pieces: count what the rows of two passes predict."""
     p = plan(store, flags + " --tokens 1e9 --batch-tokens 65536")
     passes = 2 * len(p.samples)
-    seen = np.zeros(store.train_tokens, dtype=int)
+    seen = np.zeros(store.meta["train_tokens"], dtype=int)
     window = (16 if p.settings.pack.on else 1) * p.draws_per_step
     for first in range(0, passes, window):
         clock = clock_at(first)
         rows = p.packed_window(clock.cursor).rows if flags else rows_of_step(p, clock)
         assert rows.sums(rows.stop - rows.start).max() <= 32
-        assert rows.stop.max() <= store.train_tokens, "held-out documents are never trained on"
+        assert rows.stop.max() <= store.meta["train_tokens"], (
+            "held-out documents are never trained on"
+        )
         for start, stop in zip(rows.start, rows.stop, strict=True):
             seen[start:stop] += 1
     for start, stop in drawn(p, passes, first + window - passes).spans:  # of a third pass

@@ -70,7 +70,7 @@ def test_a_store_worked_by_hand(tmp_path):
     end = BYTES.eot_token
     assert made.tokens[:].tolist() == [*"é".encode(), end, *b"[PAD]", end, *b"held", end]
     assert made.offsets[:].tolist() == [0, 3, 9, 14]
-    assert (made.train_documents, made.train_tokens) == (2, 9)
+    assert (made.meta["train_documents"], made.meta["train_tokens"]) == (2, 9)
     expected = {"documents": 3, "tokens": 14, "bytes": 11, "train_bytes": 7, "skipped": 1}
     assert expected.items() <= made.meta.items()
     assert made.tokens.dtype == np.uint16 and made.offsets.dtype == np.int64
@@ -95,7 +95,7 @@ def test_the_command_makes_a_store_of_every_document_and_prints_what_it_holds(tm
 def test_the_store_of_the_embedded_corpus_is_what_it_always_was(tmp_path):
     """A change here changes every run."""
     made = make(MIX, tmp_path / "store", PD4K)
-    assert (made.meta["documents"], made.train_documents) == (4705, 4705 - 234)
+    assert (made.meta["documents"], made.meta["train_documents"]) == (4705, 4705 - 234)
     assert made.meta["sha256"] == {
         "tokens.bin": "8d22be631ce583482ad705e2869170941f3dee3cc81afecc52e4afba9b9740f8",
         "documents.idx": "44586a44a7d3945107e322ac95b9ba2f39d62c60af095aebe785d3d360eced42",
@@ -114,7 +114,7 @@ def test_a_single_text_is_cut_alike_for_every_tokenizer(tmp_path, monkeypatch):
     assert made.meta["tokenizer"] == str(tmp_path / "a.tiktoken"), "from any folder"
     training, held_out = texts_of(made)
     assert training + held_out == text and training.endswith("\n")
-    assert made.train_documents == 1 and made.meta["held_out_by"] == "tail"
+    assert made.meta["train_documents"] == 1 and made.meta["held_out_by"] == "tail"
     assert texts_of(make(Path("in"), tmp_path / "pd4k", PD4K), PD4K) == [training, held_out]
     lines = make(Path("in"), tmp_path / "lines", split_on=r"\n")
     assert sorted(texts_of(lines)) == sorted(text.splitlines())
@@ -178,10 +178,10 @@ def test_each_document_keeps_its_source_in_chunks_of_any_size(tmp_path, sourced,
     for chunk in (prepare.CHUNK_CHARACTERS, 1):
         monkeypatch.setattr(prepare, "CHUNK_CHARACTERS", chunk)
         made = make(sourced, tmp_path / str(chunk), holdout=5)
-        assert 0 < made.train_documents < 90
+        assert 0 < made.meta["train_documents"] < 90
         assert made.sources.dtype == np.uint16 and len(made.sources) == 90
         of_text = zip(texts_of(made), made.sources[:], strict=True)
-        named = {text: made.source_names[number] for text, number in of_text}
+        named = {text: made.meta["sources"][number] for text, number in of_text}
         assert named == {line["text"]: line["source"] or "unnamed" for line in lines}
         for name, recorded in made.meta["sha256"].items():
             content = (made.path / name).read_bytes()
@@ -196,7 +196,7 @@ def test_a_store_has_as_many_sources_as_documents_name(tmp_path, sourced, monkey
     assert sorted(os.listdir(made.path)) == ["documents.idx", "meta.json", "tokens.bin"]
     lines = [{"text": "one line\n" * 100, "source": str(number)} for number in range(257)]
     made = make(write_lines(tmp_path / "in.jsonl", lines[:1]), tmp_path / "cut")
-    assert made.sources[:].tolist() == [0, 0] and made.source_names == ["0"], "on both sides"
+    assert made.sources[:].tolist() == [0, 0] and made.meta["sources"] == ["0"], "on both sides"
 
     monkeypatch.setattr(store, "SOURCE_DTYPE", np.dtype("uint8"))  # which has 256 numbers
     made = make(write_lines(tmp_path / "in.jsonl", lines[:256]), tmp_path / "most")
@@ -224,10 +224,15 @@ def test_no_store_a_damaged_one_and_another_tokenizer_are_refused(tmp_path, sour
                 Store.open(opened.path)
         path.write_bytes(content)
     meta = opened.path / "meta.json"
-    other = meta.read_text().replace('"format": 1', '"format": 2')
+    whole = meta.read_text()
+    other = whole.replace('"format": 1', '"format": 2')
     for content in (other, "{", "[]", "{}", '{"format": 1, "tokens": "x"}'):
         meta.write_text(content)
         with pytest.raises(ValueError, match=r"meta.json is damaged \("):
+            Store.open(opened.path)
+    for old, new in (('"wiki"', "1"), ('"train_tokens": ', '"train_tokens": 1')):
+        meta.write_text(whole.replace(old, new))
+        with pytest.raises(ValueError, match=r"its files and meta\.json do not agree"):
             Store.open(opened.path)
     meta.unlink()
     with pytest.raises(ValueError, match="no token store"):
@@ -245,9 +250,7 @@ def test_what_is_taken_from_a_file_is_what_an_array_gives(length, places, drawn)
         places = np.array(places, np.int64)
         assert np.array_equal(given[part], array[part]) and given[-1] == array[-1]
         assert np.array_equal(given.take(places), array.take(places, mode="clip"))
-        found = np.searchsorted(given, places, side="right")
-        assert np.array_equal(found, array.searchsorted(places, "right"))
-        assert np.asarray(given).dtype == array.dtype and np.array_equal(given, array)
+        assert given[:].dtype == array.dtype and given[:].tolist() == array.tolist()
 
 
 @pytest.mark.parametrize("share", [0, 0.4, 0.99])
@@ -256,9 +259,9 @@ def test_a_file_that_is_cut_while_it_is_read_is_one_line(tmp_path, sourced, monk
     monkeypatch.setattr("support.rows.samples.IN_MEMORY", 0)
     for array in (Samples(made, "pieces", 5).table, made.sources, made.offsets, made.tokens):
         os.truncate(array.path, int(array.path.stat().st_size * share))
-        for read in (lambda array: array.take(np.array([10**6])), lambda array: array[-1], np.diff):
+        for at in (np.array([10**6]), -1, slice(None)):
             with pytest.raises(ValueError, match=f"{array.path} has become shorter"):
-                read(array)
+                array[at]
 
 
 # --- whole or not at all
@@ -328,11 +331,12 @@ def test_a_clone_that_cannot_be_written_has_its_corpus_in_the_users_cache(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "home"))
     made = prepare.embedded_store("bytes")
     assert prepare.embedded_store("bytes") == made and made.parent == tmp_path / "home/parsimony"
-    said = f"preparing the embedded corpus in {made}: {tmp_path}/.cache cannot be written\n"
-    assert capsys.readouterr().err == said
+    *_, said = capsys.readouterr().err.splitlines()
+    instead = f"{tmp_path}/.cache/{made.name}: not written: Not a directory"
+    assert said == f"preparing the embedded corpus in {made}: {instead}"
     (tmp_path / ".cache").unlink()
     (tmp_path / "home/parsimony").rename(tmp_path / ".cache")
-    monkeypatch.setattr(prepare, "can_write", lambda folder: False)
+    monkeypatch.setattr(prepare, "prepare", None)
     assert prepare.embedded_store("bytes").parent == tmp_path / ".cache", "it may be read"
 
 

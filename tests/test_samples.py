@@ -49,7 +49,7 @@ KINDS = [(kind, long) for kind in ("pieces", "bert") for long in ("split", "trun
 def test_samples_of_a_large_store_are_those_of_a_small_one(store_dir, large, monkeypatch):
     """Each kind of samples has a table of its own, which is made once and read."""
     store = Store.open(store_dir)
-    edges, made = store.offsets[store.train_documents :].tolist(), set()
+    edges, made = store.offsets[store.meta["train_documents"] :].tolist(), set()
     for kind, long in KINDS:
         bert, expected, beyond = kind == "bert", [], []
         for start, stop in pairwise(edges):

@@ -236,7 +236,7 @@ def test_a_bert_learns_which_text_follows(tmp_path):
 def test_a_run_that_truncates_says_what_it_leaves_out(run, log_of, store_dir, flags, capsys):
     """Held-out text is whole all the same."""
     store, is_bert = Store.open(store_dir), "bert" in flags
-    sizes = np.diff(store.offsets[: store.train_documents + 1]) - is_bert
+    sizes = np.diff(store.offsets[: store.meta["train_documents"] + 1]) - is_bert
     beyond = np.maximum(sizes - (30 if is_bert else 32), 0)
     cut = run(f"{flags} --long truncate {SHORT}")
     said = f"--long truncate: {(beyond > 0).sum():,} of 454 documents are longer than a row"

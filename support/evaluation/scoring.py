@@ -52,7 +52,7 @@ def store_in_memory(name: str, texts: Sequence[list[int]], encoding: tiktoken.En
     tokens = np.fromiter((token for text in texts for token in text), np.uint32)
     offsets = np.cumsum([0, *map(len, texts)])
     meta = {"end_of_text": encoding.eot_token, "vocab_size": encoding.n_vocab}
-    return Store(Path(name), meta, tokens, offsets, train_documents=0, train_tokens=0)
+    return Store(Path(name), meta, tokens, offsets)
 
 
 class Laid(NamedTuple):
@@ -208,7 +208,7 @@ class Documents(NamedTuple):
         Lengths are those of whole documents in tokens, end-of-text included, between powers of two.
         """
         if by == "source":
-            key, names = self.store.sources[self.numbers], self.store.source_names
+            key, names = self.store.sources[self.numbers], self.store.meta["sources"]
         else:
             length = self.store.offsets[self.numbers + 1] - self.store.offsets[self.numbers]
             key = np.frexp(length)[1] - 1  # 2^key <= length

@@ -104,8 +104,6 @@ class Mixture:
     weights: tuple[Fraction, ...]  # their sum is 1
     names: tuple[str, ...]
     tokens: "MixedTokens"
-    train_documents: int
-    train_tokens: int
 
     check_tokenizer = Store.check_tokenizer
     check_tokens = Store.check_tokens
@@ -140,8 +138,6 @@ class Mixture:
             # folders' names; their paths where two folders have the same name
             names=names if len({*names}) == len(names) else tuple(str(p.path) for p in parts),
             tokens=MixedTokens([part.tokens for part in parts]),
-            train_documents=counts["train_documents"],
-            train_tokens=counts["train_tokens"],
         )
 
 
@@ -182,18 +178,10 @@ def by_part(starts: np.ndarray, places: np.ndarray) -> Iterator[tuple[int, np.nd
 def samples_in(
     store: AnyStore, kind: str, seq_len: int, long: str = "split"
 ) -> "Samples | MixedSamples":
-    """The training samples of a store, or of a mixture.
-
-    Raises: ValueError for a store without any
-    """
+    """The training samples of a store, or of a mixture."""
     if isinstance(store, Mixture):
         return MixedSamples(store, kind, seq_len, long)
-    samples = Samples(store, kind, seq_len, long=long)
-    if len(samples) == 0:
-        raise ValueError(
-            f"{store.path} holds no text to train on: prepare it with another --holdout"
-        )
-    return samples
+    return Samples(store, kind, seq_len, long=long)
 
 
 class MixedSamples:

@@ -108,10 +108,6 @@ class Ranking:
         """The highest value among the first `count`."""
         return self.values[self.order[count - 1]].item()
 
-    @property
-    def last_value(self) -> float:
-        return self.highest(len(self))
-
     def holds(self, ids: np.ndarray, count: int) -> np.ndarray:
         """(n,) bool: which samples are among the first `count`."""
         last = self.order[count - 1]

@@ -52,6 +52,7 @@ class Samples:
           seq_len tokens of a row
           split   train | val | all: the held-out documents are the last ones of the store
           long    split | truncate: what happens to documents longer than a row; rows have none
+    Raises: ValueError for a split without any, for a table that is damaged
     """
 
     def __init__(
@@ -61,11 +62,16 @@ class Samples:
         self.long, self.without_eot = long, kind in SPECIAL_TOKENS
         self.special_tokens = SPECIAL_TOKENS.get(kind, 0)
         self.max_piece_len = seq_len - self.special_tokens
-        n, N = store.train_documents, len(store.offsets) - 1
+        n, N = store.meta["train_documents"], len(store.offsets) - 1
         self.documents = {"train": range(n), "val": range(n, N), "all": range(N)}[split]
         ends = store.offsets[np.array([self.documents.start, self.documents.stop])]
         self.start, self.stop = ends.tolist()
         self.table = None if kind == "rows" else self._table()
+        if len(self) == 0:
+            raise ValueError(
+                f"{store.path} has no {SPLITS[split]} document: prepare it with another --holdout,"
+                " name another store, or take all documents with evaluate.py --split all"
+            )
 
     def _table(self) -> np.ndarray | FileArray:
         """(N, 2) int64: the spans of all samples."""
@@ -84,12 +90,9 @@ class Samples:
                         out.write(part)
         table = FileArray(file, np.dtype((np.int64, 2)))
         some = table[:: max(len(table) // SPANS_CHECKED, 1)]
+        ascends = (np.diff(some) > 0).all() and (np.diff(some, axis=0) > 0).all()
         last = self._spans_of(self.store.offsets[self.documents.stop - 1 : self.documents.stop + 1])
-        if not (
-            np.array_equal(table[-1:], last[-1:])
-            and (some[:, 0] < some[:, 1]).all()
-            and (np.diff(some[:, 0]) > 0).all()
-        ):
+        if not (ascends and np.array_equal(table[-1:], last[-1:])):
             raise ValueError(f"{file} is damaged: delete it, and it is made again")
         return table
 
@@ -100,7 +103,15 @@ class Samples:
             yield self.store.offsets[first : min(first + DOCUMENTS_AT_ONCE, end) + 1]
 
     def _spans_of(self, offsets: np.ndarray) -> np.ndarray:
-        return spans_of_documents(offsets, self.max_piece_len, self.without_eot, self.long)
+        """(n, 2) spans of documents cut at multiples of max_piece_len from their own starts.
+
+        Example:  offsets [0, 5, 6] at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6);
+                  truncated: (0, 2), (5, 6)
+        """
+        spans = np.stack((offsets[:-1], offsets[1:] - self.without_eot), axis=1)
+        if self.long == "truncate":
+            spans[:, 1] = np.minimum(spans[:, 1], spans[:, 0] + self.max_piece_len)
+        return cut(spans, self.max_piece_len)
 
     def beyond_a_row(self) -> Beyond:
         """How many documents are longer than a row, and how many tokens `truncate` drops.
@@ -154,20 +165,6 @@ class Samples:
         made_of["made"] = (self.split, self.kind == "rows", self.without_eot)
         made_of["seq_len"] = self.max_piece_len
         return made_of | ({"long": self.long} if self.long == "truncate" else {})
-
-
-def spans_of_documents(
-    offsets: np.ndarray, max_piece_len: int, without_eot: bool, long: str = "split"
-) -> np.ndarray:
-    """(n, 2) spans of documents cut at multiples of max_piece_len from their own starts.
-
-    Example:  offsets [0, 5, 6] at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6);
-              truncated: (0, 2), (5, 6)
-    """
-    spans = np.stack((offsets[:-1], offsets[1:] - without_eot), axis=1)
-    if long == "truncate":
-        spans[:, 1] = np.minimum(spans[:, 1], spans[:, 0] + max_piece_len)
-    return cut(spans, max_piece_len)
 
 
 def cut(spans: np.ndarray, max_piece_len: int) -> np.ndarray:

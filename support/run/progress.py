@@ -62,14 +62,15 @@ def announce(
         say(f"compile: {'on' if trainer.compiled.on else 'off'} ({trainer.compiled.why})")
     if s.pack.on or s.model.model == "bert":
         say(f"attention: {trainer.work.impl}, {IMPLS[trainer.work.impl]}")
-    say(f"data: {store.train_tokens:,} training tokens in {store.path}; run: {run.folder}")
+    say(f"data: {store.meta['train_tokens']:,} training tokens in {store.path}; run: {run.folder}")
     if isinstance(samples, MixedSamples):
         say(f"mixture of {samples.passes(s.optim.tokens)}")
     say(outlook)
     if samples.long == "truncate":
         documents, tokens = samples.beyond_a_row()
-        longer = f"{documents:,} of {store.train_documents:,} documents are longer than a row"
-        say(f"--long truncate: {longer}, {tokens:,} of their tokens are left out")
+        of_all = f"{documents:,} of {store.meta['train_documents']:,} documents"
+        lost = f"{tokens:,} of their tokens are left out"
+        say(f"--long truncate: {of_all} are longer than a row, {lost}")
     if run.resumed_from:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
 
@@ -176,7 +177,7 @@ def log_step(
           model_flops see support/step/flops.py; MFU is their rate as a share of the peak
     """
     after, peak = step.after, run.peak.flops
-    epochs = after.real_tokens / run.store.train_tokens
+    epochs = after.real_tokens / run.store.meta["train_tokens"]
     mfu = model_flops / ms * 1e3 / peak if peak else None
     if note := run.first_note(step.note):
         write(bar, f"--curriculum: {note}; see difficulty in log.jsonl")

@@ -320,7 +320,7 @@ class Run:
             **self.about(),
             resumed_at=step,
             bytes=self.trainer.optimizers.memory(),
-            train_tokens=self.store.train_tokens,
+            train_tokens=self.store.meta["train_tokens"],
             peak_flops=self.peak.flops,
             peak_why=self.peak.why,
             lost_bytes=self.log.lost,

@@ -93,7 +93,7 @@ class Corpus:
         self.holdout = holdout
         self.source_field = source_field
         self.separator = None if split_on is None else separator(split_on)
-        self.files = reading.input_files(paths)
+        self.files = [file for path in paths for file in reading.input_files(path)]
         if self.separator and all(is_json_lines(file.path) for file in self.files):
             raise ValueError("--split-on: cuts plain text, and there are only JSON lines to read")
         self.training_characters = self._before_the_tail() if holdout > 1 else None

@@ -9,11 +9,12 @@ import io
 import json
 import os
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
 from itertools import count
 from pathlib import Path
-from threading import Event, Thread
+from threading import Thread
 from typing import Any, AnyStr, BinaryIO, NamedTuple
 
 from tqdm import tqdm
@@ -36,15 +37,11 @@ class InputFile(NamedTuple):
 # ---- which files, and how far they have been read
 
 
-def input_files(paths: Iterable[str | Path]) -> list[InputFile]:
-    """List files, and the files in folders at any depth: sorted, without hidden ones.
+def input_files(given: str | Path) -> list[InputFile]:
+    """A file, or the files in a folder at any depth: sorted, without hidden ones.
 
     Raises: ValueError for a path that is neither file nor folder, and for a folder without files
     """
-    return [file for path in paths for file in _files(path)]
-
-
-def _files(given: str | Path) -> list[InputFile]:
     path = Path(given)
     if given == "":  # an empty variable in a shell; Path("") would be the working folder
         raise ValueError("an input is the empty string: name a file or a folder")
@@ -102,9 +99,7 @@ class InputBar(tqdm):
         super().__init__(
             desc=title, total=total, unit="B", unit_scale=True, disable=None, leave=False
         )
-        self.closed = Event()
-        self.clock = Thread(target=self._refresh, daemon=True)
-        self.clock.start()
+        Thread(target=self._keep_going, daemon=True).start()
 
     def open(self, path: Path) -> BinaryIO:
         """Open the next of the files, to be read to its end."""
@@ -124,14 +119,10 @@ class InputBar(tqdm):
         self.set_postfix_str(f"{documents:,} documents", refresh=False)
         self.update(bytes_read - self.n)
 
-    def _refresh(self) -> None:
-        while not self.closed.wait(TICK_S):
+    def _keep_going(self) -> None:
+        while not self.disable:  # as where there is no terminal, and once it is closed
             self.refresh()
-
-    def __exit__(self, *error: object) -> None:
-        self.closed.set()
-        self.clock.join()
-        super().__exit__(*error)
+            time.sleep(TICK_S)
 
 
 # ---- JSON lines
@@ -144,37 +135,30 @@ def read_objects(
 
     Raises: ValueError naming the file and the line that cannot be read
     """
-    lines = _lines(Path(path), open_file)
-    for row in count(1):
-        try:
-            line = next(lines, None)
-            if line is None:
-                return
-            if not line.strip():
-                continue
-            value = parsed(line.decode())
-        except json.JSONDecodeError as error:
-            message = f"is not JSON ({error.msg}, column {error.colno})"
-            raise ValueError(f"{path}:{row}: {message}") from None
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path}:{row}: is not text in UTF-8: {error.reason}") from None
-        except Exception as error:  # each decompressor raises errors of its own
-            if isinstance(error, OSError) and error.filename is not None:
-                raise
-            raise ValueError(f"{path}:{row}: cannot be read: {error}") from None
-        if not isinstance(value, dict):
-            raise ValueError(f"{path}:{row}: is not a JSON object: write one per line")
-        yield f"{path}:{row}", value
+    with open_file(Path(path)) as file:
+        lines = cut(_blocks(file, Path(path).suffix.lower()), b"\n", MOST_LINE_BYTES)
+        for row in count(1):
+            try:
+                line = next(lines, None)
+                if line is None:
+                    return
+                if not line.strip():
+                    continue
+                value = parsed(line.decode())
+            except json.JSONDecodeError as error:
+                message = f"is not JSON ({error.msg}, column {error.colno})"
+                raise ValueError(f"{path}:{row}: {message}") from None
+            except Exception as error:  # each decompressor raises errors of its own
+                raise ValueError(f"{path}:{row}: cannot be read: {error}") from None
+            if not isinstance(value, dict):
+                raise ValueError(f"{path}:{row}: is not a JSON object: write one per line")
+            yield f"{path}:{row}", value
 
 
-def _lines(path: Path, open_file: OpenFile) -> Iterator[bytes]:
-    with open_file(path) as file:
-        suffix = path.suffix.lower()
-        plain = gzip.GzipFile(fileobj=file) if suffix == ".gz" else file
-        blocks = iter(partial(plain.readline, SMALL_BYTES), b"")
-        if suffix == ".zst":
-            blocks = _zstd_blocks(blocks)
-        yield from cut(blocks, b"\n", MOST_LINE_BYTES)
+def _blocks(file: BinaryIO, suffix: str) -> Iterator[bytes]:
+    plain = gzip.GzipFile(fileobj=file) if suffix == ".gz" else file
+    blocks = iter(partial(plain.readline, SMALL_BYTES), b"")
+    return _zstd_blocks(blocks) if suffix == ".zst" else blocks
 
 
 def _zstd_blocks(blocks: Iterable[bytes]) -> Iterator[bytes]:

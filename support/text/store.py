@@ -11,8 +11,7 @@ prepare.py decides what is encoded and in which order, and writes meta.json.
 import hashlib
 import os
 import pickle
-from bisect import bisect_right
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
@@ -36,7 +35,7 @@ META = {
     **dict.fromkeys(("dtype", "tokenizer", "tokenizer_fingerprint"), str),
     "sha256": {"tokens.bin": str, "documents.idx": str},
 }
-CHECKED_DOCUMENTS = 1 << 20  # when a store is opened; `verify` looks at all of them
+CHECKED_DOCUMENTS = 1 << 20  # when a store is opened; of the rest `verify` knows the sha256
 BYTES_PER_READ = 256  # that are read at once in the time that one more read takes
 NO_SOURCE = "unnamed"  # for documents without a source in a store where others have one
 
@@ -66,7 +65,6 @@ class StoreWriter:
         self.sources: dict[str, int] = {}  # numbered in order of appearance
         self.files = {name: (folder / name).open("w+b") for name in (*WRITTEN, HELD_OUT)}
         self.sha256 = {name: hashlib.sha256() for name in WRITTEN}
-        self.appended = 0
         self._write("documents.idx", np.zeros(1, np.int64))
 
     def append(self, parts: list[Encoded]) -> None:
@@ -75,14 +73,14 @@ class StoreWriter:
         parts = [part for part in parts if len(part.ids)]
         self._write_parts([part for part in parts if not part.held_out])
         pickle.dump([part for part in parts if part.held_out], self.files[HELD_OUT])
-        self.appended += 1
 
     def finish(self) -> dict:
         """Write what is held out; return what meta.json says about the files."""
         meta = {f"train_{key}": count for key, count in self.counts.items()}
-        self.files[HELD_OUT].seek(0)
-        for _ in range(self.appended):
-            self._write_parts(pickle.load(self.files[HELD_OUT]))
+        held_out = self.files[HELD_OUT]
+        held_out.seek(0)
+        while held_out.peek(1):
+            self._write_parts(pickle.load(held_out))
         for file in self.files.values():
             file.close()
         (self.folder / HELD_OUT).unlink()
@@ -140,27 +138,14 @@ class FileArray:
             return self._read([at], [1])[0]
         return self._read([at.start], [len(at)]) if at.step == 1 else self.take(np.array(at))
 
-    def __array__(self, dtype: npt.DTypeLike = None, copy: bool | None = None) -> np.ndarray:
-        return self[:].astype(dtype or self.dtype)
-
     def take(self, places: np.ndarray, mode: str = "clip") -> np.ndarray:
         """As ndarray.take; `mode` is always "clip"."""
         places = np.clip(places, 0, len(self) - 1)
         begins = np.flatnonzero(np.diff(places, prepend=-2) != 1)  # of stretches in the file
-        if self._is_short_for(len(begins)):
-            return self[:][places]
+        if len(self) * self.dtype.itemsize < len(begins) * BYTES_PER_READ:
+            return self[:][places]  # reading all of it takes less time than so many places
         counts = np.diff(begins, append=len(places))
         return self._read(places[begins].tolist(), counts.tolist())
-
-    def searchsorted(self, values: np.ndarray, side: str, sorter: None = None) -> np.ndarray:
-        """As ndarray.searchsorted, and called by np.searchsorted; `side` is always "right"."""
-        if self._is_short_for(len(values) * self.length.bit_length()):
-            return self[:].searchsorted(values, side)
-        return np.array([bisect_right(self, value) for value in values], np.int64)
-
-    def _is_short_for(self, reads: int) -> bool:
-        """Whether it takes less time to read all of it than so many places."""
-        return self.length * self.dtype.itemsize < reads * BYTES_PER_READ
 
     def _read(self, starts: list[int], counts: list[int]) -> np.ndarray:
         """The numbers at starts[0], starts[0] + 1, ..., counts[0] of them, then the next ones."""
@@ -181,34 +166,32 @@ class FileArray:
 class Store:
     """A store that is open to be read. Document i is tokens[offsets[i]:offsets[i + 1]].
 
-    tokens    (tokens,) uint16 or uint32; the first train_tokens are for training
+    meta      the contents of meta.json; the first meta["train_tokens"] are for training
+    tokens    (tokens,) uint16 or uint32
     offsets   (documents + 1,) int64
-    sources   (documents,) uint16 index into source_names; None if no document names a source
+    sources   (documents,) uint16 index into meta["sources"]; None if no document names a source
     """
 
     path: Path
     meta: dict
     tokens: FileArray
     offsets: FileArray
-    train_documents: int
-    train_tokens: int
     sources: FileArray | None = None
-    source_names: list[str] = field(default_factory=list)
 
     @classmethod
     def open(cls, path: str | Path) -> "Store":
-        """Open a store, after comparing the sizes of its files with the counts in meta.json.
+        """Open a store, if its files are as long as meta.json says, and its documents in order.
 
         Raises: ValueError for a folder that is not a store, or a damaged one
+        Cost:   looks at the first CHECKED_DOCUMENTS and at both ends
         """
         path = Path(path)
         try:
             meta = read_json(path / "meta.json", META, "prepare the store again")
         except (FileNotFoundError, NotADirectoryError):
             raise ValueError(f"{path}: no token store: make one with prepare.py") from None
-        names = meta.get("sources", [])
-        if wrong := mismatch(names, [str], "sources"):
-            raise ValueError(f"{path}/meta.json is damaged ({wrong}): prepare the store again")
+
+        names = meta.get("sources")
 
         def array(name: str, count: int, dtype: np.dtype) -> FileArray:
             file = path / name
@@ -222,32 +205,19 @@ class Store:
             meta=meta,
             tokens=array("tokens.bin", meta["tokens"], token_dtype(meta["vocab_size"])),
             offsets=array("documents.idx", meta["documents"] + 1, np.dtype("int64")),
-            train_documents=meta["train_documents"],
-            train_tokens=meta["train_tokens"],
             sources=array("sources.idx", meta["documents"], SOURCE_DTYPE) if names else None,
-            source_names=names,
         )
-        store.check_offsets(CHECKED_DOCUMENTS)
-        return store
-
-    def check_offsets(self, documents: int) -> None:
-        """Refuse documents that do not follow each other; looks at the first ones, and the ends."""
-        meta, trained = self.meta, self.train_documents
-        ends = np.array([0, trained, meta["documents"]])
-        blocks = (
-            self.offsets[first : min(first + CHECKED_DOCUMENTS, documents) + 1]
-            for first in range(0, documents, CHECKED_DOCUMENTS)
-        )
+        ends = np.array([0, meta["train_documents"], meta["documents"]])
         if not (
-            trained <= meta["documents"]
+            meta["train_documents"] <= meta["documents"]
             and meta["end_of_text"] < meta["vocab_size"]
-            and meta["dtype"] == self.tokens.dtype.name
-            and self.offsets.take(ends).tolist() == [0, self.train_tokens, meta["tokens"]]
-            and all((np.diff(block) > 0).all() for block in blocks)
+            and meta["dtype"] == store.tokens.dtype.name
+            and not mismatch(names or [], [str])
+            and store.offsets[ends].tolist() == [0, meta["train_tokens"], meta["tokens"]]
+            and (np.diff(store.offsets[: CHECKED_DOCUMENTS + 1]) > 0).all()
         ):
-            raise ValueError(
-                f"{self.path}: documents.idx and meta.json do not agree: prepare the store again"
-            )
+            raise ValueError(f"{path}: its files and meta.json do not agree: prepare it again")
+        return store
 
     def verify(self) -> None:
         """Read everything: ValueError unless each file is as prepare.py wrote it."""
@@ -257,7 +227,6 @@ class Store:
             if digest != self.meta["sha256"][name]:
                 expected = "its sha256 is not that in meta.json: prepare the store again"
                 raise ValueError(f"{self.path / name} is damaged: {expected}")
-        self.check_offsets(self.meta["documents"])
 
     def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
         """Refuse a tokenizer other than the one the store was made with."""
