@@ -30,6 +30,7 @@ Two other evaluations read files: questions that a GPT answers without further t
 
 import argparse
 import json
+import math
 import sys
 import time
 from collections.abc import Callable
@@ -96,12 +97,9 @@ def main(argv: list[str] | None = None) -> None:
             line = f"interrupted: nothing is written, and {args.run} is as it was"
             tqdm.write(line, file=sys.stderr)
         raise
-    try:
-        line = json.dumps({"run": args.run, "step": subject.step, **result}, allow_nan=False)
-    except ValueError:
-        raise ValueError(f"{args.run}: the model's loss on this text is not finite") from None
     if args.json:
-        runtime.say(line)
+        line = {"run": args.run, "step": subject.step, **result}
+        runtime.say(json.dumps(line, allow_nan=False))
 
 
 class Subject(NamedTuple):
@@ -144,6 +142,8 @@ def score_text(subject: Subject) -> dict[str, Any]:
     bar = evaluation_bar(evaluation.rows_in_all, runtime)
     of_each = evaluation.documents(subject.model, runtime, args.rows, bar)
     result = evaluation.total(of_each)
+    if not math.isfinite(result.val_loss):
+        raise ValueError(f"{args.run}: the model's loss on this text is not finite")
     subject.report(f"{SPLITS[args.split]} {result}, on {evaluation.text}")
     masked = "masked " if subject.special_ids else ""
     size = f"{result.targets:,} {masked}tokens, {result.bytes:,} bytes"

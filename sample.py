@@ -9,6 +9,7 @@ is kept and grows again (`context_start`).
 import codecs
 import math
 import os
+import sys
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from itertools import chain
@@ -274,7 +275,9 @@ def main(argv: list[str] | None = None) -> None:
         )
         try:
             with torch.inference_mode(), here.autocast():
-                for piece in text:
+                for piece in text:  # which may be anything, as the weights may be anybody's
+                    if sys.stdout.isatty():
+                        piece = runtime.printable(piece, kept="\n\t")
                     print(piece, end="", flush=True)
         finally:  # also after an interrupt
             print(flush=True)

@@ -335,26 +335,6 @@ def test_what_the_last_bits_depend_on_is_said_when_it_changes(place, capsys):
     assert "threads was 64 and is 1: losses will be close, not bitwise" in said
 
 
-def test_spans_that_were_cut_or_zeroed_are_refused(place, monkeypatch):
-    monkeypatch.setattr("support.rows.samples.IN_MEMORY", 0)
-    line = f"{SMALL} --data store --pack --tokens 512"
-    assert said_by(train.main, f"{line} --out first") == ""
-    (table,) = Path("store").glob("train-*.spans")
-    whole = table.read_bytes()
-    draw = random.Random(8)
-    for number in range(TIMES):
-        content = bytearray(whole)
-        if number % 2:
-            del content[draw.randrange(len(whole) // 16) * 16 :]
-        else:
-            first = draw.randrange(len(whole) // 16 - 64) * 16
-            content[first : first + 64 * 16] = bytes(64 * 16)
-        table.write_bytes(content)
-        assert f"{table.name} is damaged" in said_by(train.main, f"{line} --out more")
-    table.unlink()
-    assert said_by(train.main, f"{line} --out more") == ""
-
-
 # ---- ranks that differ, and machines that share no folder
 
 DIFFER = ["--dtype bf16", "--lr 0.5", "--seed 5", "--tokens 2048", "--layers 2", "--width 64"]
@@ -644,6 +624,31 @@ def logs_that_lost_their_end(runtime: Runtime) -> None:
         assert steps[-7:] == list(range(10, 17))
         missing = f"missing in the log: {16 - len(steps)}"
         assert len(steps) == 16 or missing in printed(report.main, f"{out} --markdown")
+
+
+def write_damaged(file: Path, whole: bytes, number: int) -> None:
+    draw, samples, content = random.Random(number), len(whole) // 16, bytearray(whole)
+    if number % 2:
+        del content[draw.randrange(samples) * 16 :]
+    else:
+        first = draw.randrange(samples - 64) * 16
+        content[first : first + 64 * 16] = bytes(64 * 16)
+    file.write_bytes(content)
+
+
+def damaged_spans(runtime: Runtime) -> None:
+    """A table of samples that was cut, or zeroed in part; without it, it is made again."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("support.rows.samples.IN_MEMORY", 0)
+        line = f"{SMALL} --data store --pack --tokens 512"
+        assert said_by(train.main, f"{line} --out first") == ""
+        (table,) = Path("store").glob("train-*.spans")
+        whole = runtime.on_rank0(table.read_bytes)
+        for number in range(TIMES):
+            by_rank0(runtime, write_damaged, table, whole, number)
+            assert f"{table.name} is damaged" in said_by(train.main, f"{line} --out more")
+        by_rank0(runtime, table.unlink)
+        assert said_by(train.main, f"{line} --out more") == ""
 
 
 def flip(file: str, place: int, bit: int) -> None:
@@ -990,7 +995,7 @@ def texts_of_strangers(runtime: Runtime) -> None:
 
 EVERYWHERE = [signals, logs_that_lost_their_end, flipped_bits, two_processes_in_a_folder]
 EVERYWHERE += [killed_at_the_end, bad_steps_skipped, bad_steps_refused, code_of_strangers]
-EVERYWHERE += [sizes_beyond_all_reason]
+EVERYWHERE += [sizes_beyond_all_reason, damaged_spans]
 WORKS = {work.__name__: work for work in (*EVERYWHERE, texts_of_strangers)}
 RUNS = [(work.__name__, ranks) for work in EVERYWHERE for ranks in (1, 2)]
 
@@ -1039,14 +1044,24 @@ def test_numbers_that_are_not_finite_are_blamed_on_their_file(place):
         else weight.detach()
         for name, weight in model.state_dict().items()
     }
-    weights["wte.weight"][3, 3] = math.nan
-    torch.save(weights, "bad.pt")
-    said = said_by(train.main, f"{SMALL} --data store --init bad.pt --out new")
-    assert "bad.pt" in said and "not finite" in said
-    resigned(lambda state: state["model"]["ln_f.weight"].fill_(3e38))()
     write_lines(Path("task.jsonl"), [{"context": "a", "continuations": ["b", "c"], "label": 0}])
-    for line in ("--tokens 100", "--json --tokens 100", "--task task.jsonl"):
-        assert "not finite" in said_by(evaluate.main, f"run --device cpu {line}"), line
+    works = ("--tokens 100", "--json --tokens 100", "--task task.jsonl", "--by-document by.jsonl")
+    good = Path("run/step-00000009.pt").read_bytes()
+    for number in range(TIMES):
+        draw = random.Random(number)
+        name = draw.choice(sorted(weights))
+        broken = {**weights, name: weights[name].clone()}
+        place = draw.randrange(weights[name].numel())
+        broken[name].view(-1)[place] = draw.choice((math.nan, math.inf, -math.inf))
+        torch.save(broken, "bad.pt")
+        said = said_by(train.main, f"{SMALL} --data store --init bad.pt --out new")
+        assert "bad.pt" in said and "not finite" in said and name in said
+        Path("run/step-00000009.pt").write_bytes(good)
+        channel = draw.randrange(len(weights["ln_f.weight"]) // 2)
+        resigned(lambda state, at=channel: state["model"]["ln_f.weight"][at:].fill_(3e38))()
+        line = f"run --device cpu {works[number % len(works)]}"
+        assert "not finite" in said_by(evaluate.main, line), (line, channel)
+        assert not Path("by.jsonl").exists() and not Path("new").exists()
 
 
 def test_tensorboard_without_its_package_claims_no_folder(place, monkeypatch):
@@ -1055,9 +1070,14 @@ def test_tensorboard_without_its_package_claims_no_folder(place, monkeypatch):
     assert not Path("new").exists()
 
 
-def test_what_strangers_write_cannot_steer_a_terminal(place, capsys):
-    """Names of files, and texts in settings, logs and stores, are printed escaped."""
-    red = "\x1b[31mred"
+# colour in two encodings, a window's title, over what stands there, from right to left
+STEERING = ("\x1b[31m", "\x9b31m", "\x1b]0;title\x07", "\b\b", "\u202e")
+
+
+@pytest.mark.parametrize("steering", STEERING)
+def test_what_strangers_write_cannot_steer_a_terminal(steering, place, capsys, monkeypatch):
+    """Names of files, texts in settings, logs and stores, and of a model, are printed escaped."""
+    red = f"{steering}red"
     shutil.copytree("run", red)
     set_in_run(Path(red), "model.size", red)
     shutil.copytree("store", f"{red}-store")
@@ -1075,8 +1095,9 @@ def test_what_strangers_write_cannot_steer_a_terminal(place, capsys):
             main(line.split())
         assert one_line(refused.value).isprintable()
     report.main([red, "--markdown"])
-    heard = capsys.readouterr()
-    assert "\x1b[31m" not in heard.out + heard.err
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    sample.main(["run", "--prompt", red, "--tokens", "1", "--device", "cpu"])
+    assert steering not in "".join(capsys.readouterr())
 
 
 # ---- leftovers, and folders that cannot be written

@@ -96,16 +96,16 @@ class Runtime:
 
     def on_rank0(self, action: Callable[[], Value]) -> Value:
         """Run `action` on rank 0 only. Every rank gets its result, or its error as ValueError."""
-        return self.on_some(self.is_rank0, action)[0]
+        outcome = [outcome_of(action) if self.is_rank0 else None]
+        if self.world_size > 1:
+            dist.broadcast_object_list(outcome)
+        return taken(outcome[0])
 
     def on_each_machine(self, action: Callable[[], None]) -> None:
         """Run `action` on one rank of each machine; its error there is every rank's ValueError."""
-        self.on_some(int(os.environ.get("LOCAL_RANK", 0)) == 0, action)
-
-    def on_some(self, acts: bool, action: Callable[[], Value]) -> list[Value | None]:
-        """Run `action` on the ranks that act. All get the results of all, or the first error."""
-        outcomes = self.gather(outcome_of(action) if acts else None)
-        return [taken(outcome) for outcome in outcomes]
+        is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
+        for outcome in self.gather(outcome_of(action) if is_first_here else None):
+            taken(outcome)
 
     def check_same(self, values: dict[str, object]) -> None:
         """Refuse ranks that would not compute the same; ValueError names what differs, and where.
@@ -268,9 +268,13 @@ def one_line(error: Exception) -> str:
     return printable(" ".join(str(error).split()))
 
 
-def printable(text: str) -> str:
-    """Text that may come from a stranger's file, with what would steer a terminal escaped."""
-    return "".join(char if char.isprintable() else ascii(char)[1:-1] for char in text)
+def printable(text: str, kept: str = "") -> str:
+    """Text that may come from a stranger's file, with what would steer a terminal escaped.
+
+    Characters of `kept` stay as they are, line ends for example.
+    """
+    safe = (char if char in kept or char.isprintable() else ascii(char)[1:-1] for char in text)
+    return "".join(safe)
 
 
 @contextmanager
