@@ -399,9 +399,9 @@ def test_two_machines(fault, stopped, tmp_path, monkeypatch):
 def uninterrupted(stopped: Path, patch: pytest.MonkeyPatch) -> list[float]:
     """The losses of the run that nobody stopped."""
     patch.chdir(stopped)
-    if not Path("whole").exists():
-        assert train.main(f"{BEGIN} --out whole".split()) == 0
-    return losses_of("whole")
+    if not Path("uninterrupted").exists():
+        assert train.main(f"{BEGIN} --out uninterrupted".split()) == 0
+    return losses_of("uninterrupted")
 
 
 # ---- kills, and ranks that do not answer
