@@ -140,6 +140,7 @@ def go(run: Run, data: Data) -> int:
         poll.bar.close()
         run.save()
         run.finish_saving()
+        run.log.beat(run.clock.step, "stopped", every=0)
         resume = f"python train.py --resume --out {run.folder}"
         runtime.say(f"stopped at step {run.clock.step}; go on with: {resume}")
         return 128 + (poll.stop.number or signal.SIGTERM)
@@ -171,7 +172,7 @@ class Poll:
         if self.stop is None:  # a dry run
             return
         self.where = f"after step {self.run.clock.step}, {what} {done} of {of}"
-        self.run.log.beat(self.where)
+        self.run.log.beat(self.run.clock.step, self.where)
         progress.show_part(self.bar, what, done, of)
         if what == "row" and self.runtime.world_size > 1:
             return  # ranks ask each other once a step, for who asks waits for the slowest
@@ -253,6 +254,7 @@ def finish(run: Run, data: Data, poll: Poll) -> None:
         runtime.say(f"a sample:\n{textwrap.indent(text, '    ')}")
     page = runtime.on_rank0(lambda: str(report.write(run.folder)))
     run.log.write("finished", step=run.clock.step)
+    run.log.beat(run.clock.step, "finished", every=0)
     runtime.say(f"checkpoint: {run.saved_path}\nlog: {run.folder / 'log.jsonl'}\nreport: {page}")
 
 

@@ -235,7 +235,7 @@ def promises(run: Run) -> dict[str, Callable]:
 
     def beat(beaten: float = math.inf) -> None:
         log.beaten = beaten
-        log.beat(f"after step {run.clock.step}, step 1 of 1")
+        log.beat(run.clock.step, f"after step {run.clock.step}, step 1 of 1")
 
     calls: dict[str, Callable] = {
         "heartbeat": beat,

@@ -284,7 +284,11 @@ def test_a_signal_saves_and_the_run_resumed_is_one_never_stopped(
     assert stopped == whole[: len(stopped)] and len(stopped) < len(whole)
     saved = checkpoint.load(checkpoint.find(folder, "last"))["clock"]["step"]
     assert saved == steps[-1]["step"]
+    beats = [json.loads((folder / "heartbeat.json").read_text())]
     assert train.main(["--resume", "--out", str(folder)]) == 0
+    beats.append(json.loads((folder / "heartbeat.json").read_text()))
+    assert [beat["where"] for beat in beats] == ["stopped", "finished"]
+    assert [beat["step"] for beat in beats] == [saved, read_log(folder, "train")[-1]["step"]]
     assert metrics(read_log(folder)) == whole
 
 

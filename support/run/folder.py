@@ -192,12 +192,13 @@ class Log:
                 if isinstance(value, (int, float)):
                     self.board.add_scalar(f"{event}/{name}", value, values["consumed_tokens"])
 
-    def beat(self, where: str) -> None:
-        """Tell whoever watches the folder, every few seconds, that the run goes on, and where."""
-        if self.file is None or time.time() - self.beaten < BEAT_S:
+    def beat(self, step: int, where: str, every: float = BEAT_S) -> None:
+        """Tell whoever watches the folder where the run is, every so many seconds."""
+        if self.file is None or time.time() - self.beaten < every:
             return
         self.beaten = time.time()
-        now = {"time": round(self.beaten, 1), "where": where, "rank": 0, "pid": os.getpid()}
+        now = {"time": round(self.beaten, 1), "step": step, "where": where}
+        now |= {"rank": 0, "pid": os.getpid()}
         unfinished = self.folder / ".heartbeat.json.tmp"
         unfinished.write_text(json.dumps(now) + "\n")
         unfinished.replace(self.folder / "heartbeat.json")
