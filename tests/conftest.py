@@ -36,6 +36,15 @@ from support.base.runtime import exit_cleanly
 from support.rows.samples import samples_of
 from support.text.tokenizer import get_encoding
 
+
+def hear_signals() -> None:
+    """What started the tests may ignore some, as nohup does, or a shell that put them behind."""
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
+    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+
+
+hear_signals()
 train.SAMPLE_TOKENS = 3  # the whole one takes half of the time of a tiny run
 
 ROOT = Path(__file__).parents[1]

@@ -592,7 +592,6 @@ SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.
 def signals(runtime: Runtime) -> None:
     """The step is saved, the status says which signal, the losses are those of a whole run."""
     draw = random.Random(6)
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup may have started the tests
     assert train.main(BEGIN.replace("run", "whole").split()) == 0
     for number in range(TIMES):
         chosen, last = SIGNALS[number % len(SIGNALS)], draw.randrange(1, 16)
