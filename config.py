@@ -202,6 +202,13 @@ def transformer_config(
         pos=m.pos,
         dropout=m.dropout,
         nsp=m.nsp,
+        norm=m.norm,
+        mlp=m.mlp,
+        bias=m.block == "gpt2",
+        kv_heads=m.kv_heads,
+        qk_norm=m.qk_norm,
+        rope_theta=m.rope_theta,
+        tied=m.tied,
     )
 
 

@@ -1,4 +1,4 @@
-"""GPT and BERT as one Transformer with two seams. No training loop, no data, no technique.
+"""GPT, Llama and BERT as one Transformer with two seams. No training loop, data or technique.
 
 Seam 1, per-token metadata (`TokenMeta`): attention honours `positions` and `doc_ids` and nothing
     else, so packed rows, padding and dropped tokens need no code here.
@@ -10,8 +10,10 @@ token, and the rotation that follows from it. Sizes by name and what they cost:
 support/step/sizes.py.
 
 GPT:  Radford et al. 2019 (GPT-2): pre-LN, learned positions or rotary (2104.09864).
+Llama: Touvron et al. 2023 (2302.13971): RMSNorm (1910.07467), SwiGLU (2002.05202), no biases; with
+    grouped queries (2305.13245). Each of these is a switch, and so is QK norm (2010.04245).
 BERT: Devlin et al. 2018 (arXiv 1810.04805): post-LN, bidirectional, masked-token head, one segment.
-Parameters carry GPT-2's published names for both, whatever the flags.
+Parameters carry GPT-2's published names for all of them, whatever the flags.
 
 Letters of the whole repository:
     B rows   T positions   K kept positions   C width   H heads   D head width = C / H
@@ -47,11 +49,22 @@ class TransformerConfig:
     pos: str = "learned"  # learned | rope
     dropout: float = 0.0
     nsp: bool = False  # a BERT also tells whether the second part of a pair follows the first
+    norm: str = "layernorm"  # layernorm | rmsnorm
+    mlp: str = "gelu"  # gelu | swiglu
+    bias: bool = True  # of the blocks' matrices and of LayerNorm
+    kv_heads: int | None = None  # heads of keys and values, each for several of queries; None: all
+    qk_norm: bool = False  # queries and keys are normed
+    rope_theta: float = 10_000.0
+    tied: bool = True  # the embedding is also what turns features into logits
 
     def __post_init__(self) -> None:
         if self.width % self.heads:
             raise ValueError(
                 f"--heads {self.heads} does not divide --width {self.width}: choose a divisor"
+            )
+        if self.heads % (self.kv_heads or self.heads):
+            raise ValueError(
+                f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}: choose a divisor"
             )
         if self.pos == "rope" and self.head_width % 2:
             raise ValueError(
@@ -68,6 +81,12 @@ class TransformerConfig:
         return self.width // self.heads
 
     @property
+    def qkv_heads(self) -> tuple[int, int, int]:
+        """Of queries, keys and values."""
+        kv_heads = self.kv_heads or self.heads
+        return self.heads, kv_heads, kv_heads
+
+    @property
     def gelu(self) -> str:
         """GPT-2's weights, which have learned positions, want its tanh; else the exact one.
 
@@ -80,17 +99,35 @@ class TransformerConfig:
         return 1e-5 if self.kind == "gpt" else 1e-12  # as published
 
 
+class RMSNorm(nn.RMSNorm):
+    """In 32 bits at least, also under autocast, which widens LayerNorm alone."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
+
+
+def norm_of(config: TransformerConfig) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return RMSNorm(config.width, config.norm_eps)
+    return nn.LayerNorm(config.width, config.norm_eps, bias=config.bias)
+
+
 class Attention(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.heads, self.dropout = config.heads, config.dropout
-        self.c_attn = nn.Linear(config.width, 3 * config.width)
-        self.c_proj = nn.Linear(config.width, config.width)
+        self.heads, self.dropout = config.qkv_heads, config.dropout
+        self.c_attn = nn.Linear(config.width, sum(self.heads) * config.head_width, config.bias)
+        self.c_proj = nn.Linear(config.width, config.width, config.bias)
+        if config.qk_norm:
+            self.q_norm = RMSNorm(config.head_width, config.norm_eps)
+            self.k_norm = RMSNorm(config.head_width, config.norm_eps)
 
     def forward(self, x: Tensor, meta: "TokenMeta") -> Tensor:
         B, T, C = x.shape
-        qkv = self.c_attn(x).view(B, T, 3, self.heads, C // self.heads)
-        q, k, v = qkv.unbind(2)  # (B, T, H, D) each
+        qkv = self.c_attn(x).view(B, T, sum(self.heads), C // self.heads[0])
+        q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), those of k and v perhaps of fewer H
+        if hasattr(self, "q_norm"):
+            q, k = self.q_norm(q), self.k_norm(k)
         if meta.rotation is not None:
             q, k = rotate(q, meta.rotation), rotate(k, meta.rotation)
         y = meta.attend(q, k, v, self.dropout if self.training else 0.0)  # (B, T, H, D)
@@ -100,21 +137,27 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
-        self.c_fc = nn.Linear(config.width, config.mlp_width)
+        self.gated = config.mlp == "swiglu"
+        inner = (2 if self.gated else 1) * config.mlp_width
+        self.c_fc = nn.Linear(config.width, inner, config.bias)
         self.gelu = nn.GELU(approximate=config.gelu)
-        self.c_proj = nn.Linear(config.mlp_width, config.width)
+        self.c_proj = nn.Linear(config.mlp_width, config.width, config.bias)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.c_proj(self.gelu(self.c_fc(x)))
+        x = self.c_fc(x)
+        if self.gated:
+            gate, x = x.chunk(2, dim=-1)
+            return self.c_proj(F.silu(gate) * x)
+        return self.c_proj(self.gelu(x))
 
 
 class Block(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.pre_norm = config.kind == "gpt"
-        self.ln_1 = nn.LayerNorm(config.width, config.norm_eps)
+        self.ln_1 = norm_of(config)
         self.attn = Attention(config)
-        self.ln_2 = nn.LayerNorm(config.width, config.norm_eps)
+        self.ln_2 = norm_of(config)
         self.mlp = MLP(config)
         self.drop = nn.Dropout(config.dropout)
 
@@ -154,10 +197,12 @@ class Transformer(nn.Module):
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
         # The one norm outside the blocks: a pre-LN stack ends with it, a post-LN stack begins.
-        self.ln_f = nn.LayerNorm(config.width, config.norm_eps)
+        self.ln_f = norm_of(config)
+        if not config.tied:
+            self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
         if config.kind == "bert":
             self.mlm = nn.Linear(config.width, config.width)
-            self.mlm_ln = nn.LayerNorm(config.width, config.norm_eps)
+            self.mlm_ln = norm_of(config)
             self.mlm_bias = nn.Parameter(torch.zeros(config.vocab_size))
         self.apply(self._init)
         if config.kind == "gpt":  # GPT-2, section 2.3: the residual stream sums 2 L outputs
@@ -174,7 +219,7 @@ class Transformer(nn.Module):
     def _init(module: nn.Module) -> None:
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight, std=0.02)
-        if isinstance(module, nn.Linear):
+        if isinstance(module, nn.Linear) and module.bias is not None:
             nn.init.zeros_(module.bias)
 
     def hidden_states(
@@ -199,7 +244,7 @@ class Transformer(nn.Module):
             x = x + self.wpe(positions)
         else:
             dtype = torch.promote_types(x.dtype, torch.float32)
-            turns = rotation(positions, config.head_width, dtype)
+            turns = rotation(positions, config.head_width, dtype, config.rope_theta)
         meta = TokenMeta(positions, doc_ids, config.causal, turns, self.attention_impl(x))
         if config.kind == "bert":
             x = self.ln_f(x)
@@ -222,10 +267,15 @@ class Transformer(nn.Module):
     def logits(self, *inputs, **more) -> Tensor:
         """(B, T, V) scores of every next token, or masked one; arguments as of `hidden_states`."""
         features, bias = self.features(self.hidden_states(*inputs, **more))
-        return F.linear(features, self.wte.weight, bias)
+        return F.linear(features, self.head, bias)
+
+    @property
+    def head(self) -> Tensor:
+        """(V, C): what turns features into logits."""
+        return self.wte.weight if self.config.tied else self.lm_head.weight
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the tied embedding turns into logits, and the logits' bias, which only BERT has."""
+        """What the head turns into logits, and the logits' bias, which only BERT has."""
         if self.config.kind == "gpt":
             return x, None
         return self.mlm_ln(F.gelu(self.mlm(x))), self.mlm_bias
@@ -249,7 +299,7 @@ class Transformer(nn.Module):
         shares = None if shares is None else shares.flatten()  # (B T,)
         features, bias = self.features(rows_at(x, at))
         loss = linear_cross_entropy(
-            features, self.wte.weight, bias, rows_at(targets, at), shares=rows_at(shares, at)
+            features, self.head, bias, rows_at(targets, at), shares=rows_at(shares, at)
         )
         if answers is not None:
             scores = self.follows(x, answers).to(loss.dtype)
@@ -265,7 +315,7 @@ class Transformer(nn.Module):
         at = self.predicted(targets, positions).tokens
         features, bias = self.features(rows_at(x, at))
         flat = targets.flatten()  # (B T,)
-        losses = token_losses(features, self.wte.weight, bias, rows_at(flat, at))  # (n,)
+        losses = token_losses(features, self.head, bias, rows_at(flat, at))  # (n,)
         if at is not None:
             losses = losses.new_zeros(len(flat)).index_copy(0, at, losses)
         return losses.view(targets.shape)  # (B, T)
@@ -315,6 +365,12 @@ def predicted_by_bert(targets: Tensor, positions: Tensor | None, nsp: bool) -> P
     return Predicted(*(where.flatten().nonzero().squeeze(1) for where in at))
 
 
+def for_all_heads(x: Tensor, heads: int) -> Tensor:
+    """Keys or values (B, T, KV, D), repeated for the queries that share them: (B, T, H, D)."""
+    KV = x.shape[2]
+    return x if KV == heads else x.repeat_interleave(heads // KV, dim=2)
+
+
 def rows_at(x: Tensor | None, at: Tensor | None) -> Tensor | None:
     return x if x is None or at is None else x.index_select(0, at)
 
@@ -336,7 +392,8 @@ class TokenMeta:
             self.documents = index_of(self.doc_ids, self.causal, self.impl)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-        """What each token sees of the others: (B, T, H, D), as q, k and v are."""
+        """What each token sees of the others: (B, T, H, D), as q is; k and v may have fewer H."""
+        k, v = for_all_heads(k, q.shape[2]), for_all_heads(v, q.shape[2])
         if self.documents is not None:
             return packed_attention(q, k, v, self.documents, dropout)
         heads_first = (x.transpose(1, 2) for x in (q, k, v))  # (B, H, T, D) each

@@ -200,10 +200,12 @@ class Following(TokenMeta):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
         _, T, _, _ = q.shape
         before, sees = self.cache.length, None
-        keys, values = self.cache.append(self.layer, k, v)  # (B, H, before + T, D) each
+        keys, values = self.cache.append(self.layer, k, v)  # (B, KV, before + T, D) each
         if T > 1:  # a single token sees everything
             sees = q.new_ones(T, before + T, dtype=torch.bool).tril(before)
-        y = F.scaled_dot_product_attention(q.transpose(1, 2), keys, values, sees, dropout)
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), keys, values, sees, dropout, enable_gqa=keys.shape[1] < q.shape[2]
+        )
         return y.transpose(1, 2)  # (B, T, H, D)
 
 

@@ -1,8 +1,13 @@
-"""A batch of random tokens for models with a vocabulary of 40 and rows of at most 24."""
+"""A batch of random tokens for models with a vocabulary of 40 and rows of at most 24, and the
+switches of a block that has everything that the default one has not.
+"""
 
 import torch
 
 from support.rows.batch import Batch
+
+LLAMA = {"pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "kv_heads": 1}
+LLAMA |= {"qk_norm": True, "rope_theta": 500.0, "tied": False}
 
 
 def batch(packed: bool = True, seed: int = 1, B: int = 3, T: int = 24) -> Batch:

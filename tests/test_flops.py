@@ -65,6 +65,7 @@ SMALL = "--layers 3 --batch-tokens 1024 --tokens 100000"
 EXACT = {
     "AdamW": f"{SMALL} --optimizer adamw",
     "ltd": f"{SMALL} --ltd",
+    "llama": f"{SMALL} --block llama --kv-heads 2 --qk-norm --no-tied",
     "packed in long rows": f"{SMALL} --pack --seq-len 1024",
     "rows that grow": f"{SMALL} --curriculum seqlen --curriculum-start 64",
     "fewer layers": f"{SMALL} --pseudo --pseudo-layers 2",

@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from small_batches import batch
+from small_batches import LLAMA, batch
 
 import config
 import ltd
@@ -16,12 +16,14 @@ from support.base.clock import StepContext, effective_tokens, tokens_by_layer
 from support.rows.batch import Batch
 from support.step import costs
 from support.step.muon import flops_of_orthogonalising
-from support.step.sizes import flops_of_row
+from support.step.sizes import flops_of_row, matrices_of_block
 
 
 def small(pos="rope", kind="gpt", dtype=torch.float64):
     torch.manual_seed(0)
-    return Transformer(TransformerConfig(kind, 4, 2, 16, 32, 24, 40, pos)).to(dtype)
+    more = LLAMA if kind == "llama" else {"pos": pos}
+    kind = kind.replace("llama", "gpt")
+    return Transformer(TransformerConfig(kind, 4, 2, 16, 32, 24, 40, **more)).to(dtype)
 
 
 def settings_of(flags: str) -> config.Config:
@@ -112,7 +114,12 @@ def test_the_picture_in_the_docs_is_a_draw():
 
 @pytest.mark.parametrize(
     "packed, kind, pos",
-    [(False, "gpt", "rope"), (True, "gpt", "learned"), (True, "bert", "learned")],
+    [
+        (False, "gpt", "rope"),
+        (True, "gpt", "learned"),
+        (True, "bert", "learned"),
+        (True, "llama", "rope"),
+    ],
 )
 def test_keeping_all_is_bitwise_the_plain_model(packed, kind, pos):
     model = small(pos, kind, dtype=torch.float32)
@@ -312,7 +319,9 @@ def test_a_plan_is_that_of_walking_step_by_step(kind, over, by_steps, budget, mu
         steps += 1
     cost = costs.cost_of_run(shape, budget, 2048, "cpu", tokens_at)
     assert cost[:4] == (steps, steps * 2048, layer_tokens, flops)
-    assert cost.optimizer_flops == steps * 6 * flops_of_orthogonalising(128, 512, "cpu")
+    assert cost.optimizer_flops == steps * 6 * flops_of_orthogonalising(
+        matrices_of_block(shape), "cpu"
+    )
 
 
 @pytest.mark.parametrize(

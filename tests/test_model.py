@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from small_batches import LLAMA
 from torch import Tensor
 
 from kernels import cross_entropy
@@ -22,7 +23,7 @@ from kernels.packed_attention import attention_mask
 from kernels.rotary import rotation
 from model import TokenMeta, Transformer, TransformerConfig
 
-KINDS = [("gpt", "learned"), ("gpt", "rope"), ("bert", "learned")]
+KINDS = [("gpt", "learned"), ("gpt", "rope"), ("llama", "rope"), ("bert", "learned")]
 WITH_PAIRS = [*KINDS, ("bert of pairs", "learned")]  # --nsp
 SEQ_LEN, VOCAB = 24, 50
 
@@ -30,15 +31,15 @@ SEQ_LEN, VOCAB = 24, 50
 def started(kind: str, **changes) -> Transformer:
     """A model as its initialisation leaves it."""
     shape = dict(layers=3, heads=2, width=16, mlp_width=32, seq_len=SEQ_LEN, vocab_size=VOCAB)
-    shape |= dict(nsp=kind == "bert of pairs") | changes
+    shape |= dict(nsp=kind == "bert of pairs") | (LLAMA if kind == "llama" else {}) | changes
     torch.manual_seed(0)
-    return Transformer(TransformerConfig(kind.split()[0], **shape))
+    return Transformer(TransformerConfig(kind.replace("llama", "gpt").split()[0], **shape))
 
 
 def tiny(kind: str = "gpt", pos: str = "learned", **changes) -> Transformer:
     model = started(kind, pos=pos, **changes)
     for name, weight in model.named_parameters():
-        is_norm_scale = "ln_" in name and name.endswith("weight")
+        is_norm_scale = ("ln_" in name or "_norm" in name) and name.endswith("weight")
         torch.nn.init.normal_(weight, mean=1.0 if is_norm_scale else 0.0, std=0.2)
     return model.double()
 
@@ -265,7 +266,7 @@ def test_a_position_depends_on_what_the_mask_lets_it_see_and_on_nothing_else(kin
         logits = model.logits(tokens)
         doc_ids = torch.zeros_like(tokens)
         assert_close(logits, model.logits(tokens, doc_ids=doc_ids))
-    visible = attention_mask(doc_ids, causal=kind == "gpt")[0, 0]
+    visible = attention_mask(doc_ids, causal=kind != "bert")[0, 0]
     for place in range(T_PACKED):
         score = logits[0, place].square().sum()
         (gradient,) = torch.autograd.grad(score, embedded[0], retain_graph=True)
@@ -284,7 +285,7 @@ def test_a_layer_of_kept_tokens_is_a_full_layer_that_looks_at_kept_keys_alone(ki
     if not packed:
         positions, doc_ids = torch.arange(T)[None], None
     turns = rotation(positions, 8, torch.float64) if pos == "rope" else None
-    meta = TokenMeta(positions, doc_ids, kind == "gpt", turns)
+    meta = TokenMeta(positions, doc_ids, kind != "bert", turns)
     kept = torch.stack([torch.randperm(T)[:11].sort().values for _ in range(B)])  # (B, K)
     x = torch.randn(B, T, 16, dtype=torch.float64)
 
@@ -294,7 +295,7 @@ def test_a_layer_of_kept_tokens_is_a_full_layer_that_looks_at_kept_keys_alone(ki
 
     is_kept = torch.zeros(B, T, dtype=torch.bool).scatter_(1, kept, True)
     ids = torch.zeros(B, T, dtype=torch.int64) if doc_ids is None else doc_ids
-    full = TokenMeta(positions, ids, kind == "gpt", turns)
+    full = TokenMeta(positions, ids, kind != "bert", turns)
     (mask,) = full.documents.index
     dropped = ~is_kept[:, None, None, :]  # as keys
     full.documents = full.documents._replace(index=(mask.masked_fill(dropped, -math.inf),))
@@ -325,6 +326,50 @@ def test_dropout_is_for_training_alone():
     assert model.state_dict().keys() == dropped.state_dict().keys()
     assert not dropped.logits(tokens).equal(model.logits(tokens))
     assert dropped.eval().logits(tokens).equal(model.logits(tokens))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_llama_is_that_of_transformers(tied):
+    """Which turns halves of a head, where pairs lie apart: its queries and keys are permuted."""
+    transformers = pytest.importorskip("transformers")
+    C, H, KV, M, D = 32, 4, 2, 48, 8
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=VOCAB,
+            hidden_size=C,
+            intermediate_size=M,
+            num_hidden_layers=3,
+            num_attention_heads=H,
+            num_key_value_heads=KV,
+            rms_norm_eps=1e-5,
+            rope_theta=500_000.0,
+            tie_word_embeddings=tied,
+        )
+    )
+    for weight in theirs.parameters():
+        torch.nn.init.normal_(weight, mean=1.0 if weight.ndim == 1 else 0.0, std=0.2)
+    shape = dict(heads=H, width=C, mlp_width=M, kv_heads=KV, rope_theta=5e5, tied=tied)
+    ours = started("llama", pos="rope", qk_norm=False, **shape)
+    layers = [(f"h.{n}", f"model.layers.{n}") for n in range(3)]
+    names = {"wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head"}
+    names |= {f"{h}.ln_1": f"{layer}.input_layernorm" for h, layer in layers}
+    names |= {f"{h}.ln_2": f"{layer}.post_attention_layernorm" for h, layer in layers}
+    names |= {f"{h}.attn.c_proj": f"{layer}.self_attn.o_proj" for h, layer in layers}
+    names |= {f"{h}.mlp.c_proj": f"{layer}.mlp.down_proj" for h, layer in layers}
+    source = theirs.state_dict()
+    if tied:
+        del names["lm_head"]
+    weights = {name: source[f"{other}.weight"] for name, other in names.items()}
+    for h, layer in layers:
+        q, k, v = (source[f"{layer}.self_attn.{x}_proj.weight"] for x in "qkv")
+        q, k = (x.view(-1, 2, D // 2, C).transpose(1, 2).reshape(-1, C) for x in (q, k))
+        weights[f"{h}.attn.c_attn"] = torch.cat((q, k, v))
+        gate_up = (source[f"{layer}.mlp.{x}_proj.weight"] for x in ("gate", "up"))
+        weights[f"{h}.mlp.c_fc"] = torch.cat(list(gate_up))
+    ours.load_state_dict({f"{name}.weight": weight for name, weight in weights.items()})
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
+    expected = theirs.eval()(tokens).logits
+    assert (ours.eval().logits(tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_residual_outputs_start_smaller_in_gpt():

@@ -15,9 +15,11 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
+from model import TransformerConfig
 from support.base.runtime import start
 from support.step import muon
 from support.step.muon import Muon, orthogonalised, orthogonalised_by_all
+from support.step.sizes import matrices_of_block
 
 SHAPES = ((48, 48), (144, 48), (48, 192), (192, 48), (1, 5), (7, 1))
 
@@ -64,13 +66,14 @@ def test_orthogonalised_is_the_definition(shape):
 @pytest.mark.parametrize("mlp_width", [64, 256])
 def test_flops_are_those_that_torch_counts(mlp_width):
     """Of one block: queries, keys, values and output are square, the MLP's matrices are not."""
-    shapes = [(64, 64)] * 4 + [(mlp_width, 64), (64, mlp_width)]
+    shapes = matrices_of_block(TransformerConfig("gpt", 1, 4, 64, mlp_width, 8, 64, kv_heads=2))
+    assert shapes == [(64, 64), *[(32, 64)] * 2, (64, 64), (mlp_width, 64), (64, mlp_width)]
     for device, dtype in (("cpu", torch.float32), ("cuda", torch.bfloat16)):
         with FlopCounterMode(display=False) as counter:
             for shape in shapes:
                 orthogonalised(torch.randn(1, *shape).to(dtype))
         counted = counter.get_total_flops()
-        assert muon.flops_of_orthogonalising(64, mlp_width, device) == counted
+        assert muon.flops_of_orthogonalising(shapes, device) == counted
 
 
 def steps_of(optimizer: torch.optim.Optimizer, parameters: list[Tensor], steps: range) -> None:
@@ -108,19 +111,21 @@ def test_moves_as_torchs_muon_within_its_dtype(monkeypatch):
     steps_of(one, ours, range(4, 5))
 
 
-def test_matrices_below_each_other_move_as_if_apart():
-    stacked, gradient = torch.randn(2, 144, 48, generator=torch.Generator().manual_seed(0))
-    together, *apart = (part.clone() for part in (stacked, *stacked.chunk(3)))
+@pytest.mark.parametrize(("parts", "rows"), [((48,), (48,) * 3), ((48, 12, 12), (48, 12, 12))])
+def test_matrices_below_each_other_move_as_if_apart(parts, rows):
+    """Queries, keys and values; those of keys and values are smaller with grouped queries."""
+    stacked, gradient = torch.randn(2, sum(rows), 48, generator=torch.Generator().manual_seed(0))
+    together, *apart = (part.clone() for part in (stacked, *stacked.split(rows)))
     together.grad = gradient
-    for parameter, its in zip(apart, gradient.chunk(3), strict=True):
+    for parameter, its in zip(apart, gradient.split(rows), strict=True):
         parameter.grad = its
-    Muon([{"params": [together], "fused": 3}], 0.1, 0.3).step()
+    Muon([{"params": [together], "parts": parts}], 0.1, 0.3).step()
     Muon(apart, 0.1, 0.3).step()
     assert torch.equal(together, torch.cat(apart)) and not torch.equal(together, stacked)
 
 
 def test_orthogonalises_on_the_device_named(monkeypatch):
-    elsewhere = Mock(side_effect=lambda matrices: torch.ones(matrices.shape))
+    elsewhere = Mock(side_effect=lambda matrices, parts: torch.ones(matrices.shape))
     monkeypatch.setattr(muon, "orthogonalised_by_all", elsewhere)
     for on in (None, torch.device("meta")):
         matrix = torch.nn.Parameter(torch.zeros(4, 4))
@@ -153,7 +158,7 @@ def check_shares(flags: list[str]) -> None:
     muon.orthogonalised = counted
     for shape in SHAPES:
         matrices = matrices_of(shape, 5).float()
-        assert torch.equal(orthogonalised_by_all(matrices), orthogonalised(matrices))
+        assert torch.equal(orthogonalised_by_all(matrices, (shape[0],)), orthogonalised(matrices))
     assert counts == [-(-5 // ranks)] * len(SHAPES)
 
     # matrices whose rows are spread over the ranks end where whole ones do
@@ -167,7 +172,7 @@ def check_shares(flags: list[str]) -> None:
     def muon_of(parameters: list[Tensor]) -> Muon:
         fused = [p for p in parameters if p.shape == (144, 48)]
         others = [p for p in parameters if p.shape != (144, 48)]
-        return Muon([{"params": fused, "fused": 3}, {"params": others}], 0.1, 0.3)
+        return Muon([{"params": fused, "parts": (48,)}, {"params": others}], 0.1, 0.3)
 
     sharded, plain = muon_of(shards), muon_of(whole)
     for step in range(3):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import ALL_ON, SMALL, metrics, read_log, start_ranks
-from small_batches import batch
+from small_batches import LLAMA, batch
 from torch._dynamo.testing import CompileCounter
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -45,9 +45,9 @@ MIXTURES = {
 }
 
 
-def small(kind="gpt", pos="learned", shared=False, blocks=4):
+def small(kind="gpt", pos="learned", shared=False, blocks=4, **more):
     torch.manual_seed(0)
-    model = Transformer(TransformerConfig(kind, blocks, 2, 16, 32, 24, 40, pos))
+    model = Transformer(TransformerConfig(kind, blocks, 2, 16, 32, 24, 40, **{"pos": pos, **more}))
     if shared:
         model.h[3] = model.h[0]
     return model
@@ -155,6 +155,7 @@ def test_every_placement_that_a_budget_can_ask_for_is_bitwise_the_plain_run(
     [
         ({"shared": True}, {"dropping": True, "recomputed": True}),
         ({"kind": "bert", "shared": True}, {"recomputed": True}),
+        (LLAMA, {}),
         ({"pos": "rope"}, {"dropping": True}),
     ],
 )

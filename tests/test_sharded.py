@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from conftest import contents, start_ranks
-from small_batches import batch
+from small_batches import LLAMA, batch
 from torch import Tensor
 
 import pseudo
@@ -59,6 +59,10 @@ def gpt_with_shared_block() -> Transformer:
     return pseudo.share(model, (0, 1, 1, 1, pseudo.ABSENT))
 
 
+def llama() -> Transformer:
+    return started(TransformerConfig("gpt", 3, 2, 16, 64, T, V, **LLAMA))
+
+
 def bert() -> Transformer:
     return started(TransformerConfig("bert", 3, 2, 16, 64, T, V, "learned", nsp=True))
 
@@ -74,6 +78,7 @@ def started(config: TransformerConfig) -> Transformer:
 
 # with the layers whose shards stay on the host
 MODELS = {"gpt": (gpt, ()), "shared": (gpt_with_shared_block, (1, 2, 3)), "bert": (bert, (0, 2))}
+MODELS["llama"] = (llama, (1,))
 
 
 def rows_of(model: Transformer, step: int, rows: int) -> Batch:

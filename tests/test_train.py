@@ -38,6 +38,9 @@ BY_DOCUMENTS = "--pack-batch documents --long truncate"
 SHORT = "--tokens 1024 --eval-every 0 --checkpoint-every 0"  # four steps
 
 
+LLAMA = "--block llama --kv-heads 1 --qk-norm --no-tied"
+
+
 def losses(lines):
     return [line["loss"] for line in lines if line["event"] == "train"]
 
@@ -108,6 +111,8 @@ def test_neutral_is_identity(run, log_of, base):
         "--model bert --nsp --curriculum length-rarity --dropout 0.1 --optimizer adamw",
         f"--model bert --nsp {ALL_ON} --loss-per document --micro-batch-size 3",
         f"{ALL_ON} {BY_DOCUMENTS} --schedule cosine",
+        f"{LLAMA} {ALL_ON} --pseudo --pseudo-layers 2 --offload --offload-budget 1GB",
+        "--block llama --model bert --mlp gelu --dtype bf16",
     ],
 )
 def test_every_combination_runs(run, tmp_path, flags):
@@ -253,7 +258,7 @@ def test_a_run_that_truncates_says_what_it_leaves_out(run, log_of, store_dir, fl
     ("flags", "place", "at", "number"),
     [
         # before a step; at the end of one that has begun it is noticed
-        (f"{ALL_ON} --dropout 0.1", (train.Trainer, "step"), 9, signal.SIGTERM),
+        (f"{ALL_ON} --dropout 0.1 {LLAMA}", (train.Trainer, "step"), 9, signal.SIGTERM),
         # in the second of a step's four micro-batches
         ("--pack --micro-batch-size 2", (train, "run_block_of"), 22, signal.SIGINT),
         # in an evaluation on the way
@@ -442,7 +447,7 @@ def test_a_mistake_on_two_ranks_is_said_once_and_quoted_last(store_dir, tmp_path
 # ---- other ways to compute the same
 
 
-@pytest.mark.parametrize("flags", [ALL_ON, "--model bert --ltd --dropout 0.2"])
+@pytest.mark.parametrize("flags", [ALL_ON, "--model bert --ltd --dropout 0.2", LLAMA])
 def test_recomputing_activations_changes_no_bit(run, log_of, flags):
     flags = f"{flags} {SHORT}"
     assert metrics(run(f"{flags} --checkpoint-activations")) == metrics(log_of(flags))

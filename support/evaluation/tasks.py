@@ -229,8 +229,8 @@ def answers_of(
         exact = torch.promote_types(x.dtype, torch.float32)
         nats = torch.zeros(len(targets), dtype=exact, device=x.device)
         others = torch.zeros_like(targets, dtype=torch.bool)
-        for some in chunks(len(targets), len(model.wte.weight), x.device.type):
-            logits = F.linear(features[some], model.wte.weight, bias).to(nats.dtype)  # (chunk, V)
+        for some in chunks(len(targets), len(model.head), x.device.type):
+            logits = F.linear(features[some], model.head, bias).to(nats.dtype)  # (chunk, V)
             nats[some] = F.cross_entropy(logits, targets[some], reduction="none")
             others[some] = logits.argmax(1) != targets[some]
         return asked.flatten().cpu(), nats.cpu().double(), others.cpu()

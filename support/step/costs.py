@@ -18,7 +18,14 @@ from model import TransformerConfig
 from support.base.numbers import count
 from support.base.technique import refuse
 from support.step.muon import flops_of_orthogonalising
-from support.step.sizes import SIZES, config_of, flops_of_row, refusals_of_rows, with_defaults
+from support.step.sizes import (
+    SIZES,
+    config_of,
+    flops_of_row,
+    matrices_of_block,
+    refusals_of_rows,
+    with_defaults,
+)
 
 # Of train.py; behind the dot stands the flag that asks for it.
 SETTINGS = ("model.size", "model.pos", "data.seq_len", "optim.tokens", "optim.batch_tokens")
@@ -70,7 +77,7 @@ def cost_of_run(
         consumed += alike * of_step
         layer_tokens += alike * rows * sum(now)
         flops += alike * rows * flops_of_row(config, now, config.seq_len)
-    optimizer = config.layers * flops_of_orthogonalising(config.width, config.mlp_width, device)
+    optimizer = config.layers * flops_of_orthogonalising(matrices_of_block(config), device)
     return Cost(
         steps=steps,
         tokens=steps * rows * config.seq_len,

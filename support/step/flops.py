@@ -32,7 +32,7 @@ from support.base.runtime import Runtime
 from support.rows.bert import masked_tokens
 from support.rows.samples import SPECIAL_TOKENS
 from support.step.muon import flops_of_orthogonalising
-from support.step.sizes import weights_of_block
+from support.step.sizes import matrices_of_block, weights_of_block
 
 if TYPE_CHECKING:
     from config import Config
@@ -106,7 +106,7 @@ def work_of(
           streamed layers whose weights are fetched (--offload)
     """
     device, rerun = runtime.device.type, settings.run.checkpoint_activations
-    of_block = flops_of_orthogonalising(config.width, config.mlp_width, device)
+    of_block = flops_of_orthogonalising(matrices_of_block(config), device)
     return Work(
         config=config,
         world_size=runtime.world_size,

@@ -18,6 +18,7 @@ back.
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -33,8 +34,9 @@ POLYNOMIALS = ((3.4445, -4.7750, 2.0315),) * 5
 class Muon(torch.optim.Optimizer):
     """Updates matrices; one without a gradient stays as it is.
 
-    Args: matrices tensors of two dimensions, or torch's groups of them; a group's `fused` is the
-                   number of matrices stacked in each of its tensors, row below row
+    Args: matrices tensors of two dimensions, or torch's groups of them; a group's `parts` says
+                   how many rows belong together where a tensor has several matrices, one below the
+                   other: (n,) n each, (n, m) n and m in turn
           on       the device to orthogonalise on; None for each matrix's own. For offloaded
                    matrices, which are on the host, a GPU is faster
     """
@@ -47,7 +49,7 @@ class Muon(torch.optim.Optimizer):
         momentum: float = 0.95,
         on: torch.device | None = None,
     ):
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "fused": 1}
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": ()}
         super().__init__(matrices, defaults)
         self.on = on
 
@@ -62,15 +64,16 @@ class Muon(torch.optim.Optimizer):
             for (rows, columns, _), numbers in by_shape.items():
                 stacked = together([directions[n] for n in numbers], self.on)  # (n, rows, columns)
                 there = stacked.to(self.on, non_blocking=True)
-                m = rows // group["fused"]  # rows of one matrix
+                parts = group["parts"] or (rows,)
                 first = matrices[numbers[0]]
                 if hasattr(first, "device_mesh"):  # a DTensor
                     ranks = first.device_mesh.get_group()
-                    update = orthogonalised_shards(there, rows, m, ranks)
+                    update = orthogonalised_shards(there, rows, parts, ranks)
                 else:
-                    apart = there.reshape(-1, m, columns)  # (n fused, m, columns)
-                    update = orthogonalised_by_all(apart).reshape(stacked.shape)
-                rate = group["lr"] * 0.2 * math.sqrt(max(m, columns))
+                    apart = there.reshape(-1, sum(parts), columns)
+                    update = orthogonalised_by_all(apart, parts).reshape(stacked.shape)
+                # no part has more rows than columns if they differ: one rate for all
+                rate = group["lr"] * 0.2 * math.sqrt(max(parts[0], columns))
                 weights = [rows_here(matrices[n]) for n in numbers]
                 torch._foreach_mul_(weights, 1 - group["lr"] * group["weight_decay"])
                 update = stacked.copy_(update) if stacked.is_pinned() else update.to(weights[0])
@@ -101,38 +104,43 @@ def together(matrices: list[Tensor], on: torch.device | None) -> Tensor:
     return torch.stack(matrices, out=stack)
 
 
-def orthogonalised_by_all(matrices: Tensor) -> Tensor:
-    """`orthogonalised`, shared by all ranks: with 4 ranks and 6 matrices, each does at most 2.
+def orthogonalised_by_all(matrices: Tensor, parts: tuple[int, ...]) -> Tensor:
+    """`orthogonalised_parts`, shared by all ranks: with 4 ranks and 6 stacks, each does at most 2.
 
     Args: matrices (n, rows, columns), the same on all ranks
     """
     dtype = torch.bfloat16 if matrices.is_cuda else torch.float32
     if not dist.is_initialized():
-        return orthogonalised(matrices.to(dtype))
+        return orthogonalised_parts(matrices.to(dtype), parts)
     n, world_size = len(matrices), dist.get_world_size()
     share = -(-n // world_size)
     mine = matrices[dist.get_rank() * share :][:share]
     padding = (0, 0, 0, 0, 0, share - len(mine))  # matrices of zeros, behind the last
-    mine = orthogonalised(F.pad(mine, padding).to(dtype)).contiguous()  # (share, rows, columns)
+    mine = orthogonalised_parts(F.pad(mine, padding).to(dtype), parts)
+    mine = mine.contiguous()  # (share, rows, columns)
     gathered = mine.new_empty(world_size * share, *mine.shape[1:])
     # torch 2.13 renamed it and warns about the old name
     getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, mine)
     return gathered[:n]
 
 
-def orthogonalised_shards(shards: Tensor, rows: int, m: int, ranks: dist.ProcessGroup) -> Tensor:
-    """`orthogonalised` for matrices whose rows are spread over the ranks.
+def orthogonalised_shards(
+    shards: Tensor, rows: int, parts: tuple[int, ...], ranks: dist.ProcessGroup
+) -> Tensor:
+    """`orthogonalised_parts` for matrices whose rows are spread over the ranks.
 
     Each rank receives its share of whole matrices and sends their rows back. With n matrices
     stacked, row g is row g % rows of matrix g // rows.
 
     Args:    shards (n, held, columns) this rank's rows of n tensors with `rows` rows each: a rank
                     has ceil(rows / ranks) of them, the last ranks fewer or none
-             m      rows of one matrix: `rows`, or fewer if several are fused in a tensor
+             parts  rows of the matrices that stay together: `rows` in all, or fewer if a tensor
+                    is several such stacks
     Returns: (n, held, columns)
     Cost:    two all-to-alls; a rank sends and receives 1 / ranks of all values in each
     """
     n, held, columns = shards.shape
+    m = sum(parts)
     world_size, rank = ranks.size(), ranks.rank()
     dtype = torch.bfloat16 if shards.is_cuda else torch.float32
     chunk = -(-rows // world_size)  # rows of a tensor on one rank
@@ -149,10 +157,17 @@ def orthogonalised_shards(shards: Tensor, rows: int, m: int, ranks: dist.Process
     dist.all_to_all_single(arrived, flat, got, sent, group=ranks)
     whole = torch.empty_like(arrived)
     whole[order] = arrived
-    whole = orthogonalised(whole.view(-1, m, columns)).reshape(-1, columns)
+    whole = orthogonalised_parts(whole.view(-1, m, columns), parts).reshape(-1, columns)
     update = torch.empty_like(flat)
     dist.all_to_all_single(update, whole[order], sent, got, group=ranks)
     return update.view(shards.shape)
+
+
+def orthogonalised_parts(matrices: Tensor, parts: tuple[int, ...]) -> Tensor:
+    """`orthogonalised`, for each of the parts of these rows that the matrices consist of."""
+    if len(parts) == 1:
+        return orthogonalised(matrices)
+    return torch.cat([orthogonalised(part) for part in matrices.split(parts, dim=1)], dim=1)
 
 
 def orthogonalised(matrices: Tensor) -> Tensor:
@@ -195,10 +210,10 @@ def polynomial(G: Tensor, a: float, b: float, c: float) -> Tensor:
     return Z
 
 
-def flops_of_orthogonalising(width: int, mlp_width: int, device: str) -> int:
-    """Floating-point operations on one block's matrices: queries, keys, values, output, MLP."""
+def flops_of_orthogonalising(shapes: Iterable[tuple[int, int]], device: str) -> int:
+    """Floating-point operations on matrices of these rows and columns."""
     flops = 0
-    for m, k in [(width, width)] * 4 + [(min(width, mlp_width), max(width, mlp_width))] * 2:
+    for m, k in map(sorted, shapes):
         on_gram = device != "cuda" and k >= 2 * m
         flops += 4 * m * m * k + 34 * m**3 if on_gram else 5 * (4 * m * m * k + 2 * m**3)
     return flops

@@ -73,24 +73,35 @@ class OptimConfig:
 class Parameters(NamedTuple):
     """Parameters by the update that each gets."""
 
-    fused: list[Tensor]  # Muon's that hold three matrices, for queries, keys and values
-    matrices: list[Tensor]  # Muon's others
+    matrices: list[Tensor]  # Muon's
     decayed: list[Tensor]  # AdamW's with weight decay
     plain: list[Tensor]  # AdamW's without
 
 
 def split_parameters(named: Mapping[str, Tensor], muon: bool) -> Parameters:
-    split = Parameters([], [], [], [])
+    split = Parameters([], [], [])
     for name, parameter in named.items():
         if parameter.ndim < 2:
             split.plain.append(parameter)
-        elif not (muon and name.startswith("h.")):
-            split.decayed.append(parameter)
-        elif name.endswith("c_attn.weight"):
-            split.fused.append(parameter)
-        else:
+        elif muon and name.startswith("h."):
             split.matrices.append(parameter)
+        else:
+            split.decayed.append(parameter)
     return split
+
+
+def parts_of(name: str, named: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Rows of the matrices that a parameter consists of, again and again: `parts` as Muon has it.
+
+    Example: of queries, keys and values (3 C, C) it is (C,), with grouped queries (C, n, n)
+    """
+    rows, columns = named[name].shape
+    if name.endswith("c_attn.weight"):
+        others = (rows - columns) // 2  # of keys, and of values
+        return (columns,) if others == columns else (columns, others, others)
+    if name.endswith("c_fc.weight"):  # with a gate, twice as many rows as c_proj takes
+        return (named[name.replace("c_fc", "c_proj")].shape[1],)
+    return (rows,)
 
 
 def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dict[str, int]:
@@ -105,7 +116,7 @@ def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dic
     def nbytes(*groups: list[Tensor]) -> int:
         return sum(p[: -(-len(p) // shards)].nbytes for group in groups for p in group)
 
-    by_muon, by_adamw = nbytes(split.fused, split.matrices), nbytes(split.decayed, split.plain)
+    by_muon, by_adamw = nbytes(split.matrices), nbytes(split.decayed, split.plain)
     weights = by_muon + by_adamw
     return {"weights": weights, "gradients": weights, "optimizer": by_muon + 2 * by_adamw}
 
@@ -215,7 +226,10 @@ class Optimizers:
         self.parameters = [parameter for group in split for parameter in group]
         self.parts = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
         if split.matrices:
-            groups = [{"params": split.fused, "fused": 3}, {"params": split.matrices}]
+            by_parts: dict[tuple[int, ...], list[Tensor]] = {}
+            for matrix in split.matrices:
+                by_parts.setdefault(parts_of(self.names[matrix], named), []).append(matrix)
+            groups = [{"params": params, "parts": parts} for parts, params in by_parts.items()]
             self.parts.append(Muon(groups, lr=0.0, weight_decay=weight_decay, on=device))
         self.device = device or self.parameters[0].device
         self.loss_scale = LossScale(fp16)

@@ -55,16 +55,27 @@ class ModelConfig:
         "gpt", "gpt reads from left to right, bert fills in masked tokens", ("gpt", "bert")
     )
     size: str = flag("nano", "dimensions by name", tuple(SIZES))
-    pos: str | None = flag(
-        None, "positions (default: rope for nano, else learned)", ("learned", "rope")
+    block: str = flag(
+        "gpt2", "llama: RMSNorm, SwiGLU, rotary positions, no biases", ("gpt2", "llama")
     )
+    norm: str | None = flag(None, "norms (default: by --block)", ("layernorm", "rmsnorm"))
+    mlp: str | None = flag(None, "activation (default: by --block)", ("gelu", "swiglu"))
+    qk_norm: bool = flag(False, "norm queries and keys")
+    kv_heads: int | None = flag(
+        None, "heads of keys and values (default: as many as --heads)", least=1, most=4096
+    )
+    pos: str | None = flag(
+        None, "positions (default: rope for nano and llama, else learned)", ("learned", "rope")
+    )
+    rope_theta: float = flag(10_000.0, "base of the rotary angles", least=1)
+    tied: bool = flag(True, "the embedding predicts too; else a matrix of its own does")
     layers: int | None = flag(None, "number of blocks (default: by --size)", least=1, most=4096)
     heads: int | None = flag(None, "attention heads (default: by --size)", least=1, most=4096)
     width: int | None = flag(
         None, "width of the residual stream (default: by --size)", least=1, most=2**17
     )
     mlp_width: int | None = flag(
-        None, "inner width of the MLP (default: 4 x --width)", least=1, most=2**19
+        None, "inner width of the MLP (default: 4 x --width; with swiglu 8/3)", least=1, most=2**19
     )
     dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
     nsp: bool = flag(False, "a BERT is trained on pairs: does the second text follow the first?")
@@ -81,8 +92,14 @@ def with_defaults(settings: Flat) -> Flat:
     s.setdefault("model.layers", size.layers)
     s.setdefault("model.heads", size.heads)
     s.setdefault("model.width", size.width)
-    s.setdefault("model.mlp_width", 4 * s["model.width"])
-    rope = name == "nano" and "model.init" not in s
+    is_llama, width = s.get("model.block") == "llama", s["model.width"]
+    s.setdefault("model.norm", "rmsnorm" if is_llama else "layernorm")
+    s.setdefault("model.mlp", "swiglu" if is_llama else "gelu")
+    s.setdefault("model.kv_heads", s["model.heads"])
+    s.setdefault(
+        "model.mlp_width", swiglu_width(width) if s["model.mlp"] == "swiglu" else 4 * width
+    )
+    rope = is_llama or (name == "nano" and "model.init" not in s)
     s.setdefault("model.pos", "rope" if rope else "learned")
     s.setdefault("data.seq_len", size.seq_len)
     s.setdefault("optim.tokens", size.tokens)
@@ -93,6 +110,12 @@ def with_defaults(settings: Flat) -> Flat:
     s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))
     s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
     return s
+
+
+def swiglu_width(width: int) -> int:
+    """2/3 of 4 C, for as many weights as without a gate, rounded up as Llama does."""
+    multiple = 64 if width <= 1024 else 256
+    return -(-8 * width // (3 * multiple)) * multiple
 
 
 def refusals_of_rows(
@@ -158,9 +181,16 @@ def parameter_count(config: TransformerConfig) -> int:
     return sum(p.numel() for p in empty_model(config).parameters())
 
 
+def matrices_of_block(config: TransformerConfig) -> list[tuple[int, int]]:
+    """Rows and columns: of queries, keys, values, their output, and of the MLP."""
+    C, M = config.width, config.mlp_width
+    qkv = [(heads * config.head_width, C) for heads in config.qkv_heads]
+    return [*qkv, (C, C), *[(M, C)] * (2 if config.mlp == "swiglu" else 1), (C, M)]
+
+
 def weights_of_block(config: TransformerConfig) -> int:
     """Weights in the matrices of a block: those that multiply."""
-    return config.width * (4 * config.width + 2 * config.mlp_width)
+    return sum(rows * columns for rows, columns in matrices_of_block(config))
 
 
 def flops_of_row(config: TransformerConfig, tokens_by_layer: Sequence[int], T: int) -> int:
