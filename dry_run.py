@@ -207,8 +207,8 @@ def repeated(points: list[Point], meta: dict) -> str:
     if passes <= MANY_EPOCHS:
         return ""
     return red(
-        f"the text is read {passes:,.0f} times: more than {MANY_EPOCHS} times teaches less and less"
-        " (arXiv 2305.16264): prepare more, or lower --tokens"
+        f"{passes:,.0f} epochs: text that is read more than {MANY_EPOCHS} times teaches less and"
+        " less (arXiv 2305.16264): prepare more, or lower --tokens"
     )
 
 
@@ -404,12 +404,16 @@ class DryRun(NamedTuple):
         is_long = peak.flops is not None and longest / peak.flops > LONG
         if isinstance(there, machine.Elsewhere) or (is_long and fits):
             seconds = self.assumed(points, self.batches, self.placement)
-            rate = f"--mfu {s.run.mfu:g} of {short(peak.flops, 'FLOP/s')} ({peak.why})"
+            rate = f"--mfu {self.mfu:g} of {short(peak.flops, 'FLOP/s')} ({peak.why})"
             say(f"time, assumed and not measured: {seconds} at {rate}")
         elif not fits:
             say("time: unknown, because by estimate not even a micro-batch fits this memory")
         else:
             self.say_measured(points, unchanged, free)
+
+    @property
+    def mfu(self) -> float:
+        return self.run.settings.run.mfu or machine.MFU.get(self.runtime.device.type, 1.0)
 
     def say_measured(self, points: list[Point], unchanged: list[Point], free: int | None) -> None:
         """Time some micro-batches, and some without techniques if there are any."""
@@ -433,8 +437,10 @@ class DryRun(NamedTuple):
 
         Example: about 1 d 16 h, 323.2 device-hours
         """
-        s, there, rate = self.run.settings, self.runtime, machine.peak(self.runtime).flops
-        seconds, copies = total(points, flops_of) / (rate * s.run.mfu), ""
+        s, there, peak = self.run.settings, self.runtime, machine.peak(self.runtime)
+        if peak.flops is None:
+            return "time unknown"
+        seconds, copies = total(points, flops_of) / (peak.flops * self.mfu), ""
         if placement and isinstance(there, machine.Elsewhere):
             most = max(points, key=lambda p: p.parts)
             traffic = placement.traffic(batches.count * s.data.seq_len, most.parts)

@@ -281,8 +281,10 @@ class RunConfig:
         "devices that --dry-run plans for, as 8xH100 or 8xflops=989e12,memory=80GB,link=64GB"
         " (default: those here)",
     )
-    # nanoGPT's 124M reaches 0.29 on 8 A100, torchtitan's 8B 0.33 on 8 H100 and 0.39 compiled
-    # (their READMEs and logs, by arXiv 2204.02311's formula)
-    mfu: float = free(
-        0.35, "share of the peak that --dry-run assumes where it times nothing", above=0, most=1
+    mfu: float | None = free(
+        None,
+        "share of the peak that --dry-run assumes where it times nothing (default: 0.35, on a CPU"
+        " 0.75)",
+        above=0,
+        most=1,
     )
