@@ -98,7 +98,7 @@ def test_what_a_fork_adds_to_a_block_is_counted(monkeypatch):
     said, found, trainer, _ = counted(line)
     assert said.executed == pytest.approx(found, rel=1e-3)
     matrices = 96 * 96 * (4 + 8)
-    of_token = sizes.counted(trainer.model.config)
+    of_token = sizes.counted(trainer.model.config, half=False)
     assert of_token.block == 2 * (matrices + 3 * 96 * 96)
     assert of_token.again == of_token.block, "its last product keeps what it multiplies"
 

@@ -200,8 +200,8 @@ def test_a_machine_that_is_not_here_is_planned_for_and_nothing_is_made(
         assert "8 rows of 32 a step, 2 at once a rank" in out and "which fits" in out
         of_mfu[mfu] = float(re.search(r"measured: about ([\d.]+) s", out)[1])
     flops = total(planned("--tokens 200K --optimizer adamw", store_dir), dry_run.flops_of)
-    assert of_mfu[0.2] == pytest.approx(flops / (4 * 1e10 * 0.2), rel=0.01)
-    assert of_mfu[0.4] == pytest.approx(of_mfu[0.2] / 2, rel=0.01)
+    assert of_mfu[0.2] == pytest.approx(flops / (4 * 1e10 * 0.2), rel=0.03)
+    assert of_mfu[0.4] == pytest.approx(of_mfu[0.2] / 2, rel=0.03)
     out = dry("--on 2xT4", store_dir, capsys)
     assert "planned for 2 x T4 (16 GB, 65.0 TFLOP/s in fp16, link 16 GB/s)" in out
     weights = {}

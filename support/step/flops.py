@@ -121,7 +121,7 @@ def work_of(
 
 def flops_of_step(settings: "Config", work: Work, step: "Step") -> Flops:
     """What a step costs on all ranks."""
-    config, laid, of_token = work.config, step.laid, counted(work.config)
+    config, laid, of_token = work.config, step.laid, counted(work.config, half=False)
     C, T = config.width, step.batch.tokens.shape[1]
     half = 2 if config.causal else 1
     filled = laid.filled()

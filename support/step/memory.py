@@ -117,7 +117,7 @@ def activation_bytes(
              norms got and returned (4 C), queries, keys and values (3 C), attention's output (C),
              and what GELU got and returned (8 C)
     """
-    C, block = config.width, counted(config, half).kept
+    C, block = config.width, counted(config, half=half).kept
     blocks = config.layers * 4 * C + block if recomputed else config.layers * block
     angles = 4 * config.head_width if config.pos == "rope" and isolated else 0
     mask = 4 * T if masked else 0

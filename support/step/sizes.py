@@ -61,7 +61,7 @@ class ModelConfig:
     model: str = flag(
         "gpt", "gpt reads from left to right, bert fills in masked tokens", ("gpt", "bert")
     )
-    size: str = flag("nano", "dimensions by name", tuple(SIZES))
+    size: str = flag("nano", "dimensions by name, listed by python -m support.step.sizes", tuple(SIZES))
     pos: str | None = flag(
         None, "positions (default: rope for nano, else learned)", ("learned", "rope")
     )
@@ -203,14 +203,14 @@ class Uncomputed(TokenMeta):
 
 
 @cache
-def counted(config: TransformerConfig, half: bool = False) -> Counted:
+def counted(config: TransformerConfig, half: bool) -> Counted:
     """Run a block and the head of the real model without computing, and watch what they do.
 
     So a module that a fork adds to the block is counted too. The cost of a token is that of a row
     of `config.seq_len` tokens, divided by these: taken to be the same in shorter rows.
 
     Args: half whether matrix products are of 16 bits
-    Cost: 40 ms, once in a process; 0.1 s with `half`, for torch to set up its fake tensors, which
+    Cost: 40 ms, once in a process; 0.2 s with `half`, for torch to set up its fake tensors, which
           have autocast where those of the meta device have none
     """
     T, one = config.seq_len, replace(config, layers=1)
@@ -275,7 +275,7 @@ def flops_of_row(config: TransformerConfig, tokens_by_layer: Sequence[int], T: i
     Example: 2 layers of width 4 and MLP 16, V 10, a causal row of 8, half of it in the second
              layer: 6 * 192 * (8 + 4) + 6 * 4 * (8 * 8 + 4 * 4) + 6 * 10 * 4 * 8 == 17664
     """
-    C, of_token = config.width, counted(config)
+    C, of_token = config.width, counted(config, half=False)
     attention = 6 * C if config.causal else 12 * C
     blocks = sum(3 * of_token.block * K + attention * K * K for K in tokens_by_layer)
     return blocks + 6 * config.vocab_size * C * T
