@@ -31,7 +31,7 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
-from itertools import combinations, compress
+from itertools import chain, combinations, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -327,24 +327,12 @@ def proportional(
 
 def as_plain(text: int, flops: int) -> str:
     """Example: --tokens 581K reads as much text as the plain run, --tokens 655K takes its FLOPs"""
-    words = (short(tokens).replace(" ", "") for tokens in (text, flops))
-    return "--tokens {} reads as much text as the plain run, --tokens {} takes its FLOPs".format(
-        *words
-    )
+    read, work = (short(tokens).replace(" ", "") for tokens in (text, flops))
+    return f"--tokens {read} reads as much text as the plain run, --tokens {work} takes its FLOPs"
 
 
 # What makes a run smaller, in the order in which one would try it.
 CURES = ("optim.micro_batch_size", "run.fsdp", "run.checkpoint_activations", "offload.on")
-
-
-class Variant(NamedTuple):
-    """The same run with more switched on."""
-
-    flags: str
-    settings: Config
-    batches: MicroBatch
-    memory: Memory
-    placement: Placement | None
 
 
 # ---- all together
@@ -354,6 +342,7 @@ class DryRun(NamedTuple):
     """What a run would take from where it stands; `assemble` and `next_trainer` as in train.py."""
 
     run: Run
+    settings: Config  # of the run, or with more switched on to fit
     runtime: Runtime  # of the run, or of the machine of --on
     data: Data
     evaluation: Evaluation  # on the way
@@ -367,7 +356,7 @@ class DryRun(NamedTuple):
 
     def show(self) -> None:
         """Print it."""
-        run, memory, s, there = self.run, self.memory, self.run.settings, self.runtime
+        run, memory, s, there = self.run, self.memory, self.settings, self.runtime
         say, free, points = run.runtime.say, bytes_free(there), self.walked(s)
         if points and (warning := repeated(points, run.store.meta)):
             say(warning)
@@ -403,7 +392,7 @@ class DryRun(NamedTuple):
         longest = max(p.part_flops for p in points) * there.world_size
         is_long = peak.flops is not None and longest / peak.flops > LONG
         if isinstance(there, machine.Elsewhere) or (is_long and fits):
-            seconds = self.assumed(points, self.batches, self.placement)
+            seconds = self.assumed(points)
             rate = f"--mfu {self.mfu:g} of {short(peak.flops, 'FLOP/s')} ({peak.why})"
             say(f"time, assumed and not measured: {seconds} at {rate}")
         elif not fits:
@@ -413,11 +402,11 @@ class DryRun(NamedTuple):
 
     @property
     def mfu(self) -> float:
-        return self.run.settings.run.mfu or machine.MFU.get(self.runtime.device.type, 1.0)
+        return self.settings.run.mfu or machine.MFU.get(self.runtime.device.type, 1.0)
 
     def say_measured(self, points: list[Point], unchanged: list[Point], free: int | None) -> None:
         """Time some micro-batches, and some without techniques if there are any."""
-        runtime, memory, s = self.runtime, self.memory, self.run.settings
+        runtime, memory, s = self.runtime, self.memory, self.settings
         seconds, peak = self.timed(s, points)
         is_cpu = runtime.device.type == "cpu"
         owner = "this process, Python and torch included" if is_cpu else "the device"
@@ -432,18 +421,18 @@ class DryRun(NamedTuple):
         if s.run.compile == "on" or (s.run.compile == "auto" and not is_cpu):
             runtime.say("--compile: the seconds before the first step are not included")
 
-    def assumed(self, points: list[Point], batches: MicroBatch, placement: Placement | None) -> str:
+    def assumed(self, points: list[Point]) -> str:
         """How long it takes at --mfu of the peak, and the copies of --offload besides.
 
         Example: about 1 d 16 h, 323.2 device-hours
         """
-        s, there, peak = self.run.settings, self.runtime, machine.peak(self.runtime)
+        there, peak, copies = self.runtime, machine.peak(self.runtime), ""
         if peak.flops is None:
             return "time unknown"
-        seconds, copies = total(points, flops_of) / (peak.flops * self.mfu), ""
-        if placement and isinstance(there, machine.Elsewhere):
-            most = max(points, key=lambda p: p.parts)
-            traffic = placement.traffic(batches.count * s.data.seq_len, most.parts)
+        seconds = total(points, flops_of) / (peak.flops * self.mfu)
+        if self.placement and isinstance(there, machine.Elsewhere):
+            tokens = self.batches.count * self.settings.data.seq_len
+            traffic = self.placement.traffic(tokens, max(p.parts for p in points))
             copying = total(points) * (traffic.to_host + traffic.to_device) / there.link
             seconds += copying
             copies = f", {duration(copying)} of them copies of --offload"
@@ -455,73 +444,64 @@ class DryRun(NamedTuple):
 
         Args: samples as of `walk`
         """
-        s, there = self.run.settings, self.runtime
+        s, there, is_found = self.settings, self.runtime, False
         is_useful = (
             s.optim.micro_batch_size not in (None, 1),
             there.world_size > 1 and not s.run.fsdp,
             not s.run.checkpoint_activations,
             there.device.type != "cpu" and not s.offload.on,
         )
-        useful, is_found = list(compress(CURES, is_useful)), False
+        useful = list(compress(CURES, is_useful))
+        counts = range(1, len(useful) + 1)
         yield "to make it smaller:"
-        for count in range(1, len(useful) + 1):
-            for names in combinations(useful, count):
-                try:
-                    changed = self.with_cures(names, free)
-                except ValueError as error:
-                    if count == 1:
-                        yield f"  {settings_of(Config)[names[0]].flag} cannot: {error}"
-                    continue
-                memory, batches, placement = changed.memory, changed.batches, changed.placement
-                fits = memory.on_device <= free
-                if count == 1 or fits:
-                    points = self.walked(changed.settings, samples, changed)
-                    verdict = "fits" if fits else "does not fit"
-                    host = f", {shown(placement.host_bytes)} of the host" if placement else ""
-                    yield (
-                        f"  {changed.flags} {verdict}: {memory.on_device / 1e9:,.2f} GB{host},"
-                        f" {batches.count} at once a rank,"
-                        f" {self.assumed(points, batches, placement)}"
-                    )
-                is_found = is_found or fits
-                if is_found and count > 1:
-                    return
-            if is_found:
+        for names in chain.from_iterable(combinations(useful, count) for count in counts):
+            is_single = len(names) == 1
+            if is_found and not is_single:
                 return
-        yield "  nothing of it makes this run fit: take a larger device, or a smaller model"
+            flags = " ".join(settings_of(Config)[name].flag for name in names)
+            try:
+                changed = self.with_cures(names, free)
+            except ValueError as error:
+                if is_single:
+                    yield f"  {flags} cannot: {error}"
+                continue
+            size, c = changed.memory.on_device, changed.settings
+            if is_single or size <= free:
+                flags = flags.replace("--offload", f"--offload --offload-budget {c.offload.budget}")
+                flags = flags.replace("batch-size", f"batch-size {changed.batches.count}")
+                host = changed.placement and f" and {shown(changed.placement.host_bytes)} of a host"
+                verdict = "fits" if size <= free else "does not fit"
+                seconds = changed.assumed(changed.walked(c, samples))
+                yield f"  {flags} {verdict}: {size / 1e9:,.2f} GB{host or ''}, {seconds}"
+            is_found = is_found or size <= free
+        if not is_found:
+            yield "  nothing of it makes this run fit: take a larger device, or a smaller model"
 
-    def with_cures(self, names: tuple[str, ...], free: int) -> Variant:
+    def with_cures(self, names: tuple[str, ...], free: int) -> "DryRun":
         """The run with these switched on; ValueError where they are refused."""
-        s, there = self.run.settings, self.runtime
-        flat = flattened(s) | dict.fromkeys(names, True) | {"offload.on": s.offload.on}
+        flat = flattened(self.settings) | dict.fromkeys(names, True)
         if "optim.micro_batch_size" in names:
             flat["optim.micro_batch_size"] = None
-        settings, placement = build(flat), self.placement
-        batches = micro_batch(settings, there, self.shape, placement)
-        memory = memory_of(settings, there, batches.count, self.shape, placement)
-        if "offload.on" in names:  # what the rest leaves of the memory
-            rest = memory.on_device - memory.weights - memory.gradients - memory.optimizer
+        if "offload.on" in names:  # gets what the rest leaves of the memory
+            rest = self.with_cures(tuple(n for n in names if n != "offload.on"), free).memory
+            rest = rest.on_device - rest.weights - rest.gradients - rest.optimizer
             flat["offload.budget"] = f"{max(int(ROOM * free) - rest, MIB) // MIB}MiB"
-            settings = build(flat | {"offload.on": True})
-            offload = techniques_of(settings)["offload"]
-            placement = offload.placement(settings, empty_model(self.shape), there)
-            memory = memory_of(settings, there, batches.count, self.shape, placement)
-        values = {
-            "optim.micro_batch_size": f" {batches.count}",
-            "offload.on": f" --offload-budget {flat['offload.budget']}",
-        }
-        known = settings_of(Config)
-        flags = " ".join(known[name].flag + values.get(name, "") for name in names)
-        return Variant(flags, settings, batches, memory, placement)
+        s, there, placement = build(flat), self.runtime, None
+        if s.offload.on:
+            place = techniques_of(s)["offload"].placement
+            placement = place(s, empty_model(self.shape), there)
+        batches = micro_batch(s, there, self.shape, placement)
+        memory = memory_of(s, there, batches.count, self.shape, placement)
+        return self._replace(settings=s, placement=placement, batches=batches, memory=memory)
 
     def tokens_as_plain(
         self, points: list[Point], unchanged: list[Point], of: Callable[[Point], float]
     ) -> int:
         """`proportional`, planned with that many tokens and corrected where schedules are fixed."""
-        s, tokens = self.run.settings, self.run.settings.optim.tokens
+        tokens = self.settings.optim.tokens
         for _ in range(3):
             tokens = proportional(tokens, points, unchanged, of)
-            points = self.walked(with_tokens(s, tokens), PLAIN_STEPS)
+            points = self.walked(with_tokens(self.settings, tokens), PLAIN_STEPS)
             if math.isclose(total(points, of), total(unchanged, of), rel_tol=0.005):
                 break
         return tokens
@@ -529,18 +509,16 @@ class DryRun(NamedTuple):
     def plan(self, settings: Config) -> Plan:
         return Plan(settings, self.data.store, self.data.special_ids, self.runtime)
 
-    def walked(
-        self, settings: Config, samples: int | None = None, changed: Variant | None = None
-    ) -> list[Point]:
-        """Args: changed whose micro-batches and --offload take the place of the run's own"""
-        placement, batches = (changed or self).placement, (changed or self).batches
-        parts = placement.parts if placement and not settings.run.fsdp else ()
+    def walked(self, settings: Config, samples: int | None = None) -> list[Point]:
+        is_moved = self.placement and not settings.run.fsdp
+        parts = self.placement.parts if is_moved else ()
         away = (part.layers for part in parts if part.away == Away.WEIGHTS)
         streamed = [layer for layers in away for layer in layers]
 
         def work_at(step: Step) -> Work:
             blocks = blocks_at(settings, step.context)
-            return work_of(settings, self.runtime, self.shape, batches.count, blocks, streamed)
+            rows = self.batches.count
+            return work_of(settings, self.runtime, self.shape, rows, blocks, streamed)
 
         return walk(self.plan(settings), work_at, self.run.clock, samples)
 

@@ -106,6 +106,7 @@ def go(run: Run, data: Data) -> int:
     if settings.run.dry_run:
         dry_run.DryRun(
             run=run,
+            settings=settings,
             runtime=there,
             data=data,
             evaluation=evaluation,

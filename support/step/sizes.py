@@ -61,7 +61,7 @@ class ModelConfig:
     model: str = flag(
         "gpt", "gpt reads from left to right, bert fills in masked tokens", ("gpt", "bert")
     )
-    size: str = flag("nano", "dimensions by name, listed by python -m support.step.sizes", tuple(SIZES))
+    size: str = flag("nano", "by name: see python -m support.step.sizes", tuple(SIZES))
     pos: str | None = flag(
         None, "positions (default: rope for nano, else learned)", ("learned", "rope")
     )
