@@ -281,15 +281,18 @@ def test_weights_gradients_and_state_are_counted_exactly(flags):
 
 
 class Odd(model.Block):
-    """A fork's: one more product, and two that keep what they multiply."""
+    """A fork's: with another norm and a gated MLP at its end."""
 
     def __init__(self, config):
         super().__init__(config)
-        self.odd = torch.nn.Linear(config.width, 3 * config.width)
+        self.norm = torch.nn.RMSNorm(config.width)
+        self.gate = torch.nn.Linear(config.width, 2 * config.width)
+        self.out = torch.nn.Linear(config.width, config.width)
 
     def forward(self, x, meta):
-        one, two, three = self.odd(super().forward(x, meta)).chunk(3, -1)
-        return one * two.tanh() * three
+        x = super().forward(x, meta)
+        one, two = self.gate(self.norm(x)).chunk(2, -1)
+        return x + self.out(torch.nn.functional.silu(one) * two)
 
 
 @pytest.mark.parametrize("half", [False, True])
