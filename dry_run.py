@@ -354,8 +354,8 @@ class DryRun(NamedTuple):
     assemble: Callable[..., "Trainer"]
     next_trainer: Callable[["Trainer", Step], "Trainer"]
 
-    def show(self) -> None:
-        """Print it."""
+    def show(self) -> int:
+        """Print it; returns the exit status."""
         run, memory, s, there = self.run, self.memory, self.settings, self.runtime
         say, free, points = run.runtime.say, bytes_free(there), self.walked(s)
         if points and (warning := repeated(points, run.store.meta)):
@@ -367,7 +367,7 @@ class DryRun(NamedTuple):
         say(f"batches: {self.batches.why}")
         if not points:
             say("steps: none are left, only the last evaluation")
-            return
+            return 0
         is_sampled = points[0].stands_for != 1
         about = f", estimated from {len(points)}" if is_sampled else ""
         pieces = round(total(points, lambda p: p.step.pieces))
@@ -399,6 +399,7 @@ class DryRun(NamedTuple):
             say("time: unknown, because by estimate not even a micro-batch fits this memory")
         else:
             self.say_measured(points, unchanged, free)
+        return 0
 
     @property
     def mfu(self) -> float:

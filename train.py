@@ -104,7 +104,7 @@ def go(run: Run, data: Data) -> int:
     poll = Poll(runtime)
     assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count, poll=poll)
     if settings.run.dry_run:
-        dry_run.DryRun(
+        return dry_run.DryRun(
             run=run,
             settings=settings,
             runtime=there,
@@ -118,7 +118,6 @@ def go(run: Run, data: Data) -> int:
             assemble=assembled,
             next_trainer=next_trainer,
         ).show()
-        return 0
     model = empty_model(shape) if saved else initial_model(shape, settings, runtime.say)
     try:
         run.use(assembled(settings, model=model, state=saved))
