@@ -9,18 +9,29 @@ off the line through these. An update of the weights, a few held-out rows and a 
 are timed besides, and a run is the sum. Not counted: what comes before the first step, compiling,
 and the sample at the end.
 
+    python train.py --size 1.3B --dry-run --on 8xH100 --mfu 0.4
+
+Nothing is timed for a machine that is not here (--on), nor where a micro-batch would take long: the
+run's FLOPs are divided by a share of the peak, --mfu, of what it executes. That share covers what
+ranks say to each other; evaluations and checkpoints are left out. What does not fit the memory is
+planned once more with what makes it smaller (`Cures`).
+
 train.main calls `DryRun.show` in place of training, and `outlook` where a run starts. Steps come
 from plan.py, their FLOPs from support/step/flops.py, memory from support/step/memory.py.
 """
 
 import math
+import os
 import statistics
+import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import replace
+from functools import partial
+from itertools import chain, combinations, compress
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -28,23 +39,33 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from config import Config
+from config import Config, build
 from data import Data
 from evaluate import Evaluation
 from model import TransformerConfig
 from plan import Plan, Step
 from support.base.clock import Clock, blocks_at
 from support.base.numbers import duration, short
-from support.base.runtime import resident
+from support.base.runtime import Runtime, resident
+from support.base.settings import flattened, settings_of
 from support.base.technique import techniques_of, techniques_on
 from support.evaluation.scoring import evaluating
 from support.run import checkpoint
 from support.run.run import Run
+from support.step import machine
 from support.step.flops import Work, flops_of_step, work_of
-from support.step.memory import Memory, MicroBatch, bytes_free, in_words
+from support.step.memory import (
+    ROOM,
+    Memory,
+    MicroBatch,
+    bytes_free,
+    in_words,
+    memory_of,
+    micro_batch,
+)
 from support.step.optim import learning_rate
-from support.step.placement import Away, Placement
-from support.step.sizes import parameter_count
+from support.step.placement import MIB, Away, Placement, shown
+from support.step.sizes import empty_model, parameters_in_words
 from support.weights.initial import initial_model
 
 if TYPE_CHECKING:
@@ -56,6 +77,7 @@ PLAIN_STEPS = 16  # of the same run without techniques
 OUTLOOK_STEPS = 8  # of a run that starts
 MANY_EPOCHS = 4  # arXiv 2305.16264: up to these, repeated text is about as good as new text
 
+LONG = 4.0  # seconds, by estimate: a longer micro-batch is not timed
 TURNS = 20  # a micro-batch is timed so often at most,
 SECONDS = 10.0  # and all three together for about so long
 SAVED_BYTES = 1 << 28  # written to time a checkpoint
@@ -131,8 +153,16 @@ def total(points: list[Point], of: Callable[[Point], float] = lambda point: 1) -
     return sum(point.stands_for * of(point) for point in points)
 
 
+def tokens_read(p: Point) -> int:
+    return p.step.after.real_tokens - p.step.before.real_tokens
+
+
+def flops_of(p: Point) -> int:
+    return p.flops
+
+
 def real_tokens(points: list[Point]) -> int:
-    return round(total(points, lambda p: p.step.after.real_tokens - p.step.before.real_tokens))
+    return round(total(points, tokens_read))
 
 
 # ---- what is said
@@ -142,23 +172,49 @@ def outlook(run: Run, plan: Plan) -> str:
     """Two lines for the start of a run, from a few steps of its plan."""
     points = walk(plan, lambda step: run.trainer.work, run.clock, OUTLOOK_STEPS)
     rate = f" of {short(run.peak.flops, 'FLOP/s')}" if run.peak.flops else ""
-    return (
-        f"about {math.ceil(total(points)):,} steps, {epochs(points, run.store.meta)}\n"
-        f"{work_in_words(points, [])}; peak{rate}: {run.peak.why}"
-    )
+    lines = [
+        repeated(points, run.store.meta),
+        f"about {math.ceil(total(points)):,} steps, {epochs(points, run.store.meta)}",
+        f"{work_in_words(points, [])}; peak{rate}: {run.peak.why}",
+    ]
+    settings = plan.settings
+    if techniques_on(settings) and run.clock.step == 0:
+        model, rows = run.trainer.model.config, run.trainer.rows_at_once
+        work = work_of(plain(settings), run.runtime, model, rows, blocks=model.layers)
+        without = Plan(plain(settings), plan.store, plan.special_ids, plan.runtime)
+        first = walk(without, lambda step: work, run.clock, 1)
+        equal = partial(proportional, settings.optim.tokens, points, first)
+        lines.append(as_plain(text=equal(tokens_read), flops=equal(flops_of)))
+    return "\n".join(filter(None, lines))
+
+
+def plain(settings: Config) -> Config:
+    """The same without techniques."""
+    off = {name: entry.settings() for name, entry in techniques_of(settings).items()}
+    return replace(settings, **off)
 
 
 def epochs(points: list[Point], meta: dict) -> str:
     """Example: 0.29 epochs of 2,744,745 training tokens"""
     passes = real_tokens(points) / max(meta["train_tokens"], 1)
-    shown = f"{passes:.2f}" if passes > 0.1 else f"{passes:.1g}"
-    words = f"{shown} epochs of {meta['train_tokens']:,} training tokens"
+    shown = f"{passes:,.2f}" if passes > 0.1 else f"{passes:.1g}"
+    return f"{shown} epochs of {meta['train_tokens']:,} training tokens"
+
+
+def repeated(points: list[Point], meta: dict) -> str:
+    """A warning, if the run reads its text too often."""
+    passes = real_tokens(points) / max(meta["train_tokens"], 1)
     if passes <= MANY_EPOCHS:
-        return words
-    return (
-        f"{words}. Text that is read more than {MANY_EPOCHS} times teaches less and less"
-        " (arXiv 2305.16264): prepare more, or lower --tokens"
+        return ""
+    return red(
+        f"{passes:,.0f} epochs: text that is read more than {MANY_EPOCHS} times teaches less and"
+        " less (arXiv 2305.16264): prepare more, or lower --tokens"
     )
+
+
+def red(words: str) -> str:
+    is_colored = sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+    return f"\033[31m{words}\033[0m" if is_colored else words
 
 
 def work_in_words(points: list[Point], plain: list[Point]) -> str:
@@ -247,6 +303,38 @@ def saving_seconds(state: dict, folder: Path) -> float:
         return (time.perf_counter() - began) * size / blank.nbytes
 
 
+# ---- what would be as the plain run, and what would fit
+
+
+def with_tokens(settings: Config, tokens: int) -> Config:
+    """The same with another --tokens; what followed from --tokens follows again."""
+    flat, known = flattened(settings), settings_of(Config)
+    kept = dict(flat)
+    for name, value in flat.items():
+        if value is not None and known[name].field.default is None:
+            others = {other: flat[other] for other in flat if other != name}
+            if flattened(build(others, will_run=False))[name] == value:
+                del kept[name]
+    return build({**kept, "optim.tokens": tokens}, will_run=False)
+
+
+def proportional(
+    budget: int, points: list[Point], unchanged: list[Point], of: Callable[[Point], float]
+) -> int:
+    """The --tokens at which a sum over the run is that of the plain run, if it grows with them."""
+    return round(budget * total(unchanged, of) / total(points, of))
+
+
+def as_plain(text: int, flops: int) -> str:
+    """Example: --tokens 581K reads as much text as the plain run, --tokens 655K takes its FLOPs"""
+    read, work = (short(tokens).replace(" ", "") for tokens in (text, flops))
+    return f"--tokens {read} reads as much text as the plain run, --tokens {work} takes its FLOPs"
+
+
+# What makes a run smaller, in the order in which one would try it.
+CURES = ("optim.micro_batch_size", "run.fsdp", "run.checkpoint_activations", "offload.on")
+
+
 # ---- all together
 
 
@@ -254,6 +342,8 @@ class DryRun(NamedTuple):
     """What a run would take from where it stands; `assemble` and `next_trainer` as in train.py."""
 
     run: Run
+    settings: Config  # of the run, or with more switched on to fit
+    runtime: Runtime  # of the run, or of the machine of --on
     data: Data
     evaluation: Evaluation  # on the way
     last: Evaluation
@@ -264,18 +354,20 @@ class DryRun(NamedTuple):
     assemble: Callable[..., "Trainer"]
     next_trainer: Callable[["Trainer", Step], "Trainer"]
 
-    def show(self) -> None:
-        """Print it."""
-        run, memory, s = self.run, self.memory, self.run.settings
-        runtime, say, free = run.runtime, run.runtime.say, bytes_free(run.runtime)
-        millions = parameter_count(self.shape) / 1e6
-        say(f"{s.model.model} {s.model.size}: {millions:.2f} M parameters, {runtime.why}")
-        say(f"memory, by estimate: {in_words(memory, free)}")
+    def show(self) -> int:
+        """Print it; returns the exit status."""
+        run, memory, s, there = self.run, self.memory, self.settings, self.runtime
+        say, free, points = run.runtime.say, bytes_free(there), self.walked(s)
+        if points and (warning := repeated(points, run.store.meta)):
+            say(warning)
+        say(f"{s.model.model} {s.model.size}: {parameters_in_words(self.shape)}, {there.why}")
+        fits = free is None or memory.on_device <= free
+        verdict = "" if free is None else ", which fits" if fits else ", which DOES NOT FIT"
+        say(f"memory, by estimate: {in_words(memory, free)}{verdict}")
         say(f"batches: {self.batches.why}")
-        points, plain = self.walked(s), []
         if not points:
             say("steps: none are left, only the last evaluation")
-            return
+            return 0
         is_sampled = points[0].stands_for != 1
         about = f", estimated from {len(points)}" if is_sampled else ""
         pieces = round(total(points, lambda p: p.step.pieces))
@@ -284,40 +376,150 @@ class DryRun(NamedTuple):
             f" {real_tokens(points):,} tokens, {epochs(points, run.store.meta)}"
         )
         say(shapes(points))
-        without = replace(s, **{name: entry.settings() for name, entry in techniques_of(s).items()})
+        without, unchanged = plain(s), []
         if techniques_on(s):
-            plain = self.walked(without, PLAIN_STEPS if is_sampled else None)
-            steps = math.ceil(total(plain))
-            say(f"without techniques: {steps:,} steps, {real_tokens(plain):,} tokens")
-        say(work_in_words(points, plain))
+            unchanged = self.walked(without, PLAIN_STEPS if is_sampled else None)
+            steps = math.ceil(total(unchanged))
+            say(f"without techniques: {steps:,} steps, {real_tokens(unchanged):,} tokens")
+            if run.clock.step == 0:
+                equal = partial(self.tokens_as_plain, points, unchanged)
+                say(as_plain(text=equal(tokens_read), flops=equal(flops_of)))
+        say(work_in_words(points, unchanged))
         say(f"\n{table(points, s)}\n")
-        if free is not None and memory.on_device > free:
+        if not fits:
+            say("\n".join(self.remedies(free, PLAIN_STEPS if is_sampled else None)))
+        peak = machine.peak(there)
+        longest = max(p.part_flops for p in points) * there.world_size
+        is_long = peak.flops is not None and longest / peak.flops > LONG
+        if isinstance(there, machine.Elsewhere) or (is_long and fits):
+            seconds = self.assumed(points)
+            rate = f"--mfu {self.mfu:g} of {short(peak.flops, 'FLOP/s')} ({peak.why})"
+            say(f"time, assumed and not measured: {seconds} at {rate}")
+        elif not fits:
             say("time: unknown, because by estimate not even a micro-batch fits this memory")
-            return
+        else:
+            self.say_measured(points, unchanged, free)
+        return 0
+
+    @property
+    def mfu(self) -> float:
+        return self.settings.run.mfu or machine.MFU.get(self.runtime.device.type, 1.0)
+
+    def say_measured(self, points: list[Point], unchanged: list[Point], free: int | None) -> None:
+        """Time some micro-batches, and some without techniques if there are any."""
+        runtime, memory, s = self.runtime, self.memory, self.settings
         seconds, peak = self.timed(s, points)
         is_cpu = runtime.device.type == "cpu"
         owner = "this process, Python and torch included" if is_cpu else "the device"
         room = "" if free is None else f"; {free / 1e9:,.2f} GB were free"
         peak_in_words = f"at most {peak / 1e9:,.3f} GB of {owner}{room}"
-        say(f"memory, measured in a few micro-batches: {peak_in_words}")
+        runtime.say(f"memory, measured in a few micro-batches: {peak_in_words}")
         fits = free is None or memory.on_device + memory.away <= free
-        say(seconds_in_words(seconds, self.timed(without, plain)[0] if plain and fits else {}))
-        if plain and not fits:
-            say("time without techniques: unknown, because by estimate that run does not fit")
+        others = self.timed(plain(s), unchanged)[0] if unchanged and fits else {}
+        runtime.say(seconds_in_words(seconds, others))
+        if unchanged and not fits:
+            runtime.say("time without techniques: unknown, because by estimate it does not fit")
         if s.run.compile == "on" or (s.run.compile == "auto" and not is_cpu):
-            say("--compile: the seconds before the first step are not included")
+            runtime.say("--compile: the seconds before the first step are not included")
+
+    def assumed(self, points: list[Point]) -> str:
+        """How long it takes at --mfu of the peak, and the copies of --offload besides.
+
+        Example: about 1 d 16 h, 323.2 device-hours
+        """
+        there, peak, copies = self.runtime, machine.peak(self.runtime), ""
+        if peak.flops is None:
+            return "time unknown"
+        seconds = total(points, flops_of) / (peak.flops * self.mfu)
+        if self.placement and isinstance(there, machine.Elsewhere):
+            tokens = self.batches.count * self.settings.data.seq_len
+            traffic = self.placement.traffic(tokens, max(p.parts for p in points))
+            copying = total(points) * (traffic.to_host + traffic.to_device) / there.link
+            seconds += copying
+            copies = f", {duration(copying)} of them copies of --offload"
+        hours = seconds / 3600 * there.world_size
+        return f"about {duration(seconds)}{copies}, {hours:,.1f} device-hours"
+
+    def remedies(self, free: int, samples: int | None) -> Iterator[str]:
+        """What each of `CURES` would change, and the first of their combinations that fits.
+
+        Args: samples as of `walk`
+        """
+        s, there, is_found = self.settings, self.runtime, False
+        is_useful = (
+            s.optim.micro_batch_size not in (None, 1),
+            there.world_size > 1 and not s.run.fsdp,
+            not s.run.checkpoint_activations,
+            there.device.type != "cpu" and not s.offload.on,
+        )
+        useful = list(compress(CURES, is_useful))
+        counts = range(1, len(useful) + 1)
+        yield "to make it smaller:"
+        for names in chain.from_iterable(combinations(useful, count) for count in counts):
+            is_single = len(names) == 1
+            if is_found and not is_single:
+                return
+            flags = " ".join(settings_of(Config)[name].flag for name in names)
+            try:
+                changed = self.with_cures(names, free)
+            except ValueError as error:
+                if is_single:
+                    yield f"  {flags} cannot: {error}"
+                continue
+            size, c = changed.memory.on_device, changed.settings
+            if is_single or size <= free:
+                flags = flags.replace("--offload", f"--offload --offload-budget {c.offload.budget}")
+                flags = flags.replace("batch-size", f"batch-size {changed.batches.count}")
+                host = changed.placement and f" and {shown(changed.placement.host_bytes)} of a host"
+                verdict = "fits" if size <= free else "does not fit"
+                seconds = changed.assumed(changed.walked(c, samples))
+                yield f"  {flags} {verdict}: {size / 1e9:,.2f} GB{host or ''}, {seconds}"
+            is_found = is_found or size <= free
+        if not is_found:
+            yield "  nothing of it makes this run fit: take a larger device, or a smaller model"
+
+    def with_cures(self, names: tuple[str, ...], free: int) -> "DryRun":
+        """The run with these switched on; ValueError where they are refused."""
+        flat = flattened(self.settings) | dict.fromkeys(names, True)
+        if "optim.micro_batch_size" in names:
+            flat["optim.micro_batch_size"] = None
+        if "offload.on" in names:  # gets what the rest leaves of the memory
+            rest = self.with_cures(tuple(n for n in names if n != "offload.on"), free).memory
+            rest = rest.on_device - rest.weights - rest.gradients - rest.optimizer
+            flat["offload.budget"] = f"{max(int(ROOM * free) - rest, MIB) // MIB}MiB"
+        s, there, placement = build(flat), self.runtime, None
+        if s.offload.on:
+            place = techniques_of(s)["offload"].placement
+            placement = place(s, empty_model(self.shape), there)
+        batches = micro_batch(s, there, self.shape, placement)
+        memory = memory_of(s, there, batches.count, self.shape, placement)
+        return self._replace(settings=s, placement=placement, batches=batches, memory=memory)
+
+    def tokens_as_plain(
+        self, points: list[Point], unchanged: list[Point], of: Callable[[Point], float]
+    ) -> int:
+        """`proportional`, planned with that many tokens and corrected where schedules are fixed."""
+        tokens = self.settings.optim.tokens
+        for _ in range(3):
+            tokens = proportional(tokens, points, unchanged, of)
+            points = self.walked(with_tokens(self.settings, tokens), PLAIN_STEPS)
+            if math.isclose(total(points, of), total(unchanged, of), rel_tol=0.005):
+                break
+        return tokens
 
     def plan(self, settings: Config) -> Plan:
-        return Plan(settings, self.data.store, self.data.special_ids, self.run.runtime)
+        return Plan(settings, self.data.store, self.data.special_ids, self.runtime)
 
     def walked(self, settings: Config, samples: int | None = None) -> list[Point]:
-        parts = self.placement.parts if self.placement and not settings.run.fsdp else ()
+        is_moved = self.placement and not settings.run.fsdp
+        parts = self.placement.parts if is_moved else ()
         away = (part.layers for part in parts if part.away == Away.WEIGHTS)
         streamed = [layer for layers in away for layer in layers]
 
         def work_at(step: Step) -> Work:
-            blocks, rows_at_once = blocks_at(settings, step.context), self.batches.count
-            return work_of(settings, self.run.runtime, self.shape, rows_at_once, blocks, streamed)
+            blocks = blocks_at(settings, step.context)
+            rows = self.batches.count
+            return work_of(settings, self.runtime, self.shape, rows, blocks, streamed)
 
         return walk(self.plan(settings), work_at, self.run.clock, samples)
 
@@ -326,7 +528,11 @@ class DryRun(NamedTuple):
 
         Returns: seconds by purpose; the peak in bytes of the device, or on a CPU of this process
         """
-        runtime, picked, plan = self.run.runtime, picks(points), self.plan(s)
+        runtime, picked, plan = self.runtime, picks(points), self.plan(s)
+        if runtime.is_rank0:
+            each = short(picked[-1].part_flops, "FLOP")
+            said = f"timing {len(picked)} micro-batches, the last of {each}, and an evaluation"
+            print(f"{said}: some {SECONDS:.0f} seconds", file=sys.stderr, flush=True)
         trainer = self.assemble(s, model=initial_model(self.shape, s))  # its weights will move
         is_cuda, hidden = runtime.device.type == "cuda", not runtime.is_rank0 or None
 

@@ -59,6 +59,7 @@ from support.run.folder import commit
 from support.run.run import Run
 from support.step.blocks import Choice, choice, with_rounded_weights
 from support.step.flops import Work, work_of
+from support.step.machine import planned_for
 from support.step.memory import memory_of, micro_batch
 from support.step.optim import Optimizers, learning_rate
 from support.step.placement import Placement
@@ -70,12 +71,13 @@ SAMPLE_TOKENS = 100  # written at the end of a run
 
 def main(argv: list[str] | None = None) -> int:
     settings, started = config.parse_or_resume(sys.argv[1:] if argv is None else argv)
-    runtime = start(settings.run.device, settings.run.dtype, settings.run.rank_timeout)
+    asked = ("auto", "auto") if settings.run.on else (settings.run.device, settings.run.dtype)
+    runtime = start(*asked, settings.run.rank_timeout)
     same = {"commit": commit(), **made_by(runtime), **config.shared_by_ranks(settings)}
     runtime.check_same(same)
     if settings.run.fsdp:
         join(runtime)
-    micro_batch(settings, runtime)  # refused before anything is read
+    micro_batch(settings, planned_for(settings, runtime))  # refused before anything is read
     settings, data = open_data(settings, runtime)
     runtime.check_same({"the text of --data": data.store.meta["sha256"]})
     size = started.size if started else model_size(settings, data.encoding)
@@ -86,7 +88,8 @@ def main(argv: list[str] | None = None) -> int:
 def go(run: Run, data: Data) -> int:
     """Begin a run or go on with it, to its end or until a signal; the exit status."""
     settings, runtime = run.settings, run.runtime
-    plan = Plan(settings, data.store, data.special_ids, runtime)
+    there = planned_for(settings, runtime)  # the machine of --on, in a dry run
+    plan = Plan(settings, data.store, data.special_ids, there)
     evaluation = held_out(settings, data, settings.run.eval_tokens)
     shape = config.transformer_config(settings, *run.size)
     saved = run.restore(shape) if run.started else None
@@ -95,14 +98,16 @@ def go(run: Run, data: Data) -> int:
         runtime.say(f"{consumed}; a larger --tokens extends it")
         return 0
     # of the whole model: --pseudo may begin with less of it, and must not be refused in mid-run
-    placement = placement_of(settings, empty_model(shape), runtime)
-    rows_at_once = micro_batch(settings, runtime, shape, placement)
-    memory = memory_of(settings, runtime, rows_at_once.count, shape, placement)
+    placement = placement_of(settings, empty_model(shape), there)
+    rows_at_once = micro_batch(settings, there, shape, placement)
+    memory = memory_of(settings, there, rows_at_once.count, shape, placement)
     poll = Poll(runtime)
     assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count, poll=poll)
     if settings.run.dry_run:
-        dry_run.DryRun(
+        return dry_run.DryRun(
             run=run,
+            settings=settings,
+            runtime=there,
             data=data,
             evaluation=evaluation,
             last=held_out(settings, data, settings.run.final_eval_tokens),
@@ -113,7 +118,6 @@ def go(run: Run, data: Data) -> int:
             assemble=assembled,
             next_trainer=next_trainer,
         ).show()
-        return 0
     model = empty_model(shape) if saved else initial_model(shape, settings, runtime.say)
     try:
         run.use(assembled(settings, model=model, state=saved))

@@ -181,7 +181,12 @@ class PackedAttention(torch.autograd.Function):
 
 
 def chosen_impl(
-    device: str, dtype: torch.dtype, head_width: int, dropout: float = 0.0, compiled: bool = False
+    device: str,
+    dtype: torch.dtype,
+    head_width: int,
+    dropout: float = 0.0,
+    compiled: bool = False,
+    has_triton: bool | None = None,
 ) -> str:
     """Choose the implementation for packed rows on this machine.
 
@@ -189,7 +194,10 @@ def chosen_impl(
           dtype    of queries, keys and values
           dropout  of scores, in training
           compiled whether blocks are: adaptive would compile both of its forms
+          has_triton whether Triton's kernels run; None looks at this machine
     """
+    if has_triton is None:
+        has_triton = why_not(device) is None
     if dropout:
         return "dense"
     if device == "cpu":
@@ -197,7 +205,7 @@ def chosen_impl(
     # matrix units do not keep the precision of float32
     half = dtype in (torch.bfloat16, torch.float16)
     tiled = half and head_width in attention_tiles.HEAD_WIDTHS
-    return "triton" if tiled and why_not(device) is None else "dense"
+    return "triton" if tiled and has_triton else "dense"
 
 
 def packed_attention(

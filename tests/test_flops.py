@@ -10,14 +10,17 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from test_forecast import Odd
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import config
+import model
 from data import open_data
 from model import Transformer, TransformerConfig
 from plan import Plan
 from support.base.clock import Clock
 from support.base.runtime import Runtime
+from support.step import sizes
 from support.step.flops import Laid, Work, flops_of_step
 from support.step.sizes import flops_of_row
 from support.weights.initial import model_size
@@ -88,6 +91,17 @@ def test_a_step_has_the_flops_that_torch_counts(name):
     least, most = (0.999, 1.001) if name in EXACT else (0.88, 1.03)
     assert least * found < said.executed < most * found
     assert 0 < said.model <= said.executed
+
+
+def test_what_a_fork_adds_to_a_block_is_counted(monkeypatch):
+    line = f"{SMALL} --optimizer adamw --width 96 --heads 3"  # a shape that no other test counts
+    monkeypatch.setattr(model, "Block", Odd)
+    said, found, trainer, _ = counted(line)
+    assert said.executed == pytest.approx(found, rel=1e-3)
+    matrices = 96 * 96 * (4 + 8)
+    of_token = sizes.counted(trainer.model.config, half=False)
+    assert of_token.block == 2 * (matrices + 3 * 96 * 96)
+    assert of_token.block - of_token.again == 2 * 96 * 96, "nothing needs what the last returns"
 
 
 def test_what_is_dropped_shows(monkeypatch):

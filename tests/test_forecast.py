@@ -14,6 +14,7 @@ from conftest import ALL_ON, SMALL, bytes_taken, contents, names, needs_triton, 
 
 import config
 import dry_run
+import model
 import train
 from data import open_data
 from dry_run import Point, due_at, picks, real_tokens, seconds_of_steps, total, walk
@@ -23,7 +24,7 @@ from plan import Plan
 from support.base.clock import Clock, Cursor, blocks_at, due
 from support.base.runtime import Runtime
 from support.rows.batch import Batch
-from support.step import machine, memory
+from support.step import machine, memory, sizes
 from support.step.flops import work_of
 from support.step.optim import Optimizers
 from support.step.sizes import empty_model
@@ -94,7 +95,7 @@ def test_a_dry_run_says_it_and_leaves_nothing(flags, store_dir, tmp_path, monkey
     monkeypatch.setattr(dry_run, "TURNS", 2)
     out = dry(f"{flags} --tokens 2048", store_dir, capsys)
     assert not list(tmp_path.iterdir())
-    for said in ("M parameters, cpu", "weights", "GB free", "work: about", "time: about"):
+    for said in ("M parameters with", "320, cpu", "GB free", "work: about", "time: about"):
         assert said in out
     assert re.search(r"steps: \d+; [\d,]+ pieces of text, [\d,]+ tokens, [\d.]+ epochs", out)
     schedule = out[out.index("progress") :].split("\n\n")[0].splitlines()
@@ -134,6 +135,124 @@ def test_what_does_not_fit_is_said_and_not_tried(store_dir, tmp_path, monkeypatc
     assert "time: unknown" in out and "1 at once a rank (of 8, by estimate 0.0 GB free have" in out
 
 
+def test_what_takes_long_is_not_timed(store_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(dry_run, "TURNS", 1)
+    assert train.main(f"{SMALL} --data {store_dir} --dry-run".split()) == 0
+    assert capsys.readouterr().err.startswith("timing 1 micro-batches")
+    monkeypatch.setattr(dry_run, "LONG", 0.0)
+    monkeypatch.setattr(train, "assemble", pytest.fail)
+    out = dry("", store_dir, capsys)
+    assert "time, assumed and not measured: about" in out and "at --mfu 0.75 of" in out
+
+
+@pytest.mark.parametrize("name", ["all on", "rows that grow", "fewer layers"])
+def test_what_reads_and_what_costs_as_much_as_the_plain_run_is_said(name, store_dir, capsys):
+    flags = f"{SETS[name]} --tokens 8192"
+    (line,) = [said for said in dry(flags, store_dir, capsys).splitlines() if "plain run" in said]
+    tokens = [int(float(n) * 1000) for n in re.findall(r"--tokens ([\d.]+)K", line)]
+    plain = planned("--tokens 8192", store_dir)
+    for budget, of in zip(tokens, (dry_run.tokens_read, dry_run.flops_of), strict=True):
+        found = total(planned(f"{SETS[name]} --tokens {budget}", store_dir), of)
+        assert found == pytest.approx(total(plain, of), rel=0.08), line
+
+
+def test_a_run_says_it_at_its_start_too(store_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "train", lambda *_: None)
+    monkeypatch.setattr(train, "finish", lambda *_: None)
+    line = f"{SMALL} --data {store_dir} {SETS['rows that grow']} --tokens 8192"
+    assert train.main(line.split()) == 0
+    start = capsys.readouterr().out
+    plan = dry(f"{SETS['rows that grow']} --tokens 8192", store_dir, capsys)
+    both = [re.findall(r"--tokens ([\d.]+)K", said) for said in (start, plan)]
+    assert len(both[0]) == 2
+    for one, other in zip(*both, strict=True):
+        assert float(one) == pytest.approx(float(other), rel=0.05)
+    about = "0.06 M parameters with a vocabulary of 320"
+    assert about in start and about in plan
+
+
+def test_many_epochs_are_said_first_and_in_red(store_dir, capsys, monkeypatch):
+    def first() -> str:
+        return dry("--tokens 4M --on T4", store_dir, capsys).splitlines()[0]
+
+    assert first().startswith("6 epochs: text that is read more than 4 times")
+    monkeypatch.setattr(dry_run.sys.stdout, "isatty", lambda: True)
+    assert first().startswith("\033[31m6 epochs") and first().endswith("\033[0m")
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert first().startswith("6 epochs")
+
+
+# ---- machines that are not here
+
+
+def test_a_machine_that_is_not_here_is_planned_for_and_nothing_is_made(
+    store_dir, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "assemble", pytest.fail)
+    monkeypatch.setattr(machine, "measured_peak", pytest.fail)
+    of_mfu = {}
+    for mfu in (0.2, 0.4):
+        on = "--on 4xflops=1e10,memory=16GB,link=1GB"
+        out = dry(f"{on} --tokens 200K --optimizer adamw --mfu {mfu}", store_dir, capsys)
+        assert "8 rows of 32 a step, 2 at once a rank" in out and "which fits" in out
+        of_mfu[mfu] = float(re.search(r"measured: about ([\d.]+) s", out)[1])
+    flops = total(planned("--tokens 200K --optimizer adamw", store_dir), dry_run.flops_of)
+    assert of_mfu[0.2] == pytest.approx(flops / (4 * 1e10 * 0.2), rel=0.03)
+    assert of_mfu[0.4] == pytest.approx(of_mfu[0.2] / 2, rel=0.03)
+    out = dry("--on 2xT4", store_dir, capsys)
+    assert "planned for 2 x T4 (16 GB, 65.0 TFLOP/s in fp16, link 16 GB/s)" in out
+    weights = {}
+    for flags in ("", "--fsdp"):
+        out = dry(f"{flags} --on 2xH100", store_dir, capsys)
+        weights[flags] = float(re.search(r"weights ([\d.]+) MB", out)[1])
+    assert weights["--fsdp"] == pytest.approx(weights[""] / 2, abs=0.1)
+    assert not list(tmp_path.iterdir())
+
+
+def test_what_does_not_fit_comes_with_what_would(store_dir, capsys):
+    flags = "--layers 40 --optimizer adamw --micro-batch-size 2"
+    on = "--on 2xflops=1e12,memory={},link=1GB"
+    out = dry(f"{flags} {on.format('6MB')}", store_dir, capsys)
+    singles = re.findall(r"^  (--\S+(?: \d+)?) (does not fit|fits): ([\d.]+) GB", out, re.M)
+    assert [flag for flag, _, _ in singles][:3] == [
+        "--micro-batch-size 1",
+        "--fsdp",
+        "--checkpoint-activations",
+    ]
+    assert "DOES NOT FIT" in out
+    for flag, _, size in singles[:3]:
+        alone = flags.replace("--micro-batch-size 2", "") if "micro" in flag else flags
+        again = dry(f"{alone} {flag} {on.format('6MB')}", store_dir, capsys)
+        assert f"about {size} GB of" in again
+    (winner,) = re.findall(r"^  (--\S+.*--\S+.*) fits: ", out, re.M)
+    again = dry(f"--layers 40 --optimizer adamw {winner} {on.format('6MB')}", store_dir, capsys)
+    assert "which fits" in again
+    out = dry(f"{flags} {on.format('9KB')}", store_dir, capsys)
+    assert "nothing of it makes this run fit" in out
+
+
+@pytest.mark.parametrize(
+    ("flags", "said"),
+    [
+        ("--on 8xH101 --dry-run", "known are B200, .* as in 8xH100"),
+        ("--on flops=1e12,memory=1GB --dry-run", "describe others as 8xflops="),
+        ("--on flops=many,memory=1GB,link=1GB --dry-run", "flops=many is not FLOP/s"),
+        ("--on flops=1,memory=big,link=1GB --dry-run", "memory big: write an amount"),
+        ("--on 0xH100 --dry-run", "has no device"),
+        ("--on T4 --dtype bf16 --dry-run", "no matrix units for bf16: add --dtype fp16"),
+        ("--on 3xT4 --dry-run", "not a multiple"),
+        ("--on T4", "only plans: add --dry-run"),
+        ("--mfu 1.5 --dry-run", "--mfu is 1.5, allowed"),
+    ],
+)
+def test_a_machine_that_cannot_be_planned_for_is_refused(flags, said, store_dir):
+    with pytest.raises(ValueError, match=said):
+        train.main(f"{SMALL} --data {store_dir} {flags}".split())
+
+
 @pytest.mark.slow
 @pytest.mark.dist
 def test_several_ranks_leave_nothing_either(store_dir, tmp_path, monkeypatch):
@@ -161,30 +280,54 @@ def test_weights_gradients_and_state_are_counted_exactly(flags):
     assert halves["weights"] == pytest.approx(wanted["weights"] / 2, rel=0.01)
 
 
-def test_activations_are_those_that_autograd_keeps():
-    """Of packed rows, of rotary and learned positions, and of blocks that run twice."""
-    for flags in ("", "--pos learned", "--model bert", "--checkpoint-activations"):
-        settings = config.build(config.parse(f"--layers 4 --width 64 --heads 2 {flags}".split()))
-        shape = config.transformer_config(settings, 320)
-        model, T = train.Transformer(shape), settings.data.seq_len
-        weights, kept = {p.untyped_storage().data_ptr() for p in model.parameters()}, {}
+class Odd(model.Block):
+    """A fork's: with another norm and a gated MLP at its end."""
 
-        def pack(tensor, kept=kept):
-            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = torch.nn.RMSNorm(config.width)
+        self.gate = torch.nn.Linear(config.width, 2 * config.width)
+        self.out = torch.nn.Linear(config.width, config.width)
+
+    def forward(self, x, meta):
+        x = super().forward(x, meta)
+        one, two = self.gate(self.norm(x)).chunk(2, -1)
+        return x + self.out(torch.nn.functional.silu(one) * two)
+
+
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize(
+    "flags", ["", "--pos learned", "--model bert", "--checkpoint-activations", "--width 96"]
+)
+def test_activations_are_those_that_autograd_keeps(flags, half, monkeypatch):
+    """Of rotary and learned positions, of blocks that run twice, and of a block that is new."""
+    if "96" in flags:  # a shape that no other test counts
+        monkeypatch.setattr(model, "Block", Odd)
+    settings = config.build(config.parse(f"--layers 4 --width 64 --heads 2 {flags}".split()))
+    shape = config.transformer_config(settings, 320)
+    net, T = train.Transformer(shape), settings.data.seq_len
+    assert sum(p.numel() for p in net.parameters()) == sizes.parameter_count(shape)
+
+    def kept(rows: int) -> int:
+        storages = {}
+
+        def pack(tensor):
+            storage = tensor.untyped_storage()
+            storages[storage.data_ptr()] = storage
             return tensor
 
-        rerun = settings.run.checkpoint_activations
-        run_block = train.run_block_of(settings, {}, None, 0, Batch.blank(3, T))
-        tokens = torch.randint(300, (3, T))
-        with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-            x = model.hidden_states(tokens, run_block=run_block)
-        found = sum(size for place, size in kept.items() if place not in weights)
-        said = memory.activation_bytes(shape, 3, T, recomputed=rerun)
-        if rerun:
-            said -= memory.activation_bytes(replace(shape, layers=1), 3, T)
-            said += 3 * T * 4 * shape.width
-        assert said == pytest.approx(found, rel=0.1), flags
-        assert x.requires_grad
+        run_block = train.run_block_of(settings, {}, None, 0, Batch.blank(rows, T))
+        tokens, hooks = torch.randint(300, (rows, T)), torch.autograd.graph.saved_tensors_hooks
+        with hooks(pack, lambda tensor: tensor), torch.autocast("cpu", enabled=half):
+            assert net.hidden_states(tokens, run_block=run_block).requires_grad
+        return sum(storage.nbytes() for storage in storages.values())
+
+    rerun = settings.run.checkpoint_activations
+    found, said = kept(6) - kept(3), memory.activation_bytes(shape, 3, T, half, recomputed=rerun)
+    if rerun:
+        said -= memory.activation_bytes(replace(shape, layers=1), 3, T, half)
+        said += 3 * T * 4 * shape.width
+    assert said == pytest.approx(found, rel=0.1), flags
 
 
 @pytest.mark.parametrize("form", ["float32", "chunked", "triton"])

@@ -276,3 +276,15 @@ class RunConfig:
     trust_code: bool = free(False, "--resume a run whose settings name Python code in its folder")
     tensorboard: bool = free(False, "write the log for TensorBoard too")
     dry_run: bool = free(False, "say what the run would take of steps, memory and time, and stop")
+    on: str | None = free(
+        None,
+        "devices that --dry-run plans for, as 8xH100 or 8xflops=989e12,memory=80GB,link=64GB"
+        " (default: those here)",
+    )
+    mfu: float | None = free(
+        None,
+        "share of the peak that --dry-run assumes where it times nothing (default: 0.35, on a CPU"
+        " 0.75)",
+        above=0,
+        most=1,
+    )

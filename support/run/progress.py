@@ -18,6 +18,7 @@ from support.step import machine
 from support.step.memory import Memory, bytes_free
 from support.step.memory import in_words as memory_in_words
 from support.step.placement import describe
+from support.step.sizes import parameters_in_words
 
 if TYPE_CHECKING:
     from config import Config
@@ -52,8 +53,8 @@ def announce(
           outlook how many steps, epochs and FLOPs are ahead (dry_run.outlook)
     """
     s, say, store, trainer = run.settings, run.runtime.say, samples.store, run.trainer
-    millions = sum(p.numel() for p in trainer.model.parameters()) / 1e6
-    say(f"{s.model.model} {s.model.size}: {millions:.2f} M parameters, {run.runtime.why}")
+    about = parameters_in_words(trainer.model.config)
+    say(f"{s.model.model} {s.model.size}: {about}, {run.runtime.why}")
     say(f"memory: {memory_in_words(memory, bytes_free(run.runtime))}")
     for line in placements_in_words(run):
         say(line)

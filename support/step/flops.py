@@ -11,8 +11,8 @@ Matrix products are counted, on all ranks, with an addition and a multiplication
               not look faster for it
 
 Causal attention counts half in both, as in `ltd.py plan`: kernels skip the other half, except a
-CPU's in rows of up to 512 tokens. torch's FlopCounterMode counts the whole square;
-tests/test_flops.py halves that before it compares.
+CPU's in rows of up to 512 tokens. All other products are counted by torch's FlopCounterMode, from
+the modules of the model (support/step/sizes.py: `counted`), and a backward pass as two forward.
 
 Documents that share a row cost the sum of their squared lengths. A layer that drops tokens keeps
 each document's share of them. Not counted: which tokens a step draws, and what a CPU adds to fit
@@ -32,7 +32,7 @@ from support.base.runtime import Runtime
 from support.rows.bert import masked_tokens
 from support.rows.samples import SPECIAL_TOKENS
 from support.step.muon import flops_of_orthogonalising
-from support.step.sizes import matrices_of_block, weights_of_block
+from support.step.sizes import counted, matrices_of_block
 
 if TYPE_CHECKING:
     from config import Config
@@ -89,6 +89,7 @@ def attention_of(settings: "Config", runtime: Runtime, config: TransformerConfig
         head_width=config.head_width,
         dropout=config.dropout,
         compiled=settings.run.compile == "on",
+        has_triton=runtime.has_triton,
     )
 
 
@@ -120,21 +121,18 @@ def work_of(
 
 def flops_of_step(settings: "Config", work: Work, step: "Step") -> Flops:
     """What a step costs on all ranks."""
-    config, laid = work.config, step.laid
-    C, V, T = config.width, config.vocab_size, step.batch.tokens.shape[1]
+    config, laid, of_token = work.config, step.laid, counted(work.config, half=False)
+    C, T = config.width, step.batch.tokens.shape[1]
     half = 2 if config.causal else 1
     filled = laid.filled()
     rows = -(-len(filled) // work.world_size) * work.world_size  # blank ones run too
-    head, model_head = rows * T * V * C, int(filled.sum()) * V * C
+    head, model_head = rows * T * of_token.head, int(filled.sum()) * of_token.head
     if config.kind == "bert":  # its head sees only the masked tokens
         special = SPECIAL_TOKENS["pairs" if config.nsp else "bert"]
         predicted = int(masked_tokens(laid.lengths - special).sum())
-        head = model_head = predicted * (V + C) * C
-        head += len(laid.lengths) * C * (C + 2) if config.nsp else 0
-    executed, model = 6 * head + work.optimizer, 6 * model_head
-    weights = weights_of_block(config)
-    # a block that runs again need not return anything: a GPT leaves out its last product
-    again = weights - C * config.mlp_width if config.kind == "gpt" else weights
+        head = model_head = predicted * of_token.head
+        head += len(laid.lengths) * of_token.answer
+    executed, model = 3 * head + work.optimizer, 3 * model_head
     products = FORWARD + (BACKWARD_TILES if work.impl == "triton" else BACKWARD)
     is_masked = work.impl == "dense" and not (len(laid.lengths) == rows and all(filled == T))
     layers = tokens_by_layer(settings, step.context, T)
@@ -143,7 +141,7 @@ def flops_of_step(settings: "Config", work: Work, step: "Step") -> Flops:
         kept = np.minimum(filled, K)
         squares = laid.squares(kept)
         scores = rows * K * K if is_masked else squares // half
-        executed += count * (6 * weights * rows * K + 2 * products * C * scores)
-        executed += repeated[K] * (2 * again * rows * K + 2 * FORWARD * C * scores)
-        model += count * (6 * weights * int(kept.sum()) + 12 * C * squares // half)
+        executed += count * (3 * of_token.block * rows * K + 2 * products * C * scores)
+        executed += repeated[K] * (of_token.again * rows * K + 2 * FORWARD * C * scores)
+        model += count * (3 * of_token.block * int(kept.sum()) + 12 * C * squares // half)
     return Flops(executed, model)

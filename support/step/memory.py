@@ -1,9 +1,10 @@
 """What a run takes of the device's memory, by estimate, and the micro-batch that fits.
 
 Weights, gradients and optimizer state are counted exactly. Activations are what autograd keeps of
-each block, read off model.py line by line. Added to these is the most that any moment of a step
-needs for a while: the logits, the end of the backward pass, or Muon's step. Not counted are a GPU's
-workspaces, what an allocator cannot use again, and the text, which is mapped.
+each block, seen while one runs (support/step/sizes.py: `counted`). Added to these is the most that
+any moment of a step needs for a while: the logits, the end of the backward pass, or Muon's step.
+Not counted are a GPU's workspaces, what an allocator cannot use again, and the text, which is
+mapped.
 """
 
 import os
@@ -17,7 +18,7 @@ from support.base.runtime import Runtime
 from support.step.flops import attention_of
 from support.step.optim import state_bytes
 from support.step.placement import Placement, parts_of, place
-from support.step.sizes import empty_model, weights_of_block
+from support.step.sizes import counted, empty_model, weights_of_block
 
 if TYPE_CHECKING:
     from config import Config
@@ -112,16 +113,13 @@ def activation_bytes(
           isolated   whether rows hold several documents, or padding
           masked     whether a mask of (T, T) tells these apart
           recomputed whether each block keeps only its input, except the one that runs
-    Example: of a token, a block of width C and MLP 4 C keeps 16 C numbers in fp32: what its norms
-             got and returned (4 C), queries, keys and values (3 C), attention's output (C), and
-             what GELU got and returned (8 C)
+    Example: of a token, a GPT-2 block of width C and MLP 4 C keeps 16 C numbers in fp32: what its
+             norms got and returned (4 C), queries, keys and values (3 C), attention's output (C),
+             and what GELU got and returned (8 C)
     """
-    C, size = config.width, 2 if half else 4
-    is_rope = config.pos == "rope"
-    numbers = (8 if is_rope else 6) * C + 2 * config.mlp_width  # queries and keys twice with rope
-    block = 2 * 4 * C + size * numbers + 4 * config.heads
+    C, block = config.width, counted(config, half=half).kept
     blocks = config.layers * 4 * C + block if recomputed else config.layers * block
-    angles = 4 * config.head_width if is_rope and isolated else 0
+    angles = 4 * config.head_width if config.pos == "rope" and isolated else 0
     mask = 4 * T if masked else 0
     return rows * T * (blocks + 4 * C + angles + mask)
 
@@ -137,7 +135,9 @@ def logits_bytes(config: TransformerConfig, tokens: int, runtime: Runtime) -> in
     logits = V * min(chunk_rows(V, device), predicted)
     bytes_each = 4
     if runtime.dtype.itemsize == 2:  # without Triton they are in float32 beside those in 16 bits
-        bytes_each = 2 if chosen_loss(device, runtime.dtype) == "triton" else 6
+        bytes_each = (
+            2 if chosen_loss(device, runtime.dtype, "auto", runtime.has_triton) == "triton" else 6
+        )
     gradient = 4 * V * C
     return 4 * predicted * C + gradient + max(bytes_each * logits, gradient)
 

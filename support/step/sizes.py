@@ -3,15 +3,23 @@
 python -m support.step.sizes     # every size: its dimensions, parameters and cost of a token
 """
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.function import FunctionCtx
+from torch.autograd.graph import saved_tensors_hooks
 from torch.overrides import TorchFunctionMode
+from torch.utils.flop_counter import FlopCounterMode
 
-from model import Transformer, TransformerConfig
+from kernels.rotary import rotation
+from model import TokenMeta, Transformer, TransformerConfig, for_all_heads
 from support.base.settings import Flat, flag
 
 
@@ -47,14 +55,13 @@ SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
 @dataclass(frozen=True)
 class ModelConfig:
     """What decides a model. A new option goes on through config.py's `transformer_config` to
-    model.py's `TransformerConfig`; what a block keeps for the backward pass is counted in
-    support/step/memory.py, `activation_bytes`.
+    model.py's `TransformerConfig`; what it costs is counted from the modules, see `counted`.
     """
 
     model: str = flag(
         "gpt", "gpt reads from left to right, bert fills in masked tokens", ("gpt", "bert")
     )
-    size: str = flag("nano", "dimensions by name", tuple(SIZES))
+    size: str = flag("nano", "by name: see python -m support.step.sizes", tuple(SIZES))
     block: str = flag(
         "gpt2", "llama: RMSNorm, SwiGLU, rotary positions, no biases", ("gpt2", "llama")
     )
@@ -181,6 +188,100 @@ def parameter_count(config: TransformerConfig) -> int:
     return sum(p.numel() for p in empty_model(config).parameters())
 
 
+def parameters_in_words(config: TransformerConfig) -> str:
+    """Example: 1.72 M parameters with a vocabulary of 4,160"""
+    millions = parameter_count(config) / 1e6
+    return f"{millions:,.2f} M parameters with a vocabulary of {config.vocab_size:,}"
+
+
+class Counted(NamedTuple):
+    """What a token costs in one block, without attention's scores, and in the head."""
+
+    block: int  # FLOPs, forward
+    again: int  # those of them that a block repeats if only its input is kept
+    head: int  # FLOPs of a prediction, forward
+    answer: int  # FLOPs of telling whether a pair's second part follows; 0 without --nsp
+    kept: int  # bytes that autograd keeps of a block until the backward pass
+
+
+class StandIn(torch.autograd.Function):
+    """In place of attention's kernels, which differ from device to device and keep the same.
+
+    That is queries, keys, values, output, and in float32 the log of the sum of each head's weights.
+    Their FLOPs are counted in support/step/flops.py.
+    """
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        y = torch.empty_like(q, memory_format=torch.contiguous_format)
+        ctx.save_for_backward(q, k, v, y, q.new_empty(q.shape[:-1], dtype=torch.float32))
+        return y
+
+
+class Uncomputed(TokenMeta):
+    """Metadata of tokens whose attention is not computed."""
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
+        return StandIn.apply(q, *(for_all_heads(x, q.shape[2]) for x in (k, v)))
+
+
+@cache
+def counted(config: TransformerConfig, half: bool) -> Counted:
+    """Run a block and the head of the real model without computing, and watch what they do.
+
+    So a module that a fork adds to the block is counted too. The cost of a token is that of a row
+    of `config.seq_len` tokens, divided by these: taken to be the same in shorter rows.
+
+    Args: half whether matrix products are of 16 bits
+    Cost: 40 ms, once in a process; 0.2 s with `half`, for torch to set up its fake tensors, which
+          have autocast where those of the meta device have none
+    """
+    T, one = config.seq_len, replace(config, layers=1)
+    kept: dict[int, torch.UntypedStorage] = {}
+    ends: list[int] = []  # FLOPs until something was kept
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        ends.append(counter.get_total_flops())
+        return tensor
+
+    def of_rows(rows: int) -> tuple[int, int, int]:
+        """FLOPs of a block, FLOPs until it kept the last thing, and bytes that it kept."""
+        kept.clear()
+        before = counter.get_total_flops()
+        x = torch.empty(rows, T, config.width, requires_grad=True)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            model.h[0](x, meta)
+        numbers = counter.get_total_flops() - before, ends[-1] - before
+        return *numbers, sum(storage.nbytes() for storage in kept.values())
+
+    def of_head(work: Callable[[], Tensor]) -> int:
+        before = counter.get_total_flops()
+        work()
+        return counter.get_total_flops() - before
+
+    with ExitStack() as around:
+        for context in (
+            FakeTensorMode() if half else nullcontext(),
+            torch.device("cpu" if half else "meta"),
+            torch.autocast("cpu", torch.bfloat16, enabled=half),
+            NothingDrawn(),
+            counter := FlopCounterMode(display=False),
+        ):
+            around.enter_context(context)
+        model, positions = Transformer(one), torch.empty(1, T, dtype=torch.int64)
+        turns = rotation(positions, config.head_width) if config.pos == "rope" else None
+        meta = Uncomputed(positions, None, config.causal, turns)
+        # the second row's cost alone: weights, casts of them and angles are there once for all rows
+        block, again, size = (two - one for two, one in zip(of_rows(2), of_rows(1), strict=True))
+        x = torch.empty(1, config.width)
+        head = of_head(lambda: F.linear(model.features(x)[0], model.head))
+        first = torch.zeros(1, dtype=torch.int64)
+        answer = of_head(lambda: model.follows(x, first)) if config.nsp else 0
+    return Counted(block // T, again // T, head, answer, size // T)
+
+
 def matrices_of_block(config: TransformerConfig) -> list[tuple[int, int]]:
     """Rows and columns: of queries, keys, values, their output, and of the MLP."""
     C, M = config.width, config.mlp_width
@@ -204,18 +305,17 @@ def flops_of_row(config: TransformerConfig, tokens_by_layer: Sequence[int], T: i
     Example: 2 layers of width 4 and MLP 16, V 10, a causal row of 8, half of it in the second
              layer: 6 * 192 * (8 + 4) + 6 * 4 * (8 * 8 + 4 * 4) + 6 * 10 * 4 * 8 == 17664
     """
-    C, weights = config.width, weights_of_block(config)
+    C, of_token = config.width, counted(config, half=False)
     attention = 6 * C if config.causal else 12 * C
-    blocks = sum(6 * weights * K + attention * K * K for K in tokens_by_layer)
+    blocks = sum(3 * of_token.block * K + attention * K * K for K in tokens_by_layer)
     return blocks + 6 * config.vocab_size * C * T
 
 
 if __name__ == "__main__":
     for name, size in SIZES.items():
         config, T = config_of(name), size.seq_len
-        millions = parameter_count(config) / 1e6
         gflops = flops_of_row(config, [T] * size.layers, T) / T / 1e9
         print(
             f"{name:>10}: {size.layers} layers, {size.heads} heads, width {size.width}, rows of"
-            f" {T}; {millions:.1f} M parameters, {gflops:.2f} GFLOP a training token"
+            f" {T}; {parameters_in_words(config)}, {gflops:.2f} GFLOP a training token"
         )
