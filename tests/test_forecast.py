@@ -41,6 +41,9 @@ SETS = {
 }
 
 
+LLAMA = "--block llama --kv-heads 1 --qk-norm --no-tied"
+
+
 def planned(flags: str, store_dir, samples: int | None = None, clock: Clock | None = None):
     line = f"{SMALL} --data {store_dir} {flags}"
     settings, data = open_data(config.build(config.parse(line.split())), ONE)
@@ -297,7 +300,8 @@ class Odd(model.Block):
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(
-    "flags", ["", "--pos learned", "--model bert", "--checkpoint-activations", "--width 96"]
+    "flags",
+    ["", "--pos learned", "--model bert", "--checkpoint-activations", "--width 96", LLAMA],
 )
 def test_activations_are_those_that_autograd_keeps(flags, half, monkeypatch):
     """Of rotary and learned positions, of blocks that run twice, and of a block that is new."""

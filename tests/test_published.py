@@ -11,17 +11,28 @@ import json
 import math
 import os
 import re
+from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
 from conftest import refusal, widened
 
+import config
 import pseudo
+import sample
+import train
 from model import Transformer, TransformerConfig
 from support.run import checkpoint
 from support.weights import published
-from support.weights.published import load_published, published_entries, published_names, size_for
+from support.weights.initial import initial_model
+from support.weights.published import (
+    Layout,
+    load_published,
+    published_entries,
+    published_names,
+    size_for,
+)
 
 LAYERS, HEADS, C, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -257,7 +268,7 @@ def test_what_is_exported_loads_as_it_was(tmp_path, capsys, kind, changes, suffi
     if suffix == ".safetensors":
         file = gpt_file() if kind == "gpt" else bert_file()
         wanted = {n: v.shape for n, v in file.items() if v.dim() and v.dtype == torch.float32}
-        entries = published_entries(model.state_dict(), kind)
+        entries = published_entries(model.state_dict(), Layout(kind, C))
         assert {name: value.shape for name, value in entries.items()} == wanted
 
 
@@ -391,7 +402,7 @@ def test_a_misfit_and_the_command_name_the_flags_of_a_file_and_equal_twins_fit(t
     with pytest.raises(ValueError, match=r"h\.0\.attn\.q_norm\.weight has no place"):
         published_names("h.0.attn.q_norm.weight", "gpt")
     for kind, file in (("gpt", gpt_file()), ("bert", bert_file())):
-        for twin, name in published.TIED.items():
+        for twin, (name, *_) in published.TIED.items():
             for whole in (name, f"bert.{name}", f"transformer.{name}"):
                 if whole in file:
                     file[twin] = file[whole].clone()
@@ -426,3 +437,67 @@ def test_a_file_that_is_no_state_dict_or_is_broken_changes_nothing(tmp_path):
         assert_refused(model, path, problem)
     path.write_bytes(whole)
     load_published(model, path)  # the same bytes, whole, are good
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
+    tied, store_dir, tmp_path, monkeypatch
+):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    shape = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+    shape |= dict(num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=5e5, vocab_size=320)
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**shape, tie_word_embeddings=tied)
+    )
+    for weight in theirs.parameters():
+        torch.nn.init.normal_(weight, mean=1.0 if weight.ndim == 1 else 0.0, std=0.1)
+    theirs.save_pretrained("llama", max_shard_size="60KB")
+    head = "" if tied else "--no-tied"
+    line = "--block llama --layers 3 --heads 4 --width 32 --mlp-width 96 --init llama --device cpu"
+    line = f"{line} {head}"
+    fitting = f"{line} --kv-heads 2 --rope-theta 500000 --data {store_dir} --seq-len 32".split()
+    for wrong, said in (
+        (f"{line} --kv-heads 4", "give --kv-heads 2"),
+        (f"{line} --kv-heads 2", "give --rope-theta 500000"),
+        (
+            f"{line.replace('--heads 4', '--heads 2')} --kv-heads 1 --rope-theta 5e5",
+            "give --heads 4",
+        ),
+        (" ".join(fitting) + (" --no-tied" if tied else " --tied"), "lm_head.weight must"),
+        (" ".join(fitting) + " --qk-norm", "q_norm.weight has no place"),
+    ):
+        with pytest.raises(ValueError, match=said):
+            train.main([*wrong.split(), "--data", str(store_dir), "--seq-len", "32", "--out", "no"])
+
+    def logits(model, tokens):
+        return model.eval()(tokens).logits
+
+    tokens = torch.randint(320, (2, 32))
+    budget = [
+        "--batch-tokens",
+        "128",
+        "--tokens",
+        "1024",
+        "--ltd",
+        "--ltd-start",
+        "16",
+        "--pack",
+        "--out",
+        "run",
+    ]
+    started = config.build(config.parse([*fitting, *budget]))
+    ours = initial_model(config.transformer_config(started, 320), started)
+    assert (ours.logits(tokens) - logits(theirs, tokens)).abs().max() < 1e-4
+    assert train.main([*fitting, *budget]) == 0
+    Path("given").mkdir()
+    said = published.export("run", Path("given/model.safetensors"), print)
+    Path("given/config.json").write_text(json.dumps(said))
+    back = transformers.AutoModelForCausalLM.from_pretrained("given")
+    trained = sample.load_run("run", "last")[1]
+    assert (trained.logits(tokens) - logits(back, tokens)).abs().max() < 1e-4
+    assert (logits(back, tokens) - logits(theirs, tokens)).abs().max() > 0.01, "it has learned"
+    next(Path("llama").glob("model-00001*")).unlink()
+    with pytest.raises(ValueError, match=r"model-00001.* which is not beside it"):
+        train.main([*fitting, "--out", "no"])
+    assert not Path("no").exists()

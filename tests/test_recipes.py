@@ -17,7 +17,7 @@ from test_readme import commands_of, read
 from model import Transformer, TransformerConfig
 from support.text.tokenizer import get_encoding, vocab_size
 from support.weights import safetensors
-from support.weights.published import published_entries
+from support.weights.published import Layout, published_entries
 
 PAGE = "docs/recipes.md"
 TINY = {"--layers": "3", "--heads": "2", "--width": "32", "--seq-len": "32"}
@@ -62,7 +62,7 @@ def make_what_is_named() -> None:
     torch.manual_seed(0)
     model = Transformer(TransformerConfig("gpt", 3, 2, 32, 128, 32, V))
     with open("gpt2.safetensors", "wb") as file:
-        safetensors.save(file, published_entries(model.state_dict(), "gpt"), {})
+        safetensors.save(file, published_entries(model.state_dict(), Layout("gpt", 32)), {})
 
 
 def test_every_command_runs(short_ends, tmp_path, monkeypatch, capsys):

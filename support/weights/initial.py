@@ -70,7 +70,8 @@ def as_flags(settings: Flat) -> str:
 
 def source_of(init: str | None) -> Trained | None:
     """What --init names, if it is a run or a checkpoint of train.py."""
-    path = naming_init(checkpoint_of, init) if init else None
+    is_theirs = bool(init) and any(Path(init).glob("model.safetensors*"))
+    path = naming_init(checkpoint_of, init) if init and not is_theirs else None
     return naming_init(trained, path) if path else None
 
 
