@@ -24,6 +24,7 @@ import sample
 import train
 from model import Transformer, TransformerConfig
 from support.run import checkpoint
+from support.text.tokenizer import as_transformers_has_it, get_encoding
 from support.weights import published
 from support.weights.initial import initial_model
 from support.weights.published import (
@@ -439,6 +440,20 @@ def test_a_file_that_is_no_state_dict_or_is_broken_changes_nothing(tmp_path):
     load_published(model, path)  # the same bytes, whole, are good
 
 
+TEXT = "Call me Ishmael. Some years ago--never mind how\n\n  It's 1851, naïve café 鯨 \U0001f40b\t"
+
+
+@pytest.mark.parametrize("name", ["bytes", "pd4k"])
+def test_transformers_reads_text_as_our_tokenizers_do(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    file, encoding = tmp_path / "tokenizer.json", get_encoding(name)
+    file.write_text(json.dumps(as_transformers_has_it(encoding)))
+    reader = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
+    for text in (TEXT, "the " * 50, " \n \n", "", "aaabdaaabac" * 9):
+        assert reader.encode(text) == encoding.encode_ordinary(text)
+        assert reader.decode(reader.encode(text)) == text
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
     tied, store_dir, tmp_path, monkeypatch
@@ -490,13 +505,16 @@ def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
     ours = initial_model(config.transformer_config(started, 320), started)
     assert (ours.logits(tokens) - logits(theirs, tokens)).abs().max() < 1e-4
     assert train.main([*fitting, *budget]) == 0
-    Path("given").mkdir()
-    said = published.export("run", Path("given/model.safetensors"), print)
-    Path("given/config.json").write_text(json.dumps(said))
+    published.main(["export", "run", "--out", "given"])
     back = transformers.AutoModelForCausalLM.from_pretrained("given")
     trained = sample.load_run("run", "last")[1]
     assert (trained.logits(tokens) - logits(back, tokens)).abs().max() < 1e-4
     assert (logits(back, tokens) - logits(theirs, tokens)).abs().max() > 0.01, "it has learned"
+    reader, encoding = transformers.AutoTokenizer.from_pretrained("given"), get_encoding("bytes")
+    assert reader.encode(TEXT) == encoding.encode_ordinary(TEXT) and reader.eos_token_id == 256
+    drawn = back.generate(tokens[:1, :5], max_new_tokens=20, do_sample=False, pad_token_id=0)
+    ours = sample.generate(trained, tokens[0, :5].tolist(), 20, allowed=320, temperature=0)
+    assert drawn[0, 5:].tolist()[:10] == list(ours)[:10]
     next(Path("llama").glob("model-00001*")).unlink()
     with pytest.raises(ValueError, match=r"model-00001.* which is not beside it"):
         train.main([*fitting, "--out", "no"])

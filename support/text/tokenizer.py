@@ -22,6 +22,7 @@ from collections.abc import Iterable
 from itertools import pairwise
 from multiprocessing.pool import ThreadPool
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import regex  # tiktoken's own dependency: `re` has no \p{L}
@@ -132,6 +133,51 @@ def write_ranks(path: Path, ranks: dict[bytes, int]) -> None:
     lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
     with atomic_write(path) as out:
         out.write(b"".join(lines))
+
+
+def as_transformers_has_it(encoding: tiktoken.Encoding) -> dict[str, Any]:
+    """The content of a tokenizer.json: byte-level BPE, whose merges follow from the ranks.
+
+    Bytes are written as GPT-2 does: those that print in Latin-1 as they are, others from U+0100 on.
+    """
+    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = sorted({*range(256)} - {*prints})
+    character = {byte: chr(byte) for byte in prints}
+    character |= {byte: chr(256 + number) for number, byte in enumerate(others)}
+    ranks = encoding._mergeable_ranks
+    shown = {token: "".join(map(character.get, token)) for token in ranks}
+    merges = []
+    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
+        parts = [bytes([byte]) for byte in token]
+        while len(parts) > 2:  # as an encoder does that knows the lower ranks alone
+            joined = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
+            at = joined.index(min(joined))
+            parts[at : at + 2] = [parts[at] + parts[at + 1]]
+        if len(parts) == 2:
+            merges.append([shown[part] for part in parts])
+    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
+    bytewise["use_regex"] = False
+    pattern = {"type": "Split", "pattern": {"Regex": encoding._pat_str}, "behavior": "Isolated"}
+    is_plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    special = encoding._special_tokens.items()
+    return {
+        "version": "1.0",
+        "added_tokens": [
+            {"id": number, "content": token, **is_plain, "special": True}
+            for token, number in special
+        ],
+        "pre_tokenizer": {
+            "type": "Sequence",
+            "pretokenizers": [{**pattern, "invert": False}, bytewise],
+        },
+        "decoder": bytewise,
+        "model": {
+            "type": "BPE",
+            "ignore_merges": True,  # a piece that is a token is that token
+            "vocab": {shown[token]: rank for token, rank in ranks.items()},
+            "merges": merges,
+        },
+    }
 
 
 def _gpt2_ranks(seconds: float = 60) -> dict[bytes, int]:

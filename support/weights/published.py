@@ -42,11 +42,12 @@ import torch
 from torch import Tensor
 
 from model import Transformer, TransformerConfig
-from support.base.atomic import atomic_write
+from support.base.atomic import atomic_folder, atomic_write
 from support.base.runtime import Parser, exit_cleanly
 from support.base.typed_json import Each, read_json
 from support.run.folder import ModelSize
 from support.step.sizes import SIZES
+from support.text.tokenizer import as_transformers_has_it, get_encoding
 from support.weights import safetensors
 from support.weights.trained import Trained, checkpoint_of, has_trailer, trained, weights_of
 
@@ -377,7 +378,8 @@ def refusal(path: str | Path, why: str) -> ValueError:
 
 
 def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
-    """Write the weights of a run, or of one checkpoint, as a .pt or .safetensors file.
+    """Write the weights of a run, or of one checkpoint: as a .pt or .safetensors file, or as a
+    folder with config.json and tokenizer.json, from which transformers loads both.
 
     Values are those of the checkpoint, including the rows that fill up the embedding.
 
@@ -385,9 +387,8 @@ def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[st
     Raises:  ValueError for what cannot be read, has no published layout, or is there already;
              nothing is written then
     """
-    is_safetensors = out.suffix == ".safetensors"
-    if not is_safetensors and out.suffix != ".pt":
-        raise ValueError(f"--out {out}: end its name in .pt or .safetensors")
+    if out.suffix not in ("", ".safetensors", ".pt"):
+        raise ValueError(f"--out {out}: end its name in .pt or .safetensors, or name a folder")
     if out.exists() or not out.parent.is_dir():
         raise ValueError(f"--out {out} exists, or its folder does not: name another")
     path = checkpoint_of(source)
@@ -402,9 +403,27 @@ def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[st
         )
     say(f"reading {path}, step {run.step}")
     entries = published_entries(weights_of(path), layout)
+    config = transformers_config(run)
     say(f"writing {out}, {sum(tensor.nbytes for tensor in entries.values()):,} bytes")
+    if not out.suffix:
+        encoding = get_encoding(run.settings["data.tokenizer"])
+        config |= {"bos_token_id": encoding.eot_token, "eos_token_id": encoding.eot_token}
+        end = {"eos_token": encoding.decode([encoding.eot_token])}
+        texts = {
+            "config": config,
+            "tokenizer": as_transformers_has_it(encoding),
+            "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **end},
+        }
+        with atomic_folder(out) as folder:
+            for name, content in texts.items():
+                (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+            with (folder / "model.safetensors").open("wb") as file:
+                safetensors.save(file, entries, {"format": "pt"})
+        return config
     with atomic_write(out) as file:
-        if is_safetensors:  # which has no tensors that share bytes: its readers tie by name
+        if (
+            out.suffix == ".safetensors"
+        ):  # which has no tensors that share bytes: its readers tie by name
             safetensors.save(file, entries, {"format": "pt"})
         else:  # with the second names of tied tensors, which take no bytes
             plain = {PREFIX.sub("", name): tensor for name, tensor in entries.items()}
@@ -415,7 +434,7 @@ def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[st
                 if first in plain and twin not in plain
             }
             torch.save({**entries, **tied}, file)
-    return transformers_config(run)
+    return config
 
 
 def published_entries(weights: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
@@ -476,7 +495,9 @@ def main(argv: list[str] | None = None) -> None:
     show.add_argument("path", type=Path, help="a state dict, of torch.save or safetensors")
     export_ = verbs.add_parser("export", help="write a run's weights in the published layout")
     export_.add_argument("path", type=Path, metavar="run", help="folder of a run, or a checkpoint")
-    export_.add_argument("--out", type=Path, required=True, help="new .pt or .safetensors file")
+    export_.add_argument(
+        "--out", type=Path, required=True, help="new folder, or .pt or .safetensors file"
+    )
     args = parser.parse_args(argv)
     if args.verb == "show":
         shape = shape_of(read(args.path)[0], args.path)
@@ -485,7 +506,10 @@ def main(argv: list[str] | None = None) -> None:
     config = export(args.path, args.out, print)
     print(f"{args.out}: {shape_of(read(args.out)[0], args.out)}")
     print("rows of its vocabulary beyond the tokenizer's ids fill it up to a multiple of 64")
-    print(f"transformers reads it with this config.json beside it: {json.dumps(config)}")
+    which = (
+        f"this config.json beside it: {json.dumps(config)}" if args.out.suffix else "its tokenizer"
+    )
+    print(f"transformers reads it with {which}")
 
 
 if __name__ == "__main__":
