@@ -4,6 +4,8 @@ A text may be longer than a row: when the model's context, `seq_len` tokens, is 
 is kept and grows again (`context_start`).
 
     python sample.py runs/gpt-nano-1 --prompt "Call me" --tokens 200
+    python sample.py runs/gpt-nano-1                  # asks for prompts, until an empty line
+    python sample.py runs/gpt-nano-1 < beginning.txt
 """
 
 import codecs
@@ -240,11 +242,34 @@ def use_few_threads(model: Transformer) -> None:
         torch.set_num_threads(1)
 
 
+def prompts(given: str | None) -> Iterator[str]:
+    """The prompt of the command line; without one what is typed, line by line, or all of a pipe.
+
+    A terminal is asked until a line is empty, or its input ends.
+    """
+    if given is not None:
+        yield given
+    elif sys.stdin.isatty():
+        yield from iter(typed, "")
+    else:
+        yield sys.stdin.read().removesuffix("\n")
+
+
+def typed() -> str:
+    """A line that is typed; an empty one at the end of the input."""
+    try:
+        return input("prompt: ")
+    except EOFError:
+        return ""
+
+
 def main(argv: list[str] | None = None) -> None:
     parser = runtime.Parser(prog="sample.py", description=__doc__.split(". ")[0])
     parser.add_argument("run", help="folder of a run")
     parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
-    parser.add_argument("--prompt", default="", help="text to continue")
+    parser.add_argument(
+        "--prompt", help="text to continue (default: ask for it, or read it from a pipe)"
+    )
     parser.add_argument("--tokens", type=count, default=200, help="draw at most this many")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the likeliest")
     parser.add_argument("--top-k", type=count, default=50, help="draw among this many")
@@ -263,26 +288,27 @@ def main(argv: list[str] | None = None) -> None:
         )
     encoding = get_encoding(settings.data.tokenizer)
     use_few_threads(model.to(here.device))
-    for number in range(args.samples):
-        if number:
-            print("-" * 40)
-        text = write(
-            model,
-            encoding,
-            args.prompt,
-            args.tokens,
-            temperature=args.temperature,
-            top_k=args.top_k,
-            generator=rng.generator(torch.device("cpu"), args.seed, number),
-        )
-        try:
-            with torch.inference_mode(), here.autocast():
-                for piece in text:  # which may be anything, as the weights may be anybody's
-                    if sys.stdout.isatty():
-                        piece = runtime.printable(piece, kept="\n\t")
-                    print(piece, end="", flush=True)
-        finally:  # also after an interrupt
-            print(flush=True)
+    for prompt in prompts(args.prompt):
+        for number in range(args.samples):
+            if number:
+                print("-" * 40)
+            text = write(
+                model,
+                encoding,
+                prompt,
+                args.tokens,
+                temperature=args.temperature,
+                top_k=args.top_k,
+                generator=rng.generator(torch.device("cpu"), args.seed, number),
+            )
+            try:
+                with torch.inference_mode(), here.autocast():
+                    for piece in text:  # which may be anything, as the weights may be anybody's
+                        if sys.stdout.isatty():
+                            piece = runtime.printable(piece, kept="\n\t")
+                        print(piece, end="", flush=True)
+            finally:  # also after an interrupt
+                print(flush=True)
 
 
 if __name__ == "__main__":

@@ -140,8 +140,8 @@ def reports(library, store_dir, tmp_path_factory):
     runs.train("stopped", QUICK["recomputed"], UNTIMED, stop=2)
     again = ["--resume", "--out", str(runs.folder / "stopped")]
     runs.runs["resumed"] = {"flags": again, "patch": UNTIMED}
-    for command in ("evaluate", "sample"):
-        flags = [str(runs.folder / "stopped"), "--tokens", "8", "--device", "cuda"]
+    for command, more in {"evaluate": [], "sample": ["--prompt", "x"]}.items():
+        flags = [str(runs.folder / "stopped"), "--tokens", "8", "--device", "cuda", *more]
         runs.runs[command] = {"command": command, "flags": flags}
     return runs.reports(library) | {"folder": runs.folder}
 

@@ -833,7 +833,7 @@ def code_of_strangers(runtime: Runtime) -> None:
         by_rank0(runtime, set_in_run, folder, f"curriculum.{setting}", value)
         by_rank0(runtime, set_in_run, folder, "run.trust_code", True)  # not theirs to give
         printed(evaluate.main, "code --tokens 100 --device cpu")
-        printed(sample.main, "code --tokens 3 --device cpu")
+        printed(sample.main, "code --prompt x --tokens 3 --device cpu")
         by_rank0(runtime, printed, report.main, "code --markdown")
         for more in ("", "--dry-run"):
             said = said_by(train.main, f"--resume --out code {more}")

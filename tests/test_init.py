@@ -117,7 +117,7 @@ def test_the_source_is_needed_until_there_is_a_checkpoint(begin, run_of, store_d
     shutil.rmtree(source)
     assert train.main(["--resume", "previous", "--out", "next"]) == 0
     assert metrics(read_log(tmp_path / "next")) == whole
-    sample.main(["next", "--tokens", "3"])
+    sample.main(["next", "--prompt", "", "--tokens", "3"])
     with pytest.raises(ValueError, match=r"source/step-\d+\.pt: cannot be read, No such file"):
         train.main(["--resume", "--out", "late"])
 

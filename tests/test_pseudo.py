@@ -390,7 +390,7 @@ def test_a_shadow_is_evaluated_and_sampled_like_any_run(folder_of, flags, capsys
     shadow = str(min(run.glob("step-*.pt")))
     evaluate.main([str(run), "--checkpoint", shadow, "--device", "cpu", "--tokens", "500"])
     assert "bits per byte" in capsys.readouterr().out
-    sample.main([str(run), "--checkpoint", shadow, "--tokens", "5"])
+    sample.main([str(run), "--checkpoint", shadow, "--prompt", "", "--tokens", "5"])
 
 
 def test_a_checkpoint_of_another_kind_of_run_is_refused(folder_of, tmp_path):

@@ -1,6 +1,9 @@
 """Text from a model: what is drawn, the same with and without a cache, and how it is shown."""
 
+import io
 import itertools
+import os
+import re
 import sys
 
 import pytest
@@ -218,7 +221,36 @@ def test_the_command_prints_what_is_drawn(run_of, capsys):
     sample.main([run, "--prompt", "é", "--tokens", "30", "--seed", "3", "--samples", "2"])
     first, second = capsys.readouterr().out.split("-" * 40 + "\n")
     assert first == expected + "\n" and second.startswith("é") and second != first
-    sample.main([run, "--tokens", "3", "--checkpoint", "best", "--dtype", "bf16"])
+    sample.main([run, "--prompt", "", "--tokens", "3", "--checkpoint", "best", "--dtype", "bf16"])
+
+
+@pytest.mark.parametrize(
+    ("typed", "prompts"), [("one\ntwo\n\nthree\n", ["one", "two"]), ("one\n\4", ["one"])]
+)
+def test_a_terminal_is_asked_until_an_empty_line_or_its_end(
+    typed, prompts, run_of, monkeypatch, capfd
+):
+    run, loaded, load = str(run_of()), [], sample.load_run
+    monkeypatch.setattr(sample, "load_run", lambda *names: loaded.append(names) or load(*names))
+    here, terminal = os.openpty()
+    os.write(here, typed.encode())
+    capfd.readouterr()
+    with open(terminal) as stdin:
+        monkeypatch.setattr(sys, "stdin", stdin)
+        sample.main([run, "--tokens", "1", "--device", "cpu"])
+    os.close(here)
+    asked, *texts = capfd.readouterr().out.split("prompt: ")
+    assert [text[: len(prompt)] for prompt, text in zip(prompts, texts, strict=False)] == prompts
+    assert (asked, len(texts), len(loaded)) == ("", len(prompts) + 1, 1) and not texts[-1]
+
+
+@pytest.mark.parametrize(("piped", "flags"), [("a b\nc\n", []), ("unread", ["--prompt", "a b\nc"])])
+def test_a_pipe_is_the_prompt_unless_one_is_given(piped, flags, run_of, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
+    run = str(run_of())
+    capsys.readouterr()
+    sample.main([run, "--tokens", "1", *flags])
+    assert re.fullmatch(r"a b\nc.?\n", capsys.readouterr().out, re.DOTALL)
 
 
 def test_refusals(run_of, monkeypatch):

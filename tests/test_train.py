@@ -395,7 +395,7 @@ def test_published_weights_of_a_size_of_their_own_start_a_run_that_resumes(run, 
     checkpoint.find(tmp_path / "whole", "last").unlink()
     assert train.main(["--resume", "--out", "whole"]) == 0
     assert metrics(read_log(tmp_path / "whole")) == whole
-    sample.main([str(tmp_path / "whole"), "--tokens", "3"])
+    sample.main([str(tmp_path / "whole"), "--prompt", "", "--tokens", "3"])
     for rows in (256, 321):
         with pytest.raises(ValueError, match=f"has a vocabulary of {rows}"):
             run(f"--init {published_file(file, rows)}", out="other")

@@ -1,0 +1,85 @@
+"""The code of docs/library.md: it runs, and drops what train.py drops."""
+
+import re
+import sys
+import types
+
+import pytest
+import torch
+from conftest import widened
+from test_readme import read
+from torch import nn
+
+import config
+import ltd
+from model import TokenMeta, Transformer
+from support.base.clock import StepContext
+from support.rows.batch import Batch
+
+PAGE = read("docs/library.md")
+CODE = dict(re.findall(r"^```python (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))
+
+
+@pytest.fixture
+def code_of(monkeypatch):
+    """Run one of the page's blocks and return its names."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+    def names(file: str) -> types.SimpleNamespace:
+        found = {"__name__": file}
+        exec(compile(CODE[file], file, "exec"), found)
+        return types.SimpleNamespace(**found)
+
+    return names
+
+
+def test_a_run_is_loaded_and_writes(run_of, tmp_path, monkeypatch, code_of):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    (tmp_path / "runs/gpt-nano-1").symlink_to(run_of())
+    ran = code_of("load_run.py")
+    assert ran.text.startswith("Call me")
+    assert ran.logits.shape[:2] == ran.states.shape[:2] == ran.tokens.shape
+    assert code_of("new_model.py").logits.shape == (2, 64, 4160)
+
+
+class Alone(nn.Module):
+    """A block as nanoGPT calls it, with its input alone."""
+
+    def __init__(self, block):
+        super().__init__()
+        self.block = block
+
+    def forward(self, x):
+        return self.block(x, TokenMeta(torch.arange(x.shape[1])[None], None, causal=True))
+
+
+def test_a_trainer_with_the_pages_token_dropping_has_our_losses(code_of):
+    flags = "--ltd --ltd-start 8 --ltd-pace linear --ltd-multiple 4 --layers 5 --pos learned"
+    shape = "--heads 2 --width 16 --seq-len 32 --batch-tokens 128 --seed 7"
+    settings = config.build(config.parse(f"{flags} {shape} --ltd-steps 8".split()))
+    ours = widened(Transformer(config.transformer_config(settings, vocab_size=64))).train()
+    tokens = torch.randint(0, 64, (4, 32), generator=torch.Generator().manual_seed(1))
+    theirs = nn.ModuleList(map(Alone, ours.h))
+    names = list(theirs.state_dict())
+    dropping = code_of("token_dropping.py").TokenDropping(theirs, seed=7)
+    for step, first_row in ((1, 0), (4, 4), (9, 0)):
+        batch = Batch(tokens, tokens.roll(-1, 1), None, None)
+        run = ltd.run_block(settings, StepContext(7, step, 0.0), first_row, batch, ours.run_block)
+        wanted = ours.hidden_states(tokens, run_block=run)
+        keep = ltd.kept_tokens(step - 1, over=8, start=8, seq_len=32, multiple=4)
+        dropping.begin(step, keep, first_row)
+        x = ours.wte(tokens) + ours.wpe(torch.arange(32))
+        for block in theirs:
+            x = block(x)
+        assert torch.equal(ours.ln_f(x), wanted), (step, keep)
+    assert list(theirs.state_dict()) == names
+    theirs.eval()
+    dropping.begin(1, 8)
+    assert torch.equal(theirs[1](x), ours.h[1](x, TokenMeta(torch.arange(32)[None], None, True)))
+
+
+def test_the_page_is_short():
+    """As long as it promises: 30 lines to take into another trainer."""
+    lines = [line for line in CODE["token_dropping.py"].splitlines() if line.strip()]
+    assert len(lines) <= 30
