@@ -73,8 +73,7 @@ def main(argv: list[str] | None = None) -> int:
     settings, started = config.parse_or_resume(sys.argv[1:] if argv is None else argv)
     asked = ("auto", "auto") if settings.run.on else (settings.run.device, settings.run.dtype)
     runtime = start(*asked, settings.run.rank_timeout)
-    same = {"commit": commit(), **made_by(runtime), **config.shared_by_ranks(settings)}
-    runtime.check_same(same)
+    runtime.check_same({"commit": commit()} | made_by(runtime) | config.shared_by_ranks(settings))
     if settings.run.fsdp:
         join(runtime)
     micro_batch(settings, planned_for(settings, runtime))  # refused before anything is read
@@ -258,7 +257,6 @@ def finish(run: Run, data: Data, poll: Poll) -> None:
         runtime.say(f"a sample:\n{textwrap.indent(text, '    ')}")
     page = runtime.on_rank0(lambda: str(report.write(run.folder)))
     run.log.write("finished", step=run.clock.step)
-    run.log.beat(run.clock.step, "finished", every=0)
     runtime.say(f"checkpoint: {run.saved_path}\nlog: {run.folder / 'log.jsonl'}\nreport: {page}")
 
 

@@ -187,6 +187,8 @@ class Log:
             return
         self.file.write(json.dumps({"event": event, **values}).encode() + b"\n")
         self.file.flush()
+        if event == "finished":
+            self.beat(values["step"], event, every=0)
         if self.board is not None and "consumed_tokens" in values:
             for name, value in values.items():
                 if isinstance(value, (int, float)):
