@@ -49,7 +49,7 @@ class LtdConfig:
     mode: str = flag("random", "draw for each layer, or once for all (TokenBypass)", choices=MODES)
     start: int | None = flag(
         None,
-        "tokens per row that middle layers see at first (default: a sixteenth of --seq-len)",
+        "tokens per row that middle layers see at the start (default: a sixteenth of --seq-len)",
         least=1,
     )
     pace: str = flag(
@@ -326,7 +326,9 @@ def main(argv: list[str] | None = None) -> None:
     plan.add_argument("--steps", type=numbers.count, help="until all are kept, in place of --share")
     plan.add_argument("--layers", help="layers that drop, from 0: 1-10,12")
     for verb in (pacing, plan):
-        verb.add_argument("--start", type=numbers.count, default=64, help="tokens kept at first")
+        verb.add_argument(
+            "--start", type=numbers.count, default=64, help="tokens kept at the start"
+        )
         verb.add_argument("--kind", choices=PACES, default="linear", help="how they grow")
         verb.add_argument(
             "--multiple", type=numbers.count, default=16, help="they grow by multiples of it"

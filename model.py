@@ -410,7 +410,7 @@ class TokenMeta:
         rows, K = kept.shape
 
         def of_kept(x: Tensor | None) -> Tensor | None:
-            """Whole rows of x.flatten(0, 1): a CPU gathers them some times faster than elements."""
+            """Rows of x.flatten(0, 1): a CPU gathers rows several times as fast as elements."""
             if x is None:
                 return None
             B, T, *rest = x.shape

@@ -94,7 +94,7 @@ def refusals(config: "Config") -> list[tuple[bool, str]]:
 
 
 def weighs_too_many(packer: str, max_len: int, max_per_pack: int) -> bool:
-    """Whether a packer takes more than seconds, for it weighs every way to fill a row."""
+    """Whether a packer takes more than seconds, because it weighs every way to fill a row."""
     return packer == "nnlshp" and cutting_stock.number_that_fill(max_len, max_per_pack) > PATTERNS
 
 

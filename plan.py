@@ -200,7 +200,7 @@ class Plan:
         return self.curriculum.at(consumed_tokens)
 
     def cursor_at(self, consumed_tokens: int, last: Cursor) -> Cursor:
-        """Where samples are drawn now: a stage with another pool shuffles it from there on."""
+        """Where to draw from now; a stage with another pool starts a new shuffle here."""
         if self.stage_at(consumed_tokens).pool != self.stage_at(last.drawn_at_tokens).pool:
             last = last._replace(stage_first_draw=last.first_draw)
         return last._replace(drawn_at_tokens=consumed_tokens)
@@ -325,8 +325,8 @@ def draw(
 ) -> Drawn:
     """`count` samples of the pool, from the cursor on.
 
-    A stage shuffles the ranks of its pool pass after pass, so no sample comes again before all of
-    them came. Where several filters meet, a draw that one of them refuses is passed over.
+    A stage shuffles the ranks of its pool pass after pass, so no sample repeats before all have
+    been drawn. Where several filters meet, a draw that one of them refuses is passed over.
 
     Args:    pool a curriculum's pool of samples, sorted by difficulty; None: every sample
              seed of the run
@@ -352,13 +352,13 @@ def draw(
 
 
 def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple[Step, float]]:
-    """The steps from this clock on, each with the milliseconds it was waited for.
+    """The steps from this clock on, each with the milliseconds that training waited for it.
 
     While one computes, the next is planned, its rows are read and sent to the device.
     """
 
     def use_device() -> None:
-        """Which GPU is asked for page-locked memory is a thread's own choice, at first the first"""
+        """Page-locked memory comes from the thread's current GPU, by default the first one"""
         if device.type == "cuda":
             torch.cuda.set_device(device)
 

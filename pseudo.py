@@ -181,7 +181,7 @@ def tokens_by_layer(settings: "Config", context: StepContext, tokens: list[int])
 
 
 class Absent(nn.Module):
-    """In the place of a layer that is not there yet: hands on what it gets."""
+    """Stands for a layer that is not there yet: returns its input."""
 
     def forward(self, x: Tensor, meta: "TokenMeta") -> Tensor:
         return x
@@ -190,8 +190,8 @@ class Absent(nn.Module):
 def share(model: nn.Module, owners: Owners) -> nn.Module:
     """Let the layers of a model that was just built use the weights of their owners, in place.
 
-    What a layer had before is gone, so a model is never brought from one stage to the next by this:
-    `handed_over` does that, on its state.
+    The weights that a layer had before are lost. To bring a model from one stage to the next, use
+    `handed_over` on its state.
     """
     for layer, owner in enumerate(owners):
         if owner != layer:

@@ -210,7 +210,7 @@ def train(run: Run, plan: Plan, evaluation: Evaluation, poll: Poll) -> None:
 
 
 def evaluate_and_save(run: Run, evaluation: Evaluation, poll: Poll, checkpoint_due: bool) -> None:
-    """Do both as they are due; a model that is better than before is saved in any case."""
+    """Evaluate and save when due; the best model so far is always saved."""
     is_best = False
     if run.evaluation_due:
         found = evaluate(run, evaluation, poll)
@@ -220,7 +220,7 @@ def evaluate_and_save(run: Run, evaluation: Evaluation, poll: Poll, checkpoint_d
 
 
 def evaluate(run: Run, evaluation: Evaluation, poll: Poll, last: bool = False) -> HeldOut:
-    """How good the model is now; a line of the log."""
+    """Evaluate the model and write a line of the log."""
     began, trainer = time.perf_counter(), run.trainer
 
     def show(done: int) -> None:
@@ -264,7 +264,7 @@ def finish(run: Run, data: Data, poll: Poll) -> None:
 
 
 def next_trainer(trainer: "Trainer", step: Step) -> "Trainer":
-    """Who makes this step: where a technique's stage ended before it, a trainer of the next one."""
+    """The trainer of this step: a new one if a technique's stage has just ended."""
     ended = [edit for edit in trainer.edits.values() if edit.has_ended(step.context)]
     if not ended:
         return trainer
@@ -386,7 +386,7 @@ class Trainer:
         return self.update(step, self.gradients(step))
 
     def rows_together(self, step: Step) -> int:
-        """Rows of a micro-batch: of shorter ones there are more."""
+        """Rows of a micro-batch; there are more of them if they are shorter."""
         return self.rows_at_once * (self.settings.data.seq_len // step.batch.tokens.shape[1])
 
     def gradients(self, step: Step) -> torch.Tensor:
@@ -554,8 +554,8 @@ def compiled_ahead(trainer: Trainer, poll: Poll) -> Iterator[None]:
 def laid_out(trainer: Trainer, batch: Batch) -> Batch:
     """The batch in the layout that blocks are compiled for.
 
-    A packed or a BERT's batch has positions and doc_ids, but by chance each of its rows may be one
-    piece that fills it, and then has none.
+    A packed batch, or a BERT's, has positions and doc_ids, unless each row happens to be a single
+    piece that fills it.
     """
     in_pieces = trainer.settings.pack.on or trainer.settings.model.model == "bert"
     return batch.with_documents() if trainer.compiled.on and in_pieces else batch

@@ -349,7 +349,7 @@ def _first_error(store: dist.Store, rank: int, line: str) -> str:
 
 
 def _silent_ranks(store: dist.Store, rank: int) -> str:
-    """The ranks that have not noticed that all wait, as the others do within a second."""
+    """The ranks that do not answer while all wait; the others answer within a second."""
     store.set(f"alive {rank}", "")
     time.sleep(2)
     others = range(dist.get_world_size())

@@ -245,11 +245,11 @@ class RunConfig:
     out: str | None = free(None, "folder of the run: log, checkpoints, config (default: a new one)")
     resume: str | None = free(
         None,
-        "go on from a checkpoint of --out, or with auto begin the run if there is none",
+        "continue from a checkpoint of --out; auto begins the run if there is none",
         ("last", "previous", "best", "auto"),
         without_value="last",
     )
-    seed: int = flag(1337, "decides the weights at the start, the order of data and every draw")
+    seed: int = flag(1337, "decides the initial weights, the order of data and every draw")
     device: str = free("auto", "where to compute", ("auto", "cpu", "cuda", "mps"))
     dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
     compile: str = free(
@@ -260,22 +260,26 @@ class RunConfig:
         without_value="on",
     )
     checkpoint_activations: bool = free(
-        False, "keep a block's input alone and recompute the rest in the backward pass"
+        False, "keep only the input of a block and recompute the rest in the backward pass"
     )
     fsdp: bool = free(False, "each rank holds a part of every weight, gradient and optimizer state")
     eval_every: int | None = free(
         None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)"
     )
-    eval_tokens: int = free(32_768, "held-out tokens of an evaluation on the way", least=1)
-    final_eval_tokens: int = free(1_000_000, "most held-out tokens of the last evaluation", least=1)
+    eval_tokens: int = free(32_768, "held-out tokens of each evaluation during the run", least=1)
+    final_eval_tokens: int = free(
+        1_000_000, "held-out tokens of the last evaluation, at most", least=1
+    )
     checkpoint_every: int | None = free(
         None, "tokens between checkpoints, 0 for the last only (default: a tenth)"
     )
-    keep: int = free(2, "newest checkpoints to keep; the best is kept besides", least=1)
+    keep: int = free(2, "newest checkpoints to keep, in addition to the best", least=1)
     rank_timeout: int = free(1800, "seconds that ranks wait for one that does not answer", least=1)
     trust_code: bool = free(False, "--resume a run whose settings name Python code in its folder")
     tensorboard: bool = free(False, "write the log for TensorBoard too")
-    dry_run: bool = free(False, "say what the run would take of steps, memory and time, and stop")
+    dry_run: bool = free(
+        False, "print the steps, memory and time that the run would take, and stop"
+    )
     on: str | None = free(
         None,
         "devices that --dry-run plans for, as 8xH100 or 8xflops=989e12,memory=80GB,link=64GB"

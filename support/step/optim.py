@@ -64,8 +64,8 @@ class OptimConfig:
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0 for none", least=0)
     skip_bad_steps: int = flag(
         0,
-        "leave the weights as they are after a step whose loss or gradient is not finite or far too"
-        " large, and stop after so many in a row; 0: stop at the first that is not finite",
+        "skip the update of a step whose loss or gradient is not finite or far too large, and stop"
+        " after this many in a row; 0: stop at the first that is not finite",
         least=0,
     )
 
