@@ -270,7 +270,7 @@ def seconds_in_words(seconds: dict[str, float], plain: dict[str, float]) -> str:
 
 
 def picks(points: list[Point]) -> list[Point]:
-    """Steps of the cheapest, the middle and the most expensive micro-batch, in the order of the run."""
+    """Steps of the cheapest, the middle and the dearest micro-batch, in the order of the run."""
     by_cost = sorted(points, key=lambda p: p.part_flops)
     differing = {p.part_flops: p for p in (by_cost[0], by_cost[len(by_cost) // 2], by_cost[-1])}
     return sorted(differing.values(), key=lambda p: p.step.before)
