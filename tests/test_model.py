@@ -328,6 +328,23 @@ def test_dropout_is_for_training_alone():
     assert dropped.eval().logits(tokens).equal(model.logits(tokens))
 
 
+def test_a_llamas_norm_and_mlp_by_hand_and_keys_that_queries_share():
+    model, x = tiny("llama", "rope"), torch.randn(2, 5, 16, dtype=torch.float64)
+    block = model.h[0]
+    size = (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
+    assert_close(block.ln_1(x), x / size * block.ln_1.weight)
+    gate, up = (x @ block.mlp.c_fc.weight.T).split(32, dim=-1)
+    assert_close(block.mlp(x), (gate / (1 + (-gate).exp()) * up) @ block.mlp.c_proj.weight.T)
+    wider = tiny("llama", "rope", kv_heads=2)  # each query has the same keys for itself
+    weights = model.state_dict()
+    for name in (name for name in weights if name.endswith("c_attn.weight")):
+        q, k, v = weights[name].split((16, 8, 8))
+        weights[name] = torch.cat((q, k, k, v, v))
+    wider.load_state_dict(weights)
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
+    assert_close(model.logits(tokens), wider.logits(tokens))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_llama_is_that_of_transformers(tied):
     """Which turns halves of a head, where pairs lie apart: its queries and keys are permuted."""
