@@ -104,7 +104,7 @@ def walk(
 
 
 def ahead(clock: Clock, tokens: int, steps: float = 0, pieces: int = 0) -> Clock:
-    """The clock so many consumed tokens later, past so many steps of so many pieces each."""
+    """The clock after `tokens` more consumed tokens, in `steps` steps of `pieces` pieces each."""
     consumed = clock.consumed_tokens + tokens
     first_draw = clock.cursor.first_draw + round(steps * pieces)
     cursor = clock.cursor._replace(row=0, drawn_at_tokens=consumed, first_draw=first_draw)
@@ -214,7 +214,7 @@ def seconds_in_words(seconds: dict[str, float], plain: dict[str, float]) -> str:
 
 
 def picks(points: list[Point]) -> list[Point]:
-    """Steps of the cheapest, the middle and the most expensive micro-batch, in the order of the run."""
+    """Steps of the cheapest, the median and the costliest micro-batch, in the order of the run."""
     by_cost = sorted(points, key=lambda p: p.part_flops)
     differing = {p.part_flops: p for p in (by_cost[0], by_cost[len(by_cost) // 2], by_cost[-1])}
     return sorted(differing.values(), key=lambda p: p.step.before)
@@ -228,7 +228,7 @@ def seconds_of_steps(points: list[Point], parts: dict[float, float], update: flo
 
 
 def due_at(settings: Config, start: int, *every: int) -> set[int]:
-    """Consumed tokens at which something is due that is due every so many tokens, and at the end.
+    """Consumed tokens at which something is due by one of these intervals, and the budget's end.
 
     A checkpoint is due with every evaluation, as if each were the best so far.
     """

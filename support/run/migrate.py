@@ -38,24 +38,24 @@ METRICS = {
 
 # Key -> the flags of its value; None if this value has none.
 FLAGS: dict[str, Callable[[Any], str | None]] = {
-    "train_micro_batch_size_per_gpu": "--micro-batch-size {}".format,
-    "gradient_clipping": "--grad-clip {}".format,
+    "train_micro_batch_size_per_gpu": "--micro-batch-size {:d}".format,
+    "gradient_clipping": "--grad-clip {:g}".format,
     "bf16.enabled": {True: "--dtype bf16", False: ""}.get,
     "fp16.enabled": {True: "--dtype fp16", False: ""}.get,
     "zero_optimization.stage": {0: "", 3: "--fsdp"}.get,
     "optimizer.type": {"Adam": "--optimizer adamw", "AdamW": "--optimizer adamw"}.get,
-    "optimizer.params.lr": "--lr {}".format,
-    "optimizer.params.betas": lambda betas: f"--beta1 {betas[0]} --beta2 {betas[1]}",
-    "optimizer.params.weight_decay": "--weight-decay {}".format,
-    "data_efficiency.seed": "--seed {}".format,
+    "optimizer.params.lr": "--lr {:g}".format,
+    "optimizer.params.betas": lambda betas: f"--beta1 {betas[0]:g} --beta2 {betas[1]:g}",
+    "optimizer.params.weight_decay": "--weight-decay {:g}".format,
+    "data_efficiency.seed": "--seed {:d}".format,
     f"{LTD}.enabled": {True: "--ltd"}.get,
-    f"{LTD}.total_layer_num": "--layers {}".format,
-    f"{LTD}.random_ltd_layer_id": lambda ids: f"--ltd-layers {','.join(map(str, ids))}",
+    f"{LTD}.total_layer_num": "--layers {:d}".format,
+    f"{LTD}.random_ltd_layer_id": lambda ids: f"--ltd-layers {','.join(f'{i:d}' for i in ids)}",
     f"{LTD}.model_type": {"decoder": "", "encoder": "--model bert"}.get,
     f"{LTD}.layer_token_lr_schedule.enabled": {True: "--lr-clock layer-tokens", False: ""}.get,
     f"{LTD}.random_ltd_schedule.schedule_type": {"fixed_linear": "--ltd-pace linear"}.get,
-    f"{LTD}.random_ltd_schedule.schedule_config.require_steps": "--ltd-steps {}".format,
-    f"{LTD}.random_ltd_schedule.schedule_config.seq_per_step": "--ltd-multiple {}".format,
+    f"{LTD}.random_ltd_schedule.schedule_config.require_steps": "--ltd-steps {:d}".format,
+    f"{LTD}.random_ltd_schedule.schedule_config.seq_per_step": "--ltd-multiple {:d}".format,
 }
 
 # Key, or the beginning of several -> why it has no flag; "" where another key says it.
@@ -208,7 +208,7 @@ def deepspeed(
         off = [part for part in sections if path.startswith(f"{part}.") and not sections[part]]
         for name in metrics:
             path = path.replace(f"{METRIC}.{name}.", f"{METRIC}.*.")
-        written = FLAGS[path](value) if path in FLAGS else None
+        written = FLAGS[path](value) if path in FLAGS and value != "auto" else None
         if off:
             notes[off[0]] = "it is not enabled"
         elif written is not None:
