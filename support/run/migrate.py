@@ -117,7 +117,7 @@ def difficulty(metric: dict, step: float) -> float:
 
 
 def consumed(steps: int, seq_len: int, lengths: list[dict], ltd: dict) -> float:
-    """Tokens of one row in each of so many steps, by the clock.
+    """Tokens that one row of every step consumes in all, by the clock.
 
     Paper:   arXiv 2212.03597, section 3.3
     Args:    lengths metrics that cut rows
