@@ -26,12 +26,13 @@ LTD = "data_efficiency.data_routing.random_ltd"
 LEGACY = "curriculum_learning"
 POINTS = 1000  # steps at which a schedule is read to find what it consumes
 
-# Metrics, as Megatron-DeepSpeed names them.
+# Metrics, as DeepSpeed's documentation and Megatron-DeepSpeed's scripts name them.
 METRICS = {
     "seqlen_truncate": "seqlen",
     "seqlen_reshape": "seqlen-reshape",
     "seqlen": "length",
     "voc": "rarity",
+    "vocabularyrarity": "rarity",
     "vocab_rarity": "rarity",
     "seqlen_vocab_rarity": "length-rarity",
 }
@@ -80,8 +81,6 @@ REASONS = {
     f"{LTD}.layer_token_lr_schedule": "--schedule is the only schedule of the learning rate",
     f"{LTD}.model_mask_name": "a mask is made from the documents of the kept tokens",
     f"{LTD}.hidden_state_order": "states are always (row, position, width)",
-    f"{LTD}.global_batch_size": "train_batch_size says it",
-    f"{LTD}.micro_batch_size": "train_micro_batch_size_per_gpu says it",
     LEGACY: "",
 }
 
