@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.base import runtime
 from support.base.clock import pace
@@ -137,13 +137,18 @@ def consumed(steps: int, seq_len: int, lengths: list[dict], ltd: dict) -> float:
     return steps * fmean(row((point + 0.5) / POINTS * steps) for point in range(POINTS))
 
 
-def columns(
-    ours: str, metric: dict, seq_len: int, share: Callable[[int], str]
-) -> tuple[str, str, str, str, str]:
-    """One metric's values of --curriculum and of its -start, -share, -pace and -by.
+class Paced(NamedTuple):
+    """What one metric adds to --curriculum, --curriculum-start and so on; "" for the default."""
 
-    Args: share of --tokens that is consumed by a step
-    """
+    metric: str
+    start: str = ""
+    share: str = ""
+    pace: str = ""
+    by: str = ""
+
+
+def paced(ours: str, metric: dict, seq_len: int, share: Callable[[int], str]) -> Paced:
+    """Translate a metric; `share` of --tokens is consumed by a step."""
     is_length, kind = ours.startswith("seqlen"), metric["schedule_type"]
     how = metric.get("schedule_config", {})
     by = "value" if metric.get("difficulty_type") == "value" and not is_length else ""
@@ -158,13 +163,13 @@ def columns(
     if kind == "fixed_discrete":
         ends = [*(f"@{share(step)}" for step in how["max_step"]), ""]
         levels = zip(map(level, how["difficulty"]), ends, strict=True)
-        return ours, "", "", ":".join(["discrete", *map("".join, levels)]), by
+        return Paced(ours, pace=":".join(["discrete", *map("".join, levels)]), by=by)
     start = level(metric["min_difficulty"])
     if kind == "custom":
-        return ours, start, "", "", by
+        return Paced(ours, start, by=by)
     degree = how["root_degree"] if kind == "fixed_root" else 1
     named = "linear" if degree == 1 else f"root:{degree}"
-    return ours, start, share(how["total_curriculum_step"]), named, by
+    return Paced(ours, start, share(how["total_curriculum_step"]), named, by)
 
 
 def deepspeed(
@@ -228,13 +233,15 @@ def deepspeed(
         elif metric.get("clustering_type") == "single_cluster" and not ours.startswith("seqlen"):
             notes[name] = "in a single cluster a metric chooses no samples"
         else:
-            found.append(columns(ours, metric, seq_len, share))
+            found.append(paced(ours, metric, seq_len, share))
         if metric["schedule_type"] == "custom":
             notes[name] = "its schedule is code: --curriculum-pace path.py:name"
-    names = ("--curriculum", *(f"--curriculum-{part}" for part in ("start", "share", "pace", "by")))
-    for flag, values in zip(names, zip(*found, strict=True), strict=False):
-        words += [flag, ",".join(values)] if any(values) else []
-    if any(ours.startswith("length") for ours, *_ in found) and "--model" not in words:
+    for name in Paced._fields:
+        values = [getattr(each, name) for each in found]
+        if any(values):
+            flag = "--curriculum" if name == "metric" else f"--curriculum-{name}"
+            words += [flag, ",".join(values)]
+    if any(each.metric.startswith("length") for each in found) and "--model" not in words:
         words += ["--model", "bert"]  # a GPT's samples are all as long
     if ends - {seq_len}:
         notes["max_difficulty, max_value"] = f"lengths and kept tokens grow to a row, {seq_len}"
