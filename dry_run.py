@@ -126,7 +126,7 @@ def walk(
 
 
 def ahead(clock: Clock, tokens: int, steps: float = 0, pieces: int = 0) -> Clock:
-    """The clock so many consumed tokens later, past so many steps of so many pieces each."""
+    """The clock after `tokens` more consumed tokens, in `steps` steps of `pieces` pieces each."""
     consumed = clock.consumed_tokens + tokens
     first_draw = clock.cursor.first_draw + round(steps * pieces)
     cursor = clock.cursor._replace(row=0, drawn_at_tokens=consumed, first_draw=first_draw)
@@ -284,7 +284,7 @@ def seconds_of_steps(points: list[Point], parts: dict[float, float], update: flo
 
 
 def due_at(settings: Config, start: int, *every: int) -> set[int]:
-    """Consumed tokens at which something is due that is due every so many tokens, and at the end.
+    """Consumed tokens at which something is due by one of these intervals, and the budget's end.
 
     A checkpoint is due with every evaluation, as if each were the best so far.
     """

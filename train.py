@@ -178,7 +178,7 @@ class Poll:
         self.run.log.beat(self.run.clock.step, self.where)
         progress.show_part(self.bar, what, done, of)
         if what == "row" and self.runtime.world_size > 1:
-            return  # ranks ask each other once a step, for who asks waits for the slowest
+            return  # ranks ask each other once a step: all wait for the slowest
         if self.runtime.on_any_rank(self.stop.number > 0):
             raise Stopped
 

@@ -55,6 +55,7 @@ def deepspeed(rows=512, ltd=None, metrics=None, **more):
     return whole | {"data_efficiency": {"enabled": True, "seed": 1234} | parts} | more
 
 
+ADAM = {"type": "AdamW", "params": {"lr": "auto", "betas": [0.9, 0.999], "weight_decay": 0.01}}
 GPT = deepspeed(ltd=dropping(), metrics={"voc": VOC, "seqlen_truncate": length()})
 LEGACY = {"enabled": True, "curriculum_type": "seqlen", "min_difficulty": 80}
 LEGACY |= {"max_difficulty": 2048, "schedule_type": "fixed_linear"}
@@ -129,10 +130,12 @@ def test_steps_consume_what_the_published_runs_do(rows, row, metric, ltd, steps,
         ),
         ({"metrics": {"voc": VOC | {"max_difficulty": 10}}}, {"start": "10"}),
         ({"metrics": {"seqlen": VOC}}, {"metric": "length"}),
+        ({"metrics": {"vocabularyrarity": VOC}}, {"metric": "rarity"}),
         ({"metrics": {"voc": VOC | {"schedule_type": "custom"}}}, {"pace": None, "start": "1"}),
         ({"metrics": {"mine": VOC}}, {"metric": "none"}),
         ({"metrics": {"voc": VOC | {"clustering_type": "single_cluster"}}}, {"metric": "none"}),
         ({"ltd": dropping(12, "encoder", 512)}, {"metric": "none"}),
+        ({"optimizer": ADAM, "bf16": {"enabled": False}}, {"metric": "none"}),
     ],
 )
 def test_other_configurations(change, wanted, tmp_path, capsys):
@@ -141,6 +144,9 @@ def test_other_configurations(change, wanted, tmp_path, capsys):
         deepspeed(**change), tmp_path, capsys, "--tokens", "300B", "--seq-len", row
     )
     assert {name: got[f"curriculum.{name}"] for name in wanted} == wanted
+    if "optimizer" in change:
+        parts = (got[f"optim.{name}"] for name in ("optimizer", "beta2", "weight_decay"))
+        assert [*parts] == ["adamw", 0.999, 0.01] and "optimizer.params.lr" in str(notes)
     kind = str(change)
     assert got["model.model"] == ("bert" if "encoder" in kind or "'seqlen': {" in kind else "gpt")
     for word in ("custom", "mine", "single_cluster"):
@@ -159,6 +165,7 @@ def test_other_configurations(change, wanted, tmp_path, capsys):
         (deepspeed(metrics={"voc": VOC}), "--tokens 1B", "--seq-len: give both"),
         (GPT, "", "add --tokens"),
         (GPT, "--tokens 1M", "110,000 steps of a curriculum are 3.84e.04 times --tokens"),
+        (GPT | {"gradient_clipping": "1 --out x"}, "--tokens 300B", "Unknown format code"),
         (deepspeed(ltd={"enabled": True}), "", "needs the key 'random_ltd_schedule'"),
     ],
 )

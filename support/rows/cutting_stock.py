@@ -26,7 +26,7 @@ Pattern = tuple[int, ...]
 NEED_SCIPY = ("nnlshp", "optimal")  # packers
 UNIT = 1 << 40  # a pack costs this much: prices are whole numbers, which makes the bound exact
 WORTH_IT = UNIT + 1024  # what a pattern must exceed: 1024 is more than the solver's rounding error
-FEW = 30_000  # up to so many patterns go to the solver at once, without column generation
+FEW = 30_000  # up to this many patterns go to the solver at once, without column generation
 MOST = 100_000  # patterns in a least-squares problem: 400 MB of matrix at length 512
 ROUNDS = 500  # of column generation at most; the bound holds after each of them
 

@@ -226,7 +226,7 @@ class MixedSamples:
         return spans
 
     def passes(self, tokens: int) -> str:
-        """Each store's share of a run of so many tokens, and how often the run reads it.
+        """Each store's share of a run of this many tokens, and how often the run reads it.
 
         Example: wiki 70.0%, 0.32 passes; code 30.0%, 4.10 passes
         """

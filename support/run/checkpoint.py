@@ -194,7 +194,7 @@ def write_part(file: Path, content: dict) -> None:
 
 @contextmanager
 def refusing(path: Path, needs: int) -> Iterator[None]:
-    """Say what a checkpoint of so many bytes that could not be written means for the run."""
+    """Say what it means for the run that a checkpoint of this many bytes could not be written."""
     try:
         yield
     except ValueError as error:

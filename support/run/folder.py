@@ -84,7 +84,7 @@ def named_folder(folder: Path) -> Path:
 
 
 def first_free(stem: str) -> Path:
-    """Make the first of stem-1, stem-2, ... that no other run has made, not even just now."""
+    """Make the first of stem-1, stem-2, ... that no other run has made or is making."""
     for number in itertools.count(1):
         folder = Path(f"{stem}-{number}")
         try:
@@ -206,7 +206,7 @@ class Log:
         unfinished.replace(self.folder / "heartbeat.json")
 
     def sync(self) -> None:
-        """Have what was written on the disk: a checkpoint names the bytes of the log before it."""
+        """Force what was written to the disk: a checkpoint says how long the log was before it."""
         if self.file is not None:
             os.fsync(self.file.fileno())
 

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any
+from typing import Any, NamedTuple
 
 from support.base import runtime
 from support.base.clock import pace
@@ -26,36 +26,37 @@ LTD = "data_efficiency.data_routing.random_ltd"
 LEGACY = "curriculum_learning"
 POINTS = 1000  # steps at which a schedule is read to find what it consumes
 
-# Metrics, as Megatron-DeepSpeed names them.
+# Metrics, as DeepSpeed's documentation and Megatron-DeepSpeed's scripts name them.
 METRICS = {
     "seqlen_truncate": "seqlen",
     "seqlen_reshape": "seqlen-reshape",
     "seqlen": "length",
     "voc": "rarity",
+    "vocabularyrarity": "rarity",
     "vocab_rarity": "rarity",
     "seqlen_vocab_rarity": "length-rarity",
 }
 
 # Key -> the flags of its value; None if this value has none.
 FLAGS: dict[str, Callable[[Any], str | None]] = {
-    "train_micro_batch_size_per_gpu": "--micro-batch-size {}".format,
-    "gradient_clipping": "--grad-clip {}".format,
+    "train_micro_batch_size_per_gpu": "--micro-batch-size {:d}".format,
+    "gradient_clipping": "--grad-clip {:g}".format,
     "bf16.enabled": {True: "--dtype bf16", False: ""}.get,
     "fp16.enabled": {True: "--dtype fp16", False: ""}.get,
     "zero_optimization.stage": {0: "", 3: "--fsdp"}.get,
     "optimizer.type": {"Adam": "--optimizer adamw", "AdamW": "--optimizer adamw"}.get,
-    "optimizer.params.lr": "--lr {}".format,
-    "optimizer.params.betas": lambda betas: f"--beta1 {betas[0]} --beta2 {betas[1]}",
-    "optimizer.params.weight_decay": "--weight-decay {}".format,
-    "data_efficiency.seed": "--seed {}".format,
+    "optimizer.params.lr": "--lr {:g}".format,
+    "optimizer.params.betas": lambda betas: f"--beta1 {betas[0]:g} --beta2 {betas[1]:g}",
+    "optimizer.params.weight_decay": "--weight-decay {:g}".format,
+    "data_efficiency.seed": "--seed {:d}".format,
     f"{LTD}.enabled": {True: "--ltd"}.get,
-    f"{LTD}.total_layer_num": "--layers {}".format,
-    f"{LTD}.random_ltd_layer_id": lambda ids: f"--ltd-layers {','.join(map(str, ids))}",
+    f"{LTD}.total_layer_num": "--layers {:d}".format,
+    f"{LTD}.random_ltd_layer_id": lambda ids: f"--ltd-layers {','.join(f'{i:d}' for i in ids)}",
     f"{LTD}.model_type": {"decoder": "", "encoder": "--model bert"}.get,
     f"{LTD}.layer_token_lr_schedule.enabled": {True: "--lr-clock layer-tokens", False: ""}.get,
     f"{LTD}.random_ltd_schedule.schedule_type": {"fixed_linear": "--ltd-pace linear"}.get,
-    f"{LTD}.random_ltd_schedule.schedule_config.require_steps": "--ltd-steps {}".format,
-    f"{LTD}.random_ltd_schedule.schedule_config.seq_per_step": "--ltd-multiple {}".format,
+    f"{LTD}.random_ltd_schedule.schedule_config.require_steps": "--ltd-steps {:d}".format,
+    f"{LTD}.random_ltd_schedule.schedule_config.seq_per_step": "--ltd-multiple {:d}".format,
 }
 
 # Key, or the beginning of several -> why it has no flag; "" where another key says it.
@@ -80,8 +81,6 @@ REASONS = {
     f"{LTD}.layer_token_lr_schedule": "--schedule is the only schedule of the learning rate",
     f"{LTD}.model_mask_name": "a mask is made from the documents of the kept tokens",
     f"{LTD}.hidden_state_order": "states are always (row, position, width)",
-    f"{LTD}.global_batch_size": "train_batch_size says it",
-    f"{LTD}.micro_batch_size": "train_micro_batch_size_per_gpu says it",
     LEGACY: "",
 }
 
@@ -117,7 +116,7 @@ def difficulty(metric: dict, step: float) -> float:
 
 
 def consumed(steps: int, seq_len: int, lengths: list[dict], ltd: dict) -> float:
-    """Tokens of one row in each of so many steps, by the clock.
+    """Tokens that one row of every step consumes in all, by the clock.
 
     Paper:   arXiv 2212.03597, section 3.3
     Args:    lengths metrics that cut rows
@@ -138,13 +137,18 @@ def consumed(steps: int, seq_len: int, lengths: list[dict], ltd: dict) -> float:
     return steps * fmean(row((point + 0.5) / POINTS * steps) for point in range(POINTS))
 
 
-def columns(
-    ours: str, metric: dict, seq_len: int, share: Callable[[int], str]
-) -> tuple[str, str, str, str, str]:
-    """One metric's values of --curriculum and of its -start, -share, -pace and -by.
+class Paced(NamedTuple):
+    """What one metric adds to --curriculum, --curriculum-start and so on; "" for the default."""
 
-    Args: share of --tokens that is consumed by a step
-    """
+    metric: str
+    start: str = ""
+    share: str = ""
+    pace: str = ""
+    by: str = ""
+
+
+def paced(ours: str, metric: dict, seq_len: int, share: Callable[[int], str]) -> Paced:
+    """Translate a metric; `share` of --tokens is consumed by a step."""
     is_length, kind = ours.startswith("seqlen"), metric["schedule_type"]
     how = metric.get("schedule_config", {})
     by = "value" if metric.get("difficulty_type") == "value" and not is_length else ""
@@ -159,13 +163,13 @@ def columns(
     if kind == "fixed_discrete":
         ends = [*(f"@{share(step)}" for step in how["max_step"]), ""]
         levels = zip(map(level, how["difficulty"]), ends, strict=True)
-        return ours, "", "", ":".join(["discrete", *map("".join, levels)]), by
+        return Paced(ours, pace=":".join(["discrete", *map("".join, levels)]), by=by)
     start = level(metric["min_difficulty"])
     if kind == "custom":
-        return ours, start, "", "", by
+        return Paced(ours, start, by=by)
     degree = how["root_degree"] if kind == "fixed_root" else 1
     named = "linear" if degree == 1 else f"root:{degree}"
-    return ours, start, share(how["total_curriculum_step"]), named, by
+    return Paced(ours, start, share(how["total_curriculum_step"]), named, by)
 
 
 def deepspeed(
@@ -208,7 +212,7 @@ def deepspeed(
         off = [part for part in sections if path.startswith(f"{part}.") and not sections[part]]
         for name in metrics:
             path = path.replace(f"{METRIC}.{name}.", f"{METRIC}.*.")
-        written = FLAGS[path](value) if path in FLAGS else None
+        written = FLAGS[path](value) if path in FLAGS and value != "auto" else None
         if off:
             notes[off[0]] = "it is not enabled"
         elif written is not None:
@@ -229,13 +233,15 @@ def deepspeed(
         elif metric.get("clustering_type") == "single_cluster" and not ours.startswith("seqlen"):
             notes[name] = "in a single cluster a metric chooses no samples"
         else:
-            found.append(columns(ours, metric, seq_len, share))
+            found.append(paced(ours, metric, seq_len, share))
         if metric["schedule_type"] == "custom":
             notes[name] = "its schedule is code: --curriculum-pace path.py:name"
-    names = ("--curriculum", *(f"--curriculum-{part}" for part in ("start", "share", "pace", "by")))
-    for flag, values in zip(names, zip(*found, strict=True), strict=False):
-        words += [flag, ",".join(values)] if any(values) else []
-    if any(ours.startswith("length") for ours, *_ in found) and "--model" not in words:
+    for name in Paced._fields:
+        values = [getattr(each, name) for each in found]
+        if any(values):
+            flag = "--curriculum" if name == "metric" else f"--curriculum-{name}"
+            words += [flag, ",".join(values)]
+    if any(each.metric.startswith("length") for each in found) and "--model" not in words:
         words += ["--model", "bert"]  # a GPT's samples are all as long
     if ends - {seq_len}:
         notes["max_difficulty, max_value"] = f"lengths and kept tokens grow to a row, {seq_len}"

@@ -143,7 +143,7 @@ class FileArray:
         places = np.clip(places, 0, len(self) - 1)
         begins = np.flatnonzero(np.diff(places, prepend=-2) != 1)  # of stretches in the file
         if len(self) * self.dtype.itemsize < len(begins) * BYTES_PER_READ:
-            return self[:][places]  # reading all of it takes less time than so many places
+            return self[:][places]  # reading all of it is faster than reading this many places
         counts = np.diff(begins, append=len(places))
         return self._read(places[begins].tolist(), counts.tolist())
 
