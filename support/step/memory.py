@@ -3,8 +3,8 @@
 Weights, gradients and optimizer state are counted exactly. Activations are what autograd keeps of
 each block, seen while one runs (support/step/sizes.py: `counted`). Added to these is the most that
 any moment of a step needs for a while: the logits, the end of the backward pass, or Muon's step.
-Not counted are a GPU's workspaces, what an allocator cannot use again, and the text, which is
-mapped.
+Not counted are a GPU's workspaces and what an allocator cannot use again; the text stays on the
+disk.
 """
 
 import os
