@@ -45,12 +45,13 @@ def prepare(
     holdout: int = 20,
     split_on: str | None = None,
     source_field: str = "source",
+    text_column: str = "text",
 ) -> dict:
     """Encode documents into a store, which appears whole at `out` or not at all.
 
     Held-out documents come last, so training, which reads the tokens before them, cannot meet one.
 
-    Args:    inputs, holdout, split_on, source_field  as Corpus takes them
+    Args:    inputs, holdout, split_on, source_field, text_column  as Corpus takes them
              name  of the tokenizer, for get_encoding; the store records it
     Returns: the contents of meta.json
     Raises:  ValueError for bad input, for an `out` that exists, for a corpus without text
@@ -60,7 +61,7 @@ def prepare(
     out = Path(out)
     if out.exists():
         raise ValueError(f"--out {out}: exists already: remove it or name another folder")
-    corpus = Corpus(inputs, holdout, split_on, source_field)
+    corpus = Corpus(inputs, holdout, split_on, source_field, text_column)
     threads = os.cpu_count() or 1
     tasks: deque[Future[list[Encoded]]] = deque()  # this thread reads and writes meanwhile
     with atomic_folder(out) as unfinished:
@@ -227,6 +228,7 @@ def main(argv: list[str] | None = None) -> None:
         holdout=args.holdout,
         split_on=args.split_on,
         source_field=args.source_field,
+        text_column=args.text_column,
     )
     _print_summary(Store.open(args.out))
 

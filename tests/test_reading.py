@@ -3,8 +3,11 @@
 And what is held out: by the hash of a document, or the end of a text that has no documents.
 """
 
+import csv
 import gzip
 import io
+import json
+import lzma
 import os
 import random
 import re
@@ -330,3 +333,51 @@ def test_no_text_is_too_short_but_one_character(tmp_path, holdout):
     (tmp_path / "a.txt").write_text("a")
     with pytest.raises(ValueError, match=f"--holdout {holdout}"):
         Corpus([tmp_path / "a.txt"], holdout)
+
+
+LINES = [{"text": f'a "{n}",\nb', "id": str(n), "n": n} for n in range(3)]
+HOW = {"": lambda b: b, ".gz": gzip.compress, ".xz": lzma.compress}
+
+
+@pytest.mark.parametrize("compressed", HOW)
+@pytest.mark.parametrize("name", ["a", "a.txt", "a.ndjson", "a.jsonl", "a.csv", "a.tsv"])
+def test_objects_and_rows_are_recognised_by_what_is_in_the_file(name, compressed, tmp_path):
+    """Also with a name that says nothing of the compression."""
+    if name.endswith("sv"):
+        out = io.StringIO()
+        table = csv.DictWriter(out, ["text", "id", "n"], delimiter="\t" if "tsv" in name else ",")
+        table.writeheader()
+        table.writerows(LINES)
+        content = out.getvalue()
+    else:
+        content = "\n\n" + "".join(json.dumps(line) + "\n" for line in LINES)
+    for suffix in {"", compressed}:
+        file = tmp_path / f"{name}{suffix}"
+        file.write_bytes(HOW[compressed](content.encode()))
+        documents = list(Corpus([file], holdout=0).documents())
+        assert [(d.text, d.id) for d in documents] == [(x["text"], x["id"]) for x in LINES]
+        (first, *_) = Corpus([file], holdout=0, text_column="id").documents()
+        assert first.text == "0"
+        with pytest.raises(ValueError, match=r"strings are under text, id.*--text-column"):
+            list(Corpus([file], holdout=0, text_column="body").documents())
+
+
+def test_what_only_begins_as_json_is_text_and_what_is_not_read_is_refused(tmp_path):
+    for content in ("{ braces } in prose", "{", "[1] a note", "[", ""):
+        file = tmp_path / "a.json"
+        file.write_text(content)
+        assert [d.text for d in Corpus([file], holdout=0).documents()] == [content]
+    for name, content, said in (
+        ("a.json", '[\n {"text": "b"}]', "jq -c"),
+        ("a.json", '[{"text": "b"}]', "jq -c"),
+        ("a.txt", ' [ \n  {\n  "text": "b"}]', "jq -c"),
+        (
+            "a.csv",
+            "text,id\na\n",
+            "a.csv:2: .*has 1 fields, and the first line has 2",
+        ),
+        ("a.csv", 'text\n"a\n', "a.csv:.*unexpected end of data"),
+    ):
+        (tmp_path / name).write_text(content)
+        with pytest.raises(ValueError, match=said):
+            list(Corpus([tmp_path / name], holdout=0).documents())

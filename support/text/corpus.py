@@ -1,16 +1,15 @@
 """Documents, and what is held out of them: some, chosen by hash, or the end of a single text.
 
-JSON lines (.jsonl, .jsonl.gz, .jsonl.zst, and .json or .ndjson that begin with an object) hold a
-document each; any other file is plain text. One document is in memory at a time. `prepare.py` and
-`support.text.tokenizer learn` both read a `Corpus`, so they hold out the same; bytes are read in
-support/text/reading.py.
+JSON lines, whatever the file's name, and the rows of a .csv or .tsv hold a document each, plain or
+compressed (.gz, .xz, .zst); any other file is plain text. One document is in memory at a time.
+`prepare.py` and `support.text.tokenizer learn` both read a `Corpus`, so they hold out the same;
+bytes are read in support/text/reading.py.
 """
 
 import argparse
 import re
 import zlib
 from collections.abc import Iterable, Iterator
-from contextlib import suppress
 from hashlib import blake2b
 from itertools import groupby
 from pathlib import Path
@@ -19,11 +18,9 @@ from typing import NamedTuple
 import numpy as np
 
 from support.base.numbers import whole_number
-from support.base.typed_json import parsed
 from support.text import reading
 from support.text.reading import InputBar, OpenFile, open_input
 
-JSON_LINES = (".jsonl", ".jsonl.gz", ".jsonl.zst")
 BLANK_LINE = "blank-line"
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
 
@@ -36,23 +33,14 @@ class Document(NamedTuple):
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a command that reads a corpus."""
-    inputs = "plain text, .jsonl, .jsonl.gz, .jsonl.zst, or folders of these"
+    inputs = "plain text, JSON lines, .csv or .tsv, the last three also .gz, .xz, .zst; or folders"
     parser.add_argument("inputs", nargs="+", help=inputs)
     holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
     parser.add_argument("--holdout", type=whole_number, default=20, metavar="N", help=holdout)
     split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
     parser.add_argument("--split-on", metavar="STRING", help=split_on)
-
-
-def is_json_lines(path: Path) -> bool:
-    """By the name, in either case; of a .json or an .ndjson by what its first line is."""
-    name = path.name.lower()
-    if name.endswith((".json", ".ndjson")):
-        with path.open("rb") as file:
-            first = file.readline(reading.MOST_LINE_BYTES)
-        with suppress(ValueError):
-            return isinstance(parsed(first), dict)
-    return name.endswith(JSON_LINES)
+    text_column = "the field of a JSON line, or the column of a table, that has the text (text)"
+    parser.add_argument("--text-column", default="text", metavar="NAME", help=text_column)
 
 
 class Part(NamedTuple):
@@ -67,9 +55,10 @@ class Part(NamedTuple):
 class Corpus:
     """The text of files and folders, each part of it either for training or held out.
 
-    A JSON line has the document under "text", and may have "id" and, under `source_field`, the name
-    of its source. Any other file is one document with its name as the id, unless `split_on` cuts it
-    into documents without ids. In a folder, files that are not text are skipped.
+    A JSON line or a row has the document under `text_column`, and may have "id" and, under
+    `source_field`, the name of its source. Any other file is one document with its name as the id,
+    unless `split_on` cuts it into documents without ids. In a folder, files that are not text are
+    skipped.
 
     One document in `holdout` is held out, chosen by the hash of its id (of its text if it has no
     id), so it stays held out when other documents are added or removed. If that leaves training or
@@ -79,7 +68,7 @@ class Corpus:
 
     Args:   holdout      0 holds nothing out, 1 everything
             split_on     what separates documents in plain text, as --split-on takes it
-            source_field the field of a JSON line that names its source
+            source_field the field of a JSON line or a row that names its source
     Raises: ValueError naming the flag, or the file and the line
     """
 
@@ -89,12 +78,14 @@ class Corpus:
         holdout: int = 20,
         split_on: str | None = None,
         source_field: str = "source",
+        text_column: str = "text",
     ):
         self.holdout = holdout
-        self.source_field = source_field
+        self.fields = text_column, source_field
         self.separator = None if split_on is None else separator(split_on)
         self.files = [file for path in paths for file in reading.input_files(path)]
-        if self.separator and all(is_json_lines(file.path) for file in self.files):
+        self.readers = {file.path: reading.objects_reader(file.path) for file in self.files}
+        if self.separator and all(self.readers.values()):
             raise ValueError("--split-on: cuts plain text, and there are only JSON lines to read")
         self.training_characters = self._before_the_tail() if holdout > 1 else None
 
@@ -113,9 +104,9 @@ class Corpus:
         self.skipped: list[Path] = []  # files in folders that are not text
         self.hashes = bytearray()  # of the ids that JSON lines give
         for file in self.files:
-            if is_json_lines(file.path):
-                for place, fields in reading.read_objects(file.path, open_file):
-                    document = _document(place, fields, self.source_field)
+            if read := self.readers[file.path]:
+                for place, fields in read(file.path, open_file):
+                    document = _document(place, fields, *self.fields)
                     if document.id is not None:
                         self.hashes += blake2b(document.id.encode(), digest_size=8).digest()
                     yield document
@@ -178,12 +169,16 @@ def separator(split_on: str) -> str:
     return re.sub(r"\\(.?)", character, split_on, flags=re.DOTALL)
 
 
-def _document(place: str, fields: dict[str, object], source_field: str) -> Document:
-    text = fields.get("text")
+def _document(
+    place: str, fields: dict[str, object], text_column: str, source_field: str
+) -> Document:
+    text = fields.get(text_column)
     source = fields.get(source_field)
     given_id = fields.get("id")
     if not isinstance(text, str):
-        raise ValueError(f'{place}: needs a string under "text"')
+        there = ", ".join(name for name, value in fields.items() if isinstance(value, str))
+        has = f"; strings are under {there}: choose with --text-column" if there else ""
+        raise ValueError(f'{place}: needs a string under "{text_column}"{has}')
     if isinstance(source, dict | list):
         raise ValueError(f"{place}: {source_field} is no name: try another --source-field, or ''")
     given_id, source = (None if x is None else str(x) for x in (given_id, source))

@@ -1,18 +1,22 @@
-"""Read files and folders: JSON lines, plain or compressed, and plain text in UTF-8.
+"""Read files and folders: JSON lines and tables, plain or compressed, and plain text in UTF-8.
 
 One line or block is in memory at a time, and no character of it is changed. How lines and blocks
 become documents is in support/text/corpus.py.
 """
 
+import csv
 import gzip
 import io
 import json
+import lzma
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from functools import partial
-from itertools import count
+from itertools import chain, count, dropwhile, islice
 from pathlib import Path
 from threading import Thread
 from typing import Any, AnyStr, BinaryIO, NamedTuple
@@ -24,6 +28,12 @@ from support.base.typed_json import parsed
 BLOCK_BYTES = 1 << 20  # read at once
 SMALL_BYTES = 1 << 12  # of JSON lines at once: a hostile file can make 2^15 times as much of them
 MOST_LINE_BYTES = 64 << 20  # of a line of JSON; a compressed file can promise more than memory
+TABLES = {".csv": ",", ".tsv": "\t"}  # by what stands between two fields
+COMPRESSED = {
+    ".gz": b"\x1f\x8b",
+    ".xz": b"\xfd7zXZ\0",
+    ".zst": b"\x28\xb5\x2f\xfd",
+}  # their first bytes
 TICK_S = 1.0  # the longest that a bar stands still
 
 
@@ -83,6 +93,7 @@ def open_input(path: Path) -> BinaryIO:
 
 
 OpenFile = Callable[[Path], BinaryIO]  # open_input, or the `open` of a bar
+Objects = Iterator[tuple[str, dict[str, Any]]]  # places, for messages, and what is there
 
 
 class InputBar(tqdm):
@@ -125,18 +136,67 @@ class InputBar(tqdm):
             time.sleep(TICK_S)
 
 
-# ---- JSON lines
+# ---- JSON lines and tables
 
 
-def read_objects(
-    path: str | Path, open_file: OpenFile = open_input
-) -> Iterator[tuple[str, dict[str, Any]]]:
+def objects_reader(path: Path) -> "Callable[[Path, OpenFile], Objects] | None":
+    """How to read a file whose lines are objects or rows of a table; None for plain text.
+
+    Tables are known by their names. JSON is known by its first line, or by its name.
+
+    Raises: ValueError for an array of objects, which is not read
+    """
+    name = Path(path).name.lower().removesuffix(compression_of(path))
+    if suffix := next(filter(name.endswith, TABLES), None):
+        return partial(read_table, delimiter=TABLES[suffix])
+    if name.endswith(".jsonl"):
+        return read_objects
+    with open_input(path) as file, suppress(OSError, EOFError, lzma.LZMAError):
+        blocks = _blocks(file, path)
+        start = b"".join(islice(dropwhile(lambda block: not block.strip(), blocks), 4)).lstrip()
+        if re.match(rb'\[\s*\{\s*"', start):
+            raise ValueError(f"{path}: is an array: write an object a line, as by jq -c '.[]'")
+        with suppress(ValueError):
+            first = next(cut(chain((start,), blocks), b"\n", MOST_LINE_BYTES))
+            if start.startswith(b"{") and isinstance(parsed(first), dict):
+                return read_objects
+    return None
+
+
+def compression_of(path: str | Path) -> str:
+    """.gz, .xz or .zst, by the first bytes of a file or else by its name; "" for a plain file."""
+    with open_input(Path(path)) as file:
+        begins = file.read(6)
+    by_bytes = next((suffix for suffix, b in COMPRESSED.items() if begins.startswith(b)), "")
+    suffix = Path(path).suffix.lower()
+    return by_bytes or (suffix if suffix in COMPRESSED else "")
+
+
+def read_table(path: str | Path, open_file: OpenFile = open_input, delimiter: str = ",") -> Objects:
+    """Yield the place (FILE:LINE) and the fields of each row, by the names in the first one."""
+    csv.field_size_limit(MOST_LINE_BYTES)
+    with open_file(Path(path)) as file:
+        lines = cut(_blocks(file, path), b"\n", MOST_LINE_BYTES)
+        rows = csv.reader(
+            (f"{line.decode()}\n" for line in lines), delimiter=delimiter, strict=True
+        )
+        try:
+            header = next(rows, [])
+            for row in filter(None, rows):
+                if len(row) != len(header):
+                    raise ValueError(f"has {len(row)} fields, and the first line has {len(header)}")
+                yield f"{path}:{rows.line_num}", dict(zip(header, row, strict=True))
+        except Exception as error:  # of csv, of decompressors, of text that is not UTF-8
+            raise ValueError(f"{path}:{rows.line_num}: cannot be read: {error}") from None
+
+
+def read_objects(path: str | Path, open_file: OpenFile = open_input) -> Objects:
     """Yield the place (FILE:LINE, for messages) and the object of each line that is not blank.
 
     Raises: ValueError naming the file and the line that cannot be read
     """
     with open_file(Path(path)) as file:
-        lines = cut(_blocks(file, Path(path).suffix.lower()), b"\n", MOST_LINE_BYTES)
+        lines = cut(_blocks(file, path), b"\n", MOST_LINE_BYTES)
         for row in count(1):
             try:
                 line = next(lines, None)
@@ -155,10 +215,14 @@ def read_objects(
             yield f"{path}:{row}", value
 
 
-def _blocks(file: BinaryIO, suffix: str) -> Iterator[bytes]:
-    plain = gzip.GzipFile(fileobj=file) if suffix == ".gz" else file
-    blocks = iter(partial(plain.readline, SMALL_BYTES), b"")
-    return _zstd_blocks(blocks) if suffix == ".zst" else blocks
+def _blocks(file: BinaryIO, path: str | Path) -> Iterator[bytes]:
+    kind = compression_of(path)
+    if kind == ".gz":
+        file = gzip.GzipFile(fileobj=file)
+    elif kind == ".xz":
+        file = lzma.LZMAFile(file)  # noqa: SIM115, whoever opened the file closes it
+    blocks = iter(partial(file.readline, SMALL_BYTES), b"")
+    return _zstd_blocks(blocks) if kind == ".zst" else blocks
 
 
 def _zstd_blocks(blocks: Iterable[bytes]) -> Iterator[bytes]:

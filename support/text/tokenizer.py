@@ -264,7 +264,7 @@ def _learn(args: argparse.Namespace) -> None:
     if not args.out.absolute().parent.is_dir():  # before the ranks are learned, not after
         raise ValueError(f"--out {args.out}: there is no folder {args.out.parent}")
 
-    corpus = Corpus(args.inputs, args.holdout, args.split_on)
+    corpus = Corpus(args.inputs, args.holdout, args.split_on, text_column=args.text_column)
 
     def texts(held_out: bool) -> Iterable[str]:
         parts = tqdm(corpus.parts(), "documents", disable=None, leave=False)
