@@ -299,9 +299,7 @@ KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT, of one wi
 
 def main(argv: list[str] | None = None) -> None:
     parser = runtime.Parser(prog="analyze.py", description=__doc__.split("\n")[0])
-    parser.add_argument(
-        "store", nargs="?", help="folder made by prepare.py (default: embedded corpus)"
-    )
+    parser.add_argument("store", nargs="?", help="made by prepare.py (default: embedded corpus)")
     known = ", ".join(difficulty.METRICS)
     parser.add_argument("--metric", required=True, help=f"{known} or path.py:name")
     parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)

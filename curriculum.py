@@ -43,12 +43,8 @@ class CurriculumConfig:
     """The flags as given; `parse_metrics` reads them. Several metrics: values between commas."""
 
     metric: str = flag("none", f"easy samples first, by none, {METRICS}")
-    start: str | None = flag(
-        None, "difficulty at the start (default: a quarter of --seq-len, or 1 %)"
-    )
-    share: str | None = flag(
-        None, "share of --tokens after which no sample is too hard (default: 0.4)"
-    )
+    start: str | None = flag(None, "first difficulty (default: a quarter of --seq-len, or 1 %)")
+    share: str | None = flag(None, "share of --tokens until nothing is too hard (default: 0.4)")
     pace: str | None = flag(None, f"{PACES} (default: linear for lengths, else root:2)")
     by: str | None = flag(None, "unit of a ranked metric: percentile (default) or value")
     index: str | None = flag(None, "folder that analyze.py wrote (default: the store's)", free=True)

@@ -326,9 +326,7 @@ def main(argv: list[str] | None = None) -> None:
     plan.add_argument("--steps", type=numbers.count, help="until all are kept, in place of --share")
     plan.add_argument("--layers", help="layers that drop, from 0: 1-10,12")
     for verb in (pacing, plan):
-        verb.add_argument(
-            "--start", type=numbers.count, default=64, help="tokens kept at the start"
-        )
+        verb.add_argument("--start", type=numbers.count, default=64, help="tokens kept at first")
         verb.add_argument("--kind", choices=PACES, default="linear", help="how they grow")
         verb.add_argument(
             "--multiple", type=numbers.count, default=16, help="they grow by multiples of it"

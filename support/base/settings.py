@@ -266,10 +266,8 @@ class RunConfig:
     eval_every: int | None = free(
         None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)"
     )
-    eval_tokens: int = free(32_768, "held-out tokens of each evaluation during the run", least=1)
-    final_eval_tokens: int = free(
-        1_000_000, "held-out tokens of the last evaluation, at most", least=1
-    )
+    eval_tokens: int = free(32_768, "held-out tokens of each evaluation but the last", least=1)
+    final_eval_tokens: int = free(1_000_000, "most held-out tokens of the last evaluation", least=1)
     checkpoint_every: int | None = free(
         None, "tokens between checkpoints, 0 for the last only (default: a tenth)"
     )
@@ -277,9 +275,7 @@ class RunConfig:
     rank_timeout: int = free(1800, "seconds that ranks wait for one that does not answer", least=1)
     trust_code: bool = free(False, "--resume a run whose settings name Python code in its folder")
     tensorboard: bool = free(False, "write the log for TensorBoard too")
-    dry_run: bool = free(
-        False, "print the steps, memory and time that the run would take, and stop"
-    )
+    dry_run: bool = free(False, "print what steps, memory and time the run would take, and stop")
     on: str | None = free(
         None,
         "devices that --dry-run plans for, as 8xH100 or 8xflops=989e12,memory=80GB,link=64GB"
