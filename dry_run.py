@@ -77,7 +77,7 @@ PLAIN_STEPS = 16  # of the same run without techniques
 OUTLOOK_STEPS = 8  # of a run that starts
 MANY_EPOCHS = 4  # arXiv 2305.16264: up to these, repeated text is about as good as new text
 
-LONG = 4.0  # seconds, by estimate: a longer micro-batch is not timed
+LONG = 60.0  # seconds, by estimate: if micro-batches take longer, none is timed
 TURNS = 20  # a micro-batch is timed so often at most,
 SECONDS = 10.0  # and all three together for about so long
 SAVED_BYTES = 1 << 28  # written to time a checkpoint
@@ -389,8 +389,8 @@ class DryRun(NamedTuple):
         if not fits:
             say("\n".join(self.remedies(free, PLAIN_STEPS if is_sampled else None)))
         peak = machine.peak(there)
-        longest = max(p.part_flops for p in points) * there.world_size
-        is_long = peak.flops is not None and longest / peak.flops > LONG
+        timed = 2 * sum(p.part_flops for p in picks(points)) * there.world_size  # once to warm up
+        is_long = peak.flops is not None and timed / peak.flops > LONG
         if isinstance(there, machine.Elsewhere) or (is_long and fits):
             seconds = self.assumed(points)
             rate = f"--mfu {self.mfu:g} of {short(peak.flops, 'FLOP/s')} ({peak.why})"
@@ -531,8 +531,8 @@ class DryRun(NamedTuple):
         runtime, picked, plan = self.runtime, picks(points), self.plan(s)
         if runtime.is_rank0:
             each = short(picked[-1].part_flops, "FLOP")
-            said = f"timing {len(picked)} micro-batches, the last of {each}, and an evaluation"
-            print(f"{said}: some {SECONDS:.0f} seconds", file=sys.stderr, flush=True)
+            said = f"timing micro-batches, the last of {each}, and an evaluation"
+            print(f"{said}: a minute or two at most", file=sys.stderr, flush=True)
         trainer = self.assemble(s, model=initial_model(self.shape, s))  # its weights will move
         is_cuda, hidden = runtime.device.type == "cuda", not runtime.is_rank0 or None
 
