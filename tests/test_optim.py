@@ -50,7 +50,8 @@ def test_every_parameter_is_moved_once():
         moved = [id(p) for part in parts for p in part]
         assert sorted(moved) == sorted(id(p) for p in m.parameters())
         assert all(p.ndim == 1 for p in parts.plain)
-        assert len(parts.matrices) == (12 if muon else 0)  # 4 in each of 3 blocks
+        assert len(parts.matrices) == (9 if muon else 0)  # 3 in each of 3 blocks
+        assert len(parts.qkv) == (3 if muon else 0)  # and one that is three
     halves = optim.state_bytes({"h.0.a": torch.zeros(5, 3), "b": torch.zeros(1)}, True, shards=2)
     assert halves == {"weights": 40, "gradients": 40, "optimizer": 3 * 12 + 2 * 4}
 

@@ -73,18 +73,19 @@ class OptimConfig:
 class Parameters(NamedTuple):
     """Parameters by the update that each gets."""
 
-    matrices: list[Tensor]  # Muon's
+    qkv: list[Tensor]  # Muon's that hold queries, keys and values
+    matrices: list[Tensor]  # Muon's others
     decayed: list[Tensor]  # AdamW's with weight decay
     plain: list[Tensor]  # AdamW's without
 
 
 def split_parameters(named: Mapping[str, Tensor], muon: bool) -> Parameters:
-    split = Parameters([], [], [])
+    split = Parameters([], [], [], [])
     for name, parameter in named.items():
         if parameter.ndim < 2:
             split.plain.append(parameter)
         elif muon and name.startswith("h."):
-            split.matrices.append(parameter)
+            (split.qkv if name.endswith("c_attn.weight") else split.matrices).append(parameter)
         else:
             split.decayed.append(parameter)
     return split
@@ -116,7 +117,7 @@ def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dic
     def nbytes(*groups: list[Tensor]) -> int:
         return sum(p[: -(-len(p) // shards)].nbytes for group in groups for p in group)
 
-    by_muon, by_adamw = nbytes(split.matrices), nbytes(split.decayed, split.plain)
+    by_muon, by_adamw = nbytes(split.qkv, split.matrices), nbytes(split.decayed, split.plain)
     weights = by_muon + by_adamw
     return {"weights": weights, "gradients": weights, "optimizer": by_muon + 2 * by_adamw}
 
@@ -227,7 +228,7 @@ class Optimizers:
         self.parts = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
         if split.matrices:
             by_parts: dict[tuple[int, ...], list[Tensor]] = {}
-            for matrix in split.matrices:
+            for matrix in (*split.qkv, *split.matrices):
                 by_parts.setdefault(parts_of(self.names[matrix], named), []).append(matrix)
             groups = [{"params": params, "parts": parts} for parts, params in by_parts.items()]
             self.parts.append(Muon(groups, lr=0.0, weight_decay=weight_decay, on=device))
