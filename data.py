@@ -47,7 +47,7 @@ from support.rows.bert import Pairs, SpecialIds, mask_tokens, masked_tokens
 from support.rows.mixture import AnyStore, open_store
 from support.rows.packs import Packs
 from support.rows.samples import LONG, LONG_HELP, MULTIPLE, SPECIAL_TOKENS, numbered
-from support.text.tokenizer import byte_lengths, get_encoding, store_encoding
+from support.text.tokenizer import NAMES, byte_lengths, get_encoding, store_encoding
 
 if TYPE_CHECKING:
     from config import Config
@@ -60,9 +60,7 @@ class DataConfig:
         "token store made by prepare.py, or several: a=0.7,b=0.3 (default: embedded corpus)",
         free=True,
     )
-    tokenizer: str | None = flag(
-        None, "pd4k, bytes, gpt2 or a .tiktoken file of ranks (default: the store's, else pd4k)"
-    )
+    tokenizer: str | None = flag(None, f"{NAMES} (default: the store's, else pd4k)")
     verify_data: bool = flag(
         False, "compare all of --data with its sha256 before the first step", free=True
     )

@@ -31,9 +31,10 @@ from support.text.reading import InputBar
 from support.text.store import FORMAT, Encoded, Store, StoreWriter
 
 CHUNK_CHARACTERS = 1 << 18  # of text, for one task of one thread
-# No alternative in the pattern that all our tokenizers split by (support/text/tokenizer.py) has a
-# character before a blank, and none looks back. Every library agrees that these two are blanks.
-CUT = re.compile(r"(?<=\S)(?=[ \n])")
+# No alternative in the patterns that our tokenizers split by (support/text/tokenizer.py) looks back
+# or has a character before a blank, but for Llama 3's punctuation, which newlines may follow. Every
+# library agrees that these two are blanks.
+CUT = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=\n)")
 SOURCES_SHOWN = 20  # in the summary, those with the most tokens
 
 
@@ -211,7 +212,7 @@ def main(argv: list[str] | None = None) -> None:
     )
     add_flags(parser)
     parser.add_argument("--out", required=True, help="the store, a folder to make")
-    parser.add_argument("--tokenizer", default="pd4k", help=tokenizer.NAMES_HELP)
+    parser.add_argument("--tokenizer", default="pd4k", help=f"{tokenizer.NAMES} (pd4k)")
     source_field = "the field of a JSON line that names its source, '' for none (source)"
     parser.add_argument("--source-field", default="source", metavar="NAME", help=source_field)
     args = parser.parse_args(argv)

@@ -3,6 +3,7 @@
 import json
 import multiprocessing
 import os
+import shutil
 import signal
 import socket
 import sys
@@ -10,6 +11,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 # One thread, also in the processes that tests start: another number sums in another order, and
 # small tensors are faster without company. Set before torch is loaded.
@@ -34,7 +36,7 @@ from support.base import settings
 from support.base.clock import Clock
 from support.base.runtime import exit_cleanly
 from support.rows.samples import samples_of
-from support.text.tokenizer import get_encoding
+from support.text.tokenizer import PD4K, get_encoding
 
 
 def hear_signals() -> None:
@@ -49,6 +51,9 @@ train.SAMPLE_TOKENS = 3  # the whole one takes half of the time of a tiny run
 
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
+
+with TemporaryDirectory() as folder:  # Llama 3's pattern and special tokens over pd4k's ranks
+    LLAMA3 = get_encoding(str(shutil.copy(PD4K, Path(folder) / "tokenizer.model")))
 SMALL = (
     "--tokenizer bytes --layers 4 --heads 2 --width 32 --seq-len 32 --batch-tokens 256"
     " --tokens 4096 --eval-every 2048 --eval-tokens 500 --final-eval-tokens 1000"

@@ -18,7 +18,7 @@ from tempfile import NamedTemporaryFile
 
 import numpy as np
 import pytest
-from conftest import refusal_of, write_lines
+from conftest import LLAMA3, refusal_of, write_lines
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_stores import contents
@@ -143,7 +143,7 @@ def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
 # --- pieces of a text
 
 # Letters, digits, marks, contractions; blanks that not every library calls so.
-CHARACTERS = "ab1.'st \n\t\r\x1c\x85\xa0\u2003é世🙂"
+CHARACTERS = "ab1._'st \n\t\r\x1c\x85\xa0\u2003é世🙂"
 
 
 def tokens_in_pieces(text: str, encoding) -> list[int]:
@@ -152,8 +152,9 @@ def tokens_in_pieces(text: str, encoding) -> list[int]:
 
 
 @settings(max_examples=100, deadline=None)
-@given(st.sampled_from([PD4K, BYTES]), st.text(CHARACTERS, max_size=60), st.integers(1, 9))
+@given(st.sampled_from([PD4K, BYTES, LLAMA3]), st.text(CHARACTERS, max_size=60), st.integers(1, 9))
 @example(PD4K, "one      two", 3)
+@example(LLAMA3, "one...\n two;\n\n3\nend", 3)
 def test_pieces_have_the_tokens_of_the_whole(encoding, text, characters):
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(prepare, "CHUNK_CHARACTERS", characters)

@@ -18,7 +18,7 @@ import numpy as np
 import pytest
 import regex
 import tiktoken
-from conftest import TINY, refusal, write_lines
+from conftest import LLAMA3, TINY, refusal, write_lines
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -156,8 +156,9 @@ def test_the_embedded_ranks_are_learned_from_the_embedded_corpus(tmp_path):
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.sampled_from([PD4K, BYTES]), texts | st.text(max_size=40))
+@given(st.sampled_from([PD4K, BYTES, LLAMA3]), texts | st.text(max_size=40))
 @example(PD4K, " " * 1_000_000 + "x")  # which overflows the stack with GPT-2's own pattern
+@example(LLAMA3, "\n" * 1_000_000 + " " * 1_000_000 + "x")
 def test_any_text_comes_back_with_its_bytes_counted(encoding, text):
     ids = encoding.encode_ordinary(text)
     assert encoding.decode(ids, errors="strict") == text
@@ -167,13 +168,29 @@ def test_any_text_comes_back_with_its_bytes_counted(encoding, text):
 @settings(max_examples=150, deadline=None)
 @given(texts)
 @example(TEXTS[0])
-def test_encoding_equals_the_definition_over_the_pieces_of_gpt2s_pattern(text):
-    published = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-    pieces = regex.findall(published, text)
-    assert pieces == regex.findall(tokenizer.SPLIT, text) and "".join(pieces) == text
-    ids = [rank for piece in pieces for rank in merge_by_rank(piece.encode(), PD4K_RANKS)]
-    assert PD4K.encode_ordinary(text) == ids
+@example("it's DON'T ...\n\n\r\n  12345 \n x=1;\n")
+def test_encoding_equals_the_definition_over_the_pieces_of_the_published_patterns(text):
+    gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    llama3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    llama3 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for encoding, published, bounded in (
+        (PD4K, gpt2, tokenizer.SPLIT),
+        (LLAMA3, llama3, tokenizer.LLAMA3_SPLIT),
+    ):
+        pieces = regex.findall(published, text)
+        assert pieces == regex.findall(bounded, text) and "".join(pieces) == text
+        ids = [rank for piece in pieces for rank in merge_by_rank(piece.encode(), PD4K_RANKS)]
+        assert encoding.encode_ordinary(text) == ids
     assert BYTES.encode_ordinary(text) == list(text.encode())
+
+
+def test_llama_3_has_256_special_tokens_of_which_the_second_ends_a_text(tmp_path):
+    """With 128,000 ranks that is 128001 of 128,256, as published."""
+    assert LLAMA3.eot_token == 4097 and LLAMA3.n_vocab == 4096 + 256
+    assert {tokenizer.vocab_size(LLAMA3, model) for model in ("gpt", "bert")} == {4096 + 256}
+    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
+    with pytest.raises(ValueError, match="Llama 2's, of SentencePiece, is not supported"):
+        tokenizer.get_encoding(str(tmp_path / "tokenizer.model"))
 
 
 @pytest.mark.parametrize("encoding", [PD4K, BYTES], ids=["pd4k", "bytes"])

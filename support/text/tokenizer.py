@@ -1,9 +1,10 @@
 """Text to token ids and back: tiktoken encodings, and how their ranks are learned.
 
-Four tokenizers, all with the same five special tokens: `pd4k` (4,096 ranks learned from the
-embedded corpus, the default), `bytes` (no merges), `gpt2` (tiktoken's), or any .tiktoken file of
-ranks. Text that spells a special token is encoded as plain text: prepare.py and data.py insert
-end-of-text, [CLS] and the others by their ids.
+Five tokenizers, all with the same five special tokens: `pd4k` (4,096 ranks learned from the
+embedded corpus, the default), `bytes` (no merges), `gpt2` (tiktoken's), any .tiktoken file of
+ranks, or Llama 3's tokenizer.model, which is such a file for a pattern of its own. Text that spells
+a special token is encoded as plain text: prepare.py and data.py insert end-of-text, [CLS] and the
+others by their ids.
 
 Paper: Sennrich et al. 2016, arXiv 1508.07909, algorithm 1 (merge the most frequent pair); Radford
 et al. 2019 (GPT-2), section 2.2 (merge bytes, only inside the pieces that a pattern splits off)
@@ -35,7 +36,7 @@ from support.base.numbers import count
 from support.text.corpus import Corpus, add_flags
 
 PD4K = runtime.ROOT / "corpus" / "pd4k.tiktoken"
-NAMES_HELP = "pd4k, bytes, gpt2 or a .tiktoken file (pd4k)"
+NAMES = "pd4k, bytes, gpt2, a .tiktoken file or Llama 3's tokenizer.model"
 SPECIAL_TOKENS = ("<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 
 # GPT-2's pattern as tiktoken writes it, with one bound added: tiktoken's regex engine overflows its
@@ -43,12 +44,21 @@ SPECIAL_TOKENS = ("<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 # the fingerprint, so it is copied here: tiktoken may rewrite its own.
 SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s{1,100000}(?!\S)|\s"
 
+# Llama 3's, with the same bound, and its special tokens: 256, of which a pretraining text has the
+# first two. Meta names most others as reserved; four of those are BERT's here.
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}++|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]+|\s{1,100000}(?!\S)|\s"
+)
+LLAMA3_SPECIAL = ("<|begin_of_text|>", *SPECIAL_TOKENS, *(f"[RESERVED{i}]" for i in range(250)))
+
 
 def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
-    """Load a tokenizer by its name, or from a .tiktoken file of ranks with GPT-2's pattern.
+    """Load a tokenizer by its name, or from a file of ranks: .tiktoken for GPT-2's pattern, .model
+    for Llama 3's.
 
-    The special tokens come after the ranks: first end-of-text (50256 for gpt2, as published), then
-    [PAD], [CLS], [SEP], [MASK]. A GPT's vocabulary ends with end-of-text: see vocab_size.
+    The special tokens come after the ranks: end-of-text first (50256 for gpt2, as published; with
+    Llama 3 the second, 128001), then [PAD], [CLS], [SEP], [MASK].
 
     Raises: ValueError for an unknown name, a bad file (with its line), or if gpt2 is out of reach
     """
@@ -56,12 +66,18 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
         ranks = {bytes([byte]): byte for byte in range(256)}
     elif name == "gpt2":
         ranks = _gpt2_ranks()
-    elif name == "pd4k" or name.endswith(".tiktoken"):
+    elif name == "pd4k" or name.endswith((".tiktoken", ".model")):
         ranks = read_ranks(PD4K if name == "pd4k" else Path(name))
     else:
-        raise ValueError(f"tokenizer {name!r}: choose pd4k, bytes, gpt2 or a .tiktoken file")
-    special = {token: len(ranks) + i for i, token in enumerate(SPECIAL_TOKENS)}
-    return tiktoken.Encoding(name, pat_str=SPLIT, mergeable_ranks=ranks, special_tokens=special)
+        raise ValueError(f"tokenizer {name!r}: choose {NAMES}")
+    is_llama3 = name.endswith(".model")
+    tokens = LLAMA3_SPECIAL if is_llama3 else SPECIAL_TOKENS
+    return tiktoken.Encoding(
+        name,
+        pat_str=LLAMA3_SPLIT if is_llama3 else SPLIT,
+        mergeable_ranks=ranks,
+        special_tokens={token: len(ranks) + i for i, token in enumerate(tokens)},
+    )
 
 
 def store_encoding(store: str | Path, meta: dict) -> tiktoken.Encoding:
@@ -83,13 +99,14 @@ def store_encoding(store: str | Path, meta: dict) -> tiktoken.Encoding:
     return encoding
 
 
-def vocab_size(encoding: tiktoken.Encoding, model: str) -> int:
-    """Count the ids a model needs: 'gpt' all up to end-of-text, 'bert' all special tokens too."""
-    return {"gpt": encoding.eot_token + 1, "bert": encoding.n_vocab}[model]
-
-
-# tiktoken has no public access to an encoding's pattern and ranks: the next two functions read the
+# tiktoken has no public access to an encoding's pattern and ranks: these functions read the
 # attributes that it pickles.
+def vocab_size(encoding: tiktoken.Encoding, model: str) -> int:
+    """Count the ids a model needs: all, but for a GPT none after end-of-text, if these are ours."""
+    only_bert = len(SPECIAL_TOKENS) - 1 if encoding._pat_str == SPLIT else 0
+    return encoding.n_vocab - (only_bert if model == "gpt" else 0)
+
+
 def fingerprint(encoding: tiktoken.Encoding) -> str:
     """Identify an encoding by its content: the sha256 of pattern, ranks and special tokens."""
     ranks = sorted((rank, token.hex()) for token, rank in encoding._mergeable_ranks.items())
@@ -121,7 +138,12 @@ def read_ranks(path: Path) -> dict[bytes, int]:
         except ValueError:
             token = rank = b""
         if rank != b"%d" % len(ranks) or token in ranks:
-            raise ValueError(f"{path}:{row}: needs a new token in base64 and rank {len(ranks)}")
+            hint = (
+                "; Llama 2's, of SentencePiece, is not supported" if path.suffix == ".model" else ""
+            )
+            raise ValueError(
+                f"{path}:{row}: needs a new token in base64 and rank {len(ranks)}{hint}"
+            )
         ranks[token] = len(ranks)
     if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
         raise ValueError(f"{path}:{len(ranks)}: ends without a rank for byte {missing[0]}")
@@ -297,7 +319,7 @@ def main(argv: list[str] | None = None) -> None:
     verbs = parser.add_subparsers(dest="verb", metavar="show|learn", required=True)
     show = verbs.add_parser("show", help="print the tokens of a text")
     show.add_argument("text")
-    show.add_argument("--tokenizer", default="pd4k", help=NAMES_HELP)
+    show.add_argument("--tokenizer", default="pd4k", help=f"{NAMES} (pd4k)")
     learn = verbs.add_parser("learn", help="learn ranks from documents")
     add_flags(learn)
     learn.add_argument("--ranks", type=count, default=4096, help="the 256 bytes included (4096)")
