@@ -173,21 +173,21 @@ def test_encoding_equals_the_definition_over_the_pieces_of_the_published_pattern
     gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
     llama3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
     llama3 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-    for encoding, published, bounded in (
-        (PD4K, gpt2, tokenizer.SPLIT),
-        (LLAMA3, llama3, tokenizer.LLAMA3_SPLIT),
+    for encoding, published, bounded, ranks in (
+        (PD4K, gpt2, tokenizer.SPLIT, PD4K_RANKS),
+        (LLAMA3, llama3, tokenizer.LLAMA3_SPLIT, {**PD4K_RANKS, b".\n": 4096}),
     ):
         pieces = regex.findall(published, text)
         assert pieces == regex.findall(bounded, text) and "".join(pieces) == text
-        ids = [rank for piece in pieces for rank in merge_by_rank(piece.encode(), PD4K_RANKS)]
+        ids = [rank for piece in pieces for rank in merge_by_rank(piece.encode(), ranks)]
         assert encoding.encode_ordinary(text) == ids
     assert BYTES.encode_ordinary(text) == list(text.encode())
 
 
 def test_llama_3_has_256_special_tokens_of_which_the_second_ends_a_text(tmp_path):
     """With 128,000 ranks that is 128001 of 128,256, as published."""
-    assert LLAMA3.eot_token == 4097 and LLAMA3.n_vocab == 4096 + 256
-    assert {tokenizer.vocab_size(LLAMA3, model) for model in ("gpt", "bert")} == {4096 + 256}
+    assert LLAMA3.eot_token == 4097 + 1 and LLAMA3.n_vocab == 4097 + 256
+    assert {tokenizer.vocab_size(LLAMA3, model) for model in ("gpt", "bert")} == {4097 + 256}
     (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
     with pytest.raises(ValueError, match="Llama 2's, of SentencePiece, is not supported"):
         tokenizer.get_encoding(str(tmp_path / "tokenizer.model"))
