@@ -20,6 +20,7 @@ import packing
 import pseudo
 from curriculum import CurriculumConfig
 from data import DataConfig
+from kernels.rotary import Rotary, Scaling
 from ltd import LtdConfig
 from model import TransformerConfig
 from offload import OffloadConfig
@@ -207,7 +208,7 @@ def transformer_config(
         bias=m.block == "gpt2",
         kv_heads=m.kv_heads,
         qk_norm=m.qk_norm,
-        rope_theta=m.rope_theta,
+        rotary=Rotary(m.rope_theta, Scaling.parsed(m.rope_scaling) if m.rope_scaling else None),
         tied=m.tied,
     )
 
@@ -233,6 +234,10 @@ def check(config: Config) -> None:
         (
             mixes and bool(ranked),
             f"--curriculum {ranked} sorts one store's samples, {instead} use --curriculum seqlen",
+        ),
+        (
+            model.pos == "learned" and (model.rope_theta != 10_000 or bool(model.rope_scaling)),
+            "--rope-theta and --rope-scaling are for rotary positions: add --pos rope",
         ),
         (mixes and model.nsp, f"--nsp pairs the texts of one store, {instead} leave out --nsp"),
         (model.nsp and model.model != "bert", "--nsp is for a BERT: add --model bert"),

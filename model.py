@@ -32,7 +32,7 @@ from torch.utils.checkpoint import checkpoint
 
 from kernels.cross_entropy import IGNORE, linear_cross_entropy, product_dtype, token_losses
 from kernels.packed_attention import Documents, chosen_impl, index_of, packed_attention
-from kernels.rotary import rotate, rotation
+from kernels.rotary import PUBLISHED, Rotary, rotate, rotation
 
 
 @dataclass(frozen=True)
@@ -54,7 +54,7 @@ class TransformerConfig:
     bias: bool = True  # of the blocks' matrices and of LayerNorm
     kv_heads: int | None = None  # heads of keys and values, each for several of queries; None: all
     qk_norm: bool = False  # queries and keys are normed
-    rope_theta: float = 10_000.0
+    rotary: Rotary = PUBLISHED  # what decides the angles, with pos rope
     tied: bool = True  # the embedding is also what turns features into logits
 
     def __post_init__(self) -> None:
@@ -96,7 +96,7 @@ class TransformerConfig:
 
     @property
     def norm_eps(self) -> float:
-        return 1e-5 if self.kind == "gpt" else 1e-12  # as published
+        return 1e-12 if self.kind == "bert" and self.norm == "layernorm" else 1e-5  # as published
 
 
 class RMSNorm(nn.RMSNorm):
@@ -244,7 +244,7 @@ class Transformer(nn.Module):
             x = x + self.wpe(positions)
         else:
             dtype = torch.promote_types(x.dtype, torch.float32)
-            turns = rotation(positions, config.head_width, dtype, config.rope_theta)
+            turns = rotation(positions, config.head_width, dtype, config.rotary)
         meta = TokenMeta(positions, doc_ids, config.causal, turns, self.attention_impl(x))
         if config.kind == "bert":
             x = self.ln_f(x)

@@ -567,7 +567,7 @@ def main(argv: list[str] | None = None) -> None:
     costs.fill_in(args)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     budget = budget_bytes(args.budget, runtime.device_free(device))
-    model = empty_model(config_of(args.size, args.seq_len, args.pos))
+    model = empty_model(config_of(args.size, args.seq_len, args.pos, args.block))
     placement = place(parts_of(model, args.optimizer == "muon"), budget, args.dtype)
     rates = machine.measured(device, runtime.DTYPES[args.dtype])
     rates = rates._replace(link=args.link or rates.link, flops=args.flops or rates.flops)

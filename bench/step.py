@@ -45,8 +45,8 @@ from plan import Plan, Step
 from prepare import embedded_store
 from support.base import runtime
 from support.base.clock import Clock, tokens_by_layer
-from support.step.muon import flops_of_orthogonalising
-from support.step.sizes import flops_of_row, matrices_of_block
+from support.step.optim import flops_of_muon
+from support.step.sizes import flops_of_row
 from support.text.store import Store
 from train import Trainer, assemble
 
@@ -217,7 +217,7 @@ def predicted(case: Case, variant: Variant, device: str, flags: str = "") -> Pre
         masked_scores = int((1 - step.attention_share) * T * T)
         flops += len(step.batch.tokens) * (row - layers * 6 * width * masked_scores)
         if settings.optim.optimizer == "muon":
-            flops += layers * flops_of_orthogonalising(matrices_of_block(shape), device)
+            flops += layers * flops_of_muon(shape, device)
     return Predicted(
         flops=flops / len(steps),
         real_tokens=steps[-1].after.real_tokens / len(steps),

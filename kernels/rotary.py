@@ -1,18 +1,77 @@
 """Rotary positions: queries and keys are turned by an angle, so that scores depend on distances.
 
-Su et al., arXiv 2104.09864.
+Su et al., arXiv 2104.09864. Llama 3.1 (arXiv 2407.21783) turns its slow pairs slower still.
 """
+
+import math
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 
+class Scaling(NamedTuple):
+    """How a model trained on shorter rows reads longer ones, as Llama 3.1 does.
+
+    A pair that turns more than `fast` times in `original` positions keeps its speed, one that turns
+    less than `slow` times is `factor` times as slow, and in between the speed is interpolated.
+    """
+
+    factor: float
+    slow: float
+    fast: float
+    original: float  # positions of a row before
+
+    KEYS = ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings")
+
+    @classmethod
+    def parsed(cls, text: str) -> "Scaling":
+        """Example: "32:1:4:8192" for Llama 3.2 of 1B"""
+        try:
+            scaling = cls(*map(float, text.split(":")))
+        except (TypeError, ValueError):
+            scaling = cls(0, 0, 0, 0)
+        if not (0 < scaling.slow < scaling.fast < math.inf and 0 < scaling.factor < math.inf):
+            raise ValueError(
+                f"--rope-scaling {text!a}: give factor:slow:fast:positions, such as 32:1:4:8192"
+            )
+        return scaling
+
+    def as_published(self) -> dict[str, Any]:
+        """In a config.json of transformers."""
+        return {"rope_type": "llama3", **dict(zip(self.KEYS, self, strict=True))}
+
+
+class Rotary(NamedTuple):
+    """What decides the angles."""
+
+    base: float = 10_000.0
+    scaling: Scaling | None = None
+
+    def speeds(self, head_width: int, like: Tensor) -> Tensor:
+        """(D/2,) the angle of each pair from one position to the next, on the device of `like`."""
+        pair = torch.arange(0, head_width, 2, device=like.device, dtype=like.dtype)
+        speeds = self.base ** (-pair / head_width)
+        if self.scaling is None:
+            return speeds
+        factor, slow, fast, original = self.scaling
+        turns = original * speeds / (2 * math.pi)
+        share = ((turns - slow) / (fast - slow)).clamp(0, 1)  # of the unscaled speed
+        return share * speeds + (1 - share) * speeds / factor
+
+
+PUBLISHED = Rotary()
+
+
 def rotation(
-    positions: Tensor, head_width: int, dtype: torch.dtype = torch.float32, base: float = 10_000.0
+    positions: Tensor,
+    head_width: int,
+    dtype: torch.dtype = torch.float32,
+    rotary: Rotary = PUBLISHED,
 ) -> Tensor:
     """cos and sin of the angle for each position and pair, (B, T, 1, D/2, 2). Eq. 15."""
-    pair = torch.arange(0, head_width, 2, device=positions.device, dtype=dtype)
-    angle = positions[:, :, None, None] * base ** (-pair / head_width)  # (B, T, 1, D/2)
+    speeds = rotary.speeds(head_width, positions.new_empty(0, dtype=dtype))
+    angle = positions[:, :, None, None] * speeds  # (B, T, 1, D/2)
     return torch.view_as_real(torch.polar(torch.ones_like(angle), angle))
 
 

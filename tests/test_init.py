@@ -189,8 +189,8 @@ def test_what_does_not_fit_is_one_line(begin, run_of, tmp_path):
     (tmp_path / "damaged.pt").write_bytes(content)
     (tmp_path / "cut.pt").write_bytes(content[: len(content) // 2])
     for init, flags, problem in (
-        (source, "--layers 3 --width 64", "with --layers 4 --width 32, not --layers 3 --width 64"),
-        (source, "--nsp", "was trained with --no-nsp, not --nsp"),
+        (source, "--layers 3 --width 64", "of --layers 4 --width 32, not --layers 3 --width 64"),
+        (source, "--nsp", "is a model of --no-nsp, not --nsp"),
         (source, "--pseudo", "--init and --pseudo exclude"),
         ("empty", "", "empty is a folder"),
         ("alone", "", "but best.pt"),

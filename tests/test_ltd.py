@@ -15,8 +15,8 @@ from model import TokenMeta, Transformer, TransformerConfig, run_plain
 from support.base.clock import StepContext, effective_tokens, tokens_by_layer
 from support.rows.batch import Batch
 from support.step import costs
-from support.step.muon import flops_of_orthogonalising
-from support.step.sizes import flops_of_row, matrices_of_block
+from support.step.optim import flops_of_muon
+from support.step.sizes import flops_of_row
 
 
 def small(pos="rope", kind="gpt", dtype=torch.float64):
@@ -319,9 +319,7 @@ def test_a_plan_is_that_of_walking_step_by_step(kind, over, by_steps, budget, mu
         steps += 1
     cost = costs.cost_of_run(shape, budget, 2048, "cpu", tokens_at)
     assert cost[:4] == (steps, steps * 2048, layer_tokens, flops)
-    assert cost.optimizer_flops == steps * 6 * flops_of_orthogonalising(
-        matrices_of_block(shape), "cpu"
-    )
+    assert cost.optimizer_flops == steps * 6 * flops_of_muon(shape, "cpu")
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels import cross_entropy
 from kernels.cross_entropy import IGNORE
 from kernels.packed_attention import attention_mask
-from kernels.rotary import rotation
+from kernels.rotary import Rotary, Scaling, rotation
 from model import TokenMeta, Transformer, TransformerConfig
 
 KINDS = [("gpt", "learned"), ("gpt", "rope"), ("llama", "rope"), ("bert", "learned")]
@@ -347,9 +347,14 @@ def test_a_llamas_norm_and_mlp_by_hand_and_keys_that_queries_share():
 
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_llama_is_that_of_transformers(tied):
-    """Which turns halves of a head, where pairs lie apart: its queries and keys are permuted."""
+    """Which turns halves of a head, where pairs lie apart: its queries and keys are permuted.
+
+    The untied one has the scaled angles of Llama 3.1: of its four pairs the first keeps its speed,
+    the second is between, the others are slower.
+    """
     transformers = pytest.importorskip("transformers")
     C, H, KV, M, D = 32, 4, 2, 48, 8
+    scaling = Scaling.parsed("8:1:4:200")
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(
             vocab_size=VOCAB,
@@ -360,12 +365,14 @@ def test_a_llama_is_that_of_transformers(tied):
             num_key_value_heads=KV,
             rms_norm_eps=1e-5,
             rope_theta=500_000.0,
+            rope_scaling=None if tied else scaling.as_published(),
             tie_word_embeddings=tied,
         )
     )
     for weight in theirs.parameters():
         torch.nn.init.normal_(weight, mean=1.0 if weight.ndim == 1 else 0.0, std=0.2)
-    shape = dict(heads=H, width=C, mlp_width=M, kv_heads=KV, rope_theta=5e5, tied=tied)
+    shape = dict(heads=H, width=C, mlp_width=M, kv_heads=KV, tied=tied)
+    shape["rotary"] = Rotary(5e5, None if tied else scaling)
     ours = started("llama", pos="rope", qk_norm=False, **shape)
     layers = [(f"h.{n}", f"model.layers.{n}") for n in range(3)]
     names = {"wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head"}

@@ -16,19 +16,28 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import refusal, widened
+from conftest import TINY, refusal, widened
 
 import config
+import prepare
 import pseudo
 import sample
 import train
+from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
 from support.run import checkpoint
-from support.text.tokenizer import as_transformers_has_it, get_encoding
+from support.text.tokenizer import (
+    PD4K,
+    as_transformers_has_it,
+    get_encoding,
+    read_ranks,
+    write_ranks,
+)
 from support.weights import published
 from support.weights.initial import initial_model
 from support.weights.published import (
-    Layout,
+    BERT_LAYOUT,
+    GPT2_LAYOUT,
     load_published,
     published_entries,
     published_names,
@@ -236,7 +245,7 @@ def test_a_vocabulary_has_a_row_for_each_id_and_at_most_those_that_fill_it_up(tm
 def own_checkpoint(folder, model: Transformer, **more) -> None:
     """What train.py saves of a run, as far as an export looks at it."""
     c = model.config
-    names = ("layers", "heads", "width", "mlp_width", "pos", "nsp")
+    names = ("layers", "heads", "width", "mlp_width", "pos", "nsp", "qk_norm", "tied")
     settings = {f"model.{name}": getattr(c, name) for name in names}
     state = {"model": model.state_dict(), "step": 3, "tokenizer_fingerprint": "any"}
     state["config"] = settings | {"model.model": c.kind, "model.size": "nano"}
@@ -269,7 +278,8 @@ def test_what_is_exported_loads_as_it_was(tmp_path, capsys, kind, changes, suffi
     if suffix == ".safetensors":
         file = gpt_file() if kind == "gpt" else bert_file()
         wanted = {n: v.shape for n, v in file.items() if v.dim() and v.dtype == torch.float32}
-        entries = published_entries(model.state_dict(), Layout(kind, C))
+        layout = GPT2_LAYOUT if kind == "gpt" else BERT_LAYOUT
+        entries = published_entries(model.state_dict(), layout, (HEADS,) * 3, C // HEADS)
         assert {name: value.shape for name, value in entries.items()} == wanted
 
 
@@ -277,8 +287,8 @@ def test_negative_control_a_matrix_not_turned_is_another_function(tmp_path, monk
     """Square matrices fit either way round: only the values tell."""
     model, found, is_turned = widened(built("gpt")), built("gpt").eval(), published.is_turned
 
-    def not_quite(name: str, kind: str, value: torch.Tensor) -> bool:
-        return is_turned(name, kind, value) and "attn.c_proj" not in name
+    def not_quite(name: str, layout: published.Layout, value: torch.Tensor) -> bool:
+        return is_turned(name, layout, value) and "attn.c_proj" not in name
 
     with monkeypatch.context() as patch:
         patch.setattr(published, "is_turned", not_quite)
@@ -299,8 +309,8 @@ def test_a_shadow_is_exported_as_the_model_that_runs(tmp_path):
 
 
 def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
-    for name, pos in (("run", "learned"), ("rope", "rope"), ("broken", "learned")):
-        own_checkpoint(tmp_path / name, built("gpt", pos=pos))
+    for name, qk_norm in (("run", False), ("normed", True), ("broken", False)):
+        own_checkpoint(tmp_path / name, built("gpt", qk_norm=qk_norm))
     file = tmp_path / "broken" / "step-00000003.pt"
     damaged = bytearray(file.read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -313,7 +323,7 @@ def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
         ("run", "nowhere/out.pt", "--out .*its folder does not"),
         ("nowhere", "out.pt", "nowhere is neither"),
         ("text.txt", "out.pt", "text.txt is neither"),
-        ("rope", "out.pt", "--pos rope"),
+        ("normed", "out.pt", "--qk-norm"),
         ("broken", "out.pt", "is damaged"),
     ):
         before = sorted(tmp_path.iterdir())
@@ -325,20 +335,33 @@ def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
 # Against transformers, both ways
 
 
-@pytest.mark.parametrize("kind, nsp", [("gpt", False), ("bert", False), ("bert", True)])
-def test_transformers_computes_what_we_do_and_its_weights_come_back(tmp_path, capsys, kind, nsp):
+@pytest.mark.parametrize(
+    "kind, changes",
+    [
+        ("gpt", {}),
+        ("gpt", {"pos": "rope"}),  # as nano has it
+        ("gpt", {"pos": "rope", "tied": False}),
+        ("bert", {}),
+        ("bert", {"nsp": True}),
+    ],
+)
+def test_transformers_computes_what_we_do_and_its_weights_come_back(
+    tmp_path, capsys, kind, changes
+):
     """It reads both kinds of file that are exported; a state dict of its model is one of ours."""
     transformers = pytest.importorskip("transformers")
-    model, again = widened(built(kind, nsp=nsp)), built(kind, nsp=nsp)
+    model, again = widened(built(kind, **changes)), built(kind, **changes)
+    nsp, tied = "nsp" in changes, "tied" not in changes
     exported(model, tmp_path, "model.safetensors")
     config = json.loads(capsys.readouterr().out.splitlines()[-1].partition("beside it: ")[2])
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = getattr(transformers, config["architectures"][0])
     read, notes = theirs.from_pretrained(tmp_path, output_loading_info=True)
     assert not notes["missing_keys"] and not notes["unexpected_keys"], notes
-    state = torch.load(exported(model, tmp_path))
-    missing, strangers = read.load_state_dict(state, strict=False)
-    assert not strangers and all("pooler" in name for name in missing), (missing, strangers)
+    if "pos" not in changes:  # GPT-NeoX's head has another name in memory than in files
+        state = torch.load(exported(model, tmp_path))
+        missing, strangers = read.load_state_dict(state, strict=False)
+        assert not strangers and all("pooler" in name for name in missing), (missing, strangers)
     tokens = torch.randint(VOCAB, (3, SEQ_LEN))
     real = torch.arange(SEQ_LEN) < torch.tensor([[12], [7], [1]])
     with torch.no_grad():
@@ -349,9 +372,16 @@ def test_transformers_computes_what_we_do_and_its_weights_come_back(tmp_path, ca
             follows = model.follows(x.flatten(0, 1), SEQ_LEN * torch.arange(3))
             assert_close(follows, output.seq_relationship_logits, torch.float32)
     assert_close(logits[real], (output.prediction_logits if nsp else output.logits)[real], x.dtype)
-    path = written(read.state_dict(), tmp_path)
-    assert any("lm_head" in entry or "decoder" in entry for entry in torch.load(path)), "tied twins"
+    if "pos" in changes:
+        path = tmp_path / "theirs"
+        read.save_pretrained(path)
+    else:
+        path = written(read.state_dict(), tmp_path)
+        assert torch.load(path).keys() & {"lm_head.weight", TWIN}, "tied twins"
     load_published(again, path)
+    said = published.settings_of(path)
+    assert said["model.heads"] == HEADS and said["model.pos"] == model.config.pos
+    assert said["model.mlp_width"] == 4 * C and said["model.tied"] == tied
     assert all(value.equal(again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
@@ -401,7 +431,7 @@ def test_a_misfit_and_the_command_name_the_flags_of_a_file_and_equal_twins_fit(t
     published.main(["show", str(written(gpt_file(), tmp_path))])
     assert f"--model gpt, {flags}, --pos learned" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"h\.0\.attn\.q_norm\.weight has no place"):
-        published_names("h.0.attn.q_norm.weight", "gpt")
+        published_names("h.0.attn.q_norm.weight", GPT2_LAYOUT)
     for kind, file in (("gpt", gpt_file()), ("bert", bert_file())):
         for twin, (name, *_) in published.TIED.items():
             for whole in (name, f"bert.{name}", f"transformer.{name}"):
@@ -461,61 +491,50 @@ def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     shape = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
-    shape |= dict(num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=5e5, vocab_size=320)
+    shape |= dict(num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=5e5, vocab_size=4416)
+    shape["rope_scaling"] = Scaling.parsed("8:1:4:200").as_published() if tied else None
     theirs = transformers.LlamaForCausalLM(
         transformers.LlamaConfig(**shape, tie_word_embeddings=tied)
     )
     for weight in theirs.parameters():
         torch.nn.init.normal_(weight, mean=1.0 if weight.ndim == 1 else 0.0, std=0.1)
     theirs.save_pretrained("llama", max_shard_size="60KB")
-    head = "" if tied else "--no-tied"
-    line = "--block llama --layers 3 --heads 4 --width 32 --mlp-width 96 --init llama --device cpu"
-    line = f"{line} {head}"
-    fitting = f"{line} --kv-heads 2 --rope-theta 500000 --data {store_dir} --seq-len 32".split()
+    write_ranks(Path("tokenizer.model"), {**read_ranks(PD4K), b".\n": 4096})
+    prepare.main([str(TINY), "--out", "store", "--tokenizer", "tokenizer.model"])
+    fitting = "--init llama --data store --seq-len 32 --device cpu --lr 1e-3"
     for wrong, said in (
-        (f"{line} --kv-heads 4", "give --kv-heads 2"),
-        (f"{line} --kv-heads 2", "give --rope-theta 500000"),
-        (
-            f"{line.replace('--heads 4', '--heads 2')} --kv-heads 1 --rope-theta 5e5",
-            "give --heads 4",
-        ),
-        (" ".join(fitting) + (" --no-tied" if tied else " --tied"), "lm_head.weight must"),
-        (" ".join(fitting) + " --qk-norm", "q_norm.weight has no place"),
+        ("--kv-heads 4", "is a model of --kv-heads 2, not --kv-heads 4"),
+        ("--rope-theta 1e4", "is a model of --rope-theta 500000"),
+        ("--no-tied" if tied else "--tied", "not --no-tied" if tied else "not --tied"),
+        ("--qk-norm", "of --no-qk-norm, not --qk-norm"),
+        ("--tokenizer bytes", "tokenizer"),
     ):
         with pytest.raises(ValueError, match=said):
-            train.main([*wrong.split(), "--data", str(store_dir), "--seq-len", "32", "--out", "no"])
+            train.main(f"{fitting} {wrong} --out no".split())
 
     def logits(model, tokens):
         return model.eval()(tokens).logits
 
-    tokens = torch.randint(320, (2, 32))
-    budget = [
-        "--batch-tokens",
-        "128",
-        "--tokens",
-        "1024",
-        "--ltd",
-        "--ltd-start",
-        "16",
-        "--pack",
-        "--out",
-        "run",
-    ]
-    started = config.build(config.parse([*fitting, *budget]))
-    ours = initial_model(config.transformer_config(started, 320), started)
+    tokens = torch.randint(4416, (2, 32))
+    budget = "--batch-tokens 128 --tokens 2048 --ltd --ltd-start 16 --pack --out run"
+    started, _ = config.parse_or_resume(f"{fitting} {budget}".split())
+    ours = initial_model(config.transformer_config(started, 4416), started)
     assert (ours.logits(tokens) - logits(theirs, tokens)).abs().max() < 1e-4
-    assert train.main([*fitting, *budget]) == 0
+    assert train.main(f"{fitting} {budget}".split()) == 0
     published.main(["export", "run", "--out", "given"])
     back = transformers.AutoModelForCausalLM.from_pretrained("given")
     trained = sample.load_run("run", "last")[1]
     assert (trained.logits(tokens) - logits(back, tokens)).abs().max() < 1e-4
     assert (logits(back, tokens) - logits(theirs, tokens)).abs().max() > 0.01, "it has learned"
-    reader, encoding = transformers.AutoTokenizer.from_pretrained("given"), get_encoding("bytes")
-    assert reader.encode(TEXT) == encoding.encode_ordinary(TEXT) and reader.eos_token_id == 256
+    reader, encoding = (
+        transformers.AutoTokenizer.from_pretrained("given"),
+        get_encoding("tokenizer.model"),
+    )
+    assert reader.encode(TEXT) == encoding.encode_ordinary(TEXT) and reader.eos_token_id == 4098
     drawn = back.generate(tokens[:1, :5], max_new_tokens=20, do_sample=False, pad_token_id=0)
-    ours = sample.generate(trained, tokens[0, :5].tolist(), 20, allowed=320, temperature=0)
+    ours = sample.generate(trained, tokens[0, :5].tolist(), 20, allowed=4416, temperature=0)
     assert drawn[0, 5:].tolist()[:10] == list(ours)[:10]
     next(Path("llama").glob("model-00001*")).unlink()
     with pytest.raises(ValueError, match=r"model-00001.* which is not beside it"):
-        train.main([*fitting, "--out", "no"])
+        train.main(f"{fitting} --out no".split())
     assert not Path("no").exists()

@@ -6,6 +6,7 @@ downloaded, is that of bytes.
 """
 
 import importlib
+import json
 import shlex
 from pathlib import Path
 
@@ -14,10 +15,11 @@ import torch
 from conftest import write_lines
 from test_readme import commands_of, read
 
+from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
-from support.text.tokenizer import get_encoding, vocab_size
+from support.text.tokenizer import write_ranks
 from support.weights import safetensors
-from support.weights.published import Layout, published_entries
+from support.weights.published import GPT2_LAYOUT, LLAMA_LAYOUT, published_entries
 
 PAGE = "docs/recipes.md"
 TINY = {"--layers": "3", "--heads": "2", "--width": "32", "--seq-len": "32"}
@@ -39,7 +41,7 @@ def at_toy_size(module: str, arguments: list[str]) -> list[str]:
     if "--resume" in words:
         return words
     words = [word for word in words if word not in ("--size", "124M", "--compile")]
-    own = "--init" in words and "runs/" in words[words.index("--init") + 1]
+    own = "--init" in words and words[words.index("--init") + 1].startswith(("runs/", "llama"))
     more = {flag: TINY[flag] for flag in TINY if not (own and flag in DIMENSIONS)}
     if "--tokens" not in words:
         more["--tokens"] = "512"
@@ -58,11 +60,22 @@ def make_what_is_named() -> None:
     question = {"context": "one two", "continuations": [" three", " four"], "label": 0}
     for name, lines in (("labelled.jsonl", sides), ("questions.jsonl", [question])):
         write_lines(Path(name), lines)
-    V = -(-vocab_size(get_encoding("bytes"), "gpt") // 64) * 64
     torch.manual_seed(0)
-    model = Transformer(TransformerConfig("gpt", 3, 2, 32, 128, 32, V))
-    with open("gpt2.safetensors", "wb") as file:
-        safetensors.save(file, published_entries(model.state_dict(), Layout("gpt", 32)), {})
+    Path("llama").mkdir()
+    write_ranks(Path("llama/tokenizer.model"), {bytes([byte]): byte for byte in range(256)})
+    said = dict(model_type="llama", hidden_size=32, num_attention_heads=2, num_hidden_layers=3)
+    said |= dict(intermediate_size=128, num_key_value_heads=2, rope_theta=5e5)
+    said["rope_scaling"] = Scaling(8, 1, 4, 64).as_published()
+    Path("llama/config.json").write_text(json.dumps(said))
+    llama = dict(pos="rope", norm="rmsnorm", mlp="swiglu", bias=False)
+    for file, layout, rows, switches in (
+        ("gpt2.safetensors", GPT2_LAYOUT, 320, {}),
+        ("llama/model.safetensors", LLAMA_LAYOUT, 512, llama),
+    ):
+        model = Transformer(TransformerConfig("gpt", 3, 2, 32, 128, 32, rows, **switches))
+        with open(file, "wb") as out:
+            entries = published_entries(model.state_dict(), layout, (2, 2, 2), 16)
+            safetensors.save(out, entries, {})
 
 
 def test_every_command_runs(short_ends, tmp_path, monkeypatch, capsys):

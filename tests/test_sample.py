@@ -110,7 +110,7 @@ def test_logits_of_a_cache_are_those_of_the_whole_row(pos):
         return Transformer.logits(gpt, tokens, 0 * positions, run_block=run_block)
 
     gpt.logits = logits_at_0  # the control: wrong positions are found out
-    assert largest_difference(gpt) > 0.05
+    assert largest_difference(gpt) > 0.02
 
 
 def test_keys_of_a_context_that_was_left_are_found_out(monkeypatch):

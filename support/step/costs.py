@@ -17,18 +17,24 @@ from typing import NamedTuple
 from model import TransformerConfig
 from support.base.numbers import count
 from support.base.technique import refuse
-from support.step.muon import flops_of_orthogonalising
+from support.step.optim import flops_of_muon
 from support.step.sizes import (
     SIZES,
     config_of,
     flops_of_row,
-    matrices_of_block,
     refusals_of_rows,
     with_defaults,
 )
 
 # Of train.py; behind the dot stands the flag that asks for it.
-SETTINGS = ("model.size", "model.pos", "data.seq_len", "optim.tokens", "optim.batch_tokens")
+SETTINGS = (
+    "model.size",
+    "model.block",
+    "model.pos",
+    "data.seq_len",
+    "optim.tokens",
+    "optim.batch_tokens",
+)
 
 # (steps before, progress 0..1) -> the tokens of a row that each layer sees
 TokensAt = Callable[[int, float], Sequence[int]]
@@ -77,7 +83,7 @@ def cost_of_run(
         consumed += alike * of_step
         layer_tokens += alike * rows * sum(now)
         flops += alike * rows * flops_of_row(config, now, config.seq_len)
-    optimizer = config.layers * flops_of_orthogonalising(matrices_of_block(config), device)
+    optimizer = config.layers * flops_of_muon(config, device)
     return Cost(
         steps=steps,
         tokens=steps * rows * config.seq_len,
@@ -90,6 +96,7 @@ def cost_of_run(
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The model and the run whose cost is asked for."""
     parser.add_argument("--size", choices=SIZES, default="nano")
+    parser.add_argument("--block", choices=("gpt2", "llama"), default="gpt2")
     parser.add_argument("--seq-len", type=count, help="tokens of a row (default: by --size)")
     parser.add_argument(
         "--pos",
@@ -119,7 +126,7 @@ def show_plan(args: argparse.Namespace, schedule: str, tokens_at: TokensAt) -> N
 
     Args: schedule what `tokens_at` does, in words
     """
-    config = config_of(args.size, args.seq_len, args.pos)
+    config = config_of(args.size, args.seq_len, args.pos, args.block)
     cost = partial(
         cost_of_run,
         config,
@@ -130,8 +137,8 @@ def show_plan(args: argparse.Namespace, schedule: str, tokens_at: TokensAt) -> N
     plain = cost(tokens_at=lambda steps, progress: [args.seq_len] * config.layers)
     dropping = cost(tokens_at=tokens_at)
     print(
-        f"{args.size}, {args.pos} positions, rows of {args.seq_len}, {args.tokens:,} consumed"
-        f" tokens\n{schedule}\n"
+        f"{args.size}, {args.block} block, {args.pos} positions, rows of {args.seq_len},"
+        f" {args.tokens:,} consumed tokens\n{schedule}\n"
     )
     print(f"{'':15} {'plain':>12} {'dropping':>12} {'ratio':>8}")
     for name, full, less in zip(Cost._fields, plain, dropping, strict=True):

@@ -31,8 +31,8 @@ from support.base.clock import tokens_by_layer
 from support.base.runtime import Runtime
 from support.rows.bert import masked_tokens
 from support.rows.samples import SPECIAL_TOKENS
-from support.step.muon import flops_of_orthogonalising
-from support.step.sizes import counted, matrices_of_block
+from support.step.optim import flops_of_muon
+from support.step.sizes import counted
 
 if TYPE_CHECKING:
     from config import Config
@@ -107,7 +107,7 @@ def work_of(
           streamed layers whose weights are fetched (--offload)
     """
     device, rerun = runtime.device.type, settings.run.checkpoint_activations
-    of_block = flops_of_orthogonalising(matrices_of_block(config), device)
+    of_block = flops_of_muon(config, device)
     return Work(
         config=config,
         world_size=runtime.world_size,

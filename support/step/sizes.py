@@ -75,6 +75,9 @@ class ModelConfig:
         None, "positions (default: rope for nano and llama, else learned)", ("learned", "rope")
     )
     rope_theta: float = flag(10_000.0, "base of the rotary angles", least=1)
+    rope_scaling: str | None = flag(
+        None, "Llama 3.1's slower rotary angles, as factor:slow:fast:positions"
+    )
     tied: bool = flag(True, "the embedding predicts too; else a matrix of its own does")
     layers: int | None = flag(None, "number of blocks (default: by --size)", least=1, most=4096)
     heads: int | None = flag(None, "attention heads (default: by --size)", least=1, most=4096)
@@ -174,13 +177,25 @@ V_GPT2 = 50_304
 V_PD4K = 4_160
 
 
-def config_of(size: str, seq_len: int | None = None, pos: str | None = None) -> TransformerConfig:
+def config_of(
+    size: str, seq_len: int | None = None, pos: str | None = None, block: str = "gpt2"
+) -> TransformerConfig:
     """A model by name; rows and positions are its own unless given."""
     layers, heads, width, longest, *_ = SIZES[size]
-    kind = "bert" if size.startswith("bert") else "gpt"
-    V = V_PD4K if size == "nano" else V_GPT2
-    pos = pos or ("rope" if size == "nano" else "learned")
-    return TransformerConfig(kind, layers, heads, width, 4 * width, seq_len or longest, V, pos)
+    asked = with_defaults({"model.size": size, "model.block": block, "model.pos": pos})
+    return TransformerConfig(
+        kind="bert" if size.startswith("bert") else "gpt",
+        layers=layers,
+        heads=heads,
+        width=width,
+        mlp_width=asked["model.mlp_width"],
+        seq_len=seq_len or longest,
+        vocab_size=V_PD4K if size == "nano" else V_GPT2,
+        pos=asked["model.pos"],
+        norm=asked["model.norm"],
+        mlp=asked["model.mlp"],
+        bias=block == "gpt2",
+    )
 
 
 def parameter_count(config: TransformerConfig) -> int:
@@ -282,16 +297,15 @@ def counted(config: TransformerConfig, half: bool) -> Counted:
     return Counted(block // T, again // T, head, answer, size // T)
 
 
-def matrices_of_block(config: TransformerConfig) -> list[tuple[int, int]]:
-    """Rows and columns: of queries, keys, values, their output, and of the MLP."""
-    C, M = config.width, config.mlp_width
-    qkv = [(heads * config.head_width, C) for heads in config.qkv_heads]
-    return [*qkv, (C, C), *[(M, C)] * (2 if config.mlp == "swiglu" else 1), (C, M)]
+def matrices_of_block(config: TransformerConfig) -> dict[str, nn.Parameter]:
+    """Those of a block without memory, by name: what multiplies, and what Muon updates."""
+    block = empty_model(replace(config, layers=1)).h[0]
+    return {name: p for name, p in block.named_parameters() if p.ndim > 1}
 
 
 def weights_of_block(config: TransformerConfig) -> int:
     """Weights in the matrices of a block: those that multiply."""
-    return sum(rows * columns for rows, columns in matrices_of_block(config))
+    return sum(matrix.numel() for matrix in matrices_of_block(config).values())
 
 
 def flops_of_row(config: TransformerConfig, tokens_by_layer: Sequence[int], T: int) -> int:

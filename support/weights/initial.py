@@ -27,17 +27,15 @@ from support.weights.trained import Trained, checkpoint_of, trained, weights_of
 if TYPE_CHECKING:
     from config import Config
 
-# Settings of the model that its weights are for, with what a run before the setting existed had.
-OF_THE_MODEL = {
-    f"model.{item.name}": item.default
-    for item in fields(ModelConfig)
-    if item.name not in ("dropout", "init")
-}
+# Settings of the model that its weights are for
+OF_THE_MODEL = [
+    f"model.{item.name}" for item in fields(ModelConfig) if item.name not in ("dropout", "init")
+]
 PAIRS = ("pooler.", "nsp.")  # weights that nothing uses without --nsp
 
 
 def with_those_of_init(given: Flat) -> Flat:
-    """The settings given, and those that follow from the run that --init names.
+    """The settings given, and those that follow from the run or the config.json that --init names.
 
     --init becomes the checkpoint itself, so that it stays the same if that run goes on.
 
@@ -46,21 +44,26 @@ def with_those_of_init(given: Flat) -> Flat:
     init = given.get("model.init")
     source = source_of(init)
     if source is None:
-        if init and given.get("model.pos") == "rope":
-            raise ValueError("--init and --pos rope exclude each other: leave one of them out")
-        return given
+        taken = published.settings_of(init) if init else {}
+        check_against(taken, given, init)
+        return taken | given
     saved, path = source.settings, source.path
-    taken = {name: saved.get(name, default) for name, default in OF_THE_MODEL.items()}
+    taken = {name: saved.get(name) for name in OF_THE_MODEL}
     if given.get("model.nsp") is False:
         taken["model.nsp"] = False  # the weights for pairs can be left out
-    others = [name for name in taken if given.get(name, taken[name]) != taken[name]]
-    if others:
-        was, asked = (as_flags({name: of[name] for name in others}) for of in (taken, given))
-        raise ValueError(f"--init {path} was trained with {was}, not {asked}: leave that out")
+    check_against(taken, given, path)
     taken["data.seq_len"] = saved["data.seq_len"]
     if "data.data" not in given:  # a store has its tokenizer
         taken["data.tokenizer"] = saved["data.tokenizer"]
     return {**taken, **given, "model.init": str(path)}
+
+
+def check_against(taken: Flat, given: Flat, path: str | Path | None) -> None:
+    """Refuse flags that differ from what the weights of --init are for."""
+    others = [name for name in taken if given.get(name, taken[name]) != taken[name]]
+    if others:
+        was, asked = (as_flags({name: of[name] for name in others}) for of in (taken, given))
+        raise ValueError(f"--init {path} is a model of {was}, not {asked}: leave that out")
 
 
 def as_flags(settings: Flat) -> str:

@@ -1,9 +1,11 @@
-"""Weights in the published layouts of GPT-2, BERT and Llama: --init reads, `export` writes them.
+"""Weights in the published layouts of GPT-2, BERT, Llama and GPT-NeoX: --init reads, `export`
+writes them.
 
 A file is a state dict, of torch.save or safetensors, or several of the latter with their index. The
 model computes the published function, and an exported run's model computes its own in any library
-that reads these layouts (tests/test_published.py). These are the entries, with prefix
-`transformer.`, `bert.` or none, and our parameters (with h.N. before what is in a layer):
+that reads these layouts (tests/test_published.py). A folder with a config.json also says what
+settings it is for, so that --init needs no others. Our parameters are on the right (after h.N. in a
+layer), the published entries on the left:
 
     GPT-2  c_attn c_proj c_fc of attn and mlp, (in, out)   same name, turned to (out, in)
            everything else                                 same name
@@ -20,12 +22,17 @@ that reads these layouts (tests/test_published.py). These are the entries, with 
            self_attn.q_proj, k_proj, v_proj | o_proj       attn.c_attn, in this order | attn.c_proj
            mlp.gate_proj, up_proj | down_proj              mlp.c_fc, in this order | mlp.c_proj
            lm_head                                         lm_head (with --no-tied)
+    NeoX   embed_in | final_layer_norm | embed_out         wte | ln_f | lm_head (with --no-tied)
+           input_layernorm | post_attention_layernorm      ln_1 | ln_2
+           attention.query_key_value, head by head         attn.c_attn
+           attention.dense                                 attn.c_proj
+           mlp.dense_h_to_4h | dense_4h_to_h               mlp.c_fc | mlp.c_proj
 
-BERT's token type 0 is added to every position, because a row here is one segment, and an export has
-token types of zero. Nothing is downloaded, guessed, cropped or padded: an entry that does not fit
-is an error. A state dict does not tell the number of heads, so the settings decide it; where a
-config.json lies beside a Llama, they have to agree. Llama's files turn halves of a head where the
-model turns neighbours, so the rows of its queries and keys change places.
+GPT-NeoX's is for the default block with --pos rope, one half after the other (Pythia computes both
+at once, and is refused). BERT's token type 0 is added to every position, because a row here is one
+segment, and an export has token types of zero. Nothing is downloaded, guessed, cropped or padded:
+an entry that does not fit is an error. Llama's and GPT-NeoX's files turn halves of a head where the
+model turns neighbours, so the rows of their queries and keys change places.
 
     python -m support.weights.published show gpt2.bin   # what a file holds, and the flags that fit
     python -m support.weights.published export runs/a --out gpt2.safetensors
@@ -33,7 +40,7 @@ model turns neighbours, so the rows of its queries and keys change places.
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 from zipfile import is_zipfile
@@ -41,7 +48,8 @@ from zipfile import is_zipfile
 import torch
 from torch import Tensor
 
-from model import Transformer, TransformerConfig
+from kernels.rotary import Scaling
+from model import Transformer
 from support.base.atomic import atomic_folder, atomic_write
 from support.base.runtime import Parser, exit_cleanly
 from support.base.typed_json import Each, read_json
@@ -51,111 +59,194 @@ from support.text.tokenizer import as_transformers_has_it, get_encoding
 from support.weights import safetensors
 from support.weights.trained import Trained, checkpoint_of, has_trailer, trained, weights_of
 
-# ---- names
+# ---- layouts
 
-PREFIX = re.compile(r"^(transformer|bert)\.")
-LAYER = re.compile(r"(?:h|encoder\.layer|model\.layers)\.(\d+)\.")
-MASKS = re.compile(r"h\.\d+\.attn\.(masked_)?bias")  # GPT-2's causal mask, saved but not learned
+
+class Layout(NamedTuple):
+    """A published model: its settings by our names and by theirs, and the names of its entries."""
+
+    model_type: str  # in its config.json
+    architecture: str
+    settings: dict[str, Any]  # of ours: those of another model do not fit
+    keys: dict[str, str]  # ours, and theirs in its config.json
+    fixed: dict[str, Any]  # what else its config.json has to say
+    modules: dict[str, list[str]]  # ours, and theirs that make it up when they are stacked
+    layers: str  # before the name of what is in a layer: "h." here
+    base: str  # before all names but those of heads
+
+
+PLAIN = {"model": "gpt", "block": "gpt2", "norm": "layernorm", "mlp": "gelu", "qk_norm": False}
+LEARNED = {"pos": "learned", "tied": True}
+ROPE = {"pos": "rope"}  # tied or not
+LLAMA = {"block": "llama", "norm": "rmsnorm", "mlp": "swiglu"}
+SIZE_KEYS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "width": "hidden_size"}
+SIZE_KEYS |= {"mlp_width": "intermediate_size"}
+LLAMA_KEYS = {"kv_heads": "num_key_value_heads", "rope_theta": "rope_theta"}
+GPT2_MODULES = "wte wpe ln_f ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
+HEADS = ("cls.", "lm_head.", "embed_out.")  # entries that stand beside the base
+
+GPT2_LAYOUT = Layout(
+    model_type="gpt2",
+    architecture="GPT2LMHeadModel",
+    settings=PLAIN | LEARNED,
+    keys={"layers": "n_layer", "heads": "n_head", "width": "n_embd", "mlp_width": "n_inner"},
+    fixed={"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
+    modules={name: [name] for name in GPT2_MODULES.split()},
+    layers="h.",
+    base="transformer.",
+)
+BERT_LAYOUT = Layout(
+    model_type="bert",
+    architecture="BertForMaskedLM",
+    settings=PLAIN | LEARNED | {"model": "bert"},
+    keys=SIZE_KEYS,
+    fixed={"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2},
+    modules={
+        "wte": ["embeddings.word_embeddings"],
+        "wpe": ["embeddings.position_embeddings"],
+        "ln_f": ["embeddings.LayerNorm"],
+        "attn.c_attn": [f"attention.self.{name}" for name in ("query", "key", "value")],
+        "attn.c_proj": ["attention.output.dense"],
+        "ln_1": ["attention.output.LayerNorm"],
+        "mlp.c_fc": ["intermediate.dense"],
+        "mlp.c_proj": ["output.dense"],
+        "ln_2": ["output.LayerNorm"],
+        "mlm": ["cls.predictions.transform.dense"],
+        "mlm_ln": ["cls.predictions.transform.LayerNorm"],
+        "mlm_bias": ["cls.predictions.bias"],
+        "pooler": ["pooler.dense"],
+        "nsp": ["cls.seq_relationship"],
+    },
+    layers="encoder.layer.",
+    base="bert.",
+)
+LLAMA_LAYOUT = Layout(
+    model_type="llama",
+    architecture="LlamaForCausalLM",
+    settings=PLAIN | ROPE | LLAMA,
+    keys=SIZE_KEYS | LLAMA_KEYS | {"tied": "tie_word_embeddings"},
+    fixed={"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False},
+    modules={
+        "wte": ["embed_tokens"],
+        "ln_f": ["norm"],
+        "lm_head": ["lm_head"],
+        "ln_1": ["input_layernorm"],
+        "ln_2": ["post_attention_layernorm"],
+        "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+        "attn.c_proj": ["self_attn.o_proj"],
+        "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
+        "mlp.c_proj": ["mlp.down_proj"],
+    },
+    layers="layers.",
+    base="model.",
+)
+NEOX_LAYOUT = Layout(
+    model_type="gpt_neox",
+    architecture="GPTNeoXForCausalLM",
+    settings=PLAIN | ROPE,
+    keys=SIZE_KEYS | {"rope_theta": "rotary_emb_base", "tied": "tie_word_embeddings"},
+    fixed={
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-5,
+        "use_parallel_residual": False,
+        "rotary_pct": 1.0,
+    },
+    modules={
+        "wte": ["embed_in"],
+        "ln_f": ["final_layer_norm"],
+        "lm_head": ["embed_out"],
+        "ln_1": ["input_layernorm"],
+        "ln_2": ["post_attention_layernorm"],
+        "attn.c_attn": ["attention.query_key_value"],
+        "attn.c_proj": ["attention.dense"],
+        "mlp.c_fc": ["mlp.dense_h_to_4h"],
+        "mlp.c_proj": ["mlp.dense_4h_to_h"],
+    },
+    layers="layers.",
+    base="gpt_neox.",
+)
+LAYOUTS = (GPT2_LAYOUT, BERT_LAYOUT, LLAMA_LAYOUT, NEOX_LAYOUT)
+PREFIX = re.compile(r"^(transformer|bert|model|gpt_neox)\.")
+LAYER = re.compile(r"(?:h|encoder\.layer|layers)\.(\d+)\.")
+# causal masks and angles: saved by older versions, but not learned
+BUFFERS = re.compile(r".*\.(attn|attention)\.(masked_)?bias|.*rotary_emb\.inv_freq")
 NSP = re.compile(r"(pooler\.dense|cls\.seq_relationship)\..+")  # nothing uses them without --nsp
 TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
 TIED = {  # second names of one tensor, and the first, by layout
-    "lm_head.weight": ["wte.weight", "model.embed_tokens.weight"],
+    "lm_head.weight": ["wte.weight", "embed_tokens.weight"],
+    "embed_out.weight": ["embed_in.weight"],
     "cls.predictions.decoder.weight": ["embeddings.word_embeddings.weight"],
     "cls.predictions.decoder.bias": ["cls.predictions.bias"],
 }
-BERT_MODULES = {
-    "wte": ["embeddings.word_embeddings"],
-    "wpe": ["embeddings.position_embeddings"],
-    "ln_f": ["embeddings.LayerNorm"],
-    "attn.c_attn": ["attention.self.query", "attention.self.key", "attention.self.value"],
-    "attn.c_proj": ["attention.output.dense"],
-    "ln_1": ["attention.output.LayerNorm"],
-    "mlp.c_fc": ["intermediate.dense"],
-    "mlp.c_proj": ["output.dense"],
-    "ln_2": ["output.LayerNorm"],
-    "mlm": ["cls.predictions.transform.dense"],
-    "mlm_ln": ["cls.predictions.transform.LayerNorm"],
-    "mlm_bias": ["cls.predictions.bias"],
-    "pooler": ["pooler.dense"],
-    "nsp": ["cls.seq_relationship"],
-}
-LLAMA_MODULES = {
-    "wte": ["model.embed_tokens"],
-    "ln_f": ["model.norm"],
-    "lm_head": ["lm_head"],
-    "ln_1": ["input_layernorm"],
-    "ln_2": ["post_attention_layernorm"],
-    "attn.c_attn": ["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-    "attn.c_proj": ["self_attn.o_proj"],
-    "mlp.c_fc": ["mlp.gate_proj", "mlp.up_proj"],
-    "mlp.c_proj": ["mlp.down_proj"],
-}
-HALVED = re.compile(r".*\.self_attn\.[qk]_proj\.weight")
 INDEX = "model.safetensors.index.json"
 RESAVE = "give a run, a .safetensors file, or a state dict that torch.save wrote"
 
 
-class Layout(NamedTuple):
-    """Where weights of a model have their names from."""
-
-    name: str  # gpt | bert | llama
-    width: int = 0
-    head_width: int = 0
-
-
-def model_settings(run: Trained) -> dict[str, Any]:
-    """A run's settings of its model, the newer ones too if it is from before these."""
-    s = {
-        "block": "gpt2",
-        "norm": "layernorm",
-        "mlp": "gelu",
-        "kv_heads": run.settings["model.heads"],
-    }
-    s |= {"qk_norm": False, "tied": True}
-    return s | {name.removeprefix("model."): value for name, value in run.settings.items()}
-
-
-def layout_of(s: Mapping[str, Any]) -> Layout | None:
+def layout_of(settings: Mapping[str, Any]) -> Layout | None:
     """The layout that a model with these settings fits; None for none."""
-    block = s["block"], s["norm"], s["mlp"], s["pos"], s["qk_norm"]
-    sizes = s["width"], s["width"] // s["heads"]
-    if block == ("llama", "rmsnorm", "swiglu", "rope", False) and s["model"] == "gpt":
-        return Layout("llama", *sizes)
-    is_plain = s["tied"] and s["kv_heads"] == s["heads"]
-    if block == ("gpt2", "layernorm", "gelu", "learned", False) and is_plain:
-        return Layout(s["model"], *sizes)
-    return None
+    fitting = (one for one in LAYOUTS if one.settings.items() <= settings.items())
+    layout = next(fitting, None)
+    shares_keys = settings["kv_heads"] != settings["heads"]
+    return None if layout and shares_keys and "kv_heads" not in layout.keys else layout
 
 
-def published_names(name: str, kind: str) -> list[str]:
+def published_names(name: str, layout: Layout) -> list[str]:
     """The published entries that make one parameter of ours when they are stacked in this order.
 
-    Example:  published_names("h.3.ln_1.bias", "bert") is
+    Example:  published_names("h.3.ln_1.bias", BERT_LAYOUT) is
               ["encoder.layer.3.attention.output.LayerNorm.bias"]
     Raises:   ValueError for a parameter that the layout has not
     """
-    modules = LLAMA_MODULES if kind == "llama" else BERT_MODULES
     layer, module, leaf = re.fullmatch(r"(h\.\d+\.)?(.+?)(\.weight|\.bias)?", name).groups("")
-    if module not in modules:
-        raise ValueError(f"{name} has no place in the published layout of {kind}")
-    if kind == "gpt":
-        return [name]
-    layer = layer.replace("h.", "model.layers." if kind == "llama" else "encoder.layer.")
-    return [f"{layer}{published}{leaf}" for published in modules[module]]
+    if module not in layout.modules:
+        raise ValueError(f"{name} has no place in the published layout of {layout.model_type}")
+    layer = layer.replace("h.", layout.layers)
+    return [f"{layer}{published}{leaf}" for published in layout.modules[module]]
 
 
-def is_turned(name: str, kind: str, parameter: Tensor) -> bool:
+def is_turned(name: str, layout: Layout, parameter: Tensor) -> bool:
     """Whether the file has the transpose of our matrix: GPT-2 multiplies from the right."""
-    return kind == "gpt" and name.startswith("h.") and parameter.dim() == 2
+    return layout is GPT2_LAYOUT and name.startswith("h.") and parameter.dim() == 2
 
 
 def halves_from_pairs(x: Tensor, D: int) -> Tensor:
-    """Rows of queries or keys (H D, C): of each head's D the even ones first, then the odd ones."""
-    return x.view(-1, D // 2, 2, x.shape[1]).transpose(1, 2).reshape(x.shape)
+    """Rows of queries or keys (H D, ...): of each head's D the even ones first, then the odd."""
+    return x.unflatten(0, (-1, D // 2, 2)).transpose(1, 2).reshape(x.shape)
 
 
 def pairs_from_halves(x: Tensor, D: int) -> Tensor:
-    return x.view(-1, 2, D // 2, x.shape[1]).transpose(1, 2).reshape(x.shape)
+    return x.unflatten(0, (-1, 2, D // 2)).transpose(1, 2).reshape(x.shape)
+
+
+def parts_of(
+    name: str, value: Tensor, layout: Layout, heads: Sequence[int], D: int
+) -> Sequence[Tensor]:
+    """A parameter of ours as the published entries that `published_names` names.
+
+    Args: heads of queries, keys and values, D wide each
+    """
+    if is_turned(name, layout, value):
+        return [value.T]
+    if ".c_attn." not in name or layout is GPT2_LAYOUT:
+        return value.chunk(len(published_names(name, layout)))
+    q, k, v = value.split([number * D for number in heads])
+    if layout.settings["pos"] == "rope":
+        q = halves_from_pairs(q, D)
+        k = halves_from_pairs(k, D)
+    if layout is NEOX_LAYOUT:
+        return [torch.stack([x.unflatten(0, (-1, D)) for x in (q, k, v)], dim=1).flatten(0, 2)]
+    return [q, k, v]
+
+
+def from_parts(name: str, parts: Sequence[Tensor], layout: Layout, D: int) -> Tensor:
+    """The inverse of `parts_of`."""
+    if is_turned(name, layout, parts[0]):
+        return parts[0].T
+    if ".c_attn." in name and layout is NEOX_LAYOUT:
+        parts = [x.flatten(0, 1) for x in parts[0].unflatten(0, (-1, 3, D)).unbind(1)]
+    if ".c_attn." in name and layout.settings["pos"] == "rope":
+        parts = [*(pairs_from_halves(x, D) for x in parts[:2]), parts[2]]
+    return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
 
 
 # ---- in
@@ -171,19 +262,19 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     Deviates: BERT's second token type is dropped; adding the first one rounds wpe once
     """
     entries, left_out = read(path)
-    shape = shape_of(entries, path)
-    hint = f"the file is for {flags(shape)}, and has to be as published, with its head"
+    layout = file_layout(entries)
     config, named = model.config, dict(model.named_parameters())
-    kind = "llama" if shape["kind"] == "llama" else config.kind
-    layout = Layout(kind, config.width, config.head_width)
+    hint = f"the file is for {flags(entries, path)}, and has to be as published, with its head"
+    if layout in (GPT2_LAYOUT, BERT_LAYOUT):  # a refusal names the entries of the model's own
+        layout = BERT_LAYOUT if config.kind == "bert" else GPT2_LAYOUT
+    heads, D = config.qkv_heads, config.head_width
     try:
-        expected = published_entries({name: p.to("meta") for name, p in named.items()}, layout)
+        empty = {name: parameter.to("meta") for name, parameter in named.items()}
+        expected = published_entries(empty, layout, heads, D)
     except ValueError as error:
         raise refusal(path, f"{error}; {hint}") from None
     expected = {PREFIX.sub("", entry): like for entry, like in expected.items()}
-    if kind == "llama":
-        check_llama(path, config)
-    if kind == "bert" and "wpe.weight" in named:
+    if layout is BERT_LAYOUT and "wpe.weight" in named:
         left_out.append(f"{TOKEN_TYPES}[1]")
     for entry, like in expected.items():
         actual = tuple(entries[entry].shape) if entry in entries else "absent"
@@ -205,43 +296,43 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
         raise refusal(path, f"remove these entries: {', '.join(strangers[:4])}{more}; {hint}")
     with torch.no_grad():
         for name, parameter in named.items():
-            parts = [entries[entry] for entry in published_names(name, kind)]
-            if kind == "llama" and name.endswith("c_attn.weight"):
-                parts[:2] = (pairs_from_halves(part, layout.head_width) for part in parts[:2])
-            value = torch.cat(parts) if len(parts) > 1 else parts[0]
-            value = value.T if is_turned(name, kind, value) else value
-            if kind == "bert" and name == "wpe.weight":
+            parts = [entries[entry] for entry in published_names(name, layout)]
+            value = from_parts(name, parts, layout, D)
+            if layout is BERT_LAYOUT and name == "wpe.weight":
                 value = value.double() + entries[TOKEN_TYPES][0]
             parameter.copy_(value)
     return left_out
 
 
-def check_llama(path: str | Path, config: TransformerConfig) -> None:
-    """Refuse settings that the config.json beside a file, if there is one, contradicts."""
+def settings_of(path: str | Path) -> dict[str, Any]:
+    """The settings that the config.json beside weights says they are for; {} without one.
+
+    Returns: {"model.layers": 16, ...}, those that decide what the weights compute
+    Raises:  ValueError naming --init for a model that is not computed here
+    """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     try:
         said = read_json(folder / "config.json", {}, "take it from where the weights are from")
     except FileNotFoundError:
-        return
-    rope = said.get("rope_parameters") or {"rope_theta": said.get("rope_theta", 10_000.0)}
-    rope |= said.get("rope_scaling") or {}
-    if rope.get("rope_type", "default") != "default":
-        raise refusal(
-            path, f"scales rotary angles as {rope['rope_type']}, which is not computed here"
-        )
-    heads, kv_heads, _ = config.qkv_heads
-    for flag, key, ours, theirs in (
-        ("--heads", "num_attention_heads", heads, said.get("num_attention_heads")),
-        ("--kv-heads", "num_key_value_heads", kv_heads, said.get("num_key_value_heads")),
-        ("--rope-theta", "rope_theta", config.rope_theta, rope.get("rope_theta")),
-        ("", "rms_norm_eps", config.norm_eps, said.get("rms_norm_eps")),
-        ("", "head_dim", config.head_width, said.get("head_dim")),
-    ):
-        if theirs not in (None, ours):
-            remedy = f"give {flag} {theirs}" if flag else "it is not computed here"
-            raise refusal(
-                path, f"its config.json has {key} {theirs}, and here it is {ours}: {remedy}"
-            )
+        return {}
+    layout = next((one for one in LAYOUTS if one.model_type == said.get("model_type")), None)
+    if layout is None:
+        known = ", ".join(one.model_type for one in LAYOUTS)
+        raise refusal(path, f"is of type {said.get('model_type')!a}, and these are read: {known}")
+    rope = {**(said.get("rope_scaling") or {}), **(said.get("rope_parameters") or {})}
+    said = {"rotary_emb_base": rope.get("rope_theta"), **said, **rope}
+    said["rotary_pct"] = said.get("partial_rotary_factor", said.get("rotary_pct"))
+    found = {ours: said[key] for ours, key in layout.keys.items() if said.get(key) is not None}
+    head_width = found["width"] // found["heads"]
+    for key, wanted in [*layout.fixed.items(), ("head_dim", head_width)]:
+        if said.get(key) not in (None, wanted):
+            raise refusal(path, f"has {key} {said[key]}, and only {wanted} is computed here")
+    kind = rope.get("rope_type", rope.get("type", "default"))
+    if kind == "llama3":
+        found["rope_scaling"] = ":".join(f"{said[key]:g}" for key in Scaling.KEYS)
+    elif kind != "default":
+        raise refusal(path, f"scales rotary angles as {kind}, which is not computed here")
+    return {f"model.{name}": value for name, value in (layout.settings | found).items()}
 
 
 def size_for(path: str | Path, needed: int, tokenizer: str) -> ModelSize:
@@ -254,59 +345,55 @@ def size_for(path: str | Path, needed: int, tokenizer: str) -> ModelSize:
     Args:     needed ids of the tokenizer that the model uses
     Raises:   ValueError naming --init and --tokenizer
     """
-    shape = shape_of(read(path)[0], path)
-    size, padded = ModelSize(shape["vocab_size"], shape.get("seq_len")), -(-needed // 64) * 64
-    if not needed <= size.vocab_size <= padded:
+    entries, _ = read(path)
+    V = matrix(entries, "wte.weight", path).shape[0]
+    padded = -(-needed // 64) * 64
+    if not needed <= V <= padded:
         needs = f"--tokenizer {tokenizer} one of {needed:,} (padded: {padded:,})"
         remedy = "name that of these weights, such as gpt2; BERT's WordPiece is not supported"
-        raise refusal(path, f"has a vocabulary of {size.vocab_size:,}, and {needs}: {remedy}")
-    return size
+        raise refusal(path, f"has a vocabulary of {V:,}, and {needs}: {remedy}")
+    is_learned = file_layout(entries).settings["pos"] == "learned"
+    return ModelSize(V, matrix(entries, "wpe.weight", path).shape[0] if is_learned else None)
 
 
-def shape_of(entries: dict[str, Tensor], path: str | Path) -> dict[str, str | int]:
-    """What a file tells of its model, by the names of TransformerConfig."""
-    firsts = {"wte.weight": "gpt", "model.embed_tokens.weight": "llama"}
-    kind = next((kind for entry, kind in firsts.items() if entry in entries), "bert")
-
-    def size_of(name: str) -> torch.Size:
-        entry = published_names(name, kind)[-1]
-        if entry not in entries or entries[entry].dim() != 2:
-            raise refusal(path, f"has no matrix {entry}, as GPT-2, BERT and Llama have: {RESAVE}")
-        return entries[entry].shape
-
-    V, width = size_of("wte.weight")
-    shape = {
-        "kind": kind,
-        "layers": len({match[1] for match in map(LAYER.match, entries) if match}),
-        "width": width,
-        "vocab_size": V,
-    }
-    if kind == "llama":
-        sizes = {"mlp_width": "h.0.mlp.c_fc.weight", "kv_width": "h.0.attn.c_attn.weight"}
-        shape |= {name: size_of(of)[0] for name, of in sizes.items()}
-        return shape | {"tied": "lm_head.weight" not in entries}
-    (inner,) = published_names("h.0.mlp.c_fc.bias", kind)
-    shape["mlp_width"] = len(entries[inner]) if inner in entries else 4 * width
-    return shape | {"seq_len": size_of("wpe.weight")[0]}
+def file_layout(entries: dict[str, Tensor]) -> Layout:
+    """The layout that these entries are in, by the name of the embedding; BERT's by default."""
+    fitting = (one for one in LAYOUTS if f"{one.modules['wte'][0]}.weight" in entries)
+    return next(fitting, BERT_LAYOUT)
 
 
-def flags(shape: dict[str, str | int]) -> str:
-    """The flags that build a file's model, except the number of heads."""
-    layers, width = shape["layers"], shape["width"]
-    if shape["kind"] == "llama":
-        sizes = f"--layers {layers} --width {width} --mlp-width {shape['mlp_width']}"
-        head = "" if shape["tied"] else " --no-tied"
-        heads = f"its --heads, and --kv-heads that are {shape['kv_width']} wide together"
-        return f"--block llama {sizes}{head}, {heads}; a vocabulary of {shape['vocab_size']}"
-    T = shape["seq_len"]
-    named = {(s.layers, s.width, s.seq_len): name for name, s in SIZES.items()}
+def matrix(entries: dict[str, Tensor], name: str, path: str | Path) -> Tensor:
+    """The last of the entries that make up a matrix of ours."""
+    entry = published_names(name, file_layout(entries))[-1]
+    if entry not in entries or entries[entry].dim() != 2:
+        raise refusal(path, f"has no matrix {entry}, as GPT-2, BERT and Llama have: {RESAVE}")
+    return entries[entry]
+
+
+def flags(entries: dict[str, Tensor], path: str | Path) -> str:
+    """The flags that build a file's model, except the number of heads, which it does not tell."""
+    layout, (V, width) = file_layout(entries), matrix(entries, "wte.weight", path).shape
+    layers = len({match[1] for match in map(LAYER.match, entries) if match})
+    inner = matrix(entries, "h.0.mlp.c_fc.weight", path)
+    mlp_width = inner.shape[1] if layout is GPT2_LAYOUT else inner.shape[0]
     size = f"--layers {layers} --width {width} and its --heads"
+    T, positions = None, ""
+    if layout.settings["pos"] == "learned":
+        T = len(matrix(entries, "wpe.weight", path))
+        positions = f"{T} positions, "
+    if layout is LLAMA_LAYOUT:
+        kv_width = len(matrix(entries, "h.0.attn.c_attn.weight", path))
+        size += f", --kv-heads that are {kv_width} wide together"
+    named = {(s.layers, s.width, s.seq_len): name for name, s in SIZES.items()}
     if (layers, width, T) in named:
         size = f"--size {named[layers, width, T]}"
-    if shape["mlp_width"] != 4 * width:
-        size += f", --mlp-width {shape['mlp_width']}"
-    vocabulary = f"{T} positions, a vocabulary of {shape['vocab_size']}"
-    return f"--model {shape['kind']}, {size}, --pos learned, {vocabulary}"
+    if mlp_width != 4 * width:
+        size += f", --mlp-width {mlp_width}"
+    if "tied" not in layout.settings and {"lm_head.weight", "embed_out.weight"} & entries.keys():
+        size += ", --no-tied"
+    s = layout.settings
+    block = "--block llama" if layout is LLAMA_LAYOUT else f"--pos {s['pos']}"
+    return f"--model {s['model']}, {size}, {block}, {positions}a vocabulary of {V}"
 
 
 def read(path: str | Path) -> tuple[dict[str, Tensor], list[str]]:
@@ -316,7 +403,7 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], list[str]]:
     """
     path, is_safetensors = Path(path), False
     if path.is_dir():
-        inside = (path / name for name in (INDEX, "model.safetensors"))
+        inside = (path / name for name in (INDEX, "model.safetensors", "pytorch_model.bin"))
         path = next(filter(Path.exists, inside), path)
     try:
         with open(path, "rb") as file:
@@ -344,7 +431,7 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], list[str]]:
         name = PREFIX.sub("", str(key)).replace(".gamma", ".weight").replace(".beta", ".bias")
         if name == "embeddings.position_ids":
             left_out.append(name)
-        elif not MASKS.fullmatch(name):
+        elif not BUFFERS.fullmatch(name):
             if not (isinstance(value, Tensor) and value.is_floating_point()):
                 raise refusal(path, f"{key} is not a tensor of floating-point numbers: {RESAVE}")
             if name in entries:
@@ -395,15 +482,18 @@ def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[st
     if path is None:
         raise ValueError(f"{source} is neither the folder of a run nor one of its checkpoints")
     run = trained(path)
-    layout = layout_of(model_settings(run))
+    s = {name.removeprefix("model."): value for name, value in run.settings.items()}
+    layout = layout_of(s)
     if layout is None:
         raise ValueError(
-            f"{path} fits no published layout: GPT-2's and BERT's are for the default block without"
-            " --pos rope, Llama's for --block llama without --qk-norm"
+            f"{path} fits no published layout: GPT-2's, BERT's and GPT-NeoX's are for the default"
+            " block, Llama's for --block llama, all without --qk-norm, and only Llama's has"
+            " --kv-heads"
         )
     say(f"reading {path}, step {run.step}")
-    entries = published_entries(weights_of(path), layout)
-    config = transformers_config(run)
+    heads = (s["heads"], s["kv_heads"], s["kv_heads"])
+    entries = published_entries(weights_of(path), layout, heads, s["width"] // s["heads"])
+    config = transformers_config(run, s, layout)
     say(f"writing {out}, {sum(tensor.nbytes for tensor in entries.values()):,} bytes")
     if not out.suffix:
         encoding = get_encoding(run.settings["data.tokenizer"])
@@ -421,9 +511,8 @@ def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[st
                 safetensors.save(file, entries, {"format": "pt"})
         return config
     with atomic_write(out) as file:
-        if (
-            out.suffix == ".safetensors"
-        ):  # which has no tensors that share bytes: its readers tie by name
+        # safetensors has no tensors that share bytes: its readers tie by name
+        if out.suffix == ".safetensors":
             safetensors.save(file, entries, {"format": "pt"})
         else:  # with the second names of tied tensors, which take no bytes
             plain = {PREFIX.sub("", name): tensor for name, tensor in entries.items()}
@@ -437,52 +526,34 @@ def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[st
     return config
 
 
-def published_entries(weights: dict[str, Tensor], layout: Layout) -> dict[str, Tensor]:
+def published_entries(
+    weights: dict[str, Tensor], layout: Layout, heads: Sequence[int], D: int
+) -> dict[str, Tensor]:
     """Our parameters under their published names; the inverse of `load_published`.
 
+    Args:    heads of queries, keys and values, D wide each
     Example: BERT's h.0.attn.c_attn.bias (3 C,) becomes query, key and value of (C,) each
     """
-    kind, entries = layout.name, {}
+    entries = {}
     for name, value in weights.items():
-        names = published_names(name, kind)
-        turned = value.T if is_turned(name, kind, value) else value
-        first = layout.width if len(names) == 3 else len(turned) // len(names)  # rows, or all
-        others = (len(turned) - first) // max(len(names) - 1, 1)
-        sizes = [first, *[others] * (len(names) - 1)]
-        for entry, part in zip(names, turned.split(sizes), strict=True):
-            is_halved = HALVED.fullmatch(entry)
-            part = halves_from_pairs(part, layout.head_width) if is_halved else part
+        parts = parts_of(name, value, layout, heads, D)
+        for entry, part in zip(published_names(name, layout), parts, strict=True):
             entries[entry] = part.contiguous()
-    if kind == "bert":
+    if layout is BERT_LAYOUT:
         entries[TOKEN_TYPES] = torch.zeros(2, weights["wte.weight"].shape[1], dtype=torch.float32)
-    base = {"gpt": "transformer.", "bert": "bert.", "llama": ""}[kind]  # heads stand beside it
-    return {e if e.startswith("cls.") else base + e: tensor for e, tensor in entries.items()}
+    return {e if e.startswith(HEADS) else layout.base + e: x for e, x in entries.items()}
 
 
-def transformers_config(run: Trained) -> dict[str, Any]:
-    """Dimensions, activation and epsilon by the names that transformers has for them."""
-    s = model_settings(run)
-    if s["block"] == "llama":
-        names = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
-        names += ("num_attention_heads", "intermediate_size")
-        config = {"model_type": "llama", "architectures": ["LlamaForCausalLM"]}
-        config |= {"hidden_act": "silu", "rms_norm_eps": 1e-5, "rope_theta": s["rope_theta"]}
-        config |= {"num_key_value_heads": s["kv_heads"], "tie_word_embeddings": s["tied"]}
-    elif s["model"] == "gpt":
-        names = ("n_positions", "n_embd", "n_layer", "n_head", "n_inner")
-        config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"]}
-        config |= {"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5}
-    else:
-        names = ("max_position_embeddings", "hidden_size", "num_hidden_layers")
-        names += ("num_attention_heads", "intermediate_size")
-        head = "BertForPreTraining" if s["nsp"] else "BertForMaskedLM"
-        config = {"model_type": "bert", "architectures": [head], "type_vocab_size": 2}
-        config |= {"hidden_act": "gelu", "layer_norm_eps": 1e-12}
-    sizes = [
-        run.size.positions or run.settings["data.seq_len"],
-        *(s[name] for name in ("width", "layers", "heads", "mlp_width")),
-    ]
-    return config | dict(zip(names, sizes, strict=True)) | {"vocab_size": run.size.vocab_size}
+def transformers_config(run: Trained, s: Mapping[str, Any], layout: Layout) -> dict[str, Any]:
+    """A run's settings by the names that transformers has for them, and what it computes."""
+    head = "BertForPreTraining" if s["nsp"] else layout.architecture
+    positions = "n_positions" if layout is GPT2_LAYOUT else "max_position_embeddings"
+    config = {"model_type": layout.model_type, "architectures": [head], **layout.fixed}
+    config |= {theirs: s[ours] for ours, theirs in layout.keys.items()}
+    config[positions] = run.size.positions or run.settings["data.seq_len"]
+    if scaling := s.get("rope_scaling"):
+        config["rope_scaling"] = Scaling.parsed(scaling).as_published()
+    return config | {"vocab_size": run.size.vocab_size}
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -500,11 +571,12 @@ def main(argv: list[str] | None = None) -> None:
     )
     args = parser.parse_args(argv)
     if args.verb == "show":
-        shape = shape_of(read(args.path)[0], args.path)
-        print(f"{args.path}: {shape}; as flags: {flags(shape)}")
+        print(f"{args.path}: as flags: {flags(read(args.path)[0], args.path)}")
+        if said := settings_of(args.path):
+            print(f"its config.json says them all, and --init takes them from there: {said}")
         return
     config = export(args.path, args.out, print)
-    print(f"{args.out}: {shape_of(read(args.out)[0], args.out)}")
+    print(f"{args.out}: {flags(read(args.out)[0], args.out)}")
     print("rows of its vocabulary beyond the tokenizer's ids fill it up to a multiple of 64")
     which = (
         f"this config.json beside it: {json.dumps(config)}" if args.out.suffix else "its tokenizer"

@@ -3,6 +3,7 @@
 Optimizer state, clock and everything else that only its own run needs are left alone.
 """
 
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +12,7 @@ from torch import Tensor
 from support.run import checkpoint
 from support.run.folder import ModelSize
 from support.run.run import check_types
-from support.step.sizes import SIZES
+from support.step.sizes import SIZES, ModelConfig, with_defaults
 
 
 class Trained(NamedTuple):
@@ -52,7 +53,9 @@ def trained(path: Path) -> Trained:
     """Read a checkpoint's outline. Layers that share weights (--pseudo) count one by one."""
     state = checkpoint.outlined(path)
     check_types(path, state)
-    settings, size = dict(state["config"]), ModelSize(**state["model_size"])
+    defaults = {f"model.{item.name}": item.default for item in fields(ModelConfig)}
+    settings = with_defaults(defaults | state["config"])  # a run may be from before a setting
+    size = ModelSize(**state["model_size"])
     if settings["model.pos"] == "learned" and not size.positions:
         size = size._replace(positions=SIZES[settings["model.size"]].seq_len)
     settings["model.layers"] = len(running_layers(state))
