@@ -43,6 +43,8 @@ def at_toy_size(module: str, arguments: list[str]) -> list[str]:
     words = [word for word in words if word not in ("--size", "124M", "--compile")]
     own = "--init" in words and words[words.index("--init") + 1].startswith(("runs/", "llama"))
     more = {flag: TINY[flag] for flag in TINY if not (own and flag in DIMENSIONS)}
+    if "--seq-len" in words:
+        more["--seq-len"] = TINY["--seq-len"]
     if "--tokens" not in words:
         more["--tokens"] = "512"
     return [*words, *(word for pair in more.items() for word in pair)]
