@@ -426,10 +426,10 @@ def test_a_file_that_does_not_fit_changes_nothing(tmp_path, kind, edits, changes
 
 
 def test_a_misfit_and_the_command_name_the_flags_of_a_file_and_equal_twins_fit(tmp_path, capsys):
-    path, flags = written(bert_file(), tmp_path), "--layers 2 --width 16 and its --heads"
-    assert_refused(built("gpt"), path, f"--model bert, {flags}")
+    path, flags = written(bert_file(), tmp_path), "--block gpt2 --layers 2 --width 16"
+    assert_refused(built("gpt"), path, f"--model bert {flags}")
     published.main(["show", str(written(gpt_file(), tmp_path))])
-    assert f"--model gpt, {flags}, --pos learned" in capsys.readouterr().out
+    assert f"--model gpt {flags} --mlp-width 64 --pos learned" in capsys.readouterr().out
     with pytest.raises(ValueError, match=r"h\.0\.attn\.q_norm\.weight has no place"):
         published_names("h.0.attn.q_norm.weight", GPT2_LAYOUT)
     for kind, file in (("gpt", gpt_file()), ("bert", bert_file())):

@@ -119,6 +119,12 @@ def as_given(flag: str, value: Value) -> str:
     return f"{flag} {value}"
 
 
+def as_flags(settings: Flat) -> str:
+    """Example: {"model.layers": 3, "model.tied": False} -> --layers 3 --no-tied"""
+    flags = {"--" + name.partition(".")[2].replace("_", "-"): v for name, v in settings.items()}
+    return " ".join(as_given(flag, value) for flag, value in flags.items())
+
+
 def flattened(config: "Config") -> Flat:
     """A configuration as {"group.field": value}."""
     return {f"{g}.{name}": v for g, part in asdict(config).items() for name, v in part.items()}

@@ -16,7 +16,7 @@ import torch
 
 from model import Transformer, TransformerConfig
 from support.base.rng import seed_of
-from support.base.settings import Flat, as_given
+from support.base.settings import Flat, as_flags
 from support.run import checkpoint
 from support.run.folder import ModelSize
 from support.step.sizes import ModelConfig
@@ -64,11 +64,6 @@ def check_against(taken: Flat, given: Flat, path: str | Path | None) -> None:
     if others:
         was, asked = (as_flags({name: of[name] for name in others}) for of in (taken, given))
         raise ValueError(f"--init {path} is a model of {was}, not {asked}: leave that out")
-
-
-def as_flags(settings: Flat) -> str:
-    flags = {"--" + name.partition(".")[2].replace("_", "-"): v for name, v in settings.items()}
-    return " ".join(as_given(flag, value) for flag, value in flags.items())
 
 
 def source_of(init: str | None) -> Trained | None:

@@ -52,9 +52,9 @@ from kernels.rotary import Scaling
 from model import Transformer
 from support.base.atomic import atomic_folder, atomic_write
 from support.base.runtime import Parser, exit_cleanly
+from support.base.settings import as_flags
 from support.base.typed_json import Each, read_json
 from support.run.folder import ModelSize
-from support.step.sizes import SIZES
 from support.text.tokenizer import as_transformers_has_it, get_encoding
 from support.weights import safetensors
 from support.weights.trained import Trained, checkpoint_of, has_trailer, trained, weights_of
@@ -178,6 +178,7 @@ TIED = {  # second names of one tensor, and the first, by layout
     "cls.predictions.decoder.weight": ["embeddings.word_embeddings.weight"],
     "cls.predictions.decoder.bias": ["cls.predictions.bias"],
 }
+TOLD = ("model", "block", "layers", "width", "mlp_width", "pos", "tied")  # by entries alone
 INDEX = "model.safetensors.index.json"
 RESAVE = "give a run, a .safetensors file, or a state dict that torch.save wrote"
 
@@ -373,27 +374,15 @@ def matrix(entries: dict[str, Tensor], name: str, path: str | Path) -> Tensor:
 def flags(entries: dict[str, Tensor], path: str | Path) -> str:
     """The flags that build a file's model, except the number of heads, which it does not tell."""
     layout, (V, width) = file_layout(entries), matrix(entries, "wte.weight", path).shape
-    layers = len({match[1] for match in map(LAYER.match, entries) if match})
-    inner = matrix(entries, "h.0.mlp.c_fc.weight", path)
-    mlp_width = inner.shape[1] if layout is GPT2_LAYOUT else inner.shape[0]
-    size = f"--layers {layers} --width {width} and its --heads"
-    T, positions = None, ""
-    if layout.settings["pos"] == "learned":
-        T = len(matrix(entries, "wpe.weight", path))
-        positions = f"{T} positions, "
-    if layout is LLAMA_LAYOUT:
-        kv_width = len(matrix(entries, "h.0.attn.c_attn.weight", path))
-        size += f", --kv-heads that are {kv_width} wide together"
-    named = {(s.layers, s.width, s.seq_len): name for name, s in SIZES.items()}
-    if (layers, width, T) in named:
-        size = f"--size {named[layers, width, T]}"
-    if mlp_width != 4 * width:
-        size += f", --mlp-width {mlp_width}"
-    if "tied" not in layout.settings and {"lm_head.weight", "embed_out.weight"} & entries.keys():
-        size += ", --no-tied"
-    s = layout.settings
-    block = "--block llama" if layout is LLAMA_LAYOUT else f"--pos {s['pos']}"
-    return f"--model {s['model']}, {size}, {block}, {positions}a vocabulary of {V}"
+    told = layout.settings | {
+        "layers": len({match[1] for match in map(LAYER.match, entries) if match}),
+        "width": width,
+        "mlp_width": matrix(entries, "h.0.mlp.c_fc.weight", path).shape[layout is GPT2_LAYOUT],
+        "tied": not {"lm_head.weight", "embed_out.weight"} & entries.keys(),
+    }
+    words = as_flags({f"model.{name}": told[name] for name in TOLD})
+    heads = "--heads and --kv-heads" if layout is LLAMA_LAYOUT else "--heads"
+    return f"{words} and its {heads}, with a vocabulary of {V}"
 
 
 def read(path: str | Path) -> tuple[dict[str, Tensor], list[str]]:
