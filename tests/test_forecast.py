@@ -311,6 +311,8 @@ def test_activations_are_those_that_autograd_keeps(flags, half, monkeypatch):
     shape = config.transformer_config(settings, 320)
     net, T = train.Transformer(shape), settings.data.seq_len
     assert sum(p.numel() for p in net.parameters()) == sizes.parameter_count(shape)
+    matrices = [p for p in net.h[0].parameters() if p.ndim > 1]
+    assert sum(p.numel() for p in matrices) == sizes.weights_of_block(shape), "a fork's too"
 
     def kept(rows: int) -> int:
         storages = {}

@@ -333,6 +333,7 @@ def test_a_llamas_norm_and_mlp_by_hand_and_keys_that_queries_share():
     block = model.h[0]
     size = (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
     assert_close(block.ln_1(x), x / size * block.ln_1.weight)
+    assert started("bert", norm="rmsnorm").ln_f.eps == 1e-5 != started("bert").ln_f.eps
     gate, up = (x @ block.mlp.c_fc.weight.T).split(32, dim=-1)
     assert_close(block.mlp(x), (gate / (1 + (-gate).exp()) * up) @ block.mlp.c_proj.weight.T)
     wider = tiny("llama", "rope", kv_heads=2)  # each query has the same keys for itself
