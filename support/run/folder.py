@@ -192,6 +192,7 @@ def open_board(name: str, folder: Path, run: str, settings: Flat) -> Board:
 
 BEAT_S = 10.0  # seconds between two heartbeats
 LONGEST_LINE = 1 << 20  # bytes
+RESULTS = "evaluations.jsonl"  # what evaluate.py found out about the run, a JSON object a line
 
 
 class Log:
