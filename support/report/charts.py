@@ -111,6 +111,16 @@ def with_points(charts: Sequence[Chart]) -> list[Chart]:
     return [chart for chart in drawn if chart.series]
 
 
+def in_time(chart: Chart) -> Chart:
+    """With long seconds on the horizontal axis as minutes or hours."""
+    most = max((float(one.x.max()) for one in chart.series if len(one.x)), default=0.0)
+    if chart.x_unit != "seconds" or most <= 10 * 60:
+        return chart
+    scale, unit = (60 * 60, "hours") if most > 4 * 60 * 60 else (60, "minutes")
+    drawn = [one._replace(x=one.x / scale) for one in chart.series]
+    return chart._replace(series=drawn, marks=[x / scale for x in chart.marks], x_unit=unit)
+
+
 # ---- points
 
 

@@ -1,32 +1,43 @@
-"""The page about several runs: which are one recipe with other seeds, and what a loss costs each.
+"""Pages about several runs: an index of a folder, and a comparison, which tells runs that are one
+recipe with other seeds, and what a loss costs each.
 
 A loss is reached where the line between two evaluations crosses it for the first time. Seconds are
 those of the steps; evaluations and checkpoints are left out.
 """
 
+import os
 import re
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from support.report.charts import Chart, series
-from support.report.page import Page, Section, Table, spread
-from support.report.run_page import UNITS, RunLog, amount, summary
+from support.base.numbers import duration, several, short
+from support.report.charts import Chart, in_time
+from support.report.page import Page, Section, Table, spread, table
+from support.report.run_page import (
+    UNITS,
+    RunLog,
+    amount,
+    evaluated,
+    read_run,
+    summary,
+    unsteady,
+)
 
 # Settings of the group "run" that make no other recipe. --data and --compile may differ when a run
 # goes on, too, but change losses and seconds by more than a seed does.
 ASIDE = ("seed", "out", "resume", "keep", "tensorboard", "wandb", "eval_every", "checkpoint_every")
-HOURS = 3600.0
-MINUTES = 60.0
+LONGEST_NAME = 24  # letters in a legend
 WIDE = 20.0  # the axis is logarithmic if the longest run took more times the shortest one's time
 
 
 class Recipe(NamedTuple):
     """Runs that differ only in their seed."""
 
-    label: str  # the flags that not all recipes have
+    name: str  # in legends and tables
+    flags: str  # that not all recipes have
     settings: dict[str, Any]
     runs: list[RunLog]
 
@@ -49,16 +60,69 @@ def page(recipes: Sequence[Recipe], loss: float | None, asked: bool, changed: Ta
           changed the settings that differ between the recipes
     """
     logs = [log for recipe in recipes for log in recipe.runs]
-    charts = [chart_against(unit, recipes, loss) for unit in UNITS]
+    against = f"Held-out loss against its cost, {text_of(logs)}"
     parts = [
+        Section("The recipes", tables=[recipes_table(recipes)], notes=cautions(logs)),
         cost_section(recipes, loss, asked),
-        Section("Held-out loss against its cost", charts),
+        Section(against, [chart_against(unit, recipes, loss) for unit in UNITS]),
         Section("What each recipe spent and reached", tables=[totals(recipes)]),
         Section("Settings that differ", tables=[changed]),
-        Section("The runs", tables=[runs_table(recipes)], notes=cautions(logs)),
+        Section("The runs", tables=[runs_table(recipes)]),
     ]
-    title = f"Recipes: {len(recipes)}, runs: {len(logs)}"
-    return Page(title, f"Ratios are to the first recipe, {recipes[0].label}.", [], parts)
+    title = f"{several(len(recipes), 'recipe')}, {several(len(logs), 'run')}"
+    return Page(title, f"Ratios are to the first recipe, {recipes[0].name}.", [], parts)
+
+
+def folders_in(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+
+
+def runs_in(folder: Path) -> list[RunLog]:
+    """The runs in a folder, in the order of their names; ValueError if there is none."""
+    logs = []
+    for run in folders_in(folder):
+        with suppress(ValueError):
+            logs.append(read_run(run))
+    if not logs:
+        raise ValueError(f"{folder} holds no log.jsonl, and no runs: name the folder of a run")
+    return logs
+
+
+def index(folder: Path, logs: Sequence[RunLog], out: Path) -> Page:
+    """A page about all runs in a folder.
+
+    Args: out where it is written, which its links begin at
+    """
+    others = len(folders_in(folder)) - len(logs)
+    links = [
+        os.path.relpath(log.folder / "report.html", out.parent)
+        if (log.folder / "report.html").exists()
+        else ""
+        for log in logs
+    ]
+    columns = {
+        "run": lambda log: log.name,
+        "model": lambda log: f"{log.settings['model.model']} {log.settings['model.size']}",
+        "state": lambda log: log.state,
+        "consumed tokens": lambda log: short(log.spent()["consumed_tokens"]),
+        "bits per byte": held_out,
+        "seconds": lambda log: duration(log.spent()["seconds"]),
+        "commit": lambda log: log.starts[-1]["commit"],
+    }
+    notes = [f"Left out, because no log of a run is there: {several(others, 'folder')}."]
+    part = Section(
+        "Runs", tables=[table(columns, logs, links=links)], notes=notes if others else []
+    )
+    lead = f"{several(len(logs), 'run')} in {folder}"
+    return Page(folder.resolve().name, lead, [], [part])
+
+
+def held_out(log: RunLog) -> str:
+    """The last held-out loss of a run, and what it was measured on."""
+    if not log.evals:
+        return ""
+    line = log.final or log.evals[-1]
+    return f"{line['val_bpb']:.3f}\n{log.text_of(line)}"
 
 
 # ---- recipes
@@ -71,16 +135,31 @@ def recipes_of(logs: Sequence[RunLog]) -> list[Recipe]:
     for log in logs:
         settings = {name: value for name, value in log.settings.items() if name not in aside}
         key = repr(sorted(settings.items()))
-        groups.setdefault(key, Recipe("", settings, [])).runs.append(log)
+        groups.setdefault(key, Recipe("", "", settings, [])).runs.append(log)
     recipes = list(groups.values())
-    flags = [flags_of(recipe.runs[0]) for recipe in recipes]
-    shared = set.intersection(*map(set, flags))
-    labels: list[str] = []
-    for recipe, given in zip(recipes, flags, strict=True):
-        own = " ".join(flag for flag in given if flag not in shared)
-        label = f"`{own}`" if own else "no other flags" if shared else "the defaults"
-        labels.append(label if label not in labels else f"{label}, {recipe.runs[0].name}")
-    return [r._replace(label=label) for r, label in zip(recipes, labels, strict=True)]
+    given = [flags_of(recipe.runs[0]) for recipe in recipes]
+    shared = set.intersection(*map(set, given))
+    plain = "no other flags" if shared else "the defaults"
+    own = [" ".join(flag for flag in flags if flag not in shared) for flags in given]
+    return [
+        recipe._replace(name=name, flags=f"`{flags}`" if flags else plain)
+        for recipe, name, flags in zip(recipes, names_of(recipes), own, strict=True)
+    ]
+
+
+def names_of(recipes: Sequence[Recipe]) -> list[str]:
+    """What the folders of each recipe's runs have in common; numbers, if that tells them not apart.
+
+    Example: runs/plain-1 and runs/plain-2 are "plain", runs/ltd-1 alone is "ltd-1"
+    """
+    names = []
+    for recipe in recipes:
+        folders = [log.name for log in recipe.runs]
+        common = os.path.commonprefix(folders).rstrip("-_.0123456789")  # noqa: RUF071, of names
+        names.append(folders[0] if len(folders) == 1 else common)
+    if len(set(names)) < len(names) or not all(0 < len(n) <= LONGEST_NAME for n in names):
+        names = [f"recipe {number}" for number in range(1, len(names) + 1)]
+    return names
 
 
 def flags_of(log: RunLog) -> list[str]:
@@ -147,24 +226,17 @@ def costs(recipes: Sequence[Recipe], loss: float) -> list[Costs]:
 def comparison_summary(recipes: Sequence[Recipe], loss: float | None) -> dict[str, Any]:
     """Every number of the page, for --json."""
     each = costs(recipes, loss) if loss is not None else [None] * len(recipes)
-    return {
-        "loss": loss,
-        "recipes": [
-            {
-                "label": recipe.label,
-                "settings": recipe.settings,
-                "cost": cost._asdict() if cost else None,
-                "runs": [summary(log) for log in recipe.runs],
-            }
-            for recipe, cost in zip(recipes, each, strict=True)
-        ],
-        "cautions": cautions([log for recipe in recipes for log in recipe.runs]),
-    }
+    shown = []
+    for recipe, cost in zip(recipes, each, strict=True):
+        runs = [summary(log) for log in recipe.runs]
+        shown.append({**recipe._asdict(), "cost": cost and cost._asdict(), "runs": runs})
+    logs = [log for recipe in recipes for log in recipe.runs]
+    return {"loss": loss, "recipes": shown, "cautions": cautions(logs)}
 
 
 def cautions(logs: Sequence[RunLog]) -> list[str]:
     """What keeps these runs from being compared as they are, in whole sentences."""
-    sentences = []
+    sentences = unsteady(logs)
     texts = {log.on_the_way[0].get("bytes") for log in logs if log.evals}
     if len(texts) > 1:
         sizes = ", ".join(f"{size:,}" for size in sorted(size or 0 for size in texts))
@@ -177,8 +249,8 @@ def cautions(logs: Sequence[RunLog]) -> list[str]:
         if ", " in values:
             effect = "Made with several commits" if name == "commit" else "Seconds say less here"
             sentences.append(f"{effect}: runs have {name} {values}.")
-    if unfinished := [str(log.folder) for log in logs if not log.final]:
-        sentences.append(f"Not finished: {', '.join(unfinished)}.")
+    if unfinished := [f"{log.folder} ({log.state})" for log in logs if not log.final]:
+        sentences.append(f"Without an end: {', '.join(unfinished)}.")
     if damaged := [f"{log.folder} ({log.unread})" for log in logs if log.unread]:
         sentences.append(f"Damaged lines of a log, left out: {', '.join(damaged)}.")
     return sentences
@@ -187,26 +259,59 @@ def cautions(logs: Sequence[RunLog]) -> list[str]:
 # ---- parts of the page
 
 
+def text_of(logs: Sequence[RunLog]) -> str:
+    """What the evaluations on the way of these runs read."""
+    texts = {log.text_of(log.on_the_way[0]) for log in logs if log.evals}
+    return texts.pop() if len(texts) == 1 else "on texts that are not the same"
+
+
+def with_seeds(values: Sequence[float], digits: int) -> str:
+    """The mean with its spread over seeds, or that there is one only."""
+    return spread(values, digits=digits) + (" (one seed)" if len(values) == 1 else "")
+
+
+def units(recipes: Sequence[Recipe]) -> dict[str, str]:
+    """UNITS as the heads of columns."""
+    logs = [log for recipe in recipes for log in recipe.runs]
+    return UNITS | ({"seconds": "seconds, not steady"} if unsteady(logs) else {})
+
+
+def recipes_table(recipes: Sequence[Recipe]) -> Table:
+    columns = {
+        "recipe": lambda recipe: recipe.name,
+        "flags": lambda recipe: recipe.flags,
+        "runs": lambda recipe: several(len(recipe.runs), "run"),
+    }
+    return table(columns, recipes, colors=range(len(recipes)))
+
+
 def cost_section(recipes: Sequence[Recipe], loss: float | None, asked: bool) -> Section:
     if loss is None:
-        return Section("Cost to reach a loss")
-    rows = []
-    for recipe, cost in zip(recipes, costs(recipes, loss), strict=True):
-        at_most = "\nat the first evaluation already" if cost.at_most else ""
-        reached = f"{cost.reached} of {len(recipe.runs)}{at_most}"
-        rows.append([recipe.label, *(cost_cell(cost, unit) for unit in UNITS), reached])
+        return Section("")
+    columns = {
+        "recipe": lambda pair: pair[0].name,
+        **{
+            words: lambda pair, unit=unit: cost_cell(pair[1], unit)
+            for unit, words in units(recipes).items()
+        },
+        "runs that reach it": lambda pair: (
+            f"{pair[1].reached} of {pair[1].of}"
+            + ("\nat the first evaluation already" if pair[1].at_most else "")
+        ),
+    }
     why = "where the first recipe's evaluations on the way end"
     why += ", the highest of its seeds" if len(recipes[0].runs) > 1 else ""
     notes = [
-        f"{loss:.4f} bits per byte is {'as asked for with --loss' if asked else why}.",
+        f"{loss:.3f} bits per byte is {'as asked for with --loss' if asked else why}.",
         "Each cell is the ratio to the mean of the first recipe's runs, with the least and the most"
         " over seeds, and the mean itself. A loss is reached where the line between two"
         " evaluations crosses it first. Seconds are those of the steps: evaluations and"
         " checkpoints are left out.",
     ]
-    columns = ["recipe", *UNITS.values(), "runs that reach it"]
-    table = Table(columns, rows, colors=range(len(recipes)))
-    return Section(f"Cost to reach {loss:.4f} bits per byte", tables=[table], notes=notes)
+    pairs = list(zip(recipes, costs(recipes, loss), strict=True))
+    logs = [log for recipe in recipes for log in recipe.runs]
+    heading = f"Cost to reach {loss:.3f} bits per byte {text_of(logs)}"
+    return Section(heading, tables=[table(columns, pairs, colors=range(len(pairs)))], notes=notes)
 
 
 def cost_cell(cost: Costs, unit: str) -> str:
@@ -214,7 +319,7 @@ def cost_cell(cost: Costs, unit: str) -> str:
     if not cost.reached:
         return "not reached"
     mean = amount(statistics.mean(cost.spent[unit]), unit)
-    ratio = spread(cost.ratios[unit], digits=2)
+    ratio = with_seeds(cost.ratios[unit], digits=2)
     if not ratio:
         return mean
     return f"{'≤ ' if cost.at_most else ''}{ratio}\n{mean}"
@@ -222,45 +327,48 @@ def cost_cell(cost: Costs, unit: str) -> str:
 
 def chart_against(unit: str, recipes: Sequence[Recipe], loss: float | None) -> Chart:
     """Held-out loss of every run against one of UNITS."""
-    curves = []
-    for color, recipe in enumerate(recipes):
-        for log in recipe.runs:
-            x = np.array([log.spent(line["step"])[unit] for line in log.on_the_way])
-            y = np.array([line["val_bpb"] for line in log.on_the_way])
-            curves.append(series(recipe.label, x, y, "dots", color))
+    curves = [
+        evaluated(log._replace(axis=unit), recipe.name, log.on_the_way, color)
+        for color, recipe in enumerate(recipes)
+        for log in recipe.runs
+    ]
     ends = [float(curve.x[-1]) for curve in curves if len(curve.x)] or [0.0]
-    name = UNITS[unit]
-    log_x = False
-    if unit == "seconds":
-        scale = HOURS if max(ends) > 4 * HOURS else MINUTES if max(ends) > 10 * MINUTES else 1.0
-        name = {HOURS: "hours", MINUTES: "minutes", 1.0: "seconds"}[scale] + " of training steps"
-        curves = [curve._replace(x=curve.x / scale) for curve in curves]
-        log_x = max(ends) > WIDE * min(ends) > 0
+    log_x = unit == "seconds" and max(ends) > WIDE * min(ends) > 0
     title = f"Loss against {UNITS[unit]}"
-    return Chart(title, "bits per byte", name, curves, level=loss, log_x=log_x)
+    return in_time(Chart(title, "bits per byte", UNITS[unit], curves, level=loss, log_x=log_x))
 
 
 def totals(recipes: Sequence[Recipe]) -> Table:
-    rows = []
-    for recipe in recipes:
-        ended = [log for log in recipe.runs if log.final]
-        spent = [log.spent() for log in ended or recipe.runs]
-        reached = spread([log.final["val_bpb"] for log in ended], digits=4)
-        means = [amount(statistics.mean(run[unit] for run in spent), unit) for unit in UNITS]
-        number = f"{len(ended)} of {len(recipe.runs)}"
-        rows.append([recipe.label, reached or "not finished", *means, number])
-    columns = ["recipe", "bits per byte at the end", *UNITS.values(), "runs that ended"]
-    return Table(columns, rows, colors=range(len(recipes)))
+    ended = {recipe.name: [log for log in recipe.runs if log.final] for recipe in recipes}
+
+    def reached(recipe: Recipe) -> str:
+        losses = [log.final["val_bpb"] for log in ended[recipe.name]]
+        return with_seeds(losses, digits=3) or "not finished"
+
+    def mean(recipe: Recipe, unit: str) -> str:
+        logs = ended[recipe.name] or recipe.runs
+        return amount(statistics.mean(log.spent()[unit] for log in logs), unit)
+
+    lines = {log.text_of(log.final) for logs in ended.values() for log in logs}
+    text = lines.pop() if len(lines) == 1 else "on texts that are not the same"
+    columns = {
+        "recipe": lambda recipe: recipe.name,
+        f"bits per byte at the end, {text}": reached,
+        **{w: lambda recipe, unit=unit: mean(recipe, unit) for unit, w in units(recipes).items()},
+        "runs that ended": lambda r: f"{len(ended[r.name])} of {len(r.runs)}",
+    }
+    return table(columns, recipes, colors=range(len(recipes)))
 
 
 def runs_table(recipes: Sequence[Recipe]) -> Table:
     made_with = ("commit", "torch", "machine", "threads")
-    rows = []
-    for recipe in recipes:
-        for log in recipe.runs:
-            end = f"{log.final['val_bpb']:.4f}" if log.final else "not finished"
-            made = [str(log.starts[-1].get(name, "")) for name in made_with]
-            seed = str(log.settings["run.seed"])
-            rows.append([str(log.folder), seed, end, f"{log.steps_done:,}", *made])
+    columns = {
+        "run": lambda log: str(log.folder),
+        "seed": lambda log: str(log.settings["run.seed"]),
+        "bits per byte": lambda log: f"{log.final['val_bpb']:.3f}" if log.final else log.state,
+        "steps": lambda log: f"{log.steps_done:,}",
+        **{name: lambda log, name=name: str(log.starts[-1].get(name, "")) for name in made_with},
+    }
+    logs = [log for recipe in recipes for log in recipe.runs]
     colors = [color for color, recipe in enumerate(recipes) for _ in recipe.runs]
-    return Table(["run", "seed", "bits per byte", "steps", *made_with], rows, colors)
+    return table(columns, logs, colors=colors)

@@ -258,14 +258,18 @@ class Log:
 
 def read_log(folder: Path) -> Iterator[dict]:
     """The lines of a run's log; one that is damaged, as by a kill, has the event "torn"."""
-    file = folder / "log.jsonl"
+    for line in read_lines(folder / "log.jsonl"):
+        is_event = isinstance(line, dict) and isinstance(line.get("event"), str)
+        yield line if is_event else {"event": "torn"}
+
+
+def read_lines(file: Path) -> Iterator[object]:
+    """The JSON values of a file's lines, None for one that is damaged; nothing without a file."""
     if not file.exists():
         return
     with file.open(encoding="utf-8", errors="replace") as lines:
         for text in lines:
             try:
-                line = parsed(text)
+                yield parsed(text)
             except ValueError:
-                line = None
-            is_event = isinstance(line, dict) and isinstance(line.get("event"), str)
-            yield line if is_event else {"event": "torn"}
+                yield None
