@@ -168,6 +168,7 @@ def score_text(subject: Subject) -> dict[str, Any]:
     for by in args.by or []:
         groups = documents.groups(by)
         subject.say(scoring.table(groups, by))
+        subject.said.extend(f"{g.name}: {g.bpb:.3f}" for g in groups if g.bpb is not None)
         logged[f"groups_by_{by}"] = [group._asdict() for group in groups]
     if args.by_document:
         runtime.on_rank0(lambda: documents.write(args.by_document))

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from support.base.numbers import duration, several, short
 from support.report.charts import Chart, in_time
-from support.report.page import Page, Section, Table, spread, table
+from support.report.page import Page, Section, Table, columns_of, spread, table
 from support.report.run_page import (
     UNITS,
     RunLog,
@@ -59,13 +59,13 @@ def page(recipes: Sequence[Recipe], loss: float | None, asked: bool, changed: Ta
           asked   whether the user named it
           changed the settings that differ between the recipes
     """
-    logs = [log for recipe in recipes for log in recipe.runs]
-    against = f"Held-out loss against its cost, {text_of(logs)}"
+    logs = all_runs(recipes)
+    heading = f"The recipes, and their loss at the end {text_of(logs, last=True)}"
+    charts = [chart_against(unit, recipes, loss) for unit in UNITS]
     parts = [
-        Section("The recipes", tables=[recipes_table(recipes)], notes=cautions(logs)),
+        Section(heading, tables=[recipes_table(recipes)], notes=cautions(logs)),
         cost_section(recipes, loss, asked),
-        Section(against, [chart_against(unit, recipes, loss) for unit in UNITS]),
-        Section("What each recipe spent and reached", tables=[totals(recipes)]),
+        Section(f"Held-out loss against its cost, {text_of(logs)}", charts),
         Section("Settings that differ", tables=[changed]),
         Section("The runs", tables=[runs_table(recipes)]),
     ]
@@ -73,16 +73,15 @@ def page(recipes: Sequence[Recipe], loss: float | None, asked: bool, changed: Ta
     return Page(title, f"Ratios are to the first recipe, {recipes[0].name}.", [], parts)
 
 
-def folders_in(folder: Path) -> list[Path]:
-    return sorted(path for path in folder.iterdir() if path.is_dir()) if folder.is_dir() else []
+# ---- a folder of runs
 
 
 def runs_in(folder: Path) -> list[RunLog]:
     """The runs in a folder, in the order of their names; ValueError if there is none."""
     logs = []
-    for run in folders_in(folder):
+    for path in sorted(folder.glob("*/")):
         with suppress(ValueError):
-            logs.append(read_run(run))
+            logs.append(read_run(path))
     if not logs:
         raise ValueError(f"{folder} holds no log.jsonl, and no runs: name the folder of a run")
     return logs
@@ -93,13 +92,10 @@ def index(folder: Path, logs: Sequence[RunLog], out: Path) -> Page:
 
     Args: out where it is written, which its links begin at
     """
-    others = len(folders_in(folder)) - len(logs)
-    links = [
-        os.path.relpath(log.folder / "report.html", out.parent)
-        if (log.folder / "report.html").exists()
-        else ""
-        for log in logs
-    ]
+
+    def held_out(log: RunLog) -> str:
+        return "".join(f"{n['val_bpb']:.3f}\n{log.text_of(n)}" for n in log.evals[-1:])
+
     columns = {
         "run": lambda log: log.name,
         "model": lambda log: f"{log.settings['model.model']} {log.settings['model.size']}",
@@ -109,20 +105,12 @@ def index(folder: Path, logs: Sequence[RunLog], out: Path) -> Page:
         "seconds": lambda log: duration(log.spent()["seconds"]),
         "commit": lambda log: log.starts[-1]["commit"],
     }
-    notes = [f"Left out, because no log of a run is there: {several(others, 'folder')}."]
-    part = Section(
-        "Runs", tables=[table(columns, logs, links=links)], notes=notes if others else []
-    )
-    lead = f"{several(len(logs), 'run')} in {folder}"
-    return Page(folder.resolve().name, lead, [], [part])
-
-
-def held_out(log: RunLog) -> str:
-    """The last held-out loss of a run, and what it was measured on."""
-    if not log.evals:
-        return ""
-    line = log.final or log.evals[-1]
-    return f"{line['val_bpb']:.3f}\n{log.text_of(line)}"
+    pages = [log.folder / "report.html" for log in logs]
+    links = [os.path.relpath(page, out.parent) if page.exists() else "" for page in pages]
+    others = len(list(folder.glob("*/"))) - len(logs)
+    notes = [f"Left out, without the log of a run: {several(others, 'folder')}."] if others else []
+    part = Section("Runs", tables=[table(columns, logs, links=links)], notes=notes)
+    return Page(folder.resolve().name, f"{several(len(logs), 'run')} in {folder}", [], [part])
 
 
 # ---- recipes
@@ -230,8 +218,7 @@ def comparison_summary(recipes: Sequence[Recipe], loss: float | None) -> dict[st
     for recipe, cost in zip(recipes, each, strict=True):
         runs = [summary(log) for log in recipe.runs]
         shown.append({**recipe._asdict(), "cost": cost and cost._asdict(), "runs": runs})
-    logs = [log for recipe in recipes for log in recipe.runs]
-    return {"loss": loss, "recipes": shown, "cautions": cautions(logs)}
+    return {"loss": loss, "recipes": shown, "cautions": cautions(all_runs(recipes))}
 
 
 def cautions(logs: Sequence[RunLog]) -> list[str]:
@@ -259,10 +246,15 @@ def cautions(logs: Sequence[RunLog]) -> list[str]:
 # ---- parts of the page
 
 
-def text_of(logs: Sequence[RunLog]) -> str:
-    """What the evaluations on the way of these runs read."""
-    texts = {log.text_of(log.on_the_way[0]) for log in logs if log.evals}
-    return texts.pop() if len(texts) == 1 else "on texts that are not the same"
+def all_runs(recipes: Sequence[Recipe]) -> list[RunLog]:
+    return [log for recipe in recipes for log in recipe.runs]
+
+
+def text_of(logs: Sequence[RunLog], last: bool = False) -> str:
+    """What the evaluations of these runs read: those on the way, or the last ones."""
+    lines = [(log, log.final if last else log.on_the_way[0]) for log in logs if log.evals]
+    texts = {log.text_of(line) for log, line in lines if line}
+    return texts.pop() if len(texts) == 1 else "on texts that differ"
 
 
 def with_seeds(values: Sequence[float], digits: int) -> str:
@@ -272,15 +264,29 @@ def with_seeds(values: Sequence[float], digits: int) -> str:
 
 def units(recipes: Sequence[Recipe]) -> dict[str, str]:
     """UNITS as the heads of columns."""
-    logs = [log for recipe in recipes for log in recipe.runs]
-    return UNITS | ({"seconds": "seconds, not steady"} if unsteady(logs) else {})
+    seconds = "seconds, not steady" if unsteady(all_runs(recipes)) else "seconds"
+    return {**UNITS, "seconds": seconds}
 
 
 def recipes_table(recipes: Sequence[Recipe]) -> Table:
+    """The flags of each recipe, what its runs reached at their ends, and the mean of their cost."""
+
+    def ended(recipe: Recipe) -> list[RunLog]:
+        return [log for log in recipe.runs if log.final]
+
+    def reached(recipe: Recipe) -> str:
+        return with_seeds([log.final["val_bpb"] for log in ended(recipe)], digits=3)
+
+    def mean(recipe: Recipe, unit: str) -> str:
+        runs = ended(recipe) or recipe.runs
+        return amount(statistics.mean(log.spent()[unit] for log in runs), unit)
+
     columns = {
         "recipe": lambda recipe: recipe.name,
         "flags": lambda recipe: recipe.flags,
-        "runs": lambda recipe: several(len(recipe.runs), "run"),
+        "bits per byte": lambda recipe: reached(recipe) or "not finished",
+        **columns_of(units(recipes), mean),
+        "runs that ended": lambda recipe: f"{len(ended(recipe))} of {len(recipe.runs)}",
     }
     return table(columns, recipes, colors=range(len(recipes)))
 
@@ -290,14 +296,8 @@ def cost_section(recipes: Sequence[Recipe], loss: float | None, asked: bool) -> 
         return Section("")
     columns = {
         "recipe": lambda pair: pair[0].name,
-        **{
-            words: lambda pair, unit=unit: cost_cell(pair[1], unit)
-            for unit, words in units(recipes).items()
-        },
-        "runs that reach it": lambda pair: (
-            f"{pair[1].reached} of {pair[1].of}"
-            + ("\nat the first evaluation already" if pair[1].at_most else "")
-        ),
+        **columns_of(units(recipes), lambda pair, unit: cost_cell(pair[1], unit)),
+        "runs that reach it": lambda pair: reached(pair[1]),
     }
     why = "where the first recipe's evaluations on the way end"
     why += ", the highest of its seeds" if len(recipes[0].runs) > 1 else ""
@@ -309,9 +309,15 @@ def cost_section(recipes: Sequence[Recipe], loss: float | None, asked: bool) -> 
         " checkpoints are left out.",
     ]
     pairs = list(zip(recipes, costs(recipes, loss), strict=True))
-    logs = [log for recipe in recipes for log in recipe.runs]
-    heading = f"Cost to reach {loss:.3f} bits per byte {text_of(logs)}"
-    return Section(heading, tables=[table(columns, pairs, colors=range(len(pairs)))], notes=notes)
+    shown = table(columns, pairs, colors=range(len(pairs)))
+    heading = f"Cost to reach {loss:.3f} bits per byte {text_of(all_runs(recipes))}"
+    return Section(heading, tables=[shown], notes=notes)
+
+
+def reached(cost: Costs) -> str:
+    """How many runs reached a loss."""
+    at_most = "\nat the first evaluation already" if cost.at_most else ""
+    return f"{cost.reached} of {cost.of}{at_most}"
 
 
 def cost_cell(cost: Costs, unit: str) -> str:
@@ -338,37 +344,14 @@ def chart_against(unit: str, recipes: Sequence[Recipe], loss: float | None) -> C
     return in_time(Chart(title, "bits per byte", UNITS[unit], curves, level=loss, log_x=log_x))
 
 
-def totals(recipes: Sequence[Recipe]) -> Table:
-    ended = {recipe.name: [log for log in recipe.runs if log.final] for recipe in recipes}
-
-    def reached(recipe: Recipe) -> str:
-        losses = [log.final["val_bpb"] for log in ended[recipe.name]]
-        return with_seeds(losses, digits=3) or "not finished"
-
-    def mean(recipe: Recipe, unit: str) -> str:
-        logs = ended[recipe.name] or recipe.runs
-        return amount(statistics.mean(log.spent()[unit] for log in logs), unit)
-
-    lines = {log.text_of(log.final) for logs in ended.values() for log in logs}
-    text = lines.pop() if len(lines) == 1 else "on texts that are not the same"
-    columns = {
-        "recipe": lambda recipe: recipe.name,
-        f"bits per byte at the end, {text}": reached,
-        **{w: lambda recipe, unit=unit: mean(recipe, unit) for unit, w in units(recipes).items()},
-        "runs that ended": lambda r: f"{len(ended[r.name])} of {len(r.runs)}",
-    }
-    return table(columns, recipes, colors=range(len(recipes)))
-
-
 def runs_table(recipes: Sequence[Recipe]) -> Table:
-    made_with = ("commit", "torch", "machine", "threads")
+    made_with = {name: name for name in ("commit", "torch", "machine", "threads")}
     columns = {
         "run": lambda log: str(log.folder),
         "seed": lambda log: str(log.settings["run.seed"]),
         "bits per byte": lambda log: f"{log.final['val_bpb']:.3f}" if log.final else log.state,
         "steps": lambda log: f"{log.steps_done:,}",
-        **{name: lambda log, name=name: str(log.starts[-1].get(name, "")) for name in made_with},
+        **columns_of(made_with, lambda log, name: str(log.starts[-1].get(name, ""))),
     }
-    logs = [log for recipe in recipes for log in recipe.runs]
     colors = [color for color, recipe in enumerate(recipes) for _ in recipe.runs]
-    return table(columns, logs, colors=colors)
+    return table(columns, all_runs(recipes), colors=colors)

@@ -54,6 +54,14 @@ def table(columns: dict[str, Callable[[Any], str]], items: Sequence[Any], **more
     return Table(list(columns), rows, **more)
 
 
+def columns_of(heads: dict[str, str], cell: Callable[[Any, str], str]) -> dict[str, Callable]:
+    """A column for each name, whose cells are made of an item and the name.
+
+    Args: heads what stands above each
+    """
+    return {head: lambda item, name=name: cell(item, name) for name, head in heads.items()}
+
+
 # ---- HTML
 
 

@@ -7,9 +7,9 @@ makes HTML of the page, and charts.py draws.
 Lines that are damaged, or lack a field that every report needs, are left out and counted.
 """
 
-import json
 import math
 from array import array
+from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -19,8 +19,8 @@ import numpy as np
 from support.base.numbers import duration, several, short
 from support.base.typed_json import At, Each, mismatch
 from support.report.charts import Chart, Series, in_time, medians, series
-from support.report.page import Page, Section, Table, table
-from support.run.folder import RESULTS, read_lines, read_log
+from support.report.page import Page, Section, Table, columns_of, table
+from support.run.folder import RESULTS, last_beat, read_lines, read_log
 
 # What a run spends, and a comparison may hold fixed
 UNITS = {
@@ -47,18 +47,18 @@ NEEDED = {
     "sample": {"text": str},
 }
 RESULT = {"step": int, "said": [str], "argv": str}  # of evaluate.py
-GROUPS = [{"name": str, "documents": int, "tokens": int, "bpb": float | None}]
+WHEN = ("on the way", "at the end")  # an evaluation is made
+MEASURED = ("Padding", "Raw tokens per second", "MFU")  # the other columns are scheduled
 PARTS = 50  # points of a smoothed curve at most,
 LEAST = 5  # each the median of at least five steps
 FEW = 25  # fewer steps are not smoothed
 MANY_TIMES = 8.0  # the axis is logarithmic if the longest step took more times the median
 SHOWN_EVALS = 24  # rows of the table at most
-LITTLE = 1.0  # per cent: what is below in all steps is not drawn
-# A machine is not steady if peaks measured on it differ by more, if a tenth of the steps takes more
-# times the median step of as many FLOPs, or if runs of a model take more times the seconds per FLOP
-PEAKS = 1.2
-SLOW = 1.5
+LITTLE = 1.0  # per cent: what stays below is not drawn
 ALIKE = math.log(1.1)  # steps of as many FLOPs, within some 10 %
+# What should be alike on a machine that is equally fast all the time, and how often the least of it
+# the most may be. Techniques with small matrices need somewhat more seconds per FLOP.
+STEADY = {"measured peak": 1.2, "seconds per FLOP": 1.5, "time": 1.5}
 
 
 # ---- the log
@@ -105,18 +105,29 @@ class RunLog(NamedTuple):
         """The evaluations before it, all on the same text; without any, the last one."""
         return [line for line in self.evals if not line["last"]] or self.evals
 
+    @property
+    def state(self) -> str:
+        """finished, stopped (by a signal, when it had saved) or not finished."""
+        stopped = "stopped" if last_beat(self.folder) == "stopped" else "not finished"
+        return "finished" if self.final else stopped
+
+    @property
+    def bits(self) -> float:
+        """Bits per byte in a nat per target; NaN for a BERT, and where the log does not say it."""
+        size = self.starts[-1].get("bytes_per_token")
+        known = isinstance(size, float) and size > 0 and self.settings["model.model"] == "gpt"
+        return 1 / (math.log(2) * size) if known else math.nan
+
     def column(self, name: str) -> np.ndarray:
         """(n,) a number of each step; NaN where the step did not log it."""
         return self.steps.get(name, np.full(len(self.steps.get("step", ())), math.nan))
-
-    def has(self, name: str) -> bool:
-        return bool(np.isfinite(self.column(name)).any())
 
     def last(self, name: str) -> float:
         return float(self.column(name)[-1]) if self.steps_done else math.nan
 
     def median(self, name: str) -> float:
-        return float(np.nanmedian(self.column(name))) if self.has(name) else math.nan
+        values = self.column(name)
+        return float(np.nanmedian(values)) if np.isfinite(values).any() else math.nan
 
     def at(self, steps: Sequence[float] | float, name: str) -> np.ndarray:
         """What a column that counts from 0 had reached after these steps."""
@@ -127,11 +138,28 @@ class RunLog(NamedTuple):
         """What the run spent until a step, or in all, by the names of UNITS."""
         return {name: float(self.at(step, name)) for name in UNITS}
 
+    def text_of(self, line: dict) -> str:
+        """What an evaluation read.
+
+        Example: on 32,768 tokens of the embedded corpus's held-out text
+        """
+        masked = "masked " if self.settings["model.model"] == "bert" else ""
+        store = self.settings.get("data.data") or "the embedded corpus"
+        return f"on {line['targets']:,} {masked}tokens of {store}'s held-out text"
+
     def step_times(self) -> dict[str, float]:
         """In ms: the bounds of the fastest and the slowest tenth, the median, the longest."""
         ms = self.column("ms") if self.steps_done else [math.nan]
         quantiles = {"p10": 0.1, "median": 0.5, "p90": 0.9, "longest": 1.0}
         return {name: float(np.quantile(ms, q)) for name, q in quantiles.items()}
+
+    def slowness(self) -> float:
+        """How many times as long as the median step of as many FLOPs a tenth of the steps takes."""
+        ms = self.column("ms")
+        flops = np.diff(self.column("flops"), prepend=0.0).clip(min=1)
+        sizes = (np.log(flops) / ALIKE).round()
+        times = [ms[sizes == size] / np.median(ms[sizes == size]) for size in np.unique(sizes)]
+        return float(np.quantile(np.concatenate(times), 0.9)) if len(ms) >= FEW else 1.0
 
     def waiting_share(self) -> float:
         """The share of the steps' time in which they waited for data."""
@@ -155,49 +183,15 @@ class RunLog(NamedTuple):
             return math.nan
         return max(1 - self.last("layer_tokens") / float(np.nansum(self.full_layer_tokens())), 0.0)
 
-    @property
-    def state(self) -> str:
-        """In a word or two; it was stopped if its last heartbeat says so."""
-        try:
-            where = json.loads((self.folder / "heartbeat.json").read_text())["where"]
-        except (OSError, ValueError, TypeError, LookupError):
-            where = ""
-        return "finished" if self.final else "stopped" if where == "stopped" else "not finished"
-
-    def text_of(self, line: dict) -> str:
-        """What an evaluation read.
-
-        Example: on 32,768 tokens of the embedded corpus's held-out text
-        """
-        masked = "masked " if self.settings["model.model"] == "bert" else ""
-        store = self.settings.get("data.data") or "the embedded corpus"
-        return f"on {line['targets']:,} {masked}tokens of {store}'s held-out text"
-
-    def bits(self) -> float:
-        """Bits per byte in a nat per target; NaN if the log does not say it, and of a BERT."""
-        size = self.starts[-1].get("bytes_per_token")
-        known = isinstance(size, float) and size > 0 and self.settings["model.model"] == "gpt"
-        return 1 / (math.log(2) * size) if known else math.nan
-
-    def slowness(self) -> float:
-        """How many times the median step of as many FLOPs a tenth of the steps takes, or more."""
-        ms = self.column("ms")
-        flops = np.diff(self.column("flops"), prepend=0.0).clip(min=1)
-        sizes = (np.log(flops) / ALIKE).round()
-        times = [ms[sizes == size] / np.median(ms[sizes == size]) for size in np.unique(sizes)]
-        return float(np.quantile(np.concatenate(times), 0.9)) if len(ms) >= FEW else 1.0
-
     def made_with(self) -> dict[str, Any]:
-        """Size, device, commit, versions: what the last start says besides its settings."""
-        left_out = ("config", "bytes", "model_size", "resumed_at", "made_by")
+        """Size, device, memory, commit, versions: what the last start says besides its settings."""
         start = self.starts[-1]
-        made_by = start.get("made_by")
-        about = {"parameters": start.get("parameters"), "device": None, "peak_memory": None}
+        left_out = ("config", "bytes", "model_size", "resumed_at", "made_by")
+        about = dict.fromkeys(("parameters", "device", "peak_memory"))
         about |= {name: value for name, value in start.items() if name not in left_out}
-        about |= made_by if isinstance(made_by, dict) else {}
-        taken = [line["peak_memory"] for line in self.evals if line.get("peak_memory")]
-        about["peak_memory"] = f"{max(taken) / 1e6:,.0f} MB" if taken else None
-        return {name: value for name, value in about.items() if value is not None}
+        about |= start["made_by"] if isinstance(start.get("made_by"), dict) else {}
+        about["peak_memory"] = max((line.get("peak_memory") or 0 for line in self.evals), default=0)
+        return {name: value for name, value in about.items() if value}
 
 
 def read_run(folder: Path) -> RunLog:
@@ -229,7 +223,6 @@ def read_run(folder: Path) -> RunLog:
     numbers = {name: np.frombuffer(column) for name, column in columns.items()}
     if steps:
         numbers["seconds"] = np.nancumsum(numbers["ms"]) / 1e3
-    results = [line for line in read_lines(folder / RESULTS) if not mismatch(line, RESULT)]
     return RunLog(
         folder=folder,
         starts=lines["run"],
@@ -237,7 +230,7 @@ def read_run(folder: Path) -> RunLog:
         evals=lines["eval"],
         stages=lines["stage"],
         sample=lines["sample"][-1]["text"] if lines["sample"] else None,
-        results=results,
+        results=[line for line in read_lines(folder / RESULTS) if not mismatch(line, RESULT)],
         unread=unread,
     )
 
@@ -247,7 +240,7 @@ def summary(log: RunLog) -> dict[str, Any]:
     return {
         "folder": str(log.folder),
         "commands": [start["argv"] for start in log.starts],
-        "finished": log.final is not None,
+        "state": log.state,
         "steps": log.steps_done,
         "spent": log.spent(),
         "layer_tokens": log.last("layer_tokens"),
@@ -269,45 +262,33 @@ def summary(log: RunLog) -> dict[str, Any]:
     }
 
 
-# ---- steadiness
-
-
 def unsteady(logs: Sequence[RunLog]) -> list[str]:
     """What says that a machine was not equally fast all the time, in whole sentences.
 
     Example: peaks of 100 and 130 GFLOP/s at two starts on one machine
     """
-    sentences = []
-    peaks: dict[str, list[float]] = {}
-    costs: dict[str, dict[float, str]] = {}
+    alike: dict[tuple, dict[str, float]] = defaultdict(dict)
     for log in logs:
-        for start in log.starts:
+        for number, start in enumerate(log.starts, 1):
             device = f"{start.get('machine')} {start.get('made_by')}"
             if start.get("peak_flops"):
-                peaks.setdefault(device, []).append(start["peak_flops"] / start.get("ranks", 1))
-        if log.slowness() > SLOW:
-            sentences.append(
-                f"Not steady: a tenth of the steps of {log.name} took {log.slowness():.1f} times as"
-                f" long as the median step of as many FLOPs, or longer; {SLOW} is allowed."
-            )
-        spent = log.spent()
+                peak = start["peak_flops"] / start.get("ranks", 1)
+                alike["measured peak", device][f"start {number} of {log.name}"] = peak
         model = [value for name, value in log.settings.items() if name.startswith("model.")]
-        if spent["flops"]:
-            of_model = costs.setdefault(f"{device} {model}", {})
-            of_model[spent["seconds"] / spent["flops"]] = log.name
-    for measured in peaks.values():
-        if max(measured) > PEAKS * min(measured):
-            ends = " to ".join(short(peak, "FLOP/s") for peak in (min(measured), max(measured)))
+        if log.spent()["flops"]:
+            cost = log.spent()["seconds"] / log.spent()["flops"]
+            alike["seconds per FLOP", device, str(model)][log.name] = cost
+        steps = {f"a tenth of the steps of {log.name}": log.slowness()}
+        alike["time", log.folder] = steps | {"the median step of as many FLOPs": 1.0}
+    sentences = []
+    for (what, *_), values in alike.items():
+        least = min(values, key=values.get)
+        most = max(values, key=values.get)
+        ratio = values[most] / values[least]
+        if ratio > STEADY[what]:
+            limit = f"more than {STEADY[what]} times is not steady"
             sentences.append(
-                f"Not steady: peaks measured at starts differ by more than {PEAKS - 1:.0%}, from"
-                f" {ends}: seconds and MFU say less here."
-            )
-    for cost in costs.values():
-        if (ratio := max(cost) / min(cost)) > SLOW:
-            sentences.append(
-                f"Not steady: {cost[max(cost)]} took {ratio:.1f} times the seconds per FLOP of"
-                f" {cost[min(cost)]} with the same model and device, and {SLOW} is allowed; or its"
-                " techniques cost time that FLOPs do not count."
+                f"Not steady: {most} has {ratio:.2f} times the {what} of {least}; {limit}."
             )
     return sentences
 
@@ -327,27 +308,25 @@ def page(log: RunLog, changed: Table, settings: Table) -> Page:
         schedules(log),
         time_section(log),
         by_source(log),
-        evaluations(log),
-        Section("Results of evaluate.py", tables=results(log)),
+        Section("Evaluations", tables=[evaluations(log)]),
+        Section("Results of evaluate.py", tables=[results(log)]),
         Section("A sample", blocks=[log.sample] if log.sample else []),
         Section("Recipe", blocks=["\n".join(commands)], tables=[changed]),
         Section("Made with", tables=[made_with(log), settings]),
     ]
-    finish = {"marks": marks, "x_unit": UNITS.get(log.axis, "steps")}
-    parts = [s._replace(charts=[in_time(c._replace(**finish)) for c in s.charts]) for s in parts]
+    axis = {"marks": marks, "x_unit": UNITS.get(log.axis, "steps")}
+    parts = [s._replace(charts=[in_time(c._replace(**axis)) for c in s.charts]) for s in parts]
     return Page(log.name, lead(log), facts(log), parts)
 
 
 def lead(log: RunLog) -> str:
     settings = log.settings
-    steps = several(log.steps_done, "step")
+    state = f"{log.state} after {several(log.steps_done, 'step')}"
     if not log.steps_done:
         state = "no step is in its log yet"
-    elif log.final:
-        state = f"finished after {steps}"
-    else:
+    elif not log.final:
         done = log.last("consumed_tokens") / settings["optim.tokens"]
-        state = f"{log.state}: {steps}, {min(done, 1):.0%} of its budget"
+        state = f"{state}, {min(done, 1):.0%} of its budget"
     damaged = f"; damaged lines of the log, left out: {log.unread}" if log.unread else ""
     if log.missing_steps:
         damaged += f"; steps that are missing in the log: {log.missing_steps:,}"
@@ -358,47 +337,31 @@ def facts(log: RunLog) -> list[list[str]]:
     """Numbers worth seeing first; one that is unknown, or nothing special, is left out."""
     if not log.steps_done:
         return []
-    spent = log.spent()
-    on_the_way = next((line for line in reversed(log.evals) if not line["last"]), None)
-    held_out = [
-        [f"Held-out loss {when}", f"{line['val_bpb']:.3f}", f"bits per byte, {log.text_of(line)}"]
-        for when, line in (("at the end", log.final), ("on the way", on_the_way))
-        if line
-    ]
+    spent = {unit: amount(value, unit) for unit, value in log.spent().items()}
+    budget = f"of {short(log.settings['optim.tokens'])} asked for"
+    passes = f"{log.last('epochs'):.3g} passes over the store"
     dropped = f"{log.dropped():.1%}" if log.dropped() > 0 else ""
+    computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
     skipped = f"{log.last('skipped'):,.0f}" if log.last("skipped") > 0 else ""
-    steady = "; not steady, see below" if unsteady([log]) else ""
+    starts = str(len(log.starts)) if len(log.starts) > 1 else ""
+    without = "without evaluations and checkpoints"
+    without += "; not steady, see Time" if unsteady([log]) else ""
+    rate = short(log.median("tokens_per_s"))
+    mfu = f"MFU {log.median('mfu'):.1%}" if log.median("mfu") > 0 else ""
     shown = [
-        [
-            "Consumed tokens",
-            short(spent["consumed_tokens"]),
-            f"of {short(log.settings['optim.tokens'])} asked for",
-        ],
-        [
-            "Raw tokens",
-            short(spent["real_tokens"]),
-            f"{log.last('epochs'):.3g} passes over the store",
-        ],
-        ["Dropped", dropped, f"of layer-tokens; {short(log.last('layer_tokens'))} computed"],
+        ["Consumed tokens", spent["consumed_tokens"], budget],
+        ["Raw tokens", spent["real_tokens"], passes],
+        ["Dropped", dropped, computed],
         ["Steps that moved no weight", skipped, "loss or gradient not finite or far too large"],
-        [
-            "Starts",
-            str(len(log.starts)) if len(log.starts) > 1 else "",
-            "the first, and those that went on",
-        ],
-        [
-            "Time of all steps",
-            duration(spent["seconds"]),
-            f"without evaluations and checkpoints{steady}",
-        ],
-        ["Tokens per second", short(log.median("tokens_per_s")), "raw tokens, median of all steps"],
-        [
-            "FLOPs",
-            short(spent["flops"], unit="FLOP"),
-            f"MFU {log.median('mfu'):.1%}" if log.has("mfu") else "",
-        ],
+        ["Starts", starts, "the first, and those that went on"],
+        ["Time of all steps", spent["seconds"], without],
+        ["Tokens per second", rate, "raw tokens, median of all steps"],
+        ["FLOPs", spent["flops"], mfu],
     ]
-    return held_out + [fact for fact in shown if fact[1]]
+    for last, line in {line["last"]: line for line in log.evals}.items():  # the last of each
+        name = f"Held-out loss {WHEN[last]}"
+        shown.insert(0, [name, f"{line['val_bpb']:.3f}", f"bits per byte, {log.text_of(line)}"])
+    return [fact for fact in shown if fact[1]]
 
 
 # ---- charts
@@ -418,31 +381,27 @@ def smoothed(x: np.ndarray, y: np.ndarray) -> list[Series]:
 
 def loss_section(log: RunLog, events: Table) -> Section:
     x = log.column(log.axis)
-    evals = [line for line in log.on_the_way if line["step"]]
-    held_out = [
-        evaluated(log, f"held out, on the way, {log.text_of(line)}", evals, 1) for line in evals[:1]
-    ]
-    if log.final and log.final not in evals:
-        held_out.append(
-            evaluated(log, f"held out, at the end, {log.text_of(log.final)}", [log.final], 2)
+    held_out = []
+    for last, when in enumerate(WHEN):
+        lines = [line for line in log.evals if line["last"] == last and line["step"]]
+        if lines:
+            label = f"held out, {when}, {log.text_of(lines[-1])}"
+            held_out.append(evaluated(log, label, lines, color=last + 1))
+    if math.isfinite(log.bits):
+        loss = log.bits * log.column("loss")
+        bytes_per_token = 1 / (log.bits * math.log(2))
+        why = (
+            f"that of each step's own text, at the {bytes_per_token:.2f} bytes a token of the store"
         )
-    bits = log.bits()
-    if math.isfinite(bits):
-        unit = "bits per byte"
-        drawn = [*smoothed(x, bits * log.column("loss")), *held_out]
-        notes = [
-            f"Training loss is that of each step's own text, at {1 / bits / math.log(2):.2f} bytes"
-            " a token as in the whole store."
-        ]
+        training = Chart("Training loss", "bits per byte", "", smoothed(x, loss) + held_out)
     else:
-        unit = "nats per target"
-        drawn = smoothed(x, log.column("loss"))
-        why = "its log does not say how many bytes a token has"
-        if log.settings["model.model"] == "bert":
-            why = "only masked tokens are targets"
-        notes = [f"Training loss is in nats, held-out loss in bits per byte: {why}."]
-    training = Chart("Training loss", unit, "", drawn, clip_first=True)
-    most = max((float(one.y.max()) for one in drawn if len(one.y)), default=0.0)
+        loss = log.column("loss")
+        is_bert = log.settings["model.model"] == "bert"
+        unknown = "only masked tokens are targets" if is_bert else "its log has no bytes per token"
+        why = f"in nats per target, because {unknown}"
+        training = Chart("Training loss", "nats per target", "", smoothed(x, loss))
+    most = np.nanmax(loss, initial=-math.inf)
+    training = training._replace(clip_first=True)
     if training.highest() < most:
         training = training._replace(note=f"The first steps, from {most:.3g}, are above the chart.")
     shown = [
@@ -450,55 +409,50 @@ def loss_section(log: RunLog, events: Table) -> Section:
         Chart("Held-out loss", "bits per byte", "", held_out),
         Chart("Gradient norm", "", "", smoothed(x, log.column("grad_norm")), clip_first=True),
     ]
-    return Section("Loss", shown, [events], notes if log.steps_done else [])
+    return Section("Loss", shown, [events], [f"Training loss is {why}."])
 
 
-def evaluated(log: RunLog, label: str, lines: list[dict], color: int = 0) -> Series:
+def evaluated(log: RunLog, label: str, lines: list[dict], color: int) -> Series:
     x = log.at([line["step"] for line in lines], log.axis)
-    return series(
-        label, x, np.array([line["val_bpb"] for line in lines], dtype=float), "dots", color
-    )
+    y = np.array([line["val_bpb"] for line in lines], dtype=float)
+    return series(label, x, y, "dots", color)
 
 
-def curves(log: RunLog, rows: list[tuple[str, str, np.ndarray]], smooth: Sequence[str]) -> Section:
-    """A chart for each of (title, unit, values); those that say little in a sentence."""
+def curves(log: RunLog, heading: str, rows: Sequence[tuple[str, str, np.ndarray]]) -> Section:
+    """A chart for each (title, unit, values); one that would show nothing becomes a sentence."""
     x = log.column(log.axis)
     shown = []
-    constant = []
-    little = []
+    left_out = []
     for title, unit, values in rows:
         finite = values[np.isfinite(values)]
-        if len(finite) and finite.min() == finite.max():
-            constant.append(f"{title} {short(float(finite[0]), digits=4)} {unit}".strip())
-        elif len(finite) and unit.startswith("%") and finite.max() < LITTLE:
-            little.append(f"{title} {finite.max():.2g} {unit}")
+        most = finite.max(initial=-math.inf)
+        if len(finite) and finite.min() == most:
+            left_out.append(f"{title} {short(float(most), digits=4)} {unit}".strip())
+        elif unit.startswith("%") and most < LITTLE:
+            left_out.append(f"{title} at most {most:.2g} {unit}")
         else:
-            drawn = smoothed(x, values) if title in smooth else [series("each step", x, values)]
+            # a median would slope where a schedule jumps
+            one = [series("each step", x, values)]
+            drawn = smoothed(x, values) if title in MEASURED else one
             shown.append(Chart(title, unit, "", drawn, from_zero=True))
-    sentences = {"The same in all steps": constant, "Next to nothing, at most": little}
-    notes = [f"{what}: {'; '.join(parts)}." for what, parts in sentences.items() if parts]
-    return Section("", shown, notes=notes)
+    notes = [f"In all steps: {'; '.join(left_out)}."] if left_out else []
+    return Section(heading, shown, notes=notes)
 
 
 def schedules(log: RunLog) -> Section:
-    difficulties = [
-        (f"Difficulty: {name.removeprefix('difficulty_')}", "at most", log.column(name))
-        for name in sorted(log.steps)
-        if name.startswith("difficulty_")
-        # that of seqlen is the longest piece
-        and not np.array_equal(log.column(name), log.column("max_piece_len"), equal_nan=True)
-    ]
-    rows = [
-        ("Learning rate", "", log.column("lr")),
-        ("Longest piece", "tokens", log.column("max_piece_len")),
-        *difficulties,
+    longest = log.column("max_piece_len")
+    rows = [("Learning rate", "", log.column("lr")), ("Longest piece", "tokens", longest)]
+    for name in sorted(name for name in log.steps if name.startswith("difficulty_")):
+        values = log.column(name)
+        if not np.array_equal(values, longest, equal_nan=True):  # that of seqlen is
+            rows.append((f"Difficulty: {name.removeprefix('difficulty_')}", "at most", values))
+    rows += [
         ("Samples that may be drawn", "", log.column("pool")),
         ("Kept tokens", "of a row", log.column("kept_tokens")),
         ("Padding", "% of positions", 100 * log.column("padding_share")),
         ("Dropped", "% of layer-tokens", 100 * log.dropped_shares()),
     ]
-    # a median would slope where a schedule jumps
-    return curves(log, rows, smooth=["Padding"])._replace(heading="Schedules and savings")
+    return curves(log, "Schedules and savings", rows)
 
 
 def time_section(log: RunLog) -> Section:
@@ -509,35 +463,31 @@ def time_section(log: RunLog) -> Section:
         drawn.append(series("waiting for data", x, log.column("data_ms"), color=1))
     log_y = times["longest"] > MANY_TIMES * times["median"]
     step_time = Chart("Step time", "ms", "", drawn, from_zero=not log_y, log_y=log_y)
-    rows = [
+    rates = [
         ("Raw tokens per second", "", log.column("tokens_per_s")),
         ("MFU", "% of the peak", 100 * log.column("mfu")),
     ]
-    rates = curves(log, rows, smooth=["Raw tokens per second", "MFU"])
+    part = curves(log, "Time", rates)
     columns = ["fastest tenth below", "median step", "slowest tenth above", "longest"]
     row = [*(f"{ms:,.1f} ms" for ms in times.values()), f"{log.waiting_share():.1%}"]
     shown = Table([*columns, "of all time, waiting for data"], [row] if log.steps_done else [])
-    return Section("Time", [step_time, *rates.charts], [shown], [*unsteady([log]), *rates.notes])
+    notes = [*unsteady([log]), *part.notes]
+    return part._replace(charts=[step_time, *part.charts], tables=[shown], notes=notes)
 
 
 def by_source(log: RunLog) -> Section:
     """Held-out bits per byte of each source that evaluations tell apart."""
     lines = [line for line in log.evals if not mismatch(line.get("by_source"), Each(float))]
-    if not lines:
-        return Section("")
-    last = lines[-1]
-    on_the_way = [line for line in lines if not line["last"]]
+    last = lines[-1] if lines else {"by_source": {}, "targets": 0}
     names = sorted(last["by_source"], key=last["by_source"].get)
     drawn = []
     for color, name in enumerate(names):
-        of_it = [line | {"val_bpb": line["by_source"].get(name)} for line in on_the_way]
+        of_it = [{**n, "val_bpb": n["by_source"].get(name)} for n in lines if not n["last"]]
         drawn.append(evaluated(log, name, of_it, color))
+    shown = Chart("By source", "bits per byte", "", drawn)
     rows = [[name, f"{last['by_source'][name]:.3f}"] for name in names]
-    return Section(
-        f"Held-out loss by source, {log.text_of(last)}",
-        [Chart("By source", "bits per byte", "", drawn)],
-        [Table(["source", "bits per byte"], rows)],
-    )
+    heading = f"Held-out loss by source, {log.text_of(last)}"
+    return Section(heading, [shown], [Table(["source", "bits per byte"], rows)])
 
 
 # ---- tables
@@ -558,28 +508,26 @@ def stops_and_stages(log: RunLog) -> tuple[list[float], Table]:
         have = f"--pseudo: {number} of {log.settings['model.layers']} layers have their own weights"
         events.append((line["step"], f"{have}\nof layer: {used}"))
     events.sort()
-    marks = [float(log.at(step, log.axis)) for step, _ in events]
-    rows = [
-        [str(number), f"{step:,}", short(log.spent(step)["consumed_tokens"]), event]
-        for number, (step, event) in enumerate(events, 1)
-    ]
-    return marks, Table(["mark", "after step", "consumed tokens", "event"], rows)
-
-
-def evaluations(log: RunLog) -> Section:
-    """Each evaluation, or every few of them, the last one included."""
-    every = -(-len(log.evals) // SHOWN_EVALS) or 1
-    spent = {
-        words: lambda line, unit=unit: amount(log.spent(line["step"])[unit], unit)
-        for unit, words in UNITS.items()
+    columns = {
+        "mark": lambda item: str(item[0]),
+        "after step": lambda item: f"{item[1][0]:,}",
+        "consumed tokens": lambda item: short(float(log.at(item[1][0], "consumed_tokens"))),
+        "event": lambda item: item[1][1],
     }
+    marks = [float(log.at(step, log.axis)) for step, _ in events]
+    return marks, table(columns, list(enumerate(events, 1)))
+
+
+def evaluations(log: RunLog) -> Table:
+    """Each evaluation, or every few of them, the last one included."""
     columns = {
         "step": lambda line: f"{line['step']:,}",
-        **spent,
-        "read": log.text_of,
+        **columns_of(UNITS, lambda line, unit: amount(log.spent(line["step"])[unit], unit)),
+        "held out": log.text_of,
         "bits per byte": lambda line: f"{line['val_bpb']:.3f}",
     }
-    return Section("Evaluations", tables=[table(columns, log.evals[::-1][::every][::-1])])
+    every = -(-len(log.evals) // SHOWN_EVALS) or 1
+    return table(columns, log.evals[::-1][::every][::-1])
 
 
 def amount(value: float, unit: str) -> str:
@@ -589,32 +537,21 @@ def amount(value: float, unit: str) -> str:
     return short(value, unit="FLOP" if unit == "flops" else "")
 
 
-def results(log: RunLog) -> list[Table]:
-    """What evaluate.py found, and the last groups of documents that it was asked for."""
+def results(log: RunLog) -> Table:
     columns = {
-        "result": lambda line: "; ".join(line["said"]),
+        "result": lambda line: "\n".join([line["said"][0], "; ".join(line["said"][1:])]),
         "after step": lambda line: f"{line['step']:,}",
         "command": lambda line: f"`{line['argv']}`",
     }
-    tables = [table(columns, log.results)]
-    for by in ("source", "length"):
-        found = [line.get(f"groups_by_{by}") for line in log.results]
-        groups = [group for group in found if not mismatch(group, GROUPS)]
-        columns = {
-            by: lambda group: group["name"],
-            "documents": lambda group: f"{group['documents']:,}",
-            "tokens": lambda group: f"{group['tokens']:,}",
-            "bits per byte": lambda g: "" if g["bpb"] is None else f"{g['bpb']:.3f}",
-        }
-        tables.append(table(columns, groups[-1] if groups else []))
-    return tables
+    return table(columns, [line for line in log.results if line["said"]])
 
 
 def made_with(log: RunLog) -> Table:
+    units = {"peak_flops": "FLOP/s", "peak_memory": "B"}
     rows = []
     for name, value in log.made_with().items():
         shown = f"{value:,}" if isinstance(value, int) else str(value)
-        shown = f"{value:.4g}" if isinstance(value, float) else shown
-        shown = short(value, unit="FLOP/s") if name == "peak_flops" else shown
+        if name in units:
+            shown = short(value, units[name])
         rows.append([name.replace("_", " "), f"`{shown}`" if name == "argv" else shown])
     return Table(["", ""], rows)

@@ -256,6 +256,14 @@ class Log:
         return 0 if self.file is None else self.file.tell()
 
 
+def last_beat(folder: Path) -> str:
+    """Where a run was when it last said so, as "stopped" or "finished"; "" if unknown."""
+    try:
+        return read_json(folder / "heartbeat.json", {"where": str}, "")["where"]
+    except (OSError, ValueError):
+        return ""
+
+
 def read_log(folder: Path) -> Iterator[dict]:
     """The lines of a run's log; one that is damaged, as by a kill, has the event "torn"."""
     for line in read_lines(folder / "log.jsonl"):
