@@ -29,7 +29,6 @@ from support.report.run_page import (
 # Settings of the group "run" that make no other recipe. --data and --compile may differ when a run
 # goes on, too, but change losses and seconds by more than a seed does.
 ASIDE = ("seed", "out", "resume", "keep", "tensorboard", "wandb", "eval_every", "checkpoint_every")
-LONGEST_NAME = 24  # letters in a legend
 WIDE = 20.0  # the axis is logarithmic if the longest run took more times the shortest one's time
 
 
@@ -136,18 +135,12 @@ def recipes_of(logs: Sequence[RunLog]) -> list[Recipe]:
 
 
 def names_of(recipes: Sequence[Recipe]) -> list[str]:
-    """What the folders of each recipe's runs have in common; numbers, if that tells them not apart.
-
-    Example: runs/plain-1 and runs/plain-2 are "plain", runs/ltd-1 alone is "ltd-1"
-    """
-    names = []
-    for recipe in recipes:
-        folders = [log.name for log in recipe.runs]
-        common = os.path.commonprefix(folders).rstrip("-_.0123456789")  # noqa: RUF071, of names
-        names.append(folders[0] if len(folders) == 1 else common)
-    if len(set(names)) < len(names) or not all(0 < len(n) <= LONGEST_NAME for n in names):
-        names = [f"recipe {number}" for number in range(1, len(names) + 1)]
-    return names
+    """The folder of each recipe's first run, or numbers where that does not tell them apart."""
+    names = [recipe.runs[0].name for recipe in recipes]
+    if len(set(names)) < len(names):
+        return [f"recipe {number}" for number in range(1, len(names) + 1)]
+    more = [len(recipe.runs) - 1 for recipe in recipes]
+    return [f"{name} and {n} more" if n else name for name, n in zip(names, more, strict=True)]
 
 
 def flags_of(log: RunLog) -> list[str]:

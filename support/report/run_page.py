@@ -111,13 +111,6 @@ class RunLog(NamedTuple):
         stopped = "stopped" if last_beat(self.folder) == "stopped" else "not finished"
         return "finished" if self.final else stopped
 
-    @property
-    def bits(self) -> float:
-        """Bits per byte in a nat per target; NaN for a BERT, and where the log does not say it."""
-        size = self.starts[-1].get("bytes_per_token")
-        known = isinstance(size, float) and size > 0 and self.settings["model.model"] == "gpt"
-        return 1 / (math.log(2) * size) if known else math.nan
-
     def column(self, name: str) -> np.ndarray:
         """(n,) a number of each step; NaN where the step did not log it."""
         return self.steps.get(name, np.full(len(self.steps.get("step", ())), math.nan))
@@ -183,16 +176,6 @@ class RunLog(NamedTuple):
             return math.nan
         return max(1 - self.last("layer_tokens") / float(np.nansum(self.full_layer_tokens())), 0.0)
 
-    def made_with(self) -> dict[str, Any]:
-        """Size, device, memory, commit, versions: what the last start says besides its settings."""
-        start = self.starts[-1]
-        left_out = ("config", "bytes", "model_size", "resumed_at", "made_by")
-        about = dict.fromkeys(("parameters", "device", "peak_memory"))
-        about |= {name: value for name, value in start.items() if name not in left_out}
-        about |= start["made_by"] if isinstance(start.get("made_by"), dict) else {}
-        about["peak_memory"] = max((line.get("peak_memory") or 0 for line in self.evals), default=0)
-        return {name: value for name, value in about.items() if value}
-
 
 def read_run(folder: Path) -> RunLog:
     """Read the log in the folder of a run.
@@ -236,29 +219,20 @@ def read_run(folder: Path) -> RunLog:
 
 
 def summary(log: RunLog) -> dict[str, Any]:
-    """Every number of a run's page, for --json."""
-    return {
+    """The log without its steps, and the numbers that follow from it, for --json."""
+    return log._asdict() | {
         "folder": str(log.folder),
-        "commands": [start["argv"] for start in log.starts],
         "state": log.state,
         "steps": log.steps_done,
         "spent": log.spent(),
         "layer_tokens": log.last("layer_tokens"),
         "dropped_share": log.dropped(),
-        "final": log.final,
-        "evaluations": [{**log.spent(line["step"]), **line} for line in log.evals],
+        "evals": [{**log.spent(line["step"]), **line} for line in log.evals],
         "step_ms": log.step_times(),
         "waiting_share": log.waiting_share(),
         "tokens_per_s": log.median("tokens_per_s"),
         "mfu": log.median("mfu"),
-        "stages": log.stages,
-        "resumed_at_steps": [start["resumed_at"] for start in log.starts[1:]],
-        "lines_left_out": log.unread,
-        "sample": log.sample,
-        "results": log.results,
         "not_steady": unsteady([log]),
-        "settings": log.settings,
-        "provenance": log.made_with(),
     }
 
 
@@ -307,7 +281,6 @@ def page(log: RunLog, changed: Table, settings: Table) -> Page:
         loss_section(log, events),
         schedules(log),
         time_section(log),
-        by_source(log),
         Section("Evaluations", tables=[evaluations(log)]),
         Section("Results of evaluate.py", tables=[results(log)]),
         Section("A sample", blocks=[log.sample] if log.sample else []),
@@ -387,29 +360,42 @@ def loss_section(log: RunLog, events: Table) -> Section:
         if lines:
             label = f"held out, {when}, {log.text_of(lines[-1])}"
             held_out.append(evaluated(log, label, lines, color=last + 1))
-    if math.isfinite(log.bits):
-        loss = log.bits * log.column("loss")
-        bytes_per_token = 1 / (log.bits * math.log(2))
-        why = (
-            f"that of each step's own text, at the {bytes_per_token:.2f} bytes a token of the store"
-        )
-        training = Chart("Training loss", "bits per byte", "", smoothed(x, loss) + held_out)
-    else:
-        loss = log.column("loss")
-        is_bert = log.settings["model.model"] == "bert"
-        unknown = "only masked tokens are targets" if is_bert else "its log has no bytes per token"
-        why = f"in nats per target, because {unknown}"
-        training = Chart("Training loss", "nats per target", "", smoothed(x, loss))
+    scale, why = in_bits(log)
+    loss = scale * log.column("loss")
+    drawn = smoothed(x, loss)
+    training = Chart("Training loss", "nats per target", "", drawn, clip_first=True)
+    if scale != 1:
+        training = training._replace(unit="bits per byte", series=drawn + held_out)
     most = np.nanmax(loss, initial=-math.inf)
-    training = training._replace(clip_first=True)
     if training.highest() < most:
         training = training._replace(note=f"The first steps, from {most:.3g}, are above the chart.")
     shown = [
         training,
         Chart("Held-out loss", "bits per byte", "", held_out),
+        by_source(log),
         Chart("Gradient norm", "", "", smoothed(x, log.column("grad_norm")), clip_first=True),
     ]
     return Section("Loss", shown, [events], [f"Training loss is {why}."])
+
+
+def in_bits(log: RunLog) -> tuple[float, str]:
+    """What a nat per target is in bits per byte, or 1 where that is unknown; and that in words."""
+    size = log.starts[-1].get("bytes_per_token")
+    if log.settings["model.model"] == "bert":
+        return 1.0, "in nats per target, because only masked tokens are targets"
+    if not isinstance(size, float) or size <= 0:
+        return 1.0, "in nats per target, because its log has no bytes per token"
+    why = f"that of each step's own text, at the {size:.2f} bytes a token of the store"
+    return 1 / (math.log(2) * size), why
+
+
+def by_source(log: RunLog) -> Chart:
+    lines = [line for line in log.evals if not mismatch(line.get("by_source"), Each(float))]
+    drawn = []
+    for color, (name, end) in enumerate(lines[-1]["by_source"].items() if lines else ()):
+        of_it = [{**line, "val_bpb": line["by_source"].get(name)} for line in lines]
+        drawn.append(evaluated(log, f"{name}, at last {end:.3f}", of_it, color))
+    return Chart("Held-out loss by source", "bits per byte", "", drawn)
 
 
 def evaluated(log: RunLog, label: str, lines: list[dict], color: int) -> Series:
@@ -475,21 +461,6 @@ def time_section(log: RunLog) -> Section:
     return part._replace(charts=[step_time, *part.charts], tables=[shown], notes=notes)
 
 
-def by_source(log: RunLog) -> Section:
-    """Held-out bits per byte of each source that evaluations tell apart."""
-    lines = [line for line in log.evals if not mismatch(line.get("by_source"), Each(float))]
-    last = lines[-1] if lines else {"by_source": {}, "targets": 0}
-    names = sorted(last["by_source"], key=last["by_source"].get)
-    drawn = []
-    for color, name in enumerate(names):
-        of_it = [{**n, "val_bpb": n["by_source"].get(name)} for n in lines if not n["last"]]
-        drawn.append(evaluated(log, name, of_it, color))
-    shown = Chart("By source", "bits per byte", "", drawn)
-    rows = [[name, f"{last['by_source'][name]:.3f}"] for name in names]
-    heading = f"Held-out loss by source, {log.text_of(last)}"
-    return Section(heading, [shown], [Table(["source", "bits per byte"], rows)])
-
-
 # ---- tables
 
 
@@ -508,14 +479,12 @@ def stops_and_stages(log: RunLog) -> tuple[list[float], Table]:
         have = f"--pseudo: {number} of {log.settings['model.layers']} layers have their own weights"
         events.append((line["step"], f"{have}\nof layer: {used}"))
     events.sort()
-    columns = {
-        "mark": lambda item: str(item[0]),
-        "after step": lambda item: f"{item[1][0]:,}",
-        "consumed tokens": lambda item: short(float(log.at(item[1][0], "consumed_tokens"))),
-        "event": lambda item: item[1][1],
-    }
+    rows = [
+        [str(number), f"{step:,}", short(log.spent(step)["consumed_tokens"]), event]
+        for number, (step, event) in enumerate(events, 1)
+    ]
     marks = [float(log.at(step, log.axis)) for step, _ in events]
-    return marks, table(columns, list(enumerate(events, 1)))
+    return marks, Table(["mark", "after step", "consumed tokens", "event"], rows)
 
 
 def evaluations(log: RunLog) -> Table:
@@ -547,11 +516,15 @@ def results(log: RunLog) -> Table:
 
 
 def made_with(log: RunLog) -> Table:
-    units = {"peak_flops": "FLOP/s", "peak_memory": "B"}
+    """Size, device, memory, commit, versions: what the last start says besides its settings."""
+    start = log.starts[-1]
+    peak = max((line.get("peak_memory", 0) for line in log.evals), default=0)
+    about = {"parameters": None, "device": None, "peak_memory": short(peak, "B"), **start}
+    about |= start["made_by"] if isinstance(start.get("made_by"), dict) else {}
     rows = []
-    for name, value in log.made_with().items():
-        shown = f"{value:,}" if isinstance(value, int) else str(value)
-        if name in units:
-            shown = short(value, units[name])
-        rows.append([name.replace("_", " "), f"`{shown}`" if name == "argv" else shown])
+    for name, value in about.items():
+        if value and name not in ("config", "bytes", "model_size", "made_by"):
+            shown = short(value) if isinstance(value, float) else str(value)
+            shown = f"{value:,}" if isinstance(value, int) else shown
+            rows.append([name.replace("_", " "), f"`{shown}`" if name == "argv" else shown])
     return Table(["", ""], rows)
