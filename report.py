@@ -25,7 +25,6 @@ from pathlib import Path
 
 import config
 from support.base.atomic import atomic_write
-from support.base.numbers import several
 from support.base.runtime import Parser, exit_cleanly, printable
 from support.base.settings import Flat, Value, flattened, real_number, settings_of, shown_default
 from support.report import comparison, figures, run_page
@@ -43,14 +42,10 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--markdown", action="store_true", help="print the tables as markdown")
     parser.add_argument("--json", action="store_true", help="print every number as JSON")
     args = parser.parse_args(argv)
-    check(args)
-    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
     is_folder_of_runs = len(args.runs) == 1 and not (args.runs[0] / "log.jsonl").is_file()
+    check(args, one_run=len(args.runs) == 1 and not is_folder_of_runs)
+    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
     logs = comparison.runs_in(args.runs[0]) if is_folder_of_runs else list(map(read_run, args.runs))
-    for log in logs:
-        if log.unread:
-            damaged = several(log.unread, "damaged line")
-            print(f"{log.folder}: its log has {damaged}, left out", file=sys.stderr)
     if is_folder_of_runs:
         page = comparison.index(args.runs[0], logs, out)
         numbers = {"runs": [summary(log) for log in logs]}
@@ -85,15 +80,15 @@ def write(folder: Path) -> Path:
     return file
 
 
-def check(args: argparse.Namespace) -> None:
+def check(args: argparse.Namespace, one_run: bool) -> None:
     """Refuse bad arguments before any log is read."""
     for folder in args.runs:
         if [other.resolve() for other in args.runs].count(folder.resolve()) > 1:
             raise ValueError(f"{folder} is named twice: name each run once")
     if args.loss is not None and len(args.runs) == 1:
         raise ValueError("--loss compares what several runs cost: name two runs or more")
-    if args.x and len(args.runs) > 1:
-        raise ValueError("--x is for the page of one run: that of several has a chart for each")
+    if args.x and not one_run:
+        raise ValueError("--x is for the page of one run: a comparison has a chart for each")
     if args.out and args.out.suffix not in (".html", ".md"):
         figures.check_file(args.out, "--out")
 

@@ -151,7 +151,8 @@ class RunLog(NamedTuple):
         ms = self.column("ms")
         flops = np.diff(self.column("flops"), prepend=0.0).clip(min=1)
         sizes = (np.log(flops) / ALIKE).round()
-        times = [ms[sizes == size] / np.median(ms[sizes == size]) for size in np.unique(sizes)]
+        alike = [ms[sizes == size].clip(min=1e-3) for size in np.unique(sizes)]
+        times = [of_size / np.median(of_size) for of_size in alike]
         return float(np.quantile(np.concatenate(times), 0.9)) if len(ms) >= FEW else 1.0
 
     def waiting_share(self) -> float:
@@ -218,6 +219,11 @@ def read_run(folder: Path) -> RunLog:
     )
 
 
+def number_of(line: dict, name: str) -> float:
+    """A number in a line; 0 if it is not there, or no number."""
+    return line[name] if isinstance(line.get(name), int | float) else 0.0
+
+
 def summary(log: RunLog) -> dict[str, Any]:
     """The log without its steps, and the numbers that follow from it, for --json."""
     return log._asdict() | {
@@ -241,28 +247,25 @@ def unsteady(logs: Sequence[RunLog]) -> list[str]:
 
     Example: peaks of 100 and 130 GFLOP/s at two starts on one machine
     """
-    alike: dict[tuple, dict[str, float]] = defaultdict(dict)
+    alike: dict[tuple, list[tuple[float, str]]] = defaultdict(list)  # by what and on which device
     for log in logs:
         for number, start in enumerate(log.starts, 1):
             device = f"{start.get('machine')} {start.get('made_by')}"
-            if start.get("peak_flops"):
-                peak = start["peak_flops"] / start.get("ranks", 1)
-                alike["measured peak", device][f"start {number} of {log.name}"] = peak
+            peak = number_of(start, "peak_flops") / max(number_of(start, "ranks"), 1)
+            alike["measured peak", device].append((peak, f"start {number} of {log.name}"))
         model = [value for name, value in log.settings.items() if name.startswith("model.")]
-        if log.spent()["flops"]:
-            cost = log.spent()["seconds"] / log.spent()["flops"]
-            alike["seconds per FLOP", device, str(model)][log.name] = cost
-        steps = {f"a tenth of the steps of {log.name}": log.slowness()}
-        alike["time", log.folder] = steps | {"the median step of as many FLOPs": 1.0}
+        cost = log.spent()["seconds"] / max(log.spent()["flops"], 1)
+        alike["seconds per FLOP", device, str(model)].append((cost, log.name))
+        steps = [(1.0, "the median step of as many FLOPs")]
+        alike["time", log.folder] = [*steps, (log.slowness(), f"a tenth of {log.name}'s steps")]
     sentences = []
     for (what, *_), values in alike.items():
-        least = min(values, key=values.get)
-        most = max(values, key=values.get)
-        ratio = values[most] / values[least]
-        if ratio > STEADY[what]:
-            limit = f"more than {STEADY[what]} times is not steady"
+        known = sorted(pair for pair in values if pair[0] > 0)
+        if known and known[-1][0] > STEADY[what] * known[0][0]:
+            (least, of_least), (most, of_most) = known[0], known[-1]
             sentences.append(
-                f"Not steady: {most} has {ratio:.2f} times the {what} of {least}; {limit}."
+                f"Not steady: {of_most} has {most / least:.2f} times the {what} of {of_least};"
+                f" more than {STEADY[what]} times is not steady."
             )
     return sentences
 
@@ -380,10 +383,10 @@ def loss_section(log: RunLog, events: Table) -> Section:
 
 def in_bits(log: RunLog) -> tuple[float, str]:
     """What a nat per target is in bits per byte, or 1 where that is unknown; and that in words."""
-    size = log.starts[-1].get("bytes_per_token")
+    size = number_of(log.starts[-1], "bytes_per_token")
     if log.settings["model.model"] == "bert":
         return 1.0, "in nats per target, because only masked tokens are targets"
-    if not isinstance(size, float) or size <= 0:
+    if size <= 0:
         return 1.0, "in nats per target, because its log has no bytes per token"
     why = f"that of each step's own text, at the {size:.2f} bytes a token of the store"
     return 1 / (math.log(2) * size), why
@@ -518,7 +521,7 @@ def results(log: RunLog) -> Table:
 def made_with(log: RunLog) -> Table:
     """Size, device, memory, commit, versions: what the last start says besides its settings."""
     start = log.starts[-1]
-    peak = max((line.get("peak_memory", 0) for line in log.evals), default=0)
+    peak = max((number_of(line, "peak_memory") for line in log.evals), default=0)
     about = {"parameters": None, "device": None, "peak_memory": short(peak, "B"), **start}
     about |= start["made_by"] if isinstance(start.get("made_by"), dict) else {}
     rows = []
