@@ -46,7 +46,7 @@ from model import TransformerConfig
 from plan import Plan, Step
 from support.base.clock import Clock, blocks_at
 from support.base.numbers import duration, short
-from support.base.runtime import Runtime, resident
+from support.base.runtime import Runtime, peak_memory
 from support.base.settings import flattened, settings_of
 from support.base.technique import techniques_of, techniques_on
 from support.evaluation.scoring import evaluating
@@ -572,7 +572,7 @@ class DryRun(NamedTuple):
             began = now()
             self.evaluation.nats(trainer.model, runtime, text.read(rows))
             of_row = (now() - began) / len(rows) / runtime.world_size
-        peak = torch.cuda.max_memory_allocated(runtime.device) if is_cuda else resident("VmHWM")
+        peak = peak_memory(runtime.device)
         start, every = self.run.clock.consumed_tokens, s.run.eval_every
         evaluations = len(due_at(s, start, every)) if every else 0
         seconds = {

@@ -51,7 +51,7 @@ from kernels.cross_entropy import IGNORE
 from model import Transformer, predicted_by_bert
 from packing import pack_lengths
 from sample import load_run
-from support.base.numbers import amount, count
+from support.base.numbers import amount, count, several
 from support.base.rng import seed_of
 from support.base.runtime import Parser, Runtime, exit_cleanly, on_device, start
 from support.evaluation import finetune, scoring, tasks
@@ -61,6 +61,7 @@ from support.rows.batch import Batch
 from support.rows.bert import SpecialIds, sentence_pairs
 from support.rows.mixture import AnyStore, Mixture
 from support.rows.samples import SPECIAL_TOKENS, SPLITS, Samples, cut, numbered
+from support.run.folder import RESULTS
 from support.run.progress import evaluation_bar
 from support.text.store import Store
 from support.text.tokenizer import get_encoding
@@ -84,6 +85,7 @@ def main(argv: list[str] | None = None) -> None:
         encoding,
         special_ids=SpecialIds.of(encoding) if settings.model.model == "bert" else None,
         step=state["step"],
+        said=[],
     )
     try:
         if questions:
@@ -97,9 +99,20 @@ def main(argv: list[str] | None = None) -> None:
             line = f"interrupted: nothing is written, and {args.run} is as it was"
             tqdm.write(line, file=sys.stderr)
         raise
+    line = {"run": args.run, "step": subject.step, **result}
     if args.json:
-        line = {"run": args.run, "step": subject.step, **result}
         runtime.say(json.dumps(line, allow_nan=False))
+    if runtime.is_rank0:
+        keep(Path(args.run) / RESULTS, {**line, "said": subject.said, "argv": " ".join(sys.argv)})
+
+
+def keep(file: Path, line: dict[str, Any]) -> None:
+    """Add a result to those of the run, which report.py shows."""
+    try:
+        with file.open("a") as results:
+            results.write(json.dumps(line) + "\n")
+    except OSError as error:
+        print(f"{file}: the result is not kept there: {error.strerror}", file=sys.stderr)
 
 
 class Subject(NamedTuple):
@@ -112,6 +125,7 @@ class Subject(NamedTuple):
     encoding: tiktoken.Encoding
     special_ids: SpecialIds | None  # a BERT's
     step: int
+    said: list[str]  # the results in words
 
     def say(self, line: str) -> None:
         """Print a line on rank 0, unless one JSON object is all that is asked for."""
@@ -119,6 +133,7 @@ class Subject(NamedTuple):
             self.runtime.say(line)
 
     def report(self, line: str) -> None:
+        self.said.append(line)
         self.say(f"{self.args.run}, step {self.step}: {line}")
 
 
@@ -153,6 +168,7 @@ def score_text(subject: Subject) -> dict[str, Any]:
     for by in args.by or []:
         groups = documents.groups(by)
         subject.say(scoring.table(groups, by))
+        subject.said.extend(f"{g.name}: {g.bpb:.3f}" for g in groups if g.bpb is not None)
         logged[f"groups_by_{by}"] = [group._asdict() for group in groups]
     if args.by_document:
         runtime.on_rank0(lambda: documents.write(args.by_document))
@@ -448,14 +464,14 @@ def fine_tune(subject: Subject, given: finetune.Examples) -> dict[str, Any]:
     shares = tuning.accuracies(dev, args.rows)
     mean, least, most = sum(shares) / len(shares), min(shares), max(shares)
     subject.report(
-        f"{args.finetune}: dev accuracy {mean:.1%} ({least:.1%} to {most:.1%}, {len(shares)}"
-        f" seeds); majority-class baseline {given.majority:.1%}"
+        f"{args.finetune}: dev accuracy {mean:.1%} ({least:.1%} to {most:.1%},"
+        f" {several(len(shares), 'seed')}); majority-class baseline {given.majority:.1%}"
     )
     dev_is = f"of {args.dev}" if args.dev else "held out by a hash of the text"
     subject.say(
-        f"{len(given.train):,} examples to train on, {len(given.dev):,} {dev_is},"
-        f" {len(given.labels)} labels; {recipe.epochs} epochs in steps of {recipe.batch} at"
-        f" {recipe.lr:g}"
+        f"{several(len(given.train), 'example')} to train on, {len(given.dev):,} {dev_is},"
+        f" {several(len(given.labels), 'label')}; {several(recipe.epochs, 'epoch')} in steps of"
+        f" {recipe.batch} at {recipe.lr:g}"
     )
     if cut := train.cut + dev.cut:
         subject.say(f"{cut:,} examples are longer than a row and lose their end")

@@ -262,7 +262,7 @@ def widened(model: torch.nn.Module) -> torch.nn.Module:
 
 def metrics(lines: list[dict]) -> list[dict]:
     """What a run computed: each train and eval line without times, cost and the stage it names."""
-    left_out = ("ms", "data_ms", "tokens_per_s", "mfu", "flops", "pool", "difficulty")
+    left_out = ("ms", "data_ms", "tokens_per_s", "mfu", "flops", "pool", "difficulty", "peak")
     return [
         {name: value for name, value in line.items() if not name.startswith(left_out)}
         for line in lines

@@ -41,7 +41,7 @@ from model import Transformer, TransformerConfig
 from support.base.atomic import folder_lock
 from support.base.runtime import Runtime, one_line, resident, start
 from support.run import checkpoint
-from support.run.folder import Log
+from support.run.folder import BOARDS, Log
 from support.run.run import Run
 from support.text import tokenizer
 from support.weights import published
@@ -1063,9 +1063,10 @@ def test_numbers_that_are_not_finite_are_blamed_on_their_file(place):
         assert not Path("by.jsonl").exists() and not Path("new").exists()
 
 
-def test_tensorboard_without_its_package_claims_no_folder(place, monkeypatch):
-    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", None)  # as an import that fails
-    assert "needs its package" in said_by(train.main, f"{NEW} --tensorboard")
+@pytest.mark.parametrize("name, module", BOARDS.items())
+def test_a_board_without_its_package_claims_no_folder(place, monkeypatch, name, module):
+    monkeypatch.setitem(sys.modules, module[0], None)  # as an import that fails
+    assert f"--{name} needs its package" in said_by(train.main, f"{NEW} --{name}")
     assert not Path("new").exists()
 
 

@@ -2,6 +2,7 @@
 
 import html as html_entities
 import json
+import math
 import re
 import shlex
 from pathlib import Path
@@ -15,7 +16,7 @@ import config
 import report
 from support.base import numbers
 from support.base.settings import flattened
-from support.report import charts, comparison, page
+from support.report import charts, comparison, page, run_page
 from support.report.comparison import Recipe
 from support.report.run_page import RunLog, read_run
 
@@ -86,7 +87,7 @@ def test_a_loss_is_reached_where_it_is_crossed_first(make, log):
 def test_ratios_are_to_the_mean_of_the_first_recipe(make):
     first = [read_run(make("a")), read_run(make("b", ms=300.0, losses=(3.0, 1.9)))]
     other = [read_run(make("c", losses=(2.0, 1.0)))]
-    recipes = [Recipe("first", {}, first), Recipe("other", {}, other)]
+    recipes = [Recipe("first", "", {}, first), Recipe("other", "", {}, other)]
     loss = comparison.target_of(recipes[0])
     assert loss == 2.0, "the highest that a seed of the first recipe ends with"
     base, half = comparison.costs(recipes, loss)
@@ -137,8 +138,9 @@ def test_runs_that_differ_only_in_their_seed_are_one_recipe(make):
     groups = [[log.name for log in recipe.runs] for recipe in recipes]
     assert groups == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
     own = ["`--ltd`", "`--ltd --ltd-start 32`", "`--data other`", "`--compile`"]
-    assert [recipe.label for recipe in recipes] == ["no other flags", *own]
-    table = report.differing({recipe.label: recipe.settings for recipe in recipes[:3]})
+    assert [recipe.flags for recipe in recipes] == ["no other flags", *own]
+    assert [recipe.name for recipe in recipes] == ["a and 1 more", *"cdef"]
+    table = report.settings_table({recipe.flags: recipe.settings for recipe in recipes[:3]})
     assert table.rows == [
         ["`--ltd`", "off", "on", "on"],
         ["`--ltd-start`", "–", "16", "32"],
@@ -153,7 +155,8 @@ def test_an_extended_run_is_no_run_with_the_larger_budget_from_its_start(make):
     one = written(make("one"), [*lines, lines[0] | again])
     two = make("two", flags="--tokens 90K --ltd")
     recipes = comparison.recipes_of([read_run(one), read_run(two)])
-    assert [r.label for r in recipes] == ["`--tokens 60K then --tokens 90K`", "`--tokens 90K`"]
+    assert [r.name for r in recipes] == ["one", "two"]
+    assert [r.flags for r in recipes] == ["`--tokens 60K then --tokens 90K`", "`--tokens 90K`"]
     text = seen(html_of(one))
     assert "train.py --tokens 60K --ltd train.py --resume --tokens 90K" in text
     assert "--tokens 90,000 800,000" in text and "--tokens at the start 60,000 800,000" in text
@@ -198,7 +201,7 @@ def test_a_run_tells_its_stops_stages_and_sources(make):
     stage = "1 2 200 --pseudo: 2 of 6 layers have their own weights of layer: 0 0 2 2 . ."
     assert f"{stage} 2 12 1.20 K resumed, with commit def" in seen(text)
     assert text.count('class="mark"') == 2 * text.count('class="chart"') > 6
-    assert "bible 1.5000 jargon 2.2500" in seen(text)
+    assert "bible, at last 1.500 jargon, at last 2.250" in seen(text)
     for odd in (5, [1], {"bible": "x"}):  # another's log
         lines[-1]["by_source"] = odd
         assert "bible" not in seen(html_of(written(make(), lines)))
@@ -239,10 +242,14 @@ def test_a_comparison_has_all_four_costs_as_charts_and_columns(make, tmp_path, c
     for unit in ("consumed tokens", "raw tokens", "FLOPs", "seconds"):
         assert f"Loss against {unit}" in text
     assert "1.00 (1.00 to 1.00) 300" in text  # two seeds of the first recipe
-    assert "≤ 0.67 200" in text and "at the first evaluation already" in text
+    assert "≤ 0.67 (one seed) 200" in text and "at the first evaluation already" in text
+    on_the_way = "50 tokens of the embedded corpus's held-out text"
+    assert f"Cost to reach 2.500 bits per byte on {on_the_way}" in text
+    assert f"at the end on {on_the_way.replace('50', '90')}" in text
+    assert text.count("--pack ") == 2, "among the recipes and the settings"
     cost = json.loads(numbers)["recipes"][2]["cost"]
     assert cost["reached"] == 0 and cost["of"] == 1
-    row = next(line for line in markdown if line.startswith("| `--pack`"))
+    row = [line for line in markdown if line.startswith("| d |")][1]
     assert row.count("not reached") == 4 and "0 of 1" in row
 
 
@@ -252,9 +259,115 @@ def test_what_keeps_runs_from_being_compared_is_said(make, capsys):
     report.main([str(make("a", machine="this")), str(other), "--markdown"])
     out = capsys.readouterr().out
     assert "Not the same held-out text" in out and "runs have machine other, this" in out
-    assert f"Not finished: {other}" in out
+    assert f"Without an end: {other} (not finished)" in out
     report.main([str(make("a")), str(make("c", flags="--ltd")), "--markdown"])
     assert "Not " not in capsys.readouterr().out
+
+
+def test_training_loss_is_in_bits_beside_held_out_loss_where_that_can_be_known(make):
+    """A nat per target of 2 bytes is 1 / (2 ln 2) bits per byte."""
+    none = page.Table([], [])
+    part = run_page.loss_section(read_run(make(bytes_per_token=2.0)), none)
+    training, on_the_way, end = part.charts[0].series
+    assert part.charts[0].unit == "bits per byte" and "2.00 bytes a token" in part.notes[0]
+    assert training.y[0] == pytest.approx(9 / 2 / math.log(2))
+    assert on_the_way.y.tolist() == [3.0, 2.0] and end.y.tolist() == [2.01]
+    assert end.label.endswith("at the end, on 90 tokens of the embedded corpus's held-out text")
+    for flags, why in ("", "no bytes per token"), ("--model bert --data web", "masked tokens are"):
+        about = {"bytes_per_token": 2.0} if flags else {}
+        part = run_page.loss_section(read_run(make("old", flags=flags, **about)), none)
+        assert part.charts[0].unit == "nats per target" and len(part.charts[0].series) == 1
+        assert why in part.notes[0]
+    assert part.charts[1].series[0].label.endswith("50 masked tokens of web's held-out text")
+
+
+@pytest.mark.parametrize("x, unit, last", [("steps", "steps", 4), ("seconds", "minutes", 60)])
+def test_the_horizontal_axis_can_be_chosen(make, monkeypatch, x, unit, last):
+    """Four steps of a quarter of an hour each; the first evaluation is after the second."""
+    drawn = []
+    monkeypatch.setattr(report, "save", lambda page, out: drawn.extend(page.sections))
+    report.main([str(make(ms=900_000.0)), "--x", x])
+    charts_of = [chart for section in drawn for chart in section.charts]
+    assert len(charts_of) > 3 and {chart.x_unit for chart in charts_of} == {unit}
+    assert charts_of[0].series[0].x[-1] == last and charts_of[1].series[0].x[0] == last / 2
+
+
+def test_what_is_not_steady_is_marked(make, capsys):
+    """Peaks at starts, seconds per FLOP of runs, and steps of as many FLOPs."""
+    here = {"machine": "one", "made_by": {"device": "cpu"}, "peak_flops": 100.0}
+
+    def said(*runs: Path) -> list[str]:
+        return run_page.unsteady([read_run(run) for run in runs])
+
+    same = make("a", steps=40, **here), make("b", steps=40, ms=140.0, **here | {"peak_flops": 119})
+    assert not said(*same)
+    faster = make("c", steps=40, **here | {"peak_flops": 130.0})
+    (line,) = said(same[0], faster)
+    assert "start 1 of c has 1.30 times the measured peak of start 1 of a" in line
+    two_ranks = make("d", steps=40, **here | {"peak_flops": 200.0, "ranks": 2})
+    elsewhere = make("e", steps=40, ms=900.0, **here | {"peak_flops": 900.0, "machine": "two"})
+    assert not said(same[0], two_ranks, elsewhere)
+    slower = make("f", steps=40, ms=160.0, **here)
+    (line,) = said(same[0], slower)
+    assert "f has 1.60 times the seconds per FLOP of a" in line
+    other_model = make("g", flags="--width 64", steps=40, ms=160.0, **here)
+    assert not said(same[0], other_model)
+    # every other step has half of the FLOPs and takes half of the time; then some take twice that
+    for times, sentences in ((1.0, 0), (2.0, 1)):
+        lines = lines_of_a_run(steps=40, **here)
+        steps = [line for line in lines if line["event"] == "train"]
+        for number, line in enumerate(steps):
+            line["flops"] = 1e9 * (number + (number + 1) // 2 + 1)
+            line["ms"] = (100.0 if number % 2 else 50.0) * (times if number % 8 == 0 else 1)
+        assert len(said(written(make("h"), lines))) == sentences
+    assert report.main([str(same[0]), str(slower), "--markdown"]) == 0
+    out = capsys.readouterr().out
+    assert "Not steady: f has" in out and "seconds, not steady" in out
+    assert "not steady, see Time" in seen(html_of(same[0].parent / "h"))
+
+
+def test_an_index_of_a_folder_of_runs(make, tmp_path, capsys):
+    _, begun, stopped = make("a"), make("b"), make("c d")
+    html_of(stopped)
+    for folder in begun, stopped:
+        written(folder, lines_of_a_run()[:4])
+    (stopped / "heartbeat.json").write_text('{"where": "stopped"}')
+    (begun / "heartbeat.json").write_text("[")
+    (tmp_path / "none").mkdir()
+    written(tmp_path / "headless", lines_of_a_run()[1:])
+    assert report.main([str(tmp_path), "--json"]) == 0
+    states = [run["state"] for run in json.loads(capsys.readouterr().out)["runs"]]
+    assert states == ["finished", "not finished", "stopped"]
+    assert report.main([str(tmp_path)]) == 0
+    text = (tmp_path / "report.html").read_text()
+    assert text.count("<a href=") == 1 and '<a href="c%20d/report.html">c d</a>' in text
+    shown = seen(text)
+    assert "a gpt nano finished 400 2.010 on 90 tokens of the embedded" in shown
+    assert "b gpt nano not finished 200 3.000" in shown and "c d gpt nano stopped" in shown
+    assert "Left out, without the log of a run: 2 folders." in shown
+
+
+def test_results_of_evaluate_are_on_the_page(make):
+    folder = make()
+    line = {"step": 4, "said": ["dev accuracy 50 %", "long: 2.5"], "argv": "evaluate.py a"}
+    write_lines(folder / "evaluations.jsonl", [line, "{torn", [], {"step": "x"}])
+    text = seen(html_of(folder))
+    assert "result after step command dev accuracy 50 % long: 2.5 4 evaluate.py a Recipe" in text
+
+
+def test_made_with_and_what_shows_nothing_is_folded(make):
+    about = {"parameters": 1_720_000, "made_by": {"device": "NVIDIA H100"}}
+    lines = lines_of_a_run("--ltd", **about)
+    lines[-1]["peak_memory"] = 2.5e9
+    for number, line in enumerate(lines[1:6]):
+        line["padding_share"] = 0.001 * number
+        line["data_ms"] = 0.1
+    text = html_of(written(make(), lines))
+    for shown in "parameters 1,720,000", "device NVIDIA H100", "peak memory 2.50 GB":
+        assert shown in seen(text)
+    folded = re.search("<details><summary>All settings</summary>.*?</details>", text)[0]
+    assert "--weight-decay" in seen(folded) and "Padding at most 0.4 % of positions" in seen(text)
+    assert "waiting for data</text>" not in text and ">Padding" not in text
 
 
 # Charts in files
@@ -263,7 +376,7 @@ def test_what_keeps_runs_from_being_compared_is_said(make, capsys):
 def test_charts_become_one_svg_file(make, tmp_path):
     out = tmp_path / "charts.svg"
     run, other = str(make("a", steps=40)), str(make("b", flags="--ltd"))
-    for runs, number in ([run], 7), ([run, other], 4):
+    for runs, number in ([run], 5), ([run, other], 4):
         assert report.main([*runs, "--out", str(out)]) == 0
         drawn = ElementTree.parse(out).getroot()
         shown = drawn.findall(".//*[@class='chart']")
@@ -271,7 +384,7 @@ def test_charts_become_one_svg_file(make, tmp_path):
         assert len(shown) == len(set(places)) == number, "none is drawn over another"
         assert {x for x, _ in places} == {0, charts.SIZE[0]}
     legend = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert legend.count("--ltd") == legend.count("the defaults") == 4
+    assert legend.count("a") == legend.count("b") == 4
 
 
 def test_a_point_is_drawn_where_its_numbers_are():
@@ -304,8 +417,8 @@ def test_json_is_one_object_without_nan(make, capsys):
     spent = {"consumed_tokens": 400, "real_tokens": 800, "flops": 4e9}
     assert numbers["spent"] == spent | {"seconds": pytest.approx(0.4)} and numbers["mfu"] is None
     assert numbers["waiting_share"] == pytest.approx(0.1)
-    assert numbers["step_ms"]["median"] == 100 and numbers["final"]["val_bpb"] == 2.01
-    assert [line["seconds"] for line in numbers["evaluations"]] == pytest.approx([0.2, 0.4, 0.4])
+    assert numbers["step_ms"]["median"] == 100 and numbers["evals"][-1]["val_bpb"] == 2.01
+    assert [line["seconds"] for line in numbers["evals"]] == pytest.approx([0.2, 0.4, 0.4])
 
 
 def test_mistakes_are_one_line(make, tmp_path, monkeypatch, capsys):
@@ -320,6 +433,7 @@ def test_mistakes_are_one_line(make, tmp_path, monkeypatch, capsys):
         f"{run} --out no/a.svg": "--out no/a.svg",
         f"{run} --out a.png": "--out a.png",
         f"{run} --loss 2": "--loss",
+        f"{run} {headless} --x steps": "--x",
         f"{run} {headless} --loss nan": "--loss",
     }
     for flags, named in refused.items():
@@ -334,7 +448,8 @@ def test_a_real_run(log_of, tmp_path, capsys):
     assert capsys.readouterr().out.endswith(f"report: {folders[1]}/report.html\n")
     text = seen(Path(folders[1], "report.html").read_text())
     (end,) = (line for line in log_of(ALL_ON) if line.get("last"))
-    assert f"{end['val_bpb']:.4f} bits per byte, at the end" in text
+    assert f"at the end {end['val_bpb']:.3f} bits per byte, on {end['targets']:,} tokens" in text
+    assert "Training loss bits per byte" in text and "peak memory" in text
     titles = {"Training loss", "Longest piece", "Kept tokens", "Padding", "Dropped", "Step time"}
     assert not {title for title in titles if title not in text}
     assert "--ltd-start 16" in text and "damaged" not in text

@@ -128,18 +128,18 @@ def test_provenance_names_the_commit_from_anywhere_or_none_without_git(tmp_path,
 
 
 def test_the_log_forgets_what_a_killed_run_wrote_after_its_checkpoint(tmp_path):
-    log = Log(tmp_path, True, False)
+    log = Log(tmp_path, True)
     log.write("train", step=1)
     size = log.size()
     log.write("train", step=2)
     log.file.write(b'{"event": "tra')  # torn by the kill
     log.file.close()
-    Log(tmp_path, False, False).write("train", step=1)  # another rank, which writes none
-    log = Log(tmp_path, True, False, size)
+    Log(tmp_path, False).write("train", step=1)  # another rank, which writes none
+    log = Log(tmp_path, True, (), size)
     log.write("train", step=2, again=True)
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2]
     assert log.size() == (tmp_path / "log.jsonl").stat().st_size
     # after a power failure the log may have lost lines that the fsynced checkpoint counts
     (tmp_path / "log.jsonl").unlink()
-    Log(tmp_path, True, False, 1000).write("train", step=1)
+    Log(tmp_path, True, (), 1000).write("train", step=1)
     assert [line["step"] for line in read_log(tmp_path)] == [1], "not padded"

@@ -5,9 +5,11 @@ import math
 import os
 import random
 import signal
+import sys
 import threading
 from multiprocessing import get_context
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -487,3 +489,31 @@ def test_tensorboard_gets_the_same_numbers(run, tmp_path):
     scalars = board.Scalars("train/loss")
     assert [point.step for point in scalars] == [line["consumed_tokens"] for line in lines]
     assert [point.value for point in scalars] == pytest.approx([line["loss"] for line in lines])
+
+
+def test_wandb_gets_the_same_numbers_and_goes_on_with_its_run(run, tmp_path, monkeypatch):
+    begun, logged = [], []
+    there = SimpleNamespace(
+        log=logged.append, finish=lambda: None, define_metric=lambda *_, **__: 0
+    )
+    fake = SimpleNamespace(init=lambda **given: begun.append(given) or there)
+    monkeypatch.setitem(sys.modules, "wandb", fake)
+    run("--tokens 1024", out="plain")
+    assert not begun
+    lines = run("--tokens 1024 --wandb")
+    assert train.main(["--resume", "--out", "run", "--tokens", "2048", "--wandb"]) == 0
+    lines = read_log(tmp_path / "run", "train")
+    points = [line for line in logged if "train/loss" in line]
+    assert [line["train/loss"] for line in points] == losses(lines)
+    assert [line["consumed_tokens"] for line in points] == [n["consumed_tokens"] for n in lines]
+    first, second = begun
+    assert first["id"] == second["id"] and first["resume"] == "allow"
+    assert Path(first["dir"]) == Path("run") and first["config"]["optim.tokens"] == 1024
+
+    def refuse(**given):
+        raise RuntimeError("no account")
+
+    fake.init = refuse
+    with pytest.raises(ValueError, match="--wandb: no account"):
+        run("--wandb", out="new")
+    assert not Path("new").exists()

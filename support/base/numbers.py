@@ -99,6 +99,11 @@ def short(value: float, unit: str = "", digits: int = 3) -> str:
     return f"{text} {prefix}{unit}".strip()
 
 
+def several(number: int, what: str) -> str:
+    """Example: 1, "seed" -> "1 seed"; 2500, "step" -> "2,500 steps" """
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
 def duration(seconds: float) -> str:
     """Example: 8.24 -> "8.2 s", 754 -> "12 min 34 s", 7500 -> "2 h 5 min", 9e4 -> "1 d 1 h" """
     if not math.isfinite(seconds):

@@ -411,6 +411,11 @@ def resident(key: str = "VmRSS") -> int:
     return _bytes_in("/proc/self/status", key) or 0
 
 
+def peak_memory(device: torch.device) -> int:
+    """Bytes that this process has taken at its peak, on a GPU there; 0 if unknown."""
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")
+
+
 def _bytes_in(file: str, key: str) -> int | None:
     with suppress(FileNotFoundError):
         if line := re.search(rf"{key}:\s*(\d+) kB", Path(file).read_text()):

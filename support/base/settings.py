@@ -281,6 +281,7 @@ class RunConfig:
     rank_timeout: int = free(1800, "seconds that ranks wait for one that does not answer", least=1)
     trust_code: bool = free(False, "--resume a run whose settings name Python code in its folder")
     tensorboard: bool = free(False, "write the log for TensorBoard too")
+    wandb: bool = free(False, "write the log for Weights & Biases too, WANDB_MODE=offline included")
     dry_run: bool = free(False, "print what steps, memory and time the run would take, and stop")
     on: str | None = free(
         None,

@@ -111,6 +111,16 @@ def with_points(charts: Sequence[Chart]) -> list[Chart]:
     return [chart for chart in drawn if chart.series]
 
 
+def in_time(chart: Chart) -> Chart:
+    """With long seconds on the horizontal axis as minutes or hours."""
+    most = max((float(one.x.max()) for one in chart.series if len(one.x)), default=0.0)
+    if chart.x_unit != "seconds" or most <= 10 * 60:
+        return chart
+    scale, unit = (60 * 60, "hours") if most > 4 * 60 * 60 else (60, "minutes")
+    drawn = [one._replace(x=one.x / scale) for one in chart.series]
+    return chart._replace(series=drawn, marks=[x / scale for x in chart.marks], x_unit=unit)
+
+
 # ---- points
 
 
@@ -133,9 +143,6 @@ def thinned(x: np.ndarray, y: np.ndarray, most: int = POINTS) -> tuple[np.ndarra
         begins = np.arange(len(padded)) * stretch
         extremes = [begins + padded.argmin(1), begins + padded.argmax(1), [0, n - 1]]
         keep = np.unique(np.minimum(np.concatenate(extremes), n - 1))
-    same = np.zeros(len(keep), dtype=bool)  # as the point before and the one after
-    same[1:-1] = (y[keep][1:-1] == y[keep][:-2]) & (y[keep][1:-1] == y[keep][2:])
-    keep = keep[~same]
     return x[keep], y[keep]
 
 

@@ -1,32 +1,42 @@
-"""The page about several runs: which are one recipe with other seeds, and what a loss costs each.
+"""Pages about several runs: an index of a folder, and a comparison, which tells runs that are one
+recipe with other seeds, and what a loss costs each.
 
 A loss is reached where the line between two evaluations crosses it for the first time. Seconds are
 those of the steps; evaluations and checkpoints are left out.
 """
 
+import os
 import re
 import statistics
 from collections.abc import Sequence
+from contextlib import suppress
+from pathlib import Path
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from support.report.charts import Chart, series
-from support.report.page import Page, Section, Table, spread
-from support.report.run_page import UNITS, RunLog, amount, summary
+from support.base.numbers import duration, several, short
+from support.report.charts import Chart, in_time
+from support.report.page import Page, Section, Table, columns_of, spread, table
+from support.report.run_page import (
+    UNITS,
+    RunLog,
+    amount,
+    evaluated,
+    read_run,
+    summary,
+    unsteady,
+)
 
 # Settings of the group "run" that make no other recipe. --data and --compile may differ when a run
 # goes on, too, but change losses and seconds by more than a seed does.
-ASIDE = ("seed", "out", "resume", "keep", "tensorboard", "eval_every", "checkpoint_every")
-HOURS = 3600.0
-MINUTES = 60.0
+ASIDE = ("seed", "out", "resume", "keep", "tensorboard", "wandb", "eval_every", "checkpoint_every")
 WIDE = 20.0  # the axis is logarithmic if the longest run took more times the shortest one's time
 
 
 class Recipe(NamedTuple):
     """Runs that differ only in their seed."""
 
-    label: str  # the flags that not all recipes have
+    name: str  # in legends and tables
+    flags: str  # that not all recipes have
     settings: dict[str, Any]
     runs: list[RunLog]
 
@@ -48,17 +58,58 @@ def page(recipes: Sequence[Recipe], loss: float | None, asked: bool, changed: Ta
           asked   whether the user named it
           changed the settings that differ between the recipes
     """
-    logs = [log for recipe in recipes for log in recipe.runs]
+    logs = all_runs(recipes)
+    heading = f"The recipes, and their loss at the end {text_of(logs, last=True)}"
     charts = [chart_against(unit, recipes, loss) for unit in UNITS]
     parts = [
+        Section(heading, tables=[recipes_table(recipes)], notes=cautions(logs)),
         cost_section(recipes, loss, asked),
-        Section("Held-out loss against its cost", charts),
-        Section("What each recipe spent and reached", tables=[totals(recipes)]),
+        Section(f"Held-out loss against its cost, {text_of(logs)}", charts),
         Section("Settings that differ", tables=[changed]),
-        Section("The runs", tables=[runs_table(recipes)], notes=cautions(logs)),
+        Section("The runs", tables=[runs_table(recipes)]),
     ]
-    title = f"Recipes: {len(recipes)}, runs: {len(logs)}"
-    return Page(title, f"Ratios are to the first recipe, {recipes[0].label}.", [], parts)
+    title = f"{several(len(recipes), 'recipe')}, {several(len(logs), 'run')}"
+    return Page(title, f"Ratios are to the first recipe, {recipes[0].name}.", [], parts)
+
+
+# ---- a folder of runs
+
+
+def runs_in(folder: Path) -> list[RunLog]:
+    """The runs in a folder, in the order of their names; ValueError if there is none."""
+    logs = []
+    for path in sorted(folder.glob("*/")):
+        with suppress(ValueError):
+            logs.append(read_run(path))
+    if not logs:
+        raise ValueError(f"{folder} holds no log.jsonl, and no runs: name the folder of a run")
+    return logs
+
+
+def index(folder: Path, logs: Sequence[RunLog], out: Path) -> Page:
+    """A page about all runs in a folder.
+
+    Args: out where it is written, which its links begin at
+    """
+
+    def held_out(log: RunLog) -> str:
+        return "".join(f"{n['val_bpb']:.3f}\n{log.text_of(n)}" for n in log.evals[-1:])
+
+    columns = {
+        "run": lambda log: log.name,
+        "model": lambda log: f"{log.settings['model.model']} {log.settings['model.size']}",
+        "state": lambda log: log.state,
+        "consumed tokens": lambda log: short(log.spent()["consumed_tokens"]),
+        "bits per byte": held_out,
+        "seconds": lambda log: duration(log.spent()["seconds"]),
+        "commit": lambda log: log.starts[-1]["commit"],
+    }
+    pages = [log.folder / "report.html" for log in logs]
+    links = [os.path.relpath(page, out.parent) if page.exists() else "" for page in pages]
+    others = len(list(folder.glob("*/"))) - len(logs)
+    notes = [f"Left out, without the log of a run: {several(others, 'folder')}."] if others else []
+    part = Section("Runs", tables=[table(columns, logs, links=links)], notes=notes)
+    return Page(folder.resolve().name, f"{several(len(logs), 'run')} in {folder}", [], [part])
 
 
 # ---- recipes
@@ -71,16 +122,25 @@ def recipes_of(logs: Sequence[RunLog]) -> list[Recipe]:
     for log in logs:
         settings = {name: value for name, value in log.settings.items() if name not in aside}
         key = repr(sorted(settings.items()))
-        groups.setdefault(key, Recipe("", settings, [])).runs.append(log)
+        groups.setdefault(key, Recipe("", "", settings, [])).runs.append(log)
     recipes = list(groups.values())
-    flags = [flags_of(recipe.runs[0]) for recipe in recipes]
-    shared = set.intersection(*map(set, flags))
-    labels: list[str] = []
-    for recipe, given in zip(recipes, flags, strict=True):
-        own = " ".join(flag for flag in given if flag not in shared)
-        label = f"`{own}`" if own else "no other flags" if shared else "the defaults"
-        labels.append(label if label not in labels else f"{label}, {recipe.runs[0].name}")
-    return [r._replace(label=label) for r, label in zip(recipes, labels, strict=True)]
+    given = [flags_of(recipe.runs[0]) for recipe in recipes]
+    shared = set.intersection(*map(set, given))
+    plain = "no other flags" if shared else "the defaults"
+    own = [" ".join(flag for flag in flags if flag not in shared) for flags in given]
+    return [
+        recipe._replace(name=name, flags=f"`{flags}`" if flags else plain)
+        for recipe, name, flags in zip(recipes, names_of(recipes), own, strict=True)
+    ]
+
+
+def names_of(recipes: Sequence[Recipe]) -> list[str]:
+    """The folder of each recipe's first run, or numbers where that does not tell them apart."""
+    names = [recipe.runs[0].name for recipe in recipes]
+    if len(set(names)) < len(names):
+        return [f"recipe {number}" for number in range(1, len(names) + 1)]
+    more = [len(recipe.runs) - 1 for recipe in recipes]
+    return [f"{name} and {n} more" if n else name for name, n in zip(names, more, strict=True)]
 
 
 def flags_of(log: RunLog) -> list[str]:
@@ -147,24 +207,16 @@ def costs(recipes: Sequence[Recipe], loss: float) -> list[Costs]:
 def comparison_summary(recipes: Sequence[Recipe], loss: float | None) -> dict[str, Any]:
     """Every number of the page, for --json."""
     each = costs(recipes, loss) if loss is not None else [None] * len(recipes)
-    return {
-        "loss": loss,
-        "recipes": [
-            {
-                "label": recipe.label,
-                "settings": recipe.settings,
-                "cost": cost._asdict() if cost else None,
-                "runs": [summary(log) for log in recipe.runs],
-            }
-            for recipe, cost in zip(recipes, each, strict=True)
-        ],
-        "cautions": cautions([log for recipe in recipes for log in recipe.runs]),
-    }
+    shown = []
+    for recipe, cost in zip(recipes, each, strict=True):
+        runs = [summary(log) for log in recipe.runs]
+        shown.append({**recipe._asdict(), "cost": cost and cost._asdict(), "runs": runs})
+    return {"loss": loss, "recipes": shown, "cautions": cautions(all_runs(recipes))}
 
 
 def cautions(logs: Sequence[RunLog]) -> list[str]:
     """What keeps these runs from being compared as they are, in whole sentences."""
-    sentences = []
+    sentences = unsteady(logs)
     texts = {log.on_the_way[0].get("bytes") for log in logs if log.evals}
     if len(texts) > 1:
         sizes = ", ".join(f"{size:,}" for size in sorted(size or 0 for size in texts))
@@ -177,8 +229,8 @@ def cautions(logs: Sequence[RunLog]) -> list[str]:
         if ", " in values:
             effect = "Made with several commits" if name == "commit" else "Seconds say less here"
             sentences.append(f"{effect}: runs have {name} {values}.")
-    if unfinished := [str(log.folder) for log in logs if not log.final]:
-        sentences.append(f"Not finished: {', '.join(unfinished)}.")
+    if unfinished := [f"{log.folder} ({log.state})" for log in logs if not log.final]:
+        sentences.append(f"Without an end: {', '.join(unfinished)}.")
     if damaged := [f"{log.folder} ({log.unread})" for log in logs if log.unread]:
         sentences.append(f"Damaged lines of a log, left out: {', '.join(damaged)}.")
     return sentences
@@ -187,26 +239,78 @@ def cautions(logs: Sequence[RunLog]) -> list[str]:
 # ---- parts of the page
 
 
+def all_runs(recipes: Sequence[Recipe]) -> list[RunLog]:
+    return [log for recipe in recipes for log in recipe.runs]
+
+
+def text_of(logs: Sequence[RunLog], last: bool = False) -> str:
+    """What the evaluations of these runs read: those on the way, or the last ones."""
+    lines = [(log, log.final if last else log.on_the_way[0]) for log in logs if log.evals]
+    texts = {log.text_of(line) for log, line in lines if line}
+    return texts.pop() if len(texts) == 1 else "on texts that differ"
+
+
+def with_seeds(values: Sequence[float], digits: int) -> str:
+    """The mean with its spread over seeds, or that there is one only."""
+    return spread(values, digits=digits) + (" (one seed)" if len(values) == 1 else "")
+
+
+def units(recipes: Sequence[Recipe]) -> dict[str, str]:
+    """UNITS as the heads of columns."""
+    seconds = "seconds, not steady" if unsteady(all_runs(recipes)) else "seconds"
+    return {**UNITS, "seconds": seconds}
+
+
+def recipes_table(recipes: Sequence[Recipe]) -> Table:
+    """The flags of each recipe, what its runs reached at their ends, and the mean of their cost."""
+
+    def ended(recipe: Recipe) -> list[RunLog]:
+        return [log for log in recipe.runs if log.final]
+
+    def reached(recipe: Recipe) -> str:
+        return with_seeds([log.final["val_bpb"] for log in ended(recipe)], digits=3)
+
+    def mean(recipe: Recipe, unit: str) -> str:
+        runs = ended(recipe) or recipe.runs
+        return amount(statistics.mean(log.spent()[unit] for log in runs), unit)
+
+    columns = {
+        "recipe": lambda recipe: recipe.name,
+        "flags": lambda recipe: recipe.flags,
+        "bits per byte": lambda recipe: reached(recipe) or "not finished",
+        **columns_of(units(recipes), mean),
+        "runs that ended": lambda recipe: f"{len(ended(recipe))} of {len(recipe.runs)}",
+    }
+    return table(columns, recipes, colors=range(len(recipes)))
+
+
 def cost_section(recipes: Sequence[Recipe], loss: float | None, asked: bool) -> Section:
     if loss is None:
-        return Section("Cost to reach a loss")
-    rows = []
-    for recipe, cost in zip(recipes, costs(recipes, loss), strict=True):
-        at_most = "\nat the first evaluation already" if cost.at_most else ""
-        reached = f"{cost.reached} of {len(recipe.runs)}{at_most}"
-        rows.append([recipe.label, *(cost_cell(cost, unit) for unit in UNITS), reached])
+        return Section("")
+    columns = {
+        "recipe": lambda pair: pair[0].name,
+        **columns_of(units(recipes), lambda pair, unit: cost_cell(pair[1], unit)),
+        "runs that reach it": lambda pair: reached(pair[1]),
+    }
     why = "where the first recipe's evaluations on the way end"
     why += ", the highest of its seeds" if len(recipes[0].runs) > 1 else ""
     notes = [
-        f"{loss:.4f} bits per byte is {'as asked for with --loss' if asked else why}.",
+        f"{loss:.3f} bits per byte is {'as asked for with --loss' if asked else why}.",
         "Each cell is the ratio to the mean of the first recipe's runs, with the least and the most"
         " over seeds, and the mean itself. A loss is reached where the line between two"
         " evaluations crosses it first. Seconds are those of the steps: evaluations and"
         " checkpoints are left out.",
     ]
-    columns = ["recipe", *UNITS.values(), "runs that reach it"]
-    table = Table(columns, rows, colors=range(len(recipes)))
-    return Section(f"Cost to reach {loss:.4f} bits per byte", tables=[table], notes=notes)
+    pairs = list(zip(recipes, costs(recipes, loss), strict=True))
+    shown = table(columns, pairs, colors=range(len(pairs)))
+    heading = f"Cost to reach {loss:.3f} bits per byte {text_of(all_runs(recipes))}"
+    return Section(heading, tables=[shown], notes=notes)
+
+
+def reached(cost: Costs) -> str:
+    """How many runs reached a loss."""
+    at_most = "\nat the first evaluation already" if cost.at_most else ""
+    return f"{cost.reached} of {cost.of}{at_most}"
 
 
 def cost_cell(cost: Costs, unit: str) -> str:
@@ -214,7 +318,7 @@ def cost_cell(cost: Costs, unit: str) -> str:
     if not cost.reached:
         return "not reached"
     mean = amount(statistics.mean(cost.spent[unit]), unit)
-    ratio = spread(cost.ratios[unit], digits=2)
+    ratio = with_seeds(cost.ratios[unit], digits=2)
     if not ratio:
         return mean
     return f"{'≤ ' if cost.at_most else ''}{ratio}\n{mean}"
@@ -222,45 +326,25 @@ def cost_cell(cost: Costs, unit: str) -> str:
 
 def chart_against(unit: str, recipes: Sequence[Recipe], loss: float | None) -> Chart:
     """Held-out loss of every run against one of UNITS."""
-    curves = []
-    for color, recipe in enumerate(recipes):
-        for log in recipe.runs:
-            x = np.array([log.spent(line["step"])[unit] for line in log.on_the_way])
-            y = np.array([line["val_bpb"] for line in log.on_the_way])
-            curves.append(series(recipe.label, x, y, "dots", color))
+    curves = [
+        evaluated(log._replace(axis=unit), recipe.name, log.on_the_way, color)
+        for color, recipe in enumerate(recipes)
+        for log in recipe.runs
+    ]
     ends = [float(curve.x[-1]) for curve in curves if len(curve.x)] or [0.0]
-    name = UNITS[unit]
-    log_x = False
-    if unit == "seconds":
-        scale = HOURS if max(ends) > 4 * HOURS else MINUTES if max(ends) > 10 * MINUTES else 1.0
-        name = {HOURS: "hours", MINUTES: "minutes", 1.0: "seconds"}[scale] + " of training steps"
-        curves = [curve._replace(x=curve.x / scale) for curve in curves]
-        log_x = max(ends) > WIDE * min(ends) > 0
+    log_x = unit == "seconds" and max(ends) > WIDE * min(ends) > 0
     title = f"Loss against {UNITS[unit]}"
-    return Chart(title, "bits per byte", name, curves, level=loss, log_x=log_x)
-
-
-def totals(recipes: Sequence[Recipe]) -> Table:
-    rows = []
-    for recipe in recipes:
-        ended = [log for log in recipe.runs if log.final]
-        spent = [log.spent() for log in ended or recipe.runs]
-        reached = spread([log.final["val_bpb"] for log in ended], digits=4)
-        means = [amount(statistics.mean(run[unit] for run in spent), unit) for unit in UNITS]
-        number = f"{len(ended)} of {len(recipe.runs)}"
-        rows.append([recipe.label, reached or "not finished", *means, number])
-    columns = ["recipe", "bits per byte at the end", *UNITS.values(), "runs that ended"]
-    return Table(columns, rows, colors=range(len(recipes)))
+    return in_time(Chart(title, "bits per byte", UNITS[unit], curves, level=loss, log_x=log_x))
 
 
 def runs_table(recipes: Sequence[Recipe]) -> Table:
-    made_with = ("commit", "torch", "machine", "threads")
-    rows = []
-    for recipe in recipes:
-        for log in recipe.runs:
-            end = f"{log.final['val_bpb']:.4f}" if log.final else "not finished"
-            made = [str(log.starts[-1].get(name, "")) for name in made_with]
-            seed = str(log.settings["run.seed"])
-            rows.append([str(log.folder), seed, end, f"{log.steps_done:,}", *made])
+    made_with = {name: name for name in ("commit", "torch", "machine", "threads")}
+    columns = {
+        "run": lambda log: str(log.folder),
+        "seed": lambda log: str(log.settings["run.seed"]),
+        "bits per byte": lambda log: f"{log.final['val_bpb']:.3f}" if log.final else log.state,
+        "steps": lambda log: f"{log.steps_done:,}",
+        **columns_of(made_with, lambda log, name: str(log.starts[-1].get(name, ""))),
+    }
     colors = [color for color, recipe in enumerate(recipes) for _ in recipe.runs]
-    return Table(["run", "seed", "bits per byte", "steps", *made_with], rows, colors)
+    return table(columns, all_runs(recipes), colors=colors)

@@ -6,11 +6,12 @@ page.html. Text may hold `code` between backticks; all else is escaped.
 
 import re
 import statistics
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
-from typing import NamedTuple
+from typing import Any, NamedTuple
+from urllib.parse import quote
 
 from support.report import charts
 from support.report.charts import Chart
@@ -22,6 +23,8 @@ class Table(NamedTuple):
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]  # the second line of a cell is set smaller
     colors: Sequence[int] = ()  # of the series that each row is about
+    links: Sequence[str] = ()  # where the first cell of each row leads, "" for nowhere
+    fold: str = ""  # what stands for the table until it is opened
 
 
 class Section(NamedTuple):
@@ -43,6 +46,20 @@ class Page(NamedTuple):
         """Those that have something to show, without what has not."""
         parts = [s._replace(charts=charts.with_points(s.charts)) for s in self.parts]
         return [s for s in parts if s.charts or s.blocks or any(t.rows for t in s.tables)]
+
+
+def table(columns: dict[str, Callable[[Any], str]], items: Sequence[Any], **more: Any) -> Table:
+    """A row for each item; each column says how its cell is made of the item."""
+    rows = [[cell(item) for cell in columns.values()] for item in items]
+    return Table(list(columns), rows, **more)
+
+
+def columns_of(heads: dict[str, str], cell: Callable[[Any, str], str]) -> dict[str, Callable]:
+    """A column for each name, whose cells are made of an item and the name.
+
+    Args: heads what stands above each
+    """
+    return {head: lambda item, name=name: cell(item, name) for name, head in heads.items()}
 
 
 # ---- HTML
@@ -103,13 +120,17 @@ def table_html(table: Table) -> str:
         cells = [cell_html(cell) for cell in row]
         if table.colors:
             key = charts.key_of(table.colors[number])
-            cells[0] = (
-                f'<svg class="key" viewBox="0 0 22 10" aria-hidden="true">{key}</svg>{cells[0]}'
-            )
+            mark = f'<svg class="key" viewBox="0 0 22 10" aria-hidden="true">{key}</svg>'
+            cells[0] = mark + cells[0]
+        if table.links and table.links[number]:
+            cells[0] = f'<a href="{escape(quote(table.links[number]))}">{cells[0]}</a>'
         rows.append("".join(f"<td{m}>{c}</td>" for c, m in zip(cells, marks, strict=True)))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     shown = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
-    return f'<div class="wide">{shown}</div>'
+    shown = f'<div class="wide" tabindex="0">{shown}</div>'
+    return (
+        f"<details><summary>{text(table.fold)}</summary>{shown}</details>" if table.fold else shown
+    )
 
 
 def cell_html(cell: str) -> str:

@@ -1,24 +1,26 @@
 """One run: its log.jsonl read back, and the page with its charts and tables.
 
 A line of the log comes from support/run/progress.py `log_step`. `read_run` makes each of its fields
-a column; `loss_charts`, `schedules` and `time_section` say which columns become charts, all against
-consumed tokens. page.py makes HTML of the page, and charts.py draws.
+a column; `loss_section`, `schedules` and `time_section` say which columns become charts. page.py
+makes HTML of the page, and charts.py draws.
 
 Lines that are damaged, or lack a field that every report needs, are left out and counted.
 """
 
 import math
 from array import array
+from collections import defaultdict
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.base.numbers import duration, short
+from support.base.numbers import duration, several, short
 from support.base.typed_json import At, Each, mismatch
-from support.report.charts import Chart, Series, medians, series
-from support.report.page import Page, Section, Table
-from support.run.folder import read_log
+from support.report.charts import Chart, Series, in_time, medians, series
+from support.report.page import Page, Section, Table, columns_of, table
+from support.run.folder import RESULTS, last_beat, read_lines, read_log
 
 # What a run spends, and a comparison may hold fixed
 UNITS = {
@@ -27,6 +29,8 @@ UNITS = {
     "flops": "FLOPs",
     "seconds": "seconds",
 }
+# What --x takes, and the column of it
+AXES = dict(zip(("tokens", "raw-tokens", "flops", "seconds"), UNITS, strict=True), steps="step")
 SPENT = ("step", "ms", "consumed_tokens", "real_tokens", "layer_tokens", "flops")
 EVALUATED = ("step", "consumed_tokens", "targets")
 NEEDED = {
@@ -42,12 +46,19 @@ NEEDED = {
     "stage": {"step": int, "owners": [int]},
     "sample": {"text": str},
 }
-X_UNIT = "consumed tokens"
+RESULT = {"step": int, "said": [str], "argv": str}  # of evaluate.py
+WHEN = ("on the way", "at the end")  # an evaluation is made
+MEASURED = ("Padding", "Raw tokens per second", "MFU")  # the other columns are scheduled
 PARTS = 50  # points of a smoothed curve at most,
 LEAST = 5  # each the median of at least five steps
 FEW = 25  # fewer steps are not smoothed
 MANY_TIMES = 8.0  # the axis is logarithmic if the longest step took more times the median
 SHOWN_EVALS = 24  # rows of the table at most
+LITTLE = 1.0  # per cent: what stays below is not drawn
+ALIKE = math.log(1.1)  # steps of as many FLOPs, within some 10 %
+# What should be alike on a machine that is equally fast all the time, and how often the least of it
+# the most may be. Techniques with small matrices need somewhat more seconds per FLOP.
+STEADY = {"measured peak": 1.2, "seconds per FLOP": 1.5, "time": 1.5}
 
 
 # ---- the log
@@ -62,7 +73,9 @@ class RunLog(NamedTuple):
     evals: list[dict]
     stages: list[dict]  # of --pseudo
     sample: str | None
+    results: list[dict]  # of evaluate.py
     unread: int  # damaged lines
+    axis: str = "consumed_tokens"  # the column that its charts have on the horizontal axis
 
     @property
     def name(self) -> str:
@@ -92,31 +105,55 @@ class RunLog(NamedTuple):
         """The evaluations before it, all on the same text; without any, the last one."""
         return [line for line in self.evals if not line["last"]] or self.evals
 
+    @property
+    def state(self) -> str:
+        """finished, stopped (by a signal, when it had saved) or not finished."""
+        stopped = "stopped" if last_beat(self.folder) == "stopped" else "not finished"
+        return "finished" if self.final else stopped
+
     def column(self, name: str) -> np.ndarray:
         """(n,) a number of each step; NaN where the step did not log it."""
         return self.steps.get(name, np.full(len(self.steps.get("step", ())), math.nan))
-
-    def has(self, name: str) -> bool:
-        return bool(np.isfinite(self.column(name)).any())
 
     def last(self, name: str) -> float:
         return float(self.column(name)[-1]) if self.steps_done else math.nan
 
     def median(self, name: str) -> float:
-        return float(np.nanmedian(self.column(name))) if self.has(name) else math.nan
+        values = self.column(name)
+        return float(np.nanmedian(values)) if np.isfinite(values).any() else math.nan
+
+    def at(self, steps: Sequence[float] | float, name: str) -> np.ndarray:
+        """What a column that counts from 0 had reached after these steps."""
+        done = np.searchsorted(self.column("step"), steps, side="right")
+        return np.append(0.0, self.column(name))[done]
 
     def spent(self, step: float = math.inf) -> dict[str, float]:
         """What the run spent until a step, or in all, by the names of UNITS."""
-        done = int(np.searchsorted(self.column("step"), step, side="right"))
-        if done == 0:
-            return dict.fromkeys(UNITS, 0.0)
-        return {name: float(self.column(name)[done - 1]) for name in UNITS}
+        return {name: float(self.at(step, name)) for name in UNITS}
+
+    def text_of(self, line: dict) -> str:
+        """What an evaluation read.
+
+        Example: on 32,768 tokens of the embedded corpus's held-out text
+        """
+        masked = "masked " if self.settings["model.model"] == "bert" else ""
+        store = self.settings.get("data.data") or "the embedded corpus"
+        return f"on {line['targets']:,} {masked}tokens of {store}'s held-out text"
 
     def step_times(self) -> dict[str, float]:
         """In ms: the bounds of the fastest and the slowest tenth, the median, the longest."""
         ms = self.column("ms") if self.steps_done else [math.nan]
         quantiles = {"p10": 0.1, "median": 0.5, "p90": 0.9, "longest": 1.0}
         return {name: float(np.quantile(ms, q)) for name, q in quantiles.items()}
+
+    def slowness(self) -> float:
+        """How many times as long as the median step of as many FLOPs a tenth of the steps takes."""
+        ms = self.column("ms")
+        flops = np.diff(self.column("flops"), prepend=0.0).clip(min=1)
+        sizes = (np.log(flops) / ALIKE).round()
+        alike = [ms[sizes == size].clip(min=1e-3) for size in np.unique(sizes)]
+        times = [of_size / np.median(of_size) for of_size in alike]
+        return float(np.quantile(np.concatenate(times), 0.9)) if len(ms) >= FEW else 1.0
 
     def waiting_share(self) -> float:
         """The share of the steps' time in which they waited for data."""
@@ -139,11 +176,6 @@ class RunLog(NamedTuple):
         if not self.steps_done:
             return math.nan
         return max(1 - self.last("layer_tokens") / float(np.nansum(self.full_layer_tokens())), 0.0)
-
-    def provenance(self) -> dict[str, Any]:
-        """Commit, versions, hardware: the fields of the last start besides its settings."""
-        left_out = ("config", "bytes", "model_size", "resumed_at")
-        return {name: value for name, value in self.starts[-1].items() if name not in left_out}
 
 
 def read_run(folder: Path) -> RunLog:
@@ -182,39 +214,66 @@ def read_run(folder: Path) -> RunLog:
         evals=lines["eval"],
         stages=lines["stage"],
         sample=lines["sample"][-1]["text"] if lines["sample"] else None,
+        results=[line for line in read_lines(folder / RESULTS) if not mismatch(line, RESULT)],
         unread=unread,
     )
 
 
+def number_of(line: dict, name: str) -> float:
+    """A number in a line; 0 if it is not there, or no number."""
+    return line[name] if isinstance(line.get(name), int | float) else 0.0
+
+
 def summary(log: RunLog) -> dict[str, Any]:
-    """Every number of a run's page, for --json."""
-    return {
+    """The log without its steps, and the numbers that follow from it, for --json."""
+    return log._asdict() | {
         "folder": str(log.folder),
-        "commands": [start["argv"] for start in log.starts],
-        "finished": log.final is not None,
+        "state": log.state,
         "steps": log.steps_done,
         "spent": log.spent(),
         "layer_tokens": log.last("layer_tokens"),
         "dropped_share": log.dropped(),
-        "final": log.final,
-        "evaluations": [{**log.spent(line["step"]), **line} for line in log.evals],
+        "evals": [{**log.spent(line["step"]), **line} for line in log.evals],
         "step_ms": log.step_times(),
         "waiting_share": log.waiting_share(),
         "tokens_per_s": log.median("tokens_per_s"),
         "mfu": log.median("mfu"),
-        "stages": log.stages,
-        "resumed_at_steps": [start["resumed_at"] for start in log.starts[1:]],
-        "lines_left_out": log.unread,
-        "sample": log.sample,
-        "settings": log.settings,
-        "provenance": log.provenance(),
+        "not_steady": unsteady([log]),
     }
+
+
+def unsteady(logs: Sequence[RunLog]) -> list[str]:
+    """What says that a machine was not equally fast all the time, in whole sentences.
+
+    Example: peaks of 100 and 130 GFLOP/s at two starts on one machine
+    """
+    alike: dict[tuple, list[tuple[float, str]]] = defaultdict(list)  # by what and on which device
+    for log in logs:
+        for number, start in enumerate(log.starts, 1):
+            device = f"{start.get('machine')} {start.get('made_by')}"
+            peak = number_of(start, "peak_flops") / max(number_of(start, "ranks"), 1)
+            alike["measured peak", device].append((peak, f"start {number} of {log.name}"))
+        model = [value for name, value in log.settings.items() if name.startswith("model.")]
+        cost = log.spent()["seconds"] / max(log.spent()["flops"], 1)
+        alike["seconds per FLOP", device, str(model)].append((cost, log.name))
+        steps = [(1.0, "the median step of as many FLOPs")]
+        alike["time", log.folder] = [*steps, (log.slowness(), f"a tenth of {log.name}'s steps")]
+    sentences = []
+    for (what, *_), values in alike.items():
+        known = sorted(pair for pair in values if pair[0] > 0)
+        if known and known[-1][0] > STEADY[what] * known[0][0]:
+            (least, of_least), (most, of_most) = known[0], known[-1]
+            sentences.append(
+                f"Not steady: {of_most} has {most / least:.2f} times the {what} of {of_least};"
+                f" more than {STEADY[what]} times is not steady."
+            )
+    return sentences
 
 
 # ---- the page
 
 
-def page(log: RunLog, changed: Table) -> Page:
+def page(log: RunLog, changed: Table, settings: Table) -> Page:
     """A page about one run.
 
     Args: changed its settings that differ from the defaults
@@ -222,29 +281,28 @@ def page(log: RunLog, changed: Table) -> Page:
     marks, events = stops_and_stages(log)
     commands = dict.fromkeys(start["argv"] for start in log.starts)
     parts = [
-        Section("Loss", loss_charts(log), [events]),
+        loss_section(log, events),
         schedules(log),
         time_section(log),
-        by_source(log),
         Section("Evaluations", tables=[evaluations(log)]),
+        Section("Results of evaluate.py", tables=[results(log)]),
         Section("A sample", blocks=[log.sample] if log.sample else []),
         Section("Recipe", blocks=["\n".join(commands)], tables=[changed]),
-        Section("Made with", tables=[made_with(log)]),
+        Section("Made with", tables=[made_with(log), settings]),
     ]
-    parts = [s._replace(charts=[chart._replace(marks=marks) for chart in s.charts]) for s in parts]
+    axis = {"marks": marks, "x_unit": UNITS.get(log.axis, "steps")}
+    parts = [s._replace(charts=[in_time(c._replace(**axis)) for c in s.charts]) for s in parts]
     return Page(log.name, lead(log), facts(log), parts)
 
 
 def lead(log: RunLog) -> str:
     settings = log.settings
-    steps = f"{log.steps_done:,} steps"
+    state = f"{log.state} after {several(log.steps_done, 'step')}"
     if not log.steps_done:
         state = "no step is in its log yet"
-    elif log.final:
-        state = f"finished after {steps}"
-    else:
+    elif not log.final:
         done = log.last("consumed_tokens") / settings["optim.tokens"]
-        state = f"not finished: {steps}, {min(done, 1):.0%} of its budget"
+        state = f"{state}, {min(done, 1):.0%} of its budget"
     damaged = f"; damaged lines of the log, left out: {log.unread}" if log.unread else ""
     if log.missing_steps:
         damaged += f"; steps that are missing in the log: {log.missing_steps:,}"
@@ -255,30 +313,30 @@ def facts(log: RunLog) -> list[list[str]]:
     """Numbers worth seeing first; one that is unknown, or nothing special, is left out."""
     if not log.steps_done:
         return []
-    spent = log.spent()
-    shown = []
-    if log.evals:
-        last = log.final or log.evals[-1]
-        when = "at the end" if log.final else "so far"
-        detail = f"bits per byte, {when}, on {last['targets']:,} held-out tokens"
-        shown.append(["Held-out loss", f"{last['val_bpb']:.4f}", detail])
+    spent = {unit: amount(value, unit) for unit, value in log.spent().items()}
     budget = f"of {short(log.settings['optim.tokens'])} asked for"
     passes = f"{log.last('epochs'):.3g} passes over the store"
     dropped = f"{log.dropped():.1%}" if log.dropped() > 0 else ""
     computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
     skipped = f"{log.last('skipped'):,.0f}" if log.last("skipped") > 0 else ""
     starts = str(len(log.starts)) if len(log.starts) > 1 else ""
-    mfu = f"MFU {log.median('mfu'):.1%}" if log.has("mfu") else ""
-    shown += [
-        ["Consumed tokens", short(spent["consumed_tokens"]), budget],
-        ["Raw tokens", short(spent["real_tokens"]), passes],
+    without = "without evaluations and checkpoints"
+    without += "; not steady, see Time" if unsteady([log]) else ""
+    rate = short(log.median("tokens_per_s"))
+    mfu = f"MFU {log.median('mfu'):.1%}" if log.median("mfu") > 0 else ""
+    shown = [
+        ["Consumed tokens", spent["consumed_tokens"], budget],
+        ["Raw tokens", spent["real_tokens"], passes],
         ["Dropped", dropped, computed],
         ["Steps that moved no weight", skipped, "loss or gradient not finite or far too large"],
         ["Starts", starts, "the first, and those that went on"],
-        ["Time of all steps", duration(spent["seconds"]), "without evaluations and checkpoints"],
-        ["Tokens per second", short(log.median("tokens_per_s")), "raw tokens, median of all steps"],
-        ["FLOPs", short(spent["flops"], unit="FLOP"), mfu],
+        ["Time of all steps", spent["seconds"], without],
+        ["Tokens per second", rate, "raw tokens, median of all steps"],
+        ["FLOPs", spent["flops"], mfu],
     ]
+    for last, line in {line["last"]: line for line in log.evals}.items():  # the last of each
+        name = f"Held-out loss {WHEN[last]}"
+        shown.insert(0, [name, f"{line['val_bpb']:.3f}", f"bits per byte, {log.text_of(line)}"])
     return [fact for fact in shown if fact[1]]
 
 
@@ -297,95 +355,113 @@ def smoothed(x: np.ndarray, y: np.ndarray) -> list[Series]:
     return [series("each step", x, y, "faint"), series(f"median of {window} steps", *middles)]
 
 
-def loss_charts(log: RunLog) -> list[Chart]:
-    x = log.column("consumed_tokens")
-    loss = log.column("loss")
-    training = Chart("Training loss", "nats per target", X_UNIT, smoothed(x, loss), clip_first=True)
+def loss_section(log: RunLog, events: Table) -> Section:
+    x = log.column(log.axis)
+    held_out = []
+    for last, when in enumerate(WHEN):
+        lines = [line for line in log.evals if line["last"] == last and line["step"]]
+        if lines:
+            label = f"held out, {when}, {log.text_of(lines[-1])}"
+            held_out.append(evaluated(log, label, lines, color=last + 1))
+    scale, why = in_bits(log)
+    loss = scale * log.column("loss")
+    drawn = smoothed(x, loss)
+    training = Chart("Training loss", "nats per target", "", drawn, clip_first=True)
+    if scale != 1:
+        training = training._replace(unit="bits per byte", series=drawn + held_out)
     most = np.nanmax(loss, initial=-math.inf)
     if training.highest() < most:
         training = training._replace(note=f"The first steps, from {most:.3g}, are above the chart.")
-    evals = [line for line in log.on_the_way if line["step"]]
-    held_out = [evaluated("on the way", evals)]
-    if log.final and log.final not in evals:
-        at_the_end = f"at the end, on {log.final['targets']:,} tokens"
-        held_out.append(evaluated(at_the_end, [log.final], color=1))
-    norms = smoothed(x, log.column("grad_norm"))
-    return [
+    shown = [
         training,
-        Chart("Held-out loss", "bits per byte", X_UNIT, held_out),
-        Chart("Gradient norm", "", X_UNIT, norms, clip_first=True),
+        Chart("Held-out loss", "bits per byte", "", held_out),
+        by_source(log),
+        Chart("Gradient norm", "", "", smoothed(x, log.column("grad_norm")), clip_first=True),
     ]
+    return Section("Loss", shown, [events], [f"Training loss is {why}."])
 
 
-def evaluated(label: str, lines: list[dict], color: int = 0) -> Series:
-    x = np.array([line["consumed_tokens"] for line in lines], dtype=float)
+def in_bits(log: RunLog) -> tuple[float, str]:
+    """What a nat per target is in bits per byte, or 1 where that is unknown; and that in words."""
+    size = number_of(log.starts[-1], "bytes_per_token")
+    if log.settings["model.model"] == "bert":
+        return 1.0, "in nats per target, because only masked tokens are targets"
+    if size <= 0:
+        return 1.0, "in nats per target, because its log has no bytes per token"
+    why = f"that of each step's own text, at the {size:.2f} bytes a token of the store"
+    return 1 / (math.log(2) * size), why
+
+
+def by_source(log: RunLog) -> Chart:
+    lines = [line for line in log.evals if not mismatch(line.get("by_source"), Each(float))]
+    drawn = []
+    for color, (name, end) in enumerate(lines[-1]["by_source"].items() if lines else ()):
+        of_it = [{**line, "val_bpb": line["by_source"].get(name)} for line in lines]
+        drawn.append(evaluated(log, f"{name}, at last {end:.3f}", of_it, color))
+    return Chart("Held-out loss by source", "bits per byte", "", drawn)
+
+
+def evaluated(log: RunLog, label: str, lines: list[dict], color: int) -> Series:
+    x = log.at([line["step"] for line in lines], log.axis)
     y = np.array([line["val_bpb"] for line in lines], dtype=float)
     return series(label, x, y, "dots", color)
 
 
+def curves(log: RunLog, heading: str, rows: Sequence[tuple[str, str, np.ndarray]]) -> Section:
+    """A chart for each (title, unit, values); one that would show nothing becomes a sentence."""
+    x = log.column(log.axis)
+    shown = []
+    left_out = []
+    for title, unit, values in rows:
+        finite = values[np.isfinite(values)]
+        most = finite.max(initial=-math.inf)
+        if len(finite) and finite.min() == most:
+            left_out.append(f"{title} {short(float(most), digits=4)} {unit}".strip())
+        elif unit.startswith("%") and most < LITTLE:
+            left_out.append(f"{title} at most {most:.2g} {unit}")
+        else:
+            # a median would slope where a schedule jumps
+            one = [series("each step", x, values)]
+            drawn = smoothed(x, values) if title in MEASURED else one
+            shown.append(Chart(title, unit, "", drawn, from_zero=True))
+    notes = [f"In all steps: {'; '.join(left_out)}."] if left_out else []
+    return Section(heading, shown, notes=notes)
+
+
 def schedules(log: RunLog) -> Section:
-    """A chart for each value that changes over the run; constant values in a sentence."""
-    curves = [
-        ("Learning rate", "", log.column("lr")),
-        ("Longest piece", "tokens", log.column("max_piece_len")),
-    ]
+    longest = log.column("max_piece_len")
+    rows = [("Learning rate", "", log.column("lr")), ("Longest piece", "tokens", longest)]
     for name in sorted(name for name in log.steps if name.startswith("difficulty_")):
         values = log.column(name)
-        if not np.array_equal(values, log.column("max_piece_len"), equal_nan=True):  # no seqlen
-            curves.append((f"Difficulty: {name.removeprefix('difficulty_')}", "at most", values))
-    curves += [
+        if not np.array_equal(values, longest, equal_nan=True):  # that of seqlen is
+            rows.append((f"Difficulty: {name.removeprefix('difficulty_')}", "at most", values))
+    rows += [
         ("Samples that may be drawn", "", log.column("pool")),
         ("Kept tokens", "of a row", log.column("kept_tokens")),
         ("Padding", "% of positions", 100 * log.column("padding_share")),
         ("Dropped", "% of layer-tokens", 100 * log.dropped_shares()),
     ]
-    x = log.column("consumed_tokens")
-    shown = []
-    constant = []
-    for title, unit, values in curves:
-        finite = values[np.isfinite(values)]
-        if len(finite) and finite.min() == finite.max():
-            constant.append(f"{title.lower()} {short(float(finite[0]), digits=4)} {unit}".strip())
-            continue
-        # only padding is smoothed: a median would slope where a schedule jumps
-        drawn = smoothed(x, values) if title == "Padding" else [series("each step", x, values)]
-        shown.append(Chart(title, unit, X_UNIT, drawn, from_zero=True))
-    notes = [f"The same in all steps: {'; '.join(constant)}."] if constant else []
-    return Section("Schedules and savings", charts=shown, notes=notes)
+    return curves(log, "Schedules and savings", rows)
 
 
 def time_section(log: RunLog) -> Section:
-    x = log.column("consumed_tokens")
+    x = log.column(log.axis)
     times = log.step_times()
     drawn = smoothed(x, log.column("ms"))
-    if np.nansum(log.column("data_ms")) > 0:
+    if 100 * log.waiting_share() >= LITTLE:
         drawn.append(series("waiting for data", x, log.column("data_ms"), color=1))
     log_y = times["longest"] > MANY_TIMES * times["median"]
-    shown = [Chart("Step time", "ms", X_UNIT, drawn, from_zero=not log_y, log_y=log_y)]
-    for title, unit, y in (
+    step_time = Chart("Step time", "ms", "", drawn, from_zero=not log_y, log_y=log_y)
+    rates = [
         ("Raw tokens per second", "", log.column("tokens_per_s")),
         ("MFU", "% of the peak", 100 * log.column("mfu")),
-    ):
-        shown.append(Chart(title, unit, X_UNIT, smoothed(x, y), from_zero=True))
+    ]
+    part = curves(log, "Time", rates)
     columns = ["fastest tenth below", "median step", "slowest tenth above", "longest"]
     row = [*(f"{ms:,.1f} ms" for ms in times.values()), f"{log.waiting_share():.1%}"]
-    rows = [row] if log.steps_done else []
-    return Section("Time", shown, [Table([*columns, "of all time, waiting for data"], rows)])
-
-
-def by_source(log: RunLog) -> Section:
-    """Held-out bits per byte of each source that evaluations tell apart."""
-    lines = [line for line in log.evals if not mismatch(line.get("by_source"), Each(float))]
-    last = lines[-1]["by_source"] if lines else {}
-    on_the_way = [line for line in lines if not line["last"]]
-    drawn = []
-    rows = []
-    for color, name in enumerate(sorted(last, key=last.get)):
-        of_it = [line | {"val_bpb": line["by_source"].get(name)} for line in on_the_way]
-        drawn.append(evaluated(name, of_it, color))
-        rows.append([name, f"{last[name]:.4f}"])
-    shown = [Chart("By source", "bits per byte", X_UNIT, drawn)]
-    return Section("Held-out loss by source", shown, [Table(["source", "bits per byte"], rows)])
+    shown = Table([*columns, "of all time, waiting for data"], [row] if log.steps_done else [])
+    notes = [*unsteady([log]), *part.notes]
+    return part._replace(charts=[step_time, *part.charts], tables=[shown], notes=notes)
 
 
 # ---- tables
@@ -394,7 +470,7 @@ def by_source(log: RunLog) -> Section:
 def stops_and_stages(log: RunLog) -> tuple[list[float], Table]:
     """Where the run went on after a stop, and where --pseudo changed its model.
 
-    Returns: consumed tokens there, and what happened
+    Returns: where on the horizontal axis, and what happened
     """
     events = [
         (start["resumed_at"], f"resumed, with commit {start['commit']}") for start in log.starts[1:]
@@ -406,22 +482,24 @@ def stops_and_stages(log: RunLog) -> tuple[list[float], Table]:
         have = f"--pseudo: {number} of {log.settings['model.layers']} layers have their own weights"
         events.append((line["step"], f"{have}\nof layer: {used}"))
     events.sort()
-    marks = [log.spent(step)["consumed_tokens"] for step, _ in events]
     rows = [
-        [str(number), f"{step:,}", short(mark), event]
-        for number, (mark, (step, event)) in enumerate(zip(marks, events, strict=True), 1)
+        [str(number), f"{step:,}", short(log.spent(step)["consumed_tokens"]), event]
+        for number, (step, event) in enumerate(events, 1)
     ]
-    return marks, Table(["mark", "after step", X_UNIT, "event"], rows)
+    marks = [float(log.at(step, log.axis)) for step, _ in events]
+    return marks, Table(["mark", "after step", "consumed tokens", "event"], rows)
 
 
 def evaluations(log: RunLog) -> Table:
     """Each evaluation, or every few of them, the last one included."""
+    columns = {
+        "step": lambda line: f"{line['step']:,}",
+        **columns_of(UNITS, lambda line, unit: amount(log.spent(line["step"])[unit], unit)),
+        "held out": log.text_of,
+        "bits per byte": lambda line: f"{line['val_bpb']:.3f}",
+    }
     every = -(-len(log.evals) // SHOWN_EVALS) or 1
-    rows = []
-    for line in log.evals[::-1][::every][::-1]:
-        spent = [amount(value, unit) for unit, value in log.spent(line["step"]).items()]
-        rows.append([f"{line['step']:,}", *spent, f"{line['targets']:,}", f"{line['val_bpb']:.4f}"])
-    return Table(["step", *UNITS.values(), "held-out tokens", "bits per byte"], rows)
+    return table(columns, log.evals[::-1][::every][::-1])
 
 
 def amount(value: float, unit: str) -> str:
@@ -431,10 +509,25 @@ def amount(value: float, unit: str) -> str:
     return short(value, unit="FLOP" if unit == "flops" else "")
 
 
+def results(log: RunLog) -> Table:
+    columns = {
+        "result": lambda line: "\n".join([line["said"][0], "; ".join(line["said"][1:])]),
+        "after step": lambda line: f"{line['step']:,}",
+        "command": lambda line: f"`{line['argv']}`",
+    }
+    return table(columns, [line for line in log.results if line["said"]])
+
+
 def made_with(log: RunLog) -> Table:
+    """Size, device, memory, commit, versions: what the last start says besides its settings."""
+    start = log.starts[-1]
+    peak = max((number_of(line, "peak_memory") for line in log.evals), default=0)
+    about = {"parameters": None, "device": None, "peak_memory": short(peak, "B"), **start}
+    about |= start["made_by"] if isinstance(start.get("made_by"), dict) else {}
     rows = []
-    for name, value in log.provenance().items():
-        shown = f"{value:,}" if isinstance(value, int) else str(value)
-        shown = short(value, unit="FLOP") if isinstance(value, float) else shown
-        rows.append([name.replace("_", " "), f"`{shown}`" if name == "argv" else shown])
+    for name, value in about.items():
+        if value and name not in ("config", "bytes", "model_size", "made_by"):
+            shown = short(value) if isinstance(value, float) else str(value)
+            shown = f"{value:,}" if isinstance(value, int) else shown
+            rows.append([name.replace("_", " "), f"`{shown}`" if name == "argv" else shown])
     return Table(["", ""], rows)

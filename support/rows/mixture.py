@@ -108,6 +108,12 @@ class Mixture:
     check_tokenizer = Store.check_tokenizer
     check_tokens = Store.check_tokens
 
+    @property
+    def bytes_per_token(self) -> float:
+        """As they are mixed."""
+        shares = zip(self.weights, self.parts, strict=True)
+        return sum(float(weight) * part.bytes_per_token for weight, part in shares)
+
     def verify(self) -> None:
         for part in self.parts:
             part.verify()

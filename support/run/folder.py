@@ -4,6 +4,7 @@ What changes when the run goes on stands in changed.json (support/run/extension.
 holds a run is never given to another one.
 """
 
+import importlib
 import itertools
 import json
 import os
@@ -12,7 +13,7 @@ import secrets
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -144,35 +145,71 @@ def commit() -> str:
 # ---- log.jsonl
 
 
-def board_class() -> type:
-    """TensorBoard's writer; ValueError without its package."""
+class Board(NamedTuple):
+    """Where the numbers of the log go besides: TensorBoard, or Weights & Biases."""
+
+    write: Callable[[dict[str, float], int], None]  # by name, after so many consumed tokens
+    close: Callable[[], None]
+
+
+BOARDS = {"tensorboard": ("torch.utils.tensorboard", "SummaryWriter"), "wandb": ("wandb", "init")}
+
+
+def opener(name: str) -> Callable:
+    """What opens a board of this name; ValueError without its package."""
+    module, function = BOARDS[name]
     try:
-        from torch.utils.tensorboard import SummaryWriter
-    except ImportError as error:
-        missing = "--tensorboard needs its package: pip install -e '.[tensorboard]'"
-        raise ValueError(missing) from error
-    return SummaryWriter
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError) as error:  # a folder ./wandb can be imported, too
+        raise ValueError(f"--{name} needs its package: pip install -e '.[{name}]'") from error
+
+
+def open_board(name: str, folder: Path, run: str, settings: Flat) -> Board:
+    """Open a board for a run, or go on with it.
+
+    Args:   run its id
+    Raises: ValueError with what wandb says, as without an account
+    """
+    begin = opener(name)
+    if name == "tensorboard":
+        writer = begin(str(folder / "tensorboard"))
+
+        def write(numbers: dict[str, float], tokens: int) -> None:
+            for label, value in numbers.items():
+                writer.add_scalar(label, value, tokens)
+
+        return Board(write, writer.close)
+    project = os.environ.get("WANDB_PROJECT", "parsimony")
+    about = {"project": project, "name": folder.name, "config": settings}
+    try:
+        there = begin(id=run, resume="allow", dir=str(folder), **about)
+    except Exception as error:
+        offline = "WANDB_MODE=offline needs no account"
+        raise ValueError(f"--wandb: {error or type(error).__name__} ({offline})") from error
+    there.define_metric("*", step_metric="consumed_tokens")
+    return Board(lambda numbers, t: there.log({**numbers, "consumed_tokens": t}), there.finish)
 
 
 BEAT_S = 10.0  # seconds between two heartbeats
 LONGEST_LINE = 1 << 20  # bytes
+RESULTS = "evaluations.jsonl"  # what evaluate.py found out about the run, a JSON object a line
 
 
 class Log:
-    """log.jsonl, one JSON object a line, written by rank 0; for TensorBoard too, if asked."""
+    """log.jsonl, one JSON object a line, written by rank 0, and its numbers for boards."""
 
-    def __init__(self, folder: Path, active: bool, tensorboard: bool, size: int | None = None):
+    def __init__(
+        self, folder: Path, active: bool, boards: Sequence[Board] = (), size: int | None = None
+    ):
         """Append to the log; with `size`, cut it to that many bytes first.
 
         What a killed run logged after its last checkpoint is computed and written again. If the log
         is shorter than `size`, its `lost` bytes are gone.
         """
-        self.folder, self.file, self.board = folder, None, None
+        self.folder, self.file, self.boards = folder, None, boards
         self.lost, self.beaten = 0, 0.0
         if not active:
             return
-        if tensorboard:
-            self.board = board_class()(str(folder / "tensorboard"))
         self.file = open(folder / "log.jsonl", "a+b")  # noqa: SIM115, open as long as the run
         if size is not None:
             there = self.file.seek(0, os.SEEK_END)
@@ -189,10 +226,10 @@ class Log:
         self.file.flush()
         if event == "finished":
             self.beat(values["step"], event, every=0)
-        if self.board is not None and "consumed_tokens" in values:
-            for name, value in values.items():
-                if isinstance(value, (int, float)):
-                    self.board.add_scalar(f"{event}/{name}", value, values["consumed_tokens"])
+        if self.boards and "consumed_tokens" in values:
+            numbers = {f"{event}/{n}": v for n, v in values.items() if isinstance(v, (int, float))}
+            for board in self.boards:
+                board.write(numbers, values["consumed_tokens"])
 
     def beat(self, step: int, where: str, every: float = BEAT_S) -> None:
         """Tell whoever watches the folder where the run is, every so many seconds."""
@@ -211,7 +248,7 @@ class Log:
             os.fsync(self.file.fileno())
 
     def close(self) -> None:
-        for output in (self.file, self.board):
+        for output in (self.file, *self.boards):
             if output is not None:
                 output.close()
 
@@ -219,16 +256,28 @@ class Log:
         return 0 if self.file is None else self.file.tell()
 
 
+def last_beat(folder: Path) -> str:
+    """Where a run was when it last said so, as "stopped" or "finished"; "" if unknown."""
+    try:
+        return read_json(folder / "heartbeat.json", {"where": str}, "")["where"]
+    except (OSError, ValueError):
+        return ""
+
+
 def read_log(folder: Path) -> Iterator[dict]:
     """The lines of a run's log; one that is damaged, as by a kill, has the event "torn"."""
-    file = folder / "log.jsonl"
+    for line in read_lines(folder / "log.jsonl"):
+        is_event = isinstance(line, dict) and isinstance(line.get("event"), str)
+        yield line if is_event else {"event": "torn"}
+
+
+def read_lines(file: Path) -> Iterator[object]:
+    """The JSON values of a file's lines, None for one that is damaged; nothing without a file."""
     if not file.exists():
         return
     with file.open(encoding="utf-8", errors="replace") as lines:
         for text in lines:
             try:
-                line = parsed(text)
+                yield parsed(text)
             except ValueError:
-                line = None
-            is_event = isinstance(line, dict) and isinstance(line.get("event"), str)
-            yield line if is_event else {"event": "torn"}
+                yield None

@@ -9,7 +9,7 @@ from tqdm import tqdm
 
 from kernels.packed_attention import IMPLS
 from support.base.clock import Clock
-from support.base.runtime import Runtime
+from support.base.runtime import Runtime, peak_memory
 from support.base.technique import techniques_on
 from support.rows.mixture import MixedSamples
 from support.rows.samples import Samples
@@ -229,6 +229,7 @@ def log_evaluation(run: Run, result: dict[str, object], seconds: float, last: bo
         **result,
         last=last,
         ms=round(seconds * 1e3, 1),
+        peak_memory=peak_memory(run.runtime.device),
     )
 
 

@@ -52,12 +52,15 @@ from support.base.typed_json import At, Each, mismatch
 from support.rows.mixture import AnyStore
 from support.run import checkpoint, extension
 from support.run.folder import (
+    BOARDS,
     MODEL_SIZE,
+    Board,
     Log,
     ModelSize,
     Started,
-    board_class,
     create_run_folder,
+    open_board,
+    opener,
     provenance,
     read_log,
     started_with,
@@ -65,7 +68,7 @@ from support.run.folder import (
 from support.step import machine
 from support.step.flops import Flops, flops_of_step
 from support.step.optim import enters_decay
-from support.step.sizes import empty_model
+from support.step.sizes import empty_model, parameter_count
 
 if TYPE_CHECKING:
     from config import Config
@@ -128,6 +131,7 @@ class Run:
         self.clock, self.best = Clock(), math.inf
         self.evaluation_due = False  # an evaluation at this clock, not made yet
         self.has_noted = False
+        self.boards: list[Board] = []
         self.resumed_from: Path | None = None
         self.saved_path: Path | None = None  # the last checkpoint, perhaps under way
         self.saved_clock: Clock | None = None
@@ -262,8 +266,8 @@ class Run:
 
     def make_folder(self) -> None:
         """Make the folder, unless the run goes on in its own."""
-        if self.settings.run.tensorboard:  # refused before anything is made
-            self.runtime.on_rank0(lambda: board_class() and None)
+        for name in self.board_names():  # refused before anything is made
+            self.runtime.on_rank0(lambda name=name: opener(name) and None)
         if self.folder is None:
             s = self.settings
             make = partial(
@@ -279,6 +283,11 @@ class Run:
             self.hold_folder()
         if self.settings.run.fsdp:
             self.check_shared()
+        try:
+            self.runtime.on_rank0(self.open_boards)
+        except ValueError:
+            self.discard_new_folder()
+            raise
 
     def check_shared(self) -> None:
         """Refuse a folder that some rank cannot see: with --fsdp each writes into it."""
@@ -288,12 +297,22 @@ class Run:
             seen = False
         absent = [str(rank) for rank, sees in enumerate(self.runtime.gather(seen)) if not sees]
         if absent:
-            if self.started is None and self.runtime.is_rank0:
-                shutil.rmtree(self.folder)
+            self.discard_new_folder()
             raise ValueError(
                 f"--fsdp: rank {', '.join(absent)} does not see {self.folder} of rank 0, and every"
                 " rank saves its own part: put --out on a disk that all machines share"
             )
+
+    def discard_new_folder(self) -> None:
+        if self.started is None and self.runtime.is_rank0:
+            shutil.rmtree(self.folder)
+
+    def board_names(self) -> list[str]:
+        return [name for name in BOARDS if getattr(self.settings.run, name)]
+
+    def open_boards(self) -> None:
+        for name in self.board_names():
+            self.boards.append(open_board(name, self.folder, self.id, flattened(self.settings)))
 
     def open_log(self) -> None:
         """Begin the log, or go on with it; with a larger budget on the disk first."""
@@ -309,8 +328,7 @@ class Run:
                 runtime.say,
             )
             self.saved_path = runtime.on_rank0(begin)
-        tensorboard = self.settings.run.tensorboard
-        self.log = Log(self.folder, runtime.is_rank0, tensorboard, self.log_size)
+        self.log = Log(self.folder, runtime.is_rank0, self.boards, self.log_size)
         if self.log.lost:
             lost = f"{self.folder}/log.jsonl has lost {self.log.lost:,} bytes that were there"
             runtime.say(f"{lost} when {self.resumed_from.name} was saved; the run itself is whole")
@@ -320,7 +338,10 @@ class Run:
             **self.about(),
             resumed_at=step,
             bytes=self.trainer.optimizers.memory(),
+            ranks=runtime.world_size,
+            parameters=parameter_count(self.trainer.model.config),
             train_tokens=self.store.meta["train_tokens"],
+            bytes_per_token=self.store.bytes_per_token,
             peak_flops=self.peak.flops,
             peak_why=self.peak.why,
             lost_bytes=self.log.lost,

@@ -228,6 +228,11 @@ class Store:
                 expected = "its sha256 is not that in meta.json: prepare the store again"
                 raise ValueError(f"{self.path / name} is damaged: {expected}")
 
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the text for training; end-of-text is a token of no bytes."""
+        return self.meta["train_bytes"] / self.meta["train_tokens"]
+
     def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
         """Refuse a tokenizer other than the one the store was made with."""
         meta, given = self.meta, tokenizer.fingerprint(encoding)
