@@ -290,7 +290,7 @@ def cost_section(recipes: Sequence[Recipe], loss: float | None, asked: bool) -> 
     columns = {
         "recipe": lambda pair: pair[0].name,
         **columns_of(units(recipes), lambda pair, unit: cost_cell(pair[1], unit)),
-        "runs that reach it": lambda pair: reached(pair[1]),
+        "runs that reach it": lambda pair: f"{pair[1].reached} of {pair[1].of}",
     }
     why = "where the first recipe's evaluations on the way end"
     why += ", the highest of its seeds" if len(recipes[0].runs) > 1 else ""
@@ -298,19 +298,13 @@ def cost_section(recipes: Sequence[Recipe], loss: float | None, asked: bool) -> 
         f"{loss:.3f} bits per byte is {'as asked for with --loss' if asked else why}.",
         "Each cell is the ratio to the mean of the first recipe's runs, with the least and the most"
         " over seeds, and the mean itself. A loss is reached where the line between two"
-        " evaluations crosses it first. Seconds are those of the steps: evaluations and"
-        " checkpoints are left out.",
+        " evaluations crosses it first; ≤ says that it was reached at the first evaluation already."
+        " Seconds are those of the steps: evaluations and checkpoints are left out.",
     ]
     pairs = list(zip(recipes, costs(recipes, loss), strict=True))
     shown = table(columns, pairs, colors=range(len(pairs)))
     heading = f"Cost to reach {loss:.3f} bits per byte {text_of(all_runs(recipes))}"
     return Section(heading, tables=[shown], notes=notes)
-
-
-def reached(cost: Costs) -> str:
-    """How many runs reached a loss."""
-    at_most = "\nat the first evaluation already" if cost.at_most else ""
-    return f"{cost.reached} of {cost.of}{at_most}"
 
 
 def cost_cell(cost: Costs, unit: str) -> str:

@@ -297,7 +297,8 @@ def page(log: RunLog, changed: Table, settings: Table) -> Page:
 
 def lead(log: RunLog) -> str:
     settings = log.settings
-    state = f"{log.state} after {several(log.steps_done, 'step')}"
+    starts = f" and {len(log.starts)} starts" if len(log.starts) > 1 else ""
+    state = f"{log.state} after {several(log.steps_done, 'step')}{starts}"
     if not log.steps_done:
         state = "no step is in its log yet"
     elif not log.final:
@@ -319,19 +320,16 @@ def facts(log: RunLog) -> list[list[str]]:
     dropped = f"{log.dropped():.1%}" if log.dropped() > 0 else ""
     computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
     skipped = f"{log.last('skipped'):,.0f}" if log.last("skipped") > 0 else ""
-    starts = str(len(log.starts)) if len(log.starts) > 1 else ""
     without = "without evaluations and checkpoints"
     without += "; not steady, see Time" if unsteady([log]) else ""
-    rate = short(log.median("tokens_per_s"))
     mfu = f"MFU {log.median('mfu'):.1%}" if log.median("mfu") > 0 else ""
     shown = [
         ["Consumed tokens", spent["consumed_tokens"], budget],
         ["Raw tokens", spent["real_tokens"], passes],
         ["Dropped", dropped, computed],
         ["Steps that moved no weight", skipped, "loss or gradient not finite or far too large"],
-        ["Starts", starts, "the first, and those that went on"],
         ["Time of all steps", spent["seconds"], without],
-        ["Tokens per second", rate, "raw tokens, median of all steps"],
+        ["Tokens per second", short(log.median("tokens_per_s")), "raw tokens, median of all steps"],
         ["FLOPs", spent["flops"], mfu],
     ]
     for last, line in {line["last"]: line for line in log.evals}.items():  # the last of each
