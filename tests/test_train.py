@@ -30,7 +30,7 @@ from support.run import checkpoint
 from support.run.folder import Log
 from support.text.store import Store
 from support.text.tokenizer import get_encoding
-from support.weights.published import Layout, published_entries
+from support.weights.published import GPT2_LAYOUT, published_entries
 
 LINE = (
     "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens padding_share"
@@ -383,7 +383,7 @@ def test_a_non_finite_step_stops_before_the_weights_move(run, tmp_path, monkeypa
 def published_file(path, rows):
     """GPT-2's layout: 4 layers of width 32, 48 positions, so many rows of embedding."""
     weights = Transformer(TransformerConfig("gpt", 4, 2, 32, 128, 48, rows)).state_dict()
-    torch.save(published_entries(weights, Layout("gpt", 32)), path)
+    torch.save(published_entries(weights, GPT2_LAYOUT, (2, 2, 2), 16), path)
     return path
 
 
