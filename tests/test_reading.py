@@ -9,6 +9,7 @@ import io
 import json
 import lzma
 import os
+import pickle
 import random
 import re
 import sys
@@ -368,16 +369,66 @@ def test_what_only_begins_as_json_is_text_and_what_is_not_read_is_refused(tmp_pa
         file.write_text(content)
         assert [d.text for d in Corpus([file], holdout=0).documents()] == [content]
     for name, content, said in (
-        ("a.json", '[\n {"text": "b"}]', "jq -c"),
-        ("a.json", '[{"text": "b"}]', "jq -c"),
-        ("a.txt", ' [ \n  {\n  "text": "b"}]', "jq -c"),
-        (
-            "a.csv",
-            "text,id\na\n",
-            "a.csv:2: .*has 1 fields, and the first line has 2",
-        ),
+        ("a.json", '[{"text": "b"}, 5]', "a.json:2: .*no JSON object: ', 5]'"),
+        ("a.json", '[{"text": "b"}', "a.json:2: .*no JSON object"),
+        ("a.json", '[{"text": "b" 7}]', "a.json:1: .*no JSON object"),
+        ("a.csv", "text,id\na\n", "a.csv:2: .*has 1 fields, and the first line has 2"),
         ("a.csv", 'text\n"a\n', "a.csv:.*unexpected end of data"),
+        ("a.arrow", "ARROW1\0\0", r"an Arrow file; convert it: .*open_file\('a.arrow'\)"),
+        ("a.bin", b"\xff\xff\xff\xff\x10", r"open_stream\('a.bin'\)"),
+        ("a", pickle.dumps(["text"]), "is a pickle, .*read_pickle"),
+        ("a.gz", b"\x1f\x8bno", "a.gz: cannot be read"),
     ):
-        (tmp_path / name).write_text(content)
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
         with pytest.raises(ValueError, match=said):
             list(Corpus([tmp_path / name], holdout=0).documents())
+
+
+def test_parquet_is_read_by_its_columns_in_groups_of_rows(tmp_path, monkeypatch):
+    pyarrow = pytest.importorskip("pyarrow")
+    parquet = pytest.importorskip("pyarrow.parquet")
+    rows = [{"text": f"é {n}", "id": n, "source": "a", "wide": [n] * 3} for n in range(2500)]
+    file = tmp_path / "any name"
+    parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=700)
+    expected = [(str(row["id"]), row["text"], "a") for row in rows]
+    assert read(file) == expected == read(tmp_path)
+    corpus = Corpus([file], 0)
+    with InputBar(corpus.files, "reading") as bar:
+        assert list(corpus.documents(bar.open)) == expected
+    assert [d.text for d in read(file, text_column="source", source_field="")] == ["a"] * 2500
+    for column in ("body", "id", "wide"):
+        said = f"any name:1: .*strings are under text, source, not {column}: .*--text-column"
+        with pytest.raises(ValueError, match=said):
+            read(file, text_column=column)
+    file.write_bytes(file.read_bytes()[:-9])
+    with pytest.raises(ValueError, match=r"any name:1: cannot be read: .*[^\n]$"):
+        read(file)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    with pytest.raises(ValueError, match="needs `pip install pyarrow`"):
+        read(file)
+
+
+@pytest.mark.parametrize("how", HOW)
+def test_standard_input_and_compressed_prose_are_read(how, tmp_path, monkeypatch):
+    text = "né\r\n" * 1000
+    (tmp_path / "a").write_bytes(HOW[how](text.encode()))
+    assert read(tmp_path / "a") == [Document("a", text)]
+    for content, expected in (
+        (text.encode(), [("stdin", text, None)]),
+        (b'{"text": "one", "id": 1}\n', [("1", "one", None)]),
+    ):
+        reading.stdin_file.cache_clear()
+        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(HOW[how](content))))
+        for _ in range(2):
+            assert read("-") == expected
+    reading.stdin_file.cache_clear()
+
+
+def test_an_array_is_read_object_by_object_wherever_blocks_end(tmp_path, monkeypatch):
+    objects = [{"text": f'}}, {{"é [{n}\\"', "id": n, "more": [{"a": n}]} for n in range(50)]
+    expected = [(str(x["id"]), x["text"], None) for x in objects]
+    for indent in (None, 2):
+        (tmp_path / "a.txt").write_text(f"\n {json.dumps(objects, indent=indent)}\n ")
+        for size in (3, 17, 4096):
+            monkeypatch.setattr(reading, "SMALL_BYTES", size)
+            assert read(tmp_path / "a.txt") == expected

@@ -1,7 +1,8 @@
 """Documents, and what is held out of them: some, chosen by hash, or the end of a single text.
 
-JSON lines, whatever the file's name, and the rows of a .csv or .tsv hold a document each, plain or
-compressed (.gz, .xz, .zst); any other file is plain text. One document is in memory at a time.
+JSON, an object a line or an array of them, whatever the file's name, and the rows of a .csv, .tsv
+or parquet hold a document each; any other file is plain text. All may be compressed (gz, xz, zst),
+and "-" is standard input. One document is in memory at a time.
 `prepare.py` and `support.text.tokenizer learn` both read a `Corpus`, so they hold out the same;
 bytes are read in support/text/reading.py.
 """
@@ -33,7 +34,7 @@ class Document(NamedTuple):
 
 def add_flags(parser: argparse.ArgumentParser) -> None:
     """The flags of a command that reads a corpus."""
-    inputs = "plain text, JSON lines, .csv or .tsv, the last three also .gz, .xz, .zst; or folders"
+    inputs = "text, JSON, .csv, .tsv or parquet, also as gz, xz or zst; folders; - for stdin"
     parser.add_argument("inputs", nargs="+", help=inputs)
     holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
     parser.add_argument("--holdout", type=whole_number, default=20, metavar="N", help=holdout)
@@ -84,7 +85,8 @@ class Corpus:
         self.fields = text_column, source_field
         self.separator = None if split_on is None else separator(split_on)
         self.files = [file for path in paths for file in reading.input_files(path)]
-        self.readers = {file.path: reading.objects_reader(file.path) for file in self.files}
+        columns = (text_column, "id", source_field)
+        self.readers = {f.path: reading.objects_reader(f.path, columns) for f in self.files}
         if self.separator and all(self.readers.values()):
             raise ValueError("--split-on: cuts plain text, and there are only JSON lines to read")
         self.training_characters = self._before_the_tail() if holdout > 1 else None

@@ -1,21 +1,24 @@
-"""Read files and folders: JSON lines and tables, plain or compressed, and plain text in UTF-8.
+"""Read files, folders and standard input: JSON, tables and plain text in UTF-8, also compressed.
 
-One line or block is in memory at a time, and no character of it is changed. How lines and blocks
-become documents is in support/text/corpus.py.
+What a file is, its first bytes say, but for tables, which are known by their names. One line,
+object or block is in memory at a time, and no character of it is changed. How these become
+documents is in support/text/corpus.py.
 """
 
+import codecs
 import csv
 import gzip
-import io
 import json
 import lzma
 import os
 import re
+import shutil
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
-from functools import partial
+from functools import cache, partial
 from itertools import chain, count, dropwhile, islice
 from pathlib import Path
 from threading import Thread
@@ -34,6 +37,26 @@ COMPRESSED = {
     ".xz": b"\xfd7zXZ\0",
     ".zst": b"\x28\xb5\x2f\xfd",
 }  # their first bytes
+PARQUET = "import pyarrow as pa, pyarrow.parquet as pq"
+REFUSED = {  # by their first bytes: what they are, and Python that makes a file for us of them
+    b"ARROW1": (
+        "an Arrow file",
+        f"{PARQUET}; pq.write_table(pa.ipc.open_file(FILE).read_all(), 'text.parquet')",
+    ),
+    b"\xff\xff\xff\xff": (
+        "an Arrow stream, as Hugging Face's datasets keep them",
+        f"{PARQUET}; pq.write_table(pa.ipc.open_stream(FILE).read_all(), 'text.parquet')",
+    ),
+    **dict.fromkeys(
+        (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"),
+        (
+            "a pickle, which could run code",
+            "import pandas; pandas.read_pickle(FILE).to_json('text.jsonl', orient='records',"
+            " lines=True)",
+        ),
+    ),
+}
+STRINGS = r"(large_)?string|string_view|dictionary<values=string"  # as pyarrow shows their type
 TICK_S = 1.0  # the longest that a bar stands still
 
 
@@ -48,15 +71,16 @@ class InputFile(NamedTuple):
 
 
 def input_files(given: str | Path) -> list[InputFile]:
-    """A file, or the files in a folder at any depth: sorted, without hidden ones.
+    """A file, or the files in a folder at any depth: sorted, without hidden ones; "-" is stdin.
 
     Raises: ValueError for a path that is neither file nor folder, and for a folder without files
     """
-    path = Path(given)
+    path = Path(stdin_file().name if given == "-" else given)
     if given == "":  # an empty variable in a shell; Path("") would be the working folder
         raise ValueError("an input is the empty string: name a file or a folder")
     if path.is_file():
-        return [InputFile(path, path.name, False, path.stat().st_size)]
+        name = "stdin" if given == "-" else path.name
+        return [InputFile(path, name, False, path.stat().st_size)]
     if not path.exists():
         raise ValueError(f"{path}: no such file or folder")
     if not path.is_dir():
@@ -71,6 +95,15 @@ def input_files(given: str | Path) -> list[InputFile]:
     if not files:
         raise ValueError(f"{path}: a folder without documents (hidden files are not read)")
     return sorted(files)
+
+
+@cache
+def stdin_file() -> tempfile._TemporaryFileWrapper:
+    """All of standard input in a temporary file, because a corpus is read twice."""
+    copy = tempfile.NamedTemporaryFile(prefix="stdin-")  # noqa: SIM115, it goes when we end
+    shutil.copyfileobj(sys.stdin.buffer, copy)
+    copy.flush()
+    return copy
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -139,13 +172,22 @@ class InputBar(tqdm):
 # ---- JSON lines and tables
 
 
-def objects_reader(path: Path) -> "Callable[[Path, OpenFile], Objects] | None":
-    """How to read a file whose lines are objects or rows of a table; None for plain text.
+def objects_reader(
+    path: Path, columns: tuple[str, ...]
+) -> "Callable[[Path, OpenFile], Objects] | None":
+    """How to read a file of objects, or of a table's rows; None for plain text.
 
-    Tables are known by their names. JSON is known by its first line, or by its name.
-
-    Raises: ValueError for an array of objects, which is not read
+    Args:   columns that are looked at; of a parquet file no others are read, and it needs the first
+    Raises: ValueError for what has to be converted first, with the line that does it
     """
+    with open_input(path) as file:
+        begins = file.read(8)
+    for mark, (kind, line) in REFUSED.items():
+        if begins.startswith(mark):
+            line = line.replace("FILE", repr(path.name))
+            raise ValueError(f'{path}: is {kind}; convert it: python -c "{line}"')
+    if begins.startswith(b"PAR1"):
+        return partial(read_parquet, columns=columns)
     name = Path(path).name.lower().removesuffix(compression_of(path))
     if suffix := next(filter(name.endswith, TABLES), None):
         return partial(read_table, delimiter=TABLES[suffix])
@@ -155,7 +197,7 @@ def objects_reader(path: Path) -> "Callable[[Path, OpenFile], Objects] | None":
         blocks = _blocks(file, path)
         start = b"".join(islice(dropwhile(lambda block: not block.strip(), blocks), 4)).lstrip()
         if re.match(rb'\[\s*\{\s*"', start):
-            raise ValueError(f"{path}: is an array: write an object a line, as by jq -c '.[]'")
+            return read_array
         with suppress(ValueError):
             first = next(cut(chain((start,), blocks), b"\n", MOST_LINE_BYTES))
             if start.startswith(b"{") and isinstance(parsed(first), dict):
@@ -190,6 +232,59 @@ def read_table(path: str | Path, open_file: OpenFile = open_input, delimiter: st
             raise ValueError(f"{path}:{rows.line_num}: cannot be read: {error}") from None
 
 
+def read_parquet(
+    path: str | Path, open_file: OpenFile = open_input, columns: tuple[str, ...] = ()
+) -> Objects:
+    """Yield the place (FILE:ROW) and some columns of each row, a thousand rows at a time."""
+    try:
+        from pyarrow import parquet
+    except ImportError:
+        raise ValueError(f"{path}: a parquet file needs `pip install pyarrow`") from None
+    with open_file(Path(path)) as file:
+        row = 0
+        try:
+            table = parquet.ParquetFile(file)
+            names = [field.name for field in table.schema_arrow]
+            strings = [f.name for f in table.schema_arrow if re.match(STRINGS, str(f.type))]
+            if columns[0] not in strings:
+                there = ", ".join(strings) or "no column"
+                raise ValueError(
+                    f"strings are under {there}, not {columns[0]}: choose with --text-column"
+                )
+            wanted = [name for name in columns if name in names]
+            for batch in table.iter_batches(batch_size=1000, columns=wanted):
+                for fields in batch.to_pylist():
+                    row += 1
+                    yield f"{path}:{row}", fields
+        except Exception as error:  # pyarrow has a dozen kinds
+            reason = str(error).partition("\n")[0]
+            raise ValueError(f"{path}:{row + 1}: cannot be read: {reason}") from None
+
+
+def read_array(path: str | Path, open_file: OpenFile = open_input) -> Objects:
+    """Yield the place (FILE:NUMBER) and each object of one JSON array, one of them in memory."""
+    decode = json.JSONDecoder().raw_decode
+    number, text = 0, ""
+    with open_file(Path(path)) as file:
+        try:
+            for block in codecs.iterdecode(_blocks(file, path), "utf-8"):
+                text += block
+                while start := re.match(r"[\[,\s]*(?=\{)", text):
+                    try:
+                        value, end = decode(text, start.end())
+                    except json.JSONDecodeError:  # its rest is still to come
+                        break
+                    number += 1
+                    yield f"{path}:{number}", value
+                    text = text[end:]
+                if len(text) > MOST_LINE_BYTES:
+                    raise ValueError(f"is longer than {MOST_LINE_BYTES:,} characters")
+            if text.strip() != "]":
+                raise ValueError(f"is no JSON object: {text[:40]!a}")
+        except Exception as error:
+            raise ValueError(f"{path}:{number + 1}: cannot be read: {error}") from None
+
+
 def read_objects(path: str | Path, open_file: OpenFile = open_input) -> Objects:
     """Yield the place (FILE:LINE, for messages) and the object of each line that is not blank.
 
@@ -215,14 +310,16 @@ def read_objects(path: str | Path, open_file: OpenFile = open_input) -> Objects:
             yield f"{path}:{row}", value
 
 
-def _blocks(file: BinaryIO, path: str | Path) -> Iterator[bytes]:
+def _blocks(file: BinaryIO, path: str | Path, most: int = SMALL_BYTES) -> Iterator[bytes]:
+    """Decompressed lines, or their parts of at most so many bytes."""
     kind = compression_of(path)
     if kind == ".gz":
         file = gzip.GzipFile(fileobj=file)
     elif kind == ".xz":
         file = lzma.LZMAFile(file)  # noqa: SIM115, whoever opened the file closes it
-    blocks = iter(partial(file.readline, SMALL_BYTES), b"")
-    return _zstd_blocks(blocks) if kind == ".zst" else blocks
+    if kind == ".zst":
+        return _zstd_blocks(iter(partial(file.read, SMALL_BYTES), b""))
+    return iter(partial(file.readline, most), b"")
 
 
 def _zstd_blocks(blocks: Iterable[bytes]) -> Iterator[bytes]:
@@ -251,13 +348,18 @@ class NotText(ValueError):
 
 def text_blocks(path: Path, open_file: OpenFile = open_input) -> Iterator[str]:
     """Decode block by block, so that a large file that is not text is refused at its start."""
-    with open_file(path) as file, io.TextIOWrapper(file, "utf-8", newline="") as text:
+    decode = codecs.getincrementaldecoder("utf-8")().decode
+    read = 0  # bytes
+    with open_file(path) as file:
         try:
-            while block := text.read(BLOCK_BYTES):
-                yield block
+            for block in chain(_blocks(file, path, BLOCK_BYTES), [b""]):
+                read += len(block)
+                yield decode(block, final=not block)
         except UnicodeDecodeError as error:
-            byte = file.tell() - len(error.object) + error.start
+            byte = read - len(error.object) + error.start
             raise NotText(f"{path}: is not text in UTF-8: {error.reason} at byte {byte}") from None
+        except Exception as error:  # each decompressor raises errors of its own
+            raise ValueError(f"{path}: cannot be read: {error}") from None
 
 
 def cut(blocks: Iterable[AnyStr], mark: AnyStr, most: int = sys.maxsize) -> Iterator[AnyStr]:
