@@ -7,6 +7,7 @@ all overhead nor a whole corpus. Does not shuffle, filter, deduplicate or change
 read in support/text/reading.py, and documents held out in support/text/corpus.py.
 
     python prepare.py corpus/pd-mix.jsonl.gz --out runs/pd-mix
+    python prepare.py --tokens-from data/openwebtext/train.bin --tokenizer gpt2 --out runs/owt
     python prepare.py verify runs/pd-mix           # compare all of it with its sha256
 """
 
@@ -16,7 +17,7 @@ import re
 import signal
 import sys
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -31,6 +32,8 @@ from support.text.reading import InputBar
 from support.text.store import FORMAT, Encoded, Store, StoreWriter
 
 CHUNK_CHARACTERS = 1 << 18  # of text, for one task of one thread
+CHUNK_TOKENS = 1 << 22  # of a file of tokens, read at once
+FEW_BYTES = 1.6  # a token: a tokenizer that was made for other text
 # No alternative in the patterns that our tokenizers split by (support/text/tokenizer.py) looks back
 # or has a character before a blank, but for Llama 3's punctuation, which newlines may follow. Every
 # library agrees that these two are blanks.
@@ -59,32 +62,98 @@ def prepare(
     Cost:    memory for a few chunks of text or for the longest document; documents per second
              beside tiktoken's, as once measured, are in results/prepare.jsonl
     """
-    out = Path(out)
-    if out.exists():
-        raise ValueError(f"--out {out}: exists already: remove it or name another folder")
+    check_is_new(out)
     corpus = Corpus(inputs, holdout, split_on, source_field, text_column)
     threads = os.cpu_count() or 1
-    tasks: deque[Future[list[Encoded]]] = deque()  # this thread reads and writes meanwhile
-    with atomic_folder(out) as unfinished:
-        writer = StoreWriter(unfinished, encoding)
+
+    def encoded(dtype: np.dtype) -> Iterator[list[Encoded]]:
+        tasks: deque[Future[list[Encoded]]] = deque()  # this thread reads and writes meanwhile
         with InputBar(corpus.files, "encoding") as bar, ThreadPoolExecutor(threads) as pool:
             for chunk in chunks(corpus.parts(bar.open), bar):
-                tasks.append(pool.submit(encode, chunk, encoding, writer.dtype))
+                tasks.append(pool.submit(encode, chunk, encoding, dtype))
                 if len(tasks) > 2 * threads:
-                    writer.append(tasks.popleft().result())
-            for task in tasks:
-                writer.append(task.result())
-            meta = writer.finish()
-        if not meta["documents"]:
-            skipped = f"; files that are not text: {len(corpus.skipped)}" if corpus.skipped else ""
-            raise ValueError(f"{', '.join(map(str, inputs))}: no document has any text{skipped}")
-        meta |= {
-            "format": FORMAT,
+                    yield tasks.popleft().result()
+            yield from (task.result() for task in tasks)
+
+    def origin() -> dict:
+        return {
             "holdout": holdout,
             "held_out_by": "hash" if corpus.training_characters is None else "tail",
             "split_on": split_on,
             "skipped_files": len(corpus.skipped),
             "repeated_ids": corpus.repeated_ids(),
+        }
+
+    return write(out, encoding, name, encoded, origin, inputs)
+
+
+def prepare_tokens(train: Path, out: str | Path, encoding: tiktoken.Encoding, name: str) -> dict:
+    """Make a store of the tokens in nanoGPT's train.bin; val.bin beside it is held out.
+
+    Such a file has tokens of 16 bits, and end-of-text after each document.
+
+    Returns, Raises: as of `prepare`; ValueError too for tokens that the tokenizer does not have
+    """
+    check_is_new(out)
+    files = {train: False, train.with_name(train.name.replace("train", "val")): True}
+    files = {file: held_out for file, held_out in files.items() if file == train or file.exists()}
+    end = encoding.eot_token
+
+    def encoded(dtype: np.dtype) -> Iterator[list[Encoded]]:
+        for file, held_out in files.items():
+            if file.stat().st_size % 2:
+                raise ValueError(f"--tokens-from {file}: is not made of tokens of 16 bits")
+            tokens = np.memmap(file, np.uint16, "r") if file.stat().st_size else []
+            begins = True
+            for start in range(0, len(tokens), CHUNK_TOKENS):
+                ids = tokens[start : start + CHUNK_TOKENS].astype(np.int64)
+                if ids.max() > end:
+                    raise ValueError(
+                        f"--tokens-from {file}: has token {ids.max()}, and those of --tokenizer"
+                        f" {name} end at {end}: name the tokenizer that made it"
+                    )
+                if start + len(ids) == len(tokens) and ids[-1] != end:
+                    ids = np.append(ids, end)
+                parts = []
+                for part in filter(len, np.split(ids, np.flatnonzero(ids == end) + 1)):
+                    ends = bool(part[-1] == end)
+                    if not (begins and ends and len(part) == 1):  # a document without text
+                        parts.append(Encoded(part.astype(dtype), held_out, None, ends))
+                    begins = ends
+                yield parts
+
+    origin = {"holdout": 0, "held_out_by": "file", "skipped_files": 0, "repeated_ids": 0}
+    return write(out, encoding, name, encoded, lambda: origin, [train])
+
+
+def check_is_new(out: str | Path) -> None:
+    if Path(out).exists():
+        raise ValueError(f"--out {out}: exists already: remove it or name another folder")
+
+
+def write(
+    out: str | Path,
+    encoding: tiktoken.Encoding,
+    name: str,
+    encoded: Callable[[np.dtype], Iterator[list[Encoded]]],
+    origin: Callable[[], dict],
+    inputs: Sequence[str | Path],
+) -> dict:
+    """Write a store, whole or not at all, of what `encoded` gives in the store's dtype.
+
+    Args: origin what meta.json says of where it is from, once all is encoded
+    """
+    with atomic_folder(Path(out)) as unfinished:
+        writer = StoreWriter(unfinished, encoding)
+        for parts in encoded(writer.dtype):
+            writer.append(parts)
+        meta = writer.finish() | origin()
+        if not meta["documents"]:
+            skipped = meta["skipped_files"]
+            also = f"; files that are not text: {skipped}" if skipped else ""
+            raise ValueError(f"{', '.join(map(str, inputs))}: no document has any text{also}")
+        meta |= {
+            "format": FORMAT,
             "tokenizer": name,
             "tokenizer_fingerprint": tokenizer.fingerprint(encoding),
             "vocab_size": encoding.n_vocab,
@@ -178,6 +247,11 @@ def _print_summary(store: Store) -> None:
     print(f"documents {meta['documents']:>14,}{skipped}")
     print(f"tokens    {meta['tokens']:>14,}   {meta['bytes'] / n_text_tokens:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
+    if meta["bytes"] / n_text_tokens < FEW_BYTES and meta["tokenizer"] != "bytes":
+        learn = "python -m support.text.tokenizer learn YOUR_TEXT --out own.tiktoken"
+        print(
+            f"so few bytes a token make long rows: try a tokenizer of this text, made by\n  {learn}"
+        )
     lengths = np.diff(store.offsets[:])
     if store.sources is not None:
         sources = store.sources[:]
@@ -210,27 +284,36 @@ def main(argv: list[str] | None = None) -> None:
         prog="prepare.py",
         description="Encode documents into a token store, which training reads; or verify STORE.",
     )
-    add_flags(parser)
+    add_flags(parser, needed="*")
+    tokens_from = "nanoGPT's train.bin (and the val.bin beside it) instead of inputs"
+    parser.add_argument("--tokens-from", type=Path, metavar="TRAIN.BIN", help=tokens_from)
     parser.add_argument("--out", required=True, help="the store, a folder to make")
     parser.add_argument("--tokenizer", default="pd4k", help=f"{tokenizer.NAMES} (pd4k)")
     source_field = "the field of a JSON line that names its source, '' for none (source)"
     parser.add_argument("--source-field", default="source", metavar="NAME", help=source_field)
     args = parser.parse_args(argv)
+    if bool(args.inputs) == bool(args.tokens_from):
+        raise ValueError(
+            "no inputs, or two kinds: name text files or folders, or --tokens-from TRAIN.BIN"
+        )
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that atomic_folder tidies up
     encoding = tokenizer.get_encoding(args.tokenizer)
     name = args.tokenizer
-    if name.endswith(".tiktoken"):
+    if name.endswith((".tiktoken", ".model")):
         name = str(Path(name).resolve())  # so that it is found from any folder
-    prepare(
-        args.inputs,
-        args.out,
-        encoding,
-        name,
-        holdout=args.holdout,
-        split_on=args.split_on,
-        source_field=args.source_field,
-        text_column=args.text_column,
-    )
+    if args.tokens_from:
+        prepare_tokens(args.tokens_from, args.out, encoding, name)
+    else:
+        prepare(
+            args.inputs,
+            args.out,
+            encoding,
+            name,
+            holdout=args.holdout,
+            split_on=args.split_on,
+            source_field=args.source_field,
+            text_column=args.text_column,
+        )
     _print_summary(Store.open(args.out))
 
 

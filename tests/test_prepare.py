@@ -18,7 +18,7 @@ from tempfile import NamedTemporaryFile
 
 import numpy as np
 import pytest
-from conftest import LLAMA3, refusal_of, write_lines
+from conftest import LLAMA3, refusal, refusal_of, write_lines
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_stores import contents
@@ -381,3 +381,49 @@ def test_a_mistake_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys):
         argv = ["prepare.py", *arguments, "--out", str(tmp_path / "store")]
         assert named in refusal_of(prepare.main, argv, monkeypatch, capsys)
         assert os.listdir(tmp_path) == ["in"]
+
+
+# --- nanoGPT's files
+
+
+def test_a_file_of_tokens_is_the_store_of_its_text(tmp_path, monkeypatch):
+    """Documents across chunks, one without text, and a last one without its end."""
+    monkeypatch.setattr(prepare, "CHUNK_TOKENS", 7)
+    texts = [f"Document {n}, of some length. " * (n % 3 + 1) for n in range(20)]
+    for name, own in (("train.bin", texts[:15]), ("val.bin", texts[15:])):
+        ids = [[*PD4K.encode_ordinary(text), PD4K.eot_token] for text in own]
+        ids.insert(2, [PD4K.eot_token])
+        np.concatenate(ids)[:-1].astype(np.uint16).tofile(tmp_path / name)
+    usual = make(
+        write_lines(tmp_path / "in.jsonl", [{"text": text} for text in texts[:15]]),
+        tmp_path / "usual",
+        PD4K,
+        holdout=0,
+    )
+    argv = ["--tokens-from", str(tmp_path / "train.bin"), "--out", str(tmp_path / "store")]
+    prepare.main(argv)
+    made = Store.open(tmp_path / "store")
+    assert texts_of(made, PD4K) == texts and made.meta["train_documents"] == 15
+    of_training = made.meta["train_tokens"]
+    assert np.array_equal(made.tokens[:of_training], usual.tokens[:])
+    assert made.meta["train_bytes"] == usual.meta["bytes"]
+    made.verify()
+    for content, flags, said in (
+        (b"odd", [], "not made of tokens of 16 bits"),
+        (b"\0\xff", [], "has token 65280, and those of --tokenizer pd4k end at 4096"),
+        (b"", [], "no document has any text"),
+        (b"\0\0", ["--tokenizer", "none"], "tokenizer"),
+        (b"\0\0", ["more.txt"], "or --tokens-from"),
+    ):
+        (tmp_path / "train.bin").write_bytes(content)
+        (tmp_path / "val.bin").unlink(missing_ok=True)
+        assert re.search(said, refusal(prepare.main, [*argv[:-1], str(tmp_path / "no"), *flags]))
+        assert not (tmp_path / "no").exists()
+
+
+def test_a_tokenizer_that_does_not_fit_the_text_is_said(tmp_path, capsys):
+    for name, text in (("prose", "the whale and the sea " * 50), ("digits", "0123456789 " * 50)):
+        (tmp_path / name).write_text(text)
+        prepare.main([str(tmp_path / name), "--out", str(tmp_path / f"{name}-store")])
+        said = "support.text.tokenizer learn" in capsys.readouterr().out
+        assert said == (name == "digits")

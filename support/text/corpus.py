@@ -32,10 +32,10 @@ class Document(NamedTuple):
     source: str | None = None  # the collection that it is from, if the input says so
 
 
-def add_flags(parser: argparse.ArgumentParser) -> None:
+def add_flags(parser: argparse.ArgumentParser, needed: str = "+") -> None:
     """The flags of a command that reads a corpus."""
     inputs = "text, JSON, .csv, .tsv or parquet, also as gz, xz or zst; folders; - for stdin"
-    parser.add_argument("inputs", nargs="+", help=inputs)
+    parser.add_argument("inputs", nargs=needed, help=inputs)
     holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
     parser.add_argument("--holdout", type=whole_number, default=20, metavar="N", help=holdout)
     split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"

@@ -214,7 +214,9 @@ def _gpt2_ranks(seconds: float = 60) -> dict[bytes, int]:
     except Exception as error:
         raise ValueError(
             f"tokenizer gpt2: not in tiktoken's cache, and its download failed"
-            f" ({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder with its two files"
+            f" ({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder with GPT-2's vocab.bpe"
+            " named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and its encoder.json named"
+            " 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
         ) from None
 
 
