@@ -32,7 +32,6 @@ UNITS = {
 # What --x takes, and the column of it
 AXES = dict(zip(("tokens", "raw-tokens", "flops", "seconds"), UNITS, strict=True), steps="step")
 SPENT = ("step", "ms", "consumed_tokens", "real_tokens", "layer_tokens", "flops")
-EVALUATED = ("step", "consumed_tokens", "targets")
 NEEDED = {
     "run": {
         "config": dict.fromkeys(("model.layers", "optim.tokens"), At(1))
@@ -42,7 +41,7 @@ NEEDED = {
         "resumed_at": int,
     },
     "train": dict.fromkeys(SPENT, float) | {"loss": float | None},
-    "eval": dict.fromkeys(EVALUATED, float) | {"val_bpb": float, "last": bool},
+    "eval": dict.fromkeys(("step", "targets", "val_bpb"), float) | {"last": bool},
     "stage": {"step": int, "owners": [int]},
     "sample": {"text": str},
 }
@@ -257,7 +256,10 @@ def unsteady(logs: Sequence[RunLog]) -> list[str]:
         cost = log.spent()["seconds"] / max(log.spent()["flops"], 1)
         alike["seconds per FLOP", device, str(model)].append((cost, log.name))
         steps = [(1.0, "the median step of as many FLOPs")]
-        alike["time", log.folder] = [*steps, (log.slowness(), f"a tenth of {log.name}'s steps")]
+        alike["time", log.folder] = [
+            *steps,
+            (log.slowness(), f"the slowest tenth of {log.name}'s steps"),
+        ]
     sentences = []
     for (what, *_), values in alike.items():
         known = sorted(pair for pair in values if pair[0] > 0)
