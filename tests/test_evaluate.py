@@ -394,6 +394,8 @@ def test_command_repeats_what_the_run_found(run_of, said):
     plain, whole = said(), said("--by-document out.jsonl")
     assert f"held-out {last:.4f} bits per byte" in plain[0]
     assert whole == [*plain, "out.jsonl: 27 of 27 documents"]
+    kept = json.loads((run_of(GPT) / "evaluations.jsonl").read_text().splitlines()[-1])
+    assert kept["said"] == [plain[0].partition(": ")[2]] and kept["val_bpb"] == last
     lines = [json.loads(line) for line in Path("out.jsonl").read_text().splitlines()]
     assert [line["document"] for line in lines] == list(range(454, 481))
     tokens, nats = (sum(line[name] for line in lines) for name in ("tokens", "nats"))
@@ -421,7 +423,7 @@ def test_a_bert_cannot_answer(said):
 
 @pytest.mark.dist
 def test_two_processes_find_what_one_finds(run_of, sourced, tmp_path, monkeypatch):
-    """The text of a store, questions, and fine-tuning, which leaves the run as it is."""
+    """The text of a store, questions, and fine-tuning: the run only gets their results."""
     lines = [{"text": f"{n % 2} {n}", "label": n % 2} for n in range(20)]
     asked = [{"context": f"{n} is", "continuations": ["a", " b"], "label": 1} for n in range(20)]
     write_lines(tmp_path / "labelled.jsonl", lines)
@@ -447,7 +449,8 @@ def test_two_processes_find_what_one_finds(run_of, sourced, tmp_path, monkeypatc
         said.append((text, answers, tuned, Path("out.jsonl").read_text()))
     assert said[0] == said[1] and answers["tasks"][0]["questions"] == 20
     assert tuned["finetune"]["train"] + tuned["finetune"]["dev"] == 20
-    assert {path: path.read_bytes() for path in run_of(BERT).iterdir()} == before
+    after = {path: path.read_bytes() for path in run_of(BERT).iterdir()}
+    assert {path.name for path, _ in after.items() - before.items()} == {"evaluations.jsonl"}
 
 
 def test_groups_stores_and_json(said, sourced, store_dir):
