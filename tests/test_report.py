@@ -412,7 +412,8 @@ def test_json_is_one_object_without_nan(make, capsys):
         raise ValueError(constant)
 
     lines = [line | {"mfu": None} for line in lines_of_a_run()]
-    assert report.main([str(written(make(), lines)), "--json"]) == 0
+    folder = written(make(), lines)
+    assert report.main([str(folder), "--json"]) == 0 and "MFU" not in seen(html_of(folder))
     numbers = json.loads(capsys.readouterr().out, parse_constant=refuse)
     spent = {"consumed_tokens": 400, "real_tokens": 800, "flops": 4e9}
     assert numbers["spent"] == spent | {"seconds": pytest.approx(0.4)} and numbers["mfu"] is None

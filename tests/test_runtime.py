@@ -8,6 +8,7 @@ import signal
 import sys
 import sysconfig
 from pathlib import Path
+from subprocess import PIPE, Popen
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from kernels import triton_here
 from kernels.packed_attention import chosen_impl
 from kernels.token_drop import checked_impl
 from kernels.triton_here import why_not
-from support.base.runtime import exit_cleanly, start
+from support.base.runtime import ROOT, exit_cleanly, start
 
 # --- devices
 
@@ -268,3 +269,10 @@ def test_how_two_ranks_end(tmp_path, case):
     for end, (status, said) in zip(ends(tmp_path, *does), expected, strict=True):
         assert end.status == status and re.fullmatch(said, end.said)
         assert end.quoted == quoted
+
+
+def test_a_reader_that_has_read_enough_ends_a_command_without_a_word():
+    code = "from support.base.runtime import exit_cleanly\nexit_cleanly(lambda: print('x' * 10**6))"
+    command = Popen([sys.executable, "-c", code], stdout=PIPE, stderr=PIPE, cwd=ROOT)
+    command.stdout.close()
+    assert command.stderr.read() == b"" and command.wait() == 141

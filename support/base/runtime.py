@@ -11,6 +11,7 @@ import os
 import pickle
 import platform
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -296,10 +297,14 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     rank = int(os.environ.get("RANK", 0))
     try:
         status = main() or 0
+        sys.stdout.flush()
         if dist.is_initialized():
             dist.barrier()  # else a rank that still communicates with this one would fail
     except KeyboardInterrupt:
         status = 130
+    except BrokenPipeError:  # as of `| head`, which has read enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        status = 128 + signal.SIGPIPE
     except Exception as error:
         if not _is_reported(error, rank):
             raise

@@ -116,7 +116,10 @@ def index(folder: Path, logs: Sequence[RunLog], out: Path) -> Page:
 
 
 def recipes_of(logs: Sequence[RunLog]) -> list[Recipe]:
-    """Runs with the same settings together, in the order of their first runs."""
+    """Runs with the same settings together, in the order of their first runs.
+
+    A recipe has the name of its first run's folder, or a number if two of these are the same.
+    """
     aside = {f"run.{name}" for name in ASIDE}
     groups: dict[str, Recipe] = {}
     for log in logs:
@@ -124,23 +127,18 @@ def recipes_of(logs: Sequence[RunLog]) -> list[Recipe]:
         key = repr(sorted(settings.items()))
         groups.setdefault(key, Recipe("", "", settings, [])).runs.append(log)
     recipes = list(groups.values())
-    given = [flags_of(recipe.runs[0]) for recipe in recipes]
-    shared = set.intersection(*map(set, given))
-    plain = "no other flags" if shared else "the defaults"
-    own = [" ".join(flag for flag in flags if flag not in shared) for flags in given]
-    return [
-        recipe._replace(name=name, flags=f"`{flags}`" if flags else plain)
-        for recipe, name, flags in zip(recipes, names_of(recipes), own, strict=True)
-    ]
-
-
-def names_of(recipes: Sequence[Recipe]) -> list[str]:
-    """The folder of each recipe's first run, or numbers where that does not tell them apart."""
-    names = [recipe.runs[0].name for recipe in recipes]
-    if len(set(names)) < len(names):
-        return [f"recipe {number}" for number in range(1, len(names) + 1)]
-    more = [len(recipe.runs) - 1 for recipe in recipes]
-    return [f"{name} and {n} more" if n else name for name, n in zip(names, more, strict=True)]
+    flags = [flags_of(recipe.runs[0]) for recipe in recipes]
+    shared = set.intersection(*map(set, flags))
+    firsts = {recipe.runs[0].name for recipe in recipes}
+    named = []
+    for number, (recipe, given) in enumerate(zip(recipes, flags, strict=True), 1):
+        more = f" and {len(recipe.runs) - 1} more" if len(recipe.runs) > 1 else ""
+        is_clear = len(firsts) == len(recipes)
+        name = f"{recipe.runs[0].name}{more}" if is_clear else f"recipe {number}"
+        own = " ".join(flag for flag in given if flag not in shared)
+        plain = "no other flags" if shared else "the defaults"
+        named.append(recipe._replace(name=name, flags=f"`{own}`" if own else plain))
+    return named
 
 
 def flags_of(log: RunLog) -> list[str]:
@@ -279,7 +277,7 @@ def recipes_table(recipes: Sequence[Recipe]) -> Table:
         "flags": lambda recipe: recipe.flags,
         "bits per byte": lambda recipe: reached(recipe) or "not finished",
         **columns_of(units(recipes), mean),
-        "runs that ended": lambda recipe: f"{len(ended(recipe))} of {len(recipe.runs)}",
+        "ended": lambda recipe: f"{len(ended(recipe))} of {len(recipe.runs)}",
     }
     return table(columns, recipes, colors=range(len(recipes)))
 

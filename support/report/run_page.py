@@ -32,7 +32,6 @@ UNITS = {
 # What --x takes, and the column of it
 AXES = dict(zip(("tokens", "raw-tokens", "flops", "seconds"), UNITS, strict=True), steps="step")
 SPENT = ("step", "ms", "consumed_tokens", "real_tokens", "layer_tokens", "flops")
-EVALUATED = ("step", "consumed_tokens", "targets")
 NEEDED = {
     "run": {
         "config": dict.fromkeys(("model.layers", "optim.tokens"), At(1))
@@ -42,7 +41,7 @@ NEEDED = {
         "resumed_at": int,
     },
     "train": dict.fromkeys(SPENT, float) | {"loss": float | None},
-    "eval": dict.fromkeys(EVALUATED, float) | {"val_bpb": float, "last": bool},
+    "eval": dict.fromkeys(("step", "targets", "val_bpb"), float) | {"last": bool},
     "stage": {"step": int, "owners": [int]},
     "sample": {"text": str},
 }
@@ -257,7 +256,10 @@ def unsteady(logs: Sequence[RunLog]) -> list[str]:
         cost = log.spent()["seconds"] / max(log.spent()["flops"], 1)
         alike["seconds per FLOP", device, str(model)].append((cost, log.name))
         steps = [(1.0, "the median step of as many FLOPs")]
-        alike["time", log.folder] = [*steps, (log.slowness(), f"a tenth of {log.name}'s steps")]
+        alike["time", log.folder] = [
+            *steps,
+            (log.slowness(), f"the slowest tenth of {log.name}'s steps"),
+        ]
     sentences = []
     for (what, *_), values in alike.items():
         known = sorted(pair for pair in values if pair[0] > 0)
@@ -363,10 +365,9 @@ def loss_section(log: RunLog, events: Table) -> Section:
             held_out.append(evaluated(log, label, lines, color=last + 1))
     scale, why = in_bits(log)
     loss = scale * log.column("loss")
-    drawn = smoothed(x, loss)
-    training = Chart("Training loss", "nats per target", "", drawn, clip_first=True)
-    if scale != 1:
-        training = training._replace(unit="bits per byte", series=drawn + held_out)
+    unit = "bits per byte" if scale != 1 else "nats per target"
+    drawn = smoothed(x, loss) + (held_out if scale != 1 else [])
+    training = Chart("Training loss", unit, "", drawn, clip_first=True)
     most = np.nanmax(loss, initial=-math.inf)
     if training.highest() < most:
         training = training._replace(note=f"The first steps, from {most:.3g}, are above the chart.")
@@ -411,16 +412,15 @@ def curves(log: RunLog, heading: str, rows: Sequence[tuple[str, str, np.ndarray]
     shown = []
     left_out = []
     for title, unit, values in rows:
-        finite = values[np.isfinite(values)]
-        most = finite.max(initial=-math.inf)
-        if len(finite) and finite.min() == most:
+        most = np.nanmax(values, initial=-math.inf)
+        if most == np.nanmin(values, initial=math.inf):
             left_out.append(f"{title} {short(float(most), digits=4)} {unit}".strip())
-        elif unit.startswith("%") and most < LITTLE:
+        elif unit.startswith("%") and 0 <= most < LITTLE:
             left_out.append(f"{title} at most {most:.2g} {unit}")
-        else:
-            # a median would slope where a schedule jumps
-            one = [series("each step", x, values)]
-            drawn = smoothed(x, values) if title in MEASURED else one
+        elif title in MEASURED:
+            shown.append(Chart(title, unit, "", smoothed(x, values), from_zero=True))
+        else:  # a median would slope where a schedule jumps
+            drawn = [series("each step", x, values)]
             shown.append(Chart(title, unit, "", drawn, from_zero=True))
     notes = [f"In all steps: {'; '.join(left_out)}."] if left_out else []
     return Section(heading, shown, notes=notes)
