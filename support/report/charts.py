@@ -143,6 +143,9 @@ def thinned(x: np.ndarray, y: np.ndarray, most: int = POINTS) -> tuple[np.ndarra
         begins = np.arange(len(padded)) * stretch
         extremes = [begins + padded.argmin(1), begins + padded.argmax(1), [0, n - 1]]
         keep = np.unique(np.minimum(np.concatenate(extremes), n - 1))
+    same = np.zeros(len(keep), dtype=bool)  # as the point before and the one after
+    same[1:-1] = (y[keep][1:-1] == y[keep][:-2]) & (y[keep][1:-1] == y[keep][2:])
+    keep = keep[~same]
     return x[keep], y[keep]
 
 
