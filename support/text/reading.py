@@ -258,7 +258,7 @@ def read_parquet(
                     yield f"{path}:{row}", fields
         except Exception as error:  # pyarrow has a dozen kinds
             reason = str(error).partition("\n")[0]
-            raise ValueError(f"{path}:{row + 1}: cannot be read: {reason}") from None
+            raise ValueError(f"{path}:{row + 1}: {reason}") from None
 
 
 def read_array(path: str | Path, open_file: OpenFile = open_input) -> Objects:
