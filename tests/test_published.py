@@ -538,3 +538,29 @@ def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
     with pytest.raises(ValueError, match=r"model-00001.* which is not beside it"):
         train.main(f"{fitting} --out no".split())
     assert not Path("no").exists()
+
+
+GOOD = dict(model_type="llama", hidden_size=32, num_attention_heads=4, num_hidden_layers=3)
+
+
+@pytest.mark.parametrize(
+    ("changes", "said"),
+    [
+        ({"model_type": "mamba"}, "is of type 'mamba', and these are read: gpt2, bert, llama"),
+        ({"model_type": 5}, "is of type 5"),
+        ({"hidden_size": None}, "hidden_size is None"),
+        ({"num_attention_heads": 0}, "num_attention_heads is 0"),
+        ({"hidden_act": "gelu"}, "has hidden_act gelu, and only silu is computed here"),
+        ({"head_dim": 16}, "has head_dim 16, and only 8 is computed here"),
+        ({"rope_scaling": "all"}, "rope_scaling is 'all'"),
+        ({"rope_scaling": {"rope_type": "yarn"}}, "scales rotary angles as yarn"),
+        ({"rope_scaling": {"type": "llama3", "factor": 8}}, "low_freq_factor is missing"),
+        ({"num_key_value_heads": "x"}, "model.kv_heads is 'x'"),
+        ({"num_key_value_heads": 3}, "--kv-heads 3 does not divide"),
+        ({"rope_theta": -1}, "model.rope_theta is -1"),
+    ],
+)
+def test_a_config_that_cannot_be_computed_is_one_line(changes, said, tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    (tmp_path / "config.json").write_text(json.dumps(GOOD | changes))
+    assert said in refusal(config.parse_or_resume, ["--init", str(tmp_path)])

@@ -68,7 +68,7 @@ def check_against(taken: Flat, given: Flat, path: str | Path | None) -> None:
 
 def source_of(init: str | None) -> Trained | None:
     """What --init names, if it is a run or a checkpoint of train.py."""
-    is_theirs = bool(init) and any(Path(init).glob("model.safetensors*"))
+    is_theirs = init and any((Path(init) / name).exists() for name in published.IN_A_FOLDER)
     path = naming_init(checkpoint_of, init) if init and not is_theirs else None
     return naming_init(trained, path) if path else None
 

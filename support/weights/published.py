@@ -53,7 +53,7 @@ from model import Transformer
 from support.base.atomic import atomic_folder, atomic_write
 from support.base.runtime import Parser, exit_cleanly
 from support.base.settings import as_flags
-from support.base.typed_json import Each, read_json
+from support.base.typed_json import At, Each, mismatch, read_json
 from support.run.folder import ModelSize
 from support.text.tokenizer import as_transformers_has_it, get_encoding
 from support.weights import safetensors
@@ -179,7 +179,8 @@ TIED = {  # second names of one tensor, and the first, by layout
     "cls.predictions.decoder.bias": ["cls.predictions.bias"],
 }
 TOLD = ("model", "block", "layers", "width", "mlp_width", "pos", "tied")  # by entries alone
-INDEX = "model.safetensors.index.json"
+IN_A_FOLDER = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin")
+TAKE_IT = "take it from where the weights are from"
 RESAVE = "give a run, a .safetensors file, or a state dict that torch.save wrote"
 
 
@@ -313,13 +314,19 @@ def settings_of(path: str | Path) -> dict[str, Any]:
     """
     folder = Path(path) if Path(path).is_dir() else Path(path).parent
     try:
-        said = read_json(folder / "config.json", {}, "take it from where the weights are from")
+        said = read_json(folder / "config.json", {}, TAKE_IT)
     except FileNotFoundError:
         return {}
-    layout = next((one for one in LAYOUTS if one.model_type == said.get("model_type")), None)
+    if "model_type" not in said:  # as in a run's
+        return {}
+    layout = next((one for one in LAYOUTS if one.model_type == said["model_type"]), None)
     if layout is None:
         known = ", ".join(one.model_type for one in LAYOUTS)
-        raise refusal(path, f"is of type {said.get('model_type')!a}, and these are read: {known}")
+        raise refusal(path, f"is of type {said['model_type']!a}, and these are read: {known}")
+    shape = {layout.keys[name]: At(1) for name in ("layers", "heads", "width")}
+    shape |= {"rope_scaling": dict | None, "rope_parameters": dict | None}
+    if wrong := mismatch({key: said.get(key) for key in shape}, shape):
+        raise refusal(path, f"has a config.json in which {wrong}")
     rope = {**(said.get("rope_scaling") or {}), **(said.get("rope_parameters") or {})}
     said = {"rotary_emb_base": rope.get("rope_theta"), **said, **rope}
     said["rotary_pct"] = said.get("partial_rotary_factor", said.get("rotary_pct"))
@@ -330,6 +337,8 @@ def settings_of(path: str | Path) -> dict[str, Any]:
             raise refusal(path, f"has {key} {said[key]}, and only {wanted} is computed here")
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind == "llama3":
+        if wrong := mismatch(rope, dict.fromkeys(Scaling.KEYS, float)):
+            raise refusal(path, f"has a config.json in which {wrong}")
         found["rope_scaling"] = ":".join(f"{said[key]:g}" for key in Scaling.KEYS)
     elif kind != "default":
         raise refusal(path, f"scales rotary angles as {kind}, which is not computed here")
@@ -392,7 +401,7 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], list[str]]:
     """
     path, is_safetensors = Path(path), False
     if path.is_dir():
-        inside = (path / name for name in (INDEX, "model.safetensors", "pytorch_model.bin"))
+        inside = (path / name for name in IN_A_FOLDER)
         path = next(filter(Path.exists, inside), path)
     try:
         with open(path, "rb") as file:
@@ -431,7 +440,7 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], list[str]]:
 
 def load_shards(index: Path) -> dict[str, Tensor]:
     """Map the tensors of several safetensors files, as their index names them."""
-    places = read_json(index, {"weight_map": Each(str)}, "take it from where the weights are from")
+    places = read_json(index, {"weight_map": Each(str)}, TAKE_IT)
     saved: dict[str, Tensor] = {}
     for name in sorted({*places["weight_map"].values()}):
         shard = index.parent / name
