@@ -178,7 +178,7 @@ def test_a_run_says_it_at_its_start_too(store_dir, tmp_path, monkeypatch, capsys
 
 def test_many_epochs_are_said_first_and_in_red(store_dir, capsys, monkeypatch):
     def first() -> str:
-        return dry("--tokens 4M --on T4", store_dir, capsys).splitlines()[0]
+        return dry("--tokens 4M --batch-tokens 16384 --on T4", store_dir, capsys).splitlines()[0]
 
     assert first().startswith("6 epochs: text that is read more than 4 times")
     monkeypatch.setattr(dry_run.sys.stdout, "isatty", lambda: True)

@@ -13,6 +13,7 @@ import math
 import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -107,6 +108,7 @@ def parts_of(name: str, named: Mapping[str, Tensor]) -> tuple[int, ...]:
     return (rows,)
 
 
+@cache
 def flops_of_muon(config: TransformerConfig, device: str) -> int:
     """Floating-point operations on one block's matrices, in one step."""
     named = matrices_of_block(config)
