@@ -150,8 +150,7 @@ class Run:
 
     def hold_folder(self) -> None:
         """Keep every other process from writing into the folder until this run ends."""
-        instead = "wait for its end, or stop it"
-        lock = folder_lock(self.folder, instead)
+        lock = folder_lock(self.folder, "wait for its end, or stop it")
         self.runtime.on_rank0(lambda: self.ending.enter_context(lock))
 
     # ---- start, or go on: in the order given above
