@@ -74,15 +74,16 @@ class Part(NamedTuple):
     away: Away = Away.NOTHING  # what of its matrices is on the host
 
 
-def grouped(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """A model's parameters by part and name; a block that layers share appears once.
+def part_of(name: str) -> str:
+    """Example: h.3.mlp.c_fc.weight belongs to h.3, wte.weight to "outside" """
+    return ".".join(name.split(".")[:2]) if name.startswith("h.") else "outside"
 
-    Example: h.3.mlp.c_fc.weight belongs to h.3, wte.weight to "outside"
-    """
+
+def grouped(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """A model's parameters by part and name; a block that layers share appears once."""
     parts: dict[str, dict[str, nn.Parameter]] = {}
     for name, parameter in model.named_parameters():
-        part = ".".join(name.split(".")[:2]) if name.startswith("h.") else "outside"
-        parts.setdefault(part, {})[name] = parameter
+        parts.setdefault(part_of(name), {})[name] = parameter
     return parts
 
 
