@@ -90,7 +90,7 @@ class Config:
         run_block=pseudo.run_block,
         tokens_by_layer=pseudo.tokens_by_layer,
         blocks=pseudo.blocks,
-        edit=pseudo.edit,
+        edit=pseudo.Sharing,
         keeps_state=True,
     )
     offload: OffloadConfig = technique(

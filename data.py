@@ -302,24 +302,20 @@ def places(rows: Rows, batch: Batch) -> Tensor:
     return start[piece.clamp(0, len(rows.start))] + positions
 
 
-class Counts(NamedTuple):
-    targets: int  # or documents
-    of_answer: float | None  # what the answer of a pair counts beside them
-
-
-def counts(rows: Rows, masked: bool, per_document: bool) -> Counts:
+def counts(rows: Rows, masked: bool, per_document: bool) -> tuple[int, float | None]:
     """What the sum of losses of these rows is divided by, and how answers weigh in it.
 
     From lengths alone, so that a rank knows the count of all ranks' rows without reading them. All
     answers together count as much as all targets: the loss is the mean over these and over those.
 
-    Args: masked       whether a BERT predicts some tokens, or a GPT all of them
-          per_document whether documents are counted in place of targets
+    Args:    masked       whether a BERT predicts some tokens, or a GPT all of them
+             per_document whether documents are counted in place of targets
+    Returns: targets, or documents; what the answer of a pair counts beside them, None without pairs
     """
     length = rows.stop - rows.start
     targets = masked_tokens(length) if masked else length - rows.seen
     total = len(targets) if per_document else int(targets.sum())
     if rows.pairs is None:
-        return Counts(total, None)
+        return total, None
     answers = rows.pairs.answers(rows.start, rows.stop) != IGNORE
-    return Counts(total, total / max(int(answers.sum()), 1))
+    return total, total / max(int(answers.sum()), 1)

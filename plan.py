@@ -135,13 +135,16 @@ class Plan:
         chosen = self.packed_rows(clock) if s.pack.on else self.unpacked_rows(clock)
         rows, stage = chosen.rows, chosen.stage
 
-        # Batch: this rank's
+        # Batch: this rank's; the last ranks may get blank rows, which nothing counts
         context = StepContext(
             seed=s.run.seed,
             step=clock.step + 1,
             progress=min(clock.consumed_tokens / s.optim.schedule_tokens, 1.0),
         )
-        batch = self.batch(context, rows, chosen.seq_len)
+        own = rows.of_rank(self.runtime.rank, self.runtime.world_size)
+        seeds = [seed_of(s.run.seed, "mask", context.step, use) for use in ("which", "what")]
+        masks = torch.tensor(seeds)
+        batch = batch_of(self.store, own, chosen.seq_len, self.special_ids, masks)
         predicted = None
         if self.special_ids:
             predicted = predicted_by_bert(batch.targets, batch.positions, s.model.nsp)
@@ -161,7 +164,7 @@ class Plan:
             flops=clock.flops,
             cursor=chosen.after,
         )
-        counted = counts(
+        targets, of_answer = counts(
             rows,
             masked=self.special_ids is not None,
             per_document=s.optim.loss_per == "document",
@@ -172,8 +175,8 @@ class Plan:
         return Step(
             batch=batch,
             predicted=predicted,
-            targets=counted.targets,
-            of_answer=counted.of_answer,
+            targets=targets,
+            of_answer=of_answer,
             context=context,
             max_piece_len=stage.max_piece_len,
             kept_tokens=min(tokens),
@@ -205,7 +208,7 @@ class Plan:
             last = last._replace(stage_first_draw=last.first_draw)
         return last._replace(drawn_at_tokens=consumed_tokens)
 
-    def samples_of(self, cursor: Cursor, steps: int = 1) -> "Drawn":
+    def samples_of(self, cursor: Cursor, steps: int = 1) -> tuple[np.ndarray, Cursor]:
         """The samples of some steps, under the stage that the cursor stands in."""
         pool = self.stage_at(cursor.drawn_at_tokens).pool
         count = steps * self.draws_per_step
@@ -221,20 +224,20 @@ class Plan:
         """
         stage = self.stage_at(clock.consumed_tokens)
         cursor = self.cursor_at(clock.consumed_tokens, clock.cursor)
-        drawn = self.samples_of(cursor)
+        spans, after = self.samples_of(cursor)
         seq_len = stage.max_piece_len
         if seq_len < self.seq_len and self.curriculum.reshapes:
             seq_len = reshaped_len(self.seq_len, limit=seq_len)
             stage = stage._replace(max_piece_len=seq_len)
-            rows = reshape(drawn.spans, self.seq_len, seq_len)
+            rows = reshape(spans, self.seq_len, seq_len)
         else:
-            start, stop = drawn.spans.T
+            start, stop = spans.T
             stop = np.minimum(stop, start + seq_len - self.extra)
             if self.special_ids and stage.pool:
                 longest = int((stop - start).max()) + self.extra
                 seq_len = min(-(-longest // MULTIPLE) * MULTIPLE, seq_len)
             rows = self.rows_of(np.stack((start, stop), axis=1), cursor)
-        return Chosen(rows, seq_len=seq_len, stage=stage, before=cursor, after=drawn.after)
+        return Chosen(rows, seq_len=seq_len, stage=stage, before=cursor, after=after)
 
     def rows_of(self, pieces: np.ndarray, cursor: Cursor) -> Rows:
         """Pieces drawn at this cursor, a row each; with --nsp they are pairs."""
@@ -280,8 +283,8 @@ class Plan:
         as shuffled as the samples, and full rows keep their order.
         """
         stage = self.stage_at(cursor.drawn_at_tokens)
-        drawn = self.samples_of(cursor, steps=self.window_steps)
-        alone = self.rows_of(cut(drawn.spans, stage.max_piece_len - self.extra), cursor)
+        spans, after = self.samples_of(cursor, steps=self.window_steps)
+        alone = self.rows_of(cut(spans, stage.max_piece_len - self.extra), cursor)
         packs = packing.pack_lengths(
             alone.stop - alone.start + self.extra,
             self.seq_len,
@@ -294,35 +297,13 @@ class Plan:
             seq_len=self.seq_len,
             stage=stage,
             before=cursor,
-            after=drawn.after,
+            after=after,
         )
-
-    # ---- this rank's rows
-
-    def batch(self, context: StepContext, rows: Rows, seq_len: int) -> Batch:
-        """This rank's rows as a Batch.
-
-        Where ranks cannot share rows evenly, the last ones get blank rows, which nothing counts.
-        """
-        own = rows.of_rank(self.runtime.rank, self.runtime.world_size)
-        seeds = [seed_of(context.seed, "mask", context.step, use) for use in ("which", "what")]
-        return batch_of(
-            self.store,
-            own,
-            seq_len=seq_len,
-            special_ids=self.special_ids,
-            seeds=torch.tensor(seeds),
-        )
-
-
-class Drawn(NamedTuple):
-    spans: np.ndarray  # (n, 2)
-    after: Cursor  # at the draw that comes after these
 
 
 def draw(
     samples: Samples | MixedSamples, pool: Pool | None, cursor: Cursor, *, count: int, seed: int
-) -> Drawn:
+) -> tuple[np.ndarray, Cursor]:
     """`count` samples of the pool, from the cursor on.
 
     A stage shuffles the ranks of its pool pass after pass, so no sample repeats before all have
@@ -330,6 +311,7 @@ def draw(
 
     Args:    pool a curriculum's pool of samples, sorted by difficulty; None: every sample
              seed of the run
+    Returns: (count, 2) spans of tokens, and the cursor at the draw that comes after these
     """
     first, stage_start = cursor.first_draw, cursor.stage_first_draw
     key = seed_of(seed, "stage", stage_start) if stage_start else seed
@@ -348,7 +330,7 @@ def draw(
         ids = np.concatenate((ids, candidates[accepted]))
         enough = len(accepted) == wanted
         first += int(accepted[-1]) + 1 if enough else asked
-    return Drawn(samples.spans(ids), cursor._replace(first_draw=first))
+    return samples.spans(ids), cursor._replace(first_draw=first)
 
 
 def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple[Step, float]]:

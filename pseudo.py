@@ -347,7 +347,11 @@ class Uses:
 class Sharing(Edit):
     """A model whose layers share weights, from one stage to the next."""
 
-    def __init__(self, settings: "Config", model: "Transformer", shadow: Shadow):
+    def __init__(
+        self, settings: "Config", model: "Transformer", runtime: "Runtime", state: dict | None
+    ):
+        """Share as a checkpoint's state says, or as at the start of a run."""
+        shadow = Shadow(**state) if state else shadow_at(settings, 0.0, None)
         self.settings, self.shadow = settings, shadow
         self.until = parse_until(settings.pseudo.until)
         self.uses: Uses | None = None  # in a step that is watched (--pseudo-until adaptive)
@@ -395,14 +399,6 @@ class Sharing(Edit):
         if self.blocks == len(self.shadow.owners):
             return ""
         return f"--pseudo-until {self.settings.pseudo.until}: the model is still a shadow"
-
-
-def edit(
-    settings: "Config", model: "Transformer", runtime: "Runtime", state: dict | None
-) -> Sharing:
-    """Share a model's layers as a checkpoint's state says, or as at the start of a run."""
-    shadow = Shadow(**state) if state else shadow_at(settings, 0.0, None)
-    return Sharing(settings, model, shadow)
 
 
 def blocks(settings: "Config", context: StepContext) -> int:

@@ -193,7 +193,7 @@ def measure_draws(samples: Samples, pool, where: str, batches: int) -> dict:
 
     def draw_next() -> None:
         nonlocal cursor
-        cursor = plan.draw(samples, pool, cursor, count=BATCH, seed=SEED).after
+        _, cursor = plan.draw(samples, pool, cursor, count=BATCH, seed=SEED)
 
     draw_next()
     before = resident("RssAnon")  # without pages of files, which are the page cache's

@@ -183,7 +183,7 @@ def test_bytes_reach_the_disk_before_names_and_best_before_its_step(
     record(Path, "rename", lambda source, target: target.name)
     monkeypatch.setattr(os, "link", os.link if has_links else no_links)
     path = save(tmp_path, {"a": 1}, form, step=1, best=True)
-    best = checkpoint.best_path(path)
+    best = checkpoint.second_name(path, "best")
     ours, theirs = (checkpoint.files_of(p)[0] for p in (path, best))
     assert ours.samefile(theirs) == has_links and ours.read_bytes() == theirs.read_bytes()
     assert calls.index(best.name) < calls.index(path.name) and len(names(tmp_path)) == 2
@@ -401,24 +401,21 @@ def test_the_command_verifies_and_lists(tmp_path, capsys, monkeypatch):
     assert "no sha256" in refusal_of(main, ["checkpoint", str(path)], monkeypatch, capsys)
 
 
-def test_to_folder_and_back_is_the_same_file(tmp_path, capsys):
+def test_as_a_folder_and_back_is_the_same_file(tmp_path, capsys):
     file, folder = save(tmp_path / "run", state_of(), step=7), tmp_path / "a.sharded"
-    main(["to-folder", str(file), "--out", str(folder)])
-    main(["--out", str(tmp_path / "a.pt"), "to-file", str(folder)])
+    main([str(file), "--out", str(folder)])
+    main(["--out", str(tmp_path / "a.pt"), str(folder)])
     assert_equal(load(tmp_path / "a.pt"), state_of())
     assert names(tmp_path) == ["a.pt", "a.sharded", "run"]
     assert capsys.readouterr().out.count("step 7") == 2
-    main(["to-folder", str(tmp_path / "a.pt"), "--out", str(tmp_path / "b.sharded")])
-    main(["to-file", str(tmp_path / "b.sharded"), "--out", str(tmp_path / "b.pt")])
+    main([str(tmp_path / "a.pt"), "--out", str(tmp_path / "b.sharded")])
+    main([str(tmp_path / "b.sharded"), "--out", str(tmp_path / "b.pt")])
     assert (tmp_path / "a.pt").read_bytes() == (tmp_path / "b.pt").read_bytes()
     for argv, said in (
-        (["to-file", str(file), "--out", "x.pt"], "use to-folder"),
-        (["to-folder", str(folder), "--out", "x.sharded"], "use to-file"),
-        (["to-file", "nowhere", "--out", "x.pt"], "nowhere: No such file"),
-        (["to-file", str(folder), "--out", str(file)], "--out"),
-        (["to-file", str(tmp_path), "--out", "x.pt"], "has no file of any rank"),
-        (["to-file", str(folder), "--out", "no/x.pt"], "no/x.pt: not written"),
-        (["to-file", str(folder)], "--out"),
+        (["nowhere", "--out", "x.pt"], "nowhere: No such file"),
+        ([str(folder), "--out", str(file)], "--out"),
+        ([str(tmp_path), "--out", "x.pt"], "has no file of any rank"),
+        ([str(folder), "--out", "no/x.pt"], "no/x.pt: not written"),
     ):
         refused(lambda argv=argv: main(argv), said)
 

@@ -86,7 +86,7 @@ def test_every_training_token_is_a_target_once_a_pass(store, flags):
         )
         for start, stop in zip(rows.start, rows.stop, strict=True):
             seen[start:stop] += 1
-    for start, stop in drawn(p, passes, first + window - passes).spans:  # of a third pass
+    for start, stop in drawn(p, passes, first + window - passes)[0]:  # of a third pass
         seen[start:stop] -= 1
     assert (seen == 2).all()
 
@@ -284,7 +284,7 @@ def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
         if step.after.cursor.stage_first_draw != since:
             since, stage_ids = step.after.cursor.stage_first_draw, []
         pool = p.stage_at(step.before.consumed_tokens).pool
-        spans = drawn(p, step.before.cursor.first_draw, p.draws_per_step, since, pool).spans
+        spans = drawn(p, step.before.cursor.first_draw, p.draws_per_step, since, pool)[0]
         ids = ((spans[:, 0] - p.samples.start) // 32).tolist()
         reach = pool.reach if pool else len(p.samples)
         assert step.difficulty["pool"] == reach
@@ -297,8 +297,8 @@ def test_a_pool_grows_stage_by_stage_and_nothing_comes_twice_in_one(indexed):
     assert len(stages) == len({step.difficulty["pool"] for step in steps}) > 30, "one a pool"
     assert reach == len(p.samples)
     for number in range(2):
-        assert len({*drawn(p, since + number * reach, reach, since).spans[:, 0].tolist()}) == reach
-    one, other = (drawn(p, 0, 8, pool=p.stage_at(0).pool, seed=seed).spans for seed in (1, 2))
+        assert len({*drawn(p, since + number * reach, reach, since)[0][:, 0].tolist()}) == reach
+    one, other = (drawn(p, 0, 8, pool=p.stage_at(0).pool, seed=seed)[0] for seed in (1, 2))
     assert not np.array_equal(one, other)
 
 

@@ -29,11 +29,11 @@ writes. Nothing is locked: only one run may write to a folder.
 
 What the dictionary holds is decided in support/run/run.py (`Run.save`); only the tensors under
 "model" are looked at: they must be finite. To verify a checkpoint and list what it holds, or to
-turn one form into the other:
+write it in the other form, a folder as a file and a file as a folder:
 
     python -m support.run.checkpoint runs/a/step-00001234.pt
-    python -m support.run.checkpoint to-file runs/a/step-00001234.sharded --out a.pt
-    python -m support.run.checkpoint to-folder a.pt --out a.sharded
+    python -m support.run.checkpoint runs/a/step-00001234.sharded --out a.pt
+    python -m support.run.checkpoint a.pt --out a.sharded
 """
 
 import hashlib
@@ -102,11 +102,9 @@ class Saver:
         """
         # The best first: a run killed before the step has its name resumes one save back and
         # reaches this best again. In the other order it would resume here and never write the best.
-        runtime, target = self.runtime, best_path(path) if best else path
-        unfinished, files = hidden(target), []
-        if self.sharded:
-            names = [name_of(rank, runtime.world_size) for rank in range(runtime.world_size)]
-            files = [unfinished / name for name in names]
+        runtime, target = self.runtime, second_name(path, "best") if best else path
+        unfinished, ranks = hidden(target), range(runtime.world_size if self.sharded else 0)
+        files = [unfinished / name_of(rank, runtime.world_size) for rank in ranks]
 
         def make_room() -> str:
             if keep:
@@ -156,7 +154,7 @@ class Saver:
                 # counted, a run that resumed from far back could delete what it has just written
                 remove(*[p for p in steps_in(path.parent) if p.name <= path.name][:-keep])
             if keep and best:
-                remove(*[p for p in bests_in(path.parent) if p != target])
+                remove(*[p for p in named_in(path.parent, "best") if p != target])
         finally:
             remove(hidden(target))
 
@@ -349,9 +347,9 @@ def step_path(folder: str | Path, step: int, suffix: str) -> Path:
     return Path(folder) / f"step-{step:08d}{suffix}"
 
 
-def best_path(path: Path) -> Path:
-    """The name that a step's checkpoint has besides if it is the best."""
-    return path.with_name("best.pt" if path.suffix == ".pt" else path.name.replace("step", "best"))
+def second_name(path: Path, word: str) -> Path:
+    """The name that a step's checkpoint has besides if it is the best, or the trunk."""
+    return path.with_name(f"{word}.pt" if path.suffix == ".pt" else path.name.replace("step", word))
 
 
 def steps_in(folder: Path) -> list[Path]:
@@ -360,15 +358,15 @@ def steps_in(folder: Path) -> list[Path]:
     return sorted(path for path in paths if path.suffix in (".pt", SUFFIX))
 
 
-def bests_in(folder: Path) -> list[Path]:
-    """The best checkpoint; after a kill there may be two, the newer one last."""
-    paths = [*folder.glob("best.pt"), *folder.glob("best-*" + SUFFIX)]
+def named_in(folder: Path, word: str) -> list[Path]:
+    """The checkpoint with this second name; after a kill there may be two, the newer one last."""
+    paths = [*folder.glob(f"{word}.pt"), *folder.glob(f"{word}-*{SUFFIX}")]
     return sorted(paths, key=lambda path: path.stat().st_mtime_ns)
 
 
 def words_in(folder: Path) -> dict[str, Path]:
     """The words that --resume can take in this folder, and the checkpoint that each means."""
-    steps, bests = steps_in(folder), bests_in(folder)
+    steps, bests = steps_in(folder), named_in(folder, "best")
     meant = zip(WORDS, (steps[-1:], steps[-2:-1], bests[-1:]), strict=True)
     return {word: paths[0] for word, paths in meant if paths}
 
@@ -687,26 +685,19 @@ def main(argv: list[str] | None = None) -> None:
         prog="python -m support.run.checkpoint",
         description="Verify a checkpoint and list what it holds, or write it in the other form.",
     )
-    verbs = ("verify", "to-file", "to-folder")
-    parser.add_argument("verb", nargs="?", choices=verbs, default="verify", help="what to do")
     parser.add_argument("path", type=Path, help="a checkpoint that train.py saved")
-    parser.add_argument("--out", type=Path, help="the file or folder to write")
-    args = parser.parse_intermixed_args(argv)
+    parser.add_argument("--out", type=Path, help="write a folder as this file, or a file as folder")
+    args = parser.parse_args(argv)
     path, out = args.path, args.out
-    if args.verb == "verify":
-        state, size = load(path), sum(file.stat().st_size for file in files_of(path))
-        print(f"{path}: verified, {size / 1e6:.3f} MB, step {state.get('step', '?')}")
-        for key, value in state.items():
-            print(f"{tensor_bytes(value) / 1e6:12.3f} MB  {key}")
-        return
-    verb = "to-file" if path.is_dir() else "to-folder"
-    if path.exists() and args.verb != verb:
-        raise ValueError(f"{path} is not what {args.verb} takes: use {verb}")
-    if out is None or out.exists():
-        raise ValueError(f"--out {out}: name a new {args.verb.removeprefix('to-')}")
-    state = load(path)
-    write(out, state, ALONE if args.verb == "to-folder" else None)
-    print(f"{out}: written from {path}, step {state.get('step', '?')}")
+    if out and out.exists():
+        raise ValueError(f"--out {out} exists: name a new file or folder")
+    state, size = load(path), sum(file.stat().st_size for file in files_of(path))
+    print(f"{path}: verified, {size / 1e6:.3f} MB, step {state.get('step', '?')}")
+    for key, value in state.items():
+        print(f"{tensor_bytes(value) / 1e6:12.3f} MB  {key}")
+    if out:
+        write(out, state, None if path.is_dir() else ALONE)
+        print(f"{out}: written")
 
 
 if __name__ == "__main__":

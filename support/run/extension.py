@@ -88,7 +88,7 @@ def starting_point(path: Path, settings: "Config", before: int) -> Path:
     old, clock = with_setting(settings, BUDGET, before), Clock.of(outlined(path)["clock"])
     if old.optim.schedule != "wsd" or lr_clock(settings, clock) <= decay_start(old.optim):
         return path
-    trunks, which = trunks_in(path.parent), settings.run.resume
+    trunks, which = checkpoint.named_in(path.parent, "trunk"), settings.run.resume
     if not trunks or which != "last":
         remedy = "leave that word out, to go on from its trunk" if trunks else "start a new run"
         raise ValueError(
@@ -132,7 +132,7 @@ def begin(
                 checkpoint.link(path, step_file)
             path = step_file
             set_later_aside(folder, step, say)
-            for best in checkpoint.bests_in(folder):
+            for best in checkpoint.named_in(folder, "best"):
                 if outlined(best)["step"] > step:
                     set_aside(best, say)
         sync(folder)  # all of these names before the record, even if the power fails
@@ -175,12 +175,7 @@ def set_aside(file: Path, say: Callable[[str], None]) -> None:
 
 def keep_trunk(path: Path) -> None:
     """Give a checkpoint a name as trunk, which --keep does not delete, in place of an older one."""
-    trunk = path.with_name("trunk.pt" if path.is_file() else path.name.replace("step", "trunk"))
+    trunk = checkpoint.second_name(path, "trunk")
     checkpoint.link(path, trunk)
-    checkpoint.remove(*[other for other in trunks_in(path.parent) if other != trunk])
-
-
-def trunks_in(folder: Path) -> list[Path]:
-    """The trunk; while a newer one takes its place there are two, the newer one last."""
-    paths = [*folder.glob("trunk.pt"), *folder.glob("trunk-*" + checkpoint.SUFFIX)]
-    return sorted(paths, key=lambda path: path.stat().st_mtime_ns)
+    trunks = checkpoint.named_in(path.parent, "trunk")
+    checkpoint.remove(*[other for other in trunks if other != trunk])

@@ -12,7 +12,7 @@ from bisect import bisect_left
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from statistics import fmean
-from typing import Any, NamedTuple
+from typing import Any
 
 from support.base import runtime
 from support.base.clock import pace
@@ -137,18 +137,11 @@ def consumed(steps: int, seq_len: int, lengths: list[dict], ltd: dict) -> float:
     return steps * fmean(row((point + 0.5) / POINTS * steps) for point in range(POINTS))
 
 
-class Paced(NamedTuple):
-    """What one metric adds to --curriculum, --curriculum-start and so on; "" for the default."""
+def paced(ours: str, metric: dict, seq_len: int, share: Callable[[int], str]) -> dict[str, str]:
+    """What a metric adds to --curriculum, --curriculum-start and so on; "" for the default.
 
-    metric: str
-    start: str = ""
-    share: str = ""
-    pace: str = ""
-    by: str = ""
-
-
-def paced(ours: str, metric: dict, seq_len: int, share: Callable[[int], str]) -> Paced:
-    """Translate a metric; `share` of --tokens is consumed by a step."""
+    Args: share of --tokens that is consumed by a step
+    """
     is_length, kind = ours.startswith("seqlen"), metric["schedule_type"]
     how = metric.get("schedule_config", {})
     by = "value" if metric.get("difficulty_type") == "value" and not is_length else ""
@@ -163,13 +156,13 @@ def paced(ours: str, metric: dict, seq_len: int, share: Callable[[int], str]) ->
     if kind == "fixed_discrete":
         ends = [*(f"@{share(step)}" for step in how["max_step"]), ""]
         levels = zip(map(level, how["difficulty"]), ends, strict=True)
-        return Paced(ours, pace=":".join(["discrete", *map("".join, levels)]), by=by)
-    start = level(metric["min_difficulty"])
-    if kind == "custom":
-        return Paced(ours, start, by=by)
-    degree = how["root_degree"] if kind == "fixed_root" else 1
-    named = "linear" if degree == 1 else f"root:{degree}"
-    return Paced(ours, start, share(how["total_curriculum_step"]), named, by)
+        return {"": ours, "-pace": ":".join(["discrete", *map("".join, levels)]), "-by": by}
+    words = {"": ours, "-start": level(metric["min_difficulty"]), "-by": by}
+    if kind != "custom":
+        degree = how["root_degree"] if kind == "fixed_root" else 1
+        words["-share"] = share(how["total_curriculum_step"])
+        words["-pace"] = "linear" if degree == 1 else f"root:{degree}"
+    return words
 
 
 def deepspeed(
@@ -236,12 +229,11 @@ def deepspeed(
             found.append(paced(ours, metric, seq_len, share))
         if metric["schedule_type"] == "custom":
             notes[name] = "its schedule is code: --curriculum-pace path.py:name"
-    for name in Paced._fields:
-        values = [getattr(each, name) for each in found]
+    for name in ("", "-start", "-share", "-pace", "-by"):
+        values = [each.get(name, "") for each in found]
         if any(values):
-            flag = "--curriculum" if name == "metric" else f"--curriculum-{name}"
-            words += [flag, ",".join(values)]
-    if any(each.metric.startswith("length") for each in found) and "--model" not in words:
+            words += [f"--curriculum{name}", ",".join(values)]
+    if any(each[""].startswith("length") for each in found) and "--model" not in words:
         words += ["--model", "bert"]  # a GPT's samples are all as long
     if ends - {seq_len}:
         notes["max_difficulty, max_value"] = f"lengths and kept tokens grow to a row, {seq_len}"
@@ -263,11 +255,9 @@ def main(argv: list[str] | None = None) -> None:
         raise ValueError(f"{args.config}: {error}") from None
     except (TypeError, AttributeError, ArithmeticError, LookupError) as error:
         raise ValueError(f"{args.config} is no configuration of DeepSpeed: {error}") from None
-    for line in (
-        shlex.join(["python", "train.py", *words]),
-        *(f"{path}: {why}" for path, why in notes.items()),
-    ):
-        print(runtime.printable(line))
+    print(runtime.printable(shlex.join(["python", "train.py", *words])))
+    for path, why in notes.items():
+        print(runtime.printable(f"{path}: {why}"))
 
 
 if __name__ == "__main__":

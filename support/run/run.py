@@ -154,8 +154,7 @@ class Run:
 
     def hold_folder(self) -> None:
         """Keep every other process from writing into the folder until this run ends."""
-        instead = "wait for its end, or stop it"
-        lock = folder_lock(self.folder, instead)
+        lock = folder_lock(self.folder, "wait for its end, or stop it")
         self.runtime.on_rank0(lambda: self.ending.enter_context(lock))
 
     # ---- start, or go on: in the order given above
@@ -236,7 +235,7 @@ class Run:
             if self.tokens_before:
                 path = extension.starting_point(path, self.settings, self.tokens_before)
             return path
-        if bests := checkpoint.bests_in(folder):
+        if bests := checkpoint.named_in(folder, "best"):
             raise ValueError(
                 f"--resume: {folder} has lost its steps, and {bests[-1].name} is there: go on from"
                 " it with --resume best"
@@ -391,11 +390,10 @@ class Run:
 
     def about(self) -> dict:
         """Settings, size and provenance: the first line of the log, and part of a checkpoint."""
-        size = self.size._asdict()
         return {
             "run": self.id,
             "config": flattened(self.settings),
-            "model_size": size,
+            "model_size": self.size._asdict(),
             "made_by": made_by(self.runtime),
             **provenance(),
         }

@@ -37,7 +37,7 @@ def checkpoint_of(path: str | Path) -> Path | None:
         return path if path.is_dir() else None
     if steps := checkpoint.steps_in(path):
         return steps[-1]
-    bests = checkpoint.bests_in(path)
+    bests = checkpoint.named_in(path, "best")
     hint = f" but {bests[-1].name}: name that file" if bests else ": name another"
     raise ValueError(f"{path} is a folder, and holds no checkpoint of a step{hint}")
 
