@@ -19,6 +19,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import numpy as np
 import pytest
 import torch
+import torch.distributed as dist
 from torch.multiprocessing import start_processes
 from torch.profiler import ProfilerActivity, profile
 
@@ -67,6 +68,14 @@ def pytest_configure(config):
     """A SIGTERM ends the tests as Ctrl-C does, so that bench/gpu.sh gets those that were made."""
     if config.option.xmlpath and not hasattr(config, "workerinput"):
         signal.signal(signal.SIGTERM, signal.default_int_handler)
+
+
+@pytest.fixture(autouse=True)
+def no_process_group_is_left():
+    """A run with --fsdp makes one of itself, and `exit_cleanly` ends a process that has one."""
+    yield
+    if dist.is_initialized():
+        dist.destroy_process_group()
 
 
 @pytest.fixture(scope="session")
