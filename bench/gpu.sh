@@ -2,15 +2,15 @@
 # What needs a GPU, in stages of at most nine minutes; each is worth a visit to a GPU alone, and in
 # each what is worth most comes first:
 #
-#     bash bench/gpu.sh STAGE [--nanogpt DIR] [--corpus FILE] [--commit HASH]
+#     bash bench/gpu.sh STAGE [--nanogpt DIR] [--store DIR] [--commit HASH]
 #
 #     A  what machine it is and its ceilings; does every way to train learn what a CPU learns;
 #        124M, eager and compiled, beside nanoGPT's model where DIR is a clone of it; its kernels
 #     B  the tests marked gpu, on many workers; gpu-tests.xml has those that ended, even after a SIGTERM
 #     C  steps of 350M with dropped tokens and packed rows; attention, loss and copies by themselves
 #     D  offload mode by mode, 1.3B in 16 GiB, FSDP; generation, evaluation, forecasts
-#     E  100 M tokens with all techniques, without, and without for as many seconds; of FILE (text
-#        or JSON lines), which should hold more than the 2.9 M tokens of the embedded corpus
+#     E  a whole run of 124M, the next of section gpu of bench/frontier.ini that has no record here or
+#        in results/, so a visit for each; on the store DIR: prepare.py FILE --tokenizer gpt2 --out DIR
 #
 # Its results are in $OUT (default: results): a record as soon as a variant is done, in
 # gpu-NAME.jsonl, and all output in gpu-STAGE.log. Nothing is installed or fetched. A part that
@@ -39,20 +39,21 @@ C | D | E) most=540 ;;
 *) refuse "there is no stage '$stage': choose A, B, C, D or E" ;;
 esac
 shift
-nanogpt=() corpus='' commit=''
+nanogpt=() stores=() commit=''
 while [ $# -gt 0 ]; do
     [ $# -ge 2 ] || refuse "$1 needs a value"
     case $1 in
     --nanogpt) [ -f "$2/model.py" ] || refuse "--nanogpt $2: has no model.py"
         nanogpt=(--nanogpt "$(realpath "$2")") ;;
-    --corpus) [ -f "$2" ] || refuse "--corpus $2: there is no such file"
-        corpus=$(realpath "$2") ;;
+    --store) [ -f "$2/meta.json" ] || refuse "--store $2: prepare.py made no store there"
+        stores=(--stores "pd=$(realpath "$2")") ;;
     --commit) commit=$2 ;;
-    *) refuse "$1 is unknown: choose --nanogpt, --corpus or --commit" ;;
+    *) refuse "$1 is unknown: choose --nanogpt, --store or --commit" ;;
     esac
     shift 2
 done
 fake=${GPU_FAKE:-}
+[ "$stage$fake" != E ] || [ ${#stores[@]} -gt 0 ] || refuse "stage E needs --store DIR"
 [ -z "$fake" ] || [ -n "${OUT:-}" ] || refuse "GPU_FAKE: set OUT, as toys are no results"
 [ -z "${OUT:-}" ] || OUT=$(realpath -m "$OUT")
 cd "$(dirname "$0")/.." || exit 2
@@ -173,19 +174,12 @@ stage_D() {
     bench 90 forecasts runs forecast "${cases[@]}"
 }
 
-# 12 layers of width 512 in rows of 512 take 0.26 GFLOP a token: at 35 % of 990 TFLOP/s 100 M tokens
-# take 75 s, and the three runs, of which two are shorter, still fit at half of that rate
+# A token of 124M in rows of 1,024 takes 0.86 GFLOP: at 35 % of 990 TFLOP/s 100 M tokens take 220 s,
+# and still fit at half of that rate
 stage_E() {
-    local run=(--layers 12 --heads 8 --width 512 --seq-len 512 --size 124M --tokens 100M)
-    run+=(--batch-tokens 65536 --eval-every 10M --checkpoint-every 0)
-    [ -z "$fake" ] || run=(--layers 3 --heads 2 --width 16 --seq-len 32 --batch-tokens 512
-        --tokens 8192 --eval-every 2048 --eval-tokens 512 --final-eval-tokens 512)
-    if [ -n "$corpus" ]; then
-        part 80 "the corpus" "$python" prepare.py "$corpus" --out "$TMPDIR/store"
-        run+=(--data "$TMPDIR/store")
-    fi
-    local recipes=(--recipes plain all --equal-seconds)
-    part 530 "100 M tokens" "$python" bench/ablate.py "${recipes[@]}" "${on[@]}" -- "${run[@]}"
+    local runs=(runs --sections gpu --most 1)
+    [ -z "$fake" ] || runs=(runs --sections toy)
+    bench 530 "a run" frontier "${runs[@]}" "${stores[@]}"
 }
 
 say "stage $stage, commit $COMMIT, $(date -u +%FT%TZ)"

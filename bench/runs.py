@@ -1,12 +1,5 @@
-"""What whole runs take: each recipe's, what --dry-run says of it, and what is promised besides.
+"""What --dry-run says of a run against what it takes, and what is promised besides.
 
-cost      seconds of a recipe's run, against the plain run of nano's recipe. Its steps differ
-          only in their shape: rows, tokens in a row, with or without documents to isolate, how
-          many tokens each layer sees, and which layers there are. `Plan` says which step has
-          which, without training. One step of every shape is timed as train.py makes it, all
-          shapes in turns within one process, and a run is the sum over its steps; a ratio is
-          taken within a turn. Not timed: evaluation, checkpoints, and reading data, which is
-          hidden behind the step
 forecast  seconds and peak of memory that --dry-run says against those of the run, both in
           processes of their own. The run's seconds are those from its log's first line to its
           end; its memory is the highest resident set, as Linux has it, and on a GPU the most
@@ -21,8 +14,7 @@ promises  microseconds of each call that docs/reliability.md makes necessary, an
           read, while the step before computes. Once in a run: check_same; the store opened, and
           verified if --verify-data says so
 
-OMP_NUM_THREADS=2 python bench/runs.py cost --record              # a line for each recipe
-OMP_NUM_THREADS=2 python bench/runs.py forecast --cases nano
+OMP_NUM_THREADS=2 python bench/runs.py forecast --cases nano --record
 OMP_NUM_THREADS=2 python bench/runs.py saving --cases 124M --turns 6
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 bench/runs.py promises --turns 15
 """
@@ -33,14 +25,11 @@ import re
 import subprocess
 import sys
 import tempfile
-from collections import Counter
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 import numpy as np
-from ablate import RECIPES, TRAINER
 from measure import (
     Taken,
     command_line,
@@ -56,74 +45,12 @@ from measure import (
 from step import CASES, model_of, steps_of, trainer_of
 
 import config
-from plan import Plan
 from prepare import embedded_store
 from support.base import runtime
-from support.base.clock import Clock, tokens_by_layer
 from support.run.folder import ModelSize, read_log
 from support.run.run import Run
 from support.step.optim import NORMS_KEPT, StepGuard
 from support.text.store import Store
-from train import Trainer, next_trainer
-
-# ---- cost
-
-
-class Shape(NamedTuple):
-    """Of a step: what its time follows from."""
-
-    rows: int
-    seq_len: int
-    isolated: bool  # whether the documents of a row are told apart
-    tokens_by_layer: tuple[int, ...]
-    parameters: int  # fewer while --pseudo shares layers or leaves some out
-
-
-def shapes_of(plan: Plan, trainer: Trainer, steps: dict[Shape, Callable]) -> Counter:
-    """How often a run has a step of each shape; how the first of each is made goes into `steps`."""
-    settings, counts, clock = trainer.settings, Counter(), Clock()
-    while clock.consumed_tokens < settings.optim.tokens:
-        step = plan(clock)
-        trainer = next_trainer(trainer, step)
-        rows, seq_len = step.batch.tokens.shape
-        tokens = tuple(tokens_by_layer(settings, step.context, seq_len))
-        parameters = sum(p.numel() for p in trainer.model.parameters())
-        shape = Shape(rows, seq_len, step.batch.doc_ids is not None, tokens, parameters)
-        counts[shape] += 1
-        steps.setdefault(shape, partial(measured, partial(trainer.step, step)))
-        clock = step.after
-    return counts
-
-
-def measure_cost(args: argparse.Namespace) -> None:
-    here, store = runtime.start("cpu", "fp32"), Store.open(embedded_store("pd4k"))
-    counts: dict[str, Counter] = {}
-    steps: dict[Shape, Callable] = {}
-    recipes = args.cases or [
-        name for name, flags in RECIPES.items() if not re.search("bert|adaptive", flags)
-    ]  # not another model, nor what only gradients decide
-    for recipe in dict.fromkeys(["plain", *recipes]):
-        settings = config.build(config.parse(RECIPES[recipe].split()))
-        trainer = trainer_of(settings, model_of(settings, CASES["nano"].vocab_size), "cpu")
-        counts[recipe] = shapes_of(Plan(settings, store, None, here), trainer, steps)
-    taken = in_turns({shape: steps[shape] for shape in sorted(steps)}, args.turns)
-    totals = {
-        recipe: sum(n * np.array(taken[shape])[:, 0] for shape, n in count.items())
-        for recipe, count in counts.items()
-    }
-    keep = recorder("cost", args, trainer=TRAINER, turns=args.turns)
-    for recipe in recipes:
-        keep(
-            {
-                "recipe": recipe,
-                "flags": RECIPES[recipe],
-                "steps": sum(counts[recipe].values()),
-                "shapes": len(counts[recipe]),
-                "seconds": round(float(np.median(totals[recipe])), 1),
-                "to_plain_min_median_max": min_median_max(totals[recipe] / totals["plain"]),
-            }
-        )
-
 
 # ---- forecast
 
@@ -270,7 +197,6 @@ def measure_promises(args: argparse.Namespace) -> None:
 
 
 MEASURES = {  # and the cases that they know
-    "cost": (measure_cost, RECIPES),
     "forecast": (measure_forecast, FORECASTS),
     "saving": (measure_saving, CASES),
     "promises": (measure_promises, ()),
@@ -280,7 +206,7 @@ MEASURES = {  # and the cases that they know
 def main() -> None:
     parser = command_line(__doc__, turns=5)
     parser.add_argument("what", choices=MEASURES)
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help="of cost, forecast and saving")
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="of forecast and saving")
     args = parser.parse_args()
     measure, cases = MEASURES[args.what]
     pick(args.cases or [], cases)

@@ -10,7 +10,7 @@ import time
 from functools import partial
 from importlib import import_module
 from pathlib import Path
-from subprocess import PIPE, STDOUT, Popen
+from subprocess import PIPE, STDOUT, Popen, check_output
 from types import SimpleNamespace
 
 import pytest
@@ -54,21 +54,6 @@ def test_a_record_says_where_it_was_taken_and_a_gpus_are_kept_apart(tmp_path, mo
     assert "a GPU" in (tmp_path / "gpu-step.jsonl").read_text()
 
 
-def test_the_tables_follow_from_the_records(capsys):
-    import_module("tables").main()
-    out = capsys.readouterr().out
-    assert out.count("| flags | bits per byte |") == 8 and out.count("| run | share") == 1
-    assert "| `--pack` | 1.789 (1.787 to 1.793)" in out
-
-
-def test_a_recipe_is_a_name_or_given_with_its_flags():
-    chosen = import_module("ablate").chosen
-    assert chosen("padded")[1] == "--pack --pack-max-per-row 1"
-    assert chosen("mine = --lr=0.01 --pack") == ("mine", "--lr=0.01 --pack")
-    with pytest.raises(ValueError, match="--recipes mine"):
-        chosen("mine")
-
-
 def test_variants_take_turns_in_an_order_that_is_reversed():
     called = []
     taken = import_module("measure").in_turns(
@@ -101,6 +86,91 @@ def test_on_a_gpu_a_variant_that_fails_does_not_end_the_others(monkeypatch):
         for new, taken in import_module("measure").take_turns(variants, 2, "cuda"):
             done.append((new, [turn.seconds > 0.1 for turn in taken["last"]]))
     assert done == [(["last"], [True, True])]
+
+
+# ---- the frontier
+
+
+def point(seconds, loss, flags="--layers 2", plain=True):
+    return import_module("frontier").Point(flags, plain, seconds, [loss], 1_000_000)
+
+
+def test_a_frontier_is_a_convex_hull_and_straight_between_its_runs():
+    frontier = import_module("frontier")
+    hull = frontier.envelope([point(s, x) for s, x in [(1, 2.0), (2, 1.9), (4, 1.6), (8, 1.7)]])
+    assert hull == [point(1, 2.0), point(4, 1.6)]
+    assert frontier.loss_at(2, hull) == pytest.approx(1.8)
+    assert frontier.seconds_to(1.8, hull) == pytest.approx(2)
+    beyond = [frontier.loss_at(5, hull), frontier.seconds_to(1.5, hull), frontier.loss_at(1, [])]
+    assert [frontier.shown(value) for value in beyond] == ["not measured"] * 3
+    kept = frontier.envelope([point(s, x) for s, x in [(1, 2.0), (2, 1.7), (4, 1.6)]])
+    assert [p.seconds for p in kept] == [1, 2, 4], "the slope falls"
+
+
+def test_techniques_are_compared_with_the_plain_frontier_and_runs_are_counted():
+    frontier = import_module("frontier")
+    unit = frontier.UNIT_SECONDS
+    plain = [point(unit / 2, 2.0), point(2 * unit, 1.6), point(1.1 * unit, 1.9)]
+    other = [point(unit / 4, 2.0, "--layers 3 --ltd", False), point(unit, 1.6, "--pack", False)]
+    rows = frontier.frontier_table(sorted(plain) + other, 1).splitlines()[2:]
+    assert rows == ["| 1.800 | 69 | 35 | 0.50 | 1 | 1 |", "| 1.600 | 138 | 69 | 0.50 | 1 | 0 |"]
+    (row,) = frontier.runs_table(other[1:], plain + other).splitlines()[2:]
+    assert row == "| `--pack` | 69 | 1.00 M | 1.600 | -0.200 | 0.50 |"
+    assert frontier.short("--layers 3 --ltd --tokens 2M") == "3 layers, ltd"
+
+
+def test_runs_are_listed_by_turn_and_padded_rows_are_plain(monkeypatch):
+    frontier = import_module("frontier")
+    arms = frontier.listed(["toy"])
+    assert [arm.seed for arm in arms] == [1, 1, 2] and [arm.is_plain for arm in arms] == [1, 0, 1]
+    assert arms[0].argv({})[:4] == ["--heads", "2", "--width", "16"]
+    padded = arms[0]._replace(text="web", flags="--pack --pack-max-per-row 1")
+    assert padded.is_plain and not padded._replace(flags="--pack").is_plain
+    assert padded.argv({"web": Path("x")})[:2] == ["--data", "x"]
+    with pytest.raises(ValueError, match="add web=FOLDER"):
+        padded.argv({})
+    with pytest.raises(ValueError, match="none is unknown"):
+        frontier.listed(["none"])
+
+
+def test_a_runs_seconds_are_the_sum_over_its_steps_of_what_each_shape_costs():
+    frontier = import_module("frontier")
+    made = [
+        {**frontier.listed(["toy"])[0]._asdict(), "val_bpb": loss, "real_tokens": 1}
+        | {"train_seconds": 7.0, "shapes": {"whole": 300, "half": 182}}
+        for loss in (1.5, 1.7)
+    ]
+    costs = [{"shape": "whole", "to_reference": [0.9, 1.0, 1.1]}]
+    assert frontier.points_of(made, costs) == [], "a shape was not timed"
+    (p,) = frontier.points_of(made, [*costs, {"shape": "half", "to_reference": [0.4, 0.5, 0.6]}])
+    assert p.seconds == pytest.approx(frontier.UNIT_SECONDS) and p.loss == pytest.approx(1.6)
+    (p,) = frontier.points_of([record | {"shapes": {}} for record in made], [])
+    assert p.seconds == 7, "a GPU's own"
+
+
+def test_the_pages_follow_from_the_records():
+    frontier = import_module("frontier")
+    for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        assert frontier.filled(page.read_text()) == page.read_text(), "bench/frontier.py docs"
+    assert frontier.drawn() == (ROOT / "docs/frontier.svg").read_text()
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_frontier_from_nothing(tmp_path):
+    """Runs, what their steps cost, tables; what is done is not done again."""
+
+    def run(*flags):
+        command = [sys.executable, str(ROOT / "bench/frontier.py"), *flags, "--sections", "toy"]
+        env = os.environ | {"OUT": str(tmp_path), "COMMIT": "1234abc", "OMP_NUM_THREADS": "1"}
+        return check_output(command, text=True, env=env)
+
+    assert "3 of 3" in run("runs", "--record")
+    assert " of " not in run("runs", "--record")
+    assert "to_reference" in run("costs", "--turns", "1", "--record")
+    assert run("costs", "--turns", "1", "--record").count("\n") == 1
+    assert run("report", "--match", "ltd").count("| `--layers 3") == 1
+    assert run("quick", "--turns", "1").count("| `--layers 3") == 2
 
 
 # ---- steps
@@ -310,7 +380,8 @@ def gpu_sh(tmp_path):
         ("A", {"FAKE_GPU": "0"}, "no GPU"),
         ("F", {}, "'F': choose A, B, C, D or E"),
         ("A --nanogpt /nowhere", {}, "--nanogpt /nowhere"),
-        ("E --corpus /nowhere", {}, "--corpus /nowhere"),
+        ("E --store /nowhere", {}, "--store /nowhere"),
+        ("E", {}, "stage E needs --store DIR"),
         ("A --size nano", {}, "--size is unknown"),
         ("A", {"GPU_FAKE": "1", "OUT": ""}, "GPU_FAKE: set OUT"),
     ],
@@ -334,7 +405,9 @@ def test_a_stage_fits_nine_minutes_with_flags_that_exist(stage, gpu_sh, tmp_path
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
-    status, said, ran = gpu_sh(stage, "--nanogpt", str(tmp_path), "--commit", "1234abc")
+    (tmp_path / "meta.json").touch()
+    given = ["--nanogpt", str(tmp_path), "--store", str(tmp_path), "--commit", "1234abc"]
+    status, said, ran = gpu_sh(stage, *given)
     assert status == 0 and "left out" not in said and f"stage {stage}, commit 1234abc" in said
     assert (tmp_path / f"out/gpu-{stage}.log").read_text() == said
     parts = re.findall(r": at most (\d+) s: (.*)", said)
@@ -346,16 +419,10 @@ def test_a_stage_fits_nine_minutes_with_flags_that_exist(stage, gpu_sh, tmp_path
             continue
         assert "--device cuda --record" in " ".join(argv)
         assert argv[0] != "bench/step.py" or stage != "A" or str(tmp_path) in argv
+        assert argv[0] != "bench/frontier.py" or f"pd={tmp_path}" in argv
         monkeypatch.setattr(sys, "argv", argv)
         with pytest.raises(Parsed):
             import_module(Path(argv[0]).stem).main()
-
-
-def test_a_corpus_is_prepared_and_trained_on(gpu_sh, tmp_path):
-    status, _, ran = gpu_sh("E", "--corpus", str(tmp_path / "model.py"))
-    assert status == 0 and ran[0].startswith(f"prepare.py {tmp_path / 'model.py'} --out ")
-    store = ran[0].split()[-1]
-    assert ran[1].endswith(f"--data {store}") and not Path(store).parent.exists()
 
 
 def test_a_part_that_fails_or_takes_too_long_does_not_end_the_others(gpu_sh):
@@ -378,7 +445,7 @@ RECORDS = {  # stage -> files, and keys of which each part leaves some
     "B": ("gpu-tests.xml", ""),
     "C": ("step.jsonl kernels.jsonl", "size steps peak_tflops forms kernel"),
     "D": ("scale.jsonl generation.jsonl evaluation.jsonl forecast.jsonl", "part steps seconds"),
-    "E": ("ablate.jsonl", "recipe curve val_bpb mfu"),
+    "E": ("frontier.jsonl", "flags text_sha256 val_bpb layer_tokens"),
 }
 
 

@@ -10,7 +10,7 @@ from xml.etree import ElementTree
 
 import numpy as np
 import pytest
-from conftest import ALL_ON, ROOT, refusal_of, write_lines
+from conftest import ALL_ON, refusal_of, write_lines
 
 import config
 import report
@@ -394,14 +394,6 @@ def test_a_point_is_drawn_where_its_numbers_are():
     assert 'points="48.0,118.0 148.0,23.7"' in drawn
     assert drawn.count("<circle") == 2 and 'cx="148.0" cy="23.7"' in drawn
     assert 'data-x="0 1 0 48 148" data-y="0 1.06 0 118 18"' in drawn
-
-
-def test_the_readmes_picture_is_drawn_from_the_records(monkeypatch):
-    monkeypatch.syspath_prepend(ROOT / "bench")
-    import tables
-
-    drawn = (ROOT / "docs/loss-against-seconds.svg").read_text()
-    assert tables.figure("split") == drawn, "python bench/tables.py --figure makes it anew"
 
 
 # The command

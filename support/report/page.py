@@ -145,7 +145,7 @@ def is_numbers(cells: Sequence[str]) -> bool:
     return bool(filled) and all(number.match(cell) for cell in filled)
 
 
-# ---- markdown; bench/tables.py makes its tables of it too
+# ---- markdown, also of bench/frontier.py
 
 
 def markdown(page: Page) -> str:

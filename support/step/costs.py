@@ -1,7 +1,7 @@
 """What a run would cost in steps, tokens and FLOPs if some layers see fewer tokens.
 
-Assumed are full rows, time proportional to FLOPs (bench/runs.py measures it), and Muon: for nano as
-on a CPU, in fp32, for the larger sizes as on a GPU, in bf16. Nothing is run.
+Assumed are full rows, time proportional to FLOPs (bench/frontier.py measures it), and Muon: for
+nano as on a CPU, in fp32, for the larger sizes as on a GPU, in bf16. Nothing is run.
 
 Used by `ltd.py plan` and, for its flags, by `offload.py plan`.
 

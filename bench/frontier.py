@@ -1,0 +1,497 @@
+"""Whether a technique moves the frontier: the least loss that any plain model has at some seconds.
+
+A technique that beats one plain model may only have found a badly chosen one. So plain models of
+many shapes are trained at many budgets, and a run with techniques is compared with the best of
+them: with the seconds in which the plain frontier reaches the same loss. The tables count how many
+runs each side was tuned with. Held fixed are seconds; raw tokens stand beside them.
+
+runs    bench/frontier.ini lists them. What has no record is run, one thread each and two at once:
+        losses do not depend on how busy the machine is
+costs   seconds follow from steps, and a step's from its shape: the model, the rows and their
+        length, documents to isolate or none, tokens that each layer sees, blocks that are there.
+        Each shape is timed in turns with one reference step, nano's plain one, and a run is the sum
+        over its steps, so records of other days and machines compare. Not timed: evaluation,
+        checkpoints, and reading, which is hidden behind the step. A GPU's clock is steady: there a
+        run's own seconds count
+report  the table of a section, or of its runs that --match finds. Between its runs a frontier is
+        straight in the logarithm of seconds
+docs    the tables of README.md and docs/, made anew where a comment holds the flags of their
+        report, and the pictures
+quick   one ratio from nothing, in half an hour: the first plain run of a section and the first
+        other one, with a new seed, and what their steps cost
+
+    python bench/frontier.py runs --sections nano --record         # goes on where it was stopped
+    OMP_NUM_THREADS=2 python bench/frontier.py costs --record      # on a machine that is quiet
+    python bench/frontier.py report --sections nano --match ltd --least-seeds 3
+"""
+
+import argparse
+import json
+import os
+import re
+import shlex
+import statistics
+import subprocess
+import sys
+import tempfile
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from configparser import ConfigParser
+from dataclasses import asdict, fields
+from functools import partial
+from itertools import groupby
+from operator import itemgetter
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from measure import (
+    RESULTS,
+    ROOT,
+    command_line,
+    in_turns,
+    pick,
+    quartiles,
+    ratios,
+    recorder,
+    records,
+    turn_of,
+)
+from step import model_of, trainer_of
+
+import config
+from data import open_data
+from model import TransformerConfig
+from plan import Plan, Step
+from support.base import runtime
+from support.base.clock import Clock, blocks_at, tokens_by_layer
+from support.report.charts import Chart, Label, Series, picture
+from support.report.page import markdown_table, spread
+from support.run.folder import read_log
+from support.weights.initial import model_size
+from train import next_trainer
+
+EMBEDDED = "pd"  # the text of a section whose runs need no --data
+UNIT = 391  # steps of nano's plain run of 0.8 M tokens
+UNIT_SECONDS = 69  # that they take on two quiet cores
+BUDGETS = (1, 2, 4, 8, 16)  # units
+SIDES = ("plain", "techniques")
+TECHNIQUES = ("--ltd", "--pack", "--curriculum", "--pseudo")
+TITLES = {"nano": "Held-out loss on the embedded corpus, 2.7 M tokens"}  # of the sections drawn
+
+# ---- what is run
+
+
+class Arm(NamedTuple):
+    section: str  # of bench/frontier.ini
+    text: str
+    shared: str  # flags that all runs of the section have
+    flags: str
+    seed: int
+
+    def argv(self, stores: dict[str, Path]) -> list[str]:
+        """What train.py is called with."""
+        if self.text not in {EMBEDDED, *stores}:
+            missing = f"--stores: the text of {self.section} is not there"
+            raise ValueError(f"{missing}, add {self.text}=FOLDER")
+        data = ["--data", str(stores[self.text])] if self.text in stores else []
+        return [*data, *self.shared.split(), *self.flags.split(), "--seed", str(self.seed)]
+
+    @property
+    def is_plain(self) -> bool:
+        """But for what all runs of the section do. Padded rows, one piece in each, are plain."""
+        on = {*TECHNIQUES} & {*self.flags.split()}
+        return not on or (on == {"--pack"} and "--pack-max-per-row 1" in self.flags)
+
+
+def listed(sections: list[str]) -> list[Arm]:
+    """The runs of bench/frontier.ini, all with their first seed before any with its second."""
+    parser = ConfigParser(delimiters=(" seeds ",), interpolation=None)
+    parser.optionxform = str  # flags as they are written
+    parser.read(Path(__file__).with_name("frontier.ini"))
+    headings = {heading.split()[0]: heading for heading in parser.sections()}
+    arms = []
+    for name in pick(sections, headings):
+        text, *shared = headings[name].split()[1:]
+        for flags, seeds in parser[headings[name]].items():
+            every = partial(Arm, name, text, " ".join(shared), flags)
+            arms += [(turn, every(int(seed))) for turn, seed in enumerate(seeds.split())]
+    return [arm for _, arm in sorted(arms, key=itemgetter(0))]
+
+
+def arm_of(record: dict) -> Arm:
+    return Arm(*(record[name] for name in Arm._fields))
+
+
+def known(name: str, device: str) -> list[dict]:
+    """The records that there are, here and where new ones go."""
+    file = f"{'gpu-' * (device == 'cuda')}{name}"
+    folders = [path for path in {RESULTS, ROOT / "results"} if (path / f"{file}.jsonl").exists()]
+    return [record for path in sorted(folders) for record in records(file, path)]
+
+
+def planned(
+    arm: Arm, stores: dict[str, Path]
+) -> tuple[config.Config, TransformerConfig, Iterator[tuple[str, Step]]]:
+    """A run that is not made: its model, and its steps, each with what its time follows from."""
+    here = runtime.start("cpu", "fp32")
+    settings, data = open_data(config.build(config.parse(arm.argv(stores))), here)
+    model = config.transformer_config(settings, *model_size(settings, data.encoding))
+    plan = Plan(settings, data.store, data.special_ids, here)
+
+    def steps() -> Iterator[tuple[str, Step]]:
+        clock = Clock()
+        while clock.consumed_tokens < settings.optim.tokens:
+            step = plan(clock)
+            yield shape_of(settings, model, step), step
+            clock = step.after
+
+    return settings, model, steps()
+
+
+def shape_of(settings: config.Config, model: TransformerConfig, step: Step) -> str:
+    """In one line."""
+    usual = {f.name: f.default for f in fields(TransformerConfig)}
+    rows, seq_len = step.batch.tokens.shape
+    seen = tokens_by_layer(settings, step.context, seq_len)
+    return ", ".join(
+        [
+            *(f"{name} {value}" for name, value in asdict(model).items() if value != usual[name]),
+            f"{settings.optim.optimizer} on {blocks_at(settings, step.context)} blocks",
+            f"{rows} rows of {seq_len}" + " in pieces" * settings.pack.on,
+            "seen " + " ".join(f"{len([*same])}x{tokens}" for tokens, same in groupby(seen)),
+        ]
+    )
+
+
+def run(arm: Arm, stores: dict[str, Path], device: str) -> dict:
+    """Train in a process of its own, with one thread on a CPU; what its log says.
+
+    Raises: ValueError with the last line that it printed, if it fails
+    """
+    argv = [*arm.argv(stores), "--device", device, "--checkpoint-every", "0", "--eval-every", "0"]
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        command = [sys.executable, str(ROOT / "train.py"), *argv, "--out", str(out)]
+        threads = {"OMP_NUM_THREADS": "1"} if device == "cpu" else {}
+        done = subprocess.run(command, capture_output=True, text=True, env=os.environ | threads)
+        if done.returncode:
+            raise ValueError(f"{shlex.join(argv)}: {done.stderr.strip().splitlines()[-1]}")
+        lines, text = [*read_log(out)], json.loads((out / "config.json").read_text())["store"]
+    steps = [line for line in lines if line["event"] == "train"]
+    (final,) = (line for line in lines if line["event"] == "eval" and line["last"])
+    *_, planned_steps = planned(arm, stores)
+    return {
+        **arm._asdict(),
+        "text_sha256": text["tokens.bin"][:16],
+        "val_bpb": round(final["val_bpb"], 4),
+        "steps": len(steps),
+        **{f"{kind}_tokens": steps[-1][f"{kind}_tokens"] for kind in ("consumed", "real", "layer")},
+        "train_seconds": round(sum(line["ms"] for line in steps) / 1e3, 1),
+        "shapes": Counter(shape for shape, _ in planned_steps) if device == "cpu" else {},
+    }
+
+
+def make_runs(args: argparse.Namespace) -> None:
+    done = {arm_of(record) for record in known("frontier", args.device)}
+    arms = [arm for arm in listed(args.sections) if arm not in done][: args.most]
+    for arm in arms:  # a wrong flag is said before the first run
+        config.build(config.parse(arm.argv(args.stores)))
+    keep = recorder("frontier", args)
+    with ThreadPoolExecutor(1 if args.device == "cuda" else 2) as pool:
+        running = [pool.submit(run, arm, args.stores, args.device) for arm in arms]
+        for number, future in enumerate(as_completed(running), 1):
+            keep(future.result())
+            print(f"{number} of {len(arms)}", flush=True)
+
+
+# ---- what its steps cost
+
+
+def measure_costs(args: argparse.Namespace) -> None:
+    """Of every shape that a recorded run has and no record of a cost."""
+    done = {record["shape"] for record in known("frontier-cost", args.device)}
+    keep = recorder("frontier-cost", args, turns=args.turns)
+    for record in known("frontier", args.device):
+        new = {*record["shapes"]} - done
+        if new and (not args.sections or record["section"] in args.sections):
+            done |= new
+            for cost in costs_of(arm_of(record), new, args):
+                keep(cost)
+
+
+def costs_of(arm: Arm, shapes: set[str], args: argparse.Namespace) -> Iterator[dict]:
+    """Of a run's steps of these shapes, each in turns with the reference."""
+    reference = Arm("", EMBEDDED, "", "--layers 6 --width 128", 1)
+    (_, plain_step), *_ = timed_steps(reference, None, args.stores)
+    for shape, step in timed_steps(arm, shapes, args.stores):
+        pair = {"of": partial(turn_of, step), "to": partial(turn_of, plain_step)}
+        taken = in_turns(pair, args.turns)
+        of, to = ([turn.seconds for turn in taken[name]] for name in pair)
+        ms = quartiles([1e3 * seconds for seconds in of])
+        yield {"shape": shape, "ms": ms, "to_reference": quartiles(ratios(of, to))}
+
+
+def timed_steps(
+    arm: Arm, shapes: set[str] | None, stores: dict[str, Path]
+) -> Iterator[tuple[str, Callable]]:
+    """A function that makes the first step of each of these shapes; None for the run's first."""
+    # at this rate it never learns the batch by heart, after which gradients are slow denormals
+    settings, model, steps = planned(arm._replace(flags=f"{arm.flags} --lr 1e-9"), stores)
+    left = shapes
+    trainer = trainer_of(settings, model_of(settings, model.vocab_size), "cpu")
+    for shape, step in steps:
+        trainer = next_trainer(trainer, step)
+        if left is None or shape in left:
+            yield shape, partial(trainer.step, step)
+            left = {*left} - {shape} if left else None
+        if not left:
+            return
+
+
+# ---- the frontier
+
+
+class Point(NamedTuple):
+    """All seeds of a run."""
+
+    flags: str
+    plain: bool
+    seconds: float
+    losses: list[float]
+    real_tokens: int
+
+    @property
+    def loss(self) -> float:
+        return statistics.mean(self.losses)
+
+
+def points_of(made: list[dict], costs: list[dict]) -> list[Point]:
+    """The runs whose every shape was timed, by their seconds."""
+    units = {cost["shape"]: cost["to_reference"][1] / UNIT for cost in costs}
+    by_flags: dict[str, list[dict]] = {}
+    for record in made:
+        by_flags.setdefault(record["flags"], []).append(record)
+    points = []
+    for flags, seeds in by_flags.items():
+        shapes = seeds[0]["shapes"]  # empty on a GPU
+        if shapes.keys() <= units.keys():
+            seconds = UNIT_SECONDS * sum(count * units[shape] for shape, count in shapes.items())
+            own = statistics.median(record["train_seconds"] for record in seeds)
+            losses = [record["val_bpb"] for record in seeds]
+            plain, real = arm_of(seeds[0]).is_plain, seeds[0]["real_tokens"]
+            points.append(Point(flags, plain, seconds or own, losses, real))
+    return sorted(points, key=lambda point: point.seconds)
+
+
+def points_in(section: str, device: str) -> list[Point]:
+    made = [record for record in known("frontier", device) if record["section"] == section]
+    return points_of(made, known("frontier-cost", device))
+
+
+def envelope(points: list[Point]) -> list[Point]:
+    """The lower convex hull in the logarithm of seconds, as far as it falls.
+
+    Example: of (1 s, 2.0), (2 s, 1.9), (4 s, 1.6), (8 s, 1.7) the first and the third
+    """
+    hull: list[Point] = []
+    for point in points:
+        if hull and point.loss >= hull[-1].loss:
+            continue
+        while len(hull) > 1 and slope(hull[-2], point) <= slope(hull[-2], hull[-1]):
+            hull.pop()
+        hull.append(point)
+    return hull
+
+
+def slope(a: Point, b: Point) -> float:
+    return (b.loss - a.loss) / np.log(b.seconds / a.seconds)
+
+
+def seconds_to(loss: float, hull: list[Point]) -> float:
+    """When a frontier reaches a loss; nan where it was not measured."""
+    backwards = sorted((point.loss, np.log(point.seconds)) for point in hull)
+    return float(np.exp(between(loss, backwards)))
+
+
+def loss_at(seconds: float, hull: list[Point]) -> float:
+    """What a frontier reaches in these seconds; nan where it was not measured."""
+    return between(np.log(seconds), [(np.log(point.seconds), point.loss) for point in hull])
+
+
+def between(x: float, points: list[tuple[float, float]]) -> float:
+    if not points:
+        return np.nan
+    return float(np.interp(x, *zip(*points, strict=True), left=np.nan, right=np.nan))
+
+
+# ---- what is shown
+
+
+def table(args: argparse.Namespace) -> str:
+    """Of a section: seconds to a loss on both frontiers or, with --match, these runs."""
+    points = points_in(args.sections[0], args.device)
+    if args.match is None:
+        return frontier_table(points, args.least_seeds)
+    shown = [p for p in points if re.search(args.match, p.flags)]
+    return runs_table([p for p in shown if len(p.losses) >= args.least_seeds], points)
+
+
+def frontier_table(points: list[Point], least_seeds: int) -> str:
+    """Seconds to the loss that the plain frontier has after 1, 2, 4, 8 and 16 units."""
+    sides = [[p for p in points if p.plain == (side == "plain")] for side in SIDES]
+    plain, other = (envelope([p for p in s if len(p.losses) >= least_seeds]) for s in sides)
+    rows = []
+    for units in BUDGETS:
+        seconds = UNIT_SECONDS * units
+        loss = loss_at(seconds, plain)
+        if np.isnan(loss):
+            continue
+        took = seconds_to(loss, other)
+        near = [f"{sum(abs(np.log2(p.seconds / seconds)) < 0.5 for p in s)}" for s in sides]
+        rows.append([f"{loss:.3f}", f"{seconds}", shown(took, 0), shown(took / seconds), *near])
+    names = ["bits per byte", "plain, s", "techniques, s", "share", "plain runs", "technique runs"]
+    return markdown_table(names, rows)
+
+
+def runs_table(points: list[Point], beside: list[Point]) -> str:
+    """Runs against the plain frontier of those beside them."""
+    plain = envelope([p for p in beside if p.plain])
+    rows = [
+        [
+            f"`{p.flags}`",
+            f"{p.seconds:.0f}",
+            f"{p.real_tokens / 1e6:.2f} M",
+            spread(p.losses),
+            shown(p.loss - loss_at(p.seconds, plain), 3, "+"),
+            shown(p.seconds / seconds_to(p.loss, plain)),
+        ]
+        for p in points
+    ]
+    names = ["flags", "seconds", "raw tokens", "bits per byte"]
+    return markdown_table(
+        [*names, "to plain, equal seconds", "of plain's seconds, equal loss"], rows
+    )
+
+
+def shown(value: float, digits: int = 2, sign: str = "") -> str:
+    return "not measured" if np.isnan(value) else f"{value:{sign}.{digits}f}"
+
+
+def figure(section: str, device: str) -> Chart:
+    """Held-out loss against seconds: a dot for each run, and both frontiers as lines."""
+    points = points_in(section, device)
+    series, labels = [], []
+    for color, side in enumerate(SIDES):
+        of_side = [p for p in points if p.plain == (side == "plain")]
+        hull = envelope(of_side)
+        x, y = (np.array([getattr(p, name) for p in hull]) for name in ("seconds", "loss"))
+        series.append(Series(side, x, y, "dots", color))
+        for p in of_side:
+            ends = np.array([min(p.losses), max(p.losses)])
+            series.append(Series("", np.full(2, p.seconds), ends, color=color))
+            if p not in hull:
+                series.append(Series("", np.array([p.seconds]), np.array([p.loss]), "dots", color))
+        dx, dy = ((8, -6), (-8, 16))[color]
+        labels += [Label(p.seconds, p.loss, short(p.flags), color, dx, dy) for p in hull]
+    return Chart(
+        title=TITLES[section],
+        unit="bits per byte",
+        x_unit="seconds of all steps, on two CPU cores",
+        series=series,
+        labels=tuple(labels),
+        x_from_zero=False,
+        log_x=True,
+        note="A dot is the end of a run, the mean of its seeds; its bar goes from the least to the"
+        " most. Lines join the runs that no other of their side beats.",
+        size=(780, 460),
+    )
+
+
+def short(flags: str) -> str:
+    """Example: "--layers 3 --ltd --ltd-start 16 --tokens 2M" -> "3 layers, ltd" """
+    words = flags.split()
+    on = [name[2:] for name in TECHNIQUES if name in words]
+    return ", ".join([f"{words[words.index('--layers') + 1]} layers", *on])
+
+
+def drawn() -> str:
+    """The README's picture."""
+    return picture([figure(section, "cpu") for section in TITLES])
+
+
+MARKED = re.compile(r"(<!-- frontier (.*) -->\n).*?(<!-- /frontier -->)", re.DOTALL)
+
+
+def filled(page: str) -> str:
+    """A page with its tables made anew."""
+
+    def table_of(mark: re.Match) -> str:
+        args = flags().parse_args(["report", *shlex.split(mark[2])])
+        return f"{mark[1]}{table(args)}\n{mark[3]}"
+
+    return MARKED.sub(table_of, page)
+
+
+# ---- the command
+
+
+def report(args: argparse.Namespace) -> None:
+    for section in args.sections or sorted({r["section"] for r in known("frontier", args.device)}):
+        args.sections = [section]
+        print(f"## {section}\n\n{table(args)}\n")
+
+
+def fill(args: argparse.Namespace) -> None:
+    for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
+        path.write_text(filled(path.read_text()))
+    (ROOT / "docs" / "frontier.svg").write_text(drawn())
+
+
+def quick(args: argparse.Namespace) -> None:
+    arms = listed(args.sections[:1])
+    pair = [next(arm for arm in arms if arm.is_plain == plain) for plain in (True, False)]
+    new = [arm._replace(seed=arm.seed + 1000) for arm in pair]
+    with ThreadPoolExecutor() as pool:
+        made = [*pool.map(partial(run, stores=args.stores, device=args.device), new)]
+    costs = []
+    for record in made:
+        costs += costs_of(arm_of(record), {*record["shapes"]}, args)
+    points = points_of(made, costs)
+    print(runs_table(points, points))
+
+
+MEASURES = {
+    "runs": make_runs,
+    "costs": measure_costs,
+    "report": report,
+    "docs": fill,
+    "quick": quick,
+}
+
+
+def store_named(text: str) -> tuple[str, Path]:
+    name, folder = text.split("=")
+    return name, Path(folder)
+
+
+def flags() -> argparse.ArgumentParser:
+    parser = command_line(__doc__, turns=5)
+    parser.add_argument("what", choices=MEASURES)
+    parser.add_argument("--sections", nargs="+", default=[], help="of bench/frontier.ini (all)")
+    parser.add_argument("--stores", nargs="+", type=store_named, default=[], metavar="NAME=FOLDER")
+    parser.add_argument("--most", type=int, help="runs to make now (all)")
+    parser.add_argument("--match", metavar="REGEX", help="report: the runs with such flags")
+    parser.add_argument("--least-seeds", type=int, default=1, help="report: of a run (1)")
+    return parser
+
+
+def main() -> None:
+    args = flags().parse_args()
+    args.stores = dict(args.stores)
+    MEASURES[args.what](args)
+
+
+if __name__ == "__main__":
+    runtime.exit_cleanly(main)
