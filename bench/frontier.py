@@ -17,8 +17,8 @@ report  the table of a section, or of its runs that --match finds. Between its r
         straight in the logarithm of seconds
 docs    the tables of README.md and docs/, made anew where a comment holds the flags of their
         report, and the pictures
-quick   one ratio from nothing, in half an hour: the first plain run of a section and the first
-        other one, with a new seed, and what their steps cost
+quick   one ratio from nothing, in less than half an hour: two plain runs of a section and one of
+        the others with a new seed, and what their steps cost
 
     python bench/frontier.py runs --sections nano --record         # goes on where it was stopped
     OMP_NUM_THREADS=2 python bench/frontier.py costs --record      # on a machine that is quiet
@@ -40,7 +40,7 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 from configparser import ConfigParser
 from dataclasses import asdict, fields
 from functools import partial
-from itertools import groupby
+from itertools import cycle, groupby
 from operator import itemgetter
 from pathlib import Path
 from typing import NamedTuple
@@ -66,7 +66,7 @@ from model import TransformerConfig
 from plan import Plan, Step
 from support.base import runtime
 from support.base.clock import Clock, blocks_at, tokens_by_layer
-from support.report.charts import Chart, Label, Series, picture
+from support.report.charts import Chart, Series, picture
 from support.report.page import markdown_table, spread
 from support.run.folder import read_log
 from support.weights.initial import model_size
@@ -75,10 +75,11 @@ from train import next_trainer
 EMBEDDED = "pd"  # the text of a section whose runs need no --data
 UNIT = 391  # steps of nano's plain run of 0.8 M tokens
 UNIT_SECONDS = 69  # that they take on two quiet cores
+STEPS_TIMED = 8  # of a shape: packed ones differ by their documents
 BUDGETS = (1, 2, 4, 8, 16)  # units
 SIDES = ("plain", "techniques")
 TECHNIQUES = ("--ltd", "--pack", "--curriculum", "--pseudo")
-TITLES = {"nano": "Held-out loss on the embedded corpus, 2.7 M tokens"}  # of the sections drawn
+TITLES = {"nano": "Rows of 256", "books": "Rows of 2,048"}  # of the sections that are drawn
 
 # ---- what is run
 
@@ -155,11 +156,13 @@ def shape_of(settings: config.Config, model: TransformerConfig, step: Step) -> s
     usual = {f.name: f.default for f in fields(TransformerConfig)}
     rows, seq_len = step.batch.tokens.shape
     seen = tokens_by_layer(settings, step.context, seq_len)
+    longest = 1 << (step.max_piece_len - 1).bit_length()  # few shapes, though a curriculum has many
+    pieces = f" in pieces up to {longest}, {settings.pack.max_per_row or 'many'} a row"
     return ", ".join(
         [
             *(f"{name} {value}" for name, value in asdict(model).items() if value != usual[name]),
             f"{settings.optim.optimizer} on {blocks_at(settings, step.context)} blocks",
-            f"{rows} rows of {seq_len}" + " in pieces" * settings.pack.on,
+            f"{rows} rows of {seq_len}" + pieces * settings.pack.on,
             "seen " + " ".join(f"{len([*same])}x{tokens}" for tokens, same in groupby(seen)),
         ]
     )
@@ -224,7 +227,7 @@ def measure_costs(args: argparse.Namespace) -> None:
 def costs_of(arm: Arm, shapes: set[str], args: argparse.Namespace) -> Iterator[dict]:
     """Of a run's steps of these shapes, each in turns with the reference."""
     reference = Arm("", EMBEDDED, "", "--layers 6 --width 128", 1)
-    (_, plain_step), *_ = timed_steps(reference, None, args.stores)
+    ((_, plain_step),) = timed_steps(reference, None, args.stores)
     for shape, step in timed_steps(arm, shapes, args.stores):
         pair = {"of": partial(turn_of, step), "to": partial(turn_of, plain_step)}
         taken = in_turns(pair, args.turns)
@@ -236,18 +239,18 @@ def costs_of(arm: Arm, shapes: set[str], args: argparse.Namespace) -> Iterator[d
 def timed_steps(
     arm: Arm, shapes: set[str] | None, stores: dict[str, Path]
 ) -> Iterator[tuple[str, Callable]]:
-    """A function that makes the first step of each of these shapes; None for the run's first."""
-    # at this rate it never learns the batch by heart, after which gradients are slow denormals
+    """A function for each of these shapes, or for all, that makes some of its steps in turn."""
+    # at this rate it never learns the batches by heart, after which gradients are slow denormals
     settings, model, steps = planned(arm._replace(flags=f"{arm.flags} --lr 1e-9"), stores)
-    left = shapes
     trainer = trainer_of(settings, model_of(settings, model.vocab_size), "cpu")
+    all_of: dict[str, list[Step]] = {}
     for shape, step in steps:
-        trainer = next_trainer(trainer, step)
-        if left is None or shape in left:
-            yield shape, partial(trainer.step, step)
-            left = {*left} - {shape} if left else None
-        if not left:
-            return
+        all_of.setdefault(shape, []).append(step)
+    for shape, alike in all_of.items():
+        trainer = next_trainer(trainer, alike[0])
+        if shapes is None or shape in shapes:
+            batches = cycle(alike[:: -(-len(alike) // STEPS_TIMED)])
+            yield shape, lambda make=trainer.step, batches=batches: make(next(batches))
 
 
 # ---- the frontier
@@ -382,7 +385,7 @@ def shown(value: float, digits: int = 2, sign: str = "") -> str:
 def figure(section: str, device: str) -> Chart:
     """Held-out loss against seconds: a dot for each run, and both frontiers as lines."""
     points = points_in(section, device)
-    series, labels = [], []
+    series = []
     for color, side in enumerate(SIDES):
         of_side = [p for p in points if p.plain == (side == "plain")]
         hull = envelope(of_side)
@@ -391,29 +394,18 @@ def figure(section: str, device: str) -> Chart:
         for p in of_side:
             ends = np.array([min(p.losses), max(p.losses)])
             series.append(Series("", np.full(2, p.seconds), ends, color=color))
-            if p not in hull:
-                series.append(Series("", np.array([p.seconds]), np.array([p.loss]), "dots", color))
-        dx, dy = ((8, -6), (-8, 16))[color]
-        labels += [Label(p.seconds, p.loss, short(p.flags), color, dx, dy) for p in hull]
+            series.append(Series("", np.array([p.seconds]), np.array([p.loss]), "dots", color))
     return Chart(
         title=TITLES[section],
         unit="bits per byte",
         x_unit="seconds of all steps, on two CPU cores",
         series=series,
-        labels=tuple(labels),
         x_from_zero=False,
         log_x=True,
         note="A dot is the end of a run, the mean of its seeds; its bar goes from the least to the"
         " most. Lines join the runs that no other of their side beats.",
-        size=(780, 460),
+        size=(440, 400),
     )
-
-
-def short(flags: str) -> str:
-    """Example: "--layers 3 --ltd --ltd-start 16 --tokens 2M" -> "3 layers, ltd" """
-    words = flags.split()
-    on = [name[2:] for name in TECHNIQUES if name in words]
-    return ", ".join([f"{words[words.index('--layers') + 1]} layers", *on])
 
 
 def drawn() -> str:
@@ -421,7 +413,7 @@ def drawn() -> str:
     return picture([figure(section, "cpu") for section in TITLES])
 
 
-MARKED = re.compile(r"(<!-- frontier (.*) -->\n).*?(<!-- /frontier -->)", re.DOTALL)
+MARKED = re.compile(r"(<!-- frontier ([^\n]*) -->\n).*?(<!-- /frontier -->)", re.DOTALL)
 
 
 def filled(page: str) -> str:
@@ -450,15 +442,16 @@ def fill(args: argparse.Namespace) -> None:
 
 
 def quick(args: argparse.Namespace) -> None:
-    arms = listed(args.sections[:1])
-    pair = [next(arm for arm in arms if arm.is_plain == plain) for plain in (True, False)]
-    new = [arm._replace(seed=arm.seed + 1000) for arm in pair]
-    with ThreadPoolExecutor() as pool:
+    arms = listed(args.sections or ["books"])
+    some = [a for a in arms if a.is_plain][:2] + [a for a in arms if not a.is_plain][:1]
+    new = [arm._replace(seed=arm.seed + 1000) for arm in some]
+    with ThreadPoolExecutor(2) as pool:
         made = [*pool.map(partial(run, stores=args.stores, device=args.device), new)]
-    costs = []
+    costs: dict[str, dict] = {}
     for record in made:
-        costs += costs_of(arm_of(record), {*record["shapes"]}, args)
-    points = points_of(made, costs)
+        missing = {*record["shapes"]} - costs.keys()
+        costs |= {cost["shape"]: cost for cost in costs_of(arm_of(record), missing, args)}
+    points = points_of(made, [*costs.values()])
     print(runs_table(points, points))
 
 
