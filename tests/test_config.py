@@ -30,7 +30,13 @@ def test_flat_and_build_are_inverse():
 
 
 def test_counts():
-    for text, number in {"4096": 4096, "2e6": 2_000_000, "1.5B": 1_500_000_000, "8k": 8000}.items():
+    for text, number in {
+        "4096": 4096,
+        "2e6": 2e6,
+        "8k": 8000,
+        "1.5B": 1.5e9,
+        "2.05M": 2.05e6,
+    }.items():
         assert build(f"--tokens {text} --batch-tokens 256").optim.tokens == number
     never = build("--eval-every 0 --checkpoint-every 0 --warmup-tokens 0 --grad-clip 0 --seed 0")
     assert (never.run.eval_every, never.run.checkpoint_every, never.run.seed) == (0, 0, 0)

@@ -356,7 +356,10 @@ def test_what_the_loss_needs_is_what_it_takes(form, monkeypatch):
             loss = cross_entropy.linear_cross_entropy(x, weight, None, torch.arange(64))
         torch.autograd.grad(loss, (x, weight))
 
-    found = bytes_taken(loss_and_gradients)
+    # some CPUs' products in 16 bits take an array for themselves
+    logits, matrix = torch.zeros(64, 4992).bfloat16(), torch.zeros(4992, 16).bfloat16()
+    of_product = bytes_taken(lambda: logits @ matrix) - 2 * x.numel() if form == "triton" else 0
+    found = bytes_taken(loss_and_gradients) - of_product
     here = replace(ONE, dtype=torch.bfloat16 if half else torch.float32)
     casts = 2 * weight.numel() if half else 0  # of the weight: counted as temporary
     assert memory.logits_bytes(shape, 64, here) + casts == pytest.approx(found, rel=0.05)

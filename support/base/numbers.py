@@ -17,9 +17,9 @@ BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 def number_of(text: str) -> float:
     """The value of 2000000, 2e6, 2M or 1.5B; nan if the text is not a number."""
-    unit = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}.get(text[-1:].upper(), 1)
+    power = {"K": "e3", "M": "e6", "B": "e9", "T": "e12"}.get(text[-1:].upper(), "")
     try:
-        return float(text[:-1] if unit != 1 else text) * unit
+        return float(text[:-1] + power if power else text)  # 2.05e6 is whole, 2.05 * 1e6 is not
     except ValueError:
         return math.nan
 
