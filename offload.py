@@ -1,9 +1,9 @@
 """Granular CPU offload: move as much of a training state to the host as a byte budget demands.
 
 From the flag to the bytes, stop by stop. Functions without a file are in this one. In the example
-nano trains in fp32 with Muon, in two micro-batches a step (--micro-batch-size 4). Each of its six
-blocks h.0 to h.5 has 196,608 weights in matrices. These are 768 KiB, and so are their gradients and
-their optimizer state. A device that holds everything needs 25.84 MiB.
+six layers of width 128 train in fp32 with Muon, in two micro-batches of 1,024 tokens a step. Each
+of the blocks h.0 to h.5 has 196,608 weights in matrices. These are 768 KiB, and so are their
+gradients and their optimizer state. A device that holds everything needs 25.84 MiB.
 
 1. The flag. `--offload --offload-budget 25.5MiB` becomes an `OffloadConfig`. config.py registers
    `placement_for` and `edit`; train.py calls the first in `main`, to estimate the memory, and the
@@ -53,7 +53,7 @@ Papers:   Ren et al., arXiv 2101.06840 (ZeRO-Offload): all optimizer state and t
           Lin et al., arXiv 2110.03888: granular CPU offloading, only part of it
 Deviates: the order of leaving is ours; 2110.03888 came without code
 
-    python offload.py plan --size nano --budget 18MiB --dtype fp32 --micro-batch-tokens 1024
+    python offload.py plan --size 124M --budget 1GiB --micro-batch-tokens 4096
 """
 
 import os

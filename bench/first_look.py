@@ -13,7 +13,7 @@ that. The run that is killed and resumed has the same tolerance.
 
     OMP_NUM_THREADS=1 python bench/first_look.py curves --record     # the CPU's, some minutes
     python bench/first_look.py machine losses profile --device cuda --record
-    OMP_NUM_THREADS=2 python bench/first_look.py profile --size nano
+    OMP_NUM_THREADS=2 python bench/first_look.py profile --size 6x128
 """
 
 import argparse
@@ -98,7 +98,8 @@ def look_at_machine(args: argparse.Namespace) -> None:
 
 # ---- losses
 
-COMMON = "--tokens 61440 --eval-every 0 --checkpoint-every 0 --final-eval-tokens 2048"
+COMMON = "--layers 6 --batch-tokens 2048 --tokens 61440 --final-eval-tokens 2048"
+COMMON += " --eval-every 0 --checkpoint-every 0"
 TOY = "--layers 2 --heads 2 --width 16 --seq-len 32 --batch-tokens 2048"
 CURVES = {  # what a CPU learns
     "plain": "",

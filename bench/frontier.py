@@ -9,10 +9,10 @@ runs    bench/frontier.ini lists them. What has no record is run, one thread eac
         losses do not depend on how busy the machine is
 costs   seconds follow from steps, and a step's from its shape: the model, the rows and their
         length, documents to isolate or none, tokens that each layer sees, blocks that are there.
-        Each shape is timed in turns with one reference step, nano's plain one, and a run is the sum
-        over its steps, so records of other days and machines compare. Not timed: evaluation,
-        checkpoints, and reading, which is hidden behind the step. A GPU's clock is steady: there a
-        run's own seconds count
+        Each shape is timed in turns with one reference step, a plain one of six layers, and a run
+        is the sum over its steps, so records of other days and machines compare. Not timed:
+        evaluation, checkpoints, and reading, which is hidden behind the step. A GPU's clock is
+        steady: there a run's own seconds count
 report  the table of a section, or of its runs that --match finds. Between its runs a frontier is
         straight in the logarithm of seconds
 docs    the tables of README.md and docs/, made anew where a comment holds the flags of their
@@ -73,7 +73,7 @@ from support.weights.initial import model_size
 from train import next_trainer
 
 EMBEDDED = "pd"  # the text of a section whose runs need no --data
-UNIT = 391  # steps of nano's plain run of 0.8 M tokens
+UNIT = 391  # reference steps, of 0.8 M tokens
 UNIT_SECONDS = 69  # that they take on two quiet cores
 STEPS_TIMED = 8  # of a shape: packed ones differ by their documents
 BUDGETS = (1, 2, 4, 8, 16)  # units
@@ -226,7 +226,7 @@ def measure_costs(args: argparse.Namespace) -> None:
 
 def costs_of(arm: Arm, shapes: set[str], args: argparse.Namespace) -> Iterator[dict]:
     """Of a run's steps of these shapes, each in turns with the reference."""
-    reference = Arm("", EMBEDDED, "", "--layers 6 --width 128", 1)
+    reference = Arm("", EMBEDDED, "", "--layers 6 --batch-tokens 2048", 1)
     ((_, plain_step),) = timed_steps(reference, None, args.stores)
     for shape, step in timed_steps(arm, shapes, args.stores):
         pair = {"of": partial(turn_of, step), "to": partial(turn_of, plain_step)}

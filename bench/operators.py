@@ -66,7 +66,7 @@ class Shape(NamedTuple):
         return self.H * self.D
 
 
-SIZES = {"cpu": ("nano", "12x256", "124M"), "cuda": ("124M", "350M", "1.3B")}
+SIZES = {"cpu": ("6x128", "12x256", "124M"), "cuda": ("124M", "350M", "1.3B")}
 TOKENS = {"cpu": 4096, "cuda": 32_768}  # of a batch: with fewer a GPU's host would be measured
 
 
@@ -147,7 +147,7 @@ BATCHES = 4  # in a round
 
 def real_documents(shape: Shape) -> list[Tensor]:
     """doc_ids (B, T) of the first batches of a packed run."""
-    case = CASES["nano"]._replace(batch_tokens=shape.B * shape.T)
+    case = CASES["6x128"]._replace(batch_tokens=shape.B * shape.T)
     settings = Variant(f"--pack --seq-len {shape.T}").settings(case, "cpu")
     batches = [step.batch.with_documents().doc_ids for step in steps_of(settings, "cpu", BATCHES)]
     return [torch.where(doc_ids < 0, shape.T, doc_ids) for doc_ids in batches]

@@ -8,7 +8,7 @@ saving    what a checkpoint costs: seconds that Run.save holds the loop, seconds
           disk, and a step of bench/step.py that is made meanwhile, in turns with one that is not.
           The first save stands apart, as its copy takes new memory
 promises  microseconds of each call that docs/reliability.md makes necessary, and of what would be
-          called without it, in turns; also in percent of nano's step in the same turn. In each
+          called without it, in turns; also in percent of the step of `6x128` in the same turn. In each
           step: a heartbeat, which is written every ten seconds; the guard of --skip-bad-steps; a
           flag that ranks reduce, and another with that guard; a line of the log; tokens that are
           read, while the step before computes. Once in a run: check_same; the store opened, and
@@ -120,7 +120,7 @@ def begun(size: str, folder: str) -> Run:
 
 def measure_saving(args: argparse.Namespace) -> None:
     keep = recorder("saving", args, turns=args.turns)
-    for size in args.cases or ("nano", "124M"):
+    for size in args.cases or ("6x128", "124M"):
         with tempfile.TemporaryDirectory() as folder, begun(size, folder) as run:
             keep({"size": size, **saving(run, args.turns)})
 
@@ -184,7 +184,7 @@ def promises(run: Run) -> dict[str, Callable]:
 
 def measure_promises(args: argparse.Namespace) -> None:
     keep = recorder("promises", args, turns=args.turns)
-    with tempfile.TemporaryDirectory() as folder, begun("nano", folder) as run:
+    with tempfile.TemporaryDirectory() as folder, begun("6x128", folder) as run:
         (step,) = steps_of(run.settings, "cpu", 1)
         rounds = {name: CALLS * [call] for name, call in promises(run).items()}
         rounds["step"] = [partial(run.trainer.step, step)]
@@ -193,7 +193,7 @@ def measure_promises(args: argparse.Namespace) -> None:
         if run.runtime.is_rank0:
             percent = {name: quartiles(100 * us[name] / us["step"]) for name in us}
             us = {name: quartiles(us[name]) for name in us}
-            keep({"size": "nano", "ranks": run.runtime.world_size, "us": us, "percent": percent})
+            keep({"size": "6x128", "ranks": run.runtime.world_size, "us": us, "percent": percent})
 
 
 MEASURES = {  # and the cases that they know

@@ -24,7 +24,7 @@ not part of this project: give the folder of a clone of https://github.com/karpa
 
     OMP_NUM_THREADS=2 python bench/step.py                                 # the table
     OMP_NUM_THREADS=2 python bench/step.py --nanogpt ../nanoGPT --record   # and a line of results/
-    OMP_NUM_THREADS=2 python bench/step.py --size nano-512 12x256 --steps 4 \\
+    OMP_NUM_THREADS=2 python bench/step.py --size 6x128-512 12x256 --steps 4 \\
         --variants packed padded "padded, masked" "short pieces"           # what packing saves
     python bench/step.py --device cuda --size 350M --optimizer adamw --compile --record
 """
@@ -77,8 +77,8 @@ class Case(NamedTuple):
 
 
 CASES = {  # by --size
-    "nano": Case("", 2048, 4160, turns=15),
-    "nano-512": Case("--seq-len 512", 4096, 4160, turns=15),
+    "6x128": Case("--layers 6", 2048, 4160, turns=15),
+    "6x128-512": Case("--layers 6 --seq-len 512", 4096, 4160, turns=15),
     "12x256": Case("--layers 12 --heads 8 --width 256 --seq-len 512", 2048, 4160, turns=9),
     "124M": Case("--size 124M", 1024, 50304, turns=5),
     "350M": Case("--size 350M", 16384, 50304, turns=5),
@@ -86,7 +86,7 @@ CASES = {  # by --size
     "1.3B": Case("--size 1.3B", 16384, 50304, turns=6),
     "toy": Case("--layers 4 --heads 2 --width 16 --seq-len 32", 64, 4160, turns=2),  # is it whole?
 }
-DEFAULT_CASES = {"cpu": ("nano", "12x256", "124M"), "cuda": ("124M", "350M", "350M-2048")}
+DEFAULT_CASES = {"cpu": ("6x128", "12x256", "124M"), "cuda": ("124M", "350M", "350M-2048")}
 
 
 class Variant(NamedTuple):

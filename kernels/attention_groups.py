@@ -20,7 +20,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-# Reordering this many of nano's tokens, and their gradients, takes as long as one more call.
+# Reordering this many tokens of width 128, and their gradients, takes as long as one more call.
 TOKENS_OF_A_CALL = 128
 STEPS = 16  # lengths that documents are padded to, from a sixteenth of a row to all of it
 

@@ -177,7 +177,7 @@ def test_a_frontier_from_nothing(tmp_path):
 
 def test_a_step_has_the_flops_of_its_layers_and_documents(on_tiny_text):
     step = import_module("step")
-    case = step.CASES["nano"]
+    case = step.CASES["6x128"]
     known = {name: step.predicted(case, step.VARIANTS[name], "cpu") for name in step.OURS}
     flops = {name: variant.flops for name, variant in known.items()}
     quarter, half = (flops["plain"] - flops[f"keep {name}"] for name in ("1/4", "1/2"))

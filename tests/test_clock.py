@@ -49,7 +49,7 @@ def test_savings_name_what_was_on():
     clock = Clock(real_tokens=900, layer_tokens=3000, positions=1000, pieces=10)
 
     def said(flags):
-        return savings(config.build(config.parse(flags.split())), clock)
+        return savings(config.build(config.parse(["--layers", "6", *flags.split()])), clock)
 
     assert said("") == "saved: nothing (neither token dropping nor packing is on)"
     assert "50.0% of layer-tokens (0.00 M, plain 0.01 M)" in said("--ltd")

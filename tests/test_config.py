@@ -16,7 +16,7 @@ def build(line: str) -> config.Config:
 
 def test_defaults_follow_the_size():
     small, big = build(""), build("--size 1.3B")
-    assert (small.model.layers, small.model.width, small.data.seq_len) == (6, 128, 256)
+    assert (small.model.layers, small.model.width, small.data.seq_len) == (3, 128, 256)
     assert (big.model.layers, big.model.heads, big.model.width) == (24, 16, 2048)
     assert big.data.seq_len == 2048 and big.model.mlp_width == 8192
     assert small.model.pos == "rope" and big.model.pos == "learned"

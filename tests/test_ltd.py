@@ -75,7 +75,7 @@ N = 4000  # rows; a share of 1/4 has a standard deviation of 0.0068
 
 def drawn(flags="", step=1, rows=N, seed=7) -> torch.Tensor:
     """(layers, rows, 24) bool: which tokens a run with --ltd-start 6 keeps."""
-    settings = settings_of(f"--ltd --ltd-start 6 --seq-len 24 --batch-tokens 24 {flags}")
+    settings = settings_of(f"--layers 6 --ltd --ltd-start 6 --seq-len 24 --batch-tokens 24 {flags}")
     tokens = torch.zeros(rows, 24, dtype=torch.int64)
     context = StepContext(seed=seed, step=step, progress=0.0)
     by_layer = ltd.draws(settings, context, 0, Batch(tokens, tokens, None, None), 6)
@@ -265,7 +265,7 @@ def test_published_runs_end_where_their_logs_end(layers, at_once, micro_batches,
 
 
 def test_tokens_by_layer_worked_example():
-    settings = settings_of("--ltd --ltd-start 128")
+    settings = settings_of("--layers 6 --ltd --ltd-start 128")
     context = StepContext(seed=1, step=1, progress=0.0)
     dropped = ltd.tokens_by_layer(settings, context, [256] * 6)
     assert dropped == [256, 128, 128, 128, 128, 256]

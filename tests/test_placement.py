@@ -17,7 +17,7 @@ from support.base.runtime import Runtime
 from support.step import machine
 from support.step.machine import Rates
 from support.step.placement import Away, Part, Placement, describe, parts_of, place
-from support.step.sizes import SIZES, empty_model
+from support.step.sizes import empty_model
 
 NOTHING, STATE, GRADIENTS, WEIGHTS = Away
 MIB = 2**20
@@ -63,7 +63,7 @@ def test_worked_example():
 
 def test_the_walk_at_the_head_of_offload_py():
     """Every number of it."""
-    model = empty_model(TransformerConfig("gpt", *SIZES["nano"][:3], 512, 256, 4160, "rope"))
+    model = empty_model(TransformerConfig("gpt", 6, 4, 128, 512, 256, 4160, "rope"))
     parts = parts_of(model, muon=True)
     whole, state, weights = (place(parts, b, "fp32") for b in (2**30, 25.5 * MIB, 18 * MIB))
     held = [round(placement.device_bytes / MIB, 2) for placement in (whole, state, weights)]

@@ -30,7 +30,7 @@ def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, **start) -> l
     lines = [{"event": "run", **about, "commit": "abc", "torch": "2", **start}]
     for step in range(1, steps + 1):
         at = {"step": step, "consumed_tokens": 100 * step}
-        line = {"event": "train", **at, "real_tokens": 200 * step, "layer_tokens": 1200 * step}
+        line = {"event": "train", **at, "real_tokens": 200 * step, "layer_tokens": 600 * step}
         line |= {"loss": 9.0 / step, "grad_norm": 1.0, "lr": 0.1 / step, "kept_tokens": 64}
         line |= {"max_piece_len": 256, "padding_share": 0.0, "ms": ms, "data_ms": 10.0}
         line |= {"flops": 1e9 * step, "tokens_per_s": 2000.0, "mfu": 0.25, "epochs": step / 10}
@@ -99,8 +99,8 @@ def test_ratios_are_to_the_mean_of_the_first_recipe(make):
 
 
 def test_what_is_dropped_is_counted_against_all_positions(make, log):
-    assert log.dropped_shares().tolist() == [0, 0, 0, 0]  # 1200 of 6 layers x 200 tokens
-    padded = {"padding_share": 0.5}  # 400 positions, of which 2400 layer-tokens
+    assert log.dropped_shares().tolist() == [0, 0, 0, 0]  # 600 of 3 layers x 200 tokens
+    padded = {"padding_share": 0.5}  # 400 positions, of which 1200 layer-tokens
     half = read_run(written(log.folder, [line | padded for line in lines_of_a_run()]))
     assert half.dropped_shares().tolist() == [0.5] * 4 and half.dropped() == 0.5
 
@@ -159,7 +159,7 @@ def test_an_extended_run_is_no_run_with_the_larger_budget_from_its_start(make):
     assert [r.flags for r in recipes] == ["`--tokens 60K then --tokens 90K`", "`--tokens 90K`"]
     text = seen(html_of(one))
     assert "train.py --tokens 60K --ltd train.py --resume --tokens 90K" in text
-    assert "--tokens 90,000 800,000" in text and "--tokens at the start 60,000 800,000" in text
+    assert "--tokens 90,000 2,000,000" in text and "--tokens at the start 60,000 2,000,000" in text
 
 
 # Logs as they are
@@ -195,10 +195,10 @@ def test_a_run_tells_its_stops_stages_and_sources(make):
     lines = lines_of_a_run(steps=40)
     assert "by source" not in seen(html_of(make("without")))
     lines.insert(13, lines[0] | {"resumed_at": 12, "commit": "def"})
-    lines.insert(3, {"event": "stage", "step": 2, "owners": [0, 0, 2, 2, -1, -1]})
+    lines.insert(3, {"event": "stage", "step": 2, "owners": [0, 1, -1]})
     lines[-1]["by_source"] = {"bible": 1.5, "jargon": 2.25}
     text = html_of(written(make(), lines))
-    stage = "1 2 200 --pseudo: 2 of 6 layers have their own weights of layer: 0 0 2 2 . ."
+    stage = "1 2 200 --pseudo: 2 of 3 layers have their own weights of layer: 0 1 ."
     assert f"{stage} 2 12 1.20 K resumed, with commit def" in seen(text)
     assert text.count('class="mark"') == 2 * text.count('class="chart"') > 6
     assert "bible, at last 1.500 jargon, at last 2.250" in seen(text)

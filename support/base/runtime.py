@@ -388,7 +388,7 @@ def _tell_torchrun(line: str) -> None:
 
 # ---- memory
 # A GPU's freed memory stays with torch. On a CPU glibc returns much of it to the kernel, and the
-# next step gets it back zeroed, one page fault at a time: an eighth of a nano step (docs/step.md).
+# next step gets it back zeroed, one page fault at a time: an eighth of a small step (docs/step.md).
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3

@@ -39,7 +39,7 @@ class Size(NamedTuple):
 # rate (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT: arXiv
 # 1810.04805.
 SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
-    "nano": Size(6, 4, 128, 256, 800_000, 2_048, 2e-2),
+    "nano": Size(3, 4, 128, 256, 2_000_000, 4_096, 2e-2),
     "124M": Size(12, 12, 768, 1024, 2_500_000_000, 524_288, 6e-4),
     "350M": Size(24, 16, 1024, 1024, 7_000_000_000, 524_288, 3e-4),
     "774M": Size(36, 20, 1280, 1024, 15_500_000_000, 524_288, 2.5e-4),
