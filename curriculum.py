@@ -43,9 +43,11 @@ class CurriculumConfig:
     """The flags as given; `parse_metrics` reads them. Several metrics: values between commas."""
 
     metric: str = flag("none", f"easy samples first, by none, {METRICS}")
-    start: str | None = flag(None, "first difficulty (default: a quarter of --seq-len, or 1 %)")
-    share: str | None = flag(None, "share of --tokens until nothing is too hard (default: 0.4)")
-    pace: str | None = flag(None, f"{PACES} (default: linear for lengths, else root:2)")
+    start: str | None = flag(None, "first difficulty (default: 64 or --seq-len / 4 tokens, 1 %)")
+    share: str | None = flag(
+        None, "share of --tokens until nothing is too hard (default: 0.4, 0.9)"
+    )
+    pace: str | None = flag(None, f"{PACES} (default: root:0.5, linear; root:2)")
     by: str | None = flag(None, "unit of a ranked metric: percentile (default) or value")
     index: str | None = flag(None, "folder that analyze.py wrote (default: the store's)", free=True)
 
@@ -136,7 +138,9 @@ class Curriculum:
 # ---- settings: what the flags mean, and what is refused
 
 
-def parse_metrics(config: CurriculumConfig, seq_len: int) -> dict[str, Pacing]:
+def parse_metrics(
+    config: CurriculumConfig, seq_len: int, packed: bool = False
+) -> dict[str, Pacing]:
     """The pacing of each metric that the flags ask for, defaults filled in.
 
     Raises: ValueError naming the flag of a setting that cannot work; difficulty.check_metrics says
@@ -145,7 +149,7 @@ def parse_metrics(config: CurriculumConfig, seq_len: int) -> dict[str, Pacing]:
     names = config.metric.split(",")
     columns = [one_each(s, getattr(config, s), names) for s in ("start", "share", "pace", "by")]
     settings = (CurriculumConfig(*values) for values in zip(names, *columns, strict=True))
-    return {setting.metric: parse_metric(setting, seq_len) for setting in settings}
+    return {setting.metric: parse_metric(setting, seq_len, packed) for setting in settings}
 
 
 def one_each(setting: str, text: str | None, names: list[str]) -> list[str | None]:
@@ -165,19 +169,26 @@ def one_each(setting: str, text: str | None, names: list[str]) -> list[str | Non
     return values
 
 
-def parse_metric(config: CurriculumConfig, seq_len: int) -> Pacing:
-    """One metric from its own flags. The defaults are the papers' pacings.
+def parse_metric(config: CurriculumConfig, seq_len: int, packed: bool) -> Pacing:
+    """One metric from its own flags.
 
-    Example: "seqlen" in rows of 256 goes linearly from 64 to 256, in multiples of 8, "rarity" as a
-             square root from the easiest 1 % to 100 %, both over 0.4 of the budget
+    The defaults are the papers' pacings, over 0.4 of the budget: "rarity" goes as a square root
+    from the easiest 1 % to 100 %, "seqlen" linearly from a quarter of a row. Where a step keeps its
+    tokens however short its pieces are, in packed rows and with "seqlen-reshape", lengths begin at
+    64 and grow with the square of the clock over 0.9 of the budget (docs/curriculum.md).
+
+    Example: "seqlen" in packed rows of 2,048 is at 64, 672, 2,048 after 0, 0.5, 0.9 of a run
     """
     is_length, by = config.metric in LENGTHS, config.by or "percentile"
     if by not in ("percentile", "value"):
         raise ValueError(f"--curriculum-by {by} is unknown: choose percentile or value")
-    pacing = parse_pace(config.pace or ("linear" if is_length else "root:2"))
+    is_full = is_length and (packed or config.metric == "seqlen-reshape")
+    usual = "root:0.5" if is_full else "linear" if is_length else "root:2"
+    pacing = parse_pace(config.pace or usual)
     if is_length:
-        quarter = max(seq_len // 4 // MULTIPLE, 1) * MULTIPLE  # docs/curriculum.md measures it
-        pacing = pacing._replace(start=quarter, end=seq_len, multiple=MULTIPLE)
+        quarter = max(seq_len // 4 // MULTIPLE, 1) * MULTIPLE
+        start = min(quarter, 64) if is_full else quarter
+        pacing = pacing._replace(start=start, end=seq_len, multiple=MULTIPLE)
     elif by == "value":
         pacing = pacing._replace(end=math.inf)
         if not (config.start or pacing.levels):
@@ -186,7 +197,7 @@ def parse_metric(config: CurriculumConfig, seq_len: int) -> Pacing:
         given = f"start {config.start}" if config.start else f"share {config.share}"
         raise ValueError(f"--curriculum-{given} has no effect beside {config.pace}: leave it out")
     start = number(config.start or pacing.start, "--curriculum-start", int)
-    over = number(config.share or 0.4, "--curriculum-share", high=1)
+    over = number(config.share or (0.9 if is_full else 0.4), "--curriculum-share", high=1)
     pacing = pacing._replace(start=start, over=over, by=by)
     check_pacing(pacing, "--curriculum-")
     return pacing
@@ -254,11 +265,11 @@ def stages(
     settings, seq_len = config.curriculum, config.data.seq_len
     indexes = rankings(metrics(config), settings.index)
     budget = config.optim.schedule_tokens
-    return Curriculum(parse_metrics(settings, seq_len), budget, seq_len, indexes)
+    return Curriculum(parse_metrics(settings, seq_len, config.pack.on), budget, seq_len, indexes)
 
 
 def refusals(config: "Config") -> list[Refusal]:
-    parse_metrics(config.curriculum, config.data.seq_len)  # raises for what cannot work
+    parse_metrics(config.curriculum, config.data.seq_len, config.pack.on)  # raises
     return []
 
 

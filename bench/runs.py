@@ -8,7 +8,7 @@ saving    what a checkpoint costs: seconds that Run.save holds the loop, seconds
           disk, and a step of bench/step.py that is made meanwhile, in turns with one that is not.
           The first save stands apart, as its copy takes new memory
 promises  microseconds of each call that docs/reliability.md makes necessary, and of what would be
-          called without it, in turns; also in percent of the step of `6x128` in the same turn. In each
+          called without it, in turns; also in percent of a step of 6x128 in the same turn. In each
           step: a heartbeat, which is written every ten seconds; the guard of --skip-bad-steps; a
           flag that ranks reduce, and another with that guard; a line of the log; tokens that are
           read, while the step before computes. Once in a run: check_same; the store opened, and

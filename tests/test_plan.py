@@ -326,7 +326,8 @@ def test_the_stage_travels_with_its_batch(indexed):
         assert step.difficulty["difficulty_rarity"] == fresh.difficulty["rarity"]
         assert step.batch.tokens.shape[1] == step.max_piece_len == fresh.max_piece_len
     assert len({step.difficulty["difficulty_rarity"] for step in steps}) > 20
-    flags = "--pack --curriculum seqlen --curriculum-start 8 --curriculum-share 1 --tokens 10000"
+    flags = "--pack --curriculum seqlen --curriculum-start 8 --curriculum-pace linear"
+    flags += " --curriculum-share 1 --tokens 10000"
     for model in ("", "--model bert"):  # whose pieces make room for [CLS] and [SEP]
         steps = walk(indexed(f"{flags} {model}"), 35)
         assert len({step.max_piece_len for step in steps}) > 2
@@ -345,7 +346,8 @@ def test_no_sample_so_easy_widens_and_says_so(indexed):
 def test_reshaped_rows_show_the_same_tokens(store, indexed):
     """Nothing lost, nothing twice, also where rows of 40 in three parts of 16 overlap."""
     size = "--seq-len 40 --batch-tokens 320"
-    p = indexed(f"{size} --curriculum seqlen-reshape --curriculum-start 8 --curriculum-share 1")
+    curriculum = "seqlen-reshape --curriculum-start 8 --curriculum-share 1 --curriculum-pace linear"
+    p = indexed(f"{size} --curriculum {curriculum}")
     plain, widths = plan(store, size), set()
     for number in range(8):
         clock = clock_at(8 * number, consumed_tokens=400 * number)
