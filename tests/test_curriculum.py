@@ -103,6 +103,19 @@ def test_the_defaults():
     assert parse("seqlen", pace="root")["seqlen"].degree == 2
 
 
+def test_where_a_step_keeps_its_tokens_lengths_stay_short_for_longer():
+    packed, metrics = {"packed": True}, ("seqlen", "seqlen-reshape")
+    for metric, words in ((metrics[0], packed), (metrics[1], {}), (metrics[1], packed)):
+        pacing = curriculum.parse_metrics(CurriculumConfig(metric), 2048, **words)[metric]
+        assert [pacing.at(t) for t in (0, 0.45, 0.9, 1)] == [64, 64 + 1984 // 4, 2048, 2048]
+    truncated = parse("seqlen", 2048)["seqlen"]
+    assert [truncated.at(t) for t in (0, 0.2, 0.4, 1)] == [512, 1280, 2048, 2048]
+    short = curriculum.parse_metrics(CurriculumConfig("seqlen,rarity"), 128, **packed)
+    assert short["seqlen"].start == 32 and short["rarity"] == parse("rarity")["rarity"]
+    ours = CurriculumConfig("seqlen", start="16", share="0.5", pace="linear")
+    assert curriculum.parse_metrics(ours, 128, **packed) == curriculum.parse_metrics(ours, 128)
+
+
 def test_each_metric_has_its_own_values():
     names = ["seqlen", "rarity"]
     assert curriculum.one_each("share", "0.5", names) == ["0.5", "0.5"], "one for all"
