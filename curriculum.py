@@ -43,11 +43,11 @@ class CurriculumConfig:
     """The flags as given; `parse_metrics` reads them. Several metrics: values between commas."""
 
     metric: str = flag("none", f"easy samples first, by none, {METRICS}")
-    start: str | None = flag(None, "first difficulty (default: 64 or --seq-len / 4 tokens, 1 %)")
+    start: str | None = flag(None, "first difficulty (default: 64 or --seq-len / 4 tokens; 1 %)")
     share: str | None = flag(
-        None, "share of --tokens until nothing is too hard (default: 0.4, 0.9)"
+        None, "share of --tokens until nothing is too hard (default: 0.9 or 0.4; 0.4)"
     )
-    pace: str | None = flag(None, f"{PACES} (default: root:0.5, linear; root:2)")
+    pace: str | None = flag(None, f"{PACES} (default: root:0.5 or linear; root:2)")
     by: str | None = flag(None, "unit of a ranked metric: percentile (default) or value")
     index: str | None = flag(None, "folder that analyze.py wrote (default: the store's)", free=True)
 
