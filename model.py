@@ -191,6 +191,7 @@ class Transformer(nn.Module):
         super().__init__()
         self.config = config
         self.run_block: RunBlock = run_plain  # where none is handed in
+        self.bag = 1
         self.wte = nn.Embedding(config.vocab_size, config.width)
         if config.pos == "learned":
             self.wpe = nn.Embedding(config.seq_len, config.width)
@@ -230,7 +231,7 @@ class Transformer(nn.Module):
         run_block: RunBlock | None = None,
     ) -> Tensor:
         """The last layer's output (B, T, C) for tokens (B, T); see TokenMeta for the metadata."""
-        _, T = tokens.shape
+        B, T = tokens.shape
         config = self.config
         if T > config.seq_len:
             raise ValueError(
@@ -239,6 +240,9 @@ class Transformer(nn.Module):
         if positions is None:
             positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
         x = self.wte(tokens)  # (B, T, C)
+        if self.training and self.bag > 1:  # a bag of neighbours is one token, their mean
+            x = x.view(B, T // self.bag, self.bag, -1).mean(2)
+            positions = torch.arange(T // self.bag, device=tokens.device)[None]
         turns = None
         if config.pos == "learned":
             x = x + self.wpe(positions)
@@ -294,6 +298,11 @@ class Transformer(nn.Module):
         """
         tokens, targets, positions, doc_ids = batch
         x = self.hidden_states(tokens, positions, doc_ids, run_block).flatten(0, 1)  # (B T, C)
+        if self.training and self.bag > 1:  # each predicts the tokens of the next bag, in any order
+            following = torch.cat((tokens[:, self.bag :], targets[:, -self.bag :]), 1)
+            logits = F.linear(x, self.head)  # (B T / bag, V)
+            picked = logits.gather(1, following.view(len(x), self.bag).clamp(min=0))
+            return (self.bag * logits.logsumexp(1) - picked.sum(1)).sum()
         at, answers = predicted or self.predicted(targets, positions)
         targets = targets.flatten()  # (B T,)
         shares = None if shares is None else shares.flatten()  # (B T,)

@@ -131,6 +131,12 @@ class Plan:
 
     def __call__(self, clock: Clock) -> Step:
         s = self.settings
+        size = s.optim.batch_tokens
+        if s.optim.ramp:
+            smaller, share = s.optim.ramp.split("@")
+            if clock.consumed_tokens < float(share) * s.optim.schedule_tokens:
+                size = int(smaller)
+        self.draws_per_step = size // self.seq_len
         # stage, draw, rows: of all ranks, from lengths alone
         chosen = self.packed_rows(clock) if s.pack.on else self.unpacked_rows(clock)
         rows, stage = chosen.rows, chosen.stage

@@ -189,10 +189,14 @@ class Poll:
 
 def train(run: Run, plan: Plan, evaluation: Evaluation, poll: Poll) -> None:
     """Step after step until the budget is consumed; evaluations and checkpoints as they are due."""
+    averaged = None
     if run.evaluation_due:  # the run was stopped in the middle of it
         evaluate_and_save(run, evaluation, poll, checkpoint_due=False)
     for step, waited_ms in read_ahead(plan, run.clock, run.runtime.device):
         if run.is_finished:
+            if averaged:
+                weights = {name: total / averaged[0] for name, total in averaged[1].items()}
+                run.trainer.model.load_state_dict(weights)
             return
         run.keep_trunk(step.before, step.after)
         began = time.perf_counter()
@@ -200,6 +204,7 @@ def train(run: Run, plan: Plan, evaluation: Evaluation, poll: Poll) -> None:
         done = run.trainer.step(step)
         ms = (time.perf_counter() - began) * 1e3 + waited_ms
         flops = run.advance(step)
+        averaged = average(run, step, averaged)
         progress.log_step(
             run, step, done, poll.bar, ms=ms, waited_ms=waited_ms, model_flops=flops.model
         )
@@ -207,6 +212,15 @@ def train(run: Run, plan: Plan, evaluation: Evaluation, poll: Poll) -> None:
         checkpoint_due = run.is_finished or due(every, step.before, step.after)
         evaluate_and_save(run, evaluation, poll, checkpoint_due)
         poll("step", 1, 1)
+
+
+def average(run: Run, step: Step, averaged: tuple | None) -> tuple | None:
+    """The sum of the weights since the last share of the run began, and how often they were added."""
+    if step.context.progress < 1 - run.settings.optim.average or not run.settings.optim.average:
+        return None
+    count, total = averaged or (0, {})
+    now = run.trainer.model.state_dict()
+    return count + 1, {name: total.get(name, 0) + value for name, value in now.items()}
 
 
 def evaluate_and_save(run: Run, evaluation: Evaluation, poll: Poll, checkpoint_due: bool) -> None:
@@ -417,6 +431,11 @@ class Trainer:
             shares = shares_of(batch, s.optim.loss_per == "document", step.of_answer)
             first_row = runtime.rank * rows + first
             run_block = run_block_of(s, self.edits, step.context, first_row, batch)
+            bag = 1
+            if s.optim.bag:
+                size, share = s.optim.bag.split("@")
+                bag = int(size) if step.context.progress < float(share) else 1
+            self.model.bag = bag
             with runtime.autocast():
                 loss = self.wrapped(batch, run_block=run_block, shares=shares, predicted=predicted)
             scale = runtime.world_size / max(step.targets, 1)  # the mean over ranks made a sum

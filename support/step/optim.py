@@ -61,6 +61,9 @@ class OptimConfig:
     weight_decay: float = flag(0.1, "decay of matrices and embeddings", least=0)
     beta1: float = flag(0.9, "AdamW's first-moment decay", least=0, below=1)
     beta2: float = flag(0.95, "AdamW's second-moment decay", least=0, below=1)
+    ramp: str | None = flag(None, "TOKENS@SHARE: a smaller batch until then")
+    average: float = flag(0.0, "the weights at the end are their mean over this last share")
+    bag: str | None = flag(None, "S@SHARE: until then bags of S tokens predict the next bag")
     loss_per: str = flag(
         "token", "what has equal weight in the loss of a step", ("token", "document")
     )
