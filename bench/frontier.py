@@ -226,7 +226,7 @@ def measure_costs(args: argparse.Namespace) -> None:
 
 def costs_of(arm: Arm, shapes: set[str], args: argparse.Namespace) -> Iterator[dict]:
     """Of a run's steps of these shapes, each in turns with the reference."""
-    reference = Arm("", EMBEDDED, "", "--layers 6 --batch-tokens 2048", 1)
+    reference = Arm("", EMBEDDED, "", "--layers 6 --tied --batch-tokens 2048", 1)
     ((_, plain_step),) = timed_steps(reference, None, args.stores)
     for shape, step in timed_steps(arm, shapes, args.stores):
         pair = {"of": partial(turn_of, step), "to": partial(turn_of, plain_step)}

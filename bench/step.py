@@ -68,7 +68,7 @@ class Case(NamedTuple):
         At the recipe's losses on one batch would fall to denormal numbers, slow ones.
         """
         flags = f"{self.flags} --batch-tokens {self.batch_tokens} --tokens 1B"
-        flags += " --lr 5e-5 --warmup-tokens 0"
+        flags += " --lr 5e-5 --warmup-tokens 0 --tied"
         return config.build(config.parse(f"--device {device} {flags} {more}".split()))
 
     def on(self, device: str, tokens: int = TOKENS_ON_GPU) -> "Case":

@@ -32,8 +32,7 @@ def test_the_walk_in_the_heads_of_data_and_plan():
     assert store.offsets.tolist() == [0, 10, 13, 18]
     flags = "--seq-len 8 --batch-tokens 32 --pack --pack-batch documents"
     first, second = (plan(store, flags, rank, world=2) for rank in range(2))
-    spans = first.samples.spans(np.arange(4)).tolist()
-    assert spans == [[0, 8], [8, 10], [10, 13], [13, 18]]
+    assert first.samples.spans(np.arange(4)).tolist() == [[0, 8], [8, 10], [10, 13], [13, 18]]
     assert first.samples.shuffled(np.arange(4), seed=1337).tolist() == [3, 0, 2, 1]
     rows = first.packed_rows(Clock()).rows
     assert (rows.start.tolist(), rows.stop.tolist()) == ([0, 13, 10, 8], [8, 18, 13, 10])
@@ -139,8 +138,7 @@ def parts_of(rows):
 
 
 def test_reshape_worked_examples():
-    tail = reshape(np.array([[0, 10]]), 10, 4)
-    assert parts_of(tail) == [[(0, 4, 0)], [(4, 8, 0)], [(6, 10, 2)]]
+    assert parts_of(reshape(np.array([[0, 10]]), 10, 4)) == [[(0, 4, 0)], [(4, 8, 0)], [(6, 10, 2)]]
     even = reshape(np.array([[0, 256], [300, 556]]), 256, 128)
     assert parts_of(even) == [[(0, 128, 0)], [(128, 256, 0)], [(300, 428, 0)], [(428, 556, 0)]]
     short = reshape(np.array([[0, 5]]), 16, 8)  # the stream's last sample

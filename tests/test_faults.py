@@ -331,8 +331,7 @@ def test_strange_lines_of_a_log_are_left_out_of_the_report(place, capsys):
 def test_what_the_last_bits_depend_on_is_said_when_it_changes(place, capsys):
     resigned(put("made_by", "threads", value="64"))()
     assert train.main(RESUME.split()) == 0
-    said = capsys.readouterr().out
-    assert "threads was 64 and is 1: losses will be close, not bitwise" in said
+    assert "threads was 64 and is 1: losses will be close, not bitwise" in capsys.readouterr().out
 
 
 # ---- ranks that differ, and machines that share no folder

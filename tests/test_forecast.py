@@ -172,7 +172,7 @@ def test_a_run_says_it_at_its_start_too(store_dir, tmp_path, monkeypatch, capsys
     assert len(both[0]) == 2
     for one, other in zip(*both, strict=True):
         assert float(one) == pytest.approx(float(other), rel=0.05)
-    about = "0.06 M parameters with a vocabulary of 320"
+    about = "0.07 M parameters with a vocabulary of 320"
     assert about in start and about in plan
 
 
@@ -300,8 +300,7 @@ class Odd(model.Block):
 
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize(
-    "flags",
-    ["", "--pos learned", "--model bert", "--checkpoint-activations", "--width 96", LLAMA],
+    "flags", ["", "--pos learned", "--model bert", "--checkpoint-activations", "--width 96", LLAMA]
 )
 def test_activations_are_those_that_autograd_keeps(flags, half, monkeypatch):
     """Of rotary and learned positions, of blocks that run twice, and of a block that is new."""

@@ -199,8 +199,7 @@ def test_a_rank_drops_what_one_process_drops():
 
     whole = states(inputs, 0)
     for row in range(3):
-        part = inputs.rows(slice(row, row + 1))
-        assert torch.allclose(states(part, row), whole[row : row + 1])
+        assert torch.allclose(states(inputs.rows(slice(row, row + 1)), row), whole[row : row + 1])
     assert not torch.allclose(states(inputs, 0, CONTEXT._replace(step=4)), whole)
     assert not torch.allclose(states(inputs, 2**40), whole), "row numbers may be above 2^32"
 
@@ -267,8 +266,7 @@ def test_published_runs_end_where_their_logs_end(layers, at_once, micro_batches,
 def test_tokens_by_layer_worked_example():
     settings = settings_of("--layers 6 --ltd --ltd-start 128")
     context = StepContext(seed=1, step=1, progress=0.0)
-    dropped = ltd.tokens_by_layer(settings, context, [256] * 6)
-    assert dropped == [256, 128, 128, 128, 128, 256]
+    assert ltd.tokens_by_layer(settings, context, [256] * 6) == [256, 128, 128, 128, 128, 256]
     short = ltd.tokens_by_layer(settings, context, [64] * 6)
     assert short == [64] * 6, "rows of at most K tokens run whole"
     assert ltd.tokens_by_layer(settings, context, [256, 0, 256, 256, 256, 256])[1] == 0

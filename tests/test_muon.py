@@ -74,8 +74,7 @@ def test_flops_are_those_that_torch_counts(mlp_width, mlp, gates):
         with FlopCounterMode(display=False) as counter:
             for shape in shapes:
                 orthogonalised(torch.randn(1, *shape).to(dtype))
-        counted = counter.get_total_flops()
-        assert flops_of_muon(config, device) == counted
+        assert flops_of_muon(config, device) == counter.get_total_flops()
 
 
 def steps_of(optimizer: torch.optim.Optimizer, parameters: list[Tensor], steps: range) -> None:

@@ -101,8 +101,7 @@ def test_the_steps_in_the_header(store):
     Steps take every row of every window once, in the windows' order.
     """
     size = "--seq-len 64 --batch-tokens 256 --tokens 20000"
-    plain = walk(plan(store, size), 3)
-    assert [step.before.cursor.first_draw for step in plain] == [0, 4, 8]
+    assert [step.before.cursor.first_draw for step in walk(plan(store, size), 3)] == [0, 4, 8]
     p = plan(store, f"{size} --pack")
     packed = walk(p, 45)
     positions = [(s.before.cursor.first_draw, s.before.cursor.row) for s in packed]

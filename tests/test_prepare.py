@@ -88,8 +88,7 @@ def test_the_command_makes_a_store_of_every_document_and_prints_what_it_holds(tm
     assert made.meta["train_bytes"] == len("".join(training).encode())
     assert made.meta["bytes"] == len("".join(training + held_out).encode())
     assert re.search(rf"^documents +481\ntokens +{len(made.tokens):,} .*\nheld out +27 ", printed)
-    rows = re.findall(r"^below +[\d,]+ tokens +(\d+)", printed, re.M)
-    assert sum(map(int, rows)) == 481
+    assert sum(map(int, re.findall(r"^below +[\d,]+ tokens +(\d+)", printed, re.M))) == 481
 
 
 def test_the_store_of_the_embedded_corpus_is_what_it_always_was(tmp_path):
@@ -185,8 +184,7 @@ def test_each_document_keeps_its_source_in_chunks_of_any_size(tmp_path, sourced,
         named = {text: made.meta["sources"][number] for text, number in of_text}
         assert named == {line["text"]: line["source"] or "unnamed" for line in lines}
         for name, recorded in made.meta["sha256"].items():
-            content = (made.path / name).read_bytes()
-            assert hashlib.sha256(content).hexdigest() == recorded
+            assert hashlib.sha256((made.path / name).read_bytes()).hexdigest() == recorded
         assert len(made.meta["sha256"]) == 3
     assert contents(tmp_path / "1") == contents(tmp_path / str(1 << 18))
 

@@ -306,8 +306,7 @@ def test_the_tail_of_any_documents_is_all_text_in_order_and_on_both_sides(texts,
     assert "".join(part.text for part in parts) == "".join(texts)
     held_out = [part.held_out for part in parts if part.text]
     assert held_out == sorted(held_out) and set(held_out) == {False, True}
-    size = sum(len(part.text) for part in parts if part.held_out)
-    assert tail / 2 <= size <= tail * 1.5 + 1
+    assert tail / 2 <= sum(len(part.text) for part in parts if part.held_out) <= tail * 1.5 + 1
 
 
 def test_where_a_text_is_cut():

@@ -51,8 +51,7 @@ def test_bits_and_order_are_frozen():
 @given(st.integers(1, 300), st.integers(0, 2**40))
 def test_a_pass_holds_every_sample_once(n, seed):
     for number in (0, 1, 7):
-        ids = shuffled(np.arange(number * n, (number + 1) * n), n, seed)
-        assert sorted(ids) == list(range(n))
+        assert sorted(shuffled(np.arange(number * n, (number + 1) * n), n, seed)) == list(range(n))
 
 
 def test_passes_and_seeds_differ_and_the_order_is_spread():

@@ -68,8 +68,7 @@ def gpu(monkeypatch, tmp_path):
 
 def assert_both_take(impl: str) -> None:
     """What either operation chooses for CUDA tensors."""
-    in_triton = impl == "triton"
-    assert chosen_impl("cuda", torch.bfloat16, 64) == ("triton" if in_triton else "dense")
+    assert chosen_impl("cuda", torch.bfloat16, 64) == ("triton" if impl == "triton" else "dense")
     with FakeTensorMode():
         x = torch.empty(2, 5, 4, device="cuda")
     kept = torch.zeros(2, 3, dtype=torch.int64)

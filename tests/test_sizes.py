@@ -6,7 +6,7 @@ python -m pytest tests/test_sizes.py
 """
 
 from model import TransformerConfig
-from support.step.sizes import SIZES, flops_of_row, parameter_count
+from support.step.sizes import SIZES, flops_of_row, parameter_count, with_defaults
 
 
 def test_published_parameter_counts():
@@ -24,3 +24,10 @@ def test_flops_of_a_row_worked_example():
     config = TransformerConfig("gpt", 2, 1, 4, 16, 8, 10)
     assert flops_of_row(config, [8, 4], 8) == 17_664
     assert flops_of_row(config, [8, 8], 8) > 17_664 > flops_of_row(config, [8, 0], 8)
+
+
+def test_only_a_new_nano_gpt_has_a_head_of_its_own():
+    assert not with_defaults({})["model.tied"]
+    for other in ({"model.tied": True}, {"model.model": "bert"}, {"model.size": "124M"}):
+        assert with_defaults(other)["model.tied"]
+    assert with_defaults({"model.init": "weights.safetensors"})["model.tied"], "as they say"

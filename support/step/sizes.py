@@ -35,9 +35,9 @@ class Size(NamedTuple):
 
 # Dimensions. nano: ours. 1.3B: arXiv 2005.14165, table 2.1, with 16 heads as in the Data Efficiency
 # paper's GPT-3. The others are as published with GPT-2 and BERT.
-# Budget, batch and learning rate. nano: measured here (CHANGELOG). GPT: GPT-3's batch and learning
-# rate (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT: arXiv
-# 1810.04805.
+# Budget, batch and learning rate. nano: measured here (docs/method.md). GPT: GPT-3's batch and
+# learning rate (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT:
+# arXiv 1810.04805.
 SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
     "nano": Size(3, 4, 128, 256, 2_000_000, 4_096, 2e-2),
     "124M": Size(12, 12, 768, 1024, 2_500_000_000, 524_288, 6e-4),
@@ -78,7 +78,9 @@ class ModelConfig:
     rope_scaling: str | None = flag(
         None, "Llama 3.1's slower rotary angles, as factor:slow:fast:positions"
     )
-    tied: bool = flag(True, "the embedding predicts too; else a matrix of its own does")
+    tied: bool | None = flag(
+        None, "the embedding predicts too, not a matrix of its own (default: but for a nano GPT)"
+    )
     layers: int | None = flag(None, "number of blocks (default: by --size)", least=1, most=4096)
     heads: int | None = flag(None, "attention heads (default: by --size)", least=1, most=4096)
     width: int | None = flag(
@@ -109,8 +111,9 @@ def with_defaults(settings: Flat) -> Flat:
     s.setdefault(
         "model.mlp_width", swiglu_width(width) if s["model.mlp"] == "swiglu" else 4 * width
     )
-    rope = is_llama or (name == "nano" and "model.init" not in s)
-    s.setdefault("model.pos", "rope" if rope else "learned")
+    new_nano = name == "nano" and "model.init" not in s
+    s.setdefault("model.pos", "rope" if is_llama or new_nano else "learned")
+    s.setdefault("model.tied", not new_nano or s.get("model.model") == "bert")
     s.setdefault("data.seq_len", size.seq_len)
     s.setdefault("optim.tokens", size.tokens)
     s.setdefault("optim.schedule_tokens", s["optim.tokens"])
@@ -195,6 +198,7 @@ def config_of(
         norm=asked["model.norm"],
         mlp=asked["model.mlp"],
         bias=block == "gpt2",
+        tied=asked["model.tied"],
     )
 
 
@@ -311,7 +315,7 @@ def weights_of_block(config: TransformerConfig) -> int:
 def flops_of_row(config: TransformerConfig, tokens_by_layer: Sequence[int], T: int) -> int:
     """Floating-point operations of one training row; the backward pass is 2/3.
 
-    6 per token and weight that multiplies (the tied head counts, looking up embeddings does not),
+    6 per token and weight that multiplies (the head counts, looking up embeddings does not),
     and 12 C K for the two products of attention of each of K tokens, halved for causal attention.
     arXiv 2204.02311, appendix B, except for that half.
 
