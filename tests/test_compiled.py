@@ -93,7 +93,7 @@ def test_every_graph_is_made_before_the_first_step(run, graphs, monkeypatch, cap
 TECHNIQUES = (
     f"{LTD} --model bert --nsp --pack --pack-batch rows",
     "--pseudo --pseudo-layers 2 --pseudo-until 0.5",
-    "--offload --offload-budget 600KB --pack",
+    "--offload --offload-budget 480KB --pack",
     "--fsdp",
 )
 

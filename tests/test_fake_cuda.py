@@ -55,7 +55,7 @@ QUICK = {
     "bert": "--model bert --nsp --pack --loss-per document --layers 2",
     "recomputed": f"--checkpoint-activations --pseudo --pseudo-until 0.5 {IN_FP32}",
     "in fp32": IN_FP32,
-    "offload": f"--offload --offload-budget 600KB {IN_FP32}",
+    "offload": f"--offload --offload-budget 450KB {IN_FP32}",
 }
 MORE = {
     "plain": "",
@@ -70,7 +70,7 @@ MORE = {
     "growth": "--pseudo --pseudo-layers 2 --ltd",
     "adaptive": f"--pseudo --pseudo-until adaptive:0.5 {IN_FP32}",
     "dropout": "--dropout 0.1 --pack",
-    "offload of all": "--offload --offload-budget 600KB --pack --ltd",
+    "offload of all": "--offload --offload-budget 450KB --pack --ltd",
 }
 # Problems that mistakes made on purpose lead to.
 MISTAKES = {

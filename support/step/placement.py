@@ -72,6 +72,7 @@ class Part(NamedTuple):
     state_bytes: int  # of the matrices' optimizer
     small: int  # parameters of norms and biases, which stay
     away: Away = Away.NOTHING  # what of its matrices is on the host
+    head: int = 0  # parameters of a head that is not tied to the embedding
 
 
 def part_of(name: str) -> str:
@@ -103,6 +104,7 @@ def parts_of(model: nn.Module, muon: bool) -> tuple[Part, ...]:
             numel=numel,
             state_bytes=state_bytes(matrices, muon)["optimizer"],
             small=sum(p.numel() for p in parameters.values()) - numel,
+            head=matrices["lm_head.weight"].numel() if "lm_head.weight" in matrices else 0,
         )
         parts.append(part)
     return tuple(parts)
@@ -125,7 +127,7 @@ class Placement:
     dtype: str  # of the arithmetic: fp32 | bf16 | fp16
     budget: int
 
-    what_passes = "of two blocks at a time, two gradients of the embeddings"
+    what_passes = "of two blocks at a time, gradients of embeddings and head"
 
     @property
     def layers_away(self) -> list[int]:
@@ -192,11 +194,16 @@ class Placement:
 
     @property
     def embedding_gradients(self) -> int:
-        """The tied embedding has a gradient as the head, which waits for the end of the backward
-        pass, and one as the input, which is added there; the sum over earlier micro-batches is
-        counted elsewhere.
+        """What comes on top of the sum over earlier micro-batches, which is counted elsewhere.
+
+        The tied embedding has a gradient as the head, which waits for the end of the backward pass,
+        and one as the input, which is added there. A head of its own is done with at once; only
+        where gradients leave may the embedding's come before the head's is gone.
         """
-        return 2 * 4 * sum(part.numel for part in self.parts if not part.layers)
+        outside = [part for part in self.parts if not part.layers]
+        tied = sum(2 * part.numel for part in outside if not part.head)
+        own = sum(p.numel if p.away >= Away.GRADIENTS else p.head for p in outside if p.head)
+        return 4 * (tied + own)
 
     # what it costs
 
