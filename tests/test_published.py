@@ -372,6 +372,11 @@ def test_transformers_computes_what_we_do_and_its_weights_come_back(
             follows = model.follows(x.flatten(0, 1), SEQ_LEN * torch.arange(3))
             assert_close(follows, output.seq_relationship_logits, torch.float32)
     assert_close(logits[real], (output.prediction_logits if nsp else output.logits)[real], x.dtype)
+    if kind == "gpt":
+        whole = {"attention_mask": torch.ones(1, 4).long(), "pad_token_id": 0}
+        drawn = read.generate(tokens[:1, :4], max_new_tokens=6, do_sample=False, **whole)
+        ours = sample.generate(model, tokens[0, :4].tolist(), 6, allowed=VOCAB, temperature=0)
+        assert drawn[0, 4:].tolist() == list(ours)
     if "pos" in changes:
         path = tmp_path / "theirs"
         read.save_pretrained(path)
