@@ -45,7 +45,7 @@ from evaluate import Evaluation
 from model import TransformerConfig
 from plan import Plan, Step
 from support.base.clock import Clock, blocks_at
-from support.base.numbers import duration, short
+from support.base.numbers import duration, several, short
 from support.base.runtime import Runtime, peak_memory
 from support.base.settings import flattened, settings_of
 from support.base.technique import techniques_of, techniques_on
@@ -75,6 +75,7 @@ WALKED_TOKENS = 20_000_000  # a run that reads more is not walked step by step
 SAMPLED_STEPS = 100  # of such a run
 PLAIN_STEPS = 16  # of the same run without techniques
 OUTLOOK_STEPS = 8  # of a run that starts
+FEW_MOVES = 5  # of a curriculum
 MANY_EPOCHS = 4  # arXiv 2305.16264: up to these, repeated text is about as good as new text
 
 LONG = 60.0  # seconds, by estimate: if micro-batches take longer, none is timed
@@ -174,6 +175,7 @@ def outlook(run: Run, plan: Plan) -> str:
     rate = f" of {short(run.peak.flops, 'FLOP/s')}" if run.peak.flops else ""
     lines = [
         repeated(points, run.store.meta),
+        hardly_moves(points, plan),
         f"about {math.ceil(total(points)):,} steps, {epochs(points, run.store.meta)}",
         f"{work_in_words(points, [])}; peak{rate}: {run.peak.why}",
     ]
@@ -209,6 +211,17 @@ def repeated(points: list[Point], meta: dict) -> str:
     return red(
         f"{passes:,.0f} epochs: text that is read more than {MANY_EPOCHS} times teaches less and"
         " less (arXiv 2305.16264): prepare more, or lower --tokens"
+    )
+
+
+def hardly_moves(points: list[Point], plan: Plan) -> str:
+    """A warning, if a run is too short for its curriculum."""
+    times = math.ceil(total(points) / plan.window_steps)
+    if not plan.curriculum or plan.window_steps == 1 or times > FEW_MOVES:
+        return ""
+    return (
+        f"--curriculum moves once in about {plan.window_steps} packed steps, here at most"
+        f" {several(times, 'time')}: a smaller --batch-tokens moves it more often"
     )
 
 
@@ -248,7 +261,7 @@ def table(points: list[Point], settings: Config, lines: int = 10) -> str:
         levels = (
             f"{name.removeprefix('difficulty_')} {x:g}" for name, x in step.difficulty.items()
         )
-        place = f"{begins[number] / budget:8.0%}  {begins[number]:15,}"
+        place = f"{begins[number] / budget:8.1%}  {begins[number]:15,}"
         lr = f"{learning_rate(settings, step.before, step.after):8.2e}"
         row = f"{step.max_piece_len:6} {p.seq_len:6} {step.kept_tokens:6} {p.rows:6}"
         said.append(f"{place}  {lr} {row}  {', '.join(levels)}".rstrip())
@@ -360,6 +373,8 @@ class DryRun(NamedTuple):
         say, free, points = run.runtime.say, bytes_free(there), self.walked(s)
         if points and (warning := repeated(points, run.store.meta)):
             say(warning)
+        if points and (warning := hardly_moves(points, self.plan(s))):
+            say(warning)
         say(f"{s.model.model} {s.model.size}: {parameters_in_words(self.shape)}, {there.why}")
         fits = free is None or memory.on_device <= free
         verdict = "" if free is None else ", which fits" if fits else ", which DOES NOT FIT"
@@ -394,7 +409,8 @@ class DryRun(NamedTuple):
         if isinstance(there, machine.Elsewhere) or (is_long and fits):
             seconds = self.assumed(points)
             rate = f"--mfu {self.mfu:g} of {short(peak.flops, 'FLOP/s')} ({peak.why})"
-            say(f"time, assumed and not measured: {seconds} at {rate}")
+            sent = ", with the time in which devices wait for each other" * (there.world_size > 1)
+            say(f"time, assumed and not measured: {seconds} at {rate}{sent}")
         elif not fits:
             say("time: unknown, because by estimate not even a micro-batch fits this memory")
         else:

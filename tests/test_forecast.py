@@ -129,13 +129,26 @@ def test_text_that_is_repeated_often_is_warned_of(store_dir, tmp_path, monkeypat
     assert "5.86 epochs of 682,416 training tokens" in out
 
 
+@pytest.mark.parametrize(
+    ("tokens", "often"), [(19_000, "at most 5 times: a smaller --batch-tokens"), (22_000, "")]
+)
+def test_a_curriculum_that_hardly_moves_is_warned_of(tokens, often, store_dir, capsys):
+    out = dry(f"--pack --curriculum seqlen --tokens {tokens} --on T4", store_dir, capsys)
+    assert ("--curriculum moves once in about 16 packed steps" in out) == bool(often)
+    assert often in out
+    unpacked = dry(f"--curriculum seqlen --tokens {tokens} --on T4", store_dir, capsys)
+    assert "--curriculum moves" not in unpacked
+
+
 def test_what_does_not_fit_is_said_and_not_tried(store_dir, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     begin = train.start
     monkeypatch.setattr(train, "start", lambda *a: replace(begin(*a), device_free=1_000_000))
     monkeypatch.setattr(train, "assemble", pytest.fail)
     out = dry("", store_dir, capsys)
-    assert "time: unknown" in out and "1 at once a rank (of 8, by estimate 0.0 GB free have" in out
+    assert (
+        "time: unknown" in out and "1 at once a rank (8 would take more than the 0.0 GB that" in out
+    )
 
 
 def test_what_takes_long_is_not_timed(store_dir, tmp_path, monkeypatch, capsys):
@@ -213,6 +226,8 @@ def test_a_machine_that_is_not_here_is_planned_for_and_nothing_is_made(
         weights[flags] = float(re.search(r"weights ([\d.]+) MB", out)[1])
     assert weights["--fsdp"] == pytest.approx(weights[""] / 2, abs=0.1)
     assert not list(tmp_path.iterdir())
+    assert train.main(["--size", "124M", "--dry-run", "--on", "H100"]) == 0
+    assert "124.48 M parameters with a vocabulary of 50,304" in capsys.readouterr().out
 
 
 def test_what_does_not_fit_comes_with_what_would(store_dir, capsys):
@@ -241,7 +256,7 @@ def test_what_does_not_fit_comes_with_what_would(store_dir, capsys):
     ("flags", "said"),
     [
         ("--on 8xH101 --dry-run", "known are B200, .* as in 8xH100"),
-        ("--on flops=1e12,memory=1GB --dry-run", "describe others as 8xflops="),
+        ("--on flops=1e12,memory=1GB --dry-run", "1GB: describe a device by all three of"),
         ("--on flops=many,memory=1GB,link=1GB --dry-run", "flops=many is not FLOP/s"),
         ("--on flops=1,memory=big,link=1GB --dry-run", "memory big: write an amount"),
         ("--on 0xH100 --dry-run", "has no device"),

@@ -525,7 +525,9 @@ def made_with(log: RunLog) -> Table:
     rows = []
     for name, value in about.items():
         if value and name not in ("config", "bytes", "model_size", "made_by"):
-            shown = short(value) if isinstance(value, float) else str(value)
+            shown = str(value)
+            if isinstance(value, float):
+                shown = short(value) if value >= 1000 else f"{value:.3g}"
             shown = f"{value:,}" if isinstance(value, int) else shown
             rows.append([name.replace("_", " "), f"`{shown}`" if name == "argv" else shown])
     return Table(["", ""], rows)

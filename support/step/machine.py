@@ -222,9 +222,10 @@ def described(on: str, device: str) -> tuple[float, int, float]:
     """FLOP/s, bytes, bytes/s of a device as flops=989e12,memory=80GB,link=64GB says them."""
     given = dict(part.partition("=")[::2] for part in device.split(","))
     if set(given) != {"flops", "memory", "link"}:
+        known = f"known are {', '.join(DATA_SHEETS)}, with a number before as in 8xH100; "
         raise ValueError(
-            f"--on {on}: known are {', '.join(DATA_SHEETS)}, with a number before as in 8xH100;"
-            " describe others as 8xflops=989e12,memory=80GB,link=64GB"
+            f"--on {on}: {'' if '=' in device else known}describe a device by all three of"
+            " flops, memory and link, as in 8xflops=989e12,memory=80GB,link=64GB"
         )
     flops = number_of(given["flops"])
     if not 0 < flops < math.inf:

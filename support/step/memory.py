@@ -203,7 +203,7 @@ def micro_batch(
 
             fitting = max(1, bisect_right(range(1, most + 1), ROOM * free, key=needed))
             if fitting < most:
-                reason = f"of {most}, by estimate {free / 1e9:.1f} GB free have room for these"
+                reason = f"{most} would take more than the {free / 1e9:.1f} GB that are free"
             most = fitting
         most = next((m for m in range(most, 0, -1) if share and share % m == 0), most)
     of_documents = settings.pack.batch == "documents"  # in as many rows as they need
