@@ -49,7 +49,7 @@ def prepare(
     holdout: int = 20,
     split_on: str | None = None,
     source_field: str = "source",
-    text_column: str = "text",
+    text_column: str | None = None,
 ) -> dict:
     """Encode documents into a store, which appears whole at `out` or not at all.
 

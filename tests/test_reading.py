@@ -65,10 +65,10 @@ def test_ids_texts_and_sources_of_every_form(tmp_path):
     (tmp_path / "b" / "note.txt").write_bytes("ligne\r\né".encode())
     (tmp_path / "a.jsonl").write_text(
         '{"text": "a", "source": "wiki"}\n\n{"id": null, "text": "b", "source": 7, "set": "code"}\n'
-        '{"text": "c", "source": null}\n{"id": 7, "text": "", "source": ""}'
+        '{"text": null, "source": null}\n{"id": 7, "text": "", "source": ""}'
     )
     note = ("ligne\r\né", None)
-    lines = [(None, "a", "wiki"), (None, "b", "7"), (None, "c", None), ("7", "", None)]
+    lines = [(None, "a", "wiki"), (None, "b", "7"), (None, "", None), ("7", "", None)]
     assert read(tmp_path) == [*lines, ("b/note.txt", *note)]
     assert read(str(tmp_path / "b" / "note.txt")) == [("note.txt", *note)]
     for name, expected in (("set", [None, "code", None, None]), ("", [None] * 4)):
@@ -150,6 +150,8 @@ def test_in_a_folder_files_that_are_not_text_are_skipped(tmp_path, monkeypatch, 
     for _ in range(2):  # and are counted once
         assert [document.text for document in corpus.documents()] == ["one", "two"]
         assert [path.name for path in corpus.skipped] == ["b.png", "c.txt"]
+    with pytest.raises(ValueError, match=r"c\.txt:1: .*under text, not one"):
+        read(tmp_path, text_column="one")  # so all text is a table, but b.png is none
     (tmp_path / "e.jsonl").write_text("nonsense")  # its name says what it should be
     with pytest.raises(ValueError, match=r"e\.jsonl:1: "):
         read(tmp_path)
@@ -195,7 +197,7 @@ def test_a_separator_is_read_with_its_escapes():
 
 
 def test_cutting_is_refused_unless_there_is_plain_text(tmp_path):
-    with pytest.raises(ValueError, match="--split-on"):
+    with pytest.raises(ValueError, match=r"--split-on: .*JSON or tables"):
         read(TINY, split_on="blank-line")
     (tmp_path / "a.txt").write_text("one||two|")
     documents = read(TINY, tmp_path / "a.txt", split_on="|")
@@ -336,25 +338,27 @@ def test_no_text_is_too_short_but_one_character(tmp_path, holdout):
 
 
 LINES = [{"text": f'a "{n}",\nb', "id": str(n), "n": n} for n in range(3)]
+DELIMITERS = {"a.csv": ",", "a.tsv": "\t", "a.csv.txt": ",", "a.tab": "\t"}
 HOW = {"": lambda b: b, ".gz": gzip.compress, ".xz": lzma.compress}
 
 
 @pytest.mark.parametrize("compressed", HOW)
-@pytest.mark.parametrize("name", ["a", "a.txt", "a.ndjson", "a.jsonl", "a.csv", "a.tsv"])
-def test_objects_and_rows_are_recognised_by_what_is_in_the_file(name, compressed, tmp_path):
-    """Also with a name that says nothing of the compression."""
-    if name.endswith("sv"):
+@pytest.mark.parametrize("name", ["a", "a.txt", "a.ndjson", "a.jsonl", *DELIMITERS])
+def test_objects_and_rows_are_recognised(name, compressed, tmp_path):
+    """Also with a name that says nothing of the compression, and with Excel's mark of UTF-8."""
+    if delimiter := DELIMITERS.get(name):
         out = io.StringIO()
-        table = csv.DictWriter(out, ["text", "id", "n"], delimiter="\t" if "tsv" in name else ",")
+        table = csv.DictWriter(out, ["text", "id", "n"], delimiter=delimiter)
         table.writeheader()
         table.writerows(LINES)
         content = out.getvalue()
     else:
         content = "\n\n" + "".join(json.dumps(line) + "\n" for line in LINES)
-    for suffix in {"", compressed}:
+    column = None if name in ("a.csv", "a.tsv") else "text"
+    for suffix, begins in (("", "\ufeff"), (compressed, "")):
         file = tmp_path / f"{name}{suffix}"
-        file.write_bytes(HOW[compressed](content.encode()))
-        documents = list(Corpus([file], holdout=0).documents())
+        file.write_bytes(HOW[compressed](f"{begins}{content}".encode()))
+        documents = list(Corpus([file], holdout=0, text_column=column).documents())
         assert [(d.text, d.id) for d in documents] == [(x["text"], x["id"]) for x in LINES]
         (first, *_) = Corpus([file], holdout=0, text_column="id").documents()
         assert first.text == "0"
@@ -363,7 +367,7 @@ def test_objects_and_rows_are_recognised_by_what_is_in_the_file(name, compressed
 
 
 def test_what_only_begins_as_json_is_text_and_what_is_not_read_is_refused(tmp_path):
-    for content in ("{ braces } in prose", "{", "[1] a note", "[", ""):
+    for content in ("{ braces } in prose", "{", "[1] a note", "[", "", "\ufeffa,b\n"):
         file = tmp_path / "a.json"
         file.write_text(content)
         assert [d.text for d in Corpus([file], holdout=0).documents()] == [content]
@@ -371,11 +375,15 @@ def test_what_only_begins_as_json_is_text_and_what_is_not_read_is_refused(tmp_pa
         ("a.json", '[{"text": "b"}, 5]', "a.json:2: .*no JSON object: ', 5]'"),
         ("a.json", '[{"text": "b"}', "a.json:2: .*no JSON object"),
         ("a.json", '[{"text": "b" 7}]', "a.json:1: .*no JSON object"),
+        ("a.json", '[{"text": 5}]', 'a.json:1: has no string under "text" or any other name'),
         ("a.csv", "text,id\na\n", "a.csv:2: .*has 1 fields, and the first line has 2"),
         ("a.csv", 'text\n"a\n', "a.csv:.*unexpected end of data"),
-        ("a.arrow", "ARROW1\0\0", r"an Arrow file; convert it: .*open_file\('a.arrow'\)"),
-        ("a.bin", b"\xff\xff\xff\xff\x10", r"open_stream\('a.bin'\)"),
-        ("a", pickle.dumps(["text"]), "is a pickle, .*read_pickle"),
+        ("a.csv", b"\xff\n", "a.csv:1: cannot be read"),
+        ("a.csv", b"text\na\n\xff\n", "a.csv:3: cannot be read"),
+        ("a.arrow", "ARROW1\0\0", r'an Arrow file; convert it: .*open_file\("/.*/a.arrow"\)'),
+        ("$`.bin", b"\xff\xff\xff\xff\x10", r"""-c '[^']*open_stream\("/.*\$`.bin"\)[^']*'$"""),
+        ("a", pickle.dumps(["text"]), r'if you trust it.*DataFrame\(pandas.read_pickle\("/'),
+        ("a", HOW[".gz"](b"text")[:10] + b"\xff" * 9, "a: cannot be read"),
         ("a.gz", b"\x1f\x8bno", "a.gz: cannot be read"),
     ):
         (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
@@ -387,9 +395,10 @@ def test_parquet_is_read_by_its_columns_in_groups_of_rows(tmp_path, monkeypatch)
     pyarrow = pytest.importorskip("pyarrow")
     parquet = pytest.importorskip("pyarrow.parquet")
     rows = [{"text": f"é {n}", "id": n, "source": "a", "wide": [n] * 3} for n in range(2500)]
+    rows[1]["text"] = None
     file = tmp_path / "any name"
     parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=700)
-    expected = [(str(row["id"]), row["text"], "a") for row in rows]
+    expected = [(str(row["id"]), row["text"] or "", "a") for row in rows]
     assert read(file) == expected == read(tmp_path)
     corpus = Corpus([file], 0)
     with InputBar(corpus.files, "reading") as bar:
@@ -412,22 +421,25 @@ def test_standard_input_and_compressed_prose_are_read(how, tmp_path, monkeypatch
     text = "né\r\n" * 1000
     (tmp_path / "a").write_bytes(HOW[how](text.encode()))
     assert read(tmp_path / "a") == [Document("a", text)]
-    for content, expected in (
-        (text.encode(), [("stdin", text, None)]),
-        (b'{"text": "one", "id": 1}\n', [("1", "one", None)]),
+    for content, column, expected in (
+        (text.encode(), None, [("stdin", text, None)]),
+        (b'{"text": "one", "id": 1}\n', None, [("1", "one", None)]),
+        (b"id,body\r\n1,one\r\n", "body", [("1", "one", None)]),
     ):
         reading.stdin_file.cache_clear()
         monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(HOW[how](content))))
         for _ in range(2):
-            assert read("-") == expected
+            assert read("-", text_column=column) == expected
+        with pytest.raises(ValueError, match=r"^stdin:1: .*under .* not none.*--text-column"):
+            read("-", text_column="none")
     reading.stdin_file.cache_clear()
 
 
 def test_an_array_is_read_object_by_object_wherever_blocks_end(tmp_path, monkeypatch):
     objects = [{"text": f'}}, {{"é [{n}\\"', "id": n, "more": [{"a": n}]} for n in range(50)]
     expected = [(str(x["id"]), x["text"], None) for x in objects]
-    for indent in (None, 2):
-        (tmp_path / "a.txt").write_text(f"\n {json.dumps(objects, indent=indent)}\n ")
+    for indent, begins in ((None, "\ufeff"), (2, "\n")):
+        (tmp_path / "a.txt").write_text(f"{begins} {json.dumps(objects, indent=indent)}\n ")
         for size in (3, 17, 4096):
             monkeypatch.setattr(reading, "SMALL_BYTES", size)
             assert read(tmp_path / "a.txt") == expected

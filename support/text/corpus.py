@@ -1,8 +1,9 @@
 """Documents, and what is held out of them: some, chosen by hash, or the end of a single text.
 
 JSON, an object a line or an array of them, whatever the file's name, and the rows of a .csv, .tsv
-or parquet hold a document each; any other file is plain text. All may be compressed (gz, xz, zst),
-and "-" is standard input. One document is in memory at a time.
+or parquet hold a document each; any other file is plain text or, if --text-column is given, a
+table. All but parquet may be compressed (gz, xz, zst), and "-" is standard input. One document is
+in memory at a time.
 `prepare.py` and `support.text.tokenizer learn` both read a `Corpus`, so they hold out the same;
 bytes are read in support/text/reading.py.
 """
@@ -34,14 +35,14 @@ class Document(NamedTuple):
 
 def add_flags(parser: argparse.ArgumentParser, needed: str = "+") -> None:
     """The flags of a command that reads a corpus."""
-    inputs = "text, JSON, .csv, .tsv or parquet, also as gz, xz or zst; folders; - for stdin"
+    inputs = "parquet, or text, JSON, .csv, .tsv, also as gz, xz, zst; folders; - for stdin"
     parser.add_argument("inputs", nargs=needed, help=inputs)
     holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
     parser.add_argument("--holdout", type=whole_number, default=20, metavar="N", help=holdout)
     split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
     parser.add_argument("--split-on", metavar="STRING", help=split_on)
-    text_column = "the field of a JSON line, or the column of a table, that has the text (text)"
-    parser.add_argument("--text-column", default="text", metavar="NAME", help=text_column)
+    text_column = "the field or column that has the text (text); if given, text files are tables"
+    parser.add_argument("--text-column", metavar="NAME", help=text_column)
 
 
 class Part(NamedTuple):
@@ -56,10 +57,10 @@ class Part(NamedTuple):
 class Corpus:
     """The text of files and folders, each part of it either for training or held out.
 
-    A JSON line or a row has the document under `text_column`, and may have "id" and, under
-    `source_field`, the name of its source. Any other file is one document with its name as the id,
-    unless `split_on` cuts it into documents without ids. In a folder, files that are not text are
-    skipped.
+    A JSON line or a row has the document under `text_column`, where null is an empty text, and may
+    have "id" and, under `source_field`, the name of its source. Any other file is one document with
+    its name as the id, unless `split_on` cuts it into documents without ids. In a folder, files
+    that are not text are skipped.
 
     One document in `holdout` is held out, chosen by the hash of its id (of its text if it has no
     id), so it stays held out when other documents are added or removed. If that leaves training or
@@ -70,6 +71,7 @@ class Corpus:
     Args:   holdout      0 holds nothing out, 1 everything
             split_on     what separates documents in plain text, as --split-on takes it
             source_field the field of a JSON line or a row that names its source
+            text_column  None is "text"; if it is given, plain text is read as a table
     Raises: ValueError naming the flag, or the file and the line
     """
 
@@ -79,16 +81,17 @@ class Corpus:
         holdout: int = 20,
         split_on: str | None = None,
         source_field: str = "source",
-        text_column: str = "text",
+        text_column: str | None = None,
     ):
         self.holdout = holdout
-        self.fields = text_column, source_field
+        self.fields = "text" if text_column is None else text_column, source_field
         self.separator = None if split_on is None else separator(split_on)
         self.files = [file for path in paths for file in reading.input_files(path)]
-        columns = (text_column, "id", source_field)
-        self.readers = {f.path: reading.objects_reader(f.path, columns) for f in self.files}
+        columns = (self.fields[0], "id", source_field)
+        given = text_column is not None
+        self.readers = {f.path: reading.objects_reader(f.path, columns, given) for f in self.files}
         if self.separator and all(self.readers.values()):
-            raise ValueError("--split-on: cuts plain text, and there are only JSON lines to read")
+            raise ValueError("--split-on: cuts plain text, and these inputs are JSON or tables")
         self.training_characters = self._before_the_tail() if holdout > 1 else None
 
     def parts(self, open_file: OpenFile = open_input) -> Iterator[Part]:
@@ -175,12 +178,13 @@ def _document(
     place: str, fields: dict[str, object], text_column: str, source_field: str
 ) -> Document:
     text = fields.get(text_column)
+    if text is None and text_column in fields:  # null
+        text = ""
     source = fields.get(source_field)
     given_id = fields.get("id")
     if not isinstance(text, str):
-        there = ", ".join(name for name, value in fields.items() if isinstance(value, str))
-        has = f"; strings are under {there}: choose with --text-column" if there else ""
-        raise ValueError(f'{place}: needs a string under "{text_column}"{has}')
+        there = [name for name, value in fields.items() if isinstance(value, str)]
+        raise ValueError(f"{place}: {reading.no_strings(text_column, there)}")
     if isinstance(source, dict | list):
         raise ValueError(f"{place}: {source_field} is no name: try another --source-field, or ''")
     given_id, source = (None if x is None else str(x) for x in (given_id, source))

@@ -1,8 +1,8 @@
 """Read files, folders and standard input: JSON, tables and plain text in UTF-8, also compressed.
 
-What a file is, its first bytes say, but for tables, which are known by their names. One line,
-object or block is in memory at a time, and no character of it is changed. How these become
-documents is in support/text/corpus.py.
+The first bytes of a file say what it is, except that .csv and .tsv are known by their names and
+other tables by --text-column. One line, object or block is in memory at a time, and no character
+of it is changed. How these become documents is in support/text/corpus.py.
 """
 
 import codecs
@@ -12,6 +12,7 @@ import json
 import lzma
 import os
 import re
+import shlex
 import shutil
 import sys
 import tempfile
@@ -40,19 +41,19 @@ COMPRESSED = {
 PARQUET = "import pyarrow as pa, pyarrow.parquet as pq"
 REFUSED = {  # by their first bytes: what they are, and Python that makes a file for us of them
     b"ARROW1": (
-        "an Arrow file",
-        f"{PARQUET}; pq.write_table(pa.ipc.open_file(FILE).read_all(), 'text.parquet')",
+        "an Arrow file;",
+        f'{PARQUET}; pq.write_table(pa.ipc.open_file(FILE).read_all(), "text.parquet")',
     ),
     b"\xff\xff\xff\xff": (
-        "an Arrow stream, as Hugging Face's datasets keep them",
-        f"{PARQUET}; pq.write_table(pa.ipc.open_stream(FILE).read_all(), 'text.parquet')",
+        "an Arrow stream, as Hugging Face's datasets keep them;",
+        f'{PARQUET}; pq.write_table(pa.ipc.open_stream(FILE).read_all(), "text.parquet")',
     ),
     **dict.fromkeys(
         (b"\x80\x02", b"\x80\x03", b"\x80\x04", b"\x80\x05"),
         (
-            "a pickle, which could run code",
-            "import pandas; pandas.read_pickle(FILE).to_json('text.jsonl', orient='records',"
-            " lines=True)",
+            "a pickle, which can run code when it is opened; if you trust it,",
+            'import pandas; pandas.DataFrame(pandas.read_pickle(FILE)).to_json("text.jsonl",'
+            ' orient="records", lines=True)',
         ),
     ),
 }
@@ -104,6 +105,12 @@ def stdin_file() -> tempfile._TemporaryFileWrapper:
     shutil.copyfileobj(sys.stdin.buffer, copy)
     copy.flush()
     return copy
+
+
+def shown(path: str | Path) -> str:
+    """A path as messages name it: the copy of standard input is "stdin"."""
+    is_stdin = stdin_file.cache_info().currsize and str(path) == stdin_file().name
+    return "stdin" if is_stdin else str(path)
 
 
 def _walk(folder: Path) -> Iterator[Path]:
@@ -173,35 +180,41 @@ class InputBar(tqdm):
 
 
 def objects_reader(
-    path: Path, columns: tuple[str, ...]
+    path: Path, columns: tuple[str, ...], text_is_table: bool = False
 ) -> "Callable[[Path, OpenFile], Objects] | None":
     """How to read a file of objects, or of a table's rows; None for plain text.
 
-    Args:   columns that are looked at; of a parquet file no others are read, and it needs the first
+    Args:   columns that are looked at; of a parquet file no others are read; tables need the first
+            text_is_table  --text-column is given: read what would be plain text as a table
     Raises: ValueError for what has to be converted first, with the line that does it
     """
     with open_input(path) as file:
         begins = file.read(8)
     for mark, (kind, line) in REFUSED.items():
         if begins.startswith(mark):
-            line = line.replace("FILE", repr(path.name))
-            raise ValueError(f'{path}: is {kind}; convert it: python -c "{line}"')
+            line = line.replace("FILE", json.dumps(shown(path), ensure_ascii=False))
+            raise ValueError(f"{shown(path)}: is {kind} convert it: python -c {shlex.quote(line)}")
     if begins.startswith(b"PAR1"):
         return partial(read_parquet, columns=columns)
     name = Path(path).name.lower().removesuffix(compression_of(path))
     if suffix := next(filter(name.endswith, TABLES), None):
-        return partial(read_table, delimiter=TABLES[suffix])
+        return partial(read_table, delimiter=TABLES[suffix], column=columns[0])
     if name.endswith(".jsonl"):
         return read_objects
-    with open_input(path) as file, suppress(OSError, EOFError, lzma.LZMAError):
+    with open_input(path) as file, suppress(Exception):  # of decompressors: the reader meets it too
         blocks = _blocks(file, path)
-        start = b"".join(islice(dropwhile(lambda block: not block.strip(), blocks), 4)).lstrip()
+        start = b"".join(islice(dropwhile(lambda block: not block.strip(), blocks), 4))
+        start = start.removeprefix(codecs.BOM_UTF8).lstrip()
         if re.match(rb'\[\s*\{\s*"', start):
             return read_array
         with suppress(ValueError):
             first = next(cut(chain((start,), blocks), b"\n", MOST_LINE_BYTES))
             if start.startswith(b"{") and isinstance(parsed(first), dict):
                 return read_objects
+        if text_is_table:
+            codecs.getincrementaldecoder("utf-8")().decode(start)  # or else it is not even text
+            delimiter = "\t" if b"\t" in start.partition(b"\n")[0] else ","
+            return partial(read_table, delimiter=delimiter, column=columns[0])
     return None
 
 
@@ -214,22 +227,38 @@ def compression_of(path: str | Path) -> str:
     return by_bytes or (suffix if suffix in COMPRESSED else "")
 
 
-def read_table(path: str | Path, open_file: OpenFile = open_input, delimiter: str = ",") -> Objects:
-    """Yield the place (FILE:LINE) and the fields of each row, by the names in the first one."""
+def read_table(
+    path: str | Path, open_file: OpenFile = open_input, delimiter: str = ",", column: str = "text"
+) -> Objects:
+    """Yield the place (FILE:LINE) and the fields of each row, by the names in the first one.
+
+    Raises: ValueError naming the file and the line; also for a first row without `column`
+    """
     csv.field_size_limit(MOST_LINE_BYTES)
     with open_file(Path(path)) as file:
         lines = cut(_blocks(file, path), b"\n", MOST_LINE_BYTES)
-        rows = csv.reader(
-            (f"{line.decode()}\n" for line in lines), delimiter=delimiter, strict=True
-        )
+        decoded = codecs.iterdecode((line + b"\n" for line in lines), "utf-8-sig")
+        rows = csv.reader(decoded, delimiter=delimiter, strict=True)
         try:
-            header = next(rows, [])
+            header = next(filter(None, rows), [])
+            if header and column not in header:
+                raise csv.Error(no_strings(column, header))
             for row in filter(None, rows):
                 if len(row) != len(header):
-                    raise ValueError(f"has {len(row)} fields, and the first line has {len(header)}")
-                yield f"{path}:{rows.line_num}", dict(zip(header, row, strict=True))
-        except Exception as error:  # of csv, of decompressors, of text that is not UTF-8
-            raise ValueError(f"{path}:{rows.line_num}: cannot be read: {error}") from None
+                    raise csv.Error(f"has {len(row)} fields, and the first line has {len(header)}")
+                yield f"{shown(path)}:{rows.line_num}", dict(zip(header, row, strict=True))
+        except csv.Error as error:
+            raise ValueError(f"{shown(path)}:{rows.line_num}: {error}") from None
+        except Exception as error:  # of decompressors or UTF-8, before csv has counted the line
+            line = rows.line_num + 1
+            raise ValueError(f"{shown(path)}:{line}: cannot be read: {error}") from None
+
+
+def no_strings(column: str, there: list[str]) -> str:
+    """The message for a name without text; it lists the names that have some."""
+    if not there:
+        return f'has no string under "{column}" or any other name'
+    return f"strings are under {', '.join(there)[:1000]}, not {column}: choose with --text-column"
 
 
 def read_parquet(
@@ -239,7 +268,7 @@ def read_parquet(
     try:
         from pyarrow import parquet
     except ImportError:
-        raise ValueError(f"{path}: a parquet file needs `pip install pyarrow`") from None
+        raise ValueError(f"{shown(path)}: a parquet file needs `pip install pyarrow`") from None
     with open_file(Path(path)) as file:
         row = 0
         try:
@@ -247,18 +276,15 @@ def read_parquet(
             names = [field.name for field in table.schema_arrow]
             strings = [f.name for f in table.schema_arrow if re.match(STRINGS, str(f.type))]
             if columns[0] not in strings:
-                there = ", ".join(strings) or "no column"
-                raise ValueError(
-                    f"strings are under {there}, not {columns[0]}: choose with --text-column"
-                )
+                raise ValueError(no_strings(columns[0], strings))
             wanted = [name for name in columns if name in names]
             for batch in table.iter_batches(batch_size=1000, columns=wanted):
                 for fields in batch.to_pylist():
                     row += 1
-                    yield f"{path}:{row}", fields
+                    yield f"{shown(path)}:{row}", fields
         except Exception as error:  # pyarrow has a dozen kinds
             reason = str(error).partition("\n")[0]
-            raise ValueError(f"{path}:{row + 1}: {reason}") from None
+            raise ValueError(f"{shown(path)}:{row + 1}: {reason}") from None
 
 
 def read_array(path: str | Path, open_file: OpenFile = open_input) -> Objects:
@@ -267,7 +293,7 @@ def read_array(path: str | Path, open_file: OpenFile = open_input) -> Objects:
     number, text = 0, ""
     with open_file(Path(path)) as file:
         try:
-            for block in codecs.iterdecode(_blocks(file, path), "utf-8"):
+            for block in codecs.iterdecode(_blocks(file, path), "utf-8-sig"):
                 text += block
                 while start := re.match(r"[\[,\s]*(?=\{)", text):
                     try:
@@ -275,14 +301,14 @@ def read_array(path: str | Path, open_file: OpenFile = open_input) -> Objects:
                     except json.JSONDecodeError:  # its rest is still to come
                         break
                     number += 1
-                    yield f"{path}:{number}", value
+                    yield f"{shown(path)}:{number}", value
                     text = text[end:]
                 if len(text) > MOST_LINE_BYTES:
                     raise ValueError(f"is longer than {MOST_LINE_BYTES:,} characters")
             if text.strip() != "]":
                 raise ValueError(f"is no JSON object: {text[:40]!a}")
         except Exception as error:
-            raise ValueError(f"{path}:{number + 1}: cannot be read: {error}") from None
+            raise ValueError(f"{shown(path)}:{number + 1}: cannot be read: {error}") from None
 
 
 def read_objects(path: str | Path, open_file: OpenFile = open_input) -> Objects:
@@ -297,17 +323,18 @@ def read_objects(path: str | Path, open_file: OpenFile = open_input) -> Objects:
                 line = next(lines, None)
                 if line is None:
                     return
+                line = line.removeprefix(codecs.BOM_UTF8)
                 if not line.strip():
                     continue
                 value = parsed(line.decode())
             except json.JSONDecodeError as error:
                 message = f"is not JSON ({error.msg}, column {error.colno})"
-                raise ValueError(f"{path}:{row}: {message}") from None
+                raise ValueError(f"{shown(path)}:{row}: {message}") from None
             except Exception as error:  # each decompressor raises errors of its own
-                raise ValueError(f"{path}:{row}: cannot be read: {error}") from None
+                raise ValueError(f"{shown(path)}:{row}: cannot be read: {error}") from None
             if not isinstance(value, dict):
-                raise ValueError(f"{path}:{row}: is not a JSON object: write one per line")
-            yield f"{path}:{row}", value
+                raise ValueError(f"{shown(path)}:{row}: is not a JSON object: write one per line")
+            yield f"{shown(path)}:{row}", value
 
 
 def _blocks(file: BinaryIO, path: str | Path, most: int = SMALL_BYTES) -> Iterator[bytes]:
@@ -357,9 +384,10 @@ def text_blocks(path: Path, open_file: OpenFile = open_input) -> Iterator[str]:
                 yield decode(block, final=not block)
         except UnicodeDecodeError as error:
             byte = read - len(error.object) + error.start
-            raise NotText(f"{path}: is not text in UTF-8: {error.reason} at byte {byte}") from None
+            message = f"is not text in UTF-8: {error.reason} at byte {byte}"
+            raise NotText(f"{shown(path)}: {message}") from None
         except Exception as error:  # each decompressor raises errors of its own
-            raise ValueError(f"{path}: cannot be read: {error}") from None
+            raise ValueError(f"{shown(path)}: cannot be read: {error}") from None
 
 
 def cut(blocks: Iterable[AnyStr], mark: AnyStr, most: int = sys.maxsize) -> Iterator[AnyStr]:
