@@ -39,7 +39,8 @@ class Scaling(NamedTuple):
 
     def as_published(self) -> dict[str, Any]:
         """In a config.json of transformers."""
-        return {"rope_type": "llama3", **dict(zip(self.KEYS, self, strict=True))}
+        values = (*self[:3], int(self.original))
+        return {"rope_type": "llama3", **dict(zip(self.KEYS, values, strict=True))}
 
 
 class Rotary(NamedTuple):

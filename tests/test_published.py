@@ -323,7 +323,7 @@ def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
         ("run", "nowhere/out.pt", "--out .*its folder does not"),
         ("nowhere", "out.pt", "nowhere is neither"),
         ("text.txt", "out.pt", "text.txt is neither"),
-        ("normed", "out.pt", "--qk-norm"),
+        ("normed", "out.pt", "closest, gpt2, needs --no-qk-norm"),
         ("broken", "out.pt", "is damaged"),
     ):
         before = sorted(tmp_path.iterdir())
@@ -475,14 +475,14 @@ def test_a_file_that_is_no_state_dict_or_is_broken_changes_nothing(tmp_path):
     load_published(model, path)  # the same bytes, whole, are good
 
 
-TEXT = "Call me Ishmael. Some years ago--never mind how\n\n  It's 1851, naïve café 鯨 \U0001f40b\t"
+TEXT = "[MASK] Some years ago--never mind how\n\n  It's 1851, naïve café 鯨 \U0001f40b\t"
 
 
 @pytest.mark.parametrize("name", ["bytes", "pd4k"])
 def test_transformers_reads_text_as_our_tokenizers_do(name, tmp_path):
     transformers = pytest.importorskip("transformers")
     file, encoding = tmp_path / "tokenizer.json", get_encoding(name)
-    file.write_text(json.dumps(as_transformers_has_it(encoding)))
+    file.write_text(json.dumps(as_transformers_has_it(encoding, "gpt")))
     reader = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
     for text in (TEXT, "the " * 50, " \n \n", "", "aaabdaaabac" * 9):
         assert reader.encode(text) == encoding.encode_ordinary(text)
@@ -512,6 +512,7 @@ def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
         ("--rope-theta 1e4", "is a model of --rope-theta 500000"),
         ("--no-tied" if tied else "--tied", "not --no-tied" if tied else "not --tied"),
         ("--qk-norm", "of --no-qk-norm, not --qk-norm"),
+        ("--rope-scaling 8:1:4:64", "not --rope-scaling 8:1:4:64"),
         ("--tokenizer bytes", "tokenizer"),
     ):
         with pytest.raises(ValueError, match=said):
@@ -536,6 +537,7 @@ def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
         get_encoding("tokenizer.model"),
     )
     assert reader.encode(TEXT) == encoding.encode_ordinary(TEXT) and reader.eos_token_id == 4098
+    assert reader.convert_tokens_to_ids(["<|eot_id|>", "<|python_tag|>"]) == [4106, 4107]
     drawn = back.generate(tokens[:1, :5], max_new_tokens=20, do_sample=False, pad_token_id=0)
     ours = sample.generate(trained, tokens[0, :5].tolist(), 20, allowed=4416, temperature=0)
     assert drawn[0, 5:].tolist()[:10] == list(ours)[:10]

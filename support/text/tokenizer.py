@@ -51,6 +51,12 @@ LLAMA3_SPLIT = (
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]+|\s{1,100000}(?!\S)|\s"
 )
 LLAMA3_SPECIAL = ("<|begin_of_text|>", *SPECIAL_TOKENS, *(f"[RESERVED{i}]" for i in range(250)))
+LLAMA3_NAMES = [  # Meta's own, as Llama 3.1 has them
+    *("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"),
+    *("finetune_right_pad_id", "reserved_special_token_2", "start_header_id", "end_header_id"),
+    *("eom_id", "eot_id", "python_tag"),
+    *(f"reserved_special_token_{i}" for i in range(3, 248)),
+]
 
 
 def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
@@ -157,7 +163,17 @@ def write_ranks(path: Path, ranks: dict[bytes, int]) -> None:
         out.write(b"".join(lines))
 
 
-def as_transformers_has_it(encoding: tiktoken.Encoding) -> dict[str, Any]:
+def special_names(encoding: tiktoken.Encoding, model: str) -> dict[int, str]:
+    """The special tokens that a model has, by their ids, as they are called elsewhere."""
+    if encoding._pat_str == SPLIT:
+        named = {number: token for token, number in encoding._special_tokens.items()}
+    else:
+        names = (f"<|{name}|>" for name in LLAMA3_NAMES)
+        named = dict(enumerate(names, len(encoding._mergeable_ranks)))
+    return {number: name for number, name in named.items() if number < vocab_size(encoding, model)}
+
+
+def as_transformers_has_it(encoding: tiktoken.Encoding, model: str) -> dict[str, Any]:
     """The content of a tokenizer.json: byte-level BPE, whose merges follow from the ranks.
 
     Bytes are written as GPT-2 does: those that print in Latin-1 as they are, others from U+0100 on.
@@ -181,12 +197,11 @@ def as_transformers_has_it(encoding: tiktoken.Encoding) -> dict[str, Any]:
     bytewise["use_regex"] = False
     pattern = {"type": "Split", "pattern": {"Regex": encoding._pat_str}, "behavior": "Isolated"}
     is_plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    special = encoding._special_tokens.items()
     return {
         "version": "1.0",
         "added_tokens": [
-            {"id": number, "content": token, **is_plain, "special": True}
-            for token, number in special
+            {"id": number, "content": name, **is_plain, "special": True}
+            for number, name in special_names(encoding, model).items()
         ],
         "pre_tokenizer": {
             "type": "Sequence",

@@ -55,7 +55,7 @@ from support.base.runtime import Parser, exit_cleanly
 from support.base.settings import as_flags
 from support.base.typed_json import At, Each, mismatch, read_json
 from support.run.folder import ModelSize
-from support.text.tokenizer import as_transformers_has_it, get_encoding
+from support.text.tokenizer import as_transformers_has_it, get_encoding, special_names, vocab_size
 from support.weights import safetensors
 from support.weights.trained import Trained, checkpoint_of, has_trailer, trained, weights_of
 
@@ -90,7 +90,11 @@ GPT2_LAYOUT = Layout(
     architecture="GPT2LMHeadModel",
     settings=PLAIN | LEARNED,
     keys={"layers": "n_layer", "heads": "n_head", "width": "n_embd", "mlp_width": "n_inner"},
-    fixed={"activation_function": "gelu_new", "layer_norm_epsilon": 1e-5},
+    fixed={
+        "tie_word_embeddings": True,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": 1e-5,
+    },
     modules={name: [name] for name in GPT2_MODULES.split()},
     layers="h.",
     base="transformer.",
@@ -100,7 +104,12 @@ BERT_LAYOUT = Layout(
     architecture="BertForMaskedLM",
     settings=PLAIN | LEARNED | {"model": "bert"},
     keys=SIZE_KEYS,
-    fixed={"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2},
+    fixed={
+        "tie_word_embeddings": True,
+        "hidden_act": "gelu",
+        "layer_norm_eps": 1e-12,
+        "type_vocab_size": 2,
+    },
     modules={
         "wte": ["embeddings.word_embeddings"],
         "wpe": ["embeddings.position_embeddings"],
@@ -292,7 +301,7 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
         elif twin is None:
             strangers.append(entry)
         elif not torch.equal(entries[entry], entries[twin]):
-            raise refusal(path, f"{entry} must equal {twin}: {hint}")
+            raise refusal(path, f"{entry} must equal {twin} in a model with --tied: {hint}")
     if strangers:
         more = f" and {len(strangers) - 4} more" if len(strangers) > 4 else ""
         raise refusal(path, f"remove these entries: {', '.join(strangers[:4])}{more}; {hint}")
@@ -340,7 +349,9 @@ def settings_of(path: str | Path) -> dict[str, Any]:
         if wrong := mismatch(rope, dict.fromkeys(Scaling.KEYS, float)):
             raise refusal(path, f"has a config.json in which {wrong}")
         found["rope_scaling"] = ":".join(f"{said[key]:g}" for key in Scaling.KEYS)
-    elif kind != "default":
+    elif kind == "default":
+        found["rope_scaling"] = None
+    else:
         raise refusal(path, f"scales rotary angles as {kind}, which is not computed here")
     return {f"model.{name}": value for name, value in (layout.settings | found).items()}
 
@@ -360,7 +371,7 @@ def size_for(path: str | Path, needed: int, tokenizer: str) -> ModelSize:
     padded = -(-needed // 64) * 64
     if not needed <= V <= padded:
         needs = f"--tokenizer {tokenizer} one of {needed:,} (padded: {padded:,})"
-        remedy = "name that of these weights, such as gpt2; BERT's WordPiece is not supported"
+        remedy = "prepare the text with that of these weights; BERT's WordPiece is not supported"
         raise refusal(path, f"has a vocabulary of {V:,}, and {needs}: {remedy}")
     is_learned = file_layout(entries).settings["pos"] == "learned"
     return ModelSize(V, matrix(entries, "wpe.weight", path).shape[0] if is_learned else None)
@@ -483,11 +494,12 @@ def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[st
     s = {name.removeprefix("model."): value for name, value in run.settings.items()}
     layout = layout_of(s)
     if layout is None:
-        raise ValueError(
-            f"{path} fits no published layout: GPT-2's, BERT's and GPT-NeoX's are for the default"
-            " block, Llama's for --block llama, all without --qk-norm, and only Llama's has"
-            " --kv-heads"
-        )
+        lacks = [{k: v for k, v in one.settings.items() if s[k] != v} for one in LAYOUTS]
+        number = min(range(len(LAYOUTS)), key=lambda number: len(lacks[number]))
+        asked = as_flags({f"model.{name}": value for name, value in lacks[number].items()})
+        needs = asked or "as many --kv-heads as --heads"
+        closest = LAYOUTS[number].model_type
+        raise ValueError(f"{path} fits no published layout: the closest, {closest}, needs {needs}")
     say(f"reading {path}, step {run.step}")
     heads = (s["heads"], s["kv_heads"], s["kv_heads"])
     entries = published_entries(weights_of(path), layout, heads, s["width"] // s["heads"])
@@ -496,10 +508,12 @@ def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[st
     if not out.suffix:
         encoding = get_encoding(run.settings["data.tokenizer"])
         config |= {"bos_token_id": encoding.eot_token, "eos_token_id": encoding.eot_token}
-        end = {"eos_token": encoding.decode([encoding.eot_token])}
+        end = {"eos_token": special_names(encoding, s["model"])[encoding.eot_token]}
+        if (unused := run.size.vocab_size - vocab_size(encoding, s["model"])) > 0:
+            say(f"the last {unused} rows of the embedding are of no token: they fill it up")
         texts = {
             "config": config,
-            "tokenizer": as_transformers_has_it(encoding),
+            "tokenizer": as_transformers_has_it(encoding, s["model"]),
             "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **end},
         }
         with atomic_folder(out) as folder:
@@ -549,8 +563,9 @@ def transformers_config(run: Trained, s: Mapping[str, Any], layout: Layout) -> d
     config = {"model_type": layout.model_type, "architectures": [head], **layout.fixed}
     config |= {theirs: s[ours] for ours, theirs in layout.keys.items()}
     config[positions] = run.size.positions or run.settings["data.seq_len"]
-    if scaling := s.get("rope_scaling"):
-        config["rope_scaling"] = Scaling.parsed(scaling).as_published()
+    if scaling := s.get("rope_scaling") and Scaling.parsed(s["rope_scaling"]):
+        config["rope_scaling"] = scaling.as_published()
+        config[positions] = max(config[positions], int(scaling.factor * scaling.original))
     return config | {"vocab_size": run.size.vocab_size}
 
 
@@ -571,11 +586,10 @@ def main(argv: list[str] | None = None) -> None:
     if args.verb == "show":
         print(f"{args.path}: as flags: {flags(read(args.path)[0], args.path)}")
         if said := settings_of(args.path):
-            print(f"its config.json says them all, and --init takes them from there: {said}")
+            print(f"--init takes these from its config.json: {as_flags(said)}")
         return
     config = export(args.path, args.out, print)
     print(f"{args.out}: {flags(read(args.out)[0], args.out)}")
-    print("rows of its vocabulary beyond the tokenizer's ids fill it up to a multiple of 64")
     which = (
         f"this config.json beside it: {json.dumps(config)}" if args.out.suffix else "its tokenizer"
     )
