@@ -586,7 +586,8 @@ def main(argv: list[str] | None = None) -> None:
     if args.verb == "show":
         print(f"{args.path}: as flags: {flags(read(args.path)[0], args.path)}")
         if said := settings_of(args.path):
-            print(f"--init takes these from its config.json: {as_flags(said)}")
+            known = {name: value for name, value in said.items() if value is not None}
+            print(f"--init takes these from its config.json: {as_flags(known)}")
         return
     config = export(args.path, args.out, print)
     print(f"{args.out}: {flags(read(args.out)[0], args.out)}")
