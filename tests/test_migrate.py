@@ -112,7 +112,7 @@ def test_the_gpt_recipe(tmp_path, capsys):
 )
 def test_steps_consume_what_the_published_runs_do(rows, row, metric, ltd, steps, budget, all_steps):
     wanted = budget - (all_steps - steps) * rows * row
-    got = rows * migrate.consumed(steps, row, [metric] if metric else [], ltd)
+    got = rows * migrate.consumed(steps, row, {"seqlen": metric} if metric else {}, ltd)
     assert got == pytest.approx(wanted, rel=2e-3)
 
 
