@@ -27,24 +27,18 @@ CURRICULUM = "data_efficiency.data_sampling.curriculum_learning"
 METRIC = f"{CURRICULUM}.curriculum_metrics"
 LTD = "data_efficiency.data_routing.random_ltd"
 CLOCK = f"{LTD}.layer_token_lr_schedule"
+GROWTH = f"{LTD}.random_ltd_schedule"
 LEGACY = "curriculum_learning"
 RATE = "scheduler.params"
 LOGS = ("tensorboard", "wandb")
 POINTS = 1000  # steps at which a schedule is read to find what it consumes
 
 # Metrics, as DeepSpeed's documentation and Megatron-DeepSpeed's scripts name them.
-METRICS = {
-    "seqlen_truncate": "seqlen",
-    "seqlen_reshape": "seqlen-reshape",
-    "seqlen": "length",
-    "voc": "rarity",
-    "vocabularyrarity": "rarity",
-    "vocab_rarity": "rarity",
-    "seqlen_vocab_rarity": "length-rarity",
-}
+METRICS = {"seqlen_truncate": "seqlen", "seqlen_reshape": "seqlen-reshape", "seqlen": "length"}
+METRICS |= {"voc": "rarity", "vocabularyrarity": "rarity", "vocab_rarity": "rarity"}
+METRICS |= {"seqlen_vocab_rarity": "length-rarity"}
 
-ADAM = {"Adam": "--optimizer adamw", "AdamW": "--optimizer adamw"}
-OFFLOAD = {"cpu": "--offload", "none": ""}
+# What a scheduler does after its warmup.
 RATES = {"WarmupLR": "--min-lr 1", "WarmupDecayLR": "--schedule linear --min-lr 0"}
 RATES |= {"WarmupCosineLR": "--schedule cosine"}
 
@@ -60,17 +54,14 @@ FLAGS: dict[str, tuple[object, Callable[[Any], str | None]]] = {
     "bf16.enabled": (bool, {True: "--dtype bf16", False: ""}.get),
     "fp16.enabled": (bool, {True: "--dtype fp16", False: ""}.get),
     "zero_optimization.stage": (int, {0: "", 3: "--fsdp"}.get),
-    "zero_optimization.offload_optimizer.device": (str, OFFLOAD.get),
-    "zero_optimization.offload_param.device": (str, OFFLOAD.get),
-    "optimizer.type": (str, ADAM.get),
+    "zero_optimization.offload_optimizer.device": (str, {"cpu": "--offload", "none": ""}.get),
+    "zero_optimization.offload_param.device": (str, {"cpu": "--offload", "none": ""}.get),
+    "optimizer.type": (str, {"Adam": "--optimizer adamw", "AdamW": "--optimizer adamw"}.get),
     "optimizer.params.lr": (float, "--lr {:g}".format),
     "optimizer.params.betas": ([float], betas_of),
     "optimizer.params.weight_decay": (float, "--weight-decay {:g}".format),
     "scheduler.type": (str, RATES.get),
     f"{RATE}.warmup_max_lr": (float, "--lr {:g}".format),
-    f"{RATE}.warmup_min_lr": (float, {0: ""}.get),
-    f"{RATE}.warmup_min_ratio": (float, {0: ""}.get),
-    f"{RATE}.warmup_type": (str, {"linear": ""}.get),
     f"{RATE}.cos_min_ratio": (float, "--min-lr {:g}".format),
     "tensorboard.enabled": (bool, {True: "--tensorboard"}.get),
     "wandb.enabled": (bool, {True: "--wandb"}.get),
@@ -80,21 +71,20 @@ FLAGS: dict[str, tuple[object, Callable[[Any], str | None]]] = {
     f"{LTD}.random_ltd_layer_id": ([int], lambda ids: f"--ltd-layers {','.join(map(str, ids))}"),
     f"{LTD}.model_type": (str, {"decoder": "", "encoder": "--model bert"}.get),
     f"{CLOCK}.enabled": (bool, {True: "--lr-clock layer-tokens"}.get),
-    f"{LTD}.random_ltd_schedule.schedule_type": (str, {"fixed_linear": "--ltd-pace linear"}.get),
-    f"{LTD}.random_ltd_schedule.schedule_config.require_steps": (int, "--ltd-steps {:d}".format),
-    f"{LTD}.random_ltd_schedule.schedule_config.seq_per_step": (int, "--ltd-multiple {:d}".format),
+    f"{GROWTH}.schedule_type": (str, {"fixed_linear": "--ltd-pace linear"}.get),
+    f"{GROWTH}.schedule_config.require_steps": (int, "--ltd-steps {:d}".format),
+    f"{GROWTH}.schedule_config.seq_per_step": (int, "--ltd-multiple {:d}".format),
 }
 
 # Key, or the beginning of several -> why it has no flag, or what to know of the flag.
-BUDGET = "--offload moves to CPU memory what exceeds --offload-budget, which the file does not have"
+BUDGET = "what exceeds --offload-budget moves; by default this is half of the free memory"
 REASONS = {
     "data_efficiency.data_sampling.num_epochs": "a run ends at --tokens",
     "data_efficiency.data_sampling.num_workers": "one thread reads ahead",
     "data_efficiency.data_sampling.pin_memory": "a batch for a GPU is always page-locked",
     "data_efficiency.data_sampling.dynamic_batching": "a step has --batch-tokens; see --pack",
     f"{CURRICULUM}.data_cluster_path": "pools are computed and need no files",
-    f"{METRIC}.*.index_to_sample_path": "analyze.py makes the index, see --curriculum-index",
-    f"{METRIC}.*.index_to_metric_path": "analyze.py makes the index, see --curriculum-index",
+    f"{METRIC}.*.index_to": "analyze.py makes the index, see --curriculum-index",
     f"{CLOCK}.enabled": "padding counts: a padded BERT's rate is 0 before the run ends; add --pack",
     CLOCK: "--schedule is the only schedule of the learning rate",
     f"{LTD}.model_mask_name": "a mask is made from the documents of the kept tokens",
@@ -111,14 +101,12 @@ REASONS = {
 NEEDLESS = ("train_batch_size", "gradient_accumulation_steps", "data_efficiency.enabled", LEGACY)
 NEEDLESS += ("data_efficiency.data_sampling.enabled", "data_efficiency.data_routing.enabled")
 NEEDLESS += (f"{CURRICULUM}.enabled", f"{METRIC}.*", f"{LTD}.random_ltd_layer_num")
-NEEDLESS += (f"{LTD}.random_ltd_schedule.min_value", f"{LTD}.random_ltd_schedule.max_value")
-REASONS |= dict.fromkeys(NEEDLESS, "")
+REASONS |= dict.fromkeys([*NEEDLESS, f"{GROWTH}.max_value"], "")
 
 # What DeepSpeed does where the file is silent, as our flags.
 SILENT = {"--optimizer": "adamw", "--lr": 0.001, "--beta1": 0.9, "--beta2": 0.999}
 SILENT |= {"--weight-decay": 0, "--grad-clip": 0, "--warmup-tokens": 0, "--min-lr": "1 (constant)"}
-WARMUP = {"warmup_num_steps": 1000, "warmup_type": "log"}
-SCHEDULERS = {"WarmupDecayLR": {"warmup_max_lr": 1e-3}, "WarmupCosineLR": {"cos_min_ratio": 1e-4}}
+WARMUP = {f"{RATE}.warmup_num_steps": 1000, f"{RATE}.warmup_type": "log"}
 
 # The last part of a key -> what DeepSpeed has there.
 COUNT = Limited(int, {"least": 1})
@@ -136,13 +124,10 @@ def require(value: object, shape: object, key: str) -> None:
 
 
 def leaves(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested objects with its key: ("bf16.enabled", True)."""
+    """Every value of nested objects, and empty object, with its key: ("bf16.enabled", True)."""
     for key, value in tree.items():
         name = f"{path}.{key}" if path else key
-        if isinstance(value, dict):
-            yield from leaves(value, name)
-        else:
-            yield name, value
+        yield from leaves(value, name) if value and isinstance(value, dict) else [(name, value)]
 
 
 def section(tree: dict, path: str) -> dict:
@@ -177,28 +162,26 @@ def consumed(steps: float, seq_len: int, lengths: dict[str, dict], ltd: dict) ->
 
     def row(step: float) -> float:
         seen = min([seq_len, *(difficulty(metric, step) for metric in lengths.values())])
-        rows = seq_len / seen if "seqlen-reshape" in lengths else 1
-        if not ltd:
-            return rows * seen
-        grows = ltd["random_ltd_schedule"]
-        how, ends = grows["schedule_config"], (grows["min_value"], grows["max_value"])
-        kept = pace(step, how["require_steps"], *ends, multiple=how["seq_per_step"])
-        kept = min(seen, kept)
-        dropped = (seen - kept) * len(ltd["random_ltd_layer_id"]) / ltd["total_layer_num"]
-        return rows * (seen - dropped)
+        used = seen
+        if ltd:
+            grows = ltd["random_ltd_schedule"]
+            how, ends = grows["schedule_config"], (grows["min_value"], grows["max_value"])
+            kept = pace(step, how["require_steps"], *ends, multiple=how["seq_per_step"])
+            used -= max(seen - kept, 0) * len(ltd["random_ltd_layer_id"]) / ltd["total_layer_num"]
+        return used * seq_len / seen if "seqlen-reshape" in lengths else used
 
     return steps * fmean(row((point + 0.5) / POINTS * steps) for point in range(POINTS))
 
 
-def paced(ours: str, metric: dict, seq_len: int, share: Callable[[float], float]) -> dict[str, str]:
+def paced(ours: str, metric: dict, seq_len: int, share: Callable[[float], float]) -> dict:
     """What a metric adds to --curriculum, --curriculum-start and so on; "" for the default.
 
-    A root of degree g over steps becomes one of degree p over tokens: the same half-way point in
-    steps, c(S/2) / c(S) of the curriculum's tokens, has (1/2)^(1/g) of the way behind it.
+    A root of degree g over S steps becomes one of degree p over tokens, so that both are as far
+    after S / 2 steps: (c(S/2) / c(S))^(1/p) = (1/2)^(1/g).
 
-    Args:    share of --tokens that is consumed by a step, c
-    Example: rows that grow evenly from almost 0 have consumed a quarter at half of the steps, and
-             a half of the way is the square root of a quarter: root:2
+    Args:    share of --tokens that is consumed by a step: c
+    Example: rows that grow evenly from almost 0 have consumed a quarter of their tokens after half
+             of their steps; the square root of a quarter is a half, so p = 2
     """
     is_length, kind = ours.startswith("seqlen"), metric["schedule_type"]
     how = metric.get("schedule_config", {})
@@ -225,9 +208,7 @@ def paced(ours: str, metric: dict, seq_len: int, share: Callable[[float], float]
     return words
 
 
-def deepspeed(
-    config: dict, budget: int | None, seq_len: int | None
-) -> tuple[list[str], dict[str, str]]:
+def deepspeed(config: dict, budget: int | None, seq_len: int | None) -> tuple[list, dict[str, str]]:
     """A DeepSpeed configuration as the words of a command line, and why other keys have none.
 
     A technique is on by its own `enabled` alone, as in DeepSpeed's engine. The legacy curriculum
@@ -255,8 +236,13 @@ def deepspeed(
             notes[name] = "left out of the command: in a single cluster it chooses no samples"
         else:
             chosen[ours] = metric
+            how = metric.get("schedule_config", {})
+            if len(how.get("max_step", [])) + 1 != len(how.get("difficulty", [0])):
+                raise ValueError(f"{name}: difficulty has one level more than max_step has ends")
             if metric["schedule_type"] == "custom":
-                notes[name] = "its schedule is code: write it as --curriculum-pace path.py:name"
+                notes[name] = (
+                    "schedule left out of the command: it is --curriculum-pace path.py:name"
+                )
 
     # a row, and the tokens of its steps
     by_length = [ours for ours in chosen if ours.startswith("length")]
@@ -282,11 +268,11 @@ def deepspeed(
     # every key, as flags or with a reason
     flags = dict(FLAGS)
     flags[f"{RATE}.warmup_num_steps"] = (COUNT, lambda n: f"--warmup-tokens {round(tokens(n))}")
-    if (kind := str(found.get("scheduler.type"))) in RATES:
-        silent = WARMUP | SCHEDULERS.get(kind, {})
-        found = {f"{RATE}.{key}": value for key, value in silent.items()} | found
-    if found.get(f"{RATE}.warmup_max_lr", "auto") != "auto" and found.pop("optimizer.params.lr", 0):
-        notes["optimizer.params.lr"] = "warmup_max_lr of the scheduler takes its place"
+    found = WARMUP | found if found.get("scheduler.type") in [*RATES] else found
+    by = found[f"{GROWTH}.schedule_config.seq_per_step"] if ltd else 1
+    flags[f"{GROWTH}.min_value"] = (COUNT, lambda n: f"--ltd-start {max(n - n % by, by)}")
+    if found.get(f"{RATE}.warmup_max_lr", "auto") != "auto":
+        found.pop("optimizer.params.lr", None)  # DeepSpeed's scheduler overwrites it
     given = [f"--seq-len {seq_len}", f"--batch-tokens {rows * seq_len}"]
     given += [f"--tokens {budget}"] if budget else []
     for path, value in found.items():
@@ -295,24 +281,18 @@ def deepspeed(
             path = path.replace(f"{METRIC}.{name}.", f"{METRIC}.*.")
         if off:
             notes[off[0]] = "it is not enabled"
-            continue
-        written = None
-        if path in flags and value != "auto":
-            shape, flags_of = flags[path]
-            require(value, shape, path)
-            written = flags_of(value)
-        if written:
-            given.append(written)
-            notes[path] = REASONS.get(path, "")
         elif path in flags and value == "auto":
             notes[path] = "auto is for a script to fill in: give the flag yourself"
-        elif written is None:
-            key = next((key for key in REASONS if path.startswith(key)), path)
-            notes[key] = REASONS.get(key, "nothing in train.py corresponds to it")
-    if ltd:
-        grows = ltd["random_ltd_schedule"]
-        multiple = grows["schedule_config"]["seq_per_step"]
-        given.append(f"--ltd-start {max(grows['min_value'] // multiple, 1) * multiple}")
+        else:
+            shape, flags_of = flags.get(path, (object, lambda value: None))
+            require(value, shape, path)
+            written = flags_of(value)
+            if written:
+                given.append(written)
+                notes[path] = REASONS.get(path, "")
+            elif written is None:
+                key = next((key for key in REASONS if path.startswith(key)), path)
+                notes[key] = REASONS.get(key, "nothing in train.py corresponds to it")
 
     curricula = [paced(ours, metric, seq_len, share) for ours, metric in chosen.items()]
     for name in ("", "-start", "-share", "-pace", "-by"):
@@ -330,9 +310,8 @@ def deepspeed(
     silent = [flag for flag in SILENT if flag not in words]
     ours = {flag: getattr(OptimConfig, flag[2:].replace("-", "_")) for flag in silent}
     ours |= {flag: "as in --help" for flag, value in ours.items() if value is None}
-    for whose, values in {"train.py's": ours, "DeepSpeed's": SILENT}.items():
-        said = ", ".join(f"{flag} {values[flag]}" for flag in silent)
-        notes[f"not in the file, {whose} own"] = said
+    for who, values in {"train.py's own": ours, "DeepSpeed's own": SILENT}.items():
+        notes[f"not in the file, {who}"] = ", ".join(f"{flag} {values[flag]}" for flag in silent)
     return words, {path: why for path, why in notes.items() if why}
 
 
