@@ -84,7 +84,7 @@ REASONS = {
     "data_efficiency.data_sampling.pin_memory": "a batch for a GPU is always page-locked",
     "data_efficiency.data_sampling.dynamic_batching": "a step has --batch-tokens; see --pack",
     f"{CURRICULUM}.data_cluster_path": "pools are computed and need no files",
-    f"{METRIC}.*.index_to": "analyze.py makes the index, see --curriculum-index",
+    f"{METRIC}.*.index_to": "analyze.py makes both files, see --curriculum-index",
     f"{CLOCK}.enabled": "padding counts: a padded BERT's rate is 0 before the run ends; add --pack",
     CLOCK: "--schedule is the only schedule of the learning rate",
     f"{LTD}.model_mask_name": "a mask is made from the documents of the kept tokens",
@@ -134,7 +134,7 @@ def section(tree: dict, path: str) -> dict:
     """The object at a path if it is there and its own `enabled` is true, else {}."""
     for key in path.split("."):
         tree = tree.get(key, {})
-        require(tree, {}, path)
+        require(tree, {}, key)
     return tree if tree.get("enabled") else {}
 
 
@@ -238,7 +238,7 @@ def deepspeed(config: dict, budget: int | None, seq_len: int | None) -> tuple[li
             chosen[ours] = metric
             how = metric.get("schedule_config", {})
             if len(how.get("max_step", [])) + 1 != len(how.get("difficulty", [0])):
-                raise ValueError(f"{name}: difficulty has one level more than max_step has ends")
+                raise ValueError(f"{name}: difficulty must have one entry more than max_step")
             if metric["schedule_type"] == "custom":
                 notes[name] = (
                     "schedule left out of the command: it is --curriculum-pace path.py:name"
