@@ -1,6 +1,8 @@
 """DeepSpeed's published configurations as command lines that train.py accepts."""
 
 import copy
+import functools
+import itertools
 import json
 import re
 import shlex
@@ -9,6 +11,8 @@ import pytest
 from test_readme import read
 
 import config
+from curriculum import parse_pace
+from support.base.clock import pace
 from support.base.settings import flattened
 from support.run import migrate
 
@@ -85,7 +89,7 @@ def test_the_gpt_recipe(tmp_path, capsys):
         "run.dtype": "fp16",
         "curriculum.metric": "rarity,seqlen",
         "curriculum.start": "1,80",
-        "curriculum.pace": "root:2,linear",
+        "curriculum.pace": "root:3.56,root:1.78",
         "curriculum.by": None,
         "ltd.start": 128,
         "ltd.steps": 200_000,
@@ -95,9 +99,11 @@ def test_the_gpt_recipe(tmp_path, capsys):
     }
     assert {name: got[name] for name in wanted} == wanted
     said = {note.split(":")[0].split(".")[-1] for note in notes}
-    assert said == {"hysteresis", "data_cluster_path", "num_workers", "index_to_sample_path"} | {
+    assert said == {"hysteresis", "data_cluster_path", "num_workers", "index_to"} | {
         "model_mask_name",
         "hidden_state_order",
+        "py's own",
+        "not in the file, DeepSpeed's own",
     }
 
 
@@ -112,47 +118,98 @@ def test_the_gpt_recipe(tmp_path, capsys):
 )
 def test_steps_consume_what_the_published_runs_do(rows, row, metric, ltd, steps, budget, all_steps):
     wanted = budget - (all_steps - steps) * rows * row
-    got = rows * migrate.consumed(steps, row, [metric] if metric else [], ltd)
+    got = rows * migrate.consumed(steps, row, {"seqlen": metric} if metric else {}, ltd)
     assert got == pytest.approx(wanted, rel=2e-3)
 
 
+@pytest.mark.parametrize(("ltd", "degree"), [(dropping(), "1.78"), ({}, "1.9")])
+def test_rows_are_about_as_long_as_deepspeed_s_at_the_same_step(ltd, degree):
+    """Over the whole curriculum; the clock advances by our own rows."""
+    metric, row, budget = length(), 2048, 300e9 / 512
+
+    def share(steps):
+        return migrate.consumed(steps, row, {"seqlen": metric}, ltd) / budget
+
+    def apart(pacing):
+        ours = parse_pace(pacing)._replace(start=80, end=row, multiple=8)
+        consumed, distances = 0, []
+        for step in range(0, 110_000, 100):
+            seen = ours.at(consumed / budget / float(words["-share"]))
+            kept = min(seen, pace(step, 200_000, 128, row, multiple=16)) if ltd else seen
+            consumed += 100 * (seen - (seen - kept) * 22 / 24)
+            distances.append(abs(seen - migrate.difficulty(metric, step)))
+        return max(distances)
+
+    words = migrate.paced("seqlen", metric, row, share)
+    assert words["-pace"] == f"root:{degree}" and apart(words["-pace"]) <= 64
+    assert apart("linear") > 800  # the share of the end alone does not keep pace
+
+
+def scheduler(kind, **params):
+    return {"optimizer": ADAM, "scheduler": {"type": kind, "params": params}}
+
+
+LEVELS = "pace': 'discrete:512@0.003495:1024@0.006991:2048'"
+VALUE = {"difficulty_type": "value", "min_difficulty": 900}
+SINGLE = {"clustering_type": "single_cluster"}
+CLOCK = {"layer_token_lr_schedule": {"enabled": True}}
+TO_CPU = {"stage": 2, "offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "nvme"}}
+SILENT = {"optimizer": {"type": "AdamW", "params": {"lr": 6e-4}}}
+
+
 @pytest.mark.parametrize(
-    ("change", "wanted"),
+    ("change", "wanted"),  # in the settings that train.py reads, then in the notes
     [
+        ({"metrics": {"seqlen_reshape": length() | DISCRETE}}, "'seqlen-reshape'.*" + LEVELS),
+        ({"curriculum_learning": LEGACY}, "metric': 'seqlen',.*share': '0.199',.*'root:1.9'"),
+        ({"metrics": {"voc": VOC | VALUE}}, "start': '900',.*share': '0.3845',.*by': 'value'"),
+        ({"metrics": {"voc": VOC | {"max_difficulty": 10}}}, "start': '10'"),
+        ({"metrics": {"seqlen": VOC}}, "'bert'.*metric': 'length'.*for a GPT put --pack"),
+        ({"metrics": {"seqlen": VOC}, "ltd": dropping()}, "'gpt'.*'length'.*pack.on': True"),
+        ({"metrics": {"vocabularyrarity": VOC}}, "'gpt'.*metric': 'rarity'"),
+        ({"metrics": {"voc": VOC | {"schedule_type": "custom"}}}, "start': '1',.*voc: .* left out"),
+        ({"metrics": {"mine": VOC}}, "metric': 'none'.*mine: left out of the command"),
+        ({"metrics": {"voc": VOC | SINGLE}}, "metric': 'none'.*voc: left out of the command"),
+        ({"ltd": dropping(12, "encoder", 512) | CLOCK}, "'bert'.*'layer-tokens'.* padding counts"),
+        ({"optimizer": ADAM}, "'adamw'.*decay': 0.01,.*beta2': 0.999.*optimizer.params.lr: auto"),
+        (SILENT, "own: --beta1 0.9, --beta2 0.95, --weight-decay 0.1, --grad-clip 1.0, --warmup"),
         (
-            {"metrics": {"seqlen_reshape": length() | DISCRETE}},
-            {"metric": "seqlen-reshape", "pace": "discrete:512@0.0008738:1024@0.002632:2048"},
+            scheduler("WarmupLR", warmup_max_lr=3e-4),
+            "lr': 0.0003, 'optim.min_lr': 1.0, .* is linear",
         ),
-        ({"curriculum_learning": LEGACY}, {"metric": "seqlen", "share": "0.199"}),
         (
-            {"metrics": {"voc": VOC | {"difficulty_type": "value", "min_difficulty": 900}}},
-            {"start": "900", "by": "value", "share": "0.3845"},
+            scheduler("WarmupDecayLR", warmup_num_steps=3000),
+            "'linear'.*warmup_tokens': 3145728000,",
         ),
-        ({"metrics": {"voc": VOC | {"max_difficulty": 10}}}, {"start": "10"}),
-        ({"metrics": {"seqlen": VOC}}, {"metric": "length"}),
-        ({"metrics": {"vocabularyrarity": VOC}}, {"metric": "rarity"}),
-        ({"metrics": {"voc": VOC | {"schedule_type": "custom"}}}, {"pace": None, "start": "1"}),
-        ({"metrics": {"mine": VOC}}, {"metric": "none"}),
-        ({"metrics": {"voc": VOC | {"clustering_type": "single_cluster"}}}, {"metric": "none"}),
-        ({"ltd": dropping(12, "encoder", 512)}, {"metric": "none"}),
-        ({"optimizer": ADAM, "bf16": {"enabled": False}}, {"metric": "none"}),
+        (
+            scheduler("WarmupCosineLR", cos_min_ratio=0.1),
+            "min_lr': 0.1, 'optim.schedule': 'cosine'",
+        ),
+        (scheduler("OneCycle"), "scheduler: warmup is linear"),
+        ({"wandb": {"enabled": True, "team": "x"}}, "wandb': True.*wandb: .*WANDB_PROJECT"),
+        ({"tensorboard": {"enabled": True, "job_name": "x"}}, "board': True.*tensorboard: the log"),
+        ({"zero_optimization": TO_CPU}, "offload.on': True.*only stage 3 .*--offload-budget"),
     ],
 )
 def test_other_configurations(change, wanted, tmp_path, capsys):
-    row = "512" if "ltd" in change else "2048"
-    got, notes = translated(
-        deepspeed(**change), tmp_path, capsys, "--tokens", "300B", "--seq-len", row
-    )
-    assert {name: got[f"curriculum.{name}"] for name in wanted} == wanted
-    if "optimizer" in change:
-        parts = (got[f"optim.{name}"] for name in ("optimizer", "beta2", "weight_decay"))
-        assert [*parts] == ["adamw", 0.999, 0.01] and "optimizer.params.lr" in str(notes)
-    kind = str(change)
-    assert got["model.model"] == ("bert" if "encoder" in kind or "'seqlen': {" in kind else "gpt")
-    for word in ("custom", "mine", "single_cluster"):
-        metric = "mine" if word == "mine" else "voc"
-        if word in kind and "seqlen" not in kind:
-            assert any(note.startswith(f"{metric}: ") for note in notes), notes
+    flags = ("--tokens", "300B", "--seq-len", "512" if "encoder" in str(change) else "2048")
+    assert re.search(wanted, str(translated(deepspeed(**change), tmp_path, capsys, *flags)))
+
+
+def test_any_value_is_translated_or_named():
+    """Each value of a configuration, and each object, replaced by what does not belong there."""
+    whole = GPT | scheduler("WarmupLR", warmup_num_steps=9) | {"zero_optimization": TO_CPU}
+    keys = [path.split(".") for path, _ in migrate.leaves(whole)]
+    keys += [key[:depth] for key in keys for depth in range(1, len(key))]
+    for key, value in itertools.product(keys, ("x", 5, -1, 0.5, [], [1], {}, None, True)):
+        given = copy.deepcopy(whole)
+        functools.reduce(dict.get, key[:-1], given)[key[-1]] = value
+        try:
+            migrate.deepspeed(given, 300 * 10**9, None)
+        except ValueError as error:
+            assert re.search("allowed is|--|one entry more", str(error)), (key, value)
+        except KeyError as error:  # what `main` names
+            assert value == {}, (key, value, error)
 
 
 @pytest.mark.parametrize(
@@ -165,7 +222,11 @@ def test_other_configurations(change, wanted, tmp_path, capsys):
         (deepspeed(metrics={"voc": VOC}), "--tokens 1B", "--seq-len: give both"),
         (GPT, "", "add --tokens"),
         (GPT, "--tokens 1M", "110,000 steps of a curriculum are 3.84e.04 times --tokens"),
-        (GPT | {"gradient_clipping": "1 --out x"}, "--tokens 300B", "Unknown format code"),
+        (
+            GPT | {"gradient_clipping": "1 --out x"},
+            "--tokens 300B",
+            "gradient_clipping is .*a number",
+        ),
         (deepspeed(ltd={"enabled": True}), "", "needs the key 'random_ltd_schedule'"),
     ],
 )
@@ -182,4 +243,4 @@ def test_the_page_has_every_key():
     keys = [key.split(".")[-1] for key in (*migrate.FLAGS, *migrate.REASONS, *migrate.METRICS)]
     metric = copy.deepcopy(LEGACY) | VOC | {"schedule_config": 0}
     keys += [*metric, *DISCRETE["schedule_config"], "total_curriculum_step", "root_degree"]
-    assert not [key for key in keys if key != "*" and not re.search(rf"\b{key}\b", page)]
+    assert not [key for key in keys if key != "*" and not re.search(rf"\b{key}", page)]

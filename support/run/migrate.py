@@ -1,8 +1,9 @@
 """Another trainer's settings as our command line, and what of them has no counterpart here.
 
 DeepSpeed counts steps, and train.py consumed tokens. So a curriculum ends at the share of --tokens
-that its steps consume, with shorter rows and dropped tokens counted as the clock counts them.
-docs/migrate.md has every key.
+that its steps consume, with shorter rows and dropped tokens counted as the clock counts them, and
+its root is chosen so that it is as far as DeepSpeed's after half of its steps. docs/migrate.md has
+every key.
 
     python -m support.run.migrate deepspeed ds_config.json --tokens 300B --seq-len 2048
 """
@@ -10,6 +11,7 @@ docs/migrate.md has every key.
 import shlex
 from bisect import bisect_left
 from collections.abc import Callable, Iterator
+from math import log2
 from pathlib import Path
 from statistics import fmean
 from typing import Any
@@ -17,88 +19,122 @@ from typing import Any
 from support.base import runtime
 from support.base.clock import pace
 from support.base.numbers import count
-from support.base.typed_json import parsed
+from support.base.typed_json import Each, Limited, mismatch, parsed
 from support.rows.samples import MULTIPLE
+from support.step.optim import OptimConfig
 
 CURRICULUM = "data_efficiency.data_sampling.curriculum_learning"
 METRIC = f"{CURRICULUM}.curriculum_metrics"
 LTD = "data_efficiency.data_routing.random_ltd"
+CLOCK = f"{LTD}.layer_token_lr_schedule"
+GROWTH = f"{LTD}.random_ltd_schedule"
 LEGACY = "curriculum_learning"
+RATE = "scheduler.params"
+LOGS = ("tensorboard", "wandb")
 POINTS = 1000  # steps at which a schedule is read to find what it consumes
 
 # Metrics, as DeepSpeed's documentation and Megatron-DeepSpeed's scripts name them.
-METRICS = {
-    "seqlen_truncate": "seqlen",
-    "seqlen_reshape": "seqlen-reshape",
-    "seqlen": "length",
-    "voc": "rarity",
-    "vocabularyrarity": "rarity",
-    "vocab_rarity": "rarity",
-    "seqlen_vocab_rarity": "length-rarity",
+METRICS = {"seqlen_truncate": "seqlen", "seqlen_reshape": "seqlen-reshape", "seqlen": "length"}
+METRICS |= {"voc": "rarity", "vocabularyrarity": "rarity", "vocab_rarity": "rarity"}
+METRICS |= {"seqlen_vocab_rarity": "length-rarity"}
+
+# What a scheduler does after its warmup.
+RATES = {"WarmupLR": "--min-lr 1", "WarmupDecayLR": "--schedule linear --min-lr 0"}
+RATES |= {"WarmupCosineLR": "--schedule cosine"}
+
+
+def betas_of(betas: list[float]) -> str:
+    return " ".join(f"--beta{number} {beta:g}" for number, beta in enumerate(betas, start=1))
+
+
+# Key -> what DeepSpeed has there, and the flags of a value; None if this value has none.
+FLAGS: dict[str, tuple[object, Callable[[Any], str | None]]] = {
+    "train_micro_batch_size_per_gpu": (int, "--micro-batch-size {:d}".format),
+    "gradient_clipping": (float, "--grad-clip {:g}".format),
+    "bf16.enabled": (bool, {True: "--dtype bf16", False: ""}.get),
+    "fp16.enabled": (bool, {True: "--dtype fp16", False: ""}.get),
+    "zero_optimization.stage": (int, {0: "", 3: "--fsdp"}.get),
+    "zero_optimization.offload_optimizer.device": (str, {"cpu": "--offload", "none": ""}.get),
+    "zero_optimization.offload_param.device": (str, {"cpu": "--offload", "none": ""}.get),
+    "optimizer.type": (str, {"Adam": "--optimizer adamw", "AdamW": "--optimizer adamw"}.get),
+    "optimizer.params.lr": (float, "--lr {:g}".format),
+    "optimizer.params.betas": ([float], betas_of),
+    "optimizer.params.weight_decay": (float, "--weight-decay {:g}".format),
+    "scheduler.type": (str, RATES.get),
+    f"{RATE}.warmup_max_lr": (float, "--lr {:g}".format),
+    f"{RATE}.cos_min_ratio": (float, "--min-lr {:g}".format),
+    "tensorboard.enabled": (bool, {True: "--tensorboard"}.get),
+    "wandb.enabled": (bool, {True: "--wandb"}.get),
+    "data_efficiency.seed": (int, "--seed {:d}".format),
+    f"{LTD}.enabled": (bool, {True: "--ltd"}.get),
+    f"{LTD}.total_layer_num": (int, "--layers {:d}".format),
+    f"{LTD}.random_ltd_layer_id": ([int], lambda ids: f"--ltd-layers {','.join(map(str, ids))}"),
+    f"{LTD}.model_type": (str, {"decoder": "", "encoder": "--model bert"}.get),
+    f"{CLOCK}.enabled": (bool, {True: "--lr-clock layer-tokens"}.get),
+    f"{GROWTH}.schedule_type": (str, {"fixed_linear": "--ltd-pace linear"}.get),
+    f"{GROWTH}.schedule_config.require_steps": (int, "--ltd-steps {:d}".format),
+    f"{GROWTH}.schedule_config.seq_per_step": (int, "--ltd-multiple {:d}".format),
 }
 
-# Key -> the flags of its value; None if this value has none.
-FLAGS: dict[str, Callable[[Any], str | None]] = {
-    "train_micro_batch_size_per_gpu": "--micro-batch-size {:d}".format,
-    "gradient_clipping": "--grad-clip {:g}".format,
-    "bf16.enabled": {True: "--dtype bf16", False: ""}.get,
-    "fp16.enabled": {True: "--dtype fp16", False: ""}.get,
-    "zero_optimization.stage": {0: "", 3: "--fsdp"}.get,
-    "optimizer.type": {"Adam": "--optimizer adamw", "AdamW": "--optimizer adamw"}.get,
-    "optimizer.params.lr": "--lr {:g}".format,
-    "optimizer.params.betas": lambda betas: f"--beta1 {betas[0]:g} --beta2 {betas[1]:g}",
-    "optimizer.params.weight_decay": "--weight-decay {:g}".format,
-    "data_efficiency.seed": "--seed {:d}".format,
-    f"{LTD}.enabled": {True: "--ltd"}.get,
-    f"{LTD}.total_layer_num": "--layers {:d}".format,
-    f"{LTD}.random_ltd_layer_id": lambda ids: f"--ltd-layers {','.join(f'{i:d}' for i in ids)}",
-    f"{LTD}.model_type": {"decoder": "", "encoder": "--model bert"}.get,
-    f"{LTD}.layer_token_lr_schedule.enabled": {True: "--lr-clock layer-tokens", False: ""}.get,
-    f"{LTD}.random_ltd_schedule.schedule_type": {"fixed_linear": "--ltd-pace linear"}.get,
-    f"{LTD}.random_ltd_schedule.schedule_config.require_steps": "--ltd-steps {:d}".format,
-    f"{LTD}.random_ltd_schedule.schedule_config.seq_per_step": "--ltd-multiple {:d}".format,
-}
-
-# Key, or the beginning of several -> why it has no flag; "" where another key says it.
+# Key, or the beginning of several -> why it has no flag, or what to know of the flag.
+BUDGET = "what exceeds --offload-budget moves; by default this is half of the free memory"
 REASONS = {
-    "train_batch_size": "",
-    "gradient_accumulation_steps": "",
-    "data_efficiency.enabled": "",
-    "data_efficiency.data_sampling.enabled": "",
     "data_efficiency.data_sampling.num_epochs": "a run ends at --tokens",
     "data_efficiency.data_sampling.num_workers": "one thread reads ahead",
     "data_efficiency.data_sampling.pin_memory": "a batch for a GPU is always page-locked",
     "data_efficiency.data_sampling.dynamic_batching": "a step has --batch-tokens; see --pack",
-    f"{CURRICULUM}.enabled": "",
     f"{CURRICULUM}.data_cluster_path": "pools are computed and need no files",
-    f"{METRIC}.*.index_to_sample_path": "analyze.py makes the index, see --curriculum-index",
-    f"{METRIC}.*.index_to_metric_path": "analyze.py makes the index, see --curriculum-index",
-    f"{METRIC}.*": "",
-    "data_efficiency.data_routing.enabled": "",
-    f"{LTD}.random_ltd_layer_num": "",
-    f"{LTD}.random_ltd_schedule.min_value": "",
-    f"{LTD}.random_ltd_schedule.max_value": "",
-    f"{LTD}.layer_token_lr_schedule": "--schedule is the only schedule of the learning rate",
+    f"{METRIC}.*.index_to": "analyze.py makes both files, see --curriculum-index",
+    f"{CLOCK}.enabled": "padding counts: a padded BERT's rate is 0 before the run ends; add --pack",
+    CLOCK: "--schedule is the only schedule of the learning rate",
     f"{LTD}.model_mask_name": "a mask is made from the documents of the kept tokens",
     f"{LTD}.hidden_state_order": "states are always (row, position, width)",
-    LEGACY: "",
+    "zero_optimization.offload_optimizer.device": BUDGET,
+    "zero_optimization.offload_param.device": BUDGET,
+    "zero_optimization": "of it only stage 3 (--fsdp) and an offload to the CPU have flags",
+    "optimizer": "--optimizer is adamw or muon, with the flags that --help has",
+    "scheduler": "warmup is linear, not log, and from 0; a decay is over tokens, until --tokens",
+    "tensorboard": "the log is in the folder of the run, --out",
+    "wandb": "wandb reads environment variables, such as WANDB_PROJECT",
 }
+# Other keys, or the program, say what these do.
+NEEDLESS = ("train_batch_size", "gradient_accumulation_steps", "data_efficiency.enabled", LEGACY)
+NEEDLESS += ("data_efficiency.data_sampling.enabled", "data_efficiency.data_routing.enabled")
+NEEDLESS += (f"{CURRICULUM}.enabled", f"{METRIC}.*", f"{LTD}.random_ltd_layer_num")
+REASONS |= dict.fromkeys([*NEEDLESS, f"{GROWTH}.max_value"], "")
+
+# What DeepSpeed does where the file is silent, as our flags.
+SILENT = {"--optimizer": "adamw", "--lr": 0.001, "--beta1": 0.9, "--beta2": 0.999}
+SILENT |= {"--weight-decay": 0, "--grad-clip": 0, "--warmup-tokens": 0, "--min-lr": "1 (constant)"}
+WARMUP = {f"{RATE}.warmup_num_steps": 1000, f"{RATE}.warmup_type": "log"}
+
+# The last part of a key -> what DeepSpeed has there.
+COUNT = Limited(int, {"least": 1})
+COUNTS = ("min_difficulty", "max_difficulty", "total_curriculum_step", "difficulty_step")
+COUNTS += ("root_degree", "min_value", "max_value", "require_steps", "seq_per_step")
+KINDS = Limited(str, {"choices": ("fixed_linear", "fixed_root", "fixed_discrete", "custom")})
+SHAPES = dict.fromkeys([*COUNTS, "total_layer_num"], COUNT) | {"schedule_type": KINDS}
+SHAPES |= {"difficulty": [COUNT], "max_step": [COUNT], "random_ltd_layer_id": [int]}
+SHAPES |= {"schedule_config": {}, "random_ltd_schedule": {}}
+
+
+def require(value: object, shape: object, key: str) -> None:
+    if wrong := mismatch(value, shape, key):
+        raise ValueError(f"no configuration of DeepSpeed: {wrong}")
 
 
 def leaves(tree: dict, path: str = "") -> Iterator[tuple[str, Any]]:
-    """Every value of nested objects with its key: ("bf16.enabled", True)."""
+    """Every value of nested objects, and empty object, with its key: ("bf16.enabled", True)."""
     for key, value in tree.items():
         name = f"{path}.{key}" if path else key
-        if isinstance(value, dict):
-            yield from leaves(value, name)
-        else:
-            yield name, value
+        yield from leaves(value, name) if value and isinstance(value, dict) else [(name, value)]
 
 
 def section(tree: dict, path: str) -> dict:
     """The object at a path if it is there and its own `enabled` is true, else {}."""
     for key in path.split("."):
         tree = tree.get(key, {})
+        require(tree, {}, key)
     return tree if tree.get("enabled") else {}
 
 
@@ -115,32 +151,37 @@ def difficulty(metric: dict, step: float) -> float:
     return pace(step, over, low, high, degree, multiple)
 
 
-def consumed(steps: int, seq_len: int, lengths: list[dict], ltd: dict) -> float:
+def consumed(steps: float, seq_len: int, lengths: dict[str, dict], ltd: dict) -> float:
     """Tokens that one row of every step consumes in all, by the clock.
 
     Paper:   arXiv 2212.03597, section 3.3
-    Args:    lengths metrics that cut rows
+    Args:    lengths metrics that cut rows, by our names; what seqlen-reshape cuts off is not lost
              ltd     the object random_ltd; {} if it is off
     Example: a row that grows linearly from 0 to 2,048 consumes 1,024 a step
     """
 
     def row(step: float) -> float:
-        seen = min([seq_len, *(difficulty(metric, step) for metric in lengths)])
-        if not ltd:
-            return seen
-        grows = ltd["random_ltd_schedule"]
-        how, ends = grows["schedule_config"], (grows["min_value"], grows["max_value"])
-        kept = pace(step, how["require_steps"], *ends, multiple=how["seq_per_step"])
-        kept = min(seen, kept)
-        return seen - (seen - kept) * len(ltd["random_ltd_layer_id"]) / ltd["total_layer_num"]
+        seen = min([seq_len, *(difficulty(metric, step) for metric in lengths.values())])
+        used = seen
+        if ltd:
+            grows = ltd["random_ltd_schedule"]
+            how, ends = grows["schedule_config"], (grows["min_value"], grows["max_value"])
+            kept = pace(step, how["require_steps"], *ends, multiple=how["seq_per_step"])
+            used -= max(seen - kept, 0) * len(ltd["random_ltd_layer_id"]) / ltd["total_layer_num"]
+        return used * seq_len / seen if "seqlen-reshape" in lengths else used
 
     return steps * fmean(row((point + 0.5) / POINTS * steps) for point in range(POINTS))
 
 
-def paced(ours: str, metric: dict, seq_len: int, share: Callable[[int], str]) -> dict[str, str]:
+def paced(ours: str, metric: dict, seq_len: int, share: Callable[[float], float]) -> dict:
     """What a metric adds to --curriculum, --curriculum-start and so on; "" for the default.
 
-    Args: share of --tokens that is consumed by a step
+    A root of degree g over S steps becomes one of degree p over tokens, so that both are as far
+    after S / 2 steps: (c(S/2) / c(S))^(1/p) = (1/2)^(1/g).
+
+    Args:    share of --tokens that is consumed by a step: c
+    Example: rows that grow evenly from almost 0 have consumed a quarter of their tokens after half
+             of their steps; the square root of a quarter is a half, so p = 2
     """
     is_length, kind = ours.startswith("seqlen"), metric["schedule_type"]
     how = metric.get("schedule_config", {})
@@ -154,20 +195,20 @@ def paced(ours: str, metric: dict, seq_len: int, share: Callable[[int], str]) ->
         return str(value)
 
     if kind == "fixed_discrete":
-        ends = [*(f"@{share(step)}" for step in how["max_step"]), ""]
+        ends = [*(f"@{share(step):.4g}" for step in how["max_step"]), ""]
         levels = zip(map(level, how["difficulty"]), ends, strict=True)
         return {"": ours, "-pace": ":".join(["discrete", *map("".join, levels)]), "-by": by}
     words = {"": ours, "-start": level(metric["min_difficulty"]), "-by": by}
     if kind != "custom":
-        degree = how["root_degree"] if kind == "fixed_root" else 1
-        words["-share"] = share(how["total_curriculum_step"])
-        words["-pace"] = "linear" if degree == 1 else f"root:{degree}"
+        steps = how["total_curriculum_step"]
+        over_steps = how["root_degree"] if kind == "fixed_root" else 1
+        degree = f"{over_steps * log2(share(steps) / share(steps / 2)):.3g}"
+        words["-share"] = f"{share(steps):.4g}"
+        words["-pace"] = "linear" if degree == "1" else f"root:{degree}"
     return words
 
 
-def deepspeed(
-    config: dict, budget: int | None, seq_len: int | None
-) -> tuple[list[str], dict[str, str]]:
+def deepspeed(config: dict, budget: int | None, seq_len: int | None) -> tuple[list, dict[str, str]]:
     """A DeepSpeed configuration as the words of a command line, and why other keys have none.
 
     A technique is on by its own `enabled` alone, as in DeepSpeed's engine. The legacy curriculum
@@ -175,68 +216,102 @@ def deepspeed(
 
     Args:   budget  --tokens; needed where a curriculum ends after a number of steps
             seq_len tokens of a row; without it the longest that the file names
-    Raises: ValueError for what is missing; KeyError, TypeError and the like for what is malformed
+    Raises: ValueError for what is missing or malformed
     """
-    sections = {path: section(config, path) for path in (LTD, CURRICULUM, LEGACY)}
-    ltd, legacy = sections[LTD], sections[LEGACY]
-    metrics = dict(sections[CURRICULUM].get("curriculum_metrics", {}))
-    metrics |= {"seqlen_truncate": legacy} if legacy else {}
-    lengths = [m for name, m in metrics.items() if METRICS.get(name, "").startswith("seqlen")]
-    ends = {metric["max_difficulty"] for metric in lengths}
-    ends |= {ltd["random_ltd_schedule"]["max_value"]} if ltd else set()
-    seq_len, rows = seq_len or max(ends, default=0), config.get("train_batch_size")
-    if not (seq_len and isinstance(rows, int)):
-        raise ValueError(
-            "a step's tokens are train_batch_size, a number, times --seq-len: give both"
-        )
-    if metrics and not budget:
-        raise ValueError("a curriculum ends at a share of the run: add --tokens")
-
-    def share(step: int) -> str:
-        part = rows * consumed(step, seq_len, lengths, ltd) / budget
-        if not 0 < part <= 1:
-            raise ValueError(f"{step:,} steps of a curriculum are {part:.3g} times --tokens")
-        return f"{part:.4g}"
-
-    words = ["--seq-len", str(seq_len), "--batch-tokens", str(rows * seq_len)]
-    words += ["--tokens", str(budget)] if budget else []
-    notes = {}
-    for path, value in leaves(config):
-        off = [part for part in sections if path.startswith(f"{part}.") and not sections[part]]
-        for name in metrics:
-            path = path.replace(f"{METRIC}.{name}.", f"{METRIC}.*.")
-        written = FLAGS[path](value) if path in FLAGS and value != "auto" else None
-        if off:
-            notes[off[0]] = "it is not enabled"
-        elif written is not None:
-            words += written.split()
-        else:
-            key = next((key for key in REASONS if f"{path}.".startswith(f"{key}.")), path)
-            notes[key] = REASONS.get(key, "nothing in train.py corresponds to it")
-    if ltd:
-        grows = ltd["random_ltd_schedule"]
-        multiple = grows["schedule_config"]["seq_per_step"]
-        words += ["--ltd-start", str(max(grows["min_value"] // multiple, 1) * multiple)]
-
-    found = []
+    require(config, {}, "")
+    found = dict(leaves(config))
+    for path, value in found.items():
+        require(value, SHAPES.get(path.split(".")[-1], object), path)
+    sections = {path: section(config, path) for path in (LTD, CURRICULUM, LEGACY, CLOCK, *LOGS)}
+    ltd, legacy, notes = sections[LTD], sections[LEGACY], {}
+    metrics = sections[CURRICULUM].get("curriculum_metrics", {})
+    require(metrics, Each({}), METRIC)
+    metrics = metrics | ({"seqlen_truncate": legacy} if legacy else {})
+    chosen = {}  # metrics that have a name here
     for name, metric in metrics.items():
         ours = METRICS.get(name, "")
         if not ours:
-            notes[name] = f"write it as a function: --curriculum path.py:{name}"
+            notes[name] = f"left out of the command: write it as --curriculum path.py:{name}"
         elif metric.get("clustering_type") == "single_cluster" and not ours.startswith("seqlen"):
-            notes[name] = "in a single cluster a metric chooses no samples"
+            notes[name] = "left out of the command: in a single cluster it chooses no samples"
         else:
-            found.append(paced(ours, metric, seq_len, share))
-        if metric["schedule_type"] == "custom":
-            notes[name] = "its schedule is code: --curriculum-pace path.py:name"
+            chosen[ours] = metric
+            how = metric.get("schedule_config", {})
+            if len(how.get("max_step", [])) + 1 != len(how.get("difficulty", [0])):
+                raise ValueError(f"{name}: difficulty must have one entry more than max_step")
+            if metric["schedule_type"] == "custom":
+                notes[name] = (
+                    "schedule left out of the command: it is --curriculum-pace path.py:name"
+                )
+
+    # a row, and the tokens of its steps
+    by_length = [ours for ours in chosen if ours.startswith("length")]
+    packs = by_length and found.get(f"{LTD}.model_type") == "decoder"
+    lengths = {ours: metric for ours, metric in chosen.items() if ours.startswith("seqlen")}
+    ends = {metric["max_difficulty"] for metric in lengths.values()}
+    ends |= {ltd["random_ltd_schedule"]["max_value"]} if ltd else set()
+    seq_len, rows = seq_len or max(ends, default=0), config.get("train_batch_size")
+    if not (seq_len and isinstance(rows, int)):
+        raise ValueError("a step is train_batch_size, a number, times --seq-len: give both")
+    if metrics and not budget:
+        raise ValueError("a curriculum ends at a share of the run: add --tokens")
+
+    def tokens(steps: float) -> float:
+        return rows * consumed(steps, seq_len, {} if packs else lengths, ltd)
+
+    def share(steps: float) -> float:
+        part = tokens(steps) / budget
+        if not 0 < part <= 1:
+            raise ValueError(f"{steps:,} steps of a curriculum are {part:.3g} times --tokens")
+        return part
+
+    # every key, as flags or with a reason
+    flags = dict(FLAGS)
+    flags[f"{RATE}.warmup_num_steps"] = (COUNT, lambda n: f"--warmup-tokens {round(tokens(n))}")
+    found = WARMUP | found if found.get("scheduler.type") in [*RATES] else found
+    by = found[f"{GROWTH}.schedule_config.seq_per_step"] if ltd else 1
+    flags[f"{GROWTH}.min_value"] = (COUNT, lambda n: f"--ltd-start {max(n - n % by, by)}")
+    if found.get(f"{RATE}.warmup_max_lr", "auto") != "auto":
+        found.pop("optimizer.params.lr", None)  # DeepSpeed's scheduler overwrites it
+    given = [f"--seq-len {seq_len}", f"--batch-tokens {rows * seq_len}"]
+    given += [f"--tokens {budget}"] if budget else []
+    for path, value in found.items():
+        off = [part for part in sections if path.startswith(f"{part}.") and not sections[part]]
+        for name in metrics:
+            path = path.replace(f"{METRIC}.{name}.", f"{METRIC}.*.")
+        if off:
+            notes[off[0]] = "it is not enabled"
+        elif path in flags and value == "auto":
+            notes[path] = "auto is for a script to fill in: give the flag yourself"
+        else:
+            shape, flags_of = flags.get(path, (object, lambda value: None))
+            require(value, shape, path)
+            written = flags_of(value)
+            if written:
+                given.append(written)
+                notes[path] = REASONS.get(path, "")
+            elif written is None:
+                key = next((key for key in REASONS if path.startswith(key)), path)
+                notes[key] = REASONS.get(key, "nothing in train.py corresponds to it")
+
+    curricula = [paced(ours, metric, seq_len, share) for ours, metric in chosen.items()]
     for name in ("", "-start", "-share", "-pace", "-by"):
-        values = [each.get(name, "") for each in found]
+        values = [each.get(name, "") for each in curricula]
         if any(values):
-            words += [f"--curriculum{name}", ",".join(values)]
-    if any(each[""].startswith("length") for each in found) and "--model" not in words:
-        words += ["--model", "bert"]  # a GPT's samples are all as long
+            given.append(f"--curriculum{name} {','.join(values)}")
+    if by_length:  # a GPT's rows are all as long, unless pieces are packed
+        given.append("--pack" if packs else "--model bert")
+        if f"{LTD}.model_type" not in found:
+            notes[by_length[0]] = "lengths differ in a BERT; for a GPT put --pack for --model bert"
     if ends - {seq_len}:
         notes["max_difficulty, max_value"] = f"lengths and kept tokens grow to a row, {seq_len}"
+
+    words = " ".join(dict.fromkeys(given)).split()
+    silent = [flag for flag in SILENT if flag not in words]
+    ours = {flag: getattr(OptimConfig, flag[2:].replace("-", "_")) for flag in silent}
+    ours |= {flag: "as in --help" for flag, value in ours.items() if value is None}
+    for who, values in {"train.py's own": ours, "DeepSpeed's own": SILENT}.items():
+        notes[f"not in the file, {who}"] = ", ".join(f"{flag} {values[flag]}" for flag in silent)
     return words, {path: why for path, why in notes.items() if why}
 
 
@@ -249,12 +324,10 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     try:
         words, notes = deepspeed(parsed(Path(args.config).read_bytes()), args.tokens, args.seq_len)
-    except KeyError as error:
-        raise ValueError(f"{args.config}: a technique that is on needs the key {error}") from None
     except ValueError as error:
         raise ValueError(f"{args.config}: {error}") from None
-    except (TypeError, AttributeError, ArithmeticError, LookupError) as error:
-        raise ValueError(f"{args.config} is no configuration of DeepSpeed: {error}") from None
+    except KeyError as error:
+        raise ValueError(f"{args.config}: a technique that is on needs the key {error}") from None
     print(runtime.printable(shlex.join(["python", "train.py", *words])))
     for path, why in notes.items():
         print(runtime.printable(f"{path}: {why}"))
