@@ -1111,7 +1111,7 @@ WRITERS = {
 
 @pytest.mark.parametrize("writer", WRITERS)
 def test_what_a_killed_command_leaves_goes_when_run_again(writer, run_of, tmp_path, monkeypatch):
-    (main, line), run = WRITERS[writer], run_of("--pos learned")
+    (main, line), run = WRITERS[writer], run_of("--pos learned --tied")
     monkeypatch.chdir(tmp_path)
     Path("words.txt").write_text("all the words there are " * 99)
     argv = line.replace("RUN", str(run)).split()
