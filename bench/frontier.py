@@ -78,6 +78,7 @@ UNIT_SECONDS = 69  # that they take on two quiet cores
 STEPS_TIMED = 8  # of a shape: packed ones differ by their documents
 BUDGETS = (1, 2, 4, 8, 16)  # units
 SIDES = ("plain", "techniques")
+FIXED = ("seconds", "raw tokens")
 TECHNIQUES = ("--ltd", "--pack", "--curriculum", "--pseudo")
 TITLES = {"nano": "Rows of 256", "books": "Rows of 2,048"}  # of the sections that are drawn
 
@@ -261,17 +262,18 @@ class Point(NamedTuple):
 
     flags: str
     plain: bool
-    seconds: float
+    cost: float  # what is held fixed: seconds, or raw tokens
     losses: list[float]
-    real_tokens: int
+    seconds: float
+    raw_tokens: int
 
     @property
     def loss(self) -> float:
         return statistics.mean(self.losses)
 
 
-def points_of(made: list[dict], costs: list[dict]) -> list[Point]:
-    """The runs whose every shape was timed, by their seconds."""
+def points_of(made: list[dict], costs: list[dict], fixed: str = "seconds") -> list[Point]:
+    """The runs whose every shape was timed, by what is held fixed."""
     units = {cost["shape"]: cost["to_reference"][1] / UNIT for cost in costs}
     by_flags: dict[str, list[dict]] = {}
     for record in made:
@@ -284,17 +286,18 @@ def points_of(made: list[dict], costs: list[dict]) -> list[Point]:
             own = statistics.median(record["train_seconds"] for record in seeds)
             losses = [record["val_bpb"] for record in seeds]
             plain, real = arm_of(seeds[0]).is_plain, seeds[0]["real_tokens"]
-            points.append(Point(flags, plain, seconds or own, losses, real))
-    return sorted(points, key=lambda point: point.seconds)
+            cost = seconds or own if fixed == "seconds" else real
+            points.append(Point(flags, plain, cost, losses, seconds or own, real))
+    return sorted(points, key=lambda point: point.cost)
 
 
-def points_in(section: str, device: str) -> list[Point]:
+def points_in(section: str, device: str, fixed: str = "seconds") -> list[Point]:
     made = [record for record in known("frontier", device) if record["section"] == section]
-    return points_of(made, known("frontier-cost", device))
+    return points_of(made, known("frontier-cost", device), fixed)
 
 
 def envelope(points: list[Point]) -> list[Point]:
-    """The lower convex hull in the logarithm of seconds, as far as it falls.
+    """The lower convex hull in the logarithm of the cost, as far as it falls.
 
     Example: of (1 s, 2.0), (2 s, 1.9), (4 s, 1.6), (8 s, 1.7) the first and the third
     """
@@ -309,18 +312,18 @@ def envelope(points: list[Point]) -> list[Point]:
 
 
 def slope(a: Point, b: Point) -> float:
-    return (b.loss - a.loss) / np.log(b.seconds / a.seconds)
+    return (b.loss - a.loss) / np.log(b.cost / a.cost)
 
 
-def seconds_to(loss: float, hull: list[Point]) -> float:
-    """When a frontier reaches a loss; nan where it was not measured."""
-    backwards = sorted((point.loss, np.log(point.seconds)) for point in hull)
+def cost_of(loss: float, hull: list[Point]) -> float:
+    """With what a frontier reaches a loss; nan where it was not measured."""
+    backwards = sorted((point.loss, np.log(point.cost)) for point in hull)
     return float(np.exp(between(loss, backwards)))
 
 
-def loss_at(seconds: float, hull: list[Point]) -> float:
-    """What a frontier reaches in these seconds; nan where it was not measured."""
-    return between(np.log(seconds), [(np.log(point.seconds), point.loss) for point in hull])
+def loss_at(cost: float, hull: list[Point]) -> float:
+    """What a frontier reaches with this; nan where it was not measured."""
+    return between(np.log(cost), [(np.log(point.cost), point.loss) for point in hull])
 
 
 def between(x: float, points: list[tuple[float, float]]) -> float:
@@ -333,49 +336,59 @@ def between(x: float, points: list[tuple[float, float]]) -> float:
 
 
 def table(args: argparse.Namespace) -> str:
-    """Of a section: seconds to a loss on both frontiers or, with --match, these runs."""
-    points = points_in(args.sections[0], args.device)
+    """Of a section: what the losses of both frontiers cost or, with --match, these runs."""
+    points = points_in(args.sections[0], args.device, args.fixed)
     if args.match is None:
-        return frontier_table(points, args.least_seeds)
+        return frontier_table(points, args.least_seeds, args.fixed)
     shown = [p for p in points if re.search(args.match, p.flags)]
-    return runs_table([p for p in shown if len(p.losses) >= args.least_seeds], points)
+    return runs_table([p for p in shown if len(p.losses) >= args.least_seeds], points, args.fixed)
 
 
-def frontier_table(points: list[Point], least_seeds: int) -> str:
-    """Seconds to the loss that the plain frontier has after 1, 2, 4, 8 and 16 units."""
+def frontier_table(points: list[Point], least_seeds: int, fixed: str = "seconds") -> str:
+    """What the losses cost that the plain frontier has after 1, 2, 4, 8 and 16 units.
+
+    If raw tokens are held fixed: after those of each run on the frontier.
+    """
     sides = [[p for p in points if p.plain == (side == "plain")] for side in SIDES]
     plain, other = (envelope([p for p in s if len(p.losses) >= least_seeds]) for s in sides)
     rows = []
-    for units in BUDGETS:
-        seconds = UNIT_SECONDS * units
-        loss = loss_at(seconds, plain)
+    budgets = [UNIT_SECONDS * units for units in BUDGETS]
+    for cost in budgets if fixed == "seconds" else [p.cost for p in plain]:
+        loss = loss_at(cost, plain)
         if np.isnan(loss):
             continue
-        took = seconds_to(loss, other)
-        near = [f"{sum(abs(np.log2(p.seconds / seconds)) < 0.5 for p in s)}" for s in sides]
-        rows.append([f"{loss:.3f}", f"{seconds}", shown(took, 0), shown(took / seconds), *near])
-    names = ["bits per byte", "plain, s", "techniques, s", "share", "plain runs", "technique runs"]
-    return markdown_table(names, rows)
+        took = cost_of(loss, other)
+        near = [f"{sum(abs(np.log2(p.cost / cost)) < 0.5 for p in s)}" for s in sides]
+        costs = [written(fixed, each) for each in (cost, took)]
+        rows.append([f"{loss:.3f}", *costs, shown(took / cost), *near])
+    sides = [f"{side}, {fixed}" for side in SIDES]
+    return markdown_table(["bits per byte", *sides, "share", "plain runs", "technique runs"], rows)
 
 
-def runs_table(points: list[Point], beside: list[Point]) -> str:
+def runs_table(points: list[Point], beside: list[Point], fixed: str = "seconds") -> str:
     """Runs against the plain frontier of those beside them."""
     plain = envelope([p for p in beside if p.plain])
     rows = [
         [
             f"`{p.flags}`",
-            f"{p.seconds:.0f}",
-            f"{p.real_tokens / 1e6:.2f} M",
+            written("seconds", p.seconds),
+            written("raw tokens", p.raw_tokens),
             spread(p.losses),
-            shown(p.loss - loss_at(p.seconds, plain), 3, "+"),
-            shown(p.seconds / seconds_to(p.loss, plain)),
+            shown(p.loss - loss_at(p.cost, plain), 3, "+"),
+            shown(p.cost / cost_of(p.loss, plain)),
         ]
         for p in points
     ]
-    names = ["flags", "seconds", "raw tokens", "bits per byte"]
-    return markdown_table(
-        [*names, "to plain, equal seconds", "of plain's seconds, equal loss"], rows
-    )
+    names = ["flags", *FIXED, "bits per byte"]
+    against = [f"to plain, equal {fixed}", f"of plain's {fixed}, equal loss"]
+    return markdown_table([*names, *against], rows)
+
+
+def written(kind: str, cost: float) -> str:
+    """Example: 118 seconds, 2.70 M raw tokens"""
+    if np.isnan(cost) or kind == "seconds":
+        return shown(cost, 0)
+    return f"{cost / 1e6:.2f} M"
 
 
 def shown(value: float, digits: int = 2, sign: str = "") -> str:
@@ -389,12 +402,12 @@ def figure(section: str, device: str) -> Chart:
     for color, side in enumerate(SIDES):
         of_side = [p for p in points if p.plain == (side == "plain")]
         hull = envelope(of_side)
-        x, y = (np.array([getattr(p, name) for p in hull]) for name in ("seconds", "loss"))
+        x, y = (np.array([getattr(p, name) for p in hull]) for name in ("cost", "loss"))
         series.append(Series(side, x, y, "dots", color))
         for p in of_side:
             ends = np.array([min(p.losses), max(p.losses)])
-            series.append(Series("", np.full(2, p.seconds), ends, color=color))
-            series.append(Series("", np.array([p.seconds]), np.array([p.loss]), "dots", color))
+            series.append(Series("", np.full(2, p.cost), ends, color=color))
+            series.append(Series("", np.array([p.cost]), np.array([p.loss]), "dots", color))
     return Chart(
         title=TITLES[section],
         unit="bits per byte",
@@ -476,6 +489,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--stores", nargs="+", type=store_named, default=[], metavar="NAME=FOLDER")
     parser.add_argument("--most", type=int, help="runs to make now (all)")
     parser.add_argument("--match", metavar="REGEX", help="report: the runs with such flags")
+    parser.add_argument("--fixed", choices=FIXED, default="seconds", help="report: (seconds)")
     parser.add_argument("--least-seeds", type=int, default=1, help="report: of a run (1)")
     return parser
 

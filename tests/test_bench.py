@@ -92,7 +92,7 @@ def test_on_a_gpu_a_variant_that_fails_does_not_end_the_others(monkeypatch):
 
 
 def point(seconds, loss, flags="--layers 2", plain=True):
-    return import_module("frontier").Point(flags, plain, seconds, [loss], 1_000_000)
+    return import_module("frontier").Point(flags, plain, seconds, [loss], seconds, 1_000_000)
 
 
 def test_a_frontier_is_a_convex_hull_and_straight_between_its_runs():
@@ -100,11 +100,11 @@ def test_a_frontier_is_a_convex_hull_and_straight_between_its_runs():
     hull = frontier.envelope([point(s, x) for s, x in [(1, 2.0), (2, 1.9), (4, 1.6), (8, 1.7)]])
     assert hull == [point(1, 2.0), point(4, 1.6)]
     assert frontier.loss_at(2, hull) == pytest.approx(1.8)
-    assert frontier.seconds_to(1.8, hull) == pytest.approx(2)
-    beyond = [frontier.loss_at(5, hull), frontier.seconds_to(1.5, hull), frontier.loss_at(1, [])]
+    assert frontier.cost_of(1.8, hull) == pytest.approx(2)
+    beyond = [frontier.loss_at(5, hull), frontier.cost_of(1.5, hull), frontier.loss_at(1, [])]
     assert [frontier.shown(value) for value in beyond] == ["not measured"] * 3
     kept = frontier.envelope([point(s, x) for s, x in [(1, 2.0), (2, 1.7), (4, 1.6)]])
-    assert [p.seconds for p in kept] == [1, 2, 4], "the slope falls"
+    assert [p.cost for p in kept] == [1, 2, 4], "the slope falls"
 
 
 def test_techniques_are_compared_with_the_plain_frontier_and_runs_are_counted():
@@ -116,6 +116,9 @@ def test_techniques_are_compared_with_the_plain_frontier_and_runs_are_counted():
     assert rows == ["| 1.800 | 69 | 35 | 0.50 | 1 | 1 |", "| 1.600 | 138 | 69 | 0.50 | 1 | 0 |"]
     (row,) = frontier.runs_table(other[1:], plain + other).splitlines()[2:]
     assert row == "| `--pack` | 69 | 1.00 M | 1.600 | -0.200 | 0.50 |"
+    read = [point(3e6, 2.0), point(2e6, 2.0, "--ltd", False)]
+    (row,) = frontier.frontier_table(read, 1, "raw tokens").splitlines()[2:]
+    assert row == "| 2.000 | 3.00 M | 2.00 M | 0.67 | 1 | 0 |"
 
 
 def test_runs_are_listed_by_turn_and_padded_rows_are_plain(monkeypatch):
