@@ -66,7 +66,6 @@ class DataConfig:
     )
     seq_len: int | None = flag(None, "tokens of a row (default: by --size)", least=8, below=2**31)
     long: str = flag("split", LONG_HELP, LONG)
-    recut: bool = flag(False, "cut rows of the stream at other places in every pass")
 
 
 class Data(NamedTuple):

@@ -212,8 +212,7 @@ class Plan:
         """The samples of some steps, under the stage that the cursor stands in."""
         pool = self.stage_at(cursor.drawn_at_tokens).pool
         count = steps * self.draws_per_step
-        seed, recut = self.settings.run.seed, self.settings.data.recut
-        return draw(self.samples, pool, cursor, count=count, seed=seed, recut=recut)
+        return draw(self.samples, pool, cursor, count=count, seed=self.settings.run.seed)
 
     # ---- which rows
 
@@ -303,13 +302,7 @@ class Plan:
 
 
 def draw(
-    samples: Samples | MixedSamples,
-    pool: Pool | None,
-    cursor: Cursor,
-    *,
-    count: int,
-    seed: int,
-    recut: bool = False,
+    samples: Samples | MixedSamples, pool: Pool | None, cursor: Cursor, *, count: int, seed: int
 ) -> tuple[np.ndarray, Cursor]:
     """`count` samples of the pool, from the cursor on.
 
@@ -323,7 +316,7 @@ def draw(
     first, stage_start = cursor.first_draw, cursor.stage_first_draw
     key = seed_of(seed, "stage", stage_start) if stage_start else seed
     draws_per_sample = pool.reach / max(pool.size, 1) if pool else 1  # 1 with a single filter
-    ids, passes = np.empty(0, np.int64), []
+    ids = np.empty(0, np.int64)
     while len(ids) < count:
         wanted = asked = count - len(ids)
         if draws_per_sample > 1:  # look at some more than the filters refuse on average
@@ -335,16 +328,9 @@ def draw(
             candidates = samples.shuffled(numbers, key)
         accepted = np.flatnonzero(candidates >= 0)[:wanted]
         ids = np.concatenate((ids, candidates[accepted]))
-        passes += (numbers[accepted] // len(samples)).tolist()
         enough = len(accepted) == wanted
         first += int(accepted[-1]) + 1 if enough else asked
-    spans = samples.spans(ids)
-    if recut and pool is None and samples.kind == "rows":
-        T = samples.max_piece_len
-        shift = np.array([seed_of(seed, "cut", at) % T if at else 0 for at in passes])
-        spans = np.minimum(spans + shift[:, None], samples.stop)
-        spans[:, 0] = np.minimum(spans[:, 0], samples.stop - MULTIPLE)
-    return spans, cursor._replace(first_draw=first)
+    return samples.spans(ids), cursor._replace(first_draw=first)
 
 
 def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple[Step, float]]:
