@@ -41,7 +41,7 @@ from configparser import ConfigParser
 from dataclasses import asdict, fields
 from functools import partial
 from itertools import cycle, groupby
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -288,7 +288,7 @@ def points_of(made: list[dict], costs: list[dict], fixed: str = "seconds") -> li
             plain, real = arm_of(seeds[0]).is_plain, seeds[0]["real_tokens"]
             cost = seconds or own if fixed == "seconds" else real
             points.append(Point(flags, plain, cost, losses, seconds or own, real))
-    return sorted(points, key=lambda point: point.cost)
+    return sorted(points, key=attrgetter("cost", "loss"))
 
 
 def points_in(section: str, device: str, fixed: str = "seconds") -> list[Point]:
