@@ -13,8 +13,8 @@ costs   seconds follow from steps, and a step's from its shape: the model, the r
         is the sum over its steps, so records of other days and machines compare. Not timed:
         evaluation, checkpoints, and reading, which is hidden behind the step. A GPU's clock is
         steady: there a run's own seconds count
-report  the table of a section, or of its runs that --match finds. Between its runs a frontier is
-        straight in the logarithm of seconds
+report  the table of a section, or of its runs that --match finds, at equal seconds or, with
+        --fixed, at equal raw tokens. Between its runs a frontier is straight in their logarithm
 docs    the tables of README.md and docs/, made anew where a comment holds the flags of their
         report, and the pictures
 quick   one ratio from nothing, in less than half an hour: two plain runs of a section and one of
@@ -357,12 +357,12 @@ def frontier_table(points: list[Point], least_seeds: int, fixed: str = "seconds"
         loss = loss_at(cost, plain)
         if np.isnan(loss):
             continue
-        took = cost_of(loss, other)
+        other_cost = cost_of(loss, other)
         near = [f"{sum(abs(np.log2(p.cost / cost)) < 0.5 for p in s)}" for s in sides]
-        costs = [written(fixed, each) for each in (cost, took)]
-        rows.append([f"{loss:.3f}", *costs, shown(took / cost), *near])
-    sides = [f"{side}, {fixed}" for side in SIDES]
-    return markdown_table(["bits per byte", *sides, "share", "plain runs", "technique runs"], rows)
+        costs = [written(fixed, each) for each in (cost, other_cost)]
+        rows.append([f"{loss:.3f}", *costs, shown(other_cost / cost), *near])
+    took = [f"{side}, {fixed}" for side in SIDES]
+    return markdown_table(["bits per byte", *took, "share", "plain runs", "technique runs"], rows)
 
 
 def runs_table(points: list[Point], beside: list[Point], fixed: str = "seconds") -> str:
@@ -489,7 +489,7 @@ def flags() -> argparse.ArgumentParser:
     parser.add_argument("--stores", nargs="+", type=store_named, default=[], metavar="NAME=FOLDER")
     parser.add_argument("--most", type=int, help="runs to make now (all)")
     parser.add_argument("--match", metavar="REGEX", help="report: the runs with such flags")
-    parser.add_argument("--fixed", choices=FIXED, default="seconds", help="report: (seconds)")
+    parser.add_argument("--fixed", choices=FIXED, default="seconds", help="report (seconds)")
     parser.add_argument("--least-seeds", type=int, default=1, help="report: of a run (1)")
     return parser
 

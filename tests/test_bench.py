@@ -148,6 +148,9 @@ def test_a_runs_seconds_are_the_sum_over_its_steps_of_what_each_shape_costs():
     assert p.seconds == pytest.approx(frontier.UNIT_SECONDS) and p.loss == pytest.approx(1.6)
     (p,) = frontier.points_of([record | {"shapes": {}} for record in made], [])
     assert p.seconds == 7, "a GPU's own"
+    two = [record | {"shapes": {}, "flags": f"{at}"} for at, record in enumerate(made[::-1])]
+    (best,) = frontier.envelope(frontier.points_of(two, [], "raw tokens"))
+    assert best.losses == [1.5], "of two that cost the same"
 
 
 def test_the_pages_follow_from_the_records():
