@@ -275,11 +275,10 @@ class Point(NamedTuple):
 def points_of(made: list[dict], costs: list[dict], fixed: str = "seconds") -> list[Point]:
     """The runs whose every shape was timed, by what is held fixed."""
     units = {cost["shape"]: cost["to_reference"][1] / UNIT for cost in costs}
-    by_flags: dict[str, list[dict]] = {}
-    for record in made:
-        by_flags.setdefault(record["flags"], []).append(record)
     points = []
-    for flags, seeds in by_flags.items():
+    of_flags = itemgetter("flags")
+    for flags, alike in groupby(sorted(made, key=of_flags), of_flags):
+        seeds = [*alike]
         shapes = seeds[0]["shapes"]  # empty on a GPU
         if shapes.keys() <= units.keys():
             seconds = UNIT_SECONDS * sum(count * units[shape] for shape, count in shapes.items())
@@ -375,13 +374,20 @@ def runs_table(points: list[Point], beside: list[Point], fixed: str = "seconds")
             written("raw tokens", p.raw_tokens),
             spread(p.losses),
             shown(p.loss - loss_at(p.cost, plain), 3, "+"),
-            shown(p.cost / cost_of(p.loss, plain)),
+            share_of(p, plain),
         ]
         for p in points
     ]
     names = ["flags", *FIXED, "bits per byte"]
     against = [f"to plain, equal {fixed}", f"of plain's {fixed}, equal loss"]
     return markdown_table([*names, *against], rows)
+
+
+def share_of(p: Point, plain: list[Point]) -> str:
+    """Of what the plain frontier takes. Example: 0.54; under 0.49 if no plain run is as good"""
+    if plain and p.loss < plain[-1].loss:
+        return f"under {p.cost / plain[-1].cost:.2f}"
+    return shown(p.cost / cost_of(p.loss, plain))
 
 
 def written(kind: str, cost: float) -> str:

@@ -114,8 +114,10 @@ def test_techniques_are_compared_with_the_plain_frontier_and_runs_are_counted():
     other = [point(unit / 4, 2.0, "--layers 3 --ltd", False), point(unit, 1.6, "--pack", False)]
     rows = frontier.frontier_table(sorted(plain) + other, 1).splitlines()[2:]
     assert rows == ["| 1.800 | 69 | 35 | 0.50 | 1 | 1 |", "| 1.600 | 138 | 69 | 0.50 | 1 | 0 |"]
-    (row,) = frontier.runs_table(other[1:], plain + other).splitlines()[2:]
+    best = point(unit, 1.5, "--pack", False)
+    row, below = frontier.runs_table([other[1], best], plain + other).splitlines()[2:]
     assert row == "| `--pack` | 69 | 1.00 M | 1.600 | -0.200 | 0.50 |"
+    assert below.endswith("1.500 | -0.300 | under 0.50 |"), "no plain run is as good"
     read = [point(3e6, 2.0), point(2e6, 2.0, "--ltd", False)]
     (row,) = frontier.frontier_table(read, 1, "raw tokens").splitlines()[2:]
     assert row == "| 2.000 | 3.00 M | 2.00 M | 0.67 | 1 | 0 |"
