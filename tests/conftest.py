@@ -10,6 +10,7 @@ from collections.abc import Callable
 from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
+from random import SystemRandom
 from tempfile import TemporaryDirectory
 
 # One thread, also in the processes that tests start: another number sums in another order, and
@@ -159,10 +160,15 @@ def start_ranks(ranks: int, *runs: list[str], work: Callable = train.main) -> No
 
     Args: work what a rank does with the flags of a run; a function that another process can import
     """
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    arguments = (ranks, port, Path.cwd(), work, runs)
+    arguments = (ranks, a_port(), Path.cwd(), work, runs)
     start_processes(rank_of, arguments, nprocs=ranks, start_method="forkserver")
+
+
+def a_port() -> str:
+    """Below 32,768, where Linux begins with the ports that it gives to other tests' connections."""
+    port = SystemRandom().randrange(20_000, 32_000)
+    with socket.create_server(("127.0.0.1", port)):
+        return str(port)
 
 
 def rank_of(rank: int, ranks: int, port: str, cwd: Path, work: Callable, runs: tuple) -> None:

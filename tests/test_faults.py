@@ -30,7 +30,7 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, SMALL, rank_of, read_log, start_ranks, stop_in_step, write_lines
+from conftest import ROOT, SMALL, a_port, rank_of, read_log, start_ranks, stop_in_step, write_lines
 
 import evaluate
 import prepare
@@ -430,9 +430,7 @@ def struck_soon(argv: list[str]) -> int:
 
 def started(ranks: int, argv: list[str]) -> list[multiprocessing.Process]:
     """The processes of a command on so many ranks."""
-    with socket.create_server(("127.0.0.1", 0)) as free:
-        port = str(free.getsockname()[1])
-    context, given = multiprocessing.get_context("forkserver"), (ranks, port, Path.cwd())
+    context, given = multiprocessing.get_context("forkserver"), (ranks, a_port(), Path.cwd())
     processes = [
         context.Process(target=rank_of, args=(rank, *given, struck_soon, [argv]))
         for rank in range(ranks)
@@ -513,8 +511,7 @@ def test_torchrun_on_two_machines_goes_on_after_a_kill(tmp_path):
     aside = shutil.ignore_patterns(".*", "results", "docs", "tests", "bench", "runs", "shared")
     machines = [shutil.copytree(ROOT, tmp_path / f"machine-{n}", ignore=aside) for n in range(2)]
     try:
-        with socket.create_server(("localhost", 0)) as free:
-            end = f"localhost:{free.getsockname()[1]}"
+        end = f"localhost:{a_port()}"
     except OSError as error:
         pytest.skip(f"torchrun cannot bind a port: {error}")
     line = f"train.py {SMALL} --tokens 40K --checkpoint-every 2048 --eval-every 20K"
