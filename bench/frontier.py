@@ -17,7 +17,7 @@ report  the table of a section, or of its runs that --match finds, at equal seco
         --fixed, at equal raw tokens. Between its runs a frontier is straight in their logarithm
 docs    the tables of README.md and docs/, made anew where a comment holds the flags of their
         report, and the pictures
-quick   one ratio from nothing, in less than half an hour: two plain runs of a section and one of
+quick   one ratio from nothing, in five minutes on two cores: two plain runs of a section and one of
         the others with a new seed, and what their steps cost
 
     python bench/frontier.py runs --sections nano --record         # goes on where it was stopped
@@ -217,24 +217,25 @@ def measure_costs(args: argparse.Namespace) -> None:
     """Of every shape that a recorded run has and no record of a cost."""
     done = {record["shape"] for record in known("frontier-cost", args.device)}
     keep = recorder("frontier-cost", args, turns=args.turns)
-    for record in known("frontier", args.device):
-        new = {*record["shapes"]} - done
-        if new and (not args.sections or record["section"] in args.sections):
-            done |= new
-            for cost in costs_of(arm_of(record), new, args):
-                keep(cost)
+    made = known("frontier", args.device)
+    some = [r for r in made if not args.sections or r["section"] in args.sections]
+    for cost in costs_of(some, done, args):
+        keep(cost)
 
 
-def costs_of(arm: Arm, shapes: set[str], args: argparse.Namespace) -> Iterator[dict]:
-    """Of a run's steps of these shapes, each in turns with the reference."""
+def costs_of(made: list[dict], done: set[str], args: argparse.Namespace) -> Iterator[dict]:
+    """Of the steps of these runs, each shape that is not done in turns with the reference."""
     reference = Arm("", EMBEDDED, "", "--layers 6 --tied --batch-tokens 2048", 1)
     ((_, plain_step),) = timed_steps(reference, None, args.stores)
-    for shape, step in timed_steps(arm, shapes, args.stores):
-        pair = {"of": partial(turn_of, step), "to": partial(turn_of, plain_step)}
-        taken = in_turns(pair, args.turns)
-        of, to = ([turn.seconds for turn in taken[name]] for name in pair)
-        ms = quartiles([1e3 * seconds for seconds in of])
-        yield {"shape": shape, "ms": ms, "to_reference": quartiles(ratios(of, to))}
+    for record in made:
+        new = {*record["shapes"]} - done
+        done = done | new
+        for shape, step in timed_steps(arm_of(record), new, args.stores) if new else ():
+            pair = {"of": partial(turn_of, step), "to": partial(turn_of, plain_step)}
+            taken = in_turns(pair, args.turns)
+            of, to = ([turn.seconds for turn in taken[name]] for name in pair)
+            ms = quartiles([1e3 * seconds for seconds in of])
+            yield {"shape": shape, "ms": ms, "to_reference": quartiles(ratios(of, to))}
 
 
 def timed_steps(
@@ -337,10 +338,12 @@ def between(x: float, points: list[tuple[float, float]]) -> float:
 def table(args: argparse.Namespace) -> str:
     """Of a section: what the losses of both frontiers cost or, with --match, these runs."""
     points = points_in(args.sections[0], args.device, args.fixed)
+    shared = listed(args.sections)[0].shared
+    said = f"Every run has `{shared}` too.\n\n" * bool(shared)
     if args.match is None:
-        return frontier_table(points, args.least_seeds, args.fixed)
-    shown = [p for p in points if re.search(args.match, p.flags)]
-    return runs_table([p for p in shown if len(p.losses) >= args.least_seeds], points, args.fixed)
+        return said + frontier_table(points, args.least_seeds, args.fixed)
+    of = [p for p in points if len(p.losses) >= args.least_seeds and re.search(args.match, p.flags)]
+    return said + runs_table(of, points, args.fixed)
 
 
 def frontier_table(points: list[Point], least_seeds: int, fixed: str = "seconds") -> str:
@@ -466,11 +469,7 @@ def quick(args: argparse.Namespace) -> None:
     new = [arm._replace(seed=arm.seed + 1000) for arm in some]
     with ThreadPoolExecutor(2) as pool:
         made = [*pool.map(partial(run, stores=args.stores, device=args.device), new)]
-    costs: dict[str, dict] = {}
-    for record in made:
-        missing = {*record["shapes"]} - costs.keys()
-        costs |= {cost["shape"]: cost for cost in costs_of(arm_of(record), missing, args)}
-    points = points_of(made, [*costs.values()])
+    points = points_of(made, [*costs_of(made, set(), args)])
     print(runs_table(points, points))
 
 
