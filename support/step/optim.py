@@ -61,7 +61,7 @@ class OptimConfig:
     weight_decay: float = flag(0.1, "decay of matrices and embeddings", least=0)
     beta1: float = flag(0.9, "AdamW's first-moment decay", least=0, below=1)
     beta2: float | None = flag(
-        None, "AdamW's second-moment decay (default: by --size)", least=0, below=1
+        None, "AdamW's second-moment decay (default: by --model and --size)", least=0, below=1
     )
     loss_per: str = flag(
         "token", "what has equal weight in the loss of a step", ("token", "document")

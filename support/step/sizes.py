@@ -31,22 +31,21 @@ class Size(NamedTuple):
     tokens: int  # of the budget
     batch_tokens: int
     lr: float
-    beta2: float
 
 
 # Dimensions. nano: ours. 1.3B: arXiv 2005.14165, table 2.1, with 16 heads as in the Data Efficiency
 # paper's GPT-3. The others are as published with GPT-2 and BERT.
-# The rest. nano: measured here (docs/method.md). GPT: GPT-3's batch, learning rate and beta2
-# (arXiv 2005.14165, table 2.1 and appendix B), 20 tokens a parameter (arXiv 2203.15556); BERT:
+# Budget, batch and learning rate. nano: measured here (docs/method.md). GPT: GPT-3's batch and
+# learning rate (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT:
 # arXiv 1810.04805.
-SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr, beta2
-    "nano": Size(3, 4, 128, 256, 2_000_000, 4_096, 2e-2, 0.99),
-    "124M": Size(12, 12, 768, 1024, 2_500_000_000, 524_288, 6e-4, 0.95),
-    "350M": Size(24, 16, 1024, 1024, 7_000_000_000, 524_288, 3e-4, 0.95),
-    "774M": Size(36, 20, 1280, 1024, 15_500_000_000, 524_288, 2.5e-4, 0.95),
-    "1.3B": Size(24, 16, 2048, 2048, 26_000_000_000, 1_048_576, 2e-4, 0.95),
-    "bert-base": Size(12, 12, 768, 512, 2_200_000_000, 131_072, 1e-4, 0.999),
-    "bert-large": Size(24, 16, 1024, 512, 6_800_000_000, 131_072, 1e-4, 0.999),
+SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
+    "nano": Size(3, 4, 128, 256, 2_000_000, 4_096, 2e-2),
+    "124M": Size(12, 12, 768, 1024, 2_500_000_000, 524_288, 6e-4),
+    "350M": Size(24, 16, 1024, 1024, 7_000_000_000, 524_288, 3e-4),
+    "774M": Size(36, 20, 1280, 1024, 15_500_000_000, 524_288, 2.5e-4),
+    "1.3B": Size(24, 16, 2048, 2048, 26_000_000_000, 1_048_576, 2e-4),
+    "bert-base": Size(12, 12, 768, 512, 2_200_000_000, 131_072, 1e-4),
+    "bert-large": Size(24, 16, 1024, 512, 6_800_000_000, 131_072, 1e-4),
 }
 
 
@@ -114,13 +113,15 @@ def with_defaults(settings: Flat) -> Flat:
     )
     new_nano = name == "nano" and "model.init" not in s
     s.setdefault("model.pos", "rope" if is_llama or new_nano else "learned")
-    s.setdefault("model.tied", not new_nano or s.get("model.model") == "bert")
+    is_bert = s.get("model.model") == "bert"
+    s.setdefault("model.tied", not new_nano or is_bert)
     s.setdefault("data.seq_len", size.seq_len)
     s.setdefault("optim.tokens", size.tokens)
     s.setdefault("optim.schedule_tokens", s["optim.tokens"])
     s.setdefault("optim.batch_tokens", max(size.batch_tokens, s["data.seq_len"]))
     s.setdefault("optim.lr", size.lr)
-    s.setdefault("optim.beta2", size.beta2)
+    # BERT's and GPT-3's (appendix B) are as published; for nano both were measured here
+    s.setdefault("optim.beta2", 0.999 if is_bert else 0.99 if new_nano else 0.95)
     s.setdefault("optim.warmup_tokens", s["optim.tokens"] // 50)
     s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))
     s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
