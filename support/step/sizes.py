@@ -101,9 +101,8 @@ def with_defaults(settings: Flat) -> Flat:
     s = {name: value for name, value in settings.items() if value is not None}
     name = s.setdefault("model.size", "nano")
     size = SIZES[name]
-    s.setdefault("model.layers", size.layers)
-    s.setdefault("model.heads", size.heads)
-    s.setdefault("model.width", size.width)
+    for dimension in ("layers", "heads", "width"):
+        s.setdefault(f"model.{dimension}", getattr(size, dimension))
     is_llama, width = s.get("model.block") == "llama", s["model.width"]
     s.setdefault("model.norm", "rmsnorm" if is_llama else "layernorm")
     s.setdefault("model.mlp", "swiglu" if is_llama else "gelu")
