@@ -467,7 +467,7 @@ def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
         line, runs, ended = f"{BEGIN} --out run-{runs} --resume auto {more}", runs + 1, False
         while not ended:
             after = draw.uniform(0, seconds if moment == "start" else 0.3)
-            strike = f"{draw.randrange(ranks)} {moment} {after} SIGKILL {line} --rank-timeout 30"
+            strike = f"{draw.randrange(ranks)} {moment} {after} SIGKILL {line}"
             statuses = end_of(started(ranks, strike.split()), 60)
             assert None not in statuses
             ended = not any(statuses)
