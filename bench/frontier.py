@@ -342,8 +342,9 @@ def table(args: argparse.Namespace) -> str:
     said = f"Every run has `{shared}` too.\n\n" * bool(shared)
     if args.match is None:
         return said + frontier_table(points, args.least_seeds, args.fixed)
-    of = [p for p in points if len(p.losses) >= args.least_seeds and re.search(args.match, p.flags)]
-    return said + runs_table(of, points, args.fixed)
+    some = [p for p in points if len(p.losses) >= args.least_seeds]
+    chosen = [p for p in some if re.search(args.match, p.flags)]
+    return said + runs_table(chosen, points, args.fixed)
 
 
 def frontier_table(points: list[Point], least_seeds: int, fixed: str = "seconds") -> str:

@@ -172,7 +172,10 @@ SILENT = {"optimizer": {"type": "AdamW", "params": {"lr": 6e-4}}}
         ({"metrics": {"voc": VOC | SINGLE}}, "metric': 'none'.*voc: left out of the command"),
         ({"ltd": dropping(12, "encoder", 512) | CLOCK}, "'bert'.*'layer-tokens'.* padding counts"),
         ({"optimizer": ADAM}, "'adamw'.*decay': 0.01,.*beta2': 0.999.*optimizer.params.lr: auto"),
-        (SILENT, "own: --beta1 .*, --beta2 as in --help, .* 0.1, --grad-clip 1.0, --warmup"),
+        (
+            SILENT,
+            "own: --beta1 0.9, --beta2 as in --help, --weight-decay 0.1, --grad-clip 1.0, --warmup",
+        ),
         (
             scheduler("WarmupLR", warmup_max_lr=3e-4),
             "lr': 0.0003, 'optim.min_lr': 1.0, .* is linear",

@@ -26,14 +26,9 @@ def test_flops_of_a_row_worked_example():
     assert flops_of_row(config, [8, 8], 8) > 17_664 > flops_of_row(config, [8, 0], 8)
 
 
-def test_only_a_new_nano_gpt_has_a_head_of_its_own():
-    assert not with_defaults({})["model.tied"]
-    for other in ({"model.tied": True}, {"model.model": "bert"}, {"model.size": "124M"}):
-        assert with_defaults(other)["model.tied"]
-    assert with_defaults({"model.init": "weights.safetensors"})["model.tied"], "as they say"
-
-
-def test_adamws_memory_is_that_of_the_model():
-    given = {0.99: {}, 0.95: {"model.size": "124M"}, 0.999: {"model.model": "bert"}}
-    assert all(with_defaults(some)["optim.beta2"] == beta2 for beta2, some in given.items())
-    assert with_defaults({"model.init": "weights.safetensors"})["optim.beta2"] == 0.95
+def test_only_a_new_nano_gpt_has_a_head_and_a_beta2_of_its_own():
+    init, told = {"model.init": "a.safetensors"}, {"model.tied": True, "optim.beta2": 0.5}
+    others = [(0.95, {"model.size": "124M"}), (0.95, init), (0.999, {"model.model": "bert"})]
+    for beta2, given in [(0.99, {}), (0.5, told), *others]:
+        found = with_defaults(given)
+        assert (found["model.tied"], found["optim.beta2"]) == (given != {}, beta2), given

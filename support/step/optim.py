@@ -60,7 +60,12 @@ class OptimConfig:
     decay_share: float = flag(0.2, "share of --tokens over which wsd decays", above=0, most=1)
     weight_decay: float = flag(0.1, "decay of matrices and embeddings", least=0)
     beta1: float = flag(0.9, "AdamW's first-moment decay", least=0, below=1)
-    beta2: float | None = flag(None, "second-moment decay (default: by model)", least=0, below=1)
+    beta2: float | None = flag(
+        None,
+        "AdamW's second-moment decay (default: 0.99 for a nano GPT, 0.999 for a BERT, else 0.95)",
+        least=0,
+        below=1,
+    )
     loss_per: str = flag(
         "token", "what has equal weight in the loss of a step", ("token", "document")
     )

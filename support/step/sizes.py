@@ -101,8 +101,9 @@ def with_defaults(settings: Flat) -> Flat:
     s = {name: value for name, value in settings.items() if value is not None}
     name = s.setdefault("model.size", "nano")
     size = SIZES[name]
-    for dimension in ("layers", "heads", "width"):
-        s.setdefault(f"model.{dimension}", getattr(size, dimension))
+    s.setdefault("model.layers", size.layers)
+    s.setdefault("model.heads", size.heads)
+    s.setdefault("model.width", size.width)
     is_llama, width = s.get("model.block") == "llama", s["model.width"]
     s.setdefault("model.norm", "rmsnorm" if is_llama else "layernorm")
     s.setdefault("model.mlp", "swiglu" if is_llama else "gelu")
@@ -186,21 +187,14 @@ def config_of(
     size: str, seq_len: int | None = None, pos: str | None = None, block: str = "gpt2"
 ) -> TransformerConfig:
     """A model by name; rows and positions are its own unless given."""
-    layers, heads, width, longest, *_ = SIZES[size]
     asked = with_defaults({"model.size": size, "model.block": block, "model.pos": pos})
+    alike = ("layers", "heads", "width", "mlp_width", "pos", "norm", "mlp", "tied")
     return TransformerConfig(
         kind="bert" if size.startswith("bert") else "gpt",
-        layers=layers,
-        heads=heads,
-        width=width,
-        mlp_width=asked["model.mlp_width"],
-        seq_len=seq_len or longest,
+        seq_len=seq_len or SIZES[size].seq_len,
         vocab_size=V_PD4K if size == "nano" else V_GPT2,
-        pos=asked["model.pos"],
-        norm=asked["model.norm"],
-        mlp=asked["model.mlp"],
         bias=block == "gpt2",
-        tied=asked["model.tied"],
+        **{name: asked[f"model.{name}"] for name in alike},
     )
 
 
