@@ -462,19 +462,19 @@ def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
     losses = uninterrupted(stopped, monkeypatch)
     monkeypatch.chdir(tmp_path)
     shutil.copytree(stopped / "store", "store")
-    draw, kills, runs, waits = random.Random(4), 0, 0, 0
+    draw, kills, runs = random.Random(4), 0, 0
     while kills < times:
         line, runs, ended = f"{BEGIN} --out run-{runs} --resume auto {more}", runs + 1, False
         while not ended:
             after = draw.uniform(0, seconds if moment == "start" else 0.3)
             strike = f"{draw.randrange(ranks)} {moment} {after} SIGKILL {line}"
             statuses = end_of(started(ranks, strike.split()), 60)
-            waits += None in statuses  # hardly ever, and torchrun ends it: docs/reliability.md
-            assert waits <= 1
-            ended = {*statuses} == {0}
+            assert None not in statuses
+            ended = not any(statuses)
             kills += -signal.SIGKILL in statuses
         folder = Path(f"run-{runs - 1}")
-        assert losses_of(folder) == (losses if ranks == 1 else pytest.approx(losses, rel=1e-4))
+        seen = losses_of(folder)
+        assert seen == (losses if ranks == 1 else pytest.approx(losses, rel=1e-4))
         check_end(folder)
 
 
