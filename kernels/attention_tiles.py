@@ -32,12 +32,12 @@ HEAD_WIDTHS = (16, 32, 64, 128)
 def tiles(kernel: str, D: int, dtype: torch.dtype) -> dict[str, int]:
     """The tile that a program owns, the tiles that it visits, its warps, and tiles in flight.
 
-    Of 25 choices for each kernel those with the least time on an H200, for D 64 and 128 and for
-    documents of a whole row, of some 200 tokens and of 64 alike (within 10 % of the best for each).
-    In half precision no kernel spills registers on compute capability 8.0, 8.9 or 9.0, and each
-    fits the smallest of their shared memories, 99 KiB, with Triton 3.6, 3.7 and 3.9
-    (tests/test_ahead_of_time.py). float32 takes twice the registers and has no matrix units;
-    `chosen_impl` never picks it.
+    Of some 25 choices those with the least time on an H200, or at most 10 % more, for each kernel,
+    for D 64 and 128, and for documents of a row, of some 200 tokens and of 64
+    (results/gpu-tiles.jsonl). In half precision they fit the smallest shared memory of compute
+    capability 8.0, 8.9 and 9.0, 99 KiB, with Triton 3.6, 3.7 and 3.9, and spill no registers, but
+    for a few of dkv, which holds two sums, with D 128 (tests/test_ahead_of_time.py). float32 takes
+    twice the registers and has no matrix units; `chosen_impl` never picks it.
     """
     if dtype == torch.float32:
         return {"OWN": 32, "VISITED": 32, "num_warps": 4, "num_stages": 2}
@@ -70,33 +70,19 @@ if triton is not None:
 
     @triton.jit
     def visits(bounds, TILE: tl.constexpr):
-        """What a program visits of the other side, from `low` to `high`.
+        """Two loops over tiles of the other side, without a mask and with one.
 
-        Each row of its tile sees bounds[0]..bounds[1]. Tiles from `plain` to `masked_again` need no
-        mask, since every row sees them whole.
+        Each row of the program's tile sees bounds[0]..bounds[1], so tiles between `plain` and
+        `masked_again` are seen whole by all of them. A loop with a mask leaps over these.
+
+        Returns: (first, one past last, plain, length of the leap) for each loop
         """
         start, end = bounds
-        low = tl.min(start) // TILE * TILE
-        high = tl.max(end)
+        low, high = tl.min(start) // TILE * TILE, tl.max(end)
         plain = tl.minimum(tl.maximum(tl.cdiv(tl.max(start), TILE) * TILE, low), high)
         masked_again = tl.maximum(tl.min(end) // TILE * TILE, plain)
-        return low, plain, masked_again, high
-
-    @triton.jit
-    def stretch(ends, MASKED: tl.constexpr):
-        """The range of a loop over the tiles that need a mask, or over the others."""
-        low, plain, masked_again, high = ends
-        if MASKED:
-            return low, high - (masked_again - plain)
-        return plain, masked_again
-
-    @triton.jit
-    def positions(n, ends, TILE: tl.constexpr, MASKED: tl.constexpr):
-        """Of the tile at n of such a loop: one with a mask leaps over the others."""
-        low, plain, masked_again, high = ends
-        if MASKED:
-            n += tl.where(n < plain, 0, masked_again - plain)
-        return n + tl.arange(0, TILE)
+        leap = masked_again - plain
+        return (plain, masked_again, plain, 0), (low, high - leap, plain, leap)
 
     @triton.jit
     def dot(a, b):
@@ -134,15 +120,15 @@ if triton is not None:
         return first, tl.minimum(last, t + 1) if CAUSAL else last
 
     @triton.jit
-    def attend(
-        state, given, ends, T, scale, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
-    ):
+    def attend(state, given, loop, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
         """Add keys to a softmax; its state is the sum of values, sum of weights and top score."""
         acc, total, top = state
-        q, keys, values, strides, bounds = given
-        first, last = stretch(ends, MASKED)
+        q, keys, values, strides, bounds, T, scale = given
+        first, last, plain, leap = loop
         for n in range(first, last, TILE):
-            t = positions(n, ends, TILE, MASKED)
+            t = n + tl.arange(0, TILE)
+            if MASKED:
+                t += tl.where(n < plain, 0, leap)
             scores = dot(q, tl.trans(load_rows(keys, strides[1], t, T, D, MASKED)))
             if MASKED:
                 scores = tl.where(seen_by(t, bounds), scores, float("-inf"))
@@ -177,16 +163,15 @@ if triton is not None:
         b, h, tile = tile_of_program(T, H, OWN)
         t = tile * OWN + tl.arange(0, OWN)
         bounds = seen_keys(start, end, b, t, T, CAUSAL)
-        ends = visits(bounds, VISITED)
+        loops = visits(bounds, VISITED)
         query = load_rows(head_of(q, strides[0], b, h), strides[0], t, T, D, True)
         keys, values = head_of(k, strides[1], b, h), head_of(v, strides[2], b, h)
 
-        acc = tl.zeros((OWN, D), tl.float32)
         total = tl.zeros((OWN,), tl.float32)
-        state = (acc, total, total - float("inf"))
-        given = (query, keys, values, strides, bounds)
+        state = (tl.zeros((OWN, D), tl.float32), total, total - float("inf"))
+        given = (query, keys, values, strides, bounds, T, scale)
         for masked in tl.static_range(2):
-            state = attend(state, given, ends, T, scale, D, VISITED, masked == 1)
+            state = attend(state, given, loops[masked], D, VISITED, masked == 1)
 
         acc, total, top = state
         nothing = total == 0
@@ -196,13 +181,13 @@ if triton is not None:
         tl.store(lse + (b.to(tl.int64) * H + h) * T + t, row_lse, mask=t < T)
 
     @triton.jit
-    def add_to_dq(
-        dq, given, ends, T, scale, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
-    ):
-        q, dout, row_lse, delta, keys, values, strides, bounds = given
-        first, last = stretch(ends, MASKED)
+    def add_to_dq(dq, given, loop, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
+        q, dout, row_lse, delta, keys, values, strides, bounds, T, scale = given
+        first, last, plain, leap = loop
         for n in range(first, last, TILE):
-            t = positions(n, ends, TILE, MASKED)
+            t = n + tl.arange(0, TILE)
+            if MASKED:
+                t += tl.where(n < plain, 0, leap)
             key = load_rows(keys, strides[1], t, T, D, MASKED)
             value = load_rows(values, strides[2], t, T, D, MASKED)
             weights = tl.exp2(scale * dot(q, tl.trans(key)) - row_lse[:, None])
@@ -238,31 +223,31 @@ if triton is not None:
         b, h, tile = tile_of_program(T, H, OWN)
         t = tile * OWN + tl.arange(0, OWN)
         bounds = seen_keys(start, end, b, t, T, CAUSAL)
-        ends = visits(bounds, VISITED)
+        loops = visits(bounds, VISITED)
         query = load_rows(head_of(q, strides[0], b, h), strides[0], t, T, D, True)
         keys, values = head_of(k, strides[1], b, h), head_of(v, strides[2], b, h)
         own_dout = load_rows(head_of(dout, strides[3], b, h), strides[3], t, T, D, True)
         own_out = load_rows(head_of(out, strides[4], b, h), strides[4], t, T, D, True)
-        of_head = (b.to(tl.int64) * H + h) * T
-        row_lse = tl.load(lse + of_head + t, mask=t < T, other=float("inf"))
+        head = (b.to(tl.int64) * H + h) * T
+        row_lse = tl.load(lse + head + t, mask=t < T, other=float("inf"))
         row_delta = tl.sum(own_out.to(tl.float32) * own_dout.to(tl.float32), 1)
-        tl.store(delta + of_head + t, row_delta, mask=t < T)
+        tl.store(delta + head + t, row_delta, mask=t < T)
 
         acc = tl.zeros((OWN, D), tl.float32)
-        given = (query, own_dout, row_lse, row_delta, keys, values, strides, bounds)
+        given = (query, own_dout, row_lse, row_delta, keys, values, strides, bounds, T, scale)
         for masked in tl.static_range(2):
-            acc = add_to_dq(acc, given, ends, T, scale, D, VISITED, masked == 1)
+            acc = add_to_dq(acc, given, loops[masked], D, VISITED, masked == 1)
         store_rows(dq, acc * root, b, h, t, T, H, D)
 
     @triton.jit
-    def add_to_dkv(
-        dkv, given, ends, T, scale, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr
-    ):
+    def add_to_dkv(dkv, given, loop, D: tl.constexpr, TILE: tl.constexpr, MASKED: tl.constexpr):
         dk, dv = dkv
-        key, value, queries, douts, lse, delta, strides, bounds = given
-        first, last = stretch(ends, MASKED)
+        key, value, queries, douts, lse, delta, strides, bounds, T, scale = given
+        first, last, plain, leap = loop
         for n in range(first, last, TILE):
-            t = positions(n, ends, TILE, MASKED)
+            t = n + tl.arange(0, TILE)
+            if MASKED:
+                t += tl.where(n < plain, 0, leap)
             query = load_rows(queries, strides[0], t, T, D, MASKED)
             dout = load_rows(douts, strides[3], t, T, D, MASKED)
             row_lse = tl.load(lse + t, mask=t < T, other=float("inf"))
@@ -301,17 +286,17 @@ if triton is not None:
         t = tile * OWN + tl.arange(0, OWN)
         first, last = document_of(start, end, b, t, T)
         bounds = (tl.maximum(first, t) if CAUSAL else first), last  # queries that see a key
-        ends = visits(bounds, VISITED)
+        loops = visits(bounds, VISITED)
         key = load_rows(head_of(k, strides[1], b, h), strides[1], t, T, D, True)
         value = load_rows(head_of(v, strides[2], b, h), strides[2], t, T, D, True)
         queries, douts = head_of(q, strides[0], b, h), head_of(dout, strides[3], b, h)
-        of_head = (b.to(tl.int64) * H + h) * T
+        head = (b.to(tl.int64) * H + h) * T
 
         acc = tl.zeros((OWN, D), tl.float32)
-        given = (key, value, queries, douts, lse + of_head, delta + of_head, strides, bounds)
+        given = (key, value, queries, douts, lse + head, delta + head, strides, bounds, T, scale)
         dkv = (acc, acc)
         for masked in tl.static_range(2):
-            dkv = add_to_dkv(dkv, given, ends, T, scale, D, VISITED, masked == 1)
+            dkv = add_to_dkv(dkv, given, loops[masked], D, VISITED, masked == 1)
         store_rows(dk, dkv[0] * root, b, h, t, T, H, D)
         store_rows(dv, dkv[1], b, h, t, T, H, D)
 
