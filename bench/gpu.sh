@@ -174,8 +174,8 @@ stage_D() {
     bench 90 forecasts runs forecast "${cases[@]}"
 }
 
-# A token of 124M in rows of 1,024 takes 0.86 GFLOP: at 35 % of 990 TFLOP/s 100 M tokens take 220 s,
-# and still fit at half of that rate
+# 100 M tokens of 124M are 1,526 steps of some 0.14 s on an H200 (docs/step.md), and still fit at half
+# of that rate. Everything on sees 64 tokens of a row at first: 50 M on its clock are 3,224 steps
 stage_E() {
     local runs=(runs --sections gpu --most 1)
     [ -z "$fake" ] || runs=(runs --sections toy)
