@@ -7,6 +7,7 @@
 #     A  what machine it is and its ceilings; does every way to train learn what a CPU learns;
 #        124M, eager and compiled, beside nanoGPT's model where DIR is a clone of it; its kernels
 #     B  the tests marked gpu, on many workers; gpu-tests.xml has those that ended, even after a SIGTERM
+#        (on an H200 with 16 cores A takes four minutes, B one)
 #     C  steps of 350M with dropped tokens and packed rows; attention, loss and copies by themselves
 #     D  offload mode by mode, 1.3B in 16 GiB, FSDP; generation, evaluation, forecasts
 #     E  a whole run of 124M, the next of section gpu of bench/frontier.ini that has no record here or
