@@ -126,19 +126,19 @@ if triton is not None:
         q, keys, values, strides, bounds, T, scale = given
         first, last, plain, leap = loop
         for n in range(first, last, TILE):
-            t = n + tl.arange(0, TILE)
+            t = n + tl.arange(0, TILE)  # (TILE,)
             if MASKED:
                 t += tl.where(n < plain, 0, leap)
-            scores = dot(q, tl.trans(load_rows(keys, strides[1], t, T, D, MASKED)))
+            scores = dot(q, tl.trans(load_rows(keys, strides[1], t, T, D, MASKED)))  # (OWN, TILE)
             if MASKED:
                 scores = tl.where(seen_by(t, bounds), scores, float("-inf"))
-            new_top = tl.maximum(top, scale * tl.max(scores, 1))
+            new_top = tl.maximum(top, scale * tl.max(scores, 1))  # (OWN,)
             base = tl.where(new_top == float("-inf"), 0.0, new_top)  # nothing was seen yet
             weights = tl.exp2(scale * scores - base[:, None])
             shrink = tl.exp2(top - base)
             total = total * shrink + tl.sum(weights, 1)
             value = load_rows(values, strides[2], t, T, D, MASKED)
-            acc = acc * shrink[:, None] + dot(weights.to(value.dtype), value)
+            acc = acc * shrink[:, None] + dot(weights.to(value.dtype), value)  # (OWN, D)
             top = new_top
         return acc, total, top
 
@@ -185,7 +185,7 @@ if triton is not None:
         q, dout, row_lse, delta, keys, values, strides, bounds, T, scale = given
         first, last, plain, leap = loop
         for n in range(first, last, TILE):
-            t = n + tl.arange(0, TILE)
+            t = n + tl.arange(0, TILE)  # (TILE,)
             if MASKED:
                 t += tl.where(n < plain, 0, leap)
             key = load_rows(keys, strides[1], t, T, D, MASKED)
@@ -193,8 +193,8 @@ if triton is not None:
             weights = tl.exp2(scale * dot(q, tl.trans(key)) - row_lse[:, None])
             if MASKED:
                 weights = tl.where(seen_by(t, bounds), weights, 0.0)
-            dscores = weights * (dot(dout, tl.trans(value)) - delta[:, None])
-            dq += dot(dscores.to(key.dtype), key)
+            dscores = weights * (dot(dout, tl.trans(value)) - delta[:, None])  # (OWN, TILE)
+            dq += dot(dscores.to(key.dtype), key)  # (OWN, D)
         return dq
 
     @triton.jit(do_not_specialize=["T"])
@@ -245,7 +245,7 @@ if triton is not None:
         key, value, queries, douts, lse, delta, strides, bounds, T, scale = given
         first, last, plain, leap = loop
         for n in range(first, last, TILE):
-            t = n + tl.arange(0, TILE)
+            t = n + tl.arange(0, TILE)  # (TILE,)
             if MASKED:
                 t += tl.where(n < plain, 0, leap)
             query = load_rows(queries, strides[0], t, T, D, MASKED)
@@ -256,8 +256,8 @@ if triton is not None:
             if MASKED:
                 weights = tl.where(seen_by(t, bounds), weights, 0.0)
             dv += dot(weights.to(dout.dtype), dout)
-            dscores = weights * (dot(value, tl.trans(dout)) - row_delta[None, :])
-            dk += dot(dscores.to(query.dtype), query)
+            dscores = weights * (dot(value, tl.trans(dout)) - row_delta[None, :])  # (OWN, TILE)
+            dk += dot(dscores.to(query.dtype), query)  # (OWN, D)
         return dk, dv
 
     @triton.jit(do_not_specialize=["T"])

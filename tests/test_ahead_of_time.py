@@ -173,8 +173,8 @@ def test_attention_spills_little_fits_and_multiplies_on_the_matrix_units(arch, d
     everyone = {(name, D) for name in ATTENTION for D in attention_tiles.HEAD_WIDTHS}
     assert {(kernel.kernel, kernel.D) for kernel in kernels} == everyone
     # with D 128 its two sums fill the registers: 28 cost nothing on an H200, 200 twice the time
-    assert spilling(kernels) <= {"dkv_kernel"} and not spilling(kernels, most=48)
-    assert not too_large(kernels, arch)
+    assert {(k.kernel, k.D) for k in kernels if k.spilled} <= {("dkv_kernel", 128)}
+    assert not spilling(kernels, most=48) | too_large(kernels, arch)
     assert {kernel.matrix_units for kernel in kernels} == {MATRIX_UNITS[arch]}
     assert {kernel.special for kernel in kernels} == {"cp.async"}, "nothing is added atomically"
 

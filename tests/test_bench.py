@@ -233,13 +233,13 @@ def test_a_text_that_a_cache_changes_is_not_timed(monkeypatch):
 
 def test_a_run_follows_a_cpus_losses_within_its_dtypes_rounding():
     look = import_module("first_look")
-    curves = {"plain": [3.0, 2.0, 1.0], "plain, rounded": [3.0, 2.01, 1.0]}
-    plain, near = look.Way("", "plain"), look.FACTOR * 0.009
-    figures = look.compared(plain, [3.0, 2.0, 1.0 - near], curves)
+    curves, plain = {"plain": [3.0, 2.0, 1.0], "plain, rounded": [3.0, 2.01, 1.0]}, look.Way("")
+    far, near = [3.0 + look.FACTOR * 0.011, 2.0, 1.0], [3.0, 2.0, 1.0 - look.FACTOR * 0.009]
+    figures = look.compared(plain, near, curves)
     assert figures["follows"] and figures["at_step"] == 3
     assert figures["tolerance"] == pytest.approx(look.FACTOR * 0.01)
-    for losses in ([3.0 + look.FACTOR * 0.011, 2.0, 1.0], [3.0, 2.0]):  # far, and too short
-        assert not look.compared(plain, losses, curves)["follows"]
+    for way, losses in ((plain, far), (plain, [3.0, 2.0]), (plain._replace(finer=8), near)):
+        assert not look.compared(way, losses, curves)["follows"]
 
 
 @pytest.mark.slow
