@@ -165,9 +165,8 @@ def compared(way: Way, losses: list[float], curves: dict[str, list[float]]) -> d
     """A way's losses beside the curve that it should follow, step by step."""
     exact = curves[way.like]
     rounded = [abs(a - b) for a, b in zip(curves[f"{way.like}, rounded"], exact, strict=True)]
-    differences = [math.inf]  # of a run of another length
-    if len(losses) == len(exact):
-        differences = [abs(a - b) for a, b in zip(losses, exact, strict=True)]
+    pairs = zip(losses, exact, strict=True) if len(losses) == len(exact) else [(math.inf, 0)]
+    differences = [abs(a - b) for a, b in pairs]  # infinite in a run of another length
     tolerance, early = FACTOR * max(rounded), FACTOR / way.finer * max(rounded[:EARLY])
     return {
         "like": way.like,
