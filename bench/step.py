@@ -298,7 +298,7 @@ def main() -> None:
     keep = recorder(
         "step",
         args,
-        wait_policy=os.environ.get("OMP_WAIT_POLICY", "default"),
+        environment={name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "LD_PRELOAD")},
         dtype="bf16 autocast" if device == "cuda" else "fp32",
         compile=args.compile,
         optimizer=args.optimizer,

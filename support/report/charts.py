@@ -296,8 +296,7 @@ def heading(chart: Chart) -> list[str]:
 
 
 def plot(chart: Chart) -> list[str]:
-    x_axis = chart.x_axis()
-    y_axis = chart.y_axis()
+    x_axis, y_axis = chart.x_axis(), chart.y_axis()
     bottom = chart.size[1] - BOTTOM
     right = chart.size[0] - RIGHT
     parts = []
@@ -359,8 +358,9 @@ def style_of(color: int) -> str:
 
 def described(chart: Chart) -> str:
     """The chart in words, for those who do not see it."""
-    ends = [f"{s.label} from {s.y[0]:.4g} to {s.y[-1]:.4g}" for s in chart.series if len(s.y)]
-    return f"{chart.title} against {chart.x_unit}: {'; '.join(ends) or 'nothing yet'}"
+    named = [s for s in chart.series if s.label and len(s.y)]
+    ends = "; ".join(f"{s.label} from {s.y[0]:.4g} to {s.y[-1]:.4g}" for s in named)
+    return f"{chart.title} against {chart.x_unit}: {ends or 'nothing yet'}"
 
 
 def for_script(chart: Chart) -> str:
