@@ -32,7 +32,7 @@ HEAD_WIDTHS = (16, 32, 64, 128)
 def tiles(kernel: str, D: int, dtype: torch.dtype) -> dict[str, int]:
     """The tile that a program owns, the tiles that it visits, its warps, and tiles in flight.
 
-    Of some 25 choices those with the least time on an H200, or at most 10 % more, for each kernel,
+    Of 30 choices those with the least time on an H200, or at most 10 % more, for each kernel,
     for D 64 and 128, and for documents of a row, of some 200 tokens and of 64
     (results/gpu-tiles.jsonl). In half precision they fit the smallest shared memory of compute
     capability 8.0, 8.9 and 9.0, 99 KiB, with Triton 3.6, 3.7 and 3.9, and spill no registers, but
