@@ -17,7 +17,7 @@ report  the table of a section, or of its runs that --match finds, at equal seco
         --fixed, at equal raw tokens. Between its runs a frontier is straight in their logarithm
 docs    the tables of README.md and docs/, made anew where a comment holds the flags of their
         report, and the pictures
-quick   one ratio from nothing, in five minutes on two cores: two plain runs of a section and one of
+quick   one ratio from nothing, in minutes on two cores: two plain runs of a section and one of
         the others with a new seed, and what their steps cost
 
     python bench/frontier.py runs --sections nano --record         # goes on where it was stopped
