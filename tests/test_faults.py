@@ -472,7 +472,6 @@ def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
             assert None not in statuses
             ended = not any(statuses)
             kills += -signal.SIGKILL in statuses
-            seconds *= 1.02  # on a busy machine too an attempt gets to its first checkpoint
         folder = Path(f"run-{runs - 1}")
         assert losses_of(folder) == (losses if ranks == 1 else pytest.approx(losses, rel=1e-4))
         check_end(folder)
