@@ -465,18 +465,17 @@ def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
     monkeypatch.chdir(tmp_path)
     shutil.copytree(stopped / "store", "store")
     draw, kills, runs = random.Random(4), 0, 0
-    latest = seconds if moment == "start" else 0.3
     while kills < times:
-        line, runs, killed = f"{BEGIN} --out run-{runs} --resume auto {more}", runs + 1, 0
-        while True:
-            after = draw.uniform(0, latest) if killed < KILLS_A_RUN else NEVER
+        line, runs, ended = f"{BEGIN} --out run-{runs} --resume auto {more}", runs + 1, False
+        most = kills + KILLS_A_RUN
+        while not ended:
+            soon = draw.uniform(0, seconds if moment == "start" else 0.3)
+            after = soon if kills < most else NEVER
             strike = f"{draw.randrange(ranks)} {moment} {after} SIGKILL {line}"
             statuses = end_of(started(ranks, strike.split()), 60)
             assert None not in statuses
-            if not any(statuses):
-                break
-            killed += -signal.SIGKILL in statuses
-        kills += killed
+            ended = not any(statuses)
+            kills += -signal.SIGKILL in statuses
         folder = Path(f"run-{runs - 1}")
         assert losses_of(folder) == (losses if ranks == 1 else pytest.approx(losses, rel=1e-4))
         check_end(folder)
