@@ -47,10 +47,7 @@ from support.text import tokenizer
 from support.weights import published
 
 pytestmark = pytest.mark.faults
-NEWLINE = b"\n"
 TIMES = 20  # that each class is injected
-KILLS_A_RUN = 4  # on a busy machine it would never come to its end
-NEVER = 3600  # seconds
 AT_ONCE = 4
 BEGIN = f"{SMALL} --data store --out run"
 RESUME = "--resume --out run"
@@ -467,10 +464,10 @@ def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
     draw, kills, runs = random.Random(4), 0, 0
     while kills < times:
         line, runs, ended = f"{BEGIN} --out run-{runs} --resume auto {more}", runs + 1, False
-        most = kills + KILLS_A_RUN
+        most = kills + 4  # or on a busy machine it would never come to its end
         while not ended:
             soon = draw.uniform(0, seconds if moment == "start" else 0.3)
-            after = soon if kills < most else NEVER
+            after = soon if kills < most else 3600
             strike = f"{draw.randrange(ranks)} {moment} {after} SIGKILL {line}"
             statuses = end_of(started(ranks, strike.split()), 60)
             assert None not in statuses
@@ -616,7 +613,7 @@ def logs_that_lost_their_end(runtime: Runtime) -> None:
         said = printed(train.main, f"--resume --out {out}")
         if not runtime.is_rank0:
             continue
-        lost = known - whole.rfind(NEWLINE, 0, kept) - 1
+        lost = known - whole.rfind(b"\n", 0, kept) - 1
         assert f"log.jsonl has lost {lost:,} bytes" in said
         steps = [line["step"] for line in read_log(out, "train")]  # every line is whole
         assert steps[-7:] == list(range(10, 17))
