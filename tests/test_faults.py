@@ -491,7 +491,7 @@ def test_a_rank_that_stops_or_a_store_that_is_cut_ends_all_ranks(
             monkeypatch.chdir(place)
             rank = draw.randrange(ranks)
             strike = f"{rank} start {draw.uniform(0, 0.2)} {what} {BEGIN} --out new"
-            line = f"{strike} --tokens 400K --rank-timeout {5 if what == 'SIGSTOP' else 60}"
+            line = f"{strike} --tokens 400K --rank-timeout {2 if what == 'SIGSTOP' else 60}"
             runs.append((place, rank, started(ranks, line.split())))
         for place, rank, processes in runs:
             waits = [processes[1 - rank]] if what == "SIGSTOP" else processes
