@@ -303,11 +303,10 @@ def envelope(points: list[Point]) -> list[Point]:
     """
     hull: list[Point] = []
     for point in points:
-        if hull and point.loss >= hull[-1].loss:
-            continue
-        while len(hull) > 1 and slope(hull[-2], point) <= slope(hull[-2], hull[-1]):
-            hull.pop()
-        hull.append(point)
+        if not hull or point.loss < hull[-1].loss:
+            while len(hull) > 1 and slope(hull[-2], point) <= slope(hull[-2], hull[-1]):
+                hull.pop()
+            hull.append(point)
     return hull
 
 
@@ -396,9 +395,7 @@ def share_of(p: Point, plain: list[Point]) -> str:
 
 def written(kind: str, cost: float) -> str:
     """Example: 118 seconds, 2.70 M raw tokens"""
-    if np.isnan(cost) or kind == "seconds":
-        return shown(cost, 0)
-    return f"{cost / 1e6:.2f} M"
+    return shown(cost, 0) if np.isnan(cost) or kind == "seconds" else f"{cost / 1e6:.2f} M"
 
 
 def shown(value: float, digits: int = 2, sign: str = "") -> str:
@@ -500,10 +497,13 @@ def flags() -> argparse.ArgumentParser:
     return parser
 
 
-def main() -> None:
-    args = flags().parse_args()
+def main(argv: list[str] | None = None) -> None:
+    args = flags().parse_args(argv)
     args.stores = dict(args.stores)
-    MEASURES[args.what](args)
+    try:
+        MEASURES[args.what](args)
+    except re.error as error:
+        raise ValueError(f"--match {args.match}: {error}") from None
 
 
 if __name__ == "__main__":

@@ -56,9 +56,8 @@ def test_a_record_says_where_it_was_taken_and_a_gpus_are_kept_apart(tmp_path, mo
 
 def test_variants_take_turns_in_an_order_that_is_reversed():
     called = []
-    taken = import_module("measure").in_turns(
-        {name: lambda name=name: called.append(name) or len(called) for name in "ab"}, turns=2
-    )
+    both = {name: lambda name=name: called.append(name) or len(called) for name in "ab"}
+    taken = import_module("measure").in_turns(both, turns=2)
     assert "".join(called) == "abbaab"
     assert taken == {"a": [4, 5], "b": [3, 6]}, "the first turn does not count"
 
@@ -103,8 +102,8 @@ def test_a_frontier_is_a_convex_hull_and_straight_between_its_runs():
     assert frontier.cost_of(1.8, hull) == pytest.approx(2)
     beyond = [frontier.loss_at(5, hull), frontier.cost_of(1.5, hull), frontier.loss_at(1, [])]
     assert [frontier.shown(value) for value in beyond] == ["not measured"] * 3
-    kept = frontier.envelope([point(s, x) for s, x in [(1, 2.0), (2, 1.7), (4, 1.6)]])
-    assert [p.cost for p in kept] == [1, 2, 4], "the slope falls"
+    kept = [point(s, x) for s, x in [(1, 2.0), (2, 1.7), (4, 1.6)]]
+    assert frontier.envelope(kept) == kept, "the slope falls"
 
 
 def test_techniques_are_compared_with_the_plain_frontier_and_runs_are_counted():
@@ -123,7 +122,7 @@ def test_techniques_are_compared_with_the_plain_frontier_and_runs_are_counted():
     assert row == "| 2.000 | 3.00 M | 2.00 M | 0.67 | 1 | 0 |"
 
 
-def test_runs_are_listed_by_turn_and_padded_rows_are_plain(monkeypatch):
+def test_runs_are_listed_by_turn_and_padded_rows_are_plain():
     frontier = import_module("frontier")
     arms = frontier.listed(["toy"])
     assert [(a.seed, a.is_plain) for a in arms] == [(1, 1), (1, 1), (1, 0), (2, 1)]
@@ -135,6 +134,8 @@ def test_runs_are_listed_by_turn_and_padded_rows_are_plain(monkeypatch):
         padded.argv({})
     with pytest.raises(ValueError, match="none is unknown"):
         frontier.listed(["none"])
+    with pytest.raises(ValueError, match=r"^--match \(: missing \)"):
+        frontier.main(["report", "--sections", "gpt", "--match", "("])
 
 
 def test_a_runs_seconds_are_the_sum_over_its_steps_of_what_each_shape_costs():
@@ -148,11 +149,10 @@ def test_a_runs_seconds_are_the_sum_over_its_steps_of_what_each_shape_costs():
     assert frontier.points_of(made, costs) == [], "a shape was not timed"
     (p,) = frontier.points_of(made, [*costs, {"shape": "half", "to_reference": [0.4, 0.5, 0.6]}])
     assert p.seconds == pytest.approx(frontier.UNIT_SECONDS) and p.loss == pytest.approx(1.6)
-    (p,) = frontier.points_of([record | {"shapes": {}} for record in made], [])
-    assert p.seconds == 7, "a GPU's own"
+    assert frontier.points_of([r | {"shapes": {}} for r in made], [])[0].seconds == 7, "a GPU's"
     two = [record | {"shapes": {}, "flags": f"{at}"} for at, record in enumerate(made[::-1])]
-    (best,) = frontier.envelope(frontier.points_of(two, [], "raw tokens"))
-    assert best.losses == [1.5], "of two that cost the same"
+    hull = frontier.envelope(frontier.points_of(two, [], "raw tokens"))
+    assert [p.losses for p in hull] == [[1.5]], "the better of two that cost the same"
 
 
 def test_the_pages_follow_from_the_records():
