@@ -406,8 +406,8 @@ class Parsed(Exception):
 def test_a_stage_fits_nine_minutes_with_flags_that_exist(stage, gpu_sh, tmp_path, monkeypatch):
     parse = argparse.ArgumentParser.parse_args
 
-    def parse_only(self):
-        parse(self)
+    def parse_only(self, argv=None):
+        parse(self, argv)
         raise Parsed
 
     monkeypatch.setattr(argparse.ArgumentParser, "parse_args", parse_only)
