@@ -45,7 +45,7 @@ from support.rows.ranking import LENGTHS
 from support.run.extension import with_changes
 from support.run.folder import Started, newest_run, started_with
 from support.step.optim import OptimConfig
-from support.step.sizes import SIZES, ModelConfig, refusals_of_rows, with_defaults
+from support.step.sizes import SIZES, ModelConfig, of_block, refusals_of_rows, with_defaults
 from support.weights.initial import with_those_of_init
 
 
@@ -203,9 +203,7 @@ def transformer_config(
         pos=m.pos,
         dropout=m.dropout,
         nsp=m.nsp,
-        norm=m.norm,
-        mlp=m.mlp,
-        bias=m.block == "gpt2",
+        **of_block(m.block),
         kv_heads=m.kv_heads,
         qk_norm=m.qk_norm,
         rotary=Rotary(m.rope_theta, Scaling.parsed(m.rope_scaling) if m.rope_scaling else None),

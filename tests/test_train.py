@@ -114,7 +114,7 @@ def test_neutral_is_identity(run, log_of, base):
         f"--model bert --nsp {ALL_ON} --loss-per document --micro-batch-size 3",
         f"{ALL_ON} {BY_DOCUMENTS} --schedule cosine",
         f"{LLAMA} {ALL_ON} --pseudo --pseudo-layers 2 --offload --offload-budget 1GB",
-        "--block llama --model bert --mlp gelu --dtype bf16",
+        "--block llama --model bert --dtype bf16",
     ],
 )
 def test_every_combination_runs(run, tmp_path, flags):

@@ -65,8 +65,6 @@ class ModelConfig:
     block: str = flag(
         "gpt2", "llama: RMSNorm, SwiGLU, rotary positions, no biases", ("gpt2", "llama")
     )
-    norm: str | None = flag(None, "norms (default: by --block)", ("layernorm", "rmsnorm"))
-    mlp: str | None = flag(None, "activation (default: by --block)", ("gelu", "swiglu"))
     qk_norm: bool = flag(False, "norm queries and keys")
     kv_heads: int | None = flag(
         None, "heads of keys and values (default: as many as --heads)", least=1, most=4096
@@ -87,7 +85,7 @@ class ModelConfig:
         None, "width of the residual stream (default: by --size)", least=1, most=2**17
     )
     mlp_width: int | None = flag(
-        None, "inner width of the MLP (default: 4 x --width; with swiglu 8/3)", least=1, most=2**19
+        None, "inner width of the MLP (default: 4 x --width; llama 8/3)", least=1, most=2**19
     )
     dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
     nsp: bool = flag(False, "a BERT is trained on pairs: does the second text follow the first?")
@@ -105,12 +103,8 @@ def with_defaults(settings: Flat) -> Flat:
     s.setdefault("model.heads", size.heads)
     s.setdefault("model.width", size.width)
     is_llama, width = s.get("model.block") == "llama", s["model.width"]
-    s.setdefault("model.norm", "rmsnorm" if is_llama else "layernorm")
-    s.setdefault("model.mlp", "swiglu" if is_llama else "gelu")
     s.setdefault("model.kv_heads", s["model.heads"])
-    s.setdefault(
-        "model.mlp_width", swiglu_width(width) if s["model.mlp"] == "swiglu" else 4 * width
-    )
+    s.setdefault("model.mlp_width", swiglu_width(width) if is_llama else 4 * width)
     new_nano = name == "nano" and "model.init" not in s
     s.setdefault("model.pos", "rope" if is_llama or new_nano else "learned")
     is_bert = s.get("model.model") == "bert"
@@ -126,6 +120,13 @@ def with_defaults(settings: Flat) -> Flat:
     s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))
     s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
     return s
+
+
+def of_block(block: str) -> dict[str, Any]:
+    """What --block says of a `TransformerConfig`."""
+    if block == "llama":
+        return {"norm": "rmsnorm", "mlp": "swiglu", "bias": False}
+    return {"norm": "layernorm", "mlp": "gelu", "bias": True}
 
 
 def swiglu_width(width: int) -> int:
@@ -188,12 +189,12 @@ def config_of(
 ) -> TransformerConfig:
     """A model by name; rows and positions are its own unless given."""
     asked = with_defaults({"model.size": size, "model.block": block, "model.pos": pos})
-    alike = ("layers", "heads", "width", "mlp_width", "pos", "norm", "mlp", "tied")
+    alike = ("layers", "heads", "width", "mlp_width", "pos", "tied")
     return TransformerConfig(
         kind="bert" if size.startswith("bert") else "gpt",
         seq_len=seq_len or SIZES[size].seq_len,
         vocab_size=V_PD4K if size == "nano" else V_GPT2,
-        bias=block == "gpt2",
+        **of_block(block),
         **{name: asked[f"model.{name}"] for name in alike},
     )
 

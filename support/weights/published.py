@@ -75,10 +75,9 @@ class Layout(NamedTuple):
     base: str  # before all names but those of heads
 
 
-PLAIN = {"model": "gpt", "block": "gpt2", "norm": "layernorm", "mlp": "gelu", "qk_norm": False}
+PLAIN = {"model": "gpt", "block": "gpt2", "qk_norm": False}
 LEARNED = {"pos": "learned", "tied": True}
 ROPE = {"pos": "rope"}  # tied or not
-LLAMA = {"block": "llama", "norm": "rmsnorm", "mlp": "swiglu"}
 SIZE_KEYS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "width": "hidden_size"}
 SIZE_KEYS |= {"mlp_width": "intermediate_size"}
 LLAMA_KEYS = {"kv_heads": "num_key_value_heads", "rope_theta": "rope_theta"}
@@ -132,7 +131,7 @@ BERT_LAYOUT = Layout(
 LLAMA_LAYOUT = Layout(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    settings=PLAIN | ROPE | LLAMA,
+    settings=PLAIN | ROPE | {"block": "llama"},
     keys=SIZE_KEYS | LLAMA_KEYS | {"tied": "tie_word_embeddings"},
     fixed={"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False},
     modules={
