@@ -9,10 +9,9 @@ Documents of equal length are interchangeable, so a packer needs only a histogra
 for a billion documents as for a million. It returns a Packing: which lengths share a pack (a
 strategy), and how many packs follow each strategy. `assign` then gives every document its place.
 
-    lpfhp, bfd   longest pack first: best fit, longest documents first; two names of one packer
-    spfhp        shortest pack first: worst fit, longest documents first
-    nnlshp       the paper's least squares over all strategies that fill a pack; needs SciPy
-    optimal      ours: cutting stock by column generation, with a lower bound; needs SciPy
+    lpfhp    longest pack first: best fit, longest documents first
+    spfhp    shortest pack first: worst fit, longest documents first
+    nnlshp   the paper's least squares over all strategies that fill a pack; needs SciPy
 
 Paper: Krell et al., arXiv 2107.02027. docs/packing.md has an example by hand and the numbers.
 
@@ -25,27 +24,28 @@ import json
 import sys
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain, product
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from support.base.settings import flag
 from support.base.typed_json import At, read_json
-from support.rows import cutting_stock
-from support.rows.cutting_stock import Filled, Pattern
-from support.rows.packs import LONGEST_ROW, Packing, Packs, assign, checked, histogram
+from support.rows.packs import Packing, Packs, assign, histogram, least_packs
 
 if TYPE_CHECKING:
     from config import Config
     from support.rows.samples import Samples
 
-PACKERS = ("lpfhp", "bfd", "spfhp", "nnlshp", "optimal")
+PACKERS = ("lpfhp", "spfhp", "nnlshp")
 DEFAULT = "lpfhp"  # docs/packing.md: it needs the fewest packs without SciPy
 PATTERNS = 10_000  # that nnlshp may weigh in every window of a run, or in a table: some seconds
+MOST = 100_000  # that it may weigh at all: 400 MB of matrix at length 512
+
+Pattern = tuple[int, ...]  # the lengths of the documents in one pack
 
 
 @dataclass(frozen=True)
@@ -60,8 +60,7 @@ class PackConfig:
     )
     packer: str = flag(
         DEFAULT,
-        "which packer fills the rows; nnlshp and optimal need SciPy and can take minutes for"
-        " every 16 steps",
+        "which packer fills the rows; nnlshp needs SciPy and can take minutes for every 16 steps",
         PACKERS,
     )
 
@@ -81,21 +80,16 @@ def refusals(config: "Config") -> list[tuple[bool, str]]:
     """Packers that this machine or this run cannot use."""
     packer, T = config.pack.packer, config.data.seq_len
     most = min(config.pack.max_per_row or T, T)
-    if packer in cutting_stock.NEED_SCIPY:
-        cutting_stock.require_scipy(packer, "--pack-packer")
+    if packer == "nnlshp":
+        require_scipy("--pack-packer")
     return [
         (
-            weighs_too_many(packer, T, most),
+            packer == "nnlshp" and number_that_fill(T, most) > PATTERNS,
             f"--pack-packer nnlshp weighs every way to fill a row of {T} with {most} pieces at"
             f" most, and more than {PATTERNS:,} take too long: lower --pack-max-per-row, or choose"
             " another packer",
         )
     ]
-
-
-def weighs_too_many(packer: str, max_len: int, max_per_pack: int) -> bool:
-    """Whether a packer takes more than seconds, because it weighs every way to fill a row."""
-    return packer == "nnlshp" and cutting_stock.number_that_fill(max_len, max_per_pack) > PATTERNS
 
 
 def shapes(config: "Config") -> "list[Config] | None":
@@ -106,21 +100,24 @@ def shapes(config: "Config") -> "list[Config] | None":
 # ---- greedy packers
 
 
-def greedy(
-    counts: np.ndarray, max_per_pack: int, tightest: bool, begun: Iterable[Filled] = ()
-) -> list[Filled]:
+class Filled(NamedTuple):
+    """Packs that hold the same lengths."""
+
+    packs: int
+    pattern: Pattern
+
+
+def greedy(counts: np.ndarray, max_per_pack: int, tightest: bool) -> list[Filled]:
     """Longest documents first, each into the pack with the least space that fits, or the most.
 
     All documents of a length move at once. The least space is best fit, with as many packs as
     document by document (LPFHP). The most space is SPFHP; like Graphcore's code, it opens one new
     pack per document that does not fit, even where a pack could hold two.
 
-    Args: begun packs that hold something already
     Cost: each step uses up a length or a group; bit s of a whole number says that a pack has s
           tokens left, so the next space to fill is found at once
     """
     max_len, lengths = len(counts) - 1, np.flatnonzero(counts)[::-1].tolist()
-    shortest = lengths[-1] if lengths else max_len + 1
     closed: list[Filled] = []
     open_with: list[list[Filled]] = [[] for _ in range(max_len + 1)]  # by space
     spaces = 0  # bit s is set if open_with[s] is not empty
@@ -128,14 +125,12 @@ def greedy(
     def keep(packs: int, pattern: Pattern) -> None:
         nonlocal spaces
         space = max_len - sum(pattern)
-        if len(pattern) < max_per_pack and space >= shortest:
+        if len(pattern) < max_per_pack and space >= lengths[-1]:
             open_with[space].append(Filled(packs, pattern))
             spaces |= 1 << space
         else:
             closed.append(Filled(packs, pattern))
 
-    for packs, pattern in begun:
-        keep(packs, pattern)
     for length in lengths:
         left = int(counts[length])
         while left:
@@ -157,31 +152,41 @@ def greedy(
     return closed + [group for groups in open_with for group in groups]
 
 
-# ---- packers that need SciPy
+# ---- least squares
 
 
-def optimal(counts: np.ndarray, max_per_pack: int, bound: int) -> tuple[list[Filled], int]:
-    """Round the linear relaxation in several ways and keep the best; also returns its lower bound.
+def require_scipy(flag: str) -> None:
+    try:
+        import scipy.optimize  # noqa: F401
+    except ImportError:
+        raise ValueError(f"{flag} nnlshp needs SciPy: pip install -e '.[pack]'") from None
 
-    One way adds a share to every pattern's fractional packs and drops the fraction. Documents left
-    without a place go where packs have space, by best fit. If best fit alone reaches a bound,
-    nothing is solved.
+
+def patterns_that_fill(space: int, most: int, longest: int) -> Iterator[Pattern]:
+    """All ways to write `space` as a sum of at most `most` lengths, none above `longest`.
+
+    Example: list(patterns_that_fill(4, 2, 4)) == [(4,), (3, 1), (2, 2)]
     """
-    best = greedy(counts, max_per_pack, tightest=True)
-    if packs_in(best) <= bound:
-        return best, bound
-    start = [pattern for _, pattern in best]
-    patterns, packs, bound = cutting_stock.relax(counts, max_per_pack, start)
-    for share in (0.5, 0.45, 0.4, 0.3, 0):
-        if packs_in(best) <= bound:
+    if space <= longest:
+        yield (space,)
+    if most > 1:
+        for length in range(min(space - 1, longest), -(-space // most) - 1, -1):
+            for rest in patterns_that_fill(space - length, most - 1, length):
+                yield (length, *rest)
+
+
+def number_that_fill(space: int, most: int) -> int:
+    """Count the patterns of `patterns_that_fill`; stops counting somewhere above MOST.
+
+    There are as many sums of at most k lengths as sums of lengths up to k.
+    """
+    ways = [1] + [0] * space
+    for part in range(1, min(most, space) + 1):
+        for total in range(part, space + 1):
+            ways[total] += ways[total - part]
+        if ways[space] > MOST:
             break
-        filled, left = cutting_stock.fill(patterns, np.floor(packs + share).astype(int), counts)
-        best = min(best, greedy(left, max_per_pack, True, filled), key=packs_in)
-    return best, bound
-
-
-def packs_in(filled: list[Filled]) -> int:
-    return sum(packs for packs, _ in filled)
+    return ways[space]
 
 
 def least_squares(counts: np.ndarray, max_per_pack: int) -> list[Filled]:
@@ -190,9 +195,62 @@ def least_squares(counts: np.ndarray, max_per_pack: int) -> list[Filled]:
     Places stay empty where the rounded packs have too many for a length. Where they have too few,
     the remaining documents are packed alone, as in Graphcore's packedBERT/nnlshp.py.
     """
-    patterns, packs = cutting_stock.regress(counts, max_per_pack)
-    filled, left = cutting_stock.fill(patterns, packs, counts, shorter=False)
+    patterns, packs = regress(counts, max_per_pack)
+    filled, left = fill(patterns, packs, counts)
     return filled + [Filled(int(left[length]), (int(length),)) for length in np.flatnonzero(left)]
+
+
+def regress(counts: np.ndarray, max_per_pack: int) -> tuple[list[Pattern], np.ndarray]:
+    """Fit packs of every pattern that fills a pack to the histogram, by least squares.
+
+    Paper:   arXiv 2107.02027, section 3.1 (NNLSHP); lengths up to 8 weigh 0.09, as in Graphcore's
+             packedBERT/nnlshp.py: a short document that is missing leaves little padding
+    Returns: patterns; (patterns,) int64 packs, which have too many places for some lengths and too
+             few for others
+    Raises:  ValueError for too many patterns
+    """
+    from scipy.optimize import nnls
+
+    max_len = len(counts) - 1
+    if number_that_fill(max_len, max_per_pack) > MOST:
+        raise ValueError(
+            f"--packer nnlshp weighs every way to fill a pack of {max_len}, more than {MOST:,} with"
+            f" --max-per-pack {max_per_pack}: choose fewer, or another packer"
+        )
+    patterns = list(patterns_that_fill(max_len, max_per_pack, max_len))
+    held = np.zeros((max_len, len(patterns)))  # how often each length occurs in each pattern
+    for j, pattern in enumerate(patterns):
+        for length in pattern:
+            held[length - 1, j] += 1
+    weights = np.where(np.arange(1, max_len + 1) <= 8, 0.09, 1.0)
+    packs, _ = nnls(weights[:, None] * held, weights * counts[1:])
+    return patterns, np.rint(packs).astype(np.int64)
+
+
+def fill(
+    patterns: list[Pattern], packs: np.ndarray, counts: np.ndarray
+) -> tuple[list[Filled], np.ndarray]:
+    """Put documents into packs of patterns, the longest places first.
+
+    Args:    packs (patterns,) whole numbers
+    Returns: the packs without empty ones; (max_len + 1,) the documents left over
+    Example: two packs of (5, 3) and documents 5, 4, 3, 2: [(1, (5, 3))], and 4 and 2 are left
+    """
+    left = counts.tolist()
+    used = [j for j, n in enumerate(packs) if n > 0]
+    filled = {j: [Filled(int(packs[j]), ())] for j in used}  # packs of each pattern, so far
+    places = sorted((-length, j) for j in used for length in patterns[j])
+    for negative, j in places:
+        length, before = -negative, filled[j]
+        filled[j] = []
+        for empty, pattern in before:
+            taken = min(empty, left[length])
+            left[length] -= taken
+            if taken:
+                filled[j].append(Filled(taken, (*pattern, length)))
+            if empty > taken:
+                filled[j].append(Filled(empty - taken, pattern))
+    return [group for j in used for group in filled[j] if group.pattern], np.array(left)
 
 
 # ---- the verbs
@@ -204,30 +262,27 @@ def pack(counts: np.ndarray, packer: str = DEFAULT, max_per_pack: int | None = N
     Args:    counts       (max_len + 1,) documents of each length; the first, of length 0, is 0
              packer       one of PACKERS
              max_per_pack most documents in a pack; None: as many as fit
-    Raises:  ValueError for counts that are not a histogram, for an unknown packer, for more than
-             2^53 tokens, up to which every count is exact, and where SciPy is missing
+    Raises:  ValueError for counts that are not a histogram, for an unknown packer, and where SciPy
+             is missing
     Cost:    lpfhp takes 3 ms for lengths up to 512 and 66 ms up to 4,096, whatever the number of
              documents (results/packers.jsonl)
     Example: two documents of 5, one of 3 in packs of 8: pack([0, 0, 0, 1, 0, 2, 0, 0, 0]) has the
              strategies (5, 3) and (5,), one pack of each
     """
-    counts = checked(counts)
+    counts = np.asarray(counts)
     max_len = len(counts) - 1
+    if counts.dtype.kind not in "iu" or counts.min() < 0 or counts[0] or not counts.any():
+        raise ValueError("a histogram has 1 or more documents in all, and none of length 0")
     if packer not in PACKERS:
         raise ValueError(f"--packer {packer} is unknown: choose one of {', '.join(PACKERS)}")
     if max_per_pack is not None and max_per_pack < 1:
         raise ValueError(f"--max-per-pack {max_per_pack}: a pack holds 1 document or more")
-    if packer in cutting_stock.NEED_SCIPY:
-        cutting_stock.require_scipy(packer)
     most = min(max_per_pack or max_len, max_len)
-    bound = cutting_stock.least_packs(counts, most)
-    if packer == "optimal":
-        filled, relaxed = optimal(counts, most, bound)
-        bound = max(bound, relaxed)
-    elif packer == "nnlshp":
+    if packer == "nnlshp":
+        require_scipy("--packer")
         filled = least_squares(counts, most)
     else:
-        filled = greedy(counts, most, tightest=packer != "spfhp")
+        filled = greedy(counts, most, tightest=packer == "lpfhp")
     packs: Counter[Pattern] = Counter()
     for number, pattern in filled:
         packs[tuple(sorted(pattern, reverse=True))] += number
@@ -237,7 +292,7 @@ def pack(counts: np.ndarray, packer: str = DEFAULT, max_per_pack: int | None = N
         offsets=np.cumsum([0, *map(len, strategies)]),
         counts=np.array([packs[strategy] for strategy in strategies]),
         max_len=max_len,
-        lower_bound=bound,
+        lower_bound=least_packs(counts, most),
     )
 
 
@@ -286,15 +341,15 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print one JSON object per packer")
     parser.add_argument("--plot", help="SVG file for a picture of some rows")
     args = parser.parse_args(argv)
-    if args.max_len is not None and not 1 <= args.max_len <= LONGEST_ROW:
-        raise ValueError(f"--max-len {args.max_len}: choose 1 to {LONGEST_ROW:,} tokens")
+    if args.max_len is not None and args.max_len < 1:
+        raise ValueError(f"--max-len {args.max_len}: a row has 1 token or more")
     if args.plot:
         figures.check_file(args.plot)
 
     path, max_len = Path(args.source[0]), args.max_len or MAX_LEN
     packers, depths = (args.packer or DEFAULT,), (args.max_per_pack,)
     if all(text.lstrip("-").isdecimal() for text in args.source):
-        counts = histogram(np.array([int(text) for text in args.source], object), max_len)
+        counts = histogram([int(text) for text in args.source], max_len)
     elif len(args.source) > 1:
         raise ValueError(f"{' '.join(args.source)}: give one folder, one file, or only lengths")
     elif not path.is_dir():
@@ -313,7 +368,7 @@ def main(argv: list[str] | None = None) -> None:
 
 def read_histogram(path: Path, max_len: int | None) -> np.ndarray:
     """(max_len + 1,) documents of each length, from {"max_len": M, "counts": [of 1, of 2, ...]}."""
-    shape = {"max_len": At(1, LONGEST_ROW), "counts": [int]}
+    shape = {"max_len": At(1), "counts": [At()]}
     wanted = 'a histogram is {"max_len": M, "counts": [documents of length 1, of length 2, ...]}'
     content = read_json(path, shape, remedy=wanted)
     row, counts = max_len or content["max_len"], content["counts"]
@@ -323,7 +378,7 @@ def read_histogram(path: Path, max_len: int | None) -> np.ndarray:
             f"{path}: a document of {longest} tokens does not fit a row of {row}: split or truncate"
             " it before counting, or choose another --max-len"
         )
-    return checked([0, *counts[:row]] + [0] * (row - len(counts)), source=f"{path}: the histogram")
+    return np.array([0, *counts[:row]] + [0] * (row - len(counts)))
 
 
 def counts_of(samples: "Samples") -> np.ndarray:
@@ -337,7 +392,7 @@ def counts_of(samples: "Samples") -> np.ndarray:
         file=sys.stderr,
     )
     start, stop = samples.spans(np.arange(len(samples))).T
-    return checked(histogram(stop - start, samples.max_piece_len))
+    return histogram(stop - start, samples.max_piece_len)
 
 
 def show(
@@ -351,9 +406,9 @@ def show(
     for depth, packer in product(depths, packers):
         most = min(depth or max_len, max_len)
         try:
-            if packer in cutting_stock.NEED_SCIPY:
-                cutting_stock.require_scipy(packer)  # importing it is not the packer's time
-            if not is_alone and weighs_too_many(packer, max_len, most):
+            if packer == "nnlshp":
+                require_scipy("--packer")  # importing it is not the packer's time
+            if packer == "nnlshp" and not is_alone and number_that_fill(max_len, most) > PATTERNS:
                 raise ValueError(
                     f"more than {PATTERNS:,} ways to fill a row with {most}: ask for it by --packer"
                 )

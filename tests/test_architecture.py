@@ -35,7 +35,6 @@ FOR_TECHNIQUES = (
     "support.base.technique",
     "support.base.typed_json",
     "support.rows.batch",
-    "support.rows.cutting_stock",
     "support.rows.packs",
     "support.rows.ranking",
     "support.rows.samples",

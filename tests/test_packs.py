@@ -5,7 +5,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from support.rows.packs import LONGEST_ROW, MOST_TOKENS, Packing, Packs, assign, balanced, histogram
+from support.rows.packs import Packing, Packs, assign, balanced, histogram, least_packs
 
 PACKING = Packing(  # two packs of 6 + 2 and one of 5 + 2 + 1, in rows of 8
     lengths=np.array([6, 2, 5, 2, 1]),
@@ -29,13 +29,11 @@ def test_numbers_by_hand():
     assert PACKING.attention == (2 * (36 + 4) + 25 + 4 + 1) / (3 * 64)
 
 
-def test_squares_of_lengths_are_exact_where_int64_ends():
-    # 2^31 documents as long as the longest row: 2^53 tokens, whose squares are 2^75 in sum
-    documents = MOST_TOKENS // LONGEST_ROW
-    longest, one = np.array([LONGEST_ROW]), np.array([0, 1])
-    packing = Packing(longest, one, np.array([documents]), LONGEST_ROW, documents)
-    assert packing.efficiency == packing.attention == 1
-    assert np.int64(documents) * np.int64([LONGEST_ROW**2]) == 0  # what int64 makes of 2^75
+def test_bound_by_hand():
+    assert least_packs(np.bincount([5, 5, 5], minlength=9), 8) == 3  # 15 tokens, but no two fit
+    # 5 + 5 leave 3 + 3 free, in which no 4 fits: the 4s need a pack of their own
+    assert least_packs(np.bincount([5, 5, 4, 4], minlength=9), 8) == 3
+    assert least_packs(np.bincount([1, 1, 1, 1, 1], minlength=9), 2) == 3
 
 
 def test_assign_and_take_by_hand():

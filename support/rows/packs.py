@@ -1,18 +1,16 @@
 """Packs, the documents that share a row: what packers take and return, and the order of rows.
 
-In reading order: histograms of lengths, which packers take; a Packing, which they return; Packs,
-where each document has its place; and an order of rows that gives every rank about as much work.
+In reading order: histograms of lengths, which packers take; the fewest packs that one needs; a
+Packing, which packers return; Packs, where each document has its place; and an order of rows that
+gives every rank about as much work.
 The packers are in packing.py.
 """
 
 from collections.abc import Sequence
-from operator import index, mul
 from typing import NamedTuple
 
 import numpy as np
 
-MOST_TOKENS = 2**53  # in all documents: float64 represents every whole number up to here
-LONGEST_ROW = 2**22  # tokens: this many prices of cutting_stock.UNIT still add up in int64
 SWAPS = 16  # that `parted` makes at most, for each share beyond the first
 MOST_SWAPS = 256  # that it makes at most in all
 CANDIDATES = 32  # rows of a share that it considers swapping
@@ -31,29 +29,25 @@ def histogram(lengths: Sequence[int] | np.ndarray, max_len: int) -> np.ndarray:
     return np.bincount(lengths.astype(np.int64, copy=False), minlength=max_len + 1)
 
 
-def checked(counts: Sequence[int] | np.ndarray, source: str = "the histogram") -> np.ndarray:
-    """The counts as int64; ValueError unless they are a histogram that can be packed.
+def least_packs(counts: np.ndarray, max_per_pack: int) -> int:
+    """A lower bound on the number of packs, computed from the histogram alone.
 
-    Works on Python's integers, which do not overflow. Up to MOST_TOKENS every number of documents,
-    packs and tokens is exact; beyond it int64 would wrap around unnoticed.
+    For any length t: a document longer than max_len - t shares its pack with none of t or more, and
+    no two documents longer than half a pack share one. Documents from t to half a pack can only use
+    the space that the latter leave; the rest needs packs of its own. The best t counts.
+
+    Paper:   Martello & Toth, Discrete Applied Mathematics 28 (1990), bound L2
+    Example: three documents of 5 in packs of 8 need three, though 15 tokens are less than two packs
     """
-    try:
-        given = list(map(index, np.asarray(counts, object).tolist()))
-    except TypeError:
-        wanted = "a list of whole numbers, one for each length"
-        raise ValueError(f"{source} has to be {wanted}") from None
-    for length, count in enumerate(given):
-        if count < 0 or (count > 0 and length == 0):
-            raise ValueError(f"{source} has {count} documents of length {length}")
-    if not any(given):
-        raise ValueError(f"{source} is empty: there is no document to pack")
-    tokens = sum(map(mul, given, range(len(given))))
-    if tokens > MOST_TOKENS:
-        raise ValueError(
-            f"{source} has {tokens:,} tokens, and packers count exactly up to {MOST_TOKENS:,}"
-            " (2^53): divide every count by the same number"
-        )
-    return np.array(given, np.int64)
+    max_len, lengths = len(counts) - 1, np.arange(len(counts))
+    number, tokens = np.cumsum(counts), np.cumsum(counts * lengths)
+    t, half = np.arange(max_len // 2 + 1), max_len // 2
+    long = number[-1] - number[max_len - t]
+    middle = number[max_len - t] - number[half]
+    free = middle * max_len - (tokens[max_len - t] - tokens[half])
+    short = tokens[half] - np.where(t > 0, tokens[t - 1], 0)
+    more = np.maximum(-((free - short) // max_len), 0)
+    return max(int((long + middle + more).max()), -(-int(number[-1]) // max_per_pack))
 
 
 class Packing(NamedTuple):
@@ -72,18 +66,15 @@ class Packing(NamedTuple):
     def packs(self) -> int:
         return int(self.counts.sum())
 
-    def total(self, of_each_length: np.ndarray) -> int:
-        """Sum over all documents a value that depends on their length, (max_len + 1,).
-
-        In Python's integers: squared lengths overflow int64 long before documents or tokens do.
-        """
+    def total(self, of_each_length: np.ndarray) -> float:
+        """Sum over all documents a value that depends on their length, (max_len + 1,)."""
         sums = np.add.reduceat(of_each_length[self.lengths], self.offsets[:-1])
-        return sum(map(mul, sums.tolist(), self.counts.tolist()))
+        return float(sums @ self.counts)
 
     @property
     def factor(self) -> float:
         """Documents per pack: how many times fewer rows than with one document per row."""
-        return self.total(np.ones(self.max_len + 1, np.int64)) / self.packs
+        return self.total(np.ones(self.max_len + 1)) / self.packs
 
     @property
     def efficiency(self) -> float:
@@ -93,7 +84,7 @@ class Packing(NamedTuple):
     @property
     def attention(self) -> float:
         """The cost of attention within documents, as a share of attention over whole rows."""
-        return self.total(np.arange(self.max_len + 1) ** 2) / (self.packs * self.max_len**2)
+        return self.total(np.arange(self.max_len + 1.0) ** 2) / (self.packs * self.max_len**2)
 
 
 class Packs(NamedTuple):
