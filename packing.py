@@ -16,33 +16,29 @@ strategy), and how many packs follow each strategy. `assign` then gives every do
 Paper: Krell et al., arXiv 2107.02027. docs/packing.md has an example by hand and the numbers.
 
     python packing.py 100 90 60 50 40 30 --max-len 128          # which length goes into which row
-    python packing.py HISTOGRAM.json --packer lpfhp --max-per-pack 3
-    python packing.py STORE --max-len 512                       # what each packer would gain
+    python packing.py STORE --max-len 512                       # what packing would gain
+    python packing.py HISTOGRAM.json --packer spfhp --max-per-pack 3
 """
 
 import json
-import sys
-import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import chain, product
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
 from support.base.settings import flag
-from support.base.typed_json import At, read_json
 from support.rows.packs import Packing, Packs, assign, histogram, least_packs
 
 if TYPE_CHECKING:
     from config import Config
-    from support.rows.samples import Samples
 
 PACKERS = ("lpfhp", "spfhp", "nnlshp")
 DEFAULT = "lpfhp"  # docs/packing.md: it needs the fewest packs without SciPy
-PATTERNS = 10_000  # that nnlshp may weigh in every window of a run, or in a table: some seconds
+PATTERNS = 10_000  # that nnlshp may weigh in every window of a run: some seconds
 MOST = 100_000  # that it may weigh at all: 400 MB of matrix at length 512
 
 Pattern = tuple[int, ...]  # the lengths of the documents in one pack
@@ -317,148 +313,48 @@ def pack_lengths(
 
 # ---- the command: what packing would give, for lengths, a histogram or a token store
 
-MAX_LEN = 256  # tokens of a row, train.py's default
-DEPTHS = (None, 2, 3, 4)  # most documents in a row, as a table lists them; None: as many as fit
-ROWS, WIDTH = 12, 64  # rows that are drawn, and characters of each
+ROWS = 12  # that are printed, the most frequent first
 
 
 def main(argv: list[str] | None = None) -> None:
     from support.base import runtime
-    from support.report import charts, figures
     from support.rows.samples import LONG, LONG_HELP, Samples
     from support.text.store import Store
 
     parser = runtime.Parser(prog="packing.py", description=__doc__.split("\n")[0])
-    sources = "lengths in tokens, a histogram (.json), or a folder made by prepare.py"
+    sources = "lengths in tokens, a folder made by prepare.py, or a histogram (.json)"
     parser.add_argument("source", nargs="+", help=sources)
-    shown = f"(default: {DEFAULT}; for a folder: all)"
-    parser.add_argument("--packer", choices=PACKERS, help=shown)
-    row = f"tokens of a row (default: the histogram's, or {MAX_LEN})"
-    parser.add_argument("--max-len", type=int, help=row)
-    depth = "most documents in a row (default: as many as fit; for a folder: a table)"
-    parser.add_argument("--max-per-pack", type=int, help=depth)
+    parser.add_argument("--packer", choices=PACKERS, default=DEFAULT)
+    parser.add_argument("--max-len", type=int, default=256, help="tokens of a row (256)")
+    parser.add_argument("--max-per-pack", type=int, help="most documents in a row (default: any)")
     parser.add_argument("--long", choices=LONG, default="split", help=f"{LONG_HELP}; for a folder")
-    parser.add_argument("--json", action="store_true", help="print one JSON object per packer")
-    parser.add_argument("--plot", help="SVG file for a picture of some rows")
     args = parser.parse_args(argv)
-    if args.max_len is not None and args.max_len < 1:
+    if args.max_len < 1:
         raise ValueError(f"--max-len {args.max_len}: a row has 1 token or more")
-    if args.plot:
-        figures.check_file(args.plot)
 
-    path, max_len = Path(args.source[0]), args.max_len or MAX_LEN
-    packers, depths = (args.packer or DEFAULT,), (args.max_per_pack,)
+    path = Path(args.source[0])
     if all(text.lstrip("-").isdecimal() for text in args.source):
-        counts = histogram([int(text) for text in args.source], max_len)
-    elif len(args.source) > 1:
-        raise ValueError(f"{' '.join(args.source)}: give one folder, one file, or only lengths")
-    elif not path.is_dir():
-        counts = read_histogram(path, args.max_len)
+        counts = histogram([int(text) for text in args.source], args.max_len)
+    elif path.is_dir():
+        samples = Samples(Store.open(path), "pieces", args.max_len, long=args.long)
+        start, stop = samples.spans(np.arange(len(samples))).T
+        counts = histogram(stop - start, args.max_len)
     else:
-        samples = Samples(Store.open(path), "pieces", max_len, long=args.long)
-        counts = counts_of(samples)
-        packers = (args.packer,) if args.packer else PACKERS
-        depths = DEPTHS if args.max_per_pack is None else depths
-
-    show(counts, packers, depths, args.json)
-    if args.plot:
-        packing = pack(counts, args.packer or DEFAULT, args.max_per_pack)
-        figures.save(args.plot, charts.bars(some_rows(packing), "Rows", "tokens of a row"))
+        counts = np.array([0, *json.loads(path.read_text())])
+    show(pack(counts, args.packer, args.max_per_pack))
 
 
-def read_histogram(path: Path, max_len: int | None) -> np.ndarray:
-    """(max_len + 1,) documents of each length, from {"max_len": M, "counts": [of 1, of 2, ...]}."""
-    shape = {"max_len": At(1), "counts": [At()]}
-    wanted = 'a histogram is {"max_len": M, "counts": [documents of length 1, of length 2, ...]}'
-    content = read_json(path, shape, remedy=wanted)
-    row, counts = max_len or content["max_len"], content["counts"]
-    longest = max((length for length, n in enumerate(counts, 1) if n), default=0)
-    if longest > row:
-        raise ValueError(
-            f"{path}: a document of {longest} tokens does not fit a row of {row}: split or truncate"
-            " it before counting, or choose another --max-len"
-        )
-    return np.array([0, *counts[:row]] + [0] * (row - len(counts)))
-
-
-def counts_of(samples: "Samples") -> np.ndarray:
-    """(max_len + 1,) training pieces of each length, cut as the trainer cuts documents."""
-    store, (longer, tokens) = samples.store, samples.beyond_a_row()
-    left_out = f", leaving out {tokens:,} tokens" if samples.long == "truncate" else ""
+def show(packing: Packing) -> None:
+    """Print what a packing saves, and the rows that it has most of."""
+    print(f"{'rows':>10} {'at least':>10} {'full':>10} {'a row':>10} {'attention':>10}")
     print(
-        f"{store.meta['train_documents']:,} documents for training, {store.meta['skipped']:,} empty"
-        f" ones were skipped; {longer:,} longer than a row: --long {samples.long} makes"
-        f" {len(samples):,} in all{left_out}",
-        file=sys.stderr,
+        f"{packing.packs:10,} {packing.lower_bound:10,} {packing.efficiency:10.3%}"
+        f" {packing.factor:10.3f} {packing.attention:10.1%}"
     )
-    start, stop = samples.spans(np.arange(len(samples))).T
-    return histogram(stop - start, samples.max_piece_len)
-
-
-def show(
-    counts: np.ndarray, packers: Sequence[str], depths: Sequence[int | None], as_json: bool
-) -> None:
-    """Print a line for each packing, and some rows of one that is alone."""
-    max_len, is_alone = len(counts) - 1, len(packers) * len(depths) == 1
-    if not as_json:
-        columns = ("rows", "at least", "full", "a row", "attention", "seconds")
-        print(f"{'packer':9} {'most':>4} " + " ".join(f"{column:>10}" for column in columns))
-    for depth, packer in product(depths, packers):
-        most = min(depth or max_len, max_len)
-        try:
-            if packer == "nnlshp":
-                require_scipy("--packer")  # importing it is not the packer's time
-            if packer == "nnlshp" and not is_alone and number_that_fill(max_len, most) > PATTERNS:
-                raise ValueError(
-                    f"more than {PATTERNS:,} ways to fill a row with {most}: ask for it by --packer"
-                )
-        except ValueError as error:
-            if is_alone:
-                raise
-            print(f"{packer}: {error}", file=sys.stderr)
-            continue
-        start = time.perf_counter()
-        packing = pack(counts, packer, depth)
-        seconds = time.perf_counter() - start
-        if as_json:
-            numbers = {
-                "packer": packer,
-                "packs": packing.packs,
-                "efficiency": packing.efficiency,
-                "factor": packing.factor,
-                "lower_bound": packing.lower_bound,
-                "seconds": round(seconds, 6),
-            }
-            print(json.dumps(numbers))
-            continue
-        print(
-            f"{packer:9} {depth or 'all':>4} {packing.packs:10,} {packing.lower_bound:10,}"
-            f" {packing.efficiency:10.3%} {packing.factor:10.3f} {packing.attention:10.1%}"
-            f" {seconds:10.4f}",
-            flush=True,
-        )
-        if is_alone:
-            print("\n".join(rows_as_text(packing)))
-
-
-def some_rows(packing: Packing) -> list[list[int]]:
-    """The lengths in every pack or, of many packs, in some that hold several documents."""
-    offsets, counts = packing.offsets, packing.counts
-    several = np.diff(offsets) > 1
-    if packing.packs > ROWS and several.any():
-        counts = np.where(several, counts, 0)
-    chosen = np.unique(np.linspace(0, counts.sum() - 1, ROWS).astype(int))
-    strategies = np.searchsorted(np.cumsum(counts), chosen, "right")
-    return [packing.lengths[offsets[s] : offsets[s + 1]].tolist() for s in strategies]
-
-
-def rows_as_text(packing: Packing) -> Iterator[str]:
-    """Some rows, one letter per document: |aaaaaabb..| 6 + 2 = 8 of 10."""
-    for lengths in some_rows(packing):
-        ends = np.rint(np.cumsum(lengths) * WIDTH / packing.max_len).astype(int)
-        letters = "".join(chr(97 + i % 26) * n for i, n in enumerate(np.diff(ends, prepend=0)))
-        terms = " + ".join(map(str, lengths[:8])) + " + ..." * (len(lengths) > 8)
-        yield f"|{letters:.<{WIDTH}}| {terms} = {sum(lengths)} of {packing.max_len}"
+    strategies = np.split(packing.lengths, packing.offsets[1:-1])
+    for s in np.argsort(-packing.counts, kind="stable")[:ROWS]:
+        terms = " + ".join(map(str, strategies[s]))
+        print(f"{packing.counts[s]:10,} of {terms} = {strategies[s].sum()} of {packing.max_len}")
 
 
 if __name__ == "__main__":
