@@ -46,8 +46,6 @@ from difficulty import label, metric
 from support.base import numbers, runtime
 from support.base.atomic import atomic_folder, atomic_write, folder_lock
 from support.base.runtime import Runtime
-from support.report import figures
-from support.report.charts import histogram
 from support.rows import ranking
 from support.rows.ranking import LENGTHS, Rankings, sorted_run
 from support.rows.samples import KINDS, LONG, LONG_HELP, SPECIAL_TOKENS, Samples, samples_of
@@ -307,7 +305,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--long", default="split", choices=LONG, help=LONG_HELP)
     parser.add_argument("--workers", type=numbers.count, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
-    parser.add_argument("--plot", help="SVG file for a histogram")
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
     args = parser.parse_args(argv)
     names = args.metric.split(",")
@@ -329,8 +326,6 @@ def main(argv: list[str] | None = None) -> None:
         show_percentiles(indexes)
         if args.examples:
             show_examples(indexes, samples)
-        if args.plot:
-            plot_histograms(indexes, args.plot)
 
 
 def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
@@ -340,14 +335,11 @@ def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
     if args.samples == "rows" and args.long == "truncate":
         raise ValueError("--long truncate: --samples rows are cut across documents: take pieces")
     difficulty.check_metrics(names, args.seq_len, args.samples, flag="--metric")
-    if args.plot:
-        figures.check_file(args.plot)
 
 
 # ---- what a ranking looks like
 
 PERCENTS = (0, 1, 5, 25, 50, 75, 95, 99, 100)
-PLOTTED = 1 << 18  # values of a histogram at most
 
 
 def show_percentiles(indexes: Rankings) -> None:
@@ -366,16 +358,6 @@ def show_examples(indexes: Rankings, samples: Samples) -> None:
             ((first, last),) = samples.spans(np.array([sample]))
             text = " ".join(encoding.decode(samples.store.tokens[first:last].tolist()).split())
             print(f"\n{percent} percent by {label(name)}, {index.values[sample]:g}:\n{text[:400]}")
-
-
-def plot_histograms(indexes: Rankings, file: str) -> None:
-    """A histogram of each metric's values; with several, the metric's name joins the file's."""
-    for name, index in indexes.items():
-        values = index.values[:: -(-len(index) // PLOTTED)]
-        path = Path(file)
-        if len(indexes) > 1:
-            path = path.with_stem(f"{path.stem}-{label(name)}")
-        figures.save(path, histogram(values, "Samples", label(name)))
 
 
 if __name__ == "__main__":

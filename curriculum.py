@@ -9,12 +9,12 @@ be easy enough by each of them.
 Everything here is a pure function of the tokens consumed so far: this file reads no data and draws
 no random numbers. difficulty.py measures samples; support/rows/ranking.py turns a difficulty into
 the pool of samples up to it. In reading order: configuration, pacing, the curriculum, what the
-flags mean, the command. plan.py asks `Curriculum.at` before each step, or with --pack where a
+flags mean. plan.py asks `Curriculum.at` before each step, or with --pack where a
 window of rows begins.
 
 Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 
-    python curriculum.py pace --kind root:2 --start 64 --end 1024 --over 300 --multiple 8
+    python train.py --pack --curriculum seqlen
 """
 
 import math
@@ -122,7 +122,7 @@ class Curriculum:
                     raise ValueError(f"--curriculum-by value goes up from 1, but {ends}")
                 pacing = pacing._replace(end=math.ceil(hardest))
             self.pacings[name] = pacing.stretched(budget)
-            check_pacing(self.pacings[name], "--curriculum-")
+            check_pacing(self.pacings[name])
 
     def at(self, consumed_tokens: float) -> Stage:
         difficulty = {name: pacing.at(consumed_tokens) for name, pacing in self.pacings.items()}
@@ -199,15 +199,16 @@ def parse_metric(config: CurriculumConfig, seq_len: int, packed: bool) -> Pacing
     start = number(config.start or pacing.start, "--curriculum-start", int)
     over = number(config.share or (0.9 if is_full else 0.4), "--curriculum-share", high=1)
     pacing = pacing._replace(start=start, over=over, by=by)
-    check_pacing(pacing, "--curriculum-")
+    check_pacing(pacing)
     return pacing
 
 
-def parse_pace(text: str, flag: str = "--curriculum-pace") -> Pacing:
+def parse_pace(text: str) -> Pacing:
     """One pacing as the user writes it, over a run of length 1.
 
     Example: discrete:64@0.1:256 has the levels 64 and 256, and the first until 0.1
     """
+    flag = "--curriculum-pace"
     kind, _, details = text.partition(":")
     if text == "linear" or ".py:" in text:
         return Pacing(text)
@@ -234,11 +235,11 @@ def number(text: str | float, flag: str, kind: type = float, high: int = 2**53) 
     return kind(value)
 
 
-def check_pacing(pacing: Pacing, prefix: str) -> None:
-    """Refuse a pacing that cannot work. `prefix` is how the names of the user's flags begin."""
+def check_pacing(pacing: Pacing) -> None:
+    """Refuse a pacing that cannot work."""
     if any(after <= before for before, after in pairwise((0, *pacing.until))):
         raise ValueError(f"the ends {pacing.until} of the levels have to ascend from 0")
-    subject = "level" if pacing.levels else f"{prefix}start"
+    subject = "level" if pacing.levels else "--curriculum-start"
     for level in pacing.levels or (pacing.start,):
         if not 1 <= level <= pacing.end:
             raise ValueError(f"{subject} {level} must lie in 1..{pacing.end}, the end")
@@ -277,32 +278,3 @@ def shapes(config: "Config") -> "list[Config] | None":
     """None where rows grow, or, a BERT's, are as long as the longest sample of an easy pool."""
     grows = config.model.model == "bert" or bool({*metrics(config)} & {*LENGTHS})
     return None if grows and not config.pack.on else [config]
-
-
-# ---- command
-
-
-def main(argv: list[str] | None = None) -> None:
-    from support.base import numbers, runtime
-    from support.report import figures
-
-    parser = runtime.Parser(prog="curriculum.py", description=__doc__.split("\n")[0])
-    verb = parser.add_subparsers(required=True).add_parser("pace", help="difficulty over a run")
-    verb.add_argument("--kind", default="linear", help=PACES)
-    verb.add_argument("--start", type=numbers.count, default=64)
-    verb.add_argument("--end", type=numbers.count, default=256)
-    verb.add_argument("--over", type=numbers.amount, default=100.0, help="t at which --end begins")
-    verb.add_argument("--multiple", type=numbers.count, default=1, help="round down to one")
-    figures.add_curve_flags(verb)
-    args = parser.parse_args(argv)
-    pacing = parse_pace(args.kind, "--kind").stretched(args.over)
-    end = max(pacing.levels, default=args.end)
-    pacing = pacing._replace(start=args.start, end=end, multiple=args.multiple)
-    check_pacing(pacing, "--")
-    figures.show_curve(args, pacing.at, "difficulty", args.over)
-
-
-if __name__ == "__main__":
-    from support.base import runtime
-
-    runtime.exit_cleanly(main)

@@ -56,7 +56,6 @@ from support.base.rng import seed_of
 from support.base.runtime import Parser, Runtime, exit_cleanly, on_device, start
 from support.evaluation import finetune, scoring, tasks
 from support.evaluation.scoring import Documents, HeldOut, Laid, Poll, Texts
-from support.report.figures import check_file
 from support.rows.batch import Batch
 from support.rows.bert import SpecialIds, sentence_pairs
 from support.rows.mixture import AnyStore, Mixture
@@ -72,7 +71,7 @@ def main(argv: list[str] | None = None) -> None:
     runtime = start(args.device, "auto")
     # what is wrong with a file is said before the run is opened
     if args.by_document:
-        runtime.on_rank0(lambda: check_file(args.by_document, "--by-document", ending=""))
+        runtime.on_rank0(lambda: check_folder_of(args.by_document))
     questions = [tasks.read_task(file) for file in args.task or []]
     examples = finetune.read_examples(args.finetune, args.dev) if args.finetune else None
     settings, model, state = load_run(args.run, args.checkpoint)
@@ -104,6 +103,11 @@ def main(argv: list[str] | None = None) -> None:
         runtime.say(json.dumps(line, allow_nan=False))
     if runtime.is_rank0:
         keep(Path(args.run) / RESULTS, {**line, "said": subject.said, "argv": " ".join(sys.argv)})
+
+
+def check_folder_of(file: Path) -> None:
+    if not file.parent.is_dir():
+        raise ValueError(f"--by-document {file}: there is no folder {file.parent}")
 
 
 def keep(file: Path, line: dict[str, Any]) -> None:

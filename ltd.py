@@ -9,14 +9,13 @@ tokens keep their original positions and doc_ids (`meta.take`), so rotary angles
 packed documents stay right.
 
 In reading order: configuration, the schedule, the draw, the layer, the hooks that its line in
-config.py names, the commands. train.py's `run_block_of` calls `run_block` for each micro-batch;
+config.py names. train.py's `run_block_of` calls `run_block` for each micro-batch;
 the clock (support/base/clock.py) asks `tokens_by_layer`. docs/ltd.md has the picture and the
 numbers.
 
 Papers: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597, section 3.2.
 
-    python ltd.py pace --start 128 --end 2048 --over 200000 --multiple 16 --at 0,2000,20000 --json
-    python ltd.py plan --size 1.3B --tokens 300B --start 128 --share 0.7
+    python train.py --ltd
 """
 
 import math
@@ -24,7 +23,6 @@ import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from types import SimpleNamespace
 from typing import TYPE_CHECKING
 
 import torch
@@ -33,7 +31,7 @@ from torch import Tensor
 from kernels.token_drop import merge, split
 from support.base.clock import StepContext, pace
 from support.base.settings import flag
-from support.base.technique import Refusal, refuse
+from support.base.technique import Refusal
 from support.rows.batch import Batch
 
 if TYPE_CHECKING:
@@ -135,25 +133,6 @@ def dropping_layers(text: str | None, layers: int) -> tuple[int, ...]:
     if len(named) == layers:
         raise ValueError(f"--ltd-layers {text} names all layers: leave one that sees every token")
     return tuple(sorted(named))
-
-
-def refusals_of_schedule(config: LtdConfig, seq_len: int) -> list[Refusal]:
-    """Numbers that do not fit together, each within its own limits."""
-    start, multiple = config.start, config.multiple or 1
-    below = start // multiple * multiple
-    choices = f"{below} or " if below else ""
-    return [
-        (start > seq_len, f"--ltd-start {start} is above the {seq_len} tokens of a row: lower it"),
-        (
-            start % multiple != 0 and start != seq_len,
-            f"--ltd-start {start} is not a multiple of --ltd-multiple {multiple}: choose"
-            f" {choices}{min(below + multiple, seq_len)}, or another --ltd-multiple",
-        ),
-        (
-            config.steps is not None and config.share is not None,
-            "--ltd-steps and --ltd-share both say when all tokens are kept: give one of them",
-        ),
-    ]
 
 
 # ---- the draw
@@ -284,9 +263,21 @@ def refusals(settings: "Config") -> list[Refusal]:
     ltd, T, layers = settings.ltd, settings.data.seq_len, settings.model.layers
     if ltd.layers is not None:
         dropping_layers(ltd.layers, layers)  # raises if the list is wrong
+    start, multiple = ltd.start, ltd.multiple or 1
+    below = start // multiple * multiple
+    choices = f"{below} or " if below else ""
     n_shapes = len(kept_values(ltd, T))
     return [
-        *refusals_of_schedule(ltd, T),
+        (start > T, f"--ltd-start {start} is above the {T} tokens of a row: lower it"),
+        (
+            start % multiple != 0 and start != T,
+            f"--ltd-start {start} is not a multiple of --ltd-multiple {multiple}: choose"
+            f" {choices}{min(below + multiple, T)}, or another --ltd-multiple",
+        ),
+        (
+            ltd.steps is not None and ltd.share is not None,
+            "--ltd-steps and --ltd-share both say when all tokens are kept: give one of them",
+        ),
         (
             layers < 3,
             f"--layers {layers}: --ltd needs a layer between the first and the last: choose 3 or"
@@ -298,74 +289,3 @@ def refusals(settings: "Config") -> list[Refusal]:
             f" makes {MOST_SHAPES} at most, or leave out --compile",
         ),
     ]
-
-
-# ---- the commands
-
-
-def main(argv: list[str] | None = None) -> None:
-    from support.base import numbers, runtime
-    from support.report import figures
-    from support.step import costs
-    from support.step.sizes import SIZES
-
-    defaults = (
-        "By default as in the papers. train.py's defaults: --kind constant, --share 0.9, --start a"
-        " sixteenth of a row, and a --multiple that makes 8 values at most."
-    )
-    parser = runtime.Parser(prog="ltd.py", description=__doc__.split("\n")[0])
-    verbs = parser.add_subparsers(required=True, dest="verb")
-    pacing = verbs.add_parser("pace", help="kept tokens over a run", epilog=defaults)
-    pacing.add_argument("--end", type=numbers.count, default=256, help="tokens of a row")
-    pacing.add_argument("--over", type=numbers.amount, default=100, help="t when all are kept")
-    figures.add_curve_flags(pacing)
-    plan = verbs.add_parser("plan", help="what a run costs with and without it", epilog=defaults)
-    costs.add_flags(plan)
-    share = "of --tokens until all are kept (default: 0.7)"
-    plan.add_argument("--share", type=numbers.share, help=share)
-    plan.add_argument("--steps", type=numbers.count, help="until all are kept, in place of --share")
-    plan.add_argument("--layers", help="layers that drop, from 0: 1-10,12")
-    for verb in (pacing, plan):
-        verb.add_argument("--start", type=numbers.count, default=64, help="tokens kept at first")
-        verb.add_argument("--kind", choices=PACES, default="linear", help="how they grow")
-        verb.add_argument(
-            "--multiple", type=numbers.count, default=16, help="they grow by multiples of it"
-        )
-    args = parser.parse_args(argv)
-    config = LtdConfig(start=args.start, pace=args.kind, multiple=args.multiple)
-    if args.verb == "pace":
-        with runtime.without_prefix("--ltd-"):
-            refuse(refusals_of_schedule(config, args.end))
-        schedule = partial(
-            kept_tokens,
-            over=args.over,
-            start=args.start,
-            seq_len=args.end,
-            kind=args.kind,
-            multiple=args.multiple,
-        )
-        figures.show_curve(args, schedule, "kept tokens", args.over)
-        return
-    costs.fill_in(args)
-    T, model = args.seq_len, SIZES[args.size]
-    config = replace(config, share=args.share, steps=args.steps, layers=args.layers)
-    with runtime.without_prefix("--ltd-"):
-        refuse(refusals_of_schedule(config, T))
-        dropping = len(dropping_layers(config.layers, model.layers))
-    config = replace(config, share=config.share or 0.7)
-    settings = SimpleNamespace(ltd=config, model=model, data=SimpleNamespace(seq_len=T))
-
-    def tokens_at(steps: int, progress: float) -> list[int]:
-        context = StepContext(seed=0, step=steps + 1, progress=progress)
-        return tokens_by_layer(settings, context, [T] * model.layers)
-
-    by = "" if config.pace == "constant" else f", in multiples of {config.multiple}"
-    kept = f"{config.start} tokens kept in {dropping} of {model.layers} layers ({config.pace}{by})"
-    end = f"{config.steps:,} steps" if config.steps else f"{config.share:g} of the budget"
-    costs.show_plan(args, f"{kept}, all after {end}", tokens_at)
-
-
-if __name__ == "__main__":
-    from support.base import runtime
-
-    runtime.exit_cleanly(main)

@@ -53,7 +53,7 @@ Papers:   Ren et al., arXiv 2101.06840 (ZeRO-Offload): all optimizer state and t
           Lin et al., arXiv 2110.03888: granular CPU offloading, only part of it
 Deviates: the order of leaving is ours; 2110.03888 came without code
 
-    python offload.py plan --size 124M --budget 1GiB --micro-batch-tokens 4096
+    python train.py --layers 6 --width 128 --dtype fp32 --offload --offload-budget 25.5MiB
 """
 
 import os
@@ -542,40 +542,3 @@ class Lent(torch.autograd.Function):
     @staticmethod
     def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
         return gradient, None
-
-
-# ---- the command
-
-
-def main(argv: list[str] | None = None) -> None:
-    from support.base import runtime
-    from support.base.numbers import amount, count
-    from support.step import costs, machine
-    from support.step.placement import describe
-    from support.step.sizes import config_of, empty_model
-
-    parser = runtime.Parser(prog="offload.py", description=__doc__.split("\n")[0])
-    command = parser.add_subparsers(required=True).add_parser("plan", help="what would leave")
-    costs.add_flags(command)
-    command.add_argument("--dtype", choices=runtime.DTYPES, default="bf16")
-    command.add_argument("--budget", required=True, help="device memory: 6GiB, 800MB, auto")
-    command.add_argument("--optimizer", choices=("muon", "adamw"), default="muon")
-    command.add_argument("--micro-batch-tokens", type=count, help="at once (default: a row)")
-    command.add_argument("--link", type=amount, help="bytes/s to the device (default: measured)")
-    command.add_argument("--flops", type=amount, help="FLOP/s on the device (default: measured)")
-    args = parser.parse_args(argv)
-    costs.fill_in(args)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    budget = budget_bytes(args.budget, runtime.device_free(device))
-    model = empty_model(config_of(args.size, args.seq_len, args.pos, args.block))
-    placement = place(parts_of(model, args.optimizer == "muon"), budget, args.dtype)
-    rates = machine.measured(device, runtime.DTYPES[args.dtype])
-    rates = rates._replace(link=args.link or rates.link, flops=args.flops or rates.flops)
-    tokens = args.micro_batch_tokens or args.seq_len
-    print(describe(placement, tokens, -(-args.batch_tokens // tokens), rates))
-
-
-if __name__ == "__main__":
-    from support.base import runtime
-
-    runtime.exit_cleanly(main)

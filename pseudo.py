@@ -15,20 +15,19 @@ new model the owners of a stage, `handed_over` turns the state of one stage into
 Parameters keep their names throughout. When a stage ends (`Sharing.has_ended`), train.py takes the
 state, hands it over and builds model, optimizers and DDP anew; nothing of that is done here.
 
-In reading order: configuration, stages, the model, the state, the gradients, the command.
+In reading order: configuration, stages, the model, the state, the gradients, the settings.
 
 Papers: Lin et al., arXiv 2110.03888 (the idea and its name; no code); Yang et al., arXiv
         2110.03848 (units, when to untie, mean gradients); Gong et al. 2019, StackBERT, and arXiv
         2511.04981 (growth in depth)
 
-    python pseudo.py --size 124M --group 1 --until 0.02,0.05,0.1
+    python train.py --pseudo --pseudo-group 1 --pseudo-until 0.02,0.05,0.1
 """
 
 import math
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from types import SimpleNamespace
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
@@ -37,7 +36,7 @@ from torch.func import functional_call
 
 from support.base.clock import StepContext, due
 from support.base.settings import flag
-from support.base.technique import Edit, Refusal, is_on, refuse
+from support.base.technique import Edit, Refusal, is_on
 
 if TYPE_CHECKING:
     from config import Config
@@ -431,28 +430,7 @@ def units_of(layers: int, until: Until) -> list[int]:
 
 
 def refusals(settings: "Config") -> list[Refusal]:
-    return [
-        *refusals_of_stages(settings.pseudo, settings.model.layers),
-        (
-            settings.model.init is not None,
-            "--init and --pseudo exclude each other: a shadow has not the weights of all layers",
-        ),
-        (
-            (settings.run.fsdp or is_on(settings, "offload"))
-            and not parse_until(settings.pseudo.until).shares,
-            f"--pseudo-until {settings.pseudo.until} needs whole gradients in one place, which"
-            " --fsdp and --offload do not leave there: give a share, such as --pseudo-until 0.1",
-        ),
-        (
-            settings.pseudo.new == "identity" and settings.model.model == "bert",
-            "--pseudo-new identity needs a GPT: a BERT normalises after each block, so none of its"
-            " blocks is the identity; choose copy",
-        ),
-    ]
-
-
-def refusals_of_stages(config: PseudoConfig, layers: int) -> list[Refusal]:
-    """Units, layers and shares that do not fit together."""
+    config, layers = settings.pseudo, settings.model.layers
     until = parse_until(config.until)  # raises if the text is wrong
     few, units = config.layers or layers, units_of(config.layers or layers, until)
     remedies = [f"choose {', '.join(map(str, units))}"] if units else []
@@ -472,48 +450,19 @@ def refusals_of_stages(config: PseudoConfig, layers: int) -> list[Refusal]:
             f"--pseudo-until {config.until} is about shared weights: add layers at a share of the"
             " budget, such as --pseudo-until 0.5",
         ),
+        (
+            settings.model.init is not None,
+            "--init and --pseudo exclude each other: a shadow has not the weights of all layers",
+        ),
+        (
+            (settings.run.fsdp or is_on(settings, "offload"))
+            and not parse_until(settings.pseudo.until).shares,
+            f"--pseudo-until {settings.pseudo.until} needs whole gradients in one place, which"
+            " --fsdp and --offload do not leave there: give a share, such as --pseudo-until 0.1",
+        ),
+        (
+            settings.pseudo.new == "identity" and settings.model.model == "bert",
+            "--pseudo-new identity needs a GPT: a BERT normalises after each block, so none of its"
+            " blocks is the identity; choose copy",
+        ),
     ]
-
-
-# ---- the command
-
-
-def main(argv: list[str] | None = None) -> None:
-    from support.base import numbers, runtime
-    from support.step.optim import state_bytes
-    from support.step.sizes import SIZES, config_of, empty_model
-
-    parser = runtime.Parser(prog="pseudo.py", description=__doc__.split("\n")[0])
-    parser.add_argument("--size", choices=SIZES, default="nano")
-    parser.add_argument("--group", type=numbers.count, help="as --pseudo-group")
-    parser.add_argument("--layers", type=numbers.count, help="as --pseudo-layers")
-    parser.add_argument("--until", help="as --pseudo-until")
-    args = parser.parse_args(argv)
-    config = PseudoConfig(group=args.group, layers=args.layers, until=args.until)
-    settings = SimpleNamespace(model=SIZES[args.size], pseudo=config)
-    layers = settings.model.layers
-    with runtime.without_prefix("--pseudo-"):
-        settings.pseudo = with_defaults(settings)
-        refuse(refusals_of_stages(settings.pseudo, layers))
-
-    model = empty_model(config_of(args.size))
-    whole, block = (
-        state_bytes(dict(module.named_parameters()), muon=False) for module in (model, model.h[0])
-    )
-    print(
-        f"{args.size}: {whole['weights'] / 4e6:.2f} M parameters, {block['weights'] / 4e6:.2f} M in"
-        f" each of {layers} layers;\nmemory counts fp32 weights, gradients and AdamW's two"
-        f" moments\n\n{'from':>6} {'parameters':>12} {'memory':>10}   weights of each layer"
-    )
-    for start in (0.0, *parse_until(settings.pseudo.until).shares):
-        owners = shadow_at(settings, start, None).owners
-        missing = layers - own_blocks(owners)
-        held = {kind: whole[kind] - missing * block[kind] for kind in whole}
-        millions, gigabytes = held["weights"] / 4e6, sum(held.values()) / 1e9
-        print(f"{start:6g} {millions:10.2f} M {gigabytes:7.3f} GB   {in_words(owners)}")
-
-
-if __name__ == "__main__":
-    from support.base import runtime
-
-    runtime.exit_cleanly(main)

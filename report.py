@@ -27,7 +27,7 @@ import config
 from support.base.atomic import atomic_write
 from support.base.runtime import Parser, exit_cleanly, printable
 from support.base.settings import Flat, Value, flattened, real_number, settings_of, shown_default
-from support.report import comparison, figures, run_page
+from support.report import comparison, run_page
 from support.report.charts import picture
 from support.report.page import Page, Table, html, markdown
 from support.report.run_page import AXES, RunLog, read_run, summary
@@ -89,8 +89,8 @@ def check(args: argparse.Namespace, one_run: bool) -> None:
         raise ValueError("--loss compares what several runs cost: name two runs or more")
     if args.x and not one_run:
         raise ValueError("--x is for the page of one run: a comparison has a chart for each")
-    if args.out and args.out.suffix not in (".html", ".md"):
-        figures.check_file(args.out, "--out")
+    if args.out and args.out.suffix not in (".html", ".md", ".svg"):
+        raise ValueError(f"--out {args.out}: write .html, .md or .svg")
 
 
 def save(page: Page, file: Path) -> None:

@@ -346,17 +346,16 @@ def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch):
 # ---- command
 
 
-def test_command_prints_percentiles_and_plots_a_figure_a_metric(tmp_path, capsys):
+def test_command_prints_percentiles(tmp_path, capsys):
     """Of samples of 1 to 100 tokens, the longest first: n - 1 times token 0, then end-of-text."""
     store = write_store(tmp_path / "hundred", [[0] * n for n in reversed(range(100))])
     before = contents(store)
     flags = f"--metric rarity,length --seq-len 128 --workers 1 --out {tmp_path / 'out'}"
-    analyze.main([str(store), *flags.split(), "--plot", f"{tmp_path}/a.svg"])
+    analyze.main([str(store), *flags.split()])
     assert contents(store) == before, "written where it is told"
     _, head, _, length, *_ = (line.split() for line in capsys.readouterr().out.splitlines())
     assert head == ["percentile", *map(str, analyze.PERCENTS)]
     assert length == ["length", *map(str, (1, *analyze.PERCENTS[1:]))]
-    assert sorted(path.name for path in tmp_path.glob("*.svg")) == ["a-length.svg", "a-rarity.svg"]
 
 
 def test_command_prints_examples(store_dir, tmp_path, capsys):
@@ -373,7 +372,6 @@ REFUSED = {
     "--metric rarity,rarity": "--metric rarity,rarity",
     "--metric rarity --workers 0": "--workers",
     "--metric rarity --seq-len 0": "--seq-len 0",
-    "--metric rarity --plot nowhere/a.svg": "nowhere is no folder to write in",
     "--metric nowhere.py:mine": "there is no Python file nowhere.py",
     "--metric metrics.py:np": "metrics.py defines no function np",
 }

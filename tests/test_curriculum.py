@@ -1,8 +1,6 @@
 """Pacing digit for digit, settings and refusals, what may be drawn, the command."""
 
-import json
 import math
-import re
 from fractions import Fraction
 
 import numpy as np
@@ -82,7 +80,7 @@ def test_a_bad_function_of_a_user_fails_before_the_run(tmp_path, body):
     file = tmp_path / "mine.py"
     file.write_text(f"def step(progress):\n    return {body}\n")
     with pytest.raises(ValueError, match=r"mine.py:step at progress \d"):
-        check_pacing(Pacing(f"{file}:step", 8, 64), "--")
+        check_pacing(Pacing(f"{file}:step", 8, 64))
 
 
 # ---- settings
@@ -285,32 +283,3 @@ def test_a_curriculum_only_widens_and_ends_with_everything():
         before = now
     assert len(before) == 997 and course.at(399).pool is not None
     assert [course.at(t).max_piece_len for t in (399, 400)] == [248, 256]
-
-
-# ---- command
-
-
-def test_command_prints_json_and_tables_and_plots(tmp_path, capsys):
-    def printed(flags):
-        curriculum.main(["pace", *flags.split()])
-        return capsys.readouterr().out
-
-    root = "--kind root:2 --start 64 --end 1024 --over 300 --multiple 8"
-    values = json.loads(printed(f"{root} --at 1,5,10,300 --json"))
-    assert values == {"1": 112, "5": 184, "10": 232, "300": 1024}
-    lines = printed("--start 64 --end 256 --over 50").splitlines()
-    assert lines[1].split() == ["0", "64"] and lines[11].split() == ["50", "256"]
-    assert printed("--kind root") == printed("--kind root:2"), "as train.py takes it"
-    levels = printed(f"--kind discrete:64@0.1:256 --plot {tmp_path / 'curve.svg'}").splitlines()
-    assert [line.split() for line in levels[2:4]] == [["10", "64"], ["20", "256"]]
-    points = re.search(r'points="(.*?)"', (tmp_path / "curve.svg").read_text())[1].split()
-    assert len(points) == 4 and len({point.split(",")[1] for point in points}) == 2, "a step"
-
-
-REFUSED = "--start 300 --end 256; --kind root:nan; --over inf; --kind discrete:1@0.05:2:3"
-
-
-@pytest.mark.parametrize("flags", REFUSED.split("; "))
-def test_command_refuses(flags):
-    with pytest.raises(ValueError, match=flags.split()[0]):
-        curriculum.main(["pace", *flags.split()])

@@ -1,6 +1,5 @@
 """Token dropping: the draw, the block on kept tokens, causality, the schedule, the accounting."""
 
-import json
 from pathlib import Path
 
 import pytest
@@ -14,9 +13,6 @@ import ltd
 from model import TokenMeta, Transformer, TransformerConfig, run_plain
 from support.base.clock import StepContext, effective_tokens, tokens_by_layer
 from support.rows.batch import Batch
-from support.step import costs
-from support.step.optim import flops_of_muon
-from support.step.sizes import flops_of_row
 
 
 def small(pos="rope", kind="gpt", dtype=torch.float64):
@@ -263,6 +259,13 @@ def test_published_runs_end_where_their_logs_end(layers, at_once, micro_batches,
     assert (done, consumed) == (micro_batches, tokens)
 
 
+def test_the_papers_long_run_makes_as_many_steps_as_they_say():
+    """GPT-3 1.3B, arXiv 2212.03597: 300 B tokens, 512 rows a step, 128 to 2,048 in 200 K steps."""
+    kept = (ltd.kept_tokens(t, 200_000, 128, 2048, multiple=16) for t in range(200_000))
+    consumed = sum(512 * ((2 * 2048 + 22 * n) // 24) for n in kept)
+    assert 200_000 + -(-(300 * 10**9 - consumed) // (512 * 2048)) == 372_789
+
+
 def test_tokens_by_layer_worked_example():
     settings = settings_of("--layers 6 --ltd --ltd-start 128")
     context = StepContext(seed=1, step=1, progress=0.0)
@@ -272,64 +275,3 @@ def test_tokens_by_layer_worked_example():
     assert ltd.tokens_by_layer(settings, context, [256, 0, 256, 256, 256, 256])[1] == 0
     late = context._replace(progress=0.9)
     assert ltd.tokens_by_layer(settings, late, [256] * 6) == [256] * 6
-
-
-# The commands
-
-
-def printed(capsys, line: str) -> str:
-    ltd.main(line.split())
-    return capsys.readouterr().out
-
-
-def test_the_commands_print_the_schedule_and_the_papers_plan(capsys):
-    """GPT-3 1.3B, arXiv 2212.03597: 300 B tokens, 512 rows a step, 128 to 2,048 in 200 K steps."""
-    schedule = "--start 128 --end 2048 --over 200K --multiple 16"
-    out = printed(capsys, f"pace {schedule} --at 0,2K,20k,199999,2e5 --json")
-    assert json.loads(out) == {"0": 128, "2000": 144, "20000": 320, "199999": 2032, "200000": 2048}
-    run = "--size 1.3B --tokens 300B --batch-tokens 1048576 --start 128 --steps 200K"
-    rows = printed(capsys, f"plan {run}").split("\n")
-    assert rows[4].split() == ["steps", "286,103", "372,789", "1.303"]
-    assert rows[6].split()[-1] == "1.000", "as many layer-tokens"
-    assert rows[8].split()[-1] == "1.303", "the optimizer works in every step alike"
-    rows = printed(capsys, "plan --start 256 --kind constant --layers 2").split("\n")
-    assert [row.split()[-1] for row in rows[4:9]] == ["1.000"] * 5, "all kept: the plain run"
-    rows = printed(capsys, "plan --seq-len 4096 --tokens 1T").split("\n")  # takes no time
-    assert rows[4].split()[1] == "244,140,625", "a batch is a row at least"
-
-
-@pytest.mark.parametrize("budget, multiple", [(1, 1), (400_001, 1), (123_456, 24)])
-@pytest.mark.parametrize("kind, over, by_steps", [("linear", 0.7, False), ("root", 333, True)])
-def test_a_plan_is_that_of_walking_step_by_step(kind, over, by_steps, budget, multiple):
-    """The plan jumps over steps that keep alike."""
-    shape = TransformerConfig("gpt", 6, 4, 128, 512, 256, 4160)
-
-    def tokens_at(steps: int, progress: float) -> tuple[int, ...]:
-        keep = ltd.kept_tokens(steps if by_steps else progress, over, 48, 256, kind, multiple)
-        return (256, keep, keep, keep, keep, 256)
-
-    steps = consumed = layer_tokens = flops = 0
-    while consumed < budget:
-        tokens = tokens_at(steps, consumed / budget)
-        consumed += 8 * (sum(tokens) // 6)
-        layer_tokens += 8 * sum(tokens)
-        flops += 8 * flops_of_row(shape, tokens, 256)
-        steps += 1
-    cost = costs.cost_of_run(shape, budget, 2048, "cpu", tokens_at)
-    assert cost[:4] == (steps, steps * 2048, layer_tokens, flops)
-    assert cost.optimizer_flops == steps * 6 * flops_of_muon(shape, "cpu")
-
-
-@pytest.mark.parametrize(
-    "mistake, says",
-    {
-        "pace --over inf": "--over: inf",
-        "pace --start 60": "^--start 60 .* --multiple 16: choose 48 or 64, or another --multiple$",
-        "plan --steps 100 --share 0.7": "^--steps and --share",
-        "plan --batch-tokens 1000": "^--batch-tokens 1000 .* choose 768 or 1024$",
-        "plan --size 124M --pos learned --seq-len 4096": "^--seq-len 4096",
-    }.items(),
-)
-def test_commands_refuse_as_train_does_without_the_prefix(mistake, says):
-    with pytest.raises(ValueError, match=says):
-        ltd.main(mistake.split())

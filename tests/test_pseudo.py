@@ -90,17 +90,6 @@ def test_what_cannot_be_is_refused(flags, says):
         settings_of(flags)
 
 
-def test_command_prints_what_each_stage_holds(capsys):
-    """GPT-2 of one block has a good third of the parameters: eleven times 7.09 million less."""
-    pseudo.main(["--size", "124M", "--group", "1", "--until", "0.02,0.1"])
-    stages = capsys.readouterr().out.splitlines()[-3:]
-    said = [tuple(line.split()[:2]) for line in stages]
-    assert said == [("0", "46.51"), ("0.02", "53.60"), ("0.1", "124.48")]
-    assert stages[1].endswith(" 0 1" * 6)
-    with pytest.raises(ValueError, match=r"^--group 5 .*: choose 1, 2, 3, 4, 6, 12$"):
-        pseudo.main(["--size", "124M", "--group", "5"])
-
-
 # ---- the state that is handed over
 
 

@@ -113,9 +113,6 @@ def test_known_answers(log):
     shown = charts.ticks_of(charts.Axis(1, 60_000, log=True))
     assert shown == [(1, "1"), (10, "10"), (100, "100"), (1000, "1000"), (10_000, "10 K")]
     assert charts.ticks(charts.Axis(1, 60, log=True)) == [1, 2, 5, 10, 20, 50]
-    bars = charts.histogram(np.array([0.0, 0.0, 1.0, 3.0]), "", "", bins=3).series[0]
-    assert bars.y.tolist() == [0, 2, 2, 1, 1, 1, 1, 0]
-    assert bars.x.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
     assert numbers.short(61440) == "61.4 K" and numbers.short(950) == "950"
     assert numbers.short(1.2e9, "FLOP") == "1.20 GFLOP" and numbers.short(2e9)[-1] == "B"
     times = [numbers.duration(seconds) for seconds in (8.24, 754, 7500)]
@@ -423,7 +420,6 @@ def test_mistakes_are_one_line(make, tmp_path, monkeypatch, capsys):
         headless: "headless",
         f"{run} {run}": "twice",
         f"{run} --out no/a.html": "no/a.html",
-        f"{run} --out no/a.svg": "--out no/a.svg",
         f"{run} --out a.png": "--out a.png",
         f"{run} --loss 2": "--loss",
         f"{run} {headless} --x steps": "--x",

@@ -42,22 +42,10 @@ def count(text: str) -> int:
     return whole_number(text, least=1)
 
 
-def whole_numbers(text: str) -> tuple[int, ...]:
-    """Several whole numbers: 1,5,10K."""
-    return tuple(map(whole_number, text.split(",")))
-
-
 def amount(text: str) -> float:
     """A finite number above 0: 0.5, 200K."""
     number = number_of(text)
     _require(0 < number < math.inf, text, "a finite number above 0, such as 0.5 or 200K")
-    return number
-
-
-def share(text: str) -> float:
-    """A number above 0 and at most 1."""
-    number = number_of(text)
-    _require(0 < number <= 1, text, "a share, above 0 and at most 1")
     return number
 
 

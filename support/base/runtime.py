@@ -15,7 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache
@@ -277,15 +277,6 @@ def printable(text: str, kept: str = "") -> str:
     """
     safe = (char if char in kept or char.isprintable() else ascii(char)[1:-1] for char in text)
     return "".join(safe)
-
-
-@contextmanager
-def without_prefix(prefix: str) -> Iterator[None]:
-    """In a technique's own command, refusals name its flags: --start for --ltd-start."""
-    try:
-        yield
-    except ValueError as error:
-        raise ValueError(str(error).replace(prefix, "--")) from None
 
 
 def exit_cleanly(main: Callable[[], int | None]) -> None:

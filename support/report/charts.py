@@ -7,7 +7,6 @@ light and dark; a page includes it once, a file carries it inside.
 import math
 from collections.abc import Sequence
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from textwrap import wrap
 from typing import NamedTuple
@@ -157,24 +156,6 @@ def medians(x: np.ndarray, y: np.ndarray, window: int) -> tuple[np.ndarray, np.n
     begins = range(0, len(y), window)
     middles = np.minimum(np.array(begins) + window // 2, len(y) - 1)
     return x[middles], np.array([np.median(y[begin : begin + window]) for begin in begins])
-
-
-def histogram(values: np.ndarray, title: str, x_unit: str, bins: int = 60) -> Chart:
-    """How many values lie in each of `bins` equal parts of their range."""
-    counts, edges = np.histogram(values, bins)
-    x = np.repeat(edges, 2)
-    drawn = [Series("", x, np.concatenate([[0], np.repeat(counts, 2), [0]]), "area")]
-    return Chart(title, "", x_unit, drawn, from_zero=True, x_from_zero=False)
-
-
-def bars(rows: Sequence[Sequence[int]], title: str, x_unit: str) -> Chart:
-    """Each row as a bar of parts with these lengths, a colour for each."""
-    drawn = []
-    for number, lengths in enumerate(rows, 1):
-        y = number + np.array([0.4, 0.4, -0.4, -0.4])
-        for part, (start, end) in enumerate(pairwise(np.cumsum([0, *lengths]))):
-            drawn.append(Series("", np.array([start, end, end, start]), y, "area", part % COLORS))
-    return Chart(title, "", x_unit, drawn)
 
 
 # ---- axes

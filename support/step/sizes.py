@@ -1,7 +1,4 @@
-"""The settings of a model, its sizes by name, the defaults that follow from them, and its cost.
-
-python -m support.step.sizes     # every size: its dimensions, parameters and cost of a token
-"""
+"""The settings of a model, its sizes by name, the defaults that follow from them, and its cost."""
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack, nullcontext
@@ -61,7 +58,7 @@ class ModelConfig:
     model: str = flag(
         "gpt", "gpt reads from left to right, bert fills in masked tokens", ("gpt", "bert")
     )
-    size: str = flag("nano", "by name: see python -m support.step.sizes", tuple(SIZES))
+    size: str = flag("nano", "by name: see support/step/sizes.py", tuple(SIZES))
     block: str = flag(
         "gpt2", "llama: RMSNorm, SwiGLU, rotary positions, no biases", ("gpt2", "llama")
     )
@@ -179,24 +176,7 @@ def empty_model(config: TransformerConfig) -> Transformer:
         return Transformer(config)
 
 
-# Vocabularies of GPT-2's tokenizer and of the embedded corpus, rounded up to multiples of 64.
-V_GPT2 = 50_304
-V_PD4K = 4_160
-
-
-def config_of(
-    size: str, seq_len: int | None = None, pos: str | None = None, block: str = "gpt2"
-) -> TransformerConfig:
-    """A model by name; rows and positions are its own unless given."""
-    asked = with_defaults({"model.size": size, "model.block": block, "model.pos": pos})
-    alike = ("layers", "heads", "width", "mlp_width", "pos", "tied")
-    return TransformerConfig(
-        kind="bert" if size.startswith("bert") else "gpt",
-        seq_len=seq_len or SIZES[size].seq_len,
-        vocab_size=V_PD4K if size == "nano" else V_GPT2,
-        **of_block(block),
-        **{name: asked[f"model.{name}"] for name in alike},
-    )
+V_GPT2 = 50_304  # vocabulary of GPT-2's tokenizer, rounded up to a multiple of 64
 
 
 def parameter_count(config: TransformerConfig) -> int:
@@ -324,13 +304,3 @@ def flops_of_row(config: TransformerConfig, tokens_by_layer: Sequence[int], T: i
     attention = 6 * C if config.causal else 12 * C
     blocks = sum(3 * of_token.block * K + attention * K * K for K in tokens_by_layer)
     return blocks + 6 * config.vocab_size * C * T
-
-
-if __name__ == "__main__":
-    for name, size in SIZES.items():
-        config, T = config_of(name), size.seq_len
-        gflops = flops_of_row(config, [T] * size.layers, T) / T / 1e9
-        print(
-            f"{name:>10}: {size.layers} layers, {size.heads} heads, width {size.width}, rows of"
-            f" {T}; {parameters_in_words(config)}, {gflops:.2f} GFLOP a training token"
-        )
