@@ -226,10 +226,6 @@ def check(config: Config) -> None:
     pairs = refusals_of_rows(model.size, seq_len, batch_tokens, learned)
     pairs += [
         (
-            config.run.on is not None and not config.run.dry_run,
-            f"--on {config.run.on} only plans: add --dry-run",
-        ),
-        (
             mixes and bool(ranked),
             f"--curriculum {ranked} sorts one store's samples, {instead} use --curriculum seqlen",
         ),

@@ -31,7 +31,6 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import config
-import dry_run
 import report
 import sample
 from data import Data, open_data
@@ -59,7 +58,6 @@ from support.run.folder import commit
 from support.run.run import Run
 from support.step.blocks import Choice, choice, with_rounded_weights
 from support.step.flops import Work, work_of
-from support.step.machine import planned_for
 from support.step.memory import memory_of, micro_batch
 from support.step.optim import Optimizers, learning_rate
 from support.step.placement import Placement
@@ -71,12 +69,11 @@ SAMPLE_TOKENS = 100  # written at the end of a run
 
 def main(argv: list[str] | None = None) -> int:
     settings, started = config.parse_or_resume(sys.argv[1:] if argv is None else argv)
-    asked = ("auto", "auto") if settings.run.on else (settings.run.device, settings.run.dtype)
-    runtime = start(*asked, settings.run.rank_timeout)
+    runtime = start(settings.run.device, settings.run.dtype, settings.run.rank_timeout)
     runtime.check_same({"commit": commit()} | made_by(runtime) | config.shared_by_ranks(settings))
     if settings.run.fsdp:
         join(runtime)
-    micro_batch(settings, planned_for(settings, runtime))  # refused before anything is read
+    micro_batch(settings, runtime)  # refused before anything is read
     settings, data = open_data(settings, runtime)
     runtime.check_same({"the text of --data": data.store.meta["sha256"]})
     size = started.size if started else model_size(settings, data.encoding)
@@ -87,8 +84,7 @@ def main(argv: list[str] | None = None) -> int:
 def go(run: Run, data: Data) -> int:
     """Begin a run or go on with it, to its end or until a signal; the exit status."""
     settings, runtime = run.settings, run.runtime
-    there = planned_for(settings, runtime)  # the machine of --on, in a dry run
-    plan = Plan(settings, data.store, data.special_ids, there)
+    plan = Plan(settings, data.store, data.special_ids, runtime)
     evaluation = held_out(settings, data, settings.run.eval_tokens)
     shape = config.transformer_config(settings, *run.size)
     saved = run.restore(shape) if run.started else None
@@ -97,26 +93,17 @@ def go(run: Run, data: Data) -> int:
         runtime.say(f"{consumed}; a larger --tokens extends it")
         return 0
     # of the whole model: --pseudo may begin with less of it, and must not be refused in mid-run
-    placement = placement_of(settings, empty_model(shape), there)
-    rows_at_once = micro_batch(settings, there, shape, placement)
-    memory = memory_of(settings, there, rows_at_once.count, shape, placement)
+    placement = placement_of(settings, empty_model(shape), runtime)
+    rows_at_once = micro_batch(settings, runtime, shape, placement)
+    memory = memory_of(settings, runtime, rows_at_once.count, shape, placement)
     poll = Poll(runtime)
     assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count, poll=poll)
+    announce = partial(
+        progress.announce, run, plan, shape, placement, batches=rows_at_once, memory=memory
+    )
     if settings.run.dry_run:
-        return dry_run.DryRun(
-            run=run,
-            settings=settings,
-            runtime=there,
-            data=data,
-            evaluation=evaluation,
-            last=held_out(settings, data, settings.run.final_eval_tokens),
-            shape=shape,
-            placement=placement,
-            batches=rows_at_once,
-            memory=memory,
-            assemble=assembled,
-            next_trainer=next_trainer,
-        ).show()
+        announce()
+        return 0
     model = empty_model(shape) if saved else initial_model(shape, settings, runtime.say)
     try:
         run.use(assembled(settings, model=model, state=saved))
@@ -127,13 +114,8 @@ def go(run: Run, data: Data) -> int:
     del saved  # so that its memory is free
     run.make_folder()
     run.open_log()
-    progress.announce(
-        run,
-        plan.samples,
-        batches=rows_at_once.why,
-        memory=memory,
-        outlook=dry_run.outlook(run, plan),
-    )
+    announce()
+    progress.say_assembled(run)
     poll.begin(run, progress.progress_bar(run))
     try:
         with compiled_ahead(run.trainer, poll):
@@ -172,8 +154,6 @@ class Poll:
 
     def __call__(self, what: str, done: int, of: int) -> None:
         """`what` is row, step, "evaluation: row" or "compile: shape"; as often on each rank."""
-        if self.stop is None:  # a dry run
-            return
         self.where = f"after step {self.run.clock.step}, {what} {done} of {of}"
         self.run.log.beat(self.run.clock.step, self.where)
         progress.show_part(self.bar, what, done, of)
@@ -409,7 +389,6 @@ class Trainer:
                 seed = seed_of(s.run.seed, "dropout", step.context.step, runtime.rank, first)
                 torch.manual_seed(seed)
             sync_gradients(self.wrapped, last)  # over ranks once, with the last part
-            # there already if it was read ahead; a dry run's is not
             batch = laid_out(self, part.batch).to(runtime.device)
             predicted = part.predicted and Predicted(
                 *(at if at is None else on_device(at, runtime.device) for at in part.predicted)

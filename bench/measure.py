@@ -41,7 +41,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for every bench: what is measured
 
-from support.base.runtime import ROOT, device_free
+from support.base.runtime import ROOT
 from support.run.folder import commit, provenance
 
 T = TypeVar("T")
@@ -261,23 +261,16 @@ def turn_of_built() -> Taken:
 # ---- commands
 
 
-def watched(
-    command: Sequence, *, device: str = "cpu", has_begun: Callable[[], bool] = lambda: True
-) -> Taken:
-    """Run a command in a fresh process; its seconds are those since `has_begun`.
+def watched(command: Sequence) -> Taken:
+    """Run a command in a fresh process.
 
     Raises: ValueError with what it printed last, if it fails; where memory cannot be read
     """
-    gpu = torch.device("cuda")
-    before = device_free(gpu) if device == "cuda" else 0
-    began, peak = None, 0
+    began, peak = time.perf_counter(), 0
     with tempfile.TemporaryFile("w+") as said:
         process = subprocess.Popen(command, stdout=said, stderr=said)
         while process.poll() is None:
-            if began is None and has_begun():
-                began = time.perf_counter()
-            used = before - device_free(gpu) if device == "cuda" else resident_bytes(process.pid)
-            peak = max(peak, used)
+            peak = max(peak, resident_bytes(process.pid))
             time.sleep(0.03)
         ended = time.perf_counter()
         if process.returncode:

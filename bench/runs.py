@@ -1,9 +1,5 @@
-"""What --dry-run says of a run against what it takes, and what is promised besides.
+"""What saving costs, and what is promised besides.
 
-forecast  seconds and peak of memory that --dry-run says against those of the run, both in
-          processes of their own. The run's seconds are those from its log's first line to its
-          end; its memory is the highest resident set, as Linux has it, and on a GPU the most
-          that the device lost to it (CUDA's context too, some 0.5 GB)
 saving    what a checkpoint costs: seconds that Run.save holds the loop, seconds until all is on the
           disk, and a step of bench/step.py that is made meanwhile, in turns with one that is not.
           The first save stands apart, as its copy takes new memory
@@ -14,24 +10,18 @@ promises  microseconds of each call that docs/reliability.md makes necessary, an
           read, while the step before computes. Once in a run: check_same; the store opened, and
           verified if --verify-data says so
 
-OMP_NUM_THREADS=2 python bench/runs.py forecast --cases nano --record
 OMP_NUM_THREADS=2 python bench/runs.py saving --cases 124M --turns 6
 OMP_NUM_THREADS=1 torchrun --nproc-per-node 2 bench/runs.py promises --turns 15
 """
 
 import argparse
 import math
-import re
-import subprocess
-import sys
 import tempfile
 from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 from measure import (
-    Taken,
     command_line,
     in_turns,
     measured,
@@ -40,68 +30,16 @@ from measure import (
     quartiles,
     recorder,
     timed,
-    watched,
 )
 from step import CASES, model_of, steps_of, trainer_of
 
 import config
 from prepare import embedded_store
 from support.base import runtime
-from support.run.folder import ModelSize, read_log
+from support.run.folder import ModelSize
 from support.run.run import Run
 from support.step.optim import NORMS_KEPT, StepGuard
 from support.text.store import Store
-
-# ---- forecast
-
-NO_STOPS = "--eval-every 0 --checkpoint-every 0 --final-eval-tokens"
-EVALUATED = "--eval-tokens 8192 --final-eval-tokens"
-FORECASTS = {
-    "nano": f"--tokens 200000 {EVALUATED} 32768",
-    "12 x 256": f"--layers 12 --width 256 --tokens 100000 {EVALUATED} 16384",
-    "124M": f"--size 124M --batch-tokens 8192 --tokens 40960 {NO_STOPS} 4096",
-    "nano, all techniques": f"--tokens 100000 {EVALUATED} 32768 --curriculum seqlen --ltd --pack",
-    "124M on a GPU": f"--size 124M --batch-tokens 65536 --tokens 3276800 {NO_STOPS} 65536",
-    "toy": f"--layers 1 --width 16 --heads 1 --tokens 8192 {NO_STOPS} 2048",
-}
-ON = {
-    "cpu": ("nano", "12 x 256", "124M", "nano, all techniques"),
-    "cuda": ("nano", "124M on a GPU"),
-}
-
-
-def forecast(command: list) -> Taken:
-    """What the dry run says."""
-    dry = [*command, "--dry-run"]
-    out = subprocess.run(dry, capture_output=True, text=True, check=True).stdout
-    seconds = re.search(r"time: about ([\d,.]+) s", out)[1]
-    peak = re.search(r"at most ([\d,.]+) GB", out)[1]
-    return Taken(float(seconds.replace(",", "")), round(float(peak.replace(",", "")) * 1e9))
-
-
-def measure_forecast(args: argparse.Namespace) -> None:
-    keep = recorder("forecast", args)
-    for name in args.cases or ON[args.device]:
-        with tempfile.TemporaryDirectory() as folder:
-            out = Path(folder) / "run"
-            flags = [*FORECASTS[name].split(), "--device", args.device, "--out", out]
-            command = [sys.executable, runtime.ROOT / "train.py", *flags]
-            said = forecast(command)
-            has_begun = (out / "log.jsonl").exists
-            run = watched(command, device=args.device, has_begun=has_begun)
-            steps = [line for line in read_log(out) if line["event"] == "train"]
-        keep(
-            {
-                "case": name,
-                "flags": FORECASTS[name],
-                "steps": len(steps),
-                "seconds_said": said.seconds,
-                "seconds": round(run.seconds, 1),
-                "bytes_said": said.peak_bytes,
-                "bytes": run.peak_bytes,
-            }
-        )
-
 
 # ---- saving
 
@@ -197,7 +135,6 @@ def measure_promises(args: argparse.Namespace) -> None:
 
 
 MEASURES = {  # and the cases that they know
-    "forecast": (measure_forecast, FORECASTS),
     "saving": (measure_saving, CASES),
     "promises": (measure_promises, ()),
 }
@@ -206,7 +143,7 @@ MEASURES = {  # and the cases that they know
 def main() -> None:
     parser = command_line(__doc__, turns=5)
     parser.add_argument("what", choices=MEASURES)
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help="of forecast and saving")
+    parser.add_argument("--cases", nargs="+", metavar="CASE", help="of saving")
     args = parser.parse_args()
     measure, cases = MEASURES[args.what]
     pick(args.cases or [], cases)

@@ -296,21 +296,16 @@ def chunk_rows(V: int, device: str) -> int:
     return max(4096, (1 << 27) // V)
 
 
-def chosen_impl(
-    device: str, dtype: torch.dtype, impl: str = "auto", has_triton: bool | None = None
-) -> str:
+def chosen_impl(device: str, dtype: torch.dtype, impl: str = "auto") -> str:
     """Choose the implementation that computes losses on this machine.
 
     Args: device cpu | cuda | another device type of torch
           dtype  of the products
           impl   one of IMPLS, as the caller asked
-          has_triton whether its kernels run; None looks at this machine
     """
     check_impl(impl, IMPLS, device)
-    if has_triton is None:
-        has_triton = why_not(device) is None
     if impl == "auto":
-        return "triton" if dtype.itemsize == 2 and has_triton else "chunked"
+        return "triton" if dtype.itemsize == 2 and why_not(device) is None else "chunked"
     if impl == "triton" and dtype == torch.float64:
         raise ValueError("impl 'triton' computes in float32, x is float64: choose chunked")
     return impl

@@ -186,7 +186,6 @@ def chosen_impl(
     head_width: int,
     dropout: float = 0.0,
     compiled: bool = False,
-    has_triton: bool | None = None,
 ) -> str:
     """Choose the implementation for packed rows on this machine.
 
@@ -194,10 +193,7 @@ def chosen_impl(
           dtype    of queries, keys and values
           dropout  of scores, in training
           compiled whether blocks are: adaptive would compile both of its forms
-          has_triton whether Triton's kernels run; None looks at this machine
     """
-    if has_triton is None:
-        has_triton = why_not(device) is None
     if dropout:
         return "dense"
     if device == "cpu":
@@ -205,7 +201,7 @@ def chosen_impl(
     # matrix units do not keep the precision of float32
     half = dtype in (torch.bfloat16, torch.float16)
     tiled = half and head_width in attention_tiles.HEAD_WIDTHS
-    return "triton" if tiled and has_triton else "dense"
+    return "triton" if tiled and why_not(device) is None else "dense"
 
 
 def packed_attention(

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from support.base.runtime import ROOT
+from support.run.folder import read_log
 
 sys.path.append(str(ROOT / "bench"))
 
@@ -337,7 +338,7 @@ def test_promises_are_calls_that_a_step_makes(small_run):
     for name in ("tokens", "packed tokens"):
         assert (results[name] == results[f"{name}, mapped"]).all() and len(results[name]) == 2048
     assert json.loads((run.folder / "heartbeat.json").read_text())["where"].startswith("after step")
-    assert list(runs.read_log(run.folder))[-1]["event"] == "train" and not results["flag"]
+    assert list(read_log(run.folder))[-1]["event"] == "train" and not results["flag"]
 
 
 # ---- gpu.sh
@@ -450,7 +451,7 @@ RECORDS = {  # stage -> files, and keys of which each part leaves some
     "A": ("first-look.jsonl step.jsonl", "versions tflops us tolerance follows kernels compile"),
     "B": ("gpu-tests.xml", ""),
     "C": ("step.jsonl kernels.jsonl", "size steps peak_tflops forms kernel"),
-    "D": ("scale.jsonl generation.jsonl evaluation.jsonl forecast.jsonl", "part steps seconds"),
+    "D": ("scale.jsonl generation.jsonl evaluation.jsonl", "part steps seconds"),
     "E": ("frontier.jsonl", "flags text_sha256 val_bpb layer_tokens"),
 }
 

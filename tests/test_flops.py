@@ -10,7 +10,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from test_forecast import Odd
 from torch.utils.flop_counter import FlopCounterMode, sdpa_backward_flop_count, sdpa_flop_count
 
 import config
@@ -20,7 +19,7 @@ from model import Transformer, TransformerConfig
 from plan import Plan
 from support.base.clock import Clock
 from support.base.runtime import Runtime
-from support.step import sizes
+from support.step import machine, sizes
 from support.step.flops import Laid, Work, flops_of_step
 from support.step.sizes import flops_of_row
 from support.weights.initial import model_size
@@ -85,6 +84,21 @@ NEARLY = {
 }
 
 
+class Odd(model.Block):
+    """A fork's: with another norm and a gated MLP at its end."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.norm = torch.nn.RMSNorm(config.width)
+        self.gate = torch.nn.Linear(config.width, 2 * config.width)
+        self.out = torch.nn.Linear(config.width, config.width)
+
+    def forward(self, x, meta):
+        x = super().forward(x, meta)
+        one, two = self.gate(self.norm(x)).chunk(2, -1)
+        return x + self.out(torch.nn.functional.silu(one) * two)
+
+
 @pytest.mark.parametrize("name", [*EXACT, *NEARLY])
 def test_a_step_has_the_flops_that_torch_counts(name):
     said, found, _, _ = counted((EXACT | NEARLY)[name])
@@ -131,10 +145,8 @@ WORK = Work(SHAPE, 1, 8, 2, "adaptive", frozenset(), 0)
 
 def step_of(rows: list[list[int]]) -> SimpleNamespace:
     offsets = np.cumsum([0, *map(len, rows)])
-    tokens = torch.zeros(len(rows), 8, dtype=torch.int64)
     context = SimpleNamespace(seed=0, step=1, progress=0.0)
-    batch = SimpleNamespace(tokens=tokens)
-    return SimpleNamespace(batch=batch, context=context, laid=Laid(np.concatenate(rows), offsets))
+    return SimpleNamespace(seq_len=8, context=context, laid=Laid(np.concatenate(rows), offsets))
 
 
 @pytest.mark.parametrize(("impl", "products"), [("dense", 7), ("groups", 7), ("triton", 9)])
@@ -162,3 +174,35 @@ def test_squares_of_pieces_worked_example():
     assert laid.filled().tolist() == [6, 3, 0]
     assert laid.squares(np.array([6, 3, 0])) == 20 + 9
     assert laid.squares(np.array([3, 2, 0])) == 5 + 4
+
+
+# ---- the peak
+
+
+def test_a_data_sheet_is_known_by_the_devices_name():
+    sheets = {
+        "NVIDIA H100 80GB HBM3": (989.4, 494.7),
+        "NVIDIA H100 PCIe": (756, 378),
+        "NVIDIA L4": (121, 60),
+        "NVIDIA GeForce RTX 4090": (165.2, 82.6),
+    }
+    for name, (half, single) in sheets.items():
+        assert machine.data_sheet(name, torch.bfloat16) == half * 1e12
+        assert machine.data_sheet(name, torch.float32) == single * 1e12
+    for name in ("NVIDIA L40", "NVIDIA T400", "Quadro", "NVIDIA GeForce RTX 4090 Laptop GPU"):
+        assert machine.data_sheet(name, torch.bfloat16) is None
+    assert machine.data_sheet("Tesla T4", torch.bfloat16) is None
+    assert machine.data_sheet("Tesla T4", torch.float16) == 65e12
+
+
+def test_the_log_says_how_fast_a_run_is(log_of):
+    lines = log_of("")
+    about = lines[0]
+    assert about["train_tokens"] == 682_416 and about["peak_flops"] > 1e8
+    assert "measured" in about["peak_why"]
+    for line in [line for line in lines if line["event"] == "train"]:
+        assert line["tokens_per_s"] == pytest.approx(256 / line["ms"] * 1e3, rel=0.01)
+        epochs = round(line["real_tokens"] / 682_416, 4)
+        assert 0 <= line["mfu"] < 2 and line["epochs"] == epochs
+    (sample,) = [line for line in lines if line["event"] == "sample"]
+    assert sample["step"] == lines[-1]["step"] and isinstance(sample["text"], str)

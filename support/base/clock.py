@@ -41,6 +41,11 @@ class Clock(NamedTuple):
     flops: int = 0  # executed on all ranks, see support/step/flops.py; the plan leaves it alone
     cursor: Cursor = Cursor()
 
+    def later(self, each: "Clock", count: int) -> "Clock":
+        """This clock after `count` steps that add as much as `each` has; the cursor stays."""
+        sums = (a + count * b for a, b in zip(self[:-1], each[:-1], strict=True))
+        return Clock(*sums, self.cursor)
+
     def as_dict(self) -> dict:
         """For a checkpoint, which calls the cursor a position; `Clock.of` reads it."""
         fields = self._asdict()

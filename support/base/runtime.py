@@ -52,7 +52,6 @@ class Runtime:
     # bytes available at the start, before anything of the run was loaded; None if unknown
     device_free: int | None = None
     host_free: int | None = None
-    has_triton: bool | None = None  # of a machine that is planned for; None: look at this one
 
     @property
     def is_rank0(self) -> bool:

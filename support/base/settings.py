@@ -282,16 +282,4 @@ class RunConfig:
     trust_code: bool = free(False, "--resume a run whose settings name Python code in its folder")
     tensorboard: bool = free(False, "write the log for TensorBoard too")
     wandb: bool = free(False, "write the log for Weights & Biases too, WANDB_MODE=offline included")
-    dry_run: bool = free(False, "print what steps, memory and time the run would take, and stop")
-    on: str | None = free(
-        None,
-        "devices that --dry-run plans for, as 8xH100 or 8xflops=989e12,memory=80GB,link=64GB"
-        " (default: those here)",
-    )
-    mfu: float | None = free(
-        None,
-        "share of the peak that --dry-run assumes where it times nothing (default: 0.35, on a CPU"
-        " 0.75)",
-        above=0,
-        most=1,
-    )
+    dry_run: bool = free(False, "print how long and large the run would be, and stop")

@@ -2,27 +2,29 @@
 
 import math
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from tqdm import tqdm
 
 from kernels.packed_attention import IMPLS
-from support.base.clock import Clock
+from model import TransformerConfig
+from support.base.clock import Clock, blocks_at
+from support.base.numbers import short
 from support.base.runtime import Runtime, peak_memory
 from support.base.technique import techniques_on
 from support.rows.mixture import MixedSamples
-from support.rows.samples import Samples
 from support.run.run import Run
 from support.step import machine
-from support.step.memory import Memory, bytes_free
+from support.step.flops import attention_of, flops_of_step, work_of
+from support.step.memory import Memory, MicroBatch, bytes_free
 from support.step.memory import in_words as memory_in_words
-from support.step.placement import describe
+from support.step.placement import Placement, describe
 from support.step.sizes import parameters_in_words
 
 if TYPE_CHECKING:
     from config import Config
-    from plan import Step
+    from plan import Plan, Step
     from train import Trainer
 
 
@@ -42,31 +44,38 @@ class Done(NamedTuple):
 
 # ---- the first lines
 
+MANY_EPOCHS = 4
+LESS = "text that is read more than 4 times teaches less and less (arXiv 2305.16264)"
+
 
 def announce(
-    run: Run, samples: Samples | MixedSamples, batches: str, memory: Memory, outlook: str
+    run: Run,
+    plan: "Plan",
+    shape: TransformerConfig,
+    placement: Placement | None,
+    *,
+    batches: MicroBatch,
+    memory: Memory,
 ) -> None:
-    """Say what is trained, on what, and where it is written.
+    """Say what is trained, on what, and what is ahead: all that --dry-run prints.
 
-    Args: batches how a step is cut into micro-batches
-          memory  what the run takes, by estimate
-          outlook how many steps, epochs and FLOPs are ahead (dry_run.outlook)
+    Args: shape     of the model
+          placement of --offload
+          batches   how a step is cut into micro-batches
+          memory    what the run takes, by estimate
     """
-    s, say, store, trainer = run.settings, run.runtime.say, samples.store, run.trainer
-    about = parameters_in_words(trainer.model.config)
-    say(f"{s.model.model} {s.model.size}: {about}, {run.runtime.why}")
-    say(f"memory: {memory_in_words(memory, bytes_free(run.runtime))}")
-    for line in placements_in_words(run):
-        say(line)
-    say(f"batches: {batches}")
-    if trainer.compiled.on or run.runtime.device.type == "cuda":
-        say(f"compile: {'on' if trainer.compiled.on else 'off'} ({trainer.compiled.why})")
+    s, say, store, samples = run.settings, run.runtime.say, run.store, plan.samples
+    say(f"{s.model.model} {s.model.size}: {parameters_in_words(shape)}, {run.runtime.why}")
+    say(f"memory, by estimate: {memory_in_words(memory, bytes_free(run.runtime))}")
+    if placement:
+        say(placement_in_words(run, placement, batches.count))
+    say(f"batches: {batches.why}")
     if s.pack.on or s.model.model == "bert":
-        say(f"attention: {trainer.work.impl}, {IMPLS[trainer.work.impl]}")
-    say(f"data: {store.meta['train_tokens']:,} training tokens in {store.path}; run: {run.folder}")
+        impl = attention_of(s, run.runtime, shape)
+        say(f"attention: {impl}, {IMPLS[impl]}")
+    say(f"data: {store.meta['train_tokens']:,} training tokens in {store.path}")
     if isinstance(samples, MixedSamples):
         say(f"mixture of {samples.passes(s.optim.tokens)}")
-    say(outlook)
     if samples.long == "truncate":
         documents, tokens = samples.beyond_a_row()
         of_all = f"{documents:,} of {store.meta['train_documents']:,} documents"
@@ -74,23 +83,59 @@ def announce(
         say(f"--long truncate: {of_all} are longer than a row, {lost}")
     if run.resumed_from:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
+    streamed = placement.streamed if placement else ()
+    say(f"ahead: {ahead_in_words(run, plan, shape, batches.count, streamed)}")
+    if techniques_on(s):
+        say(f"without techniques: {ahead_in_words(run, plan.plain(), shape, batches.count)}")
 
 
-def placements_in_words(run: Run) -> Iterator[str]:
+def ahead_in_words(
+    run: Run,
+    plan: "Plan",
+    shape: TransformerConfig,
+    rows_at_once: int,
+    streamed: Collection[int] = (),
+) -> str:
+    """What the rest of a run takes if its rows are full, as `Plan.ahead` says.
+
+    Args:    streamed layers whose weights are fetched (--offload)
+    Example: 489 steps, 2,002,944 tokens of text (0.73 epochs), 10.9 TFLOP executed
+    """
+    s, steps, tokens, flops = plan.settings, 0, 0, 0
+    for count, step in plan.ahead(run.clock):
+        blocks = blocks_at(s, step.context)
+        work = work_of(s, run.runtime, shape, rows_at_once, blocks, streamed)
+        steps += count
+        tokens += count * (step.after.real_tokens - step.before.real_tokens)
+        flops += count * flops_of_step(s, work, step).executed
+    epochs = tokens / max(run.store.meta["train_tokens"], 1)
+    rows = ", if every row is full" if s.pack.on or s.model.model == "bert" else ""
+    warning = f"; {LESS}" if epochs > MANY_EPOCHS else ""
+    return (
+        f"{steps:,} steps, {tokens:,} tokens of text ({epochs:,.2f} epochs),"
+        f" {short(flops, 'FLOP')} executed{rows}{warning}"
+    )
+
+
+def say_assembled(run: Run) -> None:
+    """What is known once the model is put together and the run has its folder."""
+    compiled, peak = run.trainer.compiled, run.peak
+    if compiled.on or run.runtime.device.type == "cuda":
+        run.runtime.say(f"compile: {'on' if compiled.on else 'off'} ({compiled.why})")
+    rate = f"of {short(peak.flops, 'FLOP/s')}, " if peak.flops else ""
+    run.runtime.say(f"run: {run.folder}; MFU: {rate}{peak.why}")
+
+
+def placement_in_words(run: Run, placement: Placement, rows_at_once: int) -> str:
     """What --offload leaves where, and what that costs a step."""
-    s, runtime, trainer = run.settings, run.runtime, run.trainer
-    placements = [edit.placement for edit in trainer.edits.values() if edit.placement]
-    if not placements:
-        return
+    s, runtime = run.settings, run.runtime
     rows_of_rank = s.optim.batch_tokens // s.data.seq_len // runtime.world_size
-    rates = machine.measured(runtime.device, runtime.dtype)
-    for placement in placements:
-        yield describe(
-            placement,
-            micro_batch_tokens=trainer.rows_at_once * s.data.seq_len,
-            micro_batches=-(-rows_of_rank // trainer.rows_at_once),
-            rates=rates,
-        )
+    return describe(
+        placement,
+        micro_batch_tokens=rows_at_once * s.data.seq_len,
+        micro_batches=-(-rows_of_rank // rows_at_once),
+        rates=machine.measured(runtime.device, runtime.dtype),
+    )
 
 
 # ---- the bar
@@ -151,8 +196,9 @@ def change_trainer(run: Run, trainer: "Trainer", bar: tqdm) -> None:
             write(bar, f"after step {run.clock.step} {edit.in_words()}")
     run.log.write("stage", **fields, bytes_before=before, bytes=now)
     write(bar, f"memory: {bytes_in_words(before)} before; {bytes_in_words(now)} now")
-    for line in placements_in_words(run):
-        write(bar, line)
+    for edit in trainer.edits.values():
+        if edit.placement:
+            write(bar, placement_in_words(run, edit.placement, trainer.rows_at_once))
 
 
 def bytes_in_words(memory: dict[str, int]) -> str:

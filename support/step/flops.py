@@ -89,7 +89,6 @@ def attention_of(settings: "Config", runtime: Runtime, config: TransformerConfig
         head_width=config.head_width,
         dropout=config.dropout,
         compiled=settings.run.compile == "on",
-        has_triton=runtime.has_triton,
     )
 
 
@@ -122,7 +121,7 @@ def work_of(
 def flops_of_step(settings: "Config", work: Work, step: "Step") -> Flops:
     """What a step costs on all ranks."""
     config, laid, of_token = work.config, step.laid, counted(work.config, half=False)
-    C, T = config.width, step.batch.tokens.shape[1]
+    C, T = config.width, step.seq_len
     half = 2 if config.causal else 1
     filled = laid.filled()
     rows = -(-len(filled) // work.world_size) * work.world_size  # blank ones run too

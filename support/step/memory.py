@@ -135,9 +135,7 @@ def logits_bytes(config: TransformerConfig, tokens: int, runtime: Runtime) -> in
     logits = V * min(chunk_rows(V, device), predicted)
     bytes_each = 4
     if runtime.dtype.itemsize == 2:  # without Triton they are in float32 beside those in 16 bits
-        bytes_each = (
-            2 if chosen_loss(device, runtime.dtype, "auto", runtime.has_triton) == "triton" else 6
-        )
+        bytes_each = 2 if chosen_loss(device, runtime.dtype) == "triton" else 6
     gradient = 4 * V * C
     return 4 * predicted * C + gradient + max(bytes_each * logits, gradient)
 

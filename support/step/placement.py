@@ -135,6 +135,11 @@ class Placement:
         return [layer for part in self.parts if part.away for layer in part.layers]
 
     @property
+    def streamed(self) -> list[int]:
+        """Layers whose weights come to the device for each pass."""
+        return [n for part in self.parts if part.away == Away.WEIGHTS for n in part.layers]
+
+    @property
     def device_bytes(self) -> int:
         return sum(map(self.on_device, self.parts)) + self.small_bytes + self.in_passing
 
@@ -239,7 +244,7 @@ class Placement:
         Twice a micro-batch for each layer; but the last layer's weights stay there from the
         forward to the backward pass, and the first layer's until the next micro-batch.
         """
-        layers = [n for other in self.parts if other.away == Away.WEIGHTS for n in other.layers]
+        layers = self.streamed
         is_last, is_first = max(layers) in part.layers, min(layers) in part.layers
         return (2 * len(part.layers) - is_last - is_first) * micro_batches + is_first
 

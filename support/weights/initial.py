@@ -19,7 +19,7 @@ from support.base.rng import seed_of
 from support.base.settings import Flat, as_flags
 from support.run import checkpoint
 from support.run.folder import ModelSize
-from support.step.sizes import V_GPT2, ModelConfig
+from support.step.sizes import ModelConfig
 from support.text.tokenizer import fingerprint, vocab_size
 from support.weights import published
 from support.weights.trained import Trained, checkpoint_of, trained, weights_of
@@ -89,9 +89,6 @@ def model_size(settings: "Config", encoding: tiktoken.Encoding) -> ModelSize:
     init, seq_len = settings.model.init, settings.data.seq_len
     needed = vocab_size(encoding, settings.model.model)
     if not init:
-        stands_in = settings.run.on and settings.data.data is None and settings.model.size != "nano"
-        # with --on the embedded corpus may stand in for text that is not here
-        needed = max(needed, V_GPT2) if stands_in else needed
         return ModelSize(-(-needed // 64) * 64)  # matrix units work in tiles
     source = source_of(init)
     size = source.size if source else published.size_for(init, needed, encoding.name)
