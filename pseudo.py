@@ -26,22 +26,21 @@ Papers: Lin et al., arXiv 2110.03888 (the idea and its name; no code); Yang et a
 
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from itertools import pairwise
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
-from torch.func import functional_call
 
-from support.base.clock import StepContext, due
+from support.base.clock import StepContext
 from support.base.settings import flag
-from support.base.technique import Edit, Refusal, is_on
+from support.base.technique import Edit, Refusal
 
 if TYPE_CHECKING:
     from config import Config
     from model import RunBlock, TokenMeta, Transformer
-    from support.base.clock import Clock
     from support.base.runtime import Runtime
     from support.rows.batch import Batch
 
@@ -57,7 +56,7 @@ class PseudoConfig:
     until: str | None = flag(
         None,
         "share of --tokens when layers get their own weights (default: 0.05, with --pseudo-layers"
-        " 0.75); 0.05,0.1: units double on the way; adaptive: when a weight's uses disagree",
+        " 0.75); 0.05,0.1: units double on the way",
     )
     state: str = flag(
         "reset", "optimizer state of a layer that gets its own weights", choices=STATES
@@ -113,66 +112,37 @@ def in_words(owners: Owners) -> str:
     return " ".join("." if owner == ABSENT else str(owner) for owner in owners)
 
 
-class Until(NamedTuple):
-    """When stages end: at shares of the budget, or, without these, below a correlation."""
+def parse_until(text: str) -> tuple[float, ...]:
+    """The shares of the budget at which stages end.
 
-    shares: tuple[float, ...]
-    correlation: float = 0.0
-
-
-def parse_until(text: str) -> Until:
-    """What --pseudo-until means.
-
-    Example: "0.02,0.1" -> (0.02, 0.1); "adaptive" -> no shares, correlation 0.5
-    Raises:  ValueError for what is neither
+    Example: "0.02,0.1" -> (0.02, 0.1)
+    Raises:  ValueError for anything but shares that rise between 0 and 1
     """
-    word, colon, number = text.partition(":")
     try:
-        if word == "adaptive":
-            until = Until((), float(number) if colon else 0.5)
-        else:
-            until = Until(tuple(map(float, text.split(","))))
+        shares = tuple(map(float, text.split(",")))
     except ValueError:
-        until = Until((math.nan,))
-    rising = all(a < b for a, b in zip((0, *until.shares), (*until.shares, 1), strict=True))
-    if not rising or not -1 < until.correlation < 1:
+        shares = (math.nan,)
+    if not all(a < b for a, b in pairwise((0, *shares, 1))):
         raise ValueError(
-            f"--pseudo-until {text}: give a share between 0 and 1 (0.1), rising ones"
-            " (0.02,0.05,0.1), or adaptive:0.5 with a correlation between -1 and 1"
+            f"--pseudo-until {text}: give a share between 0 and 1 (0.1), or rising ones"
+            " (0.02,0.05,0.1)"
         )
-    return until
+    return shares
 
 
-class Shadow(NamedTuple):
-    """Where a run stands between shadow and real; saved with every checkpoint."""
-
-    owners: Owners
-    calm: int = 0  # checks in a row at which the uses' gradients correlated little
-
-
-CALM = 3  # such checks end the stage; arXiv 2110.03848, section 4
-CHECKS = 100  # in a run
-
-
-def shadow_at(settings: "Config", progress: float, now: Shadow | None) -> Shadow:
-    """What the model is in a step that begins at this share of the budget.
-
-    Args:    now what it was in the step before; None at the start. Only with --pseudo-until
-                 adaptive it matters: the rest is a function of the clock
-    """
+def owners_at(settings: "Config", progress: float) -> Owners:
+    """The owners of a step that begins at this share of the budget."""
     config, layers = settings.pseudo, settings.model.layers
-    until, real = parse_until(config.until), tuple(range(layers))
-    if not until.shares and now is not None:
-        return now if now.calm < CALM else Shadow(real)
-    passed = sum(progress >= share for share in until.shares)
-    if until.shares and passed == len(until.shares):
-        return Shadow(real)
-    return Shadow(stage(layers, config.layers or layers, config.group * 2**passed))
+    shares = parse_until(config.until)
+    passed = sum(progress >= share for share in shares)
+    if passed == len(shares):
+        return tuple(range(layers))
+    return stage(layers, config.layers or layers, config.group * 2**passed)
 
 
 def tokens_by_layer(settings: "Config", context: StepContext, tokens: list[int]) -> list[int]:
     """How many tokens of a row each layer sees: none where it is not there yet."""
-    owners = shadow_at(settings, context.progress, None).owners
+    owners = owners_at(settings, context.progress)
     return [0 if owner == ABSENT else n for owner, n in zip(owners, tokens, strict=True)]
 
 
@@ -219,7 +189,7 @@ def handed_over(state: dict, owners: Owners, policy: str, beginning: str = "copy
     copies. Tensors that stay are not copied.
 
     Args:    state     {"model": {name: tensor}, "optimizers": {"state": {name: {what: tensor}}},
-                       "pseudo": Shadow as a dict}, and anything else, which stays
+                       "pseudo": {"owners": ...}}, and anything else, which stays
              owners    of the stage that comes
              policy    for a layer that shared weights which had n uses, and gets its own:
                          copy     the moments of the shared weights
@@ -267,7 +237,7 @@ def handed_over(state: dict, owners: Owners, policy: str, beginning: str = "copy
         **state,
         "model": new_weights,
         "optimizers": {**state["optimizers"], "state": new_moments},
-        "pseudo": Shadow(owners)._asdict(),
+        "pseudo": {"owners": owners},
     }
 
 
@@ -296,50 +266,6 @@ def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
             torch._foreach_div_([gradient for gradient in shared if gradient is not None], uses)
 
 
-class Uses:
-    """The gradients of every use of shared matrices in one step, to see how they correlate."""
-
-    def __init__(self, owners: Sequence[int]):
-        self.owners = owners
-        self.gradients: dict[tuple[int, str], Tensor] = {}
-
-    def run_block(self, inner: "RunBlock") -> "RunBlock":
-        """A run_block that gives each use its own view of the weights, and listens there."""
-
-        def run(layer: int, block: nn.Module, x: Tensor, meta: "TokenMeta") -> Tensor:
-            views = {
-                name: self.heard(layer, name, p) if p.ndim > 1 else p
-                for name, p in block.named_parameters()
-            }
-            return inner(layer, lambda x, meta: functional_call(block, views, (x, meta)), x, meta)
-
-        return run
-
-    def heard(self, layer: int, name: str, parameter: Tensor) -> Tensor:
-        def add(gradient: Tensor) -> None:
-            so_far = self.gradients.get((layer, name))
-            self.gradients[layer, name] = gradient if so_far is None else so_far + gradient
-
-        view = parameter.view_as(parameter)
-        view.register_hook(add)
-        return view
-
-    def are_calm(self, reduce: Callable[[Tensor], Tensor], threshold: float) -> bool:
-        """Whether most gradients correlate less than this with those of the next use.
-
-        Args: reduce sums over ranks, so that the answer does not depend on who ran which rows
-        """
-        sums = {key: reduce(gradient).flatten() for key, gradient in self.gradients.items()}
-        low = []
-        for (layer, name), gradient in sums.items():
-            later = range(layer + 1, len(self.owners))
-            uses = [i for i in later if self.owners[i] == self.owners[layer]]
-            if uses:
-                other = sums[uses[0], name]
-                low.append(torch.cosine_similarity(gradient, other, dim=0).item() < threshold)
-        return sum(low) * 2 > len(low)
-
-
 # ---- at work
 
 
@@ -350,59 +276,39 @@ class Sharing(Edit):
         self, settings: "Config", model: "Transformer", runtime: "Runtime", state: dict | None
     ):
         """Share as a checkpoint's state says, or as at the start of a run."""
-        shadow = Shadow(**state) if state else shadow_at(settings, 0.0, None)
-        self.settings, self.shadow = settings, shadow
-        self.until = parse_until(settings.pseudo.until)
-        self.uses: Uses | None = None  # in a step that is watched (--pseudo-until adaptive)
-        self.blocks = own_blocks(shadow.owners)
-        share(model, shadow.owners)
+        self.settings = settings
+        self.owners: Owners = tuple(state["owners"]) if state else owners_at(settings, 0.0)
+        self.blocks = own_blocks(self.owners)
+        share(model, self.owners)
 
-    def before_step(self, before: "Clock", after: "Clock") -> None:
-        """Watch the step if a check is due and something is shared."""
-        is_due = due(self.settings.optim.schedule_tokens / CHECKS, before, after)
-        is_shared = max(Counter(self.shadow.owners).values()) > 1
-        watches = is_due and is_shared and not self.until.shares
-        self.uses = Uses(self.shadow.owners) if watches else None
-
-    def run_block(self, inner: "RunBlock", recomputes: bool) -> "RunBlock":
-        return self.uses.run_block(inner) if self.uses else inner
-
-    def after_backward(
-        self, named: dict[str, nn.Parameter], reduce: Callable[[Tensor], Tensor]
-    ) -> None:
-        average(named, self.shadow.owners)
-        if self.uses:
-            is_calm = self.uses.are_calm(reduce, self.until.correlation)
-            self.shadow = self.shadow._replace(calm=self.shadow.calm + 1 if is_calm else 0)
+    def after_backward(self, named: dict[str, nn.Parameter]) -> None:
+        average(named, self.owners)
 
     def state_dict(self) -> dict:
-        return self.shadow._asdict()
-
-    def owners_at(self, context: StepContext) -> Owners:
-        return shadow_at(self.settings, context.progress, self.shadow).owners
+        return {"owners": self.owners}
 
     def has_ended(self, context: StepContext) -> bool:
-        return self.owners_at(context) != self.shadow.owners
+        return owners_at(self.settings, context.progress) != self.owners
 
     def handed_over(self, state: dict, context: StepContext) -> dict:
-        config = self.settings.pseudo
-        return handed_over(state, self.owners_at(context), config.state, config.new)
+        config, owners = self.settings.pseudo, owners_at(self.settings, context.progress)
+        return handed_over(state, owners, config.state, config.new)
 
     def in_words(self) -> str:
-        return f"--pseudo: layers use the weights of {in_words(self.shadow.owners)}"
+        return f"--pseudo: layers use the weights of {in_words(self.owners)}"
 
     def logged(self) -> dict:
-        return {"owners": list(self.shadow.owners)}
+        return {"owners": list(self.owners)}
 
     def unfinished(self) -> str:
-        if self.blocks == len(self.shadow.owners):
+        if self.blocks == len(self.owners):
             return ""
         return f"--pseudo-until {self.settings.pseudo.until}: the model is still a shadow"
 
 
 def blocks(settings: "Config", context: StepContext) -> int:
-    """Blocks with weights of their own; with --pseudo-until adaptive as at the beginning."""
-    return own_blocks(shadow_at(settings, context.progress, None).owners)
+    """Blocks with weights of their own."""
+    return own_blocks(owners_at(settings, context.progress))
 
 
 # ---- settings
@@ -419,22 +325,22 @@ def with_defaults(settings: "Config") -> PseudoConfig:
     return replace(config, until=until, group=config.group or max(units, default=1))
 
 
-def units_of(layers: int, until: Until) -> list[int]:
+def units_of(layers: int, shares: Sequence[float]) -> list[int]:
     """Units of layers that can be used again and again, and be doubled at every share but the last.
 
     Example: of 6 layers 1, 2, 3 and 6; with two shares 1, which becomes 2
     """
-    doubled = 2 ** max(len(until.shares) - 1, 0)
+    doubled = 2 ** max(len(shares) - 1, 0)
     most = layers if doubled == 1 else layers // doubled - 1
     return [n for n in range(1, most + 1) if layers % (n * doubled) == 0]
 
 
 def refusals(settings: "Config") -> list[Refusal]:
     config, layers = settings.pseudo, settings.model.layers
-    until = parse_until(config.until)  # raises if the text is wrong
-    few, units = config.layers or layers, units_of(config.layers or layers, until)
+    shares = parse_until(config.until)  # raises if the text is wrong
+    few, units = config.layers or layers, units_of(config.layers or layers, shares)
     remedies = [f"choose {', '.join(map(str, units))}"] if units else []
-    remedies += ["give fewer shares"] if len(until.shares) > 1 else []
+    remedies += ["give fewer shares"] if len(shares) > 1 else []
     return [
         (
             few > layers,
@@ -446,19 +352,8 @@ def refusals(settings: "Config") -> list[Refusal]:
             f" {few} layers, also after each doubling: {', or '.join(remedies)}",
         ),
         (
-            not until.shares and few < layers,
-            f"--pseudo-until {config.until} is about shared weights: add layers at a share of the"
-            " budget, such as --pseudo-until 0.5",
-        ),
-        (
             settings.model.init is not None,
             "--init and --pseudo exclude each other: a shadow has not the weights of all layers",
-        ),
-        (
-            (settings.run.fsdp or is_on(settings, "offload"))
-            and not parse_until(settings.pseudo.until).shares,
-            f"--pseudo-until {settings.pseudo.until} needs whole gradients in one place, which"
-            " --fsdp and --offload do not leave there: give a share, such as --pseudo-until 0.1",
         ),
         (
             settings.pseudo.new == "identity" and settings.model.model == "bert",

@@ -379,8 +379,6 @@ class Trainer:
         rows = len(step.batch.tokens)
         at_once = self.rows_together(step)
         total = torch.zeros((), device=runtime.device)
-        for edit in self.edits.values():
-            edit.before_step(step.before, step.after)
         for first in range(0, rows, at_once):
             stop = min(first + at_once, rows)
             last = stop == rows
@@ -413,7 +411,7 @@ class Trainer:
         """Move the weights by the gradients that are there; `total` is the loss of these."""
         s, runtime = self.settings, self.runtime
         for edit in self.edits.values():
-            edit.after_backward(self.optimizers.named, runtime.reduce)
+            edit.after_backward(self.optimizers.named)
         norm = self.optimizers.clip_gradients(s.optim.grad_clip)
         # read together: a GPU is waited for once a step
         mean, norm = torch.stack((runtime.reduce(total), norm.to(runtime.device))).tolist()

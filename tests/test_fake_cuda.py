@@ -44,7 +44,6 @@ COMING_HOME = {
     "update: from pageable memory in support/step/optim.py",
 }
 ALSO = {  # what a step waits for besides
-    "adaptive": {"update: _local_scalar_dense in pseudo.py"},
     "fp16": {"update: _local_scalar_dense in support/step/optim.py"},  # skip the step?
     "offload": COMING_HOME,
     "offload of all": COMING_HOME | {"update: a copy to the host in support/step/muon.py"},
@@ -68,7 +67,6 @@ MORE = {
     "everything in fp32": f"--curriculum seqlen --ltd --pack {IN_FP32}",
     "bert of rows": f"--model bert {IN_FP32}",
     "growth": "--pseudo --pseudo-layers 2 --ltd",
-    "adaptive": f"--pseudo --pseudo-until adaptive:0.5 {IN_FP32}",
     "dropout": "--dropout 0.1 --pack",
     "offload of all": "--offload --offload-budget 450KB --pack --ltd",
 }

@@ -18,7 +18,7 @@ import pseudo
 import sample
 import train
 from model import Transformer, TransformerConfig
-from pseudo import ABSENT, Uses, average, handed_over, origin, shadow_at, stage
+from pseudo import ABSENT, average, handed_over, origin, owners_at, stage
 from support.step.optim import Optimizers
 
 REAL = tuple(range(8))
@@ -59,14 +59,14 @@ def settings_of(flags):
 
 def test_units_double_on_the_way():
     settings = settings_of("--pseudo-group 1 --pseudo-until 0.1,0.2,0.4")
-    seen = [shadow_at(settings, at / 20, None).owners for at in range(21)]
+    seen = [owners_at(settings, at / 20) for at in range(21)]
     stages = [stage(8, 8, 1), stage(8, 8, 2), stage(8, 8, 4), REAL]
     assert seen == stages[:1] * 2 + stages[1:2] * 2 + stages[2:3] * 4 + stages[3:] * 13
     assert settings_of("").pseudo.until == "0.05", "shared weights part early"
     assert settings_of("--pseudo-layers 4").pseudo.until == "0.75", "new layers come late"
 
 
-TIMES = ("0", "1", "0.5,0.2", "0.1,0.1", "x", "", "nan", "adaptive:2", "adaptive:")
+TIMES = ("0", "1", "0.5,0.2", "0.1,0.1", "x", "", "nan")
 
 
 @pytest.mark.parametrize(
@@ -78,9 +78,6 @@ TIMES = ("0", "1", "0.5,0.2", "0.1,0.1", "x", "", "nan", "adaptive:2", "adaptive
         "--pseudo-group 4 --pseudo-until 0.1,0.2": "--pseudo-until .*: choose 1, 2, or give fewer",
         "--pseudo-layers 4 --pseudo-until 0.1,0.2": "--pseudo-until",
         "--pseudo-until 0.1,0.2,0.3,0.4": "--pseudo-until .*: give fewer shares$",
-        "--pseudo-layers 4 --pseudo-until adaptive": "--pseudo-until adaptive",
-        "--fsdp --pseudo-until adaptive": "--fsdp",
-        "--offload --pseudo-until adaptive": "--offload",
         "--model bert --pseudo-new identity": "--pseudo-new identity",
         **{f"--pseudo-until={when}": "--pseudo-until" for when in TIMES},
     }.items(),
@@ -115,7 +112,7 @@ def trained(owners, kind="adamw"):
     for step in range(3):
         a_step(model, optimizers, owners, step)
     state = {"model": model.state_dict(), "optimizers": optimizers.state_dict()}
-    return model, {**state, "pseudo": pseudo.Shadow(owners)._asdict(), "step": 3}
+    return model, {**state, "pseudo": {"owners": owners}, "step": 3}
 
 
 def logits_of(model):
@@ -204,25 +201,17 @@ def test_new_layers_are_copies_of_their_neighbours_or_the_identity(kind):
 def test_the_update_of_shared_weights_is_that_of_the_mean_gradient():
     """Worked out on the same model without sharing: the gradients of its layers, averaged.
 
-    In two micro-batches; the gradient of each use is heard on the way, and changes nothing.
+    In two micro-batches.
     """
     owners = stage(4, 4, 2)
     shared = model_of(owners)
     apart = model_of(tuple(range(4)))
     apart.load_state_dict(shared.state_dict())
     tokens = torch.arange(32).view(4, 8) % 40
-    uses = Uses(owners)
-
-    def plain(layer, block, x, meta):
-        return block(x, meta)
-
     for rows in tokens.chunk(2):
         batch = (rows, rows.roll(-1, 1), None, None)
         apart(batch).backward()
-        shared(batch, run_block=uses.run_block(plain)).backward()
-    for (layer, name), gradient in uses.gradients.items():
-        assert torch.allclose(gradient, apart.h[layer].get_parameter(name).grad, atol=1e-6)
-    assert len(uses.gradients) == 4 * 4, "four matrices in each of four layers"
+        shared(batch).backward()
     summed = shared.h[1].mlp.c_fc.weight.grad.clone()
     average(dict(shared.named_parameters()), owners)
     assert torch.allclose(shared.h[1].mlp.c_fc.weight.grad * 2, summed)
@@ -234,15 +223,6 @@ def test_the_update_of_shared_weights_is_that_of_the_mean_gradient():
         assert torch.allclose(parameter.grad, gradient, rtol=1e-4, atol=1e-6), name
 
 
-def test_gradients_are_calm_when_most_correlate_little():
-    a, b = torch.tensor([1.0, 0.0]), torch.tensor([1.0, 1.0])  # correlation 0.71
-    uses = Uses((0, 0, 0))
-    uses.gradients = {(0, "w"): a, (1, "w"): b, (2, "w"): b}  # 0.71 and 1
-
-    calm = [uses.are_calm(lambda tensor: tensor, threshold) for threshold in (0.7, 0.9, 1.1)]
-    assert calm == [False, False, True], "one of two is not most"
-
-
 # ---- runs
 
 SHORT = f"{SMALL} --eval-every 0 --tokens 2560"
@@ -250,7 +230,6 @@ SAVED = "--checkpoint-every 256 --keep 20"
 SHARED = f"--pseudo --pseudo-group 2 {ALL_ON} --checkpoint-activations --dropout 0.1"
 PARTING = f"{SHARED} --pseudo-until 0.5 {SAVED}"
 GROWING = f"--pseudo --pseudo-layers 2 --pseudo-until 0.5 --ltd --ltd-start 16 {SAVED}"
-ADAPTIVE = "--pseudo --pseudo-group 2 --lr 1e-3 --pseudo-until adaptive"
 write_sample = sample.write
 
 
@@ -288,7 +267,7 @@ def resumed(folder, checkpoint, to):
 
 def test_off_is_absent(folder_of, monkeypatch):
     plain = metrics(read_log(folder_of()))
-    for name in ("stage", "shadow_at", "share", "handed_over", "parse_until", "average"):
+    for name in ("stage", "owners_at", "share", "handed_over", "parse_until", "average"):
         monkeypatch.setattr(pseudo, name, None)  # a call would fail
     assert metrics(read_log(folder_of("--seed 1337"))) == plain
     monkeypatch.undo()
@@ -355,21 +334,6 @@ def test_growing_consumes_the_clock_by_the_layers_that_run(folder_of):
     assert consumed[0] == 128 and consumed[-1] == 256
     assert worked[0] == 8 * 2 * 32 and 8 * (2 * 32 + 2 * 16) in worked
     assert steps[-1]["layer_tokens"] == 4 * steps[-1]["consumed_tokens"]
-
-
-def test_adaptive_ends_after_three_calm_checks_also_when_resumed(folder_of, tmp_path):
-    whole = folder_of(f"{ADAPTIVE}:0.999 {SAVED}")
-    assert stages_of(whole) == [(pseudo.CALM, (0, 1, 2, 3))]
-    two_checks_made = sorted(file.name for file in whole.glob("step-*.pt"))[1]
-    again = resumed(whole, two_checks_made, tmp_path / "again")
-    assert metrics(read_log(again)) == metrics(read_log(whole))
-
-
-def test_adaptive_does_not_depend_on_micro_batches(folder_of):
-    whole, parts = (folder_of(f"{ADAPTIVE}:0.6 {more}") for more in ("", "--micro-batch-size 2"))
-    assert stages_of(whole) == stages_of(parts)
-    assert losses_of(parts) == pytest.approx(losses_of(whole), abs=1e-4)
-    assert stages_of(folder_of(f"{ADAPTIVE}:-0.999")) == []
 
 
 @pytest.mark.parametrize("flags", [PARTING, GROWING])

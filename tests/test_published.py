@@ -303,7 +303,7 @@ def test_a_shadow_is_exported_as_the_model_that_runs(tmp_path):
     model, found = widened(built("gpt", layers=3)), built("gpt", layers=2).eval()
     owners = (0, -1, 0)
     pseudo.share(model, owners)
-    load_published(found, exported(model, tmp_path, pseudo={"owners": owners, "calm": 0}))
+    load_published(found, exported(model, tmp_path, pseudo={"owners": owners}))
     tokens = torch.randint(VOCAB, (2, SEQ_LEN))
     assert found.logits(tokens).equal(model.logits(tokens))
 

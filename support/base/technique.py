@@ -17,7 +17,7 @@ from torch import Tensor, nn
 if TYPE_CHECKING:
     from config import Config
     from model import RunBlock, Transformer
-    from support.base.clock import Clock, StepContext
+    from support.base.clock import StepContext
     from support.base.runtime import Runtime
     from support.rows.batch import Batch
     from support.rows.ranking import Rankings, Stages
@@ -81,9 +81,6 @@ class Edit:
         """The parameters that the optimizers move, by the model's names."""
         return named
 
-    def before_step(self, before: "Clock", after: "Clock") -> None:
-        """A step begins that takes the clock from `before` to `after`."""
-
     def run_block(self, inner: "RunBlock", recomputes: bool) -> "RunBlock":
         """How a block gets its weights; `recomputes` if `inner` runs it again going backward."""
         return inner
@@ -92,10 +89,8 @@ class Edit:
         """Around the backward pass of a micro-batch, the last one of the step or not."""
         return nullcontext()
 
-    def after_backward(
-        self, named: dict[str, nn.Parameter], reduce: Callable[[Tensor], Tensor]
-    ) -> None:
-        """All gradients of a step are there; `reduce` sums a tensor over ranks."""
+    def after_backward(self, named: dict[str, nn.Parameter]) -> None:
+        """All gradients of a step are there."""
 
     def around_step(self, update: Callable[[], None]) -> None:
         """Move the weights: `update` moves those that have a gradient."""
