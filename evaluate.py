@@ -7,8 +7,7 @@ a document begins without context, as in training; with --stride its targets see
 before them. Results are added up by document, in the order of the store.
 
     main ── score_text ── Evaluation.documents ─┐
-         ├─ ask ──────── tasks.answers_of ──────┼─ sums_by_item     support/evaluation/scoring.py
-         └─ fine_tune ── Tuning.accuracies ─────┘
+         └─ ask ──────── tasks.answers_of ──────┴─ sums_by_item     support/evaluation/scoring.py
 
 `Evaluation` says which text lies in which row, `sums_by_item` reads the rows and adds up what the
 model makes of them. train.py evaluates by `Evaluation.run` on the way.
@@ -20,12 +19,9 @@ model makes of them. train.py evaluates by `Evaluation.run` on the way.
     python evaluate.py runs/gpt-nano-1 --by-document out.jsonl                # a line a document
     python evaluate.py runs/gpt-nano-1 --by-document out.jsonl --data STORE --split all
 
-Two other evaluations read files: questions that a GPT answers without further training
-(support/evaluation/tasks.py), and labelled texts on which a copy of the model is trained
-(support/evaluation/finetune.py):
+A GPT also answers the questions of a file, without further training (support/evaluation/tasks.py):
 
     python evaluate.py runs/gpt-nano-1 --task lambada.jsonl.gz hellaswag.jsonl.gz
-    python evaluate.py runs/bert-nano-1 --finetune reviews.jsonl --lr 1e-3
 """
 
 import argparse
@@ -51,11 +47,11 @@ from kernels.cross_entropy import IGNORE
 from model import Transformer, predicted_by_bert
 from packing import pack_lengths
 from sample import load_run
-from support.base.numbers import amount, count, several
+from support.base.numbers import count
 from support.base.rng import seed_of
 from support.base.runtime import Parser, Runtime, exit_cleanly, on_device, start
-from support.evaluation import finetune, scoring, tasks
-from support.evaluation.scoring import Documents, HeldOut, Laid, Poll, Texts
+from support.evaluation import scoring, tasks
+from support.evaluation.scoring import Documents, HeldOut, Laid, Poll
 from support.rows.batch import Batch
 from support.rows.bert import SpecialIds, sentence_pairs
 from support.rows.mixture import AnyStore, Mixture
@@ -73,7 +69,6 @@ def main(argv: list[str] | None = None) -> None:
     if args.by_document:
         runtime.on_rank0(lambda: check_folder_of(args.by_document))
     questions = [tasks.read_task(file) for file in args.task or []]
-    examples = finetune.read_examples(args.finetune, args.dev) if args.finetune else None
     settings, model, state = load_run(args.run, args.checkpoint)
     encoding = get_encoding(settings.data.tokenizer)
     subject = Subject(
@@ -87,12 +82,7 @@ def main(argv: list[str] | None = None) -> None:
         said=[],
     )
     try:
-        if questions:
-            result = ask(subject, questions)
-        elif examples:
-            result = fine_tune(subject, examples)
-        else:
-            result = score_text(subject)
+        result = ask(subject, questions) if questions else score_text(subject)
     except KeyboardInterrupt:
         if runtime.is_rank0:
             line = f"interrupted: nothing is written, and {args.run} is as it was"
@@ -406,9 +396,7 @@ def ask(subject: Subject, questions: list[tasks.Task]) -> dict[str, list[dict]]:
     """Print the result of each task, and return them as JSON has them."""
     args, runtime, seq_len = subject.args, subject.runtime, subject.settings.data.seq_len
     if subject.special_ids:
-        raise ValueError(
-            f"--task: {args.run} holds a BERT, which cannot answer: name a GPT, or use --finetune"
-        )
+        raise ValueError(f"--task: {args.run} holds a BERT, which cannot answer: name a GPT")
     prepared = [
         tasks.items_of(task, subject.encoding, seq_len, runtime.is_rank0) for task in questions
     ]
@@ -427,68 +415,18 @@ def ask(subject: Subject, questions: list[tasks.Task]) -> dict[str, list[dict]]:
     return {"tasks": results}
 
 
-def lay_texts(
-    texts: Texts,
-    seq_len: int,
-    special_ids: SpecialIds | None = None,
-    numbers: np.ndarray | None = None,
-    pack: bool = True,
-) -> Laid:
-    """Texts side by side in rows: all, or those with these numbers; without `pack` one a row."""
-    rows = Rows.of(texts.spans, seen=texts.seen, pairs=texts.pairs)
-    if numbers is not None:
-        rows = rows.take(numbers)
+def lay_texts(texts: tasks.Texts, seq_len: int, pack: bool = True) -> Laid:
+    """Texts side by side in rows; without `pack` one a row."""
+    rows = Rows.of(texts.spans, seen=texts.seen)
     if pack:
-        rows = packed(rows, seq_len, texts.special_tokens)
-
-    batch = partial(collate, texts.store, seq_len=seq_len, special_ids=special_ids)
+        rows = packed(rows, seq_len, special_tokens=0)
+    batch = partial(collate, texts.store, seq_len=seq_len)
     return lay(rows, texts.store.offsets, batch)
-
-
-# ---- fine-tuning
-
-
-def fine_tune(subject: Subject, given: finetune.Examples) -> dict[str, Any]:
-    """Train with several seeds; print how often each is right, and return it as JSON has it."""
-    args, seq_len, special_ids = subject.args, subject.settings.data.seq_len, subject.special_ids
-    train, dev = (
-        finetune.encoded(part, given.labels, subject.encoding, seq_len, is_bert=bool(special_ids))
-        for part in (given.train, given.dev)
-    )
-    flags = {name: getattr(args, name) for name in finetune.Recipe._fields}
-    recipe = finetune.Recipe(**{name: value for name, value in flags.items() if value is not None})
-    tuning = finetune.Tuning(
-        subject.model,
-        train,
-        labels=len(given.labels),
-        recipe=recipe,
-        lay=lambda texts, numbers: lay_texts(texts, seq_len, special_ids, numbers),
-        runtime=subject.runtime,
-    )
-    shares = tuning.accuracies(dev, args.rows)
-    mean, least, most = sum(shares) / len(shares), min(shares), max(shares)
-    subject.report(
-        f"{args.finetune}: dev accuracy {mean:.1%} ({least:.1%} to {most:.1%},"
-        f" {several(len(shares), 'seed')}); majority-class baseline {given.majority:.1%}"
-    )
-    dev_is = f"of {args.dev}" if args.dev else "held out by a hash of the text"
-    subject.say(
-        f"{several(len(given.train), 'example')} to train on, {len(given.dev):,} {dev_is},"
-        f" {several(len(given.labels), 'label')}; {several(recipe.epochs, 'epoch')} in steps of"
-        f" {recipe.batch} at {recipe.lr:g}"
-    )
-    if cut := train.cut + dev.cut:
-        subject.say(f"{cut:,} examples are longer than a row and lose their end")
-    accuracy = {"mean": mean, "least": least, "most": most, "of_seed": shares}
-    counts = {"train": len(given.train), "dev": len(given.dev), "labels": given.labels, "cut": cut}
-    result = {"file": args.finetune, "accuracy": accuracy, "majority": given.majority}
-    return {"finetune": {**result, **counts, **recipe._asdict()}}
 
 
 # ---- the command line
 
 OF_TEXT = ("data", "tokens", "stride", "split", "by_document", "by")
-OF_FINETUNE = ("dev", *finetune.Recipe._fields)
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -518,29 +456,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     files = "JSON lines: see support/evaluation/tasks.py"
     task.add_argument("--task", nargs="+", metavar="FILE", help=files)
 
-    tuned = parser.add_argument_group("fine-tuning as a classifier; the run stays as it is")
-    labelled = "JSON lines: see support/evaluation/finetune.py"
-    tuned.add_argument("--finetune", metavar="FILE", help=labelled)
-    tuned.add_argument("--dev", metavar="FILE", help="examples to test on (default: a fifth)")
-    default = finetune.Recipe()
-    tuned.add_argument("--seeds", type=count, help=f"how often to train ({default.seeds})")
-    tuned.add_argument("--epochs", type=count, help=f"passes over the examples ({default.epochs})")
-    lr = f"peak learning rate; a small model wants more ({default.lr})"
-    tuned.add_argument("--lr", type=amount, help=lr)
-    tuned.add_argument("--batch", type=count, help=f"examples of a step ({default.batch})")
-
     args = parser.parse_args(argv)
 
-    def given(names: tuple[str, ...]) -> str | None:
-        names = (name for name in names if getattr(args, name) is not None)
-        return next((f"--{name.replace('_', '-')}" for name in names), None)
-
-    if args.task and args.finetune:
-        raise ValueError("--task and --finetune: one at a time, leave one of them out")
-    if (args.task or args.finetune) and (flag := given(OF_TEXT)):
-        raise ValueError(f"{flag} is for held-out text: leave out either it or --task, --finetune")
-    if not args.finetune and (flag := given(OF_FINETUNE)):
-        raise ValueError(f"{flag} has no effect without --finetune: add it")
+    given = (name for name in OF_TEXT if getattr(args, name) is not None)
+    if args.task and (flag := next(given, None)):
+        flag = f"--{flag.replace('_', '-')}"
+        raise ValueError(f"{flag} is for held-out text: leave out either it or --task")
     args.split = args.split or "val"
     return args
 

@@ -422,18 +422,15 @@ def test_a_bert_cannot_answer(said):
 
 @pytest.mark.dist
 def test_two_processes_find_what_one_finds(run_of, sourced, tmp_path, monkeypatch):
-    """The text of a store, questions, and fine-tuning, which leaves the run as it is."""
-    lines = [{"text": f"{n % 2} {n}", "label": n % 2} for n in range(20)]
+    """The text of a store, and questions, which leave the run as it is."""
     asked = [{"context": f"{n} is", "continuations": ["a", " b"], "label": 1} for n in range(20)]
-    write_lines(tmp_path / "labelled.jsonl", lines)
     write_lines(tmp_path / "asked.jsonl", asked)
-    gpt, bert = ([str(run_of(of)), *CPU, "--json", "--rows", "2"] for of in (GPT, BERT))
+    gpt = [str(run_of(GPT)), *CPU, "--json", "--rows", "2"]
     runs = (
         [*gpt, "--data", str(sourced), "--by-document", "out.jsonl"],
         [*gpt, "--task", "../asked.jsonl"],
-        [*bert, "--finetune", "../labelled.jsonl", "--epochs", "1", "--lr", "5e-3"],
     )
-    before, said = {path: path.read_bytes() for path in run_of(BERT).iterdir()}, []
+    before, said = {path: path.read_bytes() for path in run_of(GPT).iterdir()}, []
     for ranks in (1, 2):
         (tmp_path / f"{ranks}").mkdir()
         monkeypatch.chdir(tmp_path / f"{ranks}")
@@ -443,13 +440,12 @@ def test_two_processes_find_what_one_finds(run_of, sourced, tmp_path, monkeypatc
         else:
             start_ranks(2, *runs, work=evaluate_into_file)
             assert Path("said-1.json").read_text() == ""
-        text, answers, tuned = map(json.loads, Path("said-0.json").read_text().splitlines())
+        text, answers = map(json.loads, Path("said-0.json").read_text().splitlines())
         del answers["tasks"][0]["items_per_s"]
-        said.append((text, answers, tuned, Path("out.jsonl").read_text()))
+        said.append((text, answers, Path("out.jsonl").read_text()))
     assert said[0] == said[1] and answers["tasks"][0]["questions"] == 20
-    assert tuned["finetune"]["train"] + tuned["finetune"]["dev"] == 20
-    after = {path: path.read_bytes() for path in run_of(BERT).iterdir()}
-    results = run_of(BERT) / RESULTS
+    after = {path: path.read_bytes() for path in run_of(GPT).iterdir()}
+    results = run_of(GPT) / RESULTS
     assert after == before | {results: after[results]}
 
 
@@ -485,11 +481,8 @@ def test_bad_flags_are_refused_before_a_run_is_opened(monkeypatch, tmp_path):
         "--rows 0": "--rows: 0 ",
         "--tokens nan": "--tokens: nan ",
         "--by words": "--by: words ",
-        "--task a --finetune b": "--task and --finetune",
         "--task a --stride 8": "--stride ",
-        "--finetune a --by-document b": "--by-document ",
-        "--task a --lr 1": "--lr ",
-        "--finetune a --lr 0": "--lr: 0 ",
+        "--task a --by-document b": "--by-document ",
         "--by-document no/out.jsonl": "--by-document no/out.jsonl: ",
     }.items():
         message = refusal(evaluate.main, ["nowhere", *CPU, *flags.split()])

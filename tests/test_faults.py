@@ -881,7 +881,6 @@ READ = {  # by what
     "run/changed.json": (train.main, RESUME),
     "store/meta.json": (train.main, NEW),
     "task.jsonl": (evaluate.main, "run --task task.jsonl --device cpu"),
-    "labelled.jsonl": (evaluate.main, "run --finetune labelled.jsonl --device cpu"),
 }
 PUBLISHED = {
     "64 GB": claims([1 << 34], [0, 1 << 36]),

@@ -1,6 +1,6 @@
 """Every command line of docs/recipes.md runs, as it stands there but for its size.
 
-What the lines name is made first: folders of text, questions, labelled texts, published weights. A
+What the lines name is made first: folders of text, questions, published weights. A
 line that trains a model gets flags that make it tiny, and GPT-2's tokenizer, which has to be
 downloaded, is that of bytes.
 """
@@ -31,8 +31,6 @@ DIMENSIONS = ("--layers", "--heads", "--width", "--seq-len")
 def at_toy_size(module: str, arguments: list[str]) -> list[str]:
     """The same command on little text: its flags stay, but for those that say how much."""
     words = [{"gpt2": "bytes", "4096": "300", "200": "20"}.get(word, word) for word in arguments]
-    if module == "evaluate" and "--finetune" in words:
-        return [*words, "--seeds", "1"]
     if module != "train":
         return words
     if "--tokens" in words:  # of a run that is extended, more
@@ -58,10 +56,8 @@ def make_what_is_named() -> None:
         (Path() / folder).mkdir()
         for number, page in enumerate(pages):
             (Path() / folder / f"{number}.py").write_text(f"# {folder}\n{page}")
-    sides = [{"text": f"{word} {n}", "label": word} for n in range(12) for word in ("up", "down")]
     question = {"context": "one two", "continuations": [" three", " four"], "label": 0}
-    for name, lines in (("labelled.jsonl", sides), ("questions.jsonl", [question])):
-        write_lines(Path(name), lines)
+    write_lines(Path("questions.jsonl"), [question])
     torch.manual_seed(0)
     Path("llama").mkdir()
     write_ranks(Path("llama/tokenizer.model"), {bytes([byte]): byte for byte in range(256)})

