@@ -30,7 +30,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from itertools import chain
 from multiprocessing import parent_process
 from pathlib import Path
@@ -42,7 +42,7 @@ from tqdm import tqdm
 
 import difficulty
 import prepare
-from difficulty import label, metric
+from difficulty import METRICS
 from support.base import numbers, runtime
 from support.base.atomic import atomic_folder, atomic_write, folder_lock
 from support.base.runtime import Runtime
@@ -62,21 +62,14 @@ def sum_shard(open_samples: Callable, names: list[str], shard: range) -> dict[st
     """The first pass over a shard: what each of these metrics sums over all samples."""
     samples = open_samples()
     vocab_size = samples.identity()["vocab_size"]
-    summed = {name: metric(name).summed for name in names}
-    once = {function: name for name, function in summed.items()}  # metrics share what they sum
+    summed = {name: METRICS[name].summed for name in names}
+    functions = set(summed.values())  # metrics share what they sum
     sums: dict[Callable, np.ndarray] = {}
     for tokens, lengths in difficulty.blocks(samples, shard.start, shard.stop):
-        for function, name in once.items():
+        for function in functions:
             part = function(tokens, lengths, vocab_size)
-            sums[function] = add(name, sums[function], part) if function in sums else part
+            sums[function] = sums[function] + part if function in sums else part
     return {name: sums[function] for name, function in summed.items()}
-
-
-def add(name: str, total: np.ndarray, part: np.ndarray) -> np.ndarray:
-    if total.shape != part.shape:
-        shapes = f"{total.shape}, then {part.shape}: return one shape for every batch"
-        raise ValueError(f"{name}.accumulate: returned shape {shapes}")
-    return total + part
 
 
 def sort_shard(
@@ -88,15 +81,17 @@ def sort_shard(
     """
     samples = open_samples()
     id_dtype = np.dtype("uint32" if len(samples) < 2**32 else "int64")
-    metrics = {name: metric(name) for name in names}
-    known = {name: metrics[name].known(total) for name, total in totals.items()}
+    known = {name: METRICS[name].known(total) for name, total in totals.items()}
     values: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for tokens, lengths in difficulty.blocks(samples, shard.start, shard.stop):
         for name in names:
-            values[name].append(metrics[name].value(tokens, lengths, known.get(name)))
+            found = METRICS[name].value(tokens, lengths, known.get(name))
+            if found.shape != lengths.shape or not np.isfinite(found).all():
+                raise ValueError(f"--metric {name} has to give each sample a finite number")
+            values[name].append(found)
     runs = {}
     for name in names:
-        of_shard = np.concatenate(values[name]).astype(metrics[name].dtype)
+        of_shard = np.concatenate(values[name]).astype(METRICS[name].dtype)
         runs[name] = sorted_run(of_shard, shard.start, id_dtype)
     return runs
 
@@ -216,21 +211,21 @@ def analyze(
 
     Args:    open_samples () -> samples, called in every worker
              ranks        of torchrun, if any; rank 0 writes, the others need no disk for it
-    Raises:  ValueError for a user's function that fails, for other samples' index in `folder`
+    Raises:  ValueError for other samples' index in `folder`
     Cost:    8 to 16 bytes a sample of temporary files; rates in results/curriculum.jsonl
     """
     samples = open_samples()
     prints = {name: difficulty.fingerprint(samples, name) for name in names}
     size = max(SHARD, -(-len(samples) // MOST_SHARDS))
     shards = [range(a, min(a + size, len(samples))) for a in range(0, len(samples), size)]
-    unfinished = {name: folder / f".{label(name)}.{prints[name][:16]}" for name in names}
+    unfinished = {name: folder / f".{name}.{prints[name][:16]}" for name in names}
     sums = Pass("total", shards, unfinished)
     runs = Pass("run", shards, unfinished)
 
     ranks.on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
     with folder_lock(folder) if ranks.is_rank0 else nullcontext():
         lacking = ranks.on_rank0(lambda: difficulty.lacking_in(folder, samples, names))
-        to_sum = [name for name in lacking if metric(name).summed]
+        to_sum = [name for name in lacking if METRICS[name].summed]
         sums.run(partial(sum_shard, open_samples, to_sum), to_sum, workers, ranks)
         totals = ranks.on_rank0(lambda: {name: total_of(name, sums) for name in to_sum})
         runs.run(partial(sort_shard, open_samples, lacking, totals), lacking, workers, ranks)
@@ -239,19 +234,19 @@ def analyze(
             processes = workers if ranks.world_size == 1 else 1
             list(in_processes(partial(write_index, folder, runs, prints), lacking, processes))
             for name in names:  # also what a killed analysis left
-                for left in folder.glob(f".{label(name)}.*"):
+                for left in folder.glob(f".{name}.*"):
                     shutil.rmtree(left)
 
         ranks.on_rank0(finish)
 
 
 def total_of(name: str, sums: Pass) -> np.ndarray:
-    return reduce(partial(add, name), map(np.load, sums.files(name)))
+    return sum(map(np.load, sums.files(name)))
 
 
 def write_index(folder: Path, runs: Pass, prints: dict[str, str], name: str) -> None:
     """Merge the runs of a metric into its index, a folder that appears whole."""
-    with atomic_folder(folder / label(name)) as index:
+    with atomic_folder(folder / name) as index:
         about = {"fingerprint": prints[name], "metric": name}
         about |= ranking.write(index, runs.files(name))
         (index / "index.json").write_text(json.dumps(about, indent=1))
@@ -299,7 +294,7 @@ def main(argv: list[str] | None = None) -> None:
     parser = runtime.Parser(prog="analyze.py", description=__doc__.split("\n")[0])
     parser.add_argument("store", nargs="?", help="made by prepare.py (default: embedded corpus)")
     known = ", ".join(difficulty.METRICS)
-    parser.add_argument("--metric", required=True, help=f"{known} or path.py:name")
+    parser.add_argument("--metric", required=True, help=known)
     parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)
     parser.add_argument("--seq-len", type=int, default=256, help="tokens of a row")
     parser.add_argument("--long", default="split", choices=LONG, help=LONG_HELP)
@@ -346,7 +341,7 @@ def show_percentiles(indexes: Rankings) -> None:
     print("percentile    " + "".join(f"{percent:>12}" for percent in PERCENTS))
     for name, index in indexes.items():
         counts = [max(index.at_percent(percent), 1) for percent in PERCENTS]
-        print(f"{label(name):14}" + "".join(f"{index.highest(n):12.6g}" for n in counts))
+        print(f"{name:14}" + "".join(f"{index.highest(n):12.6g}" for n in counts))
 
 
 def show_examples(indexes: Rankings, samples: Samples) -> None:
@@ -357,7 +352,7 @@ def show_examples(indexes: Rankings, samples: Samples) -> None:
             sample = int(index.order[int(share * len(index))])
             ((first, last),) = samples.spans(np.array([sample]))
             text = " ".join(encoding.decode(samples.store.tokens[first:last].tolist()).split())
-            print(f"\n{percent} percent by {label(name)}, {index.values[sample]:g}:\n{text[:400]}")
+            print(f"\n{percent} percent by {name}, {index.values[sample]:g}:\n{text[:400]}")
 
 
 if __name__ == "__main__":

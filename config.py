@@ -30,7 +30,6 @@ from support.base.runtime import before_start
 from support.base.settings import (
     Flat,
     RunConfig,
-    check_code,
     check_settings,
     flattened,
     parser_of,
@@ -122,7 +121,6 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
         started = started_with(folder)
         check_settings(Config, started.config, f"{folder}/config.json")
         budget = with_changes(folder, started.config, {})["optim.tokens"]
-        check_code(started.config, folder, trusted=given.get("run.trust_code", False))
         return started._replace(tokens=budget), with_changes(folder, started.config, given)
 
     found = before_start(recorded) if which else None

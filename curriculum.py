@@ -1,10 +1,9 @@
 """Curriculum learning: which samples a run may draw, and how long pieces of them, as it goes on.
 
 A length metric (`seqlen`, `seqlen-reshape`) decides how long a piece of a sample may be: the rest
-is cut off, or with --pack makes further pieces. A ranked metric (`length`, `rarity`, ..., or a
-function of yours) decides which samples may be drawn: the easiest ones, in the order that
-analyze.py wrote. Each metric has a pacing of its own. With several ranked metrics a sample has to
-be easy enough by each of them.
+is cut off, or with --pack makes further pieces. A ranked metric (`length`, `rarity`, ...) decides
+which samples may be drawn: the easiest ones, in the order that analyze.py wrote. Each metric has a
+pacing of its own. With several ranked metrics a sample has to be easy enough by each of them.
 
 Everything here is a pure function of the tokens consumed so far: this file reads no data and draws
 no random numbers. difficulty.py measures samples; support/rows/ranking.py turns a difficulty into
@@ -26,7 +25,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from support.base.clock import pace
 from support.base.numbers import number_of
-from support.base.settings import call, flag, load_function
+from support.base.settings import flag
 from support.base.technique import Refusal
 from support.rows.ranking import LENGTHS, Rankings, Stage
 from support.rows.samples import MULTIPLE
@@ -34,20 +33,24 @@ from support.rows.samples import MULTIPLE
 if TYPE_CHECKING:
     from config import Config
 
-METRICS = "seqlen, seqlen-reshape, length, rarity, rarity-mean, length-rarity, path.py:name"
-PACES = "linear, root:DEGREE, discrete:LEVEL@SHARE:...:LEVEL, path.py:name"
-
 
 @dataclass(frozen=True)
 class CurriculumConfig:
     """The flags as given; `parse_metrics` reads them. Several metrics: values between commas."""
 
-    metric: str = flag("none", f"easy samples first, by none, {METRICS}")
+    metric: str = flag(
+        "none",
+        "easy samples first, by none, seqlen, seqlen-reshape, length, rarity, rarity-mean,"
+        " length-rarity",
+    )
     start: str | None = flag(None, "first difficulty (default: 64 or --seq-len / 4 tokens; 1 %)")
     share: str | None = flag(
         None, "share of --tokens until nothing is too hard (default: 0.9 or 0.4; 0.4)"
     )
-    pace: str | None = flag(None, f"{PACES} (default: root:0.5 or linear; root:2)")
+    pace: str | None = flag(
+        None,
+        "linear, root:DEGREE, discrete:LEVEL@SHARE:...:LEVEL (default: root:0.5 or linear; root:2)",
+    )
     by: str | None = flag(None, "unit of a ranked metric: percentile (default) or value")
     index: str | None = flag(None, "folder that analyze.py wrote (default: the store's)", free=True)
 
@@ -55,13 +58,20 @@ class CurriculumConfig:
 # ---- pacing: difficulty as a pure function of progress
 
 
-def custom(name: str, progress: float, start: int, end: float, multiple: int) -> int:
-    """Difficulty by a user's function of progress, 0..1; rounded down as `pace` does."""
-    at_progress = f"{name} at progress {progress}"
-    value = call(at_progress, lambda: math.floor(load_function(name)(progress)))
-    if not start <= value <= end:
-        raise ValueError(f"{at_progress}: {value} is outside {start}..{end}, from start to end")
-    return value if value == end else max(value - value % multiple, start)
+def by_root(pacing: "Pacing", t: float) -> int:
+    """From start to end as a root of t, of degree 1 where it is linear."""
+    return pace(t, pacing.over, pacing.start, pacing.end, pacing.degree, pacing.multiple)
+
+
+def by_levels(pacing: "Pacing", t: float) -> int:
+    return pacing.levels[bisect_left(pacing.until, t)]
+
+
+PACES = {  # (pacing, t) -> difficulty; one of your own is a line here (docs/extending.md)
+    "linear": by_root,
+    "root": by_root,
+    "discrete": by_levels,
+}
 
 
 class Pacing(NamedTuple):
@@ -73,7 +83,7 @@ class Pacing(NamedTuple):
     Example:  the levels (64, 128, 256) until (10, 25) are 64 at t = 10, 128 at 11, 256 at 26
     """
 
-    kind: str  # linear | root | discrete | path.py:name
+    kind: str  # of PACES
     start: int = 1
     end: float = 100  # inf: the value of the hardest sample, which `Curriculum` looks up
     over: float = 1.0  # t at which the end is reached
@@ -84,11 +94,7 @@ class Pacing(NamedTuple):
     by: str = "percentile"  # percentile | value: the unit of a ranked metric's difficulty
 
     def at(self, t: float) -> int:
-        if self.kind == "discrete":
-            return self.levels[bisect_left(self.until, t)]
-        if self.kind in ("linear", "root"):
-            return pace(t, self.over, self.start, self.end, self.degree, self.multiple)
-        return custom(self.kind, min(t / self.over, 1.0), self.start, self.end, self.multiple)
+        return PACES[self.kind](self, t)
 
     def stretched(self, factor: float) -> "Pacing":
         """The same course over `factor` times as long."""
@@ -210,12 +216,13 @@ def parse_pace(text: str) -> Pacing:
     """
     flag = "--curriculum-pace"
     kind, _, details = text.partition(":")
-    if text == "linear" or ".py:" in text:
-        return Pacing(text)
     if kind == "root":
         return Pacing(kind, degree=number(details or 2, flag))
+    if text in PACES and kind != "discrete":
+        return Pacing(text)
     if kind != "discrete":
-        raise ValueError(f"{flag} {text} is unknown: choose one of {PACES}")
+        known = "linear, root:DEGREE or discrete:LEVEL@SHARE:...:LEVEL"
+        raise ValueError(f"{flag} {text} is unknown: choose {known}")
     levels, ends = zip(*(level.partition("@")[::2] for level in details.split(":")), strict=True)
     if not all((*levels, *ends[:-1])) or ends[-1]:
         raise ValueError(f"{flag} {text}: each level but the last ends @ a share of the run")
@@ -246,9 +253,6 @@ def check_pacing(pacing: Pacing) -> None:
         if level % pacing.multiple and level != pacing.end:
             above = level + -level % pacing.multiple
             raise ValueError(f"{subject} {level} is no multiple of {pacing.multiple}: try {above}")
-    if ".py:" in pacing.kind and pacing.end < math.inf:  # fails now rather than in mid-run
-        for thousandth in range(1001):
-            pacing.at(thousandth / 1000 * pacing.over)
 
 
 def metrics(config: "Config") -> list[str]:

@@ -9,6 +9,7 @@ Paper: Li et al., arXiv 2212.03597.
 """
 
 import hashlib
+import inspect
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
@@ -17,7 +18,6 @@ from typing import NamedTuple
 
 import numpy as np
 
-from support.base.settings import call, load_function
 from support.rows import ranking
 from support.rows.ranking import LENGTHS, Rankings
 from support.rows.samples import SPECIAL_TOKENS, Samples
@@ -69,7 +69,10 @@ def surprisal(counts: np.ndarray) -> np.ndarray:
 
 
 class Metric(NamedTuple):
-    """How to measure samples, and what has to be summed over all of them before."""
+    """How to measure samples, and what has to be summed over all of them before.
+
+    Example: a metric of your own is a line in METRICS (docs/extending.md)
+    """
 
     value: Callable  # (tokens, lengths, known) -> (N,)
     dtype: str = "float32"  # of the values in the index
@@ -85,55 +88,6 @@ METRICS = {
 }
 
 
-def metric(name: str) -> Metric:
-    """A ranked metric by name. A user's function takes padded rows, (N, T), and lengths, (N,).
-
-    It returns (N,) numbers. If it has an attribute `accumulate`, a function of the same arguments,
-    what that returns is summed over all samples first and passed as third argument.
-    """
-    if name in METRICS:
-        return METRICS[name]
-    function = load_function(name)
-    accumulate = getattr(function, "accumulate", None)
-
-    def value(tokens: np.ndarray, lengths: np.ndarray, known: np.ndarray | None) -> np.ndarray:
-        if known is not None:
-            known.flags.writeable = False  # or the user's function could change what others get
-        arguments = [] if known is None else [known]
-        return ask_user(name, function, tokens, lengths, *arguments, shape=lengths.shape)
-
-    def summed(tokens: np.ndarray, lengths: np.ndarray, _: int) -> np.ndarray:
-        part = ask_user(f"{name}.accumulate", accumulate, tokens, lengths)
-        return part.astype(np.float64 if part.dtype.kind == "f" else np.int64)
-
-    if accumulate is None:
-        return Metric(value, "float64")
-    return Metric(value, "float64", summed, np.asarray)
-
-
-def ask_user(
-    name: str,
-    function: Callable,
-    tokens: np.ndarray,
-    lengths: np.ndarray,
-    *known: np.ndarray,
-    shape: tuple[int, ...] | None = None,
-) -> np.ndarray:
-    """What a user's function returns for padded rows; ValueError that names it and the batch."""
-    T = int(lengths.max())
-    rows = np.zeros((len(lengths), T), tokens.dtype)
-    rows[np.arange(T) < lengths[:, None]] = tokens
-    batch = f"{name}, on a batch of shape {rows.shape}"
-    values = np.asarray(call(batch, function, rows, lengths.copy(), *known))
-    if values.dtype.kind not in "biuf":
-        raise ValueError(f"{batch}: returned {values.dtype}, not numbers")
-    if not np.isfinite(values).all():
-        raise ValueError(f"{batch}: returned a value that is not finite")
-    if shape is not None and values.shape != shape:
-        raise ValueError(f"{batch}: returned shape {values.shape}, not {shape}")
-    return values
-
-
 def check_metrics(
     names: Sequence[str], seq_len: int, samples_kind: str, flag: str = "--curriculum"
 ) -> None:
@@ -143,11 +97,9 @@ def check_metrics(
           flag         how the user named them, for messages
     """
     lengths = LENGTHS if flag == "--curriculum" else ()  # which need no analysis
-    known = (*lengths, *METRICS, "path.py:name")
+    known = (*lengths, *METRICS)
     for name in names:
-        if ":" in name:
-            load_function(name)
-        elif name not in known:
+        if name not in known:
             raise ValueError(f"{flag} {name} is unknown: choose from {', '.join(known)}")
         if name in ("length", "length-rarity") and samples_kind == "rows":
             raise ValueError(
@@ -157,14 +109,8 @@ def check_metrics(
         if name == "seqlen-reshape" and samples_kind != "rows":
             instead = "seqlen and --pack" if samples_kind in SPECIAL_TOKENS else "seqlen"
             raise ValueError(f"{flag} {name} is for full rows of the stream: take {instead}")
-    labels = {label(name) for name in names}
-    if len(labels) < len(names) or set(LENGTHS) <= set(names):
+    if len(set(names)) < len(names) or set(LENGTHS) <= set(names):
         raise ValueError(f"{flag} {','.join(names)}: takes one length, and each name once")
-
-
-def label(name: str) -> str:
-    """A metric's name without the path of a user's file: the name of its index."""
-    return name.rpartition(":")[2]
 
 
 def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
@@ -189,9 +135,9 @@ def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray
 
 
 def fingerprint(samples: Samples, name: str) -> str:
-    """What ties an index to store, tokenizer, samples and metric (a user's by its source)."""
-    source = Path(name.rpartition(":")[0]).read_text() if ":" in name else ""
-    made_of = {"format": 1, "metric": label(name), "source": source, **samples.identity()}
+    """What ties an index to store, tokenizer, samples and metric."""
+    source = inspect.getsource(METRICS[name].value)
+    made_of = {"format": 1, "metric": name, "source": source, **samples.identity()}
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
@@ -206,7 +152,7 @@ def lacking_in(folder: Path, samples: Samples, names: Sequence[str]) -> list[str
 
     Raises: as `opened`, for those that have one
     """
-    lacking = [name for name in names if not (folder / label(name)).exists()]
+    lacking = [name for name in names if not (folder / name).exists()]
     opened(folder, samples, [name for name in names if name not in lacking])
     return lacking
 
@@ -218,7 +164,7 @@ def opened(folder: Path, samples: Samples, names: Sequence[str]) -> Rankings:
     """
     rankings = Rankings()
     for name in names:
-        index = folder / label(name)
+        index = folder / name
         try:
             about = json.loads((index / "index.json").read_text())
             stored = about["fingerprint"][:64]

@@ -55,7 +55,6 @@ import packing
 from analyze import ready
 from config import Config, samples_kind
 from data import Rows, batch_of, counts, reshape, reshaped_len
-from difficulty import label
 from model import Predicted, predicted_by_bert
 from support.base.clock import Clock, Cursor, StepContext, effective_tokens, tokens_by_layer
 from support.base.rng import seed_of, shuffled
@@ -173,7 +172,7 @@ class Plan:
             masked=self.special_ids is not None,
             per_document=s.optim.loss_per == "document",
         )
-        difficulty = {f"difficulty_{label(name)}": d for name, d in stage.difficulty.items()}
+        difficulty = {f"difficulty_{name}": d for name, d in stage.difficulty.items()}
         if self.curriculum:
             difficulty["pool"] = stage.pool.size if stage.pool else len(self.samples)
         return Step(

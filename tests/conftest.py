@@ -33,7 +33,6 @@ import evaluate
 import train
 from kernels.triton_here import tl, triton
 from prepare import prepare
-from support.base import settings
 from support.base.clock import Clock
 from support.base.runtime import exit_cleanly
 from support.rows.samples import samples_of
@@ -89,9 +88,8 @@ def store_dir(tmp_path_factory):
 
 @pytest.fixture
 def new_process():
-    """A process opens a store and a user's file once; here one path may hold several."""
+    """A process opens a store once; here one path may hold several."""
     samples_of.cache_clear()
-    settings.load_function.cache_clear()
 
 
 @pytest.fixture

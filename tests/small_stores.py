@@ -88,9 +88,3 @@ def opened(folder, open_samples, name):
     """The index of a metric, all of it in memory."""
     index = difficulty.opened(folder, open_samples(), [name])[name]
     return Ranking(index.values[:], index.order[:])
-
-
-def users(folder, source, name="mine"):
-    """A user's file of metrics, as --metric names one."""
-    (folder / "metrics.py").write_text(f"import os\nimport numpy as np\n{source}\n")
-    return f"{folder / 'metrics.py'}:{name}"

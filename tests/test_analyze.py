@@ -25,15 +25,13 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch.distributed as dist
-from conftest import refusal
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from small_stores import ONE, analyzed, contents, many_documents, opened, opener, users, write_store
+from small_stores import ONE, analyzed, contents, many_documents, opened, opener, write_store
 
 import analyze
 import difficulty
-from difficulty import fingerprint
-from support.base.settings import load_function
+from difficulty import Metric, fingerprint
 from support.rows import ranking
 from support.rows.ranking import LENGTHS
 from support.rows.samples import KINDS
@@ -142,15 +140,21 @@ def test_shards_blocks_and_merges_do_not_matter(store, tmp_path, monkeypatch, re
     assert len(shards) == 4
 
 
+def pids(tokens, lengths, _):
+    return np.full(len(lengths), os.getpid())
+
+
 @pytest.mark.dist
 def test_workers_do_not_matter(store, tmp_path, monkeypatch, small):
     one = analyzed(tmp_path / "one", opener(store), NAMES)
-    pid = users(tmp_path, "def mine(tokens, lengths): return np.full(len(lengths), os.getpid())")
-    assert one.items() < analyzed(tmp_path / "two", opener(store), [*NAMES, pid], workers=2).items()
-    assert os.getpid() not in opened(tmp_path / "two", opener(store), pid).values
-    bad = users(tmp_path, "def bad(tokens, lengths): raise KeyError(3)", "bad")
-    with pytest.raises(ValueError, match=r"metrics\.py:bad, on a batch .* raised KeyError: 3"):
-        analyzed(tmp_path / "bad", opener(store), [bad], workers=2)
+    monkeypatch.setitem(difficulty.METRICS, "pid", Metric(pids))
+    names = [*NAMES, "pid"]
+    assert one.items() < analyzed(tmp_path / "two", opener(store), names, workers=2).items()
+    assert os.getpid() not in opened(tmp_path / "two", opener(store), "pid").values
+    for wrong in (lambda *_: np.array([1.0]), lambda tokens, lengths, _: lengths * np.nan):
+        monkeypatch.setitem(difficulty.METRICS, "wrong", Metric(wrong))
+        with pytest.raises(ValueError, match="--metric wrong has to give each sample a finite"):
+            analyzed(tmp_path / "wrong", opener(store), ["wrong"], workers=2)
     started = []
     pool = partial(noted, started, ProcessPoolExecutor)
     monkeypatch.setattr(analyze, "ProcessPoolExecutor", pool)
@@ -183,16 +187,22 @@ def on_two_ranks(argv):
 
 
 @pytest.mark.dist
-def test_a_mistake_on_one_of_two_ranks_is_said_on_both_and_costs_one_shard(tmp_path, small):
+def test_a_mistake_on_one_of_two_ranks_is_said_on_both_and_costs_one_shard(
+    tmp_path, small, monkeypatch
+):
     """Only rank 1 meets token 5, in shard 1; nobody waits for it, and the others' work is kept."""
     store = write_store(tmp_path / "store", [*[[1, 2]] * 10, [5], *[[2, 0, 1]] * 30])
     mended = tmp_path / "mended"
-    fails = f"    assert 5 not in tokens or os.path.exists({str(mended)!r}), 'five'\n"
-    measured_by = "    return len(lengths) * [int(os.environ['RANK'])]"
-    name = users(tmp_path, f"def mine(tokens, lengths):\n{fails}{measured_by}")
-    flags = f"--seq-len 8 --metric {name},rarity --out {tmp_path / 'two'}"
+
+    def measured_by(tokens, lengths, _):
+        if 5 in tokens and not mended.exists():
+            raise ValueError("five")
+        return np.full(len(lengths), int(os.environ["RANK"]))
+
+    monkeypatch.setitem(difficulty.METRICS, "rank", Metric(measured_by))
+    flags = f"--seq-len 8 --metric rank,rarity --out {tmp_path / 'two'}"
     one, other = on_two_ranks([str(store), *flags.split()])
-    assert one == other and one.endswith("raised AssertionError: five")
+    assert one == other and one == "five"
     assert not list((tmp_path / "two").rglob("index.json"))
     mended.touch()
     one, other = on_two_ranks([str(store), *flags.split()])
@@ -200,7 +210,7 @@ def test_a_mistake_on_one_of_two_ranks_is_said_on_both_and_costs_one_shard(tmp_p
     folder = tmp_path / "two" / "pieces-8"
     ranks = np.arange(41) // 7 % 2
     ranks[7:14] = 0  # the only shard of the second attempt
-    assert opened(folder, opener(store), name).values.tolist() == ranks.tolist()
+    assert opened(folder, opener(store), "rank").values.tolist() == ranks.tolist()
     assert analyzed(tmp_path / "one", opener(store)).items() <= contents(folder).items()
 
 
@@ -284,30 +294,6 @@ def test_a_damaged_store_and_an_empty_one_are_refused(tmp_path):
                 analyzed(tmp_path / "out", opener(store), [name])
 
 
-# ---- a user's functions
-
-
-def test_a_users_functions_get_rows_and_what_they_summed(store, tmp_path, small):
-    """What they sum does not overflow: 100 a block as int8."""
-    source = """
-def mine(tokens, lengths, total):
-    assert tokens.shape == (len(lengths), lengths.max())
-    assert (tokens[np.arange(tokens.shape[1]) >= lengths[:, None]] == 0).all()
-    last = tokens[np.arange(len(lengths)), lengths - 1]
-    return 1000 * last + tokens.sum(1) + lengths - total[0] / total[1]
-
-def blocks(tokens, lengths): return np.array([100, 1], np.int8)
-
-mine.accumulate = blocks
-"""
-    name, texts = users(tmp_path, source), texts_of(store, "pieces", 8)
-    analyzed(tmp_path / "out", opener(store), [name])
-    index = opened(tmp_path / "out", opener(store), name)
-    expected = [1000 * text[-1] + sum(text) + len(text) - 100 for text in texts]
-    assert index.values.tolist() == expected
-    assert index.order.tolist() == np.argsort(expected, kind="stable").tolist()
-
-
 # ---- ready
 
 
@@ -372,15 +358,11 @@ REFUSED = {
     "--metric rarity,rarity": "--metric rarity,rarity",
     "--metric rarity --workers 0": "--workers",
     "--metric rarity --seq-len 0": "--seq-len 0",
-    "--metric nowhere.py:mine": "there is no Python file nowhere.py",
-    "--metric metrics.py:np": "metrics.py defines no function np",
 }
 
 
 @pytest.mark.parametrize("flags", REFUSED)
-def test_command_refuses(store, tmp_path, monkeypatch, flags):
-    monkeypatch.chdir(tmp_path)
-    users(tmp_path, "def mine(tokens, lengths): return lengths")
+def test_command_refuses(store, flags):
     with pytest.raises(ValueError, match=REFUSED[flags]):
         analyze.main([str(store), *flags.split()])
     assert not (store / "curriculum").exists()
@@ -510,7 +492,7 @@ def changed(store, path):
     ]
 
 
-def test_an_index_of_something_else_is_refused(store, tmp_path):
+def test_an_index_of_something_else_is_refused(store, tmp_path, monkeypatch):
     """DeepSpeed's data_sampler.py takes any index that lies in the folder."""
     before = analyzed(tmp_path / "out", opener(store))
     old = fingerprint(opener(store)(), "rarity")
@@ -522,11 +504,10 @@ def test_an_index_of_something_else_is_refused(store, tmp_path):
         with pytest.raises(ValueError, match=refused):
             analyzed(tmp_path / "out", other)
     assert contents(tmp_path / "out") == before
-    name = users(tmp_path, "def mine(tokens, lengths): return lengths")
-    analyzed(tmp_path / "out", opener(store), [name])
-    users(tmp_path, "def mine(tokens, lengths): return -lengths")
+    changed_metric = difficulty.METRICS["rarity"]._replace(value=pids)
+    monkeypatch.setitem(difficulty.METRICS, "rarity", changed_metric)
     with pytest.raises(ValueError, match="an index with fingerprint"):
-        analyzed(tmp_path / "out", opener(store), [name])
+        opened(tmp_path / "out", opener(store), "rarity")
 
 
 def test_an_index_goes_with_a_store_that_moves(store, tmp_path):
@@ -552,37 +533,3 @@ def test_a_damaged_index_is_refused(store, tmp_path, file):
         assert text != whole
         with pytest.raises(ValueError, match=r"rarity: damaged.*: remove it"):
             opened(tmp_path, opener(store), "rarity")
-
-
-# ---- mistakes in a user's function
-
-
-RETURNED = {
-    "1 / 0": "raised ZeroDivisionError: division by zero",
-    "lengths[:-1]": r"returned shape \(1,\), not \(2,\)",
-    "0": r"returned shape \(\), not \(2,\)",
-    "['a', 'b']": "returned <U1, not numbers",
-    "None": "returned object, not numbers",
-    "lengths * np.inf": "returned a value that is not finite",
-    "exit(3)": "raised SystemExit: 3",
-}
-SUMMED = {  # the sum is the same for every batch: no function may change it
-    "[np.nan]": r"mine\.accumulate, on a batch of .* is not finite",
-    "lengths * 0": r"mine\.accumulate: returned shape \(\d,\), then \(\d,\)",
-    "[1]": "mine, on a batch .*: raised ValueError: .* read-only",
-}
-
-
-def test_a_mistake_in_a_users_function_is_one_line(store, tmp_path, small):
-    batch, lengths = np.array([1, 2, END, 3, END]), np.array([3, 2])
-    for returned, problem in RETURNED.items():
-        mine = difficulty.metric(users(tmp_path, f"def mine(tokens, lengths): return {returned}"))
-        where = r"metrics\.py:mine, on a batch of shape \(2, 3\)"
-        assert re.search(f"{where}: {problem}", refusal(mine.value, batch, lengths, None))
-        load_function.cache_clear()
-    for summed, problem in SUMMED.items():
-        mine = "def mine(tokens, lengths, total):\n    total += 1\n    return lengths\n"
-        mine += f"mine.accumulate = lambda tokens, lengths: {summed}"
-        name = users(tmp_path, mine)
-        assert re.search(problem, refusal(analyzed, tmp_path / "out", opener(store), [name]))
-        load_function.cache_clear()

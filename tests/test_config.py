@@ -6,7 +6,7 @@ import pytest
 
 import config
 from config import Config
-from support.base.settings import check_code, flattened, resumed, shown_settings
+from support.base.settings import flattened, resumed, shown_settings
 from support.base.technique import techniques_of
 
 
@@ -169,13 +169,3 @@ def test_no_more_flags_than_a_reader_can_hold():
     flags = Counter(name.partition(".")[0] for name in shown_settings(Config))
     assert flags.total() <= 88  # five techniques, a block, any trainer; and two for a reader's own
     assert all(flags[technique] <= 8 for technique in techniques_of(Config))
-
-
-@pytest.mark.parametrize("file", ["pace.py", ".py", "in/two words.py"])
-def test_no_name_hides_the_code_of_a_run_from_the_question(file, tmp_path, capsys):
-    settings = {"curriculum.pace": f"linear,{tmp_path / file}:pace", "run.seed": 5}
-    with pytest.raises(ValueError, match=r"add --trust-code$"):
-        check_code(settings, tmp_path, trusted=False)
-    for folder, trusted in ((tmp_path, True), (tmp_path / "other", False)):
-        check_code(settings, folder, trusted)
-        assert str(tmp_path / file) in capsys.readouterr().err

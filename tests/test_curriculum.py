@@ -1,15 +1,18 @@
-"""Pacing digit for digit, settings and refusals, what may be drawn, the command."""
+"""Pacing digit for digit, settings and refusals, what may be drawn."""
 
+import inspect
 import math
 from fractions import Fraction
 
 import numpy as np
 import pytest
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import curriculum
-from curriculum import Curriculum, CurriculumConfig, Pacing, check_pacing, pace
+import difficulty
+from curriculum import Curriculum, CurriculumConfig, Pacing, pace
 from support.rows.ranking import Ranking, Rankings
 
 FEW = settings(max_examples=40, deadline=None)
@@ -65,22 +68,31 @@ def test_levels_are_stretched_over_the_budget_and_may_go_down_again():
     assert [members(course.at(t)) for t in (50, 55, 61)] == [[1], [0, 1, 2, 3], [1, 3]]
 
 
-def test_a_users_function(tmp_path):
-    file = tmp_path / "mine.py"
-    file.write_text("def step(progress):\n    return 17 if progress < 0.5 else 64\n")
-    pacing = Pacing(f"{file}:step", 8, 64, over=100, multiple=8)
-    assert [pacing.at(t) for t in (0, 49, 50, 100, 200)] == [16, 16, 64, 64, 64]
+def distinct(tokens, lengths, _):
+    """Share of a sample's tokens that are its first of their kind."""
+    samples = np.split(tokens, np.cumsum(lengths)[:-1])
+    return np.array([len(np.unique(sample)) / len(sample) for sample in samples])
 
 
-BAD = "1 / 0; float('nan'); 8 + 57 * progress; 8 if progress != 0.313 else 1 / 0; exit(3)"
+def in_one_step(pacing, t):
+    """The start in the first half of the way, then the end."""
+    return pacing.start if t < pacing.over / 2 else pacing.end
 
 
-@pytest.mark.parametrize("body", BAD.split("; "))
-def test_a_bad_function_of_a_user_fails_before_the_run(tmp_path, body):
-    file = tmp_path / "mine.py"
-    file.write_text(f"def step(progress):\n    return {body}\n")
-    with pytest.raises(ValueError, match=r"mine.py:step at progress \d"):
-        check_pacing(Pacing(f"{file}:step", 8, 64))
+def test_a_metric_and_a_pacing_of_ones_own(run, monkeypatch):
+    """Those of docs/extending.md: a line in each dictionary."""
+    page = (ROOT / "docs" / "extending.md").read_text()
+    assert all(inspect.getsource(function) in page for function in (distinct, in_one_step))
+    monkeypatch.setitem(difficulty.METRICS, "distinct", difficulty.Metric(distinct))
+    monkeypatch.setitem(curriculum.PACES, "step", in_one_step)
+    chosen = "--curriculum seqlen,distinct --curriculum-start 8,50 --curriculum-share 0.5"
+    steps = run(f"{chosen} --curriculum-pace step,linear --tokens 2K --eval-every 0")
+    steps = [line for line in steps if line["event"] == "train"]
+    assert {line["difficulty_seqlen"] for line in steps} == {8, 32}
+    shares = [line["difficulty_distinct"] for line in steps]
+    assert shares == sorted(shares) and (shares[0], shares[-1]) == (50, 100)
+    values = distinct(np.array([3, 3, 5, 7]), np.array([3, 1]), None)
+    assert values.tolist() == [2 / 3, 1]
 
 
 # ---- settings
@@ -172,7 +184,7 @@ SENSELESS = {  # metric, other settings, and the one that each of the values is 
     "seqlen,rarity start": "8",
     "seqlen start": "12 8.5 300",
     "seqlen pace=discrete:64@0.1:256 start": "64",
-    "rarity pace": "cubic none.py:f",
+    "rarity pace": "cubic linear:2",
     "seqlen pace": "discrete discrete:64@0.1:128@0.2 discrete:64:128@0.2:256",
     "seqlen,rarity pace": "discrete:64@0.3:128@0.2:256, discrete:64@0.1:512,",
 }
@@ -183,7 +195,7 @@ def test_flags_that_make_no_sense_are_refused(setting):
     metric, *others, name = setting.split()
     for value in SENSELESS[setting].split():
         words = dict(other.split("=") for other in others) | {name: value}
-        with pytest.raises(ValueError, match=f"--curriculum-{name}|none.py:f|level"):
+        with pytest.raises(ValueError, match=f"--curriculum-{name}|level"):
             parse(metric, **words)
 
 

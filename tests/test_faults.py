@@ -791,11 +791,6 @@ def bad_steps_refused(runtime: Runtime) -> None:
         assert name in flag
 
 
-CODE = "open('ran', 'a').close()\ndef pace(progress):\n    return 8 + 24 * (progress >= 0.5)\n"
-NAMES = ["pace.py", "./pace.py", "../code/pace.py", "/pace.py", "deep/pace.py", "a b.py", ".py"]
-NAMES += ["a:b.py", "deep/../pace.py", "\x1b[31m.py"]
-
-
 def set_in_run(folder: Path, setting: str, value: object) -> None:
     """A setting in all that says what it is: config.json, log and checkpoint."""
     edit(str(folder / "config.json"), "config", setting, value=value)()
@@ -804,42 +799,6 @@ def set_in_run(folder: Path, setting: str, value: object) -> None:
     line["config"][setting] = value
     (folder / "log.jsonl").write_text(f"{json.dumps(line)}\n{rest}")
     resigned(put("config", setting, value=value), folder)()
-
-
-def code_of_strangers(runtime: Runtime) -> None:
-    """Reading a run runs none of the code that its settings name; --resume asks first."""
-    folder = Path("code")
-    by_rank0(runtime, Path("pace.py").write_text, CODE)
-    with in_step(9, partial(os.kill, os.getpid(), signal.SIGTERM)):
-        flags = f"{SMALL} --data store --curriculum seqlen --curriculum-pace pace.py:pace"
-        assert train.main(f"{flags} --out code".split()) > 128
-    by_rank0(runtime, (folder / "deep").mkdir)
-    for name in {Path(name).name for name in NAMES} | {"deep/pace.py", "a,b.py"}:
-        by_rank0(runtime, (folder / name).write_text, CODE)
-    by_rank0(runtime, Path("link").symlink_to, "code")
-    by_rank0(runtime, Path("pace.py").unlink)
-    by_rank0(runtime, Path("pace.py").symlink_to, "code/pace.py")
-    by_rank0(runtime, Path("ran").unlink)
-    files = [f"code/{name}" for name in NAMES] + ["link/pace.py", "pace.py"]
-    forms = [("metric", f"{more}{file}:pace") for file in files for more in ("", "seqlen,")]
-    forms += [("pace", f"{file}:pace") for file in [*files, f"{folder.resolve()}/pace.py"]]
-    forms += [("pace", "code/a,b.py:pace")]
-    for setting, value in forms:
-        by_rank0(runtime, shutil.copytree, "code", "kept", True)
-        by_rank0(runtime, set_in_run, folder, f"curriculum.{setting}", value)
-        by_rank0(runtime, set_in_run, folder, "run.trust_code", True)  # not theirs to give
-        printed(evaluate.main, "code --tokens 100 --device cpu")
-        printed(sample.main, "code --prompt x --tokens 3 --device cpu")
-        by_rank0(runtime, printed, report.main, "code --markdown")
-        for more in ("", "--dry-run"):
-            said = said_by(train.main, f"--resume --out code {more}")
-            assert "--trust-code" in said and said.isprintable(), (value, said)
-        assert not Path("ran").exists(), value
-        by_rank0(runtime, shutil.rmtree, folder)
-        by_rank0(runtime, Path("kept").rename, folder)
-    by_rank0(runtime, set_in_run, folder, "curriculum.pace", "code/pace.py:pace")
-    assert said_by(train.main, "--resume --out code --trust-code") == ""
-    assert Path("ran").exists()
 
 
 SOON = 10  # seconds, on a busy machine
@@ -988,7 +947,7 @@ def texts_of_strangers(runtime: Runtime) -> None:
 
 
 EVERYWHERE = [signals, logs_that_lost_their_end, flipped_bits, two_processes_in_a_folder]
-EVERYWHERE += [killed_at_the_end, bad_steps_skipped, bad_steps_refused, code_of_strangers]
+EVERYWHERE += [killed_at_the_end, bad_steps_skipped, bad_steps_refused]
 EVERYWHERE += [sizes_beyond_all_reason, damaged_spans]
 WORKS = {work.__name__: work for work in (*EVERYWHERE, texts_of_strangers)}
 RUNS = [(work.__name__, ranks) for work in EVERYWHERE for ranks in (1, 2)]

@@ -11,12 +11,8 @@ A field is a setting and a flag. Its metadata say what it means and what it may 
 """
 
 import argparse
-import runpy
-import sys
-from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, field, fields
 from functools import cache
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
 from support.base.numbers import real_number, whole_number
@@ -150,47 +146,6 @@ def resumed(config_class: "type[Config]", saved: Flat, given: Flat) -> Flat:
     return saved | given
 
 
-# ---- functions that a setting names, as path.py:name
-
-
-@cache
-def load_function(name: str) -> Callable:
-    """The function that `path.py:name` names."""
-    path, _, function = name.rpartition(":")
-    if not (path.endswith(".py") and Path(path).is_file()):
-        raise ValueError(f"{name}: there is no Python file {path}")
-    value = call(name, runpy.run_path, path).get(function)
-    if not callable(value):
-        raise ValueError(f"{name}: {path} defines no function {function}")
-    return value
-
-
-def call(described: str, function: Callable, *args: object) -> Any:
-    """Run a user's code; whatever it raises becomes one line that begins with `described`."""
-    try:
-        return function(*args)
-    except (Exception, SystemExit) as error:
-        raise ValueError(f"{described}: raised {type(error).__name__}: {error}") from None
-
-
-def check_code(settings: Flat, folder: Path, trusted: bool) -> None:
-    """Name the code that the settings of a run are about to run.
-
-    Raises: ValueError for a file in the run's own folder, which may come from a stranger
-    """
-    texts = [value for value in settings.values() if isinstance(value, str)]
-    names = [part for text in texts for part in (text, *text.split(","))]
-    for path in dict.fromkeys(Path(name.rpartition(":")[0]) for name in names):
-        if not path.name.endswith(".py"):
-            continue
-        if path.resolve().is_relative_to(folder.resolve()) and not trusted:
-            raise ValueError(
-                f"--resume: the settings of {folder} run code that lies in it, {str(path)!a}:"
-                " read that file, then add --trust-code"
-            )
-        print(f"the settings of {folder} run code of {str(path)!a}", file=sys.stderr)
-
-
 # ---- flags
 #
 # A configuration -> its command line, and the README's table of it.
@@ -279,7 +234,6 @@ class RunConfig:
     )
     keep: int = free(2, "newest checkpoints to keep, in addition to the best", least=1)
     rank_timeout: int = free(1800, "seconds that ranks wait for one that does not answer", least=1)
-    trust_code: bool = free(False, "--resume a run whose settings name Python code in its folder")
     tensorboard: bool = free(False, "write the log for TensorBoard too")
     wandb: bool = free(False, "write the log for Weights & Biases too, WANDB_MODE=offline included")
     dry_run: bool = free(False, "print how long and large the run would be, and stop")
