@@ -248,7 +248,7 @@ def _print_summary(store: Store) -> None:
     print(f"tokens    {meta['tokens']:>14,}   {meta['bytes'] / n_text_tokens:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
     if meta["bytes"] / n_text_tokens < FEW_BYTES and meta["tokenizer"] != "bytes":
-        learn = "python -m support.text.tokenizer learn YOUR_TEXT --out own.tiktoken"
+        learn = "python -m support.text.tokenizer YOUR_TEXT --out own.tiktoken"
         print(
             f"so few bytes a token make long rows: try a tokenizer of this text, made by\n  {learn}"
         )

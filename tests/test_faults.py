@@ -1057,7 +1057,7 @@ def test_what_strangers_write_cannot_steer_a_terminal(steering, place, capsys, m
 # ---- leftovers, and folders that cannot be written
 
 WRITERS = {
-    "learn": (tokenizer.main, "learn words.txt --ranks 260 --out new.tiktoken"),
+    "learn": (tokenizer.main, "words.txt --ranks 260 --out new.tiktoken"),
     "export": (published.main, "export RUN --out new.safetensors"),
     "export for torch": (published.main, "export RUN --out new.pt"),
     "report": (report.main, "RUN --out new.html"),

@@ -26,13 +26,7 @@ import train
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
 from support.run import checkpoint
-from support.text.tokenizer import (
-    PD4K,
-    as_transformers_has_it,
-    get_encoding,
-    read_ranks,
-    write_ranks,
-)
+from support.text.tokenizer import PD4K, read_ranks, write_ranks
 from support.weights import published
 from support.weights.initial import initial_model
 from support.weights.published import (
@@ -311,6 +305,7 @@ def test_a_shadow_is_exported_as_the_model_that_runs(tmp_path):
 def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
     for name, qk_norm in (("run", False), ("normed", True), ("broken", False)):
         own_checkpoint(tmp_path / name, built("gpt", qk_norm=qk_norm))
+    own_checkpoint(tmp_path / "nano", built("gpt", pos="rope", tied=False))
     file = tmp_path / "broken" / "step-00000003.pt"
     damaged = bytearray(file.read_bytes())
     damaged[len(damaged) // 2] ^= 1
@@ -324,6 +319,7 @@ def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
         ("nowhere", "out.pt", "nowhere is neither"),
         ("text.txt", "out.pt", "text.txt is neither"),
         ("normed", "out.pt", "closest, gpt2, needs --no-qk-norm"),
+        ("nano", "out.pt", "fits no published layout: the closest, llama, needs --block llama"),
         ("broken", "out.pt", "is damaged"),
     ):
         before = sorted(tmp_path.iterdir())
@@ -339,8 +335,6 @@ def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
     "kind, changes",
     [
         ("gpt", {}),
-        ("gpt", {"pos": "rope"}),  # as nano has it
-        ("gpt", {"pos": "rope", "tied": False}),
         ("bert", {}),
         ("bert", {"nsp": True}),
     ],
@@ -351,17 +345,16 @@ def test_transformers_computes_what_we_do_and_its_weights_come_back(
     """It reads both kinds of file that are exported; a state dict of its model is one of ours."""
     transformers = pytest.importorskip("transformers")
     model, again = widened(built(kind, **changes)), built(kind, **changes)
-    nsp, tied = "nsp" in changes, "tied" not in changes
+    nsp = "nsp" in changes
     exported(model, tmp_path, "model.safetensors")
     config = json.loads(capsys.readouterr().out.splitlines()[-1].partition("beside it: ")[2])
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = getattr(transformers, config["architectures"][0])
     read, notes = theirs.from_pretrained(tmp_path, output_loading_info=True)
     assert not notes["missing_keys"] and not notes["unexpected_keys"], notes
-    if "pos" not in changes:  # GPT-NeoX's head has another name in memory than in files
-        state = torch.load(exported(model, tmp_path))
-        missing, strangers = read.load_state_dict(state, strict=False)
-        assert not strangers and all("pooler" in name for name in missing), (missing, strangers)
+    state = torch.load(exported(model, tmp_path))
+    missing, strangers = read.load_state_dict(state, strict=False)
+    assert not strangers and all("pooler" in name for name in missing), (missing, strangers)
     tokens = torch.randint(VOCAB, (3, SEQ_LEN))
     real = torch.arange(SEQ_LEN) < torch.tensor([[12], [7], [1]])
     with torch.no_grad():
@@ -377,16 +370,12 @@ def test_transformers_computes_what_we_do_and_its_weights_come_back(
         drawn = read.generate(tokens[:1, :4], max_new_tokens=6, do_sample=False, **whole)
         ours = sample.generate(model, tokens[0, :4].tolist(), 6, allowed=VOCAB, temperature=0)
         assert drawn[0, 4:].tolist() == list(ours)
-    if "pos" in changes:
-        path = tmp_path / "theirs"
-        read.save_pretrained(path)
-    else:
-        path = written(read.state_dict(), tmp_path)
-        assert torch.load(path).keys() & {"lm_head.weight", TWIN}, "tied twins"
+    path = written(read.state_dict(), tmp_path)
+    assert torch.load(path).keys() & {"lm_head.weight", TWIN}, "tied twins"
     load_published(again, path)
     said = published.settings_of(path)
     assert said["model.heads"] == HEADS and said["model.pos"] == model.config.pos
-    assert said["model.mlp_width"] == 4 * C and said["model.tied"] == tied
+    assert said["model.mlp_width"] == 4 * C and said["model.tied"]
     assert all(value.equal(again.state_dict()[name]) for name, value in model.state_dict().items())
 
 
@@ -475,20 +464,6 @@ def test_a_file_that_is_no_state_dict_or_is_broken_changes_nothing(tmp_path):
     load_published(model, path)  # the same bytes, whole, are good
 
 
-TEXT = "[MASK] Some years ago--never mind how\n\n  It's 1851, naïve café 鯨 \U0001f40b\t"
-
-
-@pytest.mark.parametrize("name", ["bytes", "pd4k"])
-def test_transformers_reads_text_as_our_tokenizers_do(name, tmp_path):
-    transformers = pytest.importorskip("transformers")
-    file, encoding = tmp_path / "tokenizer.json", get_encoding(name)
-    file.write_text(json.dumps(as_transformers_has_it(encoding, "gpt")))
-    reader = transformers.PreTrainedTokenizerFast(tokenizer_file=str(file))
-    for text in (TEXT, "the " * 50, " \n \n", "", "aaabdaaabac" * 9):
-        assert reader.encode(text) == encoding.encode_ordinary(text)
-        assert reader.decode(reader.encode(text)) == text
-
-
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
     tied, store_dir, tmp_path, monkeypatch
@@ -532,12 +507,7 @@ def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
     trained = sample.load_run("run", "last")[1]
     assert (trained.logits(tokens) - logits(back, tokens)).abs().max() < 1e-4
     assert (logits(back, tokens) - logits(theirs, tokens)).abs().max() > 0.01, "it has learned"
-    reader, encoding = (
-        transformers.AutoTokenizer.from_pretrained("given"),
-        get_encoding("tokenizer.model"),
-    )
-    assert reader.encode(TEXT) == encoding.encode_ordinary(TEXT) and reader.eos_token_id == 4098
-    assert reader.convert_tokens_to_ids(["<|eot_id|>", "<|python_tag|>"]) == [4106, 4107]
+    assert back.config.eos_token_id == 4098
     drawn = back.generate(tokens[:1, :5], max_new_tokens=20, do_sample=False, pad_token_id=0)
     ours = sample.generate(trained, tokens[0, :5].tolist(), 20, allowed=4416, temperature=0)
     assert drawn[0, 5:].tolist()[:10] == list(ours)[:10]

@@ -88,7 +88,7 @@ class ModelConfig:
     dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
     nsp: bool = flag(False, "a BERT is trained on pairs: does the second text follow the first?")
     init: str | None = flag(
-        None, "start from the weights of a run, or published ones (GPT-2, BERT, Llama, GPT-NeoX)"
+        None, "start from the weights of a run, or published ones (GPT-2, BERT, Llama)"
     )
 
 

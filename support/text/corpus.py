@@ -4,7 +4,7 @@ JSON, an object a line or an array of them, whatever the file's name, and the ro
 or parquet hold a document each; any other file is plain text or, if --text-column is given, a
 table. All but parquet may be compressed (gz, xz, zst), and "-" is standard input. One document is
 in memory at a time.
-`prepare.py` and `support.text.tokenizer learn` both read a `Corpus`, so they hold out the same;
+`prepare.py` and `support.text.tokenizer` both read a `Corpus`, so they hold out the same;
 bytes are read in support/text/reading.py.
 """
 

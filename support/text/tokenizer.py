@@ -9,11 +9,9 @@ others by their ids.
 Paper: Sennrich et al. 2016, arXiv 1508.07909, algorithm 1 (merge the most frequent pair); Radford
 et al. 2019 (GPT-2), section 2.2 (merge bytes, only inside the pieces that a pattern splits off)
 
-    python -m support.text.tokenizer show "Call me Ishmael."
-    python -m support.text.tokenizer learn corpus/pd-mix.jsonl.gz --ranks 4096 --out pd4k.tiktoken
+    python -m support.text.tokenizer corpus/pd-mix.jsonl.gz --ranks 4096 --out pd4k.tiktoken
 """
 
-import argparse
 import base64
 import hashlib
 import heapq
@@ -21,9 +19,7 @@ import json
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from itertools import pairwise
-from multiprocessing.pool import ThreadPool
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import regex  # tiktoken's own dependency: `re` has no \p{L}
@@ -37,6 +33,7 @@ from support.text.corpus import Corpus, add_flags
 
 PD4K = runtime.ROOT / "corpus" / "pd4k.tiktoken"
 NAMES = "pd4k, bytes, gpt2, a .tiktoken file or Llama 3's tokenizer.model"
+NOT_HERE = "tiktoken has it neither in its TIKTOKEN_CACHE_DIR nor from the network"
 SPECIAL_TOKENS = ("<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 
 # GPT-2's pattern as tiktoken writes it, with one bound added: tiktoken's regex engine overflows its
@@ -45,18 +42,12 @@ SPECIAL_TOKENS = ("<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
 SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s{1,100000}(?!\S)|\s"
 
 # Llama 3's, with the same bound, and its special tokens: 256, of which a pretraining text has the
-# first two. Meta names most others as reserved; four of those are BERT's here.
+# first two. Four of those that Meta reserves are BERT's here.
 LLAMA3_SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}++|\p{N}{1,3}"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]+|\s{1,100000}(?!\S)|\s"
 )
 LLAMA3_SPECIAL = ("<|begin_of_text|>", *SPECIAL_TOKENS, *(f"[RESERVED{i}]" for i in range(250)))
-LLAMA3_NAMES = [  # Meta's own, as Llama 3.1 has them
-    *("begin_of_text", "end_of_text", "reserved_special_token_0", "reserved_special_token_1"),
-    *("finetune_right_pad_id", "reserved_special_token_2", "start_header_id", "end_header_id"),
-    *("eom_id", "eot_id", "python_tag"),
-    *(f"reserved_special_token_{i}" for i in range(3, 248)),
-]
 
 
 def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
@@ -71,7 +62,10 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
     if name == "bytes":
         ranks = {bytes([byte]): byte for byte in range(256)}
     elif name == "gpt2":
-        ranks = _gpt2_ranks()
+        try:
+            ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
+        except OSError as error:
+            raise ValueError(f"tokenizer gpt2: {NOT_HERE} ({type(error).__name__})") from error
     elif name == "pd4k" or name.endswith((".tiktoken", ".model")):
         ranks = read_ranks(PD4K if name == "pd4k" else Path(name))
     else:
@@ -163,78 +157,6 @@ def write_ranks(path: Path, ranks: dict[bytes, int]) -> None:
         out.write(b"".join(lines))
 
 
-def special_names(encoding: tiktoken.Encoding, model: str) -> dict[int, str]:
-    """The special tokens that a model has, by their ids, as they are called elsewhere."""
-    if encoding._pat_str == SPLIT:
-        named = {number: token for token, number in encoding._special_tokens.items()}
-    else:
-        names = (f"<|{name}|>" for name in LLAMA3_NAMES)
-        named = dict(enumerate(names, len(encoding._mergeable_ranks)))
-    return {number: name for number, name in named.items() if number < vocab_size(encoding, model)}
-
-
-def as_transformers_has_it(encoding: tiktoken.Encoding, model: str) -> dict[str, Any]:
-    """The content of a tokenizer.json: byte-level BPE, whose merges follow from the ranks.
-
-    Bytes are written as GPT-2 does: those that print in Latin-1 as they are, others from U+0100 on.
-    """
-    prints = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = sorted({*range(256)} - {*prints})
-    character = {byte: chr(byte) for byte in prints}
-    character |= {byte: chr(256 + number) for number, byte in enumerate(others)}
-    ranks = encoding._mergeable_ranks
-    shown = {token: "".join(map(character.get, token)) for token in ranks}
-    merges = []
-    for token, rank in sorted(ranks.items(), key=lambda item: item[1]):
-        parts = [bytes([byte]) for byte in token]
-        while len(parts) > 2:  # as an encoder does that knows the lower ranks alone
-            joined = [ranks.get(a + b, rank) for a, b in pairwise(parts)]
-            at = joined.index(min(joined))
-            parts[at : at + 2] = [parts[at] + parts[at + 1]]
-        if len(parts) == 2:
-            merges.append([shown[part] for part in parts])
-    bytewise = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
-    bytewise["use_regex"] = False
-    pattern = {"type": "Split", "pattern": {"Regex": encoding._pat_str}, "behavior": "Isolated"}
-    is_plain = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
-    return {
-        "version": "1.0",
-        "added_tokens": [
-            {"id": number, "content": name, **is_plain, "special": True}
-            for number, name in special_names(encoding, model).items()
-        ],
-        "pre_tokenizer": {
-            "type": "Sequence",
-            "pretokenizers": [{**pattern, "invert": False}, bytewise],
-        },
-        "decoder": bytewise,
-        "model": {
-            "type": "BPE",
-            "ignore_merges": True,  # a piece that is a token is that token
-            "vocab": {shown[token]: rank for token, rank in ranks.items()},
-            "merges": merges,
-        },
-    }
-
-
-def _gpt2_ranks(seconds: float = 60) -> dict[bytes, int]:
-    """Load GPT-2's ranks from tiktoken's cache, or let tiktoken download them.
-
-    The download has no time limit and hangs behind a firewall that drops packets. So it runs in a
-    pool's daemon thread, which does not keep the process alive once it is given up.
-    """
-    loading = ThreadPool(1).apply_async(tiktoken.get_encoding, ["gpt2"])
-    try:
-        return loading.get(seconds)._mergeable_ranks
-    except Exception as error:
-        raise ValueError(
-            f"tokenizer gpt2: not in tiktoken's cache, and its download failed"
-            f" ({type(error).__name__}): set TIKTOKEN_CACHE_DIR to a folder with GPT-2's vocab.bpe"
-            " named 6d1cbeee0f20b3d9449abfede4726ed8212e3aee and its encoder.json named"
-            " 6c7ea1a7e38e3a7f062df639a5b80947f075ffe6"
-        ) from None
-
-
 def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     """Learn a byte-pair vocabulary: repeatedly make a token of the most frequent pair.
 
@@ -297,7 +219,14 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     return ranks
 
 
-def _learn(args: argparse.Namespace) -> None:
+def main(argv: list[str] | None = None) -> None:
+    parser = runtime.Parser(
+        prog="python -m support.text.tokenizer", description="Learn ranks from documents."
+    )
+    add_flags(parser)
+    parser.add_argument("--ranks", type=count, default=4096, help="the 256 bytes included (4096)")
+    parser.add_argument("--out", type=Path, required=True, help="the .tiktoken file to write")
+    args = parser.parse_args(argv)
     if args.out.suffix != ".tiktoken":
         raise ValueError(f"--out {args.out}: name a file that ends in .tiktoken")
     if not args.out.absolute().parent.is_dir():  # before the ranks are learned, not after
@@ -318,34 +247,6 @@ def _learn(args: argparse.Namespace) -> None:
         f"{args.out}: {encoding.eot_token:,} ranks; {len(held_out):,} held-out documents:"
         f" {n_bytes:,} bytes, {n_tokens:,} tokens, {n_bytes / max(1, n_tokens):.3f} bytes per token"
     )
-
-
-def _show(args: argparse.Namespace) -> None:
-    encoding = get_encoding(args.tokenizer)
-    ids = encoding.encode_ordinary(args.text)
-    for i in ids:
-        print(f"{i:>8}  {encoding.decode_single_token_bytes(i)!r}")
-    print(f"{len(ids)} tokens, {len(args.text.encode())} bytes")
-
-
-def main(argv: list[str] | None = None) -> None:
-    parser = runtime.Parser(
-        prog="python -m support.text.tokenizer",
-        description="Show the tokens of a text, or learn ranks.",
-    )
-    verbs = parser.add_subparsers(dest="verb", metavar="show|learn", required=True)
-    show = verbs.add_parser("show", help="print the tokens of a text")
-    show.add_argument("text")
-    show.add_argument("--tokenizer", default="pd4k", help=f"{NAMES} (pd4k)")
-    learn = verbs.add_parser("learn", help="learn ranks from documents")
-    add_flags(learn)
-    learn.add_argument("--ranks", type=count, default=4096, help="the 256 bytes included (4096)")
-    learn.add_argument("--out", type=Path, required=True, help="the .tiktoken file to write")
-    args = parser.parse_args(argv)
-    if args.verb == "learn":
-        _learn(args)
-    else:
-        _show(args)
 
 
 if __name__ == "__main__":

@@ -1,5 +1,4 @@
-"""Weights in the published layouts of GPT-2, BERT, Llama and GPT-NeoX: --init reads, `export`
-writes them.
+"""Weights in the published layouts of GPT-2, BERT and Llama: --init reads, `export` writes them.
 
 A file is a state dict, of torch.save or safetensors, or several of the latter with their index. The
 model computes the published function, and an exported run's model computes its own in any library
@@ -22,17 +21,12 @@ layer), the published entries on the left:
            self_attn.q_proj, k_proj, v_proj | o_proj       attn.c_attn, in this order | attn.c_proj
            mlp.gate_proj, up_proj | down_proj              mlp.c_fc, in this order | mlp.c_proj
            lm_head                                         lm_head (with --no-tied)
-    NeoX   embed_in | final_layer_norm | embed_out         wte | ln_f | lm_head (with --no-tied)
-           input_layernorm | post_attention_layernorm      ln_1 | ln_2
-           attention.query_key_value, head by head         attn.c_attn
-           attention.dense                                 attn.c_proj
-           mlp.dense_h_to_4h | dense_4h_to_h               mlp.c_fc | mlp.c_proj
 
-GPT-NeoX's is for the default block with --pos rope, one half after the other (Pythia computes both
-at once, and is refused). BERT's token type 0 is added to every position, because a row here is one
-segment, and an export has token types of zero. Nothing is downloaded, guessed, cropped or padded:
-an entry that does not fit is an error. Llama's and GPT-NeoX's files turn halves of a head where the
-model turns neighbours, so the rows of their queries and keys change places.
+The default block with --pos rope has no published layout. BERT's token type 0 is added to every
+position, because a row here is one segment, and an export has token types of zero. Nothing is
+downloaded, guessed, cropped or padded: an entry that does not fit is an error. Llama's files turn
+halves of a head where the model turns neighbours, so the rows of their queries and keys change
+places.
 
     python -m support.weights.published show gpt2.bin   # what a file holds, and the flags that fit
     python -m support.weights.published export runs/a --out gpt2.safetensors
@@ -55,7 +49,7 @@ from support.base.runtime import Parser, exit_cleanly
 from support.base.settings import as_flags
 from support.base.typed_json import At, Each, mismatch, read_json
 from support.run.folder import ModelSize
-from support.text.tokenizer import as_transformers_has_it, get_encoding, special_names, vocab_size
+from support.text.tokenizer import get_encoding
 from support.weights import safetensors
 from support.weights.trained import Trained, checkpoint_of, has_trailer, trained, weights_of
 
@@ -77,12 +71,11 @@ class Layout(NamedTuple):
 
 PLAIN = {"model": "gpt", "block": "gpt2", "qk_norm": False}
 LEARNED = {"pos": "learned", "tied": True}
-ROPE = {"pos": "rope"}  # tied or not
 SIZE_KEYS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "width": "hidden_size"}
 SIZE_KEYS |= {"mlp_width": "intermediate_size"}
 LLAMA_KEYS = {"kv_heads": "num_key_value_heads", "rope_theta": "rope_theta"}
 GPT2_MODULES = "wte wpe ln_f ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
-HEADS = ("cls.", "lm_head.", "embed_out.")  # entries that stand beside the base
+HEADS = ("cls.", "lm_head.")  # entries that stand beside the base
 
 GPT2_LAYOUT = Layout(
     model_type="gpt2",
@@ -131,7 +124,7 @@ BERT_LAYOUT = Layout(
 LLAMA_LAYOUT = Layout(
     model_type="llama",
     architecture="LlamaForCausalLM",
-    settings=PLAIN | ROPE | {"block": "llama"},
+    settings=PLAIN | {"block": "llama", "pos": "rope"},
     keys=SIZE_KEYS | LLAMA_KEYS | {"tied": "tie_word_embeddings"},
     fixed={"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False},
     modules={
@@ -148,41 +141,15 @@ LLAMA_LAYOUT = Layout(
     layers="layers.",
     base="model.",
 )
-NEOX_LAYOUT = Layout(
-    model_type="gpt_neox",
-    architecture="GPTNeoXForCausalLM",
-    settings=PLAIN | ROPE,
-    keys=SIZE_KEYS | {"rope_theta": "rotary_emb_base", "tied": "tie_word_embeddings"},
-    fixed={
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-5,
-        "use_parallel_residual": False,
-        "rotary_pct": 1.0,
-    },
-    modules={
-        "wte": ["embed_in"],
-        "ln_f": ["final_layer_norm"],
-        "lm_head": ["embed_out"],
-        "ln_1": ["input_layernorm"],
-        "ln_2": ["post_attention_layernorm"],
-        "attn.c_attn": ["attention.query_key_value"],
-        "attn.c_proj": ["attention.dense"],
-        "mlp.c_fc": ["mlp.dense_h_to_4h"],
-        "mlp.c_proj": ["mlp.dense_4h_to_h"],
-    },
-    layers="layers.",
-    base="gpt_neox.",
-)
-LAYOUTS = (GPT2_LAYOUT, BERT_LAYOUT, LLAMA_LAYOUT, NEOX_LAYOUT)
-PREFIX = re.compile(r"^(transformer|bert|model|gpt_neox)\.")
+LAYOUTS = (GPT2_LAYOUT, BERT_LAYOUT, LLAMA_LAYOUT)
+PREFIX = re.compile(r"^(transformer|bert|model)\.")
 LAYER = re.compile(r"(?:h|encoder\.layer|layers)\.(\d+)\.")
 # causal masks and angles: saved by older versions, but not learned
-BUFFERS = re.compile(r".*\.(attn|attention)\.(masked_)?bias|.*rotary_emb\.inv_freq")
+BUFFERS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq")
 NSP = re.compile(r"(pooler\.dense|cls\.seq_relationship)\..+")  # nothing uses them without --nsp
 TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
 TIED = {  # second names of one tensor, and the first, by layout
     "lm_head.weight": ["wte.weight", "embed_tokens.weight"],
-    "embed_out.weight": ["embed_in.weight"],
     "cls.predictions.decoder.weight": ["embeddings.word_embeddings.weight"],
     "cls.predictions.decoder.bias": ["cls.predictions.bias"],
 }
@@ -243,8 +210,6 @@ def parts_of(
     if layout.settings["pos"] == "rope":
         q = halves_from_pairs(q, D)
         k = halves_from_pairs(k, D)
-    if layout is NEOX_LAYOUT:
-        return [torch.stack([x.unflatten(0, (-1, D)) for x in (q, k, v)], dim=1).flatten(0, 2)]
     return [q, k, v]
 
 
@@ -252,8 +217,6 @@ def from_parts(name: str, parts: Sequence[Tensor], layout: Layout, D: int) -> Te
     """The inverse of `parts_of`."""
     if is_turned(name, layout, parts[0]):
         return parts[0].T
-    if ".c_attn." in name and layout is NEOX_LAYOUT:
-        parts = [x.flatten(0, 1) for x in parts[0].unflatten(0, (-1, 3, D)).unbind(1)]
     if ".c_attn." in name and layout.settings["pos"] == "rope":
         parts = [*(pairs_from_halves(x, D) for x in parts[:2]), parts[2]]
     return torch.cat(list(parts)) if len(parts) > 1 else parts[0]
@@ -336,8 +299,7 @@ def settings_of(path: str | Path) -> dict[str, Any]:
     if wrong := mismatch({key: said.get(key) for key in shape}, shape):
         raise refusal(path, f"has a config.json in which {wrong}")
     rope = {**(said.get("rope_scaling") or {}), **(said.get("rope_parameters") or {})}
-    said = {"rotary_emb_base": rope.get("rope_theta"), **said, **rope}
-    said["rotary_pct"] = said.get("partial_rotary_factor", said.get("rotary_pct"))
+    said |= rope
     found = {ours: said[key] for ours, key in layout.keys.items() if said.get(key) is not None}
     head_width = found["width"] // found["heads"]
     for key, wanted in [*layout.fixed.items(), ("head_dim", head_width)]:
@@ -397,7 +359,7 @@ def flags(entries: dict[str, Tensor], path: str | Path) -> str:
         "layers": len({match[1] for match in map(LAYER.match, entries) if match}),
         "width": width,
         "mlp_width": matrix(entries, "h.0.mlp.c_fc.weight", path).shape[layout is GPT2_LAYOUT],
-        "tied": not {"lm_head.weight", "embed_out.weight"} & entries.keys(),
+        "tied": "lm_head.weight" not in entries,
     }
     words = as_flags({f"model.{name}": told[name] for name in TOLD})
     heads = "--heads and --kv-heads" if layout is LLAMA_LAYOUT else "--heads"
@@ -474,7 +436,8 @@ def refusal(path: str | Path, why: str) -> ValueError:
 
 def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[str, Any]:
     """Write the weights of a run, or of one checkpoint: as a .pt or .safetensors file, or as a
-    folder with config.json and tokenizer.json, from which transformers loads both.
+    folder with config.json, from which transformers loads the model; texts need the tokenizer that
+    the run's store was made with.
 
     Values are those of the checkpoint, including the rows that fill up the embedding.
 
@@ -507,17 +470,8 @@ def export(source: str | Path, out: Path, say: Callable[[str], None]) -> dict[st
     if not out.suffix:
         encoding = get_encoding(run.settings["data.tokenizer"])
         config |= {"bos_token_id": encoding.eot_token, "eos_token_id": encoding.eot_token}
-        end = {"eos_token": special_names(encoding, s["model"])[encoding.eot_token]}
-        if (unused := run.size.vocab_size - vocab_size(encoding, s["model"])) > 0:
-            say(f"the last {unused} rows of the embedding are of no token: they fill it up")
-        texts = {
-            "config": config,
-            "tokenizer": as_transformers_has_it(encoding, s["model"]),
-            "tokenizer_config": {"tokenizer_class": "PreTrainedTokenizerFast", **end},
-        }
         with atomic_folder(out) as folder:
-            for name, content in texts.items():
-                (folder / f"{name}.json").write_text(json.dumps(content, indent=1) + "\n")
+            (folder / "config.json").write_text(json.dumps(config, indent=1) + "\n")
             with (folder / "model.safetensors").open("wb") as file:
                 safetensors.save(file, entries, {"format": "pt"})
         return config
@@ -590,10 +544,8 @@ def main(argv: list[str] | None = None) -> None:
         return
     config = export(args.path, args.out, print)
     print(f"{args.out}: {flags(read(args.out)[0], args.out)}")
-    which = (
-        f"this config.json beside it: {json.dumps(config)}" if args.out.suffix else "its tokenizer"
-    )
-    print(f"transformers reads it with {which}")
+    if args.out.suffix:
+        print(f"transformers reads it with this config.json beside it: {json.dumps(config)}")
 
 
 if __name__ == "__main__":
