@@ -48,7 +48,7 @@ from support.base.atomic import atomic_folder, atomic_write, folder_lock
 from support.base.runtime import Runtime
 from support.rows import ranking
 from support.rows.ranking import LENGTHS, Rankings, sorted_run
-from support.rows.samples import KINDS, LONG, LONG_HELP, SPECIAL_TOKENS, Samples, samples_of
+from support.rows.samples import KINDS, SPECIAL_TOKENS, Samples, samples_of
 from support.text.tokenizer import get_encoding
 
 SHARD = 1 << 18  # samples of a shard, unless that would make more than MOST_SHARDS
@@ -273,12 +273,11 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
             out = f" --out {folder}" if folder else ""
             raise ValueError(
                 f"{indexes} has no index by {by}: make it with python analyze.py {store} --metric"
-                f" {by} --samples {samples.kind} --seq-len {samples.seq_len} --long"
-                f" {samples.long}{out}"
+                f" {by} --samples {samples.kind} --seq-len {samples.seq_len}{out}"
             )
         if lacking:
             print(f"analyzing {store} by {by}, once: index in {indexes}", flush=True)
-            open_samples = partial(samples_of, store, samples.kind, samples.seq_len, samples.long)
+            open_samples = partial(samples_of, store, samples.kind, samples.seq_len)
             analyze(open_samples, lacking, indexes, replace(ranks, rank=0, world_size=1))
 
     ranks.on_each_machine(make)  # each may have a store of its own
@@ -297,7 +296,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--metric", required=True, help=known)
     parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)
     parser.add_argument("--seq-len", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--long", default="split", choices=LONG, help=LONG_HELP)
     parser.add_argument("--workers", type=numbers.count, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
@@ -310,7 +308,7 @@ def main(argv: list[str] | None = None) -> None:
     if args.store is None:  # each machine has its own
         ranks.on_each_machine(lambda: prepare.embedded_store("pd4k"))
     store = args.store or str(prepare.embedded_store("pd4k"))
-    open_samples = partial(samples_of, store, args.samples, args.seq_len, args.long)
+    open_samples = partial(samples_of, store, args.samples, args.seq_len)
     samples = open_samples()
     folder = difficulty.index_folder(args.out, samples)
     analyze(open_samples, names, folder, ranks, args.workers)
@@ -327,8 +325,6 @@ def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
     least = SPECIAL_TOKENS.get(args.samples, 0) + 1
     if not least <= args.seq_len < 2**31:
         raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
-    if args.samples == "rows" and args.long == "truncate":
-        raise ValueError("--long truncate: --samples rows are cut across documents: take pieces")
     difficulty.check_metrics(names, args.seq_len, args.samples, flag="--metric")
 
 

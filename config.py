@@ -243,10 +243,6 @@ def check(config: Config) -> None:
             f"--size {model.size} is a BERT: add --model bert, or choose a GPT's size",
         ),
         (
-            config.data.long == "truncate" and kind == "rows",
-            "--long truncate needs documents: add --pack, or leave it out (a GPT's rows have none)",
-        ),
-        (
             batch_tokens > max(optim.tokens, SIZES[model.size].batch_tokens),
             f"--batch-tokens {batch_tokens} is more than the whole run: choose at most --tokens"
             f" {optim.tokens}",

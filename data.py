@@ -46,7 +46,7 @@ from support.rows.batch import Batch
 from support.rows.bert import Pairs, SpecialIds, mask_tokens, masked_tokens
 from support.rows.mixture import AnyStore, open_store
 from support.rows.packs import Packs
-from support.rows.samples import LONG, LONG_HELP, MULTIPLE, SPECIAL_TOKENS, numbered
+from support.rows.samples import MULTIPLE, SPECIAL_TOKENS, numbered
 from support.text.tokenizer import NAMES, byte_lengths, get_encoding, store_encoding
 
 if TYPE_CHECKING:
@@ -65,7 +65,6 @@ class DataConfig:
         False, "compare all of --data with its sha256 before the first step", free=True
     )
     seq_len: int | None = flag(None, "tokens of a row (default: by --size)", least=8, below=2**31)
-    long: str = flag("split", LONG_HELP, LONG)
 
 
 class Data(NamedTuple):

@@ -121,7 +121,7 @@ def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray
     for start_id in range(first, last, step):
         start, stop = samples.spans(np.arange(start_id, min(start_id + step, last))).T
         tokens, lengths = samples.store.tokens[start[0] : stop[-1]], stop - start
-        # between samples may lie the ends of a BERT's documents, and what was truncated
+        # between samples may lie the ends of a BERT's documents
         if lengths.sum() < len(tokens):
             edge = np.zeros(len(tokens) + 1, np.int8)
             edge[start - start[0]] += 1
@@ -143,7 +143,7 @@ def fingerprint(samples: Samples, name: str) -> str:
 
 def index_folder(given: str | None, samples: Samples) -> Path:
     """Where the indexes of one kind of samples lie: by default in the store they belong to."""
-    kind = f"{samples.kind}-{samples.seq_len}{'-truncate' * (samples.long == 'truncate')}"
+    kind = f"{samples.kind}-{samples.seq_len}"
     return Path(given or samples.store.path / "curriculum") / kind
 
 

@@ -318,7 +318,7 @@ ROWS = 12  # that are printed, the most frequent first
 
 def main(argv: list[str] | None = None) -> None:
     from support.base import runtime
-    from support.rows.samples import LONG, LONG_HELP, Samples
+    from support.rows.samples import Samples
     from support.text.store import Store
 
     parser = runtime.Parser(prog="packing.py", description=__doc__.split("\n")[0])
@@ -327,7 +327,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--packer", choices=PACKERS, default=DEFAULT)
     parser.add_argument("--max-len", type=int, default=256, help="tokens of a row (256)")
     parser.add_argument("--max-per-pack", type=int, help="most documents in a row (default: any)")
-    parser.add_argument("--long", choices=LONG, default="split", help=f"{LONG_HELP}; for a folder")
     args = parser.parse_args(argv)
     if args.max_len < 1:
         raise ValueError(f"--max-len {args.max_len}: a row has 1 token or more")
@@ -336,7 +335,7 @@ def main(argv: list[str] | None = None) -> None:
     if all(text.lstrip("-").isdecimal() for text in args.source):
         counts = histogram([int(text) for text in args.source], args.max_len)
     elif path.is_dir():
-        samples = Samples(Store.open(path), "pieces", args.max_len, long=args.long)
+        samples = Samples(Store.open(path), "pieces", args.max_len)
         start, stop = samples.spans(np.arange(len(samples))).T
         counts = histogram(stop - start, args.max_len)
     else:

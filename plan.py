@@ -120,7 +120,7 @@ class Plan:
         self.window_steps = 1 if settings.pack.batch == "documents" else WINDOW_STEPS
         self.window: Chosen | None = None  # the last one, kept because steps come in order
         kind = samples_kind(settings)
-        self.samples = samples_in(store, kind, self.seq_len, settings.data.long)
+        self.samples = samples_in(store, kind, self.seq_len)
         self.extra = self.samples.special_tokens  # of every piece
         if settings.model.nsp:
             check_pairs(self.samples)

@@ -69,8 +69,8 @@ def many_documents(count=40):
     return [[], [], *drawn, [1], [], []]
 
 
-def opener(store, kind="pieces", seq_len=8, long="split"):
-    return partial(samples_of, str(store), kind, seq_len, long)
+def opener(store, kind="pieces", seq_len=8):
+    return partial(samples_of, str(store), kind, seq_len)
 
 
 def analyzed(folder, open_samples, names=("rarity",), ranks=ONE, workers=1):

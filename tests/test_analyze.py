@@ -73,7 +73,7 @@ def counted(monkeypatch, name):
 # ---- values and order
 
 
-def texts_of(store, kind, seq_len, long="split"):
+def texts_of(store, kind, seq_len):
     """The tokens of every sample in plain Python, from the documents alone."""
     store = Store.open(store)
     edges = store.offsets[: store.meta["train_documents"] + 1].tolist()
@@ -83,19 +83,17 @@ def texts_of(store, kind, seq_len, long="split"):
     if kind in ("bert", "pairs"):  # framed in [CLS] and [SEP]s instead of ended
         documents = [document[:-1] for document in documents]
         seq_len -= 2 if kind == "bert" else 3
-    if long == "truncate":
-        documents = [document[:seq_len] for document in documents]
     return [text[i : i + seq_len] for text in documents for i in range(0, len(text), seq_len)]
 
 
-CASES = [*(("by hand", kind, "split") for kind in KINDS), ("by hand", "bert", "truncate")]
+CASES = [*(("by hand", kind) for kind in KINDS), ("real", "bert")]
 
 
-@pytest.mark.parametrize(("corpus", "kind", "long"), [*CASES, ("real", "bert", "split")])
-def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, corpus, kind, long):
+@pytest.mark.parametrize(("corpus", "kind"), CASES)
+def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, corpus, kind):
     path, seq_len = (store, 8) if corpus == "by hand" else (store_dir, 256)
-    open_samples = opener(path, kind, seq_len, long)
-    samples, texts = open_samples(), texts_of(path, kind, seq_len, long)
+    open_samples = opener(path, kind, seq_len)
+    samples, texts = open_samples(), texts_of(path, kind, seq_len)
     spans = samples.spans(np.arange(len(samples))).tolist()
     assert [samples.store.tokens[a:b].tolist() for a, b in spans] == texts
 
@@ -315,7 +313,7 @@ def test_ready_makes_once_what_a_small_store_lacks(store, monkeypatch, capsys):
 
 
 def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch):
-    samples, kept = opener(store, "bert", 16, "truncate")(), str(tmp_path / "kept")
+    samples, kept = opener(store, "bert", 16)(), str(tmp_path / "kept")
     monkeypatch.setattr(analyze, "SMALL", samples.store.meta["train_tokens"] - 1)
     with pytest.raises(ValueError, match="has no index by length,rarity") as error:
         analyze.ready(samples, NAMES, kept, ONE)
@@ -323,7 +321,7 @@ def test_ready_names_the_command_for_a_big_store(store, tmp_path, monkeypatch):
     command = shlex.split(str(error.value).partition("python analyze.py ")[2])
     analyze.main(command)
     assert list(analyze.ready(samples, NAMES, kept, ONE)) == NAMES
-    assert (tmp_path / "kept" / "bert-16-truncate" / "rarity").is_dir()
+    assert (tmp_path / "kept" / "bert-16" / "rarity").is_dir()
     no_rank_waits = replace(ONE, world_size=2)
     assert analyze.ready(samples, ["seqlen"], None, no_rank_waits) == {}, "a length needs no index"
     assert not (store / "curriculum").exists()
@@ -353,7 +351,6 @@ def test_command_prints_examples(store_dir, tmp_path, capsys):
 
 REFUSED = {
     "--metric rarity,seqlen": "--metric seqlen",
-    "--metric rarity --samples rows --long truncate": "--long truncate",
     "--metric hard": "--metric hard",
     "--metric rarity,rarity": "--metric rarity,rarity",
     "--metric rarity --workers 0": "--workers",
@@ -488,7 +485,6 @@ def changed(store, path):
         opener(write_store(path / "tokenizer", many_documents(), "other")),
         opener(store, seq_len=9),
         opener(store, kind="rows"),
-        opener(store, long="truncate"),
     ]
 
 

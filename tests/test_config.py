@@ -57,8 +57,6 @@ REFUSED = {
     "--rope-scaling": "8 8:4:1:200 8:1:4:x",
     "--nsp": "",
     "--nsp --model bert --batch-tokens": "256",
-    "--long": "truncate",
-    "--pack --long": "cut",
     "--batch-tokens": "0 100 1000",
     "--tokens 1000 --warmup-tokens": "1000",
     "--min-lr": "2",
@@ -135,20 +133,19 @@ def test_the_share_of_token_dropping_gives_way_to_steps():
 
 def test_a_run_from_before_a_setting_goes_on_with_its_default():
     saved = flattened(build("--model bert --pack --pack-batch rows"))
-    for name in ("data.long", "pack.batch"):
-        del saved[name]
+    del saved["pack.batch"]
     settings = config.build(resumed(Config, saved, {"run.resume": "last"}))
-    assert (settings.data.long, settings.pack.batch) == ("split", "documents")
-    with pytest.raises(ValueError, match=r"--long truncate differs from no --long, with which"):
-        resumed(Config, saved, {"data.long": "truncate"})
+    assert settings.pack.batch == "documents"
+    with pytest.raises(ValueError, match=r"--pack-batch rows differs from no --pack-batch, with"):
+        resumed(Config, saved, {"pack.batch": "rows"})
 
 
 def test_what_a_packed_step_keeps_follows_from_the_model():
     assert build("--pack").pack.batch == "rows"
     assert build("--model bert --pack").pack.batch == "documents"
     assert build("--model bert --pack --pack-batch rows").pack.batch == "rows"
-    documents = build("--pack --pack-batch documents --long truncate")
-    assert (documents.pack.batch, documents.data.long) == ("documents", "truncate")
+    documents = build("--pack --pack-batch documents")
+    assert documents.pack.batch == "documents"
     assert config.build(flattened(documents)) == documents
     assert build("--model bert").pack.batch is None and build("").pack.batch is None
 

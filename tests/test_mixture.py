@@ -214,7 +214,7 @@ def share_read(stores, flags):
 
 
 def test_tokens_have_the_shares_asked_for_though_lengths_differ(stores, monkeypatch):
-    for flags in ("", "--model bert", "--pack --long truncate --seq-len 256"):
+    for flags in ("", "--model bert", "--pack --seq-len 256"):
         assert share_read(stores, flags) == pytest.approx(0.3, abs=0.01)
     monkeypatch.setattr(mixture, "mean_length", lambda samples: Fraction(1))
     assert share_read(stores, "--pack") < 0.25, "negative control: drawn by weight alone"
@@ -238,7 +238,7 @@ def test_each_store_comes_whole_before_any_of_it_comes_again(stores):
     "flags",
     [
         "",
-        "--pack --pack-batch documents --long truncate",
+        "--pack --pack-batch documents",
         "--model bert --pack --loss-per document",
         "--curriculum seqlen-reshape --curriculum-start 8",
         "--curriculum seqlen --curriculum-start 8 --pack",

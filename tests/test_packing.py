@@ -276,12 +276,10 @@ def test_command_refuses_other_sources(tmp_path):
         main([str(tmp_path)])
 
 
-@pytest.mark.parametrize(("long", "pieces"), [("split", 5), ("truncate", 4)])
-def test_a_store_is_packed_by_its_own_lengths(store, long, pieces, capsys):
-    main([store, "--max-len", "5", "--long", long])
-    # split: 5, 3, 3, 2, 1 in rows of 5; truncated: 5, 3, 2, 1
+def test_a_store_is_packed_by_its_own_lengths(store, capsys):
+    main([store, "--max-len", "5"])  # 5, 3, 3, 2, 1 in rows of 5
     rows, _, _, in_a_row = capsys.readouterr().out.splitlines()[1].split()[:4]
-    assert (rows, in_a_row) == ("3", f"{pieces / 3:.3f}")
+    assert (rows, in_a_row) == ("3", "1.667")
 
 
 # ---- runs; that packed rows train as documents one a row do is in test_train.py

@@ -115,7 +115,7 @@ def test_the_steps_in_the_header(store):
 
 UNPACKED = [
     ("--pack --pack-max-per-row 1 --pack-batch rows", "--pack --pack-batch documents"),
-    ("--model bert --long truncate", "--model bert --pack --long truncate"),
+    ("--model bert", "--model bert --pack"),
     ("--model bert --nsp", "--model bert --nsp --pack --loss-per document"),
     ("--model bert --curriculum length-rarity", "--model bert --curriculum length-rarity --pack"),
 ]
@@ -144,7 +144,7 @@ def test_a_step_of_documents_has_those_of_the_unpacked_one(indexed, alone, packe
 def test_ranks_share_the_work_of_documents_whose_rows_they_need_not_divide(store):
     """The busier of two ranks: sorted by work, as a prime number of rows alone would be, 1.3 up."""
     rows = "--seq-len 1024 --batch-tokens 32768 --tokens 1M"
-    p = plan(store, f"--pack --pack-batch documents --long truncate {rows}")
+    p = plan(store, f"--pack --pack-batch documents {rows}")
     steps = [p.packed_rows(clock_at(first)).rows for first in range(0, 1500, 32)]
     prime = [rows for rows in steps if len(rows) in (11, 13, 17, 19, 23)]
     assert len(prime) > 9
@@ -172,7 +172,7 @@ FLAGS = [
     "--pack",
     "--curriculum rarity,length --pack --curriculum-pace root:2,linear --curriculum-share 0.9,0.5",
     "--curriculum length --pack --curriculum-by value --curriculum-start 1",
-    "--curriculum rarity --pack --pack-batch documents --long truncate",
+    "--curriculum rarity --pack --pack-batch documents",
     "--model bert --curriculum length-rarity",
     "--model bert --nsp",
     "--model bert --nsp --curriculum seqlen --curriculum-start 16 --pack --loss-per document",

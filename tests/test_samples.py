@@ -26,11 +26,6 @@ def test_samples_worked_example():
     bert = Samples(TOY, "bert", 5)
     assert bert.max_piece_len == 3 and spans_of(bert) == [(0, 3), (3, 4)]
 
-    truncated = Samples(TOY, "pieces", 2, long="truncate")
-    assert spans_of(truncated) == [(0, 2), (5, 6)] and truncated.beyond_a_row() == (1, 3)
-    bert = Samples(TOY, "bert", 5, long="truncate")
-    assert spans_of(bert) == [(0, 3)] and bert.beyond_a_row() == (1, 1)
-    assert Samples(TOY, "pieces", 5, long="truncate").beyond_a_row() == (0, 0)
     assert cut(np.array([[0, 5], [7, 8]]), 2).tolist() == [[0, 2], [2, 4], [4, 5], [7, 8]]
 
 
@@ -43,29 +38,23 @@ def large(store_dir, tmp_path, monkeypatch):
     return Store.open(shutil.copytree(store_dir, tmp_path / "large", ignore=analyses))
 
 
-KINDS = [(kind, long) for kind in ("pieces", "bert") for long in ("split", "truncate")]
-
-
 def test_samples_of_a_large_store_are_those_of_a_small_one(store_dir, large, monkeypatch):
     """Each kind of samples has a table of its own, which is made once and read."""
     store = Store.open(store_dir)
     edges, made = store.offsets[store.meta["train_documents"] :].tolist(), set()
-    for kind, long in KINDS:
-        bert, expected, beyond = kind == "bert", [], []
+    for kind in ("pieces", "bert"):
+        bert, expected = kind == "bert", []
         for start, stop in pairwise(edges):
             stop -= bert
-            beyond.append(max(stop - start - 30, 0))
-            stop = min(stop, start + 30) if long == "truncate" else stop
             expected += [(a, min(a + 30, stop)) for a in range(start, stop, 30)]
         for where, most in ((large, 0), (large, 0), (store, 1 << 20)):  # made, read, in memory
             monkeypatch.setattr(samples_module, "IN_MEMORY", most)
-            samples = Samples(where, kind, 30 + 2 * bert, "val", long)
+            samples = Samples(where, kind, 30 + 2 * bert, "val")
             assert spans_of(samples) == expected
-            assert samples.beyond_a_row() == (sum(n > 0 for n in beyond), sum(beyond))
         (file,) = set(large.path.glob("*.spans")) - made
         assert file.stat().st_size == 16 * len(expected)
         made.add(file)
-    assert len(list(large.path.iterdir())) == 3 + len(KINDS), "three files of the store"
+    assert len(list(large.path.iterdir())) == 3 + 2, "three files of the store"
 
 
 def test_the_table_of_a_large_store_is_made_once_and_read(large):

@@ -28,7 +28,6 @@ from prepare import prepare
 from support.base.runtime import exit_cleanly
 from support.run import checkpoint
 from support.run.folder import Log
-from support.text.store import Store
 from support.text.tokenizer import get_encoding
 from support.weights.published import GPT2_LAYOUT, published_entries
 
@@ -36,7 +35,7 @@ LINE = (
     "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens padding_share"
     " pieces attention_share ms data_ms difficulty_seqlen difficulty_rarity pool"
 )
-BY_DOCUMENTS = "--pack-batch documents --long truncate"
+BY_DOCUMENTS = "--pack-batch documents"
 SHORT = "--tokens 1024 --eval-every 0 --checkpoint-every 0"  # four steps
 
 
@@ -162,7 +161,7 @@ def test_documents_may_count_alike_whatever_their_length(log_of, flags):
 DOCUMENTS = (
     "--seq-len 512 --batch-tokens 2048 --tokens 10000 --lr 1e-3 --eval-every 0 --checkpoint-every 0"
 )
-GPT = f"{DOCUMENTS} --long truncate --loss-per document --pack"
+GPT = f"{DOCUMENTS} --loss-per document --pack"
 BERT = f"{DOCUMENTS} --model bert --nsp --pos rope"
 ALONE_AND_PACKED = [
     (f"{GPT} --pack-max-per-row 1 --pack-batch rows", f"{GPT} --pack-batch documents"),
@@ -237,20 +236,6 @@ def test_a_bert_learns_which_text_follows(tmp_path):
     assert train.main(argv) == 0
     last = read_log(tmp_path / "run", "eval")[-1]
     assert last["nsp_accuracy"] > 0.8 and last["val_bpb"] < 0.1
-
-
-@pytest.mark.parametrize("flags", ["--pack", "--pack --pack-batch documents --model bert"])
-def test_a_run_that_truncates_says_what_it_leaves_out(run, log_of, store_dir, flags, capsys):
-    """Held-out text is whole all the same."""
-    store, is_bert = Store.open(store_dir), "bert" in flags
-    sizes = np.diff(store.offsets[: store.meta["train_documents"] + 1]) - is_bert
-    beyond = np.maximum(sizes - (30 if is_bert else 32), 0)
-    cut = run(f"{flags} --long truncate {SHORT}")
-    said = f"--long truncate: {(beyond > 0).sum():,} of 454 documents are longer than a row"
-    assert f"{said}, {beyond.sum():,} of their tokens are left out" in capsys.readouterr().out
-    both = (cut, log_of(f"{flags} {SHORT}"))
-    truncated, split = ([e["targets"] for e in lines if e["event"] == "eval"] for lines in both)
-    assert truncated == split
 
 
 # ---- stopped, killed, and resumed

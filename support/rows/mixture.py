@@ -26,7 +26,7 @@ from typing import NamedTuple
 import numpy as np
 
 from support.base.rng import seed_of, shuffled
-from support.rows.samples import Beyond, Samples
+from support.rows.samples import Samples
 from support.text.store import COUNTS, Store
 
 EXAMPLE = "as in --data wiki=0.7,code=0.3"
@@ -181,13 +181,11 @@ def by_part(starts: np.ndarray, places: np.ndarray) -> Iterator[tuple[int, np.nd
 # ---- samples of all stores
 
 
-def samples_in(
-    store: AnyStore, kind: str, seq_len: int, long: str = "split"
-) -> "Samples | MixedSamples":
+def samples_in(store: AnyStore, kind: str, seq_len: int) -> "Samples | MixedSamples":
     """The training samples of a store, or of a mixture."""
     if isinstance(store, Mixture):
-        return MixedSamples(store, kind, seq_len, long)
-    return Samples(store, kind, seq_len, long=long)
+        return MixedSamples(store, kind, seq_len)
+    return Samples(store, kind, seq_len)
 
 
 class MixedSamples:
@@ -198,9 +196,9 @@ class MixedSamples:
     Raises: ValueError for a store without a training sample
     """
 
-    def __init__(self, store: Mixture, kind: str, seq_len: int, long: str = "split"):
-        self.store, self.kind, self.seq_len, self.long = store, kind, seq_len, long
-        self.parts = [samples_in(part, kind, seq_len, long) for part in store.parts]
+    def __init__(self, store: Mixture, kind: str, seq_len: int):
+        self.store, self.kind, self.seq_len = store, kind, seq_len
+        self.parts = [samples_in(part, kind, seq_len) for part in store.parts]
         self.special_tokens = self.parts[0].special_tokens
         self.first_ids = np.cumsum([0, *map(len, self.parts)])  # (stores + 1,)
         self.mean_lengths = [mean_length(part) for part in self.parts]
@@ -242,11 +240,6 @@ class MixedSamples:
             passes = weight * tokens / (len(part) * self.mean_lengths[number])
             shown.append(f"{name} {float(weight):.1%}, {float(passes):.2f} passes")
         return "; ".join(shown)
-
-    def beyond_a_row(self) -> Beyond:
-        """As `Samples.beyond_a_row`, of all stores together."""
-        parts = [part.beyond_a_row() for part in self.parts]
-        return Beyond(*map(sum, zip(*parts, strict=True)))
 
 
 def mean_length(samples: Samples) -> Fraction:

@@ -7,7 +7,6 @@ share rows: that is plan.py, the next stop.
 import os
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple
 
 import numpy as np
 from tqdm import tqdm
@@ -19,28 +18,19 @@ from support.text.store import FileArray, Store
 MULTIPLE = 8  # lengths move in steps of 8: few shapes, and matrix units work in eights
 KINDS = ("pieces", "rows", "bert", "pairs")
 SPLITS = {"train": "training", "val": "held-out", "all": "stored"}  # what their tokens are called
-LONG = ("split", "truncate")
-LONG_HELP = "split documents longer than a row, or keep only their first row"
 SPECIAL_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s that collate puts around a piece
 IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
 SPANS_CHECKED = 1 << 16  # of a table that is opened, evenly spread
 DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
 
 
-class Beyond(NamedTuple):
-    """What does not fit the first row of its document."""
-
-    documents: int  # longer than a row
-    tokens: int
-
-
 class Samples:
     """Sample id -> span of the token store. A sample is a piece of text that fits one row.
 
     A document is cut at multiples of `max_piece_len` from its own start, so that each of its tokens
-    is a target exactly once a pass; truncated, it ends with its first piece. For the kind `rows`
-    the whole split counts as one document: rows of equal length, cut across documents, which is how
-    GPTs are commonly trained without packing.
+    is a target exactly once a pass. For the kind `rows` the whole split counts as one document:
+    rows of equal length, cut across documents, which is how GPTs are commonly trained without
+    packing.
 
     The spans of rows follow from arithmetic; those of pieces are a table of 16 bytes a sample. The
     table of a large store is a file in it, made on first use, of which only what is asked for is
@@ -51,15 +41,12 @@ class Samples:
                   for its special tokens
           seq_len tokens of a row
           split   train | val | all: the held-out documents are the last ones of the store
-          long    split | truncate: what happens to documents longer than a row; rows have none
     Raises: ValueError for a split without any, for a table that is damaged
     """
 
-    def __init__(
-        self, store: Store, kind: str, seq_len: int, split: str = "train", long: str = "split"
-    ):
+    def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
         self.store, self.kind, self.seq_len, self.split = store, kind, seq_len, split
-        self.long, self.without_eot = long, kind in SPECIAL_TOKENS
+        self.without_eot = kind in SPECIAL_TOKENS
         self.special_tokens = SPECIAL_TOKENS.get(kind, 0)
         self.max_piece_len = seq_len - self.special_tokens
         n, N = store.meta["train_documents"], len(store.offsets) - 1
@@ -79,7 +66,7 @@ class Samples:
         at_most = len(self.documents) + (self.stop - self.start) // self.max_piece_len
         if at_most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
             return np.concatenate(list(parts))
-        name = f"{'bare-' * self.without_eot}{'first-' * (self.long == 'truncate')}{self.split}"
+        name = f"{'bare-' * self.without_eot}{self.split}"
         text = self.store.meta["sha256"]["documents.idx"][:16]
         file = self.store.path / f"{name}-{self.max_piece_len}-{text}.spans"
         count = -(-len(self.documents) // DOCUMENTS_AT_ONCE)
@@ -105,31 +92,15 @@ class Samples:
     def _spans_of(self, offsets: np.ndarray) -> np.ndarray:
         """(n, 2) spans of documents cut at multiples of max_piece_len from their own starts.
 
-        Example:  offsets [0, 5, 6] at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6);
-                  truncated: (0, 2), (5, 6)
+        Example:  offsets [0, 5, 6] at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6)
         """
         spans = np.stack((offsets[:-1], offsets[1:] - self.without_eot), axis=1)
-        if self.long == "truncate":
-            spans[:, 1] = np.minimum(spans[:, 1], spans[:, 0] + self.max_piece_len)
         return cut(spans, self.max_piece_len)
-
-    def beyond_a_row(self) -> Beyond:
-        """How many documents are longer than a row, and how many tokens `truncate` drops.
-
-        Cost: reads where every document begins
-        """
-        documents = tokens = 0
-        for offsets in self._parts():
-            beyond = np.diff(offsets) - self.without_eot - self.max_piece_len
-            documents += int((beyond > 0).sum())
-            tokens += int(beyond[beyond > 0].sum())
-        return Beyond(documents, tokens)
 
     @property
     def tokens(self) -> int:
         """In all samples; a BERT's special tokens are not among them."""
-        tokens = self.stop - self.start - self.without_eot * len(self.documents)
-        return tokens - (self.beyond_a_row().tokens if self.long == "truncate" else 0)
+        return self.stop - self.start - self.without_eot * len(self.documents)
 
     def __len__(self) -> int:
         rows = -(-(self.stop - self.start) // self.max_piece_len)
@@ -164,7 +135,7 @@ class Samples:
         made_of = {name: self.store.meta[name] for name in names}
         made_of["made"] = (self.split, self.kind == "rows", self.without_eot)
         made_of["seq_len"] = self.max_piece_len
-        return made_of | ({"long": self.long} if self.long == "truncate" else {})
+        return made_of
 
 
 def cut(spans: np.ndarray, max_piece_len: int) -> np.ndarray:
@@ -184,6 +155,6 @@ def numbered(counts: np.ndarray) -> np.ndarray:
 
 
 @lru_cache(maxsize=1)
-def samples_of(path: str, kind: str, seq_len: int, long: str = "split") -> Samples:
+def samples_of(path: str, kind: str, seq_len: int) -> Samples:
     """The training samples of a store, opened once a process: a worker only gets their names."""
-    return Samples(Store.open(path), kind, seq_len, long=long)
+    return Samples(Store.open(path), kind, seq_len)

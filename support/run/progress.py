@@ -76,11 +76,6 @@ def announce(
     say(f"data: {store.meta['train_tokens']:,} training tokens in {store.path}")
     if isinstance(samples, MixedSamples):
         say(f"mixture of {samples.passes(s.optim.tokens)}")
-    if samples.long == "truncate":
-        documents, tokens = samples.beyond_a_row()
-        of_all = f"{documents:,} of {store.meta['train_documents']:,} documents"
-        lost = f"{tokens:,} of their tokens are left out"
-        say(f"--long truncate: {of_all} are longer than a row, {lost}")
     if run.resumed_from:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
     streamed = placement.streamed if placement else ()
