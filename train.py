@@ -56,7 +56,7 @@ from support.rows.batch import Batch, shares_of
 from support.run import progress
 from support.run.folder import commit
 from support.run.run import Run
-from support.step.blocks import Choice, choice, with_rounded_weights
+from support.step.blocks import Choice, choice
 from support.step.flops import Work, work_of
 from support.step.memory import memory_of, micro_batch
 from support.step.optim import Optimizers, learning_rate
@@ -472,14 +472,10 @@ def run_block_of(
 ) -> RunBlock:
     """How the micro-batch that begins at this row of all ranks' rows runs each block.
 
-    From the inside: a block gets its weights, then each technique wraps those before it, in the
-    order of `Config`.
+    Each technique wraps those before it, in the order of `Config`.
     """
     recomputes = settings.run.checkpoint_activations
     run_block = run_recomputed if recomputes else run_plain
-    hosts = any(technique.placement for technique in techniques_on(settings))
-    if batch.tokens.is_cuda and not settings.run.fsdp and not hosts:
-        run_block = with_rounded_weights(run_block)
     for edit in edits.values():
         run_block = edit.run_block(run_block, recomputes)
     for technique in techniques_on(settings):

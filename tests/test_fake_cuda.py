@@ -79,14 +79,14 @@ MISTAKES = {
     },
     "computes in float64": {"train.shares_of": "lambda batch, *_: batch.tokens.double()"},
 }
-# Weights rounded one by one, and kept tokens looked at layer by layer.
+# Kept tokens looked at layer by layer.
 APART = {
-    "train.with_rounded_weights": "lambda inner: inner",
     "model.TokenMeta.take_each": "lambda self, kept: [self.take(one) for one in kept]",
 }
 LAUNCHES = {  # of a micro-batch of 12 layers, where gradients are new, and of an update
-    "plain, 12 layers": ("", 480, 150),
-    "everything, 12 layers": ("--curriculum seqlen --ltd --pack", 620, 150),
+    "plain, 12 layers": ("", 650, 150),
+    "everything, 12 layers": ("--curriculum seqlen --ltd --pack", 790, 150),
+    "bert, 12 layers": ("--model bert --nsp --pack", 760, 150),
 }
 
 
@@ -187,7 +187,7 @@ def test_what_saves_launches_changes_nothing(reports):
     together, apart = reports["everything"], reports["apart"]
     assert losses_of(together) == losses_of(apart)
     for step, other in zip(together["steps"], apart["steps"], strict=True):
-        assert step["launches"]["gradients"] < 0.9 * other["launches"]["gradients"]
+        assert step["launches"]["gradients"] < 0.96 * other["launches"]["gradients"]
 
 
 def test_a_run_is_resumed_evaluated_and_sampled(reports):
