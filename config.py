@@ -64,7 +64,6 @@ class Config:
     curriculum: CurriculumConfig = technique(
         CurriculumConfig,
         refusals=curriculum.refusals,
-        shapes=curriculum.shapes,
         metrics=curriculum.metrics,
         stages=curriculum.stages,
     )
@@ -74,13 +73,11 @@ class Config:
         refusals=ltd.refusals,
         run_block=ltd.run_block,
         tokens_by_layer=ltd.tokens_by_layer,
-        shapes=ltd.shapes,
     )
     pack: PackConfig = technique(
         PackConfig,
         with_defaults=packing.with_defaults,
         refusals=packing.refusals,
-        shapes=packing.shapes,
     )
     pseudo: PseudoConfig = technique(
         PseudoConfig,
@@ -164,21 +161,6 @@ def samples_kind(config: Config) -> str:
     if config.model.model == "bert":
         return "pairs" if config.model.nsp else "bert"
     return "pieces" if config.pack.on else "rows"
-
-
-def shapes(config: Config) -> list[Config]:
-    """Every shape that blocks may get in a run, as a configuration whose first step has it.
-
-    Empty if a technique cannot list its own.
-    """
-    listed = [config]
-    for entry in techniques_on(config):
-        if entry.shapes:
-            each = [entry.shapes(shape) for shape in listed]
-            if None in each:
-                return []
-            listed = [shape for shapes in each for shape in shapes]
-    return listed
 
 
 def transformer_config(

@@ -276,9 +276,3 @@ def stages(
 def refusals(config: "Config") -> list[Refusal]:
     parse_metrics(config.curriculum, config.data.seq_len, config.pack.on)  # raises
     return []
-
-
-def shapes(config: "Config") -> "list[Config] | None":
-    """None where rows grow, or, a BERT's, are as long as the longest sample of an easy pool."""
-    grows = config.model.model == "bert" or bool({*metrics(config)} & {*LENGTHS})
-    return None if grows and not config.pack.on else [config]

@@ -97,19 +97,13 @@ def kept_now(settings: "Config", context: StepContext) -> int:
 
 
 TILE = 16  # tokens that fill a matrix unit
-MOST_SHAPES = 8  # numbers of kept tokens in a run: by default, and for --compile
+MOST_SHAPES = 8  # numbers of kept tokens in a run, by default
 
 
 def multiple_of(config: LtdConfig, seq_len: int) -> int:
     """--ltd-multiple, or the least multiple of 16 that makes 8 numbers of kept tokens at most."""
     tiles = math.ceil((seq_len - config.start) / ((MOST_SHAPES - 1) * TILE))
     return config.multiple or max(tiles, 1) * TILE
-
-
-def kept_values(config: LtdConfig, seq_len: int) -> list[int]:
-    """Every number of kept tokens that a run may have: each is a shape of its own."""
-    step = seq_len if config.pace == "constant" else multiple_of(config, seq_len)
-    return [*range(config.start, seq_len, step), seq_len]
 
 
 def dropping_layers(text: str | None, layers: int) -> tuple[int, ...]:
@@ -243,15 +237,6 @@ def tokens_by_layer(settings: "Config", context: StepContext, tokens: list[int])
     return [min(keep, n) if layer in dropping else n for layer, n in enumerate(tokens)]
 
 
-def shapes(settings: "Config") -> list["Config"]:
-    """For each number of kept tokens that a run may have, settings that begin with it."""
-    ltd = settings.ltd
-    return [
-        replace(settings, ltd=replace(ltd, start=kept, pace="constant", share=1.0, steps=None))
-        for kept in kept_values(ltd, settings.data.seq_len)
-    ]
-
-
 def with_defaults(settings: "Config") -> LtdConfig:
     ltd = settings.ltd
     start = max(settings.data.seq_len // 16, 1) if ltd.start is None else ltd.start
@@ -266,7 +251,6 @@ def refusals(settings: "Config") -> list[Refusal]:
     start, multiple = ltd.start, ltd.multiple or 1
     below = start // multiple * multiple
     choices = f"{below} or " if below else ""
-    n_shapes = len(kept_values(ltd, T))
     return [
         (start > T, f"--ltd-start {start} is above the {T} tokens of a row: lower it"),
         (
@@ -282,10 +266,5 @@ def refusals(settings: "Config") -> list[Refusal]:
             layers < 3,
             f"--layers {layers}: --ltd needs a layer between the first and the last: choose 3 or"
             " more, or leave out --ltd",
-        ),
-        (
-            settings.run.compile == "on" and n_shapes > MOST_SHAPES,
-            f"--ltd-multiple {ltd.multiple} makes {n_shapes} shapes to compile: leave it out, which"
-            f" makes {MOST_SHAPES} at most, or leave out --compile",
         ),
     ]

@@ -88,11 +88,6 @@ def refusals(config: "Config") -> list[tuple[bool, str]]:
     ]
 
 
-def shapes(config: "Config") -> "list[Config] | None":
-    """None where a step has as many rows as its documents need."""
-    return None if config.pack.batch == "documents" else [config]
-
-
 # ---- greedy packers
 
 

@@ -16,8 +16,8 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
 
@@ -35,15 +35,15 @@ import report
 import sample
 from data import Data, open_data
 from evaluate import Evaluation
+from kernels.triton_here import why_not
 from model import Predicted, RunBlock, Transformer, run_plain, run_recomputed
 from plan import Plan, Step, read_ahead
-from support.base.clock import StepContext, due, tokens_by_layer
+from support.base.clock import StepContext, due
 from support.base.rng import generator, seed_of
 from support.base.runtime import Runtime, exit_cleanly, made_by, on_device, start
 from support.base.sharded import (
     assign,
     check_agreement,
-    is_sharded,
     join,
     refuse_step,
     shard,
@@ -56,7 +56,6 @@ from support.rows.batch import Batch, shares_of
 from support.run import progress
 from support.run.folder import commit
 from support.run.run import Run
-from support.step.blocks import Choice, choice
 from support.step.flops import Work, work_of
 from support.step.memory import memory_of, micro_batch
 from support.step.optim import Optimizers, learning_rate
@@ -65,6 +64,7 @@ from support.step.sizes import empty_model
 from support.weights.initial import initial_model, model_size
 
 SAMPLE_TOKENS = 100  # written at the end of a run
+MOST_CODES = 256  # that torch.compile makes of a block: for each new shape, until any will do
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -118,9 +118,8 @@ def go(run: Run, data: Data) -> int:
     progress.say_assembled(run)
     poll.begin(run, progress.progress_bar(run))
     try:
-        with compiled_ahead(run.trainer, poll):
-            train(run, plan, evaluation, poll)
-            finish(run, data, poll)
+        train(run, plan, evaluation, poll)
+        finish(run, data, poll)
     except Stopped:
         poll.bar.close()
         run.save()
@@ -153,7 +152,7 @@ class Poll:
         self.stop = StopSignal(tqdm.write if self.runtime.is_rank0 else lambda line: None)
 
     def __call__(self, what: str, done: int, of: int) -> None:
-        """`what` is row, step, "evaluation: row" or "compile: shape"; as often on each rank."""
+        """`what` is row, step or "evaluation: row"; as often on each rank."""
         self.where = f"after step {self.run.clock.step}, {what} {done} of {of}"
         self.run.log.beat(self.run.clock.step, self.where)
         progress.show_part(self.bar, what, done, of)
@@ -288,11 +287,12 @@ def assemble(
         if technique.edit and is_on(s, name)
     }
     # compile before wrapping: with a wrapper's hooks inside, every new length would compile again
-    shapes = config.shapes(s)
-    compiled = choice(s, runtime, shapes)
-    for block in set(model.h) if compiled.on else ():
-        # known shapes get code of their own, others a general one
-        block.compile(dynamic=False if shapes else None)
+    compiled = is_compiled(s, runtime)
+    if compiled:
+        # blocks share their code, and a shape too many would run uncompiled without a word
+        torch._dynamo.config.recompile_limit = MOST_CODES
+        for block in set(model.h):
+            block.compile()
     # shards before values: they are other parameters, and those of a state are shards already
     if s.run.fsdp:
         shard(model, runtime, [layer for edit in edits.values() for layer in edit.layers_away])
@@ -340,6 +340,12 @@ def assemble(
     )
 
 
+def is_compiled(settings: config.Config, runtime: Runtime) -> bool:
+    """Whether blocks are compiled: by default on a GPU, for which torch writes code in Triton."""
+    asked, kind = settings.run.compile, runtime.device.type
+    return asked == "on" or (asked == "auto" and kind == "cuda" and why_not(kind) is None)
+
+
 def placement_of(settings: config.Config, model: nn.Module, runtime: Runtime) -> Placement | None:
     """What a technique keeps in host memory, if one does."""
     found = [t.placement(settings, model, runtime) for t in techniques_on(settings) if t.placement]
@@ -358,7 +364,7 @@ class Trainer:
     edits: dict[str, Edit]  # by technique
     rows_at_once: int  # of full length
     poll: Callable[[str, int, int], None]
-    compiled: Choice
+    compiled: bool
     work: Work
 
     def step(self, step: Step) -> progress.Done:
@@ -387,7 +393,7 @@ class Trainer:
                 seed = seed_of(s.run.seed, "dropout", step.context.step, runtime.rank, first)
                 torch.manual_seed(seed)
             sync_gradients(self.wrapped, last)  # over ranks once, with the last part
-            batch = laid_out(self, part.batch).to(runtime.device)
+            batch = part.batch.to(runtime.device)
             predicted = part.predicted and Predicted(
                 *(at if at is None else on_device(at, runtime.device) for at in part.predicted)
             )
@@ -482,86 +488,6 @@ def run_block_of(
         if technique.run_block:
             run_block = technique.run_block(settings, context, first_row, batch, run_block)
     return run_block
-
-
-# ---- compiling
-#
-# A compiler that meets a new shape stops the run for seconds, on a GPU for a minute. Which shapes
-# will come follows from the settings (config.shapes), so each is run once before the first step.
-# After that nothing compiles: an evaluation, the sample or a batch of another layout runs as it
-# would without --compile. Where shapes cannot be listed, blocks compile as they come.
-
-
-@contextmanager
-def compiled_ahead(trainer: Trainer, poll: Poll) -> Iterator[None]:
-    """Compile the trainer's blocks for each shape; within the context nothing else compiles.
-
-    Neither weights nor gradients are touched.
-    """
-    if not trainer.compiled.on:
-        yield
-        return
-    s = trainer.settings
-    shapes = config.shapes(s)
-    if not shapes:
-        why = "steps differ in rows" if s.pack.on else "rows grow"
-        none = "with --pack --pack-batch rows none does"
-        progress.write(poll.bar, f"--compile: {why}, so each new shape may compile; {none}")
-        yield
-        return
-    began = time.perf_counter()
-    blank = Batch.blank(trainer.rows_at_once, s.data.seq_len)
-    batch = laid_out(trainer, blank).to(trainer.runtime.device)
-    # blocks share their code, and so the number of shapes that the compiler keeps of it
-    most = max(len(shapes), torch._dynamo.config.recompile_limit)
-    with torch._dynamo.config.patch(recompile_limit=most):
-        for number, settings in enumerate(shapes, 1):
-            run_once(trainer, settings, batch)
-            poll("compile: shape", number, len(shapes))
-    seconds = time.perf_counter() - began
-    progress.write(poll.bar, f"{compiled_in_words(shapes)}, in {seconds:.0f} s")
-    with torch.compiler.set_stance("eager_on_recompile"):
-        yield
-
-
-def laid_out(trainer: Trainer, batch: Batch) -> Batch:
-    """The batch in the layout that blocks are compiled for.
-
-    A packed batch, or a BERT's, has positions and doc_ids, unless each row happens to be a single
-    piece that fills it.
-    """
-    in_pieces = trainer.settings.pack.on or trainer.settings.model.model == "bert"
-    return batch.with_documents() if trainer.compiled.on and in_pieces else batch
-
-
-def first_step(settings: config.Config) -> StepContext:
-    return StepContext(seed=settings.run.seed, step=1, progress=0.0)
-
-
-def run_once(trainer: Trainer, settings: config.Config, batch: Batch) -> None:
-    """Forward and backward as the first step of a run with these settings has them.
-
-    Gradients are returned and dropped, not stored: DDP, which waits for stored ones, sees nothing
-    of it. Only FSDP has to store them first. Every draw of a run has its key, so no generator needs
-    to be set back either.
-    """
-    run_block = run_block_of(settings, trainer.edits, first_step(settings), 0, batch)
-    with trainer.runtime.autocast():
-        loss = trainer.model(batch, run_block=run_block)
-    if is_sharded(trainer.model):
-        loss.backward()
-        trainer.model.zero_grad()
-        return
-    weights = [weight for weight in trainer.model.parameters() if weight.requires_grad]
-    torch.autograd.grad(loss, weights, allow_unused=True)  # a skipped layer has no gradient
-
-
-def compiled_in_words(shapes: Sequence[config.Config]) -> str:
-    """Example: compiled for 3 shapes, 64, 160, 256 tokens of a row"""
-    T = shapes[0].data.seq_len
-    tokens = [min(tokens_by_layer(shape, first_step(shape), T)) for shape in shapes]
-    listed = ", ".join(map(str, tokens))
-    return f"compiled for {len(shapes)} shape{'s' * (len(shapes) > 1)}, {listed} tokens of a row"
 
 
 if __name__ == "__main__":

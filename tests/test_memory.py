@@ -121,8 +121,8 @@ def test_activations_are_those_that_autograd_keeps(flags, half, monkeypatch):
             storages[storage.data_ptr()] = storage
             return tensor
 
-        run_block = train.run_block_of(settings, {}, None, 0, Batch.blank(rows, T))
         tokens, hooks = torch.randint(300, (rows, T)), torch.autograd.graph.saved_tensors_hooks
+        run_block = train.run_block_of(settings, {}, None, 0, Batch(tokens, tokens, None, None))
         with hooks(pack, lambda tensor: tensor), torch.autocast("cpu", enabled=half):
             assert net.hidden_states(tokens, run_block=run_block).requires_grad
         return sum(storage.nbytes() for storage in storages.values())

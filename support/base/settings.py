@@ -215,8 +215,7 @@ class RunConfig:
     dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
     compile: str = free(
         "auto",
-        "compile each block before the first step, for every shape that will come; auto: on a GPU,"
-        " where these can be listed",
+        "compile blocks, as their shapes come; auto: on a GPU",
         ("auto", "on", "off"),
         without_value="on",
     )

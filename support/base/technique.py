@@ -37,8 +37,6 @@ class Technique:
                      opens the index of each metric
     tokens_by_layer  of the given tokens of a row, how many each layer sees in a step
     run_block        wraps the run_block `inner` for the micro-batch that begins at a row
-    shapes           for every shape that blocks may get, a configuration that begins with it; None
-                     if they cannot be listed
     skips_layers     a layer may not run at all in a step, and then has no gradients
     edit             an `Edit` of the model; `state` is what its `state_dict` was in a checkpoint
     keeps_state      its edit has a `state_dict`
@@ -53,7 +51,6 @@ class Technique:
     stages: "Callable[[Config, Callable[..., Rankings]], Stages] | None" = None
     tokens_by_layer: "Callable[[Config, StepContext, list[int]], list[int]] | None" = None
     run_block: "Callable[[Config, StepContext, int, Batch, RunBlock], RunBlock] | None" = None
-    shapes: "Callable[[Config], list[Config] | None] | None" = None
     skips_layers: bool = False
     edit: "Callable[[Config, Transformer, Runtime, dict | None], Edit] | None" = None
     keeps_state: bool = False

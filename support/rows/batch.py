@@ -23,12 +23,6 @@ class Batch(NamedTuple):
     positions: Tensor | None  # from 0 in every piece
     doc_ids: Tensor | None  # one id a piece, from 0 in every row; padding is -1
 
-    @classmethod
-    def blank(cls, rows: int, seq_len: int) -> "Batch":
-        """Full rows of token 0, to run a model on before there is text."""
-        zeros = torch.zeros(rows, seq_len, dtype=torch.int64)
-        return cls(zeros, zeros, None, None)
-
     def rows(self, part: slice) -> "Batch":
         return Batch(*(None if field is None else field[part] for field in self))
 

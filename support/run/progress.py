@@ -114,9 +114,9 @@ def ahead_in_words(
 
 def say_assembled(run: Run) -> None:
     """What is known once the model is put together and the run has its folder."""
-    compiled, peak = run.trainer.compiled, run.peak
-    if compiled.on or run.runtime.device.type == "cuda":
-        run.runtime.say(f"compile: {'on' if compiled.on else 'off'} ({compiled.why})")
+    peak = run.peak
+    if run.trainer.compiled:
+        run.runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
     rate = f"of {short(peak.flops, 'FLOP/s')}, " if peak.flops else ""
     run.runtime.say(f"run: {run.folder}; MFU: {rate}{peak.why}")
 
