@@ -56,7 +56,6 @@ from support.rows.batch import Batch
 from support.rows.bert import SpecialIds, sentence_pairs
 from support.rows.mixture import AnyStore, Mixture
 from support.rows.samples import SPECIAL_TOKENS, SPLITS, Samples, cut, numbered
-from support.run.folder import RESULTS
 from support.run.progress import evaluation_bar
 from support.text.store import Store
 from support.text.tokenizer import get_encoding
@@ -79,7 +78,6 @@ def main(argv: list[str] | None = None) -> None:
         encoding,
         special_ids=SpecialIds.of(encoding) if settings.model.model == "bert" else None,
         step=state["step"],
-        said=[],
     )
     try:
         result = ask(subject, questions) if questions else score_text(subject)
@@ -91,22 +89,11 @@ def main(argv: list[str] | None = None) -> None:
     line = {"run": args.run, "step": subject.step, **result}
     if args.json:
         runtime.say(json.dumps(line, allow_nan=False))
-    if runtime.is_rank0:
-        keep(Path(args.run) / RESULTS, {**line, "said": subject.said, "argv": " ".join(sys.argv)})
 
 
 def check_folder_of(file: Path) -> None:
     if not file.parent.is_dir():
         raise ValueError(f"--by-document {file}: there is no folder {file.parent}")
-
-
-def keep(file: Path, line: dict[str, Any]) -> None:
-    """Add a result to those of the run, which report.py shows."""
-    try:
-        with file.open("a") as results:
-            results.write(json.dumps(line) + "\n")
-    except OSError as error:
-        print(f"{file}: the result is not kept there: {error.strerror}", file=sys.stderr)
 
 
 class Subject(NamedTuple):
@@ -119,7 +106,6 @@ class Subject(NamedTuple):
     encoding: tiktoken.Encoding
     special_ids: SpecialIds | None  # a BERT's
     step: int
-    said: list[str]  # the results in words
 
     def say(self, line: str) -> None:
         """Print a line on rank 0, unless one JSON object is all that is asked for."""
@@ -127,7 +113,6 @@ class Subject(NamedTuple):
             self.runtime.say(line)
 
     def report(self, line: str) -> None:
-        self.said.append(line)
         self.say(f"{self.args.run}, step {self.step}: {line}")
 
 
@@ -162,7 +147,6 @@ def score_text(subject: Subject) -> dict[str, Any]:
     for by in args.by or []:
         groups = documents.groups(by)
         subject.say(scoring.table(groups, by))
-        subject.said.extend(f"{g.name}: {g.bpb:.3f}" for g in groups if g.bpb is not None)
         logged[f"groups_by_{by}"] = [group._asdict() for group in groups]
     if args.by_document:
         runtime.on_rank0(lambda: documents.write(args.by_document))

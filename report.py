@@ -1,10 +1,8 @@
 """One run, or several side by side, as a page that says more than their logs do.
 
     python report.py runs/gpt-nano-1                         # writes report.html into the run
-    python report.py runs/gpt-nano-1 --x seconds             # with seconds below its charts
-    python report.py runs                                    # an index of all runs in a folder
     python report.py runs/a runs/b runs/c --out compared.html
-    python report.py runs/a runs/b --loss 2.0 --markdown     # costs to reach a loss, as tables
+    python report.py runs/a runs/b --loss 2.0                # and what each pays to reach this loss
 
 From a step to a chart: a number arises in plan.py (a field of `Step`) or in train.py's
 `Trainer.update` (a field of `Done`). support/run/progress.py `log_step` writes both to a line of
@@ -13,59 +11,42 @@ there turns the columns it names into charts (comparison.py for several runs); p
 charts.py `svg` draw them. A field that run_page.py does not name gets no chart, except
 difficulties.
 
-Runs that differ only in their seed are one recipe. A page is one file, without scripts or fonts
-from elsewhere. --out with another ending makes markdown, or an SVG of the charts. Only logs are
-read, and what evaluate.py left beside them: no model, data or checkpoint.
+Runs that differ only in their seed are one recipe. A page is one HTML file, without scripts or
+fonts from elsewhere. Only logs are read: no model, data or checkpoint.
 """
 
-import argparse
-import json
-import sys
 from pathlib import Path
 
 import config
 from support.base.atomic import atomic_write
-from support.base.runtime import Parser, exit_cleanly, printable
+from support.base.runtime import Parser, exit_cleanly
 from support.base.settings import Flat, Value, flattened, real_number, settings_of, shown_default
 from support.report import comparison, run_page
-from support.report.charts import picture
-from support.report.page import Page, Table, html, markdown
-from support.report.run_page import AXES, RunLog, read_run, summary
+from support.report.page import Page, Table, html
+from support.report.run_page import RunLog, read_run
 
 
 def main(argv: list[str] | None = None) -> int:
     parser = Parser(prog="report.py", description="Show a run, or compare several.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
-    parser.add_argument("--out", type=Path, help="file.html, .md or .svg to write")
+    parser.add_argument("--out", type=Path, help="file to write (default: report.html)")
     parser.add_argument("--loss", type=real_number, help="bits per byte whose cost is compared")
-    parser.add_argument("--x", choices=AXES, help="horizontal axis of a run's charts (tokens)")
-    parser.add_argument("--markdown", action="store_true", help="print the tables as markdown")
-    parser.add_argument("--json", action="store_true", help="print every number as JSON")
     args = parser.parse_args(argv)
-    is_folder_of_runs = len(args.runs) == 1 and not (args.runs[0] / "log.jsonl").is_file()
-    check(args, one_run=len(args.runs) == 1 and not is_folder_of_runs)
-    out = args.out or (args.runs[0] if len(args.runs) == 1 else Path()) / "report.html"
-    logs = comparison.runs_in(args.runs[0]) if is_folder_of_runs else list(map(read_run, args.runs))
-    if is_folder_of_runs:
-        page = comparison.index(args.runs[0], logs, out)
-        numbers = {"runs": [summary(log) for log in logs]}
-    elif len(logs) == 1:
-        page = page_of(logs[0]._replace(axis=AXES[args.x or "tokens"]))
-        numbers = summary(logs[0])
+    if len({folder.resolve() for folder in args.runs}) < len(args.runs):
+        raise ValueError("a run is named twice: name each run once")
+    if args.loss is not None and len(args.runs) == 1:
+        raise ValueError("--loss compares what several runs cost: name two runs or more")
+    logs = list(map(read_run, args.runs))
+    if len(logs) == 1:
+        page, out = page_of(logs[0]), args.out or args.runs[0] / "report.html"
     else:
         recipes = comparison.recipes_of(logs)
         loss = comparison.target_of(recipes[0]) if args.loss is None else args.loss
         changed = settings_table({recipe.name: recipe.settings for recipe in recipes})
         page = comparison.page(recipes, loss, asked=args.loss is not None, changed=changed)
-        numbers = comparison.comparison_summary(recipes, loss)
-    if args.json:
-        # null for infinity and NaN, which JSON does not have
-        print(json.dumps(json.loads(json.dumps(numbers), parse_constant=lambda _: None)))
-    if args.markdown:
-        print("\n".join(map(printable, markdown(page).splitlines())))
-    if args.out or not (args.json or args.markdown):
-        save(page, out)
-        print(f"report: {out}", file=sys.stderr if args.json or args.markdown else sys.stdout)
+        out = args.out or Path("report.html")
+    save(page, out)
+    print(f"report: {out}")
     return 0
 
 
@@ -80,26 +61,9 @@ def write(folder: Path) -> Path:
     return file
 
 
-def check(args: argparse.Namespace, one_run: bool) -> None:
-    """Refuse bad arguments before any log is read."""
-    for folder in args.runs:
-        if [other.resolve() for other in args.runs].count(folder.resolve()) > 1:
-            raise ValueError(f"{folder} is named twice: name each run once")
-    if args.loss is not None and len(args.runs) == 1:
-        raise ValueError("--loss compares what several runs cost: name two runs or more")
-    if args.x and not one_run:
-        raise ValueError("--x is for the page of one run: a comparison has a chart for each")
-    if args.out and args.out.suffix not in (".html", ".md", ".svg"):
-        raise ValueError(f"--out {args.out}: write .html, .md or .svg")
-
-
 def save(page: Page, file: Path) -> None:
-    if file.suffix == ".svg":
-        written = picture([chart for section in page.sections for chart in section.charts])
-    else:
-        written = markdown(page) if file.suffix == ".md" else html(page)
     with atomic_write(file) as out:
-        out.write(written.encode())
+        out.write(html(page).encode())
 
 
 def page_of(log: RunLog) -> Page:

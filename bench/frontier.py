@@ -67,7 +67,6 @@ from plan import Plan, Step
 from support.base import runtime
 from support.base.clock import Clock, blocks_at, tokens_by_layer
 from support.report.charts import Chart, Series, picture
-from support.report.page import markdown_table, spread
 from support.run.folder import read_log
 from support.weights.initial import model_size
 from train import next_trainer
@@ -400,6 +399,18 @@ def written(kind: str, cost: float) -> str:
 
 def shown(value: float, digits: int = 2, sign: str = "") -> str:
     return "not measured" if np.isnan(value) else f"{value:{sign}.{digits}f}"
+
+
+def markdown_table(columns: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(cells) + " |" for cells in [columns, *rows]]
+    return "\n".join([lines[0], "|" + "---|" * len(columns), *lines[1:]])
+
+
+def spread(values: list[float]) -> str:
+    """The mean with the least and the most: [1.0, 1.2] -> "1.100 (1.000 to 1.200)" """
+    if len(values) == 1:
+        return f"{values[0]:.3f}"
+    return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
 def figure(section: str, device: str) -> Chart:

@@ -1,7 +1,6 @@
 """Reports: what they compute is right, what they show is whole, and a damaged log is still read."""
 
 import html as html_entities
-import json
 import math
 import re
 import shlex
@@ -178,14 +177,13 @@ def test_damaged_lines_are_left_out_and_counted_and_absent_fields_are_nan(make, 
         assert np.array_equal(damaged.steps[name], log.steps[name])
 
 
-def test_a_run_that_has_hardly_begun(make, capsys):
+def test_a_run_that_has_hardly_begun(make):
     other = str(make("b", flags="--ltd"))
     for kept in (1, 2, 3, 4):
         folder = written(make(), lines_of_a_run()[:kept])
         text = seen(html_of(folder))
         assert "not finished" in text or "no step is in its log yet" in text
-        assert report.main([str(folder), "--json", "--markdown"]) == 0
-        assert report.main([str(folder), other, "--json", "--markdown"]) == 0
+        assert report.main([str(folder), other, "--out", str(folder / "both.html")]) == 0
 
 
 def test_a_run_tells_its_stops_stages_and_sources(make):
@@ -229,12 +227,10 @@ def test_a_page_is_small_well_formed_and_needs_nothing_from_elsewhere(make, tmp_
         assert "nan" not in seen(text).lower().split() and "nan," not in text
 
 
-def test_a_comparison_has_all_four_costs_as_charts_and_columns(make, tmp_path, capsys):
+def test_a_comparison_has_all_four_costs_as_charts_and_columns(make, tmp_path):
     runs = [make("a"), make("b", flags="--seed 2"), make("c", flags="--ltd", losses=(2.0, 1.5))]
     runs = [*map(str, runs), str(make("d", flags="--pack", losses=(3.0, 2.6)))]
-    shown = ["--out", f"{tmp_path}/c.html", "--json", "--markdown"]
-    report.main([*runs, "--loss", "2.5", *shown])
-    numbers, *markdown = capsys.readouterr().out.splitlines()
+    report.main([*runs, "--loss", "2.5", "--out", f"{tmp_path}/c.html"])
     text = seen((tmp_path / "c.html").read_text())
     for unit in ("consumed tokens", "raw tokens", "FLOPs", "seconds"):
         assert f"Loss against {unit}" in text
@@ -244,21 +240,7 @@ def test_a_comparison_has_all_four_costs_as_charts_and_columns(make, tmp_path, c
     assert f"Cost to reach 2.500 bits per byte on {on_the_way}" in text
     assert f"at the end on {on_the_way.replace('50', '90')}" in text
     assert text.count("--pack ") == 2, "among the recipes and the settings"
-    cost = json.loads(numbers)["recipes"][2]["cost"]
-    assert cost["reached"] == 0 and cost["of"] == 1
-    row = [line for line in markdown if line.startswith("| d |")][1]
-    assert row.count("not reached") == 4 and "0 of 1" in row
-
-
-def test_what_keeps_runs_from_being_compared_is_said(make, capsys):
-    lines = lines_of_a_run("--ltd", machine="other", torch="3")
-    other = written(make("b"), [line | {"bytes": 123} for line in lines[:-1]])
-    report.main([str(make("a", machine="this")), str(other), "--markdown"])
-    out = capsys.readouterr().out
-    assert "Not the same held-out text" in out and "runs have machine other, this" in out
-    assert f"Without an end: {other} (not finished)" in out
-    report.main([str(make("a")), str(make("c", flags="--ltd")), "--markdown"])
-    assert "Not " not in capsys.readouterr().out
+    assert text.count("not reached") == 4 and "0 of 1" in text
 
 
 def test_training_loss_is_in_bits_beside_held_out_loss_where_that_can_be_known(make):
@@ -278,110 +260,22 @@ def test_training_loss_is_in_bits_beside_held_out_loss_where_that_can_be_known(m
     assert part.charts[1].series[0].label.endswith("50 masked tokens of web's held-out text")
 
 
-@pytest.mark.parametrize("x, unit, last", [("steps", "steps", 4), ("seconds", "minutes", 60)])
-def test_the_horizontal_axis_can_be_chosen(make, monkeypatch, x, unit, last):
+def test_long_runs_are_drawn_in_minutes(make):
     """Four steps of a quarter of an hour each; the first evaluation is after the second."""
-    drawn = []
-    monkeypatch.setattr(report, "save", lambda page, out: drawn.extend(page.sections))
-    report.main([str(make(ms=900_000.0)), "--x", x])
-    charts_of = [chart for section in drawn for chart in section.charts]
-    assert len(charts_of) > 3 and {chart.x_unit for chart in charts_of} == {unit}
-    assert charts_of[0].series[0].x[-1] == last and charts_of[1].series[0].x[0] == last / 2
+    recipes = comparison.recipes_of([read_run(make(ms=900_000.0))])
+    chart = comparison.chart_against("seconds", recipes, None)
+    assert chart.x_unit == "minutes" and chart.series[0].x.tolist() == [30, 60]
 
 
-def test_what_is_not_steady_is_marked(make, capsys):
-    """Peaks at starts, seconds per FLOP of runs, and steps of as many FLOPs."""
-    here = {"machine": "one", "made_by": {"device": "cpu"}, "peak_flops": 100.0}
-
-    def said(*runs: Path) -> list[str]:
-        return run_page.unsteady([read_run(run) for run in runs])
-
-    same = make("a", steps=40, **here), make("b", steps=40, ms=140.0, **here | {"peak_flops": 119})
-    assert not said(*same)
-    faster = make("c", steps=40, **here | {"peak_flops": 130.0})
-    (line,) = said(same[0], faster)
-    assert "start 1 of c has 1.30 times the measured peak of start 1 of a" in line
-    two_ranks = make("d", steps=40, **here | {"peak_flops": 200.0, "ranks": 2})
-    elsewhere = make("e", steps=40, ms=900.0, **here | {"peak_flops": 900.0, "machine": "two"})
-    assert not said(same[0], two_ranks, elsewhere)
-    slower = make("f", steps=40, ms=160.0, **here)
-    (line,) = said(same[0], slower)
-    assert "f has 1.60 times the seconds per FLOP of a" in line
-    other_model = make("g", flags="--width 64", steps=40, ms=160.0, **here)
-    assert not said(same[0], other_model)
-    # every other step has half of the FLOPs and takes half of the time; then some take twice that
-    for times, sentences in ((1.0, 0), (2.0, 1)):
-        lines = lines_of_a_run(steps=40, **here)
-        steps = [line for line in lines if line["event"] == "train"]
-        for number, line in enumerate(steps):
-            line["flops"] = 1e9 * (number + (number + 1) // 2 + 1)
-            line["ms"] = (100.0 if number % 2 else 50.0) * (times if number % 8 == 0 else 1)
-        assert len(said(written(make("h"), lines))) == sentences
-    assert report.main([str(same[0]), str(slower), "--markdown"]) == 0
-    out = capsys.readouterr().out
-    assert "Not steady: f has" in out and "seconds, not steady" in out
-    assert "not steady, see Time" in seen(html_of(same[0].parent / "h"))
-
-
-def test_an_index_of_a_folder_of_runs(make, tmp_path, capsys):
-    _, begun, stopped = make("a"), make("b"), make("c d")
-    html_of(stopped)
-    for folder in begun, stopped:
-        written(folder, lines_of_a_run()[:4])
-    (stopped / "heartbeat.json").write_text('{"where": "stopped"}')
-    (begun / "heartbeat.json").write_text("[")
-    (tmp_path / "none").mkdir()
-    written(tmp_path / "headless", lines_of_a_run()[1:])
-    assert report.main([str(tmp_path), "--json"]) == 0
-    states = [run["state"] for run in json.loads(capsys.readouterr().out)["runs"]]
-    assert states == ["finished", "not finished", "stopped"]
-    assert report.main([str(tmp_path)]) == 0
-    text = (tmp_path / "report.html").read_text()
-    assert text.count("<a href=") == 1 and '<a href="c%20d/report.html">c d</a>' in text
-    shown = seen(text)
-    assert "a gpt nano finished 400 2.010 on 90 tokens of the embedded" in shown
-    assert "b gpt nano not finished 200 3.000" in shown and "c d gpt nano stopped" in shown
-    assert "Left out, without the log of a run: 2 folders." in shown
-
-
-def test_results_of_evaluate_are_on_the_page(make):
-    folder = make()
-    line = {"step": 4, "said": ["dev accuracy 50 %", "long: 2.5"], "argv": "evaluate.py a"}
-    write_lines(folder / "evaluations.jsonl", [line, "{torn", [], {"step": "x"}])
-    text = seen(html_of(folder))
-    assert "result after step command dev accuracy 50 % long: 2.5 4 evaluate.py a Recipe" in text
-
-
-def test_made_with_and_what_shows_nothing_is_folded(make):
-    about = {"parameters": 1_720_000, "made_by": {"device": "NVIDIA H100"}}
-    lines = lines_of_a_run("--ltd", **about)
-    lines[-1]["peak_memory"] = 2.5e9
+def test_what_shows_nothing_is_folded_or_a_sentence(make):
+    lines = lines_of_a_run("--ltd")
     for number, line in enumerate(lines[1:6]):
         line["padding_share"] = 0.001 * number
         line["data_ms"] = 0.1
     text = html_of(written(make(), lines))
-    for shown in "parameters 1,720,000", "device NVIDIA H100", "peak memory 2.50 GB":
-        assert shown in seen(text)
     folded = re.search("<details><summary>All settings</summary>.*?</details>", text)[0]
     assert "--weight-decay" in seen(folded) and "Padding at most 0.4 % of positions" in seen(text)
     assert "waiting for data</text>" not in text and ">Padding" not in text
-
-
-# Charts in files
-
-
-def test_charts_become_one_svg_file(make, tmp_path):
-    out = tmp_path / "charts.svg"
-    run, other = str(make("a", steps=40)), str(make("b", flags="--ltd"))
-    for runs, number in ([run], 5), ([run, other], 4):
-        assert report.main([*runs, "--out", str(out)]) == 0
-        drawn = ElementTree.parse(out).getroot()
-        shown = drawn.findall(".//*[@class='chart']")
-        places = [(int(chart.get("x")), int(chart.get("y"))) for chart in shown]
-        assert len(shown) == len(set(places)) == number, "none is drawn over another"
-        assert {x for x, _ in places} == {0, charts.SIZE[0]}
-    legend = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert legend.count("a") == legend.count("b") == 4
 
 
 def test_a_point_is_drawn_where_its_numbers_are():
@@ -396,21 +290,6 @@ def test_a_point_is_drawn_where_its_numbers_are():
 # The command
 
 
-def test_json_is_one_object_without_nan(make, capsys):
-    def refuse(constant):
-        raise ValueError(constant)
-
-    lines = [line | {"mfu": None} for line in lines_of_a_run()]
-    folder = written(make(), lines)
-    assert report.main([str(folder), "--json"]) == 0 and "MFU" not in seen(html_of(folder))
-    numbers = json.loads(capsys.readouterr().out, parse_constant=refuse)
-    spent = {"consumed_tokens": 400, "real_tokens": 800, "flops": 4e9}
-    assert numbers["spent"] == spent | {"seconds": pytest.approx(0.4)} and numbers["mfu"] is None
-    assert numbers["waiting_share"] == pytest.approx(0.1)
-    assert numbers["step_ms"]["median"] == 100 and numbers["evals"][-1]["val_bpb"] == 2.01
-    assert [line["seconds"] for line in numbers["evals"]] == pytest.approx([0.2, 0.4, 0.4])
-
-
 def test_mistakes_are_one_line(make, tmp_path, monkeypatch, capsys):
     run, empty = str(make()), tmp_path / "empty"
     empty.mkdir()
@@ -420,9 +299,7 @@ def test_mistakes_are_one_line(make, tmp_path, monkeypatch, capsys):
         headless: "headless",
         f"{run} {run}": "twice",
         f"{run} --out no/a.html": "no/a.html",
-        f"{run} --out a.png": "--out a.png",
         f"{run} --loss 2": "--loss",
-        f"{run} {headless} --x steps": "--x",
         f"{run} {headless} --loss nan": "--loss",
     }
     for flags, named in refused.items():
@@ -438,8 +315,8 @@ def test_a_real_run(log_of, tmp_path, capsys):
     text = seen(Path(folders[1], "report.html").read_text())
     (end,) = (line for line in log_of(ALL_ON) if line.get("last"))
     assert f"at the end {end['val_bpb']:.3f} bits per byte, on {end['targets']:,} tokens" in text
-    assert "Training loss bits per byte" in text and "peak memory" in text
+    assert "Training loss bits per byte" in text
     titles = {"Training loss", "Longest piece", "Kept tokens", "Padding", "Dropped", "Step time"}
     assert not {title for title in titles if title not in text}
     assert "--ltd-start 16" in text and "damaged" not in text
-    assert report.main([*folders, "--markdown"]) == 0
+    assert report.main([*folders, "--out", f"{tmp_path}/both.html"]) == 0

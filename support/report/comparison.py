@@ -1,29 +1,23 @@
-"""Pages about several runs: an index of a folder, and a comparison, which tells runs that are one
-recipe with other seeds, and what a loss costs each.
+"""A page about several runs, which tells those that are one recipe with other seeds, and what a
+loss costs each.
 
 A loss is reached where the line between two evaluations crosses it for the first time. Seconds are
 those of the steps; evaluations and checkpoints are left out.
 """
 
-import os
 import re
 import statistics
 from collections.abc import Sequence
-from contextlib import suppress
-from pathlib import Path
 from typing import Any, NamedTuple
 
-from support.base.numbers import duration, several, short
+from support.base.numbers import several
 from support.report.charts import Chart, in_time
-from support.report.page import Page, Section, Table, columns_of, spread, table
+from support.report.page import Page, Section, Table, columns_of, table
 from support.report.run_page import (
     UNITS,
     RunLog,
     amount,
     evaluated,
-    read_run,
-    summary,
-    unsteady,
 )
 
 # Settings of the group "run" that make no other recipe. --data and --compile may differ when a run
@@ -62,7 +56,7 @@ def page(recipes: Sequence[Recipe], loss: float | None, asked: bool, changed: Ta
     heading = f"The recipes, and their loss at the end {text_of(logs, last=True)}"
     charts = [chart_against(unit, recipes, loss) for unit in UNITS]
     parts = [
-        Section(heading, tables=[recipes_table(recipes)], notes=cautions(logs)),
+        Section(heading, tables=[recipes_table(recipes)]),
         cost_section(recipes, loss, asked),
         Section(f"Held-out loss against its cost, {text_of(logs)}", charts),
         Section("Settings that differ", tables=[changed]),
@@ -70,46 +64,6 @@ def page(recipes: Sequence[Recipe], loss: float | None, asked: bool, changed: Ta
     ]
     title = f"{several(len(recipes), 'recipe')}, {several(len(logs), 'run')}"
     return Page(title, f"Ratios are to the first recipe, {recipes[0].name}.", [], parts)
-
-
-# ---- a folder of runs
-
-
-def runs_in(folder: Path) -> list[RunLog]:
-    """The runs in a folder, in the order of their names; ValueError if there is none."""
-    logs = []
-    for path in sorted(folder.glob("*/")):
-        with suppress(ValueError):
-            logs.append(read_run(path))
-    if not logs:
-        raise ValueError(f"{folder} holds no log.jsonl, and no runs: name the folder of a run")
-    return logs
-
-
-def index(folder: Path, logs: Sequence[RunLog], out: Path) -> Page:
-    """A page about all runs in a folder.
-
-    Args: out where it is written, which its links begin at
-    """
-
-    def held_out(log: RunLog) -> str:
-        return "".join(f"{n['val_bpb']:.3f}\n{log.text_of(n)}" for n in log.evals[-1:])
-
-    columns = {
-        "run": lambda log: log.name,
-        "model": lambda log: f"{log.settings['model.model']} {log.settings['model.size']}",
-        "state": lambda log: log.state,
-        "consumed tokens": lambda log: short(log.spent()["consumed_tokens"]),
-        "bits per byte": held_out,
-        "seconds": lambda log: duration(log.spent()["seconds"]),
-        "commit": lambda log: log.starts[-1]["commit"],
-    }
-    pages = [log.folder / "report.html" for log in logs]
-    links = [os.path.relpath(page, out.parent) if page.exists() else "" for page in pages]
-    others = len(list(folder.glob("*/"))) - len(logs)
-    notes = [f"Left out, without the log of a run: {several(others, 'folder')}."] if others else []
-    part = Section("Runs", tables=[table(columns, logs, links=links)], notes=notes)
-    return Page(folder.resolve().name, f"{several(len(logs), 'run')} in {folder}", [], [part])
 
 
 # ---- recipes
@@ -202,38 +156,6 @@ def costs(recipes: Sequence[Recipe], loss: float) -> list[Costs]:
     return result
 
 
-def comparison_summary(recipes: Sequence[Recipe], loss: float | None) -> dict[str, Any]:
-    """Every number of the page, for --json."""
-    each = costs(recipes, loss) if loss is not None else [None] * len(recipes)
-    shown = []
-    for recipe, cost in zip(recipes, each, strict=True):
-        runs = [summary(log) for log in recipe.runs]
-        shown.append({**recipe._asdict(), "cost": cost and cost._asdict(), "runs": runs})
-    return {"loss": loss, "recipes": shown, "cautions": cautions(all_runs(recipes))}
-
-
-def cautions(logs: Sequence[RunLog]) -> list[str]:
-    """What keeps these runs from being compared as they are, in whole sentences."""
-    sentences = unsteady(logs)
-    texts = {log.on_the_way[0].get("bytes") for log in logs if log.evals}
-    if len(texts) > 1:
-        sizes = ", ".join(f"{size:,}" for size in sorted(size or 0 for size in texts))
-        sentences.append(
-            f"Not the same held-out text: evaluations on the way read {sizes} bytes of it. Losses"
-            " are compared all the same; equal --data and --eval-tokens make that fair."
-        )
-    for name in ("machine", "threads", "torch", "commit"):
-        values = ", ".join(sorted({str(log.starts[-1].get(name, "unknown")) for log in logs}))
-        if ", " in values:
-            effect = "Made with several commits" if name == "commit" else "Seconds say less here"
-            sentences.append(f"{effect}: runs have {name} {values}.")
-    if unfinished := [f"{log.folder} ({log.state})" for log in logs if not log.final]:
-        sentences.append(f"Without an end: {', '.join(unfinished)}.")
-    if damaged := [f"{log.folder} ({log.unread})" for log in logs if log.unread]:
-        sentences.append(f"Damaged lines of a log, left out: {', '.join(damaged)}.")
-    return sentences
-
-
 # ---- parts of the page
 
 
@@ -249,14 +171,14 @@ def text_of(logs: Sequence[RunLog], last: bool = False) -> str:
 
 
 def with_seeds(values: Sequence[float], digits: int) -> str:
-    """The mean with its spread over seeds, or that there is one only."""
-    return spread(values, digits=digits) + (" (one seed)" if len(values) == 1 else "")
+    """The mean with the least and the most over seeds, or that there is one only; "" for none.
 
-
-def units(recipes: Sequence[Recipe]) -> dict[str, str]:
-    """UNITS as the heads of columns."""
-    seconds = "seconds, not steady" if unsteady(all_runs(recipes)) else "seconds"
-    return {**UNITS, "seconds": seconds}
+    Example: [1.0, 1.2] to two digits -> "1.10 (1.00 to 1.20)"
+    """
+    if len(values) < 2:
+        return "".join(f"{value:.{digits}f} (one seed)" for value in values)
+    least, most = min(values), max(values)
+    return f"{statistics.mean(values):.{digits}f} ({least:.{digits}f} to {most:.{digits}f})"
 
 
 def recipes_table(recipes: Sequence[Recipe]) -> Table:
@@ -276,7 +198,7 @@ def recipes_table(recipes: Sequence[Recipe]) -> Table:
         "recipe": lambda recipe: recipe.name,
         "flags": lambda recipe: recipe.flags,
         "bits per byte": lambda recipe: reached(recipe) or "not finished",
-        **columns_of(units(recipes), mean),
+        **columns_of(UNITS, mean),
         "ended": lambda recipe: f"{len(ended(recipe))} of {len(recipe.runs)}",
     }
     return table(columns, recipes, colors=range(len(recipes)))
@@ -287,7 +209,7 @@ def cost_section(recipes: Sequence[Recipe], loss: float | None, asked: bool) -> 
         return Section("")
     columns = {
         "recipe": lambda pair: pair[0].name,
-        **columns_of(units(recipes), lambda pair, unit: cost_cell(pair[1], unit)),
+        **columns_of(UNITS, lambda pair, unit: cost_cell(pair[1], unit)),
         "runs that reach it": lambda pair: f"{pair[1].reached} of {pair[1].of}",
     }
     why = "where the first recipe's evaluations on the way end"

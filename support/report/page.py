@@ -1,17 +1,15 @@
-"""Tables, charts and text as one HTML page that needs nothing else, or their tables in markdown.
+"""Tables, charts and text as one HTML page that needs nothing else.
 
 The look is in page.css and chart.css, the read-out under the pointer in page.js, the frame in
 page.html. Text may hold `code` between backticks; all else is escaped.
 """
 
 import re
-import statistics
 from collections.abc import Callable, Sequence
 from html import escape
 from pathlib import Path
 from string import Template
 from typing import Any, NamedTuple
-from urllib.parse import quote
 
 from support.report import charts
 from support.report.charts import Chart
@@ -23,7 +21,6 @@ class Table(NamedTuple):
     columns: Sequence[str]
     rows: Sequence[Sequence[str]]  # the second line of a cell is set smaller
     colors: Sequence[int] = ()  # of the series that each row is about
-    links: Sequence[str] = ()  # where the first cell of each row leads, "" for nowhere
     fold: str = ""  # what stands for the table until it is opened
 
 
@@ -122,8 +119,6 @@ def table_html(table: Table) -> str:
             key = charts.key_of(table.colors[number])
             mark = f'<svg class="key" viewBox="0 0 22 10" aria-hidden="true">{key}</svg>'
             cells[0] = mark + cells[0]
-        if table.links and table.links[number]:
-            cells[0] = f'<a href="{escape(quote(table.links[number]))}">{cells[0]}</a>'
         rows.append("".join(f"<td{m}>{c}</td>" for c, m in zip(cells, marks, strict=True)))
     body = "".join(f"<tr>{row}</tr>" for row in rows)
     shown = f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
@@ -143,42 +138,3 @@ def is_numbers(cells: Sequence[str]) -> bool:
     filled = [cell for cell in cells if cell and not cell.startswith("not ")]
     number = re.compile(r"[-+≤]?\s?\d[\d.,e+-]*( |$|\n|%)")
     return bool(filled) and all(number.match(cell) for cell in filled)
-
-
-# ---- markdown, also of bench/frontier.py
-
-
-def markdown(page: Page) -> str:
-    """The page's numbers and tables; its charts are left out."""
-    parts = [f"# {page.title}", page.lead]
-    if page.facts:
-        parts.append(markdown_table(["", "", ""], page.facts))
-    for section in page.sections:
-        shown = [f"````text\n{block}\n````" for block in section.blocks]
-        shown += [
-            markdown_table(table.columns, table.rows) for table in section.tables if table.rows
-        ]
-        shown += section.notes
-        if shown:
-            parts += [f"## {section.heading}", *shown]
-    return "\n\n".join(parts) + "\n"
-
-
-def markdown_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
-    """A markdown table; an empty cell stays empty."""
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    for row in rows:
-        cells = [cell.replace("\n", " · ").replace("|", "\\|") for cell in row]
-        lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join(lines)
-
-
-def spread(values: Sequence[float], sign: str = "", digits: int = 3) -> str:
-    """The mean with the least and the most, as over seeds; a single value alone, "" for none.
-
-    Example: [1.0, 1.2] -> "1.100 (1.000 to 1.200)"
-    """
-    form = f"{sign}.{digits}f"
-    if len(values) < 2:
-        return "".join(f"{value:{form}}" for value in values)
-    return f"{statistics.mean(values):{form}} ({min(values):{form}} to {max(values):{form}})"

@@ -9,7 +9,6 @@ Lines that are damaged, or lack a field that every report needs, are left out an
 
 import math
 from array import array
-from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,7 +19,7 @@ from support.base.numbers import duration, several, short
 from support.base.typed_json import At, Each, mismatch
 from support.report.charts import Chart, Series, in_time, medians, series
 from support.report.page import Page, Section, Table, columns_of, table
-from support.run.folder import RESULTS, last_beat, read_lines, read_log
+from support.run.folder import last_beat, read_log
 
 # What a run spends, and a comparison may hold fixed
 UNITS = {
@@ -29,8 +28,6 @@ UNITS = {
     "flops": "FLOPs",
     "seconds": "seconds",
 }
-# What --x takes, and the column of it
-AXES = dict(zip(("tokens", "raw-tokens", "flops", "seconds"), UNITS, strict=True), steps="step")
 SPENT = ("step", "ms", "consumed_tokens", "real_tokens", "layer_tokens", "flops")
 NEEDED = {
     "run": {
@@ -45,7 +42,6 @@ NEEDED = {
     "stage": {"step": int, "owners": [int]},
     "sample": {"text": str},
 }
-RESULT = {"step": int, "said": [str], "argv": str}  # of evaluate.py
 WHEN = ("on the way", "at the end")  # an evaluation is made
 MEASURED = ("Padding", "Raw tokens per second", "MFU")  # the other columns are scheduled
 PARTS = 50  # points of a smoothed curve at most,
@@ -54,10 +50,6 @@ FEW = 25  # fewer steps are not smoothed
 MANY_TIMES = 8.0  # the axis is logarithmic if the longest step took more times the median
 SHOWN_EVALS = 24  # rows of the table at most
 LITTLE = 1.0  # per cent: what stays below is not drawn
-ALIKE = math.log(1.1)  # steps of as many FLOPs, within some 10 %
-# What should be alike on a machine that is equally fast all the time, and how often the least of it
-# the most may be. Techniques with small matrices need somewhat more seconds per FLOP.
-STEADY = {"measured peak": 1.2, "seconds per FLOP": 1.5, "time": 1.5}
 
 
 # ---- the log
@@ -72,7 +64,6 @@ class RunLog(NamedTuple):
     evals: list[dict]
     stages: list[dict]  # of --pseudo
     sample: str | None
-    results: list[dict]  # of evaluate.py
     unread: int  # damaged lines
     axis: str = "consumed_tokens"  # the column that its charts have on the horizontal axis
 
@@ -145,15 +136,6 @@ class RunLog(NamedTuple):
         quantiles = {"p10": 0.1, "median": 0.5, "p90": 0.9, "longest": 1.0}
         return {name: float(np.quantile(ms, q)) for name, q in quantiles.items()}
 
-    def slowness(self) -> float:
-        """How many times as long as the median step of as many FLOPs a tenth of the steps takes."""
-        ms = self.column("ms")
-        flops = np.diff(self.column("flops"), prepend=0.0).clip(min=1)
-        sizes = (np.log(flops) / ALIKE).round()
-        alike = [ms[sizes == size].clip(min=1e-3) for size in np.unique(sizes)]
-        times = [of_size / np.median(of_size) for of_size in alike]
-        return float(np.quantile(np.concatenate(times), 0.9)) if len(ms) >= FEW else 1.0
-
     def waiting_share(self) -> float:
         """The share of the steps' time in which they waited for data."""
         seconds = self.spent()["seconds"]
@@ -213,7 +195,6 @@ def read_run(folder: Path) -> RunLog:
         evals=lines["eval"],
         stages=lines["stage"],
         sample=lines["sample"][-1]["text"] if lines["sample"] else None,
-        results=[line for line in read_lines(folder / RESULTS) if not mismatch(line, RESULT)],
         unread=unread,
     )
 
@@ -221,55 +202,6 @@ def read_run(folder: Path) -> RunLog:
 def number_of(line: dict, name: str) -> float:
     """A number in a line; 0 if it is not there, or no number."""
     return line[name] if isinstance(line.get(name), int | float) else 0.0
-
-
-def summary(log: RunLog) -> dict[str, Any]:
-    """The log without its steps, and the numbers that follow from it, for --json."""
-    return log._asdict() | {
-        "folder": str(log.folder),
-        "state": log.state,
-        "steps": log.steps_done,
-        "spent": log.spent(),
-        "layer_tokens": log.last("layer_tokens"),
-        "dropped_share": log.dropped(),
-        "evals": [{**log.spent(line["step"]), **line} for line in log.evals],
-        "step_ms": log.step_times(),
-        "waiting_share": log.waiting_share(),
-        "tokens_per_s": log.median("tokens_per_s"),
-        "mfu": log.median("mfu"),
-        "not_steady": unsteady([log]),
-    }
-
-
-def unsteady(logs: Sequence[RunLog]) -> list[str]:
-    """What says that a machine was not equally fast all the time, in whole sentences.
-
-    Example: peaks of 100 and 130 GFLOP/s at two starts on one machine
-    """
-    alike: dict[tuple, list[tuple[float, str]]] = defaultdict(list)  # by what and on which device
-    for log in logs:
-        for number, start in enumerate(log.starts, 1):
-            device = f"{start.get('machine')} {start.get('made_by')}"
-            peak = number_of(start, "peak_flops") / max(number_of(start, "ranks"), 1)
-            alike["measured peak", device].append((peak, f"start {number} of {log.name}"))
-        model = [value for name, value in log.settings.items() if name.startswith("model.")]
-        cost = log.spent()["seconds"] / max(log.spent()["flops"], 1)
-        alike["seconds per FLOP", device, str(model)].append((cost, log.name))
-        steps = [(1.0, "the median step of as many FLOPs")]
-        alike["time", log.folder] = [
-            *steps,
-            (log.slowness(), f"the slowest tenth of {log.name}'s steps"),
-        ]
-    sentences = []
-    for (what, *_), values in alike.items():
-        known = sorted(pair for pair in values if pair[0] > 0)
-        if known and known[-1][0] > STEADY[what] * known[0][0]:
-            (least, of_least), (most, of_most) = known[0], known[-1]
-            sentences.append(
-                f"Not steady: {of_most} has {most / least:.2f} times the {what} of {of_least};"
-                f" more than {STEADY[what]} times is not steady."
-            )
-    return sentences
 
 
 # ---- the page
@@ -287,12 +219,10 @@ def page(log: RunLog, changed: Table, settings: Table) -> Page:
         schedules(log),
         time_section(log),
         Section("Evaluations", tables=[evaluations(log)]),
-        Section("Results of evaluate.py", tables=[results(log)]),
         Section("A sample", blocks=[log.sample] if log.sample else []),
-        Section("Recipe", blocks=["\n".join(commands)], tables=[changed]),
-        Section("Made with", tables=[made_with(log), settings]),
+        Section("Recipe", blocks=["\n".join(commands)], tables=[changed, settings]),
     ]
-    axis = {"marks": marks, "x_unit": UNITS.get(log.axis, "steps")}
+    axis = {"marks": marks, "x_unit": UNITS[log.axis]}
     parts = [s._replace(charts=[in_time(c._replace(**axis)) for c in s.charts]) for s in parts]
     return Page(log.name, lead(log), facts(log), parts)
 
@@ -323,7 +253,6 @@ def facts(log: RunLog) -> list[list[str]]:
     computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
     skipped = f"{log.last('skipped'):,.0f}" if log.last("skipped") > 0 else ""
     without = "without evaluations and checkpoints"
-    without += "; not steady, see Time" if unsteady([log]) else ""
     mfu = f"MFU {log.median('mfu'):.1%}" if log.median("mfu") > 0 else ""
     shown = [
         ["Consumed tokens", spent["consumed_tokens"], budget],
@@ -458,8 +387,7 @@ def time_section(log: RunLog) -> Section:
     columns = ["fastest tenth below", "median step", "slowest tenth above", "longest"]
     row = [*(f"{ms:,.1f} ms" for ms in times.values()), f"{log.waiting_share():.1%}"]
     shown = Table([*columns, "of all time, waiting for data"], [row] if log.steps_done else [])
-    notes = [*unsteady([log]), *part.notes]
-    return part._replace(charts=[step_time, *part.charts], tables=[shown], notes=notes)
+    return part._replace(charts=[step_time, *part.charts], tables=[shown])
 
 
 # ---- tables
@@ -505,29 +433,3 @@ def amount(value: float, unit: str) -> str:
     if unit == "seconds":
         return duration(value)
     return short(value, unit="FLOP" if unit == "flops" else "")
-
-
-def results(log: RunLog) -> Table:
-    columns = {
-        "result": lambda line: "\n".join([line["said"][0], "; ".join(line["said"][1:])]),
-        "after step": lambda line: f"{line['step']:,}",
-        "command": lambda line: f"`{line['argv']}`",
-    }
-    return table(columns, [line for line in log.results if line["said"]])
-
-
-def made_with(log: RunLog) -> Table:
-    """Size, device, memory, commit, versions: what the last start says besides its settings."""
-    start = log.starts[-1]
-    peak = max((number_of(line, "peak_memory") for line in log.evals), default=0)
-    about = {"parameters": None, "device": None, "peak_memory": short(peak, "B"), **start}
-    about |= start["made_by"] if isinstance(start.get("made_by"), dict) else {}
-    rows = []
-    for name, value in about.items():
-        if value and name not in ("config", "bytes", "model_size", "made_by"):
-            shown = str(value)
-            if isinstance(value, float):
-                shown = short(value) if value >= 1000 else f"{value:.3g}"
-            shown = f"{value:,}" if isinstance(value, int) else shown
-            rows.append([name.replace("_", " "), f"`{shown}`" if name == "argv" else shown])
-    return Table(["", ""], rows)

@@ -192,7 +192,6 @@ def open_board(name: str, folder: Path, run: str, settings: Flat) -> Board:
 
 BEAT_S = 10.0  # seconds between two heartbeats
 LONGEST_LINE = 1 << 20  # bytes
-RESULTS = "evaluations.jsonl"  # what evaluate.py found out about the run, a JSON object a line
 
 
 class Log:
@@ -266,18 +265,14 @@ def last_beat(folder: Path) -> str:
 
 def read_log(folder: Path) -> Iterator[dict]:
     """The lines of a run's log; one that is damaged, as by a kill, has the event "torn"."""
-    for line in read_lines(folder / "log.jsonl"):
-        is_event = isinstance(line, dict) and isinstance(line.get("event"), str)
-        yield line if is_event else {"event": "torn"}
-
-
-def read_lines(file: Path) -> Iterator[object]:
-    """The JSON values of a file's lines, None for one that is damaged; nothing without a file."""
+    file = folder / "log.jsonl"
     if not file.exists():
         return
     with file.open(encoding="utf-8", errors="replace") as lines:
         for text in lines:
             try:
-                yield parsed(text)
+                line = parsed(text)
             except ValueError:
-                yield None
+                line = None
+            is_event = isinstance(line, dict) and isinstance(line.get("event"), str)
+            yield line if is_event else {"event": "torn"}
