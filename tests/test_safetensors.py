@@ -1,4 +1,4 @@
-"""safetensors files: the format byte for byte, and no header that is believed without a look.
+"""safetensors files: the format byte for byte, and none that is cut short.
 
 python -m pytest tests/test_safetensors.py
 """
@@ -88,72 +88,13 @@ def test_what_the_format_does_not_have_is_not_begun():
     assert out.getvalue() == b""
 
 
-ZEROS = bytes(8)  # the data of one entry
-TWICE = b'{"a": %s, "a": %s}' % ((json.dumps(entry()).encode(),) * 2)
-
-
-def one(data: bytes = ZEROS, **changes) -> bytes:
-    """A file of one entry."""
-    return file_of({"a": entry(**changes)}, data)
-
-
-GAP = {"a": entry(), "b": entry(offsets=(9, 17))}
-OVER = {"a": entry(), "b": entry(offsets=(4, 12))}
-
-HOSTILE = [
-    (b"", "has 0 bytes"),
-    (struct.pack("<Q", 999) + b"{}", "header has 999 bytes"),
-    (b"\xff" * 8 + b"{}", "header has 18,446,744,073,709,551,615 bytes"),
-    (file_of(b"{'a': 1}"), "JSON"),
-    (file_of(b'{"\xff": 1}'), "JSON"),
-    (file_of([1]), "the content is list, allowed is an object"),
-    (file_of(b"[" * 100_000), "JSON"),
-    (file_of(b'{"a": ' + b"9" * 9999 + b"}"), "JSON"),
-    (file_of(TWICE, ZEROS), "twice"),
-    (file_of({"__metadata__": {"a": 1}}), "__metadata__.a is 1, allowed is text"),
-    (file_of({"a": 3}), "a is 3, allowed is an object"),
-    (file_of({"a\n" * 99: 3}), "\\n..."),
-    (file_of({"a": entry() | {"b": 1}}, ZEROS), "more than dtype, shape"),
-    (one(dtype="F8_E4M3", shape=(8,)), "dtype 'F8_E4M3'"),
-    (one(dtype=["F32"]), "a.dtype is list, allowed is text"),
-    (one(shape=(-2,)), "a.shape.0 is -2, allowed"),
-    (one(shape=(2.0,)), "a.shape.0 is 2.0, allowed"),
-    (one(shape=(True, 2)), "a.shape.0 is True, allowed"),
-    (one(offsets="08"), "a.data_offsets is '08', allowed is a list"),
-    (one(shape=[1] * 65), "no memory holds"),
-    (one(b"", shape=[0, 2**47, 2**47], offsets=(0, 0)), "no memory holds"),
-    (one(bytes(4), offsets=(0, 4)), "not the bytes that F32"),
-    (one(offsets=(8, 0)), "not the bytes"),
-    (one(offsets=(0, 8, 8)), "not the bytes"),
-    (one(bytes(7)), "has 7 bytes of data"),
-    (one(bytes(9)), "has 9 bytes of data"),
-    (file_of(GAP, bytes(17)), "'b' begins at byte 9"),
-    (file_of(OVER, bytes(12)), "'b' begins at byte 4"),
-]
-
-
-def test_a_header_is_not_believed(tmp_path):
+def test_a_file_cut_short_anywhere_and_a_dtype_of_another_kind_are_refused(tmp_path):
     path = tmp_path / "bad.safetensors"
-    for content, problem in HOSTILE:
-        path.write_bytes(content)
-        message = refusal(safetensors.load, path)
-        assert problem in message and len(message) < 300, problem
-    # The control: with nothing wrong the file is read.
-    path.write_bytes(file_of({"__metadata__": {"a": "1"}, "a": entry()}, ZEROS))
-    assert safetensors.load(path)["a"].tolist() == [0, 0]
-
-
-def test_a_header_with_a_byte_changed_never_ends_in_anything_but_one_line(tmp_path):
-    path = tmp_path / "changed.safetensors"
-    for byte in (0, 34, 57, 91, 123, 255):
-        for at in range(8, 152, 13):
-            path.write_bytes(EXAMPLE[:at] + bytes([byte]) + EXAMPLE[at + 1 :])
-            try:
-                loaded = safetensors.load(path)
-            except ValueError as error:
-                assert "\n" not in str(error)
-            else:
-                assert sum(tensor.nbytes for tensor in loaded.values()) == 11
+    for size in range(len(EXAMPLE)):
+        path.write_bytes(EXAMPLE[:size])
+        assert f"has {size} bytes" in refusal(safetensors.load, path)
+    path.write_bytes(file_of({"a": entry("F8_E4M3", (8,))}, bytes(8)))
+    assert "has a in F8_E4M3: readable are " in refusal(safetensors.load, path)
 
 
 def test_the_formats_own_library_writes_and_reads_the_same_bytes(tmp_path):
