@@ -17,7 +17,6 @@ import pytest
 import torch
 
 from support.base.runtime import ROOT
-from support.run.folder import read_log
 
 sys.path.append(str(ROOT / "bench"))
 
@@ -307,38 +306,6 @@ def test_a_model_that_is_larger_than_its_budget_trains_or_is_refused(scale, monk
     monkeypatch.setattr(scale, "host_free", lambda: 1000)
     with pytest.raises(ValueError, match="capped: needs"):
         scale.train_capped(case, budget, "cpu", cap_bytes=0)
-
-
-# ---- runs
-
-
-@pytest.fixture
-def small_run(on_tiny_text, monkeypatch, store_dir, tmp_path):
-    runs = import_module("runs")
-    monkeypatch.setattr(runs, "embedded_store", lambda name: store_dir)
-    with runs.begun("toy", tmp_path) as run:
-        yield runs, run
-
-
-def test_a_save_holds_the_loop_only_while_it_copies(small_run, monkeypatch):
-    runs, run = small_run
-    save, hold = runs.Run.save, 0.3
-    monkeypatch.setattr(runs.Run, "save", lambda run: time.sleep(hold) or save(run))
-    found = runs.saving(run, turns=1)
-    least, _, most = found["held_s"]
-    assert hold <= least <= most < found["on_disk_s"][0] and found["held_percent"][0] > 50
-    assert found["first_held_and_on_disk_s"][0] >= hold > found["step_meanwhile_s"][2]
-    assert run.clock.step == 5, "a first save, one that is not counted and one that is, of each way"
-
-
-def test_promises_are_calls_that_a_step_makes(small_run):
-    runs, run = small_run
-    calls = runs.promises(run)
-    results = {name: call() for name, call in calls.items()}
-    for name in ("tokens", "packed tokens"):
-        assert (results[name] == results[f"{name}, mapped"]).all() and len(results[name]) == 2048
-    assert json.loads((run.folder / "heartbeat.json").read_text())["where"].startswith("after step")
-    assert list(read_log(run.folder))[-1]["event"] == "train" and not results["flag"]
 
 
 # ---- gpu.sh

@@ -42,13 +42,6 @@ def count(text: str) -> int:
     return whole_number(text, least=1)
 
 
-def amount(text: str) -> float:
-    """A finite number above 0: 0.5, 200K."""
-    number = number_of(text)
-    _require(0 < number < math.inf, text, "a finite number above 0, such as 0.5 or 200K")
-    return number
-
-
 def real_number(text: str) -> float:
     """A finite number without a unit: nan would pass every limit, and nobody means inf."""
     try:
