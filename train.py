@@ -422,39 +422,16 @@ class Trainer:
         # read together: a GPU is waited for once a step
         mean, norm = torch.stack((runtime.reduce(total), norm.to(runtime.device))).tolist()
         mean /= max(step.targets, 1)
-        why = self.skips(step, mean, norm)
-        if not why and not math.isfinite(mean):
+        if not math.isfinite(mean):
             refuse_step(runtime, step.context.step, "loss", total.item())
-        if not why and not math.isfinite(norm) and runtime.dtype != torch.float16:
+        if not math.isfinite(norm) and runtime.dtype != torch.float16:
             refuse_step(runtime, step.context.step, "gradient", norm)
         lr = learning_rate(s, step.before, step.after)
         update = partial(self.optimizers.step, lr)
         for edit in self.edits.values():
             update = partial(edit.around_step, update)
         update()
-        skipped = self.optimizers.guard.skipped
-        return progress.Done(
-            loss=mean, grad_norm=norm, lr=lr, skipped=skipped, why_skipped=why or None
-        )
-
-    def skips(self, step: Step, loss: float, norm: float) -> str:
-        """Why no rank may move its weights after this step, if --skip-bad-steps says so.
-
-        Raises: ValueError after as many such steps in a row as that flag allows
-        """
-        guard, allowed = self.optimizers.guard, self.settings.optim.skip_bad_steps
-        if not allowed:
-            return ""
-        overflowed = self.optimizers.loss_scale.overflowed  # fp16 deals with that itself
-        why = "" if overflowed and math.isfinite(loss) else guard.why(loss, norm)
-        is_bad = self.runtime.on_any_rank(bool(why))
-        guard.note(norm, is_bad)
-        if guard.in_row > allowed:
-            raise ValueError(
-                f"step {step.context.step}: {why}, as in the {allowed} steps before: go on with"
-                " --resume previous and a lower --lr"
-            )
-        return (why or "a bad step on another rank") if is_bad else ""
+        return progress.Done(loss=mean, grad_norm=norm, lr=lr)
 
     def state(self) -> dict:
         """All that `assemble` needs to go on from here."""

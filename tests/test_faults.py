@@ -165,7 +165,7 @@ def of_another_run() -> None:
 config = "run/config.json"
 DEEP = "[" * 100_000
 changed = json.dumps(
-    {name: [] for name in ("optim.lr", "optim.grad_clip", "optim.skip_bad_steps")}
+    {name: [] for name in ("optim.lr", "optim.grad_clip")}
     | {"optim.tokens": [{"step": 1, "before": 4096, "now": 9000}]}
 )
 EDITED = {
@@ -221,7 +221,6 @@ RESIGNED = {
     "a moment of another shape": resigned(
         lambda s: next(iter(s["optimizers"]["state"].values())).update(exp_avg=torch.zeros(1))
     ),
-    "skipped steps of text": resigned(put("optimizers", "guard", "skipped", value="x")),
 }
 meta = "store/meta.json"
 
@@ -711,7 +710,6 @@ def check_end(folder: Path) -> None:
 
 
 NOT_FINITE = [("loss", math.nan), ("gradient", math.nan), ("gradient", math.inf)]
-SPIKE = ("gradient", 1e6)
 
 
 def tensors_of(value: object) -> list[torch.Tensor]:
@@ -753,41 +751,16 @@ def struck(bad: dict[int, tuple[str, float]], ranks: Collection[int]) -> Iterato
         yield
 
 
-def bad_steps_skipped(runtime: Runtime) -> None:
-    """They are counted in log, checkpoint and report; one too many in a row ends the run."""
-    draw = random.Random(7)
-    for number in range(2):
-        out, ranks = f"skips-{number}", [draw.randrange(runtime.world_size)]
-        bad = dict.fromkeys(draw.sample(range(30, 64), 6), SPIKE)  # a median is there by then
-        bad |= {step: draw.choice(NOT_FINITE) for step in draw.sample(range(2, 64), 8)}
-        assert len(bad) >= TIMES / 2
-        with struck(bad, ranks):
-            line = f"{SMALL} --data store --tokens 16K --skip-bad-steps 14 --out {out}"
-            assert train.main(line.split()) == 0
-        if runtime.is_rank0:
-            counts = [line["skipped"] for line in read_log(Path(out), "train")]
-            assert counts == [sum(at <= step for at in bad) for step in range(1, len(counts) + 1)]
-            assert "moved no weight" in report.write(Path(out)).read_text()
-    with struck({5: NOT_FINITE[0], 6: NOT_FINITE[2]}, ranks):
-        line = f"{SMALL} --data store --skip-bad-steps 1 --out too-many"
-        assert "step 6" in said_by(train.main, line)
-
-
 def bad_steps_refused(runtime: Runtime) -> None:
-    """Without the flag the run stops; it goes on past them with it, or at another rate."""
+    """The run stops before the weights move, and goes on at another rate."""
     draw = random.Random(8)
     for number in range(TIMES):
         step, out = draw.randrange(2, 9), f"stops-{number}"
         bad = {step: NOT_FINITE[number % 3]}
         with struck(bad, range(runtime.world_size)):
             said = said_by(train.main, f"{SMALL} --data store --tokens 2048 --out {out}")
-        assert f"is not finite at step {step} on rank 0" in said and "--skip-bad-steps" in said
-        flag = "--skip-bad-steps 1" if number % 2 else "--lr 0.001"
-        with struck(bad, [0]) if number % 2 else nullcontext():
-            assert train.main(f"--resume --out {out} {flag}".split()) == 0
-        changed = by_rank0(runtime, read_log, Path(out), "changed")
-        (name,) = [line["setting"].partition(".")[2].replace("_", "-") for line in changed]
-        assert name in flag
+        assert f"is not finite at step {step} on rank 0" in said
+        assert train.main(f"--resume --out {out} --lr 0.001".split()) == 0
 
 
 def set_in_run(folder: Path, setting: str, value: object) -> None:
@@ -930,7 +903,7 @@ def texts_of_strangers(runtime: Runtime) -> None:
 
 
 EVERYWHERE = [signals, logs_that_lost_their_end, flipped_bits, two_processes_in_a_folder]
-EVERYWHERE += [killed_at_the_end, bad_steps_skipped, bad_steps_refused]
+EVERYWHERE += [killed_at_the_end, bad_steps_refused]
 EVERYWHERE += [sizes_beyond_all_reason, damaged_spans]
 WORKS = {work.__name__: work for work in (*EVERYWHERE, texts_of_strangers)}
 RUNS = [(work.__name__, ranks) for work in EVERYWHERE for ranks in (1, 2)]

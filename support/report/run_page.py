@@ -251,14 +251,12 @@ def facts(log: RunLog) -> list[list[str]]:
     passes = f"{log.last('epochs'):.3g} passes over the store"
     dropped = f"{log.dropped():.1%}" if log.dropped() > 0 else ""
     computed = f"of layer-tokens; {short(log.last('layer_tokens'))} computed"
-    skipped = f"{log.last('skipped'):,.0f}" if log.last("skipped") > 0 else ""
     without = "without evaluations and checkpoints"
     mfu = f"MFU {log.median('mfu'):.1%}" if log.median("mfu") > 0 else ""
     shown = [
         ["Consumed tokens", spent["consumed_tokens"], budget],
         ["Raw tokens", spent["real_tokens"], passes],
         ["Dropped", dropped, computed],
-        ["Steps that moved no weight", skipped, "loss or gradient not finite or far too large"],
         ["Time of all steps", spent["seconds"], without],
         ["Tokens per second", short(log.median("tokens_per_s")), "raw tokens, median of all steps"],
         ["FLOPs", spent["flops"], mfu],

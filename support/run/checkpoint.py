@@ -197,7 +197,7 @@ def refusing(path: Path, needs: int) -> Iterator[None]:
         yield
     except ValueError as error:
         reason = str(error).rpartition("not written: ")[2]
-        remedy = "resume from one of them, with a lower --lr or --skip-bad-steps"
+        remedy = "resume from one of them, with a lower --lr"
         if "not finite" not in reason:
             free = shutil.disk_usage(next(filter(os.path.exists, path.absolute().parents))).free
             reason += f" (needs {needs:,} bytes, {free:,} free)"

@@ -1,7 +1,7 @@
 """A run that goes on with other settings: --resume --tokens N past its budget, --lr and others.
 
-config.json never changes; changed.json beside it lists what did. --lr, --grad-clip and
---skip-bad-steps may change at any resume, to get past a step that is not finite. A larger budget
+config.json never changes; changed.json beside it lists what did. --lr and --grad-clip
+may change at any resume, to get past a step that is not finite. A larger budget
 takes more: from there on the learning rate follows the schedule of the new budget. The techniques'
 schedules keep the budget that the run was started with (schedule_tokens), so that none of them goes
 back. Cosine and linear go on from the checkpoint that --resume names. With wsd (warmup, stable,

@@ -38,7 +38,6 @@ CHANGEABLE = {
     "optim.tokens": At(1),
     "optim.lr": float,
     "optim.grad_clip": float,
-    "optim.skip_bad_steps": At(),
 }
 REMEDY = "put it back, or start a new run with another --out"
 MODEL_SIZE = {"vocab_size": At(1, MOST_VOCABULARY), "positions": int | None}

@@ -38,8 +38,6 @@ class Done(NamedTuple):
     loss: float  # mean, in nats
     grad_norm: float
     lr: float
-    skipped: int  # steps of the run until now that moved no weight
-    why_skipped: str | None  # if this one is among them
 
 
 # ---- the first lines
@@ -243,9 +241,6 @@ def log_step(
         ms=round(ms, 2),
         data_ms=round(waited_ms, 2),
     )
-    if done.why_skipped:
-        line = f"step {after.step} moved no weight: {done.why_skipped}"
-        write(bar, f"{line}; {done.skipped} of {after.step} until now")
     shown = f"loss {done.loss:.3f}"
     if epochs > 1:
         shown += f", epochs {epochs:.1f}"

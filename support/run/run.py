@@ -90,7 +90,6 @@ CHECKPOINT = TRAINED | {
     "optimizers": {
         "state": Each(Each(torch.Tensor)),
         "scaler": Each(int | float),
-        "guard": {"norms": [float], "in_row": At(), "skipped": At()},
     },
     "clock": CLOCK | {"position": dict.fromkeys(Cursor._fields, COUNT)},
     "best": float,

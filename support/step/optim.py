@@ -10,7 +10,6 @@ The learning rate is a pure function of the consumed-token clock. No training lo
 """
 
 import math
-import statistics
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cache
@@ -70,12 +69,6 @@ class OptimConfig:
         "token", "what has equal weight in the loss of a step", ("token", "document")
     )
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0 for none", least=0)
-    skip_bad_steps: int = flag(
-        0,
-        "skip the update of a step whose loss or gradient is not finite or far too large, and stop"
-        " after this many in a row; 0: stop at the first that is not finite",
-        least=0,
-    )
 
 
 class Parameters(NamedTuple):
@@ -179,45 +172,6 @@ class LossScale:
             self.value, self.sound_steps = saved["scale"], saved["_growth_tracker"]
 
 
-SPIKE = 10.0  # times the median norm is far too large
-NORMS_KEPT = 64  # of the last sound steps, for that median
-NORMS_NEEDED = 16  # before there is a median worth comparing with
-
-
-class StepGuard:
-    """--skip-bad-steps: which steps may not move the weights, from their loss and gradient norm."""
-
-    def __init__(self):
-        self.norms: list[float] = []  # of the last sound steps
-        self.in_row = self.skipped = 0  # bad steps
-        self.skips = False  # this step
-
-    def why(self, loss: float, norm: float) -> str:
-        """What is wrong with a step; empty if nothing is."""
-        if not math.isfinite(loss):
-            return "the loss is not finite"
-        if not math.isfinite(norm):
-            return "the gradient is not finite"
-        usual = statistics.median(self.norms) if len(self.norms) >= NORMS_NEEDED else math.inf
-        if norm > SPIKE * usual:
-            return f"the gradient's norm {norm:.3g} is over {SPIKE:g} times its median {usual:.3g}"
-        return ""
-
-    def note(self, norm: float, skips: bool) -> None:
-        """Take note of a step."""
-        self.skips = skips
-        self.skipped += skips
-        self.in_row = self.in_row + 1 if skips else 0
-        if not skips and math.isfinite(norm):  # fp16 may overflow without being bad
-            self.norms = [*self.norms[1 - NORMS_KEPT :], norm]
-
-    def state_dict(self) -> dict:
-        return {"norms": self.norms, "in_row": self.in_row, "skipped": self.skipped}
-
-    def load_state_dict(self, saved: dict) -> None:
-        self.norms, self.in_row, self.skipped = saved["norms"], saved["in_row"], saved["skipped"]
-
-
 class Optimizers:
     """One or two torch optimizers and fp16's loss scale, which step and are saved together.
 
@@ -253,7 +207,6 @@ class Optimizers:
             self.parts.append(Muon(groups, lr=0.0, weight_decay=weight_decay, on=device))
         self.device = device or self.parameters[0].device
         self.loss_scale = LossScale(fp16)
-        self.guard = StepGuard()
 
     def clip_gradients(self, clip: float) -> Tensor:
         """Undo fp16's scaling, clip the norm over all parameters at `clip`, return that norm.
@@ -280,12 +233,12 @@ class Optimizers:
     def step(self, lr: float) -> None:
         """Update the weights and free the gradients.
 
-        A step that the guard skips moves none, nor does one in fp16 whose gradients overflowed.
+        A step in fp16 whose gradients overflowed moves none.
         """
         for optimizer in self.parts:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            if not (self.loss_scale.overflowed or self.guard.skips):
+            if not self.loss_scale.overflowed:
                 optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
@@ -308,7 +261,6 @@ class Optimizers:
         return {
             "state": state,
             "scaler": self.loss_scale.state_dict(),
-            "guard": self.guard.state_dict(),
         }
 
     def load_state_dict(self, saved: dict) -> None:
@@ -330,7 +282,6 @@ class Optimizers:
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
         self.loss_scale.load_state_dict(saved["scaler"])
-        self.guard.load_state_dict(saved["guard"])
 
 
 def learning_rate(settings: "Config", before: Clock, after: Clock) -> float:
