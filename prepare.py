@@ -28,7 +28,7 @@ from support.base import runtime
 from support.base.atomic import atomic_folder
 from support.text import tokenizer
 from support.text.corpus import Corpus, Part, add_flags
-from support.text.reading import InputBar
+from support.text.reading import input_bar
 from support.text.store import FORMAT, Encoded, Store, StoreWriter
 
 CHUNK_CHARACTERS = 1 << 18  # of text, for one task of one thread
@@ -68,8 +68,8 @@ def prepare(
 
     def encoded(dtype: np.dtype) -> Iterator[list[Encoded]]:
         tasks: deque[Future[list[Encoded]]] = deque()  # this thread reads and writes meanwhile
-        with InputBar(corpus.files, "encoding") as bar, ThreadPoolExecutor(threads) as pool:
-            for chunk in chunks(corpus.parts(bar.open), bar):
+        with input_bar(corpus.files, "encoding") as bar, ThreadPoolExecutor(threads) as pool:
+            for chunk in chunks(corpus.parts(bar)):
                 tasks.append(pool.submit(encode, chunk, encoding, dtype))
                 if len(tasks) > 2 * threads:
                     yield tasks.popleft().result()
@@ -163,27 +163,20 @@ def write(
     return meta
 
 
-def chunks(parts: Iterable[Part], bar: InputBar) -> Iterator[list[Part]]:
-    """Gather short parts and cut long ones; the bar counts what was handed out as done."""
+def chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
+    """Gather short parts and cut long ones."""
     chunk: list[Part] = []
-    characters = documents = read_before = 0
+    characters = 0
     for part in parts:
         done = 0
-        length = len(part.text)
         for text in pieces_of(part.text):
             done += len(text)
-            ends = done == length
-            chunk.append(part._replace(text=text, ends=ends))
-            documents += ends
+            chunk.append(part._replace(text=text, ends=done == len(part.text)))
             characters += len(text) + 1  # + 1, so that empty documents fill a chunk too
             if characters >= CHUNK_CHARACTERS:
-                of_part = (bar.bytes_read - read_before) * done // max(length, 1)
-                bar.done(read_before + of_part, documents)
                 yield chunk
                 chunk = []
                 characters = 0
-        read_before = bar.bytes_read
-    bar.done(read_before, documents)
     yield chunk
 
 

@@ -15,7 +15,6 @@ import os
 import random
 import shutil
 import signal
-import socket
 import subprocess
 import sys
 import threading
@@ -23,7 +22,6 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, nullcontext, redirect_stdout
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 from typing import NamedTuple
 
@@ -843,69 +841,10 @@ def sizes_beyond_all_reason(runtime: Runtime) -> None:
         assert size.named in said and not Path("new").exists(), (name, said)
 
 
-BOMBS = {  # how a line begins that goes on with this byte, for longer than memory has room
-    "text": (b'{"text": "', b" "),
-    "blanks": (b"", b" "),
-    "number": (b'{"text": ', b"9"),
-    "depth": (b"", b"["),
-    "key": (b'{"', b"k"),
-}
-ENDINGS = (".jsonl", ".jsonl.gz", ".jsonl.zst")
-
-
-def bomb(name: str, begins: bytes, byte: bytes) -> None:
-    open_file = {".gz": partial(gzip.open, compresslevel=1), ".jsonl": open}.get(Path(name).suffix)
-    with (open_file or pytest.importorskip("zstandard").open)(name, "wb") as file:
-        file.write(b'{"text": "one"}\n' + begins)
-        for _ in range(300):
-            file.write(byte * (1 << 20))
-
-
-def a_socket(name: str) -> None:
-    with socket.socket(socket.AF_UNIX) as server:
-        server.bind(name)
-
-
-LINKS = ["nowhere", "b", "../other", "..", "/dev/zero"]  # that beside a text is called b
-IN_FOLDER = {  # what is beside a text, and what is said of it
-    "a pipe": (os.mkfifo, "a pipe or a device"),
-    "a socket": (a_socket, "a pipe or a device"),
-    "a folder that may not be read": (lambda name: Path(name).mkdir(0), "Permission denied"),
-}
-
-
-def texts_of_strangers(runtime: Runtime) -> None:
-    """Refused, naming the file, within seconds and little memory; nothing is left behind."""
-    given = {f"{what}{end}": f"{what}{end}" for what in BOMBS for end in ENDINGS}
-    if not find_spec("zstandard"):
-        given = {name: said for name, said in given.items() if not name.endswith(".zst")}
-    for name in given:
-        bomb(name, *BOMBS[name.partition(".")[0]])
-    Path("deep.jsonl").write_text(DEEP)
-    Path("deep.jsonl.gz").write_bytes(gzip.compress(DEEP.encode()))
-    given |= dict.fromkeys(("deep.jsonl", "deep.jsonl.gz"), "nested too deep")
-    os.mkfifo("given")
-    given |= {"given": "a pipe cannot be read", "/dev/zero": "a pipe cannot be read"}
-    linked = {f"link {n}": (partial(os.symlink, to), "but not") for n, to in enumerate(LINKS)}
-    for what, (make, said) in (IN_FOLDER | linked).items():
-        if "read" not in what or os.geteuid():  # root may read every folder
-            folder = Path(what.replace(" ", "-"))
-            folder.mkdir()
-            (folder / "a.txt").write_text("text " * 100)
-            make(f"{folder}/b")
-            given[str(folder)] = said
-    assert len(given) >= TIMES
-    for name, said in given.items():
-        with cheaply(name):
-            heard = said_by(prepare.main, f"{name} --out made --tokenizer bytes")
-        assert said in heard, (name, heard)
-        assert not [*Path().glob("made*"), *Path().glob(".made*")], name
-
-
 EVERYWHERE = [signals, logs_that_lost_their_end, flipped_bits, two_processes_in_a_folder]
 EVERYWHERE += [killed_at_the_end, bad_steps_refused]
 EVERYWHERE += [sizes_beyond_all_reason, damaged_spans]
-WORKS = {work.__name__: work for work in (*EVERYWHERE, texts_of_strangers)}
+WORKS = {work.__name__: work for work in EVERYWHERE}
 RUNS = [(work.__name__, ranks) for work in EVERYWHERE for ranks in (1, 2)]
 
 
@@ -913,7 +852,7 @@ def by_name(argv: list[str]) -> None:
     WORKS[argv[0]](start("cpu", "auto"))
 
 
-@pytest.mark.parametrize(("work", "ranks"), [*RUNS, ("texts_of_strangers", 1)])
+@pytest.mark.parametrize(("work", "ranks"), RUNS)
 def test_on_one_process_and_on_two_ranks(work, ranks, place):
     start_ranks(ranks, [work], work=by_name)
 

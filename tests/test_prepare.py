@@ -372,7 +372,7 @@ def test_a_mistake_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys):
         (["empty.txt"], "empty.txt: no document has any text"),
         (["bad.jsonl"], "bad.jsonl:1001: "),
         (["a.txt", "--holdout", "-1"], "--holdout"),
-        (["a.txt", "--text-column", "body"], "a.txt:1: "),
+        (["a.txt", "--text-column", "body"], "--text-column body: "),
         (["a.txt", "--tokenizer", "gpt3"], "gpt3"),
         (["a.txt", "--tokenizer", "x.tiktoken"], "x.tiktoken"),
         ([], "inputs"),

@@ -1,36 +1,26 @@
-"""What is read from files and folders, what damaged files lead to, and how far a bar says it is.
+"""What is read from files and folders, and what damaged files lead to.
 
 And what is held out: by the hash of a document, or the end of a text that has no documents.
 """
 
-import csv
 import gzip
 import io
 import json
-import lzma
 import os
-import pickle
 import random
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
 from conftest import TINY, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
+from tqdm import tqdm
 
 import prepare
-from support.base.runtime import one_line
 from support.text import reading, tokenizer
 from support.text.corpus import Corpus, Document, find_cut, hold_out_tail, is_held_out, separator
-from support.text.reading import InputBar
-
-try:
-    import zstandard
-except ImportError:  # an extra
-    zstandard = None
 
 
 def read(*paths, **options):
@@ -46,18 +36,13 @@ def test_plain_compressed_and_folder_give_the_same_documents(tmp_path):
     (folder / "deeper" / "b.jsonl.gz").write_bytes(gzip.compress(b"".join(rows[100:])))
     (folder / ".hidden").write_bytes(b"\xff")
     (tmp_path / "plain.jsonl").write_bytes(lines.replace(b"\n", b"\n\n"))  # and blank lines
-    sources = [folder, tmp_path / "plain.jsonl"]
-    if zstandard:
-        frames = lines[:300_000], lines[300_000:]  # the border lies inside a line
-        sources.append(tmp_path / "frames.jsonl.zst")
-        sources[-1].write_bytes(b"".join(map(zstandard.compress, frames)))
     expected = read(TINY)
     assert len(expected) == 481 and all(document.id for document in expected)
-    for source in sources:
+    for source in (folder, tmp_path / "plain.jsonl"):
         corpus = Corpus([source], 0)
-        with InputBar(corpus.files, "reading") as bar:
-            assert list(corpus.documents(bar.open)) == expected
-            assert bar.bytes_read == bar.total > 0
+        with tqdm(total=0, file=io.StringIO()) as bar:
+            assert list(corpus.documents(bar)) == expected
+            assert bar.n == sum(file.bytes for file in corpus.files)
 
 
 def test_ids_texts_and_sources_of_every_form(tmp_path):
@@ -87,19 +72,12 @@ BAD_INPUTS = [
     ("x.jsonl", GOOD + b'{"text": "b", "source": {}}', ":2"),
     ("x.jsonl", GOOD + b'{"text": "\xff"}', ":2"),
     ("x.jsonl", GOOD + b'{"id": "\\ud83d", "text": ""}', ":2"),  # half of a surrogate pair
-    ("x.jsonl", b"[" * 200_000, ":1"),
-    ("x.jsonl.gz", PACKED[:-8] + bytes(8), ":2001"),  # a checksum that fails
-    ("x.jsonl.gz", PACKED[:-20], r":\d+"),
-    ("x.jsonl.gz", GOOD, ":1"),
+    ("x.jsonl.gz", PACKED[:-8] + bytes(8), ""),  # a checksum that fails
+    ("x.jsonl.gz", PACKED[:-20], ""),
     ("x.txt", b"abc\xff", ""),
+    ("x.csv", b"text,id\na,1\n", ""),
+    ("x", b' [{"text": "a"}]', ""),
 ]
-if zstandard:
-    ZSTD = zstandard.compress(b"".join(b'{"text": "number %d"}\n' % i for i in range(9000)))
-    BAD_INPUTS += [
-        ("x.jsonl.zst", ZSTD + ZSTD[: len(ZSTD) // 2], r":\d+"),
-        ("x.jsonl.zst", ZSTD + ZSTD[:20], ":9001"),
-        ("x.jsonl.zst", GOOD, ":1"),
-    ]
 
 
 @pytest.mark.parametrize(("name", "content", "line"), BAD_INPUTS)
@@ -120,25 +98,6 @@ def test_missing_input_is_named_before_anything_is_read(tmp_path):
             Corpus([TINY, tmp_path / missing])
 
 
-def test_a_file_that_may_not_be_read_is_named_once(tmp_path, monkeypatch):
-    def refuse(path, *_):
-        raise PermissionError(13, "Permission denied", str(path))
-
-    monkeypatch.setattr(Path, "open", refuse)
-    for name in ("a.jsonl", "b.txt"):
-        (tmp_path / name).touch()
-        with pytest.raises(PermissionError) as caught:
-            read(tmp_path / name)
-        assert one_line(caught.value) == f"{tmp_path / name}: Permission denied"
-
-
-def test_zst_without_zstandard_names_the_package(tmp_path, monkeypatch):
-    (tmp_path / "x.jsonl.zst").write_bytes(b"")
-    monkeypatch.setitem(sys.modules, "zstandard", None)
-    with pytest.raises(ValueError, match=r"x\.jsonl\.zst:1: .*needs `pip install zstandard`"):
-        read(tmp_path)
-
-
 @pytest.mark.parametrize("split_on", [None, "blank-line"])
 def test_in_a_folder_files_that_are_not_text_are_skipped(tmp_path, monkeypatch, split_on):
     monkeypatch.setattr(reading, "BLOCK_BYTES", 16)
@@ -150,21 +109,19 @@ def test_in_a_folder_files_that_are_not_text_are_skipped(tmp_path, monkeypatch, 
     for _ in range(2):  # and are counted once
         assert [document.text for document in corpus.documents()] == ["one", "two"]
         assert [path.name for path in corpus.skipped] == ["b.png", "c.txt"]
-    with pytest.raises(ValueError, match=r"c\.txt:1: .*under text, not one"):
-        read(tmp_path, text_column="one")  # so all text is a table, but b.png is none
     (tmp_path / "e.jsonl").write_text("nonsense")  # its name says what it should be
     with pytest.raises(ValueError, match=r"e\.jsonl:1: "):
         read(tmp_path)
 
 
-def test_a_named_file_that_is_not_text_is_an_error_with_its_byte(tmp_path, monkeypatch):
+def test_a_named_file_that_is_not_text_is_an_error(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "BLOCK_BYTES", 4)
     text = "né🙂 " * 3000  # characters that lie across the blocks
     (tmp_path / "good.txt").write_text(text)
     assert read(tmp_path / "good.txt") == [Document("good.txt", text)]
     for end in (b"\xff", "é".encode()[:1]):  # no character, and half of one
         (tmp_path / "bad.txt").write_bytes(text.encode() + end)
-        with pytest.raises(ValueError, match=rf"bad\.txt: .* byte {len(text.encode())}$"):
+        with pytest.raises(ValueError, match=r"bad\.txt: is not text in UTF-8"):
             read(tmp_path / "bad.txt")
 
 
@@ -197,9 +154,11 @@ def test_a_separator_is_read_with_its_escapes():
 
 
 def test_cutting_is_refused_unless_there_is_plain_text(tmp_path):
-    with pytest.raises(ValueError, match=r"--split-on: .*JSON or tables"):
+    with pytest.raises(ValueError, match=r"--split-on: .*JSON or parquet"):
         read(TINY, split_on="blank-line")
     (tmp_path / "a.txt").write_text("one||two|")
+    with pytest.raises(ValueError, match=r"--text-column body: these inputs are plain text"):
+        read(tmp_path / "a.txt", text_column="body")
     documents = read(TINY, tmp_path / "a.txt", split_on="|")
     assert documents[481:] == [(None, "one", None), (None, "two", None)]
 
@@ -207,7 +166,7 @@ def test_cutting_is_refused_unless_there_is_plain_text(tmp_path):
 # --- the bar
 
 
-def test_a_terminal_shows_both_passes_and_a_clock_that_goes_on(tmp_path, monkeypatch, capsys):
+def test_a_terminal_shows_both_passes(tmp_path, monkeypatch, capsys):
     source = tmp_path / "in.txt"
     source.write_text("some words of text\n" * 50_000)
     bytes_only = tokenizer.get_encoding("bytes")
@@ -216,27 +175,9 @@ def test_a_terminal_shows_both_passes_and_a_clock_that_goes_on(tmp_path, monkeyp
     shown = io.StringIO()
     shown.isatty = lambda: True
     monkeypatch.setattr("sys.stderr", shown)
-    monkeypatch.setattr(reading, "TICK_S", 0.02)
-    encode = prepare.encode
-    monkeypatch.setattr(prepare, "encode", lambda *args: time.sleep(0.1) or encode(*args))
     prepare.prepare([source], tmp_path / "store", bytes_only, "bytes")
-    for title, least in (("what to hold out", 1), ("encoding", 5)):
-        assert len(re.findall(rf"{title}: +\d+%.*?\d+k/950k", shown.getvalue())) >= least
-
-
-def test_a_bar_moves_as_parts_of_a_text_and_documents_are_handed_out(tmp_path, monkeypatch):
-    (tmp_path / "a.txt").write_text("some text\n" * 70)
-    (tmp_path / "b.jsonl").write_text('{"text": "some words of text"}\n' * 70)
-    monkeypatch.setattr(prepare, "CHUNK_CHARACTERS", 100)
-    monkeypatch.setattr(reading, "BLOCK_BYTES", 10)
-    corpus = Corpus([tmp_path], 0)
-    with InputBar(corpus.files, "encoding") as bar:
-        done = []
-        monkeypatch.setattr(bar, "done", lambda *now: done.append(now))
-        list(prepare.chunks(corpus.parts(bar.open), bar))
-    assert done[:6] == [(n, 0) for n in range(104, 700, 100)]
-    assert len({size for size, _ in done}) == len(done) > 15 and done == sorted(done)
-    assert done[-1] == (bar.total, 71)
+    for title in ("what to hold out", "encoding"):
+        assert re.search(rf"{title}: .*/950k", shown.getvalue())
 
 
 # --- held out
@@ -338,57 +279,32 @@ def test_no_text_is_too_short_but_one_character(tmp_path, holdout):
 
 
 LINES = [{"text": f'a "{n}",\nb', "id": str(n), "n": n} for n in range(3)]
-DELIMITERS = {"a.csv": ",", "a.tsv": "\t", "a.csv.txt": ",", "a.tab": "\t"}
-HOW = {"": lambda b: b, ".gz": gzip.compress, ".xz": lzma.compress}
+HOW = {"": lambda b: b, ".gz": gzip.compress}
 
 
 @pytest.mark.parametrize("compressed", HOW)
-@pytest.mark.parametrize("name", ["a", "a.txt", "a.ndjson", "a.jsonl", *DELIMITERS])
-def test_objects_and_rows_are_recognised(name, compressed, tmp_path):
+@pytest.mark.parametrize("name", ["a", "a.txt", "a.ndjson", "a.jsonl"])
+def test_json_lines_are_recognised(name, compressed, tmp_path):
     """Also with a name that says nothing of the compression, and with Excel's mark of UTF-8."""
-    if delimiter := DELIMITERS.get(name):
-        out = io.StringIO()
-        table = csv.DictWriter(out, ["text", "id", "n"], delimiter=delimiter)
-        table.writeheader()
-        table.writerows(LINES)
-        content = out.getvalue()
-    else:
-        content = "\n\n" + "".join(json.dumps(line) + "\n" for line in LINES)
-    column = None if name in ("a.csv", "a.tsv") else "text"
+    content = "\n\n" + "".join(json.dumps(line) + "\n" for line in LINES)
     for suffix, begins in (("", "\ufeff"), (compressed, "")):
         file = tmp_path / f"{name}{suffix}"
         file.write_bytes(HOW[compressed](f"{begins}{content}".encode()))
-        documents = list(Corpus([file], holdout=0, text_column=column).documents())
+        documents = read(file)
         assert [(d.text, d.id) for d in documents] == [(x["text"], x["id"]) for x in LINES]
-        (first, *_) = Corpus([file], holdout=0, text_column="id").documents()
-        assert first.text == "0"
-        with pytest.raises(ValueError, match=r"strings are under text, id.*--text-column"):
-            list(Corpus([file], holdout=0, text_column="body").documents())
+        assert read(file, text_column="id")[0].text == "0"
+        with pytest.raises(ValueError, match=r"strings are under text, id: .*--text-column"):
+            read(file, text_column="body")
+        file.write_bytes(HOW[compressed]("né\r\n".encode() * 1000))
+        if name == "a":
+            assert read(file) == [Document(file.name, "né\r\n" * 1000)]
 
 
-def test_what_only_begins_as_json_is_text_and_what_is_not_read_is_refused(tmp_path):
+def test_what_only_begins_as_json_is_text(tmp_path):
     for content in ("{ braces } in prose", "{", "[1] a note", "[", "", "\ufeffa,b\n"):
         file = tmp_path / "a.json"
         file.write_text(content)
-        assert [d.text for d in Corpus([file], holdout=0).documents()] == [content]
-    for name, content, said in (
-        ("a.json", '[{"text": "b"}, 5]', "a.json:2: .*no JSON object: ', 5]'"),
-        ("a.json", '[{"text": "b"}', "a.json:2: .*no JSON object"),
-        ("a.json", '[{"text": "b" 7}]', "a.json:1: .*no JSON object"),
-        ("a.json", '[{"text": 5}]', 'a.json:1: has no string under "text" or any other name'),
-        ("a.csv", "text,id\na\n", "a.csv:2: .*has 1 fields, and the first line has 2"),
-        ("a.csv", 'text\n"a\n', "a.csv:.*unexpected end of data"),
-        ("a.csv", b"\xff\n", "a.csv:1: cannot be read"),
-        ("a.csv", b"text\na\n\xff\n", "a.csv:3: cannot be read"),
-        ("a.arrow", "ARROW1\0\0", r'an Arrow file; convert it: .*open_file\("/.*/a.arrow"\)'),
-        ("$`.bin", b"\xff\xff\xff\xff\x10", r"""-c '[^']*open_stream\("/.*\$`.bin"\)[^']*'$"""),
-        ("a", pickle.dumps(["text"]), r'if you trust it.*DataFrame\(pandas.read_pickle\("/'),
-        ("a", HOW[".gz"](b"text")[:10] + b"\xff" * 9, "a: cannot be read"),
-        ("a.gz", b"\x1f\x8bno", "a.gz: cannot be read"),
-    ):
-        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-        with pytest.raises(ValueError, match=said):
-            list(Corpus([tmp_path / name], holdout=0).documents())
+        assert [d.text for d in read(file)] == [content]
 
 
 def test_parquet_is_read_by_its_columns_in_groups_of_rows(tmp_path, monkeypatch):
@@ -400,46 +316,13 @@ def test_parquet_is_read_by_its_columns_in_groups_of_rows(tmp_path, monkeypatch)
     parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=700)
     expected = [(str(row["id"]), row["text"] or "", "a") for row in rows]
     assert read(file) == expected == read(tmp_path)
-    corpus = Corpus([file], 0)
-    with InputBar(corpus.files, "reading") as bar:
-        assert list(corpus.documents(bar.open)) == expected
     assert [d.text for d in read(file, text_column="source", source_field="")] == ["a"] * 2500
-    for column in ("body", "id", "wide"):
-        said = f"any name:1: .*strings are under text, source, not {column}: .*--text-column"
-        with pytest.raises(ValueError, match=said):
+    for column in ("body", "wide"):
+        with pytest.raises(ValueError, match=f"any name:1: no string under {column}: .*--text-col"):
             read(file, text_column=column)
     file.write_bytes(file.read_bytes()[:-9])
-    with pytest.raises(ValueError, match=r"any name:1: .*[^\n]$"):
+    with pytest.raises(ValueError):
         read(file)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     with pytest.raises(ValueError, match="needs `pip install pyarrow`"):
         read(file)
-
-
-@pytest.mark.parametrize("how", HOW)
-def test_standard_input_and_compressed_prose_are_read(how, tmp_path, monkeypatch):
-    text = "né\r\n" * 1000
-    (tmp_path / "a").write_bytes(HOW[how](text.encode()))
-    assert read(tmp_path / "a") == [Document("a", text)]
-    for content, column, expected in (
-        (text.encode(), None, [("stdin", text, None)]),
-        (b'{"text": "one", "id": 1}\n', None, [("1", "one", None)]),
-        (b"id,body\r\n1,one\r\n", "body", [("1", "one", None)]),
-    ):
-        reading.stdin_file.cache_clear()
-        monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(HOW[how](content))))
-        for _ in range(2):
-            assert read("-", text_column=column) == expected
-        with pytest.raises(ValueError, match=r"^stdin:1: .*under .* not none.*--text-column"):
-            read("-", text_column="none")
-    reading.stdin_file.cache_clear()
-
-
-def test_an_array_is_read_object_by_object_wherever_blocks_end(tmp_path, monkeypatch):
-    objects = [{"text": f'}}, {{"é [{n}\\"', "id": n, "more": [{"a": n}]} for n in range(50)]
-    expected = [(str(x["id"]), x["text"], None) for x in objects]
-    for indent, begins in ((None, "\ufeff"), (2, "\n")):
-        (tmp_path / "a.txt").write_text(f"{begins} {json.dumps(objects, indent=indent)}\n ")
-        for size in (3, 17, 4096):
-            monkeypatch.setattr(reading, "SMALL_BYTES", size)
-            assert read(tmp_path / "a.txt") == expected

