@@ -81,7 +81,7 @@ if TYPE_CHECKING:
     from model import RunBlock, TokenMeta, Transformer
     from support.base.runtime import Runtime
 
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16", torch.float16: "fp16"}
+DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 Name = TypeVar("Name", bound=Hashable)
 
 

@@ -318,7 +318,6 @@ def assemble(
         kind=s.optim.optimizer,
         weight_decay=s.optim.weight_decay,
         betas=(s.optim.beta1, s.optim.beta2),
-        fp16=runtime.dtype == torch.float16,
         device=runtime.device,
     )
     if state:
@@ -403,7 +402,6 @@ class Trainer:
             with runtime.autocast():
                 loss = self.wrapped(batch, run_block=run_block, shares=shares, predicted=predicted)
             scale = runtime.world_size / max(step.targets, 1)  # the mean over ranks made a sum
-            scale *= self.optimizers.loss_scale.value
             with ExitStack() as around:
                 for edit in self.edits.values():
                     around.enter_context(edit.around_backward(last))
@@ -424,7 +422,7 @@ class Trainer:
         mean /= max(step.targets, 1)
         if not math.isfinite(mean):
             refuse_step(runtime, step.context.step, "loss", total.item())
-        if not math.isfinite(norm) and runtime.dtype != torch.float16:
+        if not math.isfinite(norm):
             refuse_step(runtime, step.context.step, "gradient", norm)
         lr = learning_rate(s, step.before, step.after)
         update = partial(self.optimizers.step, lr)

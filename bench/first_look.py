@@ -67,7 +67,7 @@ def ceilings(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
         ms = statistics.median([timed([copy], device).ms for _ in range(6)][1:])
         yield name, {"gb_per_s": significant(moved / 1e6 / ms, 4), "mb": host.nbytes / 1e6}
     del here, there, host, copies, copy, to, origin
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
+    for dtype in (torch.bfloat16, torch.float32):
         rate = machine.measured(torch.device(device), dtype).flops
         name = f"product, {str(dtype).removeprefix('torch.')}"
         yield name, {"tflops": significant(rate / 1e12, 4)}
@@ -120,12 +120,10 @@ class Way(NamedTuple):
     flags: str
     like: str = "plain"
     finer: int = 1  # TF32 has three bits more than bf16
-    is_held: bool = True  # to it; fp16 may leave out its first steps, until its loss scale fits
 
 
 WAYS = {name: Way(flags, name) for name, flags in CURVES.items()} | {
     "AdamW, fp32": Way(f"{CURVES['AdamW']} --dtype fp32", "AdamW", finer=8),
-    "fp16": Way("--dtype fp16", is_held=False),
     "compile": Way("--compile"),
     "compile, all on": Way(f"{CURVES['all on']} --compile", "all on"),
     "offload": Way("--offload --offload-budget 10MB"),
@@ -235,7 +233,6 @@ def look_at_losses(args: argparse.Namespace) -> None:
     """
     on_cpu, wrong = args.device == "cpu", []
     names = ["plain", "killed and resumed"] if args.toy else list(WAYS)
-    names = [name for name in names if not (on_cpu and name == "fp16")]
     curves = recorded_curves(RESULTS if args.toy else ROOT / "results")
     embedded_store("pd4k")  # once, before all of them want it
     jobs = {name: flags_for(args, WAYS[name].flags) for name in names}
@@ -243,7 +240,7 @@ def look_at_losses(args: argparse.Namespace) -> None:
         way = WAYS[name]
         failed = isinstance(losses, str)
         found = {"error": losses, "follows": False} if failed else compared(way, losses, curves)
-        if failed or (way.is_held and not found["follows"]):
+        if not found["follows"]:
             wrong.append(name)
         args.keep({"part": "way", "run": name, "flags": way.flags, **found})
     if wrong:

@@ -199,8 +199,7 @@ def chosen_impl(
     if device == "cpu":
         return "groups" if compiled else "adaptive"
     # matrix units do not keep the precision of float32
-    half = dtype in (torch.bfloat16, torch.float16)
-    tiled = half and head_width in attention_tiles.HEAD_WIDTHS
+    tiled = dtype == torch.bfloat16 and head_width in attention_tiles.HEAD_WIDTHS
     return "triton" if tiled and why_not(device) is None else "dense"
 
 

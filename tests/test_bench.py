@@ -253,7 +253,7 @@ def test_a_cpu_still_learns_what_its_recorded_curve_says():
 def test_a_run_with_other_losses_or_one_that_fails_is_named(monkeypatch):
     look, kept = import_module("first_look"), []
     recorded = look.recorded_curves(ROOT / "results")
-    wrong = {"ltd": recorded["AdamW"], "fsdp": "ended with status 1: no NCCL", "fp16": [9.0] * 30}
+    wrong = {"ltd": recorded["AdamW"], "fsdp": "ended with status 1: no NCCL"}
     said = {name: recorded[way.like] for name, way in look.WAYS.items()} | wrong
     monkeypatch.setattr(look, "embedded_store", lambda name: None)
     monkeypatch.setattr(look, "losses_of", lambda name, flags: said[name])

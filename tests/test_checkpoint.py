@@ -50,7 +50,7 @@ def state_of(step: int = 7) -> dict:
     names = "float64 bfloat16 float16 float8_e4m3fn int64 int32 int16 uint8 uint16 bool"
     return {
         "model": {"wte": embedding, "head": embedding, "again": embedding[:], "empty": raw[:0]},
-        "optimizers": {"wte": {"step": torch.tensor(3.0), "exp_avg": embedding * 2}, "scaler": {}},
+        "optimizers": {"wte": {"step": torch.tensor(3.0), "exp_avg": embedding * 2}},
         "dtypes": {name: raw.to(getattr(torch, name)) for name in names.split()},
         "transposed": torch.arange(60.0).view(3, 4, 5).transpose(0, 2),
         "strided": torch.arange(60.0).view(3, 4, 5)[:, ::2, 1:],

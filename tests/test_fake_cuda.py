@@ -44,7 +44,6 @@ COMING_HOME = {
     "update: from pageable memory in support/step/optim.py",
 }
 ALSO = {  # what a step waits for besides
-    "fp16": {"update: _local_scalar_dense in support/step/optim.py"},  # skip the step?
     "offload": COMING_HOME,
     "offload of all": COMING_HOME | {"update: a copy to the host in support/step/muon.py"},
 }
@@ -59,7 +58,6 @@ QUICK = {
 MORE = {
     "plain": "",
     "learned": f"--pos learned {IN_FP32}",
-    "fp16": "--dtype fp16 --pack",
     "ltd": "--ltd --ltd-start 8",
     "pack": "--pack --pack-batch documents",
     "reshape": f"--curriculum seqlen-reshape {IN_FP32}",
@@ -114,7 +112,7 @@ class Runs:
     def recipe(self, name: str, flags: str) -> None:
         """On the device, and in fp32 on the host."""
         self.train(name, flags)
-        on_host = flags.replace("--dtype fp16", "") + " --dtype fp32 --device cpu"
+        on_host = flags + " --dtype fp32 --device cpu"
         self.train(f"{name} on the host", on_host)
 
     def reports(self, library: Path) -> dict[str, dict]:

@@ -191,8 +191,6 @@ def test_a_data_sheet_is_known_by_the_devices_name():
         assert machine.data_sheet(name, torch.float32) == single * 1e12
     for name in ("NVIDIA L40", "NVIDIA T400", "Quadro", "NVIDIA GeForce RTX 4090 Laptop GPU"):
         assert machine.data_sheet(name, torch.bfloat16) is None
-    assert machine.data_sheet("Tesla T4", torch.bfloat16) is None
-    assert machine.data_sheet("Tesla T4", torch.float16) == 65e12
 
 
 def test_the_log_says_how_fast_a_run_is(log_of):

@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from model import Transformer, TransformerConfig
 from support.step import optim
-from support.step.optim import LossScale, OptimConfig, Optimizers, lr_at, split_parameters
+from support.step.optim import OptimConfig, Optimizers, lr_at, split_parameters
 
 
 def lr(t, schedule="cosine", floor=0.0, warmup=10):
@@ -39,8 +39,8 @@ def model():
     return Transformer(TransformerConfig("gpt", 3, 2, 16, 32, 8, 40))
 
 
-def optimizers_of(m, kind, weight_decay=0.1, fp16=False):
-    return Optimizers(dict(m.named_parameters()), kind, weight_decay, (0.9, 0.95), fp16)
+def optimizers_of(m, kind, weight_decay=0.1):
+    return Optimizers(dict(m.named_parameters()), kind, weight_decay, (0.9, 0.95))
 
 
 def test_every_parameter_is_moved_once():
@@ -112,55 +112,3 @@ def test_decay_touches_matrices_alone():
     for name, parameter in m.named_parameters():
         shrunk = before[name] * (0.95 if parameter.ndim == 2 else 1)
         assert torch.allclose(parameter, shrunk, atol=1e-7), name
-
-
-@pytest.mark.parametrize(
-    ("overflowed", "kind", "clip"),
-    [("wte.weight", "muon", 0), ("h.1.mlp.c_fc.weight", "muon", 1), ("ln_f.bias", "adamw", 1)],
-)
-def test_one_overflow_skips_one_step_of_every_parameter(kind, clip, overflowed):
-    m = model()
-    optimizers = optimizers_of(m, kind, fp16=True)
-    weights, scale = [], optimizers.loss_scale.value
-    for step in range(3):  # momentum from the first on; the second overflows
-        for seed, parameter in enumerate(m.parameters()):
-            torch.manual_seed(seed)
-            parameter.grad = optimizers.loss_scale.value * torch.randn_like(parameter)
-        if step == 1:
-            m.get_parameter(overflowed).grad[0] = torch.inf
-        assert optimizers.clip_gradients(clip).isfinite() == (step != 1)
-        optimizers.step(0.01)
-        weights.append([parameter.detach().clone() for parameter in m.parameters()])
-    for first, second, third in zip(*weights, strict=True):
-        assert torch.equal(first, second)
-        assert third.isfinite().all() and not torch.equal(second, third)
-    assert optimizers.loss_scale.value == scale / 2, "one overflow halves the scale once"
-
-
-def test_the_loss_scale_moves_as_torchs():
-    """The same scale after every step of the same overflows, and the same state in a checkpoint."""
-    ours, torchs = LossScale(True), torch.amp.GradScaler("cpu")
-    parameter = torch.nn.Parameter(torch.zeros(1))
-    optimizer = torch.optim.SGD([parameter])
-    for step in range(2050):
-        overflows = step in (0, 1, 2040)
-        torchs.scale(torch.zeros(()))
-        parameter.grad = torch.full((1,), torch.inf if overflows else 1.0)
-        torchs.step(optimizer)
-        torchs.update()
-        ours.update(torch.inf if overflows else 1.0)
-        if step == 1000:  # a checkpoint of either goes on as the other
-            torchs.load_state_dict(ours.state_dict())
-            ours.load_state_dict(torchs.state_dict())
-        assert ours.state_dict() == torchs.state_dict(), step
-    assert ours.value == 65536 / 4 * 2 / 2
-
-
-def test_a_run_in_another_dtype_goes_on_without_a_loss_scale_or_with_a_new_one():
-    off, on = LossScale(False), LossScale(True)
-    assert off.state_dict() == {} and off.value == 1
-    on.update(torch.inf)
-    off.load_state_dict(on.state_dict())
-    assert off.value == 1
-    on.load_state_dict({})
-    assert on.value == 32768

@@ -30,7 +30,7 @@ from tqdm import tqdm
 from kernels.triton_here import why_not
 
 ROOT = Path(__file__).resolve().parents[2]  # of the repository
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MISTAKES = (ValueError, OSError)  # of the user: one line and exit status 2
 RANK_IS_GONE = ("gloo/transport", "ncclRemoteError")  # in gloo's and NCCL's errors about lost ranks
 PATIENCE = 1800  # seconds that ranks wait for each other
@@ -200,11 +200,9 @@ def start(device: str, dtype: str, patience: int = PATIENCE) -> Runtime:
     if kind == "cpu":
         keep_freed_memory()
     if dtype == "auto" and kind == "cuda":
-        # a V100 or a T4 only emulates bf16
-        dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp16"
+        # older GPUs only emulate bf16
+        dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     dtype = "fp32" if dtype == "auto" else dtype
-    if dtype == "fp16" and kind != "cuda":
-        raise ValueError(f"--dtype fp16 needs --device cuda, not {kind}: choose bf16 or fp32")
     if world_size > 1 and not dist.is_initialized():
         dist.init_process_group(
             store=meeting_place(),

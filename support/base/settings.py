@@ -212,7 +212,7 @@ class RunConfig:
     )
     seed: int = flag(1337, "decides the initial weights, the order of data and every draw")
     device: str = free("auto", "where to compute", ("auto", "cpu", "cuda", "mps"))
-    dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16", "fp16"))
+    dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16"))
     compile: str = free(
         "auto",
         "compile blocks, as their shapes come; auto: on a GPU",

@@ -89,7 +89,6 @@ CHECKPOINT = TRAINED | {
     "run": str,
     "optimizers": {
         "state": Each(Each(torch.Tensor)),
-        "scaler": Each(int | float),
     },
     "clock": CLOCK | {"position": dict.fromkeys(Cursor._fields, COUNT)},
     "best": float,

@@ -32,7 +32,7 @@ class Machine(NamedTuple):
 
     pattern: str  # of torch's name of it
     half: float  # TFLOP/s of dense matrix products in 16 bits, with sums in fp32
-    single: float  # in 32 bits, which is TF32 from Ampere on (support/base/runtime.py asks for it)
+    single: float  # in 32 bits, which is TF32 (support/base/runtime.py asks for it)
 
 
 # The first that matches torch's name of a device. From NVIDIA's data sheets, with figures "with
@@ -45,22 +45,13 @@ DATA_SHEETS = (
     Machine("H200", 989.4, 494.7),
     Machine("H100.*(HBM3|SXM)", 989.4, 494.7),
     Machine("H100 PCIe", 756, 378),
-    Machine("A100.*40GB", 312, 156),
     Machine("A100", 312, 156),
     Machine("A10( |$)", 125, 62.5),
     Machine("L40S", 362, 183),
     Machine("L4( |$)", 121, 60),
     Machine("RTX 4090$", 165.2, 82.6),
     Machine("RTX 3090$", 71, 35.6),
-    Machine("V100S", 130, 16.4),
-    Machine("V100-SXM.*16GB", 125, 15.7),
-    Machine("V100-SXM", 125, 15.7),
-    Machine("V100-PCIE", 112, 14),
-    Machine("T4$", 65, 8.1),
 )
-
-
-OLDER = ("V100", "T4")  # their matrix units have neither bf16 nor TF32
 
 
 def peak(runtime: Runtime) -> Peak:
@@ -78,12 +69,10 @@ def peak(runtime: Runtime) -> Peak:
 
 
 def data_sheet(name: str, dtype: torch.dtype) -> float | None:
-    """FLOP/s of a GPU of this name; None if it is not in the table, or lacks the dtype."""
+    """FLOP/s of a GPU of this name; None if it is not in the table."""
     for machine in DATA_SHEETS:
         if re.search(machine.pattern, name):
-            lacks_it = dtype == torch.bfloat16 and re.search("|".join(OLDER), name)
-            half = None if lacks_it else machine.half * 1e12
-            return half if dtype.itemsize == 2 else machine.single * 1e12
+            return 1e12 * (machine.half if dtype.itemsize == 2 else machine.single)
     return None
 
 

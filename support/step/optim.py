@@ -134,48 +134,10 @@ def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dic
     return {"weights": weights, "gradients": weights, "optimizer": by_muon + 2 * by_adamw}
 
 
-SCALE_CHANGES = {"growth_factor": 2.0, "backoff_factor": 0.5, "growth_interval": 2000}
-
-
-class LossScale:
-    """fp16 multiplies the loss by this, so that small gradients do not vanish in 16 bits.
-
-    A step whose gradients overflow halves it; 2,000 other steps in a row double it. The numbers,
-    and what a checkpoint keeps of them, are those of torch's GradScaler. GradScaler decides for
-    each optimizer separately, after clipping, and copies the overflow flag to host memory without
-    waiting for the copy (torch issue 127612). Here the norm over all gradients decides.
-    """
-
-    def __init__(self, on: bool):
-        self.on = on
-        self.value = 65536.0 if on else 1.0
-        self.sound_steps = 0  # since it last changed
-        self.overflowed = False  # in this step
-
-    def update(self, norm: float) -> None:
-        """Take note of the norm of a step's gradients."""
-        self.overflowed = not math.isfinite(norm)
-        self.sound_steps = 0 if self.overflowed else self.sound_steps + 1
-        if self.overflowed:
-            self.value *= SCALE_CHANGES["backoff_factor"]
-        elif self.sound_steps == SCALE_CHANGES["growth_interval"]:
-            self.value *= SCALE_CHANGES["growth_factor"]
-            self.sound_steps = 0
-
-    def state_dict(self) -> dict:
-        now = {"scale": self.value, **SCALE_CHANGES, "_growth_tracker": self.sound_steps}
-        return now if self.on else {}
-
-    def load_state_dict(self, saved: dict) -> None:
-        """Go on from a state; that of a run in another dtype is empty and changes nothing."""
-        if self.on and saved:
-            self.value, self.sound_steps = saved["scale"], saved["_growth_tracker"]
-
-
 class Optimizers:
-    """One or two torch optimizers and fp16's loss scale, which step and are saved together.
+    """One or two torch optimizers, which step and are saved together.
 
-    A step: `(loss * optimizers.loss_scale.value).backward()`, `clip_gradients`, `step`.
+    A step: `loss.backward()`, `clip_gradients`, `step`.
 
     Args: named  the parameters by the names that their state is saved under
           device that computes, if some of them are on the host; None for that of the parameters
@@ -187,7 +149,6 @@ class Optimizers:
         kind: str,
         weight_decay: float,
         betas: tuple[float, float],
-        fp16: bool = False,
         device: torch.device | None = None,
     ):
         split = split_parameters(named, kind == "muon")
@@ -206,19 +167,12 @@ class Optimizers:
             groups = [{"params": params, "parts": parts} for parts, params in by_parts.items()]
             self.parts.append(Muon(groups, lr=0.0, weight_decay=weight_decay, on=device))
         self.device = device or self.parameters[0].device
-        self.loss_scale = LossScale(fp16)
 
     def clip_gradients(self, clip: float) -> Tensor:
-        """Undo fp16's scaling, clip the norm over all parameters at `clip`, return that norm.
-
-        A `clip` of 0 clips nothing. Only in fp16 the host waits for the norm.
-        """
+        """Clip the norm over all parameters at `clip` and return it; 0 clips nothing."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for gradient in (rows_here(p.grad) for p in self.parameters if p.grad is not None):
             by_device.setdefault(gradient.device, []).append(gradient)
-        if self.loss_scale.on:
-            for gradients in by_device.values():
-                torch._foreach_div_(gradients, self.loss_scale.value)
         norms = [torch.nn.utils.get_total_norm(gradients) for gradients in by_device.values()]
         if len(norms) > 1:
             norms = [torch.nn.utils.get_total_norm([norm.to(self.device) for norm in norms])]
@@ -226,20 +180,14 @@ class Optimizers:
         if is_shard(self.parameters[0]):
             norm = norm_over_ranks(norm.to(self.device))
         torch.nn.utils.clip_grads_with_norm_(self.parameters, clip or math.inf, norm)
-        if self.loss_scale.on:
-            self.loss_scale.update(norm.item())
         return norm
 
     def step(self, lr: float) -> None:
-        """Update the weights and free the gradients.
-
-        A step in fp16 whose gradients overflowed moves none.
-        """
+        """Update the weights and free the gradients."""
         for optimizer in self.parts:
             for group in optimizer.param_groups:
                 group["lr"] = lr
-            if not self.loss_scale.overflowed:
-                optimizer.step()
+            optimizer.step()
             optimizer.zero_grad(set_to_none=True)
 
     def memory(self) -> dict[str, int]:
@@ -258,10 +206,7 @@ class Optimizers:
             for optimizer in self.parts
             for parameter, kept in optimizer.state.items()
         }
-        return {
-            "state": state,
-            "scaler": self.loss_scale.state_dict(),
-        }
+        return {"state": state}
 
     def load_state_dict(self, saved: dict) -> None:
         """Go on from a state; a parameter that it does not name begins without one.
@@ -281,7 +226,6 @@ class Optimizers:
             }
             groups = optimizer.state_dict()["param_groups"]
             optimizer.load_state_dict({"state": state, "param_groups": groups})
-        self.loss_scale.load_state_dict(saved["scaler"])
 
 
 def learning_rate(settings: "Config", before: Clock, after: Clock) -> float:

@@ -57,10 +57,10 @@ KINDS = (Away.STATE, Away.GRADIENTS, Away.WEIGHTS)
 # Bytes on the device for each parameter of a block's matrices, optimizer state not counted, when
 # nothing, state, gradients or weights are away. Weight and gradient have 4 bytes each; in bf16,
 # once gradients are away, 2. Autocast keeps a copy of 2 bytes of each fp32 weight until backward.
-BLOCK_BYTES = {"fp32": (8, 8, 4, 0), "bf16": (10, 10, 2, 0), "fp16": (10, 10, 6, 0)}
+BLOCK_BYTES = {"fp32": (8, 8, 4, 0), "bf16": (10, 10, 2, 0)}
 # Outside of blocks: the embeddings' copy belongs to the loss, and is gone when both
 # `embedding_gradients` are there; but a gradient on its way to a sum on the host takes as much.
-OUTSIDE_BYTES = {"fp32": (8, 8, 4), "bf16": (8, 8, 6), "fp16": (8, 8, 6)}
+OUTSIDE_BYTES = {"fp32": (8, 8, 4), "bf16": (8, 8, 6)}
 
 
 class Part(NamedTuple):
@@ -124,7 +124,7 @@ class Placement:
     """All parts, each with what of it is away."""
 
     parts: tuple[Part, ...]
-    dtype: str  # of the arithmetic: fp32 | bf16 | fp16
+    dtype: str  # of the arithmetic: fp32 | bf16
     budget: int
 
     what_passes = "of two blocks at a time, gradients of embeddings and head"
