@@ -61,9 +61,6 @@ class DataConfig:
         free=True,
     )
     tokenizer: str | None = flag(None, f"{NAMES} (default: the store's, else pd4k)")
-    verify_data: bool = flag(
-        False, "compare all of --data with its sha256 before the first step", free=True
-    )
     seq_len: int | None = flag(None, "tokens of a row (default: by --size)", least=8, below=2**31)
 
 
@@ -86,8 +83,6 @@ def open_data(settings: "Config", runtime: Runtime) -> tuple["Config", Data]:
     store = open_store(path)
     encoding = get_encoding(d.tokenizer) if d.tokenizer else store_encoding(path, store.meta)
     store.check_tokenizer(encoding)
-    if d.verify_data:
-        runtime.on_each_machine(store.verify)
     settings = replace(settings, data=replace(d, tokenizer=encoding.name))
     special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
     return settings, Data(encoding, store, special_ids, byte_lengths(encoding))

@@ -8,7 +8,6 @@ read in support/text/reading.py, and documents held out in support/text/corpus.p
 
     python prepare.py corpus/pd-mix.jsonl.gz --out runs/pd-mix
     python prepare.py --tokens-from data/openwebtext/train.bin --tokenizer gpt2 --out runs/owt
-    python prepare.py verify runs/pd-mix           # compare all of it with its sha256
 """
 
 import json
@@ -268,14 +267,9 @@ def _print_summary(store: Store) -> None:
 
 
 def main(argv: list[str] | None = None) -> None:
-    argv = sys.argv[1:] if argv is None else argv
-    if argv[:1] == ["verify"] and len(argv) == 2:
-        Store.open(argv[1]).verify()
-        print(f"{argv[1]}: verified")
-        return
     parser = runtime.Parser(
         prog="prepare.py",
-        description="Encode documents into a token store, which training reads; or verify STORE.",
+        description="Encode documents into a token store, which training reads.",
     )
     add_flags(parser, needed="*")
     tokens_from = "nanoGPT's train.bin (and the val.bin beside it) instead of inputs"

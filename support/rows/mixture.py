@@ -27,10 +27,18 @@ import numpy as np
 
 from support.base.rng import seed_of, shuffled
 from support.rows.samples import Samples
-from support.text.store import COUNTS, Store
+from support.text.store import Store
 
 EXAMPLE = "as in --data wiki=0.7,code=0.3"
 ONE = 1 << 32  # a share of 1: shares are whole numbers of 2^-32
+COUNTS = (
+    "documents",
+    "tokens",
+    "bytes",
+    "train_documents",
+    "train_tokens",
+    "train_bytes",
+)  # of a store
 
 # ---- the flag
 
@@ -113,10 +121,6 @@ class Mixture:
         """As they are mixed."""
         shares = zip(self.weights, self.parts, strict=True)
         return sum(float(weight) * part.bytes_per_token for weight, part in shares)
-
-    def verify(self) -> None:
-        for part in self.parts:
-            part.verify()
 
     @classmethod
     def open(cls, given: str, entries: Sequence[Entry]) -> "Mixture":

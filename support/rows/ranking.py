@@ -18,8 +18,6 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from support.text.store import FileArray
-
 LENGTHS = ("seqlen", "seqlen-reshape")  # metrics of a curriculum that rank nothing
 CHUNK = 1 << 22  # records merged at once
 SCAN = 1 << 18  # samples looked at at once
@@ -86,8 +84,8 @@ def split(runs: list[np.ndarray], rank: int) -> list[int]:
 class Ranking:
     """values (N,) by sample id; order (N,) sample ids by value, ties by id."""
 
-    values: np.ndarray | FileArray
-    order: np.ndarray | FileArray
+    values: np.ndarray
+    order: np.ndarray
 
     def __len__(self) -> int:
         return len(self.order)
@@ -137,8 +135,8 @@ def read(folder: Path, about: dict[str, object]) -> Ranking:
     Raises: ValueError for files that do not belong together, as far as their sizes and both ends
             tell: to check more would keep a run waiting for a cold disk
     """
-    values = FileArray(folder / "values.bin", about["values"])
-    order = FileArray(folder / "order.bin", about["order"])
+    values = np.asarray(np.memmap(folder / "values.bin", about["values"], "r"))
+    order = np.asarray(np.memmap(folder / "order.bin", about["order"], "r"))
     if not len(values) == len(order) == about["samples"]:
         raise ValueError("files of another size")
     first, last = order[0], order[-1]

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from support.base.atomic import atomic_write, folder_lock
 from support.base.rng import shuffled
-from support.text.store import FileArray, Store
+from support.text.store import Store
 
 MULTIPLE = 8  # lengths move in steps of 8: few shapes, and matrix units work in eights
 KINDS = ("pieces", "rows", "bert", "pairs")
@@ -60,7 +60,7 @@ class Samples:
                 " name another store, or take all documents with evaluate.py --split all"
             )
 
-    def _table(self) -> np.ndarray | FileArray:
+    def _table(self) -> np.ndarray:
         """(N, 2) int64: the spans of all samples."""
         parts = (self._spans_of(offsets) for offsets in self._parts())
         at_most = len(self.documents) + (self.stop - self.start) // self.max_piece_len
@@ -75,7 +75,7 @@ class Samples:
                 with atomic_write(file) as out:
                     for part in tqdm(parts, file.name, count, disable=None, leave=False):
                         out.write(part)
-        table = FileArray(file, np.dtype((np.int64, 2)))
+        table = np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
         some = table[:: max(len(table) // SPANS_CHECKED, 1)]
         ascends = (np.diff(some) > 0).all() and (np.diff(some, axis=0) > 0).all()
         last = self._spans_of(self.store.offsets[self.documents.stop - 1 : self.documents.stop + 1])
