@@ -255,10 +255,7 @@ class Transformer(nn.Module):
         return self.ln_f(x) if config.kind == "gpt" else x
 
     def attention_impl(self, x: Tensor) -> str:
-        """How rows of several documents are attended to, where x is, under autocast as it is now.
-
-        Not where a block's weights are: offloaded ones are on the host until their block runs.
-        """
+        """How rows of several documents are attended to, under autocast as it is now."""
         dropout = self.config.dropout if self.training else 0.0
         compiled = self.h[0]._compiled_call_impl is not None  # by Module.compile
         dtype = product_dtype(x)

@@ -45,8 +45,7 @@ gradients and their optimizer state. A device that holds everything needs 25.84 
 In bf16 the device's copy of the weights is bf16 once gradients are away: autocast would round fp32
 ones to the same numbers, and keep both.
 
-With several ranks only optimizer state leaves, because DDP keeps the gradients. With --fsdp whole
-blocks leave, a rank's rows of them, and FSDP2 moves them (`Shards`; support/base/sharded.py).
+With several ranks only optimizer state leaves, because DDP keeps the gradients. --fsdp is refused.
 Activations are not offloaded: use --checkpoint-activations.
 
 Papers:   Ren et al., arXiv 2101.06840 (ZeRO-Offload): all optimizer state and the step on the host;
@@ -104,7 +103,8 @@ class OffloadConfig:
 def refusals(settings: "Config") -> list[tuple[bool, str]]:
     budget_bytes(settings.offload.budget, free=0)  # raises for anything but bytes or auto
     host_bytes(settings.offload.host_memory, free=0)
-    return []
+    spread = "--fsdp spreads weights, gradients and state over the ranks: leave out --offload"
+    return [(settings.run.fsdp, spread)]
 
 
 # ---- from the flags to a placement
@@ -142,22 +142,11 @@ def placement_for(settings: "Config", model: nn.Module, runtime: "Runtime") -> P
         kinds=KINDS if runtime.world_size == 1 else (Away.STATE,),
         host_bytes=host_bytes(settings.offload.host_memory, runtime.host_free),
         ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-        shards=runtime.world_size if settings.run.fsdp else None,
     )
 
 
 def edit(settings: "Config", model: "Transformer", runtime: "Runtime", state: dict | None) -> Edit:
-    placement = placement_for(settings, model, runtime)
-    if settings.run.fsdp:
-        return Shards(placement)
-    return Offload(placement, early=runtime.world_size == 1)
-
-
-class Shards(Edit):
-    """--fsdp: FSDP2 moves the rows of these layers (support/base/sharded.py)."""
-
-    def __init__(self, placement: Placement):
-        self.placement, self.layers_away = placement, placement.layers_away
+    return Offload(placement_for(settings, model, runtime), early=runtime.world_size == 1)
 
 
 # ---- the placement carried out

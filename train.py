@@ -295,9 +295,9 @@ def assemble(
             block.compile()
     # shards before values: they are other parameters, and those of a state are shards already
     if s.run.fsdp:
-        shard(model, runtime, [layer for edit in edits.values() for layer in edit.layers_away])
+        shard(model, runtime)
     if state:
-        assign(model, state["model"], runtime.device)
+        assign(model, state["model"])
     # to the device once the values are there, or as much of it as has room
     moved = [edit.move(model, runtime.device) for edit in edits.values()]
     if not s.run.fsdp and not any(moved):

@@ -85,6 +85,7 @@ REFUSED = {
     "--ltd --ltd-layers": "1-6 0-5 0-999999999 4-2 1,4-2 middle -1",
     "--ltd --ltd-mode": "first",
     "--ltd --ltd-pace": "slow",
+    "--fsdp --offload": "",
 }
 NOT_0 = "--micro-batch-size --layers --width --mlp-width --keep --lr --eval-tokens"
 REFUSED |= dict.fromkeys([*NOT_0.split(), "--final-eval-tokens"], "0")

@@ -24,7 +24,6 @@ from torch.utils._pytree import tree_leaves
 import ltd
 import offload
 import train
-from kernels import packed_attention
 from model import Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Copy, Landing, Link, Offload
 from support.base.technique import Edit
@@ -422,21 +421,6 @@ def test_a_blocks_weights_are_on_their_way_while_the_block_before_it_computes(mo
     placement = run.offloaded.placement
     copied = sum(isinstance(event, str) for event in log)
     assert copied * placement.parts[1].numel * 4 == placement.traffic(72, 2).to_device
-
-
-def test_attention_is_chosen_where_the_rows_are_and_not_where_the_first_block_is(monkeypatch):
-    """FSDP2 keeps the weights of an offloaded block on the host until it runs."""
-    asked, chosen_impl = [], packed_attention.chosen_impl
-
-    def noted(device, *more):
-        asked.append(device)
-        return chosen_impl(device, *more)
-
-    monkeypatch.setattr("model.chosen_impl", noted)
-    model = small()
-    model.h[0].to("meta")
-    loss = model(batch(), run_block=lambda layer, block, x, meta: block(x, meta) if layer else x)
-    assert loss.isfinite() and asked == ["cpu"]
 
 
 # ---- page-locked memory

@@ -154,28 +154,6 @@ def test_with_several_ranks_only_state_leaves():
         away(24_000, kinds=(STATE,))
 
 
-def test_shards_leave_by_blocks():
-    """Two ranks. Of 1,010 parameters of a block a rank has 8,080 bytes, and of the outside
-    4,040. Besides, 5 x 4 bytes of a whole block's and 3 x 4 of the outside's: 26,260."""
-    here = {"host_bytes": 20_000, "ranks_here": 2, "shards": 2}
-    assert away(54_540, **here) == "NNNN"
-    assert away(54_539, **here) == away(46_460, **here) == "NNWN"
-    with pytest.raises(ValueError, match=r"needs 31\.56 KiB of host memory"):
-        away(46_459, **here)
-    with pytest.raises(ValueError, match=r"is too small.* 1MiB"):
-        away(30_299, **here)
-
-
-def test_two_ranks_hold_half_of_each_shard_and_the_same_whole_blocks():
-    one, two = (place(THREE, 2**60, "bf16", shards=ranks) for ranks in (1, 2))
-    assert one.device_bytes - one.in_passing == 2 * (two.device_bytes - two.in_passing)
-    assert one.in_passing == two.in_passing == 1010 * (4 * 2 + 4) + 505 * 12
-    less = place(THREE, two.device_bytes - 1, "bf16", shards=2)
-    assert less.host_bytes == 1010 * 16 // 2 and less.layers_away == [1]
-    # 2 micro-batches: rows home twice, and four times to the device
-    assert less.traffic(10, 2) == (2 * 2020, 4 * 2020, 0, 505)
-
-
 def test_a_host_that_is_too_small_is_refused():
     """One block of 1,000 parameters away: 16,000 bytes, and two slots for its gradients."""
     assert away(52_560, host_bytes=24_000) == "NNSN"
@@ -271,7 +249,6 @@ def test_break_even():
     rates = Rates(25e9, 140e12, 1)
     assert Placement((), "bf16", 0).break_even_tokens(rates) == 5600
     assert Placement((), "fp32", 0).break_even_tokens(rates) == 11_200
-    assert place(THREE, 2**60, "bf16", shards=8).break_even_tokens(rates) == 1400
 
 
 def test_whether_copies_hide_is_said():

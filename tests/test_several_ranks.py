@@ -7,25 +7,12 @@ import pytest
 from conftest import ALL_ON, SMALL, read_log, start_ranks
 
 import train
-from model import Transformer
-from support.base.runtime import Runtime
-from support.base.sharded import shard
 
 pytestmark = pytest.mark.dist
 # 12 rows a step, so that 1, 2 and 3 ranks share them; at this rate rounding is not amplified
 FLAGS = f"{SMALL} --batch-tokens 384 --lr 1e-3 --tokens 3840 --checkpoint-every 1152 --keep 9"
 SHARED = "--pseudo --pseudo-group 2 --pseudo-until 0.5 --optimizer adamw"
-AWAY = "--offload --offload-budget 680KB"  # of 800 KiB on each of three ranks
 GROWING = "--pseudo --pseudo-layers 2 --pseudo-until 0.5"
-
-
-def train_with_blocks_away(flags: list[str]) -> int:
-    def shard_some(model: Transformer, runtime: Runtime, offloaded: list[int]) -> None:
-        assert offloaded, "the budget has room for all"
-        shard(model, runtime, offloaded)
-
-    train.shard = shard_some
-    return train.main(flags)
 
 
 def losses(folder: Path) -> list[float]:
@@ -47,8 +34,7 @@ def test_ranks_share_weights_and_part_with_them_as_one_process_does(store_dir, t
 @pytest.mark.slow
 @pytest.mark.parametrize("technique", [GROWING, SHARED])
 def test_a_sharded_run_goes_on_with_other_ranks(store_dir, tmp_path, technique):
-    """From a checkpoint of two ranks before the switch: plainly in one process, and with three that
-    keep some blocks on the host."""
+    """From a checkpoint of two ranks before the switch: plainly in one process, and with three."""
     flags = [*FLAGS.split(), *technique.split(), *ALL_ON.split(), "--data", str(store_dir)]
     assert train.main([*flags, "--out", str(tmp_path / "one")]) == 0
     wanted = losses(tmp_path / "one")
@@ -64,8 +50,7 @@ def test_a_sharded_run_goes_on_with_other_ranks(store_dir, tmp_path, technique):
     assert train.main(["--resume", "--out", str(tmp_path / "two"), "--no-fsdp"]) == 0
     assert losses(tmp_path / "two") == closely(wanted)
     assert list((tmp_path / "two").glob("step-*.pt")), "a plain run's checkpoints are files"
-    resume = ["--resume", "--out", str(tmp_path / "three"), *AWAY.split()]
-    start_ranks(3, resume, work=train_with_blocks_away)
+    start_ranks(3, ["--resume", "--out", str(tmp_path / "three")])
     assert losses(tmp_path / "three") == closely(wanted)
     assert len(read_log(tmp_path / "three", "run")) == 2
 

@@ -74,9 +74,7 @@ def started(config: TransformerConfig) -> Transformer:
     return model
 
 
-# with the layers whose shards stay on the host
-MODELS = {"gpt": (gpt, ()), "shared": (gpt_with_shared_block, (1, 2, 3)), "bert": (bert, (0, 2))}
-MODELS["llama"] = (llama, (1,))
+MODELS = {"gpt": gpt, "shared": gpt_with_shared_block, "bert": bert, "llama": llama}
 
 
 def rows_of(model: Transformer, step: int, rows: int) -> Batch:
@@ -92,10 +90,10 @@ def rows_of(model: Transformer, step: int, rows: int) -> Batch:
 class Trained:
     """A model and its optimizers, on this rank's rows of a step or on all of them."""
 
-    def __init__(self, model: Transformer, runtime: Runtime | None, offloaded: tuple = ()):
+    def __init__(self, model: Transformer, runtime: Runtime | None):
         self.model, self.runtime = model, runtime
         if runtime:
-            sharded.shard(model, runtime, offloaded)
+            sharded.shard(model, runtime)
         named = dict(model.named_parameters())
         self.optimizers = Optimizers(named, "muon", weight_decay=0.1, betas=(0.9, 0.95))
 
@@ -154,8 +152,7 @@ def check_steps(runtime: Runtime, name: str) -> None:
     In float64, because gradients are summed in another order, and Muon makes the smallest singular
     values of a gradient, rounding errors included, as large as all others.
     """
-    build, offloaded = MODELS[name]
-    ours, alone = Trained(build().double(), runtime, offloaded), Trained(build().double(), None)
+    ours, alone = (Trained(MODELS[name]().double(), where) for where in (runtime, None))
     held = sum(rows_here(p).numel() for p in ours.model.parameters())
     total = sum(p.numel() for p in alone.model.parameters())
     assert held / total - 1 / runtime.world_size < 0.04
@@ -200,15 +197,6 @@ def check_drift(runtime: Runtime) -> None:
         named["h.1.mlp.c_fc.weight"][0, 0] += runtime.rank
     with pytest.raises(ValueError, match=r"differ between ranks: h\.1\.mlp\.c_fc\.weight$"):
         sharded.check_agreement(runtime, named)
-
-
-def check_places(runtime: Runtime) -> None:
-    """Offloaded rows are on the host wherever they came from; the meta device stands for a GPU."""
-    model = gpt()
-    sharded.shard(model, runtime, (1, 2))
-    sharded.assign(model, model.state_dict(), torch.device("meta"))
-    for name, p in model.named_parameters():
-        assert (p.device.type == "cpu") == name.startswith(("h.1.", "h.2.")), name
 
 
 def check_skipped_layer(runtime: Runtime) -> None:
@@ -381,19 +369,19 @@ def check_damage_is_said_by_all(runtime: Runtime, folder: Path) -> None:
 
 def go_on(runtime: Runtime, folder: Path, write: bool) -> None:
     """A step, a checkpoint, two steps; with other ranks the last two steps again from there."""
-    build, offloaded = MODELS["shared"]
+    build = MODELS["shared"]
     alone = Trained(build(), None)
     losses = [alone.step(step)[0] for step in range(3)][1:]
     paths = [folder / "step-00000001.sharded"]
     if write:
-        ours = Trained(build(), runtime, offloaded)
+        ours = Trained(build(), runtime)
         ours.step(0)
         checkpoint.save(folder, ours.state(), runtime, step=1)
     else:  # also a file of whole tensors, which each rank cuts
         state = checkpoint.load(paths[0])
         paths.append(checkpoint.save(folder / f"{runtime.rank}", state, step=1))
     for path in paths:
-        ours = Trained(build(), runtime, offloaded)
+        ours = Trained(build(), runtime)
         state = checkpoint.load(path, ours.model.state_dict(), runtime, CPU)
         assert state["best"] == math.inf and state["config"]["layers"] == (1, 2)
         for tensor in state["optimizers"]["state"]["wte.weight"].values():
@@ -419,7 +407,6 @@ def check_all(arguments: list[str]) -> None:
             check_steps(runtime, name)
         check_refusals(runtime)
         check_drift(runtime)
-        check_places(runtime)
         check_skipped_layer(runtime)
         check_rounded(runtime)
         check_compiled_block(runtime)

@@ -240,7 +240,7 @@ def made_by(runtime: Runtime) -> dict[str, str]:
 def group_of(device: torch.device) -> dict[str, str | torch.device]:
     """The arguments of init_process_group for ranks on such devices.
 
-    With GPUs gloo is there too, for tensors in host memory such as offloaded shards. Given this
+    With GPUs gloo is there too, for tensors in host memory. Given this
     rank's GPU, NCCL connects at once and a barrier does not have to guess.
     """
     if device.type == "cuda":

@@ -43,29 +43,23 @@ def join(runtime: Runtime) -> None:
         )
 
 
-def shard(model: nn.Module, runtime: Runtime, offloaded: Collection[int] = ()) -> None:
+def shard(model: nn.Module, runtime: Runtime) -> None:
     """Spread a Transformer's parameters over the ranks; they are new objects afterwards.
 
-    Args:   offloaded layers whose rows, gradients and optimizer state are in host memory; a block
-                      that several layers share is offloaded only if all of them are
     Raises: ValueError on a device that FSDP2 does not support
     """
     # Imported here because it takes half a second, which other runs should not wait for.
     from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import fully_shard
 
     kind = runtime.device.type
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"--fsdp needs --device cpu or cuda, not {kind}: leave out --fsdp")
     mesh = init_device_mesh(kind, (runtime.world_size,))
-    in_host = CPUOffloadPolicy(pin_memory=kind == "cuda")
     for block in dict.fromkeys(model.h):
-        layers = {layer for layer, other in enumerate(model.h) if other is block}
         if next(block.parameters(), None) is not None:
-            policy = in_host if layers <= set(offloaded) else OffloadPolicy()
-            fully_shard(block, mesh=mesh, mp_policy=precision(runtime), offload_policy=policy)
+            fully_shard(block, mesh=mesh, mp_policy=precision(runtime))
     fully_shard(model, mesh=mesh)
-    model.offloaded = frozenset(offloaded)
     gather_around(model, FORWARD_METHODS)
 
 
@@ -141,18 +135,8 @@ def of_rows(rows: Tensor, like: Tensor) -> Tensor:
     )
 
 
-def assign(model: nn.Module, weights: dict[str, Tensor], device: torch.device) -> None:
-    """Make these tensors a model's weights; those already in place are not copied.
-
-    FSDP wants the rows of an offloaded block on the host, and all others on `device`. The weights
-    of a model that is not sharded may be anywhere.
-    """
-    if is_sharded(model):
-        on_host = tuple(f"h.{layer}." for layer in model.offloaded)
-        weights = {
-            name: rows.to("cpu" if name.startswith(on_host) else device)
-            for name, rows in weights.items()
-        }
+def assign(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Make these tensors a model's weights; those already in place are not copied."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name in expected.keys() | weights.keys():
         if name not in weights or weights[name].shape != expected.get(name):
@@ -170,13 +154,12 @@ def norm_over_ranks(norm: Tensor) -> Tensor:
 def sync_gradients(model: nn.Module, is_last: bool) -> None:
     """Average gradients over ranks in the next backward pass, or only add them up on each rank.
 
-    Until they are averaged a rank holds whole gradients of every parameter. Offloading means there
-    is no room for that, so then they are averaged after every micro-batch.
+    Until they are averaged a rank holds whole gradients of every parameter.
 
     Args: model sharded, or in DistributedDataParallel; in a single process this does nothing
     """
     if is_sharded(model):
-        model.set_requires_gradient_sync(is_last or bool(model.offloaded))
+        model.set_requires_gradient_sync(is_last)
     elif hasattr(model, "require_backward_grad_sync"):
         model.require_backward_grad_sync = is_last
 

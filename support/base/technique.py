@@ -65,7 +65,6 @@ class Edit:
     before anything holds on to the model's parameters.
     """
 
-    layers_away: Collection[int] = ()  # with --fsdp: whose shards stay on the host
     streamed: Collection[int] = ()  # layers whose weights come to the device for each pass
     placement: "Placement | None" = None  # of what the model's state is on the host
     blocks: int | None = None  # that have weights of their own, where the model has more layers

@@ -251,10 +251,7 @@ class Run:
             return checkpoint.load_on_rank0(path, self.runtime)
         like = empty_model(shape)
         shard(like, self.runtime)
-        # with --offload to the host: the device may not have room for everything
-        is_away = is_on(self.settings, "offload")
-        device = torch.device("cpu") if is_away else self.runtime.device
-        return checkpoint.load(path, like.state_dict(), self.runtime, device)
+        return checkpoint.load(path, like.state_dict(), self.runtime, self.runtime.device)
 
     def is_complete(self) -> bool:
         """Whether the budget is consumed, and all that comes after the last step is done."""

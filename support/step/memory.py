@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from kernels.cross_entropy import chosen_impl as chosen_loss
 from kernels.cross_entropy import chunk_rows
-from model import TransformerConfig
+from model import Transformer, TransformerConfig
 from support.base.runtime import Runtime
 from support.step.flops import attention_of
 from support.step.optim import state_bytes
-from support.step.placement import Placement, parts_of, place
+from support.step.placement import Placement
 from support.step.sizes import counted, empty_model, weights_of_block
 
 if TYPE_CHECKING:
@@ -75,10 +75,8 @@ def memory_of(
     away = 0
     if placement and device != "cpu":  # the embeddings' two gradients are among the logits
         away = sum(state.values()) - (placement.device_bytes - placement.embedding_gradients)
-    if settings.run.fsdp and not placement:
-        dtype = "bf16" if half else "fp32"
-        all_here = place(parts_of(model, is_muon), 2**62, dtype, shards=shards)
-        temporary += all_here.in_passing
+    if settings.run.fsdp:
+        temporary += gathered_bytes(model, half)
     return Memory(
         **state,
         activations=activation_bytes(
@@ -96,6 +94,17 @@ def memory_of(
         torch=CODE_OF_A_STEP if device == "cpu" else 0,
         away=max(away, 0),
     )
+
+
+def gathered_bytes(model: Transformer, half: bool) -> int:
+    """What --fsdp has whole for a while: two gathered blocks and the buffer they are gathered in,
+    one block's gradients and their fp32 sum, and all outside the blocks with its gradients and
+    their sum.
+    """
+    total, weight = sum(p.numel() for p in model.parameters()), 2 if half else 4
+    block = sum(p.numel() for p in model.h[0].parameters())
+    outside = total - len(model.h) * block
+    return block * (4 * weight + 4) + outside * (4 + 4 + 4)
 
 
 def activation_bytes(

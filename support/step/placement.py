@@ -1,11 +1,10 @@
 """Which parts of a training state stay on the device and which go to the host, by a byte budget.
 
 Pure arithmetic on sizes: `parts_of` reads them off a model, `place` decides, `describe` prints the
-decision and its price. A decision is a `Placement`. It is carried out elsewhere: by `Offload.move`
-in offload.py, whose head walks through an example, or by FSDP2 if the ranks share each parameter
-(support/base/sharded.py). Counted are weights, their copies in half precision,
-gradients, optimizer state, and copies on their way. Not counted are activations, and what an
-optimizer needs during its step.
+decision and its price. A decision is a `Placement`. It is carried out by `Offload.move`
+in offload.py, whose head walks through an example. Counted are weights, their copies in half
+precision, gradients, optimizer state, and copies on their way. Not counted are activations, and
+what an optimizer needs during its step.
 
 Optimizer state, 8 bytes a parameter with AdamW and 4 with Muon, leaves first, because a step
 touches it once; then gradients, which are copied once a micro-batch; then weights, which are copied
@@ -17,7 +16,7 @@ norms and biases.
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby
 from typing import TYPE_CHECKING, NamedTuple
@@ -126,13 +125,6 @@ class Placement:
     parts: tuple[Part, ...]
     dtype: str  # of the arithmetic: fp32 | bf16
     budget: int
-
-    what_passes = "of two blocks at a time, gradients of embeddings and head"
-
-    @property
-    def layers_away(self) -> list[int]:
-        """Layers whose blocks have anything on the host."""
-        return [layer for part in self.parts if part.away for layer in part.layers]
 
     @property
     def streamed(self) -> list[int]:
@@ -258,66 +250,6 @@ class Placement:
         return (2 if self.dtype == "bf16" else 4) / 2 * rates.flops / rates.link
 
 
-@dataclass(frozen=True)
-class ShardedPlacement(Placement):
-    """For each block, whether a rank's rows of it are on the host: --fsdp with --offload.
-
-    FSDP2 (its CPUOffloadPolicy) moves whole blocks: a rank's rows of the weights, their gradients
-    and the optimizer state, norms and biases included. Rows come to the device to be gathered, for
-    the forward and for the backward pass; gradients leave once they are summed over ranks, with
-    every micro-batch. What is outside of blocks stays.
-
-    Bytes are those of one rank. Counted besides its rows: two gathered blocks and the buffer they
-    are gathered in, one block's gradients and their fp32 sum, and all outside the blocks with
-    its gradients and their sum.
-
-    Args: ranks that share each parameter
-    """
-
-    ranks: int
-
-    what_passes = "whole: two blocks, and all outside"
-    small_bytes = 0  # parts have none left
-    slot_bytes = 0
-    embedding_gradients = 0  # they are counted with all that is outside of blocks
-
-    def of_rank(self, count: int) -> int:
-        return -(-count // self.ranks)
-
-    def itemsize(self, part: Part) -> int:
-        return 4
-
-    def on_device(self, part: Part) -> int:
-        return 0 if part.away else self.of_rank(8 * part.numel + part.state_bytes)
-
-    def on_host(self, part: Part) -> int:
-        return self.of_rank(8 * part.numel + part.state_bytes) if part.away else 0
-
-    @property
-    def in_passing(self) -> int:
-        block = max((part.numel for part in self.parts if part.layers), default=0)
-        outside = sum(part.numel for part in self.parts if not part.layers)
-        weight, summed = (4 if self.dtype == "fp32" else 2), 4
-        two_and_a_buffer, gradient = 3 * weight, weight + summed
-        return block * (two_and_a_buffer + gradient) + outside * (4 + 4 + summed)
-
-    def fetches(self, part: Part, micro_batches: int) -> int:
-        """For each forward and backward pass; FSDP2 keeps no block between them."""
-        return 2 * len(part.layers) * micro_batches
-
-    def traffic(self, micro_batch_tokens: int, micro_batches: int) -> Traffic:
-        """A rank's rows; nothing is computed twice."""
-        whole = super().traffic(micro_batch_tokens, micro_batches)
-        return Traffic(*map(self.of_rank, whole))._replace(flops=0)
-
-    def break_even_tokens(self, rates: "Rates") -> float:
-        """As if a rank copied only its rows; the time to gather them is not known.
-
-        Example: 140 TFLOP/s, 25 GB/s, 8 ranks: 1,400 tokens
-        """
-        return 4 / self.ranks / 2 * rates.flops / rates.link
-
-
 # ---- the decision
 
 
@@ -345,7 +277,6 @@ def place(
     kinds: Sequence[Away] = KINDS,
     host_bytes: int | None = None,
     ranks_here: int = 1,
-    shards: int | None = None,
 ) -> Placement:
     """Send to the host what the device has no room for, and no more.
 
@@ -353,28 +284,14 @@ def place(
              kinds      how much may leave
              host_bytes free on this machine; None if unknown
              ranks_here of the run on this machine: each needs host memory of its own
-             shards     ranks that share each parameter; None if each rank has the whole model
     Raises:  ValueError for a budget that is too small, naming the smallest that works, and for a
              host that is too small
     Cost:    for L blocks, L^2 sums
     """
-    if shards is None:
-        start = Placement(parts, dtype, budget)
-    else:  # blocks leave whole
-        kinds = (Away.WEIGHTS,)
-        parts = tuple(
-            part._replace(
-                numel=part.numel + part.small,
-                state_bytes=part.state_bytes + 8 * part.small,
-                small=0,
-            )
-            for part in parts
-        )
-        start = ShardedPlacement(parts, dtype, budget, ranks=shards)
-    options, placed = [start], list(parts)
+    options, placed = [Placement(parts, dtype, budget)], list(parts)
     for number, kind in order_of_leaving(parts, kinds):
         placed[number] = parts[number]._replace(away=kind)
-        options.append(replace(start, parts=tuple(placed)))
+        options.append(Placement(tuple(placed), dtype, budget))
     placement = next((option for option in options if option.device_bytes <= budget), None)
     if placement is None:
         least = min(option.device_bytes for option in options)
@@ -426,7 +343,18 @@ def table(placement: Placement) -> str:
         why = "small, and used all the time"
         rows.append(("norms, biases", f"{small:,}", *places(Away.NOTHING), *sizes, why))
     passing, slots = shown(placement.in_passing), shown(2 * placement.slot_bytes)
-    rows.append(("copies on the way", "", "", "", "", passing, slots, placement.what_passes))
+    rows.append(
+        (
+            "copies on the way",
+            "",
+            "",
+            "",
+            "",
+            passing,
+            slots,
+            "of two blocks at a time, gradients of embeddings and head",
+        )
+    )
     total = small + sum(part.numel for part in placement.parts)
     sums = shown(placement.device_bytes), shown(placement.host_bytes)
     rows.append(("in all", f"{total:,}", "", "", "", *sums, f"budget: {shown(placement.budget)}"))
