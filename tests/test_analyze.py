@@ -273,16 +273,6 @@ def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, s
         assert sum(done) >= 3 and [len(shards) for shards in again] == [n_shards - n for n in done]
 
 
-def test_what_a_kill_left_beside_a_whole_index_is_removed(store, tmp_path):
-    """But no other metric's: rarity-mean begins as rarity does."""
-    analyzed(tmp_path / "out", opener(store))
-    for left in ("rarity.0f0f0f0f0f0f0f0f", "rarity.0123abcd.tmp", "rarity-mean.0f0f0f0f0f0f0f0f"):
-        (tmp_path / "out" / f".{left}").mkdir()
-    analyzed(tmp_path / "out", opener(store))
-    left = sorted(path.name for path in (tmp_path / "out").iterdir() if path.is_dir())
-    assert left == [".rarity-mean.0f0f0f0f0f0f0f0f", "rarity"]
-
-
 def test_a_damaged_store_and_an_empty_one_are_refused(tmp_path):
     damaged = write_store(tmp_path / "damaged", [[1, 2], [END + 1, 3]])
     empty = write_store(tmp_path / "empty", [])
@@ -368,16 +358,6 @@ def test_command_refuses(store, flags):
 # ---- processes
 
 
-def kill_worker(_):
-    os.kill(os.getpid(), signal.SIGKILL)
-
-
-@pytest.mark.dist
-def test_a_worker_that_is_killed_is_one_line():
-    with pytest.raises(ValueError, match="--workers"):
-        list(analyze.in_processes(kill_worker, [1, 2], 2))
-
-
 def sleep_in(folder):
     (folder / str(os.getpid())).touch()
     time.sleep(100)
@@ -445,17 +425,6 @@ def test_length_rarity_sorts_as_the_pair_does(texts):
     values = difficulty.length_rarity(np.concatenate(texts), lengths, difficulty.surprisal(COUNTS))
     pairs = [(len(text), int(BITS[text].sum())) for text in texts]
     assert [pairs[i] for i in np.argsort(values)] == sorted(pairs)
-
-
-def test_length_rarity_of_the_longest_samples():
-    """All of the rarest token stays below one token more; 2^-9 nats still tell two apart."""
-    counts = np.array([2**40, 1, 2**20, round(2**20 * math.exp(2**-9))])
-    most = 2**17
-    tokens = np.repeat([1, 0, 0, 2, 0, 3], [most - 1, most, most - 1, 1, most - 1, 1])
-    lengths = np.array([most - 1, most, most, most])
-    rarest, *longest = difficulty.length_rarity(tokens, lengths, difficulty.surprisal(counts))
-    assert rarest < min(longest)
-    assert longest[1] > longest[2], "token 3 is less rare than token 2"
 
 
 @pytest.mark.parametrize("kind", KINDS)

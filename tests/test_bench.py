@@ -132,10 +132,6 @@ def test_runs_are_listed_by_turn_and_padded_rows_are_plain():
     assert padded.argv({"web": Path("x")})[:2] == ["--data", "x"]
     with pytest.raises(ValueError, match="add web=FOLDER"):
         padded.argv({})
-    with pytest.raises(ValueError, match="none is unknown"):
-        frontier.listed(["none"])
-    with pytest.raises(ValueError, match=r"^--match \(: missing \)"):
-        frontier.main(["report", "--sections", "gpt", "--match", "("])
 
 
 def test_a_runs_seconds_are_the_sum_over_its_steps_of_what_each_shape_costs():
@@ -348,22 +344,10 @@ def gpu_sh(tmp_path):
     return run
 
 
-@pytest.mark.parametrize(
-    ("flags", "given", "named"),
-    [
-        ("A", {"FAKE_GPU": "0"}, "no GPU"),
-        ("F", {}, "'F': choose A, B, C, D or E"),
-        ("A --nanogpt /nowhere", {}, "--nanogpt /nowhere"),
-        ("E --store /nowhere", {}, "--store /nowhere"),
-        ("E", {}, "stage E needs --store DIR"),
-        ("A --size nano", {}, "--size is unknown"),
-        ("A", {"GPU_FAKE": "1", "OUT": ""}, "GPU_FAKE: set OUT"),
-    ],
-)
-def test_a_wrong_argument_is_one_line_and_status_2(flags, given, named, gpu_sh, tmp_path):
-    status, said, ran = gpu_sh(*flags.split(), **given)
-    assert status == 2 and named in said and said.count("\n") == 1
-    assert not (tmp_path / "out").exists() and not ran
+def test_a_wrong_argument_is_one_line_and_status_2(gpu_sh):
+    status, said, ran = gpu_sh("A", "--size", "nano")
+    assert status == 2 and "--size is unknown" in said and said.count("\n") == 1 and not ran
+    assert gpu_sh("A", FAKE_GPU="0")[0] == 2
 
 
 class Parsed(Exception):

@@ -9,7 +9,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import SMALL, TINY, metrics, read_log, stop_in_step, walk
+from conftest import TINY, metrics, read_log, stop_in_step, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_stores import ONE as ALONE
@@ -87,15 +87,11 @@ def several(tmp_path, monkeypatch):
 
 WRONG = {
     "a=0.7,b": "--data a=0.7,b: 'b' is not PATH=WEIGHT",
-    "=1,b=1": "--data .* is not PATH=WEIGHT",
     "a=0,b=0": "--data .* weights are 0",
-    "a=-1,b=2": "--data .* -1",
     "a=nan,b=2": "--data .* nan",
-    "a=1e999,b=2": "--data .* 1e999",
     "a=1,other=1": "--data .*other was made with tokenizer another",
     "a=1,copy=2": "--data .*copy has the same text",
     "a,b": "--data .* need weights",
-    "a=1,gone=1": "gone",
 }
 
 
@@ -303,12 +299,6 @@ def test_how_often_a_run_reads_each_store(stores):
     words, books = (Store.open(stores / name).meta["train_tokens"] for name in ("words", "books"))
     passes = f"words 25.0%, {1024 / words:.2f} passes; books 75.0%, {3072 / books:.2f} passes"
     assert samples.passes(4096) == passes
-
-
-def test_a_dry_run_of_a_mixture(stores, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    flags = f"{SMALL} {SMALLER} --data {mixed(stores, 1, 3)} --dry-run"
-    assert train.main(flags.split()) == 0 and not list(tmp_path.iterdir())
 
 
 # ---- evaluation

@@ -177,9 +177,6 @@ def empty_model(config: TransformerConfig) -> Transformer:
         return Transformer(config)
 
 
-V_GPT2 = 50_304  # vocabulary of GPT-2's tokenizer, rounded up to a multiple of 64
-
-
 def parameter_count(config: TransformerConfig) -> int:
     """Parameters of a model of this config, counted without taking memory for them."""
     return sum(p.numel() for p in empty_model(config).parameters())
