@@ -33,7 +33,6 @@ FOR_TECHNIQUES = (
     "support.base.numbers",
     "support.base.settings",
     "support.base.technique",
-    "support.base.typed_json",
     "support.rows.batch",
     "support.rows.packs",
     "support.rows.ranking",

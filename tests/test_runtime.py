@@ -178,7 +178,7 @@ def test_flags_that_no_rank_understands_are_said_by_rank_0(monkeypatch, capsys, 
     assert ending_with(ValueError("--flag 3")) == 2, "a file that torchrun has lost is no error"
 
 
-TOP_LEVEL = ("analyze", "evaluate", "packing", "prepare", "sample", "train")
+TOP_LEVEL = ("analyze", "evaluate", "packing", "prepare", "report", "sample", "train")
 SUPPORT = ("support.run.checkpoint", "support.weights.published", "support.text.tokenizer")
 
 
