@@ -37,7 +37,17 @@ from unittest.mock import patch
 
 import torch
 import torch.nn.functional as F
-from measure import RESULTS, ROOT, command_line, measured, recorder, records, significant, timed
+from measure import (
+    RESULTS,
+    ROOT,
+    command_line,
+    measured,
+    product_rate,
+    recorder,
+    records,
+    significant,
+    timed,
+)
 from step import CASES, VARIANTS, build_ours
 from torch import Tensor
 from torch.autograd import DeviceType
@@ -47,7 +57,6 @@ import train
 from prepare import embedded_store
 from support.base.runtime import exit_cleanly
 from support.run.folder import read_log
-from support.step import machine
 
 # ---- machine
 
@@ -68,7 +77,7 @@ def ceilings(args: argparse.Namespace) -> Iterator[tuple[str, dict]]:
         yield name, {"gb_per_s": significant(moved / 1e6 / ms, 4), "mb": host.nbytes / 1e6}
     del here, there, host, copies, copy, to, origin
     for dtype in (torch.bfloat16, torch.float32):
-        rate = machine.measured(torch.device(device), dtype).flops
+        rate = product_rate(device, dtype)
         name = f"product, {str(dtype).removeprefix('torch.')}"
         yield name, {"tflops": significant(rate / 1e12, 4)}
     one = torch.zeros(1, device=device)

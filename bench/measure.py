@@ -319,3 +319,10 @@ def timed(calls: list[Callable[[], object]], device: str) -> Call:
     end.record()
     torch.cuda.synchronize()
     return Call(start.elapsed_time(end) / len(calls), host_ms)
+
+
+def product_rate(device: str, dtype: torch.dtype) -> float:
+    """FLOP/s of a product of square matrices, the best of three."""
+    n = 8192 if device == "cuda" else 512
+    square = torch.ones(n, n, dtype=dtype, device=device)
+    return 2 * n**3 / min(timed([lambda: square @ square], device).ms for _ in range(4)) * 1e3

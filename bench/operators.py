@@ -39,7 +39,17 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from measure import command_line, in_turns, pick, quartiles, ratios, recorder, resident_bytes, timed
+from measure import (
+    command_line,
+    in_turns,
+    pick,
+    product_rate,
+    quartiles,
+    ratios,
+    recorder,
+    resident_bytes,
+    timed,
+)
 from step import CASES, Variant, steps_of
 from torch import Tensor
 
@@ -431,7 +441,7 @@ def main() -> None:
     args = parser.parse_args()
     chosen = pick(args.operators, OPERATORS)
     if args.device == "cuda":
-        peak = machine.measured(torch.device("cuda"), torch.bfloat16).flops
+        peak = product_rate("cuda", torch.bfloat16)
     else:
         peak = machine.measured_peak(torch.float32)
     keep = recorder("kernels", args, turns=args.turns, peak_tflops=round(peak / 1e12, 3))

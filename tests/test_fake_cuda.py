@@ -29,8 +29,6 @@ UNTIMED = {
     "kernels.cross_entropy.COLS": "256",
     "kernels.attention_tiles.tiles": "lambda *_: dict(OWN=16, VISITED=16, num_warps=4,"
     " num_stages=2)",
-    "support.step.machine.measured": "lambda *_: importlib.import_module('support.step.machine')"
-    ".Rates(link=25e9, flops=1e14, adamw=1e9)",
     "support.step.machine.measured_peak": "lambda *_: 1e14",
 }
 # And what is no step: a last evaluation and a sample.

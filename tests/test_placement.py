@@ -13,8 +13,6 @@ from model import Transformer, TransformerConfig
 from offload import budget_bytes, placement_for
 from support.base import runtime
 from support.base.runtime import Runtime
-from support.step import machine
-from support.step.machine import Rates
 from support.step.placement import Away, Part, Placement, describe, parts_of, place
 from support.step.sizes import empty_model
 
@@ -245,18 +243,8 @@ def test_blocks_stay_where_a_pass_begins_with_the_one_that_the_last_pass_ended_w
     assert shared.traffic(10, 2) == (400, 1000, 8000, 100)
 
 
-def test_break_even():
-    rates = Rates(25e9, 140e12, 1)
-    assert Placement((), "bf16", 0).break_even_tokens(rates) == 5600
-    assert Placement((), "fp32", 0).break_even_tokens(rates) == 11_200
-
-
-def test_whether_copies_hide_is_said():
-    placement, rates = place(THREE, 28_560, "fp32"), Rates(link=1e3, flops=1e6, adamw=1e3)
-    assert "is hidden behind" in describe(placement, 2_000, 1, rates)
-    assert "takes longer than" in describe(placement, 1_999, 1, rates)
-    assert "11.72 KiB (12 s) to the host and 19.53 KiB (20 s)" in describe(placement, 1, 1, rates)
-
-
-def test_rates_are_measured():
-    assert min(machine.measured(torch.device("cpu"), torch.float32)) > 1e6
+def test_what_a_step_pays_is_said():
+    said = describe(place(THREE, 28_560, "fp32"), 10, micro_batches=1)
+    assert "copies 11.72 KiB to the host and 19.53 KiB to the device" in said
+    assert "repeats 6e+04 FLOPs" in said
+    assert "repeats" not in describe(place(THREE, 52_560, "fp32"), 10, 1)

@@ -15,7 +15,6 @@ from support.base.runtime import Runtime, peak_memory
 from support.base.technique import techniques_on
 from support.rows.mixture import MixedSamples
 from support.run.run import Run
-from support.step import machine
 from support.step.flops import attention_of, flops_of_step, work_of
 from support.step.memory import Memory, MicroBatch, bytes_free
 from support.step.memory import in_words as memory_in_words
@@ -127,7 +126,6 @@ def placement_in_words(run: Run, placement: Placement, rows_at_once: int) -> str
         placement,
         micro_batch_tokens=rows_at_once * s.data.seq_len,
         micro_batches=-(-rows_of_rank // rows_at_once),
-        rates=machine.measured(runtime.device, runtime.dtype),
     )
 
 

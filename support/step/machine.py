@@ -1,23 +1,13 @@
-"""What a machine does in a second: measured, or as its vendor says."""
+"""The most FLOP/s of a run's devices, measured on a CPU and else as the vendor says: for MFU."""
 
 import re
 import time
-import timeit
-from collections.abc import Callable
 from functools import cache
 from typing import NamedTuple
 
 import torch
 
 from support.base.runtime import DTYPES, Runtime
-
-
-class Rates(NamedTuple):
-    """What a machine does in a second."""
-
-    link: float  # bytes from the host to the device
-    flops: float  # of matrix products on the device
-    adamw: float  # parameters that the host's AdamW updates
 
 
 class Peak(NamedTuple):
@@ -94,31 +84,3 @@ def measured_peak(dtype: torch.dtype) -> float:
         if 8 * 2 * n**3 / max(rates) > 0.5:  # the next size would take too long
             break
     return max(rates)
-
-
-def measured(device: torch.device, dtype: torch.dtype) -> Rates:
-    """The best of three tries each.
-
-    Cost: 64 MiB on the host and on the device, three matrices there; a second on a slow machine
-    """
-    is_cuda = device.type == "cuda"
-    n = 8192 if is_cuda else 512
-    here, there = torch.ones(2**24, pin_memory=is_cuda), torch.empty(2**24, device=device)
-    square = torch.ones(n, n, dtype=dtype, device=device)
-    weights = torch.ones(2**22, requires_grad=True)
-    weights.grad = torch.ones_like(weights)
-    adamw = torch.optim.AdamW([weights], fused=True)
-
-    def seconds(action: Callable[[], object]) -> float:
-        def once() -> None:
-            action()
-            if is_cuda:
-                torch.cuda.synchronize(device)
-
-        return min(timeit.repeat(once, number=1, repeat=3))
-
-    return Rates(
-        link=here.nbytes / seconds(lambda: there.copy_(here, non_blocking=True)),
-        flops=2 * n**3 / seconds(lambda: square @ square),
-        adamw=weights.numel() / seconds(adamw.step),
-    )

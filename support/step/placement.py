@@ -19,14 +19,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from enum import IntEnum
 from itertools import groupby
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 from torch import nn
 
 from support.step.optim import state_bytes
-
-if TYPE_CHECKING:
-    from support.step.machine import Rates
 
 MIB = 2**20
 
@@ -240,15 +237,6 @@ class Placement:
         is_last, is_first = max(layers) in part.layers, min(layers) in part.layers
         return (2 * len(part.layers) - is_last - is_first) * micro_batches + is_first
 
-    def break_even_tokens(self, rates: "Rates") -> float:
-        """The micro-batch whose forward pass through a block takes as long as the block's copy.
-
-        A weight has 2 bytes in bf16 and otherwise 4, and costs 2 FLOPs a token.
-
-        Example: 140 TFLOP/s, 25 GB/s, bf16: 5,600 tokens
-        """
-        return (2 if self.dtype == "bf16" else 4) / 2 * rates.flops / rates.link
-
 
 # ---- the decision
 
@@ -372,28 +360,13 @@ def span_of(parts: list[Part]) -> str:
     return span if is_whole else f"{len(parts)} of {span}"
 
 
-def describe(
-    placement: Placement, micro_batch_tokens: int, micro_batches: int, rates: "Rates"
-) -> str:
-    """The table, what a step pays in bytes and seconds, and whether fetched weights can hide."""
+def describe(placement: Placement, micro_batch_tokens: int, micro_batches: int) -> str:
+    """The table, and what a step of so many micro-batches pays."""
     traffic = placement.traffic(micro_batch_tokens, micro_batches)
-
-    def copied(size: int) -> str:
-        return f"{shown(size)} ({size / rates.link:.3g} s)"
-
-    text = (
-        f"{table(placement)}\n\n"
-        f"a step of {micro_batches:,} micro-batches copies {copied(traffic.to_host)} to the host"
-        f" and {copied(traffic.to_device)} to the device,\n  and updates {traffic.on_host:,}"
-        f" parameters ({traffic.on_host / rates.adamw:.3g} s of AdamW) on the host"
-    )
-    if all(part.away < Away.WEIGHTS for part in placement.parts):
-        return text
-    least = placement.break_even_tokens(rates)
-    hides = "is hidden behind" if micro_batch_tokens >= least else "takes longer than"
+    repeats = f", and repeats {traffic.flops:.3g} FLOPs" if traffic.flops else ""
     return (
-        f"{text}, and repeats {traffic.flops:.3g} FLOPs ({traffic.flops / rates.flops:.3g} s)\n"
-        f"a micro-batch has {micro_batch_tokens:,} tokens, break-even is {least:,.0f}"
-        f" ({rates.flops:.3g} FLOP/s, {rates.link:.3g} bytes/s):\n"
-        f"  copying a block's weights {hides} computing with them"
+        f"{table(placement)}\n\n"
+        f"a step of {micro_batches:,} micro-batches copies {shown(traffic.to_host)} to the host and"
+        f" {shown(traffic.to_device)} to the device,\n  and updates {traffic.on_host:,} parameters"
+        f" on the host{repeats}"
     )
