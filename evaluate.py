@@ -3,8 +3,8 @@
 However a run was trained, it is evaluated on whole documents at full length, in a fixed order and
 with nothing dropped. Held-out documents are cut into pieces, packed into rows once and isolated
 from each other, and every token is a target (for a BERT, every masked one). A piece that continues
-a document begins without context, as in training; with --stride its targets see nearly a whole row
-before them. Results are added up by document, in the order of the store.
+a document begins without context, as in training. Results are added up by document, in the order of
+the store.
 
     main ── score_text ── Evaluation.documents ─┐
          └─ ask ──────── tasks.answers_of ──────┴─ sums_by_item     support/evaluation/scoring.py
@@ -14,10 +14,7 @@ model makes of them. train.py evaluates by `Evaluation.run` on the way.
 
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
     python evaluate.py runs/gpt-nano-1 --tokens 100K   # on a part of the held-out text
-    python evaluate.py runs/gpt-nano-1 --stride 64     # long documents with a sliding context
-    python evaluate.py runs/gpt-nano-1 --by source,length
     python evaluate.py runs/gpt-nano-1 --by-document out.jsonl                # a line a document
-    python evaluate.py runs/gpt-nano-1 --by-document out.jsonl --data STORE --split all
 
 A GPT also answers the questions of a file, without further training (support/evaluation/tasks.py):
 
@@ -54,8 +51,8 @@ from support.evaluation import scoring, tasks
 from support.evaluation.scoring import Documents, HeldOut, Laid, Poll
 from support.rows.batch import Batch
 from support.rows.bert import SpecialIds, sentence_pairs
-from support.rows.mixture import AnyStore, Mixture
-from support.rows.samples import SPECIAL_TOKENS, SPLITS, Samples, cut, numbered
+from support.rows.mixture import Mixture
+from support.rows.samples import SPECIAL_TOKENS, Samples, cut
 from support.run.progress import evaluation_bar
 from support.text.store import Store
 from support.text.tokenizer import get_encoding
@@ -124,44 +121,34 @@ def score_text(subject: Subject) -> dict[str, Any]:
     args, s, runtime = subject.args, subject.settings, subject.runtime
     s = replace(s, data=replace(s.data, data=args.data or s.data.data))
     _, data = open_data(s, runtime)
-    check_groups(args, data.store)
-    evaluation = Evaluation(
-        data,
-        s.data.seq_len,
-        nsp=s.model.nsp,
-        tokens=args.tokens,
-        stride=args.stride,
-        split=args.split,
-    )
+    if args.by_document and isinstance(data.store, Mixture):
+        several = f"{data.store.path} is several: name one with --data"
+        raise ValueError(f"--by-document is for one store, {several}")
+    evaluation = Evaluation(data, s.data.seq_len, nsp=s.model.nsp, tokens=args.tokens)
     bar = evaluation_bar(evaluation.rows_in_all, runtime)
     of_each = evaluation.documents(subject.model, runtime, args.rows, bar)
     result = evaluation.total(of_each)
     if not math.isfinite(result.val_loss):
         raise ValueError(f"{args.run}: the model's loss on this text is not finite")
-    subject.report(f"{SPLITS[args.split]} {result}, on {evaluation.text}")
+    subject.report(f"held-out {result}, on {evaluation.text}")
     masked = "masked " if subject.special_ids else ""
     size = f"{result.targets:,} {masked}tokens, {result.bytes:,} bytes"
     subject.say(f"{result.val_loss:.4f} nats per token, of {size}")
-    logged = {"split": args.split, **result.logged()}
-    documents, (part, *_) = of_each[0], evaluation.parts
-    for by in args.by or []:
-        groups = documents.groups(by)
-        subject.say(scoring.table(groups, by))
-        logged[f"groups_by_{by}"] = [group._asdict() for group in groups]
     if args.by_document:
+        (documents,), (part,) = of_each, evaluation.parts
         runtime.on_rank0(lambda: documents.write(args.by_document))
         which = "" if part.is_whole else ", those with a piece among these tokens"
         written = f"{len(documents.numbers):,} of {len(part.documents):,}"
         subject.say(f"{args.by_document}: {written} documents{which}")
-    return logged
+    return result.logged()
 
 
 class Part(NamedTuple):
     """The text of one store, packed into rows once and in a fixed order."""
 
     store: Store
-    documents: range  # of the split
-    pieces: Laid  # an item is a document of the split
+    documents: range  # those that are held out
+    pieces: Laid  # an item is one of them
     pairs: Laid | None  # the same text as pairs
     is_whole: bool
     text: str  # says how much it is
@@ -171,23 +158,16 @@ class Part(NamedTuple):
 class Evaluation:
     """The held-out text of a store, or of each store of a mixture.
 
-    Raises: ValueError if the split has no document, or for a stride longer than a row
+    Raises: ValueError if no document is held out
     """
 
     data: Data  # a BERT's masks are the same each time
     seq_len: int  # tokens of a row
     nsp: bool = False  # also ask a BERT about pairs: does the second part follow the first?
     tokens: int | None = None  # about how many: pieces drawn at random, always the same; None: all
-    stride: int | None = None  # targets of a piece that continues a document; None: no context
-    split: str = "val"  # val | train | all
 
     def __post_init__(self):
-        store, stride = self.data.store, self.stride
-        if stride is not None and (self.data.special_ids or not 1 <= stride <= self.seq_len):
-            raise ValueError(
-                f"--stride {stride}: choose 1 to {self.seq_len}, the tokens of a row; for a BERT,"
-                " which sees its whole piece, leave it out"
-            )
+        store = self.data.store
         if isinstance(store, Mixture):
             tokens_each = zip(store.parts, tokens_of_each(store, self.tokens), strict=True)
             self.parts = [self.part(part, tokens) for part, tokens in tokens_each]
@@ -200,20 +180,16 @@ class Evaluation:
         self.rows_in_all = sum(len(rows.rows) for rows in laid)
 
     def part(self, store: Store, tokens: int | None) -> Part:
-        seq_len, name = self.seq_len, SPLITS[self.split]
+        seq_len = self.seq_len
         kind = "bert" if self.data.special_ids else "pieces"
-        samples = Samples(store, kind, seq_len, self.split)
-
+        samples = Samples(store, kind, seq_len, "val")
         offsets = store.offsets[samples.documents.start : samples.documents.stop + 1]
 
         def laid(rows: Rows, special_tokens: int) -> Laid:
             rows = packed(rows, seq_len, special_tokens)
             return lay(rows, offsets, partial(self.batch, store))
 
-        spans = pieces = samples.some(tokens)
-        seen, pairs = 0, None
-        if self.stride:
-            pieces, seen = with_context(spans, offsets, seq_len, self.stride)
+        spans, pairs = samples.some(tokens), None
         if self.nsp:
             special_tokens = SPECIAL_TOKENS["pairs"]
             halves, second = sentence_pairs(cut(spans, seq_len - special_tokens), "evaluation")
@@ -223,10 +199,10 @@ class Evaluation:
         return Part(
             store,
             samples.documents,
-            pieces=laid(Rows.of(pieces, seen=seen), samples.special_tokens),
+            pieces=laid(Rows.of(spans), samples.special_tokens),
             pairs=pairs,
             is_whole=is_whole,
-            text=f"{share} {name} tokens",
+            text=f"{share} held-out tokens",
         )
 
     def run(
@@ -251,7 +227,7 @@ class Evaluation:
         Args:    at_once rows on each rank
                  poll    called after every batch with how many of rows_in_all are done, equally
                          often on every rank; what it raises ends the evaluation
-        Returns: on every rank, all documents of the split, also those without a target; of a part
+        Returns: on every rank, all held-out documents, also those without a target; of a part
                  of the text (`tokens`), those with a chosen piece
         Raises:  ValueError if nothing is predicted, as when a BERT has few tokens and none masked
         """
@@ -281,7 +257,6 @@ class Evaluation:
             chosen = np.arange(len(sums)) if part.is_whole else np.unique(part.pieces.item)
             nats, targets, size = sums[chosen].T
             documents = Documents(
-                part.store,
                 numbers=chosen + part.documents.start,
                 nats=nats,
                 targets=targets.astype(np.int64),
@@ -335,31 +310,6 @@ def lay(rows: Rows, offsets: np.ndarray, batch: Callable[[Rows], Batch]) -> Laid
     return Laid(rows.offsets, document, len(offsets) - 1, read)
 
 
-def with_context(
-    spans: np.ndarray, offsets: np.ndarray, seq_len: int, stride: int
-) -> tuple[np.ndarray, np.ndarray]:
-    """Cut spans into smaller ones, each preceded by as much of its document as a row has room for.
-
-    A span that begins its document stays whole. Any other is cut at multiples of `stride`, and each
-    part reaches back to be seq_len tokens long, or to where the document begins.
-
-    Args:    spans   (N, 2) of at most seq_len tokens
-             offsets where documents begin, ascending
-    Returns: pieces (n, 2), and (n,) how many tokens at the start of each are context only
-    Example: [[6, 10]] of a document that begins at 0, rows of 6 moved by 3: 3..9 with 3 tokens of
-             context, and 4..10 with 5
-    """
-    start, stop = spans[:, 0], spans[:, 1]
-    begins = offsets[np.searchsorted(offsets, start, side="right") - 1]  # of the documents
-    step = np.where(start == begins, seq_len, stride)
-    counts = -(-(stop - start) // step)
-    start, stop, begins, step = (np.repeat(x, counts) for x in (start, stop, begins, step))
-    first = start + numbered(counts) * step
-    ends = np.minimum(first + step, stop)
-    begins = np.maximum(ends - seq_len, begins)
-    return np.stack((begins, ends), axis=1), first - begins
-
-
 def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
     """How many tokens of each store to evaluate on: half of them evenly, half by weight.
 
@@ -410,7 +360,7 @@ def lay_texts(texts: tasks.Texts, seq_len: int, pack: bool = True) -> Laid:
 
 # ---- the command line
 
-OF_TEXT = ("data", "tokens", "stride", "split", "by_document", "by")
+OF_TEXT = ("data", "tokens", "by_document")
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -428,13 +378,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     text = parser.add_argument_group("bits per byte of text, the default")
     text.add_argument("--data", help="another token store (default: the run's own)")
     text.add_argument("--tokens", type=count, help="about how many tokens (default: all)")
-    stride = "for a GPT: targets a row in the middle of a document (default: no context)"
-    text.add_argument("--stride", type=int, help=stride)
-    text.add_argument("--split", choices=SPLITS, help="which documents (default: val, held out)")
     by_document = "also write the result of each document, a JSON object a line"
     text.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
-    by = "also the result by source or length of documents, or by both: source,length"
-    text.add_argument("--by", type=groups, metavar="GROUPS", help=by)
 
     task = parser.add_argument_group("questions, for a GPT without further training")
     files = "JSON lines: see support/evaluation/tasks.py"
@@ -446,23 +391,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     if args.task and (flag := next(given, None)):
         flag = f"--{flag.replace('_', '-')}"
         raise ValueError(f"{flag} is for held-out text: leave out either it or --task")
-    args.split = args.split or "val"
     return args
-
-
-def groups(text: str) -> list[str]:
-    if not set(text.split(",")) <= set(scoring.GROUPS):
-        raise argparse.ArgumentTypeError(f"{text} is unknown: choose source, length or both")
-    return text.split(",")
-
-
-def check_groups(args: argparse.Namespace, store: AnyStore) -> None:
-    """Refuse what this store cannot tell, before the work of an evaluation."""
-    flag = "--by" if args.by else "--by-document"
-    if isinstance(store, Mixture) and (args.by or args.by_document):
-        raise ValueError(f"{flag} is for one store, {store.path} is several: name one with --data")
-    if "source" in (args.by or []) and store.sources is None:
-        raise ValueError(f"--by source: documents of {store.path} have no source: use --by length")
 
 
 if __name__ == "__main__":

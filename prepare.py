@@ -37,7 +37,6 @@ FEW_BYTES = 1.6  # a token: a tokenizer that was made for other text
 # or has a character before a blank, but for Llama 3's punctuation, which newlines may follow. Every
 # library agrees that these two are blanks.
 CUT = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=\n)")
-SOURCES_SHOWN = 20  # in the summary, those with the most tokens
 
 
 def prepare(
@@ -47,14 +46,13 @@ def prepare(
     name: str,
     holdout: int = 20,
     split_on: str | None = None,
-    source_field: str = "source",
     text_column: str | None = None,
 ) -> dict:
     """Encode documents into a store, which appears whole at `out` or not at all.
 
     Held-out documents come last, so training, which reads the tokens before them, cannot meet one.
 
-    Args:    inputs, holdout, split_on, source_field, text_column  as Corpus takes them
+    Args:    inputs, holdout, split_on, text_column  as Corpus takes them
              name  of the tokenizer, for get_encoding; the store records it
     Returns: the contents of meta.json
     Raises:  ValueError for bad input, for an `out` that exists, for a corpus without text
@@ -62,7 +60,7 @@ def prepare(
              beside tiktoken's, as once measured, are in results/prepare.jsonl
     """
     check_is_new(out)
-    corpus = Corpus(inputs, holdout, split_on, source_field, text_column)
+    corpus = Corpus(inputs, holdout, split_on, text_column)
     threads = os.cpu_count() or 1
 
     def encoded(dtype: np.dtype) -> Iterator[list[Encoded]]:
@@ -117,7 +115,7 @@ def prepare_tokens(train: Path, out: str | Path, encoding: tiktoken.Encoding, na
                 for part in filter(len, np.split(ids, np.flatnonzero(ids == end) + 1)):
                     ends = bool(part[-1] == end)
                     if not (begins and ends and len(part) == 1):  # a document without text
-                        parts.append(Encoded(part.astype(dtype), held_out, None, ends))
+                        parts.append(Encoded(part.astype(dtype), held_out, ends))
                     begins = ends
                 yield parts
 
@@ -202,7 +200,7 @@ def encode(parts: list[Part], encoding: tiktoken.Encoding, dtype: np.dtype) -> l
         ids = encoding.encode_to_numpy(part.text, disallowed_special=())
         if part.ends and part.text:
             ids = np.concatenate((ids, end))
-        done.append(Encoded(ids.astype(dtype), part.held_out, part.source, part.ends))
+        done.append(Encoded(ids.astype(dtype), part.held_out, part.ends))
     return done
 
 
@@ -245,17 +243,6 @@ def _print_summary(store: Store) -> None:
             f"so few bytes a token make long rows: try a tokenizer of this text, made by\n  {learn}"
         )
     lengths = np.diff(store.offsets[:])
-    if store.sources is not None:
-        sources = store.sources[:]
-        names = meta["sources"]
-        documents = np.bincount(sources, minlength=len(names))
-        tokens = np.bincount(sources, lengths, len(names)).astype(int)
-        print(f"sources   {len(documents):>14,}   documents and tokens of each:")
-        for number in np.argsort(-tokens, kind="stable")[:SOURCES_SHOWN]:
-            name = runtime.printable(names[number])
-            print(f"{documents[number]:>24,} {tokens[number]:>15,}   {name}")
-        if len(documents) > SOURCES_SHOWN:
-            print(f"{len(documents) - SOURCES_SHOWN:>24,} more")
     if meta["repeated_ids"]:
         print(f"repeated  {meta['repeated_ids']:>14,}   documents with the id of an earlier one")
     if meta["skipped_files"]:
@@ -276,8 +263,6 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--tokens-from", type=Path, metavar="TRAIN.BIN", help=tokens_from)
     parser.add_argument("--out", required=True, help="the store, a folder to make")
     parser.add_argument("--tokenizer", default="pd4k", help=f"{tokenizer.NAMES} (pd4k)")
-    source_field = "the field of a JSON line that names its source, '' for none (source)"
-    parser.add_argument("--source-field", default="source", metavar="NAME", help=source_field)
     args = parser.parse_args(argv)
     if bool(args.inputs) == bool(args.tokens_from):
         raise ValueError(
@@ -298,7 +283,6 @@ def main(argv: list[str] | None = None) -> None:
             name,
             holdout=args.holdout,
             split_on=args.split_on,
-            source_field=args.source_field,
             text_column=args.text_column,
         )
     _print_summary(Store.open(args.out))

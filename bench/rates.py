@@ -55,7 +55,7 @@ def write_meta(folder: Path, tokens: int, documents: int) -> None:
     """The embedded corpus's meta.json with these counts; its sha256 sums are not those of files."""
     counts = {"tokens": tokens, "documents": documents}
     counts |= {f"train_{name}": count for name, count in counts.items()}
-    meta = Store.open(embedded_store("pd4k")).meta | counts | {"sources": []}
+    meta = Store.open(embedded_store("pd4k")).meta | counts
     (folder / "meta.json").write_text(json.dumps(meta))
 
 

@@ -13,21 +13,18 @@ import numpy as np
 import pytest
 import torch
 from conftest import evaluate_into_file, read_log, refusal, start_ranks, widened, write_lines
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from small_stores import ONE
 from torch import nn
 
 import evaluate
 from data import Data, places
-from evaluate import Evaluation, with_context
+from evaluate import Evaluation
 from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
 from prepare import prepare
 from support.base.runtime import Runtime
 from support.evaluation.scoring import Documents, HeldOut
 from support.rows.bert import SpecialIds
-from support.rows.samples import cut
 from support.text.store import Store
 from support.text.tokenizer import byte_lengths, get_encoding
 
@@ -85,10 +82,10 @@ def store(store_dir):
 
 
 @pytest.fixture(scope="module")
-def sourced(tmp_path_factory):
-    """A store of held-out documents of two sources; their texts are "abc " so many times."""
-    folder = tmp_path_factory.mktemp("sourced")
-    lines = [{"text": "abc " * n, "source": name} for n, name in ((40, "a"), (1, "b"), (7, "a"))]
+def repeated(tmp_path_factory):
+    """A store of held-out documents; their texts are "abc " so many times."""
+    folder = tmp_path_factory.mktemp("repeated")
+    lines = [{"text": "abc " * n} for n in (40, 1, 7)]
     prepare([write_lines(folder / "mine.jsonl", lines)], folder / "store", BYTES, "bytes", 1)
     return folder / "store"
 
@@ -155,7 +152,7 @@ def test_poll_is_called_after_every_batch_alike_on_every_rank_and_may_end_it(sto
     assert model.training
 
 
-def test_no_target_no_document_and_a_stride_that_no_row_holds_are_refused(store):
+def test_no_target_and_no_document_are_refused(store):
     class Unmasked(Evaluation):
         def batch(self, store, rows):
             batch = super().batch(store, rows)
@@ -164,11 +161,8 @@ def test_no_target_no_document_and_a_stride_that_no_row_holds_are_refused(store)
     with pytest.raises(ValueError, match="held-out tokens, but no target"):
         Unmasked(of(store), 64, tokens=100).run(Even(), ONE, 8)
     whole = replace(store, meta=store.meta | {"train_documents": store.meta["documents"]})
-    with pytest.raises(ValueError, match=r"no held-out document.*--holdout.*--split all"):
+    with pytest.raises(ValueError, match=r"no held-out document.*--holdout"):
         Evaluation(of(whole), 64)
-    for stride, special_ids in ((0, None), (65, None), (8, SPECIAL_IDS)):
-        with pytest.raises(ValueError, match="--stride"):
-            Evaluation(of(store, special_ids), 64, stride=stride)
 
 
 # ---- BERT
@@ -225,44 +219,6 @@ def test_a_bert_is_asked_of_every_pair_whether_it_follows(store):
     assert {0, 1} < set(answers.tolist()) <= {0, 1, IGNORE}
 
 
-# ---- a sliding context
-
-
-def test_a_stride_gives_each_target_more_context_and_changes_nothing_else(store):
-    plain, slid, token_by_token = (
-        Evaluation(of(store), 64, tokens=2_000, stride=stride).run(Recency(), ONE, 8)
-        for stride in (None, 16, 1)
-    )
-    assert plain[2:] == slid[2:] == token_by_token[2:], "the same targets, the same bytes"
-    assert token_by_token.val_loss < slid.val_loss < plain.val_loss
-    whole = [documents_of(Evaluation(of(store), 64, stride=s), Recency(), 8) for s in (None, 16)]
-    for plain, slid in zip(*(documents.groups("length") for documents in whole), strict=True):
-        fits = int(plain.name.split()[-1].replace(",", "")) <= 64
-        assert (plain.bpb == pytest.approx(slid.bpb, rel=1e-12)) == fits, plain.name
-
-
-def test_context_before_a_piece_worked_example():
-    pieces, seen = with_context(np.array([[0, 6], [6, 10]]), np.array([0, 10]), 6, 3)
-    assert pieces.tolist() == [[0, 6], [3, 9], [4, 10]] and seen.tolist() == [0, 3, 5]
-
-
-@settings(max_examples=50, deadline=None)
-@given(st.lists(st.integers(1, 40), min_size=1), st.integers(1, 16), st.integers(1, 16))
-def test_every_token_is_a_target_once_and_sees_what_a_row_holds(sizes, seq_len, stride):
-    stride = min(stride, seq_len)
-    offsets = np.cumsum([0, *sizes])
-    spans = cut(np.stack((offsets[:-1], offsets[1:]), axis=1), seq_len)
-    targets = []
-    pieces, seen = with_context(spans, offsets, seq_len, stride)
-    for (start, stop), context in zip(pieces.tolist(), seen.tolist(), strict=True):
-        begins = max(offset for offset in offsets.tolist() if offset <= start)
-        assert stop <= min(offset for offset in offsets.tolist() if offset > start), "one document"
-        assert stop - start <= seq_len
-        assert start == begins or stop - start == seq_len, "as much context as fits"
-        targets += range(start + context, stop)
-    assert targets == list(range(offsets[-1]))
-
-
 # ---- by document
 
 
@@ -296,10 +252,10 @@ def few():
     return by_hand([draw.integers(97, 123, size) for size in sizes], train_documents=3)
 
 
-@pytest.mark.parametrize("kind, stride", [("gpt", None), ("gpt", 32), ("bert", None)])
-def test_packed_documents_have_the_nats_of_their_pieces_alone(few, kind, stride):
+@pytest.mark.parametrize("kind", ["gpt", "bert"])
+def test_packed_documents_have_the_nats_of_their_pieces_alone(few, kind):
     data = of(few, SPECIAL_IDS if kind == "bert" else None)
-    evaluation, model, tolerance = Shown(data, 64, stride=stride), tiny(kind).eval(), 1e-12
+    evaluation, model, tolerance = Shown(data, 64), tiny(kind).eval(), 1e-12
     (part,) = evaluation.parts
     expected = by_definition(few, part.pieces, model)
     documents = documents_of(evaluation, model, 8)
@@ -311,14 +267,14 @@ def test_packed_documents_have_the_nats_of_their_pieces_alone(few, kind, stride)
     assert not agree(documents_of(evaluation, model, 8), expected, tolerance)
 
 
-def by_hand(texts, train_documents: int = 0, sources=None, names=()) -> Store:
+def by_hand(texts, train_documents: int = 0) -> Store:
     """Documents of these tokens, each followed by end-of-text."""
     end = BYTES.eot_token
     tokens = np.concatenate([[*text, end] for text in texts]).astype(np.uint16)
     offsets = np.cumsum([0, *(len(text) + 1 for text in texts)])
-    meta = {"end_of_text": end, "vocab_size": 320, "sources": list(names)}
+    meta = {"end_of_text": end, "vocab_size": 320}
     meta |= {"train_documents": train_documents, "train_tokens": int(offsets[train_documents])}
-    return Store(Path("x"), meta, tokens, offsets, sources)
+    return Store(Path("x"), meta, tokens, offsets)
 
 
 def letters(*sizes: int) -> list[range]:
@@ -336,35 +292,10 @@ def test_long_and_empty_documents_worked_by_hand():
     assert total.val_loss == pytest.approx(math.log(257))
     assert (total.targets, total.bytes) == (29, 25)
     assert total.val_bpb == pytest.approx(math.log2(257) * 29 / 25)
-    for split, numbers in (("train", [0]), ("all", [0, 1, 2, 3, 4])):
-        documents = documents_of(Evaluation(of(store), 8, split=split), Even(), 2)
-        assert documents.numbers.tolist() == numbers
     bert = documents_of(Evaluation(of(store, SPECIAL_IDS), 8), Even(), 2)
     assert bert.numbers.tolist() == [1, 2, 3, 4]
     assert bert.targets.tolist() == [0, 4, 0, 1], "one of each piece: of 6, 6, 6, 2 and of 5"
     assert bert.nats[[0, 2]].tolist() == [0, 0]
-
-
-def test_groups_worked_by_hand():
-    """Documents of 1, 2, 3, 4 and 8 tokens, end-of-text counted; even chances for every token."""
-    names = ["wiki", "code", "empty"]
-    sources = np.array([1, 0, 1, 0, 1], np.uint16)
-    store = by_hand(letters(0, 1, 2, 3, 7), sources=sources, names=names)
-    documents = documents_of(Evaluation(of(store), 8, split="all"), Even(), 2)
-    groups, bits = documents.groups("length"), math.log2(257)
-    assert [group[:4] for group in groups] == [
-        ("1 to 1", 1, 1, 0),
-        ("2 to 3", 2, 5, 3),
-        ("4 to 7", 1, 4, 3),
-        ("8 to 15", 1, 8, 7),
-    ]
-    assert groups[0].bpb is None, "a document without a byte"
-    expected = [bits * 5 / 3, bits * 4 / 3, bits * 8 / 7]
-    assert [group.bpb for group in groups[1:]] == pytest.approx(expected)
-    by_source = documents.groups("source")
-    assert [group[:4] for group in by_source] == [("wiki", 2, 6, 4), ("code", 3, 12, 9)]
-    assert documents.total().by_source == {group.name: group.bpb for group in by_source}
-    assert by_source[1].bpb == pytest.approx(bits * 12 / 9)
 
 
 # ---- results in files and words
@@ -372,7 +303,7 @@ def test_groups_worked_by_hand():
 
 def test_a_file_is_worked_by_hand_and_whole_or_not_there(tmp_path):
     nats, counts = np.array([3 * np.log(2), 0.0]), (np.array([3, 0]), np.array([6, 0]))
-    two = Documents(by_hand(letters(6, 0)), np.array([0, 1]), nats, *counts)
+    two = Documents(np.array([0, 1]), nats, *counts)
     file = tmp_path / "out.jsonl"
     two.write(file)
     text = file.read_text()
@@ -380,7 +311,7 @@ def test_a_file_is_worked_by_hand_and_whole_or_not_there(tmp_path):
         {"document": 0, "tokens": 3, "bytes": 6, "nats": 3 * np.log(2), "bpb": 0.5},
         {"document": 1, "tokens": 0, "bytes": 0, "nats": 0.0, "bpb": None},
     ]
-    assert two.total() == HeldOut(np.log(2), 0.5, 3, 6) and "by_source" not in two.total().logged()
+    assert two.total() == HeldOut(np.log(2), 0.5, 3, 6) and "by_store" not in two.total().logged()
     with pytest.raises(ValueError, match="JSON"):
         two._replace(nats=np.array([1, np.nan])).write(file)
     assert list(tmp_path.iterdir()) == [file] and file.read_text() == text
@@ -420,13 +351,13 @@ def test_a_bert_cannot_answer(said):
 
 
 @pytest.mark.dist
-def test_two_processes_find_what_one_finds(run_of, sourced, tmp_path, monkeypatch):
+def test_two_processes_find_what_one_finds(run_of, repeated, tmp_path, monkeypatch):
     """The text of a store, and questions, which leave the run as it is."""
     asked = [{"context": f"{n} is", "continuations": ["a", " b"], "label": 1} for n in range(20)]
     write_lines(tmp_path / "asked.jsonl", asked)
     gpt = [str(run_of(GPT)), *CPU, "--json", "--rows", "2"]
     runs = (
-        [*gpt, "--data", str(sourced), "--by-document", "out.jsonl"],
+        [*gpt, "--data", str(repeated), "--by-document", "out.jsonl"],
         [*gpt, "--task", "../asked.jsonl"],
     )
     before, said = {path: path.read_bytes() for path in run_of(GPT).iterdir()}, []
@@ -447,30 +378,16 @@ def test_two_processes_find_what_one_finds(run_of, sourced, tmp_path, monkeypatc
     assert after == before
 
 
-def test_groups_stores_and_json(said, sourced, store_dir):
-    """By source and length; and several stores are evaluated one by one."""
-    data = f"--data {sourced} --split all"
-    plain, both = said(data), said(f"{data} --by source,length")
-    (by_source,) = map(json.loads, said(f"{data} --by source --json"))
-    (slid,) = map(json.loads, said(f"{data} --by length --stride 8 --json"))
-    expected = [["a", "2", "190", "188"], ["b", "1", "5", "4"]]
-    assert both[:2] == plain and [line.split()[:4] for line in both[3:5]] == expected
-    assert slid["val_bpb"] != by_source["val_bpb"] and slid["targets"] == by_source["targets"]
-    assert [group["documents"] for group in slid["groups_by_length"]] == [1, 1, 1]
-    assert f"{by_source['val_bpb']:.4f} bits per byte" in plain[0]
-    assert by_source["by_source"]["b"] == by_source["groups_by_source"][1]["bpb"]
-    mixture = f"{sourced}=0.75,{store_dir}=0.25"
+def test_stores_and_json(said, repeated, store_dir):
+    """Several stores are evaluated one by one."""
+    mixture = f"{repeated}=0.75,{store_dir}=0.25"
     results = [
         json.loads(said(f"--json --tokens 2K --data {data}")[0])["val_bpb"]
-        for data in (mixture, sourced, f"{store_dir} --tokens {int(2000 * 0.375)}")
+        for data in (mixture, repeated, f"{store_dir} --tokens {int(2000 * 0.375)}")
     ]
     assert results[0] == pytest.approx(0.75 * results[1] + 0.25 * results[2])
-    for flags in (f"--data {mixture} --by length", f"--data {mixture} --by-document out.jsonl"):
-        with pytest.raises(ValueError, match=flags.split()[2]):
-            said(flags)
-    for flags in ("--by source", f"--data {sourced} --split train"):
-        with pytest.raises(ValueError, match=r"--by source|no training document"):
-            said(flags)
+    with pytest.raises(ValueError, match="--by-document is for one store"):
+        said(f"--data {mixture} --by-document out.jsonl")
 
 
 def test_bad_flags_are_refused_before_a_run_is_opened(monkeypatch, tmp_path):
@@ -478,8 +395,6 @@ def test_bad_flags_are_refused_before_a_run_is_opened(monkeypatch, tmp_path):
     for flags, named in {
         "--rows 0": "--rows: 0 ",
         "--tokens nan": "--tokens: nan ",
-        "--by words": "--by: words ",
-        "--task a --stride 8": "--stride ",
         "--task a --by-document b": "--by-document ",
         "--by-document no/out.jsonl": "--by-document no/out.jsonl: ",
     }.items():

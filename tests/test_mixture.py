@@ -269,8 +269,8 @@ def test_off_is_absent_and_one_store_with_all_the_weight_is_the_plain_run(
         plain = metrics(run(SMALLER))
     lines = metrics(run(f"{SMALLER} --data {store_dir}=1", out="alone"))
     for line in lines:
-        if by_source := line.pop("by_source", None):
-            assert by_source == {store_dir.name: line["val_bpb"]}
+        if by_store := line.pop("by_store", None):
+            assert by_store == {store_dir.name: line["val_bpb"]}
     assert lines == plain
 
 
@@ -318,7 +318,7 @@ def test_an_evaluation_of_a_mixture_is_that_of_each_store(stores):
     evaluation = Evaluation(data, 64)
     found = evaluation.run(ByByte(), ALONE, 8, heard.append)
     parts = [Evaluation(data._replace(store=p), 64).run(ByByte(), ALONE, 8) for p in two.parts]
-    assert found.by_source == {"words": parts[0].val_bpb, "books": parts[1].val_bpb}
+    assert found.by_store == {"words": parts[0].val_bpb, "books": parts[1].val_bpb}
     assert parts[0].val_bpb != parts[1].val_bpb
     assert found.val_bpb == pytest.approx(0.7 * parts[0].val_bpb + 0.3 * parts[1].val_bpb)
     assert found.targets == parts[0].targets + parts[1].targets
@@ -338,6 +338,6 @@ def test_means_worked_by_hand():
         "no bytes": HeldOut(val_loss=9.0, val_bpb=9.0, targets=3, bytes=0),
     }
     mean = weighted(found, (0.375, 0.125, 0.5))
-    assert mean == HeldOut(3.5, 1.75, 1013, 910, by_source={"a": 2.0, "b": 1.0})
+    assert mean == HeldOut(3.5, 1.75, 1013, 910, by_store={"a": 2.0, "b": 1.0})
     with pytest.raises(ValueError, match="no byte of a text with a weight is a target"):
         weighted(found, (0, 0, 1))

@@ -1,7 +1,6 @@
 """What a store holds, and which are refused; nothing that stops prepare.py leaves half a store."""
 
 import gzip
-import hashlib
 import json
 import multiprocessing
 import os
@@ -20,7 +19,6 @@ import pytest
 from conftest import LLAMA3, refusal, refusal_of, write_lines
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from small_stores import contents
 
 import prepare
 from support.base.runtime import ROOT
@@ -49,11 +47,9 @@ def texts_of(made: Store, encoding=BYTES) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def sourced(tmp_path_factory) -> Path:
-    """90 documents of two sources, and some of none."""
-    sources = ("wiki", "code", None)
-    lines = [{"text": f"text {n}", "source": sources[n % 3]} for n in range(90)]
-    return write_lines(tmp_path_factory.mktemp("sourced") / "in.jsonl", lines)
+def ninety(tmp_path_factory) -> Path:
+    lines = [{"text": f"text {n}"} for n in range(90)]
+    return write_lines(tmp_path_factory.mktemp("ninety") / "in.jsonl", lines)
 
 
 # --- what a store holds
@@ -79,8 +75,8 @@ def test_the_command_makes_a_store_of_every_document_and_prints_what_it_holds(tm
     printed = capsys.readouterr().out
     made = Store.open(tmp_path / "store")
     assert made.meta["tokenizer"] == "pd4k"
-    held_out = [text for i, text, _ in DOCUMENTS if zlib.crc32(i.encode()) % 20 == 0]
-    training = [text for i, text, _ in DOCUMENTS if zlib.crc32(i.encode()) % 20]
+    held_out = [text for i, text in DOCUMENTS if zlib.crc32(i.encode()) % 20 == 0]
+    training = [text for i, text in DOCUMENTS if zlib.crc32(i.encode()) % 20]
     assert (len(training), len(held_out)) == (454, 27)
     assert texts_of(made, PD4K) == training + held_out
     assert made.meta["train_bytes"] == len("".join(training).encode())
@@ -168,46 +164,11 @@ def test_where_a_text_is_cut_worked_by_hand_and_cut_elsewhere(monkeypatch):
     assert tokens_in_pieces(text, PD4K) != PD4K.encode_ordinary(text)
 
 
-# --- sources
-
-
-def test_each_document_keeps_its_source_in_chunks_of_any_size(tmp_path, sourced, monkeypatch):
-    lines = [json.loads(line) for line in sourced.read_text().splitlines()]
-    for chunk in (prepare.CHUNK_CHARACTERS, 1):
-        monkeypatch.setattr(prepare, "CHUNK_CHARACTERS", chunk)
-        made = make(sourced, tmp_path / str(chunk), holdout=5)
-        assert 0 < made.meta["train_documents"] < 90
-        assert made.sources.dtype == np.uint16 and len(made.sources) == 90
-        of_text = zip(texts_of(made), made.sources[:], strict=True)
-        named = {text: made.meta["sources"][number] for text, number in of_text}
-        assert named == {line["text"]: line["source"] or "unnamed" for line in lines}
-        for name, recorded in made.meta["sha256"].items():
-            assert hashlib.sha256((made.path / name).read_bytes()).hexdigest() == recorded
-        assert len(made.meta["sha256"]) == 3
-    assert contents(tmp_path / "1") == contents(tmp_path / str(1 << 18))
-
-
-def test_a_store_has_as_many_sources_as_documents_name(tmp_path, sourced, monkeypatch):
-    made = make(sourced, tmp_path / "none", source_field="")
-    assert made.sources is None and "sources" not in made.meta
-    assert sorted(os.listdir(made.path)) == ["documents.idx", "meta.json", "tokens.bin"]
-    lines = [{"text": "one line\n" * 100, "source": str(number)} for number in range(257)]
-    made = make(write_lines(tmp_path / "in.jsonl", lines[:1]), tmp_path / "cut")
-    assert made.sources[:].tolist() == [0, 0] and made.meta["sources"] == ["0"], "on both sides"
-
-    monkeypatch.setattr(store, "SOURCE_DTYPE", np.dtype("uint8"))  # which has 256 numbers
-    made = make(write_lines(tmp_path / "in.jsonl", lines[:256]), tmp_path / "most")
-    assert made.sources[:].max() == 255
-    with pytest.raises(ValueError, match="--source-field"):
-        make(write_lines(tmp_path / "in.jsonl", lines), tmp_path / "more")
-    assert not (tmp_path / "more").exists()
-
-
 # --- opening a store
 
 
-def test_no_store_a_damaged_one_and_another_tokenizer_are_refused(tmp_path, sourced):
-    opened = make(sourced, tmp_path / "store")
+def test_no_store_a_damaged_one_and_another_tokenizer_are_refused(tmp_path, ninety):
+    opened = make(ninety, tmp_path / "store")
     opened.check_tokenizer(tokenizer.get_encoding("bytes"))
     with pytest.raises(ValueError, match="made with tokenizer bytes"):
         opened.check_tokenizer(PD4K)
@@ -278,10 +239,10 @@ def test_stopped_in_the_middle_no_store_appears(tmp_path, large, capfd, stop):
         assert f"{tmp_path}/store: not written: File too large" in capfd.readouterr().err
 
 
-def test_of_two_that_make_one_store_the_first_to_finish_has_it(tmp_path, sourced, monkeypatch):
+def test_of_two_that_make_one_store_the_first_to_finish_has_it(tmp_path, ninety, monkeypatch):
     def late(self):
         monkeypatch.undo()
-        make(sourced, tmp_path / "store")
+        make(ninety, tmp_path / "store")
         return self.finish()
 
     monkeypatch.setattr(prepare.StoreWriter, "finish", late)

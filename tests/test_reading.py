@@ -45,20 +45,16 @@ def test_plain_compressed_and_folder_give_the_same_documents(tmp_path):
             assert bar.n == sum(file.bytes for file in corpus.files)
 
 
-def test_ids_texts_and_sources_of_every_form(tmp_path):
+def test_ids_and_texts_of_every_form(tmp_path):
     (tmp_path / "b").mkdir()
     (tmp_path / "b" / "note.txt").write_bytes("ligne\r\né".encode())
     (tmp_path / "a.jsonl").write_text(
-        '{"text": "a", "source": "wiki"}\n\n{"id": null, "text": "b", "source": 7, "set": "code"}\n'
-        '{"text": null, "source": null}\n{"id": 7, "text": "", "source": ""}'
+        '{"text": "a", "more": {}}\n\n{"id": null, "text": "b"}\n{"text": null}\n'
+        '{"id": 7, "text": ""}'
     )
-    note = ("ligne\r\né", None)
-    lines = [(None, "a", "wiki"), (None, "b", "7"), (None, "", None), ("7", "", None)]
-    assert read(tmp_path) == [*lines, ("b/note.txt", *note)]
-    assert read(str(tmp_path / "b" / "note.txt")) == [("note.txt", *note)]
-    for name, expected in (("set", [None, "code", None, None]), ("", [None] * 4)):
-        documents = read(tmp_path / "a.jsonl", source_field=name)
-        assert [document.source for document in documents] == expected
+    lines = [(None, "a"), (None, "b"), (None, ""), ("7", "")]
+    assert read(tmp_path) == [*lines, ("b/note.txt", "ligne\r\né")]
+    assert read(str(tmp_path / "b" / "note.txt")) == [("note.txt", "ligne\r\né")]
 
 
 GOOD = b'{"id": "a", "text": "one"}\n'
@@ -69,7 +65,6 @@ BAD_INPUTS = [
     ("x.jsonl", GOOD + b"[1]\n", ":2"),
     ("x.jsonl", b'{"id": "a"}\n', ":1"),
     ("x.jsonl", GOOD * 4 + b'{"text": 5}', ":5"),
-    ("x.jsonl", GOOD + b'{"text": "b", "source": {}}', ":2"),
     ("x.jsonl", GOOD + b'{"text": "\xff"}', ":2"),
     ("x.jsonl", GOOD + b'{"id": "\\ud83d", "text": ""}', ":2"),  # half of a surrogate pair
     ("x.jsonl.gz", PACKED[:-8] + bytes(8), ""),  # a checksum that fails
@@ -130,7 +125,7 @@ def test_a_named_file_that_is_not_text_is_an_error(tmp_path, monkeypatch):
 
 def test_blank_lines_separate_documents(tmp_path):
     (tmp_path / "a.txt").write_text("\n \none\ntwo\n\t\n\r\n\nthree\n\nfour\n")
-    texts = [(None, text, None) for text in ("one\ntwo", "three", "four")]
+    texts = [(None, text) for text in ("one\ntwo", "three", "four")]
     assert read(tmp_path / "a.txt", split_on="blank-line") == texts
 
 
@@ -160,7 +155,7 @@ def test_cutting_is_refused_unless_there_is_plain_text(tmp_path):
     with pytest.raises(ValueError, match=r"--text-column body: these inputs are plain text"):
         read(tmp_path / "a.txt", text_column="body")
     documents = read(TINY, tmp_path / "a.txt", split_on="|")
-    assert documents[481:] == [(None, "one", None), (None, "two", None)]
+    assert documents[481:] == [(None, "one"), (None, "two")]
 
 
 # --- the bar
@@ -314,9 +309,9 @@ def test_parquet_is_read_by_its_columns_in_groups_of_rows(tmp_path, monkeypatch)
     rows[1]["text"] = None
     file = tmp_path / "any name"
     parquet.write_table(pyarrow.Table.from_pylist(rows), file, row_group_size=700)
-    expected = [(str(row["id"]), row["text"] or "", "a") for row in rows]
+    expected = [(str(row["id"]), row["text"] or "") for row in rows]
     assert read(file) == expected == read(tmp_path)
-    assert [d.text for d in read(file, text_column="source", source_field="")] == ["a"] * 2500
+    assert [d.text for d in read(file, text_column="source")] == ["a"] * 2500
     for column in ("body", "wide"):
         with pytest.raises(ValueError, match=f"any name:1: no string under {column}: .*--text-col"):
             read(file, text_column=column)

@@ -186,19 +186,19 @@ def test_a_run_that_has_hardly_begun(make):
         assert report.main([str(folder), other, "--out", str(folder / "both.html")]) == 0
 
 
-def test_a_run_tells_its_stops_stages_and_sources(make):
+def test_a_run_tells_its_stops_stages_and_stores(make):
     lines = lines_of_a_run(steps=40)
-    assert "by source" not in seen(html_of(make("without")))
+    assert "by store" not in seen(html_of(make("without")))
     lines.insert(13, lines[0] | {"resumed_at": 12, "commit": "def"})
     lines.insert(3, {"event": "stage", "step": 2, "owners": [0, 1, -1]})
-    lines[-1]["by_source"] = {"bible": 1.5, "jargon": 2.25}
+    lines[-1]["by_store"] = {"bible": 1.5, "jargon": 2.25}
     text = html_of(written(make(), lines))
     stage = "1 2 200 --pseudo: 2 of 3 layers have their own weights of layer: 0 1 ."
     assert f"{stage} 2 12 1.20 K resumed, with commit def" in seen(text)
     assert text.count('class="mark"') == 2 * text.count('class="chart"') > 6
     assert "bible, at last 1.500 jargon, at last 2.250" in seen(text)
     for odd in (5, [1], {"bible": "x"}):  # another's log
-        lines[-1]["by_source"] = odd
+        lines[-1]["by_store"] = odd
         assert "bible" not in seen(html_of(written(make(), lines)))
 
 
@@ -208,7 +208,7 @@ def test_a_run_tells_its_stops_stages_and_sources(make):
 def test_what_a_log_says_is_shown_and_not_obeyed(tmp_path, monkeypatch):
     lines = lines_of_a_run("--data 'a<b>.txt'")
     lines.append({"event": "sample", "step": 4, "text": "<script>alert('a')</script> & `x`"})
-    lines[-2]["by_source"] = {"<img src=x onerror=alert(1)>": 2.0}
+    lines[-2]["by_store"] = {"<img src=x onerror=alert(1)>": 2.0}
     folder = written(tmp_path / "a<i>b", lines)
     text = html_of(folder)
     for markup in ("<script>alert", "<img", "<i>", "<b>.txt"):

@@ -2,7 +2,7 @@
 
     Laid             pieces of text in rows, which are read when they are needed
     sums_by_item     the one loop over batches: each rank takes its rows, every rank gets all sums
-    Documents        nats, targets and bytes by document; Group and HeldOut add them up
+    Documents        nats, targets and bytes by document; HeldOut adds them up
 
 Does not read a store, decide which text lies in which row or print: see `Evaluation` and `lay` in
 evaluate.py. Questions (tasks.py) go through the same loop.
@@ -23,7 +23,6 @@ from support.base.atomic import atomic_write
 from support.base.runtime import Runtime, printable
 from support.base.sharded import is_sharded
 from support.rows.batch import Batch
-from support.text.store import Store
 
 Poll = Callable[[int], None]  # called after each batch with how many rows are done
 # Of a batch on the CPU: which of its B T tokens are asked, and columns (n,) of numbers about them;
@@ -122,9 +121,6 @@ def evaluating(model: nn.Module) -> Iterator[None]:
 
 # ---- what the sums amount to
 
-GROUPS = ("source", "length")
-SOURCES_SHOWN = 6  # on one line of the screen; the log has all
-
 
 class HeldOut(NamedTuple):
     """The result of an evaluation."""
@@ -135,36 +131,25 @@ class HeldOut(NamedTuple):
     bytes: int
     nsp_accuracy: float | None = None  # share of pairs that a BERT with --nsp is right about
     nsp_pairs: int | None = None
-    by_source: dict[str, float] | None = None  # bits per byte of each source with any bytes
+    by_store: dict[str, float] | None = None  # bits per byte of each store of a mixture
 
     def logged(self) -> dict[str, Any]:
         """The fields that are not None."""
         return {name: value for name, value in self._asdict().items() if value is not None}
 
     def __str__(self) -> str:
-        text, sources = f"{self.val_bpb:.4f} bits per byte", self.by_source or {}
-        if 1 < len(sources) <= SOURCES_SHOWN:
-            shown = [f"{printable(name)} {bpb:.3f}" for name, bpb in sources.items()]
+        text = f"{self.val_bpb:.4f} bits per byte"
+        if self.by_store:
+            shown = [f"{printable(name)} {bpb:.3f}" for name, bpb in self.by_store.items()]
             text += f" ({', '.join(shown)})"
         if self.nsp_accuracy is not None:
             text += f", {self.nsp_accuracy:.1%} of {self.nsp_pairs:,} pairs right"
         return text
 
 
-class Group(NamedTuple):
-    """Documents that have a property in common."""
-
-    name: str
-    documents: int
-    tokens: int  # that are targets
-    bytes: int
-    bpb: float | None  # bits per byte; None without a byte
-
-
 class Documents(NamedTuple):
     """The result by document, in the store's order. Each array is (n,)."""
 
-    store: Store
     numbers: np.ndarray  # in the store, from 0
     nats: np.ndarray  # summed over the targets
     targets: np.ndarray
@@ -174,30 +159,8 @@ class Documents(NamedTuple):
 
     def total(self) -> HeldOut:
         nats, targets, size = (x.sum().item() for x in (self.nats, self.targets, self.bytes))
-        groups = [] if self.store.sources is None else self.groups("source")
-        by_source = {group.name: group.bpb for group in groups if group.bytes} or None
         bpb = bits_per_byte(nats, max(size, 1))
-        return HeldOut(
-            nats / targets, bpb, targets, size, self.nsp_accuracy, self.nsp_pairs, by_source
-        )
-
-    def groups(self, by: str) -> list[Group]:
-        """Add up by `source`, in the order of the store's names, or by `length`.
-
-        Lengths are those of whole documents in tokens, end-of-text included, between powers of two.
-        """
-        if by == "source":
-            key, names = self.store.sources[self.numbers], self.store.meta["sources"]
-        else:
-            length = self.store.offsets[self.numbers + 1] - self.store.offsets[self.numbers]
-            key = np.frexp(length)[1] - 1  # 2^key <= length
-            names = [f"{2**n:,} to {2 ** (n + 1) - 1:,}" for n in range(key.max() + 1)]
-        sums = added_up(key, len(names), None, self.nats, self.targets, self.bytes).tolist()
-        return [
-            Group(name, int(count), int(targets), int(size), bits_per_byte(nats, size))
-            for name, (count, nats, targets, size) in zip(names, sums, strict=True)
-            if count
-        ]
+        return HeldOut(nats / targets, bpb, targets, size, self.nsp_accuracy, self.nsp_pairs)
 
     def write(self, file: Path) -> None:
         """One line and JSON object a document; bits per byte are null where it has no byte."""
@@ -212,22 +175,6 @@ class Documents(NamedTuple):
 
 def bits_per_byte(nats: float, size: float) -> float | None:
     return nats / math.log(2) / size if size else None
-
-
-def table(groups: list[Group], by: str) -> str:
-    """The groups as lines of text.
-
-    Example: source      documents    tokens     bytes  bits per byte
-             wordnet            27     1,204     4,310         1.6134
-    """
-    width = max(len(by), *(len(group.name) for group in groups))
-    lines = [f"{by:{width}}  documents       tokens        bytes  bits per byte"]
-    for name, documents, tokens, size, bpb in groups:
-        bits = "-" if bpb is None else f"{bpb:.4f}"
-        lines.append(
-            f"{printable(name):{width}}  {documents:9,} {tokens:12,} {size:12,} {bits:>14}"
-        )
-    return "\n".join(lines)
 
 
 def weighted(results: dict[str, HeldOut], weights: Sequence[float]) -> HeldOut:
@@ -251,5 +198,5 @@ def weighted(results: dict[str, HeldOut], weights: Sequence[float]) -> HeldOut:
         mean("val_bpb"),
         targets=sum(result.targets for result in results.values()),
         bytes=sum(result.bytes for result in results.values()),
-        by_source={name: results[name].val_bpb for name in weight_of},
+        by_store={name: results[name].val_bpb for name in weight_of},
     )

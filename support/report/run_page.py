@@ -301,7 +301,7 @@ def loss_section(log: RunLog, events: Table) -> Section:
     shown = [
         training,
         Chart("Held-out loss", "bits per byte", "", held_out),
-        by_source(log),
+        by_store(log),
         Chart("Gradient norm", "", "", smoothed(x, log.column("grad_norm")), clip_first=True),
     ]
     return Section("Loss", shown, [events], [f"Training loss is {why}."])
@@ -318,13 +318,13 @@ def in_bits(log: RunLog) -> tuple[float, str]:
     return 1 / (math.log(2) * size), why
 
 
-def by_source(log: RunLog) -> Chart:
-    lines = [line for line in log.evals if not mismatch(line.get("by_source"), Each(float))]
+def by_store(log: RunLog) -> Chart:
+    lines = [line for line in log.evals if not mismatch(line.get("by_store"), Each(float))]
     drawn = []
-    for color, (name, end) in enumerate(lines[-1]["by_source"].items() if lines else ()):
-        of_it = [{**line, "val_bpb": line["by_source"].get(name)} for line in lines]
+    for color, (name, end) in enumerate(lines[-1]["by_store"].items() if lines else ()):
+        of_it = [{**line, "val_bpb": line["by_store"].get(name)} for line in lines]
         drawn.append(evaluated(log, f"{name}, at last {end:.3f}", of_it, color))
-    return Chart("Held-out loss by source", "bits per byte", "", drawn)
+    return Chart("Held-out loss by store", "bits per byte", "", drawn)
 
 
 def evaluated(log: RunLog, label: str, lines: list[dict], color: int) -> Series:

@@ -17,7 +17,7 @@ from support.text.store import Store
 
 MULTIPLE = 8  # lengths move in steps of 8: few shapes, and matrix units work in eights
 KINDS = ("pieces", "rows", "bert", "pairs")
-SPLITS = {"train": "training", "val": "held-out", "all": "stored"}  # what their tokens are called
+SPLITS = {"train": "training", "val": "held-out"}  # what their tokens are called
 SPECIAL_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s that collate puts around a piece
 IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
 SPANS_CHECKED = 1 << 16  # of a table that is opened, evenly spread
@@ -40,7 +40,7 @@ class Samples:
     Args: kind    pieces | rows | bert | pairs: a BERT's pieces leave out end-of-text and make room
                   for its special tokens
           seq_len tokens of a row
-          split   train | val | all: the held-out documents are the last ones of the store
+          split   train | val: the held-out documents are the last ones of the store
     Raises: ValueError for a split without any, for a table that is damaged
     """
 
@@ -50,14 +50,14 @@ class Samples:
         self.special_tokens = SPECIAL_TOKENS.get(kind, 0)
         self.max_piece_len = seq_len - self.special_tokens
         n, N = store.meta["train_documents"], len(store.offsets) - 1
-        self.documents = {"train": range(n), "val": range(n, N), "all": range(N)}[split]
+        self.documents = {"train": range(n), "val": range(n, N)}[split]
         ends = store.offsets[np.array([self.documents.start, self.documents.stop])]
         self.start, self.stop = ends.tolist()
         self.table = None if kind == "rows" else self._table()
         if len(self) == 0:
             raise ValueError(
                 f"{store.path} has no {SPLITS[split]} document: prepare it with another --holdout,"
-                " name another store, or take all documents with evaluate.py --split all"
+                " or name another store"
             )
 
     def _table(self) -> np.ndarray:

@@ -29,7 +29,6 @@ ESCAPES = {"n": "\n", "r": "\r", "t": "\t", "f": "\f", "\\": "\\"}
 class Document(NamedTuple):
     id: str | None  # None if the input has none: a line's number would change with the file
     text: str
-    source: str | None = None  # the collection that it is from, if the input says so
 
 
 def add_flags(parser: argparse.ArgumentParser, needed: str = "+") -> None:
@@ -49,7 +48,6 @@ class Part(NamedTuple):
 
     text: str
     held_out: bool
-    source: str | None = None
     ends: bool = True  # False if the same document goes on in the next part
 
 
@@ -57,9 +55,8 @@ class Corpus:
     """The text of files and folders, each part of it either for training or held out.
 
     A line of JSON or a row has the document under `text_column`, where null is an empty text, and
-    may have "id" and, under `source_field`, the name of its source. Any other file is one document
-    with its name as the id, unless `split_on` cuts it into documents without ids. In a folder,
-    files that are not text are skipped.
+    may have "id". Any other file is one document with its name as the id, unless `split_on` cuts it
+    into documents without ids. In a folder, files that are not text are skipped.
 
     One document in `holdout` is held out, chosen by the hash of its id (of its text if it has no
     id), so it stays held out when other documents are added or removed. If that leaves training or
@@ -69,7 +66,6 @@ class Corpus:
 
     Args:   holdout      0 holds nothing out, 1 everything
             split_on     what separates documents in plain text, as --split-on takes it
-            source_field the field of a JSON line or a row that names its source
             text_column  None is "text"; plain text has none
     Raises: ValueError naming the flag, or the file and the line
     """
@@ -79,12 +75,10 @@ class Corpus:
         paths: Iterable[str | Path],
         holdout: int = 20,
         split_on: str | None = None,
-        source_field: str = "source",
         text_column: str | None = None,
     ):
         self.holdout = holdout
-        self.fields = text_column or "text", source_field
-        self.columns = (self.fields[0], "id", source_field)
+        self.text_column = text_column or "text"
         self.separator = None if split_on is None else separator(split_on)
         self.files = [file for path in paths for file in reading.input_files(path)]
         self.kinds = {file.path: reading.kind_of(file.path) for file in self.files}
@@ -99,7 +93,7 @@ class Corpus:
         documents = self.documents(bar)
         if self.training_characters is not None:
             return hold_out_tail(documents, self.training_characters, self.holdout)
-        return (Part(d.text, is_held_out(d, self.holdout), d.source) for d in documents)
+        return (Part(d.text, is_held_out(d, self.holdout)) for d in documents)
 
     def documents(self, bar: tqdm | None = None) -> Iterator[Document]:
         """Read all documents, whichever side they are on."""
@@ -108,7 +102,8 @@ class Corpus:
         for file in self.files:
             kind = self.kinds[file.path]
             if kind == "parquet":
-                yield from self._of_objects(reading.read_parquet(file.path, self.columns, bar))
+                rows = reading.read_parquet(file.path, (self.text_column, "id"), bar)
+                yield from self._of_objects(rows)
             elif kind == "lines":
                 yield from self._of_objects(reading.read_lines(file.path, bar))
             else:
@@ -116,7 +111,7 @@ class Corpus:
 
     def _of_objects(self, objects: reading.Objects) -> Iterator[Document]:
         for place, fields in objects:
-            document = _document(place, fields, *self.fields)
+            document = _document(place, fields, self.text_column)
             if document.id is not None:
                 self.hashes += blake2b(document.id.encode(), digest_size=8).digest()
             yield document
@@ -179,22 +174,16 @@ def separator(split_on: str) -> str:
     return re.sub(r"\\(.?)", character, split_on, flags=re.DOTALL)
 
 
-def _document(
-    place: str, fields: dict[str, object], text_column: str, source_field: str
-) -> Document:
+def _document(place: str, fields: dict[str, object], text_column: str) -> Document:
     text = fields.get(text_column)
     if text is None and text_column in fields:  # null
         text = ""
-    source = fields.get(source_field)
     given_id = fields.get("id")
     if not isinstance(text, str):
         there = [name for name, value in fields.items() if isinstance(value, str)]
         which = f"strings are under {', '.join(there)[:1000]}: choose" if there else "name it"
         raise ValueError(f"{place}: no string under {text_column}: {which} with --text-column")
-    if isinstance(source, dict | list):
-        raise ValueError(f"{place}: {source_field} is no name: try another --source-field, or ''")
-    given_id, source = (None if x is None else str(x) for x in (given_id, source))
-    document = Document(given_id, text, source or None)
+    document = Document(None if given_id is None else str(given_id), text)
     try:
         "".join(map(str, document)).encode()
     except UnicodeEncodeError:
@@ -228,10 +217,10 @@ def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) ->
         text = document.text
         if 0 < training < len(text):
             cut = find_cut(text, training, reach)
-            yield Part(text[:cut], False, document.source)
-            yield Part(text[cut:], True, document.source)
+            yield Part(text[:cut], False)
+            yield Part(text[cut:], True)
         else:
-            yield Part(text, training <= 0, document.source)
+            yield Part(text, training <= 0)
         training -= len(text)
 
 

@@ -2,8 +2,7 @@
 
 tokens.bin      each document as its tokens and end-of-text; held-out documents come last
 documents.idx   int64, where each document begins, and where the last one ends
-sources.idx     uint16, the source of each document; only if some document names one
-meta.json       counts, the tokenizer's name and fingerprint, names of sources, sha256 of the files
+meta.json       counts, the tokenizer's name and fingerprint, sha256 of the files
 
 prepare.py decides what is encoded and in which order, and writes meta.json.
 """
@@ -21,10 +20,8 @@ import tiktoken
 from support.text import tokenizer
 
 FORMAT = 1  # of the folder; a store of another format is refused
-SOURCE_DTYPE = np.dtype("uint16")
-WRITTEN = ("tokens.bin", "documents.idx", "sources.idx")
+WRITTEN = ("tokens.bin", "documents.idx")
 HELD_OUT = "held_out.tmp"  # lists of encoded parts, one per append
-NO_SOURCE = "unnamed"  # for documents without a source in a store where others have one
 
 
 def token_dtype(vocab_size: int) -> np.dtype:
@@ -36,12 +33,11 @@ class Encoded(NamedTuple):
 
     ids: np.ndarray  # its tokens, then end-of-text if it `ends`; nothing for an empty document
     held_out: bool
-    source: str | None
     ends: bool
 
 
 class StoreWriter:
-    """Writes tokens.bin, documents.idx and sources.idx into a folder, then says what they hold."""
+    """Writes tokens.bin and documents.idx into a folder, then says what they hold."""
 
     def __init__(self, folder: Path, encoding: tiktoken.Encoding):
         self.folder = folder
@@ -49,7 +45,6 @@ class StoreWriter:
         self.byte_lengths = tokenizer.byte_lengths(encoding)
         self.counts = {"documents": 0, "tokens": 0, "bytes": 0}
         self.skipped = 0  # documents without text
-        self.sources: dict[str, int] = {}  # numbered in order of appearance
         self.files = {name: (folder / name).open("w+b") for name in (*WRITTEN, HELD_OUT)}
         self.sha256 = {name: hashlib.sha256() for name in WRITTEN}
         self._write("documents.idx", np.zeros(1, np.int64))
@@ -71,30 +66,18 @@ class StoreWriter:
         for file in self.files.values():
             file.close()
         (self.folder / HELD_OUT).unlink()
-        if set(self.sources) <= {NO_SOURCE}:
-            (self.folder / "sources.idx").unlink()
-            del self.sha256["sources.idx"]
-        else:
-            meta["sources"] = list(self.sources)
         meta |= self.counts | {"skipped": self.skipped, "dtype": self.dtype.name}
         return meta | {"sha256": {name: sha.hexdigest() for name, sha in self.sha256.items()}}
 
     def _write_parts(self, parts: list[Encoded]) -> None:
         ids = np.concatenate([np.empty(0, self.dtype), *(part.ids for part in parts)])
         ends = self.counts["tokens"] + np.cumsum([len(part.ids) for part in parts], dtype=np.int64)
-        sources = [self._number(part.source or NO_SOURCE) for part in parts if part.ends]
         self._write("tokens.bin", ids)
-        self._write("documents.idx", ends[[part.ends for part in parts]])
-        self._write("sources.idx", np.array(sources, SOURCE_DTYPE))
-        self.counts["documents"] += len(sources)
+        ends = ends[[part.ends for part in parts]]
+        self._write("documents.idx", ends)
+        self.counts["documents"] += len(ends)
         self.counts["tokens"] += len(ids)
         self.counts["bytes"] += int(self.byte_lengths[ids].sum())
-
-    def _number(self, source: str) -> int:
-        number = self.sources.setdefault(source, len(self.sources))
-        if number > np.iinfo(SOURCE_DTYPE).max:
-            raise ValueError(f"--source-field: over {number:,} sources: name another, or ''")
-        return number
 
     def _write(self, name: str, array: np.ndarray) -> None:
         self.files[name].write(array)
@@ -108,14 +91,12 @@ class Store:
     meta      the contents of meta.json; the first meta["train_tokens"] are for training
     tokens    (tokens,) uint16 or uint32
     offsets   (documents + 1,) int64
-    sources   (documents,) uint16 index into meta["sources"]; None if no document names a source
     """
 
     path: Path
     meta: dict
     tokens: np.ndarray
     offsets: np.ndarray
-    sources: np.ndarray | None = None
 
     @classmethod
     def open(cls, path: str | Path) -> "Store":
@@ -130,7 +111,6 @@ class Store:
             raise ValueError(f"{path}: no token store: make one with prepare.py") from None
         if meta["format"] != FORMAT:
             raise ValueError(f"{path}: is of format {meta['format']}: prepare the store again")
-        names = meta.get("sources")
 
         def array(name: str, count: int, dtype: np.dtype) -> np.ndarray:
             file = path / name
@@ -144,7 +124,6 @@ class Store:
             meta=meta,
             tokens=array("tokens.bin", meta["tokens"], token_dtype(meta["vocab_size"])),
             offsets=array("documents.idx", meta["documents"] + 1, np.dtype("int64")),
-            sources=array("sources.idx", meta["documents"], SOURCE_DTYPE) if names else None,
         )
         ends = np.array([0, meta["train_documents"], meta["documents"]])
         if store.offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]]:
