@@ -9,6 +9,7 @@ makes flags of settings. No config files and no environment variables: a recipe 
     python config.py                    # the table of flags, as the README shows it
 """
 
+import importlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -26,7 +27,6 @@ from model import TransformerConfig
 from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
-from support.base.runtime import before_start
 from support.base.settings import (
     Flat,
     RunConfig,
@@ -41,7 +41,6 @@ from support.base.settings import (
 from support.base.technique import is_on, refuse, technique, techniques_of, techniques_on
 from support.rows.mixture import entries_of
 from support.rows.ranking import LENGTHS
-from support.run.extension import with_changes
 from support.run.folder import Started, newest_run, started_with
 from support.step.optim import OptimConfig
 from support.step.sizes import SIZES, ModelConfig, of_block, refusals_of_rows, with_defaults
@@ -87,7 +86,6 @@ class Config:
         tokens_by_layer=pseudo.tokens_by_layer,
         blocks=pseudo.blocks,
         edit=pseudo.Sharing,
-        keeps_state=True,
     )
     offload: OffloadConfig = technique(
         OffloadConfig,
@@ -107,27 +105,25 @@ def parse(argv: list[str]) -> Flat:
 def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
     """The settings of the run; if it exists already and is to go on, what it was started with."""
     given = parse(argv)
-    which = given.get("run.resume")
+    which = given.pop("run.resume", None)
     if which == "auto" and "run.out" not in given:
         raise ValueError("--resume auto needs the folder of the run: add --out")
-
-    def recorded() -> tuple[Started, Flat] | None:
-        folder = Path(given["run.out"]) if "run.out" in given else newest_run()
-        if which == "auto" and not (folder / "config.json").exists():
-            return None
-        started = started_with(folder)
-        check_settings(Config, started.config, f"{folder}/config.json")
-        budget = with_changes(folder, started.config, {})["optim.tokens"]
-        return started._replace(tokens=budget), with_changes(folder, started.config, given)
-
-    found = before_start(recorded) if which else None
-    if found is None:
-        given.pop("run.resume", None)
+    folder = Path(given["run.out"]) if "run.out" in given else newest_run() if which else None
+    if not which or (which == "auto" and not (folder / "config.json").exists()):
         return build(with_those_of_init(given), file=given.get("model.init", "")), None
+    started = started_with(folder)
     if which == "auto":
-        given["run.resume"] = "last"
         given.pop("model.init", None)  # of the command that began the run
-    started, saved = found
+    given["run.resume"] = "last" if which == "auto" else which
+    check_settings(Config, started.config, f"{folder}/config.json")
+    budget = started.config["optim.tokens"]
+    larger = given.get("optim.tokens", budget)
+    if larger < budget:
+        raise ValueError(
+            f"--tokens {larger} is less than the {budget} tokens of the run in {folder}: a run that"
+            " goes on can be given more, not less"
+        )
+    saved = started.config | {"optim.tokens": larger}
     return build(resumed(Config, saved, given)), started
 
 
@@ -206,6 +202,10 @@ def check(config: Config) -> None:
     pairs = refusals_of_rows(model.size, seq_len, batch_tokens, learned)
     pairs += [
         (
+            config.run.wandb and not can_import("wandb"),
+            "--wandb needs its package: pip install -e '.[wandb]'",
+        ),
+        (
             mixes and bool(ranked),
             f"--curriculum {ranked} sorts one store's samples, {instead} use --curriculum seqlen",
         ),
@@ -241,6 +241,14 @@ def check(config: Config) -> None:
     if metrics:
         difficulty.check_metrics(metrics, seq_len, kind)
     transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width
+
+
+def can_import(module: str) -> bool:
+    try:
+        importlib.import_module(module)
+    except ImportError:
+        return False
+    return True
 
 
 if __name__ == "__main__":

@@ -370,7 +370,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     """
     parser = Parser(prog="evaluate.py", description=__doc__.split("\n")[0])
     parser.add_argument("run", help="folder of a run")
-    parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
+    parser.add_argument("--checkpoint", default="last", help="last, best, or a path")
     parser.add_argument("--rows", type=count, default=16, help="rows evaluated at once (16)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")

@@ -31,7 +31,6 @@ from support.base.numbers import count
 from support.base.sharded import of_rank0
 from support.evaluation.scoring import evaluating
 from support.run import checkpoint
-from support.run.run import check_types
 from support.text.tokenizer import get_encoding, vocab_size
 from support.weights.trained import real_weights, running_layers
 
@@ -219,12 +218,11 @@ def load_run(folder: str, which: str) -> tuple[config.Config, Transformer, dict]
 
     Layers that share weights (--pseudo) get a copy each, layers that are not there yet none.
 
-    Args:   which last | previous | best, or the path of a checkpoint
+    Args:   which last | best, or the path of a checkpoint
     Raises: ValueError if the folder holds no checkpoint, or a damaged one
     """
     path = checkpoint.find(folder, which)
     state = checkpoint.load(path)
-    check_types(path, state)
     settings = config.build(state["config"], will_run=False)
     shape = config.transformer_config(settings, **state["model_size"])
     model = Transformer(replace(shape, layers=len(running_layers(state))))
@@ -266,7 +264,7 @@ def typed() -> str:
 def main(argv: list[str] | None = None) -> None:
     parser = runtime.Parser(prog="sample.py", description=__doc__.split(". ")[0])
     parser.add_argument("run", help="folder of a run")
-    parser.add_argument("--checkpoint", default="last", help="last, previous, best, or a file")
+    parser.add_argument("--checkpoint", default="last", help="last, best, or a path")
     parser.add_argument(
         "--prompt", help="text to continue (default: ask for it, or read it from a pipe)"
     )

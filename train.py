@@ -16,7 +16,6 @@ import signal
 import sys
 import textwrap
 import time
-from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import dataclass
 from functools import partial
@@ -49,7 +48,6 @@ from support.base.sharded import (
     shard,
     sync_gradients,
 )
-from support.base.stop_signal import Stopped, StopSignal
 from support.base.technique import Edit, is_on, techniques_of, techniques_on
 from support.evaluation.scoring import HeldOut
 from support.rows.batch import Batch, shares_of
@@ -69,7 +67,7 @@ MOST_CODES = 256  # that torch.compile makes of a block: for each new shape, unt
 
 def main(argv: list[str] | None = None) -> int:
     settings, started = config.parse_or_resume(sys.argv[1:] if argv is None else argv)
-    runtime = start(settings.run.device, settings.run.dtype, settings.run.rank_timeout)
+    runtime = start(settings.run.device, settings.run.dtype)
     runtime.check_same({"commit": commit()} | made_by(runtime) | config.shared_by_ranks(settings))
     if settings.run.fsdp:
         join(runtime)
@@ -89,15 +87,13 @@ def go(run: Run, data: Data) -> int:
     shape = config.transformer_config(settings, *run.size)
     saved = run.restore(shape) if run.started else None
     if runtime.on_rank0(run.is_complete):
-        consumed = f"{run.folder} is finished: its {settings.optim.tokens:,} tokens are consumed"
-        runtime.say(f"{consumed}; a larger --tokens extends it")
+        runtime.say(f"{run.folder} is finished: its {settings.optim.tokens:,} tokens are consumed")
         return 0
     # of the whole model: --pseudo may begin with less of it, and must not be refused in mid-run
     placement = placement_of(settings, empty_model(shape), runtime)
     rows_at_once = micro_batch(settings, runtime, shape, placement)
     memory = memory_of(settings, runtime, rows_at_once.count, shape, placement)
-    poll = Poll(runtime)
-    assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count, poll=poll)
+    assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count)
     announce = partial(
         progress.announce, run, plan, shape, placement, batches=rows_at_once, memory=memory
     )
@@ -116,99 +112,83 @@ def go(run: Run, data: Data) -> int:
     run.open_log()
     announce()
     progress.say_assembled(run)
-    poll.begin(run, progress.progress_bar(run))
+    bar, stop = progress.progress_bar(run), StopSignal()
     try:
-        train(run, plan, evaluation, poll)
-        finish(run, data, poll)
-    except Stopped:
-        poll.bar.close()
-        run.save()
-        run.finish_saving()
-        run.log.beat(run.clock.step, "stopped", every=0)
-        resume = f"python train.py --resume --out {run.folder}"
-        runtime.say(f"stopped at step {run.clock.step}; go on with: {resume}")
-        return 128 + (poll.stop.number or signal.SIGTERM)
-    except RuntimeError as error:
-        error.add_note(poll.where)
-        raise
+        is_whole = train(run, plan, evaluation, bar, stop)
+        if is_whole:
+            finish(run, data, bar)
     finally:
-        poll.end()
-    return 0
+        bar.close()
+        stop.close()
+    if is_whole:
+        return 0
+    resume = f"python train.py --resume --out {run.folder}"
+    runtime.say(f"stopped at step {run.clock.step}; go on with: {resume}")
+    return 128 + (stop.number or signal.SIGTERM)
 
 
-class Poll:
-    """Called after every micro-batch: shows how far the run is, and raises Stopped if asked to."""
-
-    def __init__(self, runtime: Runtime):
-        self.runtime = runtime
-        self.run: Run | None = None
-        self.bar: tqdm | None = None
-        self.stop: StopSignal | None = None
-        self.where = "start"
-
-    def begin(self, run: Run, bar: tqdm) -> None:
-        """From here on a signal waits until the run can be saved; before, nothing would be lost."""
-        self.run, self.bar = run, bar
-        self.stop = StopSignal(tqdm.write if self.runtime.is_rank0 else lambda line: None)
-
-    def __call__(self, what: str, done: int, of: int) -> None:
-        """`what` is row, step or "evaluation: row"; as often on each rank."""
-        self.where = f"after step {self.run.clock.step}, {what} {done} of {of}"
-        self.run.log.beat(self.run.clock.step, self.where)
-        progress.show_part(self.bar, what, done, of)
-        if what == "row" and self.runtime.world_size > 1:
-            return  # ranks ask each other once a step: all wait for the slowest
-        if self.runtime.on_any_rank(self.stop.number > 0):
-            raise Stopped
-
-    def end(self) -> None:
-        self.bar.close()
-        self.stop.close()
+# from schedulers, Ctrl-C, a terminal that closes, and Slurm before the time is over
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-def train(run: Run, plan: Plan, evaluation: Evaluation, poll: Poll) -> None:
-    """Step after step until the budget is consumed; evaluations and checkpoints as they are due."""
-    if run.evaluation_due:  # the run was stopped in the middle of it
-        evaluate_and_save(run, evaluation, poll, checkpoint_due=False)
+class StopSignal:
+    """Remembers a signal until the step is over; a run under nohup goes on at SIGHUP."""
+
+    def __init__(self) -> None:
+        self.number = 0
+        heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self.note) for number in heard}
+
+    def note(self, number: int, _frame: object) -> None:
+        self.number = number
+
+    def close(self) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+
+def train(run: Run, plan: Plan, evaluation: Evaluation, bar: tqdm, stop: StopSignal) -> bool:
+    """Step after step until the budget is consumed; evaluations and checkpoints as they are due.
+
+    Returns: False if some rank was asked to stop before that; a checkpoint is saved
+    """
+    if run.evaluation_due:  # the run was stopped before it
+        evaluate_and_save(run, evaluation, bar, checkpoint_due=False)
     for step, waited_ms in read_ahead(plan, run.clock, run.runtime.device):
         if run.is_finished:
-            return
-        run.keep_trunk(step.before, step.after)
+            break
         began = time.perf_counter()
-        progress.change_trainer(run, next_trainer(run.trainer, step), poll.bar)
+        progress.change_trainer(run, next_trainer(run.trainer, step), bar)
         done = run.trainer.step(step)
         ms = (time.perf_counter() - began) * 1e3 + waited_ms
         flops = run.advance(step)
-        progress.log_step(
-            run, step, done, poll.bar, ms=ms, waited_ms=waited_ms, model_flops=flops.model
-        )
+        progress.log_step(run, step, done, bar, ms=ms, waited_ms=waited_ms, model_flops=flops.model)
+        if run.runtime.on_any_rank(stop.number > 0):
+            run.save()
+            return False
         every = run.settings.run.checkpoint_every
         checkpoint_due = run.is_finished or due(every, step.before, step.after)
-        evaluate_and_save(run, evaluation, poll, checkpoint_due)
-        poll("step", 1, 1)
+        evaluate_and_save(run, evaluation, bar, checkpoint_due)
+    return True
 
 
-def evaluate_and_save(run: Run, evaluation: Evaluation, poll: Poll, checkpoint_due: bool) -> None:
+def evaluate_and_save(run: Run, evaluation: Evaluation, bar: tqdm, checkpoint_due: bool) -> None:
     """Evaluate and save when due; the best model so far is always saved."""
     is_best = False
     if run.evaluation_due:
-        found = evaluate(run, evaluation, poll)
+        found = evaluate(run, evaluation, bar)
         is_best = run.evaluated(found.val_bpb)
     if checkpoint_due or is_best:
         run.save(is_best)
 
 
-def evaluate(run: Run, evaluation: Evaluation, poll: Poll, last: bool = False) -> HeldOut:
+def evaluate(run: Run, evaluation: Evaluation, bar: tqdm, last: bool = False) -> HeldOut:
     """Evaluate the model and write a line of the log."""
     began, trainer = time.perf_counter(), run.trainer
-
-    def show(done: int) -> None:
-        poll("evaluation: row", done, evaluation.rows_in_all)
-
-    found = evaluation.run(trainer.model, run.runtime, trainer.rows_at_once, show)
+    found = evaluation.run(trainer.model, run.runtime, trainer.rows_at_once)
     progress.log_evaluation(run, found.logged(), time.perf_counter() - began, last)
     if not last:
-        progress.write(poll.bar, f"step {run.clock.step}: held-out {found}, on {evaluation.text}")
+        progress.write(bar, f"step {run.clock.step}: held-out {found}, on {evaluation.text}")
     return found
 
 
@@ -216,13 +196,12 @@ def held_out(settings: config.Config, data: Data, tokens: int | None) -> Evaluat
     return Evaluation(data, settings.data.seq_len, nsp=settings.model.nsp, tokens=tokens)
 
 
-def finish(run: Run, data: Data, poll: Poll) -> None:
+def finish(run: Run, data: Data, bar: tqdm) -> None:
     """The last evaluation, what the techniques saved, a sample, and the report of all of it."""
     s, runtime = run.settings, run.runtime
     evaluation = held_out(s, data, s.run.final_eval_tokens)
-    found = evaluate(run, evaluation, poll, last=True)
-    run.finish_saving()
-    poll.bar.close()
+    found = evaluate(run, evaluation, bar, last=True)
+    bar.close()
     progress.conclude(run, str(found), evaluation.text)
     if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):  # which needs all ranks
         random = generator(torch.device("cpu"), s.run.seed, "sample")
@@ -255,7 +234,6 @@ def next_trainer(trainer: "Trainer", step: Step) -> "Trainer":
         model=empty_model(trainer.model.config),
         runtime=trainer.runtime,
         rows_at_once=trainer.rows_at_once,
-        poll=trainer.poll,
         state=state,
     )
     check_agreement(new.runtime, new.optimizers.named)
@@ -268,7 +246,6 @@ def assemble(
     model: Transformer,
     runtime: Runtime,
     rows_at_once: int,
-    poll: Callable[[str, int, int], None] = lambda what, done, of: None,
     state: dict | None = None,
 ) -> "Trainer":
     """Put a model together with all that acts on it. The order matters, line by line.
@@ -276,7 +253,6 @@ def assemble(
     Called again, on an empty model, where a run goes on and where a technique's stage ends.
 
     Args: rows_at_once full rows of a micro-batch
-          poll         called after every micro-batch (what, done, of)
           state        of `Trainer.state`: what the model and the optimizers go on from
     """
     s = settings
@@ -333,7 +309,6 @@ def assemble(
         optimizers=optimizers,
         edits=edits,
         rows_at_once=rows_at_once,
-        poll=poll,
         compiled=compiled,
         work=work_of(s, runtime, model.config, rows_at_once, blocks, streamed),
     )
@@ -362,7 +337,6 @@ class Trainer:
     optimizers: Optimizers
     edits: dict[str, Edit]  # by technique
     rows_at_once: int  # of full length
-    poll: Callable[[str, int, int], None]
     compiled: bool
     work: Work
 
@@ -407,8 +381,6 @@ class Trainer:
                     around.enter_context(edit.around_backward(last))
                 (loss * scale).backward()
             total += loss.detach()
-            if not last:
-                self.poll("row", stop, rows)
         return total
 
     def update(self, step: Step, total: torch.Tensor) -> progress.Done:

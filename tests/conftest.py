@@ -42,7 +42,6 @@ from support.text.tokenizer import PD4K, get_encoding, read_ranks, write_ranks
 def hear_signals() -> None:
     """What started the tests may ignore some, as nohup does, or a shell that put them behind."""
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    signal.signal(signal.SIGQUIT, signal.SIG_DFL)
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 

@@ -101,7 +101,8 @@ def test_positions_of_a_published_start_are_handed_on(begin, tmp_path):
     path = tmp_path / "step-00000001.pt"
     settings, size = made_of(tmp_path / "first")
     state = {"model": first, "step": 1, "config": settings, "model_size": size}
-    checkpoint.save(tmp_path, state | {"tokenizer_fingerprint": fingerprint(BYTES)}, step=1)
+    state |= {"tokenizer_fingerprint": fingerprint(BYTES), "clock": {}, "best_step": 0}
+    checkpoint.save(path, state)
     begin(path, out="second")
     assert made_of(tmp_path / "second")[1] == {"vocab_size": 257, "positions": 48}
 
@@ -115,7 +116,8 @@ def test_the_source_is_needed_until_there_is_a_checkpoint(begin, run_of, store_d
     assert train.main(["--resume", "--out", "new"]) == 0
     assert metrics(read_log(tmp_path / "new")) == whole
     shutil.rmtree(source)
-    assert train.main(["--resume", "previous", "--out", "next"]) == 0
+    checkpoint.find(tmp_path / "next", "last").unlink()
+    assert train.main(["--resume", "--out", "next"]) == 0
     assert metrics(read_log(tmp_path / "next")) == whole
     sample.main(["next", "--prompt", "", "--tokens", "3"])
     with pytest.raises(ValueError, match=r"source/step-\d+\.pt: cannot be read, No such file"):
@@ -129,7 +131,7 @@ def test_the_tokenizer_is_compared_by_its_content(begin, run_of, tmp_path):
     prepare([text], tmp_path / "other", BYTES, "bytes")
     begin(run_of(), data=tmp_path / "other")
     state = checkpoint.load(newest(run_of())) | {"tokenizer_fingerprint": "another"}
-    checkpoint.save(tmp_path / "changed", state, step=4)
+    checkpoint.save(tmp_path / "changed/step-00000004.pt", state)
     with pytest.raises(ValueError, match="with tokenizer bytes, and the store has bytes"):
         begin(tmp_path / "changed", out="second")
 
@@ -146,11 +148,11 @@ def test_a_shadow_begins_as_the_model_that_runs(begin, run_of):
 
 def test_a_folder_of_shards_is_a_checkpoint_too(begin, run_of, tmp_path):
     state = checkpoint.load(newest(run_of()))
-    folder = tmp_path / "step-00000004.sharded"
-    checkpoint.write(folder, state, checkpoint.ALONE)
+    folder = tmp_path / "step-00000004"
+    checkpoint.save(folder, state, sharded=True)
     assert_same(begin(folder), state["model"])
-    (folder / "rank-0-of-1.pt").write_text("{}")
-    with pytest.raises(ValueError, match=r"--init .*sharded"):
+    (folder / "__0_0.distcp").write_text("{}")
+    with pytest.raises(ValueError, match=r"--init .*step-00000004 is damaged"):
         begin(folder, out="other")
 
 
@@ -181,9 +183,7 @@ def test_settings_follow_from_it_and_without_it_nothing_looks_for_one(run_of, mo
 
 def test_what_does_not_fit_is_one_line(begin, run_of, tmp_path):
     source = run_of()
-    for name in ("empty", "alone"):
-        (tmp_path / name).mkdir()
-    shutil.copy(newest(source), tmp_path / "alone" / "best.pt")
+    (tmp_path / "empty").mkdir()
     content = bytearray(newest(source).read_bytes())
     content[len(content) // 2] ^= 1
     (tmp_path / "damaged.pt").write_bytes(content)
@@ -193,9 +193,7 @@ def test_what_does_not_fit_is_one_line(begin, run_of, tmp_path):
         (source, "--nsp", "is a model of --no-nsp, not --nsp"),
         (source, "--pseudo", "--init and --pseudo exclude"),
         ("empty", "", "empty is a folder"),
-        ("alone", "", "but best.pt"),
         ("gone", "", "gone: cannot be read, No such file"),
-        ("x.sharded", "", "x.sharded: cannot be read, No such file"),
         ("damaged.pt", "", "damaged.pt is damaged"),
         ("cut.pt", "", "cut.pt: cannot be loaded"),
     ):

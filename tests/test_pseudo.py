@@ -344,15 +344,3 @@ def test_a_shadow_is_evaluated_and_sampled_like_any_run(folder_of, flags, capsys
     evaluate.main([str(run), "--checkpoint", shadow, "--device", "cpu", "--tokens", "500"])
     assert "bits per byte" in capsys.readouterr().out
     sample.main([str(run), "--checkpoint", shadow, "--prompt", "", "--tokens", "5"])
-
-
-def test_a_checkpoint_of_another_kind_of_run_is_refused(folder_of, tmp_path):
-    runs = {"with": folder_of(PARTING), "without": folder_of(ALL_ON)}
-    for was, other in (("with", "without"), ("without", "with")):
-        mixed = tmp_path / was
-        mixed.mkdir()
-        shutil.copy(min(runs[was].glob("step-*.pt")), mixed)
-        for name in ("config.json", "log.jsonl"):
-            shutil.copy(runs[other] / name, mixed)
-        with pytest.raises(ValueError, match=f"is of a run {was} --pseudo"):
-            train.main(["--resume", "--out", str(mixed)])

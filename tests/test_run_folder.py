@@ -1,11 +1,13 @@
 """The folder of a run, its log, when it goes on, when it starts over, and what is refused."""
 
+import fcntl
 import json
+import os
 import shutil
 import subprocess
 
 import pytest
-from conftest import SMALL, killed_at, metrics, read_log, resume_refused
+from conftest import SMALL, killed_at, metrics, read_log, resume_refused, stop_in_step
 
 import train
 from prepare import prepare
@@ -34,14 +36,8 @@ def folder(made, tmp_path, monkeypatch):
     return shutil.copytree(made[0], tmp_path / "run")
 
 
-def test_a_run_that_lost_its_steps_is_not_started_over(folder, made):
-    """best.pt is taken when it is named, and said when it is not; the log stays either way."""
+def test_a_run_that_lost_its_checkpoints_is_not_started_over(folder):
     for file in folder.glob("step-*.pt"):
-        file.unlink()
-    resume_refused(folder, r"run has lost its steps, and best\.pt is there: .*--resume best")
-    assert train.main(["--resume", "best", "--out", "run"]) == 0
-    assert metrics(read_log(folder)) == made[1]
-    for file in folder.glob("*.pt"):
         file.unlink()
     resume_refused(folder, r"run has lost its checkpoints: put one back")
 
@@ -57,42 +53,98 @@ def test_a_run_that_never_saved_starts_over_and_says_so(made, store_dir, tmp_pat
     assert files[-2:] == sorted(path.name for path in folder.glob("step-*")) and len(files) >= 4
 
 
-def test_of_a_damaged_checkpoint_the_previous_is_taken_on_request(folder, made, capsys):
-    """Then the damaged one is of a later step: `last` must not mean what this run never made."""
+def test_without_a_damaged_checkpoint_the_run_goes_on_from_the_one_before(folder, made):
     newest = checkpoint.find(folder, "last")
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
     newest.write_bytes(content)
-    resume_refused(folder, rf"{newest.name}.*use previous")
-    assert train.main(["--resume", "previous", "--out", "run"]) == 0
-    assert f"renamed to abandoned-{newest.name}" in capsys.readouterr().out
-    assert (folder / f"abandoned-{newest.name}").read_bytes() == content
-    assert newest.exists(), "made once more"
-    assert metrics(read_log(folder)) == made[1]
+    resume_refused(folder, rf"{newest.name} is damaged.*; delete it")
+    newest.unlink()
+    assert train.main(["--resume", "--out", "run"]) == 0
+    assert newest.exists() and metrics(read_log(folder)) == made[1]
+
+
+def test_from_the_best_on_later_checkpoints_are_set_aside(store_dir, tmp_path, monkeypatch, capsys):
+    """`last` must not mean one that this run never made."""
+    folder, scores = tmp_path / "run", iter((3.0, 2.0, 4.0, 5.0, 6.0, 4.0, 5.0, 6.0))
+    evaluate = train.evaluate
+    monkeypatch.setattr(
+        train, "evaluate", lambda *a, **k: evaluate(*a, **k)._replace(val_bpb=next(scores))
+    )
+    assert train.main(f"{FLAGS} --eval-every 512 --data {store_dir} --out {folder}".split()) == 0
+    whole = metrics(read_log(folder))
+    best = checkpoint.find(folder, "best")
+    assert best.name == "step-00000004.pt"
+    assert [path.name[-4:-3] for path in checkpoint.steps_in(folder)] == ["4", "6", "8"]
+    assert train.main(["--resume", "best", "--out", str(folder)]) == 0
+    assert "renamed to abandoned-step-00000008.pt" in capsys.readouterr().out
+    assert metrics(read_log(folder)) == whole
 
 
 def test_a_run_goes_on_with_its_own_text_only(folder, store_dir, tmp_path):
+    checkpoint.find(folder, "last").unlink()
     moved = shutil.copytree(store_dir, tmp_path / "moved")
-    assert train.main(["--resume", "previous", "--out", "run", "--data", str(moved)]) == 0
+    assert train.main(["--resume", "--out", "run", "--data", str(moved)]) == 0
     (tmp_path / "text.txt").write_text("another text\n" * 500)
     prepare([tmp_path / "text.txt"], tmp_path / "other", get_encoding("bytes"), "bytes")
-    with pytest.raises(ValueError, match="--data: the run in run began with another store"):
-        train.main(["--resume", "previous", "--out", "run", "--data", str(tmp_path / "other")])
+    resume_refused(folder, "--data: the run in .* began with another store", "--data other")
 
 
-def test_settings_and_checkpoints_of_another_version_are_one_line(folder):
-    state = checkpoint.load(checkpoint.find(folder, "last"))
-    state["clock"]["draws"] = state["clock"].pop("real_tokens")
-    checkpoint.save(folder, state, step=state["step"])
-    resume_refused(folder, r"clock\.real_tokens is missing")
+def test_a_checkpoint_of_another_run_is_refused(folder):
+    path = checkpoint.find(folder, "last")
+    state = checkpoint.load(path)
+    checkpoint.save(path, state | {"run": "another"})
+    resume_refused(folder, "is of another run than .*run: put the run's own back")
+
+
+def test_settings_of_another_version_are_one_line(folder):
     file = folder / "config.json"
     about = json.loads(file.read_text())
     about["config"]["run.gone"] = 1
     file.write_text(json.dumps(about))
     resume_refused(folder, r"run\.gone is of another version")
-    for text in ("{", "[]", json.dumps({"other": 1}), json.dumps({"config": {}})):
-        file.write_text(text)
-        resume_refused(folder, r"config\.json is damaged")
+    file.write_text("{")
+    resume_refused(folder, r"config\.json is damaged")
+
+
+def test_a_folder_has_one_process_at_a_time(folder):
+    held = os.open(folder, os.O_RDONLY)
+    fcntl.flock(held, fcntl.LOCK_EX)
+    resume_refused(folder, "is held by another process: wait for its end, or stop it")
+    os.close(held)
+    assert train.main(["--resume", "--out", "run"]) == 0
+
+
+# ---- more tokens
+
+
+def run_until(step: int, flags: str) -> None:
+    """A run that a signal stops in this step."""
+    with pytest.MonkeyPatch.context() as patch:
+        stop_in_step(step, patch)
+        assert train.main(flags.split()) > 128
+
+
+@pytest.mark.parametrize("rate", ["--schedule wsd --decay-share 0.5", "--min-lr 1"])
+def test_more_tokens_before_the_decay_are_the_longer_run(store_dir, tmp_path, rate):
+    """The same losses as with the larger budget from the start, where no technique reads it."""
+    flags = f"{FLAGS} --warmup-tokens 256 {rate} --data {store_dir}"
+    run_until(3, f"{flags} --out {tmp_path / 'run'}")
+    resume = ["--resume", "--out", str(tmp_path / "run")]
+    with pytest.raises(ValueError, match="--tokens 100 is less than the 2048 tokens of the run"):
+        train.main([*resume, "--tokens", "100"])
+    killed_at(5, [*resume, "--tokens", "3072"])
+    assert train.main(resume) == 0, "config.json has the new budget"
+    assert train.main(f"{flags} --tokens 3072 --out {tmp_path / 'whole'}".split()) == 0
+    losses = [[line["loss"] for line in read_log(tmp_path / n, "train")] for n in ("run", "whole")]
+    assert losses[0] == losses[1] and len(losses[0]) == 12
+
+
+def test_more_tokens_that_would_bend_the_learning_rate_are_refused(folder, store_dir, tmp_path):
+    resume_refused(folder, "--schedule linear has spread its decay over 2048", "--tokens 4096")
+    out = tmp_path / "wsd"
+    run_until(6, f"{FLAGS} --schedule wsd --decay-share 0.5 --data {store_dir} --out {out}")
+    resume_refused(out, "at step 6 the learning rate decays already", "--tokens 4096")
 
 
 def test_no_other_folder_is_written_into_or_taken_for_a_run(run, folder, tmp_path, monkeypatch):
@@ -135,11 +187,11 @@ def test_the_log_forgets_what_a_killed_run_wrote_after_its_checkpoint(tmp_path):
     log.file.write(b'{"event": "tra')  # torn by the kill
     log.file.close()
     Log(tmp_path, False).write("train", step=1)  # another rank, which writes none
-    log = Log(tmp_path, True, (), size)
+    log = Log(tmp_path, True, size)
     log.write("train", step=2, again=True)
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2]
     assert log.size() == (tmp_path / "log.jsonl").stat().st_size
     # after a power failure the log may have lost lines that the fsynced checkpoint counts
-    (tmp_path / "log.jsonl").unlink()
-    Log(tmp_path, True, (), 1000).write("train", step=1)
-    assert [line["step"] for line in read_log(tmp_path)] == [1], "not padded"
+    (tmp_path / "log.jsonl").write_bytes(b'{"event": "tra')
+    Log(tmp_path, True, 1000).write("train", step=1)
+    assert [line["event"] for line in run_folder.read_log(tmp_path)] == ["torn", "train"]

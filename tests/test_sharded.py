@@ -8,12 +8,10 @@ python -m pytest tests/test_sharded.py
 
 import errno
 import math
-import time
+import os
 from collections.abc import Callable
 from contextlib import nullcontext
-from datetime import timedelta
 from pathlib import Path
-from threading import Event
 from types import SimpleNamespace
 
 import pytest
@@ -128,7 +126,7 @@ class Trained:
         return {name: p.grad for name, p in self.optimizers.named.items()}
 
     def state(self) -> dict:
-        more = {"step": 1, "best": math.inf, "config": {"layers": (1, 2), "argv": ["--fsdp"]}}
+        more = {"step": 1, "best": math.inf, "best_step": 0, "config": {"argv": ["--fsdp"]}}
         weights, optimizers = self.model.state_dict(), self.optimizers.state_dict()
         return {"model": weights, "optimizers": optimizers} | more
 
@@ -277,92 +275,53 @@ def check_compiled_block(runtime: Runtime) -> None:
 
 
 def check_failing_saves(runtime: Runtime, folder: Path) -> None:
-    """A save that fails on one rank fails on all, soon, and the older ones are as they were."""
+    """A save that fails on one rank fails on all, and the older one is as it was."""
     ours = Trained(gpt(), runtime)
-    checkpoint.save(folder, ours.state(), runtime, step=1, best=True)
+    path = checkpoint.step_path(folder, 1, sharded=True)
+    checkpoint.save(path, ours.state(), runtime, sharded=True)
     before = contents(folder)
 
     def full_disk(*_, **more):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    for rank, name in ((0, "write_file"), (1, "write_file"), (0, "put")):
+    later = checkpoint.step_path(folder, 2, sharded=True)
+    for rank, owner, name in (
+        (0, checkpoint, "write_file"),
+        (1, torch, "save"),
+        (0, os, "replace"),
+    ):
         with pytest.MonkeyPatch.context() as patch:
             if runtime.rank == rank:
-                patch.setattr(checkpoint, name, full_disk)
-            with pytest.raises(ValueError, match=r"0002\.sharded: not written.*No space left"):
-                checkpoint.save(folder, ours.state(), runtime, step=2, keep=1)
+                patch.setattr(owner, name, full_disk)
+            with pytest.raises(ValueError, match=r"00000002: not written.*No space left"):
+                checkpoint.save(later, ours.state(), runtime, sharded=True, keep=1)
         dist.barrier()
-        assert contents(folder) == before and len(list(folder.iterdir())) == 2
+        assert checkpoint.steps_in(folder) == [path]
+        assert before.items() <= contents(folder).items()
         dist.barrier()
     if runtime.rank == 1:
         rows_here(ours.model.wte.weight.detach())[0] = math.nan
     with pytest.raises(ValueError, match=r"not finite: wte\.weight"):
-        checkpoint.save(folder, ours.state(), runtime, step=2)
-
-
-def check_saves_while_the_run_goes_on(runtime: Runtime, folder: Path) -> None:
-    """A step made before any rank writes is not in the checkpoint. Rank 1 is late, too."""
-    ours = Trained(gpt(), runtime)
-    ours.step(0)
-    saved = {name: rows_here(t).clone() for name, t in ours.model.state_dict().items()}
-    write_file, may_write = checkpoint.write_file, Event()
-
-    def late(*args):
-        assert may_write.wait(60)
-        time.sleep(0.3 * runtime.rank)
-        write_file(*args)
-
-    same = {}
-    for copies in (True, False):
-        saver = checkpoint.Saver(runtime, sharded=True, copies=copies)
-        path = checkpoint.step_path(folder, copies, checkpoint.SUFFIX)
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(checkpoint, "write_file", late)
-            saver.begin(path, ours.state(), keep=2)
-            ours.step(1)
-            assert not path.exists()
-            may_write.set()
-            assert saver.finish() == path and saver.finish() is None
-        state = checkpoint.load(path, ours.model.state_dict(), runtime, CPU)["model"]
-        same[copies] = all(torch.equal(rows_here(state[name]), saved[name]) for name in saved)
-        saver.close()
-        may_write.clear()
-    assert same == {True: True, False: False}
-
-
-def check_a_disk_that_is_not_shared(runtime: Runtime, folder: Path) -> None:
-    """Each rank writes into a folder of its own name: rank 0 waits for a while and says so."""
-    hidden, own = checkpoint.hidden, folder / str(runtime.rank)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(checkpoint, "hidden", lambda path: own / hidden(path).name)
-        patch.setattr(checkpoint, "SEEN_S", 0.5)
-        (own / ".step-00000003.sharded.tmp").mkdir(parents=True)
-        with pytest.raises(ValueError, match=r"rank 0 sees no rank-1-of-\d.pt: is the disk shared"):
-            checkpoint.save(folder, Trained(gpt(), runtime).state(), runtime, step=3)
-    dist.barrier()
-    assert not checkpoint.steps_in(folder)
+        checkpoint.save(later, ours.state(), runtime, sharded=True)
 
 
 def check_damage_is_said_by_all(runtime: Runtime, folder: Path) -> None:
-    """Each file is verified by one rank only, yet no rank reads from a damaged folder, or file."""
+    """Each record is verified by one rank only, yet no rank reads from a damaged folder."""
     ours = Trained(gpt(), runtime)
-    path = checkpoint.save(folder, ours.state(), runtime, step=1)
-    if runtime.is_rank0:
-        checkpoint.save(folder, checkpoint.load(path), step=2)
-    dist.barrier()
-    whole_file = folder / "step-00000002.pt"
-    for file in (path / "rank-0-of-2.pt", path / "rank-1-of-2.pt", whole_file):
+    path = checkpoint.step_path(folder, 1, sharded=True)
+    checkpoint.save(path, ours.state(), runtime, sharded=True)
+    for rank in range(runtime.world_size):
+        file = path / f"__{rank}_0.distcp"
         intact = file.read_bytes()
         flipped = bytearray(intact)
         flipped[len(intact) // 2] ^= 4
-        named = file if file == whole_file else path
         dist.barrier()
         runtime.on_rank0(lambda file=file, flipped=flipped: file.write_bytes(flipped))
-        with pytest.raises(ValueError, match=f"{file.name} is damaged"):
-            checkpoint.load(named, ours.model.state_dict(), runtime, CPU)
+        with pytest.raises(ValueError, match=f"{path} is damaged"):
+            checkpoint.load(path, runtime, ours.model.state_dict())
         dist.barrier()
         runtime.on_rank0(lambda file=file, intact=intact: file.write_bytes(intact))
-        state = checkpoint.load(named, ours.model.state_dict(), runtime, CPU)
+        state = checkpoint.load(path, runtime, ours.model.state_dict())
         for name, tensor in ours.model.state_dict().items():  # bit for bit what was saved
             assert torch.equal(rows_here(state["model"][name]), rows_here(tensor))
 
@@ -372,22 +331,18 @@ def go_on(runtime: Runtime, folder: Path, write: bool) -> None:
     build = MODELS["shared"]
     alone = Trained(build(), None)
     losses = [alone.step(step)[0] for step in range(3)][1:]
-    paths = [folder / "step-00000001.sharded"]
+    path = checkpoint.step_path(folder, 1, sharded=True)
     if write:
         ours = Trained(build(), runtime)
         ours.step(0)
-        checkpoint.save(folder, ours.state(), runtime, step=1)
-    else:  # also a file of whole tensors, which each rank cuts
-        state = checkpoint.load(paths[0])
-        paths.append(checkpoint.save(folder / f"{runtime.rank}", state, step=1))
-    for path in paths:
-        ours = Trained(build(), runtime)
-        state = checkpoint.load(path, ours.model.state_dict(), runtime, CPU)
-        assert state["best"] == math.inf and state["config"]["layers"] == (1, 2)
-        for tensor in state["optimizers"]["state"]["wte.weight"].values():
-            assert rows_here(tensor).shape in (rows_here(ours.model.wte.weight).shape, ())
-        check_losses(ours, state, losses)
-    check_losses(Trained(build(), None), checkpoint.load(paths[0]), losses)
+        checkpoint.save(path, ours.state(), runtime, sharded=True)
+    ours = Trained(build(), runtime)
+    state = checkpoint.load(path, runtime, ours.model.state_dict())
+    assert state["best"] == math.inf and state["config"]["argv"] == ["--fsdp"]
+    for tensor in state["optimizers"]["state"]["wte.weight"].values():
+        assert rows_here(tensor).shape in (rows_here(ours.model.wte.weight).shape, ())
+    check_losses(ours, state, losses)
+    check_losses(Trained(build(), None), checkpoint.load(path), losses)
 
 
 def check_losses(trained: Trained, state: dict, losses: list[float]) -> None:
@@ -412,8 +367,6 @@ def check_all(arguments: list[str]) -> None:
         check_compiled_block(runtime)
         check_failing_saves(runtime, folder / "failing")
         check_damage_is_said_by_all(runtime, folder / "damaged")
-        check_saves_while_the_run_goes_on(runtime, folder / "while")
-        check_a_disk_that_is_not_shared(runtime, folder / "apart")
     dist.destroy_process_group()
 
 
@@ -451,7 +404,6 @@ def test_ranks_on_gpus_say_which_one_is_theirs(monkeypatch):
         alone = groups.pop()
         assert isinstance(alone.pop("store"), dist.HashStore)
         assert alone == backend | {"rank": 0, "world_size": 1}
-    monkeypatch.setattr(runtimes, "meeting_place", lambda: None)
     for name, value in {"WORLD_SIZE": "8", "RANK": "3", "LOCAL_RANK": "3"}.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -462,5 +414,5 @@ def test_ranks_on_gpus_say_which_one_is_theirs(monkeypatch):
     runtimes.start("cuda", "bf16")
     runtimes.start("cpu", "fp32")
     torch.set_float32_matmul_precision(precision)
-    where = {"store": None, "rank": 3, "world_size": 8, "timeout": timedelta(seconds=1800)}
+    where = {"timeout": runtimes.TIMEOUT}
     assert groups == [of_gpu | where, {"backend": "gloo"} | where] and devices == [gpu]

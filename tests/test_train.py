@@ -63,7 +63,7 @@ def test_what_a_run_leaves(run, tmp_path, capsys):
     assert f"held-out: {evals[-1]['val_bpb']:.4f} bits per byte" in out
     assert (tmp_path / "run/config.json").exists()
     assert len(list((tmp_path / "run").glob("step-*.pt"))) == 2  # --keep 2
-    best = checkpoint.load(tmp_path / "run/best.pt")
+    best = checkpoint.load(checkpoint.find(tmp_path / "run", "best"))
     assert best["best"] == min(line["val_bpb"] for line in evals[:-1])
 
 
@@ -120,7 +120,7 @@ def test_every_combination_runs(run, tmp_path, flags):
     lines = run(f"{flags} {SHORT}")
     assert all(0 < loss < 7 for loss in losses(lines))
     assert [line["last"] for line in lines if line["event"] == "eval"] == [True], "0 is never"
-    assert len(list((tmp_path / "run").glob("*.pt"))) == 1 or "wsd" in flags, "the last, no best"
+    assert len(list((tmp_path / "run").glob("*.pt"))) == 1, "the last, no best"
 
 
 # At the default learning rate so small a model multiplies a last bit of rounding by 30 in 20 steps.
@@ -244,16 +244,15 @@ def test_a_bert_learns_which_text_follows(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "place", "at", "number"),
     [
-        # before a step; at the end of one that has begun it is noticed
         (f"{ALL_ON} --dropout 0.1 {LLAMA}", (train.Trainer, "step"), 9, signal.SIGTERM),
         # in the second of a step's four micro-batches
         ("--pack --micro-batch-size 2", (train, "run_block_of"), 22, signal.SIGINT),
-        # in an evaluation on the way
-        (f"{ALL_ON} {BY_DOCUMENTS}", (Evaluation, "batch"), 2, signal.SIGINT),
-        # in the last evaluation
-        ("--model bert --pack --pack-batch rows --nsp", (Evaluation, "batch"), 8, signal.SIGTERM),
+        # in a step after which an evaluation is due, which the resumed run makes first
+        (f"{ALL_ON} {BY_DOCUMENTS} --eval-every 256", (train.Trainer, "step"), 3, signal.SIGUSR1),
+        # in an evaluation on the way; the step after it is saved
+        ("--model bert --pack --pack-batch rows --nsp", (Evaluation, "batch"), 2, signal.SIGHUP),
     ],
-    ids=["step", "micro-batch", "evaluation", "last evaluation"],
+    ids=["step", "micro-batch", "before an evaluation", "in an evaluation"],
 )
 def test_a_signal_saves_and_the_run_resumed_is_one_never_stopped(
     log_of, store_dir, tmp_path, monkeypatch, capsys, flags, place, at, number
@@ -276,11 +275,7 @@ def test_a_signal_saves_and_the_run_resumed_is_one_never_stopped(
     assert stopped == whole[: len(stopped)] and len(stopped) < len(whole)
     saved = checkpoint.load(checkpoint.find(folder, "last"))["clock"]["step"]
     assert saved == steps[-1]["step"]
-    beats = [json.loads((folder / "heartbeat.json").read_text())]
     assert train.main(["--resume", "--out", str(folder)]) == 0
-    beats.append(json.loads((folder / "heartbeat.json").read_text()))
-    assert [beat["where"] for beat in beats] == ["stopped", "finished"]
-    assert [beat["step"] for beat in beats] == [saved, read_log(folder, "train")[-1]["step"]]
     assert metrics(read_log(folder)) == whole
 
 
@@ -416,7 +411,7 @@ def train_as_command(said: str, argv: list[str]) -> None:
 
 
 @pytest.mark.dist
-def test_a_mistake_on_two_ranks_is_said_once_and_quoted_last(store_dir, tmp_path):
+def test_a_mistake_on_two_ranks_is_said_once_and_quoted_by_torchrun(store_dir, tmp_path):
     """Ranks started as torchrun starts them, which prints this error as its summary."""
     # one node with two ranks
     config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
@@ -427,7 +422,7 @@ def test_a_mistake_on_two_ranks_is_said_once_and_quoted_last(store_dir, tmp_path
     lines = (tmp_path / "said").read_text().splitlines()
     (said,) = [line for line in lines if line.startswith("error: ")]
     assert "--micro-batch-size 3" in said
-    assert str(summary.value).splitlines()[-2] == f"  traceback : {said}"
+    assert "--micro-batch-size 3" in str(summary.value)
     assert "exitcode  : 2" in str(summary.value), "the status of the ranks"
 
 
@@ -467,15 +462,6 @@ def test_a_run_of_one_process_goes_on_with_two(run, tmp_path, log_of):
     assert moved == pytest.approx(losses(log_of(flags)), rel=0, abs=1e-5)
 
 
-def test_tensorboard_gets_the_same_numbers(run, tmp_path):
-    events = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
-    lines = [line for line in run("--tensorboard") if line["event"] == "train"]
-    board = events.EventAccumulator(str(tmp_path / "run/tensorboard")).Reload()
-    scalars = board.Scalars("train/loss")
-    assert [point.step for point in scalars] == [line["consumed_tokens"] for line in lines]
-    assert [point.value for point in scalars] == pytest.approx([line["loss"] for line in lines])
-
-
 def test_wandb_gets_the_same_numbers_and_goes_on_with_its_run(run, tmp_path, monkeypatch):
     begun, logged = [], []
     there = SimpleNamespace(
@@ -485,7 +471,7 @@ def test_wandb_gets_the_same_numbers_and_goes_on_with_its_run(run, tmp_path, mon
     monkeypatch.setitem(sys.modules, "wandb", fake)
     run("--tokens 1024", out="plain")
     assert not begun
-    lines = run("--tokens 1024 --wandb")
+    lines = run("--tokens 1024 --min-lr 1 --wandb")
     assert train.main(["--resume", "--out", "run", "--tokens", "2048", "--wandb"]) == 0
     lines = read_log(tmp_path / "run", "train")
     points = [line for line in logged if "train/loss" in line]
@@ -494,11 +480,7 @@ def test_wandb_gets_the_same_numbers_and_goes_on_with_its_run(run, tmp_path, mon
     first, second = begun
     assert first["id"] == second["id"] and first["resume"] == "allow"
     assert Path(first["dir"]) == Path("run") and first["config"]["optim.tokens"] == 1024
-
-    def refuse(**given):
-        raise RuntimeError("no account")
-
-    fake.init = refuse
-    with pytest.raises(ValueError, match="--wandb: no account"):
+    monkeypatch.setitem(sys.modules, "wandb", None)  # as an import that fails
+    with pytest.raises(ValueError, match="--wandb needs its package"):
         run("--wandb", out="new")
     assert not Path("new").exists()

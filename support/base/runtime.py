@@ -5,10 +5,7 @@ No training logic. One CPU and many GPUs differ here and nowhere else.
 
 import argparse
 import ctypes
-import itertools
-import json
 import os
-import pickle
 import platform
 import re
 import signal
@@ -18,13 +15,12 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import cache
 from pathlib import Path
-from threading import Thread
 from typing import TypeVar
 
 import torch
 import torch.distributed as dist
+from torch.distributed.elastic.multiprocessing.errors import record
 from tqdm import tqdm
 
 from kernels.triton_here import why_not
@@ -32,9 +28,7 @@ from kernels.triton_here import why_not
 ROOT = Path(__file__).resolve().parents[2]  # of the repository
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MISTAKES = (ValueError, OSError)  # of the user: one line and exit status 2
-RANK_IS_GONE = ("gloo/transport", "ncclRemoteError")  # in gloo's and NCCL's errors about lost ranks
-PATIENCE = 1800  # seconds that ranks wait for each other
-LINGER = 0.5  # seconds, so that torchrun, which polls ten times as often, sees the lost rank first
+TIMEOUT = timedelta(minutes=10)  # that ranks wait for one that does not answer
 Value = TypeVar("Value")
 
 # ---- ranks and device
@@ -100,13 +94,22 @@ class Runtime:
         outcome = [outcome_of(action) if self.is_rank0 else None]
         if self.world_size > 1:
             dist.broadcast_object_list(outcome)
-        return taken(outcome[0])
+        if isinstance(outcome[0], ValueError):
+            raise outcome[0]
+        return outcome[0]
+
+    def together(self, action: Callable[[], Value]) -> Value:
+        """Run `action` on every rank; if it fails on one, every rank raises that ValueError."""
+        mine = outcome_of(action)
+        for outcome in self.gather(mine if isinstance(mine, ValueError) else None):
+            if outcome:
+                raise outcome
+        return mine
 
     def on_each_machine(self, action: Callable[[], None]) -> None:
-        """Run `action` on one rank of each machine; its error there is every rank's ValueError."""
+        """Run `action` on one rank of each machine, as `together` does."""
         is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
-        for outcome in self.gather(outcome_of(action) if is_first_here else None):
-            taken(outcome)
+        self.together(action if is_first_here else lambda: None)
 
     def check_same(self, values: dict[str, object]) -> None:
         """Refuse ranks that would not compute the same; ValueError names what differs, and where.
@@ -135,54 +138,9 @@ def outcome_of(action: Callable[[], Value]) -> Value | ValueError:
         return ValueError(one_line(error))
 
 
-def taken(outcome: Value | ValueError) -> Value:
-    """The result in an outcome; a mistake is raised, on every rank that it was sent to."""
-    if isinstance(outcome, ValueError):
-        raise outcome
-    return outcome
-
-
-def before_start(action: Callable[[], Value]) -> Value:
-    """As `Runtime.on_rank0`, for what a rank has to know before it can choose its device.
-
-    A file that is read here has to lie on one machine only.
-    """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
-        return action()
-    store = meeting_place()
-    key = f"first {next(_questions)}"
-    if int(os.environ["RANK"]) == 0:
-        store.set(key, pickle.dumps(outcome_of(action)))
-    return taken(pickle.loads(store.get(key)))  # waits; written by rank 0 of this very run
-
-
-_questions = itertools.count()  # every rank asks the same ones in the same order
-
-
-@cache
-def meeting_place() -> dist.Store:
-    """The key-value store through which ranks find each other, before they are connected.
-
-    torchrun keeps it when it restarts its processes, so each start has keys of its own: rank 0
-    names the start to all who ask. torchrun's count of restarts may differ between machines.
-    """
-    store, rank, world_size = next(dist.rendezvous("env://", timeout=timedelta(seconds=PATIENCE)))
-    if rank:
-        name = store.get(f"start of {store.add('asked', 1)}").decode()  # waits for rank 0
-        store.add(f"heard {name}", 1)
-        return dist.PrefixStore(name, store)
-    name, end = f"start {store.add('starts', 1)}", time.monotonic() + PATIENCE
-    while store.add(f"heard {name}", 0) < world_size - 1 and time.monotonic() < end:
-        for number in range(store.add("asked", 0)):  # also those of starts before, who are gone
-            store.set(f"start of {number + 1}", name)
-        time.sleep(0.01)
-    return dist.PrefixStore(name, store)
-
-
-def start(device: str, dtype: str, patience: int = PATIENCE) -> Runtime:
+def start(device: str, dtype: str) -> Runtime:
     """Join the other ranks, if torchrun started any, and choose device and dtype.
 
-    Args:   patience seconds that ranks wait for one that does not answer
     Raises: ValueError naming --device or --dtype if the machine does not have it
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -204,13 +162,7 @@ def start(device: str, dtype: str, patience: int = PATIENCE) -> Runtime:
         dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     dtype = "fp32" if dtype == "auto" else dtype
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(
-            store=meeting_place(),
-            rank=rank,
-            world_size=world_size,
-            timeout=timedelta(seconds=patience),
-            **group_of(chosen),
-        )
+        dist.init_process_group(timeout=TIMEOUT, **group_of(chosen))
     asked = "as found" if device == "auto" else "as asked"
     ranks = f"{world_size} processes" if world_size > 1 else "one process"
     why = f"{kind} ({asked}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
@@ -279,13 +231,10 @@ def printable(text: str, kept: str = "") -> str:
 def exit_cleanly(main: Callable[[], int | None]) -> None:
     """Run a command: a user's mistake is one line on stderr and exit status 2, no traceback.
 
-    Among several ranks the first to meet an error prints it, with its number unless that is 0.
-    Ranks that meet the same error, or only lost a rank that has exited, print nothing.
+    Rank 0 says it. What only another rank met stands in torchrun's summary, by `record`.
     """
-    rank = int(os.environ.get("RANK", 0))
     try:
-        status = main() or 0
-        sys.stdout.flush()
+        status = record(main)() or 0
         if dist.is_initialized():
             dist.barrier()  # else a rank that still communicates with this one would fail
     except KeyboardInterrupt:
@@ -293,85 +242,17 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     except BrokenPipeError:  # as of `| head`, which has read enough
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 128 + signal.SIGPIPE
-    except Exception as error:
-        if not _is_reported(error, rank):
-            raise
-        status = 2 if isinstance(error, MISTAKES) else 1
-    if status > 128:
-        _tell_torchrun(f"stopped by signal {status - 128}")
+    except MISTAKES as error:
+        if int(os.environ.get("RANK", 0)) == 0:
+            # tqdm's write, so that the line does not run into a progress bar
+            tqdm.write(f"error: {one_line(error)}", file=sys.stderr)
+        else:
+            time.sleep(0.5)  # torchrun ends rank 0 soon after this one, and it shall speak before
+        status = 2
+    sys.stdout.flush()
     if dist.is_initialized():
-        sys.stdout.flush()
         os._exit(status)  # during an ordinary exit gloo's threads may abort the process
     sys.exit(status)
-
-
-def _is_reported(error: Exception, rank: int) -> bool:
-    """Print an error in one line, unless another rank has; False if it needs its traceback."""
-    line = "; ".join([one_line(error), *getattr(error, "__notes__", [])])
-    connected = dist.is_initialized()
-    lost_a_rank = any(words in line for words in RANK_IS_GONE)
-    is_expected = lost_a_rank or isinstance(error, MISTAKES)
-    if lost_a_rank:
-        why = "another process of the run is gone"
-        if "Timed out" in line and (silent := _answer(_silent_ranks, rank, otherwise="0")):
-            why = f"no answer from rank {silent}, stopped or stuck"
-        line = f"{why}: {line}"
-    elif not is_expected:
-        line = f"{type(error).__name__}: {line}"
-    with_rank = f"rank {rank}: {line}" if rank else line
-    # before ranks are connected only flags have been read, and every rank has the same
-    first = _answer(_first_error, rank, with_rank, otherwise=with_rank) if connected else line
-    if first != with_rank or not lost_a_rank:  # torchrun knows more about a rank that was killed
-        _tell_torchrun(f"error: {first}")
-    if not is_expected:
-        return connected and first != with_rank and first.endswith(line)
-    if first == with_rank:
-        # tqdm's write, so that the line does not run into a progress bar
-        tqdm.write(f"error: {with_rank}", file=sys.stderr)
-    if lost_a_rank or (connected and rank == 0):  # rank 0 may keep the store that others ask
-        time.sleep(LINGER)
-    return True
-
-
-def _first_error(store: dist.Store, rank: int, line: str) -> str:
-    """The error that ends the run, perhaps another rank's; rank 0's if it has one too."""
-    patience = time.monotonic() + (1 if rank else 0)  # seconds for rank 0 to meet it too
-    while time.monotonic() < patience and not store.check(["error"]):
-        time.sleep(0.02)
-    return store.compare_set("error", "", line).decode()
-
-
-def _silent_ranks(store: dist.Store, rank: int) -> str:
-    """The ranks that do not answer while all wait; the others answer within a second."""
-    store.set(f"alive {rank}", "")
-    time.sleep(2)
-    others = range(dist.get_world_size())
-    return ", ".join(str(r) for r in others if not store.check([f"alive {r}"]))
-
-
-def _answer(ask: Callable[..., str], *about: object, otherwise: str) -> str:
-    """What the store of ranks answers; `otherwise` if its process is stopped or gone."""
-    answers = [otherwise]
-
-    def wait() -> None:
-        with suppress(dist.DistError):
-            answers.append(ask(dist.distributed_c10d._get_default_store(), *about))
-
-    thread = Thread(target=wait, daemon=True)
-    thread.start()
-    thread.join(4)
-    return answers[-1]
-
-
-def _tell_torchrun(line: str) -> None:
-    """Have torchrun's summary, which comes after everything that ranks print, quote a line.
-
-    torchrun names a file for each rank (torch/distributed/elastic/multiprocessing/errors).
-    """
-    if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
-        more = {"py_callstack": line, "timestamp": str(int(time.time()))}
-        with suppress(OSError):
-            Path(path).write_text(json.dumps({"message": {"message": line, "extraInfo": more}}))
 
 
 # ---- memory

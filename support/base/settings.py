@@ -207,7 +207,7 @@ class RunConfig:
     resume: str | None = free(
         None,
         "continue from a checkpoint of --out; auto begins the run if there is none",
-        ("last", "previous", "best", "auto"),
+        ("last", "best", "auto"),
         without_value="last",
     )
     seed: int = flag(1337, "decides the initial weights, the order of data and every draw")
@@ -232,7 +232,5 @@ class RunConfig:
         None, "tokens between checkpoints, 0 for the last only (default: a tenth)"
     )
     keep: int = free(2, "newest checkpoints to keep, in addition to the best", least=1)
-    rank_timeout: int = free(1800, "seconds that ranks wait for one that does not answer", least=1)
-    tensorboard: bool = free(False, "write the log for TensorBoard too")
     wandb: bool = free(False, "write the log for Weights & Biases too, WANDB_MODE=offline included")
     dry_run: bool = free(False, "print how long and large the run would be, and stop")

@@ -205,5 +205,5 @@ def refuse_step(runtime: Runtime, step: int, quantity: str, value: float) -> NoR
     ranks = [str(rank) for rank, seen in enumerate(values) if not math.isfinite(seen)]
     raise ValueError(
         f"the {quantity} is not finite at step {step} on rank {', '.join(ranks)}: the weights were"
-        " not updated; go on with --resume and a lower --lr"
+        " not updated; begin anew with a lower --lr, perhaps from these weights (--init)"
     )

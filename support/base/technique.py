@@ -39,7 +39,6 @@ class Technique:
     run_block        wraps the run_block `inner` for the micro-batch that begins at a row
     skips_layers     a layer may not run at all in a step, and then has no gradients
     edit             an `Edit` of the model; `state` is what its `state_dict` was in a checkpoint
-    keeps_state      its edit has a `state_dict`
     blocks           how many blocks have weights of their own in a step
     placement        what it keeps in host memory
     """
@@ -53,7 +52,6 @@ class Technique:
     run_block: "Callable[[Config, StepContext, int, Batch, RunBlock], RunBlock] | None" = None
     skips_layers: bool = False
     edit: "Callable[[Config, Transformer, Runtime, dict | None], Edit] | None" = None
-    keeps_state: bool = False
     blocks: "Callable[[Config, StepContext], int] | None" = None
     placement: "Callable[[Config, nn.Module, Runtime], Placement] | None" = None
 

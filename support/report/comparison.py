@@ -22,7 +22,7 @@ from support.report.run_page import (
 
 # Settings of the group "run" that make no other recipe. --data and --compile may differ when a run
 # goes on, too, but change losses and seconds by more than a seed does.
-ASIDE = ("seed", "out", "resume", "keep", "tensorboard", "wandb", "eval_every", "checkpoint_every")
+ASIDE = ("seed", "out", "resume", "keep", "wandb", "eval_every", "checkpoint_every")
 WIDE = 20.0  # the axis is logarithmic if the longest run took more times the shortest one's time
 
 

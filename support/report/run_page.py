@@ -19,7 +19,7 @@ from support.base.numbers import duration, several, short
 from support.base.typed_json import At, Each, mismatch
 from support.report.charts import Chart, Series, in_time, medians, series
 from support.report.page import Page, Section, Table, columns_of, table
-from support.run.folder import last_beat, read_log
+from support.run.folder import read_log
 
 # What a run spends, and a comparison may hold fixed
 UNITS = {
@@ -97,9 +97,7 @@ class RunLog(NamedTuple):
 
     @property
     def state(self) -> str:
-        """finished, stopped (by a signal, when it had saved) or not finished."""
-        stopped = "stopped" if last_beat(self.folder) == "stopped" else "not finished"
-        return "finished" if self.final else stopped
+        return "finished" if self.final else "not finished"
 
     def column(self, name: str) -> np.ndarray:
         """(n,) a number of each step; NaN where the step did not log it."""

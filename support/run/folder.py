@@ -1,10 +1,8 @@
-"""The folder of a run: its config.json, which never changes, its log, and what made both.
+"""The folder of a run: its config.json, its log, and what made both.
 
-What changes when the run goes on stands in changed.json (support/run/extension.py). A folder that
-holds a run is never given to another one.
+A folder that holds a run is never given to another one.
 """
 
-import importlib
 import itertools
 import json
 import os
@@ -12,18 +10,16 @@ import platform
 import secrets
 import subprocess
 import sys
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 
-from support.base.atomic import atomic_write, sync
+from support.base.atomic import atomic_write
 from support.base.runtime import ROOT
 from support.base.settings import Flat
-from support.base.typed_json import MOST_VOCABULARY, At, Each, parsed, read_json
 
 
 class ModelSize(NamedTuple):
@@ -31,16 +27,6 @@ class ModelSize(NamedTuple):
 
     vocab_size: int  # rows of the embedding
     positions: int | None = None  # that published weights reach to
-
-
-# settings that may change when a run goes on, see support/run/extension.py
-CHANGEABLE = {
-    "optim.tokens": At(1),
-    "optim.lr": float,
-    "optim.grad_clip": float,
-}
-REMEDY = "put it back, or start a new run with another --out"
-MODEL_SIZE = {"vocab_size": At(1, MOST_VOCABULARY), "positions": int | None}
 
 
 class Started(NamedTuple):
@@ -51,7 +37,6 @@ class Started(NamedTuple):
     config: Flat
     size: ModelSize
     store: dict[str, Any]  # sha256 of its files
-    tokens: int  # its budget until now
 
 
 # ---- config.json
@@ -68,10 +53,13 @@ def create_run_folder(
     """
     folder = named_folder(Path(out)) if out else first_free(stem)
     run = {"id": secrets.token_hex(8), "config": settings, "model_size": size._asdict()}
-    with atomic_write(folder / "config.json") as file:
-        file.write(json.dumps({**run, "store": sha256, **provenance()}, indent=2).encode())
-    sync(folder)
+    write_config(folder, {**run, "store": sha256, **provenance()})
     return str(folder), run["id"]
+
+
+def write_config(folder: Path, about: dict) -> None:
+    with atomic_write(folder / "config.json") as file:
+        file.write(json.dumps(about, indent=2).encode())
 
 
 def named_folder(folder: Path) -> Path:
@@ -103,19 +91,27 @@ def newest_run() -> Path:
 
 
 def started_with(folder: Path) -> Started:
-    """What a run was started with, from its config.json.
+    """What a run was started with; ValueError for a folder without a run."""
+    about = config_in(folder)
+    size = ModelSize(**about["model_size"])
+    return Started(folder, about["id"], about["config"], size, about["store"])
 
-    Raises: ValueError for a folder without a run, and for a damaged file
-    """
-    shape = {"id": str, "config": CHANGEABLE, "model_size": MODEL_SIZE, "store": Each(object)}
+
+def config_in(folder: Path) -> dict:
     try:
-        about = read_json(folder / "config.json", shape, REMEDY)
+        return json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
         message = f"--resume: {folder} holds no run; name the folder of one with --out"
         raise ValueError(message) from None
-    size = ModelSize(about["model_size"]["vocab_size"], about["model_size"]["positions"])
-    config = about["config"]
-    return Started(folder, about["id"], config, size, about["store"], tokens=config["optim.tokens"])
+    except ValueError as error:
+        raise ValueError(f"{folder}/config.json is damaged: {error}") from None
+
+
+def extend_budget(folder: Path, tokens: int) -> None:
+    """Write a larger budget down; the techniques' schedules keep that of the start."""
+    about = config_in(folder)
+    about["config"]["optim.tokens"] = tokens
+    write_config(folder, about)
 
 
 def provenance() -> dict[str, str]:
@@ -144,122 +140,54 @@ def commit() -> str:
 # ---- log.jsonl
 
 
-class Board(NamedTuple):
-    """Where the numbers of the log go besides: TensorBoard, or Weights & Biases."""
-
-    write: Callable[[dict[str, float], int], None]  # by name, after so many consumed tokens
-    close: Callable[[], None]
-
-
-BOARDS = {"tensorboard": ("torch.utils.tensorboard", "SummaryWriter"), "wandb": ("wandb", "init")}
-
-
-def opener(name: str) -> Callable:
-    """What opens a board of this name; ValueError without its package."""
-    module, function = BOARDS[name]
-    try:
-        return getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:  # a folder ./wandb can be imported, too
-        raise ValueError(f"--{name} needs its package: pip install -e '.[{name}]'") from error
-
-
-def open_board(name: str, folder: Path, run: str, settings: Flat) -> Board:
-    """Open a board for a run, or go on with it.
-
-    Args:   run its id
-    Raises: ValueError with what wandb says, as without an account
-    """
-    begin = opener(name)
-    if name == "tensorboard":
-        writer = begin(str(folder / "tensorboard"))
-
-        def write(numbers: dict[str, float], tokens: int) -> None:
-            for label, value in numbers.items():
-                writer.add_scalar(label, value, tokens)
-
-        return Board(write, writer.close)
-    project = os.environ.get("WANDB_PROJECT", "parsimony")
-    about = {"project": project, "name": folder.name, "config": settings}
-    try:
-        there = begin(id=run, resume="allow", dir=str(folder), **about)
-    except Exception as error:
-        offline = "WANDB_MODE=offline needs no account"
-        raise ValueError(f"--wandb: {error or type(error).__name__} ({offline})") from error
-    there.define_metric("*", step_metric="consumed_tokens")
-    return Board(lambda numbers, t: there.log({**numbers, "consumed_tokens": t}), there.finish)
-
-
-BEAT_S = 10.0  # seconds between two heartbeats
-LONGEST_LINE = 1 << 20  # bytes
-
-
 class Log:
-    """log.jsonl, one JSON object a line, written by rank 0, and its numbers for boards."""
+    """log.jsonl, one JSON object a line, written by rank 0.
 
-    def __init__(
-        self, folder: Path, active: bool, boards: Sequence[Board] = (), size: int | None = None
-    ):
-        """Append to the log; with `size`, cut it to that many bytes first.
+    Args: size  bytes to keep of a log that goes on: what a killed run logged after its last
+                checkpoint is computed and written again
+          board wandb's run, which gets the numbers too
+    """
 
-        What a killed run logged after its last checkpoint is computed and written again. If the log
-        is shorter than `size`, its `lost` bytes are gone.
-        """
-        self.folder, self.file, self.boards = folder, None, boards
-        self.lost, self.beaten = 0, 0.0
+    def __init__(self, folder: Path, active: bool, size: int | None = None, board: Any = None):
+        self.file, self.board = None, board
         if not active:
             return
         self.file = open(folder / "log.jsonl", "a+b")  # noqa: SIM115, open as long as the run
         if size is not None:
-            there = self.file.seek(0, os.SEEK_END)
-            whole = min(size, there)
-            self.file.seek(max(whole - LONGEST_LINE, 0))
-            torn = self.file.read(min(LONGEST_LINE, whole)).rpartition(b"\n")[2]
-            self.file.truncate(whole - len(torn))  # so that the next line is not glued to it
-            self.lost = size - whole + len(torn)
+            end = self.file.seek(0, os.SEEK_END)
+            self.file.truncate(min(size, end))
+            if end < size:  # lost by the disk, perhaps in the middle of a line
+                self.file.write(b"\n")
 
     def write(self, event: str, **values: object) -> None:
         if self.file is None:
             return
         self.file.write(json.dumps({"event": event, **values}).encode() + b"\n")
         self.file.flush()
-        if event == "finished":
-            self.beat(values["step"], event, every=0)
-        if self.boards and "consumed_tokens" in values:
+        if self.board and "consumed_tokens" in values:
             numbers = {f"{event}/{n}": v for n, v in values.items() if isinstance(v, (int, float))}
-            for board in self.boards:
-                board.write(numbers, values["consumed_tokens"])
-
-    def beat(self, step: int, where: str, every: float = BEAT_S) -> None:
-        """Tell whoever watches the folder where the run is, every so many seconds."""
-        if self.file is None or time.time() - self.beaten < every:
-            return
-        self.beaten = time.time()
-        now = {"time": round(self.beaten, 1), "step": step, "where": where}
-        now |= {"rank": 0, "pid": os.getpid()}
-        unfinished = self.folder / ".heartbeat.json.tmp"
-        unfinished.write_text(json.dumps(now) + "\n")
-        unfinished.replace(self.folder / "heartbeat.json")
-
-    def sync(self) -> None:
-        """Force what was written to the disk: a checkpoint says how long the log was before it."""
-        if self.file is not None:
-            os.fsync(self.file.fileno())
-
-    def close(self) -> None:
-        for output in (self.file, *self.boards):
-            if output is not None:
-                output.close()
+            self.board.log({**numbers, "consumed_tokens": values["consumed_tokens"]})
 
     def size(self) -> int:
-        return 0 if self.file is None else self.file.tell()
+        """Bytes until now, which are on the disk after this."""
+        if self.file is None:
+            return 0
+        os.fsync(self.file.fileno())
+        return self.file.tell()
+
+    def close(self) -> None:
+        if self.file is not None:
+            self.file.close()
 
 
-def last_beat(folder: Path) -> str:
-    """Where a run was when it last said so, as "stopped" or "finished"; "" if unknown."""
-    try:
-        return read_json(folder / "heartbeat.json", {"where": str}, "")["where"]
-    except (OSError, ValueError):
-        return ""
+def open_wandb(folder: Path, run: str, settings: Flat) -> Any:
+    """Begin or go on with a run of Weights & Biases; run is its id."""
+    import wandb
+
+    about = {"project": os.environ.get("WANDB_PROJECT", "parsimony"), "config": settings}
+    board = wandb.init(id=run, resume="allow", dir=str(folder), name=folder.name, **about)
+    board.define_metric("*", step_metric="consumed_tokens")
+    return board
 
 
 def read_log(folder: Path) -> Iterator[dict]:
@@ -270,8 +198,7 @@ def read_log(folder: Path) -> Iterator[dict]:
     with file.open(encoding="utf-8", errors="replace") as lines:
         for text in lines:
             try:
-                line = parsed(text)
+                line = json.loads(text)
             except ValueError:
                 line = None
-            is_event = isinstance(line, dict) and isinstance(line.get("event"), str)
-            yield line if is_event else {"event": "torn"}
+            yield line if isinstance(line, dict) and "event" in line else {"event": "torn"}

@@ -1,7 +1,6 @@
 """What a run says while it goes on: its first lines, the bar, and the log's line of a step."""
 
 import math
-import time
 from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -149,13 +148,6 @@ def write(bar: tqdm, line: str) -> None:
     """Print a line above the bar, on rank 0."""
     if not bar.disable:
         bar.write(line)
-
-
-def show_part(bar: tqdm, what: str, done: int, of: int) -> None:
-    """Show how far a step or an evaluation is; redrawn once a second."""
-    if not bar.disable and time.time() - bar.last_print_t > 1:
-        bar.set_postfix_str(f"{what} {done} of {of}")
-        bar.last_print_t = time.time()
 
 
 def evaluation_bar(rows: int, runtime: Runtime) -> Callable[[int], None]:

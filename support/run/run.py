@@ -1,107 +1,61 @@
 """An open run: its settings, its folder and log, its checkpoints, and how it goes on from one.
 
-On --resume, in this order (train.main calls each, then train.go). Rank 0 reads the folder for all:
-  1. config.parse_or_resume: the folder (--out, or folder.newest_run), its config.json
-     (folder.started_with) and changed.json (extension.with_changes).
-     settings.resumed takes the settings from there; flags given besides may change only those that
-     are `free` (where and how fast), for this start alone, raise --tokens, or change --lr and the
-     others of folder.CHANGEABLE from here on
+On --resume, in this order:
+  1. config.parse_or_resume: the folder (--out, or folder.newest_run) and its config.json. Settings
+     are taken from there; flags given besides may change only those that are `free` (where and how
+     fast), for this start alone, and raise --tokens
   2. Runtime.check_same: ranks have the same settings, code, torch and threads
   3. data.open_data and Plan: the store and its tokenizer, and the indexes of a curriculum
-  4. Run.restore: locks the folder; `checkpoint_to_resume` compares the digests in the store's
-     meta.json with those in config.json and finds the checkpoint, `read` verifies its sha256,
-     `check` compares what it says with the folder
+  4. Run.restore: locks the folder, compares the store's digests with those in config.json, finds
+     the checkpoint and reads it, every CRC32 of it first
   5. Run.is_complete: if the log says "finished", nothing is left to do
   6. train.assemble: model and optimizers from the checkpoint. No random state: every draw has a key
-  7. Run.open_log: a larger --tokens is written to the disk (`extend`), the log is cut where it was
-     at the checkpoint, and checkpoints of later steps are set aside
-  8. train.train: an evaluation that was interrupted is made first; then the plan goes on from the
-     clock, which decides every step
-
-What is read            compared with                        refused if
-config.json             the flags given                      a setting that is not free differs
-the store's meta.json   "store" in config.json               the text, or a mixture's weights differ
-step-*.pt, best.pt      the sha256 at its end; CHECKPOINT;   damaged; of other types, another run,
-                        config.json; its line in the log     other settings, another clock
-log.jsonl               "log_size" in the checkpoint         it names checkpoints and none is there;
-                                                             a shorter one is said, and goes on
+  7. Run.open_log: a larger --tokens is written into config.json, the log is cut where it was at the
+     checkpoint, and checkpoints of later steps are renamed to abandoned-*
+  8. train.train: an evaluation that was due is made first; then the plan goes on from the clock,
+     which decides every step
 
 What a checkpoint holds: "model" and "optimizers", and "pseudo" if that is on, for `assemble`;
-"clock", "best", "log_size", "evaluation_due" for `restore`; the rest says what made it.
-
-A run that was stopped before its first checkpoint starts over, and reads --init again.
+"clock", "best", "best_step", "log_size", "evaluation_due" for `restore`; the rest says what made
+it. A run that was stopped before its first checkpoint starts over, and reads --init again.
 """
 
+import fcntl
 import math
+import os
 import shutil
-from contextlib import ExitStack
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from model import TransformerConfig
-from support.base.atomic import folder_lock
-from support.base.clock import Clock, Cursor, due
+from support.base.clock import Clock, due, lr_clock
 from support.base.runtime import Runtime, made_by
-from support.base.settings import flattened, free_settings
+from support.base.settings import flattened
 from support.base.sharded import check_agreement, shard
-from support.base.technique import is_on, refuse, techniques_of
-from support.base.typed_json import At, Each, mismatch
 from support.rows.mixture import AnyStore
-from support.run import checkpoint, extension
+from support.run import checkpoint
 from support.run.folder import (
-    BOARDS,
-    MODEL_SIZE,
-    Board,
     Log,
     ModelSize,
     Started,
     create_run_folder,
-    open_board,
-    opener,
+    extend_budget,
+    open_wandb,
     provenance,
     read_log,
     started_with,
 )
 from support.step import machine
 from support.step.flops import Flops, flops_of_step
-from support.step.optim import enters_decay
+from support.step.optim import decay_start
 from support.step.sizes import empty_model, parameter_count
 
 if TYPE_CHECKING:
     from config import Config
     from plan import Step
     from train import Trainer
-
-
-COUNT = At(0, 10**30)
-CLOCK = dict.fromkeys(Clock().as_dict(), COUNT)
-TRAINED = {  # what the weights of a checkpoint need to be used
-    "config": {"model.layers": At(1), "model.size": str, "model.pos": str},
-    "model_size": MODEL_SIZE,
-    "model": Each(torch.Tensor),
-    "step": At(),
-    "tokenizer_fingerprint": str,
-}
-CHECKPOINT = TRAINED | {
-    "run": str,
-    "optimizers": {
-        "state": Each(Each(torch.Tensor)),
-    },
-    "clock": CLOCK | {"position": dict.fromkeys(Cursor._fields, COUNT)},
-    "best": float,
-    "log_size": At(),
-    "evaluation_due": bool,
-    "made_by": Each(str),
-}
-
-
-def check_types(path: Path, state: dict, shape: dict = TRAINED) -> None:
-    """Refuse a checkpoint whose entries are not those of `Run.save`; it may be a stranger's."""
-    if wrong := mismatch(state, shape):
-        raise ValueError(f"{path}: {wrong}: {checkpoint.others(path)}")
 
 
 class Run:
@@ -126,34 +80,39 @@ class Run:
         self.size, self.store = size, store
         self.folder = started.folder if started else None
         self.id = started.id if started else ""
-        self.clock, self.best = Clock(), math.inf
+        self.clock = Clock()
+        self.best, self.best_step = math.inf, 0  # held-out loss, and the step that had it
         self.evaluation_due = False  # an evaluation at this clock, not made yet
         self.has_noted = False
-        self.boards: list[Board] = []
         self.resumed_from: Path | None = None
-        self.saved_path: Path | None = None  # the last checkpoint, perhaps under way
+        self.saved_path: Path | None = None  # the last checkpoint
         self.saved_clock: Clock | None = None
-        self.saver = checkpoint.Saver(runtime, sharded=settings.run.fsdp)
         self.log: Log | None = None
         self.log_size: int | None = None  # bytes to keep of a log that goes on
-        # the budget until now, if --tokens extends it
-        extends = started is not None and settings.optim.tokens > started.tokens
-        self.tokens_before = started.tokens if extends else None
-        self.ending = ExitStack()  # what is held until the end
+        self.lock: int | None = None  # a descriptor of the folder
 
     def __enter__(self) -> "Run":
         return self
 
     def __exit__(self, *error: object) -> None:
-        self.saver.close()
         if self.log:
             self.log.close()
-        self.ending.close()
+        if self.lock is not None:
+            fcntl.flock(self.lock, fcntl.LOCK_UN)  # a process forked meanwhile still has it open
+            os.close(self.lock)
 
     def hold_folder(self) -> None:
         """Keep every other process from writing into the folder until this run ends."""
-        lock = folder_lock(self.folder, "wait for its end, or stop it")
-        self.runtime.on_rank0(lambda: self.ending.enter_context(lock))
+
+        def hold() -> None:
+            self.lock = os.open(self.folder, os.O_RDONLY)
+            try:
+                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                message = f"{self.folder} is held by another process: wait for its end, or stop it"
+                raise ValueError(message) from None
+
+        self.runtime.on_rank0(hold)
 
     # ---- start, or go on: in the order given above
 
@@ -164,7 +123,7 @@ class Run:
         Returns: that checkpoint; None if none was ever written, so that the run starts over
         Raises:  ValueError if checkpoints are gone or of another run, or if the store is another
         """
-        tokens, folder, runtime = self.settings.optim.tokens, self.folder, self.runtime
+        folder, runtime = self.folder, self.runtime
         if not self.settings.run.dry_run:
             self.hold_folder()
         path = runtime.on_rank0(self.checkpoint_to_resume)  # one choice for all ranks
@@ -172,16 +131,18 @@ class Run:
             self.log_size = 0
             runtime.say(f"{folder} was stopped before its first checkpoint: starting over")
             return None
-        state = self.read(path, shape)
-        runtime.on_rank0(lambda: self.check(path, state))
+        shards = None
+        if self.settings.run.fsdp:
+            like = empty_model(shape)
+            shard(like, runtime)
+            shards = like.state_dict()
+        state = checkpoint.load(path, runtime, shards)
+        if state["run"] != self.id:
+            raise ValueError(f"{path} is of another run than {folder}: put the run's own back")
         self.clock = Clock.of(state["clock"])
-        if self.tokens_before and self.is_finished:
-            raise ValueError(
-                f"--tokens {tokens}: the run in {folder} has consumed"
-                f" {self.clock.consumed_tokens} already: give more"
-            )
-        self.best, self.log_size = state["best"], state["log_size"]
-        self.evaluation_due = state["evaluation_due"]
+        self.check_budget()
+        self.best, self.best_step = state["best"], state["best_step"]
+        self.log_size, self.evaluation_due = state["log_size"], state["evaluation_due"]
         self.resumed_from = self.saved_path = path
         self.saved_clock = self.clock
         now = made_by(runtime)
@@ -191,31 +152,32 @@ class Run:
                 runtime.say(f"{line} those of a run that was never stopped")
         return state
 
-    def check(self, path: Path, state: dict) -> None:
-        """Refuse a checkpoint that is not of this run, or does not agree with itself or the log."""
-        check_types(path, state, CHECKPOINT)
-        step, clock, config = state["step"], state["clock"], state["config"]
-        lines = [line for line in read_log(self.folder) if line["event"] == "checkpoint"]
-        logged = {line.get("step"): line.get("clock") for line in lines}
-        refusals = []
-        for name, entry in techniques_of(self.settings).items():
-            was = name in state
-            differs = entry.keeps_state and was != is_on(self.settings, name)
-            refusals.append((differs, f"is of a run {'with' if was else 'without'} --{name}"))
-        refusals += [
-            (state["run"] != self.id, f"is of another run than {self.folder}"),
-            (clock["step"] != step, f"has the clock of step {clock['step']}, and is of {step}"),
-            (logged.get(step, clock) != clock, f"has another clock than step {step} in the log"),
-            (step and not state["optimizers"]["state"], "has lost the optimizers' state"),
-        ]
-        may_differ = free_settings(type(self.settings)) | {"optim.tokens"}
-        had = extension.values_until_now(self.folder, self.started.config)
-        for name, value in flattened(self.settings).items():
-            is_other = config.get(name) not in had.get(name, [value])
-            said = f"was saved with {name} {config.get(name)}, which {self.folder} never had"
-            refusals.append((is_other and name not in may_differ, said))
-        other = "put the run's own back, or name another with --resume previous or best"
-        refuse([(condition, f"{path} {what}: {other}") for condition, what in refusals])
+    @property
+    def is_extended(self) -> bool:
+        """Whether --tokens gives a run that goes on more than it was started with."""
+        started = self.started
+        return started is not None and self.settings.optim.tokens > started.config["optim.tokens"]
+
+    def check_budget(self) -> None:
+        """Refuse a larger --tokens unless the learning rate until now is the same with it."""
+        if not self.is_extended:
+            return
+        optim = self.settings.optim
+        before = replace(optim, tokens=self.started.config["optim.tokens"])
+        if self.is_finished:
+            why = f"{self.clock.consumed_tokens} are consumed already: give more"
+        elif optim.min_lr == 1:  # a constant rate
+            return
+        elif optim.schedule != "wsd":
+            why = f"--schedule {optim.schedule} has spread its decay over {before.tokens}"
+        elif lr_clock(self.settings, self.clock) > decay_start(before):
+            why = f"at step {self.clock.step} the learning rate decays already"
+        else:
+            return
+        raise ValueError(
+            f"--tokens {optim.tokens}: {why}; a run can be extended under --schedule wsd before its"
+            " decay, or with --min-lr 1"
+        )
 
     def checkpoint_to_resume(self) -> Path | None:
         """The checkpoint that --resume means; None if the run was stopped before its first one.
@@ -228,30 +190,14 @@ class Run:
                 f"--data: the run in {folder} began with another store, or with other weights of"
                 " its stores: name that, wherever it is now, or start a new run with another --out"
             )
-        if which == "best" or checkpoint.steps_in(folder):
-            path = checkpoint.find(folder, which)
-            if self.tokens_before:
-                path = extension.starting_point(path, self.settings, self.tokens_before)
-            return path
-        if bests := checkpoint.named_in(folder, "best"):
-            raise ValueError(
-                f"--resume: {folder} has lost its steps, and {bests[-1].name} is there: go on from"
-                " it with --resume best"
-            )
+        if checkpoint.steps_in(folder):
+            return checkpoint.find(folder, which)
         if any(line["event"] == "checkpoint" for line in read_log(folder)):
             raise ValueError(
                 f"--resume: {folder} has lost its checkpoints: put one back, or start a new run"
                 " with another --out"
             )
         return None
-
-    def read(self, path: Path, shape: TransformerConfig) -> dict:
-        """A checkpoint of a model of this shape; with --fsdp each rank reads its own rows of it."""
-        if not self.settings.run.fsdp:
-            return checkpoint.load_on_rank0(path, self.runtime)
-        like = empty_model(shape)
-        shard(like, self.runtime)
-        return checkpoint.load(path, like.state_dict(), self.runtime, self.runtime.device)
 
     def is_complete(self) -> bool:
         """Whether the budget is consumed, and all that comes after the last step is done."""
@@ -260,10 +206,8 @@ class Run:
 
     def make_folder(self) -> None:
         """Make the folder, unless the run goes on in its own."""
-        for name in self.board_names():  # refused before anything is made
-            self.runtime.on_rank0(lambda name=name: opener(name) and None)
+        s = self.settings
         if self.folder is None:
-            s = self.settings
             make = partial(
                 create_run_folder,
                 s.run.out,
@@ -275,13 +219,8 @@ class Run:
             folder, self.id = self.runtime.on_rank0(make)
             self.folder = Path(folder)
             self.hold_folder()
-        if self.settings.run.fsdp:
+        if s.run.fsdp:
             self.check_shared()
-        try:
-            self.runtime.on_rank0(self.open_boards)
-        except ValueError:
-            self.discard_new_folder()
-            raise
 
     def check_shared(self) -> None:
         """Refuse a folder that some rank cannot see: with --fsdp each writes into it."""
@@ -291,41 +230,22 @@ class Run:
             seen = False
         absent = [str(rank) for rank, sees in enumerate(self.runtime.gather(seen)) if not sees]
         if absent:
-            self.discard_new_folder()
+            if self.started is None and self.runtime.is_rank0:
+                shutil.rmtree(self.folder)
             raise ValueError(
                 f"--fsdp: rank {', '.join(absent)} does not see {self.folder} of rank 0, and every"
                 " rank saves its own part: put --out on a disk that all machines share"
             )
 
-    def discard_new_folder(self) -> None:
-        if self.started is None and self.runtime.is_rank0:
-            shutil.rmtree(self.folder)
-
-    def board_names(self) -> list[str]:
-        return [name for name in BOARDS if getattr(self.settings.run, name)]
-
-    def open_boards(self) -> None:
-        for name in self.board_names():
-            self.boards.append(open_board(name, self.folder, self.id, flattened(self.settings)))
-
     def open_log(self) -> None:
         """Begin the log, or go on with it; with a larger budget on the disk first."""
         runtime, step = self.runtime, self.clock.step
-        if self.started:
-            begin = partial(
-                extension.begin,
-                self.folder,
-                self.resumed_from,
-                self.started.config,
-                self.settings,
-                step,
-                runtime.say,
-            )
-            self.saved_path = runtime.on_rank0(begin)
-        self.log = Log(self.folder, runtime.is_rank0, self.boards, self.log_size)
-        if self.log.lost:
-            lost = f"{self.folder}/log.jsonl has lost {self.log.lost:,} bytes that were there"
-            runtime.say(f"{lost} when {self.resumed_from.name} was saved; the run itself is whole")
+        if runtime.is_rank0 and self.is_extended:
+            extend_budget(self.folder, self.settings.optim.tokens)
+        board = None
+        if self.settings.run.wandb and runtime.is_rank0:
+            board = open_wandb(self.folder, self.id, flattened(self.settings))
+        self.log = Log(self.folder, runtime.is_rank0, self.log_size, board)
         self.peak = machine.peak(runtime)
         self.log.write(
             "run",
@@ -338,18 +258,19 @@ class Run:
             bytes_per_token=self.store.bytes_per_token,
             peak_flops=self.peak.flops,
             peak_why=self.peak.why,
-            lost_bytes=self.log.lost,
         )
         if self.resumed_from:
-            runtime.on_rank0(lambda: extension.set_later_aside(self.folder, step, runtime.say))
+            if runtime.is_rank0:
+                self.set_later_aside()
             # the saved size of the log does not include its line
             self.log_checkpoint()
-        changes = partial(extension.since, self.folder, self.settings, self.clock)
-        for change in runtime.on_rank0(lambda: list(changes())):
-            rates = f"the learning rate from {change['lr_before']:.3g} to {change['lr']:.3g}"
-            values = f"{change['setting']} changes from {change['before']} to {change['now']}"
-            runtime.say(f"{values} after step {change['step']}, {rates}")
-            self.log.write("changed", **change)
+
+    def set_later_aside(self) -> None:
+        """Rename checkpoints of later steps: `last` must not mean one that this run never made."""
+        for path in checkpoint.steps_in(self.folder):
+            if path.stem > self.resumed_from.stem:
+                target = path.rename(path.with_name(f"abandoned-{path.name}"))
+                self.runtime.say(f"{path} is of a later step: renamed to {target.name}")
 
     # ---- where it stands
 
@@ -368,8 +289,9 @@ class Run:
     def evaluated(self, bits_per_byte: float) -> bool:
         """Note the result of the evaluation that was due; whether it is the best so far."""
         self.evaluation_due = False
-        is_best = bits_per_byte < self.best
-        self.best = min(self.best, bits_per_byte)  # in this order NaN is never the best
+        is_best = bits_per_byte < self.best  # NaN is never the best
+        if is_best:
+            self.best, self.best_step = bits_per_byte, self.clock.step
         return is_best
 
     def first_note(self, note: str) -> str:
@@ -395,42 +317,30 @@ class Run:
 
     # ---- checkpoints
 
-    def keep_trunk(self, before: Clock, after: Clock) -> None:
-        """Keep a checkpoint of now if the step that comes is the first in the decay of wsd."""
-        if enters_decay(self.settings, before, after):
-            self.save()
-            self.finish_saving()
-            self.runtime.on_rank0(lambda: extension.keep_trunk(self.saved_path))
-
     def save(self, is_best: bool = False) -> None:
-        """Save a checkpoint, unless this step has one already; see checkpoint.Saver.
+        """Save a checkpoint, unless this step has one already.
 
-        Raises: ValueError if ranks differ, or if the checkpoint before could not be written
+        Raises: ValueError if ranks differ, or if it could not be written
         """
-        self.finish_saving()
         if self.saved_clock == self.clock and not is_best:
             return
         check_agreement(self.runtime, self.trainer.optimizers.named)
-        self.log.sync()
         state = {
             **self.trainer.state(),
             "step": self.clock.step,
             "clock": self.clock.as_dict(),
             "best": self.best,
+            "best_step": self.best_step,
             "evaluation_due": self.evaluation_due,
             "log_size": self.log.size(),
             "tokenizer_fingerprint": self.store.meta["tokenizer_fingerprint"],
             **self.about(),
         }
-        suffix = checkpoint.SUFFIX if self.settings.run.fsdp else ".pt"
-        path = checkpoint.step_path(self.folder, self.clock.step, suffix)
-        self.saver.begin(path, state, keep=self.settings.run.keep, best=is_best)
+        run = self.settings.run
+        path = checkpoint.step_path(self.folder, self.clock.step, sharded=run.fsdp)
+        checkpoint.save(path, state, self.runtime, sharded=run.fsdp, keep=run.keep)
         self.saved_path, self.saved_clock = path, self.clock
-
-    def finish_saving(self) -> None:
-        """Wait until the last checkpoint is on the disk; ValueError on every rank if it is not."""
-        if self.saver.finish():
-            self.log_checkpoint()
+        self.log_checkpoint()
 
     def log_checkpoint(self) -> None:
         clock = self.saved_clock.as_dict()

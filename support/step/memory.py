@@ -36,7 +36,6 @@ class Memory(NamedTuple):
     activations: int  # of one micro-batch
     logits: int  # some rows at once, and their gradients, which the loss keeps
     temporary: int  # casts to half precision, a block's backward, Muon's products
-    saving: int  # on a CPU, a copy of weights and optimizer state that is written to the disk
     torch: int  # its own code, which a CPU's first step brings into memory
     away: int  # of the first three, what --offload keeps on the host and not on the device
 
@@ -90,7 +89,6 @@ def memory_of(
         ),
         logits=logits,
         temporary=temporary,
-        saving=state["weights"] + state["optimizer"] if device == "cpu" else 0,
         torch=CODE_OF_A_STEP if device == "cpu" else 0,
         away=max(away, 0),
     )

@@ -35,8 +35,8 @@ SCHEDULES = ("cosine", "linear", "wsd")
 class OptimConfig:
     tokens: int | None = flag(
         None,
-        "budget on the clock, in tokens; a larger one with --resume extends the run (default: by"
-        " --size)",
+        "budget on the clock, in tokens; with --resume a larger one extends a run of wsd before its"
+        " decay (default: by --size)",
         least=1,
     )
     schedule_tokens: int | None = flag(
@@ -238,13 +238,6 @@ def learning_rate(settings: "Config", before: Clock, after: Clock) -> float:
 def decay_start(optim: OptimConfig) -> float:
     """Where wsd begins to decay, in tokens of the clock that the learning rate follows."""
     return max(optim.tokens * (1 - optim.decay_share), optim.warmup_tokens)
-
-
-def enters_decay(settings: "Config", before: Clock, after: Clock) -> bool:
-    """Whether this step is the first of wsd's decay."""
-    start = decay_start(settings.optim)
-    begins = lr_clock(settings, before) <= start < lr_clock(settings, after)
-    return settings.optim.schedule == "wsd" and begins
 
 
 def lr_at(optim: OptimConfig, tokens: float) -> float:

@@ -119,7 +119,10 @@ def initial_model(
     elif init:
         left_out = published.load_published(model, init)
     if init:
-        naming_init(lambda path: checkpoint.check_finite(model.state_dict(), path), init)
+        try:
+            checkpoint.check_finite(model.state_dict())
+        except ValueError as error:
+            raise ValueError(f"--init {init}: {error}") from None
     for name in left_out:
         say(f"--init left out {name}")
     return model

@@ -51,7 +51,7 @@ from support.base.typed_json import At, Each, mismatch, read_json
 from support.run.folder import ModelSize
 from support.text.tokenizer import get_encoding
 from support.weights import safetensors
-from support.weights.trained import Trained, checkpoint_of, has_trailer, trained, weights_of
+from support.weights.trained import Trained, checkpoint_of, trained, weights_of
 
 # ---- layouts
 
@@ -392,8 +392,6 @@ def read(path: str | Path) -> tuple[dict[str, Tensor], list[str]]:
         if is_safetensors:
             raise refusal(path, f"is a broken safetensors file: it {error}") from error
         raise refusal(path, f"cannot be loaded, {type(error).__name__}: {RESAVE}") from error
-    if has_trailer(Path(path)):
-        raise refusal(path, "is a checkpoint of train.py, which has a layout of its own")
     if not isinstance(saved, dict):
         raise refusal(path, f"holds a {type(saved).__name__}, not a dict: {RESAVE}")
     entries, left_out = {}, []

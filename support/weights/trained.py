@@ -3,6 +3,7 @@
 Optimizer state, clock and everything else that only its own run needs are left alone.
 """
 
+import zipfile
 from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,7 +12,6 @@ from torch import Tensor
 
 from support.run import checkpoint
 from support.run.folder import ModelSize
-from support.run.run import check_types
 from support.step.sizes import SIZES, ModelConfig, with_defaults
 
 
@@ -32,27 +32,27 @@ def checkpoint_of(path: str | Path) -> Path | None:
     """
     path = Path(path)
     if path.is_file():
-        return path if has_trailer(path) else None
-    if not path.is_dir() or path.suffix == checkpoint.SUFFIX:
+        return path if is_checkpoint(path) else None
+    if not path.is_dir() or (path / checkpoint.REST).exists():
         return path if path.is_dir() else None
     if steps := checkpoint.steps_in(path):
         return steps[-1]
-    bests = checkpoint.named_in(path, "best")
-    hint = f" but {bests[-1].name}: name that file" if bests else ": name another"
-    raise ValueError(f"{path} is a folder, and holds no checkpoint of a step{hint}")
+    raise ValueError(f"{path} is a folder, and holds no checkpoint of a step: name another")
 
 
-def has_trailer(path: Path) -> bool:
-    """Whether a file ends as checkpoint.save ends one."""
-    with path.open("rb") as file:
-        file.seek(max(0, file.seek(0, 2) - len(checkpoint.MARK) - 64))
-        return file.read().startswith(checkpoint.MARK.encode())
+def is_checkpoint(path: Path) -> bool:
+    """Whether a file is a checkpoint of train.py."""
+    if not zipfile.is_zipfile(path):
+        return False
+    try:
+        return "clock" in checkpoint.outlined(path)
+    except Exception:  # torch.load raises half a dozen kinds
+        return False
 
 
 def trained(path: Path) -> Trained:
     """Read a checkpoint's outline. Layers that share weights (--pseudo) count one by one."""
     state = checkpoint.outlined(path)
-    check_types(path, state)
     defaults = {f"model.{item.name}": item.default for item in fields(ModelConfig)}
     settings = with_defaults(defaults | state["config"])  # a run may be from before a setting
     size = ModelSize(**state["model_size"])
