@@ -9,7 +9,7 @@
 #     B  the tests marked gpu, on many workers; gpu-tests.xml has those that ended, even after a SIGTERM
 #        (on an H200 with 16 cores A takes four minutes, B one)
 #     C  steps of 350M with dropped tokens and packed rows; attention, loss and copies by themselves
-#     D  offload mode by mode, 1.3B in 16 GiB, FSDP; generation, evaluation
+#     D  offload mode by mode, 1.3B in 16 GiB, FSDP; evaluation
 #     E  a whole run of 124M, the next of section gpu of bench/frontier.ini that has no record here or
 #        in results/, so a visit for each; on the store DIR: prepare.py FILE --tokenizer gpt2 --out DIR
 #
@@ -125,14 +125,14 @@ toy=() gpt=124M larger=350M kernels=() copies=(--size 350M) of_124M=(--size 124M
 # the tests that take longest first; of 16 cores 12, as some start processes of their own
 tests=(gpu tests/test_offload.py tests/test_several_ranks.py $(grep -l mark.gpu tests/test_*.py))
 workers=12
-texts=(--tokens 400 --turns 5) reading=(--tokens 200000 --turns 5)
+reading=(--tokens 200000 --turns 5)
 beside=("AdamW, exact GELU") kept=("keep 1/2") eager=("short pieces" "keep 3/4" "keep 1/4")
 if [ -n "$fake" ]; then
     export TORCHDYNAMO_DISABLE=1 # a compiler for the CPU would take minutes
     on=(--device cpu --record)
     toy=(--toy) gpt=toy larger=toy kernels=(--size toy --turns 2) copies=("${kernels[@]}")
     tests=("not gpu and not slow" tests/test_sizes.py) workers=2 of_124M=(--size nano)
-    texts=(--tokens 5 --turns 2) reading=(--tokens 2000 --turns 2)
+    reading=(--tokens 2000 --turns 2)
     beside=() kept=() eager=() # each variant is a process, which takes seconds to start
 fi
 
@@ -170,8 +170,7 @@ stage_D() {
     [ -n "$fake" ] || bench 90 "1.3B in 16 GiB" scale capped
     bench 40 FSDP scale fsdp --size "$gpt"
     [ -n "$fake" ] || bench 70 "peaks of memory" scale peaks --size "$gpt"
-    bench 70 generation inference generation "${of_124M[@]}" "${texts[@]}"
-    bench 60 evaluation inference evaluation "${of_124M[@]}" "${reading[@]}"
+    bench 60 evaluation inference "${of_124M[@]}" "${reading[@]}"
 }
 
 # 100 M tokens of 124M are 1,526 steps of some 0.14 s on an H200 (docs/step.md), and still fit at half

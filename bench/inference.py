@@ -1,18 +1,11 @@
-"""What a cache saves of writing a text, and packed rows of an evaluation.
+"""What packed rows save of an evaluation.
 
-    generation  the time to write --tokens as sample.py writes them, with a cache of keys and values
-                and without, each in a process of its own. With the cache a small model writes in
-                one thread on a CPU, as the command does. Checked first: on a CPU both write the
-                same tokens. On a GPU, in bf16, two scores may be closer than their rounding, so
-                there it is recorded how many tokens are the same
-    evaluation  the time to score a task by evaluate.py's own functions: the last word of each
-                held-out paragraph of the embedded corpus, with items side by side in rows and with
-                one a row. Checked first: both find the same nats
+The time to score a task by evaluate.py's own functions: the last word of each held-out paragraph of
+the embedded corpus, with items side by side in rows and with one a row. Checked first: both find
+the same nats. Models have random weights, on which time does not depend.
 
-Models have random weights, on which time does not depend. Loading and printing are not timed.
-
-    OMP_NUM_THREADS=2 python bench/inference.py generation --record    # nano, 400 tokens
-    python bench/inference.py evaluation --size 124M --device cuda
+    OMP_NUM_THREADS=2 python bench/inference.py --record    # nano
+    python bench/inference.py --size 124M --device cuda
 """
 
 import math
@@ -21,17 +14,14 @@ from collections.abc import Callable
 from functools import partial
 
 import tiktoken
-import torch
-from measure import command_line, in_turns, quartiles, ratios, recorder, take_turns, turn_of
+from measure import command_line, in_turns, quartiles, ratios, recorder, turn_of
 from step import model_of
 
 import config
 import evaluate
-import sample
 from model import Transformer
 from prepare import embedded_store
 from support.base import runtime
-from support.base.rng import generator
 from support.evaluation.tasks import Question, Task, answers_of, items_of
 from support.rows.samples import Samples
 from support.step.sizes import SIZES
@@ -47,52 +37,6 @@ def model_for(flags: str, words: int, device: str) -> Transformer:
     """A model for a tokenizer of so many words."""
     model = model_of(config.build(config.parse(flags.split())), -(-words // 64) * 64)
     return model.to(runtime.start(device, "auto").device).eval()
-
-
-def same_tokens(first: list[int], second: list[int]) -> int:
-    """How many are equal before the first that is not.
-
-    Example:  same_tokens([3, 1, 4], [3, 1, 5]) is 2
-    """
-    differ = (i for i, (a, b) in enumerate(zip(first, second, strict=True)) if a != b)
-    return next(differ, len(first))
-
-
-def build(size: str, count: int, device: str, cached: bool) -> Callable[[], list[int]]:
-    """In a process of its own: a function that writes the text."""
-    words = 4097 if size == "nano" else 50257  # pd4k's or GPT-2's
-    model, here = model_for(f"--size {size}", words, device), runtime.start(device, "auto")
-    if cached:
-        sample.use_few_threads(model)  # as the command does; whole rows are worth sharing
-
-    def draw() -> list[int]:
-        random = generator(torch.device("cpu"), 1)
-        with torch.inference_mode(), here.autocast():
-            tokens = sample.generate(
-                model, [words - 1], count, allowed=words, generator=random, cached=cached
-            )
-            return list(tokens)
-
-    return draw
-
-
-def measure_generation(size: str, count: int, device: str, turns: int, keep: Callable) -> None:
-    """Keep figures of both, on a GPU of each as it is done; ValueError where texts differ."""
-    threads = torch.get_num_threads()
-    texts = [build(size, count, device, cached)() for cached in (True, False)]
-    torch.set_num_threads(threads)
-    same = same_tokens(*texts)
-    if same < count and device == "cpu":
-        raise ValueError(f"with a cache token {same + 1} is another: nothing is timed")
-    jobs = {name: (build, size, count, device, name == "cached") for name in ("cached", "uncached")}
-    for _, taken in take_turns(jobs, turns, device):
-        seconds = {name: [turn.seconds for turn in turns] for name, turns in taken.items()}
-        ms = {name: quartiles([1e3 * s / count for s in spent]) for name, spent in seconds.items()}
-        figures = {"tokens": count, "same_tokens": same, "ms_of_a_token": ms}
-        if len(seconds) == 2:
-            ratio = quartiles(ratios(seconds["cached"], seconds["uncached"]))
-            figures["cached_to_uncached"] = ratio
-        keep(figures)
 
 
 def last_words(store: Store, samples: Samples, encoding: tiktoken.Encoding, tokens: float) -> Task:
@@ -141,15 +85,11 @@ def measure_evaluation(size: str, tokens: float, device: str, turns: int, keep: 
 
 def main() -> None:
     parser = command_line(__doc__, turns=9)
-    parser.add_argument("what", choices=("generation", "evaluation"))
     parser.add_argument("--size", choices=[s for s in SIZES if "bert" not in s], default="nano")
-    parser.add_argument("--tokens", type=int, help="to write (400), or to score (all)")
+    parser.add_argument("--tokens", type=int, help="to score (all)")
     args = parser.parse_args()
-    keep = recorder(args.what, args, size=args.size, turns=args.turns)
-    if args.what == "generation":
-        measure_generation(args.size, args.tokens or 400, args.device, args.turns, keep)
-    else:
-        measure_evaluation(args.size, args.tokens or math.inf, args.device, args.turns, keep)
+    keep = recorder("evaluation", args, size=args.size, turns=args.turns)
+    measure_evaluation(args.size, args.tokens or math.inf, args.device, args.turns, keep)
 
 
 if __name__ == "__main__":

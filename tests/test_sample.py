@@ -1,9 +1,5 @@
-"""Text from a model: what is drawn, the same with and without a cache, and how it is shown."""
+"""Text from a model: what is drawn, and how it is shown."""
 
-import io
-import itertools
-import os
-import re
 import sys
 
 import pytest
@@ -11,12 +7,10 @@ import torch
 from conftest import widened
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from small_batches import LLAMA
 
 import sample
 from model import Transformer, TransformerConfig
 from offload import Offload
-from sample import KVCache
 from support.base import runtime
 from support.step.placement import Away, Placement, parts_of
 from support.text.tokenizer import get_encoding
@@ -25,10 +19,9 @@ BYTES = get_encoding("bytes")
 ROW = 8  # tokens of the longest row
 
 
-def model(pos="learned"):
+def model():
     """With weights far from their start, so that positions and every layer matter."""
-    more = LLAMA if pos == "llama" else {"pos": pos}
-    return widened(Transformer(TransformerConfig("gpt", 3, 2, 16, 32, ROW, 320, **more))).eval()
+    return widened(Transformer(TransformerConfig("gpt", 3, 2, 16, 32, ROW, 320))).eval()
 
 
 def draw(count=20, of=None, prompt=(5, 6), **options):
@@ -49,8 +42,7 @@ def test_a_seed_is_a_text_that_goes_on_from_the_prompt_beyond_the_context():
 def test_temperature_0_takes_the_likeliest():
     tokens = draw(temperature=0)
     for at in range(2, len(tokens)):
-        start = sample.context_start(at, ROW)
-        logits = model().logits(torch.tensor([tokens[start:at]]))[0, -1, :257]
+        logits = model().logits(torch.tensor([tokens[max(0, at - ROW) : at]]))[0, -1, :257]
         assert tokens[at] == logits.argmax()
     assert draw(top_k=1) == draw(temperature=1e-320) == tokens
     assert draw(temperature=0, stop=tokens[2]) == [5, 6], "it ends before the stop token"
@@ -66,74 +58,7 @@ def test_what_the_model_was_doing_it_does_afterwards():
     assert gpt.training
 
 
-# ---- the context, and its keys and values
-
-
-def test_a_context_stands_still_until_it_is_full_and_then_keeps_half():
-    assert [sample.context_start(n, 4) for n in range(1, 12)] == [0, 0, 0, 0, 2, 2, 4, 4, 6, 6, 8]
-    assert [sample.context_start(n, 5) for n in range(1, 12)] == [0, 0, 0, 0, 0, 3, 3, 3, 6, 6, 6]
-    assert [sample.context_start(n, 1) for n in range(1, 5)] == [0, 1, 2, 3]
-    for seq_len, count in itertools.product(range(1, 9), range(1, 50)):
-        context = count - sample.context_start(count, seq_len)
-        assert min(count, seq_len // 2 + 1) <= context <= seq_len
-
-
-@pytest.mark.parametrize("length", [1, ROW, 3 * ROW + 1])
-@pytest.mark.parametrize("pos", ["learned", "rope", "llama"])
-def test_with_a_cache_the_same_tokens_are_drawn(pos, length):
-    prompt = [(7 * i + 5) % 257 for i in range(length)]
-    cached, plain = (
-        draw(3 * ROW, model(pos), prompt, cached=cached, temperature=2.0, top_k=257)
-        for cached in (True, False)
-    )
-    assert cached == plain and len(cached) == length + 3 * ROW
-
-
-def largest_difference(gpt, rows=1, parts=(3, 1, 1, 2, 1)):
-    """Between the logits of a cache that is given a text in parts, and those of the whole row."""
-    tokens = torch.randint(0, 257, (rows, sum(parts)), generator=torch.Generator().manual_seed(1))
-    cache, stop, differences = KVCache(gpt), 0, []
-    with torch.no_grad():
-        whole = Transformer.logits(gpt, tokens)  # (B, T, V)
-        for part in tokens.split(parts, dim=1):
-            stop += part.shape[1]
-            differences.append((cache.logits(part) - whole[:, stop - 1]).abs().max().item())
-    return max(differences)
-
-
-@pytest.mark.parametrize("pos", ["learned", "rope", "llama"])
-def test_logits_of_a_cache_are_those_of_the_whole_row(pos):
-    gpt = model(pos)
-    assert largest_difference(gpt) < 1e-5 and largest_difference(gpt, rows=3) < 1e-5
-
-    def logits_at_0(tokens, positions, run_block):
-        return Transformer.logits(gpt, tokens, 0 * positions, run_block=run_block)
-
-    gpt.logits = logits_at_0  # the control: wrong positions are found out
-    assert largest_difference(gpt) > 0.02
-
-
-def test_keys_of_a_context_that_was_left_are_found_out(monkeypatch):
-    """Control: kept instead of computed again, they have seen what is dropped."""
-    wanted = draw(3 * ROW, model("rope"), cached=False)
-
-    def slid(gpt, tokens, cache):
-        if cache.length == ROW:
-            cache.length = ROW // 2
-            for kept in itertools.chain(*cache.kept.values()):
-                kept[:, :, : ROW // 2] = kept[:, :, ROW // 2 :].clone()
-        return cache.logits(torch.tensor([tokens[-1:] if cache.length else tokens]))[0]
-
-    monkeypatch.setattr(sample, "next_logits", slid)
-    got = draw(3 * ROW, model("rope"))
-    assert got[: ROW + 1] == wanted[: ROW + 1] and got != wanted
-
-
-def test_with_a_cache_a_token_costs_one_tokens_work():
-    gpt, widths = model(), []
-    gpt.h[0].register_forward_hook(lambda block, inputs, x: widths.append(x.shape[1]))
-    draw(ROW, gpt, [1, 2, 3])
-    assert widths == [3, 1, 1, 1, 1, 1, ROW // 2 + 1, 1]
+# ---- models that are changed
 
 
 @pytest.mark.parametrize("away", [Away.STATE, Away.WEIGHTS])
@@ -143,21 +68,6 @@ def test_an_offloaded_model_writes_the_same(away):
     placement = Placement((first, *(p._replace(away=away) for p in others)), "fp32", budget=0)
     Offload(placement).move(gpt, torch.device("cpu"))
     assert draw(3 * ROW, gpt) == wanted
-
-
-def test_layers_that_share_a_block_have_keys_of_their_own():
-    gpt = model()
-    gpt.h[2] = gpt.h[0]
-    assert draw(3 * ROW, gpt) == draw(3 * ROW, gpt, cached=False)
-
-
-def test_under_autocast_too():
-    gpt = model()
-    with torch.autocast("cpu", torch.bfloat16):
-        assert largest_difference(gpt) < 0.5  # where logits are up to 40
-        cache = KVCache(gpt)
-        cache.logits(torch.tensor([[1, 2]]))
-    assert cache.kept[0][0].dtype == torch.bfloat16
 
 
 def test_compiled_blocks_run_as_they_are_written():
@@ -221,35 +131,6 @@ def test_the_command_prints_what_is_drawn(run_of, capsys):
     first, second = capsys.readouterr().out.split("-" * 40 + "\n")
     assert first == expected + "\n" and second.startswith("é") and second != first
     sample.main([run, "--prompt", "", "--tokens", "3", "--checkpoint", "best", "--dtype", "bf16"])
-
-
-@pytest.mark.parametrize(
-    ("typed", "prompts"), [("one\ntwo\n\nthree\n", ["one", "two"]), ("one\n\4", ["one"])]
-)
-def test_a_terminal_is_asked_until_an_empty_line_or_its_end(
-    typed, prompts, run_of, monkeypatch, capfd
-):
-    run, loaded, load = str(run_of()), [], sample.load_run
-    monkeypatch.setattr(sample, "load_run", lambda *names: loaded.append(names) or load(*names))
-    here, terminal = os.openpty()
-    os.write(here, typed.encode())
-    capfd.readouterr()
-    with open(terminal) as stdin:
-        monkeypatch.setattr(sys, "stdin", stdin)
-        sample.main([run, "--tokens", "1", "--device", "cpu"])
-    os.close(here)
-    asked, *texts = capfd.readouterr().out.split("prompt: ")
-    assert [text[: len(prompt)] for prompt, text in zip(prompts, texts, strict=False)] == prompts
-    assert (asked, len(texts), len(loaded)) == ("", len(prompts) + 1, 1) and not texts[-1]
-
-
-@pytest.mark.parametrize(("piped", "flags"), [("a b\nc\n", []), ("unread", ["--prompt", "a b\nc"])])
-def test_a_pipe_is_the_prompt_unless_one_is_given(piped, flags, run_of, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "stdin", io.StringIO(piped))
-    run = str(run_of())
-    capsys.readouterr()
-    sample.main([run, "--tokens", "1", *flags])
-    assert re.fullmatch(r"a b\nc.?\n", capsys.readouterr().out, re.DOTALL)
 
 
 def test_refusals(run_of, monkeypatch):
