@@ -11,7 +11,7 @@ from functools import lru_cache
 import numpy as np
 from tqdm import tqdm
 
-from support.base.atomic import atomic_write, folder_lock
+from support.base.atomic import atomic_write
 from support.base.rng import shuffled
 from support.text.store import Store
 
@@ -70,11 +70,10 @@ class Samples:
         text = self.store.meta["sha256"]["documents.idx"][:16]
         file = self.store.path / f"{name}-{self.max_piece_len}-{text}.spans"
         count = -(-len(self.documents) // DOCUMENTS_AT_ONCE)
-        with folder_lock(self.store.path):
-            if not file.exists():
-                with atomic_write(file) as out:
-                    for part in tqdm(parts, file.name, count, disable=None, leave=False):
-                        out.write(part)
+        if not file.exists():
+            with atomic_write(file) as out:
+                for part in tqdm(parts, file.name, count, disable=None, leave=False):
+                    out.write(part)
         table = np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
         some = table[:: max(len(table) // SPANS_CHECKED, 1)]
         ascends = (np.diff(some) > 0).all() and (np.diff(some, axis=0) > 0).all()

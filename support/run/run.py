@@ -20,16 +20,16 @@ What a checkpoint holds: "model" and "optimizers", and "pseudo" if that is on, f
 it. A run that was stopped before its first checkpoint starts over, and reads --init again.
 """
 
-import fcntl
 import math
-import os
 import shutil
+from contextlib import ExitStack
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from model import TransformerConfig
+from support.base.atomic import folder_lock
 from support.base.clock import Clock, due, lr_clock
 from support.base.runtime import Runtime, made_by
 from support.base.settings import flattened
@@ -89,7 +89,7 @@ class Run:
         self.saved_clock: Clock | None = None
         self.log: Log | None = None
         self.log_size: int | None = None  # bytes to keep of a log that goes on
-        self.lock: int | None = None  # a descriptor of the folder
+        self.ending = ExitStack()  # what is held until the end
 
     def __enter__(self) -> "Run":
         return self
@@ -97,22 +97,12 @@ class Run:
     def __exit__(self, *error: object) -> None:
         if self.log:
             self.log.close()
-        if self.lock is not None:
-            fcntl.flock(self.lock, fcntl.LOCK_UN)  # a process forked meanwhile still has it open
-            os.close(self.lock)
+        self.ending.close()
 
     def hold_folder(self) -> None:
         """Keep every other process from writing into the folder until this run ends."""
-
-        def hold() -> None:
-            self.lock = os.open(self.folder, os.O_RDONLY)
-            try:
-                fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                message = f"{self.folder} is held by another process: wait for its end, or stop it"
-                raise ValueError(message) from None
-
-        self.runtime.on_rank0(hold)
+        lock = folder_lock(self.folder, wait=False)
+        self.runtime.on_rank0(lambda: self.ending.enter_context(lock))
 
     # ---- start, or go on: in the order given above
 
