@@ -14,7 +14,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, metrics, read_log, refusal_of, start_ranks
+from conftest import ALL_ON, SMALL, metrics, read_log, start_ranks
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
@@ -382,27 +382,6 @@ def test_published_weights_of_a_size_of_their_own_start_a_run_that_resumes(run, 
         with pytest.raises(ValueError, match=f"has a vocabulary of {rows}"):
             run(f"--init {published_file(file, rows)}", out="other")
     assert not (tmp_path / "other").exists()
-
-
-BAD = {
-    "--data nowhere": "nowhere: no token store",
-    "--tokenizer pd4k": "made with tokenizer bytes",
-    "--tokenizer klingon": "choose pd4k, bytes, gpt2",
-    "--micro-batch-size 3": "--micro-batch-size 3",
-    "--device cuda": "--device cuda",
-    "--init nowhere.pt --pos learned --tokenizer bytes": "nowhere.pt",
-    "--resume": "--resume: ",
-    "--resume sideways": "--resume: ",
-}
-
-
-@pytest.mark.parametrize("flags", BAD)
-def test_a_mistake_is_one_line_and_status_2(store_dir, tmp_path, monkeypatch, capsys, flags):
-    if "cuda" in flags and torch.cuda.is_available():
-        pytest.skip("there is a GPU here")
-    argv = ["train.py", *flags_for(store_dir, tmp_path / "run", flags)]
-    assert BAD[flags] in refusal_of(train.main, argv, monkeypatch, capsys)
-    assert not (tmp_path / "run").exists(), "nothing half-written"
 
 
 def train_as_command(said: str, argv: list[str]) -> None:

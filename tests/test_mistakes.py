@@ -1,0 +1,109 @@
+"""What people really do wrong ends in one line that names it, with exit status 2.
+
+Each case is a command as it is typed; S is a store, R a run of two steps. Other errors may be
+Python's own exception and status 1, but no command goes on with what is damaged.
+"""
+
+import importlib
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import SMALL, names, refusal_of
+
+TRAIN = f"train {SMALL} --out new"
+CASES = {  # the command -> what its line says
+    # flags
+    "train --colour red": "unrecognized arguments: --colour red (see --help)",
+    "train --layer 3": "unrecognized arguments: --layer 3",
+    "train --tokens many": "--tokens: many is not a whole number",
+    "train --size 7B": "--size: invalid choice: '7B'",
+    "train --pos absolute": "--pos: invalid choice: 'absolute'",
+    f"{TRAIN} --lr 0": "--lr",
+    f"{TRAIN} --ltd-start 64": "--ltd-start 64 has no effect without --ltd: add it",
+    f"{TRAIN} --layers 2 --ltd": "--ltd",
+    f"{TRAIN} --curriculum loudness": "--curriculum",
+    f"{TRAIN} --heads 3": "--width",
+    f"{TRAIN} --nsp": "--nsp is for a BERT: add --model bert",
+    f"{TRAIN} --pos learned --seq-len 4096": "--seq-len 4096",
+    f"{TRAIN} --micro-batch-size 3": "--micro-batch-size 3",
+    f"{TRAIN} --batch-tokens 100": "--batch-tokens 100",
+    f"{TRAIN} --warmup-tokens 9999": "--warmup-tokens 9999 must be below --tokens 4096",
+    f"{TRAIN} --init R --pseudo": "--init and --pseudo exclude",
+    f"{TRAIN} --fsdp --offload": "--offload",
+    f"{TRAIN} --data S --offload --offload-budget 1KB": "--offload-budget",
+    f"{TRAIN} --model bert --tokenizer gpt2": "gpt2",
+    # the machine
+    f"{TRAIN} --device cuda": "--device cuda: torch finds cpu here: try auto",
+    # files
+    f"{TRAIN} --data nowhere": "nowhere: no token store: make one with prepare.py",
+    f"{TRAIN} --data words.txt": "words.txt: no token store",
+    f"{TRAIN} --data cut": "cut/tokens.bin: needs",
+    f"{TRAIN} --data S --tokenizer pd4k": "S: made with tokenizer bytes",
+    f"{TRAIN} --init nowhere.pt": "nowhere.pt",
+    f"{TRAIN} --init words.txt": "words.txt",
+    f"{TRAIN} --init R --layers 3": "is a model of --layers 4, not --layers 3",
+    # runs
+    f"train {SMALL} --data S --out R": "--out R holds a run already: name another, or add --resume",
+    f"train {SMALL} --data S --out full": "--out full exists and is not an empty folder",
+    "train --resume": "--resume: there is no run in runs/; name the folder of one with --out",
+    "train --resume --out full": "--resume: full holds no run",
+    "train --resume --out R --lr 0.5": "--lr 0.5 differs from --lr",
+    "train --resume --out R --tokens 9": "--tokens 9 is less than the 512 tokens of the run in R",
+    "train --resume auto": "--resume auto needs the folder of the run: add --out",
+    "train --resume --out damaged": "step-00000002.pt is damaged",
+    # text
+    "prepare nowhere.txt --out new": "nowhere.txt",
+    "prepare words.txt --out S": "--out S: exists already: remove it or name another folder",
+    "prepare wrong.jsonl --out new": "wrong.jsonl",
+    "prepare empty.txt --out new": "empty.txt",
+    "prepare words.txt --out new --tokenizer klingon": "klingon",
+    # the other commands
+    "evaluate nowhere": "nowhere",
+    "evaluate R --checkpoint step-9.pt": "checkpoint step-9.pt: not found",
+    "evaluate R --task words.txt": "words.txt",
+    "sample R --tokens none": "--tokens",
+    "report nowhere": "nowhere holds no log.jsonl: name the folder of a run",
+    "report words.txt": "words.txt",
+    "analyze S --metric loudness": "--metric loudness",
+    "packing --packer tetris": "--packer",
+}
+
+
+@pytest.fixture(scope="module")
+def place(store_dir, run_of, tmp_path_factory):
+    place = tmp_path_factory.mktemp("mistakes")
+    shutil.copytree(store_dir, place / "S")
+    shutil.copytree(run_of(), place / "R")
+    shutil.copytree(run_of(), place / "damaged")
+    last = max((place / "damaged").glob("step-*.pt"))
+    content = bytearray(last.read_bytes())
+    content[len(content) // 2] ^= 1
+    last.write_bytes(content)
+    (place / "damaged/log.jsonl").write_text("")
+    shutil.copytree(store_dir, place / "cut")
+    (place / "cut/tokens.bin").write_bytes((store_dir / "tokens.bin").read_bytes()[:-2])
+    (place / "words.txt").write_text("all the words there are\n" * 99)
+    (place / "empty.txt").write_text("")
+    lines = [json.dumps({"content": f"text {number}"}) for number in range(9)]
+    (place / "wrong.jsonl").write_text("\n".join(lines))
+    (place / "full").mkdir()
+    (place / "full/a.txt").write_text("the user's")
+    return place
+
+
+@pytest.mark.parametrize("line", CASES)
+def test_one_line_and_status_2(line, place, monkeypatch, capsys):
+    if "cuda" in line and torch.cuda.is_available():
+        pytest.skip("there is a GPU here")
+    monkeypatch.chdir(place)
+    before = {path: path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
+    command, *flags = line.split()
+    main = importlib.import_module(command).main
+    said = refusal_of(main, [f"{command}.py", *flags], monkeypatch, capsys)
+    assert CASES[line] in said, said
+    after = {path: path.stat().st_mtime_ns for path in Path().rglob("*") if path.is_file()}
+    assert after == before, "nothing is written"
+    assert "new" not in names(place)
