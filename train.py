@@ -94,11 +94,9 @@ def go(run: Run, data: Data) -> int:
     rows_at_once = micro_batch(settings, runtime, shape, placement)
     memory = memory_of(settings, runtime, rows_at_once.count, shape, placement)
     assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count)
-    announce = partial(
-        progress.announce, run, plan, shape, placement, batches=rows_at_once, memory=memory
-    )
+    announce = partial(progress.announce, run, plan, shape, batches=rows_at_once, memory=memory)
     if settings.run.dry_run:
-        announce()
+        announce(placement)
         return 0
     model = empty_model(shape) if saved else initial_model(shape, settings, runtime.say)
     try:
@@ -110,7 +108,7 @@ def go(run: Run, data: Data) -> int:
     del saved  # so that its memory is free
     run.make_folder()
     run.open_log()
-    announce()
+    announce(run.trainer.placement)  # with --pseudo of less than the whole model
     progress.say_assembled(run)
     bar, stop = progress.progress_bar(run), StopSignal()
     try:
@@ -339,6 +337,12 @@ class Trainer:
     rows_at_once: int  # of full length
     compiled: bool
     work: Work
+
+    @property
+    def placement(self) -> Placement | None:
+        """What a technique keeps in host memory, if one does."""
+        found = [edit.placement for edit in self.edits.values() if edit.placement]
+        return found[0] if found else None
 
     def step(self, step: Step) -> progress.Done:
         """Forward and backward over this rank's rows, part by part; clip; move the weights."""

@@ -675,7 +675,7 @@ def test_a_switch_of_pseudo_places_anew_and_the_start_says_where(run, log_of, ca
     capsys.readouterr()
     assert metrics(run(f"{more} {TIGHT}")) == without
     out = capsys.readouterr().out
-    assert out.count("budget: ") == 2 and "break-even is" in out
+    assert out.count("budget: ") == 2 and "and repeats" in out
 
 
 def test_a_checkpoint_does_not_know_where_things_were(run, tmp_path):

@@ -179,9 +179,8 @@ def change_trainer(run: Run, trainer: "Trainer", bar: tqdm) -> None:
             write(bar, f"after step {run.clock.step} {edit.in_words()}")
     run.log.write("stage", **fields, bytes_before=before, bytes=now)
     write(bar, f"memory: {bytes_in_words(before)} before; {bytes_in_words(now)} now")
-    for edit in trainer.edits.values():
-        if edit.placement:
-            write(bar, placement_in_words(run, edit.placement, trainer.rows_at_once))
+    if trainer.placement:
+        write(bar, placement_in_words(run, trainer.placement, trainer.rows_at_once))
 
 
 def bytes_in_words(memory: dict[str, int]) -> str:
