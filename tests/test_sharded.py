@@ -336,12 +336,15 @@ def go_on(runtime: Runtime, folder: Path, write: bool) -> None:
         ours = Trained(build(), runtime)
         ours.step(0)
         checkpoint.save(path, ours.state(), runtime, sharded=True)
-    ours = Trained(build(), runtime)
-    state = checkpoint.load(path, runtime, ours.model.state_dict())
-    assert state["best"] == math.inf and state["config"]["argv"] == ["--fsdp"]
-    for tensor in state["optimizers"]["state"]["wte.weight"].values():
-        assert rows_here(tensor).shape in (rows_here(ours.model.wte.weight).shape, ())
-    check_losses(ours, state, losses)
+    whole = folder / f"{runtime.rank}-of-{runtime.world_size}" / "step-00000001.pt"
+    checkpoint.save(whole, checkpoint.load(path))  # a file, which each rank cuts
+    for source in (path, whole):
+        ours = Trained(build(), runtime)
+        state = checkpoint.load(source, runtime, ours.model.state_dict())
+        assert state["best"] == math.inf and state["config"]["argv"] == ["--fsdp"]
+        for tensor in state["optimizers"]["state"]["wte.weight"].values():
+            assert rows_here(tensor).shape in (rows_here(ours.model.wte.weight).shape, ())
+        check_losses(ours, state, losses)
     check_losses(Trained(build(), None), checkpoint.load(path), losses)
 
 

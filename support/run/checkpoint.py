@@ -33,6 +33,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import distribute_tensor
 
 from support.base.atomic import sync
 from support.base.runtime import Runtime
@@ -201,14 +202,15 @@ def load(
             instead
     Cost:   reads everything once for the CRC32 and once more for the values
     """
-    path = Path(path)
+    path, shards = Path(path), shards or {}
 
     def read() -> dict:
         with refusing(path):
             if not path.is_dir():
-                return torch.load(path, map_location="cpu", weights_only=True)
+                tensors, rest = split(torch.load(path, map_location="cpu", weights_only=True))
+                return joined({name: rows_of(name, t, shards) for name, t in tensors.items()}, rest)
             tensors = {
-                name: empty(name, about, runtime.device, shards or {})
+                name: empty(name, about, runtime.device, shards)
                 for name, about in described(path).state_dict_metadata.items()
             }
             dcp.load(tensors, checkpoint_id=path, no_dist=True)
@@ -259,12 +261,25 @@ def empty(
     name: str, about: TensorStorageMetadata, device: torch.device, shards: dict[str, Tensor]
 ) -> Tensor:
     """Room for a tensor: whole, or this rank's rows of a DTensor like the parameter's."""
-    parameters = [shards[key] for key in name.split("/") if key in shards]
-    if parameters and parameters[0].shape == about.size:
-        like = parameters[0]
-        rows = torch.empty_like(rows_here(like), dtype=about.properties.dtype, device=device)
-        return of_rows(rows, like)
-    return torch.empty(about.size, dtype=about.properties.dtype)
+    dtype = about.properties.dtype
+    like = parameter_of(name, about.size, shards)
+    if like is None:
+        return torch.empty(about.size, dtype=dtype)
+    return of_rows(torch.empty_like(rows_here(like), dtype=dtype, device=device), like)
+
+
+def rows_of(name: str, tensor: Tensor, shards: dict[str, Tensor]) -> Tensor:
+    """A tensor, or this rank's rows of it as a DTensor like the parameter's."""
+    like = parameter_of(name, tensor.shape, shards)
+    if like is None:
+        return tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def parameter_of(name: str, shape: torch.Size, shards: dict[str, Tensor]) -> Tensor | None:
+    """The sharded parameter that a tensor of this name and shape belongs to, if there is one."""
+    named = [shards[key] for key in name.split("/") if key in shards]
+    return named[0] if named and named[0].shape == shape else None
 
 
 def outlined(path: Path) -> dict:

@@ -121,7 +121,7 @@ class Run:
             self.log_size = 0
             runtime.say(f"{folder} was stopped before its first checkpoint: starting over")
             return None
-        shards = None
+        shards = {}
         if self.settings.run.fsdp:
             like = empty_model(shape)
             shard(like, runtime)
