@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, contents, names, start_ranks
+from conftest import ALL_ON, SMALL, contents
 
 import config
 import train
@@ -135,12 +135,3 @@ def test_a_run_that_does_not_fit_takes_one_row_at_once(store_dir, monkeypatch, c
     begin = train.start
     monkeypatch.setattr(train, "start", lambda *a: replace(begin(*a), device_free=1_000_000))
     assert "1 at once a rank (8 would take more than the 0.0 GB that" in dry("", store_dir, capsys)
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_several_ranks_make_nothing_either(store_dir, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    line = f"{SMALL} --data {store_dir} --dry-run --ltd --ltd-start 16"
-    start_ranks(2, line.split(), f"{line} --fsdp".split())
-    assert names(tmp_path) == []

@@ -5,14 +5,13 @@ By document too, held to its definition: every piece of text alone through the m
 
 import json
 import math
-import sys
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import evaluate_into_file, read_log, refusal, start_ranks, widened, write_lines
+from conftest import evaluate_into_file, read_log, start_ranks, widened, write_lines
 from small_stores import ONE
 from torch import nn
 
@@ -152,14 +151,7 @@ def test_poll_is_called_after_every_batch_alike_on_every_rank_and_may_end_it(sto
     assert model.training
 
 
-def test_no_target_and_no_document_are_refused(store):
-    class Unmasked(Evaluation):
-        def batch(self, store, rows):
-            batch = super().batch(store, rows)
-            return batch._replace(targets=torch.full_like(batch.targets, IGNORE))
-
-    with pytest.raises(ValueError, match="held-out tokens, but no target"):
-        Unmasked(of(store), 64, tokens=100).run(Even(), ONE, 8)
+def test_a_store_without_held_out_documents_is_refused(store):
     whole = replace(store, meta=store.meta | {"train_documents": store.meta["documents"]})
     with pytest.raises(ValueError, match=r"no held-out document.*--holdout"):
         Evaluation(of(whole), 64)
@@ -388,30 +380,3 @@ def test_stores_and_json(said, repeated, store_dir):
     assert results[0] == pytest.approx(0.75 * results[1] + 0.25 * results[2])
     with pytest.raises(ValueError, match="--by-document is for one store"):
         said(f"--data {mixture} --by-document out.jsonl")
-
-
-def test_bad_flags_are_refused_before_a_run_is_opened(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    for flags, named in {
-        "--rows 0": "--rows: 0 ",
-        "--tokens nan": "--tokens: nan ",
-        "--task a --by-document b": "--by-document ",
-        "--by-document no/out.jsonl": "--by-document no/out.jsonl: ",
-    }.items():
-        message = refusal(evaluate.main, ["nowhere", *CPU, *flags.split()])
-        assert message.removeprefix("argument ").startswith(named) and not list(tmp_path.iterdir())
-
-
-def test_an_interrupted_evaluation_ends_with_one_line(run_of, monkeypatch, capsys):
-    trained = run_of(GPT)
-
-    def interrupted(*_):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(Transformer, "hidden_states", interrupted)
-    monkeypatch.setattr(sys, "argv", ["evaluate.py", str(trained), *CPU])
-    with pytest.raises(SystemExit) as ended:
-        evaluate.exit_cleanly(evaluate.main)
-    output = capsys.readouterr()
-    assert ended.value.code == 130 and output.out == ""
-    assert output.err == f"interrupted: nothing is written, and {trained} is as it was\n"

@@ -74,12 +74,6 @@ def test_steps_get_the_pages_of_the_steps_before():
     start_ranks(1, [], work=check_faults)
 
 
-def test_without_glibc_nothing_happens(monkeypatch):
-    monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
-    monkeypatch.setattr(runtime.ctypes, "CDLL", None)  # a call would fail
-    runtime.keep_freed_memory()
-
-
 # ---- the estimate
 
 

@@ -205,21 +205,6 @@ def test_no_bound_is_above_the_fewest_packs(packer, lengths, depth):
 # ---- refusals
 
 
-@pytest.mark.parametrize(
-    ("counts", "options", "message"),
-    [
-        ([0, 0, 0], {}, "1 or more documents"),
-        ([0, 2, -1], {}, "1 or more documents"),
-        ([3, 2, 1], {}, "none of length 0"),
-        ([0, 1], {"max_per_pack": 0}, "--max-per-pack 0"),
-        ([0, 1], {"packer": "wfd"}, "--packer wfd .* lpfhp"),
-    ],
-)
-def test_what_is_not_a_histogram_or_a_packer_is_refused(counts, options, message):
-    with pytest.raises(ValueError, match=message):
-        pack(counts, **options)
-
-
 def test_documents_that_fit_no_row_are_refused():
     for length in (0, 9, -1):
         with pytest.raises(ValueError, match=f"document of {length} tokens does not fit a row"):
@@ -263,17 +248,6 @@ def test_command_prints_a_table_and_rows(tmp_path, capsys):
     file.write_text("[0, 3, 2, 0, 2, 2, 0, 0]")
     main([str(file), "--max-per-pack", "3"])
     assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["5", "5", "85.000%", "1.800"]
-
-
-def test_command_refuses_other_sources(tmp_path):
-    with pytest.raises(ValueError, match="document of 9000 tokens"):
-        main(["3", "9000"])
-    with pytest.raises(ValueError, match="--max-len 0"):
-        main(["3", "--max-len", "0"])
-    with pytest.raises(OSError, match="No such file"):
-        main([str(tmp_path / "none.json")])
-    with pytest.raises(ValueError, match="no token store"):
-        main([str(tmp_path)])
 
 
 def test_a_store_is_packed_by_its_own_lengths(store, capsys):

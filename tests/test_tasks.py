@@ -81,22 +81,13 @@ def test_both_forms_of_a_file_are_the_same_questions(tmp_path):
 REQUEST = next(requests(CHOICES))
 TWO = {"context": "a", "continuations": ["b", "c"], "label": 0}
 BAD_QUESTIONS = [
-    (None, "No such file"),
     ([], "task.jsonl: has no question"),
     ([LAST_WORDS[0], "mat\n"], "task.jsonl:2: is not JSON"),
     ([{"continuation": "a"}], ":1: context is missing"),
-    ([{"context": "a", "continuation": 5}], ":1: continuation is 5"),
-    ([LAST_WORDS[0], {"context": "a", "continuation": ""}], ":2: "),
-    ([{**TWO, "continuations": ["b", 3]}], ":1: continuations.1 is 3, allowed is text"),
-    ([{**TWO, "label": None}], ":1: label is None"),
     ([CHOICES[0], {**TWO, "label": 2}], ":2: has label 2"),
-    ([{**TWO, "label": -1}], ":1: has label -1"),
-    ([{**TWO, "continuations": ["b"]}], ":1: has 1 continuation"),
     ([{**TWO, "context": ["a"]}], ":1: has 1 contexts for 2 continuations"),
     ([LAST_WORDS[0], TWO], ":2: is a multiple choice"),
     ([{**REQUEST, "idx": 1}, REQUEST], ":1: has idx 1"),
-    ([{**REQUEST, "request": {"context": "a"}}], ":1: request.continuation is missing"),
-    ([{**REQUEST, "doc_id": "7"}], ":1: doc_id is '7', allowed is a whole number"),
 ]
 
 
@@ -192,7 +183,6 @@ def test_results_worked_by_hand(tmp_path):
 def test_a_bad_file_is_one_line_before_a_run_is_opened(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for lines, problem in BAD_QUESTIONS:
-        if lines is not None:
-            write_lines(tmp_path / "task.jsonl", lines)
+        write_lines(tmp_path / "task.jsonl", lines)
         argv = ["no-run", "--device", "cpu", "--task", "task.jsonl"]
         assert problem in refusal(evaluate.main, argv)

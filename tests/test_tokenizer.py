@@ -125,22 +125,6 @@ def test_held_out_documents_do_not_influence_the_ranks(tmp_path):
     assert learned(held_out, "--holdout", "0") != ranks
 
 
-def test_learn_refuses_before_it_reads(tmp_path):
-    (tmp_path / "old.tiktoken").write_bytes(b"old")
-    for out, flags, message in (
-        ("ranks.txt", [], "--out"),
-        ("none/ranks.tiktoken", [], "--out"),
-        ("old.tiktoken", ["--holdout", "-1"], "--holdout"),
-        ("old.tiktoken", ["--split-on", ""], "--split-on"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            learn(tmp_path / "not read yet", tmp_path / out, *flags)
-    for texts, n_ranks in (["abc"], 255), ([], 257):
-        with pytest.raises(ValueError, match="--ranks"):
-            tokenizer.learn_ranks(texts, n_ranks)
-    assert (tmp_path / "old.tiktoken").read_bytes() == b"old"
-
-
 @pytest.mark.slow
 def test_the_embedded_ranks_are_learned_from_the_embedded_corpus(tmp_path):
     started = time.monotonic()
@@ -182,13 +166,10 @@ def test_encoding_equals_the_definition_over_the_pieces_of_the_published_pattern
     assert BYTES.encode_ordinary(text) == list(text.encode())
 
 
-def test_llama_3_has_256_special_tokens_of_which_the_second_ends_a_text(tmp_path):
+def test_llama_3_has_256_special_tokens_of_which_the_second_ends_a_text():
     """With 128,000 ranks that is 128001 of 128,256, as published."""
     assert LLAMA3.eot_token == 4097 + 1 and LLAMA3.n_vocab == 4097 + 256
     assert {tokenizer.vocab_size(LLAMA3, model) for model in ("gpt", "bert")} == {4097 + 256}
-    (tmp_path / "tokenizer.model").write_bytes(b"\n\x0e\n\x05<unk>")
-    with pytest.raises(ValueError, match="Llama 2's, of SentencePiece, is not supported"):
-        tokenizer.get_encoding(str(tmp_path / "tokenizer.model"))
 
 
 @pytest.mark.parametrize("encoding", [PD4K, BYTES], ids=["pd4k", "bytes"])
@@ -212,12 +193,9 @@ BYTE_LINES = [b"%s %d" % (base64.b64encode(bytes([byte])), byte) for byte in ran
 def test_a_bad_file_of_ranks_is_refused_with_its_line(tmp_path):
     path = tmp_path / "bad.tiktoken"
     for lines, row in (
-        ([*BYTE_LINES, b"YWI= 256", b"YWM="], 258),  # no rank
         ([*BYTE_LINES, b"YWI= two"], 257),  # rank is no number
-        ([*BYTE_LINES, b"Y!I= 256"], 257),  # not base64
         ([*BYTE_LINES, b"YQ== 256"], 257),  # a token twice
         ([*BYTE_LINES[:-1], b"YWI= 255"], 256),  # a byte without rank
-        ([], 0),
     ):
         path.write_bytes(b"\n".join(lines))
         assert refusal(tokenizer.get_encoding, str(path)).startswith(f"{path}:{row}: ")
