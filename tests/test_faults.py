@@ -106,8 +106,11 @@ def end_of(processes: list[multiprocessing.Process], seconds: float) -> list[int
 def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
     ranks, more, seconds, moment, times, place
 ):
-    """The one command, again and again, until it ends by itself, or is let go after so many."""
-    assert train.main(f"{BEGIN} --out whole".split()) == 0
+    """The one command, again and again, until it ends by itself, or is let go after so many.
+
+    Compared with a run of as many ranks that nobody killed.
+    """
+    start_ranks(ranks, f"{BEGIN} --out whole {more}".split())
     losses = losses_of("whole")
     draw, kills, runs = random.Random(4), 0, 0
     while kills < times:
@@ -122,7 +125,7 @@ def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
             ended = not any(statuses)
             kills += -signal.SIGKILL in statuses
         folder = Path(f"run-{runs - 1}")
-        assert losses_of(folder) == (losses if ranks == 1 else pytest.approx(losses, rel=1e-4))
+        assert losses_of(folder) == (losses if ranks == 1 else pytest.approx(losses, abs=1e-5))
         check_end(folder)
 
 
