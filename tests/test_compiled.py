@@ -20,7 +20,7 @@ from kernels import packed_attention
 pytestmark = pytest.mark.usefixtures("short_ends")
 
 # 16, 24 and 32 of 32 tokens
-LTD = "--tokens 1024 --ltd --ltd-pace linear --ltd-start 16 --ltd-multiple 8"
+LTD = "--layers 3 --tokens 1024 --ltd --ltd-pace linear --ltd-start 16 --ltd-multiple 8"
 
 
 def count_graphs(patch: pytest.MonkeyPatch) -> CompileCounter:
@@ -58,9 +58,9 @@ def graphs_by_step(graphs: CompileCounter, patch: pytest.MonkeyPatch) -> list[in
 
 CHANGING = (
     f"{LTD} --pack --curriculum seqlen,rarity --curriculum-start 8,1 --dropout 0.1",
-    f"{LTD} --model bert --micro-batch-size 2 --checkpoint-activations --dtype bf16",
-    "--curriculum seqlen --tokens 1024",
-    "--pack --pack-batch documents --tokens 3000",
+    f"{LTD} --model bert --checkpoint-activations --dtype bf16 --tokens 512",
+    "--curriculum seqlen --tokens 512",
+    "--pack --pack-batch documents --tokens 2000",
 )
 
 
@@ -74,7 +74,7 @@ def test_shapes_compile_as_they_come_and_the_run_is_the_same(run, graphs, monkey
 
 
 TECHNIQUES = (
-    f"{LTD} --model bert --nsp --pack --pack-batch rows",
+    "--model bert --nsp --pack --pack-batch rows",
     "--pseudo --pseudo-layers 2 --pseudo-until 0.5",
     "--offload --offload-budget 480KB --pack",
     "--fsdp",
