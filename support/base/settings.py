@@ -11,18 +11,32 @@ A field is a setting and a flag. Its metadata say what it means and what it may 
 """
 
 import argparse
+from collections.abc import Callable
 from dataclasses import Field, asdict, dataclass, field, fields
 from functools import cache
+from operator import contains, ge, gt, le, lt
 from typing import TYPE_CHECKING, Any, NamedTuple, get_args, get_type_hints
 
 from support.base.numbers import real_number, whole_number
 from support.base.runtime import Parser
 from support.base.technique import is_on, techniques_of
-from support.base.typed_json import Limited, dotted, mismatch
 
 if TYPE_CHECKING:
     from config import Config
 
+
+class Limit(NamedTuple):
+    words: str
+    holds: Callable[[Any, Any], bool]  # of the limit and a value
+
+
+LIMITS = {
+    "choices": Limit("one of", contains),
+    "least": Limit("at least", le),
+    "above": Limit("above", lt),
+    "most": Limit("at most", ge),
+    "below": Limit("below", gt),
+}
 Value = str | int | float | bool | None  # of a setting
 Flat = dict[str, Value]  # {"group.field": value}
 
@@ -91,7 +105,7 @@ def unflattened(config_class: "type[Config]", flat: Flat) -> "Config":
 
 
 def check_settings(config_class: "type[Config]", flat: Flat, file: str = "") -> None:
-    """Refuse what no flag can set: from the command line, or a file, which may hold anything.
+    """Refuse what no flag can set, from the command line or a file.
 
     Raises: ValueError naming the flag, or the file and its entry
     """
@@ -99,11 +113,12 @@ def check_settings(config_class: "type[Config]", flat: Flat, file: str = "") -> 
     for name, value in flat.items():
         setting = settings_of(config_class).get(name)
         if setting is None:
-            raise ValueError(f"{where}{dotted('', name)} is of another version of train.py")
-        allowed = Limited(setting.kind, setting.field.metadata)
-        wrong = mismatch(value, allowed, name if file else setting.flag)
-        if wrong and value is not None:
-            raise ValueError(f"{where}{wrong}: {setting.says('help')}")
+            raise ValueError(f"{where}{name} is of another version of train.py")
+        limits = {key: setting.says(key) for key in LIMITS if setting.says(key) is not None}
+        if value is not None and not all(LIMITS[key].holds(limits[key], value) for key in limits):
+            allowed = ", ".join(f"{LIMITS[key].words} {limit}" for key, limit in limits.items())
+            given = f"{where}{name if file else setting.flag} is {value}"
+            raise ValueError(f"{given}, allowed is {allowed}: {setting.says('help')}")
 
 
 def as_given(flag: str, value: Value) -> str:

