@@ -48,12 +48,6 @@ def test_a_micro_batch_shares_rows_evenly_and_says_why():
     assert cut(f"{documents} 256", 2).count == 1
 
 
-@pytest.mark.parametrize(("more", "world_size"), [("", 3), ("", 32), ("--micro-batch-size 5", 1)])
-def test_rows_that_cannot_be_shared_are_refused(more, world_size):
-    with pytest.raises(ValueError, match="--batch-tokens 4096"):
-        cut(f"--batch-tokens 4096 {more}", world_size)
-
-
 def check_faults(flags: list[str]) -> None:
     """Page faults of two steps after the first, before and after freed memory is kept."""
 

@@ -405,12 +405,3 @@ def test_residual_outputs_start_smaller_in_gpt():
             for inner in (block.attn.c_attn, block.mlp.c_fc):
                 assert inner.weight.std().item() == pytest.approx(0.02, rel=0.03)
                 assert not inner.bias.any()
-
-
-@pytest.mark.parametrize(
-    "changes, named",
-    [(dict(heads=3), "--heads 3"), (dict(heads=16, pos="rope"), "--pos rope"), ({}, "--seq-len")],
-)
-def test_impossible_shapes_and_rows_are_refused(changes, named):
-    with pytest.raises(ValueError, match=named):
-        tiny(**changes).logits(torch.zeros(1, SEQ_LEN + 1, dtype=torch.int64))

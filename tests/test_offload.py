@@ -692,14 +692,9 @@ def test_a_checkpoint_does_not_know_where_things_were(run, tmp_path):
         assert [line["resumed_at"] for line in lines if line["event"] == "run"][1] > 0
 
 
-def test_a_budget_that_cannot_be_leaves_nothing_behind(run, tmp_path, monkeypatch):
-    """Neither at once nor later: a layer of four fits in 370 KB, but all four never do."""
+def test_a_budget_that_cannot_be_leaves_nothing_behind(run, tmp_path):
+    """A layer of four fits in 370 KB, but all four never do."""
     flags = f"{SHORT} --pseudo --pseudo-layers 1 --pseudo-until 0.5 --offload --offload-budget"
-    for budget in ("10KB", "370KB"):
-        with pytest.raises(ValueError, match=r"--offload-budget \S+ KiB is too small"):
-            run(f"{flags} {budget}")
-        assert not (tmp_path / "run").exists()
-    monkeypatch.setattr(train, "placement_of", lambda *_: None)  # of the whole model, at the start
-    with pytest.raises(ValueError, match="is too small"):
+    with pytest.raises(ValueError, match=r"--offload-budget \S+ KiB is too small"):
         run(f"{flags} 370KB")
-    assert (tmp_path / "run").exists(), "control: so it was noticed in mid-run"
+    assert not (tmp_path / "run").exists()

@@ -13,7 +13,7 @@ from model import Transformer, TransformerConfig
 from offload import budget_bytes, placement_for
 from support.base import runtime
 from support.base.runtime import Runtime
-from support.step.placement import Away, Part, Placement, describe, parts_of, place
+from support.step.placement import Away, Part, Placement, parts_of, place
 from support.step.sizes import empty_model
 
 NOTHING, STATE, GRADIENTS, WEIGHTS = Away
@@ -241,10 +241,3 @@ def test_blocks_stay_where_a_pass_begins_with_the_one_that_the_last_pass_ended_w
     assert placement.traffic(10, 2).to_device == 3600
     shared = Placement((block(WEIGHTS, (0, 2), 100),), "bf16", 0)
     assert shared.traffic(10, 2) == (400, 1000, 8000, 100)
-
-
-def test_what_a_step_pays_is_said():
-    said = describe(place(THREE, 28_560, "fp32"), 10, micro_batches=1)
-    assert "copies 11.72 KiB to the host and 19.53 KiB to the device" in said
-    assert "repeats 6e+04 FLOPs" in said
-    assert "repeats" not in describe(place(THREE, 52_560, "fp32"), 10, 1)

@@ -335,13 +335,6 @@ def test_the_stage_travels_with_its_batch(indexed):
             assert positions is None or positions.max() + 1 == step.max_piece_len
 
 
-def test_no_sample_so_easy_widens_and_says_so(indexed):
-    """DeepSpeed's data_sampler.py ends in a crash when its first cluster is empty."""
-    step = indexed("--curriculum rarity --curriculum-by value --curriculum-start 1")(Clock())
-    assert step.note.startswith("no sample has rarity 1 or less: widened to")
-    assert step.difficulty["pool"] >= 1 and step.difficulty["difficulty_rarity"] > 1
-
-
 def test_reshaped_rows_show_the_same_tokens(store, indexed):
     """Nothing lost, nothing twice, also where rows of 40 in three parts of 16 overlap."""
     size = "--seq-len 40 --batch-tokens 320"

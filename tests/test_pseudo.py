@@ -66,20 +66,14 @@ def test_units_double_on_the_way():
     assert settings_of("--pseudo-layers 4").pseudo.until == "0.75", "new layers come late"
 
 
-TIMES = ("0", "1", "0.5,0.2", "0.1,0.1", "x", "", "nan")
-
-
 @pytest.mark.parametrize(
     "flags, says",
     {
         "--pseudo-group 3": "--pseudo-group 3 .*: choose 1, 2, 4, 8$",
         "--pseudo-layers 9": "--pseudo-layers 9",
-        "--pseudo-layers 4 --pseudo-group 3": "--pseudo-group 3 .*: choose 1, 2, 4$",
         "--pseudo-group 4 --pseudo-until 0.1,0.2": "--pseudo-until .*: choose 1, 2, or give fewer",
-        "--pseudo-layers 4 --pseudo-until 0.1,0.2": "--pseudo-until",
-        "--pseudo-until 0.1,0.2,0.3,0.4": "--pseudo-until .*: give fewer shares$",
         "--model bert --pseudo-new identity": "--pseudo-new identity",
-        **{f"--pseudo-until={when}": "--pseudo-until" for when in TIMES},
+        "--pseudo-until 0.5,0.2": "--pseudo-until",
     }.items(),
 )
 def test_what_cannot_be_is_refused(flags, says):

@@ -1,6 +1,5 @@
 """Samples: their spans, of small stores and of large ones."""
 
-import errno
 import shutil
 from itertools import pairwise
 
@@ -8,7 +7,6 @@ import numpy as np
 import pytest
 from small_stores import TOY
 
-from support.base import atomic
 from support.rows import samples as samples_module
 from support.rows.samples import Samples, cut
 from support.text.store import Store
@@ -64,17 +62,3 @@ def test_the_table_of_a_large_store_is_made_once_and_read(large):
     table = Samples(large, "pieces", 30).table
     assert file.stat().st_mtime_ns == made
     assert isinstance(table.base.base, np.memmap) or isinstance(table.base, np.memmap)
-
-
-def test_a_table_that_cannot_be_written_is_held_in_memory_or_leaves_nothing(large, monkeypatch):
-    with monkeypatch.context() as patch:
-        patch.setattr(samples_module.os, "access", lambda path, mode: False)
-        assert len(Samples(large, "pieces", 30)) > 400
-
-    def full(descriptor):
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    monkeypatch.setattr(atomic.os, "fsync", full)
-    with pytest.raises(ValueError, match=rf"{large.path}/train-30-\w+\.spans: .*No space left"):
-        Samples(large, "pieces", 30)
-    assert len(list(large.path.iterdir())) == 3
