@@ -162,7 +162,16 @@ def start(device: str, dtype: str) -> Runtime:
         dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     dtype = "fp32" if dtype == "auto" else dtype
     if world_size > 1 and not dist.is_initialized():
-        dist.init_process_group(timeout=TIMEOUT, **group_of(chosen))
+        # torchrun keeps this store when it starts ranks again: it has addresses of those before
+        store = next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        dist.init_process_group(
+            store=dist.PrefixStore(f"attempt {attempt}", store),
+            rank=rank,
+            world_size=world_size,
+            timeout=TIMEOUT,
+            **group_of(chosen),
+        )
     asked = "as found" if device == "auto" else "as asked"
     ranks = f"{world_size} processes" if world_size > 1 else "one process"
     why = f"{kind} ({asked}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
