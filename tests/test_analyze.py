@@ -8,7 +8,6 @@ import io
 import json
 import math
 import os
-import re
 import shlex
 import shutil
 import signal
@@ -20,7 +19,6 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain, pairwise
 from multiprocessing import get_context
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -338,38 +336,25 @@ def test_command_prints_examples(store_dir, tmp_path, capsys):
 # ---- processes
 
 
-def sleep_in(folder):
-    (folder / str(os.getpid())).touch()
-    time.sleep(100)
-
-
-def running(file):
-    try:
-        return not re.search(r"^State:\s+Z", Path(f"/proc/{file.name}/status").read_text(), re.M)
-    except OSError:
-        return False
+def stay(descriptor):
+    os.write(descriptor, b"1")
+    time.sleep(10)
+    os._exit(0)
 
 
 @pytest.mark.dist
-def test_workers_end_with_the_process_that_is_killed(tmp_path):
+def test_workers_end_with_the_process_that_is_killed():
     """Otherwise they would wait forever, and with them what they inherited, such as a lock."""
-
-    def wait_for(workers):
-        while sum(map(running, tmp_path.iterdir())) != workers:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-
-    work = partial(analyze.in_processes, sleep_in, [tmp_path, tmp_path], 2)
+    read, write = os.pipe()
+    work = partial(analyze.in_processes, stay, [write, write], 2)
     parent = get_context("fork").Process(target=lambda: list(work()))
     parent.start()
-    deadline = time.monotonic() + 20
-    try:
-        wait_for(2)
-        parent.kill()
-        wait_for(0)
-    finally:
-        for worker in filter(running, tmp_path.iterdir()):
-            os.kill(int(worker.name), signal.SIGKILL)
+    os.close(write)
+    assert [os.read(read, 1), os.read(read, 1)] == [b"1", b"1"]
+    killed_at = time.monotonic()
+    parent.kill()
+    assert os.read(read, 1) == b"", "nobody has the other end any more"
+    assert time.monotonic() - killed_at < 8
 
 
 # ---- metrics

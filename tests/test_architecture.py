@@ -168,9 +168,3 @@ def test_every_import_is_declared():
 def test_rooms_are_small():
     files = Counter(path.parent.name for path in ROOT.glob("support/*/*.py"))
     assert set(files) == set(ROOMS) and max(files.values()) <= MOST_FILES, files
-
-
-def test_a_bench_is_named_unlike_any_module_of_the_product():
-    benches = {path.stem for path in (ROOT / "bench").glob("*.py")}
-    taken = {module.split(".")[0] for module in product()}
-    assert not taken & benches, "`import plan` in a bench would be the bench itself"

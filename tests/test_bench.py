@@ -8,7 +8,7 @@ import shlex
 import sys
 from importlib import import_module
 from pathlib import Path
-from subprocess import PIPE, STDOUT, check_output
+from subprocess import PIPE, STDOUT
 from subprocess import run as run_process
 from types import SimpleNamespace
 
@@ -141,24 +141,6 @@ def test_the_pages_follow_from_the_records():
     for page in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         assert frontier.filled(page.read_text()) == page.read_text(), "bench/frontier.py docs"
     assert frontier.drawn() == (ROOT / "docs/frontier.svg").read_text()
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_a_frontier_from_nothing(tmp_path):
-    """Runs, what their steps cost, tables; what is done is not done again."""
-
-    def run(*flags):
-        command = [sys.executable, str(ROOT / "bench/frontier.py"), *flags, "--sections", "toy"]
-        env = os.environ | {"OUT": str(tmp_path), "COMMIT": "1234abc", "OMP_NUM_THREADS": "1"}
-        return check_output(command, text=True, env=env)
-
-    assert "4 of 4" in run("runs", "--record")
-    assert " of " not in run("runs", "--record")
-    assert "to_reference" in run("costs", "--turns", "1", "--record")
-    assert run("costs", "--turns", "1", "--record").count("\n") == 1
-    assert run("report", "--match", "ltd").count("| `--layers 3") == 1
-    assert run("quick", "--turns", "1").count("| `--layers 3") == 3
 
 
 # ---- steps

@@ -157,13 +157,10 @@ def test_each_metric_has_its_own_unit():
 
 SENSELESS = {  # metric, other settings, and the one that each of the values is refused for
     "rarity by": "rank",
-    "rarity,length by": "value,",
     "rarity share": "1.5 nan inf 1e400 -1 0 x",
-    "rarity,length share": "1,1,1",
     "rarity,seqlen pace=linear,discrete:64@0.1:256 share": ",1",
     "rarity start": "101",
-    "seqlen,rarity start": "8",
-    "seqlen start": "12 8.5 300",
+    "seqlen start": "12 300",
     "seqlen pace=discrete:64@0.1:256 start": "64",
     "rarity pace": "cubic linear:2",
     "seqlen pace": "discrete discrete:64@0.1:128@0.2 discrete:64:128@0.2:256",

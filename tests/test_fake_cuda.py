@@ -55,11 +55,8 @@ QUICK = {
 }
 MORE = {
     "plain": "",
-    "learned": f"--pos learned {IN_FP32}",
-    "ltd": "--ltd --ltd-start 8",
     "pack": "--pack --pack-batch documents",
     "reshape": f"--curriculum seqlen-reshape {IN_FP32}",
-    "rarity": f"--curriculum rarity --ltd {IN_FP32}",
     "everything in fp32": f"--curriculum seqlen --ltd --pack {IN_FP32}",
     "bert of rows": f"--model bert {IN_FP32}",
     "growth": "--pseudo --pseudo-layers 2 --ltd",
@@ -76,9 +73,7 @@ MISTAKES = {
     "computes in float64": {"train.shares_of": "lambda batch, *_: batch.tokens.double()"},
 }
 # Kept tokens looked at layer by layer.
-APART = {
-    "model.TokenMeta.take_each": "lambda self, kept: [self.take(one) for one in kept]",
-}
+APART = {"model.TokenMeta.take_each": "lambda self, kept: [self.take(one) for one in kept]"}
 LAUNCHES = {  # of a micro-batch of 12 layers, where gradients are new, and of an update
     "plain, 12 layers": ("", 650, 150),
     "everything, 12 layers": ("--curriculum seqlen --ltd --pack", 790, 150),

@@ -27,7 +27,6 @@ from support.base.rng import shuffled
 from support.evaluation.scoring import HeldOut, weighted
 from support.rows import mixture
 from support.rows.mixture import ONE, apportioned, entries_of, nested_shares, open_store
-from support.text.store import Store
 from support.text.tokenizer import byte_lengths, get_encoding
 
 pytestmark = pytest.mark.usefixtures("short_ends")
@@ -66,14 +65,6 @@ def test_entries_worked_by_hand():
     assert entries_of("wiki=0.7,code=0.3") == entries_of("wiki=7,code=3"), "as exact as written"
     assert entries_of("a=0,b=1e-3") == [("a", 0), ("b", 1)]
     assert entries_of("runs/x=1/a=0.5,b=.5")[0].path == "runs/x=1/a"
-
-
-def test_the_path_of_one_store_stays_a_path(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    for name in ("plain", "with,comma", "lr=0.1", "a=1,b=2"):
-        write_store(tmp_path / name, [[1, 2]])
-        assert entries_of(name) == [] and isinstance(open_store(name), Store)
-    assert len(entries_of("a=1,c=2")) == 2, "and without such a folder it is a mixture"
 
 
 @pytest.fixture

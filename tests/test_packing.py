@@ -1,6 +1,5 @@
 """Packing: every document once, no row too full, never more rows than the published packers."""
 
-import sys
 from importlib.util import find_spec
 from itertools import combinations_with_replacement
 
@@ -40,12 +39,6 @@ def documents_of(counts):
 def strategies_of(packing):
     cuts = np.split(packing.lengths, packing.offsets[1:-1])
     return [(tuple(cut.tolist()), int(n)) for cut, n in zip(cuts, packing.counts, strict=True)]
-
-
-def without_scipy(monkeypatch):
-    for module in [name for name in sys.modules if name.split(".")[0] == "scipy"]:
-        monkeypatch.delitem(sys.modules, module)
-    monkeypatch.setitem(sys.modules, "scipy", None)
 
 
 # ---- slow oracles
@@ -209,15 +202,6 @@ def test_documents_that_fit_no_row_are_refused():
     for length in (0, 9, -1):
         with pytest.raises(ValueError, match=f"document of {length} tokens does not fit a row"):
             pack_lengths([3, length], 8)
-
-
-def test_names_the_extra_where_scipy_is_missing(monkeypatch):
-    without_scipy(monkeypatch)
-    with pytest.raises(ValueError, match=r"^--packer nnlshp needs SciPy: .*\[pack\]"):
-        pack([0, 1, 1], "nnlshp", 2)
-    with pytest.raises(ValueError, match=r"^--pack-packer nnlshp needs SciPy: .*\[pack\]"):
-        config.build(config.parse(["--pack", "--pack-packer", "nnlshp"]))
-    assert pack([0, 1, 1], "lpfhp").packs == 2
 
 
 @needs_scipy

@@ -85,7 +85,6 @@ BAD_QUESTIONS = [
     ([LAST_WORDS[0], "mat\n"], "task.jsonl:2: is not JSON"),
     ([{"continuation": "a"}], ":1: context is missing"),
     ([CHOICES[0], {**TWO, "label": 2}], ":2: has label 2"),
-    ([{**TWO, "context": ["a"]}], ":1: has 1 contexts for 2 continuations"),
     ([LAST_WORDS[0], TWO], ":2: is a multiple choice"),
     ([{**REQUEST, "idx": 1}, REQUEST], ":1: has idx 1"),
 ]

@@ -211,12 +211,6 @@ def test_gpt2_is_tiktokens_with_four_more_special_tokens():
     assert sum(map(len, ids)) == 166_049, "as the README counts the corpus"
 
 
-def test_gpt2_out_of_reach_is_one_line(monkeypatch, tmp_path):
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setenv("https_proxy", "http://127.0.0.1:9")
-    assert "tokenizer gpt2: tiktoken has it neither" in refusal(tokenizer.get_encoding, "gpt2")
-
-
 def test_a_store_opens_the_tokenizer_it_was_made_with_known_by_its_content(tmp_path):
     path = tmp_path / "a.tiktoken"
     path.write_bytes(tokenizer.PD4K.read_bytes())
