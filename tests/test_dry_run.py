@@ -20,8 +20,7 @@ from support.base.runtime import Runtime
 ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 FULL = {  # rows are full, so all is known
     "plain": "",
-    "ltd": "--ltd --ltd-start 8 --ltd-pace linear --ltd-multiple 1",
-    "ltd in steps": "--ltd --ltd-start 8 --ltd-pace root --ltd-steps 7",
+    "ltd": "--ltd --ltd-start 8 --ltd-pace root --ltd-steps 7 --ltd-multiple 1",
     "rows that grow": "--curriculum seqlen --curriculum-start 8",
     "rows cut up": "--curriculum seqlen-reshape --curriculum-start 8 --ltd --ltd-start 16",
     "levels": "--curriculum seqlen --curriculum-pace discrete:32@0.3:8@0.31:16",

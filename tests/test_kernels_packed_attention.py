@@ -276,15 +276,6 @@ def test_a_batch_goes_the_way_that_is_less_work():
         assert index_of(documents_of(T, rows), True, "adaptive").impl == impl
 
 
-def test_what_does_not_fit_is_refused():
-    q, k, v = inputs(TINY)[0].unbind(2)
-    documents = index_of(TINY, True, "groups")
-    with pytest.raises(ValueError, match=r"q, k and v are .*\(3, 20, 2, 31\): all three must"):
-        attention(q, k, v[..., 1:], documents)
-    with pytest.raises(ValueError, match="impl 'groups' has no dropout: choose dense"):
-        attention(q, k, v, documents, 0.1)
-
-
 def as_on_a_gpu(doc_ids: Tensor) -> Documents:
     """What impl dense has of a batch that is not on a CPU."""
     return Documents("dense", True, (attention_mask(doc_ids, True), doc_ids < 0))

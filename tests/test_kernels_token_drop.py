@@ -231,28 +231,6 @@ def test_these_tests_see_a_row_that_is_never_written(monkeypatch, device, impl):
         assert_as_defined(impl, *args)
 
 
-REFUSED = {
-    r"must be \(B, T, C\) and \(B, K\)": {"x": torch.zeros(5, 2)},
-    "are torch.int64": {"kept": torch.zeros(2, 2).int()},
-    "K = 6 of T = 5": {"kept": torch.zeros(2, 6).long()},
-    r"y \(2, 3, 4\) .* must be \(2, 2, 4\)": {"y": torch.zeros(2, 3, 4)},
-    "float16 must be .*float32": {"y": torch.zeros(2, 2, 4).half()},
-}
-
-
-@pytest.mark.parametrize(("message", "changed"), REFUSED.items())
-def test_what_does_not_fit_is_refused(message, changed):
-    x, kept = torch.zeros(2, 5, 4), torch.tensor([[0, 1], [0, 4]])
-    args = {"x": x, "kept": kept, "y": torch.zeros(2, 2, 4), "impl": "torch"} | changed
-    x, kept, y, impl = args.values()
-    calls = [partial(scatter, x, kept, y), partial(merge, x, kept, y)]
-    if "y" not in changed:
-        calls += [partial(gather, x, kept), partial(split, x, kept)]
-    for call in calls:
-        with pytest.raises(ValueError, match=message):
-            call(impl=impl)
-
-
 @pytest.mark.parametrize("device", DEVICES)
 def test_auto_is_triton_for_cuda_tensors(device):
     x, kept, y, _ = inputs(SMALL, device=device)
@@ -262,11 +240,7 @@ def test_auto_is_triton_for_cuda_tensors(device):
 
 @pytest.mark.parametrize("kernels", [attention_tiles, cross_entropy, token_drop])
 def test_kernels_are_refused_where_they_cannot_run(monkeypatch, kernels):
-    """Compiled, on CPU tensors; and without Triton, where a file is imported all the same."""
-    if triton_here.triton is not None:
-        monkeypatch.setattr(triton_here.triton, "JITFunction", object)  # as if compiled
-        with pytest.raises(ValueError, match="TRITON_INTERPRET=1"):
-            triton_here.check_impl("triton", token_drop.IMPLS, "cpu")
+    """Without Triton, where a file is imported all the same."""
     monkeypatch.setattr(triton_here, "triton", None)
     spec = importlib.util.spec_from_file_location("without_triton", kernels.__file__)
     module = importlib.util.module_from_spec(spec)

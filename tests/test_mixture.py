@@ -70,7 +70,7 @@ def test_entries_worked_by_hand():
 @pytest.fixture
 def several(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for name, documents in {"a": [[1, 2]], "b": [[1, 2, 3]], "other": [[1]], "held": []}.items():
+    for name, documents in {"a": [[1, 2]], "b": [[1, 2, 3]], "other": [[1]]}.items():
         tokenizer = "another" if name == "other" else "by hand"
         write_store(tmp_path / name, documents, tokenizer)
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
@@ -90,12 +90,10 @@ def test_what_is_not_a_mixture_is_refused(several, given):
         open_store(given)
 
 
-def test_parts_have_names_and_training_text(several, tmp_path):
+def test_parts_have_names(several, tmp_path):
     write_store(tmp_path / "deeper" / "a", [[3, 3]])
     assert open_store("a=1,b=1").names == ("a", "b")
     assert open_store("a=1,deeper/a=1").names == ("a", "deeper/a")
-    with pytest.raises(ValueError, match="held has no training document"):
-        mixture.MixedSamples(open_store("a=1,held=1"), "rows", 8)
 
 
 # ---- stores side by side
