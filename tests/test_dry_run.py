@@ -54,9 +54,10 @@ def ahead(said: str, what: str = "ahead") -> list[float]:
 
 
 @pytest.mark.parametrize("name", [*FULL, *NOT_FULL])
-def test_what_is_ahead_is_what_the_run_does(name, log_of, store_dir, capsys):
+def test_what_is_ahead_is_what_the_run_does(name, short_ends, log_of, store_dir, capsys):
     flags = (FULL | NOT_FULL)[name]
-    last = [line for line in log_of(flags) if line["event"] == "train"][-1]
+    ran = log_of(f"{flags} --eval-every 0 --final-eval-tokens 99")
+    last = [line for line in ran if line["event"] == "train"][-1]
     said = dry(flags, store_dir, capsys)
     steps, tokens, epochs, flops = ahead(said)
     assert ("if every row is full" in said) == (name in NOT_FULL)

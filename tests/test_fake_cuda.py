@@ -48,7 +48,7 @@ ALSO = {  # what a step waits for besides
 
 QUICK = {
     "everything": "--curriculum seqlen --ltd --pack --layers 4 --batch-tokens 16 --tokens 12",
-    "bert": "--model bert --nsp --pack --loss-per document --layers 2",
+    "bert": "--model bert --nsp --pack --loss-per document --layers 2 --tokens 40",
     "recomputed": f"--checkpoint-activations --pseudo --pseudo-until 0.5 {IN_FP32}",
     "in fp32": IN_FP32,
     "offload": f"--offload --offload-budget 450KB {IN_FP32}",

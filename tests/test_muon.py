@@ -149,7 +149,7 @@ def test_a_matrix_without_gradient_stays_as_it_is():
 
 
 def check_shares(flags: list[str]) -> None:
-    """Five matrices a shape: of 4 ranks the last has none of its own, sharded or not."""
+    """Four matrices a shape: of 3 ranks the last has none of its own, sharded or not."""
     ranks, counts = start("cpu", "fp32").world_size, []
 
     def counted(matrices: Tensor) -> Tensor:
@@ -158,9 +158,9 @@ def check_shares(flags: list[str]) -> None:
 
     muon.orthogonalised = counted
     for shape in SHAPES:
-        matrices = matrices_of(shape, 5).float()
+        matrices = matrices_of(shape, 4).float()
         assert torch.equal(orthogonalised_by_all(matrices, (shape[0],)), orthogonalised(matrices))
-    assert counts == [-(-5 // ranks)] * len(SHAPES)
+    assert counts == [-(-4 // ranks)] * len(SHAPES)
 
     # matrices whose rows are spread over the ranks end where whole ones do
     mesh, whole = init_device_mesh("cpu", (ranks,)), parameters_of()
@@ -191,4 +191,4 @@ def check_shares(flags: list[str]) -> None:
 
 @pytest.mark.dist
 def test_ranks_share_the_work_and_all_get_the_whole():
-    start_ranks(4, [], work=check_shares)
+    start_ranks(3, [], work=check_shares)

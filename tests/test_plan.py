@@ -126,7 +126,7 @@ def test_a_step_of_documents_has_those_of_the_unpacked_one(indexed, alone, packe
     """The same pieces, targets and place on the clock, in fewer rows; so the same learning rate."""
     roomy = "--seq-len 1024 --batch-tokens 8192 --tokens 200K"
     one_a_row, together = (indexed(f"{flags} {roomy}") for flags in (alone, packed))
-    for a, b in zip(walk(one_a_row, 25), walk(together, 25), strict=True):
+    for a, b in zip(walk(one_a_row, 12), walk(together, 12), strict=True):
         pieces = []
         for p, clock in ((one_a_row, a.before), (together, b.before)):
             rows = rows_of_step(p, clock)
@@ -183,7 +183,7 @@ FLAGS = [
 @pytest.mark.parametrize("flags", FLAGS)
 def test_a_step_follows_from_the_clock_alone_on_any_number_of_ranks(indexed, flags):
     """So a run resumes at every step: in a plan that saw nothing before, and in any order."""
-    check_steps_follow_from_the_clock(partial(indexed, f"{flags} --tokens 5000"), 40)
+    check_steps_follow_from_the_clock(partial(indexed, f"{flags} --tokens 3000"), 24)
 
 
 def check_steps_follow_from_the_clock(make, count):

@@ -70,7 +70,7 @@ import train
 
 
 def test_without_{technique}_the_rest_trains_samples_and_evaluates(run, capsys):
-    run("--tokens 1024 {flags}")
+    run("--tokens 512 {flags}")
     sample.main(["run", "--prompt", "", "--tokens", "3"])
     evaluate.main(["run", "--device", "cpu", "--tokens", "500"])
     capsys.readouterr()
