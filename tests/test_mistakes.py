@@ -13,7 +13,7 @@ import pytest
 import torch
 from conftest import SMALL, names, refusal_of
 
-TRAIN = f"train {SMALL} --out new"
+TRAIN = f"train {SMALL} --data S --out new"
 CASES = {  # the command -> what its line says
     # flags
     "train --colour red": "unrecognized arguments: --colour red (see --help)",
