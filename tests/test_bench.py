@@ -337,7 +337,7 @@ RECORDS = {  # stage -> files, and keys of which each part leaves some
     "A": ("first-look.jsonl step.jsonl", "versions tflops us tolerance follows kernels compile"),
     "B": ("gpu-tests.xml", ""),
     "C": ("step.jsonl kernels.jsonl", "size steps peak_tflops forms kernel"),
-    "D": ("scale.jsonl evaluation.jsonl", "part steps seconds"),
+    "D": ("scale.jsonl evaluation.jsonl", "part steps items_per_s"),
     "E": ("frontier.jsonl", "flags text_sha256 val_bpb layer_tokens"),
 }
 
