@@ -99,7 +99,7 @@ def end_of(processes: list[multiprocessing.Process], seconds: float) -> list[int
     return statuses
 
 
-@pytest.mark.parametrize(("moment", "times"), [("start", TIMES), ("finish", TIMES // 2)])
+@pytest.mark.parametrize(("moment", "times"), [("start", TIMES), ("finish", TIMES // 4)])
 @pytest.mark.parametrize(
     ("ranks", "more", "seconds"), [(1, "", 0.3), (2, "", 0.3), (2, "--fsdp", 2)]
 )
