@@ -6,25 +6,32 @@
 
 A pass does one task for every shard, in processes of this machine or on torchrun's ranks, and keeps
 what it returns in files that appear whole or not at all. An analysis that was interrupted or killed
-does the shards whose files are missing or cut short, and no others. Metrics are in difficulty.py;
-runs, how they are merged and what an index can be asked in support/rows/ranking.py.
+does the shards whose files are missing or cut short, and no others. The two passes over three
+shards of a store with 20 samples leave, before they are merged,
 
-    analyze.py's two passes over three shards
     total-...00-...07.npy   total-...07-...14.npy   total-...14-...20.npy
     run-...00-...07.npy     run-...07-...14.npy     run-...14-...20.npy
 
+An index has the samples' values, their ids by value, and a fingerprint of everything that these
+depend on. In reading order: metrics; the passes; sorted runs and their merge; the index; what
+training calls; the command. curriculum.py decides how hard a sample may be.
+
 Paper: Li et al., arXiv 2212.03597.
 
-    python analyze.py --metric rarity,length            # of the embedded corpus
+    python analyze.py --metric rarity,length --examples        # of the embedded corpus
     torchrun --nproc-per-node 2 analyze.py STORE --metric rarity --samples rows
 """
 
 import argparse
+import hashlib
+import inspect
 import json
+import math
 import os
 import shutil
 import signal
 import sys
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -40,20 +47,127 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-import difficulty
 import prepare
-from difficulty import METRICS
-from support.base import numbers, runtime
+from curriculum import LENGTHS, Ranking, Rankings
+from data import KINDS, SPECIAL_TOKENS, Samples, samples_of
+from support import runtime
 from support.base.atomic import atomic_folder, atomic_write, folder_lock
-from support.base.runtime import Runtime
-from support.rows import ranking
-from support.rows.ranking import LENGTHS, Rankings, sorted_run
-from support.rows.samples import KINDS, SPECIAL_TOKENS, Samples, samples_of
+from support.runtime import Runtime
+from support.settings import count
 from support.text.tokenizer import get_encoding
 
+BLOCK = 1 << 18  # tokens measured together: what a core's cache holds
 SHARD = 1 << 18  # samples of a shard, unless that would make more than MOST_SHARDS
 MOST_SHARDS = 512  # all their runs are open while they are merged
+CHUNK = 1 << 22  # records merged together
 SMALL = 100_000_000  # tokens of a store that training analyzes by itself, in some ten seconds
+
+# ---- metrics: (tokens (n,) of N samples one after another, lengths (N,), what the metric summed
+# over all samples) -> (N,) numbers, lowest for the easiest sample
+
+
+def length(tokens: np.ndarray, lengths: np.ndarray, _: None) -> np.ndarray:
+    return lengths
+
+
+def rarity(tokens: np.ndarray, lengths: np.ndarray, nats: np.ndarray) -> np.ndarray:
+    """Vocabulary rarity: the summed surprisal of a sample's tokens (arXiv 2212.03597).
+
+    Args:     nats (V,) the surprisal of each token
+    Deviates: DeepSpeed (Megatron-DeepSpeed's analyze_data.py) cuts the sum to a whole number, which
+              makes ties
+    Example:  counts 2, 1, 1 are nats ln 2, ln 4, ln 4: the samples [0, 0] and [1] tie at 2 ln 2
+    """
+    return np.add.reduceat(nats[tokens], np.cumsum(lengths) - lengths)
+
+
+def rarity_mean(tokens: np.ndarray, lengths: np.ndarray, nats: np.ndarray) -> np.ndarray:
+    """Nats per token: the sum mostly measures the length."""
+    return rarity(tokens, lengths, nats) / lengths
+
+
+def length_rarity(tokens: np.ndarray, lengths: np.ndarray, nats: np.ndarray) -> np.ndarray:
+    """By length, then by rarity, in one number: length + rarity / 2^k, with rarity below 2^k.
+
+    In a float64 two samples of up to 2^17 tokens differ if their rarities do by 2^-9 nats.
+    """
+    longest = 2.0**17
+    scale = 2.0 ** math.ceil(math.log2(longest * nats.max() + 1))
+    return lengths + rarity(tokens, lengths, nats) / scale
+
+
+def token_counts(tokens: np.ndarray, lengths: np.ndarray, vocab_size: int) -> np.ndarray:
+    return np.bincount(tokens, minlength=vocab_size)
+
+
+def surprisal(counts: np.ndarray) -> np.ndarray:
+    """(V,) -log of each token's share of all, in nats; a token never seen counts as seen once."""
+    counts = np.maximum(counts, 1)
+    return -np.log(counts / counts.sum())
+
+
+class Metric(NamedTuple):
+    """How to measure samples, and what has to be summed over all of them before.
+
+    Example: a metric of your own is a line in METRICS (docs/extending.md)
+    """
+
+    value: Callable  # (tokens, lengths, known) -> (N,)
+    dtype: str = "float32"  # of the values in the index
+    summed: Callable | None = None  # (tokens, lengths, vocab_size) -> what is summed over all
+    known: Callable | None = None  # (sum) -> the third argument of `value`
+
+
+METRICS = {
+    "length": Metric(length, "uint32"),
+    "rarity": Metric(rarity, "float32", token_counts, surprisal),
+    "rarity-mean": Metric(rarity_mean, "float32", token_counts, surprisal),
+    "length-rarity": Metric(length_rarity, "float64", token_counts, surprisal),
+}
+
+
+def check_metrics(
+    names: Sequence[str], seq_len: int, samples_kind: str, flag: str = "--curriculum"
+) -> None:
+    """Refuse metrics that do not exist, that do not go together or with this kind of samples.
+
+    Args: samples_kind rows | pieces | bert | pairs
+          flag         how the user named them, for messages
+    """
+    lengths = LENGTHS if flag == "--curriculum" else ()  # which need no analysis
+    known = (*lengths, *METRICS)
+    for name in names:
+        if name not in known:
+            raise ValueError(f"{flag} {name} is unknown: choose from {', '.join(known)}")
+        if name in ("length", "length-rarity") and samples_kind == "rows":
+            raise ValueError(
+                f"{flag} {name}: rows all have {seq_len} tokens: take pieces of documents (--pack),"
+                " or choose rarity"
+            )
+        if name == "seqlen-reshape" and samples_kind != "rows":
+            instead = "seqlen and --pack" if samples_kind in SPECIAL_TOKENS else "seqlen"
+            raise ValueError(f"{flag} {name} is for full rows of the stream: take {instead}")
+    if len(set(names)) < len(names) or set(LENGTHS) <= set(names):
+        raise ValueError(f"{flag} {','.join(names)}: takes one length, and each name once")
+
+
+def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """The tokens (n,) and lengths (N,) of samples first..last - 1, some 2^18 tokens at a time."""
+    ends = samples.spans(np.array([first, last - 1]))
+    mean = (ends[1, 1] - ends[0, 0]) / (last - first)
+    step = max(int(BLOCK / mean), 1)
+    for start_id in range(first, last, step):
+        start, stop = samples.spans(np.arange(start_id, min(start_id + step, last))).T
+        tokens, lengths = samples.store.tokens[start[0] : stop[-1]], stop - start
+        # between samples may lie the ends of a BERT's documents
+        if lengths.sum() < len(tokens):
+            edge = np.zeros(len(tokens) + 1, np.int8)
+            edge[start - start[0]] += 1
+            edge[stop - start[0]] -= 1
+            tokens = tokens[np.cumsum(edge[:-1]).astype(bool)]
+        samples.store.check_tokens(tokens.max())
+        yield tokens.astype(np.int64), lengths  # what indexing by them would cast to, more slowly
+
 
 # ---- map: what is summed over a shard, and its samples sorted
 
@@ -65,7 +179,7 @@ def sum_shard(open_samples: Callable, names: list[str], shard: range) -> dict[st
     summed = {name: METRICS[name].summed for name in names}
     functions = set(summed.values())  # metrics share what they sum
     sums: dict[Callable, np.ndarray] = {}
-    for tokens, lengths in difficulty.blocks(samples, shard.start, shard.stop):
+    for tokens, lengths in blocks(samples, shard.start, shard.stop):
         for function in functions:
             part = function(tokens, lengths, vocab_size)
             sums[function] = sums[function] + part if function in sums else part
@@ -83,7 +197,7 @@ def sort_shard(
     id_dtype = np.dtype("uint32" if len(samples) < 2**32 else "int64")
     known = {name: METRICS[name].known(total) for name, total in totals.items()}
     values: dict[str, list[np.ndarray]] = {name: [] for name in names}
-    for tokens, lengths in difficulty.blocks(samples, shard.start, shard.stop):
+    for tokens, lengths in blocks(samples, shard.start, shard.stop):
         for name in names:
             found = METRICS[name].value(tokens, lengths, known.get(name))
             if found.shape != lengths.shape or not np.isfinite(found).all():
@@ -198,7 +312,134 @@ def _live_with_parent() -> None:
     Thread(target=watch, daemon=True).start()
 
 
-# ---- reduce: the index
+# ---- sorted runs
+#
+# A run has all samples of one shard; the ids of a run come before those of the next.
+
+
+def sorted_run(values: np.ndarray, first_id: int, id_dtype: np.dtype) -> np.ndarray:
+    """Records (value, id) of samples first_id, first_id + 1, ..., sorted by value, then by id."""
+    order = np.argsort(values, kind="stable")
+    run = np.empty(len(values), [("value", values.dtype), ("id", id_dtype)])
+    run["value"], run["id"] = values[order], order + first_id
+    return run
+
+
+def merged(files: list[Path], chunk: int = CHUNK) -> Iterator[np.ndarray]:
+    """The ids of all runs by value, ties by id, `chunk` of them at a time.
+
+    Every run is cut at the same exact rank. What lies between two cuts belongs together, so only
+    one chunk is in memory, however long the runs are.
+    """
+    n = sum(len(np.load(file, mmap_mode="r")) for file in files)
+    before = [0] * len(files)
+    for rank in range(chunk, n + chunk, chunk):
+        # mapped again for each chunk, which gives the pages of the last one back
+        runs = [np.load(file, mmap_mode="r") for file in files]
+        after = split(runs, rank)
+        parts = [run[a:b] for run, a, b in zip(runs, before, after, strict=True)]
+        records = np.concatenate(parts)
+        yield records["id"][np.argsort(records["value"], kind="stable")]
+        before = after
+
+
+def split(runs: list[np.ndarray], rank: int) -> list[int]:
+    """Cut runs so that their first parts together are the `rank` lowest records; ties by run.
+
+    Cost:    a binary search in every run for each of about log2(n) pivots
+    Example: runs of values [1, 3, 3], [2, 3, 4] at rank 4 are cut at [3, 1]: 1, 3, 3 and 2
+    """
+    low, high = [0] * len(runs), [len(run) for run in runs]
+    if rank >= sum(high):
+        return high
+    while True:
+        widest = max(range(len(runs)), key=lambda i: high[i] - low[i])
+        pivot = runs[widest]["value"][(low[widest] + high[widest]) // 2]
+        left = [bisect_left(run["value"], pivot) for run in runs]
+        right = [bisect_right(run["value"], pivot) for run in runs]
+        if sum(left) > rank:
+            high = left
+        elif sum(right) < rank:
+            low = right
+        else:  # the cut goes through the ties of the pivot
+            for i in range(len(runs)):
+                left[i] += min(right[i] - left[i], rank - sum(left))
+            return left
+
+
+# ---- the index
+
+
+def fingerprint(samples: Samples, name: str) -> str:
+    """What ties an index to store, tokenizer, samples and metric."""
+    source = inspect.getsource(METRICS[name].value)
+    made_of = {"format": 1, "metric": name, "source": source, **samples.identity()}
+    return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
+
+
+def index_folder(given: str | None, samples: Samples) -> Path:
+    """Where the indexes of one kind of samples lie: by default in the store they belong to."""
+    kind = f"{samples.kind}-{samples.seq_len}"
+    return Path(given or samples.store.path / "curriculum") / kind
+
+
+def lacking_in(folder: Path, samples: Samples, names: Sequence[str]) -> list[str]:
+    """The metrics without an index in this folder.
+
+    Raises: as `opened`, for those that have one
+    """
+    lacking = [name for name in names if not (folder / name).exists()]
+    opened(folder, samples, [name for name in names if name not in lacking])
+    return lacking
+
+
+def opened(folder: Path, samples: Samples, names: Sequence[str]) -> Rankings:
+    """Open the index of each metric.
+
+    Raises: ValueError for an index of other samples or another metric, and for one that is damaged,
+            as far as its sizes and both ends tell: to check more would keep a run waiting
+    """
+    rankings = Rankings()
+    for name in names:
+        index = folder / name
+        try:
+            about = json.loads((index / "index.json").read_text())
+            stored = about["fingerprint"][:64]
+            values = np.asarray(np.memmap(index / "values.bin", about["values"], "r"))
+            order = np.asarray(np.memmap(index / "order.bin", about["order"], "r"))
+            if not len(values) == len(order) == about["samples"]:
+                raise ValueError("files of another size")
+            if not values[order[0]] <= values[order[-1]]:
+                raise ValueError("order.bin and values.bin disagree")
+        except (OSError, LookupError, TypeError, ValueError) as error:
+            raise ValueError(f"{index}: damaged ({error}): remove it, analyze again") from None
+        if stored != (wanted := fingerprint(samples, name)):
+            raise ValueError(
+                f"{index}: an index with fingerprint {stored[:16]}, but store, tokenizer, sample"
+                f" length and metric are {wanted[:16]}: remove it, or name another folder"
+            )
+        rankings[name] = Ranking(values, order)
+    return rankings
+
+
+def write_index(folder: Path, runs: Pass, prints: dict[str, str], name: str) -> None:
+    """Merge the runs of a metric into its index, a folder that appears whole."""
+    files = runs.files(name)
+    with atomic_folder(folder / name) as index:
+        with (index / "values.bin").open("wb") as out:
+            for file in files:
+                run = np.load(file)
+                values = np.empty_like(run["value"])
+                values[run["id"] - run["id"].min()] = run["value"]
+                out.write(values)
+        samples = 0
+        with (index / "order.bin").open("wb") as out:
+            for ids in merged(files):
+                out.write(ids)
+                samples += len(ids)
+        about = {"fingerprint": prints[name], "metric": name, "samples": samples}
+        about |= {"values": str(values.dtype), "order": str(ids.dtype)}
+        (index / "index.json").write_text(json.dumps(about, indent=1))
 
 
 def analyze(
@@ -215,7 +456,7 @@ def analyze(
     Cost:    8 to 16 bytes a sample of temporary files; rates in results/curriculum.jsonl
     """
     samples = open_samples()
-    prints = {name: difficulty.fingerprint(samples, name) for name in names}
+    prints = {name: fingerprint(samples, name) for name in names}
     size = max(SHARD, -(-len(samples) // MOST_SHARDS))
     shards = [range(a, min(a + size, len(samples))) for a in range(0, len(samples), size)]
     unfinished = {name: folder / f".{name}.{prints[name][:16]}" for name in names}
@@ -224,10 +465,12 @@ def analyze(
 
     ranks.on_rank0(lambda: folder.mkdir(parents=True, exist_ok=True))
     with folder_lock(folder) if ranks.is_rank0 else nullcontext():
-        lacking = ranks.on_rank0(lambda: difficulty.lacking_in(folder, samples, names))
+        lacking = ranks.on_rank0(lambda: lacking_in(folder, samples, names))
         to_sum = [name for name in lacking if METRICS[name].summed]
         sums.run(partial(sum_shard, open_samples, to_sum), to_sum, workers, ranks)
-        totals = ranks.on_rank0(lambda: {name: total_of(name, sums) for name in to_sum})
+        totals = ranks.on_rank0(
+            lambda: {name: sum(map(np.load, sums.files(name))) for name in to_sum}
+        )
         runs.run(partial(sort_shard, open_samples, lacking, totals), lacking, workers, ranks)
 
         def finish() -> None:
@@ -238,18 +481,6 @@ def analyze(
                     shutil.rmtree(left)
 
         ranks.on_rank0(finish)
-
-
-def total_of(name: str, sums: Pass) -> np.ndarray:
-    return sum(map(np.load, sums.files(name)))
-
-
-def write_index(folder: Path, runs: Pass, prints: dict[str, str], name: str) -> None:
-    """Merge the runs of a metric into its index, a folder that appears whole."""
-    with atomic_folder(folder / name) as index:
-        about = {"fingerprint": prints[name], "metric": name}
-        about |= ranking.write(index, runs.files(name))
-        (index / "index.json").write_text(json.dumps(about, indent=1))
 
 
 # ---- what training calls
@@ -264,10 +495,10 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
     if not names:
         return Rankings({})
     store = str(samples.store.path)
-    indexes = difficulty.index_folder(folder, samples)
+    indexes = index_folder(folder, samples)
 
     def make() -> None:
-        lacking = difficulty.lacking_in(indexes, samples, names)
+        lacking = lacking_in(indexes, samples, names)
         by = ",".join(lacking)
         if lacking and samples.store.meta["train_tokens"] > SMALL:
             out = f" --out {folder}" if folder else ""
@@ -281,7 +512,7 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
             analyze(open_samples, lacking, indexes, replace(ranks, rank=0, world_size=1))
 
     ranks.on_each_machine(make)  # each may have a store of its own
-    return difficulty.opened(indexes, samples, names)
+    return opened(indexes, samples, names)
 
 
 # ---- command
@@ -292,11 +523,11 @@ KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT, of one wi
 def main(argv: list[str] | None = None) -> None:
     parser = runtime.Parser(prog="analyze.py", description=__doc__.split("\n")[0])
     parser.add_argument("store", nargs="?", help="made by prepare.py (default: embedded corpus)")
-    known = ", ".join(difficulty.METRICS)
+    known = ", ".join(METRICS)
     parser.add_argument("--metric", required=True, help=known)
     parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)
     parser.add_argument("--seq-len", type=int, default=256, help="tokens of a row")
-    parser.add_argument("--workers", type=numbers.count, default=os.cpu_count(), help="processes")
+    parser.add_argument("--workers", type=count, default=os.cpu_count(), help="processes")
     parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
     args = parser.parse_args(argv)
@@ -310,10 +541,10 @@ def main(argv: list[str] | None = None) -> None:
     store = args.store or str(prepare.embedded_store("pd4k"))
     open_samples = partial(samples_of, store, args.samples, args.seq_len)
     samples = open_samples()
-    folder = difficulty.index_folder(args.out, samples)
+    folder = index_folder(args.out, samples)
     analyze(open_samples, names, folder, ranks, args.workers)
     if ranks.is_rank0:
-        indexes = difficulty.opened(folder, samples, names)
+        indexes = opened(folder, samples, names)
         most = samples.max_piece_len
         print(f"{len(samples):,} samples of at most {most} tokens; index: {folder}")
         show_percentiles(indexes)
@@ -325,7 +556,7 @@ def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
     least = SPECIAL_TOKENS.get(args.samples, 0) + 1
     if not least <= args.seq_len < 2**31:
         raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
-    difficulty.check_metrics(names, args.seq_len, args.samples, flag="--metric")
+    check_metrics(names, args.seq_len, args.samples, flag="--metric")
 
 
 # ---- what a ranking looks like

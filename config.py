@@ -1,10 +1,17 @@
-"""All settings of a run: groups of flags, defaults by size, refusals, and which techniques exist.
+"""All settings of a run: groups of flags, defaults that follow from others, what is refused.
 
-Settings stand beside the code that obeys them: a technique's in its module, the data's in data.py,
-the model's in support/step/sizes.py, the optimizer's in support/step/optim.py, the run's in
-support/base/settings.py. `Config` puts them together. A technique's first setting is its switch and
-takes its name (`--ltd`), the others take it as prefix (`--ltd-start`). support/base/settings.py
-makes flags of settings. No config files and no environment variables: a recipe is a shell line.
+Settings stand beside the code that obeys them: a technique's in its module, the model's in
+support/sizes.py, the optimizer's in support/optim.py, the run's and the data's in
+support/settings.py, which makes flags of them. `Config` puts them together. No config files and no
+environment variables: a recipe is a shell line. One of them, `--layers 4 --ltd`, stop by stop:
+
+    parse      {"model.layers": 4, "ltd.on": True}        what was given, flat
+    build      with_defaults: heads 4, width 128, ...     by --size
+               ltd.resolved: start 16, share 0.9          by --seq-len
+    Config     settings.ltd.start == 16                   what everybody reads, frozen
+
+Every technique has one `if settings.<name>.on:` in `build`. Where else it acts stands at the head
+of its file.
 
     python config.py                    # the table of flags, as the README shows it
 """
@@ -13,93 +20,53 @@ import importlib
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import analyze
 import curriculum
-import difficulty
 import ltd
 import offload
 import packing
 import pseudo
-from curriculum import CurriculumConfig
-from data import DataConfig
+from curriculum import LENGTHS, CurriculumConfig
+from data import entries_of
 from kernels.rotary import Rotary, Scaling
 from ltd import LtdConfig
 from model import TransformerConfig
 from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
-from support.base.settings import (
+from support.run.folder import Started, newest_run, started_with
+from support.run.run import Settings
+from support.settings import (
     Flat,
-    RunConfig,
-    check_settings,
+    check_limits,
     flattened,
-    parser_of,
     resumed,
     settings_of,
     table_of,
     unflattened,
 )
-from support.base.technique import is_on, refuse, technique, techniques_of, techniques_on
-from support.rows.mixture import entries_of
-from support.rows.ranking import LENGTHS
-from support.run.folder import Started, newest_run, started_with
-from support.step.optim import OptimConfig
-from support.step.sizes import SIZES, ModelConfig, of_block, refusals_of_rows, with_defaults
+from support.settings import parse as parse_flags
+from support.step.sizes import SIZES, of_block, with_defaults
 from support.weights.initial import with_those_of_init
 
 
 @dataclass(frozen=True)
-class Config:
-    """All settings of a run, and the registry of techniques: one exists because it has a line here.
+class Config(Settings):
+    """All settings of a run: those of every run, and those of each technique."""
 
-    Its flags, --help, the README's table, refusals and resume follow from that line. Techniques
-    that choose data (curriculum, pack) meet in plan.py. Those that act on blocks wrap each other's
-    run_block in the order of their lines, the first one innermost.
-    """
+    curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
+    ltd: LtdConfig = field(default_factory=LtdConfig)
+    pack: PackConfig = field(default_factory=PackConfig)
+    pseudo: PseudoConfig = field(default_factory=PseudoConfig)
+    offload: OffloadConfig = field(default_factory=OffloadConfig)
 
-    run: RunConfig = field(default_factory=RunConfig)
-    data: DataConfig = field(default_factory=DataConfig)
-    model: ModelConfig = field(default_factory=ModelConfig)
-    optim: OptimConfig = field(default_factory=OptimConfig)
-    curriculum: CurriculumConfig = technique(
-        CurriculumConfig,
-        refusals=curriculum.refusals,
-        metrics=curriculum.metrics,
-        stages=curriculum.stages,
-    )
-    ltd: LtdConfig = technique(
-        LtdConfig,
-        with_defaults=ltd.with_defaults,
-        refusals=ltd.refusals,
-        run_block=ltd.run_block,
-        tokens_by_layer=ltd.tokens_by_layer,
-    )
-    pack: PackConfig = technique(
-        PackConfig,
-        with_defaults=packing.with_defaults,
-        refusals=packing.refusals,
-    )
-    pseudo: PseudoConfig = technique(
-        PseudoConfig,
-        with_defaults=pseudo.with_defaults,
-        refusals=pseudo.refusals,
-        run_block=pseudo.run_block,
-        tokens_by_layer=pseudo.tokens_by_layer,
-        blocks=pseudo.blocks,
-        edit=pseudo.Sharing,
-    )
-    offload: OffloadConfig = technique(
-        OffloadConfig,
-        refusals=offload.refusals,
-        edit=offload.edit,
-        placement=offload.placement_for,
-    )
+
+TECHNIQUES = ("curriculum", "ltd", "pack", "pseudo", "offload")
 
 
 def parse(argv: list[str]) -> Flat:
     """The settings given on the command line, {"group.field": value}; ValueError for a bad one."""
-    given = vars(parser_of(Config, "train.py", "Pretrain a GPT or a BERT.").parse_args(argv))
-    check_settings(Config, given)
-    return given
+    return parse_flags(Config, argv, "train.py", "Pretrain a GPT or a BERT.")
 
 
 def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
@@ -115,7 +82,7 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
     if which == "auto":
         given.pop("model.init", None)  # of the command that began the run
     given["run.resume"] = "last" if which == "auto" else which
-    check_settings(Config, started.config, f"{folder}/config.json")
+    check_limits(Config, started.config, f"{folder}/config.json")
     budget = started.config["optim.tokens"]
     larger = given.get("optim.tokens", budget)
     if larger < budget:
@@ -131,14 +98,22 @@ def build(settings: Flat, will_run: bool = True, file: str = "") -> Config:
     """Settings {"group.field": value} -> Config with every default filled in, checked.
 
     Args: will_run False to read the settings of a run that was made: combinations are not checked
-                   again, and no function that they name is loaded
+                   again
           file     that the settings are from, for messages
     """
-    check_settings(Config, settings, file)
+    check_limits(Config, settings, file)
     config = unflattened(Config, with_defaults(settings))
-    for name, entry in techniques_of(config).items():
-        if entry.with_defaults and is_on(config, name):
-            config = replace(config, **{name: entry.with_defaults(config)})
+    model, seq_len = config.model, config.data.seq_len
+    is_bert = model.model == "bert"
+    if config.ltd.on:
+        config = replace(config, ltd=ltd.resolved(config.ltd, seq_len, model.layers))
+    if config.pack.on:
+        config = replace(config, pack=packing.resolved(config.pack, seq_len, is_bert))
+    if config.pseudo.on:
+        shadow = pseudo.resolved(config.pseudo, model.layers, is_bert=is_bert, init=model.init)
+        config = replace(config, pseudo=shadow)
+    if config.offload.on:
+        offload.check(config.offload, fsdp=config.run.fsdp)
     if will_run:
         check(config)
     return config
@@ -160,7 +135,7 @@ def samples_kind(config: Config) -> str:
 
 
 def transformer_config(
-    config: Config, vocab_size: int, positions: int | None = None
+    config: Settings, vocab_size: int, positions: int | None = None
 ) -> TransformerConfig:
     """The model's dimensions. Learned positions reach as far as --size says, rotary --seq-len.
 
@@ -189,57 +164,64 @@ def transformer_config(
 
 def check(config: Config) -> None:
     """Raise ValueError for a value or combination that cannot work, before any memory is taken."""
-    model = config.model
-    seq_len = config.data.seq_len
-    optim = config.optim
-    batch_tokens = optim.batch_tokens
-    learned = model.pos == "learned" and model.init is None
-    kind = samples_kind(config)
-    metrics = [name for e in techniques_on(config) if e.metrics for name in e.metrics(config)]
-    ranked = ",".join(name for name in metrics if name not in LENGTHS)
+    m, seq_len, size = config.model, config.data.seq_len, SIZES[config.model.size]
+    batch_tokens, tokens, warmup = (
+        config.optim.batch_tokens,
+        config.optim.tokens,
+        config.optim.warmup_tokens,
+    )
+    below = batch_tokens // seq_len * seq_len
+    choices = f"{below} or {below + seq_len}" if below else f"{seq_len}"
+    ranked = [name for name in config.curriculum.metrics if name not in (*LENGTHS, "none")]
     mixes = bool(config.data.data and entries_of(config.data.data))
     instead = "and --data names a mixture: prepare its texts as one store, or"
-    pairs = refusals_of_rows(model.size, seq_len, batch_tokens, learned)
-    pairs += [
+    for refused, message in (
+        (
+            seq_len > size.seq_len and m.pos == "learned" and m.init is None,
+            f"--seq-len {seq_len} is above the {size.seq_len} positions of --size {m.size}:"
+            " shorten it, or choose --pos rope",
+        ),
+        (
+            batch_tokens % seq_len != 0,
+            f"--batch-tokens {batch_tokens} is not a multiple of --seq-len {seq_len}: choose"
+            f" {choices}",
+        ),
         (
             config.run.wandb and not can_import("wandb"),
             "--wandb needs its package: pip install -e '.[wandb]'",
         ),
         (
+            config.pack.packer == "nnlshp" and not can_import("scipy"),
+            "--pack-packer nnlshp needs SciPy: pip install -e '.[pack]'",
+        ),
+        (
             mixes and bool(ranked),
-            f"--curriculum {ranked} sorts one store's samples, {instead} use --curriculum seqlen",
+            f"--curriculum {','.join(ranked)} sorts one store's samples, {instead} use --curriculum"
+            " seqlen",
         ),
+        (mixes and m.nsp, f"--nsp pairs the texts of one store, {instead} leave out --nsp"),
+        (m.nsp and m.model != "bert", "--nsp is for a BERT: add --model bert"),
         (
-            model.pos == "learned" and (model.rope_theta != 10_000 or bool(model.rope_scaling)),
-            "--rope-theta and --rope-scaling are for rotary positions: add --pos rope",
-        ),
-        (mixes and model.nsp, f"--nsp pairs the texts of one store, {instead} leave out --nsp"),
-        (model.nsp and model.model != "bert", "--nsp is for a BERT: add --model bert"),
-        (
-            model.nsp and config.pack.batch != "rows" and batch_tokens < 2 * seq_len,
+            m.nsp and config.pack.batch != "rows" and batch_tokens < 2 * seq_len,
             f"--nsp pairs texts of a step's rows, and --batch-tokens {batch_tokens} is one row:"
             f" choose {2 * seq_len} or more",
         ),
         (
-            model.size.startswith("bert") and model.model != "bert",
-            f"--size {model.size} is a BERT: add --model bert, or choose a GPT's size",
+            m.size.startswith("bert") and m.model != "bert",
+            f"--size {m.size} is a BERT: add --model bert, or choose a GPT's size",
         ),
         (
-            batch_tokens > max(optim.tokens, SIZES[model.size].batch_tokens),
+            batch_tokens > max(tokens, size.batch_tokens),
             f"--batch-tokens {batch_tokens} is more than the whole run: choose at most --tokens"
-            f" {optim.tokens}",
+            f" {tokens}",
         ),
-        (
-            optim.warmup_tokens >= optim.tokens,
-            f"--warmup-tokens {optim.warmup_tokens} must be below --tokens {optim.tokens}",
-        ),
-    ]
-    for entry in techniques_on(config):
-        if entry.refusals:
-            pairs += entry.refusals(config)
-    refuse(pairs)
-    if metrics:
-        difficulty.check_metrics(metrics, seq_len, kind)
+        (warmup >= tokens, f"--warmup-tokens {warmup} must be below --tokens {tokens}"),
+    ):
+        if refused:
+            raise ValueError(message)
+    if config.curriculum.on:
+        curriculum.parse_metrics(config.curriculum, seq_len, config.pack.on)
+        analyze.check_metrics(config.curriculum.metrics, seq_len, samples_kind(config))
     transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width
 
 

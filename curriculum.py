@@ -5,11 +5,14 @@ is cut off, or with --pack makes further pieces. A ranked metric (`length`, `rar
 which samples may be drawn: the easiest ones, in the order that analyze.py wrote. Each metric has a
 pacing of its own. With several ranked metrics a sample has to be easy enough by each of them.
 
-Everything here is a pure function of the tokens consumed so far: this file reads no data and draws
-no random numbers. difficulty.py measures samples; support/rows/ranking.py turns a difficulty into
-the pool of samples up to it. In reading order: configuration, pacing, the curriculum, what the
-flags mean. plan.py asks `Curriculum.at` before each step, or with --pack where a
-window of rows begins.
+Everything here is a pure function of the tokens consumed so far: this file reads no text and draws
+no random numbers. analyze.py measures samples and sorts them. In reading order: configuration,
+pacing, the samples up to a difficulty, the curriculum, what the flags mean. It acts where
+`settings.curriculum.on` stands:
+
+    config.py   check             what is refused
+    plan.py     Plan.__init__     opens the indexes, and makes the `Curriculum`
+                Plan.stage_at     `Curriculum.at`, before a step or where a window of rows begins
 
 Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 
@@ -17,21 +20,19 @@ Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 """
 
 import math
-from bisect import bisect_left
-from collections.abc import Callable, Sequence
+from bisect import bisect_left, bisect_right
 from dataclasses import dataclass
+from functools import cached_property, lru_cache
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import NamedTuple
 
-from support.base.clock import pace
-from support.base.numbers import number_of
-from support.base.settings import flag
-from support.base.technique import Refusal
-from support.rows.ranking import LENGTHS, Rankings, Stage
-from support.rows.samples import MULTIPLE
+import numpy as np
 
-if TYPE_CHECKING:
-    from config import Config
+from support.clock import MULTIPLE, pace
+from support.settings import flag, number_of
+
+LENGTHS = ("seqlen", "seqlen-reshape")  # metrics that rank nothing
+SCAN = 1 << 18  # samples looked at together
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,14 @@ class CurriculumConfig:
     )
     by: str | None = flag(None, "unit of a ranked metric: percentile (default) or value")
     index: str | None = flag(None, "folder that analyze.py wrote (default: the store's)", free=True)
+
+    @property
+    def on(self) -> bool:
+        return self.metric != "none"
+
+    @property
+    def metrics(self) -> list[str]:
+        return self.metric.split(",")
 
 
 # ---- pacing: difficulty as a pure function of progress
@@ -96,13 +105,151 @@ class Pacing(NamedTuple):
     def at(self, t: float) -> int:
         return PACES[self.kind](self, t)
 
-    def stretched(self, factor: float) -> "Pacing":
-        """The same course over `factor` times as long."""
-        until = tuple(t * factor for t in self.until)
-        return self._replace(over=self.over * factor, until=until)
+
+# ---- the samples up to a difficulty
+
+
+@dataclass(frozen=True, eq=False)
+class Ranking:
+    """values (N,) by sample id; order (N,) sample ids by value, ties by id."""
+
+    values: np.ndarray
+    order: np.ndarray
+
+    def __len__(self) -> int:
+        return len(self.order)
+
+    def at_percent(self, percent: int) -> int:
+        """How many samples the first percent are, rounded up: never 0, all at 100.
+
+        Deviates: DeepSpeed (data_sampling/data_sampler.py) takes N // 100 samples for a percent,
+                  which is none below a hundred
+        """
+        return -(-len(self) * percent // 100)
+
+    def at_value(self, value: float) -> int:
+        """How many samples have at most this value: ties are in or out together."""
+        return bisect_right(self.order, value, key=lambda sample: self.values[sample])
+
+    def highest(self, count: int) -> float:
+        """The highest value among the first `count`."""
+        return self.values[self.order[count - 1]].item()
+
+    def holds(self, ids: np.ndarray, count: int) -> np.ndarray:
+        """(n,) bool: which samples are among the first `count`."""
+        last = self.order[count - 1]
+        values, bound = self.values[ids], self.values[last]
+        return (values < bound) | ((values == bound) & (ids <= last))
+
+
+class Head(NamedTuple):
+    """The first `count` samples of a ranking."""
+
+    count: int
+    ranking: Ranking
+
+
+@dataclass(frozen=True)
+class Pool:
+    """The samples that all of these heads have in common."""
+
+    filters: tuple[Head, ...]  # the shortest first
+
+    @property
+    def reach(self) -> int:
+        """How many ranks there are to draw from; with one filter each of them is a sample."""
+        return self.filters[0].count
+
+    def ids(self, ranks: np.ndarray) -> np.ndarray:
+        """The samples at these ranks, (n,) int64; -1 for one that another filter leaves out."""
+        shortest, *others = self.filters
+        ids = shortest.ranking.order[ranks].astype(np.int64)
+        for count, ranking in others:
+            ids[~ranking.holds(ids, count)] = -1
+        return ids
+
+    @cached_property
+    def size(self) -> int:
+        """How many samples; an estimate where several filters reach further than a scan."""
+        if len(self.filters) == 1:
+            return self.reach
+        ranks = np.linspace(0, self.reach - 1, min(self.reach, SCAN)).astype(np.int64)
+        return round((self.ids(ranks) >= 0).mean() * self.reach)
+
+    @property
+    def is_empty(self) -> bool:
+        starts = range(0, self.reach, SCAN)
+        blocks = (np.arange(first, min(first + SCAN, self.reach)) for first in starts)
+        return not any((self.ids(ranks) >= 0).any() for ranks in blocks)
+
+
+@lru_cache(maxsize=4)  # a curriculum asks for its last pools again and again
+def intersection(heads: tuple[Head, ...]) -> tuple[Pool | None, int]:
+    """The pool that all heads share; if they share no sample, they grow until they do.
+
+    Returns: the pool, None for every sample; and k: every head has grown to at least the first k %
+             of its ranking, for the smallest k at which they share a sample
+    """
+    for percent in range(101):
+        grown = [Head(max(n, ranking.at_percent(percent)), ranking) for n, ranking in heads]
+        filters = [head for head in grown if head.count < len(head.ranking)]
+        pool = Pool(tuple(sorted(filters, key=lambda head: head.count))) if filters else None
+        if pool is None or not pool.is_empty:
+            return pool, percent
+    raise AssertionError("the first 100 % are all samples")
+
+
+class Eligible(NamedTuple):
+    """The samples up to a level of each ranking."""
+
+    pool: Pool | None  # None: every sample
+    reached: dict[str, float]  # {name: level} of the rankings that had to be widened
+    note: str  # what was widened, for the user
+
+
+class Rankings(dict[str, Ranking]):
+    """Several rankings of the same samples, by name."""
+
+    def eligible(self, levels: dict[str, float], units: dict[str, str]) -> Eligible:
+        """The samples up to a level of each ranking.
+
+        A level that no sample is low enough for rises to the easiest sample's value. If the
+        rankings then share no sample, each widens to its easiest k %, for the smallest k at which
+        they do.
+
+        Args: units {name of a ranking: percentile | value}; other names in `levels` are ignored
+        """
+        counts: dict[str, int] = {}
+        reached, note = {}, ""
+        for name, unit in units.items():
+            ranking, level = self[name], levels[name]
+            if unit == "value" and level < ranking.highest(1):
+                level = reached[name] = ranking.highest(1)
+                note = f"no sample has {name} {levels[name]} or less: widened to {level:g}"
+            by_unit = ranking.at_value if unit == "value" else ranking.at_percent
+            counts[name] = by_unit(level)
+        pool, percent = intersection(tuple(Head(n, self[name]) for name, n in counts.items()))
+        if percent:
+            note = f"no sample is in all of {counts}: widened to the easiest {percent} % of each"
+            for name, unit in units.items():
+                ranking, grown = self[name], percent
+                if unit == "value":
+                    grown = ranking.highest(ranking.at_percent(percent))
+                reached[name] = max(reached.get(name, levels[name]), grown)
+        return Eligible(pool, reached, note)
 
 
 # ---- the curriculum: all metrics together
+
+
+class Stage(NamedTuple):
+    """What a curriculum allows at one point of a run."""
+
+    difficulty: dict[str, float]  # of each metric
+    # tokens, with special ones: what is longer is cut off there or, with --pack, cut into pieces
+    max_piece_len: int
+    pool: Pool | None  # None: every sample may be drawn
+    note: str  # for the user: how an empty pool was widened
 
 
 class Curriculum:
@@ -117,7 +264,7 @@ class Curriculum:
     def __init__(self, pacings: dict[str, Pacing], budget: int, seq_len: int, indexes: Rankings):
         self.seq_len, self.indexes = seq_len, indexes
         self.lengths = [name for name in pacings if name in LENGTHS]
-        self.reshapes = "seqlen-reshape" in self.lengths
+        self.reshapes = "seqlen-reshape" in self.lengths  # rows are cut, not truncated
         self.units = {name: pacings[name].by for name in pacings if name not in LENGTHS}
         self.pacings: dict[str, Pacing] = {}
         for name, pacing in pacings.items():
@@ -127,7 +274,8 @@ class Curriculum:
                     ends = f"{name} ends at {hardest:g}: scale it up"
                     raise ValueError(f"--curriculum-by value goes up from 1, but {ends}")
                 pacing = pacing._replace(end=math.ceil(hardest))
-            self.pacings[name] = pacing.stretched(budget)
+            until = tuple(share * budget for share in pacing.until)
+            self.pacings[name] = pacing._replace(over=pacing.over * budget, until=until)
             check_pacing(self.pacings[name])
 
     def at(self, consumed_tokens: float) -> Stage:
@@ -149,10 +297,10 @@ def parse_metrics(
 ) -> dict[str, Pacing]:
     """The pacing of each metric that the flags ask for, defaults filled in.
 
-    Raises: ValueError naming the flag of a setting that cannot work; difficulty.check_metrics says
+    Raises: ValueError naming the flag of a setting that cannot work; analyze.check_metrics says
             whether a metric exists and suits the samples
     """
-    names = config.metric.split(",")
+    names = config.metrics
     columns = [one_each(s, getattr(config, s), names) for s in ("start", "share", "pace", "by")]
     settings = (CurriculumConfig(*values) for values in zip(names, *columns, strict=True))
     return {setting.metric: parse_metric(setting, seq_len, packed) for setting in settings}
@@ -233,7 +381,7 @@ def parse_pace(text: str) -> Pacing:
     )
 
 
-def number(text: str | float, flag: str, kind: type = float, high: int = 2**53) -> Any:
+def number(text: str | float, flag: str, kind: type = float, high: int = 2**53) -> float:
     """A number above 0; ValueError that names the flag. Up to 2^53 a float64 has no gaps."""
     value = number_of(str(text))
     if not 0 < value <= high or kind(value) != value:
@@ -253,26 +401,3 @@ def check_pacing(pacing: Pacing) -> None:
         if level % pacing.multiple and level != pacing.end:
             above = level + -level % pacing.multiple
             raise ValueError(f"{subject} {level} is no multiple of {pacing.multiple}: try {above}")
-
-
-def metrics(config: "Config") -> list[str]:
-    """The metrics that a run's samples are chosen by."""
-    return config.curriculum.metric.split(",")
-
-
-def stages(
-    config: "Config", rankings: Callable[[Sequence[str], str | None], Rankings]
-) -> Curriculum:
-    """The curriculum of a run.
-
-    Args: rankings (metrics, folder of the indexes) -> the index of each that has one
-    """
-    settings, seq_len = config.curriculum, config.data.seq_len
-    indexes = rankings(metrics(config), settings.index)
-    budget = config.optim.schedule_tokens
-    return Curriculum(parse_metrics(settings, seq_len, config.pack.on), budget, seq_len, indexes)
-
-
-def refusals(config: "Config") -> list[Refusal]:
-    parse_metrics(config.curriculum, config.data.seq_len, config.pack.on)  # raises
-    return []

@@ -5,9 +5,9 @@ tokens, with --pack; a dot is end-of-text. (A GPT without it reads 0..8, 8..16 a
 across documents.)
 
     1  documents    "parsimony" "is" "less"                    prepare.prepare
-    2  store        p a r s i m o n y . i s . l e s s .        support/text/store.py, Store
+    2  store        p a r s i m o n y . i s . l e s s .        support/store.py, Store
                     0               8   10    13      17       18 tokens, documents at 0, 10, 13
-    3  samples      id      0         1        2        3      support/rows/samples.py, Samples
+    3  samples      id      0         1        2        3      Samples
                     span    0..8      8..10    10..13   13..18
                     text    parsimon  y.       is.      less.
 
@@ -23,45 +23,445 @@ share a row (5), and hands those rows back to this file:
 
 A GPT's inputs are the token before each target: end-of-text where a document begins, the n of
 "parsimony" where its second piece begins. So every token of the store is a target once a pass. A
-BERT reads pieces between [CLS] and [SEP], and guesses those that support/rows/bert.py hides.
+BERT reads pieces between [CLS] and [SEP], and guesses those that bert.py hides.
 
-train.main opens the store with `open_data`. The head of plan.py goes on with two ranks and several
+In reading order: samples; stores read as one (--data wiki=0.7,code=0.3); what a run opens; rows;
+their Batch, and what counts in its loss. The head of plan.py goes on with two ranks and several
 steps.
 """
 
+import math
+import os
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from fractions import Fraction
+from functools import lru_cache
+from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import tiktoken
 import torch
 from torch import Tensor
+from tqdm import tqdm
 
+from bert import Pairs, SpecialIds, mask_tokens, masked_tokens
 from kernels.cross_entropy import IGNORE
+from model import Batch
 from prepare import embedded_store
-from support.base.rng import bits
-from support.base.runtime import Runtime
-from support.base.settings import flag
-from support.rows.batch import Batch
-from support.rows.bert import Pairs, SpecialIds, mask_tokens, masked_tokens
-from support.rows.mixture import AnyStore, open_store
-from support.rows.packs import Packs
-from support.rows.samples import MULTIPLE, SPECIAL_TOKENS, numbered
-from support.text.tokenizer import NAMES, byte_lengths, get_encoding, store_encoding
+from support.base.atomic import atomic_write
+from support.clock import MULTIPLE, bits, seed_of, shuffled
+from support.runtime import Runtime
+from support.settings import DataConfig
+from support.text.store import Store
+from support.text.tokenizer import byte_lengths, get_encoding, store_encoding
 
-if TYPE_CHECKING:
-    from config import Config
+# ---- samples
+
+KINDS = ("pieces", "rows", "bert", "pairs")
+SPLITS = {"train": "training", "val": "held-out"}  # what their tokens are called
+SPECIAL_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s that collate puts around a piece
+IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
+SPANS_CHECKED = 1 << 16  # of a table that is opened, evenly spread
+DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
 
 
-@dataclass(frozen=True)
-class DataConfig:
-    data: str | None = flag(
-        None,
-        "token store made by prepare.py, or several: a=0.7,b=0.3 (default: embedded corpus)",
-        free=True,
-    )
-    tokenizer: str | None = flag(None, f"{NAMES} (default: the store's, else pd4k)")
-    seq_len: int | None = flag(None, "tokens of a row (default: by --size)", least=8, below=2**31)
+class Samples:
+    """Sample id -> span of the token store. A sample is a piece of text that fits one row.
+
+    A document is cut at multiples of `max_piece_len` from its own start, so that each of its tokens
+    is a target exactly once a pass. For the kind `rows` the whole split counts as one document:
+    rows of equal length, cut across documents, which is how GPTs are commonly trained without
+    packing.
+
+    The spans of rows follow from arithmetic; those of pieces are a table of 16 bytes a sample. The
+    table of a large store is a file in it, made on first use, of which only what is asked for is
+    read: a billion samples open as fast as a million. In a folder that cannot be written each
+    process holds its own table.
+
+    Args: kind    pieces | rows | bert | pairs: a BERT's pieces leave out end-of-text and make room
+                  for its special tokens
+          seq_len tokens of a row
+          split   train | val: the held-out documents are the last ones of the store
+    Raises: ValueError for a split without any, for a table that is damaged
+    """
+
+    def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
+        self.store, self.kind, self.seq_len, self.split = store, kind, seq_len, split
+        self.without_eot = kind in SPECIAL_TOKENS
+        self.special_tokens = SPECIAL_TOKENS.get(kind, 0)
+        self.max_piece_len = seq_len - self.special_tokens
+        n, N = store.meta["train_documents"], len(store.offsets) - 1
+        self.documents = {"train": range(n), "val": range(n, N)}[split]
+        ends = store.offsets[np.array([self.documents.start, self.documents.stop])]
+        self.start, self.stop = ends.tolist()
+        self.table = None if kind == "rows" else self._table()
+        if len(self) == 0:
+            raise ValueError(
+                f"{store.path} has no {SPLITS[split]} document: prepare it with another --holdout,"
+                " or name another store"
+            )
+
+    def _table(self) -> np.ndarray:
+        """(N, 2) int64: the spans of all samples."""
+        parts = (self._spans_of(offsets) for offsets in self._parts())
+        at_most = len(self.documents) + (self.stop - self.start) // self.max_piece_len
+        if at_most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
+            return np.concatenate(list(parts))
+        name = f"{'bare-' * self.without_eot}{self.split}"
+        text = self.store.meta["sha256"]["documents.idx"][:16]
+        file = self.store.path / f"{name}-{self.max_piece_len}-{text}.spans"
+        count = -(-len(self.documents) // DOCUMENTS_AT_ONCE)
+        if not file.exists():
+            with atomic_write(file) as out:
+                for part in tqdm(parts, file.name, count, disable=None, leave=False):
+                    out.write(part)
+        table = np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
+        some = table[:: max(len(table) // SPANS_CHECKED, 1)]
+        ascends = (np.diff(some) > 0).all() and (np.diff(some, axis=0) > 0).all()
+        last = self._spans_of(self.store.offsets[self.documents.stop - 1 : self.documents.stop + 1])
+        if not (ascends and np.array_equal(table[-1:], last[-1:])):
+            raise ValueError(f"{file} is damaged: delete it, and it is made again")
+        return table
+
+    def _parts(self) -> Iterator[np.ndarray]:
+        """The offsets of the documents, DOCUMENTS_AT_ONCE at a time; once if there is none."""
+        begin, end = self.documents.start, self.documents.stop
+        for first in range(begin, max(end, begin + 1), DOCUMENTS_AT_ONCE):
+            yield self.store.offsets[first : min(first + DOCUMENTS_AT_ONCE, end) + 1]
+
+    def _spans_of(self, offsets: np.ndarray) -> np.ndarray:
+        """(n, 2) spans of documents cut at multiples of max_piece_len from their own starts.
+
+        Example:  offsets [0, 5, 6] at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6)
+        """
+        spans = np.stack((offsets[:-1], offsets[1:] - self.without_eot), axis=1)
+        return cut(spans, self.max_piece_len)
+
+    @property
+    def tokens(self) -> int:
+        """In all samples; a BERT's special tokens are not among them."""
+        return self.stop - self.start - self.without_eot * len(self.documents)
+
+    def __len__(self) -> int:
+        rows = -(-(self.stop - self.start) // self.max_piece_len)
+        return rows if self.table is None else len(self.table)
+
+    def spans(self, ids: np.ndarray) -> np.ndarray:
+        """(n,) sample ids -> (n, 2) first and one-past-last token of each in the store."""
+        if self.table is not None:
+            return self.table[ids]
+        start = self.start + ids * self.max_piece_len
+        return np.stack((start, np.minimum(start + self.max_piece_len, self.stop)), axis=1)
+
+    def shuffled(self, draws: np.ndarray, seed: int) -> np.ndarray:
+        """(m,) numbers of draws -> (m,) sample ids, pass after pass (support/clock.py)."""
+        return shuffled(draws, len(self), seed)
+
+    def some(self, tokens: int | None = None) -> np.ndarray:
+        """(n, 2) spans of about this many tokens in all, a fixed random choice.
+
+        Args: tokens None for all samples, in the order in which they would be chosen
+        """
+        # a sample has at least one token, so `tokens` of them are always enough
+        count = len(self) if tokens is None else min(tokens, len(self))
+        spans = self.spans(shuffled(np.arange(count), len(self), seed=0))
+        if tokens is None:
+            return spans
+        return spans[: np.searchsorted(np.cumsum(spans[:, 1] - spans[:, 0]), tokens) + 1]
+
+    def identity(self) -> dict:
+        """What an index of these samples depends on: store, tokenizer, and how samples are cut."""
+        names = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
+        made_of = {name: self.store.meta[name] for name in names}
+        made_of["made"] = (self.split, self.kind == "rows", self.without_eot)
+        made_of["seq_len"] = self.max_piece_len
+        return made_of
+
+
+def cut(spans: np.ndarray, max_piece_len: int) -> np.ndarray:
+    """Cut each span (N, 2) into pieces (n, 2) of at most this many tokens.
+
+    Example: [[0, 5]] at 2 tokens a piece: [[0, 2], [2, 4], [4, 5]]
+    """
+    start, stop = spans[:, 0], spans[:, 1]
+    counts = -(-(stop - start) // max_piece_len)
+    first = np.repeat(start, counts) + max_piece_len * numbered(counts)
+    return np.stack((first, np.minimum(first + max_piece_len, np.repeat(stop, counts))), axis=1)
+
+
+def numbered(counts: np.ndarray) -> np.ndarray:
+    """Number the parts of each thing, given how many it has: [2, 0, 3] -> [0, 1, 0, 1, 2]"""
+    return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
+
+
+@lru_cache(maxsize=1)
+def samples_of(path: str, kind: str, seq_len: int) -> Samples:
+    """The training samples of a store, opened once a process: a worker only gets their names."""
+    return Samples(Store.open(path), kind, seq_len)
+
+
+# ---- several stores read as one
+#
+# They lie side by side, in one space of token numbers and one of sample ids:
+#
+#     wiki  0 .......... 999        token 0 of code is token 1000 of the mixture
+#     code  1000 ... 1499
+#
+# The shares are of tokens, but samples are drawn, and their mean length differs from store to
+# store. So draws are shared out in proportion to weight / mean length, by a rule that gives each
+# store its share of every stretch of a run and needs only the number of the draw (`apportioned`):
+#
+#     shares 1/2, 1/4, 1/4 of a, b, c     draw   0  1  2  3  4  5  6  7
+#                                         store  c  a  b  a  c  a  b  a
+
+EXAMPLE = "as in --data wiki=0.7,code=0.3"
+ONE = 1 << 32  # a share of 1: shares are whole numbers of 2^-32
+# of a store, which a mixture adds up
+COUNTS = ("documents", "tokens", "bytes", "train_documents", "train_tokens", "train_bytes")
+
+
+def entries_of(given: str | Path) -> list[tuple[str, Fraction]]:
+    """Read PATH=WEIGHT,PATH=WEIGHT as (path, share); [] for the path of one store.
+
+    A path that contains '=' means one store if that folder exists; in a mixture the last '=' of an
+    entry counts. A folder with ',' in its name can be read alone, but not in a mixture.
+
+    Raises:   ValueError for an entry without path or weight, and for weights that are not shares
+    Example:  "wiki=7,code=3" is (wiki, 7/10) and (code, 3/10), as exact on every machine
+    """
+    given = str(given)
+    if "=" not in given or Path(given).is_dir():
+        return []
+    weights: list[tuple[str, Fraction]] = []
+    for entry in given.split(","):
+        path, _, text = entry.rpartition("=")
+        if not (path and text):
+            raise ValueError(f"--data {given}: {entry!r} is not PATH=WEIGHT, {EXAMPLE}")
+        try:
+            number = float(text)
+        except ValueError:
+            number = math.nan
+        if not 0 <= number < math.inf:
+            raise ValueError(f"--data {given}: the weight {text} is not a number of 0 or more")
+        weights.append((path, Fraction(text) if number else Fraction(0)))
+    total = sum(weight for _, weight in weights)
+    if not total:
+        raise ValueError(f"--data {given}: all weights are 0: give at least one store a share")
+    return [(path, weight / total) for path, weight in weights]
+
+
+def open_store(given: str | Path) -> "AnyStore":
+    """A store, or a mixture of several.
+
+    Raises: ValueError as Store.open and entries_of do, and for stores that cannot be mixed
+    """
+    entries = entries_of(given)
+    if not entries and "," in str(given) and not Path(given).exists():
+        raise ValueError(f"--data {given}: several stores need weights, {EXAMPLE}")
+    return Mixture.open(str(given), entries) if entries else Store.open(given)
+
+
+@dataclass(frozen=True, eq=False)
+class Mixture:
+    """Stores of one tokenizer, and the share of the tokens that each of them has.
+
+    Whatever reads tokens can use it as a Store. Documents and samples are those of its parts.
+    """
+
+    path: str  # as the flag names it, for messages
+    meta: dict  # counts are sums; sha256 identifies the stores, their order and their weights
+    parts: tuple[Store, ...]
+    weights: tuple[Fraction, ...]  # their sum is 1
+    names: tuple[str, ...]
+    tokens: "MixedTokens"
+
+    check_tokenizer = Store.check_tokenizer
+    check_tokens = Store.check_tokens
+
+    @property
+    def bytes_per_token(self) -> float:
+        """As they are mixed."""
+        shares = zip(self.weights, self.parts, strict=True)
+        return sum(float(weight) * part.bytes_per_token for weight, part in shares)
+
+    @classmethod
+    def open(cls, given: str, entries: Sequence[tuple[str, Fraction]]) -> "Mixture":
+        parts = tuple(Store.open(path) for path, _ in entries)
+        first, seen = parts[0].meta, []
+        for part in parts:
+            meta = part.meta
+            if meta["tokenizer_fingerprint"] != first["tokenizer_fingerprint"]:
+                others = f"{parts[0].path} with {first['tokenizer']}: prepare one of them again"
+                made_with = f"{part.path} was made with tokenizer {meta['tokenizer']}"
+                raise ValueError(f"--data {given}: {made_with} and {others}")
+            if meta["sha256"] in seen:
+                same = f"{part.path} has the same text as another store"
+                raise ValueError(f"--data {given}: {same}: give one of them both weights")
+            seen.append(meta["sha256"])
+        # --resume compares this: stores may move, but text, order and weights have to be the same
+        sha256 = [[float(share), text] for (_, share), text in zip(entries, seen, strict=True)]
+        names = tuple(part.path.name for part in parts)
+        counts = {name: sum(part.meta.get(name, 0) for part in parts) for name in COUNTS}
+        return cls(
+            path=given,
+            meta={**first, **counts, "sha256": {"mixture": sha256}},
+            parts=parts,
+            weights=tuple(share for _, share in entries),
+            # folders' names; their paths where two folders have the same name
+            names=names if len({*names}) == len(names) else tuple(str(p.path) for p in parts),
+            tokens=MixedTokens([part.tokens for part in parts]),
+        )
+
+
+AnyStore = Store | Mixture
+
+
+class MixedTokens:
+    """Arrays of tokens side by side, without a copy.
+
+    Every array ends with the end-of-text of its last document, so the token before any document is
+    an end-of-text here too.
+    """
+
+    def __init__(self, arrays: Sequence[np.ndarray]):
+        self.arrays = arrays
+        self.starts = np.cumsum([0, *(len(array) for array in arrays)])  # (parts + 1,)
+
+    def take(self, places: np.ndarray, mode: str) -> np.ndarray:
+        """As ndarray.take of the arrays joined; `mode` is always "clip"."""
+        places = np.clip(places, 0, self.starts[-1] - 1)
+        tokens = np.empty(len(places), self.arrays[0].dtype)
+        for number, chosen in by_part(self.starts, places):
+            array, start = self.arrays[number], self.starts[number]
+            tokens[chosen] = array.take(places[chosen] - start, mode=mode)
+        return tokens
+
+
+def by_part(starts: np.ndarray, places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
+    """Of each part that begins at starts[i]: i, and which of the places lie in it."""
+    part = np.searchsorted(starts, places, side="right") - 1
+    for number in range(len(starts) - 1):
+        yield number, np.flatnonzero(part == number)
+
+
+def samples_in(store: AnyStore, kind: str, seq_len: int) -> "Samples | MixedSamples":
+    """The training samples of a store, or of a mixture."""
+    return (MixedSamples if isinstance(store, Mixture) else Samples)(store, kind, seq_len)
+
+
+class MixedSamples:
+    """The training samples of a mixture, with what a plan needs of `Samples`.
+
+    Sample ids go on from store to store, as the numbers of tokens do.
+
+    Raises: ValueError for a store without a training sample
+    """
+
+    def __init__(self, store: Mixture, kind: str, seq_len: int):
+        self.store, self.kind, self.seq_len = store, kind, seq_len
+        self.parts = [Samples(part, kind, seq_len) for part in store.parts]
+        self.special_tokens = self.parts[0].special_tokens
+        self.first_ids = np.cumsum([0, *map(len, self.parts)])  # (stores + 1,)
+        self.mean_lengths = [mean_length(part) for part in self.parts]
+        lengths = zip(store.weights, self.mean_lengths, strict=True)
+        self.shares = nested_shares([weight / length for weight, length in lengths])
+
+    def __len__(self) -> int:
+        return int(self.first_ids[-1])
+
+    def shuffled(self, draws: np.ndarray, seed: int) -> np.ndarray:
+        """(m,) numbers of draws -> (m,) sample ids; each store has an order of its own.
+
+        The first store's order is that of a run on it alone.
+        """
+        ids = np.empty(len(draws), np.int64)
+        dealt = apportioned(draws, self.shares)
+        for number, part in enumerate(self.parts):
+            chosen = dealt.store == number
+            key = seed_of(seed, "store", number) if number else seed
+            ids[chosen] = self.first_ids[number] + shuffled(dealt.draw[chosen], len(part), key)
+        return ids
+
+    def spans(self, ids: np.ndarray) -> np.ndarray:
+        """(n,) sample ids -> (n, 2) first and one-past-last token of each in the mixture."""
+        spans = np.empty((len(ids), 2), np.int64)
+        for number, chosen in by_part(self.first_ids, ids):
+            of_part = self.parts[number].spans(ids[chosen] - self.first_ids[number])
+            spans[chosen] = of_part + self.store.tokens.starts[number]
+        return spans
+
+    def passes(self, tokens: int) -> str:
+        """Each store's share of a run of this many tokens, and how often the run reads it.
+
+        Example: wiki 70.0%, 0.32 passes; code 30.0%, 4.10 passes
+        """
+        shown = []
+        for number, part in enumerate(self.parts):
+            name, weight = self.store.names[number], self.store.weights[number]
+            passes = weight * tokens / (len(part) * self.mean_lengths[number])
+            shown.append(f"{name} {float(weight):.1%}, {float(passes):.2f} passes")
+        return "; ".join(shown)
+
+
+def mean_length(samples: Samples) -> Fraction:
+    """Mean tokens of a sample, as the clock counts them: with a BERT's special tokens."""
+    return Fraction(samples.tokens, len(samples)) + samples.special_tokens
+
+
+def nested_shares(often: Sequence[Fraction]) -> list[int]:
+    """The share of each store in the draws that the stores before it leave, in parts of 2^32.
+
+    Args:    often how often each store is drawn, in proportion to the others
+    Example: [2, 1, 1] is [1/2, 1/2, 1] of 2^32
+    """
+    shares = []
+    for number, drawn in enumerate(often):
+        left = sum(often[number:])
+        share = round(ONE * drawn / left) if left else 0
+        if drawn:  # rounding leaves something to every store that has a weight
+            share = min(max(share, 1), ONE - any(often[number + 1 :]))
+        shares.append(share)
+    return shares
+
+
+class Dealt(NamedTuple):
+    """Which store each draw is from, (m,) each."""
+
+    store: np.ndarray
+    draw: np.ndarray  # its number among the draws of that store
+
+
+def apportioned(draws: np.ndarray, shares: Sequence[int]) -> Dealt:
+    """Deal draws out to stores, so that each has its share of the first n draws for every n.
+
+    The first store gets floor(n p) of the first n draws. The draws that it leaves are numbered anew
+    and dealt out among the others in the same way. So every store's count differs from its share by
+    less than the number of stores, and the number of a draw is all that is needed to place it.
+
+    Args:    draws  (m,) from 0 on, below 2^63
+             shares of `nested_shares`
+    Example: shares [1/2, 1/2, 1] of 2^32: draws 0 to 3 are the first of store 2, the first of store
+             0, the first of store 1 and the second of store 0
+    """
+    store, draw = np.zeros((2, len(draws)), np.int64)
+    left, n = np.arange(len(draws)), np.asarray(draws).astype(np.uint64)
+    for number, share in enumerate(shares):
+        before = share_of(n, share)
+        chosen = share_of(n + np.uint64(1), share) > before
+        store[left[chosen]] = number
+        draw[left[chosen]] = before[chosen]
+        left, n = left[~chosen], (n - before)[~chosen]
+    return Dealt(store, draw)
+
+
+def share_of(n: np.ndarray, share: int) -> np.ndarray:
+    """floor(n share / 2^32), exactly: the product itself may have more than 64 bits."""
+    high, low = n >> np.uint64(32), n & np.uint64(ONE - 1)
+    return high * np.uint64(share) + (low * np.uint64(share) >> np.uint64(32))
+
+
+# ---- what a run opens
 
 
 class Data(NamedTuple):
@@ -73,19 +473,17 @@ class Data(NamedTuple):
     byte_lengths: np.ndarray  # (V,) of the text that each token stands for
 
 
-def open_data(settings: "Config", runtime: Runtime) -> tuple["Config", Data]:
-    """The store and its tokenizer, and the settings with the tokenizer's name in them."""
-    d = settings.data
-    name = d.tokenizer or "pd4k"
-    if d.data is None:  # each machine has its own
+def open_data(config: DataConfig, is_bert: bool, runtime: Runtime) -> Data:
+    """The store that --data names and its tokenizer; without --data the embedded corpus."""
+    name = config.tokenizer or "pd4k"
+    if config.data is None:  # each machine has its own
         runtime.on_each_machine(lambda: embedded_store(name))
-    path = d.data or str(embedded_store(name))
+    path = config.data or str(embedded_store(name))
     store = open_store(path)
-    encoding = get_encoding(d.tokenizer) if d.tokenizer else store_encoding(path, store.meta)
+    encoding = get_encoding(name) if config.tokenizer else store_encoding(path, store.meta)
     store.check_tokenizer(encoding)
-    settings = replace(settings, data=replace(d, tokenizer=encoding.name))
-    special_ids = SpecialIds.of(encoding) if settings.model.model == "bert" else None
-    return settings, Data(encoding, store, special_ids, byte_lengths(encoding))
+    special_ids = SpecialIds.of(encoding) if is_bert else None
+    return Data(encoding, store, special_ids, byte_lengths(encoding))
 
 
 # ---- rows
@@ -139,20 +537,38 @@ class Rows:
 
     def take(self, numbers: np.ndarray) -> "Rows":
         """The rows of these numbers, in this order."""
-        pieces, offsets = Packs(np.arange(len(self.start)), self.offsets).take(numbers)
-        pairs = self.pairs and self.pairs.take(pieces)
-        return Rows(self.start[pieces], self.stop[pieces], offsets, self.seen[pieces], pairs)
+        sizes = np.diff(self.offsets)[numbers]
+        pieces = np.repeat(self.offsets[numbers], sizes) + numbered(sizes)
+        return replace(self.pieces(pieces), offsets=np.concatenate(([0], np.cumsum(sizes))))
 
-    def of_rank(self, rank: int, ranks: int) -> "Rows":
-        """One of the equal shares of these rows; blank rows fill up those of the last ranks."""
-        share = -(-len(self) // ranks)
-        filled = np.pad(self.offsets, (0, share * ranks - len(self)), mode="edge")
-        own = np.arange(rank * share, (rank + 1) * share)
-        return replace(self, offsets=filled).take(own)
+    def pieces(self, numbers: np.ndarray) -> "Rows":
+        """The pieces of these numbers, with a row each."""
+        return Rows(
+            self.start[numbers],
+            self.stop[numbers],
+            np.arange(len(numbers) + 1),
+            self.seen[numbers],
+            self.pairs and self.pairs.take(numbers),
+        )
 
-    def packed(self, packs: Packs) -> "Rows":
-        """Rows of one piece each, laid together as a packer says."""
-        return replace(self.take(packs.items), offsets=packs.offsets)
+    def of_rank(self, rank: int, world_size: int) -> tuple[np.ndarray, "Rows"]:
+        """One of the equal shares of these rows, with their numbers; blank rows fill up the last.
+
+        Rows go round the ranks and back, like a snake: where they come heaviest first, every rank
+        gets nearly equal work, in each micro-batch too.
+
+        Example: of 6 rows rank 0 of 2 gets 0, 3, 4 and rank 1 gets 1, 2, 5
+        """
+        share = -(-len(self) // world_size)
+        rounds = np.arange(share * world_size).reshape(share, world_size)
+        rounds[1::2] = rounds[1::2, ::-1]
+        filled = np.pad(self.offsets, (0, rounds.size - len(self)), mode="edge")
+        numbers = rounds[:, rank]
+        return numbers, replace(self, offsets=filled).take(numbers)
+
+    def packed(self, items: np.ndarray, offsets: np.ndarray) -> "Rows":
+        """Rows of one piece each, laid together: row r gets items[offsets[r]:offsets[r + 1]]."""
+        return replace(self.pieces(items), offsets=offsets)
 
     def sums(self, of_piece: np.ndarray) -> np.ndarray:
         """(R,) the sum over the pieces of each row."""
@@ -226,12 +642,7 @@ def collate(
 ) -> Batch:
     """Read the pieces of each row from the store and lay them side by side.
 
-    GPT (special_ids None): every token of a piece is a target. Its inputs are the token before the
-        piece, which is end-of-text where a document begins, and all its tokens but the last.
-    BERT: a piece stands between [CLS] and [SEP], with one more [SEP] between the parts of a pair;
-        its tokens are inputs and targets. Which of them count is decided by `mask_tokens`.
-
-    Returns: Batch of (B, seq_len)
+    Returns: Batch of (B, seq_len); a BERT's text is all targets, `mask_tokens` chooses some of it
     Raises:  ValueError for a store with a token outside its vocabulary
     Cost:    a few passes over B T numbers, however many pieces there are
     """
@@ -242,8 +653,7 @@ def collate(
     ends = rows.offsets[1:]
     lengths = np.insert(length, ends, T - rows.sums(length))  # (n + B,)
     begins = np.cumsum(lengths) - lengths
-    is_piece = np.insert(np.ones(len(length), bool), ends, False)
-    heads = begins[is_piece]  # (n,)
+    heads = begins[np.insert(np.ones(len(length), bool), ends, False)]  # (n,) of pieces
 
     def of_tokens(of_piece: np.ndarray, of_rest: int = 0) -> np.ndarray:
         """(n,) values of pieces -> (B T,) of their tokens."""
@@ -257,24 +667,15 @@ def collate(
         second = of_tokens(rows.pairs.second - rows.start) - first - 1  # how far ahead it is
         place += np.where(positions > first + 1, second, 0)  # after the [SEP] in the middle
     text = store.tokens.take(place, mode="clip").astype(np.int64)  # (B T,)
-
-    end_of_text = store.meta["end_of_text"]
     if special_ids:
-        tokens, targets = text, text.copy()
-        seps = heads + length - 1
-        if rows.pairs:
-            seps = np.concatenate((seps, heads + rows.pairs.first + 1))
-        tokens[heads], tokens[seps] = special_ids.cls, special_ids.sep
-        targets[heads] = targets[seps] = IGNORE
+        tokens, targets = bert_inputs(text, rows, heads, heads + length - 1, special_ids)
     else:
-        tokens, targets = np.empty_like(text), text
-        tokens[1:] = text[:-1]
-        before = store.tokens.take(rows.start - 1, mode="clip")
-        tokens[heads] = np.where(rows.start > 0, before, end_of_text)
+        tokens, targets = gpt_inputs(text, rows, heads, store)
     padding = doc_ids < 0
     is_full = not padding.any()
     if not is_full:
-        tokens[padding], targets[padding], positions[padding] = end_of_text, IGNORE, 0
+        tokens[padding], positions[padding] = store.meta["end_of_text"], 0
+        targets[padding] = IGNORE
     if rows.seen.any():
         targets[positions < of_tokens(rows.seen)] = IGNORE
     store.check_tokens(max(tokens.max(), targets.max()))
@@ -282,6 +683,43 @@ def collate(
     if len(rows.start) == B and is_full:
         fields[2:] = None, None
     return Batch(*fields)
+
+
+def gpt_inputs(
+    text: np.ndarray, rows: Rows, heads: np.ndarray, store: AnyStore
+) -> tuple[np.ndarray, np.ndarray]:
+    """Every token of a piece is a target; its input is the token before it.
+
+    Before a piece that is the token before it in the store, and end-of-text where a document
+    begins.
+
+    Args:    text  (B T,) the pieces' tokens
+             heads (n,) where in them each piece begins
+    Returns: tokens and targets, (B T,)
+    """
+    tokens = np.empty_like(text)
+    tokens[1:] = text[:-1]
+    before = store.tokens.take(rows.start - 1, mode="clip")
+    tokens[heads] = np.where(rows.start > 0, before, store.meta["end_of_text"])
+    return tokens, text
+
+
+def bert_inputs(
+    text: np.ndarray, rows: Rows, heads: np.ndarray, lasts: np.ndarray, special_ids: SpecialIds
+) -> tuple[np.ndarray, np.ndarray]:
+    """A piece stands between [CLS] and [SEP], with one more [SEP] between the parts of a pair.
+
+    Args:    text         (B T,) the pieces' tokens, and anything where special tokens belong
+             heads, lasts (n,) where each piece with its special tokens begins and ends
+    Returns: tokens and targets, (B T,); special tokens are no targets
+    """
+    tokens, targets = text, text.copy()
+    seps = lasts
+    if rows.pairs:
+        seps = np.concatenate((lasts, heads + rows.pairs.first + 1))
+    tokens[heads], tokens[seps] = special_ids.cls, special_ids.sep
+    targets[heads] = targets[seps] = IGNORE
+    return tokens, targets
 
 
 def places(rows: Rows, batch: Batch) -> Tensor:
@@ -294,6 +732,9 @@ def places(rows: Rows, batch: Batch) -> Tensor:
     piece = torch.from_numpy(rows.offsets[:-1])[:, None] + doc_ids  # (B, T)
     start = torch.from_numpy(np.append(rows.start, 0))
     return start[piece.clamp(0, len(rows.start))] + positions
+
+
+# ---- what counts in the loss
 
 
 def counts(rows: Rows, masked: bool, per_document: bool) -> tuple[int, float | None]:
@@ -313,3 +754,27 @@ def counts(rows: Rows, masked: bool, per_document: bool) -> tuple[int, float | N
         return total, None
     answers = rows.pairs.answers(rows.start, rows.stop) != IGNORE
     return total, total / max(int(answers.sum()), 1)
+
+
+def shares_of(batch: Batch, per_document: bool, of_answer: float | None) -> Tensor | None:
+    """How much each target counts in the loss; None if each counts 1.
+
+    Paper:   Krell et al., arXiv 2107.02027, section 3.2.3: without shares long documents weigh more
+    Args:    per_document every document counts 1, shared equally by its targets
+             of_answer    what the answer at a [CLS] counts in addition; None: there are no answers
+    Returns: (B, T) float32
+    """
+    if of_answer is None and not per_document:
+        return None
+    _, targets, positions, doc_ids = batch.with_documents()
+    counts = (targets != IGNORE).float()
+    if of_answer is not None:
+        answers = (positions == 0) & (targets != IGNORE)
+        counts[answers] = 0
+    if per_document:
+        documents = doc_ids.clamp(min=0)  # (B, T)
+        sums = torch.zeros_like(counts).scatter_add(1, documents, counts)
+        counts /= sums.gather(1, documents).clamp(min=1)
+    if of_answer is not None:
+        counts[answers] = of_answer
+    return counts

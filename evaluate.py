@@ -38,22 +38,19 @@ import torch
 from torch import nn
 from tqdm import tqdm
 
+from bert import SpecialIds, sentence_pairs
 from config import Config
-from data import Data, Rows, batch_of, collate, open_data
+from data import SPECIAL_TOKENS, Data, Mixture, Rows, Samples, batch_of, collate, cut, open_data
 from kernels.cross_entropy import IGNORE
-from model import Transformer, predicted_by_bert
+from model import Batch, Transformer, predicted_by_bert
 from packing import pack_lengths
 from sample import load_run
-from support.base.numbers import count
-from support.base.rng import seed_of
-from support.base.runtime import Parser, Runtime, exit_cleanly, on_device, start
+from support.clock import seed_of
 from support.evaluation import scoring, tasks
 from support.evaluation.scoring import Documents, HeldOut, Laid, Poll
-from support.rows.batch import Batch
-from support.rows.bert import SpecialIds, sentence_pairs
-from support.rows.mixture import Mixture
-from support.rows.samples import SPECIAL_TOKENS, Samples, cut
 from support.run.progress import evaluation_bar
+from support.runtime import Parser, Runtime, exit_cleanly, on_device, start
+from support.settings import count
 from support.text.store import Store
 from support.text.tokenizer import get_encoding
 
@@ -119,8 +116,8 @@ class Subject(NamedTuple):
 def score_text(subject: Subject) -> dict[str, Any]:
     """Print the result on a store's text, and return it as JSON has it."""
     args, s, runtime = subject.args, subject.settings, subject.runtime
-    s = replace(s, data=replace(s.data, data=args.data or s.data.data))
-    _, data = open_data(s, runtime)
+    store = replace(s.data, data=args.data or s.data.data)
+    data = open_data(store, s.model.model == "bert", runtime)
     if args.by_document and isinstance(data.store, Mixture):
         several = f"{data.store.path} is several: name one with --data"
         raise ValueError(f"--by-document is for one store, {several}")
@@ -297,7 +294,8 @@ def right_answers(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple:
 
 def packed(alone: Rows, seq_len: int, special_tokens: int) -> Rows:
     """Rows of one piece each, packed."""
-    return alone.packed(pack_lengths(alone.stop - alone.start + special_tokens, seq_len))
+    packs = pack_lengths(alone.stop - alone.start + special_tokens, seq_len)
+    return alone.packed(packs.items, packs.offsets)
 
 
 def lay(rows: Rows, offsets: np.ndarray, batch: Callable[[Rows], Batch]) -> Laid:

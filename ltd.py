@@ -8,10 +8,14 @@ Does not touch the model, which calls each of its blocks through a `run_block`: 
 tokens keep their original positions and doc_ids (`meta.take`), so rotary angles, causality and
 packed documents stay right.
 
-In reading order: configuration, the schedule, the draw, the layer, the hooks that its line in
-config.py names. train.py's `run_block_of` calls `run_block` for each micro-batch;
-the clock (support/base/clock.py) asks `tokens_by_layer`. docs/ltd.md has the picture and the
-numbers.
+In reading order: configuration, the schedule, the draw, the layer, the settings. It acts where
+`settings.ltd.on` stands:
+
+    config.py   build             `resolved`: defaults, and what is refused
+    plan.py     tokens_by_layer   what a step costs on the clock
+    train.py    block_runner      `wrap_block`, for each micro-batch
+
+docs/ltd.md has the picture and the numbers.
 
 Papers: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597, section 3.2.
 
@@ -29,14 +33,11 @@ import torch
 from torch import Tensor
 
 from kernels.token_drop import merge, split
-from support.base.clock import StepContext, pace
-from support.base.settings import flag
-from support.base.technique import Refusal
-from support.rows.batch import Batch
+from support.clock import StepContext, pace
+from support.settings import flag
 
 if TYPE_CHECKING:
-    from config import Config
-    from model import Block, RunBlock, TokenMeta
+    from model import Batch, Block, BlockRunner, TokenMeta
 
 MODES, PACES = ("random", "bypass"), ("linear", "root", "constant")
 
@@ -89,9 +90,9 @@ def kept_tokens(
     return kept if kept == seq_len else kept - (kept - start) % multiple
 
 
-def kept_now(settings: "Config", context: StepContext) -> int:
+def kept_now(ltd: LtdConfig, context: StepContext) -> int:
     """`kept_tokens` at one step of a run."""
-    ltd, T = settings.ltd, settings.data.seq_len
+    T = context.seq_len
     t, over = (context.step - 1, ltd.steps) if ltd.steps else (context.progress, ltd.share)
     return kept_tokens(t, over, ltd.start, T, ltd.pace, multiple_of(ltd, T))
 
@@ -154,18 +155,17 @@ def draw(keep: int, bits: Tensor, padding: Tensor | None = None) -> Tensor:
 
 
 def draws(
-    settings: "Config", context: StepContext, first_row: int, batch: Batch, keep: int
+    ltd: LtdConfig, context: StepContext, rows: Tensor, batch: "Batch", keep: int
 ) -> dict[int, Tensor]:
     """The draws of all dropping layers at once: layer -> (B, K) int64.
 
     Functions of (seed, step, layer, row among the rows of all ranks, position): who runs a row, and
     with which others, does not change what it drops.
     """
-    B, T = batch.tokens.shape
-    layers = dropping_layers(settings.ltd.layers, settings.model.layers)
-    rows = torch.arange(first_row, first_row + B, device=batch.tokens.device)
+    T = batch.tokens.shape[1]
+    layers = dropping_layers(ltd.layers, context.layers)
     padding = None if batch.doc_ids is None else batch.doc_ids < 0
-    drawn = layers if settings.ltd.mode == "random" else layers[:1]
+    drawn = layers if ltd.mode == "random" else layers[:1]
     kept = draw(keep, context.bits("ltd", drawn, rows, T), padding)  # (layers or 1, B, K)
     return dict(zip(layers, kept.expand(len(layers), -1, -1), strict=True))
 
@@ -188,83 +188,74 @@ def run_kept(block: Callable, x: Tensor, meta: "TokenMeta", kept: Tensor) -> Ten
     return merge(rest, kept, block(states, meta))
 
 
-def token_dropping(kept_in: dict[int, Tensor], inner: "RunBlock") -> "RunBlock":
-    """A `run_block`: the layers of `kept_in` see the tokens it names, the others see every token.
+def drop_tokens(kept_in: dict[int, Tensor], inner: "BlockRunner") -> "BlockRunner":
+    """The layers of `kept_in` see the tokens it names, the others see every token.
 
-    Args: inner the run_block that runs a block on the tokens it is given
+    Args: inner runs a block on the tokens it is given
     """
-
     meta_of: dict[int, TokenMeta] = {}  # of the kept tokens of each layer
 
-    def run_layer(layer: int, block: "Block", x: Tensor, meta: "TokenMeta") -> Tensor:
+    def run_block(layer: int, block: "Block", x: Tensor, meta: "TokenMeta") -> Tensor:
         run = partial(inner, layer, block)
         if layer not in kept_in:
             return run(x, meta)
         if not meta_of:
-            taken = meta.take_each(list(kept_in.values()))
-            meta_of.update(zip(kept_in, taken, strict=True))
+            metas = meta.take_each(list(kept_in.values()))
+            meta_of.update(zip(kept_in, metas, strict=True))
         return run_kept(run, x, meta_of[layer], kept_in[layer])
 
-    return run_layer
+    return run_block
 
 
-# ---- the hooks
+def wrap_block(
+    inner: "BlockRunner", ltd: LtdConfig, context: StepContext, rows: Tensor, batch: "Batch"
+) -> "BlockRunner":
+    """Have blocks drop tokens in one micro-batch; where all tokens are kept, `inner` itself.
 
-
-def run_block(
-    settings: "Config", context: StepContext, first_row: int, batch: Batch, inner: "RunBlock"
-) -> "RunBlock":
-    """The run_block of one micro-batch; where all tokens are kept, it is `inner` itself.
-
-    Args:    context   of the step: progress, and its random numbers
-             first_row number of the micro-batch's first row among the rows of all ranks
-             batch     the micro-batch
-             inner     the run_block that this one wraps
+    Args:    context of the step: progress, and its random numbers
+             rows    (B,) int64, the micro-batch's rows by their numbers among those of all ranks
     """
-    keep = kept_now(settings, context)
+    keep = kept_now(ltd, context)
     if keep >= batch.tokens.shape[1]:
         return inner
-    return token_dropping(draws(settings, context, first_row, batch, keep), inner)
+    return drop_tokens(draws(ltd, context, rows, batch, keep), inner)
 
 
-def tokens_by_layer(settings: "Config", context: StepContext, tokens: list[int]) -> list[int]:
+def tokens_by_layer(ltd: LtdConfig, context: StepContext, tokens: list[int]) -> list[int]:
     """How many tokens of a row each layer sees, given how many it would see without this technique.
 
     Example: rows of 256 in 6 layers that keep 128: [256, 128, 128, 128, 128, 256]
     """
-    keep = kept_now(settings, context)
-    dropping = dropping_layers(settings.ltd.layers, settings.model.layers)
+    keep, dropping = kept_now(ltd, context), dropping_layers(ltd.layers, context.layers)
     return [min(keep, n) if layer in dropping else n for layer, n in enumerate(tokens)]
 
 
-def with_defaults(settings: "Config") -> LtdConfig:
-    ltd = settings.ltd
-    start = max(settings.data.seq_len // 16, 1) if ltd.start is None else ltd.start
-    share = 0.9 if ltd.share is None and ltd.steps is None else ltd.share
-    return replace(ltd, start=start, share=share)
+# ---- the settings
 
 
-def refusals(settings: "Config") -> list[Refusal]:
-    ltd, T, layers = settings.ltd, settings.data.seq_len, settings.model.layers
-    if ltd.layers is not None:
-        dropping_layers(ltd.layers, layers)  # raises if the list is wrong
-    start, multiple = ltd.start, ltd.multiple or 1
-    below = start // multiple * multiple
-    choices = f"{below} or " if below else ""
-    return [
-        (start > T, f"--ltd-start {start} is above the {T} tokens of a row: lower it"),
-        (
-            start % multiple != 0 and start != T,
-            f"--ltd-start {start} is not a multiple of --ltd-multiple {multiple}: choose"
-            f" {choices}{min(below + multiple, T)}, or another --ltd-multiple",
-        ),
-        (
-            ltd.steps is not None and ltd.share is not None,
-            "--ltd-steps and --ltd-share both say when all tokens are kept: give one of them",
-        ),
-        (
-            layers < 3,
+def resolved(ltd: LtdConfig, seq_len: int, layers: int) -> LtdConfig:
+    """The settings with defaults filled in.
+
+    Raises: ValueError naming the flag of a setting that cannot work
+    """
+    dropping_layers(ltd.layers, layers)
+    start = max(seq_len // 16, 1) if ltd.start is None else ltd.start
+    multiple = ltd.multiple or 1
+    if start > seq_len:
+        raise ValueError(f"--ltd-start {start} is above the {seq_len} tokens of a row: lower it")
+    if start % multiple and start != seq_len:
+        above = min(start + -start % multiple, seq_len)
+        raise ValueError(
+            f"--ltd-start {start} is not a multiple of --ltd-multiple {multiple}: try {above}"
+        )
+    if ltd.steps and ltd.share:
+        raise ValueError(
+            "--ltd-steps and --ltd-share both say when all tokens are kept: give one of them"
+        )
+    if layers < 3:
+        raise ValueError(
             f"--layers {layers}: --ltd needs a layer between the first and the last: choose 3 or"
-            " more, or leave out --ltd",
-        ),
-    ]
+            " more, or leave out --ltd"
+        )
+    share = ltd.share if ltd.share or ltd.steps else 0.9
+    return replace(ltd, start=start, share=share)

@@ -33,6 +33,7 @@ from torch.utils.checkpoint import checkpoint
 from kernels.cross_entropy import IGNORE, linear_cross_entropy, product_dtype, token_losses
 from kernels.packed_attention import Documents, chosen_impl, index_of, packed_attention
 from kernels.rotary import PUBLISHED, Rotary, rotate, rotation
+from support.runtime import on_device
 
 
 @dataclass(frozen=True)
@@ -112,6 +113,37 @@ def norm_of(config: TransformerConfig) -> nn.Module:
     return nn.LayerNorm(config.width, config.norm_eps, bias=config.bias)
 
 
+class Batch(NamedTuple):
+    """Rows as the model takes them, of a step or a micro-batch. Each field is (B, T) int64.
+
+    Made by data.batch_of, where the head of data.py shows one. `positions` and `doc_ids` are None
+    where every row is one piece that fills it.
+    """
+
+    tokens: Tensor
+    targets: Tensor  # IGNORE where nothing is predicted
+    positions: Tensor | None  # from 0 in every piece
+    doc_ids: Tensor | None  # one id a piece, from 0 in every row; padding is -1
+
+    def rows(self, part: slice) -> "Batch":
+        return Batch(*(None if field is None else field[part] for field in self))
+
+    def with_documents(self) -> "Batch":
+        """The same batch with positions and doc_ids, even where every row is one piece."""
+        if self.doc_ids is not None:
+            return self
+        rows, T = self.tokens.shape
+        positions = torch.arange(T, device=self.tokens.device).repeat(rows, 1)  # (B, T)
+        return self._replace(positions=positions, doc_ids=torch.zeros_like(positions))
+
+    def to(self, device: torch.device) -> "Batch":
+        """On a device, by one copy of all fields."""
+        if self.tokens.device.type == device.type:
+            return self
+        fields = on_device(torch.stack([f for f in self if f is not None]), device)  # (n, B, T)
+        return Batch(*fields, *[None] * (len(self) - len(fields)))
+
+
 class Attention(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
@@ -169,7 +201,7 @@ class Block(nn.Module):
         return self.ln_2(x + self.drop(self.mlp(x)))
 
 
-RunBlock = Callable[[int, Block, Tensor, "TokenMeta"], Tensor]
+BlockRunner = Callable[[int, Block, Tensor, "TokenMeta"], Tensor]
 
 
 def run_plain(layer: int, block: Block, x: Tensor, meta: "TokenMeta") -> Tensor:
@@ -190,7 +222,7 @@ class Transformer(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.config = config
-        self.run_block: RunBlock = run_plain  # where none is handed in
+        self.run_block: BlockRunner = run_plain  # where none is handed in
         self.wte = nn.Embedding(config.vocab_size, config.width)
         if config.pos == "learned":
             self.wpe = nn.Embedding(config.seq_len, config.width)
@@ -227,7 +259,7 @@ class Transformer(nn.Module):
         tokens: Tensor,
         positions: Tensor | None = None,
         doc_ids: Tensor | None = None,
-        run_block: RunBlock | None = None,
+        run_block: BlockRunner | None = None,
     ) -> Tensor:
         """The last layer's output (B, T, C) for tokens (B, T); see TokenMeta for the metadata."""
         _, T = tokens.shape
@@ -280,7 +312,7 @@ class Transformer(nn.Module):
     def forward(
         self,
         batch,
-        run_block: RunBlock | None = None,
+        run_block: BlockRunner | None = None,
         shares: Tensor | None = None,
         predicted: "Predicted | None" = None,
     ) -> Tensor:
@@ -340,6 +372,9 @@ class Predicted(NamedTuple):
 
     tokens: Tensor | None  # (n,) int64; None for all: a BERT's head is a fifth of the work
     answers: Tensor | None  # (m,) int64 of each [CLS] that tells of a pair
+
+    def to(self, device: torch.device) -> "Predicted":
+        return Predicted(*(at if at is None else on_device(at, device) for at in self))
 
     def rows(self, part: slice, T: int) -> "Predicted":
         """Those in some of the rows, counted from the first of these."""

@@ -70,15 +70,12 @@ from torch.autograd.function import FunctionCtx
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from support.base.numbers import bytes_of
-from support.base.settings import flag
-from support.base.technique import Edit
+from support.settings import bytes_of, flag
 from support.step.placement import KINDS, Away, Part, Placement, grouped, parts_of, place, shown
 
 if TYPE_CHECKING:
-    from config import Config
-    from model import RunBlock, TokenMeta, Transformer
-    from support.base.runtime import Runtime
+    from model import BlockRunner, TokenMeta, Transformer
+    from support.runtime import Runtime
 
 DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
 Name = TypeVar("Name", bound=Hashable)
@@ -100,11 +97,14 @@ class OffloadConfig:
     )
 
 
-def refusals(settings: "Config") -> list[tuple[bool, str]]:
-    budget_bytes(settings.offload.budget, free=0)  # raises for anything but bytes or auto
-    host_bytes(settings.offload.host_memory, free=0)
-    spread = "--fsdp spreads weights, gradients and state over the ranks: leave out --offload"
-    return [(settings.run.fsdp, spread)]
+def check(config: OffloadConfig, *, fsdp: bool) -> None:
+    """Refuse what is no amount of bytes, and --fsdp."""
+    budget_bytes(config.budget, free=0)
+    host_bytes(config.host_memory, free=0)
+    if fsdp:
+        raise ValueError(
+            "--fsdp spreads weights, gradients and state over the ranks: leave out --offload"
+        )
 
 
 # ---- from the flags to a placement
@@ -129,24 +129,23 @@ def host_bytes(text: str, free: int | None) -> int | None:
     return free if text == "auto" else bytes_of("--offload-host-memory", text)
 
 
-def placement_for(settings: "Config", model: nn.Module, runtime: "Runtime") -> Placement:
+def placement_for(
+    config: OffloadConfig, muon: bool, model: nn.Module, runtime: "Runtime"
+) -> Placement:
     """Decide what of a model leaves the device, by what was free when the run began.
 
-    Args:   model may be on the meta device
+    Args:   muon  whether Muon updates the blocks' matrices
+            model may be on the meta device
     Raises: ValueError for a budget or a host that is too small
     """
     return place(
-        parts_of(model, settings.optim.optimizer == "muon"),
-        budget_bytes(settings.offload.budget, runtime.device_free),
+        parts_of(model, muon),
+        budget_bytes(config.budget, runtime.device_free),
         DTYPES[runtime.dtype],
         kinds=KINDS if runtime.world_size == 1 else (Away.STATE,),
-        host_bytes=host_bytes(settings.offload.host_memory, runtime.host_free),
+        host_bytes=host_bytes(config.host_memory, runtime.host_free),
         ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
     )
-
-
-def edit(settings: "Config", model: "Transformer", runtime: "Runtime", state: dict | None) -> Edit:
-    return Offload(placement_for(settings, model, runtime), early=runtime.world_size == 1)
 
 
 # ---- the placement carried out
@@ -170,7 +169,7 @@ class Fetched(NamedTuple):
     event: torch.cuda.Event | None  # when they are there
 
 
-class Offload(Edit):
+class Offload:
     """A placement, carried out on one model (`move`); the head of this file walks through a step.
 
     Args: early gradients leave during the backward pass. Under DDP they cannot: only at its end
@@ -249,7 +248,7 @@ class Offload(Edit):
 
     # ---- weights are fetched
 
-    def run_block(self, inner: "RunBlock", recomputes: bool = False) -> "RunBlock":
+    def run_block(self, inner: "BlockRunner", recomputes: bool = False) -> "BlockRunner":
         """A `run_block` that gives blocks their weights for as long as they run.
 
         Args: inner      the run_block that runs a block on the tokens it is given
@@ -340,7 +339,7 @@ class Offload(Edit):
 
     # ---- the update, and weights go back
 
-    def around_step(self, update: Callable[[], None]) -> None:
+    def update(self, update: Callable[[], None]) -> None:
         """Update what stays on the device, then part by part what is on the host.
 
         A part's new weights travel to the device while the host updates the next part. Gradients

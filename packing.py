@@ -1,9 +1,14 @@
 """Sequence packing: documents side by side in rows of equal length, with little padding.
 
 Decides which document goes into which row. It does not isolate the documents of a row from each
-other: attention does that, from `doc_ids` and `positions` (model.TokenMeta). plan.py calls
-`pack_lengths` for a window of samples; support/rows/packs.py orders the rows so that equal shares
-are equal work, and `Rows.of_rank` in data.py gives each rank its share.
+other: attention does that, from `doc_ids` and `positions` (model.TokenMeta). In reading order:
+configuration, histograms and what packers return, the packers, a place for every document, the
+command. It acts where `settings.pack.on` stands:
+
+    config.py   build             `resolved`: defaults, and what is refused
+                samples_kind      samples are pieces of documents, not rows of the stream
+    plan.py     Plan.__call__     `pack_lengths`, for a window of samples
+                Plan.full_step    rows keep their full length
 
 Documents of equal length are interchangeable, so a packer needs only a histogram, and takes as long
 for a billion documents as for a million. It returns a Packing: which lengths share a pack (a
@@ -26,15 +31,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
-from support.base.settings import flag
-from support.rows.packs import Packing, Packs, assign, histogram, least_packs
-
-if TYPE_CHECKING:
-    from config import Config
+from support.settings import flag
 
 PACKERS = ("lpfhp", "spfhp", "nnlshp")
 DEFAULT = "lpfhp"  # docs/packing.md: it needs the fewest packs without SciPy
@@ -61,31 +62,84 @@ class PackConfig:
     )
 
 
-def with_defaults(config: "Config") -> PackConfig:
-    """Packing changes neither the learning rate nor the contents of a step unless asked to.
+def resolved(config: PackConfig, seq_len: int, is_bert: bool) -> PackConfig:
+    """The settings with defaults filled in.
 
-    A BERT's unpacked rows hold one document each, so a step keeps its documents, in fewer rows. A
-    GPT's unpacked rows are full of text cut from the stream, so as many rows hold as many tokens.
+    Packing changes neither the learning rate nor the contents of a step unless asked to. A BERT's
+    unpacked rows hold one document each, so a step keeps its documents, in fewer rows. A GPT's
+    unpacked rows are full of text cut from the stream, so as many rows hold as many tokens.
+
+    Raises: ValueError for a packer that this machine or this run cannot use
     """
-    if config.pack.batch is not None:
-        return config.pack
-    return replace(config.pack, batch="documents" if config.model.model == "bert" else "rows")
-
-
-def refusals(config: "Config") -> list[tuple[bool, str]]:
-    """Packers that this machine or this run cannot use."""
-    packer, T = config.pack.packer, config.data.seq_len
-    most = min(config.pack.max_per_row or T, T)
-    if packer == "nnlshp":
+    most = min(config.max_per_row or seq_len, seq_len)
+    if config.packer == "nnlshp":
         require_scipy("--pack-packer")
-    return [
-        (
-            packer == "nnlshp" and number_that_fill(T, most) > PATTERNS,
-            f"--pack-packer nnlshp weighs every way to fill a row of {T} with {most} pieces at"
-            f" most, and more than {PATTERNS:,} take too long: lower --pack-max-per-row, or choose"
-            " another packer",
-        )
-    ]
+        if number_that_fill(seq_len, most) > PATTERNS:
+            raise ValueError(
+                f"--pack-packer nnlshp weighs every way to fill a row of {seq_len} with {most}"
+                f" pieces at most, and more than {PATTERNS:,} take too long: lower"
+                " --pack-max-per-row, or choose another packer"
+            )
+    return replace(config, batch=config.batch or ("documents" if is_bert else "rows"))
+
+
+# ---- histograms, and what packers return
+
+
+def histogram(lengths: Sequence[int] | np.ndarray, max_len: int) -> np.ndarray:
+    """Count the documents of each length, (max_len + 1,).
+
+    Raises:  ValueError for a document that does not fit a row
+    Example: histogram([3, 1, 3], 4) == [0, 1, 0, 2, 0]
+    """
+    lengths = np.asarray(lengths)
+    for extreme in (lengths.min(initial=1), lengths.max(initial=1)):
+        if not 1 <= extreme <= max_len:
+            raise ValueError(f"a document of {extreme} tokens does not fit a row of 1 to {max_len}")
+    return np.bincount(lengths.astype(np.int64, copy=False), minlength=max_len + 1)
+
+
+class Packing(NamedTuple):
+    """Strategies, the lengths that share a pack, and how many packs follow each.
+
+    Strategy s holds lengths[offsets[s]:offsets[s + 1]], longest first.
+    """
+
+    lengths: np.ndarray  # (places,) int64
+    offsets: np.ndarray  # (S + 1,) int64
+    counts: np.ndarray  # (S,) int64
+    max_len: int
+
+    @property
+    def packs(self) -> int:
+        return int(self.counts.sum())
+
+    def total(self, of_each_length: np.ndarray) -> float:
+        """Sum over all documents a value that depends on their length, (max_len + 1,)."""
+        sums = np.add.reduceat(of_each_length[self.lengths], self.offsets[:-1])
+        return float(sums @ self.counts)
+
+    @property
+    def factor(self) -> float:
+        """Documents per pack: how many times fewer rows than with one document per row."""
+        return self.total(np.ones(self.max_len + 1)) / self.packs
+
+    @property
+    def efficiency(self) -> float:
+        """The share of positions that are not padding."""
+        return self.total(np.arange(self.max_len + 1)) / (self.packs * self.max_len)
+
+    @property
+    def attention(self) -> float:
+        """The cost of attention within documents, as a share of attention over whole rows."""
+        return self.total(np.arange(self.max_len + 1.0) ** 2) / (self.packs * self.max_len**2)
+
+
+class Packs(NamedTuple):
+    """Pack p holds documents items[offsets[p]:offsets[p + 1]], from left to right."""
+
+    items: np.ndarray  # (N,) int64, document numbers
+    offsets: np.ndarray  # (packs + 1,) int64
 
 
 # ---- greedy packers
@@ -283,8 +337,36 @@ def pack(counts: np.ndarray, packer: str = DEFAULT, max_per_pack: int | None = N
         offsets=np.cumsum([0, *map(len, strategies)]),
         counts=np.array([packs[strategy] for strategy in strategies]),
         max_len=max_len,
-        lower_bound=least_packs(counts, most),
     )
+
+
+# ---- a place for every document
+
+
+def assign(packing: Packing, lengths: np.ndarray) -> Packs:
+    """Give every document a place: the first of its length takes the first place of that length.
+
+    Args:    lengths (N,) of the documents whose histogram was packed
+    Returns: packs in the order of the strategies
+    Raises:  ValueError if the lengths have another histogram
+    Cost:    sorts the documents by length and copies once per place of each strategy
+    """
+    given = histogram(lengths, packing.max_len)
+    sizes, counts = np.diff(packing.offsets), packing.counts
+    packed = np.bincount(packing.lengths, np.repeat(counts, sizes), len(given))
+    if (packed != given).any():
+        raise ValueError("the documents to assign do not have the histogram that was packed")
+    narrow = np.min_scalar_type(packing.max_len)  # 16 bits, which NumPy sorts in linear time
+    sorted_items = np.argsort(np.asarray(lengths).astype(narrow), kind="stable")
+    first = np.cumsum(sizes * counts) - sizes * counts  # (S,) where a strategy's documents begin
+    place = np.repeat(first - packing.offsets[:-1], sizes) + np.arange(len(packing.lengths))
+    by_length = np.argsort(packing.lengths, kind="stable")
+    columns = (place, np.repeat(counts, sizes), np.repeat(sizes, sizes))
+    items, taken = np.empty(len(sorted_items), np.int64), 0
+    for start, packs, size in zip(*(column[by_length].tolist() for column in columns), strict=True):
+        items[start : start + packs * size : size] = sorted_items[taken : taken + packs]
+        taken += packs
+    return Packs(items, np.concatenate(([0], np.cumsum(np.repeat(sizes, counts)))))
 
 
 def pack_lengths(
@@ -295,8 +377,7 @@ def pack_lengths(
 ) -> Packs:
     """Pack documents: the numbers of those that share a pack.
 
-    Documents of equal length are taken in the order given; packs come longest document first,
-    until `take` reorders them.
+    Documents of equal length are taken in the order given; packs come longest document first.
 
     Example: pack_lengths([3, 6, 5, 2], 8) has items [1, 3, 2, 0] and offsets [0, 2, 4]
     """
@@ -312,8 +393,8 @@ ROWS = 12  # that are printed, the most frequent first
 
 
 def main(argv: list[str] | None = None) -> None:
-    from support.base import runtime
-    from support.rows.samples import Samples
+    from data import Samples
+    from support import runtime
     from support.text.store import Store
 
     parser = runtime.Parser(prog="packing.py", description=__doc__.split("\n")[0])
@@ -340,10 +421,10 @@ def main(argv: list[str] | None = None) -> None:
 
 def show(packing: Packing) -> None:
     """Print what a packing saves, and the rows that it has most of."""
-    print(f"{'rows':>10} {'at least':>10} {'full':>10} {'a row':>10} {'attention':>10}")
+    print(f"{'rows':>10} {'full':>10} {'a row':>10} {'attention':>10}")
     print(
-        f"{packing.packs:10,} {packing.lower_bound:10,} {packing.efficiency:10.3%}"
-        f" {packing.factor:10.3f} {packing.attention:10.1%}"
+        f"{packing.packs:10,} {packing.efficiency:10.3%} {packing.factor:10.3f}"
+        f" {packing.attention:10.1%}"
     )
     strategies = np.split(packing.lengths, packing.offsets[1:-1])
     for s in np.argsort(-packing.counts, kind="stable")[:ROWS]:
@@ -352,6 +433,6 @@ def show(packing: Packing) -> None:
 
 
 if __name__ == "__main__":
-    from support.base import runtime
+    from support import runtime
 
     runtime.exit_cleanly(main)

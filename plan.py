@@ -6,7 +6,7 @@ The walk that begins in data.py (documents, store, samples) goes on here; its ex
     clock    the run stands at step 0, 0 tokens consumed, the next draw is number 0
     stage    how long a piece may be, and the pool of samples     Plan.stage_at, curriculum.py
              that may be drawn: 8 tokens and all four
-    draw     draws 0 to 3 are samples 3, 0, 2, 1                  draw, support/base/rng.py
+    draw     draws 0 to 3 are samples 3, 0, 2, 1                  draw, support/clock.py
     cut      into pieces of the stage's length: all fit 8; at     Plan.packed_window, samples.cut
              4 tokens less. would be less and .
     rows     of all ranks: parsimon | less.is. | y.               Plan.packed_rows, packing.py
@@ -43,7 +43,7 @@ which draw the window begins, and how many of its rows were taken:
 """
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import NamedTuple
@@ -51,21 +51,28 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+import ltd
 import packing
+import pseudo
 from analyze import ready
-from config import Config, samples_kind
-from data import Rows, batch_of, counts, reshape, reshaped_len
-from model import Predicted, predicted_by_bert
-from support.base.clock import Clock, Cursor, StepContext, effective_tokens, tokens_by_layer
-from support.base.rng import seed_of, shuffled
-from support.base.runtime import Runtime
-from support.base.technique import techniques_of, techniques_on
-from support.rows.batch import Batch
-from support.rows.bert import SpecialIds, check_pairs, sentence_pairs
-from support.rows.mixture import AnyStore, MixedSamples, samples_in
-from support.rows.packs import balanced
-from support.rows.ranking import SCAN, Pool, Rankings, Stage, Stages
-from support.rows.samples import MULTIPLE, Samples, cut
+from bert import SpecialIds, sentence_pairs
+from config import TECHNIQUES, Config, samples_kind
+from curriculum import SCAN, Curriculum, Pool, Stage, parse_metrics
+from data import (
+    AnyStore,
+    MixedSamples,
+    Rows,
+    Samples,
+    batch_of,
+    counts,
+    cut,
+    reshape,
+    reshaped_len,
+    samples_in,
+)
+from model import Batch, Predicted, predicted_by_bert
+from support.clock import MULTIPLE, Clock, Cursor, StepContext, effective_tokens, seed_of, shuffled
+from support.runtime import Runtime, on_device
 from support.step.flops import Laid
 
 WINDOW_STEPS = 16  # whose samples are packed together; they make some ten steps' rows
@@ -75,12 +82,13 @@ class Step(NamedTuple):
     """What the next optimizer step needs, decided before it starts; it travels with its batch."""
 
     batch: Batch | None  # this rank's rows; None if they were not read
+    rows: torch.Tensor | None  # (B,) int64 their numbers among the rows of all ranks
     seq_len: int  # tokens of a row
     targets: int  # on all ranks, or documents: what the sum of losses is divided by
     of_answer: float | None  # --nsp: what the answer of a pair counts in that sum
     context: StepContext
     max_piece_len: int  # tokens, the longest that the curriculum allows in this step's rows
-    kept_tokens: int  # of a row, in the layer that sees the fewest
+    tokens_by_layer: list[int]  # of a full row
     padding_share: float
     pieces: int  # of documents, on all ranks
     attention_share: float  # sum of their squared lengths, of what rows without padding could have
@@ -91,10 +99,16 @@ class Step(NamedTuple):
     after: Clock
     predicted: Predicted | None = None  # a BERT's targets in the batch; None reads them off it
 
+    def to(self, device: torch.device) -> "Step":
+        """The same step with its rows on a device."""
+        predicted = self.predicted and self.predicted.to(device)
+        rows = on_device(self.rows, device)
+        return self._replace(batch=self.batch.to(device), rows=rows, predicted=predicted)
+
     def part(self, rows: slice) -> "Step":
         """The same step with some of this rank's rows."""
         predicted = self.predicted and self.predicted.rows(rows, self.seq_len)
-        return self._replace(batch=self.batch.rows(rows), predicted=predicted)
+        return self._replace(batch=self.batch.rows(rows), rows=self.rows[rows], predicted=predicted)
 
 
 class Chosen(NamedTuple):
@@ -123,11 +137,13 @@ class Plan:
         self.samples = samples_in(store, kind, self.seq_len)
         self.extra = self.samples.special_tokens  # of every piece
         if settings.model.nsp:
-            check_pairs(self.samples)
-        self.curriculum: Stages | None = None  # the one technique that has stages
-        for technique in techniques_on(settings):
-            if technique.stages:
-                self.curriculum = technique.stages(settings, self.rankings)
+            self.check_pairs()
+        self.curriculum: Curriculum | None = None
+        if settings.curriculum.on:
+            flags, seq_len = settings.curriculum, self.seq_len
+            indexes = ready(self.samples, flags.metrics, flags.index, runtime)
+            pacings = parse_metrics(flags, seq_len, settings.pack.on)
+            self.curriculum = Curriculum(pacings, settings.optim.schedule_tokens, seq_len, indexes)
 
     def __call__(self, clock: Clock) -> Step:
         s = self.settings
@@ -135,15 +151,15 @@ class Plan:
         chosen = self.packed_rows(clock) if s.pack.on else self.unpacked_rows(clock)
         step = self.costed(chosen, clock)
 
-        # Batch: this rank's; the last ranks may get blank rows, which nothing counts
-        own = chosen.rows.of_rank(self.runtime.rank, self.runtime.world_size)
+        # Batch: this rank's; it may end with blank rows, which nothing counts
+        numbers, rows = chosen.rows.of_rank(self.runtime.rank, self.runtime.world_size)
         seeds = [seed_of(s.run.seed, "mask", step.context.step, use) for use in ("which", "what")]
         masks = torch.tensor(seeds)
-        batch = batch_of(self.store, own, chosen.seq_len, self.special_ids, masks)
+        batch = batch_of(self.store, rows, chosen.seq_len, self.special_ids, masks)
         predicted = None
         if self.special_ids:
             predicted = predicted_by_bert(batch.targets, batch.positions, s.model.nsp)
-        return step._replace(batch=batch, predicted=predicted)
+        return step._replace(batch=batch, rows=torch.from_numpy(numbers), predicted=predicted)
 
     def costed(self, chosen: Chosen, clock: Clock) -> Step:
         """The step of these rows: its cost, and what the loss is divided by. Nothing is read."""
@@ -152,6 +168,8 @@ class Plan:
             seed=s.run.seed,
             step=clock.step + 1,
             progress=min(clock.consumed_tokens / s.optim.schedule_tokens, 1.0),
+            seq_len=self.seq_len,
+            layers=s.model.layers,
         )
         length = rows.stop - rows.start + self.extra
         filled, seen = rows.sums(length), rows.sums(rows.seen)
@@ -177,12 +195,13 @@ class Plan:
             difficulty["pool"] = stage.pool.size if stage.pool else len(self.samples)
         return Step(
             batch=None,
+            rows=None,
             seq_len=chosen.seq_len,
             targets=targets,
             of_answer=of_answer,
             context=context,
             max_piece_len=stage.max_piece_len,
-            kept_tokens=min(tokens),
+            tokens_by_layer=tokens,
             padding_share=1 - int(filled.sum()) / positions,
             pieces=len(length),
             attention_share=int((length**2).sum()) / (positions * chosen.seq_len),
@@ -232,15 +251,18 @@ class Plan:
 
     def plain(self) -> "Plan":
         """The plan of the same run without techniques."""
-        off = {n: entry.settings() for n, entry in techniques_of(self.settings).items()}
+        off = {name: type(getattr(self.settings, name))() for name in TECHNIQUES}
         settings = replace(self.settings, **off)
         return Plan(settings, self.store, self.special_ids, self.runtime)
 
     # ---- which samples
 
-    def rankings(self, metrics: Sequence[str], folder: str | None) -> Rankings:
-        """The index of each metric that ranks samples, made if it is not there."""
-        return ready(self.samples, metrics, folder, self.runtime)
+    def check_pairs(self) -> None:
+        """Refuse --nsp where no two of the first million samples have two tokens or more."""
+        start, stop = self.samples.spans(np.arange(min(len(self.samples), 1 << 20))).T
+        if (stop - start >= 2).sum() < 2:
+            lacks = f"{self.store.path} has fewer than two pieces of two tokens or more to pair"
+            raise ValueError(f"--nsp: {lacks}: leave out --nsp, or name another store with --data")
 
     def stage_at(self, consumed_tokens: int) -> Stage:
         """How long a piece may be and which samples may be drawn, at one point of the run."""
@@ -315,7 +337,7 @@ class Plan:
             cursor = cursor._replace(row=stop) if stop < len(window.rows) else window.after
         rows = Rows.join(parts)
         work = rows.sums((rows.stop - rows.start + self.extra) ** 2)  # of attention
-        rows = rows.take(balanced(work, multiple=8 if by_document else 1))
+        rows = rows.take(np.argsort(-work, kind="stable"))
         stage = window.stage._replace(max_piece_len=longest)
         return window._replace(rows=rows, stage=stage, before=clock.cursor, after=cursor)
 
@@ -339,12 +361,22 @@ class Plan:
         )
         by_first = np.argsort(packs.items[packs.offsets[:-1]])
         return Chosen(
-            rows=alone.packed(packs).take(by_first),
+            rows=alone.packed(packs.items, packs.offsets).take(by_first),
             seq_len=self.seq_len,
             stage=stage,
             before=cursor,
             after=after,
         )
+
+
+def tokens_by_layer(settings: Config, context: StepContext, seq_len: int) -> list[int]:
+    """How many tokens of a full row each layer sees in a step, given the techniques in use."""
+    tokens = [seq_len] * settings.model.layers
+    if settings.ltd.on:
+        tokens = ltd.tokens_by_layer(settings.ltd, context, tokens)
+    if settings.pseudo.on:
+        tokens = pseudo.tokens_by_layer(settings.pseudo, context, tokens)
+    return tokens
 
 
 def draw(

@@ -23,7 +23,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from support.base import runtime
+from support import runtime
 from support.base.atomic import atomic_folder
 from support.text import tokenizer
 from support.text.corpus import Corpus, Part, add_flags

@@ -12,10 +12,15 @@ While weights are shared, their gradient is the mean over their uses, where auto
 
 A stage of a run is its `Owners`: for every layer the layer whose weights it uses. `share` gives a
 new model the owners of a stage, `handed_over` turns the state of one stage into that of the next.
-Parameters keep their names throughout. When a stage ends (`Sharing.has_ended`), train.py takes the
-state, hands it over and builds model, optimizers and DDP anew; nothing of that is done here.
+Parameters keep their names throughout. In reading order: configuration, stages, the model, the
+state, the gradients, the settings. It acts where `settings.pseudo.on` stands:
 
-In reading order: configuration, stages, the model, the state, the gradients, the settings.
+    config.py   build             `resolved`: defaults, and what is refused
+    plan.py     tokens_by_layer   layers that are not there yet cost nothing
+    train.py    assemble          `share`: as the run begins, goes on, and at the end of a stage
+                block_runner      `wrap_block`: nothing acts on a layer that is not there
+                next_trainer      `owners_at` has changed: `handed_over`, and `assemble` again
+                Trainer.step      `average` the gradients
 
 Papers: Lin et al., arXiv 2110.03888 (the idea and its name; no code); Yang et al., arXiv
         2110.03848 (units, when to untie, mean gradients); Gong et al. 2019, StackBERT, and arXiv
@@ -34,15 +39,11 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from support.base.clock import StepContext
-from support.base.settings import flag
-from support.base.technique import Edit, Refusal
+from support.clock import StepContext
+from support.settings import flag
 
 if TYPE_CHECKING:
-    from config import Config
-    from model import RunBlock, TokenMeta, Transformer
-    from support.base.runtime import Runtime
-    from support.rows.batch import Batch
+    from model import BlockRunner, TokenMeta
 
 STATES, BEGINNINGS = ("reset", "rescale", "copy"), ("copy", "identity")
 
@@ -130,9 +131,8 @@ def parse_until(text: str) -> tuple[float, ...]:
     return shares
 
 
-def owners_at(settings: "Config", progress: float) -> Owners:
+def owners_at(config: PseudoConfig, layers: int, progress: float) -> Owners:
     """The owners of a step that begins at this share of the budget."""
-    config, layers = settings.pseudo, settings.model.layers
     shares = parse_until(config.until)
     passed = sum(progress >= share for share in shares)
     if passed == len(shares):
@@ -140,9 +140,9 @@ def owners_at(settings: "Config", progress: float) -> Owners:
     return stage(layers, config.layers or layers, config.group * 2**passed)
 
 
-def tokens_by_layer(settings: "Config", context: StepContext, tokens: list[int]) -> list[int]:
+def tokens_by_layer(config: PseudoConfig, context: StepContext, tokens: list[int]) -> list[int]:
     """How many tokens of a row each layer sees: none where it is not there yet."""
-    owners = owners_at(settings, context.progress)
+    owners = owners_at(config, context.layers, context.progress)
     return [0 if owner == ABSENT else n for owner, n in zip(owners, tokens, strict=True)]
 
 
@@ -168,15 +168,13 @@ def share(model: nn.Module, owners: Owners) -> nn.Module:
     return model
 
 
-def run_block(
-    settings: "Config", context: StepContext, first_row: int, batch: "Batch", inner: "RunBlock"
-) -> "RunBlock":
-    """A run_block that keeps other techniques from working on a layer that is not there."""
+def wrap_block(inner: "BlockRunner") -> "BlockRunner":
+    """Keep other techniques from working on a layer that is not there."""
 
-    def run(layer: int, block: nn.Module, x: Tensor, meta: "TokenMeta") -> Tensor:
+    def run_block(layer: int, block: nn.Module, x: Tensor, meta: "TokenMeta") -> Tensor:
         return x if isinstance(block, Absent) else inner(layer, block, x, meta)
 
-    return run
+    return run_block
 
 
 # ---- the state
@@ -266,63 +264,45 @@ def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
             torch._foreach_div_([gradient for gradient in shared if gradient is not None], uses)
 
 
-# ---- at work
-
-
-class Sharing(Edit):
-    """A model whose layers share weights, from one stage to the next."""
-
-    def __init__(
-        self, settings: "Config", model: "Transformer", runtime: "Runtime", state: dict | None
-    ):
-        """Share as a checkpoint's state says, or as at the start of a run."""
-        self.settings = settings
-        self.owners: Owners = tuple(state["owners"]) if state else owners_at(settings, 0.0)
-        self.blocks = own_blocks(self.owners)
-        share(model, self.owners)
-
-    def after_backward(self, named: dict[str, nn.Parameter]) -> None:
-        average(named, self.owners)
-
-    def state_dict(self) -> dict:
-        return {"owners": self.owners}
-
-    def has_ended(self, context: StepContext) -> bool:
-        return owners_at(self.settings, context.progress) != self.owners
-
-    def handed_over(self, state: dict, context: StepContext) -> dict:
-        config, owners = self.settings.pseudo, owners_at(self.settings, context.progress)
-        return handed_over(state, owners, config.state, config.new)
-
-    def in_words(self) -> str:
-        return f"--pseudo: layers use the weights of {in_words(self.owners)}"
-
-    def logged(self) -> dict:
-        return {"owners": list(self.owners)}
-
-    def unfinished(self) -> str:
-        if self.blocks == len(self.owners):
-            return ""
-        return f"--pseudo-until {self.settings.pseudo.until}: the model is still a shadow"
-
-
-def blocks(settings: "Config", context: StepContext) -> int:
-    """Blocks with weights of their own."""
-    return own_blocks(owners_at(settings, context.progress))
-
-
 # ---- settings
 
 
-def with_defaults(settings: "Config") -> PseudoConfig:
-    config = settings.pseudo
-    few = config.layers or settings.model.layers
-    # docs/scale.md has what was measured
+def resolved(config: PseudoConfig, layers: int, *, is_bert: bool, init: str | None) -> PseudoConfig:
+    """The settings with defaults filled in (docs/scale.md has what was measured).
+
+    Args:   layers, is_bert, init of the model
+    Raises: ValueError naming the flag of a setting that cannot work
+    """
+    few = config.layers or layers
     until = ("0.75" if config.layers else "0.05") if config.until is None else config.until
-    most = min(4, few - 1)  # a unit of all layers shares nothing
-    units = [n for n in units_of(few, parse_until(until)) if n <= most]
-    units = [few] if config.layers else units
-    return replace(config, until=until, group=config.group or max(units, default=1))
+    shares = parse_until(until)
+    units = units_of(few, shares)
+    group = config.group
+    if group is None:
+        most = min(4, few - 1)  # a unit of all layers shares nothing
+        group = few if config.layers else max((n for n in units if n <= most), default=1)
+    if few > layers:
+        raise ValueError(
+            f"--pseudo-layers {few} is more than the model's {layers} layers: choose 1 to {layers}"
+        )
+    if group not in units:
+        remedies = [f"choose {', '.join(map(str, units))}"] if units else []
+        remedies += ["give fewer shares"] if len(shares) > 1 else []
+        raise ValueError(
+            f"--pseudo-group {group} with --pseudo-until {until}: units must divide {few} layers,"
+            f" also after each doubling: {', or '.join(remedies)}"
+        )
+    if init is not None:
+        raise ValueError(
+            "--init and --pseudo exclude each other: a shadow lacks separate weights for every"
+            " layer"
+        )
+    if config.new == "identity" and is_bert:
+        raise ValueError(
+            "--pseudo-new identity needs a GPT: a BERT normalises after each block, so none of its"
+            " blocks is the identity; choose copy"
+        )
+    return replace(config, until=until, group=group)
 
 
 def units_of(layers: int, shares: Sequence[float]) -> list[int]:
@@ -333,31 +313,3 @@ def units_of(layers: int, shares: Sequence[float]) -> list[int]:
     doubled = 2 ** max(len(shares) - 1, 0)
     most = layers if doubled == 1 else layers // doubled - 1
     return [n for n in range(1, most + 1) if layers % (n * doubled) == 0]
-
-
-def refusals(settings: "Config") -> list[Refusal]:
-    config, layers = settings.pseudo, settings.model.layers
-    shares = parse_until(config.until)  # raises if the text is wrong
-    few, units = config.layers or layers, units_of(config.layers or layers, shares)
-    remedies = [f"choose {', '.join(map(str, units))}"] if units else []
-    remedies += ["give fewer shares"] if len(shares) > 1 else []
-    return [
-        (
-            few > layers,
-            f"--pseudo-layers {few} is more than the model's {layers} layers: choose 1 to {layers}",
-        ),
-        (
-            config.group not in units,
-            f"--pseudo-group {config.group} with --pseudo-until {config.until}: units must divide"
-            f" {few} layers, also after each doubling: {', or '.join(remedies)}",
-        ),
-        (
-            settings.model.init is not None,
-            "--init and --pseudo exclude each other: a shadow has not the weights of all layers",
-        ),
-        (
-            settings.pseudo.new == "identity" and settings.model.model == "bert",
-            "--pseudo-new identity needs a GPT: a BERT normalises after each block, so none of its"
-            " blocks is the identity; choose copy",
-        ),
-    ]

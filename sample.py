@@ -22,11 +22,12 @@ import torch
 
 import config
 from model import Transformer
-from support.base import rng, runtime
-from support.base.numbers import count
-from support.base.sharded import of_rank0
+from support import clock as rng
+from support import runtime
 from support.evaluation.scoring import evaluating
 from support.run import checkpoint
+from support.runtime import of_rank0
+from support.settings import count
 from support.text.tokenizer import get_encoding, vocab_size
 from support.weights.trained import real_weights, running_layers
 

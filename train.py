@@ -16,8 +16,8 @@ import signal
 import sys
 import textwrap
 import time
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import nullcontext
+from dataclasses import dataclass, replace
 from functools import partial
 
 # Before torch loads OpenMP, whose threads wait spinning for milliseconds. Beside another torch
@@ -30,30 +30,33 @@ from torch.nn.parallel import DistributedDataParallel
 from tqdm import tqdm
 
 import config
+import ltd
+import pseudo
 import report
 import sample
-from data import Data, open_data
+from data import Data, open_data, shares_of
 from evaluate import Evaluation
 from kernels.triton_here import why_not
-from model import Predicted, RunBlock, Transformer, run_plain, run_recomputed
+from model import BlockRunner, Transformer, run_plain, run_recomputed
+from offload import Offload, placement_for
 from plan import Plan, Step, read_ahead
-from support.base.clock import StepContext, due
-from support.base.rng import generator, seed_of
-from support.base.runtime import Runtime, exit_cleanly, made_by, on_device, start
-from support.base.sharded import (
-    assign,
-    check_agreement,
-    join,
-    refuse_step,
-    shard,
-    sync_gradients,
-)
-from support.base.technique import Edit, is_on, techniques_of, techniques_on
+from support.clock import due, generator, seed_of
 from support.evaluation.scoring import HeldOut
-from support.rows.batch import Batch, shares_of
 from support.run import progress
 from support.run.folder import commit
 from support.run.run import Run
+from support.runtime import (
+    Runtime,
+    assign,
+    check_agreement,
+    exit_cleanly,
+    join,
+    made_by,
+    refuse_step,
+    shard,
+    start,
+    sync_gradients,
+)
 from support.step.flops import Work, work_of
 from support.step.memory import memory_of, micro_batch
 from support.step.optim import Optimizers, learning_rate
@@ -72,7 +75,9 @@ def main(argv: list[str] | None = None) -> int:
     if settings.run.fsdp:
         join(runtime)
     micro_batch(settings, runtime)  # refused before anything is read
-    settings, data = open_data(settings, runtime)
+    data = open_data(settings.data, settings.model.model == "bert", runtime)
+    tokenizer = data.encoding.name
+    settings = replace(settings, data=replace(settings.data, tokenizer=tokenizer))
     runtime.check_same({"the text of --data": data.store.meta["sha256"]})
     size = started.size if started else model_size(settings, data.encoding)
     with Run(settings, runtime, started, size, data.store) as run:
@@ -90,7 +95,7 @@ def go(run: Run, data: Data) -> int:
         runtime.say(f"{run.folder} is finished: its {settings.optim.tokens:,} tokens are consumed")
         return 0
     # of the whole model: --pseudo may begin with less of it, and must not be refused in mid-run
-    placement = placement_of(settings, empty_model(shape), runtime)
+    placement = placement_of(settings, empty_model(shape), runtime) if settings.offload.on else None
     rows_at_once = micro_batch(settings, runtime, shape, placement)
     memory = memory_of(settings, runtime, rows_at_once.count, shape, placement)
     assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count)
@@ -108,7 +113,11 @@ def go(run: Run, data: Data) -> int:
     del saved  # so that its memory is free
     run.make_folder()
     run.open_log()
-    announce(run.trainer.placement)  # with --pseudo of less than the whole model
+    announce(
+        run.trainer.offloaded and run.trainer.offloaded.placement
+    )  # with --pseudo of less than the whole model
+    if is_compiled(settings, runtime):
+        runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
     progress.say_assembled(run)
     bar, stop = progress.progress_bar(run), StopSignal()
     try:
@@ -157,7 +166,7 @@ def train(run: Run, plan: Plan, evaluation: Evaluation, bar: tqdm, stop: StopSig
             break
         began = time.perf_counter()
         progress.change_trainer(run, next_trainer(run.trainer, step), bar)
-        done = run.trainer.step(step)
+        done = run.trainer.train_step(step)
         ms = (time.perf_counter() - began) * 1e3 + waited_ms
         flops = run.advance(step)
         progress.log_step(run, step, done, bar, ms=ms, waited_ms=waited_ms, model_flops=flops.model)
@@ -220,21 +229,17 @@ def finish(run: Run, data: Data, bar: tqdm) -> None:
 
 
 def next_trainer(trainer: "Trainer", step: Step) -> "Trainer":
-    """The trainer of this step: a new one if a technique's stage has just ended."""
-    ended = [edit for edit in trainer.edits.values() if edit.has_ended(step.context)]
-    if not ended:
+    """The trainer of this step: a new one where a stage of --pseudo has just ended."""
+    s, runtime = trainer.settings, trainer.runtime
+    if not s.pseudo.on:
         return trainer
-    state = trainer.state()
-    for edit in ended:
-        state = edit.handed_over(state, step.context)
-    new = assemble(
-        trainer.settings,
-        model=empty_model(trainer.model.config),
-        runtime=trainer.runtime,
-        rows_at_once=trainer.rows_at_once,
-        state=state,
-    )
-    check_agreement(new.runtime, new.optimizers.named)
+    owners = pseudo.owners_at(s.pseudo, s.model.layers, step.context.progress)
+    if owners == trainer.owners:
+        return trainer
+    state = pseudo.handed_over(trainer.state(), owners, s.pseudo.state, s.pseudo.new)
+    model = empty_model(trainer.model.config)
+    new = assemble(s, model=model, runtime=runtime, rows_at_once=trainer.rows_at_once, state=state)
+    check_agreement(runtime, new.optimizers.named)
     return new
 
 
@@ -248,47 +253,44 @@ def assemble(
 ) -> "Trainer":
     """Put a model together with all that acts on it. The order matters, line by line.
 
-    Called again, on an empty model, where a run goes on and where a technique's stage ends.
+    Called again, on an empty model, where a run goes on and where a stage of --pseudo ends.
 
     Args: rows_at_once full rows of a micro-batch
           state        of `Trainer.state`: what the model and the optimizers go on from
     """
     s = settings
-    # which parameters there are comes before all that holds on to them
-    edits = {
-        name: technique.edit(s, model, runtime, state.get(name) if state else None)
-        for name, technique in techniques_of(s).items()
-        if technique.edit and is_on(s, name)
-    }
-    # compile before wrapping: with a wrapper's hooks inside, every new length would compile again
-    compiled = is_compiled(s, runtime)
-    if compiled:
+    # 1. Which parameters there are comes before all that holds on to them.
+    owners = None
+    if s.pseudo.on:
+        owners = pseudo.owners_at(s.pseudo, s.model.layers, 0.0)
+        owners = tuple(state["pseudo"]["owners"]) if state else owners
+        pseudo.share(model, owners)
+    # 2. Compile before wrapping: with a wrapper's hooks inside, every new length compiles again.
+    if is_compiled(s, runtime):
         # blocks share their code, and a shape too many would run uncompiled without a word
         torch._dynamo.config.recompile_limit = MOST_CODES
         for block in set(model.h):
             block.compile()
-    # shards before values: they are other parameters, and those of a state are shards already
+    # 3. Shard before loading: FSDP replaces the parameters, and a state's are sharded already.
     if s.run.fsdp:
         shard(model, runtime)
     if state:
         assign(model, state["model"])
-    # to the device once the values are there, or as much of it as has room
-    moved = [edit.move(model, runtime.device) for edit in edits.values()]
-    if not s.run.fsdp and not any(moved):
+    # 4. To the device once the values are there, or as much of it as has room.
+    offloaded = None
+    if s.offload.on:
+        offloaded = Offload(placement_of(s, model, runtime), early=runtime.world_size == 1)
+        offloaded.move(model, runtime.device)
+    elif not s.run.fsdp:
         model.to(runtime.device)
+    # 5. DDP before the optimizers: it hooks into gradients and may regroup them.
     wrapped: nn.Module = model
-    # DDP before the optimizers: it hooks into gradients and may regroup them
     if runtime.world_size > 1 and not s.run.fsdp:
-        unused = any(technique.skips_layers for technique in techniques_on(s))
-        wrapped = DistributedDataParallel(
-            model, gradient_as_bucket_view=True, find_unused_parameters=unused
-        )
-    # the optimizers last, on the parameters that then exist
+        wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
+    # 6. The optimizers last, on the parameters that then exist.
     named = dict(model.named_parameters())
-    for edit in edits.values():
-        named = edit.parameters(named)
     optimizers = Optimizers(
-        named,
+        offloaded.parameters(named) if offloaded else named,
         kind=s.optim.optimizer,
         weight_decay=s.optim.weight_decay,
         betas=(s.optim.beta1, s.optim.beta2),
@@ -296,19 +298,24 @@ def assemble(
     )
     if state:
         optimizers.load_state_dict(state["optimizers"])
-    own = [edit.blocks for edit in edits.values() if edit.blocks is not None]
-    blocks = min(own, default=model.config.layers)
-    streamed = [layer for edit in edits.values() for layer in edit.streamed]
+    blocks = pseudo.own_blocks(owners) if owners else s.model.layers
     return Trainer(
         settings=s,
         runtime=runtime,
         model=model,
         wrapped=wrapped,
         optimizers=optimizers,
-        edits=edits,
         rows_at_once=rows_at_once,
-        compiled=compiled,
-        work=work_of(s, runtime, model.config, rows_at_once, blocks, streamed),
+        owners=owners,
+        offloaded=offloaded,
+        work=work_of(
+            s,
+            runtime,
+            model.config,
+            rows_at_once,
+            blocks,
+            offloaded.streamed if offloaded else (),
+        ),
     )
 
 
@@ -318,10 +325,9 @@ def is_compiled(settings: config.Config, runtime: Runtime) -> bool:
     return asked == "on" or (asked == "auto" and kind == "cuda" and why_not(kind) is None)
 
 
-def placement_of(settings: config.Config, model: nn.Module, runtime: Runtime) -> Placement | None:
-    """What a technique keeps in host memory, if one does."""
-    found = [t.placement(settings, model, runtime) for t in techniques_on(settings) if t.placement]
-    return found[0] if found else None
+def placement_of(settings: config.Config, model: nn.Module, runtime: Runtime) -> Placement:
+    """What --offload keeps in host memory."""
+    return placement_for(settings.offload, settings.optim.optimizer == "muon", model, runtime)
 
 
 @dataclass
@@ -333,111 +339,83 @@ class Trainer:
     model: Transformer
     wrapped: nn.Module  # the model, under DDP where that is on
     optimizers: Optimizers
-    edits: dict[str, Edit]  # by technique
     rows_at_once: int  # of full length
-    compiled: bool
+    owners: pseudo.Owners | None  # --pseudo: the layer whose weights each layer uses
+    offloaded: Offload | None
     work: Work
 
-    @property
-    def placement(self) -> Placement | None:
-        """What a technique keeps in host memory, if one does."""
-        found = [edit.placement for edit in self.edits.values() if edit.placement]
-        return found[0] if found else None
+    def train_step(self, step: Step) -> progress.Done:
+        """Forward and backward over this rank's rows, micro-batch by micro-batch; clip; step."""
+        s, runtime = self.settings, self.runtime
+        loss = self.backward(step)
+        if s.pseudo.on:
+            pseudo.average(self.optimizers.named, self.owners)
+        norm = self.optimizers.clip_gradients(s.optim.grad_clip)
+        # read together: a GPU is waited for once a step
+        mean, norm = torch.stack((runtime.reduce(loss), norm.to(runtime.device))).tolist()
+        mean /= max(step.targets, 1)
+        if not math.isfinite(mean):
+            refuse_step(runtime, step.context.step, "loss", loss.item())
+        if not math.isfinite(norm):
+            refuse_step(runtime, step.context.step, "gradient", norm)
+        lr = learning_rate(s, step.before, step.after)
+        if self.offloaded:
+            self.offloaded.update(partial(self.optimizers.step, lr))
+        else:
+            self.optimizers.step(lr)
+        return progress.Done(loss=mean, grad_norm=norm, lr=lr)
 
-    def step(self, step: Step) -> progress.Done:
-        """Forward and backward over this rank's rows, part by part; clip; move the weights."""
-        return self.update(step, self.gradients(step))
+    def backward(self, step: Step) -> torch.Tensor:
+        """Add up the gradients of this rank's rows; the sum of their losses.
 
-    def rows_together(self, step: Step) -> int:
-        """Rows of a micro-batch; there are more of them if they are shorter."""
-        return self.rows_at_once * (self.settings.data.seq_len // step.batch.tokens.shape[1])
-
-    def gradients(self, step: Step) -> torch.Tensor:
-        """Forward and backward over this rank's rows, part by part; the sum of their losses.
-
-        It is divided by the targets of all ranks, not by counts of micro-batches, so that neither
-        ranks nor accumulation weigh in.
+        Both are divided by the targets of all ranks, not by counts of micro-batches, so that
+        neither ranks nor accumulation weigh in.
         """
         s, runtime = self.settings, self.runtime
-        rows = len(step.batch.tokens)
-        at_once = self.rows_together(step)
+        B, T = step.batch.tokens.shape
+        micro_batch = self.rows_at_once * (s.data.seq_len // T)  # rows: more if they are shorter
         total = torch.zeros((), device=runtime.device)
-        for first in range(0, rows, at_once):
-            stop = min(first + at_once, rows)
-            last = stop == rows
-            part = step.part(slice(first, stop))
+        for first in range(0, B, micro_batch):
+            part = step.part(slice(first, min(first + micro_batch, B)))
+            is_last = first + micro_batch >= B
             if s.model.dropout:
                 seed = seed_of(s.run.seed, "dropout", step.context.step, runtime.rank, first)
                 torch.manual_seed(seed)
-            sync_gradients(self.wrapped, last)  # over ranks once, with the last part
-            batch = part.batch.to(runtime.device)
-            predicted = part.predicted and Predicted(
-                *(at if at is None else on_device(at, runtime.device) for at in part.predicted)
-            )
-            shares = shares_of(batch, s.optim.loss_per == "document", step.of_answer)
-            first_row = runtime.rank * rows + first
-            run_block = run_block_of(s, self.edits, step.context, first_row, batch)
+            sync_gradients(self.wrapped, is_last)  # over ranks once, with the last part
+            part = part.to(runtime.device)
             with runtime.autocast():
-                loss = self.wrapped(batch, run_block=run_block, shares=shares, predicted=predicted)
+                loss = self.wrapped(
+                    part.batch,
+                    run_block=block_runner(s, part, self.offloaded),
+                    shares=shares_of(part.batch, s.optim.loss_per == "document", part.of_answer),
+                    predicted=part.predicted,
+                )
             scale = runtime.world_size / max(step.targets, 1)  # the mean over ranks made a sum
-            with ExitStack() as around:
-                for edit in self.edits.values():
-                    around.enter_context(edit.around_backward(last))
+            with self.offloaded.around_backward(is_last) if self.offloaded else nullcontext():
                 (loss * scale).backward()
             total += loss.detach()
         return total
 
-    def update(self, step: Step, total: torch.Tensor) -> progress.Done:
-        """Move the weights by the gradients that are there; `total` is the loss of these."""
-        s, runtime = self.settings, self.runtime
-        for edit in self.edits.values():
-            edit.after_backward(self.optimizers.named)
-        norm = self.optimizers.clip_gradients(s.optim.grad_clip)
-        # read together: a GPU is waited for once a step
-        mean, norm = torch.stack((runtime.reduce(total), norm.to(runtime.device))).tolist()
-        mean /= max(step.targets, 1)
-        if not math.isfinite(mean):
-            refuse_step(runtime, step.context.step, "loss", total.item())
-        if not math.isfinite(norm):
-            refuse_step(runtime, step.context.step, "gradient", norm)
-        lr = learning_rate(s, step.before, step.after)
-        update = partial(self.optimizers.step, lr)
-        for edit in self.edits.values():
-            update = partial(edit.around_step, update)
-        update()
-        return progress.Done(loss=mean, grad_norm=norm, lr=lr)
-
     def state(self) -> dict:
         """All that `assemble` needs to go on from here."""
         weights = self.model.state_dict()
-        for edit in self.edits.values():
-            weights = edit.weights(weights)
-        kept = {name: edit.state_dict() for name, edit in self.edits.items()}
-        return {
-            "model": weights,
+        state = {
+            "model": self.offloaded.weights(weights) if self.offloaded else weights,
             "optimizers": self.optimizers.state_dict(),
-            **{name: state for name, state in kept.items() if state},
         }
+        return state | ({"pseudo": {"owners": self.owners}} if self.owners else {})
 
 
-def run_block_of(
-    settings: config.Config,
-    edits: dict[str, Edit],
-    context: StepContext,
-    first_row: int,
-    batch: Batch,
-) -> RunBlock:
-    """How the micro-batch that begins at this row of all ranks' rows runs each block.
-
-    Each technique wraps those before it, in the order of `Config`.
-    """
+def block_runner(settings: config.Config, part: Step, offloaded: Offload | None) -> BlockRunner:
+    """How the blocks of a micro-batch run. Each technique wraps those before it."""
     recomputes = settings.run.checkpoint_activations
     run_block = run_recomputed if recomputes else run_plain
-    for edit in edits.values():
-        run_block = edit.run_block(run_block, recomputes)
-    for technique in techniques_on(settings):
-        if technique.run_block:
-            run_block = technique.run_block(settings, context, first_row, batch, run_block)
+    if offloaded:
+        run_block = offloaded.run_block(run_block, recomputes)
+    if settings.ltd.on:
+        run_block = ltd.wrap_block(run_block, settings.ltd, part.context, part.rows, part.batch)
+    if settings.pseudo.on:
+        run_block = pseudo.wrap_block(run_block)
     return run_block
 
 

@@ -55,8 +55,8 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from prepare import embedded_store
-from support.base.runtime import exit_cleanly
 from support.run.folder import read_log
+from support.runtime import exit_cleanly
 
 # ---- machine
 

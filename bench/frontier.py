@@ -64,8 +64,8 @@ import config
 from data import open_data
 from model import TransformerConfig
 from plan import Plan, Step
-from support.base import runtime
-from support.base.clock import Clock, blocks_at, tokens_by_layer
+from support import runtime
+from support.clock import Clock, blocks_at, tokens_by_layer
 from support.report.charts import Chart, Series, picture
 from support.run.folder import read_log
 from support.weights.initial import model_size

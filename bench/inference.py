@@ -19,11 +19,11 @@ from step import model_of
 
 import config
 import evaluate
+from data import Samples
 from model import Transformer
 from prepare import embedded_store
-from support.base import runtime
+from support import runtime
 from support.evaluation.tasks import Question, Task, answers_of, items_of
-from support.rows.samples import Samples
 from support.step.sizes import SIZES
 from support.text.store import Store
 from support.text.tokenizer import get_encoding

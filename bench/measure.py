@@ -41,8 +41,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for every bench: what is measured
 
-from support.base.runtime import ROOT
 from support.run.folder import commit, provenance
+from support.runtime import ROOT
 
 T = TypeVar("T")
 V = TypeVar("V")

@@ -58,7 +58,7 @@ from kernels import token_drop
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
 from kernels.packed_attention import bounds, index_of, packed_attention
 from kernels.token_drop import gather, merge, reference_gather, reference_scatter, scatter, split
-from support.base.runtime import exit_cleanly
+from support.runtime import exit_cleanly
 from support.step import machine
 
 

@@ -35,14 +35,13 @@ import numpy as np
 from measure import Taken, command_line, in_turns, measured, min_median_max, recorder, watched
 
 import plan
-from curriculum import Curriculum, CurriculumConfig, parse_metrics
-from difficulty import fingerprint, opened
+from analyze import fingerprint, opened
+from curriculum import Curriculum, CurriculumConfig, Stage, parse_metrics
+from data import Samples
 from packing import pack_lengths
 from prepare import embedded_store
-from support.base.clock import Cursor
-from support.base.runtime import ROOT, exit_cleanly, resident
-from support.rows.ranking import Stage
-from support.rows.samples import Samples
+from support.clock import Cursor
+from support.runtime import ROOT, exit_cleanly, resident
 from support.text.store import Store
 
 # ---- made-up stores

@@ -44,9 +44,8 @@ from torch import nn
 import config
 import offload
 import pseudo
-from support.base import runtime
-from support.base.runtime import host_free
-from support.base.sharded import join
+from support import runtime
+from support.runtime import host_free, join
 from support.step.optim import split_parameters
 from support.step.placement import Away, Placement, parts_of, place, shown
 from support.step.sizes import empty_model

@@ -43,8 +43,8 @@ import config
 from model import Transformer
 from plan import Plan, Step
 from prepare import embedded_store
-from support.base import runtime
-from support.base.clock import Clock, tokens_by_layer
+from support import runtime
+from support.clock import Clock, tokens_by_layer
 from support.step.optim import flops_of_muon
 from support.step.sizes import flops_of_row
 from support.text.store import Store

@@ -31,11 +31,11 @@ if not torch.cuda.is_available():
 
 import evaluate
 import train
+from data import samples_of
 from kernels.triton_here import tl, triton
 from prepare import prepare
-from support.base.clock import Clock
-from support.base.runtime import exit_cleanly
-from support.rows.samples import samples_of
+from support.clock import Clock
+from support.runtime import exit_cleanly
 from support.text.tokenizer import PD4K, get_encoding, read_ranks, write_ranks
 
 
@@ -274,7 +274,7 @@ def widened(model: torch.nn.Module) -> torch.nn.Module:
 
 def metrics(lines: list[dict]) -> list[dict]:
     """What a run computed: each train and eval line without times, cost and the stage it names."""
-    left_out = ("ms", "data_ms", "tokens_per_s", "mfu", "flops", "pool", "difficulty", "peak")
+    left_out = ("ms", "data_ms", "tokens_per_s", "mfu", "flops", "pool", "analyze", "peak")
     return [
         {name: value for name, value in line.items() if not name.startswith(left_out)}
         for line in lines

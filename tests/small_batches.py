@@ -5,7 +5,7 @@ switches of a block that has everything that the default one has not.
 import torch
 
 from kernels.rotary import Rotary, Scaling
-from support.rows.batch import Batch
+from model import Batch
 
 LLAMA = {"pos": "rope", "norm": "rmsnorm", "mlp": "swiglu", "bias": False, "kv_heads": 1}
 LLAMA |= {"qk_norm": True, "rotary": Rotary(500.0, Scaling(4.0, 1.0, 2.0, 16.0)), "tied": False}

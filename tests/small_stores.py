@@ -14,10 +14,9 @@ import numpy as np
 import torch
 
 import analyze
-import difficulty
-from support.base.runtime import Runtime
-from support.rows.ranking import Ranking
-from support.rows.samples import samples_of
+from curriculum import Ranking
+from data import samples_of
+from support.runtime import Runtime
 from support.text.store import FORMAT, Store
 
 ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
@@ -86,5 +85,5 @@ def contents(folder):
 
 def opened(folder, open_samples, name):
     """The index of a metric, all of it in memory."""
-    index = difficulty.opened(folder, open_samples(), [name])[name]
+    index = analyze.opened(folder, open_samples(), [name])[name]
     return Ranking(index.values[:], index.order[:])

@@ -12,31 +12,32 @@ import shlex
 import shutil
 import signal
 import socket
+import tempfile
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from dataclasses import replace
 from functools import partial
-from itertools import chain, pairwise
+from itertools import accumulate, chain, pairwise
 from multiprocessing import get_context
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch.distributed as dist
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from small_stores import ONE, analyzed, contents, many_documents, opened, opener, write_store
 
 import analyze
-import difficulty
-from difficulty import Metric, fingerprint
-from support.rows import ranking
-from support.rows.ranking import LENGTHS
-from support.rows.samples import KINDS
+import curriculum as ranking
+from analyze import Metric, fingerprint, merged, sorted_run, split
+from curriculum import LENGTHS
+from data import KINDS
 from support.text.store import Store
 
 NAMES = ["length", "rarity"]
-ALL = [*difficulty.METRICS]
+ALL = [*analyze.METRICS]
 END = 9  # of a text in stores that are written by hand: the last of ten tokens
 
 pytestmark = pytest.mark.usefixtures("new_process")
@@ -51,8 +52,8 @@ def store(tmp_path):
 def small(monkeypatch):
     """Shards of 7 samples, blocks of some 16 tokens, merges of 10 samples."""
     monkeypatch.setattr(analyze, "SHARD", 7)
-    monkeypatch.setattr(difficulty, "BLOCK", 16)
-    monkeypatch.setattr(ranking.merged, "__defaults__", (10,))
+    monkeypatch.setattr(analyze, "BLOCK", 16)
+    monkeypatch.setattr(analyze.merged, "__defaults__", (10,))
 
 
 def noted(calls, real, *args, **options):
@@ -107,7 +108,7 @@ def test_values_and_order_are_those_of_a_plain_loop(store, store_dir, tmp_path, 
     for name, index in indexes.items():
         ids = np.arange(len(texts))
         assert index.order.tolist() == np.lexsort((ids, index.values)).tolist()
-        assert index.values.dtype == difficulty.METRICS[name].dtype
+        assert index.values.dtype == analyze.METRICS[name].dtype
     for name, values in expected.items():
         found = indexes[name].values
         np.testing.assert_array_max_ulp(found, values.astype(found.dtype))
@@ -143,12 +144,12 @@ def pids(tokens, lengths, _):
 @pytest.mark.dist
 def test_workers_do_not_matter(store, tmp_path, monkeypatch, small):
     one = analyzed(tmp_path / "one", opener(store), NAMES)
-    monkeypatch.setitem(difficulty.METRICS, "pid", Metric(pids))
+    monkeypatch.setitem(analyze.METRICS, "pid", Metric(pids))
     names = [*NAMES, "pid"]
     assert one.items() < analyzed(tmp_path / "two", opener(store), names, workers=2).items()
     assert os.getpid() not in opened(tmp_path / "two", opener(store), "pid").values
     for wrong in (lambda *_: np.array([1.0]), lambda tokens, lengths, _: lengths * np.nan):
-        monkeypatch.setitem(difficulty.METRICS, "wrong", Metric(wrong))
+        monkeypatch.setitem(analyze.METRICS, "wrong", Metric(wrong))
         with pytest.raises(ValueError, match="--metric wrong has to give each sample a finite"):
             analyzed(tmp_path / "wrong", opener(store), ["wrong"], workers=2)
     for items, workers in (([-3, 1, -2], 1), ([3], 8), ([-3, 1, 2], 100_000)):
@@ -191,7 +192,7 @@ def test_a_mistake_on_one_of_two_ranks_is_said_on_both_and_costs_one_shard(
             raise ValueError("five")
         return np.full(len(lengths), int(os.environ["RANK"]))
 
-    monkeypatch.setitem(difficulty.METRICS, "rank", Metric(measured_by))
+    monkeypatch.setitem(analyze.METRICS, "rank", Metric(measured_by))
     flags = f"--seq-len 8 --metric rank,rarity --out {tmp_path / 'two'}"
     one, other = on_two_ranks([str(store), *flags.split()])
     assert one == other and one == "five"
@@ -362,13 +363,13 @@ def test_workers_end_with_the_process_that_is_killed():
 
 def test_metrics_worked_by_hand():
     tokens, lengths = np.array([0, 0, 1], np.uint16), np.array([2, 1])
-    assert difficulty.token_counts(tokens, lengths, 4).tolist() == [2, 1, 0, 0]
+    assert analyze.token_counts(tokens, lengths, 4).tolist() == [2, 1, 0, 0]
     # an unseen token counts as one, also in the sum: 2 + 1 + 1 + 1
-    nats = difficulty.surprisal(np.array([2, 1, 0, 0]))
+    nats = analyze.surprisal(np.array([2, 1, 0, 0]))
     assert nats == pytest.approx([math.log(5 / 2), math.log(5), math.log(5), math.log(5)])
 
-    nats, ln2 = difficulty.surprisal(np.array([2, 1, 1])), math.log(2)
-    values = {name: difficulty.METRICS[name].value(tokens, lengths, nats) for name in ALL}
+    nats, ln2 = analyze.surprisal(np.array([2, 1, 1])), math.log(2)
+    values = {name: analyze.METRICS[name].value(tokens, lengths, nats) for name in ALL}
     assert values["length"].tolist() == [2, 1]
     assert values["rarity"] == pytest.approx([2 * ln2, math.log(4)], rel=1e-15)
     assert values["rarity-mean"] == pytest.approx([ln2, 2 * ln2], rel=1e-15)
@@ -387,7 +388,7 @@ COUNTS = 2 ** (6 - BITS)
 def test_length_rarity_sorts_as_the_pair_does(texts):
     assert COUNTS.sum() == 64
     lengths = np.array([len(text) for text in texts])
-    values = difficulty.length_rarity(np.concatenate(texts), lengths, difficulty.surprisal(COUNTS))
+    values = analyze.length_rarity(np.concatenate(texts), lengths, analyze.surprisal(COUNTS))
     pairs = [(len(text), int(BITS[text].sum())) for text in texts]
     assert [pairs[i] for i in np.argsort(values)] == sorted(pairs)
 
@@ -396,12 +397,12 @@ def test_length_rarity_sorts_as_the_pair_does(texts):
 def test_a_metric_is_refused_where_it_says_nothing(kind):
     """Rows all have one length, and only rows can be reshaped."""
     refused = ["length", "length-rarity"] if kind == "rows" else ["seqlen-reshape"]
-    for name in (*LENGTHS, *difficulty.METRICS):
+    for name in (*LENGTHS, *analyze.METRICS):
         if name not in refused:
-            difficulty.check_metrics([name], 256, kind)
+            analyze.check_metrics([name], 256, kind)
             continue
         with pytest.raises(ValueError, match=f"--curriculum {name}.*(choose rarity|take seqlen)"):
-            difficulty.check_metrics([name], 256, kind)
+            analyze.check_metrics([name], 256, kind)
 
 
 # ---- fingerprint
@@ -434,8 +435,8 @@ def test_an_index_of_something_else_is_refused(store, tmp_path, monkeypatch):
         with pytest.raises(ValueError, match=refused):
             analyzed(tmp_path / "out", other)
     assert contents(tmp_path / "out") == before
-    changed_metric = difficulty.METRICS["rarity"]._replace(value=pids)
-    monkeypatch.setitem(difficulty.METRICS, "rarity", changed_metric)
+    changed_metric = analyze.METRICS["rarity"]._replace(value=pids)
+    monkeypatch.setitem(analyze.METRICS, "rarity", changed_metric)
     with pytest.raises(ValueError, match="an index with fingerprint"):
         opened(tmp_path / "out", opener(store), "rarity")
 
@@ -460,3 +461,41 @@ def test_a_damaged_index_is_refused(store, tmp_path, file):
         assert text != whole
         with pytest.raises(ValueError, match=r"rarity: damaged.*: remove it"):
             opened(tmp_path, opener(store), "rarity")
+
+
+# ---- sorted runs
+
+lists_of_values = st.lists(st.lists(st.integers(-3, 3), max_size=12), min_size=1, max_size=6)
+
+
+def runs_of(lists):
+    """A run of each list, ids counted on from run to run, and the ids of all by value."""
+    first_ids = accumulate(map(len, lists[:-1]), initial=0)
+    runs = [
+        sorted_run(np.array(values, np.float32), first_id, np.dtype("uint32"))
+        for values, first_id in zip(lists, first_ids, strict=True)
+    ]
+    return runs, np.argsort(list(chain(*lists)), kind="stable").tolist()
+
+
+def test_runs_worked_by_hand():
+    run = sorted_run(np.array([5, 1, 3, 3], np.float32), 10, np.dtype("uint32"))
+    assert run.tolist() == [(1, 11), (3, 12), (3, 13), (5, 10)]
+    assert split(runs_of([[1, 3, 3], [2, 3, 4]])[0], 4) == [3, 1]
+
+
+@settings(deadline=None, max_examples=40)
+@given(lists_of_values, st.integers(1, 30))
+@example([[1, 3, 3], [2, 3, 4]], 4)
+def test_cut_at_any_rank_and_merged_runs_are_the_sorted_whole(lists, chunk):
+    runs, order = runs_of(lists)
+    for rank in range(1, len(order) + 1):
+        ids = [run["id"][:cut].tolist() for run, cut in zip(runs, split(runs, rank), strict=True)]
+        assert sorted(chain(*ids)) == sorted(order[:rank])
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / f"{i}.npy" for i in range(len(runs))]
+        for file, run in zip(files, runs, strict=True):
+            np.save(file, run)
+        parts = [part.tolist() for part in merged(files, chunk)]
+    assert list(chain(*parts)) == order
+    assert all(len(part) == chunk for part in parts[:-1])

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from support.base.runtime import ROOT
+from support.runtime import ROOT
 
 sys.path.append(str(ROOT / "bench"))
 

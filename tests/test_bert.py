@@ -8,8 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from bert import Pairs, sentence_pairs
 from kernels.cross_entropy import IGNORE
-from support.rows.bert import Pairs, sentence_pairs
 
 lengths = st.lists(st.integers(1, 40), min_size=1, max_size=60)
 

@@ -3,7 +3,7 @@
 import numpy as np
 
 import config
-from support.base.clock import Clock, due, effective_tokens
+from support.clock import Clock, due, effective_tokens
 from support.run.progress import savings
 
 

@@ -10,10 +10,9 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+import analyze
 import curriculum
-import difficulty
-from curriculum import Curriculum, CurriculumConfig, Pacing, pace
-from support.rows.ranking import Ranking, Rankings
+from curriculum import Curriculum, CurriculumConfig, Head, Pacing, Pool, Ranking, Rankings, pace
 
 FEW = settings(max_examples=40, deadline=None)
 
@@ -83,13 +82,13 @@ def test_a_metric_and_a_pacing_of_ones_own(run, monkeypatch):
     """Those of docs/extending.md: a line in each dictionary."""
     page = (ROOT / "docs" / "extending.md").read_text()
     assert all(inspect.getsource(function) in page for function in (distinct, in_one_step))
-    monkeypatch.setitem(difficulty.METRICS, "distinct", difficulty.Metric(distinct))
+    monkeypatch.setitem(analyze.METRICS, "distinct", analyze.Metric(distinct))
     monkeypatch.setitem(curriculum.PACES, "step", in_one_step)
     chosen = "--curriculum seqlen,distinct --curriculum-start 8,50 --curriculum-share 0.5"
     steps = run(f"{chosen} --curriculum-pace step,linear --tokens 2K --eval-every 0")
     steps = [line for line in steps if line["event"] == "train"]
-    assert {line["difficulty_seqlen"] for line in steps} == {8, 32}
-    shares = [line["difficulty_distinct"] for line in steps]
+    assert {line["analyze_seqlen"] for line in steps} == {8, 32}
+    shares = [line["analyze_distinct"] for line in steps]
     assert shares == sorted(shares) and (shares[0], shares[-1]) == (50, 100)
     values = distinct(np.array([3, 3, 5, 7]), np.array([3, 1]), None)
     assert values.tolist() == [2 / 3, 1]
@@ -273,3 +272,29 @@ def test_a_curriculum_only_widens_and_ends_with_everything():
         before = now
     assert len(before) == 997 and course.at(399).pool is not None
     assert [course.at(t).max_piece_len for t in (399, 400)] == [248, 256]
+
+
+# ---- pools
+
+
+def ranking_of(values) -> Ranking:
+    values = np.array(values, np.float32)
+    return Ranking(values, np.argsort(values, kind="stable").astype(np.uint32))
+
+
+def test_ties_are_in_or_out_together():
+    six = ranking_of([5, 2, 5, 2.5, 5, 9])
+    counts = [six.at_value(value) for value in (-1, 1.9, 2, 2.4, 2.5, 4, 5, 8.9, 9, 99)]
+    assert counts == [0, 0, 1, 1, 2, 2, 5, 5, 6, 6]
+
+
+def test_the_size_of_a_wide_intersection_is_estimated(monkeypatch):
+    random = np.random.default_rng(0)
+    one, two = (ranking_of(random.random(20_000)) for _ in range(2))
+    heads = (Head(8_000, one), Head(10_000, two))
+    exact = int((Pool(heads).ids(np.arange(8_000)) >= 0).sum())
+    assert Pool(heads).size == exact
+    monkeypatch.setattr(curriculum, "SCAN", 2_000)
+    assert 0 < abs(Pool(heads).size / exact - 1) < 0.1  # 4 standard deviations
+    assert not Pool(heads).is_empty
+    assert Pool((Head(5, one), Head(1, ranking_of(-one.values)))).is_empty

@@ -12,11 +12,11 @@ from small_stores import BYTES_END as END
 from small_stores import TOY, in_memory
 from test_plan import SPECIAL_IDS, plan
 
-from data import Rows, batch_of, collate, places, reshape, reshaped_len
+from bert import Pairs, mask_tokens, masked_tokens
+from data import Rows, batch_of, collate, places, reshape, reshaped_len, shares_of
 from kernels.cross_entropy import IGNORE
-from support.base.clock import Clock, Cursor
-from support.rows.batch import Batch, shares_of
-from support.rows.bert import Pairs, mask_tokens, masked_tokens
+from model import Batch
+from support.clock import Clock, Cursor
 
 FEW = settings(max_examples=40, deadline=None)
 

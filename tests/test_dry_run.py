@@ -14,8 +14,8 @@ import config
 import train
 from data import open_data
 from plan import Plan
-from support.base.clock import Clock, Cursor
-from support.base.runtime import Runtime
+from support.clock import Clock, Cursor
+from support.runtime import Runtime
 
 ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 FULL = {  # rows are full, so all is known

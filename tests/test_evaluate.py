@@ -16,14 +16,14 @@ from small_stores import ONE
 from torch import nn
 
 import evaluate
+from bert import SpecialIds
 from data import Data, places
 from evaluate import Evaluation
 from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
 from prepare import prepare
-from support.base.runtime import Runtime
 from support.evaluation.scoring import Documents, HeldOut
-from support.rows.bert import SpecialIds
+from support.runtime import Runtime
 from support.text.store import Store
 from support.text.tokenizer import byte_lengths, get_encoding
 

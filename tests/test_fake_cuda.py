@@ -65,8 +65,8 @@ MORE = {
 }
 # Problems that mistakes made on purpose lead to.
 MISTAKES = {
-    "on the same device": {"support.rows.batch.Batch.to": "lambda self, device: self"},
-    "from pageable memory": {"support.rows.batch.on_device": "lambda t, device: t.to(device)"},
+    "on the same device": {"model.Batch.to": "lambda self, device: self"},
+    "from pageable memory": {"model.on_device": "lambda t, device: t.to(device)"},
     "waits: gradients: _local_scalar_dense": {
         "train.shares_of": "lambda batch, *_: batch.tokens.sum().item() and None"
     },

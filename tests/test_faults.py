@@ -26,9 +26,9 @@ from conftest import ROOT, SMALL, a_port, rank_of, read_log, start_ranks
 
 import prepare
 import train
-from support.base.runtime import Runtime, start
 from support.run import checkpoint
 from support.run.folder import Log
+from support.runtime import Runtime, start
 
 pytestmark = pytest.mark.faults
 TIMES = 20  # that each fault is injected

@@ -17,8 +17,8 @@ import model
 from data import open_data
 from model import Transformer, TransformerConfig
 from plan import Plan
-from support.base.clock import Clock
-from support.base.runtime import Runtime
+from support.clock import Clock
+from support.runtime import Runtime
 from support.step import machine, sizes
 from support.step.flops import Laid, Work, flops_of_step
 from support.step.sizes import flops_of_row

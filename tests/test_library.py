@@ -12,9 +12,8 @@ from torch import nn
 
 import config
 import ltd
-from model import TokenMeta, Transformer
-from support.base.clock import StepContext
-from support.rows.batch import Batch
+from model import Batch, TokenMeta, Transformer
+from support.clock import StepContext
 
 PAGE = read("docs/library.md")
 CODE = dict(re.findall(r"^```python (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL))

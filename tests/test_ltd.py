@@ -10,9 +10,9 @@ from small_batches import LLAMA, batch
 
 import config
 import ltd
-from model import TokenMeta, Transformer, TransformerConfig, run_plain
-from support.base.clock import StepContext, effective_tokens, tokens_by_layer
-from support.rows.batch import Batch
+from model import Batch, TokenMeta, Transformer, TransformerConfig, run_plain
+from plan import tokens_by_layer
+from support.clock import StepContext, effective_tokens
 
 
 def small(pos="rope", kind="gpt", dtype=torch.float64):
@@ -26,8 +26,14 @@ def settings_of(flags: str) -> config.Config:
     return config.build(config.parse(flags.split()))
 
 
-CONTEXT = StepContext(seed=7, step=3, progress=0.0)
+CONTEXT = StepContext(seed=7, step=3, progress=0.0, seq_len=24, layers=4)
 IN_24 = "--ltd --seq-len 24 --batch-tokens 72 --layers 4"
+
+
+def wrapped(settings, inputs, first=0, context=CONTEXT, inner=run_plain):
+    """The block runner of a micro-batch that begins at this row of all ranks' rows."""
+    rows = torch.arange(first, first + len(inputs.tokens))
+    return ltd.wrap_block(inner, settings.ltd, context, rows, inputs)
 
 
 def random_bits(*shape, seed=0):
@@ -38,7 +44,7 @@ def dropping(keep: int, inputs: Batch):
     """The run_block of a micro-batch whose layers 1 and 2 keep `keep` of 24 tokens."""
     bits = CONTEXT.bits("ltd", (1, 2), torch.arange(len(inputs.tokens)), 24)
     kept = ltd.draw(keep, bits, None if inputs.doc_ids is None else inputs.doc_ids < 0)
-    return ltd.token_dropping({1: kept[0], 2: kept[1]}, run_plain)
+    return ltd.drop_tokens({1: kept[0], 2: kept[1]}, run_plain)
 
 
 # The draw
@@ -70,8 +76,10 @@ def drawn(flags="", step=1, rows=N, seed=7) -> torch.Tensor:
     """(layers, rows, 24) bool: which tokens a run with --ltd-start 6 keeps."""
     settings = settings_of(f"--layers 6 --ltd --ltd-start 6 --seq-len 24 --batch-tokens 24 {flags}")
     tokens = torch.zeros(rows, 24, dtype=torch.int64)
-    context = StepContext(seed=seed, step=step, progress=0.0)
-    by_layer = ltd.draws(settings, context, 0, Batch(tokens, tokens, None, None), 6)
+    context = StepContext(seed, step, progress=0.0, seq_len=24, layers=6)
+    by_layer = ltd.draws(
+        settings.ltd, context, torch.arange(rows), Batch(tokens, tokens, None, None), 6
+    )
     kept = torch.stack(list(by_layer.values()))
     return torch.zeros(len(kept), rows, 24, dtype=torch.bool).scatter(2, kept, True)
 
@@ -122,7 +130,7 @@ def test_keeping_all_is_bitwise_the_plain_model(packed, kind, pos):
     wanted = [p.grad.clone() for p in model.parameters()]
     model.zero_grad()
     whole = torch.arange(24).expand(3, -1)
-    gathered = ltd.token_dropping({1: whole, 2: whole}, run_plain)
+    gathered = ltd.drop_tokens({1: whole, 2: whole}, run_plain)
     loss = model(inputs, run_block=gathered)
     loss.backward()
     assert torch.equal(loss, plain)
@@ -133,7 +141,7 @@ def test_keeping_all_is_bitwise_the_plain_model(packed, kind, pos):
 def test_rows_that_are_kept_whole_run_as_without_dropping(monkeypatch):
     monkeypatch.setattr(ltd, "draw", None)  # a call would fail
     settings = settings_of(f"{IN_24} --ltd-start 24")
-    assert ltd.run_block(settings, CONTEXT, 0, batch(False), run_plain) is run_plain
+    assert wrapped(settings, batch(False)) is run_plain
 
 
 @pytest.mark.parametrize(
@@ -148,7 +156,7 @@ def test_which_layers_see_every_token(flags, tokens):
         seen[layer] = x.shape[1]
         return block(x, meta)
 
-    small()(inputs, run_block=ltd.run_block(settings, CONTEXT, 0, inputs, spy))
+    small()(inputs, run_block=wrapped(settings, inputs, inner=spy))
     assert [seen[layer] for layer in range(4)] == tokens
     assert tokens_by_layer(settings, CONTEXT, 24) == tokens, "what runs is what is counted"
 
@@ -178,16 +186,16 @@ def test_no_position_sees_a_later_one_through_all_layers(packed):
 
     assert not any(is_seen(later, dropping(11, inputs)) for later in range(1, 24, 3))
     unsorted = torch.arange(23, 1, -2)[None]
-    assert is_seen(19, ltd.token_dropping({1: unsorted, 2: unsorted}, run_plain))
+    assert is_seen(19, ltd.drop_tokens({1: unsorted, 2: unsorted}, run_plain))
 
 
 def test_a_rank_drops_what_one_process_drops():
-    """Ranks and micro-batches draw the same for a row: run_block gets the number of its first."""
+    """Ranks and micro-batches draw the same for a row, by its number among all ranks' rows."""
     settings = settings_of(f"{IN_24} --ltd-start 9")
     model, inputs = small(), batch(True)
 
     def states(batch: Batch, first: int, context=CONTEXT):
-        run_block = ltd.run_block(settings, context, first, batch, run_plain)
+        run_block = wrapped(settings, batch, first, context)
         return model.hidden_states(batch.tokens, batch.positions, batch.doc_ids, run_block)
 
     whole = states(inputs, 0)
@@ -231,9 +239,9 @@ def test_the_schedule_follows_steps_or_the_clock():
         settings_of(f"--ltd --ltd-start 64 --ltd-pace linear --ltd-multiple 64 {flags}")
         for flags in ("--ltd-share 0.5", "--ltd-steps 101")
     )
-    early, late = (StepContext(seed=1, step=n, progress=p) for n, p in ((1, 0.5), (102, 0.0)))
-    assert [ltd.kept_now(by_clock, context) for context in (early, late)] == [256, 64]
-    assert [ltd.kept_now(by_steps, context) for context in (early, late)] == [64, 256]
+    early, late = (StepContext(1, n, p, 256, 3) for n, p in ((1, 0.5), (102, 0.0)))
+    assert [ltd.kept_now(by_clock.ltd, context) for context in (early, late)] == [256, 64]
+    assert [ltd.kept_now(by_steps.ltd, context) for context in (early, late)] == [64, 256]
 
 
 @pytest.mark.parametrize(
@@ -249,7 +257,7 @@ def test_published_runs_end_where_their_logs_end(layers, at_once, micro_batches,
     settings = settings_of(f"{flags} --layers {layers} --batch-tokens 4096 --tokens 2146304")
     consumed, done = 0, 0
     while consumed < settings.optim.tokens:
-        context = StepContext(seed=1, step=done // 2 + 1, progress=0.0)
+        context = StepContext(1, done // 2 + 1, progress=0.0, seq_len=1024, layers=layers)
         rows = torch.full((2 * at_once,), 1024).numpy()
         consumed += effective_tokens(rows, 0 * rows, tokens_by_layer(settings, context, 1024))
         done += at_once
@@ -265,10 +273,10 @@ def test_the_papers_long_run_makes_as_many_steps_as_they_say():
 
 def test_tokens_by_layer_worked_example():
     settings = settings_of("--layers 6 --ltd --ltd-start 128")
-    context = StepContext(seed=1, step=1, progress=0.0)
-    assert ltd.tokens_by_layer(settings, context, [256] * 6) == [256, 128, 128, 128, 128, 256]
-    short = ltd.tokens_by_layer(settings, context, [64] * 6)
+    context = StepContext(seed=1, step=1, progress=0.0, seq_len=256, layers=6)
+    assert ltd.tokens_by_layer(settings.ltd, context, [256] * 6) == [256, 128, 128, 128, 128, 256]
+    short = ltd.tokens_by_layer(settings.ltd, context, [64] * 6)
     assert short == [64] * 6, "rows of at most K tokens run whole"
-    assert ltd.tokens_by_layer(settings, context, [256, 0, 256, 256, 256, 256])[1] == 0
+    assert ltd.tokens_by_layer(settings.ltd, context, [256, 0, 256, 256, 256, 256])[1] == 0
     late = context._replace(progress=0.9)
-    assert ltd.tokens_by_layer(settings, late, [256] * 6) == [256] * 6
+    assert ltd.tokens_by_layer(settings.ltd, late, [256] * 6) == [256] * 6

@@ -17,10 +17,9 @@ import config
 import model
 import train
 from kernels import cross_entropy
-from model import TransformerConfig
-from support.base import runtime
-from support.base.runtime import Runtime
-from support.rows.batch import Batch
+from model import Batch, TransformerConfig
+from support import runtime
+from support.runtime import Runtime
 from support.step import memory, sizes
 from support.step.memory import MicroBatch, micro_batch
 from support.step.optim import Optimizers

@@ -18,15 +18,13 @@ from test_plan import check_steps_follow_from_the_clock
 from test_plan import plan as plan_of
 
 import data
+import data as mixture
 import train
-from data import Data
+from data import ONE, Data, apportioned, entries_of, nested_shares, open_store
 from evaluate import Evaluation, tokens_of_each
 from prepare import prepare
-from support.base.clock import Clock
-from support.base.rng import shuffled
+from support.clock import Clock, shuffled
 from support.evaluation.scoring import HeldOut, weighted
-from support.rows import mixture
-from support.rows.mixture import ONE, apportioned, entries_of, nested_shares, open_store
 from support.text.tokenizer import byte_lengths, get_encoding
 
 pytestmark = pytest.mark.usefixtures("short_ends")

@@ -16,7 +16,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import TransformerConfig
-from support.base.runtime import start
+from support.runtime import start
 from support.step import muon
 from support.step.muon import Muon, orthogonalised, orthogonalised_by_all
 from support.step.optim import flops_of_muon

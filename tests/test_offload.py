@@ -6,7 +6,7 @@ marked so.
 
 import weakref
 from collections import Counter, defaultdict
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache, partial
 from itertools import accumulate
 from types import SimpleNamespace
@@ -24,10 +24,8 @@ from torch.utils._pytree import tree_leaves
 import ltd
 import offload
 import train
-from model import Transformer, TransformerConfig, run_plain, run_recomputed
+from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Copy, Landing, Link, Offload
-from support.base.technique import Edit
-from support.rows.batch import Batch
 from support.step.optim import Optimizers
 from support.step.placement import Away, Placement, order_of_leaving, part_of, parts_of, places
 
@@ -52,6 +50,28 @@ def small(kind="gpt", pos="learned", shared=False, blocks=4, **more):
     return model
 
 
+class Everything:
+    """A device with room for everything: nothing is offloaded."""
+
+    def move(self, model, device):
+        model.to(device)
+
+    def parameters(self, named):
+        return named
+
+    def run_block(self, inner, recomputes):
+        return inner
+
+    def around_backward(self, last):
+        return nullcontext()
+
+    def update(self, update):
+        update()
+
+    def weights(self, weights):
+        return weights
+
+
 class Run:
     """Steps of three micro-batches, with clipping, weight decay and a rate that changes."""
 
@@ -59,7 +79,7 @@ class Run:
         self.model, self.dtype, self.device = model, dtype, device
         self.losses, self.norms, self.number = [], [], 0
         self.gradients: list[dict] = []  # of each step, before they are clipped
-        self.offloaded = Edit()  # which does nothing
+        self.offloaded = Everything()
         if away is not None:
             pairs = zip(parts_of(model, kind == "muon"), away, strict=False)
             parts = tuple(part._replace(away=of_part) for part, of_part in pairs)
@@ -76,7 +96,7 @@ class Run:
         random = torch.Generator().manual_seed(self.number)
         bits = torch.randint(2**40, (2, 3, 24), generator=random)
         kept = ltd.draw(15, bits)
-        return ltd.token_dropping(dict(zip((1, 2), kept, strict=True)), run_block)
+        return ltd.drop_tokens(dict(zip((1, 2), kept, strict=True)), run_block)
 
     def backward(self, last, **how):
         inputs = batch(packed=self.device == CPU, seed=self.number).to(self.device)
@@ -89,7 +109,7 @@ class Run:
 
     def update(self):
         self.norms.append(self.optimizers.clip_gradients(0.5).item())
-        self.offloaded.around_step(partial(self.optimizers.step, 1e-2 / (1 + self.number)))
+        self.offloaded.update(partial(self.optimizers.step, 1e-2 / (1 + self.number)))
 
     def steps(self, count, micro_batches=3, **how):
         for _ in range(count):

@@ -8,12 +8,66 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_stores import write_store
-from test_packs import rows_of
 
 import config
 import packing
-from packing import PACKERS, fill, main, number_that_fill, pack, pack_lengths, patterns_that_fill
-from support.rows.packs import histogram
+from packing import (
+    PACKERS,
+    Packing,
+    assign,
+    fill,
+    histogram,
+    main,
+    number_that_fill,
+    pack,
+    pack_lengths,
+    patterns_that_fill,
+)
+
+PACKING = Packing(  # two packs of 6 + 2 and one of 5 + 2 + 1, in rows of 8
+    lengths=np.array([6, 2, 5, 2, 1]),
+    offsets=np.array([0, 2, 5]),
+    counts=np.array([2, 1]),
+    max_len=8,
+)
+
+
+def rows_of(packs):
+    return [row.tolist() for row in np.split(packs.items, packs.offsets[1:-1])]
+
+
+def test_numbers_by_hand():
+    assert histogram([3, 1, 3], 4).tolist() == [0, 1, 0, 2, 0]
+    assert histogram([], 2).tolist() == [0, 0, 0]
+    assert PACKING.packs == 3
+    assert PACKING.factor == 7 / 3
+    assert PACKING.efficiency == 1
+    assert PACKING.attention == (2 * (36 + 4) + 25 + 4 + 1) / (3 * 64)
+
+
+def test_assign_by_hand():
+    #         0  1  2  3  4  5  6
+    lengths = [2, 6, 1, 2, 5, 6, 2]
+    packs = assign(PACKING, np.array(lengths))
+    assert rows_of(packs) == [[1, 0], [5, 3], [4, 6, 2]]
+    assert packs.items.dtype == np.int64 and packs.offsets.tolist() == [0, 2, 4, 7]
+
+
+@settings(max_examples=20)
+@given(st.permutations(list(range(7))))
+def test_assign_takes_equal_documents_in_order(order):
+    lengths = np.array([2, 6, 1, 2, 5, 6, 2])[list(order)]
+    rows = rows_of(assign(PACKING, lengths))
+    assert [lengths[row].tolist() for row in rows] == [[6, 2], [6, 2], [5, 2, 1]]
+    assert rows[0][0] < rows[1][0] and rows[0][1] < rows[1][1] < rows[2][1]
+
+
+def test_rows_longer_than_16_bits():
+    packing = Packing(np.array([70_000]), np.array([0, 1]), np.array([2]), 70_001)
+    assert rows_of(assign(packing, np.array([70_000, 70_000]))) == [[0], [1]]
+
+
+# ---- packers
 
 needs_scipy = pytest.mark.skipif(find_spec("scipy") is None, reason="SciPy is not installed")
 EVERY_PACKER = pytest.mark.parametrize(
@@ -121,7 +175,7 @@ def test_strategies_by_hand():
     # the 6s take a 2 each, the 5s a 3; the 2 that is left goes on its own
     packing = pack(histogram([6, 6, 5, 5, 3, 3, 2, 2, 2], 8))
     assert strategies_of(packing) == [((6, 2), 2), ((5, 3), 2), ((2,), 1)]
-    assert packing.packs == packing.lower_bound == 5
+    assert packing.packs == 5
     # 6 and 5 leave 4 and 5: shortest pack first puts the 3 beside the 5, longest beside the 6
     assert strategies_of(pack(histogram([6, 5, 3], 10), "spfhp")) == [((6,), 1), ((5, 3), 1)]
     assert strategies_of(pack(histogram([6, 5, 3], 10), "lpfhp")) == [((6, 3), 1), ((5,), 1)]
@@ -190,9 +244,9 @@ def test_greedy_packers_need_no_more_packs_than_the_published_ones(counts, max_p
 @EVERY_PACKER
 @settings(max_examples=25, deadline=None)
 @given(lengths=st.lists(st.integers(1, 10), min_size=1, max_size=6), depth=st.integers(1, 4))
-def test_no_bound_is_above_the_fewest_packs(packer, lengths, depth):
+def test_nothing_packs_better_than_every_way_tried(packer, lengths, depth):
     packing = pack(histogram(lengths, 10), packer, depth)
-    assert packing.lower_bound <= fewest_packs(lengths, 10, depth) <= packing.packs
+    assert fewest_packs(lengths, 10, depth) <= packing.packs
 
 
 # ---- refusals

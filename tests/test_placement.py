@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 import config
 from model import Transformer, TransformerConfig
 from offload import budget_bytes, placement_for
-from support.base import runtime
-from support.base.runtime import Runtime
+from support import runtime
+from support.runtime import Runtime
 from support.step.placement import Away, Part, Placement, parts_of, place
 from support.step.sizes import empty_model
 

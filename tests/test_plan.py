@@ -10,12 +10,12 @@ from conftest import SMALL, walk
 from small_stores import in_memory
 
 import config
+from bert import SpecialIds
 from data import Rows
 from kernels.cross_entropy import IGNORE
 from plan import Plan, draw
-from support.base.clock import Clock, Cursor
-from support.base.runtime import Runtime
-from support.rows.bert import SpecialIds
+from support.clock import Clock, Cursor
+from support.runtime import Runtime
 from support.text.store import Store
 from support.text.tokenizer import get_encoding
 
@@ -321,10 +321,10 @@ def test_the_stage_travels_with_its_batch(indexed):
     steps = walk(p, 50)  # all drawn before any is looked at
     for step in steps:
         fresh = p.curriculum.at(step.before.consumed_tokens)
-        assert step.difficulty["difficulty_seqlen"] == fresh.difficulty["seqlen"]
-        assert step.difficulty["difficulty_rarity"] == fresh.difficulty["rarity"]
+        assert step.difficulty["analyze_seqlen"] == fresh.difficulty["seqlen"]
+        assert step.difficulty["analyze_rarity"] == fresh.difficulty["rarity"]
         assert step.batch.tokens.shape[1] == step.max_piece_len == fresh.max_piece_len
-    assert len({step.difficulty["difficulty_rarity"] for step in steps}) > 20
+    assert len({step.difficulty["analyze_rarity"] for step in steps}) > 20
     flags = "--pack --curriculum seqlen --curriculum-start 8 --curriculum-pace linear"
     flags += " --curriculum-share 1 --tokens 10000"
     for model in ("", "--model bert"):  # whose pieces make room for [CLS] and [SEP]
@@ -345,7 +345,7 @@ def test_reshaped_rows_show_the_same_tokens(store, indexed):
         clock = clock_at(8 * number, consumed_tokens=400 * number)
         step, whole = p(clock), plain(clock)
         widths.add(step.batch.tokens.shape[1])
-        assert step.batch.tokens.shape[1] <= step.difficulty["difficulty_seqlen-reshape"] < 40
+        assert step.batch.tokens.shape[1] <= step.difficulty["analyze_seqlen-reshape"] < 40
         targets = step.batch.targets[step.batch.targets != IGNORE]
         assert sorted(targets.tolist()) == sorted(whole.batch.targets.flatten().tolist())
         assert step.targets == whole.targets == 320 and step.after.real_tokens == 320

@@ -21,7 +21,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 import prepare
-from support.base.runtime import ROOT
+from support.runtime import ROOT
 from support.text import store, tokenizer
 from support.text.corpus import Corpus, Part
 from support.text.store import Store

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))  # when this file is the command
 
 import config  # noqa: E402
-from support.base.settings import table_of  # noqa: E402
+from support.settings import table_of  # noqa: E402
 
 FOLDERS = ("bench", "corpus", "docs", "kernels", "results", "support", "tests")
 

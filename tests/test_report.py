@@ -13,11 +13,11 @@ from conftest import ALL_ON, write_lines
 
 import config
 import report
-from support.base import numbers
-from support.base.settings import flattened
+from support import settings as numbers
 from support.report import charts, comparison, page, run_page
 from support.report.comparison import Recipe
 from support.report.run_page import RunLog, read_run
+from support.settings import flattened
 
 OUTSIDE = re.compile(r"""(?:src|href|action)\s*=|url\(|@import|https?:|//[a-z0-9-]+\.[a-z]""")
 

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from support.base import rng
-from support.base.rng import shuffled
+from support import clock as rng
+from support.clock import shuffled
 
 
 def test_a_seed_is_a_function_of_its_key():

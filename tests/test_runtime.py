@@ -16,7 +16,7 @@ from kernels import triton_here
 from kernels.packed_attention import chosen_impl
 from kernels.token_drop import checked_impl
 from kernels.triton_here import why_not
-from support.base.runtime import ROOT, exit_cleanly, start
+from support.runtime import ROOT, exit_cleanly, start
 
 # --- devices
 
@@ -185,7 +185,7 @@ def test_a_flag_that_a_command_does_not_know_is_one_line(name, monkeypatch):
 
 
 def test_a_reader_that_has_read_enough_ends_a_command_without_a_word():
-    code = "from support.base.runtime import exit_cleanly\nexit_cleanly(lambda: print('x' * 10**6))"
+    code = "from support.runtime import exit_cleanly\nexit_cleanly(lambda: print('x' * 10**6))"
     command = Popen([sys.executable, "-c", code], stdout=PIPE, stderr=PIPE, cwd=ROOT)
     command.stdout.close()
     assert command.stderr.read() == b"" and command.wait() == 141

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import sample
 from model import Transformer, TransformerConfig
 from offload import Offload
-from support.base import runtime
+from support import runtime
 from support.step.placement import Away, Placement, parts_of
 from support.text.tokenizer import get_encoding
 

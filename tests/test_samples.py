@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 from small_stores import TOY
 
-from support.rows import samples as samples_module
-from support.rows.samples import Samples, cut
+import data as samples_module
+from data import Samples, cut
 from support.text.store import Store
 
 

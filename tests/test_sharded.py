@@ -26,15 +26,13 @@ import pseudo
 import sample
 from data import Data
 from evaluate import Evaluation
-from ltd import token_dropping
-from model import Transformer, TransformerConfig, run_plain, run_recomputed
-from support.base import runtime as runtimes
-from support.base import sharded
-from support.base.runtime import Runtime
-from support.base.sharded import rows_here
+from ltd import drop_tokens
+from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
+from support import runtime as runtimes
+from support import runtime as sharded
 from support.evaluation import scoring
-from support.rows.batch import Batch
 from support.run import checkpoint
+from support.runtime import Runtime, rows_here
 from support.step.optim import Optimizers
 from support.text.store import Store
 from support.text.tokenizer import byte_lengths, get_encoding
@@ -103,7 +101,7 @@ class Trained:
             world_size, share = self.runtime.world_size, rows // self.runtime.world_size
             own = range(share * self.runtime.rank, share * (self.runtime.rank + 1))
         kept = torch.arange(step % 2, T, 2)[None]
-        run_block = token_dropping({1: kept, 2: kept}, run_recomputed if step % 2 else run_plain)
+        run_block = drop_tokens({1: kept, 2: kept}, run_recomputed if step % 2 else run_plain)
         total = torch.zeros(())
         for row in own:
             if self.runtime:

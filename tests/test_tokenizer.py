@@ -19,7 +19,7 @@ from conftest import LLAMA3, TINY, refusal, write_lines
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from support.base.runtime import ROOT
+from support.runtime import ROOT
 from support.text import tokenizer
 from support.text.corpus import Corpus, Document, is_held_out
 

@@ -25,9 +25,9 @@ import train
 from evaluate import Evaluation
 from model import Transformer, TransformerConfig
 from prepare import prepare
-from support.base.runtime import exit_cleanly
 from support.run import checkpoint
 from support.run.folder import Log
+from support.runtime import exit_cleanly
 from support.text.tokenizer import get_encoding
 from support.weights.published import GPT2_LAYOUT, published_entries
 
@@ -246,7 +246,7 @@ def test_a_bert_learns_which_text_follows(tmp_path):
     [
         (f"{ALL_ON} --dropout 0.1 {LLAMA}", (train.Trainer, "step"), 9, signal.SIGTERM),
         # in the second of a step's four micro-batches
-        ("--pack --micro-batch-size 2", (train, "run_block_of"), 22, signal.SIGINT),
+        ("--pack --micro-batch-size 2", (train, "block_runner"), 22, signal.SIGINT),
         # in a step after which an evaluation is due, which the resumed run makes first
         (f"{ALL_ON} {BY_DOCUMENTS} --eval-every 256", (train.Trainer, "step"), 3, signal.SIGUSR1),
         # in an evaluation on the way; the step after it is saved

@@ -19,10 +19,9 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from model import Batch
 from support.base.atomic import atomic_write
-from support.base.runtime import Runtime, printable
-from support.base.sharded import is_sharded
-from support.rows.batch import Batch
+from support.runtime import Runtime, is_sharded, printable
 
 Poll = Callable[[int], None]  # called after each batch with how many rows are done
 # Of a batch on the CPU: which of its B T tokens are asked, and columns (n,) of numbers about them;

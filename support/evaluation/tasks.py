@@ -42,9 +42,9 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from kernels.cross_entropy import IGNORE, chunks
-from support.base.runtime import Runtime
+from model import Batch
 from support.evaluation.scoring import Laid, Poll, sums_by_item
-from support.rows.batch import Batch
+from support.runtime import Runtime
 from support.text.reading import read_lines
 from support.text.store import Store
 

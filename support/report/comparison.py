@@ -10,7 +10,6 @@ import statistics
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
-from support.base.numbers import several
 from support.report.charts import Chart, in_time
 from support.report.page import Page, Section, Table, columns_of, table
 from support.report.run_page import (
@@ -19,6 +18,7 @@ from support.report.run_page import (
     amount,
     evaluated,
 )
+from support.settings import several
 
 # Settings of the group "run" that make no other recipe. --data and --compile may differ when a run
 # goes on, too, but change losses and seconds by more than a seed does.

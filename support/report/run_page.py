@@ -15,10 +15,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from support.base.numbers import duration, several, short
 from support.report.charts import Chart, Series, in_time, medians, series
 from support.report.page import Page, Section, Table, columns_of, table
 from support.run.folder import read_log
+from support.settings import duration, several, short
 
 # What a run spends, and a comparison may hold fixed
 UNITS = {
@@ -340,7 +340,7 @@ def curves(log: RunLog, heading: str, rows: Sequence[tuple[str, str, np.ndarray]
 def schedules(log: RunLog) -> Section:
     longest = log.column("max_piece_len")
     rows = [("Learning rate", "", log.column("lr")), ("Longest piece", "tokens", longest)]
-    for name in sorted(name for name in log.steps if name.startswith("difficulty_")):
+    for name in sorted(name for name in log.steps if name.startswith("analyze_")):
         values = log.column(name)
         if not np.array_equal(values, longest, equal_nan=True):  # that of seqlen is
             rows.append((f"Difficulty: {name.removeprefix('difficulty_')}", "at most", values))

@@ -36,8 +36,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import distribute_tensor
 
 from support.base.atomic import sync
-from support.base.runtime import Runtime
-from support.base.sharded import of_rows, rows_here
+from support.runtime import Runtime, of_rows, rows_here
 
 # it says so whenever one process reads a folder alone, which is meant here
 warnings.filterwarnings("ignore", "torch.distributed is disabled")

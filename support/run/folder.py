@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import torch
 
 from support.base.atomic import atomic_write
-from support.base.runtime import ROOT
-from support.base.settings import Flat
+from support.runtime import ROOT
+from support.settings import Flat
 
 
 class ModelSize(NamedTuple):

@@ -6,14 +6,15 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from tqdm import tqdm
 
+from config import TECHNIQUES
+from data import MixedSamples
 from kernels.packed_attention import IMPLS
 from model import TransformerConfig
-from support.base.clock import Clock, blocks_at
-from support.base.numbers import short
-from support.base.runtime import Runtime, peak_memory
-from support.base.technique import techniques_on
-from support.rows.mixture import MixedSamples
+from pseudo import in_words, own_blocks, owners_at
+from support.clock import Clock
 from support.run.run import Run
+from support.runtime import Runtime, peak_memory
+from support.settings import short
 from support.step.flops import attention_of, flops_of_step, work_of
 from support.step.memory import Memory, MicroBatch, bytes_free
 from support.step.memory import in_words as memory_in_words
@@ -76,7 +77,7 @@ def announce(
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
     streamed = placement.streamed if placement else ()
     say(f"ahead: {ahead_in_words(run, plan, shape, batches.count, streamed)}")
-    if techniques_on(s):
+    if any(getattr(s, name).on for name in TECHNIQUES):
         say(f"without techniques: {ahead_in_words(run, plan.plain(), shape, batches.count)}")
 
 
@@ -94,7 +95,9 @@ def ahead_in_words(
     """
     s, steps, tokens, flops = plan.settings, 0, 0, 0
     for count, step in plan.ahead(run.clock):
-        blocks = blocks_at(s, step.context)
+        blocks = s.model.layers
+        if s.pseudo.on:
+            blocks = own_blocks(owners_at(s.pseudo, blocks, step.context.progress))
         work = work_of(s, run.runtime, shape, rows_at_once, blocks, streamed)
         steps += count
         tokens += count * (step.after.real_tokens - step.before.real_tokens)
@@ -111,8 +114,6 @@ def ahead_in_words(
 def say_assembled(run: Run) -> None:
     """What is known once the model is put together and the run has its folder."""
     peak = run.peak
-    if run.trainer.compiled:
-        run.runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
     rate = f"of {short(peak.flops, 'FLOP/s')}, " if peak.flops else ""
     run.runtime.say(f"run: {run.folder}; MFU: {rate}{peak.why}")
 
@@ -173,14 +174,14 @@ def change_trainer(run: Run, trainer: "Trainer", bar: tqdm) -> None:
     before, now = run.trainer.optimizers.memory(), trainer.optimizers.memory()
     run.use(trainer)
     fields = {"step": run.clock.step, "consumed_tokens": run.clock.consumed_tokens}
-    for edit in trainer.edits.values():
-        fields |= edit.logged()
-        if edit.in_words():
-            write(bar, f"after step {run.clock.step} {edit.in_words()}")
+    if trainer.owners:
+        fields["owners"] = list(trainer.owners)
+        words = in_words(trainer.owners)
+        write(bar, f"after step {run.clock.step} --pseudo: layers use the weights of {words}")
     run.log.write("stage", **fields, bytes_before=before, bytes=now)
     write(bar, f"memory: {bytes_in_words(before)} before; {bytes_in_words(now)} now")
-    if trainer.placement:
-        write(bar, placement_in_words(run, trainer.placement, trainer.rows_at_once))
+    if trainer.offloaded:
+        write(bar, placement_in_words(run, trainer.offloaded.placement, trainer.rows_at_once))
 
 
 def bytes_in_words(memory: dict[str, int]) -> str:
@@ -222,7 +223,7 @@ def log_step(
         mfu=mfu if mfu is None else round(mfu, 4),
         epochs=round(epochs, 4),
         max_piece_len=step.max_piece_len,
-        kept_tokens=step.kept_tokens,
+        kept_tokens=min(step.tokens_by_layer),
         padding_share=round(step.padding_share, 6),
         pieces=step.pieces,
         attention_share=round(step.attention_share, 6),
@@ -263,16 +264,16 @@ def conclude(run: Run, result: str, text: str) -> None:
     say = run.runtime.say
     say(f"held-out: {result}, on {text}, full length, nothing dropped")
     say(savings(run.settings, run.clock))
-    for edit in run.trainer.edits.values():
-        if edit.unfinished():
-            say(edit.unfinished())
+    owners = run.trainer.owners
+    if owners and own_blocks(owners) < len(owners):
+        say(f"--pseudo-until {run.settings.pseudo.until}: the model is still a shadow")
 
 
 def savings(settings: "Config", clock: Clock) -> str:
     """One line: what the techniques saved compared with the plain run over the same text."""
     saved = []
     full = settings.model.layers * clock.positions
-    if any(technique.tokens_by_layer for technique in techniques_on(settings)):
+    if settings.ltd.on or settings.pseudo.on:
         saved.append(
             f"{1 - clock.layer_tokens / full:.1%} of layer-tokens"
             f" ({clock.layer_tokens / 1e6:.2f} M, plain {full / 1e6:.2f} M)"

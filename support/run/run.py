@@ -23,18 +23,15 @@ it. A run that was stopped before its first checkpoint starts over, and reads --
 import math
 import shutil
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from data import AnyStore
 from model import TransformerConfig
 from support.base.atomic import folder_lock
-from support.base.clock import Clock, due, lr_clock
-from support.base.runtime import Runtime, made_by
-from support.base.settings import flattened
-from support.base.sharded import check_agreement, shard
-from support.rows.mixture import AnyStore
+from support.clock import Clock, due, lr_clock
 from support.run import checkpoint
 from support.run.folder import (
     Log,
@@ -47,15 +44,26 @@ from support.run.folder import (
     read_log,
     started_with,
 )
+from support.runtime import Runtime, check_agreement, made_by, shard
+from support.settings import DataConfig, RunConfig, flattened
 from support.step import machine
 from support.step.flops import Flops, flops_of_step
-from support.step.optim import decay_start
-from support.step.sizes import empty_model, parameter_count
+from support.step.optim import OptimConfig, decay_start
+from support.step.sizes import ModelConfig, empty_model, parameter_count
 
 if TYPE_CHECKING:
-    from config import Config
     from plan import Step
     from train import Trainer
+
+
+@dataclass(frozen=True)
+class Settings:
+    """The groups of settings that every run has; config.py adds those of techniques."""
+
+    run: RunConfig = field(default_factory=RunConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    model: ModelConfig = field(default_factory=ModelConfig)
+    optim: OptimConfig = field(default_factory=OptimConfig)
 
 
 class Run:
@@ -70,7 +78,7 @@ class Run:
 
     def __init__(
         self,
-        settings: "Config",
+        settings: Settings,
         runtime: Runtime,
         started: Started | None,
         size: ModelSize,
@@ -160,7 +168,7 @@ class Run:
             return
         elif optim.schedule != "wsd":
             why = f"--schedule {optim.schedule} has spread its decay over {before.tokens}"
-        elif lr_clock(self.settings, self.clock) > decay_start(before):
+        elif lr_clock(optim.lr_clock, self.settings.model.layers, self.clock) > decay_start(before):
             why = f"at step {self.clock.step} the learning rate decays already"
         else:
             return

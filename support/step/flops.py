@@ -25,12 +25,11 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
+from bert import masked_tokens
+from data import SPECIAL_TOKENS
 from kernels.packed_attention import chosen_impl
 from model import TransformerConfig
-from support.base.clock import tokens_by_layer
-from support.base.runtime import Runtime
-from support.rows.bert import masked_tokens
-from support.rows.samples import SPECIAL_TOKENS
+from support.runtime import Runtime
 from support.step.optim import flops_of_muon
 from support.step.sizes import counted
 
@@ -134,7 +133,7 @@ def flops_of_step(settings: "Config", work: Work, step: "Step") -> Flops:
     executed, model = 3 * head + work.optimizer, 3 * model_head
     products = FORWARD + (BACKWARD_TILES if work.impl == "triton" else BACKWARD)
     is_masked = work.impl == "dense" and not (len(laid.lengths) == rows and all(filled == T))
-    layers = tokens_by_layer(settings, step.context, T)
+    layers = step.tokens_by_layer
     repeated = Counter(layers[layer] for layer in work.recomputed)
     for K, count in Counter(layers).items():  # K is 0 in layers that are not there yet
         kept = np.minimum(filled, K)

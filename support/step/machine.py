@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 import torch
 
-from support.base.runtime import DTYPES, Runtime
+from support.runtime import DTYPES, Runtime
 
 
 class Peak(NamedTuple):
@@ -22,7 +22,7 @@ class Machine(NamedTuple):
 
     pattern: str  # of torch's name of it
     half: float  # TFLOP/s of dense matrix products in 16 bits, with sums in fp32
-    single: float  # in 32 bits, which is TF32 (support/base/runtime.py asks for it)
+    single: float  # in 32 bits, which is TF32 (support/runtime.py asks for it)
 
 
 # The first that matches torch's name of a device. From NVIDIA's data sheets, with figures "with

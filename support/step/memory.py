@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from kernels.cross_entropy import chosen_impl as chosen_loss
 from kernels.cross_entropy import chunk_rows
 from model import Transformer, TransformerConfig
-from support.base.runtime import Runtime
+from support.runtime import Runtime
 from support.step.flops import attention_of
 from support.step.optim import state_bytes
 from support.step.placement import Placement

@@ -11,7 +11,7 @@ The update and its state are those of torch.optim.Muon. Three things make it che
 - in fp32 the iteration runs on X X^T where that is smaller than X: for an MLP, 4 times smaller
 - several ranks orthogonalise a share of the matrices each and exchange the results
 
-Matrices may be sharded over ranks by rows, as FSDP2 does (support/base/sharded.py). Their weights
+Matrices may be sharded over ranks by rows, as FSDP2 does (support/runtime.py). Their weights
 and momenta stay in place; rows of the directions travel to the ranks that orthogonalise them, and
 back.
 """
@@ -25,7 +25,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 
-from support.base.sharded import rows_here
+from support.runtime import rows_here
 
 # X <- a X + b (X X^T) X + c (X X^T)^2 X for each (a, b, c): Jordan's, five times.
 POLYNOMIALS = ((3.4445, -4.7750, 2.0315),) * 5

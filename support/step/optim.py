@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 
 from model import TransformerConfig
-from support.base.clock import Clock, lr_clock
-from support.base.settings import flag
-from support.base.sharded import is_shard, norm_over_ranks, rows_here
+from support.clock import Clock, lr_clock
+from support.runtime import is_shard, norm_over_ranks, rows_here
+from support.settings import flag
 from support.step.muon import Muon, flops_of_orthogonalising
 from support.step.sizes import matrices_of_block
 
@@ -230,7 +230,8 @@ class Optimizers:
 
 def learning_rate(settings: "Config", before: Clock, after: Clock) -> float:
     """The rate at the middle of a step, so that neither the first nor the last is wasted."""
-    start, end = lr_clock(settings, before), lr_clock(settings, after)
+    which, layers = settings.optim.lr_clock, settings.model.layers
+    start, end = lr_clock(which, layers, before), lr_clock(which, layers, after)
     end = min(end, settings.optim.tokens)  # the last step may overshoot the budget
     return lr_at(settings.optim, (start + end) / 2)
 

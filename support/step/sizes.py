@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from kernels.rotary import rotation
 from model import TokenMeta, Transformer, TransformerConfig, for_all_heads
-from support.base.settings import Flat, flag
+from support.settings import Flat, flag
 
 
 class Size(NamedTuple):
@@ -131,30 +131,6 @@ def swiglu_width(width: int) -> int:
     """2/3 of 4 C, for as many weights as without a gate, rounded up as Llama does."""
     multiple = 64 if width <= 1024 else 256
     return -(-8 * width // (3 * multiple)) * multiple
-
-
-def refusals_of_rows(
-    size: str, seq_len: int, batch_tokens: int, learned: bool
-) -> list[tuple[bool, str]]:
-    """Rows and batches that do not fit, as (condition, message).
-
-    Args: learned whether positions are learned, as many as --size says
-    """
-    longest = SIZES[size].seq_len
-    below = batch_tokens // seq_len * seq_len
-    choices = f"{below} or {below + seq_len}" if below else f"{seq_len}"
-    return [
-        (
-            seq_len > longest and learned,
-            f"--seq-len {seq_len} is above the {longest} positions of --size {size}:"
-            " shorten it, or choose --pos rope",
-        ),
-        (
-            batch_tokens % seq_len != 0,
-            f"--batch-tokens {batch_tokens} is not a multiple of --seq-len {seq_len}: choose"
-            f" {choices}",
-        ),
-    ]
 
 
 # ---- parameters and cost

@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from support.base.numbers import whole_number
+from support.settings import whole_number
 from support.text import reading
 from support.text.reading import InputFile
 

@@ -26,9 +26,9 @@ import regex  # tiktoken's own dependency: `re` has no \p{L}
 import tiktoken
 from tqdm import tqdm
 
-from support.base import runtime
+from support import runtime
 from support.base.atomic import atomic_write
-from support.base.numbers import count
+from support.settings import count
 from support.text.corpus import Corpus, add_flags
 
 PD4K = runtime.ROOT / "corpus" / "pd4k.tiktoken"

@@ -9,23 +9,21 @@ be given again.
 from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import tiktoken
 import torch
 
 from model import Transformer, TransformerConfig
-from support.base.rng import seed_of
-from support.base.settings import Flat, as_flags
+from support.clock import seed_of
 from support.run import checkpoint
 from support.run.folder import ModelSize
+from support.run.run import Settings
+from support.settings import Flat, as_flags
 from support.step.sizes import ModelConfig
 from support.text.tokenizer import fingerprint, vocab_size
 from support.weights import published
 from support.weights.trained import Trained, checkpoint_of, trained, weights_of
-
-if TYPE_CHECKING:
-    from config import Config
 
 # Settings of the model that its weights are for
 OF_THE_MODEL = [
@@ -81,7 +79,7 @@ def naming_init(read: Callable, path: str | Path) -> Any:
         raise ValueError(f"--init {error}") from error
 
 
-def model_size(settings: "Config", encoding: tiktoken.Encoding) -> ModelSize:
+def model_size(settings: Settings, encoding: tiktoken.Encoding) -> ModelSize:
     """What settings do not say of a model that begins.
 
     Raises: ValueError if the tokenizer or the rows do not suit what --init names
@@ -105,7 +103,7 @@ def model_size(settings: "Config", encoding: tiktoken.Encoding) -> ModelSize:
 
 
 def initial_model(
-    config: TransformerConfig, settings: "Config", say: Callable[[str], None] = lambda line: None
+    config: TransformerConfig, settings: Settings, say: Callable[[str], None] = lambda line: None
 ) -> Transformer:
     """A model with the weights that every run with this seed starts from, or those of --init."""
     torch.manual_seed(seed_of(settings.run.seed, "weights"))

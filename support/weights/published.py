@@ -45,9 +45,9 @@ from torch import Tensor
 from kernels.rotary import Scaling
 from model import Transformer
 from support.base.atomic import atomic_folder, atomic_write
-from support.base.runtime import Parser, exit_cleanly
-from support.base.settings import as_flags
 from support.run.folder import ModelSize
+from support.runtime import Parser, exit_cleanly
+from support.settings import as_flags
 from support.text.tokenizer import get_encoding
 from support.weights import safetensors
 from support.weights.trained import Trained, checkpoint_of, trained, weights_of

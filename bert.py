@@ -32,9 +32,8 @@ import torch
 from torch import Tensor
 
 from kernels.cross_entropy import IGNORE
-from support.base.rng import bits, seed_of
-from support.rows.batch import Batch
-from support.rows.samples import Samples
+from model import Batch
+from support.clock import bits, seed_of
 
 MASKED = 0.15  # of a document's tokens
 
@@ -156,14 +155,3 @@ def occurrences(values: np.ndarray) -> np.ndarray:
     before = np.empty(len(values), np.int64)
     before[order] = np.arange(len(values)) - firsts
     return before
-
-
-def check_pairs(samples: Samples) -> None:
-    """Refuse a store where no two of the first million samples have two tokens or more.
-
-    Raises: ValueError naming --nsp
-    """
-    spans = samples.spans(np.arange(min(len(samples), 1 << 20)))
-    if (spans[:, 1] - spans[:, 0] >= 2).sum() < 2:
-        lacks = f"{samples.store.path} has fewer than two pieces of two tokens or more to pair"
-        raise ValueError(f"--nsp: {lacks}: leave out --nsp, or name another store with --data")

@@ -1,23 +1,33 @@
-"""The clock of a run, what a step costs on it, and values that grow with it.
+"""The clock of a run, what a step costs on it, and values and random numbers that follow from it.
 
 A step consumes its real tokens, scaled by the share of layers that they ran through. The budget,
-the learning rate and every schedule read consumed tokens.
+the learning rate and every schedule read consumed tokens:
+
+    step    rows of 256, 6 layers of which 4 keep 128    consumed    the clock says
+    1       16 full rows, 4,096 tokens                   2,720       2,720
+    2       16 rows of 250 tokens, 4,000                 2,688       5,408
+
+Random choices are functions of a key, so there is no state to save, and every process gets the same
+numbers without asking another one:
+
+    seed_of     a key such as (seed, "mask", step) -> 63 bits
+    generator   a torch generator seeded with them
+    bits        a number for each position of each row, on any device
+    shuffled    draw number -> sample id, in an order that is never held in memory
 """
 
+import hashlib
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from support.base.rng import bits, seed_of
-from support.base.runtime import on_device
-from support.base.technique import techniques_on
+from support.runtime import on_device
 
-if TYPE_CHECKING:
-    from config import Config
+MULTIPLE = 8  # lengths move in steps of 8: few shapes, and matrix units work in eights
 
 
 class Cursor(NamedTuple):
@@ -64,6 +74,8 @@ class StepContext(NamedTuple):
     seed: int
     step: int  # counted from 1
     progress: float  # of the run when the step begins: consumed tokens as a share of the budget
+    seq_len: int  # tokens of a full row, --seq-len
+    layers: int  # of the whole model
 
     def bits(self, technique: str, layers: Sequence[int | str], rows: Tensor, T: int) -> Tensor:
         """Random numbers for one technique in this step, one per layer, row and position.
@@ -77,23 +89,6 @@ class StepContext(NamedTuple):
     def uniform(self, technique: str, *key: int | str) -> float:
         """One random number in [0, 1), for a choice that all rows share."""
         return seed_of(self.seed, technique, self.step, *key) / 2**63
-
-
-def tokens_by_layer(settings: "Config", context: StepContext, seq_len: int) -> list[int]:
-    """How many tokens of a full row each layer sees in this step, given the techniques in use."""
-    tokens = [seq_len] * settings.model.layers
-    for technique in techniques_on(settings):
-        if technique.tokens_by_layer:
-            tokens = technique.tokens_by_layer(settings, context, tokens)
-    return tokens
-
-
-def blocks_at(settings: "Config", context: StepContext) -> int:
-    """How many blocks have their own weights in this step."""
-    for technique in techniques_on(settings):
-        if technique.blocks:
-            return technique.blocks(settings, context)
-    return settings.model.layers
 
 
 def effective_tokens(rows: np.ndarray, repeated: np.ndarray, tokens_by_layer: list[int]) -> int:
@@ -123,14 +118,13 @@ def due(every: int, before: Clock, after: Clock, last: bool = False) -> bool:
     return last or before.consumed_tokens // every != after.consumed_tokens // every
 
 
-def lr_clock(settings: "Config", clock: Clock) -> float:
-    """What --lr-clock selects for the learning rate to read, in tokens of the budget.
+def lr_clock(which: str, layers: int, clock: Clock) -> float:
+    """What the learning rate reads, in tokens of the budget.
 
-    Layer-tokens are divided by the layers; unlike consumed tokens they count padding.
+    Args: which --lr-clock: consumed-tokens, or layer-tokens, which are divided by the layers and
+                unlike consumed tokens count padding
     """
-    if settings.optim.lr_clock == "layer-tokens":
-        return clock.layer_tokens / settings.model.layers
-    return clock.consumed_tokens
+    return clock.layer_tokens / layers if which == "layer-tokens" else clock.consumed_tokens
 
 
 def pace(t: float, over: float, start: int, end: int, degree: float = 1, multiple: int = 1) -> int:
@@ -151,3 +145,65 @@ def pace(t: float, over: float, start: int, end: int, degree: float = 1, multipl
         return end
     value = math.floor((t / over) ** (1 / degree) * (end - start) + start)
     return min(max(value - value % multiple, start), end)
+
+
+def seed_of(*key: object) -> int:
+    """A seed for one purpose: (seed, purpose, step, layer) -> 63 bits, the same everywhere."""
+    return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
+
+
+def generator(device: torch.device, *key: object) -> torch.Generator:
+    """A random generator that is a function of `key`: nothing to save, nothing to restore."""
+    return torch.Generator(device).manual_seed(seed_of(*key))
+
+
+def bits(seeds: Tensor, rows: Tensor, T: int) -> Tensor:
+    """63 random bits for each seed, row and position.
+
+    A hash, not a stream: no number depends on how many others are computed, so a rank computes only
+    its own rows and gets what one process with all rows would get.
+
+    Args:    seeds (n,) int64 from seed_of
+             rows  (B,) int64, numbers of rows among those of all ranks
+    Returns: (n, B, T) int64 from 0 to 2^63 - 1, the same on every device
+    """
+    positions = torch.arange(1, T + 1, device=rows.device)
+    by_row = _mixed(seeds[:, None] + (rows + 1) * -7046029254386353131)  # (n, B), by 2^64 / golden
+    return _mixed(by_row[:, :, None] + positions * -7046029254386353131) & 2**63 - 1  # (n, B, T)
+
+
+def _mixed(x: Tensor | np.ndarray) -> Tensor | np.ndarray:
+    """Hash 64-bit integers to 64 well-mixed bits (the finaliser of splitmix64).
+
+    A shift of int64 copies the sign: the bits shifted in are masked off.
+    """
+    x = (x ^ (x >> 30 & 2**34 - 1)) * -4658895280553007687
+    x = (x ^ (x >> 27 & 2**37 - 1)) * -7723592293110705685
+    return x ^ (x >> 31 & 2**33 - 1)
+
+
+def shuffled(draws: np.ndarray, n: int, seed: int) -> np.ndarray:
+    """The sample ids of the given draws: pass after pass over 0..n-1, each in its own order.
+
+    A keyed permutation of [0, n): a Feistel network over an even number of bits, applied until the
+    result is below n (Black & Rogaway 2002). So no list of samples is in memory, and any rank can
+    say what draw 10^12 is without replaying the draws before it.
+
+    Args:    draws (m,) int64, counted from the start of training
+    Returns: (m,) int64 sample ids; draws k n .. (k + 1) n - 1 hold every id once
+    """
+    passes, ids = np.divmod(draws, n)
+    half = max(1, -(-(n - 1).bit_length() // 2))  # bits
+    low = (1 << half) - 1
+    salts = [(seed * 8 + turn) * 0xD1342543DE82EF95 % 2**64 for turn in range(6)]
+    salts = np.array(salts, np.uint64).view(np.int64)
+    keys = passes * -7046029254386353131 + salts[:, None]  # (6, m)
+    outside = np.arange(len(ids))
+    while len(outside):
+        x, key = ids[outside], keys[:, outside]
+        left, right = x >> half, x & low
+        for turn in range(6):
+            left, right = right, left ^ (_mixed(right + key[turn]) & low)
+        ids[outside] = x = left << half | right
+        outside = outside[x >= n]
+    return ids

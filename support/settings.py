@@ -1,0 +1,349 @@
+"""Settings: a frozen dataclass a group, a field a flag; and numbers as people write and read them.
+
+    @dataclass(frozen=True)
+    class LtdConfig:
+        on: bool = flag(False, "drop random tokens ...")             --ltd, --no-ltd
+        start: int | None = flag(None, "tokens per row ...", least=1)  --ltd-start 64
+
+A group with a field or property `on` is a technique's: its first setting is its switch and has its
+name, the others have it as prefix. Between the command line and the dataclasses settings are flat,
+{"ltd.start": 64}, and what was not given is absent. What a field may say besides its help:
+
+    choices                      the values allowed
+    least, above, most, below    the limits of a number
+    free                         may differ when a run goes on: where and how fast, not what
+    without_value                what the flag alone means
+    hidden                       no flag: it follows from others, and is kept with them
+
+The groups that every run has are RunConfig and DataConfig here, ModelConfig in sizes.py and
+OptimConfig in optim.py; techniques' stand in their files, and config.py puts them together.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+from functools import cache
+from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
+
+from support.runtime import Parser
+
+Value = str | int | float | bool | None  # of a setting
+Flat = dict[str, Value]  # {"group.field": value}
+Groups = TypeVar("Groups")  # a dataclass of groups: Config
+
+
+def flag(default: Value, help: str, choices: tuple[str, ...] | None = None, **more: object) -> Any:
+    """A field of a group; `more` is any other of what a field may say."""
+    return field(default=default, metadata={"help": help, "choices": choices, **more})
+
+
+def free(default: Value, help: str, choices: tuple[str, ...] | None = None, **more: object) -> Any:
+    """A flag that may differ when a run goes on."""
+    return flag(default, help, choices, free=True, **more)
+
+
+class Setting(NamedTuple):
+    flag: str  # --seq-len, --ltd, --ltd-start
+    kind: type  # of its value, which may also be None: left open
+    default: Value
+    about: Mapping[str, Any]  # help, choices, limits, ...
+
+
+@cache
+def settings_of(config_class: type) -> dict[str, Setting]:
+    """Every setting by its name, group.field, in the order of the fields."""
+    settings = {}
+    for part in fields(config_class):
+        group = part.default_factory
+        hints = get_type_hints(group)
+        for number, item in enumerate(fields(group)):
+            words = item.name
+            if hasattr(group, "on"):
+                words = f"{part.name}_{item.name}" if number else part.name
+            written = "--" + words.replace("_", "-")
+            kind = (get_args(hints[item.name]) or (hints[item.name],))[0]
+            setting = Setting(written, kind, item.default, item.metadata)
+            settings[f"{part.name}.{item.name}"] = setting
+    return settings
+
+
+# ---- the command line
+
+
+def parse(config_class: type, argv: list[str], prog: str, description: str) -> Flat:
+    """What a command line gives, checked; ValueError for a flag or a value that does not exist."""
+    parser = Parser(prog=prog, description=description)
+    groups = {part.name: parser.add_argument_group(part.name) for part in fields(config_class)}
+    for name, (written, kind, default, about) in settings_of(config_class).items():
+        if about.get("hidden"):
+            continue
+        text = about["help"] + (
+            f" (default: {shown_default(default)})" if shown_default(default) else ""
+        )
+        options = {"dest": name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
+        if kind is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        else:
+            choices = about["choices"]
+            options["type"] = {int: whole_number, float: real_number}.get(kind, kind)
+            options["choices"] = choices
+            options["metavar"] = "|".join(choices) if choices else kind.__name__.upper()
+        if "without_value" in about:
+            options |= {"nargs": "?", "const": about["without_value"]}
+        groups[name.partition(".")[0]].add_argument(written, **options)
+    given = vars(parser.parse_args(argv))
+    check_limits(config_class, given)
+    return given
+
+
+def check_limits(config_class: type, flat: Flat, file: str = "") -> None:
+    """Refuse a setting that does not exist or is not within its limits.
+
+    Raises: ValueError naming the flag, or the file that the settings are from and its entry
+    """
+    where = file and f"{file}: "
+    for name, value in flat.items():
+        if name not in settings_of(config_class):
+            raise ValueError(f"{where}{name} is of another version of train.py")
+        written, _, _, about = settings_of(config_class)[name]
+        if value is None:
+            continue
+        allowed, holds = [], True
+        if choices := about["choices"]:
+            allowed.append(f"one of {choices}")
+            holds = value in choices
+        for limit, words, compare in (
+            ("least", "at least", float.__ge__),
+            ("above", "above", float.__gt__),
+            ("most", "at most", float.__le__),
+            ("below", "below", float.__lt__),
+        ):
+            if limit in about:
+                allowed.append(f"{words} {about[limit]}")
+                holds = holds and compare(float(value), float(about[limit]))
+        if not holds:
+            given = f"{where}{name if file else written} is {value}"
+            raise ValueError(f"{given}, allowed is {', '.join(allowed)}: {about['help']}")
+
+
+def table_of(config_class: type) -> str:
+    """Every flag as a row of a markdown table, in the order of --help."""
+    rows = ["| flag | default | what it does |", "|---|---|---|"]
+    for written, _, default, about in settings_of(config_class).values():
+        if not about.get("hidden"):
+            choices = f": {', '.join(about['choices'])}" if about["choices"] else ""
+            rows.append(f"| `{written}` | {shown_default(default)} | {about['help']}{choices} |")
+    return "\n".join(rows)
+
+
+def shown_default(default: Value) -> str:
+    if isinstance(default, bool):
+        return "on" if default else "off"
+    return "" if default is None else str(default)
+
+
+# ---- flat settings and dataclasses
+
+
+def unflattened(config_class: type[Groups], flat: Flat) -> Groups:
+    """{"group.field": value} -> a configuration; what is not given keeps its default.
+
+    Raises: ValueError for a setting of a technique that is off
+    """
+    groups: dict[str, Flat] = {part.name: {} for part in fields(config_class)}
+    for name, value in flat.items():
+        group, _, setting = name.partition(".")
+        groups[group][setting] = value
+    parts = {part.name: part.default_factory(**groups[part.name]) for part in fields(config_class)}
+    for name, value in flat.items():
+        group, setting = name.partition(".")[0], settings_of(config_class)[name]
+        if not getattr(parts[group], "on", True) and value != setting.default:
+            given = as_given(setting.flag, value)
+            raise ValueError(f"{given} has no effect without --{group}: add it")
+    return config_class(**parts)
+
+
+def flattened(config: object) -> Flat:
+    """A configuration as {"group.field": value}."""
+    return {f"{g}.{name}": v for g, part in asdict(config).items() for name, v in part.items()}
+
+
+def resumed(config_class: type, saved: Flat, given: Flat) -> Flat:
+    """The settings of a run that goes on: those it was started with, and the free ones given.
+
+    Raises: ValueError for another value of a setting that is not free
+    """
+    for name, value in given.items():
+        setting = settings_of(config_class)[name]
+        if not setting.about.get("free") and saved.get(name) != value:
+            before = as_given(setting.flag, saved.get(name))
+            raise ValueError(
+                f"{as_given(setting.flag, value)} differs from {before}, with which the run was"
+                " started: leave it out, or start a new run with another --out"
+            )
+    return saved | given
+
+
+def as_given(written: str, value: Value) -> str:
+    """A setting as one would write it: --seed 5, --ltd, --no-ltd; no --ltd-steps if it is open."""
+    if value is None:
+        return f"no {written}"
+    if isinstance(value, bool):
+        return written if value else f"--no-{written.removeprefix('--')}"
+    return f"{written} {value}"
+
+
+def as_flags(settings: Flat) -> str:
+    """Example: {"model.layers": 3, "model.tied": False} -> --layers 3 --no-tied"""
+    flags = {"--" + name.partition(".")[2].replace("_", "-"): v for name, v in settings.items()}
+    return " ".join(as_given(written, value) for written, value in flags.items())
+
+
+# ---- numbers as people write them
+
+
+def number_of(text: str) -> float:
+    """The value of 2000000, 2e6, 2M or 1.5B; nan if the text is not a number."""
+    power = {"K": "e3", "M": "e6", "B": "e9", "T": "e12"}.get(text[-1:].upper(), "")
+    try:
+        return float(text[:-1] + power if power else text)  # 2.05e6 is whole, 2.05 * 1e6 is not
+    except ValueError:
+        return math.nan
+
+
+def whole_number(text: str, least: int = 0) -> int:
+    """A whole number, for argparse: 2000000, 2e6, 2M, 1.5B."""
+    number = number_of(text)
+    if not (least <= number < 2**63 and number == int(number)):
+        example = f"a whole number, {least} or more, such as 4096, 2e6, 1.5B"
+        raise argparse.ArgumentTypeError(f"{text} is not {example}")
+    return int(number)
+
+
+def count(text: str) -> int:
+    """A whole number above 0, for argparse."""
+    return whole_number(text, least=1)
+
+
+def real_number(text: str) -> float:
+    """A finite number, for argparse: nan would pass every limit, and nobody means inf."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = math.nan
+    if not math.isfinite(number):
+        raise argparse.ArgumentTypeError(f"{text} is not a number such as 0.1 or 3e-4")
+    return number
+
+
+BYTES = {"": 1, "B": 1, "KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def bytes_of(written: str, text: str) -> int:
+    """The number of bytes in a flag's value, 6GiB or 800MB; ValueError names the flag."""
+    match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text)
+    if match is None or match[2] not in BYTES or float(match[1]) == 0:
+        raise ValueError(f"{written} {text}: write an amount such as 6GiB, 800MB or auto")
+    return int(float(match[1]) * BYTES[match[2]])
+
+
+# ---- numbers as messages show them
+
+PREFIXES = ("", "K", "M", "B", "T", "P", "E")
+
+
+def short(value: float, unit: str = "", digits: int = 3) -> str:
+    """A number to three digits. 10^9 is B for tokens, and G with a unit.
+
+    Example:  61440 -> "61.4 K", 1.23e12 -> "1.23 T", 950 -> "950"; 2.5e9, "FLOP" -> "2.50 GFLOP"
+    """
+    if not math.isfinite(value):
+        return ""
+    power = 0
+    while abs(value) >= 999.5 and power < len(PREFIXES) - 1:
+        value /= 1000
+        power += 1
+    whole = len(str(int(abs(value))))
+    text = f"{value:.{max(digits - whole, 0) if power else 0}f}"
+    prefix = "G" if unit and PREFIXES[power] == "B" else PREFIXES[power]
+    return f"{text} {prefix}{unit}".strip()
+
+
+def several(number: int, what: str) -> str:
+    """Example: 1, "seed" -> "1 seed"; 2500, "step" -> "2,500 steps" """
+    return f"{number:,} {what}{'' if number == 1 else 's'}"
+
+
+def duration(seconds: float) -> str:
+    """Example: 8.24 -> "8.2 s", 754 -> "12 min 34 s", 7500 -> "2 h 5 min", 9e4 -> "1 d 1 h" """
+    if not math.isfinite(seconds):
+        return ""
+    if seconds < 100:
+        return f"{seconds:.1f} s"
+    minutes, rest = divmod(round(seconds), 60)
+    if minutes < 60:
+        return f"{minutes} min {rest} s"
+    hours, minutes = divmod(minutes, 60)
+    if hours < 24:
+        return f"{hours} h {minutes} min"
+    return f"{hours // 24:,} d {hours % 24} h"
+
+
+# ---- groups
+
+
+@dataclass(frozen=True)
+class RunConfig:
+    """Where and how a run runs."""
+
+    out: str | None = free(None, "folder of the run: log, checkpoints, config (default: a new one)")
+    resume: str | None = free(
+        None,
+        "continue from a checkpoint of --out; auto begins the run if there is none",
+        ("last", "best", "auto"),
+        without_value="last",
+    )
+    seed: int = flag(1337, "decides the initial weights, the order of data and every draw")
+    device: str = free("auto", "where to compute", ("auto", "cpu", "cuda", "mps"))
+    dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16"))
+    compile: str = free(
+        "auto",
+        "compile blocks, as their shapes come; auto: on a GPU",
+        ("auto", "on", "off"),
+        without_value="on",
+    )
+    checkpoint_activations: bool = free(
+        False, "keep only the input of a block and recompute the rest in the backward pass"
+    )
+    fsdp: bool = free(False, "each rank holds a part of every weight, gradient and optimizer state")
+    eval_every: int | None = free(
+        None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)"
+    )
+    eval_tokens: int = free(32_768, "held-out tokens of each evaluation but the last", least=1)
+    final_eval_tokens: int = free(1_000_000, "most held-out tokens of the last evaluation", least=1)
+    checkpoint_every: int | None = free(
+        None, "tokens between checkpoints, 0 for the last only (default: a tenth)"
+    )
+    keep: int = free(2, "newest checkpoints to keep, in addition to the best", least=1)
+    wandb: bool = free(False, "write the log for Weights & Biases too, WANDB_MODE=offline included")
+    dry_run: bool = free(False, "print how long and large the run would be, and stop")
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """What a run reads."""
+
+    data: str | None = flag(
+        None,
+        "token store made by prepare.py, or several: a=0.7,b=0.3 (default: embedded corpus)",
+        free=True,
+    )
+    tokenizer: str | None = flag(
+        None,
+        "pd4k, bytes, gpt2, a .tiktoken file or Llama 3's tokenizer.model (default: the store's,"
+        " else pd4k)",
+    )
+    seq_len: int | None = flag(None, "tokens of a row (default: by --size)", least=8, below=2**31)
