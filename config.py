@@ -34,8 +34,7 @@ from model import TransformerConfig
 from offload import OffloadConfig
 from packing import PackConfig
 from pseudo import PseudoConfig
-from support.run.folder import Started, newest_run, started_with
-from support.run.run import Settings
+from support.run import Settings, Started, newest_run, started_with
 from support.settings import (
     Flat,
     check_limits,

@@ -48,7 +48,6 @@ from sample import load_run
 from support.clock import seed_of
 from support.evaluation import scoring, tasks
 from support.evaluation.scoring import Documents, HeldOut, Laid, Poll
-from support.run.progress import evaluation_bar
 from support.runtime import Parser, Runtime, exit_cleanly, on_device, start
 from support.settings import count
 from support.text.store import Store
@@ -319,6 +318,19 @@ def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
         return [None] * len(mixture.parts)
     evenly = 1 / len(mixture.parts)
     return [max(1, int(tokens * (float(w) + evenly) / 2)) for w in mixture.weights]
+
+
+def evaluation_bar(rows: int, runtime: Runtime) -> Callable[[int], None]:
+    """A bar of its own over the rows of an evaluation; call the result with the rows done."""
+    hidden = not runtime.is_rank0 or None  # None: shown where there is a terminal
+    bar = tqdm(total=rows, unit="row", disable=hidden, leave=False)
+
+    def show(done: int) -> None:
+        bar.update(done - bar.n)
+        if done == bar.total:
+            bar.close()
+
+    return show
 
 
 # ---- questions

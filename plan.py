@@ -75,6 +75,8 @@ from support.clock import MULTIPLE, Clock, Cursor, StepContext, effective_tokens
 from support.runtime import Runtime, on_device
 from support.step.flops import Laid
 
+MANY_EPOCHS = 4
+REPEATED = "text that is read more than 4 times teaches less and less (arXiv 2305.16264)"
 WINDOW_STEPS = 16  # whose samples are packed together; they make some ten steps' rows
 
 
@@ -104,6 +106,17 @@ class Step(NamedTuple):
         predicted = self.predicted and self.predicted.to(device)
         rows = on_device(self.rows, device)
         return self._replace(batch=self.batch.to(device), rows=rows, predicted=predicted)
+
+    def columns(self) -> dict[str, object]:
+        """What the log has of the step besides the clock."""
+        return {
+            "max_piece_len": self.max_piece_len,
+            "kept_tokens": min(self.tokens_by_layer),
+            "padding_share": round(self.padding_share, 6),
+            "pieces": self.pieces,
+            "attention_share": round(self.attention_share, 6),
+            **self.difficulty,
+        }
 
     def part(self, rows: slice) -> "Step":
         """The same step with some of this rank's rows."""
@@ -138,12 +151,19 @@ class Plan:
         self.extra = self.samples.special_tokens  # of every piece
         if settings.model.nsp:
             self.check_pairs()
+        self.has_noted = False
         self.curriculum: Curriculum | None = None
         if settings.curriculum.on:
             flags, seq_len = settings.curriculum, self.seq_len
             indexes = ready(self.samples, flags.metrics, flags.index, runtime)
             pacings = parse_metrics(flags, seq_len, settings.pack.on)
             self.curriculum = Curriculum(pacings, settings.optim.schedule_tokens, seq_len, indexes)
+
+    def first_note(self, step: Step) -> str:
+        """The note on a step, the first time that there is one; later nothing."""
+        note = "" if self.has_noted else step.note
+        self.has_noted = self.has_noted or bool(step.note)
+        return note
 
     def __call__(self, clock: Clock) -> Step:
         s = self.settings
@@ -225,8 +245,8 @@ class Plan:
         cursor = clock.cursor
         return self.costed(Chosen(rows, seq_len, stage, before=cursor, after=cursor), clock)
 
-    def ahead(self, clock: Clock) -> Iterator[tuple[int, Step]]:
-        """The steps from this clock on as (how many alike, the first of these), if rows are full.
+    def end(self, clock: Clock) -> Clock:
+        """Where a run from this clock on ends if its rows are full.
 
         Rows of a GPT without --pack are, except the stream's last. Schedules are looked at a
         thousand times or more, at both ends of steps that are taken to be alike: a level that
@@ -246,8 +266,24 @@ class Plan:
                 if last.after == clock.later(each, count):
                     break
                 count //= 2
-            yield count, step
             clock = clock.later(each, count)
+        return clock
+
+    def ahead_in_words(self, clock: Clock) -> str:
+        """What the rest of a run reads if its rows are full.
+
+        Example: 489 steps, 2,002,944 tokens of text (0.73 epochs)
+        """
+        end = self.end(clock)
+        tokens = end.real_tokens - clock.real_tokens
+        epochs = tokens / max(self.store.meta["train_tokens"], 1)
+        has_padding = self.settings.pack.on or self.special_ids
+        rows = ", if every row is full" if has_padding else ""
+        warning = f"; {REPEATED}" if epochs > MANY_EPOCHS else ""
+        return (
+            f"{end.step - clock.step:,} steps, {tokens:,} tokens of text ({epochs:,.2f} epochs)"
+            f"{rows}{warning}"
+        )
 
     def plain(self) -> "Plan":
         """The plan of the same run without techniques."""
@@ -315,31 +351,47 @@ class Plan:
         return Rows.of(spans, pairs=pairs)
 
     def packed_rows(self, clock: Clock) -> Chosen:
-        """Rows of packed pieces: as many as a step has unpacked, or those of its documents.
+        """Rows of packed pieces, heaviest first: as many as a step has unpacked, or its documents'.
 
-        The rows of a step come in an order in which equal shares of them are equal work.
+        So that ranks get equal work, see `Rows.of_rank`.
         """
-        by_document = self.settings.pack.batch == "documents"
-        cursor, parts, longest, rows_left = clock.cursor, [], 0, self.draws_per_step
-        while rows_left:  # from as many windows as that takes
+        parts = list(self.windows(clock))
+        rows = Rows.join([window.rows.take(numbers) for window, numbers, _ in parts])
+        work = rows.sums((rows.stop - rows.start + self.extra) ** 2)  # of attention
+        window, _, after = parts[-1]
+        longest = max(part.stage.max_piece_len for part, _, _ in parts)
+        return Chosen(
+            rows=rows.take(np.argsort(-work, kind="stable")),
+            seq_len=self.seq_len,
+            stage=window.stage._replace(max_piece_len=longest),
+            before=clock.cursor,
+            after=after,
+        )
+
+    def windows(self, clock: Clock) -> Iterator[tuple[Chosen, np.ndarray, Cursor]]:
+        """The rows of a step, from as many windows as that takes.
+
+        Yields: a window, the numbers of the rows in it, and the cursor behind these
+        """
+        cursor, rows_left = clock.cursor, self.draws_per_step
+        while rows_left:
             if cursor.row == 0:  # a window keeps the stage that it begins with
                 cursor = self.cursor_at(clock.consumed_tokens, cursor)
-            begin = cursor._replace(row=0)
-            if self.window is None or self.window.before != begin:
-                self.window = self.packed_window(begin)
-            window = self.window
-            if by_document:  # a window is one step's, which takes it whole
-                rows_left = len(window.rows)
-            stop = min(cursor.row + rows_left, len(window.rows))
-            parts.append(window.rows.take(np.arange(cursor.row, stop)))
-            longest = max(longest, window.stage.max_piece_len)
-            rows_left -= stop - cursor.row
-            cursor = cursor._replace(row=stop) if stop < len(window.rows) else window.after
-        rows = Rows.join(parts)
-        work = rows.sums((rows.stop - rows.start + self.extra) ** 2)  # of attention
-        rows = rows.take(np.argsort(-work, kind="stable"))
-        stage = window.stage._replace(max_piece_len=longest)
-        return window._replace(rows=rows, stage=stage, before=clock.cursor, after=cursor)
+            window = self.window_from(cursor._replace(row=0))
+            size = len(window.rows)
+            if self.settings.pack.batch == "documents":  # a window is one step's
+                rows_left = size
+            stop = min(cursor.row + rows_left, size)
+            numbers = np.arange(cursor.row, stop)
+            rows_left -= len(numbers)
+            cursor = cursor._replace(row=stop) if stop < size else window.after
+            yield window, numbers, cursor
+
+    def window_from(self, cursor: Cursor) -> Chosen:
+        """`packed_window`, kept because the next step mostly goes on in it."""
+        if self.window is None or self.window.before != cursor:
+            self.window = self.packed_window(cursor)
+        return self.window
 
     def packed_window(self, cursor: Cursor) -> Chosen:
         """Pack the samples of one window together, and put the rows back into random order.
@@ -409,6 +461,22 @@ def draw(
         enough = len(accepted) == wanted
         first += int(accepted[-1]) + 1 if enough else asked
     return samples.spans(ids), cursor._replace(first_draw=first)
+
+
+def savings(settings: Config, clock: Clock) -> str:
+    """One line: what the techniques saved compared with the plain run over the same text."""
+    saved = []
+    full = settings.model.layers * clock.positions
+    if settings.ltd.on or settings.pseudo.on:
+        saved.append(
+            f"{1 - clock.layer_tokens / full:.1%} of layer-tokens"
+            f" ({clock.layer_tokens / 1e6:.2f} M, plain {full / 1e6:.2f} M)"
+        )
+    if settings.pack.on:
+        padding = 1 - clock.real_tokens / clock.positions
+        alone = 1 - clock.real_tokens / (clock.pieces * settings.data.seq_len)
+        saved.append(f"padding: {padding:.1%} of all positions, {alone:.1%} with one piece a row")
+    return "saved: " + ("; ".join(saved) or "nothing (neither token dropping nor packing is on)")
 
 
 def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple[Step, float]]:

@@ -22,10 +22,9 @@ import torch
 
 import config
 from model import Transformer
+from support import checkpoint, runtime
 from support import clock as rng
-from support import runtime
 from support.evaluation.scoring import evaluating
-from support.run import checkpoint
 from support.runtime import of_rank0
 from support.settings import count
 from support.text.tokenizer import get_encoding, vocab_size

@@ -7,7 +7,12 @@
 Everything a step does follows from the settings and the `Clock` before it: which samples, how long,
 what is dropped, how far the weights move. So a run that was killed goes on as if it had not been,
 and more processes or micro-batches change its speed, not its curve (but for --dropout, whose masks
-are drawn for each micro-batch).
+are drawn for each micro-batch). One step of the first command, with 16 rows of 256:
+
+    plan.py           samples -> 16 packed rows, this rank's Batch, targets on all ranks: 4,090
+    Trainer.backward  micro-batch by micro-batch: block_runner, forward, backward
+    Trainer.train_step   clip, and one step of the optimizers
+    train             the clock goes on, a line of the log; evaluate and save where they are due
 """
 
 import math
@@ -19,6 +24,7 @@ import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import NamedTuple
 
 # Before torch loads OpenMP, whose threads wait spinning for milliseconds. Beside another torch
 # program on two cores the slowest of 20 nano steps took 10.6 s like that, and 2.2 s like this.
@@ -34,34 +40,37 @@ import ltd
 import pseudo
 import report
 import sample
-from data import Data, open_data, shares_of
+from config import Config
+from data import Data, MixedSamples, open_data, shares_of
 from evaluate import Evaluation
+from kernels.packed_attention import IMPLS
 from kernels.triton_here import why_not
-from model import BlockRunner, Transformer, run_plain, run_recomputed
+from model import BlockRunner, Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Offload, placement_for
-from plan import Plan, Step, read_ahead
+from plan import Plan, Step, read_ahead, savings
 from support.clock import due, generator, seed_of
-from support.evaluation.scoring import HeldOut
-from support.run import progress
-from support.run.folder import commit
-from support.run.run import Run
+from support.run import Run, commit
 from support.runtime import (
     Runtime,
+    StopSignal,
     assign,
     check_agreement,
     exit_cleanly,
     join,
     made_by,
+    peak_memory,
     refuse_step,
     shard,
     start,
     sync_gradients,
 )
-from support.step.flops import Work, work_of
-from support.step.memory import memory_of, micro_batch
+from support.step import machine
+from support.step.flops import Work, attention_of, flops_of_step, work_of
+from support.step.memory import MicroBatch, bytes_free, memory_of, micro_batch
+from support.step.memory import in_words as memory_in_words
 from support.step.optim import Optimizers, learning_rate
-from support.step.placement import Placement
-from support.step.sizes import empty_model
+from support.step.placement import Placement, describe
+from support.step.sizes import empty_model, parameter_count, parameters_in_words
 from support.weights.initial import initial_model, model_size
 
 SAMPLE_TOKENS = 100  # written at the end of a run
@@ -76,148 +85,159 @@ def main(argv: list[str] | None = None) -> int:
         join(runtime)
     micro_batch(settings, runtime)  # refused before anything is read
     data = open_data(settings.data, settings.model.model == "bert", runtime)
-    tokenizer = data.encoding.name
-    settings = replace(settings, data=replace(settings.data, tokenizer=tokenizer))
+    with_tokenizer = replace(settings.data, tokenizer=data.encoding.name)
+    settings = replace(settings, data=with_tokenizer)
     runtime.check_same({"the text of --data": data.store.meta["sha256"]})
     size = started.size if started else model_size(settings, data.encoding)
-    with Run(settings, runtime, started, size, data.store) as run:
+    with Run(settings, runtime, size, data.store.meta, started) as run:
         return go(run, data)
 
 
 def go(run: Run, data: Data) -> int:
     """Begin a run or go on with it, to its end or until a signal; the exit status."""
-    settings, runtime = run.settings, run.runtime
-    plan = Plan(settings, data.store, data.special_ids, runtime)
-    evaluation = held_out(settings, data, settings.run.eval_tokens)
-    shape = config.transformer_config(settings, *run.size)
-    saved = run.restore(shape) if run.started else None
-    if runtime.on_rank0(run.is_complete):
-        runtime.say(f"{run.folder} is finished: its {settings.optim.tokens:,} tokens are consumed")
-        return 0
+    s, runtime = run.settings, run.runtime
+    plan = Plan(s, data.store, data.special_ids, runtime)
+    shape = config.transformer_config(s, *run.size)
+    state = None
+    if run.started:
+        like = empty_model(shape)
+        if s.run.fsdp:
+            shard(like, runtime)
+        state = run.restore(like.state_dict() if s.run.fsdp else {})
+        if runtime.on_rank0(run.is_complete):
+            runtime.say(f"{run.folder} is finished: its {s.optim.tokens:,} tokens are consumed")
+            return 0
     # of the whole model: --pseudo may begin with less of it, and must not be refused in mid-run
-    placement = placement_of(settings, empty_model(shape), runtime) if settings.offload.on else None
-    rows_at_once = micro_batch(settings, runtime, shape, placement)
-    memory = memory_of(settings, runtime, rows_at_once.count, shape, placement)
-    assembled = partial(assemble, runtime=runtime, rows_at_once=rows_at_once.count)
-    announce = partial(progress.announce, run, plan, shape, batches=rows_at_once, memory=memory)
-    if settings.run.dry_run:
-        announce(placement)
+    placement = placement_of(s, empty_model(shape), runtime) if s.offload.on else None
+    batches = micro_batch(s, runtime, shape, placement)
+    announce(run, data, plan, shape, placement, batches)
+    if s.run.dry_run:
         return 0
-    model = empty_model(shape) if saved else initial_model(shape, settings, runtime.say)
+    model = empty_model(shape) if state else initial_model(shape, s, runtime.say)
     try:
-        run.use(assembled(settings, model=model, state=saved))
+        trainer = assemble(s, model=model, runtime=runtime, rows_at_once=batches.count, state=state)
     except ValueError as error:
-        if saved is None:
+        if state is None:
             raise
         raise ValueError(f"{run.resumed_from}: {error}") from None
-    del saved  # so that its memory is free
-    run.make_folder()
-    run.open_log()
-    announce(
-        run.trainer.offloaded and run.trainer.offloaded.placement
-    )  # with --pseudo of less than the whole model
-    if is_compiled(settings, runtime):
-        runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
-    progress.say_assembled(run)
-    bar, stop = progress.progress_bar(run), StopSignal()
-    try:
-        is_whole = train(run, plan, evaluation, bar, stop)
-        if is_whole:
-            finish(run, data, bar)
-    finally:
-        bar.close()
-        stop.close()
-    if is_whole:
+    del state  # so that its memory is free
+    run.open(
+        bytes=trainer.optimizers.memory(),
+        ranks=runtime.world_size,
+        parameters=parameter_count(shape),
+        train_tokens=data.store.meta["train_tokens"],
+        bytes_per_token=data.store.bytes_per_token,
+        peak_flops=machine.peak(runtime).flops,
+    )
+    runtime.say(f"run: {run.folder}")
+    stopped_by = train(run, data, plan, trainer)
+    if stopped_by == 0:
         return 0
     resume = f"python train.py --resume --out {run.folder}"
     runtime.say(f"stopped at step {run.clock.step}; go on with: {resume}")
-    return 128 + (stop.number or signal.SIGTERM)
+    return 128 + stopped_by
 
 
-# from schedulers, Ctrl-C, a terminal that closes, and Slurm before the time is over
-STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+def announce(
+    run: Run,
+    data: Data,
+    plan: Plan,
+    shape: TransformerConfig,
+    placement: Placement | None,
+    batches: MicroBatch,
+) -> None:
+    """Say what is trained, on what, and what is ahead: all that --dry-run prints."""
+    s, runtime, say, store = run.settings, run.runtime, run.runtime.say, data.store
+    say(f"{s.model.model} {s.model.size}: {parameters_in_words(shape)}, {runtime.why}")
+    memory = memory_of(s, runtime, batches.count, shape, placement)
+    say(f"memory, by estimate: {memory_in_words(memory, bytes_free(runtime))}")
+    if placement:
+        say(placement_in_words(s, runtime, placement, batches.count))
+    say(f"batches: {batches.why}")
+    if is_compiled(s, runtime):
+        say("compile: blocks are compiled as their shapes come, which takes seconds")
+    if s.pack.on or s.model.model == "bert":
+        impl = attention_of(s, runtime, shape)
+        say(f"attention: {impl}, {IMPLS[impl]}")
+    say(f"data: {store.meta['train_tokens']:,} training tokens in {store.path}")
+    if isinstance(plan.samples, MixedSamples):
+        say(f"mixture of {plan.samples.passes(s.optim.tokens)}")
+    if run.resumed_from:
+        say(f"resumed from {run.resumed_from} at step {run.clock.step}")
+    say(f"ahead: {plan.ahead_in_words(run.clock)}")
+    if any(getattr(s, name).on for name in config.TECHNIQUES):
+        say(f"without techniques: {plan.plain().ahead_in_words(run.clock)}")
 
 
-class StopSignal:
-    """Remembers a signal until the step is over; a run under nohup goes on at SIGHUP."""
-
-    def __init__(self) -> None:
-        self.number = 0
-        heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
-        self.before = {number: signal.signal(number, self.note) for number in heard}
-
-    def note(self, number: int, _frame: object) -> None:
-        self.number = number
-
-    def close(self) -> None:
-        for number, handler in self.before.items():
-            signal.signal(number, handler)
-
-
-def train(run: Run, plan: Plan, evaluation: Evaluation, bar: tqdm, stop: StopSignal) -> bool:
+def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
     """Step after step until the budget is consumed; evaluations and checkpoints as they are due.
 
-    Returns: False if some rank was asked to stop before that; a checkpoint is saved
+    Returns: 0, or the number of the signal that ended it before; a checkpoint is saved then
     """
-    if run.evaluation_due:  # the run was stopped before it
-        evaluate_and_save(run, evaluation, bar, checkpoint_due=False)
-    for step, waited_ms in read_ahead(plan, run.clock, run.runtime.device):
-        if run.is_finished:
-            break
-        began = time.perf_counter()
-        progress.change_trainer(run, next_trainer(run.trainer, step), bar)
-        done = run.trainer.train_step(step)
-        ms = (time.perf_counter() - began) * 1e3 + waited_ms
-        flops = run.advance(step)
-        progress.log_step(run, step, done, bar, ms=ms, waited_ms=waited_ms, model_flops=flops.model)
-        if run.runtime.on_any_rank(stop.number > 0):
-            run.save()
-            return False
-        every = run.settings.run.checkpoint_every
-        checkpoint_due = run.is_finished or due(every, step.before, step.after)
-        evaluate_and_save(run, evaluation, bar, checkpoint_due)
-    return True
+    s, runtime = run.settings, run.runtime
+    evaluation = held_out(s, data, s.run.eval_tokens)
+    with StopSignal() as stop, run.progress_bar() as bar:
+        if run.evaluation_due and run.evaluated(evaluate(run, trainer, evaluation)):
+            run.save(trainer.state(), trainer.optimizers.named)
+        for step, waited_ms in read_ahead(plan, run.clock, runtime.device):
+            if run.is_finished:
+                break
+            began = time.perf_counter()
+            trainer = next_trainer(run, trainer, step)
+            done = trainer.train_step(step)
+            flops = flops_of_step(s, trainer.work, step)
+            run.advance(step.after._replace(flops=run.clock.flops + flops.executed))
+            ms = (time.perf_counter() - began) * 1e3 + waited_ms
+            if note := plan.first_note(step):
+                runtime.say(f"--curriculum: {note}; see difficulty in log.jsonl")
+            columns = done._asdict() | step.columns()
+            run.log_step(step.before, columns, bar, ms=ms, waited_ms=waited_ms)
+            if runtime.on_any_rank(stop.number > 0):
+                run.save(trainer.state(), trainer.optimizers.named)
+                return stop.number or signal.SIGTERM
+            is_best = run.evaluation_due and run.evaluated(evaluate(run, trainer, evaluation))
+            is_due = due(s.run.checkpoint_every, step.before, step.after)
+            if is_best or is_due or run.is_finished:
+                run.save(trainer.state(), trainer.optimizers.named)
+        finish(run, data, trainer, bar)
+    return 0
 
 
-def evaluate_and_save(run: Run, evaluation: Evaluation, bar: tqdm, checkpoint_due: bool) -> None:
-    """Evaluate and save when due; the best model so far is always saved."""
-    is_best = False
-    if run.evaluation_due:
-        found = evaluate(run, evaluation, bar)
-        is_best = run.evaluated(found.val_bpb)
-    if checkpoint_due or is_best:
-        run.save(is_best)
+def evaluate(run: Run, trainer: "Trainer", evaluation: Evaluation, last: bool = False) -> float:
+    """Evaluate the model, write a line of the log and say it; bits per byte."""
+    began, clock, runtime = time.perf_counter(), run.clock, run.runtime
+    found = evaluation.run(trainer.model, runtime, trainer.rows_at_once)
+    run.log.write(
+        "eval",
+        step=clock.step,
+        consumed_tokens=clock.consumed_tokens,
+        **found.logged(),
+        last=last,
+        ms=round((time.perf_counter() - began) * 1e3, 1),
+        peak_memory=peak_memory(runtime.device),
+    )
+    where = ", full length, nothing dropped" if last else ""
+    runtime.say(f"step {clock.step}: held-out {found}, on {evaluation.text}{where}")
+    return found.val_bpb
 
 
-def evaluate(run: Run, evaluation: Evaluation, bar: tqdm, last: bool = False) -> HeldOut:
-    """Evaluate the model and write a line of the log."""
-    began, trainer = time.perf_counter(), run.trainer
-    found = evaluation.run(trainer.model, run.runtime, trainer.rows_at_once)
-    progress.log_evaluation(run, found.logged(), time.perf_counter() - began, last)
-    if not last:
-        progress.write(bar, f"step {run.clock.step}: held-out {found}, on {evaluation.text}")
-    return found
-
-
-def held_out(settings: config.Config, data: Data, tokens: int | None) -> Evaluation:
+def held_out(settings: Config, data: Data, tokens: int | None) -> Evaluation:
     return Evaluation(data, settings.data.seq_len, nsp=settings.model.nsp, tokens=tokens)
 
 
-def finish(run: Run, data: Data, bar: tqdm) -> None:
+def finish(run: Run, data: Data, trainer: "Trainer", bar: tqdm) -> None:
     """The last evaluation, what the techniques saved, a sample, and the report of all of it."""
-    s, runtime = run.settings, run.runtime
-    evaluation = held_out(s, data, s.run.final_eval_tokens)
-    found = evaluate(run, evaluation, bar, last=True)
+    s, runtime, model = run.settings, run.runtime, trainer.model
     bar.close()
-    progress.conclude(run, str(found), evaluation.text)
+    evaluate(run, trainer, held_out(s, data, s.run.final_eval_tokens), last=True)
+    runtime.say(savings(s, run.clock))
+    if s.pseudo.on and pseudo.own_blocks(trainer.owners) < s.model.layers:
+        runtime.say(f"--pseudo-until {s.pseudo.until}: the model is still a shadow")
     if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):  # which needs all ranks
         random = generator(torch.device("cpu"), s.run.seed, "sample")
         # a row that grows would compile each time
         with runtime.autocast(), torch.compiler.set_stance("force_eager"):
-            pieces = sample.write(
-                run.trainer.model, data.encoding, "", SAMPLE_TOKENS, generator=random
-            )
-            text = "".join(pieces)
+            text = "".join(sample.write(model, data.encoding, "", SAMPLE_TOKENS, generator=random))
         run.log.write("sample", step=run.clock.step, text=text)
         runtime.say(f"a sample:\n{textwrap.indent(text, '    ')}")
     page = runtime.on_rank0(lambda: str(report.write(run.folder)))
@@ -225,26 +245,40 @@ def finish(run: Run, data: Data, bar: tqdm) -> None:
     runtime.say(f"checkpoint: {run.saved_path}\nlog: {run.folder / 'log.jsonl'}\nreport: {page}")
 
 
+class Done(NamedTuple):
+    """The result of a step; each field is a column of the log."""
+
+    loss: float  # mean, in nats
+    grad_norm: float
+    lr: float
+
+
 # ---- assembly
 
 
-def next_trainer(trainer: "Trainer", step: Step) -> "Trainer":
+def next_trainer(run: Run, trainer: "Trainer", step: Step) -> "Trainer":
     """The trainer of this step: a new one where a stage of --pseudo has just ended."""
-    s, runtime = trainer.settings, trainer.runtime
+    s, runtime = run.settings, run.runtime
     if not s.pseudo.on:
         return trainer
     owners = pseudo.owners_at(s.pseudo, s.model.layers, step.context.progress)
     if owners == trainer.owners:
         return trainer
     state = pseudo.handed_over(trainer.state(), owners, s.pseudo.state, s.pseudo.new)
-    model = empty_model(trainer.model.config)
-    new = assemble(s, model=model, runtime=runtime, rows_at_once=trainer.rows_at_once, state=state)
+    model, rows_at_once = empty_model(trainer.model.config), trainer.rows_at_once
+    new = assemble(s, model=model, runtime=runtime, rows_at_once=rows_at_once, state=state)
     check_agreement(runtime, new.optimizers.named)
+    before, now = trainer.optimizers.memory(), new.optimizers.memory()
+    at = {"step": run.clock.step, "consumed_tokens": run.clock.consumed_tokens}
+    run.log.write("stage", **at, owners=list(owners), bytes_before=before, bytes=now)
+    layers = f"after step {run.clock.step} layers use the weights of {pseudo.in_words(owners)}"
+    size, was = sum(now.values()) / 1e6, sum(before.values()) / 1e6
+    runtime.say(f"--pseudo: {layers}; weights, gradients and state {size:,.1f} MB, were {was:,.1f}")
     return new
 
 
 def assemble(
-    settings: config.Config,
+    settings: Config,
     *,
     model: Transformer,
     runtime: Runtime,
@@ -319,22 +353,35 @@ def assemble(
     )
 
 
-def is_compiled(settings: config.Config, runtime: Runtime) -> bool:
+def is_compiled(settings: Config, runtime: Runtime) -> bool:
     """Whether blocks are compiled: by default on a GPU, for which torch writes code in Triton."""
     asked, kind = settings.run.compile, runtime.device.type
     return asked == "on" or (asked == "auto" and kind == "cuda" and why_not(kind) is None)
 
 
-def placement_of(settings: config.Config, model: nn.Module, runtime: Runtime) -> Placement:
+def placement_of(settings: Config, model: nn.Module, runtime: Runtime) -> Placement:
     """What --offload keeps in host memory."""
     return placement_for(settings.offload, settings.optim.optimizer == "muon", model, runtime)
+
+
+def placement_in_words(
+    settings: Config, runtime: Runtime, placement: Placement, rows_at_once: int
+) -> str:
+    """What --offload leaves where, and what that costs a step."""
+    seq_len = settings.data.seq_len
+    rows_of_rank = settings.optim.batch_tokens // seq_len // runtime.world_size
+    return describe(
+        placement,
+        micro_batch_tokens=rows_at_once * seq_len,
+        micro_batches=-(-rows_of_rank // rows_at_once),
+    )
 
 
 @dataclass
 class Trainer:
     """An assembled model, and one optimizer step."""
 
-    settings: config.Config
+    settings: Config
     runtime: Runtime
     model: Transformer
     wrapped: nn.Module  # the model, under DDP where that is on
@@ -344,7 +391,7 @@ class Trainer:
     offloaded: Offload | None
     work: Work
 
-    def train_step(self, step: Step) -> progress.Done:
+    def train_step(self, step: Step) -> Done:
         """Forward and backward over this rank's rows, micro-batch by micro-batch; clip; step."""
         s, runtime = self.settings, self.runtime
         loss = self.backward(step)
@@ -363,7 +410,7 @@ class Trainer:
             self.offloaded.update(partial(self.optimizers.step, lr))
         else:
             self.optimizers.step(lr)
-        return progress.Done(loss=mean, grad_norm=norm, lr=lr)
+        return Done(loss=mean, grad_norm=norm, lr=lr)
 
     def backward(self, step: Step) -> torch.Tensor:
         """Add up the gradients of this rank's rows; the sum of their losses.
@@ -406,7 +453,7 @@ class Trainer:
         return state | ({"pseudo": {"owners": self.owners}} if self.owners else {})
 
 
-def block_runner(settings: config.Config, part: Step, offloaded: Offload | None) -> BlockRunner:
+def block_runner(settings: Config, part: Step, offloaded: Offload | None) -> BlockRunner:
     """How the blocks of a micro-batch run. Each technique wraps those before it."""
     recomputes = settings.run.checkpoint_activations
     run_block = run_recomputed if recomputes else run_plain

@@ -55,7 +55,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import train
 from prepare import embedded_store
-from support.run.folder import read_log
+from support.run import read_log
 from support.runtime import exit_cleanly
 
 # ---- machine

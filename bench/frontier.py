@@ -67,7 +67,7 @@ from plan import Plan, Step
 from support import runtime
 from support.clock import Clock, blocks_at, tokens_by_layer
 from support.report.charts import Chart, Series, picture
-from support.run.folder import read_log
+from support.run import read_log
 from support.weights.initial import model_size
 from train import next_trainer
 

@@ -41,7 +41,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # for every bench: what is measured
 
-from support.run.folder import commit, provenance
+from support.run import commit, provenance
 from support.runtime import ROOT
 
 T = TypeVar("T")

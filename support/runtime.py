@@ -150,7 +150,8 @@ class Runtime:
 
     def say(self, line: str) -> None:
         if self.is_rank0:
-            print(line, flush=True)
+            tqdm.write(line)  # above a progress bar, if there is one
+            sys.stdout.flush()
 
 
 def outcome_of(action: Callable[[], Value]) -> Value | ValueError:
@@ -285,6 +286,27 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     if dist.is_initialized():
         os._exit(status)  # during an ordinary exit gloo's threads may abort the process
     sys.exit(status)
+
+
+# from schedulers, Ctrl-C, a terminal that closes, and Slurm before the time is over
+STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
+
+
+class StopSignal:
+    """Remembers a signal until the step is over; a run under nohup goes on at SIGHUP."""
+
+    def __enter__(self) -> "StopSignal":
+        self.number = 0
+        heard = [number for number in STOPPING if signal.getsignal(number) != signal.SIG_IGN]
+        self.before = {number: signal.signal(number, self.note) for number in heard}
+        return self
+
+    def note(self, number: int, _frame: object) -> None:
+        self.number = number
+
+    def __exit__(self, *error: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
 
 
 # ---- memory

@@ -17,8 +17,8 @@ import pytest
 import torch
 from conftest import contents, names, refusal
 
-from support.run import checkpoint
-from support.run.checkpoint import find, load, save, step_path
+from support import checkpoint
+from support.checkpoint import find, load, save, step_path
 
 FORMS = pytest.mark.parametrize("sharded", [False, True], ids=["file", "folder"])
 

@@ -4,7 +4,7 @@ import numpy as np
 
 import config
 from support.clock import Clock, due, effective_tokens
-from support.run.progress import savings
+from support.run import savings
 
 
 def dropping(layers, keep, seq_len):

@@ -26,8 +26,8 @@ from conftest import ROOT, SMALL, a_port, rank_of, read_log, start_ranks
 
 import prepare
 import train
-from support.run import checkpoint
-from support.run.folder import Log
+from support import checkpoint
+from support.run import Log
 from support.runtime import Runtime, start
 
 pytestmark = pytest.mark.faults

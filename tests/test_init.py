@@ -14,7 +14,7 @@ import sample
 import train
 from model import Transformer, TransformerConfig
 from prepare import prepare
-from support.run import checkpoint
+from support import checkpoint
 from support.text.tokenizer import fingerprint, get_encoding
 from support.weights import initial
 from support.weights.trained import real_weights

@@ -25,7 +25,7 @@ import sample
 import train
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
-from support.run import checkpoint
+from support import checkpoint
 from support.text.tokenizer import PD4K, read_ranks, write_ranks
 from support.weights import published
 from support.weights.initial import initial_model

@@ -11,9 +11,9 @@ from conftest import SMALL, killed_at, metrics, read_log, resume_refused, stop_i
 
 import train
 from prepare import prepare
-from support.run import checkpoint
-from support.run import folder as run_folder
-from support.run.folder import Log, newest_run, started_with
+from support import checkpoint
+from support import run as run_folder
+from support.run import Log, newest_run, started_with
 from support.runtime import ROOT
 from support.text.tokenizer import get_encoding
 

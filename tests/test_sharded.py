@@ -28,10 +28,10 @@ from data import Data
 from evaluate import Evaluation
 from ltd import drop_tokens
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
+from support import checkpoint
 from support import runtime as runtimes
 from support import runtime as sharded
 from support.evaluation import scoring
-from support.run import checkpoint
 from support.runtime import Runtime, rows_here
 from support.step.optim import Optimizers
 from support.text.store import Store

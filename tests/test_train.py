@@ -25,8 +25,8 @@ import train
 from evaluate import Evaluation
 from model import Transformer, TransformerConfig
 from prepare import prepare
-from support.run import checkpoint
-from support.run.folder import Log
+from support import checkpoint
+from support.run import Log
 from support.runtime import exit_cleanly
 from support.text.tokenizer import get_encoding
 from support.weights.published import GPT2_LAYOUT, published_entries

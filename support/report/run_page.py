@@ -17,7 +17,7 @@ import numpy as np
 
 from support.report.charts import Chart, Series, in_time, medians, series
 from support.report.page import Page, Section, Table, columns_of, table
-from support.run.folder import read_log
+from support.run import read_log
 from support.settings import duration, several, short
 
 # What a run spends, and a comparison may hold fixed

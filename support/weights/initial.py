@@ -15,10 +15,9 @@ import tiktoken
 import torch
 
 from model import Transformer, TransformerConfig
+from support import checkpoint
 from support.clock import seed_of
-from support.run import checkpoint
-from support.run.folder import ModelSize
-from support.run.run import Settings
+from support.run import ModelSize, Settings
 from support.settings import Flat, as_flags
 from support.step.sizes import ModelConfig
 from support.text.tokenizer import fingerprint, vocab_size

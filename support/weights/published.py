@@ -45,7 +45,7 @@ from torch import Tensor
 from kernels.rotary import Scaling
 from model import Transformer
 from support.base.atomic import atomic_folder, atomic_write
-from support.run.folder import ModelSize
+from support.run import ModelSize
 from support.runtime import Parser, exit_cleanly
 from support.settings import as_flags
 from support.text.tokenizer import get_encoding

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
-from support.run import checkpoint
-from support.run.folder import ModelSize
+from support import checkpoint
+from support.run import ModelSize
 from support.step.sizes import SIZES, ModelConfig, with_defaults
 
 

@@ -15,7 +15,7 @@ torch.load(weights_only=True) runs no code of a file. The pickle of a folder is 
 folders that you or somebody you trust has written.
 
 A run's folder holds the newest `keep` checkpoints and the best one, which each of them names by its
-step. Hidden names are unfinished writes. What the dictionary holds is decided in support/run/run.py
+step. Hidden names are unfinished writes. What the dictionary holds is decided in support/run.py
 (`Run.save`); of it only "model", whose weights must be finite, and "best_step" are looked at here.
 """
 
