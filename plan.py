@@ -10,11 +10,11 @@ The walk that begins in data.py (documents, store, samples) goes on here; its ex
     cut      into pieces of the stage's length: all fit 8; at     Plan.packed_window, samples.cut
              4 tokens less. would be less and .
     rows     of all ranks: parsimon | less.is. | y.               Plan.packed_rows, packing.py
-    Batch    rank 0 reads the first two, rank 1 the third and     Plan.batch, data.py: batch_of
-             a blank one
+    Batch    rank 0 reads the first and a blank one, rank 1 the   Rows.of_rank, batch_of in data.py
+             other two: heaviest first, they go round the ranks
     Step     18 targets on all ranks; the next clock: step 1,     Plan.__call__
              18 tokens consumed, the next draw is number 4
-    train    takes the Step while the next one is planned         read_ahead, train.py: Trainer.step
+    train    takes the Step while the next one is planned         read_ahead, Trainer.train_step
 
 `Plan.__call__` is this walk. Curriculum comes before packing: pieces get shorter, rows do not.
 Without --pack a piece has a row to itself, cut off at the length that the stage allows
@@ -27,9 +27,9 @@ nobody replays the steps before, and a run that was killed goes on with the rows
 Three steps of two ranks, with 4 rows of 64 tokens a step:
 
     step    cursor                    rows of all ranks         rank 0 reads    rank 1 reads
-    1       first_draw 0              draws 0 to 3              0, 1            2, 3
-    2       first_draw 4              draws 4 to 7              4, 5            6, 7
-    3       first_draw 8              draws 8 to 11             8, 9            10, 11
+    1       first_draw 0              draws 0 to 3              0, 3            1, 2
+    2       first_draw 4              draws 4 to 7              4, 7            5, 6
+    3       first_draw 8              draws 8 to 11             8, 11           9, 10
 
 With --pack-batch rows, a packed GPT's default, the samples of 16 steps, 64 draws, are packed
 together into a window of, say, 10 rows, under the stage in which it begins. The cursor says at
@@ -152,6 +152,8 @@ class Plan:
         if settings.model.nsp:
             self.check_pairs()
         self.has_noted = False
+        # rows may hold several documents, or padding
+        self.has_documents = settings.pack.on or special_ids is not None
         self.curriculum: Curriculum | None = None
         if settings.curriculum.on:
             flags, seq_len = settings.curriculum, self.seq_len
@@ -277,8 +279,7 @@ class Plan:
         end = self.end(clock)
         tokens = end.real_tokens - clock.real_tokens
         epochs = tokens / max(self.store.meta["train_tokens"], 1)
-        has_padding = self.settings.pack.on or self.special_ids
-        rows = ", if every row is full" if has_padding else ""
+        rows = ", if every row is full" if self.has_documents else ""
         warning = f"; {REPEATED}" if epochs > MANY_EPOCHS else ""
         return (
             f"{end.step - clock.step:,} steps, {tokens:,} tokens of text ({epochs:,.2f} epochs)"
@@ -463,18 +464,17 @@ def draw(
     return samples.spans(ids), cursor._replace(first_draw=first)
 
 
-def savings(settings: Config, clock: Clock) -> str:
+def savings(clock: Clock, layers: int, seq_len: int) -> str:
     """One line: what the techniques saved compared with the plain run over the same text."""
-    saved = []
-    full = settings.model.layers * clock.positions
-    if settings.ltd.on or settings.pseudo.on:
+    saved, full = [], layers * clock.positions
+    if clock.layer_tokens < full:
         saved.append(
             f"{1 - clock.layer_tokens / full:.1%} of layer-tokens"
             f" ({clock.layer_tokens / 1e6:.2f} M, plain {full / 1e6:.2f} M)"
         )
-    if settings.pack.on:
-        padding = 1 - clock.real_tokens / clock.positions
-        alone = 1 - clock.real_tokens / (clock.pieces * settings.data.seq_len)
+    padding = 1 - clock.real_tokens / clock.positions
+    alone = 1 - clock.real_tokens / (clock.pieces * seq_len)
+    if padding < alone:
         saved.append(f"padding: {padding:.1%} of all positions, {alone:.1%} with one piece a row")
     return "saved: " + ("; ".join(saved) or "nothing (neither token dropping nor packing is on)")
 

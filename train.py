@@ -156,7 +156,7 @@ def announce(
     say(f"batches: {batches.why}")
     if is_compiled(s, runtime):
         say("compile: blocks are compiled as their shapes come, which takes seconds")
-    if s.pack.on or s.model.model == "bert":
+    if plan.has_documents:
         impl = attention_of(s, runtime, shape)
         say(f"attention: {impl}, {IMPLS[impl]}")
     say(f"data: {store.meta['train_tokens']:,} training tokens in {store.path}")
@@ -183,7 +183,8 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
             if run.is_finished:
                 break
             began = time.perf_counter()
-            trainer = next_trainer(run, trainer, step)
+            if s.pseudo.on:
+                trainer = next_trainer(run, trainer, step)
             done = trainer.train_step(step)
             flops = flops_of_step(s, trainer.work, step)
             run.advance(step.after._replace(flops=run.clock.flops + flops.executed))
@@ -216,8 +217,10 @@ def evaluate(run: Run, trainer: "Trainer", evaluation: Evaluation, last: bool = 
         ms=round((time.perf_counter() - began) * 1e3, 1),
         peak_memory=peak_memory(runtime.device),
     )
-    where = ", full length, nothing dropped" if last else ""
-    runtime.say(f"step {clock.step}: held-out {found}, on {evaluation.text}{where}")
+    if last:
+        runtime.say(f"held-out: {found}, on {evaluation.text}, full length, nothing dropped")
+    else:
+        runtime.say(f"step {clock.step}: held-out {found}, on {evaluation.text}")
     return found.val_bpb
 
 
@@ -230,9 +233,7 @@ def finish(run: Run, data: Data, trainer: "Trainer", bar: tqdm) -> None:
     s, runtime, model = run.settings, run.runtime, trainer.model
     bar.close()
     evaluate(run, trainer, held_out(s, data, s.run.final_eval_tokens), last=True)
-    runtime.say(savings(s, run.clock))
-    if s.pseudo.on and pseudo.own_blocks(trainer.owners) < s.model.layers:
-        runtime.say(f"--pseudo-until {s.pseudo.until}: the model is still a shadow")
+    runtime.say(savings(run.clock, s.model.layers, s.data.seq_len))
     if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):  # which needs all ranks
         random = generator(torch.device("cpu"), s.run.seed, "sample")
         # a row that grows would compile each time
@@ -259,8 +260,6 @@ class Done(NamedTuple):
 def next_trainer(run: Run, trainer: "Trainer", step: Step) -> "Trainer":
     """The trainer of this step: a new one where a stage of --pseudo has just ended."""
     s, runtime = run.settings, run.runtime
-    if not s.pseudo.on:
-        return trainer
     owners = pseudo.owners_at(s.pseudo, s.model.layers, step.context.progress)
     if owners == trainer.owners:
         return trainer
@@ -387,8 +386,8 @@ class Trainer:
     wrapped: nn.Module  # the model, under DDP where that is on
     optimizers: Optimizers
     rows_at_once: int  # of full length
-    owners: pseudo.Owners | None  # --pseudo: the layer whose weights each layer uses
-    offloaded: Offload | None
+    owners: tuple[int, ...] | None  # --pseudo: the layer whose weights each layer uses
+    offloaded: "Offload | None"
     work: Work
 
     def train_step(self, step: Step) -> Done:
@@ -450,10 +449,12 @@ class Trainer:
             "model": self.offloaded.weights(weights) if self.offloaded else weights,
             "optimizers": self.optimizers.state_dict(),
         }
-        return state | ({"pseudo": {"owners": self.owners}} if self.owners else {})
+        if self.owners:
+            state["pseudo"] = {"owners": self.owners}
+        return state
 
 
-def block_runner(settings: Config, part: Step, offloaded: Offload | None) -> BlockRunner:
+def block_runner(settings: Config, part: Step, offloaded: "Offload | None") -> BlockRunner:
     """How the blocks of a micro-batch run. Each technique wraps those before it."""
     recomputes = settings.run.checkpoint_activations
     run_block = run_recomputed if recomputes else run_plain

@@ -205,19 +205,19 @@ def walk(plan: Callable, steps: int) -> list:
 
 def stop_in_step(number: int, patch: pytest.MonkeyPatch) -> None:
     """A SIGTERM comes as this step begins."""
-    real_step = train.Trainer.step
+    real_step = train.Trainer.train_step
 
     def interrupted(self, step):
         if step.after.step == number:
             os.kill(os.getpid(), signal.SIGTERM)
         return real_step(self, step)
 
-    patch.setattr(train.Trainer, "step", interrupted)
+    patch.setattr(train.Trainer, "train_step", interrupted)
 
 
 def killed_at(number: int, argv: list[str]) -> None:
     """Train until this step begins."""
-    step = train.Trainer.step
+    step = train.Trainer.train_step
 
     def until(self, of):
         if of.context.step == number:
@@ -225,7 +225,7 @@ def killed_at(number: int, argv: list[str]) -> None:
         return step(self, of)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Trainer, "step", until)
+        patch.setattr(train.Trainer, "train_step", until)
         with pytest.raises(KeyboardInterrupt):
             train.main(argv)
 
@@ -274,7 +274,7 @@ def widened(model: torch.nn.Module) -> torch.nn.Module:
 
 def metrics(lines: list[dict]) -> list[dict]:
     """What a run computed: each train and eval line without times, cost and the stage it names."""
-    left_out = ("ms", "data_ms", "tokens_per_s", "mfu", "flops", "pool", "analyze", "peak")
+    left_out = ("ms", "data_ms", "tokens_per_s", "mfu", "flops", "pool", "difficulty", "peak")
     return [
         {name: value for name, value in line.items() if not name.startswith(left_out)}
         for line in lines

@@ -30,7 +30,6 @@ from hypothesis import strategies as st
 from small_stores import ONE, analyzed, contents, many_documents, opened, opener, write_store
 
 import analyze
-import curriculum as ranking
 from analyze import Metric, fingerprint, merged, sorted_run, split
 from curriculum import LENGTHS
 from data import KINDS
@@ -243,7 +242,7 @@ def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, s
         "sum_shard": (analyze, 4),
         "sort_shard": (analyze, 4),
         "save": (np, 20),
-        "split": (ranking, 3),
+        "split": (analyze, 3),
         "dumps": (json, 3),
     }
     for name, (where, number) in moments.items():

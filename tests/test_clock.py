@@ -2,9 +2,8 @@
 
 import numpy as np
 
-import config
+from plan import savings
 from support.clock import Clock, due, effective_tokens
-from support.run import savings
 
 
 def dropping(layers, keep, seq_len):
@@ -46,12 +45,9 @@ def test_due_when_a_multiple_is_passed_and_never_for_zero():
 
 
 def test_savings_name_what_was_on():
-    clock = Clock(real_tokens=900, layer_tokens=3000, positions=1000, pieces=10)
-
-    def said(flags):
-        return savings(config.build(config.parse(["--layers", "6", *flags.split()])), clock)
-
-    assert said("") == "saved: nothing (neither token dropping nor packing is on)"
-    assert "50.0% of layer-tokens (0.00 M, plain 0.01 M)" in said("--ltd")
-    assert "padding: 10.0% of all positions, 64.8% with one piece a row" in said("--pack")
-    assert "layer-tokens" in said("--ltd --pack") and "padding" in said("--ltd --pack")
+    plain = Clock(real_tokens=1000, layer_tokens=6000, positions=1000, pieces=10)
+    assert savings(plain, 6, 100) == "saved: nothing (neither token dropping nor packing is on)"
+    dropped = savings(plain._replace(layer_tokens=3000), 6, 100)
+    assert dropped == "saved: 50.0% of layer-tokens (0.00 M, plain 0.01 M)"
+    packed = savings(plain._replace(real_tokens=900, pieces=20), 6, 100)
+    assert packed == "saved: padding: 10.0% of all positions, 55.0% with one piece a row"

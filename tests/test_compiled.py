@@ -49,9 +49,9 @@ def graphs(monkeypatch):
 
 def graphs_by_step(graphs: CompileCounter, patch: pytest.MonkeyPatch) -> list[int]:
     """How many there are before each step of the runs that follow."""
-    seen, step = [], train.Trainer.step
+    seen, step = [], train.Trainer.train_step
     patch.setattr(
-        train.Trainer, "step", lambda *args: seen.append(graphs.frame_count) or step(*args)
+        train.Trainer, "train_step", lambda *args: seen.append(graphs.frame_count) or step(*args)
     )
     return seen
 

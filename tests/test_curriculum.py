@@ -87,8 +87,8 @@ def test_a_metric_and_a_pacing_of_ones_own(run, monkeypatch):
     chosen = "--curriculum seqlen,distinct --curriculum-start 8,50 --curriculum-share 0.5"
     steps = run(f"{chosen} --curriculum-pace step,linear --tokens 2K --eval-every 0")
     steps = [line for line in steps if line["event"] == "train"]
-    assert {line["analyze_seqlen"] for line in steps} == {8, 32}
-    shares = [line["analyze_distinct"] for line in steps]
+    assert {line["difficulty_seqlen"] for line in steps} == {8, 32}
+    shares = [line["difficulty_distinct"] for line in steps]
     assert shares == sorted(shares) and (shares[0], shares[-1]) == (50, 100)
     values = distinct(np.array([3, 3, 5, 7]), np.array([3, 1]), None)
     assert values.tolist() == [2 / 3, 1]
@@ -108,7 +108,6 @@ def test_the_defaults():
     assert ranked.by == "percentile" and parse("seqlen", 12)["seqlen"].start == 8
     pacing = curriculum.parse_pace("discrete:64@0.1:128@0.25:256")
     assert pacing == Pacing("discrete", levels=(64, 128, 256), until=(0.1, 0.25))
-    assert pacing.stretched(100).until == (10, 25)
     assert parse("seqlen", pace="root")["seqlen"].degree == 2
 
 

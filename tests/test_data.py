@@ -40,15 +40,15 @@ def test_the_walk_in_the_heads_of_data_and_plan():
 
     step = first(Clock())
     batch = step.batch
-    assert [letters(row) for row in batch.tokens.tolist()] == [".parsimo", ".less.is"]
-    assert [letters(row) for row in batch.targets.tolist()] == ["parsimon", "less.is."]
-    assert batch.positions.tolist() == [[*range(8)], [0, 1, 2, 3, 4, 0, 1, 2]]
-    assert batch.doc_ids.tolist() == [[0] * 8, [0] * 5 + [1] * 3]
+    assert [letters(row) for row in batch.tokens.tolist()] == [".parsimo", "........"]
+    assert [letters(row) for row in batch.targets.tolist()] == ["parsimon", "________"]
+    assert batch.positions.tolist() == [[*range(8)], [0] * 8]
+    assert batch.doc_ids.tolist() == [[0] * 8, [-1] * 8]
     batch = second(Clock()).batch
-    assert [letters(row) for row in batch.tokens.tolist()] == ["ny......", "........"]
-    assert [letters(row) for row in batch.targets.tolist()] == ["y.______", "________"]
-    assert batch.positions.tolist() == [[0, 1, 0, 0, 0, 0, 0, 0], [0] * 8]
-    assert batch.doc_ids.tolist() == [[0] * 2 + [-1] * 6, [-1] * 8]
+    assert [letters(row) for row in batch.tokens.tolist()] == [".less.is", "ny......"]
+    assert [letters(row) for row in batch.targets.tolist()] == ["less.is.", "y.______"]
+    assert batch.positions.tolist() == [[0, 1, 2, 3, 4, 0, 1, 2], [0, 1, 0, 0, 0, 0, 0, 0]]
+    assert batch.doc_ids.tolist() == [[0] * 5 + [1] * 3, [0] * 2 + [-1] * 6]
     assert (step.targets, step.after.step, step.after.consumed_tokens) == (18, 1, 18)
     assert step.after.cursor == Cursor(first_draw=4)
 
@@ -122,8 +122,8 @@ def test_rows_are_taken_and_joined(drawn):
 def test_blank_rows_are_all_padding(special_ids):
     """With others, or alone as the share of a rank: no document, no target, nothing masked."""
     rows = rows_of([(0, 5)], [(2, 5)], [(5, 6)])
-    assert [len(rows.of_rank(rank, 2)) for rank in range(2)] == [2, 2]
-    for own in (rows.of_rank(1, 2), rows.of_rank(3, 4)):
+    assert [rows.of_rank(rank, 2)[0].tolist() for rank in range(2)] == [[0, 3], [1, 2]]
+    for _, own in (rows.of_rank(0, 2), rows.of_rank(3, 4)):
         batch = batch_of(TOY, own, seq_len=8, special_ids=special_ids, seeds=torch.tensor([1, 2]))
         assert (batch.doc_ids[-1] == -1).all() and (batch.positions[-1] == 0).all()
         assert (batch.targets[-1] == IGNORE).all()

@@ -217,7 +217,7 @@ def test_machines_with_another_text_or_without_a_shared_folder_are_refused(place
 @contextmanager
 def in_step(number: int, do: Callable[[], object], rank: int = 0) -> Iterator[None]:
     """Have one rank do something as this step begins."""
-    real = train.Trainer.step
+    real = train.Trainer.train_step
 
     def struck(self, step):
         if (step.after.step, self.runtime.rank) == (number, rank):
@@ -225,7 +225,7 @@ def in_step(number: int, do: Callable[[], object], rank: int = 0) -> Iterator[No
         return real(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Trainer, "step", struck)
+        patch.setattr(train.Trainer, "train_step", struck)
         yield
 
 
@@ -256,7 +256,7 @@ def signals(runtime: Runtime) -> None:
 
 
 # what every rank comes through after the last step
-ENDING = [(train, "evaluate"), (train.progress, "conclude"), (Runtime, "say"), (Log, "write")]
+ENDING = [(train, "evaluate"), (train, "savings"), (Runtime, "say"), (Log, "write")]
 
 
 def killed_at_the_end(runtime: Runtime) -> None:

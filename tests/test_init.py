@@ -41,7 +41,7 @@ def begin(store_dir, tmp_path, monkeypatch):
 
         argv = f"--init {init} --data {data} --out {out} {FEW} {flags}"
         with monkeypatch.context() as patch, suppress(Begun):
-            patch.setattr(train.Trainer, "step", noted)
+            patch.setattr(train.Trainer, "train_step", noted)
             train.main(argv.split())
         return first
 

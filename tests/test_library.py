@@ -64,7 +64,9 @@ def test_a_trainer_with_the_pages_token_dropping_has_our_losses(code_of):
     dropping = code_of("token_dropping.py").TokenDropping(theirs, seed=7)
     for step, first_row in ((1, 0), (4, 4), (9, 0)):
         batch = Batch(tokens, tokens.roll(-1, 1), None, None)
-        run = ltd.run_block(settings, StepContext(7, step, 0.0), first_row, batch, ours.run_block)
+        context = StepContext(7, step, 0.0, seq_len=32, layers=5)
+        rows = torch.arange(first_row, first_row + 4)
+        run = ltd.wrap_block(ours.run_block, settings.ltd, context, rows, batch)
         wanted = ours.hidden_states(tokens, run_block=run)
         keep = ltd.kept_tokens(step - 1, over=8, start=8, seq_len=32, multiple=4)
         dropping.begin(step, keep, first_row)

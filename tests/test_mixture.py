@@ -62,7 +62,7 @@ def test_entries_worked_by_hand():
     assert entries_of("wiki=7,code=3") == [("wiki", Fraction(7, 10)), ("code", Fraction(3, 10))]
     assert entries_of("wiki=0.7,code=0.3") == entries_of("wiki=7,code=3"), "as exact as written"
     assert entries_of("a=0,b=1e-3") == [("a", 0), ("b", 1)]
-    assert entries_of("runs/x=1/a=0.5,b=.5")[0].path == "runs/x=1/a"
+    assert entries_of("runs/x=1/a=0.5,b=.5")[0][0] == "runs/x=1/a"
 
 
 @pytest.fixture

@@ -278,17 +278,17 @@ def store(tmp_path):
 def test_command_prints_a_table_and_rows(tmp_path, capsys):
     main(["100", "90", "60", "50", "--max-len", "128"])
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].split()[:4] == ["3", "3", "78.125%", "1.333"], "of a row, and in one"
+    assert lines[1].split()[:3] == ["3", "78.125%", "1.333"], "of a row, and in one"
     assert "1 of 60 + 50 = 110 of 128" in lines[4]
     file = tmp_path / "lengths.json"
     file.write_text("[0, 3, 2, 0, 2, 2, 0, 0]")
     main([str(file), "--max-per-pack", "3"])
-    assert capsys.readouterr().out.splitlines()[1].split()[:4] == ["5", "5", "85.000%", "1.800"]
+    assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["5", "85.000%", "1.800"]
 
 
 def test_a_store_is_packed_by_its_own_lengths(store, capsys):
     main([store, "--max-len", "5"])  # 5, 3, 3, 2, 1 in rows of 5
-    rows, _, _, in_a_row = capsys.readouterr().out.splitlines()[1].split()[:4]
+    rows, _, in_a_row = capsys.readouterr().out.splitlines()[1].split()[:3]
     assert (rows, in_a_row) == ("3", "1.667")
 
 

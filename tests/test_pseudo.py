@@ -59,7 +59,7 @@ def settings_of(flags):
 
 def test_units_double_on_the_way():
     settings = settings_of("--pseudo-group 1 --pseudo-until 0.1,0.2,0.4")
-    seen = [owners_at(settings, at / 20) for at in range(21)]
+    seen = [owners_at(settings.pseudo, settings.model.layers, at / 20) for at in range(21)]
     stages = [stage(8, 8, 1), stage(8, 8, 2), stage(8, 8, 4), REAL]
     assert seen == stages[:1] * 2 + stages[1:2] * 2 + stages[2:3] * 4 + stages[3:] * 13
     assert settings_of("").pseudo.until == "0.05", "shared weights part early"

@@ -68,9 +68,7 @@ def test_from_the_best_on_later_checkpoints_are_set_aside(store_dir, tmp_path, m
     """`last` must not mean one that this run never made."""
     folder, scores = tmp_path / "run", iter((3.0, 2.0, 4.0, 5.0, 6.0, 4.0, 5.0, 6.0))
     evaluate = train.evaluate
-    monkeypatch.setattr(
-        train, "evaluate", lambda *a, **k: evaluate(*a, **k)._replace(val_bpb=next(scores))
-    )
+    monkeypatch.setattr(train, "evaluate", lambda *a, **k: evaluate(*a, **k) * 0 + next(scores))
     assert train.main(f"{FLAGS} --eval-every 512 --data {store_dir} --out {folder}".split()) == 0
     whole = metrics(read_log(folder))
     best = checkpoint.find(folder, "best")

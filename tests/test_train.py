@@ -79,10 +79,10 @@ def test_off_is_absent(run, log_of, monkeypatch):
     def poison(*_, **__):
         raise AssertionError("a technique that is off was called")
 
-    absent = "ltd.kept_tokens ltd.draw ltd.run_kept ltd.token_dropping model.checkpoint"
+    absent = "ltd.kept_tokens ltd.draw ltd.run_kept ltd.drop_tokens model.checkpoint"
     absent += " curriculum.pace curriculum.parse_metrics curriculum.Curriculum"
     absent += " plan.ready plan.reshape packing.pack_lengths"
-    absent += " plan.balanced"  # evaluation packs with its own import
+    absent += " plan.packing.pack_lengths"  # evaluation packs with its own import
     for name in absent.split():
         monkeypatch.setattr(name, poison)
     assert metrics(run(out="poisoned")) == plain
@@ -244,11 +244,16 @@ def test_a_bert_learns_which_text_follows(tmp_path):
 @pytest.mark.parametrize(
     ("flags", "place", "at", "number"),
     [
-        (f"{ALL_ON} --dropout 0.1 {LLAMA}", (train.Trainer, "step"), 9, signal.SIGTERM),
+        (f"{ALL_ON} --dropout 0.1 {LLAMA}", (train.Trainer, "train_step"), 9, signal.SIGTERM),
         # in the second of a step's four micro-batches
         ("--pack --micro-batch-size 2", (train, "block_runner"), 22, signal.SIGINT),
         # in a step after which an evaluation is due, which the resumed run makes first
-        (f"{ALL_ON} {BY_DOCUMENTS} --eval-every 256", (train.Trainer, "step"), 3, signal.SIGUSR1),
+        (
+            f"{ALL_ON} {BY_DOCUMENTS} --eval-every 256",
+            (train.Trainer, "train_step"),
+            3,
+            signal.SIGUSR1,
+        ),
         # in an evaluation on the way; the step after it is saved
         ("--model bert --pack --pack-batch rows --nsp", (Evaluation, "batch"), 2, signal.SIGHUP),
     ],

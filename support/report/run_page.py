@@ -340,7 +340,7 @@ def curves(log: RunLog, heading: str, rows: Sequence[tuple[str, str, np.ndarray]
 def schedules(log: RunLog) -> Section:
     longest = log.column("max_piece_len")
     rows = [("Learning rate", "", log.column("lr")), ("Longest piece", "tokens", longest)]
-    for name in sorted(name for name in log.steps if name.startswith("analyze_")):
+    for name in sorted(name for name in log.steps if name.startswith("difficulty_")):
         values = log.column(name)
         if not np.array_equal(values, longest, equal_nan=True):  # that of seqlen is
             rows.append((f"Difficulty: {name.removeprefix('difficulty_')}", "at most", values))

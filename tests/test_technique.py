@@ -1,0 +1,162 @@
+"""A technique can be added as docs/extending.md says, and deleted; tried on copies of the project.
+
+To delete one means: its module, its tests, its line in `Config`, and the lines that grep finds.
+"""
+
+import json
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, SMALL
+
+PAGE = (ROOT / "docs" / "extending.md").read_text()
+
+
+def copied(to: Path) -> Path:
+    """A copy of what a run and its tests need."""
+    skip = shutil.ignore_patterns(".*", "__pycache__", "results", "runs", "*.egg-info", "bench")
+    return Path(shutil.copytree(ROOT, to, ignore=skip))
+
+
+def blocks(language: str) -> list[tuple[str, str]]:
+    """(file, text) of every block fenced as ```language file."""
+    return re.findall(rf"^```{language} (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+
+
+def add_example(copy: Path) -> None:
+    for file, text in blocks("python"):
+        (copy / file).write_text(text)
+    for file, hunk in blocks("diff"):
+        lines = hunk.splitlines(keepends=True)
+        before = "".join(line[1:] for line in lines if not line.startswith("+"))
+        text = (copy / file).read_text()
+        assert text.count(before) == 1, f"{file} does not hold once:\n{before}"
+        (copy / file).write_text(text.replace(before, "".join(line[1:] for line in lines)))
+
+
+def delete(technique: str, copy: Path) -> None:
+    """Its module, its tests, its group in `Config`, and every line that grep finds."""
+    (copy / f"{technique}.py").unlink()
+    (copy / "tests" / f"test_{technique}.py").unlink()
+    for file in ("config.py", "plan.py", "train.py"):
+        source = (copy / file).read_text()
+        (copy / file).write_text(without(technique, source))
+
+
+def without(technique: str, source: str) -> str:
+    """A source text without its imports, its setting and the blocks that `if` it."""
+    lines, kept, depth = source.splitlines(keepends=True), [], None
+    for line in lines:
+        indent = len(line) - len(line.lstrip())
+        if depth is not None and (not line.strip() or indent > depth):
+            continue
+        depth = None
+        if re.search(rf"if (\w+|\w+\.settings)\.{technique}\.on:", line):
+            depth = indent
+        elif not re.match(rf"(import|from) {technique}\b|    {technique}: ", line):
+            kept.append(line.replace(f', "{technique}"', ""))
+    return "".join(kept)
+
+
+def succeeds(copy: Path, *command: str) -> str:
+    done = subprocess.run([sys.executable, *command], cwd=copy, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+def pytest_passes(copy: Path, *arguments: str) -> str:
+    options = ("-q", "-rp", "-o", "addopts=", "-p", "no:cacheprovider")
+    return succeeds(copy, "-m", "pytest", *options, *arguments)
+
+
+TEST_OF_THE_REST = """
+import pytest
+
+import evaluate
+import sample
+import train
+
+
+def test_without_{technique}_the_rest_trains_samples_and_evaluates(run, capsys):
+    run("--tokens 512 {flags}")
+    sample.main(["run", "--prompt", "", "--tokens", "3"])
+    evaluate.main(["run", "--device", "cpu", "--tokens", "500"])
+    capsys.readouterr()
+    with pytest.raises(SystemExit):
+        train.main(["--help"])
+    assert "--{technique}" not in capsys.readouterr().out
+"""
+
+
+def test_a_technique_is_added_and_another_one_deleted(tmp_path):
+    """One copy for both: the example of the page goes in, Pseudo-to-Real goes out."""
+    copy = copied(tmp_path / "copy")
+    add_example(copy)
+    delete("pseudo", copy)
+    flags = "--ltd --pack --curriculum seqlen --skip 0.2"
+    rest = TEST_OF_THE_REST.format(technique="pseudo", flags=flags)
+    (copy / "tests/test_rest.py").write_text(rest)
+    said = pytest_passes(copy, "tests/test_rest.py", "tests/test_skip.py", "tests/test_clock.py")
+    assert said.count("PASSED tests/test_skip.py") == 3
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("technique", "flags"),
+    [
+        ("pseudo", "--ltd --pack --curriculum seqlen"),
+        ("ltd", "--pack --pseudo --offload"),
+        ("offload", "--ltd --pack --pseudo"),
+    ],
+)
+def test_without_a_technique_the_tests_of_the_rest_pass(technique, flags, tmp_path):
+    copy = copied(tmp_path / "copy")
+    delete(technique, copy)
+    rest = TEST_OF_THE_REST.format(technique=technique, flags=flags)
+    (copy / "tests/test_rest.py").write_text(rest)
+    files = ("test_rest", "test_model", "test_data")
+    pytest_passes(copy, *(f"tests/{file}.py" for file in files))
+
+
+@pytest.mark.structure
+def test_the_checks_pass_with_the_example(tmp_path):
+    copy = copied(tmp_path / "copy")
+    shutil.copytree(ROOT / "bench", copy / "bench")
+    add_example(copy)
+    pytest_passes(copy, "tests/test_budget.py", "tests/test_architecture.py")
+    files = {file for file, _ in [*blocks("python"), *blocks("diff")]}
+    assert files == {"skip.py", "config.py", "plan.py", "train.py", "tests/test_skip.py"}
+    succeeds(copy, "-m", "ruff", "check", *files)
+    succeeds(copy, "-m", "ruff", "format", "--check", *files)
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_the_example_trains_on_two_ranks_as_on_one(store_dir, tmp_path):
+    copy = copied(tmp_path / "copy")
+    add_example(copy)
+    small = SMALL.replace("--tokens 4096", "--tokens 400 --lr 1e-3")
+    flags = f"{small} --data {store_dir} --skip 0.6 --ltd --ltd-start 16 --pack".split()
+    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
+
+    def steps(out: str) -> list[dict]:
+        lines = [json.loads(line) for line in (copy / out / "log.jsonl").read_text().splitlines()]
+        return [line for line in lines if line["event"] == "train"]
+
+    said = succeeds(copy, "train.py", *flags, "--out", "one")
+    succeeds(copy, *torchrun, "train.py", *flags, "--out", "two")
+    assert len(steps("one")) >= 3
+    for a, b in zip(steps("one"), steps("two"), strict=True):
+        assert abs(a["loss"] - b["loss"]) < 1e-5
+        assert a["layer_tokens"] == b["layer_tokens"]
+    assert any(step["kept_tokens"] == 0 for step in steps("one")), "a layer was skipped"
+    assert re.search(r"saved: \d+\.\d% of layer-tokens", said)
+    # without the last hunk of the page DDP waits for gradients that never come
+    source = (copy / "train.py").read_text()
+    (copy / "train.py").write_text(source.replace("find_unused_parameters=s.skip.on", ""))
+    with pytest.raises(AssertionError, match="Expected to have finished reduction"):
+        succeeds(copy, *torchrun, "train.py", *flags, "--out", "waiting")
