@@ -51,10 +51,9 @@ import prepare
 from curriculum import LENGTHS, Ranking, Rankings
 from data import KINDS, SPECIAL_TOKENS, Samples, samples_of
 from support import runtime
-from support.base.atomic import atomic_folder, atomic_write, folder_lock
 from support.runtime import Runtime
 from support.settings import count
-from support.text.tokenizer import get_encoding
+from support.store import atomic_folder, atomic_write, folder_lock, get_encoding
 
 BLOCK = 1 << 18  # tokens measured together: what a core's cache holds
 SHARD = 1 << 18  # samples of a shard, unless that would make more than MOST_SHARDS

@@ -46,7 +46,7 @@ from support.settings import (
 )
 from support.settings import parse as parse_flags
 from support.step.sizes import SIZES, of_block, with_defaults
-from support.weights.initial import with_those_of_init
+from support.weights import with_settings_of_init
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
         raise ValueError("--resume auto needs the folder of the run: add --out")
     folder = Path(given["run.out"]) if "run.out" in given else newest_run() if which else None
     if not which or (which == "auto" and not (folder / "config.json").exists()):
-        return build(with_those_of_init(given), file=given.get("model.init", "")), None
+        return build(with_settings_of_init(given), file=given.get("model.init", "")), None
     started = started_with(folder)
     if which == "auto":
         given.pop("model.init", None)  # of the command that began the run

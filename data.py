@@ -49,12 +49,10 @@ from bert import Pairs, SpecialIds, mask_tokens, masked_tokens
 from kernels.cross_entropy import IGNORE
 from model import Batch
 from prepare import embedded_store
-from support.base.atomic import atomic_write
 from support.clock import MULTIPLE, bits, seed_of, shuffled
 from support.runtime import Runtime
 from support.settings import DataConfig
-from support.text.store import Store
-from support.text.tokenizer import byte_lengths, get_encoding, store_encoding
+from support.store import Store, atomic_write, byte_lengths, get_encoding, store_encoding
 
 # ---- samples
 

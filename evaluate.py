@@ -50,8 +50,7 @@ from support.evaluation import scoring, tasks
 from support.evaluation.scoring import Documents, HeldOut, Laid, Poll
 from support.runtime import Parser, Runtime, exit_cleanly, on_device, start
 from support.settings import count
-from support.text.store import Store
-from support.text.tokenizer import get_encoding
+from support.store import Store, get_encoding
 
 
 def main(argv: list[str] | None = None) -> None:

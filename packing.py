@@ -395,7 +395,7 @@ ROWS = 12  # that are printed, the most frequent first
 def main(argv: list[str] | None = None) -> None:
     from data import Samples
     from support import runtime
-    from support.text.store import Store
+    from support.store import Store
 
     parser = runtime.Parser(prog="packing.py", description=__doc__.split("\n")[0])
     sources = "lengths in tokens, a folder made by prepare.py, or a histogram (.json)"

@@ -1,42 +1,301 @@
-"""Encode documents into a token store: the folder that training reads (support/text/store.py).
+"""Encode documents into a token store: the folder that training reads (support/store.py).
 
-    files ── Corpus ──> parts, held out or not ── chunks ──> threads encode ── StoreWriter ──> store
+    files ── Corpus ──> documents, held out or not ── batches ──> threads encode ── StoreWriter
 
-Short documents are gathered into chunks and long ones are cut, so that a thread's task is neither
-all overhead nor a whole corpus. Does not shuffle, filter, deduplicate or change text. Files are
-read in support/text/reading.py, and documents held out in support/text/corpus.py.
+A file of plain text is a document, or several with --split-on; a line of JSON lines, whatever the
+file's name, and a row of parquet are one each. All but parquet may be gz. Of the documents d, a, b
+and c, --holdout 2 holds out d, whose crc32 is even as about one in two is: the store has the tokens
+of a, b and c, then those of d, which training never reads. Of a single text the end is held out.
+
+Does not shuffle, filter, deduplicate or change text. With --learn-ranks it makes a tokenizer of the
+documents for training, instead of a store.
 
     python prepare.py corpus/pd-mix.jsonl.gz --out runs/pd-mix
+    python prepare.py my-text --learn-ranks 4096 --out own.tiktoken
     python prepare.py --tokens-from data/openwebtext/train.bin --tokenizer gpt2 --out runs/owt
 """
 
+import gzip
+import io
 import json
 import os
-import re
 import signal
 import sys
-from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+import zlib
+from collections.abc import Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from functools import partial
+from hashlib import blake2b
+from itertools import groupby, islice
 from pathlib import Path
+from typing import Any, BinaryIO, NamedTuple
 
 import numpy as np
 import tiktoken
+from tqdm import tqdm
 
-from support import runtime
-from support.base.atomic import atomic_folder
-from support.text import tokenizer
-from support.text.corpus import Corpus, Part, add_flags
-from support.text.reading import input_bar
-from support.text.store import FORMAT, Encoded, Store, StoreWriter
+from support import runtime, store
+from support.settings import whole_number
 
-CHUNK_CHARACTERS = 1 << 18  # of text, for one task of one thread
-CHUNK_TOKENS = 1 << 22  # of a file of tokens, read at once
+BLOCK = 1 << 22  # characters of text, or bytes of tokens, read at once
+BATCH = 256  # documents that threads encode together
 FEW_BYTES = 1.6  # a token: a tokenizer that was made for other text
-# No alternative in the patterns that our tokenizers split by (support/text/tokenizer.py) looks back
-# or has a character before a blank, but for Llama 3's punctuation, which newlines may follow. Every
-# library agrees that these two are blanks.
-CUT = re.compile(r"(?<=\S)(?= )|(?<=[^\W_])(?=\n)")
+
+# ---- files
+
+
+def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
+    """A file and its name, or those in a folder at any depth: sorted, without hidden ones."""
+    path = Path(given)
+    if given == "" or not path.exists():  # Path("") would be the working folder
+        raise ValueError(f"{given or 'the empty string'}: no such file or folder")
+    if path.is_file():
+        if kind_of(path) == "bytes":
+            raise ValueError(f"{path}: is not text in UTF-8")
+        yield path, path.name
+    for file in sorted(path.rglob("*")):
+        name = file.relative_to(path).as_posix()
+        if "/." in f"/{name}" or (file.is_dir() and not file.is_symlink()):
+            continue
+        if not file.is_file():  # else it would be left out without a word, or waited for
+            raise ValueError(f"{file}: is a link to no file, a pipe or a device: remove it")
+        yield file, name
+
+
+def kind_of(path: Path) -> str:
+    """What a file holds: parquet, lines of JSON objects, text, or bytes that are not UTF-8.
+
+    Cost:   reads plain text to its end
+    Raises: ValueError for a table in text and an array of JSON, whose commas would be trained on
+    """
+    with opened(path) as file:
+        first = next(filter(None, map(bytes.strip, file)), b"")
+    name = path.name.lower().removesuffix(".gz")
+    if first.startswith(b"PAR1"):
+        return "parquet"
+    with suppress(ValueError, RecursionError):
+        if name.endswith(".jsonl") or isinstance(json.loads(first), dict):
+            return "lines"
+    if name.endswith((".csv", ".tsv")) or first.startswith(b'[{"'):
+        raise ValueError(f"{path}: is not read: make it JSON lines, an object a line, or parquet")
+    try:
+        for _ in text_blocks(path):
+            pass
+    except UnicodeDecodeError:
+        return "bytes"
+    return "text"
+
+
+@contextmanager
+def opened(path: Path) -> Iterator[BinaryIO]:
+    """The bytes of a file, decompressed if they are gz."""
+    with path.open("rb") as file:
+        is_gz = file.peek(2)[:2] == b"\x1f\x8b"
+        try:
+            yield io.BufferedReader(gzip.GzipFile(fileobj=file)) if is_gz else file
+        except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+            raise ValueError(f"{path}: cannot be decompressed: {error}") from None
+
+
+def text_blocks(path: Path) -> Iterator[str]:
+    """A text in UTF-8 block by block, with its line ends as they are."""
+    with opened(path) as file:
+        text = io.TextIOWrapper(file, "utf-8", newline="")
+        yield from iter(partial(text.read, BLOCK), "")
+
+
+def read_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place (FILE:LINE, for messages) and the object of each line that is not blank.
+
+    Raises: ValueError naming the file and the line that cannot be read
+    """
+    with opened(Path(path)) as file:
+        for row, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            try:
+                value = json.loads(line)
+            except ValueError as error:
+                raise ValueError(f"{path}:{row}: is not JSON: {error}") from None
+            if not isinstance(value, dict):
+                raise ValueError(f"{path}:{row}: is not a JSON object: write one per line")
+            yield f"{path}:{row}", value
+
+
+def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place (FILE:ROW) and these columns of each row."""
+    from pyarrow import parquet
+
+    table = parquet.ParquetFile(path)
+    wanted = [name for name in columns if name in table.schema_arrow.names]
+    batches = table.iter_batches(1000, columns=wanted)
+    rows = (fields for batch in batches for fields in batch.to_pylist())
+    for row, fields in enumerate(rows, 1):
+        yield f"{path}:{row}", fields
+
+
+# ---- documents
+
+
+class Document(NamedTuple):
+    """A document, or one side of the one that is cut in two."""
+
+    id: str | None  # None if the input has none: a line's number would change with the file
+    text: str
+    held_out: bool
+
+
+@dataclass
+class Corpus:
+    """The documents of files and folders, each either for training or held out.
+
+    A line of JSON or a row has the document under `text_column`, where null is an empty text, and
+    may have "id". Any other file is one document with its name as the id, unless `split_on` cuts it
+    into documents without ids. In a folder, files that are not text are skipped.
+
+    One document in `holdout` is held out, chosen by the hash of its id (of its text if it has no
+    id), so it stays held out when other documents are added or removed. If that leaves training or
+    the held-out side without text, because there are few documents, the last 1/holdout of all text
+    is held out instead. To find out, some of the documents are read at once, and all of a single
+    text.
+
+    paths
+    holdout      0 holds nothing out, 1 everything
+    split_on     what separates documents in plain text: blank-line, or a string
+    text_column
+
+    Raises: ValueError naming the flag, or the file and the line
+    """
+
+    paths: Sequence[str | Path]
+    holdout: int = 20
+    split_on: str | None = None
+    text_column: str = "text"
+
+    def __post_init__(self):
+        files = [file for path in self.paths for file in input_files(path)]
+        self.files = [(path, name, kind_of(path)) for path, name in files]
+        self.skipped = sum(kind == "bytes" for _, _, kind in self.files)
+        self.training_characters = self._before_the_tail() if self.holdout > 1 else None
+
+    def documents(self) -> Iterator[Document]:
+        """Read all documents, from the beginning each time."""
+        documents = tqdm(self._by_hash(), unit=" documents", disable=None, leave=False)
+        if self.training_characters is None:
+            return iter(documents)
+        return hold_out_tail(documents, self.training_characters, self.holdout)
+
+    def _by_hash(self) -> Iterator[Document]:
+        """All documents, each held out by its hash."""
+        self.id_hashes = bytearray()  # of lines and rows
+        for path, name, kind in self.files:
+            if kind == "text":
+                for text in split(text_blocks(path), self.split_on):
+                    yield self._document(name if self.split_on is None else None, text)
+            elif kind != "bytes":
+                columns = (self.text_column, "id")
+                objects = read_lines(path) if kind == "lines" else read_parquet(path, columns)
+                for place, fields in objects:
+                    id, text = checked(place, fields, self.text_column)
+                    if id is not None:
+                        self.id_hashes += blake2b(id.encode(), digest_size=8).digest()
+                    yield self._document(id, text)
+
+    def _document(self, id: str | None, text: str) -> Document:
+        hash = zlib.crc32((text if id is None else id).encode())
+        return Document(id, text, self.holdout > 0 and hash % self.holdout == 0)
+
+    def repeated_ids(self) -> int:
+        """How many lines and rows that were read have the id of an earlier one."""
+        return len(self.id_hashes) // 8 - len(np.unique(np.frombuffer(self.id_hashes, np.uint64)))
+
+    def _before_the_tail(self) -> int | None:
+        """Count the characters before the last 1/holdout; None if hashes choose.
+
+        Stops at the first document that gives the second side text.
+        """
+        characters = 0
+        sides = set()
+        for document in self._by_hash():
+            characters += len(document.text)
+            if document.text:
+                sides.add(document.held_out)
+            if len(sides) == 2:
+                return None
+        if characters == 1:
+            raise ValueError(f"--holdout {self.holdout}: one character is too short: choose 0")
+        return characters - -(-characters // self.holdout)
+
+
+def checked(place: str, fields: dict[str, Any], text_column: str) -> tuple[str | None, str]:
+    """The id and the text of a line or a row."""
+    id = None if fields.get("id") is None else str(fields["id"])
+    text = "" if fields.get(text_column, 0) is None else fields.get(text_column)
+    if not isinstance(text, str):
+        problem = f"no string under {text_column} of {', '.join(fields)[:1000]}"
+        raise ValueError(f"{place}: {problem}: choose with --text-column")
+    try:
+        f"{id}{text}".encode()
+    except UnicodeEncodeError:
+        raise ValueError(f"{place}: has half of a surrogate pair, not text") from None
+    return id, text
+
+
+def split(blocks: Iterable[str], mark: str | None) -> Iterator[str]:
+    """Cut plain text into documents; nothing between two marks is none."""
+    if mark is None:
+        yield "".join(blocks)
+    elif mark == "blank-line":
+        for is_blank, lines in groupby(cut(blocks, "\n"), lambda line: not line.strip()):
+            if not is_blank:
+                yield "\n".join(lines)
+    else:
+        mark = mark.replace(r"\n", "\n").replace(r"\r", "\r").replace(r"\t", "\t")
+        yield from filter(None, cut(blocks, mark))
+
+
+def cut(blocks: Iterable[str], mark: str) -> Iterator[str]:
+    """Yield what "".join(blocks).split(mark) gives, with a piece and a block in memory."""
+    rest = ""
+    for block in blocks:
+        *pieces, rest = (rest + block).split(mark)
+        yield from pieces
+    yield rest
+
+
+def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) -> Iterator[Document]:
+    """Hold out all text after the first `training` characters, cutting one document in two."""
+    reach = training // holdout // 2  # half of the text that is held out
+    for id, text, _ in documents:
+        if 0 < training < len(text):
+            end = find_cut(text, training, reach)
+            yield Document(id, text[:end], False)
+            yield Document(id, text[end:], True)
+        else:
+            yield Document(id, text, training <= 0)
+        training -= len(text)
+
+
+def find_cut(text: str, position: int, reach: int) -> int:
+    """Choose where to cut a text: after a line or else a blank within `reach`, else at `position`.
+
+    A cut before the position is preferred, so that at least the share asked for is held out.
+
+    Example:  find_cut("one\\ntwo\\nthree", 10, 5) is 8, before "three"
+    """
+    for end in ("\n", " "):
+        before = text.rfind(end, max(0, position - reach - 1), position) + 1
+        if before:
+            return before
+        after = text.find(end, position, position + reach) + 1
+        if 0 < after < len(text):
+            return after
+    return position
+
+
+# ---- tokens
 
 
 def prepare(
@@ -44,44 +303,41 @@ def prepare(
     out: str | Path,
     encoding: tiktoken.Encoding,
     name: str,
-    holdout: int = 20,
-    split_on: str | None = None,
-    text_column: str | None = None,
+    **options: object,
 ) -> dict:
     """Encode documents into a store, which appears whole at `out` or not at all.
 
-    Held-out documents come last, so training, which reads the tokens before them, cannot meet one.
-
-    Args:    inputs, holdout, split_on, text_column  as Corpus takes them
+    Args:    inputs, options  as Corpus takes them
              name  of the tokenizer, for get_encoding; the store records it
     Returns: the contents of meta.json
-    Raises:  ValueError for bad input, for an `out` that exists, for a corpus without text
-    Cost:    memory for a few chunks of text or for the longest document; documents per second
-             beside tiktoken's, as once measured, are in results/prepare.jsonl
+    Raises:  ValueError for bad input, and for a corpus without text
+    Cost:    memory for a batch of documents and their tokens; documents per second beside
+             tiktoken's, as once measured, are in results/prepare.jsonl
     """
-    check_is_new(out)
-    corpus = Corpus(inputs, holdout, split_on, text_column)
-    threads = os.cpu_count() or 1
-
-    def encoded(dtype: np.dtype) -> Iterator[list[Encoded]]:
-        tasks: deque[Future[list[Encoded]]] = deque()  # this thread reads and writes meanwhile
-        with input_bar(corpus.files, "encoding") as bar, ThreadPoolExecutor(threads) as pool:
-            for chunk in chunks(corpus.parts(bar)):
-                tasks.append(pool.submit(encode, chunk, encoding, dtype))
-                if len(tasks) > 2 * threads:
-                    yield tasks.popleft().result()
-            yield from (task.result() for task in tasks)
-
-    def origin() -> dict:
-        return {
-            "holdout": holdout,
-            "held_out_by": "hash" if corpus.training_characters is None else "tail",
-            "split_on": split_on,
-            "skipped_files": len(corpus.skipped),
-            "repeated_ids": corpus.repeated_ids(),
-        }
-
-    return write(out, encoding, name, encoded, origin, inputs)
+    corpus = Corpus(inputs, **options)
+    documents = corpus.documents()
+    skipped = 0
+    # encode_ordinary would hold the GIL while it makes a list of ints; this does not
+    encode = partial(encoding.encode_to_numpy, disallowed_special=())
+    with store.atomic_folder(Path(out)) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
+        writer = store.StoreWriter(folder, encoding)
+        while batch := list(islice(documents, BATCH)):
+            encoded = pool.map(encode, [document.text for document in batch])
+            for document, ids in zip(batch, encoded, strict=True):
+                skipped += not len(ids)
+                if len(ids):
+                    ids = np.append(ids, encoding.eot_token)
+                    writer.append(ids, document.held_out, [len(ids)])
+        return writer.finish(
+            name,
+            inputs,
+            skipped=skipped,
+            holdout=corpus.holdout,
+            held_out_by="hash" if corpus.training_characters is None else "tail",
+            split_on=corpus.split_on,
+            skipped_files=corpus.skipped,
+            repeated_ids=corpus.repeated_ids(),
+        )
 
 
 def prepare_tokens(train: Path, out: str | Path, encoding: tiktoken.Encoding, name: str) -> dict:
@@ -91,117 +347,28 @@ def prepare_tokens(train: Path, out: str | Path, encoding: tiktoken.Encoding, na
 
     Returns, Raises: as of `prepare`; ValueError too for tokens that the tokenizer does not have
     """
-    check_is_new(out)
-    files = {train: False, train.with_name(train.name.replace("train", "val")): True}
-    files = {file: held_out for file, held_out in files.items() if file == train or file.exists()}
     end = encoding.eot_token
-
-    def encoded(dtype: np.dtype) -> Iterator[list[Encoded]]:
-        for file, held_out in files.items():
+    test = train.with_name(train.name.replace("train", "val"))
+    with store.atomic_folder(Path(out)) as folder:
+        writer = store.StoreWriter(folder, encoding)
+        for file in (train, test) if test != train and test.exists() else (train,):
             if file.stat().st_size % 2:
                 raise ValueError(f"--tokens-from {file}: is not made of tokens of 16 bits")
-            tokens = np.memmap(file, np.uint16, "r") if file.stat().st_size else []
-            begins = True
-            for start in range(0, len(tokens), CHUNK_TOKENS):
-                ids = tokens[start : start + CHUNK_TOKENS].astype(np.int64)
-                if ids.max() > end:
-                    raise ValueError(
-                        f"--tokens-from {file}: has token {ids.max()}, and those of --tokenizer"
-                        f" {name} end at {end}: name the tokenizer that made it"
-                    )
-                if start + len(ids) == len(tokens) and ids[-1] != end:
-                    ids = np.append(ids, end)
-                parts = []
-                for part in filter(len, np.split(ids, np.flatnonzero(ids == end) + 1)):
-                    ends = bool(part[-1] == end)
-                    if not (begins and ends and len(part) == 1):  # a document without text
-                        parts.append(Encoded(part.astype(dtype), held_out, ends))
-                    begins = ends
-                yield parts
-
-    origin = {"holdout": 0, "held_out_by": "file", "skipped_files": 0, "repeated_ids": 0}
-    return write(out, encoding, name, encoded, lambda: origin, [train])
-
-
-def check_is_new(out: str | Path) -> None:
-    if Path(out).exists():
-        raise ValueError(f"--out {out}: exists already: remove it or name another folder")
-
-
-def write(
-    out: str | Path,
-    encoding: tiktoken.Encoding,
-    name: str,
-    encoded: Callable[[np.dtype], Iterator[list[Encoded]]],
-    origin: Callable[[], dict],
-    inputs: Sequence[str | Path],
-) -> dict:
-    """Write a store, whole or not at all, of what `encoded` gives in the store's dtype.
-
-    Args: origin what meta.json says of where it is from, once all is encoded
-    """
-    with atomic_folder(Path(out)) as unfinished:
-        writer = StoreWriter(unfinished, encoding)
-        for parts in encoded(writer.dtype):
-            writer.append(parts)
-        meta = writer.finish() | origin()
-        if not meta["documents"]:
-            skipped = meta["skipped_files"]
-            also = f"; files that are not text: {skipped}" if skipped else ""
-            raise ValueError(f"{', '.join(map(str, inputs))}: no document has any text{also}")
-        meta |= {
-            "format": FORMAT,
-            "tokenizer": name,
-            "tokenizer_fingerprint": tokenizer.fingerprint(encoding),
-            "vocab_size": encoding.n_vocab,
-            "end_of_text": encoding.eot_token,
-        }
-        (unfinished / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
-    return meta
-
-
-def chunks(parts: Iterable[Part]) -> Iterator[list[Part]]:
-    """Gather short parts and cut long ones."""
-    chunk: list[Part] = []
-    characters = 0
-    for part in parts:
-        done = 0
-        for text in pieces_of(part.text):
-            done += len(text)
-            chunk.append(part._replace(text=text, ends=done == len(part.text)))
-            characters += len(text) + 1  # + 1, so that empty documents fill a chunk too
-            if characters >= CHUNK_CHARACTERS:
-                yield chunk
-                chunk = []
-                characters = 0
-    yield chunk
-
-
-def pieces_of(text: str) -> Iterator[str]:
-    """Cut a long text into pieces whose tokens are those of the whole.
-
-    Example: with pieces of 5 characters or more, "one two\\n\\nend" is "one two" and "\\n\\nend"
-    """
-    begin = 0
-    while len(text) - begin > CHUNK_CHARACTERS:
-        cut = CUT.search(text, begin + CHUNK_CHARACTERS)
-        if not cut:
-            break
-        yield text[begin : cut.start()]
-        begin = cut.start()
-    yield text[begin:]
-
-
-def encode(parts: list[Part], encoding: tiktoken.Encoding, dtype: np.dtype) -> list[Encoded]:
-    end = np.array([encoding.eot_token], dtype)
-    done = []
-    for part in parts:
-        # encode_ordinary would hold the GIL while it makes a list of ints; this does not.
-        ids = encoding.encode_to_numpy(part.text, disallowed_special=())
-        if part.ends and part.text:
-            ids = np.concatenate((ids, end))
-        done.append(Encoded(ids.astype(dtype), part.held_out, part.ends))
-    return done
+            last = end
+            with file.open("rb") as source:
+                while block := source.read(BLOCK):
+                    ids = np.frombuffer(block, np.uint16)
+                    if ids.max() > end:
+                        problem = f"has token {ids.max()}, and those of --tokenizer {name} end at"
+                        raise ValueError(f"--tokens-from {file}: {problem} {end}")
+                    without_text = (ids == end) & (np.append(last, ids[:-1]) == end)
+                    last = ids[-1]
+                    ids = ids[~without_text]
+                    writer.append(ids, file == test, np.flatnonzero(ids == end) + 1)
+            if last != end:
+                writer.append(np.array([end]), file == test, [1])
+        origin = {"skipped": 0, "holdout": 0, "skipped_files": 0, "repeated_ids": 0}
+        return writer.finish(name, [train], held_out_by="file", **origin)
 
 
 def embedded_store(name: str) -> Path:
@@ -209,83 +376,78 @@ def embedded_store(name: str) -> Path:
 
     It lies in the clone or, if that cannot be written, in the user's cache folder.
     """
-    encoding = tokenizer.get_encoding(name)
+    encoding = store.get_encoding(name)
     home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     caches = (runtime.ROOT / ".cache", home / "parsimony")
-    stores = [cache / f"pd-mix-{tokenizer.fingerprint(encoding)[:12]}" for cache in caches]
-    for store in stores:
-        if (store / "meta.json").exists():
-            return store
-    why = ""
-    for store in stores:
-        print(f"preparing the embedded corpus in {store}{why}", file=sys.stderr)
+    folders = [cache / f"pd-mix-{store.fingerprint(encoding)[:12]}" for cache in caches]
+    folder = folders[not (folders[0].exists() or os.access(runtime.ROOT, os.W_OK))]
+    if not folder.exists():
+        print(f"preparing the embedded corpus in {folder}", file=sys.stderr)
         try:
-            prepare([runtime.ROOT / "corpus" / "pd-mix.jsonl.gz"], store, encoding, name)
-        except (ValueError, OSError) as error:
-            why = f": {runtime.one_line(error)}"
-        if (store / "meta.json").exists():  # by whichever process was faster
-            return store
-    raise ValueError(f"the embedded corpus cannot be prepared{why}")
+            prepare([runtime.ROOT / "corpus" / "pd-mix.jsonl.gz"], folder, encoding, name)
+        except OSError:
+            if not folder.exists():  # else another process has been faster
+                raise
+    return folder
 
 
-def _print_summary(store: Store) -> None:
-    meta = store.meta
-    n_text_tokens = meta["tokens"] - meta["documents"]
+def print_summary(made: store.Store) -> None:
+    meta = made.meta
     held_out, held_out_tokens = (meta[n] - meta[f"train_{n}"] for n in ("documents", "tokens"))
+    bytes_each = meta["bytes"] / (meta["tokens"] - meta["documents"])
     tail = f", the last 1/{meta['holdout']} of the text" if meta["held_out_by"] == "tail" else ""
-    skipped = f"   {meta['skipped']:,} empty ones skipped" if meta["skipped"] else ""
-    print(f"documents {meta['documents']:>14,}{skipped}")
-    print(f"tokens    {meta['tokens']:>14,}   {meta['bytes'] / n_text_tokens:.3f} bytes per token")
+    print(f"documents {meta['documents']:>14,}")
+    print(f"tokens    {meta['tokens']:>14,}   {bytes_each:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
-    if meta["bytes"] / n_text_tokens < FEW_BYTES and meta["tokenizer"] != "bytes":
-        learn = "python -m support.text.tokenizer YOUR_TEXT --out own.tiktoken"
-        print(
-            f"so few bytes a token make long rows: try a tokenizer of this text, made by\n  {learn}"
-        )
-    lengths = np.diff(store.offsets[:])
-    if meta["repeated_ids"]:
-        print(f"repeated  {meta['repeated_ids']:>14,}   documents with the id of an earlier one")
-    if meta["skipped_files"]:
-        print(f"skipped   {meta['skipped_files']:>14,}   files that are not text in UTF-8")
-    histogram = np.bincount(np.frexp(lengths)[1])
-    for bits in range(2, len(histogram)):
-        bar = "#" * round(40 * histogram[bits] / histogram.max())
-        print(f"below {2**bits:>10,} tokens {histogram[bits]:>11,} {bar}")
+    for name, what in (
+        ("skipped", "documents without text are left out"),
+        ("skipped_files", "files that are not text in UTF-8 are left out"),
+        ("repeated_ids", "documents have the id of an earlier one"),
+    ):
+        if meta[name]:
+            print(f"{meta[name]:>24,}   {what}")
+    if bytes_each < FEW_BYTES and meta["tokenizer"] != "bytes":
+        command = "python prepare.py YOUR_TEXT --learn-ranks 4096 --out own.tiktoken"
+        print(f"so few bytes a token make long rows: try a tokenizer of this text\n  {command}")
 
 
 def main(argv: list[str] | None = None) -> None:
-    parser = runtime.Parser(
-        prog="prepare.py",
-        description="Encode documents into a token store, which training reads.",
-    )
-    add_flags(parser, needed="*")
-    tokens_from = "nanoGPT's train.bin (and the val.bin beside it) instead of inputs"
-    parser.add_argument("--tokens-from", type=Path, metavar="TRAIN.BIN", help=tokens_from)
-    parser.add_argument("--out", required=True, help="the store, a folder to make")
-    parser.add_argument("--tokenizer", default="pd4k", help=f"{tokenizer.NAMES} (pd4k)")
+    parser = runtime.Parser(prog="prepare.py", description=__doc__.split(":")[0])
+    flag = parser.add_argument
+    flag("inputs", nargs="*", help="text or JSON lines, also as gz; parquet; folders")
+    flag("--tokens-from", type=Path, help="nanoGPT's train.bin, and val.bin beside it, instead")
+    flag("--out", type=Path, required=True, help="the store, a folder to make")
+    flag("--tokenizer", default="pd4k", help=f"{store.NAMES} (pd4k)")
+    flag("--learn-ranks", type=whole_number, help="make a tokenizer of so many tokens, no store")
+    holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
+    flag("--holdout", type=whole_number, default=20, metavar="N", help=holdout)
+    split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
+    flag("--split-on", metavar="STRING", help=split_on)
+    flag("--text-column", default="text", help="the field or column that has the text (text)")
     args = parser.parse_args(argv)
+    out = args.out
     if bool(args.inputs) == bool(args.tokens_from):
-        raise ValueError(
-            "no inputs, or two kinds: name text files or folders, or --tokens-from TRAIN.BIN"
-        )
+        raise ValueError("no inputs, or two kinds: name files, folders or --tokens-from TRAIN.BIN")
+    if out.exists():
+        raise ValueError(f"--out {out}: exists already: remove it or name another folder")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that atomic_folder tidies up
-    encoding = tokenizer.get_encoding(args.tokenizer)
+    how = {name: vars(args)[name] for name in ("holdout", "split_on", "text_column")}
+    if args.learn_ranks is not None:
+        if out.suffix != ".tiktoken" or not out.absolute().parent.is_dir():
+            raise ValueError(f"--out {out}: end its name in .tiktoken, and its folder has to exist")
+        documents = Corpus(args.inputs, **how).documents()
+        texts = (document.text for document in documents if not document.held_out)
+        store.write_ranks(out, store.learn_ranks(texts, args.learn_ranks))
+        return
+    encoding = store.get_encoding(args.tokenizer)
     name = args.tokenizer
     if name.endswith((".tiktoken", ".model")):
         name = str(Path(name).resolve())  # so that it is found from any folder
     if args.tokens_from:
-        prepare_tokens(args.tokens_from, args.out, encoding, name)
+        prepare_tokens(args.tokens_from, out, encoding, name)
     else:
-        prepare(
-            args.inputs,
-            args.out,
-            encoding,
-            name,
-            holdout=args.holdout,
-            split_on=args.split_on,
-            text_column=args.text_column,
-        )
-    _print_summary(Store.open(args.out))
+        prepare(args.inputs, out, encoding, name, **how)
+    print_summary(store.Store.open(out))
 
 
 if __name__ == "__main__":

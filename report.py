@@ -18,12 +18,12 @@ fonts from elsewhere. Only logs are read: no model, data or checkpoint.
 from pathlib import Path
 
 import config
-from support.base.atomic import atomic_write
 from support.report import comparison, run_page
 from support.report.page import Page, Table, html
 from support.report.run_page import RunLog, read_run
 from support.runtime import Parser, exit_cleanly
 from support.settings import Flat, Value, flattened, real_number, settings_of, shown_default
+from support.store import atomic_write
 
 
 def main(argv: list[str] | None = None) -> int:

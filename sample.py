@@ -27,8 +27,8 @@ from support import clock as rng
 from support.evaluation.scoring import evaluating
 from support.runtime import of_rank0
 from support.settings import count
-from support.text.tokenizer import get_encoding, vocab_size
-from support.weights.trained import real_weights, running_layers
+from support.store import get_encoding, vocab_size
+from support.weights import real_weights, running_layers
 
 
 def write(

@@ -71,7 +71,7 @@ from support.step.memory import in_words as memory_in_words
 from support.step.optim import Optimizers, learning_rate
 from support.step.placement import Placement, describe
 from support.step.sizes import empty_model, parameter_count, parameters_in_words
-from support.weights.initial import initial_model, model_size
+from support.weights import initial_model, model_size
 
 SAMPLE_TOKENS = 100  # written at the end of a run
 MOST_CODES = 256  # that torch.compile makes of a block: for each new shape, until any will do

@@ -68,7 +68,7 @@ from support import runtime
 from support.clock import Clock, blocks_at, tokens_by_layer
 from support.report.charts import Chart, Series, picture
 from support.run import read_log
-from support.weights.initial import model_size
+from support.weights import model_size
 from train import next_trainer
 
 EMBEDDED = "pd"  # the text of a section whose runs need no --data

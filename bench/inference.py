@@ -25,8 +25,7 @@ from prepare import embedded_store
 from support import runtime
 from support.evaluation.tasks import Question, Task, answers_of, items_of
 from support.step.sizes import SIZES
-from support.text.store import Store
-from support.text.tokenizer import get_encoding
+from support.store import Store, get_encoding
 
 SEQ_LEN = 512  # of an evaluation
 ROWS = 16  # of an evaluation at once

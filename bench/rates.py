@@ -42,7 +42,7 @@ from packing import pack_lengths
 from prepare import embedded_store
 from support.clock import Cursor
 from support.runtime import ROOT, exit_cleanly, resident
-from support.text.store import Store
+from support.store import Store
 
 # ---- made-up stores
 

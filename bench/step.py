@@ -47,7 +47,7 @@ from support import runtime
 from support.clock import Clock, tokens_by_layer
 from support.step.optim import flops_of_muon
 from support.step.sizes import flops_of_row
-from support.text.store import Store
+from support.store import Store
 from train import Trainer, assemble
 
 TOKENS_ON_GPU = 32_768  # of a step

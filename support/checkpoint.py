@@ -35,8 +35,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import distribute_tensor
 
-from support.base.atomic import sync
 from support.runtime import Runtime, of_rows, rows_here
+from support.store import sync
 
 # it says so whenever one process reads a folder alone, which is meant here
 warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -45,12 +45,12 @@ from torch import Tensor
 from tqdm import tqdm
 
 from support import checkpoint
-from support.base.atomic import atomic_write
 from support.clock import Clock, due, lr_clock
 from support.runtime import ROOT, Runtime, check_agreement, made_by
 from support.settings import DataConfig, Flat, RunConfig, flattened
 from support.step.optim import OptimConfig, decay_start
 from support.step.sizes import ModelConfig
+from support.store import atomic_write
 
 
 @dataclass(frozen=True)

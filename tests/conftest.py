@@ -36,7 +36,7 @@ from kernels.triton_here import tl, triton
 from prepare import prepare
 from support.clock import Clock
 from support.runtime import exit_cleanly
-from support.text.tokenizer import PD4K, get_encoding, read_ranks, write_ranks
+from support.store import PD4K, get_encoding, read_ranks, write_ranks
 
 
 def hear_signals() -> None:

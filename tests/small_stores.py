@@ -17,7 +17,7 @@ import analyze
 from curriculum import Ranking
 from data import samples_of
 from support.runtime import Runtime
-from support.text.store import FORMAT, Store
+from support.store import FORMAT, Store
 
 ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 ALL = ["length", "rarity", "rarity-mean", "length-rarity"]

@@ -33,7 +33,7 @@ import analyze
 from analyze import Metric, fingerprint, merged, sorted_run, split
 from curriculum import LENGTHS
 from data import KINDS
-from support.text.store import Store
+from support.store import Store
 
 NAMES = ["length", "rarity"]
 ALL = [*analyze.METRICS]

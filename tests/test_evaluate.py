@@ -24,8 +24,7 @@ from model import Transformer, TransformerConfig
 from prepare import prepare
 from support.evaluation.scoring import Documents, HeldOut
 from support.runtime import Runtime
-from support.text.store import Store
-from support.text.tokenizer import byte_lengths, get_encoding
+from support.store import Store, byte_lengths, get_encoding
 
 BYTES = get_encoding("bytes")
 LENGTHS = byte_lengths(BYTES)

@@ -22,7 +22,7 @@ from support.runtime import Runtime
 from support.step import machine, sizes
 from support.step.flops import Laid, Work, flops_of_step
 from support.step.sizes import flops_of_row
-from support.weights.initial import model_size
+from support.weights import model_size
 from train import assemble
 
 ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")

@@ -25,7 +25,7 @@ from evaluate import Evaluation, tokens_of_each
 from prepare import prepare
 from support.clock import Clock, shuffled
 from support.evaluation.scoring import HeldOut, weighted
-from support.text.tokenizer import byte_lengths, get_encoding
+from support.store import byte_lengths, get_encoding
 
 pytestmark = pytest.mark.usefixtures("short_ends")
 BYTES = get_encoding("bytes")

@@ -16,8 +16,7 @@ from kernels.cross_entropy import IGNORE
 from plan import Plan, draw
 from support.clock import Clock, Cursor
 from support.runtime import Runtime
-from support.text.store import Store
-from support.text.tokenizer import get_encoding
+from support.store import Store, get_encoding
 
 SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
 

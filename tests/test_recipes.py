@@ -17,9 +17,8 @@ from test_readme import commands_of, read
 
 from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
-from support.text.tokenizer import write_ranks
-from support.weights import safetensors
-from support.weights.published import GPT2_LAYOUT, LLAMA_LAYOUT, published_entries
+from support.store import write_ranks
+from support.weights import GPT2_LAYOUT, LLAMA_LAYOUT, published_entries, save_file
 
 PAGE = "docs/recipes.md"
 TINY = {"--layers": "3", "--heads": "2", "--width": "32", "--seq-len": "32"}
@@ -73,7 +72,7 @@ def make_what_is_named() -> None:
         model = Transformer(TransformerConfig("gpt", 3, 2, 32, 128, 32, rows, **switches))
         with open(file, "wb") as out:
             entries = published_entries(model.state_dict(), layout, (2, 2, 2), 16)
-            safetensors.save(out, entries, {})
+            save_file(out, entries)
 
 
 def test_every_command_runs(short_ends, tmp_path, monkeypatch, capsys):

@@ -15,7 +15,7 @@ from support import checkpoint
 from support import run as run_folder
 from support.run import Log, newest_run, started_with
 from support.runtime import ROOT
-from support.text.tokenizer import get_encoding
+from support.store import get_encoding
 
 pytestmark = pytest.mark.usefixtures("short_ends")
 FLAGS = f"{SMALL} --tokens 2048 --checkpoint-every 512 --eval-every 1024 --eval-tokens 100"

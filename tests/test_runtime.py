@@ -174,7 +174,7 @@ def test_rank_0_says_a_mistake_and_torchrun_quotes_it(monkeypatch, capsys, tmp_p
 
 
 TOP_LEVEL = ("analyze", "evaluate", "packing", "prepare", "report", "sample", "train")
-SUPPORT = ("support.weights.published", "support.text.tokenizer")
+SUPPORT = ("support.weights",)
 
 
 @pytest.mark.parametrize("name", [*TOP_LEVEL, *SUPPORT])

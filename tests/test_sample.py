@@ -13,7 +13,7 @@ from model import Transformer, TransformerConfig
 from offload import Offload
 from support import runtime
 from support.step.placement import Away, Placement, parts_of
-from support.text.tokenizer import get_encoding
+from support.store import get_encoding
 
 BYTES = get_encoding("bytes")
 ROW = 8  # tokens of the longest row

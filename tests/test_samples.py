@@ -9,7 +9,7 @@ from small_stores import TOY
 
 import data as samples_module
 from data import Samples, cut
-from support.text.store import Store
+from support.store import Store
 
 
 def spans_of(samples):

@@ -34,8 +34,7 @@ from support import runtime as sharded
 from support.evaluation import scoring
 from support.runtime import Runtime, rows_here
 from support.step.optim import Optimizers
-from support.text.store import Store
-from support.text.tokenizer import byte_lengths, get_encoding
+from support.store import Store, byte_lengths, get_encoding
 
 ROWS = 6  # of a step: 3 or 2 on a rank, one after the other
 CLIP = 0.02

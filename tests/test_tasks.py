@@ -17,7 +17,7 @@ from torch import nn
 import evaluate
 from model import Transformer, TransformerConfig
 from support.evaluation.tasks import Answers, answers_of, items_of, read_task, result_of
-from support.text.tokenizer import get_encoding
+from support.store import get_encoding
 
 BYTES = get_encoding("bytes")
 END = BYTES.eot_token

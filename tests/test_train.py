@@ -28,8 +28,8 @@ from prepare import prepare
 from support import checkpoint
 from support.run import Log
 from support.runtime import exit_cleanly
-from support.text.tokenizer import get_encoding
-from support.weights.published import GPT2_LAYOUT, published_entries
+from support.store import get_encoding
+from support.weights import GPT2_LAYOUT, published_entries
 
 LINE = (
     "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens padding_share"

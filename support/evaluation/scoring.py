@@ -20,8 +20,8 @@ import torch
 from torch import Tensor, nn
 
 from model import Batch
-from support.base.atomic import atomic_write
 from support.runtime import Runtime, is_sharded, printable
+from support.store import atomic_write
 
 Poll = Callable[[int], None]  # called after each batch with how many rows are done
 # Of a batch on the CPU: which of its B T tokens are asked, and columns (n,) of numbers about them;

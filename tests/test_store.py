@@ -1,0 +1,290 @@
+"""Encodings agree with the definition of BPE, and learning with a count over every pair.
+
+And which stores are refused, and that a file or a folder has its name when it is whole. Does not
+judge whether pd4k is a good vocabulary: corpus/SOURCE.md has its bytes per token.
+"""
+
+import errno
+import multiprocessing
+import os
+import re
+import signal
+import time
+from collections import Counter
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import pytest
+import regex
+import tiktoken
+from conftest import LLAMA3, TINY, names, refusal
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+
+from prepare import Corpus
+from support import store
+from support.store import Store, atomic_folder, atomic_write, folder_lock
+
+SPECIAL = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
+PD4K = store.get_encoding()
+BYTES = store.get_encoding("bytes")
+PD4K_RANKS = {PD4K.decode_single_token_bytes(rank): rank for rank in range(PD4K.eot_token)}
+TEXTS = [document.text for document in Corpus([TINY]).documents()]
+
+# Letters, numbers, marks, blanks and controls of several alphabets, and what GPT-2's pattern
+# treats apart; of each kind those that every version of Unicode in use agrees on.
+AWKWARD = " \t\n\r\0\x1f\x85\xa0\u2028\u3000'sdmtlver[]<|>_.,!-"
+AWKWARD += "09²½ⅫaZéßµжЖ中文字ひ한e\u0301🙂👩\u200d🚀🇫🇷\ufeff"
+texts = st.text(st.sampled_from(AWKWARD) | st.characters(codec="ascii"), max_size=60)
+
+
+def merge_by_rank(piece: bytes, ranks: dict[bytes, int]) -> list[int]:
+    """BPE as defined: while any two neighbours form a token, join the two of the lowest rank."""
+    parts = [bytes([byte]) for byte in piece]
+    while True:
+        joined = [(ranks.get(a + b, len(ranks)), i) for i, (a, b) in enumerate(pairwise(parts))]
+        if not joined or min(joined)[0] == len(ranks):
+            return [ranks[part] for part in parts]
+        i = min(joined)[1]
+        parts[i : i + 2] = [parts[i] + parts[i + 1]]
+
+
+def learn_by_definition(pieces: list[str], n_ranks: int) -> list[bytes]:
+    """Algorithm 1 of arXiv 1508.07909: count all pairs anew for each merge."""
+    tokens = [bytes([byte]) for byte in range(256)]
+    words = [list(piece.encode()) for piece in pieces]
+    while len(tokens) < n_ranks:
+        counts = Counter(pair for word in words for pair in pairwise(word))
+        pair = min(counts, key=lambda pair: (-counts[pair], pair))
+        token = tokens[pair[0]] + tokens[pair[1]]
+        if token not in tokens:
+            tokens.append(token)
+        for word in words:
+            i = 0
+            while i < len(word) - 1:
+                if (word[i], word[i + 1]) == pair:
+                    word[i : i + 2] = [tokens.index(token)]
+                i += 1
+    return tokens
+
+
+# --- learning
+
+
+def test_the_worked_example_learned_and_encoded(tmp_path):
+    path = tmp_path / "example.tiktoken"
+    learned = store.learn_ranks(["aaabdaaabac"], 259)
+    assert list(learned)[256:] == [b"aa", b"ab", b"aaab"]
+    store.write_ranks(path, learned)
+    encoding = store.get_encoding(str(path))
+    assert encoding.encode_ordinary("aaabdaaabac") == [258, ord("d"), 258, ord("a"), ord("c")]
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.lists(st.text("ab-", min_size=1, max_size=30), min_size=1), st.integers(256, 264))
+@example(["a" * n for n in range(1, 40)], 266)  # aaaa+a and aa+aaa spell one token
+@example(TEXTS[:20], 290)
+def test_learning_equals_counting_every_pair_anew_in_any_order(texts, n_ranks):
+    pieces = [piece for text in texts for piece in regex.findall(store.SPLIT, text)]
+    try:
+        learned = list(store.learn_ranks(texts, n_ranks))
+    except ValueError as error:  # pairs ran out: as many as it says are there to be learned
+        n_ranks = int(re.search(r"only (\d+)", str(error))[1])
+        learned = list(store.learn_ranks(texts, n_ranks))
+    assert learned == learn_by_definition(pieces, n_ranks)
+    assert list(store.learn_ranks(texts[::-1], n_ranks)) == learned
+
+
+# --- encoding
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from([PD4K, BYTES, LLAMA3]), texts | st.text(max_size=40))
+@example(PD4K, " " * 1_000_000 + "x")  # which overflows the stack with GPT-2's own pattern
+@example(LLAMA3, "\n" * 1_000_000 + " " * 200_000 + "x")
+def test_any_text_comes_back_with_its_bytes_counted(encoding, text):
+    ids = encoding.encode_ordinary(text)
+    assert encoding.decode(ids, errors="strict") == text
+    assert store.byte_lengths(encoding)[ids].sum() == len(text.encode())
+
+
+@settings(max_examples=150, deadline=None)
+@given(texts)
+@example(TEXTS[0])
+@example("it's DON'T ...\n\n\r\n  12345 \n x=1;\n")
+def test_encoding_equals_the_definition_over_the_pieces_of_the_published_patterns(text):
+    gpt2 = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+    llama3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    llama3 += r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+    for encoding, published, bounded, ranks in (
+        (PD4K, gpt2, store.SPLIT, PD4K_RANKS),
+        (LLAMA3, llama3, store.LLAMA3_SPLIT, {**PD4K_RANKS, b".\n": 4096}),
+    ):
+        pieces = regex.findall(published, text)
+        assert pieces == regex.findall(bounded, text) and "".join(pieces) == text
+        ids = [rank for piece in pieces for rank in merge_by_rank(piece.encode(), ranks)]
+        assert encoding.encode_ordinary(text) == ids
+    assert BYTES.encode_ordinary(text) == list(text.encode())
+
+
+def test_llama_3_has_256_special_tokens_of_which_the_second_ends_a_text():
+    """With 128,000 ranks that is 128001 of 128,256, as published."""
+    assert LLAMA3.eot_token == 4097 + 1 and LLAMA3.n_vocab == 4097 + 256
+    assert {store.vocab_size(LLAMA3, model) for model in ("gpt", "bert")} == {4097 + 256}
+
+
+@pytest.mark.parametrize("encoding", [PD4K, BYTES], ids=["pd4k", "bytes"])
+def test_special_tokens_follow_the_ranks_and_are_never_found_in_text(encoding):
+    n_ranks = {"pd4k": 4096, "bytes": 256}[encoding.name]
+    special = [encoding.encode_single_token(token) for token in SPECIAL]
+    assert special == list(range(n_ranks, n_ranks + 5))
+    assert encoding.eot_token == n_ranks
+    assert store.vocab_size(encoding, "gpt") == n_ranks + 1
+    assert store.vocab_size(encoding, "bert") == n_ranks + 5
+    assert max(encoding.encode_ordinary("".join(SPECIAL))) < n_ranks
+    assert np.array_equal(store.byte_lengths(encoding) > 0, np.arange(n_ranks + 5) < n_ranks)
+
+
+@pytest.mark.skipif("TIKTOKEN_CACHE_DIR" not in os.environ, reason="gpt2's files are not here")
+def test_gpt2_is_tiktokens_with_four_more_special_tokens():
+    ours, theirs = store.get_encoding("gpt2"), tiktoken.get_encoding("gpt2")
+    for text in [*TEXTS[::20], "Hello world! \n\n  ½ 中文 🙂'll"]:
+        assert ours.encode_ordinary(text) == theirs.encode_ordinary(text)
+    assert [ours.encode_single_token(token) for token in SPECIAL] == list(range(50256, 50261))
+    ids = ours.encode_ordinary_batch(TEXTS, num_threads=2)
+    assert sum(map(len, ids)) == 166_049, "as the README counts the corpus"
+
+
+def test_a_bad_file_of_ranks_is_refused_with_its_line(tmp_path):
+    path, lines = tmp_path / "bad.tiktoken", store.PD4K.read_bytes().splitlines()
+    for more in b"YWM=", b"YWI= two", b"YQ== 4096":  # no rank, no number, a token twice
+        path.write_bytes(b"\n".join([*lines, more]))
+        assert refusal(store.get_encoding, str(path)).startswith(f"{path}:4097: ")
+    path.write_bytes(b"\n".join(lines[:99]))
+    assert "ends without a rank for byte" in refusal(store.get_encoding, str(path))
+
+
+# --- stores
+
+
+def test_a_store_opens_the_tokenizer_it_was_made_with_known_by_its_content(tmp_path):
+    path = tmp_path / "a.tiktoken"
+    path.write_bytes(store.PD4K.read_bytes())
+    meta = {"tokenizer": str(path), "tokenizer_fingerprint": store.fingerprint(PD4K)}
+    assert store.store_encoding("a store", meta).name == str(path), "the same ranks"
+    lines = store.PD4K.read_bytes().splitlines()
+    (last, rank), (before, _) = lines[-1].split(), lines[-2].split()
+    swapped = [*lines[:-2], b"%s %d" % (last, int(rank) - 1), b"%s %s" % (before, rank)]
+    path.write_bytes(b"\n".join(swapped))
+    assert f"a store: {path} has changed" in refusal(store.store_encoding, "a store", meta)
+    path.unlink()
+    assert str(path) in refusal(store.store_encoding, "a store", meta)
+
+
+def test_no_store_a_damaged_one_and_another_tokenizer_are_refused(tmp_path):
+    with atomic_folder(tmp_path / "store") as folder:
+        writer = store.StoreWriter(folder, BYTES)
+        writer.append(np.array([97, 98, 256, 99]), False, [3])
+        writer.append(np.array([256]), False, [1])
+        writer.append(np.array([100, 256]), True, [2])
+        writer.finish("bytes", ["by hand"])
+    opened = Store.open(tmp_path / "store")
+    assert opened.tokens.tolist() == [97, 98, 256, 99, 256, 100, 256]
+    assert opened.offsets.tolist() == [0, 3, 5, 7] and opened.meta["train_bytes"] == 3
+    opened.check_tokenizer(store.get_encoding("bytes"))
+    assert "made with tokenizer bytes" in refusal(opened.check_tokenizer, PD4K)
+    for name in ("tokens.bin", "documents.idx"):
+        path = opened.path / name
+        content = path.read_bytes()
+        os.truncate(path, len(content) - 1)
+        for damage in (lambda: None, path.unlink):
+            damage()
+            assert re.search(f"{name}: .*prepare the store", refusal(Store.open, opened.path))
+        path.write_bytes(content)
+    meta = opened.path / "meta.json"
+    whole = meta.read_text()
+    for old, new, said in (
+        ('"format": 1', '"format": 2', "is of format 2: prepare the store again"),
+        ('"train_tokens": ', '"train_tokens": 1', "its files and meta.json do not agree"),
+    ):
+        meta.write_text(whole.replace(old, new))
+        assert said in refusal(Store.open, opened.path)
+
+
+# --- whole or not at all
+
+
+def test_all_bytes_are_on_the_disk_before_the_name(tmp_path, monkeypatch):
+    calls, fsync, rename = [], os.fsync, Path.rename
+
+    def record_sync(descriptor):
+        calls.append(Path(os.readlink(f"/proc/self/fd/{descriptor}")).name)
+        fsync(descriptor)
+
+    def record_rename(path, target):
+        calls.append(f"rename to {Path(target).name}")
+        return rename(path, target)
+
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(Path, "rename", record_rename)
+    with atomic_write(tmp_path / "a.bin") as out:
+        assert not (tmp_path / "a.bin").exists()
+    assert calls == [Path(out.name).name, "rename to a.bin"]
+    calls.clear()
+    with atomic_folder(tmp_path / "new" / "f") as unfinished:
+        (unfinished / "deeper").mkdir()
+        (unfinished / "deeper" / "b").write_bytes(b"b")
+        assert not (tmp_path / "new" / "f").exists()
+    assert set(calls[:3]) == {"deeper", "b", unfinished.name}
+    assert calls[3:] == ["rename to f", "new"]
+    assert names(tmp_path / "new") == ["f"]
+
+
+@pytest.mark.parametrize("call", ["block", "fsync", "rename"])
+@pytest.mark.parametrize("write", [atomic_write, atomic_folder])
+def test_an_error_leaves_nothing(tmp_path, monkeypatch, call, write):
+    def full(*_):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    if call != "block":
+        monkeypatch.setattr(os if call == "fsync" else Path, call, full)
+    with pytest.raises(OSError, match="No space left"), write(tmp_path / "a") as out:
+        out.write(b"half") if write is atomic_write else (out / "b").write_bytes(b"b")
+        if call == "block":
+            full()
+    assert names(tmp_path) == []
+
+
+def test_a_folder_that_was_made_meanwhile_is_not_replaced(tmp_path):
+    with pytest.raises(OSError, match="not empty"), atomic_folder(tmp_path / "f"):
+        (tmp_path / "f").mkdir()
+        (tmp_path / "f" / "theirs").touch()
+    assert [path.name for path in tmp_path.rglob("*")] == ["f", "theirs"]
+
+
+def write_locked(folder: Path, content: bytes, seconds: float) -> None:
+    with folder_lock(folder), atomic_write(folder / "a.bin") as out:
+        out.write(content)
+        out.flush()
+        (folder / "started").touch()
+        time.sleep(seconds)
+
+
+def test_a_lock_holds_until_its_process_is_gone(tmp_path):
+    context = multiprocessing.get_context("fork")
+    first = context.Process(target=write_locked, args=(tmp_path, b"half", 60))
+    second = context.Process(target=write_locked, args=(tmp_path, b"the second", 0))
+    first.start()
+    deadline = time.monotonic() + 30
+    while not (tmp_path / "started").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.005)
+    second.start()
+    second.join(0.3)
+    assert second.is_alive(), "it waits"
+    first.kill()
+    first.join()
+    second.join(30)
+    assert (first.exitcode, second.exitcode) == (-signal.SIGKILL, 0)
+    assert (tmp_path / "a.bin").read_bytes() == b"the second"

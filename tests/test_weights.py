@@ -1,0 +1,674 @@
+"""A loaded model computes what the published one does; a file that does not fit changes nothing.
+
+Each layout is proven twice: against the paper's equations, written out below over the published
+names, and against `transformers` where that is installed. Weights are random and wide, so that
+every entry counts: no test here needs a download. And --init from a run of train.py: its weights,
+its dimensions, its tokenizer, and nothing else.
+
+    python -m pytest tests/test_weights.py
+"""
+
+import io
+import json
+import math
+import re
+import shutil
+import struct
+from contextlib import suppress
+from pathlib import Path
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import FEW, TINY, metrics, names, read_log, refusal, start_ranks, widened
+
+import config
+import prepare
+import pseudo
+import sample
+import train
+from kernels.rotary import Scaling
+from model import Transformer, TransformerConfig
+from support import checkpoint, weights
+from support.store import PD4K, get_encoding, read_ranks, write_ranks
+from support.weights import BERT_LAYOUT, GPT2_LAYOUT, load_published, published_entries
+
+LAYERS, HEADS, C, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
+TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
+BYTES = get_encoding("bytes")
+pytestmark = pytest.mark.usefixtures("short_ends")
+
+
+def built(kind: str, **changes) -> Transformer:
+    shape = dict(layers=LAYERS, heads=HEADS, width=C, mlp_width=4 * C)
+    shape |= dict(seq_len=SEQ_LEN, vocab_size=VOCAB) | changes
+    return Transformer(TransformerConfig(kind, **shape))
+
+
+def drawn(modules: dict[str, tuple], out: int, dtype: torch.dtype) -> dict[str, torch.Tensor]:
+    """Weights of these shapes, and a bias as long as dimension `out` for all but embeddings."""
+    generator, entries = torch.Generator().manual_seed(0), {}
+    for name, shape in modules.items():
+        has_bias = not name.endswith(("wte", "wpe", "embeddings"))
+        for leaf, size in {"weight": shape, "bias": (shape[out],)}.items():
+            if leaf == "weight" or has_bias:
+                value = 0.2 * torch.randn(size, generator=generator)
+                entries[f"{name}.{leaf}"] = value.to(dtype)
+    return entries
+
+
+def gpt_file(dtype=torch.float32, prefix: str = "transformer.") -> dict[str, torch.Tensor]:
+    """Matrices are (in, out)."""
+    modules = {"wte": (VOCAB, C), "wpe": (SEQ_LEN, C)}
+    for at in (f"h.{layer}" for layer in range(LAYERS)):
+        modules |= {f"{at}.attn.c_attn": (C, 3 * C), f"{at}.attn.c_proj": (C, C)}
+        modules |= {f"{at}.mlp.c_fc": (C, 4 * C), f"{at}.mlp.c_proj": (4 * C, C)}
+        modules |= {f"{at}.ln_1": (C,), f"{at}.ln_2": (C,)}
+    entries = drawn({**modules, "ln_f": (C,)}, -1, dtype)
+    for layer in range(LAYERS):  # the buffers that older files hold
+        mask = torch.ones(SEQ_LEN, SEQ_LEN, dtype=torch.uint8).tril()
+        entries[f"h.{layer}.attn.bias"] = mask[None, None]
+        entries[f"h.{layer}.attn.masked_bias"] = torch.tensor(-1e4)
+    return {prefix + name: value for name, value in entries.items()}
+
+
+def bert_file(dtype=torch.float32, prefix: str = "bert.", old: bool = False) -> dict:
+    """Matrices are (out, in); old files have other names for what a norm holds."""
+    rows = {"word": VOCAB, "position": SEQ_LEN, "token_type": 2}
+    modules = {f"embeddings.{name}_embeddings": (n, C) for name, n in rows.items()}
+    for at in (f"encoder.layer.{layer}" for layer in range(LAYERS)):
+        modules |= {f"{at}.attention.self.{name}": (C, C) for name in ("query", "key", "value")}
+        modules |= {f"{at}.attention.output.dense": (C, C), f"{at}.output.dense": (C, 4 * C)}
+        modules |= {f"{at}.intermediate.dense": (4 * C, C)}
+        modules |= {f"{at}.{norm}.LayerNorm": (C,) for norm in ("attention.output", "output")}
+    modules |= {"embeddings.LayerNorm": (C,), "pooler.dense": (C, C)}
+    transform = "cls.predictions.transform"
+    modules |= {f"{transform}.dense": (C, C), f"{transform}.LayerNorm": (C,)}
+    entries = drawn({**modules, "cls.seq_relationship": (2, C)}, 0, dtype)
+    entries["cls.predictions.bias"] = torch.linspace(-1, 1, VOCAB).to(dtype)
+    entries["embeddings.position_ids"] = torch.arange(SEQ_LEN)[None]
+    file = {}
+    for name, value in entries.items():
+        if old:
+            name = name.replace("Norm.weight", "Norm.gamma").replace("Norm.bias", "Norm.beta")
+        file[name if name.startswith("cls.") else prefix + name] = value
+    return file
+
+
+def written(file: object, tmp_path, **options):
+    path = tmp_path / "weights.bin"
+    torch.save(file, path, **options)
+    return path
+
+
+def assert_close(found: torch.Tensor, expected: torch.Tensor, dtype: torch.dtype) -> None:
+    assert found.dtype == expected.dtype == dtype
+    assert (found - expected).abs().max() <= TOLERANCE[dtype] * expected.abs().max()
+
+
+def assert_same(found: dict[str, torch.Tensor], wanted: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == wanted.keys()
+    for name, value in wanted.items():
+        assert found[name].dtype == value.dtype and found[name].equal(value), name
+
+
+# The papers' equations over the published names: no line of model.py or weights.py runs here
+
+
+def attend(q, k, v, visible):
+    """softmax(q k' / sqrt D) v of (T, C) each, head after head."""
+    D = C // HEADS
+    outputs = []
+    for head in range(HEADS):
+        own = slice(head * D, (head + 1) * D)
+        scores = q[:, own] @ k[:, own].T / math.sqrt(D)
+        outputs.append(scores.masked_fill(~visible, -math.inf).softmax(-1) @ v[:, own])
+    return torch.cat(outputs, dim=-1)
+
+
+def plain_gpt(w: dict, tokens: torch.Tensor) -> torch.Tensor:
+    """GPT-2's logits (T, V) for tokens (T,). Its matrices stand on the right: x @ w + b."""
+
+    def norm(name, x):
+        return F.layer_norm(x, (C,), w[f"{name}.weight"], w[f"{name}.bias"], 1e-5)
+
+    def linear(name, x):
+        return x @ w[f"{name}.weight"] + w[f"{name}.bias"]
+
+    T = len(tokens)
+    x = w["wte.weight"][tokens] + w["wpe.weight"][:T]
+    for layer in range(LAYERS):
+        at = f"h.{layer}"
+        q, k, v = linear(f"{at}.attn.c_attn", norm(f"{at}.ln_1", x)).split(C, dim=-1)
+        visible = torch.ones(T, T, dtype=torch.bool).tril()
+        x = x + linear(f"{at}.attn.c_proj", attend(q, k, v, visible))
+        y = linear(f"{at}.mlp.c_fc", norm(f"{at}.ln_2", x))
+        y = 0.5 * y * (1 + torch.tanh(math.sqrt(2 / math.pi) * (y + 0.044715 * y**3)))
+        x = x + linear(f"{at}.mlp.c_proj", y)
+    return norm("ln_f", x) @ w["wte.weight"].T
+
+
+def plain_bert(w: dict, tokens: torch.Tensor, real: torch.Tensor) -> torch.Tensor:
+    """BERT's masked-token logits (T, V) for tokens (T,) of segment 0, looking at `real` ones."""
+
+    def norm(name, x):
+        scale, shift = w[f"{name}.LayerNorm.weight"], w[f"{name}.LayerNorm.bias"]
+        return F.layer_norm(x, (C,), scale, shift, 1e-12)
+
+    def linear(name, x):
+        return x @ w[f"{name}.weight"].T + w[f"{name}.bias"]
+
+    def gelu(x):
+        return 0.5 * x * (1 + torch.erf(x / math.sqrt(2)))
+
+    T = len(tokens)
+    words = w["embeddings.word_embeddings.weight"]
+    x = words[tokens] + w["embeddings.position_embeddings.weight"][:T]
+    x = norm("embeddings", x + w["embeddings.token_type_embeddings.weight"][0])
+    for layer in range(LAYERS):
+        at = f"encoder.layer.{layer}"
+        q, k, v = (linear(f"{at}.attention.self.{name}", x) for name in ("query", "key", "value"))
+        y = linear(f"{at}.attention.output.dense", attend(q, k, v, real.expand(T, T)))
+        x = norm(f"{at}.attention.output", x + y)
+        y = linear(f"{at}.output.dense", gelu(linear(f"{at}.intermediate.dense", x)))
+        x = norm(f"{at}.output", x + y)
+    x = norm("cls.predictions.transform", gelu(linear("cls.predictions.transform.dense", x)))
+    return x @ words.T + w["cls.predictions.bias"]
+
+
+@pytest.mark.parametrize("dtype", TOLERANCE)
+def test_gpt_computes_the_published_function(tmp_path, dtype):
+    prefix = "transformer." if dtype == torch.float32 else ""  # the other file is of torch < 1.6
+    path = written(gpt_file(dtype, prefix), tmp_path, _use_new_zipfile_serialization=bool(prefix))
+    model = built("gpt").to(dtype)
+    assert load_published(model, path) == []
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
+    plain = gpt_file(dtype, prefix="")
+    expected = torch.stack([plain_gpt(plain, row) for row in tokens])
+    assert_close(model.logits(tokens), expected, dtype)
+
+
+@pytest.mark.parametrize(
+    "dtype, file_dtype, prefix, nsp",
+    [(torch.float32, torch.float16, "bert.", False), (torch.float64, torch.float64, "", True)],
+)
+def test_bert_computes_the_published_function(tmp_path, dtype, file_dtype, prefix, nsp):
+    """Also from an old file of half precision: token type 0 is added in the model's own.
+
+    And with --nsp scores of "it follows" and "it does not", from the [CLS] of one segment.
+    """
+    model = built("bert", nsp=nsp).to(dtype)
+    left_out = load_published(model, written(bert_file(file_dtype, prefix, not nsp), tmp_path))
+    heads = ["cls.seq_relationship.bias", "cls.seq_relationship.weight"]
+    heads += ["pooler.dense.bias", "pooler.dense.weight"]
+    assert left_out == heads * (not nsp) + ["embeddings.token_type_embeddings.weight[1]"]
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
+    real = torch.ones(2, SEQ_LEN, dtype=torch.bool)
+    real[1, 7:] = False
+    plain = {name: value.to(dtype) for name, value in bert_file(file_dtype, prefix="").items()}
+    expected = torch.stack([plain_bert(plain, *row) for row in zip(tokens, real, strict=True)])
+    logits = model.logits(tokens, doc_ids=real.long() - 1)  # 0, or -1 on padding
+    assert_close(logits[real], expected[real], dtype)
+    if nsp:
+        x = model.hidden_states(tokens)
+        pooled = torch.tanh(x[:, 0] @ plain["pooler.dense.weight"].T + plain["pooler.dense.bias"])
+        expected = pooled @ plain[heads[1]].T + plain[heads[0]]
+        assert_close(model.follows(x.flatten(0, 1), torch.tensor([0, SEQ_LEN])), expected, dtype)
+
+
+# The way back: a run's weights in the published layout
+
+
+def own_checkpoint(folder, model: Transformer, **more) -> None:
+    """What train.py saves of a run, as far as an export looks at it."""
+    c = model.config
+    names = ("layers", "heads", "width", "mlp_width", "pos", "nsp", "qk_norm", "tied")
+    settings = {f"model.{name}": getattr(c, name) for name in names}
+    state = {"model": model.state_dict(), "step": 3, "tokenizer_fingerprint": "any"}
+    state["config"] = settings | {"model.model": c.kind, "model.size": "nano"}
+    state["model_size"] = {"vocab_size": c.vocab_size, "positions": c.seq_len}
+    state |= {"clock": {}, "best_step": 0}
+    checkpoint.save(folder / "step-00000003.pt", state | more)
+
+
+def exported(model: Transformer, tmp_path, name: str = "weights.pt", **more):
+    """The file that `export` writes of a run that has this model."""
+    own_checkpoint(tmp_path / "run", model, **more)
+    weights.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / name)])
+    return tmp_path / name
+
+
+@pytest.mark.parametrize(
+    "kind, changes, suffix",
+    [
+        ("gpt", {"mlp_width": 24}, ".pt"),
+        ("gpt", {}, ".safetensors"),
+        ("bert", {"nsp": True}, ".safetensors"),
+    ],
+)
+def test_what_is_exported_loads_as_it_was(tmp_path, capsys, kind, changes, suffix):
+    """Bit for bit, with nothing left out but BERT's token type 1, under the published names."""
+    model, found = widened(built(kind, **changes)).eval(), built(kind, **changes)
+    load_published(found, exported(model, tmp_path, f"weights{suffix}"))
+    assert_same(found.state_dict(), model.state_dict())
+    config = json.loads(capsys.readouterr().out.splitlines()[-1].partition("beside it: ")[2])
+    assert config["vocab_size"] == VOCAB and SEQ_LEN in config.values()
+    if suffix == ".safetensors":
+        file = gpt_file() if kind == "gpt" else bert_file()
+        wanted = {n: v.shape for n, v in file.items() if v.dim() and v.dtype == torch.float32}
+        layout = GPT2_LAYOUT if kind == "gpt" else BERT_LAYOUT
+        entries = published_entries(model.state_dict(), layout, (HEADS,) * 3, C // HEADS)
+        assert {name: value.shape for name, value in entries.items()} == wanted
+
+
+def test_negative_control_a_matrix_not_turned_is_another_function(tmp_path, monkeypatch):
+    """Square matrices fit either way round: only the values tell."""
+    model, found, is_turned = widened(built("gpt")), built("gpt").eval(), weights.is_turned
+
+    def not_quite(name: str, layout: weights.Layout, value: torch.Tensor) -> bool:
+        return is_turned(name, layout, value) and "attn.c_proj" not in name
+
+    with monkeypatch.context() as patch:
+        patch.setattr(weights, "is_turned", not_quite)
+        path = exported(model, tmp_path)
+    load_published(found, path)
+    tokens = torch.randint(VOCAB, (1, SEQ_LEN))
+    assert not torch.allclose(found.logits(tokens), model.logits(tokens), rtol=0.01)
+
+
+def test_a_shadow_is_exported_as_the_model_that_runs(tmp_path):
+    """Layers 0 and 2 share weights, layer 1 is not there yet: a model of two equal layers."""
+    model, found = widened(built("gpt", layers=3)), built("gpt", layers=2).eval()
+    owners = (0, -1, 0)
+    pseudo.share(model, owners)
+    load_published(found, exported(model, tmp_path, pseudo={"owners": owners}))
+    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
+    assert found.logits(tokens).equal(model.logits(tokens))
+
+
+def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
+    own_checkpoint(tmp_path / "run", built("gpt"))
+    own_checkpoint(tmp_path / "normed", built("gpt", qk_norm=True))
+    own_checkpoint(tmp_path / "nano", built("gpt", pos="rope", tied=False))
+    (tmp_path / "text.txt").write_text("no weights")
+    before = names(tmp_path)
+    for source, to, problem in (
+        ("run", "out.bin", "--out .*out.bin: "),
+        ("run", "normed", "--out .*normed exists"),
+        ("text.txt", "out.pt", "text.txt is neither"),
+        ("normed", "out.pt", "fits no published layout: gpt2's needs --no-qk-norm$"),
+        ("nano", "out.pt", "fits no published layout: gpt2's needs --pos learned --tied$"),
+    ):
+        argv = ["export", str(tmp_path / source), "--out", str(tmp_path / to)]
+        assert re.search(problem, refusal(weights.main, argv))
+        assert names(tmp_path) == before
+
+
+# Against transformers, both ways
+
+
+@pytest.mark.parametrize("kind, nsp", [("gpt", False), ("bert", False), ("bert", True)])
+def test_transformers_computes_what_we_do_and_its_weights_come_back(tmp_path, capsys, kind, nsp):
+    """It reads both kinds of file that are exported; a state dict of its model is one of ours."""
+    transformers = pytest.importorskip("transformers")
+    model, again = widened(built(kind, nsp=nsp)), built(kind, nsp=nsp)
+    exported(model, tmp_path, "model.safetensors")
+    config = json.loads(capsys.readouterr().out.splitlines()[-1].partition("beside it: ")[2])
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    theirs = getattr(transformers, config["architectures"][0])
+    read, notes = theirs.from_pretrained(tmp_path, output_loading_info=True)
+    assert not notes["missing_keys"] and not notes["unexpected_keys"], notes
+    missing, strangers = read.load_state_dict(torch.load(exported(model, tmp_path)), strict=False)
+    tied = ("pooler", "lm_head.weight", "cls.predictions.decoder")
+    assert not strangers and all(name.removeprefix("bert.").startswith(tied) for name in missing)
+    tokens = torch.randint(VOCAB, (3, SEQ_LEN))
+    real = torch.arange(SEQ_LEN) < torch.tensor([[12], [7], [1]])
+    with torch.no_grad():
+        output = read.eval()(tokens, attention_mask=real.long())
+        x = model.hidden_states(tokens, doc_ids=real.long() - 1)
+        logits = model.logits(tokens, doc_ids=real.long() - 1)
+        if nsp:
+            follows = model.follows(x.flatten(0, 1), SEQ_LEN * torch.arange(3))
+            assert_close(follows, output.seq_relationship_logits, torch.float32)
+    assert_close(logits[real], (output.prediction_logits if nsp else output.logits)[real], x.dtype)
+    path = written(read.state_dict(), tmp_path)
+    assert torch.load(path).keys() & {"lm_head.weight", TWIN}, "tied twins"
+    load_published(again, path)
+    assert weights.published_settings(path)["model.mlp_width"] == 4 * C
+    assert_same(again.state_dict(), model.state_dict())
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
+    tied, tmp_path, monkeypatch
+):
+    transformers = pytest.importorskip("transformers")
+    monkeypatch.chdir(tmp_path)
+    shape = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
+    shape |= dict(num_key_value_heads=2, rms_norm_eps=1e-5, rope_theta=5e5, vocab_size=4416)
+    shape["rope_scaling"] = Scaling.parsed("8:1:4:200").as_published() if tied else None
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(**shape, tie_word_embeddings=tied)
+    )
+    for weight in theirs.parameters():
+        torch.nn.init.normal_(weight, mean=1.0 if weight.ndim == 1 else 0.0, std=0.1)
+    theirs.save_pretrained("llama", max_shard_size="60KB")
+    write_ranks(Path("tokenizer.model"), {**read_ranks(PD4K), b".\n": 4096})
+    prepare.main([str(TINY), "--out", "store", "--tokenizer", "tokenizer.model"])
+    fitting = "--init llama --data store --seq-len 32 --device cpu --lr 1e-3"
+    for wrong in ("--kv-heads 4", "--no-tied" if tied else "--tied", "--rope-scaling 8:1:4:64"):
+        with pytest.raises(ValueError, match=f"is a model of .* not {wrong}"):
+            train.main(f"{fitting} {wrong} --out no".split())
+
+    def logits(model, tokens):
+        return model.eval()(tokens).logits
+
+    tokens = torch.randint(4416, (2, 32))
+    budget = "--batch-tokens 128 --tokens 2048 --ltd --ltd-start 16 --pack --out run"
+    started, _ = config.parse_or_resume(f"{fitting} {budget}".split())
+    ours = weights.initial_model(config.transformer_config(started, 4416), started)
+    assert (ours.logits(tokens) - logits(theirs, tokens)).abs().max() < 1e-4
+    assert train.main(f"{fitting} {budget}".split()) == 0
+    weights.main(["export", "run", "--out", "given"])
+    back = transformers.AutoModelForCausalLM.from_pretrained("given")
+    trained = sample.load_run("run", "last")[1]
+    assert (trained.logits(tokens) - logits(back, tokens)).abs().max() < 1e-4
+    assert (logits(back, tokens) - logits(theirs, tokens)).abs().max() > 0.01, "it has learned"
+    assert back.config.eos_token_id == 4098
+    drawn = back.generate(tokens[:1, :5], max_new_tokens=20, do_sample=False, pad_token_id=0)
+    ours = sample.generate(trained, tokens[0, :5].tolist(), 20, allowed=4416, temperature=0)
+    assert drawn[0, 5:].tolist()[:10] == list(ours)[:10]
+
+
+# Files that do not fit: one line that says what, and a model as it was
+
+WTE, C_ATTN = "transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"
+QUERY = "encoder.layer.1.attention.self.query.weight"
+TYPES, TWIN = "embeddings.token_type_embeddings.weight", "cls.predictions.decoder.bias"
+MISFITS = [  # kind of file, entries changed or deleted (None), changes to the model, problem
+    ("gpt", {}, dict(seq_len=8), "wpe.weight must be (8, 16) but is (12, 16)"),
+    ("bert", {}, dict(pos="rope"), "position_embeddings.weight"),
+    ("gpt", {}, dict(qk_norm=True), "h.0.attn.q_norm.weight has no place in the published"),
+    ("gpt", {}, dict(norm="rmsnorm", bias=False, pos="rope"), "embed_tokens.weight must be"),
+    ("gpt", {C_ATTN: torch.ones(48, 16)}, {}, "must be (16, 48) but is (48, 16)"),
+    ("bert", {f"bert.{QUERY}": None}, {}, f"{QUERY} must be (16, 16) but is absent"),
+    ("bert", {"bert.pooler.dense.weight": None}, dict(nsp=True), "pooler.dense.weight must be"),
+    ("bert", {f"bert.{TYPES}": torch.ones(1, 16)}, {}, f"{TYPES} must be (2, 16) but is (1, 16)"),
+    ("bert", {"qa.weight": torch.ones(2)}, {}, "qa.weight has no place in this model"),
+    ("gpt", {"lm_head.weight": torch.ones(50, 16)}, {}, "lm_head.weight has no place"),
+    ("gpt", {"wte.weight": torch.ones(50, 16)}, {}, "wte.weight is there twice"),
+    ("gpt", {C_ATTN: torch.ones(16, 48).char()}, {}, "no tensor of floating-point numbers"),
+]
+
+
+def assert_refused(model: Transformer, path, problem: str) -> None:
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    message = refusal(load_published, model, path)
+    assert message.startswith(f"--init {path}: ") and problem in message, message
+    assert_same(model.state_dict(), before)
+
+
+@pytest.mark.parametrize(("kind", "edits", "changes", "problem"), MISFITS)
+def test_a_file_that_does_not_fit_changes_nothing(tmp_path, kind, edits, changes, problem):
+    file = (gpt_file() if kind == "gpt" else bert_file()) | edits
+    file = {name: value for name, value in file.items() if value is not None}
+    assert_refused(built(kind, **changes), written(file, tmp_path), problem)
+
+
+def test_a_vocabulary_has_a_row_for_each_id_and_at_most_those_that_fill_it_up(tmp_path):
+    def size(rows: int, seq_len: int = SEQ_LEN):
+        path = written(gpt_file() | {WTE: torch.zeros(rows, C)}, tmp_path)
+        flat = {"model.init": str(path), "data.seq_len": seq_len}
+        return weights.model_size(config.build(flat, will_run=False), BYTES)  # which needs 257
+
+    assert size(257) == (257, SEQ_LEN) and size(320) == (320, SEQ_LEN)
+    for rows in 256, 321:
+        assert re.search("--init .*: .*--tokenizer bytes needs 257", refusal(size, rows))
+    assert "--seq-len 13 is above the 12 positions" in refusal(size, 257, 13)
+
+
+def test_a_file_that_is_no_state_dict_or_is_broken_changes_nothing(tmp_path):
+    model = built("gpt")
+    path = written(gpt_file(), tmp_path)
+    whole = path.read_bytes()
+    header = b'{"wte.weight":{"dtype":"F32","shape":[1],"data_offsets":[0,4]}}'
+    header = len(header).to_bytes(8, "little") + header
+    for content, problem in (
+        ({"model": gpt_file(), "step": 3}, "model is there twice, or no tensor"),
+        ([torch.ones(2)], "cannot be loaded"),
+        (b"", "cannot be loaded"),
+        (whole[: len(whole) // 2], "cannot be loaded"),
+        (header + bytes(3), "cannot be loaded, ValueError: ends before the bytes of wte.weight"),
+    ):
+        path.write_bytes(content) if isinstance(content, bytes) else written(content, tmp_path)
+        assert_refused(model, path, problem)
+    path.write_bytes(whole)
+    load_published(model, path)  # the same bytes, whole, are good
+
+
+LLAMA = dict(model_type="llama", hidden_size=32, num_attention_heads=4, num_hidden_layers=3)
+GPT2 = dict(model_type="gpt2", n_embd=32, n_head=4, n_layer=3)
+
+
+@pytest.mark.parametrize(
+    ("said", "problem"),
+    [
+        (LLAMA | {"model_type": "mamba"}, "is of type 'mamba', and these are read: gpt2, bert, l"),
+        (LLAMA | {"hidden_act": "gelu"}, "has hidden_act gelu, and only silu is computed here"),
+        (LLAMA | {"head_dim": 16}, "has head_dim 16, and only 8 is computed here"),
+        (LLAMA | {"rope_scaling": {"rope_type": "yarn"}}, "scales rotary angles as yarn"),
+        (LLAMA | {"num_key_value_heads": 3}, "--kv-heads 3 does not divide"),
+        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, and only F"),
+    ],
+)
+def test_a_config_that_cannot_be_computed_is_one_line(said, problem, tmp_path):
+    (tmp_path / "pytorch_model.bin").touch()
+    (tmp_path / "config.json").write_text(json.dumps(said))
+    assert problem in refusal(config.parse_or_resume, ["--init", str(tmp_path)])
+
+
+# safetensors. Two tensors: a, of bytes 1 2 3, and b, of 1.0 and -2.0 in fp32, which come first as
+# they are wider
+
+HEADER = (
+    b'{"__metadata__":{"format":"pt"},'
+    b'"b":{"dtype":"F32","shape":[2],"data_offsets":[0,8]},'
+    b'"a":{"dtype":"U8","shape":[3,1],"data_offsets":[8,11]}}'
+)
+EXAMPLE = (
+    b"\x90\x00\x00\x00\x00\x00\x00\x00"  # 144 bytes of header
+    + HEADER
+    + b" " * (144 - len(HEADER))
+    + b"\x00\x00\x80\x3f\x00\x00\x00\xc0"  # 1.0, -2.0
+    + b"\x01\x02\x03"
+)
+TENSORS = {"a": torch.tensor([[1], [2], [3]], dtype=torch.uint8), "b": torch.tensor([1.0, -2.0])}
+
+
+def as_safetensors(tensors) -> bytes:
+    out = io.BytesIO()
+    weights.save_file(out, tensors)
+    return out.getvalue()
+
+
+def of_every_dtype() -> dict[str, torch.Tensor]:
+    random = torch.Generator().manual_seed(0)
+    tensors = {"none": torch.empty(0, 4), "one": torch.tensor(3.5), '"é"': torch.tensor([1.0])}
+    for name, dtype in weights.DTYPES.items():
+        small = torch.randint(0, 2, (3, 5), generator=random)
+        wide = torch.randn(3, 5, generator=random)
+        tensors[f"of {name}"] = (wide if dtype.is_floating_point else small).to(dtype)
+    return tensors
+
+
+def test_the_worked_example_is_mapped_and_its_file_never_written(tmp_path):
+    assert len(HEADER) == 140 and as_safetensors(TENSORS) == EXAMPLE
+    path = tmp_path / "example.safetensors"
+    path.write_bytes(EXAMPLE)
+    found = weights.load_file(path)
+    assert_same(found, TENSORS)
+    found["b"].fill_(5)
+    assert path.read_bytes() == EXAMPLE and found["b"].tolist() == [5, 5]
+    wanted = of_every_dtype() | {"turned": torch.randn(4, 3).T}
+    path.write_bytes(as_safetensors(wanted))
+    assert_same(weights.load_file(path), wanted)
+
+
+def test_a_file_cut_short_anywhere_and_what_points_out_of_it_are_refused(tmp_path):
+    path = tmp_path / "bad.safetensors"
+    for size in range(len(EXAMPLE)):
+        path.write_bytes(EXAMPLE[:size])
+        refusal(weights.load_file, path)
+    for offsets, dtype, said in (
+        ([-4, 4], "F32", "ends before"),
+        ([4, 12], "F32", "ends before"),
+        ([0, 8], "F8_E4M3", "a is of F8_E4M3: readable are "),
+        ([1, 9], "F32", ""),  # not aligned, and read all the same
+    ):
+        header = json.dumps({"a": {"dtype": dtype, "shape": [2], "data_offsets": offsets}})
+        content = struct.pack("<Q", len(header)) + header.encode() + bytes(8 + (not said))
+        path.write_bytes(content)
+        if said:
+            assert said in refusal(weights.load_file, path)
+        else:
+            assert weights.load_file(path)["a"].add(1).tolist() == [1.0, 1.0]
+
+
+def test_the_formats_own_library_writes_and_reads_the_same_bytes(tmp_path):
+    library = pytest.importorskip("safetensors.torch")
+    theirs, ours = tmp_path / "theirs.safetensors", tmp_path / "ours.safetensors"
+    library.save_file(of_every_dtype(), theirs, metadata={"format": "pt"})
+    ours.write_bytes(as_safetensors(of_every_dtype()))
+    assert ours.read_bytes() == theirs.read_bytes()
+    assert_same(weights.load_file(theirs), of_every_dtype())
+    assert_same(library.load_file(ours), of_every_dtype())
+
+
+# --init from a run of train.py
+
+
+@pytest.fixture
+def begin(store_dir, tmp_path, monkeypatch):
+    """The weights before the first step of a run with few flags of its own, which ends there."""
+    monkeypatch.chdir(tmp_path)
+
+    def start(init, flags: str = "", out: str = "next", data=store_dir) -> dict:
+        first = {}
+
+        def noted(self, of):
+            first.update(self.model.state_dict())
+            raise KeyboardInterrupt
+
+        argv = f"--init {init} --data {data} --out {out} {FEW} {flags}"
+        with monkeypatch.context() as patch, suppress(KeyboardInterrupt):
+            patch.setattr(train.Trainer, "train_step", noted)
+            train.main(argv.split())
+        return first
+
+    return start
+
+
+def newest(folder) -> Path:
+    return checkpoint.find(folder, "last")
+
+
+def made_of(folder) -> tuple[dict, dict]:
+    """The settings of a run, and the size of its model."""
+    about = json.loads((folder / "config.json").read_text())
+    return about["config"], about["model_size"]
+
+
+def test_a_run_begins_with_the_weights_of_another(begin, run_of, tmp_path, monkeypatch):
+    """Kind, size, layers, heads, widths, positions and the length of rows follow from it."""
+    saved = checkpoint.load(newest(run_of()))["model"]
+    assert_same(begin(run_of()), saved)
+    (ours, our_size), (theirs, their_size) = map(made_of, (tmp_path / "next", run_of()))
+    names = [*weights.MODEL_SETTINGS, "data.seq_len", "data.tokenizer"]
+    assert our_size == their_size and all(ours[name] == theirs[name] for name in names)
+    # Control: without the weights of --init they are those of the seed.
+    monkeypatch.setattr(train, "initial_model", lambda shape, *_: Transformer(shape))
+    with pytest.raises(AssertionError):
+        assert_same(begin(run_of(), out="control"), saved)
+
+
+def test_a_bert_of_pairs_and_learned_positions(begin, run_of, tmp_path):
+    source = run_of("--model bert --nsp --pos learned")
+    saved = checkpoint.load(newest(source))["model"]
+    assert_same(begin(source), saved)
+    kept = {n: v for n, v in saved.items() if not n.startswith(("pooler", "nsp"))}
+    assert_same(begin(source, "--no-nsp", out="alone"), kept)
+    assert made_of(tmp_path / "alone")[1] == {"vocab_size": 320, "positions": 256}
+    with pytest.raises(ValueError, match=r"--seq-len 512 is above the 256 positions of --init"):
+        begin(source, "--seq-len 512 --batch-tokens 1024", out="long")
+
+
+def test_the_source_is_needed_until_there_is_a_checkpoint(begin, run_of, store_dir, tmp_path):
+    source = shutil.copytree(run_of(), tmp_path / "source")
+    assert train.main(f"--init {source} --data {store_dir} --out next {FEW}".split()) == 0
+    whole = metrics(read_log(tmp_path / "next"))
+    begin(source, out="new")
+    shutil.copytree(tmp_path / "new", tmp_path / "late")
+    assert train.main(["--resume", "--out", "new"]) == 0
+    assert metrics(read_log(tmp_path / "new")) == whole
+    shutil.rmtree(source)
+    checkpoint.find(tmp_path / "next", "last").unlink()
+    assert train.main(["--resume", "--out", "next"]) == 0
+    assert metrics(read_log(tmp_path / "next")) == whole
+    with pytest.raises(FileNotFoundError, match=r"source/step-\d+\.pt"):
+        train.main(["--resume", "--out", "late"])
+
+
+def test_a_shadow_begins_as_the_model_that_runs(begin, run_of):
+    """Shared weights are there for each layer; layers that are not there yet are left out."""
+    group, layers = "--pseudo-group 2 --pseudo-until 0.99", "--pseudo-layers 2 --pseudo-until 0.9"
+    for flags, owners in (group, (0, 1, 0, 1)), (layers, (0, -1, -1, 3)):
+        path = newest(run_of(f"--pseudo {flags}"))
+        state = checkpoint.load(path)
+        assert tuple(state["pseudo"]["owners"]) == owners
+        assert_same(begin(path, out=f"next{owners[1]}"), weights.real_weights(state))
+
+
+def test_a_folder_of_shards_is_a_checkpoint_too(begin, run_of, tmp_path):
+    state = checkpoint.load(newest(run_of()))
+    folder = tmp_path / "step-00000004"
+    checkpoint.save(folder, state, sharded=True)
+    assert_same(begin(folder), state["model"])
+    (folder / "__0_0.distcp").write_text("{}")
+    with pytest.raises(ValueError, match=r"step-00000004 is damaged"):
+        begin(folder, out="other")
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_two_ranks_begin_as_one_does(run_of, store_dir, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    flags = f"--init {run_of()} --data {store_dir} {FEW} --out".split()
+    train.main([*flags, "alone"])
+    start_ranks(2, [*flags, "two", "--fsdp"])
+    alone, two = (read_log(tmp_path / name, "train") for name in ("alone", "two"))
+    assert alone
+    for a, b in zip(alone, two, strict=True):
+        assert abs(a["loss"] - b["loss"]) < 1e-5
+
+
+def test_what_does_not_fit_is_one_line(begin, run_of, tmp_path):
+    source = run_of()
+    (tmp_path / "empty").mkdir()
+    state = checkpoint.load(newest(source)) | {"tokenizer_fingerprint": "another"}
+    checkpoint.save(tmp_path / "changed/step-00000004.pt", state)
+    content = bytearray(newest(source).read_bytes())
+    content[len(content) // 2] ^= 1
+    (tmp_path / "damaged.pt").write_bytes(content)
+    (tmp_path / "cut.pt").write_bytes(content[: len(content) // 2])
+    for init, flags, problem in (
+        (source, "--layers 3 --width 64", "of --layers 4 --width 32, not --layers 3 --width 64"),
+        (source, "--pseudo", "--init and --pseudo exclude"),
+        ("changed", "", "with tokenizer bytes, and the store has bytes"),
+        ("empty", "", "empty is a folder"),
+        ("gone", "", "No such file"),
+        ("damaged.pt", "", "damaged.pt is damaged"),
+        ("cut.pt", "", "cut.pt: cannot be loaded"),
+    ):
+        message = refusal(begin, tmp_path / init, flags)
+        assert problem in message, message
+        assert not (tmp_path / "next").exists()
