@@ -7,8 +7,7 @@
                triton   the same on a GPU; beside it torch's varlen_attn and flex_attention
     loss       cross-entropy of a linear head, forward and backward, in float32, on a GPU under
                autocast to bfloat16
-    copies     of token dropping: gather and scatter forward, and "layer", both around a layer that
-               does nothing, forward and backward
+    copies     of token dropping around a layer that does nothing, forward and backward
 
 The forms take turns in one process; a ratio is the median of the ratios within a turn. A form is
 timed only if it agrees with the definition: copies bitwise, the others up to the rounding of their
@@ -57,7 +56,7 @@ import config
 from kernels import token_drop
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
 from kernels.packed_attention import bounds, index_of, packed_attention
-from kernels.token_drop import gather, merge, reference_gather, reference_scatter, scatter, split
+from kernels.token_drop import merge, reference_gather, reference_scatter, split
 from support.runtime import exit_cleanly
 from support.step import machine
 
@@ -353,14 +352,6 @@ def inputs_of_copies(shape: Shape, K: int, device: str) -> Inputs:
     return Inputs(x.requires_grad_(), kept, y, d)
 
 
-def states_moved(operation: str, T: int, K: int) -> int:
-    """How many states of a row an operation must read and write: what it takes in and gives out.
-
-    Example:  of 4 positions 1 is kept: gather 2, scatter 8, layer (2 + 8) forward and as many back
-    """
-    return {"gather": 2 * K, "scatter": 2 * T, "layer": 4 * (K + T)}[operation]
-
-
 def row_numbers(x: Tensor, kept: Tensor) -> Tensor:
     """Of kept positions (B, K) among all B T."""
     B, T, _ = x.shape
@@ -375,11 +366,9 @@ def put_rows(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
     return x.flatten(0, 1).index_copy(0, row_numbers(x, kept), y.flatten(0, 1)).view(x.shape)
 
 
-def copying(form: str, operation: str) -> Callable[[Inputs], list[Tensor]]:
-    take, put = partial(gather, impl=form), partial(scatter, impl=form)
-    if form == "reference":
-        take, put = reference_gather, reference_scatter
-    elif form == "compiled":  # each by itself, as a layer stands between them
+def copying(form: str) -> Callable[[Inputs], list[Tensor]]:
+    take, put = reference_gather, reference_scatter
+    if form == "compiled":  # each by itself, as a layer stands between them
         take, put = compiled(take_rows), compiled(put_rows)
 
     def layer(one: Inputs) -> Tensor:
@@ -390,23 +379,19 @@ def copying(form: str, operation: str) -> Callable[[Inputs], list[Tensor]]:
             out = merge(rest, one.kept, kept_states, form)
         return torch.autograd.grad(out, one.x, one.d)[0]
 
-    functions = {
-        "gather": lambda one: take(one.x.detach(), one.kept),
-        "scatter": lambda one: put(one.x.detach(), one.kept, one.y),
-        "layer": layer,
-    }
-    return lambda one: [functions[operation](one)]
+    return lambda one: [layer(one)]
 
 
 def copies(shape: Shape, device: str, turns: int) -> Iterator[Operation]:
     for quarters in (1, 2, 3):
-        for operation in ("gather", "scatter", "layer"):
-            yield copy(shape, device, operation, K=quarters * shape.T // 4)
+        yield copy(shape, device, K=quarters * shape.T // 4)
 
 
-def copy(shape: Shape, device: str, operation: str, K: int) -> Operation:
+def copy(shape: Shape, device: str, K: int) -> Operation:
+    """Both copies around a layer that does nothing else, forward and backward."""
     one = inputs_of_copies(shape, K, device)
-    moved = shape.B * states_moved(operation, shape.T, K) * shape.C * one.x.element_size()
+    states = 4 * (K + shape.T)  # of a row: 2 K and 2 T forward, and as many back
+    moved = shape.B * states * shape.C * one.x.element_size()
     sets = min(MOST_SETS, 1 + COLD_BYTES // moved) if device == "cuda" else 1
     inputs = [*(inputs_of_copies(shape, K, device) for _ in range(sets - 1)), one]
     target = torch.empty(moved // 2, dtype=torch.uint8, device=device)
@@ -416,14 +401,14 @@ def copy(shape: Shape, device: str, operation: str, K: int) -> Operation:
         forms += ["triton", "compiled"]
 
     def calls_of(form: str) -> list[Callable]:
-        function = copying(form, operation)
+        function = copying(form)
         return [partial(function, each) for each in inputs]
 
     def plain_copies() -> list[Callable]:
         return [partial(target.copy_, source) for source in sources]
 
     return Operation(
-        {"kernel": "token_drop", "K": K, "operation": operation, "bytes_moved": moved},
+        {"kernel": "token_drop", "K": K, "operation": "layer", "bytes_moved": moved},
         {form: partial(calls_of, form) for form in forms} | {"copy": plain_copies},
         definition="reference",
         bitwise=True,

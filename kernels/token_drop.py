@@ -2,14 +2,14 @@
 
 In reading order: the definitions in plain PyTorch; two Triton kernels, one that takes the kept rows
 and one that writes every row from one of two sources; their launches, beside the same in PyTorch;
-the gradients; and four functions. A layer that drops tokens calls two of them:
+the gradients; and the two functions that a layer which drops tokens calls:
 
-    kept_states, rest = split(x, kept)
-    x = merge(rest, kept, block(kept_states))
+    kept_states, rest = split(x, kept)               x = [a b c d], kept = [1 3] -> [b d]
+    x = merge(rest, kept, block(kept_states))        block's output [B D]        -> [a B c D]
 
 On a GPU each is one launch forward and one backward, and every hidden state is read once and
-written once: nothing is filled with zeros first, and autograd sums nothing. `gather` and `scatter`
-work alone. All four are exact copies, and so are their gradients of any order.
+written once: nothing is filled with zeros first, and autograd sums nothing. Both are exact copies,
+and so are their gradients.
 
 Does not choose which tokens are kept, and knows nothing of positions and masks: see ltd.py.
 
@@ -24,7 +24,7 @@ from functools import lru_cache
 
 import torch
 from torch import Tensor
-from torch.autograd.function import FunctionCtx
+from torch.autograd.function import FunctionCtx, once_differentiable
 
 from kernels.triton_here import check_impl, tl, triton, why_not
 
@@ -37,12 +37,12 @@ TILE_BYTES = WARPS * 32 * 4 * ACCESS_BYTES
 
 
 def reference_gather(x: Tensor, kept: Tensor) -> Tensor:
-    """The definition of the kept states, in gather and in split."""
+    """The definition of the kept states."""
     return x.gather(1, kept[:, :, None].expand(-1, -1, x.shape[2]))  # (B, K, C)
 
 
 def reference_scatter(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
-    """The definition of x with y in its kept rows: scatter, and merge after a split."""
+    """The definition of x with y in its kept rows."""
     return x.scatter(1, kept[:, :, None].expand(-1, -1, x.shape[2]), y)  # (B, T, C)
 
 
@@ -81,9 +81,9 @@ if triton is not None:
     @triton.jit(do_not_specialize=OF_A_BATCH)
     def place_kernel(
         out,  # (B, T, C), contiguous
-        x,  # (B, T, C), or None: zeros
+        x,  # (B, T, C)
         kept,  # (B, K), contiguous
-        y,  # (B, K, C), or None: zeros
+        y,  # (B, K, C)
         rows,  # B * T
         T,
         K,
@@ -117,13 +117,10 @@ if triton is not None:
         # values made Triton 3.9 search twice; selecting addresses lost the 16-byte accesses.
         at_kept = inside & is_kept[:, None]
         at_dropped = inside & ~is_kept[:, None]
-        from_x, from_y = 0.0, 0.0
-        if x is not None:
-            start = (b * x_stride_b + t * x_stride_t) * UNIT
-            from_x = tl.load(x + start[:, None] + col[None, :], mask=at_dropped)
-        if y is not None:
-            start = (b * y_stride_b + k * y_stride_k) * UNIT
-            from_y = tl.load(y + start[:, None] + col[None, :], mask=at_kept)
+        start = (b * x_stride_b + t * x_stride_t) * UNIT
+        from_x = tl.load(x + start[:, None] + col[None, :], mask=at_dropped)
+        start = (b * y_stride_b + k * y_stride_k) * UNIT
+        from_y = tl.load(y + start[:, None] + col[None, :], mask=at_kept)
         target = out + row.to(tl.int64)[:, None] * C + col[None, :]
         tl.store(target, from_x, mask=at_dropped)
         tl.store(target, from_y, mask=at_kept)
@@ -175,33 +172,25 @@ def take_by_triton(x: Tensor, kept: Tensor) -> Tensor:
     return out
 
 
-def place(x: Tensor | None, kept: Tensor, y: Tensor | None, T: int, impl: str) -> Tensor:
-    """x with the rows of y in its kept rows, (B, T, C), contiguous. None is zeros. No gradient."""
+def place(x: Tensor, kept: Tensor, y: Tensor, impl: str) -> Tensor:
+    """x with the rows of y in its kept rows, (B, T, C), contiguous. No gradient."""
     if impl == "triton":
         run = place_op if torch.compiler.is_compiling() else place_by_triton
-        return run(x, kept, y, T)
-    if x is None:
-        out = y.new_zeros(len(y), T, y.shape[2])
-    else:
-        out = x.clone(memory_format=torch.contiguous_format)
-    rows = out.flatten(0, 1)  # a view (B * T, C)
-    if y is None:
-        rows.index_fill_(0, flat_rows(kept, T), 0)
-    else:
-        rows.index_copy_(0, flat_rows(kept, T), y.flatten(0, 1))
+        return run(x, kept, y)
+    out = x.clone(memory_format=torch.contiguous_format)
+    out.flatten(0, 1).index_copy_(0, flat_rows(kept, x.shape[1]), y.flatten(0, 1))
     return out
 
 
-def place_by_triton(x: Tensor | None, kept: Tensor, y: Tensor | None, T: int) -> Tensor:
-    given = y if x is None else x
-    B, K, C = *kept.shape, given.shape[2]
-    x, y = (None if source is None else with_adjacent_columns(source) for source in (x, y))
+def place_by_triton(x: Tensor, kept: Tensor, y: Tensor) -> Tensor:
+    (B, T, C), K = x.shape, kept.shape[1]
+    x, y = with_adjacent_columns(x), with_adjacent_columns(y)
     kept, reach = kept.contiguous(), 1 << (K - 1).bit_length() >> 1
-    out = torch.empty(B, T, C, dtype=given.dtype, device=given.device)
-    of_x, of_y = ((0, 0) if source is None else source.stride()[:2] for source in (x, y))
-    grid, strides, constants = launch(B * T, C, given.element_size(), *of_x, *of_y)
-    with torch.cuda.device_of(given):
-        place_kernel[grid](out, x, kept, y, B * T, T, K, reach, *strides, **constants)
+    out = torch.empty(B, T, C, dtype=x.dtype, device=x.device)
+    strides = (*x.stride()[:2], *y.stride()[:2])
+    grid, units, constants = launch(B * T, C, x.element_size(), *strides)
+    with torch.cuda.device_of(x):
+        place_kernel[grid](out, x, kept, y, B * T, T, K, reach, *units, **constants)
     return out
 
 
@@ -215,9 +204,8 @@ if triton is not None:
         return x.new_empty(*kept.shape, x.shape[2])
 
     @place_op.register_fake
-    def _(x, kept, y, T):
-        given = y if x is None else x
-        return given.new_empty(len(kept), T, given.shape[2])
+    def _(x, kept, y):
+        return x.new_empty(x.shape)
 
 
 class Split(torch.autograd.Function):
@@ -226,48 +214,33 @@ class Split(torch.autograd.Function):
     @staticmethod
     def forward(ctx: FunctionCtx, x: Tensor, kept: Tensor, impl: str) -> tuple[Tensor, Tensor]:
         ctx.save_for_backward(kept)
-        ctx.T, ctx.impl = x.shape[1], impl
-        ctx.set_materialize_grads(False)  # an unused output's gradient is None, not zeros
+        ctx.impl = impl
         return take(x, kept, impl), x.view_as(x)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, dstates: Tensor | None, drest: Tensor | None) -> tuple:
-        if dstates is None and drest is None:
-            return None, None, None
+    @once_differentiable
+    def backward(ctx: FunctionCtx, dstates: Tensor, drest: Tensor) -> tuple[Tensor, None, None]:
         (kept,) = ctx.saved_tensors
-        return Scatter.apply(drest, kept, dstates, ctx.T, ctx.impl), None, None
+        return place(drest, kept, dstates, ctx.impl), None, None
 
 
-class Scatter(torch.autograd.Function):
-    """x or zeros, with y or zeros in the kept rows.
+class Merge(torch.autograd.Function):
+    """The rest of a split, with y in the kept rows.
 
-    The backward pass launches twice, and moves as many bytes as one launch would. If x is the rest
-    of a split, which ignores the gradient of its kept rows, that one is passed on as it is.
+    The gradient of the rest is passed on as it is, kept rows included: the split ignores these.
     """
 
     @staticmethod
-    def forward(
-        ctx: FunctionCtx,
-        x: Tensor | None,
-        kept: Tensor,
-        y: Tensor | None,
-        T: int,
-        impl: str,
-        is_rest: bool = False,
-    ) -> Tensor:
+    def forward(ctx: FunctionCtx, rest: Tensor, kept: Tensor, y: Tensor, impl: str) -> Tensor:
         ctx.save_for_backward(kept)
-        ctx.T, ctx.impl, ctx.is_rest = T, impl, is_rest
-        return place(x, kept, y, T, impl)
+        ctx.impl = impl
+        return place(rest, kept, y, impl)
 
     @staticmethod
-    def backward(ctx: FunctionCtx, d: Tensor) -> tuple[Tensor | None, ...]:
+    @once_differentiable
+    def backward(ctx: FunctionCtx, d: Tensor) -> tuple[Tensor, None, Tensor, None]:
         (kept,) = ctx.saved_tensors
-        wants_dx, _, wants_dy, *_ = ctx.needs_input_grad
-        dx = d if wants_dx else None
-        if wants_dx and not ctx.is_rest:
-            dx = Scatter.apply(d, kept, None, ctx.T, ctx.impl)
-        dy = Split.apply(d, kept, ctx.impl)[0] if wants_dy else None
-        return dx, None, dy, None, None, None
+        return d, None, take(d, kept, ctx.impl), None
 
 
 def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) -> str:
@@ -289,44 +262,18 @@ def checked_impl(impl: str, x: Tensor, kept: Tensor, y: Tensor | None = None) ->
     return impl
 
 
-def gather(x: Tensor, kept: Tensor, impl: str = "auto") -> Tensor:
-    """Take the kept rows of x.
-
-    Args:    x    (B, T, C) float, any strides
-             kept (B, K) int64, 1 <= K <= T: positions 0..T-1, ascending and unique in each row,
-                  which is not checked, as a GPU would have to be waited for
-             impl auto | torch | triton; auto is triton for CUDA tensors where `why_not` is None
-    Returns: (B, K, C); its gradient by x is zero in the dropped rows
-    Raises:  ValueError for shapes, a dtype or an impl that does not fit
-    Cost:    a GPU moves 2 K rows forward, K + T backward; no synchronisation
-    Example: x = [[a, b, c, d]], kept = [[1, 3]] -> [[b, d]]
-    """
-    return Split.apply(x, kept, checked_impl(impl, x, kept))[0]
-
-
-def scatter(x: Tensor, kept: Tensor, y: Tensor, impl: str = "auto") -> Tensor:
-    """x with its kept rows replaced by those of y.
-
-    Args:    x    (B, T, C) float
-             kept (B, K) int64, as for gather
-             y    (B, K, C) of the dtype of x
-    Returns: (B, T, C); its gradient by x is zero in the kept rows
-    Raises:  ValueError, as gather
-    Cost:    a GPU moves 2 T rows forward, 2 T + K backward; no synchronisation
-    Example: x = [[a, b, c, d]], kept = [[1, 3]], y = [[B, D]] -> [[a, B, c, D]]
-    """
-    return Scatter.apply(x, kept, y, x.shape[1], checked_impl(impl, x, kept, y))
-
-
 def split(x: Tensor, kept: Tensor, impl: str = "auto") -> tuple[Tensor, Tensor]:
     """Split x into its kept rows, which go through a layer, and the rest, which goes around it.
 
     `rest` shares the memory of x: neither may be changed in place before the merge.
 
-    Args:    as for gather
+    Args:    x    (B, T, C) float, any strides
+             kept (B, K) int64, 1 <= K <= T: positions 0..T-1, ascending and unique in each row,
+                  which is not checked, as a GPU would have to be waited for
+             impl auto | torch | triton; auto is triton for CUDA tensors where `why_not` is None
     Returns: kept states (B, K, C), and rest (B, T, C): x, but only its dropped rows pass their
              gradient on
-    Raises:  ValueError, as gather
+    Raises:  ValueError for shapes, a dtype or an impl that does not fit
     Cost:    a GPU moves 2 K rows forward, 2 T backward; no synchronisation
     """
     return Split.apply(x, kept, checked_impl(impl, x, kept))
@@ -337,10 +284,10 @@ def merge(rest: Tensor, kept: Tensor, y: Tensor, impl: str = "auto") -> Tensor:
 
     Args:    rest the very tensor that split returned for the same `kept`, not a function of it:
                   its kept rows receive a gradient that only split ignores
-             kept (B, K) int64, as for gather
+             kept (B, K) int64, as for split
              y    (B, K, C) of the dtype of rest
-    Returns: (B, T, C), the values of scatter(rest, kept, y)
-    Raises:  ValueError, as gather
+    Returns: (B, T, C), rest with its kept rows replaced by those of y
+    Raises:  ValueError, as split
     Cost:    a GPU moves 2 T rows forward, 2 K backward; no synchronisation
     """
-    return Scatter.apply(rest, kept, y, rest.shape[1], checked_impl(impl, rest, kept, y), True)
+    return Merge.apply(rest, kept, y, checked_impl(impl, rest, kept, y))

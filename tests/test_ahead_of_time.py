@@ -137,14 +137,13 @@ def attention(dtype, causal, widths=attention_tiles.HEAD_WIDTHS, lengths=(256,),
 
 
 def copies(dtype: str, widths: tuple[int, ...], kept: tuple[tuple[int, int], ...]) -> None:
-    """Both kernels of token dropping, with two sources and with either, keeping K of T tokens."""
+    """Both kernels of token dropping, keeping K of T tokens."""
     for C in widths:
         for K, T in kept:
             x, y = (torch.zeros(2, n, C, dtype=getattr(torch, dtype)) for n in (T, K))
             positions = torch.zeros(2, K, dtype=torch.int64)
             token_drop.take(x, positions, "triton")
-            for sources in ((x, y), (x, None), (None, y)):
-                token_drop.place(sources[0], positions, sources[1], T, "triton")
+            token_drop.place(x, positions, y, "triton")
 
 
 def losses(dtype: str, vocabularies: tuple[int, ...]) -> None:
