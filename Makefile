@@ -23,13 +23,9 @@ check:  ## what a change must pass besides the tests: lint, format, size, import
 faults:  ## break things on purpose, for minutes: docs/reliability.md
 	$(PYTHON) -m pytest -m faults
 
-bench:  ## rates of data, kernels, training steps (NANOGPT=its clone)
-	$(PYTHON) bench/rates.py analysis
-	$(PYTHON) bench/rates.py sampling
-	$(PYTHON) bench/rates.py packing
+bench:  ## kernels, training steps (NANOGPT=its clone)
 	$(PYTHON) bench/operators.py
 	$(PYTHON) bench/step.py $(if $(NANOGPT),--nanogpt $(NANOGPT))
-	$(PYTHON) bench/scale.py
 
 gpu:  ## one stage of what needs a GPU (STAGE=A to E); records in results/gpu-*.jsonl
 	bash bench/gpu.sh $(STAGE) $(if $(NANOGPT),--nanogpt $(NANOGPT))

@@ -61,11 +61,12 @@ from measure import (
 from step import model_of, trainer_of
 
 import config
+import pseudo
 from data import open_data
 from model import TransformerConfig
 from plan import Plan, Step
 from support import runtime
-from support.clock import Clock, blocks_at, tokens_by_layer
+from support.clock import Clock
 from support.report.charts import Chart, Series, picture
 from support.run import read_log
 from support.weights import model_size
@@ -155,13 +156,16 @@ def shape_of(settings: config.Config, model: TransformerConfig, step: Step) -> s
     """In one line."""
     usual = {f.name: f.default for f in fields(TransformerConfig)}
     rows, seq_len = step.batch.tokens.shape
-    seen = tokens_by_layer(settings, step.context, seq_len)
+    seen, blocks = step.tokens_by_layer, settings.model.layers
+    if settings.pseudo.on:
+        owners = pseudo.owners_at(settings.pseudo, blocks, step.context.progress)
+        blocks = pseudo.own_blocks(owners)
     longest = 1 << (step.max_piece_len - 1).bit_length()  # few shapes, though a curriculum has many
     pieces = f" in pieces up to {longest}, {settings.pack.max_per_row or 'many'} a row"
     return ", ".join(
         [
             *(f"{name} {value}" for name, value in asdict(model).items() if value != usual[name]),
-            f"{settings.optim.optimizer} on {blocks_at(settings, step.context)} blocks",
+            f"{settings.optim.optimizer} on {blocks} blocks",
             f"{rows} rows of {seq_len}" + pieces * settings.pack.on,
             "seen " + " ".join(f"{len([*same])}x{tokens}" for tokens, same in groupby(seen)),
         ]

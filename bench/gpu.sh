@@ -9,7 +9,7 @@
 #     B  the tests marked gpu, on many workers; gpu-tests.xml has those that ended, even after a SIGTERM
 #        (on an H200 with 16 cores A takes four minutes, B one)
 #     C  steps of 350M with dropped tokens and packed rows; attention, loss and copies by themselves
-#     D  offload mode by mode, 1.3B in 16 GiB, FSDP; evaluation
+#     D  offload: steps of 350M with state, gradients and weights on the host; 1.3B in 16 GiB
 #     E  a whole run of 124M, the next of section gpu of bench/frontier.ini that has no record here or
 #        in results/, so a visit for each; on the store DIR: prepare.py FILE --tokenizer gpt2 --out DIR
 #
@@ -40,14 +40,14 @@ C | D | E) most=540 ;;
 *) refuse "there is no stage '$stage': choose A, B, C, D or E" ;;
 esac
 shift
-nanogpt=() stores=() commit=''
+nanogpt=() stores=() store=() commit=''
 while [ $# -gt 0 ]; do
     [ $# -ge 2 ] || refuse "$1 needs a value"
     case $1 in
     --nanogpt) [ -f "$2/model.py" ] || refuse "--nanogpt $2: has no model.py"
         nanogpt=(--nanogpt "$(realpath "$2")") ;;
     --store) [ -f "$2/meta.json" ] || refuse "--store $2: prepare.py made no store there"
-        stores=(--stores "pd=$(realpath "$2")") ;;
+        store=(--data "$(realpath "$2")") stores=(--stores "pd=$(realpath "$2")") ;;
     --commit) commit=$2 ;;
     *) refuse "$1 is unknown: choose --nanogpt, --store or --commit" ;;
     esac
@@ -121,18 +121,16 @@ bench() { # SECONDS NAME FILE FLAGS...
 
 # what is run, and what in its place if it is only to be seen whether it works
 on=(--device cuda --record)
-toy=() gpt=124M larger=350M kernels=() copies=(--size 350M) of_124M=(--size 124M)
+toy=() gpt=124M larger=350M kernels=() copies=(--size 350M)
 # the tests that take longest first; of 16 cores 12, as some start processes of their own
 tests=(gpu tests/test_offload.py tests/test_several_ranks.py $(grep -l mark.gpu tests/test_*.py))
 workers=12
-reading=(--tokens 200000 --turns 5)
 beside=("AdamW, exact GELU") kept=("keep 1/2") eager=("short pieces" "keep 3/4" "keep 1/4")
 if [ -n "$fake" ]; then
     export TORCHDYNAMO_DISABLE=1 # a compiler for the CPU would take minutes
     on=(--device cpu --record)
     toy=(--toy) gpt=toy larger=toy kernels=(--size toy --turns 2) copies=("${kernels[@]}")
-    tests=("not gpu and not slow" tests/test_sizes.py) workers=2 of_124M=(--size nano)
-    reading=(--tokens 2000 --turns 2)
+    tests=("not gpu and not slow" tests/test_sizes.py) workers=2
     beside=() kept=() eager=() # each variant is a process, which takes seconds to start
 fi
 
@@ -166,11 +164,11 @@ stage_C() {
 }
 
 stage_D() {
-    bench 120 offload scale offload --size "$gpt"
-    [ -n "$fake" ] || bench 90 "1.3B in 16 GiB" scale capped
-    bench 40 FSDP scale fsdp --size "$gpt"
-    [ -n "$fake" ] || bench 70 "peaks of memory" scale peaks --size "$gpt"
-    bench 60 evaluation inference "${of_124M[@]}" "${reading[@]}"
+    local step=(--size "$larger" --optimizer adamw --variants plain offloaded "weights offloaded")
+    bench 240 "offload" step "${step[@]}"
+    [ -n "$fake" ] || part 200 "1.3B in 16 GiB" "$python" train.py --size 1.3B --batch-tokens 8192 \
+        --tokens 80K --checkpoint-activations --offload --offload-budget 12GiB --tokenizer gpt2 \
+        --eval-every 0 --checkpoint-every 0 --final-eval-tokens 20K "${store[@]}" --out "$TMPDIR/run"
 }
 
 # 100 M tokens of 124M are 1,526 steps of some 0.14 s on an H200 (docs/step.md), and still fit at half

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+import config
 from support.runtime import ROOT
 
 sys.path.append(str(ROOT / "bench"))
@@ -215,50 +216,6 @@ def test_a_run_with_other_losses_or_one_that_fails_is_named(monkeypatch):
     assert all(0 < record.get("tolerance", 0.1) < 0.1 * look.FACTOR for record in kept)
 
 
-# ---- scale, at the size of a toy
-
-
-@pytest.fixture
-def scale(on_tiny_text):
-    return import_module("scale")
-
-
-def test_layers_that_share_a_block_hold_its_bytes_once(scale):
-    variant = scale.beside("", "--pseudo --pseudo-group 1 --pseudo-until 0.5")
-    stages = scale.stages_of(scale.CASES["toy"], variant)
-    block = 12 * 16 * 16 + 9 * 16 + 4 * 16  # parameters: matrices, their biases, two norms
-    shared, own = stages["shared"], stages["own weights"]
-    assert own["parameters"] - shared["parameters"] == 3 * block
-    for held in (shared, own):
-        assert held["optimizer"] == held["moments_held"] == 8 * held["parameters"]
-
-
-def test_torchaos_step_is_of_the_same_model_and_batch(scale, monkeypatch):
-    """Its optimizer needs a GPU: the AdamW that it is asked for in its place."""
-    optim = SimpleNamespace(CPUOffloadOptimizer=lambda groups, kind, **how: kind(groups, **how))
-    monkeypatch.setitem(sys.modules, "torchao.optim", optim)
-    at_peak = "--grad-clip 0 --schedule wsd"  # the learning rate too, halfway
-    flags = f"{scale.ADAMW.flags} {at_peak} --micro-batch-size 1"
-    job = (scale.CASES["toy"], scale.ADAMW._replace(flags=flags), "cpu")
-    ours, theirs = scale.build(*job), scale.build_torchao(*job)
-    assert theirs() == ours()
-    found, expected = [theirs() for _ in range(3)], [ours() for _ in range(3)]
-    assert found == pytest.approx(expected, rel=1e-4) and found[-1] < found[0]
-
-
-def test_a_model_that_is_larger_than_its_budget_trains_or_is_refused(scale, monkeypatch):
-    budget = "--offload --offload-budget 900KB --checkpoint-activations --micro-batch-size 1"
-    case = scale.CASES["toy"]._replace(turns=4)
-    found = scale.train_capped(case, budget, "cpu", cap_bytes=0)
-    assert len(found["losses"]) == 4 and found["losses"][-1] < found["losses"][0]
-    assert 0 < found["planned_gb"] <= 900e-6 and found["host_gb"] > 300e-6
-    with pytest.raises(ValueError, match="capped: the loss does not fall"):
-        scale.train_capped(case, f"{budget} --lr 1e-30", "cpu", cap_bytes=0)
-    monkeypatch.setattr(scale, "host_free", lambda: 1000)
-    with pytest.raises(ValueError, match="capped: needs"):
-        scale.train_capped(case, budget, "cpu", cap_bytes=0)
-
-
 # ---- gpu.sh
 
 FAKE_PYTHON = """#!/usr/bin/env bash
@@ -317,6 +274,9 @@ def test_a_stage_fits_nine_minutes_with_flags_that_exist(stage, gpu_sh, tmp_path
         if argv[:2] == ["-m", "pytest"]:
             assert argv[argv.index("gpu") - 1] == "-m" and len(argv) > 10
             continue
+        if argv[0] == "train.py":
+            config.build(config.parse(argv[1:]))
+            continue
         assert "--device cuda --record" in " ".join(argv)
         assert argv[0] != "bench/step.py" or stage != "A" or str(tmp_path) in argv
         assert argv[0] != "bench/frontier.py" or f"pd={tmp_path}" in argv
@@ -337,7 +297,7 @@ RECORDS = {  # stage -> files, and keys of which each part leaves some
     "A": ("first-look.jsonl step.jsonl", "versions tflops us tolerance follows kernels compile"),
     "B": ("gpu-tests.xml", ""),
     "C": ("step.jsonl kernels.jsonl", "size steps peak_tflops forms kernel"),
-    "D": ("scale.jsonl evaluation.jsonl", "part steps items_per_s"),
+    "D": ("step.jsonl", "size steps"),
     "E": ("frontier.jsonl", "flags text_sha256 val_bpb layer_tokens"),
 }
 
