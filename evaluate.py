@@ -6,17 +6,23 @@ from each other, and every token is a target (for a BERT, every masked one). A p
 a document begins without context, as in training. Results are added up by document, in the order of
 the store.
 
-    main ── score_text ── Evaluation.documents ─┐
-         └─ ask ──────── tasks.answers_of ──────┴─ sums_by_item     support/evaluation/scoring.py
+Three held-out documents of 9, 21 and 5 tokens, end-of-text included, in rows of 16:
 
-`Evaluation` says which text lies in which row, `sums_by_item` reads the rows and adds up what the
-model makes of them. train.py evaluates by `Evaluation.run` on the way.
+    pieces    9 | 16, 5 | 5           cut every 16 tokens
+    rows      16   9 5 .   5 ...      packed; attention stays within a piece
+    ranks     rows 0 and 1 | row 2    two ranks with --rows 2; every rank gets the sums of all
+    result    (9 + 16 + 5 + 5) losses in nats, summed by document, then
+              bits per byte = nats / ln 2 / bytes; end-of-text is a target, and has no bytes
+
+Several stores (--data a=0.7,b=0.3) are evaluated one by one, and their results averaged by weight.
+train.py evaluates by `Evaluation.run` on the way. Does not train, and writes nothing into a run.
 
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
     python evaluate.py runs/gpt-nano-1 --tokens 100K   # on a part of the held-out text
     python evaluate.py runs/gpt-nano-1 --by-document out.jsonl                # a line a document
 
-A GPT also answers the questions of a file, without further training (support/evaluation/tasks.py):
+A GPT also answers the questions of a file, without further training (tasks.py), which are packed
+into rows and summed up in the same way:
 
     python evaluate.py runs/gpt-nano-1 --task lambada.jsonl.gz hellaswag.jsonl.gz
 """
@@ -24,21 +30,20 @@ A GPT also answers the questions of a file, without further training (support/ev
 import argparse
 import json
 import math
-import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import tiktoken
 import torch
-from torch import nn
+from torch import Tensor, nn
 from tqdm import tqdm
 
-from bert import SpecialIds, sentence_pairs
+import tasks
+from bert import sentence_pairs
 from config import Config
 from data import SPECIAL_TOKENS, Data, Mixture, Rows, Samples, batch_of, collate, cut, open_data
 from kernels.cross_entropy import IGNORE
@@ -46,104 +51,199 @@ from model import Batch, Transformer, predicted_by_bert
 from packing import pack_lengths
 from sample import load_run
 from support.clock import seed_of
-from support.evaluation import scoring, tasks
-from support.evaluation.scoring import Documents, HeldOut, Laid, Poll
-from support.runtime import Parser, Runtime, exit_cleanly, on_device, start
+from support.runtime import (
+    Parser,
+    Runtime,
+    evaluating,
+    exit_cleanly,
+    is_sharded,
+    on_device,
+    printable,
+    start,
+)
 from support.settings import count
-from support.store import Store, get_encoding
+from support.store import Store, atomic_write, get_encoding
+
+# ---- text in rows, and the one loop over them
 
 
-def main(argv: list[str] | None = None) -> None:
-    args = parse(argv)
-    runtime = start(args.device, "auto")
-    # what is wrong with a file is said before the run is opened
-    if args.by_document:
-        runtime.on_rank0(lambda: check_folder_of(args.by_document))
-    questions = [tasks.read_task(file) for file in args.task or []]
-    settings, model, state = load_run(args.run, args.checkpoint)
-    encoding = get_encoding(settings.data.tokenizer)
-    subject = Subject(
-        args,
-        runtime,
-        settings,
-        model.to(runtime.device),
-        encoding,
-        special_ids=SpecialIds.of(encoding) if settings.model.model == "bert" else None,
-        step=state["step"],
+class Laid(NamedTuple):
+    """Pieces of text, packed into rows; each piece is a part of an item, such as a document."""
+
+    rows: Rows
+    item: np.ndarray  # (pieces,) from 0
+    items: int  # how many there are, also those without a piece
+    batch: Callable[[Rows], Batch]
+
+
+def lay(
+    rows: Rows,
+    offsets: np.ndarray,
+    seq_len: int,
+    batch: Callable[[Rows], Batch],
+    special_tokens: int = 0,
+) -> Laid:
+    """Pack rows of one piece each; items are the documents between these offsets of a store."""
+    packs = pack_lengths(rows.stop - rows.start + special_tokens, seq_len)
+    rows = rows.packed(packs.items, packs.offsets)
+    document = np.searchsorted(offsets, rows.start, side="right") - 1
+    return Laid(rows, document, len(offsets) - 1, batch)
+
+
+# Runs the model once, on a batch of the CPU, and says which of its B T tokens are asked, and
+# columns (n,) of numbers about those.
+Measure = Callable[[nn.Module, Runtime, Batch], tuple[Tensor, ...]]
+
+
+@torch.no_grad()
+def sums_by_item(
+    measure: Measure,
+    laid: Laid,
+    model: nn.Module,
+    runtime: Runtime,
+    *,
+    columns: int,
+    at_once: int,
+    show: bool = False,
+) -> np.ndarray:
+    """(items, columns) float64: the sums of a measure, the same on every rank.
+
+    Args: at_once rows on each rank
+          show    a bar, on rank 0
+    """
+    of_piece = np.zeros((len(laid.item), columns))
+    turns = -(-len(laid.rows) // (at_once * runtime.world_size))
+    hidden = None if show and runtime.is_rank0 else True  # None: shown where there is a terminal
+    own = own_rows(model, len(laid.rows), at_once, runtime)
+    with evaluating(model):
+        for numbers in tqdm(own, total=turns, unit="batch", disable=hidden, leave=False):
+            rows = laid.rows.take(numbers)
+            batch = laid.batch(rows)
+            with runtime.autocast():
+                asked, *values = measure(model, runtime, batch)
+            doc_ids = batch.with_documents().doc_ids  # (B, T)
+            piece = (torch.from_numpy(rows.offsets[:-1, None]) + doc_ids).flatten()[asked]
+            first, n = laid.rows.offsets[numbers[0]], len(rows.start)
+            of_piece[first : first + n] = added_up(piece, n, values)
+    # by piece, so that any number of ranks adds up the same numbers in the same order
+    of_piece = runtime.reduce(torch.from_numpy(of_piece)).numpy()
+    return added_up(laid.item, laid.items, of_piece.T)
+
+
+def added_up(key: np.ndarray | Tensor, keys: int, columns: Sequence) -> np.ndarray:
+    """(keys, columns) the sum of each column by key."""
+    return np.stack([np.bincount(key, column, keys) for column in columns], axis=1)
+
+
+def own_rows(model: nn.Module, count: int, at_once: int, runtime: Runtime) -> Iterator[np.ndarray]:
+    """The numbers of this rank's rows, `at_once` at a time.
+
+    In the last turn some ranks may have no row. If the model is sharded they run it on one token,
+    because its weights are gathered from all ranks.
+
+    Example: 10 rows, two ranks, 3 at once: rank 0 has 0 1 2, then 6 7 8; rank 1 has 3 4 5, then 9
+    """
+    for first in range(0, count, runtime.world_size * at_once):
+        own = first + runtime.rank * at_once
+        if own < count:
+            yield np.arange(own, min(own + at_once, count))
+        elif is_sharded(model):
+            with torch.no_grad(), runtime.autocast():
+                model.hidden_states(torch.zeros(1, 1, dtype=torch.int64, device=runtime.device))
+
+
+# ---- results
+
+
+class HeldOut(NamedTuple):
+    """The result of an evaluation."""
+
+    val_loss: float  # nats per target
+    val_bpb: float  # bits per byte of text; end-of-text is a target too, but has no bytes
+    targets: int
+    bytes: int
+    nsp_accuracy: float | None = None  # share of pairs that a BERT with --nsp is right about
+    nsp_pairs: int | None = None
+    by_store: dict[str, float] | None = None  # bits per byte of each store of a mixture
+
+    def logged(self) -> dict[str, float | dict[str, float]]:
+        """The fields that are not None."""
+        return {name: value for name, value in self._asdict().items() if value is not None}
+
+    def __str__(self) -> str:
+        text = f"{self.val_bpb:.4f} bits per byte"
+        if self.by_store:
+            shown = [f"{printable(name)} {bpb:.3f}" for name, bpb in self.by_store.items()]
+            text += f" ({', '.join(shown)})"
+        if self.nsp_accuracy is not None:
+            text += f", {self.nsp_accuracy:.1%} of {self.nsp_pairs:,} pairs right"
+        return text
+
+
+class Documents(NamedTuple):
+    """The result by document, in the store's order. Each array is (n,)."""
+
+    numbers: np.ndarray  # in the store, from 0
+    nats: np.ndarray  # summed over the targets
+    targets: np.ndarray
+    bytes: np.ndarray  # of the targets
+    nsp_accuracy: float | None = None  # as in HeldOut
+    nsp_pairs: int | None = None
+
+    def total(self) -> HeldOut:
+        nats, targets, size = (x.sum().item() for x in (self.nats, self.targets, self.bytes))
+        bpb = bits_per_byte(nats, max(size, 1))
+        return HeldOut(nats / targets, bpb, targets, size, self.nsp_accuracy, self.nsp_pairs)
+
+    def write(self, file: Path) -> None:
+        """One line and JSON object a document; bits per byte are null where it has no byte."""
+        columns = (self.numbers, self.nats, self.targets, self.bytes)
+        with atomic_write(file) as out:
+            for number, nats, targets, size in zip(*(x.tolist() for x in columns), strict=True):
+                line = {"document": number, "tokens": targets, "bytes": size, "nats": nats}
+                line["bpb"] = bits_per_byte(nats, size)
+                # NaN, which JSON does not have, is an error and leaves no file
+                out.write(json.dumps(line, allow_nan=False).encode() + b"\n")
+
+
+def bits_per_byte(nats: float, size: float) -> float | None:
+    return nats / math.log(2) / size if size else None
+
+
+def weighted(results: dict[str, HeldOut], weights: Sequence[float]) -> HeldOut:
+    """The results on several texts as one: their mean by weight, and each one's by its name.
+
+    A text in which no byte was a target has no bits per byte, and does not count.
+
+    Example: 2 bits per byte with weight 0.75 and 1 with 0.25 are 1.75, however large the texts are
+    """
+    named = zip(results.items(), weights, strict=True)
+    weight_of = {name: float(weight) for (name, result), weight in named if result.bytes}
+    total = sum(weight_of.values())
+    if not total:
+        raise ValueError("no byte of a text with a weight is a target: evaluate on more tokens")
+
+    def mean(field: str) -> float:
+        return sum(w * getattr(results[name], field) for name, w in weight_of.items()) / total
+
+    return HeldOut(
+        mean("val_loss"),
+        mean("val_bpb"),
+        targets=sum(result.targets for result in results.values()),
+        bytes=sum(result.bytes for result in results.values()),
+        by_store={name: results[name].val_bpb for name in weight_of},
     )
-    try:
-        result = ask(subject, questions) if questions else score_text(subject)
-    except KeyboardInterrupt:
-        if runtime.is_rank0:
-            line = f"interrupted: nothing is written, and {args.run} is as it was"
-            tqdm.write(line, file=sys.stderr)
-        raise
-    line = {"run": args.run, "step": subject.step, **result}
-    if args.json:
-        runtime.say(json.dumps(line, allow_nan=False))
 
 
-def check_folder_of(file: Path) -> None:
-    if not file.parent.is_dir():
-        raise ValueError(f"--by-document {file}: there is no folder {file.parent}")
-
-
-class Subject(NamedTuple):
-    """The run that is evaluated, and the command line."""
-
-    args: argparse.Namespace
-    runtime: Runtime
-    settings: Config
-    model: Transformer
-    encoding: tiktoken.Encoding
-    special_ids: SpecialIds | None  # a BERT's
-    step: int
-
-    def say(self, line: str) -> None:
-        """Print a line on rank 0, unless one JSON object is all that is asked for."""
-        if not self.args.json:
-            self.runtime.say(line)
-
-    def report(self, line: str) -> None:
-        self.say(f"{self.args.run}, step {self.step}: {line}")
-
-
-# ---- bits per byte of held-out text
-
-
-def score_text(subject: Subject) -> dict[str, Any]:
-    """Print the result on a store's text, and return it as JSON has it."""
-    args, s, runtime = subject.args, subject.settings, subject.runtime
-    store = replace(s.data, data=args.data or s.data.data)
-    data = open_data(store, s.model.model == "bert", runtime)
-    if args.by_document and isinstance(data.store, Mixture):
-        several = f"{data.store.path} is several: name one with --data"
-        raise ValueError(f"--by-document is for one store, {several}")
-    evaluation = Evaluation(data, s.data.seq_len, nsp=s.model.nsp, tokens=args.tokens)
-    bar = evaluation_bar(evaluation.rows_in_all, runtime)
-    of_each = evaluation.documents(subject.model, runtime, args.rows, bar)
-    result = evaluation.total(of_each)
-    if not math.isfinite(result.val_loss):
-        raise ValueError(f"{args.run}: the model's loss on this text is not finite")
-    subject.report(f"held-out {result}, on {evaluation.text}")
-    masked = "masked " if subject.special_ids else ""
-    size = f"{result.targets:,} {masked}tokens, {result.bytes:,} bytes"
-    subject.say(f"{result.val_loss:.4f} nats per token, of {size}")
-    if args.by_document:
-        (documents,), (part,) = of_each, evaluation.parts
-        runtime.on_rank0(lambda: documents.write(args.by_document))
-        which = "" if part.is_whole else ", those with a piece among these tokens"
-        written = f"{len(documents.numbers):,} of {len(part.documents):,}"
-        subject.say(f"{args.by_document}: {written} documents{which}")
-    return result.logged()
+# ---- held-out text
 
 
 class Part(NamedTuple):
-    """The text of one store, packed into rows once and in a fixed order."""
+    """The text of one store."""
 
     store: Store
     documents: range  # those that are held out
-    pieces: Laid  # an item is one of them
+    pieces: Laid
     pairs: Laid | None  # the same text as pairs
     is_whole: bool
     text: str  # says how much it is
@@ -151,7 +251,7 @@ class Part(NamedTuple):
 
 @dataclass(eq=False)
 class Evaluation:
-    """The held-out text of a store, or of each store of a mixture.
+    """The held-out text of a store, or of each store of a mixture, packed into rows once.
 
     Raises: ValueError if no document is held out
     """
@@ -171,103 +271,27 @@ class Evaluation:
         else:
             self.parts = [self.part(store, self.tokens)]
             self.text = self.parts[0].text
-        laid = [laid for part in self.parts for laid in (part.pieces, part.pairs) if laid]
-        self.rows_in_all = sum(len(rows.rows) for rows in laid)
 
     def part(self, store: Store, tokens: int | None) -> Part:
-        seq_len = self.seq_len
         kind = "bert" if self.data.special_ids else "pieces"
-        samples = Samples(store, kind, seq_len, "val")
+        samples = Samples(store, kind, self.seq_len, "val")
         offsets = store.offsets[samples.documents.start : samples.documents.stop + 1]
-
-        def laid(rows: Rows, special_tokens: int) -> Laid:
-            rows = packed(rows, seq_len, special_tokens)
-            return lay(rows, offsets, partial(self.batch, store))
-
+        laid = partial(lay, offsets=offsets, seq_len=self.seq_len, batch=partial(self.batch, store))
         spans, pairs = samples.some(tokens), None
         if self.nsp:
             special_tokens = SPECIAL_TOKENS["pairs"]
-            halves, second = sentence_pairs(cut(spans, seq_len - special_tokens), "evaluation")
-            pairs = laid(Rows.of(halves, pairs=second), special_tokens)
+            halves, second = sentence_pairs(cut(spans, self.seq_len - special_tokens), "evaluation")
+            pairs = laid(Rows.of(halves, pairs=second), special_tokens=special_tokens)
         is_whole = len(spans) == len(samples)
         share = "all" if is_whole else f"{np.diff(spans).sum():,} of {samples.tokens:,}"
         return Part(
             store,
             samples.documents,
-            pieces=laid(Rows.of(spans), samples.special_tokens),
+            pieces=laid(Rows.of(spans), special_tokens=samples.special_tokens),
             pairs=pairs,
             is_whole=is_whole,
             text=f"{share} held-out tokens",
         )
-
-    def run(
-        self, model: nn.Module, runtime: Runtime, at_once: int, poll: Poll = lambda done: None
-    ) -> HeldOut:
-        """The result on all rows; arguments as for `documents`."""
-        return self.total(self.documents(model, runtime, at_once, poll))
-
-    def total(self, of_each: list[Documents]) -> HeldOut:
-        """The result of all stores as one: by weight, however large their texts are."""
-        totals = [documents.total() for documents in of_each]
-        if not isinstance(self.data.store, Mixture):
-            return totals[0]
-        by_name = dict(zip(self.data.store.names, totals, strict=True))
-        return scoring.weighted(by_name, self.data.store.weights)
-
-    def documents(
-        self, model: nn.Module, runtime: Runtime, at_once: int, poll: Poll = lambda done: None
-    ) -> list[Documents]:
-        """Evaluate the model on all rows and add up by document, store after store.
-
-        Args:    at_once rows on each rank
-                 poll    called after every batch with how many of rows_in_all are done, equally
-                         often on every rank; what it raises ends the evaluation
-        Returns: on every rank, all held-out documents, also those without a target; of a part
-                 of the text (`tokens`), those with a chosen piece
-        Raises:  ValueError if nothing is predicted, as when a BERT has few tokens and none masked
-        """
-        of_each, done = [], 0
-
-        def by_document(measure: Callable, laid: Laid, columns: int) -> np.ndarray:
-            nonlocal done
-            sums = scoring.sums_by_item(
-                partial(measure, model, runtime),
-                laid,
-                model,
-                runtime,
-                columns=columns,
-                at_once=at_once,
-                poll=lambda n: poll(done + n),
-            )
-            done += len(laid.rows)
-            return sums
-
-        for part in self.parts:
-            sums = by_document(self.nats, part.pieces, 3)
-            if not sums[:, 1].any():
-                raise ValueError(f"{part.store.path}: {part.text}, but no target: evaluate on more")
-            right = pairs = 0
-            if part.pairs:
-                right, pairs = by_document(right_answers, part.pairs, 2).sum(axis=0)
-            chosen = np.arange(len(sums)) if part.is_whole else np.unique(part.pieces.item)
-            nats, targets, size = sums[chosen].T
-            documents = Documents(
-                numbers=chosen + part.documents.start,
-                nats=nats,
-                targets=targets.astype(np.int64),
-                bytes=size.astype(np.int64),
-                nsp_accuracy=right / pairs if pairs else None,
-                nsp_pairs=int(pairs) or None,
-            )
-            of_each.append(documents)
-        return of_each
-
-    def nats(self, model: nn.Module, runtime: Runtime, batch: Batch) -> tuple:
-        """Nats and bytes of each target."""
-        losses = model.losses(batch.to(runtime.device)).cpu()  # (B, T)
-        asked = batch.targets != IGNORE
-        size = self.data.byte_lengths[batch.targets[asked].numpy()]
-        return asked.flatten(), losses[asked].double(), None, size
 
     def batch(self, store: Store, rows: Rows) -> Batch:
         """These rows; for a BERT with the masks that their tokens always have, and the answers."""
@@ -279,31 +303,67 @@ class Evaluation:
             seeds=torch.tensor([seed_of("mask", use) for use in ("which", "what")]),
         )
 
+    def run(self, model: nn.Module, runtime: Runtime, at_once: int) -> HeldOut:
+        """The result on all rows; arguments as for `documents`."""
+        return self.total(self.documents(model, runtime, at_once))
 
-def right_answers(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple:
-    """Of each pair whether a BERT is right about it: 0 or 1."""
+    def total(self, of_each: list[Documents]) -> HeldOut:
+        """The result of all stores as one: by weight, however large their texts are."""
+        totals = [documents.total() for documents in of_each]
+        if not isinstance(self.data.store, Mixture):
+            return totals[0]
+        by_name = dict(zip(self.data.store.names, totals, strict=True))
+        return weighted(by_name, self.data.store.weights)
+
+    def documents(
+        self, model: nn.Module, runtime: Runtime, at_once: int, show: bool = False
+    ) -> list[Documents]:
+        """Evaluate the model on all rows and add up by document, store after store.
+
+        Args:    at_once rows on each rank
+                 show    a bar, on rank 0
+        Returns: on every rank, all held-out documents, also those without a target; of a part
+                 of the text (`tokens`), those with a chosen piece
+        Raises:  ValueError if nothing is predicted, as when a BERT has few tokens and none masked
+        """
+        of_each = []
+        for part in self.parts:
+            sums = partial(sums_by_item, model=model, runtime=runtime, at_once=at_once, show=show)
+            of_documents = sums(self.nats, part.pieces, columns=3)
+            if not of_documents[:, 1].any():
+                raise ValueError(f"{part.store.path}: {part.text}, but no target: evaluate on more")
+            right = pairs = 0
+            if part.pairs:
+                right, pairs = sums(right_answers, part.pairs, columns=2).sum(axis=0)
+            chosen = np.arange(len(of_documents)) if part.is_whole else np.unique(part.pieces.item)
+            nats, targets, size = of_documents[chosen].T
+            documents = Documents(
+                numbers=chosen + part.documents.start,
+                nats=nats,
+                targets=targets.astype(np.int64),
+                bytes=size.astype(np.int64),
+                nsp_accuracy=right / pairs if pairs else None,
+                nsp_pairs=int(pairs) or None,
+            )
+            of_each.append(documents)
+        return of_each
+
+    def nats(self, model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
+        """Nats and bytes of each target, and 1 to count it."""
+        losses = model.losses(batch.to(runtime.device)).cpu()  # (B, T)
+        asked = batch.targets != IGNORE
+        nats, targets = losses[asked].double(), batch.targets[asked]
+        return asked.flatten(), nats, torch.ones_like(nats), self.data.byte_lengths[targets.numpy()]
+
+
+def right_answers(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
+    """Of each pair whether a BERT is right about it, 0 or 1, and 1 to count it."""
     batch = batch.with_documents()
     at = predicted_by_bert(batch.targets, batch.positions, nsp=True).answers
     tokens, _, positions, doc_ids = batch.to(runtime.device)
     x = model.hidden_states(tokens, positions, doc_ids).flatten(0, 1)  # (B T, C)
     answers = model.follows(x, on_device(at, runtime.device)).argmax(1).cpu()
-    return at, answers == batch.targets.flatten()[at], None
-
-
-def packed(alone: Rows, seq_len: int, special_tokens: int) -> Rows:
-    """Rows of one piece each, packed."""
-    packs = pack_lengths(alone.stop - alone.start + special_tokens, seq_len)
-    return alone.packed(packs.items, packs.offsets)
-
-
-def lay(rows: Rows, offsets: np.ndarray, batch: Callable[[Rows], Batch]) -> Laid:
-    """Rows whose items are the documents that begin and end at these offsets of a store."""
-
-    def read(own: range) -> Batch:
-        return batch(rows.take(np.array(own)))
-
-    document = np.searchsorted(offsets, rows.start, side="right") - 1
-    return Laid(rows.offsets, document, len(offsets) - 1, read)
+    return at, answers == batch.targets.flatten()[at], torch.ones(len(at))
 
 
 def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
@@ -319,57 +379,90 @@ def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
     return [max(1, int(tokens * (float(w) + evenly) / 2)) for w in mixture.weights]
 
 
-def evaluation_bar(rows: int, runtime: Runtime) -> Callable[[int], None]:
-    """A bar of its own over the rows of an evaluation; call the result with the rows done."""
-    hidden = not runtime.is_rank0 or None  # None: shown where there is a terminal
-    bar = tqdm(total=rows, unit="row", disable=hidden, leave=False)
-
-    def show(done: int) -> None:
-        bar.update(done - bar.n)
-        if done == bar.total:
-            bar.close()
-
-    return show
+# ---- the command
 
 
-# ---- questions
+def main(argv: list[str] | None = None) -> None:
+    args = parse(argv)
+    runtime = start(args.device, "auto")
+    # what is wrong with a file is said before the run is opened
+    file = args.by_document
+    if file and not file.parent.is_dir():
+        raise ValueError(f"--by-document {file}: there is no folder {file.parent}")
+    questions = [tasks.read_task(file) for file in args.task or []]
+    settings, model, state = load_run(args.run, args.checkpoint)
+    model.to(runtime.device)
+    name = f"{args.run}, step {state['step']}"
+    said = {"run": args.run, "step": state["step"]}
+    if questions:
+        said["tasks"] = []
+        for result in answered(questions, settings, model, runtime, args.rows):
+            said["tasks"].append(result)
+            if not args.json:
+                runtime.say(f"{name}: {tasks.in_words(result)}")
+    else:
+        result, lines = score_text(args, settings, model, runtime)
+        said |= result.logged()
+        if not args.json:
+            runtime.say("\n".join([f"{name}: {lines[0]}", *lines[1:]]))
+    if args.json:
+        runtime.say(json.dumps(said, allow_nan=False))
 
 
-def ask(subject: Subject, questions: list[tasks.Task]) -> dict[str, list[dict]]:
-    """Print the result of each task, and return them as JSON has them."""
-    args, runtime, seq_len = subject.args, subject.runtime, subject.settings.data.seq_len
-    if subject.special_ids:
-        raise ValueError(f"--task: {args.run} holds a BERT, which cannot answer: name a GPT")
-    prepared = [
-        tasks.items_of(task, subject.encoding, seq_len, runtime.is_rank0) for task in questions
+def score_text(
+    args: argparse.Namespace, settings: Config, model: Transformer, runtime: Runtime
+) -> tuple[HeldOut, list[str]]:
+    """The result on a store's text, and what is said of it."""
+    store = replace(settings.data, data=args.data or settings.data.data)
+    data = open_data(store, settings.model.model == "bert", runtime)
+    if args.by_document and isinstance(data.store, Mixture):
+        several = f"{data.store.path} is several: name one with --data"
+        raise ValueError(f"--by-document is for one store, {several}")
+    evaluation = Evaluation(data, settings.data.seq_len, nsp=settings.model.nsp, tokens=args.tokens)
+    of_each = evaluation.documents(model, runtime, args.rows, show=True)
+    result = evaluation.total(of_each)
+    if not math.isfinite(result.val_loss):
+        raise ValueError(f"{args.run}: the model's loss on this text is not finite")
+    masked = "masked " if data.special_ids else ""
+    size = f"{result.targets:,} {masked}tokens, {result.bytes:,} bytes"
+    lines = [
+        f"held-out {result}, on {evaluation.text}",
+        f"{result.val_loss:.4f} nats per token, of {size}",
     ]
-    results = []
-    for task, items in zip(questions, prepared, strict=True):
-        laid = lay_texts(items.texts, seq_len)
-        bar = evaluation_bar(len(laid.rows), runtime)
-        began = time.perf_counter()
-        answers = tasks.answers_of(laid, subject.model, runtime, args.rows, bar)
-        rate = len(items.texts.spans) / (time.perf_counter() - began)
-        result = tasks.result_of(task, items, answers)
-        subject.report(f"{tasks.in_words(result)}, {rate:,.0f} items/s")
-        if notes := tasks.notes_on(result):
-            subject.say(f"{task.name}: {notes}")
-        results.append({**result, "items_per_s": round(rate, 1)})
-    return {"tasks": results}
+    if args.by_document:
+        (documents,), (part,) = of_each, evaluation.parts
+        runtime.on_rank0(lambda: documents.write(args.by_document))
+        which = "" if part.is_whole else ", those with a piece among these tokens"
+        written = f"{len(documents.numbers):,} of {len(part.documents):,}"
+        lines.append(f"{args.by_document}: {written} documents{which}")
+    return result, lines
 
 
-def lay_texts(texts: tasks.Texts, seq_len: int, pack: bool = True) -> Laid:
-    """Texts side by side in rows; without `pack` one a row."""
-    rows = Rows.of(texts.spans, seen=texts.seen)
-    if pack:
-        rows = packed(rows, seq_len, special_tokens=0)
-    batch = partial(collate, texts.store, seq_len=seq_len)
-    return lay(rows, texts.store.offsets, batch)
+def answered(
+    questions: list[tasks.Task],
+    settings: Config,
+    model: Transformer,
+    runtime: Runtime,
+    at_once: int,
+) -> Iterator[dict[str, str | float]]:
+    """Ask a GPT the questions of each task; its result, and items a second."""
+    if settings.model.model == "bert":
+        raise ValueError("--task: the run holds a BERT, which cannot answer: name a GPT")
+    encoding, seq_len = get_encoding(settings.data.tokenizer), settings.data.seq_len
+    # all are encoded first, so that a mistake in the last file does not come after an hour
+    items_of_task = [tasks.items_of(task, encoding, seq_len) for task in questions]
+    for task, items in zip(questions, items_of_task, strict=True):
+        laid, began = lay_items(items, seq_len), time.perf_counter()
+        sums = sums_by_item(
+            tasks.answers, laid, model, runtime, columns=2, at_once=at_once, show=True
+        )
+        rate = len(items.spans) / (time.perf_counter() - began)
+        yield {**tasks.result_of(task, items, sums), "items_per_s": round(rate, 1)}
 
 
-# ---- the command line
-
-OF_TEXT = ("data", "tokens", "by_document")
+def lay_items(items: tasks.Items, seq_len: int) -> Laid:
+    rows = Rows.of(items.spans, seen=items.seen)
+    return lay(rows, items.store.offsets, seq_len, partial(collate, items.store, seq_len=seq_len))
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -391,15 +484,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     text.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
 
     task = parser.add_argument_group("questions, for a GPT without further training")
-    files = "JSON lines: see support/evaluation/tasks.py"
-    task.add_argument("--task", nargs="+", metavar="FILE", help=files)
+    task.add_argument("--task", nargs="+", metavar="FILE", help="JSON lines: see tasks.py")
 
     args = parser.parse_args(argv)
-
-    given = (name for name in OF_TEXT if getattr(args, name) is not None)
-    if args.task and (flag := next(given, None)):
-        flag = f"--{flag.replace('_', '-')}"
-        raise ValueError(f"{flag} is for held-out text: leave out either it or --task")
+    of_text = {"--data": args.data, "--tokens": args.tokens, "--by-document": args.by_document}
+    given = [flag for flag, value in of_text.items() if value]
+    if args.task and given:
+        raise ValueError(f"{given[0]} is for held-out text: leave out either it or --task")
     return args
 
 

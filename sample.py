@@ -3,6 +3,10 @@
 A text may be longer than a row: the model sees its last `seq_len` tokens. Every token costs a
 forward pass over them; other libraries, which read an exported model, keep keys and values.
 
+Of logits 4, 2, 1 and 0 with --top-k 2 and --temperature 0.8 the last two tokens are never drawn,
+and the first is e^(2 / 0.8) = 12.2 times as likely as the second. Draws follow from --seed, on the
+CPU, whatever device the model is on.
+
     python sample.py runs/gpt-nano-1 --prompt "Call me" --tokens 200
 """
 
@@ -10,7 +14,7 @@ import codecs
 import math
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import chain
 
@@ -24,8 +28,7 @@ import config
 from model import Transformer
 from support import checkpoint, runtime
 from support import clock as rng
-from support.evaluation.scoring import evaluating
-from support.runtime import of_rank0
+from support.runtime import evaluating, of_rank0
 from support.settings import count
 from support.store import get_encoding, vocab_size
 from support.weights import real_weights, running_layers
@@ -48,7 +51,9 @@ def write(
             " put back the ranks that it was trained with"
         )
     drawn = generate(model, [end, *start], most, allowed=allowed, stop=end, **options)
-    return characters(encoding, chain(start, drawn))
+    pieces = map(encoding.decode_single_token_bytes, chain(start, drawn))
+    # the bytes of a character wait until it is whole; U+FFFD stands for what is not UTF-8
+    return codecs.iterdecode(pieces, "utf-8", "replace")
 
 
 @torch.no_grad()
@@ -72,10 +77,7 @@ def generate(
              top_k       draw among this many likeliest tokens
              generator   on the CPU, where tokens are drawn whatever device the model is on
     Yields:  the tokens drawn, without `stop`
-    Raises:  ValueError for a prompt that is empty or has other ids
     """
-    if not prompt or not all(0 <= token < allowed for token in prompt):
-        raise ValueError(f"a prompt needs at least one token, all of 0 to {allowed - 1}")
     tokens, device = list(prompt), model.wte.weight.device
     with evaluating(model):
         for _ in range(most):
@@ -92,14 +94,6 @@ def generate(
             if tokens[-1] == stop:
                 break
             yield tokens[-1]
-
-
-def characters(encoding: tiktoken.Encoding, tokens: Iterable[int]) -> Iterator[str]:
-    """Decode token by token; the bytes of a character wait until it is whole.
-
-    Returns: strings that make up encoding.decode(tokens), with U+FFFD for what is not UTF-8
-    """
-    return codecs.iterdecode(map(encoding.decode_single_token_bytes, tokens), "utf-8", "replace")
 
 
 # ---- the command
@@ -140,9 +134,7 @@ def main(argv: list[str] | None = None) -> None:
     here = runtime.start(args.device, args.dtype)
     settings, model, _ = load_run(args.run, args.checkpoint)
     if settings.model.model != "gpt":
-        raise ValueError(
-            f"{args.run} holds a BERT, which does not write text: evaluate.py scores it"
-        )
+        raise ValueError(f"{args.run} holds a BERT, which writes no text: evaluate.py scores it")
     encoding = get_encoding(settings.data.tokenizer)
     model.to(here.device)
     for number in range(args.samples):

@@ -33,7 +33,7 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import wraps
@@ -449,6 +449,19 @@ def gather_around(model: nn.Module, methods: Collection[str]) -> None:
 
 def is_sharded(model: nn.Module) -> bool:
     return hasattr(model, "set_requires_gradient_sync")  # a method that FSDP2 adds
+
+
+@contextmanager
+def evaluating(model: nn.Module) -> Iterator[None]:
+    """Put the model in evaluation mode, and afterwards back in the mode it was in."""
+    was_training = model.training
+    model.eval()
+    try:
+        yield
+    finally:
+        model.train(was_training)
+        if is_sharded(model):
+            model.reshard()  # what stands outside the blocks is kept gathered for a backward pass
 
 
 def is_shard(tensor: Tensor) -> bool:

@@ -12,17 +12,16 @@ import numpy as np
 import pytest
 import torch
 from conftest import evaluate_into_file, read_log, start_ranks, widened, write_lines
-from small_stores import ONE
+from small_stores import ONE, in_memory
 from torch import nn
 
 import evaluate
 from bert import SpecialIds
 from data import Data, places
-from evaluate import Evaluation
+from evaluate import Documents, Evaluation, HeldOut
 from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
 from prepare import prepare
-from support.evaluation.scoring import Documents, HeldOut
 from support.runtime import Runtime
 from support.store import Store, byte_lengths, get_encoding
 
@@ -75,7 +74,7 @@ def repeated(tmp_path_factory):
     """A store of held-out documents; their texts are "abc " so many times."""
     folder = tmp_path_factory.mktemp("repeated")
     lines = [{"text": "abc " * n} for n in (40, 1, 7)]
-    prepare([write_lines(folder / "mine.jsonl", lines)], folder / "store", BYTES, "bytes", 1)
+    prepare([write_lines(folder / "mine.jsonl", lines)], folder / "store", BYTES, "bytes", holdout=1)
     return folder / "store"
 
 
@@ -108,31 +107,16 @@ def test_rows_at_a_time_and_ranks_do_not_matter(store):
 
 
 def test_a_part_is_whole_pieces_in_a_fixed_order(store):
-    part = Evaluation(of(store), 64, tokens=5000)
-    pieces, again = (Evaluation(of(store), 64, tokens=5000).parts[0].pieces for _ in "ab")
-    assert np.array_equal(pieces.item, again.item) and np.array_equal(pieces.offsets, again.offsets)
-    assert 5000 <= (pieces.read(pieces.rows).targets != IGNORE).sum() < 5064
+    part, again = (Evaluation(of(store), 64, tokens=5000) for _ in "ab")
+    pieces, same = part.parts[0].pieces, again.parts[0].pieces
+    assert np.array_equal(pieces.rows.start, same.rows.start)
+    assert np.array_equal(pieces.rows.offsets, same.rows.offsets)
+    assert 5000 <= (pieces.batch(pieces.rows).targets != IGNORE).sum() < 5064
     documents = documents_of(part, Even(), 8)
     every = documents_of(Evaluation(of(store), 64), Even(), 8)
     assert 0 < len(documents.numbers) < len(every.numbers)
     assert (np.diff(documents.numbers) > 0).all() and (documents.targets > 0).all()
     assert (documents.targets <= every.targets[documents.numbers - every.numbers[0]]).all()
-
-
-def test_poll_is_called_after_every_batch_alike_on_every_rank(store):
-    evaluation = Evaluation(of(store, SPECIAL_IDS), 64, tokens=2000, nsp=True)
-    model = Transformer(TransformerConfig("bert", 1, 2, 16, 32, 64, 320, nsp=True))
-    first, second = len(evaluation.parts[0].pieces.rows), evaluation.rows_in_all
-    for world_size in (1, 3):
-        stride = 8 * world_size
-        turns = [min(n + stride, first) for n in range(0, first, stride)]
-        turns += [min(n + stride, second) for n in range(first, second, stride)]
-        for rank in range(world_size):
-            heard: list[int] = []
-            evaluation.run(model, one_of(rank, world_size), 8, heard.append)
-            assert heard == turns
-
-    assert model.training
 
 
 def test_a_store_without_held_out_documents_is_refused(store):
@@ -144,22 +128,12 @@ def test_a_store_without_held_out_documents_is_refused(store):
 # ---- BERT
 
 
-shown = []  # rows and batches that were read
-
-
-class Shown(Evaluation):
-    def batch(self, store, rows):
-        shown.append((rows, super().batch(store, rows)))
-        return shown[-1][1]
-
-
 def test_masks_lie_on_the_same_tokens_whatever_is_evaluated_with_them(store):
     """A part of the text asks for what the whole asks for there, however rows are packed."""
 
     def asked(tokens):
-        pieces = Shown(of(store, SPECIAL_IDS), 64, tokens=tokens).parts[0].pieces
-        pieces.read(pieces.rows)
-        rows, batch = shown.pop()
+        pieces = Evaluation(of(store, SPECIAL_IDS), 64, tokens=tokens).parts[0].pieces
+        rows, batch = pieces.rows, pieces.batch(pieces.rows)
         at = batch.targets != IGNORE
         assert 0.13 < at.sum() / (rows.stop - rows.start).sum() < 0.17
         return {*zip(places(rows, batch)[at].tolist(), batch.tokens[at].tolist(), strict=True)}
@@ -171,11 +145,16 @@ def test_a_bert_is_asked_of_every_pair_whether_it_follows(store):
     """Right answers are counted: those of a model that reads them, of its opposite, of one that
     always says yes; and nothing else of the result changes.
     """
-    shown.clear()
+    shown = []
+
+    class Shown(Evaluation):
+        def batch(self, store, rows):
+            shown.append(super().batch(store, rows))
+            return shown[-1]
 
     class Oracle(Even):
         def follows(self, x, cls):
-            answers = shown[-1][1].targets.flatten()[cls]
+            answers = shown[-1].targets.flatten()[cls]
             says = {"right": answers, "wrong": 1 - answers, "yes": answers * 0}[self.says]
             return torch.nn.functional.one_hot(says, 2).double()
 
@@ -190,7 +169,7 @@ def test_a_bert_is_asked_of_every_pair_whether_it_follows(store):
         shares[model.says] = result.nsp_accuracy
         assert result._replace(nsp_accuracy=None, nsp_pairs=None) == alone.run(model, ONE, 8)
     assert shares["right"] == 1 and shares["wrong"] == 0 and 0.3 < shares["yes"] < 0.7
-    batches = [batch.with_documents() for _, batch in shown]
+    batches = [batch.with_documents() for batch in shown]
     answers = torch.cat([batch.targets[batch.positions == 0] for batch in batches])
     assert {0, 1} < set(answers.tolist()) <= {0, 1, IGNORE}
 
@@ -202,9 +181,10 @@ def by_definition(store, pieces, model) -> np.ndarray:
     """(n, 3) nats, targets and bytes of each held-out document, a piece at a time and by itself."""
     bounds = store.offsets[store.meta["train_documents"] :].tolist()
     sums = np.zeros((len(bounds) - 1, 3))
-    for row in pieces.rows:
-        batch = pieces.read(range(row, row + 1)).with_documents()
-        for number, start in enumerate(shown.pop()[0].start):
+    for row in range(len(pieces.rows)):
+        rows = pieces.rows.take(np.array([row]))
+        batch = pieces.batch(rows).with_documents()
+        for number, start in enumerate(rows.start):
             own = batch.doc_ids[0] == number
             tokens, targets = batch.tokens[:, own], batch.targets[:, own]
             counted = targets[targets >= 0]
@@ -225,13 +205,13 @@ def few():
     """Three training and twelve held-out documents, some longer than a row, one of one byte."""
     sizes = [9, 30, 5, 200, 64, 63, 1, 17, 90, 40, 33, 65, 12, 150, 8]
     draw = np.random.default_rng(0)
-    return by_hand([draw.integers(97, 123, size) for size in sizes], train_documents=3)
+    return in_memory(*(draw.integers(97, 123, size) for size in sizes), held_out=12)
 
 
 @pytest.mark.parametrize("kind", ["gpt", "bert"])
 def test_packed_documents_have_the_nats_of_their_pieces_alone(few, kind):
     data = of(few, SPECIAL_IDS if kind == "bert" else None)
-    evaluation, model, tolerance = Shown(data, 64), tiny(kind).eval(), 1e-12
+    evaluation, model, tolerance = Evaluation(data, 64), tiny(kind).eval(), 1e-12
     (part,) = evaluation.parts
     expected = by_definition(few, part.pieces, model)
     documents = documents_of(evaluation, model, 8)
@@ -243,22 +223,8 @@ def test_packed_documents_have_the_nats_of_their_pieces_alone(few, kind):
     assert not agree(documents_of(evaluation, model, 8), expected, tolerance)
 
 
-def by_hand(texts, train_documents: int = 0) -> Store:
-    """Documents of these tokens, each followed by end-of-text."""
-    end = BYTES.eot_token
-    tokens = np.concatenate([[*text, end] for text in texts]).astype(np.uint16)
-    offsets = np.cumsum([0, *(len(text) + 1 for text in texts)])
-    meta = {"end_of_text": end, "vocab_size": 320}
-    meta |= {"train_documents": train_documents, "train_tokens": int(offsets[train_documents])}
-    return Store(Path("x"), meta, tokens, offsets)
-
-
-def letters(*sizes: int) -> list[range]:
-    return [range(97, 97 + size) for size in sizes]
-
-
 def test_long_and_empty_documents_worked_by_hand():
-    store = by_hand(letters(3, 0, 20, 0, 5), train_documents=1)
+    store = in_memory(*(range(97, 97 + size) for size in (3, 0, 20, 0, 5)), held_out=4)
     held_out = documents_of(Evaluation(of(store), 8), Even(), 2)
     assert held_out.numbers.tolist() == [1, 2, 3, 4]
     assert held_out.targets.tolist() == [1, 21, 1, 6]

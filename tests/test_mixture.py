@@ -21,10 +21,9 @@ import data
 import data as mixture
 import train
 from data import ONE, Data, apportioned, entries_of, nested_shares, open_store
-from evaluate import Evaluation, tokens_of_each
+from evaluate import Evaluation, HeldOut, tokens_of_each, weighted
 from prepare import prepare
 from support.clock import Clock, shuffled
-from support.evaluation.scoring import HeldOut, weighted
 from support.store import byte_lengths, get_encoding
 
 pytestmark = pytest.mark.usefixtures("short_ends")
@@ -292,15 +291,12 @@ class ByByte(torch.nn.Module):
 def test_an_evaluation_of_a_mixture_is_that_of_each_store(stores):
     two = open_store(mixed(stores, 0.7, 0.3))
     data = Data(BYTES, two, special_ids=None, byte_lengths=byte_lengths(BYTES))
-    heard = []
-    evaluation = Evaluation(data, 64)
-    found = evaluation.run(ByByte(), ALONE, 8, heard.append)
+    found = Evaluation(data, 64).run(ByByte(), ALONE, 8)
     parts = [Evaluation(data._replace(store=p), 64).run(ByByte(), ALONE, 8) for p in two.parts]
     assert found.by_store == {"words": parts[0].val_bpb, "books": parts[1].val_bpb}
     assert parts[0].val_bpb != parts[1].val_bpb
     assert found.val_bpb == pytest.approx(0.7 * parts[0].val_bpb + 0.3 * parts[1].val_bpb)
     assert found.targets == parts[0].targets + parts[1].targets
-    assert heard == sorted(heard) and heard[-1] == evaluation.rows_in_all
 
 
 def test_tokens_of_an_evaluation_are_dealt_out_half_evenly(stores):

@@ -5,8 +5,6 @@ import sys
 import pytest
 import torch
 from conftest import widened
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
 
 import sample
 from model import Transformer, TransformerConfig
@@ -61,11 +59,12 @@ def test_what_the_model_was_doing_it_does_afterwards():
 # ---- models that are changed
 
 
-@pytest.mark.parametrize("away", [Away.STATE, Away.WEIGHTS])
-def test_an_offloaded_model_writes_the_same(away):
+def test_an_offloaded_model_writes_the_same():
     wanted, gpt = draw(3 * ROW), model()
     first, *others = parts_of(gpt, False)
-    placement = Placement((first, *(p._replace(away=away) for p in others)), "fp32", budget=0)
+    placement = Placement(
+        (first, *(p._replace(away=Away.WEIGHTS) for p in others)), "fp32", budget=0
+    )
     Offload(placement).move(gpt, torch.device("cpu"))
     assert draw(3 * ROW, gpt) == wanted
 
@@ -86,17 +85,6 @@ def test_compiled_blocks_run_as_they_are_written():
 
 
 # ---- how it is shown
-
-
-@settings(max_examples=10, deadline=None)
-@given(st.binary(max_size=12) | st.text(max_size=6).map(str.encode))
-@example("é".encode()[:1])  # it ends within a character
-def test_pieces_make_up_the_text(text):
-    assert "".join(sample.characters(BYTES, text)) == BYTES.decode(list(text))
-
-
-def test_a_character_is_shown_once_it_is_whole():
-    assert list(sample.characters(BYTES, "aé🙂b".encode())) == ["a", "é", "🙂", "b"]
 
 
 def test_shown_as_it_is_drawn(monkeypatch, run_of, capfd):
@@ -130,29 +118,19 @@ def test_the_command_prints_what_is_drawn(run_of, capsys):
     sample.main([run, "--prompt", "é", "--tokens", "30", "--seed", "3", "--samples", "2"])
     first, second = capsys.readouterr().out.split("-" * 40 + "\n")
     assert first == expected + "\n" and second.startswith("é") and second != first
-    sample.main([run, "--prompt", "", "--tokens", "3", "--checkpoint", "best", "--dtype", "bf16"])
+    sample.main([run, "--tokens", "3", "--checkpoint", "best", "--dtype", "bf16"])
 
 
-def test_refusals(run_of, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+def test_refusals(run_of):
     for flags, problem in {
         "bert": "holds a BERT",
-        "nowhere": "nowhere",
-        "bert --tokens 0": "--tokens",
-        "bert --samples -2": "--samples",
-        "bert --top-k 0": "--top-k",
         "bert --temperature -1": "--temperature",
-        "bert --temperature inf": "--temperature",
-        "bert --device cuda": "--device cuda",
-        "bert --dtype int3": "--dtype",
+        "bert --temperature nan": "--temperature",
     }.items():
         with pytest.raises(ValueError, match=problem):
             sample.main(flags.replace("bert", str(run_of("--model bert"))).split())
 
 
-def test_a_prompt_of_no_or_unknown_tokens_and_a_tokenizer_that_has_grown_are_refused():
-    for prompt in ([], [257], [-1]):
-        with pytest.raises(ValueError, match="a prompt needs at least one token, all of 0 to 256"):
-            draw(prompt=prompt)
+def test_a_tokenizer_that_has_grown_is_refused():
     with pytest.raises(ValueError, match="tokenizer pd4k has 4097 tokens, the model 320"):
         sample.write(model(), get_encoding(), "", 9)

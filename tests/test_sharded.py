@@ -22,6 +22,7 @@ from conftest import contents, start_ranks
 from small_batches import LLAMA, batch
 from torch import Tensor
 
+import evaluate
 import pseudo
 import sample
 from data import Data
@@ -31,7 +32,6 @@ from model import Batch, Transformer, TransformerConfig, run_plain, run_recomput
 from support import checkpoint
 from support import runtime as runtimes
 from support import runtime as sharded
-from support.evaluation import scoring
 from support.runtime import Runtime, rows_here
 from support.step.optim import Optimizers
 from support.store import Store, byte_lengths, get_encoding
@@ -251,7 +251,8 @@ def check_text_and_evaluation(runtime: Runtime, store: str) -> None:
     assert texts[0] == texts[1]
     data = Data(encoding, Store.open(store), None, byte_lengths(encoding))
     evaluation = Evaluation(data, 32, tokens=300)
-    at_once = next(n for n in (4, 5, 7) if -(-evaluation.rows_in_all // n) % runtime.world_size)
+    rows = len(evaluation.parts[0].pieces.rows)
+    at_once = next(n for n in (4, 5, 7) if -(-rows // n) % runtime.world_size)
     found = evaluation.run(ours, runtime, at_once)
     wanted = evaluation.run(alone, checkpoint.ALONE, at_once)
     assert close(found.val_bpb, wanted.val_bpb) and found.targets == wanted.targets
@@ -380,10 +381,10 @@ def test_ranks_together_do_what_one_process_does(tmp_path, store_dir):
 def test_ranks_without_rows_run_a_sharded_model_as_often_as_the_others(monkeypatch):
     """Ten rows on four ranks, two at once: in the second turn there are rows for one rank only."""
     blank, model = [], SimpleNamespace(hidden_states=lambda tokens: blank.append(tokens))
-    monkeypatch.setattr(scoring, "is_sharded", lambda model: True)
+    monkeypatch.setattr(evaluate, "is_sharded", lambda model: True)
     for rank, rows in enumerate((2, 1, 1, 1)):
         runtime = Runtime(rank, 4, CPU, torch.float32, "")
-        assert len([*scoring.own_rows(model, 10, 2, runtime, poll=print)]) == rows
+        assert len([*evaluate.own_rows(model, 10, 2, runtime)]) == rows
         assert len(blank) == 2 - rows
         blank.clear()
 

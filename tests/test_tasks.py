@@ -15,9 +15,10 @@ from small_stores import ONE
 from torch import nn
 
 import evaluate
+import tasks
 from model import Transformer, TransformerConfig
-from support.evaluation.tasks import Answers, answers_of, items_of, read_task, result_of
 from support.store import get_encoding
+from tasks import items_of, read_task, result_of
 
 BYTES = get_encoding("bytes")
 END = BYTES.eot_token
@@ -56,7 +57,7 @@ def requests(questions):
 
 def items_from(tmp_path, questions, encoding=BYTES):
     task = read_task(write_lines(tmp_path / "task.jsonl", questions))
-    return task, items_of(task, encoding, ROW, show=False)
+    return task, items_of(task, encoding, ROW)
 
 
 # ---- what is read
@@ -72,7 +73,7 @@ def test_both_forms_of_a_file_are_the_same_questions(tmp_path):
         (tmp_path / "requests.jsonl.gz").write_bytes(gzip.compress(text))
         published = read_task(tmp_path / "requests.jsonl.gz")
         assert plain.kind == published.kind == kind and published.left_out == len(bare)
-        assert [q[1:] for q in plain.questions] == [q[1:] for q in published.questions]
+        assert plain.questions == published.questions
         assert len(plain.questions) == len(questions)
     assert plain.questions[1].contexts == ["so Ann", "so Robert"]
     assert [question.label for question in plain.questions] == [0, 1, 1]
@@ -100,8 +101,8 @@ def test_blanks_at_the_border_and_merges_across_it(tmp_path):
     questions = [{"context": context, "continuation": after} for context, after in texts]
     _, items = items_from(tmp_path, questions, pd4k)
 
-    tokens = [items.texts.store.tokens[slice(*span)].tolist() for span in items.texts.spans]
-    asked = [text[seen:] for text, seen in zip(tokens, items.texts.seen, strict=True)]
+    tokens = [items.store.tokens[slice(*span)].tolist() for span in items.spans]
+    asked = [text[seen:] for text, seen in zip(tokens, items.seen, strict=True)]
     assert asked[0] == asked[1] == pd4k.encode_ordinary(" house") and len(asked[0]) == 1
     assert tokens[2] == pd4k.encode_ordinary("It was winter"), "encoded as one text"
     assert asked[2]
@@ -111,11 +112,11 @@ def test_a_long_context_keeps_its_end_and_a_long_continuation_is_left_out(tmp_pa
     too_long = {"context": "a", "continuations": [" b", "c" * (ROW + 1)], "label": 1}
     _, items = items_from(tmp_path, [*CHOICES, too_long])
     assert (items.too_long, items.cut) == (1, 0) and len(items.questions) == len(CHOICES)
-    assert len(items.texts.spans) == 7, "and nothing of it is asked"
+    assert len(items.spans) == 7, "and nothing of it is asked"
     _, items = items_from(tmp_path, LAST_WORDS)
-    assert items.cut == 1 and items.texts.spans[1, 1] - items.texts.spans[1, 0] == ROW
-    text = items.texts.store.tokens[slice(*items.texts.spans[1])].tolist()
-    assert bytes(text).endswith(b"for. It ends") and items.texts.seen[1] == ROW - 5
+    assert items.cut == 1 and items.spans[1, 1] - items.spans[1, 0] == ROW
+    text = items.store.tokens[slice(*items.spans[1])].tolist()
+    assert bytes(text).endswith(b"for. It ends") and items.seen[1] == ROW - 5
     with pytest.raises(ValueError, match=r"task\.jsonl: no question fits"):
         items_from(tmp_path, [too_long])
 
@@ -145,22 +146,22 @@ def test_answers_are_those_of_each_item_alone(tmp_path, questions):
     _, items = items_from(tmp_path, questions)
     expected = [by_definition(model, *pair) for one in questions for pair in pairs_of(one)]
     nats, likeliest = (list(column) for column in zip(*expected, strict=True))
-    for pack in (False, True):
-        laid = evaluate.lay_texts(items.texts, ROW, pack=pack)
-        answers = answers_of(laid, model, ONE, 2)
-        np.testing.assert_allclose(answers.nats, nats, rtol=tolerance)
-        assert answers.likeliest.tolist() == likeliest
+    laid = evaluate.lay_items(items, ROW)
+    sums = evaluate.sums_by_item(tasks.answers, laid, model, ONE, columns=2, at_once=2)
+    np.testing.assert_allclose(sums[:, 0], nats, rtol=tolerance)
+    assert (sums[:, 1] == 0).tolist() == likeliest
     assert len(laid.rows) < len(nats) and likeliest[-1] == ("Ann" in questions[-1]["context"])
     # The comparison sees items that attend to their neighbours.
     alone = model.hidden_states
     model.hidden_states = lambda tokens, positions, doc_ids: alone(tokens, positions, 0 * doc_ids)
-    assert np.abs(answers_of(laid, model, ONE, 2).nats / nats - 1).max() > 100 * tolerance
+    sums = evaluate.sums_by_item(tasks.answers, laid, model, ONE, columns=2, at_once=2)
+    assert np.abs(sums[:, 0] / nats - 1).max() > 100 * tolerance
 
 
 def test_results_worked_by_hand(tmp_path):
     task, items = items_from(tmp_path, LAST_WORDS)
-    answers = Answers(np.array([1.0, 2.0, 3.0, 2.0]), np.array([True, False, False, True]))
-    result = result_of(task, items, answers)
+    sums = np.array([[1.0, 0], [2.0, 1], [3.0, 2], [2.0, 0]])
+    result = result_of(task, items, sums)
     assert result["accuracy"] == 0.5 and result["perplexity"] == pytest.approx(math.exp(2))
     assert result["accuracy_error"] == pytest.approx(math.sqrt(0.25 / 3))
     questions = [
@@ -170,7 +171,7 @@ def test_results_worked_by_hand(tmp_path):
     ]
     task, items = items_from(tmp_path, questions)
     nats = np.array([1.0, 1.8, 0.5, 4.0, 3.0, 2.5, 2.0, 9.0])
-    result = result_of(task, items, Answers(nats, np.zeros(8, bool)))
+    result = result_of(task, items, np.stack((nats, nats), axis=1))
     # most probable: 0, 0, 2 (of labels 1, 0, 1). By bytes, the blank not counted: 0.5, 0.45 -> 1;
     # 0.25, 1 -> 0; 3, 1.25, 1, 9 -> 2, with the two bytes of é
     assert result["accuracy"] == pytest.approx(1 / 3)
