@@ -1,32 +1,466 @@
-"""One run, or several side by side, as a page that says more than their logs do.
+"""One run, or several side by side, as one HTML page that says more than their logs do.
 
     python report.py runs/gpt-nano-1                         # writes report.html into the run
     python report.py runs/a runs/b runs/c --out compared.html
     python report.py runs/a runs/b --loss 2.0                # and what each pays to reach this loss
 
-From a step to a chart: a number arises in plan.py (a field of `Step`) or in train.py's
-`Trainer.update` (a field of `Done`). support/run/progress.py `log_step` writes both to a line of
-log.jsonl; `read_run` in support/report/run_page.py makes each field of a line a column, and `page`
-there turns the columns it names into charts (comparison.py for several runs); page.py `html` has
-charts.py `svg` draw them. A field that run_page.py does not name gets no chart, except
-difficulties.
+From a step to a chart: `log_step` in support/run.py writes a line of log.jsonl, such as
 
-Runs that differ only in their seed are one recipe. A page is one HTML file, without scripts or
-fonts from elsewhere. Only logs are read: no model, data or checkpoint.
+    {"event": "train", "step": 7, "consumed_tokens": 14336, "loss": 6.61, "kept_tokens": 32, ...}
+
+`read_run` makes each field a column, an array with a number of each step; CHARTS says which columns
+are drawn, and under which title; `curves_of` takes a column of each run, and `plot` draws them. A
+field that CHARTS does not name gets no chart, except difficulties.
+
+Runs whose settings differ only in their seed are one recipe: one row of numbers, with their mean
+and spread, and one colour. Two seeds that end with 1.92 and 1.96 bits per byte are shown as 1.940
+(1.920 to 1.960). A loss is reached where the line between two evaluations crosses it first: 3.0
+after 100 tokens and 2.0 after 200 is 2.5 after 150. Only logs are read: no model, data or
+checkpoint. report.html holds the frame of a page and its colours, for light and dark.
 """
 
+import math
+import statistics
+from collections import defaultdict
+from collections.abc import Sequence
+from html import escape
+from itertools import pairwise
 from pathlib import Path
+from string import Template
+from typing import NamedTuple
+
+import numpy as np
 
 import config
-from support.report import comparison, run_page
-from support.report.page import Page, Table, html
-from support.report.run_page import RunLog, read_run
+from support.run import read_log
 from support.runtime import Parser, exit_cleanly
-from support.settings import Flat, Value, flattened, real_number, settings_of, shown_default
+from support.settings import PREFIXES, duration, flattened, real_number, settings_of, several, short
 from support.store import atomic_write
 
+FRAME = Path(__file__).with_suffix(".html").read_text(encoding="utf-8")
+# What a run spends, and a comparison may hold fixed. Time is that of the steps, without evaluations
+# and checkpoints
+UNITS = {"consumed_tokens": "consumed tokens", "real_tokens": "raw tokens", "flops": "FLOPs"}
+UNITS |= {"seconds": "minutes"}
+# Column: title, unit, and what a value is multiplied by
+CHARTS = {
+    "grad_norm": ("Gradient norm", "", 1),
+    "lr": ("Learning rate", "", 1),
+    "max_piece_len": ("Longest piece", "tokens", 1),
+    "pool": ("Samples that may be drawn", "", 1),
+    "kept_tokens": ("Kept tokens", "of a row", 1),
+    "dropped_share": ("Dropped", "% of layer-tokens", 100),
+    "padding_share": ("Padding", "% of positions", 100),
+    "ms": ("Step time", "ms", 1),
+    "tokens_per_s": ("Raw tokens per second", "", 1),
+    "mfu": ("MFU", "% of the peak", 100),
+}
+MEASURED = ("loss", "grad_norm", "padding_share", "ms", "tokens_per_s", "mfu")  # others: scheduled
+COLUMNS = ("step", "layer_tokens", "loss", "epochs", "consumed_tokens", "real_tokens", "flops")
+AXIS = "consumed_tokens"  # of charts
+SEEDS = {f"run.{name}" for name in ("seed", "out", "resume", "keep", "wandb")}  # no other recipe
+SEEDS |= {"run.eval_every", "run.checkpoint_every"}
 
-def main(argv: list[str] | None = None) -> int:
+
+# ---- logs
+
+
+class RunLog(NamedTuple):
+    folder: Path
+    lines: dict[str, list[dict]]  # by event: run, eval, stage, sample, ...; damaged ones are "torn"
+    steps: dict[str, np.ndarray]  # of the "train" lines: name -> (n,) float64, NaN where not logged
+
+    @property
+    def settings(self) -> dict[str, object]:
+        """As of the last start."""
+        return self.lines["run"][-1]["config"]
+
+    @property
+    def final(self) -> dict | None:
+        """The evaluation at the end, on as much held-out text as --final-eval-tokens says."""
+        return next((line for line in reversed(self.lines["eval"]) if line["last"]), None)
+
+    @property
+    def on_the_way(self) -> list[dict]:
+        """The evaluations before it, all on the same text; without any, the last one."""
+        return [line for line in self.lines["eval"] if not line["last"]] or self.lines["eval"]
+
+    def at(self, column: str, step: float = math.inf) -> float:
+        """What a column that counts from 0 had reached after a step, or at the end."""
+        done = int(np.searchsorted(self.steps["step"], step, side="right"))
+        return float(self.steps[column][done - 1]) if done else 0.0
+
+    def text_of(self, line: dict) -> str:
+        """Example: on 32,768 tokens of the embedded corpus's held-out text"""
+        masked = "masked " if self.settings["model.model"] == "bert" else ""
+        store = self.settings["data.data"] or "the embedded corpus"
+        return f"on {line['targets']:,} {masked}tokens of {store}'s held-out text"
+
+
+def read_run(folder: Path) -> RunLog:
+    """Read the log in the folder of a run.
+
+    Raises: ValueError for a folder without one
+    Cost:   15 µs a step on one core, and 2 KB of memory
+    """
+    lines: dict[str, list[dict]] = defaultdict(list)
+    for line in read_log(folder):
+        lines[line["event"]].append(line)
+    if not lines["run"]:
+        raise ValueError(f"{folder} holds no log.jsonl: name the folder of a run that has begun")
+    trains = lines.pop("train", [])
+    found = {name for line in trains for name in line if name.startswith("difficulty_")}
+    names = (*COLUMNS, *CHARTS, *sorted(found))
+    steps = {n: np.array([line.get(n) for line in trains], dtype=float) for n in names}
+    steps["seconds"] = np.nancumsum(steps["ms"]) / 1e3
+    real, computed = (np.diff(steps[n], prepend=0.0) for n in ("real_tokens", "layer_tokens"))
+    positions = real / (1 - steps["padding_share"])
+    steps["positions"] = positions.cumsum()
+    # repeated context counts as computed, not as tokens
+    full = lines["run"][-1]["config"]["model.layers"] * positions
+    steps["dropped_share"] = (1 - computed / full).clip(min=0).round(4)
+    return RunLog(folder, lines, steps)
+
+
+def recipes_of(logs: Sequence[RunLog]) -> dict[str, list[RunLog]]:
+    """Runs with the same settings but the seed together, in the order of their first runs."""
+    groups: dict[str, list[RunLog]] = {}
+    for log in logs:
+        own = sorted((name, str(v)) for name, v in log.settings.items() if name not in SEEDS)
+        groups.setdefault(str(own), []).append(log)
+    more = [f" and {len(runs) - 1} more" * (len(runs) > 1) for runs in groups.values()]
+    return {f"{runs[0].folder}{m}": runs for runs, m in zip(groups.values(), more, strict=True)}
+
+
+def cost_to_reach(log: RunLog, loss: float) -> dict[str, float] | None:
+    """What a run spent, by the names of UNITS, until its held-out loss fell to so many bits a byte.
+
+    Returns: None if it never did; what its first evaluation took if that was there already
+    Example: 3.0 after 100 tokens and 2.0 after 200: 2.5 is reached after 150
+    """
+    lines = log.on_the_way
+    for before, now in pairwise(lines[:1] + lines):
+        if now["val_bpb"] <= loss:
+            losses = -before["val_bpb"], -now["val_bpb"]  # rising, as np.interp wants them
+            spent = {u: (log.at(u, before["step"]), log.at(u, now["step"])) for u in UNITS}
+            return {u: float(np.interp(-loss, losses, ends)) for u, ends in spent.items()}
+    return None
+
+
+# ---- charts
+
+SIZE = (420, 232)  # units of a chart with its axes; a page scales it as a whole
+LEFT, RIGHT, TOP, BOTTOM = 48, 12, 18, 38  # units around the plot
+COLORS = 6  # of report.html; further curves are dashed
+POINTS = 400  # of a drawn curve, about one for each pixel column of a phone
+PARTS = 50  # points of a smoothed curve at most, each the median of five steps or more
+HIGHEST = 0.98  # the share of measured values that an axis has room for
+
+
+class Curve(NamedTuple):
+    label: str  # in the legend; "" for none
+    x: np.ndarray  # (n,) ascending
+    y: np.ndarray  # (n,)
+    color: int = 0
+    kind: str = "line"  # line | faint | level | dots: with a dot at each point
+
+    @property
+    def look(self) -> str:
+        return f"{self.kind} c{self.color % COLORS} dashed{self.color // COLORS % 3}"
+
+
+def plot(
+    curves: Sequence[Curve],
+    x_unit: str,
+    *,
+    from_zero: bool = False,
+    highest: float = math.inf,
+    marks: Sequence[float] = (),
+    x_ticks: Sequence[tuple[float, str]] = (),
+    size: tuple[int, int] = SIZE,
+) -> str:
+    """An SVG of curves, each with at least a point.
+
+    Args: highest what lies above it is drawn at the upper edge
+          marks   numbered places on the horizontal axis
+          x_ticks its ticks, from the first one on; without them it begins at 0
+    """
+    bottom, right = size[1] - BOTTOM, size[0] - RIGHT
+    xs, ys = (np.concatenate([curve[field] for curve in curves]) for field in (1, 2))
+    low, high = min(0.0, ys.min()) if from_zero else ys.min(), min(ys.max(), highest)
+    room = 0.06 * ((high - low) or abs(high) or 1)
+    x_ends = (x_ticks[0][0] if x_ticks else 0.0, xs.max() or 1.0)
+    y_ends = (low if from_zero else low - room, high + room)
+
+    def place(x: np.ndarray | float, y: np.ndarray | float) -> tuple[np.ndarray, np.ndarray]:
+        """In the picture; at its edge, what is beyond an axis."""
+        return np.interp(x, x_ends, (LEFT, right)), np.interp(y, y_ends, (bottom, TOP))
+
+    line = '<line class="{}" x1="{:.1f}" y1="{:.1f}" x2="{:.1f}" y2="{:.1f}"/>'.format
+    text = '<text class="{}" x="{:.1f}" y="{:.1f}">{}</text>'.format
+    box = f'viewBox="0 0 {size[0]} {size[1]}"'
+    parts = [f'<svg class="chart" width="{size[0]}" height="{size[1]}" {box}>']
+    for tick, number in ticks(*y_ends):
+        _, y = place(0, tick)
+        parts += [line("grid", LEFT, y, right, y), text("y", LEFT - 8, y + 4, number)]
+    for tick, number in x_ticks or ticks(*x_ends):
+        parts.append(text("x", place(tick, 0)[0], bottom + 16, number))
+    parts += [line("base", LEFT, bottom, right, bottom), text("y", right, bottom + 32, x_unit)]
+    for number, mark in enumerate(marks, 1):
+        x, _ = place(mark, 0)
+        parts += [line("mark", x, bottom, x, TOP), text("x", x, TOP - 4, number)]
+    for curve in curves:
+        points = [f"{x:.1f},{y:.1f}" for x, y in zip(*place(curve.x, curve.y), strict=True)]
+        ends = f"{curve.label}: from {curve.y[0]:.4g} to {curve.y[-1]:.4g}"
+        parts.append(f'<g class="{curve.look}"><title>{escape(ends)}</title>')
+        parts.append(f'<polyline points="{" ".join(points)}"/>')
+        if curve.kind == "dots" or len(points) == 1:  # a single point makes no line
+            parts += ['<circle cx="{}" cy="{}" r="3"/>'.format(*p.split(",")) for p in points]
+        parts.append("</g>")
+    return "\n".join([*parts, "</svg>"])
+
+
+def ticks(low: float, high: float, about: int = 5) -> list[tuple[float, str]]:
+    """Round numbers between two, with their texts.
+
+    Example: 0 to 61440 -> (0, "0"), (20000, "20 K"), (40000, "40 K"), (60000, "60 K")
+    """
+    rough = (high - low) / about
+    power = 10.0 ** math.floor(math.log10(rough))
+    step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= rough * 0.999)
+    values = [n * step for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    largest = max(map(abs, values))
+    prefix = int(math.log10(largest) // 3) if largest >= 10_000 else 0
+    return [(v, f"{v / 1000**prefix:.4g} {PREFIXES[prefix] if v else ''}".strip()) for v in values]
+
+
+def thinned(x: np.ndarray, y: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """At most POINTS of the points, evenly spaced, the last one included."""
+    keep = np.unique(np.linspace(0, len(x) - 1, POINTS).astype(int)) if len(x) else []
+    return x[keep], y[keep]
+
+
+def medians(x: np.ndarray, y: np.ndarray, parts: int) -> tuple[np.ndarray, np.ndarray]:
+    """The median of each of so many parts, at the x of the value in its middle.
+
+    Example: x = [0, 1, 2, 3, 4, 5] and y = [3, 1, 2, 9, 8, 7] in 2 -> [1, 4] and [2, 8]
+    """
+    stretches = np.array_split(np.arange(len(x)), parts)
+    middles = [stretch[len(stretch) // 2] for stretch in stretches]
+    return x[middles], np.array([np.median(y[stretch]) for stretch in stretches])
+
+
+# ---- the parts of a page
+
+Runs = list[tuple[RunLog, str, int]]  # each with the name and the colour of its recipe
+
+
+def curves_of(runs: Runs, column: str, scale: float) -> list[Curve]:
+    """A column of every run; of what is measured the median of every few steps."""
+    curves = []
+    for log, label, color in runs:
+        y = scale * log.steps[column]
+        x, y = log.steps[AXIS][np.isfinite(y)], y[np.isfinite(y)]
+        if column in MEASURED and len(x) >= PARTS // 2:
+            parts = min(PARTS, len(x) // 5)
+            if len(runs) == 1:
+                curves.append(Curve("each step", *thinned(x, y), kind="faint"))
+                label = f"median of {len(x) // parts} steps"
+            x, y = medians(x, y, parts)
+        curves.append(Curve(label, *thinned(x, y), color))
+    return curves
+
+
+def held_out(runs: Runs, unit: str) -> list[Curve]:
+    """The held-out loss of every run against one of UNITS, seconds as minutes."""
+    curves = []
+    for log, label, color in runs:
+        x = np.array([log.at(unit, line["step"]) for line in log.on_the_way])
+        y = np.array([line["val_bpb"] for line in log.on_the_way])
+        curves.append(Curve(label, x / 60 if unit == "seconds" else x, y, color, "dots"))
+    return curves
+
+
+def figure(title: str, unit: str, curves: list[Curve], x_unit: str, **look: object) -> str:
+    """A chart under its title and legend; "" if there is nothing to draw. `look` is of `plot`."""
+    curves = [curve for curve in curves if len(curve.x)]
+    if not curves:
+        return ""
+    looks = {curve.label: curve.look for curve in curves}
+    keys = [f'<span><b class="{look}">━</b> {escape(name)}</span>' for name, look in looks.items()]
+    legend = f"<div>{' '.join(keys)}</div>" * (len(keys) > 1)
+    drawn = plot(curves, x_unit, **look)
+    return f"<figure><figcaption><b>{title}</b> {unit}{legend}</figcaption>{drawn}</figure>"
+
+
+def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
+    """Held-out and training loss, the columns of CHARTS, difficulties; what never changes is left
+    out.
+    """
+    logs = [log for log, *_ in runs]
+    drawn = []
+    for unit, x_unit in UNITS.items() if len(runs) > 1 else [(AXIS, UNITS[AXIS])]:
+        curves = held_out(runs, unit)
+        if loss is not None:
+            ends = np.array([0.0, max(curve.x.max(initial=0) for curve in curves)])
+            curves.append(Curve(f"{loss:.3f}", ends, np.full(2, loss), kind="level"))
+        drawn.append(figure("Held-out loss", "bits per byte", curves, x_unit, marks=marks))
+    is_gpt = all(log.settings["model.model"] == "gpt" for log in logs)  # a BERT has other targets
+    sizes = {log.lines["run"][-1].get("bytes_per_token", 0) * is_gpt for log in logs}
+    in_bits = 0 not in sizes and len(sizes) == 1
+    unit, scale = ("bits per byte", 1 / (math.log(2) * sizes.pop())) if in_bits else ("nats", 1)
+    shown = {"loss": ("Training loss", unit, scale)} | CHARTS
+    found = set.intersection(*(set(log.steps) for log in logs))
+    found = sorted(name for name in found if name.startswith("difficulty_"))
+    shown |= {name: (name.replace("_", " ").capitalize(), "at most", 1) for name in found}
+    for column, (title, unit, scale) in shown.items():
+        values = np.concatenate([scale * log.steps[column] for log in logs])
+        values = values[np.isfinite(values)]
+        if not len(values) or values.min() == values.max():
+            continue
+        curves = curves_of(runs, column, scale)
+        if column == "loss" and in_bits and len(runs) == 1:
+            curves += held_out([(logs[0], "held out", 1)], AXIS)
+        highest = np.quantile(values, HIGHEST) if column in MEASURED else math.inf
+        look = {"marks": marks, "from_zero": column != "loss", "highest": highest}
+        drawn.append(figure(title, unit, curves, UNITS[AXIS], **look))
+    return drawn
+
+
+def with_seeds(values: list[float], digits: int) -> str:
+    """The mean, with the least and the most over seeds: [1.0, 1.2] -> "1.10 (1.00 to 1.20)" """
+    if not values:
+        return "–"
+    ends = f" ({min(values):.{digits}f} to {max(values):.{digits}f})" if len(values) > 1 else ""
+    return f"{statistics.mean(values):.{digits}f}{ends}"
+
+
+def cell(value: str, detail: str) -> str:
+    return f"{value}<small>{escape(detail)}</small>"
+
+
+def facts(logs: list[RunLog]) -> dict[str, str]:
+    """What matters first of a recipe, as cells of a table: the means over its runs."""
+    settings, ended = logs[0].settings, [log for log in logs if log.final]
+    evals = [(log, log.final or log.on_the_way[-1]) for log in ended or logs if log.lines["eval"]]
+    texts = {log.text_of(line) for log, line in evals}
+    text = texts.pop() if len(texts) == 1 else "on texts that differ" * len(texts)
+    loss = with_seeds([line["val_bpb"] for _, line in evals], 3)
+    mean = {name: statistics.mean(log.at(name) for log in logs) for name in logs[0].steps}
+    positions, seconds = (mean[name] or math.nan for name in ("positions", "seconds"))
+    dropped = max(1 - mean["layer_tokens"] / (settings["model.layers"] * positions), 0.0)
+    state = f"{min(mean[AXIS] / settings['optim.tokens'], 1):.0%} of its budget"
+    state = "finished" if len(ended) == len(logs) else state
+    torn = sum(len(log.lines["torn"]) for log in logs)
+    damaged = f", without {several(torn, 'damaged line')} of the log" * (torn > 0)
+    rate = f"{short(mean['real_tokens'] / seconds)} raw tokens per second"
+    return {
+        "Held-out loss": cell(loss, f"bits per byte {'at the end ' * bool(ended)}{text}"),
+        "Dropped": cell(f"{dropped:.1%}", "of layer-tokens"),
+        "Padding": cell(f"{1 - mean['real_tokens'] / positions:.1%}", "of positions"),
+        "Where it stands": cell(state, f"step {mean['step']:,.0f}{damaged}"),
+        "Consumed tokens": cell(short(mean[AXIS]), f"of {short(settings['optim.tokens'])}"),
+        "Raw tokens": cell(short(mean["real_tokens"]), f"{mean['epochs']:.3g} epochs"),
+        "FLOPs": cell(short(mean["flops"], "FLOP"), "executed"),
+        "Time of all steps": cell(duration(mean["seconds"]), rate),
+    }
+
+
+def costs(logs: list[RunLog], first: list[RunLog], loss: float) -> dict[str, str]:
+    """What a recipe's runs spent until they reached a loss, as a ratio to the first's mean."""
+    own, base = ([c for log in runs if (c := cost_to_reach(log, loss))] for runs in (logs, first))
+    cells = {"reached": f"{len(own)} of {len(logs)}"}
+    for unit, name in UNITS.items():
+        mean = statistics.mean(cost[unit] for cost in base) if base else math.nan
+        spent = [cost[unit] for cost in own]
+        ratio = with_seeds([value / mean for value in spent if base], 2)
+        words = duration if unit == "seconds" else short
+        below = any(log.on_the_way[0]["val_bpb"] < loss for log in logs if log.on_the_way)
+        ratio = f"≤ {ratio}" if below else ratio
+        cells[name] = cell(ratio, words(statistics.mean(spent)) if own else "not reached")
+    return cells
+
+
+def events_of(log: RunLog) -> list[tuple[int, str]]:
+    """After which steps a run went on after a stop, or --pseudo changed its model, in words."""
+    events = [(s["resumed_at"], f"resumed with commit {s['commit']}") for s in log.lines["run"][1:]]
+    for line in log.lines["stage"]:
+        used = " ".join("." if owner < 0 else str(owner) for owner in line["owners"])
+        events.append((line["step"], f"--pseudo: layers use the weights of {used}"))
+    return sorted(events)
+
+
+def differing(settings: dict[str, dict]) -> dict[str, dict[str, str]]:
+    """The settings that are not the same in all, by their flags."""
+    flags = {name: setting.flag for name, setting in settings_of(config.Config).items()}
+    names = dict.fromkeys(name for one in settings.values() for name in one)
+    differ = [n for n in names if len({str(one.get(n)) for one in settings.values()}) > 1]
+    return {
+        name: {flags.get(n, n): escape(str(one.get(n))) for n in differ}
+        for name, one in settings.items()
+    }
+
+
+def table(rows: dict[str, dict[str, str]], turned: bool = False) -> str:
+    """Each row's cells by their columns, as HTML; turned, each row is a column."""
+    if not any(rows.values()):
+        return ""
+    lines = [
+        ["", *next(iter(rows.values()))],
+        *([escape(name), *row.values()] for name, row in rows.items()),
+    ]
+    lines, look = (zip(*lines, strict=True), "turned") if turned else (lines, "recipes")
+    body = "".join(f"<tr><td>{'</td><td>'.join(line)}</td></tr>" for line in lines)
+    return f'<div class="wide" tabindex="0"><table class="{look}">{body}</table></div>'
+
+
+# ---- the page
+
+
+def page(logs: list[RunLog], loss: float | None = None) -> str:
+    """The HTML; `loss` is the one by whose cost several runs are compared."""
+    recipes = recipes_of(logs)
+    one, first = len(logs) == 1, next(iter(recipes.values()))
+    if not one and loss is None and all(log.lines["eval"] for log in first):
+        loss = max(log.on_the_way[-1]["val_bpb"] for log in first)  # that each of its seeds reaches
+    results = {name: facts(runs) for name, runs in recipes.items()}
+    compared = {name: costs(runs, first, loss) for name, runs in recipes.items() if loss}
+    settings = {name: runs[0].settings for name, runs in recipes.items()}
+    if one:
+        settings["default"] = flattened(config.build({}))
+    events = events_of(logs[0]) if one else []
+    runs = [(log, name, n) for n, (name, of_it) in enumerate(recipes.items()) for log in of_it]
+    charts = charts_of(runs, loss, [logs[0].at(AXIS, step) for step, _ in events])
+    happened = [f"({n}) after step {step:,} {what}" for n, (step, what) in enumerate(events, 1)]
+    samples = [line["text"] for log in logs for line in log.lines["sample"][-1:]]
+    argv = [f"{s['argv']}  # commit {s['commit']}" for log in logs for s in log.lines["run"]]
+    sections = {
+        "Result": table(results, turned=one),
+        f"Cost to reach {loss or 0:.3f} bits per byte": table(compared),
+        "Charts": f'<div class="charts">{"".join(charts)}</div>',
+        "Events": escape("; ".join(happened)),
+        "Settings that differ": table(differing(settings), turned=True),
+        "Samples": "".join(f"<pre>{escape(text)}</pre>" for text in samples),
+        "Commands": f"<pre>{escape(chr(10).join(argv))}</pre>",
+    }
+    parts = [f"<section><h2>{name}</h2>{part}</section>" for name, part in sections.items() if part]
+    title = escape(logs[0].folder.resolve().name if one else several(len(logs), "run"))
+    return Template(FRAME).substitute(title=title, body="\n".join(parts))
+
+
+def write(*folders: Path, out: Path | None = None, loss: float | None = None) -> Path:
+    """Write the page about these runs: without `out` into the folder of a single one.
+
+    Raises: ValueError if there is no log, or the file cannot be written
+    """
+    file = out or (folders[0] if len(folders) == 1 else Path()) / "report.html"
+    text = page([read_run(folder) for folder in folders], loss)
+    with atomic_write(file) as stream:
+        stream.write(text.encode())
+    return file
+
+
+def main(argv: list[str] | None = None) -> None:
     parser = Parser(prog="report.py", description="Show a run, or compare several.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="folder of a run")
     parser.add_argument("--out", type=Path, help="file to write (default: report.html)")
@@ -34,60 +468,7 @@ def main(argv: list[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if len({folder.resolve() for folder in args.runs}) < len(args.runs):
         raise ValueError("a run is named twice: name each run once")
-    if args.loss is not None and len(args.runs) == 1:
-        raise ValueError("--loss compares what several runs cost: name two runs or more")
-    logs = list(map(read_run, args.runs))
-    if len(logs) == 1:
-        page, out = page_of(logs[0]), args.out or args.runs[0] / "report.html"
-    else:
-        recipes = comparison.recipes_of(logs)
-        loss = comparison.target_of(recipes[0]) if args.loss is None else args.loss
-        changed = settings_table({recipe.name: recipe.settings for recipe in recipes})
-        page = comparison.page(recipes, loss, asked=args.loss is not None, changed=changed)
-        out = args.out or Path("report.html")
-    save(page, out)
-    print(f"report: {out}")
-    return 0
-
-
-def write(folder: Path) -> Path:
-    """Write report.html into the folder of a run.
-
-    Raises: ValueError if there is no log, or the file cannot be written
-    Cost:   0.03 s for a log of 1,000 steps, 3 s for one of 200,000, on one core
-    """
-    file = folder / "report.html"
-    save(page_of(read_run(folder)), file)
-    return file
-
-
-def save(page: Page, file: Path) -> None:
-    with atomic_write(file) as out:
-        out.write(html(page).encode())
-
-
-def page_of(log: RunLog) -> Page:
-    defaults = flattened(config.build({}))
-    changed = settings_table({"this run": log.settings, "default": defaults})
-    return run_page.page(log, changed, settings_table({"": log.settings}, fold="All settings"))
-
-
-def settings_table(columns: dict[str, Flat], fold: str = "") -> Table:
-    """The settings that are not the same in all columns, by their flags; with `fold` all."""
-    rows = []
-    for name in dict.fromkeys(name for settings in columns.values() for name in settings):
-        values = [settings.get(name) for settings in columns.values()]
-        if fold or any(value != values[0] for value in values):
-            setting = settings_of(config.Config).get(name)
-            flag = f"`{setting.flag if setting else name}`"
-            if name == "optim.schedule_tokens":  # no flag: --resume --tokens does not change it
-                flag = "`--tokens` at the start"
-            rows.append([flag, *map(shown, values)])
-    return Table(["", *columns], rows, fold=fold)
-
-
-def shown(value: Value) -> str:
-    return f"{value:,}" if type(value) is int else shown_default(value) or "–"
+    print(f"report: {write(*args.runs, out=args.out, loss=args.loss)}")
 
 
 if __name__ == "__main__":

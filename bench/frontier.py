@@ -65,9 +65,9 @@ import pseudo
 from data import open_data
 from model import TransformerConfig
 from plan import Plan, Step
+from report import FRAME, Curve, plot
 from support import runtime
 from support.clock import Clock
-from support.report.charts import Chart, Series, picture
 from support.run import read_log
 from support.weights import model_size
 from train import next_trainer
@@ -81,6 +81,11 @@ SIDES = ("plain", "techniques")
 FIXED = ("seconds", "raw tokens")
 TECHNIQUES = ("--ltd", "--pack", "--curriculum", "--pseudo")
 TITLES = {"nano": "Rows of 256", "books": "Rows of 2,048"}  # of the sections that are drawn
+SECONDS = (30, 50, 100, 200, 500, 1000)  # on the axis of a picture
+NOTE = (
+    "A dot is the end of a run, the mean of its seeds; its bar goes",
+    "from the least to the most. Lines join the best runs of a side.",
+)
 
 # ---- what is run
 
@@ -417,35 +422,43 @@ def spread(values: list[float]) -> str:
     return f"{statistics.mean(values):.3f} ({min(values):.3f} to {max(values):.3f})"
 
 
-def figure(section: str, device: str) -> Chart:
+def curves_of(section: str, device: str) -> list[Curve]:
     """Held-out loss against seconds: a dot for each run, and both frontiers as lines."""
     points = points_in(section, device)
-    series = []
+    curves = []
     for color, side in enumerate(SIDES):
         of_side = [p for p in points if p.plain == (side == "plain")]
         hull = envelope(of_side)
-        x, y = (np.array([getattr(p, name) for p in hull]) for name in ("cost", "loss"))
-        series.append(Series(side, x, y, "dots", color))
+        x, y = np.log10([p.cost for p in hull]), np.array([p.loss for p in hull])
+        curves.append(Curve(side, x, y, color, "dots"))
         for p in of_side:
-            ends = np.array([min(p.losses), max(p.losses)])
-            series.append(Series("", np.full(2, p.cost), ends, color=color))
-            series.append(Series("", np.array([p.cost]), np.array([p.loss]), "dots", color))
-    return Chart(
-        title=TITLES[section],
-        unit="bits per byte",
-        x_unit="seconds of all steps, on two CPU cores",
-        series=series,
-        x_from_zero=False,
-        log_x=True,
-        note="A dot is the end of a run, the mean of its seeds; its bar goes from the least to the"
-        " most. Lines join the runs that no other of their side beats.",
-        size=(440, 400),
-    )
+            x = np.full(2, np.log10(p.cost))
+            curves.append(Curve(p.flags, x, np.array([min(p.losses), max(p.losses)]), color))
+            curves.append(Curve(p.flags, x[:1], np.array([p.loss]), color, "dots"))
+    return curves
 
 
 def drawn() -> str:
     """The README's picture."""
-    return picture([figure(section, "cpu") for section in TITLES])
+    style, size, above = re.search(r"<style>.*?</style>", FRAME, re.DOTALL)[0], (440, 400), 90
+    ticks = [(float(np.log10(seconds)), f"{seconds:,}") for seconds in SECONDS]
+    parts = []
+    for number, (section, title) in enumerate(TITLES.items()):
+        x_unit = "seconds of all steps, on two CPU cores"
+        plotted = plot(curves_of(section, "cpu"), x_unit, x_ticks=ticks, size=size)
+        keys = [
+            f'<tspan class="c{n}" fill="currentColor">━</tspan> {s}' for n, s in enumerate(SIDES)
+        ]
+        heads = [f'<tspan class="title">{title}</tspan> bits per byte', *NOTE, "  ".join(keys)]
+        texts = [f'<text y="{18 * n}">{head}</text>' for n, head in enumerate(heads, 1)]
+        place = f"translate({number * size[0] + 12} 12)"
+        parts += [f'<g transform="{place}">', *texts, f'<g transform="translate(0 {above})">']
+        parts += [plotted, "</g></g>"]
+    box = f'width="{2 * size[0] + 24}" height="{size[1] + above + 24}"'
+    begin = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n{style}'
+    return "\n".join(
+        [begin, '<rect class="paper" width="100%" height="100%"/>', *parts, "</svg>\n"]
+    )
 
 
 MARKED = re.compile(r"(<!-- frontier ([^\n]*) -->\n).*?(<!-- /frontier -->)", re.DOTALL)

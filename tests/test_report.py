@@ -13,13 +13,12 @@ from conftest import ALL_ON, write_lines
 
 import config
 import report
-from support import settings as numbers
-from support.report import charts, comparison, page, run_page
-from support.report.comparison import Recipe
-from support.report.run_page import RunLog, read_run
-from support.settings import flattened
+from report import Curve, RunLog, read_run
+from support.settings import duration, flattened, short
 
-OUTSIDE = re.compile(r"""(?:src|href|action)\s*=|url\(|@import|https?:|//[a-z0-9-]+\.[a-z]""")
+OUTSIDE = re.compile(
+    r"""(?:src|href|action)\s*=|url\(|@import|https?:|//[a-z0-9-]+\.[a-z]|<script"""
+)
 
 
 def lines_of_a_run(flags="", losses=(3.0, 2.0), steps=4, ms=100.0, **start) -> list[dict]:
@@ -59,66 +58,64 @@ def log(make) -> RunLog:
     return read_run(make())
 
 
-def html_of(folder: Path) -> str:
-    return report.write(folder).read_text(encoding="utf-8")
+def html_of(*folders: Path, **more) -> str:
+    out = folders[0] / "page.html"
+    return report.write(*folders, out=out, **more).read_text(encoding="utf-8")
 
 
 def seen(text: str) -> str:
     """What a reader of the page reads."""
-    body = re.sub(r"<(style|script)>.*?</\1>", "", text, flags=re.S)
+    body = re.sub(r"<style>.*?</style>|<title>.*?</title>", "", text, flags=re.S)
     return " ".join(html_entities.unescape(re.sub(r"<[^>]+>", " ", body)).split())
 
 
-# Numbers, worked by hand
+# ---- numbers, worked by hand
 
 
 def test_a_loss_is_reached_where_it_is_crossed_first(make, log):
-    cost = comparison.cost_to_reach(log, 2.5)  # 3.0 after 2 steps, 2.0 after 4
+    cost = report.cost_to_reach(log, 2.5)  # 3.0 after 2 steps, 2.0 after 4
     middle = {"consumed_tokens": 300.0, "real_tokens": 600.0, "flops": 3e9, "seconds": 0.3}
     assert cost == pytest.approx(middle)
-    assert comparison.cost_to_reach(log, 2.0)["consumed_tokens"] == 400
-    assert comparison.cost_to_reach(log, 1.99) is None
-    assert comparison.cost_to_reach(log, 3.5)["consumed_tokens"] == 200
+    assert report.cost_to_reach(log, 2.0)["consumed_tokens"] == 400
+    assert report.cost_to_reach(log, 1.99) is None
+    assert report.cost_to_reach(log, 3.5)["consumed_tokens"] == 200
     twice = read_run(make("twice", losses=(3.0, 1.0, 3.0, 1.0)))
-    assert comparison.cost_to_reach(twice, 2.0)["consumed_tokens"] == 150
+    assert report.cost_to_reach(twice, 2.0)["consumed_tokens"] == 150
 
 
-def test_ratios_are_to_the_mean_of_the_first_recipe(make):
-    first = [read_run(make("a")), read_run(make("b", ms=300.0, losses=(3.0, 1.9)))]
-    other = [read_run(make("c", losses=(2.0, 1.0)))]
-    recipes = [Recipe("first", "", {}, first), Recipe("other", "", {}, other)]
-    loss = comparison.target_of(recipes[0])
-    assert loss == 2.0, "the highest that a seed of the first recipe ends with"
-    base, half = comparison.costs(recipes, loss)
-    mean = (0.4 + 0.3 * (4 - 2 * 0.1 / 1.1)) / 2
-    assert base.ratios["seconds"][0] == pytest.approx(0.4 / mean)
-    assert np.mean(base.ratios["seconds"]) == pytest.approx(1) and base.reached == base.of == 2
-    assert half.ratios["seconds"] == pytest.approx([0.2 / mean]) and not half.at_most
-    assert comparison.costs(recipes[::-1], 0.5)[1].ratios["seconds"] == []
-
-
-def test_what_is_dropped_is_counted_against_all_positions(make, log):
-    assert log.dropped_shares().tolist() == [0, 0, 0, 0]  # 600 of 3 layers x 200 tokens
+def test_what_is_dropped_is_counted_against_all_positions(log):
+    assert log.steps["dropped_share"].tolist() == [0, 0, 0, 0]  # 600 of 3 layers x 200 tokens
     padded = {"padding_share": 0.5}  # 400 positions, of which 1200 layer-tokens
     half = read_run(written(log.folder, [line | padded for line in lines_of_a_run()]))
-    assert half.dropped_shares().tolist() == [0.5] * 4 and half.dropped() == 0.5
+    assert half.steps["dropped_share"].tolist() == [0.5] * 4
+    cells = report.facts([half])
+    assert cells["Dropped"].startswith("50.0%") and cells["Padding"].startswith("50.0%")
 
 
-def test_known_answers(log):
-    x, y = charts.medians(np.arange(6), np.array([3.0, 1.0, 2.0, 9.0, 8.0, 7.0]), 3)
+def test_known_answers():
+    x, y = report.medians(np.arange(6), np.array([3.0, 1.0, 2.0, 9.0, 8.0, 7.0]), 2)
     assert x.tolist() == [1, 4] and y.tolist() == [2.0, 8.0]
-    x, y = charts.thinned(np.arange(6.0), np.array([0.0, 5.0, 1.0, 2.0, 9.0, 2.0]), 4)
-    assert y.tolist() == [0, 5, 2, 9, 2] and x.tolist() == [0, 1, 3, 4, 5]
-    shown = charts.ticks_of(charts.Axis(1, 60_000, log=True))
-    assert shown == [(1, "1"), (10, "10"), (100, "100"), (1000, "1000"), (10_000, "10 K")]
-    assert charts.ticks(charts.Axis(1, 60, log=True)) == [1, 2, 5, 10, 20, 50]
-    assert numbers.short(61440) == "61.4 K" and numbers.short(950) == "950"
-    assert numbers.short(1.2e9, "FLOP") == "1.20 GFLOP" and numbers.short(2e9)[-1] == "B"
-    times = [numbers.duration(seconds) for seconds in (8.24, 754, 7500)]
-    assert times == ["8.2 s", "12 min 34 s", "2 h 5 min"]
+    x, y = report.thinned(np.arange(1001.0), np.arange(1001.0))
+    assert len(x) == report.POINTS and x[0] == 0 and x[-1] == 1000
+    texts = [text for _, text in report.ticks(0, 61440)]
+    assert texts == ["0", "20 K", "40 K", "60 K"]
+    assert [text for _, text in report.ticks(0, 1)] == ["0", "0.2", "0.4", "0.6", "0.8", "1"]
+    assert report.with_seeds([1.0, 1.2], 2) == "1.10 (1.00 to 1.20)"
+    assert short(61440) == "61.4 K" and short(1.2e9, "FLOP") == "1.20 GFLOP"
+    assert [duration(seconds) for seconds in (8.24, 754)] == ["8.2 s", "12 min 34 s"]
 
 
-# Which runs are one recipe
+def test_a_point_is_drawn_where_its_numbers_are():
+    curve = Curve("a", np.array([0.0, 1.0]), np.array([0.0, 1.0]), kind="dots")
+    drawn = report.plot([curve], "tokens", from_zero=True, size=(160, 156), marks=[0.5])
+    assert 'points="48.0,118.0 148.0,23.7"' in drawn  # 100 x 100 units; 6 % of air above 1
+    assert drawn.count("<circle") == 2 and 'cx="148.0" cy="23.7"' in drawn
+    assert 'class="mark" x1="98.0"' in drawn
+    cut = report.plot([curve], "tokens", from_zero=True, highest=0.5, size=(160, 156))
+    assert 'points="48.0,118.0 148.0,18.0"' in cut, "at the upper edge"
+
+
+# ---- several runs
 
 
 def test_runs_that_differ_only_in_their_seed_are_one_recipe(make):
@@ -127,148 +124,107 @@ def test_runs_that_differ_only_in_their_seed_are_one_recipe(make):
         "b": "--tokens 60000 --seed 2 --out elsewhere --keep=5",
         "c": "--tokens 60K --ltd",
         "d": "--tokens 60K --ltd --ltd-start 32",
-        "e": "--tokens 60K --data other",
-        "f": "--tokens 60K --compile",
+        "e": "--tokens 60K --compile",
     }
-    recipes = comparison.recipes_of([read_run(make(name, flags=f)) for name, f in runs.items()])
-    groups = [[log.name for log in recipe.runs] for recipe in recipes]
-    assert groups == [["a", "b"], ["c"], ["d"], ["e"], ["f"]]
-    own = ["`--ltd`", "`--ltd --ltd-start 32`", "`--data other`", "`--compile`"]
-    assert [recipe.flags for recipe in recipes] == ["no other flags", *own]
-    assert [recipe.name for recipe in recipes] == ["a and 1 more", *"cdef"]
-    table = report.settings_table({recipe.flags: recipe.settings for recipe in recipes[:3]})
-    assert table.rows == [
-        ["`--ltd`", "off", "on", "on"],
-        ["`--ltd-start`", "–", "16", "32"],
-        ["`--ltd-share`", "–", "0.9", "0.9"],
+    recipes = report.recipes_of([read_run(make(name, flags=f)) for name, f in runs.items()])
+    groups = [[log.folder.name for log in logs] for logs in recipes.values()]
+    assert groups == [["a", "b"], ["c"], ["d"], ["e"]]
+    assert [Path(name).name for name in recipes] == ["a and 1 more", *"cde"]
+    settings = {name: logs[0].settings for name, logs in [*recipes.items()][:3]}
+    plain, dropping, later = report.differing(settings).values()
+    assert (plain["--ltd"], dropping["--ltd"]) == ("False", "True")
+    assert (dropping["--ltd-start"], later["--ltd-start"]) == ("16", "32")
+
+
+def test_a_comparison_has_the_spread_of_seeds_and_all_four_costs(make):
+    runs = [make("a"), make("b", flags="--seed 2", losses=(3.0, 2.1), ms=300.0)]
+    runs += [
+        make("c", flags="--ltd", losses=(2.0, 1.5)),
+        make("d", flags="--pack", losses=(3, 2.6)),
     ]
+    text = seen(html_of(*runs, loss=2.5))
+    assert "2.060 (2.010 to 2.110) bits per byte at the end on 90 tokens" in text
+    assert "Cost to reach 2.500 bits per byte" in text
+    for unit in ("consumed tokens", "raw tokens", "FLOPs", "minutes"):
+        assert text.count(unit) >= 2, "a column of costs and a chart"
+    first, second = 300, 200 + 200 * 0.5 / 0.9
+    mean = (first + second) / 2
+    ends = f"1.00 ({first / mean:.2f} to {second / mean:.2f}) {short(mean)}"
+    assert f"2 of 2 {ends}" in text and f"1 of 1 ≤ {200 / mean:.2f} 200" in text
+    assert text.count("not reached") == 4 and "0 of 1" in text
+    assert "Cost to reach 2.100" in seen(html_of(*runs)), "which both seeds of the first reach"
 
 
-def test_an_extended_run_is_no_run_with_the_larger_budget_from_its_start(make):
-    lines = lines_of_a_run("--tokens 60K --ltd")
-    settings = lines[0]["config"] | {"optim.tokens": 90_000}
-    again = {"argv": "train.py --resume --tokens 90K", "resumed_at": 4, "config": settings}
-    one = written(make("one"), [*lines, lines[0] | again])
-    two = make("two", flags="--tokens 90K --ltd")
-    recipes = comparison.recipes_of([read_run(one), read_run(two)])
-    assert [r.name for r in recipes] == ["one", "two"]
-    assert [r.flags for r in recipes] == ["`--tokens 60K then --tokens 90K`", "`--tokens 90K`"]
-    assert "--tokens at the start 60,000 2,000,000" in seen(html_of(one))
-
-
-# Logs as they are
+# ---- logs as they are
 
 
 def test_a_torn_line_is_left_out_and_counted_and_absent_fields_are_nan(make, log):
     lines = lines_of_a_run()
     lines[1]["mfu"] = None
     del lines[2]["mfu"]
-    folder = written(make("b"), [*lines, '{"event": "tra'])
-    damaged = read_run(folder)
-    assert damaged.unread == 1 and damaged.evals == log.evals
-    assert np.isnan(damaged.column("mfu")).tolist() == [True, True, False, False]
-    assert np.isnan(damaged.column("pool")).all() and damaged.median("mfu") == 0.25
+    damaged = read_run(written(make("b"), [*lines, '{"event": "tra']))
+    assert "without 1 damaged line" in report.facts([damaged])["Where it stands"]
+    assert np.isnan(damaged.steps["mfu"]).tolist() == [True, True, False, False]
+    assert np.isnan(damaged.steps["pool"]).all()
     for name in log.steps.keys() - {"mfu"}:
-        assert np.array_equal(damaged.steps[name], log.steps[name])
+        assert np.array_equal(damaged.steps[name], log.steps[name], equal_nan=True)
 
 
 def test_a_run_that_has_hardly_begun(make):
-    other = str(make("b", flags="--ltd"))
+    other = make("b", flags="--ltd")
     for kept in (1, 2, 3, 4):
         folder = written(make(), lines_of_a_run()[:kept])
-        text = seen(html_of(folder))
-        assert "not finished" in text or "no step is in its log yet" in text
-        assert report.main([str(folder), other, "--out", str(folder / "both.html")]) == 0
+        assert "of its budget" in seen(html_of(folder))
+        html_of(folder, other)
+        html_of(other, folder)
 
 
-def test_a_run_tells_its_stops_stages_and_stores(make):
+def test_a_run_tells_its_stops_and_stages(make):
     lines = lines_of_a_run(steps=40)
-    assert "by store" not in seen(html_of(make("without")))
     lines.insert(13, lines[0] | {"resumed_at": 12, "commit": "def"})
     lines.insert(3, {"event": "stage", "step": 2, "owners": [0, 1, -1]})
-    lines[-1]["by_store"] = {"bible": 1.5, "jargon": 2.25}
     text = html_of(written(make(), lines))
-    stage = "1 2 200 --pseudo: 2 of 3 layers have their own weights of layer: 0 1 ."
-    assert f"{stage} 2 12 1.20 K resumed, with commit def" in seen(text)
-    assert text.count('class="mark"') == 2 * text.count('class="chart"') > 6
-    assert "bible, at last 1.500 jargon, at last 2.250" in seen(text)
+    assert "(1) after step 2 --pseudo: layers use the weights of 0 1 ." in seen(text)
+    assert "(2) after step 12 resumed with commit def" in seen(text)
+    assert text.count('class="mark"') == 2 * text.count('class="chart"') > 4
 
 
-# The page
+# ---- the page
 
 
-def test_a_page_is_small_well_formed_and_needs_nothing_from_elsewhere(make, tmp_path):
+def test_a_page_is_small_well_formed_and_needs_nothing_from_elsewhere(make):
     one = make(steps=2_000, losses=tuple(np.linspace(3, 1, 100)))
-    report.main([str(one), str(make("b", flags="--ltd")), "--out", f"{tmp_path}/c.html"])
-    for text in html_of(one), (tmp_path / "c.html").read_text():
+    for text in html_of(one), html_of(one, make("b", flags="--ltd")):
         assert not OUTSIDE.search(text) and len(text) < 200_000
-        no_xml = r"<(script|style)>.*?</\1>|<!.*?>|<meta.*?>"
+        no_xml = r"<style>.*?</style>|<!.*?>|<meta.*?>"
         ElementTree.fromstring(re.sub(no_xml, "", text, flags=re.S))
         assert "nan" not in seen(text).lower().split() and "nan," not in text
 
 
-def test_a_comparison_has_all_four_costs_as_charts_and_columns(make, tmp_path):
-    runs = [make("a"), make("b", flags="--seed 2"), make("c", flags="--ltd", losses=(2.0, 1.5))]
-    runs = [*map(str, runs), str(make("d", flags="--pack", losses=(3.0, 2.6)))]
-    report.main([*runs, "--loss", "2.5", "--out", f"{tmp_path}/c.html"])
-    text = seen((tmp_path / "c.html").read_text())
-    for unit in ("consumed tokens", "raw tokens", "FLOPs", "seconds"):
-        assert f"Loss against {unit}" in text
-    assert "1.00 (1.00 to 1.00) 300" in text  # two seeds of the first recipe
-    assert "≤ 0.67 (one seed) 200" in text and "at the first evaluation already" in text
-    on_the_way = "50 tokens of the embedded corpus's held-out text"
-    assert f"Cost to reach 2.500 bits per byte on {on_the_way}" in text
-    assert f"at the end on {on_the_way.replace('50', '90')}" in text
-    assert text.count("--pack ") == 2, "among the recipes and the settings"
-    assert text.count("not reached") == 4 and "0 of 1" in text
-
-
 def test_training_loss_is_in_bits_beside_held_out_loss_where_that_can_be_known(make):
     """A nat per target of 2 bytes is 1 / (2 ln 2) bits per byte."""
-    none = page.Table([], [])
-    part = run_page.loss_section(read_run(make(bytes_per_token=2.0)), none)
-    training, on_the_way, end = part.charts[0].series
-    assert part.charts[0].unit == "bits per byte" and "2.00 bytes a token" in part.notes[0]
-    assert training.y[0] == pytest.approx(9 / 2 / math.log(2))
-    assert on_the_way.y.tolist() == [3.0, 2.0] and end.y.tolist() == [2.01]
-    assert end.label.endswith("at the end, on 90 tokens of the embedded corpus's held-out text")
-    for flags, why in ("", "no bytes per token"), ("--model bert --data web", "masked tokens are"):
-        about = {"bytes_per_token": 2.0} if flags else {}
-        part = run_page.loss_section(read_run(make("old", flags=flags, **about)), none)
-        assert part.charts[0].unit == "nats per target" and len(part.charts[0].series) == 1
-        assert why in part.notes[0]
-    assert part.charts[1].series[0].label.endswith("50 masked tokens of web's held-out text")
-
-
-def test_long_runs_are_drawn_in_minutes(make):
-    """Four steps of a quarter of an hour each; the first evaluation is after the second."""
-    recipes = comparison.recipes_of([read_run(make(ms=900_000.0))])
-    chart = comparison.chart_against("seconds", recipes, None)
-    assert chart.x_unit == "minutes" and chart.series[0].x.tolist() == [30, 60]
-
-
-def test_a_point_is_drawn_where_its_numbers_are():
-    one = charts.Series("a", np.array([0.0, 1.0]), np.array([0.0, 1.0]), "dots")
-    chart = charts.Chart("", "", "", [one], from_zero=True, size=(160, 156))
-    drawn = charts.svg(chart)  # 100 x 100 units of plot; 6 % of air above 1
-    assert 'points="48.0,118.0 148.0,23.7"' in drawn
-    assert drawn.count("<circle") == 2 and 'cx="148.0" cy="23.7"' in drawn
-    assert 'data-x="0 1 0 48 148" data-y="0 1.06 0 118 18"' in drawn
-
-
-# The command
+    text = html_of(make(bytes_per_token=2.0))
+    first = 9 / 2 / math.log(2)
+    assert "Training loss bits per byte" in seen(text) and f"from {first:.4g} to" in text
+    assert "held out: from 3 to 2" in text
+    for flags in ("", "--model bert --data web"):
+        text = html_of(make("old", flags=flags, **({"bytes_per_token": 2.0} if flags else {})))
+        assert "Training loss nats" in seen(text) and "held out: " not in text
+    assert "90 masked tokens of web's held-out text" in seen(text)
 
 
 def test_a_real_run(log_of, tmp_path, capsys):
     """The names that train.py logs are those that a report looks for."""
     folders = [str(written(tmp_path / "b", log_of())), str(written(tmp_path / "a", log_of(ALL_ON)))]
-    assert report.main(folders[1:]) == 0
+    report.main(folders[1:])
     assert capsys.readouterr().out.endswith(f"report: {folders[1]}/report.html\n")
     text = seen(Path(folders[1], "report.html").read_text())
     (end,) = (line for line in log_of(ALL_ON) if line.get("last"))
-    assert f"at the end {end['val_bpb']:.3f} bits per byte, on {end['targets']:,} tokens" in text
-    assert "Training loss bits per byte" in text
+    assert f"{end['val_bpb']:.3f} bits per byte at the end on {end['targets']:,} tokens" in text
+    assert "Training loss bits per byte" in text and "Difficulty rarity" in text
     titles = {"Training loss", "Longest piece", "Kept tokens", "Padding", "Dropped", "Step time"}
     assert not {title for title in titles if title not in text}
     assert "--ltd-start 16" in text and "damaged" not in text
-    assert report.main([*folders, "--out", f"{tmp_path}/both.html"]) == 0
+    report.main([*folders, "--out", f"{tmp_path}/both.html"])
+    with pytest.raises(ValueError, match="named twice"):
+        report.main([folders[0]] * 2)
