@@ -45,7 +45,7 @@ from support.settings import (
     unflattened,
 )
 from support.settings import parse as parse_flags
-from support.step.sizes import SIZES, of_block, with_defaults
+from support.sizes import BLOCKS, SIZES, with_defaults
 from support.weights import with_settings_of_init
 
 
@@ -153,7 +153,7 @@ def transformer_config(
         pos=m.pos,
         dropout=m.dropout,
         nsp=m.nsp,
-        **of_block(m.block),
+        **BLOCKS[m.block],
         kv_heads=m.kv_heads,
         qk_norm=m.qk_norm,
         rotary=Rotary(m.rope_theta, Scaling.parsed(m.rope_scaling) if m.rope_scaling else None),

@@ -7,7 +7,7 @@ Seam 2, `run_block(layer, block, x, meta)`: the layer loop calls each block thro
 
 In reading order: config, attention, block, the whole model; then what attention is told of each
 token, and the rotation that follows from it. Sizes by name and what they cost:
-support/step/sizes.py.
+support/sizes.py.
 
 GPT:  Radford et al. 2019 (GPT-2): pre-LN, learned positions or rotary (2104.09864).
 Llama: Touvron et al. 2023 (2302.13971): RMSNorm (1910.07467), SwiGLU (2002.05202), no biases; with
@@ -59,6 +59,8 @@ class TransformerConfig:
     tied: bool = True  # the embedding is also what turns features into logits
 
     def __post_init__(self) -> None:
+        if self.kind not in ("gpt", "bert"):
+            raise ValueError(f"--model {self.kind}: choose gpt or bert")
         if self.width % self.heads:
             raise ValueError(
                 f"--heads {self.heads} does not divide --width {self.width}: choose a divisor"
@@ -110,6 +112,8 @@ class RMSNorm(nn.RMSNorm):
 def norm_of(config: TransformerConfig) -> nn.Module:
     if config.norm == "rmsnorm":
         return RMSNorm(config.width, config.norm_eps)
+    if config.norm != "layernorm":
+        raise ValueError(f"norm {config.norm}: choose layernorm or rmsnorm")
     return nn.LayerNorm(config.width, config.norm_eps, bias=config.bias)
 
 
@@ -169,6 +173,8 @@ class Attention(nn.Module):
 class MLP(nn.Module):
     def __init__(self, config: TransformerConfig):
         super().__init__()
+        if config.mlp not in ("gelu", "swiglu"):
+            raise ValueError(f"mlp {config.mlp}: choose gelu or swiglu")
         self.gated = config.mlp == "swiglu"
         inner = (2 if self.gated else 1) * config.mlp_width
         self.c_fc = nn.Linear(config.width, inner, config.bias)
@@ -274,9 +280,11 @@ class Transformer(nn.Module):
         turns = None
         if config.pos == "learned":
             x = x + self.wpe(positions)
-        else:
+        elif config.pos == "rope":
             dtype = torch.promote_types(x.dtype, torch.float32)
             turns = rotation(positions, config.head_width, dtype, config.rotary)
+        else:
+            raise ValueError(f"--pos {config.pos}: choose learned or rope")
         meta = TokenMeta(positions, doc_ids, config.causal, turns, self.attention_impl(x))
         if config.kind == "bert":
             x = self.ln_f(x)

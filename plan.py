@@ -55,7 +55,7 @@ import ltd
 import packing
 import pseudo
 from analyze import ready
-from bert import SpecialIds, sentence_pairs
+from bert import SpecialIds, masked_tokens, sentence_pairs
 from config import TECHNIQUES, Config, samples_kind
 from curriculum import SCAN, Curriculum, Pool, Stage, parse_metrics
 from data import (
@@ -70,10 +70,11 @@ from data import (
     reshaped_len,
     samples_in,
 )
-from model import Batch, Predicted, predicted_by_bert
+from model import Batch, Predicted, TransformerConfig, predicted_by_bert
 from support.clock import MULTIPLE, Clock, Cursor, StepContext, effective_tokens, seed_of, shuffled
 from support.runtime import Runtime, on_device
-from support.step.flops import Laid
+from support.settings import short
+from support.sizes import flops_of_step
 
 MANY_EPOCHS = 4
 REPEATED = "text that is read more than 4 times teaches less and less (arXiv 2305.16264)"
@@ -94,7 +95,6 @@ class Step(NamedTuple):
     padding_share: float
     pieces: int  # of documents, on all ranks
     attention_share: float  # sum of their squared lengths, of what rows without padding could have
-    laid: Laid  # how these pieces lie in rows, on all ranks
     difficulty: dict[str, float]  # for the log: of each metric, and the samples in the pool
     note: str  # for the user: what the curriculum could not do as asked
     before: Clock
@@ -138,9 +138,15 @@ class Plan:
     """Turns a clock into a step: curriculum, then packing, then this rank's rows."""
 
     def __init__(
-        self, settings: Config, store: AnyStore, special_ids: SpecialIds | None, runtime: Runtime
+        self,
+        settings: Config,
+        store: AnyStore,
+        special_ids: SpecialIds | None,
+        runtime: Runtime,
+        model: TransformerConfig,
     ):
         self.settings, self.store, self.runtime = settings, store, runtime
+        self.model = model  # that a step's FLOPs are for
         self.special_ids = special_ids
         self.seq_len = settings.data.seq_len
         self.draws_per_step = settings.optim.batch_tokens // self.seq_len
@@ -197,6 +203,14 @@ class Plan:
         filled, seen = rows.sums(length), rows.sums(rows.seen)
         positions = len(rows) * chosen.seq_len
         tokens = tokens_by_layer(s, context, chosen.seq_len)
+        flops = flops_of_step(
+            self.model,
+            chosen.seq_len,
+            tokens,
+            filled=filled,
+            squares=rows.sums(length**2),
+            predicted=int(masked_tokens(length - self.extra).sum()) if self.special_ids else None,
+        )
         after = Clock(
             step=context.step,
             consumed_tokens=clock.consumed_tokens + effective_tokens(filled, seen, tokens),
@@ -204,7 +218,7 @@ class Plan:
             layer_tokens=clock.layer_tokens + len(rows) * sum(tokens),
             positions=clock.positions + positions,
             pieces=clock.pieces + len(length),
-            flops=clock.flops,
+            flops=clock.flops + flops,
             cursor=chosen.after,
         )
         targets, of_answer = counts(
@@ -227,7 +241,6 @@ class Plan:
             padding_share=1 - int(filled.sum()) / positions,
             pieces=len(length),
             attention_share=int((length**2).sum()) / (positions * chosen.seq_len),
-            laid=Laid(length, rows.offsets),
             difficulty=difficulty,
             note=stage.note,
             before=clock,
@@ -274,7 +287,7 @@ class Plan:
     def ahead_in_words(self, clock: Clock) -> str:
         """What the rest of a run reads if its rows are full.
 
-        Example: 489 steps, 2,002,944 tokens of text (0.73 epochs)
+        Example: 489 steps, 2,002,944 tokens of text (0.73 epochs), 11.9 TFLOP
         """
         end = self.end(clock)
         tokens = end.real_tokens - clock.real_tokens
@@ -282,15 +295,15 @@ class Plan:
         rows = ", if every row is full" if self.has_documents else ""
         warning = f"; {REPEATED}" if epochs > MANY_EPOCHS else ""
         return (
-            f"{end.step - clock.step:,} steps, {tokens:,} tokens of text ({epochs:,.2f} epochs)"
-            f"{rows}{warning}"
+            f"{end.step - clock.step:,} steps, {tokens:,} tokens of text ({epochs:,.2f} epochs),"
+            f" {short(end.flops - clock.flops, 'FLOP')}{rows}{warning}"
         )
 
     def plain(self) -> "Plan":
         """The plan of the same run without techniques."""
         off = {name: type(getattr(self.settings, name))() for name in TECHNIQUES}
         settings = replace(self.settings, **off)
-        return Plan(settings, self.store, self.special_ids, self.runtime)
+        return Plan(settings, self.store, self.special_ids, self.runtime, self.model)
 
     # ---- which samples
 

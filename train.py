@@ -43,7 +43,7 @@ import sample
 from config import Config
 from data import Data, MixedSamples, open_data, shares_of
 from evaluate import Evaluation
-from kernels.packed_attention import IMPLS
+from kernels.packed_attention import IMPLS, chosen_impl
 from kernels.triton_here import why_not
 from model import BlockRunner, Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Offload, placement_for
@@ -58,19 +58,22 @@ from support.runtime import (
     exit_cleanly,
     join,
     made_by,
+    one_line,
     peak_memory,
     refuse_step,
     shard,
     start,
     sync_gradients,
 )
-from support.step import machine
-from support.step.flops import Work, attention_of, flops_of_step, work_of
-from support.step.memory import MicroBatch, bytes_free, memory_of, micro_batch
-from support.step.memory import in_words as memory_in_words
-from support.step.optim import Optimizers, learning_rate
+from support.sizes import (
+    empty_model,
+    micro_batch_rows,
+    parameter_count,
+    parameters_in_words,
+    peak_flops,
+)
+from support.step.optim import Optimizers, learning_rate, state_bytes
 from support.step.placement import Placement, describe
-from support.step.sizes import empty_model, parameter_count, parameters_in_words
 from support.weights import initial_model, model_size
 
 SAMPLE_TOKENS = 100  # written at the end of a run
@@ -83,21 +86,31 @@ def main(argv: list[str] | None = None) -> int:
     runtime.check_same({"commit": commit()} | made_by(runtime) | config.shared_by_ranks(settings))
     if settings.run.fsdp:
         join(runtime)
-    micro_batch(settings, runtime)  # refused before anything is read
+    by_document = settings.pack.batch == "documents"
+    rows = micro_batch_rows(settings.optim, settings.data.seq_len, runtime, by_document)
     data = open_data(settings.data, settings.model.model == "bert", runtime)
     with_tokenizer = replace(settings.data, tokenizer=data.encoding.name)
     settings = replace(settings, data=with_tokenizer)
     runtime.check_same({"the text of --data": data.store.meta["sha256"]})
     size = started.size if started else model_size(settings, data.encoding)
     with Run(settings, runtime, size, data.store.meta, started) as run:
-        return go(run, data)
+        try:
+            return go(run, data, rows)
+        except torch.OutOfMemoryError as error:
+            raise ValueError(
+                f"--micro-batch-size {rows} is too much for this device: choose less, or add"
+                f" --checkpoint-activations or --offload ({one_line(error)})"
+            ) from None
 
 
-def go(run: Run, data: Data) -> int:
-    """Begin a run or go on with it, to its end or until a signal; the exit status."""
+def go(run: Run, data: Data, rows_at_once: int) -> int:
+    """Begin a run or go on with it, to its end or until a signal; the exit status.
+
+    Args: rows_at_once full rows of a micro-batch
+    """
     s, runtime = run.settings, run.runtime
-    plan = Plan(s, data.store, data.special_ids, runtime)
     shape = config.transformer_config(s, *run.size)
+    plan = Plan(s, data.store, data.special_ids, runtime, shape)
     state = None
     if run.started:
         like = empty_model(shape)
@@ -109,13 +122,12 @@ def go(run: Run, data: Data) -> int:
             return 0
     # of the whole model: --pseudo may begin with less of it, and must not be refused in mid-run
     placement = placement_of(s, empty_model(shape), runtime) if s.offload.on else None
-    batches = micro_batch(s, runtime, shape, placement)
-    announce(run, data, plan, shape, placement, batches)
+    announce(run, data, plan, shape, placement, rows_at_once)
     if s.run.dry_run:
         return 0
     model = empty_model(shape) if state else initial_model(shape, s, runtime.say)
     try:
-        trainer = assemble(s, model=model, runtime=runtime, rows_at_once=batches.count, state=state)
+        trainer = assemble(s, model=model, runtime=runtime, rows_at_once=rows_at_once, state=state)
     except ValueError as error:
         if state is None:
             raise
@@ -127,7 +139,7 @@ def go(run: Run, data: Data) -> int:
         parameters=parameter_count(shape),
         train_tokens=data.store.meta["train_tokens"],
         bytes_per_token=data.store.bytes_per_token,
-        peak_flops=machine.peak(runtime).flops,
+        peak_flops=peak_flops(runtime),
     )
     runtime.say(f"run: {run.folder}")
     stopped_by = train(run, data, plan, trainer)
@@ -144,20 +156,30 @@ def announce(
     plan: Plan,
     shape: TransformerConfig,
     placement: Placement | None,
-    batches: MicroBatch,
+    rows_at_once: int,
 ) -> None:
     """Say what is trained, on what, and what is ahead: all that --dry-run prints."""
     s, runtime, say, store = run.settings, run.runtime, run.runtime.say, data.store
     say(f"{s.model.model} {s.model.size}: {parameters_in_words(shape)}, {runtime.why}")
-    memory = memory_of(s, runtime, batches.count, shape, placement)
-    say(f"memory, by estimate: {memory_in_words(memory, bytes_free(runtime))}")
+    shards = runtime.world_size if s.run.fsdp else 1
+    named = dict(empty_model(shape).named_parameters())
+    state = state_bytes(named, muon=s.optim.optimizer == "muon", shards=shards)
+    sizes = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in state.items())
+    say(f"memory: {sizes}{' a rank' if shards > 1 else ''}, and activations")
     if placement:
-        say(placement_in_words(s, runtime, placement, batches.count))
-    say(f"batches: {batches.why}")
+        say(placement_in_words(s, runtime, placement, rows_at_once))
+    rows, seq_len = s.optim.batch_tokens // s.data.seq_len, s.data.seq_len
+    say(f"batches: {rows} rows of {seq_len} a step, {rows_at_once} at once a rank")
     if is_compiled(s, runtime):
         say("compile: blocks are compiled as their shapes come, which takes seconds")
     if plan.has_documents:
-        impl = attention_of(s, runtime, shape)
+        impl = chosen_impl(
+            runtime.device.type,
+            runtime.dtype,
+            head_width=shape.head_width,
+            dropout=shape.dropout,
+            compiled=s.run.compile == "on",
+        )
         say(f"attention: {impl}, {IMPLS[impl]}")
     say(f"data: {store.meta['train_tokens']:,} training tokens in {store.path}")
     if isinstance(plan.samples, MixedSamples):
@@ -175,7 +197,7 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
     Returns: 0, or the number of the signal that ended it before; a checkpoint is saved then
     """
     s, runtime = run.settings, run.runtime
-    evaluation = held_out(s, data, s.run.eval_tokens)
+    evaluation, peak = held_out(s, data, s.run.eval_tokens), peak_flops(runtime)
     with StopSignal() as stop, run.progress_bar() as bar:
         if run.evaluation_due and run.evaluated(evaluate(run, trainer, evaluation)):
             run.save(trainer.state(), trainer.optimizers.named)
@@ -186,12 +208,12 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
             if s.pseudo.on:
                 trainer = next_trainer(run, trainer, step)
             done = trainer.train_step(step)
-            flops = flops_of_step(s, trainer.work, step)
-            run.advance(step.after._replace(flops=run.clock.flops + flops.executed))
+            run.advance(step.after)
             ms = (time.perf_counter() - began) * 1e3 + waited_ms
             if note := plan.first_note(step):
                 runtime.say(f"--curriculum: {note}; see difficulty in log.jsonl")
-            columns = done._asdict() | step.columns()
+            rate = (step.after.flops - step.before.flops) / ms * 1e3
+            columns = done._asdict() | step.columns() | {"mfu": peak and round(rate / peak, 4)}
             run.log_step(step.before, columns, bar, ms=ms, waited_ms=waited_ms)
             if runtime.on_any_rank(stop.number > 0):
                 run.save(trainer.state(), trainer.optimizers.named)
@@ -331,7 +353,6 @@ def assemble(
     )
     if state:
         optimizers.load_state_dict(state["optimizers"])
-    blocks = pseudo.own_blocks(owners) if owners else s.model.layers
     return Trainer(
         settings=s,
         runtime=runtime,
@@ -341,14 +362,6 @@ def assemble(
         rows_at_once=rows_at_once,
         owners=owners,
         offloaded=offloaded,
-        work=work_of(
-            s,
-            runtime,
-            model.config,
-            rows_at_once,
-            blocks,
-            offloaded.streamed if offloaded else (),
-        ),
     )
 
 
@@ -388,7 +401,6 @@ class Trainer:
     rows_at_once: int  # of full length
     owners: tuple[int, ...] | None  # --pseudo: the layer whose weights each layer uses
     offloaded: "Offload | None"
-    work: Work
 
     def train_step(self, step: Step) -> Done:
         """Forward and backward over this rank's rows, micro-batch by micro-batch; clip; step."""

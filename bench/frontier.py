@@ -145,7 +145,7 @@ def planned(
     here = runtime.start("cpu", "fp32")
     settings, data = open_data(config.build(config.parse(arm.argv(stores))), here)
     model = config.transformer_config(settings, *model_size(settings, data.encoding))
-    plan = Plan(settings, data.store, data.special_ids, here)
+    plan = Plan(settings, data.store, data.special_ids, here, model)
 
     def steps() -> Iterator[tuple[str, Step]]:
         clock = Clock()

@@ -58,7 +58,6 @@ from kernels.cross_entropy import IGNORE, linear_cross_entropy
 from kernels.packed_attention import bounds, index_of, packed_attention
 from kernels.token_drop import merge, reference_gather, reference_scatter, split
 from support.runtime import exit_cleanly
-from support.step import machine
 
 
 class Shape(NamedTuple):
@@ -425,10 +424,7 @@ def main() -> None:
     parser.add_argument("--size", choices=CASES, nargs="+", help="(default: by --device)")
     args = parser.parse_args()
     chosen = pick(args.operators, OPERATORS)
-    if args.device == "cuda":
-        peak = product_rate("cuda", torch.bfloat16)
-    else:
-        peak = machine.measured_peak(torch.float32)
+    peak = product_rate(args.device, torch.bfloat16 if args.device == "cuda" else torch.float32)
     keep = recorder("kernels", args, turns=args.turns, peak_tflops=round(peak / 1e12, 3))
     wrong = []
     for name in chosen:

@@ -41,12 +41,10 @@ from torch import nn
 
 import config
 from model import Transformer
-from plan import Plan, Step, tokens_by_layer
+from plan import Plan, Step
 from prepare import embedded_store
 from support import runtime
 from support.clock import Clock
-from support.step.optim import flops_of_muon
-from support.step.sizes import flops_of_row
 from support.store import Store
 from train import Trainer, assemble
 
@@ -130,10 +128,13 @@ DEFAULT_VARIANTS = [name for name in OURS if "padded" not in name and "offload" 
 # ---- a variant: its steps, and what makes them
 
 
-def steps_of(settings: config.Config, device: str, count: int) -> list[Step]:
+def steps_of(
+    settings: config.Config, device: str, count: int, vocab_size: int = 4_160
+) -> list[Step]:
     """The first steps of a run on the embedded corpus."""
+    shape = config.transformer_config(settings, vocab_size)
     store, here = Store.open(embedded_store("pd4k")), runtime.start(device, "auto")
-    plan, clock = Plan(settings, store, None, here), Clock()
+    plan, clock = Plan(settings, store, None, here, shape), Clock()
     steps = []
     for _ in range(count):
         steps.append(plan(clock))
@@ -203,28 +204,19 @@ def check_same_function(folder: Path, case: Case) -> None:
 class Predicted(NamedTuple):
     """What is known of a variant without timing it, of one step."""
 
-    flops: float  # a token attends to its own document, and Muon multiplies matrices too
+    flops: float  # see flops_of_step in support/sizes.py; those of Muon do not count
     real_tokens: float
     seen_share: float  # of the tokens, over all layers
 
 
 def predicted(case: Case, variant: Variant, device: str, flags: str = "") -> Predicted:
     settings = variant.settings(case, device, flags)
-    shape = config.transformer_config(settings, case.vocab_size)
-    T, width, layers = settings.data.seq_len, shape.width, shape.layers
-    steps = steps_of(settings, device, case.steps_in_turn)
-    tokens = tokens_by_layer(settings, steps[0].context, T)
-    flops = 0
-    for step in steps:
-        row = flops_of_row(shape, tokens_by_layer(settings, step.context, T), T)
-        masked_scores = int((1 - step.attention_share) * T * T)
-        flops += len(step.batch.tokens) * (row - layers * 6 * width * masked_scores)
-        if settings.optim.optimizer == "muon":
-            flops += layers * flops_of_muon(shape, device)
+    steps = steps_of(settings, device, case.steps_in_turn, case.vocab_size)
+    tokens, after = steps[0].tokens_by_layer, steps[-1].after
     return Predicted(
-        flops=flops / len(steps),
-        real_tokens=steps[-1].after.real_tokens / len(steps),
-        seen_share=sum(tokens) / len(tokens) / T,
+        flops=after.flops / len(steps),
+        real_tokens=after.real_tokens / len(steps),
+        seen_share=sum(tokens) / len(tokens) / settings.data.seq_len,
     )
 
 

@@ -48,7 +48,7 @@ class Clock(NamedTuple):
     layer_tokens: int = 0  # positions times the layers they went through, including padding
     positions: int = 0  # of all rows, including padding
     pieces: int = 0  # of documents, placed in rows
-    flops: int = 0  # executed on all ranks, see support/step/flops.py; the plan leaves it alone
+    flops: int = 0  # needed on all ranks, see flops_of_step in support/sizes.py
     cursor: Cursor = Cursor()
 
     def later(self, each: "Clock", count: int) -> "Clock":

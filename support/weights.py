@@ -54,7 +54,7 @@ from support.clock import seed_of
 from support.run import ModelSize, Settings
 from support.runtime import Parser, exit_cleanly
 from support.settings import Flat, as_flags
-from support.step.sizes import SIZES, ModelConfig, with_defaults
+from support.sizes import SIZES, ModelConfig, with_defaults
 from support.store import atomic_folder, atomic_write, fingerprint, get_encoding, vocab_size
 
 # ---- the layouts

@@ -74,7 +74,9 @@ def repeated(tmp_path_factory):
     """A store of held-out documents; their texts are "abc " so many times."""
     folder = tmp_path_factory.mktemp("repeated")
     lines = [{"text": "abc " * n} for n in (40, 1, 7)]
-    prepare([write_lines(folder / "mine.jsonl", lines)], folder / "store", BYTES, "bytes", holdout=1)
+    prepare(
+        [write_lines(folder / "mine.jsonl", lines)], folder / "store", BYTES, "bytes", holdout=1
+    )
     return folder / "store"
 
 

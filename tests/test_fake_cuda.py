@@ -22,14 +22,13 @@ SMALL = (
     " --eval-every 0 --final-eval-tokens 16 --compile off"
 )
 IN_FP32 = "--dtype fp32 --optimizer adamw"  # so that rounding is not amplified
-# Left out: products that time the machine, and most of the sample. Triton's interpreter is faster
-# with the head's columns in small blocks.
+# Left out: most of the sample. Triton's interpreter is faster with the head's columns in small
+# blocks.
 UNTIMED = {
     "train.SAMPLE_TOKENS": "3",
     "kernels.cross_entropy.COLS": "256",
     "kernels.attention_tiles.tiles": "lambda *_: dict(OWN=16, VISITED=16, num_warps=4,"
     " num_stages=2)",
-    "support.step.machine.measured_peak": "lambda *_: 1e14",
 }
 # And what is no step: a last evaluation and a sample.
 STEPS_ALONE = UNTIMED | {"train.finish": "lambda *_: None"}

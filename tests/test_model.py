@@ -405,3 +405,14 @@ def test_residual_outputs_start_smaller_in_gpt():
             for inner in (block.attn.c_attn, block.mlp.c_fc):
                 assert inner.weight.std().item() == pytest.approx(0.02, rel=0.03)
                 assert not inner.bias.any()
+
+
+@pytest.mark.parametrize(
+    "unknown", [{"pos": "alibi"}, {"kind": "t5"}, {"norm": "batchnorm"}, {"mlp": "relu"}]
+)
+def test_an_unknown_choice_is_refused_where_it_is_read(unknown):
+    """A third name of positions is not taken for rotary ones, say."""
+    ((_, value),) = unknown.items()
+    with pytest.raises(ValueError, match=value):
+        shape = dict(kind="gpt", layers=1, heads=2, width=16, mlp_width=32, seq_len=8, vocab_size=9)
+        Transformer(TransformerConfig(**shape | unknown)).logits(torch.ones(1, 8).long())

@@ -12,8 +12,8 @@ from model import Transformer, TransformerConfig
 from offload import budget_bytes, placement_for
 from support import runtime
 from support.runtime import Runtime
+from support.sizes import empty_model
 from support.step.placement import Away, Part, Placement, parts_of, place
-from support.step.sizes import empty_model
 
 NOTHING, STATE, GRADIENTS, WEIGHTS = Away
 MIB = 2**20

@@ -32,7 +32,7 @@ def plan(store, flags="", number=0, world=1):
     settings = config.build(config.parse(f"{SMALL} {flags}".split()))
     special_ids = SPECIAL_IDS if "bert" in flags else None
     runtime = Alone(number, world, torch.device("cpu"), torch.float32, "")
-    return Plan(settings, store, special_ids, runtime)
+    return Plan(settings, store, special_ids, runtime, config.transformer_config(settings, 320))
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,8 @@
 
 import importlib
 import json
+import platform
+import resource
 import sys
 import sysconfig
 from pathlib import Path
@@ -10,12 +12,14 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import start_ranks
 from torch._subclasses import FakeTensorMode
 
 from kernels import triton_here
 from kernels.packed_attention import chosen_impl
 from kernels.token_drop import checked_impl
 from kernels.triton_here import why_not
+from support import runtime
 from support.runtime import ROOT, exit_cleanly, start
 
 # --- devices
@@ -189,3 +193,23 @@ def test_a_reader_that_has_read_enough_ends_a_command_without_a_word():
     command = Popen([sys.executable, "-c", code], stdout=PIPE, stderr=PIPE, cwd=ROOT)
     command.stdout.close()
     assert command.stderr.read() == b"" and command.wait() == 141
+
+
+def check_faults(flags: list[str]) -> None:
+    """Page faults of two steps after the first, before and after freed memory is kept."""
+
+    def faults() -> int:
+        [torch.ones(4_000_000) for _ in range(4)]  # 64 MB, freed together
+        return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+    before = [faults() for _ in range(3)]
+    runtime.keep_freed_memory()
+    after = [faults() for _ in range(3)]
+    assert before[2] - before[0] > 7_000, "else there is nothing to mend here"
+    assert after[2] - after[0] < (before[2] - before[0]) / 2
+
+
+@pytest.mark.dist
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="glibc's allocator alone is told")
+def test_steps_get_the_pages_of_the_steps_before():
+    start_ranks(1, [], work=check_faults)

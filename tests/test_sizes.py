@@ -1,12 +1,29 @@
-"""The sizes by name have the published counts of parameters; FLOPs of a row, worked by hand.
-
-That these are what torch counts is in tests/test_flops.py.
+"""What a model and a step cost: parameters, FLOPs beside torch's counter, and a run's first lines.
 
 python -m pytest tests/test_sizes.py
 """
 
-from model import TransformerConfig
-from support.step.sizes import SIZES, flops_of_row, parameter_count, with_defaults
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import ALL_ON, SMALL, contents, refusal_of
+from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
+
+import config
+import model
+import train
+from data import open_data
+from model import Transformer, TransformerConfig
+from plan import Plan
+from support import sizes
+from support.clock import Clock
+from support.runtime import Runtime
+from support.sizes import SIZES, flops_of_step, parameter_count, with_defaults
+from support.step.optim import OptimConfig
+
+ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
 
 
 def test_published_parameter_counts():
@@ -20,15 +37,214 @@ def test_published_parameter_counts():
     assert parameter_count(shape) == 109_514_298 - 2 * width
 
 
-def test_flops_of_a_row_worked_example():
-    config = TransformerConfig("gpt", 2, 1, 4, 16, 8, 10)
-    assert flops_of_row(config, [8, 4], 8) == 17_664
-    assert flops_of_row(config, [8, 8], 8) > 17_664 > flops_of_row(config, [8, 0], 8)
-
-
 def test_only_a_new_nano_gpt_has_a_head_and_a_beta2_of_its_own():
     init, told = {"model.init": "a.safetensors"}, {"model.tied": True, "optim.beta2": 0.5}
     others = [(0.95, {"model.size": "124M"}), (0.95, init), (0.999, {"model.model": "bert"})]
     for beta2, given in [(0.99, {}), (0.5, told), *others]:
         found = with_defaults(given)
         assert (found["model.tied"], found["optim.beta2"]) == (given != {}, beta2), given
+
+
+# ---- FLOPs
+
+
+def test_flops_worked_examples():
+    shape = TransformerConfig("gpt", 2, 1, 4, 16, 8, 10)
+    full = {"filled": np.array([8]), "squares": np.array([64])}
+    assert flops_of_step(shape, 8, [8, 4], **full) == 17_664
+    assert flops_of_step(shape, 8, [8, 0], **full) == 17_664 - 6 * (192 * 4 + 4 * 4 * 4)
+    # two rows, of documents of 4 and 2, and of 3; half of 6 is kept, and all of 3: 5 + 9 pairs
+    packed = {"filled": np.array([6, 3]), "squares": np.array([20, 9])}
+    matrices = 6 * (192 * (8 + 3) + 10 * 4 * 8) * 2
+    assert flops_of_step(shape, 8, [8, 3], **packed) == matrices + 6 * 4 * (29 + 14)
+    bert = TransformerConfig("bert", 2, 1, 4, 16, 8, 10)
+    head = 6 * (10 * 4 + 4 * 4) * 3
+    said = flops_of_step(bert, 8, [8, 3], **packed, predicted=3)
+    assert said == 6 * 192 * 11 * 2 + 12 * 4 * (29 + 14) + head
+
+
+def attention_flops(q, k, v, *more, out_shape=None, **options):
+    causal = more[1] if len(more) > 1 else options.get("is_causal", False)
+    return sdpa_flop_count(q, k, v) // (2 if causal else 1)
+
+
+def backward_flops(dout, q, k, v, out, lse, dropout, causal, *more, out_shape=None, **options):
+    """Four products; that the scores are computed again is nothing that the model needs."""
+    return 2 * sdpa_flop_count(q, k, v) // (2 if causal else 1)
+
+
+def addmm_flops(into, left, right, *more, out_shape=None, **options):
+    return 2 * left[0] * left[1] * right[1]
+
+
+MAPPING = {  # what torch's counter does not know, and causal attention as half of the square
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: attention_flops,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: backward_flops,
+    torch.ops.aten.addmm_: addmm_flops,
+}
+FEW = "--layers 3 --batch-tokens 1024 --tokens 100000 --optimizer adamw"
+
+
+def planned(line: str) -> Plan:
+    settings = config.build(config.parse(line.split()))
+    data = open_data(settings.data, settings.model.model == "bert", ONE)
+    shape = config.transformer_config(settings, -(-data.encoding.n_vocab // 64) * 64)
+    return Plan(settings, data.store, data.special_ids, ONE, shape)
+
+
+# On a CPU, documents in one call are padded to one length, and their scores are computed again in
+# the backward pass.
+@pytest.mark.parametrize(
+    ("flags", "at_most"),
+    [
+        ("", 1.001),
+        ("--ltd", 1.001),
+        ("--block llama --kv-heads 2 --qk-norm --no-tied", 1.001),
+        ("--curriculum seqlen --curriculum-start 64", 1.001),
+        ("--layers 4 --pseudo --pseudo-layers 2", 1.001),
+        ("--pack --seq-len 1024", 1.02),
+        ("--pack --ltd --ltd-start 128", 1.08),
+        ("--model bert --ltd", 1.08),
+        ("--model bert --pack --nsp", 1.08),
+    ],
+)
+def test_a_step_has_the_flops_that_torch_counts(flags, at_most):
+    plan = planned(f"{FEW} {flags}")
+    step, net = plan(Clock()), Transformer(plan.model)
+    trainer = train.assemble(plan.settings, model=net, runtime=ONE, rows_at_once=4)
+    with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter:
+        trainer.train_step(step)
+    assert 0.999 < counter.get_total_flops() / step.after.flops < at_most
+
+
+def test_what_a_fork_adds_to_a_block_is_counted(monkeypatch):
+    class Odd(model.Block):
+        def __init__(self, config):
+            super().__init__(config)
+            self.gate = torch.nn.Linear(config.width, 2 * config.width)
+
+    monkeypatch.setattr(model, "Block", Odd)
+    assert sizes.weights_of_block(TransformerConfig("gpt", 2, 1, 6, 24, 8, 10)) == (12 + 2) * 6 * 6
+
+
+def test_a_peak_is_known_by_the_devices_name(monkeypatch):
+    def peak(name: str, dtype: torch.dtype = torch.bfloat16) -> float | None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        return sizes.peak_flops(Runtime(0, 2, torch.device("cuda"), dtype, ""))
+
+    assert peak("NVIDIA H100 80GB HBM3") == peak("NVIDIA H200") == 2 * 989.4e12
+    assert peak("NVIDIA H100 PCIe", torch.float32) == 756e12
+    assert (peak("NVIDIA L4"), peak("NVIDIA L40S")) == (2 * 121e12, 2 * 362e12)
+    for name in ("NVIDIA L40", "NVIDIA A10G", "NVIDIA GeForce RTX 4090 Laptop GPU"):
+        assert peak(name) is None
+    assert sizes.peak_flops(ONE) is None
+
+
+def test_the_log_says_what_steps_cost_and_how_fast_they_are(run, short_ends, log_of, monkeypatch):
+    assert all(line["mfu"] is None for line in log_of("") if line["event"] == "train")
+    monkeypatch.setattr(train, "peak_flops", lambda runtime: 1e12)
+    lines = run("--tokens 512")
+    assert lines[0]["train_tokens"] == 682_416 and lines[0]["peak_flops"] == 1e12
+    one, two = (line for line in lines if line["event"] == "train")
+    assert two["flops"] == 2 * one["flops"] > 0
+    for line in (one, two):
+        assert line["tokens_per_s"] == pytest.approx(256 / line["ms"] * 1e3, rel=0.01)
+        assert line["mfu"] == pytest.approx(one["flops"] / line["ms"] / 1e9, abs=1e-4)
+        assert line["epochs"] == round(line["real_tokens"] / 682_416, 4)
+
+
+# ---- the micro-batch
+
+
+def test_a_micro_batch_shares_rows_evenly():
+    def rows(batch: int, ranks: int = 1, asked=None, seq_len=256, device="cpu", by_document=False):
+        runtime = Runtime(0, ranks, torch.device(device), torch.float32, "")
+        optim = OptimConfig(batch_tokens=batch * seq_len, micro_batch_size=asked)
+        return sizes.micro_batch_rows(optim, seq_len, runtime, by_document)
+
+    assert [rows(16, ranks) for ranks in (1, 2, 16)] == [16, 8, 1]
+    assert rows(16, asked=4) == 4 and rows(24) == 12, "16 would not divide 24"
+    assert (rows(512, seq_len=1024), rows(512, seq_len=1024, device="cuda")) == (4, 32)
+    assert rows(1, seq_len=8192) == 1, "at least a row"
+    assert (rows(16, 3, by_document=True), rows(1, 2, by_document=True)) == (5, 1)
+    with pytest.raises(ValueError, match="16 x --micro-batch-size 1 x"):
+        rows(17, 16)
+
+
+def test_too_little_memory_is_one_line_that_names_the_flags(store_dir, monkeypatch, capsys):
+    def out_of_memory(*_, **more):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB.\nMore")
+
+    monkeypatch.setattr(train, "assemble", out_of_memory)
+    line = f"train.py {SMALL} --data {store_dir} --out new"
+    said = refusal_of(train.main, line.split(), monkeypatch, capsys)
+    assert "--micro-batch-size 8 is too much" in said and "--checkpoint-activations" in said
+
+
+# ---- the first lines
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--ltd --ltd-start 8 --ltd-pace root --ltd-steps 7 --ltd-multiple 1",
+        "--curriculum seqlen-reshape --curriculum-start 8 --ltd --ltd-start 16",
+        "--curriculum seqlen --curriculum-pace discrete:32@0.3:8@0.31:16",
+        "--pseudo --pseudo-layers 2 --pseudo-until 0.5",
+        ALL_ON,
+        "--model bert --nsp --ltd --ltd-start 16",
+    ],
+)
+def test_what_is_ahead_is_what_the_run_does(flags, store_dir):
+    """Step by step it comes to the same clock, if rows are full."""
+    plan, clock = planned(f"{SMALL} --data {store_dir} {flags}"), Clock()
+    while clock.consumed_tokens < 4096:
+        clock = plan(clock).after
+    end = plan.end(Clock())
+    if plan.has_documents:
+        assert end.real_tokens == pytest.approx(clock.real_tokens, rel=0.3)
+    else:
+        assert end[:-1] == clock[:-1] and clock.flops > 0
+    assert ("if every row is full" in plan.ahead_in_words(Clock())) == plan.has_documents
+    plain = plan.plain().end(Clock(step=5, consumed_tokens=1280))
+    assert (plain.step, plain.consumed_tokens) == (4096 / 256, 4096)
+
+
+def test_steps_alike_are_taken_together_worked_example(store_dir, monkeypatch):
+    """Two of four layers keep 16 of 32 tokens until 0.5: a step of 8 rows consumes 8 * 24, then
+    8 * 32. 4,096,000 * 0.5 / 192 are 10,667 steps, to 2,048,064; the rest / 256 are 8,000.
+    """
+    small = f"{SMALL} --data {store_dir} --ltd --ltd-start 16 --ltd-share 0.5 --tokens"
+    plan, looks = planned(f"{small} 4096000"), []
+    full_step = plan.full_step
+    monkeypatch.setattr(plan, "full_step", lambda clock: looks.append(1) or full_step(clock))
+    end = plan.end(Clock())
+    assert (end.step, end.real_tokens) == (18_667, 18_667 * 256) and len(looks) < 3300
+    assert "more than 4 times" in plan.ahead_in_words(Clock())
+
+
+def test_a_dry_run_makes_nothing(store_dir, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(train, "assemble", pytest.fail)
+    offload = "--model bert --offload --offload-budget 400KB"
+    for flags in (f"{ALL_ON} --out there", offload):
+        line = f"{SMALL} --data {store_dir} {flags} --tokens 2048 --dry-run"
+        assert train.main(line.split()) == 0
+        said = capsys.readouterr().out
+        assert not list(tmp_path.iterdir())
+        parts = r"0\.0[67] M parameters \(.*blocks 0\.05 M.*\) with a vocabulary of 320, cpu"
+        assert re.search(parts, said) and ("on host" in said) == (flags == offload)
+        assert re.search(r"memory: weights 0.3 MB, gradients 0.3 MB, optimizer 0.[34] MB", said)
+        both = re.findall(r"^(?:ahead|without techniques): (\d+) steps.*FLOP", said, re.MULTILINE)
+        assert len(both) == 2 and both[1] == "8"
+
+
+def test_a_dry_run_of_a_run_that_is_there_leaves_it_as_it_is(run, tmp_path, store_dir, capsys):
+    run("--tokens 1024 --checkpoint-every 512 --eval-every 512")
+    folder = tmp_path / "run"
+    sorted(folder.glob("step-*.pt"))[-1].unlink()
+    before = contents(folder)
+    capsys.readouterr()
+    assert train.main(f"--resume --out {folder} --data {store_dir} --dry-run".split()) == 0
+    assert contents(folder) == before
+    assert "ahead: 2 steps, 512 tokens of text" in capsys.readouterr().out

@@ -18,7 +18,6 @@ back.
 
 import math
 from collections import defaultdict
-from collections.abc import Iterable
 
 import torch
 import torch.distributed as dist
@@ -208,12 +207,3 @@ def polynomial(G: Tensor, a: float, b: float, c: float) -> Tensor:
     Z = torch.baddbmm(G, G, G, beta=b, alpha=c)
     Z.diagonal(dim1=1, dim2=2).add_(a)
     return Z
-
-
-def flops_of_orthogonalising(shapes: Iterable[tuple[int, int]], device: str) -> int:
-    """Floating-point operations on matrices of these rows and columns."""
-    flops = 0
-    for m, k in map(sorted, shapes):
-        on_gram = device != "cuda" and k >= 2 * m
-        flops += 4 * m * m * k + 34 * m**3 if on_gram else 5 * (4 * m * m * k + 2 * m**3)
-    return flops

@@ -12,18 +12,15 @@ The learning rate is a pure function of the consumed-token clock. No training lo
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from functools import cache
 from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from model import TransformerConfig
 from support.clock import Clock, lr_clock
 from support.runtime import is_shard, norm_over_ranks, rows_here
 from support.settings import flag
-from support.step.muon import Muon, flops_of_orthogonalising
-from support.step.sizes import matrices_of_block
+from support.step.muon import Muon
 
 if TYPE_CHECKING:
     from config import Config
@@ -104,17 +101,6 @@ def parts_of(name: str, named: Mapping[str, Tensor]) -> tuple[int, ...]:
     if name.endswith("c_fc.weight"):  # with a gate, twice as many rows as c_proj takes
         return (named[name.replace("c_fc", "c_proj")].shape[1],)
     return (rows,)
-
-
-@cache
-def flops_of_muon(config: TransformerConfig, device: str) -> int:
-    """Floating-point operations on one block's matrices, in one step."""
-    named = matrices_of_block(config)
-    shapes = []
-    for name, tensor in named.items():
-        parts = parts_of(name, named)
-        shapes += [(rows, tensor.shape[1]) for rows in parts] * (len(tensor) // sum(parts))
-    return flops_of_orthogonalising(shapes, device)
 
 
 def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dict[str, int]:

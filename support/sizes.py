@@ -1,0 +1,285 @@
+"""A model by its name: settings, what follows from them, and what it costs in bytes and FLOPs.
+
+    python train.py --size nano --layers 2        the embedded corpus, a vocabulary of 4,160
+
+    with_defaults     heads 4, width 128, rows of 256, steps of 4,096 tokens, 2,000,000 tokens
+    parameter_count   1,458,432: embedding and head 532,480 each, blocks 393,216, norms of 128
+    state_bytes       (support/optim.py) weights 5.8 MB, gradients 5.8 MB, optimizer state 10.1 MB
+    micro_batch_rows  16 rows at once on a CPU, where a micro-batch has at most 4,096 tokens
+    flops_of_step     6 FLOPs for each weight that multiplies and each token that it multiplies,
+                      12 C for each pair of tokens that see each other, half of that if causal:
+                        blocks     6 x 393,216 x 4,096              9.66 GFLOP
+                        attention  6 x 128 x 16 x 256^2 x 2 layers  1.61 GFLOP
+                        head       6 x 532,480 x 4,096             13.09 GFLOP
+
+So FLOPs are what the model needs, forward and backward (arXiv 2204.02311, appendix B): what is
+computed a second time, as with --checkpoint-activations, does not count, nor do Muon's products.
+Padding counts, for it is multiplied. MFU is their rate as a share of the peak that a GPU's data
+sheet names. No memory of activations is estimated: a GPU that is too small says so (train.py).
+"""
+
+import re
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import nn
+from torch.overrides import TorchFunctionMode
+
+from model import Transformer, TransformerConfig
+from support.runtime import Runtime
+from support.settings import Flat, flag
+from support.step.optim import OptimConfig
+
+
+class Size(NamedTuple):
+    layers: int
+    heads: int
+    width: int
+    seq_len: int  # tokens of the longest row
+    tokens: int  # of the budget
+    batch_tokens: int
+    lr: float
+
+
+# Dimensions. nano: ours. 1.3B: arXiv 2005.14165, table 2.1, with 16 heads as in the Data Efficiency
+# paper's GPT-3. The others are as published with GPT-2 and BERT.
+# Budget, batch and learning rate. nano: measured here (docs/method.md). GPT: GPT-3's batch and
+# learning rate (arXiv 2005.14165, table 2.1), 20 tokens a parameter (arXiv 2203.15556); BERT:
+# arXiv 1810.04805.
+SIZES = {  # layers, heads, width, seq_len; tokens, batch_tokens, lr
+    "nano": Size(3, 4, 128, 256, 2_000_000, 4_096, 2e-2),
+    "124M": Size(12, 12, 768, 1024, 2_500_000_000, 524_288, 6e-4),
+    "350M": Size(24, 16, 1024, 1024, 7_000_000_000, 524_288, 3e-4),
+    "774M": Size(36, 20, 1280, 1024, 15_500_000_000, 524_288, 2.5e-4),
+    "1.3B": Size(24, 16, 2048, 2048, 26_000_000_000, 1_048_576, 2e-4),
+    "bert-base": Size(12, 12, 768, 512, 2_200_000_000, 131_072, 1e-4),
+    "bert-large": Size(24, 16, 1024, 512, 6_800_000_000, 131_072, 1e-4),
+}
+BLOCKS = {  # what --block says of a `TransformerConfig`
+    "gpt2": {"norm": "layernorm", "mlp": "gelu", "bias": True},
+    "llama": {"norm": "rmsnorm", "mlp": "swiglu", "bias": False},
+}
+
+
+# ---- settings
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """What decides a model. A new option goes on through config.py's `transformer_config` to
+    model.py's `TransformerConfig`; what it costs follows from its matrices.
+    """
+
+    model: str = flag(
+        "gpt", "gpt reads from left to right, bert fills in masked tokens", ("gpt", "bert")
+    )
+    size: str = flag("nano", "by name: see support/sizes.py", tuple(SIZES))
+    block: str = flag("gpt2", "llama: RMSNorm, SwiGLU, rotary positions, no biases", tuple(BLOCKS))
+    qk_norm: bool = flag(False, "norm queries and keys")
+    kv_heads: int | None = flag(
+        None, "heads of keys and values (default: as many as --heads)", least=1, most=4096
+    )
+    pos: str | None = flag(
+        None, "positions (default: rope for nano and llama, else learned)", ("learned", "rope")
+    )
+    rope_theta: float = flag(10_000.0, "base of the rotary angles", least=1)
+    rope_scaling: str | None = flag(
+        None, "Llama 3.1's slower rotary angles, as factor:slow:fast:positions"
+    )
+    tied: bool | None = flag(
+        None, "the embedding predicts too, not a matrix of its own (default: but for a nano GPT)"
+    )
+    layers: int | None = flag(None, "number of blocks (default: by --size)", least=1, most=4096)
+    heads: int | None = flag(None, "attention heads (default: by --size)", least=1, most=4096)
+    width: int | None = flag(
+        None, "width of the residual stream (default: by --size)", least=1, most=2**17
+    )
+    mlp_width: int | None = flag(
+        None, "inner width of the MLP (default: 4 x --width; llama 8/3)", least=1, most=2**19
+    )
+    dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
+    nsp: bool = flag(False, "a BERT is trained on pairs: does the second text follow the first?")
+    init: str | None = flag(
+        None, "start from the weights of a run, or published ones (GPT-2, BERT, Llama)"
+    )
+
+
+def with_defaults(settings: Flat) -> Flat:
+    """Fill in what was left to --size, and what follows from other settings."""
+    s = {name: value for name, value in settings.items() if value is not None}
+    name = s.setdefault("model.size", "nano")
+    size = SIZES[name]
+    s.setdefault("model.layers", size.layers)
+    s.setdefault("model.heads", size.heads)
+    s.setdefault("model.width", size.width)
+    is_llama, width = s.get("model.block") == "llama", s["model.width"]
+    s.setdefault("model.kv_heads", s["model.heads"])
+    s.setdefault("model.mlp_width", swiglu_width(width) if is_llama else 4 * width)
+    new_nano = name == "nano" and "model.init" not in s
+    s.setdefault("model.pos", "rope" if is_llama or new_nano else "learned")
+    is_bert = s.get("model.model") == "bert"
+    s.setdefault("model.tied", not new_nano or is_bert)
+    s.setdefault("data.seq_len", size.seq_len)
+    s.setdefault("optim.tokens", size.tokens)
+    s.setdefault("optim.schedule_tokens", s["optim.tokens"])
+    s.setdefault("optim.batch_tokens", max(size.batch_tokens, s["data.seq_len"]))
+    s.setdefault("optim.lr", size.lr)
+    # BERT's and GPT-3's (appendix B) are as published; for nano both were measured here
+    s.setdefault("optim.beta2", 0.999 if is_bert else 0.99 if new_nano else 0.95)
+    s.setdefault("optim.warmup_tokens", s["optim.tokens"] // 50)
+    s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))
+    s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
+    return s
+
+
+def swiglu_width(width: int) -> int:
+    """2/3 of 4 C, for as many weights as without a gate, rounded up as Llama does."""
+    multiple = 64 if width <= 1024 else 256
+    return -(-8 * width // (3 * multiple)) * multiple
+
+
+# ---- parameters
+
+
+class NothingDrawn(TorchFunctionMode):
+    """Skips drawing normal random values. The meta device draws none anyway, but to find that out
+    torch imports its compiler, which takes a second.
+    """
+
+    def __torch_function__(self, func, types, args=(), kwargs=None) -> object:
+        if func is nn.init.normal_:
+            return kwargs["tensor"]
+        return func(*args, **(kwargs or {}))
+
+
+def empty_model(config: TransformerConfig) -> Transformer:
+    """A model without memory: its names and shapes, for weights that are still to come."""
+    with torch.device("meta"), NothingDrawn():
+        return Transformer(config)
+
+
+def parameter_count(config: TransformerConfig) -> int:
+    """Parameters of a model of this config, counted without taking memory for them."""
+    return sum(p.numel() for p in empty_model(config).parameters())
+
+
+def parameters_in_words(config: TransformerConfig) -> str:
+    """Example: 1.66 M parameters (wte 0.53 M, blocks 0.59 M, lm_head 0.53 M) with a vocabulary
+    of 4,160
+    """
+    parts: Counter = Counter()
+    for name, parameter in empty_model(config).named_parameters():
+        part = name.split(".")[0]
+        parts["blocks" if part == "h" else part] += parameter.numel()
+    shown = {part: f"{count / 1e6:,.2f}" for part, count in parts.items()}
+    listed = ", ".join(f"{part} {count} M" for part, count in shown.items() if count != "0.00")
+    millions = parts.total() / 1e6
+    return f"{millions:,.2f} M parameters ({listed}) with a vocabulary of {config.vocab_size:,}"
+
+
+# ---- FLOPs
+
+
+@cache
+def weights_of_block(config: TransformerConfig) -> int:
+    """Weights in the matrices of a block, those of a fork's modules too: what multiplies."""
+    block = empty_model(replace(config, layers=1)).h[0]
+    return sum(p.numel() for p in block.parameters() if p.ndim > 1)
+
+
+def flops_of_step(
+    config: TransformerConfig,
+    seq_len: int,
+    tokens_by_layer: Sequence[int],
+    *,
+    filled: np.ndarray,
+    squares: np.ndarray,
+    predicted: int | None = None,
+) -> int:
+    """Floating-point operations that a step needs on all ranks, forward and backward.
+
+    A layer that drops tokens keeps an even share of each document; padding is dropped first. The
+    answers of --nsp, one product of C x C for a document, are left out.
+
+    Args:    seq_len         tokens of a row, with padding
+             tokens_by_layer (L,) how many of them each layer sees
+             filled          (R,) tokens of each row, without padding
+             squares         (R,) the sum of the squared lengths of each row's documents
+             predicted       tokens that the head predicts: all of a GPT's, 15 % of a BERT's
+    Example: 2 layers of width 4 and MLP 16, V 10, a causal row of 8, half of it in the second
+             layer: 6 * 192 * (8 + 4) + 6 * 4 * (8 * 8 + 4 * 4) + 6 * 10 * 4 * 8 == 17664
+    """
+    C, rows = config.width, len(filled)
+    head = config.vocab_size * C
+    if config.kind == "bert":
+        head += C * C
+    flops = 6 * head * (rows * seq_len if predicted is None else predicted)
+    for tokens, layers in Counter(tokens_by_layer).items():
+        share = np.minimum(filled, tokens) / np.maximum(filled, 1)  # (R,) of each document
+        pairs = round((squares * share**2).sum())
+        attention = (6 if config.causal else 12) * C * pairs
+        flops += layers * (6 * weights_of_block(config) * rows * tokens + attention)
+    return flops
+
+
+# FLOP/s of dense matrix products in 16 bits, by a pattern of torch's name of the GPU; the first
+# that matches counts. From NVIDIA's data sheets, with figures "with sparsity" halved; for GeForce
+# cards from the architectures' white papers.
+PEAKS = {
+    "B200": 2250e12,
+    "(H100|H200) NVL": 835.5e12,
+    "GH200|H200|H100.*(HBM3|SXM)": 989.4e12,
+    "H100 PCIe": 756e12,
+    "A100": 312e12,
+    "A10( |$)": 125e12,
+    "L40S": 362e12,
+    "L4( |$)": 121e12,
+    "RTX 4090$": 165.2e12,
+    "RTX 3090$": 71e12,
+}
+
+
+def peak_flops(runtime: Runtime) -> float | None:
+    """FLOP/s of all ranks' GPUs, taken to be alike; None if unknown, as on a CPU."""
+    if runtime.device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(runtime.device)
+    peak = next((peak for known, peak in PEAKS.items() if re.search(known, name)), None)
+    if peak and runtime.dtype == torch.float32:
+        peak /= 2  # TF32, which support/runtime.py asks for
+    return peak and peak * runtime.world_size
+
+
+# ---- the micro-batch
+
+MICRO_BATCH_TOKENS = {"cpu": 4_096, "cuda": 32_768, "mps": 32_768}  # more are no faster
+
+
+def micro_batch_rows(optim: OptimConfig, seq_len: int, runtime: Runtime, by_document: bool) -> int:
+    """How many full rows a rank takes through the model at once: as many as its share divides by.
+
+    Without --micro-batch-size at most MICRO_BATCH_TOKENS of the device.
+
+    Args:    by_document whether a step has the documents of its rows, in as many rows as they need
+    Raises:  ValueError if the ranks cannot share the rows of --batch-tokens
+    Example: 16 rows of 256 on a CPU: 16 at once; on 2 ranks 8; rows of 1,024: 4
+    """
+    rows, ranks = optim.batch_tokens // seq_len, runtime.world_size
+    share = rows // ranks
+    at_once = optim.micro_batch_size
+    if at_once is None:
+        most = max(1, min(share, MICRO_BATCH_TOKENS[runtime.device.type] // seq_len))
+        divisors = [n for n in range(1, most + 1) if share % n == 0]
+        at_once = divisors[-1] if share else most
+    if rows % (at_once * ranks) and not by_document:
+        raise ValueError(
+            f"--batch-tokens {optim.batch_tokens} is not a multiple of"
+            f" {at_once * ranks * seq_len}: ranks {ranks} x --micro-batch-size {at_once} x"
+            f" --seq-len {seq_len}"
+        )
+    return at_once
