@@ -229,7 +229,9 @@ def test_a_bert_learns_which_text_follows(tmp_path):
     texts = [chr(97 + n % 26) * random.integers(12, 29) for n in range(1500)]
     lines = "\n".join(json.dumps({"text": texts[n]}) for n in random.permutation(1500))
     (tmp_path / "letters.jsonl").write_text(lines)
-    prepare([tmp_path / "letters.jsonl"], tmp_path / "store", get_encoding("bytes"), "bytes", 10)
+    prepare(
+        [tmp_path / "letters.jsonl"], tmp_path / "store", get_encoding("bytes"), "bytes", holdout=10
+    )
     shape = "--layers 2 --heads 2 --width 32 --seq-len 32 --batch-tokens 1024 --device cpu"
     flags = f"--model bert --nsp --pack {shape} --tokens 500K --lr 1e-2"
     argv = [*flags.split(), "--data", str(tmp_path / "store"), "--out", str(tmp_path / "run")]
