@@ -5,13 +5,12 @@ By document too, held to its definition: every piece of text alone through the m
 
 import json
 import math
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import evaluate_into_file, read_log, start_ranks, widened, write_lines
+from conftest import contents, evaluate_into_file, read_log, start_ranks, widened, write_lines
 from small_stores import ONE, in_memory
 from torch import nn
 
@@ -21,7 +20,6 @@ from data import Data, places
 from evaluate import Documents, Evaluation, HeldOut
 from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
-from prepare import prepare
 from support.runtime import Runtime
 from support.store import Store, byte_lengths, get_encoding
 
@@ -69,17 +67,6 @@ def store(store_dir):
     return Store.open(store_dir)
 
 
-@pytest.fixture(scope="module")
-def repeated(tmp_path_factory):
-    """A store of held-out documents; their texts are "abc " so many times."""
-    folder = tmp_path_factory.mktemp("repeated")
-    lines = [{"text": "abc " * n} for n in (40, 1, 7)]
-    prepare(
-        [write_lines(folder / "mine.jsonl", lines)], folder / "store", BYTES, "bytes", holdout=1
-    )
-    return folder / "store"
-
-
 @pytest.fixture
 def said(run_of, capsys, monkeypatch, tmp_path):
     """What evaluate.py says of a run with these flags, line by line."""
@@ -119,12 +106,6 @@ def test_a_part_is_whole_pieces_in_a_fixed_order(store):
     assert 0 < len(documents.numbers) < len(every.numbers)
     assert (np.diff(documents.numbers) > 0).all() and (documents.targets > 0).all()
     assert (documents.targets <= every.targets[documents.numbers - every.numbers[0]]).all()
-
-
-def test_a_store_without_held_out_documents_is_refused(store):
-    whole = replace(store, meta=store.meta | {"train_documents": store.meta["documents"]})
-    with pytest.raises(ValueError, match=r"no held-out document.*--holdout"):
-        Evaluation(of(whole), 64)
 
 
 # ---- BERT
@@ -289,16 +270,16 @@ def test_no_dropping_and_full_length_whatever_training_does(run):
 
 
 @pytest.mark.dist
-def test_two_processes_find_what_one_finds(run_of, repeated, tmp_path, monkeypatch):
+def test_two_processes_find_what_one_finds(run_of, store_dir, tmp_path, monkeypatch):
     """The text of a store, and questions, which leave the run as it is."""
     asked = [{"context": f"{n} is", "continuations": ["a", " b"], "label": 1} for n in range(20)]
     write_lines(tmp_path / "asked.jsonl", asked)
     gpt = [str(run_of(GPT)), *CPU, "--json", "--rows", "2"]
     runs = (
-        [*gpt, "--data", str(repeated), "--by-document", "out.jsonl"],
+        [*gpt, "--data", str(store_dir), "--by-document", "out.jsonl"],
         [*gpt, "--task", "../asked.jsonl"],
     )
-    before, said = {path: path.read_bytes() for path in run_of(GPT).iterdir()}, []
+    before, said = contents(run_of(GPT)), []
     for ranks in (1, 2):
         (tmp_path / f"{ranks}").mkdir()
         monkeypatch.chdir(tmp_path / f"{ranks}")
@@ -312,15 +293,4 @@ def test_two_processes_find_what_one_finds(run_of, repeated, tmp_path, monkeypat
         del answers["tasks"][0]["items_per_s"]
         said.append((text, answers, Path("out.jsonl").read_text()))
     assert said[0] == said[1] and answers["tasks"][0]["questions"] == 20
-    after = {path: path.read_bytes() for path in run_of(GPT).iterdir()}
-    assert after == before
-
-
-def test_stores_and_json(said, repeated, store_dir):
-    """Several stores are evaluated one by one."""
-    mixture = f"{repeated}=0.75,{store_dir}=0.25"
-    results = [
-        json.loads(said(f"--json --tokens 2K --data {data}")[0])["val_bpb"]
-        for data in (mixture, repeated, f"{store_dir} --tokens {int(2000 * 0.375)}")
-    ]
-    assert results[0] == pytest.approx(0.75 * results[1] + 0.25 * results[2])
+    assert contents(run_of(GPT)) == before

@@ -69,21 +69,6 @@ def test_an_offloaded_model_writes_the_same():
     assert draw(3 * ROW, gpt) == wanted
 
 
-def test_compiled_blocks_run_as_they_are_written():
-    """As at the end of a run with --compile: a text that grows compiles nothing."""
-
-    def refuse(graph, inputs):
-        raise RuntimeError("nothing should compile")
-
-    wanted, gpt = draw(ROW), model()
-    for block in gpt.h:
-        block.compile(backend=refuse)
-    with torch.compiler.set_stance("force_eager"):
-        assert draw(ROW, gpt) == wanted
-    with pytest.raises(RuntimeError, match="nothing should compile"):
-        draw(ROW, gpt)
-
-
 # ---- how it is shown
 
 
