@@ -1,9 +1,15 @@
-"""The clock: what a step costs, and what a run says it saved."""
+"""The clock: what a step costs and what a run says it saved; random numbers as functions of a key,
+and the order in which samples come.
+"""
 
 import numpy as np
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from plan import savings
-from support.clock import Clock, due, effective_tokens
+from support import clock
+from support.clock import Clock, due, effective_tokens, shuffled
 
 
 def dropping(layers, keep, seq_len):
@@ -32,11 +38,8 @@ def test_padding_is_dropped_first_so_short_rows_count_for_more():
     assert consumed([100, 0, 256], layers) == 100 + 170
     per_row = [(2 * n + 4 * min(n, 128)) // 6 for n in range(257)]
     assert consumed(list(range(257)), layers) == sum(per_row)
-
-
-def test_context_is_not_consumed_twice():
-    assert consumed([256], [256] * 6, context=56) == 200
-    assert consumed([256], dropping(6, 128, 256), context=128) == 1024 * 128 // (6 * 256)
+    assert consumed([256], [256] * 6, context=56) == 200, "context is not consumed twice"
+    assert consumed([256], layers, context=128) == 1024 * 128 // (6 * 256)
 
 
 def test_due_when_a_multiple_is_passed_and_never_for_zero():
@@ -51,3 +54,67 @@ def test_savings_name_what_was_on():
     assert dropped == "saved: 50.0% of layer-tokens (0.00 M, plain 0.01 M)"
     packed = savings(plain._replace(real_tokens=900, pieces=20), 6, 100)
     assert packed == "saved: padding: 10.0% of all positions, 55.0% with one piece a row"
+
+
+# ---- random numbers
+
+
+def test_a_seed_is_a_function_of_its_key():
+    assert clock.seed_of(1, "ltd", 2) == clock.seed_of(1, "ltd", 2)
+    keys = [(seed, step, layer) for seed in range(3) for step in range(30) for layer in range(9)]
+    assert len({clock.seed_of(*key) for key in keys}) == len(keys)
+    assert clock.seed_of(11, 2) != clock.seed_of(1, 12), "parts of a key do not run together"
+    generators = [clock.generator(torch.device("cpu"), 7, 1) for _ in range(2)]
+    assert torch.equal(*(torch.rand(4, generator=generator) for generator in generators))
+
+
+def test_bits_are_functions_of_seed_row_and_position():
+    seeds = torch.tensor([3, 5, 2**62])
+    whole = clock.bits(seeds, torch.arange(40, 60), 32)
+    assert whole.shape == (3, 20, 32) and whole.min() >= 0
+    part = clock.bits(seeds[1:2], torch.tensor([45, 59]), 7)
+    assert torch.equal(part[0], whole[1, [5, 19], :7]), "no number depends on how many there are"
+    assert whole.unique().numel() == whole.numel()
+
+
+def test_bits_are_uniform_and_independent():
+    n = 1 << 18
+    found = clock.bits(torch.tensor([1]), torch.arange(n // 64), 64).flatten()
+    uniform = found.double() / 2**63
+    assert abs(uniform.mean() - 0.5) < 5 * (1 / 12 / n) ** 0.5
+    for distance in (1, 64):  # the next position, the next row
+        pair = torch.stack((uniform[distance:], uniform[:-distance]))
+        assert abs(torch.corrcoef(pair)[0, 1]) < 5 / n**0.5
+    for bit in range(63):
+        assert abs((found >> bit & 1).double().mean() - 0.5) < 5 * 0.5 / n**0.5, bit
+
+
+def test_bits_and_order_are_frozen():
+    """A changed hash would silently change every run: these were read off the first release."""
+    assert shuffled(np.arange(8), 8, 1337).tolist() == [0, 2, 5, 6, 4, 3, 1, 7]
+    assert shuffled(np.arange(4), 10**6, 1337).tolist() == [975445, 510179, 974175, 688990]
+    assert clock.bits(torch.tensor([1337]), torch.tensor([2**40]), 2).tolist() == [
+        [[5547376785766191999, 8064329455777930460]]
+    ]
+
+
+@given(st.integers(1, 300), st.integers(0, 2**40))
+def test_a_pass_holds_every_sample_once(n, seed):
+    for number in (0, 1, 7):
+        assert sorted(shuffled(np.arange(number * n, (number + 1) * n), n, seed)) == list(range(n))
+
+
+def test_passes_and_seeds_differ_and_the_order_is_spread():
+    n = 4096
+    first = shuffled(np.arange(n), n, 1)
+    for unlike in (shuffled(np.arange(n, 2 * n), n, 1), shuffled(np.arange(n), n, 2), np.arange(n)):
+        assert (first == unlike).sum() < 10, "a random permutation agrees in about one place"
+    assert abs(np.corrcoef(first, np.arange(n))[0, 1]) < 0.06  # 4 standard deviations
+    steps = np.abs(np.diff(first))
+    assert abs(steps.mean() / n - 1 / 3) < 0.02  # mean distance of two uniform draws
+
+
+def test_order_is_known_without_replaying():
+    assert shuffled(np.array([5 * 10**12 + 3]), 10**12, 0)[0] < 10**12
+    whole = shuffled(np.arange(1000), 777, 3)
+    assert (shuffled(np.arange(400, 500), 777, 3) == whole[400:500]).all()

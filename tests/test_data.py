@@ -1,24 +1,58 @@
-"""How a batch comes about: the walk in the heads of data.py and plan.py, rows, BERT's masks."""
+"""How a batch comes about: the walk in the heads of data.py and plan.py, samples, rows, masks of a
+BERT, and mixtures of stores.
+"""
 
+import gzip
+import json
+import shutil
 from dataclasses import replace
+from fractions import Fraction
+from functools import partial
 from itertools import pairwise
 
 import numpy as np
 import pytest
 import torch
+from conftest import TINY, metrics, read_log, stop_in_step, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_stores import BYTES_END as END
-from small_stores import TOY, in_memory
-from test_plan import SPECIAL_IDS, plan
+from small_stores import ONE as ALONE
+from small_stores import TOY, in_memory, write_store
+from test_plan import SPECIAL_IDS, check_steps_follow_from_the_clock, plan
 
+import data
+import train
 from bert import Pairs, mask_tokens, masked_tokens
-from data import Rows, batch_of, collate, places, reshape, reshaped_len, shares_of
+from data import (
+    ONE,
+    Data,
+    Rows,
+    Samples,
+    apportioned,
+    batch_of,
+    collate,
+    cut,
+    entries_of,
+    nested_shares,
+    open_store,
+    places,
+    reshape,
+    reshaped_len,
+    shares_of,
+)
+from evaluate import Evaluation, HeldOut, tokens_of_each, weighted
 from kernels.cross_entropy import IGNORE
 from model import Batch
-from support.clock import Clock, Cursor
+from prepare import prepare
+from support.clock import Clock, Cursor, shuffled
+from support.store import Store, byte_lengths, get_encoding
 
+pytestmark = pytest.mark.usefixtures("short_ends")
 FEW = settings(max_examples=40, deadline=None)
+BYTES = get_encoding("bytes")
+STEPS = 12  # more than one packing window has
+SMALLER = "--layers 1 --width 16 --heads 1 --tokens 2048 --checkpoint-every 512"
 
 
 def letters(tokens):
@@ -53,6 +87,46 @@ def test_the_walk_in_the_heads_of_data_and_plan():
     assert step.after.cursor == Cursor(first_draw=4)
 
 
+# ---- samples
+
+
+def spans_of(samples):
+    return [tuple(span) for span in samples.spans(np.arange(len(samples)))]
+
+
+def test_samples_worked_example():
+    """Documents of 5 and 1 tokens, end-of-text counted, which a BERT's samples leave out."""
+    assert spans_of(Samples(TOY, "pieces", 2)) == [(0, 2), (2, 4), (4, 5), (5, 6)]
+    assert spans_of(Samples(TOY, "rows", 4)) == [(0, 4), (4, 6)]
+    assert spans_of(Samples(TOY, "pieces", 2, split="val")) == [(6, 8), (8, 9)]
+    bert = Samples(TOY, "bert", 5)
+    assert bert.max_piece_len == 3 and spans_of(bert) == [(0, 3), (3, 4)]
+
+    assert cut(np.array([[0, 5], [7, 8]]), 2).tolist() == [[0, 2], [2, 4], [4, 5], [7, 8]]
+
+
+def test_samples_of_a_large_store_are_those_of_a_small_one(store_dir, tmp_path, monkeypatch):
+    """Each kind of samples has a table of its own, cut 7 documents at a time, once, and read."""
+    analyses = shutil.ignore_patterns("curriculum")  # of other tests' runs on the shared store
+    large = Store.open(shutil.copytree(store_dir, tmp_path / "large", ignore=analyses))
+    store = Store.open(store_dir)
+    edges, times = store.offsets[store.meta["train_documents"] :].tolist(), {}
+    monkeypatch.setattr(data, "DOCUMENTS_AT_ONCE", 7)
+    for kind in ("pieces", "bert"):
+        bert, expected = kind == "bert", []
+        for start, stop in pairwise(edges):
+            stop -= bert
+            expected += [(a, min(a + 30, stop)) for a in range(start, stop, 30)]
+        for where, most in ((large, 0), (large, 0), (store, 1 << 20)):  # made, read, in memory
+            monkeypatch.setattr(data, "IN_MEMORY", most)
+            assert spans_of(Samples(where, kind, 30 + 2 * bert, "val")) == expected
+            new = {file: file.stat() for file in large.path.glob("*.spans") if file not in times}
+            assert all(about.st_size == 16 * len(expected) for about in new.values())
+            times |= {file: about.st_mtime_ns for file, about in new.items()}
+    assert {file: file.stat().st_mtime_ns for file in large.path.glob("*.spans")} == times
+    assert len(times) == 2
+
+
 # ---- rows
 
 
@@ -74,7 +148,7 @@ def test_what_was_a_target_before_is_context_only():
 
 
 def test_collate_refuses_a_token_outside_the_vocabulary():
-    damaged = replace(TOY, tokens=np.array([1, 2, 999, 4, END, END, 7, 8, END], dtype=np.uint16))
+    damaged = replace(TOY, tokens=np.where(TOY.tokens == 3, 999, TOY.tokens))
     with pytest.raises(ValueError, match=r"token 999 .*vocabulary"):
         collate(damaged, rows_of([(0, 4)]), 4)
 
@@ -139,8 +213,6 @@ def parts_of(rows):
 
 def test_reshape_worked_examples():
     assert parts_of(reshape(np.array([[0, 10]]), 10, 4)) == [[(0, 4, 0)], [(4, 8, 0)], [(6, 10, 2)]]
-    even = reshape(np.array([[0, 256], [300, 556]]), 256, 128)
-    assert parts_of(even) == [[(0, 128, 0)], [(128, 256, 0)], [(300, 428, 0)], [(428, 556, 0)]]
     short = reshape(np.array([[0, 5]]), 16, 8)  # the stream's last sample
     assert parts_of(short) == [[(0, 5, 0)], []]
     # Rows are as short as their number allows, so they get longer in stairs.
@@ -221,6 +293,12 @@ def test_every_document_counts_as_one():
     whole = collate(TOY, rows_of([(0, 4)]), 4)
     assert torch.equal(shares_of(whole, True, None), torch.full((1, 4), 0.25))
     assert shares_of(whole, False, None) is None
+    # of two answers each counts what three of the six tokens count together
+    targets = torch.tensor([[1, 5, 5, IGNORE, 0, 6, IGNORE, IGNORE]])
+    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0]])
+    batch = Batch(targets, targets, positions, torch.tensor([[0, 0, 0, 0, 1, 1, 1, -1]]))
+    assert shares_of(batch, False, 3).tolist() == [[3, 1, 1, 0, 3, 1, 0, 0]]
+    assert shares_of(batch, True, 1).tolist() == [[1, 0.5, 0.5, 0, 1, 1, 0, 0]]
 
 
 # ---- pairs
@@ -248,15 +326,6 @@ def test_collate_of_pairs_worked_example():
     assert answered.targets[:, [0, 6]].tolist() == [[1, 0], [no, no]]
 
 
-def test_an_answer_counts_beside_the_tokens():
-    """Of two answers each counts what three of the six tokens count together."""
-    targets = torch.tensor([[1, 5, 5, IGNORE, 0, 6, IGNORE, IGNORE]])
-    positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0]])
-    batch = Batch(targets, targets, positions, torch.tensor([[0, 0, 0, 0, 1, 1, 1, -1]]))
-    assert shares_of(batch, False, 3).tolist() == [[3, 1, 1, 0, 3, 1, 0, 0]]
-    assert shares_of(batch, True, 1).tolist() == [[1, 0.5, 0.5, 0, 1, 1, 0, 0]]
-
-
 def test_a_token_has_its_place_in_the_store_wherever_its_piece_lies():
     """Special tokens count as text; where a rank has no piece at all there are places too."""
     pieces = np.array([[0, 2], [2, 5], [5, 6]])
@@ -270,3 +339,279 @@ def test_a_token_has_its_place_in_the_store_wherever_its_piece_lies():
             assert mine.tolist() == list(range(start, stop))
     empty = Rows.of(pieces[:0], np.array([0, 0]))
     assert places(empty, collate(TOY, empty, 6)).shape == (1, 6)
+
+
+# ---- mixtures of stores
+
+
+@pytest.fixture(scope="module")
+def stores(tmp_path_factory):
+    """Folders of two stores: `words` has short documents, `books` has long ones."""
+    folder = tmp_path_factory.mktemp("stores")
+    texts = {"words": ("jargon", "devil"), "books": ("kjv", "moby", "sotu")}
+    lines = gzip.decompress(TINY.read_bytes()).splitlines()
+    for name, prefixes in texts.items():
+        chosen = [line for line in lines if json.loads(line)["id"].startswith(prefixes)]
+        (folder / f"{name}.jsonl").write_bytes(b"\n".join(chosen))
+        prepare([folder / f"{name}.jsonl"], folder / name, BYTES, "bytes")
+    return folder
+
+
+def mixed(stores, words, books):
+    return f"{stores / 'words'}={words},{stores / 'books'}={books}"
+
+
+def mixed_plan(given, flags="", rank=0, world=1):
+    return plan(open_store(given), flags, rank, world)
+
+
+# ---- the flag
+
+
+def test_entries_worked_by_hand():
+    assert entries_of("wiki=7,code=3") == [("wiki", Fraction(7, 10)), ("code", Fraction(3, 10))]
+    assert entries_of("wiki=0.7,code=0.3") == entries_of("wiki=7,code=3"), "as exact as written"
+    assert entries_of("a=0,b=1e-3") == [("a", 0), ("b", 1)]
+    assert entries_of("runs/x=1/a=0.5,b=.5")[0][0] == "runs/x=1/a"
+
+
+@pytest.fixture
+def several(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for name, documents in {"a": [[1, 2]], "b": [[1, 2, 3]], "other": [[1]]}.items():
+        tokenizer = "another" if name == "other" else "by hand"
+        write_store(tmp_path / name, documents, tokenizer)
+    shutil.copytree(tmp_path / "a", tmp_path / "copy")
+
+
+WRONG = {
+    "a=0.7,b": "--data a=0.7,b: 'b' is not PATH=WEIGHT",
+    "a=nan,b=2": "--data .* nan",
+    "a=1,other=1": "--data .*other was made with tokenizer another",
+    "a=1,copy=2": "--data .*copy has the same text",
+}
+
+
+@pytest.mark.parametrize("given", WRONG)
+def test_what_is_not_a_mixture_is_refused(several, given):
+    with pytest.raises(ValueError, match=WRONG[given]):
+        open_store(given)
+    assert open_store("a=1,b=1").names == ("a", "b")
+
+
+# ---- stores side by side
+
+
+@FEW
+@given(st.lists(st.integers(1, 5), min_size=1, max_size=4), st.data())
+def test_taken_tokens_are_those_of_the_arrays_one_after_the_other(lengths, drawn):
+    whole = np.arange(sum(lengths), dtype=np.uint16)
+    arrays = np.split(whole, np.cumsum(lengths)[:-1])
+    places = np.array(drawn.draw(st.lists(st.integers(-3, sum(lengths) + 3))), np.int64)
+    taken = data.MixedTokens(arrays).take(places, mode="clip")
+    assert taken.tolist() == whole.take(places, mode="clip").tolist()
+    assert taken.dtype == np.uint16
+
+
+def test_stores_lie_side_by_side(stores):
+    """The first document of each begins after an end-of-text, as that of a plain run does."""
+    two = open_store(mixed(stores, 1, 1))
+    starts = two.tokens.starts[:-1]
+    batch = data.collate(two, data.Rows.of(np.stack((starts, starts + 16), axis=1)), 16)
+    assert batch.tokens[:, 0].tolist() == [BYTES.eot_token] * 2
+    assert batch.targets.tolist() == [part.tokens[:16].tolist() for part in two.parts]
+    samples = data.MixedSamples(two, "pieces", 32)
+    spans = samples.spans(np.arange(len(samples))[::-1])[::-1]
+    for n, part in enumerate(samples.parts):
+        expected = part.spans(np.arange(len(part))) + two.tokens.starts[n]
+        assert np.array_equal(spans[samples.first_ids[n] :][: len(part)], expected)
+
+
+# ---- which store a draw is from
+
+
+def test_draws_worked_by_hand():
+    shares = nested_shares([2, 1, 1])
+    assert shares == [ONE // 2, ONE // 2, ONE]
+    dealt = apportioned(np.arange(8), shares)
+    assert dealt.store.tolist() == [2, 0, 1, 0, 2, 0, 1, 0], "the docstring's"
+    assert dealt.draw.tolist() == [0, 0, 0, 1, 1, 2, 1, 3]
+    # every store with a weight is drawn, and none without
+    assert nested_shares([Fraction(1, 10**15), 1, 0])[:2] == [1, ONE]
+    assert (apportioned(np.arange(1000), nested_shares([0, 1, 0])).store == 1).all()
+    assert nested_shares([1, Fraction(1, 10**15)]) == [ONE - 1, ONE]
+
+
+a_weight = st.just(0) | st.integers(1, 100) | st.floats(1e-9, 1e9)
+weights = st.lists(a_weight, min_size=1, max_size=5).filter(any)
+
+
+@FEW
+@given(weights, st.integers(0, 2**41), st.integers(40, 300))
+def test_after_any_number_of_draws_each_store_has_its_share(weights, first, count):
+    """Its draws are numbered without a gap, and no draw depends on what is asked with it."""
+    exact = [Fraction(weight) for weight in weights]
+    shares = nested_shares(exact)
+    dealt = apportioned(np.arange(first, first + count), shares)
+    for number, weight in enumerate(exact):
+        own = dealt.draw[dealt.store == number]
+        assert weight or not len(own)
+        assert (np.diff(own) == 1).all()
+        for last in own[-1:].tolist():
+            draws = first + int(np.flatnonzero(dealt.store == number)[-1]) + 1
+            share = weight / sum(exact)
+            # each of 2^32 parts is rounded, which a run of 2^32 draws is the first to notice
+            assert abs(last + 1 - draws * share) < len(weights) * (1 + draws / ONE)
+    for n in (39, 0, 17):
+        alone = apportioned(np.array([first + n]), shares)
+        assert (alone.store[0], alone.draw[0]) == (dealt.store[n], dealt.draw[n])
+
+
+def test_negative_control_random_draws_are_further_from_their_shares():
+    def most_ahead(is_first):
+        return np.abs(np.cumsum(is_first) - np.arange(1, 100_001) / 2).max()
+
+    assert most_ahead(np.random.default_rng(0).random(100_000) < 0.5) > 50
+    assert most_ahead(apportioned(np.arange(100_000), nested_shares([1, 1])).store == 0) < 1
+
+
+@FEW
+@given(st.integers(0, 2**63 - 2), st.integers(0, ONE))
+def test_a_share_is_exact_as_far_as_draws_are_numbered(n, share):
+    assert int(data.share_of(np.array([n], np.uint64), share)[0]) == n * share // ONE
+    n = np.array([2**40 + 3], np.uint64)  # negative control: the plain product is not
+    assert int((n * np.uint64(ONE - 1) >> np.uint64(32))[0]) != (2**40 + 3) * (ONE - 1) // ONE
+
+
+# ---- samples and steps
+
+
+def share_read(stores, flags):
+    """The share of `words` in the tokens of 60 steps, with weights 3 and 7."""
+    size = "--seq-len 1024 --batch-tokens 16384 --tokens 1e9"
+    p = mixed_plan(mixed(stores, 0.3, 0.7), f"{size} {flags}")
+    border, read, clock = p.store.tokens.starts[1], np.zeros(2), Clock()
+    for _ in range(60):
+        chosen = p.packed_rows(clock) if p.settings.pack.on else p.unpacked_rows(clock)
+        length = chosen.rows.stop - chosen.rows.start + p.extra
+        read += np.bincount(chosen.rows.start >= border, length)
+        clock = clock._replace(cursor=chosen.after)
+    return read[0] / read.sum()
+
+
+def test_tokens_have_the_shares_asked_for_though_lengths_differ(stores, monkeypatch):
+    for flags in ("", "--model bert", "--pack --seq-len 256"):
+        assert share_read(stores, flags) == pytest.approx(0.3, abs=0.01)
+    monkeypatch.setattr(data, "mean_length", lambda samples: Fraction(1))
+    assert share_read(stores, "--pack") < 0.25, "negative control: drawn by weight alone"
+
+
+def test_each_store_comes_whole_before_any_of_it_comes_again(stores):
+    samples = mixed_plan(mixed(stores, 0.5, 0.5), "--pack").samples
+    ids = samples.shuffled(np.arange(4 * len(samples)), seed=1)
+    assert ids.min() >= 0 and ids.max() < len(samples)
+    for first, part in zip(samples.first_ids, samples.parts, strict=False):
+        own = ids[(ids >= first) & (ids < first + len(part))]
+        assert len(own) > len(part), "more than a pass"
+        for begin in range(0, len(own) - len(part), len(part)):
+            assert len({*own[begin : begin + len(part)].tolist()}) == len(part)
+    alone = shuffled(np.arange(50), len(samples.parts[0]), 1)
+    own = ids[ids < samples.first_ids[1]][:50]
+    assert own.tolist() == alone.tolist(), "the first store's order is that of a run on it alone"
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        "--curriculum seqlen-reshape --curriculum-start 8",
+        "--model bert --pack --loss-per document --curriculum seqlen --curriculum-start 16",
+    ],
+)
+def test_a_step_of_a_mixture_follows_from_the_clock_alone(stores, flags):
+    """And one store with all the weight gives the steps of that store: neutral is identity."""
+    check_steps_follow_from_the_clock(partial(mixed_plan, mixed(stores, 2, 1), flags), STEPS)
+    alone, all_of_it = (mixed_plan(f"{stores / 'words'}{weight}", flags) for weight in ("", "=1"))
+    for one, other in zip(walk(alone, STEPS), walk(all_of_it, STEPS), strict=True):
+        assert one.after == other.after and one.targets == other.targets
+        assert torch.equal(one.batch.tokens, other.batch.tokens)
+        assert torch.equal(one.batch.targets, other.batch.targets)
+
+
+# ---- runs
+
+
+POISONED = (data.Mixture, "open"), (data.MixedTokens, "take"), (data, "apportioned")
+
+
+def test_off_is_absent_and_one_store_with_all_the_weight_is_the_plain_run(
+    run, stores, store_dir, monkeypatch
+):
+    """No function of a mixture is called for one store; its held-out score has a name more."""
+
+    with monkeypatch.context() as patch:
+        for of, name in POISONED:
+            patch.setattr(of, name, None)  # a call would fail
+        with pytest.raises(TypeError, match="'NoneType' object is not callable"):
+            run(f"{SMALLER} --data {mixed(stores, 1, 1)}", out="mixed")
+        plain = metrics(run(SMALLER))
+    lines = metrics(run(f"{SMALLER} --data {store_dir}=1", out="alone"))
+    for line in lines:
+        if by_store := line.pop("by_store", None):
+            assert by_store == {store_dir.name: line["val_bpb"]}
+    assert lines == plain
+
+
+def test_a_run_resumed_where_its_stores_have_moved_is_the_same(run, stores, tmp_path, monkeypatch):
+    given = mixed(stores, 0.7, 0.3)
+    flags = f"{SMALLER} --pack --curriculum seqlen --curriculum-start 8 --data {given}"
+    whole = metrics(run(flags, out="whole"))
+    with monkeypatch.context() as patch:
+        stop_in_step(5, patch)
+        with pytest.raises(AssertionError):  # the status is 143, not 0
+            run(flags, out="stopped")
+    assert read_log(tmp_path / "stopped", "train")[-1]["step"] == 5
+
+    resume = ["--resume", "--out", "stopped"]
+    turned = f"{stores / 'books'}=0.3,{stores / 'words'}=0.7"
+    for other in (mixed(stores, 0.6, 0.4), stores / "words", turned):
+        with pytest.raises(ValueError, match="began with another store, or with other weights"):
+            train.main([*resume, "--data", str(other)])
+    moved = shutil.copytree(stores, tmp_path / "moved")
+    assert train.main([*resume, "--data", mixed(moved, 7, 3)]) == 0
+    assert metrics(read_log(tmp_path / "stopped")) == whole
+
+
+# ---- evaluation
+
+
+class ByByte(torch.nn.Module):
+    """Losses that differ from byte to byte, so that texts differ in bits per byte."""
+
+    def losses(self, batch):
+        return (batch.targets % 7 + 1).double() * (batch.targets >= 0)
+
+
+def test_an_evaluation_of_a_mixture_is_that_of_each_store(stores):
+    two = open_store(mixed(stores, 0.7, 0.3))
+    held_out = Data(BYTES, two, special_ids=None, byte_lengths=byte_lengths(BYTES))
+    found = Evaluation(held_out, 64).run(ByByte(), ALONE, 8)
+    parts = [Evaluation(held_out._replace(store=p), 64).run(ByByte(), ALONE, 8) for p in two.parts]
+    assert found.by_store == {"words": parts[0].val_bpb, "books": parts[1].val_bpb}
+    assert parts[0].val_bpb != parts[1].val_bpb
+    assert found.val_bpb == pytest.approx(0.7 * parts[0].val_bpb + 0.3 * parts[1].val_bpb)
+    assert found.targets == parts[0].targets + parts[1].targets
+
+
+def test_means_worked_by_hand(stores):
+    two = open_store(mixed(stores, 0.8, 0.2))
+    assert tokens_of_each(two, 1000) == [650, 350], "the docstring's"
+    assert tokens_of_each(two, None) == [None, None]
+    found = {
+        "a": HeldOut(val_loss=4.0, val_bpb=2.0, targets=10, bytes=10),
+        "b": HeldOut(val_loss=2.0, val_bpb=1.0, targets=1000, bytes=900),
+        "no bytes": HeldOut(val_loss=9.0, val_bpb=9.0, targets=3, bytes=0),
+    }
+    mean = weighted(found, (0.375, 0.125, 0.5))
+    assert mean == HeldOut(3.5, 1.75, 1013, 910, by_store={"a": 2.0, "b": 1.0})
+    with pytest.raises(ValueError, match="no byte of a text with a weight is a target"):
+        weighted(found, (0, 0, 1))

@@ -124,7 +124,8 @@ def test_every_combination_runs(run, tmp_path, flags):
 # At the default learning rate so small a model multiplies a last bit of rounding by 30 in 20 steps.
 CURVE = f"{ALL_ON} --tokens 3000 --lr 1e-3 --eval-every 0 --checkpoint-every 0"
 # Two samples a step, whose pieces often fit into one row: then the second rank has none.
-BLANK = "--pack-batch documents --model bert --seq-len 1024 --batch-tokens 2048 --tokens 8000"
+BLANK = "--pack-batch documents --model bert --seq-len 1024 --batch-tokens 2048 --tokens 5000"
+SHARED = "--pseudo --pseudo-group 2 --pseudo-until 0.5"
 
 
 def test_accumulation_does_not_change_the_curve(log_of):
@@ -140,6 +141,7 @@ def test_two_processes_draw_the_curve_of_one(run, store_dir, tmp_path, log_of):
     before, last = sorted((tmp_path / "moved").glob("step-*.pt"))
     last.unlink()  # as if it had been killed after the one before
     runs = {tmp_path / "all": CURVE, tmp_path / "blank": f"{CURVE} {BLANK}"}
+    runs[tmp_path / "shared"] = f"{CURVE} --optimizer adamw {SHARED}"
     lines = [flags_for(store_dir, folder, flags) for folder, flags in runs.items()]
     start_ranks(2, *lines, ["--resume", "--out", str(tmp_path / "moved")])
     for folder, flags in [*runs.items(), (tmp_path / "moved", CURVE)]:
@@ -147,6 +149,7 @@ def test_two_processes_draw_the_curve_of_one(run, store_dir, tmp_path, log_of):
         assert losses(two) == pytest.approx(losses(one), rel=0, abs=1e-5), flags
         scores = [[e["val_bpb"] for e in lines if e["event"] == "eval"] for lines in (one, two)]
         assert scores[1] == pytest.approx(scores[0], abs=1e-5), flags
+    assert len(read_log(tmp_path / "shared", "stage")) == 1, "weights parted on the way"
     starts = [line["resumed_at"] for line in read_log(tmp_path / "moved", "run")]
     assert starts == [0, int(before.stem.removeprefix("step-"))]
 
