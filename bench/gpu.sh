@@ -123,7 +123,7 @@ bench() { # SECONDS NAME FILE FLAGS...
 on=(--device cuda --record)
 toy=() gpt=124M larger=350M kernels=() copies=(--size 350M)
 # the tests that take longest first; of 16 cores 12, as some start processes of their own
-tests=(gpu tests/test_offload.py tests/test_several_ranks.py $(grep -l mark.gpu tests/test_*.py))
+tests=(gpu tests/test_offload.py tests/test_runtime.py $(grep -l mark.gpu tests/test_*.py))
 workers=12
 beside=("AdamW, exact GELU") kept=("keep 1/2") eager=("short pieces" "keep 3/4" "keep 1/4")
 if [ -n "$fake" ]; then

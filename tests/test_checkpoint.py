@@ -1,7 +1,7 @@
 """A checkpoint is whole or absent, and a damaged one is never believed.
 
 Faults are real where that is possible in seconds: bits flipped, files cut, processes killed by
-SIGKILL, writes refused by the kernel. Folders that ranks write together: tests/test_sharded.py.
+SIGKILL, writes refused by the kernel. Folders that ranks write together: tests/test_runtime.py.
 """
 
 import itertools

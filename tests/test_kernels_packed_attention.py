@@ -92,12 +92,13 @@ def assert_as_defined(impl, dtype, doc_ids, causal=True, device="cpu", D=32, str
 
 
 WAYS = [  # impl, device, case, dtype; the interpreter takes a second for some cases
-    *itertools.product(["groups"], ["cpu"], CASES, [torch.float64, torch.bfloat16]),
-    *itertools.product(["dense"], ["cpu"], ["63", "kept tokens"], [torch.float64, torch.bfloat16]),
-    *itertools.product(["dense", "groups"], ["cpu"], ["63"], [torch.float32, torch.float16]),
+    *itertools.product(["groups"], ["cpu"], CASES, [torch.float64]),
+    *itertools.product(["dense", "groups"], ["cpu"], ["63"], attention_tiles.DTYPES),
+    *itertools.product(["dense"], ["cpu"], ["63", "kept tokens"], [torch.float64]),
     *itertools.product(["triton"], ["cpu"], ["one token", "63", "kept tokens"], [torch.float32]),
-    *itertools.product(["triton"], ["cpu"], ["no document at all", "500"], [torch.float16]),
+    *itertools.product(["triton"], ["cpu"], ["no document at all"], [torch.float16]),
     ("triton", "cpu", "one-token documents", torch.float16),
+    pytest.param("triton", "cpu", "500", torch.float16, marks=pytest.mark.slow),
 ]
 ON_GPUS = itertools.product(["dense", "triton"], ["cuda"], CASES, attention_tiles.DTYPES)
 WAYS += [pytest.param(*way, marks=pytest.mark.gpu) for way in ON_GPUS]
@@ -111,14 +112,13 @@ def test_results_are_the_definitions(empty_is_full_of_nan, impl, device, case, c
     assert_as_defined(impl, dtype, CASES[case], causal, device)
 
 
-@pytest.mark.parametrize("D", [16, 64, 128])
+@pytest.mark.parametrize("D", [16, 128])
 def test_other_widths_of_a_head(impl, D):
     assert_as_defined(impl, torch.float16, TINY[:1], D=D)
 
 
 STRIDES = {
     "heads before positions": lambda x: x.transpose(1, -2).contiguous().transpose(1, -2),
-    "rows of a longer batch": lambda x: torch.cat([x, x], dim=1)[:, : x.shape[1]],
     "every other number": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
 }
 
@@ -281,7 +281,10 @@ def as_on_a_gpu(doc_ids: Tensor) -> Documents:
     return Documents("dense", True, (attention_mask(doc_ids, True), doc_ids < 0))
 
 
-@pytest.mark.parametrize("of", ["groups", "triton", "dense on a GPU"])
+HEAVY = [pytest.param(of, marks=pytest.mark.slow) for of in ("triton", "dense on a GPU")]
+
+
+@pytest.mark.parametrize("of", ["groups", *HEAVY])
 def test_torch_compile_takes_it_whole_and_other_documents_are_not_compiled_again(of):
     if of == "triton":
         needs_triton()

@@ -15,7 +15,7 @@ from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import needs_triton
+from conftest import needs_triton, why_no_triton
 
 from kernels import attention_tiles, cross_entropy, token_drop, triton_here
 from kernels.token_drop import merge, reference_gather, reference_scatter, split
@@ -92,15 +92,14 @@ def test_every_operation_and_gradient_is_bitwise_the_definitions(impl, device, s
     assert_as_defined(impl, *inputs(shape, dtype, device))
 
 
-@pytest.mark.parametrize("K", [1, 3, 4])
-def test_every_subset_of_seven_positions(impl, device, K):
-    kept = torch.tensor(list(itertools.combinations(range(7), K)), device=device)
-    x, _, y, d = inputs((len(kept), 7, 3, K), torch.float32, device)
-    assert_as_defined(impl, x, kept, y, d)
+def test_every_subset_of_seven_positions(impl, device):
+    for K in (1, 3, 4):
+        kept = torch.tensor(list(itertools.combinations(range(7), K)), device=device)
+        x, _, y, d = inputs((len(kept), 7, 3, K), torch.float32, device)
+        assert_as_defined(impl, x, kept, y, d)
 
 
 STRIDES = {
-    "columns of a wider one": lambda t: torch.cat([t, t], dim=2)[:, :, 3 : 3 + t.shape[2]],
     "positions before rows": lambda t: t.transpose(0, 1).contiguous().transpose(0, 1),
     "columns before positions": lambda t: t.mT.contiguous().mT,
     "every other column": lambda t: t.repeat_interleave(2, dim=2)[:, :, ::2],
@@ -219,13 +218,6 @@ def test_these_tests_see_a_row_that_is_never_written(monkeypatch, device, impl):
         assert_as_defined(impl, *args)
 
 
-@pytest.mark.parametrize("device", DEVICES)
-def test_auto_is_triton_for_cuda_tensors(device):
-    x, kept, y, _ = inputs(SMALL, device=device)
-    wanted = "torch" if token_drop.why_not(device) else "triton"
-    assert token_drop.checked_impl("auto", x, kept, y) == wanted
-
-
 @pytest.mark.parametrize("kernels", [attention_tiles, cross_entropy, token_drop])
 def test_kernels_are_refused_where_they_cannot_run(monkeypatch, kernels):
     """Without Triton, where a file is imported all the same."""
@@ -241,10 +233,8 @@ def test_kernels_are_refused_where_they_cannot_run(monkeypatch, kernels):
         assert module.split(x, kept)[0].equal(reference_gather(x, kept))
 
 
-@pytest.mark.parametrize("impl", ["torch", "triton"])
-def test_torch_compile_takes_a_layer_whole(impl):
-    if impl == "triton":
-        needs_triton(loops=False)
+def test_torch_compile_takes_a_layer_whole():
+    impl = "torch" if why_no_triton("cpu", loops=False) else "triton"
     x, kept, _, d = inputs(SMALL)
     torch.compiler.reset()
     compiled = torch.compile(layer, backend="aot_eager", fullgraph=True)

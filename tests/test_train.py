@@ -395,10 +395,6 @@ def test_published_weights_of_a_size_of_their_own_start_a_run_that_resumes(run, 
     assert not (tmp_path / "other").exists()
 
 
-
-
-
-
 # ---- other ways to compute the same
 
 
@@ -419,8 +415,6 @@ def test_the_learning_rate_may_follow_layer_tokens(run):
         assert step["lr"] == pytest.approx(max(0.01 * (1 - middle / 1024), 0.0), abs=1e-9)
         before = step["layer_tokens"] / 4
     assert before > 1.02 * steps[-1]["consumed_tokens"], "another clock"
-
-
 
 
 def test_wandb_gets_the_same_numbers_and_goes_on_with_its_run(run, tmp_path, monkeypatch):
