@@ -29,17 +29,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
-from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
-from torch.distributed.tensor import distribute_tensor
 
 from support.runtime import Runtime, of_rows, rows_here
 from support.store import sync
-
-# it says so whenever one process reads a folder alone, which is meant here
-warnings.filterwarnings("ignore", "torch.distributed is disabled")
 
 WORDS = ("last", "best")
 REST = "rest.pt"
@@ -124,12 +117,12 @@ def save(
         if sharded:
             tensors, rest = split(state)
             runtime.on_rank0(lambda: write_file(unfinished / REST, rest))
-            dcp.save(tensors, checkpoint_id=unfinished)  # syncs each file
+            write_shards(tensors, unfinished)
             runtime.on_rank0(lambda: sync(unfinished))
         else:
             runtime.on_rank0(lambda: write_file(unfinished, state))
         runtime.on_rank0(publish)
-    except (ValueError, CheckpointException) as error:
+    except ValueError as error:
         reason = " ".join(str(error).split())
         raise ValueError(
             f"{path}: not written: {reason}; older checkpoints are untouched: free space or make"
@@ -146,6 +139,18 @@ def write_file(path: Path, state: dict) -> None:
             raise error.__context__ or error from None
         file.flush()
         os.fsync(file.fileno())
+
+
+def write_shards(tensors: dict[str, Tensor], folder: Path) -> None:
+    """Each rank's rows, on the disk after this."""
+    # Imported here, and below, because it takes a second, which other runs should not wait for.
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
+
+    try:
+        dcp.save(tensors, checkpoint_id=folder)
+    except CheckpointException as error:
+        raise ValueError(str(error)) from None
 
 
 def split(state: dict, prefix: str = "") -> tuple[dict[str, Tensor], dict]:
@@ -208,11 +213,7 @@ def load(
             if not path.is_dir():
                 tensors, rest = split(torch.load(path, map_location="cpu", weights_only=True))
                 return joined({name: rows_of(name, t, shards) for name, t in tensors.items()}, rest)
-            tensors = {
-                name: empty(name, about, runtime.device, shards)
-                for name, about in described(path).state_dict_metadata.items()
-            }
-            dcp.load(tensors, checkpoint_id=path, no_dist=True)
+            tensors = read_shards(path, runtime.device, shards)
             return joined(tensors, torch.load(path / REST, weights_only=True))
 
     runtime.together(lambda: verify(path, runtime))
@@ -225,7 +226,9 @@ def verify(path: Path, runtime: Runtime) -> None:
         if not path.is_dir():
             records = [(path, 0, None)]
         else:
-            stored = described(path).storage_data.values()
+            from torch.distributed.checkpoint import FileSystemReader
+
+            stored = FileSystemReader(path).read_metadata().storage_data.values()
             records = [(path / item.relative_path, item.offset, item.length) for item in stored]
             records.append((path / REST, 0, None))
         for name, offset, length in records[runtime.rank :: runtime.world_size]:
@@ -245,26 +248,34 @@ def refusing(path: Path) -> Iterator[None]:
     except FileNotFoundError as error:
         message = f"{error.filename}: there is no such checkpoint, or not all of it"
         raise ValueError(message) from None
-    except (Exception, CheckpointException) as error:
+    except Exception as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
             f"{path} is damaged, or no checkpoint: {why}; delete it to go on from the one before"
         ) from None
 
 
-def described(path: Path) -> dcp.Metadata:
-    return dcp.FileSystemReader(path).read_metadata()
+def read_shards(path: Path, device: torch.device, shards: dict[str, Tensor]) -> dict[str, Tensor]:
+    """A folder's tensors: whole, or this rank's rows of a DTensor like the parameter's."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.api import CheckpointException
 
-
-def empty(
-    name: str, about: TensorStorageMetadata, device: torch.device, shards: dict[str, Tensor]
-) -> Tensor:
-    """Room for a tensor: whole, or this rank's rows of a DTensor like the parameter's."""
-    dtype = about.properties.dtype
-    like = parameter_of(name, about.size, shards)
-    if like is None:
-        return torch.empty(about.size, dtype=dtype)
-    return of_rows(torch.empty_like(rows_here(like), dtype=dtype, device=device), like)
+    tensors: dict[str, Tensor] = {}
+    for name, about in dcp.FileSystemReader(path).read_metadata().state_dict_metadata.items():
+        dtype, like = about.properties.dtype, parameter_of(name, about.size, shards)
+        if like is None:
+            tensors[name] = torch.empty(about.size, dtype=dtype)
+        else:
+            rows = torch.empty_like(rows_here(like), dtype=dtype, device=device)
+            tensors[name] = of_rows(rows, like)
+    with warnings.catch_warnings():
+        # it says so whenever one process reads a folder alone, which is meant here
+        warnings.filterwarnings("ignore", "torch.distributed is disabled")
+        try:
+            dcp.load(tensors, checkpoint_id=path, no_dist=True)
+        except CheckpointException as error:
+            raise ValueError(str(error)) from None
+    return tensors
 
 
 def rows_of(name: str, tensor: Tensor, shards: dict[str, Tensor]) -> Tensor:
@@ -272,6 +283,8 @@ def rows_of(name: str, tensor: Tensor, shards: dict[str, Tensor]) -> Tensor:
     like = parameter_of(name, tensor.shape, shards)
     if like is None:
         return tensor
+    from torch.distributed.tensor import distribute_tensor
+
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
