@@ -30,7 +30,7 @@ gradients and their optimizer state. A device that holds everything needs 25.84 
                the host waits for a part's when their slot is needed again. At 25.5 MiB the
                device adds up h.2's gradients, and they leave once a step; at 18 MiB every
                micro-batch sends those of all blocks
-   update      `Optimizers.clip_gradients` (support/step/optim.py), then `Offload.around_step`:
+   update      `Optimizers.clip_gradients` (support/optim.py), then `Offload.around_step`:
                first what is on the device is updated, then the masters, part by part
    weights     `Offload.send` copies a part's new weights to the device while the host updates the
                next part; at 18 MiB h.1 is fetched at the end of the step, h.2 and h.3 as the next

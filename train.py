@@ -49,6 +49,7 @@ from model import BlockRunner, Transformer, TransformerConfig, run_plain, run_re
 from offload import Offload, placement_for
 from plan import Plan, Step, read_ahead, savings
 from support.clock import due, generator, seed_of
+from support.optim import Optimizers, learning_rate, state_bytes
 from support.run import Run, commit
 from support.runtime import (
     Runtime,
@@ -72,7 +73,6 @@ from support.sizes import (
     parameters_in_words,
     peak_flops,
 )
-from support.step.optim import Optimizers, learning_rate, state_bytes
 from support.step.placement import Placement, describe
 from support.weights import initial_model, model_size
 
@@ -416,7 +416,7 @@ class Trainer:
             refuse_step(runtime, step.context.step, "loss", loss.item())
         if not math.isfinite(norm):
             refuse_step(runtime, step.context.step, "gradient", norm)
-        lr = learning_rate(s, step.before, step.after)
+        lr = learning_rate(s.optim, s.model.layers, step.before, step.after)
         if self.offloaded:
             self.offloaded.update(partial(self.optimizers.step, lr))
         else:

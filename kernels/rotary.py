@@ -33,7 +33,7 @@ class Scaling(NamedTuple):
             scaling = cls(0, 0, 0, 0)
         if not (0 < scaling.slow < scaling.fast < math.inf and 0 < scaling.factor < math.inf):
             raise ValueError(
-                f"--rope-scaling {text!a}: give factor:slow:fast:positions, such as 32:1:4:8192"
+                f"rope_scaling {text!a}: give factor:slow:fast:positions, such as 32:1:4:8192"
             )
         return scaling
 

@@ -46,10 +46,10 @@ from tqdm import tqdm
 
 from support import checkpoint
 from support.clock import Clock, due, lr_clock
+from support.optim import OptimConfig, decay_start
 from support.runtime import ROOT, Runtime, check_agreement, made_by
 from support.settings import DataConfig, Flat, RunConfig, flattened
 from support.sizes import ModelConfig
-from support.step.optim import OptimConfig, decay_start
 from support.store import atomic_write
 
 

@@ -31,9 +31,9 @@ from torch import nn
 from torch.overrides import TorchFunctionMode
 
 from model import Transformer, TransformerConfig
+from support.optim import OptimConfig
 from support.runtime import Runtime
 from support.settings import Flat, flag
-from support.step.optim import OptimConfig
 
 
 class Size(NamedTuple):
@@ -87,9 +87,9 @@ class ModelConfig:
     pos: str | None = flag(
         None, "positions (default: rope for nano and llama, else learned)", ("learned", "rope")
     )
-    rope_theta: float = flag(10_000.0, "base of the rotary angles", least=1)
+    rope_theta: float = flag(10_000.0, "base of the rotary angles", hidden=True)
     rope_scaling: str | None = flag(
-        None, "Llama 3.1's slower rotary angles, as factor:slow:fast:positions"
+        None, "Llama 3.1's slower rotary angles, as factor:slow:fast:positions", hidden=True
     )
     tied: bool | None = flag(
         None, "the embedding predicts too, not a matrix of its own (default: but for a nano GPT)"
@@ -100,7 +100,7 @@ class ModelConfig:
         None, "width of the residual stream (default: by --size)", least=1, most=2**17
     )
     mlp_width: int | None = flag(
-        None, "inner width of the MLP (default: 4 x --width; llama 8/3)", least=1, most=2**19
+        None, "inner width of the MLP: 4 x --width, of a llama 8/3", hidden=True
     )
     dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
     nsp: bool = flag(False, "a BERT is trained on pairs: does the second text follow the first?")

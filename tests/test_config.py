@@ -68,7 +68,7 @@ REFUSED = {
     "--ltd --ltd-steps 10 --ltd-share": "0.5 0.9",
     "--ltd --ltd-layers": "1-6 0-5 0-999999999 4-2 1,4-2 middle -1",
 }
-NOT_0 = "--micro-batch-size --layers --width --mlp-width --keep --lr --eval-tokens"
+NOT_0 = "--micro-batch-size --layers --width --keep --lr --eval-tokens"
 REFUSED |= dict.fromkeys([*NOT_0.split(), "--final-eval-tokens"], "0")
 
 

@@ -36,13 +36,13 @@ READ = "update: a copy to the host in train.py"  # the loss and the norm of the 
 # Gradients that come home, and the norm of those that are there: one number each way.
 COMING_HOME = {
     "gradients: synchronize in offload.py",
-    "update: a copy from the host in support/step/optim.py",
-    "update: a copy to the host in support/step/optim.py",
-    "update: from pageable memory in support/step/optim.py",
+    "update: a copy from the host in support/optim.py",
+    "update: a copy to the host in support/optim.py",
+    "update: from pageable memory in support/optim.py",
 }
 ALSO = {  # what a step waits for besides
     "offload": COMING_HOME,
-    "offload of all": COMING_HOME | {"update: a copy to the host in support/step/muon.py"},
+    "offload of all": COMING_HOME | {"update: a copy to the host in support/optim.py"},
 }
 
 QUICK = {

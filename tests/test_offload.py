@@ -26,7 +26,7 @@ import offload
 import train
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Copy, Landing, Link, Offload
-from support.step.optim import Optimizers
+from support.optim import Optimizers
 from support.step.placement import Away, Placement, order_of_leaving, part_of, parts_of, places
 
 pytestmark = pytest.mark.usefixtures("short_ends")
@@ -124,7 +124,7 @@ class Run:
         return self.offloaded.weights(self.model.state_dict())
 
     def state(self):
-        return {p: s for part in self.optimizers.parts for p, s in part.state.items()}
+        return {p: s for part in self.optimizers.optimizers for p, s in part.state.items()}
 
 
 @cache

@@ -1,13 +1,33 @@
-"""Learning rate on the token clock, parameter groups, and both optimizers' state."""
+"""Learning rate on the token clock; which update each parameter gets; Muon against its definition.
+
+python -m pytest tests/test_optim.py
+"""
+
+from functools import partial
 
 import pytest
 import torch
+import torch.distributed as dist
+from conftest import start_ranks
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
 
 from model import Transformer, TransformerConfig
-from support.step import optim
-from support.step.optim import OptimConfig, Optimizers, lr_at, split_parameters
+from support import optim
+from support.clock import Clock
+from support.optim import (
+    Muon,
+    OptimConfig,
+    Optimizers,
+    learning_rate,
+    lr_at,
+    orthogonalised,
+    orthogonalised_by_all,
+)
+from support.runtime import start
 
 
 def lr(t, schedule="cosine", floor=0.0, warmup=10):
@@ -24,6 +44,10 @@ def test_worked_examples():
     assert [lr(t, "wsd") for t in (10, 60, 88)] == [1, 1, 1]
     assert lr(99, "wsd") == pytest.approx(0.5) and lr(110, "wsd") == 0
     assert lr(0, warmup=0) == 1
+    rates = OptimConfig(tokens=110, lr=1.0, warmup_tokens=10, lr_clock="layer-tokens")
+    steps = [Clock(layer_tokens=4 * tokens) for tokens in (5, 15, 300)]
+    assert learning_rate(rates, 4, *steps[:2]) == 1, "in the middle of the step"
+    assert learning_rate(rates, 4, *steps[1:]) == lr_at(rates, (15 + 110) / 2)
 
 
 @given(st.integers(0, 200), st.sampled_from(optim.SCHEDULES), st.floats(0, 1))
@@ -43,17 +67,21 @@ def optimizers_of(m, kind, weight_decay=0.1):
     return Optimizers(dict(m.named_parameters()), kind, weight_decay, (0.9, 0.95))
 
 
-def test_every_parameter_is_moved_once():
+def test_only_the_parameters_asked_for_move_and_lose_their_gradients():
     m = model()
-    for muon in (False, True):
-        parts = split_parameters(dict(m.named_parameters()), muon)
-        moved = [id(p) for part in parts for p in part]
-        assert sorted(moved) == sorted(id(p) for p in m.parameters())
-        assert all(p.ndim == 1 for p in parts.plain)
-        assert len(parts.matrices) == (9 if muon else 0)  # 3 in each of 3 blocks
-        assert len(parts.qkv) == (3 if muon else 0)  # and one that is three
-    halves = optim.state_bytes({"h.0.a": torch.zeros(5, 3), "b": torch.zeros(1)}, True, shards=2)
-    assert halves == {"weights": 40, "gradients": 40, "optimizer": 3 * 12 + 2 * 4}
+    optimizers = optimizers_of(m, "muon")
+    moved = {m.wte.weight, m.h[1].attn.c_attn.weight, m.h[1].ln_1.weight}
+    before = {p: p.detach().clone() for p in m.parameters()}
+    for parameter in m.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    optimizers.step(0.01, only=moved)
+    for parameter, was in before.items():
+        assert torch.equal(parameter, was) == (parameter not in moved)
+        assert (parameter.grad is None) == (parameter in moved)
+    optimizers.step(0.01)
+    assert all(not torch.equal(parameter, was) for parameter, was in before.items())
+    muons = {id(p) for group in optimizers.optimizers[1].param_groups for p in group["params"]}
+    assert muons == {id(p) for p in m.h.parameters() if p.ndim > 1}
 
 
 def advance(m, optimizers, steps):
@@ -112,3 +140,166 @@ def test_decay_touches_matrices_alone():
     for name, parameter in m.named_parameters():
         shrunk = before[name] * (0.95 if parameter.ndim == 2 else 1)
         assert torch.allclose(parameter, shrunk, atol=1e-7), name
+
+
+# ---- Muon
+
+SHAPES = ((48, 48), (144, 48), (48, 192), (192, 48), (1, 5), (7, 1))
+
+
+def matrices_of(shape: tuple, n: int = 3, smallest: float = 1e-4) -> Tensor:
+    """(n, *shape) float64 matrices whose singular values fall evenly from 1 to `smallest`."""
+    generator = torch.Generator().manual_seed(sum(shape))
+    random = torch.randn(n, *shape, generator=generator, dtype=torch.float64)
+    U, S, V = torch.linalg.svd(random, full_matrices=False)
+    S = torch.logspace(0, torch.tensor(smallest).log10(), S.shape[1], dtype=torch.float64)
+    return U * S @ V
+
+
+def definition(matrix: Tensor) -> Tensor:
+    """Newton-Schulz as it is written in Jordan's article, in the matrix's own dtype."""
+    X = matrix / matrix.norm()
+    for a, b, c in optim.POLYNOMIALS:
+        A = X @ X.mT
+        X = a * X + b * A @ X + c * A @ A @ X
+    return X
+
+
+def error(found: Tensor, truth: Tensor) -> float:
+    return ((found.double() - truth).norm() / truth.norm()).item()
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_orthogonalised_is_the_definition(shape):
+    matrices = matrices_of(shape)
+    truth = torch.stack([definition(matrix) for matrix in matrices])
+    assert error(orthogonalised(matrices), truth) < 1e-7
+    assert error(orthogonalised(matrices.float()), truth) < 1e-3
+    rounded = torch.stack([definition(matrix) for matrix in matrices.bfloat16()])
+    assert error(orthogonalised(matrices.bfloat16()), truth) < 2 * error(rounded, truth)
+    values = torch.linalg.svdvals(orthogonalised(matrices_of(shape, smallest=0.02)))
+    assert 0.6 < values.min() and values.max() < 1.3
+    assert orthogonalised(torch.zeros(2, *shape)).count_nonzero() == 0
+    # squared in the Gram matrix, small ones vanish in fp32's rounding: the rest must not grow
+    matrices = matrices_of(shape, smallest=1e-12)
+    truth = torch.stack([definition(matrix) for matrix in matrices])
+    assert error(orthogonalised(matrices.float()), truth) < 1e-3
+
+
+def steps_of(optimizer: torch.optim.Optimizer, parameters: list[Tensor], steps: range) -> None:
+    for step in steps:
+        generator = torch.Generator().manual_seed(step)
+        for parameter in parameters:
+            parameter.grad = torch.randn(parameter.shape, generator=generator)
+        optimizer.step()
+
+
+def parameters_of() -> list[Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    return [torch.randn(shape, generator=generator).requires_grad_() for shape in 2 * SHAPES]
+
+
+def test_moves_as_torchs_muon_within_its_dtype(monkeypatch):
+    """Torch's rounds to bf16; exact is torch's with the definition in float64 in place of that."""
+    ours, theirs, exact = (parameters_of() for _ in range(3))
+    torchs = partial(torch.optim.Muon, lr=0.1, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
+    one, other = Muon(ours, 0.1, 0.3), torchs(theirs)
+    steps_of(one, ours, range(4))
+    steps_of(other, theirs, range(4))
+
+    def in_float64(gradient: Tensor, *_) -> Tensor:
+        return definition(gradient.double()).float()
+
+    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", in_float64)
+    steps_of(torchs(exact), exact, range(4))
+    for found, rounded, truth in zip(ours, theirs, exact, strict=True):
+        assert error(found, truth) < 1e-4
+        assert 1e-4 < error(rounded, truth) < 0.05, "what torch's own dtype costs"
+    found, wanted = one.state_dict()["state"], other.state_dict()["state"]
+    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
+    one.load_state_dict({**one.state_dict(), "state": wanted})
+    steps_of(one, ours, range(4, 5))
+
+
+@pytest.mark.parametrize(("parts", "rows"), [((48,), (48,) * 3), ((48, 12, 12), (48, 12, 12))])
+def test_matrices_below_each_other_move_as_if_apart(parts, rows):
+    """Queries, keys and values; those of keys and values are smaller with grouped queries."""
+    stacked, gradient = torch.randn(2, sum(rows), 48, generator=torch.Generator().manual_seed(0))
+    together, *apart = (part.clone() for part in (stacked, *stacked.split(rows)))
+    together.grad = gradient
+    for parameter, its in zip(apart, gradient.split(rows), strict=True):
+        parameter.grad = its
+    Muon([{"params": [together], "parts": parts}], 0.1, 0.3).step()
+    Muon(apart, 0.1, 0.3).step()
+    assert torch.equal(together, torch.cat(apart)) and not torch.equal(together, stacked)
+
+
+def test_orthogonalises_on_the_device_named(monkeypatch):
+    devices = []
+
+    def elsewhere(matrices: Tensor, parts: tuple) -> Tensor:
+        devices.append(matrices.device.type)
+        return torch.ones(matrices.shape)
+
+    monkeypatch.setattr(optim, "orthogonalised_by_all", elsewhere)
+    for on in (None, torch.device("meta")):
+        matrix = torch.nn.Parameter(torch.zeros(4, 4))
+        matrix.grad = torch.ones(4, 4)
+        optimizer = Muon([matrix], lr=1.0, weight_decay=0.0, on=on)
+        optimizer.step()
+        assert optimizer.state[matrix]["momentum_buffer"].device.type == "cpu"
+        assert torch.equal(matrix, torch.full((4, 4), -0.4))  # 0.2 times the root of 4
+    assert devices == ["cpu", "meta"]
+
+
+def test_a_matrix_without_gradient_stays_as_it_is():
+    parameters = parameters_of()
+    optimizer = Muon(parameters, 0.1, 0.3)
+    optimizer.step()  # none has one
+    parameters[0].grad = torch.ones_like(parameters[0])
+    optimizer.step()
+    for number, (now, before) in enumerate(zip(parameters, parameters_of(), strict=True)):
+        assert torch.equal(now, before) == (number > 0)
+
+
+def check_shares(flags: list[str]) -> None:
+    """Four matrices a shape: of 3 ranks the last has none of its own, sharded or not."""
+    ranks, counts = start("cpu", "fp32").world_size, []
+
+    def counted(matrices: Tensor) -> Tensor:
+        counts.append(len(matrices))
+        return orthogonalised(matrices)
+
+    optim.orthogonalised = counted
+    for shape in SHAPES:
+        matrices = matrices_of(shape, 4).float()
+        assert torch.equal(orthogonalised_by_all(matrices, (shape[0],)), orthogonalised(matrices))
+    assert counts == [-(-4 // ranks)] * len(SHAPES)
+
+    # matrices whose rows are spread over the ranks end where whole ones do
+    mesh, whole = init_device_mesh("cpu", (ranks,)), parameters_of()
+
+    def shards_of(tensor: Tensor) -> Tensor:
+        return distribute_tensor(tensor.detach().clone(), mesh, [Shard(0)], src_data_rank=None)
+
+    shards = [shards_of(parameter).requires_grad_() for parameter in whole]
+
+    def muon_of(parameters: list[Tensor]) -> Muon:
+        fused = [p for p in parameters if p.shape == (144, 48)]
+        others = [p for p in parameters if p.shape != (144, 48)]
+        return Muon([{"params": fused, "parts": (48,)}, {"params": others}], 0.1, 0.3)
+
+    sharded, plain = muon_of(shards), muon_of(whole)
+    for step in range(3):
+        steps_of(plain, whole, range(step, step + 1))
+        for parameter, its in zip(shards, whole, strict=True):
+            parameter.grad = shards_of(its.grad)
+        sharded.step()
+    for parameter, its in zip(shards, whole, strict=True):
+        assert torch.equal(parameter.full_tensor(), its)
+    dist.destroy_process_group()
+
+
+@pytest.mark.dist
+def test_ranks_share_the_work_and_all_get_the_whole():
+    start_ranks(3, [], work=check_shares)

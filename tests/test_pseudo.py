@@ -19,7 +19,7 @@ import sample
 import train
 from model import Transformer, TransformerConfig
 from pseudo import ABSENT, average, handed_over, origin, owners_at, stage
-from support.step.optim import Optimizers
+from support.optim import Optimizers
 
 REAL = tuple(range(8))
 

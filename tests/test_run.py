@@ -123,7 +123,7 @@ def run_until(step: int, flags: str) -> None:
         assert train.main(flags.split()) > 128
 
 
-@pytest.mark.parametrize("rate", ["--schedule wsd --decay-share 0.5", "--min-lr 1"])
+@pytest.mark.parametrize("rate", ["--schedule wsd", "--min-lr 1"])
 def test_more_tokens_before_the_decay_are_the_longer_run(store_dir, tmp_path, rate):
     """The same losses as with the larger budget from the start, where no technique reads it."""
     flags = f"{FLAGS} --warmup-tokens 256 {rate} --data {store_dir}"
@@ -141,8 +141,8 @@ def test_more_tokens_before_the_decay_are_the_longer_run(store_dir, tmp_path, ra
 def test_more_tokens_that_would_bend_the_learning_rate_are_refused(folder, store_dir, tmp_path):
     resume_refused(folder, "--schedule linear has spread its decay over 2048", "--tokens 4096")
     out = tmp_path / "wsd"
-    run_until(6, f"{FLAGS} --schedule wsd --decay-share 0.5 --data {store_dir} --out {out}")
-    resume_refused(out, "at step 6 the learning rate decays already", "--tokens 4096")
+    run_until(7, f"{FLAGS} --schedule wsd --data {store_dir} --out {out}")
+    resume_refused(out, "at step 7 the learning rate decays already", "--tokens 4096")
 
 
 def test_no_other_folder_is_written_into_or_taken_for_a_run(run, folder, tmp_path, monkeypatch):

@@ -45,8 +45,8 @@ from ltd import drop_tokens
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
 from support import checkpoint
 from support import runtime as runtimes
+from support.optim import Optimizers
 from support.runtime import Runtime, exit_cleanly, rows_here, start
-from support.step.optim import Optimizers
 from support.store import Store, byte_lengths, get_encoding
 
 # --- devices

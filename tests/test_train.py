@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ALL_ON, SMALL, metrics, read_log, start_ranks
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 import data
 import plan
@@ -27,7 +25,6 @@ from model import Transformer, TransformerConfig
 from prepare import prepare
 from support import checkpoint
 from support.run import Log
-from support.runtime import exit_cleanly
 from support.store import get_encoding
 from support.weights import GPT2_LAYOUT, published_entries
 

@@ -356,7 +356,7 @@ def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
     write_ranks(Path("tokenizer.model"), {**read_ranks(PD4K), b".\n": 4096})
     prepare.main([str(TINY), "--out", "store", "--tokenizer", "tokenizer.model"])
     fitting = "--init llama --data store --seq-len 32 --device cpu --lr 1e-3"
-    for wrong in ("--kv-heads 4", "--no-tied" if tied else "--tied", "--rope-scaling 8:1:4:64"):
+    for wrong in ("--kv-heads 4", "--no-tied" if tied else "--tied"):
         with pytest.raises(ValueError, match=f"is a model of .* not {wrong}"):
             train.main(f"{fitting} {wrong} --out no".split())
 

@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from torch import nn
 
-from support.step.optim import state_bytes
+from support.optim import state_bytes
 
 MIB = 2**20
 
@@ -206,7 +206,7 @@ class Placement:
         come back once a step, or as often as `fetches` says.
 
         Not counted: a GPU orthogonalises Muon's updates of the host's matrices (`Muon.step` in
-        support/step/muon.py). Once a step 4 bytes of each parameter go there in fp32, and 2 come
+        support/optim.py). Once a step 4 bytes of each parameter go there in fp32, and 2 come
         back in bf16.
 
         Example: a block of 100 parameters in fp32, 2 micro-batches of 10 tokens. STATE: 400 bytes

@@ -1,0 +1,412 @@
+"""The optimizers and the learning rate: which update each parameter gets, and how large it is.
+
+adamw: Loshchilov & Hutter, arXiv 1711.05101. Matrices decay; biases and norms do not. torch's fused
+       implementation, which exists for CPU, CUDA and MPS.
+muon:  Jordan et al. 2024 (kellerjordan.github.io/posts/muon), for the matrices of the blocks. Every
+       matrix goes along U V^T, where U S V^T is its momentum: in all directions by the same amount,
+       however unequal the gradient was. U V^T comes from a few matrix products, by odd polynomials
+       that push every singular value towards 1. The update has the size of AdamW's (arXiv
+       2502.16982, eq. 4), so that both share one learning rate. Update and state are those of
+       torch.optim.Muon.
+
+A step of the nano GPT, three blocks of width 128, with Muon. Matrices of one shape are
+orthogonalised as one batch, queries, keys and values separately (CHANGELOG has the gain):
+
+    c_attn        3 of 384 x 128    9 matrices of 128 x 128
+    attn.c_proj   3 of 128 x 128    3 matrices
+    mlp.c_fc      3 of 512 x 128    3 matrices: 4 times as long as wide, so in fp32 the iteration
+    mlp.c_proj    3 of 128 x 512    3 matrices  runs on X X^T, 128 x 128
+    the rest      embedding, head, biases, norms: AdamW
+
+Several ranks orthogonalise a share of each batch and exchange the results. With --fsdp they gather
+the rows of the momenta first, and each keeps its rows of the results.
+
+The learning rate is a pure function of the consumed-token clock. No training loop here.
+"""
+
+import math
+from collections import defaultdict
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from support.clock import Clock, lr_clock
+from support.runtime import is_shard, norm_over_ranks, of_rows, rows_here
+from support.settings import flag
+
+SCHEDULES = ("cosine", "linear", "wsd")
+
+
+@dataclass(frozen=True)
+class OptimConfig:
+    tokens: int | None = flag(
+        None,
+        "budget on the clock, in tokens; with --resume a larger one extends a run of wsd before its"
+        " decay (default: by --size)",
+        least=1,
+    )
+    schedule_tokens: int | None = flag(
+        None,
+        "budget of the techniques' schedules: the one that a run was started with",
+        hidden=True,
+    )
+    batch_tokens: int | None = flag(None, "tokens of an optimizer step, on all ranks", least=1)
+    micro_batch_size: int | None = flag(
+        None, "rows a rank takes at once (default: by device and --seq-len)", least=1, free=True
+    )
+    optimizer: str = flag("muon", "muon updates the blocks' matrices, adamw all", ("adamw", "muon"))
+    lr: float | None = flag(None, "peak learning rate (default: by --size)", above=0)
+    min_lr: float = flag(0.0, "learning rate at the end, as a share of --lr", least=0, most=1)
+    schedule: str = flag("linear", "decay of the learning rate", SCHEDULES)
+    lr_clock: str = flag(
+        "consumed-tokens", "what the learning rate follows", ("consumed-tokens", "layer-tokens")
+    )
+    warmup_tokens: int | None = flag(None, "tokens of linear warmup (default: 2 % of --tokens)")
+    decay_share: float = flag(0.2, "share of --tokens over which wsd decays", hidden=True)
+    weight_decay: float = flag(0.1, "decay of matrices and embeddings", least=0)
+    beta1: float = flag(0.9, "AdamW's first-moment decay", hidden=True)
+    beta2: float | None = flag(
+        None,
+        "AdamW's second-moment decay (default: 0.99 for a nano GPT, 0.999 for a BERT, else 0.95)",
+        least=0,
+        below=1,
+    )
+    loss_per: str = flag(
+        "token", "what has equal weight in the loss of a step", ("token", "document")
+    )
+    grad_clip: float = flag(1.0, "largest norm of the gradient; 0 for none", least=0)
+
+
+# ---- which update each parameter gets
+
+
+def is_muons(name: str, tensor: Tensor) -> bool:
+    """Whether Muon updates it, where Muon is asked for: the matrices of blocks."""
+    return name.startswith("h.") and tensor.ndim > 1
+
+
+def parts_of(name: str, named: Mapping[str, Tensor]) -> tuple[int, ...]:
+    """Rows of the matrices that a parameter consists of, again and again: `parts` as Muon has it.
+
+    Example: of queries, keys and values (3 C, C) it is (C,), with grouped queries (C, n, n)
+    """
+    rows, columns = named[name].shape
+    if name.endswith("c_attn.weight"):
+        others = (rows - columns) // 2  # of keys, and of values
+        return (columns,) if others == columns else (columns, others, others)
+    if name.endswith("c_fc.weight"):  # with a gate, twice as many rows as c_proj takes
+        return (named[name.replace("c_fc", "c_proj")].shape[1],)
+    return (rows,)
+
+
+def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dict[str, int]:
+    """Bytes of weights, of their gradients and of what the optimizers remember.
+
+    Muon remembers one number for each weight, AdamW two. The tensors may be on the meta device.
+
+    Args: shards ranks that share the rows of each parameter (--fsdp); a rank's rows are counted
+    """
+    weights = state = 0
+    for name, tensor in named.items():
+        size = tensor[: -(-len(tensor) // shards)].nbytes
+        weights += size
+        state += size if muon and is_muons(name, tensor) else 2 * size
+    return {"weights": weights, "gradients": weights, "optimizer": state}
+
+
+class Optimizers:
+    """One or two torch optimizers, which step and are saved together.
+
+    A step: `loss.backward()`, `clip_gradients`, `step`.
+
+    Args: named  the parameters by the names that their state is saved under
+          device that computes, if some of them are on the host; None for that of the parameters
+    """
+
+    def __init__(
+        self,
+        named: dict[str, nn.Parameter],
+        kind: str,
+        weight_decay: float,
+        betas: tuple[float, float],
+        device: torch.device | None = None,
+    ):
+        self.named = named
+        self.names = {parameter: name for name, parameter in named.items()}
+        matrices = [name for name, p in named.items() if kind == "muon" and is_muons(name, p)]
+        matrices.sort(key=lambda name: not name.endswith("c_attn.weight"))
+        others = [p for name, p in named.items() if name not in matrices]
+        decayed, plain = [p for p in others if p.ndim > 1], [p for p in others if p.ndim < 2]
+        self.parameters = [*(named[name] for name in matrices), *decayed, *plain]
+        self.device = device or self.parameters[0].device
+        groups = [
+            {"params": decayed, "weight_decay": weight_decay},
+            {"params": plain, "weight_decay": 0.0},
+        ]
+        self.optimizers = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
+        if matrices:
+            by_parts: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
+            for name in matrices:
+                by_parts[parts_of(name, named)].append(named[name])
+            groups = [{"params": params, "parts": parts} for parts, params in by_parts.items()]
+            self.optimizers.append(Muon(groups, lr=0.0, weight_decay=weight_decay, on=device))
+
+    def clip_gradients(self, clip: float) -> Tensor:
+        """Clip the norm over all parameters at `clip` and return it; 0 clips nothing."""
+        by_device: dict[torch.device, list[Tensor]] = defaultdict(list)
+        for gradient in (rows_here(p.grad) for p in self.parameters if p.grad is not None):
+            by_device[gradient.device].append(gradient)
+        norms = [torch.nn.utils.get_total_norm(gradients) for gradients in by_device.values()]
+        if len(norms) > 1:
+            norms = [torch.nn.utils.get_total_norm([norm.to(self.device) for norm in norms])]
+        norm = norms[0]
+        if is_shard(self.parameters[0]):
+            norm = norm_over_ranks(norm.to(self.device))
+        torch.nn.utils.clip_grads_with_norm_(self.parameters, clip or math.inf, norm)
+        return norm
+
+    def step(self, lr: float, only: set[Tensor] | None = None) -> None:
+        """Update the weights that have a gradient, and free the gradients.
+
+        Args: only these of the parameters; None for all
+        """
+        for optimizer in self.optimizers:
+            groups = optimizer.param_groups
+            every = [group["params"] for group in groups]
+            for group in groups:
+                group["lr"] = lr
+                group["params"] = [p for p in group["params"] if only is None or p in only]
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+            for group, params in zip(groups, every, strict=True):
+                group["params"] = params
+
+    def memory(self) -> dict[str, int]:
+        """`state_bytes` of this rank."""
+        rows = {name: rows_here(parameter) for name, parameter in self.named.items()}
+        return state_bytes(rows, muon=len(self.optimizers) > 1)
+
+    def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:
+        """What the optimizers remember, by the names of the parameters: {"state": {name: {...}}}.
+
+        So a state fits a model whose parameters stand in another order, on another device, or were
+        made from others (pseudo.py).
+        """
+        state = {
+            self.names[parameter]: dict(remembered)
+            for optimizer in self.optimizers
+            for parameter, remembered in optimizer.state.items()
+        }
+        return {"state": state}
+
+    def load_state_dict(self, saved: dict[str, dict[str, dict[str, Tensor]]]) -> None:
+        """Go on from a state; a parameter that it does not name begins without one.
+
+        The tensors become the optimizers' own, without a copy where device and dtype are the same.
+        """
+        for name, remembered in saved["state"].items():
+            shape = self.named[name].shape if name in self.named else None
+            if any(tensor.ndim and tensor.shape != shape for tensor in remembered.values()):
+                raise ValueError(f"the optimizer's state of {name} does not fit the model")
+        for optimizer in self.optimizers:
+            parameters = [p for group in optimizer.param_groups for p in group["params"]]
+            state = {
+                number: saved["state"][self.names[parameter]]
+                for number, parameter in enumerate(parameters)
+                if self.names[parameter] in saved["state"]
+            }
+            groups = optimizer.state_dict()["param_groups"]
+            optimizer.load_state_dict({"state": state, "param_groups": groups})
+
+
+# ---- Muon
+
+# X <- a X + b (X X^T) X + c (X X^T)^2 X for each (a, b, c): Jordan's, five times.
+POLYNOMIALS = ((3.4445, -4.7750, 2.0315),) * 5
+
+
+class Muon(torch.optim.Optimizer):
+    """Updates matrices; one without a gradient stays as it is.
+
+    Args: matrices tensors of two dimensions, or torch's groups of them; a group's `parts` says
+                   how many rows belong together where a tensor has several matrices, one below the
+                   other: (n,) n each, (n, m) n and m in turn
+          on       the device to orthogonalise on; None for each matrix's own. For offloaded
+                   matrices, which are on the host, a GPU is faster
+    """
+
+    def __init__(
+        self,
+        matrices: list,
+        lr: float,
+        weight_decay: float,
+        momentum: float = 0.95,
+        on: torch.device | None = None,
+    ):
+        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": ()}
+        super().__init__(matrices, defaults)
+        self.on = on
+
+    @torch.no_grad()
+    def step(self) -> None:
+        for group in self.param_groups:
+            alike: dict[tuple, list[Tensor]] = defaultdict(list)
+            for matrix in group["params"]:
+                if matrix.grad is not None:
+                    alike[*matrix.shape, matrix.device].append(matrix)
+            for matrices in alike.values():
+                self.update(matrices, group)
+
+    def update(self, matrices: list[Tensor], group: dict) -> None:
+        """Matrices of one shape on one device."""
+        rows, columns = matrices[0].shape
+        parts, lr = group["parts"] or (rows,), group["lr"]
+        directions = self.directions(matrices, group["momentum"])
+        directions = stack(directions, self.on)  # (n, rows, columns)
+        apart = directions.to(self.on, non_blocking=True).reshape(-1, sum(parts), columns)
+        update = orthogonalised_by_all(apart, parts).reshape(directions.shape)
+        weights = [rows_here(matrix) for matrix in matrices]
+        # no part has more rows than columns if they differ: one rate for all
+        rate = lr * 0.2 * math.sqrt(max(parts[0], columns))
+        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
+        update = directions.copy_(update) if directions.is_pinned() else update.to(weights[0])
+        if is_shard(matrices[0]):
+            first = dist.get_rank() * -(-rows // dist.get_world_size())
+            update = update[:, first : first + len(weights[0])]
+        torch._foreach_add_(weights, update.unbind(), alpha=-rate)
+
+    def directions(self, matrices: list[Tensor], momentum: float) -> list[Tensor]:
+        """Move the momenta towards the gradients; return Nesterov's look-ahead, of all rows."""
+        for matrix in matrices:
+            if not self.state[matrix]:
+                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
+        gradients = [rows_here(matrix.grad) for matrix in matrices]
+        momenta = [rows_here(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
+        torch._foreach_lerp_(momenta, gradients, 1 - momentum)
+        directions = torch._foreach_lerp(gradients, momenta, momentum)
+        if not is_shard(matrices[0]):
+            return list(directions)
+        dtype = torch.bfloat16 if gradients[0].is_cuda else torch.float32
+        whole = map(of_rows, (rows.to(dtype) for rows in directions), matrices)
+        return [matrix.full_tensor() for matrix in whole]
+
+
+def stack(matrices: list[Tensor], on: torch.device | None) -> Tensor:
+    """(n, rows, columns), in page-locked memory if it goes from the host to a GPU.
+
+    From pageable memory a GPU copies at a fraction of the speed, while the host waits.
+    """
+    first = matrices[0]
+    if on is None or on.type != "cuda" or first.is_cuda:
+        return torch.stack(matrices)
+    pinned = torch.empty(len(matrices), *first.shape, dtype=first.dtype, pin_memory=True)
+    return torch.stack(matrices, out=pinned)
+
+
+def orthogonalised_by_all(matrices: Tensor, parts: tuple[int, ...]) -> Tensor:
+    """`orthogonalised_parts`, shared by all ranks: with 4 ranks and 6 stacks, each does at most 2.
+
+    Args: matrices (n, rows, columns), the same on all ranks
+    """
+    dtype = torch.bfloat16 if matrices.is_cuda else torch.float32
+    if not dist.is_initialized():
+        return orthogonalised_parts(matrices.to(dtype), parts)
+    n, world_size = len(matrices), dist.get_world_size()
+    share = -(-n // world_size)
+    local = matrices[dist.get_rank() * share :][:share]
+    padding = (0, 0, 0, 0, 0, share - len(local))  # matrices of zeros, behind the last
+    # (share, rows, columns)
+    local = orthogonalised_parts(F.pad(local, padding).to(dtype), parts).contiguous()
+    gathered = local.new_empty(world_size * share, *local.shape[1:])
+    # torch 2.13 renamed it and warns about the old name
+    getattr(dist, "all_gather_single", dist.all_gather_into_tensor)(gathered, local)
+    return gathered[:n]
+
+
+def orthogonalised_parts(matrices: Tensor, parts: tuple[int, ...]) -> Tensor:
+    """`orthogonalised`, for each of the parts of these rows that the matrices consist of."""
+    if len(parts) == 1:
+        return orthogonalised(matrices)
+    return torch.cat([orthogonalised(part) for part in matrices.split(parts, dim=1)], dim=1)
+
+
+def orthogonalised(matrices: Tensor) -> Tensor:
+    """U V^T for every matrix U S V^T, roughly.
+
+    Singular values above 0.002 of the matrix's norm come out between 0.68 and 1.2, smaller ones
+    between 0 and that: each iteration multiplies them by at most 3.4445.
+
+    An iteration replaces X by Z X, where Z is a polynomial in G = X X^T, and G by Z G Z. So X need
+    not be touched until all the Z are multiplied together. Long matrices in fp32 do that. Nearly
+    square ones gain nothing from it, and in bf16 the errors of G would grow from one Z to the next:
+    both update X after each Z.
+
+    Args:    matrices (n, rows, columns) bf16 or fp32
+    Returns: the same shape and dtype; zeros stay zeros
+    Cost:    FLOPs of a matrix m x k, m <= k: 4 m^2 k + 34 m^3 if fp32 and k >= 2 m, else
+             5 (4 m^2 k + 2 m^3)
+    """
+    _, rows, columns = matrices.shape
+    is_tall, is_long = rows > columns, max(rows, columns) >= 2 * min(rows, columns)
+    at_once = len(POLYNOMIALS) if is_long and matrices.dtype != torch.bfloat16 else 1
+    X = matrices.mT if is_tall else matrices  # (n, m, k)
+    X = X / X.norm(dim=(1, 2), keepdim=True).clamp(min=1e-7)  # no singular value above 1
+    for start in range(0, len(POLYNOMIALS), at_once):
+        first, *others = POLYNOMIALS[start : start + at_once]
+        G = X @ X.mT  # (n, m, m)
+        Z = product = polynomial(G, *first)
+        for coefficients in others:
+            G = Z @ G @ Z
+            Z = polynomial(G, *coefficients)
+            product = Z @ product
+        X = product @ X  # (n, m, k)
+    return X.mT if is_tall else X
+
+
+def polynomial(G: Tensor, a: float, b: float, c: float) -> Tensor:
+    """(n, m, m): a I + b G + c G^2."""
+    Z = torch.baddbmm(G, G, G, beta=b, alpha=c)
+    Z.diagonal(dim1=1, dim2=2).add_(a)
+    return Z
+
+
+# ---- the learning rate
+
+
+def learning_rate(optim: OptimConfig, layers: int, before: Clock, after: Clock) -> float:
+    """The rate at the middle of a step, so that neither the first nor the last is wasted."""
+    start, end = (lr_clock(optim.lr_clock, layers, clock) for clock in (before, after))
+    end = min(end, optim.tokens)  # the last step may overshoot the budget
+    return lr_at(optim, (start + end) / 2)
+
+
+def decay_start(optim: OptimConfig) -> float:
+    """Where wsd begins to decay, in tokens of the clock that the learning rate follows."""
+    return max(optim.tokens * (1 - optim.decay_share), optim.warmup_tokens)
+
+
+def lr_at(optim: OptimConfig, tokens: float) -> float:
+    """Learning rate at this point of the clock.
+
+    Linear from 0 to `lr` over `warmup_tokens`; from there to `lr * min_lr` at the end of the budget
+      cosine  along half a cosine wave
+      linear  along a straight line
+      wsd     constant, then along a straight line over the last `decay_share` of the budget
+              (warmup-stable-decay, arXiv 2404.06395)
+
+    Example: lr 1, cosine, warmup 10, a budget of 110: 0.5 at 5, 1 at 10, 0.5 at 60, 0 at 110
+    """
+    if tokens < optim.warmup_tokens:
+        return optim.lr * tokens / optim.warmup_tokens
+    start = decay_start(optim) if optim.schedule == "wsd" else optim.warmup_tokens
+    decayed = (tokens - start) / max(optim.tokens - start, 1)  # share of the decay, 0 to 1
+    decayed = min(max(decayed, 0.0), 1.0)
+    remaining = 1 - decayed
+    if optim.schedule == "cosine":
+        remaining = (1 + math.cos(math.pi * decayed)) / 2
+    floor = optim.lr * optim.min_lr
+    return floor + (optim.lr - floor) * remaining
