@@ -198,10 +198,10 @@ def sort_shard(
     values: dict[str, list[np.ndarray]] = {name: [] for name in names}
     for tokens, lengths in blocks(samples, shard.start, shard.stop):
         for name in names:
-            found = METRICS[name].value(tokens, lengths, known.get(name))
-            if found.shape != lengths.shape or not np.isfinite(found).all():
+            measured = METRICS[name].value(tokens, lengths, known.get(name))
+            if measured.shape != lengths.shape or not np.isfinite(measured).all():
                 raise ValueError(f"--metric {name} has to give each sample a finite number")
-            values[name].append(found)
+            values[name].append(measured)
     runs = {}
     for name in names:
         of_shard = np.concatenate(values[name]).astype(METRICS[name].dtype)
@@ -335,14 +335,14 @@ def merged(files: list[Path], chunk: int = CHUNK) -> Iterator[np.ndarray]:
     for rank in range(chunk, n + chunk, chunk):
         # mapped again for each chunk, which gives the pages of the last one back
         runs = [np.load(file, mmap_mode="r") for file in files]
-        after = split(runs, rank)
+        after = cut_runs(runs, rank)
         parts = [run[a:b] for run, a, b in zip(runs, before, after, strict=True)]
         records = np.concatenate(parts)
         yield records["id"][np.argsort(records["value"], kind="stable")]
         before = after
 
 
-def split(runs: list[np.ndarray], rank: int) -> list[int]:
+def cut_runs(runs: list[np.ndarray], rank: int) -> list[int]:
     """Cut runs so that their first parts together are the `rank` lowest records; ties by run.
 
     Cost:    a binary search in every run for each of about log2(n) pivots

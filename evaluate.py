@@ -103,18 +103,18 @@ def sums_by_item(
     runtime: Runtime,
     *,
     columns: int,
-    at_once: int,
+    micro_batch: int,
     show: bool = False,
 ) -> np.ndarray:
     """(items, columns) float64: the sums of a measure, the same on every rank.
 
-    Args: at_once rows on each rank
+    Args: micro_batch rows on each rank
           show    a bar, on rank 0
     """
     of_piece = np.zeros((len(laid.item), columns))
-    turns = -(-len(laid.rows) // (at_once * runtime.world_size))
+    turns = -(-len(laid.rows) // (micro_batch * runtime.world_size))
     hidden = None if show and runtime.is_rank0 else True  # None: shown where there is a terminal
-    own = own_rows(model, len(laid.rows), at_once, runtime)
+    own = own_rows(model, len(laid.rows), micro_batch, runtime)
     with evaluating(model):
         for numbers in tqdm(own, total=turns, unit="batch", disable=hidden, leave=False):
             rows = laid.rows.take(numbers)
@@ -135,18 +135,20 @@ def added_up(key: np.ndarray | Tensor, keys: int, columns: Sequence) -> np.ndarr
     return np.stack([np.bincount(key, column, keys) for column in columns], axis=1)
 
 
-def own_rows(model: nn.Module, count: int, at_once: int, runtime: Runtime) -> Iterator[np.ndarray]:
-    """The numbers of this rank's rows, `at_once` at a time.
+def own_rows(
+    model: nn.Module, count: int, micro_batch: int, runtime: Runtime
+) -> Iterator[np.ndarray]:
+    """The numbers of this rank's rows, `micro_batch` at a time.
 
     In the last turn some ranks may have no row. If the model is sharded they run it on one token,
     because its weights are gathered from all ranks.
 
     Example: 10 rows, two ranks, 3 at once: rank 0 has 0 1 2, then 6 7 8; rank 1 has 3 4 5, then 9
     """
-    for first in range(0, count, runtime.world_size * at_once):
-        own = first + runtime.rank * at_once
+    for first in range(0, count, runtime.world_size * micro_batch):
+        own = first + runtime.rank * micro_batch
         if own < count:
-            yield np.arange(own, min(own + at_once, count))
+            yield np.arange(own, min(own + micro_batch, count))
         elif is_sharded(model):
             with torch.no_grad(), runtime.autocast():
                 model.hidden_states(torch.zeros(1, 1, dtype=torch.int64, device=runtime.device))
@@ -180,7 +182,7 @@ class HeldOut(NamedTuple):
         return text
 
 
-class Documents(NamedTuple):
+class DocumentScores(NamedTuple):
     """The result by document, in the store's order. Each array is (n,)."""
 
     numbers: np.ndarray  # in the store, from 0
@@ -195,7 +197,7 @@ class Documents(NamedTuple):
         bpb = bits_per_byte(nats, max(size, 1))
         return HeldOut(nats / targets, bpb, targets, size, self.nsp_accuracy, self.nsp_pairs)
 
-    def write(self, file: Path) -> None:
+    def save(self, file: Path) -> None:
         """One line and JSON object a document; bits per byte are null where it has no byte."""
         columns = (self.numbers, self.nats, self.targets, self.bytes)
         with atomic_write(file) as out:
@@ -238,7 +240,7 @@ def weighted(results: dict[str, HeldOut], weights: Sequence[float]) -> HeldOut:
 # ---- held-out text
 
 
-class Part(NamedTuple):
+class HeldOutText(NamedTuple):
     """The text of one store."""
 
     store: Store
@@ -272,7 +274,7 @@ class Evaluation:
             self.parts = [self.part(store, self.tokens)]
             self.text = self.parts[0].text
 
-    def part(self, store: Store, tokens: int | None) -> Part:
+    def part(self, store: Store, tokens: int | None) -> HeldOutText:
         kind = "bert" if self.data.special_ids else "pieces"
         samples = Samples(store, kind, self.seq_len, "val")
         offsets = store.offsets[samples.documents.start : samples.documents.stop + 1]
@@ -284,7 +286,7 @@ class Evaluation:
             pairs = laid(Rows.of(halves, pairs=second), special_tokens=special_tokens)
         is_whole = len(spans) == len(samples)
         share = "all" if is_whole else f"{np.diff(spans).sum():,} of {samples.tokens:,}"
-        return Part(
+        return HeldOutText(
             store,
             samples.documents,
             pieces=laid(Rows.of(spans), special_tokens=samples.special_tokens),
@@ -303,11 +305,11 @@ class Evaluation:
             seeds=torch.tensor([seed_of("mask", use) for use in ("which", "what")]),
         )
 
-    def run(self, model: nn.Module, runtime: Runtime, at_once: int) -> HeldOut:
+    def run(self, model: nn.Module, runtime: Runtime, micro_batch: int) -> HeldOut:
         """The result on all rows; arguments as for `documents`."""
-        return self.total(self.documents(model, runtime, at_once))
+        return self.total(self.documents(model, runtime, micro_batch))
 
-    def total(self, of_each: list[Documents]) -> HeldOut:
+    def total(self, of_each: list[DocumentScores]) -> HeldOut:
         """The result of all stores as one: by weight, however large their texts are."""
         totals = [documents.total() for documents in of_each]
         if not isinstance(self.data.store, Mixture):
@@ -316,11 +318,11 @@ class Evaluation:
         return weighted(by_name, self.data.store.weights)
 
     def documents(
-        self, model: nn.Module, runtime: Runtime, at_once: int, show: bool = False
-    ) -> list[Documents]:
+        self, model: nn.Module, runtime: Runtime, micro_batch: int, show: bool = False
+    ) -> list[DocumentScores]:
         """Evaluate the model on all rows and add up by document, store after store.
 
-        Args:    at_once rows on each rank
+        Args:    micro_batch rows on each rank
                  show    a bar, on rank 0
         Returns: on every rank, all held-out documents, also those without a target; of a part
                  of the text (`tokens`), those with a chosen piece
@@ -328,7 +330,9 @@ class Evaluation:
         """
         of_each = []
         for part in self.parts:
-            sums = partial(sums_by_item, model=model, runtime=runtime, at_once=at_once, show=show)
+            sums = partial(
+                sums_by_item, model=model, runtime=runtime, micro_batch=micro_batch, show=show
+            )
             of_documents = sums(self.nats, part.pieces, columns=3)
             if not of_documents[:, 1].any():
                 raise ValueError(f"{part.store.path}: {part.text}, but no target: evaluate on more")
@@ -337,7 +341,7 @@ class Evaluation:
                 right, pairs = sums(right_answers, part.pairs, columns=2).sum(axis=0)
             chosen = np.arange(len(of_documents)) if part.is_whole else np.unique(part.pieces.item)
             nats, targets, size = of_documents[chosen].T
-            documents = Documents(
+            documents = DocumentScores(
                 numbers=chosen + part.documents.start,
                 nats=nats,
                 targets=targets.astype(np.int64),
@@ -399,7 +403,7 @@ def main(argv: list[str] | None = None) -> None:
         for result in answered(questions, settings, model, runtime, args.rows):
             said["tasks"].append(result)
             if not args.json:
-                runtime.say(f"{name}: {tasks.in_words(result)}")
+                runtime.say(f"{name}: {tasks.result_in_words(result)}")
     else:
         result, lines = score_text(args, settings, model, runtime)
         said |= result.logged()
@@ -431,7 +435,7 @@ def score_text(
     ]
     if args.by_document:
         (documents,), (part,) = of_each, evaluation.parts
-        runtime.on_rank0(lambda: documents.write(args.by_document))
+        runtime.on_rank0(lambda: documents.save(args.by_document))
         which = "" if part.is_whole else ", those with a piece among these tokens"
         written = f"{len(documents.numbers):,} of {len(part.documents):,}"
         lines.append(f"{args.by_document}: {written} documents{which}")
@@ -443,7 +447,7 @@ def answered(
     settings: Config,
     model: Transformer,
     runtime: Runtime,
-    at_once: int,
+    micro_batch: int,
 ) -> Iterator[dict[str, str | float]]:
     """Ask a GPT the questions of each task; its result, and items a second."""
     if settings.model.model == "bert":
@@ -454,7 +458,7 @@ def answered(
     for task, items in zip(questions, items_of_task, strict=True):
         laid, began = lay_items(items, seq_len), time.perf_counter()
         sums = sums_by_item(
-            tasks.answers, laid, model, runtime, columns=2, at_once=at_once, show=True
+            tasks.answers, laid, model, runtime, columns=2, micro_batch=micro_batch, show=True
         )
         rate = len(items.spans) / (time.perf_counter() - began)
         yield {**tasks.result_of(task, items, sums), "items_per_s": round(rate, 1)}

@@ -468,17 +468,17 @@ class TokenMeta:
         """
         if self.positions.device.type == "cpu":
             return [self.take(one) for one in kept]
-        n, taken = len(kept), self.take(torch.cat(list(kept)))
+        n, of_all = len(kept), self.take(torch.cat(list(kept)))
 
         def parts(x: Tensor | None) -> Sequence[Tensor | None]:
             return [None] * n if x is None else x.chunk(n)
 
         documents = [None] * n
-        if taken.documents:
-            indices = zip(*(x.chunk(n) for x in taken.documents.index), strict=True)
-            documents = [taken.documents._replace(index=index) for index in indices]
-        fields = (parts(taken.positions), parts(taken.doc_ids), parts(taken.rotation), documents)
+        if of_all.documents:
+            indices = zip(*(x.chunk(n) for x in of_all.documents.index), strict=True)
+            documents = [of_all.documents._replace(index=index) for index in indices]
+        fields = (parts(of_all.positions), parts(of_all.doc_ids), parts(of_all.rotation), documents)
         return [
-            TokenMeta(positions, doc_ids, self.causal, turns, self.impl, found)
-            for positions, doc_ids, turns, found in zip(*fields, strict=True)
+            TokenMeta(positions, doc_ids, self.causal, turns, self.impl, index)
+            for positions, doc_ids, turns, index in zip(*fields, strict=True)
         ]

@@ -103,12 +103,7 @@ def origin(owners: Owners, layer: int) -> int:
     return owners[layer if owners[layer] != ABSENT else stand_in]
 
 
-def own_blocks(owners: Owners) -> int:
-    """Layers that have weights of their own."""
-    return len({*owners} - {ABSENT})
-
-
-def in_words(owners: Owners) -> str:
+def owners_in_words(owners: Owners) -> str:
     """Example: (0, -1, 0) -> "0 . 0" """
     return " ".join("." if owner == ABSENT else str(owner) for owner in owners)
 

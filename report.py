@@ -361,7 +361,7 @@ def facts(logs: list[RunLog]) -> dict[str, str]:
         "Where it stands": cell(state, f"step {mean['step']:,.0f}{damaged}"),
         "Consumed tokens": cell(short(mean[AXIS]), f"of {short(settings['optim.tokens'])}"),
         "Raw tokens": cell(short(mean["real_tokens"]), f"{mean['epochs']:.3g} epochs"),
-        "FLOPs": cell(short(mean["flops"], "FLOP"), "executed"),
+        "FLOPs": cell(short(mean["flops"], "FLOP"), "of matrix products"),
         "Time of all steps": cell(duration(mean["seconds"]), rate),
     }
 

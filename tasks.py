@@ -251,7 +251,7 @@ NOTES = {
 }
 
 
-def in_words(result: dict[str, str | float]) -> str:
+def result_in_words(result: dict[str, str | float]) -> str:
     """The result, and what did not fit a row or was not read."""
 
     def share(name: str) -> str:

@@ -290,11 +290,20 @@ def next_trainer(run: Run, trainer: "Trainer", step: Step) -> "Trainer":
     new = assemble(s, model=model, runtime=runtime, rows_at_once=rows_at_once, state=state)
     check_agreement(runtime, new.optimizers.named)
     before, now = trainer.optimizers.memory(), new.optimizers.memory()
-    at = {"step": run.clock.step, "consumed_tokens": run.clock.consumed_tokens}
-    run.log.write("stage", **at, owners=list(owners), bytes_before=before, bytes=now)
-    layers = f"after step {run.clock.step} layers use the weights of {pseudo.in_words(owners)}"
-    size, was = sum(now.values()) / 1e6, sum(before.values()) / 1e6
-    runtime.say(f"--pseudo: {layers}; weights, gradients and state {size:,.1f} MB, were {was:,.1f}")
+    clock = run.clock
+    run.log.write(
+        "stage",
+        step=clock.step,
+        consumed_tokens=clock.consumed_tokens,
+        owners=list(owners),
+        bytes_before=before,
+        bytes=now,
+    )
+    layers = pseudo.owners_in_words(owners)
+    runtime.say(
+        f"--pseudo: after step {clock.step} layers use the weights of {layers}; weights, gradients"
+        f" and state {sum(now.values()) / 1e6:,.1f} MB, were {sum(before.values()) / 1e6:,.1f}"
+    )
     return new
 
 

@@ -164,7 +164,7 @@ def shape_of(settings: config.Config, model: TransformerConfig, step: Step) -> s
     seen, blocks = step.tokens_by_layer, settings.model.layers
     if settings.pseudo.on:
         owners = pseudo.owners_at(settings.pseudo, blocks, step.context.progress)
-        blocks = pseudo.own_blocks(owners)
+        blocks = len({*owners} - {pseudo.ABSENT})
     longest = 1 << (step.max_piece_len - 1).bit_length()  # few shapes, though a curriculum has many
     pieces = f" in pieces up to {longest}, {settings.pack.max_per_row or 'many'} a row"
     return ", ".join(

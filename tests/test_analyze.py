@@ -30,7 +30,7 @@ from hypothesis import strategies as st
 from small_stores import ONE, analyzed, contents, many_documents, opened, opener, write_store
 
 import analyze
-from analyze import Metric, fingerprint, merged, sorted_run, split
+from analyze import Metric, cut_runs, fingerprint, merged, sorted_run
 from curriculum import LENGTHS
 from data import KINDS
 from support.store import Store
@@ -242,7 +242,7 @@ def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, s
         "sum_shard": (analyze, 4),
         "sort_shard": (analyze, 4),
         "save": (np, 20),
-        "split": (analyze, 3),
+        "cut_runs": (analyze, 3),
         "dumps": (json, 3),
     }
     for name, (where, number) in moments.items():
@@ -255,7 +255,7 @@ def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, s
         assert bool(unnamed) == ("shard" not in name), "what was being written"
         left = [sorted(folder.glob(f".rarity.*/{kind}-*.npy")) for kind in ("total", "run")]
         done = [len(files) for files in left]
-        if name == "split":  # a power failure may keep a name and lose what it names
+        if name == "cut_runs":  # a power failure may keep a name and lose what it names
             done = [count - 3 for count in done]
             for empty, short, cut in (files[:3] for files in left):
                 os.truncate(empty, 0)
@@ -480,7 +480,7 @@ def runs_of(lists):
 def test_runs_worked_by_hand():
     run = sorted_run(np.array([5, 1, 3, 3], np.float32), 10, np.dtype("uint32"))
     assert run.tolist() == [(1, 11), (3, 12), (3, 13), (5, 10)]
-    assert split(runs_of([[1, 3, 3], [2, 3, 4]])[0], 4) == [3, 1]
+    assert cut_runs(runs_of([[1, 3, 3], [2, 3, 4]])[0], 4) == [3, 1]
 
 
 @settings(deadline=None, max_examples=40)
@@ -489,7 +489,9 @@ def test_runs_worked_by_hand():
 def test_cut_at_any_rank_and_merged_runs_are_the_sorted_whole(lists, chunk):
     runs, order = runs_of(lists)
     for rank in range(1, len(order) + 1):
-        ids = [run["id"][:cut].tolist() for run, cut in zip(runs, split(runs, rank), strict=True)]
+        ids = [
+            run["id"][:cut].tolist() for run, cut in zip(runs, cut_runs(runs, rank), strict=True)
+        ]
         assert sorted(chain(*ids)) == sorted(order[:rank])
     with tempfile.TemporaryDirectory() as folder:
         files = [Path(folder) / f"{i}.npy" for i in range(len(runs))]

@@ -17,7 +17,7 @@ from torch import nn
 import evaluate
 from bert import SpecialIds
 from data import Data, places
-from evaluate import Documents, Evaluation, HeldOut
+from evaluate import DocumentScores, Evaluation, HeldOut
 from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
 from support.runtime import Runtime
@@ -46,7 +46,7 @@ def of(store: Store, special_ids: SpecialIds | None = None) -> Data:
     return Data(BYTES, store, special_ids, LENGTHS)
 
 
-def documents_of(evaluation, model, rows: int, runtime: Runtime = ONE) -> Documents:
+def documents_of(evaluation, model, rows: int, runtime: Runtime = ONE) -> DocumentScores:
     """The result by document, of the one store that is evaluated."""
     return evaluation.documents(model, runtime, rows)[0]
 
@@ -228,7 +228,7 @@ def test_long_and_empty_documents_worked_by_hand():
 
 def test_a_file_is_worked_by_hand_and_whole_or_not_there(tmp_path):
     nats, counts = np.array([3 * np.log(2), 0.0]), (np.array([3, 0]), np.array([6, 0]))
-    two = Documents(np.array([0, 1]), nats, *counts)
+    two = DocumentScores(np.array([0, 1]), nats, *counts)
     file = tmp_path / "out.jsonl"
     two.write(file)
     text = file.read_text()
