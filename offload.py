@@ -1,49 +1,50 @@
 """Granular CPU offload: move as much of a training state to the host as a byte budget demands.
 
-From the flag to the bytes, stop by stop. Functions without a file are in this one. In the example
-six layers of width 128 train in fp32 with Muon, in two micro-batches of 1,024 tokens a step. Each
-of the blocks h.0 to h.5 has 196,608 weights in matrices. These are 768 KiB, and so are their
-gradients and their optimizer state. A device that holds everything needs 25.84 MiB.
+From the flag to the bytes, stop by stop; all functions are in this file unless one is named. In the
+example six layers of width 128 train in fp32 with Muon, in two micro-batches of 1,024 tokens a
+step. Each of the blocks h.0 to h.5 has 196,608 weights in matrices. These are 768 KiB, and so are
+their gradients and their optimizer state. A device that holds everything needs 25.84 MiB.
 
-1. The flag. `--offload --offload-budget 25.5MiB` becomes an `OffloadConfig`. config.py registers
-   `placement_for` and `edit`; train.py calls the first in `main`, to estimate the memory, and the
-   second in `assemble`, with the model still on the host.
-2. Parts and sizes. `parts_of` (support/step/placement.py) divides the model into its blocks and all
-   outside them. Matrices may leave; norms and biases stay.
-3. The order of leaving. `place` (same file) sends away the optimizer state of one block after the
-   other, from the middle outwards, then their gradients, then their weights (`order_of_leaving`),
-   until the rest fits. It returns a `Placement`:
+1. The flag. `--offload --offload-budget 25.5MiB` becomes an `OffloadConfig`. train.py asks
+   `placement_for` what that means: in `go`, before the model takes memory, and in `assemble`.
+2. Parts and sizes. `parts_of` divides the model into its blocks and all outside them. Matrices may
+   leave; norms and biases stay.
+3. The order of leaving. Optimizer state, 8 bytes a parameter with AdamW and 4 with Muon, leaves
+   first, because a step touches it once; then gradients, which are copied once a micro-batch; then
+   weights, which are copied twice. Each leaves block by block from the middle outwards, so that the
+   first and last blocks give the copies time; embeddings and heads follow after all blocks, and
+   their weights never leave. `place` goes on until the rest fits:
        25.5 MiB    the state of h.2 leaves; 25.09 MiB stay
        18 MiB      all blocks' state and gradients, and the weights of h.1, h.2, h.3; 17.59 MiB stay
-4. What is created: `Offload.move`. For each matrix with anything away the host gets an fp32 master,
-   which the optimizer updates, and an fp32 gradient, both page-locked (`Link.memory`). With the
-   optimizer's state these are 2.25 MiB for h.2, at either budget. Gradients land in two slots of
-   768 KiB. On the device h.2 is a copy of its masters at 25.5 MiB; at 18 MiB its parameters have
-   no storage.
-5. A step: `Trainer.gradients` and `Trainer.update` in train.py call these methods.
-   forward     `Offload.run_block` begins to copy a block's weights (`Link.copy`) when the block
-               fetched before it begins to run; the device waits for them, the host does not. At
-               18 MiB: h.1, h.2, h.3
+4. What is created: `Offload.move`. For each matrix of which anything is offloaded the host gets an
+   fp32 master, which the optimizer updates, and an fp32 gradient, both page-locked (`Link.memory`).
+   With the optimizer's state these are 2.25 MiB for h.2, at either budget. Gradients land in two
+   slots of 768 KiB. On the device h.2 is a copy of its masters at 25.5 MiB; at 18 MiB its
+   parameters have no storage.
+5. A step: `Trainer.backward` and `Trainer.train_step` in train.py call these methods.
+   forward     `wrap_block` begins to copy a block's weights (`Link.copy`) when the block fetched
+               before it begins to run; the device waits for them, the host does not. At 18 MiB:
+               h.1, h.2, h.3
    backward    the same in the other direction. Only weights that run twice in a row stay
-   gradients   each calls `Offload.gradient_ready` (a hook, without DDP) as it is complete, which
-               sends it to the host; `Landing` adds up those of several micro-batches there, and
-               the host waits for a part's when their slot is needed again. At 25.5 MiB the
-               device adds up h.2's gradients, and they leave once a step; at 18 MiB every
-               micro-batch sends those of all blocks
-   update      `Optimizers.clip_gradients` (support/optim.py), then `Offload.around_step`:
-               first what is on the device is updated, then the masters, part by part
-   weights     `Offload.send` copies a part's new weights to the device while the host updates the
-               next part; at 18 MiB h.1 is fetched at the end of the step, h.2 and h.3 as the next
+   gradients   each calls `gradient_ready` (a hook, without DDP) as it is complete, which sends it
+               to the host; `Landing` adds up those of several micro-batches there, and the host
+               waits for a part's when their slot is needed again. At 25.5 MiB the device adds up
+               h.2's gradients, and they leave once a step; at 18 MiB every micro-batch sends those
+               of all blocks
+   update      `Optimizers.clip_gradients` (support/optim.py), then `Offload.step`: first what is on
+               the device, then the masters, part by part
+   weights     `send` copies a part's new weights to the device while the host updates the next
+               part; at 18 MiB h.1 is fetched at the end of the step, h.2 and h.3 as the next
                forward pass comes to them
-   In bytes (`Placement.traffic`): at 25.5 MiB 768 KiB each way. At 18 MiB 9 MiB to the host, for
-   2 x 6 blocks' gradients, and 9 MiB to the device: h.0, h.4, h.5 once, h.1 three times, h.2 four
-   times, h.3 twice. Not counted: Muon on a GPU orthogonalises there, for which 4 bytes a parameter
-   go to the device in a step and 2 come back; the host waits for these.
+   In bytes: at 25.5 MiB 768 KiB each way. At 18 MiB 9 MiB to the host, for 2 x 6 blocks'
+   gradients, and 9 MiB to the device: h.0, h.4, h.5 once, h.1 three times, h.2 four times, h.3
+   twice. Not counted: Muon on a GPU orthogonalises there, for which 4 bytes a parameter go to the
+   device in a step and 2 come back; the host waits for these.
 6. A checkpoint has the masters, under the model's names (`Offload.weights`), and so it is that of a
    run without offload: names, and in fp32 every bit.
 
-In bf16 the device's copy of the weights is bf16 once gradients are away: autocast would round fp32
-ones to the same numbers, and keep both.
+In bf16 the device's copy of the weights is bf16 once gradients are offloaded: autocast would round
+fp32 ones to the same numbers, and keep both.
 
 With several ranks only optimizer state leaves, because DDP keeps the gradients. --fsdp is refused.
 Activations are not offloaded: use --checkpoint-activations.
@@ -55,14 +56,16 @@ Deviates: the order of leaving is ours; 2110.03888 came without code
     python train.py --layers 6 --width 128 --dtype fp32 --offload --offload-budget 25.5MiB
 """
 
+import math
 import os
 import sys
 import weakref
-from collections.abc import Callable, Hashable, Iterable, Iterator
+from collections.abc import Hashable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from enum import IntEnum
 from functools import partial
-from typing import TYPE_CHECKING, NamedTuple, TypeVar
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -70,15 +73,14 @@ from torch.autograd.function import FunctionCtx
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
+from model import Block, BlockRunner, TokenMeta, Transformer
+from support.optim import Optimizers, state_bytes
+from support.runtime import DTYPES, Runtime
 from support.settings import bytes_of, flag
-from support.step.placement import KINDS, Away, Part, Placement, grouped, parts_of, place, shown
 
-if TYPE_CHECKING:
-    from model import BlockRunner, TokenMeta, Transformer
-    from support.runtime import Runtime
-
-DTYPES = {torch.float32: "fp32", torch.bfloat16: "bf16"}
+MIB = 2**20
 Name = TypeVar("Name", bound=Hashable)
+Fetched = tuple[list[Tensor], torch.cuda.Event | None]  # weights, complete after the event
 
 
 @dataclass(frozen=True)
@@ -100,14 +102,11 @@ class OffloadConfig:
 def check(config: OffloadConfig, *, fsdp: bool) -> None:
     """Refuse what is no amount of bytes, and --fsdp."""
     budget_bytes(config.budget, free=0)
-    host_bytes(config.host_memory, free=0)
+    host_limit(config.host_memory, free=0)
     if fsdp:
         raise ValueError(
             "--fsdp spreads weights, gradients and state over the ranks: leave out --offload"
         )
-
-
-# ---- from the flags to a placement
 
 
 def budget_bytes(text: str, free: int | None = None) -> int:
@@ -124,13 +123,183 @@ def budget_bytes(text: str, free: int | None = None) -> int:
     return free // 2
 
 
-def host_bytes(text: str, free: int | None) -> int | None:
+def host_limit(text: str, free: int | None) -> int | None:
     """What a run may take of this machine's memory; None if unknown."""
     return free if text == "auto" else bytes_of("--offload-host-memory", text)
 
 
+# ---- what there is, and its bytes
+
+
+class Offloaded(IntEnum):
+    """What of a part is on the host; each includes those before it."""
+
+    NOTHING = 0
+    STATE = 1  # and the fp32 weights, of which the device then has a copy
+    GRADIENTS = 2
+    WEIGHTS = 3
+
+
+class Part(NamedTuple):
+    """Tensors that leave together: those of a block, or all outside the blocks."""
+
+    name: str  # h.3, or outside
+    layers: tuple[int, ...]  # that run the block; () outside
+    numel: int  # parameters of its matrices, which may leave
+    state_bytes: int  # of the matrices' optimizer
+    small: int  # parameters of norms and biases, which stay
+    embedding: int = 0  # parameters of the tokens' embedding
+    tied: bool = False  # whether it is the head too
+    offloaded: Offloaded = Offloaded.NOTHING  # what of its matrices is on the host
+
+    def itemsize(self, dtype: str) -> int:
+        """Bytes of one of the device's weights, and of its gradient."""
+        is_half = dtype == "bf16" and self.layers and self.offloaded >= Offloaded.GRADIENTS
+        return 2 if is_half else 4
+
+    def on_device(self, dtype: str) -> int:
+        """Bytes that stay on the device: matrices, and norms and biases with AdamW's state.
+
+        Autocast keeps a copy of 2 bytes of each fp32 weight of a block until the backward pass;
+        that of the embeddings belongs to the loss, and is gone by then.
+        """
+        weight, cast = self.itemsize(dtype), 2 if dtype == "bf16" and self.layers else 0
+        each = {  # of a parameter in a matrix: weight, gradient, cast
+            Offloaded.NOTHING: 4 + 4 + cast,
+            Offloaded.STATE: 4 + 4 + cast,
+            Offloaded.GRADIENTS: weight,
+            Offloaded.WEIGHTS: 0,
+        }[self.offloaded]
+        if self.offloaded >= Offloaded.GRADIENTS and len(self.layers) > 1:
+            each += weight  # layers that share a block add up gradients here
+        state = 0 if self.offloaded else self.state_bytes
+        return self.numel * each + state + self.small * (4 + 4 + cast + 8)
+
+    def on_host(self, dtype: str) -> int:
+        """fp32 weights and gradients, optimizer state, and a bf16 copy of weights to send."""
+        copy = 2 if self.itemsize(dtype) == 2 else 0
+        return self.numel * (8 + copy) + self.state_bytes if self.offloaded else 0
+
+
+class Placement(NamedTuple):
+    """Every part with what of it is offloaded, and what that was decided by."""
+
+    parts: tuple[Part, ...]
+    dtype: str  # of the arithmetic: fp32 | bf16
+    budget: int  # bytes on the device
+
+
+def device_bytes(placement: Placement) -> int:
+    """What stays, and what comes and goes in a step.
+
+    Two blocks' gradients and two blocks' weights are on their way at a time. The tied embedding
+    has a gradient as the head, which waits for the end of the backward pass, and one as the input,
+    both beside the sum of earlier micro-batches; a head of its own is done with before.
+    Not counted are activations, and what an optimizer needs during its step.
+    """
+    parts, dtype = placement.parts, placement.dtype
+    blocks = [part for part in parts if part.layers and part.offloaded >= Offloaded.GRADIENTS]
+    copies = [part.numel * part.itemsize(dtype) for part in blocks]
+    fetched = [n for n, p in zip(copies, blocks, strict=True) if p.offloaded == Offloaded.WEIGHTS]
+    passing = 2 * max(copies, default=0) + 2 * max(fetched, default=0)
+    for part in parts:
+        both = part.tied or part.offloaded >= Offloaded.GRADIENTS
+        passing += 4 * part.embedding * (2 if both else 1)
+    return sum(part.on_device(dtype) for part in parts) + passing
+
+
+def slot_bytes(placement: Placement) -> int:
+    """Host memory where the gradients of any part can land."""
+    dtype = placement.dtype
+    return max((p.numel * p.itemsize(dtype) for p in placement.parts if p.offloaded), default=0)
+
+
+def host_bytes(placement: Placement) -> int:
+    parts = sum(part.on_host(placement.dtype) for part in placement.parts)
+    return parts + 2 * slot_bytes(placement)
+
+
+def grouped(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
+    """A model's parameters by part and name; a block that layers share appears once.
+
+    Example: h.3.mlp.c_fc.weight belongs to h.3, wte.weight to "outside"
+    """
+    parts: dict[str, dict[str, nn.Parameter]] = {}
+    for name, parameter in model.named_parameters():
+        part = ".".join(name.split(".")[:2]) if name.startswith("h.") else "outside"
+        parts.setdefault(part, {})[name] = parameter
+    return parts
+
+
+def parts_of(model: Transformer, muon: bool) -> tuple[Part, ...]:
+    """The sizes of a model, which may be on the meta device.
+
+    Args: muon whether Muon updates the blocks' matrices
+    """
+    parts = []
+    for name, parameters in grouped(model).items():
+        block = model.h[int(name[2:])] if name != "outside" else None
+        matrices = {name: p for name, p in parameters.items() if p.ndim > 1}
+        numel = sum(p.numel() for p in matrices.values())
+        part = Part(
+            name=name,
+            layers=tuple(layer for layer, other in enumerate(model.h) if other is block),
+            numel=numel,
+            state_bytes=state_bytes(matrices, muon)["optimizer"],
+            small=sum(p.numel() for p in parameters.values()) - numel,
+            embedding=0 if block else model.wte.weight.numel(),
+            tied=not block and model.config.tied,
+        )
+        parts.append(part)
+    return tuple(parts)
+
+
+# ---- the decision
+
+
+def order_of_leaving(parts: tuple[Part, ...]) -> list[tuple[int, Offloaded]]:
+    """The order of leaving, as (number of the part, what of it is offloaded then).
+
+    Example: the outside (part 0) and three blocks: parts 2 1 3 with STATE, with GRADIENTS, with
+             WEIGHTS, then 0 with STATE, with GRADIENTS
+    """
+    blocks = [i for i, part in enumerate(parts) if part.layers]
+    outside = [i for i, part in enumerate(parts) if not part.layers]
+    middle = (len(blocks) - 1) / 2
+    outwards = [blocks[i] for i in sorted(range(len(blocks)), key=lambda i: (abs(i - middle), i))]
+    _, *kinds = Offloaded
+    order = [(i, kind) for kind in kinds for i in outwards]
+    return order + [(i, kind) for kind in kinds[:-1] for i in outside]
+
+
+def place(
+    parts: tuple[Part, ...], budget: int, dtype: str, most: Offloaded = Offloaded.WEIGHTS
+) -> Placement:
+    """Send to the host what the device has no room for, and no more.
+
+    Args:    budget bytes on the device
+             most   what may leave
+    Raises:  ValueError for a budget that is too small, naming the smallest that works
+    Cost:    for L blocks, L^2 sums
+    """
+    options, placed = [Placement(parts, dtype, budget)], list(parts)
+    for number, kind in order_of_leaving(parts):
+        if kind <= most:
+            placed[number] = parts[number]._replace(offloaded=kind)
+            options.append(Placement(tuple(placed), dtype, budget))
+    for placement in options:
+        if device_bytes(placement) <= budget:
+            return placement
+    few = "" if most == Offloaded.WEIGHTS else "with several ranks only optimizer state leaves; "
+    raise ValueError(
+        f"--offload-budget {shown(budget)} is too small: {few}the smallest that works is"
+        f" {math.ceil(min(map(device_bytes, options)) / MIB)}MiB, for what stays and two blocks as"
+        " they pass through"
+    )
+
+
 def placement_for(
-    config: OffloadConfig, muon: bool, model: nn.Module, runtime: "Runtime"
+    config: OffloadConfig, muon: bool, model: Transformer, runtime: Runtime
 ) -> Placement:
     """Decide what of a model leaves the device, by what was free when the run began.
 
@@ -138,14 +307,44 @@ def placement_for(
             model may be on the meta device
     Raises: ValueError for a budget or a host that is too small
     """
-    return place(
-        parts_of(model, muon),
-        budget_bytes(config.budget, runtime.device_free),
-        DTYPES[runtime.dtype],
-        kinds=KINDS if runtime.world_size == 1 else (Away.STATE,),
-        host_bytes=host_bytes(config.host_memory, runtime.host_free),
-        ranks_here=int(os.environ.get("LOCAL_WORLD_SIZE", 1)),
-    )
+    budget = budget_bytes(config.budget, runtime.device_free)
+    dtype = next(name for name, dtype in DTYPES.items() if dtype == runtime.dtype)
+    most = Offloaded.WEIGHTS if runtime.world_size == 1 else Offloaded.STATE
+    placement = place(parts_of(model, muon), budget, dtype, most)
+    # each rank of this machine needs host memory of its own
+    needed = host_bytes(placement) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    free = host_limit(config.host_memory, runtime.host_free)
+    if free is not None and needed > free:
+        raise ValueError(
+            f"--offload-budget {shown(budget)} needs {shown(needed)} of host memory and"
+            f" {shown(free)} are free: choose a larger budget or fewer ranks on this machine; if"
+            " its memory grows on demand, give the limit with --offload-host-memory"
+        )
+    return placement
+
+
+def shown(count: float) -> str:
+    """Example: 1.50 GiB"""
+    for unit, size in (("GiB", 2**30), ("MiB", MIB), ("KiB", 2**10)):
+        if count >= size:
+            return f"{count / size:.2f} {unit}"
+    return f"{count:.0f} bytes"
+
+
+def in_words(placement: Placement) -> str:
+    """Example, as one line:
+
+    --offload: all on the device: outside, h.0, h.5; state on the host: h.1, h.4; gradients too:
+    h.2, h.3; 20.10 MiB of 20.50 MiB on the device, 9.00 MiB on the host
+    """
+    said = []
+    kinds = ("all on the device", "state on the host", "gradients too", "weights too")
+    for kind, words in zip(Offloaded, kinds, strict=True):
+        if names := [part.name for part in placement.parts if part.offloaded == kind]:
+            said.append(f"{words}: {', '.join(names)}")
+    device = f"{shown(device_bytes(placement))} of {shown(placement.budget)} on the device"
+    said.append(f"{device}, {shown(host_bytes(placement))} on the host")
+    return f"--offload: {'; '.join(said)}"
 
 
 # ---- the placement carried out
@@ -158,15 +357,8 @@ class HostMatrix(NamedTuple):
     part: Part
     parameter: nn.Parameter  # the model's, in the device's dtype
     master: nn.Parameter  # fp32: the optimizer's
-    sent: Tensor  # what is copied to the device: the master or, in bf16, a copy of it
+    source: Tensor  # what is copied to the device: the master or, in bf16, a copy of it
     gradient: Tensor  # fp32: the sum over micro-batches
-
-
-class Fetched(NamedTuple):
-    """A layer's weights on the device."""
-
-    weights: list[Tensor]
-    event: torch.cuda.Event | None  # when they are there
 
 
 class Offload:
@@ -179,12 +371,13 @@ class Offload:
     def __init__(self, placement: Placement, early: bool = True):
         self.placement, self.early = placement, early
         self.hosted: dict[Part, list[HostMatrix]] = {}
-        self.streamed: dict[int, list[HostMatrix]] = {}  # by layer, if its weights are away
-        self.fetched: dict[int, Fetched] = {}  # by layer
+        self.streamed: dict[int, list[HostMatrix]] = {}  # by layer, if its weights are offloaded
+        self.fetched: dict[int, Fetched] = {}  # by layer, those on the device
+        self.running: dict[int, dict[str, Tensor]] = {}  # weights of the layer that runs, by name
         self.is_last = True  # micro-batch of a step
 
     @torch.no_grad()
-    def move(self, model: "Transformer", device: torch.device) -> bool:
+    def move(self, model: Transformer, device: torch.device) -> None:
         """Put every tensor of a model where it belongs; the whole never comes to the device."""
         self.model, self.device, self.link = model, torch.device(device), Link(device)
         groups = grouped(model)
@@ -192,123 +385,125 @@ class Offload:
             (part, name, parameter)
             for part in self.placement.parts
             for name, parameter in groups[part.name].items()
-            if part.away and parameter.ndim > 1
+            if part.offloaded and parameter.ndim > 1
         ]
-        slot = torch.Size([self.placement.slot_bytes]), torch.uint8
+        slot = torch.Size([slot_bytes(self.placement)]), torch.uint8
         wanted = {("slot", 0): slot, ("slot", 1): slot}
         for part, name, parameter in leaving:
             wanted[name, "master"] = wanted[name, "gradient"] = parameter.shape, torch.float32
-            if self.dtype_of(part) != torch.float32:
-                wanted[name, "sent"] = parameter.shape, self.dtype_of(part)
+            if part.itemsize(self.placement.dtype) == 2:
+                wanted[name, "source"] = parameter.shape, torch.bfloat16
         memory = self.link.memory(wanted)
         for part, name, parameter in leaving:
-            dtype, shape = self.dtype_of(part), parameter.shape
             master = nn.Parameter(memory[name, "master"].copy_(parameter))
             matrix = HostMatrix(
                 name=name,
                 part=part,
                 parameter=parameter,
                 master=master,
-                sent=memory.get((name, "sent"), master.data),
+                source=memory.get((name, "source"), master.data),
                 gradient=memory[name, "gradient"],
             )
             self.hosted.setdefault(part, []).append(matrix)
             # without storage it is one NaN: run by mistake, it makes a loss that stops the run
-            stored = shape if part.away < Away.WEIGHTS else [1] * len(shape)
-            placeholder = torch.full(stored, torch.nan, dtype=dtype, device=device)
+            is_streamed, shape = part.offloaded == Offloaded.WEIGHTS, parameter.shape
+            stored = [1] * len(shape) if is_streamed else shape
+            placeholder = torch.full(stored, torch.nan, dtype=matrix.source.dtype, device=device)
             parameter.data = placeholder.expand(shape)
             if self.early:
                 leave = partial(self.gradient_ready, matrix)
                 parameter.register_post_accumulate_grad_hook(leave)
-            if part.away == Away.WEIGHTS:
-                for layer in part.layers:
-                    self.streamed[layer] = self.hosted[part]
+            if is_streamed:
+                self.streamed |= dict.fromkeys(part.layers, self.hosted[part])
         for tensor in (*model.parameters(), *model.buffers()):
             tensor.data = tensor.data.to(device)
         sums = {matrix.name: matrix.gradient for matrix in self.matrices()}
         self.landing = Landing(self.link, (memory["slot", 0], memory["slot", 1]), sums)
         self.send(self.matrices())
-        model.run_block = self.run_block(model.run_block)  # of evaluations
-        return True
-
-    def dtype_of(self, part: Part) -> torch.dtype:
-        return torch.bfloat16 if self.placement.itemsize(part) == 2 else torch.float32
+        model.run_block = self.wrap_block(model.run_block)  # of evaluations
 
     def matrices(self) -> list[HostMatrix]:
         return [matrix for matrices in self.hosted.values() for matrix in matrices]
 
     def parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
+        """What the optimizers update: masters in place of what is offloaded."""
         return named | {matrix.name: matrix.master for matrix in self.matrices()}
 
-    def weights(self, weights: dict[str, Tensor]) -> dict[str, Tensor]:
-        """The fp32 masters; a block that layers share has a key for each of them."""
+    def weights(self) -> dict[str, Tensor]:
+        """The model's, with fp32 masters; a block that layers share has a key for each of them."""
         masters = {id(matrix.parameter): matrix.master for matrix in self.matrices()}
         tensors = self.model.state_dict(keep_vars=True)
         return {key: masters.get(id(tensor), tensor).detach() for key, tensor in tensors.items()}
 
     # ---- weights are fetched
 
-    def run_block(self, inner: "BlockRunner", recomputes: bool = False) -> "BlockRunner":
-        """A `run_block` that gives blocks their weights for as long as they run.
+    def wrap_block(self, inner: BlockRunner) -> BlockRunner:
+        """Give blocks their weights for as long as they run.
 
-        Args: inner      the run_block that runs a block on the tokens it is given
-              recomputes whether `inner` runs a block again in the backward pass; if not, this one
-                         does, since otherwise all fetched weights would stay until then
+        A block whose weights are fetched runs again in the backward pass, since otherwise all
+        fetched weights would stay until then.
+
+        Args: inner runs the other blocks
         """
-        if not self.streamed:
-            return inner
 
-        def run_layer(layer: int, block: Callable, x: Tensor, meta: "TokenMeta") -> Tensor:
+        def run_block(layer: int, block: Block, x: Tensor, meta: TokenMeta) -> Tensor:
             if layer not in self.streamed:
                 return inner(layer, block, x, meta)
-            is_forward = True
 
-            def run(x: Tensor, meta: "TokenMeta") -> Tensor:
-                nonlocal is_forward
-                weights = self.lent(layer, self.following(layer, is_forward))
-                is_forward = False  # the second call is in the backward pass
-                return functional_call(block, weights, (x, meta))
+            def run(x: Tensor, meta: TokenMeta) -> Tensor:
+                return functional_call(block, self.running[layer], (x, meta))
 
-            if recomputes or not torch.is_grad_enabled():
-                return inner(layer, run, x, meta)
-            return inner(layer, partial(checkpoint, run, use_reentrant=False), x, meta)
+            forward = self.fetching(layer, then=self.following(layer, 1))
+            if not torch.is_grad_enabled():
+                with forward:
+                    return run(x, meta)
+            recompute = self.fetching(layer, then=self.following(layer, -1))
+            passes = forward, recompute
+            return checkpoint(run, x, meta, use_reentrant=False, context_fn=lambda: passes)
 
-        return run_layer
+        return run_block if self.streamed else inner
 
-    def following(self, layer: int, is_forward: bool) -> int:
-        """The fetched layer that runs next.
+    def following(self, layer: int, direction: int) -> int:
+        """The fetched layer that runs next: forward in direction 1, backward in -1.
 
         Example: of layers 0, 1 and 3 the forward pass runs 0 1 3, the backward pass 3 1 0, and so
                  on. 0 is followed by 1, 1 by 3, and 3 by itself; then 3 by 1, 1 by 0, and 0 by
                  itself. Weights that run twice in a row stay
         """
         layers = sorted(self.streamed)
-        number = layers.index(layer) + (1 if is_forward else -1)
+        number = layers.index(layer) + direction
         return layers[min(max(number, 0), len(layers) - 1)]
 
-    def lent(self, layer: int, following: int) -> dict[str, Tensor]:
-        """A block's weights on the device, by their names in it; the following layer's set out.
+    @contextmanager
+    def fetching(self, layer: int, then: int) -> Iterator[None]:
+        """A block's weights on the device while it runs; those of the layer `then` set out.
 
         Only these two layers keep their weights. Others that were fetched and never ran may still
         be on their way, but their copies began earlier: this wait covers them too.
         """
         weights, event = self.fetch(layer)
         self.link.wait(event)
-        self.fetched = {n: fetched for n, fetched in self.fetched.items() if n == following}
-        self.fetch(following)
-        return {
-            matrix.name.removeprefix(f"{matrix.part.name}."): Lent.apply(matrix.parameter, weight)
+        self.fetched = {n: fetched for n, fetched in self.fetched.items() if n == then}
+        self.fetch(then)
+        self.running[layer] = {
+            matrix.name.removeprefix(f"{matrix.part.name}."): LocalWeight.apply(parameter, weight)
             for matrix, weight in zip(self.streamed[layer], weights, strict=True)
+            for parameter in [matrix.parameter]
         }
+        del weights
+        try:
+            yield
+        finally:
+            del self.running[layer]
 
     def fetch(self, layer: int) -> Fetched:
         """Begin to copy a layer's weights to the device, unless they are on their way."""
         if layer not in self.fetched:
             # memory of the computing stream, which is the one that may use it again
-            sent = [matrix.sent for matrix in self.streamed[layer]]
-            weights = [torch.empty(w.shape, dtype=w.dtype, device=self.device) for w in sent]
-            event = self.link.copy(self.link.up, zip(weights, sent, strict=True))
-            self.fetched[layer] = Fetched(weights, event)
+            sources = [matrix.source for matrix in self.streamed[layer]]
+            targets = [torch.empty(w.shape, dtype=w.dtype, device=self.device) for w in sources]
+            event = self.link.copy(self.link.up, zip(targets, sources, strict=True))
+            self.fetched[layer] = targets, event
         return self.fetched[layer]
 
     # ---- gradients land
@@ -322,39 +517,31 @@ class Offload:
             if matrix.parameter.grad is not None:
                 self.gradient_ready(matrix, matrix.parameter)
         if last:
-            self.landing.settle_all()
-            self.give(self.matrices())
+            for slot in (1 - self.landing.slot, self.landing.slot):
+                self.landing.settle(slot)
+            for matrix in self.matrices():
+                has_landed = matrix.name in self.landing.landed
+                matrix.master.grad = matrix.gradient if has_landed else None
+            self.landing.landed.clear()
 
     def gradient_ready(self, matrix: HostMatrix, parameter: nn.Parameter) -> None:
         """Let a gradient leave, unless it is still to grow on the device."""
-        if self.is_last or matrix.part.away >= Away.GRADIENTS:
+        if self.is_last or matrix.part.offloaded >= Offloaded.GRADIENTS:
             gradient, parameter.grad = parameter.grad, None
             self.landing.begin(matrix.name, matrix.part.name, gradient)
 
-    def give(self, matrices: list[HostMatrix]) -> None:
-        """Hand the gradients of this step, if there are any, to the optimizer."""
-        for matrix in matrices:
-            has_arrived = matrix.name in self.landing.arrived
-            matrix.master.grad = matrix.gradient if has_arrived else None
-
     # ---- the update, and weights go back
 
-    def update(self, update: Callable[[], None]) -> None:
-        """Update what stays on the device, then part by part what is on the host.
+    def step(self, optimizers: Optimizers, lr: float) -> None:
+        """Update what is on the device, then part by part what is on the host.
 
-        A part's new weights travel to the device while the host updates the next part. Gradients
-        were clipped in place, so what is taken from the optimizers here is given back clipped.
-
-        Args: update updates every tensor that has a gradient, and frees the gradient
+        A part's new weights travel to the device while the host updates the next part.
         """
-        for matrix in self.matrices():
-            matrix.master.grad = None
-        update()
+        masters = {matrix.master for matrix in self.matrices()}
+        optimizers.step(lr, only=set(optimizers.parameters) - masters)
         for matrices in self.hosted.values():
-            self.give(matrices)
-            update()
+            optimizers.step(lr, only={matrix.master for matrix in matrices})
             self.send(matrices)
-        self.landing.arrived.clear()
         if self.streamed:  # the next forward pass begins with it
             _, event = self.fetch(min(self.streamed))
             self.link.wait(event)
@@ -363,12 +550,70 @@ class Offload:
     def send(self, matrices: list[HostMatrix]) -> None:
         """Copy weights to where the next forward pass takes them from."""
         for matrix in matrices:
-            if matrix.sent.dtype != torch.float32:
-                matrix.sent.copy_(matrix.master)
-        copied = [matrix for matrix in matrices if matrix.part.away < Away.WEIGHTS]
-        pairs = [(matrix.parameter.data, matrix.sent) for matrix in copied]
+            if matrix.source.dtype != torch.float32:
+                matrix.source.copy_(matrix.master)
+        local = [matrix for matrix in matrices if matrix.part.offloaded < Offloaded.WEIGHTS]
+        pairs = [(matrix.parameter.data, matrix.source) for matrix in local]
         self.link.wait(self.link.copy(self.link.up, pairs))
         self.fetched.clear()  # after that wait: copies into their memory have ended
+
+
+class LocalWeight(torch.autograd.Function):
+    """A fetched weight, whose gradient goes to the parameter that it stands for."""
+
+    @staticmethod
+    def forward(ctx: FunctionCtx, parameter: Tensor, fetched: Tensor) -> Tensor:
+        return fetched.view_as(fetched)
+
+    @staticmethod
+    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+
+class Landing:
+    """Gradients on their way to the host, which adds up those of several micro-batches.
+
+    There are two slots. While the gradients of one part are copied into one slot, those in the
+    other are added to their sums. So the device has to keep the gradients of two parts at most.
+
+    Example: parts b and a, two gradients each, arrive as b1 b2 a1 a2 in a backward pass. b1, b2
+             land in one slot. a1 settles the other slot, which is empty, and lands there with a2.
+             b1 of the next micro-batch settles the first slot: it waits for b1, b2 and adds them up
+
+    Args: slots memory of the host, each with room for the gradients of any part
+          sums  where gradients are added up, by name
+    """
+
+    def __init__(self, link: "Link", slots: tuple[Tensor, Tensor], sums: dict[str, Tensor]):
+        self.link, self.slots, self.sums = link, slots, sums
+        # of each slot, by name: the gradient on the device, which its copy needs, and the copy
+        self.copies: tuple[dict[str, tuple[Tensor, Tensor]], ...] = ({}, {})
+        self.last: list[torch.cuda.Event | None] = [None, None]  # copies end as they begin
+        self.slot, self.part = 0, ""  # where gradients land now, and whose
+        self.landed: set[str] = set()  # names of the sums that have begun
+
+    def begin(self, name: str, part: str, gradient: Tensor) -> None:
+        """Begin to copy a gradient of a part; the caller must let go of it."""
+        if part != self.part or name in self.copies[self.slot]:
+            self.slot, self.part = 1 - self.slot, part
+            self.settle(self.slot)
+        copies = self.copies[self.slot]
+        used = sum(copy.nbytes for _, copy in copies.values())
+        copy = shaped(self.slots[self.slot][used:], gradient.shape, gradient.dtype)
+        copies[name] = gradient, copy
+        self.last[self.slot] = self.link.copy(self.link.down, [(copy, gradient)])
+
+    def settle(self, slot: int) -> None:
+        """Wait until the gradients of a slot have landed, and add them to their sums."""
+        if self.copies[slot] and self.last[slot]:
+            self.last[slot].synchronize()
+        for name, (_, copy) in self.copies[slot].items():
+            if name in self.landed:
+                self.sums[name].add_(copy)
+            else:
+                self.sums[name].copy_(copy)
+            self.landed.add(name)
+        self.copies[slot].clear()
 
 
 # ---- copies between the device and page-locked memory of the host
@@ -455,78 +700,3 @@ class Link:
 def shaped(memory: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """The leading bytes of `memory` as a tensor."""
     return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)
-
-
-class Copy(NamedTuple):
-    gradient: Tensor  # on the device, kept until the copy is done
-    landed: Tensor  # in a slot
-
-
-class Slot:
-    """Host memory where the gradients of one part land, with room for those of any part."""
-
-    def __init__(self, memory: Tensor):
-        self.memory = memory
-        self.copies: dict[str, Copy] = {}  # by the name of the gradient
-        self.last: torch.cuda.Event | None = None  # of the copies, which end as they begin
-
-
-class Landing:
-    """Gradients on their way to the host, which adds up those of several micro-batches.
-
-    There are two slots. While the gradients of one part are copied into one slot, those in the
-    other are added to their sums. So the device has to keep the gradients of two parts at most.
-
-    Example: parts b and a, two gradients each, arrive as b1 b2 a1 a2 in a backward pass. b1, b2
-             land in one slot. a1 settles the other slot, which is empty, and lands there with a2.
-             b1 of the next micro-batch settles the first slot: it waits for b1, b2 and adds them up
-
-    Args: slots memory of the host
-          sums  where gradients are added up, by name
-    """
-
-    def __init__(self, link: Link, slots: tuple[Tensor, Tensor], sums: dict[str, Tensor]):
-        self.link, self.sums = link, sums
-        self.current, self.other = map(Slot, slots)
-        self.part = ""  # whose gradients land in the current slot
-        self.arrived: set[str] = set()  # names of the sums that have begun
-
-    def begin(self, name: str, part: str, gradient: Tensor) -> None:
-        """Begin to copy a gradient of a part; the caller must let go of it."""
-        if part != self.part or name in self.current.copies:
-            self.current, self.other = self.other, self.current
-            self.part = part
-            self.settle(self.current)
-        slot = self.current
-        taken = sum(copy.landed.nbytes for copy in slot.copies.values())
-        landed = shaped(slot.memory[taken:], gradient.shape, gradient.dtype)
-        slot.copies[name] = Copy(gradient, landed)
-        slot.last = self.link.copy(self.link.down, [(landed, gradient)])
-
-    def settle(self, slot: Slot) -> None:
-        """Wait until the gradients of a slot are there, and add them to their sums."""
-        if slot.copies and slot.last:
-            slot.last.synchronize()
-        for name, copy in slot.copies.items():
-            if name in self.arrived:
-                self.sums[name].add_(copy.landed)
-            else:
-                self.sums[name].copy_(copy.landed)
-            self.arrived.add(name)
-        slot.copies.clear()
-
-    def settle_all(self) -> None:
-        for slot in (self.other, self.current):
-            self.settle(slot)
-
-
-class Lent(torch.autograd.Function):
-    """A fetched weight, whose gradient goes to the parameter that it stands for."""
-
-    @staticmethod
-    def forward(ctx: FunctionCtx, parameter: Tensor, fetched: Tensor) -> Tensor:
-        return fetched.view_as(fetched)
-
-    @staticmethod
-    def backward(ctx: FunctionCtx, gradient: Tensor) -> tuple[Tensor, None]:
-        return gradient, None

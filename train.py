@@ -23,7 +23,6 @@ import textwrap
 import time
 from contextlib import nullcontext
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import NamedTuple
 
 # Before torch loads OpenMP, whose threads wait spinning for milliseconds. Beside another torch
@@ -37,6 +36,7 @@ from tqdm import tqdm
 
 import config
 import ltd
+import offload
 import pseudo
 import report
 import sample
@@ -46,7 +46,7 @@ from evaluate import Evaluation
 from kernels.packed_attention import IMPLS, chosen_impl
 from kernels.triton_here import why_not
 from model import BlockRunner, Transformer, TransformerConfig, run_plain, run_recomputed
-from offload import Offload, placement_for
+from offload import Offload, Placement, placement_for
 from plan import Plan, Step, read_ahead, savings
 from support.clock import due, generator, seed_of
 from support.optim import Optimizers, learning_rate, state_bytes
@@ -73,7 +73,6 @@ from support.sizes import (
     parameters_in_words,
     peak_flops,
 )
-from support.step.placement import Placement, describe
 from support.weights import initial_model, model_size
 
 SAMPLE_TOKENS = 100  # written at the end of a run
@@ -167,7 +166,7 @@ def announce(
     sizes = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in state.items())
     say(f"memory: {sizes}{' a rank' if shards > 1 else ''}, and activations")
     if placement:
-        say(placement_in_words(s, runtime, placement, rows_at_once))
+        say(offload.in_words(placement))
     rows, seq_len = s.optim.batch_tokens // s.data.seq_len, s.data.seq_len
     say(f"batches: {rows} rows of {seq_len} a step, {rows_at_once} at once a rank")
     if is_compiled(s, runtime):
@@ -385,19 +384,6 @@ def placement_of(settings: Config, model: nn.Module, runtime: Runtime) -> Placem
     return placement_for(settings.offload, settings.optim.optimizer == "muon", model, runtime)
 
 
-def placement_in_words(
-    settings: Config, runtime: Runtime, placement: Placement, rows_at_once: int
-) -> str:
-    """What --offload leaves where, and what that costs a step."""
-    seq_len = settings.data.seq_len
-    rows_of_rank = settings.optim.batch_tokens // seq_len // runtime.world_size
-    return describe(
-        placement,
-        micro_batch_tokens=rows_at_once * seq_len,
-        micro_batches=-(-rows_of_rank // rows_at_once),
-    )
-
-
 @dataclass
 class Trainer:
     """An assembled model, and one optimizer step."""
@@ -427,7 +413,7 @@ class Trainer:
             refuse_step(runtime, step.context.step, "gradient", norm)
         lr = learning_rate(s.optim, s.model.layers, step.before, step.after)
         if self.offloaded:
-            self.offloaded.update(partial(self.optimizers.step, lr))
+            self.offloaded.step(self.optimizers, lr)
         else:
             self.optimizers.step(lr)
         return Done(loss=mean, grad_norm=norm, lr=lr)
@@ -465,9 +451,8 @@ class Trainer:
 
     def state(self) -> dict:
         """All that `assemble` needs to go on from here."""
-        weights = self.model.state_dict()
         state = {
-            "model": self.offloaded.weights(weights) if self.offloaded else weights,
+            "model": self.offloaded.weights() if self.offloaded else self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
         }
         if self.owners:
@@ -477,10 +462,9 @@ class Trainer:
 
 def block_runner(settings: Config, part: Step, offloaded: "Offload | None") -> BlockRunner:
     """How the blocks of a micro-batch run. Each technique wraps those before it."""
-    recomputes = settings.run.checkpoint_activations
-    run_block = run_recomputed if recomputes else run_plain
+    run_block = run_recomputed if settings.run.checkpoint_activations else run_plain
     if offloaded:
-        run_block = offloaded.run_block(run_block, recomputes)
+        run_block = offloaded.wrap_block(run_block)
     if settings.ltd.on:
         run_block = ltd.wrap_block(run_block, settings.ltd, part.context, part.rows, part.batch)
     if settings.pseudo.on:

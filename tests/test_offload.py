@@ -4,10 +4,11 @@ Device and host are both the CPU here; every copy is made all the same. What onl
 marked so.
 """
 
+import re
 import weakref
 from collections import Counter, defaultdict
 from contextlib import contextmanager, nullcontext
-from functools import cache, partial
+from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -15,23 +16,41 @@ from typing import NamedTuple
 import pytest
 import torch
 from conftest import ALL_ON, SMALL, metrics, read_log, start_ranks
+from hypothesis import given
+from hypothesis import strategies as st
 from small_batches import LLAMA, batch
 from torch._dynamo.testing import CompileCounter
 from torch.profiler import profile
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import config
 import ltd
 import offload
 import train
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
-from offload import Copy, Landing, Link, Offload
+from offload import (
+    Landing,
+    Link,
+    Offload,
+    Offloaded,
+    Part,
+    Placement,
+    budget_bytes,
+    device_bytes,
+    order_of_leaving,
+    parts_of,
+    place,
+    placement_for,
+)
 from support.optim import Optimizers
-from support.step.placement import Away, Placement, order_of_leaving, part_of, parts_of, places
+from support.runtime import Runtime
+from support.sizes import empty_model
 
 pytestmark = pytest.mark.usefixtures("short_ends")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
-NOTHING, STATE, GRADIENTS, WEIGHTS = Away
+NOTHING, STATE, GRADIENTS, WEIGHTS = Offloaded
+MIB = 2**20
 MIXTURES = {
     "nothing": (NOTHING,) * 5,
     "state": (NOTHING, STATE, STATE, STATE, STATE),
@@ -54,43 +73,39 @@ class Everything:
     """A device with room for everything: nothing is offloaded."""
 
     def move(self, model, device):
-        model.to(device)
+        self.weights = model.to(device).state_dict
 
     def parameters(self, named):
         return named
 
-    def run_block(self, inner, recomputes):
+    def wrap_block(self, inner):
         return inner
 
     def around_backward(self, last):
         return nullcontext()
 
-    def update(self, update):
-        update()
-
-    def weights(self, weights):
-        return weights
+    def step(self, optimizers, lr):
+        optimizers.step(lr)
 
 
 class Run:
     """Steps of three micro-batches, with clipping, weight decay and a rate that changes."""
 
-    def __init__(self, model, away=None, kind="adamw", dtype="fp32", early=True, device=CPU):
+    def __init__(self, model, offloaded=None, kind="adamw", dtype="fp32", early=True, device=CPU):
         self.model, self.dtype, self.device = model, dtype, device
         self.losses, self.norms, self.number = [], [], 0
         self.gradients: list[dict] = []  # of each step, before they are clipped
         self.offloaded = Everything()
-        if away is not None:
-            pairs = zip(parts_of(model, kind == "muon"), away, strict=False)
-            parts = tuple(part._replace(away=of_part) for part, of_part in pairs)
+        if offloaded is not None:
+            pairs = zip(parts_of(model, kind == "muon"), offloaded, strict=False)
+            parts = tuple(part._replace(offloaded=of_part) for part, of_part in pairs)
             self.offloaded = Offload(Placement(parts, dtype, budget=0), early)
         self.offloaded.move(model, device)
         tensors = self.offloaded.parameters(dict(model.named_parameters()))
         self.optimizers = Optimizers(tensors, kind, 0.1, (0.9, 0.95))
 
     def run_block(self, dropping=False, recomputed=False):
-        plainly = run_recomputed if recomputed else run_plain
-        run_block = self.offloaded.run_block(plainly, recomputed)
+        run_block = self.offloaded.wrap_block(run_recomputed if recomputed else run_plain)
         if not dropping:
             return run_block
         random = torch.Generator().manual_seed(self.number)
@@ -109,7 +124,7 @@ class Run:
 
     def update(self):
         self.norms.append(self.optimizers.clip_gradients(0.5).item())
-        self.offloaded.update(partial(self.optimizers.step, 1e-2 / (1 + self.number)))
+        self.offloaded.step(self.optimizers, 1e-2 / (1 + self.number))
 
     def steps(self, count, micro_batches=3, **how):
         for _ in range(count):
@@ -121,7 +136,7 @@ class Run:
         return self
 
     def weights(self):
-        return self.offloaded.weights(self.model.state_dict())
+        return self.offloaded.weights()
 
     def state(self):
         return {p: s for part in self.optimizers.optimizers for p, s in part.state.items()}
@@ -149,6 +164,174 @@ def assert_same(run, other):
 def assert_equal(weights, others):
     assert list(weights) == list(others)
     assert [name for name in weights if not torch.equal(weights[name], others[name])] == []
+
+
+# ---- the decision
+
+
+def blocks(n, numel=1000, state=8):
+    return tuple(Part(f"h.{i}", (i,), numel, state * numel, 10) for i in range(n))
+
+
+THREE = (Part("outside", (), 500, 4000, 5, embedding=500, tied=True), *blocks(3))
+
+
+def kinds_of(placement):
+    return [part.offloaded for part in placement.parts]
+
+
+def letters(budget, **more):
+    """A letter each for the outside and the three blocks."""
+    return "".join("NSGW"[kind] for kind in kinds_of(place(THREE, budget, "fp32", **more)))
+
+
+def block(offloaded, layers=(0,), numel=1):
+    return Part("h.0", layers, numel, 8 * numel, 0, offloaded=offloaded)
+
+
+def test_worked_example():
+    """16 bytes for each of 3,535 parameters; 8,000 of state, 4,000 of gradients in a block.
+
+    Two more gradients of the outside are 4,000. The first gradients that leave put 8,000 on
+    their way, and so do the first weights.
+    """
+    assert letters(60_560) == "NNNN"
+    assert letters(60_559) == letters(52_560) == "NNSN"
+    assert letters(52_559) == letters(44_560) == "NSSN"
+    assert letters(44_559) == letters(36_560) == "NSSS"
+    assert letters(36_559) == letters(32_560) == "NGGG", "less would hold no less"
+    assert letters(32_559) == letters(28_560) == "NWWW"
+    assert letters(28_559) == letters(24_560) == "SWWW"
+    assert letters(24_559) == letters(22_560) == "GWWW"
+    with pytest.raises(ValueError, match=r"--offload-budget 22\.03 KiB.* 1MiB"):
+        place(THREE, 22_559, "fp32")
+
+
+def test_the_walk_at_the_head_of_offload_py():
+    """Every number of it."""
+    model = empty_model(TransformerConfig("gpt", 6, 4, 128, 512, 256, 4160, "rope"))
+    parts = parts_of(model, muon=True)
+    whole, state, weights = (place(parts, b, "fp32") for b in (2**30, 25.5 * MIB, 18 * MIB))
+    held = [round(device_bytes(placement) / MIB, 2) for placement in (whole, state, weights)]
+    assert held == [25.84, 25.09, 17.59]
+    assert parts[3].numel == 196_608 and parts[3].numel * 4 == parts[3].state_bytes == 0.75 * MIB
+    assert kinds_of(state) == [NOTHING] * 3 + [STATE] + [NOTHING] * 3
+    assert kinds_of(weights) == [NOTHING, GRADIENTS, *[WEIGHTS] * 3, GRADIENTS, GRADIENTS]
+    for placement in (state, weights):
+        assert placement.parts[3].on_host("fp32") == 2.25 * MIB
+        assert offload.slot_bytes(placement) == 0.75 * MIB
+    assert "state on the host: h.2; 25.09 MiB of 25.50 MiB" in offload.in_words(state)
+
+
+def test_gradients_of_a_shared_block_stay_until_its_last_use():
+    shared = block(WEIGHTS, (0, 3), 1000)
+    assert device_bytes(Placement((shared,), "fp32", 0)) == 4000 + 4 * 4000
+
+
+@st.composite
+def sizes(draw):
+    """Any model: blocks of several sizes, some shared, and the outside."""
+    numbers = st.tuples(st.integers(1, 10**7), st.integers(0, 10**4))
+    more = st.tuples(numbers, st.sampled_from([4, 8]), st.sampled_from([1, 1, 1, 2, 3]))
+    numel, small = draw(numbers)
+    parts, layer = (
+        [Part("outside", (), 10 * numel, 80 * numel, small, embedding=10 * numel, tied=True)],
+        0,
+    )
+    for (numel, small), state, uses in draw(st.lists(more, min_size=1, max_size=7)):
+        layers = tuple(range(layer, layer + uses))
+        parts.append(Part(f"h.{layer}", layers, numel, state * numel, small))
+        layer += uses
+    return tuple(parts)
+
+
+DTYPE = st.sampled_from(["fp32", "bf16"])
+
+
+def placed(parts, budget, dtype):
+    try:
+        return place(parts, budget, dtype)
+    except ValueError as error:
+        return int(re.search(r"works is (\d+)MiB", str(error))[1])
+
+
+@given(sizes(), DTYPE, st.floats(0, 1.1), st.floats(0, 1.1))
+def test_any_placement_holds_its_budget_in_the_order_of_leaving(parts, dtype, share, more):
+    """A refusal names the smallest budget that works, and a larger one never moves more."""
+    whole = device_bytes(place(parts, 2**60, dtype))
+    share, more = sorted((share, more))
+    placement, roomier = (placed(parts, int(s * whole), dtype) for s in (share, more))
+    if isinstance(placement, int):
+        least = placement
+        assert device_bytes(placed(parts, least * MIB, dtype)) <= least * MIB
+        assert least == 1 or placed(parts, (least - 1) * MIB, dtype) == least
+        return
+    assert device_bytes(placement) <= share * whole
+    assert share < 1 or not any(kinds_of(placement))
+    assert all(b <= a for a, b in zip(kinds_of(placement), kinds_of(roomier), strict=True))
+    outside, *kinds = kinds_of(placement)
+    assert max(kinds) - min(kinds) <= 1, "gradients leave when no state is left, and so on"
+    assert outside == NOTHING or set(kinds) == {WEIGHTS}
+    assert outside < WEIGHTS
+    middle = (len(kinds) - 1) / 2
+    left = [abs(i - middle) for i, kind in enumerate(kinds) if kind == max(kinds)]
+    stayed = [abs(i - middle) for i, kind in enumerate(kinds) if kind < max(kinds)]
+    assert not stayed or max(left) <= min(stayed)
+
+
+def test_with_several_ranks_only_state_leaves():
+    assert letters(36_560, most=STATE) == "NSSS"
+    with pytest.raises(ValueError, match="with several ranks only optimizer state leaves"):
+        letters(24_000, most=STATE)
+
+
+def test_a_run_is_placed_by_its_flags_and_by_what_is_free(monkeypatch):
+    """Before its model takes memory. A flag may give the host more than is free now."""
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig("gpt", 4, 2, 64, 2048, 24, 40))
+    here = Runtime(0, 1, torch.device("cpu"), torch.float32, "", 24 * 10**6, host_free=10**6)
+
+    def placement(flags, runtime=here):
+        settings = config.build(config.parse(["--offload", *flags.split()]))
+        return placement_for(settings.offload, True, model, runtime)
+
+    budget, given = "--offload-budget 12MB", "--offload-host-memory"
+    with pytest.raises(ValueError, match=given):
+        placement(budget)
+    placed = placement(f"{budget} {given} 20MB")
+    needed = offload.host_bytes(placed)
+    assert 10**6 < needed < 20 * 10**6 and any(kinds_of(placed))
+    assert placement(f"{given} 20MB") == placed, "auto: half of what is free"
+    assert not any(kinds_of(placement("--offload-budget 1GiB")))
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
+    assert placement(f"{budget} {given} {needed * 2}B") == placed
+    with pytest.raises(ValueError, match="of host memory"):
+        placement(f"{budget} {given} {needed * 2 - 1}B")
+
+
+def test_amounts_of_memory():
+    amounts = {"6GiB": 6 * 2**30, "800MB": 800_000_000, "1.5KiB": 1536, "7": 7, "2 TB": 2 * 10**12}
+    assert {text: budget_bytes(text) for text in amounts} == amounts
+    assert budget_bytes("auto", 3000) == 1500
+    for text in ("", "6G", "much", "-1GB", "0GiB", "1e9", "6 gib", "6GiBs", "GiB"):
+        with pytest.raises(ValueError, match=f"--offload-budget {text}: write an amount"):
+            budget_bytes(text)
+    with pytest.raises(ValueError, match="--offload-budget auto"):
+        budget_bytes("auto")  # and nobody knows what is free
+
+
+def test_sizes_of_a_model_count_a_shared_block_once():
+    with torch.device("meta"):
+        model = Transformer(TransformerConfig("gpt", 4, 2, 16, 32, 24, 40))
+        model.h[3] = model.h[0]
+    parts = {part.name: part for part in parts_of(model, muon=True)}
+    assert list(parts) == ["outside", "h.0", "h.1", "h.2"]
+    matrices, small = 16 * 48 + 16 * 16 + 2 * 16 * 32, 4 * 16 + 48 + 16 + 32 + 16
+    assert parts["h.0"] == Part("h.0", (0, 3), matrices, 4 * matrices, small)
+    assert parts["outside"] == Part("outside", (), 64 * 16, 8 * 64 * 16, 32, 40 * 16, True)
+    assert {part.state_bytes / part.numel for part in parts_of(model, muon=False)} == {8}
+    total = sum(part.numel + part.small for part in parts.values())
+    assert total == sum(p.numel() for p in model.parameters())
 
 
 # ---- bitwise
@@ -372,8 +555,8 @@ BEGIN, FETCH = Landing.begin, Offload.fetch
 
 def letting_go(landing, name, part, gradient):
     BEGIN(landing, name, part, gradient)
-    copies = landing.current.copies
-    copies[name] = Copy(None, copies[name].landed)
+    copies = landing.copies[landing.slot]
+    copies[name] = None, copies[name][1]
 
 
 def fetch_by_the_copying_stream(offloaded, layer):
@@ -417,14 +600,14 @@ def test_the_layer_that_runs_next_is_fetched_ahead():
     """The example of `Offload.following`."""
     run = Run(small(), MIXTURES["weights"])
     run.offloaded.streamed = dict.fromkeys((0, 1, 3))
-    assert [run.offloaded.following(layer, True) for layer in (0, 1, 3)] == [1, 3, 3]
-    assert [run.offloaded.following(layer, False) for layer in (3, 1, 0)] == [1, 0, 0]
+    assert [run.offloaded.following(layer, 1) for layer in (0, 1, 3)] == [1, 3, 3]
+    assert [run.offloaded.following(layer, -1) for layer in (3, 1, 0)] == [1, 0, 0]
 
 
 def test_a_blocks_weights_are_on_their_way_while_the_block_before_it_computes(monkeypatch):
     """Also where the backward pass begins, and the next forward pass: those weights just stay."""
     run, log, copy = Run(small(), MIXTURES["weights"]).steps(1), [], Link.copy
-    layers = {m[0].sent.data_ptr(): layer for layer, m in run.offloaded.streamed.items()}
+    layers = {m[0].source.data_ptr(): layer for layer, m in run.offloaded.streamed.items()}
 
     def noted(link, stream, pairs):
         pairs = list(pairs)
@@ -438,9 +621,6 @@ def test_a_blocks_weights_are_on_their_way_while_the_block_before_it_computes(mo
     forward = ["copy 1", 0, "copy 2", 1, "copy 3", 2, 3]
     backward = ["copy 2", 3, "copy 1", 2, "copy 0", 1, 0]
     assert log == 2 * [*forward, *backward] + ["copy 0"], "and then that of the next step"
-    placement = run.offloaded.placement
-    copied = sum(isinstance(event, str) for event in log)
-    assert copied * placement.parts[1].numel * 4 == placement.traffic(72, 2).to_device
 
 
 # ---- page-locked memory
@@ -491,7 +671,7 @@ def test_memory_is_page_locked_piece_by_piece_and_no_tensor_is_cut(most, monkeyp
 # ---- what is where
 
 
-def host_bytes(offloaded):
+def link_bytes(offloaded):
     return sum(piece.nbytes for piece in offloaded.link.pieces)
 
 
@@ -528,11 +708,11 @@ def residence(run):
 def test_every_tensor_lives_where_the_placement_says_and_has_its_bytes(mixture, dtype, device):
     run = Run(small(), MIXTURES[mixture], "muon", dtype, device=device)
     placement, offloaded = run.offloaded.placement, run.offloaded
-    away = {part.name: part.away for part in placement.parts}
-    planned = {
-        name: places(away[part_of(name)] if p.ndim > 1 else NOTHING)
-        for name, p in run.model.named_parameters()
-    }
+    planned = {}
+    for part in placement.parts:
+        for name, p in offload.grouped(run.model)[part.name].items():
+            kind = part.offloaded if p.ndim > 1 else NOTHING
+            planned[name] = ["host" if kind >= k else "device" for k in (WEIGHTS, GRADIENTS, STATE)]
     run.backward(last=False)  # a sum on the host is not the optimizer's yet
     growing = {"device": "device", "host": None}
     assert residence(run) == {n: (w, growing[g], None) for n, (w, g, _) in planned.items()}
@@ -542,7 +722,7 @@ def test_every_tensor_lives_where_the_placement_says_and_has_its_bytes(mixture, 
     assert residence(run) == {n: (w, None, s) for n, (w, _, s) in planned.items()}
     on_host = [state for p, state in run.state().items() if is_on_host(offloaded, p)]
     stored = sum(tensor.nbytes for state in on_host for tensor in state.values() if tensor.ndim)
-    rounding = host_bytes(offloaded) + stored - placement.host_bytes
+    rounding = link_bytes(offloaded) + stored - offload.host_bytes(placement)
     assert 0 <= rounding < 64 * (2 + 3 * 19)
 
 
@@ -566,7 +746,7 @@ def most_bytes(run, micro_batches, V, T):
     step()
     offloaded = run.offloaded
     state = [t for m, s in run.state().items() if not is_on_host(offloaded, m) for t in s.values()]
-    fetched = [weight for layer in offloaded.fetched.values() for weight in layer.weights]
+    fetched = [weight for weights, _ in offloaded.fetched.values() for weight in weights]
     tensors = [*run.model.parameters(), *state, *fetched]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
     with profile(profile_memory=True) as profiled:
@@ -582,7 +762,7 @@ def most_bytes(run, micro_batches, V, T):
     [(STATE, NOTHING), (GRADIENTS, NOTHING), (WEIGHTS, NOTHING), (WEIGHTS, GRADIENTS)],
 )
 def test_a_step_takes_the_bytes_that_are_planned(blocks, outside, tied):
-    """Within 5 %, with a vocabulary so large that its gradients are most of what comes and goes.
+    """Within 10 %, with a vocabulary so large that its gradients are most of what comes and goes.
 
     With one micro-batch nothing is added up, and less is there.
     """
@@ -590,28 +770,11 @@ def test_a_step_takes_the_bytes_that_are_planned(blocks, outside, tied):
     torch.manual_seed(0)
     config = TransformerConfig("gpt", 4, 2, 64, 256, T, V, tied=tied)
     run = Run(Transformer(config), (outside, *[blocks] * 4))
-    planned, most = run.offloaded.placement.device_bytes, most_bytes(run, 3, V, T)
-    assert most == pytest.approx(planned, rel=0.05)
+    planned, most = device_bytes(run.offloaded.placement), most_bytes(run, 3, V, T)
+    assert most == pytest.approx(planned, rel=0.1)
     assert most_bytes(run, 1, V, T) < 1.01 * planned
-    without = planned - run.offloaded.placement.embedding_gradients
-    assert most > 1.05 * without, "control: if these were not counted"
-
-
-@pytest.mark.parametrize(("mixture", "is_cast"), [("nothing", True), ("gradients", False)])
-def test_autocast_keeps_a_copy_of_each_fp32_matrix_and_none_of_bf16_ones(mixture, is_cast):
-    run, saved = Run(small(), MIXTURES[mixture], dtype="bf16"), {}
-    matrices = [p for p in run.model.h.parameters() if p.ndim > 1]
-    pointers = {p.untyped_storage().data_ptr() for p in matrices}
-
-    def pack(tensor):
-        if tensor.dtype == torch.bfloat16 and tensor.numel() in {p.numel() for p in matrices}:
-            saved[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
-        return tensor
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-        run.backward(last=False)
-    casts = sum(size for pointer, size in saved.items() if pointer not in pointers)
-    assert casts == (2 * sum(p.numel() for p in matrices) if is_cast else 0)
+    without = planned - 4 * V * 64
+    assert most > 1.05 * without, "control: if gradients of the embedding were not counted"
 
 
 # ---- a GPU
@@ -648,9 +811,9 @@ def test_on_a_gpu_losses_are_those_of_plain_training_in_the_memory_planned(mixtu
             if number % 2:
                 run.update()
         placement = run.offloaded.placement
-        assert torch.cuda.memory_allocated() - before <= placement.device_bytes + 2**20
+        assert torch.cuda.memory_allocated() - before <= device_bytes(placement) + 2**20
         assert all(piece.is_pinned() for piece in run.offloaded.link.pieces if piece.nbytes)
-        assert host_bytes(run.offloaded) <= placement.host_bytes + 64 * 100
+        assert link_bytes(run.offloaded) <= offload.host_bytes(placement) + 64 * 100
         return run.losses, run.gradients[0]
 
     (losses, gradients), (wanted, others) = trained(MIXTURES[mixture]), trained(MIXTURES["nothing"])
@@ -695,7 +858,7 @@ def test_a_switch_of_pseudo_places_anew_and_the_start_says_where(run, log_of, ca
     capsys.readouterr()
     assert metrics(run(f"{more} {TIGHT}")) == without
     out = capsys.readouterr().out
-    assert out.count("budget: ") == 2 and "and repeats" in out
+    assert "--offload: " in out and "weights too: h." in out
 
 
 def test_a_checkpoint_does_not_know_where_things_were(run, tmp_path):

@@ -8,9 +8,8 @@ from conftest import widened
 
 import sample
 from model import Transformer, TransformerConfig
-from offload import Offload
+from offload import Offload, Offloaded, Placement, parts_of
 from support import runtime
-from support.step.placement import Away, Placement, parts_of
 from support.store import get_encoding
 
 BYTES = get_encoding("bytes")
@@ -63,7 +62,7 @@ def test_an_offloaded_model_writes_the_same():
     wanted, gpt = draw(3 * ROW), model()
     first, *others = parts_of(gpt, False)
     placement = Placement(
-        (first, *(p._replace(away=Away.WEIGHTS) for p in others)), "fp32", budget=0
+        (first, *(p._replace(offloaded=Offloaded.WEIGHTS) for p in others)), "fp32", budget=0
     )
     Offload(placement).move(gpt, torch.device("cpu"))
     assert draw(3 * ROW, gpt) == wanted

@@ -233,7 +233,7 @@ def test_a_dry_run_makes_nothing(store_dir, tmp_path, monkeypatch, capsys):
         said = capsys.readouterr().out
         assert not list(tmp_path.iterdir())
         parts = r"0\.0[67] M parameters \(.*blocks 0\.05 M.*\) with a vocabulary of 320, cpu"
-        assert re.search(parts, said) and ("on host" in said) == (flags == offload)
+        assert re.search(parts, said) and ("--offload: " in said) == (flags == offload)
         assert re.search(r"memory: weights 0.3 MB, gradients 0.3 MB, optimizer 0.[34] MB", said)
         both = re.findall(r"^(?:ahead|without techniques): (\d+) steps.*FLOP", said, re.MULTILINE)
         assert len(both) == 2 and both[1] == "8"
