@@ -230,7 +230,7 @@ def test_a_file_is_worked_by_hand_and_whole_or_not_there(tmp_path):
     nats, counts = np.array([3 * np.log(2), 0.0]), (np.array([3, 0]), np.array([6, 0]))
     two = DocumentScores(np.array([0, 1]), nats, *counts)
     file = tmp_path / "out.jsonl"
-    two.write(file)
+    two.save(file)
     text = file.read_text()
     assert [json.loads(line) for line in text.splitlines()] == [
         {"document": 0, "tokens": 3, "bytes": 6, "nats": 3 * np.log(2), "bpb": 0.5},
@@ -238,7 +238,7 @@ def test_a_file_is_worked_by_hand_and_whole_or_not_there(tmp_path):
     ]
     assert two.total() == HeldOut(np.log(2), 0.5, 3, 6) and "by_store" not in two.total().logged()
     with pytest.raises(ValueError, match="JSON"):
-        two._replace(nats=np.array([1, np.nan])).write(file)
+        two._replace(nats=np.array([1, np.nan])).save(file)
     assert list(tmp_path.iterdir()) == [file] and file.read_text() == text
 
 
