@@ -52,7 +52,7 @@ from prepare import embedded_store
 from support.clock import MULTIPLE, bits, seed_of, shuffled
 from support.runtime import Runtime
 from support.settings import DataConfig
-from support.store import Store, atomic_write, byte_lengths, get_encoding, store_encoding
+from support.store import Store, atomic_write, byte_lengths, get_encoding
 
 # ---- samples
 
@@ -476,9 +476,8 @@ def open_data(config: DataConfig, is_bert: bool, runtime: Runtime) -> Data:
     name = config.tokenizer or "pd4k"
     if config.data is None:  # each machine has its own
         runtime.on_each_machine(lambda: embedded_store(name))
-    path = config.data or str(embedded_store(name))
-    store = open_store(path)
-    encoding = get_encoding(name) if config.tokenizer else store_encoding(path, store.meta)
+    store = open_store(config.data or str(embedded_store(name)))
+    encoding = get_encoding(config.tokenizer or store.meta["tokenizer"])
     store.check_tokenizer(encoding)
     special_ids = SpecialIds.of(encoding) if is_bert else None
     return Data(encoding, store, special_ids, byte_lengths(encoding))

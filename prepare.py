@@ -27,8 +27,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import partial
-from hashlib import blake2b
-from itertools import groupby, islice
+from itertools import chain, groupby, islice
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -41,7 +40,6 @@ from support.settings import whole_number
 
 BLOCK = 1 << 22  # characters of text, or bytes of tokens, read at once
 BATCH = 256  # documents that threads encode together
-FEW_BYTES = 1.6  # a token: a tokenizer that was made for other text
 
 # ---- files
 
@@ -52,16 +50,12 @@ def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
     if given == "" or not path.exists():  # Path("") would be the working folder
         raise ValueError(f"{given or 'the empty string'}: no such file or folder")
     if path.is_file():
-        if kind_of(path) == "bytes":
-            raise ValueError(f"{path}: is not text in UTF-8")
         yield path, path.name
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
-        if "/." in f"/{name}" or (file.is_dir() and not file.is_symlink()):
-            continue
-        if not file.is_file():  # else it would be left out without a word, or waited for
-            raise ValueError(f"{file}: is a link to no file, a pipe or a device: remove it")
-        yield file, name
+        # a link to a folder cannot be read, which is better than to be left out without a word
+        if "/." not in f"/{name}" and (file.is_symlink() or not file.is_dir()):
+            yield file, name
 
 
 def kind_of(path: Path) -> str:
@@ -80,12 +74,11 @@ def kind_of(path: Path) -> str:
             return "lines"
     if name.endswith((".csv", ".tsv")) or first.startswith(b'[{"'):
         raise ValueError(f"{path}: is not read: make it JSON lines, an object a line, or parquet")
-    try:
+    with suppress(UnicodeDecodeError):
         for _ in text_blocks(path):
             pass
-    except UnicodeDecodeError:
-        return "bytes"
-    return "text"
+        return "text"
+    return "bytes"
 
 
 @contextmanager
@@ -115,24 +108,22 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
         for row, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            try:
-                value = json.loads(line)
-            except ValueError as error:
-                raise ValueError(f"{path}:{row}: is not JSON: {error}") from None
-            if not isinstance(value, dict):
+            fields = None
+            with suppress(ValueError):
+                fields = json.loads(line)
+            if not isinstance(fields, dict):
                 raise ValueError(f"{path}:{row}: is not a JSON object: write one per line")
-            yield f"{path}:{row}", value
+            yield f"{path}:{row}", fields
 
 
-def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
-    """Yield the place (FILE:ROW) and these columns of each row."""
+def read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the place (FILE:ROW) of each row, with its text and its id, where there are such."""
     from pyarrow import parquet
 
     table = parquet.ParquetFile(path)
-    wanted = [name for name in columns if name in table.schema_arrow.names]
-    batches = table.iter_batches(1000, columns=wanted)
-    rows = (fields for batch in batches for fields in batch.to_pylist())
-    for row, fields in enumerate(rows, 1):
+    columns = [name for name in table.schema_arrow.names if name in (text_column, "id")]
+    batches = table.iter_batches(1000, columns=columns)
+    for row, fields in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
         yield f"{path}:{row}", fields
 
 
@@ -142,7 +133,6 @@ def read_parquet(path: Path, columns: Sequence[str]) -> Iterator[tuple[str, dict
 class Document(NamedTuple):
     """A document, or one side of the one that is cut in two."""
 
-    id: str | None  # None if the input has none: a line's number would change with the file
     text: str
     held_out: bool
 
@@ -189,27 +179,29 @@ class Corpus:
 
     def _by_hash(self) -> Iterator[Document]:
         """All documents, each held out by its hash."""
-        self.id_hashes = bytearray()  # of lines and rows
         for path, name, kind in self.files:
-            if kind == "text":
-                for text in split(text_blocks(path), self.split_on):
-                    yield self._document(name if self.split_on is None else None, text)
-            elif kind != "bytes":
-                columns = (self.text_column, "id")
-                objects = read_lines(path) if kind == "lines" else read_parquet(path, columns)
-                for place, fields in objects:
-                    id, text = checked(place, fields, self.text_column)
-                    if id is not None:
-                        self.id_hashes += blake2b(id.encode(), digest_size=8).digest()
-                    yield self._document(id, text)
+            for id, text in self._read(path, name, kind):
+                hash = zlib.crc32((text if id is None else id).encode())
+                yield Document(text, self.holdout > 0 and hash % self.holdout == 0)
 
-    def _document(self, id: str | None, text: str) -> Document:
-        hash = zlib.crc32((text if id is None else id).encode())
-        return Document(id, text, self.holdout > 0 and hash % self.holdout == 0)
-
-    def repeated_ids(self) -> int:
-        """How many lines and rows that were read have the id of an earlier one."""
-        return len(self.id_hashes) // 8 - len(np.unique(np.frombuffer(self.id_hashes, np.uint64)))
+    def _read(self, path: Path, name: str, kind: str) -> Iterator[tuple[str | None, str]]:
+        """The id, if there is one, and the text of each document in a file."""
+        if kind == "text":
+            for text in split(text_blocks(path), self.split_on):
+                yield name if self.split_on is None else None, text
+        elif kind != "bytes":
+            rows = read_lines(path) if kind == "lines" else read_parquet(path, self.text_column)
+            for place, fields in rows:
+                id = None if fields.get("id") is None else str(fields["id"])
+                text = fields.get(self.text_column, 0)
+                if not isinstance(text, str | None):
+                    problem = f"no string under {self.text_column} of {', '.join(fields)[:1000]}"
+                    raise ValueError(f"{place}: {problem}: choose with --text-column")
+                try:
+                    f"{id}{text}".encode()
+                except UnicodeEncodeError:
+                    raise ValueError(f"{place}: has half of a surrogate pair, not text") from None
+                yield id, text or ""
 
     def _before_the_tail(self) -> int | None:
         """Count the characters before the last 1/holdout; None if hashes choose.
@@ -218,29 +210,13 @@ class Corpus:
         """
         characters = 0
         sides = set()
-        for document in self._by_hash():
-            characters += len(document.text)
-            if document.text:
-                sides.add(document.held_out)
+        for text, held_out in self._by_hash():
+            characters += len(text)
+            if text:
+                sides.add(held_out)
             if len(sides) == 2:
                 return None
-        if characters == 1:
-            raise ValueError(f"--holdout {self.holdout}: one character is too short: choose 0")
         return characters - -(-characters // self.holdout)
-
-
-def checked(place: str, fields: dict[str, Any], text_column: str) -> tuple[str | None, str]:
-    """The id and the text of a line or a row."""
-    id = None if fields.get("id") is None else str(fields["id"])
-    text = "" if fields.get(text_column, 0) is None else fields.get(text_column)
-    if not isinstance(text, str):
-        problem = f"no string under {text_column} of {', '.join(fields)[:1000]}"
-        raise ValueError(f"{place}: {problem}: choose with --text-column")
-    try:
-        f"{id}{text}".encode()
-    except UnicodeEncodeError:
-        raise ValueError(f"{place}: has half of a surrogate pair, not text") from None
-    return id, text
 
 
 def split(blocks: Iterable[str], mark: str | None) -> Iterator[str]:
@@ -268,13 +244,13 @@ def cut(blocks: Iterable[str], mark: str) -> Iterator[str]:
 def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) -> Iterator[Document]:
     """Hold out all text after the first `training` characters, cutting one document in two."""
     reach = training // holdout // 2  # half of the text that is held out
-    for id, text, _ in documents:
+    for text, _ in documents:
         if 0 < training < len(text):
             end = find_cut(text, training, reach)
-            yield Document(id, text[:end], False)
-            yield Document(id, text[end:], True)
+            yield Document(text[:end], False)
+            yield Document(text[end:], True)
         else:
-            yield Document(id, text, training <= 0)
+            yield Document(text, training <= 0)
         training -= len(text)
 
 
@@ -287,11 +263,9 @@ def find_cut(text: str, position: int, reach: int) -> int:
     """
     for end in ("\n", " "):
         before = text.rfind(end, max(0, position - reach - 1), position) + 1
-        if before:
-            return before
         after = text.find(end, position, position + reach) + 1
-        if 0 < after < len(text):
-            return after
+        if before or 0 < after < len(text):
+            return before or after
     return position
 
 
@@ -332,11 +306,10 @@ def prepare(
             name,
             inputs,
             skipped=skipped,
+            skipped_files=corpus.skipped,
             holdout=corpus.holdout,
             held_out_by="hash" if corpus.training_characters is None else "tail",
             split_on=corpus.split_on,
-            skipped_files=corpus.skipped,
-            repeated_ids=corpus.repeated_ids(),
         )
 
 
@@ -352,23 +325,18 @@ def prepare_tokens(train: Path, out: str | Path, encoding: tiktoken.Encoding, na
     with store.atomic_folder(Path(out)) as folder:
         writer = store.StoreWriter(folder, encoding)
         for file in (train, test) if test != train and test.exists() else (train,):
-            if file.stat().st_size % 2:
-                raise ValueError(f"--tokens-from {file}: is not made of tokens of 16 bits")
-            last = end
-            with file.open("rb") as source:
-                while block := source.read(BLOCK):
-                    ids = np.frombuffer(block, np.uint16)
-                    if ids.max() > end:
-                        problem = f"has token {ids.max()}, and those of --tokenizer {name} end at"
-                        raise ValueError(f"--tokens-from {file}: {problem} {end}")
-                    without_text = (ids == end) & (np.append(last, ids[:-1]) == end)
-                    last = ids[-1]
-                    ids = ids[~without_text]
-                    writer.append(ids, file == test, np.flatnonzero(ids == end) + 1)
-            if last != end:
+            tokens = np.memmap(file, np.uint16, "r")
+            for start in range(0, len(tokens), BLOCK):
+                ids = np.array(tokens[start : start + BLOCK])
+                if ids.max() > end:
+                    problem = f"has token {ids.max()}, and those of --tokenizer {name} end at"
+                    raise ValueError(f"--tokens-from {file}: {problem} {end}")
+                before = np.append(tokens[start - 1] if start else end, ids[:-1])
+                ids = ids[(ids != end) | (before != end)]  # no document without text
+                writer.append(ids, file == test, np.flatnonzero(ids == end) + 1)
+            if tokens[-1] != end:
                 writer.append(np.array([end]), file == test, [1])
-        origin = {"skipped": 0, "holdout": 0, "skipped_files": 0, "repeated_ids": 0}
-        return writer.finish(name, [train], held_out_by="file", **origin)
+        return writer.finish(name, [train], held_out_by="file")
 
 
 def embedded_store(name: str) -> Path:
@@ -377,10 +345,10 @@ def embedded_store(name: str) -> Path:
     It lies in the clone or, if that cannot be written, in the user's cache folder.
     """
     encoding = store.get_encoding(name)
-    home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
-    caches = (runtime.ROOT / ".cache", home / "parsimony")
-    folders = [cache / f"pd-mix-{store.fingerprint(encoding)[:12]}" for cache in caches]
-    folder = folders[not (folders[0].exists() or os.access(runtime.ROOT, os.W_OK))]
+    folder = runtime.ROOT / ".cache" / f"pd-mix-{store.fingerprint(encoding)[:12]}"
+    if not folder.exists() and not os.access(runtime.ROOT, os.W_OK):
+        home = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+        folder = home / "parsimony" / folder.name
     if not folder.exists():
         print(f"preparing the embedded corpus in {folder}", file=sys.stderr)
         try:
@@ -399,14 +367,11 @@ def print_summary(made: store.Store) -> None:
     print(f"documents {meta['documents']:>14,}")
     print(f"tokens    {meta['tokens']:>14,}   {bytes_each:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
-    for name, what in (
-        ("skipped", "documents without text are left out"),
-        ("skipped_files", "files that are not text in UTF-8 are left out"),
-        ("repeated_ids", "documents have the id of an earlier one"),
-    ):
-        if meta[name]:
-            print(f"{meta[name]:>24,}   {what}")
-    if bytes_each < FEW_BYTES and meta["tokenizer"] != "bytes":
+    if meta.get("skipped"):
+        print(f"{meta['skipped']:>24,}   documents without text are left out")
+    if meta.get("skipped_files"):
+        print(f"{meta['skipped_files']:>24,}   files that are not text in UTF-8 are left out")
+    if bytes_each < 1.6 and meta["tokenizer"] != "bytes":
         command = "python prepare.py YOUR_TEXT --learn-ranks 4096 --out own.tiktoken"
         print(f"so few bytes a token make long rows: try a tokenizer of this text\n  {command}")
 

@@ -80,8 +80,8 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
         try:
             ranks = tiktoken.get_encoding("gpt2")._mergeable_ranks
         except OSError as error:
-            why = "tiktoken has it neither in its TIKTOKEN_CACHE_DIR nor from the network"
-            raise ValueError(f"tokenizer gpt2: {why} ({type(error).__name__})") from error
+            why = "is neither in TIKTOKEN_CACHE_DIR nor to be had from the network"
+            raise ValueError(f"tokenizer gpt2: {why}") from error
     elif name == "pd4k" or name.endswith((".tiktoken", ".model")):
         ranks = read_ranks(PD4K if name == "pd4k" else Path(name))
     else:
@@ -94,19 +94,6 @@ def get_encoding(name: str = "pd4k") -> tiktoken.Encoding:
         mergeable_ranks=ranks,
         special_tokens={token: len(ranks) + i for i, token in enumerate(tokens)},
     )
-
-
-def store_encoding(store: str | Path, meta: dict) -> tiktoken.Encoding:
-    """Load the tokenizer that a token store was made with.
-
-    Args:   meta the contents of its meta.json
-    Raises: ValueError if its .tiktoken file holds other ranks now
-    """
-    encoding = get_encoding(meta["tokenizer"])
-    if fingerprint(encoding) != meta["tokenizer_fingerprint"]:
-        remedy = "name the old ranks with --tokenizer, or prepare it again"
-        raise ValueError(f"{store}: {encoding.name} has changed: {remedy}")
-    return encoding
 
 
 # tiktoken has no public access to an encoding's pattern and ranks: these functions read the
@@ -161,9 +148,9 @@ def read_ranks(path: Path) -> dict[bytes, int]:
 
 def write_ranks(path: Path, ranks: dict[bytes, int]) -> None:
     """Write a .tiktoken file, whole or not at all."""
-    lines = [b"%s %d\n" % (base64.b64encode(token), rank) for token, rank in ranks.items()]
     with atomic_write(path) as out:
-        out.write(b"".join(lines))
+        for token, rank in ranks.items():
+            out.write(b"%s %d\n" % (base64.b64encode(token), rank))
 
 
 def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
@@ -211,8 +198,9 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
             heapq.heappush(heap, (-counts[pair], pair))
             continue
         if minus_count > -2:
-            known = f"the training documents give only {len(ranks)}"
-            raise ValueError(f"--learn-ranks {n_ranks}: {known}")
+            raise ValueError(
+                f"--learn-ranks {n_ranks}: the training documents give only {len(ranks)}"
+            )
         token = tokens[ord(pair[0])] + tokens[ord(pair[1])]
         if token not in ranks:
             ranks[token] = len(ranks)
@@ -275,20 +263,18 @@ class StoreWriter:
         held_out.close()
         (self.folder / "held_out.tmp").unlink()
         trained, tested = (np.array(ends, np.int64) for ends in self.ends)
-        np.concatenate(([0], trained, self.tokens[0] + tested)).tofile(
-            self.folder / "documents.idx"
-        )
+        offsets = np.concatenate(([0], trained, self.tokens[0] + tested))
+        offsets.tofile(self.folder / "documents.idx")
         sha256 = {}
         for name in ("tokens.bin", "documents.idx"):
             with (self.folder / name).open("rb") as file:
                 sha256[name] = hashlib.file_digest(file, "sha256").hexdigest()
-        counts = {"documents": [len(trained), len(tested)], "tokens": self.tokens}
-        counts["bytes"] = self.bytes
         if not sum(self.tokens):
             raise ValueError(f"{', '.join(map(str, inputs))}: no document has any text")
-        meta = {f"train_{name}": sides[0] for name, sides in counts.items()}
-        meta |= {name: sum(sides) for name, sides in counts.items()}
-        meta |= {"dtype": self.dtype.name, "sha256": sha256, **origin, "format": FORMAT}
+        meta = {"format": FORMAT, "dtype": self.dtype.name, "sha256": sha256, **origin}
+        meta |= {"train_documents": len(trained), "documents": len(trained) + len(tested)}
+        meta |= {"train_tokens": self.tokens[0], "tokens": sum(self.tokens)}
+        meta |= {"train_bytes": self.bytes[0], "bytes": sum(self.bytes)}
         meta |= {"tokenizer": tokenizer, "tokenizer_fingerprint": fingerprint(self.encoding)}
         meta |= {"vocab_size": self.encoding.n_vocab, "end_of_text": self.encoding.eot_token}
         (self.folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n")
@@ -347,9 +333,11 @@ class Store:
         return self.meta["train_bytes"] / self.meta["train_tokens"]
 
     def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
-        """Refuse a tokenizer other than the one the store was made with."""
+        """Refuse a tokenizer, or a file with its name, that the store was not made with."""
         if fingerprint(encoding) != self.meta["tokenizer_fingerprint"]:
-            made_with = f"made with tokenizer {self.meta['tokenizer']}, not {encoding.name}"
+            made_with = (
+                f"made with tokenizer {self.meta['tokenizer']}, not with this {encoding.name}"
+            )
             raise ValueError(f"{self.path}: {made_with}: choose that one, or prepare it again")
 
     def check_tokens(self, highest: int) -> None:

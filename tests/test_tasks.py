@@ -83,7 +83,7 @@ REQUEST = next(requests(CHOICES))
 TWO = {"context": "a", "continuations": ["b", "c"], "label": 0}
 BAD_QUESTIONS = [
     ([], "task.jsonl: has no question"),
-    ([LAST_WORDS[0], "mat\n"], "task.jsonl:2: is not JSON"),
+    ([LAST_WORDS[0], "mat\n"], "task.jsonl:2: is not a JSON object"),
     ([{"continuation": "a"}], ":1: context is missing"),
     ([CHOICES[0], {**TWO, "label": 2}], ":2: has label 2"),
     ([LAST_WORDS[0], TWO], ":2: is a multiple choice"),
