@@ -65,7 +65,8 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from enum import IntEnum
 from functools import partial
-from typing import NamedTuple, TypeVar
+from itertools import groupby
+from typing import TYPE_CHECKING, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -73,10 +74,12 @@ from torch.autograd.function import FunctionCtx
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
 
-from model import Block, BlockRunner, TokenMeta, Transformer
 from support.optim import Optimizers, state_bytes
 from support.runtime import DTYPES, Runtime
 from support.settings import bytes_of, flag
+
+if TYPE_CHECKING:
+    from model import Block, BlockRunner, TokenMeta, Transformer
 
 MIB = 2**20
 Name = TypeVar("Name", bound=Hashable)
@@ -102,7 +105,8 @@ class OffloadConfig:
 def check(config: OffloadConfig, *, fsdp: bool) -> None:
     """Refuse what is no amount of bytes, and --fsdp."""
     budget_bytes(config.budget, free=0)
-    host_limit(config.host_memory, free=0)
+    if config.host_memory != "auto":
+        bytes_of("--offload-host-memory", config.host_memory)
     if fsdp:
         raise ValueError(
             "--fsdp spreads weights, gradients and state over the ranks: leave out --offload"
@@ -121,11 +125,6 @@ def budget_bytes(text: str, free: int | None = None) -> int:
     if free is None:
         raise ValueError("--offload-budget auto: the free memory is not known: give bytes")
     return free // 2
-
-
-def host_limit(text: str, free: int | None) -> int | None:
-    """What a run may take of this machine's memory; None if unknown."""
-    return free if text == "auto" else bytes_of("--offload-host-memory", text)
 
 
 # ---- what there is, and its bytes
@@ -164,12 +163,8 @@ class Part(NamedTuple):
         that of the embeddings belongs to the loss, and is gone by then.
         """
         weight, cast = self.itemsize(dtype), 2 if dtype == "bf16" and self.layers else 0
-        each = {  # of a parameter in a matrix: weight, gradient, cast
-            Offloaded.NOTHING: 4 + 4 + cast,
-            Offloaded.STATE: 4 + 4 + cast,
-            Offloaded.GRADIENTS: weight,
-            Offloaded.WEIGHTS: 0,
-        }[self.offloaded]
+        # weight, gradient and cast of each parameter, by what is offloaded
+        each = (4 + 4 + cast, 4 + 4 + cast, weight, 0)[self.offloaded]
         if self.offloaded >= Offloaded.GRADIENTS and len(self.layers) > 1:
             each += weight  # layers that share a block add up gradients here
         state = 0 if self.offloaded else self.state_bytes
@@ -231,7 +226,7 @@ def grouped(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
     return parts
 
 
-def parts_of(model: Transformer, muon: bool) -> tuple[Part, ...]:
+def parts_of(model: "Transformer", muon: bool) -> tuple[Part, ...]:
     """The sizes of a model, which may be on the meta device.
 
     Args: muon whether Muon updates the blocks' matrices
@@ -299,7 +294,7 @@ def place(
 
 
 def placement_for(
-    config: OffloadConfig, muon: bool, model: Transformer, runtime: Runtime
+    config: OffloadConfig, muon: bool, model: "Transformer", runtime: Runtime
 ) -> Placement:
     """Decide what of a model leaves the device, by what was free when the run began.
 
@@ -313,7 +308,9 @@ def placement_for(
     placement = place(parts_of(model, muon), budget, dtype, most)
     # each rank of this machine needs host memory of its own
     needed = host_bytes(placement) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    free = host_limit(config.host_memory, runtime.host_free)
+    free = runtime.host_free
+    if config.host_memory != "auto":
+        free = bytes_of("--offload-host-memory", config.host_memory)
     if free is not None and needed > free:
         raise ValueError(
             f"--offload-budget {shown(budget)} needs {shown(needed)} of host memory and"
@@ -332,16 +329,15 @@ def shown(count: float) -> str:
 
 
 def in_words(placement: Placement) -> str:
-    """Example, as one line:
-
-    --offload: all on the device: outside, h.0, h.5; state on the host: h.1, h.4; gradients too:
-    h.2, h.3; 20.10 MiB of 20.50 MiB on the device, 9.00 MiB on the host
+    """Example: --offload: outside to h.1: nothing on the host; h.2: state on the host; h.3 to h.5:
+    nothing on the host; 25.09 MiB of 25.50 MiB on the device, 3.75 MiB on the host
     """
     said = []
-    kinds = ("all on the device", "state on the host", "gradients too", "weights too")
-    for kind, words in zip(Offloaded, kinds, strict=True):
-        if names := [part.name for part in placement.parts if part.offloaded == kind]:
-            said.append(f"{words}: {', '.join(names)}")
+    what = ("nothing", "state", "state and gradients", "state, gradients and weights")
+    for offloaded, alike in groupby(placement.parts, key=lambda part: part.offloaded):
+        first, *others = [part.name for part in alike]
+        span = f"{first} to {others[-1]}" if others else first
+        said.append(f"{span}: {what[offloaded]} on the host")
     device = f"{shown(device_bytes(placement))} of {shown(placement.budget)} on the device"
     said.append(f"{device}, {shown(host_bytes(placement))} on the host")
     return f"--offload: {'; '.join(said)}"
@@ -377,7 +373,7 @@ class Offload:
         self.is_last = True  # micro-batch of a step
 
     @torch.no_grad()
-    def move(self, model: Transformer, device: torch.device) -> None:
+    def move(self, model: "Transformer", device: torch.device) -> None:
         """Put every tensor of a model where it belongs; the whole never comes to the device."""
         self.model, self.device, self.link = model, torch.device(device), Link(device)
         groups = grouped(model)
@@ -437,7 +433,7 @@ class Offload:
 
     # ---- weights are fetched
 
-    def wrap_block(self, inner: BlockRunner) -> BlockRunner:
+    def wrap_block(self, inner: "BlockRunner") -> "BlockRunner":
         """Give blocks their weights for as long as they run.
 
         A block whose weights are fetched runs again in the backward pass, since otherwise all
@@ -446,11 +442,11 @@ class Offload:
         Args: inner runs the other blocks
         """
 
-        def run_block(layer: int, block: Block, x: Tensor, meta: TokenMeta) -> Tensor:
+        def run_block(layer: int, block: "Block", x: Tensor, meta: "TokenMeta") -> Tensor:
             if layer not in self.streamed:
                 return inner(layer, block, x, meta)
 
-            def run(x: Tensor, meta: TokenMeta) -> Tensor:
+            def run(x: Tensor, meta: "TokenMeta") -> Tensor:
                 return functional_call(block, self.running[layer], (x, meta))
 
             forward = self.fetching(layer, then=self.following(layer, 1))
@@ -485,12 +481,11 @@ class Offload:
         self.link.wait(event)
         self.fetched = {n: fetched for n, fetched in self.fetched.items() if n == then}
         self.fetch(then)
-        self.running[layer] = {
-            matrix.name.removeprefix(f"{matrix.part.name}."): LocalWeight.apply(parameter, weight)
-            for matrix, weight in zip(self.streamed[layer], weights, strict=True)
-            for parameter in [matrix.parameter]
-        }
-        del weights
+        local = self.running[layer] = {}
+        for matrix, weight in zip(self.streamed[layer], weights, strict=True):
+            name = matrix.name.removeprefix(f"{matrix.part.name}.")
+            local[name] = LocalWeight.apply(matrix.parameter, weight)
+        del weights, weight, local
         try:
             yield
         finally:
