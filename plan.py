@@ -70,11 +70,14 @@ from data import (
     reshaped_len,
     samples_in,
 )
+from kernels.packed_attention import IMPLS, chosen_impl
 from model import Batch, Predicted, TransformerConfig, predicted_by_bert
 from support.clock import MULTIPLE, Clock, Cursor, StepContext, effective_tokens, seed_of, shuffled
+from support.optim import state_bytes
+from support.run import Run
 from support.runtime import Runtime, on_device
 from support.settings import short
-from support.sizes import flops_of_step
+from support.sizes import empty_model, flops_of_step, parameters_in_words
 
 MANY_EPOCHS = 4
 REPEATED = "text that is read more than 4 times teaches less and less (arXiv 2305.16264)"
@@ -515,3 +518,41 @@ def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple
             waited_ms = (time.perf_counter() - began) * 1e3
             upcoming = loader.submit(read, step.after)
             yield step, waited_ms
+
+
+def announce(plan: Plan, run: Run, micro_batch: int) -> None:
+    """Say what is trained, on what, and what is ahead: all that --dry-run prints.
+
+    Args: micro_batch rows that a rank takes through the model at once
+    """
+    s, runtime, model, store = plan.settings, plan.runtime, plan.model, plan.store
+    say = runtime.say
+    say(f"{s.model.model} {s.model.size}: {parameters_in_words(model)}, {runtime.why}")
+    shards = runtime.world_size if s.run.fsdp else 1
+    named = dict(empty_model(model).named_parameters())
+    state = state_bytes(named, muon=s.optim.optimizer == "muon", shards=shards)
+    sizes = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in state.items())
+    say(f"memory: {sizes}{' a rank' if shards > 1 else ''}, and activations")
+    rows = s.optim.batch_tokens // plan.seq_len
+    grad_accum_steps = -(-rows // (micro_batch * runtime.world_size))
+    say(
+        f"batches: {rows} rows of {plan.seq_len} a step: on each of {runtime.world_size} ranks"
+        f" {grad_accum_steps} micro-batches of {micro_batch}"
+    )
+    if plan.has_documents:
+        impl = chosen_impl(
+            runtime.device.type,
+            runtime.dtype,
+            head_width=model.head_width,
+            dropout=model.dropout,
+            compiled=s.run.compile == "on",
+        )
+        say(f"attention: {impl}, {IMPLS[impl]}")
+    say(f"data: {store.meta['train_tokens']:,} training tokens in {store.path}")
+    if isinstance(plan.samples, MixedSamples):
+        say(f"mixture of {plan.samples.passes(s.optim.tokens)}")
+    if run.resumed_from:
+        say(f"resumed from {run.resumed_from} at step {run.clock.step}")
+    say(f"ahead: {plan.ahead_in_words(run.clock)}")
+    if any(getattr(s, name).on for name in TECHNIQUES):
+        say(f"without techniques: {plan.plain().ahead_in_words(run.clock)}")

@@ -41,15 +41,14 @@ import pseudo
 import report
 import sample
 from config import Config
-from data import Data, MixedSamples, open_data, shares_of
+from data import Data, open_data, shares_of
 from evaluate import Evaluation
-from kernels.packed_attention import IMPLS, chosen_impl
 from kernels.triton_here import why_not
-from model import BlockRunner, Transformer, TransformerConfig, run_plain, run_recomputed
+from model import BlockRunner, Transformer, run_plain, run_recomputed
 from offload import Offload, Placement, placement_for
-from plan import Plan, Step, read_ahead, savings
+from plan import Plan, Step, announce, read_ahead, savings
 from support.clock import due, generator, seed_of
-from support.optim import Optimizers, learning_rate, state_bytes
+from support.optim import Optimizers, learning_rate
 from support.run import Run, commit
 from support.runtime import (
     Runtime,
@@ -60,7 +59,6 @@ from support.runtime import (
     join,
     made_by,
     one_line,
-    peak_memory,
     refuse_step,
     shard,
     start,
@@ -70,7 +68,6 @@ from support.sizes import (
     empty_model,
     micro_batch_rows,
     parameter_count,
-    parameters_in_words,
     peak_flops,
 )
 from support.weights import initial_model, model_size
@@ -102,10 +99,10 @@ def main(argv: list[str] | None = None) -> int:
             ) from None
 
 
-def go(run: Run, data: Data, rows_at_once: int) -> int:
+def go(run: Run, data: Data, micro_batch: int) -> int:
     """Begin a run or go on with it, to its end or until a signal; the exit status.
 
-    Args: rows_at_once full rows of a micro-batch
+    Args: micro_batch full rows of a micro-batch
     """
     s, runtime = run.settings, run.runtime
     shape = config.transformer_config(s, *run.size)
@@ -119,14 +116,17 @@ def go(run: Run, data: Data, rows_at_once: int) -> int:
         if runtime.on_rank0(run.is_complete):
             runtime.say(f"{run.folder} is finished: its {s.optim.tokens:,} tokens are consumed")
             return 0
-    # of the whole model: --pseudo may begin with less of it, and must not be refused in mid-run
-    placement = placement_of(s, empty_model(shape), runtime) if s.offload.on else None
-    announce(run, data, plan, shape, placement, rows_at_once)
+    announce(plan, run, micro_batch)
+    if s.offload.on:
+        # of the whole model: --pseudo may begin with less, and must not be refused in mid-run
+        runtime.say(offload.in_words(placement_of(s, empty_model(shape), runtime)))
+    if is_compiled(s, runtime):
+        runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
     if s.run.dry_run:
         return 0
     model = empty_model(shape) if state else initial_model(shape, s, runtime.say)
     try:
-        trainer = assemble(s, model=model, runtime=runtime, rows_at_once=rows_at_once, state=state)
+        trainer = assemble(s, model=model, runtime=runtime, micro_batch=micro_batch, state=state)
     except ValueError as error:
         if state is None:
             raise
@@ -147,47 +147,6 @@ def go(run: Run, data: Data, rows_at_once: int) -> int:
     resume = f"python train.py --resume --out {run.folder}"
     runtime.say(f"stopped at step {run.clock.step}; go on with: {resume}")
     return 128 + stopped_by
-
-
-def announce(
-    run: Run,
-    data: Data,
-    plan: Plan,
-    shape: TransformerConfig,
-    placement: Placement | None,
-    rows_at_once: int,
-) -> None:
-    """Say what is trained, on what, and what is ahead: all that --dry-run prints."""
-    s, runtime, say, store = run.settings, run.runtime, run.runtime.say, data.store
-    say(f"{s.model.model} {s.model.size}: {parameters_in_words(shape)}, {runtime.why}")
-    shards = runtime.world_size if s.run.fsdp else 1
-    named = dict(empty_model(shape).named_parameters())
-    state = state_bytes(named, muon=s.optim.optimizer == "muon", shards=shards)
-    sizes = ", ".join(f"{kind} {size / 1e6:,.1f} MB" for kind, size in state.items())
-    say(f"memory: {sizes}{' a rank' if shards > 1 else ''}, and activations")
-    if placement:
-        say(offload.in_words(placement))
-    rows, seq_len = s.optim.batch_tokens // s.data.seq_len, s.data.seq_len
-    say(f"batches: {rows} rows of {seq_len} a step, {rows_at_once} at once a rank")
-    if is_compiled(s, runtime):
-        say("compile: blocks are compiled as their shapes come, which takes seconds")
-    if plan.has_documents:
-        impl = chosen_impl(
-            runtime.device.type,
-            runtime.dtype,
-            head_width=shape.head_width,
-            dropout=shape.dropout,
-            compiled=s.run.compile == "on",
-        )
-        say(f"attention: {impl}, {IMPLS[impl]}")
-    say(f"data: {store.meta['train_tokens']:,} training tokens in {store.path}")
-    if isinstance(plan.samples, MixedSamples):
-        say(f"mixture of {plan.samples.passes(s.optim.tokens)}")
-    if run.resumed_from:
-        say(f"resumed from {run.resumed_from} at step {run.clock.step}")
-    say(f"ahead: {plan.ahead_in_words(run.clock)}")
-    if any(getattr(s, name).on for name in config.TECHNIQUES):
-        say(f"without techniques: {plan.plain().ahead_in_words(run.clock)}")
 
 
 def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
@@ -227,21 +186,13 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
 
 def evaluate(run: Run, trainer: "Trainer", evaluation: Evaluation, last: bool = False) -> float:
     """Evaluate the model, write a line of the log and say it; bits per byte."""
-    began, clock, runtime = time.perf_counter(), run.clock, run.runtime
-    found = evaluation.run(trainer.model, runtime, trainer.rows_at_once)
-    run.log.write(
-        "eval",
-        step=clock.step,
-        consumed_tokens=clock.consumed_tokens,
-        **found.logged(),
-        last=last,
-        ms=round((time.perf_counter() - began) * 1e3, 1),
-        peak_memory=peak_memory(runtime.device),
-    )
+    began, runtime = time.perf_counter(), run.runtime
+    found = evaluation.run(trainer.model, runtime, trainer.micro_batch)
+    run.log_evaluation(found.logged(), last, ms=(time.perf_counter() - began) * 1e3)
     if last:
         runtime.say(f"held-out: {found}, on {evaluation.text}, full length, nothing dropped")
     else:
-        runtime.say(f"step {clock.step}: held-out {found}, on {evaluation.text}")
+        runtime.say(f"step {run.clock.step}: held-out {found}, on {evaluation.text}")
     return found.val_bpb
 
 
@@ -285,8 +236,8 @@ def next_trainer(run: Run, trainer: "Trainer", step: Step) -> "Trainer":
     if owners == trainer.owners:
         return trainer
     state = pseudo.handed_over(trainer.state(), owners, s.pseudo.state, s.pseudo.new)
-    model, rows_at_once = empty_model(trainer.model.config), trainer.rows_at_once
-    new = assemble(s, model=model, runtime=runtime, rows_at_once=rows_at_once, state=state)
+    model, micro_batch = empty_model(trainer.model.config), trainer.micro_batch
+    new = assemble(s, model=model, runtime=runtime, micro_batch=micro_batch, state=state)
     check_agreement(runtime, new.optimizers.named)
     before, now = trainer.optimizers.memory(), new.optimizers.memory()
     clock = run.clock
@@ -311,14 +262,14 @@ def assemble(
     *,
     model: Transformer,
     runtime: Runtime,
-    rows_at_once: int,
+    micro_batch: int,
     state: dict | None = None,
 ) -> "Trainer":
     """Put a model together with all that acts on it. The order matters, line by line.
 
     Called again, on an empty model, where a run goes on and where a stage of --pseudo ends.
 
-    Args: rows_at_once full rows of a micro-batch
+    Args: micro_batch full rows of a micro-batch
           state        of `Trainer.state`: what the model and the optimizers go on from
     """
     s = settings
@@ -367,7 +318,7 @@ def assemble(
         model=model,
         wrapped=wrapped,
         optimizers=optimizers,
-        rows_at_once=rows_at_once,
+        micro_batch=micro_batch,
         owners=owners,
         offloaded=offloaded,
     )
@@ -393,7 +344,7 @@ class Trainer:
     model: Transformer
     wrapped: nn.Module  # the model, under DDP where that is on
     optimizers: Optimizers
-    rows_at_once: int  # of full length
+    micro_batch: int  # of full length
     owners: tuple[int, ...] | None  # --pseudo: the layer whose weights each layer uses
     offloaded: "Offload | None"
 
@@ -426,7 +377,7 @@ class Trainer:
         """
         s, runtime = self.settings, self.runtime
         B, T = step.batch.tokens.shape
-        micro_batch = self.rows_at_once * (s.data.seq_len // T)  # rows: more if they are shorter
+        micro_batch = self.micro_batch * (s.data.seq_len // T)  # more rows if they are shorter
         total = torch.zeros((), device=runtime.device)
         for first in range(0, B, micro_batch):
             part = step.part(slice(first, min(first + micro_batch, B)))

@@ -158,7 +158,7 @@ def trainer_of(
         settings,
         model=model,
         runtime=runtime.start(device, "auto"),
-        rows_at_once=settings.optim.micro_batch_size
+        micro_batch=settings.optim.micro_batch_size
         or settings.optim.batch_tokens // settings.data.seq_len,
         state=state,
     )

@@ -47,7 +47,7 @@ from tqdm import tqdm
 from support import checkpoint
 from support.clock import Clock, due, lr_clock
 from support.optim import OptimConfig, decay_start
-from support.runtime import ROOT, Runtime, check_agreement, made_by
+from support.runtime import ROOT, Runtime, check_agreement, made_by, peak_memory
 from support.settings import DataConfig, Flat, RunConfig, flattened
 from support.sizes import ModelConfig
 from support.store import atomic_write
@@ -465,6 +465,18 @@ class Run:
         bar.set_postfix_str(shown, refresh=False)
         # the last step goes a little past the budget, and a bar beyond its end shows no time left
         bar.update(min(now.consumed_tokens, bar.total) - before.consumed_tokens)
+
+    def log_evaluation(self, result: dict[str, object], last: bool, ms: float) -> None:
+        """Log the result of an evaluation."""
+        self.log.write(
+            "eval",
+            step=self.clock.step,
+            consumed_tokens=self.clock.consumed_tokens,
+            **result,
+            last=last,
+            ms=round(ms, 1),
+            peak_memory=peak_memory(self.runtime.device),
+        )
 
     # ---- checkpoints
 

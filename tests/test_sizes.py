@@ -111,7 +111,7 @@ def planned(line: str) -> Plan:
 def test_a_step_has_the_flops_that_torch_counts(flags, at_most):
     plan = planned(f"{FEW} {flags}")
     step, net = plan(Clock()), Transformer(plan.model)
-    trainer = train.assemble(plan.settings, model=net, runtime=ONE, rows_at_once=4)
+    trainer = train.assemble(plan.settings, model=net, runtime=ONE, micro_batch=4)
     with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter:
         trainer.train_step(step)
     assert 0.999 < counter.get_total_flops() / step.after.flops < at_most
