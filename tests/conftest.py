@@ -11,7 +11,6 @@ from contextlib import redirect_stdout
 from functools import cache
 from pathlib import Path
 from random import SystemRandom
-from tempfile import TemporaryDirectory
 
 # One thread, also in the processes that tests start: another number sums in another order, and
 # small tensors are faster without company. Set before torch is loaded.
@@ -22,7 +21,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch.multiprocessing import start_processes
-from torch.profiler import ProfilerActivity, profile
 
 # Triton's kernels run on CPU tensors, slowly, where they are defined under its interpreter. Set
 # before anything imports Triton.
@@ -36,7 +34,7 @@ from kernels.triton_here import tl, triton
 from prepare import prepare
 from support.clock import Clock
 from support.runtime import exit_cleanly
-from support.store import PD4K, get_encoding, read_ranks, write_ranks
+from support.store import get_encoding
 
 
 def hear_signals() -> None:
@@ -51,10 +49,6 @@ train.SAMPLE_TOKENS = 3  # the whole one takes half of the time of a tiny run
 ROOT = Path(__file__).parents[1]
 TINY = ROOT / "corpus" / "pd-tiny.jsonl.gz"
 
-with TemporaryDirectory() as folder:  # Llama 3's pattern and special tokens, and few ranks
-    file = Path(folder) / "tokenizer.model"
-    write_ranks(file, {**read_ranks(PD4K), b".\n": 4096})
-    LLAMA3 = get_encoding(str(file))
 SMALL = (
     "--tokenizer bytes --layers 4 --heads 2 --width 32 --seq-len 32 --batch-tokens 256"
     " --tokens 4096 --eval-every 2048 --eval-tokens 500 --final-eval-tokens 1000"
@@ -115,16 +109,22 @@ def short_ends():
 
 
 @pytest.fixture(scope="session")
-def log_of(store_dir, tmp_path_factory):
-    """The log of a run that other runs are compared with: log_of("--ltd"), made once."""
+def finished(store_dir, tmp_path_factory):
+    """The folder of a run, made once."""
 
     @cache
-    def finished(flags: str = "") -> list[dict]:
-        out = tmp_path_factory.mktemp("compared") / "run"
+    def folder(flags: str) -> Path:
+        out = tmp_path_factory.mktemp("finished") / "run"
         assert train.main(f"{SMALL} --data {store_dir} --out {out} {flags}".split()) == 0
-        return read_log(out)
+        return out
 
-    return finished
+    return folder
+
+
+@pytest.fixture(scope="session")
+def log_of(finished):
+    """The log of a run that other runs are compared with: log_of("--ltd")"""
+    return lambda flags="": read_log(finished(flags))
 
 
 FEW = "--tokens 512 --batch-tokens 256 --device cpu --checkpoint-every 256"
@@ -132,17 +132,9 @@ FEW += " --eval-every 256 --eval-tokens 99 --final-eval-tokens 99"
 
 
 @pytest.fixture(scope="session")
-def run_of(store_dir, tmp_path_factory):
-    """The folder of a run of two steps, made once: run_of("--model bert")"""
-
-    @cache
-    def folder(flags: str = "") -> Path:
-        out = tmp_path_factory.mktemp("source") / "run"
-        argv = f"{SMALL} --data {store_dir} --out {out} {FEW} {flags}"
-        assert train.main(argv.split()) == 0
-        return out
-
-    return folder
+def run_of(finished):
+    """The folder of a run of two steps: run_of("--model bert")"""
+    return lambda flags="": finished(f"{FEW} {flags}")
 
 
 # Processes that tests start by `get_context("forkserver")` have these loaded as they begin, which
@@ -288,19 +280,6 @@ if triton is not None:
     def count_up(out, n):
         for i in range(0, n):
             tl.store(out + i, i)
-
-
-def bytes_taken(run) -> int:
-    """The most that `run` has at once of what it allocates on the CPU."""
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiled:
-        run()
-    events = profiled.profiler.kineto_results.events()
-    memory = [event for event in events if event.name() == "[memory]"]
-    now = most = 0
-    for event in sorted(memory, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        most = max(most, now)
-    return most
 
 
 @cache

@@ -12,12 +12,13 @@ import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
 import regex
 import tiktoken
-from conftest import LLAMA3, TINY, names, refusal
+from conftest import TINY, names, refusal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
@@ -29,6 +30,9 @@ SPECIAL = ["<|endoftext|>", "[PAD]", "[CLS]", "[SEP]", "[MASK]"]
 PD4K = store.get_encoding()
 BYTES = store.get_encoding("bytes")
 PD4K_RANKS = {PD4K.decode_single_token_bytes(rank): rank for rank in range(PD4K.eot_token)}
+with TemporaryDirectory() as folder:  # Llama 3's pattern and special tokens, and few ranks
+    store.write_ranks(Path(folder) / "tokenizer.model", {**PD4K_RANKS, b".\n": 4096})
+    LLAMA3 = store.get_encoding(f"{folder}/tokenizer.model")
 TEXTS = [document.text for document in Corpus([TINY]).documents()]
 
 # Letters, numbers, marks, blanks and controls of several alphabets, and what GPT-2's pattern
