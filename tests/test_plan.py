@@ -112,11 +112,11 @@ def test_the_steps_in_the_header(store):
         assert rows_as_pieces(p.packed_rows(step.before).rows) == rows_as_pieces(of_step)
 
 
+RARE = "--model bert --nsp --curriculum length-rarity"
 UNPACKED = [
     ("--pack --pack-max-per-row 1 --pack-batch rows", "--pack --pack-batch documents"),
-    ("--model bert", "--model bert --pack"),
-    ("--model bert --nsp", "--model bert --nsp --pack --loss-per document"),
-    ("--model bert --curriculum length-rarity", "--model bert --curriculum length-rarity --pack"),
+    ("--model bert", "--model bert --pack --loss-per document"),
+    (RARE, f"{RARE} --pack"),
 ]
 
 
@@ -153,29 +153,16 @@ def test_ranks_share_the_work_of_documents_whose_rows_they_need_not_divide(store
         assert max(work) < 1.25 * np.mean(work)
 
 
-def test_pairs_need_two_pieces_of_two_tokens():
-    """One document of two and many of one; a GPT's pieces would do."""
-    small = in_memory([1, 2], *[[3]] * 40)
-    plan(small, "--model bert --pack")
-    with pytest.raises(ValueError, match="--nsp"):
-        plan(small, "--model bert --nsp")
-
-
 # ---- steps
 
 FLAGS = [
-    "",
     "--ltd --ltd-start 16",
-    "--curriculum seqlen,rarity --curriculum-start 8,5",
-    "--curriculum seqlen-reshape --curriculum-start 8",
-    "--pack",
+    "--curriculum seqlen-reshape,rarity --curriculum-start 8,5",
     "--curriculum rarity,length --pack --curriculum-pace root:2,linear --curriculum-share 0.9,0.5",
-    "--curriculum length --pack --curriculum-by value --curriculum-start 1",
-    "--curriculum rarity --pack --pack-batch documents",
-    "--model bert --curriculum length-rarity",
+    "--curriculum length --pack --pack-batch documents --curriculum-by value --curriculum-start 1",
     "--model bert --nsp",
     "--model bert --nsp --curriculum seqlen --curriculum-start 16 --pack --loss-per document",
-    "--model bert --curriculum seqlen,rarity-mean --pack --ltd --ltd-start 16",
+    "--model bert --curriculum seqlen,rarity-mean --pack --pack-batch rows --ltd --ltd-start 16",
 ]
 
 
