@@ -6,8 +6,8 @@ import os
 import signal
 import socket
 import sys
-from collections.abc import Callable
-from contextlib import redirect_stdout
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from pathlib import Path
 from random import SystemRandom
@@ -195,31 +195,23 @@ def walk(plan: Callable, steps: int) -> list:
     return taken
 
 
-def stop_in_step(number: int, patch: pytest.MonkeyPatch) -> None:
-    """A SIGTERM comes as this step begins."""
-    real_step = train.Trainer.train_step
+@contextmanager
+def in_step(number: int, do: Callable[[], object], rank: int = 0) -> Iterator[None]:
+    """Have one rank do something as this step begins."""
+    real = train.Trainer.train_step
 
-    def interrupted(self, step):
-        if step.after.step == number:
-            os.kill(os.getpid(), signal.SIGTERM)
-        return real_step(self, step)
-
-    patch.setattr(train.Trainer, "train_step", interrupted)
-
-
-def killed_at(number: int, argv: list[str]) -> None:
-    """Train until this step begins."""
-    step = train.Trainer.train_step
-
-    def until(self, of):
-        if of.context.step == number:
-            raise KeyboardInterrupt
-        return step(self, of)
+    def struck(self, step):
+        if (step.after.step, self.runtime.rank) == (number, rank):
+            do()
+        return real(self, step)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Trainer, "train_step", until)
-        with pytest.raises(KeyboardInterrupt):
-            train.main(argv)
+        patch.setattr(train.Trainer, "train_step", struck)
+        yield
+
+
+def terminate() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
 
 
 def resume_refused(folder: Path, said: str, flags: str = "") -> None:

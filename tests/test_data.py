@@ -13,7 +13,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
-from conftest import TINY, metrics, read_log, stop_in_step, walk
+from conftest import TINY, in_step, metrics, read_log, terminate, walk
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from small_stores import BYTES_END as END
@@ -561,14 +561,12 @@ def test_off_is_absent_and_one_store_with_all_the_weight_is_the_plain_run(
     assert lines == plain
 
 
-def test_a_run_resumed_where_its_stores_have_moved_is_the_same(run, stores, tmp_path, monkeypatch):
+def test_a_run_resumed_where_its_stores_have_moved_is_the_same(run, stores, tmp_path):
     given = mixed(stores, 0.7, 0.3)
     flags = f"{SMALLER} --pack --curriculum seqlen --curriculum-start 8 --data {given}"
     whole = metrics(run(flags, out="whole"))
-    with monkeypatch.context() as patch:
-        stop_in_step(5, patch)
-        with pytest.raises(AssertionError):  # the status is 143, not 0
-            run(flags, out="stopped")
+    with in_step(5, terminate), pytest.raises(AssertionError):  # the status is 143, not 0
+        run(flags, out="stopped")
     assert read_log(tmp_path / "stopped", "train")[-1]["step"] == 5
 
     resume = ["--resume", "--out", "stopped"]

@@ -16,13 +16,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL, a_port, rank_of, read_log, start_ranks
+from conftest import ROOT, SMALL, a_port, in_step, rank_of, read_log, start_ranks, terminate
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
@@ -233,21 +232,6 @@ def test_machines_with_another_text_or_without_a_shared_folder_are_refused(place
 # ---- the same on one process and on two ranks
 
 
-@contextmanager
-def in_step(number: int, do: Callable[[], object], rank: int = 0) -> Iterator[None]:
-    """Have one rank do something as this step begins."""
-    real = train.Trainer.train_step
-
-    def struck(self, step):
-        if (step.after.step, self.runtime.rank) == (number, rank):
-            do()
-        return real(self, step)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train.Trainer, "train_step", struck)
-        yield
-
-
 def by_rank0(runtime: Runtime, action: Callable, *arguments: object) -> object:
     """Rank 0 does this, when all have done what comes before; the others wait for it."""
     runtime.gather(None)
@@ -280,14 +264,14 @@ ENDING = [(train, "evaluate"), (train, "savings"), (Runtime, "say"), (Log, "writ
 
 def killed_at_the_end(runtime: Runtime) -> None:
     """Between the last step and the report, before and after each part: it is made up for."""
-    real_finish, stop = train.finish, pytest.raises(KeyboardInterrupt)
-    with in_step(9, partial(os.kill, os.getpid(), signal.SIGTERM)):
+    real_finish, ended = train.finish, pytest.raises(KeyboardInterrupt)
+    with in_step(9, terminate):
         assert train.main(BEGIN.split()) > 128
     for number in range(TIMES):
         owner, name = ENDING[number % len(ENDING)]
         real, before, out = getattr(owner, name), number % 2, Path(f"run-{number}")
         by_rank0(runtime, shutil.copytree, "run", out)
-        with pytest.MonkeyPatch.context() as patch, stop:
+        with pytest.MonkeyPatch.context() as patch, ended:
 
             def killed(*args, real=real, before=before, name=name, **more):
                 is_here = name != "write" or "finished" in args  # the last line of the log

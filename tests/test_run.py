@@ -7,13 +7,13 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import SMALL, killed_at, metrics, read_log, resume_refused, stop_in_step
+from conftest import SMALL, in_step, metrics, read_log, resume_refused, terminate
 
 import train
 from prepare import prepare
 from support import checkpoint
 from support import run as run_folder
-from support.run import Log, newest_run, started_with
+from support.run import Log
 from support.runtime import ROOT
 from support.store import get_encoding
 
@@ -36,15 +36,14 @@ def folder(made, tmp_path, monkeypatch):
     return shutil.copytree(made[0], tmp_path / "run")
 
 
-def test_a_run_that_lost_its_checkpoints_is_not_started_over(folder):
-    for file in folder.glob("step-*.pt"):
-        file.unlink()
-    resume_refused(folder, r"run has lost its checkpoints: put one back")
+def killed():
+    raise KeyboardInterrupt
 
 
 def test_a_run_that_never_saved_starts_over_and_says_so(made, store_dir, tmp_path, capsys):
     folder = tmp_path / "run"
-    killed_at(2, f"{FLAGS} --data {store_dir} --out {folder}".split())
+    with in_step(2, killed), pytest.raises(KeyboardInterrupt):
+        train.main(f"{FLAGS} --data {store_dir} --out {folder}".split())
     assert len(read_log(folder, "train")) == 1 and not list(folder.glob("*.pt"))
     assert train.main(["--resume", "--out", str(folder)]) == 0
     assert "was stopped before its first checkpoint: starting over" in capsys.readouterr().out
@@ -88,14 +87,13 @@ def test_a_run_goes_on_with_its_own_text_only(folder, store_dir, tmp_path):
     resume_refused(folder, "--data: the run in .* began with another store", "--data other")
 
 
-def test_a_checkpoint_of_another_run_is_refused(folder):
+def test_what_does_not_belong_to_the_run_is_refused(folder):
     path = checkpoint.find(folder, "last")
-    state = checkpoint.load(path)
-    checkpoint.save(path, state | {"run": "another"})
+    checkpoint.save(path, checkpoint.load(path) | {"run": "another"})
     resume_refused(folder, "is of another run than .*run: put the run's own back")
-
-
-def test_settings_of_another_version_are_one_line(folder):
+    for file in folder.glob("step-*.pt"):
+        file.unlink()
+    resume_refused(folder, r"run has lost its checkpoints: put one back")
     file = folder / "config.json"
     about = json.loads(file.read_text())
     about["config"]["run.gone"] = 1
@@ -116,22 +114,15 @@ def test_a_folder_has_one_process_at_a_time(folder):
 # ---- more tokens
 
 
-def run_until(step: int, flags: str) -> None:
-    """A run that a signal stops in this step."""
-    with pytest.MonkeyPatch.context() as patch:
-        stop_in_step(step, patch)
-        assert train.main(flags.split()) > 128
-
-
 @pytest.mark.parametrize("rate", ["--schedule wsd", "--min-lr 1"])
 def test_more_tokens_before_the_decay_are_the_longer_run(store_dir, tmp_path, rate):
     """The same losses as with the larger budget from the start, where no technique reads it."""
-    flags = f"{FLAGS} --warmup-tokens 256 {rate} --data {store_dir}"
-    run_until(3, f"{flags} --out {tmp_path / 'run'}")
+    flags = f"{FLAGS} --eval-every 0 --warmup-tokens 256 {rate} --data {store_dir}"
+    with in_step(3, terminate):
+        assert train.main(f"{flags} --out {tmp_path / 'run'}".split()) > 128
     resume = ["--resume", "--out", str(tmp_path / "run")]
-    with pytest.raises(ValueError, match="--tokens 100 is less than the 2048 tokens of the run"):
-        train.main([*resume, "--tokens", "100"])
-    killed_at(5, [*resume, "--tokens", "3072"])
+    with in_step(5, killed), pytest.raises(KeyboardInterrupt):
+        train.main([*resume, "--tokens", "3072"])
     assert train.main(resume) == 0, "config.json has the new budget"
     assert train.main(f"{flags} --tokens 3072 --out {tmp_path / 'whole'}".split()) == 0
     losses = [[line["loss"] for line in read_log(tmp_path / n, "train")] for n in ("run", "whole")]
@@ -141,25 +132,9 @@ def test_more_tokens_before_the_decay_are_the_longer_run(store_dir, tmp_path, ra
 def test_more_tokens_that_would_bend_the_learning_rate_are_refused(folder, store_dir, tmp_path):
     resume_refused(folder, "--schedule linear has spread its decay over 2048", "--tokens 4096")
     out = tmp_path / "wsd"
-    run_until(7, f"{FLAGS} --schedule wsd --data {store_dir} --out {out}")
+    with in_step(7, terminate):
+        train.main(f"{FLAGS} --schedule wsd --data {store_dir} --out {out}".split())
     resume_refused(out, "at step 7 the learning rate decays already", "--tokens 4096")
-
-
-def test_no_other_folder_is_written_into_or_taken_for_a_run(run, folder, tmp_path, monkeypatch):
-    before = sorted(folder.iterdir())
-    with pytest.raises(ValueError, match="--out run holds a run already"):
-        run()
-    assert sorted(folder.iterdir()) == before
-    (tmp_path / "own").mkdir()
-    (tmp_path / "own" / "a.txt").write_text("the user's")
-    for out in ("own", "own/a.txt"):
-        with pytest.raises(ValueError, match=f"--out {out} exists and is not an empty folder"):
-            run(out=out)
-    assert [path.name for path in (tmp_path / "own").iterdir()] == ["a.txt"]
-    with pytest.raises(ValueError, match="there is no run in runs/"):
-        newest_run()
-    with pytest.raises(ValueError, match="holds no run; name the folder of one with --out"):
-        started_with(tmp_path)
 
 
 # ---- the log
@@ -169,9 +144,8 @@ def test_provenance_names_the_commit_from_anywhere_or_none_without_git(tmp_path,
     command = ["git", "describe", "--always", "--dirty"]
     git = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     monkeypatch.chdir(tmp_path)
-    for path, commit in ((None, git.stdout.strip() or "none"), ("", "none")):
-        if path is not None:
-            monkeypatch.setenv("PATH", path)
+    for path, commit in ((os.environ["PATH"], git.stdout.strip() or "none"), ("", "none")):
+        monkeypatch.setenv("PATH", path)
         run_folder.commit.cache_clear()
         assert run_folder.provenance()["commit"] == commit
     run_folder.commit.cache_clear()

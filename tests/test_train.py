@@ -9,16 +9,14 @@ import sys
 import threading
 from multiprocessing import get_context
 from pathlib import Path
-from types import SimpleNamespace
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
 import torch
 from conftest import ALL_ON, SMALL, metrics, read_log, start_ranks
 
-import data
 import plan
-import sample
 import train
 from evaluate import Evaluation
 from model import Transformer, TransformerConfig
@@ -54,7 +52,6 @@ def test_what_a_run_leaves(run, tmp_path, capsys):
     assert all(line.keys() >= set(LINE.split()) for line in steps)
     assert [line["step"] for line in steps] == list(range(1, len(steps) + 1))
     assert steps[-1]["consumed_tokens"] >= 4096 > steps[-2]["consumed_tokens"]
-    assert all(line["val_loss"] > 0 and line["val_bpb"] > 0 for line in evals)
     assert 500 <= evals[0]["targets"] < 600 and 3000 <= evals[-1]["targets"] < 3100
     assert lines[0]["event"] == "run" and lines[0]["config"]["ltd.on"] is True
     assert f"held-out: {evals[-1]['val_bpb']:.4f} bits per byte" in out
@@ -195,18 +192,14 @@ def test_negative_control_with_a_sample_more_or_masks_by_row_it_is_another_curve
     run, log_of, monkeypatch
 ):
     draw = plan.draw
-    faults = [
-        (plan, "draw", lambda *args, count, seed: draw(*args, count=count + 1, seed=seed)),
-        (
-            data,
-            "places",
-            lambda rows, batch: torch.arange(batch.tokens.numel()).view_as(batch.tokens),
-        ),
-    ]
-    for (alone, packed), fault in zip(ALONE_AND_PACKED, faults, strict=True):
+    faults = {
+        "plan.draw": lambda *args, count, seed: draw(*args, count=count + 1, seed=seed),
+        "data.places": lambda rows, batch: torch.arange(batch.tokens.numel()).view_as(batch.tokens),
+    }
+    for (alone, packed), (place, wrong) in zip(ALONE_AND_PACKED, faults.items(), strict=True):
         with monkeypatch.context() as patch:
-            patch.setattr(*fault)
-            curve = losses(run(packed, out=fault[1]))
+            patch.setattr(place, wrong)
+            curve = losses(run(packed, out=place))
         assert max(abs(a - b) for a, b in zip(losses(log_of(alone)), curve, strict=False)) > 1e-3
 
 
@@ -377,7 +370,7 @@ def published_file(path, rows):
 
 def test_published_weights_of_a_size_of_their_own_start_a_run_that_resumes(run, log_of, tmp_path):
     """48 positions are in no --size; the file is not needed any more when the run goes on."""
-    flags = "--ltd --ltd-start 8 --pack --tokens 2048"
+    flags = f"{SHORT} --checkpoint-every 512 --ltd --ltd-start 8 --pack"
     file = published_file(tmp_path / "gpt.pt", rows=257)
     whole = metrics(run(f"--init {file} {flags}", out="whole"))
     assert metrics(log_of(flags))[0]["loss"] != whole[0]["loss"]
@@ -385,7 +378,6 @@ def test_published_weights_of_a_size_of_their_own_start_a_run_that_resumes(run, 
     checkpoint.find(tmp_path / "whole", "last").unlink()
     assert train.main(["--resume", "--out", "whole"]) == 0
     assert metrics(read_log(tmp_path / "whole")) == whole
-    sample.main([str(tmp_path / "whole"), "--prompt", "", "--tokens", "3"])
     for rows in (256, 321):
         with pytest.raises(ValueError, match=f"has a vocabulary of {rows}"):
             run(f"--init {published_file(file, rows)}", out="other")
@@ -415,21 +407,18 @@ def test_the_learning_rate_may_follow_layer_tokens(run):
 
 
 def test_wandb_gets_the_same_numbers_and_goes_on_with_its_run(run, tmp_path, monkeypatch):
-    begun, logged = [], []
-    there = SimpleNamespace(
-        log=logged.append, finish=lambda: None, define_metric=lambda *_, **__: 0
-    )
-    fake = SimpleNamespace(init=lambda **given: begun.append(given) or there)
+    fake = Mock()
     monkeypatch.setitem(sys.modules, "wandb", fake)
-    run("--tokens 1024", out="plain")
-    assert not begun
-    lines = run("--tokens 1024 --min-lr 1 --wandb")
+    run(SHORT, out="plain")
+    assert not fake.init.called
+    run(f"{SHORT} --min-lr 1 --wandb")
     assert train.main(["--resume", "--out", "run", "--tokens", "2048", "--wandb"]) == 0
     lines = read_log(tmp_path / "run", "train")
-    points = [line for line in logged if "train/loss" in line]
-    assert [line["train/loss"] for line in points] == losses(lines)
-    assert [line["consumed_tokens"] for line in points] == [n["consumed_tokens"] for n in lines]
-    first, second = begun
+    points = [call.args[0] for call in fake.init().log.call_args_list]
+    points = [point for point in points if "train/loss" in point]
+    assert [point["train/loss"] for point in points] == losses(lines)
+    assert [point["consumed_tokens"] for point in points] == [n["consumed_tokens"] for n in lines]
+    first, second = (call.kwargs for call in fake.init.call_args_list[:2])
     assert first["id"] == second["id"] and first["resume"] == "allow"
     assert Path(first["dir"]) == Path("run") and first["config"]["optim.tokens"] == 1024
     monkeypatch.setitem(sys.modules, "wandb", None)  # as an import that fails
