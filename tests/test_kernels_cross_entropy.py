@@ -180,24 +180,24 @@ def test_a_target_that_is_no_token_makes_the_kernels_loss_nan():
         assert linear_cross_entropy(*inputs[:4], "triton").isnan()
 
 
-BROKEN = {
-    "gradients of half the size": lambda nats, dlogits: (nats, dlogits / 2),
-    "losses of twice the size": lambda nats, dlogits: (2 * nats, dlogits),
-    "gradients of another token": lambda nats, dlogits: (nats, dlogits.roll(1, 1)),
-}
+BROKEN = (  # gradients of half the size, losses of twice the size, gradients of another token
+    lambda nats, dlogits: (nats, dlogits / 2),
+    lambda nats, dlogits: (2 * nats, dlogits),
+    lambda nats, dlogits: (nats, dlogits.roll(1, 1)),
+)
 
 
-@pytest.mark.parametrize("broken", BROKEN.values(), ids=BROKEN)
-def test_a_form_that_computes_something_else_is_noticed(monkeypatch, broken):
+def test_a_form_that_computes_something_else_is_noticed(monkeypatch):
     """By the assertion that all of these tests make."""
     inputs = placed(torch.float32, "cpu", *CASES["shares"])
     truth = loss_and_gradients("reference", *placed(torch.float64, "cpu", *inputs))
     plain = loss_and_gradients("reference", *inputs)
     right = cross_entropy.LOSSES["chunked"]
-    monkeypatch.setitem(cross_entropy.LOSSES, "chunked", lambda *args: broken(*right(*args)))
-    results = loss_and_gradients("chunked", *inputs)
-    with pytest.raises(AssertionError):
-        assert_errs_at_most_twice(truth, plain, results)
+    for broken in BROKEN:
+        wrong = lambda *args, broken=broken: broken(*right(*args))  # noqa: E731
+        monkeypatch.setitem(cross_entropy.LOSSES, "chunked", wrong)
+        with pytest.raises(AssertionError):
+            assert_errs_at_most_twice(truth, plain, loss_and_gradients("chunked", *inputs))
 
 
 def test_the_definition_worked_by_hand():
@@ -218,10 +218,7 @@ def test_auto_is_the_kernel_for_16_bits_on_a_gpu_that_triton_compiles_for(monkey
         here = {"cuda": missing, "cpu": "no CUDA"}
         monkeypatch.setattr(cross_entropy, "why_not", here.get)
         assert chosen_impl("cuda", torch.float32) == chosen_impl("cpu", torch.bfloat16) == "chunked"
-        for dtype in (torch.bfloat16, torch.float16):
-            assert chosen_impl("cuda", dtype) == of_16_bits
-    with pytest.raises(ValueError, match=r"x is float64: choose chunked|Triton is not installed"):
-        chosen_impl("cuda", torch.float64, "triton")
+        assert chosen_impl("cuda", torch.bfloat16) == of_16_bits
 
 
 def test_second_derivatives_and_second_backward_passes_are_refused(impl, device):

@@ -112,21 +112,21 @@ def test_results_are_the_definitions(empty_is_full_of_nan, impl, device, case, c
     assert_as_defined(impl, dtype, CASES[case], causal, device)
 
 
-@pytest.mark.parametrize("D", [16, 128])
-def test_other_widths_of_a_head(impl, D):
-    assert_as_defined(impl, torch.float16, TINY[:1], D=D)
+def test_other_widths_of_a_head(impl):
+    for D in (16, 128):
+        assert_as_defined(impl, torch.float16, TINY[:1], D=D)
 
 
-STRIDES = {
-    "heads before positions": lambda x: x.transpose(1, -2).contiguous().transpose(1, -2),
-    "every other number": lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
-}
+STRIDES = (  # heads before positions, every other number
+    lambda x: x.transpose(1, -2).contiguous().transpose(1, -2),
+    lambda x: x.repeat_interleave(2, dim=-1)[..., ::2],
+)
 
 
-@pytest.mark.parametrize("strided", STRIDES.values(), ids=STRIDES)
-def test_inputs_and_gradients_need_not_be_contiguous(impl, strided):
-    assert not strided(inputs(TINY)[0]).is_contiguous()
-    assert_as_defined(impl, torch.float32, TINY, strided=strided)
+def test_inputs_and_gradients_need_not_be_contiguous(impl):
+    for strided in STRIDES:
+        assert not strided(inputs(TINY)[0]).is_contiguous()
+        assert_as_defined(impl, torch.float32, TINY, strided=strided)
 
 
 def leak(impl: str, laid_out: Tensor, causal: bool) -> bool:
@@ -251,12 +251,10 @@ def test_the_choice_is_a_table(monkeypatch):
     monkeypatch.setattr(packed_attention, "why_not", lambda device: here.get(device, "no CUDA"))
     for device, dtype, D, dropout, impl, without, compiled in (
         ("cpu", torch.bfloat16, 24, 0.0, "adaptive", "adaptive", "groups"),
-        ("cpu", torch.float32, 32, 0.1, "dense", "dense", "dense"),
         ("cuda", torch.bfloat16, 64, 0.0, "triton", "dense", "triton"),
         ("cuda", torch.bfloat16, 64, 0.1, "dense", "dense", "dense"),
         ("cuda", torch.bfloat16, 80, 0.0, "dense", "dense", "dense"),
         ("cuda", torch.float32, 64, 0.0, "dense", "dense", "dense"),
-        ("mps", torch.float32, 64, 0.0, "dense", "dense", "dense"),
     ):
         assert chosen_impl(device, dtype, D, dropout) == impl
         assert chosen_impl(device, dtype, D, dropout, compiled=True) == compiled
@@ -301,30 +299,6 @@ def test_torch_compile_takes_it_whole_and_other_documents_are_not_compiled_again
         torch.testing.assert_close(coded, expected)
     assert backend.frame_count == 1
     torch.compiler.reset()
-
-
-def test_under_a_mask_a_gpu_does_without_cudnn(monkeypatch):
-    used, right = [], packed_attention.F.scaled_dot_product_attention
-
-    def watched(*args, **more):
-        used.append(torch.backends.cuda.cudnn_sdp_enabled())
-        return right(*args, **more)
-
-    monkeypatch.setattr(packed_attention.F, "scaled_dot_product_attention", watched)
-    q, k, v = inputs(SMALL)[0].unbind(2)
-    for documents in (as_on_a_gpu(SMALL), index_of(SMALL, True, "dense")):
-        expected = packed_attention.reference(q, k, v, SMALL, True)
-        torch.testing.assert_close(attention(q, k, v, documents), expected)
-    assert used == [False, True] and torch.backends.cuda.cudnn_sdp_enabled()
-
-
-def test_a_grid_has_the_programs_of_any_batch():
-    """CUDA takes 2**31 - 1 of them on the first axis, and 65,535 on each of the others."""
-    for B, T, H in ((4096, 64, 32), (1, 1 << 20, 16), (8192, 129, 25)):
-        shape = torch.Size((B, T, H, 64))
-        grid, constants = attention_tiles.launch("dkv", shape, torch.bfloat16, True)
-        programs = B * H * -(-T // constants["OWN"])
-        assert grid == (programs,) and programs < 2**31
 
 
 def test_the_operators_are_what_they_tell_the_compiler():
