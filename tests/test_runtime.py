@@ -17,6 +17,7 @@ import shutil
 import sys
 from collections.abc import Callable
 from contextlib import nullcontext
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
 from types import SimpleNamespace
@@ -416,13 +417,16 @@ def check_failing_saves(runtime: Runtime, folder: Path) -> None:
     state = checkpoint.load(path, runtime, ours.model.state_dict())
     for name, tensor in ours.model.state_dict().items():  # bit for bit what was saved
         assert torch.equal(rows_here(state["model"][name]), rows_here(tensor))
-    file = path / "__1_0.distcp"
-    flipped = bytearray(file.read_bytes())
-    flipped[len(flipped) // 2] ^= 4
-    runtime.gather(None)
-    runtime.on_rank0(lambda: file.write_bytes(flipped))
-    with pytest.raises(ValueError, match=f"{path} is damaged"):
-        checkpoint.load(path, runtime, ours.model.state_dict())
+    for file in (path / "__0_0.distcp", path / "__1_0.distcp"):
+        intact = file.read_bytes()
+        flipped = intact[: len(intact) // 2] + bytes([intact[len(intact) // 2] ^ 4])
+        flipped += intact[len(flipped) :]
+        for content in (flipped, intact):
+            runtime.gather(None)
+            runtime.on_rank0(partial(file.write_bytes, content))
+            if content is flipped:
+                with pytest.raises(ValueError, match=f"{path} is damaged"):
+                    checkpoint.load(path, runtime, ours.model.state_dict())
     if runtime.rank == 1:
         rows_here(ours.model.wte.weight.detach())[0] = math.nan
     with pytest.raises(ValueError, match=r"not finite: wte\.weight"):
