@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import TINY, refusal, refusal_of, write_lines
+from conftest import TINY, refusal, write_lines
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -177,14 +177,13 @@ def test_a_single_text_holds_out_its_end_cut_at_a_line(tmp_path):
     """Also with a name whose hash is held out, as one in 20 is: training would get nothing."""
     name = next(f"{i}.txt" for i in range(1000) if zlib.crc32(b"%d.txt" % i) % 20 == 0)
     text = "".join(f"line {number}\n" for number in range(1000))
-    for path in (tmp_path / "input.txt", tmp_path / name):
-        path.write_text(text)
-        (training,), (held_out,) = sides(path)
-        assert training + held_out == text
-        assert training.endswith("\n") and held_out.startswith("line ")
-        assert len(held_out) == pytest.approx(len(text) / 20, abs=12)
-        assert sides(path, 0) == ([text], [])
-        assert sides(path, 1) == ([], [text])
+    path = tmp_path / name
+    path.write_text(text)
+    (training,), (held_out,) = sides(path)
+    assert training + held_out == text
+    assert training.endswith("\n") and held_out.startswith("line ")
+    assert len(held_out) == pytest.approx(len(text) / 20, abs=12)
+    assert sides(path, 0) == ([text], []) and sides(path, 1) == ([], [text])
 
 
 @given(st.lists(st.text("ab \n", max_size=40), max_size=6), st.integers(2, 30))
@@ -249,17 +248,6 @@ def test_a_store_worked_by_hand(tmp_path):
     assert made.tokens.dtype == np.uint16 and made.offsets.dtype == np.int64
 
 
-def test_the_command_makes_a_store_of_every_document_and_prints_what_it_holds(tmp_path, capsys):
-    prepare.main([str(TINY), "--out", str(tmp_path / "store")])
-    printed = capsys.readouterr().out
-    made = Store.open(tmp_path / "store")
-    assert made.meta["tokenizer"] == "pd4k"
-    training, held_out = sides(TINY)
-    assert (len(training), len(held_out)) == (454, 27)
-    assert texts_of(made, PD4K) == training + held_out
-    assert re.search(rf"^documents +481\ntokens +{len(made.tokens):,} .*\nheld out +27 ", printed)
-
-
 def test_the_store_of_the_embedded_corpus_is_what_it_always_was(tmp_path):
     """A change here changes every run."""
     made = make(MIX, tmp_path / "store", PD4K)
@@ -280,6 +268,7 @@ def test_a_single_text_is_cut_alike_for_every_tokenizer(tmp_path, monkeypatch, c
     prepare.main(["in", "--out", "store", "--tokenizer", "a.tiktoken"])
     printed = capsys.readouterr().out
     assert "1   files that are not text" in printed and "--learn-ranks" in printed
+    assert re.search(r"^documents +2\ntokens +[0-9,]+ .*\nheld out +1 ", printed)
     made = Store.open("store")
     assert made.meta["tokenizer"] == str(tmp_path / "a.tiktoken"), "from any folder"
     training, held_out = texts_of(made)
@@ -324,19 +313,6 @@ def test_a_file_of_tokens_is_the_store_of_its_text(tmp_path, monkeypatch):
         assert not (tmp_path / "no").exists()
 
 
-def test_a_mistake_is_one_line_and_exit_2(tmp_path, monkeypatch, capsys):
-    (tmp_path / "a.txt").write_text("some text")
-    monkeypatch.chdir(tmp_path)
-    for arguments, named in (
-        (["a.txt", "--holdout", "-1"], "--holdout"),
-        (["a.txt", "--learn-ranks", "300"], "--out store: end its name in .tiktoken"),
-        ([], "inputs"),
-    ):
-        argv = ["prepare.py", *arguments, "--out", "store"]
-        assert named in refusal_of(prepare.main, argv, monkeypatch, capsys)
-        assert os.listdir() == ["a.txt"]
-
-
 # --- a tokenizer of the documents for training
 
 
@@ -379,7 +355,6 @@ def test_the_embedded_ranks_are_learned_from_the_embedded_corpus(tmp_path):
 
 
 def prepare_as_the_command_does(source: Path, out: Path, max_bytes: int) -> None:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored in a background process
     resource.setrlimit(resource.RLIMIT_FSIZE, (max_bytes, max_bytes))
     prepare.main([str(source), "--out", str(out)])
 

@@ -23,7 +23,6 @@ from conftest import FEW, TINY, metrics, names, read_log, refusal, widened
 
 import config
 import prepare
-import pseudo
 import sample
 import train
 from kernels.rotary import Scaling
@@ -218,7 +217,7 @@ def test_bert_computes_the_published_function(tmp_path, dtype, file_dtype, prefi
 # The way back: a run's weights in the published layout
 
 
-def own_checkpoint(folder, model: Transformer, **more) -> None:
+def own_checkpoint(folder, model: Transformer) -> None:
     """What train.py saves of a run, as far as an export looks at it."""
     c = model.config
     names = ("layers", "heads", "width", "mlp_width", "pos", "nsp", "qk_norm", "tied")
@@ -227,12 +226,12 @@ def own_checkpoint(folder, model: Transformer, **more) -> None:
     state["config"] = settings | {"model.model": c.kind, "model.size": "nano"}
     state["model_size"] = {"vocab_size": c.vocab_size, "positions": c.seq_len}
     state |= {"clock": {}, "best_step": 0}
-    checkpoint.save(folder / "step-00000003.pt", state | more)
+    checkpoint.save(folder / "step-00000003.pt", state)
 
 
-def exported(model: Transformer, tmp_path, name: str = "weights.pt", **more):
+def exported(model: Transformer, tmp_path, name: str = "weights.pt"):
     """The file that `export` writes of a run that has this model."""
-    own_checkpoint(tmp_path / "run", model, **more)
+    own_checkpoint(tmp_path / "run", model)
     weights.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / name)])
     return tmp_path / name
 
@@ -273,16 +272,6 @@ def test_negative_control_a_matrix_not_turned_is_another_function(tmp_path, monk
     load_published(found, path)
     tokens = torch.randint(VOCAB, (1, SEQ_LEN))
     assert not torch.allclose(found.logits(tokens), model.logits(tokens), rtol=0.01)
-
-
-def test_a_shadow_is_exported_as_the_model_that_runs(tmp_path):
-    """Layers 0 and 2 share weights, layer 1 is not there yet: a model of two equal layers."""
-    model, found = widened(built("gpt", layers=3)), built("gpt", layers=2).eval()
-    owners = (0, -1, 0)
-    pseudo.share(model, owners)
-    load_published(found, exported(model, tmp_path, pseudo={"owners": owners}))
-    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
-    assert found.logits(tokens).equal(model.logits(tokens))
 
 
 def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
