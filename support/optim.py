@@ -119,9 +119,10 @@ def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dic
 
 
 class Optimizers:
-    """One or two torch optimizers, which step and are saved together.
+    """The parameters, what is remembered of each, and their update.
 
-    A step: `loss.backward()`, `clip_gradients`, `step`.
+    A step: `loss.backward()`, `clip_gradients`, `step`. Without torch.optim.Optimizer, which takes
+    more than a second to import torch's compiler.
 
     Args: named  the parameters by the names that their state is saved under
           device that computes, if some of them are on the host; None for that of the parameters
@@ -135,25 +136,16 @@ class Optimizers:
         betas: tuple[float, float],
         device: torch.device | None = None,
     ):
-        self.named = named
-        self.names = {parameter: name for name, parameter in named.items()}
-        matrices = [name for name, p in named.items() if kind == "muon" and is_muons(name, p)]
-        matrices.sort(key=lambda name: not name.endswith("c_attn.weight"))
-        others = [p for name, p in named.items() if name not in matrices]
-        decayed, plain = [p for p in others if p.ndim > 1], [p for p in others if p.ndim < 2]
-        self.parameters = [*(named[name] for name in matrices), *decayed, *plain]
+        self.named, self.weight_decay, self.betas = named, weight_decay, betas
+        self.is_muon = kind == "muon"
+        self.matrices = [n for n, p in named.items() if self.is_muon and is_muons(n, p)]
+        self.matrices.sort(key=lambda name: not name.endswith("c_attn.weight"))
+        others = [name for name in named if name not in self.matrices]
+        self.decayed = [name for name in others if named[name].ndim > 1]
+        self.plain = [name for name in others if named[name].ndim < 2]
+        self.parameters = [named[n] for n in (*self.matrices, *self.decayed, *self.plain)]
         self.device = device or self.parameters[0].device
-        groups = [
-            {"params": decayed, "weight_decay": weight_decay},
-            {"params": plain, "weight_decay": 0.0},
-        ]
-        self.optimizers = [torch.optim.AdamW(groups, lr=0.0, betas=betas, fused=True)]
-        if matrices:
-            by_parts: dict[tuple[int, ...], list[Tensor]] = defaultdict(list)
-            for name in matrices:
-                by_parts[parts_of(name, named)].append(named[name])
-            groups = [{"params": params, "parts": parts} for parts, params in by_parts.items()]
-            self.optimizers.append(Muon(groups, lr=0.0, weight_decay=weight_decay, on=device))
+        self.state: dict[str, dict[str, Tensor]] = {}  # by name, once a parameter was updated
 
     def clip_gradients(self, clip: float) -> Tensor:
         """Clip the norm over all parameters at `clip` and return it; 0 clips nothing."""
@@ -169,130 +161,138 @@ class Optimizers:
         torch.nn.utils.clip_grads_with_norm_(self.parameters, clip or math.inf, norm)
         return norm
 
+    @torch.no_grad()
     def step(self, lr: float, only: set[Tensor] | None = None) -> None:
         """Update the weights that have a gradient, and free the gradients.
 
         Args: only these of the parameters; None for all
         """
-        for optimizer in self.optimizers:
-            groups = optimizer.param_groups
-            every = [group["params"] for group in groups]
-            for group in groups:
-                group["lr"] = lr
-                group["params"] = [p for p in group["params"] if only is None or p in only]
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
-            for group, params in zip(groups, every, strict=True):
-                group["params"] = params
+        chosen = {
+            name
+            for name, p in self.named.items()
+            if p.grad is not None and (only is None or p in only)
+        }
+        alike: dict[tuple, list[str]] = defaultdict(list)  # what is updated together
+        for name in filter(chosen.__contains__, self.matrices):
+            tensor = self.named[name]
+            alike[parts_of(name, self.named), tensor.shape, tensor.device].append(name)
+        for (parts, *_), names in alike.items():
+            matrices = [self.named[name] for name in names]
+            momenta = [self.remembered(name, "momentum_buffer") for name in names]
+            update_by_muon(matrices, momenta, parts, lr, self.weight_decay, on=self.device)
+        by_device: dict[tuple, list[str]] = defaultdict(list)
+        for names, decay in ((self.decayed, self.weight_decay), (self.plain, 0.0)):
+            for name in filter(chosen.__contains__, names):
+                by_device[decay, self.named[name].device].append(name)
+        for (decay, _), names in by_device.items():
+            self.update_by_adamw(names, lr, decay)
+        for name in chosen:
+            self.named[name].grad = None
+
+    def update_by_adamw(self, names: list[str], lr: float, weight_decay: float) -> None:
+        parameters = [self.named[name] for name in names]
+        steps = [self.remembered(name, "step") for name in names]
+        moments = ([self.remembered(n, m) for n in names] for m in ("exp_avg", "exp_avg_sq"))
+        gradients = [parameter.grad for parameter in parameters]
+        torch._foreach_add_(steps, 1)
+        torch._fused_adamw_(
+            *([rows_here(x) for x in tensors] for tensors in (parameters, gradients, *moments)),
+            max_exp_avg_sqs=[],
+            state_steps=steps,
+            amsgrad=False,
+            lr=lr,
+            beta1=self.betas[0],
+            beta2=self.betas[1],
+            weight_decay=weight_decay,
+            eps=1e-8,
+            maximize=False,
+        )
+
+    def remembered(self, name: str, what: str) -> Tensor:
+        """Part of a parameter's state, zero at first; under the names of torch's optimizers."""
+        state, parameter = self.state.setdefault(name, {}), self.named[name]
+        if what not in state:
+            one_number = torch.zeros((), device=parameter.device)
+            state[what] = one_number if what == "step" else torch.zeros_like(parameter).detach()
+        return state[what]
 
     def memory(self) -> dict[str, int]:
         """`state_bytes` of this rank."""
         rows = {name: rows_here(parameter) for name, parameter in self.named.items()}
-        return state_bytes(rows, muon=len(self.optimizers) > 1)
+        return state_bytes(rows, self.is_muon)
 
     def state_dict(self) -> dict[str, dict[str, dict[str, Tensor]]]:
-        """What the optimizers remember, by the names of the parameters: {"state": {name: {...}}}.
+        """What is remembered, by the names of the parameters: {"state": {name: {...}}}.
 
         So a state fits a model whose parameters stand in another order, on another device, or were
         made from others (pseudo.py).
         """
-        state = {
-            self.names[parameter]: dict(remembered)
-            for optimizer in self.optimizers
-            for parameter, remembered in optimizer.state.items()
-        }
-        return {"state": state}
+        return {"state": {name: dict(remembered) for name, remembered in self.state.items()}}
 
     def load_state_dict(self, saved: dict[str, dict[str, dict[str, Tensor]]]) -> None:
         """Go on from a state; a parameter that it does not name begins without one.
 
         The tensors become the optimizers' own, without a copy where device and dtype are the same.
         """
+        self.state = {}
         for name, remembered in saved["state"].items():
-            shape = self.named[name].shape if name in self.named else None
+            parameter = self.named.get(name)
+            shape = None if parameter is None else parameter.shape
             if any(tensor.ndim and tensor.shape != shape for tensor in remembered.values()):
                 raise ValueError(f"the optimizer's state of {name} does not fit the model")
-        for optimizer in self.optimizers:
-            parameters = [p for group in optimizer.param_groups for p in group["params"]]
-            state = {
-                number: saved["state"][self.names[parameter]]
-                for number, parameter in enumerate(parameters)
-                if self.names[parameter] in saved["state"]
-            }
-            groups = optimizer.state_dict()["param_groups"]
-            optimizer.load_state_dict({"state": state, "param_groups": groups})
+            if parameter is not None:
+                local = {key: tensor.to(parameter.device) for key, tensor in remembered.items()}
+                self.state[name] = local
 
 
 # ---- Muon
 
 # X <- a X + b (X X^T) X + c (X X^T)^2 X for each (a, b, c): Jordan's, five times.
 POLYNOMIALS = ((3.4445, -4.7750, 2.0315),) * 5
+MOMENTUM = 0.95
 
 
-class Muon(torch.optim.Optimizer):
-    """Updates matrices; one without a gradient stays as it is.
+def update_by_muon(
+    matrices: list[Tensor],
+    momenta: list[Tensor],
+    parts: tuple[int, ...],
+    lr: float,
+    weight_decay: float,
+    on: torch.device | None = None,
+) -> None:
+    """Move matrices of one shape on one device, and their momenta, by their gradients.
 
-    Args: matrices tensors of two dimensions, or torch's groups of them; a group's `parts` says
-                   how many rows belong together where a tensor has several matrices, one below the
-                   other: (n,) n each, (n, m) n and m in turn
-          on       the device to orthogonalise on; None for each matrix's own. For offloaded
-                   matrices, which are on the host, a GPU is faster
+    Args: parts how many rows belong together where a tensor has several matrices, one below the
+                other: (n,) n each, (n, m) n and m in turn
+          on    the device to orthogonalise on; None for the matrices' own. For offloaded matrices,
+                which are on the host, a GPU is faster
     """
+    rows, columns = matrices[0].shape
+    ahead = stack(directions(matrices, momenta), on)  # (n, rows, columns)
+    apart = ahead.to(on, non_blocking=True).reshape(-1, sum(parts), columns)
+    update = orthogonalised_by_all(apart, parts).reshape(ahead.shape)
+    weights = [rows_here(matrix) for matrix in matrices]
+    # no part has more rows than columns if they differ: one rate for all
+    rate = lr * 0.2 * math.sqrt(max(parts[0], columns))
+    torch._foreach_mul_(weights, 1 - lr * weight_decay)
+    update = ahead.copy_(update) if ahead.is_pinned() else update.to(weights[0])
+    if is_shard(matrices[0]):
+        first = dist.get_rank() * -(-rows // dist.get_world_size())
+        update = update[:, first : first + len(weights[0])]
+    torch._foreach_add_(weights, update.unbind(), alpha=-rate)
 
-    def __init__(
-        self,
-        matrices: list,
-        lr: float,
-        weight_decay: float,
-        momentum: float = 0.95,
-        on: torch.device | None = None,
-    ):
-        defaults = {"lr": lr, "weight_decay": weight_decay, "momentum": momentum, "parts": ()}
-        super().__init__(matrices, defaults)
-        self.on = on
 
-    @torch.no_grad()
-    def step(self) -> None:
-        for group in self.param_groups:
-            alike: dict[tuple, list[Tensor]] = defaultdict(list)
-            for matrix in group["params"]:
-                if matrix.grad is not None:
-                    alike[*matrix.shape, matrix.device].append(matrix)
-            for matrices in alike.values():
-                self.update(matrices, group)
-
-    def update(self, matrices: list[Tensor], group: dict) -> None:
-        """Matrices of one shape on one device."""
-        rows, columns = matrices[0].shape
-        parts, lr = group["parts"] or (rows,), group["lr"]
-        directions = self.directions(matrices, group["momentum"])
-        directions = stack(directions, self.on)  # (n, rows, columns)
-        apart = directions.to(self.on, non_blocking=True).reshape(-1, sum(parts), columns)
-        update = orthogonalised_by_all(apart, parts).reshape(directions.shape)
-        weights = [rows_here(matrix) for matrix in matrices]
-        # no part has more rows than columns if they differ: one rate for all
-        rate = lr * 0.2 * math.sqrt(max(parts[0], columns))
-        torch._foreach_mul_(weights, 1 - lr * group["weight_decay"])
-        update = directions.copy_(update) if directions.is_pinned() else update.to(weights[0])
-        if is_shard(matrices[0]):
-            first = dist.get_rank() * -(-rows // dist.get_world_size())
-            update = update[:, first : first + len(weights[0])]
-        torch._foreach_add_(weights, update.unbind(), alpha=-rate)
-
-    def directions(self, matrices: list[Tensor], momentum: float) -> list[Tensor]:
-        """Move the momenta towards the gradients; return Nesterov's look-ahead, of all rows."""
-        for matrix in matrices:
-            if not self.state[matrix]:
-                self.state[matrix]["momentum_buffer"] = torch.zeros_like(matrix)
-        gradients = [rows_here(matrix.grad) for matrix in matrices]
-        momenta = [rows_here(self.state[matrix]["momentum_buffer"]) for matrix in matrices]
-        torch._foreach_lerp_(momenta, gradients, 1 - momentum)
-        directions = torch._foreach_lerp(gradients, momenta, momentum)
-        if not is_shard(matrices[0]):
-            return list(directions)
-        dtype = torch.bfloat16 if gradients[0].is_cuda else torch.float32
-        whole = map(of_rows, (rows.to(dtype) for rows in directions), matrices)
-        return [matrix.full_tensor() for matrix in whole]
+def directions(matrices: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
+    """Move the momenta towards the gradients; return Nesterov's look-ahead, of all rows."""
+    gradients = [rows_here(matrix.grad) for matrix in matrices]
+    local = [rows_here(momentum) for momentum in momenta]
+    torch._foreach_lerp_(local, gradients, 1 - MOMENTUM)
+    ahead = torch._foreach_lerp(gradients, local, MOMENTUM)
+    if not is_shard(matrices[0]):
+        return list(ahead)
+    dtype = torch.bfloat16 if gradients[0].is_cuda else torch.float32
+    whole = map(of_rows, (rows.to(dtype) for rows in ahead), matrices)
+    return [matrix.full_tensor() for matrix in whole]
 
 
 def stack(matrices: list[Tensor], on: torch.device | None) -> Tensor:

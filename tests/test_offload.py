@@ -138,7 +138,8 @@ class Run:
         return self.offloaded.weights()
 
     def state(self):
-        return {p: s for part in self.optimizers.optimizers for p, s in part.state.items()}
+        named = self.optimizers.named
+        return {named[name]: state for name, state in self.optimizers.state.items()}
 
 
 @cache

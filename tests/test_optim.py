@@ -19,7 +19,6 @@ from model import Transformer, TransformerConfig
 from support import optim
 from support.clock import Clock
 from support.optim import (
-    Muon,
     OptimConfig,
     Optimizers,
     learning_rate,
@@ -80,8 +79,8 @@ def test_only_the_parameters_asked_for_move_and_lose_their_gradients():
         assert (parameter.grad is None) == (parameter in moved)
     optimizers.step(0.01)
     assert all(not torch.equal(parameter, was) for parameter, was in before.items())
-    muons = {id(p) for group in optimizers.optimizers[1].param_groups for p in group["params"]}
-    assert muons == {id(p) for p in m.h.parameters() if p.ndim > 1}
+    muons = {name for name, state in optimizers.state.items() if "momentum_buffer" in state}
+    assert muons == {name for name, p in m.named_parameters() if "h." in name and p.ndim > 1}
 
 
 def advance(m, optimizers, steps):
@@ -186,7 +185,23 @@ def test_orthogonalised_is_the_definition(shape):
     assert error(orthogonalised(matrices.float()), truth) < 1e-3
 
 
-def steps_of(optimizer: torch.optim.Optimizer, parameters: list[Tensor], steps: range) -> None:
+class Muon:
+    """A step of matrices of any shapes, each shape with the parts that it has."""
+
+    def __init__(self, matrices: list[Tensor], parts: dict[tuple, tuple] | None = None):
+        self.matrices, self.parts = matrices, parts or {}
+        self.momenta = [torch.zeros_like(matrix).detach() for matrix in matrices]
+
+    @torch.no_grad()
+    def step(self, on: torch.device | None = None) -> None:
+        for shape in dict.fromkeys(matrix.shape for matrix in self.matrices):
+            pairs = zip(self.matrices, self.momenta, strict=True)
+            matrices, momenta = zip(*(p for p in pairs if p[0].shape == shape), strict=True)
+            parts = self.parts.get(tuple(shape), (shape[0],))
+            optim.update_by_muon(list(matrices), list(momenta), parts, 0.1, 0.3, on)
+
+
+def steps_of(optimizer, parameters: list[Tensor], steps: range) -> None:
     for step in steps:
         generator = torch.Generator().manual_seed(step)
         for parameter in parameters:
@@ -203,7 +218,7 @@ def test_moves_as_torchs_muon_within_its_dtype(monkeypatch):
     """Torch's rounds to bf16; exact is torch's with the definition in float64 in place of that."""
     ours, theirs, exact = (parameters_of() for _ in range(3))
     torchs = partial(torch.optim.Muon, lr=0.1, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
-    one, other = Muon(ours, 0.1, 0.3), torchs(theirs)
+    one, other = Muon(ours), torchs(theirs)
     steps_of(one, ours, range(4))
     steps_of(other, theirs, range(4))
 
@@ -215,10 +230,23 @@ def test_moves_as_torchs_muon_within_its_dtype(monkeypatch):
     for found, rounded, truth in zip(ours, theirs, exact, strict=True):
         assert error(found, truth) < 1e-4
         assert 1e-4 < error(rounded, truth) < 0.05, "what torch's own dtype costs"
-    found, wanted = one.state_dict()["state"], other.state_dict()["state"]
-    torch.testing.assert_close(found, wanted, rtol=0, atol=0)
-    one.load_state_dict({**one.state_dict(), "state": wanted})
-    steps_of(one, ours, range(4, 5))
+    for momentum, parameter in zip(one.momenta, theirs, strict=True):
+        assert torch.equal(momentum, other.state[parameter]["momentum_buffer"])
+
+
+def test_adamw_is_torchs_bit_for_bit():
+    ours, theirs = model(), model()
+    for m in (ours, theirs):
+        for number, parameter in enumerate(m.parameters()):
+            parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
+    groups = [
+        {"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": 0.1},
+        {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},
+    ]
+    torch.optim.AdamW(groups, lr=0.01, betas=(0.9, 0.95), fused=True).step()
+    optimizers_of(ours, "adamw").step(0.01)
+    for found, wanted in zip(ours.parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(found, wanted)
 
 
 @pytest.mark.parametrize(("parts", "rows"), [((48,), (48,) * 3), ((48, 12, 12), (48, 12, 12))])
@@ -229,8 +257,8 @@ def test_matrices_below_each_other_move_as_if_apart(parts, rows):
     together.grad = gradient
     for parameter, its in zip(apart, gradient.split(rows), strict=True):
         parameter.grad = its
-    Muon([{"params": [together], "parts": parts}], 0.1, 0.3).step()
-    Muon(apart, 0.1, 0.3).step()
+    Muon([together], {(sum(rows), 48): parts}).step()
+    Muon(apart).step()
     assert torch.equal(together, torch.cat(apart)) and not torch.equal(together, stacked)
 
 
@@ -243,23 +271,13 @@ def test_orthogonalises_on_the_device_named(monkeypatch):
 
     monkeypatch.setattr(optim, "orthogonalised_by_all", elsewhere)
     for on in (None, torch.device("meta")):
-        matrix = torch.nn.Parameter(torch.zeros(4, 4))
+        matrix = torch.zeros(4, 4)
         matrix.grad = torch.ones(4, 4)
-        optimizer = Muon([matrix], lr=1.0, weight_decay=0.0, on=on)
-        optimizer.step()
-        assert optimizer.state[matrix]["momentum_buffer"].device.type == "cpu"
-        assert torch.equal(matrix, torch.full((4, 4), -0.4))  # 0.2 times the root of 4
+        optimizer = Muon([matrix])
+        optimizer.step(on)
+        assert optimizer.momenta[0].device.type == "cpu"
+        torch.testing.assert_close(matrix, torch.full((4, 4), -0.04))  # 0.1, 0.2, the root of 4
     assert devices == ["cpu", "meta"]
-
-
-def test_a_matrix_without_gradient_stays_as_it_is():
-    parameters = parameters_of()
-    optimizer = Muon(parameters, 0.1, 0.3)
-    optimizer.step()  # none has one
-    parameters[0].grad = torch.ones_like(parameters[0])
-    optimizer.step()
-    for number, (now, before) in enumerate(zip(parameters, parameters_of(), strict=True)):
-        assert torch.equal(now, before) == (number > 0)
 
 
 def check_shares(flags: list[str]) -> None:
@@ -284,12 +302,8 @@ def check_shares(flags: list[str]) -> None:
 
     shards = [shards_of(parameter).requires_grad_() for parameter in whole]
 
-    def muon_of(parameters: list[Tensor]) -> Muon:
-        fused = [p for p in parameters if p.shape == (144, 48)]
-        others = [p for p in parameters if p.shape != (144, 48)]
-        return Muon([{"params": fused, "parts": (48,)}, {"params": others}], 0.1, 0.3)
-
-    sharded, plain = muon_of(shards), muon_of(whole)
+    fused = {(144, 48): (48,)}
+    sharded, plain = Muon(shards, fused), Muon(whole, fused)
     for step in range(3):
         steps_of(plain, whole, range(step, step + 1))
         for parameter, its in zip(shards, whole, strict=True):
