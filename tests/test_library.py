@@ -24,10 +24,10 @@ def code_of(monkeypatch):
     """Run one of the page's blocks and return its names."""
     monkeypatch.setattr(sys, "path", [*sys.path])
 
-    def names(file: str) -> types.SimpleNamespace:
-        found = {"__name__": file}
-        exec(compile(CODE[file], file, "exec"), found)
-        return types.SimpleNamespace(**found)
+    def names(file: str) -> types.ModuleType:
+        module = types.ModuleType(file)
+        exec(CODE[file], module.__dict__)
+        return module
 
     return names
 
