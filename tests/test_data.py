@@ -36,7 +36,6 @@ from data import (
     entries_of,
     nested_shares,
     open_store,
-    places,
     reshape,
     reshaped_len,
     shares_of,
@@ -136,17 +135,6 @@ def rows_of(*rows):
     return Rows.of(np.array(pieces, np.int64).reshape(-1, 2), np.cumsum([0, *map(len, rows)]))
 
 
-def pieces_of(rows):
-    return [[part[:2] for part in parts] for parts in parts_of(rows)]
-
-
-def test_what_was_a_target_before_is_context_only():
-    batch = collate(TOY, Rows.of(np.array([[1, 5]]), seen=3), 4)
-    assert batch.tokens.tolist() == [[1, 2, 3, 4]]
-    assert batch.targets.tolist() == [[IGNORE, IGNORE, IGNORE, END]]
-    assert batch.positions is None and batch.doc_ids is None, "whole rows need no metadata"
-
-
 def test_collate_refuses_a_token_outside_the_vocabulary():
     damaged = replace(TOY, tokens=np.where(TOY.tokens == 3, 999, TOY.tokens))
     with pytest.raises(ValueError, match=r"token 999 .*vocabulary"):
@@ -177,19 +165,6 @@ def test_rows_are_laid_out_piece_by_piece(drawn, bert):
         expected += [(END, IGNORE, 0, -1)] * (18 - len(expected))
         columns = zip(*(field[r].tolist() for field in batch), strict=True)
         assert [tuple(column) for column in columns] == expected
-
-
-@FEW
-@given(rows)
-def test_rows_are_taken_and_joined(drawn):
-    drawn = [[(a, a + n) for a, n in row] for row in drawn]
-    all_rows = rows_of(*drawn)
-    numbers = np.arange(len(drawn))[::-1]
-    assert pieces_of(all_rows) == drawn
-    assert pieces_of(all_rows.take(numbers)) == drawn[::-1]
-    assert pieces_of(Rows.join([all_rows, all_rows.take(numbers[:1])])) == [*drawn, drawn[-1]]
-    sums = [sum(stop - start for start, stop in row) for row in drawn]
-    assert all_rows.sums(all_rows.stop - all_rows.start).tolist() == sums
 
 
 @pytest.mark.parametrize("special_ids", [None, SPECIAL_IDS])
@@ -326,21 +301,6 @@ def test_collate_of_pairs_worked_example():
     assert answered.targets[:, [0, 6]].tolist() == [[1, 0], [no, no]]
 
 
-def test_a_token_has_its_place_in_the_store_wherever_its_piece_lies():
-    """Special tokens count as text; where a rank has no piece at all there are places too."""
-    pieces = np.array([[0, 2], [2, 5], [5, 6]])
-    for order in ([0, 1, 2], [2, 0, 1]):
-        rows = Rows.of(pieces[order], np.array([0, 2, 3, 3]))
-        batch = collate(TOY, rows, 6)
-        where = places(rows, batch)
-        for piece, (start, stop) in enumerate(pieces[order]):
-            row, number = [(0, 0), (0, 1), (1, 0)][piece]
-            mine = where[row][batch.doc_ids[row] == number]
-            assert mine.tolist() == list(range(start, stop))
-    empty = Rows.of(pieces[:0], np.array([0, 0]))
-    assert places(empty, collate(TOY, empty, 6)).shape == (1, 6)
-
-
 # ---- mixtures of stores
 
 
@@ -473,14 +433,6 @@ def test_negative_control_random_draws_are_further_from_their_shares():
 
     assert most_ahead(np.random.default_rng(0).random(100_000) < 0.5) > 50
     assert most_ahead(apportioned(np.arange(100_000), nested_shares([1, 1])).store == 0) < 1
-
-
-@FEW
-@given(st.integers(0, 2**63 - 2), st.integers(0, ONE))
-def test_a_share_is_exact_as_far_as_draws_are_numbered(n, share):
-    assert int(data.share_of(np.array([n], np.uint64), share)[0]) == n * share // ONE
-    n = np.array([2**40 + 3], np.uint64)  # negative control: the plain product is not
-    assert int((n * np.uint64(ONE - 1) >> np.uint64(32))[0]) != (2**40 + 3) * (ONE - 1) // ONE
 
 
 # ---- samples and steps
