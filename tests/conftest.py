@@ -104,7 +104,7 @@ def short_ends():
     """Runs end without a sample and a report, which take longer than their steps."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.sample, "write", lambda *_, **more: "")
-        patch.setattr(train.report, "write", lambda folder: folder)
+        patch.setattr(train.report, "write", lambda folder, *_, **more: folder)
         yield
 
 

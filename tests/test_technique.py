@@ -92,6 +92,7 @@ def test_without_{technique}_the_rest_trains_samples_and_evaluates(run, capsys):
 """
 
 
+@pytest.mark.slow
 def test_a_technique_is_added_and_another_one_deleted(tmp_path):
     """One copy for both: the example of the page goes in, Pseudo-to-Real goes out."""
     copy = copied(tmp_path / "copy")
