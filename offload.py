@@ -95,18 +95,11 @@ class OffloadConfig:
         " free",
         free=True,
     )
-    host_memory: str = flag(
-        "auto",
-        "host memory for all ranks of a machine: 100GiB; auto: what is free",
-        free=True,
-    )
 
 
 def check(config: OffloadConfig, *, fsdp: bool) -> None:
     """Refuse what is no amount of bytes, and --fsdp."""
     budget_bytes(config.budget, free=0)
-    if config.host_memory != "auto":
-        bytes_of("--offload-host-memory", config.host_memory)
     if fsdp:
         raise ValueError(
             "--fsdp spreads weights, gradients and state over the ranks: leave out --offload"
@@ -300,24 +293,12 @@ def placement_for(
 
     Args:   muon  whether Muon updates the blocks' matrices
             model may be on the meta device
-    Raises: ValueError for a budget or a host that is too small
+    Raises: ValueError for a budget that is too small
     """
     budget = budget_bytes(config.budget, runtime.device_free)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == runtime.dtype)
     most = Offloaded.WEIGHTS if runtime.world_size == 1 else Offloaded.STATE
-    placement = place(parts_of(model, muon), budget, dtype, most)
-    # each rank of this machine needs host memory of its own
-    needed = host_bytes(placement) * int(os.environ.get("LOCAL_WORLD_SIZE", 1))
-    free = runtime.host_free
-    if config.host_memory != "auto":
-        free = bytes_of("--offload-host-memory", config.host_memory)
-    if free is not None and needed > free:
-        raise ValueError(
-            f"--offload-budget {shown(budget)} needs {shown(needed)} of host memory and"
-            f" {shown(free)} are free: choose a larger budget or fewer ranks on this machine; if"
-            " its memory grows on demand, give the limit with --offload-host-memory"
-        )
-    return placement
+    return place(parts_of(model, muon), budget, dtype, most)
 
 
 def shown(count: float) -> str:
@@ -328,9 +309,12 @@ def shown(count: float) -> str:
     return f"{count:.0f} bytes"
 
 
-def in_words(placement: Placement) -> str:
-    """Example: --offload: outside to h.1: nothing on the host; h.2: state on the host; h.3 to h.5:
-    nothing on the host; 25.09 MiB of 25.50 MiB on the device, 3.75 MiB on the host
+def in_words(placement: Placement, host_free: int | None = None) -> str:
+    """What is where; a host with too little memory free is only warned of, as it may grow on use.
+
+    Args:    host_free bytes of this machine, which all its ranks share
+    Example: --offload: outside to h.1: nothing on the host; h.2: state on the host; h.3 to h.5:
+             nothing on the host; 25.09 MiB of 25.50 MiB on the device, 3.75 MiB on the host
     """
     said = []
     what = ("nothing", "state", "state and gradients", "state, gradients and weights")
@@ -339,7 +323,10 @@ def in_words(placement: Placement) -> str:
         span = f"{first} to {others[-1]}" if others else first
         said.append(f"{span}: {what[offloaded]} on the host")
     device = f"{shown(device_bytes(placement))} of {shown(placement.budget)} on the device"
-    said.append(f"{device}, {shown(host_bytes(placement))} on the host")
+    ranks, host = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), host_bytes(placement)
+    said.append(f"{device}, {shown(host)} on the host")
+    if host_free is not None and host * ranks > host_free:
+        said.append(f"WARNING: of its memory only {shown(host_free)} are free")
     return f"--offload: {'; '.join(said)}"
 
 

@@ -119,7 +119,8 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
     announce(plan, run, micro_batch)
     if s.offload.on:
         # of the whole model: --pseudo may begin with less, and must not be refused in mid-run
-        runtime.say(offload.in_words(placement_of(s, empty_model(shape), runtime)))
+        placement = placement_of(s, empty_model(shape), runtime)
+        runtime.say(offload.in_words(placement, runtime.host_free))
     if is_compiled(s, runtime):
         runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
     if s.run.dry_run:

@@ -33,6 +33,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.optim.adamw import adamw
 
 from support.clock import Clock, lr_clock
 from support.runtime import is_shard, norm_over_ranks, of_rows, rows_here
@@ -121,8 +122,8 @@ def state_bytes(named: Mapping[str, Tensor], muon: bool, shards: int = 1) -> dic
 class Optimizers:
     """The parameters, what is remembered of each, and their update.
 
-    A step: `loss.backward()`, `clip_gradients`, `step`. Without torch.optim.Optimizer, which takes
-    more than a second to import torch's compiler.
+    A step: `loss.backward()`, `clip_gradients`, `step`. AdamW is torch's function, not its
+    Optimizer, whose first step imports torch's compiler for more than a second.
 
     Args: named  the parameters by the names that their state is saved under
           device that computes, if some of them are on the host; None for that of the parameters
@@ -194,15 +195,15 @@ class Optimizers:
         steps = [self.remembered(name, "step") for name in names]
         moments = ([self.remembered(n, m) for n in names] for m in ("exp_avg", "exp_avg_sq"))
         gradients = [parameter.grad for parameter in parameters]
-        torch._foreach_add_(steps, 1)
-        torch._fused_adamw_(
+        adamw(
             *([rows_here(x) for x in tensors] for tensors in (parameters, gradients, *moments)),
             max_exp_avg_sqs=[],
             state_steps=steps,
+            fused=True,
             amsgrad=False,
-            lr=lr,
             beta1=self.betas[0],
             beta2=self.betas[1],
+            lr=lr,
             weight_decay=weight_decay,
             eps=1e-8,
             maximize=False,
