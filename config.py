@@ -10,8 +10,8 @@ environment variables: a recipe is a shell line. One of them, `--layers 4 --ltd`
                ltd.resolved: start 16, share 0.9          by --seq-len
     Config     settings.ltd.start == 16                   what everybody reads, frozen
 
-Every technique has one `if settings.<name>.on:` in `build`. Where else it acts stands at the head
-of its file.
+A technique's settings are completed and checked in `build` or `check`, where its `.on` stands.
+Where else it acts stands at the head of its file.
 
     python config.py                    # the table of flags, as the README shows it
 """

@@ -5,10 +5,13 @@ other: attention does that, from `doc_ids` and `positions` (model.TokenMeta). In
 configuration, histograms and what packers return, the packers, a place for every document, the
 command. It acts where `settings.pack.on` stands:
 
-    config.py   build             `resolved`: defaults, and what is refused
+    config.py   build, check      `resolved`: defaults, and what is refused
                 samples_kind      samples are pieces of documents, not rows of the stream
-    plan.py     Plan.__call__     `pack_lengths`, for a window of samples
+    plan.py     Plan.__init__     a length curriculum goes another pace; rows may have padding
+                Plan.__call__     packed_rows, which lead to `pack_lengths` in packed_window
                 Plan.full_step    rows keep their full length
+
+evaluate.py packs held-out documents by `pack_lengths` too, whatever the run did.
 
 Documents of equal length are interchangeable, so a packer needs only a histogram, and takes as long
 for a billion documents as for a million. It returns a Packing: which lengths share a pack (a

@@ -7,7 +7,7 @@ The walk that begins in data.py (documents, store, samples) goes on here; its ex
     stage    how long a piece may be, and the pool of samples     Plan.stage_at, curriculum.py
              that may be drawn: 8 tokens and all four
     draw     draws 0 to 3 are samples 3, 0, 2, 1                  draw, support/clock.py
-    cut      into pieces of the stage's length: all fit 8; at     Plan.packed_window, samples.cut
+    cut      into pieces of the stage's length: all fit 8; at     Plan.packed_window, data.cut
              4 tokens less. would be less and .
     rows     of all ranks: parsimon | less.is. | y.               Plan.packed_rows, packing.py
     Batch    rank 0 reads the first and a blank one, rank 1 the   Rows.of_rank, batch_of in data.py

@@ -1,4 +1,4 @@
-"""Pretrain a GPT or a BERT: parse, runtime, data, plan, model, assembly, resume, loop, finish.
+"""Pretrain a GPT or a BERT: parse, runtime, data, plan, resume, model, assembly, loop, finish.
 
     torchrun train.py --curriculum seqlen --ltd --pack            # the three techniques at once
     torchrun --nproc-per-node 8 train.py --size 124M --data DIR   # the same on eight GPUs
@@ -296,7 +296,7 @@ def assemble(
     if s.offload.on:
         offloaded = Offload(placement_of(s, model, runtime), early=runtime.world_size == 1)
         offloaded.move(model, runtime.device)
-    elif not s.run.fsdp:
+    if not (offloaded or s.run.fsdp):
         model.to(runtime.device)
     # 5. DDP before the optimizers: it hooks into gradients and may regroup them.
     wrapped: nn.Module = model

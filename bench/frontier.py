@@ -143,7 +143,8 @@ def planned(
 ) -> tuple[config.Config, TransformerConfig, Iterator[tuple[str, Step]]]:
     """A run that is not made: its model, and its steps, each with what its time follows from."""
     here = runtime.start("cpu", "fp32")
-    settings, data = open_data(config.build(config.parse(arm.argv(stores))), here)
+    settings = config.build(config.parse(arm.argv(stores)))
+    data = open_data(settings.data, settings.model.model == "bert", here)
     model = config.transformer_config(settings, *model_size(settings, data.encoding))
     plan = Plan(settings, data.store, data.special_ids, here, model)
 

@@ -14,8 +14,8 @@ A run of 489 steps is killed after step 320. `train.py --resume` then goes on, i
   3. Run.restore: locks the folder, compares the store with the one in config.json, finds
      step-00000300.pt and reads it, every CRC32 of it first. The clock stands at step 300
   4. train.assemble: model and optimizers from the checkpoint. No random state: every draw has a key
-  5. Run.open: the log is cut where it was at step 300, so what was logged up to step 320 is
-     computed and written again; checkpoints of later steps are renamed to abandoned-*
+  5. Run.open: checkpoints of later steps are renamed to abandoned-*, and the log is cut where it
+     was at step 300, so what was logged up to step 320 is computed and written again
   6. train.train: an evaluation that was due is made first; then the plan goes on from the clock,
      which decides every step
 
