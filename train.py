@@ -331,7 +331,7 @@ def is_compiled(settings: Config, runtime: Runtime) -> bool:
     return asked == "on" or (asked == "auto" and kind == "cuda" and why_not(kind) is None)
 
 
-def placement_of(settings: Config, model: nn.Module, runtime: Runtime) -> Placement:
+def placement_of(settings: Config, model: nn.Module, runtime: Runtime) -> "Placement":
     """What --offload keeps in host memory."""
     return placement_for(settings.offload, settings.optim.optimizer == "muon", model, runtime)
 
