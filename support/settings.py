@@ -183,7 +183,12 @@ def resumed(config_class: type, saved: Flat, given: Flat) -> Flat:
                 f"{as_given(setting.flag, value)} differs from {before}, with which the run was"
                 " started: leave it out, or start a new run with another --out"
             )
-    return saved | given
+    merged = saved | given
+    # a technique that is switched off now takes its other settings with it
+    off = {
+        name[: -len("on")] for name, value in given.items() if name.endswith(".on") and not value
+    }
+    return {n: v for n, v in merged.items() if n in given or not n.startswith(tuple(off))}
 
 
 def as_given(written: str, value: Value) -> str:

@@ -110,3 +110,8 @@ def test_no_more_flags_than_a_reader_can_hold():
     flags = Counter(name.partition(".")[0] for name in FLAGS)
     assert flags.total() <= 71  # five techniques, a block, any trainer; and one for a reader's own
     assert all(flags[technique] <= 8 for technique in TECHNIQUES)
+
+
+def test_a_run_goes_on_without_offload_whatever_its_budget_was():
+    saved = flattened(build("--offload --offload-budget 4GiB"))
+    assert not config.build(resumed(Config, saved, config.parse(["--no-offload"]))).offload.on
