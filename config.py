@@ -136,12 +136,12 @@ def samples_kind(config: Config) -> str:
 def transformer_config(
     config: Settings, vocab_size: int, positions: int | None = None
 ) -> TransformerConfig:
-    """The model's dimensions. Learned positions reach as far as --size says, rotary --seq-len.
+    """The model's dimensions. Learned positions reach as far as --size says, others --seq-len.
 
     Args: positions where published weights say how far theirs reach
     """
     m = config.model
-    longest = config.data.seq_len if m.pos == "rope" else SIZES[m.size].seq_len
+    longest = SIZES[m.size].seq_len if m.pos == "learned" else config.data.seq_len
     return TransformerConfig(
         kind=m.model,
         layers=m.layers,

@@ -1,4 +1,5 @@
-"""A technique can be added as docs/extending.md says, and deleted; tried on copies of the project.
+"""A technique can be added as docs/extending.md says, and deleted, a positional scheme as
+docs/model.md says; tried on copies of the project.
 
 To delete one means: its module, its tests, its line in `Config`, and the lines that grep finds.
 """
@@ -13,7 +14,6 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, SMALL
 
-PAGE = (ROOT / "docs" / "extending.md").read_text()
 
 
 def copied(to: Path) -> Path:
@@ -22,20 +22,22 @@ def copied(to: Path) -> Path:
     return Path(shutil.copytree(ROOT, to, ignore=skip))
 
 
-def blocks(language: str) -> list[tuple[str, str]]:
-    """(file, text) of every block fenced as ```language file."""
-    return re.findall(rf"^```{language} (\S+)\n(.*?)^```$", PAGE, re.MULTILINE | re.DOTALL)
+def blocks(language: str, page: str = "extending") -> list[tuple[str, str]]:
+    """(file, text) of every block of a page that is fenced as ```language file."""
+    text = (ROOT / "docs" / f"{page}.md").read_text()
+    return re.findall(rf"^```{language} (\S+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
-def add_example(copy: Path) -> None:
-    for file, text in blocks("python"):
+def add_example(copy: Path, page: str = "extending") -> None:
+    for file, text in blocks("python", page):
         (copy / file).write_text(text)
-    for file, hunk in blocks("diff"):
+    for file, hunk in blocks("diff", page):
         lines = hunk.splitlines(keepends=True)
         before = "".join(line[1:] for line in lines if not line.startswith("+"))
         text = (copy / file).read_text()
         assert text.count(before) == 1, f"{file} does not hold once:\n{before}"
-        (copy / file).write_text(text.replace(before, "".join(line[1:] for line in lines)))
+        after = "".join(line[1:] for line in lines if not line.startswith("-"))
+        (copy / file).write_text(text.replace(before, after))
 
 
 def delete(technique: str, copy: Path) -> None:
@@ -113,6 +115,26 @@ def test_without_other_techniques_the_tests_of_the_rest_pass(tmp_path):
         rest = TEST_OF_THE_REST.format(technique=technique, flags=flags)
         (copy / "tests/test_rest.py").write_text(rest)
         pytest_passes(copy, "tests/test_rest.py", "tests/test_model.py", "tests/test_data.py")
+
+
+@pytest.mark.slow
+def test_a_positional_scheme_is_added(tmp_path):
+    copy = copied(tmp_path / "copy")
+    add_example(copy, "model")
+    changed = {file for file, _ in blocks("diff", "model")}
+    succeeds(copy, "-m", "ruff", "format", "--check", *changed)
+    flags = "--pos sinusoidal --layers 3 --width 16 --heads 2 --tokens 4096 --ltd --pack --out run"
+    succeeds(copy, "train.py", *flags.split(), "--curriculum", "seqlen", "--batch-tokens", "1024")
+    check = """
+import numpy, torch, evaluate
+from kernels.rotary import rotation
+waves = rotation(torch.arange(50)[None], 16, torch.float64).flatten(2)[0]
+angle = numpy.arange(50)[:, None] / 10_000 ** (numpy.arange(0, 16, 2) / 16)
+numpy.testing.assert_allclose(waves[:, 0::2], numpy.cos(angle), atol=1e-12)
+numpy.testing.assert_allclose(waves[:, 1::2], numpy.sin(angle), atol=1e-12)
+evaluate.main(["run", "--tokens", "500"])
+"""
+    succeeds(copy, "-c", check)
 
 
 @pytest.mark.structure
