@@ -4,13 +4,27 @@
     python report.py runs/a runs/b runs/c --out compared.html
     python report.py runs/a runs/b --loss 2.0                # and what each pays to reach this loss
 
-From a step to a chart: `log_step` in support/run.py writes a line of log.jsonl, such as
+From a step to a chart: in step 7 of a run, --ltd has its middle layer see 16 of the 256 tokens of
+each row.
 
-    {"event": "train", "step": 7, "consumed_tokens": 14336, "loss": 6.61, "kept_tokens": 32, ...}
+    1  log     {"event": "train", "step": 7, "consumed_tokens": 19712, "kept_tokens": 16, ...}
+               a line of log.jsonl: `Run.log_step`, with `Step.columns` and `Done` of that step
+    2  column  steps["consumed_tokens"][6] == 19712.0, steps["kept_tokens"][6] == 16.0
+               read_run: an array a field, of those in COLUMNS and CHARTS, and each difficulty
+    3  curve   the point (19712, 16), in the colour of its recipe   curves_of
+    4  chart   "Kept tokens of a row", against consumed tokens      charts_of, figure, plot
 
-`read_run` makes each field a column, an array with a number of each step; CHARTS says which columns
-are drawn, and under which title; `curves_of` takes a column of each run, and `plot` draws them. A
-field that CHARTS does not name gets no chart, except difficulties.
+Each chart is of the field that is its key in CHARTS, and is left out where that never changes. Not
+so are:
+
+    Training loss     loss, in bits per byte where the log says how many bytes a token has
+    Held-out loss     val_bpb of the "eval" lines; several runs also against real_tokens, flops and
+                      the sum of ms
+    Dropped           layer_tokens, as a share of --layers times all positions, padding included
+    Difficulty ...    each field difficulty_... that all runs have
+    numbered marks    the lines "stage", and "run" after the first
+
+A field of your own is drawn once it has a line in CHARTS.
 
 Runs whose settings differ only in their seed are one recipe: one row of numbers, with their mean
 and spread, and one colour. Two seeds that end with 1.92 and 1.96 bits per byte are shown as 1.940
@@ -310,9 +324,9 @@ def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
     in_bits = 0 not in sizes and len(sizes) == 1
     unit, scale = ("bits per byte", 1 / (math.log(2) * sizes.pop())) if in_bits else ("nats", 1)
     shown = {"loss": ("Training loss", unit, scale)} | CHARTS
-    found = set.intersection(*(set(log.steps) for log in logs))
-    found = sorted(name for name in found if name.startswith("difficulty_"))
-    shown |= {name: (name.replace("_", " ").capitalize(), "at most", 1) for name in found}
+    for name in logs[0].steps:
+        if name.startswith("difficulty_") and all(name in log.steps for log in logs):
+            shown[name] = (name.replace("_", " ").capitalize(), "at most", 1)
     for column, (title, unit, scale) in shown.items():
         values = np.concatenate([scale * log.steps[column] for log in logs])
         values = values[np.isfinite(values)]
@@ -344,7 +358,7 @@ def facts(logs: list[RunLog]) -> dict[str, str]:
     settings, ended = logs[0].settings, [log for log in logs if log.final]
     evals = [(log, log.final or log.on_the_way[-1]) for log in ended or logs if log.lines["eval"]]
     texts = {log.text_of(line) for log, line in evals}
-    text = texts.pop() if len(texts) == 1 else "on texts that differ" * len(texts)
+    text = texts.pop() if len(texts) == 1 else "on texts that differ" * bool(texts)
     loss = with_seeds([line["val_bpb"] for _, line in evals], 3)
     mean = {name: statistics.mean(log.at(name) for log in logs) for name in logs[0].steps}
     positions, seconds = (mean[name] or math.nan for name in ("positions", "seconds"))
