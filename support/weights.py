@@ -38,7 +38,7 @@ import json
 import re
 import zipfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple
 
@@ -150,7 +150,9 @@ HEADS = ("cls.", "lm_head.")  # entries that stand beside the base
 # causal masks, angles and positions: saved by older versions, but not learned
 BUFFERS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq|embeddings\.position_ids")
 PAIRS = re.compile(r"(pooler|nsp|cls\.seq_relationship)\..+")  # nothing uses them without --nsp
+HALVES = ("q_proj.weight", "k_proj.weight")  # Llama's: its rotary angles turn halves of a head
 TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
+POSITIONS = "embeddings.position_embeddings.weight"
 EMBEDDINGS = ("wte.weight", "embed_tokens.weight", "embeddings.word_embeddings.weight")
 TIED = {  # second names of one tensor, and the first, by layout
     "lm_head.weight": ["wte.weight", "embed_tokens.weight"],
@@ -164,7 +166,7 @@ def layout_of(kind: str, is_llama: bool) -> Layout:
 
 
 def published_names(name: str, layout: Layout) -> list[str]:
-    """The published entries that make one parameter of ours when they are stacked in this order.
+    """The published entries that make one parameter of ours, stacked in this order.
 
     Example:  published_names("h.3.ln_1.bias", BERT_LAYOUT) is
               ["encoder.layer.3.attention.output.LayerNorm.bias"]
@@ -194,24 +196,21 @@ def pairs_from_halves(x: Tensor, D: int) -> Tensor:
 def published_entries(
     weights: dict[str, Tensor], layout: Layout, heads: Sequence[int], D: int
 ) -> dict[str, Tensor]:
-    """Our parameters under their published names; `load_published` is the inverse.
+    """Our parameters under their published names, as views: one copies out of them or into them.
 
     Args:    heads of queries, keys and values, D wide each
     Example: BERT's h.0.attn.c_attn.bias (3 C,) becomes query, key and value of (C,) each
     """
-    entries = {}
+    entries: dict[str, Tensor] = {}
     for name, value in weights.items():
         names = published_names(name, layout)
         if is_turned(name, layout, value):
             parts = [value.T]
-        elif ".c_attn." not in name or layout is GPT2_LAYOUT:
-            parts = value.chunk(len(names))
+        elif len(names) == 3:
+            parts = value.split([number * D for number in heads])
         else:
-            q, k, v = value.split([number * D for number in heads])
-            is_llama = layout is LLAMA_LAYOUT
-            parts = [*(halves_from_pairs(x, D) if is_llama else x for x in (q, k)), v]
-        for entry, part in zip(names, parts, strict=True):
-            entries[entry] = part.contiguous()
+            parts = value.chunk(len(names))
+        entries.update(zip(names, parts, strict=True))
     if layout is BERT_LAYOUT:
         entries[TOKEN_TYPES] = torch.zeros(2, weights["wte.weight"].shape[1], dtype=torch.float32)
     return {e if e.startswith(HEADS) else layout.base + e: x for e, x in entries.items()}
@@ -230,34 +229,27 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     """
     entries = read_published(path)
     left_out: list[str] = []
-    config, named = model.config, dict(model.named_parameters())
-    layout, D = layout_of(config.kind, config.norm == "rmsnorm"), config.head_width
-    empty = {name: parameter.to("meta") for name, parameter in named.items()}
+    config, D = model.config, model.config.head_width
+    layout = layout_of(config.kind, config.norm == "rmsnorm")
     hint = "flags have to be those of the file's model, and the file as published, with its head"
-    expected = published_entries(empty, layout, config.qkv_heads, D)
-    expected = {PREFIX.sub("", entry): like for entry, like in expected.items()}
-    for entry, like in expected.items():
+    views = published_entries(model.state_dict(), layout, config.qkv_heads, D)
+    views = {PREFIX.sub("", entry): view for entry, view in views.items()}
+    for entry, view in views.items():
         actual = tuple(entries[entry].shape) if entry in entries else "absent"
-        if actual != like.shape:
-            raise refusal(path, f"{entry} must be {tuple(like.shape)} but is {actual}: {hint}")
-    for entry in sorted(entries.keys() - expected.keys()):
-        twins = [entries[first] for first in TIED.get(entry, ()) if first in expected]
+        if actual != view.shape:
+            raise refusal(path, f"{entry} must be {tuple(view.shape)} but is {actual}: {hint}")
+    for entry in sorted(entries.keys() - views.keys()):
+        twins = [entries[first] for first in TIED.get(entry, ()) if first in views]
         if PAIRS.fullmatch(entry):
             left_out.append(entry)
         elif not twins or not torch.equal(entries[entry], twins[0]):
             raise refusal(path, f"{entry} has no place in this model: {hint}")
-    with torch.no_grad():
-        for name, parameter in named.items():
-            parts = [entries[entry] for entry in published_names(name, layout)]
-            if is_turned(name, layout, parameter):
-                parts = [parts[0].T]
-            elif ".c_attn." in name and layout is LLAMA_LAYOUT:
-                parts[:2] = [pairs_from_halves(x, D) for x in parts[:2]]
-            value = torch.cat(parts) if len(parts) > 1 else parts[0]
-            if layout is BERT_LAYOUT and name == "wpe.weight":
-                value = value.double() + entries[TOKEN_TYPES][0]
-                left_out.append(f"{TOKEN_TYPES}[1]")
-            parameter.copy_(value)
+    if layout is BERT_LAYOUT:
+        entries[POSITIONS] = entries[POSITIONS].double() + entries[TOKEN_TYPES][0]
+        left_out.append(f"{TOKEN_TYPES}[1]")
+    for entry, view in views.items():
+        value = entries[entry]
+        view.copy_(pairs_from_halves(value, D) if entry.endswith(HALVES) else value)
     return left_out
 
 
@@ -395,8 +387,7 @@ def save_file(out: BinaryIO, tensors: dict[str, Tensor]) -> None:
 # ---- the weights of a run
 
 
-@dataclass(frozen=True)
-class Trained:
+class Trained(NamedTuple):
     """What a checkpoint says of its model, without the tensors."""
 
     path: Path
@@ -526,8 +517,7 @@ def model_size(settings: Settings, encoding: tiktoken.Encoding) -> ModelSize:
     else:
         entries = read_published(init)
         embedding = next((entries[name] for name in EMBEDDINGS if name in entries), ())
-        wpe = ("wpe.weight", "embeddings.position_embeddings.weight")
-        positions = next((entries[name] for name in wpe if name in entries), None)
+        positions = entries.get("wpe.weight", entries.get(POSITIONS))
         size = ModelSize(len(embedding), None if positions is None else len(positions))
         if not needed <= size.vocab_size <= padded:
             needs = f"--tokenizer {encoding.name} needs {needed:,} (padded: {padded:,})"
@@ -598,7 +588,11 @@ def export(source: str | Path, out: Path) -> dict[str, Any]:
         config[positions] = max(config[positions], int(scaling.factor * scaling.original))
     heads = (s["heads"], s["kv_heads"], s["kv_heads"])
     weights = real_weights(checkpoint.load(run.path))
-    entries = published_entries(weights, layout, heads, s["width"] // s["heads"])
+    D = s["width"] // s["heads"]
+    entries = published_entries(weights, layout, heads, D)
+    for entry, view in entries.items():
+        turned = halves_from_pairs(view, D) if entry.endswith(HALVES) else view
+        entries[entry] = turned.contiguous()
     if not out.suffix:
         end = get_encoding(s["data.tokenizer"]).eot_token
         config |= {"bos_token_id": end, "eos_token_id": end}
