@@ -24,7 +24,6 @@ What a checkpoint holds: "model" and "optimizers", and "pseudo" if that is on, f
 it. A run that was stopped before its first checkpoint starts over, and reads --init again.
 """
 
-import fcntl
 import itertools
 import json
 import math
@@ -35,6 +34,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
 from functools import cache
 from pathlib import Path
@@ -50,7 +50,7 @@ from support.optim import OptimConfig, decay_start
 from support.runtime import ROOT, Runtime, check_agreement, made_by, peak_memory
 from support.settings import DataConfig, Flat, RunConfig, flattened
 from support.sizes import ModelConfig
-from support.store import atomic_write
+from support.store import atomic_write, folder_lock
 
 
 @dataclass(frozen=True)
@@ -118,15 +118,13 @@ def new_folder(out: str | None, stem: str) -> Path:
     if out is None:
         for number in itertools.count(1):
             folder = Path(f"{stem}-{number}")
-            try:
+            with suppress(FileExistsError):
                 folder.mkdir(parents=True)
                 return folder
-            except FileExistsError:
-                continue
     folder = Path(out)
     if (folder / "config.json").exists() or (folder / "log.jsonl").exists():
         raise ValueError(f"--out {folder} holds a run already: name another, or add --resume")
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(f"--out {folder} exists and is not an empty folder: name a new one")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -240,10 +238,9 @@ class Run:
         self.evaluation_due = False  # an evaluation at this clock, not made yet
         self.resumed_from: Path | None = None
         self.saved_path: Path | None = None  # the last checkpoint
-        self.saved_clock: Clock | None = None
         self.log: Log | None = None
         self.log_size: int | None = None  # bytes to keep of a log that goes on
-        self.lock: int | None = None  # descriptor of the folder, while it is locked
+        self.lock = ExitStack()  # on the folder, once there is one
 
     def __enter__(self) -> "Run":
         return self
@@ -251,17 +248,11 @@ class Run:
     def __exit__(self, *error: object) -> None:
         if self.log and self.log.file:
             self.log.file.close()
-        if self.lock is not None:
-            os.close(self.lock)
+        self.lock.close()
 
     def lock_folder(self) -> None:
         """Keep every other process from writing into the folder until this run ends."""
-        self.lock = os.open(self.folder, os.O_RDONLY)
-        try:
-            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            held = f"{self.folder} is held by another process"
-            raise ValueError(f"{held}: wait for its end, or stop it") from None
+        self.lock.enter_context(folder_lock(self.folder, wait=False))
 
     # ---- start, or go on
 
@@ -288,7 +279,6 @@ class Run:
         self.best, self.best_step = state["best"], state["best_step"]
         self.log_size, self.evaluation_due = state["log_size"], state["evaluation_due"]
         self.resumed_from = self.saved_path = path
-        self.saved_clock = self.clock
         now = made_by(runtime)
         for name, before in state["made_by"].items():
             if now.get(name, before) != before:
@@ -351,7 +341,7 @@ class Run:
         Args: about what the log's first line says besides settings and provenance
         """
         self.runtime.on_rank0(self.prepare_folder)
-        self.folder = Path(self.runtime.on_rank0(lambda: str(self.folder)))
+        self.folder = self.runtime.on_rank0(lambda: self.folder)
         self.id = self.runtime.on_rank0(lambda: self.id)
         if self.settings.run.fsdp:
             self.check_shared()
@@ -502,9 +492,9 @@ class Run:
         run = self.settings.run
         path = checkpoint.step_path(self.folder, self.clock.step, sharded=run.fsdp)
         checkpoint.save(path, state, self.runtime, sharded=run.fsdp, keep=run.keep)
-        self.saved_path, self.saved_clock = path, self.clock
+        self.saved_path = path
         self.log_checkpoint()
 
     def log_checkpoint(self) -> None:
-        clock = self.saved_clock.as_dict()
-        self.log.write("checkpoint", step=clock["step"], file=self.saved_path.name, clock=clock)
+        clock, file = self.clock.as_dict(), self.saved_path.name
+        self.log.write("checkpoint", step=self.clock.step, file=file, clock=clock)

@@ -403,14 +403,19 @@ def sync(path: Path) -> None:
 
 
 @contextmanager
-def folder_lock(folder: Path) -> Iterator[None]:
-    """Hold this folder while the block runs; another process waits, and then looks what is there.
+def folder_lock(folder: Path, wait: bool = True) -> Iterator[None]:
+    """Hold this folder while the block runs; the lock ends with its process, also if it is killed.
 
-    The lock ends with its process, also if that is killed.
+    Args:   wait for another process that holds it, and then look what is there
+    Raises: ValueError without `wait`, if another process holds it
     """
     descriptor = os.open(folder, os.O_RDONLY)
     try:
-        fcntl.flock(descriptor, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX if wait else fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            held = f"{folder} is held by another process"
+            raise ValueError(f"{held}: wait for its end, or stop it") from None
         yield
     finally:
         os.close(descriptor)
