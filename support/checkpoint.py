@@ -115,7 +115,7 @@ def save(
     try:
         runtime.on_rank0(begin)
         if sharded:
-            tensors, rest = flattened(state)
+            tensors, rest = taken_apart(state)
             runtime.on_rank0(lambda: write_file(unfinished / REST, rest))
             write_shards(tensors, unfinished)
             runtime.on_rank0(lambda: sync(unfinished))
@@ -153,7 +153,7 @@ def write_shards(tensors: dict[str, Tensor], folder: Path) -> None:
         raise ValueError(str(error)) from None
 
 
-def flattened(state: dict, prefix: str = "") -> tuple[dict[str, Tensor], dict]:
+def taken_apart(state: dict, prefix: str = "") -> tuple[dict[str, Tensor], dict]:
     """The tensors of dicts in dicts by their path, and the same dicts without them.
 
     Example: {"model": {"wte": t}, "step": 3} -> {"model/wte": t}, {"model": {}, "step": 3}
@@ -164,15 +164,15 @@ def flattened(state: dict, prefix: str = "") -> tuple[dict[str, Tensor], dict]:
         if isinstance(value, Tensor):
             tensors[prefix + key] = value
         elif isinstance(value, dict):
-            inner, rest[key] = flattened(value, f"{prefix}{key}/")
+            inner, rest[key] = taken_apart(value, f"{prefix}{key}/")
             tensors |= inner
         else:
             rest[key] = value
     return tensors, rest
 
 
-def nested(tensors: dict[str, Tensor], rest: dict) -> dict:
-    """What `flattened` has taken apart."""
+def put_together(tensors: dict[str, Tensor], rest: dict) -> dict:
+    """The dicts that `taken_apart` was given."""
     for path, tensor in tensors.items():
         *keys, last = path.split("/")
         inner = rest
@@ -211,10 +211,12 @@ def load(
     def read() -> dict:
         with refusing(path):
             if not path.is_dir():
-                tensors, rest = flattened(torch.load(path, map_location="cpu", weights_only=True))
-                return nested({name: rows_of(name, t, shards) for name, t in tensors.items()}, rest)
-            tensors = read_shards(path, runtime.device, shards)
-            return nested(tensors, torch.load(path / REST, weights_only=True))
+                tensors, rest = taken_apart(torch.load(path, "cpu", weights_only=True))
+                tensors = {name: rows_of(name, t, shards) for name, t in tensors.items()}
+            else:
+                tensors = read_shards(path, runtime.device, shards)
+                rest = torch.load(path / REST, weights_only=True)
+            return put_together(tensors, rest)
 
     runtime.together(lambda: verify(path, runtime))
     return runtime.together(read)
