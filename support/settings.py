@@ -183,12 +183,9 @@ def resumed(config_class: type, saved: Flat, given: Flat) -> Flat:
                 f"{as_given(setting.flag, value)} differs from {before}, with which the run was"
                 " started: leave it out, or start a new run with another --out"
             )
-    merged = saved | given
     # a technique that is switched off now takes its other settings with it
-    off = {
-        name[: -len("on")] for name, value in given.items() if name.endswith(".on") and not value
-    }
-    return {n: v for n, v in merged.items() if n in given or not n.startswith(tuple(off))}
+    off = tuple(n.removesuffix("on") for n, v in given.items() if n.endswith(".on") and not v)
+    return {n: v for n, v in (saved | given).items() if n in given or not n.startswith(off)}
 
 
 def as_given(written: str, value: Value) -> str:
@@ -260,7 +257,7 @@ def bytes_of(written: str, text: str) -> int:
 PREFIXES = ("", "K", "M", "B", "T", "P", "E")
 
 
-def short(value: float, unit: str = "", digits: int = 3) -> str:
+def short(value: float, unit: str = "") -> str:
     """A number to three digits. 10^9 is B for tokens, and G with a unit.
 
     Example:  61440 -> "61.4 K", 1.23e12 -> "1.23 T", 950 -> "950"; 2.5e9, "FLOP" -> "2.50 GFLOP"
@@ -271,8 +268,7 @@ def short(value: float, unit: str = "", digits: int = 3) -> str:
     while abs(value) >= 999.5 and power < len(PREFIXES) - 1:
         value /= 1000
         power += 1
-    whole = len(str(int(abs(value))))
-    text = f"{value:.{max(digits - whole, 0) if power else 0}f}"
+    text = f"{value:#.3g}".rstrip(".") if power else f"{value:.0f}"
     prefix = "G" if unit and PREFIXES[power] == "B" else PREFIXES[power]
     return f"{text} {prefix}{unit}".strip()
 
