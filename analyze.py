@@ -22,7 +22,6 @@ Paper: Li et al., arXiv 2212.03597.
     torchrun --nproc-per-node 2 analyze.py STORE --metric rarity --samples rows
 """
 
-import argparse
 import hashlib
 import inspect
 import json
@@ -37,7 +36,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
 from dataclasses import replace
-from functools import partial
+from functools import lru_cache, partial
 from itertools import chain
 from multiprocessing import parent_process
 from pathlib import Path
@@ -49,11 +48,11 @@ from tqdm import tqdm
 
 import prepare
 from curriculum import LENGTHS, Ranking, Rankings
-from data import KINDS, SPECIAL_TOKENS, Samples, samples_of
+from data import KINDS, SPECIAL_TOKENS, Samples
 from support import runtime
 from support.runtime import Runtime
 from support.settings import count
-from support.store import atomic_folder, atomic_write, folder_lock, get_encoding
+from support.store import Store, atomic_folder, atomic_write, folder_lock, get_encoding
 
 BLOCK = 1 << 18  # tokens measured together: what a core's cache holds
 SHARD = 1 << 18  # samples of a shard, unless that would make more than MOST_SHARDS
@@ -150,6 +149,12 @@ def check_metrics(
         raise ValueError(f"{flag} {','.join(names)}: takes one length, and each name once")
 
 
+@lru_cache(maxsize=1)
+def training_samples(path: str, kind: str, seq_len: int) -> Samples:
+    """The training samples of a store, opened once a process: a worker only gets their names."""
+    return Samples(Store.open(path), kind, seq_len)
+
+
 def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
     """The tokens (n,) and lengths (N,) of samples first..last - 1, some 2^18 tokens at a time."""
     ends = samples.spans(np.array([first, last - 1]))
@@ -174,14 +179,12 @@ def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray
 def sum_shard(open_samples: Callable, names: list[str], shard: range) -> dict[str, np.ndarray]:
     """The first pass over a shard: what each of these metrics sums over all samples."""
     samples = open_samples()
-    vocab_size = samples.identity()["vocab_size"]
+    vocab_size = samples.store.meta["vocab_size"]
     summed = {name: METRICS[name].summed for name in names}
-    functions = set(summed.values())  # metrics share what they sum
-    sums: dict[Callable, np.ndarray] = {}
+    sums = dict.fromkeys(summed.values(), 0)  # metrics share what they sum
     for tokens, lengths in blocks(samples, shard.start, shard.stop):
-        for function in functions:
-            part = function(tokens, lengths, vocab_size)
-            sums[function] = sums[function] + part if function in sums else part
+        for function in sums:
+            sums[function] = sums[function] + function(tokens, lengths, vocab_size)
     return {name: sums[function] for name, function in summed.items()}
 
 
@@ -202,11 +205,8 @@ def sort_shard(
             if measured.shape != lengths.shape or not np.isfinite(measured).all():
                 raise ValueError(f"--metric {name} has to give each sample a finite number")
             values[name].append(measured)
-    runs = {}
-    for name in names:
-        of_shard = np.concatenate(values[name]).astype(METRICS[name].dtype)
-        runs[name] = sorted_run(of_shard, shard.start, id_dtype)
-    return runs
+    of_shard = {n: np.concatenate(parts).astype(METRICS[n].dtype) for n, parts in values.items()}
+    return {name: sorted_run(v, shard.start, id_dtype) for name, v in of_shard.items()}
 
 
 # ---- a pass over the shards
@@ -371,8 +371,11 @@ def cut_runs(runs: list[np.ndarray], rank: int) -> list[int]:
 
 def fingerprint(samples: Samples, name: str) -> str:
     """What ties an index to store, tokenizer, samples and metric."""
-    source = inspect.getsource(METRICS[name].value)
-    made_of = {"format": 1, "metric": name, "source": source, **samples.identity()}
+    of_store = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
+    made_of = {field: samples.store.meta[field] for field in of_store}
+    made_of["made"] = (samples.split, samples.kind == "rows", samples.without_eot)
+    made_of |= {"format": 1, "metric": name, "seq_len": samples.max_piece_len}
+    made_of["source"] = inspect.getsource(METRICS[name].value)
     return hashlib.sha256(json.dumps(made_of, sort_keys=True).encode()).hexdigest()
 
 
@@ -507,7 +510,7 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
             )
         if lacking:
             print(f"analyzing {store} by {by}, once: index in {indexes}", flush=True)
-            open_samples = partial(samples_of, store, samples.kind, samples.seq_len)
+            open_samples = partial(training_samples, store, samples.kind, samples.seq_len)
             analyze(open_samples, lacking, indexes, replace(ranks, rank=0, world_size=1))
 
     ranks.on_each_machine(make)  # each may have a store of its own
@@ -530,15 +533,17 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
     args = parser.parse_args(argv)
-    names = args.metric.split(",")
-    check_arguments(args, names)
+    names, least = args.metric.split(","), SPECIAL_TOKENS.get(args.samples, 0) + 1
+    if not least <= args.seq_len < 2**31:
+        raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
+    check_metrics(names, args.seq_len, args.samples, flag="--metric")
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are told to end
     ranks = runtime.start("cpu", "fp32")
     if args.store is None:  # each machine has its own
         ranks.on_each_machine(lambda: prepare.embedded_store("pd4k"))
     store = args.store or str(prepare.embedded_store("pd4k"))
-    open_samples = partial(samples_of, store, args.samples, args.seq_len)
+    open_samples = partial(training_samples, store, args.samples, args.seq_len)
     samples = open_samples()
     folder = index_folder(args.out, samples)
     analyze(open_samples, names, folder, ranks, args.workers)
@@ -549,13 +554,6 @@ def main(argv: list[str] | None = None) -> None:
         show_percentiles(indexes)
         if args.examples:
             show_examples(indexes, samples)
-
-
-def check_arguments(args: argparse.Namespace, names: list[str]) -> None:
-    least = SPECIAL_TOKENS.get(args.samples, 0) + 1
-    if not least <= args.seq_len < 2**31:
-        raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
-    check_metrics(names, args.seq_len, args.samples, flag="--metric")
 
 
 # ---- what a ranking looks like

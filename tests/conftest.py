@@ -29,7 +29,7 @@ if not torch.cuda.is_available():
 
 import evaluate
 import train
-from data import samples_of
+from analyze import training_samples
 from kernels.triton_here import tl, triton
 from prepare import prepare
 from support.clock import Clock
@@ -82,7 +82,7 @@ def store_dir(tmp_path_factory):
 @pytest.fixture
 def new_process():
     """A process opens a store once; here one path may hold several."""
-    samples_of.cache_clear()
+    training_samples.cache_clear()
 
 
 @pytest.fixture

@@ -14,8 +14,8 @@ import numpy as np
 import torch
 
 import analyze
+from analyze import training_samples
 from curriculum import Ranking
-from data import samples_of
 from support.runtime import Runtime
 from support.store import FORMAT, Store
 
@@ -69,7 +69,7 @@ def many_documents(count=40):
 
 
 def opener(store, kind="pieces", seq_len=8):
-    return partial(samples_of, str(store), kind, seq_len)
+    return partial(training_samples, str(store), kind, seq_len)
 
 
 def analyzed(folder, open_samples, names=("rarity",), ranks=ONE, workers=1):

@@ -346,7 +346,7 @@ def several(tmp_path, monkeypatch):
 
 WRONG = {
     "a=0.7,b": "--data a=0.7,b: 'b' is not PATH=WEIGHT",
-    "a=nan,b=2": "--data .* nan",
+    "a=nan,b=2": "--data .*: 'a=nan' is not PATH=WEIGHT",
     "a=1,other=1": "--data .*other was made with tokenizer another",
     "a=1,copy=2": "--data .*copy has the same text",
 }
