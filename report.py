@@ -14,13 +14,12 @@ each row.
     3  curve   the point (19712, 16), in the colour of its recipe   curves_of
     4  chart   "Kept tokens of a row", against consumed tokens      charts_of, figure, plot
 
-Each chart is of the field that is its key in CHARTS, and is left out where that never changes. Not
-so are:
+The key of a chart in CHARTS is its field; a field that never changes gets none. Exceptions:
 
     Training loss     loss, in bits per byte where the log says how many bytes a token has
     Held-out loss     val_bpb of the "eval" lines; several runs also against real_tokens, flops and
                       the sum of ms
-    Dropped           layer_tokens, as a share of --layers times all positions, padding included
+    Dropped           what layer_tokens lack of --layers times all positions, padding included
     Difficulty ...    each field difficulty_... that all runs have
     numbered marks    the lines "stage", and "run" after the first
 
