@@ -10,8 +10,9 @@ environment variables: a recipe is a shell line. One of them, `--layers 4 --ltd`
                ltd.resolved: start 16, share 0.9          by --seq-len
     Config     settings.ltd.start == 16                   what everybody reads, frozen
 
-A technique's settings are completed and checked in `build` or `check`, where its `.on` stands.
-Where else it acts stands at the head of its file.
+A technique's settings are completed and checked in `build` or `check`, where its `.on` stands;
+--offload is checked in train.py, which knows the device's memory. Where else a technique acts
+stands at the head of its file.
 
     python config.py                    # the table of flags, as the README shows it
 """
@@ -23,7 +24,6 @@ from pathlib import Path
 import analyze
 import curriculum
 import ltd
-import offload
 import packing
 import pseudo
 from curriculum import LENGTHS, CurriculumConfig
@@ -111,8 +111,6 @@ def build(settings: Flat, will_run: bool = True, file: str = "") -> Config:
     if config.pseudo.on:
         shadow = pseudo.resolved(config.pseudo, model.layers, is_bert=is_bert, init=model.init)
         config = replace(config, pseudo=shadow)
-    if config.offload.on:
-        offload.check(config.offload, fsdp=config.run.fsdp)
     if will_run:
         check(config)
     return config

@@ -8,11 +8,14 @@ pacing of its own. With several ranked metrics a sample has to be easy enough by
 Everything here is a pure function of the tokens consumed so far: this file reads no text and draws
 no random numbers. analyze.py measures samples and sorts them. In reading order: configuration,
 pacing, the samples up to a difficulty, the curriculum, what the flags mean. It acts where
-`settings.curriculum.on` stands:
+`settings.curriculum.on` stands, and where plan.py asks for the `Curriculum` made there:
 
-    config.py   check             what is refused
-    plan.py     Plan.__init__     opens the indexes, and makes the `Curriculum`
-                Plan.stage_at     `Curriculum.at`, before a step or where a window of rows begins
+    config.py   check                `parse_metrics`: what is refused
+    plan.py     Plan.__init__        opens the indexes, and makes the `Curriculum`
+                Plan.stage_at        `at`, before a step or where a window of rows begins
+                Plan.unpacked_rows   `reshapes`: whether what is cut off makes rows of its own
+                Plan.full_step       the same, for the steps ahead
+                Plan.costed          the log has the difficulty, and how many samples it allows
 
 Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 

@@ -1,5 +1,14 @@
 """Granular CPU offload: move as much of a training state to the host as a byte budget demands.
 
+It acts where `settings.offload.on` stands, and where train.py asks for the `Offload` made there:
+
+    train.py    go             `in_words`: what will be where, or why that cannot be
+                assemble       `Offload.move`, before the optimizers get the masters
+                block_runner   `wrap_block`, for each micro-batch
+                backward       `around_backward`
+                train_step     `Offload.step`: clipped gradients become new weights
+                state          `weights`, for checkpoints
+
 From the flag to the bytes, stop by stop; all functions are in this file unless one is named. In the
 example six layers of width 128 train in fp32 with Muon, in two micro-batches of 1,024 tokens a
 step. Each of the blocks h.0 to h.5 has 196,608 weights in matrices. These are 768 KiB, and so are
@@ -95,15 +104,6 @@ class OffloadConfig:
         " free",
         free=True,
     )
-
-
-def check(config: OffloadConfig, *, fsdp: bool) -> None:
-    """Refuse what is no amount of bytes, and --fsdp."""
-    budget_bytes(config.budget, free=0)
-    if fsdp:
-        raise ValueError(
-            "--fsdp spreads weights, gradients and state over the ranks: leave out --offload"
-        )
 
 
 def budget_bytes(text: str, free: int | None = None) -> int:
@@ -287,14 +287,18 @@ def place(
 
 
 def placement_for(
-    config: OffloadConfig, muon: bool, model: "Transformer", runtime: Runtime
+    config: OffloadConfig, model: "Transformer", runtime: Runtime, *, muon: bool, fsdp: bool
 ) -> Placement:
     """Decide what of a model leaves the device, by what was free when the run began.
 
-    Args:   muon  whether Muon updates the blocks' matrices
-            model may be on the meta device
-    Raises: ValueError for a budget that is too small
+    Args:   model may be on the meta device
+            muon  whether Muon updates the blocks' matrices
+    Raises: ValueError for a budget that is no amount of bytes or too small, and for --fsdp
     """
+    if fsdp:
+        raise ValueError(
+            "--fsdp spreads weights, gradients and state over the ranks: leave out --offload"
+        )
     budget = budget_bytes(config.budget, runtime.device_free)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == runtime.dtype)
     most = Offloaded.WEIGHTS if runtime.world_size == 1 else Offloaded.STATE

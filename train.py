@@ -56,7 +56,6 @@ from support.runtime import (
     assign,
     check_agreement,
     exit_cleanly,
-    join,
     made_by,
     one_line,
     refuse_step,
@@ -80,8 +79,6 @@ def main(argv: list[str] | None = None) -> int:
     settings, started = config.parse_or_resume(sys.argv[1:] if argv is None else argv)
     runtime = start(settings.run.device, settings.run.dtype)
     runtime.check_same({"commit": commit()} | made_by(runtime) | config.shared_by_ranks(settings))
-    if settings.run.fsdp:
-        join(runtime)
     by_document = settings.pack.batch == "documents"
     rows = micro_batch_rows(settings.optim, settings.data.seq_len, runtime, by_document)
     data = open_data(settings.data, settings.model.model == "bert", runtime)
@@ -333,7 +330,8 @@ def is_compiled(settings: Config, runtime: Runtime) -> bool:
 
 def placement_of(settings: Config, model: nn.Module, runtime: Runtime) -> "Placement":
     """What --offload keeps in host memory."""
-    return placement_for(settings.offload, settings.optim.optimizer == "muon", model, runtime)
+    muon, fsdp = settings.optim.optimizer == "muon", settings.run.fsdp
+    return placement_for(settings.offload, model, runtime, muon=muon, fsdp=fsdp)
 
 
 @dataclass

@@ -6,10 +6,9 @@ No training logic. One CPU and many GPUs differ here and nowhere else.
 
 torch's FSDP2 (`fully_shard`) makes each parameter a DTensor. A block's whole weights are gathered
 just before it runs and freed after it, and its gradients are averaged over ranks as by DDP, but
-each rank keeps only its rows. Blocks are gathered one at a time; the embeddings, which are also the
-head, and everything else outside the blocks form one more group.
+each rank keeps only its rows. Blocks are gathered one at a time; everything outside them, such as
+the embeddings, forms one more group.
 
-    join(runtime)                     # a single process forms a group alone
     shard(model, runtime)             # after compiling, before the optimizers
     sync_gradients(model, is_last)    # before the forward pass of each micro-batch
 
@@ -374,14 +373,6 @@ FORWARD_METHODS = ("hidden_states", "losses", "logits", "follows")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
-def join(runtime: Runtime) -> None:
-    """Make a process group of this process alone, unless torchrun has started several."""
-    if not dist.is_initialized():
-        dist.init_process_group(
-            **group_of(runtime.device), store=dist.HashStore(), rank=0, world_size=1
-        )
-
-
 def shard(model: nn.Module, runtime: Runtime) -> None:
     """Spread a Transformer's parameters over the ranks; they are new objects afterwards.
 
@@ -394,6 +385,10 @@ def shard(model: nn.Module, runtime: Runtime) -> None:
     kind = runtime.device.type
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"--fsdp needs --device cpu or cuda, not {kind}: leave out --fsdp")
+    if not dist.is_initialized():  # torchrun did not start this process: it is a group alone
+        dist.init_process_group(
+            **group_of(runtime.device), store=dist.HashStore(), rank=0, world_size=1
+        )
     mesh = init_device_mesh(kind, (runtime.world_size,))
     for block in dict.fromkeys(model.h):
         if next(block.parameters(), None) is not None:

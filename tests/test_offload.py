@@ -290,7 +290,7 @@ def test_a_run_is_placed_by_its_flags_and_a_small_host_is_warned_of(monkeypatch)
 
     def placement(flags):
         settings = config.build(config.parse(["--offload", *flags.split()]))
-        return placement_for(settings.offload, True, model, here)
+        return placement_for(settings.offload, model, here, muon=True, fsdp=False)
 
     placed = placement("--offload-budget 12MB")
     assert any(kinds_of(placed)) and placement("") == placed, "auto: half of what is free"

@@ -15,7 +15,6 @@ import pytest
 from conftest import ROOT, SMALL
 
 
-
 def copied(to: Path) -> Path:
     """A copy of what a run and its tests need."""
     skip = shutil.ignore_patterns(".*", "__pycache__", "results", "runs", "*.egg-info")
