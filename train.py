@@ -113,11 +113,11 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
         if runtime.on_rank0(run.is_complete):
             runtime.say(f"{run.folder} is finished: its {s.optim.tokens:,} tokens are consumed")
             return 0
-    announce(plan, run, micro_batch)
     if s.offload.on:
         # of the whole model: --pseudo may begin with less, and must not be refused in mid-run
         placement = placement_of(s, empty_model(shape), runtime)
         runtime.say(offload.in_words(placement, runtime.host_free))
+    announce(plan, run, micro_batch)
     if is_compiled(s, runtime):
         runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
     if s.run.dry_run:
