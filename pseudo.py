@@ -18,9 +18,9 @@ state, the gradients, the settings. It acts where `settings.pseudo.on` stands:
     config.py   build             `resolved`: defaults, and what is refused
     plan.py     tokens_by_layer   layers that are not there yet cost nothing
     train.py    assemble          `share`: as the run begins, goes on, and at the end of a stage
-                block_runner      `wrap_block`: nothing acts on a layer that is not there
+                block_runner      `wrap_block`: a layer that is not there hands on what it got
                 train             where `owners_at` changes: `handed_over`, and `assemble` again
-                train_step        `average` the gradients
+                train_step        `average` the gradients; `state` keeps the owners
 
 Papers: Lin et al., arXiv 2110.03888 (the idea and its name; no code); Yang et al., arXiv
         2110.03848 (units, when to untie, mean gradients); Gong et al. 2019, StackBERT, and arXiv
