@@ -17,8 +17,8 @@ stands at the head of its file.
     python config.py                    # the table of flags, as the README shows it
 """
 
-import importlib
 from dataclasses import dataclass, field, replace
+from importlib.util import find_spec
 from pathlib import Path
 
 import analyze
@@ -184,12 +184,8 @@ def check(config: Config) -> None:
             f" {choices}",
         ),
         (
-            config.run.wandb and not can_import("wandb"),
+            config.run.wandb and find_spec("wandb") is None,
             "--wandb needs its package: pip install -e '.[wandb]'",
-        ),
-        (
-            config.pack.packer == "nnlshp" and not can_import("scipy"),
-            "--pack-packer nnlshp needs SciPy: pip install -e '.[pack]'",
         ),
         (
             mixes and bool(ranked),
@@ -220,14 +216,6 @@ def check(config: Config) -> None:
         curriculum.parse_metrics(config.curriculum, seq_len, config.pack.on)
         analyze.check_metrics(config.curriculum.metrics, seq_len, samples_kind(config))
     transformer_config(config, vocab_size=1)  # raises for heads that do not divide the width
-
-
-def can_import(module: str) -> bool:
-    try:
-        importlib.import_module(module)
-    except ImportError:
-        return False
-    return True
 
 
 if __name__ == "__main__":
