@@ -7,11 +7,12 @@ marked so.
 import re
 import weakref
 from collections import Counter, defaultdict
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from itertools import accumulate
 from types import SimpleNamespace
 from typing import NamedTuple
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -24,7 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import config
-import ltd
 import offload
 import train
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
@@ -50,8 +50,8 @@ pytestmark = pytest.mark.usefixtures("short_ends")
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
 NOTHING, STATE, GRADIENTS, WEIGHTS = Offloaded
 MIB = 2**20
+PLAIN = (NOTHING,) * 5  # no line that moves anything runs
 MIXTURES = {
-    "nothing": (NOTHING,) * 5,
     "state": (NOTHING, STATE, STATE, STATE, STATE),
     "gradients": (NOTHING, GRADIENTS, GRADIENTS, GRADIENTS, GRADIENTS),
     "weights": (NOTHING, WEIGHTS, WEIGHTS, WEIGHTS, WEIGHTS),
@@ -68,54 +68,27 @@ def small(kind="gpt", pos="learned", shared=False, blocks=4, **more):
     return model
 
 
-class Everything:
-    """A device with room for everything: nothing is offloaded."""
-
-    def move(self, model, device):
-        self.weights = model.to(device).state_dict
-
-    def parameters(self, named):
-        return named
-
-    def wrap_block(self, inner):
-        return inner
-
-    def around_backward(self, last):
-        return nullcontext()
-
-    def step(self, optimizers, lr):
-        optimizers.step(lr)
-
-
 class Run:
     """Steps of three micro-batches, with clipping, weight decay and a rate that changes."""
 
-    def __init__(self, model, offloaded=None, kind="adamw", dtype="fp32", early=True, device=CPU):
+    def __init__(self, model, offloaded=PLAIN, kind="adamw", dtype="fp32", device=CPU):
         self.model, self.dtype, self.device = model, dtype, device
         self.losses, self.norms, self.number = [], [], 0
         self.gradients: list[dict] = []  # of each step, before they are clipped
-        self.offloaded = Everything()
-        if offloaded is not None:
-            pairs = zip(parts_of(model, kind == "muon"), offloaded, strict=False)
-            parts = tuple(part._replace(offloaded=of_part) for part, of_part in pairs)
-            self.offloaded = Offload(Placement(parts, dtype, budget=0), early)
+        pairs = zip(parts_of(model, kind == "muon"), offloaded, strict=False)
+        parts = tuple(part._replace(offloaded=of_part) for part, of_part in pairs)
+        self.offloaded = Offload(Placement(parts, dtype, budget=0))
         self.offloaded.move(model, device)
         tensors = self.offloaded.parameters(dict(model.named_parameters()))
         self.optimizers = Optimizers(tensors, kind, 0.1, (0.9, 0.95))
 
-    def run_block(self, dropping=False, recomputed=False):
-        run_block = self.offloaded.wrap_block(run_recomputed if recomputed else run_plain)
-        if not dropping:
-            return run_block
-        random = torch.Generator().manual_seed(self.number)
-        bits = torch.randint(2**40, (2, 3, 24), generator=random)
-        kept = ltd.draw(15, bits)
-        return ltd.drop_tokens(dict(zip((1, 2), kept, strict=True)), run_block)
+    def run_block(self, recomputed=False):
+        return self.offloaded.wrap_block(run_recomputed if recomputed else run_plain)
 
-    def backward(self, last, **how):
+    def backward(self, last, recomputed=False):
         inputs = batch(packed=self.device == CPU, seed=self.number).to(self.device)
         with torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype != "fp32"):
-            loss = self.model(inputs, run_block=self.run_block(**how)) / 63
+            loss = self.model(inputs, run_block=self.run_block(recomputed)) / 63
         with self.offloaded.around_backward(last):
             loss.backward()
         self.losses.append(loss.detach())  # whose item() would wait for the device
@@ -125,21 +98,14 @@ class Run:
         self.norms.append(self.optimizers.clip_gradients(0.5).item())
         self.offloaded.step(self.optimizers, 1e-2 / (1 + self.number))
 
-    def steps(self, count, micro_batches=3, **how):
+    def steps(self, count, micro_batches=3, recomputed=False):
         for _ in range(count):
             for number in range(1, micro_batches + 1):
-                self.backward(number == micro_batches, **how)
-            tensors = self.optimizers.named.items()
-            self.gradients.append({n: p.grad.clone() for n, p in tensors if p.grad is not None})
+                self.backward(number == micro_batches, recomputed)
+            gradients = {n: p.grad for n, p in self.optimizers.named.items() if p.grad is not None}
+            self.gradients.append({n: g.to("cpu", copy=True) for n, g in gradients.items()})
             self.update()
         return self
-
-    def weights(self):
-        return self.offloaded.weights()
-
-    def state(self):
-        named = self.optimizers.named
-        return {named[name]: state for name, state in self.optimizers.state.items()}
 
 
 @cache
@@ -154,7 +120,7 @@ def assert_same(run, other):
     assert min(run.norms) > 0.5, "clipping was active"
     for gradients, others in zip(run.gradients, other.gradients, strict=True):
         assert_equal(gradients, others)
-    assert_equal(run.weights(), other.weights())
+    assert_equal(run.offloaded.weights(), other.offloaded.weights())
     saved, others = run.optimizers.state_dict()["state"], other.optimizers.state_dict()["state"]
     assert saved.keys() == others.keys() and saved
     for name, state in saved.items():
@@ -183,10 +149,6 @@ def kinds_of(placement):
 def letters(budget, **more):
     """A letter each for the outside and the three blocks."""
     return "".join("NSGW"[kind] for kind in kinds_of(place(THREE, budget, "fp32", **more)))
-
-
-def block(offloaded, layers=(0,), numel=1):
-    return Part("h.0", layers, numel, 8 * numel, 0, offloaded=offloaded)
 
 
 def test_worked_example():
@@ -228,28 +190,23 @@ def test_the_walk_at_the_head_of_offload_py():
 
 
 def test_gradients_of_a_shared_block_stay_until_its_last_use():
-    shared = block(WEIGHTS, (0, 3), 1000)
+    shared = Part("h.0", (0, 3), 1000, 8000, small=0, offloaded=WEIGHTS)
     assert device_bytes(Placement((shared,), "fp32", 0)) == 4000 + 4 * 4000
 
 
-@st.composite
-def sizes(draw):
-    """Any model: blocks of several sizes, some shared, and the outside."""
-    numbers = st.tuples(st.integers(1, 10**7), st.integers(0, 10**4))
-    more = st.tuples(numbers, st.sampled_from([4, 8]), st.sampled_from([1, 1, 1, 2, 3]))
-    numel, small = draw(numbers)
-    parts, layer = (
-        [Part("outside", (), 10 * numel, 80 * numel, small, embedding=10 * numel, tied=True)],
-        0,
-    )
-    for (numel, small), state, uses in draw(st.lists(more, min_size=1, max_size=7)):
-        layers = tuple(range(layer, layer + uses))
-        parts.append(Part(f"h.{layer}", layers, numel, state * numel, small))
-        layer += uses
+NUMEL = st.integers(1, 10**7)
+BLOCK = st.tuples(NUMEL, st.sampled_from([4, 8]), st.sampled_from([1, 1, 1, 2, 3]))
+
+
+def any_model(numel, blocks):
+    """Blocks of several sizes, some of which layers share, and the outside."""
+    parts = [Part("outside", (), numel, 8 * numel, 99, embedding=numel, tied=True)]
+    for number, (numel, state, uses) in enumerate(blocks):
+        parts.append(Part(f"h.{number}", (number,) * uses, numel, state * numel, numel // 1000))
     return tuple(parts)
 
 
-DTYPE = st.sampled_from(["fp32", "bf16"])
+MODEL = st.builds(any_model, NUMEL, st.lists(BLOCK, min_size=1, max_size=7))
 
 
 def placed(parts, budget, dtype):
@@ -259,7 +216,7 @@ def placed(parts, budget, dtype):
         return int(re.search(r"works is (\d+)MiB", str(error))[1])
 
 
-@given(sizes(), DTYPE, st.floats(0, 1.1), st.floats(0, 1.1))
+@given(MODEL, st.sampled_from(["fp32", "bf16"]), st.floats(0, 1.1), st.floats(0, 1.1))
 def test_any_placement_holds_its_budget_in_the_order_of_leaving(parts, dtype, share, more):
     """A refusal names the smallest budget that works, and a larger one never moves more."""
     whole = device_bytes(place(parts, 2**60, dtype))
@@ -328,21 +285,15 @@ def test_every_placement_that_a_budget_can_ask_for_is_bitwise_the_plain_run(
         assert_same(Run(small(blocks=blocks), tuple(away), kind).steps(2, micro_batches), without)
 
 
-@pytest.mark.parametrize(
-    ("model", "how"),
-    [
-        ({"shared": True}, {"dropping": True, "recomputed": True}),
-        ({"kind": "bert", "shared": True}, {"recomputed": True}),
-        (LLAMA, {}),
-        ({"pos": "rope"}, {"dropping": True}),
-    ],
-)
-def test_it_composes_with_dropping_recomputing_and_sharing(model, how):
-    without = Run(small(**model), kind="muon").steps(2, **how)
+@pytest.mark.parametrize("model", [{"shared": True}, {"kind": "bert", "shared": True}, LLAMA])
+def test_it_composes_with_sharing_and_recomputing(model):
+    """Token dropping comes with the runs below."""
+    recomputed = "shared" in model
+    without = Run(small(**model), kind="muon").steps(2, recomputed=recomputed)
     for mixture in ("mixed", "all that can"):
-        run = Run(small(**model), MIXTURES[mixture], "muon").steps(2, **how)
+        run = Run(small(**model), MIXTURES[mixture], "muon").steps(2, recomputed=recomputed)
         assert_same(run, without)
-    assert_equal(run.weights(), without.model.state_dict())  # a key for each layer
+    assert_equal(run.offloaded.weights(), without.model.state_dict())  # a key for each layer
 
 
 def test_an_evaluation_fetches_weights_and_a_block_without_them_cannot_run_by_mistake():
@@ -565,8 +516,6 @@ def test_a_blocks_weights_are_on_their_way_while_the_block_before_it_computes(mo
     for layer, block in enumerate(run.model.h):
         block.register_forward_pre_hook(lambda *_, layer=layer: log.append(layer))
     run.steps(1, micro_batches=2)
-    assert [run.offloaded.following(layer, 1) for layer in (0, 2, 3)] == [1, 3, 3]
-    assert [run.offloaded.following(layer, -1) for layer in (3, 1, 0)] == [2, 0, 0]
     forward = ["copy 1", 0, "copy 2", 1, "copy 3", 2, 3]
     backward = ["copy 2", 3, "copy 1", 2, "copy 0", 1, 0]
     assert log == 2 * [*forward, *backward] + ["copy 0"], "and then that of the next step"
@@ -582,43 +531,33 @@ def test_memory_is_page_locked_piece_by_piece_and_no_tensor_is_cut(monkeypatch, 
     once more to who asks next, which must not be a kernel.
     """
     wanted = {n: (torch.Size([n]), torch.uint8) for n in (600, 300, 200, 2000, 64, 0, 63)}
-    link, locked, asked, most = Link(CPU), {}, [], 1300
+    link, locked = Link(CPU), {}
 
     def register(address, size, flags):
-        if sum(locked.values()) + size > most:
+        if sum(locked.values()) + size > 1300:
             return 2
         locked[address] = size
         return 0
 
-    def zeros(*shape, device):
-        asked.append(device)
-        raise RuntimeError("CUDA error: out of memory")
-
+    driver = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=locked.pop)
+    driver.cudaGetErrorString = {2: "out of memory"}.get
     with monkeypatch.context() as patch:
-        driver = SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=locked.pop)
-        driver.cudaGetErrorString = {2: "out of memory"}.get
         patch.setattr(torch.cuda, "cudart", lambda: driver)
         patch.setattr(Link, "PIECE", 1024)
-        patch.setattr(torch, "zeros", zeros)
+        patch.setattr(torch, "zeros", Mock(side_effect=RuntimeError))
         link.up = Stream("up")
         memory = link.memory(wanted)
+        torch.zeros.assert_called_once_with(1, device=CPU)
     pieces = {piece.data_ptr(): piece.nbytes for piece in link.pieces}
     assert list(pieces.values()) == [960, 256, 2048, 128]
-    for size, tensor in memory.items():
-        begin, end = tensor.data_ptr(), tensor.data_ptr() + size
-        assert tensor.shape == (size,)
-        assert not size or any(at <= begin and end <= at + n for at, n in pieces.items())
+    assert all(tensor.shape == (size,) for size, tensor in memory.items()), "in one piece each"
     assert locked == dict([*pieces.items()][:2])
-    assert asked == [CPU] and capsys.readouterr().err.count("\n") == 1
+    assert capsys.readouterr().err.count("\n") == 1
     del link
     assert locked == {}, "given back with the link"
 
 
 # ---- what is where
-
-
-def link_bytes(offloaded):
-    return sum(piece.nbytes for piece in offloaded.link.pieces)
 
 
 def is_on_host(offloaded, tensor):
@@ -645,8 +584,9 @@ def most_bytes(run, micro_batches, V, T):
         run.update()
 
     step()
-    offloaded = run.offloaded
-    state = [t for m, s in run.state().items() if not is_on_host(offloaded, m) for t in s.values()]
+    offloaded, named = run.offloaded, run.optimizers.named
+    on_device = {name for name, tensor in named.items() if not is_on_host(offloaded, tensor)}
+    state = [t for n in on_device for t in run.optimizers.state[n].values()]
     fetched = [weight for weights, _ in offloaded.fetched.values() for weight in weights]
     tensors = [*run.model.parameters(), *state, *fetched]
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in tensors}
@@ -692,32 +632,19 @@ def test_on_a_gpu_losses_are_those_of_plain_training_in_the_memory_planned(mixtu
     warm = torch.ones(64, 64, device=GPU, requires_grad=True)
     (warm @ warm).sum().backward()
 
-    def trained(away):
+    def trained(offloaded):
         torch.cuda.synchronize()
         before = torch.cuda.memory_allocated()
         torch.manual_seed(0)
-        model = Transformer(TransformerConfig("gpt", 4, 4, 256, 1024, 64, 512))
-        run = Run(model, away, device=GPU)
-        for number in range(8):
-            tokens = torch.randint(0, 512, (8, 64), generator=torch.Generator().manual_seed(number))
-            inputs = Batch(tokens, tokens.roll(-1, 1), None, None).to(GPU)
-            with run.offloaded.around_backward(number % 2 == 1):
-                loss = model(inputs, run_block=run.run_block()) / 512
-                loss.backward()
-            run.losses.append(loss.item())
-            del loss
-            if number == 1:
-                named = run.optimizers.named.items()
-                run.gradients.append({name: p.grad.to("cpu", copy=True) for name, p in named})
-            if number % 2:
-                run.update()
-        placement = run.offloaded.placement
+        model = Transformer(TransformerConfig("gpt", 4, 4, 256, 1024, 24, 512))
+        run = Run(model, offloaded, device=GPU).steps(4, micro_batches=2)
+        placement, pieces = run.offloaded.placement, run.offloaded.link.pieces
         assert torch.cuda.memory_allocated() - before <= device_bytes(placement) + 2**20
-        assert all(piece.is_pinned() for piece in run.offloaded.link.pieces if piece.nbytes)
-        assert link_bytes(run.offloaded) <= offload.host_bytes(placement) + 64 * 100
-        return run.losses, run.gradients[0]
+        assert all(piece.is_pinned() for piece in pieces if piece.nbytes)
+        assert sum(piece.nbytes for piece in pieces) <= offload.host_bytes(placement) + 64 * 100
+        return [loss.item() for loss in run.losses], run.gradients[0]
 
-    (losses, gradients), (wanted, others) = trained(MIXTURES[mixture]), trained(MIXTURES["nothing"])
+    (losses, gradients), (wanted, others) = trained(MIXTURES[mixture]), trained(PLAIN)
     assert losses[:2] == pytest.approx(wanted[:2], rel=1e-6)
     assert losses == pytest.approx(wanted, rel=1e-4)
     for name, gradient in gradients.items():
