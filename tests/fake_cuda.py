@@ -351,6 +351,17 @@ def patch_torch() -> None:
     threading.Thread.run = run_with_device
 
 
+def places(trainer: Any) -> list[tuple]:
+    """Of each parameter: what of it is offloaded; whether it is on the device, and its state."""
+    groups, found = importlib.import_module("offload").grouped(trainer.model), []
+    for part in trainer.offloaded.placement.parts:
+        for name, parameter in groups[part.name].items():
+            has_weights = parameter.inner.untyped_storage().nbytes() >= parameter.nbytes
+            has_state = isinstance(trainer.optimizers.state[name]["exp_avg"], OnDevice)
+            found.append((part.offloaded if parameter.ndim > 1 else 0, has_weights, has_state))
+    return found
+
+
 def run_command(flags: list[str], command="train", stop=None, patch=None) -> dict[str, Any]:
     """A command of this repository: its status, its output, and the costs of each step.
 
@@ -365,7 +376,8 @@ def run_command(flags: list[str], command="train", stop=None, patch=None) -> dic
             os.kill(os.getpid(), signal.SIGTERM)
         COUNTS.clear()
         done = train_step(self, step)
-        steps.append({"costs": dict(COUNTS), "loss": done.loss})
+        where = places(self) if self.offloaded else []
+        steps.append({"costs": dict(COUNTS), "loss": done.loss, "places": where})
         return done
 
     with contextlib.ExitStack() as around:

@@ -147,7 +147,10 @@ def test_recipes_on_the_device(name, reports):
     check_recipe(name, QUICK[name], reports)
 
 
-def test_offload_changes_no_bit(reports):
+def test_offload_changes_no_bit_and_tensors_are_where_the_placement_says(reports):
+    """Norms and biases stay, the embedding's state leaves, and so does all of the blocks."""
+    places = {tuple(place) for place in reports["offload"]["steps"][-1]["places"]}
+    assert places == {(0, True, True), (1, True, False), (3, False, False)}
     assert problems_with(reports["offload"], offloaded=True) == []
     assert losses_of(reports["offload"]) == losses_of(reports["in fp32"])
 
