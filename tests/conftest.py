@@ -178,6 +178,11 @@ def read_log(folder: Path, event: str | None = None) -> list[dict]:
     return [line for line in lines if event in (None, line["event"])]
 
 
+def losses_of(folder: str | Path) -> list[float]:
+    """Of each step of a run."""
+    return [line["loss"] for line in read_log(Path(folder), "train")]
+
+
 def names(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL, a_port, in_step, rank_of, read_log, start_ranks, terminate
+from conftest import SMALL, a_port, in_step, losses_of, rank_of, read_log, start_ranks, terminate
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.launcher import LaunchConfig, elastic_launch
 
@@ -29,7 +29,7 @@ import prepare
 import train
 from support import checkpoint
 from support.run import Log
-from support.runtime import Runtime, exit_cleanly, start
+from support.runtime import ROOT, Runtime, exit_cleanly, start
 
 pytestmark = pytest.mark.faults
 TIMES = 20  # that each fault is injected
@@ -43,10 +43,6 @@ def place(store_dir, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     shutil.copytree(store_dir, "store")
     return tmp_path
-
-
-def losses_of(folder: str | Path) -> list[float]:
-    return [line["loss"] for line in read_log(Path(folder), "train")]
 
 
 def check_end(folder: Path) -> None:

@@ -2,12 +2,11 @@
 
 import copy
 import shutil
-from functools import cache
 from itertools import pairwise
 
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, metrics, read_log
+from conftest import ALL_ON, losses_of, metrics, read_log
 from hypothesis import given
 from hypothesis import strategies as st
 from torch.utils._pytree import tree_leaves
@@ -160,15 +159,6 @@ def test_units_that_double_keep_their_place():
         torch.testing.assert_close(*states)
 
 
-@pytest.mark.parametrize("owners", [tuple(range(4)), (0, -1, -1, 3)])
-def test_a_stage_after_itself_changes_nothing(owners):
-    _, state = trained(owners)
-    for policy in pseudo.STATES:
-        same = handed_over(state, owners, policy)
-        assert same["model"] == state["model"], "the same tensors: others have no one truth value"
-        assert same["optimizers"]["state"].keys() == state["optimizers"]["state"].keys()
-
-
 @pytest.mark.parametrize("kind", ["adamw", "muon"])
 def test_new_layers_are_copies_of_their_neighbours_or_the_identity(kind):
     owners = stage(6, 3, 3)  # 0 . 2 . . 5
@@ -216,7 +206,7 @@ def test_the_update_of_shared_weights_is_that_of_the_mean_gradient():
 
 # ---- runs
 
-SHORT = f"{SMALL} --eval-every 0 --tokens 2048"
+SHORT = "--eval-every 0 --tokens 2048 --checkpoint-every 0"
 SAVED = "--checkpoint-every 256 --keep 20"
 SHARED = f"--pseudo --pseudo-group 2 {ALL_ON} --checkpoint-activations --dropout 0.1"
 PARTING = f"{SHARED} --pseudo-until 0.5 {SAVED}"
@@ -225,22 +215,10 @@ DOUBLING = f"--pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 {SAVED}"
 write_sample = sample.write
 
 
-@pytest.fixture(scope="module")
-def folder_of(short_ends, store_dir, tmp_path_factory):
-    """The folder of a run of ten plain steps, each made once: folder_of("--ltd")"""
-
-    @cache
-    def finished(flags=""):
-        out = tmp_path_factory.mktemp("run") / "run"
-        argv = f"{SHORT} --data {store_dir} --out {out} --checkpoint-every 0 {flags}"
-        assert train.main(argv.split()) == 0
-        return out
-
-    return finished
-
-
-def losses_of(folder):
-    return [line["loss"] for line in read_log(folder, "train")]
+@pytest.fixture
+def folder_of(short_ends, finished):
+    """The folder of a run of eight plain steps, each made once: folder_of("--ltd")"""
+    return lambda flags="": finished(f"{SHORT} {flags}")
 
 
 def test_off_is_absent(folder_of, monkeypatch):

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 
 import pytest
-from conftest import SMALL, in_step, metrics, read_log, resume_refused, terminate
+from conftest import SMALL, in_step, losses_of, metrics, read_log, resume_refused, terminate
 
 import train
 from prepare import prepare
@@ -125,8 +125,8 @@ def test_more_tokens_before_the_decay_are_the_longer_run(store_dir, tmp_path, ra
         train.main([*resume, "--tokens", "3072"])
     assert train.main(resume) == 0, "config.json has the new budget"
     assert train.main(f"{flags} --tokens 3072 --out {tmp_path / 'whole'}".split()) == 0
-    losses = [[line["loss"] for line in read_log(tmp_path / n, "train")] for n in ("run", "whole")]
-    assert losses[0] == losses[1] and len(losses[0]) == 12
+    losses = losses_of(tmp_path / "run")
+    assert losses == losses_of(tmp_path / "whole") and len(losses) == 12
 
 
 def test_more_tokens_that_would_bend_the_learning_rate_are_refused(folder, store_dir, tmp_path):
