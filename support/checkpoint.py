@@ -32,7 +32,7 @@ import torch
 from torch import Tensor
 
 from support.runtime import Runtime, of_rows, rows_here
-from support.store import sync
+from support.store import atomic_write, sync
 
 WORDS = ("last", "best")
 REST = "rest.pt"
@@ -103,7 +103,7 @@ def save(
         if path.is_dir():  # of the same step, so it has the same tensors; no call replaces a folder
             os.replace(unfinished / REST, path / REST)
             remove(unfinished)
-        else:
+        elif sharded:
             os.replace(unfinished, path)
         sync(path.parent)
         best = f"step-{state['best_step']:08d}"
@@ -120,7 +120,7 @@ def save(
             write_shards(tensors, unfinished)
             runtime.on_rank0(lambda: sync(unfinished))
         else:
-            runtime.on_rank0(lambda: write_file(unfinished, state))
+            runtime.on_rank0(lambda: write_file(path, state))
         runtime.on_rank0(publish)
     except ValueError as error:
         reason = " ".join(str(error).split())
@@ -131,14 +131,12 @@ def save(
 
 
 def write_file(path: Path, state: dict) -> None:
-    with path.open("wb") as file:
+    with atomic_write(path) as file:
         try:
             torch.save(state, file)
         except RuntimeError as error:
             # torch.save hides a failed write behind an error of its own
             raise error.__context__ or error from None
-        file.flush()
-        os.fsync(file.fileno())
 
 
 def write_shards(tensors: dict[str, Tensor], folder: Path) -> None:
