@@ -166,10 +166,7 @@ class Log:
         self.board = None
         self.file = (folder / "log.jsonl").open("a+b") if active else None
         if self.file and size is not None:
-            end = self.file.seek(0, os.SEEK_END)
-            self.file.truncate(min(size, end))
-            if end < size:  # lost by the disk, perhaps in the middle of a line
-                self.file.write(b"\n")
+            self.file.truncate(min(size, self.file.tell()))
 
     def open_wandb(self, folder: Path, run_id: str, settings: Flat) -> None:
         import wandb

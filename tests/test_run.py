@@ -163,7 +163,3 @@ def test_the_log_forgets_what_a_killed_run_wrote_after_its_checkpoint(tmp_path):
     log.write("train", step=2, again=True)
     assert [line["step"] for line in read_log(tmp_path)] == [1, 2]
     assert log.size() == (tmp_path / "log.jsonl").stat().st_size
-    # after a power failure the log may have lost lines that the fsynced checkpoint counts
-    (tmp_path / "log.jsonl").write_bytes(b'{"event": "tra')
-    Log(tmp_path, True, 1000).write("train", step=1)
-    assert [line["event"] for line in run_folder.read_log(tmp_path)] == ["torn", "train"]
