@@ -143,16 +143,11 @@ class Samples:
         """(m,) numbers of draws -> (m,) sample ids, pass after pass (support/clock.py)."""
         return shuffled(draws, len(self), seed)
 
-    def some(self, tokens: int | None = None) -> np.ndarray:
-        """(n, 2) spans of about this many tokens in all, a fixed random choice.
-
-        Args: tokens None for all samples, in the order in which they would be chosen
-        """
+    def some(self, tokens: int) -> np.ndarray:
+        """(n, 2) spans of about this many tokens in all, a fixed random choice."""
         # a sample has at least one token, so `tokens` of them are always enough
-        count = len(self) if tokens is None else min(tokens, len(self))
-        spans = self.spans(shuffled(np.arange(count), len(self), seed=0))
-        if tokens is None:
-            return spans
+        some = shuffled(np.arange(min(tokens, len(self))), len(self), seed=0)
+        spans = self.spans(some)
         return spans[: np.searchsorted(np.cumsum(spans[:, 1] - spans[:, 0]), tokens) + 1]
 
 
@@ -226,8 +221,6 @@ def open_store(given: str | Path) -> "AnyStore":
     Raises: ValueError as Store.open and entries_of do, and for stores that cannot be mixed
     """
     entries = entries_of(given)
-    if not entries and "," in str(given) and not Path(given).exists():
-        raise ValueError(f"--data {given}: several stores need weights, {EXAMPLE}")
     return Mixture.open(str(given), entries) if entries else Store.open(given)
 
 
@@ -257,26 +250,21 @@ class Mixture:
     @classmethod
     def open(cls, given: str, entries: Sequence[tuple[str, Fraction]]) -> "Mixture":
         parts = tuple(Store.open(path) for path, _ in entries)
-        first, seen = parts[0].meta, []
+        first, shares = parts[0].meta, tuple(share for _, share in entries)
         for part in parts:
-            meta = part.meta
-            if meta["tokenizer_fingerprint"] != first["tokenizer_fingerprint"]:
+            if part.meta["tokenizer_fingerprint"] != first["tokenizer_fingerprint"]:
                 others = f"{parts[0].path} with {first['tokenizer']}: prepare one of them again"
-                made_with = f"{part.path} was made with tokenizer {meta['tokenizer']}"
+                made_with = f"{part.path} was made with tokenizer {part.meta['tokenizer']}"
                 raise ValueError(f"--data {given}: {made_with} and {others}")
-            if meta["sha256"] in seen:
-                same = f"{part.path} has the same text as another store"
-                raise ValueError(f"--data {given}: {same}: give one of them both weights")
-            seen.append(meta["sha256"])
         # --resume compares this: stores may move, but text, order and weights have to be the same
-        sha256 = [[float(share), text] for (_, share), text in zip(entries, seen, strict=True)]
+        sha256 = [[float(s), part.meta["sha256"]] for s, part in zip(shares, parts, strict=True)]
         names = tuple(part.path.name for part in parts)
-        counts = {name: sum(part.meta.get(name, 0) for part in parts) for name in COUNTS}
+        counts = {name: sum(part.meta[name] for part in parts) for name in COUNTS}
         return cls(
             path=given,
             meta={**first, **counts, "sha256": {"mixture": sha256}},
             parts=parts,
-            weights=tuple(share for _, share in entries),
+            weights=shares,
             # folders' names; their paths where two folders have the same name
             names=names if len({*names}) == len(names) else tuple(str(p.path) for p in parts),
             tokens=MixedTokens([part.tokens for part in parts]),
