@@ -266,8 +266,7 @@ class Evaluation:
     def __post_init__(self):
         store = self.data.store
         if isinstance(store, Mixture):
-            tokens_each = zip(store.parts, tokens_of_each(store, self.tokens), strict=True)
-            self.parts = [self.part(part, tokens) for part, tokens in tokens_each]
+            self.parts = [*map(self.part, store.parts, tokens_of_each(store, self.tokens))]
             named = zip(self.parts, store.names, strict=True)
             self.text = ", ".join(f"{part.text} of {name}" for part, name in named)
         else:
@@ -279,7 +278,7 @@ class Evaluation:
         samples = Samples(store, kind, self.seq_len, "val")
         offsets = store.offsets[samples.documents.start : samples.documents.stop + 1]
         laid = partial(lay, offsets=offsets, seq_len=self.seq_len, batch=partial(self.batch, store))
-        spans, pairs = samples.some(tokens), None
+        spans, pairs = samples.some(tokens or samples.tokens), None
         if self.nsp:
             special_tokens = SPECIAL_TOKENS["pairs"]
             halves, second = sentence_pairs(cut(spans, self.seq_len - special_tokens), "evaluation")
@@ -405,17 +404,17 @@ def main(argv: list[str] | None = None) -> None:
             if not args.json:
                 runtime.say(f"{name}: {tasks.result_in_words(result)}")
     else:
-        result, lines = score_text(args, settings, model, runtime)
+        result, text = score_text(args, settings, model, runtime)
         said |= result.logged()
         if not args.json:
-            runtime.say("\n".join([f"{name}: {lines[0]}", *lines[1:]]))
+            runtime.say(f"{name}: {text}")
     if args.json:
         runtime.say(json.dumps(said, allow_nan=False))
 
 
 def score_text(
     args: argparse.Namespace, settings: Config, model: Transformer, runtime: Runtime
-) -> tuple[HeldOut, list[str]]:
+) -> tuple[HeldOut, str]:
     """The result on a store's text, and what is said of it."""
     store = replace(settings.data, data=args.data or settings.data.data)
     data = open_data(store, settings.model.model == "bert", runtime)
@@ -429,17 +428,15 @@ def score_text(
         raise ValueError(f"{args.run}: the model's loss on this text is not finite")
     masked = "masked " if data.special_ids else ""
     size = f"{result.targets:,} {masked}tokens, {result.bytes:,} bytes"
-    lines = [
-        f"held-out {result}, on {evaluation.text}",
-        f"{result.val_loss:.4f} nats per token, of {size}",
-    ]
+    text = f"held-out {result}, on {evaluation.text}"
+    text += f"\n{result.val_loss:.4f} nats per token, of {size}"
     if args.by_document:
         (documents,), (part,) = of_each, evaluation.parts
         runtime.on_rank0(lambda: documents.save(args.by_document))
-        which = "" if part.is_whole else ", those with a piece among these tokens"
-        written = f"{len(documents.numbers):,} of {len(part.documents):,}"
-        lines.append(f"{args.by_document}: {written} documents{which}")
-    return result, lines
+        written = f"{len(documents.numbers):,} of {len(part.documents):,} documents"
+        text += f"\n{args.by_document}: {written}"
+        text += "" if part.is_whole else ", those with a piece among these tokens"
+    return result, text
 
 
 def answered(
