@@ -517,8 +517,8 @@ def model_size(settings: Settings, encoding: tiktoken.Encoding) -> ModelSize:
     else:
         entries = read_published(init)
         embedding = next((entries[name] for name in EMBEDDINGS if name in entries), ())
-        positions = entries.get("wpe.weight", entries.get(POSITIONS))
-        size = ModelSize(len(embedding), None if positions is None else len(positions))
+        positions = entries.get("wpe.weight", entries.get(POSITIONS, ()))
+        size = ModelSize(len(embedding), len(positions) or None)
         if not needed <= size.vocab_size <= padded:
             needs = f"--tokenizer {encoding.name} needs {needed:,} (padded: {padded:,})"
             remedy = "prepare the text with that of these weights (never BERT's WordPiece)"
