@@ -229,10 +229,10 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     """
     entries = read_published(path)
     left_out: list[str] = []
-    config, D = model.config, model.config.head_width
+    config = model.config
     layout = layout_of(config.kind, config.norm == "rmsnorm")
     hint = "flags have to be those of the file's model, and the file as published, with its head"
-    views = published_entries(model.state_dict(), layout, config.qkv_heads, D)
+    views = published_entries(model.state_dict(), layout, config.qkv_heads, config.head_width)
     views = {PREFIX.sub("", entry): view for entry, view in views.items()}
     for entry, view in views.items():
         actual = tuple(entries[entry].shape) if entry in entries else "absent"
@@ -249,7 +249,9 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
         left_out.append(f"{TOKEN_TYPES}[1]")
     for entry, view in views.items():
         value = entries[entry]
-        view.copy_(pairs_from_halves(value, D) if entry.endswith(HALVES) else value)
+        if entry.endswith(HALVES):
+            value = pairs_from_halves(value, config.head_width)
+        view.copy_(value)
     return left_out
 
 
@@ -391,7 +393,6 @@ class Trained(NamedTuple):
     """What a checkpoint says of its model, without the tensors."""
 
     path: Path
-    step: int
     settings: Flat  # of the run; model.layers are those that run
     size: ModelSize  # with the positions, where they are learned
     tokenizer: str  # its fingerprint
@@ -406,11 +407,7 @@ def trained(path: str | Path) -> Trained | None:
     """
     path = Path(path)
     if path.is_dir() and not (path / checkpoint.REST).exists():
-        steps = checkpoint.steps_in(path)
-        newest = trained(steps[-1]) if steps else None
-        if newest is None:
-            raise ValueError(f"{path} is a folder without a checkpoint that can be read")
-        return newest
+        path = checkpoint.find(path, "last")
     try:
         state = checkpoint.outlined(path)
     except Exception:  # torch.load raises half a dozen kinds
@@ -423,7 +420,7 @@ def trained(path: str | Path) -> Trained | None:
     if settings["model.pos"] == "learned" and not size.positions:
         size = size._replace(positions=SIZES[settings["model.size"]].seq_len)
     settings["model.layers"] = len(running_layers(state))
-    return Trained(path, state["step"], settings, size, state["tokenizer_fingerprint"])
+    return Trained(path, settings, size, tokenizer=state["tokenizer_fingerprint"])
 
 
 def real_weights(state: dict[str, Any]) -> dict[str, Tensor]:

@@ -578,7 +578,7 @@ def test_what_does_not_fit_is_one_line(begin, run_of, tmp_path):
     (tmp_path / "damaged.pt").write_bytes(content)
     for init, problem in (
         ("changed", "with tokenizer bytes, and the store has bytes"),
-        ("empty", "empty is a folder"),
+        ("empty", "checkpoint last: not found; "),
         ("damaged.pt", "damaged.pt is damaged"),
     ):
         message = refusal(begin, tmp_path / init)
