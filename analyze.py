@@ -533,7 +533,8 @@ def main(argv: list[str] | None = None) -> None:
     parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
     args = parser.parse_args(argv)
-    names, least = args.metric.split(","), SPECIAL_TOKENS.get(args.samples, 0) + 1
+    names = args.metric.split(",")
+    least = SPECIAL_TOKENS.get(args.samples, 0) + 1
     if not least <= args.seq_len < 2**31:
         raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
     check_metrics(names, args.seq_len, args.samples, flag="--metric")

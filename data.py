@@ -250,7 +250,8 @@ class Mixture:
     @classmethod
     def open(cls, given: str, entries: Sequence[tuple[str, Fraction]]) -> "Mixture":
         parts = tuple(Store.open(path) for path, _ in entries)
-        first, shares = parts[0].meta, tuple(share for _, share in entries)
+        first = parts[0].meta
+        shares = tuple(share for _, share in entries)
         for part in parts:
             if part.meta["tokenizer_fingerprint"] != first["tokenizer_fingerprint"]:
                 others = f"{parts[0].path} with {first['tokenizer']}: prepare one of them again"

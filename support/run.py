@@ -493,5 +493,5 @@ class Run:
         self.log_checkpoint()
 
     def log_checkpoint(self) -> None:
-        clock, file = self.clock.as_dict(), self.saved_path.name
-        self.log.write("checkpoint", step=self.clock.step, file=file, clock=clock)
+        clock = self.clock.as_dict()
+        self.log.write("checkpoint", step=clock["step"], file=self.saved_path.name, clock=clock)
