@@ -61,6 +61,12 @@ def test_what_was_saved_returns(tmp_path, sharded):
     assert same(state, state_of())  # nothing is left in the files
 
 
+def flipped(whole: bytes, begin: int, end: int, draw: random.Random) -> bytes:
+    changed = bytearray(whole)
+    changed[draw.randrange(begin, end)] ^= 1 << draw.randrange(8)
+    return bytes(changed)
+
+
 @FORMS
 def test_fifty_flipped_bits_are_noticed(tmp_path, sharded):
     """In the bytes of a tensor, where torch.load alone would notice none; and a cut anywhere."""
@@ -71,9 +77,7 @@ def test_fifty_flipped_bits_are_noticed(tmp_path, sharded):
     whole, draw = file.read_bytes(), random.Random(1)
     begin = whole.index(tensor)
     for _ in range(50):
-        flipped = bytearray(whole)
-        flipped[begin + draw.randrange(65 * 8 * 4)] ^= 1 << draw.randrange(8)
-        file.write_bytes(flipped)
+        file.write_bytes(flipped(whole, begin, begin + len(tensor), draw))
         assert f"{path} is damaged" in refusal(load, path)
         if not sharded:
             assert not same(torch.load(path, weights_only=True), state_of()), "control: it loads"
@@ -88,9 +92,7 @@ def test_bits_flipped_anywhere_are_noticed_or_harmless(tmp_path):
     path = save_step(tmp_path, sharded=False)
     whole, draw, noticed = path.read_bytes(), random.Random(2), 0
     for _ in range(100):
-        flipped = bytearray(whole)
-        flipped[draw.randrange(len(whole))] ^= 1 << draw.randrange(8)
-        path.write_bytes(flipped)
+        path.write_bytes(flipped(whole, 0, len(whole), draw))
         try:
             assert same(load(path), state_of())
         except ValueError:

@@ -22,14 +22,12 @@ from pathlib import Path
 
 import pytest
 from conftest import SMALL, a_port, in_step, losses_of, rank_of, read_log, start_ranks, terminate
-from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
-from torch.distributed.launcher import LaunchConfig, elastic_launch
 
 import prepare
 import train
 from support import checkpoint
 from support.run import Log
-from support.runtime import ROOT, Runtime, exit_cleanly, start
+from support.runtime import ROOT, Runtime, start
 
 pytestmark = pytest.mark.faults
 TIMES = 20  # that each fault is injected
@@ -149,24 +147,7 @@ def test_torchrun_starts_a_killed_rank_again_and_it_goes_on(place):
     check_end(Path("run"))
 
 
-# ---- mistakes, ranks that differ, and machines that share no folder
-
-
-def train_as_command(argv: list[str]) -> None:
-    os.dup2(os.open("said", os.O_CREAT | os.O_WRONLY | os.O_APPEND), 2)
-    exit_cleanly(lambda: train.main(argv))
-
-
-def test_a_mistake_on_two_ranks_is_said_once_and_quoted_by_torchrun(place):
-    """Ranks started as torchrun starts them, which prints this error as its summary."""
-    # one node with two ranks
-    config = LaunchConfig(1, 1, 2, rdzv_backend="c10d", rdzv_endpoint="localhost:0", max_restarts=0)
-    config.start_method = "forkserver"
-    with pytest.raises(ChildFailedError) as summary:
-        elastic_launch(config, train_as_command)(f"{BEGIN} --micro-batch-size 3".split())
-    (said,) = [line for line in Path("said").read_text().splitlines() if line[:6] == "error:"]
-    assert "--micro-batch-size 3" in said and "--micro-batch-size 3" in str(summary.value)
-    assert "exitcode  : 2" in str(summary.value), "the status of the ranks"
+# ---- ranks that differ, and machines that share no folder
 
 
 DIFFER = ["--dtype bf16", "--lr 0.5", "--seed 5", "--tokens 2048", "--layers 2", "--width 64"]

@@ -57,9 +57,12 @@ def test_stays_between_floor_and_peak_and_falls_after_warmup(t, schedule, floor)
         assert floor - 1e-12 <= later <= now + 1e-12
 
 
-def model():
+def model(gradient=None):
     torch.manual_seed(0)
-    return Transformer(TransformerConfig("gpt", 3, 2, 16, 32, 8, 40))
+    built = Transformer(TransformerConfig("gpt", 3, 2, 16, 32, 8, 40))
+    for parameter in built.parameters():
+        parameter.grad = None if gradient is None else torch.full_like(parameter, gradient)
+    return built
 
 
 def optimizers_of(m, kind, weight_decay=0.1):
@@ -67,12 +70,10 @@ def optimizers_of(m, kind, weight_decay=0.1):
 
 
 def test_only_the_parameters_asked_for_move_and_lose_their_gradients():
-    m = model()
+    m = model(gradient=1.0)
     optimizers = optimizers_of(m, "muon")
     moved = {m.wte.weight, m.h[1].attn.c_attn.weight, m.h[1].ln_1.weight}
     before = {p: p.detach().clone() for p in m.parameters()}
-    for parameter in m.parameters():
-        parameter.grad = torch.ones_like(parameter)
     optimizers.step(0.01, only=moved)
     for parameter, was in before.items():
         assert torch.equal(parameter, was) == (parameter not in moved)
@@ -118,24 +119,18 @@ def test_state_goes_on_bitwise_by_name_and_its_bytes_are_known(kind):
 
 
 def test_clipping():
-    m = model()
-    optimizers = optimizers_of(m, "adamw", 0.0)
     for clip, norm in ((0.0, None), (0.5, 0.5)):
-        for parameter in m.parameters():
-            parameter.grad = torch.ones_like(parameter)
-        before = optimizers.clip_gradients(clip).item()
+        m = model(gradient=1.0)
+        before = optimizers_of(m, "adamw").clip_gradients(clip).item()
         assert before == pytest.approx(sum(p.numel() for p in m.parameters()) ** 0.5, rel=1e-5)
         after = torch.cat([p.grad.flatten() for p in m.parameters()]).norm().item()
         assert after == pytest.approx(norm or before, rel=1e-3)
 
 
 def test_decay_touches_matrices_alone():
-    m = model()
-    optimizers = optimizers_of(m, "muon", 0.5)
+    m = model(gradient=0.0)
     before = {name: p.detach().clone() for name, p in m.named_parameters()}
-    for parameter in m.parameters():
-        parameter.grad = torch.zeros_like(parameter)
-    optimizers.step(0.1)
+    optimizers_of(m, "muon", 0.5).step(0.1)
     for name, parameter in m.named_parameters():
         shrunk = before[name] * (0.95 if parameter.ndim == 2 else 1)
         assert torch.allclose(parameter, shrunk, atol=1e-7), name
@@ -235,10 +230,7 @@ def test_moves_as_torchs_muon_within_its_dtype(monkeypatch):
 
 
 def test_adamw_is_torchs_bit_for_bit():
-    ours, theirs = model(), model()
-    for m in (ours, theirs):
-        for number, parameter in enumerate(m.parameters()):
-            parameter.grad = torch.full_like(parameter, 0.1 * (number + 1))
+    ours, theirs = model(gradient=0.1), model(gradient=0.1)
     groups = [
         {"params": [p for p in theirs.parameters() if p.ndim > 1], "weight_decay": 0.1},
         {"params": [p for p in theirs.parameters() if p.ndim < 2], "weight_decay": 0.0},

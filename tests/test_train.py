@@ -1,6 +1,5 @@
 """The run as a whole: off is absent, neutral is identity, resume is exact, ranks do not matter."""
 
-import json
 import math
 import os
 import random
@@ -11,7 +10,6 @@ from multiprocessing import get_context
 from pathlib import Path
 from unittest.mock import Mock
 
-import numpy as np
 import pytest
 import torch
 from conftest import ALL_ON, SMALL, metrics, read_log, start_ranks
@@ -20,10 +18,8 @@ import plan
 import train
 from evaluate import Evaluation
 from model import Transformer
-from prepare import prepare
 from support import checkpoint
 from support.run import Log
-from support.store import get_encoding
 
 LINE = (
     "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens padding_share"
@@ -61,8 +57,10 @@ def test_what_a_run_leaves(run, tmp_path, capsys):
 
 
 def test_learns(log_of):
-    first, *_, before, _ = losses(log_of())
-    assert first > 5.7 and before < 3.2  # ln 320 = 5.77 nats knows nothing
+    steps = [line for line in log_of() if line["event"] == "train"]
+    assert steps[0]["loss"] > 5.7 and steps[-2]["loss"] < 3.2  # ln 320 = 5.77 nats knows nothing
+    # linear, as in the middle of a step of 256 of 4,096 tokens
+    assert steps[-1]["lr"] / steps[0]["lr"] == pytest.approx(128 / (4096 - 128))
 
 
 def test_off_is_absent(run, log_of, monkeypatch):
@@ -218,24 +216,6 @@ def test_answers_begin_as_those_of_a_coin(run, monkeypatch):
     assert curve[0] == pytest.approx(math.log(2), abs=0.02) and min(weights) > 1
 
 
-@pytest.mark.slow
-def test_a_bert_learns_which_text_follows(tmp_path):
-    """Documents of one letter each: a second part of another letter does not follow."""
-    random = np.random.default_rng(0)
-    texts = [chr(97 + n % 26) * random.integers(12, 29) for n in range(1500)]
-    lines = "\n".join(json.dumps({"text": texts[n]}) for n in random.permutation(1500))
-    (tmp_path / "letters.jsonl").write_text(lines)
-    prepare(
-        [tmp_path / "letters.jsonl"], tmp_path / "store", get_encoding("bytes"), "bytes", holdout=10
-    )
-    shape = "--layers 2 --heads 2 --width 32 --seq-len 32 --batch-tokens 1024 --device cpu"
-    flags = f"--model bert --nsp --pack {shape} --tokens 500K --lr 1e-2"
-    argv = [*flags.split(), "--data", str(tmp_path / "store"), "--out", str(tmp_path / "run")]
-    assert train.main(argv) == 0
-    last = read_log(tmp_path / "run", "eval")[-1]
-    assert last["nsp_accuracy"] > 0.8 and last["val_bpb"] < 0.1
-
-
 # ---- stopped, killed, and resumed
 
 
@@ -367,21 +347,8 @@ def test_recomputing_activations_changes_no_bit(run, log_of, flags):
     assert metrics(run(f"{flags} --checkpoint-activations")) == metrics(log_of(flags))
 
 
-def test_the_learning_rate_may_follow_layer_tokens(run):
-    """With padding they run ahead of consumed tokens: the rate falls sooner."""
-    flags = "--ltd --ltd-start 8 --pack --curriculum seqlen --model bert"
-    flags += f" --lr 0.01 --warmup-tokens 0 --lr-clock layer-tokens {SHORT}"
-    steps = [line for line in run(flags) if "lr" in line]
-    before = 0
-    for step in steps:
-        middle = (before + min(step["layer_tokens"] / 4, 1024)) / 2
-        assert step["lr"] == pytest.approx(max(0.01 * (1 - middle / 1024), 0.0), abs=1e-9)
-        before = step["layer_tokens"] / 4
-    assert before > 1.02 * steps[-1]["consumed_tokens"], "another clock"
-
-
 def test_wandb_gets_the_same_numbers_and_goes_on_with_its_run(run, tmp_path, monkeypatch):
-    fake = Mock()
+    fake = Mock(__spec__=Mock())  # as an installed package has one
     monkeypatch.setitem(sys.modules, "wandb", fake)
     run(SHORT, out="plain")
     assert not fake.init.called
