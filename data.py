@@ -56,7 +56,7 @@ from support.store import Store, atomic_write, byte_lengths, get_encoding
 
 KINDS = ("pieces", "rows", "bert", "pairs")
 SPLITS = {"train": "training", "val": "held-out"}  # what their tokens are called
-SPECIAL_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s that collate puts around a piece
+ADDED_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s that collate puts around a piece
 IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
 DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
 
@@ -83,8 +83,8 @@ class Samples:
 
     def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
         self.store, self.kind, self.seq_len, self.split = store, kind, seq_len, split
-        self.without_eot = kind in SPECIAL_TOKENS
-        self.special_tokens = SPECIAL_TOKENS.get(kind, 0)
+        self.without_eot = kind in ADDED_TOKENS
+        self.special_tokens = ADDED_TOKENS.get(kind, 0)
         self.max_piece_len = seq_len - self.special_tokens
         n, N = store.meta["train_documents"], len(store.offsets) - 1
         self.documents = {"train": range(n), "val": range(n, N)}[split]
@@ -604,7 +604,7 @@ def collate(
     Cost:    a few passes over B T numbers, however many pieces there are
     """
     B, T = len(rows), seq_len
-    special_tokens = SPECIAL_TOKENS["pairs" if rows.pairs else "bert"] if special_ids else 0
+    special_tokens = ADDED_TOKENS["pairs" if rows.pairs else "bert"] if special_ids else 0
     length = rows.stop - rows.start + special_tokens  # (n,)
     # What is left of each row counts as one more piece, so that pieces lie without a gap.
     ends = rows.offsets[1:]

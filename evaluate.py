@@ -45,7 +45,7 @@ from tqdm import tqdm
 import tasks
 from bert import sentence_pairs
 from config import Config
-from data import SPECIAL_TOKENS, Data, Mixture, Rows, Samples, batch_of, collate, cut, open_data
+from data import ADDED_TOKENS, Data, Mixture, Rows, Samples, batch_of, collate, cut, open_data
 from kernels.cross_entropy import IGNORE
 from model import Batch, Transformer, predicted_by_bert
 from packing import pack_lengths
@@ -280,7 +280,7 @@ class Evaluation:
         laid = partial(lay, offsets=offsets, seq_len=self.seq_len, batch=partial(self.batch, store))
         spans, pairs = samples.some(tokens or samples.tokens), None
         if self.nsp:
-            special_tokens = SPECIAL_TOKENS["pairs"]
+            special_tokens = ADDED_TOKENS["pairs"]
             halves, second = sentence_pairs(cut(spans, self.seq_len - special_tokens), "evaluation")
             pairs = laid(Rows.of(halves, pairs=second), special_tokens=special_tokens)
         is_whole = len(spans) == len(samples)

@@ -64,7 +64,7 @@ def kind_of(path: Path) -> str:
     Cost:   reads plain text to its end
     Raises: ValueError for a table in text and an array of JSON, whose commas would be trained on
     """
-    with opened(path) as file:
+    with decompressed(path) as file:
         first = next(filter(None, map(bytes.strip, file)), b"")
     name = path.name.lower().removesuffix(".gz")
     if first.startswith(b"PAR1"):
@@ -82,7 +82,7 @@ def kind_of(path: Path) -> str:
 
 
 @contextmanager
-def opened(path: Path) -> Iterator[BinaryIO]:
+def decompressed(path: Path) -> Iterator[BinaryIO]:
     """The bytes of a file, decompressed if they are gz."""
     with path.open("rb") as file:
         is_gz = file.peek(2)[:2] == b"\x1f\x8b"
@@ -94,7 +94,7 @@ def opened(path: Path) -> Iterator[BinaryIO]:
 
 def text_blocks(path: Path) -> Iterator[str]:
     """A text in UTF-8 block by block, with its line ends as they are."""
-    with opened(path) as file:
+    with decompressed(path) as file:
         text = io.TextIOWrapper(file, "utf-8", newline="")
         yield from iter(partial(text.read, BLOCK), "")
 
@@ -104,7 +104,7 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
 
     Raises: ValueError naming the file and the line that cannot be read
     """
-    with opened(Path(path)) as file:
+    with decompressed(Path(path)) as file:
         for row, line in enumerate(file, 1):
             if not line.strip():
                 continue
@@ -187,7 +187,7 @@ class Corpus:
     def _read(self, path: Path, name: str, kind: str) -> Iterator[tuple[str | None, str]]:
         """The id, if there is one, and the text of each document in a file."""
         if kind == "text":
-            for text in split(text_blocks(path), self.split_on):
+            for text in split_text(text_blocks(path), self.split_on):
                 yield name if self.split_on is None else None, text
         elif kind != "bytes":
             rows = read_lines(path) if kind == "lines" else read_parquet(path, self.text_column)
@@ -219,20 +219,20 @@ class Corpus:
         return characters - -(-characters // self.holdout)
 
 
-def split(blocks: Iterable[str], mark: str | None) -> Iterator[str]:
+def split_text(blocks: Iterable[str], mark: str | None) -> Iterator[str]:
     """Cut plain text into documents; nothing between two marks is none."""
     if mark is None:
         yield "".join(blocks)
     elif mark == "blank-line":
-        for is_blank, lines in groupby(cut(blocks, "\n"), lambda line: not line.strip()):
+        for is_blank, lines in groupby(split_blocks(blocks, "\n"), lambda line: not line.strip()):
             if not is_blank:
                 yield "\n".join(lines)
     else:
         mark = mark.replace(r"\n", "\n").replace(r"\r", "\r").replace(r"\t", "\t")
-        yield from filter(None, cut(blocks, mark))
+        yield from filter(None, split_blocks(blocks, mark))
 
 
-def cut(blocks: Iterable[str], mark: str) -> Iterator[str]:
+def split_blocks(blocks: Iterable[str], mark: str) -> Iterator[str]:
     """Yield what "".join(blocks).split(mark) gives, with a piece and a block in memory."""
     rest = ""
     for block in blocks:

@@ -284,7 +284,7 @@ def curves_of(runs: Runs, column: str, scale: float) -> list[Curve]:
     return curves
 
 
-def held_out(runs: Runs, unit: str) -> list[Curve]:
+def held_out_curves(runs: Runs, unit: str) -> list[Curve]:
     """The held-out loss of every run against one of UNITS, seconds as minutes."""
     curves = []
     for log, label, color in runs:
@@ -313,7 +313,7 @@ def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
     logs = [log for log, *_ in runs]
     drawn = []
     for unit, x_unit in UNITS.items() if len(runs) > 1 else [(AXIS, UNITS[AXIS])]:
-        curves = held_out(runs, unit)
+        curves = held_out_curves(runs, unit)
         if loss is not None:
             ends = np.array([0.0, max(curve.x.max(initial=0) for curve in curves)])
             curves.append(Curve(f"{loss:.3f}", ends, np.full(2, loss), kind="level"))
@@ -333,7 +333,7 @@ def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
             continue
         curves = curves_of(runs, column, scale)
         if column == "loss" and in_bits and len(runs) == 1:
-            curves += held_out([(logs[0], "held out", 1)], AXIS)
+            curves += held_out_curves([(logs[0], "held out", 1)], AXIS)
         highest = np.quantile(values, HIGHEST) if column in MEASURED else math.inf
         look = {"marks": marks, "from_zero": column != "loss", "highest": highest}
         drawn.append(figure(title, unit, curves, UNITS[AXIS], **look))

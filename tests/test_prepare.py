@@ -25,7 +25,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import prepare
-from prepare import Corpus, Document, cut, find_cut, hold_out_tail
+from prepare import Corpus, Document, find_cut, hold_out_tail, split_blocks
 from support import store
 from support.runtime import ROOT
 from support.store import Store
@@ -156,7 +156,7 @@ def test_cutting_equals_split_wherever_blocks_end(mark):
         for _ in range(20):
             text = "".join(draw.choice([*mark, mark, "x"]) for _ in range(40))
             blocks = (text[i : i + size] for i in range(0, len(text), size))
-            assert list(cut(blocks, mark)) == text.split(mark)
+            assert list(split_blocks(blocks, mark)) == text.split(mark)
 
 
 # --- held out by the hash
