@@ -30,7 +30,6 @@ import os
 import shutil
 import signal
 import sys
-from bisect import bisect_left, bisect_right
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
@@ -325,45 +324,27 @@ def sorted_run(values: np.ndarray, first_id: int, id_dtype: np.dtype) -> np.ndar
 
 
 def merged(files: list[Path], chunk: int = CHUNK) -> Iterator[np.ndarray]:
-    """The ids of all runs by value, ties by id, `chunk` of them at a time.
+    """The ids of all runs by value, ties by id, at most `chunk` of them at a time.
 
-    Every run is cut at the same exact rank. What lies between two cuts belongs together, so only
-    one chunk is in memory, however long the runs are.
+    All runs are cut at the same records, and what lies between two cuts belongs together: only that
+    is in memory, however long the runs are. Every `step`-th record of each of the n runs is sorted
+    with those of the others, and each n-th of these is a cut. So between two cuts lie at most 2 n
+    step records: step for each of n, and in each run up to step that are not among them.
+
+    Example: runs of values [1, 3, 3] and [2, 3, 4], cut at the last 3 of the first one, are 1, 3
+             and 2, then 3 and 3, 4
     """
-    n = sum(len(np.load(file, mmap_mode="r")) for file in files)
+    step = max(chunk // (2 * len(files)), 1)
+    some = np.sort(np.concatenate([np.load(file, mmap_mode="r")[::step] for file in files]))
     before = [0] * len(files)
-    for rank in range(chunk, n + chunk, chunk):
+    for cut in (*some[len(files) :: len(files)], None):
         # mapped again for each chunk, which gives the pages of the last one back
         runs = [np.load(file, mmap_mode="r") for file in files]
-        after = cut_runs(runs, rank)
+        after = [len(run) if cut is None else np.searchsorted(run, cut) for run in runs]
         parts = [run[a:b] for run, a, b in zip(runs, before, after, strict=True)]
         records = np.concatenate(parts)
         yield records["id"][np.argsort(records["value"], kind="stable")]
         before = after
-
-
-def cut_runs(runs: list[np.ndarray], rank: int) -> list[int]:
-    """Cut runs so that their first parts together are the `rank` lowest records; ties by run.
-
-    Cost:    a binary search in every run for each of about log2(n) pivots
-    Example: runs of values [1, 3, 3], [2, 3, 4] at rank 4 are cut at [3, 1]: 1, 3, 3 and 2
-    """
-    low, high = [0] * len(runs), [len(run) for run in runs]
-    if rank >= sum(high):
-        return high
-    while True:
-        widest = max(range(len(runs)), key=lambda i: high[i] - low[i])
-        pivot = runs[widest]["value"][(low[widest] + high[widest]) // 2]
-        left = [bisect_left(run["value"], pivot) for run in runs]
-        right = [bisect_right(run["value"], pivot) for run in runs]
-        if sum(left) > rank:
-            high = left
-        elif sum(right) < rank:
-            low = right
-        else:  # the cut goes through the ties of the pivot
-            for i in range(len(runs)):
-                left[i] += min(right[i] - left[i], rank - sum(left))
-            return left
 
 
 # ---- the index
