@@ -17,7 +17,7 @@ stands at the head of its file.
     python config.py                    # the table of flags, as the README shows it
 """
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field, fields, replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -60,7 +60,7 @@ class Config(Settings):
     offload: OffloadConfig = field(default_factory=OffloadConfig)
 
 
-TECHNIQUES = ("curriculum", "ltd", "pack", "pseudo", "offload")
+TECHNIQUES = [group.name for group in fields(Config) if group not in fields(Settings)]
 
 
 def parse(argv: list[str]) -> Flat:

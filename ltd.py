@@ -17,7 +17,7 @@ In reading order: configuration, the schedule, the draw, the layer, the settings
 
 docs/ltd.md has the picture and the numbers.
 
-Papers: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597, section 3.2.
+Papers: Yao et al., arXiv 2211.11586; accounting: Li et al., arXiv 2212.03597.
 
     python train.py --ltd
 """

@@ -11,7 +11,9 @@ command. It acts where `settings.pack.on` stands:
                 Plan.__call__     packed_rows, which lead to `pack_lengths` in packed_window
                 Plan.full_step    rows keep their full length
 
-evaluate.py packs held-out documents by `pack_lengths` too, whatever the run did.
+With --pack-batch documents a window is one step's (`window_steps` and `windows` in plan.py), and a
+micro-batch has fewer rows (`main` in train.py). evaluate.py packs held-out documents by
+`pack_lengths` too, whatever the run did.
 
 Documents of equal length are interchangeable, so a packer needs only a histogram, and takes as long
 for a billion documents as for a million. It returns a Packing: which lengths share a pack (a

@@ -6,7 +6,7 @@ The walk that begins in data.py (documents, store, samples) goes on here; its ex
     clock    the run stands at step 0, 0 tokens consumed, the next draw is number 0
     stage    how long a piece may be, and the pool of samples     Plan.stage_at, curriculum.py
              that may be drawn: 8 tokens and all four
-    draw     draws 0 to 3 are samples 3, 0, 2, 1                  draw, support/clock.py
+    draw     draws 0 to 3 are samples 3, 0, 2, 1                  draw, and `shuffled` in clock.py
     cut      into pieces of the stage's length: all fit 8; at     Plan.packed_window, data.cut
              4 tokens less. would be less and .
     rows     of all ranks: parsimon | less.is. | y.               Plan.packed_rows, packing.py
@@ -16,10 +16,10 @@ The walk that begins in data.py (documents, store, samples) goes on here; its ex
              18 tokens consumed, the next draw is number 4
     train    takes the Step while the next one is planned         read_ahead, Trainer.train_step
 
-`Plan.__call__` is this walk. Curriculum comes before packing: pieces get shorter, rows do not.
-Without --pack a piece has a row to itself, cut off at the length that the stage allows
-(`unpacked_rows`). Of the techniques that act on blocks only the cost is settled here, how many
-tokens each layer sees, because the clock needs it.
+`Plan.__call__` begins this walk, and the functions at its right make it. Curriculum comes before
+packing: pieces get shorter, rows do not. Without --pack a piece has a row to itself, cut off at the
+length that the stage allows (`unpacked_rows`). Of the techniques that act on blocks only the cost
+is settled here, how many tokens each layer sees, because the clock needs it.
 
 A plan is a pure function of (settings, store, clock): every rank plans the rows of all ranks, from
 lengths alone, and reads its own. The sample of a draw is a keyed permutation of its number, so
@@ -46,6 +46,7 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
+from functools import lru_cache
 from typing import NamedTuple
 
 import numpy as np
@@ -114,7 +115,7 @@ class Step(NamedTuple):
         """What the log has of the step besides the clock."""
         return {
             "max_piece_len": self.max_piece_len,
-            "kept_tokens": min(self.tokens_by_layer),
+            "kept_tokens": min(filter(None, self.tokens_by_layer)),  # of a layer that runs
             "padding_share": round(self.padding_share, 6),
             "pieces": self.pieces,
             "attention_share": round(self.attention_share, 6),
@@ -133,7 +134,6 @@ class Chosen(NamedTuple):
     rows: Rows
     seq_len: int  # tokens of a row
     stage: Stage  # under which their samples were drawn
-    before: Cursor
     after: Cursor  # where the next rows begin
 
 
@@ -154,7 +154,8 @@ class Plan:
         self.seq_len = settings.data.seq_len
         self.draws_per_step = settings.optim.batch_tokens // self.seq_len
         self.window_steps = 1 if settings.pack.batch == "documents" else WINDOW_STEPS
-        self.window: Chosen | None = None  # the last one, kept because steps come in order
+        # the last one is kept, because the next step mostly goes on in it
+        self.window = lru_cache(maxsize=1)(self.packed_window)
         kind = samples_kind(settings)
         self.samples = samples_in(store, kind, self.seq_len)
         self.extra = self.samples.special_tokens  # of every piece
@@ -260,8 +261,7 @@ class Plan:
         if seq_len < T and self.curriculum.reshapes:
             seq_len = reshaped_len(T, limit=seq_len)
             rows = reshape(np.tile([0, T], (self.draws_per_step, 1)), T, seq_len)
-        cursor = clock.cursor
-        return self.costed(Chosen(rows, seq_len, stage, before=cursor, after=cursor), clock)
+        return self.costed(Chosen(rows, seq_len, stage, after=clock.cursor), clock)
 
     def end(self, clock: Clock) -> Clock:
         """Where a run from this clock on ends if its rows are full.
@@ -358,7 +358,7 @@ class Plan:
                 longest = int((stop - start).max()) + self.extra
                 seq_len = min(-(-longest // MULTIPLE) * MULTIPLE, seq_len)
             rows = self.rows_of(np.stack((start, stop), axis=1), cursor)
-        return Chosen(rows, seq_len=seq_len, stage=stage, before=cursor, after=after)
+        return Chosen(rows, seq_len, stage, after)
 
     def rows_of(self, pieces: np.ndarray, cursor: Cursor) -> Rows:
         """Pieces drawn at this cursor, a row each; with --nsp they are pairs."""
@@ -381,7 +381,6 @@ class Plan:
             rows=rows.take(np.argsort(-work, kind="stable")),
             seq_len=self.seq_len,
             stage=window.stage._replace(max_piece_len=longest),
-            before=clock.cursor,
             after=after,
         )
 
@@ -394,7 +393,7 @@ class Plan:
         while rows_left:
             if cursor.row == 0:  # a window keeps the stage that it begins with
                 cursor = self.cursor_at(clock.consumed_tokens, cursor)
-            window = self.window_from(cursor._replace(row=0))
+            window = self.window(cursor._replace(row=0))
             size = len(window.rows)
             if self.settings.pack.batch == "documents":  # a window is one step's
                 rows_left = size
@@ -403,12 +402,6 @@ class Plan:
             rows_left -= len(numbers)
             cursor = cursor._replace(row=stop) if stop < size else window.after
             yield window, numbers, cursor
-
-    def window_from(self, cursor: Cursor) -> Chosen:
-        """`packed_window`, kept because the next step mostly goes on in it."""
-        if self.window is None or self.window.before != cursor:
-            self.window = self.packed_window(cursor)
-        return self.window
 
     def packed_window(self, cursor: Cursor) -> Chosen:
         """Pack the samples of one window together, and put the rows back into random order.
@@ -433,7 +426,6 @@ class Plan:
             rows=alone.packed(packs.items, packs.offsets).take(by_first),
             seq_len=self.seq_len,
             stage=stage,
-            before=cursor,
             after=after,
         )
 
@@ -496,7 +488,7 @@ def savings(clock: Clock, layers: int, seq_len: int) -> str:
 
 
 def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple[Step, float]]:
-    """The steps from this clock on, each with the milliseconds that training waited for it.
+    """The steps left of the budget, each with the milliseconds that training waited for it.
 
     While one computes, the next is planned, its rows are read and sent to the device.
     """
@@ -506,7 +498,9 @@ def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
-    def read(clock: Clock) -> Step:
+    def read(clock: Clock) -> Step | None:
+        if clock.consumed_tokens >= plan.settings.optim.tokens:
+            return None
         step = plan(clock)
         return step._replace(batch=step.batch.to(device))
 
@@ -516,6 +510,8 @@ def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple
             began = time.perf_counter()
             step = upcoming.result()
             waited_ms = (time.perf_counter() - began) * 1e3
+            if step is None:
+                return
             upcoming = loader.submit(read, step.after)
             yield step, waited_ms
 

@@ -158,8 +158,6 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
         if run.evaluation_due and run.evaluated(evaluate(run, trainer, evaluation)):
             run.save(trainer.state(), trainer.optimizers.named)
         for step, waited_ms in read_ahead(plan, run.clock, runtime.device):
-            if run.is_finished:
-                break
             began = time.perf_counter()
             if s.pseudo.on:
                 trainer = next_trainer(run, trainer, step)

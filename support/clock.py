@@ -96,7 +96,7 @@ def effective_tokens(rows: np.ndarray, repeated: np.ndarray, tokens_by_layer: li
 
     Padding is dropped first, so a row of n tokens keeps min(n, K) of them in a layer that keeps K.
 
-    Paper:   arXiv 2212.03597, section 3.3: a = floor((T (L - l) + r l) / L) for l dropped layers
+    Paper:   arXiv 2212.03597: a = floor((T (L - l) + r l) / L) for l dropped layers
     Args:    rows            (B,) tokens of each row, without padding
              repeated        (B,) how many of them are context: targets of an earlier row
              tokens_by_layer (L,) tokens of a full row that each layer sees

@@ -20,8 +20,9 @@ A run of 489 steps is killed after step 320. `train.py --resume` then goes on, i
      which decides every step
 
 What a checkpoint holds: "model" and "optimizers", and "pseudo" if that is on, for `assemble`;
-"clock", "best", "best_step", "log_size", "evaluation_due" for `restore`; the rest says what made
-it. A run that was stopped before its first checkpoint starts over, and reads --init again.
+"clock", "best", "best_step", "log_size", "evaluation_due" and the run's id in "run" for `restore`;
+"made_by", which `restore` compares, and the rest say what made it. A run that is finished says so
+after 3 and ends. A run that was stopped before its first checkpoint starts over, and reads --init again.
 """
 
 import itertools
@@ -106,7 +107,7 @@ def write_config(folder: Path, about: dict) -> None:
 
 
 def newest_run() -> Path:
-    """The folder in runs/ whose run was started last."""
+    """The folder in runs/ whose run was begun, or given more --tokens, last."""
     starts = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
     if not starts:
         raise ValueError("--resume: there is no run in runs/; name the folder of one with --out")

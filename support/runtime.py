@@ -1,6 +1,7 @@
 """What every command needs: ranks, device, dtype, memory, and how a command ends.
 
-No training logic. One CPU and many GPUs differ here and nowhere else.
+No technique, no data. One CPU and many GPUs differ here; elsewhere only where a copy, a kernel or
+the size of a micro-batch depends on the device.
 
 --fsdp: every rank holds some rows of each weight, its gradient and its optimizer state.
 

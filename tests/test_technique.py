@@ -9,6 +9,7 @@ import re
 import shutil
 import subprocess
 import sys
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -59,7 +60,7 @@ def without(technique: str, source: str) -> str:
         if re.search(rf"if (\w+|\w+\.settings)\.{technique}\.on:", line):
             depth = indent
         elif not re.match(rf"(import|from) {technique}\b|    {technique}: ", line):
-            kept.append(line.replace(f', "{technique}"', ""))
+            kept.append(line)
     return "".join(kept)
 
 
@@ -166,7 +167,8 @@ def test_the_example_trains_on_two_ranks_as_on_one(store_dir, tmp_path):
     for a, b in zip(steps("one"), steps("two"), strict=True):
         assert abs(a["loss"] - b["loss"]) < 1e-5
         assert a["layer_tokens"] == b["layer_tokens"]
-    assert any(step["kept_tokens"] == 0 for step in steps("one")), "a layer was skipped"
+    costs = [b["layer_tokens"] - a["layer_tokens"] for a, b in pairwise(steps("one"))]
+    assert min(costs) < 8 * (32 + 16 + 16 + 32), "a layer was skipped"
     assert re.search(r"saved: \d+\.\d% of layer-tokens", said)
     # without the last hunk of the page DDP waits for gradients that never come
     source = (copy / "train.py").read_text()
