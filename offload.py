@@ -10,9 +10,10 @@ It acts where `settings.offload.on` stands, and where train.py asks for the `Off
                 state          `weights`, for checkpoints
 
 From the flag to the bytes, stop by stop; all functions are in this file unless one is named. In the
-example six layers of width 128 train in fp32 with Muon, in two micro-batches of 1,024 tokens a
-step. Each of the blocks h.0 to h.5 has 196,608 weights in matrices. These are 768 KiB, and so are
-their gradients and their optimizer state. A device that holds everything needs 25.84 MiB.
+example, the command at the foot, six layers of width 128 train in fp32 with Muon, in two
+micro-batches of 2,048 tokens a step. Each of the blocks h.0 to h.5 has 196,608 weights in matrices.
+These are 768 KiB, and so are their gradients and their optimizer state. A device that holds
+everything needs 25.84 MiB.
 
 1. The flag. `--offload --offload-budget 25.5MiB` becomes an `OffloadConfig`. train.py asks
    `placement_for` what that means: in `go`, before the model takes memory, and in `assemble`.
@@ -62,7 +63,8 @@ Papers:   Ren et al., arXiv 2101.06840 (ZeRO-Offload): all optimizer state and t
           Lin et al., arXiv 2110.03888: granular CPU offloading, only part of it
 Deviates: the order of leaving is ours; 2110.03888 came without code
 
-    python train.py --layers 6 --width 128 --dtype fp32 --offload --offload-budget 25.5MiB
+    python train.py --layers 6 --tied --dtype fp32 --micro-batch-size 8 --offload \\
+        --offload-budget 25.5MiB
 """
 
 import math
@@ -263,7 +265,10 @@ def order_of_leaving(parts: tuple[Part, ...]) -> list[tuple[int, Offloaded]]:
 def place(
     parts: tuple[Part, ...], budget: int, dtype: str, most: Offloaded = Offloaded.WEIGHTS
 ) -> Placement:
-    """Send to the host what the device has no room for, and no more.
+    """Send to the host, in the order of leaving, until the device has room for the rest.
+
+    Nothing comes back: a block that left before the outside did stays on the host, even if there is
+    room for it then.
 
     Args:    budget bytes on the device
              most   what may leave

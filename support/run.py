@@ -22,7 +22,8 @@ A run of 489 steps is killed after step 320. `train.py --resume` then goes on, i
 What a checkpoint holds: "model" and "optimizers", and "pseudo" if that is on, for `assemble`;
 "clock", "best", "best_step", "log_size", "evaluation_due" and the run's id in "run" for `restore`;
 "made_by", which `restore` compares, and the rest say what made it. A run that is finished says so
-after 3 and ends. A run that was stopped before its first checkpoint starts over, and reads --init again.
+after 3 and ends. A run that was stopped before its first checkpoint starts over, and reads --init
+again.
 """
 
 import itertools

@@ -173,8 +173,11 @@ def test_worked_example():
 
 
 def test_the_walk_at_the_head_of_offload_py():
-    """Every number of it."""
-    model = empty_model(TransformerConfig("gpt", 6, 4, 128, 512, 256, 4160, "rope"))
+    """Every number of it, for the command at its foot."""
+    flags = offload.__doc__.split("python train.py ")[-1].replace("\\", "").split()
+    model = empty_model(
+        config.transformer_config(config.build(config.parse(flags)), vocab_size=4160)
+    )
     parts = parts_of(model, muon=True)
     whole, state, weights = (place(parts, b, "fp32") for b in (2**30, 25.5 * MIB, 18 * MIB))
     held = [round(device_bytes(placement) / MIB, 2) for placement in (whole, state, weights)]
