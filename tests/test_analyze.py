@@ -3,30 +3,28 @@
 Metrics of difficulty are worked by hand; an index of something else, or a damaged one, is refused.
 """
 
-import contextlib
-import io
 import json
 import math
 import os
 import shlex
 import shutil
 import signal
-import socket
 import tempfile
 from collections import Counter
-from concurrent.futures import ProcessPoolExecutor
+from contextlib import redirect_stdout
 from dataclasses import replace
 from functools import partial
 from itertools import accumulate, chain, pairwise
-from multiprocessing import get_context
+from multiprocessing import Pipe, get_context
 from pathlib import Path
 
 import numpy as np
 import pytest
-import torch.distributed as dist
+from conftest import a_port, rank_of
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
-from small_stores import ONE, analyzed, contents, many_documents, opened, opener, write_store
+from small_stores import END, ONE, analyzed, contents, many_documents, opened, opener, write_store
+from torch.multiprocessing import start_processes
 
 import analyze
 from analyze import Metric, fingerprint, merged, sorted_run
@@ -35,7 +33,6 @@ from support.store import Store
 
 NAMES = ["length", "rarity"]
 ALL = [*analyze.METRICS]
-END = 9  # of a text in stores that are written by hand: the last of ten tokens
 
 pytestmark = pytest.mark.usefixtures("new_process")
 
@@ -143,26 +140,19 @@ def test_workers_do_not_matter(store, tmp_path, monkeypatch, small):
         analyzed(tmp_path / "wrong", opener(store), ["wrong"], workers=2)
 
 
-def command_by_rank(argv, port, rank):
-    """With the environment that torchrun gives it; returns what it prints, or its error."""
-    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "2"}
-    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-    with contextlib.redirect_stdout(io.StringIO()) as out:
+def say_into_file(flags):
+    with open(f"said-{os.environ['RANK']}", "w") as said, redirect_stdout(said):
         try:
-            analyze.main(argv)
+            analyze.main(flags)
         except ValueError as error:
-            return str(error)
-        finally:
-            dist.destroy_process_group()
-    return out.getvalue()
+            print(error)
 
 
-def on_two_ranks(argv):
+def said_by_two_ranks(flags):
     """In processes that are forked: they have this one's small shards."""
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        port = str(server.getsockname()[1])
-    with ProcessPoolExecutor(2, get_context("fork")) as pool:
-        return list(pool.map(partial(command_by_rank, argv, port), range(2), timeout=60))
+    arguments = (2, a_port(), Path.cwd(), say_into_file, (flags.split(),))
+    start_processes(rank_of, arguments, nprocs=2, start_method="fork")
+    return [Path(f"said-{rank}").read_text() for rank in range(2)]
 
 
 @pytest.mark.dist
@@ -170,23 +160,22 @@ def test_a_mistake_on_one_of_two_ranks_is_said_on_both_and_costs_one_shard(
     tmp_path, small, monkeypatch
 ):
     """Only rank 1 meets token 5, in shard 1; nobody waits for it, and the others' work is kept."""
+    monkeypatch.chdir(tmp_path)
     store = write_store(tmp_path / "store", [*[[1, 2]] * 10, [5], *[[2, 0, 1]] * 30])
-    mended = tmp_path / "mended"
 
     def measured_by(tokens, lengths, _):
-        if 5 in tokens and not mended.exists():
+        if 5 in tokens and not Path("mended").exists():
             raise ValueError("five")
         return np.full(len(lengths), int(os.environ["RANK"]))
 
     monkeypatch.setitem(analyze.METRICS, "rank", Metric(measured_by))
-    flags = f"--seq-len 8 --metric rank,rarity --out {tmp_path / 'two'}"
-    one, other = on_two_ranks([str(store), *flags.split()])
-    assert one == other and one == "five"
-    assert not list((tmp_path / "two").rglob("index.json"))
-    mended.touch()
-    one, other = on_two_ranks([str(store), *flags.split()])
+    flags = "store --seq-len 8 --metric rank,rarity --out two"
+    assert said_by_two_ranks(flags) == ["five\n"] * 2
+    assert not list(Path("two").rglob("index.json"))
+    Path("mended").touch()
+    one, other = said_by_two_ranks(flags)
     assert one.count("percentile") == 1 and other == ""
-    folder = tmp_path / "two" / "pieces-8"
+    folder = Path("two/pieces-8")
     ranks = np.arange(41) // 7 % 2
     ranks[7:14] = 0  # the only shard of the second attempt
     assert opened(folder, opener(store), "rank").values.tolist() == ranks.tolist()
@@ -214,7 +203,7 @@ def killed(where, name, number, action):
         setattr(where, name, last)
         action()
 
-    process = get_context("fork").Process(target=child, daemon=True)
+    process = get_context("fork").Process(target=child)
     process.start()
     process.join(60)
     assert process.exitcode == -signal.SIGKILL
@@ -252,6 +241,14 @@ def test_killed_at_any_moment_and_analyzed_again(store, tmp_path, monkeypatch, s
             again = [counted(patch, name) for name in ("sum_shard", "sort_shard")]
             assert analyzed(folder, opener(store), NAMES) == whole, "also nothing else is left"
         assert sum(done) >= 3 and [len(shards) for shards in again] == [n_shards - n for n in done]
+
+
+@pytest.mark.dist
+def test_workers_end_when_the_process_that_started_them_is_killed(store, tmp_path, small):
+    ended, held = Pipe(duplex=False)
+    killed(np, "save", 3, partial(analyzed, tmp_path, opener(store), NAMES, workers=2))
+    held.close()
+    assert ended.poll(30), "no process holds the other end any more"
 
 
 def test_a_damaged_store_and_an_empty_one_are_refused(tmp_path):
@@ -307,9 +304,6 @@ def test_command_prints_percentiles(tmp_path, capsys):
     assert length == ["length", *map(str, (1, *analyze.PERCENTS[1:]))]
 
 
-# ---- processes
-
-
 # ---- metrics
 
 
@@ -328,21 +322,6 @@ def test_metrics_worked_by_hand():
     # 2^17 tokens of ln 4 nats are 181704 nats, which 2^18 is above
     expected = [2 + 2 * ln2 / 2**18, 1 + 2 * ln2 / 2**18]
     assert values["length-rarity"] == pytest.approx(expected, rel=1e-15)
-
-
-# Counts whose shares are powers of two: a token's rarity is a whole number of bits.
-BITS = np.array([1, 2, 3, 4, 6, 6, 6, 6])
-COUNTS = 2 ** (6 - BITS)
-
-
-@settings(deadline=None, max_examples=40)
-@given(st.lists(st.lists(st.integers(0, 7), min_size=1, max_size=9), min_size=1, max_size=40))
-def test_length_rarity_sorts_as_the_pair_does(texts):
-    assert COUNTS.sum() == 64
-    lengths = np.array([len(text) for text in texts])
-    values = analyze.length_rarity(np.concatenate(texts), lengths, analyze.surprisal(COUNTS))
-    pairs = [(len(text), int(BITS[text].sum())) for text in texts]
-    assert [pairs[i] for i in np.argsort(values)] == sorted(pairs)
 
 
 # ---- fingerprint
