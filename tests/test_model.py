@@ -20,7 +20,7 @@ from torch import Tensor
 from kernels import cross_entropy
 from kernels.cross_entropy import IGNORE
 from kernels.packed_attention import attention_mask
-from kernels.rotary import Rotary, Scaling, rotation
+from kernels.rotary import rotation
 from model import TokenMeta, Transformer, TransformerConfig
 
 KINDS = [("gpt", "learned"), ("gpt", "rope"), ("llama", "rope"), ("bert", "learned")]
@@ -303,57 +303,6 @@ def test_a_llamas_norm_and_mlp_by_hand_and_keys_that_queries_share():
     wider.load_state_dict(weights)
     tokens = torch.randint(VOCAB, (2, SEQ_LEN))
     assert_close(model.logits(tokens), wider.logits(tokens))
-
-
-@pytest.mark.parametrize("tied", [True, False])
-def test_a_llama_is_that_of_transformers(tied):
-    """Which turns halves of a head, where pairs lie apart: its queries and keys are permuted.
-
-    The untied one has the scaled angles of Llama 3.1: of its four pairs the first keeps its speed,
-    the second is between, the others are slower.
-    """
-    transformers = pytest.importorskip("transformers")
-    C, H, KV, M, D = 32, 4, 2, 48, 8
-    scaling = Scaling.parsed("8:1:4:200")
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=VOCAB,
-            hidden_size=C,
-            intermediate_size=M,
-            num_hidden_layers=3,
-            num_attention_heads=H,
-            num_key_value_heads=KV,
-            rms_norm_eps=1e-5,
-            rope_theta=500_000.0,
-            rope_scaling=None if tied else scaling.as_published(),
-            tie_word_embeddings=tied,
-        )
-    )
-    for weight in theirs.parameters():
-        torch.nn.init.normal_(weight, mean=1.0 if weight.ndim == 1 else 0.0, std=0.2)
-    shape = dict(heads=H, width=C, mlp_width=M, kv_heads=KV, tied=tied)
-    shape["rotary"] = Rotary(5e5, None if tied else scaling)
-    ours = started("llama", pos="rope", qk_norm=False, **shape)
-    layers = [(f"h.{n}", f"model.layers.{n}") for n in range(3)]
-    names = {"wte": "model.embed_tokens", "ln_f": "model.norm", "lm_head": "lm_head"}
-    names |= {f"{h}.ln_1": f"{layer}.input_layernorm" for h, layer in layers}
-    names |= {f"{h}.ln_2": f"{layer}.post_attention_layernorm" for h, layer in layers}
-    names |= {f"{h}.attn.c_proj": f"{layer}.self_attn.o_proj" for h, layer in layers}
-    names |= {f"{h}.mlp.c_proj": f"{layer}.mlp.down_proj" for h, layer in layers}
-    source = theirs.state_dict()
-    if tied:
-        del names["lm_head"]
-    weights = {name: source[f"{other}.weight"] for name, other in names.items()}
-    for h, layer in layers:
-        q, k, v = (source[f"{layer}.self_attn.{x}_proj.weight"] for x in "qkv")
-        q, k = (x.view(-1, 2, D // 2, C).transpose(1, 2).reshape(-1, C) for x in (q, k))
-        weights[f"{h}.attn.c_attn"] = torch.cat((q, k, v))
-        gate_up = (source[f"{layer}.mlp.{x}_proj.weight"] for x in ("gate", "up"))
-        weights[f"{h}.mlp.c_fc"] = torch.cat(list(gate_up))
-    ours.load_state_dict({f"{name}.weight": weight for name, weight in weights.items()})
-    tokens = torch.randint(VOCAB, (2, SEQ_LEN))
-    expected = theirs.eval()(tokens).logits
-    assert (ours.eval().logits(tokens) - expected).abs().max() < 1e-5 * expected.abs().max()
 
 
 def test_residual_outputs_start_smaller_in_gpt():
