@@ -158,41 +158,15 @@ def test_x_and_rest_share_memory_and_changing_either_before_the_merge_is_an_erro
             merge(rest, kept, kept_states, impl).sum().backward()
 
 
-MISTAKES = {  # (the right output of place, its arguments) -> a wrong one
-    "adds where it should replace": lambda out, x, kept, y: reference_scatter(
-        x, kept, y + reference_gather(x, kept)
-    ),
-    "lets a gradient through": lambda out, x, kept, y: x,
-}
-
-
-@pytest.mark.parametrize("mistake", MISTAKES.values(), ids=MISTAKES)
-def test_these_tests_see_a_copy_that(mistake, monkeypatch):
+def test_these_tests_see_a_copy_that_adds_where_it_should_replace(monkeypatch):
     right = token_drop.place
 
     def wrong(x, kept, y, impl):
-        return mistake(right(x, kept, y, impl).clone(), x, kept, y)
+        return right(x, kept, y + reference_gather(x, kept), impl)
 
-    args = inputs(SMALL)
-    assert_as_defined("torch", *args)
     monkeypatch.setattr(token_drop, "place", wrong)
     with pytest.raises(AssertionError):
-        assert_as_defined("torch", *args)
-
-
-def test_these_tests_see_a_row_that_is_never_written(monkeypatch, device, impl):
-    if impl == "torch":
-        pytest.skip("it has no grid")
-    launch = token_drop.launch
-
-    def one_program_too_few(rows, *args):
-        return launch(rows - 512, *args)  # of 512 rows each
-
-    args = inputs((3, 512, 8, 200), torch.bfloat16, device)
-    assert_as_defined(impl, *args)
-    monkeypatch.setattr(token_drop, "launch", one_program_too_few)
-    with pytest.raises(AssertionError):
-        assert_as_defined(impl, *args)
+        assert_as_defined("torch", *inputs(SMALL))
 
 
 @pytest.mark.parametrize("kernels", [attention_tiles, cross_entropy, token_drop])
