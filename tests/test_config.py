@@ -1,8 +1,10 @@
 """The command line: types, refusals, resumed settings, and its limits in number."""
 
+import re
 from collections import Counter
 
 import pytest
+from conftest import refusal
 
 import config
 from config import TECHNIQUES, Config
@@ -43,8 +45,8 @@ def test_counts():
 REFUSED = {
     "--data a=1,b=1 --curriculum": "length",
     "--data a=1,b=1 --model bert --nsp": "",
-    "--tokens": "1.5 -5 0 nan inf",
-    "--lr": "nan -inf",
+    "--tokens": "1.5 -5 0",
+    "--lr": "-inf",
     "--batch-tokens 9e18 --seq-len": "9e18",
     "--nsp --model bert --batch-tokens": "256",
     "--min-lr": "2",
@@ -74,6 +76,14 @@ def test_refusals():
             with pytest.raises(ValueError, match=rf"{flags.split()[-1]}\b") as error:
                 build(f"{flags} {value}")
             assert "\n" not in str(error.value)
+
+
+@pytest.mark.parametrize("value", ["nan", "inf"])
+def test_every_number_is_a_finite_one(value):
+    flags = [setting.flag for setting in FLAGS.values() if setting.kind in (int, float)]
+    assert len(flags) > 20
+    for flag in flags:
+        assert re.search(rf"{flag}\b.*{value}", refusal(build, f"{flag} {value}"))
 
 
 def test_the_share_of_token_dropping_gives_way_to_steps():
