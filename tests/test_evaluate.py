@@ -20,7 +20,6 @@ from data import Data, places
 from evaluate import DocumentScores, Evaluation, HeldOut
 from kernels.cross_entropy import IGNORE
 from model import Transformer, TransformerConfig
-from support.runtime import Runtime
 from support.store import Store, byte_lengths, get_encoding
 
 BYTES = get_encoding("bytes")
@@ -31,24 +30,13 @@ GPT = "--layers 1 --final-eval-tokens 1M"
 pytestmark = pytest.mark.usefixtures("short_ends")
 
 
-class Ranks(Runtime):
-    """One rank of several that cannot hear the others: its share of the sums, unreduced."""
-
-    def reduce(self, values):
-        return values
-
-
-def one_of(rank: int, world_size: int) -> Ranks:
-    return Ranks(rank, world_size, torch.device("cpu"), torch.float32, "")
-
-
 def of(store: Store, special_ids: SpecialIds | None = None) -> Data:
     return Data(BYTES, store, special_ids, LENGTHS)
 
 
-def documents_of(evaluation, model, rows: int, runtime: Runtime = ONE) -> DocumentScores:
+def documents_of(evaluation, model, rows: int) -> DocumentScores:
     """The result by document, of the one store that is evaluated."""
-    return evaluation.documents(model, runtime, rows)[0]
+    return evaluation.documents(model, ONE, rows)[0]
 
 
 class Even(nn.Module):
@@ -81,17 +69,14 @@ def said(run_of, capsys, monkeypatch, tmp_path):
     return ask
 
 
-# ---- all rows, for any number of ranks
+# ---- all rows
 
 
-def test_rows_at_a_time_and_ranks_do_not_matter(store):
+def test_rows_at_a_time_do_not_matter(store):
     evaluation, model = Evaluation(of(store), 64, tokens=5_000), tiny()
     whole, other = (documents_of(evaluation, model, rows) for rows in (8, 3))
-    parts = [documents_of(evaluation, model, 8, one_of(rank, 3)) for rank in range(3)]
-    for name in ("nats", "targets", "bytes"):
-        total = pytest.approx(getattr(whole, name), rel=1e-12)
-        assert sum(getattr(part, name) for part in parts) == total == getattr(other, name)
-    assert all(np.array_equal(part.numbers, whole.numbers) for part in (*parts, other))
+    for found, expected in zip(other[:4], whole[:4], strict=True):
+        np.testing.assert_allclose(found, expected, rtol=1e-12)
     assert model.training, "the model's mode is kept"
 
 
@@ -221,6 +206,11 @@ def test_long_and_empty_documents_worked_by_hand():
     assert bert.numbers.tolist() == [1, 2, 3, 4]
     assert bert.targets.tolist() == [0, 4, 0, 1], "one of each piece: of 6, 6, 6, 2 and of 5"
     assert bert.nats[[0, 2]].tolist() == [0, 0]
+
+
+def test_a_store_without_held_out_documents_is_refused():
+    with pytest.raises(ValueError, match=r"has no held-out document: .*--holdout"):
+        Evaluation(of(in_memory(b"all of it")), 64)
 
 
 # ---- results in files and words
