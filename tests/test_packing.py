@@ -7,6 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_stores import write_store
+from test_plan import plan
 
 import config
 import packing
@@ -22,6 +23,8 @@ from packing import (
     pack_lengths,
     patterns_that_fill,
 )
+from support.clock import Clock
+from support.store import Store
 
 PACKING = Packing(  # two packs of 6 + 2 and one of 5 + 2 + 1, in rows of 8
     lengths=np.array([6, 2, 5, 2, 1]),
@@ -230,21 +233,18 @@ def test_command_prints_a_table_and_rows(tmp_path, capsys):
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["5", "85.000%", "1.800"]
 
 
-# ---- runs; that packed rows train as documents one a row do is in test_train.py
+# ---- steps; that packed rows train as documents one a row do is in test_train.py
 
 
-@pytest.mark.parametrize("packer", [None, *PACKERS])
-def test_a_run_packs_with_the_packer_it_is_told(run, short_ends, monkeypatch, packer):
-    if packer == "nnlshp":
-        pytest.importorskip("scipy", reason="SciPy is not installed")
-    used, pack = [], packing.pack
+@pytest.mark.parametrize("chosen", ["", *(f"--pack-packer {packer}" for packer in PACKERS)])
+def test_a_step_packs_with_the_packer_it_is_told(store_dir, monkeypatch, chosen):
+    used = []
 
     def noted(counts, packer, max_per_pack):
         used.append((packer, max_per_pack))
-        return pack(counts, packer, max_per_pack)
+        return pack(counts, "lpfhp", max_per_pack)
 
+    monkeypatch.setattr(config, "can_import", lambda module: True)
     monkeypatch.setattr(packing, "pack", noted)
-    chosen = f"--pack-packer {packer}" if packer else ""
-    run(f"--pack --pack-max-per-row 3 --tokens 256 --eval-every 0 --final-eval-tokens 32 {chosen}")
-    windows = [packer for packer, most in used if most == 3]  # evaluation packs without a limit
-    assert set(windows) == {packer or "lpfhp"}
+    plan(Store.open(store_dir), f"--pack --pack-max-per-row 3 {chosen}")(Clock())
+    assert used == [((chosen or "lpfhp").split()[-1], 3)]
