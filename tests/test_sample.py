@@ -46,15 +46,6 @@ def test_temperature_0_takes_the_likeliest():
     assert max(draw(60, allowed=40, top_k=300)) < 40, "none of what pads the vocabulary"
 
 
-def test_what_the_model_was_doing_it_does_afterwards():
-    gpt = model().train()
-    text = sample.generate(gpt, [5], 9, allowed=257)
-    next(text)
-    assert not gpt.training
-    text.close()  # interrupted
-    assert gpt.training
-
-
 # ---- models that are changed
 
 
