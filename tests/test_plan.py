@@ -138,19 +138,6 @@ def test_a_step_of_documents_has_those_of_the_unpacked_one(indexed, alone, packe
     assert b.after.positions < a.after.positions
 
 
-def test_ranks_share_the_work_of_documents_whose_rows_they_need_not_divide(store):
-    """The busier of two ranks; in two halves of the sorted rows it would have 1.3 and more."""
-    rows = "--seq-len 1024 --batch-tokens 32768 --tokens 1M"
-    p = plan(store, f"--pack --pack-batch documents {rows}")
-    steps = [p.packed_rows(clock_at(first)).rows for first in range(0, 1500, 32)]
-    prime = [rows for rows in steps if len(rows) in (11, 13, 17, 19, 23)]
-    assert len(prime) > 9
-    for rows in prime:
-        shares = (rows.of_rank(rank, 2)[1] for rank in range(2))
-        work = [((own.stop - own.start) ** 2).sum() for own in shares]
-        assert max(work) < 1.25 * np.mean(work)
-
-
 # ---- steps
 
 FLAGS = [
