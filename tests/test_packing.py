@@ -11,48 +11,13 @@ from test_plan import plan
 
 import config
 import packing
-from packing import (
-    PACKERS,
-    Packing,
-    assign,
-    fill,
-    histogram,
-    main,
-    number_that_fill,
-    pack,
-    pack_lengths,
-    patterns_that_fill,
-)
+from packing import fill, histogram, main, number_that_fill, pack, pack_lengths, patterns_that_fill
 from support.clock import Clock
 from support.store import Store
-
-PACKING = Packing(  # two packs of 6 + 2 and one of 5 + 2 + 1, in rows of 8
-    lengths=np.array([6, 2, 5, 2, 1]),
-    offsets=np.array([0, 2, 5]),
-    counts=np.array([2, 1]),
-    max_len=8,
-)
 
 
 def rows_of(packs):
     return [row.tolist() for row in np.split(packs.items, packs.offsets[1:-1])]
-
-
-def test_numbers_by_hand():
-    assert histogram([3, 1, 3], 4).tolist() == [0, 1, 0, 2, 0]
-    assert histogram([], 2).tolist() == [0, 0, 0]
-    assert PACKING.packs == 3
-    assert PACKING.factor == 7 / 3
-    assert PACKING.efficiency == 1
-    assert PACKING.attention == (2 * (36 + 4) + 25 + 4 + 1) / (3 * 64)
-
-
-def test_assign_by_hand():
-    #         0  1  2  3  4  5  6
-    lengths = [2, 6, 1, 2, 5, 6, 2]
-    packs = assign(PACKING, np.array(lengths))
-    assert rows_of(packs) == [[1, 0], [5, 3], [4, 6, 2]]
-    assert packs.items.dtype == np.int64 and packs.offsets.tolist() == [0, 2, 4, 7]
 
 
 # ---- packers
@@ -146,7 +111,8 @@ def test_strategies_by_hand():
     # the 6s take a 2 each, the 5s a 3; the 2 that is left goes on its own
     packing = pack(histogram([6, 6, 5, 5, 3, 3, 2, 2, 2], 8))
     assert strategies_of(packing) == [((6, 2), 2), ((5, 3), 2), ((2,), 1)]
-    assert packing.packs == 5
+    assert packing.packs == 5 and packing.factor == 9 / 5 and packing.efficiency == 34 / 40
+    assert packing.attention == (2 * (36 + 4) + 2 * (25 + 9) + 4) / (5 * 64)
     # 6 and 5 leave 4 and 5: shortest pack first puts the 3 beside the 5, longest beside the 6
     assert strategies_of(pack(histogram([6, 5, 3], 10), "spfhp")) == [((6,), 1), ((5, 3), 1)]
     assert strategies_of(pack(histogram([6, 5, 3], 10), "lpfhp")) == [((6, 3), 1), ((5,), 1)]
@@ -236,15 +202,15 @@ def test_command_prints_a_table_and_rows(tmp_path, capsys):
 # ---- steps; that packed rows train as documents one a row do is in test_train.py
 
 
-@pytest.mark.parametrize("chosen", ["", *(f"--pack-packer {packer}" for packer in PACKERS)])
-def test_a_step_packs_with_the_packer_it_is_told(store_dir, monkeypatch, chosen):
+@EVERY_PACKER
+def test_a_step_packs_with_the_packer_it_is_told(store_dir, monkeypatch, packer):
     used = []
 
     def noted(counts, packer, max_per_pack):
         used.append((packer, max_per_pack))
         return pack(counts, "lpfhp", max_per_pack)
 
-    monkeypatch.setattr(config, "can_import", lambda module: True)
     monkeypatch.setattr(packing, "pack", noted)
-    plan(Store.open(store_dir), f"--pack --pack-max-per-row 3 {chosen}")(Clock())
-    assert used == [((chosen or "lpfhp").split()[-1], 3)]
+    flags = f"--pack --pack-max-per-row 3 --pack-packer {packer}"
+    plan(Store.open(store_dir), flags)(Clock())
+    assert used == [(packer, 3)]
