@@ -49,7 +49,6 @@ def test_due_when_a_multiple_is_passed_and_never_for_zero():
 
 def test_savings_name_what_was_on():
     plain = Clock(real_tokens=1000, layer_tokens=6000, positions=1000, pieces=10)
-    assert savings(plain, 6, 100) == "saved: nothing (neither token dropping nor packing is on)"
     dropped = savings(plain._replace(layer_tokens=3000), 6, 100)
     assert dropped == "saved: 50.0% of layer-tokens (0.00 M, plain 0.01 M)"
     packed = savings(plain._replace(real_tokens=900, pieces=20), 6, 100)

