@@ -16,7 +16,8 @@ each row.
 
 The key of a chart in CHARTS is its field; a field that never changes gets none. Exceptions:
 
-    Training loss     loss, in bits per byte where the log says how many bytes a token has
+    Training loss     loss, in bits per byte if all runs are GPTs whose tokens have the same mean
+                      bytes; of a single run with the held-out loss in it
     Held-out loss     val_bpb of the "eval" lines; several runs also against real_tokens, flops and
                       the sum of ms
     Dropped           what layer_tokens lack of --layers times all positions, padding included
@@ -71,6 +72,7 @@ CHARTS = {
 MEASURED = ("loss", "grad_norm", "padding_share", "ms", "tokens_per_s", "mfu")  # others: scheduled
 COLUMNS = ("step", "layer_tokens", "loss", "epochs", "consumed_tokens", "real_tokens", "flops")
 AXIS = "consumed_tokens"  # of charts
+BITS = "bits per byte"
 SEEDS = {f"run.{name}" for name in ("seed", "out", "resume", "keep", "wandb")}  # no other recipe
 SEEDS |= {"run.eval_every", "run.checkpoint_every"}
 
@@ -306,6 +308,15 @@ def figure(title: str, unit: str, curves: list[Curve], x_unit: str, **look: obje
     return f"<figure><figcaption><b>{title}</b> {unit}{legend}</figcaption>{drawn}</figure>"
 
 
+def unit_of_loss(logs: list[RunLog]) -> tuple[str, float]:
+    """In what the training loss is drawn, and a nat of it."""
+    is_gpt = all(log.settings["model.model"] == "gpt" for log in logs)  # a BERT has other targets
+    bytes_per_token = {log.lines["run"][-1].get("bytes_per_token") for log in logs}
+    if is_gpt and len(bytes_per_token) == 1 and None not in bytes_per_token:
+        return BITS, 1 / (math.log(2) * bytes_per_token.pop())
+    return "nats", 1
+
+
 def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
     """Held-out and training loss, the columns of CHARTS, difficulties; what never changes is left
     out.
@@ -317,12 +328,8 @@ def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
         if loss is not None:
             ends = np.array([0.0, max(curve.x.max(initial=0) for curve in curves)])
             curves.append(Curve(f"{loss:.3f}", ends, np.full(2, loss), kind="level"))
-        drawn.append(figure("Held-out loss", "bits per byte", curves, x_unit, marks=marks))
-    is_gpt = all(log.settings["model.model"] == "gpt" for log in logs)  # a BERT has other targets
-    sizes = {log.lines["run"][-1].get("bytes_per_token", 0) * is_gpt for log in logs}
-    in_bits = 0 not in sizes and len(sizes) == 1
-    unit, scale = ("bits per byte", 1 / (math.log(2) * sizes.pop())) if in_bits else ("nats", 1)
-    shown = {"loss": ("Training loss", unit, scale)} | CHARTS
+        drawn.append(figure("Held-out loss", BITS, curves, x_unit, marks=marks))
+    shown = {"loss": ("Training loss", *unit_of_loss(logs))} | CHARTS
     for name in logs[0].steps:
         if name.startswith("difficulty_") and all(name in log.steps for log in logs):
             shown[name] = (name.replace("_", " ").capitalize(), "at most", 1)
@@ -332,7 +339,7 @@ def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
         if not len(values) or values.min() == values.max():
             continue
         curves = curves_of(runs, column, scale)
-        if column == "loss" and in_bits and len(runs) == 1:
+        if column == "loss" and unit == BITS and len(runs) == 1:
             curves += held_out_curves([(logs[0], "held out", 1)], AXIS)
         highest = np.quantile(values, HIGHEST) if column in MEASURED else math.inf
         look = {"marks": marks, "from_zero": column != "loss", "highest": highest}
