@@ -403,20 +403,14 @@ def apportioned(draws: np.ndarray, shares: Sequence[int]) -> Dealt:
              0, the first of store 1 and the second of store 0
     """
     store, draw = np.zeros((2, len(draws)), np.int64)
-    left, n = np.arange(len(draws)), np.asarray(draws).astype(np.uint64)
+    left, n = np.arange(len(draws)), draws.astype(object)  # n share may have more than 64 bits
     for number, share in enumerate(shares):
-        before = share_of(n, share)
-        chosen = share_of(n + np.uint64(1), share) > before
+        before = n * share // ONE
+        chosen = (n + 1) * share // ONE > before
         store[left[chosen]] = number
         draw[left[chosen]] = before[chosen]
         left, n = left[~chosen], (n - before)[~chosen]
     return Dealt(store, draw)
-
-
-def share_of(n: np.ndarray, share: int) -> np.ndarray:
-    """floor(n share / 2^32), exactly: the product itself may have more than 64 bits."""
-    high, low = n >> np.uint64(32), n & np.uint64(ONE - 1)
-    return high * np.uint64(share) + (low * np.uint64(share) >> np.uint64(32))
 
 
 # ---- what a run opens
