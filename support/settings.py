@@ -79,9 +79,8 @@ def parse(config_class: type, argv: list[str], prog: str, description: str) -> F
     for name, (written, kind, default, about) in settings_of(config_class).items():
         if about.get("hidden"):
             continue
-        text = about["help"] + (
-            f" (default: {shown_default(default)})" if shown_default(default) else ""
-        )
+        shown = shown_default(default)
+        text = f"{about['help']} (default: {shown})" if shown else about["help"]
         options = {"dest": name, "default": argparse.SUPPRESS, "help": text.replace("%", "%%")}
         if kind is bool:
             options["action"] = argparse.BooleanOptionalAction
