@@ -7,12 +7,17 @@
 Everything a step does follows from the settings and the `Clock` before it: which samples, how long,
 what is dropped, how far the weights move. So a run that was killed goes on as if it had not been,
 and more processes or micro-batches change its speed, not its curve (but for --dropout, whose masks
-are drawn for each micro-batch). One step of the first command, with 16 rows of 256:
+are drawn for each micro-batch). One step of the first command, with 16 rows of 256; after a dash
+what --pseudo and --offload do in it:
 
-    plan.py           samples -> 16 packed rows, this rank's Batch, targets on all ranks: 4,090
-    Trainer.backward  micro-batch by micro-batch: block_runner, forward, backward
-    Trainer.train_step   clip, and one step of the optimizers
-    train             the clock goes on, a line of the log; evaluate and save where they are due
+    read_ahead           in plan.py: samples -> 16 packed rows, this rank's Batch, targets on all
+                         ranks: 4,090
+    train                - next_trainer, where a stage of --pseudo has ended
+    Trainer.backward     micro-batch by micro-batch: forward, backward. block_runner hands a block
+                         the tokens that --ltd keeps - and its weights, while gradients leave
+    Trainer.train_step   - gradients of shared weights become their mean; clip, and one step of the
+                         optimizers - on the host, whose new weights come back
+    train                the clock goes on, a line of the log; evaluate and save where they are due
 """
 
 import math
@@ -80,7 +85,7 @@ def main(argv: list[str] | None = None) -> int:
     runtime = start(settings.run.device, settings.run.dtype)
     runtime.check_same({"commit": commit()} | made_by(runtime) | config.shared_by_ranks(settings))
     by_document = settings.pack.batch == "documents"
-    rows = micro_batch_rows(settings.optim, settings.data.seq_len, runtime, by_document)
+    micro_batch = micro_batch_rows(settings.optim, settings.data.seq_len, runtime, by_document)
     data = open_data(settings.data, settings.model.model == "bert", runtime)
     with_tokenizer = replace(settings.data, tokenizer=data.encoding.name)
     settings = replace(settings, data=with_tokenizer)
@@ -88,10 +93,10 @@ def main(argv: list[str] | None = None) -> int:
     size = started.size if started else model_size(settings, data.encoding)
     with Run(settings, runtime, size, data.store.meta, started) as run:
         try:
-            return go(run, data, rows)
+            return go(run, data, micro_batch)
         except torch.OutOfMemoryError as error:
             raise ValueError(
-                f"--micro-batch-size {rows} is too much for this device: choose less, or add"
+                f"--micro-batch-size {micro_batch} is too much for this device: choose less, or add"
                 f" --checkpoint-activations or --offload ({one_line(error)})"
             ) from None
 
@@ -155,7 +160,8 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
     s, runtime = run.settings, run.runtime
     evaluation, peak = held_out(s, data, s.run.eval_tokens), peak_flops(runtime)
     with StopSignal() as stop, run.progress_bar() as bar:
-        if run.evaluation_due and run.evaluated(evaluate(run, trainer, evaluation)):
+        is_best = run.evaluation_due and run.evaluated(evaluate(run, trainer, evaluation))
+        if is_best:
             run.save(trainer.state(), trainer.optimizers.named)
         for step, waited_ms in read_ahead(plan, run.clock, runtime.device):
             began = time.perf_counter()
@@ -374,11 +380,11 @@ class Trainer:
         """
         s, runtime = self.settings, self.runtime
         B, T = step.batch.tokens.shape
-        micro_batch = self.micro_batch * (s.data.seq_len // T)  # more rows if they are shorter
+        rows = self.micro_batch * (s.data.seq_len // T)  # of a micro-batch: more if they are short
         total = torch.zeros((), device=runtime.device)
-        for first in range(0, B, micro_batch):
-            part = step.part(slice(first, min(first + micro_batch, B)))
-            is_last = first + micro_batch >= B
+        for first in range(0, B, rows):
+            part = step.part(slice(first, min(first + rows, B)))
+            is_last = first + rows >= B
             if s.model.dropout:
                 seed = seed_of(s.run.seed, "dropout", step.context.step, runtime.rank, first)
                 torch.manual_seed(seed)
