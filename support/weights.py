@@ -244,7 +244,7 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
             left_out.append(entry)
         elif not twins or not torch.equal(entries[entry], twins[0]):
             raise refusal(path, f"{entry} has no place in this model: {hint}")
-    if layout is BERT_LAYOUT:
+    if POSITIONS in views:
         entries[POSITIONS] = entries[POSITIONS].double() + entries[TOKEN_TYPES][0]
         left_out.append(f"{TOKEN_TYPES}[1]")
     for entry, view in views.items():
