@@ -340,8 +340,7 @@ class Run:
         Args: about what the log's first line says besides settings and provenance
         """
         self.runtime.on_rank0(self.prepare_folder)
-        self.folder = self.runtime.on_rank0(lambda: self.folder)
-        self.id = self.runtime.on_rank0(lambda: self.id)
+        self.folder, self.id = self.runtime.on_rank0(lambda: (self.folder, self.id))
         if self.settings.run.fsdp:
             self.check_shared()
         is_rank0, flat = self.runtime.is_rank0, flattened(self.settings)
