@@ -35,12 +35,9 @@ from offload import (
     Offloaded,
     Part,
     Placement,
-    budget_bytes,
     device_bytes,
-    order_of_leaving,
     parts_of,
     place,
-    placement_for,
 )
 from support.optim import Optimizers
 from support.runtime import Runtime
@@ -246,7 +243,7 @@ def test_a_run_is_placed_by_its_flags_and_a_small_host_is_warned_of(monkeypatch)
 
     def placement(flags):
         settings = config.build(config.parse(["--offload", *flags.split()]))
-        return placement_for(settings.offload, model, here, muon=True, fsdp=False)
+        return offload.placement_for(settings.offload, model, here, muon=True, fsdp=False)
 
     placed = placement("--offload-budget 12MB")
     assert any(kinds_of(placed)) and placement("") == placed, "auto: half of what is free"
@@ -260,37 +257,38 @@ def test_a_run_is_placed_by_its_flags_and_a_small_host_is_warned_of(monkeypatch)
 
 def test_amounts_of_memory():
     amounts = {"6GiB": 6 * 2**30, "800MB": 800_000_000, "7": 7, "2 TB": 2 * 10**12}
-    assert {text: budget_bytes(text) for text in amounts} == amounts
-    assert budget_bytes("auto", 3000) == 1500
+    assert {text: offload.budget_bytes(text) for text in amounts} == amounts
+    assert offload.budget_bytes("auto", 3000) == 1500
     for text in ("6G", "much", "-1GB", "0GiB", "auto"):
         with pytest.raises(ValueError, match=f"--offload-budget {text}: "):
-            budget_bytes(text)
+            offload.budget_bytes(text)
 
 
 # ---- bitwise
 
 
-@pytest.mark.parametrize(("blocks", "micro_batches", "kind"), [(1, 1, "adamw"), (3, 2, "muon")])
+@pytest.mark.parametrize(
+    ("model", "micro_batches", "kind"),
+    [
+        ({"blocks": 1}, 1, "adamw"),
+        ({"blocks": 3}, 2, "muon"),
+        ({"shared": True}, 2, "muon"),
+        ({"kind": "bert", "shared": True}, 2, "adamw"),
+        (LLAMA, 2, "muon"),
+    ],
+)
 def test_every_placement_that_a_budget_can_ask_for_is_bitwise_the_plain_run(
-    blocks, micro_batches, kind
+    model, micro_batches, kind
 ):
     """As things leave one by one; two steps, whose gradients are compared too."""
-    without = Run(small(blocks=blocks), kind=kind).steps(2, micro_batches)
-    order = order_of_leaving(parts_of(without.model, muon=False))
-    assert len(order) == 3 * blocks + 2
-    away = [NOTHING] * (blocks + 1)
+    more = {"micro_batches": micro_batches, "recomputed": "shared" in model}
+    without = Run(small(**model), kind=kind).steps(2, **more)
+    parts = parts_of(without.model, muon=False)
+    order, leaving = offload.order_of_leaving(parts), [NOTHING] * len(parts)
+    assert len(order) == 3 * len(parts) - 1
     for number, of_part in order:
-        away[number] = of_part
-        assert_same(Run(small(blocks=blocks), tuple(away), kind).steps(2, micro_batches), without)
-
-
-@pytest.mark.parametrize("model", [{"shared": True}, {"kind": "bert", "shared": True}, LLAMA])
-def test_it_composes_with_sharing_and_recomputing(model):
-    """Token dropping comes with the runs below."""
-    recomputed = "shared" in model
-    without = Run(small(**model), kind="muon").steps(2, recomputed=recomputed)
-    for mixture in ("mixed", "all that can"):
-        run = Run(small(**model), MIXTURES[mixture], "muon").steps(2, recomputed=recomputed)
+        leaving[number] = of_part
+        run = Run(small(**model), tuple(leaving), kind).steps(2, **more)
         assert_same(run, without)
     assert_equal(run.offloaded.weights(), without.model.state_dict())  # a key for each layer
 
