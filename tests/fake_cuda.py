@@ -232,27 +232,19 @@ class Event:
     def __init__(self, *args: Any, **options: Any):
         pass
 
-    def record_event(self, event: Any = None) -> "Event":
-        return Event()
-
     def synchronize(self) -> None:
         count("waits for synchronize")
 
-    def wait(self, *args: Any) -> None:
-        pass
+    def at_once(self, *args: Any) -> "Event":
+        return self
 
-    record = wait_stream = wait_event = wait
+    record = record_event = wait = wait_event = wait_stream = at_once
 
 
-class Cudart:
-    @staticmethod
-    def cudaHostRegister(address: int, size: int, flags: int) -> int:
-        LOCKED[address] = address + size
-        return 0
-
-    @staticmethod
-    def cudaHostUnregister(address: int) -> int:
-        return LOCKED.pop(address) and 0
+def register(address: int, size: int, flags: int) -> int:
+    """cudaHostRegister."""
+    LOCKED[address] = address + size
+    return 0
 
 
 def in_fp32(tensor: OnDevice) -> torch.Tensor:
@@ -310,7 +302,7 @@ def patch_torch() -> None:
         "get_device_name": "NVIDIA H200",
         "get_device_capability": (9, 0),
         "mem_get_info": (139 * 10**9, 141 * 10**9),
-        "cudart": Cudart,
+        "cudart": types.SimpleNamespace(cudaHostRegister=register, cudaHostUnregister=LOCKED.pop),
     }
     for name, answer in answers.items():
         setattr(cuda, name, lambda *args, answer=answer, **more: answer)

@@ -47,26 +47,6 @@ pytestmark = [
 ]
 
 
-class NoDriver:
-    """Answers what Triton asks CUDA's driver before a launch."""
-
-    launcher_cls = None
-
-    def __init__(self, arch: int):
-        self.arch = arch
-
-    def get_current_target(self):
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.arch, 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-
 def inspect(compiled, constants: dict) -> dict:
     """What the tests read off a compiled kernel."""
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
@@ -99,6 +79,7 @@ def inspect(compiled, constants: dict) -> dict:
 
 def tell(arch: int, work: Callable[[], None]) -> None:
     """In a process that compiles: print what the launches of `work` compile to."""
+    from triton.backends.compiler import GPUTarget
     from triton.runtime import driver
     from triton.runtime.jit import JITFunction
 
@@ -107,7 +88,12 @@ def tell(arch: int, work: Callable[[], None]) -> None:
     def compile_alone(self, *args, grid, warmup, **constants):
         kernels.append(inspect(run(self, *args, grid=grid, warmup=True, **constants), constants))
 
-    driver.set_active(NoDriver(arch))
+    answers = {  # to what Triton asks CUDA's driver before a launch
+        "get_current_target": lambda: GPUTarget("cuda", arch, 32),
+        "get_current_device": lambda: 0,
+        "get_current_stream": lambda device: 0,
+    }
+    driver.set_active(SimpleNamespace(launcher_cls=None, **answers))
     JITFunction.run = compile_alone
     work()
     print(json.dumps(kernels))

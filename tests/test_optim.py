@@ -174,28 +174,19 @@ def test_orthogonalised_is_the_definition(shape):
     assert error(orthogonalised(matrices.float()), truth) < 1e-3
 
 
-class Muon:
-    """A step of matrices of any shapes, each shape with the parts that it has."""
-
-    def __init__(self, matrices: list[Tensor], parts: dict[tuple, tuple] | None = None):
-        self.matrices, self.parts = matrices, parts or {}
-        self.momenta = [torch.zeros_like(matrix).detach() for matrix in matrices]
-
-    @torch.no_grad()
-    def step(self, on: torch.device | None = None) -> None:
-        for shape in dict.fromkeys(matrix.shape for matrix in self.matrices):
-            pairs = zip(self.matrices, self.momenta, strict=True)
-            matrices, momenta = zip(*(p for p in pairs if p[0].shape == shape), strict=True)
-            parts = self.parts.get(tuple(shape), (shape[0],))
-            optim.update_by_muon(list(matrices), list(momenta), parts, 0.1, 0.3, on)
+def muon(matrices: list[Tensor], fused: tuple[int, ...] = (), **more: object) -> Optimizers:
+    """Of matrices of blocks; those of shape `fused` are queries, keys and values."""
+    named = {}
+    for number, matrix in enumerate(matrices):
+        leaf = "c_attn" if matrix.shape == fused else "c_proj"
+        named[f"h.{number}.{leaf}.weight"] = matrix
+    return Optimizers(named, "muon", weight_decay=0.3, betas=(0.9, 0.95), **more)
 
 
-def steps_of(optimizer, parameters: list[Tensor], steps: range) -> None:
-    for step in steps:
-        generator = torch.Generator().manual_seed(step)
-        for parameter in parameters:
-            parameter.grad = torch.randn(parameter.shape, generator=generator)
-        optimizer.step()
+def draw_gradients(parameters: list[Tensor], step: int) -> None:
+    generator = torch.Generator().manual_seed(step)
+    for parameter in parameters:
+        parameter.grad = torch.randn(parameter.shape, generator=generator)
 
 
 def parameters_of() -> list[Tensor]:
@@ -207,20 +198,25 @@ def test_moves_as_torchs_muon_within_its_dtype(monkeypatch):
     """Torch's rounds to bf16; exact is torch's with the definition in float64 in place of that."""
     ours, theirs, exact = (parameters_of() for _ in range(3))
     torchs = partial(torch.optim.Muon, lr=0.1, weight_decay=0.3, adjust_lr_fn="match_rms_adamw")
-    one, other = Muon(ours), torchs(theirs)
-    steps_of(one, ours, range(4))
-    steps_of(other, theirs, range(4))
+    one, other, in_full = muon(ours), torchs(theirs), torchs(exact)
 
     def in_float64(gradient: Tensor, *_) -> Tensor:
         return definition(gradient.double()).float()
 
-    monkeypatch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", in_float64)
-    steps_of(torchs(exact), exact, range(4))
+    for step in range(4):
+        for parameters in (ours, theirs, exact):
+            draw_gradients(parameters, step)
+        one.step(0.1)
+        other.step()
+        with monkeypatch.context() as patch:
+            patch.setattr(torch.optim._muon, "_zeropower_via_newtonschulz", in_float64)
+            in_full.step()
     for found, rounded, truth in zip(ours, theirs, exact, strict=True):
         assert error(found, truth) < 1e-4
         assert 1e-4 < error(rounded, truth) < 0.05, "what torch's own dtype costs"
-    for momentum, parameter in zip(one.momenta, theirs, strict=True):
-        assert torch.equal(momentum, other.state[parameter]["momentum_buffer"])
+    for name, parameter in zip(one.named, theirs, strict=True):
+        momenta = (of["momentum_buffer"] for of in (one.state[name], other.state[parameter]))
+        assert torch.equal(*momenta)
 
 
 def test_adamw_is_torchs_bit_for_bit():
@@ -235,16 +231,16 @@ def test_adamw_is_torchs_bit_for_bit():
         assert torch.equal(found, wanted)
 
 
-@pytest.mark.parametrize(("parts", "rows"), [((48,), (48,) * 3), ((48, 12, 12), (48, 12, 12))])
-def test_matrices_below_each_other_move_as_if_apart(parts, rows):
+@pytest.mark.parametrize("rows", [(48, 48, 48), (48, 12, 12)])
+def test_matrices_below_each_other_move_as_if_apart(rows):
     """Queries, keys and values; those of keys and values are smaller with grouped queries."""
     stacked, gradient = torch.randn(2, sum(rows), 48, generator=torch.Generator().manual_seed(0))
     together, *apart = (part.clone() for part in (stacked, *stacked.split(rows)))
     together.grad = gradient
     for parameter, its in zip(apart, gradient.split(rows), strict=True):
         parameter.grad = its
-    Muon([together], {(sum(rows), 48): parts}).step()
-    Muon(apart).step()
+    muon([together], fused=together.shape).step(0.1)
+    muon(apart).step(0.1)
     assert torch.equal(together, torch.cat(apart)) and not torch.equal(together, stacked)
 
 
@@ -254,7 +250,7 @@ def test_orthogonalises_on_the_device_named(monkeypatch):
     for on in ("cpu", "meta"):
         matrix = torch.zeros(4, 4)
         matrix.grad = torch.ones(4, 4)
-        Muon([matrix]).step(torch.device(on))
+        muon([matrix], device=torch.device(on)).step(0.1)
         assert ones.call_args.args[0].device.type == on
         torch.testing.assert_close(matrix, torch.full((4, 4), -0.04))  # 0.1, 0.2, the root of 4
 
@@ -282,13 +278,13 @@ def check_shares(flags: list[str]) -> None:
 
     shards = [shards_of(parameter).requires_grad_() for parameter in whole]
 
-    fused = {(144, 48): (48,)}
-    sharded, plain = Muon(shards, fused), Muon(whole, fused)
+    sharded, plain = (muon(matrices, fused=(144, 48)) for matrices in (shards, whole))
     for step in range(3):
-        steps_of(plain, whole, range(step, step + 1))
+        draw_gradients(whole, step)
         for parameter, its in zip(shards, whole, strict=True):
             parameter.grad = shards_of(its.grad)
-        sharded.step()
+        plain.step(0.1)
+        sharded.step(0.1)
     for parameter, its in zip(shards, whole, strict=True):
         assert torch.equal(parameter.full_tensor(), its)
     dist.destroy_process_group()
