@@ -15,16 +15,8 @@ ROUNDING = {torch.float64: 1e-12, torch.float32: 2e-4, torch.bfloat16: 2**-8}
 B, T, H, D = 2, 63, 3, 8
 
 
-@pytest.fixture
-def dtypes_met():
-    """The dtypes in the graphs that `compiled` made, forward and backward."""
-    torch.compiler.reset()
-    yield set()
-    torch.compiler.reset()
-
-
 def compiled(function, met: set[torch.dtype]):
-    """The function as one graph, run as it is; notes the dtypes in it."""
+    """The function as one graph, run as it is; notes the dtypes in it, forward and backward."""
 
     def note(graph, inputs):
         values = [node.meta.get("val") for node in graph.graph.nodes]
@@ -52,8 +44,10 @@ def queries(dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor]:
 
 
 @pytest.mark.parametrize("dtype", ROUNDING)
-def test_pairs_turn_as_complex_numbers_do_compiled_or_not(dtype, dtypes_met):
+def test_pairs_turn_as_complex_numbers_do_compiled_or_not(dtype):
     """Cosines of float32 angles err by some 1e-4 at positions up to 1,023."""
+    torch.compiler.reset()
+    dtypes_met = set()
     q, positions, above = queries(dtype)
     turns = rotation(positions, D, torch.float64 if dtype == torch.float64 else torch.float32)
     truth = definition(q, positions)
@@ -69,11 +63,3 @@ def test_pairs_turn_as_complex_numbers_do_compiled_or_not(dtype, dtypes_met):
         torch.testing.assert_close(ours.double(), expected.double(), rtol=0, atol=allowed)
     assert (results[0][0] - q).abs().max() > 1, "otherwise nothing was turned"
     assert dtype in dtypes_met and not any(met.is_complex for met in dtypes_met)
-
-
-def test_complex_numbers_in_a_compiled_graph_are_seen(dtypes_met, monkeypatch):
-    """Those of the uncompiled product."""
-    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: False)
-    q, positions, _ = queries(torch.float32)
-    compiled(rotate, dtypes_met)(q, rotation(positions, D))
-    assert torch.complex64 in dtypes_met
