@@ -20,7 +20,6 @@ from support.runtime import Runtime
 from support.store import FORMAT, Store
 
 ONE = Runtime(0, 1, torch.device("cpu"), torch.float32, "")
-ALL = ["length", "rarity", "rarity-mean", "length-rarity"]
 VOCABULARY, END = 10, 9
 BYTES_END = 256
 

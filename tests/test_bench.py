@@ -107,12 +107,9 @@ def test_techniques_are_compared_with_the_plain_frontier_and_runs_are_counted():
     assert row == "| 2.000 | 3.00 M | 2.00 M | 0.67 | 1 | 0 |"
 
 
-def test_runs_are_listed_by_turn_and_padded_rows_are_plain():
-    frontier = import_module("frontier")
-    arms = frontier.listed(["toy"])
-    assert [(a.seed, a.is_plain) for a in arms] == [(1, 1), (1, 1), (1, 0), (2, 1)]
-    assert arms[0].argv({})[:4] == ["--heads", "2", "--width", "16"]
-    padded = arms[0]._replace(text="web", flags="--pack --pack-max-per-row 1")
+def test_padded_rows_are_plain_and_a_run_is_on_the_text_it_names():
+    arm = import_module("frontier").listed(["toy"])[0]
+    padded = arm._replace(text="web", flags="--pack --pack-max-per-row 1")
     assert padded.is_plain and not padded._replace(flags="--pack").is_plain
     assert padded.argv({"web": Path("x")})[:2] == ["--data", "x"]
     with pytest.raises(ValueError, match="add web=FOLDER"):

@@ -125,11 +125,6 @@ def test_a_batch_without_targets_costs_nothing(kind, pos):
 # The mask
 
 
-def test_attention_mask_example():
-    expected = [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 0, 1]]
-    assert attention_mask(torch.tensor([[7, 7, 9, -1]]), True)[0, 0].int().tolist() == expected
-
-
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.integers(-1, 3), min_size=1, max_size=12))
 def test_attention_mask_properties(row):
