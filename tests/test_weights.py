@@ -229,11 +229,12 @@ def own_checkpoint(folder, model: Transformer) -> None:
     checkpoint.save(folder / "step-00000003.pt", state)
 
 
-def exported(model: Transformer, tmp_path, name: str = "weights.pt"):
-    """The file that `export` writes of a run that has this model."""
+def exported(model: Transformer, tmp_path, capsys, name: str) -> tuple[Path, dict]:
+    """The file that `export` writes of a run that has this model, and the config.json it prints."""
     own_checkpoint(tmp_path / "run", model)
     weights.main(["export", str(tmp_path / "run"), "--out", str(tmp_path / name)])
-    return tmp_path / name
+    said = capsys.readouterr().out.splitlines()[-1]
+    return tmp_path / name, json.loads(said.partition("beside it: ")[2])
 
 
 @pytest.mark.parametrize(
@@ -247,9 +248,9 @@ def exported(model: Transformer, tmp_path, name: str = "weights.pt"):
 def test_what_is_exported_loads_as_it_was(tmp_path, capsys, kind, changes, suffix):
     """Bit for bit, with nothing left out but BERT's token type 1, under the published names."""
     model, found = widened(built(kind, **changes)).eval(), built(kind, **changes)
-    load_published(found, exported(model, tmp_path, f"weights{suffix}"))
+    path, config = exported(model, tmp_path, capsys, f"weights{suffix}")
+    load_published(found, path)
     assert_same(found.state_dict(), model.state_dict())
-    config = json.loads(capsys.readouterr().out.splitlines()[-1].partition("beside it: ")[2])
     assert config["vocab_size"] == VOCAB and SEQ_LEN in config.values()
     if suffix == ".safetensors":
         file = gpt_file() if kind == "gpt" else bert_file()
@@ -283,13 +284,13 @@ def test_transformers_computes_what_we_do_and_its_weights_come_back(tmp_path, ca
     """It reads both kinds of file that are exported; a state dict of its model is one of ours."""
     transformers = pytest.importorskip("transformers")
     model, again = widened(built(kind, nsp=nsp)), built(kind, nsp=nsp)
-    exported(model, tmp_path, "model.safetensors")
-    config = json.loads(capsys.readouterr().out.splitlines()[-1].partition("beside it: ")[2])
+    _, config = exported(model, tmp_path, capsys, "model.safetensors")
     (tmp_path / "config.json").write_text(json.dumps(config))
     theirs = getattr(transformers, config["architectures"][0])
     read, notes = theirs.from_pretrained(tmp_path, output_loading_info=True)
     assert not notes["missing_keys"] and not notes["unexpected_keys"], notes
-    missing, strangers = read.load_state_dict(torch.load(exported(model, tmp_path)), strict=False)
+    path, _ = exported(model, tmp_path, capsys, "weights.pt")
+    missing, strangers = read.load_state_dict(torch.load(path), strict=False)
     tied = ("pooler", "lm_head.weight", "cls.predictions.decoder")
     assert not strangers and all(name.removeprefix("bert.").startswith(tied) for name in missing)
     tokens = torch.randint(VOCAB, (3, SEQ_LEN))
