@@ -241,5 +241,3 @@ def test_tokens_by_layer_worked_example():
     assert ltd.tokens_by_layer(settings.ltd, context, [256] * 6) == [256, 128, 128, 128, 128, 256]
     short = ltd.tokens_by_layer(settings.ltd, context, [64] * 6)
     assert short == [64] * 6, "rows of at most K tokens run whole"
-    late = context._replace(progress=0.9)
-    assert ltd.tokens_by_layer(settings.ltd, late, [256] * 6) == [256] * 6
