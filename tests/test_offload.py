@@ -28,17 +28,7 @@ import config
 import offload
 import train
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
-from offload import (
-    Landing,
-    Link,
-    Offload,
-    Offloaded,
-    Part,
-    Placement,
-    device_bytes,
-    parts_of,
-    place,
-)
+from offload import Landing, Link, Offload, Offloaded, Part, Placement, device_bytes, place
 from support.optim import Optimizers
 from support.runtime import Runtime
 from support.sizes import empty_model
@@ -72,7 +62,7 @@ class Run:
         self.model, self.dtype, self.device = model, dtype, device
         self.losses, self.norms, self.number = [], [], 0
         self.gradients: list[dict] = []  # of each step, before they are clipped
-        pairs = zip(parts_of(model, kind == "muon"), offloaded, strict=False)
+        pairs = zip(offload.parts_of(model, kind == "muon"), offloaded, strict=False)
         parts = tuple(part._replace(offloaded=of_part) for part, of_part in pairs)
         self.offloaded = Offload(Placement(parts, dtype, budget=0))
         self.offloaded.move(model, device)
@@ -175,7 +165,7 @@ def test_the_walk_at_the_head_of_offload_py():
     model = empty_model(
         config.transformer_config(config.build(config.parse(flags)), vocab_size=4160)
     )
-    parts = parts_of(model, muon=True)
+    parts = offload.parts_of(model, muon=True)
     whole, state, weights = (place(parts, b, "fp32") for b in (2**30, 25.5 * MIB, 18 * MIB))
     held = [round(device_bytes(placement) / MIB, 2) for placement in (whole, state, weights)]
     assert held == [25.84, 25.09, 17.59]
@@ -283,7 +273,7 @@ def test_every_placement_that_a_budget_can_ask_for_is_bitwise_the_plain_run(
     """As things leave one by one; two steps, whose gradients are compared too."""
     more = {"micro_batches": micro_batches, "recomputed": "shared" in model}
     without = Run(small(**model), kind=kind).steps(2, **more)
-    parts = parts_of(without.model, muon=False)
+    parts = offload.parts_of(without.model, muon=False)
     order, leaving = offload.order_of_leaving(parts), [NOTHING] * len(parts)
     assert len(order) == 3 * len(parts) - 1
     for number, of_part in order:
