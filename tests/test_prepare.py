@@ -301,7 +301,6 @@ def test_a_file_of_tokens_is_the_store_of_its_text(tmp_path, monkeypatch):
     for content, flags, said in (
         (b"odd", [], "not a multiple of the data-type size"),
         (b"\0\xff", [], "has token 65280, and those of --tokenizer pd4k end at 4096"),
-        (b"", [], "empty file"),
         (b"\0\0", ["more.txt"], "or --tokens-from"),
     ):
         (tmp_path / "train.bin").write_bytes(content)

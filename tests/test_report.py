@@ -95,6 +95,8 @@ def test_what_is_dropped_is_counted_against_all_positions(log):
 def test_known_answers():
     x, y = report.medians(np.arange(6), np.array([3.0, 1.0, 2.0, 9.0, 8.0, 7.0]), 2)
     assert x.tolist() == [1, 4] and y.tolist() == [2.0, 8.0]
+    x, y = report.thinned(np.arange(1001.0), np.arange(1001.0))
+    assert len(x) == report.POINTS and x[0] == 0 and x[-1] == 1000
     texts = [text for _, text in report.ticks(0, 61440)]
     assert texts == ["0", "20 K", "40 K", "60 K"]
     assert report.with_seeds([1.0, 1.2], 2) == "1.10 (1.00 to 1.20)"
