@@ -330,6 +330,8 @@ def test_stores_lie_side_by_side(stores):
     batch = data.collate(two, data.Rows.of(np.stack((starts, starts + 16), axis=1)), 16)
     assert batch.tokens[:, 0].tolist() == [BYTES.eot_token] * 2
     assert batch.targets.tolist() == [part.tokens[:16].tolist() for part in two.parts]
+    ends = [two.parts[0].tokens[0], two.parts[1].tokens[-1]]
+    assert two.tokens.take(np.array([-3, 10**9]), mode="clip").tolist() == ends
     samples = data.MixedSamples(two, "pieces", 32)
     spans = samples.spans(np.arange(len(samples))[::-1])[::-1]
     for n, part in enumerate(samples.parts):
