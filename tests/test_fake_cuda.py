@@ -59,7 +59,7 @@ MORE = {
 # Problems that mistakes made on purpose lead to.
 MISTAKES = {
     "on the same device": {"model.Batch.to": "lambda self, device: self"},
-    "copies from pageable memory": {"model.on_device": "lambda t, device: t.to(device)"},
+    "copies from pageable memory": {"plan.on_device": "lambda t, device: t.to(device)"},
     "waits for _local_scalar_dense": {
         "train.shares_of": "lambda batch, *_: batch.tokens.sum().item() and None"
     },
