@@ -24,9 +24,7 @@ import os
 import platform
 import re
 import statistics
-import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Collection, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, wait
@@ -123,10 +121,6 @@ def recorder(name: str, args: argparse.Namespace, **more: object) -> Callable[[d
 
 def records(name: str, folder: Path = ROOT / "results") -> list[dict]:
     return [json.loads(line) for line in (folder / f"{name}.jsonl").read_text().splitlines()]
-
-
-def min_median_max(values: Sequence[float], digits: int = 4) -> list[float]:
-    return [significant(f(values), digits) for f in (min, statistics.median, max)]
 
 
 def quartiles(values: Sequence[float], digits: int = 4) -> list[float]:
@@ -256,41 +250,6 @@ def build_step(build: Callable[..., Callable], *arguments: object) -> None:
 
 def turn_of_built() -> Taken:
     return turn_of(built)
-
-
-# ---- commands
-
-
-def watched(command: Sequence) -> Taken:
-    """Run a command in a fresh process.
-
-    Raises: ValueError with what it printed last, if it fails; where memory cannot be read
-    """
-    began, peak = time.perf_counter(), 0
-    with tempfile.TemporaryFile("w+") as said:
-        process = subprocess.Popen(command, stdout=said, stderr=said)
-        while process.poll() is None:
-            peak = max(peak, resident_bytes(process.pid))
-            time.sleep(0.03)
-        ended = time.perf_counter()
-        if process.returncode:
-            said.seek(0)
-            raise ValueError(f"{' '.join(map(str, command))}: {said.read()[-1000:]}")
-    if not peak:
-        raise ValueError("the memory of a command is read from /proc, which Linux has")
-    return Taken(ended - began, peak)
-
-
-def resident_bytes(pid: int | str = "self") -> int:
-    """The most that a process has been resident with so far, and all that it started."""
-    try:
-        status = Path(f"/proc/{pid}/status").read_text()
-        threads = Path(f"/proc/{pid}/task").iterdir()
-        children = " ".join((thread / "children").read_text() for thread in threads)
-    except OSError:  # it has ended meanwhile
-        return 0
-    most = re.search(r"VmHWM:\s+(\d+) kB", status)  # a process that has ended has none
-    return (1024 * int(most[1]) if most else 0) + sum(map(resident_bytes, children.split()))
 
 
 # ---- calls of kernels

@@ -46,7 +46,6 @@ from measure import (
     quartiles,
     ratios,
     recorder,
-    resident_bytes,
     timed,
 )
 from step import CASES, Variant, steps_of
@@ -57,7 +56,7 @@ from kernels import token_drop
 from kernels.cross_entropy import IGNORE, linear_cross_entropy
 from kernels.packed_attention import bounds, index_of, packed_attention
 from kernels.token_drop import merge, reference_gather, reference_scatter, split
-from support.runtime import exit_cleanly
+from support.runtime import exit_cleanly, peak_memory
 
 
 class Shape(NamedTuple):
@@ -292,11 +291,9 @@ def peak_bytes(shape: Shape, form: str, device: str) -> int:
     loss_both_ways(form, *inputs_of_head(small, device))  # what torch loads late
     x, weight, targets = inputs_of_head(shape, device)
 
-    high_water = resident_bytes
     if device == "cuda":
-        high_water = torch.cuda.max_memory_allocated
         torch.cuda.reset_peak_memory_stats()
-    before = high_water()
+    before = peak_memory(torch.device(device))
     loss_both_ways(form, x, weight, targets)
     return max(high_water() - before - x.nbytes - weight.nbytes, 0)
 

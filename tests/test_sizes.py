@@ -12,7 +12,6 @@ from conftest import ALL_ON, SMALL, contents, refusal_of
 from torch.utils.flop_counter import FlopCounterMode, sdpa_flop_count
 
 import config
-import model
 import train
 from data import open_data
 from model import Transformer, TransformerConfig
@@ -115,16 +114,6 @@ def test_a_step_has_the_flops_that_torch_counts(flags, at_most):
     with FlopCounterMode(display=False, custom_mapping=MAPPING) as counter:
         trainer.train_step(step)
     assert 0.999 < counter.get_total_flops() / step.after.flops < at_most
-
-
-def test_what_a_fork_adds_to_a_block_is_counted(monkeypatch):
-    class Odd(model.Block):
-        def __init__(self, config):
-            super().__init__(config)
-            self.gate = torch.nn.Linear(config.width, 2 * config.width)
-
-    monkeypatch.setattr(model, "Block", Odd)
-    assert sizes.weights_of_block(TransformerConfig("gpt", 2, 1, 6, 24, 8, 10)) == (12 + 2) * 6 * 6
 
 
 def test_a_peak_is_known_by_the_devices_name(monkeypatch):
