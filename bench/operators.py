@@ -295,7 +295,7 @@ def peak_bytes(shape: Shape, form: str, device: str) -> int:
         torch.cuda.reset_peak_memory_stats()
     before = peak_memory(torch.device(device))
     loss_both_ways(form, x, weight, targets)
-    return max(high_water() - before - x.nbytes - weight.nbytes, 0)
+    return max(peak_memory(torch.device(device)) - before - x.nbytes - weight.nbytes, 0)
 
 
 def losses(shape: Shape, device: str, turns: int) -> Iterator[Operation]:
