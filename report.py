@@ -34,10 +34,11 @@ checkpoint. report.html holds the frame of a page and its colours, for light and
 """
 
 import math
+import re
 import statistics
 from collections import defaultdict
 from collections.abc import Sequence
-from html import escape
+from html import escape, unescape
 from itertools import pairwise
 from pathlib import Path
 from string import Template
@@ -106,10 +107,11 @@ class RunLog(NamedTuple):
         return float(self.steps[column][done - 1]) if done else 0.0
 
     def text_of(self, line: dict) -> str:
-        """Example: on 32,768 tokens of the embedded corpus's held-out text"""
+        """Example: on 32,768 tokens of the held-out text of the embedded corpus"""
         masked = "masked " if self.settings["model.model"] == "bert" else ""
-        store = self.settings["data.data"] or "the embedded corpus"
-        return f"on {line['targets']:,} {masked}tokens of {store}'s held-out text"
+        stores = (self.settings["data.data"] or "the embedded corpus").split(",")
+        names = ", ".join(Path(store).name for store in stores)
+        return f"on {line['targets']:,} {masked}tokens of the held-out text of {names}"
 
 
 def read_run(folder: Path) -> RunLog:
@@ -287,12 +289,15 @@ def curves_of(runs: Runs, column: str, scale: float) -> list[Curve]:
 
 
 def held_out_curves(runs: Runs, unit: str) -> list[Curve]:
-    """The held-out loss of every run against one of UNITS, seconds as minutes."""
-    curves = []
+    """The held-out loss of every run against one of UNITS, seconds as minutes; the evaluation at
+    the end, mostly on other text, is a dot that no line leads to.
+    """
+    curves, scale = [], 1 / 60 if unit == "seconds" else 1
     for log, label, color in runs:
-        x = np.array([log.at(unit, line["step"]) for line in log.on_the_way])
-        y = np.array([line["val_bpb"] for line in log.on_the_way])
-        curves.append(Curve(label, x / 60 if unit == "seconds" else x, y, color, "dots"))
+        for lines in (log.on_the_way, [log.final] if log.final else []):
+            x = np.array([scale * log.at(unit, line["step"]) for line in lines])
+            y = np.array([line["val_bpb"] for line in lines])
+            curves.append(Curve(label, x, y, color, "dots"))
     return curves
 
 
@@ -328,7 +333,8 @@ def charts_of(runs: Runs, loss: float | None, marks: list[float]) -> list[str]:
         if loss is not None:
             ends = np.array([0.0, max(curve.x.max(initial=0) for curve in curves)])
             curves.append(Curve(f"{loss:.3f}", ends, np.full(2, loss), kind="level"))
-        drawn.append(figure("Held-out loss", BITS, curves, x_unit, marks=marks))
+        about = f"{BITS}, lower is better; the single dot: on more text, at the end"
+        drawn.append(figure("Held-out loss", about, curves, x_unit, marks=marks))
     shown = {"loss": ("Training loss", *unit_of_loss(logs))} | CHARTS
     for name in logs[0].steps:
         if name.startswith("difficulty_") and all(name in log.steps for log in logs):
@@ -437,12 +443,38 @@ def table(rows: dict[str, dict[str, str]], turned: bool = False) -> str:
 # ---- the page
 
 
+def loss_to_reach(first: list[RunLog]) -> float | None:
+    """The last held-out loss of the first recipe, which each of its seeds reaches."""
+    if all(log.lines["eval"] for log in first):
+        return max(log.on_the_way[-1]["val_bpb"] for log in first)
+    return None
+
+
+def summary(logs: list[RunLog], loss: float | None = None) -> str:
+    """What a terminal shows: how each recipe ends, and what it pays for the first one's loss.
+
+    Example: runs/b: 1.538 (bits per byte at the end, on ...); 1.541 is reached by 3 of 3 runs in
+             0.62 (2 min) of the time of runs/a
+    """
+    recipes, lines = recipes_of(logs), []
+    name_of_first, first = next(iter(recipes.items()))
+    loss = loss or loss_to_reach(first)
+    for name, runs in recipes.items():
+        line = f"{name}: {facts(runs)['Held-out loss']}"
+        if loss and runs is not first:
+            cost = costs(runs, first, loss)
+            share = f"{cost[UNITS['seconds']]} of the time of {name_of_first}"
+            line += f"; {loss:.3f} is reached by {cost['reached']} runs in {share}"
+        lines.append(line)
+    return unescape(re.sub("<small>(.*?)</small>", r" (\1)", "\n".join(lines)))
+
+
 def page(logs: list[RunLog], loss: float | None = None) -> str:
     """The HTML; `loss` is the one by whose cost several runs are compared."""
     recipes = recipes_of(logs)
     one, first = len(logs) == 1, next(iter(recipes.values()))
-    if not one and loss is None and all(log.lines["eval"] for log in first):
-        loss = max(log.on_the_way[-1]["val_bpb"] for log in first)  # that each of its seeds reaches
+    if not one and loss is None:
+        loss = loss_to_reach(first)
     results = {name: facts(runs) for name, runs in recipes.items()}
     compared = {name: costs(runs, first, loss) for name, runs in recipes.items() if loss}
     settings = {name: runs[0].settings for name, runs in recipes.items()}
@@ -488,7 +520,8 @@ def main(argv: list[str] | None = None) -> None:
     args = parser.parse_args(argv)
     if len({folder.resolve() for folder in args.runs}) < len(args.runs):
         raise ValueError("a run is named twice: name each run once")
-    print(f"report: {write(*args.runs, out=args.out, loss=args.loss)}")
+    page = write(*args.runs, out=args.out, loss=args.loss)
+    print(f"{summary([read_run(folder) for folder in args.runs], args.loss)}\nreport: {page}")
 
 
 if __name__ == "__main__":

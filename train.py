@@ -61,6 +61,7 @@ from support.runtime import (
     assign,
     check_agreement,
     exit_cleanly,
+    launcher,
     made_by,
     one_line,
     refuse_step,
@@ -147,7 +148,7 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
     stopped_by = train(run, data, plan, trainer)
     if stopped_by == 0:
         return 0
-    resume = f"python train.py --resume --out {run.folder}"
+    resume = f"{launcher()} train.py --resume --out {run.folder}"
     runtime.say(f"stopped at step {run.clock.step}; go on with: {resume}")
     return 128 + stopped_by
 

@@ -35,6 +35,7 @@ import secrets
 import shutil
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass, field, replace
@@ -50,9 +51,11 @@ from support import checkpoint
 from support.clock import Clock, due, lr_clock
 from support.optim import OptimConfig, decay_start
 from support.runtime import ROOT, Runtime, check_agreement, made_by, peak_memory
-from support.settings import DataConfig, Flat, RunConfig, flattened
+from support.settings import DataConfig, Flat, RunConfig, flattened, short
 from support.sizes import ModelConfig
 from support.store import atomic_write, folder_lock
+
+LINE_SECONDS = 60  # between lines about a run that has no terminal
 
 
 @dataclass(frozen=True)
@@ -237,6 +240,7 @@ class Run:
         self.evaluation_due = False  # an evaluation at this clock, not made yet
         self.resumed_from: Path | None = None
         self.saved_path: Path | None = None  # the last checkpoint
+        self.said_at = time.monotonic()
         self.log: Log | None = None
         self.log_size: int | None = None  # bytes to keep of a log that goes on
         self.lock = ExitStack()  # on the folder, once there is one
@@ -415,13 +419,13 @@ class Run:
         }
 
     def progress_bar(self) -> tqdm:
-        """A bar over the budget, on rank 0."""
+        """A bar over the budget, on rank 0; without a terminal `log_step` says a line a minute."""
         return tqdm(
             total=self.settings.optim.tokens,
             initial=self.clock.consumed_tokens,
             unit="tok",
             unit_scale=True,
-            disable=not self.runtime.is_rank0,
+            disable=None if self.runtime.is_rank0 else True,
             smoothing=0.05,
             dynamic_ncols=True,
         )
@@ -453,6 +457,10 @@ class Run:
         bar.set_postfix_str(shown, refresh=False)
         # the last step goes a little past the budget, and a bar beyond its end shows no time left
         bar.update(min(now.consumed_tokens, bar.total) - before.consumed_tokens)
+        if bar.disable and time.monotonic() > self.said_at + LINE_SECONDS:
+            self.said_at = time.monotonic()
+            done = f"{short(now.consumed_tokens)} of {short(bar.total)} tokens"
+            self.runtime.say(f"step {now.step:,}: {done}, {shown}")
 
     def log_evaluation(self, result: dict[str, object], last: bool, ms: float) -> None:
         """Log the result of an evaluation."""

@@ -36,6 +36,7 @@ from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
+from difflib import get_close_matches
 from functools import wraps
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -243,7 +244,23 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> None:
-        raise ValueError(f"{message} (see --help)")
+        known = [
+            word for one in self._actions for word in (*one.option_strings, *(one.choices or ()))
+        ]
+        wrong = re.search(r"arguments: (--[\w-]+)|invalid choice: '([^']*)'", message)
+        meant = wrong and get_close_matches(wrong[1] or wrong[2], map(str, known), n=1)
+        raise ValueError(f"{message} ({f'did you mean {meant[0]}?' if meant else 'see --help'})")
+
+
+def launcher() -> str:
+    """What started this process: python, or torchrun with as many processes.
+
+    Example: torchrun --nproc-per-node 8
+    """
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return "python"
+    nodes, each = (int(os.environ[f"{of}_WORLD_SIZE"]) for of in ("GROUP", "LOCAL"))
+    return f"torchrun{f' --nnodes {nodes}' if nodes > 1 else ''} --nproc-per-node {each}"
 
 
 def one_line(error: Exception) -> str:
@@ -264,7 +281,9 @@ def printable(text: str, kept: str = "") -> str:
 def exit_cleanly(main: Callable[[], int | None]) -> None:
     """Run a command: a user's mistake is one line on stderr and exit status 2, no traceback.
 
-    Rank 0 says it. What only another rank met stands in torchrun's summary, by `record`.
+    Rank 0 says it. What only another rank met stands in torchrun's summary, by `record`. That
+    summary is the parent's, with a traceback of its own: it follows whatever a rank does but to
+    succeed.
     """
     try:
         status = record(main)() or 0

@@ -209,14 +209,28 @@ def test_training_loss_is_in_bits_beside_held_out_loss_where_that_can_be_known(m
     for flags in ("", "--model bert --data web"):
         text = html_of(make("old", flags=flags, **({"bytes_per_token": 2.0} if flags else {})))
         assert "Training loss nats" in seen(text) and "held out: " not in text
-    assert "90 masked tokens of web's held-out text" in seen(text)
+    assert "90 masked tokens of the held-out text of web" in seen(text)
+
+
+def test_the_end_on_more_text_is_a_dot_and_a_terminal_gets_the_result(make, capsys):
+    """At equal losses b has made half of a's steps, each as long."""
+    a, b = (
+        make("a", losses=(3.0, 2.5, 2.0, 1.5)),
+        make("b", losses=(2.5, 1.5), steps=2, flags="--ltd"),
+    )
+    assert ": from 1.51 to 1.51" in html_of(a)
+    report.main([str(a), str(b), "--out", str(a / "both.html")])
+    one, two, _ = capsys.readouterr().out.splitlines()
+    assert one.startswith(f"{a}: 1.510 (bits per byte at the end on 90 tokens of")
+    assert two.endswith(f"; 1.500 is reached by 1 of 1 runs in 0.50 (0.2 s) of the time of {a}")
 
 
 def test_a_real_run(log_of, tmp_path, capsys):
     """The names that train.py logs are those that a report looks for."""
     folders = [str(written(tmp_path / "b", log_of())), str(written(tmp_path / "a", log_of(ALL_ON)))]
     report.main(folders[1:])
-    assert capsys.readouterr().out.endswith(f"report: {folders[1]}/report.html\n")
+    said = capsys.readouterr().out
+    assert said.endswith(f"report: {folders[1]}/report.html\n") and f"{folders[1]}: " in said
     text = seen(Path(folders[1], "report.html").read_text())
     (end,) = (line for line in log_of(ALL_ON) if line.get("last"))
     assert f"{end['val_bpb']:.3f} bits per byte at the end on {end['targets']:,} tokens" in text

@@ -165,6 +165,20 @@ def test_how_a_command_ends(does, status, said, capsys):
     assert (ending_with(does), capsys.readouterr().err) == (status, said)
 
 
+def test_what_was_meant_and_what_started_the_process(monkeypatch):
+    parser = runtimes.Parser()
+    parser.add_argument("--curriculum", choices=["124M", "350M"])
+    for line, meant in (("--curiculum x", "--curriculum"), ("--curriculum 124m", "124M")):
+        with pytest.raises(ValueError, match=f"did you mean {meant}"):
+            parser.parse_args(line.split())
+    with pytest.raises(ValueError, match="see --help"):
+        parser.parse_args(["--loudness"])
+    assert runtimes.launcher() == "python"
+    for name, number in {"RUN_ID": "x", "GROUP": "1", "LOCAL": "4"}.items():
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID" if number == "x" else f"{name}_WORLD_SIZE", number)
+    assert runtimes.launcher() == "torchrun --nproc-per-node 4"
+
+
 def test_a_bug_keeps_its_traceback():
     with pytest.raises(ZeroDivisionError):
         exit_cleanly(lambda: 1 / 0)

@@ -194,9 +194,23 @@ def test_what_is_ahead_is_what_the_run_does(flags, store_dir):
         assert end.real_tokens == pytest.approx(clock.real_tokens, rel=0.3)
     else:
         assert end[:-1] == clock[:-1] and clock.flops > 0
-    assert ("if every row is full" in plan.ahead_in_words(Clock())) == plan.has_documents
+    assert ("if every row is full" in plan.ahead_in_words(Clock(), end)) == plan.has_documents
     plain = plan.plain().end(Clock(step=5, consumed_tokens=1280))
     assert (plain.step, plain.consumed_tokens) == (4096 / 256, 4096)
+
+
+@pytest.mark.parametrize("flags", ["--ltd --ltd-start 8 --pack", "--pseudo --pseudo-layers 2"])
+def test_what_a_run_reads_beside_plain_and_the_budget_of_equal_text(flags, store_dir):
+    line = f"{SMALL} --data {store_dir} {flags} --tokens"
+    plan = planned(f"{line} 100K")
+    own, plain = (p.end(Clock()) for p in (plan, plan.plain()))
+    said = plan.beside_plain(Clock(), own, plain)
+    ratio, flops, tokens = re.findall(r"[\d.]+K?", said)
+    assert float(ratio) == pytest.approx(own.real_tokens / plain.real_tokens, rel=0.01)
+    assert float(flops) == pytest.approx(own.flops / plain.flops, rel=0.01)
+    same_text = planned(f"{line} {tokens}").end(Clock())
+    assert same_text.real_tokens == pytest.approx(plain.real_tokens, rel=0.02)
+    assert plan.plain().beside_plain(Clock(), plain, plain) == ""
 
 
 def test_steps_alike_are_taken_together_worked_example(store_dir, monkeypatch):
@@ -209,7 +223,7 @@ def test_steps_alike_are_taken_together_worked_example(store_dir, monkeypatch):
     monkeypatch.setattr(plan, "full_step", lambda clock: looks.append(1) or full_step(clock))
     end = plan.end(Clock())
     assert (end.step, end.real_tokens) == (18_667, 18_667 * 256) and len(looks) < 3300
-    assert "more than 4 times" in plan.ahead_in_words(Clock())
+    assert "more than 4 times" in plan.ahead_in_words(Clock(), end)
 
 
 def test_a_dry_run_makes_nothing(store_dir, tmp_path, monkeypatch, capsys):

@@ -56,6 +56,14 @@ def test_what_a_run_leaves(run, tmp_path, capsys):
     assert best["best"] == min(line["val_bpb"] for line in evals[:-1])
 
 
+def test_without_a_terminal_a_run_says_a_line_a_minute(run, monkeypatch, capsys):
+    run("--tokens 512")
+    assert "step 1: 2" not in capsys.readouterr().out
+    monkeypatch.setattr("support.run.LINE_SECONDS", 0)
+    run("--tokens 512", "two")
+    assert "step 1: 256 of 512 tokens, loss " in capsys.readouterr().out
+
+
 def test_learns(log_of):
     steps = [line for line in log_of() if line["event"] == "train"]
     assert steps[0]["loss"] > 5.7 and steps[-2]["loss"] < 3.2  # ln 320 = 5.77 nats knows nothing
