@@ -267,7 +267,7 @@ def short(value: float, unit: str = "") -> str:
     while abs(value) >= 999.5 and power < len(PREFIXES) - 1:
         value /= 1000
         power += 1
-    text = f"{value:#.3g}".rstrip(".") if power else f"{value:.0f}"
+    text = f"{value:#.3g}".rstrip(".") if power and value < 999.5 else f"{value:.0f}"
     prefix = "G" if unit and PREFIXES[power] == "B" else PREFIXES[power]
     return f"{text} {prefix}{unit}".strip()
 

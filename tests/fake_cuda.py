@@ -348,8 +348,10 @@ def places(trainer: Any) -> list[tuple]:
     groups, found = importlib.import_module("offload").grouped(trainer.model), []
     for part in trainer.offloaded.placement.parts:
         for name, parameter in groups[part.name].items():
-            has_weights = parameter.inner.untyped_storage().nbytes() >= parameter.nbytes
-            has_state = isinstance(trainer.optimizers.state[name]["exp_avg"], OnDevice)
+            stored = getattr(parameter, "inner", parameter).untyped_storage().nbytes()
+            has_weights = stored >= parameter.nbytes
+            moments = (x for x in trainer.optimizers.state[name].values() if x.ndim)
+            has_state = all(isinstance(moment, OnDevice) for moment in moments)
             found.append((part.offloaded if parameter.ndim > 1 else 0, has_weights, has_state))
     return found
 
