@@ -348,8 +348,7 @@ def places(trainer: Any) -> list[tuple]:
     groups, found = importlib.import_module("offload").grouped(trainer.model), []
     for part in trainer.offloaded.placement.parts:
         for name, parameter in groups[part.name].items():
-            stored = getattr(parameter, "inner", parameter).untyped_storage().nbytes()
-            has_weights = stored >= parameter.nbytes
+            has_weights = parameter.inner.untyped_storage().nbytes() >= parameter.nbytes
             moments = (x for x in trainer.optimizers.state[name].values() if x.ndim)
             has_state = all(isinstance(moment, OnDevice) for moment in moments)
             found.append((part.offloaded if parameter.ndim > 1 else 0, has_weights, has_state))
@@ -370,7 +369,8 @@ def run_command(flags: list[str], command="train", stop=None, patch=None) -> dic
             os.kill(os.getpid(), signal.SIGTERM)
         COUNTS.clear()
         done = train_step(self, step)
-        where = places(self) if self.offloaded else []
+        is_looked_at = self.offloaded and self.runtime.device.type == "cuda"
+        where = places(self) if is_looked_at else []
         steps.append({"costs": dict(COUNTS), "loss": done.loss, "places": where})
         return done
 

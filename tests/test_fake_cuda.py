@@ -138,7 +138,8 @@ def check_recipe(name: str, flags: str, reports: dict[str, dict]) -> None:
     if name == "dropout":  # every device draws its own
         tolerance = 0.02
     if expected != pytest.approx(losses, rel=tolerance) or len(losses) < 2:
-        problems.append(f"losses {losses}, on the host {expected}")
+        error = reports[f"{name} on the host"]["error"]
+        problems.append(f"losses {losses}, on the host {expected} {error}")
     assert not problems, "\n".join(problems)
 
 
