@@ -463,8 +463,9 @@ def summary(logs: list[RunLog], loss: float | None = None) -> str:
         line = f"{name}: {facts(runs)['Held-out loss']}"
         if loss and runs is not first:
             cost = costs(runs, first, loss)
-            share = f"{cost[UNITS['seconds']]} of the time of {name_of_first}"
-            line += f"; {loss:.3f} is reached by {cost['reached']} runs in {share}"
+            line += f"; {loss:.3f} is reached by {cost['reached']} runs"
+            if not cost["reached"].startswith("0"):
+                line += f" in {cost[UNITS['seconds']]} of the time of {name_of_first}"
         lines.append(line)
     return unescape(re.sub("<small>(.*?)</small>", r" (\1)", "\n".join(lines)))
 
