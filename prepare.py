@@ -3,9 +3,11 @@
     files ── Corpus ──> documents, held out or not ── batches ──> threads encode ── StoreWriter
 
 A file of plain text is a document, or several with --split-on; a line of JSON lines, whatever the
-file's name, and a row of parquet are one each. All but parquet may be gz. Of the documents d, a, b
-and c, --holdout 2 holds out d, whose crc32 is even as about one in two is: the store has the tokens
-of a, b and c, then those of d, which training never reads. Of a single text the end is held out.
+file's name, a .json file of one object, and a row of parquet are one each. All but parquet may be
+gz. What cannot be read is refused if it is given by name; in a folder it is skipped and named. Of
+the documents d, a, b and c, --holdout 2 holds out d, whose crc32 is even as about one in two is:
+the store has the tokens of a, b and c, then those of d, which training never reads. Of a single
+text, and of a file of tokens, the end is held out.
 
 Does not shuffle, filter, deduplicate or change text. With --learn-ranks it makes a tokenizer of the
 documents for training, instead of a store.
@@ -41,6 +43,12 @@ from support.settings import whole_number
 BLOCK = 1 << 22  # characters of text, or bytes of tokens, read at once
 BATCH = 256  # documents that threads encode together
 
+# Text by its bytes, but not to be trained on. Also as gz.
+NOT_TEXT = (".csv", ".tsv", ".ipynb", ".pkl", ".pickle", ".svg")
+
+# How files begin that are no bare numbers: gz, npy, npz
+HEADERS = (b"\x1f\x8b\x08", b"\x93NUMPY", b"PK\3\4")
+
 # ---- files
 
 
@@ -53,43 +61,56 @@ def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
         yield path, path.name
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
-        # a link to a folder cannot be read, which is better than to be left out without a word
+        # a link to a folder cannot be read, and is named among those that are skipped
         if "/." not in f"/{name}" and (file.is_symlink() or not file.is_dir()):
             yield file, name
 
 
-def kind_of(path: Path) -> str:
-    """What a file holds: parquet, lines of JSON objects, text, or bytes that are not UTF-8.
+def kind_of(path: Path, text_column: str, in_folder: bool) -> str:
+    """What a document is in a file: all of it, a line or an object of JSON, or a row of parquet.
+
+    A .json file that is neither lines nor an object with text is text in a folder, as code is.
 
     Cost:   reads plain text to its end
-    Raises: ValueError for a table in text and an array of JSON, whose commas would be trained on
+    Raises: ValueError for what is not read, such as a table in text, whose commas would be trained
+            on
     """
     with decompressed(path) as file:
         first = next(filter(None, map(bytes.strip, file)), b"")
     name = path.name.lower().removesuffix(".gz")
     if first.startswith(b"PAR1"):
-        return "parquet"
+        return "row"
     with suppress(ValueError, RecursionError):
         if name.endswith(".jsonl") or isinstance(json.loads(first), dict):
-            return "lines"
-    if name.endswith((".csv", ".tsv")) or first.startswith(b'[{"'):
-        raise ValueError(f"{path}: is not read: make it JSON lines, an object a line, or parquet")
-    with suppress(UnicodeDecodeError):
-        for _ in text_blocks(path):
-            pass
-        return "text"
-    return "bytes"
+            return "line"
+    is_json = name.endswith(".json")
+    if is_json and text_column in read_object(path):
+        return "JSON object"
+    if name.endswith(NOT_TEXT) or first.startswith(b'[{"') or (is_json and not in_folder):
+        problem = f"is neither text nor JSON with --text-column {text_column}"
+        raise ValueError(f"{path}: {problem}: make it JSON lines, an object a line, or parquet")
+    for block in text_blocks(path):
+        if "\0" in block:
+            raise ValueError(f"{path}: is not text: it has a NUL")
+    return "file"
 
 
 @contextmanager
 def decompressed(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, decompressed if they are gz."""
+    """The bytes of a file, decompressed if they are gz.
+
+    Raises: ValueError naming the file, also if the block finds that it is not UTF-8
+    """
     with path.open("rb") as file:
-        is_gz = file.peek(2)[:2] == b"\x1f\x8b"
+        if file.peek(2)[:2] == b"\x1f\x8b":
+            file = io.BufferedReader(gzip.GzipFile(fileobj=file))
         try:
-            yield io.BufferedReader(gzip.GzipFile(fileobj=file)) if is_gz else file
+            yield file
         except (EOFError, zlib.error, gzip.BadGzipFile) as error:
             raise ValueError(f"{path}: cannot be decompressed: {error}") from None
+        except UnicodeDecodeError as error:
+            at = file.tell() - len(error.object) + error.start
+            raise ValueError(f"{path}: is not UTF-8 at byte {at:,}: convert it") from None
 
 
 def text_blocks(path: Path) -> Iterator[str]:
@@ -116,15 +137,26 @@ def read_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
             yield f"{path}:{row}", fields
 
 
+def read_object(path: Path) -> dict[str, Any]:
+    """The fields of a file that is one JSON object; of any other, none."""
+    fields = None
+    with suppress(ValueError, RecursionError), decompressed(path) as file:
+        fields = json.load(file)
+    return fields if isinstance(fields, dict) else {}
+
+
 def read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place (FILE:ROW) of each row, with its text and its id, where there are such."""
     from pyarrow import parquet
 
-    table = parquet.ParquetFile(path)
-    columns = [name for name in table.schema_arrow.names if name in (text_column, "id")]
-    batches = table.iter_batches(1000, columns=columns)
-    for row, fields in enumerate(chain.from_iterable(batch.to_pylist() for batch in batches), 1):
-        yield f"{path}:{row}", fields
+    try:
+        table = parquet.ParquetFile(path)
+        columns = [name for name in table.schema_arrow.names if name in (text_column, "id")]
+        rows = (batch.to_pylist() for batch in table.iter_batches(1000, columns=columns))
+        for row, fields in enumerate(chain.from_iterable(rows), 1):
+            yield f"{path}:{row}", fields
+    except (ValueError, OSError) as error:
+        raise ValueError(f"{path}: cannot be read as parquet: {error}") from None
 
 
 # ---- documents
@@ -143,7 +175,8 @@ class Corpus:
 
     A line of JSON or a row has the document under `text_column`, where null is an empty text, and
     may have "id". Any other file is one document with its name as the id, unless `split_on` cuts it
-    into documents without ids. In a folder, files that are not text are skipped.
+    into documents without ids. Of a folder, files that cannot be read to their end are skipped as a
+    whole; stderr has the reasons for the first five, `skipped` all.
 
     One document in `holdout` is held out, chosen by the hash of its id (of its text if it has no
     id), so it stays held out when other documents are added or removed. If that leaves training or
@@ -166,8 +199,25 @@ class Corpus:
 
     def __post_init__(self):
         files = [file for path in self.paths for file in input_files(path)]
-        self.files = [(path, name, kind_of(path)) for path, name in files]
-        self.skipped = sum(kind == "bytes" for _, _, kind in self.files)
+        given = set(map(Path, self.paths))
+        self.files = []
+        self.skipped = []
+        for path, name in files:
+            try:
+                kind = kind_of(path, self.text_column, path not in given)
+                if kind != "file" and path not in given:
+                    for _ in self._read(path, name, kind):  # to its end
+                        pass
+                self.files.append((path, name, kind))
+            except (ValueError, OSError) as error:
+                if path in given:
+                    raise
+                self.skipped.append(runtime.one_line(error))
+        if self.skipped and not self.files:
+            raise ValueError(f"no file can be read, the first of them: {self.skipped[0]}")
+        if self.skipped:
+            count = f"{len(self.skipped):,} files are skipped, the first of them:"
+            print(count, *self.skipped[:5], sep="\n  ", file=sys.stderr)
         self.training_characters = self._before_the_tail() if self.holdout > 1 else None
 
     def documents(self) -> Iterator[Document]:
@@ -186,22 +236,25 @@ class Corpus:
 
     def _read(self, path: Path, name: str, kind: str) -> Iterator[tuple[str | None, str]]:
         """The id, if there is one, and the text of each document in a file."""
-        if kind == "text":
+        if kind == "file":
             for text in split_text(text_blocks(path), self.split_on):
                 yield name if self.split_on is None else None, text
-        elif kind != "bytes":
-            rows = read_lines(path) if kind == "lines" else read_parquet(path, self.text_column)
-            for place, fields in rows:
-                id = None if fields.get("id") is None else str(fields["id"])
-                text = fields.get(self.text_column, 0)
-                if not isinstance(text, str | None):
-                    problem = f"no string under {self.text_column} of {', '.join(fields)[:1000]}"
-                    raise ValueError(f"{place}: {problem}: choose with --text-column")
-                try:
-                    f"{id}{text}".encode()
-                except UnicodeEncodeError:
-                    raise ValueError(f"{place}: has half of a surrogate pair, not text") from None
-                yield id, text or ""
+            return
+        if kind == "JSON object":
+            rows = [(str(path), read_object(path))]
+        else:
+            rows = read_lines(path) if kind == "line" else read_parquet(path, self.text_column)
+        for place, fields in rows:
+            id = None if fields.get("id") is None else str(fields["id"])
+            text = fields.get(self.text_column, 0)
+            if not isinstance(text, str | None):
+                problem = f"no string under {self.text_column} of {', '.join(fields)[:1000]}"
+                raise ValueError(f"{place}: {problem}: choose with --text-column")
+            try:
+                f"{id}{text}".encode()
+            except UnicodeEncodeError:
+                raise ValueError(f"{place}: has half of a surrogate pair, not text") from None
+            yield id, text or ""
 
     def _before_the_tail(self) -> int | None:
         """Count the characters before the last 1/holdout; None if hashes choose.
@@ -306,37 +359,86 @@ def prepare(
             name,
             inputs,
             skipped=skipped,
-            skipped_files=corpus.skipped,
+            skipped_files=len(corpus.skipped),
+            document=" or a ".join(sorted({kind for *_, kind in corpus.files})),
             holdout=corpus.holdout,
             held_out_by="hash" if corpus.training_characters is None else "tail",
             split_on=corpus.split_on,
         )
 
 
-def prepare_tokens(train: Path, out: str | Path, encoding: tiktoken.Encoding, name: str) -> dict:
-    """Make a store of the tokens in nanoGPT's train.bin; val.bin beside it is held out.
+def prepare_tokens(
+    train: Path,
+    out: str | Path,
+    encoding: tiktoken.Encoding,
+    name: str,
+    holdout: int | None = None,
+    tokens_dtype: str | None = None,
+) -> dict:
+    """Make a store of a file of tokens with end-of-text after each document, as nanoGPT writes it.
 
-    Such a file has tokens of 16 bits, and end-of-text after each document.
-
-    Returns, Raises: as of `prepare`; ValueError too for tokens that the tokenizer does not have
+    Args:    holdout      as `token_sides` takes it
+             tokens_dtype of the file, if not that of the store
+    Returns, Raises: as of `prepare`; ValueError too for numbers that are no tokens of `encoding`
     """
     end = encoding.eot_token
-    test = train.with_name(train.name.replace("train", "val"))
     with store.atomic_folder(Path(out)) as folder:
         writer = store.StoreWriter(folder, encoding)
-        for file in (train, test) if test != train and test.exists() else (train,):
-            tokens = np.memmap(file, np.uint16, "r")
+        sides = token_sides(train, end, tokens_dtype or writer.dtype, holdout)
+        for side, tokens in enumerate(sides):
             for start in range(0, len(tokens), BLOCK):
                 ids = np.array(tokens[start : start + BLOCK])
                 if ids.max() > end:
                     problem = f"has token {ids.max()}, and those of --tokenizer {name} end at"
-                    raise ValueError(f"--tokens-from {file}: {problem} {end}")
+                    raise ValueError(f"--tokens-from {tokens.filename}: {problem} {end}")
                 before = np.append(tokens[start - 1] if start else end, ids[:-1])
                 ids = ids[(ids != end) | (before != end)]  # no document without text
-                writer.append(ids, file == test, np.flatnonzero(ids == end) + 1)
-            if tokens[-1] != end:
-                writer.append(np.array([end]), file == test, [1])
-        return writer.finish(name, [train], held_out_by="file")
+                writer.append(ids, side, np.flatnonzero(ids == end) + 1)
+            if len(tokens) and tokens[-1] != end:
+                writer.append(np.array([end]), side, [1])
+        return writer.finish(name, [train], held_out_by="file", document=f"part up to id {end}")
+
+
+def token_sides(
+    train: Path, end: int, dtype: np.dtype | str, holdout: int | None
+) -> tuple[np.ndarray, np.ndarray]:
+    """Map the tokens for training and those held out: val.bin beside train.bin, or the file's end.
+
+    The end is the last 1/holdout (20), and begins after an end-of-text, if one is near.
+
+    Raises:  ValueError for `holdout` beside val.bin
+    Example: of 72 105 256 nine times, 24 of 27 tokens are for training
+    """
+    tokens = map_tokens(train, dtype)
+    test = train.with_name(train.name.replace("train", "val"))
+    if test != train and test.exists():
+        if holdout is not None:
+            raise ValueError(f"--holdout {holdout} has no effect: {test} is held out: leave it out")
+        return tokens, map_tokens(test, dtype)
+    share = 20 if holdout is None else holdout
+    tail = -(-len(tokens) // share) if share else 0
+    cut = len(tokens) - tail
+    near = np.flatnonzero(tokens[max(0, cut - tail // 2 - 1) : cut][::-1] == end)
+    cut -= near[0] if len(near) else 0
+    return tokens[:cut], tokens[cut:]
+
+
+def map_tokens(file: Path, dtype: np.dtype | str) -> np.ndarray:
+    """Map a file of bare numbers.
+
+    Raises: ValueError for other files, as far as their size, first bytes and zeros show it: every
+            second number is 0 where 32 bits are read as 16
+    """
+    try:
+        tokens = np.memmap(file, dtype, "r")
+    except ValueError as error:
+        raise ValueError(f"--tokens-from {file}: {error}") from None
+    zeros = np.mean(tokens[:BLOCK] == 0)
+    if zeros > 1 / 3 or tokens[:3].tobytes().startswith(HEADERS):
+        problem = f"is not bare {tokens.dtype}, {zeros:.0%} are 0: add --tokens-dtype uint32"
+        convert = "numpy.fromfile(FILE, 'int64').astype('uint32').tofile(NEW)"
+        raise ValueError(f"--tokens-from {file}: {problem}, or unpack or convert it: {convert}")
+    return tokens
 
 
 def embedded_store(name: str) -> Path:
@@ -363,14 +465,16 @@ def print_summary(made: store.Store) -> None:
     meta = made.meta
     held_out, held_out_tokens = (meta[n] - meta[f"train_{n}"] for n in ("documents", "tokens"))
     bytes_each = meta["bytes"] / (meta["tokens"] - meta["documents"])
-    tail = f", the last 1/{meta['holdout']} of the text" if meta["held_out_by"] == "tail" else ""
-    print(f"documents {meta['documents']:>14,}")
+    is_tail = meta["held_out_by"] == "tail"
+    tail = f", the last 1/{meta['holdout']} of the text (may cut a document)" if is_tail else ""
+    cut = ", cut by --split-on" if meta.get("split_on") else ""
+    print(f"documents {meta['documents']:>14,}   each a {meta['document']}{cut}")
     print(f"tokens    {meta['tokens']:>14,}   {bytes_each:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
     if meta.get("skipped"):
         print(f"{meta['skipped']:>24,}   documents without text are left out")
-    if meta.get("skipped_files"):
-        print(f"{meta['skipped_files']:>24,}   files that are not text in UTF-8 are left out")
+    if meta["document"] == "file" and not cut and meta["bytes"] > 1e6 * meta["documents"]:
+        print("such large documents may be several: --split-on blank-line cuts them, or a STRING")
     if bytes_each < 1.6 and meta["tokenizer"] != "bytes":
         command = "python prepare.py YOUR_TEXT --learn-ranks 4096 --out own.tiktoken"
         print(f"so few bytes a token make long rows: try a tokenizer of this text\n  {command}")
@@ -380,23 +484,31 @@ def main(argv: list[str] | None = None) -> None:
     parser = runtime.Parser(prog="prepare.py", description=__doc__.split(":")[0])
     flag = parser.add_argument
     flag("inputs", nargs="*", help="text or JSON lines, also as gz; parquet; folders")
-    flag("--tokens-from", type=Path, help="nanoGPT's train.bin, and val.bin beside it, instead")
+    flag("--tokens-from", type=Path, help="tokens instead: nanoGPT's train.bin, val.bin beside it")
+    numbers = "of --tokens-from (16 bits; 32 if the tokenizer has more than 65,535 ids)"
+    flag("--tokens-dtype", choices=["uint32"], help=numbers)
     flag("--out", type=Path, required=True, help="the store, a folder to make")
-    flag("--tokenizer", default="pd4k", help=f"{store.NAMES} (pd4k)")
+    flag("--tokenizer", help=f"{store.NAMES} (pd4k)")
     flag("--learn-ranks", type=whole_number, help="make a tokenizer of so many tokens, no store")
     holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
-    flag("--holdout", type=whole_number, default=20, metavar="N", help=holdout)
+    flag("--holdout", type=whole_number, metavar="N", help=holdout)
     split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
     flag("--split-on", metavar="STRING", help=split_on)
-    flag("--text-column", default="text", help="the field or column that has the text (text)")
+    flag("--text-column", help="the field or column that has the text (text)")
     args = parser.parse_args(argv)
     out = args.out
     if bool(args.inputs) == bool(args.tokens_from):
         raise ValueError("no inputs, or two kinds: name files, folders or --tokens-from TRAIN.BIN")
     if out.exists():
         raise ValueError(f"--out {out}: exists already: remove it or name another folder")
+    unused = ["learn_ranks", "split_on", "text_column"] if args.tokens_from else ["tokens_dtype"]
+    unused += ["tokenizer"] if args.learn_ranks is not None else []
+    for name in unused:
+        if vars(args)[name] is not None:
+            raise ValueError(f"--{name.replace('_', '-')} has no effect here: leave it out")
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that atomic_folder tidies up
-    how = {name: vars(args)[name] for name in ("holdout", "split_on", "text_column")}
+    options = ("holdout", "split_on", "text_column", "tokens_dtype")
+    how = {name: vars(args)[name] for name in options if vars(args)[name] is not None}
     if args.learn_ranks is not None:
         if out.suffix != ".tiktoken" or not out.absolute().parent.is_dir():
             raise ValueError(f"--out {out}: end its name in .tiktoken, and its folder has to exist")
@@ -404,12 +516,12 @@ def main(argv: list[str] | None = None) -> None:
         texts = (document.text for document in documents if not document.held_out)
         store.write_ranks(out, store.learn_ranks(texts, args.learn_ranks))
         return
-    encoding = store.get_encoding(args.tokenizer)
-    name = args.tokenizer
+    name = args.tokenizer or "pd4k"
+    encoding = store.get_encoding(name)
     if name.endswith((".tiktoken", ".model")):
         name = str(Path(name).resolve())  # so that it is found from any folder
     if args.tokens_from:
-        prepare_tokens(args.tokens_from, out, encoding, name)
+        prepare_tokens(args.tokens_from, out, encoding, name, **how)
     else:
         prepare(args.inputs, out, encoding, name, **how)
     print_summary(store.Store.open(out))

@@ -42,6 +42,7 @@ from typing import BinaryIO
 import numpy as np
 import regex  # tiktoken's own dependency: `re` has no \p{L}
 import tiktoken
+from tqdm import tqdm
 
 from support import runtime
 
@@ -192,19 +193,19 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
     count_pairs(words, 1)
     heap = [(-count, pair) for pair, count in counts.items()]
     heapq.heapify(heap)
+    bar = tqdm(total=n_ranks, initial=256, unit=" ranks", disable=None, leave=False)
     while len(ranks) < n_ranks:
         minus_count, pair = heapq.heappop(heap) if heap else (0, "")
         if minus_count != -counts[pair]:  # outdated: the count fell since (a risen one was pushed)
             heapq.heappush(heap, (-counts[pair], pair))
             continue
         if minus_count > -2:
-            raise ValueError(
-                f"--learn-ranks {n_ranks}: the training documents give only {len(ranks)}"
-            )
+            raise ValueError(f"--learn-ranks {n_ranks}: training documents give only {len(ranks)}")
         token = tokens[ord(pair[0])] + tokens[ord(pair[1])]
         if token not in ranks:
             ranks[token] = len(ranks)
             tokens.append(token)
+            bar.update()
         merged = chr(ranks[token])
         pieces = holders.pop(pair)
         count_pairs(pieces, -1)
@@ -214,6 +215,7 @@ def learn_ranks(texts: Iterable[str], n_ranks: int) -> dict[bytes, int]:
         risen = {a + b for i in pieces for a, b in pairwise(words[i]) if merged in (a, b)}
         for changed in risen:
             heapq.heappush(heap, (-counts[changed], changed))
+    bar.close()
     return ranks
 
 
@@ -335,17 +337,14 @@ class Store:
     def check_tokenizer(self, encoding: tiktoken.Encoding) -> None:
         """Refuse a tokenizer, or a file with its name, that the store was not made with."""
         if fingerprint(encoding) != self.meta["tokenizer_fingerprint"]:
-            made_with = (
-                f"made with tokenizer {self.meta['tokenizer']}, not with this {encoding.name}"
-            )
+            made_with = f"made with tokenizer {self.meta['tokenizer']}, not with {encoding.name}"
             raise ValueError(f"{self.path}: {made_with}: choose that one, or prepare it again")
 
     def check_tokens(self, highest: int) -> None:
         """Refuse a store that holds a token outside its vocabulary."""
         if highest >= self.meta["vocab_size"]:
-            raise ValueError(
-                f"{self.path}: token {highest} is not in its vocabulary: prepare it again"
-            )
+            problem = f"token {highest} is not in its vocabulary"
+            raise ValueError(f"{self.path}: {problem}: prepare it again")
 
 
 # ---- whole or not at all

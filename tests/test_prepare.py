@@ -5,6 +5,7 @@ And nothing that stops prepare.py leaves half a store.
 
 import gzip
 import hashlib
+import io
 import json
 import multiprocessing
 import os
@@ -74,6 +75,12 @@ BAD_INPUTS = [
     ("x.jsonl.gz", PACKED[:-20], ""),
     ("x.csv", b"text,id\na,1\n", ""),
     ("x", b' [{"text": "a"}]', ""),
+    ("x.json", b'{\n "content": "a"\n}', ""),
+    ("x.json", b'[\n {"text": "a"}\n]', ""),
+    ("x.ipynb", b'{\n "cells": []\n}', ""),
+    ("x.pkl.gz", gzip.compress(b"I1\n."), ""),
+    ("x.txt", "né".encode("latin-1"), ""),
+    ("x.txt", "no".encode("utf-16-le"), ""),
 ]
 
 
@@ -88,22 +95,44 @@ def test_bad_input_is_one_line_that_names_the_file_and_its_line(tmp_path, name, 
 
 def test_missing_input_is_named_before_anything_is_read(tmp_path):
     (tmp_path / "gone").symlink_to(tmp_path / "nowhere")
-    for path, said in ((tmp_path / "none.jsonl", "none.jsonl"), (tmp_path, "gone"), ("", "empty")):
-        assert said in refusal(Corpus, [TINY, path])
+    for paths, said in ([TINY, "none.jsonl"], "none.jsonl"), ([tmp_path], "gone"), ([""], "empty"):
+        assert said in refusal(Corpus, paths)
 
 
-def test_in_a_folder_files_that_are_not_text_are_skipped(tmp_path, monkeypatch):
+def test_in_a_folder_what_cannot_be_read_is_skipped_and_named(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(prepare, "BLOCK", 16)
+    skipped = {
+        "b.png": (b"\x89PNG\r\n\x1a\n", ": is not UTF-8 at byte 0"),
+        "c.txt": (b"text\n\n" * 5000 + b"\xff", ": is not UTF-8 at byte 30,000"),
+        "d.txt": ("é🙂".encode()[:-1], ": is not UTF-8 at byte 2"),
+        "f.csv": (b"a,b\n1,2\n", ": is neither text nor JSON"),
+        "g.jsonl": (GOOD * 3 + b"nonsense\n", ":4: is not a JSON object"),  # none of its lines
+        "h.jsonl.gz": (PACKED[:-20], ": cannot be decompressed"),
+        "i.npy": (b"\x01\0\x02\0", ": is not text: it has a NUL"),
+    }
+    for name, (content, _) in skipped.items():
+        (tmp_path / name).write_bytes(content)
+    named = [f"{tmp_path / name}{why}" for name, (_, why) in skipped.items()]
+    assert named[0] in refusal(Corpus, [tmp_path]), "nothing is left"
     (tmp_path / "a.txt").write_text("one")
-    (tmp_path / "b.png").write_bytes(b"\x89PNG\r\n\x1a\n")
-    (tmp_path / "c.txt").write_bytes(b"text\n\n" * 5000 + b"\xff")  # not text, but only at its end
-    (tmp_path / "d.txt").write_bytes("é🙂".encode()[:-1])
     (tmp_path / "e.txt").write_text("né🙂 " * 3000)
-    assert read(tmp_path) == read(tmp_path, split_on="blank-line") == ["one", "né🙂 " * 3000]
-    assert Corpus([tmp_path], 0).skipped == 3
-    (tmp_path / "f.jsonl").write_text("nonsense")  # its name says what it should be
-    with pytest.raises(ValueError, match=r"f\.jsonl:1: "):
-        read(tmp_path)
+    (tmp_path / "package.json").write_text('{\n "name": "x"\n}')
+    (tmp_path / "z.json").write_text('{\n "text": "a document"\n}')
+    texts = ["one", "né🙂 " * 3000, '{\n "name": "x"\n}', "a document"]
+    assert read(tmp_path) == read(tmp_path, split_on="blank-line") == texts
+    capsys.readouterr()
+    skipped = Corpus([tmp_path], 0).skipped
+    assert all(map(str.startswith, skipped, named)) and len(skipped) == 7
+    first, *said = capsys.readouterr().err.splitlines()
+    assert first.startswith("7 files are skipped") and said == [f"  {why}" for why in skipped[:5]]
+    assert read(tmp_path / "z.json") == ["a document"]
+
+
+def test_text_lies_beside_lines_with_another_name_for_it(tmp_path, capsys):
+    (tmp_path / "a.md").write_text("one")
+    write_lines(tmp_path / "b.jsonl", [{"content": "two"}, {"content": "three"}])
+    assert read(tmp_path, text_column="content") == ["one", "two", "three"]
+    assert read(tmp_path) == ["one"] and ":1: no string under text of" in capsys.readouterr().err
 
 
 LINES = [{"text": f'a "{n}",\nb', "id": str(n), "n": n} for n in range(3)]
@@ -138,6 +167,8 @@ def test_parquet_is_read_by_its_columns_in_groups_of_rows(tmp_path):
     for column in ("body", "wide"):
         with pytest.raises(ValueError, match=f"any name:1: no string under {column} of .*--text-c"):
             read(file, text_column=column)
+    (tmp_path / "cut.parquet").write_bytes(file.read_bytes()[:-9])
+    assert "cut.parquet: cannot be read as parquet" in refusal(read, tmp_path / "cut.parquet")
 
 
 def test_plain_text_is_cut_into_documents(tmp_path):
@@ -266,12 +297,26 @@ def test_a_single_text_is_cut_alike_for_every_tokenizer(tmp_path, monkeypatch, c
     prepare.main(["in", "--out", "store", "--tokenizer", "a.tiktoken"])
     printed = capsys.readouterr().out
     assert "--learn-ranks" in printed
-    assert re.search(r"^documents +2\ntokens +[0-9,]+ .*\nheld out +1 ", printed)
+    assert re.search(r"^documents +2   each a file\ntokens +[0-9,]+ .*\nheld out +1 ", printed)
     made = Store.open("store")
     assert made.meta["tokenizer"] == str(tmp_path / "a.tiktoken"), "from any folder"
     training, held_out = texts_of(made)
     assert made.meta["train_documents"] == 1 and made.meta["held_out_by"] == "tail"
     assert texts_of(make(Path("in"), tmp_path / "pd4k", PD4K), PD4K) == [training, held_out]
+
+
+def test_it_is_said_what_a_document_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    Path("a.txt").write_text("a line of text\n" * 150_000)
+    write_lines(Path("b.jsonl"), [{"text": "b"}])
+    for inputs, said, advice in (
+        ("a.txt", "each a file\n", True),
+        ("a.txt --split-on blank-line", "each a file, cut by --split-on\n", False),
+        ("a.txt b.jsonl", "each a file or a line\n", False),
+    ):
+        prepare.main([*inputs.split(), "--out", said])
+        printed = capsys.readouterr().out
+        assert said in printed and ("--split-on blank-line cuts them" in printed) == advice
 
 
 def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
@@ -298,18 +343,67 @@ def test_a_file_of_tokens_is_the_store_of_its_text(tmp_path, monkeypatch):
     made = Store.open(tmp_path / "store")
     assert texts_of(made, PD4K) == texts and made.meta["train_documents"] == 15
     assert made.meta["train_bytes"] == len("".join(texts[:15]))
-    for content, flags, said in (
-        (b"odd", [], "not a multiple of the data-type size"),
-        (b"\0\xff", [], "has token 65280, and those of --tokenizer pd4k end at 4096"),
-        (b"\0\0", ["more.txt"], "or --tokens-from"),
-    ):
-        (tmp_path / "train.bin").write_bytes(content)
-        (tmp_path / "val.bin").unlink(missing_ok=True)
-        assert re.search(said, refusal(prepare.main, [*argv[:-1], str(tmp_path / "no"), *flags]))
-        assert not (tmp_path / "no").exists()
+
+
+BARE = np.array([72, 105, 256] * 9)
+NPY = io.BytesIO()
+np.save(NPY, BARE.astype(np.uint16))
+FROM = "--tokens-from a.bin --tokenizer bytes"
+
+
+@pytest.mark.parametrize("dtype", ["uint16", "uint32"])
+def test_of_a_file_of_tokens_of_any_name_the_end_is_held_out(tmp_path, monkeypatch, capsys, dtype):
+    monkeypatch.chdir(tmp_path)
+    width = "--tokens-dtype uint32" if dtype == "uint32" else ""
+    # the last two tokens, or rather those from an end-of-text on
+    for flags, trained in ("", 24), ("--holdout 3", 18), ("--holdout 0", 27), ("--holdout 1", 0):
+        BARE.astype(dtype).tofile("a.bin")
+        prepare.main(f"{FROM} {width} {flags} --out {trained}".split())
+        made = Store.open(str(trained))
+        assert made.tokens.tolist() == BARE.tolist() and made.meta["train_tokens"] == trained
+        assert "documents              9   each a part up to id 256\n" in capsys.readouterr().out
+    np.full(100, 7, dtype).tofile("a.bin")  # no end to cut at
+    prepare.main(f"{FROM} {width} --out one".split())
+    assert Store.open("one").tokens.tolist() == [*[7] * 95, 256, *[7] * 5, 256]
+
+
+@pytest.mark.parametrize(
+    ("content", "argv", "said"),
+    [
+        (b"", FROM, "a.bin: cannot mmap an empty file"),
+        (b"odd", FROM, "a.bin: Size of available data is not a multiple"),
+        (gzip.compress(b"\1\0" * 99, mtime=0) + b"\0", FROM, "or unpack or convert it"),
+        (NPY.getvalue(), FROM, "a.bin: is not bare uint16"),
+        (BARE.astype(np.float32).tobytes(), FROM, "50% are 0"),
+        (BARE.astype(np.int32).tobytes(), FROM, "50% are 0: add --tokens-dtype uint32"),
+        (BARE.astype(np.int64).tobytes(), f"{FROM} --tokens-dtype uint32", "astype('uint32')"),
+        (b"\0\xff", FROM, "a.bin: has token 65280, and those of --tokenizer bytes end at 256"),
+        (b"\1\0", f"{FROM} more.txt", "or --tokens-from"),
+        (b"\1\0", f"{FROM} --split-on blank-line", "--split-on has no effect here"),
+        (b"\1\0", f"{FROM} --text-column b", "--text-column has no effect here"),
+        (b"\1\0", f"{FROM} --learn-ranks 300", "--learn-ranks has no effect here"),
+        (b"\1\0", "a.bin --tokens-dtype uint32", "--tokens-dtype has no effect here"),
+        (b"\1\0", "a.bin --learn-ranks 300 --tokenizer bytes", "--tokenizer has no effect here"),
+        (b"\1\0", "--tokens-from train.bin --holdout 5", "val.bin is held out: leave it out"),
+    ],
+)
+def test_what_is_no_file_of_tokens_or_no_flag_for_it(tmp_path, monkeypatch, content, argv, said):
+    monkeypatch.chdir(tmp_path)
+    for name in ("a.bin", "train.bin", "val.bin"):
+        Path(name).write_bytes(content)
+    assert said in refusal(prepare.main, [*argv.split(), "--out", "no"])
+    assert not Path("no").exists()
 
 
 # --- a tokenizer of the documents for training
+
+
+def test_learning_shows_a_bar(tmp_path, monkeypatch):
+    terminal = io.StringIO()
+    terminal.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", terminal)
+    learned(TINY, tmp_path / "a.tiktoken")
+    assert "/320 " in terminal.getvalue()
 
 
 def learned(corpus: Path, out: Path, *flags: str) -> bytes:

@@ -176,7 +176,7 @@ def test_a_tokenizer_is_known_by_its_ranks_not_by_its_name(tmp_path):
     *ranks, last, before = PD4K_RANKS
     store.write_ranks(path, {token: rank for rank, token in enumerate([*ranks, before, last])})
     said = refusal(made.check_tokenizer, store.get_encoding(str(path)))
-    assert said.startswith(f"a store: made with tokenizer {path}, not with this {path}: ")
+    assert said.startswith(f"a store: made with tokenizer {path}, not with {path}: ")
 
 
 def test_a_damaged_store_is_refused(tmp_path):
