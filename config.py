@@ -156,6 +156,7 @@ def transformer_config(
         qk_norm=m.qk_norm,
         rotary=Rotary(m.rope_theta, Scaling.parsed(m.rope_scaling) if m.rope_scaling else None),
         tied=m.tied,
+        activation=m.activation,
     )
 
 

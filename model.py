@@ -57,6 +57,7 @@ class TransformerConfig:
     qk_norm: bool = False  # queries and keys are normed
     rotary: Rotary = PUBLISHED  # what decides the angles, with pos rope
     tied: bool = True  # the embedding is also what turns features into logits
+    activation: str | None = None  # gelu_new | gelu
 
     def __post_init__(self) -> None:
         if self.kind not in ("gpt", "bert"):
@@ -95,7 +96,8 @@ class TransformerConfig:
 
         On a CPU the exact one takes 0.4 times as long (docs/step.md).
         """
-        return "tanh" if self.kind == "gpt" and self.pos == "learned" else "none"
+        published = "gelu_new" if self.kind == "gpt" and self.pos == "learned" else "gelu"
+        return "tanh" if (self.activation or published) == "gelu_new" else "none"
 
     @property
     def norm_eps(self) -> float:

@@ -554,7 +554,8 @@ def announce(plan: Plan, run: Run, micro_batch: int) -> None:
         ends["without techniques"] = plan.plain().end(clock)
         if beside := plan.beside_plain(clock, *ends.values()):
             say(f"\033[1m{beside}\033[0m" if sys.stdout.isatty() else beside)
-    say(f"{s.model.model} {s.model.size}: {parameters_in_words(model)}, {runtime.why}")
+    name = f"from {s.model.init}" if s.model.init else s.model.size
+    say(f"{s.model.model} {name}: {parameters_in_words(model)}, {runtime.why}")
     shards = runtime.world_size if s.run.fsdp else 1
     named = dict(empty_model(model).named_parameters())
     state = state_bytes(named, muon=s.optim.optimizer == "muon", shards=shards)

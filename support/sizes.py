@@ -102,11 +102,14 @@ class ModelConfig:
     mlp_width: int | None = flag(
         None, "inner width of the MLP: 4 x --width, of a llama 8/3", hidden=True
     )
+    # GPT-2's approximation, or the exact one; None: by --pos
+    activation: str | None = flag(None, "GELU", ("gelu_new", "gelu"), hidden=True)
     dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
     nsp: bool = flag(False, "a BERT is trained on pairs: does the second text follow the first?")
     init: str | None = flag(
         None, "start from the weights of a run, or published ones (GPT-2, BERT, Llama)"
     )
+    init_ignore: str | None = flag(None, "unknown keys of --init's config.json that are harmless")
 
 
 def with_defaults(settings: Flat) -> Flat:
@@ -127,14 +130,24 @@ def with_defaults(settings: Flat) -> Flat:
     s.setdefault("data.seq_len", size.seq_len)
     s.setdefault("optim.tokens", size.tokens)
     s.setdefault("optim.schedule_tokens", s["optim.tokens"])
-    s.setdefault("optim.batch_tokens", max(size.batch_tokens, s["data.seq_len"]))
+    rows = max(size.batch_tokens // s["data.seq_len"], 1)
+    s.setdefault("optim.batch_tokens", rows * s["data.seq_len"])
     s.setdefault("optim.lr", size.lr)
-    # BERT's and GPT-3's (appendix B) are as published; for nano both were measured here
-    s.setdefault("optim.beta2", 0.999 if is_bert else 0.99 if new_nano else 0.95)
+    # BERT's and GPT-3's (appendix B) are as published; for nano both were measured here. A run that
+    # --init names has a size, published weights may have none.
+    is_nano = new_nano or settings.get("model.size") == "nano"
+    s.setdefault("optim.beta2", 0.999 if is_bert else 0.99 if is_nano else 0.95)
     s.setdefault("optim.warmup_tokens", s["optim.tokens"] // 50)
     s.setdefault("run.eval_every", max(s["optim.tokens"] // 5, 1))
     s.setdefault("run.checkpoint_every", max(s["optim.tokens"] // 10, 1))
     return s
+
+
+def usual_lr(settings: Flat) -> float:
+    """The learning rate of that --size, of a GPT or of a BERT, which has the nearest width."""
+    width, is_bert = with_defaults(settings)["model.width"], settings.get("model.model") == "bert"
+    alike = [name for name in SIZES if name == "nano" or name.startswith("bert") == is_bert]
+    return SIZES[min(alike, key=lambda name: abs(SIZES[name].width - width))].lr
 
 
 def swiglu_width(width: int) -> int:

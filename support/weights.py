@@ -1,11 +1,12 @@
 """The weights that a model begins with, and a run's weights for other libraries.
 
 --init names a run of train.py or one of its checkpoints, or published weights of GPT-2, BERT or
-Llama: a state dict of torch.save or safetensors, or a folder with several files of the latter and
-their index. A run, and a config.json beside published weights, also say which model they are for,
-so that --init needs no other flags. The model then computes the published function, and an exported
-run's model computes its own in any library that reads these layouts (tests/test_weights.py). Our
-parameters are on the right (after h.N. in a layer), the published entries on the left:
+Llama: a state dict of torch.save or safetensors, a folder with several files of the latter and
+their index, or nanoGPT's ckpt.pt. All but a bare state dict also say which model they are for, so
+that --init needs no other flags; a config.json with a key that is not known here is refused. The
+model then computes the published function, and an exported run's model computes its own in any
+library that reads these layouts (tests/test_weights.py). Our parameters are on the right (after
+h.N. in a layer), the published entries on the left:
 
     GPT-2  c_attn c_proj c_fc of attn and mlp, (in, out)   same name, turned to (out, in)
            everything else                                 same name
@@ -21,15 +22,16 @@ parameters are on the right (after h.N. in a layer), the published entries on th
            input_layernorm | post_attention_layernorm      ln_1 | ln_2
            self_attn.q_proj, k_proj, v_proj | o_proj       attn.c_attn, in this order | attn.c_proj
            mlp.gate_proj, up_proj | down_proj              mlp.c_fc, in this order | mlp.c_proj
-           lm_head                                         lm_head (with --no-tied)
+           lm_head (GPT-2's too)                           lm_head (with --no-tied)
 
 So h.3.ln_1.bias (C,) is BERT's encoder.layer.3.attention.output.LayerNorm.bias, and one head of 4
 in a Llama's queries has its rows 0 1 2 3 in the file as 0 2 1 3 here: files turn halves of a head,
-the model turns neighbours.
+the model turns neighbours. nanoGPT has GPT-2's names, our order of (out, in), and the exact GELU.
 
 The default block with --pos rope has no published layout. BERT's token type 0 is added to every
 position, because a row here is one segment, and an export has token types of zero. Nothing is
-downloaded, guessed, cropped or padded: an entry that does not fit is an error.
+downloaded, guessed, cropped or padded: an entry that does not fit is an error. The file is long,
+but one subject: in, out and a run's own weights go through the same tables of names.
 
     python -m support.weights export runs/a --out gpt2.safetensors
 """
@@ -52,9 +54,9 @@ from model import Transformer, TransformerConfig
 from support import checkpoint
 from support.clock import seed_of
 from support.run import ModelSize, Settings
-from support.runtime import Parser, exit_cleanly
-from support.settings import Flat, as_flags
-from support.sizes import SIZES, ModelConfig, with_defaults
+from support.runtime import ROOT, Parser, exit_cleanly
+from support.settings import Flat, as_flags, flattened
+from support.sizes import SIZES, ModelConfig, usual_lr, with_defaults
 from support.store import atomic_folder, atomic_write, fingerprint, get_encoding, vocab_size
 
 # ---- the layouts
@@ -67,6 +69,7 @@ class Layout(NamedTuple):
     architecture: str
     settings: Flat  # of ours: those of another model do not fit
     keys: dict[str, str]  # ours, and theirs in its config.json
+    absent: Flat  # what a key means that its config.json lacks, where that is not our default
     fixed: Flat  # what else its config.json has to say
     modules: dict[str, list[str]]  # ours, and theirs that make it up when they are stacked
     layers: str  # before the name of what is in a layer: "h." here
@@ -74,20 +77,24 @@ class Layout(NamedTuple):
 
 
 SIZE_KEYS = {"layers": "num_hidden_layers", "heads": "num_attention_heads", "width": "hidden_size"}
-SIZE_KEYS |= {"mlp_width": "intermediate_size"}
+SIZE_KEYS |= {"mlp_width": "intermediate_size", "seq_len": "max_position_embeddings"}
 LLAMA_KEYS = {"kv_heads": "num_key_value_heads", "rope_theta": "rope_theta"}
 LLAMA_KEYS |= {"tied": "tie_word_embeddings"}
-GPT2_MODULES = "wte wpe ln_f ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
+LLAMA_FIXED = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False}
+LLAMA_FIXED |= {"mlp_bias": False, "partial_rotary_factor": 1.0, "rope_interleaved": False}
+GPT2_SIZES = ("n_layer", "n_head", "n_embd", "n_inner", "n_positions")
+GPT2_KEYS = {"activation": "activation_function", "tied": "tie_word_embeddings"}
+GPT2_MODULES = "wte wpe ln_f lm_head ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
 
 GPT2_LAYOUT = Layout(
     model_type="gpt2",
     architecture="GPT2LMHeadModel",
-    settings={"model": "gpt", "block": "gpt2", "pos": "learned", "tied": True, "qk_norm": False},
-    keys={"layers": "n_layer", "heads": "n_head", "width": "n_embd", "mlp_width": "n_inner"},
+    settings={"model": "gpt", "block": "gpt2", "pos": "learned", "qk_norm": False},
+    keys=GPT2_KEYS | dict(zip(SIZE_KEYS, GPT2_SIZES, strict=True)),
+    absent={"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
     fixed={
-        "tie_word_embeddings": True,
-        "activation_function": "gelu_new",
         "layer_norm_epsilon": 1e-5,
+        "scale_attn_weights": True,
         "scale_attn_by_inverse_layer_idx": False,
     },
     modules={name: [name] for name in GPT2_MODULES.split()},
@@ -97,10 +104,13 @@ GPT2_LAYOUT = Layout(
 BERT_LAYOUT = Layout(
     model_type="bert",
     architecture="BertForMaskedLM",
-    settings=GPT2_LAYOUT.settings | {"model": "bert"},
+    settings=GPT2_LAYOUT.settings | {"model": "bert", "tied": True},
     keys=SIZE_KEYS,
+    absent=dict(zip(SIZE_KEYS.values(), (12, 12, 768, 3072, 512), strict=True)),
     fixed={
         "tie_word_embeddings": True,
+        "position_embedding_type": "absolute",
+        "is_decoder": False,
         "hidden_act": "gelu",
         "layer_norm_eps": 1e-12,
         "type_vocab_size": 2,
@@ -129,7 +139,9 @@ LLAMA_LAYOUT = Layout(
     architecture="LlamaForCausalLM",
     settings={"model": "gpt", "block": "llama", "pos": "rope", "qk_norm": False},
     keys=SIZE_KEYS | LLAMA_KEYS,
-    fixed={"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": False, "mlp_bias": False},
+    absent=dict(zip(SIZE_KEYS.values(), (32, 32, 4096, 11008, 2048), strict=True))
+    | {"rms_norm_eps": 1e-6, "tie_word_embeddings": False},
+    fixed=LLAMA_FIXED,
     modules={
         "wte": ["embed_tokens"],
         "ln_f": ["norm"],
@@ -145,13 +157,18 @@ LLAMA_LAYOUT = Layout(
     base="model.",
 )
 LAYOUTS = (GPT2_LAYOUT, BERT_LAYOUT, LLAMA_LAYOUT)
-PREFIX = re.compile(r"^(transformer|bert|model)\.")
+# Keys of a config.json, in all versions of transformers, that change nothing of what a model here
+# computes, or show in the shapes: names, training, generation, other heads, memory, rotary angles
+# (which `published_settings` looks at), and those of nanoGPT.
+HARMLESS = {*(ROOT / "support" / "harmless_keys.txt").read_text().split()}
+PREFIX = re.compile(r"^((module|_orig_mod)\.)*((transformer|bert|model)\.)?")
 HEADS = ("cls.", "lm_head.")  # entries that stand beside the base
 # causal masks, angles and positions: saved by older versions, but not learned
 BUFFERS = re.compile(r".*\.attn\.(masked_)?bias|.*rotary_emb\.inv_freq|embeddings\.position_ids")
 PAIRS = re.compile(r"(pooler|nsp|cls\.seq_relationship)\..+")  # nothing uses them without --nsp
 HALVES = ("q_proj.weight", "k_proj.weight")  # Llama's: its rotary angles turn halves of a head
 TOKEN_TYPES = "embeddings.token_type_embeddings.weight"
+LONGEST_ROW = max(size.seq_len for size in SIZES.values())  # unless --seq-len asks for more
 POSITIONS = "embeddings.position_embeddings.weight"
 EMBEDDINGS = ("wte.weight", "embed_tokens.weight", "embeddings.word_embeddings.weight")
 TIED = {  # second names of one tensor, and the first, by layout
@@ -243,7 +260,9 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
         if PAIRS.fullmatch(entry):
             left_out.append(entry)
         elif not twins or not torch.equal(entries[entry], twins[0]):
-            raise refusal(path, f"{entry} has no place in this model: {hint}")
+            if twins and entry == "lm_head.weight":
+                hint = 'add --no-tied, and "tie_word_embeddings": false where config.json says true'
+            raise refusal(path, f"{entry} has no place in this {'tied ' * len(twins)}model: {hint}")
     if POSITIONS in views:
         entries[POSITIONS] = entries[POSITIONS].double() + entries[TOKEN_TYPES][0]
         left_out.append(f"{TOKEN_TYPES}[1]")
@@ -255,39 +274,55 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     return left_out
 
 
-def published_settings(path: str | Path) -> Flat:
-    """The settings that the config.json beside weights says they are for; {} without one.
+def published_settings(path: str | Path, ignored: str | None = None) -> Flat:
+    """What follows from the config.json beside weights, or from nanoGPT's file.
 
-    Returns: {"model.layers": 16, ...}, those that decide what the weights compute
+    Args:    ignored keys of config.json, with commas between them, that need not be known
+    Returns: {"model.layers": 16, ...}, what decides the model, and as data.seq_len its context, at
+             most LONGEST_ROW; of a bare state dict the latter alone, if its positions are learned
     Raises:  ValueError naming --init for a model that is not computed here
     """
-    file = (Path(path) if Path(path).is_dir() else Path(path).parent) / "config.json"
-    said = json.loads(file.read_text()) if file.exists() else {}
-    if "model_type" not in said:  # as in a run's
-        return {}
-    layout = next((one for one in LAYOUTS if one.model_type == said["model_type"]), None)
+    folder = Path(path) if Path(path).is_dir() else Path(path).parent
+    if args := saved_in(path).get("model_args"):
+        like_gpt2 = {"model_type": "gpt2", "activation_function": "gelu"}
+        said = like_gpt2 | {"n_positions": args["block_size"], **args}
+    else:
+        said = saved_in(folder / "config.json") if (folder / "config.json").exists() else {}
+    if not said or "model_size" in said:  # as in a run's
+        positions = positions_of(read_published(path))
+        return {"data.seq_len": min(positions, LONGEST_ROW)} if positions else {}
+    kind = said.get("model_type")
+    layout = next((one for one in LAYOUTS if one.model_type == kind), None)
     if layout is None:
-        raise refusal(path, f"is of type {said['model_type']!a}, not gpt2, bert or llama")
-    rope = {**(said.get("rope_scaling") or {}), **(said.get("rope_parameters") or {})}
-    said |= rope
-    settings = {ours: said[key] for ours, key in layout.keys.items() if said.get(key) is not None}
+        raise refusal(path, f"is of type {kind!a}, not gpt2, bert or llama (its config.json)")
+    said |= said.get("rope_scaling") or said.get("rope_parameters") or {}
+    said = layout.absent | {key: value for key, value in said.items() if value is not None}
+    settings = {ours: said[key] for ours, key in layout.keys.items() if key in said}
     head_width = settings["width"] // settings["heads"]
-    for key, wanted in [*layout.fixed.items(), ("head_dim", head_width)]:
+    for key, wanted in [*layout.fixed.items(), ("head_dim", head_width), ("bias", True)]:
         if said.get(key) not in (None, wanted):
             raise refusal(path, f"has {key} {said[key]}, and only {wanted} is computed here")
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    if kind not in ("default", "llama3"):
-        raise refusal(path, f"scales rotary angles as {kind}, which is not computed here")
+    known = HARMLESS | {*layout.keys.values(), *layout.fixed, *(ignored or "").split(",")}
+    if unknown := ",".join(sorted(said.keys() - known)):
+        remedy = f"if that changes nothing of what the model computes, add --init-ignore {unknown}"
+        raise refusal(path, f"its config has {unknown}, not known here: {remedy}")
+    kind = said.get("rope_type", said.get("type", "default"))
+    if kind != "default" and (kind != "llama3" or not said.keys() >= {*Scaling.KEYS}):
+        computed = f"only llama3 with {', '.join(Scaling.KEYS)} is computed here"
+        raise refusal(path, f"scales rotary angles as {kind}, and {computed}")
     scaling = ":".join(f"{said[key]:g}" for key in Scaling.KEYS) if kind == "llama3" else None
+    rows = min(settings.pop("seq_len"), LONGEST_ROW)
     settings = layout.settings | settings | {"rope_scaling": scaling}
-    return {f"model.{name}": value for name, value in settings.items()}
+    return {f"model.{name}": value for name, value in settings.items()} | {"data.seq_len": rows}
 
 
-def read_published(path: str | Path) -> dict[str, Tensor]:
-    """The entries under their newer names, without prefix.
+def positions_of(entries: dict[str, Tensor]) -> int | None:
+    """How many positions are learned."""
+    return len(entries.get("wpe.weight", entries.get(POSITIONS, ()))) or None
 
-    No code in the file runs.
-    """
+
+def saved_in(path: str | Path) -> dict[str, Any]:
+    """What a file holds, or the files of published weights in a folder. No code in it runs."""
     path = Path(path)
     if path.is_dir():
         inside = (path / name for name in IN_A_FOLDER)
@@ -295,9 +330,10 @@ def read_published(path: str | Path) -> dict[str, Tensor]:
     with open(path, "rb") as file:
         is_safetensors = file.read(9)[8:] == b"{"
     try:
-        if path.name.endswith(".index.json"):
-            shards = json.loads(path.read_text())["weight_map"].values()
-            saved = {n: x for shard in {*shards} for n, x in load_file(path.parent / shard).items()}
+        if path.suffix == ".json":
+            saved = json.loads(path.read_text())
+            if files := {*saved.get("weight_map", {}).values()}:
+                saved = {n: x for file in files for n, x in load_file(path.parent / file).items()}
         elif is_safetensors:
             saved = load_file(path)
         else:
@@ -307,18 +343,26 @@ def read_published(path: str | Path) -> dict[str, Tensor]:
     except Exception as error:  # torch.load raises half a dozen kinds
         why = f"cannot be loaded, {type(error).__name__}: {' '.join(str(error).split())[:200]}"
         raise refusal(path, f"{why}; give a run, or a state dict as it was published") from None
+    return saved
+
+
+def read_published(path: str | Path) -> dict[str, Tensor]:
+    """The entries under their newer names, without prefix, and nanoGPT's turned as GPT-2's are."""
+    saved = saved_in(path)
+    is_nanogpt = "model_args" in saved
     entries = {}
-    for key, value in saved.items():
+    for key, value in (saved["model"] if is_nanogpt else saved).items():
         name = PREFIX.sub("", str(key)).replace(".gamma", ".weight").replace(".beta", ".bias")
         if BUFFERS.fullmatch(name):
             continue
         if name in entries or not (isinstance(value, Tensor) and value.is_floating_point()):
             raise refusal(path, f"{key} is there twice, or no tensor of floating-point numbers")
-        entries[name] = value
+        to_turn = is_nanogpt and name.startswith("h.") and value.dim() == 2
+        entries[name] = value.T if to_turn else value
     return entries
 
 
-IN_A_FOLDER = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin")
+IN_A_FOLDER = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin", "ckpt.pt")
 
 
 def refusal(path: str | Path, why: str) -> ValueError:
@@ -458,41 +502,50 @@ def source_of(init: str | None) -> Trained | None:
 
 
 # Settings of the model that its weights are for
-MODEL_SETTINGS = [
-    f"model.{item.name}" for item in fields(ModelConfig) if item.name not in ("dropout", "init")
-]
+OTHERS = ("dropout", "init", "init_ignore")
+MODEL_SETTINGS = [f"model.{item.name}" for item in fields(ModelConfig) if item.name not in OTHERS]
 
 
 def with_settings_of_init(given: Flat) -> Flat:
     """The settings given, and those that follow from the run or the config.json that --init names.
 
-    --init becomes the checkpoint itself, so that it stays the same if that run goes on.
+    Of a run, --init becomes the checkpoint itself, so that it stays the same if that run goes on.
+    Rows of a published model have its context, but at most LONGEST_ROW; its learning rate is a
+    tenth of what a new model of its width has.
 
     Raises: ValueError naming the flags that differ from that run, or --init
     """
-    init = given.get("model.init")
+    init, ignored = given.get("model.init"), given.get("model.init_ignore")
     source = source_of(init)
+    if ignored and (source or not init):
+        raise ValueError(f"--init-ignore {ignored} is for published weights: leave it out")
     if source:
         saved = source.settings
         settings = {name: saved.get(name) for name in MODEL_SETTINGS}
         if given.get("model.nsp") is False:
             settings["model.nsp"] = False  # the weights for pairs can be left out
     else:
-        settings = published_settings(init) if init else {}
-    wrong = [name for name in settings if given.get(name, settings[name]) != settings[name]]
+        settings = published_settings(init, ignored) if init else {}
+    both = [name for name in MODEL_SETTINGS if name in settings and name in given]
+    wrong = [name for name in both if given[name] != settings[name]]
     if wrong:
         was, asked = (as_flags({name: of[name] for name in wrong}) for of in (settings, given))
         raise ValueError(f"--init {init} is a model of {was}, not {asked}: leave that out")
     if source is None:
-        return settings | given
+        settings |= given
+        if init:
+            settings.setdefault("optim.lr", usual_lr(settings) / 10)
+        return settings
     settings["data.seq_len"] = saved["data.seq_len"]
     if "data.data" not in given:  # a store has its tokenizer
         settings["data.tokenizer"] = saved["data.tokenizer"]
     return {**settings, **given, "model.init": str(source.path)}
 
 
-def model_size(settings: Settings, encoding: tiktoken.Encoding) -> ModelSize:
-    """What settings do not say of a model that begins.
+def model_size(
+    settings: Settings, encoding: tiktoken.Encoding, say: Callable[[str], None] = lambda line: None
+) -> ModelSize:
+    """What settings do not say of a model that begins; of a published one, what they took from it.
 
     A published vocabulary suits a tokenizer if it has a row for each id that the model needs, and
     no more than fill it up to a multiple of 64. Two of one size cannot be told apart.
@@ -514,12 +567,14 @@ def model_size(settings: Settings, encoding: tiktoken.Encoding) -> ModelSize:
     else:
         entries = read_published(init)
         embedding = next((entries[name] for name in EMBEDDINGS if name in entries), ())
-        positions = entries.get("wpe.weight", entries.get(POSITIONS, ()))
-        size = ModelSize(len(embedding), len(positions) or None)
+        size = ModelSize(len(embedding), positions_of(entries))
         if not needed <= size.vocab_size <= padded:
             needs = f"--tokenizer {encoding.name} needs {needed:,} (padded: {padded:,})"
             remedy = "prepare the text with that of these weights (never BERT's WordPiece)"
             raise refusal(init, f"has a vocabulary of {size.vocab_size:,}, and {needs}: {remedy}")
+        lr, usual = settings.optim.lr, usual_lr(flattened(settings))
+        say(f"--init {init}: --seq-len {seq_len}, if not given its context, at most {LONGEST_ROW}")
+        say(f"--init {init}: --lr {lr:g}, if not given a tenth of {usual:g}, as new weights have")
     if size.positions and seq_len > size.positions:
         raise ValueError(
             f"--seq-len {seq_len} is above the {size.positions} positions of --init {init}"
@@ -574,10 +629,10 @@ def export(source: str | Path, out: Path) -> dict[str, Any]:
     if lacks:
         closest = f"{layout.model_type}'s needs {as_flags(lacks)}"
         raise ValueError(f"{run.path} fits no published layout: {closest}")
-    positions = "n_positions" if layout is GPT2_LAYOUT else "max_position_embeddings"
+    positions = layout.keys["seq_len"]
     head = "BertForPreTraining" if s["nsp"] else layout.architecture
     config = {"model_type": layout.model_type, "architectures": [head], **layout.fixed}
-    config |= {theirs: s[ours] for ours, theirs in layout.keys.items()}
+    config |= {theirs: s[ours] for ours, theirs in layout.keys.items() if ours in s}
     config["vocab_size"] = run.size.vocab_size
     config[positions] = run.size.positions or s["data.seq_len"]
     if scaling := s.get("rope_scaling") and Scaling.parsed(s["rope_scaling"]):

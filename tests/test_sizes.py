@@ -39,6 +39,7 @@ def test_published_parameter_counts():
 def test_only_a_new_nano_gpt_has_a_head_and_a_beta2_of_its_own():
     init, told = {"model.init": "a.safetensors"}, {"model.tied": True, "optim.beta2": 0.5}
     others = [(0.95, {"model.size": "124M"}), (0.95, init), (0.999, {"model.model": "bert"})]
+    others.append((0.99, init | {"model.size": "nano"}))  # --init RUN of a nano
     for beta2, given in [(0.99, {}), (0.5, told), *others]:
         found = with_defaults(given)
         assert (found["model.tied"], found["optim.beta2"]) == (given != {}, beta2), given

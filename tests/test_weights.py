@@ -176,7 +176,8 @@ def plain_bert(w: dict, tokens: torch.Tensor, real: torch.Tensor) -> torch.Tenso
 
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_gpt_computes_the_published_function(tmp_path, dtype):
-    prefix = "transformer." if dtype == torch.float32 else ""  # the other file is of torch < 1.6
+    # of torch.compile and DDP; the other file is of torch < 1.6
+    prefix = "module._orig_mod.transformer." if dtype == torch.float32 else ""
     path = written(gpt_file(dtype, prefix), tmp_path, _use_new_zipfile_serialization=bool(prefix))
     model = built("gpt").to(dtype)
     assert load_published(model, path) == []
@@ -241,6 +242,7 @@ def exported(model: Transformer, tmp_path, capsys, name: str) -> tuple[Path, dic
     "kind, changes, suffix",
     [
         ("gpt", {"mlp_width": 24}, ".pt"),
+        ("gpt", {"tied": False}, ".pt"),
         ("gpt", {}, ".safetensors"),
         ("bert", {"nsp": True}, ".safetensors"),
     ],
@@ -269,7 +271,7 @@ def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
         ("run", "out.bin", "--out .*out.bin: "),
         ("run", "normed", "--out .*normed exists"),
         ("normed", "out.pt", "fits no published layout: gpt2's needs --no-qk-norm$"),
-        ("nano", "out.pt", "fits no published layout: gpt2's needs --pos learned --tied$"),
+        ("nano", "out.pt", "fits no published layout: gpt2's needs --pos learned$"),
     ):
         argv = ["export", str(tmp_path / source), "--out", str(tmp_path / to)]
         assert re.search(problem, refusal(weights.main, argv))
@@ -363,7 +365,7 @@ MISFITS = [  # kind of file, entries changed or deleted (None), changes to the m
     ("gpt", {C_ATTN: torch.ones(48, 16)}, {}, "must be (16, 48) but is (48, 16)"),
     ("bert", {f"bert.{QUERY}": None}, {}, f"{QUERY} must be (16, 16) but is absent"),
     ("bert", {"qa.weight": torch.ones(2)}, {}, "qa.weight has no place in this model"),
-    ("gpt", {"lm_head.weight": torch.ones(50, 16)}, {}, "lm_head.weight has no place"),
+    ("gpt", {"lm_head.weight": torch.ones(50, 16)}, {}, "this tied model: add --no-tied"),
     ("gpt", {"wte.weight": torch.ones(50, 16)}, {}, "wte.weight is there twice"),
     ("gpt", {C_ATTN: torch.ones(16, 48).char()}, {}, "no tensor of floating-point numbers"),
 ]
@@ -407,22 +409,98 @@ def test_a_file_that_is_no_state_dict_or_is_broken_changes_nothing(tmp_path):
 
 
 LLAMA = dict(model_type="llama", hidden_size=32, num_attention_heads=4, num_hidden_layers=3)
+LLAMA["rms_norm_eps"] = 1e-5
+OTHER_ROPE = {"rope_parameters": {"rope_type": "default"}}  # rope_scaling has precedence
 GPT2 = dict(model_type="gpt2", n_embd=32, n_head=4, n_layer=3)
 
 
 @pytest.mark.parametrize(
     ("said", "problem"),
     [
-        (LLAMA | {"model_type": "mamba"}, "is of type 'mamba', not gpt2, bert or llama"),
+        (LLAMA | {"model_type": "mamba"}, "of type 'mamba', not gpt2, bert or llama"),
+        ({"n_embd": 32}, "of type None, not gpt2"),
+        (LLAMA | {"rms_norm_eps": None}, "has rms_norm_eps 1e-06, and only 1e-05 is computed here"),
+        (LLAMA | {"head_dim": 16}, "has head_dim 16, and only 8 is computed here"),
+        (LLAMA | {"rope_parameters": {"type": "llama3"}}, "only llama3 with factor, low_freq"),
+        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has partial_rotary_factor"),
+        (GPT2 | {"scale_attn_weights": False}, "has scale_attn_weights False, and only True"),
+        (GPT2 | {"moe": 1, "alibi": 1}, "alibi,moe, not known .* --init-ignore alibi,moe"),
+        (GPT2 | {"activation_function": "relu"}, "activation is relu, allowed is one of"),
         (LLAMA | {"hidden_act": "gelu"}, "has hidden_act gelu, and only silu is computed here"),
-        (LLAMA | {"rope_scaling": {"rope_type": "yarn"}}, "scales rotary angles as yarn"),
+        (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "scales rotary angles as yarn"),
         (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, and only F"),
     ],
 )
 def test_a_config_that_cannot_be_computed_is_one_line(said, problem, tmp_path):
-    (tmp_path / "pytorch_model.bin").touch()
+    argv = ["--init", folder_of(said, tmp_path)]
+    assert re.search(problem, refusal(config.parse_or_resume, argv))
+
+
+def folder_of(said: dict, tmp_path) -> str:
+    """A folder of published weights, of which only config.json is read here."""
+    torch.save({}, tmp_path / "pytorch_model.bin")
     (tmp_path / "config.json").write_text(json.dumps(said))
-    assert problem in refusal(config.parse_or_resume, ["--init", str(tmp_path)])
+    return str(tmp_path)
+
+
+def test_an_absent_key_has_its_published_default_and_an_unknown_one_may_be_ignored(tmp_path):
+    def settings(said: dict, flags: str = "") -> config.Config:
+        argv = ["--init", folder_of(said, tmp_path), *flags.split()]
+        return config.parse_or_resume(argv)[0]
+
+    llama = settings(LLAMA)
+    assert (llama.model.rope_theta, llama.model.tied, llama.model.kv_heads) == (1e4, False, 4)
+    assert (llama.data.seq_len, llama.model.mlp_width) == (2048, 11008)
+    assert settings(LLAMA | {"max_position_embeddings": 131072}).data.seq_len == 2048
+    assert settings({"model_type": "gpt2"}).model.layers == 12
+    odd = GPT2 | {"alibi": None, "use_moe": 1, "n_positions": 48}
+    gpt2 = settings(odd, "--init-ignore use_moe")
+    assert (gpt2.data.seq_len, gpt2.optim.batch_tokens, gpt2.model.tied) == (48, 4080, True)
+    problem = "has scale_attn_weights False"  # of a key that is known nothing is ignored
+    flags = "--init-ignore use_moe,scale_attn_weights"
+    assert problem in refusal(settings, odd | {"scale_attn_weights": False}, flags)
+    assert "is for published weights" in refusal(config.parse_or_resume, flags.split())
+
+
+@pytest.mark.parametrize("name", ["GPT2Config", "BertConfig", "LlamaConfig"])
+def test_every_key_that_transformers_writes_is_known(name, tmp_path):
+    transformers = pytest.importorskip("transformers")
+    said = getattr(transformers, name)().to_dict() | {"rms_norm_eps": 1e-5} * (name[0] == "L")
+    assert weights.published_settings(folder_of(said, tmp_path))["data.seq_len"] > 500
+
+
+def nanogpt_file(bias: bool = True) -> dict:
+    """What nanoGPT's train.py saves: matrices are (out, in), and the head is there again."""
+    entries = gpt_file(prefix="")
+    turned = {n: x.T if n[:2] == "h." and x.dim() == 2 else x for n, x in entries.items()}
+    saved = {f"_orig_mod.transformer.{name}": value for name, value in turned.items()}
+    saved["_orig_mod.lm_head.weight"] = entries["wte.weight"]
+    shape = dict(n_layer=LAYERS, n_head=HEADS, n_embd=C, block_size=SEQ_LEN, vocab_size=VOCAB)
+    args = shape | dict(bias=bias, dropout=0.0)
+    return {"model": saved, "model_args": args, "iter_num": 3, "config": {"out_dir": "out"}}
+
+
+def test_nanogpts_file_is_read_with_its_exact_gelu(tmp_path):
+    path = written(nanogpt_file(), tmp_path)
+    settings = config.parse_or_resume(["--init", str(path)])[0]
+    shape = config.transformer_config(settings, VOCAB, SEQ_LEN)
+    assert (shape.gelu, shape.layers, settings.data.seq_len) == ("none", LAYERS, SEQ_LEN)
+    model, like = Transformer(shape), built("gpt")
+    load_published(model, path)
+    load_published(like, written(gpt_file(), tmp_path))
+    assert_same(model.state_dict(), like.state_dict())
+    path = written(nanogpt_file(bias=False), tmp_path)
+    problem = "has bias False, and only True is computed here"
+    assert problem in refusal(config.parse_or_resume, ["--init", str(path)])
+
+
+def test_a_stored_head_is_the_embedding_or_one_of_its_own(tmp_path):
+    file, tokens = gpt_file(), torch.arange(SEQ_LEN)[None]
+    model, own = built("gpt"), built("gpt", tied=False)
+    load_published(model, written(file | {"lm_head.weight": file[WTE]}, tmp_path))
+    path = written(file | {"lm_head.weight": 2 * file[WTE]}, tmp_path)
+    load_published(own, path)
+    assert torch.allclose(own.logits(tokens), 2 * model.logits(tokens))
 
 
 # safetensors. Two tensors: a, of bytes 1 2 3, and b, of 1.0 and -2.0 in fp32, which come first as
@@ -522,6 +600,7 @@ def test_a_run_begins_with_the_weights_of_another(begin, run_of, tmp_path, monke
     assert_same(begin(run_of()), saved)
     (ours, our_size), (theirs, their_size) = map(made_of, (tmp_path / "next", run_of()))
     names = [*weights.MODEL_SETTINGS, "data.seq_len", "data.tokenizer"]
+    names.append("optim.beta2")  # by the size, as of any nano
     assert our_size == their_size and all(ours[name] == theirs[name] for name in names)
     assert ours["model.init"] == str(newest(run_of())), "should that run go on"
     # Control: without the weights of --init they are those of the seed.
@@ -541,12 +620,15 @@ def test_a_bert_of_pairs_and_learned_positions(begin, run_of, tmp_path):
         begin(source, "--seq-len 512 --batch-tokens 1024", out="long")
 
 
-def test_the_source_is_needed_until_there_is_a_checkpoint(begin, store_dir, tmp_path):
+def test_the_source_is_needed_until_there_is_a_checkpoint(begin, store_dir, tmp_path, capsys):
     """Published weights, with 48 positions, as no --size has them."""
     model = Transformer(TransformerConfig("gpt", 4, 2, 32, 128, 48, vocab_size=257))
     source = written(published_entries(model.state_dict(), GPT2_LAYOUT, (2, 2, 2), 16), tmp_path)
     flags = "--pos learned --tied --layers 4 --heads 2 --width 32 --seq-len 32 --ltd --ltd-start 8"
     assert_same(begin(source, flags, out="new"), model.state_dict())
+    said = capsys.readouterr().out
+    assert "--seq-len 32, if not given its context" in said and f"gpt from {source}: " in said
+    assert "--lr 0.002, if not given a tenth of 0.02" in said
     shutil.copytree(tmp_path / "new", tmp_path / "late")
     assert train.main(["--resume", "--out", "new"]) == 0, "from the start"
     whole = metrics(read_log(tmp_path / "new"))
