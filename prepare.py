@@ -84,8 +84,9 @@ def kind_of(path: Path, text_column: str, in_folder: bool) -> str:
         if name.endswith(".jsonl") or isinstance(json.loads(first), dict):
             return "line"
     is_json = name.endswith(".json")
-    if is_json and text_column in read_object(path):
-        return "JSON object"
+    with suppress(ValueError):
+        if is_json and any(text_column in fields for _, fields in read_lines(path, whole=True)):
+            return "JSON object"
     if name.endswith(NOT_TEXT) or first.startswith(b'[{"') or (is_json and not in_folder):
         problem = f"is neither text nor JSON with --text-column {text_column}"
         raise ValueError(f"{path}: {problem}: make it JSON lines, an object a line, or parquet")
@@ -120,29 +121,22 @@ def text_blocks(path: Path) -> Iterator[str]:
         yield from iter(partial(text.read, BLOCK), "")
 
 
-def read_lines(path: str | Path) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_lines(path: str | Path, whole: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
     """Yield the place (FILE:LINE, for messages) and the object of each line that is not blank.
 
+    Args:   whole take the file as one line
     Raises: ValueError naming the file and the line that cannot be read
     """
     with decompressed(Path(path)) as file:
-        for row, line in enumerate(file, 1):
+        for row, line in enumerate([file.read()] if whole else file, 1):
             if not line.strip():
                 continue
             fields = None
-            with suppress(ValueError):
+            with suppress(ValueError, RecursionError):
                 fields = json.loads(line)
             if not isinstance(fields, dict):
                 raise ValueError(f"{path}:{row}: is not a JSON object: write one per line")
             yield f"{path}:{row}", fields
-
-
-def read_object(path: Path) -> dict[str, Any]:
-    """The fields of a file that is one JSON object; of any other, none."""
-    fields = None
-    with suppress(ValueError, RecursionError), decompressed(path) as file:
-        fields = json.load(file)
-    return fields if isinstance(fields, dict) else {}
 
 
 def read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -240,10 +234,10 @@ class Corpus:
             for text in split_text(text_blocks(path), self.split_on):
                 yield name if self.split_on is None else None, text
             return
-        if kind == "JSON object":
-            rows = [(str(path), read_object(path))]
+        if kind == "row":
+            rows = read_parquet(path, self.text_column)
         else:
-            rows = read_lines(path) if kind == "line" else read_parquet(path, self.text_column)
+            rows = read_lines(path, whole=kind == "JSON object")
         for place, fields in rows:
             id = None if fields.get("id") is None else str(fields["id"])
             text = fields.get(self.text_column, 0)
@@ -465,8 +459,7 @@ def print_summary(made: store.Store) -> None:
     meta = made.meta
     held_out, held_out_tokens = (meta[n] - meta[f"train_{n}"] for n in ("documents", "tokens"))
     bytes_each = meta["bytes"] / (meta["tokens"] - meta["documents"])
-    is_tail = meta["held_out_by"] == "tail"
-    tail = f", the last 1/{meta['holdout']} of the text (may cut a document)" if is_tail else ""
+    tail = f", the last 1/{meta['holdout']} of the text" if meta["held_out_by"] == "tail" else ""
     cut = ", cut by --split-on" if meta.get("split_on") else ""
     print(f"documents {meta['documents']:>14,}   each a {meta['document']}{cut}")
     print(f"tokens    {meta['tokens']:>14,}   {bytes_each:.3f} bytes per token")
@@ -485,8 +478,7 @@ def main(argv: list[str] | None = None) -> None:
     flag = parser.add_argument
     flag("inputs", nargs="*", help="text or JSON lines, also as gz; parquet; folders")
     flag("--tokens-from", type=Path, help="tokens instead: nanoGPT's train.bin, val.bin beside it")
-    numbers = "of --tokens-from (16 bits; 32 if the tokenizer has more than 65,535 ids)"
-    flag("--tokens-dtype", choices=["uint32"], help=numbers)
+    flag("--tokens-dtype", choices=["uint32"], help="of that file (16 bits, unless ids need 32)")
     flag("--out", type=Path, required=True, help="the store, a folder to make")
     flag("--tokenizer", help=f"{store.NAMES} (pd4k)")
     flag("--learn-ranks", type=whole_number, help="make a tokenizer of so many tokens, no store")

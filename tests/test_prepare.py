@@ -328,6 +328,12 @@ def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
     made = make(TINY, tmp_path / "store", large)
     assert made.tokens.dtype == np.uint32 and made.tokens.max() == large.eot_token == 65_596
     assert sorted(texts_of(made, large)) == sorted(read(TINY))
+    bare = tmp_path / "store" / "tokens.bin"  # 32 bits, as ids need
+    prepare.prepare_tokens(bare, tmp_path / "again", large, large.name)
+    assert Store.open(tmp_path / "again").tokens.tolist() == made.tokens.tolist()
+    narrow = tmp_path / "narrow.bin"
+    made.tokens[:1000].astype(np.uint16).tofile(narrow)
+    assert "has token" in refusal(prepare.prepare_tokens, narrow, tmp_path / "no", large, "large")
 
 
 def test_a_file_of_tokens_is_the_store_of_its_text(tmp_path, monkeypatch):
