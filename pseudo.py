@@ -17,7 +17,8 @@ state, the gradients, the settings. It acts where `settings.pseudo.on` stands:
 
     config.py   build             `resolved`: defaults, and what is refused
     plan.py     tokens_by_layer   layers that are not there yet cost nothing
-    train.py    assemble          `share`: as the run begins, goes on, and at the end of a stage
+    train.py    go                `owners_to_come`: --offload needs room for every stage
+                assemble          `share`: as the run begins, goes on, and at the end of a stage
                 block_runner      `wrap_block`: a layer that is not there hands on what it got
                 train             where `owners_at` changes: `handed_over`, and `assemble` again
                 train_step        `average` the gradients; `state` keeps the owners
@@ -133,6 +134,12 @@ def owners_at(config: PseudoConfig, layers: int, progress: float) -> Owners:
     if passed == len(shares):
         return tuple(range(layers))
     return stage(layers, config.layers or layers, config.group * 2**passed)
+
+
+def owners_to_come(config: PseudoConfig, layers: int, progress: float) -> list[Owners]:
+    """The owners of every stage from this share of the budget on; the last are a real model's."""
+    switches = (share for share in parse_until(config.until) if share > progress)
+    return [owners_at(config, layers, at) for at in (progress, *switches)]
 
 
 def tokens_by_layer(config: PseudoConfig, context: StepContext, tokens: list[int]) -> list[int]:

@@ -63,10 +63,12 @@ from support.runtime import (
     exit_cleanly,
     launcher,
     made_by,
+    naming_step,
     one_line,
     refuse_step,
     shard,
     start,
+    sum_of_bits,
     sync_gradients,
 )
 from support.sizes import (
@@ -120,8 +122,12 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
             runtime.say(f"{run.folder} is finished: its {s.optim.tokens:,} tokens are consumed")
             return 0
     if s.offload.on:
-        # of the whole model: --pseudo may begin with less, and must not be refused in mid-run
-        placement = placement_of(s, empty_model(shape), runtime)
+        models = [empty_model(shape)]
+        if s.pseudo.on:  # no stage must be refused in mid-run
+            progress = run.clock.consumed_tokens / s.optim.schedule_tokens
+            stages = pseudo.owners_to_come(s.pseudo, s.model.layers, progress)
+            models += [pseudo.share(empty_model(shape), owners) for owners in stages]
+        placement = placement_of(s, models, runtime)
         runtime.say(offload.in_words(placement, runtime.host_free))
     announce(plan, run, micro_batch)
     if is_compiled(s, runtime):
@@ -129,6 +135,9 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
     if s.run.dry_run:
         return 0
     model = empty_model(shape) if state else initial_model(shape, s, runtime.say)
+    if s.model.init and not state:  # may be another file on another machine
+        bits = sum(sum_of_bits(tensor).item() for tensor in model.state_dict().values())
+        runtime.check_same({"the weights of --init": bits})
     try:
         trainer = assemble(s, model=model, runtime=runtime, micro_batch=micro_batch, state=state)
     except ValueError as error:
@@ -145,7 +154,8 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
         peak_flops=peak_flops(runtime),
     )
     runtime.say(f"run: {run.folder}")
-    stopped_by = train(run, data, plan, trainer)
+    with naming_step(lambda: run.clock.step):
+        stopped_by = train(run, data, plan, trainer)
     if stopped_by == 0:
         return 0
     resume = f"{launcher()} train.py --resume --out {run.folder}"
@@ -296,7 +306,7 @@ def assemble(
     # 4. To the device once the values are there, or as much of it as has room.
     offloaded = None
     if s.offload.on:
-        offloaded = Offload(placement_of(s, model, runtime), early=runtime.world_size == 1)
+        offloaded = Offload(placement_of(s, [model], runtime), early=runtime.world_size == 1)
         offloaded.move(model, runtime.device)
     if not (offloaded or s.run.fsdp):
         model.to(runtime.device)
@@ -333,10 +343,10 @@ def is_compiled(settings: Config, runtime: Runtime) -> bool:
     return asked == "on" or (asked == "auto" and kind == "cuda" and why_not(kind) is None)
 
 
-def placement_of(settings: Config, model: nn.Module, runtime: Runtime) -> "Placement":
-    """What --offload keeps in host memory."""
+def placement_of(settings: Config, models: list[Transformer], runtime: Runtime) -> "Placement":
+    """What --offload keeps of the first in host memory, if there is room for the others too."""
     muon, fsdp = settings.optim.optimizer == "muon", settings.run.fsdp
-    return placement_for(settings.offload, model, runtime, muon=muon, fsdp=fsdp)
+    return placement_for(settings.offload, models, runtime, muon=muon, fsdp=fsdp)
 
 
 @dataclass

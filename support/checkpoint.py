@@ -96,6 +96,8 @@ def save(
         path.parent.mkdir(parents=True, exist_ok=True)
         for left in path.parent.glob(".step-*.tmp"):  # by a run that was killed
             remove(left)
+        if path.is_symlink():  # what it leads to is not ours to write
+            path.unlink()
         if sharded:
             unfinished.mkdir()
 
@@ -182,7 +184,7 @@ def put_together(tensors: dict[str, Tensor], rest: dict) -> dict:
 
 def remove(path: Path) -> None:
     """Delete a file or a folder, which is hidden first, so that no half of it has its name."""
-    if path.is_dir():
+    if path.is_dir() and not path.is_symlink():
         hidden = path.with_name(f".{path.name.lstrip('.').removesuffix('.tmp')}.old.tmp")
         shutil.rmtree(path.rename(hidden))
     else:

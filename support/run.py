@@ -112,7 +112,7 @@ def write_config(folder: Path, about: dict) -> None:
 
 def newest_run() -> Path:
     """The folder in runs/ whose run was begun, or given more --tokens, last."""
-    starts = sorted(Path("runs").glob("*/config.json"), key=lambda path: path.stat().st_mtime)
+    starts = sorted(Path("runs").glob("[!.]*/config.json"), key=lambda path: path.stat().st_mtime)
     if not starts:
         raise ValueError("--resume: there is no run in runs/; name the folder of one with --out")
     return starts[-1].parent
@@ -129,7 +129,8 @@ def new_folder(out: str | None, stem: str) -> Path:
     folder = Path(out)
     if (folder / "config.json").exists() or (folder / "log.jsonl").exists():
         raise ValueError(f"--out {folder} holds a run already: name another, or add --resume")
-    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+    # a run that was killed as it began leaves a hidden name
+    if folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))):
         raise ValueError(f"--out {folder} exists and is not an empty folder: name a new one")
     folder.mkdir(parents=True, exist_ok=True)
     return folder
@@ -364,6 +365,8 @@ class Run:
             about = {"id": self.id, "config": flattened(s), "model_size": self.size._asdict()}
             write_config(self.folder, {**about, "store": self.store["sha256"], **provenance()})
             return
+        if (log := self.folder / "log.jsonl").is_symlink():  # somebody sent the folder, perhaps
+            raise ValueError(f"{log} is a link, which is not written through: put the file there")
         if self.is_extended:  # the techniques' schedules keep the budget of the start
             about = config_in(self.folder)
             about["config"]["optim.tokens"] = s.optim.tokens

@@ -52,7 +52,9 @@ from kernels.triton_here import why_not
 ROOT = Path(__file__).resolve().parents[1]  # of the repository
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 MISTAKES = (ValueError, OSError)  # of the user: one line and exit status 2
-TIMEOUT = timedelta(minutes=10)  # that ranks wait for one that does not answer
+# That ranks wait for one that does not answer. One that was killed is noticed at once; the longest
+# healthy wait is for rank 0 to write a checkpoint: 20 GB (1.3B with AdamW) at 100 MB/s are 200 s
+TIMEOUT = timedelta(minutes=5)
 Value = TypeVar("Value")
 
 # ---- ranks and device
@@ -146,7 +148,7 @@ class Runtime:
                 if others.get(name) != value:
                     raise ValueError(
                         f"ranks differ in {name}: rank 0 has {value}, rank {rank} has"
-                        f" {others.get(name)}: start all with the same command, code and text"
+                        f" {others.get(name)}: start all with the same command, code and files"
                     )
 
     def say(self, line: str) -> None:
@@ -305,6 +307,22 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
     if dist.is_initialized():
         os._exit(status)  # during an ordinary exit gloo's threads may abort the process
     sys.exit(status)
+
+
+@contextmanager
+def naming_step(step: Callable[[], int]) -> Iterator[None]:
+    """End this process, naming the step of now, where torch says that another rank is gone."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
+            raise
+        line = f"rank {dist.get_rank()} was left alone after step {step()}: another rank has ended"
+        line += f" or has not answered for {TIMEOUT.seconds} s: see why, then --resume"
+        tqdm.write(f"error: {line}", file=sys.stderr)
+        os._exit(
+            1
+        )  # as in `exit_cleanly`; any rank says it, for rank 0 may be the one that is gone
 
 
 # from schedulers, Ctrl-C, a terminal that closes, and Slurm before the time is over

@@ -267,10 +267,8 @@ class StoreWriter:
         trained, tested = (np.array(ends, np.int64) for ends in self.ends)
         offsets = np.concatenate(([0], trained, self.tokens[0] + tested))
         offsets.tofile(self.folder / "documents.idx")
-        sha256 = {}
-        for name in ("tokens.bin", "documents.idx"):
-            with (self.folder / name).open("rb") as file:
-                sha256[name] = hashlib.file_digest(file, "sha256").hexdigest()
+        files = ("tokens.bin", "documents.idx")
+        sha256 = {name: sha256_of(self.folder / name) for name in files}
         if not sum(self.tokens):
             raise ValueError(f"{', '.join(map(str, inputs))}: no document has any text")
         meta = {"format": FORMAT, "dtype": self.dtype.name, "sha256": sha256, **origin}
@@ -347,6 +345,11 @@ class Store:
             raise ValueError(f"{self.path}: {problem}: prepare it again")
 
 
+def sha256_of(file: Path) -> str:
+    with file.open("rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 # ---- whole or not at all
 #
 # Output is written under a hidden name that ends in .tmp, forced to the disk and only then renamed,
@@ -365,7 +368,7 @@ def atomic_write(file: Path) -> Iterator[BinaryIO]:
     """
     unfinished = hidden(file)
     try:
-        with unfinished.open("wb") as out:
+        with unfinished.open("xb") as out:  # never through a link of this name
             yield out
             out.flush()
             os.fsync(out.fileno())

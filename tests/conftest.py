@@ -1,5 +1,6 @@
 """What several test files need: a small real store, and runs that take a second."""
 
+import itertools
 import json
 import multiprocessing
 import os
@@ -213,6 +214,30 @@ def in_step(number: int, do: Callable[[], object], rank: int = 0) -> Iterator[No
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train.Trainer, "train_step", struck)
         yield
+
+
+CHANGES = ("os.rename", "os.remove", "os.mkdir", "os.rmdir", "os.truncate")  # Python's audit events
+
+
+def killed_at(number: int, action: Callable) -> int:
+    """Act in a process that is killed before that change of the file system; its exit status."""
+
+    def act() -> None:
+        made = itertools.count(1)
+
+        def hear(event: str, about: tuple) -> None:
+            writes = event == "open" and about[2] & (os.O_WRONLY | os.O_RDWR)
+            if (writes or event in CHANGES) and next(made) == number:
+                os.kill(os.getpid(), signal.SIGKILL)
+
+        sys.addaudithook(hear)
+        action()
+        os._exit(0)
+
+    process = multiprocessing.get_context("fork").Process(target=act)  # need not import torch again
+    process.start()
+    process.join()
+    return process.exitcode
 
 
 def terminate() -> None:

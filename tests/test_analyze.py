@@ -6,6 +6,7 @@ Metrics of difficulty are worked by hand; an index of something else, or a damag
 import json
 import math
 import os
+import re
 import shlex
 import shutil
 import signal
@@ -361,15 +362,23 @@ def test_an_index_goes_with_a_store_that_moves(store, tmp_path):
 
 
 @pytest.mark.parametrize("file", ["index.json", "order.bin", "values.bin"])
-def test_a_damaged_index_is_refused(store, tmp_path, file):
-    """Cut short or changed; a missing one is what a kill leaves."""
-    analyzed(tmp_path, opener(store))
-    path = tmp_path / "rarity" / file
+def test_a_damaged_index_is_refused_before_training(store, file):
+    """Cut short or changed, or a piece zeroed or with the bytes of another: sizes and both ends may
+    well agree. A missing file is what a kill leaves.
+    """
+    samples = opener(store)()
+    analyze.ready(samples, ["rarity"], None, ONE)
+    path = store / "curriculum" / "pieces-8" / "rarity" / file
     whole = path.read_bytes()
-    for text in (b"", whole[:-1], b"\xff" * len(whole)):
+    damaged = [b"", whole[:-1], b"\xff" * len(whole)]
+    for place in range(4, len(whole) - 12, len(whole) // 12):
+        damaged += [whole[:place] + piece + whole[place + 8 :] for piece in (bytes(8), whole[:8])]
+    if file == "index.json":  # as older versions wrote it
+        damaged[3:] = [re.sub(rb',\s*"sha256": {.*?}', b"", whole, flags=re.DOTALL)]
+    for text in damaged:
         path.write_bytes(text)
-        with pytest.raises(ValueError, match=r"rarity: damaged.*: remove it"):
-            opened(tmp_path, opener(store), "rarity")
+        with pytest.raises(ValueError, match=r"rarity: damaged.*: remove it, analyze again"):
+            analyze.ready(samples, ["rarity"], None, ONE)
 
 
 # ---- sorted runs

@@ -17,17 +17,24 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from pathlib import Path
 
+import numpy as np
 import pytest
 from conftest import SMALL, a_port, in_step, losses_of, rank_of, read_log, start_ranks, terminate
 
+import analyze
 import prepare
 import train
+from data import Samples
 from support import checkpoint
+from support import runtime as runtimes
+from support.checkpoint import ALONE
 from support.run import Log
 from support.runtime import ROOT, Runtime, start
+from support.store import Store
 
 pytestmark = pytest.mark.faults
 TIMES = 20  # that each fault is injected
@@ -71,12 +78,13 @@ def struck_soon(argv: list[str]) -> int:
     return train.main(argv)
 
 
-def started(ranks: int, argv: list[str]) -> list[multiprocessing.Process]:
+def started(
+    ranks: int, argv: list[str], work: Callable = struck_soon
+) -> list[multiprocessing.Process]:
     """The processes of a command on so many ranks."""
     context, given = multiprocessing.get_context("forkserver"), (ranks, a_port(), Path.cwd())
     processes = [
-        context.Process(target=rank_of, args=(rank, *given, struck_soon, [argv]))
-        for rank in range(ranks)
+        context.Process(target=rank_of, args=(rank, *given, work, [argv])) for rank in range(ranks)
     ]
     for process in processes:
         process.start()
@@ -204,6 +212,48 @@ def test_machines_with_another_text_or_without_a_shared_folder_are_refused(place
     prepare.main(f"words.txt --out {machines[1]}/store --tokenizer bytes".split())
     by_rank = said_on_two_machines(place, [BEGIN])
     assert all("the text of --data" in said for (said,) in by_rank)
+
+
+def test_machines_with_another_index_or_another_file_of_init_are_refused(place, machines):
+    """Of the same names, and each of them whole."""
+    for machine, seed in zip(machines, "12", strict=True):
+        train.main(f"{BEGIN} --out {machine}/other --tokens 256 --seed {seed}".split())
+    samples = Samples(Store.open(machines[1] / "store"), "rows", 32)
+    analyze.ready(samples, ["rarity"], None, ALONE)
+    (index,) = machines[1].glob("store/curriculum/*/rarity")
+    np.fromfile(index / "order.bin", np.uint32)[[0, *range(20, 0, -1)]].tofile(index / "some")
+    whole = (index / "order.bin").read_bytes()
+    (index / "order.bin").write_bytes((index / "some").read_bytes() + whole[84:])
+    about = json.loads((index / "index.json").read_text())
+    (index / "index.json").write_text(json.dumps(about | {"sha256": analyze.sums_of(index)}))
+    flags = ["--curriculum rarity", "--init other", "--init other --fsdp"]
+    by_rank = said_on_two_machines(place, [f"{BEGIN} {more}" for more in flags])
+    for of_index, *of_init in by_rank:
+        assert "ranks differ in the index by rarity" in of_index
+        assert all("ranks differ in the weights of --init" in said for said in of_init)
+
+
+# ---- a rank is lost, and no torchrun ends the others
+
+
+def lost(argv: list[str]) -> int:
+    """A rank's work: train; one of them is struck in its third step."""
+    victim, number, *argv = argv
+    os.dup2(os.open(f"said-{os.environ['RANK']}", os.O_CREAT | os.O_WRONLY), 2)
+    runtimes.TIMEOUT = timedelta(seconds=5)
+    with in_step(3, partial(os.kill, os.getpid(), int(number)), int(victim)):
+        return train.main(argv)
+
+
+@pytest.mark.parametrize("more", ["", "--fsdp"])
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP])
+@pytest.mark.parametrize("victim", [0, 1])
+def test_a_rank_that_is_left_alone_says_so_with_the_step(victim, number, more, place):
+    processes = started(2, f"{victim} {int(number)} {BEGIN} {more}".split(), work=lost)
+    assert end_of([processes[1 - victim]], 60) == [1]
+    processes[victim].kill()
+    *_, said = Path(f"said-{1 - victim}").read_text().splitlines()
+    assert f"error: rank {1 - victim} was left alone after step 2: another rank has ended" in said
 
 
 # ---- the same on one process and on two ranks

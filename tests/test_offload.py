@@ -26,6 +26,7 @@ from torch.utils._pytree import tree_leaves
 
 import config
 import offload
+import pseudo
 import train
 from model import Batch, Transformer, TransformerConfig, run_plain, run_recomputed
 from offload import Landing, Link, Offload, Offloaded, Part, Placement, device_bytes, place
@@ -233,7 +234,7 @@ def test_a_run_is_placed_by_its_flags_and_a_small_host_is_warned_of(monkeypatch)
 
     def placement(flags):
         settings = config.build(config.parse(["--offload", *flags.split()]))
-        return offload.placement_for(settings.offload, model, here, muon=True, fsdp=False)
+        return offload.placement_for(settings.offload, [model], here, muon=True, fsdp=False)
 
     placed = placement("--offload-budget 12MB")
     assert any(kinds_of(placed)) and placement("") == placed, "auto: half of what is free"
@@ -669,6 +670,24 @@ def test_a_switch_of_pseudo_places_anew_and_the_start_says_where(run, log_of, ca
     assert metrics(run(f"{more} {TIGHT}")) == without
     out = capsys.readouterr().out
     assert "--offload: " in out and "gradients and weights on the host" in out
+
+
+def test_every_stage_of_pseudo_has_room_before_the_first_step(run, tmp_path):
+    """The one in the middle needs more than the one before it and than the real model."""
+    flags = f"{SHORT} --layers 8 --pseudo --pseudo-group 1 --pseudo-until 0.3,0.6 --seq-len 16"
+    flags += " --optimizer adamw --offload --offload-budget"
+    settings = config.build(config.parse(f"{SMALL} {flags} 1GB".split()))
+    shape, needs = config.transformer_config(settings, vocab_size=320), []
+    for owners in pseudo.owners_to_come(settings.pseudo, 8, 0.0):
+        parts = offload.parts_of(pseudo.share(empty_model(shape), owners), muon=False)
+        needs.append(min(map(device_bytes, offload.choices(parts, 0, "fp32", WEIGHTS))))
+    assert needs[1] > max(needs[0], needs[2])
+    for more in ("--dry-run", ""):
+        with pytest.raises(ValueError, match=rf"works is {-(-needs[1] // MIB)}MiB"):
+            run(f"{flags} {needs[1] - 1} {more}")
+    assert not (tmp_path / "run").exists()
+    assert [line["event"] for line in run(f"{flags} {needs[1]}")].count("stage") == 2
+    assert len(pseudo.owners_to_come(settings.pseudo, 8, 0.6)) == 1, "what is over needs no room"
 
 
 def test_a_checkpoint_does_not_know_where_things_were(run, tmp_path):

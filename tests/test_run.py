@@ -5,9 +5,20 @@ import json
 import os
 import shutil
 import subprocess
+import sys
+from functools import partial
 
 import pytest
-from conftest import SMALL, in_step, losses_of, metrics, read_log, resume_refused, terminate
+from conftest import (
+    SMALL,
+    in_step,
+    killed_at,
+    losses_of,
+    metrics,
+    read_log,
+    resume_refused,
+    terminate,
+)
 
 import train
 from prepare import prepare
@@ -50,6 +61,43 @@ def test_a_run_that_never_saved_starts_over_and_says_so(made, store_dir, tmp_pat
     assert metrics(read_log(folder)) == made[1]
     files = [line["file"] for line in read_log(folder, "checkpoint")]
     assert files[-2:] == sorted(path.name for path in folder.glob("step-*")) and len(files) >= 4
+
+
+@pytest.mark.faults
+@pytest.mark.parametrize("more", ["--checkpoint-every 0", "--fsdp"])
+def test_killed_at_any_change_the_one_command_goes_on(more, store_dir, tmp_path, monkeypatch):
+    """Also before its config.json is there, its log, its first checkpoint."""
+    write = Log.write
+
+    def heard(self, event: str, **values: object) -> None:
+        sys.audit("os.truncate")  # Python itself reports no write
+        write(self, event, **values)
+
+    monkeypatch.setattr(Log, "write", heard)
+    line = f"{SMALL} --tokens 512 --eval-every 256 --eval-tokens 99 --final-eval-tokens 99"
+    line = f"{line} --layers 1 --data {store_dir} --keep 1 --resume auto {more} --out {tmp_path}"
+    assert train.main(f"{line}/whole --no-fsdp".split()) == 0
+    status, number = -1, 0
+    while status:
+        number += 1
+        out = tmp_path / f"run-{number}"
+        begin = partial(train.main, f"{line}/{out.name}".split())
+        status = killed_at(number, begin)
+        assert status == 0 or killed_at(0, begin) == 0
+        assert losses_of(out) == losses_of(tmp_path / "whole")
+        events = [line["event"] for line in read_log(out)]
+        assert (events.count("finished"), events.count("eval")) == (1, 3)
+        assert checkpoint.load(checkpoint.find(out, "last"))["step"] == 2
+    assert number > 20
+
+
+def test_nothing_is_written_through_a_link(folder, tmp_path):
+    log = (folder / "log.jsonl").rename(tmp_path / "elsewhere.jsonl")
+    (folder / "log.jsonl").symlink_to(log)
+    checkpoint.find(folder, "last").unlink()  # so that there is something left to do
+    resume_refused(
+        folder, r"log\.jsonl is a link, which is not written through: put the file there"
+    )
 
 
 def test_without_a_damaged_checkpoint_the_run_goes_on_from_the_one_before(folder, made):
