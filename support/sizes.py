@@ -127,11 +127,10 @@ def with_defaults(settings: Flat) -> Flat:
     s.setdefault("model.pos", "rope" if is_llama or new_nano else "learned")
     is_bert = s.get("model.model") == "bert"
     s.setdefault("model.tied", not new_nano or is_bert)
-    s.setdefault("data.seq_len", size.seq_len)
+    T = s.setdefault("data.seq_len", size.seq_len)
     s.setdefault("optim.tokens", size.tokens)
     s.setdefault("optim.schedule_tokens", s["optim.tokens"])
-    rows = max(size.batch_tokens // s["data.seq_len"], 1)
-    s.setdefault("optim.batch_tokens", rows * s["data.seq_len"])
+    s.setdefault("optim.batch_tokens", max(size.batch_tokens // T, 1) * T)
     s.setdefault("optim.lr", size.lr)
     # BERT's and GPT-3's (appendix B) are as published; for nano both were measured here. A run that
     # --init names has a size, published weights may have none.

@@ -84,6 +84,11 @@ LLAMA_FIXED = {"hidden_act": "silu", "rms_norm_eps": 1e-5, "attention_bias": Fal
 LLAMA_FIXED |= {"mlp_bias": False, "partial_rotary_factor": 1.0, "rope_interleaved": False}
 GPT2_SIZES = ("n_layer", "n_head", "n_embd", "n_inner", "n_positions")
 GPT2_KEYS = {"activation": "activation_function", "tied": "tie_word_embeddings"}
+GPT2_FIXED = {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True}
+GPT2_FIXED |= {"scale_attn_by_inverse_layer_idx": False}
+BERT_FIXED = {"hidden_act": "gelu", "layer_norm_eps": 1e-12, "type_vocab_size": 2}
+BERT_FIXED |= {"position_embedding_type": "absolute", "is_decoder": False}
+BERT_FIXED |= {"tie_word_embeddings": True}
 GPT2_MODULES = "wte wpe ln_f lm_head ln_1 ln_2 attn.c_attn attn.c_proj mlp.c_fc mlp.c_proj"
 
 GPT2_LAYOUT = Layout(
@@ -92,11 +97,7 @@ GPT2_LAYOUT = Layout(
     settings={"model": "gpt", "block": "gpt2", "pos": "learned", "qk_norm": False},
     keys=GPT2_KEYS | dict(zip(SIZE_KEYS, GPT2_SIZES, strict=True)),
     absent={"n_layer": 12, "n_head": 12, "n_embd": 768, "n_positions": 1024},
-    fixed={
-        "layer_norm_epsilon": 1e-5,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-    },
+    fixed=GPT2_FIXED,
     modules={name: [name] for name in GPT2_MODULES.split()},
     layers="h.",
     base="transformer.",
@@ -107,14 +108,7 @@ BERT_LAYOUT = Layout(
     settings=GPT2_LAYOUT.settings | {"model": "bert", "tied": True},
     keys=SIZE_KEYS,
     absent=dict(zip(SIZE_KEYS.values(), (12, 12, 768, 3072, 512), strict=True)),
-    fixed={
-        "tie_word_embeddings": True,
-        "position_embedding_type": "absolute",
-        "is_decoder": False,
-        "hidden_act": "gelu",
-        "layer_norm_eps": 1e-12,
-        "type_vocab_size": 2,
-    },
+    fixed=BERT_FIXED,
     modules={
         "wte": ["embeddings.word_embeddings"],
         "wpe": ["embeddings.position_embeddings"],
@@ -248,7 +242,8 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     left_out: list[str] = []
     config = model.config
     layout = layout_of(config.kind, config.norm == "rmsnorm")
-    hint = "flags have to be those of the file's model, and the file as published, with its head"
+    said = "flags or config.json have to be its model's (--no-tied for a head of its own)"
+    hint = f"{said}, and the file as published, with its head"
     views = published_entries(model.state_dict(), layout, config.qkv_heads, config.head_width)
     views = {PREFIX.sub("", entry): view for entry, view in views.items()}
     for entry, view in views.items():
@@ -260,9 +255,7 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
         if PAIRS.fullmatch(entry):
             left_out.append(entry)
         elif not twins or not torch.equal(entries[entry], twins[0]):
-            if twins and entry == "lm_head.weight":
-                hint = 'add --no-tied, and "tie_word_embeddings": false where config.json says true'
-            raise refusal(path, f"{entry} has no place in this {'tied ' * len(twins)}model: {hint}")
+            raise refusal(path, f"{entry} has no place in this model: {hint}")
     if POSITIONS in views:
         entries[POSITIONS] = entries[POSITIONS].double() + entries[TOKEN_TYPES][0]
         left_out.append(f"{TOKEN_TYPES}[1]")
@@ -511,7 +504,7 @@ def with_settings_of_init(given: Flat) -> Flat:
 
     Of a run, --init becomes the checkpoint itself, so that it stays the same if that run goes on.
     Rows of a published model have its context, but at most LONGEST_ROW; its learning rate is a
-    tenth of what a new model of its width has.
+    tenth of what a new model of its width has. A run that began with --init hands it on.
 
     Raises: ValueError naming the flags that differ from that run, or --init
     """
@@ -537,6 +530,8 @@ def with_settings_of_init(given: Flat) -> Flat:
             settings.setdefault("optim.lr", usual_lr(settings) / 10)
         return settings
     settings["data.seq_len"] = saved["data.seq_len"]
+    if "model.init" in saved:  # its weights may be published ones, of none of our sizes
+        settings |= {name: saved[name] for name in ("optim.lr", "optim.beta2")}
     if "data.data" not in given:  # a store has its tokenizer
         settings["data.tokenizer"] = saved["data.tokenizer"]
     return {**settings, **given, "model.init": str(source.path)}
