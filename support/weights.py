@@ -242,8 +242,8 @@ def load_published(model: Transformer, path: str | Path) -> list[str]:
     left_out: list[str] = []
     config = model.config
     layout = layout_of(config.kind, config.norm == "rmsnorm")
-    said = "flags or config.json have to be its model's (--no-tied for a head of its own)"
-    hint = f"{said}, and the file as published, with its head"
+    own_head = "a head of its own: tie_word_embeddings false, --no-tied"
+    hint = f"config.json, or flags without one, have to be its model's ({own_head})"
     views = published_entries(model.state_dict(), layout, config.qkv_heads, config.head_width)
     views = {PREFIX.sub("", entry): view for entry, view in views.items()}
     for entry, view in views.items():
@@ -588,7 +588,6 @@ def initial_model(
         weights = real_weights(checkpoint.load(source.path))
         left_out = [name for name in weights if PAIRS.fullmatch(name) and not config.nsp]
         model.load_state_dict({n: value for n, value in weights.items() if n not in left_out})
-        say(f"--init: the weights of {source.path}")
     elif init:
         left_out = load_published(model, init)
     for name in left_out:

@@ -633,8 +633,8 @@ def test_the_source_is_needed_until_there_is_a_checkpoint(begin, store_dir, tmp_
     shutil.copytree(tmp_path / "new", tmp_path / "late")
     assert train.main(["--resume", "--out", "new"]) == 0, "from the start"
     whole = metrics(read_log(tmp_path / "new"))
-    begin("new", out="next")
-    assert made_of(tmp_path / "next")[0]["optim.lr"] == 0.002, "as the run before"
+    begin("new")
+    assert made_of(tmp_path / "next")[0]["optim.lr"] == 0.002, "as of the run before"
     source.unlink()
     newest(tmp_path / "new").unlink()
     assert train.main(["--resume", "--out", "new"]) == 0
