@@ -250,7 +250,7 @@ class Parser(argparse.ArgumentParser):
             word for one in self._actions for word in (*one.option_strings, *(one.choices or ()))
         ]
         wrong = re.search(r"arguments: (--[\w-]+)|invalid choice: '([^']*)'", message)
-        meant = wrong and get_close_matches(wrong[1] or wrong[2], map(str, known), n=1)
+        meant = wrong and get_close_matches(wrong[1] or wrong[2], map(str, known), n=1, cutoff=0.75)
         raise ValueError(f"{message} ({f'did you mean {meant[0]}?' if meant else 'see --help'})")
 
 
