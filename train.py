@@ -96,7 +96,8 @@ def main(argv: list[str] | None = None) -> int:
     size = started.size if started else model_size(settings, data.encoding, runtime.say)
     with Run(settings, runtime, size, data.store.meta, started) as run:
         try:
-            return go(run, data, micro_batch)
+            with naming_step(lambda: run.clock.step):
+                return go(run, data, micro_batch)
         except torch.OutOfMemoryError as error:
             raise ValueError(
                 f"--micro-batch-size {micro_batch} is too much for this device: choose less, or add"
@@ -154,8 +155,7 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
         peak_flops=peak_flops(runtime),
     )
     runtime.say(f"run: {run.folder}")
-    with naming_step(lambda: run.clock.step):
-        stopped_by = train(run, data, plan, trainer)
+    stopped_by = train(run, data, plan, trainer)
     if stopped_by == 0:
         return 0
     resume = f"{launcher()} train.py --resume --out {run.folder}"
