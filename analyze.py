@@ -35,6 +35,7 @@ from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import nullcontext, suppress
 from dataclasses import replace
+from datetime import timedelta
 from functools import lru_cache, partial
 from itertools import chain
 from multiprocessing import parent_process
@@ -534,7 +535,8 @@ def main(argv: list[str] | None = None) -> None:
     check_metrics(names, args.seq_len, args.samples, flag="--metric")
 
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are told to end
-    ranks = runtime.start("cpu", "fp32")
+    # the others wait for rank 0, which merges alone: minutes a metric for trillions of tokens
+    ranks = runtime.start("cpu", "fp32", timedelta(hours=12))
     if args.store is None:  # each machine has its own
         ranks.on_each_machine(lambda: prepare.embedded_store("pd4k"))
     store = args.store or str(prepare.embedded_store("pd4k"))

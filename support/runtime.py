@@ -165,9 +165,10 @@ def outcome_of(action: Callable[[], Value]) -> Value | ValueError:
         return ValueError(one_line(error))
 
 
-def start(device: str, dtype: str) -> Runtime:
+def start(device: str, dtype: str, timeout: timedelta | None = None) -> Runtime:
     """Join the other ranks, if torchrun started any, and choose device and dtype.
 
+    Args:   timeout that ranks wait for each other, by default TIMEOUT
     Raises: ValueError naming --device or --dtype if the machine does not have it
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
@@ -196,7 +197,7 @@ def start(device: str, dtype: str) -> Runtime:
             store=dist.PrefixStore(f"attempt {attempt}", store),
             rank=rank,
             world_size=world_size,
-            timeout=TIMEOUT,
+            timeout=timeout or TIMEOUT,
             **group_of(chosen),
         )
     asked = "as found" if device == "auto" else "as asked"
