@@ -312,7 +312,10 @@ def exit_cleanly(main: Callable[[], int | None]) -> None:
 
 @contextmanager
 def naming_step(step: Callable[[], int]) -> Iterator[None]:
-    """End this process, naming the step of now, where torch says that another rank is gone."""
+    """End this process, naming the step of now, where torch says that another rank is gone.
+
+    Every rank that is left says it, for rank 0 may be the one that is gone.
+    """
     try:
         yield
     except RuntimeError as error:
@@ -321,9 +324,7 @@ def naming_step(step: Callable[[], int]) -> Iterator[None]:
         line = f"rank {dist.get_rank()} was left alone after step {step()}: another rank has ended"
         line += f" or has not answered for {TIMEOUT.seconds} s: see why, then --resume"
         tqdm.write(f"error: {line}", file=sys.stderr)
-        os._exit(
-            1
-        )  # as in `exit_cleanly`; any rank says it, for rank 0 may be the one that is gone
+        os._exit(1)  # as in `exit_cleanly`
 
 
 # from schedulers, Ctrl-C, a terminal that closes, and Slurm before the time is over
