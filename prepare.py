@@ -38,7 +38,7 @@ import tiktoken
 from tqdm import tqdm
 
 from support import runtime, store
-from support.settings import whole_number
+from support.settings import several, whole_number
 
 BLOCK = 1 << 22  # characters of text, or bytes of tokens, read at once
 BATCH = 256  # documents that threads encode together
@@ -210,7 +210,7 @@ class Corpus:
         if self.skipped and not self.files:
             raise ValueError(f"no file can be read, the first of them: {self.skipped[0]}")
         if self.skipped:
-            count = f"{len(self.skipped):,} files are skipped, the first of them:"
+            count = f"left out: {several(len(self.skipped), 'file')}, the first of them"
             print(count, *self.skipped[:5], sep="\n  ", file=sys.stderr)
         self.training_characters = self._before_the_tail() if self.holdout > 1 else None
 

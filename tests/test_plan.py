@@ -24,6 +24,9 @@ SPECIAL_IDS = SpecialIds.of(get_encoding("bytes"))
 class Alone(Runtime):
     """A rank of several that never talks to the others: what it plans must not need them to."""
 
+    def check_same(self, values):
+        """Others have the same."""
+
     def on_each_machine(self, action):
         return action()
 

@@ -124,7 +124,7 @@ def test_in_a_folder_what_cannot_be_read_is_skipped_and_named(tmp_path, monkeypa
     skipped = Corpus([tmp_path], 0).skipped
     assert all(map(str.startswith, skipped, named)) and len(skipped) == 7
     first, *said = capsys.readouterr().err.splitlines()
-    assert first.startswith("7 files are skipped") and said == [f"  {why}" for why in skipped[:5]]
+    assert first.startswith("left out: 7 files") and said == [f"  {why}" for why in skipped[:5]]
     assert read(tmp_path / "z.json") == ["a document"]
 
 
