@@ -220,7 +220,7 @@ def test_machines_with_another_index_or_another_file_of_init_are_refused(place, 
         train.main(f"{BEGIN} --out {machine}/other --tokens 256 --seed {seed}".split())
     samples = Samples(Store.open(machines[1] / "store"), "rows", 32)
     analyze.ready(samples, ["rarity"], None, ALONE)
-    (index,) = machines[1].glob("store/curriculum/*/rarity")
+    index = analyze.index_folder(None, samples) / "rarity"
     np.fromfile(index / "order.bin", np.uint32)[[0, *range(20, 0, -1)]].tofile(index / "some")
     whole = (index / "order.bin").read_bytes()
     (index / "order.bin").write_bytes((index / "some").read_bytes() + whole[84:])
