@@ -262,31 +262,24 @@ def order_of_leaving(parts: tuple[Part, ...]) -> list[tuple[int, Offloaded]]:
     return order + [(i, kind) for kind in kinds[:-1] for i in outside]
 
 
-def choices(parts: tuple[Part, ...], budget: int, dtype: str, most: Offloaded) -> list[Placement]:
-    """Nothing on the host, and so on in the order of leaving.
-
-    Nothing comes back: a block that left before the outside did stays on the host, even if there is
-    room for it then.
-    """
-    options, placed = [Placement(parts, dtype, budget)], list(parts)
-    for number, kind in order_of_leaving(parts):
-        if kind <= most:
-            placed[number] = parts[number]._replace(offloaded=kind)
-            options.append(Placement(tuple(placed), dtype, budget))
-    return options
-
-
 def place(
     parts: tuple[Part, ...], budget: int, dtype: str, most: Offloaded = Offloaded.WEIGHTS
 ) -> Placement:
     """Send to the host, in the order of leaving, until the device has room for the rest.
+
+    Nothing comes back: a block that left before the outside did stays on the host, even if there is
+    room for it then.
 
     Args:    budget bytes on the device
              most   what may leave
     Raises:  ValueError for a budget that is too small, naming the smallest that works
     Cost:    for L blocks, L^2 sums
     """
-    options = choices(parts, budget, dtype, most)
+    options, placed = [Placement(parts, dtype, budget)], list(parts)
+    for number, kind in order_of_leaving(parts):
+        if kind <= most:
+            placed[number] = parts[number]._replace(offloaded=kind)
+            options.append(Placement(tuple(placed), dtype, budget))
     for placement in options:
         if device_bytes(placement) <= budget:
             return placement
@@ -299,14 +292,13 @@ def place(
 
 
 def placement_for(
-    config: OffloadConfig, models: list["Transformer"], runtime: Runtime, *, muon: bool, fsdp: bool
+    config: OffloadConfig, model: "Transformer", runtime: Runtime, *, muon: bool, fsdp: bool
 ) -> Placement:
-    """Decide what of the first model leaves the device, by what was free when the run began.
+    """Decide what of a model leaves the device, by what was free when the run began.
 
-    Args:   models may be on the meta device; the others are what the run will be later
-            muon   whether Muon updates the blocks' matrices
-    Raises: ValueError for a budget that is no amount of bytes or too small for one of the models,
-            and for --fsdp
+    Args:   model may be on the meta device
+            muon  whether Muon updates the blocks' matrices
+    Raises: ValueError for a budget that is no amount of bytes or too small, and for --fsdp
     """
     if fsdp:
         raise ValueError(
@@ -315,13 +307,7 @@ def placement_for(
     budget = budget_bytes(config.budget, runtime.device_free)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == runtime.dtype)
     most = Offloaded.WEIGHTS if runtime.world_size == 1 else Offloaded.STATE
-
-    def needed(parts: tuple[Part, ...]) -> int:
-        return min(map(device_bytes, choices(parts, budget, dtype, most)))
-
-    parts = [parts_of(model, muon) for model in models]
-    place(max(parts, key=needed), budget, dtype, most)  # so that a refusal names what all need
-    return place(parts[0], budget, dtype, most)
+    return place(parts_of(model, muon), budget, dtype, most)
 
 
 def shown(count: float) -> str:

@@ -128,8 +128,8 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
             progress = run.clock.consumed_tokens / s.optim.schedule_tokens
             stages = pseudo.owners_to_come(s.pseudo, s.model.layers, progress)
             models += [pseudo.share(empty_model(shape), owners) for owners in stages]
-        placement = placement_of(s, models, runtime)
-        runtime.say(offload.in_words(placement, runtime.host_free))
+        placements = [placement_of(s, model, runtime) for model in models]
+        runtime.say(offload.in_words(placements[0], runtime.host_free))
     announce(plan, run, micro_batch)
     if is_compiled(s, runtime):
         runtime.say("compile: blocks are compiled as their shapes come, which takes seconds")
@@ -306,7 +306,7 @@ def assemble(
     # 4. To the device once the values are there, or as much of it as has room.
     offloaded = None
     if s.offload.on:
-        offloaded = Offload(placement_of(s, [model], runtime), early=runtime.world_size == 1)
+        offloaded = Offload(placement_of(s, model, runtime), early=runtime.world_size == 1)
         offloaded.move(model, runtime.device)
     if not (offloaded or s.run.fsdp):
         model.to(runtime.device)
@@ -343,10 +343,10 @@ def is_compiled(settings: Config, runtime: Runtime) -> bool:
     return asked == "on" or (asked == "auto" and kind == "cuda" and why_not(kind) is None)
 
 
-def placement_of(settings: Config, models: list[Transformer], runtime: Runtime) -> "Placement":
-    """What --offload keeps of the first in host memory, if there is room for the others too."""
+def placement_of(settings: Config, model: Transformer, runtime: Runtime) -> "Placement":
+    """What --offload keeps in host memory."""
     muon, fsdp = settings.optim.optimizer == "muon", settings.run.fsdp
-    return placement_for(settings.offload, models, runtime, muon=muon, fsdp=fsdp)
+    return placement_for(settings.offload, model, runtime, muon=muon, fsdp=fsdp)
 
 
 @dataclass

@@ -234,7 +234,7 @@ def test_a_run_is_placed_by_its_flags_and_a_small_host_is_warned_of(monkeypatch)
 
     def placement(flags):
         settings = config.build(config.parse(["--offload", *flags.split()]))
-        return offload.placement_for(settings.offload, [model], here, muon=True, fsdp=False)
+        return offload.placement_for(settings.offload, model, here, muon=True, fsdp=False)
 
     placed = placement("--offload-budget 12MB")
     assert any(kinds_of(placed)) and placement("") == placed, "auto: half of what is free"
@@ -679,8 +679,12 @@ def test_every_stage_of_pseudo_has_room_before_the_first_step(run, tmp_path):
     settings = config.build(config.parse(f"{SMALL} {flags} 1GB".split()))
     shape, needs = config.transformer_config(settings, vocab_size=320), []
     for owners in pseudo.owners_to_come(settings.pseudo, 8, 0.0):
-        parts = offload.parts_of(pseudo.share(empty_model(shape), owners), muon=False)
-        needs.append(min(map(device_bytes, offload.choices(parts, 0, "fp32", WEIGHTS))))
+        parts = list(offload.parts_of(pseudo.share(empty_model(shape), owners), muon=False))
+        sizes = []
+        for number, kind in offload.order_of_leaving(tuple(parts)):
+            parts[number] = parts[number]._replace(offloaded=kind)
+            sizes.append(device_bytes(Placement(tuple(parts), "fp32", 0)))
+        needs.append(min(sizes))
     assert needs[1] > max(needs[0], needs[2])
     for more in ("--dry-run", ""):
         with pytest.raises(ValueError, match=rf"works is {-(-needs[1] // MIB)}MiB"):
