@@ -402,9 +402,11 @@ def opened(folder: Path, samples: Samples, names: Sequence[str], whole: bool = F
             if not values[order[0]] <= values[order[-1]]:
                 raise ValueError("order.bin and values.bin disagree")
             if whole and about.get("sha256") != sums_of(index):
-                raise ValueError("the sha256 of its files is not in index.json")
+                raise ValueError("index.json has another sha256 of its files, or none")
         except (OSError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(f"{index}: damaged ({error}): remove it, analyze again") from None
+            raise ValueError(
+                f"{index}: damaged or old ({error}): remove it, analyze again"
+            ) from None
         if stored != (wanted := fingerprint(samples, name)):
             raise ValueError(
                 f"{index}: an index with fingerprint {stored[:16]}, but store, tokenizer, sample"
