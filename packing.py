@@ -34,6 +34,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from importlib.util import find_spec
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
@@ -206,10 +207,8 @@ def greedy(counts: np.ndarray, max_per_pack: int, tightest: bool) -> list[Filled
 
 
 def require_scipy(flag: str) -> None:
-    try:
-        import scipy.optimize  # noqa: F401
-    except ImportError:
-        raise ValueError(f"{flag} nnlshp needs SciPy: pip install -e '.[pack]'") from None
+    if find_spec("scipy") is None:
+        raise ValueError(f"{flag} nnlshp needs SciPy: pip install -e '.[pack]'")
 
 
 def patterns_that_fill(space: int, most: int, longest: int) -> Iterator[Pattern]:
