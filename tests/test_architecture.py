@@ -11,7 +11,7 @@ import ast
 import re
 import sys
 import tomllib
-from graphlib import CycleError, TopologicalSorter
+from graphlib import TopologicalSorter
 from pathlib import Path
 from typing import NamedTuple
 
@@ -103,35 +103,14 @@ def test_every_file_imports_only_what_its_place_allows():
     assert not refused, "\n".join(refused)
 
 
-def test_negative_control_forbidden_imports_are_found():
-    ours = set(product())
-    for module, source in {
-        "ltd": "import packing",
-        "pseudo": "def f():\n    from model import Block",
-        "support.clock": "import config",
-        "sample": "from train import assemble",
-        "evaluate": "import transformers",
-    }.items():
-        (item,) = imports_of(source)
-        assert not is_allowed(module, item, ours), (module, source)
-
-
-def check_for_cycles(sources: dict[str, str]) -> None:
+def test_no_import_cycle():
     """One inside a function or for a type checker counts too: whoever reads one of the two files
     has to read the other.
-
-    Raises: graphlib.CycleError with the modules of a circle
     """
     imported = {
-        module: {item.module for item in imports_of(source)} for module, source in sources.items()
+        module: {item.module for item in imports_of(source)} for module, source in product().items()
     }
-    TopologicalSorter(imported).prepare()
-
-
-def test_no_import_cycle():
-    check_for_cycles(product())
-    with pytest.raises(CycleError):
-        check_for_cycles({"a": "import b", "b": "def f():\n    import a"})
+    TopologicalSorter(imported).prepare()  # which raises with the modules of a circle
 
 
 def test_every_import_is_declared():

@@ -80,31 +80,6 @@ def test_a_frontier_is_a_convex_hull_and_straight_between_its_runs():
     assert frontier.envelope(kept) == kept, "the slope falls"
 
 
-def test_techniques_are_compared_with_the_plain_frontier_and_runs_are_counted():
-    frontier = import_module("frontier")
-    unit = frontier.UNIT_SECONDS
-    plain = [point(unit / 2, 2.0), point(2 * unit, 1.6), point(1.1 * unit, 1.9)]
-    other = [point(unit / 4, 2.0, "--layers 3 --ltd", False), point(unit, 1.6, "--pack", False)]
-    rows = frontier.frontier_table(sorted(plain) + other, 1).splitlines()[2:]
-    assert rows == ["| 1.800 | 69 | 35 | 0.50 | 1 | 1 |", "| 1.600 | 138 | 69 | 0.50 | 1 | 0 |"]
-    best = point(unit, 1.5, "--pack", False)
-    row, below = frontier.runs_table([other[1], best], plain + other).splitlines()[2:]
-    assert row == "| `--pack` | 69 | 1.00 M | 1.600 | -0.200 | 0.50 |"
-    assert below.endswith("1.500 | -0.300 | under 0.50 |"), "no plain run is as good"
-    read = [point(3e6, 2.0), point(2e6, 2.0, "--ltd", False)]
-    (row,) = frontier.frontier_table(read, 1, "raw tokens").splitlines()[2:]
-    assert row == "| 2.000 | 3.00 M | 2.00 M | 0.67 | 1 | 0 |"
-
-
-def test_padded_rows_are_plain_and_a_run_is_on_the_text_it_names():
-    arm = import_module("frontier").listed(["toy"])[0]
-    padded = arm._replace(text="web", flags="--pack --pack-max-per-row 1")
-    assert padded.is_plain and not padded._replace(flags="--pack").is_plain
-    assert padded.argv({"web": Path("x")})[:2] == ["--data", "x"]
-    with pytest.raises(ValueError, match="add web=FOLDER"):
-        padded.argv({})
-
-
 def test_a_runs_seconds_are_the_sum_over_its_steps_of_what_each_shape_costs():
     frontier = import_module("frontier")
     made = [

@@ -24,21 +24,7 @@ from test_plan import SPECIAL_IDS, check_steps_follow_from_the_clock, plan
 import data
 import train
 from bert import Pairs, mask_tokens, masked_tokens
-from data import (
-    ONE,
-    Data,
-    Rows,
-    Samples,
-    apportioned,
-    batch_of,
-    collate,
-    entries_of,
-    nested_shares,
-    open_store,
-    reshape,
-    reshaped_len,
-    shares_of,
-)
+from data import ONE, Data, Rows, Samples, collate, open_store, reshape, reshaped_len
 from evaluate import Evaluation, HeldOut, tokens_of_each, weighted
 from kernels.cross_entropy import IGNORE
 from model import Batch
@@ -231,16 +217,16 @@ def test_every_document_counts_as_one():
     batch = collate(TOY, rows_of([(0, 2), (5, 6)], [(2, 5)], []), 4)
     third = 1 / 3
     expected = torch.tensor([[0.5, 0.5, 1, 0], [third, third, third, 0], [0, 0, 0, 0]])
-    assert torch.equal(shares_of(batch, True, None), expected)
+    assert torch.equal(data.shares_of(batch, True, None), expected)
     whole = collate(TOY, rows_of([(0, 4)]), 4)
-    assert torch.equal(shares_of(whole, True, None), torch.full((1, 4), 0.25))
-    assert shares_of(whole, False, None) is None
+    assert torch.equal(data.shares_of(whole, True, None), torch.full((1, 4), 0.25))
+    assert data.shares_of(whole, False, None) is None
     # of two answers each counts what three of the six tokens count together
     targets = torch.tensor([[1, 5, 5, IGNORE, 0, 6, IGNORE, IGNORE]])
     positions = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 0]])
     batch = Batch(targets, targets, positions, torch.tensor([[0, 0, 0, 0, 1, 1, 1, -1]]))
-    assert shares_of(batch, False, 3).tolist() == [[3, 1, 1, 0, 3, 1, 0, 0]]
-    assert shares_of(batch, True, 1).tolist() == [[1, 0.5, 0.5, 0, 1, 1, 0, 0]]
+    assert data.shares_of(batch, False, 3).tolist() == [[3, 1, 1, 0, 3, 1, 0, 0]]
+    assert data.shares_of(batch, True, 1).tolist() == [[1, 0.5, 0.5, 0, 1, 1, 0, 0]]
 
 
 # ---- pairs
@@ -264,7 +250,7 @@ def test_collate_of_pairs_worked_example():
     ]
     assert batch.positions[0].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3, 4, 0]
     assert batch.doc_ids[0].tolist() == [0] * 6 + [1] * 5 + [-1]
-    answered = batch_of(TOY, rows, 12, SPECIAL_IDS, torch.tensor([1, 2]))
+    answered = data.batch_of(TOY, rows, 12, SPECIAL_IDS, torch.tensor([1, 2]))
     assert answered.targets[:, [0, 6]].tolist() == [[1, 0], [no, no]]
 
 
@@ -296,10 +282,11 @@ def mixed_plan(given, flags="", rank=0, world=1):
 
 
 def test_entries_worked_by_hand():
-    assert entries_of("wiki=7,code=3") == [("wiki", Fraction(7, 10)), ("code", Fraction(3, 10))]
-    assert entries_of("wiki=0.7,code=0.3") == entries_of("wiki=7,code=3"), "as exact as written"
-    assert entries_of("a=0,b=1e-3") == [("a", 0), ("b", 1)]
-    assert entries_of("runs/x=1/a=0.5,b=.5")[0][0] == "runs/x=1/a"
+    wanted = [("wiki", Fraction(7, 10)), ("code", Fraction(3, 10))]
+    assert data.entries_of("wiki=7,code=3") == wanted
+    assert data.entries_of("wiki=0.7,code=0.3") == wanted, "as exact as written"
+    assert data.entries_of("a=0,b=1e-3") == [("a", 0), ("b", 1)]
+    assert data.entries_of("runs/x=1/a=0.5,b=.5")[0][0] == "runs/x=1/a"
 
 
 WRONG = {
@@ -343,15 +330,15 @@ def test_stores_lie_side_by_side(stores):
 
 
 def test_draws_worked_by_hand():
-    shares = nested_shares([2, 1, 1])
+    shares = data.nested_shares([2, 1, 1])
     assert shares == [ONE // 2, ONE // 2, ONE]
-    dealt = apportioned(np.arange(8), shares)
+    dealt = data.apportioned(np.arange(8), shares)
     assert dealt.store.tolist() == [2, 0, 1, 0, 2, 0, 1, 0], "the docstring's"
     assert dealt.draw.tolist() == [0, 0, 0, 1, 1, 2, 1, 3]
     # every store with a weight is drawn, and none without
-    assert nested_shares([Fraction(1, 10**15), 1, 0])[:2] == [1, ONE]
-    assert (apportioned(np.arange(1000), nested_shares([0, 1, 0])).store == 1).all()
-    assert nested_shares([1, Fraction(1, 10**15)]) == [ONE - 1, ONE]
+    assert data.nested_shares([Fraction(1, 10**15), 1, 0])[:2] == [1, ONE]
+    assert (data.apportioned(np.arange(1000), data.nested_shares([0, 1, 0])).store == 1).all()
+    assert data.nested_shares([1, Fraction(1, 10**15)]) == [ONE - 1, ONE]
 
 
 a_weight = st.just(0) | st.integers(1, 100) | st.floats(1e-9, 1e9)
@@ -363,8 +350,8 @@ weights = st.lists(a_weight, min_size=1, max_size=5).filter(any)
 def test_after_any_number_of_draws_each_store_has_its_share(weights, first, count):
     """Its draws are numbered without a gap, and no draw depends on what is asked with it."""
     exact = [Fraction(weight) for weight in weights]
-    shares = nested_shares(exact)
-    dealt = apportioned(np.arange(first, first + count), shares)
+    shares = data.nested_shares(exact)
+    dealt = data.apportioned(np.arange(first, first + count), shares)
     for number, weight in enumerate(exact):
         own = dealt.draw[dealt.store == number]
         assert weight or not len(own)
@@ -375,7 +362,7 @@ def test_after_any_number_of_draws_each_store_has_its_share(weights, first, coun
             # each of 2^32 parts is rounded, which a run of 2^32 draws is the first to notice
             assert abs(last + 1 - draws * share) < len(weights) * (1 + draws / ONE)
     for n in (39, 0, 17):
-        alone = apportioned(np.array([first + n]), shares)
+        alone = data.apportioned(np.array([first + n]), shares)
         assert (alone.store[0], alone.draw[0]) == (dealt.store[n], dealt.draw[n])
 
 

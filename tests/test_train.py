@@ -2,24 +2,21 @@
 
 import math
 import os
-import random
 import signal
 import sys
-import threading
-from multiprocessing import get_context
+from functools import partial
 from pathlib import Path
 from unittest.mock import Mock
 
 import pytest
 import torch
-from conftest import ALL_ON, SMALL, metrics, read_log, start_ranks
+from conftest import ALL_ON, SMALL, killed_at, metrics, read_log, start_ranks
 
 import plan
 import train
 from evaluate import Evaluation
 from model import Transformer
 from support import checkpoint
-from support.run import Log
 
 LINE = (
     "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens padding_share"
@@ -279,35 +276,16 @@ def test_an_interrupt_before_the_first_step_ends_at_once(run, tmp_path, monkeypa
     assert not (tmp_path / "run").exists()
 
 
-def train_until_killed(lines: int, flags: list[str]) -> None:
-    """In a process of its own: train, and be killed soon after so many lines of the log."""
-    after = random.uniform(0, 0.005)
-    kill = threading.Timer(after, os.kill, (os.getpid(), signal.SIGKILL))
-    write = Log.write
-
-    def count(log, *args, **values):
-        write(log, *args, **values)
-        if Path(log.file.name).read_bytes().count(b"\n") > lines and not kill.is_alive():
-            kill.start()
-
-    Log.write = count
-    train.main(flags)
-
-
-@pytest.mark.dist
-def test_killed_at_any_moment_and_resumed_is_the_same_run(store_dir, tmp_path, log_of):
-    """SIGKILL some time after so many lines of the log, twice, then to the end."""
+def test_killed_twice_and_resumed_is_the_same_run(store_dir, tmp_path, log_of):
+    """SIGKILL before there is a checkpoint, and as one is written. More: tests/test_faults.py."""
     flags = f"{ALL_ON} --tokens 3000 --checkpoint-every 700"
     launch = flags_for(store_dir, tmp_path / "killed", flags)
     resume = ["--resume", "--out", str(tmp_path / "killed")]
-    for lines in (3, 10):  # the first before there is a checkpoint
-        process = get_context("forkserver").Process(target=train_until_killed, args=(lines, launch))
-        process.start()
-        process.join()
-        assert process.exitcode == -signal.SIGKILL
-        launch = resume
+    whole = metrics(log_of(flags))
+    for change, argv in ((7, launch), (9, resume)):
+        assert killed_at(change, partial(train.main, argv)) == -signal.SIGKILL
     assert train.main(resume) == 0
-    assert metrics(read_log(tmp_path / "killed")) == metrics(log_of(flags))
+    assert metrics(read_log(tmp_path / "killed")) == whole
     assert not list((tmp_path / "killed").glob(".tmp*"))
 
 
