@@ -107,7 +107,7 @@ def build(settings: Flat, will_run: bool = True, file: str = "") -> Config:
     if config.ltd.on:
         config = replace(config, ltd=ltd.resolved(config.ltd, seq_len, model.layers))
     if config.pack.on:
-        config = replace(config, pack=packing.resolved(config.pack, seq_len, is_bert))
+        config = replace(config, pack=packing.resolved(config.pack, is_bert))
     if config.pseudo.on:
         shadow = pseudo.resolved(config.pseudo, model.layers, is_bert=is_bert, init=model.init)
         config = replace(config, pseudo=shadow)

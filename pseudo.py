@@ -19,7 +19,6 @@ state, the gradients, the settings. It acts where `settings.pseudo.on` stands:
     plan.py     tokens_by_layer   layers that are not there yet cost nothing
     train.py    go                `owners_to_come`: --offload needs room for every stage
                 assemble          `share`: as the run begins, goes on, and at the end of a stage
-                block_runner      `wrap_block`: a layer that is not there hands on what it got
                 train             where `owners_at` changes: `handed_over`, and `assemble` again
                 train_step        `average` the gradients; `state` keeps the owners
 
@@ -44,7 +43,7 @@ from support.clock import StepContext
 from support.settings import flag
 
 if TYPE_CHECKING:
-    from model import BlockRunner, TokenMeta
+    from model import TokenMeta
 
 STATES, BEGINNINGS = ("reset", "rescale", "copy"), ("copy", "identity")
 
@@ -152,7 +151,7 @@ def tokens_by_layer(config: PseudoConfig, context: StepContext, tokens: list[int
 
 
 class Absent(nn.Module):
-    """Stands for a layer that is not there yet: returns its input."""
+    """Stands for a layer that is not there yet: returns its input, or the tokens kept of it."""
 
     def forward(self, x: Tensor, meta: "TokenMeta") -> Tensor:
         return x
@@ -168,15 +167,6 @@ def share(model: nn.Module, owners: Owners) -> nn.Module:
         if owner != layer:
             model.h[layer] = Absent() if owner == ABSENT else model.h[owner]
     return model
-
-
-def wrap_block(inner: "BlockRunner") -> "BlockRunner":
-    """Keep other techniques from working on a layer that is not there."""
-
-    def run_block(layer: int, block: nn.Module, x: Tensor, meta: "TokenMeta") -> Tensor:
-        return x if isinstance(block, Absent) else inner(layer, block, x, meta)
-
-    return run_block
 
 
 # ---- the state

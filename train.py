@@ -54,7 +54,7 @@ from offload import Offload, Placement, placement_for
 from plan import Plan, Step, announce, read_ahead, savings
 from support.clock import due, generator, seed_of
 from support.optim import Optimizers, learning_rate
-from support.run import Run, commit
+from support.run import Log, Run, commit
 from support.runtime import (
     Runtime,
     StopSignal,
@@ -177,7 +177,7 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
         for step, waited_ms in read_ahead(plan, run.clock, runtime.device):
             began = time.perf_counter()
             if s.pseudo.on:
-                trainer = next_trainer(run, trainer, step)
+                trainer = next_trainer(trainer, step, run.log)
             done = trainer.train_step(step)
             run.advance(step.after)
             ms = (time.perf_counter() - began) * 1e3 + waited_ms
@@ -242,9 +242,9 @@ class Done(NamedTuple):
 # ---- assembly
 
 
-def next_trainer(run: Run, trainer: "Trainer", step: Step) -> "Trainer":
+def next_trainer(trainer: "Trainer", step: Step, log: Log) -> "Trainer":
     """The trainer of this step: a new one where a stage of --pseudo has just ended."""
-    s, runtime = run.settings, run.runtime
+    s, runtime, clock = trainer.settings, trainer.runtime, step.before
     owners = pseudo.owners_at(s.pseudo, s.model.layers, step.context.progress)
     if owners == trainer.owners:
         return trainer
@@ -253,8 +253,7 @@ def next_trainer(run: Run, trainer: "Trainer", step: Step) -> "Trainer":
     new = assemble(s, model=model, runtime=runtime, micro_batch=micro_batch, state=state)
     check_agreement(runtime, new.optimizers.named)
     before, now = trainer.optimizers.memory(), new.optimizers.memory()
-    clock = run.clock
-    run.log.write(
+    log.write(
         "stage",
         step=clock.step,
         consumed_tokens=clock.consumed_tokens,
@@ -432,8 +431,6 @@ def block_runner(settings: Config, part: Step, offloaded: "Offload | None") -> B
         run_block = offloaded.wrap_block(run_block)
     if settings.ltd.on:
         run_block = ltd.wrap_block(run_block, settings.ltd, part.context, part.rows, part.batch)
-    if settings.pseudo.on:
-        run_block = pseudo.wrap_block(run_block)
     return run_block
 
 

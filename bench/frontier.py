@@ -68,7 +68,7 @@ from plan import Plan, Step
 from report import FRAME, Curve, plot
 from support import runtime
 from support.clock import Clock
-from support.run import read_log
+from support.run import Log, read_log
 from support.weights import model_size
 from train import next_trainer
 
@@ -258,10 +258,11 @@ def timed_steps(
     for shape, step in steps:
         all_of.setdefault(shape, []).append(step)
     for shape, alike in all_of.items():
-        trainer = next_trainer(trainer, alike[0])
+        if settings.pseudo.on:
+            trainer = next_trainer(trainer, alike[0], Log(ROOT, active=False))
         if shapes is None or shape in shapes:
             batches = cycle(alike[:: -(-len(alike) // STEPS_TIMED)])
-            yield shape, lambda make=trainer.step, batches=batches: make(next(batches))
+            yield shape, lambda make=trainer.train_step, batches=batches: make(next(batches))
 
 
 # ---- the frontier

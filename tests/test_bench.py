@@ -6,6 +6,7 @@ import os
 import re
 import shlex
 import sys
+from collections import Counter
 from importlib import import_module
 from pathlib import Path
 from subprocess import PIPE, STDOUT
@@ -95,6 +96,17 @@ def test_a_runs_seconds_are_the_sum_over_its_steps_of_what_each_shape_costs():
     two = [record | {"shapes": {}, "flags": f"{at}"} for at, record in enumerate(made[::-1])]
     hull = frontier.envelope(frontier.points_of(two, [], "raw tokens"))
     assert [p.losses for p in hull] == [[1.5]], "the better of two that cost the same"
+
+
+def test_every_shape_of_a_run_is_timed_beside_the_reference():
+    frontier = import_module("frontier")
+    growing = "--layers 4 --tokens 2048 --pseudo --pseudo-layers 2 --pseudo-until 0.5"
+    arm = frontier.listed(["toy"])[0]._replace(flags=growing)
+    *_, steps = frontier.planned(arm, {})
+    made = arm._asdict() | {"shapes": Counter(shape for shape, _ in steps)}
+    costs = [*frontier.costs_of([made], set(), SimpleNamespace(stores={}, turns=1))]
+    assert {cost["shape"] for cost in costs} == made["shapes"].keys() and len(costs) == 2
+    assert all(0 < cost["to_reference"][1] < 1 for cost in costs)
 
 
 def test_the_pages_follow_from_the_records():
