@@ -107,10 +107,9 @@ def build(settings: Flat, will_run: bool = True, file: str = "") -> Config:
     if config.ltd.on:
         config = replace(config, ltd=ltd.resolved(config.ltd, seq_len, model.layers))
     if config.pack.on:
-        config = replace(config, pack=packing.resolved(config.pack, is_bert))
+        config = replace(config, pack=packing.resolved(config.pack, seq_len, is_bert))
     if config.pseudo.on:
-        shadow = pseudo.resolved(config.pseudo, model.layers, is_bert=is_bert, init=model.init)
-        config = replace(config, pseudo=shadow)
+        config = replace(config, pseudo=pseudo.resolved(config.pseudo, model.layers, model.init))
     if will_run:
         check(config)
     return config

@@ -46,26 +46,16 @@ MODES, PACES = ("random", "bypass"), ("linear", "root", "constant")
 class LtdConfig:
     on: bool = flag(False, "drop random tokens in every layer but first and last")
     mode: str = flag("random", "draw for each layer, or once for all (TokenBypass)", choices=MODES)
-    start: int | None = flag(
-        None,
-        "tokens per row that middle layers see at the start (default: a sixteenth of --seq-len)",
-        least=1,
-    )
-    pace: str = flag(
-        "constant", "how kept tokens grow; constant: not before the end", choices=PACES
-    )
+    start: int | None = flag(None, "tokens kept of a row at first (default: a sixteenth)", least=1)
+    pace: str = flag("constant", "how kept tokens grow; constant: only at the end", choices=PACES)
     share: float | None = flag(
         None, "share of --tokens after which all are kept (default: 0.9)", above=0, most=1
     )
-    steps: int | None = flag(
-        None, "optimizer steps after which all are kept, not --ltd-share", least=1
-    )
+    steps: int | None = flag(None, "optimizer steps after which all are kept", least=1)
     multiple: int | None = flag(
-        None, "kept tokens grow by multiples of it (default: at most 8 values)", least=1
+        None, "kept tokens grow by multiples of it (default: 8 steps)", least=1
     )
-    layers: str | None = flag(
-        None, "layers that drop, from 0: 1-10,12 (default: all in the middle)"
-    )
+    layers: str | None = flag(None, "layers that drop, from 0: 1-10,12 (default: the middle)")
 
 
 # ---- the schedule

@@ -101,10 +101,7 @@ Fetched = tuple[list[Tensor], torch.cuda.Event | None]  # weights, complete afte
 class OffloadConfig:
     on: bool = flag(False, "move what exceeds --offload-budget to CPU memory", free=True)
     budget: str = flag(
-        "auto",
-        "device memory for weights, gradients, optimizer state: 6GiB, 800MB; auto: half of what is"
-        " free",
-        free=True,
+        "auto", "device memory of weights, gradients, state; auto: half of what is free", free=True
     )
 
 

@@ -45,7 +45,8 @@ from support.settings import flag
 
 PACKERS = ("lpfhp", "spfhp", "nnlshp")
 DEFAULT = "lpfhp"  # docs/packing.md: it needs the fewest packs without SciPy
-MOST = 100_000  # patterns that nnlshp may weigh: 400 MB of matrix at length 512
+PATTERNS = 10_000  # that nnlshp may weigh in every window of a run: some seconds
+MOST = 100_000  # that it may weigh at all: 400 MB of matrix at length 512
 
 Pattern = tuple[int, ...]  # the lengths of the documents in one pack
 
@@ -56,19 +57,30 @@ class PackConfig:
     max_per_row: int | None = flag(None, "most pieces in a row (default: as many as fit)", least=1)
     batch: str | None = flag(
         None,
-        "what packing holds constant in a step: its rows, or its documents, in fewer rows"
-        " (default: rows; documents for bert)",
+        "what packing keeps of a step (default: rows; documents for bert)",
         ("rows", "documents"),
     )
+    packer: str = flag(DEFAULT, "fills the rows; nnlshp needs SciPy and can take minutes", PACKERS)
 
 
-def resolved(config: PackConfig, is_bert: bool) -> PackConfig:
+def resolved(config: PackConfig, seq_len: int, is_bert: bool) -> PackConfig:
     """The settings with defaults filled in.
 
     Packing changes neither the learning rate nor the contents of a step unless asked to. A BERT's
     unpacked rows hold one document each, so a step keeps its documents, in fewer rows. A GPT's
     unpacked rows are full of text cut from the stream, so as many rows hold as many tokens.
+
+    Raises: ValueError for a packer that this machine or this run cannot use
     """
+    most = min(config.max_per_row or seq_len, seq_len)
+    if config.packer == "nnlshp":
+        require_scipy("--pack-packer")
+        if number_that_fill(seq_len, most) > PATTERNS:
+            raise ValueError(
+                f"--pack-packer nnlshp weighs every way to fill a row of {seq_len} with {most}"
+                f" pieces at most, and more than {PATTERNS:,} take too long: lower"
+                " --pack-max-per-row, or choose another packer"
+            )
     return replace(config, batch=config.batch or ("documents" if is_bert else "rows"))
 
 
@@ -189,6 +201,11 @@ def greedy(counts: np.ndarray, max_per_pack: int, tightest: bool) -> list[Filled
 # ---- least squares
 
 
+def require_scipy(flag: str) -> None:
+    if find_spec("scipy") is None:
+        raise ValueError(f"{flag} nnlshp needs SciPy: pip install -e '.[pack]'")
+
+
 def patterns_that_fill(space: int, most: int, longest: int) -> Iterator[Pattern]:
     """All ways to write `space` as a sum of at most `most` lengths, none above `longest`.
 
@@ -306,8 +323,7 @@ def pack(counts: np.ndarray, packer: str = DEFAULT, max_per_pack: int | None = N
         raise ValueError(f"--max-per-pack {max_per_pack}: a pack holds 1 document or more")
     most = min(max_per_pack or max_len, max_len)
     if packer == "nnlshp":
-        if find_spec("scipy") is None:
-            raise ValueError("--packer nnlshp needs SciPy: pip install -e '.[pack]'")
+        require_scipy("--packer")
         filled = least_squares(counts, most)
     else:
         filled = greedy(counts, most, tightest=packer == "lpfhp")

@@ -444,6 +444,7 @@ class Plan:
         packs = packing.pack_lengths(
             alone.stop - alone.start + self.extra,
             self.seq_len,
+            packer=self.settings.pack.packer,
             max_per_pack=self.settings.pack.max_per_row,
         )
         by_first = np.argsort(packs.items[packs.offsets[:-1]])

@@ -45,27 +45,20 @@ from support.settings import flag
 if TYPE_CHECKING:
     from model import TokenMeta
 
-STATES, BEGINNINGS = ("reset", "rescale", "copy"), ("copy", "identity")
+STATES = ("reset", "rescale", "copy")
 
 
 @dataclass(frozen=True)
 class PseudoConfig:
     on: bool = flag(False, "start with a smaller model, whose layers share weights")
-    group: int | None = flag(
-        None, "layers of the unit that is repeated (default: up to 4)", least=1
-    )
+    group: int | None = flag(None, "layers of the repeated unit (default: up to 4)", least=1)
     until: str | None = flag(
         None,
         "share of --tokens when layers get their own weights (default: 0.05, with --pseudo-layers"
         " 0.75); 0.05,0.1: units double on the way",
     )
-    state: str = flag(
-        "reset", "optimizer state of a layer that gets its own weights", choices=STATES
-    )
-    layers: int | None = flag(
-        None, "start with only this many layers (default: all; then no unit is shared)", least=1
-    )
-    new: str = flag("copy", "how an added layer starts", choices=BEGINNINGS)
+    state: str = flag("reset", "optimizer state of a layer that gets weights", choices=STATES)
+    layers: int | None = flag(None, "begin with so many layers (default: all)", least=1)
 
 
 # ---- stages
@@ -172,11 +165,11 @@ def share(model: nn.Module, owners: Owners) -> nn.Module:
 # ---- the state
 
 
-def handed_over(state: dict, owners: Owners, policy: str, beginning: str = "copy") -> dict:
+def handed_over(state: dict, owners: Owners, policy: str) -> dict:
     """The state of a training run at one stage, made that of another stage. Pure.
 
-    The model computes the same function afterwards, bit for bit, unless layers were added as
-    copies. Tensors that stay are not copied.
+    The model computes the same function afterwards, bit for bit, unless layers were added. Tensors
+    that stay are not copied.
 
     Args:    state     {"model": {name: tensor}, "optimizers": {"state": {name: {what: tensor}}},
                        "pseudo": {"owners": ...}}, and anything else, which stays
@@ -186,9 +179,6 @@ def handed_over(state: dict, owners: Owners, policy: str, beginning: str = "copy
                          rescale  the same, the second one times n. The mean of n gradients that
                                   are independent has 1/n of the variance of one
                          reset    none: it begins anew, with AdamW's correction for that
-             beginning of a layer that was absent: copy of the one that stood in for it, or
-                       identity: at first it adds zero to the residual stream, and the optimizers
-                       have no state for the weights that make it so
     Example: owners (0, 0) -> (0, 1): h.1.* are copies of h.0.*, exp_avg_sq of both doubles
     """
     before: Owners = tuple(state["pseudo"]["owners"])
@@ -214,9 +204,6 @@ def handed_over(state: dict, owners: Owners, policy: str, beginning: str = "copy
         scale = uses_before[source] / uses_after[layer] if policy == "rescale" else 1
         for name in names_of_block(weights, source):
             old, new = f"h.{source}.{name}", f"h.{layer}.{name}"
-            if is_new and beginning == "identity" and "c_proj." in name:
-                new_weights[new] = torch.zeros_like(weights[old])
-                continue
             new_weights[new] = weights[old].clone() if is_copy else weights[old]
             if old in moments and not (policy == "reset" and changes):
                 kept = {key: t.clone() if is_copy else t for key, t in moments[old].items()}
@@ -259,10 +246,10 @@ def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
 # ---- settings
 
 
-def resolved(config: PseudoConfig, layers: int, *, is_bert: bool, init: str | None) -> PseudoConfig:
+def resolved(config: PseudoConfig, layers: int, init: str | None) -> PseudoConfig:
     """The settings with defaults filled in (docs/scale.md has what was measured).
 
-    Args:   layers, is_bert, init of the model
+    Args:   layers, init of the model
     Raises: ValueError naming the flag of a setting that cannot work
     """
     few = config.layers or layers
@@ -288,11 +275,6 @@ def resolved(config: PseudoConfig, layers: int, *, is_bert: bool, init: str | No
         raise ValueError(
             "--init and --pseudo exclude each other: a shadow lacks separate weights for every"
             " layer"
-        )
-    if config.new == "identity" and is_bert:
-        raise ValueError(
-            "--pseudo-new identity needs a GPT: a BERT normalises after each block, so none of its"
-            " blocks is the identity; choose copy"
         )
     return replace(config, until=until, group=group)
 

@@ -47,6 +47,7 @@ from typing import NamedTuple
 import numpy as np
 
 import config
+import pseudo
 from support.run import read_log
 from support.runtime import Parser, exit_cleanly
 from support.settings import PREFIXES, duration, flattened, real_number, settings_of, several, short
@@ -411,7 +412,7 @@ def events_of(log: RunLog) -> list[tuple[int, str]]:
     """After which steps a run went on after a stop, or --pseudo changed its model, in words."""
     events = [(s["resumed_at"], f"resumed with commit {s['commit']}") for s in log.lines["run"][1:]]
     for line in log.lines["stage"]:
-        used = " ".join("." if owner < 0 else str(owner) for owner in line["owners"])
+        used = pseudo.owners_in_words(line["owners"])
         events.append((line["step"], f"--pseudo: layers use the weights of {used}"))
     return sorted(events)
 

@@ -71,12 +71,7 @@ from support.runtime import (
     sum_of_bits,
     sync_gradients,
 )
-from support.sizes import (
-    empty_model,
-    micro_batch_rows,
-    parameter_count,
-    peak_flops,
-)
+from support.sizes import empty_model, micro_batch_rows, parameter_count, peak_flops
 from support.weights import initial_model, model_size
 
 SAMPLE_TOKENS = 100  # written at the end of a run
@@ -248,7 +243,7 @@ def next_trainer(trainer: "Trainer", step: Step, log: Log) -> "Trainer":
     owners = pseudo.owners_at(s.pseudo, s.model.layers, step.context.progress)
     if owners == trainer.owners:
         return trainer
-    state = pseudo.handed_over(trainer.state(), owners, s.pseudo.state, s.pseudo.new)
+    state = pseudo.handed_over(trainer.state(), owners, s.pseudo.state)
     model, micro_batch = empty_model(trainer.model.config), trainer.micro_batch
     new = assemble(s, model=model, runtime=runtime, micro_batch=micro_batch, state=state)
     check_agreement(runtime, new.optimizers.named)

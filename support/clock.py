@@ -57,15 +57,12 @@ class Clock(NamedTuple):
         return Clock(*sums, self.cursor)
 
     def as_dict(self) -> dict:
-        """For a checkpoint, which calls the cursor a position; `Clock.of` reads it."""
-        fields = self._asdict()
-        del fields["cursor"]
-        return {**fields, "position": self.cursor._asdict()}
+        """For a checkpoint; `Clock.of` reads it."""
+        return {**self._asdict(), "cursor": self.cursor._asdict()}
 
     @classmethod
     def of(cls, saved: dict) -> "Clock":
-        fields = dict(saved)
-        return cls(cursor=Cursor(**fields.pop("position")), **fields)
+        return cls(**{**saved, "cursor": Cursor(**saved["cursor"])})
 
 
 class StepContext(NamedTuple):

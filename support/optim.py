@@ -45,16 +45,9 @@ SCHEDULES = ("cosine", "linear", "wsd")
 @dataclass(frozen=True)
 class OptimConfig:
     tokens: int | None = flag(
-        None,
-        "budget on the clock, in tokens; with --resume a larger one extends a run of wsd before its"
-        " decay (default: by --size)",
-        least=1,
+        None, "budget in consumed tokens (default: by --size); with --resume, more goes on", least=1
     )
-    schedule_tokens: int | None = flag(
-        None,
-        "budget of the techniques' schedules: the one that a run was started with",
-        hidden=True,
-    )
+    schedule_tokens: int | None = flag(None, "budget of schedules: as the run began", hidden=True)
     batch_tokens: int | None = flag(None, "tokens of an optimizer step, on all ranks", least=1)
     micro_batch_size: int | None = flag(
         None, "rows a rank takes at once (default: by device and --seq-len)", least=1, free=True
@@ -71,14 +64,9 @@ class OptimConfig:
     weight_decay: float = flag(0.1, "decay of matrices and embeddings", least=0)
     beta1: float = flag(0.9, "AdamW's first-moment decay", hidden=True)
     beta2: float | None = flag(
-        None,
-        "AdamW's second-moment decay (default: 0.99 for a nano GPT, 0.999 for a BERT, else 0.95)",
-        least=0,
-        below=1,
+        None, "AdamW's, second moment (default: 0.95, nano GPT 0.99, BERT 0.999)", least=0, below=1
     )
-    loss_per: str = flag(
-        "token", "what has equal weight in the loss of a step", ("token", "document")
-    )
+    loss_per: str = flag("token", "what has equal weight in the loss", ("token", "document"))
     grad_clip: float = flag(1.0, "largest norm of the gradient; 0 for none", least=0)
 
 

@@ -24,6 +24,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields
+from datetime import timedelta
 from functools import cache
 from typing import Any, NamedTuple, TypeVar, get_args, get_type_hints
 
@@ -278,18 +279,10 @@ def several(number: int, what: str) -> str:
 
 
 def duration(seconds: float) -> str:
-    """Example: 8.24 -> "8.2 s", 754 -> "12 min 34 s", 7500 -> "2 h 5 min", 9e4 -> "1 d 1 h" """
+    """Example: 8.24 -> "8.2 s", 754 -> "0:12:34", 9e4 -> "1 day, 1:00:00" """
     if not math.isfinite(seconds):
         return ""
-    if seconds < 100:
-        return f"{seconds:.1f} s"
-    minutes, rest = divmod(round(seconds), 60)
-    if minutes < 60:
-        return f"{minutes} min {rest} s"
-    hours, minutes = divmod(minutes, 60)
-    if hours < 24:
-        return f"{hours} h {minutes} min"
-    return f"{hours // 24:,} d {hours % 24} h"
+    return f"{seconds:.1f} s" if seconds < 100 else str(timedelta(seconds=round(seconds)))
 
 
 # ---- groups
@@ -310,18 +303,11 @@ class RunConfig:
     device: str = free("auto", "where to compute", ("auto", "cpu", "cuda", "mps"))
     dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16"))
     compile: str = free(
-        "auto",
-        "compile blocks, as their shapes come; auto: on a GPU",
-        ("auto", "on", "off"),
-        without_value="on",
+        "auto", "compile blocks; auto: on a GPU", ("auto", "on", "off"), without_value="on"
     )
-    checkpoint_activations: bool = free(
-        False, "keep only the input of a block and recompute the rest in the backward pass"
-    )
+    checkpoint_activations: bool = free(False, "less memory: recompute blocks in the backward pass")
     fsdp: bool = free(False, "each rank holds a part of every weight, gradient and optimizer state")
-    eval_every: int | None = free(
-        None, "tokens between evaluations, 0 for never (default: a fifth of --tokens)"
-    )
+    eval_every: int | None = free(None, "tokens between evaluations, 0: none (default: a fifth)")
     eval_tokens: int = free(32_768, "held-out tokens of each evaluation but the last", least=1)
     final_eval_tokens: int = free(1_000_000, "most held-out tokens of the last evaluation", least=1)
     checkpoint_every: int | None = free(
@@ -336,14 +322,10 @@ class RunConfig:
 class DataConfig:
     """What a run reads."""
 
-    data: str | None = flag(
-        None,
-        "token store made by prepare.py, or several: a=0.7,b=0.3 (default: embedded corpus)",
-        free=True,
+    data: str | None = free(
+        None, "store made by prepare.py, or several: a=0.7,b=0.3 (default: the embedded corpus)"
     )
     tokenizer: str | None = flag(
-        None,
-        "pd4k, bytes, gpt2, a .tiktoken file or Llama 3's tokenizer.model (default: the store's,"
-        " else pd4k)",
+        None, "pd4k, bytes, gpt2, FILE.tiktoken or tokenizer.model (default: the store's, or pd4k)"
     )
     seq_len: int | None = flag(None, "tokens of a row (default: by --size)", least=8, below=2**31)

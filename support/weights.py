@@ -510,8 +510,6 @@ def with_settings_of_init(given: Flat) -> Flat:
     """
     init, ignored = given.get("model.init"), given.get("model.init_ignore")
     source = source_of(init)
-    if ignored and (source or not init):
-        raise ValueError(f"--init-ignore {ignored} is for published weights: leave it out")
     if source:
         saved = source.settings
         settings = {name: saved.get(name) for name in MODEL_SETTINGS}
@@ -568,8 +566,8 @@ def model_size(
             remedy = "prepare the text with that of these weights (never BERT's WordPiece)"
             raise refusal(init, f"has a vocabulary of {size.vocab_size:,}, and {needs}: {remedy}")
         lr, usual = settings.optim.lr, usual_lr(flattened(settings))
-        say(f"--init {init}: --seq-len {seq_len}, if not given its context, at most {LONGEST_ROW}")
-        say(f"--init {init}: --lr {lr:g}, if not given a tenth of {usual:g}, as new weights have")
+        rows = f"--seq-len {seq_len}, by default its context but at most {LONGEST_ROW}"
+        say(f"--init {init}: {rows}; --lr {lr:g}, by default a tenth of {usual:g} for new weights")
     if size.positions and seq_len > size.positions:
         raise ValueError(
             f"--seq-len {seq_len} is above the {size.positions} positions of --init {init}"

@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parent.parent
 # Raising a number is a commit of its own that says why. The goal for the product is 7,500 lines:
 # what is added from here on makes something else simpler. 200 lines, and 300 of tests, are of what
 # comes in: texts, published weights, damaged files.
-MOST = {"product": 7_980, "bench": 1_400, "tests": 8_350}
+MOST = {"product": 7_850, "bench": 1_400, "tests": 8_350}
 MOST_FILES = 36  # of the product
 LONG = 450  # code lines, above which a file's docstring says "one subject" and why
 CODELESS = {

@@ -7,8 +7,13 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 from small_stores import write_store
+from test_plan import plan
 
+import config
+import packing
 from packing import fill, histogram, main, number_that_fill, pack, pack_lengths, patterns_that_fill
+from support.clock import Clock
+from support.store import Store
 
 
 def rows_of(packs):
@@ -171,8 +176,10 @@ def test_documents_that_fit_no_row_are_refused():
 
 @needs_scipy
 def test_least_squares_over_too_many_patterns_is_refused():
-    with pytest.raises(ValueError, match=r"^--packer nnlshp .*--max-per-pack 9"):
-        pack_lengths([512], 512, "nnlshp", 9)
+    in_training = ["--pack", "--pack-packer", "nnlshp"]
+    with pytest.raises(ValueError, match=r"^--pack-packer nnlshp .*--pack-max-per-row"):
+        config.build(config.parse(in_training))
+    assert config.build(config.parse([*in_training, "--pack-max-per-row", "2"])).pack.on
 
 
 # ---- the command
@@ -190,3 +197,20 @@ def test_command_prints_a_table_and_rows(tmp_path, capsys):
     file.write_text("[0, 3, 2, 0, 2, 2, 0, 0]")
     main([str(file), "--max-per-pack", "3"])
     assert capsys.readouterr().out.splitlines()[1].split()[:3] == ["5", "85.000%", "1.800"]
+
+
+# ---- steps; that packed rows train as documents one a row do is in test_train.py
+
+
+@EVERY_PACKER
+def test_a_step_packs_with_the_packer_it_is_told(store_dir, monkeypatch, packer):
+    used = []
+
+    def noted(counts, packer, max_per_pack):
+        used.append((packer, max_per_pack))
+        return pack(counts, "lpfhp", max_per_pack)
+
+    monkeypatch.setattr(packing, "pack", noted)
+    flags = f"--pack --pack-max-per-row 3 --pack-packer {packer}"
+    plan(Store.open(store_dir), flags)(Clock())
+    assert used == [(packer, 3)]

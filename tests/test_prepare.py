@@ -66,7 +66,7 @@ def test_plain_compressed_and_folder_give_the_same_documents(tmp_path):
 
 
 GOOD = b'{"id": "a", "text": "one"}\n'
-PACKED = gzip.compress(GOOD * 2000)
+PACKED = gzip.compress(GOOD * 2000, mtime=0)
 BAD_INPUTS = [  # in the order of their names; what is said of each
     ("a.jsonl", GOOD * 2 + b"nonsense\n" + GOOD, ":3: is not a JSON object"),
     ("b.jsonl", b'{"content": "a"}', ":1: no string under text of content"),
@@ -76,7 +76,7 @@ BAD_INPUTS = [  # in the order of their names; what is said of each
     ("f.csv", b"text,id\na,1\n", ": is neither text nor JSON"),
     ("g", b' [{"text": "a"}]', ": is neither text nor JSON"),
     ("h.ipynb", b'{\n "cells": []\n}', ": is neither text nor JSON"),
-    ("i.pkl.gz", gzip.compress(b"I1\n."), ": is neither text nor JSON"),
+    ("i.pkl.gz", gzip.compress(b"I1\n.", mtime=0), ": is neither text nor JSON"),
     ("j.txt", "né".encode("latin-1"), ": is not UTF-8 at byte 1"),
     ("k.txt", "no".encode("utf-16-le"), ": is not text: it has a NUL"),
     ("l.txt", b"text\n\n" * 5000 + b"\xff", ": is not UTF-8 at byte 30,000"),

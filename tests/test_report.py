@@ -101,7 +101,7 @@ def test_known_answers():
     assert texts == ["0", "20 K", "40 K", "60 K"]
     assert report.with_seeds([1.0, 1.2], 2) == "1.10 (1.00 to 1.20)"
     assert short(61440) == "61.4 K" and short(1.2e9, "FLOP") == "1.20 GFLOP"
-    assert [duration(seconds) for seconds in (8.24, 754)] == ["8.2 s", "12 min 34 s"]
+    assert [duration(seconds) for seconds in (8.24, 754)] == ["8.2 s", "0:12:34"]
 
 
 def test_a_point_is_drawn_where_its_numbers_are():

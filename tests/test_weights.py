@@ -622,8 +622,8 @@ def test_the_source_is_needed_until_there_is_a_checkpoint(begin, store_dir, tmp_
     flags = "--pos learned --tied --layers 4 --heads 2 --width 32 --seq-len 32 --ltd --ltd-start 8"
     assert_same(begin(source, flags, out="new"), model.state_dict())
     said = capsys.readouterr().out
-    assert "--seq-len 32, if not given its context" in said and f"gpt from {source}: " in said
-    assert "--lr 0.002, if not given a tenth of 0.02" in said
+    assert "--seq-len 32, by default its context" in said and f"gpt from {source}: " in said
+    assert "--lr 0.002, by default a tenth of 0.02" in said
     shutil.copytree(tmp_path / "new", tmp_path / "late")
     assert train.main(["--resume", "--out", "new"]) == 0, "from the start"
     whole = metrics(read_log(tmp_path / "new"))
