@@ -37,9 +37,9 @@ from pseudo import PseudoConfig
 from support.run import Settings, Started, newest_run, started_with
 from support.settings import (
     Flat,
+    as_given,
     check_limits,
     flattened,
-    resumed,
     settings_of,
     table_of,
     unflattened,
@@ -81,7 +81,6 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
     if which == "auto":
         given.pop("model.init", None)  # of the command that began the run
     given["run.resume"] = "last" if which == "auto" else which
-    check_limits(Config, started.config, f"{folder}/config.json")
     budget = started.config["optim.tokens"]
     larger = given.get("optim.tokens", budget)
     if larger < budget:
@@ -90,7 +89,25 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
             " goes on can be given more, not less"
         )
     saved = started.config | {"optim.tokens": larger}
-    return build(resumed(Config, saved, given)), started
+    return build(resumed(saved, given), file=f"{folder}/config.json"), started
+
+
+def resumed(saved: Flat, given: Flat) -> Flat:
+    """The settings of a run that goes on: those it was started with, and the free ones given.
+
+    Raises: ValueError for another value of a setting that is not free
+    """
+    for name, value in given.items():
+        setting = settings_of(Config)[name]
+        if not setting.about.get("free") and saved.get(name) != value:
+            before = as_given(setting.flag, saved.get(name))
+            raise ValueError(
+                f"{as_given(setting.flag, value)} differs from {before}, with which the run was"
+                " started: leave it out, or start a new run with another --out"
+            )
+    # a technique that is switched off now takes its other settings with it
+    off = tuple(n.removesuffix("on") for n, v in given.items() if n.endswith(".on") and not v)
+    return {n: v for n, v in (saved | given).items() if n in given or not n.startswith(off)}
 
 
 def build(settings: Flat, will_run: bool = True, file: str = "") -> Config:

@@ -9,7 +9,7 @@ A run of 489 steps is killed after step 320. `train.py --resume` then goes on, i
 
   1. config.parse_or_resume: the folder (--out, or the newest run's) and its config.json. Settings
      are taken from there; flags given besides may change only those that are `free` (where and how
-     fast), for this start alone, and raise --tokens
+     fast, see `resumed` below it), for this start alone, and raise --tokens
   2. train.main: ranks have the same settings, code, torch and threads; the store and its tokenizer
   3. Run.restore: locks the folder, compares the store with the one in config.json, finds
      step-00000300.pt and reads it, every CRC32 of it first. The clock stands at step 300
@@ -90,19 +90,15 @@ class Started(NamedTuple):
 
 def started_with(folder: Path) -> Started:
     """What a run was started with; ValueError for a folder without a run."""
-    about = config_in(folder)
-    size = ModelSize(**about["model_size"])
-    return Started(folder, about["id"], about["config"], size, about["store"])
-
-
-def config_in(folder: Path) -> dict:
     try:
-        return json.loads((folder / "config.json").read_text())
+        about = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
         message = f"--resume: {folder} holds no run; name the folder of one with --out"
         raise ValueError(message) from None
     except ValueError as error:
         raise ValueError(f"{folder}/config.json is damaged: {error}") from None
+    size = ModelSize(**about["model_size"])
+    return Started(folder, about["id"], about["config"], size, about["store"])
 
 
 def write_config(folder: Path, about: dict) -> None:
@@ -254,10 +250,6 @@ class Run:
             self.log.file.close()
         self.lock.close()
 
-    def lock_folder(self) -> None:
-        """Keep every other process from writing into the folder until this run ends."""
-        self.lock.enter_context(folder_lock(self.folder, wait=False))
-
     # ---- start, or go on
 
     def restore(self, shards: dict[str, Tensor]) -> dict | None:
@@ -268,9 +260,26 @@ class Run:
         Raises:  ValueError if checkpoints are gone or of another run, or if the store is another
         """
         folder, runtime = self.folder, self.runtime
-        if not self.settings.run.dry_run:
-            runtime.on_rank0(self.lock_folder)
-        path = runtime.on_rank0(self.checkpoint_to_resume)  # one choice for all ranks
+
+        def chosen() -> Path | None:
+            if not self.settings.run.dry_run:  # until this run ends no other process may write
+                self.lock.enter_context(folder_lock(folder, wait=False))
+            if self.started.sha256 != self.store["sha256"]:
+                raise ValueError(
+                    f"--data: the run in {folder} began with another store, or with other weights"
+                    " of its stores: name that, wherever it is now, or start a new run with another"
+                    " --out"
+                )
+            if checkpoint.steps_in(folder):
+                return checkpoint.find(folder, self.settings.run.resume)
+            if any(line["event"] == "checkpoint" for line in read_log(folder)):
+                raise ValueError(
+                    f"--resume: {folder} has lost its checkpoints: put one back, or start a new"
+                    " run with another --out"
+                )
+            return None
+
+        path = runtime.on_rank0(chosen)
         if path is None:
             self.log_size = 0
             runtime.say(f"{folder} was stopped before its first checkpoint: starting over")
@@ -289,23 +298,6 @@ class Run:
                 line = f"{name} was {before} and is {now[name]}: losses will be close, not bitwise"
                 runtime.say(f"{line} those of a run that was never stopped")
         return state
-
-    def checkpoint_to_resume(self) -> Path | None:
-        """The checkpoint that --resume means; None if the run was stopped before its first one."""
-        if self.started.sha256 != self.store["sha256"]:
-            raise ValueError(
-                f"--data: the run in {self.folder} began with another store, or with other weights"
-                " of its stores: name that, wherever it is now, or start a new run with another"
-                " --out"
-            )
-        if checkpoint.steps_in(self.folder):
-            return checkpoint.find(self.folder, self.settings.run.resume)
-        if any(line["event"] == "checkpoint" for line in read_log(self.folder)):
-            raise ValueError(
-                f"--resume: {self.folder} has lost its checkpoints: put one back, or start a new"
-                " run with another --out"
-            )
-        return None
 
     @property
     def is_extended(self) -> bool:
@@ -361,14 +353,14 @@ class Run:
         s = self.settings
         if self.folder is None:
             self.folder = new_folder(s.run.out, f"runs/{s.model.model}-{s.model.size}")
-            self.lock_folder()
+            self.lock.enter_context(folder_lock(self.folder, wait=False))
             about = {"id": self.id, "config": flattened(s), "model_size": self.size._asdict()}
             write_config(self.folder, {**about, "store": self.store["sha256"], **provenance()})
             return
         if (log := self.folder / "log.jsonl").is_symlink():  # somebody sent the folder, perhaps
             raise ValueError(f"{log} is a link, which is not written through: put the file there")
         if self.is_extended:  # the techniques' schedules keep the budget of the start
-            about = config_in(self.folder)
+            about = json.loads((self.folder / "config.json").read_text())
             about["config"]["optim.tokens"] = s.optim.tokens
             write_config(self.folder, about)
         for path in checkpoint.steps_in(self.folder) if self.resumed_from else ():

@@ -170,24 +170,6 @@ def flattened(config: object) -> Flat:
     return {f"{g}.{name}": v for g, part in asdict(config).items() for name, v in part.items()}
 
 
-def resumed(config_class: type, saved: Flat, given: Flat) -> Flat:
-    """The settings of a run that goes on: those it was started with, and the free ones given.
-
-    Raises: ValueError for another value of a setting that is not free
-    """
-    for name, value in given.items():
-        setting = settings_of(config_class)[name]
-        if not setting.about.get("free") and saved.get(name) != value:
-            before = as_given(setting.flag, saved.get(name))
-            raise ValueError(
-                f"{as_given(setting.flag, value)} differs from {before}, with which the run was"
-                " started: leave it out, or start a new run with another --out"
-            )
-    # a technique that is switched off now takes its other settings with it
-    off = tuple(n.removesuffix("on") for n, v in given.items() if n.endswith(".on") and not v)
-    return {n: v for n, v in (saved | given).items() if n in given or not n.startswith(off)}
-
-
 def as_given(written: str, value: Value) -> str:
     """A setting as one would write it: --seed 5, --ltd, --no-ltd; no --ltd-steps if it is open."""
     if value is None:

@@ -7,8 +7,8 @@ import pytest
 from conftest import refusal
 
 import config
-from config import TECHNIQUES, Config
-from support.settings import flattened, resumed, settings_of
+from config import TECHNIQUES, Config, resumed
+from support.settings import flattened, settings_of
 
 FLAGS = {n: s for n, s in settings_of(Config).items() if not s.about.get("hidden")}
 
@@ -97,7 +97,7 @@ def test_a_run_is_resumed_with_the_words_it_was_started_with():
     line = "--curriculum seqlen,rarity --curriculum-share 0.3 --curriculum-pace linear"
     words = config.parse(line.split())
     saved = flattened(config.build(words))
-    assert resumed(Config, saved, words) == saved
+    assert resumed(saved, words) == saved
     for other, began in {
         "--curriculum-share 0.2": "--curriculum-share 0.3",
         "--seed 6": "--seed 1337",
@@ -105,18 +105,18 @@ def test_a_run_is_resumed_with_the_words_it_was_started_with():
         "--ltd-steps 3": "no --ltd-steps",
     }.items():
         with pytest.raises(ValueError, match=f"^{other} differs from {began}, .*another --out"):
-            resumed(Config, saved, config.parse(other.split()))
+            resumed(saved, config.parse(other.split()))
     moved = {"curriculum.index": "elsewhere", "data.data": "moved"}
-    assert resumed(Config, saved, moved) == saved | moved, "where it lies may change"
+    assert resumed(saved, moved) == saved | moved, "where it lies may change"
 
 
 @pytest.mark.structure
 def test_no_more_flags_than_a_reader_can_hold():
     flags = Counter(name.partition(".")[0] for name in FLAGS)
-    assert flags.total() <= 71  # five techniques, a block, any trainer; and one for a reader's own
+    assert flags.total() <= 70
     assert all(flags[technique] <= 8 for technique in TECHNIQUES)
 
 
 def test_a_run_goes_on_without_offload_whatever_its_budget_was():
     saved = flattened(build("--offload --offload-budget 4GiB"))
-    assert not config.build(resumed(Config, saved, config.parse(["--no-offload"]))).offload.on
+    assert not config.build(resumed(saved, config.parse(["--no-offload"]))).offload.on
