@@ -109,11 +109,8 @@ def compiled(arch: int, work: str) -> list[SimpleNamespace]:
     return [SimpleNamespace(**kernel) for kernel in json.loads(child.stdout)]
 
 
-def attention(dtype, causal, widths=attention_tiles.HEAD_WIDTHS, lengths=(256,), tiles=None):
-    """Forward and backward of packed attention in rows of these lengths, in tiles of other sizes"""
-    if tiles:
-        names = ("OWN", "VISITED", "num_warps", "num_stages")
-        attention_tiles.tiles = lambda *_: dict(zip(names, tiles, strict=True))
+def attention(dtype, causal, widths=attention_tiles.HEAD_WIDTHS, lengths=(256,)):
+    """Forward and backward of packed attention in rows of these lengths."""
     for D in widths:
         for T in lengths:
             q, k, v = torch.zeros(2, T, 3, 4, D, dtype=getattr(torch, dtype)).unbind(2)
@@ -186,15 +183,6 @@ def test_losses_spill_nothing_and_are_one_code_for_every_vocabulary(arch, dtype)
     assert set(kernels[0].accesses.split()) == alone | wide
 
 
-def test_tiles_that_spill_or_do_not_fit_are_seen():
-    """128 sums of 128 numbers are 128 registers in each thread of four warps, beside all else; four
-    stages of keys and values, 64 of each, of 128 numbers are 128 KiB."""
-    kernels = compiled(90, "attention('bfloat16', True, (128,), tiles=(128, 64, 4, 2))")
-    assert spilling(kernels) == set(ATTENTION)
-    kernels = compiled(89, "attention('bfloat16', True, (128,), tiles=(64, 64, 8, 4))")
-    assert "forward_kernel" in too_large(kernels, 89) and not too_large(kernels, 90)
-
-
 def codes(kernels: list) -> Counter:
     """How often each kernel was compiled."""
     return Counter(name for name, _ in {(kernel.kernel, kernel.key) for kernel in kernels})
@@ -211,6 +199,3 @@ def test_rows_that_grow_compile_nothing_again():
     kernels = compiled(90, f"copies('float32', (768,), {KEPT})")
     assert len(kernels) == 2 * len(KEPT)
     assert codes(kernels) == {"take_kernel": 1, "place_kernel": 1}
-    # and the count sees another code
-    kernels = compiled(90, "copies('float32', (768, 1024), ((64, 256),))")
-    assert codes(kernels) == {"take_kernel": 2, "place_kernel": 2}

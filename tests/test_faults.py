@@ -23,7 +23,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from conftest import SMALL, a_port, in_step, losses_of, rank_of, read_log, start_ranks, terminate
+from conftest import SMALL, a_port, in_step, losses_of, rank_of, read_log, start_ranks
 
 import analyze
 import prepare
@@ -32,7 +32,6 @@ from data import Samples
 from support import checkpoint
 from support import runtime as runtimes
 from support.checkpoint import ALONE
-from support.run import Log
 from support.runtime import ROOT, Runtime, start
 from support.store import Store
 
@@ -268,9 +267,9 @@ def by_rank0(runtime: Runtime, action: Callable, *arguments: object) -> object:
 SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
-def signals(runtime: Runtime) -> None:
+def signals(_: list[str]) -> None:
     """The step is saved, the status says which signal, the losses are those of a whole run."""
-    draw = random.Random(6)
+    runtime, draw = start("cpu", "auto"), random.Random(6)
     assert train.main(BEGIN.replace("run", "whole").split()) == 0
     for number in range(TIMES):
         chosen, last = SIGNALS[number % len(SIGNALS)], draw.randrange(1, 16)
@@ -285,48 +284,6 @@ def signals(runtime: Runtime) -> None:
         assert by_rank0(runtime, losses_of, out) == losses_of("whole")
 
 
-# what every rank comes through after the last step
-ENDING = [(train, "evaluate"), (train, "savings"), (Runtime, "say"), (Log, "write")]
-
-
-def killed_at_the_end(runtime: Runtime) -> None:
-    """Between the last step and the report, before and after each part: it is made up for."""
-    real_finish, ended = train.finish, pytest.raises(KeyboardInterrupt)
-    with in_step(9, terminate):
-        assert train.main(BEGIN.split()) > 128
-    for number in range(TIMES):
-        owner, name = ENDING[number % len(ENDING)]
-        real, before, out = getattr(owner, name), number % 2, Path(f"run-{number}")
-        by_rank0(runtime, shutil.copytree, "run", out)
-        with pytest.MonkeyPatch.context() as patch, ended:
-
-            def killed(*args, real=real, before=before, name=name, **more):
-                is_here = name != "write" or "finished" in args  # the last line of the log
-                if not (is_here and before):
-                    done = real(*args, **more)
-                if is_here:
-                    raise KeyboardInterrupt
-                return done
-
-            def finish(*args, patch=patch, owner=owner, name=name, killed=killed):
-                patch.setattr(owner, name, killed)
-                real_finish(*args)
-
-            patch.setattr(train, "finish", finish)
-            train.main(f"--resume --out {out}".split())
-        assert train.main(f"--resume --out {out}".split()) == 0
-        if runtime.is_rank0:
-            check_end(out)
-
-
-WORKS = {work.__name__: work for work in (signals, killed_at_the_end)}
-
-
-def by_name(argv: list[str]) -> None:
-    WORKS[argv[0]](start("cpu", "auto"))
-
-
 @pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("work", WORKS)
-def test_on_one_process_and_on_two_ranks(work, ranks, place):
-    start_ranks(ranks, [work], work=by_name)
+def test_signals_on_one_process_and_on_two_ranks(ranks, place):
+    start_ranks(ranks, [], work=signals)

@@ -95,26 +95,19 @@ def test_without_{technique}_the_rest_trains_samples_and_evaluates(run, capsys):
 
 
 @pytest.mark.slow
-def test_a_technique_is_added_and_another_one_deleted(tmp_path):
-    """One copy for both: the example of the page goes in, Pseudo-to-Real goes out."""
+def test_a_technique_is_added_and_others_are_deleted(tmp_path):
+    """One copy for all: the example of the page goes in, three techniques go out."""
     copy = copied(tmp_path / "copy")
     add_example(copy)
-    delete("pseudo", copy)
-    flags = "--ltd --pack --curriculum seqlen --skip 0.2"
-    rest = TEST_OF_THE_REST.format(technique="pseudo", flags=flags)
-    (copy / "tests/test_rest.py").write_text(rest)
-    said = pytest_passes(copy, "tests/test_rest.py", "tests/test_skip.py")
-    assert said.count("PASSED") == 4
-
-
-@pytest.mark.slow
-def test_without_other_techniques_the_tests_of_the_rest_pass(tmp_path):
-    copy = copied(tmp_path / "copy")
-    for technique, flags in (("ltd", "--pack --pseudo --offload"), ("offload", "--pack --pseudo")):
+    for technique, flags, files in (
+        ("pseudo", "--ltd --offload", ["skip"]),
+        ("ltd", "--offload", []),
+        ("offload", "--curriculum seqlen", ["model", "data"]),
+    ):
         delete(technique, copy)
-        rest = TEST_OF_THE_REST.format(technique=technique, flags=flags)
+        rest = TEST_OF_THE_REST.format(technique=technique, flags=f"{flags} --pack --skip 0.2")
         (copy / "tests/test_rest.py").write_text(rest)
-        pytest_passes(copy, "tests/test_rest.py", "tests/test_model.py", "tests/test_data.py")
+        pytest_passes(copy, "tests/test_rest.py", *(f"tests/test_{file}.py" for file in files))
 
 
 @pytest.mark.slow
