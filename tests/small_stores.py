@@ -12,6 +12,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from conftest import contents
 
 import analyze
 from analyze import training_samples
@@ -75,11 +76,6 @@ def analyzed(folder, open_samples, names=("rarity",), ranks=ONE, workers=1):
     """Analyze; what each index holds: {file of an index: bytes}."""
     analyze.analyze(open_samples, list(names), folder, ranks, workers)
     return contents(folder)
-
-
-def contents(folder):
-    files = (path for path in folder.rglob("*") if path.is_file())
-    return {str(path.relative_to(folder)): path.read_bytes() for path in files}
 
 
 def opened(folder, open_samples, name):

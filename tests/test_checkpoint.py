@@ -153,7 +153,7 @@ def test_a_write_that_the_kernel_refuses_changes_nothing(tmp_path):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, limits)
         assert "step-00000002.pt: not written" in said and "File too large" in said
-        after = {path: b for path, b in contents(tmp_path).items() if path.name[0] != "."}
+        after = {name: b for name, b in contents(tmp_path).items() if name[0] != "."}
         assert after == before
     save_step(tmp_path, False, 3)
     assert names(tmp_path) == ["step-00000001.pt", "step-00000003.pt"], "leftovers go"

@@ -123,41 +123,8 @@ def assert_equal(weights, others):
 # ---- the decision
 
 
-def blocks(n, numel=1000, state=8):
-    return tuple(Part(f"h.{i}", (i,), numel, state * numel, 10) for i in range(n))
-
-
-THREE = (Part("outside", (), 500, 4000, 5, embedding=500, tied=True), *blocks(3))
-
-
 def kinds_of(placement):
     return [part.offloaded for part in placement.parts]
-
-
-def letters(budget, **more):
-    """A letter each for the outside and the three blocks."""
-    return "".join("NSGW"[kind] for kind in kinds_of(place(THREE, budget, "fp32", **more)))
-
-
-def test_worked_example():
-    """16 bytes for each of 3,535 parameters; 8,000 of state, 4,000 of gradients in a block.
-
-    Two more gradients of the outside are 4,000. The first gradients that leave put 8,000 on
-    their way, and so do the first weights.
-    """
-    assert letters(60_560) == "NNNN"
-    assert letters(60_559) == letters(52_560) == "NNSN"
-    assert letters(52_559) == letters(44_560) == "NSSN"
-    assert letters(44_559) == letters(36_560) == "NSSS"
-    assert letters(36_559) == letters(32_560) == "NGGG", "less would hold no less"
-    assert letters(32_559) == letters(28_560) == "NWWW"
-    assert letters(28_559) == letters(24_560) == "SWWW"
-    assert letters(24_559) == letters(22_560) == "GWWW"
-    with pytest.raises(ValueError, match=r"--offload-budget 22\.03 KiB.* 1MiB"):
-        place(THREE, 22_559, "fp32")
-    assert letters(36_560, most=STATE) == "NSSS"
-    with pytest.raises(ValueError, match="with several ranks only optimizer state leaves"):
-        letters(24_000, most=STATE)
 
 
 def test_the_walk_at_the_head_of_offload_py():
@@ -176,6 +143,9 @@ def test_the_walk_at_the_head_of_offload_py():
     for placement in (state, weights):
         assert placement.parts[3].on_host("fp32") == 2.25 * MIB
         assert offload.slot_bytes(placement) == 0.75 * MIB
+    assert STATE == max(kinds_of(place(parts, 24 * MIB, "fp32", most=STATE)))
+    with pytest.raises(ValueError, match="with several ranks only optimizer state leaves"):
+        place(parts, MIB, "fp32", most=STATE)
     said = "h.2: state on the host; h.3 to h.5: nothing on the host; 25.09 MiB of 25.50 MiB"
     assert said in offload.in_words(state)
 

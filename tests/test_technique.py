@@ -4,16 +4,14 @@ docs/model.md says; tried on copies of the project.
 To delete one means: its module, its tests, its line in `Config`, and the lines that grep finds.
 """
 
-import json
 import re
 import shutil
 import subprocess
 import sys
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, SMALL
+from conftest import ROOT
 
 
 def copied(to: Path) -> Path:
@@ -139,27 +137,3 @@ def test_the_checks_pass_with_the_example(tmp_path):
     assert files == {"skip.py", "config.py", "plan.py", "train.py", "tests/test_skip.py"}
     succeeds(copy, "-m", "ruff", "check", *files)
     succeeds(copy, "-m", "ruff", "format", "--check", *files)
-
-
-@pytest.mark.slow
-@pytest.mark.dist
-def test_the_example_trains_on_two_ranks_as_on_one(store_dir, tmp_path):
-    copy = copied(tmp_path / "copy")
-    add_example(copy)
-    small = SMALL.replace("--tokens 4096", "--tokens 400 --lr 1e-3")
-    flags = f"{small} --data {store_dir} --skip 0.6 --ltd --ltd-start 16 --pack".split()
-    torchrun = ("-m", "torch.distributed.run", "--nproc-per-node=2", "--standalone")
-
-    def steps(out: str) -> list[dict]:
-        lines = [json.loads(line) for line in (copy / out / "log.jsonl").read_text().splitlines()]
-        return [line for line in lines if line["event"] == "train"]
-
-    said = succeeds(copy, "train.py", *flags, "--out", "one")
-    succeeds(copy, *torchrun, "train.py", *flags, "--out", "two")
-    assert len(steps("one")) >= 3
-    for a, b in zip(steps("one"), steps("two"), strict=True):
-        assert abs(a["loss"] - b["loss"]) < 1e-5
-        assert a["layer_tokens"] == b["layer_tokens"]
-    costs = [b["layer_tokens"] - a["layer_tokens"] for a, b in pairwise(steps("one"))]
-    assert min(costs) < 8 * (32 + 16 + 16 + 32), "a layer was skipped"
-    assert re.search(r"saved: \d+\.\d% of layer-tokens", said)

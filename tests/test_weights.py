@@ -29,7 +29,7 @@ from kernels.rotary import Scaling
 from model import Transformer, TransformerConfig
 from support import checkpoint, weights
 from support.store import PD4K, get_encoding, read_ranks, write_ranks
-from support.weights import BERT_LAYOUT, GPT2_LAYOUT, load_published, published_entries
+from support.weights import GPT2_LAYOUT, load_published, published_entries
 
 LAYERS, HEADS, C, SEQ_LEN, VOCAB = 2, 4, 16, 12, 50
 TOLERANCE = {torch.float32: 1e-5, torch.float64: 1e-10}
@@ -254,12 +254,6 @@ def test_what_is_exported_loads_as_it_was(tmp_path, capsys, kind, changes, suffi
     load_published(found, path)
     assert_same(found.state_dict(), model.state_dict())
     assert config["vocab_size"] == VOCAB and SEQ_LEN in config.values()
-    if suffix == ".safetensors":
-        file = gpt_file() if kind == "gpt" else bert_file()
-        wanted = {n: v.shape for n, v in file.items() if v.dim() and v.dtype == torch.float32}
-        layout = GPT2_LAYOUT if kind == "gpt" else BERT_LAYOUT
-        entries = published_entries(model.state_dict(), layout, (HEADS,) * 3, C // HEADS)
-        assert {name: value.shape for name, value in entries.items()} == wanted
 
 
 def test_an_export_that_cannot_be_is_one_line_and_no_file(tmp_path):
