@@ -156,9 +156,7 @@ def said_by_two_ranks(flags):
 
 
 @pytest.mark.dist
-def test_a_mistake_on_one_of_two_ranks_is_said_on_both_and_costs_one_shard(
-    tmp_path, small, monkeypatch
-):
+def test_a_mistake_of_one_rank_is_said_on_both_and_costs_one_shard(tmp_path, small, monkeypatch):
     """Only rank 1 meets token 5, in shard 1; nobody waits for it, and the others' work is kept."""
     monkeypatch.chdir(tmp_path)
     store = write_store(tmp_path / "store", [*[[1, 2]] * 10, [5], *[[2, 0, 1]] * 30])
@@ -187,9 +185,7 @@ def test_a_mistake_on_one_of_two_ranks_is_said_on_both_and_costs_one_shard(
 
 @pytest.mark.dist
 @pytest.mark.parametrize("number", [20, 46, 87, 124, 125])
-def test_killed_at_a_change_of_the_disk_and_analyzed_again(
-    store, tmp_path, monkeypatch, small, number
-):
+def test_killed_and_analyzed_again(store, tmp_path, monkeypatch, small, number):
     """While totals, runs or an index are written. What was finished is not done again."""
     whole, folder = analyzed(tmp_path / "whole", opener(store), NAMES), tmp_path / "killed"
     status = killed_at(number, partial(analyzed, folder, opener(store), NAMES))

@@ -48,10 +48,8 @@ QUICK = {
 }
 OFFLOAD = f"--offload --offload-budget 450KB {IN_FP32}"
 MORE = {
-    "pack": "--pack --pack-batch documents",
     "reshape": f"--curriculum seqlen-reshape {IN_FP32}",
     "everything in fp32": f"--curriculum seqlen --ltd --pack --layers 4 {IN_FP32}",
-    "bert of rows": f"--model bert {IN_FP32}",
     "growth": "--pseudo --pseudo-layers 2 --ltd",
     "dropout": "--dropout 0.1 --pack",
     "offload of all": "--offload --offload-budget 450KB --pack --ltd",
@@ -60,9 +58,6 @@ MORE = {
 MISTAKES = {
     "on the same device": {"model.Batch.to": "lambda self, device: self"},
     "copies from pageable memory": {"plan.on_device": "lambda t, device: t.to(device)"},
-    "waits for _local_scalar_dense": {
-        "train.shares_of": "lambda batch, *_: batch.tokens.sum().item() and None"
-    },
     "computes in float64": {"train.shares_of": "lambda batch, *_: batch.tokens.double()"},
 }
 

@@ -101,13 +101,12 @@ def end_of(processes: list[multiprocessing.Process], seconds: float) -> list[int
     return statuses
 
 
+RANKS = [(1, "", 0.3), (2, "", 0.3), (2, "--fsdp", 2)]
+
+
 @pytest.mark.parametrize(("moment", "times"), [("start", TIMES), ("finish", TIMES // 4)])
-@pytest.mark.parametrize(
-    ("ranks", "more", "seconds"), [(1, "", 0.3), (2, "", 0.3), (2, "--fsdp", 2)]
-)
-def test_killed_at_random_moments_resume_auto_ends_with_the_same_losses(
-    ranks, more, seconds, moment, times, place
-):
+@pytest.mark.parametrize(("ranks", "more", "seconds"), RANKS)
+def test_killed_at_random_resume_auto_ends_the_same(ranks, more, seconds, moment, times, place):
     """The one command, again and again, until it ends by itself, or is let go after so many.
 
     Compared with a run of as many ranks that nobody killed.

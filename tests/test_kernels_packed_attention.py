@@ -250,18 +250,6 @@ def test_torch_compile_takes_it_whole_and_other_documents_are_not_compiled_again
     torch.compiler.reset()
 
 
-def test_the_operators_are_what_they_tell_the_compiler():
-    qkv, d = inputs(TINY)
-    q, k, v = qkv.float().unbind(2)
-    index = index_of(TINY, True, "groups").index
-    saved = [q, k, v, *packed_attention.attend(q, k, v, *index, True, "groups"), *index]
-    for operator, args in (
-        (packed_attention.attend_op, (q, k, v, *index, True, "groups")),
-        (packed_attention.attend_backward_op, (d.float(), saved, True, "groups")),
-    ):
-        torch.library.opcheck(operator, args, test_utils=("test_schema", "test_faketensor"))
-
-
 @pytest.mark.gpu
 def test_arrays_of_more_than_two_to_the_31_elements():
     needs_triton("cuda")

@@ -180,14 +180,6 @@ def test_torch_compile_takes_a_layer_whole():
     assert_bitwise(torch.autograd.grad(found, x, d), torch.autograd.grad(expected, x, d))
 
 
-def test_the_operators_are_what_they_tell_the_compiler():
-    needs_triton(loops=False)
-    x, kept, y, _ = (t.detach() for t in inputs(SMALL, torch.bfloat16))
-    tests = ("test_schema", "test_faketensor")
-    torch.library.opcheck(token_drop.take_op, (x.mT.contiguous().mT, kept), test_utils=tests)
-    torch.library.opcheck(token_drop.place_op, (x, kept, y), test_utils=tests)
-
-
 @pytest.mark.gpu
 def test_arrays_of_more_than_two_to_the_31_elements():
     B, T, C, K = 3, 1 << 20, 1024, 1 << 19

@@ -208,10 +208,10 @@ def test_the_schedule_follows_steps_or_the_clock():
     assert [ltd.kept_now(by_steps.ltd, context) for context in (early, late)] == [64, 256]
 
 
-@pytest.mark.parametrize(
-    "layers, at_once, micro_batches, tokens",
-    [(12, 2, 1344, 2_148_032), (24, 1, 1373, 2_147_024), (24, 2, 1374, 2_149_072)],
-)
+PUBLISHED = [(12, 2, 1344, 2_148_032), (24, 1, 1373, 2_147_024), (24, 2, 1374, 2_149_072)]
+
+
+@pytest.mark.parametrize("layers, at_once, micro_batches, tokens", PUBLISHED)
 def test_published_runs_end_where_their_logs_end(layers, at_once, micro_batches, tokens):
     """GPT-2 on PTB, DeepSpeed's data-efficiency tutorial: 2 rows of 1,024 a micro-batch, 2 a step.
 

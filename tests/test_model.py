@@ -310,9 +310,10 @@ def test_residual_outputs_start_smaller_in_gpt():
                 assert not inner.bias.any()
 
 
-@pytest.mark.parametrize(
-    "name, value", [("pos", "alibi"), ("norm", "batchnorm"), ("mlp", "relu"), ("kind", "t5")]
-)
+UNKNOWN = [("pos", "alibi"), ("norm", "batchnorm"), ("mlp", "relu"), ("kind", "t5")]
+
+
+@pytest.mark.parametrize("name, value", UNKNOWN)
 def test_an_unknown_choice_is_refused_where_it_is_read(name, value):
     """A third name of positions is not taken for rotary ones, say."""
     with pytest.raises(ValueError, match=value):

@@ -228,19 +228,17 @@ def test_amounts_of_memory():
 # ---- bitwise
 
 
-@pytest.mark.parametrize(
-    ("model", "micro_batches", "kind"),
-    [
-        ({"blocks": 1}, 1, "adamw"),
-        ({"blocks": 3}, 2, "muon"),
-        ({"shared": True}, 2, "muon"),
-        ({"kind": "bert", "shared": True}, 2, "adamw"),
-        (LLAMA, 2, "muon"),
-    ],
-)
-def test_every_placement_that_a_budget_can_ask_for_is_bitwise_the_plain_run(
-    model, micro_batches, kind
-):
+MODELS = [
+    ({"blocks": 1}, 1, "adamw"),
+    ({"blocks": 3}, 2, "muon"),
+    ({"shared": True}, 2, "muon"),
+    ({"kind": "bert", "shared": True}, 2, "adamw"),
+    (LLAMA, 2, "muon"),
+]
+
+
+@pytest.mark.parametrize(("model", "micro_batches", "kind"), MODELS)
+def test_every_placement_of_a_budget_is_bitwise_the_plain_run(model, micro_batches, kind):
     """As things leave one by one; two steps, whose gradients are compared too."""
     more = {"micro_batches": micro_batches, "recomputed": "shared" in model}
     without = Run(small(**model), kind=kind).steps(2, **more)
@@ -403,10 +401,10 @@ def on_streams(monkeypatch, mixture, dtype="fp32"):
     return run
 
 
-@pytest.mark.parametrize(
-    ("mixture", "dtype"),
-    [*((mixture, "fp32") for mixture in MIXTURES), ("mixed", "bf16"), ("weights", "bf16")],
-)
+WITH_DTYPES = [*((mixture, "fp32") for mixture in MIXTURES), ("mixed", "bf16"), ("weights", "bf16")]
+
+
+@pytest.mark.parametrize(("mixture", "dtype"), WITH_DTYPES)
 def test_no_two_streams_touch_the_same_memory_without_order(mixture, dtype, monkeypatch):
     """Nor does anything differ from the plain run. In bf16 the device's weights are what autocast
     makes of fp32 ones, and sums over micro-batches are fp32 in both.
@@ -427,16 +425,16 @@ def nothing(*_):
     pass
 
 
-@pytest.mark.parametrize(
-    ("owner", "name", "broken", "mixture"),
-    [
-        (Link, "wait", nothing, "state"),
-        (Link, "wait", nothing, "weights"),
-        (Stream, "wait_stream", nothing, "gradients"),  # for what is computed
-        (Event, "synchronize", nothing, "state"),
-        (Landing, "begin", letting_go, "gradients"),
-    ],
-)
+MISSING = [
+    (Link, "wait", nothing, "state"),
+    (Link, "wait", nothing, "weights"),
+    (Stream, "wait_stream", nothing, "gradients"),  # for what is computed
+    (Event, "synchronize", nothing, "state"),
+    (Landing, "begin", letting_go, "gradients"),
+]
+
+
+@pytest.mark.parametrize(("owner", "name", "broken", "mixture"), MISSING)
 def test_a_wait_that_is_missing_is_a_race(owner, name, broken, mixture, monkeypatch):
     monkeypatch.setattr(owner, name, broken)
     with pytest.raises(Race):
@@ -548,11 +546,11 @@ def most_bytes(run, micro_batches, V, T):
     return sum(storages.values()) + max(accumulate(event.nbytes() for event in changes))
 
 
+AWAY = [(STATE, NOTHING), (GRADIENTS, NOTHING), (WEIGHTS, NOTHING), (WEIGHTS, GRADIENTS)]
+
+
 @pytest.mark.parametrize("tied", [True, False])
-@pytest.mark.parametrize(
-    ("blocks", "outside"),
-    [(STATE, NOTHING), (GRADIENTS, NOTHING), (WEIGHTS, NOTHING), (WEIGHTS, GRADIENTS)],
-)
+@pytest.mark.parametrize(("blocks", "outside"), AWAY)
 def test_a_step_takes_the_bytes_that_are_planned(blocks, outside, tied):
     """Within 10 %, with a vocabulary so large that its gradients are most of what comes and goes.
 

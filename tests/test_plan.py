@@ -214,15 +214,6 @@ def test_the_tokens_of_a_bert_are_those_it_reads_its_cls_and_sep_included(store)
         assert step.after.real_tokens - step.before.real_tokens == sum(lengths)
 
 
-def test_packing_pads_little(store):
-    """With one piece a row it is the padded run that packing is compared with."""
-    padding = []
-    for alone in ("", "--pack-max-per-row 1"):
-        p = plan(store, f"--pack {alone} --tokens 8192 --seq-len 512 --batch-tokens 8192")
-        padding.append(np.mean([step.padding_share for step in walk(p, 10)]))
-    assert padding[0] < 0.01 and padding[1] > 0.15
-
-
 def test_nsp_needs_two_pieces_of_two_tokens():
     only_one = in_memory(b"", b"a text of one piece", b"", b"held out", held_out=1)
     assert "fewer than two pieces of two tokens" in refusal(plan, only_one, "--model bert --nsp")

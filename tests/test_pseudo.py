@@ -256,18 +256,11 @@ def test_resume_before_at_and_after_the_switch_is_exact(folder_of, tmp_path, fla
 def test_the_curve_goes_on_where_layers_get_their_own_weights(folder_of):
     """The first loss of the real model is, to the bit, that of a shadow that goes on."""
     real, shadow = folder_of(PARTING), folder_of(f"{SHARED} --pseudo-until 0.75")
-    (switch,) = [line["step"] for line in read_log(real, "stage")]
-    losses, wanted = losses_of(real), losses_of(shadow)
+    (stage_line,) = read_log(real, "stage")
+    losses, wanted, switch = losses_of(real), losses_of(shadow), stage_line["step"]
     assert losses[: switch + 1] == wanted[: switch + 1] and losses[switch + 1] != wanted[switch + 1]
-
-
-def test_what_the_log_says_of_memory(folder_of):
-    lines = read_log(folder_of(PARTING))
-    (stage_line,) = [line for line in lines if line["event"] == "stage"]
-    before, now = stage_line["bytes_before"], stage_line["bytes"]
     block = 4 * (12 * 32 * 32 + 13 * 32)
-    assert now["weights"] - before["weights"] == 2 * block
-    assert before == lines[0]["bytes"] and before["gradients"] == before["weights"]
+    assert stage_line["bytes"]["weights"] - stage_line["bytes_before"]["weights"] == 2 * block
 
 
 def test_growing_consumes_the_clock_by_the_layers_that_run(folder_of):

@@ -94,20 +94,20 @@ def planned(line: str) -> Plan:
 
 # On a CPU, documents in one call are padded to one length, and their scores are computed again in
 # the backward pass.
-@pytest.mark.parametrize(
-    ("flags", "at_most"),
-    [
-        ("", 1.001),
-        ("--ltd", 1.001),
-        ("--block llama --kv-heads 2 --qk-norm --no-tied", 1.001),
-        ("--curriculum seqlen --curriculum-start 64", 1.001),
-        ("--layers 4 --pseudo --pseudo-layers 2", 1.001),
-        ("--pack --seq-len 1024", 1.02),
-        ("--pack --ltd --ltd-start 128", 1.08),
-        ("--model bert --ltd", 1.08),
-        ("--model bert --pack --nsp", 1.08),
-    ],
-)
+STEPS = [
+    ("", 1.001),
+    ("--ltd", 1.001),
+    ("--block llama --kv-heads 2 --qk-norm --no-tied", 1.001),
+    ("--curriculum seqlen --curriculum-start 64", 1.001),
+    ("--layers 4 --pseudo --pseudo-layers 2", 1.001),
+    ("--pack --seq-len 1024", 1.02),
+    ("--pack --ltd --ltd-start 128", 1.08),
+    ("--model bert --ltd", 1.08),
+    ("--model bert --pack --nsp", 1.08),
+]
+
+
+@pytest.mark.parametrize(("flags", "at_most"), STEPS)
 def test_a_step_has_the_flops_that_torch_counts(flags, at_most):
     plan = planned(f"{FEW} {flags}")
     step, net = plan(Clock()), Transformer(plan.model)
@@ -174,17 +174,17 @@ def test_too_little_memory_is_one_line_that_names_the_flags(store_dir, monkeypat
 # ---- the first lines
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--ltd --ltd-start 8 --ltd-pace root --ltd-steps 7 --ltd-multiple 1",
-        "--curriculum seqlen-reshape --curriculum-start 8 --ltd --ltd-start 16",
-        "--curriculum seqlen --curriculum-pace discrete:32@0.3:8@0.31:16",
-        "--pseudo --pseudo-layers 2 --pseudo-until 0.5",
-        ALL_ON,
-        "--model bert --nsp --ltd --ltd-start 16",
-    ],
-)
+AHEAD = [
+    "--ltd --ltd-start 8 --ltd-pace root --ltd-steps 7 --ltd-multiple 1",
+    "--curriculum seqlen-reshape --curriculum-start 8 --ltd --ltd-start 16",
+    "--curriculum seqlen --curriculum-pace discrete:32@0.3:8@0.31:16",
+    "--pseudo --pseudo-layers 2 --pseudo-until 0.5",
+    ALL_ON,
+    "--model bert --nsp --ltd --ltd-start 16",
+]
+
+
+@pytest.mark.parametrize("flags", AHEAD)
 def test_what_is_ahead_is_what_the_run_does(flags, store_dir):
     """Step by step it comes to the same clock, if rows are full."""
     plan, clock = planned(f"{SMALL} --data {store_dir} {flags}"), Clock()

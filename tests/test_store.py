@@ -21,6 +21,7 @@ import tiktoken
 from conftest import TINY, names, refusal
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
+from small_stores import END, write_store
 
 from prepare import Corpus
 from support import store
@@ -180,15 +181,9 @@ def test_a_tokenizer_is_known_by_its_ranks_not_by_its_name(tmp_path):
 
 
 def test_a_damaged_store_is_refused(tmp_path):
-    with atomic_folder(tmp_path / "store") as folder:
-        writer = store.StoreWriter(folder, BYTES)
-        writer.append(np.array([97, 98, 256, 99]), False, [3])
-        writer.append(np.array([256]), False, [1])
-        writer.append(np.array([100, 256]), True, [2])
-        writer.finish("bytes", ["by hand"])
-    opened = Store.open(tmp_path / "store")
-    assert opened.tokens.tolist() == [97, 98, 256, 99, 256, 100, 256]
-    assert opened.offsets.tolist() == [0, 3, 5, 7] and opened.meta["train_bytes"] == 3
+    opened = Store.open(write_store(tmp_path / "store", [[1, 2], [3]]))
+    assert opened.tokens.tolist() == [1, 2, END, 3, END, 7, 7, END]
+    assert opened.offsets.tolist() == [0, 3, 5, 8]
     for name in ("tokens.bin", "documents.idx"):
         path = opened.path / name
         content = path.read_bytes()

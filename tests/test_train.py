@@ -97,19 +97,19 @@ def test_neutral_is_identity(run, log_of, base):
     assert losses(control) != losses(log_of(base))
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [
-        "--ltd --ltd-mode bypass --ltd-pace root --ltd-layers 2-3 --lr-clock layer-tokens --pack",
-        "--ltd --ltd-pace constant --ltd-steps 4 --ltd-start 6 --ltd-multiple 2 --model bert",
-        "--curriculum seqlen-reshape,rarity --curriculum-start 8,1 --ltd --micro-batch-size 2",
-        "--curriculum length,rarity-mean --curriculum-by value --curriculum-start 8,4 --pack"
-        " --optimizer adamw --schedule wsd --pos learned --dtype bf16 --dropout 0.1",
-        f"--model bert --nsp {ALL_ON} --loss-per document --micro-batch-size 3 --block llama",
-        f"{LLAMA} {ALL_ON} {BY_DOCUMENTS} --schedule cosine --pseudo --pseudo-layers 2 --offload"
-        " --offload-budget 1GB",
-    ],
-)
+COMBINATIONS = [
+    "--ltd --ltd-mode bypass --ltd-pace root --ltd-layers 2-3 --lr-clock layer-tokens --pack",
+    "--ltd --ltd-pace constant --ltd-steps 4 --ltd-start 6 --ltd-multiple 2 --model bert",
+    "--curriculum seqlen-reshape,rarity --curriculum-start 8,1 --ltd --micro-batch-size 2",
+    "--curriculum length,rarity-mean --curriculum-by value --curriculum-start 8,4 --pack"
+    " --optimizer adamw --schedule wsd --pos learned --dtype bf16 --dropout 0.1",
+    f"--model bert --nsp {ALL_ON} --loss-per document --micro-batch-size 3 --block llama",
+    f"{LLAMA} {ALL_ON} {BY_DOCUMENTS} --schedule cosine --pseudo --pseudo-layers 2 --offload"
+    " --offload-budget 1GB",
+]
+
+
+@pytest.mark.parametrize("flags", COMBINATIONS)
 def test_every_combination_runs(run, tmp_path, flags):
     lines = run(f"{flags} {SHORT} --tokens 512")
     assert all(0 < loss < 7 for loss in losses(lines))
@@ -224,23 +224,18 @@ def test_answers_begin_as_those_of_a_coin(run, monkeypatch):
 # ---- stopped, killed, and resumed
 
 
-@pytest.mark.parametrize(
-    ("flags", "place", "at", "number"),
-    [
-        (f"{ALL_ON} --dropout 0.1 {LLAMA}", (train.Trainer, "train_step"), 9, signal.SIGTERM),
-        # in the second micro-batch of a step after which an evaluation is due, which the resumed
-        # run makes first
-        (
-            f"--pack {BY_DOCUMENTS} --micro-batch-size 2 --eval-every 256",
-            (train, "block_runner"),
-            6,
-            signal.SIGINT,
-        ),
-        # in an evaluation on the way; the step after it is saved
-        ("--model bert --pack --pack-batch rows --nsp", (Evaluation, "batch"), 2, signal.SIGHUP),
-    ],
-    ids=["step", "micro-batch", "in an evaluation"],
-)
+PARTS = f"--pack {BY_DOCUMENTS} --micro-batch-size 2 --eval-every 256"
+PAIRS = "--model bert --pack --pack-batch rows --nsp"
+SIGNALS = {
+    "step": (f"{ALL_ON} --dropout 0.1 {LLAMA}", (train.Trainer, "train_step"), 9, signal.SIGTERM),
+    # the second of a step after which an evaluation is due, which the resumed run makes first
+    "micro-batch": (PARTS, (train, "block_runner"), 6, signal.SIGINT),
+    # on the way; the step after it is saved
+    "in an evaluation": (PAIRS, (Evaluation, "batch"), 2, signal.SIGHUP),
+}
+
+
+@pytest.mark.parametrize(("flags", "place", "at", "number"), SIGNALS.values(), ids=SIGNALS)
 def test_a_signal_saves_and_the_run_resumed_is_one_never_stopped(
     log_of, store_dir, tmp_path, monkeypatch, capsys, flags, place, at, number
 ):

@@ -187,10 +187,13 @@ def test_gpt_computes_the_published_function(tmp_path, dtype):
     assert_close(model.logits(tokens), expected, dtype)
 
 
-@pytest.mark.parametrize(
-    "dtype, file_dtype, prefix, nsp",
-    [(torch.float32, torch.float16, "bert.", False), (torch.float64, torch.float64, "", True)],
-)
+BERT_FILES = [
+    (torch.float32, torch.float16, "bert.", False),
+    (torch.float64, torch.float64, "", True),
+]
+
+
+@pytest.mark.parametrize("dtype, file_dtype, prefix, nsp", BERT_FILES)
 def test_bert_computes_the_published_function(tmp_path, dtype, file_dtype, prefix, nsp):
     """Also from an old file of half precision: token type 0 is added in the model's own.
 
@@ -238,15 +241,15 @@ def exported(model: Transformer, tmp_path, capsys, name: str) -> tuple[Path, dic
     return tmp_path / name, json.loads(said.partition("beside it: ")[2])
 
 
-@pytest.mark.parametrize(
-    "kind, changes, suffix",
-    [
-        ("gpt", {"mlp_width": 24}, ".pt"),
-        ("gpt", {"tied": False}, ".pt"),
-        ("gpt", {}, ".safetensors"),
-        ("bert", {"nsp": True}, ".safetensors"),
-    ],
-)
+EXPORTED = [
+    ("gpt", {"mlp_width": 24}, ".pt"),
+    ("gpt", {"tied": False}, ".pt"),
+    ("gpt", {}, ".safetensors"),
+    ("bert", {"nsp": True}, ".safetensors"),
+]
+
+
+@pytest.mark.parametrize("kind, changes, suffix", EXPORTED)
 def test_what_is_exported_loads_as_it_was(tmp_path, capsys, kind, changes, suffix):
     """Bit for bit, with nothing left out but BERT's token type 1, under the published names."""
     model, found = widened(built(kind, **changes)).eval(), built(kind, **changes)
@@ -305,9 +308,7 @@ def test_transformers_computes_what_we_do_and_its_weights_come_back(tmp_path, ca
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
-    tied, tmp_path, monkeypatch
-):
+def test_a_llama_in_several_files_goes_on_and_loads_in_transformers(tied, tmp_path, monkeypatch):
     transformers = pytest.importorskip("transformers")
     monkeypatch.chdir(tmp_path)
     shape = dict(hidden_size=32, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4)
@@ -341,9 +342,6 @@ def test_a_llama_in_several_files_is_continued_and_loads_back_in_transformers(
     assert (trained.logits(tokens) - logits(back, tokens)).abs().max() < 1e-4
     assert (logits(back, tokens) - logits(theirs, tokens)).abs().max() > 0.01, "it has learned"
     assert back.config.eos_token_id == 4098
-    drawn = back.generate(tokens[:1, :5], max_new_tokens=20, do_sample=False, pad_token_id=0)
-    ours = sample.generate(trained, tokens[0, :5].tolist(), 20, allowed=4416, temperature=0)
-    assert drawn[0, 5:].tolist()[:10] == list(ours)[:10]
 
 
 # Files that do not fit: one line that says what, and a model as it was
@@ -405,21 +403,21 @@ OTHER_ROPE = {"rope_parameters": {"rope_type": "default"}}  # rope_scaling has p
 GPT2 = dict(model_type="gpt2", n_embd=32, n_head=4, n_layer=3)
 
 
-@pytest.mark.parametrize(
-    ("said", "problem"),
-    [
-        (LLAMA | {"model_type": "mamba"}, "of type 'mamba', not gpt2, bert or llama"),
-        (LLAMA | {"rms_norm_eps": None}, "has rms_norm_eps 1e-06, and only 1e-05 is computed here"),
-        (LLAMA | {"head_dim": 16}, "has head_dim 16, and only 8 is computed here"),
-        (LLAMA | {"rope_parameters": {"type": "llama3"}}, "only llama3 with factor, low_freq"),
-        (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has partial_rotary_factor"),
-        (GPT2 | {"scale_attn_weights": False}, "has scale_attn_weights False, and only True"),
-        (GPT2 | {"moe": 1, "alibi": 1}, "alibi,moe, not known .* --init-ignore alibi,moe"),
-        (GPT2 | {"activation_function": "relu"}, "activation is relu, allowed is one of"),
-        (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "scales rotary angles as yarn"),
-        (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, and only F"),
-    ],
-)
+NOT_COMPUTED = [
+    (LLAMA | {"model_type": "mamba"}, "of type 'mamba', not gpt2, bert or llama"),
+    (LLAMA | {"rms_norm_eps": None}, "has rms_norm_eps 1e-06, and only 1e-05 is computed here"),
+    (LLAMA | {"head_dim": 16}, "has head_dim 16, and only 8 is computed here"),
+    (LLAMA | {"rope_parameters": {"type": "llama3"}}, "only llama3 with factor, low_freq"),
+    (LLAMA | {"rope_parameters": {"partial_rotary_factor": 0.5}}, "has partial_rotary_factor"),
+    (GPT2 | {"scale_attn_weights": False}, "has scale_attn_weights False, and only True"),
+    (GPT2 | {"moe": 1, "alibi": 1}, "alibi,moe, not known .* --init-ignore alibi,moe"),
+    (GPT2 | {"activation_function": "relu"}, "activation is relu, allowed is one of"),
+    (LLAMA | {"rope_scaling": {"type": "yarn"}} | OTHER_ROPE, "scales rotary angles as yarn"),
+    (GPT2 | {"scale_attn_by_inverse_layer_idx": True}, "inverse_layer_idx True, and only F"),
+]
+
+
+@pytest.mark.parametrize(("said", "problem"), NOT_COMPUTED)
 def test_a_config_that_cannot_be_computed_is_one_line(said, problem, tmp_path):
     argv = ["--init", folder_of(said, tmp_path)]
     assert re.search(problem, refusal(config.parse_or_resume, argv))
