@@ -404,9 +404,8 @@ def opened(folder: Path, samples: Samples, names: Sequence[str], whole: bool = F
             if whole and about.get("sha256") != sums_of(index):
                 raise ValueError("index.json has another sha256 of its files, or none")
         except (OSError, LookupError, TypeError, ValueError) as error:
-            raise ValueError(
-                f"{index}: damaged or old ({error}): remove it, analyze again"
-            ) from None
+            problem = f"damaged or old ({error}): remove it, analyze again"
+            raise ValueError(f"{index}: {problem}") from None
         if stored != (wanted := fingerprint(samples, name)):
             raise ValueError(
                 f"{index}: an index with fingerprint {stored[:16]}, but store, tokenizer, sample"

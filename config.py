@@ -178,12 +178,13 @@ def transformer_config(
 
 def check(config: Config) -> None:
     """Raise ValueError for a value or combination that cannot work, before any memory is taken."""
-    m, seq_len, size = config.model, config.data.seq_len, SIZES[config.model.size]
-    batch_tokens, tokens, warmup = (
-        config.optim.batch_tokens,
-        config.optim.tokens,
-        config.optim.warmup_tokens,
+    m, optim, seq_len, size = (
+        config.model,
+        config.optim,
+        config.data.seq_len,
+        SIZES[config.model.size],
     )
+    batch_tokens, tokens, warmup = optim.batch_tokens, optim.tokens, optim.warmup_tokens
     below = batch_tokens // seq_len * seq_len
     choices = f"{below} or {below + seq_len}" if below else f"{seq_len}"
     ranked = [name for name in config.curriculum.metrics if name not in (*LENGTHS, "none")]

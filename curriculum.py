@@ -48,9 +48,7 @@ class CurriculumConfig:
         " length-rarity",
     )
     start: str | None = flag(None, "first difficulty (default: 64 or --seq-len / 4 tokens; 1 %)")
-    share: str | None = flag(
-        None, "share of --tokens until nothing is too hard (default: 0.9 or 0.4; 0.4)"
-    )
+    share: str | None = flag(None, "share of --tokens until all is allowed (default: 0.9 or 0.4)")
     pace: str | None = flag(
         None,
         "linear, root:DEGREE, discrete:LEVEL@SHARE:...:LEVEL (default: root:0.5 or linear; root:2)",
@@ -320,9 +318,7 @@ def one_each(setting: str, text: str | None, names: list[str]) -> list[str | Non
     if len(values) == 1 and not (text and setting == "start"):
         values = values * len(names)
     if len(values) != len(names):
-        raise ValueError(
-            f"--curriculum-{setting} {text} needs a value for each of {', '.join(names)}"
-        )
+        raise ValueError(f"--curriculum-{setting} {text}: give one for each of {', '.join(names)}")
     return values
 
 

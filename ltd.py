@@ -52,9 +52,7 @@ class LtdConfig:
         None, "share of --tokens after which all are kept (default: 0.9)", above=0, most=1
     )
     steps: int | None = flag(None, "optimizer steps after which all are kept", least=1)
-    multiple: int | None = flag(
-        None, "kept tokens grow by multiples of it (default: 8 steps)", least=1
-    )
+    multiple: int | None = flag(None, "kept tokens grow by so many (default: in 8 steps)", least=1)
     layers: str | None = flag(None, "layers that drop, from 0: 1-10,12 (default: the middle)")
 
 
@@ -111,9 +109,7 @@ def dropping_layers(text: str | None, layers: int) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if not first <= last < layers:
-            raise ValueError(
-                f"--ltd-layers {text}: write layers from 0 to {layers - 1}, such as 1-10,12"
-            )
+            raise ValueError(f"--ltd-layers {text}: write layers 0 to {layers - 1} as 1-10,12")
         named.update(range(first, last + 1))
     if len(named) == layers:
         raise ValueError(f"--ltd-layers {text} names all layers: leave one that sees every token")
@@ -239,9 +235,7 @@ def resolved(ltd: LtdConfig, seq_len: int, layers: int) -> LtdConfig:
             f"--ltd-start {start} is not a multiple of --ltd-multiple {multiple}: try {above}"
         )
     if ltd.steps and ltd.share:
-        raise ValueError(
-            "--ltd-steps and --ltd-share both say when all tokens are kept: give one of them"
-        )
+        raise ValueError("--ltd-steps and --ltd-share both end the dropping: give one of them")
     if layers < 3:
         raise ValueError(
             f"--layers {layers}: --ltd needs a layer between the first and the last: choose 3 or"

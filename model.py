@@ -63,13 +63,9 @@ class TransformerConfig:
         if self.kind not in ("gpt", "bert"):
             raise ValueError(f"--model {self.kind}: choose gpt or bert")
         if self.width % self.heads:
-            raise ValueError(
-                f"--heads {self.heads} does not divide --width {self.width}: choose a divisor"
-            )
+            raise ValueError(f"--heads {self.heads} has to divide --width {self.width}")
         if self.heads % (self.kv_heads or self.heads):
-            raise ValueError(
-                f"--kv-heads {self.kv_heads} does not divide --heads {self.heads}: choose a divisor"
-            )
+            raise ValueError(f"--kv-heads {self.kv_heads} has to divide --heads {self.heads}")
         if self.pos == "rope" and self.head_width % 2:
             raise ValueError(
                 f"--pos rope rotates pairs of numbers, but a head is {self.head_width} wide:"
@@ -273,9 +269,7 @@ class Transformer(nn.Module):
         _, T = tokens.shape
         config = self.config
         if T > config.seq_len:
-            raise ValueError(
-                f"a row of {T} tokens is longer than the model's --seq-len {config.seq_len}"
-            )
+            raise ValueError(f"a row of {T} tokens is longer than --seq-len {config.seq_len}")
         if positions is None:
             positions = torch.arange(T, device=tokens.device)[None]  # (1, T)
         x = self.wte(tokens)  # (B, T, C)

@@ -298,9 +298,7 @@ def placement_for(
     Raises: ValueError for a budget that is no amount of bytes or too small, and for --fsdp
     """
     if fsdp:
-        raise ValueError(
-            "--fsdp spreads weights, gradients and state over the ranks: leave out --offload"
-        )
+        raise ValueError("--fsdp spreads weights, gradients and state: leave out --offload")
     budget = budget_bytes(config.budget, runtime.device_free)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == runtime.dtype)
     most = Offloaded.WEIGHTS if runtime.world_size == 1 else Offloaded.STATE

@@ -320,9 +320,7 @@ class Plan:
         if all(1 / 1.1 < ratio < 1.1 for ratio in (of_text, of_flops)):
             return ""
         same = short(self.settings.optim.tokens / of_text).replace(" ", "")
-        advice = (
-            f"; for the same text: --tokens {same}" if clock.step == 0 and of_text > 1.1 else ""
-        )
+        advice = f"; for the same text: --tokens {same}" * (clock.step == 0 and of_text > 1.1)
         return (
             f"reads {of_text:.3g} times the text of the same run without techniques and takes"
             f" {of_flops:.3g} times its FLOPs{advice}"

@@ -247,9 +247,7 @@ class Parser(argparse.ArgumentParser):
         super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> None:
-        known = [
-            word for one in self._actions for word in (*one.option_strings, *(one.choices or ()))
-        ]
+        known = [w for a in self._actions for w in (*a.option_strings, *(a.choices or ()))]
         wrong = re.search(r"arguments: (--[\w-]+)|invalid choice: '([^']*)'", message)
         meant = wrong and get_close_matches(wrong[1] or wrong[2], map(str, known), n=1, cutoff=0.75)
         raise ValueError(f"{message} ({f'did you mean {meant[0]}?' if meant else 'see --help'})")

@@ -88,9 +88,7 @@ class ModelConfig:
     tied: bool | None = flag(None, "tie the head to the embedding (default: on, except nano GPT)")
     layers: int | None = flag(None, "number of blocks (default: by --size)", least=1, most=4096)
     heads: int | None = flag(None, "attention heads (default: by --size)", least=1, most=4096)
-    width: int | None = flag(
-        None, "of the residual stream (default: by --size)", least=1, most=2**17
-    )
+    width: int | None = flag(None, "of the model (default: by --size)", least=1, most=2**17)
     mlp_width: int | None = flag(None, "of the MLP: 4 x --width, of a llama 8/3", hidden=True)
     # GPT-2's approximation, or the exact one; None: by --pos
     activation: str | None = flag(None, "GELU", ("gelu_new", "gelu"), hidden=True)

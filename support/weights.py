@@ -569,9 +569,7 @@ def model_size(
         rows = f"--seq-len {seq_len}, by default its context but at most {LONGEST_ROW}"
         say(f"--init {init}: {rows}; --lr {lr:g}, by default a tenth of {usual:g} for new weights")
     if size.positions and seq_len > size.positions:
-        raise ValueError(
-            f"--seq-len {seq_len} is above the {size.positions} positions of --init {init}"
-        )
+        raise ValueError(f"--seq-len {seq_len}: --init {init} has {size.positions} positions")
     return size
 
 
