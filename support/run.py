@@ -7,23 +7,31 @@
 
 A run of 489 steps is killed after step 320. `train.py --resume` then goes on, in this order:
 
-  1. config.parse_or_resume: the folder (--out, or the newest run's) and its config.json. Settings
-     are taken from there; flags given besides may change only those that are `free` (where and how
-     fast, see `resumed` below it), for this start alone, and raise --tokens
-  2. train.main: ranks have the same settings, code, torch and threads; the store and its tokenizer
-  3. Run.restore: locks the folder, compares the store with the one in config.json, finds
-     step-00000300.pt and reads it, every CRC32 of it first. The clock stands at step 300
-  4. train.assemble: model and optimizers from the checkpoint. No random state: every draw has a key
-  5. Run.open: checkpoints of later steps are renamed to abandoned-*, and the log is cut where it
-     was at step 300, so what was logged up to step 320 is computed and written again
-  6. train.train: an evaluation that was due is made first; then the plan goes on from the clock,
-     which decides every step
+  1. config.parse_or_resume: the folder is --out, or that of runs/ whose run was begun or extended
+     last. Settings are those of its config.json; `resumed`, the next function there, refuses other
+     values, but for flags that say where and how fast (`free=True` in their group): --out --data
+     --curriculum-index, --device --compile --fsdp --offload --checkpoint-activations
+     --micro-batch-size, --eval-* --checkpoint-every --keep --wandb --dry-run. They hold for this
+     start. A larger --tokens stays in config.json; techniques' schedules keep the first budget
+  2. train.main: refuses ranks that differ in settings, commit, torch or threads; opens the store
+  3. Run.restore: locks the folder, a lock that ends with its process; compares the store's sha256
+     with config.json; takes the newest checkpoint, step-00000300.pt (--resume best: the best), and
+     reads it, every CRC32 first. A damaged one is refused by name, and no older one is taken for
+     it. The clock stands at step 300. Another torch, device, dtype or number of CPU threads is
+     reported; other ranks, micro-batches, --compile, --fsdp or --offload may also change last bits
+  4. train.assemble: model and optimizers from the checkpoint. There is no random state: every draw
+     is a hash of (seed, purpose, step, ...), see support/clock.py, whose `Cursor`, a part of the
+     clock, says where in the text the next rows begin
+  5. Run.open: the log is cut where it was at step 300, so what was logged up to step 320 is
+     computed and written again. With --resume best, later checkpoints become abandoned-*
+  6. train.train: first an evaluation that was due (a signal saves before it evaluates); then the
+     plan, a pure function of settings, store and clock, goes on with step 301
 
 What a checkpoint holds: "model" and "optimizers", and "pseudo" if that is on, for `assemble`;
 "clock", "best", "best_step", "log_size", "evaluation_due" and the run's id in "run" for `restore`;
-"made_by", which `restore` compares, and the rest say what made it. A run that is finished says so
-after 3 and ends. A run that was stopped before its first checkpoint starts over, and reads --init
-again.
+"made_by", which `restore` compares, and the rest say what made it. It is written under a hidden
+name and renamed when it is on the disk. A run that is finished says so after 3 and ends. One that
+was stopped before its first checkpoint starts over, and reads --init again.
 """
 
 import itertools
