@@ -49,7 +49,6 @@ QUICK = {
 OFFLOAD = f"--offload --offload-budget 450KB {IN_FP32}"
 MORE = {
     "reshape": f"--curriculum seqlen-reshape {IN_FP32}",
-    "everything in fp32": f"--curriculum seqlen --ltd --pack --layers 4 {IN_FP32}",
     "growth": "--pseudo --pseudo-layers 2 --ltd",
     "dropout": "--dropout 0.1 --pack",
     "offload of all": "--offload --offload-budget 450KB --pack --ltd",

@@ -250,6 +250,13 @@ def test_torch_compile_takes_it_whole_and_other_documents_are_not_compiled_again
     torch.compiler.reset()
 
 
+def test_the_operator_is_what_it_tells_the_compiler():
+    q, k, v = inputs(TINY)[0].float().unbind(2)
+    args = (q, k, v, *index_of(TINY, True, "groups").index, True, "groups")
+    tests = ("test_schema", "test_faketensor")
+    torch.library.opcheck(packed_attention.attend_op, args, test_utils=tests)
+
+
 @pytest.mark.gpu
 def test_arrays_of_more_than_two_to_the_31_elements():
     needs_triton("cuda")

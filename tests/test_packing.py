@@ -23,9 +23,8 @@ def rows_of(packs):
 # ---- packers
 
 needs_scipy = pytest.mark.skipif(find_spec("scipy") is None, reason="SciPy is not installed")
-EVERY_PACKER = pytest.mark.parametrize(
-    "packer", ["lpfhp", "spfhp", pytest.param("nnlshp", marks=needs_scipy)]
-)
+PACKERS = ["lpfhp", "spfhp", pytest.param("nnlshp", marks=needs_scipy)]
+EVERY_PACKER = pytest.mark.parametrize("packer", PACKERS)
 depths = st.none() | st.integers(1, 5)
 
 

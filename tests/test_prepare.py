@@ -372,7 +372,6 @@ NO_TOKENS = [
     (b"\0\xff", FROM, "a.bin: has token 65280, and those of --tokenizer bytes end at 256"),
     (b"\1\0", f"{FROM} more.txt", "or --tokens-from"),
     (b"\1\0", f"{FROM} --split-on blank-line", "--split-on has no effect here"),
-    (b"\1\0", f"{FROM} --learn-ranks 300", "--learn-ranks has no effect here"),
     (b"\1\0", "a.bin --tokens-dtype uint32", "--tokens-dtype has no effect here"),
     (b"\1\0", "a.bin --learn-ranks 300 --tokenizer bytes", "--tokenizer has no effect here"),
     (b"\1\0", "--tokens-from train.bin --holdout 5", "val.bin is held out: leave it out"),

@@ -281,7 +281,7 @@ def test_killed_twice_and_resumed_is_the_same_run(store_dir, tmp_path, log_of):
         assert killed_at(change, partial(train.main, argv)) == -signal.SIGKILL
     assert train.main(resume) == 0
     assert metrics(read_log(tmp_path / "killed")) == whole
-    assert not list((tmp_path / "killed").glob(".tmp*"))
+    assert not list((tmp_path / "killed").glob(".*.tmp"))
 
 
 def test_runs_are_numbered_and_resume_finds_the_newest(store_dir, tmp_path, monkeypatch, capsys):
