@@ -81,6 +81,18 @@ def test_a_frontier_is_a_convex_hull_and_straight_between_its_runs():
     assert frontier.envelope(kept) == kept, "the slope falls"
 
 
+def test_a_run_is_compared_with_plain_runs_of_its_model_and_of_any():
+    frontier = import_module("frontier")
+    plain = [point(4, 1.8, "--layers 2"), point(4, 1.9, "--layers 8")]
+    plain += [point(8, 1.7, "--layers 4"), point(16, 1.7, "--layers 8 --lr 0.01")]
+    dropping = point(4, 1.7, "--layers 8 --ltd --lr 0.01", False)
+    (row,) = frontier.runs_table([dropping], plain).splitlines()[2:]
+    assert row.endswith("| 4 | 1.00 M | 1.700 | -0.100 | 0.25 | 0.50 |")
+    best = point(2, 1.6, "--layers 8 --pack", False)
+    (row,) = frontier.runs_table([best], plain).splitlines()[2:]
+    assert row.endswith("| not measured | under 0.12 | under 0.25 |"), "no plain run is as good"
+
+
 def test_a_runs_seconds_are_the_sum_over_its_steps_of_what_each_shape_costs():
     frontier = import_module("frontier")
     made = [
