@@ -143,7 +143,7 @@ def test_the_walk_at_the_head_of_offload_py():
     for placement in (state, weights):
         assert placement.parts[3].on_host("fp32") == 2.25 * MIB
         assert offload.slot_bytes(placement) == 0.75 * MIB
-    assert STATE == max(kinds_of(place(parts, 24 * MIB, "fp32", most=STATE)))
+    assert STATE == max(kinds_of(place(parts, 18 * MIB, "fp32", most=STATE)))
     with pytest.raises(ValueError, match="with several ranks only optimizer state leaves"):
         place(parts, MIB, "fp32", most=STATE)
     said = "h.2: state on the host; h.3 to h.5: nothing on the host; 25.09 MiB of 25.50 MiB"
