@@ -10,22 +10,25 @@ A run of 489 steps is killed after step 320. `train.py --resume` then goes on, i
   1. config.parse_or_resume: the folder is --out, or that of runs/ whose run was begun or extended
      last. Settings are those of its config.json; `resumed`, the next function there, refuses other
      values, but for flags that say where and how fast (`free=True` in their group): --out --data
-     --curriculum-index, --device --compile --fsdp --offload --checkpoint-activations
-     --micro-batch-size, --eval-* --checkpoint-every --keep --wandb --dry-run. They hold for this
+     --curriculum-index, --device --compile --fsdp --offload* --checkpoint-activations
+     --micro-batch-size, --*eval-* --checkpoint-every --keep --wandb --dry-run. They hold for this
      start. A larger --tokens stays in config.json; techniques' schedules keep the first budget
   2. train.main: refuses ranks that differ in settings, commit, torch or threads; opens the store
   3. Run.restore: locks the folder, a lock that ends with its process; compares the store's sha256
      with config.json; takes the newest checkpoint, step-00000300.pt (--resume best: the best), and
-     reads it, every CRC32 first. A damaged one is refused by name, and no older one is taken for
-     it. The clock stands at step 300. Another torch, device, dtype or number of CPU threads is
-     reported; other ranks, micro-batches, --compile, --fsdp or --offload may also change last bits
+     reads it, every CRC32 first. A damaged one, or one of another run, is refused by name, and no
+     older one is taken for it. The clock stands at step 300. Another commit, torch, device, dtype
+     or number of CPU threads is reported. Other ranks, micro-batches, --compile, --fsdp or
+     --offload may change last bits too, and ranks and micro-batches the masks of --dropout
   4. train.assemble: model and optimizers from the checkpoint. There is no random state: every draw
-     is a hash of (seed, purpose, step, ...), see support/clock.py, whose `Cursor`, a part of the
-     clock, says where in the text the next rows begin
-  5. Run.open: the log is cut where it was at step 300, so what was logged up to step 320 is
-     computed and written again. With --resume best, later checkpoints become abandoned-*
-  6. train.train: first an evaluation that was due (a signal saves before it evaluates); then the
-     plan, a pure function of settings, store and clock, goes on with step 301
+     is a function of (seed, purpose, step, ...), see support/clock.py, whose `Cursor`, a part of
+     the clock, says where in the text the next rows begin
+  5. Run.open: the log is cut to its length at step 300, and a new "run" line follows; what was
+     logged up to step 320 is computed and written again. With --resume best, later checkpoints
+     become abandoned-*
+  6. train.train: first an evaluation that is still due, for a run that a signal stops saves its
+     checkpoint and leaves the evaluation to the next start. Then the plan, a pure function of
+     settings, store and clock, goes on with step 301
 
 What a checkpoint holds: "model" and "optimizers", and "pseudo" if that is on, for `assemble`;
 "clock", "best", "best_step", "log_size", "evaluation_due" and the run's id in "run" for `restore`;
@@ -300,11 +303,13 @@ class Run:
         self.best, self.best_step = state["best"], state["best_step"]
         self.log_size, self.evaluation_due = state["log_size"], state["evaluation_due"]
         self.resumed_from = self.saved_path = path
-        now = made_by(runtime)
-        for name, before in state["made_by"].items():
+        now = made_by(runtime) | {"commit": commit()}
+        for name, before in (state["made_by"] | {"commit": state["commit"]}).items():
             if now.get(name, before) != before:
-                line = f"{name} was {before} and is {now[name]}: losses will be close, not bitwise"
-                runtime.say(f"{line} those of a run that was never stopped")
+                line = (
+                    f"{name} was {before} and is {now[name]}: losses may differ from those of a run"
+                )
+                runtime.say(f"{line} that was never stopped")
         return state
 
     @property

@@ -100,7 +100,10 @@ def test_nothing_is_written_through_a_link(folder, tmp_path):
     )
 
 
-def test_without_a_damaged_checkpoint_the_run_goes_on_from_the_one_before(folder, made):
+def test_without_a_damaged_checkpoint_the_run_goes_on_from_the_one_before(
+    folder, made, monkeypatch, capsys
+):
+    monkeypatch.setattr("support.run.commit", lambda: "another")
     newest = checkpoint.find(folder, "last")
     content = bytearray(newest.read_bytes())
     content[len(content) // 2] ^= 1
@@ -108,6 +111,7 @@ def test_without_a_damaged_checkpoint_the_run_goes_on_from_the_one_before(folder
     resume_refused(folder, rf"{newest.name} is damaged.*; delete it")
     newest.unlink()
     assert train.main(["--resume", "--out", "run"]) == 0
+    assert " and is another: losses may differ" in capsys.readouterr().out
     assert newest.exists() and metrics(read_log(folder)) == made[1]
 
 
