@@ -10,8 +10,8 @@
 #        (on an H200 with 16 cores A takes four minutes, B one)
 #     C  steps of 350M with dropped tokens and packed rows; attention, loss and copies by themselves
 #     D  offload: steps of 350M with state, gradients and weights on the host; 1.3B in 16 GiB
-#     E  a whole run of 124M, the next of section gpu of bench/frontier.ini that has no record here or
-#        in results/, so a visit for each; on the store DIR: prepare.py FILE --tokenizer gpt2 --out DIR
+#     E  whole runs of 124M of two minutes each, the next three of section gpu of bench/frontier.ini
+#        without a record here or in results/; on the store DIR: prepare.py FILE --tokenizer gpt2 --out DIR
 #
 # Its results are in $OUT (default: results): a record as soon as a variant is done, in
 # gpu-NAME.jsonl, and all output in gpu-STAGE.log. Nothing is installed or fetched. A part that
@@ -171,12 +171,12 @@ stage_D() {
         --eval-every 0 --checkpoint-every 0 --final-eval-tokens 20K "${store[@]}" --out "$TMPDIR/run"
 }
 
-# 100 M tokens of 124M are 1,526 steps of some 0.14 s on an H200 (docs/step.md), and still fit at half
-# of that rate. Everything on sees 64 tokens of a row at first: 50 M on its clock are 3,224 steps
+# 60 M tokens of 124M are 916 steps of some 0.14 s on an H200 (docs/step.md). Everything on sees 64
+# tokens of a row at first: 25 M on its clock read 105 M, in 1,600 steps of some 0.08 s
 stage_E() {
-    local runs=(runs --sections gpu --most 1)
+    local runs=(runs --sections gpu --most 3)
     [ -z "$fake" ] || runs=(runs --sections toy)
-    bench 530 "a run" frontier "${runs[@]}" "${stores[@]}"
+    bench 530 "three runs" frontier "${runs[@]}" "${stores[@]}"
 }
 
 say "stage $stage, commit $COMMIT, $(date -u +%FT%TZ)"
