@@ -47,7 +47,6 @@ from typing import NamedTuple
 import numpy as np
 
 import config
-import pseudo
 from support.run import read_log
 from support.runtime import Parser, exit_cleanly
 from support.settings import PREFIXES, duration, flattened, real_number, settings_of, several, short
@@ -412,7 +411,7 @@ def events_of(log: RunLog) -> list[tuple[int, str]]:
     """After which steps a run went on after a stop, or --pseudo changed its model, in words."""
     events = [(s["resumed_at"], f"resumed with commit {s['commit']}") for s in log.lines["run"][1:]]
     for line in log.lines["stage"]:
-        used = pseudo.owners_in_words(line["owners"])
+        used = " ".join("." if owner < 0 else str(owner) for owner in line["owners"])
         events.append((line["step"], f"--pseudo: layers use the weights of {used}"))
     return sorted(events)
 
