@@ -6,7 +6,7 @@
                groups   kernels/packed_attention.py on a CPU
                triton   the same on a GPU; beside it torch's varlen_attn and flex_attention
     loss       cross-entropy of a linear head, forward and backward, in float32, on a GPU under
-               autocast to bfloat16
+               autocast to bfloat16; "torch" is its own F.linear_cross_entropy in chunks (2.13)
     copies     of token dropping around a layer that does nothing, forward and backward
 
 The forms take turns in one process; a ratio is the median of the ratios within a turn. A form is
@@ -252,7 +252,10 @@ def attention(
 # ---- loss
 
 
-LOSSES = {"cpu": ("reference", "chunked"), "cuda": ("reference", "chunked", "triton", "compiled")}
+LOSSES = {
+    "cpu": ("reference", "chunked", "torch"),
+    "cuda": ("reference", "chunked", "triton", "compiled", "torch"),
+}
 # Bytes that pass for each of N V logits, counted in the code. On a CPU the reference goes 9 times
 # over them in float32, the chunked form 11 times. On a GPU all write them in bfloat16, and two
 # products read their gradients so: 6 bytes. The reference makes them float32 (6) and their
@@ -281,7 +284,12 @@ def loss_both_ways(form: str, x: Tensor, weight: Tensor, targets: Tensor) -> lis
     if form == "compiled":
         function, impl = compiled(linear_cross_entropy), "reference"
     with torch.autocast(x.device.type, torch.bfloat16, enabled=x.is_cuda):
-        loss = function(x, weight, None, targets, impl=impl)
+        if form == "torch":
+            chunks = torch.nn.LinearCrossEntropyOptions()
+            how = {"ignore_index": IGNORE, "reduction": "sum", "options": chunks}
+            loss = F.linear_cross_entropy(x, weight, targets, **how)
+        else:
+            loss = function(x, weight, None, targets, impl=impl)
     return [loss, *torch.autograd.grad(loss, (x, weight))]
 
 
