@@ -1,8 +1,8 @@
 """The weights that a model begins with, and a run's weights for other libraries.
 
 --init names a run of train.py or one of its checkpoints, or published weights of GPT-2, BERT or
-Llama: a state dict of torch.save or safetensors, a folder with several files of the latter and
-their index, or nanoGPT's ckpt.pt. All but a bare state dict also say which model they are for, so
+Llama: a state dict of torch.save or safetensors, a folder with several files of either and their
+index, or nanoGPT's ckpt.pt. All but a bare state dict also say which model they are for, so
 that --init needs no other flags; a config.json with a key that is not known here is refused. The
 model then computes the published function, and an exported run's model computes its own in any
 library that reads these layouts (tests/test_weights.py). Our parameters are on the right (after
@@ -326,7 +326,7 @@ def saved_in(path: str | Path) -> dict[str, Any]:
         if path.suffix == ".json":
             saved = json.loads(path.read_text())
             if files := {*saved.get("weight_map", {}).values()}:
-                saved = {n: x for file in files for n, x in load_file(path.parent / file).items()}
+                saved = {n: x for file in files for n, x in saved_in(path.parent / file).items()}
         elif is_safetensors:
             saved = load_file(path)
         else:
@@ -355,7 +355,8 @@ def read_published(path: str | Path) -> dict[str, Tensor]:
     return entries
 
 
-IN_A_FOLDER = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin", "ckpt.pt")
+IN_A_FOLDER = ("model.safetensors.index.json", "model.safetensors", "pytorch_model.bin.index.json")
+IN_A_FOLDER += ("pytorch_model.bin", "ckpt.pt")
 
 
 def refusal(path: str | Path, why: str) -> ValueError:

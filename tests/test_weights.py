@@ -343,6 +343,22 @@ def test_a_llama_in_several_files_goes_on_and_loads_in_transformers(tied, tmp_pa
     assert back.config.eos_token_id == 4098
 
 
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_several_files_and_their_index_are_one_model(name, tmp_path):
+    parts = {"1": {"wte.weight": torch.rand(3, 2)}, "2": {"wpe.weight": torch.rand(4, 2)}}
+    for number, part in parts.items():
+        with (tmp_path / number).open("wb") as out:
+            if name.endswith("bin"):
+                torch.save(part, out)
+            else:
+                weights.save_file(out, part)
+    listed = {key: number for number, part in parts.items() for key in part}
+    (tmp_path / f"{name}.index.json").write_text(json.dumps({"weight_map": listed}))
+    assert_same(weights.read_published(tmp_path), parts["1"] | parts["2"])
+    assert weights.published_settings(tmp_path) == {"data.seq_len": 4}
+    assert weights.source_of(str(tmp_path)) is None
+
+
 # Files that do not fit: one line that says what, and a model as it was
 
 WTE, C_ATTN = "transformer.wte.weight", "transformer.h.1.attn.c_attn.weight"
