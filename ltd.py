@@ -109,7 +109,7 @@ def dropping_layers(text: str | None, layers: int) -> tuple[int, ...]:
         match = re.fullmatch(r"(\d{1,9})(?:-(\d{1,9}))?", part)
         first, last = (int(match[1]), int(match[2] or match[1])) if match else (0, -1)
         if not first <= last < layers:
-            raise ValueError(f"--ltd-layers {text}: write layers 0 to {layers - 1} as 1-10,12")
+            raise ValueError(f"--ltd-layers {text}: name layers 0 to {layers - 1} (form: 1-10,12)")
         named.update(range(first, last + 1))
     if len(named) == layers:
         raise ValueError(f"--ltd-layers {text} names all layers: leave one that sees every token")
