@@ -31,7 +31,7 @@ from dataclasses import dataclass
 from functools import partial
 from itertools import chain, groupby, islice
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -121,7 +121,7 @@ def text_blocks(path: Path) -> Iterator[str]:
         yield from iter(partial(text.read, BLOCK), "")
 
 
-def read_lines(path: str | Path, whole: bool = False) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_lines(path: str | Path, whole: bool = False) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the place (FILE:LINE, for messages) and the object of each line that is not blank.
 
     Args:   whole take the file as one line
@@ -139,7 +139,7 @@ def read_lines(path: str | Path, whole: bool = False) -> Iterator[tuple[str, dic
             yield f"{path}:{row}", fields
 
 
-def read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, dict[str, Any]]]:
+def read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the place (FILE:ROW) of each row, with its text and its id, where there are such."""
     from pyarrow import parquet
 

@@ -595,7 +595,7 @@ def initial_model(
 # ---- export
 
 
-def export(source: str | Path, out: Path) -> dict[str, Any]:
+def export(source: str | Path, out: Path) -> dict[str, object]:
     """Write the weights of a run, or of one checkpoint: as a .pt or .safetensors file, or as a
     folder with config.json, from which transformers loads the model; texts need the tokenizer that
     the run's store was made with.
