@@ -178,12 +178,8 @@ def transformer_config(
 
 def check(config: Config) -> None:
     """Raise ValueError for a value or combination that cannot work, before any memory is taken."""
-    m, optim, seq_len, size = (
-        config.model,
-        config.optim,
-        config.data.seq_len,
-        SIZES[config.model.size],
-    )
+    m, optim, seq_len = config.model, config.optim, config.data.seq_len
+    size = SIZES[m.size]
     batch_tokens, tokens, warmup = optim.batch_tokens, optim.tokens, optim.warmup_tokens
     below = batch_tokens // seq_len * seq_len
     choices = f"{below} or {below + seq_len}" if below else f"{seq_len}"

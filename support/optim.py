@@ -45,7 +45,7 @@ SCHEDULES = ("cosine", "linear", "wsd")
 @dataclass(frozen=True)
 class OptimConfig:
     tokens: int | None = flag(
-        None, "budget in consumed tokens (default: by --size); with --resume, more goes on", least=1
+        None, "budget in consumed tokens (default: by --size); --resume may raise it", least=1
     )
     schedule_tokens: int | None = flag(None, "budget of schedules: as the run began", hidden=True)
     batch_tokens: int | None = flag(None, "tokens of an optimizer step, on all ranks", least=1)

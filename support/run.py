@@ -306,10 +306,8 @@ class Run:
         now = made_by(runtime) | {"commit": commit()}
         for name, before in (state["made_by"] | {"commit": state["commit"]}).items():
             if now.get(name, before) != before:
-                line = (
-                    f"{name} was {before} and is {now[name]}: losses may differ from those of a run"
-                )
-                runtime.say(f"{line} that was never stopped")
+                effect = "losses may differ from those of a run that was never stopped"
+                runtime.say(f"{name} was {before} and is {now[name]}: {effect}")
         return state
 
     @property
