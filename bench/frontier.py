@@ -18,7 +18,7 @@ costs   seconds follow from steps, and a step's from its shape: the model, the r
 report  the table of a section, or of its runs that --match finds, at equal seconds or, with
         --fixed, at equal raw tokens. Between its runs a frontier is straight in their logarithm
 docs    the tables of README.md and docs/, made anew where a comment holds the flags of their
-        report, and the pictures
+        report; docs/pictures.py draws
 quick   one ratio from nothing, in minutes on two cores: two plain runs of a section and one of
         the others with a new seed, and what their steps cost
 
@@ -67,7 +67,7 @@ import pseudo
 from data import open_data
 from model import TransformerConfig
 from plan import Plan, Step
-from report import FRAME, Curve, plot
+from report import Curve
 from support import runtime
 from support.clock import Clock
 from support.run import Log, read_log
@@ -82,12 +82,7 @@ BUDGETS = (1, 2, 4, 8, 16)  # units
 SIDES = ("plain", "techniques")
 FIXED = ("seconds", "raw tokens")
 TECHNIQUES = ("--ltd", "--pack", "--curriculum", "--pseudo")
-TITLES = {"nano": "Rows of 256", "books": "Rows of 2,048"}  # of the sections that are drawn
-SECONDS = (30, 50, 100, 200, 500, 1000)  # on the axis of a picture
-NOTE = (
-    "A dot is the end of a run, the mean of its seeds; its bar goes",
-    "from the least to the most. Lines join the best runs of a side.",
-)
+
 
 # ---- what is run
 
@@ -453,29 +448,6 @@ def curves_of(section: str, device: str) -> list[Curve]:
     return curves
 
 
-def drawn() -> str:
-    """The README's picture."""
-    style, size, above = re.search(r"<style>.*?</style>", FRAME, re.DOTALL)[0], (440, 400), 90
-    ticks = [(float(np.log10(seconds)), f"{seconds:,}") for seconds in SECONDS]
-    parts = []
-    for number, (section, title) in enumerate(TITLES.items()):
-        x_unit = "seconds of all steps, on two CPU cores"
-        plotted = plot(curves_of(section, "cpu"), x_unit, x_ticks=ticks, size=size)
-        keys = [
-            f'<tspan class="c{n}" fill="currentColor">━</tspan> {s}' for n, s in enumerate(SIDES)
-        ]
-        heads = [f'<tspan class="title">{title}</tspan> bits per byte', *NOTE, "  ".join(keys)]
-        texts = [f'<text y="{18 * n}">{head}</text>' for n, head in enumerate(heads, 1)]
-        place = f"translate({number * size[0] + 12} 12)"
-        parts += [f'<g transform="{place}">', *texts, f'<g transform="translate(0 {above})">']
-        parts += [plotted, "</g></g>"]
-    box = f'width="{2 * size[0] + 24}" height="{size[1] + above + 24}"'
-    begin = f'<svg xmlns="http://www.w3.org/2000/svg" {box}>\n{style}'
-    return "\n".join(
-        [begin, '<rect class="paper" width="100%" height="100%"/>', *parts, "</svg>\n"]
-    )
-
-
 MARKED = re.compile(r"(<!-- frontier ([^\n]*) -->\n).*?(<!-- /frontier -->)", re.DOTALL)
 
 
@@ -501,7 +473,6 @@ def report(args: argparse.Namespace) -> None:
 def fill(args: argparse.Namespace) -> None:
     for path in [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]:
         path.write_text(filled(path.read_text()))
-    (ROOT / "docs" / "frontier.svg").write_text(drawn())
 
 
 def quick(args: argparse.Namespace) -> None:

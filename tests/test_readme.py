@@ -15,6 +15,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -140,6 +141,14 @@ def checkout(tmp_path: Path) -> Path:
         elif path.is_file():
             shutil.copy2(path, tmp_path)
     return tmp_path
+
+
+@pytest.mark.structure
+def test_pictures_are_what_the_code_draws(monkeypatch):
+    monkeypatch.syspath_prepend(ROOT / "docs")
+    drawn = {f"{name}.svg": draw() for name, draw in import_module("pictures").PICTURES.items()}
+    there = {path.name: path.read_text("utf-8") for path in (ROOT / "docs").glob("*.svg")}
+    assert drawn == there, "python docs/pictures.py"
 
 
 @pytest.mark.structure
