@@ -14,7 +14,7 @@ A technique's settings are completed and checked in `build` or `check`, where it
 --offload is checked in train.py, which knows the device's memory. Where else a technique acts
 stands at the head of its file.
 
-    python config.py                    # the table of flags, as the README shows it
+    python config.py                    # the table of flags, as docs/flags.md shows it
 """
 
 from dataclasses import dataclass, field, fields, replace

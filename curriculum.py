@@ -43,18 +43,18 @@ class CurriculumConfig:
     """The flags as given; `parse_metrics` reads them. Several metrics: values between commas."""
 
     metric: str = flag(
-        "none",
-        "easy samples first, by none, seqlen, seqlen-reshape, length, rarity, rarity-mean,"
-        " length-rarity",
+        "none", "easy first, by seqlen, seqlen-reshape, length, rarity, rarity-mean, length-rarity"
     )
-    start: str | None = flag(None, "first difficulty (default: 64 or --seq-len / 4 tokens; 1 %)")
-    share: str | None = flag(None, "share of --tokens until all is allowed (default: 0.9 or 0.4)")
+    start: str | None = flag(
+        None, "first difficulty (default: 1 %; seqlen: 64 tokens if packed, else a quarter row)"
+    )
+    share: str | None = flag(None, "share of a run it lasts (default: 0.4; packed seqlen 0.9)")
     pace: str | None = flag(
         None,
-        "linear, root:DEGREE, discrete:LEVEL@SHARE:...:LEVEL (default: root:0.5 or linear; root:2)",
+        "linear, root:2, discrete:64@0.5:256 (default: root:2; seqlen linear, packed root:0.5)",
     )
-    by: str | None = flag(None, "unit of a ranked metric: percentile (default) or value")
-    index: str | None = flag(None, "folder that analyze.py wrote (default: the store's)", free=True)
+    by: str | None = flag(None, "unit of other metrics: percentile or value (default: percentile)")
+    index: str | None = flag(None, "folder written by analyze.py (default: the store's)", free=True)
 
     @property
     def on(self) -> bool:

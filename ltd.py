@@ -45,15 +45,15 @@ MODES, PACES = ("random", "bypass"), ("linear", "root", "constant")
 @dataclass(frozen=True)
 class LtdConfig:
     on: bool = flag(False, "drop random tokens in every layer but first and last")
-    mode: str = flag("random", "draw for each layer, or once for all (TokenBypass)", choices=MODES)
-    start: int | None = flag(None, "tokens kept of a row at first (default: a sixteenth)", least=1)
+    mode: str = flag("random", "draw in each layer, or once for all as TokenBypass", choices=MODES)
+    start: int | None = flag(None, "tokens kept at first (default: a sixteenth of a row)", least=1)
     pace: str = flag("constant", "how kept tokens grow; constant: only at the end", choices=PACES)
-    share: float | None = flag(
-        None, "share of --tokens after which all are kept (default: 0.9)", above=0, most=1
+    share: float | None = flag(None, "share of a run that drops (default: 0.9)", above=0, most=1)
+    steps: int | None = flag(None, "optimizer steps that drop, instead of a share", least=1)
+    multiple: int | None = flag(
+        None, "kept tokens grow by this (default: 16 or more, for at most 8 sizes)", least=1
     )
-    steps: int | None = flag(None, "optimizer steps after which all are kept", least=1)
-    multiple: int | None = flag(None, "kept tokens grow by so many (default: in 8 steps)", least=1)
-    layers: str | None = flag(None, "layers that drop, from 0: 1-10,12 (default: the middle)")
+    layers: str | None = flag(None, "dropping layers, from 0: 1-10,12 (default: all but the ends)")
 
 
 # ---- the schedule

@@ -101,7 +101,7 @@ Fetched = tuple[list[Tensor], torch.cuda.Event | None]  # weights, complete afte
 class OffloadConfig:
     on: bool = flag(False, "move what exceeds --offload-budget to CPU memory", free=True)
     budget: str = flag(
-        "auto", "device memory for weights, gradients, state: 6GiB; auto: half the free", free=True
+        "auto", "memory for weights, gradients, state: 6GiB; auto: half of what is free", free=True
     )
 
 

@@ -53,12 +53,10 @@ Pattern = tuple[int, ...]  # the lengths of the documents in one pack
 
 @dataclass(frozen=True)
 class PackConfig:
-    on: bool = flag(False, "lay pieces of documents side by side in full rows, isolated by a mask")
+    on: bool = flag(False, "fill rows with pieces of documents, kept apart by a mask")
     max_per_row: int | None = flag(None, "most pieces in a row (default: as many as fit)", least=1)
     batch: str | None = flag(
-        None,
-        "what packing keeps of a step (default: rows; documents for bert)",
-        ("rows", "documents"),
+        None, "what a packed step keeps (default: rows; BERT documents)", ("rows", "documents")
     )
     packer: str = flag(DEFAULT, "fills the rows; nnlshp needs SciPy and can take minutes", PACKERS)
 

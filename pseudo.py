@@ -50,15 +50,15 @@ STATES = ("reset", "rescale", "copy")
 
 @dataclass(frozen=True)
 class PseudoConfig:
-    on: bool = flag(False, "start with a smaller model, whose layers share weights")
-    group: int | None = flag(None, "layers of the repeated unit (default: up to 4)", least=1)
+    on: bool = flag(False, "start with layers that share weights, or with fewer layers")
+    group: int | None = flag(None, "layers in the repeated unit (default: at most 4)", least=1)
     until: str | None = flag(
         None,
-        "share of --tokens when layers get their own weights (default: 0.05, with --pseudo-layers"
-        " 0.75); 0.05,0.1: units double on the way",
+        "share of a run after which every layer has its own weights; 0.05,0.1: at 0.05 units"
+        " double first (default: 0.05; with --pseudo-layers 0.75)",
     )
-    state: str = flag("reset", "optimizer state of a layer that gets weights", choices=STATES)
-    layers: int | None = flag(None, "begin with so many layers (default: all)", least=1)
+    state: str = flag("reset", "optimizer state of layers that get their own", choices=STATES)
+    layers: int | None = flag(None, "layers at the start (default: all)", least=1)
 
 
 # ---- stages

@@ -45,29 +45,29 @@ SCHEDULES = ("cosine", "linear", "wsd")
 @dataclass(frozen=True)
 class OptimConfig:
     tokens: int | None = flag(
-        None, "budget in consumed tokens (default: by --size); --resume may raise it", least=1
+        None, "budget in consumed tokens; --resume may raise it (default: by --size)", least=1
     )
     schedule_tokens: int | None = flag(None, "budget of schedules: as the run began", hidden=True)
-    batch_tokens: int | None = flag(None, "tokens of an optimizer step, on all ranks", least=1)
+    batch_tokens: int | None = flag(None, "tokens a step, all ranks (default: by --size)", least=1)
     micro_batch_size: int | None = flag(
-        None, "rows a rank takes at once (default: by device and --seq-len)", least=1, free=True
+        None, "rows a rank computes at once (default: by device and --seq-len)", least=1, free=True
     )
-    optimizer: str = flag("muon", "muon updates the blocks' matrices, adamw all", ("adamw", "muon"))
+    optimizer: str = flag("muon", "muon for the blocks' matrices; adamw for all", ("adamw", "muon"))
     lr: float | None = flag(None, "peak learning rate (default: by --size)", above=0)
-    min_lr: float = flag(0.0, "learning rate at the end, as a share of --lr", least=0, most=1)
-    schedule: str = flag("linear", "decay of the learning rate", SCHEDULES)
+    min_lr: float = flag(0.0, "final learning rate, as a share of --lr", least=0, most=1)
+    schedule: str = flag("linear", "how the learning rate decays", SCHEDULES)
     lr_clock: str = flag(
-        "consumed-tokens", "what the learning rate follows", ("consumed-tokens", "layer-tokens")
+        "consumed-tokens", "what the schedule of --lr counts", ("consumed-tokens", "layer-tokens")
     )
     warmup_tokens: int | None = flag(None, "tokens of linear warmup (default: 2 % of --tokens)")
     decay_share: float = flag(0.2, "share of --tokens over which wsd decays", hidden=True)
-    weight_decay: float = flag(0.1, "decay of matrices and embeddings", least=0)
+    weight_decay: float = flag(0.1, "of matrices and embeddings", least=0)
     beta1: float = flag(0.9, "AdamW's first-moment decay", hidden=True)
     beta2: float | None = flag(
-        None, "AdamW's, second moment (default: 0.95, nano GPT 0.99, BERT 0.999)", least=0, below=1
+        None, "AdamW's second moment (default: 0.95, nano GPT 0.99, BERT 0.999)", least=0, below=1
     )
-    loss_per: str = flag("token", "what has equal weight in the loss", ("token", "document"))
-    grad_clip: float = flag(1.0, "largest norm of the gradient; 0 for none", least=0)
+    loss_per: str = flag("token", "what weighs the same in the loss", ("token", "document"))
+    grad_clip: float = flag(1.0, "largest gradient norm; 0: no clipping", least=0)
 
 
 # ---- which update each parameter gets

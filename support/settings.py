@@ -133,8 +133,10 @@ def table_of(config_class: type) -> str:
     rows = ["| flag | default | what it does |", "|---|---|---|"]
     for written, _, default, about in settings_of(config_class).values():
         if not about.get("hidden"):
-            choices = f": {', '.join(about['choices'])}" if about["choices"] else ""
-            rows.append(f"| `{written}` | {shown_default(default)} | {about['help']}{choices} |")
+            text, _, words = about["help"].partition(" (default: ")
+            usual = words[:-1] or shown_default(default)
+            choices = f" ({', '.join(about['choices'])})" if about["choices"] else ""
+            rows.append(f"| `{written}` | {usual} | {text}{choices} |")
     return "\n".join(rows)
 
 
@@ -274,30 +276,30 @@ def duration(seconds: float) -> str:
 class RunConfig:
     """Where and how a run runs."""
 
-    out: str | None = free(None, "folder of the run: log, checkpoints, config (default: a new one)")
+    out: str | None = free(None, "folder for log, checkpoints, settings (default: a new one)")
     resume: str | None = free(
         None,
-        "continue from a checkpoint of --out; auto begins the run if there is none",
+        "continue from a checkpoint in --out; auto starts the run if there is none",
         ("last", "best", "auto"),
         without_value="last",
     )
-    seed: int = flag(1337, "decides the initial weights, the order of data and every draw")
+    seed: int = flag(1337, "decides the initial weights, the data order and every random draw")
     device: str = free("auto", "where to compute", ("auto", "cpu", "cuda", "mps"))
-    dtype: str = flag("auto", "arithmetic of the model", ("auto", "fp32", "bf16"))
+    dtype: str = flag("auto", "arithmetic; auto: bf16 on Ampere or newer", ("auto", "fp32", "bf16"))
     compile: str = free(
-        "auto", "compile blocks; auto: on a GPU", ("auto", "on", "off"), without_value="on"
+        "auto", "compile the blocks; auto: on a GPU", ("auto", "on", "off"), without_value="on"
     )
-    checkpoint_activations: bool = free(False, "less memory: recompute blocks in the backward pass")
-    fsdp: bool = free(False, "each rank holds a part of every weight, gradient and optimizer state")
-    eval_every: int | None = free(None, "tokens between evaluations, 0: none (default: a fifth)")
-    eval_tokens: int = free(32_768, "held-out tokens of each evaluation but the last", least=1)
-    final_eval_tokens: int = free(1_000_000, "most held-out tokens of the last evaluation", least=1)
+    checkpoint_activations: bool = free(False, "save memory: recompute blocks in the backward pass")
+    fsdp: bool = free(False, "shard weights, gradients and optimizer state over the ranks")
+    eval_every: int | None = free(None, "tokens between evaluations, or 0 (default: --tokens / 5)")
+    eval_tokens: int = free(32_768, "held-out tokens scored each time but the last", least=1)
+    final_eval_tokens: int = free(1_000_000, "most held-out tokens scored at the end", least=1)
     checkpoint_every: int | None = free(
-        None, "tokens between checkpoints, 0 for the last only (default: a tenth)"
+        None, "tokens between checkpoints; 0: only at the end (default: --tokens / 10)"
     )
-    keep: int = free(2, "newest checkpoints to keep, in addition to the best", least=1)
-    wandb: bool = free(False, "write the log for Weights & Biases too, WANDB_MODE=offline included")
-    dry_run: bool = free(False, "print how long and large the run would be, and stop")
+    keep: int = free(2, "how many of the newest checkpoints to keep, besides the best", least=1)
+    wandb: bool = free(False, "log to Weights & Biases too (WANDB_MODE=offline works)")
+    dry_run: bool = free(False, "print what the run would take, then stop")
 
 
 @dataclass(frozen=True)
@@ -305,9 +307,9 @@ class DataConfig:
     """What a run reads."""
 
     data: str | None = free(
-        None, "store made by prepare.py, or several: a=0.7,b=0.3 (default: the embedded corpus)"
+        None, "store made by prepare.py, or a mixture: a=0.7,b=0.3 (default: the embedded corpus)"
     )
     tokenizer: str | None = flag(
         None, "pd4k, bytes, gpt2, FILE.tiktoken or tokenizer.model (default: the store's, or pd4k)"
     )
-    seq_len: int | None = flag(None, "tokens of a row (default: by --size)", least=8, below=2**31)
+    seq_len: int | None = flag(None, "tokens in a row (default: by --size)", least=8, below=2**31)

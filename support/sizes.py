@@ -76,26 +76,26 @@ class ModelConfig:
     """
 
     model: str = flag("gpt", "gpt predicts the next token, bert masked ones", ("gpt", "bert"))
-    size: str = flag("nano", "by name: see support/sizes.py", tuple(SIZES))
+    size: str = flag("nano", "dimensions, budget and learning rate", tuple(SIZES))
     block: str = flag("gpt2", "llama: RMSNorm, SwiGLU, rotary positions, no biases", tuple(BLOCKS))
-    qk_norm: bool = flag(False, "norm queries and keys")
-    kv_heads: int | None = flag(None, "of keys and values (default: --heads)", least=1, most=4096)
+    qk_norm: bool = flag(False, "RMSNorm on queries and keys, head by head")
+    kv_heads: int | None = flag(None, "key/value heads (default: --heads)", least=1, most=4096)
     pos: str | None = flag(
         None, "positions (default: rope for nano and llama, else learned)", ("learned", "rope")
     )
     rope_theta: float = flag(10_000.0, "base of the rotary angles", hidden=True)
     rope_scaling: str | None = flag(None, "Llama 3.1's, factor:slow:fast:positions", hidden=True)
-    tied: bool | None = flag(None, "tie the head to the embedding (default: on, except nano GPT)")
+    tied: bool | None = flag(None, "output head is the embedding (default: on, except nano GPT)")
     layers: int | None = flag(None, "number of blocks (default: by --size)", least=1, most=4096)
     heads: int | None = flag(None, "attention heads (default: by --size)", least=1, most=4096)
-    width: int | None = flag(None, "of the model (default: by --size)", least=1, most=2**17)
+    width: int | None = flag(None, "hidden size (default: by --size)", least=1, most=2**17)
     mlp_width: int | None = flag(None, "of the MLP: 4 x --width, of a llama 8/3", hidden=True)
     # GPT-2's approximation, or the exact one; None: by --pos
     activation: str | None = flag(None, "GELU", ("gelu_new", "gelu"), hidden=True)
     dropout: float = flag(0.0, "share of activations zeroed in training", least=0, below=1)
-    nsp: bool = flag(False, "a BERT is trained on pairs: does the second text follow the first?")
-    init: str | None = flag(None, "begin with the weights of a run, or of GPT-2, BERT or Llama")
-    init_ignore: str | None = flag(None, "unknown keys of --init's config.json that are harmless")
+    nsp: bool = flag(False, "BERT also learns whether the second text of a pair follows the first")
+    init: str | None = flag(None, "start from the weights of a run, or of GPT-2, BERT or Llama")
+    init_ignore: str | None = flag(None, "unknown keys of --init's config.json to accept")
 
 
 def with_defaults(settings: Flat) -> Flat:
