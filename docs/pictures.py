@@ -16,9 +16,13 @@ DOCS = Path(__file__).resolve().parent
 sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "bench")]
 
 import numpy as np  # noqa: E402
-from frontier import SIDES, curves_of  # noqa: E402
+import torch  # noqa: E402
+from frontier import SIDES, cost_of, curves_of, envelope, points_in  # noqa: E402
 
-from report import FRAME, plot  # noqa: E402
+from curriculum import CurriculumConfig, parse_metrics  # noqa: E402
+from kernels.packed_attention import attention_mask  # noqa: E402
+from packing import pack_lengths  # noqa: E402
+from report import FRAME, Curve, plot  # noqa: E402
 
 WIDTH = 380  # pixels
 STYLE = re.search(r"<style>.*?</style>", FRAME, re.DOTALL)[0]  # the first of a report
@@ -57,6 +61,12 @@ def group(parts: list[str], x: float, y: float) -> list[str]:
     return [f'<g transform="translate({x:g} {y:g})">', *parts, "</g>"]
 
 
+def legend(names: list[str], y: float) -> list[str]:
+    """A line for each name, with the colours of a report in their order."""
+    spots = [(name, color, y + 17 * color) for color, name in enumerate(names)]
+    return [part for n, c, at in spots for part in (box(12, at - 6, 16, 4, c), text(34, at, n))]
+
+
 # ---- the drawings
 
 
@@ -81,8 +91,96 @@ def frontier() -> str:
     return svg(parts, size[1] + above + 24, 2 * size[0] + 24)
 
 
+def paces() -> str:
+    """How much of a row of 2,048, or of the ranked samples, a curriculum allows by now."""
+    levels = "discrete:128@0.5:512@0.85:2048"
+    shown = {
+        "seqlen with --pack: length of a piece, of 2,048": (CurriculumConfig("seqlen"), True),
+        f"the same with {levels}": (CurriculumConfig("seqlen", pace=levels), True),
+        "seqlen without --pack: length of a row, of 2,048": (CurriculumConfig("seqlen"), False),
+        "rarity: samples that may be drawn, of all": (CurriculumConfig("rarity"), True),
+    }
+    x, curves = np.linspace(0, 1, 401), []
+    for color, (name, (flags, packed)) in enumerate(shown.items()):
+        (pacing,) = parse_metrics(flags, 2048, packed).values()
+        y = np.array([100 * pacing.at(t) / pacing.at(1) for t in x])
+        curves.append(Curve(name, x, y, color))
+    drawn = plot(curves, "share of the run's --tokens", from_zero=True, size=(WIDTH, 240))
+    head = text(12, 22, "What a curriculum allows, in %", "title")
+    return svg([head, *legend([*shown], 44), *group([drawn], 0, 100)], 340)
+
+
+def gain() -> str:
+    """What rows of 2,048 gain: all runs whose packed pieces grow, against the plain frontier."""
+    sections = {
+        "books": "the embedded corpus, mostly books",
+        "long": "the Linux kernel's documentation, tied head",
+        "kernel": "the same, head not tied",
+        "rfcs": "sections of RFCs",
+    }
+    ticks = [(float(np.log10(s)), f"{s:,}") for s in (40, 100, 200, 400, 800)]
+    ends = np.array([ticks[0][0], 3.0])  # 1,000 seconds
+    curves = [Curve("plain", ends, np.ones(2), kind="level")]
+    for color, section in enumerate(sections):
+        points = points_in(section, "cpu")
+        plain = envelope([p for p in points if p.plain])
+        for p in points:
+            if re.search("^(?!.*(--ltd|,rarity)).*--pack --curriculum seqlen", p.flags):
+                share = p.cost / cost_of(max(p.loss, plain[-1].loss), plain)
+                x, below = np.log10([p.cost, p.cost]), 0.04 * (p.loss < plain[-1].loss)
+                curves.append(Curve(p.flags, x[:1], np.array([share]), color))
+                curves.append(Curve(p.flags, x, np.array([share, share - below]), color))
+    x_unit = "seconds of the run, on two CPU cores"
+    drawn = plot(curves, x_unit, x_ticks=ticks, size=(WIDTH, 260))
+    head = text(12, 22, "Share of the best plain model's seconds", "title")
+    note = text(12, 40, "to the same loss (with a tail: at most that)")
+    return svg([head, note, *legend([*sections.values()], 60), *group([drawn], 0, 112)], 372)
+
+
+def mask() -> str:
+    """Who sees whom in a row of three documents and a token of padding."""
+    doc_ids, side, parts = torch.tensor([[0, 0, 0, 1, 1, 2, 2, 2, -1]]), 16, []
+    for number, name in enumerate(("A GPT's", "A BERT's")):
+        allowed = attention_mask(doc_ids, causal=number == 0)[0, 0].tolist()
+        cells = [text(0, -8, name, "title")]
+        for row, document in enumerate(doc_ids[0].tolist()):
+            colors = ["grid", "grid"], [4 if document < 0 else document] * 2
+            cells += [
+                box(side * column, side * row, side - 2, side - 2, colors[seen][0])
+                for column, seen in enumerate(allowed[row])
+            ]
+        parts += group(cells, 70 + 162 * number, 40)
+    names = [("doc 0", 1), ("doc 1", 3.5), ("doc 2", 6), ("padding", 8)]
+    parts += [text(12, 40 + side * (at + 0.7), name) for name, at in names]
+    return svg([*parts, text(70, 204, "a line for each query, a column for each key")], 216)
+
+
+def packs() -> str:
+    """Six documents in rows of ten tokens, by three packers."""
+    lengths, max_len, unit, parts = [7, 6, 5, 5, 4, 3], 10, 11.4, []
+    packers = {"one a row": ("lpfhp", 1), "spfhp": ("spfhp", None), "lpfhp": ("lpfhp", None)}
+    for number, (name, (packer, most)) in enumerate(packers.items()):
+        packed = pack_lengths(lengths, max_len, packer, most)
+        rows = np.split(packed.items, packed.offsets[1:-1])
+        full = sum(lengths) / (max_len * len(rows))
+        column = [text(0, 0, name, "title"), text(0, 18, f"{len(rows)} rows, {full:.0%} full")]
+        for y, row in enumerate(rows):
+            column.append(box(0, 28 + 24 * y, unit * max_len, 20))
+            ends = np.cumsum([lengths[i] for i in row])
+            for i, end in zip(row, ends.tolist(), strict=True):
+                x, width = unit * (end - lengths[i]), unit * lengths[i] - 1
+                column.append(box(x, 28 + 24 * y, width, 20, 0))
+                column.append(text(x + width / 2, 42 + 24 * y, str(lengths[i]), "x paper"))
+        parts += group(column, 12 + 122 * number, 22)
+    return svg(parts, 200)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "frontier": frontier,
+    "paces": paces,
+    "gain": gain,
+    "mask": mask,
+    "packs": packs,
 }
 
 if __name__ == "__main__":
