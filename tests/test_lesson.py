@@ -1,0 +1,104 @@
+"""lesson.py trains what train.py trains, and each of its parts is needed."""
+
+import inspect
+import re
+from itertools import islice, pairwise
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import config
+import lesson
+import train
+from data import open_data
+from evaluate import Evaluation
+from packing import pack_lengths
+from plan import Plan, read_ahead
+from support import runtime
+from support.clock import Clock
+from support.weights import initial_model, model_size
+from tests.test_budget import code_lines
+
+CPU = torch.device("cpu")
+FLAGS = "--curriculum seqlen --pack --ltd --optimizer adamw"
+TECHNIQUES = (lesson.longest_piece, lesson.pack, lesson.mask, lesson.keep, lesson.run_kept)
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def trained(tokens: int, steps: int) -> tuple[list[float], float]:
+    """The losses of train.py's first steps, and the held-out bits per byte after them."""
+    sizes = f"--layers {lesson.L} --seq-len {lesson.T} --batch-tokens {lesson.T * lesson.ROWS}"
+    argv = f"{FLAGS} {sizes} --lr {lesson.LR} --tokens {tokens}".split()
+    settings, here = config.build(config.parse(argv)), runtime.start("cpu", "fp32")
+    data = open_data(settings.data, False, here)
+    shape = config.transformer_config(settings, *model_size(settings, data.encoding))
+    model = initial_model(shape, settings)
+    trainer = train.assemble(settings, model=model, runtime=here, micro_batch=lesson.ROWS)
+    ahead = islice(read_ahead(Plan(settings, data.store, None, here, shape), Clock(), CPU), steps)
+    losses = [trainer.train_step(step).loss for step, _ in ahead]
+    return losses, Evaluation(data, lesson.T).run(model, here, lesson.ROWS).val_bpb
+
+
+def test_its_losses_are_those_of_train_py():
+    _, _, losses = lesson.train(most_steps=30)
+    assert losses == pytest.approx(trained(lesson.BUDGET, 30)[0], abs=1e-5)
+
+
+def test_so_is_the_end_of_a_run(monkeypatch):
+    """Where all tokens are kept, pieces are as long as rows, and the rate has fallen to 0."""
+    for name, value in {"T": 256, "K": 16, "ROWS": 4, "LR": 1e-4}.items():
+        monkeypatch.setattr(lesson, name, value)
+    model, store, losses = lesson.train(16_000)
+    of_train, bpb = trained(16_000, 100)
+    assert losses == pytest.approx(of_train, abs=1e-4)
+    assert lesson.bits_per_byte(model, store) == pytest.approx(bpb, abs=1e-4)
+
+
+def test_its_packer_is_packing_py_s():
+    for seed in range(20):
+        lengths = np.random.default_rng(seed).integers(1, lesson.T + 1, 300)
+        packs = pack_lengths(lengths, lesson.T)
+        rows = np.split(packs.items, packs.offsets[1:-1])
+        assert lesson.pack(lengths.tolist()) == [tuple(row) for row in rows]
+
+
+def test_without_the_mask_or_the_sort_it_is_another_model(monkeypatch):
+    _, store, _ = lesson.train(most_steps=0)
+    model, k = lesson.GPT(4160), lesson.K
+    for parameter in model.parameters():  # as if it had learned something
+        nn.init.normal_(parameter, std=0.3)
+    pieces = np.cumsum([0, *[600, 300, 124] * 2]).tolist()
+    rows = [[*pairwise(pieces[first : first + 4])] for first in (0, 3)]
+    tokens, targets, positions, documents = lesson.batch(store, rows)
+
+    def loss(positions: torch.Tensor) -> torch.Tensor:
+        return model(tokens, targets, positions, documents, 1, k).detach()
+
+    right = loss(positions)
+    never_reset = torch.arange(lesson.T).expand(2, -1)
+    assert torch.allclose(loss(never_reset), right, atol=1e-3), "rotary scores are of distances"
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            lesson, "mask", lambda d: torch.ones(len(d), 1, *2 * d.shape[1:]).bool().tril()
+        )
+        without_mask = loss(positions)
+        assert not torch.allclose(without_mask, right, atol=0.1)
+        assert not torch.allclose(without_mask, loss(never_reset), atol=0.1), "here they matter"
+    keep = lesson.keep
+    monkeypatch.setattr(lesson, "keep", lambda *args: keep(*args).flip(1))
+    assert not torch.allclose(loss(positions), right, atol=0.1)
+
+
+def test_each_technique_is_twenty_lines_at_most_with_its_equation():
+    for function in TECHNIQUES:
+        assert code_lines(inspect.getsource(function)) <= 20
+        assert re.search(r" = |argmin|top", function.__doc__)
