@@ -51,7 +51,7 @@ from evaluate import Evaluation
 from kernels.triton_here import why_not
 from model import BlockRunner, Transformer, run_plain, run_recomputed
 from offload import Offload, Placement, placement_for
-from plan import Plan, Step, announce, read_ahead, savings
+from plan import Plan, Step, announce, read_ahead
 from support.clock import due, generator, seed_of
 from support.optim import Optimizers, learning_rate
 from support.run import Log, Run, commit
@@ -188,7 +188,7 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
             is_due = due(s.run.checkpoint_every, step.before, step.after)
             if is_best or is_due or run.is_finished:
                 run.save(trainer.state(), trainer.optimizers.named)
-        finish(run, data, trainer, bar)
+        finish(run, data, plan, trainer, bar)
     return 0
 
 
@@ -208,12 +208,12 @@ def held_out(settings: Config, data: Data, tokens: int | None) -> Evaluation:
     return Evaluation(data, settings.data.seq_len, nsp=settings.model.nsp, tokens=tokens)
 
 
-def finish(run: Run, data: Data, trainer: "Trainer", bar: tqdm) -> None:
-    """The last evaluation, what the techniques saved, a sample, and the report of all of it."""
+def finish(run: Run, data: Data, plan: Plan, trainer: "Trainer", bar: tqdm) -> None:
+    """The last evaluation, what the run took, a sample, and the report of all of it."""
     s, runtime, model = run.settings, run.runtime, trainer.model
     bar.close()
     evaluate(run, trainer, held_out(s, data, s.run.final_eval_tokens), last=True)
-    runtime.say(savings(run.clock, s.model.layers, s.data.seq_len))
+    runtime.say(plan.spent(run))
     if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):  # which needs all ranks
         random = generator(torch.device("cpu"), s.run.seed, "sample")
         # a row that grows would compile each time

@@ -7,7 +7,6 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from plan import savings
 from support import clock
 from support.clock import Clock, due, effective_tokens, shuffled
 
@@ -45,14 +44,6 @@ def test_padding_is_dropped_first_so_short_rows_count_for_more():
 def test_due_when_a_multiple_is_passed_and_never_for_zero():
     before, after = Clock(consumed_tokens=99), Clock(consumed_tokens=105)
     assert due(100, before, after) and not due(200, before, after) and not due(0, before, after)
-
-
-def test_savings_name_what_was_on():
-    plain = Clock(real_tokens=1000, layer_tokens=6000, positions=1000, pieces=10)
-    dropped = savings(plain._replace(layer_tokens=3000), 6, 100)
-    assert dropped == "saved: 50.0% of layer-tokens (0.00 M, plain 0.01 M)"
-    packed = savings(plain._replace(real_tokens=900, pieces=20), 6, 100)
-    assert packed == "saved: padding: 10.0% of all positions, 55.0% with one piece a row"
 
 
 # ---- random numbers

@@ -17,6 +17,7 @@ import train
 from evaluate import Evaluation
 from model import Transformer
 from support import checkpoint
+from support.settings import short
 
 LINE = (
     "step consumed_tokens real_tokens layer_tokens loss lr max_piece_len kept_tokens padding_share"
@@ -47,6 +48,10 @@ def test_what_a_run_leaves(run, tmp_path, capsys):
     assert 500 <= evals[0]["targets"] < 600 and 3000 <= evals[-1]["targets"] < 3100
     assert lines[0]["event"] == "run" and lines[0]["config"]["ltd.on"] is True
     assert f"held-out: {evals[-1]['val_bpb']:.4f} bits per byte" in out
+    assert (
+        f"\nread {steps[-1]['real_tokens']:,} tokens in {short(steps[-1]['flops'], 'FLOP')}" in out
+    )
+    assert "; the same model plain, with the same --tokens, reads 4,096 in " in out
     assert (tmp_path / "run/config.json").exists()
     assert len(list((tmp_path / "run").glob("step-*.pt"))) == 2  # --keep 2
     best = checkpoint.load(checkpoint.find(tmp_path / "run", "best"))
