@@ -27,9 +27,12 @@ TECHNIQUES = (lesson.longest_piece, lesson.pack, lesson.mask, lesson.keep, lesso
 
 
 @pytest.fixture(autouse=True)
-def one_thread():
+def small(monkeypatch):
+    """A narrow model, and one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
+    monkeypatch.setattr(lesson, "C", 32)
+    monkeypatch.setattr(lesson, "H", 2)
     yield
     torch.set_num_threads(threads)
 
@@ -37,6 +40,7 @@ def one_thread():
 def trained(tokens: int, steps: int) -> tuple[list[float], float]:
     """The losses of train.py's first steps, and the held-out bits per byte after them."""
     sizes = f"--layers {lesson.L} --seq-len {lesson.T} --batch-tokens {lesson.T * lesson.ROWS}"
+    sizes += f" --width {lesson.C} --heads {lesson.H}"
     argv = f"{FLAGS} {sizes} --lr {lesson.LR} --tokens {tokens}".split()
     settings, here = config.build(config.parse(argv)), runtime.start("cpu", "fp32")
     data = open_data(settings.data, False, here)
