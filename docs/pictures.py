@@ -8,6 +8,7 @@ those of a report, light and dark. At WIDTH a phone shows it without shrinking i
 
 import re
 import sys
+from collections import Counter
 from collections.abc import Callable
 from html import escape
 from pathlib import Path
@@ -18,9 +19,13 @@ sys.path[:0] = [str(DOCS.parent), str(DOCS.parent / "bench")]
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
 from frontier import SIDES, cost_of, curves_of, envelope, points_in  # noqa: E402
+from measure import records  # noqa: E402
 
+import offload  # noqa: E402
+import pseudo  # noqa: E402
 from curriculum import CurriculumConfig, parse_metrics  # noqa: E402
 from kernels.packed_attention import attention_mask  # noqa: E402
+from model import Batch, Transformer, TransformerConfig  # noqa: E402
 from packing import pack_lengths  # noqa: E402
 from report import FRAME, Curve, plot  # noqa: E402
 
@@ -175,8 +180,121 @@ def packs() -> str:
     return svg(parts, 200)
 
 
+TEXTS = {  # sections of bench/frontier.ini
+    "nano": "Books, rows of 256",
+    "books": "Books, rows of 2,048",
+    "english": "English, rows of 256",
+    "rfcs": "RFCs, rows of 2,048",
+    "kernel": "Linux, rows of 2,048",
+}
+
+
+def texts() -> str:
+    """Both frontiers on every text."""
+    parts = [text(208, 390, "Bits per byte, the best"), text(208, 408, "runs of each side:")]
+    for number, (section, title) in enumerate(TEXTS.items()):
+        curves = [curve for curve in curves_of(section, "cpu") if curve.label in SIDES]
+        last = max(curve.x.max() for curve in curves)
+        ticks = [(np.log10(s), f"{s}") for s in (30, 100, 300, 900) if np.log10(s) <= last]
+        plotted = plot(curves, "seconds", x_ticks=ticks, size=(WIDTH // 2, 150))
+        panel = [text(12, 16, title), *group([plotted], 0, 16)]
+        parts += group(panel, number % 2 * WIDTH / 2, number // 2 * 176)
+    return svg([*parts, *group(legend([*SIDES], 430), 196, 0)], 524)
+
+
+def stages() -> str:
+    """Whose weights six layers use, stage by stage."""
+    parts = []
+    for number, flags in enumerate(({"group": 1, "until": "0.05,0.1"}, {"layers": 3})):
+        config = pseudo.resolved(pseudo.PseudoConfig(**flags), 6, None)
+        title = " ".join(f"--pseudo-{name} {value}" for name, value in flags.items())
+        rows = [text(12, 14, title, "title")]
+        for column, start in enumerate((0, *pseudo.parse_until(config.until))):
+            x = 12 + 122 * column
+            rows.append(text(x, 146, f"from {start:g}"))
+            for layer, owner in enumerate(pseudo.owners_at(config, 6, start)):
+                color, name = (owner, f"h.{owner}") if owner >= 0 else ("grid", "absent")
+                rows.append(box(x, 26 + 18 * layer, 52, 12, color))
+                rows.append(text(x + 58, 36 + 18 * layer, name))
+        parts += group(rows, 0, 8 + 170 * number)
+    return svg(parts, 336)
+
+
+def timeline() -> str:
+    """A micro-batch with offload, the example of offload.py's head at 18 MiB.
+
+    All its work is done here, and drawn in the order in which it was begun. A block's forward pass
+    takes a unit of time, and so does copying its weights or gradients.
+    """
+    model = Transformer(TransformerConfig("gpt", 6, 4, 128, 512, 256, 4160, "rope"))
+    placement = offload.place(offload.parts_of(model, muon=True), 18 * offload.MIB, "fp32")
+    offloaded = offload.Offload(placement)
+    offloaded.move(model, torch.device("cpu"))
+    weights = {m.source.data_ptr(): m.part.layers[0] for m in offloaded.matrices()}
+    free, work, backward = Counter(), [], []  # when a lane is; what it did; layers to go back
+
+    def note(lane, length, layer):
+        begin = max(free[lane], free["compute"])
+        work.append((lane, begin, length, layer))
+        free[lane] = begin + length
+
+    def copy(_, pairs):
+        for target, source in pairs:
+            target.copy_(source)
+            length, at = source.numel() / (12 * 128**2), source.data_ptr()
+            if at not in weights and backward:  # the first gradient of a block
+                note("compute", 2, backward.pop())
+            note("copy up" if at in weights else "copy down", length, weights.get(at, work[-1][-1]))
+
+    def wait(_):
+        free["compute"] = max(free["compute"], free["copy up"])
+
+    offloaded.link.copy, offloaded.link.wait = copy, wait
+    for layer, block in enumerate(model.h):
+        block.register_forward_pre_hook(lambda *_, layer=layer: note("compute", 1, layer))
+        block.register_full_backward_pre_hook(lambda *_, layer=layer: backward.append(layer))
+    for _ in range(2):  # the second time as in the middle of a step
+        work.clear()
+        row = torch.zeros(1, 2, dtype=torch.int64)
+        loss = model(Batch(row, row, None, None))
+        with offloaded.around_backward(last=False):
+            loss.backward()
+    lanes, begin = ("compute", "copy up", "copy down"), work[0][1]
+    scale = (WIDTH - 24) / (max(free.values()) - begin)
+    parts = [text(12, 16 + 40 * n, lane) for n, lane in enumerate(lanes)]
+    for lane, start, length, layer in work:
+        y = 22 + 40 * lanes.index(lane)
+        parts.append(box(12 + scale * (start - begin), y, scale * length, 14, layer))
+    return svg([*parts, *legend([f"h.{layer}" for layer in range(6)], 150)], 250)
+
+
+def step_time() -> str:
+    """What a step spends its time on, plain and with a quarter of the tokens kept."""
+    record = [r for r in records("parts") if r["size"] == "nano"][-1]
+    muon = [r["steps"] for r in records("step") if r.get("optimizer") == "muon"]
+    ratio = [steps["keep 1/4"]["ratio"][1] for steps in muon if "keep 1/4" in steps][-1]
+    ms = {name: part["ms"][1] for name, part in record["parts"].items()}
+    ms["optimizer"] = ms["clipping"] + ms["Muon"] + ms["AdamW"]
+    whole = record["step_ms"][1]
+    names = ["head and loss", "optimizer", "attention", "MLP", "all else"]
+    plain = [ms[name] for name in names[:4]]
+    short = [*plain[:2], 0, 0, ratio * whole - sum(plain[:2])]
+    plain.append(whole - sum(plain))
+    said = [f"{name}: {part:.0f} ms" for name, part in zip(names, plain, strict=True)]
+    drawn = [text(12, 16, f"Plain: {whole:.0f} ms"), text(12, 62, f"Dropping: {ratio:.2f} of it")]
+    scale = (WIDTH - 24) / whole
+    for row, bar in enumerate((plain, short)):
+        for n, part in enumerate(bar):
+            drawn.append(box(12 + scale * sum(bar[:n]), 22 + 46 * row, scale * part, 16, n))
+    return svg([*drawn, *legend(said, 112)], 196)
+
+
 PICTURES: dict[str, Callable[[], str]] = {
     "frontier": frontier,
+    "texts": texts,
+    "stages": stages,
+    "timeline": timeline,
+    "step_time": step_time,
     "paces": paces,
     "gain": gain,
     "mask": mask,
