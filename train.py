@@ -1,23 +1,23 @@
 """Pretrain a GPT or a BERT: parse, runtime, data, plan, resume, model, assembly, loop, finish.
 
-    torchrun train.py --curriculum seqlen --ltd --pack            # the three techniques at once
-    torchrun --nproc-per-node 8 train.py --size 124M --data DIR   # the same on eight GPUs
-    python train.py --resume                                      # go on with the newest run
+    torchrun train.py --curriculum seqlen --ltd --pack            # three techniques at once
+    torchrun --nproc-per-node 8 train.py --size 124M --data DIR   # a larger model on eight GPUs
+    python train.py --resume                                      # continue the newest run
 
-Everything a step does follows from the settings and the `Clock` before it: which samples, how long,
-what is dropped, how far the weights move. So a run that was killed goes on as if it had not been,
-and more processes or micro-batches change its speed, not its curve (but for --dropout, whose masks
-are drawn for each micro-batch). One step of the first command, with 16 rows of 256; after a dash
-what --pseudo and --offload do in it:
+Everything a step does follows from the settings and the `Clock` before it: which samples it reads,
+how long they are, which tokens are dropped, how far the weights move. So a killed run continues as
+if nothing had happened, and more processes or micro-batches change its speed, not its curve (except
+with --dropout, whose masks are drawn for each micro-batch). One step, in the order of the calls:
 
-    read_ahead           in plan.py: samples -> 16 packed rows, this rank's Batch, targets on all
-                         ranks: 4,090
-    train                - next_trainer, where a stage of --pseudo has ended
-    Trainer.backward     micro-batch by micro-batch: forward, backward. block_runner hands a block
-                         the tokens that --ltd keeps - and its weights, while gradients leave
-    Trainer.train_step   - gradients of shared weights become their mean; clip, and one step of the
-                         optimizers - on the host, whose new weights come back
-    train                the clock goes on, a line of the log; evaluate and save where they are due
+    read_ahead           plan.py: draw samples, pack them into rows, read this rank's rows as a
+                         Batch; it plans the next step while this one computes
+    next_trainer         --pseudo: rebuild the model where a stage has ended
+    Trainer.backward     forward and backward, one micro-batch at a time; `block_runner` runs each
+                         block on the tokens that --ltd keeps; --offload brings a block's weights
+                         before it runs and takes its gradients away
+    Trainer.train_step   --pseudo: average the gradients of shared weights; clip them; update the
+                         weights, on the host where --offload keeps them
+    train                advance the clock, write a line of the log, evaluate and save if due
 """
 
 import math
@@ -30,8 +30,8 @@ from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-# Before torch loads OpenMP, whose threads wait spinning for milliseconds. Beside another torch
-# program on two cores the slowest of 20 nano steps took 10.6 s like that, and 2.2 s like this.
+# Must be set before torch loads OpenMP. By default idle threads spin for milliseconds: next to
+# another torch program on two cores, the slowest of 20 nano steps took 10.6 s, with this 2.2 s.
 os.environ.setdefault("GOMP_SPINCOUNT", "10000")
 
 import torch
@@ -74,8 +74,8 @@ from support.runtime import (
 from support.sizes import empty_model, micro_batch_rows, parameter_count, peak_flops
 from support.weights import initial_model, model_size
 
-SAMPLE_TOKENS = 100  # written at the end of a run
-MOST_CODES = 256  # that torch.compile makes of a block: for each new shape, until any will do
+SAMPLE_TOKENS = 100  # generated at the end of a run
+MOST_CODES = 256  # versions of a block that torch.compile may make, one for each new shape
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -101,9 +101,10 @@ def main(argv: list[str] | None = None) -> int:
 
 
 def go(run: Run, data: Data, micro_batch: int) -> int:
-    """Begin a run or go on with it, to its end or until a signal; the exit status.
+    """Start or continue a run, until it ends or a signal stops it.
 
-    Args: micro_batch full rows of a micro-batch
+    Args:    micro_batch rows of a micro-batch, at full length
+    Returns: the exit status
     """
     s, runtime = run.settings, run.runtime
     shape = config.transformer_config(s, *run.size)
@@ -119,7 +120,7 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
             return 0
     if s.offload.on:
         models = [empty_model(shape)]
-        if s.pseudo.on:  # no stage must be refused in mid-run
+        if s.pseudo.on:  # check every stage now, so that none fails hours into the run
             progress = run.clock.consumed_tokens / s.optim.schedule_tokens
             stages = pseudo.owners_to_come(s.pseudo, s.model.layers, progress)
             models += [pseudo.share(empty_model(shape), owners) for owners in stages]
@@ -131,7 +132,7 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
     if s.run.dry_run:
         return 0
     model = empty_model(shape) if state else initial_model(shape, s, runtime.say)
-    if s.model.init and not state:  # may be another file on another machine
+    if s.model.init and not state:  # each machine reads its own file: they must be the same
         bits = sum(sum_of_bits(tensor).item() for tensor in model.state_dict().values())
         runtime.check_same({"the weights of --init": bits})
     try:
@@ -140,7 +141,7 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
         if state is None:
             raise
         raise ValueError(f"{run.resumed_from}: {error}") from None
-    del state  # so that its memory is free
+    del state  # free its memory
     run.open(
         bytes=trainer.optimizers.memory(),
         ranks=runtime.world_size,
@@ -154,14 +155,14 @@ def go(run: Run, data: Data, micro_batch: int) -> int:
     if stopped_by == 0:
         return 0
     resume = f"{launcher()} train.py --resume --out {run.folder}"
-    runtime.say(f"stopped at step {run.clock.step}; go on with: {resume}")
+    runtime.say(f"stopped at step {run.clock.step}; continue with: {resume}")
     return 128 + stopped_by
 
 
 def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
-    """Step after step until the budget is consumed; evaluations and checkpoints as they are due.
+    """Train until the budget is consumed; evaluate and save a checkpoint whenever due.
 
-    Returns: 0, or the number of the signal that ended it before; a checkpoint is saved then
+    Returns: 0, or the number of the signal that stopped the run, after saving a checkpoint
     """
     s, runtime = run.settings, run.runtime
     evaluation, peak = held_out(s, data, s.run.eval_tokens), peak_flops(runtime)
@@ -193,7 +194,7 @@ def train(run: Run, data: Data, plan: Plan, trainer: "Trainer") -> int:
 
 
 def evaluate(run: Run, trainer: "Trainer", evaluation: Evaluation, last: bool = False) -> float:
-    """Evaluate the model, write a line of the log and say it; bits per byte."""
+    """Evaluate the model, log and print the result; returns bits per byte."""
     began, runtime = time.perf_counter(), run.runtime
     found = evaluation.run(trainer.model, runtime, trainer.micro_batch)
     run.log_evaluation(found.logged(), last, ms=(time.perf_counter() - began) * 1e3)
@@ -209,14 +210,15 @@ def held_out(settings: Config, data: Data, tokens: int | None) -> Evaluation:
 
 
 def finish(run: Run, data: Data, plan: Plan, trainer: "Trainer", bar: tqdm) -> None:
-    """The last evaluation, what the run took, a sample, and the report of all of it."""
+    """Evaluate once more, say what the run took, generate a sample, write the report."""
     s, runtime, model = run.settings, run.runtime, trainer.model
     bar.close()
     evaluate(run, trainer, held_out(s, data, s.run.final_eval_tokens), last=True)
     runtime.say(plan.spent(run))
-    if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):  # which needs all ranks
+    # With --fsdp every rank takes part, because the weights are gathered from all of them.
+    if s.model.model == "gpt" and (runtime.is_rank0 or s.run.fsdp):
         random = generator(torch.device("cpu"), s.run.seed, "sample")
-        # a row that grows would compile each time
+        # Not compiled: the row grows token by token, and every new length would compile again.
         with runtime.autocast(), torch.compiler.set_stance("force_eager"):
             text = "".join(sample.write(model, data.encoding, "", SAMPLE_TOKENS, generator=random))
         run.log.write("sample", step=run.clock.step, text=text)
@@ -238,7 +240,7 @@ class Done(NamedTuple):
 
 
 def next_trainer(trainer: "Trainer", step: Step, log: Log) -> "Trainer":
-    """The trainer of this step: a new one where a stage of --pseudo has just ended."""
+    """The trainer of this step; a new one if a stage of --pseudo has just ended."""
     s, runtime, clock = trainer.settings, trainer.runtime, step.before
     owners = pseudo.owners_at(s.pseudo, s.model.layers, step.context.progress)
     if owners == trainer.owners:
@@ -272,43 +274,44 @@ def assemble(
     micro_batch: int,
     state: dict | None = None,
 ) -> "Trainer":
-    """Put a model together with all that acts on it. The order matters, line by line.
+    """Combine a model with everything that acts on it. Each numbered step says why it comes there.
 
-    Called again, on an empty model, where a run goes on and where a stage of --pseudo ends.
+    Called again, on an empty model, when a run resumes and when a stage of --pseudo ends.
 
-    Args: micro_batch full rows of a micro-batch
-          state        of `Trainer.state`: what the model and the optimizers go on from
+    Args: micro_batch rows of a micro-batch, at full length
+          state       from `Trainer.state`: the weights and optimizer state to continue from
     """
     s = settings
-    # 1. Which parameters there are comes before all that holds on to them.
+    # 1. Share weights first: this decides which parameters exist, and all below refers to them.
     owners = None
     if s.pseudo.on:
         owners = pseudo.owners_at(s.pseudo, s.model.layers, 0.0)
         owners = tuple(state["pseudo"]["owners"]) if state else owners
         pseudo.share(model, owners)
-    # 2. Compile before wrapping: with a wrapper's hooks inside, every new length compiles again.
+    # 2. Compile before wrapping: a wrapper's hooks inside a block would recompile at every length.
     if is_compiled(s, runtime):
-        # blocks share their code, and a shape too many would run uncompiled without a word
+        # Blocks share their compiled code. Beyond this limit, new shapes silently run uncompiled.
         torch._dynamo.config.recompile_limit = MOST_CODES
         for block in set(model.h):
             block.compile()
-    # 3. Shard before loading: FSDP replaces the parameters, and a state's are sharded already.
+    # 3. Shard before loading weights: FSDP replaces the parameters, and a checkpoint's are already
+    #    sharded.
     if s.run.fsdp:
         shard(model, runtime)
     if state:
         assign(model, state["model"])
-    # 4. To the device once the values are there, or as much of it as has room.
+    # 4. Move to the device after loading; with --offload only the part that has room there.
     offloaded = None
     if s.offload.on:
         offloaded = Offload(placement_of(s, model, runtime), early=runtime.world_size == 1)
         offloaded.move(model, runtime.device)
     if not (offloaded or s.run.fsdp):
         model.to(runtime.device)
-    # 5. DDP before the optimizers: it hooks into gradients and may regroup them.
+    # 5. Wrap in DDP before making the optimizers: it regroups gradients into buckets of its own.
     wrapped: nn.Module = model
     if runtime.world_size > 1 and not s.run.fsdp:
         wrapped = DistributedDataParallel(model, gradient_as_bucket_view=True)
-    # 6. The optimizers last, on the parameters that then exist.
+    # 6. Make the optimizers last, on the parameters that now exist.
     named = dict(model.named_parameters())
     optimizers = Optimizers(
         offloaded.parameters(named) if offloaded else named,
@@ -332,7 +335,7 @@ def assemble(
 
 
 def is_compiled(settings: Config, runtime: Runtime) -> bool:
-    """Whether blocks are compiled: by default on a GPU, for which torch writes code in Triton."""
+    """Whether blocks are compiled: by default on a GPU where Triton works."""
     asked, kind = settings.run.compile, runtime.device.type
     return asked == "on" or (asked == "auto" and kind == "cuda" and why_not(kind) is None)
 
@@ -345,15 +348,15 @@ def placement_of(settings: Config, model: Transformer, runtime: Runtime) -> "Pla
 
 @dataclass
 class Trainer:
-    """An assembled model, and one optimizer step."""
+    """An assembled model, which can make one optimizer step."""
 
     settings: Config
     runtime: Runtime
     model: Transformer
-    wrapped: nn.Module  # the model, under DDP where that is on
+    wrapped: nn.Module  # the model, in DDP if there are several ranks
     optimizers: Optimizers
-    micro_batch: int  # of full length
-    owners: tuple[int, ...] | None  # --pseudo: the layer whose weights each layer uses
+    micro_batch: int  # rows, at full length
+    owners: tuple[int, ...] | None  # --pseudo: for each layer, the layer whose weights it uses
     offloaded: "Offload | None"
 
     def train_step(self, step: Step) -> Done:
@@ -363,7 +366,7 @@ class Trainer:
         if s.pseudo.on:
             pseudo.average(self.optimizers.named, self.owners)
         norm = self.optimizers.clip_gradients(s.optim.grad_clip)
-        # read together: a GPU is waited for once a step
+        # Read both in one transfer, so that the host waits for a GPU only once a step.
         mean, norm = torch.stack((runtime.reduce(loss), norm.to(runtime.device))).tolist()
         mean /= max(step.targets, 1)
         if not math.isfinite(mean):
@@ -378,14 +381,14 @@ class Trainer:
         return Done(loss=mean, grad_norm=norm, lr=lr)
 
     def backward(self, step: Step) -> torch.Tensor:
-        """Add up the gradients of this rank's rows; the sum of their losses.
+        """Accumulate the gradients of this rank's rows; returns the sum of their losses.
 
-        Both are divided by the targets of all ranks, not by counts of micro-batches, so that
-        neither ranks nor accumulation weigh in.
+        Gradients are divided by the number of targets on all ranks, not by the number of
+        micro-batches, so the curve depends neither on ranks nor on accumulation.
         """
         s, runtime = self.settings, self.runtime
         B, T = step.batch.tokens.shape
-        rows = self.micro_batch * (s.data.seq_len // T)  # of a micro-batch: more if they are short
+        rows = self.micro_batch * (s.data.seq_len // T)  # of a micro-batch: more if rows are short
         total = torch.zeros((), device=runtime.device)
         for first in range(0, B, rows):
             part = step.part(slice(first, min(first + rows, B)))
@@ -393,7 +396,7 @@ class Trainer:
             if s.model.dropout:
                 seed = seed_of(s.run.seed, "dropout", step.context.step, runtime.rank, first)
                 torch.manual_seed(seed)
-            sync_gradients(self.wrapped, is_last)  # over ranks once, with the last part
+            sync_gradients(self.wrapped, is_last)  # between ranks only once, with the last part
             part = part.to(runtime.device)
             with runtime.autocast():
                 loss = self.wrapped(
@@ -402,14 +405,14 @@ class Trainer:
                     shares=shares_of(part.batch, s.optim.loss_per == "document", part.of_answer),
                     predicted=part.predicted,
                 )
-            scale = runtime.world_size / max(step.targets, 1)  # the mean over ranks made a sum
+            scale = runtime.world_size / max(step.targets, 1)  # turns DDP's mean into a sum
             with self.offloaded.around_backward(is_last) if self.offloaded else nullcontext():
                 (loss * scale).backward()
             total += loss.detach()
         return total
 
     def state(self) -> dict:
-        """All that `assemble` needs to go on from here."""
+        """All that `assemble` needs to continue from here."""
         state = {
             "model": self.offloaded.weights() if self.offloaded else self.model.state_dict(),
             "optimizers": self.optimizers.state_dict(),
@@ -420,7 +423,7 @@ class Trainer:
 
 
 def block_runner(settings: Config, part: Step, offloaded: "Offload | None") -> BlockRunner:
-    """How the blocks of a micro-batch run. Each technique wraps those before it."""
+    """How the blocks of a micro-batch are run. Each technique wraps the one before it."""
     run_block = run_recomputed if settings.run.checkpoint_activations else run_plain
     if offloaded:
         run_block = offloaded.wrap_block(run_block)
