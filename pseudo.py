@@ -54,8 +54,8 @@ class PseudoConfig:
     group: int | None = flag(None, "layers in the repeated unit (default: at most 4)", least=1)
     until: str | None = flag(
         None,
-        "share of a run after which every layer has its own weights; 0.05,0.1: at 0.05 units"
-        " double first (default: 0.05; with --pseudo-layers 0.75)",
+        "share of a run until layers have their own weights; 0.05,0.1: units double at 0.05"
+        " (default: 0.05; with --pseudo-layers 0.75)",
     )
     state: str = flag("reset", "optimizer state of layers that get their own", choices=STATES)
     layers: int | None = flag(None, "layers at the start (default: all)", least=1)

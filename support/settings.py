@@ -279,11 +279,11 @@ class RunConfig:
     out: str | None = free(None, "folder for log, checkpoints, settings (default: a new one)")
     resume: str | None = free(
         None,
-        "continue from a checkpoint in --out; auto starts the run if there is none",
+        "continue the run in --out; auto starts it if there is none",
         ("last", "best", "auto"),
         without_value="last",
     )
-    seed: int = flag(1337, "decides the initial weights, the data order and every random draw")
+    seed: int = flag(1337, "of the initial weights, the data order and every draw")
     device: str = free("auto", "where to compute", ("auto", "cpu", "cuda", "mps"))
     dtype: str = flag("auto", "arithmetic; auto: bf16 on Ampere or newer", ("auto", "fp32", "bf16"))
     compile: str = free(
@@ -297,7 +297,7 @@ class RunConfig:
     checkpoint_every: int | None = free(
         None, "tokens between checkpoints; 0: only at the end (default: --tokens / 10)"
     )
-    keep: int = free(2, "how many of the newest checkpoints to keep, besides the best", least=1)
+    keep: int = free(2, "newest checkpoints kept, besides the best", least=1)
     wandb: bool = free(False, "log to Weights & Biases too (WANDB_MODE=offline works)")
     dry_run: bool = free(False, "print what the run would take, then stop")
 

@@ -1,4 +1,4 @@
-"""The code of docs/library.md: it runs, and drops what train.py drops."""
+"""The code of docs/library.md: it runs, packs without a leak, and drops what train.py drops."""
 
 import re
 import sys
@@ -27,6 +27,7 @@ def code_of(monkeypatch):
     def names(file: str) -> types.ModuleType:
         module = types.ModuleType(file)
         exec(CODE[file], module.__dict__)
+        monkeypatch.setitem(sys.modules, file.removesuffix(".py"), module)
         return module
 
     return names
@@ -39,7 +40,18 @@ def test_a_run_is_loaded_and_writes(run_of, tmp_path, monkeypatch, code_of):
     ran = code_of("load_run.py")
     assert ran.text.startswith("Call me")
     assert ran.logits.shape[:2] == ran.states.shape[:2] == ran.tokens.shape
-    assert code_of("new_model.py").logits.shape == (2, 64, 4160)
+
+
+def test_rows_packed_elsewhere_have_the_losses_of_their_documents_and_none_leaks(code_of):
+    packed_rows = code_of("packed_rows.py").packed_rows
+    code_of("leak_check.py")
+    ours = code_of("check_ours.py")
+    assert ours.with_mask == [] and ours.without == [(0, 1), (0, 2), (1, 2)]
+    model, pieces = widened(ours.model), [[*range(9, 29)], [*range(7)], [*range(30, 34)]]
+    packed = Batch(*packed_rows([pieces[0] + pieces[1], pieces[2]], 20))
+    assert packed.tokens.shape == (2, 20)
+    alone = sum(model(Batch(*packed_rows([piece], len(piece)))) for piece in pieces)
+    torch.testing.assert_close(model(packed), alone)
 
 
 class Alone(nn.Module):

@@ -21,30 +21,16 @@ from support.store import write_ranks
 from support.weights import GPT2_LAYOUT, LLAMA_LAYOUT, published_entries, save_file
 
 PAGE = "docs/recipes.md"
-TINY = {"--layers": "3", "--heads": "2", "--width": "32", "--seq-len": "32"}
-TINY |= {"--batch-tokens": "256", "--eval-tokens": "200", "--final-eval-tokens": "200"}
-TINY |= {"--device": "cpu"}
-DIMENSIONS = ("--layers", "--heads", "--width", "--seq-len")
+TINY = "--layers 3 --heads 2 --width 32 --seq-len 32 --batch-tokens 256 --tokens 512"
+TINY += " --eval-tokens 200 --final-eval-tokens 200 --device cpu"
+SMALLER = {"gpt2": "bytes", "4096": "300", "200": "20"}
+SMALLER["discrete:128@0.5:512@0.85:2048"] = "discrete:8@0.5:16@0.85:32"
 
 
 def at_toy_size(module: str, arguments: list[str]) -> list[str]:
-    """The same command on little text: its flags stay, but for those that say how much."""
-    words = [{"gpt2": "bytes", "4096": "300", "200": "20"}.get(word, word) for word in arguments]
-    if module != "train":
-        return words
-    if "--tokens" in words:  # of a run that is extended, more
-        at = words.index("--tokens") + 1
-        words[at] = "1024" if "--resume" in words else "512"
-    if "--resume" in words:
-        return words
-    words = [word for word in words if word not in ("--size", "124M", "--compile")]
-    own = "--init" in words and words[words.index("--init") + 1].startswith(("runs/", "llama"))
-    more = {flag: TINY[flag] for flag in TINY if not (own and flag in DIMENSIONS)}
-    if "--seq-len" in words:
-        more["--seq-len"] = TINY["--seq-len"]
-    if "--tokens" not in words:
-        more["--tokens"] = "512"
-    return [*words, *(word for pair in more.items() for word in pair)]
+    """The same command on little text: of a flag that is given twice the last value counts."""
+    words = [SMALLER.get(word, word) for word in arguments if word not in ("--size", "124M")]
+    return [*words, *TINY.split()] if module == "train" else words
 
 
 def make_what_is_named() -> None:
