@@ -239,12 +239,13 @@ def timeline() -> str:
         free[lane] = begin + length
 
     def copy(_, pairs):
-        for target, source in pairs:
+        for target, source in pairs:  # of one block
             target.copy_(source)
-            length, at = source.numel() / (12 * 128**2), source.data_ptr()
-            if at not in weights and backward:  # the first gradient of a block
-                note("compute", 2, backward.pop())
-            note("copy up" if at in weights else "copy down", length, weights.get(at, work[-1][-1]))
+        if source.data_ptr() in weights:
+            note("copy up", 1, weights[source.data_ptr()])
+        elif backward:  # the first gradient that this block's backward pass has made
+            note("compute", 2, backward[-1])
+            note("copy down", 1, backward.pop())
 
     def wait(_):
         free["compute"] = max(free["compute"], free["copy up"])
