@@ -1,21 +1,20 @@
 """GPT, Llama and BERT as one Transformer with two seams. No training loop, data or technique.
 
-Seam 1, per-token metadata (`TokenMeta`): attention honours `positions` and `doc_ids` and nothing
-    else, so packed rows, padding and dropped tokens need no code here.
-Seam 2, `run_block(layer, block, x, meta)`: the layer loop calls each block through it. A technique
-    that skips tokens, offloads weights or checkpoints activations hands in another `run_block`.
+Seam 1, per-token metadata (`TokenMeta`): attention depends only on `positions` and `doc_ids`, so
+    packed rows, padding and dropped tokens need no code here.
+Seam 2, `run_block(layer, block, x, meta)`: the layer loop calls each block through this function. A
+    technique that skips tokens, offloads weights or checkpoints activations passes its own.
 
-In reading order: config, attention, block, the whole model; then what attention is told of each
-token, and the rotation that follows from it. Sizes by name and what they cost:
-support/sizes.py.
+In reading order: config, batch, attention, block, the whole model, and the metadata that attention
+reads. Named sizes and their costs are in support/sizes.py.
 
 GPT:  Radford et al. 2019 (GPT-2): pre-LN, learned positions or rotary (2104.09864).
 Llama: Touvron et al. 2023 (2302.13971): RMSNorm (1910.07467), SwiGLU (2002.05202), no biases; with
-    grouped queries (2305.13245). Each of these is a switch, and so is QK norm (2010.04245).
-BERT: Devlin et al. 2018 (arXiv 1810.04805): post-LN, bidirectional, masked-token head, one segment.
-Parameters carry GPT-2's published names for all of them, whatever the flags.
+    grouped queries (2305.13245). Each of these is a separate switch, as is QK norm (2010.04245).
+BERT: Devlin et al. 2018 (arXiv 1810.04805): post-LN, bidirectional, masked-token head, no segments.
+All parameters have GPT-2's published names, whatever the model and the flags.
 
-Letters of the whole repository:
+Letters used in the whole repository:
     B rows   T positions   K kept positions   C width   H heads   D head width = C / H
     L layers   V vocabulary   N documents
 """
@@ -38,26 +37,26 @@ from support.runtime import on_device
 
 @dataclass(frozen=True)
 class TransformerConfig:
-    """Everything that a model is built from."""
+    """Everything needed to build a model."""
 
     kind: str  # gpt | bert
     layers: int
     heads: int
     width: int
-    mlp_width: int  # of the MLP's inner layer
-    seq_len: int  # tokens of the longest row
+    mlp_width: int  # width of the MLP's inner layer
+    seq_len: int  # tokens in the longest row that it accepts
     vocab_size: int
     pos: str = "learned"  # learned | rope
     dropout: float = 0.0
-    nsp: bool = False  # a BERT also tells whether the second part of a pair follows the first
+    nsp: bool = False  # a BERT also predicts whether the second part of a pair follows the first
     norm: str = "layernorm"  # layernorm | rmsnorm
     mlp: str = "gelu"  # gelu | swiglu
-    bias: bool = True  # of the blocks' matrices and of LayerNorm
-    kv_heads: int | None = None  # heads of keys and values, each for several of queries; None: all
-    qk_norm: bool = False  # queries and keys are normed
-    rotary: Rotary = PUBLISHED  # what decides the angles, with pos rope
-    tied: bool = True  # the embedding is also what turns features into logits
-    activation: str | None = None  # gelu_new | gelu
+    bias: bool = True  # in the blocks' matrices and in LayerNorm
+    kv_heads: int | None = None  # key and value heads, shared by groups of queries; None: `heads`
+    qk_norm: bool = False  # normalise queries and keys
+    rotary: Rotary = PUBLISHED  # with pos rope: base and scaling of the angles
+    tied: bool = True  # the token embedding is also the output head
+    activation: str | None = None  # gelu_new | gelu; None: see `gelu` below
 
     def __post_init__(self) -> None:
         if self.kind not in ("gpt", "bert"):
@@ -82,15 +81,16 @@ class TransformerConfig:
 
     @property
     def qkv_heads(self) -> tuple[int, int, int]:
-        """Of queries, keys and values."""
+        """How many heads queries, keys and values have."""
         kv_heads = self.kv_heads or self.heads
         return self.heads, kv_heads, kv_heads
 
     @property
     def gelu(self) -> str:
-        """GPT-2's weights, which have learned positions, want its tanh; else the exact one.
+        """`approximate` of nn.GELU: "tanh" for a GPT with learned positions, else "none".
 
-        On a CPU the exact one takes 0.4 times as long (docs/step.md).
+        GPT-2's weights, which have learned positions, were trained with the tanh approximation. On
+        a CPU the exact function takes 0.4 times as long (docs/step.md).
         """
         published = "gelu_new" if self.kind == "gpt" and self.pos == "learned" else "gelu"
         return "tanh" if (self.activation or published) == "gelu_new" else "none"
@@ -101,7 +101,7 @@ class TransformerConfig:
 
 
 class RMSNorm(nn.RMSNorm):
-    """In 32 bits at least, also under autocast, which widens LayerNorm alone."""
+    """RMSNorm in at least 32 bits, even under autocast, which widens only LayerNorm."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x.to(torch.promote_types(x.dtype, torch.float32))).to(x.dtype)
@@ -116,22 +116,22 @@ def norm_of(config: TransformerConfig) -> nn.Module:
 
 
 class Batch(NamedTuple):
-    """Rows as the model takes them, of a step or a micro-batch. Each field is (B, T) int64.
+    """The model's input for a step or a micro-batch. Each field is (B, T) int64.
 
-    Made by data.batch_of, where the head of data.py shows one. `positions` and `doc_ids` are None
-    where every row is one piece that fills it.
+    Made by data.batch_of; the head of data.py shows an example. `positions` and `doc_ids` are None
+    if every row is filled by a single piece.
     """
 
     tokens: Tensor
     targets: Tensor  # IGNORE where nothing is predicted
-    positions: Tensor | None  # from 0 in every piece
-    doc_ids: Tensor | None  # one id a piece, from 0 in every row; padding is -1
+    positions: Tensor | None  # counted from 0 in every piece
+    doc_ids: Tensor | None  # number of the piece, from 0 in every row; -1 for padding
 
     def rows(self, part: slice) -> "Batch":
         return Batch(*(None if field is None else field[part] for field in self))
 
     def with_documents(self) -> "Batch":
-        """The same batch with positions and doc_ids, even where every row is one piece."""
+        """The same batch, with positions and doc_ids even if every row is a single piece."""
         if self.doc_ids is not None:
             return self
         rows, T = self.tokens.shape
@@ -139,7 +139,7 @@ class Batch(NamedTuple):
         return self._replace(positions=positions, doc_ids=torch.zeros_like(positions))
 
     def to(self, device: torch.device) -> "Batch":
-        """On a device, by one copy of all fields."""
+        """The same batch on a device; all fields are copied in one transfer."""
         if self.tokens.device.type == device.type:
             return self
         fields = on_device(torch.stack([f for f in self if f is not None]), device)  # (n, B, T)
@@ -159,7 +159,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, meta: "TokenMeta") -> Tensor:
         B, T, C = x.shape
         qkv = self.c_attn(x).view(B, T, sum(self.heads), C // self.heads[0])
-        q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D), those of k and v perhaps of fewer H
+        q, k, v = qkv.split(self.heads, dim=2)  # (B, T, H, D); k and v may have fewer heads
         if hasattr(self, "q_norm"):
             q, k = self.q_norm(q), self.k_norm(k)
         if meta.rotation is not None:
@@ -209,30 +209,33 @@ BlockRunner = Callable[[int, Block, Tensor, "TokenMeta"], Tensor]
 
 
 def run_plain(layer: int, block: Block, x: Tensor, meta: "TokenMeta") -> Tensor:
-    """The neutral `run_block`: every token through every layer."""
+    """The default `run_block`: run every token through the block."""
     return block(x, meta)
 
 
 def run_recomputed(layer: int, block: Block, x: Tensor, meta: "TokenMeta") -> Tensor:
-    """The same with less memory: only x is kept, the backward pass runs the block once more."""
+    """The same in less memory: keep only x, and run the block again in the backward pass."""
     return checkpoint(block, x, meta, use_reentrant=False)
 
 
 class Transformer(nn.Module):
-    """`model(batch)` is the summed loss, `model.losses(batch)` that of each target, and
-    `model.logits(tokens)` what it predicts.
+    """A GPT, Llama or BERT.
+
+    `model(batch)` returns the summed loss, `model.losses(batch)` the loss of each target, and
+    `model.logits(tokens)` the scores of every token of the vocabulary.
     """
 
     def __init__(self, config: TransformerConfig):
         super().__init__()
         self.config = config
-        self.run_block: BlockRunner = run_plain  # where none is handed in
+        self.run_block: BlockRunner = run_plain  # for calls that pass none
         self.wte = nn.Embedding(config.vocab_size, config.width)
         if config.pos == "learned":
             self.wpe = nn.Embedding(config.seq_len, config.width)
         self.drop = nn.Dropout(config.dropout)
         self.h = nn.ModuleList(Block(config) for _ in range(config.layers))
-        # The one norm outside the blocks: a pre-LN stack ends with it, a post-LN stack begins.
+        # The one norm outside the blocks: a pre-LN stack ends with it, a post-LN stack starts with
+        # it.
         self.ln_f = norm_of(config)
         if not config.tied:
             self.lm_head = nn.Linear(config.width, config.vocab_size, bias=False)
@@ -245,7 +248,7 @@ class Transformer(nn.Module):
             for block in self.h:
                 for out in (block.attn.c_proj, block.mlp.c_proj):
                     nn.init.normal_(out.weight, std=0.02 / math.sqrt(2 * config.layers))
-        if config.nsp:  # last, so that all others start as they do without
+        if config.nsp:  # last, so that --nsp does not change the initial values of other weights
             self.pooler = nn.Linear(config.width, config.width)
             self.nsp = nn.Linear(config.width, 2)
             self._init(self.pooler)
@@ -265,7 +268,10 @@ class Transformer(nn.Module):
         doc_ids: Tensor | None = None,
         run_block: BlockRunner | None = None,
     ) -> Tensor:
-        """The last layer's output (B, T, C) for tokens (B, T); see TokenMeta for the metadata."""
+        """Return the last layer's output, (B, T, C), for tokens (B, T).
+
+        `TokenMeta` explains positions and doc_ids.
+        """
         _, T = tokens.shape
         config = self.config
         if T > config.seq_len:
@@ -291,24 +297,27 @@ class Transformer(nn.Module):
         return self.ln_f(x) if config.kind == "gpt" else x
 
     def attention_impl(self, x: Tensor) -> str:
-        """How rows of several documents are attended to, under autocast as it is now."""
+        """Choose how to attend within documents, given the dtype that autocast has now."""
         dropout = self.config.dropout if self.training else 0.0
-        compiled = self.h[0]._compiled_call_impl is not None  # by Module.compile
+        compiled = self.h[0]._compiled_call_impl is not None  # set by Module.compile
         dtype = product_dtype(x)
         return chosen_impl(x.device.type, dtype, self.config.head_width, dropout, compiled)
 
     def logits(self, *inputs, **more) -> Tensor:
-        """(B, T, V) scores of every next token, or masked one; arguments as of `hidden_states`."""
+        """Return (B, T, V) scores for the next token, or for BERT's masked one.
+
+        The arguments are those of `hidden_states`.
+        """
         features, bias = self.features(self.hidden_states(*inputs, **more))
         return F.linear(features, self.head, bias)
 
     @property
     def head(self) -> Tensor:
-        """(V, C): what turns features into logits."""
+        """The output matrix, (V, C), which turns features into logits."""
         return self.wte.weight if self.config.tied else self.lm_head.weight
 
     def features(self, x: Tensor) -> tuple[Tensor, Tensor | None]:
-        """What the head turns into logits, and the logits' bias, which only BERT has."""
+        """Return the input of the output matrix, and the bias of the logits, if any (BERT)."""
         if self.config.kind == "gpt":
             return x, None
         return self.mlm_ln(F.gelu(self.mlm(x))), self.mlm_bias
@@ -320,10 +329,11 @@ class Transformer(nn.Module):
         shares: Tensor | None = None,
         predicted: "Predicted | None" = None,
     ) -> Tensor:
-        """The loss in nats, summed over the targets of `batch` that are not IGNORE; a scalar.
+        """Return the loss in nats, summed over the targets that are not IGNORE; a scalar.
 
-        Args: shares    (B, T) what each target counts; None for 1
-              predicted which these targets are; None reads it off them, for which a GPU is waited
+        Args: shares    (B, T) weight of each target in the sum; None for 1
+              predicted positions of the targets that are not IGNORE; None finds them in `batch`,
+                        which makes the host wait for the GPU
         """
         tokens, targets, positions, doc_ids = batch
         x = self.hidden_states(tokens, positions, doc_ids, run_block).flatten(0, 1)  # (B T, C)
@@ -342,7 +352,7 @@ class Transformer(nn.Module):
 
     @torch.no_grad()
     def losses(self, batch) -> Tensor:
-        """(B, T) the loss of each token that is a target, in nats, else 0; without gradients."""
+        """Return the loss of each target in nats, (B, T), 0 where it is IGNORE; no gradients."""
         tokens, targets, positions, doc_ids = batch
         x = self.hidden_states(tokens, positions, doc_ids).flatten(0, 1)  # (B T, C)
         at = self.predicted(targets, positions).tokens
@@ -359,29 +369,30 @@ class Transformer(nn.Module):
         return predicted_by_bert(targets, positions, self.config.nsp)
 
     def follows(self, x: Tensor, answers: Tensor) -> Tensor:
-        """Of each pair whether its second part follows the first: scores (n, 2) of yes and no.
+        """Score whether the second part of each pair follows the first: (n, 2), yes and no.
 
         Args: x       (B T, C) the last layer's output
-              answers (n,) int64, where in it [CLS] stands: in every document its first token
+              answers (n,) int64, rows of x that belong to a [CLS], the first token of a pair
         """
         return self.nsp(torch.tanh(self.pooler(rows_at(x, answers))))
 
 
 class Predicted(NamedTuple):
-    """Which of the (B T,) positions of a batch something is predicted at, from left to right.
+    """The positions, of the (B T,) in a batch, at which the model predicts something; sorted.
 
-    How many there are decides shapes. So a host that has to ask a GPU waits until it has done all
-    that it was given; who has the batch before the GPU does had better say it.
+    Their number decides shapes. If the GPU counted them, the host would have to wait until the GPU
+    has finished all its queued work, so plan.py finds them on the host, before the batch is sent.
     """
 
-    tokens: Tensor | None  # (n,) int64; None for all: a BERT's head is a fifth of the work
-    answers: Tensor | None  # (m,) int64 of each [CLS] that tells of a pair
+    # (n,) int64; None: all positions. At all of them, the head would be a fifth of a BERT's work.
+    tokens: Tensor | None
+    answers: Tensor | None  # (m,) int64, each [CLS] that predicts whether its pair belongs together
 
     def to(self, device: torch.device) -> "Predicted":
         return Predicted(*(at if at is None else on_device(at, device) for at in self))
 
     def rows(self, part: slice, T: int) -> "Predicted":
-        """Those in some of the rows, counted from the first of these."""
+        """The positions in some of the rows, counted from the first of these rows."""
         ends = torch.tensor([part.start * T, part.stop * T])
 
         def cut(at: Tensor | None) -> Tensor | None:
@@ -391,7 +402,7 @@ class Predicted(NamedTuple):
 
 
 def predicted_by_bert(targets: Tensor, positions: Tensor | None, nsp: bool) -> Predicted:
-    """Read off a batch, (B, T) each, where a BERT predicts; with `nsp` it also tells of pairs."""
+    """Find the targets of a BERT, given (B, T) targets and positions; `nsp` separates answers."""
     counts = targets != IGNORE  # (B, T)
     if not nsp:
         return Predicted(counts.flatten().nonzero().squeeze(1), None)
@@ -402,7 +413,7 @@ def predicted_by_bert(targets: Tensor, positions: Tensor | None, nsp: bool) -> P
 
 
 def for_all_heads(x: Tensor, heads: int) -> Tensor:
-    """Keys or values (B, T, KV, D), repeated for the queries that share them: (B, T, H, D)."""
+    """Repeat keys or values (B, T, KV, D) for the queries that share them: (B, T, H, D)."""
     KV = x.shape[2]
     return x if KV == heads else x.repeat_interleave(heads // KV, dim=2)
 
@@ -413,22 +424,22 @@ def rows_at(x: Tensor | None, at: Tensor | None) -> Tensor | None:
 
 @dataclass(eq=False)
 class TokenMeta:
-    """What attention must know of each token: its position, and the piece of text that it is in."""
+    """What attention needs to know about each token: its position and the piece it belongs to."""
 
-    positions: Tensor  # (B, T) or (1, T) int64, counted from the start of the token's own piece
-    # (B, T) int64, equal within a piece, -1 on padding; None: every row is one whole document
+    positions: Tensor  # (B, T) or (1, T) int64, counted from the start of the token's piece
+    # (B, T) int64, equal within a piece, -1 for padding; None: every row is one whole document
     doc_ids: Tensor | None
-    causal: bool  # a token sees no later one
-    rotation: Tensor | None = None  # (B, T, 1, D/2, 2) cos and sin of angles, with --pos rope
-    impl: str = "dense"  # of kernels.packed_attention
-    documents: Documents | None = None  # where these lie; None finds them by doc_ids
+    causal: bool  # no token sees a later one
+    rotation: Tensor | None = None  # (B, T, 1, D/2, 2) cos and sin of the angles, with --pos rope
+    impl: str = "dense"  # an implementation in kernels.packed_attention
+    documents: Documents | None = None  # where the documents lie; None: computed from doc_ids
 
     def __post_init__(self) -> None:
         if self.doc_ids is not None and self.documents is None:
             self.documents = index_of(self.doc_ids, self.causal, self.impl)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, dropout: float = 0.0) -> Tensor:
-        """What each token sees of the others: (B, T, H, D), as q is; k and v may have fewer H."""
+        """Return the attention output, (B, T, H, D) like q; k and v may have fewer heads."""
         k, v = for_all_heads(k, q.shape[2]), for_all_heads(v, q.shape[2])
         if self.documents is not None:
             return packed_attention(q, k, v, self.documents, dropout)
@@ -437,16 +448,16 @@ class TokenMeta:
         return y.transpose(1, 2)  # (B, T, H, D)
 
     def take(self, kept: Tensor) -> "TokenMeta":
-        """The metadata of the kept tokens alone; `kept` (B, K) holds their indices, sorted.
+        """Return the metadata of the kept tokens only; `kept` (B, K) holds their sorted indices.
 
-        Where their documents lie follows from their own doc_ids. Positions stay those of the full
-        row, so rotary angles do not close the gaps. If `kept` has n B rows, they are of the B rows
-        n times over.
+        Documents are located again, from the doc_ids of the kept tokens. Positions stay those of
+        the full row, so rotary angles still show the gaps. `kept` may have n B rows: n selections,
+        one after the other, each from all B rows.
         """
         rows, K = kept.shape
 
         def of_kept(x: Tensor | None) -> Tensor | None:
-            """Rows of x.flatten(0, 1): a CPU gathers rows several times as fast as elements."""
+            """Gather rows of x.flatten(0, 1), on a CPU several times as fast as elements."""
             if x is None:
                 return None
             B, T, *rest = x.shape
@@ -457,10 +468,11 @@ class TokenMeta:
         return TokenMeta(of_kept(self.positions), doc_ids, self.causal, turns, self.impl)
 
     def take_each(self, kept: Sequence[Tensor]) -> list["TokenMeta"]:
-        """`take` for each of n layers that keep as many tokens.
+        """Call `take` for each of n layers that keep the same number of tokens.
 
-        It takes some twenty operators, whatever the rows: on a GPU all layers' go through them
-        together. On a CPU, which computes documents of like length together, each goes by itself.
+        `take` runs about twenty operators, however many rows there are, so on a GPU one call serves
+        all layers. On a CPU each layer gets its own call, because attention there computes
+        documents of similar length together, and does so for each layer by itself.
         """
         if self.positions.device.type == "cpu":
             return [self.take(one) for one in kept]
