@@ -1,43 +1,44 @@
-"""Decides what the next step reads: which samples, in which rows, and which of them on this rank.
+"""Decide what the next step reads: which samples, packed into which rows, and on which rank.
 
-The walk that begins in data.py (documents, store, samples) goes on here; its example is this step:
-3 documents, 4 samples, rows of 8 tokens, 4 draws a step, --pack --pack-batch documents, two ranks.
+This file continues the walk that data.py begins (documents, store, samples). The example is one
+step: 3 documents, 4 samples, rows of 8 tokens, 4 draws a step, --pack --pack-batch documents, two
+ranks.
 
-    clock    the run stands at step 0, 0 tokens consumed, the next draw is number 0
-    stage    how long a piece may be, and the pool of samples     Plan.stage_at, curriculum.py
-             that may be drawn: 8 tokens and all four
-    draw     draws 0 to 3 are samples 3, 0, 2, 1                  draw, and `shuffled` in clock.py
-    cut      into pieces of the stage's length: all fit 8; at     Plan.packed_window, data.cut
-             4 tokens less. would be less and .
-    rows     of all ranks: parsimon | less.is. | y.               Plan.packed_rows, packing.py
-    Batch    rank 0 reads the first and a blank one, rank 1 the   Rows.of_rank, batch_of in data.py
-             other two: heaviest first, they go round the ranks
+    clock    the run is at step 0: 0 tokens consumed, the next draw is number 0
+    stage    the longest piece allowed, 8 tokens, and the pool    Plan.stage_at, curriculum.py
+             of samples that may be drawn, all four
+    draw     draws 0 to 3 give samples 3, 0, 2, 1                 draw, and `shuffled` in clock.py
+    cut      into pieces of at most 8 tokens, which all are;      Plan.packed_window, data.cut
+             at 4 tokens, less. would become less and .
+    rows     for all ranks: parsimon | less.is. | y.              Plan.packed_rows, packing.py
+    Batch    rank 0 reads the first row and a blank one, rank 1   Rows.of_rank, batch_of in data.py
+             the other two: heavy rows are dealt out first
     Step     18 targets on all ranks; the next clock: step 1,     Plan.__call__
              18 tokens consumed, the next draw is number 4
-    train    takes the Step while the next one is planned         read_ahead, Trainer.train_step
+    train    runs the Step while the next one is planned          read_ahead, Trainer.train_step
 
-`Plan.__call__` begins this walk, and the functions at its right make it. Curriculum comes before
-packing: pieces get shorter, rows do not. Without --pack a piece has a row to itself, cut off at the
-length that the stage allows (`unpacked_rows`). Of the techniques that act on blocks only the cost
-is settled here, how many tokens each layer sees, because the clock needs it.
+`Plan.__call__` starts this walk; the functions on the right do the work. Curriculum comes before
+packing, because it shortens pieces, not rows. Without --pack each piece gets its own row, cut off
+at the length that the stage allows (`unpacked_rows`). Techniques that act on blocks appear here
+only as a cost: the clock needs to know how many tokens each layer sees.
 
-A plan is a pure function of (settings, store, clock): every rank plans the rows of all ranks, from
-lengths alone, and reads its own. The sample of a draw is a keyed permutation of its number, so
-nobody replays the steps before, and a run that was killed goes on with the rows it would have seen.
-Three steps of two ranks, with 4 rows of 64 tokens a step:
+A plan is a pure function of (settings, store, clock). Every rank plans the rows of all ranks, for
+which lengths are enough, and then reads only its share. A keyed permutation turns the number of a
+draw into a sample, so no step has to be replayed, and a run that was killed continues with the rows
+it would have read. Three steps on two ranks, with 4 rows of 64 tokens a step:
 
     step    cursor                    rows of all ranks         rank 0 reads    rank 1 reads
     1       first_draw 0              draws 0 to 3              0, 3            1, 2
     2       first_draw 4              draws 4 to 7              4, 7            5, 6
     3       first_draw 8              draws 8 to 11             8, 11           9, 10
 
-With --pack-batch rows, a packed GPT's default, the samples of 16 steps, 64 draws, are packed
-together into a window of, say, 10 rows, under the stage in which it begins. The cursor says at
-which draw the window begins, and how many of its rows were taken:
+With --pack-batch rows, the default of a packed GPT, the samples of 16 steps (64 draws) are packed
+together into a window of, say, 10 rows, under the stage at which the window begins. The cursor
+holds the first draw of the window and how many of its rows have been used:
 
     1       first_draw 0, row 0       0 to 3 of the window      two of these    the other two
     2       first_draw 0, row 4       4 to 7                    two             two
-    3       first_draw 0, row 8       8 and 9, 0 and 1 of       two             two
+    3       first_draw 0, row 8       8 and 9, then 0 and 1 of  two             two
                                       the window from draw 64
     4       first_draw 64, row 2
 """
@@ -82,41 +83,44 @@ from support.settings import duration, short
 from support.sizes import empty_model, flops_of_step, parameters_in_words
 
 MANY_EPOCHS = 4
-REPEATED = "text that is read more than 4 times teaches less and less (arXiv 2305.16264)"
-WINDOW_STEPS = 16  # whose samples are packed together; they make some ten steps' rows
+REPEATED = "text read more than 4 times teaches less each time (arXiv 2305.16264)"
+WINDOW_STEPS = 16  # steps whose samples are packed together, which gives rows for about ten steps
 
 
 class Step(NamedTuple):
-    """What the next optimizer step needs, decided before it starts; it travels with its batch."""
+    """All that the next optimizer step needs, decided before it starts: a batch and what it means.
+
+    Counts are of all ranks, except those of the batch.
+    """
 
     batch: Batch | None  # this rank's rows; None if they were not read
-    rows: torch.Tensor | None  # (B,) int64 their numbers among the rows of all ranks
-    seq_len: int  # tokens of a row
-    targets: int  # on all ranks, or documents: what the sum of losses is divided by
-    of_answer: float | None  # --nsp: what the answer of a pair counts in that sum
+    rows: torch.Tensor | None  # (B,) int64, numbers of these rows among the rows of all ranks
+    seq_len: int  # tokens in a row
+    targets: int  # divides the sum of losses: the number of targets, or of documents
+    of_answer: float | None  # --nsp: the weight of an answer in that sum
     context: StepContext
-    max_piece_len: int  # tokens, the longest that the curriculum allows in this step's rows
-    tokens_by_layer: list[int]  # of a full row
+    max_piece_len: int  # tokens in the longest piece that the curriculum allows in these rows
+    tokens_by_layer: list[int]  # how many tokens of a full row each layer sees
     padding_share: float
-    pieces: int  # of documents, on all ranks
-    attention_share: float  # sum of their squared lengths, of what rows without padding could have
-    difficulty: dict[str, float]  # for the log: of each metric, and the samples in the pool
+    pieces: int  # of documents
+    attention_share: float  # sum of squared piece lengths, relative to rows of one full piece
+    difficulty: dict[str, float]  # for the log: the level of each metric, and the pool's size
     note: str  # for the user: what the curriculum could not do as asked
     before: Clock
     after: Clock
-    predicted: Predicted | None = None  # a BERT's targets in the batch; None reads them off it
+    predicted: Predicted | None = None  # where a BERT has targets; None finds them in the batch
 
     def to(self, device: torch.device) -> "Step":
-        """The same step with its rows on a device."""
+        """The same step, with its rows on a device."""
         predicted = self.predicted and self.predicted.to(device)
         rows = on_device(self.rows, device)
         return self._replace(batch=self.batch.to(device), rows=rows, predicted=predicted)
 
     def columns(self) -> dict[str, object]:
-        """What the log has of the step besides the clock."""
+        """The columns of the log that describe this step; the clock adds its own."""
         return {
             "max_piece_len": self.max_piece_len,
-            "kept_tokens": min(filter(None, self.tokens_by_layer)),  # of a layer that runs
+            "kept_tokens": min(filter(None, self.tokens_by_layer)),  # 0: a layer that is skipped
             "padding_share": round(self.padding_share, 6),
             "pieces": self.pieces,
             "attention_share": round(self.attention_share, 6),
@@ -124,22 +128,22 @@ class Step(NamedTuple):
         }
 
     def part(self, rows: slice) -> "Step":
-        """The same step with some of this rank's rows."""
+        """The same step, with only some of this rank's rows."""
         predicted = self.predicted and self.predicted.rows(rows, self.seq_len)
         return self._replace(batch=self.batch.rows(rows), rows=self.rows[rows], predicted=predicted)
 
 
 class Chosen(NamedTuple):
-    """Rows of all ranks, for one step or a whole window, and what governed their choice."""
+    """The rows of all ranks, for one step or a whole window, and the stage that chose them."""
 
     rows: Rows
-    seq_len: int  # tokens of a row
-    stage: Stage  # under which their samples were drawn
+    seq_len: int  # tokens in a row
+    stage: Stage  # the stage at which their samples were drawn
     after: Cursor  # where the next rows begin
 
 
 class Plan:
-    """Turns a clock into a step: curriculum, then packing, then this rank's rows."""
+    """Turns a clock into a step: apply the curriculum, pack, and read this rank's rows."""
 
     def __init__(
         self,
@@ -150,16 +154,16 @@ class Plan:
         model: TransformerConfig,
     ):
         self.settings, self.store, self.runtime = settings, store, runtime
-        self.model = model  # that a step's FLOPs are for
+        self.model = model  # to count the FLOPs of a step
         self.special_ids = special_ids
         self.seq_len = settings.data.seq_len
         self.draws_per_step = settings.optim.batch_tokens // self.seq_len
         self.window_steps = 1 if settings.pack.batch == "documents" else WINDOW_STEPS
-        # the last one is kept, because the next step mostly goes on in it
+        # keep the last window, because the next step usually takes more rows from it
         self.window = lru_cache(maxsize=1)(self.packed_window)
         kind = samples_kind(settings)
         self.samples = samples_in(store, kind, self.seq_len)
-        self.extra = self.samples.special_tokens  # of every piece
+        self.extra = self.samples.special_tokens  # in every piece
         if settings.model.nsp:
             self.check_pairs()
         self.has_noted = False
@@ -173,18 +177,18 @@ class Plan:
             self.curriculum = Curriculum(pacings, settings.optim.schedule_tokens, seq_len, indexes)
 
     def first_note(self, step: Step) -> str:
-        """The note on a step, the first time that there is one; later nothing."""
+        """The step's note if no step had one before, else an empty string."""
         note = "" if self.has_noted else step.note
         self.has_noted = self.has_noted or bool(step.note)
         return note
 
     def __call__(self, clock: Clock) -> Step:
         s = self.settings
-        # stage, draw, rows: of all ranks, from lengths alone
+        # stage, draw, rows: for all ranks, because lengths are enough
         chosen = self.packed_rows(clock) if s.pack.on else self.unpacked_rows(clock)
         step = self.costed(chosen, clock)
 
-        # Batch: this rank's; it may end with blank rows, which nothing counts
+        # Batch: for this rank; it may end with blank rows, which are counted nowhere
         numbers, rows = chosen.rows.of_rank(self.runtime.rank, self.runtime.world_size)
         seeds = [seed_of(s.run.seed, "mask", step.context.step, use) for use in ("which", "what")]
         masks = torch.tensor(seeds)
@@ -195,7 +199,7 @@ class Plan:
         return step._replace(batch=batch, rows=torch.from_numpy(numbers), predicted=predicted)
 
     def costed(self, chosen: Chosen, clock: Clock) -> Step:
-        """The step of these rows: its cost, and what the loss is divided by. Nothing is read."""
+        """Work out the cost of these rows and the divisor of their loss, without reading text."""
         s, rows, stage = self.settings, chosen.rows, chosen.stage
         context = StepContext(
             seed=s.run.seed,
@@ -255,7 +259,7 @@ class Plan:
     # ---- what is ahead
 
     def full_step(self, clock: Clock) -> Step:
-        """The step at this clock if every row were full of one piece; nothing is drawn."""
+        """The step at this clock if one piece filled each row; no sample is drawn."""
         stage, T = self.stage_at(clock.consumed_tokens), self.seq_len
         seq_len = T if self.settings.pack.on else stage.max_piece_len
         rows = Rows.of(np.tile([0, seq_len - self.extra], (self.draws_per_step, 1)))
@@ -265,14 +269,14 @@ class Plan:
         return self.costed(Chosen(rows, seq_len, stage, after=clock.cursor), clock)
 
     def end(self, clock: Clock) -> Clock:
-        """Where a run from this clock on ends if its rows are full.
+        """The clock at the end of the run, if all its rows from here on are full.
 
-        Rows of a GPT without --pack are, except the stream's last. Schedules are looked at a
-        thousand times or more, at both ends of steps that are taken to be alike: a level that
-        comes and goes between two looks is missed.
+        Rows of a GPT without --pack are full, except the last of the stream. To be quick, it skips
+        stretches of at most a thousandth of the budget whose first and last steps cost the same. So
+        a level that comes and goes within a stretch is missed.
 
-        Example: 4,096 tokens in steps of 256 are 16 steps alike; from 64 to 256 tokens a row in
-                 multiples of 8 there are 25 kinds
+        Example: 4,096 tokens in steps of 256 are 16 equal steps; row lengths from 64 to 256 in
+                 multiples of 8 make 25 kinds of steps
         """
         budget = self.settings.optim.tokens
         while clock.consumed_tokens < budget:
@@ -289,7 +293,7 @@ class Plan:
         return clock
 
     def ahead_in_words(self, clock: Clock, end: Clock) -> str:
-        """What the rest of a run reads if its rows are full.
+        """Say what the rest of the run reads and computes, if its rows are full.
 
         Example: 489 steps, 2,002,944 tokens of text (0.73 epochs), 11.9 TFLOP
         """
@@ -303,14 +307,15 @@ class Plan:
         )
 
     def beside_plain(self, clock: Clock, end: Clock, plain_end: Clock) -> str:
-        """How the rest of a run differs from that without techniques; "" if by less than a tenth.
+        """Compare the rest of the run with a run without techniques; "" within a tenth.
 
-        The budget that reads the same text follows in proportion: schedules are shares of it.
+        The --tokens that would read the same amount of text are found by proportion, because
+        schedules are shares of the budget.
 
-        Example: reads 1.41 times the text of the same run without techniques and takes 0.94 times
+        Example: reads 1.41 times the text of the same run without techniques and uses 0.94 times
                  its FLOPs; for the same text: --tokens 1.42M
         """
-        if end == clock:  # all that is left is the last evaluation
+        if end == clock:  # only the last evaluation is left
             return ""
         of_text, of_flops = (
             (getattr(end, what) - getattr(clock, what))
@@ -322,15 +327,15 @@ class Plan:
         same = short(self.settings.optim.tokens / of_text).replace(" ", "")
         advice = f"; for the same text: --tokens {same}" * (clock.step == 0 and of_text > 1.1)
         return (
-            f"reads {of_text:.3g} times the text of the same run without techniques and takes"
+            f"reads {of_text:.3g} times the text of the same run without techniques and uses"
             f" {of_flops:.3g} times its FLOPs{advice}"
         )
 
     def spent(self, run: Run) -> str:
-        """What a run took to get here, and beside it the same model without techniques.
+        """Say what the run has read and computed, and what it would have without techniques.
 
-        Example: read 5,630,000 tokens in 21.3 TFLOP and 0:03:20 of steps; the same model plain,
-                 with the same --tokens, reads 4,000,000 in 38.1 TFLOP
+        Example: read 5,630,000 tokens in 21.3 TFLOP and 0:03:20 of steps; without techniques the
+                 same --tokens read 4,000,000 in 38.1 TFLOP
         """
         steps = (line for line in read_log(run.folder) if line["event"] == "train")
         seconds = sum(line["ms"] for line in steps) / 1e3
@@ -340,10 +345,10 @@ class Plan:
             return taken
         end = self.plain().end(Clock())
         plain = f"{end.real_tokens:,} in {short(end.flops, 'FLOP')}"
-        return f"{taken}; the same model plain, with the same --tokens, reads {plain}"
+        return f"{taken}; without techniques the same --tokens read {plain}"
 
     def plain(self) -> "Plan":
-        """The plan of the same run without techniques."""
+        """The plan of the same run with all techniques off."""
         off = {name: type(getattr(self.settings, name))() for name in TECHNIQUES}
         settings = replace(self.settings, **off)
         return Plan(settings, self.store, self.special_ids, self.runtime, self.model)
@@ -351,26 +356,26 @@ class Plan:
     # ---- which samples
 
     def check_pairs(self) -> None:
-        """Refuse --nsp where no two of the first million samples have two tokens or more."""
+        """Refuse --nsp if fewer than two of the first million samples have at least two tokens."""
         start, stop = self.samples.spans(np.arange(min(len(self.samples), 1 << 20))).T
         if (stop - start >= 2).sum() < 2:
             lacks = f"{self.store.path} has fewer than two pieces of two tokens or more to pair"
             raise ValueError(f"--nsp: {lacks}: leave out --nsp, or name another store with --data")
 
     def stage_at(self, consumed_tokens: int) -> Stage:
-        """How long a piece may be and which samples may be drawn, at one point of the run."""
+        """The longest piece and the pool of samples allowed at one point of the run."""
         if self.curriculum is None:
             return Stage(difficulty={}, max_piece_len=self.seq_len, pool=None, note="")
         return self.curriculum.at(consumed_tokens)
 
     def cursor_at(self, consumed_tokens: int, last: Cursor) -> Cursor:
-        """Where to draw from now; a stage with another pool starts a new shuffle here."""
+        """The cursor to draw from now; if the pool of samples has changed, a new shuffle starts."""
         if self.stage_at(consumed_tokens).pool != self.stage_at(last.drawn_at_tokens).pool:
             last = last._replace(stage_first_draw=last.first_draw)
         return last._replace(drawn_at_tokens=consumed_tokens)
 
     def samples_of(self, cursor: Cursor, steps: int = 1) -> tuple[np.ndarray, Cursor]:
-        """The samples of some steps, under the stage that the cursor stands in."""
+        """Draw the samples of some steps, from the pool allowed when the cursor was set."""
         pool = self.stage_at(cursor.drawn_at_tokens).pool
         count = steps * self.draws_per_step
         return draw(self.samples, pool, cursor, count=count, seed=self.settings.run.seed)
@@ -378,10 +383,11 @@ class Plan:
     # ---- which rows
 
     def unpacked_rows(self, clock: Clock) -> Chosen:
-        """A row for each sample, cut off at the length that the stage allows (truncation).
+        """Give each sample a row, cut off at the length that the stage allows (truncation).
 
-        A BERT's rows are only as long as the longest of them where a filter makes short samples
-        likely. With seqlen-reshape nothing is cut off: a sample makes as many rows as it fills.
+        If a curriculum filters a BERT's samples, many are short, so the rows are only as long as
+        the longest of them. With seqlen-reshape nothing is cut off: a sample is spread over as many
+        rows as it fills.
         """
         stage = self.stage_at(clock.consumed_tokens)
         cursor = self.cursor_at(clock.consumed_tokens, clock.cursor)
@@ -401,20 +407,21 @@ class Plan:
         return Chosen(rows, seq_len, stage, after)
 
     def rows_of(self, pieces: np.ndarray, cursor: Cursor) -> Rows:
-        """Pieces drawn at this cursor, a row each; with --nsp they are pairs."""
+        """Give each piece drawn at this cursor a row; with --nsp, turn pieces into pairs first."""
         if not self.settings.model.nsp:
             return Rows.of(pieces)
         spans, pairs = sentence_pairs(pieces, self.settings.run.seed, "nsp", cursor.first_draw)
         return Rows.of(spans, pairs=pairs)
 
     def packed_rows(self, clock: Clock) -> Chosen:
-        """Rows of packed pieces, heaviest first: as many as a step has unpacked, or its documents'.
+        """The packed rows of a step, heaviest first, so that `Rows.of_rank` gives ranks equal work.
 
-        So that ranks get equal work, see `Rows.of_rank`.
+        There are as many as without packing, or with --pack-batch documents as many as the same
+        samples fill.
         """
         parts = list(self.windows(clock))
         rows = Rows.join([window.rows.take(numbers) for window, numbers, _ in parts])
-        work = rows.sums((rows.stop - rows.start + self.extra) ** 2)  # of attention
+        work = rows.sums((rows.stop - rows.start + self.extra) ** 2)  # attention's
         window, _, after = parts[-1]
         longest = max(part.stage.max_piece_len for part, _, _ in parts)
         return Chosen(
@@ -425,17 +432,17 @@ class Plan:
         )
 
     def windows(self, clock: Clock) -> Iterator[tuple[Chosen, np.ndarray, Cursor]]:
-        """The rows of a step, from as many windows as that takes.
+        """Find the rows of a step, in as many windows as needed.
 
-        Yields: a window, the numbers of the rows in it, and the cursor behind these
+        Yields: a window, the numbers of the rows to take from it, and the cursor after them
         """
         cursor, rows_left = clock.cursor, self.draws_per_step
         while rows_left:
-            if cursor.row == 0:  # a window keeps the stage that it begins with
+            if cursor.row == 0:  # a window keeps the stage at which it begins
                 cursor = self.cursor_at(clock.consumed_tokens, cursor)
             window = self.window(cursor._replace(row=0))
             size = len(window.rows)
-            if self.settings.pack.batch == "documents":  # a window is one step's
+            if self.settings.pack.batch == "documents":  # a window is one step
                 rows_left = size
             stop = min(cursor.row + rows_left, size)
             numbers = np.arange(cursor.row, stop)
@@ -446,11 +453,11 @@ class Plan:
     def packed_window(self, cursor: Cursor) -> Chosen:
         """Pack the samples of one window together, and put the rows back into random order.
 
-        A function of where the window begins: nothing is carried over between windows, so a sample
-        lies in the rows of the window that drew it. Packed step by step, rows of 256 leave 4 %
-        padding at 16 rows a step; packed 16 steps at a time, 0.5 %. The packer's rows come longest
-        piece first, which would sort the steps by length; by the draw of their first piece they are
-        as shuffled as the samples, and full rows keep their order.
+        The result depends only on where the window begins: nothing is carried over between windows,
+        so a sample is always in a row of the window that drew it. With 16 rows of 256 a step,
+        packing each step by itself leaves 4 % padding, packing 16 steps together 0.5 %. The packer
+        returns the rows with the longest pieces first, which would sort the steps by length. Sorted
+        by the draw of their first piece instead, rows are as shuffled as the samples.
         """
         stage = self.stage_at(cursor.drawn_at_tokens)
         spans, after = self.samples_of(cursor, steps=self.window_steps)
@@ -471,7 +478,7 @@ class Plan:
 
 
 def tokens_by_layer(settings: Config, context: StepContext, seq_len: int) -> list[int]:
-    """How many tokens of a full row each layer sees in a step, given the techniques in use."""
+    """Count the tokens of a full row that each layer sees in a step, with the techniques in use."""
     tokens = [seq_len] * settings.model.layers
     if settings.ltd.on:
         tokens = ltd.tokens_by_layer(settings.ltd, context, tokens)
@@ -483,14 +490,14 @@ def tokens_by_layer(settings: Config, context: StepContext, seq_len: int) -> lis
 def draw(
     samples: Samples | MixedSamples, pool: Pool | None, cursor: Cursor, *, count: int, seed: int
 ) -> tuple[np.ndarray, Cursor]:
-    """`count` samples of the pool, from the cursor on.
+    """Draw `count` samples from the pool, starting at the cursor.
 
-    A stage shuffles the ranks of its pool pass after pass, so no sample repeats before all have
-    been drawn. Where several filters meet, a draw that one of them refuses is passed over.
+    Each stage shuffles its pool anew for every pass, so no sample repeats before all have been
+    drawn. If several metrics filter the samples, a draw that one of them rejects is skipped.
 
-    Args:    pool a curriculum's pool of samples, sorted by difficulty; None: every sample
-             seed of the run
-    Returns: (count, 2) spans of tokens, and the cursor at the draw that comes after these
+    Args:    pool the curriculum's pool of samples, sorted by difficulty; None: every sample
+             seed the run's
+    Returns: (count, 2) spans of tokens, and the cursor of the next draw
     """
     first, stage_start = cursor.first_draw, cursor.stage_first_draw
     key = seed_of(seed, "stage", stage_start) if stage_start else seed
@@ -498,7 +505,7 @@ def draw(
     ids = np.empty(0, np.int64)
     while len(ids) < count:
         wanted = asked = count - len(ids)
-        if draws_per_sample > 1:  # look at some more than the filters refuse on average
+        if draws_per_sample > 1:  # a few more than are needed on average
             asked = min(int(1.1 * draws_per_sample * wanted) + 64, SCAN)
         numbers = np.arange(first - stage_start, first - stage_start + asked)
         if pool:
@@ -513,13 +520,13 @@ def draw(
 
 
 def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple[Step, float]]:
-    """The steps left of the budget, each with the milliseconds that training waited for it.
+    """Yield the remaining steps, each with the milliseconds that training waited for it.
 
-    While one computes, the next is planned, its rows are read and sent to the device.
+    While one step computes, a thread plans the next, reads its rows and sends them to the device.
     """
 
     def use_device() -> None:
-        """Page-locked memory comes from the thread's current GPU, by default the first one"""
+        """Select the GPU for this thread too, or page-locked memory would come from the first."""
         if device.type == "cuda":
             torch.cuda.set_device(device)
 
@@ -542,9 +549,9 @@ def read_ahead(plan: Plan, clock: Clock, device: torch.device) -> Iterator[tuple
 
 
 def announce(plan: Plan, run: Run, micro_batch: int) -> None:
-    """Say what is trained, on what, and what is ahead: all that --dry-run prints.
+    """Print what is trained, on what, and what lies ahead: all that --dry-run prints.
 
-    Args: micro_batch rows that a rank takes through the model at once
+    Args: micro_batch rows that a rank runs through the model together
     """
     s, runtime, model, store = plan.settings, plan.runtime, plan.model, plan.store
     say, clock = runtime.say, run.clock
@@ -563,8 +570,8 @@ def announce(plan: Plan, run: Run, micro_batch: int) -> None:
     rows = s.optim.batch_tokens // plan.seq_len
     grad_accum_steps = -(-rows // (micro_batch * runtime.world_size))
     say(
-        f"batches: {rows} rows of {plan.seq_len} a step: on each of {runtime.world_size} ranks"
-        f" {grad_accum_steps} micro-batches of {micro_batch}"
+        f"batches: {rows} rows of {plan.seq_len} tokens a step, in {grad_accum_steps} micro-batches"
+        f" of {micro_batch} rows on each of {runtime.world_size} ranks"
     )
     if plan.has_documents:
         impl = chosen_impl(
@@ -577,7 +584,7 @@ def announce(plan: Plan, run: Run, micro_batch: int) -> None:
         say(f"attention: {impl}, {IMPLS[impl]}")
     say(f"data: {store.meta['train_tokens']:,} training tokens in {store.path}")
     if isinstance(plan.samples, MixedSamples):
-        say(f"mixture of {plan.samples.passes(s.optim.tokens)}")
+        say(f"mixture: {plan.samples.passes(s.optim.tokens)}")
     if run.resumed_from:
         say(f"resumed from {run.resumed_from} at step {run.clock.step}")
     for name, end in ends.items():
