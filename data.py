@@ -1,8 +1,8 @@
 """How text becomes a Batch: store -> samples -> rows -> Batch. No technique, no training loop.
 
-A walk with one example, which tests/test_data.py checks. Three documents of letters, in rows of 8
-tokens, with --pack; a dot is end-of-text. (A GPT without it reads 0..8, 8..16 and 16..18, cut
-across documents.)
+Here is a worked example, which tests/test_data.py checks: three documents, one token per letter, in
+rows of 8 tokens, with --pack. A dot is end-of-text. (Without --pack a GPT reads 0..8, 8..16 and
+16..18, cut across documents.)
 
     1  documents    "parsimony" "is" "less"                    prepare.prepare
     2  store        p a r s i m o n y . i s . l e s s .        support/store.py, Store
@@ -11,8 +11,8 @@ across documents.)
                     span    0..8      8..10    10..13   13..18
                     text    parsimon  y.       is.      less.
 
-Then plan.py takes over for each step: `Plan.__call__` says which samples are drawn (4) and which
-share a row (5), and hands those rows back to this file:
+From here on plan.py leads, once for each step: `Plan.__call__` decides which samples are drawn (4)
+and which share a row (5), and passes these rows back to this file:
 
     4  draw         samples 3, 0, 2, 1                         plan.draw
     5  Rows         parsimon    less. is.    y.                packing.pack_lengths
@@ -21,13 +21,13 @@ share a row (5), and hands those rows back to this file:
                     positions 01234567  01234012  01000000     from 0 in every piece
                     doc_ids   00000000  00000111  00------     - is -1, padding
 
-A GPT's inputs are the token before each target: end-of-text where a document begins, the n of
-"parsimony" where its second piece begins. So every token of the store is a target once a pass. A
-BERT reads pieces between [CLS] and [SEP], and guesses those that bert.py hides.
+The input of a GPT is the token before each target: end-of-text where a document begins, and the n
+of "parsimony" where its second piece begins. So every token of the store is a target once per pass.
+A BERT reads each piece between [CLS] and [SEP], and predicts the tokens that bert.py hides.
 
-In reading order: samples; stores read as one (--data wiki=0.7,code=0.3); what a run opens; rows;
-their Batch, and what counts in its loss. The head of plan.py goes on with two ranks and several
-steps.
+In reading order: samples; several stores read as one (--data wiki=0.7,code=0.3); what a run opens;
+rows; their Batch, and what counts in its loss. The head of plan.py continues the example with two
+ranks and several steps.
 """
 
 import os
@@ -55,30 +55,30 @@ from support.store import Store, atomic_write, byte_lengths, get_encoding
 # ---- samples
 
 KINDS = ("pieces", "rows", "bert", "pairs")
-SPLITS = {"train": "training", "val": "held-out"}  # what their tokens are called
+SPLITS = {"train": "training", "val": "held-out"}  # their names in messages
 ADDED_TOKENS = {"bert": 2, "pairs": 3}  # [CLS] and [SEP]s that collate puts around a piece
-IN_MEMORY = 1 << 20  # samples; beyond these, their spans are a file that all processes share
-DOCUMENTS_AT_ONCE = 1 << 18  # cut into samples
+IN_MEMORY = 1 << 20  # samples; the spans of more than these go to a file that all processes share
+DOCUMENTS_AT_ONCE = 1 << 18  # that are cut into samples together
 
 
 class Samples:
     """Sample id -> span of the token store. A sample is a piece of text that fits one row.
 
-    A document is cut at multiples of `max_piece_len` from its own start, so that each of its tokens
-    is a target exactly once a pass. For the kind `rows` the whole split counts as one document:
-    rows of equal length, cut across documents, which is how GPTs are commonly trained without
+    Each document is cut at multiples of `max_piece_len` from its start, so that each of its tokens
+    is a target exactly once per pass. For the kind `rows` the whole split is treated as one
+    document: rows of equal length, cut across documents, as GPTs are commonly trained without
     packing.
 
-    The spans of rows follow from arithmetic; those of pieces are a table of 16 bytes a sample. The
-    table of a large store is a file in it, made on first use, of which only what is asked for is
-    read: a billion samples open as fast as a million. In a folder that cannot be written each
-    process holds its own table.
+    The spans of rows are computed; the spans of pieces are a table of 16 bytes per sample. For a
+    large store the table is a file in its folder, written on first use and mapped into memory, so a
+    billion samples open as fast as a million. If the folder is read-only, each process holds a
+    table of its own.
 
-    Args: kind    pieces | rows | bert | pairs: a BERT's pieces leave out end-of-text and make room
-                  for its special tokens
-          seq_len tokens of a row
-          split   train | val: the held-out documents are the last ones of the store
-    Raises: ValueError for a split without any
+    Args:   kind    pieces | rows | bert | pairs: a BERT's pieces leave out end-of-text, and leave
+                    room for its special tokens
+            seq_len tokens in a row
+            split   train | val: the held-out documents are the last ones of the store
+    Raises: ValueError for a split without documents
     """
 
     def __init__(self, store: Store, kind: str, seq_len: int, split: str = "train"):
@@ -98,7 +98,7 @@ class Samples:
             )
 
     def _table(self) -> np.ndarray:
-        """(N, 2) int64: the spans of all samples."""
+        """The spans of all samples, (N, 2) int64."""
         at_most = len(self.documents) + (self.stop - self.start) // self.max_piece_len
         if at_most <= IN_MEMORY or not os.access(self.store.path, os.W_OK):
             return np.concatenate([np.empty((0, 2), np.int64), *self._parts()])
@@ -113,9 +113,9 @@ class Samples:
         return np.asarray(np.memmap(file, np.int64, "r")).reshape(-1, 2)
 
     def _parts(self) -> Iterator[np.ndarray]:
-        """(n, 2) the spans of DOCUMENTS_AT_ONCE documents at a time.
+        """Yield the spans (n, 2) of the samples of DOCUMENTS_AT_ONCE documents at a time.
 
-        Example:  documents 0..5 and 5..6 at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6)
+        Example: documents 0..5 and 5..6, at 2 tokens a piece: (0, 2), (2, 4), (4, 5), (5, 6)
         """
         begin, end = self.documents.start, self.documents.stop
         for first in range(begin, end, DOCUMENTS_AT_ONCE):
@@ -125,7 +125,7 @@ class Samples:
 
     @property
     def tokens(self) -> int:
-        """In all samples; a BERT's special tokens are not among them."""
+        """How many tokens all samples have, without a BERT's special tokens."""
         return self.stop - self.start - self.without_eot * len(self.documents)
 
     def __len__(self) -> int:
@@ -140,12 +140,12 @@ class Samples:
         return np.stack((start, np.minimum(start + self.max_piece_len, self.stop)), axis=1)
 
     def shuffled(self, draws: np.ndarray, seed: int) -> np.ndarray:
-        """(m,) numbers of draws -> (m,) sample ids, pass after pass (support/clock.py)."""
+        """(m,) numbers of draws -> (m,) sample ids, shuffled pass after pass (support/clock.py)."""
         return shuffled(draws, len(self), seed)
 
     def some(self, tokens: int) -> np.ndarray:
-        """(n, 2) spans of about this many tokens in all, a fixed random choice."""
-        # a sample has at least one token, so `tokens` of them are always enough
+        """The spans (n, 2) of a fixed random choice of samples, about `tokens` tokens in all."""
+        # a sample has at least one token, so this many samples are always enough
         some = shuffled(np.arange(min(tokens, len(self))), len(self), seed=0)
         spans = self.spans(some)
         return spans[: np.searchsorted(np.cumsum(spans[:, 1] - spans[:, 0]), tokens) + 1]
@@ -163,38 +163,40 @@ def cut(spans: np.ndarray, max_piece_len: int) -> np.ndarray:
 
 
 def numbered(counts: np.ndarray) -> np.ndarray:
-    """Number the parts of each thing, given how many it has: [2, 0, 3] -> [0, 1, 0, 1, 2]"""
+    """Count from 0 within each group, given the groups' sizes: [2, 0, 3] -> [0, 1, 0, 1, 2]"""
     return np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
 
 
 # ---- several stores read as one
 #
-# They lie side by side, in one space of token numbers and one of sample ids:
+# The stores follow one another in a single numbering of tokens, and in one of samples:
 #
 #     wiki  0 .......... 999        token 0 of code is token 1000 of the mixture
 #     code  1000 ... 1499
 #
-# The shares are of tokens, but samples are drawn, and their mean length differs from store to
-# store. So draws are shared out in proportion to weight / mean length, by a rule that gives each
-# store its share of every stretch of a run and needs only the number of the draw (`apportioned`):
+# Shares are shares of tokens, but what is drawn are samples, and their mean length differs from
+# store to store. So draws are dealt out in proportion to weight / mean length. The rule
+# (`apportioned`) gives each store its share of every stretch of a run, and depends only on the
+# number of the draw:
 #
 #     shares 1/2, 1/4, 1/4 of a, b, c     draw   0  1  2  3  4  5  6  7
 #                                         store  c  a  b  a  c  a  b  a
 
 EXAMPLE = "as in --data wiki=0.7,code=0.3"
-ONE = 1 << 32  # a share of 1: shares are whole numbers of 2^-32
-# of a store, which a mixture adds up
+ONE = 1 << 32  # a share of 1: shares are integers, in units of 2^-32
+# the counts in a store's meta, which a mixture sums
 COUNTS = ("documents", "tokens", "bytes", "train_documents", "train_tokens", "train_bytes")
 
 
 def entries_of(given: str | Path) -> list[tuple[str, Fraction]]:
-    """Read PATH=WEIGHT,PATH=WEIGHT as (path, share); [] for the path of one store.
+    """Parse PATH=WEIGHT,PATH=WEIGHT into pairs (path, share); [] for the path of a single store.
 
-    A path that contains '=' means one store if that folder exists; in a mixture the last '=' of an
-    entry counts. A folder with ',' in its name can be read alone, but not in a mixture.
+    If a folder with this whole name exists, even with '=' in it, it is a single store. In a
+    mixture, the last '=' of an entry separates path and weight. A folder with ',' in its name can
+    be read alone, but not in a mixture.
 
-    Raises:   ValueError for an entry without path or weight, and for weights that are not shares
-    Example:  "wiki=7,code=3" is (wiki, 7/10) and (code, 3/10), as exact on every machine
+    Raises:  ValueError for an entry without path or weight, a negative weight, or only zeros
+    Example: "wiki=7,code=3" is (wiki, 7/10) and (code, 3/10), exactly and on every machine
     """
     given = str(given)
     if "=" not in given or Path(given).is_dir():
@@ -211,14 +213,14 @@ def entries_of(given: str | Path) -> list[tuple[str, Fraction]]:
         weights.append((path, weight))
     total = sum(weight for _, weight in weights)
     if not total:
-        raise ValueError(f"--data {given}: all weights are 0: give at least one store a share")
+        raise ValueError(f"--data {given}: all weights are 0: give at least one a weight above 0")
     return [(path, weight / total) for path, weight in weights]
 
 
 def open_store(given: str | Path) -> "AnyStore":
-    """A store, or a mixture of several.
+    """Open a store, or a mixture of several.
 
-    Raises: ValueError as Store.open and entries_of do, and for stores that cannot be mixed
+    Raises: ValueError for what Store.open and entries_of refuse, and for different tokenizers
     """
     entries = entries_of(given)
     return Mixture.open(str(given), entries) if entries else Store.open(given)
@@ -226,12 +228,12 @@ def open_store(given: str | Path) -> "AnyStore":
 
 @dataclass(frozen=True, eq=False)
 class Mixture:
-    """Stores of one tokenizer, and the share of the tokens that each of them has.
+    """Several stores with the same tokenizer, and each one's share of the tokens that are read.
 
-    Whatever reads tokens can use it as a Store. Documents and samples are those of its parts.
+    Code that reads tokens can use it like a Store; documents and samples belong to its parts.
     """
 
-    path: str  # as the flag names it, for messages
+    path: str  # the value of --data, for messages
     meta: dict  # counts are sums; sha256 identifies the stores, their order and their weights
     parts: tuple[Store, ...]
     weights: tuple[Fraction, ...]  # their sum is 1
@@ -243,7 +245,7 @@ class Mixture:
 
     @property
     def bytes_per_token(self) -> float:
-        """As they are mixed."""
+        """The mean over the stores, weighted by their shares."""
         shares = zip(self.weights, self.parts, strict=True)
         return sum(float(weight) * part.bytes_per_token for weight, part in shares)
 
@@ -257,7 +259,7 @@ class Mixture:
                 others = f"{parts[0].path} with {first['tokenizer']}: prepare one of them again"
                 made_with = f"{part.path} was made with tokenizer {part.meta['tokenizer']}"
                 raise ValueError(f"--data {given}: {made_with} and {others}")
-        # --resume compares this: stores may move, but text, order and weights have to be the same
+        # --resume compares this: stores may move, but text, order and weights must stay the same
         sha256 = [[float(s), part.meta["sha256"]] for s, part in zip(shares, parts, strict=True)]
         names = tuple(part.path.name for part in parts)
         counts = {name: sum(part.meta[name] for part in parts) for name in COUNTS}
@@ -266,7 +268,7 @@ class Mixture:
             meta={**first, **counts, "sha256": {"mixture": sha256}},
             parts=parts,
             weights=shares,
-            # folders' names; their paths where two folders have the same name
+            # names of the folders, or their paths if two have the same name
             names=names if len({*names}) == len(names) else tuple(str(p.path) for p in parts),
             tokens=MixedTokens([part.tokens for part in parts]),
         )
@@ -276,10 +278,10 @@ AnyStore = Store | Mixture
 
 
 class MixedTokens:
-    """Arrays of tokens side by side, without a copy.
+    """Several arrays of tokens that are indexed as if joined, without a copy.
 
-    Every array ends with the end-of-text of its last document, so the token before any document is
-    an end-of-text here too.
+    Every array ends with the end-of-text of its last document, so here too the token before any
+    document is an end-of-text.
     """
 
     def __init__(self, arrays: Sequence[np.ndarray]):
@@ -287,7 +289,7 @@ class MixedTokens:
         self.starts = np.cumsum([0, *(len(array) for array in arrays)])  # (parts + 1,)
 
     def take(self, places: np.ndarray, mode: str) -> np.ndarray:
-        """As ndarray.take of the arrays joined; `mode` is always "clip"."""
+        """Like ndarray.take on the joined arrays; `mode` is always "clip"."""
         places = np.clip(places, 0, self.starts[-1] - 1)
         tokens = np.empty(len(places), self.arrays[0].dtype)
         for number, chosen in by_part(self.starts, places):
@@ -297,7 +299,7 @@ class MixedTokens:
 
 
 def by_part(starts: np.ndarray, places: np.ndarray) -> Iterator[tuple[int, np.ndarray]]:
-    """Of each part that begins at starts[i]: i, and which of the places lie in it."""
+    """For each part i, which begins at starts[i], yield i and the indices of the places in it."""
     part = np.searchsorted(starts, places, side="right") - 1
     for number in range(len(starts) - 1):
         yield number, np.flatnonzero(part == number)
@@ -309,9 +311,9 @@ def samples_in(store: AnyStore, kind: str, seq_len: int) -> "Samples | MixedSamp
 
 
 class MixedSamples:
-    """The training samples of a mixture, with what a plan needs of `Samples`.
+    """The training samples of a mixture, with the methods of `Samples` that plan.py calls.
 
-    Sample ids go on from store to store, as the numbers of tokens do.
+    Sample ids are numbered through from store to store, like tokens.
 
     Raises: ValueError for a store without a training sample
     """
@@ -329,9 +331,9 @@ class MixedSamples:
         return int(self.first_ids[-1])
 
     def shuffled(self, draws: np.ndarray, seed: int) -> np.ndarray:
-        """(m,) numbers of draws -> (m,) sample ids; each store has an order of its own.
+        """(m,) numbers of draws -> (m,) sample ids; each store is shuffled separately.
 
-        The first store's order is that of a run on it alone.
+        The first store is read in the same order as in a run on it alone.
         """
         ids = np.empty(len(draws), np.int64)
         dealt = apportioned(draws, self.shares)
@@ -350,7 +352,7 @@ class MixedSamples:
         return spans
 
     def passes(self, tokens: int) -> str:
-        """Each store's share of a run of this many tokens, and how often the run reads it.
+        """Say what share each store has, and how often a run of this many tokens reads it.
 
         Example: wiki 70.0%, 0.32 passes; code 30.0%, 4.10 passes
         """
@@ -363,47 +365,47 @@ class MixedSamples:
 
 
 def mean_length(samples: Samples) -> Fraction:
-    """Mean tokens of a sample, as the clock counts them: with a BERT's special tokens."""
+    """The mean length of a sample in tokens, including a BERT's special ones, as the clock does."""
     return Fraction(samples.tokens, len(samples)) + samples.special_tokens
 
 
 def nested_shares(often: Sequence[Fraction]) -> list[int]:
-    """The share of each store in the draws that the stores before it leave, in parts of 2^32.
+    """For each store, compute its share of the draws that earlier stores leave, in units of 2^-32.
 
-    Args:    often how often each store is drawn, in proportion to the others
-    Example: [2, 1, 1] is [1/2, 1/2, 1] of 2^32
+    Args:    often how often each store is drawn, relative to the others
+    Example: [2, 1, 1] -> [1/2, 1/2, 1], times 2^32
     """
     shares = []
     for number, drawn in enumerate(often):
         left = sum(often[number:])
         share = round(ONE * drawn / left) if left else 0
-        if drawn:  # rounding leaves something to every store that has a weight
+        if drawn:  # no store with a weight is rounded down to nothing
             share = min(max(share, 1), ONE - any(often[number + 1 :]))
         shares.append(share)
     return shares
 
 
 class Dealt(NamedTuple):
-    """Which store each draw is from, (m,) each."""
+    """The store of each draw, as two arrays (m,)."""
 
     store: np.ndarray
-    draw: np.ndarray  # its number among the draws of that store
+    draw: np.ndarray  # number of the draw among those of its store
 
 
 def apportioned(draws: np.ndarray, shares: Sequence[int]) -> Dealt:
-    """Deal draws out to stores, so that each has its share of the first n draws for every n.
+    """Deal draws out to stores, so that each store has its share of the first n draws, for every n.
 
-    The first store gets floor(n p) of the first n draws. The draws that it leaves are numbered anew
-    and dealt out among the others in the same way. So every store's count differs from its share by
-    less than the number of stores, and the number of a draw is all that is needed to place it.
+    The first store gets floor(n p) of the first n draws. The remaining draws are renumbered and
+    dealt out to the other stores in the same way. So a store's count differs from its exact share
+    by less than the number of stores, and the store of a draw follows from its number alone.
 
-    Args:    draws  (m,) from 0 on, below 2^63
-             shares of `nested_shares`
-    Example: shares [1/2, 1/2, 1] of 2^32: draws 0 to 3 are the first of store 2, the first of store
-             0, the first of store 1 and the second of store 0
+    Args:    draws  (m,) int, 0 to 2^63 - 1
+             shares from `nested_shares`
+    Example: with shares [1/2, 1/2, 1], times 2^32, draws 0 to 3 are the first of store 2, the first
+             of store 0, the first of store 1 and the second of store 0
     """
     store, draw = np.zeros((2, len(draws)), np.int64)
-    left, n = np.arange(len(draws)), draws.astype(object)  # n share may have more than 64 bits
+    left, n = np.arange(len(draws)), draws.astype(object)  # n * share may need more than 64 bits
     for number, share in enumerate(shares):
         before = n * share // ONE
         chosen = (n + 1) * share // ONE > before
@@ -417,18 +419,18 @@ def apportioned(draws: np.ndarray, shares: Sequence[int]) -> Dealt:
 
 
 class Data(NamedTuple):
-    """What a run reads, and what its token ids mean."""
+    """The store that a run reads, and the meaning of its token ids."""
 
     encoding: tiktoken.Encoding
     store: AnyStore
-    special_ids: SpecialIds | None  # a BERT's
-    byte_lengths: np.ndarray  # (V,) of the text that each token stands for
+    special_ids: SpecialIds | None  # for a BERT
+    byte_lengths: np.ndarray  # (V,) bytes of text in each token
 
 
 def open_data(config: DataConfig, is_bert: bool, runtime: Runtime) -> Data:
-    """The store that --data names and its tokenizer; without --data the embedded corpus."""
+    """Open the store that --data names, or the embedded corpus, and its tokenizer."""
     name = config.tokenizer or "pd4k"
-    if config.data is None:  # each machine has its own
+    if config.data is None:  # each machine prepares a copy
         runtime.on_each_machine(lambda: embedded_store(name))
     store = open_store(config.data or str(embedded_store(name)))
     encoding = get_encoding(config.tokenizer or store.meta["tokenizer"])
@@ -442,20 +444,20 @@ def open_data(config: DataConfig, is_bert: bool, runtime: Runtime) -> Data:
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """Which pieces of the store lie in which row, from left to right.
+    """Which pieces of the store are in which row, from left to right.
 
-    Piece i is the tokens start[i] to stop[i] of the store, and row r has the pieces
-    offsets[r] to offsets[r + 1]; a row without any is all padding. With `pairs` only the first part
-    of a piece is read there, and the second part where `pairs` says.
+    Piece i is the tokens start[i]:stop[i] of the store, and row r holds the pieces
+    offsets[r]:offsets[r + 1]; a row without pieces is all padding. With `pairs`, only the first
+    part of a piece is read from there; `pairs` says where the second part is.
 
-    Example: in the head of this file start is [0, 13, 10, 8], stop [8, 18, 13, 10], offsets
-             [0, 1, 3, 4]
+    Example: in the head of this file start is [0, 13, 10, 8], stop is [8, 18, 13, 10], and offsets
+             are [0, 1, 3, 4]
     """
 
     start: np.ndarray  # (n,) int64
     stop: np.ndarray  # (n,)
     offsets: np.ndarray  # (R + 1,)
-    seen: np.ndarray  # (n,) how many tokens of a piece are context, targets in an earlier row
+    seen: np.ndarray  # (n,) leading tokens of a piece that are context: targets of an earlier row
     pairs: Pairs | None = None  # --nsp
 
     @classmethod
@@ -466,13 +468,13 @@ class Rows:
         seen: np.ndarray | int = 0,
         pairs: Pairs | None = None,
     ) -> "Rows":
-        """Rows of the pieces `spans` (n, 2), in their order; one piece a row without `offsets`."""
+        """Make rows of pieces (n, 2), in the given order; without `offsets`, one piece per row."""
         offsets = np.arange(len(spans) + 1) if offsets is None else offsets
         return cls(spans[:, 0], spans[:, 1], offsets, np.broadcast_to(seen, len(spans)), pairs)
 
     @classmethod
     def join(cls, parts: "list[Rows]") -> "Rows":
-        """The rows of all parts, one part after the other."""
+        """Concatenate the rows of all parts."""
         pieces = np.concatenate([np.diff(part.offsets) for part in parts])
         pairs = [part.pairs for part in parts if part.pairs is not None]
         return cls(
@@ -487,13 +489,13 @@ class Rows:
         return len(self.offsets) - 1
 
     def take(self, numbers: np.ndarray) -> "Rows":
-        """The rows of these numbers, in this order."""
+        """The rows with these numbers, in this order."""
         sizes = np.diff(self.offsets)[numbers]
         pieces = np.repeat(self.offsets[numbers], sizes) + numbered(sizes)
         return replace(self.pieces(pieces), offsets=np.concatenate(([0], np.cumsum(sizes))))
 
     def pieces(self, numbers: np.ndarray) -> "Rows":
-        """The pieces of these numbers, with a row each."""
+        """The pieces with these numbers, each in its own row."""
         return Rows(
             self.start[numbers],
             self.stop[numbers],
@@ -503,12 +505,12 @@ class Rows:
         )
 
     def of_rank(self, rank: int, world_size: int) -> tuple[np.ndarray, "Rows"]:
-        """One of the equal shares of these rows, with their numbers; blank rows fill up the last.
+        """This rank's share of the rows, with their numbers; blank rows make the shares equal.
 
-        Rows go round the ranks and back, like a snake: where they come heaviest first, every rank
-        gets nearly equal work, in each micro-batch too.
+        Rows are dealt out to the ranks forwards, then backwards, and so on. If the heaviest come
+        first, every rank gets nearly equal work, and does so in each micro-batch.
 
-        Example: of 6 rows rank 0 of 2 gets 0, 3, 4 and rank 1 gets 1, 2, 5
+        Example: of 6 rows, rank 0 of 2 gets 0, 3, 4, and rank 1 gets 1, 2, 5
         """
         share = -(-len(self) // world_size)
         rounds = np.arange(share * world_size).reshape(share, world_size)
@@ -518,19 +520,20 @@ class Rows:
         return numbers, replace(self, offsets=filled).take(numbers)
 
     def packed(self, items: np.ndarray, offsets: np.ndarray) -> "Rows":
-        """Rows of one piece each, laid together: row r gets items[offsets[r]:offsets[r + 1]]."""
+        """Combine rows of one piece each: the new row r gets items[offsets[r]:offsets[r + 1]]."""
         return replace(self.pieces(items), offsets=offsets)
 
     def sums(self, of_piece: np.ndarray) -> np.ndarray:
-        """(R,) the sum over the pieces of each row."""
+        """Sum a value of each piece (n,) over the pieces of each row: (R,)."""
         return np.diff(np.concatenate(([0], np.cumsum(of_piece)))[self.offsets])
 
 
 def reshaped_len(seq_len: int, limit: int) -> int:
-    """The length of the rows that `reshape` cuts rows of `seq_len` into, at most `limit`.
+    """The length, at most `limit`, of the rows into which `reshape` cuts a row of `seq_len` tokens.
 
-    As short as their number allows, in multiples of 8: the limit grows smoothly, and row length in
-    stairs. Rows of 1,024 are cut to 512 at every limit from 512 to 1,016.
+    Rows are as short as their number allows, in multiples of 8. So while the limit grows smoothly,
+    the length grows in steps: rows of 1,024 are cut into rows of 512 at every limit from 512 to
+    1,016.
     """
     rows_each = -(-seq_len // limit)
     return min(-(-seq_len // rows_each // MULTIPLE) * MULTIPLE, limit)
@@ -539,17 +542,18 @@ def reshaped_len(seq_len: int, limit: int) -> int:
 def reshape(spans: np.ndarray, seq_len: int, length: int) -> Rows:
     """Cut full rows of `seq_len` tokens into shorter ones without losing any text.
 
-    Every sample gets the same number of rows, of `length` tokens. Its last part reaches back into
-    the part before to be as long as the others. The last sample of the stream may be short: it then
-    ends in rows without a part.
+    Every sample gets the same number of rows of `length` tokens. Its last part starts early, inside
+    the part before, to be as long as the others. The last sample of the stream may be short; its
+    last rows may then be blank.
 
     Paper:    arXiv 2212.03597 (seqres)
     Args:     spans  (N, 2) first and one-past-last token of samples, at most seq_len tokens each
               length from `reshaped_len`
-    Deviates: DeepSpeed (Megatron-DeepSpeed's pretrain_gpt.py, data_post_process) drops most of the
-              tails. Keeping them at a length just below seq_len would double the work
-    Example:  reshape([[0, 10]], 10, 4) has rows of 4 with the parts 0..4, 4..8 and 6..10; the last
-              part has 2 tokens that the one before predicted
+    Deviates: DeepSpeed (Megatron-DeepSpeed's pretrain_gpt.py, data_post_process) uses rows of
+              exactly the limit and drops most of the tails. Keeping the tails of such rows would
+              double the work at a limit just below seq_len
+    Example:  reshape([[0, 10]], 10, 4) has rows of 4 with the parts 0..4, 4..8 and 6..10; the first
+              2 tokens of the last part are only context, because the part before predicts them
     """
     start, stop = spans[:, :1], spans[:, 1:]  # (N, 1)
     begins = start + np.arange(0, seq_len, length)  # (N, rows of a sample)
@@ -569,9 +573,9 @@ def reshape(spans: np.ndarray, seq_len: int, length: int) -> Rows:
 def batch_of(
     store: AnyStore, rows: Rows, seq_len: int, special_ids: SpecialIds | None, seeds: Tensor
 ) -> Batch:
-    """These rows as the model takes them; a BERT's with masks, and with the answers of pairs.
+    """Read these rows as the model's input; for a BERT, mask tokens and set the answers of pairs.
 
-    Args:    seeds (2,) int64 of the masks: which tokens are chosen, and what becomes of each
+    Args:    seeds (2,) int64: for the choice of masked tokens, and for what replaces each
     Returns: Batch of (B, seq_len)
     """
     batch = collate(store, rows, seq_len, special_ids)
@@ -591,23 +595,23 @@ def batch_of(
 def collate(
     store: AnyStore, rows: Rows, seq_len: int, special_ids: SpecialIds | None = None
 ) -> Batch:
-    """Read the pieces of each row from the store and lay them side by side.
+    """Read the pieces of each row from the store, one after the other.
 
-    Returns: Batch of (B, seq_len); a BERT's text is all targets, `mask_tokens` chooses some of it
+    Returns: Batch of (B, seq_len); for a BERT all text is a target, until `mask_tokens` chooses
     Raises:  ValueError for a store with a token outside its vocabulary
     Cost:    a few passes over B T numbers, however many pieces there are
     """
     B, T = len(rows), seq_len
     special_tokens = ADDED_TOKENS["pairs" if rows.pairs else "bert"] if special_ids else 0
     length = rows.stop - rows.start + special_tokens  # (n,)
-    # What is left of each row counts as one more piece, so that pieces lie without a gap.
+    # Treat the rest of each row as one more piece, so that the pieces leave no gaps.
     ends = rows.offsets[1:]
     lengths = np.insert(length, ends, T - rows.sums(length))  # (n + B,)
     begins = np.cumsum(lengths) - lengths
-    heads = begins[np.insert(np.ones(len(length), bool), ends, False)]  # (n,) of pieces
+    heads = begins[np.insert(np.ones(len(length), bool), ends, False)]  # (n,) without the rests
 
     def of_tokens(of_piece: np.ndarray, of_rest: int = 0) -> np.ndarray:
-        """(n,) values of pieces -> (B T,) of their tokens."""
+        """Repeat a value of each piece (n,) for each of its tokens: (B T,)."""
         return np.repeat(np.insert(of_piece, ends, of_rest), lengths)
 
     positions = np.arange(B * T) - np.repeat(begins, lengths)
@@ -615,7 +619,7 @@ def collate(
     place = positions + of_tokens(rows.start - (special_tokens > 0))  # in the store
     if rows.pairs:
         first = of_tokens(rows.pairs.first)
-        second = of_tokens(rows.pairs.second - rows.start) - first - 1  # how far ahead it is
+        second = of_tokens(rows.pairs.second - rows.start) - first - 1  # distance to jump ahead
         place += np.where(positions > first + 1, second, 0)  # after the [SEP] in the middle
     text = store.tokens.take(place, mode="clip").astype(np.int64)  # (B T,)
     if special_ids:
@@ -639,13 +643,13 @@ def collate(
 def gpt_inputs(
     text: np.ndarray, rows: Rows, heads: np.ndarray, store: AnyStore
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Every token of a piece is a target; its input is the token before it.
+    """Make every token of a piece a target, and the token before it its input.
 
-    Before a piece that is the token before it in the store, and end-of-text where a document
-    begins.
+    For the first token of a piece, that is the token before it in the store: end-of-text where a
+    document begins.
 
-    Args:    text  (B T,) the pieces' tokens
-             heads (n,) where in them each piece begins
+    Args:    text  (B T,) the tokens of the pieces
+             heads (n,) where in `text` each piece begins
     Returns: tokens and targets, (B T,)
     """
     tokens = np.empty_like(text)
@@ -658,11 +662,11 @@ def gpt_inputs(
 def bert_inputs(
     text: np.ndarray, rows: Rows, heads: np.ndarray, lasts: np.ndarray, special_ids: SpecialIds
 ) -> tuple[np.ndarray, np.ndarray]:
-    """A piece stands between [CLS] and [SEP], with one more [SEP] between the parts of a pair.
+    """Put [CLS] before and [SEP] after each piece, and one more [SEP] between the parts of a pair.
 
-    Args:    text         (B T,) the pieces' tokens, and anything where special tokens belong
-             heads, lasts (n,) where each piece with its special tokens begins and ends
-    Returns: tokens and targets, (B T,); special tokens are no targets
+    Args:    text         (B T,) the tokens of the pieces; arbitrary where special tokens go
+             heads, lasts (n,) first and last token of each piece, special tokens included
+    Returns: tokens and targets, (B T,); special tokens are not targets
     """
     tokens, targets = text, text.copy()
     seps = lasts
@@ -674,10 +678,11 @@ def bert_inputs(
 
 
 def places(rows: Rows, batch: Batch) -> Tensor:
-    """(B, T) int64: where in the store each token of these rows lies, to draw random numbers by.
+    """Number each token by its place in the store, (B, T) int64: the key of its random numbers.
 
-    So a token has the same numbers wherever its piece is packed. Special tokens count as text, the
-    second part of a pair as if it followed the first, and padding has any number.
+    So a token gets the same random numbers wherever its piece is packed. Special tokens count as
+    text, the second part of a pair counts as if it followed the first, and padding has arbitrary
+    numbers.
     """
     _, _, positions, doc_ids = batch.with_documents()
     piece = torch.from_numpy(rows.offsets[:-1])[:, None] + doc_ids  # (B, T)
@@ -689,14 +694,15 @@ def places(rows: Rows, batch: Batch) -> Tensor:
 
 
 def counts(rows: Rows, masked: bool, per_document: bool) -> tuple[int, float | None]:
-    """What the sum of losses of these rows is divided by, and how answers weigh in it.
+    """Compute what the sum of losses of these rows is divided by, and the weight of an answer.
 
-    From lengths alone, so that a rank knows the count of all ranks' rows without reading them. All
-    answers together count as much as all targets: the loss is the mean over these and over those.
+    Only lengths are needed, so a rank knows the count for all ranks without reading their rows. All
+    answers together weigh as much as all targets: the loss is the mean loss of a target plus the
+    mean loss of an answer.
 
-    Args:    masked       whether a BERT predicts some tokens, or a GPT all of them
-             per_document whether documents are counted in place of targets
-    Returns: targets, or documents; what the answer of a pair counts beside them, None without pairs
+    Args:    masked       True for a BERT, which predicts some tokens; False for a GPT
+             per_document count documents in place of targets
+    Returns: the number of targets, or of documents; the weight of an answer, None without pairs
     """
     length = rows.stop - rows.start
     targets = masked_tokens(length) if masked else length - rows.seen
@@ -708,12 +714,11 @@ def counts(rows: Rows, masked: bool, per_document: bool) -> tuple[int, float | N
 
 
 def shares_of(batch: Batch, per_document: bool, of_answer: float | None) -> Tensor | None:
-    """How much each target counts in the loss; None if each counts 1.
+    """Compute the weight of each target in the loss, (B, T) float32; None if all weigh 1.
 
-    Paper:   Krell et al., arXiv 2107.02027, section 3.2.3: without shares long documents weigh more
-    Args:    per_document every document counts 1, shared equally by its targets
-             of_answer    what the answer at a [CLS] counts in addition; None: there are no answers
-    Returns: (B, T) float32
+    Paper: Krell et al., arXiv 2107.02027, section 3.2.3: without weights, long documents dominate
+    Args:  per_document every document weighs 1, divided equally among its targets
+           of_answer    the weight of the answer at each [CLS]; None: there are no answers
     """
     if of_answer is None and not per_document:
         return None
