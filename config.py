@@ -1,18 +1,19 @@
-"""All settings of a run: groups of flags, defaults that follow from others, what is refused.
+"""All settings of a run: groups of flags, defaults that depend on other flags, and refusals.
 
-Settings stand beside the code that obeys them: a technique's in its module, the model's in
+Settings are defined beside the code that uses them: a technique's in its module, the model's in
 support/sizes.py, the optimizer's in support/optim.py, the run's and the data's in
-support/settings.py, which makes flags of them. `Config` puts them together. No config files and no
-environment variables: a recipe is a shell line. One of them, `--layers 4 --ltd`, stop by stop:
+support/settings.py, which also turns settings into flags. `Config` combines the groups. There are
+no config files and no environment variables: a recipe is a command line. `--layers 4 --ltd`, step
+by step:
 
-    parse      {"model.layers": 4, "ltd.on": True}        what was given, flat
-    build      with_defaults: heads 4, width 128, ...     by --size
-               ltd.resolved: start 16, share 0.9          by --seq-len
-    Config     settings.ltd.start == 16                   what everybody reads, frozen
+    parse      {"model.layers": 4, "ltd.on": True}        the flags that were given, flat
+    build      with_defaults: heads 4, width 128, ...     depend on --size
+               ltd.resolved: start 16, share 0.9          depend on --seq-len
+    Config     settings.ltd.start == 16                   complete and frozen, for all other code
 
-A technique's settings are completed and checked in `build` or `check`, where its `.on` stands;
---offload is checked in train.py, which knows the device's memory. Where else a technique acts
-stands at the head of its file.
+A technique's settings are completed in `build` and checked there or in `check`, in the lines with
+its `.on`; --offload is checked in train.py, because only train.py knows the device's memory. The
+head of a technique's file lists where else it acts.
 
     python config.py                    # the table of flags, as docs/flags.md shows it
 """
@@ -51,7 +52,7 @@ from support.weights import with_settings_of_init
 
 @dataclass(frozen=True)
 class Config(Settings):
-    """All settings of a run: those of every run, and those of each technique."""
+    """All settings of a run: the groups that every run has, and one for each technique."""
 
     curriculum: CurriculumConfig = field(default_factory=CurriculumConfig)
     ltd: LtdConfig = field(default_factory=LtdConfig)
@@ -64,12 +65,12 @@ TECHNIQUES = [group.name for group in fields(Config) if group not in fields(Sett
 
 
 def parse(argv: list[str]) -> Flat:
-    """The settings given on the command line, {"group.field": value}; ValueError for a bad one."""
+    """Read the command line as {"group.field": value}, only what it gives; ValueError if bad."""
     return parse_flags(Config, argv, "train.py", "Pretrain a GPT or a BERT.")
 
 
 def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
-    """The settings of the run; if it exists already and is to go on, what it was started with."""
+    """Read the settings of a run, and with --resume also what it was started with."""
     given = parse(argv)
     which = given.pop("run.resume", None)
     if which == "auto" and "run.out" not in given:
@@ -79,23 +80,23 @@ def parse_or_resume(argv: list[str]) -> tuple[Config, Started | None]:
         return build(with_settings_of_init(given), file=given.get("model.init", "")), None
     started = started_with(folder)
     if which == "auto":
-        given.pop("model.init", None)  # of the command that began the run
+        given.pop("model.init", None)  # it only matters to the command that started the run
     given["run.resume"] = "last" if which == "auto" else which
     budget = started.config["optim.tokens"]
     larger = given.get("optim.tokens", budget)
     if larger < budget:
         raise ValueError(
-            f"--tokens {larger} is less than the {budget} tokens of the run in {folder}: a run that"
-            " goes on can be given more, not less"
+            f"--tokens {larger} is less than the {budget} tokens of the run in {folder}: --resume"
+            " can extend a run, not shorten it"
         )
     saved = started.config | {"optim.tokens": larger}
     return build(resumed(saved, given), file=f"{folder}/config.json"), started
 
 
 def resumed(saved: Flat, given: Flat) -> Flat:
-    """The settings of a run that goes on: those it was started with, and the free ones given.
+    """The settings of a resumed run: the saved ones, updated with the free ones that are given.
 
-    Raises: ValueError for another value of a setting that is not free
+    Raises: ValueError if a setting that is not free is given another value
     """
     for name, value in given.items():
         setting = settings_of(Config)[name]
@@ -105,17 +106,16 @@ def resumed(saved: Flat, given: Flat) -> Flat:
                 f"{as_given(setting.flag, value)} differs from {before}, with which the run was"
                 " started: leave it out, or start a new run with another --out"
             )
-    # a technique that is switched off now takes its other settings with it
+    # when a technique is switched off now, drop its other settings too
     off = tuple(n.removesuffix("on") for n, v in given.items() if n.endswith(".on") and not v)
     return {n: v for n, v in (saved | given).items() if n in given or not n.startswith(off)}
 
 
 def build(settings: Flat, will_run: bool = True, file: str = "") -> Config:
-    """Settings {"group.field": value} -> Config with every default filled in, checked.
+    """Turn settings {"group.field": value} into a checked Config, with every default filled in.
 
-    Args: will_run False to read the settings of a run that was made: combinations are not checked
-                   again
-          file     that the settings are from, for messages
+    Args: will_run False to read the settings of a past run: combinations are not checked again
+          file     where the settings come from, for messages
     """
     check_limits(Config, settings, file)
     config = unflattened(Config, with_defaults(settings))
@@ -133,7 +133,7 @@ def build(settings: Flat, will_run: bool = True, file: str = "") -> Config:
 
 
 def shared_by_ranks(config: Config) -> Flat:
-    """The settings that all ranks must have alike, by their flags; paths may differ."""
+    """The settings that must be the same on all ranks, {flag: value}; paths may differ."""
     shared = flattened(config)
     for path in ("data.data", "data.tokenizer", "run.out"):
         del shared[path]
@@ -141,7 +141,7 @@ def shared_by_ranks(config: Config) -> Flat:
 
 
 def samples_kind(config: Config) -> str:
-    """What a sample is: a BERT's piece of a document, a piece to pack, or a row of the stream."""
+    """What a sample is: a piece of a document (for a BERT, or to pack), or a row of the stream."""
     if config.model.model == "bert":
         return "pairs" if config.model.nsp else "bert"
     return "pieces" if config.pack.on else "rows"
@@ -150,9 +150,9 @@ def samples_kind(config: Config) -> str:
 def transformer_config(
     config: Settings, vocab_size: int, positions: int | None = None
 ) -> TransformerConfig:
-    """The model's dimensions. Learned positions reach as far as --size says, others --seq-len.
+    """The dimensions of the model. There are as many learned positions as --size says.
 
-    Args: positions where published weights say how far theirs reach
+    Args: positions how many learned positions published weights have; None without such weights
     """
     m = config.model
     longest = SIZES[m.size].seq_len if m.pos == "learned" else config.data.seq_len
@@ -177,7 +177,7 @@ def transformer_config(
 
 
 def check(config: Config) -> None:
-    """Raise ValueError for a value or combination that cannot work, before any memory is taken."""
+    """Raise ValueError for a value or combination that cannot work, before allocating memory."""
     m, optim, seq_len = config.model, config.optim, config.data.seq_len
     size = SIZES[m.size]
     batch_tokens, tokens, warmup = optim.batch_tokens, optim.tokens, optim.warmup_tokens
@@ -185,12 +185,12 @@ def check(config: Config) -> None:
     choices = f"{below} or {below + seq_len}" if below else f"{seq_len}"
     ranked = [name for name in config.curriculum.metrics if name not in (*LENGTHS, "none")]
     mixes = bool(config.data.data and entries_of(config.data.data))
-    instead = "and --data names a mixture: prepare its texts as one store, or"
+    instead = "and --data names several: prepare their texts as one store, or"
     for refused, message in (
         (
             seq_len > size.seq_len and m.pos == "learned" and m.init is None,
-            f"--seq-len {seq_len} is above the {size.seq_len} positions of --size {m.size}:"
-            " shorten it, or choose --pos rope",
+            f"--seq-len {seq_len} is more than the {size.seq_len} positions of --size {m.size}:"
+            " choose less, or --pos rope",
         ),
         (
             batch_tokens % seq_len != 0,
@@ -199,18 +199,18 @@ def check(config: Config) -> None:
         ),
         (
             config.run.wandb and find_spec("wandb") is None,
-            "--wandb needs its package: pip install -e '.[wandb]'",
+            "--wandb needs the package wandb: pip install -e '.[wandb]'",
         ),
         (
             mixes and bool(ranked),
-            f"--curriculum {','.join(ranked)} sorts one store's samples, {instead} use --curriculum"
-            " seqlen",
+            f"--curriculum {','.join(ranked)} sorts the samples of one store, {instead} use"
+            " --curriculum seqlen",
         ),
         (mixes and m.nsp, f"--nsp pairs the texts of one store, {instead} leave out --nsp"),
-        (m.nsp and m.model != "bert", "--nsp is for a BERT: add --model bert"),
+        (m.nsp and m.model != "bert", "--nsp needs a BERT: add --model bert"),
         (
             m.nsp and config.pack.batch != "rows" and batch_tokens < 2 * seq_len,
-            f"--nsp pairs texts of a step's rows, and --batch-tokens {batch_tokens} is one row:"
+            f"--nsp pairs texts of the same step, and --batch-tokens {batch_tokens} is one row:"
             f" choose {2 * seq_len} or more",
         ),
         (
@@ -219,8 +219,8 @@ def check(config: Config) -> None:
         ),
         (
             batch_tokens > max(tokens, size.batch_tokens),
-            f"--batch-tokens {batch_tokens} is more than the whole run: choose at most --tokens"
-            f" {tokens}",
+            f"--batch-tokens {batch_tokens} is more than the whole run: choose at most {tokens},"
+            " the value of --tokens",
         ),
         (warmup >= tokens, f"--warmup-tokens {warmup} must be below --tokens {tokens}"),
     ):

@@ -26,7 +26,7 @@ CASES = {  # the command -> what its line says
     f"{TRAIN} --layers 2 --ltd": "--ltd",
     f"{TRAIN} --curriculum loudness": "--curriculum",
     f"{TRAIN} --heads 3": "--width",
-    f"{TRAIN} --nsp": "--nsp is for a BERT: add --model bert",
+    f"{TRAIN} --nsp": "--nsp needs a BERT: add --model bert",
     f"{TRAIN} --pos learned --seq-len 4096": "--seq-len 4096",
     f"{TRAIN} --micro-batch-size 3": "--micro-batch-size 3",
     f"{TRAIN} --batch-tokens 100": "--batch-tokens 100",
