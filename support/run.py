@@ -1,40 +1,43 @@
-"""The folder of a run: config.json, log.jsonl, checkpoints; where the run stands, how it goes on.
+"""A run's folder (config.json, log.jsonl, checkpoints), its progress, and how it resumes.
 
-    runs/gpt-nano-1/config.json             what it was started with; no other run gets the folder
-                    log.jsonl               a JSON object a line: run, train, eval, checkpoint, ...
-                    step-00000300.pt        checkpoints: the newest two, and the best
-                    report.html             a page about it, at the end
+    runs/gpt-nano-1/config.json             the settings it was started with
+                    log.jsonl               one JSON object per line: run, train, eval, ...
+                    step-00000293.pt        checkpoints: the newest two and the best
+                    report.html             a page about the run, written at the end
 
-A run of 489 steps is killed after step 320. `train.py --resume` then goes on, in this order:
+A run of 489 steps, which saves a checkpoint every 200,000 tokens, is killed after step 320.
+`train.py --resume` continues it, in this order:
 
-  1. config.parse_or_resume: the folder is --out, or that of runs/ whose run was begun or extended
-     last. Settings are those of its config.json; `resumed`, the next function there, refuses other
-     values, but for flags that say where and how fast (`free=True` in their group): --out --data
+  1. config.parse_or_resume finds the folder: --out, or the run in runs/ that was started or
+     extended last. It takes the settings from config.json and refuses different values, except for
+     flags that only say where and how fast to run (`free` in their group): --out --data
      --curriculum-index, --device --compile --fsdp --offload* --checkpoint-activations
-     --micro-batch-size, --*eval-* --checkpoint-every --keep --wandb --dry-run. They hold for this
-     start. A larger --tokens stays in config.json; techniques' schedules keep the first budget
-  2. train.main: refuses ranks that differ in settings, commit, torch or threads; opens the store
-  3. Run.restore: locks the folder, a lock that ends with its process; compares the store's sha256
-     with config.json; takes the newest checkpoint, step-00000300.pt (--resume best: the best), and
-     reads it, every CRC32 first. A damaged one, or one of another run, is refused by name, and no
-     older one is taken for it. The clock stands at step 300. Another commit, torch, device, dtype
-     or number of CPU threads is reported. Other ranks, micro-batches, --compile, --fsdp or
-     --offload may change last bits too, and ranks and micro-batches the masks of --dropout
-  4. train.assemble: model and optimizers from the checkpoint. There is no random state: every draw
-     is a function of (seed, purpose, step, ...), see support/clock.py, whose `Cursor`, a part of
-     the clock, says where in the text the next rows begin
-  5. Run.open: the log is cut to its length at step 300, and a new "run" line follows; what was
-     logged up to step 320 is computed and written again. With --resume best, later checkpoints
-     become abandoned-*
-  6. train.train: first an evaluation that is still due, for a run that a signal stops saves its
-     checkpoint and leaves the evaluation to the next start. Then the plan, a pure function of
-     settings, store and clock, goes on with step 301
+     --micro-batch-size, --*eval-* --checkpoint-every --keep --wandb --dry-run. Those apply to this
+     start only. --tokens may grow, and config.json keeps the larger value; the schedules of
+     techniques keep following the first budget
+  2. train.main refuses ranks that differ in settings, commit, torch, device, dtype or threads, and
+     opens the store
+  3. Run.restore locks the folder until this process ends, compares the store's sha256 with
+     config.json, and reads the newest checkpoint, step-00000293.pt (--resume best: the best), after
+     checking every CRC32. It refuses a damaged checkpoint, or one of another run, and names it; it
+     never falls back to an older one. The clock is now at step 293. It reports if commit, torch,
+     device, dtype or the number of CPU threads has changed. A different number of ranks, another
+     micro-batch size, --compile, --fsdp or --offload may also change the last bits of losses; ranks
+     and micro-batches also change the masks of --dropout
+  4. train.assemble builds model and optimizers from the checkpoint. There is no random state to
+     restore: every draw is a function of (seed, purpose, step, ...), see support/clock.py. The
+     clock's `Cursor` says where in the text the next rows begin
+  5. Run.open cuts the log to its length at step 293 and appends a new "run" line; steps 294 to 320
+     are computed and logged again. With --resume best, later checkpoints are renamed abandoned-*
+  6. train.train first makes an evaluation that is still due: a run stopped by a signal saves its
+     checkpoint at once and leaves the evaluation to the next start. Then it continues with step
+     294, because the plan is a pure function of settings, store and clock
 
-What a checkpoint holds: "model" and "optimizers", and "pseudo" if that is on, for `assemble`;
-"clock", "best", "best_step", "log_size", "evaluation_due" and the run's id in "run" for `restore`;
-"made_by", which `restore` compares, and the rest say what made it. It is written under a hidden
-name and renamed when it is on the disk. A run that is finished says so after 3 and ends. One that
-was stopped before its first checkpoint starts over, and reads --init again.
+A checkpoint holds "model", "optimizers" and, with --pseudo, "pseudo" for `assemble`; "clock",
+"best", "best_step", "log_size", "evaluation_due" and the run's id ("run") for `restore`; "made_by"
+and "commit", which `restore` compares; and a record of what made it. It is written under a hidden
+name and renamed once it is on disk. A run that is already finished says so after 3 and exits. One
+that was stopped before its first checkpoint starts over, and reads --init again.
 """
 
 import itertools
@@ -66,12 +69,12 @@ from support.settings import DataConfig, Flat, RunConfig, flattened, short
 from support.sizes import ModelConfig
 from support.store import atomic_write, folder_lock
 
-LINE_SECONDS = 60  # between lines about a run that has no terminal
+LINE_SECONDS = 60  # between progress lines when there is no terminal for a progress bar
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The groups of settings that every run has; config.py adds those of techniques."""
+    """The groups of settings that every run has; config.py adds one for each technique."""
 
     run: RunConfig = field(default_factory=RunConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -80,17 +83,17 @@ class Settings:
 
 
 class ModelSize(NamedTuple):
-    """What the settings do not say about a model's size."""
+    """The part of a model's size that the settings leave open."""
 
     vocab_size: int  # rows of the embedding
-    positions: int | None = None  # that published weights reach to
+    positions: int | None = None  # number of learned positions, if published weights decide it
 
 
 class Started(NamedTuple):
-    """What a run was started with, as its config.json has it."""
+    """What a run was started with, as read from its config.json."""
 
     folder: Path
-    id: str  # also in its checkpoints, whatever folder they are in
+    id: str  # its checkpoints carry it too, even if they are moved to another folder
     config: Flat
     size: ModelSize
     sha256: dict[str, str]  # of the store's files
@@ -100,11 +103,11 @@ class Started(NamedTuple):
 
 
 def started_with(folder: Path) -> Started:
-    """What a run was started with; ValueError for a folder without a run."""
+    """Read what a run was started with; ValueError if the folder holds no run."""
     try:
         about = json.loads((folder / "config.json").read_text())
     except FileNotFoundError:
-        message = f"--resume: {folder} holds no run; name the folder of one with --out"
+        message = f"--resume: {folder} holds no run; name a run's folder with --out"
         raise ValueError(message) from None
     except ValueError as error:
         raise ValueError(f"{folder}/config.json is damaged: {error}") from None
@@ -118,15 +121,15 @@ def write_config(folder: Path, about: dict) -> None:
 
 
 def newest_run() -> Path:
-    """The folder in runs/ whose run was begun, or given more --tokens, last."""
+    """Find the folder in runs/ whose run was started, or extended with more --tokens, last."""
     starts = sorted(Path("runs").glob("[!.]*/config.json"), key=lambda path: path.stat().st_mtime)
     if not starts:
-        raise ValueError("--resume: there is no run in runs/; name the folder of one with --out")
+        raise ValueError("--resume: there is no run in runs/; name a run's folder with --out")
     return starts[-1].parent
 
 
 def new_folder(out: str | None, stem: str) -> Path:
-    """Make the folder `out`, or else the first of stem-1, stem-2, ... that is free."""
+    """Make the folder `out`, or without one the first of stem-1, stem-2, ... that is free."""
     if out is None:
         for number in itertools.count(1):
             folder = Path(f"{stem}-{number}")
@@ -135,8 +138,8 @@ def new_folder(out: str | None, stem: str) -> Path:
                 return folder
     folder = Path(out)
     if (folder / "config.json").exists() or (folder / "log.jsonl").exists():
-        raise ValueError(f"--out {folder} holds a run already: name another, or add --resume")
-    # a run that was killed as it began leaves a hidden name
+        raise ValueError(f"--out {folder} already holds a run: name another, or add --resume")
+    # Hidden names do not count: a run killed while it started may have left one.
     if folder.exists() and (not folder.is_dir() or any(folder.glob("[!.]*"))):
         raise ValueError(f"--out {folder} exists and is not an empty folder: name a new one")
     folder.mkdir(parents=True, exist_ok=True)
@@ -144,7 +147,7 @@ def new_folder(out: str | None, stem: str) -> Path:
 
 
 def provenance() -> dict[str, str]:
-    """What made a result: command, commit, versions, machine."""
+    """Return what produced a result: command, commit, versions, machine."""
     return {
         "argv": " ".join(sys.argv),
         "commit": commit(),
@@ -157,7 +160,7 @@ def provenance() -> dict[str, str]:
 
 @cache
 def commit() -> str:
-    """The commit of this code; asked for once, because a later one is not what runs here."""
+    """Ask git for the commit of this code, once: a later commit is not the code that is running."""
     command = ["git", "describe", "--always", "--dirty"]
     try:
         described = subprocess.run(command, cwd=ROOT, capture_output=True, text=True).stdout.strip()
@@ -170,9 +173,10 @@ def commit() -> str:
 
 
 class Log:
-    """log.jsonl, one JSON object a line, written by rank 0; with --wandb its numbers go there too.
+    """log.jsonl: one JSON object per line, written by rank 0. --wandb gets its numbers too.
 
-    Args: size bytes to keep of a log that goes on
+    Args: active whether this rank writes
+          size   when resuming, the number of bytes to keep
     """
 
     def __init__(self, folder: Path, active: bool, size: int | None = None):
@@ -199,7 +203,7 @@ class Log:
             self.board.log({**numbers, "consumed_tokens": values["consumed_tokens"]})
 
     def size(self) -> int:
-        """Bytes until now, which are on the disk after this."""
+        """Sync the log to disk and return its length in bytes."""
         if self.file is None:
             return 0
         os.fsync(self.file.fileno())
@@ -207,7 +211,7 @@ class Log:
 
 
 def read_log(folder: Path) -> Iterator[dict]:
-    """The lines of a run's log; one that is damaged, as by a kill, has the event "torn"."""
+    """Yield the lines of a run's log; a damaged line, left by a kill, has the event "torn"."""
     file = folder / "log.jsonl"
     if not file.exists():
         return
@@ -224,11 +228,11 @@ def read_log(folder: Path) -> Iterator[dict]:
 
 
 class Run:
-    """An open run: its folder, its log, its checkpoints, and where it stands.
+    """An open run: its folder, its log, its checkpoints, and its progress.
 
     Args: size    of the model
-          store   what the store says of itself: train_tokens, sha256, tokenizer_fingerprint
-          started of a run that goes on; None makes a new one
+          store   the store's description: train_tokens, sha256, tokenizer_fingerprint
+          started what the run to resume was started with; None makes a new run
     """
 
     def __init__(
@@ -244,14 +248,14 @@ class Run:
         self.folder = started.folder if started else None
         self.id = started.id if started else secrets.token_hex(8)
         self.clock = Clock()
-        self.best, self.best_step = math.inf, 0  # held-out loss, and the step that had it
-        self.evaluation_due = False  # an evaluation at this clock, not made yet
+        self.best, self.best_step = math.inf, 0  # lowest held-out bits per byte, and its step
+        self.evaluation_due = False  # whether an evaluation at this clock is still to be made
         self.resumed_from: Path | None = None
         self.saved_path: Path | None = None  # the last checkpoint
         self.said_at = time.monotonic()
         self.log: Log | None = None
-        self.log_size: int | None = None  # bytes to keep of a log that goes on
-        self.lock = ExitStack()  # on the folder, once there is one
+        self.log_size: int | None = None  # when resuming, the bytes of the log to keep
+        self.lock = ExitStack()  # on the folder, once it exists
 
     def __enter__(self) -> "Run":
         return self
@@ -261,31 +265,32 @@ class Run:
             self.log.file.close()
         self.lock.close()
 
-    # ---- start, or go on
+    # ---- start or resume
 
     def restore(self, shards: dict[str, Tensor]) -> dict | None:
-        """Go on from the checkpoint that --resume names: clock, best loss and log are as then.
+        """Read the checkpoint that --resume names; restore clock, best result and log length.
 
         Args:    shards of a sharded model, see checkpoint.load
         Returns: that checkpoint; None if none was ever written, so that the run starts over
-        Raises:  ValueError if checkpoints are gone or of another run, or if the store is another
+        Raises:  ValueError if the checkpoints are missing or belong to another run, or if the store
+                 is a different one
         """
         folder, runtime = self.folder, self.runtime
 
         def chosen() -> Path | None:
-            if not self.settings.run.dry_run:  # until this run ends no other process may write
+            if not self.settings.run.dry_run:  # no other process may write until this run ends
                 self.lock.enter_context(folder_lock(folder, wait=False))
             if self.started.sha256 != self.store["sha256"]:
                 raise ValueError(
-                    f"--data: the run in {folder} began with another store, or with other weights"
-                    " of its stores: name that, wherever it is now, or start a new run with another"
-                    " --out"
+                    f"--data: the run in {folder} was started with another store, or with other"
+                    " weights in its mixture: name the original (it may have moved), or start a new"
+                    " run with another --out"
                 )
             if checkpoint.steps_in(folder):
                 return checkpoint.find(folder, self.settings.run.resume)
             if any(line["event"] == "checkpoint" for line in read_log(folder)):
                 raise ValueError(
-                    f"--resume: {folder} has lost its checkpoints: put one back, or start a new"
+                    f"--resume: the checkpoints of {folder} are gone: put one back, or start a new"
                     " run with another --out"
                 )
             return None
@@ -297,7 +302,7 @@ class Run:
             return None
         state = checkpoint.load(path, runtime, shards)
         if state["run"] != self.id:
-            raise ValueError(f"{path} is of another run than {folder}: put the run's own back")
+            raise ValueError(f"{path} is from another run than {folder}: put its own back")
         self.clock = Clock.of(state["clock"])
         self.check_budget()
         self.best, self.best_step = state["best"], state["best_step"]
@@ -306,46 +311,46 @@ class Run:
         now = made_by(runtime) | {"commit": commit()}
         for name, before in (state["made_by"] | {"commit": state["commit"]}).items():
             if now.get(name, before) != before:
-                effect = "losses may differ from those of a run that was never stopped"
-                runtime.say(f"{name} was {before} and is {now[name]}: {effect}")
+                effect = "losses may differ from those of an uninterrupted run"
+                runtime.say(f"{name} was {before} and is now {now[name]}: {effect}")
         return state
 
     @property
     def is_extended(self) -> bool:
-        """Whether --tokens gives a run that goes on more than it was started with."""
+        """Whether this resumed run has a larger --tokens than its config.json."""
         started = self.started
         return started is not None and self.settings.optim.tokens > started.config["optim.tokens"]
 
     def check_budget(self) -> None:
-        """Refuse a larger --tokens unless the learning rate until now is the same with it."""
+        """Refuse a larger --tokens if the learning rates used so far would have been different."""
         if not self.is_extended:
             return
         optim, layers = self.settings.optim, self.settings.model.layers
         before = replace(optim, tokens=self.started.config["optim.tokens"])
         if self.is_finished:
-            why = f"{self.clock.consumed_tokens} are consumed already: give more"
+            why = f"{self.clock.consumed_tokens} are already consumed: give more"
         elif optim.min_lr == 1:  # a constant rate
             return
         elif optim.schedule != "wsd":
-            why = f"--schedule {optim.schedule} has spread its decay over {before.tokens}"
+            why = f"--schedule {optim.schedule} already decays towards {before.tokens} tokens"
         elif lr_clock(optim.lr_clock, layers, self.clock) > decay_start(before):
-            why = f"at step {self.clock.step} the learning rate decays already"
+            why = f"at step {self.clock.step} the learning rate is already decaying"
         else:
             return
         raise ValueError(
-            f"--tokens {optim.tokens}: {why}; a run can be extended under --schedule wsd before its"
-            " decay, or with --min-lr 1"
+            f"--tokens {optim.tokens}: {why}; a run can be extended before the decay of --schedule"
+            " wsd begins, or with --min-lr 1"
         )
 
     def is_complete(self) -> bool:
-        """Whether the budget is consumed, and all that comes after the last step is done."""
+        """Whether the budget is consumed and everything after the last step is done too."""
         ended = (line["event"] == "finished" for line in read_log(self.folder))
         return self.is_finished and any(ended)
 
     def open(self, **about: object) -> None:
-        """Make the folder and its log, or go on with them.
+        """Make the folder and its log, or reopen them.
 
-        Args: about what the log's first line says besides settings and provenance
+        Args: about more for the "run" line of the log, besides settings and provenance
         """
         self.runtime.on_rank0(self.prepare_folder)
         self.folder, self.id = self.runtime.on_rank0(lambda: (self.folder, self.id))
@@ -357,10 +362,10 @@ class Run:
             self.log.open_wandb(self.folder, self.id, flat)
         self.log.write("run", **self.about(), resumed_at=self.clock.step, **about)
         if self.resumed_from:
-            self.log_checkpoint()  # the saved size of the log does not include its line
+            self.log_checkpoint()  # its line was cut: it was written after the size was saved
 
     def prepare_folder(self) -> None:
-        """On rank 0: a new folder with its config.json, or one in which this run goes on."""
+        """On rank 0, make a new folder with its config.json, or get the existing one ready."""
         s = self.settings
         if self.folder is None:
             self.folder = new_folder(s.run.out, f"runs/{s.model.model}-{s.model.size}")
@@ -368,19 +373,21 @@ class Run:
             about = {"id": self.id, "config": flattened(s), "model_size": self.size._asdict()}
             write_config(self.folder, {**about, "store": self.store["sha256"], **provenance()})
             return
-        if (log := self.folder / "log.jsonl").is_symlink():  # somebody sent the folder, perhaps
-            raise ValueError(f"{log} is a link, which is not written through: put the file there")
-        if self.is_extended:  # the techniques' schedules keep the budget of the start
+        # A folder received from somebody else may hold a link to any of the user's files.
+        if (log := self.folder / "log.jsonl").is_symlink():
+            raise ValueError(f"{log} is a link: replace it with the file, links are not written to")
+        if self.is_extended:  # `schedule_tokens` stays, because techniques follow the first budget
             about = json.loads((self.folder / "config.json").read_text())
             about["config"]["optim.tokens"] = s.optim.tokens
             write_config(self.folder, about)
         for path in checkpoint.steps_in(self.folder) if self.resumed_from else ():
-            if path.stem > self.resumed_from.stem:  # `last` must not mean one this run never made
+            # The run now continues from an earlier step: these must not be its `last` any more.
+            if path.stem > self.resumed_from.stem:
                 target = path.rename(path.with_name(f"abandoned-{path.name}"))
-                self.runtime.say(f"{path} is of a later step: renamed to {target.name}")
+                self.runtime.say(f"{path} is from a later step: renamed to {target.name}")
 
     def check_shared(self) -> None:
-        """Refuse a folder that some rank cannot see: with --fsdp each writes into it."""
+        """Refuse a folder that some rank cannot see: with --fsdp every rank writes into it."""
         try:
             seen = started_with(self.folder).id == self.id
         except ValueError:
@@ -390,24 +397,24 @@ class Run:
             if self.started is None and self.runtime.is_rank0:
                 shutil.rmtree(self.folder)
             raise ValueError(
-                f"--fsdp: rank {', '.join(absent)} does not see {self.folder} of rank 0, and every"
-                " rank saves its own part: put --out on a disk that all machines share"
+                f"--fsdp: rank {', '.join(absent)} does not see rank 0's {self.folder}, but every"
+                " rank saves its part there: put --out on a disk that all machines share"
             )
 
-    # ---- where it stands
+    # ---- progress
 
     @property
     def is_finished(self) -> bool:
-        """Whether the budget is consumed; the last evaluation may still be to do."""
+        """Whether the budget is consumed; the last evaluation may still be missing."""
         return self.clock.consumed_tokens >= self.settings.optim.tokens
 
     def advance(self, after: Clock) -> None:
-        """Move the clock past a step, after which an evaluation may be due."""
+        """Move the clock past a step, and note whether an evaluation is due after it."""
         before, self.clock = self.clock, after
         self.evaluation_due = due(self.settings.run.eval_every, before, after, self.is_finished)
 
     def evaluated(self, bits_per_byte: float) -> bool:
-        """Note the result of the evaluation that was due; whether it is the best so far."""
+        """Record the result of the evaluation that was due; return whether it is the best."""
         self.evaluation_due = False
         is_best = bits_per_byte < self.best  # NaN is never the best
         if is_best:
@@ -415,7 +422,7 @@ class Run:
         return is_best
 
     def about(self) -> dict:
-        """Settings, size and provenance: the first line of the log, and part of a checkpoint."""
+        """Return settings, size and provenance, for the log's "run" line and for checkpoints."""
         return {
             "run": self.id,
             "config": flattened(self.settings),
@@ -425,7 +432,7 @@ class Run:
         }
 
     def progress_bar(self) -> tqdm:
-        """A bar over the budget, on rank 0; without a terminal `log_step` says a line a minute."""
+        """Make rank 0's progress bar; without a terminal `log_step` prints a line per minute."""
         return tqdm(
             total=self.settings.optim.tokens,
             initial=self.clock.consumed_tokens,
@@ -439,10 +446,11 @@ class Run:
     def log_step(
         self, before: Clock, columns: dict[str, object], bar: tqdm, *, ms: float, waited_ms: float
     ) -> None:
-        """Log the step from the clock `before` to now, and move the bar past it.
+        """Log the step from the clock `before` to now, and advance the bar.
 
-        Args: columns what else the line says; report.py draws those that it names
-              ms      of the step, with the `waited_ms` until its batch was there
+        Args: columns   more columns of the log line; report.py draws some of them
+              ms        the step's milliseconds, including `waited_ms`
+              waited_ms milliseconds that it waited for its batch
         """
         now = self.clock
         epochs = now.real_tokens / self.store["train_tokens"]
@@ -461,7 +469,7 @@ class Run:
         )
         shown = f"loss {columns['loss']:.3f}" + (f", epochs {epochs:.1f}" if epochs > 1 else "")
         bar.set_postfix_str(shown, refresh=False)
-        # the last step goes a little past the budget, and a bar beyond its end shows no time left
+        # The last step may overshoot the budget, and a bar beyond its total shows no time left.
         bar.update(min(now.consumed_tokens, bar.total) - before.consumed_tokens)
         if bar.disable and time.monotonic() > self.said_at + LINE_SECONDS:
             self.said_at = time.monotonic()
@@ -485,9 +493,9 @@ class Run:
     def save(self, state: dict, named: dict[str, Tensor]) -> None:
         """Save a checkpoint.
 
-        Args:   state of the model and the optimizers
-                named the parameters, which ranks must have alike
-        Raises: ValueError if ranks differ, or if it could not be written
+        Args:   state of model and optimizers, from `Trainer.state`
+                named the parameters, which must be the same on all ranks
+        Raises: ValueError if ranks differ, or if the checkpoint could not be written
         """
         check_agreement(self.runtime, named)
         state = {

@@ -436,7 +436,7 @@ def test_a_run_resumed_where_its_stores_have_moved_is_the_same(run, stores, tmp_
     resume = ["--resume", "--out", "stopped"]
     turned = f"{stores / 'books'}=0.3,{stores / 'words'}=0.7"
     for other in (mixed(stores, 0.6, 0.4), stores / "words", turned):
-        with pytest.raises(ValueError, match="began with another store, or with other weights"):
+        with pytest.raises(ValueError, match="started with another store, or with other weights"):
             train.main([*resume, "--data", str(other)])
     moved = shutil.copytree(stores, tmp_path / "moved")
     assert train.main([*resume, "--data", mixed(moved, 7, 3)]) == 0

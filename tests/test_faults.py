@@ -203,7 +203,7 @@ def test_ranks_with_other_flags_are_refused_before_the_first_step(place, machine
 
 def test_machines_with_another_text_or_without_a_shared_folder_are_refused(place, machines):
     by_rank = said_on_two_machines(place, [f"{BEGIN} --fsdp"])
-    assert all("rank 1 does not see run of rank 0" in said for (said,) in by_rank)
+    assert all("rank 1 does not see rank 0's run" in said for (said,) in by_rank)
     assert not any((machine / "run").exists() for machine in machines)
     shutil.rmtree(machines[1] / "store")
     Path("words.txt").write_text("other words " * 9000)

@@ -46,9 +46,9 @@ CASES = {  # the command -> what its line says
     f"{TRAIN} --init words.txt": "words.txt",
     f"{TRAIN} --init R --layers 3": "is a model of --layers 4, not --layers 3",
     # runs
-    f"train {SMALL} --data S --out R": "--out R holds a run already: name another, or add --resume",
+    f"train {SMALL} --data S --out R": "--out R already holds a run: name another, or add --resume",
     f"train {SMALL} --data S --out full": "--out full exists and is not an empty folder",
-    "train --resume": "--resume: there is no run in runs/; name the folder of one with --out",
+    "train --resume": "--resume: there is no run in runs/; name a run's folder with --out",
     "train --resume --out full": "--resume: full holds no run",
     "train --resume --out R --lr 0.5": "--lr 0.5 differs from --lr",
     "train --resume --out R --tokens 9": "--tokens 9 is less than the 512 tokens of the run in R",

@@ -95,9 +95,7 @@ def test_nothing_is_written_through_a_link(folder, tmp_path):
     log = (folder / "log.jsonl").rename(tmp_path / "elsewhere.jsonl")
     (folder / "log.jsonl").symlink_to(log)
     checkpoint.find(folder, "last").unlink()  # so that there is something left to do
-    resume_refused(
-        folder, r"log\.jsonl is a link, which is not written through: put the file there"
-    )
+    resume_refused(folder, r"log\.jsonl is a link: replace it with the file")
 
 
 def test_without_a_damaged_checkpoint_the_run_goes_on_from_the_one_before(
@@ -111,7 +109,7 @@ def test_without_a_damaged_checkpoint_the_run_goes_on_from_the_one_before(
     resume_refused(folder, rf"{newest.name} is damaged.*; delete it")
     newest.unlink()
     assert train.main(["--resume", "--out", "run"]) == 0
-    assert " and is another: losses may differ" in capsys.readouterr().out
+    assert " and is now another: losses may differ" in capsys.readouterr().out
     assert newest.exists() and metrics(read_log(folder)) == made[1]
 
 
@@ -136,16 +134,16 @@ def test_a_run_goes_on_with_its_own_text_only(folder, store_dir, tmp_path):
     assert train.main(["--resume", "--out", "run", "--data", str(moved)]) == 0
     (tmp_path / "text.txt").write_text("another text\n" * 500)
     prepare([tmp_path / "text.txt"], tmp_path / "other", get_encoding("bytes"), "bytes")
-    resume_refused(folder, "--data: the run in .* began with another store", "--data other")
+    resume_refused(folder, "--data: the run in .* was started with another store", "--data other")
 
 
 def test_what_does_not_belong_to_the_run_is_refused(folder):
     path = checkpoint.find(folder, "last")
     checkpoint.save(path, checkpoint.load(path) | {"run": "another"})
-    resume_refused(folder, "is of another run than .*run: put the run's own back")
+    resume_refused(folder, "is from another run than .*run: put its own back")
     for file in folder.glob("step-*.pt"):
         file.unlink()
-    resume_refused(folder, r"run has lost its checkpoints: put one back")
+    resume_refused(folder, r"the checkpoints of .*run are gone: put one back")
     file = folder / "config.json"
     about = json.loads(file.read_text())
     about["config"]["run.gone"] = 1
@@ -182,11 +180,11 @@ def test_more_tokens_before_the_decay_are_the_longer_run(store_dir, tmp_path, ra
 
 
 def test_more_tokens_that_would_bend_the_learning_rate_are_refused(folder, store_dir, tmp_path):
-    resume_refused(folder, "--schedule linear has spread its decay over 2048", "--tokens 4096")
+    resume_refused(folder, "--schedule linear already decays towards 2048", "--tokens 4096")
     out = tmp_path / "wsd"
     with in_step(7, terminate):
         train.main(f"{FLAGS} --schedule wsd --data {store_dir} --out {out}".split())
-    resume_refused(out, "at step 7 the learning rate decays already", "--tokens 4096")
+    resume_refused(out, "at step 7 the learning rate is already decaying", "--tokens 4096")
 
 
 # ---- the log
