@@ -1,8 +1,8 @@
 """Random layerwise token dropping (random-LTD): middle layers see a random subset of the tokens.
 
 In each step, every layer except the first and the last draws K of the T positions anew for each
-row. The kept tokens go through the layer; the dropped tokens bypass it unchanged. At the end of the
-schedule K becomes T, and nothing is dropped any more. Evaluation never drops tokens.
+row. The kept tokens go through the layer; the dropped tokens bypass it unchanged. K may grow during
+training; when it reaches T, nothing is dropped any more. Evaluation never drops tokens.
 
 The model is not changed: it runs each block through a `run_block` function, and this file supplies
 one. Kept tokens carry their original positions and doc_ids with them (`TokenMeta.take_each`), so

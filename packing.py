@@ -1,31 +1,32 @@
-"""Sequence packing: documents side by side in rows of equal length, with little padding.
+"""Sequence packing: put several documents into each row, so that rows have little padding.
 
-Decides which document goes into which row. It does not isolate the documents of a row from each
-other: attention does that, from `doc_ids` and `positions` (model.TokenMeta). In reading order:
-configuration, histograms and what packers return, the packers, a place for every document, the
-command. It acts where `settings.pack.on` stands:
+This file decides which document goes into which row. It does not isolate the documents of a row
+from each other: attention does, using `doc_ids` and `positions` (model.TokenMeta). In reading
+order: configuration, histograms and results, the packers, `pack` and `assign`, the command. The
+technique acts where the code says `settings.pack.on`:
 
-    config.py   build, check      `resolved`: defaults, and what is refused
+    config.py   build, check      `resolved` fills in defaults and refuses what cannot work
                 samples_kind      samples are pieces of documents, not rows of the stream
-    plan.py     Plan.__init__     a length curriculum goes another pace; rows may have padding
-                Plan.__call__     packed_rows, which lead to `pack_lengths` in packed_window
+    plan.py     Plan.__init__     a length curriculum has another pace; rows may have padding
+                Plan.__call__     calls packed_rows, and so `pack_lengths` in packed_window
                 Plan.full_step    rows keep their full length
 
-With --pack-batch documents a window is one step's (`window_steps` and `windows` in plan.py), and a
-micro-batch has fewer rows (`main` in train.py). evaluate.py packs held-out documents by
-`pack_lengths` too, whatever the run did.
+With --pack-batch documents, the documents of each step are packed by themselves (`window_steps` and
+`windows` in plan.py), and a micro-batch has fewer rows (`main` in train.py). evaluate.py always
+packs held-out documents with `pack_lengths`, whether or not the run was packed.
 
-Documents of equal length are interchangeable, so a packer needs only a histogram, and takes as long
-for a billion documents as for a million. It returns a Packing: which lengths share a pack (a
+Documents of equal length are interchangeable, so a packer needs only a histogram, and a billion
+documents take no longer than a million. A packer returns a Packing: which lengths share a pack (a
 strategy), and how many packs follow each strategy. `assign` then gives every document its place.
 
     lpfhp    longest pack first: best fit, longest documents first
     spfhp    shortest pack first: worst fit, longest documents first
     nnlshp   the paper's least squares over all strategies that fill a pack; needs SciPy
 
-Paper: Krell et al., arXiv 2107.02027. docs/packing.md has an example by hand and the numbers.
+Paper: Krell et al., arXiv 2107.02027. docs/packing.md works an example by hand and has the
+measurements.
 
-    python packing.py 100 90 60 50 40 30 --max-len 128          # which length goes into which row
+    python packing.py 100 90 60 50 40 30 --max-len 128          # which lengths share a row
     python packing.py STORE --max-len 512                       # what packing would gain
     python packing.py HISTOGRAM.json --packer spfhp --max-per-pack 3
 """
@@ -44,9 +45,9 @@ import numpy as np
 from support.settings import flag
 
 PACKERS = ("lpfhp", "spfhp", "nnlshp")
-DEFAULT = "lpfhp"  # docs/packing.md: it needs the fewest packs without SciPy
-PATTERNS = 10_000  # that nnlshp may weigh in every window of a run: some seconds
-MOST = 100_000  # that it may weigh at all: 400 MB of matrix at length 512
+DEFAULT = "lpfhp"  # needs the fewest packs without SciPy (docs/packing.md)
+PATTERNS = 10_000  # most patterns nnlshp may weigh in each window of a run: takes some seconds
+MOST = 100_000  # most patterns it may weigh at all: a matrix of 400 MB at length 512
 
 Pattern = tuple[int, ...]  # the lengths of the documents in one pack
 
@@ -56,17 +57,18 @@ class PackConfig:
     on: bool = flag(False, "fill rows with pieces of documents, kept apart by a mask")
     max_per_row: int | None = flag(None, "most pieces in a row (default: as many as fit)", least=1)
     batch: str | None = flag(
-        None, "what a packed step keeps (default: rows; BERT documents)", ("rows", "documents")
+        None, "what stays constant per step (default: rows; BERT documents)", ("rows", "documents")
     )
-    packer: str = flag(DEFAULT, "fills the rows; nnlshp needs SciPy and can take minutes", PACKERS)
+    packer: str = flag(DEFAULT, "algorithm; nnlshp needs SciPy and can take minutes", PACKERS)
 
 
 def resolved(config: PackConfig, seq_len: int, is_bert: bool) -> PackConfig:
-    """The settings with defaults filled in.
+    """Return the settings with defaults filled in.
 
-    Packing changes neither the learning rate nor the contents of a step unless asked to. A BERT's
-    unpacked rows hold one document each, so a step keeps its documents, in fewer rows. A GPT's
-    unpacked rows are full of text cut from the stream, so as many rows hold as many tokens.
+    By default a packed step trains on as much text as an unpacked one, so the learning rate can
+    stay. A BERT's unpacked rows hold one document each, so its packed step has the same documents
+    in fewer rows. A GPT's unpacked rows are filled with text cut from the stream, so its packed
+    step has the same number of rows.
 
     Raises: ValueError for a packer that this machine or this run cannot use
     """
@@ -75,18 +77,18 @@ def resolved(config: PackConfig, seq_len: int, is_bert: bool) -> PackConfig:
         require_scipy("--pack-packer")
         if number_that_fill(seq_len, most) > PATTERNS:
             raise ValueError(
-                f"--pack-packer nnlshp weighs every way to fill a row of {seq_len} with {most}"
-                f" pieces at most, and more than {PATTERNS:,} take too long: lower"
+                f"--pack-packer nnlshp weighs every way to fill a row of {seq_len} with at most"
+                f" {most} pieces, and more than {PATTERNS:,} ways take too long: lower"
                 " --pack-max-per-row, or choose another packer"
             )
     return replace(config, batch=config.batch or ("documents" if is_bert else "rows"))
 
 
-# ---- histograms, and what packers return
+# ---- histograms and results
 
 
 def histogram(lengths: Sequence[int] | np.ndarray, max_len: int) -> np.ndarray:
-    """Count the documents of each length, (max_len + 1,).
+    """Count the documents of each length; returns (max_len + 1,) counts.
 
     Raises:  ValueError for a document that does not fit a row
     Example: histogram([3, 1, 3], 4) == [0, 1, 0, 2, 0]
@@ -94,14 +96,14 @@ def histogram(lengths: Sequence[int] | np.ndarray, max_len: int) -> np.ndarray:
     lengths = np.asarray(lengths)
     for extreme in (lengths.min(initial=1), lengths.max(initial=1)):
         if not 1 <= extreme <= max_len:
-            raise ValueError(f"a document of {extreme} tokens does not fit a row of 1 to {max_len}")
+            raise ValueError(f"a document of {extreme} tokens does not fit a row (1 to {max_len})")
     return np.bincount(lengths.astype(np.int64, copy=False), minlength=max_len + 1)
 
 
 class Packing(NamedTuple):
-    """Strategies, the lengths that share a pack, and how many packs follow each.
+    """Which lengths share a pack (a strategy), and how many packs follow each strategy.
 
-    Strategy s holds lengths[offsets[s]:offsets[s + 1]], longest first.
+    Strategy s combines lengths[offsets[s]:offsets[s + 1]], longest first.
     """
 
     lengths: np.ndarray  # (places,) int64
@@ -114,13 +116,13 @@ class Packing(NamedTuple):
         return int(self.counts.sum())
 
     def total(self, of_each_length: np.ndarray) -> float:
-        """Sum over all documents a value that depends on their length, (max_len + 1,)."""
+        """Sum over all documents a value that depends on length; takes (max_len + 1,) values."""
         sums = np.add.reduceat(of_each_length[self.lengths], self.offsets[:-1])
         return float(sums @ self.counts)
 
     @property
     def factor(self) -> float:
-        """Documents per pack: how many times fewer rows than with one document per row."""
+        """Documents per pack: one document per row would need this many times the rows."""
         return self.total(np.ones(self.max_len + 1)) / self.packs
 
     @property
@@ -145,25 +147,25 @@ class Packs(NamedTuple):
 
 
 class Filled(NamedTuple):
-    """Packs that hold the same lengths."""
+    """A number of packs that all hold the same lengths."""
 
     packs: int
     pattern: Pattern
 
 
 def greedy(counts: np.ndarray, max_per_pack: int, tightest: bool) -> list[Filled]:
-    """Longest documents first, each into the pack with the least space that fits, or the most.
+    """Place documents, longest first, each into the tightest or the loosest pack that has room.
 
-    All documents of a length move at once. The least space is best fit, with as many packs as
-    document by document (LPFHP). The most space is SPFHP; like Graphcore's code, it opens one new
-    pack per document that does not fit, even where a pack could hold two.
+    All documents of one length are placed together. `tightest` is best fit (LPFHP), and needs as
+    many packs as placing documents one by one. Otherwise it is worst fit (SPFHP); like Graphcore's
+    code, that opens one new pack per document that does not fit, even where a pack could hold two.
 
-    Cost: each step uses up a length or a group; bit s of a whole number says that a pack has s
-          tokens left, so the next space to fill is found at once
+    Cost: each iteration finishes a length or a group of equal packs. Bit s of the integer `spaces`
+          says that an open pack has s tokens left, so one bit scan finds the next pack
     """
     max_len, lengths = len(counts) - 1, np.flatnonzero(counts)[::-1].tolist()
     closed: list[Filled] = []
-    open_with: list[list[Filled]] = [[] for _ in range(max_len + 1)]  # by space
+    open_with: list[list[Filled]] = [[] for _ in range(max_len + 1)]  # by tokens left
     spaces = 0  # bit s is set if open_with[s] is not empty
 
     def keep(packs: int, pattern: Pattern) -> None:
@@ -205,7 +207,7 @@ def require_scipy(flag: str) -> None:
 
 
 def patterns_that_fill(space: int, most: int, longest: int) -> Iterator[Pattern]:
-    """All ways to write `space` as a sum of at most `most` lengths, none above `longest`.
+    """Yield all ways to write `space` as a sum of at most `most` lengths, none above `longest`.
 
     Example: list(patterns_that_fill(4, 2, 4)) == [(4,), (3, 1), (2, 2)]
     """
@@ -218,9 +220,9 @@ def patterns_that_fill(space: int, most: int, longest: int) -> Iterator[Pattern]
 
 
 def number_that_fill(space: int, most: int) -> int:
-    """Count the patterns of `patterns_that_fill`; stops counting somewhere above MOST.
+    """Count what `patterns_that_fill` yields for any lengths; stop somewhere above MOST.
 
-    There are as many sums of at most k lengths as sums of lengths up to k.
+    A number has as many partitions into at most k parts as into parts of at most k.
     """
     ways = [1] + [0] * space
     for part in range(1, min(most, space) + 1):
@@ -232,10 +234,10 @@ def number_that_fill(space: int, most: int) -> int:
 
 
 def least_squares(counts: np.ndarray, max_per_pack: int) -> list[Filled]:
-    """NNLSHP: least squares over the patterns that fill a pack, rounded.
+    """NNLSHP: choose by least squares how many packs of each full pattern to use, and round.
 
-    Places stay empty where the rounded packs have too many for a length. Where they have too few,
-    the remaining documents are packed alone, as in Graphcore's packedBERT/nnlshp.py.
+    If the rounded packs have too many places for a length, some stay empty. If they have too few,
+    each remaining document gets a pack of its own, as in Graphcore's packedBERT/nnlshp.py.
     """
     patterns, packs = regress(counts, max_per_pack)
     filled, left = fill(patterns, packs, counts)
@@ -243,21 +245,21 @@ def least_squares(counts: np.ndarray, max_per_pack: int) -> list[Filled]:
 
 
 def regress(counts: np.ndarray, max_per_pack: int) -> tuple[list[Pattern], np.ndarray]:
-    """Fit packs of every pattern that fills a pack to the histogram, by least squares.
+    """Fit the histogram by a number of packs of each full pattern, with least squares.
 
     Paper:   arXiv 2107.02027, section 3.1 (NNLSHP); lengths up to 8 weigh 0.09, as in Graphcore's
-             packedBERT/nnlshp.py: a short document that is missing leaves little padding
-    Returns: patterns; (patterns,) int64 packs, which have too many places for some lengths and too
-             few for others
-    Raises:  ValueError for too many patterns
+             packedBERT/nnlshp.py, because an empty place for a short document is little padding
+    Returns: patterns; (patterns,) int64 packs of each, which have too many places for some lengths
+             and too few for others
+    Raises:  ValueError if there are too many patterns
     """
     from scipy.optimize import nnls
 
     max_len = len(counts) - 1
     if number_that_fill(max_len, max_per_pack) > MOST:
         raise ValueError(
-            f"--packer nnlshp weighs every way to fill a pack of {max_len}, more than {MOST:,} with"
-            f" --max-per-pack {max_per_pack}: choose fewer, or another packer"
+            f"--packer nnlshp weighs every way to fill a pack of {max_len}, which are more than"
+            f" {MOST:,} with --max-per-pack {max_per_pack}: lower it, or choose another packer"
         )
     patterns = list(patterns_that_fill(max_len, max_per_pack, max_len))
     held = np.zeros((max_len, len(patterns)))  # how often each length occurs in each pattern
@@ -272,15 +274,15 @@ def regress(counts: np.ndarray, max_per_pack: int) -> tuple[list[Pattern], np.nd
 def fill(
     patterns: list[Pattern], packs: np.ndarray, counts: np.ndarray
 ) -> tuple[list[Filled], np.ndarray]:
-    """Put documents into packs of patterns, the longest places first.
+    """Fill packs of the given patterns with documents, the longest places first.
 
-    Args:    packs (patterns,) whole numbers
-    Returns: the packs without empty ones; (max_len + 1,) the documents left over
+    Args:    packs (patterns,) integers: packs of each pattern
+    Returns: the packs that got documents; (max_len + 1,) counts of the documents left over
     Example: two packs of (5, 3) and documents 5, 4, 3, 2: [(1, (5, 3))], and 4 and 2 are left
     """
     left = counts.tolist()
     used = [j for j, n in enumerate(packs) if n > 0]
-    filled = {j: [Filled(int(packs[j]), ())] for j in used}  # packs of each pattern, so far
+    filled = {j: [Filled(int(packs[j]), ())] for j in used}  # pattern -> its packs so far
     places = sorted((-length, j) for j in used for length in patterns[j])
     for negative, j in places:
         length, before = -negative, filled[j]
@@ -295,30 +297,29 @@ def fill(
     return [group for j in used for group in filled[j] if group.pattern], np.array(left)
 
 
-# ---- the verbs
+# ---- pack and assign
 
 
 def pack(counts: np.ndarray, packer: str = DEFAULT, max_per_pack: int | None = None) -> Packing:
-    """Pack a histogram: which lengths share a pack, and in how many packs.
+    """Pack a histogram: decide which lengths share a pack, and how many such packs there are.
 
-    Args:    counts       (max_len + 1,) documents of each length; the first, of length 0, is 0
+    Args:    counts       (max_len + 1,) documents of each length; counts[0] must be 0
              packer       one of PACKERS
              max_per_pack most documents in a pack; None: as many as fit
-    Raises:  ValueError for counts that are not a histogram, for an unknown packer, and where SciPy
-             is missing
+    Raises:  ValueError for counts that are not a histogram, an unknown packer, or missing SciPy
     Cost:    lpfhp takes 3 ms for lengths up to 512 and 66 ms up to 4,096, whatever the number of
              documents (results/packers.jsonl)
-    Example: two documents of 5, one of 3 in packs of 8: pack([0, 0, 0, 1, 0, 2, 0, 0, 0]) has the
-             strategies (5, 3) and (5,), one pack of each
+    Example: two documents of 5 and one of 3 in packs of 8: pack([0, 0, 0, 1, 0, 2, 0, 0, 0]) has
+             the strategies (5, 3) and (5,), one pack of each
     """
     counts = np.asarray(counts)
     max_len = len(counts) - 1
     if counts.dtype.kind not in "iu" or counts.min() < 0 or counts[0] or not counts.any():
-        raise ValueError("a histogram has 1 or more documents in all, and none of length 0")
+        raise ValueError("the histogram needs counts of 0 or more, not all 0, none at length 0")
     if packer not in PACKERS:
         raise ValueError(f"--packer {packer} is unknown: choose one of {', '.join(PACKERS)}")
     if max_per_pack is not None and max_per_pack < 1:
-        raise ValueError(f"--max-per-pack {max_per_pack}: a pack holds 1 document or more")
+        raise ValueError(f"--max-per-pack {max_per_pack}: allow at least 1 document in a pack")
     most = min(max_per_pack or max_len, max_len)
     if packer == "nnlshp":
         require_scipy("--packer")
@@ -337,23 +338,20 @@ def pack(counts: np.ndarray, packer: str = DEFAULT, max_per_pack: int | None = N
     )
 
 
-# ---- a place for every document
-
-
 def assign(packing: Packing, lengths: np.ndarray) -> Packs:
-    """Give every document a place: the first of its length takes the first place of that length.
+    """Give every document a place; documents of equal length fill their places in order.
 
-    Args:    lengths (N,) of the documents whose histogram was packed
+    Args:    lengths (N,) lengths of the documents whose histogram was packed
     Returns: packs in the order of the strategies
-    Raises:  ValueError if the lengths have another histogram
-    Cost:    sorts the documents by length and copies once per place of each strategy
+    Raises:  ValueError if the lengths have a different histogram
+    Cost:    sorts the documents by length, then makes one copy per place of each strategy
     """
     given = histogram(lengths, packing.max_len)
     sizes, counts = np.diff(packing.offsets), packing.counts
     packed = np.bincount(packing.lengths, np.repeat(counts, sizes), len(given))
     if (packed != given).any():
-        raise ValueError("the documents to assign do not have the histogram that was packed")
-    narrow = np.min_scalar_type(packing.max_len)  # 16 bits, which NumPy sorts in linear time
+        raise ValueError("these documents do not have the histogram that was packed")
+    narrow = np.min_scalar_type(packing.max_len)  # 16 bits or fewer are sorted in linear time
     sorted_items = np.argsort(np.asarray(lengths).astype(narrow), kind="stable")
     first = np.cumsum(sizes * counts) - sizes * counts  # (S,) where a strategy's documents begin
     place = np.repeat(first - packing.offsets[:-1], sizes) + np.arange(len(packing.lengths))
@@ -372,9 +370,10 @@ def pack_lengths(
     packer: str = DEFAULT,
     max_per_pack: int | None = None,
 ) -> Packs:
-    """Pack documents: the numbers of those that share a pack.
+    """Pack documents; returns the numbers of the documents in each pack.
 
-    Documents of equal length are taken in the order given; packs come longest document first.
+    Documents of equal length are placed in the order given. Packs are sorted by their longest
+    document, longest first.
 
     Example: pack_lengths([3, 6, 5, 2], 8) has items [1, 3, 2, 0] and offsets [0, 2, 4]
     """
@@ -384,9 +383,9 @@ def pack_lengths(
     return assign(pack(histogram(lengths, max_len), packer, max_per_pack), lengths)
 
 
-# ---- the command: what packing would give, for lengths, a histogram or a token store
+# ---- the command: show what packing saves, for given lengths, a histogram or a token store
 
-ROWS = 12  # that are printed, the most frequent first
+ROWS = 12  # strategies printed, the most frequent first
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -398,11 +397,11 @@ def main(argv: list[str] | None = None) -> None:
     sources = "lengths in tokens, a folder made by prepare.py, or a histogram (.json)"
     parser.add_argument("source", nargs="+", help=sources)
     parser.add_argument("--packer", choices=PACKERS, default=DEFAULT)
-    parser.add_argument("--max-len", type=int, default=256, help="tokens of a row (256)")
+    parser.add_argument("--max-len", type=int, default=256, help="tokens in a row (256)")
     parser.add_argument("--max-per-pack", type=int, help="most documents in a row (default: any)")
     args = parser.parse_args(argv)
     if args.max_len < 1:
-        raise ValueError(f"--max-len {args.max_len}: a row has 1 token or more")
+        raise ValueError(f"--max-len {args.max_len}: a row needs at least 1 token")
 
     path = Path(args.source[0])
     if all(text.lstrip("-").isdecimal() for text in args.source):
@@ -417,7 +416,7 @@ def main(argv: list[str] | None = None) -> None:
 
 
 def show(packing: Packing) -> None:
-    """Print what a packing saves, and the rows that it has most of."""
+    """Print what a packing saves, and its most frequent strategies."""
     print(f"{'rows':>10} {'full':>10} {'a row':>10} {'attention':>10}")
     print(
         f"{packing.packs:10,} {packing.efficiency:10.3%} {packing.factor:10.3f}"
