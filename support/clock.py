@@ -133,8 +133,9 @@ def pace(t: float, over: float, start: int, end: int, degree: float = 1, multipl
     Args:     degree   p: 1 is linear, 2 the square root; above 1 it grows fast at first
               multiple values before `end` are rounded down to a multiple of this
     Returns:  a value in start..end, exactly `end` from t = over on
-    Deviates: DeepSpeed (data_pipeline/curriculum_scheduler.py and data_routing/scheduler.py) can
-              round to a value below `start` and reach `end` late
+    Deviates: DeepSpeed 0.19.8 reaches `end` late if it is not a multiple. Its first value is the
+              first multiple at or above `start` in data_pipeline/curriculum_scheduler.py, and can
+              be below `start` in data_routing/scheduler.py
     Example:  pace(1, 300, 64, 1024, degree=2, multiple=8) == 112, from 119.4;
               pace(27, 49, 1, 50) == 27, from 27.999999999999996: the order of operations is fixed
     """
