@@ -1,21 +1,22 @@
-"""Curriculum learning: which samples a run may draw, and how long pieces of them, as it goes on.
+"""Curriculum learning: start with short pieces or easy samples, and raise the difficulty.
 
-A length metric (`seqlen`, `seqlen-reshape`) decides how long a piece of a sample may be: the rest
-is cut off, or with --pack makes further pieces. A ranked metric (`length`, `rarity`, ...) decides
-which samples may be drawn: the easiest ones, in the order that analyze.py wrote. Each metric has a
-pacing of its own. With several ranked metrics a sample has to be easy enough by each of them.
+A length metric (`seqlen`, `seqlen-reshape`) limits how long a piece of a sample may be. `seqlen`
+drops the rest, or with --pack cuts it into further pieces; `seqlen-reshape` puts it into further
+rows. A ranked metric (`length`, `rarity`, ...) limits which samples may be drawn: the easiest ones,
+in the order that analyze.py wrote. Each metric has its own pacing. With several ranked metrics, a
+sample must be easy enough by all of them.
 
 Everything here is a pure function of the tokens consumed so far: this file reads no text and draws
 no random numbers. analyze.py measures samples and sorts them. In reading order: configuration,
-pacing, the samples up to a difficulty, the curriculum, what the flags mean. It acts where
-`settings.curriculum.on` stands, and where plan.py asks for the `Curriculum` made there:
+pacing, the samples up to a difficulty, the curriculum, parsing of the flags. It acts in the lines
+with `settings.curriculum.on`, and where plan.py uses the `Curriculum` made in one of them:
 
-    config.py   check                `parse_metrics`: what is refused
+    config.py   check                `parse_metrics` refuses bad settings
     plan.py     Plan.__init__        opens the indexes, and makes the `Curriculum`
-                Plan.stage_at        `at`, before a step or where a window of rows begins
-                Plan.unpacked_rows   `reshapes`: whether what is cut off makes rows of its own
-                Plan.full_step       the same, for the steps ahead
-                Plan.costed          the log has the difficulty, and how many samples it allows
+                Plan.stage_at        calls `at`, before a step or where a window of rows begins
+                Plan.unpacked_rows   reads `reshapes`: whether the rest of a row makes further rows
+                Plan.full_step       does the same, for the steps ahead
+                Plan.costed          logs the difficulty, and the number of samples it allows
 
 Papers: Li et al., arXiv 2212.03597; arXiv 2108.06084 (sequence length warmup).
 
@@ -34,26 +35,26 @@ import numpy as np
 from support.clock import MULTIPLE, pace
 from support.settings import flag, number_of
 
-LENGTHS = ("seqlen", "seqlen-reshape")  # metrics that rank nothing
-SCAN = 1 << 18  # samples looked at together
+LENGTHS = ("seqlen", "seqlen-reshape")  # metrics that limit lengths and rank no samples
+SCAN = 1 << 18  # most samples that are examined at a time
 
 
 @dataclass(frozen=True)
 class CurriculumConfig:
-    """The flags as given; `parse_metrics` reads them. Several metrics: values between commas."""
+    """Raw flag values, parsed by `parse_metrics`; several metrics and their values have commas."""
 
     metric: str = flag(
         "none", "easy first, by seqlen, seqlen-reshape, length, rarity, rarity-mean, length-rarity"
     )
     start: str | None = flag(
-        None, "first difficulty (default: 1 %; seqlen: 64 tokens if packed, else a quarter row)"
+        None, "initial difficulty (default: 1 %; seqlen: 64 tokens if packed, else a quarter row)"
     )
-    share: str | None = flag(None, "share of a run it lasts (default: 0.4; packed seqlen 0.9)")
+    share: str | None = flag(None, "share of a run it grows for (default: 0.4; packed seqlen 0.9)")
     pace: str | None = flag(
         None,
         "linear, root:2, discrete:64@0.5:256 (default: root:2; seqlen linear, packed root:0.5)",
     )
-    by: str | None = flag(None, "unit of other metrics: percentile or value (default: percentile)")
+    by: str | None = flag(None, "unit of ranked metrics: percentile or value (default: percentile)")
     index: str | None = flag(None, "folder written by analyze.py (default: the store's)", free=True)
 
     @property
@@ -69,7 +70,7 @@ class CurriculumConfig:
 
 
 def by_root(pacing: "Pacing", t: float) -> int:
-    """From start to end as a root of t, of degree 1 where it is linear."""
+    """Go from start to end along a root of t, or linearly at degree 1."""
     return pace(t, pacing.over, pacing.start, pacing.end, pacing.degree, pacing.multiple)
 
 
@@ -77,7 +78,7 @@ def by_levels(pacing: "Pacing", t: float) -> int:
     return pacing.levels[bisect_left(pacing.until, t)]
 
 
-PACES = {  # (pacing, t) -> difficulty; one of your own is a line here (docs/extending.md)
+PACES = {  # (pacing, t) -> difficulty; to add a pacing, add a line here (docs/extending.md)
     "linear": by_root,
     "root": by_root,
     "discrete": by_levels,
@@ -85,23 +86,24 @@ PACES = {  # (pacing, t) -> difficulty; one of your own is a line here (docs/ext
 
 
 class Pacing(NamedTuple):
-    """How the difficulty of one metric goes from start to end.
+    """How the difficulty of one metric changes from start to end.
 
-    Deviates: discrete levels may fall again, and the last one need not be the highest. DeepSpeed
-              (data_pipeline/curriculum_scheduler.py, update_difficulty) stops at its maximum, so a
-              lower level after it is never used
-    Example:  the levels (64, 128, 256) until (10, 25) are 64 at t = 10, 128 at 11, 256 at 26
+    Deviates: discrete levels may fall, and the last one need not be the highest. DeepSpeed
+              (data_pipeline/curriculum_scheduler.py, update_difficulty) stops at its maximum, so it
+              ignores a lower level after that
+    Example:  with levels (64, 128, 256) and until (10, 25), the difficulty is 64 at t = 10, 128 at
+              11 and 256 at 26
     """
 
-    kind: str  # of PACES
+    kind: str  # a key of PACES
     start: int = 1
     end: float = 100  # inf: the value of the hardest sample, which `Curriculum` looks up
-    over: float = 1.0  # t at which the end is reached
-    degree: float = 1.0  # of a root
+    over: float = 1.0  # t at which `end` is reached
+    degree: float = 1.0  # of the root
     multiple: int = 1
-    levels: tuple[int, ...] = ()  # of discrete, which ignores start, end and over
-    until: tuple[float, ...] = ()  # the last t of each level but the last
-    by: str = "percentile"  # percentile | value: the unit of a ranked metric's difficulty
+    levels: tuple[int, ...] = ()  # for discrete, which ignores start, end and over
+    until: tuple[float, ...] = ()  # for discrete: the last t of each level except the last
+    by: str = "percentile"  # percentile | value: unit of a ranked metric's difficulty
 
     def at(self, t: float) -> int:
         return PACES[self.kind](self, t)
@@ -112,24 +114,24 @@ class Pacing(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class Ranking:
-    """values (N,) by sample id; order (N,) sample ids by value, ties by id."""
+    """All samples, sorted by one metric."""
 
-    values: np.ndarray
-    order: np.ndarray
+    values: np.ndarray  # (N,) by sample id
+    order: np.ndarray  # (N,) sample ids, lowest value first, ties by id
 
     def __len__(self) -> int:
         return len(self.order)
 
     def at_percent(self, percent: int) -> int:
-        """How many samples the first percent are, rounded up: never 0, all at 100.
+        """How many samples are the first `percent` %, rounded up, so that 1 % is at least one.
 
-        Deviates: DeepSpeed (data_sampling/data_sampler.py) takes N // 100 samples for a percent,
-                  which is none below a hundred
+        Deviates: DeepSpeed (data_sampling/data_sampler.py) takes N // 100 samples for each percent,
+                  which is none if there are fewer than a hundred
         """
         return -(-len(self) * percent // 100)
 
     def at_value(self, value: float) -> int:
-        """How many samples have at most this value: ties are in or out together."""
+        """How many samples have at most this value; equal samples are all in or all out."""
         return bisect_right(self.order, value, key=lambda sample: self.values[sample])
 
     def highest(self, count: int) -> float:
@@ -152,17 +154,17 @@ class Head(NamedTuple):
 
 @dataclass(frozen=True)
 class Pool:
-    """The samples that all of these heads have in common."""
+    """The samples that are in all of these heads."""
 
     filters: tuple[Head, ...]  # the shortest first
 
     @property
     def reach(self) -> int:
-        """How many ranks there are to draw from; with one filter each of them is a sample."""
+        """How many ranks can be drawn; with a single filter, each of them is in the pool."""
         return self.filters[0].count
 
     def ids(self, ranks: np.ndarray) -> np.ndarray:
-        """The samples at these ranks, (n,) int64; -1 for one that another filter leaves out."""
+        """The samples at these ranks, (n,) int64; -1 for a sample that another filter rejects."""
         shortest, *others = self.filters
         ids = shortest.ranking.order[ranks].astype(np.int64)
         for count, ranking in others:
@@ -171,7 +173,7 @@ class Pool:
 
     @cached_property
     def size(self) -> int:
-        """How many samples; an estimate where several filters reach further than a scan."""
+        """How many samples are in the pool; estimated from SCAN of them if there are many."""
         if len(self.filters) == 1:
             return self.reach
         ranks = np.linspace(0, self.reach - 1, min(self.reach, SCAN)).astype(np.int64)
@@ -184,12 +186,12 @@ class Pool:
         return not any((self.ids(ranks) >= 0).any() for ranks in blocks)
 
 
-@lru_cache(maxsize=4)  # a curriculum asks for its last pools again and again
+@lru_cache(maxsize=4)  # a curriculum often asks for its last pools again
 def intersection(heads: tuple[Head, ...]) -> tuple[Pool | None, int]:
-    """The pool that all heads share; if they share no sample, they grow until they do.
+    """Intersect the heads; if they have no sample in common, widen them until they have one.
 
-    Returns: the pool, None for every sample; and k: every head has grown to at least the first k %
-             of its ranking, for the smallest k at which they share a sample
+    Returns: the pool, None for every sample; and k, the smallest percentage for which the heads
+             have a sample in common when each is at least the first k % of its ranking
     """
     for percent in range(101):
         grown = [Head(max(n, ranking.at_percent(percent)), ranking) for n, ranking in heads]
@@ -201,22 +203,22 @@ def intersection(heads: tuple[Head, ...]) -> tuple[Pool | None, int]:
 
 
 class Eligible(NamedTuple):
-    """The samples up to a level of each ranking."""
+    """The samples up to a level in each ranking."""
 
     pool: Pool | None  # None: every sample
-    reached: dict[str, float]  # {name: level} of the rankings that had to be widened
-    note: str  # what was widened, for the user
+    reached: dict[str, float]  # {name: level} for the rankings that had to be widened
+    note: str  # for the user: what was widened
 
 
 class Rankings(dict[str, Ranking]):
     """Several rankings of the same samples, by name."""
 
     def eligible(self, levels: dict[str, float], units: dict[str, str]) -> Eligible:
-        """The samples up to a level of each ranking.
+        """Find the samples up to a level in each ranking.
 
-        A level that no sample is low enough for rises to the easiest sample's value. If the
-        rankings then share no sample, each widens to its easiest k %, for the smallest k at which
-        they do.
+        A level below every sample's value is raised to the lowest value. If the rankings then have
+        no sample in common, each is widened to its easiest k %, for the smallest k at which they
+        have one.
 
         Args: units {name of a ranking: percentile | value}; other names in `levels` are ignored
         """
@@ -247,25 +249,25 @@ class Stage(NamedTuple):
     """What a curriculum allows at one point of a run."""
 
     difficulty: dict[str, float]  # of each metric
-    # tokens, with special ones: what is longer is cut off there or, with --pack, cut into pieces
+    # tokens, including special ones; longer samples are truncated or, with --pack, cut into pieces
     max_piece_len: int
     pool: Pool | None  # None: every sample may be drawn
     note: str  # for the user: how an empty pool was widened
 
 
 class Curriculum:
-    """All metrics of a run together: a pure function from consumed tokens to a Stage.
+    """Combines all metrics of a run: a pure function from consumed tokens to a Stage.
 
-    Args:   pacings of each metric, over the share of the budget that is consumed
+    Args:   pacings for each metric, in shares of the budget
             budget  tokens of the run
-            indexes the ranking of the samples by each ranked metric
-    Raises: ValueError naming the flag of a setting that an index does not allow
+            indexes for each ranked metric, the ranking of the samples
+    Raises: ValueError, naming the flag, for a setting that does not suit the values of an index
     """
 
     def __init__(self, pacings: dict[str, Pacing], budget: int, seq_len: int, indexes: Rankings):
         self.seq_len, self.indexes = seq_len, indexes
         self.lengths = [name for name in pacings if name in LENGTHS]
-        self.reshapes = "seqlen-reshape" in self.lengths  # rows are cut, not truncated
+        self.reshapes = "seqlen-reshape" in self.lengths  # cut rows into parts, do not truncate
         self.units = {name: pacings[name].by for name in pacings if name not in LENGTHS}
         self.pacings: dict[str, Pacing] = {}
         for name, pacing in pacings.items():
@@ -290,16 +292,16 @@ class Curriculum:
         )
 
 
-# ---- settings: what the flags mean, and what is refused
+# ---- settings: parse the flags, and refuse bad ones
 
 
 def parse_metrics(
     config: CurriculumConfig, seq_len: int, packed: bool = False
 ) -> dict[str, Pacing]:
-    """The pacing of each metric that the flags ask for, defaults filled in.
+    """Parse the flags into a pacing for each metric, with defaults filled in.
 
-    Raises: ValueError naming the flag of a setting that cannot work; analyze.check_metrics says
-            whether a metric exists and suits the samples
+    Raises: ValueError, naming the flag, for a setting that cannot work. analyze.check_metrics
+            checks that a metric exists and suits the samples
     """
     names = config.metrics
     columns = [one_each(s, getattr(config, s), names) for s in ("start", "share", "pace", "by")]
@@ -308,9 +310,9 @@ def parse_metrics(
 
 
 def one_each(setting: str, text: str | None, names: list[str]) -> list[str | None]:
-    """The value of a flag for each metric; None where the default is meant.
+    """Split a flag into one value for each metric; None where it is left empty, for the default.
 
-    A single value serves every metric, except a start, which is in the metric's own unit.
+    A single value applies to every metric, except for --curriculum-start, because units differ.
 
     Example: for two metrics "0.5" is ["0.5", "0.5"], and ",root:3" is [None, "root:3"]
     """
@@ -323,12 +325,13 @@ def one_each(setting: str, text: str | None, names: list[str]) -> list[str | Non
 
 
 def parse_metric(config: CurriculumConfig, seq_len: int, packed: bool) -> Pacing:
-    """One metric from its own flags.
+    """Parse the pacing of one metric.
 
-    The defaults are the papers' pacings, over 0.4 of the budget: "rarity" goes as a square root
-    from the easiest 1 % to 100 %, "seqlen" linearly from a quarter of a row. Where a step keeps its
-    tokens however short its pieces are, in packed rows and with "seqlen-reshape", lengths begin at
-    64 and grow with the square of the clock over 0.9 of the budget (docs/curriculum.md).
+    The defaults are the papers' pacings, over 0.4 of the budget: ranked metrics grow with the
+    square root of consumed tokens from the easiest 1 % to 100 %, "seqlen" linearly from a quarter
+    of a row. With --pack or "seqlen-reshape" a step has the same number of tokens however short its
+    pieces are, so lengths start at 64 and grow with the square of consumed tokens over 0.9 of the
+    budget (docs/curriculum.md).
 
     Example: "seqlen" in packed rows of 2,048 is at 64, 672, 2,048 after 0, 0.5, 0.9 of a run
     """
@@ -348,7 +351,7 @@ def parse_metric(config: CurriculumConfig, seq_len: int, packed: bool) -> Pacing
             raise ValueError("--curriculum-by value needs --curriculum-start, in the metric's unit")
     if pacing.levels and (config.start or config.share):
         given = f"start {config.start}" if config.start else f"share {config.share}"
-        raise ValueError(f"--curriculum-{given} has no effect beside {config.pace}: leave it out")
+        raise ValueError(f"--curriculum-{given} has no effect with {config.pace}: leave it out")
     start = number(config.start or pacing.start, "--curriculum-start", int)
     over = number(config.share or (0.9 if is_full else 0.4), "--curriculum-share", high=1)
     pacing = pacing._replace(start=start, over=over, by=by)
@@ -357,9 +360,9 @@ def parse_metric(config: CurriculumConfig, seq_len: int, packed: bool) -> Pacing
 
 
 def parse_pace(text: str) -> Pacing:
-    """One pacing as the user writes it, over a run of length 1.
+    """Parse a pacing, in shares of a run.
 
-    Example: discrete:64@0.1:256 has the levels 64 and 256, and the first until 0.1
+    Example: discrete:64@0.1:256 has the level 64 until 0.1 of the run, then 256
     """
     flag = "--curriculum-pace"
     kind, _, details = text.partition(":")
@@ -372,7 +375,7 @@ def parse_pace(text: str) -> Pacing:
         raise ValueError(f"{flag} {text} is unknown: choose {known}")
     levels, ends = zip(*(level.partition("@")[::2] for level in details.split(":")), strict=True)
     if not all((*levels, *ends[:-1])) or ends[-1]:
-        raise ValueError(f"{flag} {text}: each level but the last ends @ a share of the run")
+        raise ValueError(f"{flag} {text}: write LEVEL@SHARE for all levels but the last")
     return Pacing(
         kind,
         levels=tuple(number(level, flag, int) for level in levels),
@@ -381,22 +384,25 @@ def parse_pace(text: str) -> Pacing:
 
 
 def number(text: str | float, flag: str, kind: type = float, high: int = 2**53) -> float:
-    """A number above 0; ValueError that names the flag. Up to 2^53 a float64 has no gaps."""
+    """Parse a number above 0, or raise a ValueError naming the flag.
+
+    The limit is 2^53 because a float64 holds every integer up to there.
+    """
     value = number_of(str(text))
     if not 0 < value <= high or kind(value) != value:
         wanted = "number" if kind is float else "whole number"
-        raise ValueError(f"{flag} {text} is not a {wanted} above 0, at most {high:,}")
+        raise ValueError(f"{flag} {text} must be a {wanted} above 0, at most {high:,}")
     return kind(value)
 
 
 def check_pacing(pacing: Pacing) -> None:
     """Refuse a pacing that cannot work."""
     if any(after <= before for before, after in pairwise((0, *pacing.until))):
-        raise ValueError(f"the ends {pacing.until} of the levels have to ascend from 0")
+        raise ValueError(f"the ends {pacing.until} of the levels must increase, from above 0")
     subject = "level" if pacing.levels else "--curriculum-start"
     for level in pacing.levels or (pacing.start,):
         if not 1 <= level <= pacing.end:
-            raise ValueError(f"{subject} {level} must lie in 1..{pacing.end}, the end")
+            raise ValueError(f"{subject} {level} must be from 1 to {pacing.end}, the highest")
         if level % pacing.multiple and level != pacing.end:
-            above = level + -level % pacing.multiple
-            raise ValueError(f"{subject} {level} is no multiple of {pacing.multiple}: try {above}")
+            fit = level + -level % pacing.multiple
+            raise ValueError(f"{subject} {level} is not a multiple of {pacing.multiple}: try {fit}")
