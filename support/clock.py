@@ -1,19 +1,19 @@
-"""The clock of a run, what a step costs on it, and values and random numbers that follow from it.
+"""The clock of a run: how much a step adds to it, and the schedules and random numbers it drives.
 
-A step consumes its real tokens, scaled by the share of layers that they ran through. The budget,
-the learning rate and every schedule read consumed tokens:
+A step consumes its real tokens, scaled by the share of layers that they ran through. The budget and
+every schedule count consumed tokens, and so does the learning rate by default (--lr-clock):
 
-    step    rows of 256, 6 layers of which 4 keep 128    consumed    the clock says
-    1       16 full rows, 4,096 tokens                   2,720       2,720
-    2       16 rows of 250 tokens, 4,000                 2,688       5,408
+    step    rows of 256; 4 of 6 layers keep 128          consumed    clock after the step
+    1       16 full rows: 4,096 real tokens              2,720       2,720
+    2       16 rows of 250 tokens: 4,000                 2,688       5,408
 
-Random choices are functions of a key, so there is no state to save, and every process gets the same
-numbers without asking another one:
+Random choices are functions of a key. So there is no random state to save, and every process gets
+the same numbers without communication:
 
     seed_of     a key such as (seed, "mask", step) -> 63 bits
-    generator   a torch generator seeded with them
-    bits        a number for each position of each row, on any device
-    shuffled    draw number -> sample id, in an order that is never held in memory
+    generator   a torch generator seeded with those bits
+    bits        a random number for each position of each row, on any device
+    shuffled    draw number -> sample id; the order is computed, not stored
 """
 
 import hashlib
@@ -27,37 +27,37 @@ from torch import Tensor
 
 from support.runtime import on_device
 
-MULTIPLE = 8  # lengths move in steps of 8: few shapes, and matrix units work in eights
+MULTIPLE = 8  # lengths are multiples of 8: fewer shapes, and matrix units work in eights
 
 
 class Cursor(NamedTuple):
     """Where in the text the next rows come from; plan.py's header walks through three steps."""
 
-    first_draw: int = 0  # of the next row; with --pack, of the window that the next row is in
-    stage_first_draw: int = 0  # the draw at which the pool of samples became what it is
+    first_draw: int = 0  # of the next row; with --pack, of the window that holds the next row
+    stage_first_draw: int = 0  # the first draw from the current pool of samples
     drawn_at_tokens: int = 0  # consumed tokens when that window, or the last step, was drawn
-    row: int = 0  # with --pack: rows of the window that steps have taken
+    row: int = 0  # with --pack: how many rows of the window have been used
 
 
 class Clock(NamedTuple):
-    """Where a run stands. Every schedule is a function of this, the settings and the seed."""
+    """The progress of a run. Every schedule is a function of this, the settings and the seed."""
 
     step: int = 0
-    consumed_tokens: int = 0  # the budget's unit, see effective_tokens
+    consumed_tokens: int = 0  # what --tokens limits, see effective_tokens
     real_tokens: int = 0  # tokens read, including a BERT's [CLS] and [SEP] but not padding
-    layer_tokens: int = 0  # positions times the layers they went through, including padding
+    layer_tokens: int = 0  # positions, each times the layers it ran through, including padding
     positions: int = 0  # of all rows, including padding
-    pieces: int = 0  # of documents, placed in rows
-    flops: int = 0  # needed on all ranks, see flops_of_step in support/sizes.py
+    pieces: int = 0  # pieces of documents placed in rows
+    flops: int = 0  # needed on all ranks together, see flops_of_step in support/sizes.py
     cursor: Cursor = Cursor()
 
     def later(self, each: "Clock", count: int) -> "Clock":
-        """This clock after `count` steps that add as much as `each` has; the cursor stays."""
+        """Return the clock after `count` more steps that each add `each`; the cursor stays."""
         sums = (a + count * b for a, b in zip(self[:-1], each[:-1], strict=True))
         return Clock(*sums, self.cursor)
 
     def as_dict(self) -> dict:
-        """For a checkpoint; `Clock.of` reads it."""
+        """Return plain dicts for a checkpoint; `Clock.of` reads them back."""
         return {**self._asdict(), "cursor": self.cursor._asdict()}
 
     @classmethod
@@ -70,37 +70,40 @@ class StepContext(NamedTuple):
 
     seed: int
     step: int  # counted from 1
-    progress: float  # of the run when the step begins: consumed tokens as a share of the budget
+    progress: float  # consumed tokens when the step begins, as a share of the budget
     seq_len: int  # tokens of a full row, --seq-len
     layers: int  # of the whole model
 
     def bits(self, technique: str, layers: Sequence[int | str], rows: Tensor, T: int) -> Tensor:
-        """Random numbers for one technique in this step, one per layer, row and position.
+        """Draw random numbers for one technique in this step, one per layer, row and position.
 
-        Args:    rows (B,) int64, numbers of rows among those of all ranks; their device is used
+        Args:    rows (B,) int64, the numbers of the rows among all ranks' rows, on the device that
+                      is to hold the result
         Returns: (len(layers), B, T) int64 from 0 to 2^63 - 1
         """
         seeds = [seed_of(self.seed, technique, self.step, layer) for layer in layers]
         return bits(on_device(torch.tensor(seeds), rows.device), rows, T)
 
     def uniform(self, technique: str, *key: int | str) -> float:
-        """One random number in [0, 1), for a choice that all rows share."""
+        """Draw one random number in [0, 1), for a choice that all rows share."""
         return seed_of(self.seed, technique, self.step, *key) / 2**63
 
 
 def effective_tokens(rows: np.ndarray, repeated: np.ndarray, tokens_by_layer: list[int]) -> int:
-    """What a step adds to the clock: its real tokens, scaled by the share of layers they ran.
+    """Return what a step consumes: its real tokens, scaled by the share of layers they ran through.
 
-    Padding is dropped first, so a row of n tokens keeps min(n, K) of them in a layer that keeps K.
+    Padding is dropped first, so a layer that keeps K keeps min(n, K) tokens of a row with n.
 
-    Paper:   arXiv 2212.03597: a = floor((T (L - l) + r l) / L) for l dropped layers
+    Paper:   arXiv 2212.03597: a = floor((T (L - l) + r l) / L) for l layers that drop tokens
     Args:    rows            (B,) tokens of each row, without padding
-             repeated        (B,) how many of them are context: targets of an earlier row
+             repeated        (B,) how many of these are context that was already a target in an
+                             earlier row, and is not counted again
              tokens_by_layer (L,) tokens of a full row that each layer sees
     Returns: sum over rows of floor((n - repeated) sum_l min(n, K_l) / (L n)), which is B a when
              rows are full
     Example: two rows of 256 in layers that see [256, 128, 128, 128, 128, 256] tokens consume
-             2 * floor(1024 / 6) == 340; there a row of 100 tokens runs whole and consumes 100
+             2 * floor(1024 / 6) == 340; no layer drops anything of a row of 100 tokens, which
+             consumes 100
     """
     layer_tokens = np.minimum(rows[:, None], np.array(tokens_by_layer)).sum(1)  # (B,)
     return int(
@@ -109,17 +112,17 @@ def effective_tokens(rows: np.ndarray, repeated: np.ndarray, tokens_by_layer: li
 
 
 def due(every: int, before: Clock, after: Clock, last: bool = False) -> bool:
-    """Whether a step passed a multiple of `every` tokens or is the last; never if every is 0."""
+    """Whether a step passed a multiple of `every` tokens or was the last; never if every is 0."""
     if every == 0:
         return False
     return last or before.consumed_tokens // every != after.consumed_tokens // every
 
 
 def lr_clock(which: str, layers: int, clock: Clock) -> float:
-    """What the learning rate reads, in tokens of the budget.
+    """Return the token count that the learning rate follows.
 
-    Args: which --lr-clock: consumed-tokens, or layer-tokens, which are divided by the layers and
-                unlike consumed tokens count padding
+    Args: which --lr-clock: consumed-tokens, or layer-tokens divided by the number of layers, which
+                includes padding
     """
     return clock.layer_tokens / layers if which == "layer-tokens" else clock.consumed_tokens
 
@@ -146,23 +149,23 @@ def pace(t: float, over: float, start: int, end: int, degree: float = 1, multipl
 
 
 def seed_of(*key: object) -> int:
-    """A seed for one purpose: (seed, purpose, step, layer) -> 63 bits, the same everywhere."""
+    """Hash a key to a seed of 63 bits: (seed, purpose, step, layer) -> the same number anywhere."""
     return int.from_bytes(hashlib.blake2b(repr(key).encode(), digest_size=8).digest()) >> 1
 
 
 def generator(device: torch.device, *key: object) -> torch.Generator:
-    """A random generator that is a function of `key`: nothing to save, nothing to restore."""
+    """Make a random generator that depends only on `key`: nothing to save or restore."""
     return torch.Generator(device).manual_seed(seed_of(*key))
 
 
 def bits(seeds: Tensor, rows: Tensor, T: int) -> Tensor:
-    """63 random bits for each seed, row and position.
+    """Compute 63 random bits for each seed, row and position.
 
-    A hash, not a stream: no number depends on how many others are computed, so a rank computes only
-    its own rows and gets what one process with all rows would get.
+    This is a hash, not a stream: no number depends on which others are computed. So each rank
+    computes only the numbers for its rows, and gets what a single process would.
 
     Args:    seeds (n,) int64 from seed_of
-             rows  (B,) int64, numbers of rows among those of all ranks
+             rows  (B,) int64, the numbers of the rows among all ranks' rows
     Returns: (n, B, T) int64 from 0 to 2^63 - 1, the same on every device
     """
     positions = torch.arange(1, T + 1, device=rows.device)
@@ -173,7 +176,7 @@ def bits(seeds: Tensor, rows: Tensor, T: int) -> Tensor:
 def _mixed(x: Tensor | np.ndarray) -> Tensor | np.ndarray:
     """Hash 64-bit integers to 64 well-mixed bits (the finaliser of splitmix64).
 
-    A shift of int64 copies the sign: the bits shifted in are masked off.
+    Shifting an int64 to the right copies its sign bit, so the masks clear the bits shifted in.
     """
     x = (x ^ (x >> 30 & 2**34 - 1)) * -4658895280553007687
     x = (x ^ (x >> 27 & 2**37 - 1)) * -7723592293110705685
@@ -181,11 +184,11 @@ def _mixed(x: Tensor | np.ndarray) -> Tensor | np.ndarray:
 
 
 def shuffled(draws: np.ndarray, n: int, seed: int) -> np.ndarray:
-    """The sample ids of the given draws: pass after pass over 0..n-1, each in its own order.
+    """Map draws to sample ids: pass after pass over 0..n-1, each in a different order.
 
-    A keyed permutation of [0, n): a Feistel network over an even number of bits, applied until the
-    result is below n (Black & Rogaway 2002). So no list of samples is in memory, and any rank can
-    say what draw 10^12 is without replaying the draws before it.
+    Each pass is a keyed permutation of [0, n): a Feistel network over an even number of bits,
+    applied again until the result is below n (Black & Rogaway 2002). So no shuffled list is held in
+    memory, and any rank can compute draw 10^12 without replaying the draws before it.
 
     Args:    draws (m,) int64, counted from the start of training
     Returns: (m,) int64 sample ids; draws k n .. (k + 1) n - 1 hold every id once
