@@ -1,22 +1,24 @@
-"""Settings: a frozen dataclass a group, a field a flag; and numbers as people write and read them.
+"""Settings as frozen dataclasses, one field per flag; and numbers as people write and read them.
 
     @dataclass(frozen=True)
     class LtdConfig:
         on: bool = flag(False, "drop random tokens ...")             --ltd, --no-ltd
         start: int | None = flag(None, "tokens per row ...", least=1)  --ltd-start 64
 
-A group with a field or property `on` is a technique's: its first setting is its switch and has its
-name, the others have it as prefix. Between the command line and the dataclasses settings are flat,
-{"ltd.start": 64}, and what was not given is absent. What a field may say besides its help:
+A group with a field or property `on` belongs to a technique: its first setting is the switch, named
+like the technique (--ltd), and the name is the prefix of all other flags (--ltd-start). Between the
+command line and the dataclasses, settings are flat, {"ltd.start": 64}, and hold only what was
+given. Besides its help, a field may have:
 
-    choices                      the values allowed
+    choices                      the allowed values
     least, above, most, below    the limits of a number
-    free                         may differ when a run goes on: where and how fast, not what
-    without_value                what the flag alone means
-    hidden                       no flag: it follows from others, and is kept with them
+    free                         --resume may change it: it says where or how fast, not what
+    without_value                the value that the flag alone stands for
+    hidden                       no flag: the value follows from other settings and is saved
+                                 with them
 
-The groups that every run has are RunConfig and DataConfig here, ModelConfig in sizes.py and
-OptimConfig in optim.py; techniques' stand in their files, and config.py puts them together.
+Every run has the groups RunConfig and DataConfig, which are here, ModelConfig in sizes.py and
+OptimConfig in optim.py. Each technique's group is in its file, and config.py combines them all.
 """
 
 import argparse
@@ -36,25 +38,25 @@ Groups = TypeVar("Groups")  # a dataclass of groups: Config
 
 
 def flag(default: Value, help: str, choices: tuple[str, ...] | None = None, **more: object) -> Any:
-    """A field of a group; `more` is any other of what a field may say."""
+    """Make a field of a group; `more` may be any of the keys listed at the top of this file."""
     return field(default=default, metadata={"help": help, "choices": choices, **more})
 
 
 def free(default: Value, help: str, choices: tuple[str, ...] | None = None, **more: object) -> Any:
-    """A flag that may differ when a run goes on."""
+    """Make a flag that may differ when a run is resumed."""
     return flag(default, help, choices, free=True, **more)
 
 
 class Setting(NamedTuple):
     flag: str  # --seq-len, --ltd, --ltd-start
-    kind: type  # of its value, which may also be None: left open
+    kind: type  # of its value, which may also be None: not decided yet
     default: Value
     about: Mapping[str, Any]  # help, choices, limits, ...
 
 
 @cache
 def settings_of(config_class: type) -> dict[str, Setting]:
-    """Every setting by its name, group.field, in the order of the fields."""
+    """List every setting by its name, group.field, in the order of the fields."""
     settings = {}
     for part in fields(config_class):
         group = part.default_factory
@@ -74,7 +76,10 @@ def settings_of(config_class: type) -> dict[str, Setting]:
 
 
 def parse(config_class: type, argv: list[str], prog: str, description: str) -> Flat:
-    """What a command line gives, checked; ValueError for a flag or a value that does not exist."""
+    """Parse and check a command line; return only the settings it gives.
+
+    Raises: ValueError for an unknown flag or a value that is not allowed
+    """
     parser = Parser(prog=prog, description=description)
     groups = {part.name: parser.add_argument_group(part.name) for part in fields(config_class)}
     for name, (written, kind, default, about) in settings_of(config_class).items():
@@ -99,14 +104,14 @@ def parse(config_class: type, argv: list[str], prog: str, description: str) -> F
 
 
 def check_limits(config_class: type, flat: Flat, file: str = "") -> None:
-    """Refuse a setting that does not exist or is not within its limits.
+    """Refuse a setting that does not exist or is outside its limits.
 
-    Raises: ValueError naming the flag, or the file that the settings are from and its entry
+    Raises: ValueError naming the flag, or the file that the settings come from and its entry
     """
     where = file and f"{file}: "
     for name, value in flat.items():
         if name not in settings_of(config_class):
-            raise ValueError(f"{where}{name} is of another version of train.py")
+            raise ValueError(f"{where}{name} is not a setting of this version of train.py")
         written, _, _, about = settings_of(config_class)[name]
         if value is None:
             continue
@@ -124,12 +129,12 @@ def check_limits(config_class: type, flat: Flat, file: str = "") -> None:
                 allowed.append(f"{words} {about[limit]}")
                 holds = holds and compare(float(value), float(about[limit]))
         if not holds:
-            given = f"{where}{name if file else written} is {value}"
-            raise ValueError(f"{given}, allowed is {', '.join(allowed)}: {about['help']}")
+            must = f"{where}{name if file else written} must be {' and '.join(allowed)}"
+            raise ValueError(f"{must}, got {value}: {about['help']}")
 
 
 def table_of(config_class: type) -> str:
-    """Every flag as a row of a markdown table, in the order of --help."""
+    """Format every flag as a row of a markdown table, in the order of --help."""
     rows = ["| flag | default | what it does |", "|---|---|---|"]
     for written, _, default, about in settings_of(config_class).values():
         if not about.get("hidden"):
@@ -150,7 +155,7 @@ def shown_default(default: Value) -> str:
 
 
 def unflattened(config_class: type[Groups], flat: Flat) -> Groups:
-    """{"group.field": value} -> a configuration; what is not given keeps its default.
+    """{"group.field": value} -> a configuration; settings that are not given keep their defaults.
 
     Raises: ValueError for a setting of a technique that is off
     """
@@ -168,12 +173,12 @@ def unflattened(config_class: type[Groups], flat: Flat) -> Groups:
 
 
 def flattened(config: object) -> Flat:
-    """A configuration as {"group.field": value}."""
+    """A configuration -> {"group.field": value}."""
     return {f"{g}.{name}": v for g, part in asdict(config).items() for name, v in part.items()}
 
 
 def as_given(written: str, value: Value) -> str:
-    """A setting as one would write it: --seed 5, --ltd, --no-ltd; no --ltd-steps if it is open."""
+    """Write a setting as on a command line: --seed 5, --ltd, --no-ltd; for None "no --kv-heads"."""
     if value is None:
         return f"no {written}"
     if isinstance(value, bool):
@@ -191,30 +196,31 @@ def as_flags(settings: Flat) -> str:
 
 
 def number_of(text: str) -> float:
-    """The value of 2000000, 2e6, 2M or 1.5B; nan if the text is not a number."""
+    """Read 2000000, 2e6, 2M or 1.5B; nan if the text is not a number."""
     power = {"K": "e3", "M": "e6", "B": "e9", "T": "e12"}.get(text[-1:].upper(), "")
     try:
-        return float(text[:-1] + power if power else text)  # 2.05e6 is whole, 2.05 * 1e6 is not
+        # Not a product: 2.05e6 is a whole number, 2.05 * 1e6 is not.
+        return float(text[:-1] + power if power else text)
     except ValueError:
         return math.nan
 
 
 def whole_number(text: str, least: int = 0) -> int:
-    """A whole number, for argparse: 2000000, 2e6, 2M, 1.5B."""
+    """Read a whole number for argparse: 2000000, 2e6, 2M, 1.5B."""
     number = number_of(text)
     if not (least <= number < 2**63 and number == int(number)):
-        example = f"a whole number, {least} or more, such as 4096, 2e6, 1.5B"
+        example = f"a whole number of at least {least}, such as 4096, 2e6 or 1.5B"
         raise argparse.ArgumentTypeError(f"{text} is not {example}")
     return int(number)
 
 
 def count(text: str) -> int:
-    """A whole number above 0, for argparse."""
+    """Read a whole number above 0 for argparse."""
     return whole_number(text, least=1)
 
 
 def real_number(text: str) -> float:
-    """A finite number, for argparse: nan would pass every limit, and nobody means inf."""
+    """Read a finite number for argparse: not every setting has limits that refuse nan and inf."""
     try:
         number = float(text)
     except ValueError:
@@ -229,7 +235,7 @@ BYTES |= {"KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
 def bytes_of(written: str, text: str) -> int:
-    """The number of bytes in a flag's value, 6GiB or 800MB; ValueError names the flag."""
+    """Read a flag's amount of memory, such as 6GiB or 800MB; ValueError names the flag."""
     match = re.fullmatch(r"(\d{1,15}(?:\.\d{1,15})?) ?([A-Za-z]*)", text)
     if match is None or match[2] not in BYTES or float(match[1]) == 0:
         raise ValueError(f"{written} {text}: write an amount such as 6GiB, 800MB or auto")
@@ -242,7 +248,7 @@ PREFIXES = ("", "K", "M", "B", "T", "P", "E")
 
 
 def short(value: float, unit: str = "") -> str:
-    """A number to three digits. 10^9 is B for tokens, and G with a unit.
+    """Format a number to three digits; 10^9 is B, as for tokens, or G before a unit.
 
     Example:  61440 -> "61.4 K", 1.23e12 -> "1.23 T", 950 -> "950"; 2.5e9, "FLOP" -> "2.50 GFLOP"
     """
@@ -274,32 +280,32 @@ def duration(seconds: float) -> str:
 
 @dataclass(frozen=True)
 class RunConfig:
-    """Where and how a run runs."""
+    """Where a run is kept, where it computes, and how often it evaluates and saves."""
 
     out: str | None = free(None, "folder for log, checkpoints, settings (default: a new one)")
     resume: str | None = free(
         None,
-        "continue the run in --out; auto starts it if there is none",
+        "continue the run in --out, or the newest; auto: start one if --out has none",
         ("last", "best", "auto"),
         without_value="last",
     )
-    seed: int = flag(1337, "of the initial weights, the data order and every draw")
-    device: str = free("auto", "where to compute", ("auto", "cpu", "cuda", "mps"))
-    dtype: str = flag("auto", "arithmetic; auto: bf16 on Ampere or newer", ("auto", "fp32", "bf16"))
+    seed: int = flag(1337, "seed of initial weights, data order and every random choice")
+    device: str = free("auto", "device to compute on", ("auto", "cpu", "cuda", "mps"))
+    dtype: str = flag("auto", "precision; auto: bf16 on Ampere or newer", ("auto", "fp32", "bf16"))
     compile: str = free(
         "auto", "compile the blocks; auto: on a GPU", ("auto", "on", "off"), without_value="on"
     )
-    checkpoint_activations: bool = free(False, "save memory: recompute blocks in the backward pass")
-    fsdp: bool = free(False, "shard weights, gradients and optimizer state over the ranks")
-    eval_every: int | None = free(None, "tokens between evaluations, or 0 (default: --tokens / 5)")
-    eval_tokens: int = free(32_768, "held-out tokens scored each time but the last", least=1)
-    final_eval_tokens: int = free(1_000_000, "most held-out tokens scored at the end", least=1)
+    checkpoint_activations: bool = free(False, "recompute blocks in backward to save memory")
+    fsdp: bool = free(False, "shard weights, gradients and optimizer state across ranks")
+    eval_every: int | None = free(None, "in tokens; 0: only at the end (default: --tokens / 5)")
+    eval_tokens: int = free(32_768, "held-out tokens per evaluation but the final one", least=1)
+    final_eval_tokens: int = free(1_000_000, "maximum held-out tokens at the end", least=1)
     checkpoint_every: int | None = free(
         None, "tokens between checkpoints; 0: only at the end (default: --tokens / 10)"
     )
-    keep: int = free(2, "newest checkpoints kept, besides the best", least=1)
+    keep: int = free(2, "how many of the newest checkpoints to keep, besides the best", least=1)
     wandb: bool = free(False, "log to Weights & Biases too (WANDB_MODE=offline works)")
-    dry_run: bool = free(False, "print what the run would take, then stop")
+    dry_run: bool = free(False, "print what the run would take, then exit")
 
 
 @dataclass(frozen=True)
@@ -307,9 +313,9 @@ class DataConfig:
     """What a run reads."""
 
     data: str | None = free(
-        None, "store made by prepare.py, or a mixture: a=0.7,b=0.3 (default: the embedded corpus)"
+        None, "store from prepare.py, or a mixture: a=0.7,b=0.3 (default: the embedded corpus)"
     )
     tokenizer: str | None = flag(
         None, "pd4k, bytes, gpt2, FILE.tiktoken or tokenizer.model (default: the store's, or pd4k)"
     )
-    seq_len: int | None = flag(None, "tokens in a row (default: by --size)", least=8, below=2**31)
+    seq_len: int | None = flag(None, "tokens per row (default: by --size)", least=8, below=2**31)

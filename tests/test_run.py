@@ -148,7 +148,7 @@ def test_what_does_not_belong_to_the_run_is_refused(folder):
     about = json.loads(file.read_text())
     about["config"]["run.gone"] = 1
     file.write_text(json.dumps(about))
-    resume_refused(folder, r"run\.gone is of another version")
+    resume_refused(folder, r"run\.gone is not a setting of this version")
     file.write_text("{")
     resume_refused(folder, r"config\.json is damaged")
 
