@@ -1,9 +1,9 @@
-"""Held-out loss in bits per byte, which compares runs with different tokenizers.
+"""Evaluate a run: held-out loss in bits per byte, which is comparable across tokenizers.
 
 However a run was trained, it is evaluated on whole documents at full length, in a fixed order and
 with nothing dropped. Held-out documents are cut into pieces, packed into rows once and isolated
 from each other, and every token is a target (for a BERT, every masked one). A piece that continues
-a document begins without context, as in training. Results are added up by document, in the order of
+a document starts without context, as in training. Losses are summed by document, in the order of
 the store.
 
 Three held-out documents of 9, 21 and 5 tokens, end-of-text included, in rows of 16:
@@ -12,17 +12,18 @@ Three held-out documents of 9, 21 and 5 tokens, end-of-text included, in rows of
     rows      16   9 5 .   5 ...      packed; attention stays within a piece
     ranks     rows 0 and 1 | row 2    two ranks with --rows 2; every rank gets the sums of all
     result    (9 + 16 + 5 + 5) losses in nats, summed by document, then
-              bits per byte = nats / ln 2 / bytes; end-of-text is a target, and has no bytes
+              bits per byte = nats / ln 2 / bytes; end-of-text is a target, but has no bytes
 
 Several stores (--data a=0.7,b=0.3) are evaluated one by one, and their results averaged by weight.
-train.py evaluates by `Evaluation.run` on the way. Does not train, and writes nothing into a run.
+During training, train.py calls `Evaluation.run`. This file does not train, and writes nothing into
+the folder of a run.
 
     python evaluate.py runs/gpt-nano-1                 # the newest checkpoint of a run
     python evaluate.py runs/gpt-nano-1 --tokens 100K   # on a part of the held-out text
-    python evaluate.py runs/gpt-nano-1 --by-document out.jsonl                # a line a document
+    python evaluate.py runs/gpt-nano-1 --by-document out.jsonl            # one line per document
 
-A GPT also answers the questions of a file, without further training (tasks.py), which are packed
-into rows and summed up in the same way:
+A GPT can also answer the questions in a file, without further training (tasks.py). Questions are
+packed into rows and their results summed in the same way:
 
     python evaluate.py runs/gpt-nano-1 --task lambada.jsonl.gz hellaswag.jsonl.gz
 """
@@ -68,12 +69,12 @@ from support.store import Store, atomic_write, get_encoding
 
 
 class Laid(NamedTuple):
-    """Pieces of text, packed into rows; each piece is a part of an item, such as a document."""
+    """Pieces of text packed into rows; each piece belongs to an item, such as a document."""
 
     rows: Rows
-    item: np.ndarray  # (pieces,) from 0
-    items: int  # how many there are, also those without a piece
-    batch: Callable[[Rows], Batch]
+    item: np.ndarray  # (pieces,) number of the item that each piece belongs to
+    items: int  # how many items there are, including those without pieces
+    batch: Callable[[Rows], Batch]  # reads the text of some rows
 
 
 def lay(
@@ -83,15 +84,15 @@ def lay(
     batch: Callable[[Rows], Batch],
     special_tokens: int = 0,
 ) -> Laid:
-    """Pack rows of one piece each; items are the documents between these offsets of a store."""
+    """Pack rows of one piece each; the items are the documents at these offsets of a store."""
     packs = pack_lengths(rows.stop - rows.start + special_tokens, seq_len)
     rows = rows.packed(packs.items, packs.offsets)
     document = np.searchsorted(offsets, rows.start, side="right") - 1
     return Laid(rows, document, len(offsets) - 1, batch)
 
 
-# Runs the model once, on a batch of the CPU, and says which of its B T tokens are asked, and
-# columns (n,) of numbers about those.
+# Runs the model once, on a batch that is on the CPU. Returns which of its B T tokens were asked
+# about, as a mask or indices, and columns (n,) of numbers about these.
 Measure = Callable[[nn.Module, Runtime, Batch], tuple[Tensor, ...]]
 
 
@@ -106,14 +107,16 @@ def sums_by_item(
     micro_batch: int,
     show: bool = False,
 ) -> np.ndarray:
-    """(items, columns) float64: the sums of a measure, the same on every rank.
+    """Sum the columns of a measure over the tokens of each item: (items, columns) float64.
 
-    Args: micro_batch rows on each rank
-          show    a bar, on rank 0
+    The sums are the same on every rank.
+
+    Args: micro_batch rows that each rank runs at a time
+          show        show a progress bar on rank 0
     """
     of_piece = np.zeros((len(laid.item), columns))
     turns = -(-len(laid.rows) // (micro_batch * runtime.world_size))
-    hidden = None if show and runtime.is_rank0 else True  # None: shown where there is a terminal
+    hidden = None if show and runtime.is_rank0 else True  # None: show it on a terminal
     own = own_rows(model, len(laid.rows), micro_batch, runtime)
     with evaluating(model):
         for numbers in tqdm(own, total=turns, unit="batch", disable=hidden, leave=False):
@@ -124,26 +127,26 @@ def sums_by_item(
             doc_ids = batch.with_documents().doc_ids  # (B, T)
             piece = (torch.from_numpy(rows.offsets[:-1, None]) + doc_ids).flatten()[asked]
             first, n = laid.rows.offsets[numbers[0]], len(rows.start)
-            of_piece[first : first + n] = added_up(piece, n, values)
-    # by piece, so that any number of ranks adds up the same numbers in the same order
+            of_piece[first : first + n] = sum_by_key(piece, n, values)
+    # Sum by piece first: so any number of ranks adds the same numbers in the same order.
     of_piece = runtime.reduce(torch.from_numpy(of_piece)).numpy()
-    return added_up(laid.item, laid.items, of_piece.T)
+    return sum_by_key(laid.item, laid.items, of_piece.T)
 
 
-def added_up(key: np.ndarray | Tensor, keys: int, columns: Sequence) -> np.ndarray:
-    """(keys, columns) the sum of each column by key."""
+def sum_by_key(key: np.ndarray | Tensor, keys: int, columns: Sequence) -> np.ndarray:
+    """Sum each column by key: (keys, columns)."""
     return np.stack([np.bincount(key, column, keys) for column in columns], axis=1)
 
 
 def own_rows(
     model: nn.Module, count: int, micro_batch: int, runtime: Runtime
 ) -> Iterator[np.ndarray]:
-    """The numbers of this rank's rows, `micro_batch` at a time.
+    """Yield the numbers of this rank's rows, `micro_batch` at a time.
 
-    In the last turn some ranks may have no row. If the model is sharded they run it on one token,
-    because its weights are gathered from all ranks.
+    In the last round some ranks may have no rows. If the model is sharded, they run it on one
+    token, because its weights are gathered from all ranks.
 
-    Example: 10 rows, two ranks, 3 at once: rank 0 has 0 1 2, then 6 7 8; rank 1 has 3 4 5, then 9
+    Example: 10 rows, two ranks, 3 at a time: rank 0 has 0 1 2, then 6 7 8; rank 1 3 4 5, then 9
     """
     for first in range(0, count, runtime.world_size * micro_batch):
         own = first + runtime.rank * micro_batch
@@ -161,10 +164,10 @@ class HeldOut(NamedTuple):
     """The result of an evaluation."""
 
     val_loss: float  # nats per target
-    val_bpb: float  # bits per byte of text; end-of-text is a target too, but has no bytes
+    val_bpb: float  # bits per byte of text; end-of-text is a target, but has no bytes
     targets: int
     bytes: int
-    nsp_accuracy: float | None = None  # share of pairs that a BERT with --nsp is right about
+    nsp_accuracy: float | None = None  # share of pairs that a BERT with --nsp gets right
     nsp_pairs: int | None = None
     by_store: dict[str, float] | None = None  # bits per byte of each store of a mixture
 
@@ -183,9 +186,9 @@ class HeldOut(NamedTuple):
 
 
 class DocumentScores(NamedTuple):
-    """The result by document, in the store's order. Each array is (n,)."""
+    """The result for each document, in the order of the store. Each array is (n,)."""
 
-    numbers: np.ndarray  # in the store, from 0
+    numbers: np.ndarray  # of the documents in the store, from 0
     nats: np.ndarray  # summed over the targets
     targets: np.ndarray
     bytes: np.ndarray  # of the targets
@@ -198,13 +201,13 @@ class DocumentScores(NamedTuple):
         return HeldOut(nats / targets, bpb, targets, size, self.nsp_accuracy, self.nsp_pairs)
 
     def save(self, file: Path) -> None:
-        """One line and JSON object a document; bits per byte are null where it has no byte."""
+        """Write one JSON object per line and document; "bpb" is null if it has no bytes."""
         columns = (self.numbers, self.nats, self.targets, self.bytes)
         with atomic_write(file) as out:
             for number, nats, targets, size in zip(*(x.tolist() for x in columns), strict=True):
                 line = {"document": number, "tokens": targets, "bytes": size, "nats": nats}
                 line["bpb"] = bits_per_byte(nats, size)
-                # NaN, which JSON does not have, is an error and leaves no file
+                # JSON has no NaN: it raises an error here, and no file is left
                 out.write(json.dumps(line, allow_nan=False).encode() + b"\n")
 
 
@@ -213,17 +216,17 @@ def bits_per_byte(nats: float, size: float) -> float | None:
 
 
 def weighted(results: dict[str, HeldOut], weights: Sequence[float]) -> HeldOut:
-    """The results on several texts as one: their mean by weight, and each one's by its name.
+    """Combine the results on several texts: their weighted mean, and bits per byte by name.
 
-    A text in which no byte was a target has no bits per byte, and does not count.
+    A text in which no byte was a target has no bits per byte, and is left out.
 
-    Example: 2 bits per byte with weight 0.75 and 1 with 0.25 are 1.75, however large the texts are
+    Example: 2 bits per byte with weight 0.75 and 1 with 0.25 are 1.75, however long the texts are
     """
     named = zip(results.items(), weights, strict=True)
     weight_of = {name: float(weight) for (name, result), weight in named if result.bytes}
     total = sum(weight_of.values())
     if not total:
-        raise ValueError("no byte of a text with a weight is a target: evaluate on more tokens")
+        raise ValueError("no byte of a text with a weight is a target: evaluate more tokens")
 
     def mean(field: str) -> float:
         return sum(w * getattr(results[name], field) for name, w in weight_of.items()) / total
@@ -241,14 +244,14 @@ def weighted(results: dict[str, HeldOut], weights: Sequence[float]) -> HeldOut:
 
 
 class HeldOutText(NamedTuple):
-    """The text of one store."""
+    """The held-out text of one store."""
 
     store: Store
-    documents: range  # those that are held out
+    documents: range  # held-out ones
     pieces: Laid
     pairs: Laid | None  # the same text as pairs
-    is_whole: bool
-    text: str  # says how much it is
+    is_whole: bool  # False for a random part of the text
+    text: str  # describes how much of it is used
 
 
 @dataclass(eq=False)
@@ -259,9 +262,9 @@ class Evaluation:
     """
 
     data: Data  # a BERT's masks are the same each time
-    seq_len: int  # tokens of a row
-    nsp: bool = False  # also ask a BERT about pairs: does the second part follow the first?
-    tokens: int | None = None  # about how many: pieces drawn at random, always the same; None: all
+    seq_len: int  # tokens in a row
+    nsp: bool = False  # also ask a BERT whether the second part of a pair follows the first
+    tokens: int | None = None  # about how many: a fixed random choice of pieces; None: all
 
     def __post_init__(self):
         store = self.data.store
@@ -295,7 +298,7 @@ class Evaluation:
         )
 
     def batch(self, store: Store, rows: Rows) -> Batch:
-        """These rows; for a BERT with the masks that their tokens always have, and the answers."""
+        """Read these rows; for a BERT, hide the same tokens every time, and set the answers."""
         return batch_of(
             store,
             rows,
@@ -305,11 +308,11 @@ class Evaluation:
         )
 
     def run(self, model: nn.Module, runtime: Runtime, micro_batch: int) -> HeldOut:
-        """The result on all rows; arguments as for `documents`."""
+        """Evaluate the model on all rows; the arguments are those of `documents`."""
         return self.total(self.documents(model, runtime, micro_batch))
 
     def total(self, of_each: list[DocumentScores]) -> HeldOut:
-        """The result of all stores as one: by weight, however large their texts are."""
+        """Combine the results of all stores by weight, however long their texts are."""
         totals = [documents.total() for documents in of_each]
         if not isinstance(self.data.store, Mixture):
             return totals[0]
@@ -319,13 +322,13 @@ class Evaluation:
     def documents(
         self, model: nn.Module, runtime: Runtime, micro_batch: int, show: bool = False
     ) -> list[DocumentScores]:
-        """Evaluate the model on all rows and add up by document, store after store.
+        """Evaluate the model on all rows and sum by document, store after store.
 
-        Args:    micro_batch rows on each rank
-                 show    a bar, on rank 0
-        Returns: on every rank, all held-out documents, also those without a target; of a part
-                 of the text (`tokens`), those with a chosen piece
-        Raises:  ValueError if nothing is predicted, as when a BERT has few tokens and none masked
+        Args:    micro_batch rows that each rank runs at a time
+                 show        show a progress bar on rank 0
+        Returns: on every rank, scores of all held-out documents, including those without targets;
+                 with `tokens`, of the documents with a chosen piece
+        Raises:  ValueError if there is no target, for example if none of a few tokens is masked
         """
         of_each = []
         for part in self.parts:
@@ -334,7 +337,7 @@ class Evaluation:
             )
             of_documents = sums(self.nats, part.pieces, columns=3)
             if not of_documents[:, 1].any():
-                raise ValueError(f"{part.store.path}: {part.text}, but no target: evaluate on more")
+                raise ValueError(f"{part.store.path}: {part.text}, but no target: evaluate more")
             right = pairs = 0
             if part.pairs:
                 right, pairs = sums(right_answers, part.pairs, columns=2).sum(axis=0)
@@ -352,7 +355,7 @@ class Evaluation:
         return of_each
 
     def nats(self, model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
-        """Nats and bytes of each target, and 1 to count it."""
+        """Measure each target: its nats, 1 to count it, and its bytes."""
         losses = model.losses(batch.to(runtime.device)).cpu()  # (B, T)
         asked = batch.targets != IGNORE
         nats, targets = losses[asked].double(), batch.targets[asked]
@@ -360,7 +363,7 @@ class Evaluation:
 
 
 def right_answers(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Tensor, ...]:
-    """Of each pair whether a BERT is right about it, 0 or 1, and 1 to count it."""
+    """Measure each pair: 1 if a BERT is right about it, else 0; and 1 to count it."""
     batch = batch.with_documents()
     at = predicted_by_bert(batch.targets, batch.positions, nsp=True).answers
     tokens, _, positions, doc_ids = batch.to(runtime.device)
@@ -370,11 +373,11 @@ def right_answers(model: nn.Module, runtime: Runtime, batch: Batch) -> tuple[Ten
 
 
 def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
-    """How many tokens of each store to evaluate on: half of them evenly, half by weight.
+    """How many tokens of each store to evaluate: half are divided evenly, half by weight.
 
-    So stores with a large weight are measured well, and those with a small one are measured.
+    So a store with a large weight is measured precisely, and one with a small weight still counts.
 
-    Example: 1,000 tokens of stores that weigh 0.8 and 0.2 are 650 and 350
+    Example: 1,000 tokens of stores with weights 0.8 and 0.2 are 650 and 350
     """
     if tokens is None:
         return [None] * len(mixture.parts)
@@ -388,10 +391,10 @@ def tokens_of_each(mixture: Mixture, tokens: int | None) -> list[int | None]:
 def main(argv: list[str] | None = None) -> None:
     args = parse(argv)
     runtime = start(args.device, "auto")
-    # what is wrong with a file is said before the run is opened
+    # check the files before loading the run
     file = args.by_document
     if file and not file.parent.is_dir():
-        raise ValueError(f"--by-document {file}: there is no folder {file.parent}")
+        raise ValueError(f"--by-document {file}: there is no folder {file.parent}: create it")
     questions = [tasks.read_task(file) for file in args.task or []]
     settings, model, state = load_run(args.run, args.checkpoint)
     model.to(runtime.device)
@@ -399,7 +402,7 @@ def main(argv: list[str] | None = None) -> None:
     said = {"run": args.run, "step": state["step"]}
     if questions:
         said["tasks"] = []
-        for result in answered(questions, settings, model, runtime, args.rows):
+        for result in task_results(questions, settings, model, runtime, args.rows):
             said["tasks"].append(result)
             if not args.json:
                 runtime.say(f"{name}: {tasks.result_in_words(result)}")
@@ -415,12 +418,12 @@ def main(argv: list[str] | None = None) -> None:
 def score_text(
     args: argparse.Namespace, settings: Config, model: Transformer, runtime: Runtime
 ) -> tuple[HeldOut, str]:
-    """The result on a store's text, and what is said of it."""
+    """Evaluate held-out text; returns the result, and a description of it for the user."""
     store = replace(settings.data, data=args.data or settings.data.data)
     data = open_data(store, settings.model.model == "bert", runtime)
     if args.by_document and isinstance(data.store, Mixture):
-        several = f"{data.store.path} is several: name one with --data"
-        raise ValueError(f"--by-document is for one store, {several}")
+        several = f"{data.store.path} names several: choose one with --data"
+        raise ValueError(f"--by-document is for one store, but {several}")
     evaluation = Evaluation(data, settings.data.seq_len, nsp=settings.model.nsp, tokens=args.tokens)
     of_each = evaluation.documents(model, runtime, args.rows, show=True)
     result = evaluation.total(of_each)
@@ -429,7 +432,7 @@ def score_text(
     masked = "masked " if data.special_ids else ""
     size = f"{result.targets:,} {masked}tokens, {result.bytes:,} bytes"
     text = f"held-out {result}, on {evaluation.text}"
-    text += f"\n{result.val_loss:.4f} nats per token, of {size}"
+    text += f"\n{result.val_loss:.4f} nats per token, over {size}"
     if args.by_document:
         (documents,), (part,) = of_each, evaluation.parts
         runtime.on_rank0(lambda: documents.save(args.by_document))
@@ -439,18 +442,18 @@ def score_text(
     return result, text
 
 
-def answered(
+def task_results(
     questions: list[tasks.Task],
     settings: Config,
     model: Transformer,
     runtime: Runtime,
     micro_batch: int,
 ) -> Iterator[dict[str, str | float]]:
-    """Ask a GPT the questions of each task; its result, and items a second."""
+    """Ask a GPT the questions of each task; yields each task's result, and its items per second."""
     if settings.model.model == "bert":
-        raise ValueError("--task: the run holds a BERT, which cannot answer: name a GPT")
+        raise ValueError("--task needs a GPT, but this run trained a BERT: name a run of a GPT")
     encoding, seq_len = get_encoding(settings.data.tokenizer), settings.data.seq_len
-    # all are encoded first, so that a mistake in the last file does not come after an hour
+    # encode all tasks first, so that a mistake in the last file shows now, not in an hour
     items_of_task = [tasks.items_of(task, encoding, seq_len) for task in questions]
     for task, items in zip(questions, items_of_task, strict=True):
         laid, began = lay_items(items, seq_len), time.perf_counter()
@@ -469,19 +472,19 @@ def lay_items(items: tasks.Items, seq_len: int) -> Laid:
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Read the command line.
 
-    Raises: ValueError naming a flag that has no effect beside the others
+    Raises: ValueError, naming the flag, for one that has no effect with --task
     """
     parser = Parser(prog="evaluate.py", description=__doc__.split("\n")[0])
-    parser.add_argument("run", help="folder of a run")
+    parser.add_argument("run", help="folder of the run")
     parser.add_argument("--checkpoint", default="last", help="last, best, or a path")
-    parser.add_argument("--rows", type=count, default=16, help="rows evaluated at once (16)")
+    parser.add_argument("--rows", type=count, default=16, help="rows per forward pass (16)")
     parser.add_argument("--device", default="auto", help="auto, cpu, cuda or mps")
     parser.add_argument("--json", action="store_true", help="print one JSON object, nothing else")
 
     text = parser.add_argument_group("bits per byte of text, the default")
-    text.add_argument("--data", help="another token store (default: the run's own)")
+    text.add_argument("--data", help="another token store (default: the one the run trained on)")
     text.add_argument("--tokens", type=count, help="about how many tokens (default: all)")
-    by_document = "also write the result of each document, a JSON object a line"
+    by_document = "also write the result of each document, one JSON object per line"
     text.add_argument("--by-document", type=Path, metavar="FILE", help=by_document)
 
     task = parser.add_argument_group("questions, for a GPT without further training")
@@ -491,7 +494,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     of_text = {"--data": args.data, "--tokens": args.tokens, "--by-document": args.by_document}
     given = [flag for flag, value in of_text.items() if value]
     if args.task and given:
-        raise ValueError(f"{given[0]} is for held-out text: leave out either it or --task")
+        raise ValueError(f"{given[0]} has no effect with --task: leave out one of the two")
     return args
 
 
