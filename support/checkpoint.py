@@ -1,22 +1,24 @@
-"""Checkpoints: one dictionary, written whole or not at all, checked when it is read.
+"""Checkpoints: one dictionary, written completely or not at all, and verified when it is read.
 
-    step-00001234.pt      a file of torch.save
-    step-00001234/        with --fsdp a folder of torch.distributed.checkpoint
-        __0_0.distcp      the rows that rank 0 holds, named as model/wte.weight
-        __1_0.distcp      those of rank 1
-        .metadata         which tensor is where: a pickle
-        rest.pt           everything that is not a tensor, a file of torch.save
+    step-00001234.pt      a torch.save file
+    step-00001234/        with --fsdp, a torch.distributed.checkpoint folder
+        __0_0.distcp      rank 0's rows of each tensor, under names such as model/wte.weight
+        __1_0.distcp      rank 1's rows
+        .metadata         where each tensor is stored, as a pickle
+        rest.pt           everything that is not a tensor, a torch.save file
 
-Any number of ranks can read a folder, whatever number wrote it, if all see its disk. Both forms
-hold zip archives, which have a CRC32 of every record. torch.load does not look at it: with one bit
-of a tensor flipped it loads the file without a word. `load` compares all of them first.
+A folder can be read by any number of ranks, not only by as many as wrote it, if all see its disk.
+Both forms consist of zip archives, which store a CRC32 of every record. torch.load ignores them:
+with one bit of a tensor flipped, it loads the file without complaint. So `load` checks every CRC32
+first.
 
-torch.load(weights_only=True) runs no code of a file. The pickle of a folder is code: load only
-folders that you or somebody you trust has written.
+torch.load(weights_only=True) runs no code from a file. The pickle in a folder can run code: load
+only folders that you or somebody you trust has written.
 
-A run's folder holds the newest `keep` checkpoints and the best one, which each of them names by its
-step. Hidden names are unfinished writes. What the dictionary holds is decided in support/run.py
-(`Run.save`); of it only "model", whose weights must be finite, and "best_step" are looked at here.
+A run's folder holds the newest `keep` checkpoints and the best one, whose step every checkpoint
+records. Hidden names are unfinished writes. `Run.save` in support/run.py decides what the
+dictionary holds; this file reads only "model", to refuse weights that are not finite, and
+"best_step".
 """
 
 import io
@@ -47,22 +49,22 @@ def step_path(folder: Path, step: int, sharded: bool) -> Path:
 
 
 def steps_in(folder: Path) -> list[Path]:
-    """The checkpoints of a run, files and folders, oldest first."""
+    """List a run's checkpoints, files and folders, oldest first."""
     number = "[0-9]" * 8
     return sorted([*folder.glob(f"step-{number}.pt"), *folder.glob(f"step-{number}")])
 
 
 def find(folder: str | Path, which: str) -> Path:
-    """Turn last, best, or the path of a checkpoint into a path.
+    """Return the path of a checkpoint, given as last, best, or a path.
 
-    Raises: ValueError if there is none; another one is never taken instead
+    Raises: ValueError if it does not exist; there is no fallback to another one
     """
     folder = Path(folder)
     steps = steps_in(folder)
     if which == "last" and steps:
         return steps[-1]
     if which == "best" and steps:
-        best = outlined(steps[-1])["best_step"]
+        best = outline(steps[-1])["best_step"]
         named = [path for path in steps if path.stem == f"step-{best:08d}"]
         if named:
             return named[0]
@@ -70,8 +72,8 @@ def find(folder: str | Path, which: str) -> Path:
         return Path(which)
     there = ", ".join(path.name for path in steps) or "none"
     raise ValueError(
-        f"checkpoint {which}: not found; {folder} has {there}; allowed are {', '.join(WORDS)} or,"
-        " except for --resume, a path"
+        f"checkpoint {which}: not found; {folder} holds {there}; choose {', '.join(WORDS)} or,"
+        " except with --resume, a path"
     )
 
 
@@ -81,28 +83,31 @@ def find(folder: str | Path, which: str) -> Path:
 def save(
     path: Path, state: dict, runtime: Runtime = ALONE, *, sharded: bool = False, keep: int = 2
 ) -> None:
-    """Write a state under this name, all ranks together; its bytes are on the disk after that.
+    """Write a checkpoint, all ranks together, and wait until it is on disk.
 
-    Then all but the newest `keep` checkpoints and the best one, state["best_step"], are deleted.
+    Then delete all checkpoints but the newest `keep` and the best one, state["best_step"].
 
     Args:   state   dicts of tensors, numbers, strings and None, the same on all ranks
-            sharded each rank writes its rows of DTensors into a folder, else rank 0 writes a file
-    Raises: ValueError, on every rank, if one cannot write or if a weight is not finite; what was
-            there is unchanged
+            sharded True: each rank writes its rows of DTensors into a folder; False: rank 0 writes
+                    one file
+    Raises: ValueError, on every rank, if any rank cannot write or a weight is not finite; existing
+            checkpoints stay as they were
     """
     unfinished = path.with_name(f".{path.name}.tmp")
 
     def begin() -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
-        for left in path.parent.glob(".step-*.tmp"):  # by a run that was killed
+        for left in path.parent.glob(".step-*.tmp"):  # left by a run that was killed
             remove(left)
-        if path.is_symlink():  # what it leads to is not ours to write
+        if path.is_symlink():  # never write to what a link points to
             path.unlink()
         if sharded:
             unfinished.mkdir()
 
     def publish() -> None:
-        if path.is_dir():  # of the same step, so it has the same tensors; no call replaces a folder
+        # No system call replaces a folder. One of the same step has the same tensors, so replacing
+        # the rest is enough.
+        if path.is_dir():
             os.replace(unfinished / REST, path / REST)
             remove(unfinished)
         elif sharded:
@@ -117,7 +122,7 @@ def save(
     try:
         runtime.on_rank0(begin)
         if sharded:
-            tensors, rest = taken_apart(state)
+            tensors, rest = split_tensors(state)
             runtime.on_rank0(lambda: write_file(unfinished / REST, rest))
             write_shards(tensors, unfinished)
             runtime.on_rank0(lambda: sync(unfinished))
@@ -127,7 +132,7 @@ def save(
     except ValueError as error:
         reason = " ".join(str(error).split())
         raise ValueError(
-            f"{path}: not written: {reason}; older checkpoints are untouched: free space or make"
+            f"{path}: not written: {reason}; older checkpoints are intact: free disk space or make"
             " the folder writable, then --resume"
         ) from None
 
@@ -137,13 +142,13 @@ def write_file(path: Path, state: dict) -> None:
         try:
             torch.save(state, file)
         except RuntimeError as error:
-            # torch.save hides a failed write behind an error of its own
+            # torch.save raises an error about its zip writer that hides the failed write.
             raise error.__context__ or error from None
 
 
 def write_shards(tensors: dict[str, Tensor], folder: Path) -> None:
-    """Each rank's rows, on the disk after this."""
-    # Imported here, and below, because it takes a second, which other runs should not wait for.
+    """Write each rank's rows and wait until they are on disk."""
+    # Imported here and below because it takes a second, which other runs should not wait for.
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -153,8 +158,8 @@ def write_shards(tensors: dict[str, Tensor], folder: Path) -> None:
         raise ValueError(str(error)) from None
 
 
-def taken_apart(state: dict, prefix: str = "") -> tuple[dict[str, Tensor], dict]:
-    """The tensors of dicts in dicts by their path, and the same dicts without them.
+def split_tensors(state: dict, prefix: str = "") -> tuple[dict[str, Tensor], dict]:
+    """Split nested dicts into their tensors, keyed by path, and the same dicts without tensors.
 
     Example: {"model": {"wte": t}, "step": 3} -> {"model/wte": t}, {"model": {}, "step": 3}
     """
@@ -164,15 +169,15 @@ def taken_apart(state: dict, prefix: str = "") -> tuple[dict[str, Tensor], dict]
         if isinstance(value, Tensor):
             tensors[prefix + key] = value
         elif isinstance(value, dict):
-            inner, rest[key] = taken_apart(value, f"{prefix}{key}/")
+            inner, rest[key] = split_tensors(value, f"{prefix}{key}/")
             tensors |= inner
         else:
             rest[key] = value
     return tensors, rest
 
 
-def put_together(tensors: dict[str, Tensor], rest: dict) -> dict:
-    """The dicts that `taken_apart` was given."""
+def join_tensors(tensors: dict[str, Tensor], rest: dict) -> dict:
+    """Undo `split_tensors`: put the tensors back into `rest`."""
     for path, tensor in tensors.items():
         *keys, last = path.split("/")
         inner = rest
@@ -183,7 +188,7 @@ def put_together(tensors: dict[str, Tensor], rest: dict) -> dict:
 
 
 def remove(path: Path) -> None:
-    """Delete a file or a folder, which is hidden first, so that no half of it has its name."""
+    """Delete a file or folder; a folder is hidden first, so its name never holds half of it."""
     if path.is_dir() and not path.is_symlink():
         hidden = path.with_name(f".{path.name.lstrip('.').removesuffix('.tmp')}.old.tmp")
         shutil.rmtree(path.rename(hidden))
@@ -197,13 +202,12 @@ def remove(path: Path) -> None:
 def load(
     path: str | Path, runtime: Runtime = ALONE, shards: dict[str, Tensor] | None = None
 ) -> dict:
-    """Check a checkpoint, file or folder, and read it.
+    """Verify a checkpoint, file or folder, and read it.
 
-    Args:   runtime of the ranks that read together; each checks its share of the records
-            shards  DTensors by name, of which each rank reads only its own rows: the state_dict of
-                    a sharded model, which may be on the meta device
-    Raises: ValueError, on every rank, that names a damaged checkpoint; another one is never read
-            instead
+    Args:   runtime of the ranks that read together; each verifies its share of the records
+            shards  the state_dict of a sharded model, which may be on the meta device: each rank
+                    reads only its rows of these DTensors
+    Raises: ValueError, on every rank, naming a damaged checkpoint; there is no fallback to another
     Cost:   reads everything once for the CRC32 and once more for the values
     """
     path, shards = Path(path), shards or {}
@@ -211,19 +215,19 @@ def load(
     def read() -> dict:
         with refusing(path):
             if not path.is_dir():
-                tensors, rest = taken_apart(torch.load(path, "cpu", weights_only=True))
+                tensors, rest = split_tensors(torch.load(path, "cpu", weights_only=True))
                 tensors = {name: rows_of(name, t, shards) for name, t in tensors.items()}
             else:
                 tensors = read_shards(path, runtime.device, shards)
                 rest = torch.load(path / REST, weights_only=True)
-            return put_together(tensors, rest)
+            return join_tensors(tensors, rest)
 
     runtime.together(lambda: verify(path, runtime))
     return runtime.together(read)
 
 
 def verify(path: Path, runtime: Runtime) -> None:
-    """Compare this rank's share of the CRC32 with the bytes; ValueError if one differs."""
+    """Compare the CRC32 of this rank's share of the records; ValueError if one differs."""
     with refusing(path):
         if not path.is_dir():
             records = [(path, 0, None)]
@@ -239,26 +243,26 @@ def verify(path: Path, runtime: Runtime) -> None:
                 part = file if length is None else io.BytesIO(file.read(length))
                 damaged = zipfile.ZipFile(part).testzip()
                 if damaged:
-                    raise ValueError(f"the CRC32 of {damaged} in {name.name} differs")
+                    raise ValueError(f"CRC32 of {damaged} in {name.name} does not match")
 
 
 @contextmanager
 def refusing(path: Path) -> Iterator[None]:
-    """Make one line of whatever zipfile, pickle and torch raise for what is no checkpoint."""
+    """Turn whatever zipfile, pickle and torch raise for a bad file into a one-line ValueError."""
     try:
         yield
     except FileNotFoundError as error:
-        message = f"{error.filename}: there is no such checkpoint, or not all of it"
+        message = f"{error.filename}: no such file: the checkpoint does not exist or is incomplete"
         raise ValueError(message) from None
     except Exception as error:
         why = (str(error) or type(error).__name__).splitlines()[0]
         raise ValueError(
-            f"{path} is damaged, or no checkpoint: {why}; delete it to go on from the one before"
+            f"{path} is damaged or no checkpoint: {why}; delete it to resume from the one before"
         ) from None
 
 
 def read_shards(path: Path, device: torch.device, shards: dict[str, Tensor]) -> dict[str, Tensor]:
-    """A folder's tensors: whole, or this rank's rows of a DTensor like the parameter's."""
+    """Read a folder's tensors: whole, or if the parameter is sharded, this rank's rows of it."""
     import torch.distributed.checkpoint as dcp
     from torch.distributed.checkpoint.api import CheckpointException
 
@@ -271,7 +275,7 @@ def read_shards(path: Path, device: torch.device, shards: dict[str, Tensor]) -> 
             rows = torch.empty_like(rows_here(like), dtype=dtype, device=device)
             tensors[name] = of_rows(rows, like)
     with warnings.catch_warnings():
-        # it says so whenever one process reads a folder alone, which is meant here
+        # torch warns whenever a process reads a folder on its own, which is intended here.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")
         try:
             dcp.load(tensors, checkpoint_id=path, no_dist=True)
@@ -281,7 +285,7 @@ def read_shards(path: Path, device: torch.device, shards: dict[str, Tensor]) -> 
 
 
 def rows_of(name: str, tensor: Tensor, shards: dict[str, Tensor]) -> Tensor:
-    """A tensor, or this rank's rows of it as a DTensor like the parameter's."""
+    """Return the tensor, or if its parameter is sharded, this rank's rows of it as a DTensor."""
     like = parameter_of(name, tensor.shape, shards)
     if like is None:
         return tensor
@@ -291,13 +295,13 @@ def rows_of(name: str, tensor: Tensor, shards: dict[str, Tensor]) -> Tensor:
 
 
 def parameter_of(name: str, shape: torch.Size, shards: dict[str, Tensor]) -> Tensor | None:
-    """The sharded parameter that a tensor of this name and shape belongs to, if there is one."""
+    """Find the sharded parameter that a tensor of this name and shape belongs to, if any."""
     named = [shards[key] for key in name.split("/") if key in shards]
     return named[0] if named and named[0].shape == shape else None
 
 
-def outlined(path: Path) -> dict:
-    """A checkpoint's entries, without the bytes of its tensors and without a check."""
+def outline(path: Path) -> dict:
+    """Read a checkpoint's entries without loading its tensors and without verifying it."""
     file = path / REST if path.is_dir() else path
     return torch.load(file, map_location="meta", mmap=True, weights_only=True)
 
@@ -306,11 +310,11 @@ def outlined(path: Path) -> dict:
 
 
 def check_finite(weights: dict[str, Tensor]) -> None:
-    """Refuse weights with NaN or infinity: no run could go on from them."""
+    """Refuse weights with NaN or infinity: no run could continue from them."""
     bad = []
     for name, tensor in weights.items():
         held = rows_here(tensor)
-        # isfinite on all values would take seven times as long; a minimum keeps NaN
+        # isfinite on all values would take seven times as long. A NaN makes min and max NaN.
         if held.numel() and not torch.stack(held.detach().aminmax()).isfinite().all():
             bad.append(name)
     if bad:

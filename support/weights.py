@@ -447,7 +447,7 @@ def trained(path: str | Path) -> Trained | None:
     if path.is_dir() and not (path / checkpoint.REST).exists():
         path = checkpoint.find(path, "last")
     try:
-        state = checkpoint.outlined(path)
+        state = checkpoint.outline(path)
     except Exception:  # torch.load raises half a dozen kinds
         state = {}
     if "clock" not in state:

@@ -54,7 +54,7 @@ def same(value: object, wanted: object) -> bool:
 @FORMS
 def test_what_was_saved_returns(tmp_path, sharded):
     path = save_step(tmp_path, sharded)
-    assert checkpoint.outlined(path)["config"]["model.layers"] == 3
+    assert checkpoint.outline(path)["config"]["model.layers"] == 3
     state = load(path)
     shutil.rmtree(tmp_path)
     assert same(state, state_of())  # nothing is left in the files
@@ -134,7 +134,7 @@ def test_the_newest_and_the_best_are_kept(tmp_path, sharded):
 
 
 def test_find_never_takes_another_checkpoint(tmp_path, monkeypatch):
-    assert "has none" in refusal(find, tmp_path, "last")
+    assert "holds none" in refusal(find, tmp_path, "last")
     path = save_step(tmp_path, sharded=False)
     assert find(tmp_path, str(path)) == path
     for which in ("best", "previous", str(tmp_path / "step-00000008.pt")):
