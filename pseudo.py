@@ -1,26 +1,30 @@
 """Pseudo-to-Real: train a cheap shadow of the model first, then make it real.
 
-A shadow has fewer weights than the model it becomes, in one of two ways, or both:
+A shadow has fewer weights than the model it becomes. It shares weights between layers, leaves
+layers out, or both:
 
-    layer            0  1  2  3  4  5
-    --pseudo-group 2 a  b  a  b  a  b     a unit of two layers is used three times
-    --pseudo-layers 3 a  .  b  .  .  c    three layers run, the others are not there yet
+    layer             0  1  2  3  4  5
+    --pseudo-group 2  a  b  a  b  a  b     a unit of two layers is used three times
+    --pseudo-layers 3 a  .  b  .  .  c     three layers run, the others are added later
 
-At a share of the budget every layer gets weights of its own, copies of those that ran in its place,
-and the optimizers' state goes with them. Sharing saves memory, no FLOPs; fewer layers save both.
-While weights are shared, their gradient is the mean over their uses, where autograd has the sum.
+After a given share of the budget, every layer gets weights of its own: a copy of the weights that
+ran in its place. The optimizer state is handed over too. Sharing saves memory but no FLOPs; fewer
+layers save both. While weights are shared, their gradient is averaged over their uses; autograd
+would leave the sum.
 
-A stage of a run is its `Owners`: for every layer the layer whose weights it uses. `share` gives a
-new model the owners of a stage, `handed_over` turns the state of one stage into that of the next.
-Parameters keep their names throughout. In reading order: configuration, stages, the model, the
-state, the gradients, the settings. It acts where `settings.pseudo.on` stands:
+A stage of a run is described by its `Owners`: for each layer, the layer whose weights it uses.
+`share` makes a new model use the owners of a stage, and `handed_over` turns the state of one stage
+into the state of the next. Parameters keep their names throughout. In reading order: configuration,
+stages, model, state, gradients, settings. The technique acts where the code says
+`settings.pseudo.on`:
 
-    config.py   build             `resolved`: defaults, and what is refused
-    plan.py     tokens_by_layer   layers that are not there yet cost nothing
+    config.py   build             `resolved` fills in defaults and refuses what cannot work
+    plan.py     tokens_by_layer   absent layers cost nothing on the clock
     train.py    go                `owners_to_come`: --offload needs room for every stage
-                assemble          `share`: as the run begins, goes on, and at the end of a stage
-                train             where `owners_at` changes: `handed_over`, and `assemble` again
-                train_step        `average` the gradients; `state` keeps the owners
+                assemble          `share`: when a run starts or resumes, and after each stage
+                train             `next_trainer`: when `owners_at` changes, hand the state over and
+                                  assemble again
+                train_step        `average` the gradients; `state` saves the owners
 
 Papers: Lin et al., arXiv 2110.03888 (the idea and its name; no code); Yang et al., arXiv
         2110.03848 (units, when to untie, mean gradients); Gong et al. 2019, StackBERT, and arXiv
@@ -54,23 +58,23 @@ class PseudoConfig:
     group: int | None = flag(None, "layers in the repeated unit (default: at most 4)", least=1)
     until: str | None = flag(
         None,
-        "share of a run until layers have their own weights; 0.05,0.1: units double at 0.05"
+        "share of a run before layers get their own weights; 0.05,0.1: units double at 0.05"
         " (default: 0.05; with --pseudo-layers 0.75)",
     )
-    state: str = flag("reset", "optimizer state of layers that get their own", choices=STATES)
+    state: str = flag("reset", "optimizer state of layers that get own weights", choices=STATES)
     layers: int | None = flag(None, "layers at the start (default: all)", least=1)
 
 
 # ---- stages
 
-Owners = tuple[int, ...]  # (L,) of each layer the layer whose weights it uses
+Owners = tuple[int, ...]  # (L,) for each layer, the layer whose weights it uses, or ABSENT
 ABSENT = -1
 
 
 def stage(layers: int, present: int, group: int) -> Owners:
-    """The owners of a model where `present` layers run, in units of `group` layers.
+    """Return the owners of a model in which `present` layers run, sharing in units of `group`.
 
-    Those that run are spread evenly, the first and the last among them.
+    The layers that run are spread evenly and include the first and the last.
 
     Paper:    arXiv 2110.03848, section 4: A x B is a unit of A layers used B times
     Example:  stage(6, 6, 2) == (0, 1, 0, 1, 0, 1); stage(6, 3, 3) == (0, -1, 2, -1, -1, 5)
@@ -85,11 +89,11 @@ def stage(layers: int, present: int, group: int) -> Owners:
 
 
 def origin(owners: Owners, layer: int) -> int:
-    """The layer whose weights a layer takes over when it gets its own.
+    """Return the layer whose weights this layer inherits when it gets weights of its own.
 
-    A layer that runs stands in for an absent one; each stands in for about equally many.
+    An absent layer inherits from one that runs; each of these passes its weights to about as many.
 
-    Example: with owners (0, -1, 2, -1, -1, 5) those of layers 0, 0, 2, 2, 5, 5
+    Example: with owners (0, -1, 2, -1, -1, 5), layers 0 to 5 inherit from 0, 0, 2, 2, 5, 5
     """
     places = [place for place, owner in enumerate(owners) if owner != ABSENT]
     stand_in = places[layer * len(places) // len(owners)]
@@ -102,10 +106,10 @@ def owners_in_words(owners: Owners) -> str:
 
 
 def parse_until(text: str) -> tuple[float, ...]:
-    """The shares of the budget at which stages end.
+    """Parse the shares of the budget at which stages end.
 
     Example: "0.02,0.1" -> (0.02, 0.1)
-    Raises:  ValueError for anything but shares that rise between 0 and 1
+    Raises:  ValueError unless the shares increase and lie between 0 and 1
     """
     try:
         shares = tuple(map(float, text.split(",")))
@@ -113,14 +117,14 @@ def parse_until(text: str) -> tuple[float, ...]:
         shares = (math.nan,)
     if not all(a < b for a, b in pairwise((0, *shares, 1))):
         raise ValueError(
-            f"--pseudo-until {text}: give a share between 0 and 1 (0.1), or rising ones"
-            " (0.02,0.05,0.1)"
+            f"--pseudo-until {text}: give a share between 0 and 1 (0.1), or several in rising"
+            " order (0.02,0.05,0.1)"
         )
     return shares
 
 
 def owners_at(config: PseudoConfig, layers: int, progress: float) -> Owners:
-    """The owners of a step that begins at this share of the budget."""
+    """Return the owners of a step that begins at this share of the budget."""
     shares = parse_until(config.until)
     passed = sum(progress >= share for share in shares)
     if passed == len(shares):
@@ -129,13 +133,13 @@ def owners_at(config: PseudoConfig, layers: int, progress: float) -> Owners:
 
 
 def owners_to_come(config: PseudoConfig, layers: int, progress: float) -> list[Owners]:
-    """The owners of every stage from this share of the budget on; the last are a real model's."""
+    """Return the owners of the present stage and all later ones; in the last, nothing is shared."""
     switches = (share for share in parse_until(config.until) if share > progress)
     return [owners_at(config, layers, at) for at in (progress, *switches)]
 
 
 def tokens_by_layer(config: PseudoConfig, context: StepContext, tokens: list[int]) -> list[int]:
-    """How many tokens of a row each layer sees: none where it is not there yet."""
+    """Return how many tokens of a row each layer sees; an absent layer sees none."""
     owners = owners_at(config, context.layers, context.progress)
     return [0 if owner == ABSENT else n for owner, n in zip(owners, tokens, strict=True)]
 
@@ -144,17 +148,17 @@ def tokens_by_layer(config: PseudoConfig, context: StepContext, tokens: list[int
 
 
 class Absent(nn.Module):
-    """Stands for a layer that is not there yet: returns its input, or the tokens kept of it."""
+    """Placeholder for a layer that is added later. It returns its input unchanged."""
 
     def forward(self, x: Tensor, meta: "TokenMeta") -> Tensor:
         return x
 
 
 def share(model: nn.Module, owners: Owners) -> nn.Module:
-    """Let the layers of a model that was just built use the weights of their owners, in place.
+    """Make the layers of a newly built model use the weights of their owners, in place.
 
-    The weights that a layer had before are lost. To bring a model from one stage to the next, use
-    `handed_over` on its state.
+    The layers' previous weights are lost. To take a trained model from one stage to the next, apply
+    `handed_over` to its state.
     """
     for layer, owner in enumerate(owners):
         if owner != layer:
@@ -166,20 +170,21 @@ def share(model: nn.Module, owners: Owners) -> nn.Module:
 
 
 def handed_over(state: dict, owners: Owners, policy: str) -> dict:
-    """The state of a training run at one stage, made that of another stage. Pure.
+    """Turn the training state of one stage into the state of another. Pure.
 
-    The model computes the same function afterwards, bit for bit, unless layers were added. Tensors
-    that stay are not copied.
+    The new model computes the same function, bit for bit, unless layers were added. Tensors that
+    stay the same are reused, not copied.
 
     Args:    state     {"model": {name: tensor}, "optimizers": {"state": {name: {what: tensor}}},
-                       "pseudo": {"owners": ...}}, and anything else, which stays
-             owners    of the stage that comes
-             policy    for a layer that shared weights which had n uses, and gets its own:
+                       "pseudo": {"owners": ...}}; other entries are passed on
+             owners    of the next stage
+             policy    optimizer state of a layer that gets its own copy of weights with n uses:
                          copy     the moments of the shared weights
-                         rescale  the same, the second one times n. The mean of n gradients that
-                                  are independent has 1/n of the variance of one
-                         reset    none: it begins anew, with AdamW's correction for that
-    Example: owners (0, 0) -> (0, 1): h.1.* are copies of h.0.*, exp_avg_sq of both doubles
+                         rescale  the same, but the second moment times n, because the mean of n
+                                  independent gradients has 1/n of the variance of one
+                         reset    none: the moments start from zero, with AdamW's bias correction
+    Example: with rescale, owners (0, 0) -> (0, 1): h.1.* are copies of h.0.*, and exp_avg_sq of
+             both doubles
     """
     before: Owners = tuple(state["pseudo"]["owners"])
     weights, moments = state["model"], state["optimizers"]["state"]
@@ -188,11 +193,11 @@ def handed_over(state: dict, owners: Owners, policy: str) -> dict:
         for named in (weights, moments)
     )
     uses_before, uses_after = Counter(before), Counter(owners)
-    taken: set[int] = set()  # layers of the old stage whose weights a layer of the new one has
+    taken: set[int] = set()  # layers of the old stage whose weights a new layer already has
     for layer, owner in enumerate(owners):
         if owner == ABSENT:
             continue
-        if owner != layer:  # an owner is the first of its layers, so it is there
+        if owner != layer:  # the owner comes first of the layers that share, so it is done
             for name in names_of_block(new_weights, owner):
                 new_weights[f"h.{layer}.{name}"] = new_weights[f"h.{owner}.{name}"]
             continue
@@ -219,9 +224,9 @@ def handed_over(state: dict, owners: Owners, policy: str) -> dict:
 
 
 def names_of_block(weights: dict[str, Tensor], layer: int) -> list[str]:
-    """Names of a block's weights within the block.
+    """Return the names of a block's weights, relative to the block.
 
-    Example: "attn.c_attn.weight" of {"h.3.attn.c_attn.weight": ...} and layer 3
+    Example: {"h.3.attn.c_attn.weight": ...} and layer 3 give ["attn.c_attn.weight"]
     """
     prefix = f"h.{layer}."
     return [name.removeprefix(prefix) for name in weights if name.startswith(prefix)]
@@ -231,11 +236,11 @@ def names_of_block(weights: dict[str, Tensor], layer: int) -> list[str]:
 
 
 def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
-    """Make the gradients of shared weights the mean over their uses.
+    """Average the gradients of shared weights over their uses, in place.
 
     Paper: arXiv 2110.03848, algorithm 1
-    Args:  named  parameters by name, whose gradients are sums over uses, as autograd leaves them
-           owners of each layer the layer whose weights it uses, or -1
+    Args:  named  parameters by name; autograd has summed their gradients over all uses
+           owners for each layer, the layer whose weights it uses, or -1
     """
     for owner, uses in Counter(owners).items():
         if uses > 1 and owner >= 0:
@@ -247,10 +252,10 @@ def average(named: dict[str, nn.Parameter], owners: Sequence[int]) -> None:
 
 
 def resolved(config: PseudoConfig, layers: int, init: str | None) -> PseudoConfig:
-    """The settings with defaults filled in (docs/scale.md has what was measured).
+    """Return the settings with defaults filled in (docs/scale.md has the measurements).
 
-    Args:   layers, init of the model
-    Raises: ValueError naming the flag of a setting that cannot work
+    Args:   layers, init the model's --layers and --init
+    Raises: ValueError naming the flag whose value cannot work
     """
     few = config.layers or layers
     until = ("0.75" if config.layers else "0.05") if config.until is None else config.until
@@ -268,21 +273,23 @@ def resolved(config: PseudoConfig, layers: int, init: str | None) -> PseudoConfi
         remedies = [f"choose {', '.join(map(str, units))}"] if units else []
         remedies += ["give fewer shares"] if len(shares) > 1 else []
         raise ValueError(
-            f"--pseudo-group {group} with --pseudo-until {until}: units must divide {few} layers,"
-            f" also after each doubling: {', or '.join(remedies)}"
+            f"--pseudo-group {group} with --pseudo-until {until}: the unit must divide {few}"
+            f" layers, and still do so after each doubling: {', or '.join(remedies)}"
         )
     if init is not None:
         raise ValueError(
-            "--init and --pseudo exclude each other: a shadow lacks separate weights for every"
-            " layer"
+            "--init and --pseudo exclude each other, because --init loads separate weights for"
+            " every layer: leave out one of them"
         )
     return replace(config, until=until, group=group)
 
 
 def units_of(layers: int, shares: Sequence[float]) -> list[int]:
-    """Units of layers that can be used again and again, and be doubled at every share but the last.
+    """Return the units that divide the layers, also when doubled at every share except the last.
 
-    Example: of 6 layers 1, 2, 3 and 6; with two shares 1, which becomes 2
+    A doubled unit is smaller than the model, since a unit of all layers shares nothing.
+
+    Example: for 6 layers 1, 2, 3 and 6; with two shares only 1, which becomes 2
     """
     doubled = 2 ** max(len(shares) - 1, 0)
     most = layers if doubled == 1 else layers // doubled - 1
