@@ -1,67 +1,71 @@
-"""Granular CPU offload: move as much of a training state to the host as a byte budget demands.
+"""Granular CPU offload: move as much of the training state to the host as a byte budget demands.
 
-It acts where `settings.offload.on` stands, and where train.py asks for the `Offload` made there:
+The technique acts where the code says `settings.offload.on`, and where train.py uses the `Offload`
+object that is created there:
 
-    train.py    go             `in_words`: what will be where, or why that cannot be
-                assemble       `Offload.move`, before the optimizers get the masters
+    train.py    go             `in_words` prints what will be where, or `place` refuses the budget
+                assemble       `Offload.move`, before the optimizers are made on the masters
                 block_runner   `wrap_block`, for each micro-batch
                 backward       `around_backward`
-                train_step     `Offload.step`: clipped gradients become new weights
+                train_step     `Offload.step` turns clipped gradients into new weights
                 state          `weights`, for checkpoints
 
-From the flag to the bytes, stop by stop; all functions are in this file unless one is named. In the
-example, the command at the foot, six layers of width 128 train in fp32 with Muon, in two
-micro-batches of 2,048 tokens a step. Each of the blocks h.0 to h.5 has 196,608 weights in matrices.
-These are 768 KiB, and so are their gradients and their optimizer state. A device that holds
-everything needs 25.84 MiB.
+Here is the way from the flag to the bytes. Functions are in this file unless another is named. The
+example is the command at the end: six layers of width 128 train in fp32 with Muon, in steps of two
+micro-batches of 2,048 tokens. Each of the blocks h.0 to h.5 has matrices with 196,608 weights.
+These take 768 KiB, their gradients take as much, and so does their optimizer state. To hold
+everything, the device would need 25.84 MiB.
 
-1. The flag. `--offload --offload-budget 25.5MiB` becomes an `OffloadConfig`. train.py asks
-   `placement_for` what that means: in `go`, before the model takes memory, and in `assemble`.
-2. Parts and sizes. `parts_of` divides the model into its blocks and all outside them. Matrices may
-   leave; norms and biases stay.
-3. The order of leaving. Optimizer state, 8 bytes a parameter with AdamW and 4 with Muon, leaves
-   first, because a step touches it once; then gradients, which are copied once a micro-batch; then
-   weights, which are copied twice. Each leaves block by block from the middle outwards, so that the
-   first and last blocks give the copies time; embeddings and heads follow after all blocks, and
-   their weights never leave. `place` goes on until the rest fits:
-       25.5 MiB    the state of h.2 leaves; 25.09 MiB stay
-       18 MiB      all blocks' state and gradients, and the weights of h.1, h.2, h.3; 17.59 MiB stay
-4. What is created: `Offload.move`. For each matrix of which anything is offloaded the host gets an
-   fp32 master, which the optimizer updates, and an fp32 gradient, both page-locked (`Link.memory`).
-   With the optimizer's state these are 2.25 MiB for h.2, at either budget. Gradients land in two
-   slots of 768 KiB. On the device h.2 is a copy of its masters at 25.5 MiB; at 18 MiB its
-   parameters have no storage.
-5. A step: `Trainer.backward` and `Trainer.train_step` in train.py call these methods.
-   forward     `wrap_block` begins to copy a block's weights (`Link.copy`) when the block fetched
-               before it begins to run; the device waits for them, the host does not. At 18 MiB:
-               h.1, h.2, h.3
-   backward    the same in the other direction. Only weights that run twice in a row stay
-   gradients   each calls `gradient_ready` (a hook, without DDP) as it is complete, which sends it
-               to the host; `Landing` adds up those of several micro-batches there, and the host
-               waits for a part's when their slot is needed again. At 25.5 MiB the device adds up
-               h.2's gradients, and they leave once a step; at 18 MiB every micro-batch sends those
+1. The flag. `--offload --offload-budget 25.5MiB` becomes an `OffloadConfig`. train.py calls
+   `placement_for` to turn it into a placement: in `go`, before the model takes memory, and in
+   `assemble`.
+2. Parts and sizes. `parts_of` divides the model into its blocks and one part for everything outside
+   the blocks. Matrices may be offloaded; norms and biases stay.
+3. The order. Optimizer state goes first (8 bytes a parameter with AdamW, 4 with Muon), because it
+   is used once a step. Gradients follow, which are copied once a micro-batch, and then weights,
+   which are copied twice. Within each kind the middle blocks go first, because the blocks that
+   remain at both ends give the copies time. Embeddings and heads follow after all blocks, and their
+   weights never go. `place` continues in this order until the rest fits:
+       25.5 MiB    offloads the state of h.2; 25.09 MiB stay
+       18 MiB      offloads all blocks' state and gradients, and the weights of h.1, h.2 and h.3;
+                   17.59 MiB stay
+4. Allocation: `Offload.move`. For each matrix that is at least partly offloaded, the host gets an
+   fp32 master, which the optimizer updates, and an fp32 gradient. Both are page-locked
+   (`Link.memory`). With the optimizer state, h.2 takes 2.25 MiB of the host at either budget.
+   Gradients arrive in two slots of 768 KiB. At 25.5 MiB the device has a copy of h.2's masters; at
+   18 MiB the parameters of h.2 have no storage there.
+5. A step. `Trainer.backward` and `Trainer.train_step` in train.py call these methods:
+   forward     `wrap_block` fetches a block's weights: it starts the copy (`Link.copy`) when the
+               previous fetched block begins to run. The device waits for the copy, the host does
+               not. At 18 MiB it fetches h.1, h.2 and h.3
+   backward    the same in reverse order. A block keeps its weights only if it is the next to run
+   gradients   as soon as a gradient is complete, a hook calls `gradient_ready`, which starts the
+               copy to the host (under DDP, `around_backward` calls it at the end). `Landing` sums
+               the gradients of several micro-batches there; the host waits for the gradients of a
+               part only when their slot is needed again. At 25.5 MiB the device sums h.2's
+               gradients and sends them once a step; at 18 MiB every micro-batch sends the gradients
                of all blocks
    update      `Optimizers.clip_gradients` (support/optim.py), then `Offload.step`: first what is on
                the device, then the masters, part by part
    weights     `send` copies a part's new weights to the device while the host updates the next
-               part; at 18 MiB h.1 is fetched at the end of the step, h.2 and h.3 as the next
-               forward pass comes to them
-   In bytes: at 25.5 MiB 768 KiB each way. At 18 MiB 9 MiB to the host, for 2 x 6 blocks'
-   gradients, and 9 MiB to the device: h.0, h.4, h.5 once, h.1 three times, h.2 four times, h.3
-   twice. Not counted: Muon on a GPU orthogonalises there, for which 4 bytes a parameter go to the
-   device in a step and 2 come back; the host waits for these.
-6. A checkpoint has the masters, under the model's names (`Offload.weights`), and so it is that of a
-   run without offload: names, and in fp32 every bit.
+               part. At 18 MiB, h.1 is fetched at the end of the step, h.2 and h.3 when the next
+               forward pass approaches them
+   Bytes copied: at 25.5 MiB, 768 KiB each way. At 18 MiB, 9 MiB go to the host (the gradients of 6
+   blocks in 2 micro-batches) and 9 MiB to the device (h.0, h.4 and h.5 once, h.1 three times, h.2
+   four times, h.3 twice). Not counted: if there is a GPU, Muon orthogonalises on it, which copies 4
+   bytes a parameter to the device and 2 back in each step, while the host waits.
+6. A checkpoint holds the masters under the model's names (`Offload.weights`). So it has the same
+   names, and in fp32 the same bits, as the checkpoint of a run without offload.
 
-In bf16 the device's copy of the weights is bf16 once gradients are offloaded: autocast would round
-fp32 ones to the same numbers, and keep both.
+In bf16, once gradients are offloaded, the device's copy of the weights is bf16 too: autocast would
+round fp32 weights to the same numbers, and keep both.
 
-With several ranks only optimizer state leaves, because DDP keeps the gradients. --fsdp is refused.
-Activations are not offloaded: use --checkpoint-activations.
+With several ranks only optimizer state is offloaded, because DDP keeps the gradients. --fsdp is
+refused. Activations are not offloaded: use --checkpoint-activations.
 
-Papers:   Ren et al., arXiv 2101.06840 (ZeRO-Offload): all optimizer state and the step on the host;
-          Lin et al., arXiv 2110.03888: granular CPU offloading, only part of it
-Deviates: the order of leaving is ours; 2110.03888 came without code
+Papers:   Ren et al., arXiv 2101.06840 (ZeRO-Offload): all optimizer state and the update on the
+          host; Lin et al., arXiv 2110.03888: granular CPU offloading, only as much as needed
+Deviates: the order is ours, because 2110.03888 came without code
 
     python train.py --layers 6 --tied --dtype fp32 --micro-batch-size 8 --offload \\
         --offload-budget 25.5MiB
@@ -94,7 +98,7 @@ if TYPE_CHECKING:
 
 MIB = 2**20
 Name = TypeVar("Name", bound=Hashable)
-Fetched = tuple[list[Tensor], torch.cuda.Event | None]  # weights, complete after the event
+Fetched = tuple[list[Tensor], torch.cuda.Event | None]  # weights, and when their copy is complete
 
 
 @dataclass(frozen=True)
@@ -106,70 +110,70 @@ class OffloadConfig:
 
 
 def budget_bytes(text: str, free: int | None = None) -> int:
-    """What 6GiB, 800MB or auto means.
+    """Parse 6GiB, 800MB or auto.
 
-    Args:    free bytes of the device; auto takes half and leaves the rest to activations
-    Raises:  ValueError for anything else
+    Args:    free the device's free bytes; auto takes half and leaves the rest to activations
+    Raises:  ValueError for any other text
     Example: budget_bytes("1.5KiB") == 1536, budget_bytes("auto", 3000) == 1500
     """
     if text != "auto":
         return bytes_of("--offload-budget", text)
     if free is None:
-        raise ValueError("--offload-budget auto: the free memory is not known: give bytes")
+        raise ValueError("--offload-budget auto: free memory is unknown here, give bytes: 6GiB")
     return free // 2
 
 
-# ---- what there is, and its bytes
+# ---- parts and their bytes
 
 
 class Offloaded(IntEnum):
-    """What of a part is on the host; each includes those before it."""
+    """How much of a part is on the host; each level includes the ones before it."""
 
     NOTHING = 0
-    STATE = 1  # and the fp32 weights, of which the device then has a copy
+    STATE = 1  # and the fp32 masters, of which the device then has a copy
     GRADIENTS = 2
     WEIGHTS = 3
 
 
 class Part(NamedTuple):
-    """Tensors that leave together: those of a block, or all outside the blocks."""
+    """Tensors that are offloaded together: a block's, or everything outside the blocks."""
 
     name: str  # h.3, or outside
-    layers: tuple[int, ...]  # that run the block; () outside
-    numel: int  # parameters of its matrices, which may leave
-    state_bytes: int  # of the matrices' optimizer
+    layers: tuple[int, ...]  # layers that run the block; () outside
+    numel: int  # parameters in its matrices, which may be offloaded
+    state_bytes: int  # optimizer state of the matrices
     small: int  # parameters of norms and biases, which stay
-    embedding: int = 0  # parameters of the tokens' embedding
-    tied: bool = False  # whether it is the head too
-    offloaded: Offloaded = Offloaded.NOTHING  # what of its matrices is on the host
+    embedding: int = 0  # parameters of the token embedding
+    tied: bool = False  # whether the embedding is the head too
+    offloaded: Offloaded = Offloaded.NOTHING  # how much of its matrices is on the host
 
     def itemsize(self, dtype: str) -> int:
-        """Bytes of one of the device's weights, and of its gradient."""
+        """Return the bytes of one weight on the device, which its gradient takes too."""
         is_half = dtype == "bf16" and self.layers and self.offloaded >= Offloaded.GRADIENTS
         return 2 if is_half else 4
 
     def on_device(self, dtype: str) -> int:
-        """Bytes that stay on the device: matrices, and norms and biases with AdamW's state.
+        """Return the bytes that stay on the device: matrices, norms, biases, and AdamW's state.
 
-        Autocast keeps a copy of 2 bytes of each fp32 weight of a block until the backward pass;
-        that of the embeddings belongs to the loss, and is gone by then.
+        Autocast keeps a 2-byte copy of each fp32 weight of a block until the backward pass. The
+        loss makes the copy of the embeddings, and has freed it by then.
         """
         weight, cast = self.itemsize(dtype), 2 if dtype == "bf16" and self.layers else 0
-        # weight, gradient and cast of each parameter, by what is offloaded
+        # weight, gradient and cast of each parameter, by how much is offloaded
         each = (4 + 4 + cast, 4 + 4 + cast, weight, 0)[self.offloaded]
         if self.offloaded >= Offloaded.GRADIENTS and len(self.layers) > 1:
-            each += weight  # layers that share a block add up gradients here
+            each += weight  # the gradients of layers that share a block are summed on the device
         state = 0 if self.offloaded else self.state_bytes
         return self.numel * each + state + self.small * (4 + 4 + cast + 8)
 
     def on_host(self, dtype: str) -> int:
-        """fp32 weights and gradients, optimizer state, and a bf16 copy of weights to send."""
+        """Return the bytes of masters, gradients, state, and the bf16 weights to be sent."""
         copy = 2 if self.itemsize(dtype) == 2 else 0
         return self.numel * (8 + copy) + self.state_bytes if self.offloaded else 0
 
 
 class Placement(NamedTuple):
-    """Every part with what of it is offloaded, and what that was decided by."""
+    """Every part with how much of it is offloaded, and the dtype and budget that decided it."""
 
     parts: tuple[Part, ...]
     dtype: str  # of the arithmetic: fp32 | bf16
@@ -177,12 +181,12 @@ class Placement(NamedTuple):
 
 
 def device_bytes(placement: Placement) -> int:
-    """What stays, and what comes and goes in a step.
+    """Return the bytes a placement needs on the device: what stays, plus what passes through.
 
-    Two blocks' gradients and two blocks' weights are on their way at a time. The tied embedding
-    has a gradient as the head, which waits for the end of the backward pass, and one as the input,
-    both beside the sum of earlier micro-batches; a head of its own is done with before.
-    Not counted are activations, and what an optimizer needs during its step.
+    At any time the gradients of two blocks and the weights of two blocks are in transit. A tied
+    embedding has two gradients besides the sum of earlier micro-batches: the head's, which waits
+    for the end of the backward pass, and the input's. With a separate head, the head's gradient
+    is finished earlier. Activations, and what an optimizer needs during its step, are not counted.
     """
     parts, dtype = placement.parts, placement.dtype
     blocks = [part for part in parts if part.layers and part.offloaded >= Offloaded.GRADIENTS]
@@ -196,7 +200,7 @@ def device_bytes(placement: Placement) -> int:
 
 
 def slot_bytes(placement: Placement) -> int:
-    """Host memory where the gradients of any part can land."""
+    """Return the bytes of a slot, which has room for the gradients of any part."""
     dtype = placement.dtype
     return max((p.numel * p.itemsize(dtype) for p in placement.parts if p.offloaded), default=0)
 
@@ -207,7 +211,7 @@ def host_bytes(placement: Placement) -> int:
 
 
 def grouped(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
-    """A model's parameters by part and name; a block that layers share appears once.
+    """Return a model's parameters by part and name; a block shared by layers appears once.
 
     Example: h.3.mlp.c_fc.weight belongs to h.3, wte.weight to "outside"
     """
@@ -219,9 +223,10 @@ def grouped(model: nn.Module) -> dict[str, dict[str, nn.Parameter]]:
 
 
 def parts_of(model: "Transformer", muon: bool) -> tuple[Part, ...]:
-    """The sizes of a model, which may be on the meta device.
+    """Divide a model into parts and return their sizes.
 
-    Args: muon whether Muon updates the blocks' matrices
+    Args: model may be on the meta device
+          muon  whether Muon updates the blocks' matrices
     """
     parts = []
     for name, parameters in grouped(model).items():
@@ -245,10 +250,10 @@ def parts_of(model: "Transformer", muon: bool) -> tuple[Part, ...]:
 
 
 def order_of_leaving(parts: tuple[Part, ...]) -> list[tuple[int, Offloaded]]:
-    """The order of leaving, as (number of the part, what of it is offloaded then).
+    """Return the order of offloading, as (part number, how much of it is offloaded from then on).
 
-    Example: the outside (part 0) and three blocks: parts 2 1 3 with STATE, with GRADIENTS, with
-             WEIGHTS, then 0 with STATE, with GRADIENTS
+    Example: for the outside (part 0) and three blocks: parts 2 1 3 with STATE, the same with
+             GRADIENTS, the same with WEIGHTS, then part 0 with STATE and with GRADIENTS
     """
     blocks = [i for i, part in enumerate(parts) if part.layers]
     outside = [i for i, part in enumerate(parts) if not part.layers]
@@ -262,15 +267,15 @@ def order_of_leaving(parts: tuple[Part, ...]) -> list[tuple[int, Offloaded]]:
 def place(
     parts: tuple[Part, ...], budget: int, dtype: str, most: Offloaded = Offloaded.WEIGHTS
 ) -> Placement:
-    """Send to the host, in the order of leaving, until the device has room for the rest.
+    """Offload parts in the order of `order_of_leaving` until the rest fits the budget.
 
-    Nothing comes back: a block that left before the outside did stays on the host, even if there is
-    room for it then.
+    There is no way back: if offloading the outside part makes room, a block that was offloaded
+    before it still stays on the host.
 
     Args:    budget bytes on the device
-             most   what may leave
+             most   the most that may be offloaded
     Raises:  ValueError for a budget that is too small, naming the smallest that works
-    Cost:    for L blocks, L^2 sums
+    Cost:    L^2 sums for L blocks
     """
     options, placed = [Placement(parts, dtype, budget)], list(parts)
     for number, kind in order_of_leaving(parts):
@@ -280,25 +285,25 @@ def place(
     for placement in options:
         if device_bytes(placement) <= budget:
             return placement
-    few = "" if most == Offloaded.WEIGHTS else "with several ranks only optimizer state leaves; "
+    few = "" if most == Offloaded.WEIGHTS else "several ranks offload only optimizer state; "
     raise ValueError(
         f"--offload-budget {shown(budget)} is too small: {few}the smallest that works is"
-        f" {math.ceil(min(map(device_bytes, options)) / MIB)}MiB, for what stays and two blocks as"
-        " they pass through"
+        f" {math.ceil(min(map(device_bytes, options)) / MIB)}MiB, for what stays on the device and"
+        " two blocks in transit"
     )
 
 
 def placement_for(
     config: OffloadConfig, model: "Transformer", runtime: Runtime, *, muon: bool, fsdp: bool
 ) -> Placement:
-    """Decide what of a model leaves the device, by what was free when the run began.
+    """Decide how much of a model to offload, given the memory that was free when the run began.
 
     Args:   model may be on the meta device
             muon  whether Muon updates the blocks' matrices
-    Raises: ValueError for a budget that is no amount of bytes or too small, and for --fsdp
+    Raises: ValueError for a budget that cannot be parsed or is too small, and for --fsdp
     """
     if fsdp:
-        raise ValueError("--fsdp spreads weights, gradients and state: leave out --offload")
+        raise ValueError("--fsdp already shards weights, gradients and state: leave out --offload")
     budget = budget_bytes(config.budget, runtime.device_free)
     dtype = next(name for name, dtype in DTYPES.items() if dtype == runtime.dtype)
     most = Offloaded.WEIGHTS if runtime.world_size == 1 else Offloaded.STATE
@@ -314,9 +319,9 @@ def shown(count: float) -> str:
 
 
 def in_words(placement: Placement, host_free: int | None = None) -> str:
-    """What is where; a host with too little memory free is only warned of, as it may grow on use.
+    """Describe a placement. Warn, but do not refuse, if the host seems to lack free memory.
 
-    Args:    host_free bytes of this machine, which all its ranks share
+    Args:    host_free free bytes of this machine, which all its ranks share
     Example: --offload: outside to h.1: nothing on the host; h.2: state on the host; h.3 to h.5:
              nothing on the host; 25.09 MiB of 25.50 MiB on the device, 3.75 MiB on the host
     """
@@ -330,11 +335,11 @@ def in_words(placement: Placement, host_free: int | None = None) -> str:
     ranks, host = int(os.environ.get("LOCAL_WORLD_SIZE", 1)), host_bytes(placement)
     said.append(f"{device}, {shown(host)} on the host")
     if host_free is not None and host * ranks > host_free:
-        said.append(f"WARNING: of its memory only {shown(host_free)} are free")
+        said.append(f"WARNING: the host has only {shown(host_free)} of free memory")
     return f"--offload: {'; '.join(said)}"
 
 
-# ---- the placement carried out
+# ---- carrying out a placement
 
 
 class HostMatrix(NamedTuple):
@@ -342,30 +347,30 @@ class HostMatrix(NamedTuple):
 
     name: str
     part: Part
-    parameter: nn.Parameter  # the model's, in the device's dtype
-    master: nn.Parameter  # fp32: the optimizer's
+    parameter: nn.Parameter  # in the model, with the dtype of the device's copy
+    master: nn.Parameter  # fp32, updated by the optimizer
     source: Tensor  # what is copied to the device: the master or, in bf16, a copy of it
-    gradient: Tensor  # fp32: the sum over micro-batches
+    gradient: Tensor  # fp32, the sum over micro-batches
 
 
 class Offload:
-    """A placement, carried out on one model (`move`); the head of this file walks through a step.
+    """Carries out a placement on one model (`move`); this file's docstring walks through a step.
 
-    Args: early gradients leave during the backward pass. Under DDP they cannot: only at its end
-                are they summed over ranks
+    Args: early whether gradients are sent during the backward pass. Under DDP they cannot be,
+                because they are summed over ranks only at its end
     """
 
     def __init__(self, placement: Placement, early: bool = True):
         self.placement, self.early = placement, early
         self.hosted: dict[Part, list[HostMatrix]] = {}
-        self.streamed: dict[int, list[HostMatrix]] = {}  # by layer, if its weights are offloaded
-        self.fetched: dict[int, Fetched] = {}  # by layer, those on the device
-        self.running: dict[int, dict[str, Tensor]] = {}  # weights of the layer that runs, by name
-        self.is_last = True  # micro-batch of a step
+        self.streamed: dict[int, list[HostMatrix]] = {}  # layers whose weights are offloaded
+        self.fetched: dict[int, Fetched] = {}  # layers whose weights are on the device now
+        self.running: dict[int, dict[str, Tensor]] = {}  # weights, by name, of the running layer
+        self.is_last = True  # whether this is the last micro-batch of a step
 
     @torch.no_grad()
     def move(self, model: "Transformer", device: torch.device) -> None:
-        """Put every tensor of a model where it belongs; the whole never comes to the device."""
+        """Put every tensor where it belongs, without ever having the whole model on the device."""
         self.model, self.device, self.link = model, torch.device(device), Link(device)
         groups = grouped(model)
         leaving = [
@@ -392,7 +397,8 @@ class Offload:
                 gradient=memory[name, "gradient"],
             )
             self.hosted.setdefault(part, []).append(matrix)
-            # without storage it is one NaN: run by mistake, it makes a loss that stops the run
+            # A parameter without storage is one NaN: used by mistake, it makes the loss NaN, and
+            # the run stops.
             is_streamed, shape = part.offloaded == Offloaded.WEIGHTS, parameter.shape
             stored = [1] * len(shape) if is_streamed else shape
             placeholder = torch.full(stored, torch.nan, dtype=matrix.source.dtype, device=device)
@@ -407,28 +413,28 @@ class Offload:
         sums = {matrix.name: matrix.gradient for matrix in self.matrices()}
         self.landing = Landing(self.link, (memory["slot", 0], memory["slot", 1]), sums)
         self.send(self.matrices())
-        model.run_block = self.wrap_block(model.run_block)  # of evaluations
+        model.run_block = self.wrap_block(model.run_block)  # for evaluations
 
     def matrices(self) -> list[HostMatrix]:
         return [matrix for matrices in self.hosted.values() for matrix in matrices]
 
     def parameters(self, named: dict[str, nn.Parameter]) -> dict[str, nn.Parameter]:
-        """What the optimizers update: masters in place of what is offloaded."""
+        """Return what the optimizers update: masters in place of offloaded matrices."""
         return named | {matrix.name: matrix.master for matrix in self.matrices()}
 
     def weights(self) -> dict[str, Tensor]:
-        """The model's, with fp32 masters; a block that layers share has a key for each of them."""
+        """Return the model's state dict with fp32 masters; layers that share a block all appear."""
         masters = {id(matrix.parameter): matrix.master for matrix in self.matrices()}
         tensors = self.model.state_dict(keep_vars=True)
         return {key: masters.get(id(tensor), tensor).detach() for key, tensor in tensors.items()}
 
-    # ---- weights are fetched
+    # ---- fetching weights
 
     def wrap_block(self, inner: "BlockRunner") -> "BlockRunner":
-        """Give blocks their weights for as long as they run.
+        """Return a block runner that gives offloaded blocks their weights while they run.
 
-        A block whose weights are fetched runs again in the backward pass, since otherwise all
-        fetched weights would stay until then.
+        Such a block is recomputed in the backward pass, because autograd would otherwise keep all
+        fetched weights until then.
 
         Args: inner runs the other blocks
         """
@@ -451,11 +457,11 @@ class Offload:
         return run_block if self.streamed else inner
 
     def following(self, layer: int, direction: int) -> int:
-        """The fetched layer that runs next: forward in direction 1, backward in -1.
+        """Return the streamed layer that runs next: direction is 1 in the forward pass, else -1.
 
-        Example: of layers 0, 1 and 3 the forward pass runs 0 1 3, the backward pass 3 1 0, and so
-                 on. 0 is followed by 1, 1 by 3, and 3 by itself; then 3 by 1, 1 by 0, and 0 by
-                 itself. Weights that run twice in a row stay
+        Example: with layers 0, 1 and 3, the forward pass runs 0 1 3 and the backward pass 3 1 0.
+                 Forward, 0 is followed by 1, 1 by 3, and 3 by itself; backward, 3 is followed by
+                 1, 1 by 0, and 0 by itself. A layer followed by itself keeps its weights
         """
         layers = sorted(self.streamed)
         number = layers.index(layer) + direction
@@ -463,10 +469,10 @@ class Offload:
 
     @contextmanager
     def fetching(self, layer: int, then: int) -> Iterator[None]:
-        """A block's weights on the device while it runs; those of the layer `then` set out.
+        """Hold a block's weights on the device while it runs, and start to fetch those of `then`.
 
-        Only these two layers keep their weights. Others that were fetched and never ran may still
-        be on their way, but their copies began earlier: this wait covers them too.
+        Only these two layers keep their weights. Others that were fetched but never ran may still
+        be in transit, but their copies began earlier, so this wait covers them too.
         """
         weights, event = self.fetch(layer)
         self.link.wait(event)
@@ -483,20 +489,20 @@ class Offload:
             del self.running[layer]
 
     def fetch(self, layer: int) -> Fetched:
-        """Begin to copy a layer's weights to the device, unless they are on their way."""
+        """Start to copy a layer's weights to the device, unless that has been done already."""
         if layer not in self.fetched:
-            # memory of the computing stream, which is the one that may use it again
+            # Allocated on the compute stream, because that is where the memory is reused.
             sources = [matrix.source for matrix in self.streamed[layer]]
             targets = [torch.empty(w.shape, dtype=w.dtype, device=self.device) for w in sources]
             event = self.link.copy(self.link.up, zip(targets, sources, strict=True))
             self.fetched[layer] = targets, event
         return self.fetched[layer]
 
-    # ---- gradients land
+    # ---- receiving gradients
 
     @contextmanager
     def around_backward(self, last: bool) -> Iterator[None]:
-        """After the last backward pass of a step all gradients are on the host."""
+        """Wrap a backward pass; after the last of a step, all offloaded gradients are summed."""
         self.is_last = last
         yield
         for matrix in self.matrices():
@@ -511,41 +517,41 @@ class Offload:
             self.landing.landed.clear()
 
     def gradient_ready(self, matrix: HostMatrix, parameter: nn.Parameter) -> None:
-        """Let a gradient leave, unless it is still to grow on the device."""
+        """Start to send a gradient, unless the device still sums it over micro-batches."""
         if self.is_last or matrix.part.offloaded >= Offloaded.GRADIENTS:
             gradient, parameter.grad = parameter.grad, None
             self.landing.begin(matrix.name, matrix.part.name, gradient)
 
-    # ---- the update, and weights go back
+    # ---- updating, and sending weights back
 
     def step(self, optimizers: Optimizers, lr: float) -> None:
-        """Update what is on the device, then part by part what is on the host.
+        """Update the parameters on the device, then those on the host, part by part.
 
-        A part's new weights travel to the device while the host updates the next part.
+        A part's new weights are copied to the device while the host updates the next part.
         """
         masters = {matrix.master for matrix in self.matrices()}
         optimizers.step(lr, only=set(optimizers.parameters) - masters)
         for matrices in self.hosted.values():
             optimizers.step(lr, only={matrix.master for matrix in matrices})
             self.send(matrices)
-        if self.streamed:  # the next forward pass begins with it
+        if self.streamed:  # fetch the first of them for the next forward pass
             _, event = self.fetch(min(self.streamed))
             self.link.wait(event)
 
     @torch.no_grad()
     def send(self, matrices: list[HostMatrix]) -> None:
-        """Copy weights to where the next forward pass takes them from."""
+        """Copy new weights to the device or, if they are streamed, to where they are fetched."""
         for matrix in matrices:
             if matrix.source.dtype != torch.float32:
                 matrix.source.copy_(matrix.master)
         local = [matrix for matrix in matrices if matrix.part.offloaded < Offloaded.WEIGHTS]
         pairs = [(matrix.parameter.data, matrix.source) for matrix in local]
         self.link.wait(self.link.copy(self.link.up, pairs))
-        self.fetched.clear()  # after that wait: copies into their memory have ended
+        self.fetched.clear()  # only after that wait, so that no copy still writes to their memory
 
 
 class LocalWeight(torch.autograd.Function):
-    """A fetched weight, whose gradient goes to the parameter that it stands for."""
+    """Use a fetched weight in place of a parameter, and pass the gradient on to the parameter."""
 
     @staticmethod
     def forward(ctx: FunctionCtx, parameter: Tensor, fetched: Tensor) -> Tensor:
@@ -557,29 +563,31 @@ class LocalWeight(torch.autograd.Function):
 
 
 class Landing:
-    """Gradients on their way to the host, which adds up those of several micro-batches.
+    """Receives gradients on the host and sums them over micro-batches.
 
-    There are two slots. While the gradients of one part are copied into one slot, those in the
-    other are added to their sums. So the device has to keep the gradients of two parts at most.
+    There are two slots. While the gradients of one part are copied into one slot, the gradients in
+    the other are added to their sums. So the device never holds the gradients of more than two
+    parts.
 
-    Example: parts b and a, two gradients each, arrive as b1 b2 a1 a2 in a backward pass. b1, b2
-             land in one slot. a1 settles the other slot, which is empty, and lands there with a2.
-             b1 of the next micro-batch settles the first slot: it waits for b1, b2 and adds them up
+    Example: parts b and a have two gradients each, and a backward pass sends b1 b2 a1 a2. b1 and b2
+             go to one slot. a1 settles the other slot, which is empty, and goes there with a2. b1
+             of the next micro-batch settles the first slot: it waits for b1 and b2 and adds them up
 
-    Args: slots memory of the host, each with room for the gradients of any part
-          sums  where gradients are added up, by name
+    Args: slots host memory, each with room for the gradients of any part
+          sums  where gradients are summed, by name
     """
 
     def __init__(self, link: "Link", slots: tuple[Tensor, Tensor], sums: dict[str, Tensor]):
         self.link, self.slots, self.sums = link, slots, sums
-        # of each slot, by name: the gradient on the device, which its copy needs, and the copy
+        # For each slot, by name: the gradient on the device, which must outlive its copy, and the
+        # copy.
         self.copies: tuple[dict[str, tuple[Tensor, Tensor]], ...] = ({}, {})
-        self.last: list[torch.cuda.Event | None] = [None, None]  # copies end as they begin
-        self.slot, self.part = 0, ""  # where gradients land now, and whose
-        self.landed: set[str] = set()  # names of the sums that have begun
+        self.last: list[torch.cuda.Event | None] = [None, None]  # last copy: they end in order
+        self.slot, self.part = 0, ""  # the slot in use, and the part whose gradients it receives
+        self.landed: set[str] = set()  # names of the gradients whose sums have begun
 
     def begin(self, name: str, part: str, gradient: Tensor) -> None:
-        """Begin to copy a gradient of a part; the caller must let go of it."""
+        """Start to copy a gradient of a part; the caller must drop its reference."""
         if part != self.part or name in self.copies[self.slot]:
             self.slot, self.part = 1 - self.slot, part
             self.settle(self.slot)
@@ -590,7 +598,7 @@ class Landing:
         self.last[self.slot] = self.link.copy(self.link.down, [(copy, gradient)])
 
     def settle(self, slot: int) -> None:
-        """Wait until the gradients of a slot have landed, and add them to their sums."""
+        """Wait until the gradients of a slot have arrived, and add them to their sums."""
         if self.copies[slot] and self.last[slot]:
             self.last[slot].synchronize()
         for name, (_, copy) in self.copies[slot].items():
@@ -602,18 +610,17 @@ class Landing:
         self.copies[slot].clear()
 
 
-# ---- copies between the device and page-locked memory of the host
+# ---- copies between the device and page-locked host memory
 
 
 class Link:
-    """Both directions between the host and one device; `up` is to the device.
+    """Copies between the host and one device: `up` is to the device, `down` is to the host.
 
-    A GPU copies on two streams, one for each direction, while it computes. Memory that is copied
-    stays allocated until the copy is done, however late a stream is. On other devices the same
-    calls copy at once.
+    A GPU copies on two streams, one per direction, while it computes. Callers keep the tensors
+    alive until their copy is done. On other devices the same calls copy synchronously.
     """
 
-    PIECE = 2**30  # bytes that are page-locked together
+    PIECE = 2**30  # most bytes that are page-locked together
 
     def __init__(self, device: torch.device):
         self.device = device
@@ -622,13 +629,13 @@ class Link:
         self.down = torch.cuda.Stream(device) if is_cuda else None
 
     def memory(self, wanted: dict[Name, tuple[torch.Size, torch.dtype]]) -> dict[Name, Tensor]:
-        """Host tensors by name, side by side in pieces of memory, each at a multiple of 64 bytes.
+        """Allocate host tensors by name, side by side in large pieces, each 64-byte aligned.
 
-        The pieces are page-locked in place, because memory that torch pins comes in powers of two.
-        A tensor lies in one piece: CUDA refuses a copy that spans two.
+        The pieces are page-locked in place, because torch would round pinned memory up to powers of
+        two. No tensor spans two pieces, because CUDA would refuse to copy it.
         """
         starts: dict[Name, tuple[int, int]] = {}  # the piece, and the first byte in it
-        sizes: list[int] = []  # of the pieces
+        sizes: list[int] = []  # bytes of each piece
         for name, (shape, dtype) in wanted.items():
             size = -(-shape.numel() * dtype.itemsize // 64) * 64
             if not sizes or sizes[-1] + size > self.PIECE:
@@ -644,7 +651,7 @@ class Link:
         }
 
     def lock(self) -> None:
-        """Page-lock the pieces; the host waits for every copy of those that CUDA refuses."""
+        """Page-lock the pieces; if CUDA refuses one, print that its copies make the host wait."""
         driver, unlocked, why = torch.cuda.cudart(), 0, ""
         for piece in filter(Tensor.numel, self.pieces):
             error = driver.cudaHostRegister(piece.data_ptr(), piece.nbytes, 0)
@@ -654,19 +661,19 @@ class Link:
                 unlocked += piece.nbytes
                 why = driver.cudaGetErrorString(error)
         if unlocked:
-            # CUDA reports the error again to the next caller, which would be a kernel
+            # CUDA reports the error once more to the next caller. Let that be this harmless call.
             with suppress(RuntimeError):
                 torch.zeros(1, device=self.device)
             print(
                 f"--offload: {shown(unlocked)} of host memory cannot be page-locked ({why}): the"
-                " host waits for each copy of these",
+                " host has to wait for copies of them",
                 file=sys.stderr,
             )
 
     def copy(
         self, stream: torch.cuda.Stream | None, pairs: Iterable[tuple[Tensor, Tensor]]
     ) -> torch.cuda.Event | None:
-        """Begin to copy (to, from) pairs, after all work that the device was given before.
+        """Start to copy (to, from) pairs, after all work that was queued on the device before.
 
         Args: stream `up` or `down`
         """
@@ -678,11 +685,11 @@ class Link:
         return stream.record_event() if stream else None
 
     def wait(self, event: torch.cuda.Event | None) -> None:
-        """Have what the device computes next wait for a copy; the host does not wait."""
+        """Make the device wait for a copy before it computes further; the host does not wait."""
         if event:
             torch.cuda.current_stream(self.device).wait_event(event)
 
 
 def shaped(memory: Tensor, shape: torch.Size, dtype: torch.dtype) -> Tensor:
-    """The leading bytes of `memory` as a tensor."""
+    """Return the leading bytes of `memory` as a tensor of this shape and dtype."""
     return memory[: shape.numel() * dtype.itemsize].view(dtype).view(shape)

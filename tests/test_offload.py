@@ -144,7 +144,7 @@ def test_the_walk_at_the_head_of_offload_py():
         assert placement.parts[3].on_host("fp32") == 2.25 * MIB
         assert offload.slot_bytes(placement) == 0.75 * MIB
     assert STATE == max(kinds_of(place(parts, 18 * MIB, "fp32", most=STATE)))
-    with pytest.raises(ValueError, match="with several ranks only optimizer state leaves"):
+    with pytest.raises(ValueError, match="several ranks offload only optimizer state"):
         place(parts, MIB, "fp32", most=STATE)
     said = "h.2: state on the host; h.3 to h.5: nothing on the host; 25.09 MiB of 25.50 MiB"
     assert said in offload.in_words(state)
@@ -211,7 +211,7 @@ def test_a_run_is_placed_by_its_flags_and_a_small_host_is_warned_of(monkeypatch)
     assert not any(kinds_of(placement("--offload-budget 1GiB")))
     needed = offload.host_bytes(placed)
     assert "WARNING" not in offload.in_words(placed, needed)
-    assert "WARNING: of its memory only" in offload.in_words(placed, needed - 1)
+    assert "WARNING: the host has only" in offload.in_words(placed, needed - 1)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert "WARNING" in offload.in_words(placed, 2 * needed - 1)
 
