@@ -1,20 +1,20 @@
-"""Sort a store by how hard its samples are: measure shards, sort each, merge them into an index.
+"""Sort a store's samples by difficulty: measure and sort shards, and merge them into an index.
 
-    samples ── shards ──> totals       what a metric sums over all samples, a file a shard
-                     └──> sorted runs  values and ids, a file a shard and metric
+    samples ── shards ──> totals       sums over all samples that a metric needs, a file per shard
+                     └──> sorted runs  values and ids, a file per shard and metric
                              └─ merge ──> index/<metric>: values.bin, order.bin, index.json
 
-A pass does one task for every shard, in processes of this machine or on torchrun's ranks, and keeps
-what it returns in files that appear whole or not at all. An analysis that was interrupted or killed
-does the shards whose files are missing or cut short, and no others. The two passes over three
-shards of a store with 20 samples leave, before they are merged,
+A pass runs one task for every shard, in processes on this machine or on torchrun's ranks, and saves
+the results in files that appear whole or not at all. If an analysis was interrupted or killed, the
+next one does only the shards whose files are missing or truncated. For a store of 20 samples in
+three shards, the two passes leave these files, before they are merged:
 
     total-...00-...07.npy   total-...07-...14.npy   total-...14-...20.npy
     run-...00-...07.npy     run-...07-...14.npy     run-...14-...20.npy
 
-An index has the samples' values, their ids by value, and a fingerprint of everything that these
-depend on. In reading order: metrics; the passes; sorted runs and their merge; the index; what
-training calls; the command. curriculum.py decides how hard a sample may be.
+An index holds the values of the samples, their ids sorted by value, and a fingerprint of everything
+that these depend on. In reading order: metrics; the passes; sorted runs and their merge; the index;
+what training calls; the command. curriculum.py decides how difficult a sample may be.
 
 Paper: Li et al., arXiv 2212.03597.
 
@@ -54,14 +54,17 @@ from support.runtime import Runtime
 from support.settings import count
 from support.store import Store, atomic_folder, atomic_write, folder_lock, get_encoding, sha256_of
 
-BLOCK = 1 << 18  # tokens measured together: what a core's cache holds
-SHARD = 1 << 18  # samples of a shard, unless that would make more than MOST_SHARDS
-MOST_SHARDS = 512  # all their runs are open while they are merged
+BLOCK = 1 << 18  # tokens measured together: they fit the cache of a core
+SHARD = 1 << 18  # samples in a shard, unless that would make more than MOST_SHARDS
+MOST_SHARDS = 512  # while they are merged, the files of all shards are open
 CHUNK = 1 << 22  # records merged together
-SMALL = 100_000_000  # tokens of a store that training analyzes by itself, in some ten seconds
+SMALL = 100_000_000  # tokens; training analyzes stores up to this size itself, in about 10 seconds
 
-# ---- metrics: (tokens (n,) of N samples one after another, lengths (N,), what the metric summed
-# over all samples) -> (N,) numbers, lowest for the easiest sample
+# ---- metrics: (tokens (n,) of N samples one after another, lengths (N,), the sums over all samples
+# that the metric needs) -> (N,) numbers, lowest for the easiest sample
+#
+# A fingerprint contains the source of the four functions: editing one, even its docstring, makes
+# existing indexes stale.
 
 
 def length(tokens: np.ndarray, lengths: np.ndarray, _: None) -> np.ndarray:
@@ -99,20 +102,20 @@ def token_counts(tokens: np.ndarray, lengths: np.ndarray, vocab_size: int) -> np
 
 
 def surprisal(counts: np.ndarray) -> np.ndarray:
-    """(V,) -log of each token's share of all, in nats; a token never seen counts as seen once."""
+    """(V,) -log of each token's frequency, in nats; a token never seen counts as seen once."""
     counts = np.maximum(counts, 1)
     return -np.log(counts / counts.sum())
 
 
 class Metric(NamedTuple):
-    """How to measure samples, and what has to be summed over all of them before.
+    """How to measure samples, and what must be summed over all of them first.
 
-    Example: a metric of your own is a line in METRICS (docs/extending.md)
+    Example: to add a metric, add a line to METRICS (docs/extending.md)
     """
 
     value: Callable  # (tokens, lengths, known) -> (N,)
     dtype: str = "float32"  # of the values in the index
-    summed: Callable | None = None  # (tokens, lengths, vocab_size) -> what is summed over all
+    summed: Callable | None = None  # (tokens, lengths, vocab_size) -> summed over all samples
     known: Callable | None = None  # (sum) -> the third argument of `value`
 
 
@@ -127,61 +130,61 @@ METRICS = {
 def check_metrics(
     names: Sequence[str], seq_len: int, samples_kind: str, flag: str = "--curriculum"
 ) -> None:
-    """Refuse metrics that do not exist, that do not go together or with this kind of samples.
+    """Refuse metrics that do not exist, do not fit together, or do not suit these samples.
 
     Args: samples_kind rows | pieces | bert | pairs
-          flag         how the user named them, for messages
+          flag         the flag that names the metrics, for messages
     """
-    lengths = LENGTHS if flag == "--curriculum" else ()  # which need no analysis
+    lengths = LENGTHS if flag == "--curriculum" else ()  # metrics that need no analysis
     known = (*lengths, *METRICS)
     for name in names:
         if name not in known:
             raise ValueError(f"{flag} {name} is unknown: choose from {', '.join(known)}")
         if name in ("length", "length-rarity") and samples_kind == "rows":
             raise ValueError(
-                f"{flag} {name}: rows all have {seq_len} tokens: take pieces of documents (--pack),"
+                f"{flag} {name}: all rows have {seq_len} tokens: use pieces of documents (--pack),"
                 " or choose rarity"
             )
         if name == "seqlen-reshape" and samples_kind != "rows":
             instead = "seqlen and --pack" if samples_kind in ADDED_TOKENS else "seqlen"
-            raise ValueError(f"{flag} {name} is for full rows of the stream: take {instead}")
+            raise ValueError(f"{flag} {name} is for full rows of the stream: use {instead}")
     if len(set(names)) < len(names) or set(LENGTHS) <= set(names):
-        raise ValueError(f"{flag} {','.join(names)}: takes one length, and each name once")
+        raise ValueError(f"{flag} {','.join(names)}: name one length metric, and each only once")
 
 
 @lru_cache(maxsize=1)
 def training_samples(path: str, kind: str, seq_len: int) -> Samples:
-    """The training samples of a store, opened once a process: a worker only gets their names."""
+    """Open the training samples of a store, once per process: workers only receive arguments."""
     return Samples(Store.open(path), kind, seq_len)
 
 
 def blocks(samples: Samples, first: int, last: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """The tokens (n,) and lengths (N,) of samples first..last - 1, some 2^18 tokens at a time."""
+    """Yield tokens (n,) and lengths (N,) of samples first..last - 1, some 2^18 tokens at a time."""
     ends = samples.spans(np.array([first, last - 1]))
     mean = (ends[1, 1] - ends[0, 0]) / (last - first)
     step = max(int(BLOCK / mean), 1)
     for start_id in range(first, last, step):
         start, stop = samples.spans(np.arange(start_id, min(start_id + step, last))).T
         tokens, lengths = samples.store.tokens[start[0] : stop[-1]], stop - start
-        # between samples may lie the ends of a BERT's documents
+        # a BERT's samples leave out end-of-text: drop the tokens between samples
         if lengths.sum() < len(tokens):
             edge = np.zeros(len(tokens) + 1, np.int8)
             edge[start - start[0]] += 1
             edge[stop - start[0]] -= 1
             tokens = tokens[np.cumsum(edge[:-1]).astype(bool)]
         samples.store.check_tokens(tokens.max())
-        yield tokens.astype(np.int64), lengths  # what indexing by them would cast to, more slowly
+        yield tokens.astype(np.int64), lengths  # indexing would cast, more slowly
 
 
-# ---- map: what is summed over a shard, and its samples sorted
+# ---- map: sum over a shard, then measure and sort its samples
 
 
 def sum_shard(open_samples: Callable, names: list[str], shard: range) -> dict[str, np.ndarray]:
-    """The first pass over a shard: what each of these metrics sums over all samples."""
+    """First pass: compute a shard's part of the sums that these metrics need."""
     samples = open_samples()
     vocab_size = samples.store.meta["vocab_size"]
     summed = {name: METRICS[name].summed for name in names}
-    sums = dict.fromkeys(summed.values(), 0)  # metrics share what they sum
+    sums = dict.fromkeys(summed.values(), 0)  # metrics with the same function share its sum
     for tokens, lengths in blocks(samples, shard.start, shard.stop):
         for function in sums:
             sums[function] = sums[function] + function(tokens, lengths, vocab_size)
@@ -191,9 +194,9 @@ def sum_shard(open_samples: Callable, names: list[str], shard: range) -> dict[st
 def sort_shard(
     open_samples: Callable, names: list[str], totals: dict[str, np.ndarray], shard: range
 ) -> dict[str, np.ndarray]:
-    """The second pass: a shard's samples measured and sorted by each metric, as runs to merge.
+    """Second pass: measure a shard's samples by each metric and sort them, as runs to merge.
 
-    Args: totals {metric: what it summed over all samples}, of those that need it
+    Args: totals {metric: its sum over all samples}, for the metrics that need one
     """
     samples = open_samples()
     id_dtype = np.dtype("uint32" if len(samples) < 2**32 else "int64")
@@ -215,9 +218,9 @@ def sort_shard(
 class Pass(NamedTuple):
     """The files of one pass."""
 
-    kind: str  # what the pass makes: the names of its files begin with it
-    shards: list[range]  # of ids of samples
-    folders: dict[str, Path]  # of each metric
+    kind: str  # total | run: the first word in the names of its files
+    shards: list[range]  # ranges of sample ids
+    folders: dict[str, Path]  # for each metric
 
     def file(self, name: str, shard: range) -> Path:
         return self.folders[name] / f"{self.kind}-{shard.start:012}-{shard.stop:012}.npy"
@@ -226,12 +229,12 @@ class Pass(NamedTuple):
         return [self.file(name, shard) for shard in self.shards]
 
     def run(self, task: Callable, names: Sequence[str], workers: int, ranks: Runtime) -> None:
-        """Do the task for every missing shard and write what it returns: {name: array}.
+        """Run the task for every missing shard and write its result, {name: array}.
 
         Results arrive in order and one at a time, so rank 0, which writes them, needs memory for
-        one.
+        only one.
 
-        Raises: ValueError on every rank for an error on any, after the other ranks' shards are done
+        Raises: ValueError, on every rank, for an error on any; other ranks finish their shards
         """
 
         def is_missing(shard: range) -> bool:
@@ -245,7 +248,7 @@ class Pass(NamedTuple):
         else:
             results = in_processes(task, missing, workers)
         n = len(self.shards)
-        hidden = not ranks.is_rank0 or None  # None: where there is no terminal
+        hidden = not ranks.is_rank0 or None  # None: hide it without a terminal
         with tqdm(total=n, initial=n - len(missing), desc=self.kind, disable=hidden) as bar:
             for shard, arrays in results:
                 for name, array in arrays.items():
@@ -257,7 +260,7 @@ class Pass(NamedTuple):
 
 
 def is_whole(file: Path) -> bool:
-    """Whether it is an array with everything that its header announces."""
+    """Whether the file is an array, complete according to its header."""
     with suppress(OSError, ValueError, EOFError):
         return np.load(file, mmap_mode="r") is not None
     return False
@@ -266,8 +269,9 @@ def is_whole(file: Path) -> bool:
 def on_ranks(task: Callable, items: list, ranks: Runtime) -> Iterator[tuple]:
     """Yield (item, result) on rank 0, and nothing on other ranks.
 
-    In rounds of one item a rank: rank r does items r, r + world_size, ... An error is kept until
-    the last round, so that no rank waits for another, and is then raised on all of them.
+    Each round gives one item to each rank: rank r does items r, r + world_size, ... An error is
+    kept until the last round, so that no rank waits for one that has failed, and is then raised on
+    all of them.
     """
     errors: list[str] = []
     for first in range(0, len(items), ranks.world_size):
@@ -283,9 +287,9 @@ def on_ranks(task: Callable, items: list, ranks: Runtime) -> Iterator[tuple]:
 
 
 def in_processes(task: Callable, items: list, workers: int) -> Iterator[tuple]:
-    """Yield (item, result), from `workers` processes, or from this one if a single one is enough.
+    """Yield (item, result) from `workers` processes, or from this one if one is enough.
 
-    Workers die with the process that started them.
+    If this process dies, so do the workers.
     """
     if workers == 1 or len(items) <= 1:
         yield from zip(items, map(task, items), strict=True)
@@ -300,9 +304,9 @@ def in_processes(task: Callable, items: list, workers: int) -> Iterator[tuple]:
 
 
 def _live_with_parent() -> None:
-    """In a worker: leave interrupts to the parent, and end when it ends."""
+    """In a worker: leave interrupts to the parent, and exit when the parent does."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler would raise in a task
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the parent's handler would raise inside a task
 
     def watch() -> None:
         parent_process().join()
@@ -313,11 +317,11 @@ def _live_with_parent() -> None:
 
 # ---- sorted runs
 #
-# A run has all samples of one shard; the ids of a run come before those of the next.
+# A run holds all samples of one shard; all its ids are lower than those in the next run.
 
 
 def sorted_run(values: np.ndarray, first_id: int, id_dtype: np.dtype) -> np.ndarray:
-    """Records (value, id) of samples first_id, first_id + 1, ..., sorted by value, then by id."""
+    """Make records (value, id) of samples first_id, first_id + 1, ..., sorted by value, then id."""
     order = np.argsort(values, kind="stable")
     run = np.empty(len(values), [("value", values.dtype), ("id", id_dtype)])
     run["value"], run["id"] = values[order], order + first_id
@@ -325,21 +329,22 @@ def sorted_run(values: np.ndarray, first_id: int, id_dtype: np.dtype) -> np.ndar
 
 
 def merged(files: list[Path], chunk: int = CHUNK) -> Iterator[np.ndarray]:
-    """The ids of all runs by value, ties by id, at most `chunk` of them at a time.
+    """Yield the ids of all runs by value, ties by id, at most `chunk` of them at a time.
 
-    All runs are cut at the same records, and what lies between two cuts belongs together: only that
-    is in memory, however long the runs are. Every `step`-th record of each of the n runs is sorted
-    with those of the others, and each n-th of these is a cut. So between two cuts lie at most 2 n
-    step records: step for each of n, and in each run up to step that are not among them.
+    All runs are cut at the same records, so each stretch between two cuts can be sorted by itself,
+    and only one stretch is in memory, however long the runs are. To find the cuts, take every
+    `step`-th record of each of the n runs, sort these, and cut at every n-th. A stretch has at most
+    2 n step records: n of the sampled records with the `step` - 1 that follow each in its run, and
+    in each of the n runs up to `step` - 1 before the first sampled one.
 
-    Example: runs of values [1, 3, 3] and [2, 3, 4], cut at the last 3 of the first one, are 1, 3
+    Example: runs of values [1, 3, 3] and [2, 3, 4], cut at the last 3 of the first run, give 1, 3
              and 2, then 3 and 3, 4
     """
     step = max(chunk // (2 * len(files)), 1)
     some = np.sort(np.concatenate([np.load(file, mmap_mode="r")[::step] for file in files]))
     before = [0] * len(files)
     for cut in (*some[len(files) :: len(files)], None):
-        # mapped again for each chunk, which gives the pages of the last one back
+        # map the files again for each chunk, to release the pages of the last one
         runs = [np.load(file, mmap_mode="r") for file in files]
         after = [len(run) if cut is None else np.searchsorted(run, cut) for run in runs]
         parts = [run[a:b] for run, a, b in zip(runs, before, after, strict=True)]
@@ -352,7 +357,7 @@ def merged(files: list[Path], chunk: int = CHUNK) -> Iterator[np.ndarray]:
 
 
 def fingerprint(samples: Samples, name: str) -> str:
-    """What ties an index to store, tokenizer, samples and metric."""
+    """Hash everything that an index depends on: store, tokenizer, samples and metric."""
     of_store = ("sha256", "tokenizer_fingerprint", "train_documents", "vocab_size")
     made_of = {field: samples.store.meta[field] for field in of_store}
     made_of["made"] = (samples.split, samples.kind == "rows", samples.without_eot)
@@ -362,15 +367,15 @@ def fingerprint(samples: Samples, name: str) -> str:
 
 
 def index_folder(given: str | None, samples: Samples) -> Path:
-    """Where the indexes of one kind of samples lie: by default in the store they belong to."""
+    """The folder of the indexes for one kind of samples, by default inside the store."""
     kind = f"{samples.kind}-{samples.seq_len}"
     return Path(given or samples.store.path / "curriculum") / kind
 
 
 def lacking_in(folder: Path, samples: Samples, names: Sequence[str]) -> list[str]:
-    """The metrics without an index in this folder.
+    """The metrics that have no index in this folder.
 
-    Raises: as `opened`, for those that have one; every byte is compared
+    Raises: ValueError for existing indexes that `opened` refuses; every byte is checked
     """
     lacking = [name for name in names if not (folder / name).exists()]
     opened(folder, samples, [name for name in names if name not in lacking], whole=True)
@@ -384,10 +389,10 @@ def sums_of(index: Path) -> dict[str, str]:
 def opened(folder: Path, samples: Samples, names: Sequence[str], whole: bool = False) -> Rankings:
     """Open the index of each metric.
 
-    Args:   whole compare every byte with the sha256 in index.json; a start does so once a machine,
-                  and reads 8 bytes a sample, 12 with a metric in float64
-    Raises: ValueError for an index of other samples or another metric, and for one that is damaged,
-            as far as its sizes and both ends tell, or the whole
+    Args:   whole compare every byte with the sha256 in index.json: at the start of a run, once per
+                  machine; it reads 8 bytes per sample, 12 for a metric in float64
+    Raises: ValueError for an index of other samples or another metric, and for a damaged one;
+            without `whole`, only sizes and the two ends are checked for damage
     """
     rankings = Rankings()
     for name in names:
@@ -398,13 +403,13 @@ def opened(folder: Path, samples: Samples, names: Sequence[str], whole: bool = F
             values = np.asarray(np.memmap(index / "values.bin", about["values"], "r"))
             order = np.asarray(np.memmap(index / "order.bin", about["order"], "r"))
             if not len(values) == len(order) == about["samples"]:
-                raise ValueError("files of another size")
+                raise ValueError("its files have wrong sizes")
             if not values[order[0]] <= values[order[-1]]:
-                raise ValueError("order.bin and values.bin disagree")
+                raise ValueError("order.bin is not sorted by values.bin")
             if whole and about.get("sha256") != sums_of(index):
-                raise ValueError("index.json has another sha256 of its files, or none")
+                raise ValueError("its files do not have the sha256 in index.json")
         except (OSError, LookupError, TypeError, ValueError) as error:
-            problem = f"damaged or old ({error}): remove it, analyze again"
+            problem = f"damaged or old ({error}): remove it and analyze again"
             raise ValueError(f"{index}: {problem}") from None
         if stored != (wanted := fingerprint(samples, name)):
             raise ValueError(
@@ -416,7 +421,7 @@ def opened(folder: Path, samples: Samples, names: Sequence[str], whole: bool = F
 
 
 def write_index(folder: Path, runs: Pass, prints: dict[str, str], name: str) -> None:
-    """Merge the runs of a metric into its index, a folder that appears whole."""
+    """Merge the runs of a metric into its index, a folder that appears whole or not at all."""
     files = runs.files(name)
     with atomic_folder(folder / name) as index:
         with (index / "values.bin").open("wb") as out:
@@ -439,15 +444,15 @@ def write_index(folder: Path, runs: Pass, prints: dict[str, str], name: str) -> 
 def analyze(
     open_samples: Callable, names: Sequence[str], folder: Path, ranks: Runtime, workers: int = 1
 ) -> None:
-    """Measure every sample by each metric, sort, and write folder/<metric>, whole or not at all.
+    """Measure and sort all samples by each metric, and write folder/<metric>, whole or not at all.
 
-    A first pass over the tokens sums what metrics need to know of all samples (token counts), a
-    second one measures and sorts. Then the sorted runs are merged.
+    The first pass over the tokens computes the sums that metrics need (token counts), the second
+    measures and sorts. Then the sorted runs are merged.
 
-    Args:    open_samples () -> samples, called in every worker
-             ranks        of torchrun, if any; rank 0 writes, the others need no disk for it
-    Raises:  ValueError for other samples' index in `folder`
-    Cost:    8 to 16 bytes a sample of temporary files; rates in results/curriculum.jsonl
+    Args:   open_samples () -> samples, called in every worker
+            ranks        torchrun's, if any; only rank 0 writes, so the others need no disk
+    Raises: ValueError for an index of other samples in `folder`
+    Cost:   8 to 16 bytes per sample of temporary files; rates are in results/curriculum.jsonl
     """
     samples = open_samples()
     prints = {name: fingerprint(samples, name) for name in names}
@@ -470,7 +475,7 @@ def analyze(
         def finish() -> None:
             processes = workers if ranks.world_size == 1 else 1
             list(in_processes(partial(write_index, folder, runs, prints), lacking, processes))
-            for name in names:  # also what a killed analysis left
+            for name in names:  # and what killed analyses have left
                 for left in folder.glob(f".{name}.*"):
                     shutil.rmtree(left)
 
@@ -481,9 +486,9 @@ def analyze(
 
 
 def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Runtime) -> Rankings:
-    """Open the index of each of these ranked metrics; make those that a small store lacks.
+    """Open the index of each ranked metric; if the store is small, make missing ones first.
 
-    Args: folder where the indexes lie; by default in the store
+    Args: folder of the indexes; None: inside the store
     """
     names = [name for name in names if name not in LENGTHS]
     if not names:
@@ -505,7 +510,7 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
             open_samples = partial(training_samples, store, samples.kind, samples.seq_len)
             analyze(open_samples, lacking, indexes, replace(ranks, rank=0, world_size=1))
 
-    ranks.on_each_machine(make)  # each may have a store of its own
+    ranks.on_each_machine(make)  # machines may have separate copies of the store
     rankings = opened(indexes, samples, names)
     for name in names:
         about = json.loads((indexes / name / "index.json").read_text())
@@ -515,7 +520,7 @@ def ready(samples: Samples, names: Sequence[str], folder: str | None, ranks: Run
 
 # ---- command
 
-KINDS_HELP = "samples of a GPT with --pack, of one without, of a BERT, of one with --nsp"
+KINDS_HELP = "for a GPT with --pack, a GPT without, a BERT, or a BERT with --nsp"
 
 
 def main(argv: list[str] | None = None) -> None:
@@ -524,21 +529,21 @@ def main(argv: list[str] | None = None) -> None:
     known = ", ".join(METRICS)
     parser.add_argument("--metric", required=True, help=known)
     parser.add_argument("--samples", default="pieces", choices=KINDS, help=KINDS_HELP)
-    parser.add_argument("--seq-len", type=int, default=256, help="tokens of a row")
+    parser.add_argument("--seq-len", type=int, default=256, help="tokens in a row")
     parser.add_argument("--workers", type=count, default=os.cpu_count(), help="processes")
-    parser.add_argument("--out", help="folder for the indexes (default: in the store's)")
+    parser.add_argument("--out", help="folder for the indexes (default: inside the store)")
     parser.add_argument("--examples", action="store_true", help="print an easy and a hard sample")
     args = parser.parse_args(argv)
     names = args.metric.split(",")
     least = ADDED_TOKENS.get(args.samples, 0) + 1
     if not least <= args.seq_len < 2**31:
-        raise ValueError(f"--seq-len {args.seq_len}: a row has from {least} to 2^31 tokens")
+        raise ValueError(f"--seq-len {args.seq_len}: choose {least} to 2^31 - 1 tokens")
     check_metrics(names, args.seq_len, args.samples, flag="--metric")
 
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the workers are told to end
-    # the others wait for rank 0, which merges alone: minutes a metric for trillions of tokens
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that workers are ended, too
+    # other ranks wait while rank 0 merges: minutes per metric for trillions of tokens
     ranks = runtime.start("cpu", "fp32", timedelta(hours=12))
-    if args.store is None:  # each machine has its own
+    if args.store is None:  # each machine prepares a copy
         ranks.on_each_machine(lambda: prepare.embedded_store("pd4k"))
     store = args.store or str(prepare.embedded_store("pd4k"))
     open_samples = partial(training_samples, store, args.samples, args.seq_len)
@@ -567,7 +572,7 @@ def show_percentiles(indexes: Rankings) -> None:
 
 
 def show_examples(indexes: Rankings, samples: Samples) -> None:
-    """The median sample of the easiest and of the hardest percent by each metric."""
+    """Print the median sample of the easiest and of the hardest percent, by each metric."""
     encoding = get_encoding(samples.store.meta["tokenizer"])
     for name, index in indexes.items():
         for percent, share in (("easiest", 0.005), ("hardest", 0.995)):

@@ -342,7 +342,7 @@ def test_a_damaged_index_is_refused_before_training(store, file):
         damaged[3:] = [re.sub(rb',\s*"sha256": {.*?}', b"", whole, flags=re.DOTALL)]
     for text in damaged:
         path.write_bytes(text)
-        with pytest.raises(ValueError, match=r"rarity: damaged.*: remove it, analyze again"):
+        with pytest.raises(ValueError, match=r"rarity: damaged.*: remove it and analyze again"):
             analyze.ready(samples, ["rarity"], None, ONE)
 
 
