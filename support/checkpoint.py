@@ -33,7 +33,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from support.runtime import Runtime, of_rows, rows_here
+from support.runtime import Runtime, as_dtensor, rows_here
 from support.store import atomic_write, sync
 
 WORDS = ("last", "best")
@@ -273,7 +273,7 @@ def read_shards(path: Path, device: torch.device, shards: dict[str, Tensor]) -> 
             tensors[name] = torch.empty(about.size, dtype=dtype)
         else:
             rows = torch.empty_like(rows_here(like), dtype=dtype, device=device)
-            tensors[name] = of_rows(rows, like)
+            tensors[name] = as_dtensor(rows, like)
     with warnings.catch_warnings():
         # torch warns whenever a process reads a folder on its own, which is intended here.
         warnings.filterwarnings("ignore", "torch.distributed is disabled")

@@ -36,7 +36,7 @@ from torch import Tensor, nn
 from torch.optim.adamw import adamw
 
 from support.clock import Clock, lr_clock
-from support.runtime import is_shard, norm_over_ranks, of_rows, rows_here
+from support.runtime import as_dtensor, is_shard, norm_over_ranks, rows_here
 from support.settings import flag
 
 SCHEDULES = ("cosine", "linear", "wsd")
@@ -280,7 +280,7 @@ def directions(matrices: list[Tensor], momenta: list[Tensor]) -> list[Tensor]:
     if not is_shard(matrices[0]):
         return list(ahead)
     dtype = torch.bfloat16 if gradients[0].is_cuda else torch.float32
-    whole = map(of_rows, (rows.to(dtype) for rows in ahead), matrices)
+    whole = map(as_dtensor, (rows.to(dtype) for rows in ahead), matrices)
     return [matrix.full_tensor() for matrix in whole]
 
 

@@ -1,24 +1,24 @@
-"""What every command needs: ranks, device, dtype, memory, and how a command ends.
+"""What every command needs: ranks, device, dtype, memory, and a clean exit.
 
-No technique, no data. One CPU and many GPUs differ here; elsewhere only where a copy, a kernel or
-the size of a micro-batch depends on the device.
+This file knows no technique and no data. It handles what differs between one CPU and many GPUs;
+elsewhere only copies, kernels and the micro-batch size depend on the device.
 
---fsdp: every rank holds some rows of each weight, its gradient and its optimizer state.
+--fsdp: every rank holds some rows of each weight, of its gradient and of its optimizer state.
 
 torch's FSDP2 (`fully_shard`) makes each parameter a DTensor. A block's whole weights are gathered
-just before it runs and freed after it, and its gradients are averaged over ranks as by DDP, but
+just before it runs and freed afterwards. Its gradients are averaged over ranks as with DDP, but
 each rank keeps only its rows. Blocks are gathered one at a time; everything outside them, such as
 the embeddings, forms one more group.
 
     shard(model, runtime)             # after compiling, before the optimizers
     sync_gradients(model, is_last)    # before the forward pass of each micro-batch
 
-Every rank must run the same number of forward passes, in evaluation and sampling too, or the others
-wait for it. Passes run under `runtime.autocast()`, because a block gathered in bf16 gets fp32
-inputs.
+Every rank must run the same number of forward passes, in evaluation and sampling too; otherwise the
+ranks wait for each other. Forward passes need `runtime.autocast()`, because a block gathered in
+bf16 receives fp32 inputs.
 
-Without --fsdp ranks never compare their weights: if a gradient is not summed over ranks, they drift
-apart silently. `check_agreement` notices.
+Without --fsdp, ranks never compare their weights: if a gradient is not summed over ranks, the
+weights drift apart silently. `check_agreement` notices.
 
 Papers: Rajbhandari et al., arXiv 1910.02054 (ZeRO, stage 3); Zhao et al., arXiv 2304.11277 (FSDP)
 """
@@ -49,11 +49,12 @@ from tqdm import tqdm
 
 from kernels.triton_here import why_not
 
-ROOT = Path(__file__).resolve().parents[1]  # of the repository
+ROOT = Path(__file__).resolve().parents[1]  # the repository
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-MISTAKES = (ValueError, OSError)  # of the user: one line and exit status 2
-# That ranks wait for one that does not answer. One that was killed is noticed at once; the longest
-# healthy wait is for rank 0 to write a checkpoint: 20 GB (1.3B with AdamW) at 100 MB/s are 200 s
+MISTAKES = (ValueError, OSError)  # the user's mistakes: reported in one line, exit status 2
+# How long ranks wait for one that does not answer. A killed rank is noticed immediately. The
+# longest healthy wait is for rank 0 to write a checkpoint: 20 GB (1.3B with AdamW) at 100 MB/s take
+# 200 s.
 TIMEOUT = timedelta(minutes=5)
 Value = TypeVar("Value")
 
@@ -62,14 +63,14 @@ Value = TypeVar("Value")
 
 @dataclass(frozen=True)
 class Runtime:
-    """This process among all processes of a run, and the device that it computes on."""
+    """This process, its rank among the processes of a run, and the device that it computes on."""
 
     rank: int
     world_size: int
     device: torch.device
     dtype: torch.dtype
-    why: str  # how device and dtype were chosen, for the user
-    # bytes available at the start, before anything of the run was loaded; None if unknown
+    why: str  # tells the user which device and dtype were chosen, and why
+    # Bytes available at the start, before the run loaded anything; None if unknown.
     device_free: int | None = None
     host_free: int | None = None
 
@@ -82,7 +83,7 @@ class Runtime:
         return torch.autocast(self.device.type, self.dtype if mixed else None, enabled=mixed)
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks. On one rank values stay where they are: not every device has float64."""
+        """Sum over ranks. A single rank returns its values, because not every device has float64."""
         if self.world_size == 1:
             return values
         sums = values.to(self.device, copy=True)
@@ -90,7 +91,7 @@ class Runtime:
         return sums.to(values.device)
 
     def on_any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is true on any rank; the same answer everywhere, without a GPU's help."""
+        """Whether `flag` is true on any rank; all get the same answer without waiting for a GPU."""
         if self.world_size == 1:
             return flag
         flags = torch.tensor(float(flag))
@@ -98,14 +99,14 @@ class Runtime:
         return flags.item() > 0
 
     def gather(self, value: Value) -> list[Value]:
-        """The `value` of every rank, in rank order, on every rank."""
+        """Give every rank the `value` of every rank, in rank order."""
         values = [value] * self.world_size
         if self.world_size > 1:
             dist.all_gather_object(values, value)
         return values
 
     def collect(self, value: Value) -> Iterator[Value]:
-        """Yield every rank's `value` on rank 0, holding one at a time; nothing on other ranks."""
+        """Yield every rank's `value` on rank 0, one in memory at a time; on others yield nothing."""
         if not self.is_rank0:
             dist.send_object_list([value], dst=0)
             return
@@ -116,7 +117,7 @@ class Runtime:
             yield received[0]
 
     def on_rank0(self, action: Callable[[], Value]) -> Value:
-        """Run `action` on rank 0 only. Every rank gets its result, or its error as ValueError."""
+        """Run `action` on rank 0 only. Every rank gets its result, or its error as a ValueError."""
         outcome = [outcome_of(action) if self.is_rank0 else None]
         if self.world_size > 1:
             dist.broadcast_object_list(outcome)
@@ -125,7 +126,7 @@ class Runtime:
         return outcome[0]
 
     def together(self, action: Callable[[], Value]) -> Value:
-        """Run `action` on every rank; if it fails on one, every rank raises that ValueError."""
+        """Run `action` on every rank; if it fails on any, every rank raises that ValueError."""
         mine = outcome_of(action)
         for outcome in self.gather(mine if isinstance(mine, ValueError) else None):
             if outcome:
@@ -133,14 +134,14 @@ class Runtime:
         return mine
 
     def on_each_machine(self, action: Callable[[], None]) -> None:
-        """Run `action` on one rank of each machine, as `together` does."""
+        """Run `action` on one rank of each machine; errors reach every rank, as in `together`."""
         is_first_here = int(os.environ.get("LOCAL_RANK", 0)) == 0
         self.together(action if is_first_here else lambda: None)
 
     def check_same(self, values: dict[str, object]) -> None:
-        """Refuse ranks that would not compute the same; ValueError names what differs, and where.
+        """Refuse to start if ranks have different values; the ValueError names one and its rank.
 
-        Cost: one message from each rank to each, before the first step
+        Cost: one message from every rank to every other, before the first step
         """
         every = self.gather(values)
         for name, value in every[0].items():
@@ -153,12 +154,12 @@ class Runtime:
 
     def say(self, line: str) -> None:
         if self.is_rank0:
-            tqdm.write(line)  # above a progress bar, if there is one
+            tqdm.write(line)  # above the progress bar, if there is one
             sys.stdout.flush()
 
 
 def outcome_of(action: Callable[[], Value]) -> Value | ValueError:
-    """What an action returns, or the user's mistake that it meets: something to send to ranks."""
+    """Run an action; return its result, or the user's mistake as an error to send to all ranks."""
     try:
         return action()
     except MISTAKES as error:
@@ -168,8 +169,8 @@ def outcome_of(action: Callable[[], Value]) -> Value | ValueError:
 def start(device: str, dtype: str, timeout: timedelta | None = None) -> Runtime:
     """Join the other ranks, if torchrun started any, and choose device and dtype.
 
-    Args:   timeout that ranks wait for each other, by default TIMEOUT
-    Raises: ValueError naming --device or --dtype if the machine does not have it
+    Args:   timeout how long ranks wait for each other (default: TIMEOUT)
+    Raises: ValueError naming --device if this machine has no such device
     """
     world_size = int(os.environ.get("WORLD_SIZE", 1))
     rank = int(os.environ.get("RANK", 0))
@@ -177,20 +178,21 @@ def start(device: str, dtype: str, timeout: timedelta | None = None) -> Runtime:
     found = [name for name, is_here in is_there.items() if is_here]
     kind = found[0] if device == "auto" else device
     if kind not in found:
-        raise ValueError(f"--device {device}: torch finds {', '.join(found)} here: try auto")
+        raise ValueError(f"--device {device}: torch finds only {', '.join(found)} here: try auto")
     local_rank = int(os.environ.get("LOCAL_RANK", 0))
     chosen = torch.device(kind, local_rank if kind == "cuda" else None)
     if kind == "cuda":
         torch.cuda.set_device(chosen)
-        torch.set_float32_matmul_precision("high")  # TF32 for products not in half precision
+        torch.set_float32_matmul_precision("high")  # TF32 for fp32 matrix products
     if kind == "cpu":
         keep_freed_memory()
     if dtype == "auto" and kind == "cuda":
-        # older GPUs only emulate bf16
+        # GPUs older than Ampere only emulate bf16.
         dtype = "bf16" if torch.cuda.is_bf16_supported(including_emulation=False) else "fp32"
     dtype = "fp32" if dtype == "auto" else dtype
     if world_size > 1 and not dist.is_initialized():
-        # torchrun keeps this store when it starts ranks again: it has addresses of those before
+        # torchrun keeps this store when it restarts ranks, with the addresses of the dead ones, so
+        # every attempt gets a prefix.
         store = next(dist.rendezvous("env://", timeout=TIMEOUT))[0]
         attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
         dist.init_process_group(
@@ -200,7 +202,7 @@ def start(device: str, dtype: str, timeout: timedelta | None = None) -> Runtime:
             timeout=timeout or TIMEOUT,
             **group_of(chosen),
         )
-    asked = "as found" if device == "auto" else "as asked"
+    asked = "auto" if device == "auto" else "as asked"
     ranks = f"{world_size} processes" if world_size > 1 else "one process"
     why = f"{kind} ({asked}), {dtype}, {ranks}, {torch.get_num_threads()} threads"
     if kind == "cuda":
@@ -218,7 +220,7 @@ def start(device: str, dtype: str, timeout: timedelta | None = None) -> Runtime:
 
 
 def made_by(runtime: Runtime) -> dict[str, str]:
-    """What the last bits of a result depend on, besides settings and data."""
+    """Return what the last bits of a result depend on, besides settings and data."""
     device = runtime.device
     kind = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
     threads = {} if device.type == "cuda" else {"threads": str(torch.get_num_threads())}
@@ -227,21 +229,21 @@ def made_by(runtime: Runtime) -> dict[str, str]:
 
 
 def group_of(device: torch.device) -> dict[str, str | torch.device]:
-    """The arguments of init_process_group for ranks on such devices.
+    """Return the arguments of init_process_group for ranks on such devices.
 
-    With GPUs gloo is there too, for tensors in host memory. Given this
-    rank's GPU, NCCL connects at once and a barrier does not have to guess.
+    With GPUs, gloo still reduces tensors in host memory. Because NCCL is told this rank's GPU, it
+    connects right away, and a barrier does not have to guess the device.
     """
     if device.type == "cuda":
         return {"backend": "cpu:gloo,cuda:nccl", "device_id": device}
     return {"backend": "gloo"}
 
 
-# ---- how a command begins and ends
+# ---- how a command starts and ends
 
 
 class Parser(argparse.ArgumentParser):
-    """A command line whose errors are one line for `exit_cleanly`, without argparse's usage."""
+    """A parser that raises one-line errors for `exit_cleanly` and does not print the usage."""
 
     def __init__(self, **options: object):
         super().__init__(allow_abbrev=False, **options)
@@ -254,7 +256,7 @@ class Parser(argparse.ArgumentParser):
 
 
 def launcher() -> str:
-    """What started this process: python, or torchrun with as many processes.
+    """Return the command that starts such a process: python, or torchrun with as many processes.
 
     Example: torchrun --nproc-per-node 8
     """
@@ -271,66 +273,66 @@ def one_line(error: Exception) -> str:
 
 
 def printable(text: str, kept: str = "") -> str:
-    """Text that may come from a stranger's file, with what would steer a terminal escaped.
+    """Escape control characters, because text from a stranger's file could control the terminal.
 
-    Characters of `kept` stay as they are, line ends for example.
+    Args: kept characters to leave as they are, such as line ends
     """
     safe = (char if char in kept or char.isprintable() else ascii(char)[1:-1] for char in text)
     return "".join(safe)
 
 
 def exit_cleanly(main: Callable[[], int | None]) -> None:
-    """Run a command: a user's mistake is one line on stderr and exit status 2, no traceback.
+    """Run a command; report a user's mistake as one line on stderr, with exit status 2.
 
-    Rank 0 says it. What only another rank met stands in torchrun's summary, by `record`. That
-    summary is the parent's, with a traceback of its own: it follows whatever a rank does but to
-    succeed.
+    Rank 0 prints the line. An error that only another rank met appears in torchrun's summary, to
+    which `record` passes it. torchrun's parent process prints that summary, with a traceback of its
+    launcher, whenever a rank fails.
     """
     try:
         status = record(main)() or 0
         if dist.is_initialized():
-            dist.barrier()  # else a rank that still communicates with this one would fail
+            dist.barrier()  # otherwise a rank that still communicates with this one would fail
     except KeyboardInterrupt:
         status = 130
-    except BrokenPipeError:  # as of `| head`, which has read enough
+    except BrokenPipeError:  # the reader stopped, for example `| head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         status = 128 + signal.SIGPIPE
     except MISTAKES as error:
         if int(os.environ.get("RANK", 0)) == 0:
-            # tqdm's write, so that the line does not run into a progress bar
+            # With tqdm's write the line does not run into a progress bar.
             tqdm.write(f"error: {one_line(error)}", file=sys.stderr)
         else:
-            time.sleep(0.5)  # torchrun ends rank 0 soon after this one, and it shall speak before
+            time.sleep(0.5)  # torchrun kills rank 0 soon after this one exits: let it print first
         status = 2
     sys.stdout.flush()
     if dist.is_initialized():
-        os._exit(status)  # during an ordinary exit gloo's threads may abort the process
+        os._exit(status)  # during an ordinary exit, gloo's threads may abort the process
     sys.exit(status)
 
 
 @contextmanager
 def naming_step(step: Callable[[], int]) -> Iterator[None]:
-    """End this process, naming the step of now, where torch says that another rank is gone.
+    """When torch reports that another rank is gone, print the current step and end this process.
 
-    Every rank that is left says it, for rank 0 may be the one that is gone.
+    Every remaining rank prints it, because rank 0 may be the one that is gone.
     """
     try:
         yield
     except RuntimeError as error:
         if not (isinstance(error, dist.DistError) or "gloo" in str(error)):
             raise
-        line = f"rank {dist.get_rank()} was left alone after step {step()}: another rank has ended"
-        line += f" or has not answered for {TIMEOUT.seconds} s: see why, then --resume"
+        line = f"rank {dist.get_rank()} lost another rank after step {step()}: it has ended or has"
+        line += f" not answered for {TIMEOUT.seconds} s: find out why, then --resume"
         tqdm.write(f"error: {line}", file=sys.stderr)
         os._exit(1)  # as in `exit_cleanly`
 
 
-# from schedulers, Ctrl-C, a terminal that closes, and Slurm before the time is over
+# Sent by schedulers, by Ctrl-C, by a terminal that closes, and by Slurm before the time limit.
 STOPPING = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1)
 
 
 class StopSignal:
-    """Remembers a signal until the step is over; a run under nohup goes on at SIGHUP."""
+    """Remember a signal until the step is over; under nohup, SIGHUP stays ignored."""
 
     def __enter__(self) -> "StopSignal":
         self.number = 0
@@ -347,17 +349,18 @@ class StopSignal:
 
 
 # ---- memory
-# A GPU's freed memory stays with torch. On a CPU glibc returns much of it to the kernel, and the
-# next step gets it back zeroed, one page fault at a time: an eighth of a small step (docs/step.md).
+# torch keeps the GPU memory that it frees. On a CPU, glibc returns much of it to the kernel, and
+# the next step gets it back zeroed, one page fault at a time, which takes an eighth of a small step
+# (docs/step.md).
 
 # <malloc.h>
 M_TRIM_THRESHOLD, M_TOP_PAD, M_MMAP_THRESHOLD = -1, -2, -3
-LARGEST_KEPT = 32 << 20  # bytes; glibc allows no more
+LARGEST_KEPT = 32 << 20  # bytes, glibc's maximum
 NEVER = 2**31 - 1
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what this process frees, up to its peak; does nothing without glibc."""
+    """Make glibc keep the memory that this process frees; do nothing without glibc."""
     if platform.libc_ver()[0] != "glibc":
         return
     mallopt = ctypes.CDLL(None).mallopt
@@ -367,17 +370,17 @@ def keep_freed_memory() -> None:
 
 
 def host_free(meminfo: str = "/proc/meminfo") -> int | None:
-    """Bytes of host memory that are available without swapping; None if unknown."""
+    """Return the bytes of host memory available without swapping; None if unknown."""
     return _bytes_in(meminfo, "MemAvailable")
 
 
 def resident(key: str = "VmRSS") -> int:
-    """Bytes of memory that this process has now, or with VmHWM had at its peak; 0 if unknown."""
+    """Return the bytes that this process holds now, or with VmHWM at its peak; 0 if unknown."""
     return _bytes_in("/proc/self/status", key) or 0
 
 
 def peak_memory(device: torch.device) -> int:
-    """Bytes that this process has taken at its peak, on a GPU there; 0 if unknown."""
+    """Return this process's peak memory in bytes, of the GPU or of the host; 0 if unknown."""
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else resident("VmHWM")
 
 
@@ -389,30 +392,30 @@ def _bytes_in(file: str, key: str) -> int | None:
 
 
 def device_free(device: torch.device) -> int | None:
-    """Bytes of memory available on the device; None if unknown."""
+    """Return the bytes of memory available on the device; None if unknown."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return host_free() if device.type == "cpu" else None
 
 
 def on_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
-    """Move a host tensor to a device without waiting for a GPU to receive it.
+    """Move a host tensor to a device; do not wait until a GPU has received it.
 
-    A GPU reads page-locked memory by itself. Other memory is first copied by the driver, after
-    everything that the GPU still has to do.
+    A GPU reads page-locked memory by itself. Any other memory the driver copies first, and only
+    after the GPU has finished all its queued work.
     """
     if device.type != "cuda" or tensor.device.type != "cpu":
         return tensor.to(device)
     return tensor.pin_memory().to(device, non_blocking=True)
 
 
-# Called from outside like `forward`; they too need the weights outside the blocks.
+# Like `forward`, these are called from outside and need the weights outside the blocks.
 FORWARD_METHODS = ("hidden_states", "losses", "logits", "follows")
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}  # by bytes
 
 
 def shard(model: nn.Module, runtime: Runtime) -> None:
-    """Spread a Transformer's parameters over the ranks; they are new objects afterwards.
+    """Shard a Transformer's parameters across ranks; FSDP replaces the parameter objects.
 
     Raises: ValueError on a device that FSDP2 does not support
     """
@@ -423,7 +426,7 @@ def shard(model: nn.Module, runtime: Runtime) -> None:
     kind = runtime.device.type
     if kind not in ("cpu", "cuda"):
         raise ValueError(f"--fsdp needs --device cpu or cuda, not {kind}: leave out --fsdp")
-    if not dist.is_initialized():  # torchrun did not start this process: it is a group alone
+    if not dist.is_initialized():  # not started by torchrun: make a group of one process
         dist.init_process_group(
             **group_of(runtime.device), store=dist.HashStore(), rank=0, world_size=1
         )
@@ -436,11 +439,11 @@ def shard(model: nn.Module, runtime: Runtime) -> None:
 
 
 def precision(runtime: Runtime):  # -> MixedPrecisionPolicy
-    """The dtype in which a block is gathered; gradients are summed in fp32.
+    """Choose the dtype in which a block is gathered; gradients are summed in fp32.
 
-    On a GPU the runtime's dtype: half the bytes, and autocast rounds the matrices to it anyway.
-    Norms are computed in fp32 as under DDP, but from rounded weights. On a CPU fp32: there autocast
-    would give a norm fp32 inputs and bf16 weights, which torch refuses.
+    On a GPU it is the runtime's dtype: bf16 halves the bytes, and autocast rounds the matrices to
+    it anyway. Norms are computed in fp32 as with DDP, but from rounded weights. On a CPU it is
+    fp32, because autocast would give a norm fp32 inputs and bf16 weights, which torch refuses.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy
 
@@ -450,10 +453,10 @@ def precision(runtime: Runtime):  # -> MixedPrecisionPolicy
 
 
 def gather_around(model: nn.Module, methods: Collection[str]) -> None:
-    """Have FSDP gather the group outside the blocks around these methods, as around `forward`.
+    """Make FSDP gather the weights outside the blocks for these methods, as it does for `forward`.
 
-    They call each other, and `forward` calls some of them. Only the outermost call may gather and
-    free: an inner one would free weights that the outer one still needs in the backward pass.
+    The methods call each other, and `forward` calls some of them. Only the outermost call may
+    gather and free: an inner one would free weights that the outer one needs in the backward pass.
     """
     from torch.distributed.fsdp import register_fsdp_forward_method
 
@@ -486,7 +489,7 @@ def is_sharded(model: nn.Module) -> bool:
 
 @contextmanager
 def evaluating(model: nn.Module) -> Iterator[None]:
-    """Put the model in evaluation mode, and afterwards back in the mode it was in."""
+    """Put the model in evaluation mode; restore its previous mode afterwards."""
     was_training = model.training
     model.eval()
     try:
@@ -494,7 +497,7 @@ def evaluating(model: nn.Module) -> Iterator[None]:
     finally:
         model.train(was_training)
         if is_sharded(model):
-            model.reshard()  # what stands outside the blocks is kept gathered for a backward pass
+            model.reshard()  # FSDP keeps weights outside the blocks gathered for a backward pass
 
 
 def is_shard(tensor: Tensor) -> bool:
@@ -502,12 +505,12 @@ def is_shard(tensor: Tensor) -> bool:
 
 
 def rows_here(tensor: Tensor) -> Tensor:
-    """The rows of a parameter that this rank holds (all unless it is sharded), not a copy."""
+    """Return this rank's rows of a parameter, all of them unless it is sharded, without a copy."""
     return tensor.to_local() if is_shard(tensor) else tensor
 
 
-def of_rows(rows: Tensor, like: Tensor) -> Tensor:
-    """A DTensor of this rank's rows, sharded as `like` is."""
+def as_dtensor(rows: Tensor, like: Tensor) -> Tensor:
+    """Make a DTensor from this rank's rows, sharded as `like` is."""
     from torch.distributed.tensor import DTensor
 
     return DTensor.from_local(
@@ -521,7 +524,7 @@ def of_rows(rows: Tensor, like: Tensor) -> Tensor:
 
 
 def assign(model: nn.Module, weights: dict[str, Tensor]) -> None:
-    """Make these tensors a model's weights; those already in place are not copied."""
+    """Make these tensors the model's weights, without a copy."""
     expected = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name in expected.keys() | weights.keys():
         if name not in weights or weights[name].shape != expected.get(name):
@@ -530,18 +533,19 @@ def assign(model: nn.Module, weights: dict[str, Tensor]) -> None:
 
 
 def norm_over_ranks(norm: Tensor) -> Tensor:
-    """The norm of all ranks' rows together, given the norm of this rank's rows."""
+    """Return the norm of all ranks' rows together, given the norm of this rank's rows."""
     squares = norm.square()
     dist.all_reduce(squares)
     return squares.sqrt()
 
 
 def sync_gradients(model: nn.Module, is_last: bool) -> None:
-    """Average gradients over ranks in the next backward pass, or only add them up on each rank.
+    """Choose whether the next backward pass averages gradients over ranks or only accumulates.
 
-    Until they are averaged a rank holds whole gradients of every parameter.
+    Until they are averaged, every rank holds whole gradients of every parameter.
 
-    Args: model sharded, or in DistributedDataParallel; in a single process this does nothing
+    Args: model   sharded, or in DistributedDataParallel; for any other this does nothing
+          is_last whether it is the step's last micro-batch, whose backward pass averages
     """
     if is_sharded(model):
         model.set_requires_gradient_sync(is_last)
@@ -550,9 +554,10 @@ def sync_gradients(model: nn.Module, is_last: bool) -> None:
 
 
 def of_rank0(model: nn.Module, value: Tensor) -> Tensor:
-    """Rank 0's value if the model is sharded, so that all ranks go on alike.
+    """Return rank 0's value if the model is sharded, so that all ranks continue alike.
 
-    If it differed by a rounding, one rank might end a text where the others go on and wait for it.
+    If values differed by a rounding error, one rank might end a text while the others continue and
+    wait for it.
     """
     if is_sharded(model):
         dist.broadcast(value, 0)
@@ -560,16 +565,16 @@ def of_rank0(model: nn.Module, value: Tensor) -> Tensor:
 
 
 def check_agreement(runtime: Runtime, named: dict[str, Tensor]) -> None:
-    """Raise ValueError on every rank unless all hold the same bits; name some of the tensors.
+    """Raise ValueError on every rank unless all hold the same bits; name up to three tensors.
 
-    Sharded tensors are left out: no two ranks hold the same rows.
+    Sharded tensors are skipped, because no two ranks hold the same rows.
 
     Cost: one pass over the tensors, and one reduction of two numbers per tensor
     """
     named = {name: tensor for name, tensor in named.items() if rows_here(tensor) is tensor}
     if runtime.world_size == 1 or not named:
         return
-    # some may be on the host, but perhaps ranks can reduce only on their devices
+    # Some tensors may be on the host, but ranks may be able to reduce only on their devices.
     sums = torch.stack([sum_of_bits(t).to(runtime.device) for t in named.values()])  # (n,)
     most = torch.stack([sums, -sums])
     dist.all_reduce(most, dist.ReduceOp.MAX)
@@ -580,7 +585,7 @@ def check_agreement(runtime: Runtime, named: dict[str, Tensor]) -> None:
 
 
 def sum_of_bits(tensor: Tensor) -> Tensor:
-    """The elements as integers, added up."""
+    """Sum a tensor's elements, with their bits read as integers."""
     return tensor.detach().contiguous().view(INTEGERS[tensor.itemsize]).sum(dtype=torch.int64)
 
 
@@ -590,5 +595,5 @@ def refuse_step(runtime: Runtime, step: int, quantity: str, value: float) -> NoR
     ranks = [str(rank) for rank, seen in enumerate(values) if not math.isfinite(seen)]
     raise ValueError(
         f"the {quantity} is not finite at step {step} on rank {', '.join(ranks)}: the weights were"
-        " not updated; begin anew with a lower --lr, perhaps from these weights (--init)"
+        " not updated; start a new run with a lower --lr, perhaps from this one's weights (--init)"
     )

@@ -251,7 +251,7 @@ def test_a_rank_that_is_left_alone_says_so_with_the_step(victim, number, more, p
     assert end_of([processes[1 - victim]], 60) == [1]
     processes[victim].kill()
     *_, said = Path(f"said-{1 - victim}").read_text().splitlines()
-    assert f"error: rank {1 - victim} was left alone after step 2: another rank has ended" in said
+    assert f"error: rank {1 - victim} lost another rank after step 2: it has ended" in said
 
 
 # ---- the same on one process and on two ranks

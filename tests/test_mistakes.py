@@ -36,7 +36,7 @@ CASES = {  # the command -> what its line says
     f"{TRAIN} --data S --offload --offload-budget 1KB": "--offload-budget",
     f"{TRAIN} --model bert --tokenizer gpt2": "gpt2",
     # the machine
-    f"{TRAIN} --device cuda": "--device cuda: torch finds cpu here: try auto",
+    f"{TRAIN} --device cuda": "--device cuda: torch finds only cpu here: try auto",
     # files
     f"{TRAIN} --data nowhere": "nowhere: no token store: make one with prepare.py",
     f"{TRAIN} --data words.txt": "words.txt: no token store",
