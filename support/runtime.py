@@ -83,7 +83,7 @@ class Runtime:
         return torch.autocast(self.device.type, self.dtype if mixed else None, enabled=mixed)
 
     def reduce(self, values: torch.Tensor) -> torch.Tensor:
-        """Sum over ranks. A single rank returns its values, because not every device has float64."""
+        """Sum over ranks. One rank keeps its values in place: not every device has float64."""
         if self.world_size == 1:
             return values
         sums = values.to(self.device, copy=True)
@@ -106,7 +106,7 @@ class Runtime:
         return values
 
     def collect(self, value: Value) -> Iterator[Value]:
-        """Yield every rank's `value` on rank 0, one in memory at a time; on others yield nothing."""
+        """On rank 0, yield every rank's `value`, holding one at a time; elsewhere yield nothing."""
         if not self.is_rank0:
             dist.send_object_list([value], dst=0)
             return
