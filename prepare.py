@@ -2,15 +2,17 @@
 
     files ── Corpus ──> documents, held out or not ── batches ──> threads encode ── StoreWriter
 
-A file of plain text is a document, or several with --split-on; a line of JSON lines, whatever the
-file's name, a .json file of one object, and a row of parquet are one each. All but parquet may be
-gz. What cannot be read is refused if it is given by name; in a folder it is skipped and named. Of
-the documents d, a, b and c, --holdout 2 holds out d, whose crc32 is even as about one in two is:
-the store has the tokens of a, b and c, then those of d, which training never reads. Of a single
-text, and of a file of tokens, the end is held out.
+One document is: a file of plain text (or a part of it, with --split-on), a line of JSON lines
+(whatever the name of the file), a .json file with one object, or a row of parquet. All files except
+parquet may be gzipped. A file that cannot be read is an error if it is named on the command line;
+in a folder it is skipped and reported.
 
-Does not shuffle, filter, deduplicate or change text. With --learn-ranks it makes a tokenizer of the
-documents for training, instead of a store.
+Held-out documents are chosen by hash. Of documents d, a, b and c, --holdout 2 holds out d, whose
+crc32 is even, as about one in two is: the store has the tokens of a, b and c, and then those of d,
+which training never reads. From a single text, and from a file of tokens, the end is held out.
+
+Does not shuffle, filter, deduplicate or change text. With --learn-ranks it learns a tokenizer from
+the training documents, and makes no store.
 
     python prepare.py corpus/pd-mix.jsonl.gz --out runs/pd-mix
     python prepare.py my-text --learn-ranks 4096 --out own.tiktoken
@@ -40,20 +42,20 @@ from tqdm import tqdm
 from support import runtime, store
 from support.settings import several, whole_number
 
-BLOCK = 1 << 22  # characters of text, or bytes of tokens, read at once
+BLOCK = 1 << 22  # characters of text, or tokens, read at a time
 BATCH = 256  # documents that threads encode together
 
-# Text by its bytes, but not to be trained on. Also as gz.
+# Files of text that is not worth training on, also with .gz
 NOT_TEXT = (".csv", ".tsv", ".ipynb", ".pkl", ".pickle", ".svg")
 
-# How files begin that are no bare numbers: gz, npy, npz
+# The first bytes of files that do not hold bare numbers: gz, npy, npz
 HEADERS = (b"\x1f\x8b\x08", b"\x93NUMPY", b"PK\3\4")
 
 # ---- files
 
 
 def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
-    """A file and its name, or those in a folder at any depth: sorted, without hidden ones."""
+    """Yield a file and its name, or all files in a folder, at any depth: sorted, none hidden."""
     path = Path(given)
     if given == "" or not path.exists():  # Path("") would be the working folder
         raise ValueError(f"{given or 'the empty string'}: no such file or folder")
@@ -61,19 +63,19 @@ def input_files(given: str | Path) -> Iterator[tuple[Path, str]]:
         yield path, path.name
     for file in sorted(path.rglob("*")):
         name = file.relative_to(path).as_posix()
-        # a link to a folder cannot be read, and is named among those that are skipped
+        # keep links to folders: they cannot be read, and are reported as skipped
         if "/." not in f"/{name}" and (file.is_symlink() or not file.is_dir()):
             yield file, name
 
 
 def kind_of(path: Path, text_column: str, in_folder: bool) -> str:
-    """What a document is in a file: all of it, a line or an object of JSON, or a row of parquet.
+    """Tell what one document is in this file: "file", "line", "JSON object" or "row" (of parquet).
 
-    A .json file that is neither lines nor an object with text is text in a folder, as code is.
+    In a folder, a .json file that is neither lines nor an object with text is read as plain text,
+    like code.
 
     Cost:   reads plain text to its end
-    Raises: ValueError for what is not read, such as a table in text, whose commas would be trained
-            on
+    Raises: ValueError for files that should not be trained on, such as tables, with all the commas
     """
     with decompressed(path) as file:
         first = next(filter(None, map(bytes.strip, file)), b"")
@@ -89,18 +91,19 @@ def kind_of(path: Path, text_column: str, in_folder: bool) -> str:
             return "JSON object"
     if name.endswith(NOT_TEXT) or first.startswith(b'[{"') or (is_json and not in_folder):
         problem = f"is neither text nor JSON with --text-column {text_column}"
-        raise ValueError(f"{path}: {problem}: make it JSON lines, an object a line, or parquet")
+        raise ValueError(f"{path}: {problem}: convert it to JSON lines or parquet")
     for block in text_blocks(path):
         if "\0" in block:
-            raise ValueError(f"{path}: is not text: it has a NUL")
+            raise ValueError(f"{path}: is not text: it has a NUL byte")
     return "file"
 
 
 @contextmanager
 def decompressed(path: Path) -> Iterator[BinaryIO]:
-    """The bytes of a file, decompressed if they are gz.
+    """Open a file, and decompress it if it is gz.
 
-    Raises: ValueError naming the file, also if the block finds that it is not UTF-8
+    Raises: ValueError, naming the file, for a damaged one, and if the with block raises
+            UnicodeDecodeError
     """
     with path.open("rb") as file:
         if file.peek(2)[:2] == b"\x1f\x8b":
@@ -115,7 +118,7 @@ def decompressed(path: Path) -> Iterator[BinaryIO]:
 
 
 def text_blocks(path: Path) -> Iterator[str]:
-    """A text in UTF-8 block by block, with its line ends as they are."""
+    """Read UTF-8 text block by block, without changing line ends."""
     with decompressed(path) as file:
         text = io.TextIOWrapper(file, "utf-8", newline="")
         yield from iter(partial(text.read, BLOCK), "")
@@ -124,8 +127,8 @@ def text_blocks(path: Path) -> Iterator[str]:
 def read_lines(path: str | Path, whole: bool = False) -> Iterator[tuple[str, dict[str, object]]]:
     """Yield the place (FILE:LINE, for messages) and the object of each line that is not blank.
 
-    Args:   whole take the file as one line
-    Raises: ValueError naming the file and the line that cannot be read
+    Args:   whole read the whole file as one line
+    Raises: ValueError, naming the file and the line, if it cannot be read
     """
     with decompressed(Path(path)) as file:
         for row, line in enumerate([file.read()] if whole else file, 1):
@@ -140,7 +143,7 @@ def read_lines(path: str | Path, whole: bool = False) -> Iterator[tuple[str, dic
 
 
 def read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, dict[str, object]]]:
-    """Yield the place (FILE:ROW) of each row, with its text and its id, where there are such."""
+    """Yield the place (FILE:ROW) of each row, with its text and id as far as it has them."""
     from pyarrow import parquet
 
     try:
@@ -157,7 +160,7 @@ def read_parquet(path: Path, text_column: str) -> Iterator[tuple[str, dict[str, 
 
 
 class Document(NamedTuple):
-    """A document, or one side of the one that is cut in two."""
+    """A document, or one part of the document that is cut in two."""
 
     text: str
     held_out: bool
@@ -167,23 +170,22 @@ class Document(NamedTuple):
 class Corpus:
     """The documents of files and folders, each either for training or held out.
 
-    A line of JSON or a row has the document under `text_column`, where null is an empty text, and
-    may have "id". Any other file is one document with its name as the id, unless `split_on` cuts it
-    into documents without ids. Of a folder, files that cannot be read to their end are skipped as a
-    whole; stderr has the reasons for the first five, `skipped` all.
+    A line of JSON or a row of parquet has its text under `text_column` (null means empty), and may
+    have an "id". Any other file is one document with its name as the id, unless `split_on` cuts it
+    into documents without ids. Inside a folder, a file that cannot be read to its end is skipped
+    completely; stderr shows the first five reasons, `skipped` has all.
 
-    One document in `holdout` is held out, chosen by the hash of its id (of its text if it has no
-    id), so it stays held out when other documents are added or removed. If that leaves training or
-    the held-out side without text, because there are few documents, the last 1/holdout of all text
-    is held out instead. To find out, some of the documents are read at once, and all of a single
-    text.
+    About one document in `holdout` is held out, chosen by a hash of its id (or of its text if it
+    has no id), so it stays held out when other documents are added or removed. If there are so few
+    documents that training or the held-out side would have no text, the last 1/holdout of all text
+    is held out instead. To decide that, documents are read until both sides have text.
 
-    paths
+    paths        files and folders
     holdout      0 holds nothing out, 1 everything
     split_on     what separates documents in plain text: blank-line, or a string
-    text_column
+    text_column  the field or column with the text
 
-    Raises: ValueError naming the flag, or the file and the line
+    Raises: ValueError, naming the flag, or the file and the line
     """
 
     paths: Sequence[str | Path]
@@ -200,7 +202,7 @@ class Corpus:
             try:
                 kind = kind_of(path, self.text_column, path not in given)
                 if kind != "file" and path not in given:
-                    for _ in self._read(path, name, kind):  # to its end
+                    for _ in self._read(path, name, kind):  # check it to its end
                         pass
                 self.files.append((path, name, kind))
             except (ValueError, OSError) as error:
@@ -208,28 +210,28 @@ class Corpus:
                     raise
                 self.skipped.append(runtime.one_line(error))
         if self.skipped and not self.files:
-            raise ValueError(f"no file can be read, the first of them: {self.skipped[0]}")
+            raise ValueError(f"no file can be read; the first: {self.skipped[0]}")
         if self.skipped:
-            count = f"left out: {several(len(self.skipped), 'file')}, the first of them"
+            count = f"skipped {several(len(self.skipped), 'file')}; the first ones:"
             print(count, *self.skipped[:5], sep="\n  ", file=sys.stderr)
         self.training_characters = self._before_the_tail() if self.holdout > 1 else None
 
     def documents(self) -> Iterator[Document]:
-        """Read all documents, from the beginning each time."""
+        """Read all documents, from the beginning at each call."""
         documents = tqdm(self._by_hash(), unit=" documents", disable=None, leave=False)
         if self.training_characters is None:
             return iter(documents)
         return hold_out_tail(documents, self.training_characters, self.holdout)
 
     def _by_hash(self) -> Iterator[Document]:
-        """All documents, each held out by its hash."""
+        """Yield all documents; the hash of each decides whether it is held out."""
         for path, name, kind in self.files:
             for id, text in self._read(path, name, kind):
                 hash = zlib.crc32((text if id is None else id).encode())
                 yield Document(text, self.holdout > 0 and hash % self.holdout == 0)
 
     def _read(self, path: Path, name: str, kind: str) -> Iterator[tuple[str | None, str]]:
-        """The id, if there is one, and the text of each document in a file."""
+        """Yield the id, or None, and the text of each document in a file."""
         if kind == "file":
             for text in split_text(text_blocks(path), self.split_on):
                 yield name if self.split_on is None else None, text
@@ -243,7 +245,7 @@ class Corpus:
             text = fields.get(self.text_column, 0)
             if not isinstance(text, str | None):
                 problem = f"no string under {self.text_column} of {', '.join(fields)[:1000]}"
-                raise ValueError(f"{place}: {problem}: choose with --text-column")
+                raise ValueError(f"{place}: {problem}: choose another --text-column")
             try:
                 f"{id}{text}".encode()
             except UnicodeEncodeError:
@@ -251,9 +253,9 @@ class Corpus:
             yield id, text or ""
 
     def _before_the_tail(self) -> int | None:
-        """Count the characters before the last 1/holdout; None if hashes choose.
+        """Count the characters before the last 1/holdout; None if hashes give both sides text.
 
-        Stops at the first document that gives the second side text.
+        Stops reading as soon as both sides have text.
         """
         characters = 0
         sides = set()
@@ -267,7 +269,7 @@ class Corpus:
 
 
 def split_text(blocks: Iterable[str], mark: str | None) -> Iterator[str]:
-    """Cut plain text into documents; nothing between two marks is none."""
+    """Cut plain text into documents at each mark, and leave out empty ones."""
     if mark is None:
         yield "".join(blocks)
     elif mark == "blank-line":
@@ -280,7 +282,7 @@ def split_text(blocks: Iterable[str], mark: str | None) -> Iterator[str]:
 
 
 def split_blocks(blocks: Iterable[str], mark: str) -> Iterator[str]:
-    """Yield what "".join(blocks).split(mark) gives, with a piece and a block in memory."""
+    """Yield the pieces of "".join(blocks).split(mark), with one piece and one block in memory."""
     rest = ""
     for block in blocks:
         *pieces, rest = (rest + block).split(mark)
@@ -290,7 +292,7 @@ def split_blocks(blocks: Iterable[str], mark: str) -> Iterator[str]:
 
 def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) -> Iterator[Document]:
     """Hold out all text after the first `training` characters, cutting one document in two."""
-    reach = training // holdout // 2  # half of the text that is held out
+    reach = training // holdout // 2  # about half of the held-out text
     for text, _ in documents:
         if 0 < training < len(text):
             end = find_cut(text, training, reach)
@@ -302,9 +304,9 @@ def hold_out_tail(documents: Iterable[Document], training: int, holdout: int) ->
 
 
 def find_cut(text: str, position: int, reach: int) -> int:
-    """Choose where to cut a text: after a line or else a blank within `reach`, else at `position`.
+    """Choose where to cut a text: within `reach` after a line, else after a blank, else `position`.
 
-    A cut before the position is preferred, so that at least the share asked for is held out.
+    A cut before the position is preferred, so that no less than the requested share is held out.
 
     Example:  find_cut("one\\ntwo\\nthree", 10, 5) is 8, before "three"
     """
@@ -328,17 +330,17 @@ def prepare(
 ) -> dict:
     """Encode documents into a store, which appears whole at `out` or not at all.
 
-    Args:    inputs, options  as Corpus takes them
-             name  of the tokenizer, for get_encoding; the store records it
+    Args:    inputs, options passed to Corpus
+             name            of the tokenizer, for get_encoding; recorded in the store
     Returns: the contents of meta.json
     Raises:  ValueError for bad input, and for a corpus without text
-    Cost:    memory for a batch of documents and their tokens; documents per second beside
-             tiktoken's, as once measured, are in results/prepare.jsonl
+    Cost:    memory for one batch of documents and their tokens; results/prepare.jsonl compares
+             documents per second with tiktoken's
     """
     corpus = Corpus(inputs, **options)
     documents = corpus.documents()
     skipped = 0
-    # encode_ordinary would hold the GIL while it makes a list of ints; this does not
+    # encode_ordinary would hold the GIL while it builds a list of ints; encode_to_numpy does not
     encode = partial(encoding.encode_to_numpy, disallowed_special=())
     with store.atomic_folder(Path(out)) as folder, ThreadPoolExecutor(os.cpu_count()) as pool:
         writer = store.StoreWriter(folder, encoding)
@@ -369,11 +371,12 @@ def prepare_tokens(
     holdout: int | None = None,
     tokens_dtype: str | None = None,
 ) -> dict:
-    """Make a store of a file of tokens with end-of-text after each document, as nanoGPT writes it.
+    """Make a store from a file of tokens with end-of-text after each document, such as nanoGPT's.
 
-    Args:    holdout      as `token_sides` takes it
-             tokens_dtype of the file, if not that of the store
-    Returns, Raises: as of `prepare`; ValueError too for numbers that are no tokens of `encoding`
+    Args:    holdout      passed to `token_sides`
+             tokens_dtype of the file; None: the store's
+    Returns: the contents of meta.json
+    Raises:  ValueError for other files, and for numbers that are not tokens of `encoding`
     """
     end = encoding.eot_token
     with store.atomic_folder(Path(out)) as folder:
@@ -383,10 +386,10 @@ def prepare_tokens(
             for start in range(0, len(tokens), BLOCK):
                 ids = np.array(tokens[start : start + BLOCK])
                 if ids.max() > end:
-                    problem = f"has token {ids.max()}, and those of --tokenizer {name} end at"
+                    problem = f"has token {ids.max()}, but those of --tokenizer {name} end at"
                     raise ValueError(f"--tokens-from {tokens.filename}: {problem} {end}")
                 before = np.append(tokens[start - 1] if start else end, ids[:-1])
-                ids = ids[(ids != end) | (before != end)]  # no document without text
+                ids = ids[(ids != end) | (before != end)]  # drop empty documents
                 writer.append(ids, side, np.flatnonzero(ids == end) + 1)
             if len(tokens) and tokens[-1] != end:
                 writer.append(np.array([end]), side, [1])
@@ -396,18 +399,19 @@ def prepare_tokens(
 def token_sides(
     train: Path, end: int, dtype: np.dtype | str, holdout: int | None
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Map the tokens for training and those held out: val.bin beside train.bin, or the file's end.
+    """Map the tokens for training, and the held-out ones: val.bin beside train.bin, or the end.
 
-    The end is the last 1/holdout (20), and begins after an end-of-text, if one is near.
+    The end is the last 1/holdout of the file (default: 20). It starts after an end-of-text if there
+    is one shortly before.
 
-    Raises:  ValueError for `holdout` beside val.bin
-    Example: of 72 105 256 nine times, 24 of 27 tokens are for training
+    Raises:  ValueError if both `holdout` and val.bin are given
+    Example: of nine times 72 105 256, 24 of the 27 tokens are for training
     """
     tokens = map_tokens(train, dtype)
     test = train.with_name(train.name.replace("train", "val"))
     if test != train and test.exists():
         if holdout is not None:
-            raise ValueError(f"--holdout {holdout} has no effect: {test} is held out: leave it out")
+            raise ValueError(f"--holdout {holdout} has no effect, {test} is held out: leave it out")
         return tokens, map_tokens(test, dtype)
     share = 20 if holdout is None else holdout
     tail = -(-len(tokens) // share) if share else 0
@@ -418,10 +422,10 @@ def token_sides(
 
 
 def map_tokens(file: Path, dtype: np.dtype | str) -> np.ndarray:
-    """Map a file of bare numbers.
+    """Map a file of bare numbers into memory.
 
-    Raises: ValueError for other files, as far as their size, first bytes and zeros show it: every
-            second number is 0 where 32 bits are read as 16
+    Raises: ValueError for a file that is recognised as something else, by its size, its first bytes
+            or its zeros: in 32-bit numbers read as 16 bits, every second one is 0
     """
     try:
         tokens = np.memmap(file, dtype, "r")
@@ -436,9 +440,9 @@ def map_tokens(file: Path, dtype: np.dtype | str) -> np.ndarray:
 
 
 def embedded_store(name: str) -> Path:
-    """The embedded corpus as a store in tokenizer `name`, prepared on first use and then kept.
+    """The embedded corpus as a store, in tokenizer `name`; prepared on first use and then kept.
 
-    It lies in the clone or, if that cannot be written, in the user's cache folder.
+    It is in .cache of the repository or, if the repository is read-only, in the user's cache.
     """
     encoding = store.get_encoding(name)
     folder = runtime.ROOT / ".cache" / f"pd-mix-{store.fingerprint(encoding)[:12]}"
@@ -450,7 +454,7 @@ def embedded_store(name: str) -> Path:
         try:
             prepare([runtime.ROOT / "corpus" / "pd-mix.jsonl.gz"], folder, encoding, name)
         except OSError:
-            if not folder.exists():  # else another process has been faster
+            if not folder.exists():  # otherwise another process was faster
                 raise
     return folder
 
@@ -465,32 +469,32 @@ def print_summary(made: store.Store) -> None:
     print(f"tokens    {meta['tokens']:>14,}   {bytes_each:.3f} bytes per token")
     print(f"held out  {held_out:>14,}   documents, {held_out_tokens:,} tokens{tail}")
     if meta.get("skipped"):
-        print(f"{meta['skipped']:>24,}   documents without text are left out")
+        print(f"skipped   {meta['skipped']:>14,}   documents without text")
     if meta["document"] == "file" and not cut and meta["bytes"] > 1e6 * meta["documents"]:
-        print("such large documents may be several: --split-on blank-line cuts them, or a STRING")
+        print("so long a file may hold many documents: cut it with --split-on blank-line or STRING")
     if bytes_each < 1.6 and meta["tokenizer"] != "bytes":
         command = "python prepare.py YOUR_TEXT --learn-ranks 4096 --out own.tiktoken"
-        print(f"so few bytes a token make long rows: try a tokenizer of this text\n  {command}")
+        print(f"few bytes per token: a tokenizer learned from this text may do better\n  {command}")
 
 
 def main(argv: list[str] | None = None) -> None:
     parser = runtime.Parser(prog="prepare.py", description=__doc__.split(":")[0])
     flag = parser.add_argument
-    flag("inputs", nargs="*", help="text or JSON lines, also as gz; parquet; folders")
+    flag("inputs", nargs="*", help="text or JSON lines, also gzipped; parquet; folders")
     flag("--tokens-from", type=Path, help="tokens instead: nanoGPT's train.bin, val.bin beside it")
     flag("--tokens-dtype", choices=["uint32"], help="of that file (16 bits, unless ids need 32)")
-    flag("--out", type=Path, required=True, help="the store, a folder to make")
+    flag("--out", type=Path, required=True, help="folder of the new store")
     flag("--tokenizer", help=f"{store.NAMES} (pd4k)")
-    flag("--learn-ranks", type=whole_number, help="make a tokenizer of so many tokens, no store")
+    flag("--learn-ranks", type=whole_number, help="learn a tokenizer of this size, make no store")
     holdout = "hold out one document in N, or the last 1/N of a single text; 0: none (20)"
     flag("--holdout", type=whole_number, metavar="N", help=holdout)
     split_on = r"cut plain text into documents at each blank-line, or at a STRING, e.g. '\n---\n'"
     flag("--split-on", metavar="STRING", help=split_on)
-    flag("--text-column", help="the field or column that has the text (text)")
+    flag("--text-column", help="the field or column with the text (text)")
     args = parser.parse_args(argv)
     out = args.out
     if bool(args.inputs) == bool(args.tokens_from):
-        raise ValueError("no inputs, or two kinds: name files, folders or --tokens-from TRAIN.BIN")
+        raise ValueError("name either files and folders to read, or --tokens-from TRAIN.BIN")
     if out.exists():
         raise ValueError(f"--out {out}: exists already: remove it or name another folder")
     unused = ["learn_ranks", "split_on", "text_column"] if args.tokens_from else ["tokens_dtype"]
@@ -503,7 +507,7 @@ def main(argv: list[str] | None = None) -> None:
     how = {name: vars(args)[name] for name in options if vars(args)[name] is not None}
     if args.learn_ranks is not None:
         if out.suffix != ".tiktoken" or not out.absolute().parent.is_dir():
-            raise ValueError(f"--out {out}: end its name in .tiktoken, and its folder has to exist")
+            raise ValueError(f"--out {out}: end the name in .tiktoken, in a folder that exists")
         documents = Corpus(args.inputs, **how).documents()
         texts = (document.text for document in documents if not document.held_out)
         store.write_ranks(out, store.learn_ranks(texts, args.learn_ranks))
@@ -511,7 +515,7 @@ def main(argv: list[str] | None = None) -> None:
     name = args.tokenizer or "pd4k"
     encoding = store.get_encoding(name)
     if name.endswith((".tiktoken", ".model")):
-        name = str(Path(name).resolve())  # so that it is found from any folder
+        name = str(Path(name).resolve())  # so that it works from any folder
     if args.tokens_from:
         prepare_tokens(args.tokens_from, out, encoding, name, **how)
     else:

@@ -117,7 +117,7 @@ def test_in_a_folder_what_cannot_be_read_is_skipped_and_named(tmp_path, monkeypa
     skipped = Corpus([tmp_path], 0).skipped
     assert all(map(str.startswith, skipped, named)) and len(skipped) == len(named)
     first, *said = capsys.readouterr().err.splitlines()
-    assert first.startswith("left out: 14 files") and said == [f"  {why}" for why in skipped[:5]]
+    assert first.startswith("skipped 14 files; ") and said == [f"  {why}" for why in skipped[:5]]
     assert read(tmp_path / "z.json") == ["a document"]
 
 
@@ -309,7 +309,7 @@ def test_it_is_said_what_a_document_is(tmp_path, monkeypatch, capsys):
     ):
         prepare.main([*inputs.split(), "--out", said])
         printed = capsys.readouterr().out
-        assert said in printed and ("--split-on blank-line cuts them" in printed) == advice
+        assert said in printed and ("cut it with --split-on" in printed) == advice
 
 
 def test_a_large_vocabulary_is_stored_in_uint32(tmp_path):
@@ -369,7 +369,7 @@ NO_TOKENS = [
     (NPY.getvalue(), FROM, "a.bin: is not bare uint16"),
     (BARE.astype(np.int32).tobytes(), FROM, "50% are 0: add --tokens-dtype uint32"),
     (BARE.astype(np.int64).tobytes(), f"{FROM} --tokens-dtype uint32", "astype('uint32')"),
-    (b"\0\xff", FROM, "a.bin: has token 65280, and those of --tokenizer bytes end at 256"),
+    (b"\0\xff", FROM, "a.bin: has token 65280, but those of --tokenizer bytes end at 256"),
     (b"\1\0", f"{FROM} more.txt", "or --tokens-from"),
     (b"\1\0", f"{FROM} --split-on blank-line", "--split-on has no effect here"),
     (b"\1\0", "a.bin --tokens-dtype uint32", "--tokens-dtype has no effect here"),
